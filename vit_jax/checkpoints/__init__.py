@@ -1,0 +1,1 @@
+"""What is kept of a run, and how another run begins with it."""

@@ -1,0 +1,146 @@
+"""Checkpoints of a run: the state of a step, written by orbax while training goes on.
+
+    WORKDIR/checkpoints/STEP/params     the parameters to use: averaged where there is an average
+                            /training   what else the next step needs
+                            /card       JSON: model, pre-processing, class names, position grid
+
+`params` stands alone, so that using a checkpoint needs no optimizer.
+"""
+
+import contextlib
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from vit_jax import tree
+from vit_jax.typing import Params
+
+FOLDER = 'checkpoints'
+
+
+class Checkpoints:
+    """The checkpoints of one work directory. Saving returns once the arrays are copied."""
+
+    def __init__(self, workdir: str | pathlib.Path, *, keep: int):
+        self._folder = pathlib.Path(workdir).absolute() / FOLDER
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            cleanup_tmp_directories=True,
+            # Removed by renaming first: a kill in between leaves no listed, half-empty step.
+            todelete_subdir='.trash',
+        )
+        self._manager = ocp.CheckpointManager(
+            self._folder,
+            options=options,
+            item_names=('params', 'training', 'card'),
+            item_handlers={
+                'params': ocp.StandardCheckpointHandler(),
+                'training': ocp.StandardCheckpointHandler(),
+                'card': ocp.JsonCheckpointHandler(),
+            },
+        )
+
+    @property
+    def latest_step(self) -> int | None:
+        """The newest complete checkpoint."""
+        return self._manager.latest_step()
+
+    def path(self, step: int) -> pathlib.Path:
+        """Where the checkpoint of a step lies."""
+        return self._folder / str(step)
+
+    def save(self, step: int, params: Params, training: Any, card: dict[str, Any]) -> None:
+        """Begins to save; the disk is written in the background."""
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave(params),
+                training=ocp.args.StandardSave(tree.named_leaves(training)),
+                card=ocp.args.JsonSave(card),
+            ),
+        )
+
+    def restore(self, step: int, like: tuple[Params, Any], shardings: tuple[Any, Any]) -> Any:
+        """(params, training) of a step, each array where `shardings` says.
+
+        Raises ValueError with the names where the saved arrays are not those of `like`.
+        """
+        params, training = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            like,
+            shardings,
+        )
+        wanted = {'params': params, 'training': tree.named_leaves(training)}
+        metadata = self._manager.item_metadata(step)
+        for item, described in wanted.items():
+            found = tree.named_leaves(metadata[item].tree)
+            where = f'checkpoint {self.path(step)}/{item}'
+            tree.compare_names(found, tree.named_leaves(described), where=where)
+        arguments = {item: ocp.args.StandardRestore(value) for item, value in wanted.items()}
+        restored = self._manager.restore(step, args=ocp.args.Composite(**arguments))
+        leaves = [restored['training'][name] for name in wanted['training']]
+        return restored['params'], jax.tree.unflatten(jax.tree.structure(training), leaves)
+
+    def wait(self) -> None:
+        """Returns when all that was saved is on disk; raises what went wrong on the way."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits, and ends the background work."""
+        self._manager.close()
+
+
+def find(path: str) -> pathlib.Path:
+    """The checkpoint that a path means: a step's own folder, or the newest of a work directory.
+
+    Raises FileNotFoundError that says what is there instead.
+    """
+    given = pathlib.Path(path).absolute()
+    if (given / 'card').is_dir() and (given / 'params').is_dir():
+        return given
+    if not given.exists():
+        raise FileNotFoundError(f'checkpoint {path}: no such folder')
+    if 'orbax-checkpoint-tmp' in given.name:
+        raise FileNotFoundError(f'checkpoint {path}: half-written; its run did not finish saving it')
+    for folder in (given / FOLDER, given):
+        steps = sorted(
+            (p for p in folder.glob('*') if re.fullmatch(r'\d+', p.name)), key=lambda p: int(p.name)
+        )
+        whole = [p for p in steps if (p / 'card').is_dir() and (p / 'params').is_dir()]
+        if whole:
+            return whole[-1]
+    raise FileNotFoundError(
+        f'checkpoint {path}: neither a checkpoint (params/, card/) nor a work directory with a '
+        f'complete one under {FOLDER}/'
+    )
+
+
+def load_card(path: str) -> tuple[dict[str, Any], pathlib.Path]:
+    """The card as JSON values, and the folder of the checkpoint that a path means."""
+    folder = find(path)
+    with _readable(folder):
+        return ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(folder / 'card'), folder
+
+
+def load_params(path: str) -> Params:
+    """The parameters, in host memory, of the checkpoint that a path means."""
+    folder = find(path)
+    with _readable(folder):
+        reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+        structure = reader.metadata(folder / 'params').item_metadata.tree
+        to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), structure)
+        return reader.restore(folder / 'params', restore_args=to_host)
+
+
+@contextlib.contextmanager
+def _readable(folder: pathlib.Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # orbax and tensorstore raise many kinds for damaged files
+        reason = str(error).strip().splitlines()[0][:300]
+        raise ValueError(f'checkpoint {folder}: cannot be read: {reason}') from error

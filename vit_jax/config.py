@@ -1,0 +1,101 @@
+"""The typed experiment: what a file in configs/ returns, and what a checkpoint says of itself."""
+
+import dataclasses
+from typing import Any
+
+from vit_jax import records
+from vit_jax.data.augment import Augmentation
+from vit_jax.data.pipeline import LoaderConfig
+from vit_jax.data.transforms import Preprocessing
+from vit_jax.evaluation.fewshot import FewshotConfig
+from vit_jax.models import Compute, Regularization, ViTConfig
+from vit_jax.parallel.mesh import MeshConfig
+from vit_jax.training.losses import LossConfig
+from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
+
+
+def _default(kind: type) -> Any:
+    return dataclasses.field(default_factory=kind)
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainConfig:
+    """One experiment: pre-training, fine-tuning and few-shot evaluation are values of this."""
+
+    # What is learned from, and by what.
+    data: str  # 'digits', FILE.npz, or a folder that holds train/CLASS/*.jpg
+    train_split: str = 'train'
+    test_split: str = 'test'
+    model: ViTConfig | None = None  # None: the model of start_from
+    image_size: tuple[int, int] | None = None  # (height, width); None: the model's own
+    start_from: str | None = None  # a checkpoint whose parameters are the first ones
+    preprocessing: Preprocessing | None = None  # None: that of start_from, or the usual one
+    augmentation: Augmentation = _default(Augmentation)
+
+    # How.
+    total_steps: int | None = None  # None: nothing is trained, few-shot evaluation alone
+    batch_size: int = 256
+    accumulation_steps: int = 1
+    loss: LossConfig = _default(LossConfig)
+    optimizer: OptimizerConfig = _default(OptimizerConfig)
+    schedule: ScheduleConfig = _default(ScheduleConfig)
+    regularization: Regularization = _default(Regularization)
+    polyak_decay: float | None = None  # of the average of parameters; None: no average
+    seed: int = 0
+
+    # What is measured and kept on the way.
+    log_every_steps: int = 50
+    eval_every_steps: int | None = None  # None: at the end only
+    eval_batch_size: int | None = None  # None: batch_size
+    checkpoint_every_steps: int | None = None  # None: at the end only
+    keep_checkpoints: int = 2
+    fewshot: FewshotConfig | None = None
+    tensorboard: bool = False
+
+    # On what. These change speed and memory, not the result.
+    compute: Compute = _default(Compute)
+    mesh: MeshConfig = _default(MeshConfig)
+    loader: LoaderConfig = _default(LoaderConfig)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Card:
+    """What belongs to parameters: enough to use them without the experiment that made them."""
+
+    step: int
+    model: ViTConfig
+    grid: tuple[int, int]  # of the position embeddings, in patches (height, width)
+    preprocessing: Preprocessing
+    class_names: tuple[str, ...]
+    software: dict[str, str] = _default(dict)
+
+    @staticmethod
+    def read(values: dict[str, Any], *, where: str) -> 'Card':
+        """The card of JSON values. Raises ValueError that names what is wrong in it."""
+        return records.from_dict(Card, values, where=where)
+
+
+def checked(config: TrainConfig) -> TrainConfig:
+    """The configuration with every value checked. Raises ValueError that names the first wrong one."""
+    config = records.checked(config, where='config')
+    for name, value in records.to_dict(config).items():
+        counts = name.endswith(('_steps', '_size')) and isinstance(value, int)
+        _require(not counts or value >= 1, f'{name}={value}: expected 1 or more')
+    fractions = {
+        'regularization.dropout': config.regularization.dropout,
+        'regularization.stochastic_depth': config.regularization.stochastic_depth,
+        'loss.label_smoothing': config.loss.label_smoothing,
+        'polyak_decay': config.polyak_decay or 0.0,
+    }
+    for name, fraction in fractions.items():
+        _require(0 <= fraction < 1, f'{name}={fraction}: expected at least 0 and less than 1')
+    _require(
+        config.model is not None or config.start_from is not None,
+        'model is none: give a model, or start_from=CHECKPOINT to take that one',
+    )
+    return config
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(f'config.{message}')

@@ -1,0 +1,1 @@
+"""From stored images to batches on the devices."""

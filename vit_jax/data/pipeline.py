@@ -1,0 +1,186 @@
+"""From a source to batches on the devices, each a pure function of (seed, step).
+
+The order of examples is decided for the global batch first; each process then takes its part, so
+a batch does not depend on the number of processes, devices or loader threads. A batch is
+`images` (b h w 3, uint8), `labels` (b) and `mask` (b): False for padding and for images that
+could not be read.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+
+import grain
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from vit_jax import records
+from vit_jax.data.sources import Source
+from vit_jax.data.transforms import Crop, Size, decode
+from vit_jax.typing import Batch, Bool, Int, UInt8
+
+
+@dataclasses.dataclass(kw_only=True)
+class LoaderConfig:
+    """How images reach the device; what is trained does not depend on it.
+
+    `placement=device` reads everything once and keeps it there as one uint8 array, from which
+    batches are gathered; `auto` does so for images that need no random crop and together take at
+    most `device_mb`.
+    """
+
+    placement: str = records.choice('auto', 'host', 'device')
+    device_mb: float = 1024.0
+    threads: int = 8  # each decodes a batch of its own
+    on_unreadable: str = records.choice('error', 'skip')  # training only; evaluation never skips
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """Examples of one size, by index."""
+
+    source: Source
+    crop: Crop
+    size: Size
+    exif_rotation: bool
+    seed: int = 0
+    skip_unreadable: bool = False
+
+    def examples(self, draws: Sequence['Draw']) -> Batch:
+        """The examples drawn, as one batch of arrays; None is padding."""
+        images = np.zeros((len(draws), *self.size, 3), np.uint8)
+        labels = np.zeros(len(draws), np.int32)
+        mask = np.zeros(len(draws), bool)
+        for row, draw in enumerate(draws):
+            if draw is None:
+                continue
+            labels[row] = self.source.labels[draw.index]
+            mask[row] = self._read_into(images[row], draw)
+        return {'images': images, 'labels': labels, 'mask': mask}
+
+    def _read_into(self, image: UInt8[np.ndarray, 'h w 3'], draw: 'Draw') -> bool:
+        """Writes the image; False where it cannot be read and that is to be skipped."""
+        rng = np.random.default_rng((self.seed, draw.position)) if self.crop.random else None
+        try:
+            stored = self.source.read(draw.index)
+            image[:] = self.crop(decode(stored, exif_rotation=self.exif_rotation), self.size, rng)
+        except (ValueError, OSError) as error:
+            if self.skip_unreadable:
+                return False
+            raise ValueError(f'{self.source.describe(draw.index)}: {error}') from error
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """One example of a batch: which one, and its position in the endless order of all draws."""
+
+    index: int
+    position: int
+
+
+Order = Callable[[int], Draw | None]
+
+
+def shuffled(count: int, *, seed: int) -> Order:
+    """Every example once an epoch, each epoch in another random order, without end."""
+    indices = grain.MapDataset.range(count).seed(seed).shuffle().repeat(None)
+    return lambda position: Draw(int(indices[position]), position)
+
+
+def listed(indices: Sequence[int]) -> Order:
+    """These examples once, then padding."""
+
+    def draw(position: int) -> Draw | None:
+        return Draw(int(indices[position]), position) if position < len(indices) else None
+
+    return draw
+
+
+@dataclasses.dataclass(frozen=True)
+class Feed:
+    """Where batches come from: `load` runs in threads on the host, `place` is given its result."""
+
+    source: Source
+    load: Callable[[Sequence[Draw | None]], Batch]
+    place: Callable[[Batch], Batch]
+    sharding: NamedSharding
+    threads: int
+
+
+def make_feed(reader: Reader, config: LoaderConfig, sharding: NamedSharding) -> Feed:
+    """A feed of the reader's examples, kept on the host or on the device as configured.
+
+    Raises ValueError where a random crop is asked to be kept on the device.
+    """
+    bytes_needed = len(reader.source) * reader.size[0] * reader.size[1] * 3
+    fits = not reader.crop.random and bytes_needed <= config.device_mb * 2**20
+    if config.placement == 'device' and reader.crop.random:
+        name = type(reader.crop).__name__
+        raise ValueError(f'placement=device cannot keep {name}, which differs at every draw')
+    if config.placement == 'device' or (config.placement == 'auto' and fits):
+        return _device_feed(reader, config.threads, sharding)
+    return Feed(reader.source, reader.examples, lambda batch: batch, sharding, config.threads)
+
+
+def _device_feed(reader: Reader, threads: int, sharding: NamedSharding) -> Feed:
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+    stored = jax.device_put(_read_all(reader, threads), everywhere)
+
+    @jax.jit
+    def gather(stored: Batch, drawn: Batch) -> Batch:
+        batch = jax.tree.map(lambda array: array[drawn['index']], stored)
+        return jax.lax.with_sharding_constraint(
+            batch | {'mask': batch['mask'] & drawn['mask']}, sharding
+        )
+
+    def load(draws: Sequence[Draw | None]) -> dict[str, Int[np.ndarray, 'b'] | Bool[np.ndarray, 'b']]:
+        index = np.array([draw.index if draw else 0 for draw in draws], np.int32)
+        return {'index': index, 'mask': np.array([draw is not None for draw in draws])}
+
+    return Feed(reader.source, load, lambda drawn: gather(stored, drawn), sharding, threads=1)
+
+
+def _read_all(reader: Reader, threads: int) -> Batch:
+    """Every example of the reader, decoded by several threads."""
+    draws = [Draw(index, index) for index in range(len(reader.source))]
+    chunks = [draws[start : start + 256] for start in range(0, len(draws), 256)]
+    with futures.ThreadPoolExecutor(threads) as pool:
+        parts = list(pool.map(reader.examples, chunks))
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+
+
+def batches(feed: Feed, order: Order, *, steps: range, batch_size: int) -> Iterator[Batch]:
+    """The global batches of these steps, on the devices, loaded ahead of their use."""
+    part = batch_size // jax.process_count()
+
+    def load(step: int) -> Batch:
+        start = int(step) * batch_size + part * jax.process_index()
+        return feed.load([order(position) for position in range(start, start + part)])
+
+    dataset = grain.MapDataset.range(steps.start, steps.stop).map(load)
+    options = grain.ReadOptions(num_threads=feed.threads, prefetch_buffer_size=2 * feed.threads)
+    for local in dataset.to_iter_dataset(options):
+        yield feed.place(
+            jax.tree.map(
+                lambda array: jax.make_array_from_process_local_data(
+                    feed.sharding, array, (batch_size, *array.shape[1:])
+                ),
+                local,
+            )
+        )
+
+
+def training_batches(
+    feed: Feed, *, steps: range, batch_size: int, seed: int
+) -> Iterator[Batch]:
+    """Batches of shuffled examples: batch n is the same wherever the iteration begins."""
+    order = shuffled(len(feed.source), seed=seed)
+    return batches(feed, order, steps=steps, batch_size=batch_size)
+
+
+def listed_batches(feed: Feed, indices: Sequence[int], *, batch_size: int) -> Iterator[Batch]:
+    """These examples once each, in order, the last batch filled up with padding."""
+    steps = range(0, -(-len(indices) // batch_size))
+    return batches(feed, listed(indices), steps=steps, batch_size=batch_size)

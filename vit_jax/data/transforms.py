@@ -1,0 +1,112 @@
+"""What happens to one stored image on the host: decoded, then cut or squeezed to one size."""
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+
+from vit_jax.typing import UInt8
+
+Image = UInt8[np.ndarray, 'h w 3']
+Size = tuple[int, int]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Resize:
+    """The whole image squeezed to the size: bilinear, no antialias, aspect not kept.
+
+    What the paper's fine-tuning code does at evaluation.
+    """
+
+    random: ClassVar[bool] = False
+
+    def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
+        return _resized(image, size)
+
+
+@dataclasses.dataclass(kw_only=True)
+class CentralCrop:
+    """The image, aspect kept, at `scale` times the size it needs to cover; its middle cut out."""
+
+    random: ClassVar[bool] = False
+    scale: float = 256 / 224
+
+    def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
+        image = _covering(image, size, self.scale)
+        top, left = (image.shape[0] - size[0]) // 2, (image.shape[1] - size[1]) // 2
+        return image[top : top + size[0], left : left + size[1]]
+
+
+@dataclasses.dataclass(kw_only=True)
+class RandomCrop:
+    """As CentralCrop, but cut anywhere. 448 pixels for a crop of 384 in the paper's transfers."""
+
+    random: ClassVar[bool] = True
+    scale: float = 448 / 384
+
+    def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
+        if rng is None:
+            raise ValueError('RandomCrop needs a random generator: it is for training only')
+        image = _covering(image, size, self.scale)
+        top, left = (
+            rng.integers(0, have - want + 1)
+            for have, want in zip(image.shape[:2], size, strict=True)
+        )
+        return image[top : top + size[0], left : left + size[1]]
+
+
+Crop = Resize | CentralCrop | RandomCrop
+
+
+@dataclasses.dataclass(kw_only=True)
+class Preprocessing:
+    """From a stored image to what the model sees, where nothing is random.
+
+    It belongs to a checkpoint and is saved with it: evaluation, few-shot and prediction use it.
+    Pixel values 0 to 255 become (value - mean) / std, by channel.
+    """
+
+    crop: Crop = dataclasses.field(default_factory=Resize)
+    exif_rotation: bool = True  # False: as the original code, which ignores the camera's rotation
+    mean: tuple[float, float, float] = (127.5, 127.5, 127.5)
+    std: tuple[float, float, float] = (127.5, 127.5, 127.5)
+
+
+def decode(stored: bytes | np.ndarray, *, exif_rotation: bool) -> Image:
+    """The RGB image, 8 bits a channel, from an encoded file's bytes or from a uint8 array.
+
+    Grey, CMYK, 16-bit and palette images become RGB; transparency is dropped. The content counts,
+    not the file's name. Raises ValueError where the bytes are no whole image.
+    """
+    if isinstance(stored, np.ndarray):
+        image = stored[..., None] if stored.ndim == 2 else stored
+        return np.repeat(image, 3, axis=-1) if image.shape[-1] == 1 else image
+    import cv2  # loads here, so that the model and the update step do not need it
+
+    flags = cv2.IMREAD_COLOR_RGB | (0 if exif_rotation else cv2.IMREAD_IGNORE_ORIENTATION)
+    if not stored:
+        raise ValueError('the file is empty')
+    try:
+        image = cv2.imdecode(np.frombuffer(stored, np.uint8), flags)
+    except cv2.error as error:
+        raise ValueError(f'not a readable image: {error.err}') from error
+    if image is None:
+        raise ValueError('not a whole image of a known format')
+    return image
+
+
+def _resized(image: Image, size: Size) -> Image:
+    import cv2
+
+    if image.shape[:2] == size:
+        return image
+    return cv2.resize(image, size[::-1], interpolation=cv2.INTER_LINEAR)
+
+
+def _covering(image: Image, size: Size, scale: float) -> Image:
+    """The image resized, aspect kept, to just cover `scale` times the size."""
+    height, width = image.shape[:2]
+    factor = scale * max(size[0] / height, size[1] / width)
+    return _resized(
+        image, (max(size[0], round(height * factor)), max(size[1], round(width * factor)))
+    )

@@ -1,0 +1,1 @@
+"""What a network is worth: functions of outputs and labels."""

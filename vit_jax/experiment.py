@@ -1,0 +1,266 @@
+"""Runs: training to the end of a configuration, and few-shot evaluation of a checkpoint."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from vit_jax import config as configs
+from vit_jax import records, workdir
+from vit_jax import setup as setups
+from vit_jax.checkpoints.state import Checkpoints
+from vit_jax.config import TrainConfig
+from vit_jax.data import pipeline
+from vit_jax.data.sources import open_source
+from vit_jax.evaluation import classification, fewshot
+from vit_jax.parallel import mesh as meshes
+from vit_jax.reporting import Reporter
+from vit_jax.training.loop import Clock, Every, NotFinite, fit
+from vit_jax.training.update import TrainState
+from vit_jax.typing import Array, Batch, Float, Int, Params
+
+Features = Callable[[Params, Batch], Float[Array, 'b d']]
+
+
+class Result(NamedTuple):
+    """What a run reached, and where it lies."""
+
+    state: TrainState
+    test: dict[str, float]
+    fewshot: dict[str, Any] | None
+    checkpoint: pathlib.Path
+    folder: pathlib.Path
+    skipped: int  # training images that could not be read, counted at each use
+    clock: Clock
+
+
+def train(config: TrainConfig, path: str, *, accept_changes: bool = False) -> Result:
+    """Trains to the end of the configuration, from where the work directory `path` stands.
+
+    Raises ValueError or FileNotFoundError, before anything is compiled where that is possible,
+    for input that does not fit, and NotFinite, with the last good checkpoint, when the training
+    breaks down.
+    """
+    clock = Clock()
+    with clock('start'):
+        config = configs.checked(config)
+        if config.total_steps is None:
+            raise ValueError('config.total_steps is none: expected the number of steps to train')
+        class_names = _class_names(config)
+        origin = setups.read_origin(config)
+        model = setups.trained_model(config, origin, class_names)
+        setup = setups.prepare(config, origin, model)
+        folder = workdir.open_workdir(path, records.to_dict(config), accept_changes=accept_changes)
+        feeds = setups.Feeds(setup)
+        feed = feeds.training()
+        feeds.evaluation(config.data, config.test_split)
+    with clock('compile'):
+        programs = setups.compile_training(setup)
+        features = None
+        if config.fewshot:
+            like, shardings = programs.like.best_params, programs.shardings.best_params
+            features = setups.compile_features(setup, like, shardings)
+    with clock('start'):
+        checkpoints = Checkpoints(folder, keep=config.keep_checkpoints)
+        state, said = _first_state(setup, programs, checkpoints)
+    steps = range(int(state.step), config.total_steps)
+    reporter = Reporter(
+        folder,
+        steps=steps,
+        log_every_steps=config.log_every_steps,
+        batch_size=config.batch_size,
+        clock=clock,
+        tensorboard=config.tensorboard,
+        is_main_process=jax.process_index() == 0,
+    )
+    run = _Run(setup, programs, features, feeds, class_names, checkpoints, reporter, clock, folder)
+    with reporter:
+        for line in said:
+            reporter.console.print(line)
+        state = run.to_the_end(state, feed, steps)
+    with clock('checkpoint'):
+        checkpoints.close()
+    checkpoint = checkpoints.path(config.total_steps)
+    return Result(state, run.test, run.fewshot, checkpoint, folder, reporter.skipped, clock)
+
+
+def _class_names(config: TrainConfig) -> tuple[str, ...]:
+    """The classes of the training and the test images, which must be the same."""
+    train, test = (open_source(config.data, s) for s in (config.train_split, config.test_split))
+    if train.class_names != test.class_names:
+        raise ValueError(f'{config.data}: the classes of train and test differ')
+    return train.class_names
+
+
+def _first_state(
+    setup: setups.Setup, programs: setups.Programs, checkpoints: Checkpoints
+) -> tuple[TrainState, list[str]]:
+    """The newest state of the work directory, or one that begins; and how it came about."""
+    step = checkpoints.latest_step
+    if step is None:
+        return setups.start_state(setup, programs)
+    like, shardings = programs.like.split(), programs.shardings.split()
+    state = TrainState.join(*checkpoints.restore(step, like, shardings))
+    return state, [f'resuming at step {step} from {checkpoints.path(step)}']
+
+
+@dataclasses.dataclass
+class _Run:
+    """The parts of one training run, and the newest results of its evaluations."""
+
+    setup: setups.Setup
+    programs: setups.Programs
+    features: Features | None
+    feeds: setups.Feeds
+    class_names: tuple[str, ...]
+    checkpoints: Checkpoints
+    reporter: Reporter
+    clock: Clock
+    folder: pathlib.Path
+    test: dict[str, float] = dataclasses.field(default_factory=dict)
+    fewshot: dict[str, Any] | None = None
+
+    def to_the_end(self, state: TrainState, feed: pipeline.Feed, steps: range) -> TrainState:
+        """The state after the last step; everything that is due on the way is done."""
+        config = self.setup.config
+        observers = [Every(config.eval_every_steps, self.run_test)]
+        if config.fewshot:
+            observers.append(Every(config.fewshot.every_steps, self.run_fewshot))
+        if not steps:  # the run was complete before
+            for observer in observers:
+                observer.run(steps.stop, state)
+            return state
+        batches = pipeline.training_batches(
+            feed, steps=steps, batch_size=config.batch_size, seed=config.seed
+        )
+        try:
+            return fit(
+                self.programs.update,
+                state,
+                batches,
+                steps=steps,
+                on_metrics=self.reporter.step,
+                observers=[Every(config.checkpoint_every_steps, self.save), *observers],
+                clock=self.clock,
+            )
+        except NotFinite as error:
+            last = self.checkpoints.latest_step
+            good = 'there is none yet' if last is None else self.checkpoints.path(last)
+            raise NotFinite(f'{error}; last good checkpoint: {good}') from error
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Begins to save a checkpoint."""
+        with self.clock('checkpoint'):
+            params, rest = state.split()
+            card = setups.card(self.setup, step, self.class_names)
+            self.checkpoints.save(step, params, rest, card)
+
+    def run_test(self, step: int, state: TrainState) -> None:
+        """Loss and accuracy on the test images."""
+        config = self.setup.config
+        with self.clock('evaluation'):
+            feed = self.feeds.evaluation(config.data, config.test_split)
+            count = len(feed.source)
+            batches = pipeline.listed_batches(
+                feed, range(count), batch_size=self.setup.eval_batch_size
+            )
+            self.test = classification.evaluate(
+                self.programs.scores, state.best_params, batches, count=count
+            )
+        text = f'test accuracy {self.test["accuracy"]:.2%} of {count:,} images'
+        self.reporter.record('test', step, self.test | {'count': count}, text)
+
+    def run_fewshot(self, step: int, state: TrainState) -> None:
+        """The few-shot evaluation, written to the work directory."""
+        assert self.features is not None
+        with self.clock('evaluation'):
+            self.fewshot = _probe(self.setup, self.features, state.best_params, self.feeds)
+            self.fewshot |= {'step': step, 'checkpoint': str(self.folder)}
+            if jax.process_index() == 0:
+                workdir.write_json(self.folder / workdir.FEWSHOT, self.fewshot)
+        numbers = {f'{shots}_shot_accuracy': a for shots, a in self.fewshot['mean'].items()}
+        self.reporter.record('fewshot', step, numbers, summary(self.fewshot))
+
+
+def probe(config: TrainConfig, path: str) -> tuple[dict[str, Any], pathlib.Path]:
+    """Few-shot evaluation of the checkpoint `start_from`; the result file lies in `path`.
+
+    Raises ValueError or FileNotFoundError for input that does not fit.
+    """
+    config = configs.checked(config)
+    if config.start_from is None:
+        raise ValueError('config.start_from is none: expected the checkpoint to evaluate')
+    if config.fewshot is None:
+        raise ValueError('config.fewshot is none: expected shots, seeds and data to evaluate with')
+    origin = setups.read_origin(config)
+    assert origin is not None
+    # The checkpoint's own pre-processing, whatever the configuration would train with.
+    config = dataclasses.replace(config, preprocessing=origin.preprocessing)
+    setup = setups.prepare(config, origin, setups.frozen_model(config, origin))
+    folder = workdir.open_workdir(path, records.to_dict(config))
+    like = jax.eval_shape(setup.model.init, jax.random.key(0))
+    shardings = meshes.place(like, setup.mesh, fsdp_min_mb=config.mesh.fsdp_min_mb)
+    params, said = setups.transferred(setup, like)
+    print('\n'.join(said))
+    features = setups.compile_features(setup, like, shardings)
+    result = _probe(setup, features, jax.device_put(params, shardings), setups.Feeds(setup))
+    result |= {'step': origin.step, 'checkpoint': config.start_from}
+    if jax.process_index() == 0:
+        workdir.write_json(folder / workdir.FEWSHOT, result)
+    return result, folder / workdir.FEWSHOT
+
+
+def summary(result: dict[str, Any]) -> str:
+    """A few-shot result in one line."""
+    parts = [
+        f'{shots} shots {mean:.1%} +- {result["deviation"][shots]:.1%}'
+        for shots, mean in result['mean'].items()
+    ]
+    return 'few-shot ' + ', '.join(parts)
+
+
+def _probe(
+    setup: setups.Setup, features: Features, params: Params, feeds: setups.Feeds
+) -> dict[str, Any]:
+    """The few-shot result of these parameters, with the whole protocol."""
+    config = setup.config.fewshot
+    assert config is not None
+    data = config.data or setup.config.data
+    train, test = (feeds.evaluation(data, s) for s in (config.train_split, config.test_split))
+    if train.source.class_names != test.source.class_names:
+        raise ValueError(f'{data}: the classes of {config.train_split} and {config.test_split} differ')
+    accuracies, draws = fewshot.probe(
+        lambda indices: features_of(setup, features, params, train, indices),
+        train.source.labels,
+        features_of(setup, features, params, test, np.arange(len(test.source))),
+        test.source.labels,
+        shots=config.shots,
+        seeds=config.seeds,
+        l2=config.l2,
+    )
+    protocol = {
+        'data': data,
+        'train_split': config.train_split,
+        'test_split': config.test_split,
+        'test_images': len(test.source),
+        'layer': 'pre_logits',
+        'image_size': list(setup.model.config.image_size),
+        'preprocessing': records.to_dict(setup.preprocessing),
+    }
+    return protocol | fewshot.report(accuracies, draws, config)
+
+
+def features_of(
+    setup: setups.Setup,
+    features: Features,
+    params: Params,
+    feed: pipeline.Feed,
+    indices: Int[np.ndarray, 'n'],
+) -> Float[np.ndarray, 'n d']:
+    """Features of these images of a feed, in this order, in host memory."""
+    batches = pipeline.listed_batches(feed, indices, batch_size=setup.eval_batch_size)
+    rows = np.concatenate([np.asarray(features(params, batch)) for batch in batches])
+    return rows[: len(indices)]

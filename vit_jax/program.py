@@ -1,0 +1,92 @@
+"""What the programs share: flags, one-line errors, a quiet screen."""
+
+import dataclasses
+import functools
+import pathlib
+import sys
+import traceback
+import typing
+from collections.abc import Callable, Sequence
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from vit_jax import records
+from vit_jax.config import TrainConfig
+from vit_jax.training.loop import NotFinite
+
+_HERE = pathlib.Path(__file__).parent
+_OURS = ValueError, FileNotFoundError, NotFinite
+
+
+def start(run: Callable[[TrainConfig, str, bool], None], description: str) -> None:
+    """Reads `--config` and `--workdir` and runs; what the user can mend is said in one line."""
+    config = config_flags.DEFINE_config_file(
+        'config', None, 'The experiment: a file that defines get_config(), and :ARGUMENT for it.'
+    )
+    workdir = flags.DEFINE_string('workdir', None, 'Where the results go.')
+    accept = flags.DEFINE_bool(
+        'accept_config_changes', False, 'Go on in a work directory of another configuration.'
+    )
+    flags.mark_flags_as_required(['config', 'workdir'])
+
+    def main(arguments: Sequence[str]) -> None:
+        if len(arguments) > 1:
+            _fail(f'unexpected argument {arguments[1]!r}: settings are --config.FIELD=VALUE')
+        logging.set_verbosity(logging.WARNING)
+        if not isinstance(config.value, TrainConfig):
+            _fail(f'--config: get_config() gave {type(config.value).__name__}, not a TrainConfig')
+        try:
+            run(config.value, typing.cast(str, workdir.value), accept.value)
+        except _OURS as error:
+            if not _raised_by_us(error):
+                raise
+            _fail(str(error))
+        except KeyboardInterrupt:
+            _fail('interrupted; the same command goes on from the newest checkpoint', code=130)
+
+    app.run(main, flags_parser=functools.partial(_parse, description))
+
+
+def _parse(description: str, arguments: list[str]) -> list[str]:
+    """absl's parsing, with our words for a field that does not exist."""
+    flags.FLAGS.set_default('logger_levels', {}) if 'logger_levels' in flags.FLAGS else None
+    try:
+        return flags.FLAGS(arguments)
+    except flags.Error as error:
+        _fail(f'{error}\n{description}', code=2)
+    except (KeyError, AttributeError, TypeError, ValueError, OSError, ImportError) as error:
+        for argument in arguments:
+            if argument.startswith('--config.'):
+                _check_field(argument.removeprefix('--config.').split('=')[0].split('.'))
+        if _raised_by_us(error):
+            _fail(str(error), code=2)
+        raise
+    raise AssertionError('unreachable')
+
+
+def _check_field(names: list[str]) -> None:
+    """Says which of the dotted names of a field does not exist, and which was probably meant."""
+    kinds: list[type] = [TrainConfig]
+    for depth, name in enumerate(names):
+        hints = {k: h for kind in kinds for k, h in typing.get_type_hints(kind).items()}
+        if name not in hints:
+            where = '.'.join(['config', *names[: depth + 1]])
+            _fail(f'{where}: no such field; {records.nearest(name, hints)}', code=2)
+        kinds = [
+            t
+            for t in (hints[name], *typing.get_args(hints[name]))
+            if dataclasses.is_dataclass(t) and isinstance(t, type)
+        ]
+
+
+def _raised_by_us(error: BaseException) -> bool:
+    """Was it raised in this package or in a configuration, and not by a library underneath?"""
+    frames = traceback.extract_tb(error.__traceback__)
+    file = pathlib.Path(frames[-1].filename)
+    return _HERE in file.parents or 'configs' in file.parts
+
+
+def _fail(message: str, *, code: int = 1) -> typing.NoReturn:
+    print(f'error: {message}', file=sys.stderr)
+    sys.exit(code)

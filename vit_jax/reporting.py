@@ -1,0 +1,135 @@
+"""What a run says: a progress bar or lines on the screen, one JSON object a line in a file."""
+
+import datetime
+import json
+import pathlib
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from vit_jax import workdir
+from vit_jax.training.loop import Clock
+
+MEANS = 'loss', 'accuracy'  # of all steps since the last report; the rest are the last step's
+
+
+class Reporter:
+    """Collects the metrics of the steps and reports them every `log_every_steps`.
+
+    On a terminal a progress bar follows every step; elsewhere each report is a line.
+    """
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        *,
+        steps: range,
+        log_every_steps: int,
+        batch_size: int,
+        clock: Clock,
+        tensorboard: bool,
+        is_main_process: bool,
+    ):
+        self.console = Console(quiet=not is_main_process, highlight=False, soft_wrap=True)
+        self._steps, self._log_every_steps, self._batch_size = steps, log_every_steps, batch_size
+        self._clock, self._began = clock, time.monotonic()
+        self._recent: list[dict[str, float]] = []
+        self._busy_before = self._busy_seconds()
+        self.skipped = 0
+        self._file = self._board = None
+        if is_main_process:
+            workdir.forget_after(folder / workdir.METRICS, steps.start)
+            self._file = (folder / workdir.METRICS).open('a')
+        if is_main_process and tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / 'tensorboard'), purge_step=steps.start)
+        self._bar = Progress(
+            TextColumn('{task.completed}/{task.total}'),
+            BarColumn(bar_width=30),
+            TextColumn('{task.fields[numbers]}'),
+            TextColumn('left'),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal or not is_main_process,
+        )
+        self._task = self._bar.add_task(
+            '', total=steps.stop, completed=steps.start, numbers='starting'
+        )
+
+    def __enter__(self) -> 'Reporter':
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+        for sink in (self._file, self._board):
+            if sink is not None:
+                sink.close()
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """The metrics of one step, in order."""
+        self._recent.append(metrics)
+        self.skipped += self._batch_size - round(metrics['count'])
+        if step % self._log_every_steps == 0 or step == self._steps.stop:
+            self._report(step)
+        self._bar.update(self._task, completed=step)
+
+    def record(self, kind: str, step: int, numbers: dict[str, Any], text: str) -> None:
+        """A result to keep: a line on the screen and one in the file."""
+        self.console.print(f'step {step}: {text}')
+        self._write(kind, step, numbers)
+
+    def _report(self, step: int) -> None:
+        numbers = dict(self._recent[-1])
+        for name in MEANS:
+            numbers[name] = sum(m[name] for m in self._recent) / len(self._recent)
+        busy = self._busy_seconds()
+        images = sum(m['count'] for m in self._recent)
+        numbers['images_per_second'] = images / max(1e-9, busy - self._busy_before)
+        self._recent, self._busy_before = [], busy
+        self._write('train', step, numbers)
+        text = (
+            f'loss {numbers["loss"]:.4f}  accuracy {numbers["accuracy"]:.1%}  '
+            f'{numbers["images_per_second"]:,.0f} images/s'
+        )
+        self._bar.update(self._task, numbers=text)
+        if not self.console.is_terminal:
+            self.console.print(f'step {step}/{self._steps.stop}  {text}  left {self._left(step)}')
+
+    def _left(self, step: int) -> str:
+        pace = (time.monotonic() - self._began) / max(1, step - self._steps.start)
+        return duration(pace * (self._steps.stop - step))
+
+    def _busy_seconds(self) -> float:
+        return sum(self._clock.seconds.get(name, 0.0) for name in ('data wait', 'step'))
+
+    def _write(self, kind: str, step: int, numbers: dict[str, Any]) -> None:
+        if self._file is not None:
+            seconds = round(time.monotonic() - self._began, 3)
+            line = {'kind': kind, 'step': step, 'seconds': seconds} | numbers
+            self._file.write(json.dumps(line) + '\n')
+            self._file.flush()
+        if self._board is not None:
+            for name, value in numbers.items():
+                self._board.add_scalar(f'{kind}/{name}', value, step)
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, as 1:02:03."""
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
+def spent(clock: Clock) -> str:
+    """The wall time and its parts, as `0:01:02: start 3 s, compile 10 s, ...`."""
+    seconds = {name: s for name, s in clock.seconds.items() if s >= 0.05}
+    parts = ', '.join(f'{name} {s:.1f} s' for name, s in seconds.items())
+    return f'{duration(sum(clock.seconds.values()))}: {parts}'

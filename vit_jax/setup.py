@@ -1,0 +1,255 @@
+"""From a configuration to the parts of a run: mesh, model, feeds, compiled programs, first state."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from vit_jax import records
+from vit_jax.checkpoints.state import load_card, load_params
+from vit_jax.checkpoints.transfer import transfer
+from vit_jax.config import Card, TrainConfig
+from vit_jax.data import pipeline
+from vit_jax.data.augment import augment, normalize
+from vit_jax.data.sources import open_source
+from vit_jax.data.transforms import Crop, Preprocessing
+from vit_jax.models import Model, ViTConfig, build
+from vit_jax.parallel import mesh as meshes
+from vit_jax.training.losses import make_loss
+from vit_jax.training.optimizer import make_optimizer, make_schedule
+from vit_jax.training.update import Metrics, TrainState, make_init, make_scores, make_update
+from vit_jax.typing import Array, Batch, Float, Params
+
+
+class Setup(NamedTuple):
+    """What is decided before anything is compiled."""
+
+    config: TrainConfig
+    mesh: Mesh
+    origin: Card | None  # the card of start_from
+    model: Model
+    preprocessing: Preprocessing
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Images in one batch of evaluation."""
+        return self.config.eval_batch_size or self.config.batch_size
+
+
+def read_origin(config: TrainConfig) -> Card | None:
+    """The card of the checkpoint to start from, if any."""
+    if config.start_from is None:
+        return None
+    values, folder = load_card(config.start_from)
+    return Card.read(values, where=f'{folder}/card')
+
+
+def prepare(
+    config: TrainConfig, origin: Card | None, model_config: ViTConfig
+) -> Setup:
+    """The parts of a run with this model. Raises ValueError where sizes do not fit the devices."""
+    mesh = meshes.make_mesh(config.mesh)
+    meshes.check_batch_size(
+        config.batch_size, devices=mesh.size, accumulation_steps=config.accumulation_steps
+    )
+    if config.eval_batch_size is not None:
+        meshes.check_batch_size(config.eval_batch_size, devices=mesh.size, accumulation_steps=1)
+    model = build(model_config, regularization=config.regularization, compute=config.compute)
+    preprocessing = config.preprocessing or (origin.preprocessing if origin else Preprocessing())
+    return Setup(config, mesh, origin, model, preprocessing)
+
+
+def trained_model(
+    config: TrainConfig, origin: Card | None, class_names: tuple[str, ...]
+) -> ViTConfig:
+    """The model to train: the configuration's or the checkpoint's, with a head for these classes."""
+    changes: dict[str, Any] = {'num_classes': len(class_names)}
+    if config.image_size is not None:
+        changes['image_size'] = config.image_size
+    if config.model is not None:
+        if config.model.num_classes not in (None, len(class_names)):
+            raise ValueError(
+                f'config.model.num_classes={config.model.num_classes}, but {config.data} has '
+                f'{len(class_names)} classes; leave it out to take their number'
+            )
+        return dataclasses.replace(config.model, **changes)
+    assert origin is not None  # `checked` requires a model or a checkpoint
+    # Section 3.2: fine-tuning replaces the whole pre-trained head by a single linear layer.
+    return dataclasses.replace(origin.model, representation_size=None, **changes)
+
+
+def frozen_model(config: TrainConfig, origin: Card) -> ViTConfig:
+    """The model of a checkpoint without its head: what gives features."""
+    image_size = config.image_size or origin.model.image_size
+    return dataclasses.replace(origin.model, num_classes=None, image_size=image_size)
+
+
+class Feeds:
+    """The feeds of a run by what they read, each made once: a data set lies on the device once."""
+
+    def __init__(self, setup: Setup):
+        self._setup = setup
+        self._made: dict[tuple[Any, ...], pipeline.Feed] = {}
+
+    def evaluation(self, data: str, split: str) -> pipeline.Feed:
+        """Images as the preprocessing leaves them; one that cannot be read is an error."""
+        return self._feed(data, split, None, skip_unreadable=False)
+
+    def training(self) -> pipeline.Feed:
+        """The training images, cut as the augmentation says."""
+        config = self._setup.config
+        skip = config.loader.on_unreadable == 'skip'
+        return self._feed(
+            config.data, config.train_split, config.augmentation.crop, skip_unreadable=skip
+        )
+
+    def _feed(
+        self, data: str, split: str, crop: Crop | None, *, skip_unreadable: bool
+    ) -> pipeline.Feed:
+        name = data, split, crop is None, skip_unreadable
+        if name not in self._made:
+            config, preprocessing = self._setup.config, self._setup.preprocessing
+            reader = pipeline.Reader(
+                source=open_source(data, split),
+                crop=crop or preprocessing.crop,
+                size=self._setup.model.config.image_size,
+                exif_rotation=preprocessing.exif_rotation,
+                seed=config.seed,
+                skip_unreadable=skip_unreadable,
+            )
+            sharding = meshes.batch_sharding(self._setup.mesh)
+            self._made[name] = pipeline.make_feed(reader, config.loader, sharding)
+        return self._made[name]
+
+
+class Programs(NamedTuple):
+    """What runs on the devices, compiled once each: a batch of another shape is an error."""
+
+    init: Callable[[], TrainState]
+    update: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    scores: Callable[[Params, Batch], Metrics]
+    like: TrainState  # shapes and types of the state
+    shardings: TrainState  # where its arrays lie
+
+
+def compile_training(setup: Setup) -> Programs:
+    """The compiled programs of a training run."""
+    config, model, mesh = setup.config, setup.model, setup.mesh
+    assert config.total_steps is not None
+    schedule = make_schedule(config.schedule, total_steps=config.total_steps)
+    names = jax.eval_shape(model.init, jax.random.key(0))
+    optimizer = make_optimizer(config.optimizer, schedule, names)
+    averaged = config.polyak_decay is not None
+    init = make_init(model.init, optimizer, seed=config.seed, averaged=averaged)
+    like = jax.eval_shape(init)
+    shardings = meshes.place(like, mesh, fsdp_min_mb=config.mesh.fsdp_min_mb)
+    scores = make_scores(
+        model.apply,
+        make_loss(config.loss),
+        functools.partial(normalize, preprocessing=setup.preprocessing),
+    )
+    update = make_update(
+        scores,
+        optimizer,
+        schedule,
+        augment=functools.partial(
+            augment,
+            flip=config.augmentation.flip,
+            shift_pixels=config.augmentation.shift_pixels,
+        ),
+        seed=config.seed,
+        accumulation_steps=config.accumulation_steps,
+        polyak_decay=config.polyak_decay,
+    )
+    everywhere = meshes.replicated(mesh)
+    state = _described(like, shardings)
+    params = state.best_params
+    compiled_update = (
+        jax.jit(update, donate_argnums=0, out_shardings=(shardings, everywhere))
+        .lower(state, _described_batch(setup, config.batch_size))
+        .compile()
+    )
+    compiled_scores = (
+        jax.jit(scores, out_shardings=everywhere)
+        .lower(params, _described_batch(setup, setup.eval_batch_size))
+        .compile()
+    )
+    compiled_init = jax.jit(init, out_shardings=shardings)
+    return Programs(compiled_init, compiled_update, compiled_scores, like, shardings)
+
+
+def compile_features(
+    setup: Setup, params: Params, shardings: Params
+) -> Callable[[Params, Batch], Float[Array, 'b d']]:
+    """The compiled features of a batch, whole on every device; params are shapes or arrays."""
+    if setup.model.config.pool == 'none':
+        raise ValueError('fewshot: pool=none gives features of every token, not of the image')
+
+    def features(params: Params, batch: Batch) -> Float[Array, 'b d']:
+        images = normalize(batch['images'], setup.preprocessing)
+        return setup.model.features(params, images)
+
+    compiled: Callable[[Params, Batch], Float[Array, 'b d']] = (
+        jax.jit(features, out_shardings=meshes.replicated(setup.mesh))
+        .lower(_described(params, shardings), _described_batch(setup, setup.eval_batch_size))
+        .compile()
+    )
+    return compiled
+
+
+def start_state(setup: Setup, programs: Programs) -> tuple[TrainState, list[str]]:
+    """The state before the first step, and what was said of the checkpoint that it starts from."""
+    state = programs.init()
+    if setup.origin is None:
+        return state, []
+    params, report = transferred(setup, state.params)
+    params = jax.device_put(params, programs.shardings.params)
+    average = None if state.average is None else jax.tree.map(jnp.copy, params)
+    return state._replace(params=params, average=average), report
+
+
+def transferred(setup: Setup, fresh: Params) -> tuple[Params, list[str]]:
+    """The parameters of start_from in this run's model, and lines that say what became of them."""
+    assert setup.origin is not None and setup.config.start_from is not None
+    params = load_params(setup.config.start_from)
+    moved = transfer(params, old=setup.origin.model, new=setup.model.config, fresh=fresh)
+    return moved.params, [f'start_from {setup.config.start_from}', *moved.report]
+
+
+def card(setup: Setup, step: int, class_names: tuple[str, ...]) -> dict[str, Any]:
+    """The card of this run's checkpoint at a step, as JSON values."""
+    model = setup.model.config
+    software = {name: metadata.version(name) for name in ('jax', 'flax', 'optax')}
+    return records.to_dict(
+        Card(
+            step=step,
+            model=model,
+            grid=model.grid,
+            preprocessing=setup.preprocessing,
+            class_names=class_names,
+            software=software,
+        )
+    )
+
+
+def _described(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        tree,
+        shardings,
+    )
+
+
+def _described_batch(setup: Setup, size: int) -> Batch:
+    shape = size, *setup.model.config.image_size, 3
+    batch = {
+        'images': jax.ShapeDtypeStruct(shape, jnp.uint8),
+        'labels': jax.ShapeDtypeStruct((size,), jnp.int32),
+        'mask': jax.ShapeDtypeStruct((size,), jnp.bool_),
+    }
+    return _described(batch, dict.fromkeys(batch, meshes.batch_sharding(setup.mesh)))

@@ -1,0 +1,167 @@
+"""One step of training, a pure function: (state, batch) -> (state, metrics)."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from vit_jax.training.losses import Loss, correct, targets_of
+from vit_jax.training.optimizer import Schedule
+from vit_jax.typing import Array, Batch, Float, Int, Key, Params
+
+Metrics = dict[str, Array]
+
+# What a key is for. No key is used twice: every use folds in its purpose and the step.
+INITIALISE, AUGMENT, DROP = range(3)
+
+
+class TrainState(NamedTuple):
+    """All that changes: after `step` updates, these are the parameters and their optimizer."""
+
+    step: Int[Array, '']
+    params: Params | None
+    optimizer: Any
+    average: Params | None  # Polyak average of the parameters, where it is asked for
+
+    @property
+    def best_params(self) -> Params:
+        """The parameters to evaluate and to keep: the average where there is one."""
+        return self.params if self.average is None else self.average
+
+    def split(self) -> tuple[Params, 'TrainState']:
+        """The parameters to keep, and the state without them: what a checkpoint holds."""
+        if self.average is None:
+            return self.params, self._replace(params=None)
+        return self.average, self._replace(average=None)
+
+    @staticmethod
+    def join(best_params: Params, rest: 'TrainState') -> 'TrainState':
+        """The inverse of `split`."""
+        if rest.params is None:
+            return rest._replace(params=best_params)
+        return rest._replace(average=best_params)
+
+
+def key_for(seed: int, purpose: int, step: Int[Array, ''] | int) -> Key[Array, '']:
+    """The key of one purpose at one step."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), purpose), step)
+
+
+def make_init(
+    init: Callable[[Key[Array, '']], Params],
+    optimizer: optax.GradientTransformation,
+    *,
+    seed: int,
+    averaged: bool,
+) -> Callable[[], TrainState]:
+    """The state before the first step, as a function to be compiled into its place."""
+
+    def initial_state() -> TrainState:
+        params = init(key_for(seed, INITIALISE, 0))
+        average = jax.tree.map(jnp.copy, params) if averaged else None
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), average)
+
+    return initial_state
+
+
+def make_scores(
+    apply: Callable[..., Float[Array, 'b k']],
+    loss: Loss,
+    normalize: Callable[[Array], Float[Array, 'b h w c']],
+) -> Callable[..., Metrics]:
+    """Sums over the unmasked examples of a batch, for training and evaluation alike.
+
+    `scores(params, batch, key=None)` gives `loss` and `correct` predictions, summed, and the
+    `count` of examples that they are sums of. A key switches dropout on.
+    """
+
+    def scores(params: Params, batch: Batch, key: Key[Array, ''] | None = None) -> Metrics:
+        logits = apply(params, normalize(batch['images']), key)
+        targets, mask = targets_of(batch['labels'], logits.shape[-1]), batch['mask']
+        return {
+            'loss': jnp.where(mask, loss(logits, targets), 0).sum(),
+            'correct': jnp.where(mask, correct(logits, targets), 0).sum(),
+            'count': mask.sum(dtype=jnp.int32),
+        }
+
+    return scores
+
+
+def make_update(
+    scores: Callable[..., Metrics],
+    optimizer: optax.GradientTransformation,
+    schedule: Schedule,
+    *,
+    augment: Callable[[Key[Array, ''], Array], Array],
+    seed: int,
+    accumulation_steps: int = 1,
+    polyak_decay: float | None = None,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The update step: gradients of the mean loss over the unmasked examples, one optimizer step.
+
+    With `accumulation_steps=k` the gradients of k parts of the batch are summed one after the
+    other before the step: the same update with the activations of one part in memory.
+    """
+
+    def gradients(params: Params, batch: Batch, key: Key[Array, '']) -> tuple[Params, Metrics]:
+        def total(params: Params) -> tuple[Float[Array, ''], Metrics]:
+            sums = scores(params, batch, key)
+            return sums['loss'], sums
+
+        return jax.grad(total, has_aux=True)(params)
+
+    def update(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        images = augment(key_for(seed, AUGMENT, state.step), batch['images'])
+        total, sums = accumulated(gradients, accumulation_steps)(
+            state.params, batch | {'images': images}, key_for(seed, DROP, state.step)
+        )
+        count = jnp.maximum(1, sums['count'])
+        gradient = jax.tree.map(lambda g: g / count, total)
+        updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        average = state.average
+        if polyak_decay is not None:
+            average = optax.incremental_update(params, average, 1 - polyak_decay)
+        metrics = {
+            'loss': sums['loss'] / count,
+            'accuracy': sums['correct'] / count,
+            'count': sums['count'],
+            'learning_rate': schedule(state.step),
+            'gradient_norm': optax.tree.norm(gradient),
+            'parameter_norm': optax.tree.norm(params),
+        }
+        return TrainState(state.step + 1, params, optimizer_state, average), metrics
+
+    return update
+
+
+def accumulated(
+    gradients: Callable[[Params, Batch, Key[Array, '']], tuple[Params, Metrics]], parts: int
+) -> Callable[[Params, Batch, Key[Array, '']], tuple[Params, Metrics]]:
+    """The same sums over the whole batch, computed one part after the other.
+
+    A part takes every `parts`-th example, so that each device goes on working on its own.
+    """
+    if parts == 1:
+        return gradients
+
+    def split(array: Array) -> Array:
+        return array.reshape(-1, parts, *array.shape[1:]).swapaxes(0, 1)
+
+    def summed(params: Params, batch: Batch, key: Key[Array, '']) -> tuple[Params, Metrics]:
+        def add(sums: Any, part: tuple[Batch, Int[Array, '']]) -> tuple[Any, None]:
+            examples, index = part
+            more = gradients(params, examples, jax.random.fold_in(key, index))
+            return jax.tree.map(jnp.add, sums, more), None
+
+        batches = jax.tree.map(split, batch)
+        first = jax.tree.map(lambda x: x[0], batches)
+        zeros = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
+            jax.eval_shape(gradients, params, first, key),
+        )
+        return jax.lax.scan(add, zeros, (batches, jnp.arange(parts)))[0]
+
+    return summed

@@ -1,0 +1,60 @@
+"""The work directory: one experiment, its configuration, its numbers."""
+
+import json
+import pathlib
+from typing import Any
+
+from vit_jax import records
+
+CONFIG, METRICS, FEWSHOT = 'config.json', 'metrics.jsonl', 'fewshot.json'
+
+
+def open_workdir(
+    path: str, config: dict[str, Any], *, accept_changes: bool = False
+) -> pathlib.Path:
+    """The directory of an experiment with this configuration, made where there is none.
+
+    Raises ValueError with the differences where it holds another experiment, unless the changes
+    are accepted, and where it cannot be written.
+    """
+    folder = pathlib.Path(path).absolute()
+    kept = folder / CONFIG
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        old = json.loads(kept.read_text()) if kept.exists() else None
+        changes = [] if old is None else records.differences(old, config)
+        if changes and not accept_changes:
+            raise ValueError(
+                f'workdir {folder} holds a run of another configuration:\n  '
+                + '\n  '.join(changes)
+                + '\ntake another --workdir, or go on with --accept_config_changes'
+            )
+        write_json(kept, config)
+    except OSError as error:
+        raise ValueError(f'workdir {folder}: cannot be written: {error.strerror}') from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f'{kept}: not JSON: {error}; remove it if no run is to go on') from error
+    return folder
+
+
+def write_json(path: pathlib.Path, values: Any) -> None:
+    """Writes the file whole or not at all."""
+    partial = path.with_name(path.name + '.partial')
+    partial.write_text(json.dumps(values, indent=2) + '\n')
+    partial.replace(path)
+
+
+def forget_after(path: pathlib.Path, step: int) -> None:
+    """Drops the lines of a metrics file that a run beginning at this step will write again."""
+    if path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        partial = path.with_name(path.name + '.partial')
+        partial.write_text(''.join(line for line in lines if _is_up_to(line, step)))
+        partial.replace(path)
+
+
+def _is_up_to(line: str, step: int) -> bool:
+    try:
+        return json.loads(line)['step'] <= step
+    except json.JSONDecodeError:  # the last line of a killed run
+        return False

@@ -76,7 +76,7 @@ class Card:
 
 
 def checked(config: TrainConfig) -> TrainConfig:
-    """The configuration with every value checked. Raises ValueError that names the first wrong one."""
+    """The configuration with every value checked. Raises ValueError that names a wrong one."""
     config = records.checked(config, where='config')
     for name, value in records.to_dict(config).items():
         counts = name.endswith(('_steps', '_size')) and isinstance(value, int)

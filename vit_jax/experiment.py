@@ -1,6 +1,7 @@
 """Runs: training to the end of a configuration, and few-shot evaluation of a checkpoint."""
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from vit_jax import setup as setups
 from vit_jax.checkpoints.state import Checkpoints
 from vit_jax.config import TrainConfig
 from vit_jax.data import pipeline
-from vit_jax.data.sources import open_source
+from vit_jax.data.sources import Source, open_source
 from vit_jax.evaluation import classification, fewshot
 from vit_jax.parallel import mesh as meshes
 from vit_jax.reporting import Reporter
@@ -49,12 +50,13 @@ def train(config: TrainConfig, path: str, *, accept_changes: bool = False) -> Re
         config = configs.checked(config)
         if config.total_steps is None:
             raise ValueError('config.total_steps is none: expected the number of steps to train')
-        class_names = _class_names(config)
+        opened = functools.cache(open_source)
+        class_names = _class_names(config, opened)
         origin = setups.read_origin(config)
         model = setups.trained_model(config, origin, class_names)
         setup = setups.prepare(config, origin, model)
         folder = workdir.open_workdir(path, records.to_dict(config), accept_changes=accept_changes)
-        feeds = setups.Feeds(setup)
+        feeds = setups.Feeds(setup, opened)
         feed = feeds.training()
         feeds.evaluation(config.data, config.test_split)
     with clock('compile'):
@@ -87,9 +89,9 @@ def train(config: TrainConfig, path: str, *, accept_changes: bool = False) -> Re
     return Result(state, run.test, run.fewshot, checkpoint, folder, reporter.skipped, clock)
 
 
-def _class_names(config: TrainConfig) -> tuple[str, ...]:
+def _class_names(config: TrainConfig, opened: Callable[[str, str], Source]) -> tuple[str, ...]:
     """The classes of the training and the test images, which must be the same."""
-    train, test = (open_source(config.data, s) for s in (config.train_split, config.test_split))
+    train, test = (opened(config.data, s) for s in (config.train_split, config.test_split))
     if train.class_names != test.class_names:
         raise ValueError(f'{config.data}: the classes of train and test differ')
     return train.class_names
@@ -165,7 +167,7 @@ class _Run:
             feed = self.feeds.evaluation(config.data, config.test_split)
             count = len(feed.source)
             batches = pipeline.listed_batches(
-                feed, range(count), batch_size=self.setup.eval_batch_size
+                feed, np.arange(count), batch_size=self.setup.eval_batch_size
             )
             self.test = classification.evaluate(
                 self.programs.scores, state.best_params, batches, count=count
@@ -206,7 +208,8 @@ def probe(config: TrainConfig, path: str) -> tuple[dict[str, Any], pathlib.Path]
     params, said = setups.transferred(setup, like)
     print('\n'.join(said))
     features = setups.compile_features(setup, like, shardings)
-    result = _probe(setup, features, jax.device_put(params, shardings), setups.Feeds(setup))
+    feeds = setups.Feeds(setup, open_source)
+    result = _probe(setup, features, jax.device_put(params, shardings), feeds)
     result |= {'step': origin.step, 'checkpoint': config.start_from}
     if jax.process_index() == 0:
         workdir.write_json(folder / workdir.FEWSHOT, result)
@@ -216,10 +219,10 @@ def probe(config: TrainConfig, path: str) -> tuple[dict[str, Any], pathlib.Path]
 def summary(result: dict[str, Any]) -> str:
     """A few-shot result in one line."""
     parts = [
-        f'{shots} shots {mean:.1%} +- {result["deviation"][shots]:.1%}'
+        f'{shots}-shot {mean:.1%} +- {result["deviation"][shots]:.1%}'
         for shots, mean in result['mean'].items()
     ]
-    return 'few-shot ' + ', '.join(parts)
+    return ', '.join(parts)
 
 
 def _probe(
@@ -231,7 +234,9 @@ def _probe(
     data = config.data or setup.config.data
     train, test = (feeds.evaluation(data, s) for s in (config.train_split, config.test_split))
     if train.source.class_names != test.source.class_names:
-        raise ValueError(f'{data}: the classes of {config.train_split} and {config.test_split} differ')
+        raise ValueError(
+            f'{data}: the classes of {config.train_split} and {config.test_split} differ'
+        )
     accuracies, draws = fewshot.probe(
         lambda indices: features_of(setup, features, params, train, indices),
         train.source.labels,

@@ -49,8 +49,8 @@ def start(run: Callable[[TrainConfig, str, bool], None], description: str) -> No
 
 
 def _parse(description: str, arguments: list[str]) -> list[str]:
-    """absl's parsing, with our words for a field that does not exist."""
-    flags.FLAGS.set_default('logger_levels', {}) if 'logger_levels' in flags.FLAGS else None
+    """absl parsing, with our words for a field that does not exist."""
+
     try:
         return flags.FLAGS(arguments)
     except flags.Error as error:

@@ -78,7 +78,8 @@ def differences(old: Any, new: Any, where: str = '') -> list[str]:
 
 
 def _record_types(hint: Any) -> list[type]:
-    return [t for t in _alternatives(hint) if dataclasses.is_dataclass(t)]
+    types_ = (t for t in _alternatives(hint) if isinstance(t, type))
+    return [t for t in types_ if dataclasses.is_dataclass(t)]
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
@@ -105,6 +106,9 @@ def _read(hint: Any, value: Any, where: str) -> Any:
     for option in options:
         if typing.get_origin(option) is tuple and isinstance(value, tuple | list):
             return _read_tuple(option, value, where)
+        if typing.get_origin(option) is dict and isinstance(value, dict):
+            key, item = typing.get_args(option)
+            return {_read(key, k, where): _read(item, v, f'{where}.{k}') for k, v in value.items()}
         if option is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         if isinstance(option, type) and type(value) is option:
@@ -130,7 +134,8 @@ def _read_tuple(hint: Any, value: typing.Sequence[Any], where: str) -> tuple[Any
     if len(items) != len(value):
         raise ValueError(f'{where}={tuple(value)!r}: expected {_name(hint)}')
     return tuple(
-        _read(item, v, f'{where}[{i}]') for i, (item, v) in enumerate(zip(items, value, strict=True))
+        _read(item, v, f'{where}[{i}]')
+        for i, (item, v) in enumerate(zip(items, value, strict=True))
     )
 
 

@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a run: mesh, model, feeds, compiled programs, first state."""
+"""From a configuration to the parts of a run: mesh, model, feeds, programs, first state."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from vit_jax.checkpoints.transfer import transfer
 from vit_jax.config import Card, TrainConfig
 from vit_jax.data import pipeline
 from vit_jax.data.augment import augment, normalize
-from vit_jax.data.sources import open_source
+from vit_jax.data.sources import Source
 from vit_jax.data.transforms import Crop, Preprocessing
 from vit_jax.models import Model, ViTConfig, build
 from vit_jax.parallel import mesh as meshes
@@ -49,9 +49,7 @@ def read_origin(config: TrainConfig) -> Card | None:
     return Card.read(values, where=f'{folder}/card')
 
 
-def prepare(
-    config: TrainConfig, origin: Card | None, model_config: ViTConfig
-) -> Setup:
+def prepare(config: TrainConfig, origin: Card | None, model_config: ViTConfig) -> Setup:
     """The parts of a run with this model. Raises ValueError where sizes do not fit the devices."""
     mesh = meshes.make_mesh(config.mesh)
     meshes.check_batch_size(
@@ -67,7 +65,7 @@ def prepare(
 def trained_model(
     config: TrainConfig, origin: Card | None, class_names: tuple[str, ...]
 ) -> ViTConfig:
-    """The model to train: the configuration's or the checkpoint's, with a head for these classes."""
+    """The model to train, the configuration's or the checkpoint's, for these classes."""
     changes: dict[str, Any] = {'num_classes': len(class_names)}
     if config.image_size is not None:
         changes['image_size'] = config.image_size
@@ -92,8 +90,8 @@ def frozen_model(config: TrainConfig, origin: Card) -> ViTConfig:
 class Feeds:
     """The feeds of a run by what they read, each made once: a data set lies on the device once."""
 
-    def __init__(self, setup: Setup):
-        self._setup = setup
+    def __init__(self, setup: Setup, opened: Callable[[str, str], Source]):
+        self._setup, self._opened = setup, opened
         self._made: dict[tuple[Any, ...], pipeline.Feed] = {}
 
     def evaluation(self, data: str, split: str) -> pipeline.Feed:
@@ -115,7 +113,7 @@ class Feeds:
         if name not in self._made:
             config, preprocessing = self._setup.config, self._setup.preprocessing
             reader = pipeline.Reader(
-                source=open_source(data, split),
+                source=self._opened(data, split),
                 crop=crop or preprocessing.crop,
                 size=self._setup.model.config.image_size,
                 exif_rotation=preprocessing.exif_rotation,

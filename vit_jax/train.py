@@ -1,26 +1,38 @@
 """Trains a Vision Transformer: python -m vit_jax.train --config=configs/FILE.py --workdir=DIR."""
 
+import shlex
+
 from vit_jax import experiment, program
 from vit_jax.config import TrainConfig
+from vit_jax.experiment import Result
 from vit_jax.reporting import spent
+from vit_jax.workdir import METRICS
 
 
 def run(config: TrainConfig, workdir: str, accept_changes: bool) -> None:
     """Trains, and says at the end what was reached, where it lies, and what comes next."""
     result = experiment.train(config, workdir, accept_changes=accept_changes)
-    lines = {'reached': f'test accuracy {result.test["accuracy"]:.2%}'}
+    say(result, next_program='finetune', next_config='finetune/transfer.py', data=config.data)
+
+
+def say(result: Result, *, next_program: str, next_config: str, data: str) -> None:
+    """The summary of a run."""
+    reached = f'test accuracy {result.test["accuracy"]:.2%}'
     if result.fewshot:
-        lines['reached'] += f'; {experiment.summary(result.fewshot)}'
+        reached += f'; {experiment.summary(result.fewshot)}'
+    lines = {'reached': reached}
     if result.skipped:
         lines['skipped'] = f'{result.skipped:,} uses of training images that cannot be read'
-    lines['checkpoint'] = str(result.checkpoint)
-    lines['metrics'] = str(result.folder / 'metrics.jsonl')
-    lines['time'] = spent(result.clock)
-    lines['next'] = (
-        f'python -m vit_jax.finetune --config=configs/finetune/transfer.py '
-        f'--config.start_from={workdir} --config.data={config.data} '
-        f'--workdir={workdir.rstrip("/")}-finetuned'
-    )
+    workdir = str(result.folder)
+    command = ['python', '-m', f'vit_jax.{next_program}', f'--config=configs/{next_config}']
+    command += [f'--config.start_from={workdir}', f'--config.data={data}']
+    command += [f'--workdir={workdir}-{next_program}']
+    lines |= {
+        'checkpoint': str(result.checkpoint),
+        'metrics': str(result.folder / METRICS),
+        'time': spent(result.clock),
+        'next': shlex.join(command),
+    }
     print()
     for name, text in lines.items():
         print(f'{name:<11}{text}')

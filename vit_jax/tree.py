@@ -32,7 +32,8 @@ def matches(tree: Any, pattern: str) -> Any:
     result = map_named(lambda name, _: re.fullmatch(pattern, name) is not None, tree)
     if not any(jax.tree.leaves(result)):
         raise ValueError(
-            f'the pattern {pattern!r} matches no parameter; names are: {", ".join(named_leaves(tree))}'
+            f'the pattern {pattern!r} matches no parameter; there are '
+            f'{", ".join(named_leaves(tree))}'
         )
     return result
 

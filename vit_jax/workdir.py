@@ -14,15 +14,15 @@ def open_workdir(
 ) -> pathlib.Path:
     """The directory of an experiment with this configuration, made where there is none.
 
-    Raises ValueError with the differences where it holds another experiment, unless the changes
-    are accepted, and where it cannot be written.
+    Raises ValueError with the differences where it holds checkpoints of another configuration,
+    unless the changes are accepted, and where it cannot be written.
     """
     folder = pathlib.Path(path).absolute()
     kept = folder / CONFIG
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        old = json.loads(kept.read_text()) if kept.exists() else None
-        changes = [] if old is None else records.differences(old, config)
+        begun = kept.exists() and any(folder.glob('checkpoints/[0-9]*'))
+        changes = records.differences(json.loads(kept.read_text()), config) if begun else []
         if changes and not accept_changes:
             raise ValueError(
                 f'workdir {folder} holds a run of another configuration:\n  '

@@ -106,7 +106,9 @@ def find(path: str) -> pathlib.Path:
     if not given.exists():
         raise FileNotFoundError(f'checkpoint {path}: no such folder')
     if 'orbax-checkpoint-tmp' in given.name:
-        raise FileNotFoundError(f'checkpoint {path}: half-written; its run did not finish saving it')
+        raise FileNotFoundError(
+            f'checkpoint {path}: half-written; its run did not finish saving it'
+        )
     for folder in (given / FOLDER, given):
         steps = sorted(
             (p for p in folder.glob('*') if re.fullmatch(r'\d+', p.name)), key=lambda p: int(p.name)
@@ -124,17 +126,20 @@ def load_card(path: str) -> tuple[dict[str, Any], pathlib.Path]:
     """The card as JSON values, and the folder of the checkpoint that a path means."""
     folder = find(path)
     with _readable(folder):
-        return ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(folder / 'card'), folder
+        return ocp.JsonCheckpointHandler().restore(folder / 'card'), folder
 
 
 def load_params(path: str) -> Params:
     """The parameters, in host memory, of the checkpoint that a path means."""
     folder = find(path)
     with _readable(folder):
-        reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-        structure = reader.metadata(folder / 'params').item_metadata.tree
+        reader = ocp.PyTreeCheckpointHandler()
+        structure = reader.metadata(folder / 'params').tree
         to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), structure)
-        return reader.restore(folder / 'params', restore_args=to_host)
+        restored: Params = reader.restore(
+            folder / 'params', args=ocp.args.PyTreeRestore(restore_args=to_host)
+        )
+        return restored
 
 
 @contextlib.contextmanager

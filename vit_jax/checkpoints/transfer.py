@@ -38,9 +38,7 @@ def transfer(params: Params, *, old: ViTConfig, new: ViTConfig, fresh: Params) -
     wanted = {name: leaf for name, leaf in expected.items() if name not in head}
     tree.compare_names(body, wanted, where='start_from')
     numbers = sum(math.prod(leaf.shape) for leaf in body.values())
-    report.insert(
-        0, f'{len(body)} of {len(wanted)} parameter arrays loaded, {numbers:,} numbers'
-    )
+    report.insert(0, f'{len(body)} of {len(wanted)} parameter arrays loaded, {numbers:,} numbers')
     if head:
         report.append(f'head: reset to zero, for {new.num_classes} classes')
     if any(name.startswith('pre_logits/') for name in dropped):
@@ -50,5 +48,3 @@ def transfer(params: Params, *, old: ViTConfig, new: ViTConfig, fresh: Params) -
 
 def _by(grid: tuple[int, int]) -> str:
     return f'{grid[0]}x{grid[1]}'
-
-

@@ -47,7 +47,7 @@ class Reader:
     seed: int = 0
     skip_unreadable: bool = False
 
-    def examples(self, draws: Sequence['Draw']) -> Batch:
+    def examples(self, draws: Sequence['Draw | None']) -> Batch:
         """The examples drawn, as one batch of arrays; None is padding."""
         images = np.zeros((len(draws), *self.size, 3), np.uint8)
         labels = np.zeros(len(draws), np.int32)
@@ -89,7 +89,7 @@ def shuffled(count: int, *, seed: int) -> Order:
     return lambda position: Draw(int(indices[position]), position)
 
 
-def listed(indices: Sequence[int]) -> Order:
+def listed(indices: Int[np.ndarray, 'n']) -> Order:
     """These examples once, then padding."""
 
     def draw(position: int) -> Draw | None:
@@ -135,7 +135,9 @@ def _device_feed(reader: Reader, threads: int, sharding: NamedSharding) -> Feed:
             batch | {'mask': batch['mask'] & drawn['mask']}, sharding
         )
 
-    def load(draws: Sequence[Draw | None]) -> dict[str, Int[np.ndarray, 'b'] | Bool[np.ndarray, 'b']]:
+    def load(
+        draws: Sequence[Draw | None],
+    ) -> dict[str, Int[np.ndarray, 'b'] | Bool[np.ndarray, 'b']]:
         index = np.array([draw.index if draw else 0 for draw in draws], np.int32)
         return {'index': index, 'mask': np.array([draw is not None for draw in draws])}
 
@@ -144,7 +146,7 @@ def _device_feed(reader: Reader, threads: int, sharding: NamedSharding) -> Feed:
 
 def _read_all(reader: Reader, threads: int) -> Batch:
     """Every example of the reader, decoded by several threads."""
-    draws = [Draw(index, index) for index in range(len(reader.source))]
+    draws: list[Draw | None] = [Draw(index, index) for index in range(len(reader.source))]
     chunks = [draws[start : start + 256] for start in range(0, len(draws), 256)]
     with futures.ThreadPoolExecutor(threads) as pool:
         parts = list(pool.map(reader.examples, chunks))
@@ -172,15 +174,15 @@ def batches(feed: Feed, order: Order, *, steps: range, batch_size: int) -> Itera
         )
 
 
-def training_batches(
-    feed: Feed, *, steps: range, batch_size: int, seed: int
-) -> Iterator[Batch]:
+def training_batches(feed: Feed, *, steps: range, batch_size: int, seed: int) -> Iterator[Batch]:
     """Batches of shuffled examples: batch n is the same wherever the iteration begins."""
     order = shuffled(len(feed.source), seed=seed)
     return batches(feed, order, steps=steps, batch_size=batch_size)
 
 
-def listed_batches(feed: Feed, indices: Sequence[int], *, batch_size: int) -> Iterator[Batch]:
+def listed_batches(
+    feed: Feed, indices: Int[np.ndarray, 'n'], *, batch_size: int
+) -> Iterator[Batch]:
     """These examples once each, in order, the last batch filled up with padding."""
     steps = range(0, -(-len(indices) // batch_size))
     return batches(feed, listed(indices), steps=steps, batch_size=batch_size)

@@ -79,7 +79,11 @@ def arrays(
 
     Raises ValueError where shapes, types or labels are not those of images of these classes.
     """
-    if images.dtype != np.uint8 or images.ndim not in (3, 4) or images.shape[3:] not in ((), (1,), (3,)):
+    if (
+        images.dtype != np.uint8
+        or images.ndim not in (3, 4)
+        or images.shape[3:] not in ((), (1,), (3,))
+    ):
         raise ValueError(
             f'{name}: images are {images.dtype}{list(images.shape)}, expected uint8 of shape '
             f'(n, height, width) or (n, height, width, 1 or 3)'
@@ -119,7 +123,7 @@ def digits(split: str) -> Source:
 
 
 def npz_file(path: str, split: str) -> Source:
-    """A file of arrays `SPLIT_images`, `SPLIT_labels`, and `class_names` if the classes have names."""
+    """A file of arrays `SPLIT_images`, `SPLIT_labels` and, if there are names, `class_names`."""
     with np.load(path, allow_pickle=False) as file:
         wanted = f'{split}_images', f'{split}_labels'
         absent = [name for name in wanted if name not in file]
@@ -194,7 +198,9 @@ def _parse_split(split: str) -> tuple[str, Callable[[int], slice]]:
     """The split's name and the slice of its length that is meant."""
     match = re.fullmatch(r'(\w+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?', split)
     if not match:
-        raise ValueError(f'split {split!r}: expected a name, or NAME[:90%], NAME[90%:], NAME[10:20]')
+        raise ValueError(
+            f'split {split!r}: expected a name, or NAME[:90%], NAME[90%:], NAME[10:20]'
+        )
     name, *bounds = match.groups()
 
     def part(length: int) -> slice:

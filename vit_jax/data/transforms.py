@@ -87,12 +87,12 @@ def decode(stored: bytes | np.ndarray, *, exif_rotation: bool) -> Image:
     if not stored:
         raise ValueError('the file is empty')
     try:
-        image = cv2.imdecode(np.frombuffer(stored, np.uint8), flags)
+        decoded: Image | None = cv2.imdecode(np.frombuffer(stored, np.uint8), flags)
     except cv2.error as error:
         raise ValueError(f'not a readable image: {error.err}') from error
-    if image is None:
+    if decoded is None:
         raise ValueError('not a whole image of a known format')
-    return image
+    return decoded
 
 
 def _resized(image: Image, size: Size) -> Image:

@@ -30,9 +30,7 @@ class FewshotConfig:
     every_steps: int | None = None  # while training; None: at the end only
 
 
-def draw(
-    labels: Int[np.ndarray, 'n'], *, shots: Sequence[int], seeds: Sequence[int]
-) -> Draws:
+def draw(labels: Int[np.ndarray, 'n'], *, shots: Sequence[int], seeds: Sequence[int]) -> Draws:
     """Indices of the images of each (seed, shots), class after class.
 
     A seed permutes the images of each class once: its draws are nested in shots. A class with
@@ -104,13 +102,13 @@ def accuracy(
     train, test = (_with_bias((f - mean) / std) for f in (train_features, test_features))
     accuracies = [
         float((classes[(test @ weights).argmax(axis=1)] == test_labels).mean())
-        for weights in ridge(train, targets, np.atleast_1d(l2))
+        for weights in ridge(train, targets, np.atleast_1d(np.asarray(l2, np.float64)))
     ]
     return accuracies[0] if np.ndim(l2) == 0 else accuracies
 
 
 def ridge(
-    x: Float[np.ndarray, 'n d'], y: Float[np.ndarray, 'n k'], l2: Sequence[float]
+    x: Float[np.ndarray, 'n d'], y: Float[np.ndarray, 'n k'], l2: Float[np.ndarray, 's']
 ) -> list[Float[np.ndarray, 'd k']]:
     """Weights W of least |XW - Y|^2 + l2 |W|^2 for each l2, from one eigendecomposition.
 

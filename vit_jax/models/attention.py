@@ -3,6 +3,7 @@
 import functools
 import logging
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ def attend(
     key: Float[Array, 'b n h k'],
     value: Float[Array, 'b n h k'],
     *,
-    implementation: str = 'auto',
+    implementation: str = 'auto',  # one of IMPLEMENTATIONS
 ) -> Float[Array, 'b q h k']:
     """softmax(Q K^T / sqrt(k)) V for each head (equations 6 and 7 of the paper's appendix A).
 
@@ -45,7 +46,7 @@ def _attend_at_even_lengths(
     key: Float[Array, 'b n h k'],
     value: Float[Array, 'b n h k'],
     *,
-    implementation: str,
+    implementation: Literal['xla', 'cudnn'],
 ) -> Float[Array, 'b q h k']:
     """Attention over sequences padded to an even length: cuDNN does not train at odd ones.
 

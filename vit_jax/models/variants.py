@@ -33,7 +33,7 @@ def variant(name: str, **changes: Any) -> ViTConfig:
     if size not in SIZES:
         raise ValueError(f'variant {name!r}: no size {size!r}; {records.nearest(size, SIZES)}')
     depth, model_width, mlp_dim, num_heads = SIZES[size]
-    values = {
+    values: dict[str, Any] = {
         'patch_size': (int(height), int(width or height)),
         'depth': depth,
         'width': model_width,

@@ -39,17 +39,14 @@ class ViTConfig:
     @property
     def grid(self) -> tuple[int, int]:
         """Patches in (height, width). Raises ValueError where they do not fill the image."""
-        for image, patch in zip(self.image_size, self.patch_size, strict=True):
-            if image < 1 or patch < 1 or image % patch:
-                raise ValueError(
-                    f'image_size={self.image_size} is not a multiple of patch_size='
-                    f'{self.patch_size}; near it: '
-                    f'{tuple(max(1, round(i / p)) * p for i, p in zip(self.image_size, self.patch_size, strict=True))}'
-                )
-        return (
-            self.image_size[0] // self.patch_size[0],
-            self.image_size[1] // self.patch_size[1],
-        )
+        (height, width), (p, q) = self.image_size, self.patch_size
+        if min(height, width, p, q) < 1 or height % p or width % q:
+            near = max(1, round(height / max(1, p))) * p, max(1, round(width / max(1, q))) * q
+            raise ValueError(
+                f'image_size={self.image_size} is not a multiple of patch_size={self.patch_size}; '
+                f'nearest: {near}'
+            )
+        return height // p, width // q
 
     @property
     def num_tokens(self) -> int:
@@ -111,9 +108,7 @@ def build(
 ) -> Model:
     """The network of a configuration. Raises ValueError where the sizes do not fit together."""
     if config.width % config.num_heads:
-        raise ValueError(
-            f'width={config.width} is not a multiple of num_heads={config.num_heads}'
-        )
+        raise ValueError(f'width={config.width} is not a multiple of num_heads={config.num_heads}')
     _ = config.grid  # raises where the patches do not fill the image
     module = ViT(
         config=config,
@@ -160,9 +155,7 @@ class Mlp(nn.Module):
             bias_init=nn.initializers.normal(1e-6),
         )
         drop = nn.Dropout(self.dropout, deterministic=deterministic)
-        hidden = nn.gelu(
-            dense(self.mlp_dim, name='dense1')(x), approximate=self.gelu == 'tanh'
-        )
+        hidden = nn.gelu(dense(self.mlp_dim, name='dense1')(x), approximate=self.gelu == 'tanh')
         return drop(dense(x.shape[-1], name='dense2')(drop(hidden)))
 
 
@@ -373,9 +366,7 @@ class PatchEmbedding(nn.Module):
     def __call__(self, images: Float[Array, 'b h w c']) -> Float[Array, 'b n d']:
         batch, height, width, channels = images.shape
         p, q = self.patch_size
-        kernel = self.param(
-            'kernel', nn.initializers.lecun_normal(), (p, q, channels, self.width)
-        )
+        kernel = self.param('kernel', nn.initializers.lecun_normal(), (p, q, channels, self.width))
         bias = self.param('bias', nn.initializers.zeros, (self.width,))
         patches = images.reshape(batch, height // p, p, width // q, q, channels)
         tokens = jnp.einsum(

@@ -28,7 +28,7 @@ class Every(NamedTuple):
 
 
 class Clock:
-    """Where the wall time goes: seconds by name, one name at a time, inner names not counted twice."""
+    """Where the wall time goes: seconds by name. Within an inner name the outer one rests."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -48,7 +48,7 @@ class Clock:
 
     def _settle(self) -> None:
         now = time.monotonic()
-        name = self._running[-1] if self._running else 'other'
+        name = self._running[-1] if self._running else 'start'
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
         self._since = now
 

@@ -14,7 +14,7 @@ Loss = Callable[[Float[Array, 'b k'], Float[Array, 'b k']], Float[Array, 'b']]
 
 @dataclasses.dataclass(kw_only=True)
 class LossConfig:
-    """Softmax: one class an image. Sigmoid: each class a yes or no of its own, summed over classes."""
+    """Softmax: one class an image. Sigmoid: yes or no for each class, summed over classes."""
 
     kind: str = records.choice('softmax', 'sigmoid')
     label_smoothing: float = 0.0  # the share of the target that is spread over all classes

@@ -86,9 +86,7 @@ def make_optimizer(
         steps.append(optax.clip_by_global_norm(config.clip_norm))
     if config.kind == 'adamw':
         steps.append(
-            optax.scale_by_adam(
-                config.b1, config.b2, config.epsilon, mu_dtype=config.moment_dtype
-            )
+            optax.scale_by_adam(config.b1, config.b2, config.epsilon, mu_dtype=config.moment_dtype)
         )
     else:
         steps.append(optax.trace(config.momentum, accumulator_dtype=config.moment_dtype))

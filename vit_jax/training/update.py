@@ -21,7 +21,7 @@ class TrainState(NamedTuple):
     """All that changes: after `step` updates, these are the parameters and their optimizer."""
 
     step: Int[Array, '']
-    params: Params | None
+    params: Params
     optimizer: Any
     average: Params | None  # Polyak average of the parameters, where it is asked for
 
@@ -30,18 +30,20 @@ class TrainState(NamedTuple):
         """The parameters to evaluate and to keep: the average where there is one."""
         return self.params if self.average is None else self.average
 
-    def split(self) -> tuple[Params, 'TrainState']:
-        """The parameters to keep, and the state without them: what a checkpoint holds."""
-        if self.average is None:
-            return self.params, self._replace(params=None)
-        return self.average, self._replace(average=None)
+    def split(self) -> tuple[Params, dict[str, Any]]:
+        """The parameters to keep, and what else the next step needs: what a checkpoint holds."""
+        rest = {'step': self.step, 'optimizer': self.optimizer}
+        if self.average is not None:
+            rest['params'] = self.params
+        return self.best_params, rest
 
     @staticmethod
-    def join(best_params: Params, rest: 'TrainState') -> 'TrainState':
+    def join(best_params: Params, rest: dict[str, Any]) -> 'TrainState':
         """The inverse of `split`."""
-        if rest.params is None:
-            return rest._replace(params=best_params)
-        return rest._replace(average=best_params)
+        averaged = 'params' in rest
+        params = rest['params'] if averaged else best_params
+        average = best_params if averaged else None
+        return TrainState(rest['step'], params, rest['optimizer'], average)
 
 
 def key_for(seed: int, purpose: int, step: Int[Array, ''] | int) -> Key[Array, '']:

@@ -1,0 +1,40 @@
+"""A small ViT from scratch on CIFAR-10, on two CPU cores.
+
+Command: python -m vit_jax.train --config=configs/pretrain/cifar10.py --workdir=DIR \
+             --config.data=FOLDER
+"""
+
+from vit_jax.config import TrainConfig
+from vit_jax.data.augment import Augmentation
+from vit_jax.evaluation.fewshot import FewshotConfig
+from vit_jax.models import Compute, ViTConfig
+from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
+
+
+def get_config() -> TrainConfig:
+    """The experiment; --config.data names the folder."""
+    return TrainConfig(
+        data='cifar10',
+        model=ViTConfig(
+            image_size=(32, 32),
+            patch_size=(4, 4),
+            width=128,
+            depth=6,
+            mlp_dim=256,
+            num_heads=4,
+            pool='gap',
+            positions='sincos2d',
+        ),
+        augmentation=Augmentation(shift_pixels=2, flip=True),
+        total_steps=7000,
+        batch_size=64,
+        eval_batch_size=500,
+        optimizer=OptimizerConfig(weight_decay=0.05, clip_norm=1.0),
+        schedule=ScheduleConfig(learning_rate=1e-3, warmup_steps=300),
+        eval_every_steps=1000,
+        checkpoint_every_steps=1000,
+        fewshot=FewshotConfig(every_steps=7000),
+        compute=Compute(
+            remat='dots'
+        ),  # on CPUs faster than keeping everything: less memory to touch
+    )

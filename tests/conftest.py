@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import warnings
 
 # Before jax is imported. Tests that want another number of devices start a process of their own.
 os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
@@ -16,8 +15,3 @@ import jaxtyping  # noqa: E402  (the hook comes before what it checks)
 with jaxtyping.install_import_hook('vit_jax', 'beartype.beartype'):
     import vit_jax.experiment  # noqa: F401
     import vit_jax.program  # noqa: F401
-
-import jax  # noqa: E402
-
-jax.config.update('jax_numpy_rank_promotion', 'warn')
-warnings.simplefilter('default')

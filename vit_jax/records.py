@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import types
 import typing
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 R = TypeVar('R')
@@ -18,7 +19,7 @@ def choice(default: str, *others: str) -> Any:
     return dataclasses.field(default=default, metadata={'choices': (default, *others)})
 
 
-def nearest(name: str, known: typing.Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error message about an unknown name: what was probably meant."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1)
@@ -127,7 +128,7 @@ def _read_record(records: list[type], value: dict[str, Any], where: str) -> Any:
     return from_dict(kinds[kind], {k: v for k, v in value.items() if k != 'kind'}, where=where)
 
 
-def _read_tuple(hint: Any, value: typing.Sequence[Any], where: str) -> tuple[Any, ...]:
+def _read_tuple(hint: Any, value: Sequence[Any], where: str) -> tuple[Any, ...]:
     items = typing.get_args(hint)
     if items[-1] is Ellipsis:
         items = (items[0],) * len(value)

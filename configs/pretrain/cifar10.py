@@ -28,7 +28,7 @@ def get_config() -> TrainConfig:
         augmentation=Augmentation(shift_pixels=2, flip=True),
         total_steps=7000,
         batch_size=64,
-        eval_batch_size=500,
+        eval_batch_size=512,
         optimizer=OptimizerConfig(weight_decay=0.05, clip_norm=1.0),
         schedule=ScheduleConfig(learning_rate=1e-3, warmup_steps=300),
         eval_every_steps=1000,

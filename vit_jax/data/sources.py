@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from vit_jax import records
-from vit_jax.typing import Int, UInt8
+from vit_jax.typing import Int
 
 IMAGE_SUFFIXES = frozenset('.jpg .jpeg .png .bmp .gif .tif .tiff .webp .ppm .jp2'.split())
 
@@ -69,8 +69,8 @@ def select(source: Source, indices: Sequence[int]) -> Source:
 
 
 def arrays(
-    images: UInt8[np.ndarray, 'n ...'],
-    labels: Int[np.ndarray, 'n'],
+    images: np.ndarray,
+    labels: np.ndarray,
     class_names: Sequence[str],
     *,
     name: str,

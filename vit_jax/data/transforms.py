@@ -7,7 +7,7 @@ import numpy as np
 
 from vit_jax.typing import UInt8
 
-Image = UInt8[np.ndarray, 'h w 3']
+Image = UInt8[np.ndarray, '_ _ 3']
 Size = tuple[int, int]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from vit_jax.typing import Float, Int
 
 BIAS = 100.0  # a constant feature this large is hardly regularised: lambda / 100^2
-Draws = dict[tuple[int, int], Int[np.ndarray, 'n']]
+Draws = dict[tuple[int, int], Int[np.ndarray, '_']]
 
 
 @dataclasses.dataclass(kw_only=True)

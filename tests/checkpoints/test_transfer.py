@@ -1,0 +1,71 @@
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from tests import tiny
+from vit_jax.checkpoints.transfer import transfer
+from vit_jax.models import build
+from vit_jax.tree import named_leaves
+
+OLD = tiny.model(representation_size=6)
+
+
+def made(config):
+    params = jax.eval_shape(build(config).init, jax.random.key(0))
+    return jax.tree.map(np.asarray, tiny.random_params(params))
+
+
+def moved(**changes):
+    new = dataclasses.replace(OLD, **({'representation_size': None} | changes))
+    fresh = jax.tree.map(np.asarray, build(new).init(jax.random.key(5)))
+    return new, transfer(made(OLD), old=OLD, new=new, fresh=fresh)
+
+
+def test_the_body_is_kept_and_the_head_is_new_and_zero():
+    new, result = moved(num_classes=3)
+    old_leaves, leaves = named_leaves(made(OLD)), named_leaves(result.params)
+    assert leaves['head/kernel'].shape == (16, 3) and not leaves['head/kernel'].any()
+    body = [name for name in leaves if not name.startswith('head/')]
+    for name in body:
+        np.testing.assert_array_equal(leaves[name], old_leaves[name])
+    assert result.report[0].startswith(f'{len(body)} of {len(body)} parameter arrays loaded')
+    assert 'head: reset to zero, for 3 classes' in result.report
+    assert 'pre_logits: dropped with the pre-trained head' in result.report
+    assert not build(new).apply(result.params, tiny.images(config=new)).any()
+
+
+def test_another_resolution_resizes_the_positions_and_nothing_else():
+    new, result = moved(image_size=(12, 8))
+    assert 'pos_embedding: resized from 2x2 to 3x2 patches' in result.report
+    positions, old = result.params['pos_embedding'], made(OLD)['pos_embedding']
+    assert positions.shape == (1, 7, 16)
+    np.testing.assert_array_equal(positions[:, :3], old[:, :3])  # the class token, the top row
+    np.testing.assert_allclose(positions[:, 3:5], (old[:, 1:3] + old[:, 3:5]) / 2, rtol=1e-6)
+    assert build(new).apply(result.params, tiny.images(config=new)).shape == (2, tiny.CLASSES)
+
+
+def test_the_same_resolution_gives_the_same_features():
+    new, result = moved(num_classes=None)
+    without = dataclasses.replace(OLD, representation_size=None)
+    params = {k: v for k, v in made(OLD).items() if k != 'pre_logits'}
+    np.testing.assert_array_equal(
+        build(new).features(result.params, tiny.images()),
+        build(without).features(params, tiny.images()),
+    )
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        ({'depth': 2}, r'encoder/block/\S+ is float32\[3, .*expected float32\[2, '),
+        ({'width': 8}, r'cls is float32\[1, 1, 16\], expected float32\[1, 1, 8\]'),
+        ({'pool': 'gap'}, r'extra cls'),
+        ({'pool': 'map'}, r'missing pool/probe'),
+        ({'representation_size': 7}, r'pre_logits/kernel is float32\[16, 6\]'),
+    ],
+)
+def test_what_does_not_fit_is_named_and_never_skipped(changes, message):
+    with pytest.raises(ValueError, match=f'(?s)start_from: the arrays do not fit.*{message}'):
+        moved(**changes)

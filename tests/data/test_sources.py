@@ -1,0 +1,127 @@
+import pathlib
+
+import cv2
+import numpy as np
+import pytest
+
+from vit_jax.data import sources
+
+RNG = np.random.default_rng(0)
+
+
+def write_image(path: pathlib.Path, value: int = 0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cv2.imwrite(str(path), np.full((8, 8, 3), value, np.uint8))
+
+
+@pytest.fixture
+def root(tmp_path):
+    for split, count in ('train', 6), ('test', 2):
+        for label, name in enumerate(['cat', 'dog']):
+            for i in range(count):
+                write_image(tmp_path / split / name / f'{i}.png', 100 * label + i)
+    return tmp_path
+
+
+def test_digits_are_all_there_once():
+    train, test = sources.digits('train'), sources.digits('test')
+    assert len(train) + len(test) == 1797 and len(test) == 359
+    assert train.class_names == tuple('0123456789')
+    assert train.read(0).dtype == np.uint8
+    assert max(train.read(i).max() for i in range(100)) == 255
+    assert set(np.unique(test.labels)) == set(range(10))
+
+
+def test_a_folder_gives_every_image_with_the_class_of_its_folder(root):
+    source = sources.open_source(str(root), 'train')
+    assert source.class_names == ('cat', 'dog')
+    assert sorted(source.labels) == [0] * 6 + [1] * 6
+    for i in range(len(source)):
+        name = source.class_names[source.labels[i]]
+        assert f'/{name}/' in source.describe(i)
+        assert source.read(i) == pathlib.Path(source.describe(i)).read_bytes()
+
+
+def test_slices_of_a_split_are_disjoint_complete_and_fair(root):
+    def names(split):
+        source = sources.open_source(str(root), split)
+        return [source.describe(i) for i in range(len(source))]
+
+    first, rest = names('train[:75%]'), names('train[75%:]')
+    assert len(first) == 9 and first + rest == names('train')
+    assert names('train[2:4]') == names('train')[2:4]
+    labels = sources.open_source(str(root), 'train[:50%]').labels
+    assert 0 < labels.sum() < 6  # not the first class alone
+
+
+@pytest.mark.parametrize('split', ['train[', 'train[10]', 'train[:a%]', 'tr ain'])
+def test_a_split_that_is_none_is_explained(split):
+    with pytest.raises(ValueError, match='expected a name, or'):
+        sources.open_source('digits', split)
+
+
+def test_an_empty_slice_is_an_error():
+    with pytest.raises(ValueError, match=r"'train\[5000:\]' of digits is empty: train has 1438"):
+        sources.open_source('digits', 'train[5000:]')
+
+
+def test_what_is_not_there_is_named(root, tmp_path):
+    with pytest.raises(FileNotFoundError, match="data='/no/where'"):
+        sources.open_source('/no/where', 'train')
+    with pytest.raises(ValueError, match="no split 'val'.*there is test, train"):
+        sources.open_source(str(root), 'val')
+    with pytest.raises(ValueError, match="no split 'trian'; did you mean 'train'"):
+        sources.open_source('digits', 'trian')
+    empty = tmp_path / 'empty'
+    empty.mkdir()
+    with pytest.raises(ValueError, match='there are no such folders'):
+        sources.open_source(str(empty), 'train')
+
+
+def test_a_class_missing_in_one_split_is_named(root):
+    write_image(root / 'train' / 'emu' / '0.png')
+    for split in 'train', 'test':
+        with pytest.raises(ValueError, match="class 'emu' is in train/ but not in test/"):
+            sources.open_source(str(root), split)
+
+
+def test_a_class_without_images_is_named(root):
+    for split in 'train', 'test':
+        (root / split / 'emu').mkdir()
+    with pytest.raises(ValueError, match='emu: no images in this class'):
+        sources.open_source(str(root), 'train')
+    (root / 'train' / 'emu' / 'notes.txt').write_text('none yet')
+    with pytest.raises(ValueError, match='1 files have other endings, such as notes.txt'):
+        sources.open_source(str(root), 'train')
+
+
+def test_files_that_are_no_images_by_their_ending_are_left_out_aloud(root, caplog):
+    (root / 'train' / 'cat' / 'notes.txt').write_text('a cat')
+    assert len(sources.open_source(str(root), 'train')) == 12
+    assert '1 files are not images by their ending' in caplog.text
+
+
+def test_arrays_of_a_file(tmp_path):
+    path = str(tmp_path / 'set.npz')
+    images, labels = RNG.integers(0, 256, (5, 4, 4), np.uint8), np.array([0, 1, 2, 1, 0])
+    np.savez(path, train_images=images, train_labels=labels, class_names=['a', 'b', 'c'])
+    source = sources.open_source(path, 'train')
+    assert source.class_names == ('a', 'b', 'c') and source.labels.tolist() == labels.tolist()
+    np.testing.assert_array_equal(source.read(3), images[3])
+    with pytest.raises(ValueError, match="no array 'test_images'; it holds train_images"):
+        sources.open_source(path, 'test')
+
+
+@pytest.mark.parametrize(
+    'images, labels, message',
+    [
+        (np.zeros((2, 4, 4)), [0, 1], 'images are float64'),
+        (np.zeros((2, 4, 4, 2), np.uint8), [0, 1], r'uint8\[2, 4, 4, 2\], expected'),
+        (np.zeros((2, 4, 4), np.uint8), [0], r'labels are int64\[1\]'),
+        (np.zeros((2, 4, 4), np.uint8), [0, 2], 'label 2 of image 1 is out of range: .* 0 to 1'),
+        (np.zeros((2, 4, 4), np.uint8), [-1, 0], 'label -1 of image 0 is out of range'),
+    ],
+)
+def test_arrays_that_are_no_labelled_images_are_refused(images, labels, message):
+    with pytest.raises(ValueError, match=message):
+        sources.arrays(images, np.array(labels), ['a', 'b'], name='x')

@@ -1,0 +1,100 @@
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax.data import transforms
+
+PHOTO = np.kron(np.random.default_rng(0).integers(0, 256, (6, 9, 3)), np.ones((8, 8, 1))).astype(
+    np.uint8
+)
+
+
+def encoded(image: Image.Image, kind: str, **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def decoded(stored, exif_rotation=True):
+    return transforms.decode(stored, exif_rotation=exif_rotation)
+
+
+@pytest.mark.parametrize('mode', ['RGB', 'L', 'P', 'RGBA'])
+def test_png_of_any_mode_is_the_rgb_that_pillow_reads(mode):
+    image = Image.fromarray(PHOTO).convert(mode)
+    np.testing.assert_array_equal(decoded(encoded(image, 'PNG')), np.asarray(image.convert('RGB')))
+
+
+@pytest.mark.parametrize('mode', ['RGB', 'L', 'CMYK'])
+def test_jpeg_of_any_mode_is_what_pillow_reads(mode):
+    stored = encoded(Image.fromarray(PHOTO).convert(mode), 'JPEG', quality=95)
+    expected = np.asarray(Image.open(io.BytesIO(stored)).convert('RGB')).astype(int)
+    # CMYK has no one way to RGB without a colour profile; the two differ by rounding
+    np.testing.assert_allclose(decoded(stored), expected, atol=2 if mode == 'CMYK' else 0)
+
+
+def test_16_bit_png_keeps_the_high_byte():
+    deep = Image.fromarray((PHOTO[..., 0].astype(np.uint16) << 8) + 7)
+    result = decoded(encoded(deep, 'PNG'))
+    np.testing.assert_allclose(result, np.repeat(PHOTO[..., :1], 3, axis=2), atol=1)
+
+
+def test_a_photo_stands_upright_or_as_it_was_stored():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: rotate by 90 degrees clockwise to show
+    stored = encoded(Image.fromarray(PHOTO), 'JPEG', exif=exif, quality=95)
+    lying = np.asarray(Image.open(io.BytesIO(stored)))
+    np.testing.assert_array_equal(decoded(stored), np.rot90(lying, -1))
+    np.testing.assert_array_equal(decoded(stored, exif_rotation=False), lying)
+
+
+@pytest.mark.parametrize(
+    'stored, message',
+    [
+        (b'', 'the file is empty'),
+        (b'hello, I am a cat', 'not a whole image of a known format'),
+        (encoded(Image.fromarray(PHOTO), 'PNG')[:60], 'not a whole image|not a readable image'),
+    ],
+)
+def test_what_is_no_image_is_an_error(stored, message):
+    with pytest.raises(ValueError, match=message):
+        decoded(stored)
+
+
+def test_a_truncated_jpeg_is_an_error_and_not_half_a_grey_image():
+    stored = encoded(Image.fromarray(PHOTO), 'JPEG', quality=95)
+    for part in 0.3, 0.6, 0.9:
+        with pytest.raises(ValueError, match='not a whole image'):
+            decoded(stored[: int(len(stored) * part)])
+
+
+def test_grey_arrays_become_rgb():
+    assert decoded(PHOTO[..., 0]).shape == decoded(PHOTO[..., :1]).shape == PHOTO.shape
+
+
+@pytest.mark.parametrize('crop', [transforms.Resize(), transforms.CentralCrop()])
+def test_crops_give_the_size_asked_for(crop):
+    for size in (5, 9), (48, 72), (100, 30):
+        assert crop(PHOTO, size, None).shape == (*size, 3)
+    np.testing.assert_array_equal(transforms.Resize()(PHOTO, (48, 72), None), PHOTO)
+
+
+def test_a_central_crop_is_the_middle_with_its_aspect():
+    image = np.zeros((40, 80, 3), np.uint8)
+    image[10:30, 30:50] = 255
+    cut = transforms.CentralCrop(scale=2.0)(image, (20, 20), None)
+    assert cut.min() == 255
+
+
+def test_a_random_crop_is_decided_by_its_generator():
+    crop = transforms.RandomCrop(scale=2.0)
+
+    def cut(seed):
+        return crop(PHOTO, (16, 16), np.random.default_rng(seed))
+
+    np.testing.assert_array_equal(cut(1), cut(1))
+    assert len({cut(seed).tobytes() for seed in range(10)}) > 5
+    with pytest.raises(ValueError, match='for training only'):
+        crop(PHOTO, (16, 16), None)

@@ -1,0 +1,247 @@
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import tiny
+from vit_jax.models import Compute, Regularization, build
+from vit_jax.tree import named_leaves
+
+
+def made(config, **kwargs):
+    model = build(config, **kwargs)
+    return model, tiny.random_params(jax.eval_shape(model.init, jax.random.key(0)))
+
+
+def by_the_paper(params, images, config):
+    """Equations 1 to 4 and 6 to 8, one image, head and layer at a time, in float64."""
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    (rows, columns), (ph, pw) = config.grid, config.patch_size
+
+    def norm(x, layer):
+        x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.layer_norm_epsilon)
+        return x * layer['scale'] + layer['bias']
+
+    def gelu(x):
+        if config.gelu == 'exact':
+            return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+        return x * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+    def self_attention(x, layer):
+        total = layer['out']['bias']
+        for head in range(config.num_heads):
+            q, k, v = (
+                x @ layer[name]['kernel'][:, head] + layer[name]['bias'][head]
+                for name in ('query', 'key', 'value')
+            )
+            weights = np.exp(q @ k.T / math.sqrt(q.shape[-1]))
+            weights /= weights.sum(-1, keepdims=True)
+            total = total + weights @ v @ layer['out']['kernel'][head]
+        return total
+
+    outputs = []
+    for image in np.asarray(images, np.float64):
+        patches = [
+            image[i * ph : (i + 1) * ph, j * pw : (j + 1) * pw].reshape(-1)
+            for i in range(rows)
+            for j in range(columns)
+        ]
+        kernel = p['embedding']['kernel'].reshape(-1, config.width)
+        z = np.stack(patches) @ kernel + p['embedding']['bias']
+        if config.pool == 'cls':
+            z = np.concatenate([p['cls'][0], z])
+        z = z + p['pos_embedding'][0]
+        for layer in range(config.depth):
+            block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], p['encoder']['block'])
+            z = z + self_attention(norm(z, block['norm1']), block['attention'])
+            y, mlp = norm(z, block['norm2']), block['mlp']
+            hidden = gelu(y @ mlp['dense1']['kernel'] + mlp['dense1']['bias'])
+            z = z + hidden @ mlp['dense2']['kernel'] + mlp['dense2']['bias']
+        z = norm(z, p['encoder']['norm'])
+        y = z[0] if config.pool == 'cls' else z.mean(0)
+        if config.representation_size:
+            y = np.tanh(y @ p['pre_logits']['kernel'] + p['pre_logits']['bias'])
+        outputs.append(y @ p['head']['kernel'] + p['head']['bias'])
+    return np.stack(outputs)
+
+
+@pytest.mark.parametrize(
+    'changes',
+    [
+        {},
+        {'pool': 'gap', 'gelu': 'exact', 'layer_norm_epsilon': 1e-2},
+        {'representation_size': 5, 'image_size': (6, 12), 'patch_size': (2, 3)},
+    ],
+)
+def test_logits_are_those_of_the_papers_equations(changes):
+    config = tiny.model(**changes)
+    model, params = made(config)
+    images = tiny.images(config=config)
+    expected = by_the_paper(params, images, config)
+    # float32 rounding of sums over at most 50 terms, on logits near 1
+    np.testing.assert_allclose(model.apply(params, images), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_initial_values_are_those_of_the_paper():
+    config = tiny.model(width=192, mlp_dim=768, num_heads=3, head_bias=-6.9, pool='cls')
+    params = jax.jit(build(config).init)(jax.random.key(0))
+    block = params['encoder']['block']
+    assert not params['cls'].any() and not params['head']['kernel'].any()
+    assert (params['head']['bias'] == np.float32(-6.9)).all()
+    limit = math.sqrt(6 / (192 + 192))  # Glorot uniform, of the whole projection and not a head's
+    assert limit * 0.99 < jnp.abs(block['attention']['query']['kernel']).max() <= limit
+    limit = math.sqrt(6 / (192 + 768))
+    assert limit * 0.99 < jnp.abs(block['mlp']['dense1']['kernel']).max() <= limit
+    assert 0 < jnp.abs(block['mlp']['dense1']['bias']).max() < 1e-5
+    assert params['pos_embedding'].std() == pytest.approx(0.02, rel=0.1)  # 960 draws
+    fan_in = math.prod(config.patch_size) * 3
+    assert params['embedding']['kernel'].std() == pytest.approx(fan_in**-0.5, rel=0.05)
+    first, second = block['mlp']['dense1']['kernel'][:2]
+    assert (first != second).all()  # every layer has draws of its own
+
+
+def test_permuted_patches_give_permuted_tokens_where_there_are_no_positions():
+    config = tiny.model(pool='none', positions='none', num_classes=None)
+    model, params = made(config)
+    images = tiny.images()
+    left, right = images[:, :, :4], images[:, :, 4:]
+    swapped = model.apply(params, jnp.concatenate([right, left], axis=2))
+    tokens = model.apply(params, images)
+    np.testing.assert_allclose(swapped, tokens[:, jnp.array([1, 0, 3, 2])], atol=1e-5)
+
+
+def test_positions_tell_permuted_patches_apart():
+    for positions in 'learned', 'sincos2d':
+        config = tiny.model(pool='gap', positions=positions)
+        model, params = made(config)
+        images = tiny.images()
+        swapped = jnp.concatenate([images[:, :, 4:], images[:, :, :4]], axis=2)
+        assert jnp.abs(model.apply(params, images) - model.apply(params, swapped)).max() > 1e-3
+
+
+def test_a_token_changes_others_only_through_attention():
+    config = tiny.model(pool='none', num_classes=None)
+    model, params = made(config)
+    out = params['encoder']['block']['attention']['out']
+    out['kernel'] = jnp.zeros_like(out['kernel'])  # what is left is the MLP, local to its token
+    images = tiny.images()
+    changed = model.apply(params, images.at[:, :4, :4].add(1.0)) - model.apply(params, images)
+    moved = jnp.abs(changed).max(axis=(0, 2)) > 0
+    assert moved.tolist() == [True, False, False, False]
+
+
+def test_captured_attention_rows_sum_to_one_and_capturing_changes_nothing():
+    config = tiny.model(pool='map')
+    model, params = made(config)
+    logits, captured = model.capture(params, tiny.images())
+    weights = captured['encoder']['block']['attention']['weights']
+    assert weights.shape == (config.depth, 2, config.num_heads, 4, 4)
+    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
+    assert captured['encoder']['block']['tokens'].shape == (config.depth, 2, 4, config.width)
+    np.testing.assert_allclose(logits, model.apply(params, tiny.images()), atol=1e-5)
+
+
+def test_remat_and_unroll_give_the_same_gradients():
+    config = tiny.model()
+    regularization = Regularization(dropout=0.1, stochastic_depth=0.2)
+    gradients = []
+    for compute in (
+        Compute(),
+        Compute(remat='block'),
+        Compute(remat='dots'),
+        Compute(unroll=3),
+        Compute(remat='block', unroll=2),
+    ):
+        model = build(config, compute=compute, regularization=regularization)
+        params = tiny.random_params(jax.eval_shape(model.init, jax.random.key(0)))
+        gradient = jax.jit(jax.grad(lambda p, m=model: m.apply(p, IMAGES, KEY).std()))(params)
+        gradients.append(named_leaves(gradient))
+    for other in gradients[1:]:
+        for name, leaf in other.items():
+            np.testing.assert_allclose(leaf, gradients[0][name], atol=2e-6, err_msg=name)
+
+
+IMAGES, KEY = tiny.images(4), jax.random.key(3)
+
+
+def test_every_leaf_learns():
+    for pool in 'cls', 'gap', 'map':
+        model, params = made(tiny.model(pool=pool, representation_size=6))
+        gradient = jax.jit(jax.grad(lambda p, m=model: m.apply(p, IMAGES).std()))(params)
+        for name, leaf in named_leaves(gradient).items():
+            if name.endswith('key/bias'):  # moves all logits of a query alike: softmax ignores it
+                assert jnp.abs(leaf).max() < 1e-5
+            else:
+                assert jnp.abs(leaf).max() > 1e-7, name
+
+
+def test_stochastic_depth_is_none_in_the_first_block_and_keeps_the_mean():
+    config = tiny.model(depth=2, pool='none', num_classes=None, positions='none')
+    model, params = made(config, regularization=Regularization(stochastic_depth=0.5))
+    keys = jax.random.split(jax.random.key(0), 512)
+    run = jax.jit(jax.vmap(functools.partial(model.apply, params, IMAGES[:1])))
+    outputs = np.unique(np.asarray(run(keys)).reshape(512, -1).round(4), axis=0)
+    assert len(outputs) == 4  # two branches of the last block, each kept or dropped
+    never = build(config, regularization=Regularization(stochastic_depth=0.0))
+    np.testing.assert_array_equal(never.apply(params, IMAGES, KEY), never.apply(params, IMAGES))
+
+
+def test_dropout_is_active_only_with_a_key_and_depends_on_it():
+    model, params = made(tiny.model(), regularization=Regularization(dropout=0.5))
+    one, two = (model.apply(params, IMAGES, jax.random.key(i)) for i in (1, 2))
+    assert (one != two).all()
+    np.testing.assert_array_equal(one, model.apply(params, IMAGES, jax.random.key(1)))
+    np.testing.assert_array_equal(model.apply(params, IMAGES), model.apply(params, IMAGES))
+
+
+def test_bfloat16_stays_near_float32_with_float32_parameters_and_logits():
+    config = tiny.model()
+    model, params = made(config, compute=Compute(dtype='bfloat16'))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {'float32'}
+    logits, exact = model.apply(params, IMAGES), build(config).apply(params, IMAGES)
+    assert logits.dtype == jnp.float32
+    error = jnp.linalg.norm(logits - exact) / jnp.linalg.norm(exact)
+    assert 1e-4 < error < 3e-2  # bfloat16 has 8 bits: 0.4 % each, over a dozen layers of sums
+
+
+def test_the_program_does_not_grow_with_depth():
+    def lines(depth):
+        model = build(tiny.model(depth=depth))
+        params = jax.eval_shape(model.init, jax.random.key(0))
+        step = jax.grad(lambda p, x: model.apply(p, x).sum())
+        return len(jax.jit(step).lower(params, IMAGES).as_text().splitlines())
+
+    assert lines(32) == lines(8)
+
+
+def test_features_are_what_the_head_is_given():
+    model, params = made(tiny.model(representation_size=6))
+    features = model.features(params, IMAGES)
+    assert features.shape == (4, 6) and jnp.abs(features).max() <= 1
+    head = params['head']
+    logits = features @ head['kernel'] + head['bias']
+    np.testing.assert_allclose(model.apply(params, IMAGES), logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        ({'image_size': (9, 8)}, r'image_size=\(9, 8\) is not a multiple .* nearest: \(8, 8\)'),
+        ({'num_heads': 3}, 'width=16 is not a multiple of num_heads=3'),
+        ({'width': 18, 'positions': 'sincos2d'}, 'width=18 is not a multiple of 4'),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        model = build(tiny.model(**changes))
+        jax.eval_shape(model.init, jax.random.key(0))
+
+
+def test_images_of_another_size_are_refused():
+    model, params = made(tiny.model())
+    with pytest.raises(ValueError, match=r'images are \(4, 8, 3\), the model takes \(8, 8, 3\)'):
+        model.apply(params, jnp.zeros((1, 4, 8, 3)))

@@ -1,0 +1,97 @@
+"""The table of allowed imports: it is the architecture."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+PACKAGE = pathlib.Path(__file__).parent.parent / 'vit_jax'
+
+BASE = {'records', 'tree', 'typing'}
+PARTS = {'training', 'evaluation', 'analysis', 'checkpoints', 'data'}
+WIRING = {'workdir', 'reporting', 'setup', 'experiment'}
+PROGRAMS = {'program', 'train', 'finetune', 'fewshot'}
+
+ALLOWED = (
+    {name: set() for name in BASE}
+    | {'models': BASE, 'parallel': BASE}
+    | {part: {part, 'models', 'parallel'} | BASE for part in PARTS}
+    | {'config': PARTS | {'models', 'parallel'} | BASE}
+    | {name: WIRING | {'config', 'models', 'parallel'} | PARTS | BASE for name in WIRING}
+    | {name: PROGRAMS | WIRING | {'config', 'training'} | BASE for name in PROGRAMS}
+)
+ALLOWED['models'] |= {'models'}
+ALLOWED['parallel'] |= {'parallel'}
+
+FILES = sorted(PACKAGE.rglob('*.py'))
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f'{path}: relative import'
+            if node.module == 'vit_jax':
+                yield from (f'vit_jax.{alias.name}' for alias in node.names)
+            else:
+                yield node.module
+
+
+def room(path):
+    return path.relative_to(PACKAGE).with_suffix('').parts[0]
+
+
+@pytest.mark.parametrize('path', FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+    for name in imports(path):
+        parts = name.split('.')
+        if parts[0] == 'vit_jax' and len(parts) > 1:
+            assert parts[1] in ALLOWED[room(path)], f'{room(path)} must not import {name}'
+        assert parts[0] != 'configs'
+        assert parts[0] != 'flax' or room(path) == 'models', 'flax is imported in models/ only'
+        assert parts[0] != 'orbax' or room(path) == 'checkpoints'
+        assert parts[:2] != ['jax', 'experimental']
+
+
+@pytest.mark.parametrize('path', FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_and_functions_can_be_taken_in_at_one_look(path):
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), 'a file says in its first line what it owns'
+    assert len(path.read_text().splitlines()) <= 400
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 60, node.name
+
+
+def test_model_losses_optimizer_and_update_need_jax_flax_optax_and_numpy_alone():
+    program = """
+import importlib.abc, sys
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in ('cv2', 'grain', 'sklearn', 'ml_collections', 'jaxtyping',
+                                  'beartype', 'tensorboardX', 'tensorflow', 'orbax'):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Refuse())
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: None if name == 'jaxtyping' else find(name, *a)
+import jax
+from vit_jax.models import build, variant
+from vit_jax.training import losses, optimizer, update
+model = build(variant('Ti/16', image_size=(32, 32), depth=1, num_classes=3))
+params = jax.eval_shape(model.init, jax.random.key(0))
+images = jax.ShapeDtypeStruct((2, 32, 32, 3), 'float32')
+assert jax.eval_shape(model.apply, params, images).shape == (2, 3)
+"""
+    subprocess.run([sys.executable, '-c', program], check=True, cwd=PACKAGE.parent, timeout=120)
+
+
+def test_the_program_that_trains_has_no_tensorflow_in_its_process():
+    program = (
+        'import sys, vit_jax.experiment, vit_jax.program; '
+        'assert not {"tensorflow", "clu", "torch"} & set(sys.modules)'
+    )
+    subprocess.run([sys.executable, '-c', program], check=True, cwd=PACKAGE.parent, timeout=120)

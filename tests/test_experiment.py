@@ -1,0 +1,357 @@
+"""Whole runs: trained, killed, resumed, fine-tuned, probed."""
+
+import dataclasses
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import cv2
+import jax
+import numpy as np
+import pytest
+
+from tests import tiny
+from vit_jax import experiment, records
+from vit_jax.checkpoints.state import load_card, load_params
+from vit_jax.config import Card
+from vit_jax.data import pipeline
+from vit_jax.data.augment import Augmentation
+from vit_jax.evaluation.fewshot import FewshotConfig
+from vit_jax.models import Regularization, build
+from vit_jax.reporting import Reporter
+from vit_jax.training.loop import NotFinite
+from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
+
+ROOT = pathlib.Path(__file__).parent.parent
+FEWSHOT = FewshotConfig(shots=(1, 2), seeds=(0, 1), test_split='test[:50]')
+
+
+def assert_equal(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('trained')
+    config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True)
+    return experiment.train(config, str(folder))
+
+
+def test_a_run_leaves_its_numbers_its_configuration_and_a_card(trained):
+    folder = trained.folder
+    assert [(line['kind'], line['step']) for line in lines(folder)] == [
+        ('train', 5),
+        ('test', 5),
+        ('train', 10),
+        ('test', 10),
+        ('fewshot', 10),
+    ]
+    assert lines(folder)[3]['count'] == 50
+    assert lines(folder)[3]['accuracy'] == trained.test['accuracy']
+    assert json.loads((folder / 'config.json').read_text())['total_steps'] == 10
+    assert list((folder / 'tensorboard').iterdir())
+    values, path = load_card(str(folder))
+    card = Card.read(values, where='card')
+    assert path == trained.checkpoint and card.step == 10
+    assert card.class_names == tuple('0123456789') and card.grid == (2, 2)
+    assert card.model == tiny.model()
+    assert_equal(load_params(str(folder)), jax.tree.map(np.asarray, trained.state.params))
+
+
+def test_the_time_is_split_into_its_parts(trained):
+    assert set(trained.clock.seconds) == {
+        'start',
+        'compile',
+        'data wait',
+        'step',
+        'evaluation',
+        'checkpoint',
+    }
+
+
+def test_the_few_shot_file_holds_the_whole_protocol(trained):
+    result = json.loads((trained.folder / 'fewshot.json').read_text())
+    assert result['layer'] == 'pre_logits' and result['l2'] == 1024.0
+    assert result['seeds'] == [0, 1] and result['shots'] == [1, 2]
+    assert result['preprocessing']['crop'] == {'kind': 'Resize'}
+    assert len(result['train_images']['seed 1, 2 shots']) == 20
+    two = [result['accuracy'][f'seed {seed}, 2 shots'] for seed in (0, 1)]
+    assert result['mean']['2'] == pytest.approx(np.mean(two))
+    assert result['deviation']['2'] == pytest.approx(np.std(two))
+
+
+def test_probing_the_checkpoint_alone_gives_what_the_run_gave(trained, tmp_path):
+    config = tiny.experiment(
+        model=None, total_steps=None, start_from=str(trained.folder), fewshot=FEWSHOT
+    )
+    result, path = experiment.probe(config, str(tmp_path))
+    assert json.loads(path.read_text())['accuracy'] == trained.fewshot['accuracy']
+
+
+def test_features_for_few_shot_are_read_for_drawn_and_test_images_only(
+    trained, tmp_path, monkeypatch
+):
+    read = []
+    examples = pipeline.Reader.examples
+
+    def counted(reader, draws):
+        read.extend(draw.index for draw in draws if draw is not None)
+        return examples(reader, draws)
+
+    monkeypatch.setattr(pipeline.Reader, 'examples', counted)
+    config = tiny.experiment(model=None, start_from=str(trained.folder), fewshot=FEWSHOT)
+    config.loader.placement = 'host'
+    experiment.probe(config, str(tmp_path))
+    assert len(read) <= 2 * 10 * 2 + 50  # shots x classes x seeds, and the test images
+
+
+def test_ten_steps_are_five_and_a_crash_and_five(tmp_path, monkeypatch):
+    config = tiny.experiment(
+        checkpoint_every_steps=5,
+        log_every_steps=1,
+        polyak_decay=0.9,
+        regularization=Regularization(dropout=0.1, stochastic_depth=0.1),
+        augmentation=Augmentation(shift_pixels=1, flip=True),
+    )
+    whole = experiment.train(config, str(tmp_path / 'whole'))
+    report = Reporter.step
+
+    def crash(reporter, step, metrics):
+        report(reporter, step, metrics)
+        if step == 7:
+            raise RuntimeError('the power is out')
+
+    monkeypatch.setattr(Reporter, 'step', crash)
+    with pytest.raises(RuntimeError, match='the power is out'):
+        experiment.train(config, str(tmp_path / 'parts'))
+    monkeypatch.undo()
+    parts = experiment.train(config, str(tmp_path / 'parts'))
+    assert_equal(parts.state, whole.state)
+
+    def losses(name):
+        return [
+            (line['step'], line['loss'])
+            for line in lines(tmp_path / name)
+            if line['kind'] == 'train'
+        ]
+
+    assert losses('parts') == losses('whole')
+
+
+def test_a_killed_process_goes_on_to_the_same_bits(tmp_path):
+    flags = ['--config=configs/quickstart.py', '--config.total_steps=300']
+    flags += ['--config.eval_every_steps=none', '--config.checkpoint_every_steps=50']
+    flags += ['--config.model.depth=1', '--config.model.width=16', '--config.fewshot=none']
+    flags += ['--config.batch_size=16', '--config.log_every_steps=10']
+    command = [sys.executable, '-m', 'vit_jax.train', *flags]
+
+    def start(name):
+        return subprocess.Popen(
+            [*command, f'--workdir={tmp_path / name}'], cwd=ROOT, stdout=subprocess.DEVNULL
+        )
+
+    def stop_after(process, seconds):
+        try:
+            return process.wait(timeout=seconds)
+        finally:
+            process.kill()
+
+    assert stop_after(start('whole'), 200) == 0
+    killed = start('killed')
+    deadline = time.monotonic() + 200
+    checkpoint = tmp_path / 'killed' / 'checkpoints' / '50' / 'card'
+    while not checkpoint.exists() and time.monotonic() < deadline:
+        assert killed.poll() is None
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait(timeout=20) == -signal.SIGKILL
+    assert not (tmp_path / 'killed' / 'checkpoints' / '300').exists()
+    assert stop_after(start('killed'), 200) == 0
+    assert_equal(load_params(str(tmp_path / 'killed')), load_params(str(tmp_path / 'whole')))
+
+
+def test_a_run_that_is_complete_says_so_again_and_changes_nothing(trained):
+    config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True)
+    again = experiment.train(config, str(trained.folder))
+    assert again.test == trained.test
+    assert_equal(again.state, trained.state)
+
+
+def test_a_resume_under_another_configuration_is_refused_with_the_differences(trained):
+    config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True, seed=3)
+    with pytest.raises(ValueError, match=r'(?s)another configuration:\n  seed: 0 -> 3\ntake'):
+        experiment.train(config, str(trained.folder))
+
+
+def test_nothing_is_compiled_after_the_first_evaluation(tmp_path, monkeypatch):
+    compiled, by_step = [], {}
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration, **_: compiled.append(event) if 'backend_compile' in event else None
+    )
+    report = Reporter.step
+
+    def counted(reporter, step, metrics):
+        by_step[step] = len(compiled)
+        report(reporter, step, metrics)
+
+    monkeypatch.setattr(Reporter, 'step', counted)
+    config = tiny.experiment(total_steps=12, eval_every_steps=2, fewshot=FEWSHOT)
+    config.fewshot.every_steps = 2
+    experiment.train(config, str(tmp_path))
+    assert by_step[1] > 0
+    assert by_step[3] == by_step[12]
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(tmp_path):
+    config = tiny.experiment(
+        optimizer=OptimizerConfig(kind='sgd'),
+        schedule=ScheduleConfig(kind='linear', learning_rate=1e25, warmup_steps=4),
+        checkpoint_every_steps=1,
+    )
+    with pytest.raises(NotFinite, match=r'step \d+: .*; last good checkpoint: .*/checkpoints/\d'):
+        experiment.train(config, str(tmp_path))
+    params = load_params(str(tmp_path))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+
+
+def test_fine_tuning_begins_with_the_body_of_the_checkpoint(trained, tmp_path, capsys):
+    config = tiny.experiment(
+        model=None,
+        image_size=(8, 16),
+        start_from=str(trained.folder),
+        optimizer=OptimizerConfig(kind='sgd'),
+        total_steps=1,
+        schedule=ScheduleConfig(warmup_steps=1),  # the first step has rate 0
+    )
+    result = experiment.train(config, str(tmp_path))
+    said = capsys.readouterr().out
+    assert '22 of 22 parameter arrays loaded' in said
+    assert 'pos_embedding: resized from 2x2 to 2x4 patches' in said
+    assert 'head: reset to zero, for 10 classes' in said
+    old, new = load_params(str(trained.folder)), result.state.params
+    assert_equal(jax.tree.map(np.asarray, new['encoder']), old['encoder'])
+    assert not new['head']['kernel'].any()
+    card = Card.read(load_card(str(tmp_path))[0], where='card')
+    assert card.grid == (2, 4) and card.model.image_size == (8, 16)
+
+
+def test_a_frozen_body_at_the_same_size_has_the_same_features(trained, tmp_path):
+    config = tiny.experiment(
+        model=None,
+        start_from=str(trained.folder),
+        total_steps=1,
+        schedule=ScheduleConfig(warmup_steps=1),
+    )
+    result = experiment.train(config, str(tmp_path))
+    images = tiny.images()
+    np.testing.assert_array_equal(
+        build(tiny.model()).features(jax.tree.map(np.asarray, result.state.params), images),
+        build(tiny.model()).features(load_params(str(trained.folder)), images),
+    )
+
+
+def test_thirty_two_images_are_learned_by_heart(tmp_path):
+    config = tiny.experiment(
+        train_split='train[:32]',
+        test_split='train[:32]',
+        batch_size=32,
+        total_steps=150,
+        model=tiny.model(num_classes=None, width=32, mlp_dim=64, pool='gap'),
+        optimizer=OptimizerConfig(),
+        schedule=ScheduleConfig(learning_rate=3e-3, warmup_steps=10),
+    )
+    assert experiment.train(config, str(tmp_path)).test['accuracy'] == 1.0
+
+
+@pytest.fixture
+def photos(tmp_path):
+    root = tmp_path / 'photos'
+    rng = np.random.default_rng(0)
+    for split, count in ('train', 8), ('test', 3):
+        for name in 'cat', 'dog':
+            for i in range(count):
+                path = root / split / name / f'{i}.jpg'
+                path.parent.mkdir(parents=True, exist_ok=True)
+                cv2.imwrite(str(path), rng.integers(0, 256, (9 + i, 12, 3), np.uint8))
+    return root
+
+
+def folder_config(root, **changes):
+    return tiny.experiment(data=str(root), test_split='test', total_steps=3, **changes)
+
+
+def test_a_folder_of_images_trains_and_its_classes_are_kept(photos, tmp_path):
+    result = experiment.train(folder_config(photos), str(tmp_path / 'run'))
+    card = Card.read(load_card(str(tmp_path / 'run'))[0], where='card')
+    assert card.class_names == ('cat', 'dog') and card.model.num_classes == 2
+    assert lines(result.folder)[-1]['count'] == 6
+
+
+@pytest.mark.parametrize('placement', ['host', 'device'])
+def test_an_unreadable_image_stops_training_unless_it_may_be_skipped(photos, tmp_path, placement):
+    broken = photos / 'train' / 'cat' / '3.jpg'
+    broken.write_bytes(broken.read_bytes()[:50])
+    config = folder_config(photos)
+    config.loader.placement = placement
+    with pytest.raises(ValueError, match=f'{broken}: not a whole image'):
+        experiment.train(config, str(tmp_path / 'run'))
+    config.loader.on_unreadable = 'skip'
+    result = experiment.train(config, str(tmp_path / 'run'))
+    assert result.skipped == 3  # each of 3 steps of 16 draws sees each of 16 images once
+
+
+def test_an_unreadable_image_is_never_skipped_in_evaluation(photos, tmp_path):
+    broken = photos / 'test' / 'dog' / '1.jpg'
+    broken.write_bytes(b'')
+    config = folder_config(photos)
+    config.loader.on_unreadable = 'skip'
+    with pytest.raises(ValueError, match=f'{broken}: the file is empty'):
+        experiment.train(config, str(tmp_path / 'run'))
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        ({'total_steps': None}, 'total_steps is none'),
+        ({'total_steps': 0}, 'config.total_steps=0: expected 1 or more'),
+        ({'model': None}, 'config.model is none: give a model, or start_from'),
+        ({'model': tiny.model(num_classes=7)}, 'num_classes=7, but digits has 10 classes'),
+        ({'image_size': (9, 8)}, r'image_size=\(9, 8\) is not a multiple'),
+        ({'batch_size': 20}, 'batch_size=20 is not a multiple of 8 devices'),
+        ({'accumulation_steps': 3}, 'batch_size=16 is not a multiple of 8 devices x 3'),
+        ({'polyak_decay': 1.5}, 'config.polyak_decay=1.5: expected at least 0 and less than 1'),
+        ({'seed': 'x'}, "config.seed='x': expected int"),
+    ],
+)
+def test_values_that_do_not_fit_are_named_before_anything_is_written(changes, message, tmp_path):
+    workdir = tmp_path / 'run'
+    with pytest.raises(ValueError, match=message):
+        experiment.train(tiny.with_steps(tiny.experiment(), **changes), str(workdir))
+    assert not workdir.exists()
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(ValueError, match='workdir .*/file/run: cannot be written: Not a directory'):
+        experiment.train(tiny.experiment(), str(tmp_path / 'file' / 'run'))
+
+
+def test_few_shot_alone_needs_a_checkpoint_and_a_protocol(tmp_path):
+    with pytest.raises(ValueError, match='start_from is none'):
+        experiment.probe(tiny.experiment(fewshot=FEWSHOT), str(tmp_path))
+    with pytest.raises(ValueError, match='fewshot is none'):
+        experiment.probe(tiny.experiment(start_from='x'), str(tmp_path))
+
+
+def test_records_of_an_experiment_survive_json():
+    config = tiny.experiment(fewshot=FEWSHOT)
+    values = json.loads(json.dumps(records.to_dict(config)))
+    assert records.from_dict(type(config), values, where='config') == dataclasses.replace(config)

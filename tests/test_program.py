@@ -1,0 +1,94 @@
+"""What the screen says."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from vit_jax import program
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def said(*arguments, name='train'):
+    done = subprocess.run(
+        [sys.executable, '-m', f'vit_jax.{name}', *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+QUICK = '--config=configs/quickstart.py'
+
+
+@pytest.mark.parametrize(
+    'path, message',
+    [
+        ('modle', "config.modle: no such field; did you mean 'model'?"),
+        ('model.dept', "config.model.dept: no such field; did you mean 'depth'?"),
+        ('fewshot.shot', "config.fewshot.shot: no such field; did you mean 'shots'?"),
+        (
+            'augmentation.crop.scal',
+            "config.augmentation.crop.scal: no such field; did you mean 'scale'",
+        ),
+    ],
+)
+def test_an_unknown_field_suggests_the_nearest(path, message, capsys):
+    with pytest.raises(SystemExit):
+        program._check_field(path.split('.'))
+    assert message in capsys.readouterr().err
+
+
+def test_every_field_passes_that_check():
+    for path in 'data', 'model.depth', 'preprocessing.crop.scale', 'fewshot.shots', 'mesh.fsdp':
+        program._check_field(path.split('.'))
+
+
+def test_a_mistake_on_the_command_line_is_one_line_and_no_traceback(tmp_path):
+    cases = {
+        ('--config.modle.depth=2',): "error: config.modle: no such field; did you mean 'model'?\n",
+        ('--config.model.pool=max',): (
+            "error: config.model.pool='max': expected one of cls, gap, map, none\n"
+        ),
+    }
+    for arguments, message in cases.items():
+        code, out, err = said(QUICK, f'--workdir={tmp_path / "run"}', *arguments)
+        assert code != 0 and err == message and out == ''
+
+
+def test_fine_tuning_without_a_checkpoint_says_what_is_missing(tmp_path):
+    code, _, err = said(
+        '--config=configs/finetune/transfer.py', f'--workdir={tmp_path / "run"}', name='finetune'
+    )
+    assert code == 1
+    assert err == 'error: fine-tuning needs a checkpoint: --config.start_from=WORKDIR\n'
+
+
+def test_the_road_of_the_readme_in_small(tmp_path):
+    """Pre-train, fine-tune at another shape, probe: the commands, and what they say at the end."""
+    small = '--config.total_steps=2', '--config.schedule.warmup_steps=1', '--config.batch_size=16'
+    run, tuned = tmp_path / 'run', tmp_path / 'tuned'
+    code, out, err = said(QUICK, f'--workdir={run}', *small)
+    assert (code, err) == (0, '')
+    for word in 'reached', 'checkpoint', 'metrics', 'time', 'next':
+        assert f'\n{word} ' in out
+    code, out, err = said(
+        '--config=configs/finetune/transfer.py',
+        f'--config.start_from={run}',
+        '--config.image_size=24,16',
+        f'--workdir={tuned}',
+        *small,
+        name='finetune',
+    )
+    assert (code, err) == (0, '') and 'resized from 4x4 to 6x4 patches' in out
+    code, out, err = said(
+        '--config=configs/fewshot/linear.py',
+        f'--config.start_from={tuned}',
+        f'--workdir={tmp_path / "probe"}',
+        name='fewshot',
+    )
+    assert (code, err) == (0, '') and ' 25 shots' in out and 'fewshot.json' in out

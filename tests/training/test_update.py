@@ -1,0 +1,125 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests import tiny
+from vit_jax.data.augment import normalize
+from vit_jax.data.transforms import Preprocessing
+from vit_jax.models import Regularization, build
+from vit_jax.training.losses import LossConfig, make_loss
+from vit_jax.training.update import TrainState, make_init, make_scores, make_update
+
+RNG = np.random.default_rng(0)
+BATCH = {
+    'images': jnp.asarray(RNG.integers(0, 256, (8, 8, 8, 3), np.uint8)),
+    'labels': jnp.asarray(RNG.integers(0, tiny.CLASSES, 8)),
+    'mask': jnp.ones(8, bool),
+}
+
+
+def scores_of(model):
+    return make_scores(
+        model.apply, make_loss(LossConfig()), lambda images: normalize(images, Preprocessing())
+    )
+
+
+def step(batch, *, parts=1, dropout=0.0, steps=1, polyak_decay=None, seed=0):
+    """The state and metrics after some SGD steps on one batch, from random parameters."""
+    model = build(tiny.model(), regularization=Regularization(dropout=dropout))
+    optimizer = optax.sgd(0.1)
+    init = make_init(model.init, optimizer, seed=0, averaged=polyak_decay is not None)
+    state = init()
+    state = state._replace(params=tiny.random_params(state.params))
+    update = jax.jit(
+        make_update(
+            scores_of(model),
+            optimizer,
+            lambda step: jnp.asarray(0.1),
+            augment=lambda key, images: images,
+            seed=seed,
+            accumulation_steps=parts,
+            polyak_decay=polyak_decay,
+        )
+    )
+    for _ in range(steps):
+        state, metrics = update(state, batch)
+    return state, metrics
+
+
+def assert_close(left, right, **tolerance):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), left, right)
+
+
+@pytest.mark.parametrize('parts', [2, 4, 8])
+def test_parts_of_a_batch_give_the_update_of_the_whole(parts):
+    mask = BATCH['mask'].at[jnp.array([0, 3])].set(False)  # parts of unequal weight
+    whole, expected = step(BATCH | {'mask': mask})
+    accumulated, metrics = step(BATCH | {'mask': mask}, parts=parts)
+    assert_close(accumulated.params, whole.params, atol=1e-6)  # float32 sums in another order
+    assert_close(metrics, expected, rtol=1e-5)
+
+
+def test_a_masked_example_changes_nothing():
+    mask = BATCH['mask'].at[5].set(False)
+    other = BATCH['images'].at[5].set(255 - BATCH['images'][5])
+    one, expected = step(BATCH | {'mask': mask})
+    two, metrics = step(
+        BATCH | {'mask': mask, 'images': other, 'labels': BATCH['labels'].at[5].add(1)}
+    )
+    assert_close(one.params, two.params, rtol=0)
+    assert_close(metrics, expected, rtol=0)
+    assert expected['count'] == 7
+    without = jax.tree.map(lambda x: jnp.delete(x, 5, axis=0), BATCH)
+    assert_close(step(without)[0].params, one.params, atol=1e-6)
+
+
+def test_a_batch_of_masked_examples_only_moves_nothing():
+    state, metrics = step(BATCH | {'mask': jnp.zeros(8, bool)})
+    assert metrics['loss'] == 0 and metrics['gradient_norm'] == 0 and metrics['count'] == 0
+    assert_close(state.params, tiny.random_params(state.params), rtol=0)
+
+
+def test_the_average_of_the_parameters_follows_its_formula():
+    states = [step(BATCH, steps=n, polyak_decay=0.75)[0] for n in (1, 2)]
+    first = make_init(build(tiny.model()).init, optax.sgd(0.1), seed=0, averaged=True)().average
+    expected = first
+    for state in states:
+        expected = jax.tree.map(lambda a, p: 0.75 * a + 0.25 * p, expected, state.params)
+    assert_close(states[1].average, expected, atol=1e-7)
+    assert states[1].best_params is states[1].average
+
+
+@pytest.mark.parametrize('polyak_decay', [None, 0.9])
+def test_a_state_is_what_its_two_parts_make(polyak_decay):
+    state, _ = step(BATCH, polyak_decay=polyak_decay)
+    joined = TrainState.join(*state.split())
+    assert_close(joined, state, rtol=0)
+    assert joined.best_params is state.best_params
+
+
+def test_dropout_differs_by_step_and_seed_only():
+    def losses(seed):
+        one, first = step(BATCH, dropout=0.5, seed=seed)
+        _, second = step(BATCH, dropout=0.5, seed=seed, steps=2)
+        return float(first['loss']), float(second['loss']), one
+
+    assert losses(1)[:2] == losses(1)[:2]
+    assert losses(1)[0] != losses(2)[0]
+
+
+def test_gradients_are_those_of_the_mean_loss():
+    model = build(tiny.model())
+    params = tiny.random_params(jax.eval_shape(model.init, jax.random.key(0)))
+
+    def mean_loss(params):
+        logits = model.apply(params, normalize(BATCH['images'], Preprocessing()))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, BATCH['labels']).mean()
+
+    loss, gradient = jax.value_and_grad(mean_loss)(params)
+    state, metrics = step(BATCH)
+    assert metrics['loss'] == pytest.approx(float(loss), rel=1e-6)
+    assert metrics['gradient_norm'] == pytest.approx(float(optax.tree.norm(gradient)), rel=1e-5)
+    moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
+    assert_close(state.params, moved, atol=1e-6)

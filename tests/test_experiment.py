@@ -334,7 +334,7 @@ def test_an_unreadable_image_is_never_skipped_in_evaluation(photos, tmp_path):
 def test_values_that_do_not_fit_are_named_before_anything_is_written(changes, message, tmp_path):
     workdir = tmp_path / 'run'
     with pytest.raises(ValueError, match=message):
-        experiment.train(tiny.with_steps(tiny.experiment(), **changes), str(workdir))
+        experiment.train(tiny.assigned(tiny.experiment(), **changes), str(workdir))
     assert not workdir.exists()
 
 

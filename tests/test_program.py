@@ -54,10 +54,21 @@ def test_a_mistake_on_the_command_line_is_one_line_and_no_traceback(tmp_path):
         ('--config.model.pool=max',): (
             "error: config.model.pool='max': expected one of cls, gap, map, none\n"
         ),
+        ('--config.eval_every_steps=none', '--config.seed=none'): (
+            'error: config.seed=none: this field needs a value\n'
+        ),
     }
     for arguments, message in cases.items():
         code, out, err = said(QUICK, f'--workdir={tmp_path / "run"}', *arguments)
         assert code != 0 and err == message and out == ''
+
+
+def test_help_names_every_flag():
+    for name in 'train', 'finetune', 'fewshot':
+        code, out, _ = said('--help', name=name)
+        assert code == 0 and f'python -m vit_jax.{name}' in out
+        for flag in '--config=', '--config.FIELD=', '--workdir=', '--accept_config_changes':
+            assert flag in out
 
 
 def test_fine_tuning_without_a_checkpoint_says_what_is_missing(tmp_path):

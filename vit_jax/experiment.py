@@ -1,5 +1,6 @@
 """Runs: training to the end of a configuration, and few-shot evaluation of a checkpoint."""
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -79,12 +80,12 @@ def train(config: TrainConfig, path: str, *, accept_changes: bool = False) -> Re
         is_main_process=jax.process_index() == 0,
     )
     run = _Run(setup, programs, features, feeds, class_names, checkpoints, reporter, clock, folder)
-    with reporter:
+    with contextlib.closing(checkpoints), reporter:
         for line in said:
             reporter.console.print(line)
         state = run.to_the_end(state, feed, steps)
-    with clock('checkpoint'):
-        checkpoints.close()
+        with clock('checkpoint'):
+            checkpoints.wait()
     checkpoint = checkpoints.path(config.total_steps)
     return Result(state, run.test, run.fewshot, checkpoint, folder, reporter.skipped, clock)
 
@@ -149,6 +150,7 @@ class _Run:
                 clock=self.clock,
             )
         except NotFinite as error:
+            self.checkpoints.wait()
             last = self.checkpoints.latest_step
             good = 'there is none yet' if last is None else self.checkpoints.path(last)
             raise NotFinite(f'{error}; last good checkpoint: {good}') from error

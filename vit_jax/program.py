@@ -16,6 +16,13 @@ from vit_jax.config import TrainConfig
 from vit_jax.training.loop import NotFinite
 
 _HERE = pathlib.Path(__file__).parent
+_USAGE = """
+  --config=FILE[:ARGUMENT]    the experiment: a file that defines get_config()
+  --config.FIELD=VALUE        any field of it, such as --config.model.depth=6; =none for no value
+  --workdir=DIR               where the results go; a run that was stopped goes on there
+  --accept_config_changes     go on in a directory that holds a run of another configuration
+
+The fields are described in vit_jax/config.py."""
 _OURS = ValueError, FileNotFoundError, NotFinite
 
 
@@ -34,6 +41,9 @@ def start(run: Callable[[TrainConfig, str, bool], None], description: str) -> No
         if len(arguments) > 1:
             _fail(f'unexpected argument {arguments[1]!r}: settings are --config.FIELD=VALUE')
         logging.set_verbosity(logging.WARNING)
+        file = config_flags.get_config_filename(flags.FLAGS['config'])
+        if not pathlib.Path(file).is_file():
+            _fail(f'--config={file}: no such file')
         if not isinstance(config.value, TrainConfig):
             _fail(f'--config: get_config() gave {type(config.value).__name__}, not a TrainConfig')
         try:
@@ -51,8 +61,16 @@ def start(run: Callable[[TrainConfig, str, bool], None], description: str) -> No
 def _parse(description: str, arguments: list[str]) -> list[str]:
     """absl parsing, with our words for a field that does not exist."""
 
+    if {'--help', '-h'} & set(arguments):
+        print(f'{description.strip()}\n{_USAGE}')
+        sys.exit(0)
+    # ml_collections cannot set an optional number to nothing: `=none` is ours.
+    absent = [a for a in arguments if a.startswith('--config.') and a.lower().endswith('=none')]
     try:
-        return flags.FLAGS(arguments)
+        rest: list[str] = flags.FLAGS([a for a in arguments if a not in absent])
+        for argument in absent:
+            _unset(flags.FLAGS.config, argument.removeprefix('--config.')[: -len('=none')])
+        return rest
     except flags.Error as error:
         _fail(f'{error}\n{description}', code=2)
     except (KeyError, AttributeError, TypeError, ValueError, OSError, ImportError) as error:
@@ -63,6 +81,16 @@ def _parse(description: str, arguments: list[str]) -> list[str]:
             _fail(str(error), code=2)
         raise
     raise AssertionError('unreachable')
+
+
+def _unset(config: TrainConfig, path: str) -> None:
+    """Sets an optional field to None."""
+    *parents, name = path.split('.')
+    _check_field([*parents, name])
+    holder = functools.reduce(getattr, parents, config)
+    if type(None) not in typing.get_args(typing.get_type_hints(type(holder))[name]):
+        _fail(f'config.{path}=none: this field needs a value', code=2)
+    setattr(holder, name, None)
 
 
 def _check_field(names: list[str]) -> None:

@@ -86,13 +86,15 @@ def test_what_is_no_checkpoint_is_explained(saved, tmp_path):
 
 
 def test_a_damaged_checkpoint_is_an_error_in_one_sentence(saved):
-    folder, _ = saved
+    folder, checkpoints = saved
     card = next((folder / 'checkpoints' / '4' / 'card').glob('*'))
     for file in (folder / 'checkpoints' / '4' / 'params').rglob('*'):
         if file.is_file():
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(ValueError, match='checkpoint .*/4: cannot be read: '):
         checkpointing.load_params(str(folder))
+    with pytest.raises(ValueError, match='checkpoint .*/4: cannot be read: '):
+        checkpoints.restore(4, (PARAMS, TRAINING), (shardings(PARAMS), shardings(TRAINING)))
     for file in card.parent.iterdir():
         file.write_text('{"step": ')
     with pytest.raises(ValueError, match='checkpoint .*/4: cannot be read: '):

@@ -76,13 +76,15 @@ class Checkpoints:
             shardings,
         )
         wanted = {'params': params, 'training': tree.named_leaves(training)}
-        metadata = self._manager.item_metadata(step)
+        with _readable(self.path(step)):
+            metadata = self._manager.item_metadata(step)
+            saved = {item: tree.named_leaves(metadata[item].tree) for item in wanted}
         for item, described in wanted.items():
-            found = tree.named_leaves(metadata[item].tree)
             where = f'checkpoint {self.path(step)}/{item}'
-            tree.compare_names(found, tree.named_leaves(described), where=where)
+            tree.compare_names(saved[item], tree.named_leaves(described), where=where)
         arguments = {item: ocp.args.StandardRestore(value) for item, value in wanted.items()}
-        restored = self._manager.restore(step, args=ocp.args.Composite(**arguments))
+        with _readable(self.path(step)):
+            restored = self._manager.restore(step, args=ocp.args.Composite(**arguments))
         leaves = [restored['training'][name] for name in wanted['training']]
         return restored['params'], jax.tree.unflatten(jax.tree.structure(training), leaves)
 

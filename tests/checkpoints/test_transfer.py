@@ -19,7 +19,7 @@ def made(config):
 
 def moved(**changes):
     new = dataclasses.replace(OLD, **({'representation_size': None} | changes))
-    fresh = jax.tree.map(np.asarray, build(new).init(jax.random.key(5)))
+    fresh = jax.tree.map(np.asarray, jax.jit(build(new).init)(jax.random.key(5)))
     return new, transfer(made(OLD), old=OLD, new=new, fresh=fresh)
 
 

@@ -9,7 +9,7 @@ from vit_jax.data.augment import normalize
 from vit_jax.data.transforms import Preprocessing
 from vit_jax.models import Regularization, build
 from vit_jax.training.losses import LossConfig, make_loss
-from vit_jax.training.update import TrainState, make_init, make_scores, make_update
+from vit_jax.training.update import DROP, TrainState, key_for, make_init, make_scores, make_update
 
 RNG = np.random.default_rng(0)
 BATCH = {
@@ -30,7 +30,7 @@ def step(batch, *, parts=1, dropout=0.0, steps=1, polyak_decay=None, seed=0):
     model = build(tiny.model(), regularization=Regularization(dropout=dropout))
     optimizer = optax.sgd(0.1)
     init = make_init(model.init, optimizer, seed=0, averaged=polyak_decay is not None)
-    state = init()
+    state = jax.jit(init)()
     state = state._replace(params=tiny.random_params(state.params))
     update = jax.jit(
         make_update(
@@ -83,7 +83,8 @@ def test_a_batch_of_masked_examples_only_moves_nothing():
 
 def test_the_average_of_the_parameters_follows_its_formula():
     states = [step(BATCH, steps=n, polyak_decay=0.75)[0] for n in (1, 2)]
-    first = make_init(build(tiny.model()).init, optax.sgd(0.1), seed=0, averaged=True)().average
+    init = make_init(build(tiny.model()).init, optax.sgd(0.1), seed=0, averaged=True)
+    first = jax.jit(init)().average
     expected = first
     for state in states:
         expected = jax.tree.map(lambda a, p: 0.75 * a + 0.25 * p, expected, state.params)
@@ -100,13 +101,15 @@ def test_a_state_is_what_its_two_parts_make(polyak_decay):
 
 
 def test_dropout_differs_by_step_and_seed_only():
-    def losses(seed):
-        one, first = step(BATCH, dropout=0.5, seed=seed)
-        _, second = step(BATCH, dropout=0.5, seed=seed, steps=2)
-        return float(first['loss']), float(second['loss']), one
+    def losses(**options):
+        return float(step(BATCH, dropout=0.5, **options)[1]['loss'])
 
-    assert losses(1)[:2] == losses(1)[:2]
-    assert losses(1)[0] != losses(2)[0]
+    assert losses(seed=1) == losses(seed=1) != losses(seed=2)
+    model = build(tiny.model(), regularization=Regularization(dropout=0.5))
+    params = tiny.random_params(jax.eval_shape(model.init, jax.random.key(0)))
+    scores = jax.jit(scores_of(model))
+    found = {float(scores(params, BATCH, key_for(1, DROP, step))['loss']) for step in range(5)}
+    assert len(found) == 5
 
 
 def test_gradients_are_those_of_the_mean_loss():
@@ -117,7 +120,7 @@ def test_gradients_are_those_of_the_mean_loss():
         logits = model.apply(params, normalize(BATCH['images'], Preprocessing()))
         return optax.softmax_cross_entropy_with_integer_labels(logits, BATCH['labels']).mean()
 
-    loss, gradient = jax.value_and_grad(mean_loss)(params)
+    loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(params)
     state, metrics = step(BATCH)
     assert metrics['loss'] == pytest.approx(float(loss), rel=1e-6)
     assert metrics['gradient_norm'] == pytest.approx(float(optax.tree.norm(gradient)), rel=1e-5)

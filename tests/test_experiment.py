@@ -191,6 +191,35 @@ def test_a_resume_under_another_configuration_is_refused_with_the_differences(tr
         experiment.train(config, str(trained.folder))
 
 
+def test_a_run_beyond_its_end_is_no_run(trained):
+    config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True, total_steps=7)
+    with pytest.raises(ValueError, match='is at step 10, total_steps=7 is before it'):
+        experiment.train(config, str(trained.folder), accept_changes=True)
+    config.total_steps = 10
+    experiment.train(config, str(trained.folder), accept_changes=True)
+
+
+def test_what_few_shot_needs_is_looked_for_before_training(tmp_path):
+    config = tiny.experiment(fewshot=FewshotConfig(data='/no/where'))
+    with pytest.raises(FileNotFoundError, match="data='/no/where': no such folder"):
+        experiment.train(config, str(tmp_path))
+
+
+def test_accuracy_does_not_depend_on_the_evaluation_batch(trained, tmp_path):
+    for size in 8, 24, 64:
+        config = tiny.experiment(
+            model=None,
+            start_from=str(trained.folder),
+            schedule=ScheduleConfig(learning_rate=0.01),
+            eval_batch_size=size,
+        )
+        results = experiment.train(config, str(tmp_path / str(size))).test
+        if size == 8:
+            expected = results
+        assert results['accuracy'] == expected['accuracy']
+        assert results['loss'] == pytest.approx(expected['loss'], rel=1e-6)
+
+
 def test_nothing_is_compiled_after_the_first_evaluation(tmp_path, monkeypatch):
     compiled, by_step = [], {}
     jax.monitoring.register_event_duration_secs_listener(

@@ -18,6 +18,7 @@ from vit_jax.config import TrainConfig
 from vit_jax.data import pipeline
 from vit_jax.data.sources import Source, open_source
 from vit_jax.evaluation import classification, fewshot
+from vit_jax.models import multiply_adds, parameter_count
 from vit_jax.parallel import mesh as meshes
 from vit_jax.reporting import Reporter
 from vit_jax.training.loop import Clock, Every, NotFinite, fit
@@ -59,7 +60,11 @@ def train(config: TrainConfig, path: str, *, accept_changes: bool = False) -> Re
         folder = workdir.open_workdir(path, records.to_dict(config), accept_changes=accept_changes)
         feeds = setups.Feeds(setup, opened)
         feed = feeds.training()
-        feeds.evaluation(config.data, config.test_split)
+        test_feed = feeds.evaluation(config.data, config.test_split)
+        if config.fewshot:
+            _fewshot_feeds(setup, feeds)  # what is wrong with them is said now, not after hours
+    if jax.process_index() == 0:
+        print(_outline(setup, len(feed.source), len(test_feed.source)), flush=True)
     with clock('compile'):
         programs = setups.compile_training(setup)
         features = None
@@ -70,6 +75,10 @@ def train(config: TrainConfig, path: str, *, accept_changes: bool = False) -> Re
         checkpoints = Checkpoints(folder, keep=config.keep_checkpoints)
         state, said = _first_state(setup, programs, checkpoints)
     steps = range(int(state.step), config.total_steps)
+    if steps.start > steps.stop:
+        raise ValueError(
+            f'{folder} is at step {steps.start}, total_steps={steps.stop} is before it'
+        )
     reporter = Reporter(
         folder,
         steps=steps,
@@ -96,6 +105,19 @@ def _class_names(config: TrainConfig, opened: Callable[[str, str], Source]) -> t
     if train.class_names != test.class_names:
         raise ValueError(f'{config.data}: the classes of train and test differ')
     return train.class_names
+
+
+def _outline(setup: setups.Setup, train_count: int, test_count: int) -> str:
+    """What is about to be done, in two lines."""
+    config, model = setup.config, setup.model.config
+    device = jax.devices()[0]
+    return (
+        f'data    {config.data}: {train_count:,} training and {test_count:,} test images, '
+        f'{model.num_classes} classes\n'
+        f'model   {parameter_count(model):,} parameters, {model.num_tokens} tokens, '
+        f'{multiply_adds(model) / 1e6:,.1f} M multiply-adds an image; '
+        f'compiling for {setup.mesh.size} x {device.device_kind}'
+    )
 
 
 def _first_state(
@@ -233,12 +255,7 @@ def _probe(
     """The few-shot result of these parameters, with the whole protocol."""
     config = setup.config.fewshot
     assert config is not None
-    data = config.data or setup.config.data
-    train, test = (feeds.evaluation(data, s) for s in (config.train_split, config.test_split))
-    if train.source.class_names != test.source.class_names:
-        raise ValueError(
-            f'{data}: the classes of {config.train_split} and {config.test_split} differ'
-        )
+    train, test = _fewshot_feeds(setup, feeds)
     accuracies, draws = fewshot.probe(
         lambda indices: features_of(setup, features, params, train, indices),
         train.source.labels,
@@ -249,7 +266,7 @@ def _probe(
         l2=config.l2,
     )
     protocol = {
-        'data': data,
+        'data': config.data or setup.config.data,
         'train_split': config.train_split,
         'test_split': config.test_split,
         'test_images': len(test.source),
@@ -258,6 +275,19 @@ def _probe(
         'preprocessing': records.to_dict(setup.preprocessing),
     }
     return protocol | fewshot.report(accuracies, draws, config)
+
+
+def _fewshot_feeds(setup: setups.Setup, feeds: setups.Feeds) -> tuple[pipeline.Feed, pipeline.Feed]:
+    """The images to draw from and the images to test on, which must have the same classes."""
+    config = setup.config.fewshot
+    assert config is not None
+    data = config.data or setup.config.data
+    train, test = (feeds.evaluation(data, s) for s in (config.train_split, config.test_split))
+    if train.source.class_names != test.source.class_names:
+        raise ValueError(
+            f'{data}: the classes of {config.train_split} and {config.test_split} differ'
+        )
+    return train, test
 
 
 def features_of(

@@ -82,7 +82,8 @@ def test_the_few_shot_file_holds_the_whole_protocol(trained):
     assert result['layer'] == 'pre_logits' and result['l2'] == 1024.0
     assert result['seeds'] == [0, 1] and result['shots'] == [1, 2]
     assert result['preprocessing']['crop'] == {'kind': 'Resize'}
-    assert len(result['train_images']['seed 1, 2 shots']) == 20
+    drawn = result['train_images']['seed 1, 2 shots']
+    assert len(set(drawn)) == 20 and all(name.startswith('digits/train[') for name in drawn)
     two = [result['accuracy'][f'seed {seed}, 2 shots'] for seed in (0, 1)]
     assert result['mean']['2'] == pytest.approx(np.mean(two))
     assert result['deviation']['2'] == pytest.approx(np.std(two))
@@ -102,9 +103,9 @@ def test_features_for_few_shot_are_read_for_drawn_and_test_images_only(
     read = []
     examples = pipeline.Reader.examples
 
-    def counted(reader, draws):
+    def counted(reader, draws, pool):
         read.extend(draw.index for draw in draws if draw is not None)
-        return examples(reader, draws)
+        return examples(reader, draws, pool)
 
     monkeypatch.setattr(pipeline.Reader, 'examples', counted)
     config = tiny.experiment(model=None, start_from=str(trained.folder), fewshot=FEWSHOT)

@@ -274,7 +274,7 @@ def _probe(
         'image_size': list(setup.model.config.image_size),
         'preprocessing': records.to_dict(setup.preprocessing),
     }
-    return protocol | fewshot.report(accuracies, draws, config)
+    return protocol | fewshot.report(accuracies, draws, config, describe=train.source.describe)
 
 
 def _fewshot_feeds(setup: setups.Setup, feeds: setups.Feeds) -> tuple[pipeline.Feed, pipeline.Feed]:

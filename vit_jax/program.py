@@ -77,7 +77,7 @@ def _parse(description: str, arguments: list[str]) -> list[str]:
         for argument in arguments:
             if argument.startswith('--config.'):
                 _check_field(argument.removeprefix('--config.').split('=')[0].split('.'))
-        if _raised_by_us(error):
+        if _raised_by_us(error) or 'get_config()' in str(error):
             _fail(str(error), code=2)
         raise
     raise AssertionError('unreachable')

@@ -8,6 +8,7 @@ import pytest
 
 from tests import tiny
 from vit_jax.models import Compute, Regularization, build
+from vit_jax.models.vit import Block
 from vit_jax.tree import named_leaves
 
 
@@ -179,7 +180,17 @@ def test_every_leaf_learns():
                 assert jnp.abs(leaf).max() > 1e-7, name
 
 
-def test_stochastic_depth_is_none_in_the_first_block_and_keeps_the_mean():
+def test_a_dropped_branch_keeps_its_mean():
+    block = Block(tiny.model(), Regularization(stochastic_depth=0.2), Compute())
+    branch = jnp.ones((4000, 2, 3))
+    arguments = {}, jnp.asarray(0.2), False, branch
+    result = block.apply(*arguments, rngs={'dropout': KEY}, method='_drop_branch')
+    assert np.unique(result).tolist() == [0, np.float32(1 / np.float32(0.8))]
+    assert (result == result[:, :1, :1]).all()  # an example is dropped as a whole
+    assert result.mean() == pytest.approx(1, abs=4 * 0.5 / np.sqrt(4000))  # 4 deviations
+
+
+def test_stochastic_depth_is_none_in_the_first_block_and_without_a_key():
     config = tiny.model(depth=2, pool='none', num_classes=None, positions='none')
     model, params = made(config, regularization=Regularization(stochastic_depth=0.5))
     keys = jax.random.split(jax.random.key(0), 512)

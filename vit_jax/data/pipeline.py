@@ -32,7 +32,7 @@ class LoaderConfig:
 
     placement: str = records.choice('auto', 'host', 'device')
     device_mb: float = 1024.0
-    threads: int = 8  # each decodes a batch of its own
+    threads: int = 16  # that decode images
     on_unreadable: str = records.choice('error', 'skip')  # training only; evaluation never skips
 
 
@@ -47,16 +47,22 @@ class Reader:
     seed: int = 0
     skip_unreadable: bool = False
 
-    def examples(self, draws: Sequence['Draw | None']) -> Batch:
-        """The examples drawn, as one batch of arrays; None is padding."""
+    def examples(self, draws: Sequence['Draw | None'], pool: futures.Executor) -> Batch:
+        """The examples drawn, as one batch of arrays; None is padding. The pool decodes."""
         images = np.zeros((len(draws), *self.size, 3), np.uint8)
         labels = np.zeros(len(draws), np.int32)
         mask = np.zeros(len(draws), bool)
-        for row, draw in enumerate(draws):
-            if draw is None:
-                continue
-            labels[row] = self.source.labels[draw.index]
-            mask[row] = self._read_into(images[row], draw)
+
+        def read(rows: range) -> None:
+            for row in rows:
+                draw = draws[row]
+                if draw is not None:
+                    labels[row] = self.source.labels[draw.index]
+                    mask[row] = self._read_into(images[row], draw)
+
+        starts = range(0, len(draws), _ROWS)
+        chunks = [range(start, min(start + _ROWS, len(draws))) for start in starts]
+        list(pool.map(read, chunks))  # raises what a thread raised
         return {'images': images, 'labels': labels, 'mask': mask}
 
     def _read_into(self, image: UInt8[np.ndarray, 'h w 3'], draw: 'Draw') -> bool:
@@ -81,6 +87,7 @@ class Draw:
 
 
 Order = Callable[[int], Draw | None]
+_ROWS = 16  # of a batch that one thread reads at a time
 
 
 def shuffled(count: int, *, seed: int) -> Order:
@@ -106,7 +113,6 @@ class Feed:
     load: Callable[[Sequence[Draw | None]], Batch]
     place: Callable[[Batch], Batch]
     sharding: NamedSharding
-    threads: int
 
 
 def make_feed(reader: Reader, config: LoaderConfig, sharding: NamedSharding) -> Feed:
@@ -119,14 +125,19 @@ def make_feed(reader: Reader, config: LoaderConfig, sharding: NamedSharding) -> 
     if config.placement == 'device' and reader.crop.random:
         name = type(reader.crop).__name__
         raise ValueError(f'placement=device cannot keep {name}, which differs at every draw')
+    pool = futures.ThreadPoolExecutor(config.threads)  # OpenCV decodes without the interpreter
     if config.placement == 'device' or (config.placement == 'auto' and fits):
-        return _device_feed(reader, config.threads, sharding)
-    return Feed(reader.source, reader.examples, lambda batch: batch, sharding, config.threads)
+        with pool:
+            return _device_feed(reader, pool, sharding)
+    return Feed(
+        reader.source, lambda draws: reader.examples(draws, pool), lambda batch: batch, sharding
+    )
 
 
-def _device_feed(reader: Reader, threads: int, sharding: NamedSharding) -> Feed:
+def _device_feed(reader: Reader, pool: futures.Executor, sharding: NamedSharding) -> Feed:
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-    stored = jax.device_put(_read_all(reader, threads), everywhere)
+    draws = [Draw(index, index) for index in range(len(reader.source))]
+    stored = jax.device_put(reader.examples(draws, pool), everywhere)
 
     @jax.jit
     def gather(stored: Batch, drawn: Batch) -> Batch:
@@ -141,16 +152,7 @@ def _device_feed(reader: Reader, threads: int, sharding: NamedSharding) -> Feed:
         index = np.array([draw.index if draw else 0 for draw in draws], np.int32)
         return {'index': index, 'mask': np.array([draw is not None for draw in draws])}
 
-    return Feed(reader.source, load, lambda drawn: gather(stored, drawn), sharding, threads=1)
-
-
-def _read_all(reader: Reader, threads: int) -> Batch:
-    """Every example of the reader, decoded by several threads."""
-    draws: list[Draw | None] = [Draw(index, index) for index in range(len(reader.source))]
-    chunks = [draws[start : start + 256] for start in range(0, len(draws), 256)]
-    with futures.ThreadPoolExecutor(threads) as pool:
-        parts = list(pool.map(reader.examples, chunks))
-    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+    return Feed(reader.source, load, lambda drawn: gather(stored, drawn), sharding)
 
 
 def batches(feed: Feed, order: Order, *, steps: range, batch_size: int) -> Iterator[Batch]:
@@ -162,8 +164,8 @@ def batches(feed: Feed, order: Order, *, steps: range, batch_size: int) -> Itera
         return feed.load([order(position) for position in range(start, start + part)])
 
     dataset = grain.MapDataset.range(steps.start, steps.stop).map(load)
-    options = grain.ReadOptions(num_threads=feed.threads, prefetch_buffer_size=2 * feed.threads)
-    for local in dataset.to_iter_dataset(options):
+    # Two batches ahead: one is being loaded while one waits.
+    for local in dataset.to_iter_dataset(grain.ReadOptions(2, prefetch_buffer_size=2)):
         yield feed.place(
             jax.tree.map(
                 lambda array: jax.make_array_from_process_local_data(

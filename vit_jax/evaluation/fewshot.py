@@ -131,9 +131,16 @@ def _with_bias(x: Float[np.ndarray, 'n d']) -> Float[np.ndarray, 'n e']:
 
 
 def report(
-    accuracies: dict[tuple[int, int], float], draws: Draws, config: FewshotConfig
+    accuracies: dict[tuple[int, int], float],
+    draws: Draws,
+    config: FewshotConfig,
+    *,
+    describe: Callable[[int], str],
 ) -> dict[str, Any]:
-    """The result as JSON values: the protocol, each accuracy, mean and deviation over seeds."""
+    """The result as JSON values: the protocol, each accuracy, mean and deviation over seeds.
+
+    `describe` names a training image by its index.
+    """
     by_shots = {k: [accuracies[seed, k] for seed in config.seeds] for k in config.shots}
     return {
         'shots': list(config.shots),
@@ -145,5 +152,8 @@ def report(
         'mean': {str(k): float(np.mean(a)) for k, a in by_shots.items()},
         'deviation': {str(k): float(np.std(a)) for k, a in by_shots.items()},
         'accuracy': {f'seed {s}, {k} shots': a for (s, k), a in accuracies.items()},
-        'train_images': {f'seed {s}, {k} shots': d.tolist() for (s, k), d in draws.items()},
+        'train_images': {
+            f'seed {seed}, {shots} shots': [describe(index) for index in drawn.tolist()]
+            for (seed, shots), drawn in draws.items()
+        },
     }

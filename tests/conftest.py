@@ -4,7 +4,14 @@ import os
 import pathlib
 
 # Before jax is imported. Tests that want another number of devices start a process of their own.
-os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
+# Eight devices share few threads, and a thread that waits in a collective is not free for the
+# device that it waits for. Two cores' worth of threads stopped dead in about every other run of
+# one test: more threads (NPROC is read by XLA), and collectives in one order on all devices.
+os.environ['XLA_FLAGS'] = (
+    '--xla_force_host_platform_device_count=8 --xla_cpu_enable_concurrency_optimized_scheduler=false'
+)
+os.environ['NPROC'] = '32'
+os.environ['JAX_CPU_ENABLE_ASYNC_DISPATCH'] = '0'
 os.environ['JAX_PLATFORMS'] = 'cpu'
 ROOT = pathlib.Path(__file__).parent.parent
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(ROOT / '.cache' / 'jax'))

@@ -1,5 +1,6 @@
 """A small ViT from scratch on CIFAR-10, on two CPU cores.
 
+Result: 66.1 % test accuracy (10,000 images). Cost: 42 minutes on 2 busy CPU cores.
 Command: python -m vit_jax.train --config=configs/pretrain/cifar10.py --workdir=DIR \
              --config.data=FOLDER
 """

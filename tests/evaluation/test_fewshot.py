@@ -51,6 +51,13 @@ def test_ridge_is_the_minimum_whichever_matrix_is_decomposed(examples):
         np.testing.assert_allclose(gradient, 0, atol=1e-9)
 
 
+def test_the_bias_is_hardly_regularised():
+    """50 images that look the same: the prediction is the mean target, shrunk by 0.2 %."""
+    x, y = fewshot._with_bias(np.zeros((50, 3))), RNG.normal(size=(50, 4))
+    weights = fewshot.ridge(x, y, np.array([1024.0]))[0]
+    np.testing.assert_allclose(x[0] @ weights, y.mean(axis=0) * 50e4 / (50e4 + 1024))
+
+
 def test_planted_clusters_are_told_apart_and_shuffled_labels_are_not():
     centres = 3 * RNG.normal(size=(5, 20))
     labels = [RNG.integers(0, 5, count) for count in (200, 500)]

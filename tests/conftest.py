@@ -8,7 +8,8 @@ import pathlib
 # device that it waits for. Two cores' worth of threads stopped dead in about every other run of
 # one test: more threads (NPROC is read by XLA), and collectives in one order on all devices.
 os.environ['XLA_FLAGS'] = (
-    '--xla_force_host_platform_device_count=8 --xla_cpu_enable_concurrency_optimized_scheduler=false'
+    '--xla_force_host_platform_device_count=8 '
+    '--xla_cpu_enable_concurrency_optimized_scheduler=false'
 )
 os.environ['NPROC'] = '32'
 os.environ['JAX_CPU_ENABLE_ASYNC_DISPATCH'] = '0'

@@ -60,7 +60,6 @@ def start(run: Callable[[TrainConfig, str, bool], None], description: str) -> No
 
 def _parse(description: str, arguments: list[str]) -> list[str]:
     """absl parsing, with our words for a field that does not exist."""
-
     if {'--help', '-h'} & set(arguments):
         print(f'{description.strip()}\n{_USAGE}')
         sys.exit(0)

@@ -165,7 +165,7 @@ def compile_training(setup: Setup) -> Programs:
         polyak_decay=config.polyak_decay,
     )
     everywhere = meshes.replicated(mesh)
-    state = _described(like, shardings)
+    state = meshes.described(like, shardings)
     params = state.best_params
     compiled_update = (
         jax.jit(update, donate_argnums=0, out_shardings=(shardings, everywhere))
@@ -194,7 +194,7 @@ def compile_features(
 
     compiled: Callable[[Params, Batch], Float[Array, 'b d']] = (
         jax.jit(features, out_shardings=meshes.replicated(setup.mesh))
-        .lower(_described(params, shardings), _described_batch(setup, setup.eval_batch_size))
+        .lower(meshes.described(params, shardings), _described_batch(setup, setup.eval_batch_size))
         .compile()
     )
     return compiled
@@ -235,14 +235,6 @@ def card(setup: Setup, step: int, class_names: tuple[str, ...]) -> dict[str, Any
     )
 
 
-def _described(tree: Any, shardings: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        tree,
-        shardings,
-    )
-
-
 def _described_batch(setup: Setup, size: int) -> Batch:
     shape = size, *setup.model.config.image_size, 3
     batch = {
@@ -250,4 +242,4 @@ def _described_batch(setup: Setup, size: int) -> Batch:
         'labels': jax.ShapeDtypeStruct((size,), jnp.int32),
         'mask': jax.ShapeDtypeStruct((size,), jnp.bool_),
     }
-    return _described(batch, dict.fromkeys(batch, meshes.batch_sharding(setup.mesh)))
+    return meshes.described(batch, dict.fromkeys(batch, meshes.batch_sharding(setup.mesh)))

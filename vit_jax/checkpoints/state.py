@@ -18,6 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from vit_jax import tree
+from vit_jax.parallel.mesh import described
 from vit_jax.typing import Params
 
 FOLDER = 'checkpoints'
@@ -70,18 +71,14 @@ class Checkpoints:
 
         Raises ValueError with the names where the saved arrays are not those of `like`.
         """
-        params, training = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            like,
-            shardings,
-        )
+        params, training = described(like, shardings)
         wanted = {'params': params, 'training': tree.named_leaves(training)}
         with _readable(self.path(step)):
             metadata = self._manager.item_metadata(step)
             saved = {item: tree.named_leaves(metadata[item].tree) for item in wanted}
-        for item, described in wanted.items():
+        for item, target in wanted.items():
             where = f'checkpoint {self.path(step)}/{item}'
-            tree.compare_names(saved[item], tree.named_leaves(described), where=where)
+            tree.compare_names(saved[item], tree.named_leaves(target), where=where)
         arguments = {item: ocp.args.StandardRestore(value) for item, value in wanted.items()}
         with _readable(self.path(step)):
             restored = self._manager.restore(step, args=ocp.args.Composite(**arguments))

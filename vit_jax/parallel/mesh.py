@@ -69,6 +69,15 @@ def place(state: Any, mesh: Mesh, *, fsdp_min_mb: float) -> Any:
     return tree.map_named(sharding, state)
 
 
+def described(tree: Any, shardings: Any) -> Any:
+    """Shape, type and place of each array of a tree, without the arrays."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        tree,
+        shardings,
+    )
+
+
 def check_batch_size(batch_size: int, *, devices: int, accumulation_steps: int) -> None:
     """Raises ValueError, with the nearest sizes that would do, where a batch cannot be split."""
     unit = devices * accumulation_steps

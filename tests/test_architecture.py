@@ -9,18 +9,19 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / 'vit_jax'
 
-BASE = {'records', 'tree', 'typing'}
+BASE = {'records', 'resampling', 'tree', 'typing'}
 PARTS = {'training', 'evaluation', 'analysis', 'checkpoints', 'data'}
-WIRING = {'workdir', 'reporting', 'setup', 'experiment'}
-PROGRAMS = {'program', 'train', 'finetune', 'fewshot'}
+WIRING = {'workdir', 'reporting', 'pretrained', 'setup', 'experiment'}
+PROGRAMS = {'program', 'train', 'finetune', 'fewshot', 'predict', 'convert', 'augreg'}
 
 ALLOWED = (
-    {name: set() for name in BASE}
+    {name: BASE for name in BASE}
     | {'models': BASE, 'parallel': BASE}
     | {part: {part, 'models', 'parallel'} | BASE for part in PARTS}
     | {'config': PARTS | {'models', 'parallel'} | BASE}
     | {name: WIRING | {'config', 'models', 'parallel'} | PARTS | BASE for name in WIRING}
-    | {name: PROGRAMS | WIRING | {'config', 'training'} | BASE for name in PROGRAMS}
+    | {name: PROGRAMS | WIRING | {'config', 'parallel'} | PARTS | BASE for name in PROGRAMS}
+    | {'__init__': {'pretrained'}}  # lazily
 )
 ALLOWED['models'] |= {'models'}
 ALLOWED['parallel'] |= {'parallel'}

@@ -1,3 +1,18 @@
 """Vision Transformers in JAX: pre-train, fine-tune, probe with few labels, and look inside."""
 
+from typing import TYPE_CHECKING, Any
+
 __version__ = '0.1.0'
+__all__ = ['load', 'save']
+
+if TYPE_CHECKING:
+    from vit_jax.pretrained import load, save
+
+
+def __getattr__(name: str) -> Any:
+    """`load` and `save`, imported when they are asked for: the model needs jax and flax alone."""
+    if name in __all__:
+        from vit_jax import pretrained
+
+        return getattr(pretrained, name)
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

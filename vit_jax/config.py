@@ -4,11 +4,12 @@ import dataclasses
 from typing import Any
 
 from vit_jax import records
+from vit_jax.checkpoints.hints import Hints
 from vit_jax.data.augment import Augmentation
 from vit_jax.data.pipeline import LoaderConfig
 from vit_jax.data.transforms import Preprocessing
 from vit_jax.evaluation.fewshot import FewshotConfig
-from vit_jax.models import Compute, Regularization, ViTConfig
+from vit_jax.models import Compute, Regularization, ResNetConfig, ViTConfig
 from vit_jax.parallel.mesh import MeshConfig
 from vit_jax.training.losses import LossConfig
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
@@ -26,9 +27,10 @@ class TrainConfig:
     data: str  # 'digits', FILE.npz, or a folder that holds train/CLASS/*.jpg
     train_split: str = 'train'
     test_split: str = 'test'
-    model: ViTConfig | None = None  # None: the model of start_from
+    model: ViTConfig | ResNetConfig | None = None  # None: the model of start_from
     image_size: tuple[int, int] | None = None  # (height, width); None: the model's own
-    start_from: str | None = None  # a checkpoint whose parameters are the first ones
+    start_from: str | None = None  # a checkpoint, of any format, with the first parameters
+    hints: Hints = _default(Hints)  # what its file does not say of itself
     preprocessing: Preprocessing | None = None  # None: that of start_from, or the usual one
     augmentation: Augmentation = _default(Augmentation)
 
@@ -63,8 +65,8 @@ class Card:
     """What belongs to parameters: enough to use them without the experiment that made them."""
 
     step: int
-    model: ViTConfig
-    grid: tuple[int, int]  # of the position embeddings, in patches (height, width)
+    model: ViTConfig | ResNetConfig
+    grid: tuple[int, int]  # (height, width) in patches, or of a ResNet's last feature map
     preprocessing: Preprocessing
     class_names: tuple[str, ...]
     software: dict[str, str] = _default(dict)

@@ -18,7 +18,7 @@ from vit_jax.config import TrainConfig
 from vit_jax.data import pipeline
 from vit_jax.data.sources import Source, open_source
 from vit_jax.evaluation import classification, fewshot
-from vit_jax.models import multiply_adds, parameter_count
+from vit_jax.models import ViTConfig, multiply_adds, parameter_count
 from vit_jax.parallel import mesh as meshes
 from vit_jax.reporting import Reporter
 from vit_jax.training.loop import Clock, Every, NotFinite, fit
@@ -110,11 +110,12 @@ def _class_names(config: TrainConfig, opened: Callable[[str, str], Source]) -> t
 def _outline(setup: setups.Setup, train_count: int, test_count: int) -> str:
     """What is about to be done, in two lines."""
     config, model = setup.config, setup.model.config
+    tokens = f'{model.num_tokens} tokens, ' if isinstance(model, ViTConfig) else ''
     device = jax.devices()[0]
     return (
         f'data    {config.data}: {train_count:,} training and {test_count:,} test images, '
         f'{model.num_classes} classes\n'
-        f'model   {parameter_count(model):,} parameters, {model.num_tokens} tokens, '
+        f'model   {parameter_count(model):,} parameters, {tokens}'
         f'{multiply_adds(model) / 1e6:,.1f} M multiply-adds an image; '
         f'compiling for {setup.mesh.size} x {device.device_kind}'
     )
@@ -224,7 +225,7 @@ def probe(config: TrainConfig, path: str) -> tuple[dict[str, Any], pathlib.Path]
     origin = setups.read_origin(config)
     assert origin is not None
     # The checkpoint's own pre-processing, whatever the configuration would train with.
-    config = dataclasses.replace(config, preprocessing=origin.preprocessing)
+    config = dataclasses.replace(config, preprocessing=origin.card.preprocessing)
     setup = setups.prepare(config, origin, setups.frozen_model(config, origin))
     folder = workdir.open_workdir(path, records.to_dict(config))
     like = jax.eval_shape(setup.model.init, jax.random.key(0))
@@ -234,7 +235,7 @@ def probe(config: TrainConfig, path: str) -> tuple[dict[str, Any], pathlib.Path]
     features = setups.compile_features(setup, like, shardings)
     feeds = setups.Feeds(setup, open_source)
     result = _probe(setup, features, jax.device_put(params, shardings), feeds)
-    result |= {'step': origin.step, 'checkpoint': config.start_from}
+    result |= {'step': origin.card.step, 'checkpoint': config.start_from}
     if jax.process_index() == 0:
         workdir.write_json(folder / workdir.FEWSHOT, result)
     return result, folder / workdir.FEWSHOT

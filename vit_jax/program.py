@@ -1,12 +1,15 @@
 """What the programs share: flags, one-line errors, a quiet screen."""
 
+import argparse
+import contextlib
 import dataclasses
 import functools
 import pathlib
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -46,16 +49,58 @@ def start(run: Callable[[TrainConfig, str, bool], None], description: str) -> No
             _fail(f'--config={file}: no such file')
         if not isinstance(config.value, TrainConfig):
             _fail(f'--config: get_config() gave {type(config.value).__name__}, not a TrainConfig')
-        try:
+        with _explained('the same command goes on from the newest checkpoint'):
             run(config.value, typing.cast(str, workdir.value), accept.value)
-        except _OURS as error:
-            if not _raised_by_us(error):
-                raise
-            _fail(str(error))
-        except KeyboardInterrupt:
-            _fail('interrupted; the same command goes on from the newest checkpoint', code=130)
 
     app.run(main, flags_parser=functools.partial(_parse, description))
+
+
+def run(main: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser) -> None:
+    """Runs a program of plain arguments; what the user can mend is said in one line."""
+    arguments = parser.parse_args()
+    logging.set_verbosity(logging.WARNING)
+    with _explained('nothing is left half-written'):
+        sys.exit(main(arguments))
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `vit_jax.load` about what a file does not say, and about what changes."""
+    said = parser.add_argument_group('what the file does not say of itself')
+    said.add_argument('--grid', type=_pair, metavar='H,W', help='patches of its positions')
+    said.add_argument('--num_heads', type=int, metavar='N')
+    said.add_argument('--gelu', choices=['tanh', 'exact'])
+    said.add_argument('--layer_norm_epsilon', type=float, metavar='E')
+    changed = parser.add_argument_group('what is changed')
+    changed.add_argument('--image_size', type=_pair, metavar='H,W')
+    changed.add_argument('--patch_size', type=_pair, metavar='H,W')
+
+
+def overrides(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Those of `add_overrides` that were given."""
+    names = 'grid', 'num_heads', 'gelu', 'layer_norm_epsilon', 'image_size', 'patch_size'
+    values = {name: getattr(arguments, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _pair(text: str) -> tuple[int, int]:
+    """`384` or `384,256`."""
+    sides = [int(side) for side in text.split(',')]
+    if len(sides) not in (1, 2):
+        raise ValueError
+    return sides[0], sides[-1]
+
+
+@contextlib.contextmanager
+def _explained(after_interrupt: str) -> Iterator[None]:
+    """What the user can mend ends the program with one line; anything else with its traceback."""
+    try:
+        yield
+    except _OURS as error:
+        if not _raised_by_us(error):
+            raise
+        _fail(str(error))
+    except KeyboardInterrupt:
+        _fail(f'interrupted; {after_interrupt}', code=130)
 
 
 def _parse(description: str, arguments: list[str]) -> list[str]:

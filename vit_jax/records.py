@@ -122,7 +122,7 @@ def _read_record(records: list[type], value: dict[str, Any], where: str) -> Any:
     if len(records) == 1:
         return from_dict(records[0], value, where=where)
     kinds = {record.__name__: record for record in records}
-    kind = value.get('kind')
+    kind = value.get('kind', records[0].__name__)  # the others came later
     if kind not in kinds:
         raise ValueError(f'{where}.kind={kind!r}: expected one of {", ".join(kinds)}')
     return from_dict(kinds[kind], {k: v for k, v in value.items() if k != 'kind'}, where=where)

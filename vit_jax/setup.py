@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from vit_jax import records
-from vit_jax.checkpoints.state import load_card, load_params
 from vit_jax.checkpoints.transfer import transfer
 from vit_jax.config import Card, TrainConfig
 from vit_jax.data import pipeline
 from vit_jax.data.augment import augment, normalize
 from vit_jax.data.sources import Source
 from vit_jax.data.transforms import Crop, Preprocessing
-from vit_jax.models import Model, ViTConfig, build
+from vit_jax.models import Model, ModelConfig, ViTConfig, build, for_task
 from vit_jax.parallel import mesh as meshes
+from vit_jax.pretrained import Origin, find
 from vit_jax.training.losses import make_loss
 from vit_jax.training.optimizer import make_optimizer, make_schedule
 from vit_jax.training.update import Metrics, TrainState, make_init, make_scores, make_update
@@ -31,7 +31,7 @@ class Setup(NamedTuple):
 
     config: TrainConfig
     mesh: Mesh
-    origin: Card | None  # the card of start_from
+    origin: Origin | None  # start_from
     model: Model
     preprocessing: Preprocessing
 
@@ -41,15 +41,14 @@ class Setup(NamedTuple):
         return self.config.eval_batch_size or self.config.batch_size
 
 
-def read_origin(config: TrainConfig) -> Card | None:
-    """The card of the checkpoint to start from, if any."""
+def read_origin(config: TrainConfig) -> Origin | None:
+    """The checkpoint to start from, if any; its arrays are not read yet."""
     if config.start_from is None:
         return None
-    values, folder = load_card(config.start_from)
-    return Card.read(values, where=f'{folder}/card')
+    return find(config.start_from, config.hints, image_size=config.image_size)
 
 
-def prepare(config: TrainConfig, origin: Card | None, model_config: ViTConfig) -> Setup:
+def prepare(config: TrainConfig, origin: Origin | None, model_config: ModelConfig) -> Setup:
     """The parts of a run with this model. Raises ValueError where sizes do not fit the devices."""
     mesh = meshes.make_mesh(config.mesh)
     meshes.check_batch_size(
@@ -58,33 +57,35 @@ def prepare(config: TrainConfig, origin: Card | None, model_config: ViTConfig) -
     if config.eval_batch_size is not None:
         meshes.check_batch_size(config.eval_batch_size, devices=mesh.size, accumulation_steps=1)
     model = build(model_config, regularization=config.regularization, compute=config.compute)
-    preprocessing = config.preprocessing or (origin.preprocessing if origin else Preprocessing())
+    preprocessing = config.preprocessing
+    if preprocessing is None:
+        preprocessing = origin.card.preprocessing if origin else Preprocessing()
     return Setup(config, mesh, origin, model, preprocessing)
 
 
 def trained_model(
-    config: TrainConfig, origin: Card | None, class_names: tuple[str, ...]
-) -> ViTConfig:
+    config: TrainConfig, origin: Origin | None, class_names: tuple[str, ...]
+) -> ModelConfig:
     """The model to train, the configuration's or the checkpoint's, for these classes."""
-    changes: dict[str, Any] = {'num_classes': len(class_names)}
-    if config.image_size is not None:
-        changes['image_size'] = config.image_size
-    if config.model is not None:
-        if config.model.num_classes not in (None, len(class_names)):
-            raise ValueError(
-                f'config.model.num_classes={config.model.num_classes}, but {config.data} has '
-                f'{len(class_names)} classes; leave it out to take their number'
-            )
-        return dataclasses.replace(config.model, **changes)
-    assert origin is not None  # `checked` requires a model or a checkpoint
-    # Section 3.2: fine-tuning replaces the whole pre-trained head by a single linear layer.
-    return dataclasses.replace(origin.model, representation_size=None, **changes)
+    if config.model is None:
+        assert origin is not None  # `checked` requires a model or a checkpoint
+        return for_task(
+            origin.card.model, num_classes=len(class_names), image_size=config.image_size
+        )
+    if config.model.num_classes not in (None, len(class_names)):
+        raise ValueError(
+            f'config.model.num_classes={config.model.num_classes}, but {config.data} has '
+            f'{len(class_names)} classes; leave it out to take their number'
+        )
+    image_size = config.image_size or config.model.image_size
+    return dataclasses.replace(config.model, num_classes=len(class_names), image_size=image_size)
 
 
-def frozen_model(config: TrainConfig, origin: Card) -> ViTConfig:
+def frozen_model(config: TrainConfig, origin: Origin) -> ModelConfig:
     """The model of a checkpoint without its head: what gives features."""
-    image_size = config.image_size or origin.model.image_size
-    return dataclasses.replace(origin.model, num_classes=None, image_size=image_size)
+    model = origin.card.model
+    image_size = config.image_size or model.image_size
+    return dataclasses.replace(model, num_classes=None, image_size=image_size)
 
 
 class Feeds:
@@ -185,7 +186,7 @@ def compile_features(
     setup: Setup, params: Params, shardings: Params
 ) -> Callable[[Params, Batch], Float[Array, 'b d']]:
     """The compiled features of a batch, whole on every device; params are shapes or arrays."""
-    if setup.model.config.pool == 'none':
+    if isinstance(setup.model.config, ViTConfig) and setup.model.config.pool == 'none':
         raise ValueError('fewshot: pool=none gives features of every token, not of the image')
 
     def features(params: Params, batch: Batch) -> Float[Array, 'b d']:
@@ -213,10 +214,10 @@ def start_state(setup: Setup, programs: Programs) -> tuple[TrainState, list[str]
 
 def transferred(setup: Setup, fresh: Params) -> tuple[Params, list[str]]:
     """The parameters of start_from in this run's model, and lines that say what became of them."""
-    assert setup.origin is not None and setup.config.start_from is not None
-    params = load_params(setup.config.start_from)
-    moved = transfer(params, old=setup.origin.model, new=setup.model.config, fresh=fresh)
-    return moved.params, [f'start_from {setup.config.start_from}', *moved.report]
+    origin = setup.origin
+    assert origin is not None
+    moved = transfer(origin.read(), old=origin.card.model, new=setup.model.config, fresh=fresh)
+    return moved.params, [f'start_from {origin.path}', *origin.report, *moved.report]
 
 
 def card(setup: Setup, step: int, class_names: tuple[str, ...]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def test_a_class_missing_in_one_split_is_named(root):
 def test_a_class_without_images_is_named(root):
     for split in 'train', 'test':
         (root / split / 'emu').mkdir()
-    with pytest.raises(ValueError, match='emu: no images in this class'):
+    with pytest.raises(ValueError, match='emu: no images in this folder'):
         sources.open_source(str(root), 'train')
     (root / 'train' / 'emu' / 'notes.txt').write_text('none yet')
     with pytest.raises(ValueError, match='1 files have other endings, such as notes.txt'):

@@ -141,6 +141,21 @@ def load_params(path: str) -> Params:
         return restored
 
 
+def save_alone(folder: pathlib.Path, params: Params, card: dict[str, Any]) -> None:
+    """Writes a checkpoint that belongs to no run: parameters and card.
+
+    Raises ValueError where the folder exists.
+    """
+    if folder.exists():
+        raise ValueError(f'{folder}: exists already')
+    handler = ocp.CompositeCheckpointHandler(
+        params=ocp.StandardCheckpointHandler(), card=ocp.JsonCheckpointHandler()
+    )
+    with ocp.Checkpointer(handler) as writer:
+        items = {'params': ocp.args.StandardSave(params), 'card': ocp.args.JsonSave(card)}
+        writer.save(folder.absolute(), args=ocp.args.Composite(**items))
+
+
 @contextlib.contextmanager
 def _readable(folder: pathlib.Path) -> Iterator[None]:
     try:

@@ -1,4 +1,4 @@
-"""A network that begins with another one's parameters: fine-tuning."""
+"""A network that begins with another one's parameters: other images, another head."""
 
 import math
 from typing import NamedTuple
@@ -6,8 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vit_jax import tree
-from vit_jax.models import ViTConfig
-from vit_jax.models.positions import resize
+from vit_jax.models import ModelConfig, ViTConfig, patches, positions
 from vit_jax.typing import Params
 
 
@@ -18,23 +17,20 @@ class Transferred(NamedTuple):
     report: list[str]
 
 
-def transfer(params: Params, *, old: ViTConfig, new: ViTConfig, fresh: Params) -> Transferred:
+def transfer(params: Params, *, old: ModelConfig, new: ModelConfig, fresh: Params) -> Transferred:
     """The parameters of `old` in the network `new`, whose own initial ones are `fresh`.
 
     The head is always the new network's, and a tanh layer before it that the new one does not
-    have is dropped (section 3.2). Position embeddings are resized to the new grid. Everything
-    else is kept as it is; raises ValueError with the names where it does not fit.
+    have is dropped (section 3.2). The rest is adapted to the new images as `adapt` says; raises
+    ValueError with the names where it does not fit.
     """
     found, expected = tree.named_leaves(params), tree.named_leaves(fresh)
     head = [name for name in expected if name.startswith('head/')]
     dropped = [name for name in found if name.startswith('head/')]
-    if new.representation_size is None:
+    if not any(name.startswith('pre_logits/') for name in expected):
         dropped += [name for name in found if name.startswith('pre_logits/')]
     body = {name: leaf for name, leaf in found.items() if name not in dropped}
-    report = []
-    if 'pos_embedding' in body and old.grid != new.grid:
-        body['pos_embedding'] = resize(np.asarray(body['pos_embedding']), old.grid, new.grid)
-        report.append(f'pos_embedding: resized from {_by(old.grid)} to {_by(new.grid)} patches')
+    body, report = _adapted(body, old, new)
     wanted = {name: leaf for name, leaf in expected.items() if name not in head}
     tree.compare_names(body, wanted, where='start_from')
     numbers = sum(math.prod(leaf.shape) for leaf in body.values())
@@ -46,5 +42,40 @@ def transfer(params: Params, *, old: ViTConfig, new: ViTConfig, fresh: Params) -
     return Transferred(tree.map_named(lambda name, leaf: body.get(name, leaf), fresh), report)
 
 
-def _by(grid: tuple[int, int]) -> str:
-    return f'{grid[0]}x{grid[1]}'
+def adapt(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
+    """The same network for other images: of another size, patch size or number of channels.
+
+    Position embeddings are resized to the new grid, the patch projection to the new patches (the
+    pseudo-inverse of FlexiViT), and its channels are summed or repeated.
+    """
+    named, report = _adapted(tree.named_leaves(params), old, new)
+    return Transferred(tree.map_named(lambda name, _: named[name], params), report)
+
+
+def _adapted(
+    named: dict[str, np.ndarray], old: ModelConfig, new: ModelConfig
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    named, report = dict(named), []
+    if isinstance(old, ViTConfig) and isinstance(new, ViTConfig):
+        if 'pos_embedding' in named and old.grid != new.grid:
+            table = np.asarray(named['pos_embedding'])
+            named['pos_embedding'] = positions.resize(table, old.grid, new.grid)
+            report.append(f'pos_embedding: resized from {_by(old.grid)} to {_by(new.grid)} patches')
+        if old.patch_size != new.patch_size:
+            kernel = np.asarray(named['embedding/kernel'])
+            named['embedding/kernel'] = patches.resize(kernel, new.patch_size)
+            report.append(
+                f'embedding: resized from {_by(old.patch_size)} to {_by(new.patch_size)} pixels '
+                f'(pseudo-inverse)'
+            )
+    if old.channels != new.channels:
+        first = next((n for n in named if n.endswith('conv_root/kernel')), 'embedding/kernel')
+        named[first] = patches.rechannel(np.asarray(named[first]), new.channels)
+        how = 'summed' if new.channels == 1 else 'repeated and rescaled'
+        exact = '; not exact, as the kernel is standardised' if 'conv_root' in first else ''
+        report.append(f'{first}: {old.channels} channels {how} to {new.channels}{exact}')
+    return named, report
+
+
+def _by(pair: tuple[int, int]) -> str:
+    return f'{pair[0]}x{pair[1]}'

@@ -65,6 +65,15 @@ class Reader:
         list(pool.map(read, chunks))  # raises what a thread raised
         return {'images': images, 'labels': labels, 'mask': mask}
 
+    def problem(self, index: int) -> str:
+        """Why an image that was skipped cannot be read."""
+        strict = dataclasses.replace(self, skip_unreadable=False)
+        try:
+            strict._read_into(np.zeros((*self.size, 3), np.uint8), Draw(index, index))
+        except ValueError as error:
+            return str(error)
+        return f'{self.source.describe(index)}: readable now'
+
     def _read_into(self, image: UInt8[np.ndarray, 'h w 3'], draw: 'Draw') -> bool:
         """Writes the image; False where it cannot be read and that is to be skipped."""
         rng = np.random.default_rng((self.seed, draw.position)) if self.crop.random else None

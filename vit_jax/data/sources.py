@@ -138,6 +138,24 @@ def npz_file(path: str, split: str) -> Source:
     return arrays(images, labels, class_names, name=f'{path}:{split}')
 
 
+def unlabelled(paths: Sequence[str]) -> Source:
+    """Images as files, and all those in folders, without classes; every label is 0.
+
+    Raises ValueError or FileNotFoundError for a path that is neither.
+    """
+    found: list[pathlib.Path] = []
+    for path in map(pathlib.Path, paths):
+        if not path.exists():
+            raise FileNotFoundError(f'{path}: no such image or folder')
+        found += _image_files(path) if path.is_dir() else [path]
+    return Source(
+        labels=np.zeros(len(found), np.int32),
+        class_names=(),
+        read=lambda i: found[i].read_bytes(),
+        describe=lambda i: str(found[i]),
+    )
+
+
 def folder(root: str, split: str) -> Source:
     """Images as files: ROOT/SPLIT/CLASS/NAME.jpg. Class names are the sorted folder names.
 
@@ -187,7 +205,7 @@ def _image_files(path: pathlib.Path) -> list[pathlib.Path]:
     ignored = len(files) - len(images)
     if not images:
         detail = f'; {ignored} files have other endings, such as {files[0].name}' if ignored else ''
-        raise ValueError(f'{path}: no images in this class{detail}')
+        raise ValueError(f'{path}: no images in this folder{detail}')
     if ignored:
         other = next(p for p in files if p not in images)
         logging.warning('%s: %d files are not images by their ending: %s', path, ignored, other)

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from vit_jax.resampling import corner_aligned
 from vit_jax.typing import Float
 
 
@@ -36,13 +37,7 @@ def resize(
         return table
     grid = table[0, prefix:].reshape(*old, -1)
     grid = np.einsum(
-        'ph,qw,hwd->pqd', _interpolation(old[0], new[0]), _interpolation(old[1], new[1]), grid
+        'ph,qw,hwd->pqd', corner_aligned(old[0], new[0]), corner_aligned(old[1], new[1]), grid
     )
     resized = grid.reshape(1, -1, grid.shape[-1]).astype(table.dtype)
     return np.concatenate([table[:, :prefix], resized], axis=1)
-
-
-def _interpolation(old: int, new: int) -> Float[np.ndarray, 'new old']:
-    """The matrix that samples `old` points linearly at `new` ones, first on first, last on last."""
-    at = np.linspace(0, old - 1, new)
-    return np.maximum(0, 1 - np.abs(at[:, None] - np.arange(old)))

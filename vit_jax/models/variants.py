@@ -1,9 +1,11 @@
-"""The table of names: `B/16` and its relatives."""
+"""The table of names: `B/16`, `R50+B/16`, `R152x2` and their relatives."""
 
 import re
 from typing import Any
 
 from vit_jax import records
+from vit_jax.models.model import ModelConfig
+from vit_jax.models.resnet import DEPTHS, Backbone, ResNetConfig
 from vit_jax.models.vit import ViTConfig
 
 # depth, width, mlp_dim, num_heads. B, L, H: table 1 of the paper; Ti, S: "How to train your
@@ -20,15 +22,26 @@ SIZES = {
 }
 
 
-def variant(name: str, **changes: Any) -> ViTConfig:
-    """The configuration of `SIZE/PATCH`, such as `B/16`, or `B/16x8` for patches 16 high, 8 wide.
+def variant(name: str, **changes: Any) -> ModelConfig:
+    """The configuration of a name.
 
-    `changes` are fields of ViTConfig that differ from the defaults, such as `image_size`.
-    Raises ValueError for a name that is not in the table.
+    `B/16` is a ViT: SIZE/PATCH, or `B/16x8` for patches 16 high and 8 wide. `R50+B/16` is a
+    hybrid: the number after the slash is how much smaller its grid is than the image, and at 16
+    the last stage's units move to the third (section 4.1). `R+Ti/16` is a root with 8x8 patches
+    (AugReg; its grid is 32 times smaller, whatever the name says). `R152x2` is a ResNet, twice
+    as wide. `changes` are fields of the configuration that differ, such as `image_size`. Raises
+    ValueError for a name that is not in the tables.
     """
-    match = re.fullmatch(r'(\w+)/(\d+)(?:x(\d+))?', name)
-    if not match:
-        raise ValueError(f'variant {name!r}: expected SIZE/PATCH, such as B/16 or B/16x8')
+    if match := re.fullmatch(r'R(\d+)x(\d+)', name):
+        backbone = Backbone(blocks=_blocks(name, match[1]), width=64 * int(match[2]))
+        return ResNetConfig(**({'backbone': backbone} | changes))
+    stem, plus, plain = name.rpartition('+')
+    match = re.fullmatch(r'(\w+)/(\d+)(?:x(\d+))?', plain)
+    if not match or not re.fullmatch(r'R\d*\+|', stem + plus):
+        raise ValueError(
+            f'variant {name!r}: expected SIZE/PATCH, such as B/16 or B/16x8, a hybrid such as '
+            f'R50+B/16, or a ResNet such as R152x2'
+        )
     size, height, width = match.groups()
     if size not in SIZES:
         raise ValueError(f'variant {name!r}: no size {size!r}; {records.nearest(size, SIZES)}')
@@ -40,4 +53,25 @@ def variant(name: str, **changes: Any) -> ViTConfig:
         'mlp_dim': mlp_dim,
         'num_heads': num_heads,
     }
+    if stem:
+        values |= _hybrid(name, stem[1:], reduction=plain.partition('/')[2])
     return ViTConfig(**(values | changes))
+
+
+def _hybrid(name: str, layers: str, *, reduction: str) -> dict[str, Any]:
+    """The backbone of a hybrid, and the patches on its feature map."""
+    if not layers and reduction == '16':
+        return {'backbone': Backbone(blocks=()), 'patch_size': (8, 8)}
+    if reduction not in ('16', '32'):
+        raise ValueError(f'variant {name!r}: a hybrid ends with /16 or /32')
+    *blocks, third, fourth = _blocks(name, layers)
+    stages = (*blocks, third + fourth) if reduction == '16' else (*blocks, third, fourth)
+    return {'backbone': Backbone(blocks=stages), 'patch_size': (1, 1)}
+
+
+def _blocks(name: str, layers: str) -> tuple[int, ...]:
+    if layers not in DEPTHS:
+        raise ValueError(
+            f'variant {name!r}: no ResNet of {layers or "no"} layers; known: {", ".join(DEPTHS)}'
+        )
+    return DEPTHS[layers]

@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -11,25 +10,30 @@ import jax.numpy as jnp
 
 from vit_jax import records
 from vit_jax.models import attention, positions
-from vit_jax.typing import Array, Float, Key, Params
+from vit_jax.models.options import Compute, Regularization, rematerialized
+from vit_jax.models.resnet import Backbone, ResNet
+from vit_jax.typing import Array, Float
 
 
 @dataclasses.dataclass(kw_only=True)
 class ViTConfig:
     """The architecture: all that decides which parameters there are and what they compute.
 
-    Lengths in pixels are (height, width). The defaults are those of the paper's models.
+    Lengths in pixels are (height, width). The defaults are those of the paper's models. With a
+    backbone it is the hybrid of section 3.1: patches are cut from its feature map.
     """
 
     image_size: tuple[int, int] = (224, 224)
-    patch_size: tuple[int, int] = (16, 16)
+    patch_size: tuple[int, int] = (16, 16)  # in pixels of the image, or of the feature map
     channels: int = 3
+    backbone: Backbone | None = None
     width: int = 768
     depth: int = 12
     mlp_dim: int = 3072
     num_heads: int = 12
     num_classes: int | None = None  # None: no head, the outputs are the features
     pool: str = records.choice('cls', 'gap', 'map', 'none')  # none: every token
+    final_norm: str = records.choice('before_pool', 'after_pool')
     representation_size: int | None = None  # width of the tanh layer before the head
     positions: str = records.choice('learned', 'sincos2d', 'none')
     gelu: str = records.choice('tanh', 'exact')
@@ -39,12 +43,16 @@ class ViTConfig:
     @property
     def grid(self) -> tuple[int, int]:
         """Patches in (height, width). Raises ValueError where they do not fill the image."""
-        (height, width), (p, q) = self.image_size, self.patch_size
+        (height, width), (p, q), stride = self.image_size, self.patch_size, 1
+        if self.backbone is not None:
+            stride = self.backbone.stride
+            height, width = self.backbone.map_size(self.image_size)
         if min(height, width, p, q) < 1 or height % p or width % q:
             near = max(1, round(height / max(1, p))) * p, max(1, round(width / max(1, q))) * q
             raise ValueError(
-                f'image_size={self.image_size} is not a multiple of patch_size={self.patch_size}; '
-                f'nearest: {near}'
+                f'image_size={self.image_size} is not a multiple of patch_size={self.patch_size}'
+                + (f' of a feature map {stride} times smaller' if stride > 1 else '')
+                + f'; nearest: {(near[0] * stride, near[1] * stride)}'
             )
         return height // p, width // q
 
@@ -52,90 +60,6 @@ class ViTConfig:
     def num_tokens(self) -> int:
         """Length of the sequence: the patches, and the class token where there is one."""
         return self.grid[0] * self.grid[1] + (self.pool == 'cls')
-
-
-@dataclasses.dataclass(kw_only=True)
-class Regularization:
-    """What is dropped at random while training.
-
-    Dropout follows every dense layer but the query, key and value projections, and the addition
-    of positions (appendix B.1). Stochastic depth drops a residual branch of an example with a
-    probability that grows linearly from 0 in the first block to the given one in the last.
-    """
-
-    dropout: float = 0.0
-    stochastic_depth: float = 0.0
-
-
-@dataclasses.dataclass(kw_only=True)
-class Compute:
-    """How the same function is computed: precision, memory, kernels.
-
-    Parameters, LayerNorm statistics, softmax and logits are float32 whatever the dtype. `remat`
-    decides what the backward pass recomputes: nothing, all but the large matrix products
-    (`dots`), or the whole block. `unroll` is the number of blocks in one iteration of the scan:
-    unrolled blocks run faster on GPUs, at the cost of compile time.
-    """
-
-    dtype: str = records.choice('float32', 'bfloat16')
-    remat: str = records.choice('none', 'dots', 'block')
-    unroll: int = 1
-    attention: str = records.choice(*attention.IMPLEMENTATIONS)
-
-
-class Model(NamedTuple):
-    """A network as pure functions of a plain dictionary of float32 arrays.
-
-    init(key) -> params
-    apply(params, images, key=None) -> logits, or features without a head; a key switches
-        dropout and stochastic depth on
-    features(params, images) -> what the head would be given
-    capture(params, images) -> (logits, intermediates by name, blocks stacked in front)
-    """
-
-    config: ViTConfig
-    init: Callable[[Key[Array, '']], Params]
-    apply: Callable[..., Float[Array, '...']]
-    features: Callable[[Params, Float[Array, 'b h w c']], Float[Array, '...']]
-    capture: Callable[[Params, Float[Array, 'b h w c']], tuple[Array, dict[str, Any]]]
-
-
-def build(
-    config: ViTConfig,
-    *,
-    regularization: Regularization | None = None,
-    compute: Compute | None = None,
-) -> Model:
-    """The network of a configuration. Raises ValueError where the sizes do not fit together."""
-    if config.width % config.num_heads:
-        raise ValueError(f'width={config.width} is not a multiple of num_heads={config.num_heads}')
-    _ = config.grid  # raises where the patches do not fill the image
-    module = ViT(
-        config=config,
-        regularization=regularization or Regularization(),
-        compute=compute or Compute(),
-    )
-    example = jax.ShapeDtypeStruct((1, *config.image_size, config.channels), jnp.float32)
-
-    def init(key: Key[Array, '']) -> Params:
-        return module.init(key, jnp.zeros(example.shape, example.dtype))['params']
-
-    def apply(
-        params: Params, images: Float[Array, 'b h w c'], key: Key[Array, ''] | None = None
-    ) -> Float[Array, '...']:
-        rngs = None if key is None else {'dropout': key}
-        return module.apply({'params': params}, images, deterministic=key is None, rngs=rngs)
-
-    def features(params: Params, images: Float[Array, 'b h w c']) -> Float[Array, '...']:
-        return module.apply({'params': params}, images, method=module.features)
-
-    def capture(
-        params: Params, images: Float[Array, 'b h w c']
-    ) -> tuple[Float[Array, '...'], dict[str, Any]]:
-        logits, state = module.apply({'params': params}, images, mutable=['intermediates'])
-        return logits, state['intermediates']
-
-    return Model(config, init, apply, features, capture)
 
 
 class Mlp(nn.Module):
@@ -227,7 +151,7 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """The blocks, one set of stacked parameters applied by a scan, and the final LayerNorm."""
+    """The blocks: one set of stacked parameters, applied by a scan; then the final LayerNorm."""
 
     config: ViTConfig
     regularization: Regularization
@@ -235,16 +159,9 @@ class Encoder(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, 'b n d'], deterministic: bool) -> Float[Array, 'b n d']:
-        depth, unroll = self.config.depth, min(self.compute.unroll, self.config.depth)
-        policy = {
-            'none': jax.checkpoint_policies.everything_saveable,
-            'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-            'block': jax.checkpoint_policies.nothing_saveable,
-        }[self.compute.remat]
-        block = Block
-        if self.compute.remat != 'none':
-            # Inside a rolled loop the compiler cannot merge the recomputation with the original.
-            block = nn.remat(Block, policy=policy, prevent_cse=unroll > 1, static_argnums=(3,))
+        depth = self.config.depth
+        unroll = min(self.compute.unroll, depth)
+        block = rematerialized(Block, self.compute, in_loop=unroll == 1, static_argnums=(3,))
         scan = nn.scan(
             block,
             variable_axes={'params': 0, 'intermediates': 0},
@@ -257,9 +174,10 @@ class Encoder(nn.Module):
         x, _ = blocks(
             x, jnp.linspace(0, self.regularization.stochastic_depth, depth), deterministic
         )
-        return nn.LayerNorm(
-            epsilon=self.config.layer_norm_epsilon, dtype=self.compute.dtype, name='norm'
-        )(x)
+        if self.config.final_norm == 'after_pool':
+            return x
+        epsilon, dtype = self.config.layer_norm_epsilon, self.compute.dtype
+        return nn.LayerNorm(epsilon=epsilon, dtype=dtype, name='norm')(x)
 
 
 class AttentionPool(nn.Module):
@@ -288,6 +206,8 @@ class ViT(nn.Module):
 
     def setup(self) -> None:
         config = self.config
+        if config.backbone is not None:
+            self.backbone = ResNet(config.backbone, self.compute)
         self.embedding = PatchEmbedding(config.patch_size, config.width, self.compute.dtype)
         if config.pool == 'cls':
             self.cls = self.param('cls', nn.initializers.zeros, (1, 1, config.width))
@@ -301,6 +221,9 @@ class ViT(nn.Module):
         self.encoder = Encoder(config, self.regularization, self.compute)
         if config.pool == 'map':
             self.pool = AttentionPool(config, self.compute)
+        if config.final_norm == 'after_pool':
+            epsilon = config.layer_norm_epsilon
+            self.norm = nn.LayerNorm(epsilon=epsilon, dtype=self.compute.dtype)
         if config.representation_size is not None:
             self.pre_logits = nn.Dense(config.representation_size, dtype=self.compute.dtype)
         if config.num_classes is not None:
@@ -321,12 +244,12 @@ class ViT(nn.Module):
         self, images: Float[Array, 'b h w c'], deterministic: bool = True
     ) -> Float[Array, '...']:
         """What the head is given: the pooled tokens, after the tanh layer where there is one."""
-        expected = (*self.config.image_size, self.config.channels)
-        if images.shape[1:] != expected:
-            raise ValueError(f'images are {images.shape[1:]}, the model takes {expected}')
-        x = self._with_positions(self.embedding(images))
+        x = images if self.config.backbone is None else self.backbone(images)
+        x = self._with_positions(self.embedding(x))
         x = self.dropout(x, deterministic=deterministic)
         x = self._pooled(self.encoder(x, deterministic))
+        if self.config.final_norm == 'after_pool':
+            x = self.norm(x)
         if self.config.representation_size is not None:
             x = jnp.tanh(self.pre_logits(x))
         return x.astype(jnp.float32)
@@ -356,7 +279,7 @@ class ViT(nn.Module):
 
 
 class PatchEmbedding(nn.Module):
-    """Each patch of the image projected to one token: the E of equation 1."""
+    """Each patch of an image or a feature map projected to one token: the E of equation 1."""
 
     patch_size: tuple[int, int]
     width: int

@@ -1,0 +1,43 @@
+"""Finds an AugReg checkpoint: python -m vit_jax.augreg INDEX.csv [NAME].
+
+INDEX.csv is a copy of the published index of "How to train your ViT?". Without a name it lists
+the variants; with one, `B/16` or `R26+S/32`, its checkpoints, the best first, and which one the
+published rule picks: the best of those pre-trained on ImageNet-21k, by its validation accuracy.
+"""
+
+import argparse
+
+from vit_jax import program
+from vit_jax.checkpoints import augreg
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Prints what the index has."""
+    rows = augreg.read_index(arguments.index)
+    if arguments.name is None:
+        for name in sorted({row.name for row in rows}):
+            count, best = len(augreg.listed(rows, name)), augreg.pick(rows, name).filename
+            print(f'{name:<10} {count:>4} checkpoints, picked: {best}')
+        return 0
+    picked = augreg.pick(rows, arguments.name)
+    if '-' not in arguments.name.replace('ViT-', ''):
+        for row in augreg.listed(rows, arguments.name):
+            print(f'{row.final_val:8.4f}  {row.ds:<12} {row.filename}')
+    print(f'picked    {picked.filename}.npz')
+    for row in augreg.fine_tuned(rows, picked.filename):
+        accuracies = f'{row.adapt_final_val:.4f} validation, {row.adapt_final_test:.4f} test'
+        print(
+            f'  tuned   {row.adapt_ds} {row.adapt_resolution}: {accuracies}  {row.adapt_filename}'
+        )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog='python -m vit_jax.augreg', description=__doc__)
+    parser.add_argument('index', metavar='INDEX.csv')
+    parser.add_argument('name', nargs='?', metavar='NAME', help='a variant, or a file name')
+    return parser
+
+
+if __name__ == '__main__':
+    program.run(main, _parser())

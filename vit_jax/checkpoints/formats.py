@@ -1,0 +1,261 @@
+"""Checkpoints of any origin: found out, read, and written back.
+
+What is read is always the same: our parameters, and the values of a card. What differs between
+the layouts stands in one module for each.
+"""
+
+import json
+import pathlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from vit_jax import records, tree
+from vit_jax.checkpoints import files, google, huggingface, state, table, timm
+from vit_jax.checkpoints.files import Contents
+from vit_jax.checkpoints.hints import Hints, described
+from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig, build, parameter_count
+from vit_jax.models.positions import sincos2d
+from vit_jax.typing import Params
+
+FORMATS = 'google', 'bigvision', 'timm', 'huggingface', 'vit_jax'
+OURS = 'vit_jax'
+CARD = 'vit_jax.card'  # in a safetensors file's metadata: the card, as JSON
+Layout = google.Layout | timm.Layout | huggingface.Layout
+
+_WEIGHTS = 'model.safetensors', 'pytorch_model.bin', 'open_clip_model.safetensors'
+
+
+class Found(NamedTuple):
+    """A checkpoint that was recognised; its arrays are read when they are asked for."""
+
+    format: str  # one of FORMATS
+    layout: Layout | None  # how its arrays are named; None: as ours
+    card: dict[str, Any]
+    report: list[str]
+    read: Callable[[], Params]
+
+
+def find(path: str, hints: Hints, *, image_size: tuple[int, int] | None = None) -> Found:
+    """The checkpoint at a path: a file or directory of any of FORMATS, or `FILE.npz:SUBTREE`.
+
+    `image_size` is that of the images it is wanted for; it settles a grid that the file leaves
+    open. Raises ValueError or FileNotFoundError, in one sentence, for anything else.
+    """
+    place, subtree = _split(path)
+    if place.is_dir() and not _weights(place):
+        values, folder = state.load_card(path)
+        return Found(
+            OURS, None, values, [f'{OURS} checkpoint {folder}'], lambda: state.load_params(path)
+        )
+    with files.explained(path):
+        contents, beside = _contents(place)
+        return _recognised(path, contents, beside, hints, image_size, subtree)
+
+
+def write(
+    path: str, format: str, *, params: Params, card: dict[str, Any], layout: Layout | None
+) -> list[str]:
+    """Writes a checkpoint in a format, and says what a reader of it has to know.
+
+    `layout` is the one that was read, to be kept, or None for the format's usual one. `card` has
+    the model as a record, the rest as JSON values. Raises ValueError where the format cannot hold
+    the network.
+    """
+    place = pathlib.Path(path)
+    config: ModelConfig = card['model']
+    values = card | {'model': _plain(config)}
+    if format == OURS:
+        state.save_alone(place, params, values)
+        return []
+    if isinstance(config, ResNetConfig) and format not in ('google', 'bigvision'):
+        raise ValueError(f'the {format} layout has no such ResNet: write google or bigvision')
+    params, config, notes = _with_learned_positions(params, config, format)
+    named = {name: np.asarray(leaf) for name, leaf in tree.named_leaves(params).items()}
+    layout = layout or _usual_layout(format, config)
+    if isinstance(layout, google.Layout):
+        named = google.foldable(named, layout)
+    entries = table.expanded(_rules(config, layout), config, named, layout=format)
+    arrays = table.write(entries, named)
+    if isinstance(layout, google.Layout):
+        files.write_npz(_with_ending(place, '.npz'), arrays)
+        return notes + google.notes(config)
+    assert isinstance(config, ViTConfig)  # as above
+    if isinstance(layout, timm.Layout):
+        text = {CARD: json.dumps(values)}
+        files.write_safetensors(_with_ending(place, '.safetensors'), arrays, text)
+        return notes + timm.notes(config, layout)
+    description = huggingface.description(config, tuple(card['class_names']))
+    processor = huggingface.processor(config, card['preprocessing'])
+    place.mkdir(parents=True, exist_ok=True)
+    (place / 'config.json').write_text(json.dumps(description, indent=2) + '\n')
+    (place / 'preprocessor_config.json').write_text(json.dumps(processor, indent=2) + '\n')
+    files.write_safetensors(place / 'model.safetensors', arrays, {CARD: json.dumps(values)})
+    return notes
+
+
+def _recognised(
+    path: str,
+    contents: Contents,
+    beside: pathlib.Path | None,
+    hints: Hints,
+    image_size: tuple[int, int] | None,
+    subtree: str,
+) -> Found:
+    """The network, the layout and the card of arrays in some layout."""
+    arrays, names = contents.arrays, list(contents.arrays)
+    text = _read_json(beside / 'config.json') if beside else {}
+    own = json.loads(contents.metadata[CARD]) if CARD in contents.metadata else {}
+    hints = _filled(hints, own.get('model', {}) | {'grid': own.get('grid')})
+    config: ModelConfig
+    layout: Layout
+    class_names: tuple[str, ...] = ()
+    ignored = None
+    if huggingface.matches(names):
+        config, layout = huggingface.find(arrays, hints, text)
+        class_names = huggingface.class_names(text, config.num_classes)
+        processor = _read_json(beside / 'preprocessor_config.json') if beside else {}
+        preprocessing = huggingface.preprocessing(processor)
+        ignored = huggingface.IGNORED
+    elif timm.matches(names):
+        described_by_timm = text.get('pretrained_cfg', {})
+        hints = _filled(hints, timm.hinted(text))
+        config, layout = timm.find(arrays, hints, image_size)
+        preprocessing = timm.preprocessing(described_by_timm)
+        class_names = tuple(text.get('label_names') or ())
+    elif google.matches(names):
+        config, layout = google.find(arrays, hints, image_size, subtree)
+        preprocessing, ignored = google.preprocessing(), google.ignored(layout)
+    else:
+        raise ValueError(f'its {len(names)} arrays are those of no known ViT: {names[:3]} ...')
+    expected = _expected(config)
+    shapes = {name: leaf.shape for name, leaf in tree.named_leaves(expected).items()}
+    entries = table.expanded(_rules(config, layout), config, shapes, layout=layout.name)
+    skipped = table.check_names(entries, arrays, ignored)
+
+    def read() -> Params:
+        with files.explained(path):
+            found = table.read(entries, arrays, shapes)
+            return tree.map_named(lambda name, _: found[name], expected)
+
+    card = {
+        'step': 0,
+        'model': _plain(config),
+        'grid': list(config.grid),
+        'preprocessing': own.get('preprocessing', preprocessing),
+        'class_names': list(own.get('class_names', class_names)),
+    }
+    report = [_summary(layout, config)]
+    if skipped:
+        report.append(f'ignored: {len(skipped)} arrays, such as {skipped[0]}')
+    return Found(layout.name, layout, card, report, read)
+
+
+def _plain(config: ModelConfig) -> dict[str, Any]:
+    """The model as a card has it."""
+    return {'kind': type(config).__name__} | records.to_dict(config)
+
+
+def _summary(layout: Layout, config: ModelConfig) -> str:
+    text = described(config) if isinstance(config, ViTConfig) else f'ResNet of {config.backbone}'
+    return f'{layout.name} layout, {parameter_count(config):,} parameters; {text}'
+
+
+def _filled(hints: Hints, values: Mapping[str, Any]) -> Hints:
+    """The hints, with what a file says of itself where nothing was said."""
+    found = {name: values.get(name) for name in records.to_dict(hints)}
+    merged = found | {n: v for n, v in records.to_dict(hints).items() if v is not None}
+    return records.from_dict(Hints, merged, where='hints')
+
+
+def _expected(config: ModelConfig) -> Params:
+    return jax.eval_shape(build(config).init, jax.random.key(0))
+
+
+def _rules(config: ModelConfig, layout: Layout) -> list[table.Rule]:
+    if isinstance(layout, google.Layout):
+        return google.table(config, layout)
+    assert isinstance(config, ViTConfig)  # no other layout is found for, or written from, a ResNet
+    if isinstance(layout, timm.Layout):
+        return timm.table(config, layout)
+    return huggingface.table(config, layout)
+
+
+def _usual_layout(format: str, config: ModelConfig) -> Layout:
+    if format == 'timm':
+        return timm.Layout(class_row=getattr(config, 'pool', '') == 'cls')
+    if format == 'huggingface':
+        assert isinstance(config, ViTConfig)
+        return huggingface.default_layout(config)
+    return {'google': google.GOOGLE, 'bigvision': google.BIGVISION}[format]
+
+
+def _with_learned_positions(
+    params: Params, config: ModelConfig, format: str
+) -> tuple[Params, ModelConfig, list[str]]:
+    """The same network with its fixed positions as an array, for layouts that have no others."""
+    if not isinstance(config, ViTConfig) or config.positions == 'learned' or format == 'bigvision':
+        return params, config, []
+    fixed = np.zeros((1, config.num_tokens, config.width), np.float32)
+    if config.positions == 'sincos2d':
+        fixed[:, config.num_tokens - config.grid[0] * config.grid[1] :] = sincos2d(
+            config.grid, config.width
+        )
+    config = records.from_dict(
+        ViTConfig, records.to_dict(config) | {'positions': 'learned'}, where='model'
+    )
+    return params | {'pos_embedding': fixed}, config, ['positions: written as an array']
+
+
+def _split(path: str) -> tuple[pathlib.Path, str]:
+    """The file or directory, and what follows `.npz:`."""
+    match = re.fullmatch(r'(.+\.npz):(.+)', path)
+    if match and not pathlib.Path(path).exists():
+        return pathlib.Path(match[1]), match[2].strip('/')
+    return pathlib.Path(path), ''
+
+
+def _weights(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The files of weights in a directory, as other systems lay them out."""
+    for name in _WEIGHTS:
+        index = folder / f'{name}.index.json'
+        if index.is_file():
+            shards = set(_read_json(index).get('weight_map', {}).values())
+            if any(pathlib.PurePath(str(s)).name != s for s in shards) or not shards:
+                raise ValueError(f'{index}: names files outside of its directory, or none')
+            return sorted(folder / shard for shard in shards)
+        if (folder / name).is_file():
+            return [folder / name]
+    endings = '.safetensors', '.npz', '.bin', '.pth', '.pt'
+    found = sorted(p for p in folder.iterdir() if p.suffix in endings and p.is_file())
+    if len(found) > 1:
+        names = ', '.join(p.name for p in found)
+        raise ValueError(f'{folder}: holds several files of weights; name one of {names}')
+    return found
+
+
+def _contents(place: pathlib.Path) -> tuple[Contents, pathlib.Path | None]:
+    """The arrays of a file or directory, and the directory that may describe them."""
+    parts = _weights(place) if place.is_dir() else [place]
+    contents = files.merged(files.read_contents(part) for part in parts)
+    folder = place if place.is_dir() else place.parent
+    return contents, folder if (folder / 'config.json').is_file() else None
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    with files.explained(path):
+        values = json.loads(path.read_text())
+        if not isinstance(values, dict):
+            raise ValueError('expected a JSON object')
+        return values
+
+
+def _with_ending(place: pathlib.Path, ending: str) -> pathlib.Path:
+    if place.suffix == ending:
+        return place
+    raise ValueError(f'{place}: this format is a file whose name ends with {ending}')

@@ -1,0 +1,126 @@
+"""What a file does not say of its network, and how it is found out or asked for."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+
+from vit_jax.checkpoints.files import Stored
+from vit_jax.models import SIZES, ViTConfig
+
+
+@dataclasses.dataclass(kw_only=True)
+class Hints:
+    """What a file of another system may not say of itself. None: it does, or there is a rule."""
+
+    grid: tuple[int, int] | None = None  # of the position embeddings, in patches (height, width)
+    num_heads: int | None = None
+    gelu: str | None = None  # 'tanh' or 'exact'
+    layer_norm_epsilon: float | None = None
+
+
+def shape_of(arrays: Mapping[str, Stored], name: str, rank: int) -> tuple[int, ...]:
+    """The shape of an array. Raises ValueError where it is missing or of another rank."""
+    if name not in arrays:
+        raise ValueError(f'the array {name} is missing')
+    shape = arrays[name].shape
+    if len(shape) != rank or 0 in shape:
+        raise ValueError(f'{name} has the shape {shape}, expected {rank} axes')
+    return shape
+
+
+def count_layers(names: Iterable[str], pattern: str) -> int:
+    """How many different numbers the group of the pattern matches at the beginning of names."""
+    layers = {match[1] for name in names if (match := re.match(pattern, name))}
+    if not layers:
+        raise ValueError('no encoder block is in it')
+    return len(layers)
+
+
+def count_units(names: Iterable[str], pattern: str) -> tuple[int, ...]:
+    """Units of each stage of a backbone; the pattern's groups match the stage and the unit."""
+    units = {match.groups() for name in names if (match := re.match(pattern, name))}
+    stages = sorted({int(stage) for stage, _ in units})
+    return tuple(sum(int(stage) == number for stage, _ in units) for number in stages)
+
+
+def find_heads(hints: Hints, width: int, mlp_dim: int, depth: int) -> int:
+    """The number of heads of a layout whose arrays do not show it, from the table of sizes."""
+    if hints.num_heads is not None:
+        if hints.num_heads < 1 or width % hints.num_heads:
+            raise ValueError(f'num_heads={hints.num_heads} does not divide the width {width}')
+        return hints.num_heads
+    known = {size[:3]: size[3] for size in SIZES.values()}
+    if (depth, width, mlp_dim) not in known:
+        raise ValueError(
+            f'the number of heads is not in the file, and {depth} layers of width {width} with an '
+            f'MLP of {mlp_dim} are no known variant; say it with num_heads=N, often width / 64'
+        )
+    return known[depth, width, mlp_dim]
+
+
+def find_grid(
+    positions: int,
+    *,
+    rows: tuple[int, ...],
+    hints: Hints,
+    image_grid: tuple[int, int] | None,
+) -> tuple[tuple[int, int], int]:
+    """The grid of a table of positions, and how many of its rows stand before the grid.
+
+    `rows` are the possible numbers of those, `image_grid` is the grid of the images that are
+    wanted: it settles what else is ambiguous. Raises ValueError that says what would settle it.
+    """
+    if hints.grid is not None:
+        for row in rows:
+            if math.prod(hints.grid) == positions - row:
+                return hints.grid, row
+        raise ValueError(
+            f'grid={hints.grid} has {math.prod(hints.grid)} patches, the file {positions} positions'
+        )
+    square = {row: math.isqrt(max(0, positions - row)) for row in rows}
+    square = {row: side for row, side in square.items() if side and side**2 == positions - row}
+    plain = [row for row in rows if row]
+    if square and (len(rows) == 1 or list(square) == plain):
+        row, side = square.popitem()
+        return (side, side), row
+    if image_grid is not None:
+        for row in rows:
+            if math.prod(image_grid) == positions - row:
+                return image_grid, row
+    offers = [grid for row in rows for grid in _near_squares(positions - row)]
+    token = ' and perhaps a class token' if len(rows) > 1 else ''
+    raise ValueError(
+        f'{positions} positions{token} fit more than one grid; say which with '
+        + ' or '.join(f'grid={grid}' for grid in offers[:4])
+    )
+
+
+def described(config: ViTConfig) -> str:
+    """What was found out, in one line."""
+    sizes = {values: name for name, values in SIZES.items()}
+    size = config.depth, config.width, config.mlp_dim, config.num_heads
+    p, q = config.patch_size
+    patch = f'{p}' if p == q else f'{p}x{q}'
+    name = f'{sizes[size]}/{patch}' if size in sizes else f'patches {p}x{q}'
+    if config.backbone is not None:
+        stages = f'stages {config.backbone.blocks}' if config.backbone.blocks else 'root alone'
+        name = f'hybrid ({stages}), {name} on its feature map'
+    pool = {'cls': 'class token', 'gap': 'mean of tokens', 'map': 'attention pooling'}
+    head = 'no head' if config.num_classes is None else f'{config.num_classes} classes'
+    height, width = config.image_size
+    return (
+        f'{name}: {config.depth} layers of width {config.width}, {config.num_heads} heads, '
+        f'{pool.get(config.pool, config.pool)}, grid {config.grid[0]}x{config.grid[1]} '
+        f'(images {height}x{width}), {config.gelu} GELU, epsilon {config.layer_norm_epsilon:g}, '
+        f'{head}'
+    )
+
+
+def _near_squares(count: int) -> list[tuple[int, int]]:
+    """The grid of this many patches that is nearest to a square, standing and lying."""
+    for height in range(math.isqrt(max(1, count)), 1, -1):
+        if count % height == 0:
+            width = count // height
+            return [(height, width)] if height == width else [(height, width), (width, height)]
+    return []

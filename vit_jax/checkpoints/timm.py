@@ -1,0 +1,189 @@
+"""The layout of timm (PyTorch image models): fused projections, fully connected `fc1` and `fc2`."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from vit_jax.checkpoints.files import Stored
+from vit_jax.checkpoints.hints import (
+    Hints,
+    count_layers,
+    count_units,
+    find_grid,
+    find_heads,
+    shape_of,
+)
+from vit_jax.checkpoints.table import (
+    CONVOLUTION,
+    SAME,
+    Rule,
+    Turn,
+    torch_linear,
+    torch_norm,
+    torch_output,
+    torch_projections,
+)
+from vit_jax.models import Backbone, ViTConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One way to name the arrays."""
+
+    name: str = 'timm'
+    prefix: str = ''
+    class_row: bool = True  # positions hold a row for the class token
+
+
+def matches(names: list[str]) -> bool:
+    """Are these the names of such a file?"""
+    return any(name.endswith('patch_embed.proj.weight') for name in names)
+
+
+def table(config: ViTConfig, layout: Layout) -> list[Rule]:
+    """Where each array stands."""
+    heads, block, ours = config.num_heads, 'blocks.{layer0}', 'encoder/block'
+    positions = SAME
+    if config.pool == 'cls' and not layout.class_row:
+        positions = Turn(
+            lambda a: np.concatenate([np.zeros_like(a[:, :1]), a], axis=1), lambda a: a[:, 1:]
+        )
+    rules = [
+        *torch_linear('patch_embed.proj', 'embedding', CONVOLUTION),
+        Rule('cls_token', 'cls'),
+        Rule('pos_embed', 'pos_embedding', positions),
+        *torch_norm(f'{block}.norm1', f'{ours}/norm1'),
+        *torch_norm(f'{block}.norm2', f'{ours}/norm2'),
+        *torch_projections(
+            f'{block}.attn.qkv', f'{ours}/attention', ('query', 'key', 'value'), num_heads=heads
+        ),
+        *torch_output(f'{block}.attn.proj', f'{ours}/attention/out', num_heads=heads),
+        *torch_linear(f'{block}.mlp.fc1', f'{ours}/mlp/dense1'),
+        *torch_linear(f'{block}.mlp.fc2', f'{ours}/mlp/dense2'),
+        *torch_norm('norm', 'encoder/norm'),
+        *torch_norm('fc_norm', 'norm'),
+        Rule('attn_pool.latent', 'pool/probe'),
+        *torch_projections('attn_pool.q', 'pool/attention', ('query',), num_heads=heads),
+        *torch_projections('attn_pool.kv', 'pool/attention', ('key', 'value'), num_heads=heads),
+        *torch_output('attn_pool.proj', 'pool/attention/out', num_heads=heads),
+        *torch_norm('attn_pool.norm', 'pool/norm'),
+        *torch_linear('attn_pool.mlp.fc1', 'pool/mlp/dense1'),
+        *torch_linear('attn_pool.mlp.fc2', 'pool/mlp/dense2'),
+        *torch_linear('pre_logits.fc', 'pre_logits'),
+        *torch_linear('head', 'head'),
+        *_backbone_rules(config.backbone),
+    ]
+    return [rule._replace(theirs=layout.prefix + rule.theirs) for rule in rules]
+
+
+def find(
+    arrays: Mapping[str, Stored], hints: Hints, image_size: tuple[int, int] | None
+) -> tuple[ViTConfig, Layout]:
+    """The network and the layout of such a file. Raises ValueError where it does not show them."""
+    prefix = next(n for n in arrays if n.endswith('patch_embed.proj.weight'))
+    prefix = prefix.removesuffix('patch_embed.proj.weight')
+    inside = {n.removeprefix(prefix): s for n, s in arrays.items() if n.startswith(prefix)}
+    width, channels, p, q = shape_of(inside, 'patch_embed.proj.weight', 4)
+    backbone = _backbone(inside)
+    stride = backbone.stride if backbone else 1
+    mlp_dim = shape_of(inside, 'blocks.0.mlp.fc1.bias', 1)[0]
+    depth = count_layers(inside, r'blocks\.(\d+)\.')
+    pool = 'map' if 'attn_pool.latent' in inside else 'cls' if 'cls_token' in inside else 'gap'
+    if pool == 'map' and 'cls_token' in inside or pool == 'cls' and 'fc_norm.bias' in inside:
+        raise ValueError('pools over patches beside a class token, which is not supported')
+    count = shape_of(inside, 'pos_embed', 3)[1]
+    wanted = (image_size[0] // (stride * p), image_size[1] // (stride * q)) if image_size else None
+    rows = (1, 0) if pool == 'cls' else (0,)
+    grid, row = find_grid(count, rows=rows, hints=hints, image_grid=wanted)
+    root = _ROOTS[bool(backbone and backbone.blocks)]
+    config = ViTConfig(
+        image_size=(grid[0] * p * stride, grid[1] * q * stride),
+        patch_size=(p, q),
+        channels=shape_of(inside, f'{root}.conv.weight', 4)[1] if backbone else channels,
+        backbone=backbone,
+        width=width,
+        depth=depth,
+        mlp_dim=mlp_dim,
+        num_heads=find_heads(hints, width, mlp_dim, depth),
+        num_classes=shape_of(inside, 'head.bias', 1)[0] if 'head.bias' in inside else None,
+        pool=pool,
+        final_norm='after_pool' if 'fc_norm.weight' in inside else 'before_pool',
+        representation_size=(
+            shape_of(inside, 'pre_logits.fc.bias', 1)[0] if 'pre_logits.fc.bias' in inside else None
+        ),
+        gelu=hints.gelu or 'exact',
+        layer_norm_epsilon=hints.layer_norm_epsilon or 1e-6,
+    )
+    return config, Layout(prefix=prefix, class_row=bool(row) or pool != 'cls')
+
+
+def preprocessing(described: dict[str, Any]) -> dict[str, Any]:
+    """What a `pretrained_cfg` says of it; without one, what the converted ViTs are used with."""
+    mean, std = described.get('mean', (0.5, 0.5, 0.5)), described.get('std', (0.5, 0.5, 0.5))
+    resize = (
+        'bilinear_antialias'
+        if described.get('interpolation') == 'bilinear'
+        else 'bicubic_antialias'
+    )
+    return {
+        'crop': {
+            'kind': 'CentralCrop',
+            'scale': 1 / described.get('crop_pct', 0.9),
+            'resize': resize,
+        },
+        'exif_rotation': False,
+        'mean': [255 * value for value in mean],
+        'std': [255 * value for value in std],
+    }
+
+
+def hinted(described: dict[str, Any]) -> dict[str, Any]:
+    """What the config.json of a directory says of the network that the arrays do not show."""
+    arguments = described.get('model_args', {})
+    gelu = {'gelu_tanh': 'tanh', 'gelu': 'exact'}.get(arguments.get('act_layer'))
+    return {'num_heads': arguments.get('num_heads'), 'gelu': gelu}
+
+
+def notes(config: ViTConfig, layout: Layout) -> list[str]:
+    """The arguments with which timm builds this network, where they are not its defaults."""
+    said = ["act_layer='gelu_tanh'"] if config.gelu == 'tanh' else []
+    if config.layer_norm_epsilon != 1e-6:
+        said.append(f'norm_layer=partial(LayerNorm, eps={config.layer_norm_epsilon:g})')
+    if config.pool == 'cls' and not layout.class_row:
+        said.append('no_embed_class=True')
+    if config.pool != 'cls':
+        said.append(f"global_pool='{'avg' if config.pool == 'gap' else 'map'}', class_token=False")
+    if config.pool == 'gap' and config.final_norm == 'before_pool':
+        said.append('fc_norm=False')
+    return [f'in timm: create_model(..., {", ".join(said)})'] if said else []
+
+
+_ROOTS = {True: 'patch_embed.backbone.stem', False: 'patch_embed.backbone'}
+_UNIT = 'patch_embed.backbone.stages.{stage0}.blocks.{unit0}'
+
+
+def _backbone_rules(backbone: Backbone | None) -> list[Rule]:
+    root, ours = _ROOTS[bool(backbone and backbone.blocks)], 'backbone/stage{stage}/unit{unit}'
+    rules = [
+        Rule(f'{root}.conv.weight', 'backbone/conv_root/kernel', CONVOLUTION),
+        *torch_norm(f'{root}.norm', 'backbone/norm_root'),
+        Rule(f'{_UNIT}.downsample.conv.weight', f'{ours}/conv_proj/kernel', CONVOLUTION),
+        *torch_norm(f'{_UNIT}.downsample.norm', f'{ours}/norm_proj'),
+    ]
+    for index in ('1', '2', '3'):
+        rules.append(Rule(f'{_UNIT}.conv{index}.weight', f'{ours}/conv{index}/kernel', CONVOLUTION))
+        rules += torch_norm(f'{_UNIT}.norm{index}', f'{ours}/norm{index}')
+    return rules
+
+
+def _backbone(inside: Mapping[str, Stored]) -> Backbone | None:
+    name = next((f'{r}.conv.weight' for r in _ROOTS.values() if f'{r}.conv.weight' in inside), None)
+    if name is None:
+        return None
+    blocks = count_units(
+        inside, re.escape('patch_embed.backbone.stages.') + r'(\d+)\.blocks\.(\d+)\.'
+    )
+    return Backbone(blocks=blocks, width=shape_of(inside, name, 4)[0])

@@ -1,0 +1,45 @@
+"""Writes a checkpoint in another layout: python -m vit_jax.convert IN OUT --format=FORMAT.
+
+IN is a checkpoint of any kind: ours, an npz of vision_transformer or big_vision, a safetensors or
+PyTorch file of timm, a directory of Hugging Face. Without --format, OUT has the layout of IN.
+"""
+
+import argparse
+import pathlib
+
+from vit_jax import program
+from vit_jax.checkpoints.formats import FORMATS
+from vit_jax.pretrained import load, save
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Reads, says what it found, writes, says what a reader of it has to know."""
+    if pathlib.Path(arguments.output).exists() and not arguments.overwrite:
+        raise ValueError(f'{arguments.output}: exists already; --overwrite replaces it')
+    changes = program.overrides(arguments)
+    if arguments.drop_head:
+        changes['num_classes'] = None
+    loaded = load(arguments.input, **changes)
+    notes = save(loaded, arguments.output, arguments.format)
+    print('\n'.join([*loaded.report, *notes]))
+    print(f'written: {arguments.output} ({arguments.format or loaded.format} layout)')
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog='python -m vit_jax.convert', description=__doc__)
+    parser.add_argument('input', metavar='IN')
+    parser.add_argument(
+        'output', metavar='OUT', help='a file; for huggingface, vit_jax: a directory'
+    )
+    parser.add_argument('--format', choices=FORMATS, help='the layout to write; that of IN')
+    parser.add_argument('--overwrite', action='store_true', help='replace OUT')
+    program.add_overrides(parser)
+    parser.add_argument(
+        '--drop_head', action='store_true', help='write the network without its head'
+    )
+    return parser
+
+
+if __name__ == '__main__':
+    program.run(main, _parser())

@@ -1,0 +1,91 @@
+"""A network as pure functions of a plain dictionary of arrays."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from vit_jax.models.options import Compute, Regularization
+from vit_jax.models.resnet import ResNetClassifier, ResNetConfig
+from vit_jax.models.vit import ViT, ViTConfig
+from vit_jax.typing import Array, Float, Key, Params
+
+ModelConfig = ViTConfig | ResNetConfig
+
+
+class Model(NamedTuple):
+    """A network as pure functions of a plain dictionary of float32 arrays.
+
+    init(key) -> params
+    apply(params, images, key=None) -> logits, or features without a head; a key switches
+        dropout and stochastic depth on
+    features(params, images) -> what the head would be given
+    capture(params, images) -> (logits, intermediates by name, blocks stacked in front)
+    """
+
+    config: ModelConfig
+    init: Callable[[Key[Array, '']], Params]
+    apply: Callable[..., Float[Array, '...']]
+    features: Callable[[Params, Float[Array, 'b h w c']], Float[Array, '...']]
+    capture: Callable[[Params, Float[Array, 'b h w c']], tuple[Array, dict[str, Any]]]
+
+
+def build(
+    config: ModelConfig,
+    *,
+    regularization: Regularization | None = None,
+    compute: Compute | None = None,
+) -> Model:
+    """The network of a configuration. Raises ValueError where the sizes do not fit together."""
+    _ = config.grid  # raises where the patches do not fill the image
+    module = _module(config, regularization or Regularization(), compute or Compute())
+    shape = *config.image_size, config.channels
+
+    def run(params: Params, images: Float[Array, 'b h w c'], **options: Any) -> Any:
+        if images.shape[1:] != shape:
+            raise ValueError(f'images are {images.shape[1:]}, the model takes {shape}')
+        return module.apply({'params': params}, images, **options)
+
+    def init(key: Key[Array, '']) -> Params:
+        return module.init(key, jnp.zeros((1, *shape), jnp.float32))['params']
+
+    def apply(
+        params: Params, images: Float[Array, 'b h w c'], key: Key[Array, ''] | None = None
+    ) -> Float[Array, '...']:
+        rngs = None if key is None else {'dropout': key}
+        return run(params, images, deterministic=key is None, rngs=rngs)
+
+    def features(params: Params, images: Float[Array, 'b h w c']) -> Float[Array, '...']:
+        return run(params, images, method=module.features)
+
+    def capture(
+        params: Params, images: Float[Array, 'b h w c']
+    ) -> tuple[Float[Array, '...'], dict[str, Any]]:
+        logits, state = run(params, images, mutable=['intermediates'])
+        return logits, state['intermediates']
+
+    return Model(config, init, apply, features, capture)
+
+
+def for_task(
+    config: ModelConfig, *, num_classes: int, image_size: tuple[int, int] | None
+) -> ModelConfig:
+    """The network to fine-tune: its whole head is a single linear layer (section 3.2)."""
+    changes: dict[str, Any] = {'num_classes': num_classes}
+    if image_size is not None:
+        changes['image_size'] = image_size
+    if isinstance(config, ViTConfig):
+        changes['representation_size'] = None
+    return dataclasses.replace(config, **changes)
+
+
+def _module(config: ModelConfig, regularization: Regularization, compute: Compute) -> nn.Module:
+    if isinstance(config, ResNetConfig):
+        if regularization != Regularization():
+            raise ValueError(f'a ResNet has neither dropout nor stochastic depth: {regularization}')
+        return ResNetClassifier(config, compute)
+    if config.width % config.num_heads:
+        raise ValueError(f'width={config.width} is not a multiple of num_heads={config.num_heads}')
+    return ViT(config, regularization, compute)

@@ -1,0 +1,194 @@
+"""The ResNet of the paper: what stands before a hybrid's tokens, and a classifier of its own.
+
+Bottleneck units with activation last and the stride on the 3x3 convolution, GroupNorm in place of
+BatchNorm, weight-standardised convolutions (section 4.1, "ResNet (BiT)"; the numerics are those of
+the paper's code). The pre-activation network of the BiT paper is another one.
+"""
+
+import dataclasses
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from vit_jax.models.options import Compute, rematerialized
+from vit_jax.typing import Array, Float
+
+GROUPS = 32  # of GroupNorm
+
+# Units of each stage by the number of layers in a ResNet's name (26 is AugReg's).
+DEPTHS = {
+    '26': (2, 2, 2, 2),
+    '50': (3, 4, 6, 3),
+    '101': (3, 4, 23, 3),
+    '152': (3, 8, 36, 3),
+    '200': (3, 24, 36, 3),
+}
+
+
+@dataclasses.dataclass(kw_only=True)
+class Backbone:
+    """The convolutions: a root that shrinks the image by 4, then stages of bottleneck units.
+
+    Each stage has twice the channels of the one before and, but for the first, half its height
+    and width. Its output has 4 times the channels of its 3x3 convolutions.
+    """
+
+    blocks: tuple[int, ...] = (3, 4, 6, 3)  # units of each stage; () is the root alone
+    width: int = 64  # channels of the root and of the first stage's 3x3 convolutions
+
+    def __post_init__(self) -> None:
+        if self.width % GROUPS or self.width < 1:
+            raise ValueError(f'backbone.width={self.width} is not a multiple of {GROUPS} groups')
+        if any(units < 1 for units in self.blocks):
+            raise ValueError(f'backbone.blocks={self.blocks}: a stage has at least one unit')
+
+    @property
+    def stride(self) -> int:
+        """Pixels of the image, along a side, for one of the feature map."""
+        return 2 ** (2 + max(0, len(self.blocks) - 1))
+
+    @property
+    def channels(self) -> int:
+        """Channels of the feature map."""
+        return self.width * 2 ** (len(self.blocks) + 1) if self.blocks else self.width
+
+    def map_size(self, image_size: tuple[int, int]) -> tuple[int, int]:
+        """(height, width) of the feature map: every halving rounds up, as SAME padding does."""
+        height, width = (-(-side // self.stride) for side in image_size)
+        return height, width
+
+
+@dataclasses.dataclass(kw_only=True)
+class ResNetConfig:
+    """A ResNet as a classifier: the architecture, and nothing else. Lengths are (height, width)."""
+
+    image_size: tuple[int, int] = (224, 224)
+    channels: int = 3
+    backbone: Backbone = dataclasses.field(default_factory=Backbone)
+    num_classes: int | None = None  # None: no head, the outputs are the features
+    head_bias: float = 0.0  # the head's bias at initialisation
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(height, width) of the last feature map."""
+        return self.backbone.map_size(self.image_size)
+
+
+class StandardConv(nn.Module):
+    """A convolution, SAME and without bias, whose kernel is standardised where it is used.
+
+    Each output channel has mean 0 and deviation 1; the epsilon is added to the deviation, not to
+    the variance. What is stored is the raw kernel.
+    """
+
+    features: int
+    size: int
+    stride: int = 1
+    dtype: str = 'float32'
+
+    @nn.compact
+    def __call__(self, x: Float[Array, 'b h w c']) -> Float[Array, 'b _ _ _']:
+        shape = self.size, self.size, x.shape[-1], self.features
+        kernel = self.param('kernel', nn.initializers.lecun_normal(), shape)
+        kernel = kernel - kernel.mean((0, 1, 2), keepdims=True)
+        kernel = kernel / (kernel.std((0, 1, 2), keepdims=True) + 1e-5)
+        return jax.lax.conv_general_dilated(
+            x.astype(self.dtype),
+            kernel.astype(self.dtype),
+            (self.stride, self.stride),
+            'SAME',
+            dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
+        )
+
+
+class Unit(nn.Module):
+    """A bottleneck: 1x1, 3x3 and 1x1 convolutions beside a shortcut, activation last."""
+
+    channels: int  # of the 3x3 convolution
+    dtype: str
+    stride: int
+
+    @nn.compact
+    def __call__(self, x: Float[Array, 'b h w c']) -> Float[Array, 'b _ _ _']:
+        conv = functools.partial(StandardConv, dtype=self.dtype)
+        norm = functools.partial(nn.GroupNorm, GROUPS, epsilon=1e-6, dtype=self.dtype)
+        width, outputs, shortcut = self.channels, 4 * self.channels, x
+        if x.shape[-1] != outputs or self.stride != 1:
+            shortcut = conv(outputs, 1, self.stride, name='conv_proj')(x)
+            shortcut = norm(name='norm_proj')(shortcut)
+        y = nn.relu(norm(name='norm1')(conv(width, 1, name='conv1')(x)))
+        y = nn.relu(norm(name='norm2')(conv(width, 3, self.stride, name='conv2')(y)))
+        y = conv(outputs, 1, name='conv3')(y)
+        # Zero scale: at the beginning every unit is its shortcut.
+        y = norm(name='norm3', scale_init=nn.initializers.zeros)(y)
+        return nn.relu(shortcut + y)
+
+
+class Stage(nn.Module):
+    """Units at one resolution, which the first of them may halve.
+
+    They are not scanned: a rolled loop made the gradient 7 times slower on CPUs, and compiling it
+    took as long (R50x1 at 128 pixels, 2 cores).
+    """
+
+    units: int
+    channels: int
+    stride: int
+    compute: Compute
+
+    @nn.compact
+    def __call__(self, x: Float[Array, 'b h w c']) -> Float[Array, 'b _ _ _']:
+        unit = rematerialized(Unit, self.compute)
+        for index in range(self.units):
+            stride = self.stride if index == 0 else 1
+            x = unit(self.channels, self.compute.dtype, stride, name=f'unit{index + 1}')(x)
+        self.sow('intermediates', 'map', x, reduce_fn=lambda _, latest: latest)
+        return x
+
+
+class ResNet(nn.Module):
+    """Images to the feature map of a backbone."""
+
+    backbone: Backbone
+    compute: Compute
+
+    @nn.compact
+    def __call__(self, images: Float[Array, 'b h w c']) -> Float[Array, 'b _ _ _']:
+        width, dtype = self.backbone.width, self.compute.dtype
+        x = StandardConv(width, 7, 2, dtype, name='conv_root')(images)
+        x = nn.relu(nn.GroupNorm(GROUPS, epsilon=1e-6, dtype=dtype, name='norm_root')(x))
+        x = nn.max_pool(x, (3, 3), (2, 2), 'SAME')
+        for index, units in enumerate(self.backbone.blocks):
+            stride = 1 if index == 0 else 2
+            stage = Stage(units, width * 2**index, stride, self.compute, name=f'stage{index + 1}')
+            x = stage(x)
+        return x
+
+
+class ResNetClassifier(nn.Module):
+    """Images to logits: the mean of the last feature map, and a linear head that begins at zero."""
+
+    config: ResNetConfig
+    compute: Compute
+
+    def setup(self) -> None:
+        config = self.config
+        self.backbone = ResNet(config.backbone, self.compute)
+        if config.num_classes is not None:
+            self.head = nn.Dense(
+                config.num_classes,
+                kernel_init=nn.initializers.zeros,
+                bias_init=nn.initializers.constant(config.head_bias),
+            )
+
+    def __call__(
+        self, images: Float[Array, 'b h w c'], deterministic: bool = True
+    ) -> Float[Array, 'b _']:
+        x = self.features(images)
+        return x if self.config.num_classes is None else self.head(x)
+
+    def features(self, images: Float[Array, 'b h w c']) -> Float[Array, 'b _']:
+        """The mean of the last feature map, in float32."""
+        return self.backbone(images).astype(jnp.float32).mean((1, 2))

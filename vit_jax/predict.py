@@ -1,0 +1,125 @@
+"""Names what is in images: python -m vit_jax.predict CHECKPOINT IMAGE...
+
+CHECKPOINT is of any kind that vit_jax.load reads, an IMAGE is a file or a folder. Every image gets
+a line with its most probable classes; --features=OUT.npz keeps what the head is given.
+"""
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from vit_jax import program
+from vit_jax.data import pipeline
+from vit_jax.data.augment import normalize
+from vit_jax.data.sources import unlabelled
+from vit_jax.parallel import mesh as meshes
+from vit_jax.pretrained import ZERO_HEAD, Loaded, load
+from vit_jax.typing import Array, Batch, Float, Int, Params
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Prints a line for each image; 1 where some cannot be read, 0 otherwise."""
+    source = unlabelled(arguments.images)
+    loaded = load(arguments.checkpoint, **program.overrides(arguments))
+    print('\n'.join(loaded.report), file=sys.stderr)
+    names = _class_names(loaded, arguments.class_names)
+    if not loaded.predicts and not arguments.features:
+        no_head = 'the checkpoint has no head to predict with; --features=OUT.npz keeps features'
+        raise ValueError(no_head if loaded.config.num_classes is None else ZERO_HEAD)
+    reader = pipeline.Reader(
+        source=source,
+        crop=loaded.preprocessing.crop,
+        size=loaded.config.image_size,
+        exif_rotation=loaded.preprocessing.exif_rotation,
+        skip_unreadable=True,
+    )
+    rows, unreadable = [], 0
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task('images', total=len(source))
+        for indices, features, mask in _features(loaded, reader, arguments.batch_size):
+            for index, row, readable in zip(indices, features, mask, strict=True):
+                if not readable:
+                    unreadable += 1
+                    print(f'unreadable: {reader.problem(int(index))}', file=sys.stderr)
+                elif loaded.predicts:
+                    print(
+                        f'{source.describe(int(index))}  {_top(loaded, row, names, arguments.top)}'
+                    )
+            if arguments.features:
+                rows.append(np.where(mask[:, None], features, np.nan))
+            bar.update(task, advance=len(indices))
+    if arguments.features:
+        paths = np.array([source.describe(i) for i in range(len(source))])
+        np.savez(arguments.features, paths=paths, features=np.concatenate(rows))
+        print(
+            f'features of {len(source) - unreadable:,} images: {arguments.features}',
+            file=sys.stderr,
+        )
+    if unreadable:
+        print(f'{unreadable:,} of {len(source):,} images cannot be read', file=sys.stderr)
+    return 1 if unreadable else 0
+
+
+def _features(
+    loaded: Loaded, reader: pipeline.Reader, batch_size: int
+) -> Iterator[tuple[Int[np.ndarray, 'b'], Float[np.ndarray, 'b d'], np.ndarray]]:
+    """Batch by batch: which images, their features, and which of them could be read."""
+    mesh = meshes.make_mesh(meshes.MeshConfig())
+    batch_size = -(-batch_size // mesh.size) * mesh.size
+    params = jax.device_put(loaded.params, meshes.replicated(mesh))
+
+    @jax.jit
+    def features(params: Params, batch: Batch) -> Float[Array, 'b d']:
+        return loaded.model.features(params, normalize(batch['images'], loaded.preprocessing))
+
+    config = pipeline.LoaderConfig(placement='host')
+    feed = pipeline.make_feed(reader, config, meshes.batch_sharding(mesh))
+    indices = np.arange(len(reader.source))
+    for batch in pipeline.listed_batches(feed, indices, batch_size=batch_size):
+        part, indices = indices[:batch_size], indices[batch_size:]
+        found = np.asarray(features(params, batch)), np.asarray(batch['mask'])
+        yield part, found[0][: len(part)], found[1][: len(part)]
+
+
+def _top(loaded: Loaded, features: Float[np.ndarray, 'd'], names: list[str], count: int) -> str:
+    head = loaded.params['head']
+    logits = features @ head['kernel'] + head['bias']
+    probabilities = np.exp(logits - logits.max())
+    probabilities /= probabilities.sum()
+    best = np.argsort(-probabilities)[:count]
+    return ', '.join(f'{names[i]} {probabilities[i]:.1%}' for i in best)
+
+
+def _class_names(loaded: Loaded, path: str | None) -> list[str]:
+    """The names from a file of one a line, or those of the checkpoint, or numbers."""
+    count = loaded.config.num_classes or 0
+    if path is None:
+        return list(loaded.class_names) or [f'class {i}' for i in range(count)]
+    if not pathlib.Path(path).is_file():
+        raise FileNotFoundError(f'--class_names={path}: no such file')
+    names = pathlib.Path(path).read_text().splitlines()
+    if len(names) != count:
+        raise ValueError(f'--class_names={path}: {len(names)} lines for {count} classes')
+    return names
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog='python -m vit_jax.predict', description=__doc__)
+    parser.add_argument('checkpoint', metavar='CHECKPOINT')
+    parser.add_argument('images', metavar='IMAGE', nargs='+', help='files or folders')
+    parser.add_argument('--top', type=int, default=5, metavar='N', help='classes to print (5)')
+    parser.add_argument('--class_names', metavar='FILE', help="a name a line; the checkpoint's")
+    parser.add_argument('--features', metavar='OUT.npz', help='keep paths and features')
+    parser.add_argument('--batch_size', type=int, default=32, metavar='N', help='(32)')
+    program.add_overrides(parser)
+    return parser
+
+
+if __name__ == '__main__':
+    program.run(main, _parser())

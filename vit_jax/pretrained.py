@@ -1,0 +1,178 @@
+"""Checkpoints of any origin as networks that can be used: `load`, look, `save`."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from vit_jax import records, tree
+from vit_jax.checkpoints import formats
+from vit_jax.checkpoints.hints import Hints
+from vit_jax.checkpoints.transfer import adapt, transfer
+from vit_jax.config import Card
+from vit_jax.data.transforms import Preprocessing
+from vit_jax.models import Model, ModelConfig, build
+from vit_jax.typing import Float, Params
+
+ZERO_HEAD = (
+    'the head is all zeros, as in the published ImageNet-21k files: it predicts nothing; '
+    'fine-tune it, or use the features'
+)
+
+
+class Origin(NamedTuple):
+    """A checkpoint that was recognised; its arrays are read when they are asked for."""
+
+    path: str
+    format: str  # one of formats.FORMATS
+    layout: formats.Layout | None
+    card: Card
+    report: list[str]  # what was found out about it
+    read: Callable[[], Params]
+
+
+def find(path: str, hints: Hints, *, image_size: tuple[int, int] | None = None) -> Origin:
+    """The checkpoint at a path: ours or another system's, told apart by its content.
+
+    Raises ValueError or FileNotFoundError, in one sentence, where it cannot be used.
+    """
+    found = formats.find(path, hints, image_size=image_size)
+    card = Card.read(found.card, where=f'{path}: card')
+    return Origin(path, found.format, found.layout, card, found.report, found.read)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A pre-trained network with what belongs to it."""
+
+    config: ModelConfig
+    params: Params  # in host memory
+    preprocessing: Preprocessing
+    class_names: tuple[str, ...]  # () where the checkpoint has none
+    report: tuple[str, ...]  # what was found out, and what was done
+    format: str
+    layout: formats.Layout | None
+
+    @property
+    def predicts(self) -> bool:
+        """Has it a head that was trained?"""
+        return 'head' in self.params and bool(np.any(self.params['head']['kernel']))
+
+    def logits(self, images: Float[np.ndarray, 'b h w c']) -> Float[np.ndarray, 'b k']:
+        """What the head gives for images of `config.image_size`, as the model takes them.
+
+        The published models take float32 in [-1, 1]. Raises ValueError for a network without a
+        head, and for one whose head is all zeros.
+        """
+        if self.config.num_classes is None:
+            raise ValueError('the checkpoint has no head: use the features, or fine-tune it')
+        if not self.predicts:
+            raise ValueError(ZERO_HEAD)
+        return np.asarray(self._apply(self.params, images))
+
+    def features(self, images: Float[np.ndarray, 'b h w c']) -> Float[np.ndarray, '...']:
+        """What the head is given."""
+        return np.asarray(self._features(self.params, images))
+
+    @functools.cached_property
+    def model(self) -> Model:
+        """The network's functions."""
+        return build(self.config)
+
+    @functools.cached_property
+    def _apply(self) -> Callable[..., jax.Array]:
+        return jax.jit(self.model.apply)
+
+    @functools.cached_property
+    def _features(self) -> Callable[..., jax.Array]:
+        return jax.jit(self.model.features)
+
+
+def load(path: str, **overrides: Any) -> Loaded:
+    """The network at a path: a file or directory of any of `formats.FORMATS`.
+
+    What its file does not say of itself is told by `grid` (of its positions, in patches),
+    `num_heads`, `gelu` and `layer_norm_epsilon`. The network is changed by `image_size` (height,
+    width, or one number), `patch_size`, `channels` and `num_classes` (None: without a head);
+    `new_channels='fresh'` begins the projection of other channels anew. Raises ValueError or
+    FileNotFoundError, in one sentence, where the file cannot be used.
+    """
+    hints, changes, new_channels = _sorted_overrides(overrides)
+    origin = find(path, hints, image_size=changes.get('image_size'))
+    old = origin.card.model
+    new = dataclasses.replace(old, **changes)
+    params, report = origin.read(), [f'{path}: {line}' for line in origin.report]
+    if new.num_classes != old.num_classes:
+        fresh = jax.jit(build(new).init)(jax.random.key(0))
+        params, said = transfer(params, old=old, new=new, fresh=jax.device_get(fresh))
+        report += said
+    elif new != old:
+        params, said = adapt(params, old=old, new=new)
+        report += said
+    if new_channels == 'fresh' and new.channels != old.channels:
+        params, line = _with_fresh_channels(params, new)
+        report.append(line)
+    loaded = Loaded(
+        config=new,
+        params=params,
+        preprocessing=origin.card.preprocessing,
+        class_names=origin.card.class_names if new.num_classes == old.num_classes else (),
+        report=tuple(report),
+        format=origin.format,
+        layout=origin.layout,
+    )
+    if new.num_classes is not None and not loaded.predicts:
+        loaded = dataclasses.replace(loaded, report=(*loaded.report, ZERO_HEAD))
+    return loaded
+
+
+def save(loaded: Loaded, path: str, format: str | None = None) -> list[str]:
+    """Writes the network, in the format that it was read in, or in another one of `FORMATS`.
+
+    In its own format a file keeps the layout that was read. Returns what a reader of the file has
+    to be told. Raises ValueError where the format cannot hold the network.
+    """
+    format = format or loaded.format
+    if format not in formats.FORMATS:
+        raise ValueError(f'format={format!r}; {records.nearest(format, formats.FORMATS)}')
+    layout = loaded.layout if format == loaded.format else None
+    card = {
+        'step': 0,
+        'model': loaded.config,
+        'grid': list(loaded.config.grid),
+        'preprocessing': records.to_dict(loaded.preprocessing),
+        'class_names': list(loaded.class_names),
+    }
+    return formats.write(path, format, params=loaded.params, card=card, layout=layout)
+
+
+def _sorted_overrides(overrides: dict[str, Any]) -> tuple[Hints, dict[str, Any], str]:
+    """The hints, the changes to the network, and what happens to other channels."""
+    hint_names = set(records.to_dict(Hints()))
+    known = hint_names | {'image_size', 'patch_size', 'channels', 'num_classes', 'new_channels'}
+    for name in overrides:
+        if name not in known:
+            raise ValueError(f'load: no override {name!r}; {records.nearest(name, known)}')
+    values = {name: overrides[name] for name in hint_names & set(overrides)}
+    changes = {name: v for name, v in overrides.items() if name not in hint_names}
+    new_channels = changes.pop('new_channels', 'adapt')
+    if new_channels not in ('adapt', 'fresh'):
+        raise ValueError(f"load: new_channels={new_channels!r}; expected 'adapt' or 'fresh'")
+    for name in ('image_size', 'patch_size'):
+        if isinstance(changes.get(name), int):
+            changes[name] = (changes[name], changes[name])
+        if name in changes:
+            changes[name] = tuple(changes[name])
+    return records.from_dict(Hints, values, where='load'), changes, new_channels
+
+
+def _with_fresh_channels(params: Params, config: ModelConfig) -> tuple[Params, str]:
+    """The first kernel drawn anew."""
+    fresh = tree.named_leaves(jax.device_get(jax.jit(build(config).init)(jax.random.key(0))))
+    root = 'backbone/conv_root/kernel'
+    first = root if root in fresh else 'embedding/kernel'
+    replaced = tree.map_named(lambda name, leaf: fresh[name] if name == first else leaf, params)
+    return replaced, f'{first}: drawn anew, for {config.channels} channels'

@@ -4,7 +4,9 @@ What is read is always the same: our parameters, and the values of a card. What 
 the layouts stands in one module for each.
 """
 
+import dataclasses
 import json
+import math
 import pathlib
 import re
 from collections.abc import Callable, Mapping
@@ -17,7 +19,7 @@ from vit_jax import records, tree
 from vit_jax.checkpoints import files, google, huggingface, state, table, timm
 from vit_jax.checkpoints.files import Contents
 from vit_jax.checkpoints.hints import Hints, described
-from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig, build, parameter_count
+from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig, build
 from vit_jax.models.positions import sincos2d
 from vit_jax.typing import Params
 
@@ -74,12 +76,14 @@ def write(
     if isinstance(config, ResNetConfig) and format not in ('google', 'bigvision'):
         raise ValueError(f'the {format} layout has no such ResNet: write google or bigvision')
     params, config, notes = _with_learned_positions(params, config, format)
-    named = {name: np.asarray(leaf) for name, leaf in tree.named_leaves(params).items()}
     layout = layout or _usual_layout(format, config)
-    if isinstance(layout, google.Layout):
-        named = google.foldable(named, layout)
+    if isinstance(layout, huggingface.Layout):
+        assert isinstance(config, ViTConfig)  # as above
+        description = huggingface.description(config, tuple(card['class_names']))
+    named = _folded(params, layout)
     entries = table.expanded(_rules(config, layout), config, named, layout=format)
-    arrays = table.write(entries, named)
+    arrays, said = _in_type(table.write(entries, named), layout.dtype)
+    notes += said
     if isinstance(layout, google.Layout):
         files.write_npz(_with_ending(place, '.npz'), arrays)
         return notes + google.notes(config)
@@ -88,7 +92,6 @@ def write(
         text = {CARD: json.dumps(values)}
         files.write_safetensors(_with_ending(place, '.safetensors'), arrays, text)
         return notes + timm.notes(config, layout)
-    description = huggingface.description(config, tuple(card['class_names']))
     processor = huggingface.processor(config, card['preprocessing'])
     place.mkdir(parents=True, exist_ok=True)
     (place / 'config.json').write_text(json.dumps(description, indent=2) + '\n')
@@ -135,6 +138,8 @@ def _recognised(
     shapes = {name: leaf.shape for name, leaf in tree.named_leaves(expected).items()}
     entries = table.expanded(_rules(config, layout), config, shapes, layout=layout.name)
     skipped = table.check_names(entries, arrays, ignored)
+    types = {arrays[name].dtype.name for entry in entries for name in entry.theirs}
+    layout = dataclasses.replace(layout, dtype=types.pop() if len(types) == 1 else 'float32')
 
     def read() -> Params:
         with files.explained(path):
@@ -148,7 +153,8 @@ def _recognised(
         'preprocessing': own.get('preprocessing', preprocessing),
         'class_names': list(own.get('class_names', class_names)),
     }
-    report = [_summary(layout, config)]
+    count = sum(math.prod(shape) for shape in shapes.values())
+    report = [_summary(layout, config, count)]
     if skipped:
         report.append(f'ignored: {len(skipped)} arrays, such as {skipped[0]}')
     return Found(layout.name, layout, card, report, read)
@@ -159,9 +165,9 @@ def _plain(config: ModelConfig) -> dict[str, Any]:
     return {'kind': type(config).__name__} | records.to_dict(config)
 
 
-def _summary(layout: Layout, config: ModelConfig) -> str:
+def _summary(layout: Layout, config: ModelConfig, count: int) -> str:
     text = described(config) if isinstance(config, ViTConfig) else f'ResNet of {config.backbone}'
-    return f'{layout.name} layout, {parameter_count(config):,} parameters; {text}'
+    return f'{layout.name} layout, {count:,} parameters; {text}'
 
 
 def _filled(hints: Hints, values: Mapping[str, Any]) -> Hints:
@@ -191,6 +197,25 @@ def _usual_layout(format: str, config: ModelConfig) -> Layout:
         assert isinstance(config, ViTConfig)
         return huggingface.default_layout(config)
     return {'google': google.GOOGLE, 'bigvision': google.BIGVISION}[format]
+
+
+def _folded(params: Params, layout: Layout) -> dict[str, np.ndarray]:
+    """The same network, with the class token's position added to the token where it has no row."""
+    named = {name: np.asarray(leaf) for name, leaf in tree.named_leaves(params).items()}
+    if getattr(layout, 'class_row', True) or not {'cls', 'pos_embedding'} <= set(named):
+        return named
+    row = named['pos_embedding'][:, :1]
+    # Where it is zero, exactly the same array is written.
+    return named | ({'cls': named['cls'] + row} if row.any() else {})
+
+
+def _in_type(arrays: dict[str, np.ndarray], dtype: str) -> tuple[dict[str, np.ndarray], list[str]]:
+    """The arrays in the type that was read, where that loses nothing."""
+    cast = {name: array.astype(np.dtype(dtype)) for name, array in arrays.items()}
+    exact = all(np.array_equal(cast[name].astype(np.float32), arrays[name]) for name in cast)
+    if exact:
+        return cast, []
+    return arrays, [f'written as float32: {dtype} would not hold the values']
 
 
 def _with_learned_positions(

@@ -9,11 +9,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from vit_jax.checkpoints.files import Stored
 from vit_jax.checkpoints.hints import Hints, count_layers, count_units, find_grid, shape_of
-from vit_jax.checkpoints.table import SAME, Rule, Turn, dense, norm
+from vit_jax.checkpoints.table import NO_CLASS_ROW, SAME, Rule, Turn, dense, norm
 from vit_jax.models import Backbone, ModelConfig, ResNetConfig, ViTConfig
 
 _POSITIONS = (
@@ -29,6 +27,7 @@ class Layout:
 
     name: str = 'google'  # or 'bigvision'
     prefix: str = ''
+    dtype: str = 'float32'  # of the arrays in the file
     stacked: bool = False  # one array for all blocks
     before_linen: bool = True  # modules of a block numbered through: MlpBlock_3
     positions: str = _POSITIONS[1]
@@ -50,7 +49,8 @@ BIGVISION = Layout(
 
 def matches(names: list[str]) -> bool:
     """Are these the names of such a file?"""
-    return any(re.search(r'(^|/)(embedding|conv_root)/kernel$', name) for name in names)
+    known = r'(.*/)?(embedding/kernel|conv_root/kernel|Transformer/.*)'
+    return any(re.fullmatch(known, name) for name in names)
 
 
 def table(config: ModelConfig, layout: Layout) -> list[Rule]:
@@ -62,11 +62,8 @@ def table(config: ModelConfig, layout: Layout) -> list[Rule]:
     ours, head = 'encoder/block', layout.map_head
     group = Turn(lambda a: a.reshape(-1), lambda a: a.reshape(1, 1, 1, -1))
     group = group if layout.group_norm_4d else SAME
-    positions = SAME
-    if isinstance(config, ViTConfig) and config.pool == 'cls' and not layout.class_row:
-        positions = Turn(
-            lambda a: np.concatenate([np.zeros_like(a[:, :1]), a], axis=1), lambda a: a[:, 1:]
-        )
+    has_token = isinstance(config, ViTConfig) and config.pool == 'cls'
+    positions = NO_CLASS_ROW if has_token and not layout.class_row else SAME
     rules = [
         *dense('embedding', 'embedding'),
         Rule('cls', 'cls'),
@@ -105,19 +102,6 @@ def ignored(layout: Layout) -> str | None:
     return f'(?!{re.escape(layout.prefix)}).*' if layout.prefix else None
 
 
-def foldable(params: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np.ndarray]:
-    """The same network with the class token's position added to the token itself.
-
-    A layout without a row for it has no other place for that position.
-    """
-    folded = dict(params)
-    if not layout.class_row and 'cls' in params and 'pos_embedding' in params:
-        row = params['pos_embedding'][:, :1]
-        if row.any():  # else exactly the same array is written
-            folded['cls'] = params['cls'] + row
-    return folded
-
-
 def find(
     arrays: Mapping[str, Stored], hints: Hints, image_size: tuple[int, int] | None, subtree: str
 ) -> tuple[ModelConfig, Layout]:
@@ -132,12 +116,12 @@ def find(
     }
     if not inside:
         raise ValueError(f'no array is under {prefix}')
-    backbone, num_classes, is_4d = _backbone(inside), None, not prefix
+    backbone, num_classes = _backbone(inside), None
     if 'head/bias' in inside:
         num_classes = shape_of(inside, 'head/bias', 1)[0]
+    changes: dict[str, Any] = {'prefix': prefix}
     if 'gn_root/scale' in inside:
-        is_4d = len(inside['gn_root/scale'].shape) == 4
-    changes: dict[str, Any] = {'prefix': prefix, 'group_norm_4d': is_4d}
+        changes['group_norm_4d'] = len(inside['gn_root/scale'].shape) == 4
     if backbone is not None and not any(name.startswith('Transformer/') for name in inside):
         config = ResNetConfig(
             image_size=image_size or (224, 224),
@@ -145,7 +129,7 @@ def find(
             backbone=backbone,
             num_classes=num_classes,
         )
-        return config, dataclasses.replace(GOOGLE if is_4d else BIGVISION, **changes)
+        return config, dataclasses.replace(BIGVISION if prefix else GOOGLE, **changes)
     values, found = _vit(inside, hints, image_size, backbone)
     is_google = found['positions'] == _POSITIONS[1] and not prefix and values['pool'] != 'map'
     layout = dataclasses.replace(GOOGLE if is_google else BIGVISION, **changes, **found)

@@ -40,12 +40,14 @@ class Layout:
 
     name: str = 'huggingface'
     prefix: str = 'vit.'  # none: the file of a model without a head
+    dtype: str = 'float32'  # of the arrays in the file
     old_names: bool = True  # those on disk
 
 
 def matches(names: list[str]) -> bool:
     """Are these the names of such a file?"""
-    return any(name.endswith('embeddings.patch_embeddings.projection.weight') for name in names)
+    known = f'{_PATCHES}.projection.weight', 'layernorm_before.weight'
+    return any(name.endswith(known) for name in names)
 
 
 def table(config: ViTConfig, layout: Layout) -> list[Rule]:

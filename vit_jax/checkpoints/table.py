@@ -20,6 +20,10 @@ class Turn(NamedTuple):
 
 SAME = Turn(lambda a: a, lambda a: a)
 TRANSPOSED = Turn(lambda a: a.T, lambda a: a.T)
+# Positions without a row for the class token, whose own is then zero.
+NO_CLASS_ROW = Turn(
+    lambda a: np.concatenate([np.zeros_like(a[:, :1]), a], axis=1), lambda a: a[:, 1:]
+)
 CONVOLUTION = Turn(lambda a: a.transpose(2, 3, 1, 0), lambda a: a.transpose(3, 2, 0, 1))
 
 

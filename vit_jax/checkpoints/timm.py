@@ -5,8 +5,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from vit_jax.checkpoints.files import Stored
 from vit_jax.checkpoints.hints import (
     Hints,
@@ -18,9 +16,9 @@ from vit_jax.checkpoints.hints import (
 )
 from vit_jax.checkpoints.table import (
     CONVOLUTION,
+    NO_CLASS_ROW,
     SAME,
     Rule,
-    Turn,
     torch_linear,
     torch_norm,
     torch_output,
@@ -35,22 +33,19 @@ class Layout:
 
     name: str = 'timm'
     prefix: str = ''
+    dtype: str = 'float32'  # of the arrays in the file
     class_row: bool = True  # positions hold a row for the class token
 
 
 def matches(names: list[str]) -> bool:
     """Are these the names of such a file?"""
-    return any(name.endswith('patch_embed.proj.weight') for name in names)
+    return any(_KNOWN.fullmatch(name) for name in names)
 
 
 def table(config: ViTConfig, layout: Layout) -> list[Rule]:
     """Where each array stands."""
     heads, block, ours = config.num_heads, 'blocks.{layer0}', 'encoder/block'
-    positions = SAME
-    if config.pool == 'cls' and not layout.class_row:
-        positions = Turn(
-            lambda a: np.concatenate([np.zeros_like(a[:, :1]), a], axis=1), lambda a: a[:, 1:]
-        )
+    positions = NO_CLASS_ROW if config.pool == 'cls' and not layout.class_row else SAME
     rules = [
         *torch_linear('patch_embed.proj', 'embedding', CONVOLUTION),
         Rule('cls_token', 'cls'),
@@ -83,8 +78,7 @@ def find(
     arrays: Mapping[str, Stored], hints: Hints, image_size: tuple[int, int] | None
 ) -> tuple[ViTConfig, Layout]:
     """The network and the layout of such a file. Raises ValueError where it does not show them."""
-    prefix = next(n for n in arrays if n.endswith('patch_embed.proj.weight'))
-    prefix = prefix.removesuffix('patch_embed.proj.weight')
+    prefix = next(match[1] or '' for name in arrays if (match := _KNOWN.fullmatch(name)))
     inside = {n.removeprefix(prefix): s for n, s in arrays.items() if n.startswith(prefix)}
     width, channels, p, q = shape_of(inside, 'patch_embed.proj.weight', 4)
     backbone = _backbone(inside)
@@ -161,6 +155,7 @@ def notes(config: ViTConfig, layout: Layout) -> list[str]:
     return [f'in timm: create_model(..., {", ".join(said)})'] if said else []
 
 
+_KNOWN = re.compile(r'(.*\.)?(patch_embed\.proj\.weight|blocks\.0\.attn\.qkv\..*)')
 _ROOTS = {True: 'patch_embed.backbone.stem', False: 'patch_embed.backbone'}
 _UNIT = 'patch_embed.backbone.stages.{stage0}.blocks.{unit0}'
 

@@ -1,0 +1,56 @@
+"""Checkpoints of other systems with the logits that the original code gives for them.
+
+Those beside this file are committed, with one image each; all of them lie in ../shared, where
+that is present.
+"""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+SHARED = HERE.parent.parent.parent / 'shared' / 'reference'
+
+# What each file does not say of itself.
+HINTS = {
+    'google_vit_token': {},
+    'google_vit_token_prelogits': {},
+    'google_vit_gap': {},
+    'google_hybrid_r50style': {},
+    'google_hybrid_4stage': {},
+    'google_hybrid_stemonly': {},
+    'bigvision_tok': {},
+    'bigvision_tok_scan': {},
+    'bigvision_gap_sincos_rep': {'grid': (4, 4)},
+    'bigvision_map': {},
+    'bigvision_gap_nonsquare': {'grid': (3, 5)},
+    'timm_token': {'num_heads': 3},
+    'timm_gap_fcnorm': {'num_heads': 3},
+    'timm_map': {'num_heads': 3},
+    'timm_token_nonsquare': {'num_heads': 3, 'grid': (4, 6)},
+    'hf_vit': {},
+}
+_ENDINGS = '', '.npz', '.safetensors'
+COMMITTED = sorted(path.name.removesuffix('.io.npz') for path in HERE.glob('*.io.npz'))
+
+
+def find(name: str) -> pathlib.Path | None:
+    """The checkpoint, if it is there."""
+    places = (folder / f'{name}{end}' for folder in (SHARED, HERE) for end in _ENDINGS)
+    return next((place for place in places if place.exists()), None)
+
+
+def path(name: str) -> str:
+    """The checkpoint; the test is skipped where it is not there."""
+    place = find(name)
+    if place is None:
+        pytest.skip(f'{name} is neither committed nor in {SHARED}')
+    return str(place)
+
+
+def images_and_logits(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """What the original code was given, and what it gave."""
+    folder = SHARED if (SHARED / f'{name}.io.npz').exists() else HERE
+    with np.load(folder / f'{name}.io.npz') as file:
+        return file['images'], file['logits']

@@ -98,3 +98,20 @@ def test_a_random_crop_is_decided_by_its_generator():
     assert len({cut(seed).tobytes() for seed in range(10)}) > 5
     with pytest.raises(ValueError, match='for training only'):
         crop(PHOTO, (16, 16), None)
+
+
+@pytest.mark.parametrize('size', [(24, 24), (70, 90), (11, 60), (60, 11)])
+@pytest.mark.parametrize('method', ['bilinear_antialias', 'bicubic_antialias'])
+def test_resizing_with_antialias_is_pillows(method, size):
+    image = np.random.default_rng(0).integers(0, 256, (50, 37, 3), dtype=np.uint8)
+    filters = {'bilinear_antialias': 2, 'bicubic_antialias': 3}
+    pillows = Image.fromarray(image).resize(size[::-1], filters[method])
+    ours = transforms.Resize(resize=method)(image, size, None)
+    # Pillow sums in fixed point: a half, common with linear weights, may be rounded down
+    assert np.abs(ours.astype(int) - np.asarray(pillows)).max() <= 1
+    assert np.mean(ours != np.asarray(pillows)) < (0.1 if method == 'bilinear_antialias' else 0.01)
+    without = transforms.Resize()(image, (11, 20), None)
+    assert (
+        np.abs(without.astype(int) - transforms.Resize(resize=method)(image, (11, 20), None)).max()
+        > 30
+    )

@@ -13,6 +13,13 @@ PARAMETERS = {
     'L/16': (303_301_632, 304_326_632),
     'L/32': (305_510_400, 306_535_400),
     'H/14': (630_764_800, 632_045_800),
+    'R+Ti/16': (None, 6_337_704),
+    'R26+S/32': (None, 36_431_912),
+    'R26+B/32': (None, 101_383_976),
+    'R50+B/16': (None, 98_659_112),
+    'R50+L/32': (None, 328_994_856),
+    # A ResNet-50 without its last layer, as everywhere; GroupNorm has BatchNorm's parameters.
+    'R50x1': (23_508_032, 23_508_032 + 2049 * 1000),
 }
 
 # Table 6: model, epochs on JFT-300M (303 million images), exaFLOPs.
@@ -23,6 +30,18 @@ COMPUTE = [
     ('L/16', 7, 783),
     ('L/16', 14, 1567),
     ('H/14', 14, 4262),
+    ('R50x1', 7, 50),
+    ('R50x2', 7, 199),
+    ('R101x1', 7, 96),
+    ('R152x1', 7, 141),
+    ('R152x2', 7, 563),
+    ('R152x2', 14, 1126),
+    ('R200x3', 14, 3306),
+    ('R50+B/32', 7, 106),
+    ('R50+B/16', 7, 274),
+    ('R50+L/32', 7, 246),
+    ('R50+L/16', 7, 859),
+    ('R50+L/16', 14, 1668),
 ]
 
 
@@ -37,7 +56,9 @@ def test_parameter_counts_are_the_published_ones_to_the_digit(name):
 @pytest.mark.parametrize('name, epochs, exaflops', COMPUTE)
 def test_exaflops_are_those_of_table_6(name, epochs, exaflops):
     flops = epochs * 303e6 * 3 * 2 * multiply_adds(variant(name))
-    assert flops / 1e18 == pytest.approx(exaflops, rel=0.03)
+    # All are within 2.1 % but R50+L/16 after 7 epochs, which the paper gives as more than half of
+    # what it gives for 14.
+    assert flops / 1e18 == pytest.approx(exaflops, rel=0.032 if exaflops == 859 else 0.021)
 
 
 def test_every_size_builds_with_any_patch():
@@ -49,7 +70,34 @@ def test_every_size_builds_with_any_patch():
 
 
 @pytest.mark.parametrize(
-    'name, message', [('B16', 'SIZE/PATCH'), ('b/16', "mean 'B'|known"), ('XL/16', 'no size')]
+    'name, blocks, patch, channels, grid',
+    [
+        ('R+Ti/16', (), 8, 64, 7),
+        ('R26+S/32', (2, 2, 2, 2), 1, 2048, 7),
+        ('R50+B/16', (3, 4, 9), 1, 1024, 14),
+        ('R50+L/16', (3, 4, 9), 1, 1024, 14),
+        ('R50+L/32', (3, 4, 6, 3), 1, 2048, 7),
+        ('R50+B/32', (3, 4, 6, 3), 1, 2048, 7),
+    ],
+)
+def test_hybrids_are_those_of_the_papers_code(name, blocks, patch, channels, grid):
+    config = variant(name)
+    assert config.backbone.blocks == blocks and config.patch_size == (patch, patch)
+    assert config.backbone.channels == channels and config.grid == (grid, grid)
+
+
+@pytest.mark.parametrize(
+    'name, message',
+    [
+        ('B16', 'SIZE/PATCH'),
+        ('b/16', "mean 'B'|known"),
+        ('XL/16', 'no size'),
+        ('R51+B/16', 'no ResNet of 51 layers; known: 26, 50'),
+        ('R50+B/14', 'a hybrid ends with /16 or /32'),
+        ('R+B/32', 'no ResNet of no layers'),
+        ('X50+B/16', 'SIZE/PATCH'),
+        ('R34x1', 'no ResNet of 34 layers'),
+    ],
 )
 def test_an_unknown_name_is_explained(name, message):
     with pytest.raises(ValueError, match=message):

@@ -110,10 +110,13 @@ def _resized(image: Image, size: Size, resize: str = 'bilinear') -> Image:
         return image
     if resize == 'bilinear':
         return cv2.resize(image, size[::-1], interpolation=cv2.INTER_LINEAR)
-    cubic = resize == 'bicubic_antialias'
-    # Columns first, with 8 bits in between, as Pillow does.
-    narrow = _along(image, half_pixel(image.shape[1], size[1], cubic=cubic, antialias=True), axis=1)
-    return _along(narrow, half_pixel(image.shape[0], size[0], cubic=cubic, antialias=True), axis=0)
+    # Pillow keeps 8 bits between its two passes, and begins with rows only where they alone shrink.
+    rows_first = size[0] < image.shape[0] and size[1] > image.shape[1]
+    for axis in (0, 1) if rows_first else (1, 0):
+        cubic = resize == 'bicubic_antialias'
+        weights = half_pixel(image.shape[axis], size[axis], cubic=cubic, antialias=True)
+        image = _along(image, weights, axis=axis)
+    return image
 
 
 def _along(image: Image, weights: Float[np.ndarray, 'new old'], *, axis: int) -> Image:

@@ -1,0 +1,170 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import tiny
+from vit_jax.models import Backbone, Compute, Regularization, ResNetConfig, build
+from vit_jax.tree import named_leaves
+
+SMALL = ResNetConfig(image_size=(20, 14), backbone=Backbone(blocks=(2, 1), width=32), num_classes=3)
+
+
+IMAGES = jax.random.normal(jax.random.key(1), (2, 20, 14, 3))
+
+
+def made(config, scale=0.3, **options):
+    model = build(config, **options)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    return model, tiny.random_params(shapes, scale=scale)
+
+
+def conv(x, kernel, stride):
+    """A convolution with a standardised kernel: SAME, the odd pixel of padding at the end."""
+    kernel = kernel - kernel.mean((0, 1, 2))
+    kernel = kernel / (np.sqrt((kernel**2).mean((0, 1, 2))) + 1e-5)
+    size, outputs = kernel.shape[0], [-(-side // stride) for side in x.shape[:2]]
+    out = np.zeros((*outputs, kernel.shape[3]))
+    before = [
+        max(0, (o - 1) * stride + size - s) // 2 for o, s in zip(outputs, x.shape, strict=False)
+    ]
+    for i in range(outputs[0]):
+        for j in range(outputs[1]):
+            for a in range(size):
+                for b in range(size):
+                    row, column = i * stride + a - before[0], j * stride + b - before[1]
+                    if 0 <= row < x.shape[0] and 0 <= column < x.shape[1]:
+                        out[i, j] += x[row, column] @ kernel[a, b]
+    return out
+
+
+def group_norm(x, layer):
+    """32 groups of neighbouring channels, each normalised over the whole image."""
+    groups = x.reshape(*x.shape[:2], 32, -1)
+    groups = groups - groups.mean((0, 1, 3), keepdims=True)
+    groups = groups / np.sqrt((groups**2).mean((0, 1, 3), keepdims=True) + 1e-6)
+    return groups.reshape(x.shape) * layer['scale'] + layer['bias']
+
+
+def max_pool(x):
+    """3x3 with stride 2, SAME."""
+    height, width = (-(-side // 2) for side in x.shape[:2])
+    before = [
+        max(0, (o - 1) * 2 + 3 - s) // 2 for o, s in zip((height, width), x.shape, strict=False)
+    ]
+    padded = np.full((2 * height + 3, 2 * width + 3, x.shape[2]), -np.inf)
+    padded[before[0] : before[0] + x.shape[0], before[1] : before[1] + x.shape[1]] = x
+    rows = [padded[2 * i : 2 * i + 3] for i in range(height)]
+    return np.array([[r[:, 2 * j : 2 * j + 3].max((0, 1)) for j in range(width)] for r in rows])
+
+
+def by_definition(params, image):
+    """The feature map of one image in float64, from the text of the paper's code."""
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params['backbone'])
+    x = conv(np.asarray(image, np.float64), p['conv_root']['kernel'], 2)
+    x = max_pool(np.maximum(0, group_norm(x, p['norm_root'])))
+    for stage, units in (('stage1', 2), ('stage2', 1)):
+        for index in range(1, units + 1):
+            unit = p[stage][f'unit{index}']
+            stride = 2 if (stage, index) == ('stage2', 1) else 1
+            y = np.maximum(0, group_norm(conv(x, unit['conv1']['kernel'], 1), unit['norm1']))
+            y = np.maximum(0, group_norm(conv(y, unit['conv2']['kernel'], stride), unit['norm2']))
+            y = group_norm(conv(y, unit['conv3']['kernel'], 1), unit['norm3'])
+            if 'conv_proj' in unit:
+                x = group_norm(conv(x, unit['conv_proj']['kernel'], stride), unit['norm_proj'])
+            x = np.maximum(0, x + y)
+    return x
+
+
+def test_the_resnet_is_the_one_of_the_papers_code():
+    model, params = made(SMALL)
+    expected = np.stack([by_definition(params, image).mean((0, 1)) for image in IMAGES])
+    # float32 through nine standardised layers of up to 288 terms
+    np.testing.assert_allclose(model.features(params, IMAGES), expected, rtol=2e-4, atol=2e-4)
+    head = params['head']
+    logits = expected @ head['kernel'] + head['bias']
+    np.testing.assert_allclose(model.apply(params, IMAGES), logits, rtol=1e-3, atol=1e-3)
+
+
+def test_at_the_beginning_every_unit_is_its_shortcut_and_the_head_says_nothing():
+    params = jax.jit(build(SMALL).init)(jax.random.key(0))
+    named = named_leaves(params)
+    assert not any(leaf.any() for name, leaf in named.items() if name.endswith('norm3/scale'))
+    assert not params['head']['kernel'].any()
+
+
+def test_a_kernel_is_used_standardised():
+    """Scaling or shifting an output channel of a kernel changes nothing."""
+    model, params = made(SMALL)
+    kernel = params['backbone']['stage1']['unit1']['conv2']['kernel']
+    features = jax.jit(model.features)
+    before = features(params, IMAGES)
+    scale = jnp.linspace(1, 3, kernel.shape[3])
+    params['backbone']['stage1']['unit1']['conv2']['kernel'] = kernel * scale + scale
+    # exact but for rounding and the 1e-5 that is added to deviations near 0.3
+    np.testing.assert_allclose(features(params, IMAGES), before, atol=1e-3)
+
+
+def test_remat_changes_neither_result_nor_gradient():
+    results = []
+    for remat in 'none', 'dots', 'block':
+        model, params = made(SMALL, compute=Compute(remat=remat))
+        gradient = jax.jit(jax.grad(lambda p, m=model: m.apply(p, IMAGES).std()))(params)
+        results.append(named_leaves(gradient))
+    for other in results[1:]:
+        for name, leaf in other.items():
+            np.testing.assert_allclose(leaf, results[0][name], atol=1e-5, err_msg=name)
+
+
+def test_every_leaf_learns_and_maps_are_captured():
+    model, params = made(SMALL)
+    gradient = jax.jit(jax.grad(lambda p: (model.apply(p, IMAGES) ** 2).sum()))(params)
+    for name, leaf in named_leaves(gradient).items():
+        assert jnp.abs(leaf).max() > 1e-7, name
+    logits, seen = jax.jit(model.capture)(params, IMAGES)
+    assert seen['backbone']['stage2']['map'].shape == (2, *SMALL.grid, SMALL.backbone.channels)
+    np.testing.assert_allclose(logits, model.apply(params, IMAGES), atol=1e-5)
+
+
+def test_a_hybrid_has_the_options_of_a_vit():
+    config = tiny.model(
+        image_size=(64, 48),
+        patch_size=(2, 1),
+        backbone=Backbone(blocks=(1,), width=32),
+        pool='map',
+        positions='sincos2d',
+        representation_size=6,
+    )
+    assert config.grid == (8, 12)
+    compute = Compute(remat='dots', dtype='bfloat16')
+    regularization = Regularization(dropout=0.1, stochastic_depth=0.1)
+    model, params = made(config, compute=compute, regularization=regularization)
+    images = tiny.images(config=config)
+    logits, seen = jax.jit(model.capture)(params, images)
+    assert logits.shape == (2, tiny.CLASSES)
+    assert seen['encoder']['block']['attention']['weights'].shape == (3, 2, 2, 96, 96)
+    apply = jax.jit(model.apply)
+    one, two = (apply(params, images, jax.random.key(i)) for i in (1, 2))
+    assert (one != two).all()
+    exact = jax.jit(build(config).apply)(params, images)
+    assert jnp.linalg.norm(logits - exact) < 0.1 * jnp.linalg.norm(exact)  # 8 bits, 15 layers
+
+
+@pytest.mark.parametrize(
+    'make, message',
+    [
+        (lambda: Backbone(width=48), 'backbone.width=48 is not a multiple of 32'),
+        (lambda: Backbone(blocks=(3, 0)), r'blocks=\(3, 0\): a stage has at least one unit'),
+        (
+            lambda: build(SMALL, regularization=Regularization(dropout=0.1)),
+            'a ResNet has neither dropout nor stochastic depth',
+        ),
+        (
+            lambda: tiny.model(image_size=(72, 64), backbone=Backbone(), patch_size=(2, 2)).grid,
+            r'image_size=\(72, 64\) .* a feature map 32 times smaller; nearest: \(128, 64\)',
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,343 @@
+import csv
+import dataclasses
+import subprocess
+import sys
+
+import cv2
+import jax
+import numpy as np
+import pytest
+
+import vit_jax
+from tests import reference, tiny
+from tests.checkpoints.test_formats import HYBRID, contents, loaded
+from vit_jax import augreg, convert, experiment, predict, program
+from vit_jax.checkpoints import google
+from vit_jax.checkpoints.augreg import fine_tuned, listed, pick, read_index
+from vit_jax.data.transforms import Preprocessing
+from vit_jax.pretrained import ZERO_HEAD
+from vit_jax.training.optimizer import ScheduleConfig
+from vit_jax.tree import named_leaves
+
+NAME = 'google_vit_token_prelogits'
+
+
+def saved(tmp_path, config, **values):
+    path = str(tmp_path / 'file.npz')
+    vit_jax.save(loaded(config, google.GOOGLE, **values), path)
+    return path
+
+
+def zero_headed(tmp_path):
+    network = loaded(tiny.model(), google.GOOGLE)
+    head = jax.tree.map(np.zeros_like, network.params['head'])
+    params = network.params | {'head': head}
+    vit_jax.save(dataclasses.replace(network, params=params), str(tmp_path / 'zero.npz'))
+    return str(tmp_path / 'zero.npz')
+
+
+def test_a_head_of_zeros_refuses_to_predict_and_gives_features(tmp_path):
+    network = vit_jax.load(zero_headed(tmp_path))
+    images = np.asarray(tiny.images())
+    with pytest.raises(ValueError, match='the head is all zeros, as in the published ImageNet-21k'):
+        network.logits(images)
+    assert np.abs(network.features(images)).max() > 0
+    assert ZERO_HEAD in network.report
+    without = vit_jax.load(zero_headed(tmp_path), num_classes=None)
+    np.testing.assert_array_equal(without.features(images), network.features(images))
+    with pytest.raises(ValueError, match='the checkpoint has no head'):
+        without.logits(images)
+
+
+def test_features_are_what_the_head_is_given():
+    network = vit_jax.load(reference.path(NAME))
+    images, logits = reference.images_and_logits(NAME)
+    head = network.params['head']
+    features = network.features(images)
+    np.testing.assert_allclose(features @ head['kernel'] + head['bias'], logits, atol=1e-5)
+
+
+def test_other_images_change_what_they_must_and_nothing_else(tmp_path):
+    path = saved(tmp_path, tiny.model())
+    before = vit_jax.load(path)
+    network = vit_jax.load(path, image_size=(12, 8), channels=1)
+    assert network.config == tiny.model(image_size=(12, 8), channels=1)
+    old, new = named_leaves(before.params), named_leaves(network.params)
+    changed = {name for name in old if not np.array_equal(old[name], new[name])}
+    assert changed == {'pos_embedding', 'embedding/kernel'}
+    report = '\n'.join(network.report)
+    assert 'pos_embedding: resized from 2x2 to 3x2 patches' in report
+    assert 'embedding/kernel: 3 channels summed to 1' in report
+    assert network.logits(np.zeros((1, 12, 8, 1), np.float32)).shape == (1, tiny.CLASSES)
+
+
+def test_grey_images_give_the_same_logits_with_one_channel_or_five(tmp_path):
+    path = saved(tmp_path, tiny.model())
+    grey = np.asarray(tiny.images())[..., :1]
+    expected = vit_jax.load(path).logits(np.repeat(grey, 3, axis=-1))
+    for channels in 1, 5:
+        logits = vit_jax.load(path, channels=channels).logits(np.repeat(grey, channels, axis=-1))
+        np.testing.assert_allclose(logits, expected, atol=2e-5)
+
+
+def test_fresh_channels_are_drawn_anew_and_said(tmp_path):
+    path = saved(tmp_path, HYBRID)
+    network = vit_jax.load(path, grid=HYBRID.grid, channels=4, new_channels='fresh')
+    assert any('conv_root/kernel: drawn anew, for 4 channels' in line for line in network.report)
+    adapted = vit_jax.load(path, grid=HYBRID.grid, channels=4)
+    assert any('not exact, as the kernel is standardised' in line for line in adapted.report)
+    one, other = (n.params['backbone']['conv_root']['kernel'] for n in (network, adapted))
+    assert one.shape == other.shape == (7, 7, 4, 32) and (one != other).all()
+
+
+def test_enlarged_images_in_enlarged_patches_give_the_same_logits(tmp_path):
+    """The law of the pseudo-inverse, through the whole network."""
+    network = vit_jax.load(saved(tmp_path, tiny.model()))
+    images = np.asarray(tiny.images())
+    enlarged = np.concatenate(  # each patch alone: bilinear enlargement mixes neighbours
+        [
+            np.concatenate([_twice(images[:, i : i + 4, j : j + 4]) for j in (0, 4)], axis=2)
+            for i in (0, 4)
+        ],
+        axis=1,
+    )
+    bigger = vit_jax.load(str(tmp_path / 'file.npz'), image_size=16, patch_size=8)
+    assert any('resized from 4x4 to 8x8 pixels' in line for line in bigger.report)
+    np.testing.assert_allclose(bigger.logits(enlarged), network.logits(images), atol=2e-5)
+
+
+def _twice(images):
+    return np.stack(
+        [cv2.resize(i, None, fx=2, fy=2, interpolation=cv2.INTER_LINEAR) for i in images]
+    )
+
+
+@pytest.mark.parametrize(
+    'overrides, message',
+    [
+        ({'imagesize': 3}, "no override 'imagesize'; did you mean 'image_size'"),
+        ({'image_size': 30}, 'image_size=.30, 30. is not a multiple of patch_size'),
+        ({'channels': 1, 'new_channels': 'none'}, "new_channels='none'; expected 'adapt'"),
+        ({'num_heads': 2.5}, 'load.num_heads=2.5: expected'),
+    ],
+)
+def test_a_wrong_override_is_named(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        vit_jax.load(reference.path(NAME), **overrides)
+
+
+def test_a_checkpoint_of_ours_is_loaded_and_saved_alone(tmp_path):
+    names = tuple(f'bird {i}' for i in range(tiny.CLASSES))
+    network = loaded(HYBRID, google.GOOGLE, class_names=names)
+    vit_jax.save(network, str(tmp_path / 'ours'), 'vit_jax')
+    again = vit_jax.load(str(tmp_path / 'ours'))
+    assert (again.config, again.class_names) == (HYBRID, names)
+    for name, leaf in named_leaves(network.params).items():
+        np.testing.assert_array_equal(named_leaves(again.params)[name], leaf)
+    with pytest.raises(ValueError, match='exists already'):
+        vit_jax.save(again, str(tmp_path / 'ours'))
+
+
+@pytest.mark.parametrize('name', ['bigvision_map', 'timm_gap_fcnorm'])
+def test_training_starts_from_any_of_these(name, tmp_path):
+    config = tiny.experiment(model=None, start_from=reference.path(name), total_steps=2)
+    config.image_size, config.test_split = (32, 16), 'test[:16]'
+    tiny.assigned(config.hints, **reference.HINTS[name])
+    config.regularization.dropout = 0.1
+    result = experiment.train(config, str(tmp_path / 'run'))
+    body = {n: leaf for n, leaf in named_leaves(result.state.params).items() if 'mlp' in n}
+    before = named_leaves(vit_jax.load(config.start_from, **reference.HINTS[name]).params)
+    for leaf_name, leaf in body.items():  # two small steps away from where it began
+        assert np.abs(np.asarray(leaf) - before[leaf_name]).max() < 0.01, leaf_name
+    assert vit_jax.load(str(tmp_path / 'run')).config.image_size == (32, 16)
+
+
+def test_few_shot_takes_any_of_these_with_a_head_of_zeros(tmp_path):
+    config = tiny.experiment(model=None, start_from=zero_headed(tmp_path), total_steps=None)
+    config.fewshot = experiment.fewshot.FewshotConfig(shots=(5,), seeds=(0,))
+    result, _ = experiment.probe(config, str(tmp_path / 'probe'))
+    assert result['mean']['5'] > 0.15  # ten classes
+    assert result['preprocessing']['exif_rotation'] is False
+
+
+def test_a_resnet_is_trained_and_probed_by_the_same_programs(tmp_path):
+    from tests.checkpoints.test_formats import RESNET
+
+    small = dataclasses.replace(RESNET, image_size=(16, 16), num_classes=None)
+    config = tiny.experiment(model=small, total_steps=40, log_every_steps=10)
+    config.schedule = ScheduleConfig(learning_rate=1e-2, warmup_steps=5)
+    config.fewshot = experiment.fewshot.FewshotConfig(shots=(5,), seeds=(0,))
+    result = experiment.train(config, str(tmp_path / 'run'))
+    assert result.test['accuracy'] > 0.4 and result.fewshot['mean']['5'] > 0.4
+    network = vit_jax.load(str(tmp_path / 'run'))
+    assert network.config == dataclasses.replace(small, num_classes=10)
+    vit_jax.save(network, str(tmp_path / 'resnet.npz'), 'google')
+    again = vit_jax.load(str(tmp_path / 'resnet.npz'), image_size=16)
+    images = np.asarray(jax.random.normal(jax.random.key(0), (2, 16, 16, 3)))
+    np.testing.assert_array_equal(again.logits(images), network.logits(images))
+
+
+def photos(tmp_path):
+    rng = np.random.default_rng(0)
+    (tmp_path / 'photos').mkdir()
+    for index in range(5):
+        image = rng.integers(0, 256, (40, 30, 3), dtype=np.uint8)
+        cv2.imwrite(str(tmp_path / 'photos' / f'{index}.png'), image)
+    return str(tmp_path / 'photos')
+
+
+def run(module, *arguments):
+    return module.main(module._parser().parse_args([str(a) for a in arguments]))
+
+
+def test_predict_prints_the_classes_that_the_logits_say(tmp_path, capsys):
+    names = tuple(f'bird {i}' for i in range(tiny.CLASSES))
+    network = loaded(tiny.model(), google.GOOGLE, class_names=names)
+    vit_jax.save(network, str(tmp_path / 'ours'), 'vit_jax')
+    folder = photos(tmp_path)
+    assert run(predict, tmp_path / 'ours', folder, '--top=2', '--features', tmp_path / 'f.npz') == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    stored = np.load(tmp_path / 'f.npz')
+    assert stored['paths'].tolist() == [f'{folder}/{i}.png' for i in range(5)]
+    for index, line in enumerate(lines):
+        image = cv2.cvtColor(cv2.imread(f'{folder}/{index}.png'), cv2.COLOR_BGR2RGB)
+        image = cv2.resize(image, (8, 8), interpolation=cv2.INTER_LINEAR)
+        image = (image.astype(np.float32) - 127.5) / 127.5
+        probabilities = np.asarray(jax.nn.softmax(network.logits(image[None])[0]))
+        first, second = np.argsort(-probabilities)[:2]
+        said = f'bird {first} {probabilities[first]:.1%}, bird {second} {probabilities[second]:.1%}'
+        assert line == f'{folder}/{index}.png  {said}'
+        features = network.features(image[None])[0]
+        np.testing.assert_allclose(stored['features'][index], features, atol=1e-5)
+
+
+def test_predict_names_what_it_cannot_read_and_says_so_at_the_end(tmp_path, capsys):
+    path, folder = saved(tmp_path, tiny.model()), photos(tmp_path)
+    (tmp_path / 'photos' / '2.png').write_bytes(b'no image')
+    (tmp_path / 'names.txt').write_text('\n'.join('abcdefghij'))
+    assert run(predict, path, folder, '--class_names', tmp_path / 'names.txt') == 1
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 4 and '2.png' not in out
+    assert f'unreadable: {folder}/2.png: not a whole image' in err
+    assert '1 of 5 images cannot be read' in err
+    (tmp_path / 'names.txt').write_text('a\nb')
+    with pytest.raises(ValueError, match='2 lines for 10 classes'):
+        run(predict, path, folder, '--class_names', tmp_path / 'names.txt')
+    with pytest.raises(FileNotFoundError, match='absent.png: no such image or folder'):
+        run(predict, path, tmp_path / 'absent.png')
+    with pytest.raises(ValueError, match='the head is all zeros'):
+        run(predict, zero_headed(tmp_path), folder)
+
+
+def test_convert_writes_says_and_does_not_overwrite(tmp_path, capsys):
+    source = reference.path('timm_token_nonsquare')
+    target = tmp_path / 'x.npz'
+    arguments = '--format=google', '--num_heads=3', '--grid=4,6'
+    assert run(convert, source, target, *arguments) == 0
+    said = capsys.readouterr().out
+    assert "load this one with gelu='exact', grid=(4, 6)" in said
+    images, logits = reference.images_and_logits('timm_token_nonsquare')
+    network = vit_jax.load(str(target), gelu='exact', grid=(4, 6))
+    np.testing.assert_allclose(network.logits(images), logits, atol=1e-5)
+    with pytest.raises(ValueError, match='exists already; --overwrite'):
+        run(convert, source, target, *arguments)
+    assert run(convert, target, tmp_path / 'y.npz', '--grid=4,6', '--drop_head') == 0
+    assert 'head/bias' not in contents(tmp_path / 'y.npz')
+
+
+def test_a_program_ends_with_one_line_that_says_what_is_wrong(tmp_path):
+    (tmp_path / 'x.npz').write_bytes(b'hello, world')
+    for name in 'convert', 'predict', 'augreg':
+        command = [sys.executable, '-m', f'vit_jax.{name}', str(tmp_path / 'x.npz')]
+        command += [] if name == 'augreg' else [str(tmp_path)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 1 and result.stderr.startswith('error: '), result.stderr
+        assert len(result.stderr.splitlines()) == 1
+    assert program.overrides(convert._parser().parse_args(['a', 'b', '--image_size=8'])) == {
+        'image_size': (8, 8)
+    }
+
+
+COLUMNS = 'name ds epochs final_val filename adapt_ds adapt_resolution adapt_filename'.split()
+COLUMNS += ['adapt_final_val', 'adapt_final_test', 'lr']
+
+
+def index(tmp_path):
+    rows = [
+        (
+            'B/16',
+            'i21k',
+            300,
+            0.45,
+            'B_16-i21k-a',
+            'imagenet2012',
+            384,
+            'B_16-i21k-a--x',
+            0.85,
+            0.84,
+            0,
+        ),
+        (
+            'B/16',
+            'i21k',
+            300,
+            0.45,
+            'B_16-i21k-a',
+            'cifar100',
+            224,
+            'B_16-i21k-a--y',
+            0.93,
+            0.92,
+            0,
+        ),
+        (
+            'B/16',
+            'i21k',
+            300,
+            0.47,
+            'B_16-i21k-b',
+            'imagenet2012',
+            384,
+            'B_16-i21k-b--x',
+            0.8,
+            0.8,
+            0,
+        ),
+        ('B/16', 'i1k', 300, 0.81, 'B_16-i1k-c', '', '', '', '', '', 0),
+        ('R50+L/32', 'i21k', 300, 0.5, 'R50_L_32-i21k-d', '', '', '', '', '', 0),
+    ]
+    with (tmp_path / 'index.csv').open('w') as file:
+        csv.writer(file).writerows([COLUMNS, *rows])
+    return str(tmp_path / 'index.csv')
+
+
+def test_the_published_rule_picks_the_best_of_imagenet_21k(tmp_path, capsys):
+    rows = read_index(index(tmp_path))
+    assert pick(rows, 'B/16').filename == 'B_16-i21k-b'  # not the better one of another data set
+    for name in 'R50+L/32', 'R50+ViT-L_32':
+        assert pick(rows, name).filename == 'R50_L_32-i21k-d'
+    assert pick(rows, 'B_16-i21k-a').filename == 'B_16-i21k-a'  # a name with a dash is the file
+    assert [row.filename for row in listed(rows, 'B/16')] == [
+        'B_16-i1k-c',
+        'B_16-i21k-b',
+        'B_16-i21k-a',
+    ]
+    assert [row.adapt_ds for row in fine_tuned(rows, 'B_16-i21k-a')] == ['cifar100', 'imagenet2012']
+    assert run(augreg, index(tmp_path), 'B/16') == 0
+    assert 'picked    B_16-i21k-b.npz' in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no variant 'B/17' that was pre-trained on i21k"):
+        pick(rows, 'B/17')
+    with pytest.raises(ValueError, match="no file 'B_16-i21k-x' in the index; did you mean"):
+        pick(rows, 'B_16-i21k-x')
+    (tmp_path / 'other.csv').write_text('a,b\n1,2\n')
+    with pytest.raises(ValueError, match='not the AugReg index: no column name, ds'):
+        read_index(str(tmp_path / 'other.csv'))
+    (tmp_path / 'bad.csv').write_text(','.join(COLUMNS) + '\nB/16,i21k\n')
+    with pytest.raises(ValueError, match='bad.csv, line 2: the line has too few columns'):
+        read_index(str(tmp_path / 'bad.csv'))
+
+
+def test_images_for_the_papers_files_are_prepared_as_the_papers_code_does():
+    network = vit_jax.load(reference.path(NAME))
+    assert network.preprocessing == Preprocessing(exif_rotation=False)

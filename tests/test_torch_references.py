@@ -1,0 +1,168 @@
+"""Full-size networks against timm and transformers, which are written independently of Flax.
+
+Skipped, visibly, without the `torch` extra.
+"""
+
+import dataclasses
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from enum import Enum
+
+import jax
+import numpy as np
+import pytest
+
+import vit_jax
+from tests.checkpoints.test_formats import assert_same_arrays, loaded
+from vit_jax.checkpoints import google
+from vit_jax.models import build, variant
+from vit_jax.tree import map_named, named_leaves
+
+REASON = 'the torch extra is not installed: pip install -e ".[torch]"'
+torch = pytest.importorskip('torch', reason=REASON)
+transformers = pytest.importorskip('transformers', reason=REASON)
+
+# timm's name, with what is not its default: the published weights go with the tanh GELU.
+TIMM = {
+    'Ti/16': 'vit_tiny_patch16_224',
+    'B/32': 'vit_base_patch32_224',
+    'R+Ti/16': 'vit_tiny_r_s16_p8_224',
+    'R50+B/16': 'vit_base_r50_s16_224',
+}
+# float32 rounding; the hybrids are up to 50 layers deep before the first block
+TOLERANCE = {'Ti/16': 1e-5, 'B/32': 1e-5, 'R+Ti/16': 1e-5, 'R50+B/16': 2e-4}
+IMAGES = np.random.default_rng(1).uniform(-1, 1, (2, 224, 224, 3)).astype(np.float32)
+
+
+class _Stub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """An empty torchvision, which timm imports and this does not use."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] == 'torchvision':
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = self._attribute
+        return module
+
+    def exec_module(self, module):
+        pass
+
+    @staticmethod
+    def _attribute(name):
+        if name.startswith('__'):
+            raise AttributeError(name)
+        if name == 'InterpolationMode':
+            return Enum(
+                name,
+                {
+                    n: n.lower()
+                    for n in ('NEAREST', 'BILINEAR', 'BICUBIC', 'BOX', 'HAMMING', 'LANCZOS')
+                },
+            )
+        return type(name, (), {})
+
+
+@pytest.fixture(scope='module')
+def timm():
+    if importlib.util.find_spec('timm') is None:
+        pytest.skip(REASON)
+    finder = None
+    if importlib.util.find_spec('torchvision') is None:
+        finder = _Stub()
+        sys.meta_path.append(finder)
+    yield importlib.import_module('timm')
+    if finder:
+        sys.meta_path.remove(finder)
+
+
+@pytest.fixture(scope='module', params=TIMM)
+def network(request):
+    config = variant(request.param, num_classes=1000)
+    rng = np.random.default_rng(0)
+
+    def draw(name, leaf):
+        values = 0.02 * rng.normal(size=leaf.shape).astype(np.float32)
+        return 1 + 5 * values if name.endswith('scale') else values
+
+    params = jax.eval_shape(build(config).init, jax.random.key(0))
+    empty = loaded(variant('Ti/16', depth=1, image_size=(16, 16)), google.GOOGLE)
+    return request.param, dataclasses.replace(empty, config=config, params=map_named(draw, params))
+
+
+def as_the_papers_code(model):
+    """timm's convolutions and norms with the paper's epsilons: 1e-5 on the deviation, and 1e-6."""
+    for module in model.modules():
+        if type(module).__name__ == 'StdConv2dSame':
+            weight = module.weight.data
+            deviation, mean = torch.std_mean(weight, (1, 2, 3), correction=0, keepdim=True)
+            module.weight.data = (weight - mean) / (deviation + 1e-5)
+            module.forward = types.MethodType(_plain_convolution, module)
+        elif isinstance(module, torch.nn.GroupNorm):
+            module.eps = 1e-6
+    return model
+
+
+def _plain_convolution(self, x):
+    sides = zip(x.shape[2:], self.kernel_size, self.stride, strict=True)
+    total = [max(0, (-(-side // s) - 1) * s + k - side) for side, k, s in sides]
+    pad = [p for t in reversed(total) for p in (t // 2, t - t // 2)]
+    return torch.nn.functional.conv2d(
+        torch.nn.functional.pad(x, pad), self.weight, None, self.stride
+    )
+
+
+def torch_logits(model):
+    with torch.no_grad():
+        out = model.eval()(torch.from_numpy(IMAGES.transpose(0, 3, 1, 2).copy()))
+    return getattr(out, 'logits', out).numpy()
+
+
+def test_timm_and_its_npz_reader_give_the_same_logits(timm, network, tmp_path):
+    name, ours = network
+    vit_jax.save(ours, str(tmp_path / 'x.npz'))
+    model = timm.create_model(TIMM[name], act_layer='gelu_tanh', num_classes=1000)
+    model.load_pretrained(str(tmp_path / 'x.npz'))
+    again = vit_jax.load(str(tmp_path / 'x.npz'))
+    assert_same_arrays(named_leaves(ours.params), named_leaves(again.params))
+    logits = again.logits(IMAGES)
+    assert np.abs(logits).max() > 0.1
+    theirs = torch_logits(as_the_papers_code(model))
+    np.testing.assert_allclose(logits, theirs, rtol=0, atol=TOLERANCE[name])
+
+
+def test_timm_takes_what_is_written_for_it_and_its_own_files_are_read(timm, network, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    name, ours = network
+    vit_jax.save(ours, str(tmp_path / 'ours.safetensors'), 'timm')
+    model = timm.create_model(TIMM[name], act_layer='gelu_tanh', num_classes=1000)
+    model.load_state_dict(load_file(tmp_path / 'ours.safetensors'), strict=True)
+    save_file(model.state_dict(), tmp_path / 'theirs.safetensors')
+    torch.save(model.state_dict(), tmp_path / 'theirs.pth')
+    for file in 'theirs.safetensors', 'theirs.pth':
+        again = vit_jax.load(str(tmp_path / file), gelu='tanh')
+        assert again.config == ours.config
+        assert_same_arrays(named_leaves(ours.params), named_leaves(again.params))
+
+
+def test_transformers_gives_the_same_logits_and_its_files_are_read(network, tmp_path):
+    name, ours = network
+    if '+' in name:
+        pytest.skip('transformers 5 has no hybrids any more')
+    vit_jax.save(ours, str(tmp_path / 'ours'), 'huggingface')
+    model = transformers.ViTForImageClassification.from_pretrained(tmp_path / 'ours')
+    logits = torch_logits(model)
+    np.testing.assert_allclose(ours.logits(IMAGES), logits, rtol=0, atol=TOLERANCE[name])
+    model.save_pretrained(tmp_path / 'theirs')
+    torch.save(model.state_dict(), tmp_path / 'theirs.pth')  # the newer names
+    for file in 'theirs', 'theirs.pth':
+        hints = {} if file == 'theirs' else {'gelu': 'tanh', 'layer_norm_epsilon': 1e-6}
+        again = vit_jax.load(str(tmp_path / file), **hints)
+        assert again.config == ours.config
+        assert_same_arrays(named_leaves(ours.params), named_leaves(again.params))

@@ -40,7 +40,12 @@ def main(arguments: argparse.Namespace) -> int:
         skip_unreadable=True,
     )
     rows, unreadable = [], 0
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+    # Lines go to the screen through the bar, and past it where they are piped elsewhere.
+    with Progress(
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+        redirect_stdout=sys.stdout.isatty(),
+    ) as bar:
         task = bar.add_task('images', total=len(source))
         for indices, features, mask in _features(loaded, reader, arguments.batch_size):
             for index, row, readable in zip(indices, features, mask, strict=True):

@@ -10,11 +10,11 @@ import numpy as np
 
 from vit_jax import records, tree
 from vit_jax.checkpoints import formats
-from vit_jax.checkpoints.hints import Hints
+from vit_jax.checkpoints.hints import Hints, described
 from vit_jax.checkpoints.transfer import adapt, transfer
 from vit_jax.config import Card
 from vit_jax.data.transforms import Preprocessing
-from vit_jax.models import Model, ModelConfig, build
+from vit_jax.models import Model, ModelConfig, build, parameter_count
 from vit_jax.typing import Float, Params
 
 ZERO_HEAD = (
@@ -41,10 +41,13 @@ def find(path: str, hints: Hints, *, image_size: tuple[int, int] | None = None) 
     """
     found = formats.find(path, hints, image_size=image_size)
     card = Card.read(found.card, where=f'{path}: card')
-    return Origin(path, found.format, found.layout, card, found.report, found.read)
+    step = f', step {card.step}' if found.format == formats.OURS else ''
+    count = f'{parameter_count(card.model):,} parameters'
+    report = [f'{found.format} layout{step}: {described(card.model)}; {count}', *found.report]
+    return Origin(path, found.format, found.layout, card, report, found.read)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Loaded:
     """A pre-trained network with what belongs to it."""
 
@@ -55,6 +58,9 @@ class Loaded:
     report: tuple[str, ...]  # what was found out, and what was done
     format: str
     layout: formats.Layout | None
+
+    def __repr__(self) -> str:
+        return '\n'.join(self.report)
 
     @property
     def predicts(self) -> bool:
@@ -104,7 +110,7 @@ def load(path: str, **overrides: Any) -> Loaded:
     origin = find(path, hints, image_size=changes.get('image_size'))
     old = origin.card.model
     new = dataclasses.replace(old, **changes)
-    params, report = origin.read(), [f'{path}: {line}' for line in origin.report]
+    params, report = origin.read(), [path, *origin.report]
     if new.num_classes != old.num_classes:
         fresh = jax.jit(build(new).init)(jax.random.key(0))
         params, said = transfer(params, old=old, new=new, fresh=jax.device_get(fresh))

@@ -6,10 +6,9 @@ the layouts stands in one module for each.
 
 import dataclasses
 import json
-import math
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ import numpy as np
 from vit_jax import records, tree
 from vit_jax.checkpoints import files, google, huggingface, state, table, timm
 from vit_jax.checkpoints.files import Contents
-from vit_jax.checkpoints.hints import Hints, described
+from vit_jax.checkpoints.hints import Evidence, Hints, filled
 from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig, build
 from vit_jax.models.positions import sincos2d
 from vit_jax.typing import Params
@@ -28,6 +27,12 @@ OURS = 'vit_jax'
 CARD = 'vit_jax.card'  # in a safetensors file's metadata: the card, as JSON
 Layout = google.Layout | timm.Layout | huggingface.Layout
 
+_MODULES: dict[str, Any] = {
+    'google': google,
+    'bigvision': google,
+    'timm': timm,
+    'huggingface': huggingface,
+}
 _WEIGHTS = 'model.safetensors', 'pytorch_model.bin', 'open_clip_model.safetensors'
 
 
@@ -49,13 +54,21 @@ def find(path: str, hints: Hints, *, image_size: tuple[int, int] | None = None) 
     """
     place, subtree = _split(path)
     if place.is_dir() and not _weights(place):
-        values, folder = state.load_card(path)
-        return Found(
-            OURS, None, values, [f'{OURS} checkpoint {folder}'], lambda: state.load_params(path)
-        )
+        values, _ = state.load_card(path)
+        if given := [name for name, value in records.to_dict(hints).items() if value is not None]:
+            raise ValueError(f'{path}: a checkpoint of ours says all of itself; drop {given[0]}')
+        return Found(OURS, None, values, [], lambda: state.load_params(path))
     with files.explained(path):
         contents, beside = _contents(place)
-        return _recognised(path, contents, beside, hints, image_size, subtree)
+        evidence = Evidence(
+            contents.arrays,
+            hints,
+            image_size,
+            subtree,
+            _read_json(beside / 'config.json'),
+            _read_json(beside / 'preprocessor_config.json'),
+        )
+        return _recognised(path, evidence, contents.metadata)
 
 
 def write(
@@ -76,88 +89,62 @@ def write(
     if isinstance(config, ResNetConfig) and format not in ('google', 'bigvision'):
         raise ValueError(f'the {format} layout has no such ResNet: write google or bigvision')
     params, config, notes = _with_learned_positions(params, config, format)
-    layout = layout or _usual_layout(format, config)
-    if isinstance(layout, huggingface.Layout):
-        assert isinstance(config, ViTConfig)  # as above
-        description = huggingface.description(config, tuple(card['class_names']))
+    module = _MODULES[format]
+    layout = layout or module.usual_layout(format, config)
+    beside = module.beside(config, values) if format == 'huggingface' else {}
     named = _folded(params, layout)
-    entries = table.expanded(_rules(config, layout), config, named, layout=format)
+    entries = table.expanded(module.table(config, layout), config, named, layout=format)
     arrays, said = _in_type(table.write(entries, named), layout.dtype)
-    notes += said
-    if isinstance(layout, google.Layout):
+    if module is google:
         files.write_npz(_with_ending(place, '.npz'), arrays)
-        return notes + google.notes(config)
-    assert isinstance(config, ViTConfig)  # as above
-    if isinstance(layout, timm.Layout):
-        text = {CARD: json.dumps(values)}
-        files.write_safetensors(_with_ending(place, '.safetensors'), arrays, text)
-        return notes + timm.notes(config, layout)
-    processor = huggingface.processor(config, card['preprocessing'])
-    place.mkdir(parents=True, exist_ok=True)
-    (place / 'config.json').write_text(json.dumps(description, indent=2) + '\n')
-    (place / 'preprocessor_config.json').write_text(json.dumps(processor, indent=2) + '\n')
-    files.write_safetensors(place / 'model.safetensors', arrays, {CARD: json.dumps(values)})
-    return notes
-
-
-def _recognised(
-    path: str,
-    contents: Contents,
-    beside: pathlib.Path | None,
-    hints: Hints,
-    image_size: tuple[int, int] | None,
-    subtree: str,
-) -> Found:
-    """The network, the layout and the card of arrays in some layout."""
-    arrays, names = contents.arrays, list(contents.arrays)
-    text = _read_json(beside / 'config.json') if beside else {}
-    own = json.loads(contents.metadata[CARD]) if CARD in contents.metadata else {}
-    hints = _filled(hints, own.get('model', {}) | {'grid': own.get('grid')})
-    config: ModelConfig
-    layout: Layout
-    class_names: tuple[str, ...] = ()
-    ignored = None
-    if huggingface.matches(names):
-        config, layout = huggingface.find(arrays, hints, text)
-        class_names = huggingface.class_names(text, config.num_classes)
-        processor = _read_json(beside / 'preprocessor_config.json') if beside else {}
-        preprocessing = huggingface.preprocessing(processor)
-        ignored = huggingface.IGNORED
-    elif timm.matches(names):
-        described_by_timm = text.get('pretrained_cfg', {})
-        hints = _filled(hints, timm.hinted(text))
-        config, layout = timm.find(arrays, hints, image_size)
-        preprocessing = timm.preprocessing(described_by_timm)
-        class_names = tuple(text.get('label_names') or ())
-    elif google.matches(names):
-        config, layout = google.find(arrays, hints, image_size, subtree)
-        preprocessing, ignored = google.preprocessing(), google.ignored(layout)
     else:
-        raise ValueError(f'its {len(names)} arrays are those of no known ViT: {names[:3]} ...')
-    expected = _expected(config)
+        weights = place / 'model.safetensors' if beside else _with_ending(place, '.safetensors')
+        files.write_safetensors(weights, arrays, {CARD: json.dumps(values)})
+    for name, content in beside.items():
+        (place / name).write_text(json.dumps(content, indent=2) + '\n')
+    return notes + said + module.notes(config, layout, values)
+
+
+def _recognised(path: str, evidence: Evidence, metadata: dict[str, str]) -> Found:
+    """The network, the layout and the card of arrays in some layout."""
+    arrays, given = evidence.arrays, evidence.hints
+    own = json.loads(metadata[CARD]) if CARD in metadata else {}
+    hints = filled(given, own.get('model', {}) | {'grid': own.get('grid')})
+    found = _module(list(arrays)).recognise(evidence._replace(hints=hints))
+    config, layout = found.config, found.layout
+    _check_hints(given, config)
+    expected = jax.eval_shape(build(config).init, jax.random.key(0))
     shapes = {name: leaf.shape for name, leaf in tree.named_leaves(expected).items()}
-    entries = table.expanded(_rules(config, layout), config, shapes, layout=layout.name)
-    skipped = table.check_names(entries, arrays, ignored)
+    rules = _MODULES[layout.name].table(config, layout)
+    entries = table.expanded(rules, config, shapes, layout=layout.name)
+    skipped = table.check_names(entries, arrays, found.ignored)
     types = {arrays[name].dtype.name for entry in entries for name in entry.theirs}
     layout = dataclasses.replace(layout, dtype=types.pop() if len(types) == 1 else 'float32')
 
     def read() -> Params:
         with files.explained(path):
-            found = table.read(entries, arrays, shapes)
-            return tree.map_named(lambda name, _: found[name], expected)
+            values = table.read(entries, arrays, shapes)
+            return tree.map_named(lambda name, _: values[name], expected)
 
     card = {
         'step': 0,
         'model': _plain(config),
         'grid': list(config.grid),
-        'preprocessing': own.get('preprocessing', preprocessing),
-        'class_names': list(own.get('class_names', class_names)),
+        'preprocessing': own.get('preprocessing', found.preprocessing),
+        'class_names': list(own.get('class_names', found.class_names)),
     }
-    count = sum(math.prod(shape) for shape in shapes.values())
-    report = [_summary(layout, config, count)]
-    if skipped:
-        report.append(f'ignored: {len(skipped)} arrays, such as {skipped[0]}')
+    report = [f'ignored: {len(skipped)} arrays, such as {skipped[0]}'] if skipped else []
     return Found(layout.name, layout, card, report, read)
+
+
+def _module(names: list[str]) -> Any:
+    """The module whose layout has such names."""
+    for module in (huggingface, timm, google):
+        if module.matches(names):
+            return module
+    if any('root_block/' in name for name in names):
+        raise ValueError("of BiT's pre-activation ResNet, which is not the one of the paper")
+    raise ValueError(f'its {len(names)} arrays are those of no known ViT: {names[:3]} ...')
 
 
 def _plain(config: ModelConfig) -> dict[str, Any]:
@@ -165,38 +152,13 @@ def _plain(config: ModelConfig) -> dict[str, Any]:
     return {'kind': type(config).__name__} | records.to_dict(config)
 
 
-def _summary(layout: Layout, config: ModelConfig, count: int) -> str:
-    text = described(config) if isinstance(config, ViTConfig) else f'ResNet of {config.backbone}'
-    return f'{layout.name} layout, {count:,} parameters; {text}'
-
-
-def _filled(hints: Hints, values: Mapping[str, Any]) -> Hints:
-    """The hints, with what a file says of itself where nothing was said."""
-    found = {name: values.get(name) for name in records.to_dict(hints)}
-    merged = found | {n: v for n, v in records.to_dict(hints).items() if v is not None}
-    return records.from_dict(Hints, merged, where='hints')
-
-
-def _expected(config: ModelConfig) -> Params:
-    return jax.eval_shape(build(config).init, jax.random.key(0))
-
-
-def _rules(config: ModelConfig, layout: Layout) -> list[table.Rule]:
-    if isinstance(layout, google.Layout):
-        return google.table(config, layout)
-    assert isinstance(config, ViTConfig)  # no other layout is found for, or written from, a ResNet
-    if isinstance(layout, timm.Layout):
-        return timm.table(config, layout)
-    return huggingface.table(config, layout)
-
-
-def _usual_layout(format: str, config: ModelConfig) -> Layout:
-    if format == 'timm':
-        return timm.Layout(class_row=getattr(config, 'pool', '') == 'cls')
-    if format == 'huggingface':
-        assert isinstance(config, ViTConfig)
-        return huggingface.default_layout(config)
-    return {'google': google.GOOGLE, 'bigvision': google.BIGVISION}[format]
+def _check_hints(hints: Hints, config: ModelConfig) -> None:
+    """Raises ValueError for a hint that contradicts the arrays."""
+    for name, value in records.to_dict(hints).items():
+        found = getattr(config, name, None)
+        found = list(found) if isinstance(found, tuple) else found
+        if value not in (None, found):
+            raise ValueError(f'{name}={value} was given, but the arrays have {found}')
 
 
 def _folded(params: Params, layout: Layout) -> dict[str, np.ndarray]:
@@ -262,12 +224,11 @@ def _weights(folder: pathlib.Path) -> list[pathlib.Path]:
     return found
 
 
-def _contents(place: pathlib.Path) -> tuple[Contents, pathlib.Path | None]:
+def _contents(place: pathlib.Path) -> tuple[Contents, pathlib.Path]:
     """The arrays of a file or directory, and the directory that may describe them."""
     parts = _weights(place) if place.is_dir() else [place]
     contents = files.merged(files.read_contents(part) for part in parts)
-    folder = place if place.is_dir() else place.parent
-    return contents, folder if (folder / 'config.json').is_file() else None
+    return contents, place if place.is_dir() else place.parent
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

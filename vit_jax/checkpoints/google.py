@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from vit_jax.checkpoints.files import Stored
-from vit_jax.checkpoints.hints import Hints, count_layers, count_units, find_grid, shape_of
+from vit_jax.checkpoints.hints import (
+    Evidence,
+    Hints,
+    Recognised,
+    count_layers,
+    count_units,
+    find_grid,
+    shape_of,
+)
 from vit_jax.checkpoints.table import NO_CLASS_ROW, SAME, Rule, Turn, dense, norm
 from vit_jax.models import Backbone, ModelConfig, ResNetConfig, ViTConfig
 
@@ -49,7 +57,7 @@ BIGVISION = Layout(
 
 def matches(names: list[str]) -> bool:
     """Are these the names of such a file?"""
-    known = r'(.*/)?(embedding/kernel|conv_root/kernel|Transformer/.*)'
+    known = r'(?!.*root_block/)(.*/)?(embedding/kernel|conv_root/kernel|Transformer/.*)'
     return any(re.fullmatch(known, name) for name in names)
 
 
@@ -97,15 +105,35 @@ def table(config: ModelConfig, layout: Layout) -> list[Rule]:
     return [rule._replace(theirs=layout.prefix + rule.theirs) for rule in rules]
 
 
-def ignored(layout: Layout) -> str | None:
-    """The names of what belongs to the training of such a file, or to another tower of it."""
-    return f'(?!{re.escape(layout.prefix)}).*' if layout.prefix else None
+def recognise(evidence: Evidence) -> Recognised:
+    """The network and the layout of such a file. Raises ValueError where it does not show them."""
+    config, layout = _find(*evidence[:4])
+    # Squeezed to the size, the camera's rotation ignored, values from -1 to 1.
+    preprocessing = {'crop': {'kind': 'Resize'}, 'exif_rotation': False}
+    # What is outside belongs to the training of such a file, or to another tower of it.
+    outside = f'(?!{re.escape(layout.prefix)}).*' if layout.prefix else None
+    return Recognised(config, layout, preprocessing, ignored=outside)
 
 
-def find(
+def usual_layout(format: str, config: ModelConfig) -> Layout:
+    """The layout to write where none was read."""
+    return GOOGLE if format == 'google' else BIGVISION
+
+
+def notes(config: ModelConfig, layout: Layout, card: dict[str, Any]) -> list[str]:
+    """What a reader of such a file has to be told, because it does not say so itself."""
+    if not isinstance(config, ViTConfig):
+        return []
+    values = {'gelu': 'tanh', 'layer_norm_epsilon': 1e-6}
+    said = [f'{n}={getattr(config, n)!r}' for n, v in values.items() if getattr(config, n) != v]
+    if config.grid[0] != config.grid[1] or config.positions == 'sincos2d':
+        said.append(f'grid={config.grid}')
+    return [f'npz files do not say it: load this one with {", ".join(said)}'] if said else []
+
+
+def _find(
     arrays: Mapping[str, Stored], hints: Hints, image_size: tuple[int, int] | None, subtree: str
 ) -> tuple[ModelConfig, Layout]:
-    """The network and the layout of such a file. Raises ValueError where it does not show them."""
     known = 'params/', 'opt/target/'
     prefix = next((p for p in known if any(name.startswith(p) for name in arrays)), '')
     prefix += f'{subtree}/' if subtree else ''
@@ -134,11 +162,6 @@ def find(
     is_google = found['positions'] == _POSITIONS[1] and not prefix and values['pool'] != 'map'
     layout = dataclasses.replace(GOOGLE if is_google else BIGVISION, **changes, **found)
     return ViTConfig(num_classes=num_classes, backbone=backbone, **values), layout
-
-
-def preprocessing() -> dict[str, Any]:
-    """Squeezed to the size, the camera's rotation ignored, values from -1 to 1."""
-    return {'crop': {'kind': 'Resize'}, 'exif_rotation': False}
 
 
 def _vit(
@@ -216,14 +239,3 @@ def _backbone(inside: Mapping[str, Stored]) -> Backbone | None:
         return None
     blocks = count_units(inside, r'block(\d+)/unit(\d+)/')
     return Backbone(blocks=blocks, width=shape_of(inside, 'conv_root/kernel', 4)[3])
-
-
-def notes(config: ModelConfig) -> list[str]:
-    """What a reader of such a file has to be told, because it does not say so itself."""
-    if not isinstance(config, ViTConfig):
-        return []
-    values = {'gelu': 'tanh', 'layer_norm_epsilon': 1e-6}
-    said = [f'{n}={getattr(config, n)!r}' for n, v in values.items() if getattr(config, n) != v]
-    if config.grid[0] != config.grid[1] or config.positions == 'sincos2d':
-        said.append(f'grid={config.grid}')
-    return [f'npz files do not say it: load this one with {", ".join(said)}'] if said else []

@@ -4,9 +4,11 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
+from vit_jax import records
 from vit_jax.checkpoints.files import Stored
-from vit_jax.models import SIZES, ViTConfig
+from vit_jax.models import SIZES, ModelConfig, ResNetConfig
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -17,6 +19,34 @@ class Hints:
     num_heads: int | None = None
     gelu: str | None = None  # 'tanh' or 'exact'
     layer_norm_epsilon: float | None = None
+
+
+class Evidence(NamedTuple):
+    """All that is known of a file whose network is to be found out."""
+
+    arrays: dict[str, Stored]
+    hints: Hints
+    image_size: tuple[int, int] | None  # of the images it is wanted for
+    subtree: str  # of an npz
+    config_json: dict[str, Any]  # that lies beside it; {} where there is none
+    processor_json: dict[str, Any]
+
+
+class Recognised(NamedTuple):
+    """What was found out."""
+
+    config: ModelConfig
+    layout: Any  # of the module that recognised it
+    preprocessing: dict[str, Any]
+    class_names: tuple[str, ...] = ()
+    ignored: str | None = None  # names that belong to something else
+
+
+def filled(hints: Hints, values: Mapping[str, Any]) -> Hints:
+    """The hints, with what a file says of itself where nothing was said."""
+    found = {name: values.get(name) for name in records.to_dict(hints)}
+    merged = found | {n: v for n, v in records.to_dict(hints).items() if v is not None}
+    return records.from_dict(Hints, merged, where='hints')
 
 
 def shape_of(arrays: Mapping[str, Stored], name: str, rank: int) -> tuple[int, ...]:
@@ -96,8 +126,14 @@ def find_grid(
     )
 
 
-def described(config: ViTConfig) -> str:
+def described(config: ModelConfig) -> str:
     """What was found out, in one line."""
+    head = 'no head' if config.num_classes is None else f'{config.num_classes} classes'
+    height, width = config.image_size
+    if isinstance(config, ResNetConfig):
+        backbone = config.backbone
+        stages = f'stages {backbone.blocks}, width {backbone.width}'
+        return f'ResNet, {stages}, images {height}x{width}, {head}'
     sizes = {values: name for name, values in SIZES.items()}
     size = config.depth, config.width, config.mlp_dim, config.num_heads
     p, q = config.patch_size
@@ -107,8 +143,6 @@ def described(config: ViTConfig) -> str:
         stages = f'stages {config.backbone.blocks}' if config.backbone.blocks else 'root alone'
         name = f'hybrid ({stages}), {name} on its feature map'
     pool = {'cls': 'class token', 'gap': 'mean of tokens', 'map': 'attention pooling'}
-    head = 'no head' if config.num_classes is None else f'{config.num_classes} classes'
-    height, width = config.image_size
     return (
         f'{name}: {config.depth} layers of width {config.width}, {config.num_heads} heads, '
         f'{pool.get(config.pool, config.pool)}, grid {config.grid[0]}x{config.grid[1]} '

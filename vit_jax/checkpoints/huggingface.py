@@ -10,7 +10,9 @@ from typing import Any
 
 from vit_jax.checkpoints.files import Stored
 from vit_jax.checkpoints.hints import (
+    Evidence,
     Hints,
+    Recognised,
     count_layers,
     count_units,
     find_grid,
@@ -28,9 +30,12 @@ from vit_jax.checkpoints.table import (
 from vit_jax.models import Backbone, ViTConfig
 
 # What it stores beside the network: what masked pre-training used.
-IGNORED = r'(vit\.)?embeddings\.mask_token|decoder\..*'
+_IGNORED = r'(vit\.)?embeddings\.mask_token|decoder\..*'
 
 _GELU = {'gelu': 'exact', 'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh', 'gelu_fast': 'tanh'}
+_PATCHES = 'embeddings.patch_embeddings'
+_ROOT = 'backbone.bit.embedder'
+_UNIT = 'backbone.bit.encoder.stages.{stage0}.layers.{unit0}'
 _BILINEAR, _BICUBIC = 2, 3  # Pillow's numbers
 
 
@@ -85,15 +90,39 @@ def table(config: ViTConfig, layout: Layout) -> list[Rule]:
     return rules
 
 
-def default_layout(config: ViTConfig) -> Layout:
-    """The layout to write: with `vit.` where there is a head."""
+def usual_layout(format: str, config: ViTConfig) -> Layout:
+    """The layout to write where none was read: with `vit.` where there is a head."""
     return Layout(prefix='vit.' if config.num_classes is not None else '')
 
 
-def find(
+def notes(config: ViTConfig, layout: Layout, card: dict[str, Any]) -> list[str]:
+    """What a reader has to be told, because the directory does not say it."""
+    if card['preprocessing']['crop'].get('resize', 'bilinear') != 'bilinear':
+        return []
+    return ['transformers smooths images before it shrinks them; this network was used without']
+
+
+def beside(config: ViTConfig, card: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The files of the directory beside the weights.
+
+    Raises ValueError for a network that transformers does not have.
+    """
+    return {
+        'config.json': _description(config, tuple(card['class_names'])),
+        'preprocessor_config.json': _processor(config, card['preprocessing']),
+    }
+
+
+def recognise(evidence: Evidence) -> Recognised:
+    """The network and the layout of such a directory, or of the file of weights alone."""
+    config, layout = _find(evidence.arrays, evidence.hints, evidence.config_json)
+    names = _class_names(evidence.config_json, config.num_classes)
+    return Recognised(config, layout, _preprocessing(evidence.processor_json), names, _IGNORED)
+
+
+def _find(
     arrays: Mapping[str, Stored], hints: Hints, described: dict[str, Any]
 ) -> tuple[ViTConfig, Layout]:
-    """The network and the layout of such a directory; `described` is its config.json."""
     prefix = 'vit.' if any(name.startswith('vit.') for name in arrays) else ''
     old_names = any(name.startswith(f'{prefix}encoder.layer.') for name in arrays)
     block = f'{prefix}encoder.layer' if old_names else f'{prefix}layers'
@@ -134,7 +163,7 @@ def find(
     return config, Layout(prefix=prefix, old_names=old_names)
 
 
-def class_names(described: dict[str, Any], count: int | None) -> tuple[str, ...]:
+def _class_names(described: dict[str, Any], count: int | None) -> tuple[str, ...]:
     """The names in `id2label`, unless they are the placeholders that stand for none."""
     labels = described.get('id2label')
     if not isinstance(labels, dict) or count is None:
@@ -145,7 +174,7 @@ def class_names(described: dict[str, Any], count: int | None) -> tuple[str, ...]
     return names
 
 
-def preprocessing(processor: dict[str, Any]) -> dict[str, Any]:
+def _preprocessing(processor: dict[str, Any]) -> dict[str, Any]:
     """What a `preprocessor_config.json` says of it; without one, ViT's usual image processor."""
     size = processor.get('size', {})
     resize = {_BILINEAR: 'bilinear_antialias', _BICUBIC: 'bicubic_antialias'}.get(
@@ -164,7 +193,7 @@ def preprocessing(processor: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def description(config: ViTConfig, names: tuple[str, ...]) -> dict[str, Any]:
+def _description(config: ViTConfig, names: tuple[str, ...]) -> dict[str, Any]:
     """The config.json of a network. Raises ValueError for one that transformers does not have."""
     if config.pool != 'cls' or config.final_norm != 'before_pool':
         raise ValueError('the huggingface layout has only ViTs that read the class token')
@@ -202,27 +231,26 @@ def description(config: ViTConfig, names: tuple[str, ...]) -> dict[str, Any]:
     } | _backbone_description(config.backbone)
 
 
-def processor(config: ViTConfig, values: dict[str, Any]) -> dict[str, Any]:
+def _processor(config: ViTConfig, values: dict[str, Any]) -> dict[str, Any]:
     """The preprocessor_config.json of pre-processing values, as far as transformers has it."""
     crop, (height, width) = values['crop'], config.image_size
-    resample = _BICUBIC if 'bicubic' in crop.get('resize', '') else _BILINEAR
-    result = {
+    size: dict[str, Any] = {'size': {'height': height, 'width': width}}
+    if crop['kind'] == 'CentralCrop':
+        size = {
+            'size': {'shortest_edge': round(crop['scale'] * min(height, width))},
+            'do_center_crop': True,
+            'crop_size': {'height': height, 'width': width},
+        }
+    return size | {
         'image_processor_type': 'ViTImageProcessor',
         'do_resize': True,
-        'size': {'height': height, 'width': width},
-        'resample': resample,
+        'resample': _BICUBIC if crop.get('resize') == 'bicubic_antialias' else _BILINEAR,
         'do_rescale': True,
         'rescale_factor': 1 / 255,
         'do_normalize': True,
         'image_mean': [value / 255 for value in values['mean']],
         'image_std': [value / 255 for value in values['std']],
     }
-    return result
-
-
-_PATCHES = 'embeddings.patch_embeddings'
-_ROOT = 'backbone.bit.embedder'
-_UNIT = 'backbone.bit.encoder.stages.{stage0}.layers.{unit0}'
 
 
 def _backbone_rules(prefix: str) -> list[Rule]:

@@ -7,9 +7,12 @@ from typing import Any
 
 from vit_jax.checkpoints.files import Stored
 from vit_jax.checkpoints.hints import (
+    Evidence,
     Hints,
+    Recognised,
     count_layers,
     count_units,
+    filled,
     find_grid,
     find_heads,
     shape_of,
@@ -25,6 +28,10 @@ from vit_jax.checkpoints.table import (
     torch_projections,
 )
 from vit_jax.models import Backbone, ViTConfig
+
+_KNOWN = re.compile(r'(.*\.)?(patch_embed\.proj\.weight|blocks\.0\.attn\.qkv\..*)')
+_ROOTS = {True: 'patch_embed.backbone.stem', False: 'patch_embed.backbone'}
+_UNIT = 'patch_embed.backbone.stages.{stage0}.blocks.{unit0}'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,10 +81,37 @@ def table(config: ViTConfig, layout: Layout) -> list[Rule]:
     return [rule._replace(theirs=layout.prefix + rule.theirs) for rule in rules]
 
 
-def find(
+def recognise(evidence: Evidence) -> Recognised:
+    """The network and the layout of such a file. Raises ValueError where it does not show them."""
+    described = evidence.config_json
+    hints = filled(evidence.hints, _hinted(described))
+    config, layout = _find(evidence.arrays, hints, evidence.image_size)
+    preprocessing = _preprocessing(described.get('pretrained_cfg', {}))
+    return Recognised(config, layout, preprocessing, tuple(described.get('label_names') or ()))
+
+
+def usual_layout(format: str, config: ViTConfig) -> Layout:
+    """The layout to write where none was read."""
+    return Layout()
+
+
+def notes(config: ViTConfig, layout: Layout, card: dict[str, Any]) -> list[str]:
+    """The arguments with which timm builds this network, where they are not its defaults."""
+    said = ["act_layer='gelu_tanh'"] if config.gelu == 'tanh' else []
+    if config.layer_norm_epsilon != 1e-6:
+        said.append(f'norm_layer=partial(LayerNorm, eps={config.layer_norm_epsilon:g})')
+    if config.pool == 'cls' and not layout.class_row:
+        said.append('no_embed_class=True')
+    if config.pool != 'cls':
+        said.append(f"global_pool='{'avg' if config.pool == 'gap' else 'map'}', class_token=False")
+    if config.pool == 'gap' and config.final_norm == 'before_pool':
+        said.append('fc_norm=False')
+    return [f'in timm: create_model(..., {", ".join(said)})'] if said else []
+
+
+def _find(
     arrays: Mapping[str, Stored], hints: Hints, image_size: tuple[int, int] | None
 ) -> tuple[ViTConfig, Layout]:
-    """The network and the layout of such a file. Raises ValueError where it does not show them."""
     prefix = next(match[1] or '' for name in arrays if (match := _KNOWN.fullmatch(name)))
     inside = {n.removeprefix(prefix): s for n, s in arrays.items() if n.startswith(prefix)}
     width, channels, p, q = shape_of(inside, 'patch_embed.proj.weight', 4)
@@ -114,7 +148,7 @@ def find(
     return config, Layout(prefix=prefix, class_row=bool(row) or pool != 'cls')
 
 
-def preprocessing(described: dict[str, Any]) -> dict[str, Any]:
+def _preprocessing(described: dict[str, Any]) -> dict[str, Any]:
     """What a `pretrained_cfg` says of it; without one, what the converted ViTs are used with."""
     mean, std = described.get('mean', (0.5, 0.5, 0.5)), described.get('std', (0.5, 0.5, 0.5))
     resize = (
@@ -134,30 +168,11 @@ def preprocessing(described: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def hinted(described: dict[str, Any]) -> dict[str, Any]:
+def _hinted(described: dict[str, Any]) -> dict[str, Any]:
     """What the config.json of a directory says of the network that the arrays do not show."""
     arguments = described.get('model_args', {})
     gelu = {'gelu_tanh': 'tanh', 'gelu': 'exact'}.get(arguments.get('act_layer'))
     return {'num_heads': arguments.get('num_heads'), 'gelu': gelu}
-
-
-def notes(config: ViTConfig, layout: Layout) -> list[str]:
-    """The arguments with which timm builds this network, where they are not its defaults."""
-    said = ["act_layer='gelu_tanh'"] if config.gelu == 'tanh' else []
-    if config.layer_norm_epsilon != 1e-6:
-        said.append(f'norm_layer=partial(LayerNorm, eps={config.layer_norm_epsilon:g})')
-    if config.pool == 'cls' and not layout.class_row:
-        said.append('no_embed_class=True')
-    if config.pool != 'cls':
-        said.append(f"global_pool='{'avg' if config.pool == 'gap' else 'map'}', class_token=False")
-    if config.pool == 'gap' and config.final_norm == 'before_pool':
-        said.append('fc_norm=False')
-    return [f'in timm: create_model(..., {", ".join(said)})'] if said else []
-
-
-_KNOWN = re.compile(r'(.*\.)?(patch_embed\.proj\.weight|blocks\.0\.attn\.qkv\..*)')
-_ROOTS = {True: 'patch_embed.backbone.stem', False: 'patch_embed.backbone'}
-_UNIT = 'patch_embed.backbone.stages.{stage0}.blocks.{unit0}'
 
 
 def _backbone_rules(backbone: Backbone | None) -> list[Rule]:

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
+import re
 import sys
 import traceback
 import typing
@@ -84,9 +85,9 @@ def overrides(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _pair(text: str) -> tuple[int, int]:
     """`384` or `384,256`."""
+    if not re.fullmatch(r'\d+(,\d+)?', text):
+        raise argparse.ArgumentTypeError(f'{text!r} is neither HEIGHT,WIDTH nor one number')
     sides = [int(side) for side in text.split(',')]
-    if len(sides) not in (1, 2):
-        raise ValueError
     return sides[0], sides[-1]
 
 

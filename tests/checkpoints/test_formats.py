@@ -10,8 +10,8 @@ from safetensors.numpy import load_file, save_file
 
 import vit_jax
 from tests import reference, tiny
-from vit_jax import pretrained
 from vit_jax.checkpoints import formats, google, huggingface, timm
+from vit_jax.data import transforms
 from vit_jax.models import Backbone, ResNetConfig, build
 from vit_jax.pretrained import Loaded
 from vit_jax.tree import named_leaves
@@ -32,9 +32,8 @@ def loaded(config, layout=None, format='google', **values) -> Loaded:
     params = jax.eval_shape(build(config).init, jax.random.key(0))
     params = jax.tree.map(np.asarray, tiny.random_params(params))
     origin = {'format': layout.name if layout else format, 'layout': layout}
-    nothing = {'class_names': (), 'report': ()}
-    preprocessing = pretrained.Preprocessing()
-    return Loaded(config, params, preprocessing, **(nothing | origin | values))
+    rest = {'preprocessing': transforms.Preprocessing(), 'class_names': (), 'report': ()}
+    return Loaded(config=config, params=params, **(rest | origin | values))
 
 
 def contents(path):
@@ -318,6 +317,22 @@ def test_class_names_and_preprocessing_of_a_hugging_face_directory(tmp_path):
     assert again.preprocessing.mean == pytest.approx((102, 127.5, 153))
     assert again.preprocessing.std == pytest.approx((51, 51, 51))
     assert not again.preprocessing.exif_rotation
+
+
+@pytest.mark.parametrize('resize', ['bilinear_antialias', 'bicubic_antialias'])
+@pytest.mark.parametrize('kind', [transforms.Resize, transforms.CentralCrop])
+def test_preprocessing_survives_in_the_words_of_transformers(kind, resize, tmp_path):
+    preprocessing = transforms.Preprocessing(
+        crop=kind(resize=resize), exif_rotation=False, mean=(1.0, 2.0, 3.0), std=(4.0, 5.0, 6.0)
+    )
+    config = tiny.model(gelu='exact', image_size=(224, 224), patch_size=(112, 112))
+    network = loaded(config, huggingface.Layout(), preprocessing=preprocessing)
+    assert not vit_jax.save(network, str(tmp_path / 'hf'))
+    save_file(contents(tmp_path / 'hf'), tmp_path / 'hf' / 'model.safetensors')  # no card of ours
+    again = vit_jax.load(str(tmp_path / 'hf')).preprocessing
+    assert again.crop == preprocessing.crop and not again.exif_rotation
+    assert again.mean == pytest.approx(preprocessing.mean)
+    assert again.std == pytest.approx(preprocessing.std)
 
 
 def test_a_description_that_contradicts_the_arrays_is_refused(tmp_path):

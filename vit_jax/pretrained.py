@@ -31,6 +31,7 @@ class Origin(NamedTuple):
     layout: formats.Layout | None
     card: Card
     report: list[str]  # what was found out about it
+    ignored: tuple[str, ...]  # names of what its file holds beside the network
     read: Callable[[], Params]
 
 
@@ -43,8 +44,10 @@ def find(path: str, hints: Hints, *, image_size: tuple[int, int] | None = None) 
     card = Card.read(found.card, where=f'{path}: card')
     step = f', step {card.step}' if found.format == formats.OURS else ''
     count = f'{parameter_count(card.model):,} parameters'
-    report = [f'{found.format} layout{step}: {described(card.model)}; {count}', *found.report]
-    return Origin(path, found.format, found.layout, card, report, found.read)
+    report = [f'{found.format} layout{step}: {described(card.model)}; {count}']
+    if found.ignored:
+        report.append(f'ignored: {len(found.ignored)} arrays, such as {found.ignored[0]}')
+    return Origin(path, found.format, found.layout, card, report, tuple(found.ignored), found.read)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -56,6 +59,7 @@ class Loaded:
     preprocessing: Preprocessing
     class_names: tuple[str, ...]  # () where the checkpoint has none
     report: tuple[str, ...]  # what was found out, and what was done
+    ignored: tuple[str, ...]  # names of what the file holds beside the network
     format: str
     layout: formats.Layout | None
 
@@ -127,6 +131,7 @@ def load(path: str, **overrides: Any) -> Loaded:
         preprocessing=origin.card.preprocessing,
         class_names=origin.card.class_names if new.num_classes == old.num_classes else (),
         report=tuple(report),
+        ignored=origin.ignored,
         format=origin.format,
         layout=origin.layout,
     )

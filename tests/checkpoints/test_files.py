@@ -78,6 +78,18 @@ def test_pickle_of_a_pytorch_file_is_never_executed(tmp_path):
         assert not trap.exists()
 
 
+def test_what_a_training_run_of_pytorch_keeps_beside_its_weights_is_listed(tmp_path):
+    torch = pytest.importorskip('torch', reason='the torch extra is not installed')
+    tensors = {'a': torch.arange(4.0), 'b': torch.arange(3, dtype=torch.bfloat16), 'step': 7}
+    wrapped = {'model': tensors, 'optimizer': {'lr': 0.1}, 'epoch': 3}
+    torch.save(wrapped, tmp_path / 'x.pth')
+    contents = read_contents(tmp_path / 'x.pth')
+    assert contents.ignored == ('optimizer', 'epoch', 'step')
+    np.testing.assert_array_equal(contents.arrays['a'].read(), [0, 1, 2, 3])
+    assert contents.arrays['b'].dtype.name == 'bfloat16'
+    np.testing.assert_array_equal(contents.arrays['b'].read(), [0, 1, 2])
+
+
 @pytest.mark.parametrize('name', ['../head/kernel', '/head/kernel', 'head/../../x', 'C:/head'])
 def test_names_that_lead_elsewhere_are_refused(name, tmp_path):
     written(tmp_path / 'x.npz', **{name: np.zeros(2, np.float32)})

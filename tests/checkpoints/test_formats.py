@@ -32,7 +32,12 @@ def loaded(config, layout=None, format='google', **values) -> Loaded:
     params = jax.eval_shape(build(config).init, jax.random.key(0))
     params = jax.tree.map(np.asarray, tiny.random_params(params))
     origin = {'format': layout.name if layout else format, 'layout': layout}
-    rest = {'preprocessing': transforms.Preprocessing(), 'class_names': (), 'report': ()}
+    rest = {
+        'preprocessing': transforms.Preprocessing(),
+        'class_names': (),
+        'report': (),
+        'ignored': (),
+    }
     return Loaded(config=config, params=params, **(rest | origin | values))
 
 
@@ -268,6 +273,7 @@ def test_a_subtree_of_an_npz_is_read_and_the_rest_is_listed(tmp_path):
     np.savez(tmp_path / 'two.npz', **both)
     network = vit_jax.load(f'{tmp_path}/two.npz:img')
     assert_same_arrays(named_leaves(network.params), named_leaves(loaded(config, layout).params))
+    assert network.ignored == ('opt/step', 'params/txt/head/kernel')
     assert any('ignored: 2 arrays, such as opt/step' in line for line in network.report)
     with pytest.raises(ValueError, match='no array is under params/nothing/'):
         vit_jax.load(f'{tmp_path}/two.npz:nothing')

@@ -5,6 +5,7 @@ import pytest
 
 from tests import tiny
 from vit_jax.models import Backbone, Compute, Regularization, ResNetConfig, build
+from vit_jax.models.resnet import StandardConv
 from vit_jax.tree import named_leaves
 
 SMALL = ResNetConfig(image_size=(20, 14), backbone=Backbone(blocks=(2, 1), width=32), num_classes=3)
@@ -84,6 +85,15 @@ def test_the_resnet_is_the_one_of_the_papers_code():
     head = params['head']
     logits = expected @ head['kernel'] + head['bias']
     np.testing.assert_allclose(model.apply(params, IMAGES), logits, rtol=1e-3, atol=1e-3)
+
+
+def test_the_epsilon_is_added_to_the_deviation():
+    """Not to the variance, which would be 11 times larger with it here."""
+    kernel = 1e-3 * np.random.default_rng(0).normal(size=(3, 3, 2, 4)).astype(np.float32)
+    image = np.random.default_rng(1).normal(size=(5, 4, 2)).astype(np.float32)
+    convolution = StandardConv(features=4, size=3)
+    result = convolution.apply({'params': {'kernel': kernel}}, jnp.asarray(image)[None])[0]
+    np.testing.assert_allclose(result, conv(image, kernel.astype(np.float64), 1), rtol=1e-4)
 
 
 def test_at_the_beginning_every_unit_is_its_shortcut_and_the_head_says_nothing():

@@ -38,6 +38,7 @@ class Contents(NamedTuple):
 
     arrays: dict[str, Stored]
     metadata: dict[str, str]
+    ignored: tuple[str, ...] = ()  # names of what is no array
 
 
 def read_contents(path: pathlib.Path) -> Contents:
@@ -65,12 +66,14 @@ def merged(contents: Iterable[Contents]) -> Contents:
     """The arrays of several files as one. Raises ValueError where a name occurs twice."""
     arrays: dict[str, Stored] = {}
     metadata: dict[str, str] = {}
+    ignored: tuple[str, ...] = ()
     for part in contents:
         if twice := arrays.keys() & part.arrays.keys():
             raise ValueError(f'{min(twice)} is in two files')
         arrays |= part.arrays
         metadata |= part.metadata
-    return Contents(arrays, metadata)
+        ignored += part.ignored
+    return Contents(arrays, metadata, ignored)
 
 
 def write_npz(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -239,12 +242,15 @@ def _torch(path: pathlib.Path) -> Contents:
             f'not a PyTorch file of plain tensors, and nothing else is unpickled: '
             f'{type(error).__name__}'
         ) from error
+    ignored: list[str] = []
     for wrapper in ('state_dict', 'model_state_dict', 'model'):
         if isinstance(loaded, dict) and isinstance(loaded.get(wrapper), dict):
+            ignored += [str(name) for name in loaded if name != wrapper]
             loaded = loaded[wrapper]
     if not isinstance(loaded, dict):
         raise ValueError(f'holds a {type(loaded).__name__}, not tensors by name')
     tensors = {str(k): v for k, v in loaded.items() if isinstance(v, torch.Tensor)}
+    ignored += [str(name) for name in loaded if str(name) not in tensors]
     _checked_names(tensors)
 
     def array(tensor: Any) -> np.ndarray:
@@ -262,6 +268,7 @@ def _torch(path: pathlib.Path) -> Contents:
             for name, tensor in tensors.items()
         },
         {},
+        tuple(ignored),
     )
 
 

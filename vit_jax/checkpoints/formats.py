@@ -42,7 +42,7 @@ class Found(NamedTuple):
     format: str  # one of FORMATS
     layout: Layout | None  # how its arrays are named; None: as ours
     card: dict[str, Any]
-    report: list[str]
+    ignored: list[str]  # names of what the file holds beside the network
     read: Callable[[], Params]
 
 
@@ -68,7 +68,7 @@ def find(path: str, hints: Hints, *, image_size: tuple[int, int] | None = None) 
             _read_json(beside / 'config.json'),
             _read_json(beside / 'preprocessor_config.json'),
         )
-        return _recognised(path, evidence, contents.metadata)
+        return _recognised(path, evidence, contents)
 
 
 def write(
@@ -105,10 +105,10 @@ def write(
     return notes + said + module.notes(config, layout, values)
 
 
-def _recognised(path: str, evidence: Evidence, metadata: dict[str, str]) -> Found:
+def _recognised(path: str, evidence: Evidence, contents: Contents) -> Found:
     """The network, the layout and the card of arrays in some layout."""
     arrays, given = evidence.arrays, evidence.hints
-    own = json.loads(metadata[CARD]) if CARD in metadata else {}
+    own = json.loads(contents.metadata.get(CARD, '{}'))
     hints = filled(given, own.get('model', {}) | {'grid': own.get('grid')})
     found = _module(list(arrays)).recognise(evidence._replace(hints=hints))
     config, layout = found.config, found.layout
@@ -133,8 +133,7 @@ def _recognised(path: str, evidence: Evidence, metadata: dict[str, str]) -> Foun
         'preprocessing': own.get('preprocessing', found.preprocessing),
         'class_names': list(own.get('class_names', found.class_names)),
     }
-    report = [f'ignored: {len(skipped)} arrays, such as {skipped[0]}'] if skipped else []
-    return Found(layout.name, layout, card, report, read)
+    return Found(layout.name, layout, card, [*skipped, *contents.ignored], read)
 
 
 def _module(names: list[str]) -> Any:

@@ -152,6 +152,12 @@ def test_training_starts_from_any_of_these(name, tmp_path):
     assert vit_jax.load(str(tmp_path / 'run')).config.image_size == (32, 16)
 
 
+def test_a_configuration_is_told_where_to_say_what_a_file_does_not(tmp_path):
+    config = tiny.experiment(model=None, start_from=reference.path('timm_gap_fcnorm'))
+    with pytest.raises(ValueError, match=r'num_heads=N.*config\.hints\.NAME=VALUE'):
+        experiment.train(config, str(tmp_path))
+
+
 def test_few_shot_takes_any_of_these_with_a_head_of_zeros(tmp_path):
     config = tiny.experiment(model=None, start_from=zero_headed(tmp_path), total_steps=None)
     config.fewshot = experiment.fewshot.FewshotConfig(shots=(5,), seeds=(0,))

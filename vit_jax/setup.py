@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from vit_jax import records
+from vit_jax.checkpoints.files import NeedsHint
 from vit_jax.checkpoints.transfer import transfer
 from vit_jax.config import Card, TrainConfig
 from vit_jax.data import pipeline
@@ -45,7 +46,10 @@ def read_origin(config: TrainConfig) -> Origin | None:
     """The checkpoint to start from, if any; its arrays are not read yet."""
     if config.start_from is None:
         return None
-    return find(config.start_from, config.hints, image_size=config.image_size)
+    try:
+        return find(config.start_from, config.hints, image_size=config.image_size)
+    except NeedsHint as error:
+        raise ValueError(f'{error} (in a configuration: --config.hints.NAME=VALUE)') from error
 
 
 def prepare(config: TrainConfig, origin: Origin | None, model_config: ModelConfig) -> Setup:

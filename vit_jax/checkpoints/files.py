@@ -21,6 +21,10 @@ DIGESTS = 'vit_jax.sha256'  # in a safetensors file's metadata: digests by name
 _EXPANSION = 64  # the most that the arrays of a compressed file may be larger than the file
 
 
+class NeedsHint(ValueError):
+    """What is asked is not in the file, and has to be told."""
+
+
 class Stored(NamedTuple):
     """An array in a file, and its type there.
 
@@ -109,7 +113,8 @@ def explained(path: pathlib.Path | str) -> Iterator[None]:
         if isinstance(error, ValueError) and str(error).startswith(f'{path}'):
             raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f'{path}: {lines[0][:300]}') from error
+        kind = NeedsHint if isinstance(error, NeedsHint) else ValueError
+        raise kind(f'{path}: {lines[0][:300]}') from error
 
 
 def _start(path: pathlib.Path) -> bytes:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from vit_jax.checkpoints.files import Stored
+from vit_jax.checkpoints.files import NeedsHint, Stored
 from vit_jax.checkpoints.hints import (
     Evidence,
     Hints,
@@ -222,7 +222,7 @@ def _positions(
     if name is None:
         grid = hints.grid or wanted
         if grid is None:
-            raise ValueError(
+            raise NeedsHint(
                 'positions are fixed sines and cosines, so that the grid is not in the file; '
                 f'say it with grid=(14, 14), or with image_size={(14 * cell[0], 14 * cell[1])}'
             )

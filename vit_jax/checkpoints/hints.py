@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from vit_jax import records
-from vit_jax.checkpoints.files import Stored
+from vit_jax.checkpoints.files import NeedsHint, Stored
 from vit_jax.models import SIZES, ModelConfig, ResNetConfig
 
 
@@ -82,7 +82,7 @@ def find_heads(hints: Hints, width: int, mlp_dim: int, depth: int) -> int:
         return hints.num_heads
     known = {size[:3]: size[3] for size in SIZES.values()}
     if (depth, width, mlp_dim) not in known:
-        raise ValueError(
+        raise NeedsHint(
             f'the number of heads is not in the file, and {depth} layers of width {width} with an '
             f'MLP of {mlp_dim} are no known variant; say it with num_heads=N, often width / 64'
         )
@@ -120,7 +120,7 @@ def find_grid(
                 return image_grid, row
     offers = [grid for row in rows for grid in _near_squares(positions - row)]
     token = ' and perhaps a class token' if len(rows) > 1 else ''
-    raise ValueError(
+    raise NeedsHint(
         f'{positions} positions{token} fit more than one grid; say which with '
         + ' or '.join(f'grid={grid}' for grid in offers[:4])
     )

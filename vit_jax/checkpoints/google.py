@@ -144,6 +144,12 @@ def _find(
     }
     if not inside:
         raise ValueError(f'no array is under {prefix}')
+    towers = [
+        n.removesuffix('/embedding/kernel') for n in inside if n.endswith('/embedding/kernel')
+    ]
+    if towers and 'embedding/kernel' not in inside:
+        named = ' or '.join(f':{tower}' for tower in towers)
+        raise ValueError(f'the network is in a part of it: put {named} after the name of the file')
     backbone, num_classes = _backbone(inside), None
     if 'head/bias' in inside:
         num_classes = shape_of(inside, 'head/bias', 1)[0]

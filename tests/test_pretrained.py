@@ -126,6 +126,14 @@ def test_a_wrong_override_is_named(overrides, message):
         vit_jax.load(reference.path(NAME), **overrides)
 
 
+def test_a_hint_that_contradicts_the_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match='num_heads=2 was given, but the arrays have 4'):
+        vit_jax.load(reference.path(NAME), num_heads=2)
+    vit_jax.save(loaded(tiny.model()), str(tmp_path / 'ours'), 'vit_jax')
+    with pytest.raises(ValueError, match='a checkpoint of ours says all of itself; drop gelu'):
+        vit_jax.load(str(tmp_path / 'ours'), gelu='exact')
+
+
 def test_a_checkpoint_of_ours_is_loaded_and_saved_alone(tmp_path):
     names = tuple(f'bird {i}' for i in range(tiny.CLASSES))
     network = loaded(HYBRID, google.GOOGLE, class_names=names)

@@ -33,7 +33,7 @@ TIMM = {
     'R50+B/16': 'vit_base_r50_s16_224',
 }
 # float32 rounding; the hybrids are up to 50 layers deep before the first block
-TOLERANCE = {'Ti/16': 1e-5, 'B/32': 1e-5, 'R+Ti/16': 1e-5, 'R50+B/16': 2e-4}
+TOLERANCE = {'Ti/16': 1e-5, 'B/32': 1e-5, 'R+Ti/16': 1e-5, 'R50+B/16': 5e-5}
 IMAGES = np.random.default_rng(1).uniform(-1, 1, (2, 224, 224, 3)).astype(np.float32)
 
 

@@ -1,5 +1,6 @@
 import csv
 import dataclasses
+import pathlib
 import subprocess
 import sys
 
@@ -55,6 +56,16 @@ def test_features_are_what_the_head_is_given():
     head = network.params['head']
     features = network.features(images)
     np.testing.assert_allclose(features @ head['kernel'] + head['bias'], logits, atol=1e-5)
+
+
+@pytest.mark.parametrize('images', [np.zeros((1, 64, 64, 3), np.uint8), np.zeros((64, 64, 3))])
+def test_images_that_were_not_prepared_are_refused(images):
+    network = vit_jax.load(reference.path(NAME))
+    for function in network.logits, network.features:
+        with pytest.raises(ValueError, match='expected floating-point numbers of the shape'):
+            function(images)
+    with pytest.raises(ValueError, match=r'images are \(32, 32, 3\), the model takes \(64, 64, 3'):
+        network.logits(np.zeros((1, 32, 32, 3)))
 
 
 def test_other_images_change_what_they_must_and_nothing_else(tmp_path):
@@ -218,6 +229,8 @@ def test_predict_prints_the_classes_that_the_logits_say(tmp_path, capsys):
         image = cv2.cvtColor(cv2.imread(f'{folder}/{index}.png'), cv2.COLOR_BGR2RGB)
         image = cv2.resize(image, (8, 8), interpolation=cv2.INTER_LINEAR)
         image = (image.astype(np.float32) - 127.5) / 127.5
+        stored_bytes = pathlib.Path(f'{folder}/{index}.png').read_bytes()
+        np.testing.assert_array_equal(network.prepare(stored_bytes), image)
         probabilities = np.asarray(jax.nn.softmax(network.logits(image[None])[0]))
         first, second = np.argsort(-probabilities)[:2]
         said = f'bird {first} {probabilities[first]:.1%}, bird {second} {probabilities[second]:.1%}'

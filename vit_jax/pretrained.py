@@ -13,7 +13,7 @@ from vit_jax.checkpoints import formats
 from vit_jax.checkpoints.hints import Hints, described
 from vit_jax.checkpoints.transfer import adapt, transfer
 from vit_jax.config import Card
-from vit_jax.data.transforms import Preprocessing
+from vit_jax.data.transforms import Preprocessing, prepared
 from vit_jax.models import Model, ModelConfig, build, parameter_count
 from vit_jax.typing import Float, Params
 
@@ -71,21 +71,25 @@ class Loaded:
         """Has it a head that was trained?"""
         return 'head' in self.params and bool(np.any(self.params['head']['kernel']))
 
-    def logits(self, images: Float[np.ndarray, 'b h w c']) -> Float[np.ndarray, 'b k']:
-        """What the head gives for images of `config.image_size`, as the model takes them.
+    def prepare(self, image: bytes | np.ndarray) -> Float[np.ndarray, 'h w c']:
+        """One image, an encoded file's bytes or a uint8 array, as the network takes it."""
+        return prepared(image, self.preprocessing, size=self.config.image_size)
+
+    def logits(self, images: np.ndarray) -> Float[np.ndarray, 'b k']:
+        """What the head gives for images (b h w c) of `config.image_size`, as `prepare` does them.
 
         The published models take float32 in [-1, 1]. Raises ValueError for a network without a
-        head, and for one whose head is all zeros.
+        head, for one whose head is all zeros, and for images of another size or type.
         """
         if self.config.num_classes is None:
             raise ValueError('the checkpoint has no head: use the features, or fine-tune it')
         if not self.predicts:
             raise ValueError(ZERO_HEAD)
-        return np.asarray(self._apply(self.params, images))
+        return np.asarray(self._apply(self.params, _checked_images(images)))
 
-    def features(self, images: Float[np.ndarray, 'b h w c']) -> Float[np.ndarray, '...']:
-        """What the head is given."""
-        return np.asarray(self._features(self.params, images))
+    def features(self, images: np.ndarray) -> Float[np.ndarray, '...']:
+        """What the head is given for images (b h w c)."""
+        return np.asarray(self._features(self.params, _checked_images(images)))
 
     @functools.cached_property
     def model(self) -> Model:
@@ -94,11 +98,11 @@ class Loaded:
 
     @functools.cached_property
     def _apply(self) -> Callable[..., jax.Array]:
-        return jax.jit(self.model.apply)
+        return _exact(self.model.apply)
 
     @functools.cached_property
     def _features(self) -> Callable[..., jax.Array]:
-        return jax.jit(self.model.features)
+        return _exact(self.model.features)
 
 
 def load(path: str, **overrides: Any) -> Loaded:
@@ -158,6 +162,25 @@ def save(loaded: Loaded, path: str, format: str | None = None) -> list[str]:
         'class_names': list(loaded.class_names),
     }
     return formats.write(path, format, params=loaded.params, card=card, layout=layout)
+
+
+def _exact(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """The compiled function with float32 products: TPUs and GPUs would round them first."""
+
+    def run(params: Params, images: Float[jax.Array, 'b h w c']) -> jax.Array:
+        with jax.default_matmul_precision('highest'):
+            return function(params, images)
+
+    return jax.jit(run)
+
+
+def _checked_images(images: np.ndarray) -> np.ndarray:
+    if images.ndim != 4 or images.dtype.kind != 'f':
+        raise ValueError(
+            f'images are {images.dtype}{list(images.shape)}, expected floating-point numbers of '
+            f'the shape (b, h, w, c), as `prepare` makes them'
+        )
+    return np.asarray(images, np.float32)
 
 
 def _sorted_overrides(overrides: dict[str, Any]) -> tuple[Hints, dict[str, Any], str]:

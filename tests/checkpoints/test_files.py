@@ -146,6 +146,8 @@ def test_what_is_no_checkpoint_at_all_is_named(tmp_path):
     refused(tmp_path / 'other.zip', 'readme.txt is no array of numpy')
     np.savez(tmp_path / 'other.npz', weights=np.zeros(3, np.float32))
     refused(tmp_path / 'other.npz', r"those of no known ViT: \['weights'\]")
+    np.savez(tmp_path / 'bit.npz', **{'root_block/conv_root/kernel': np.zeros((7, 7, 3, 64))})
+    refused(tmp_path / 'bit.npz', "of BiT's pre-activation ResNet, which is not the one")
     with pytest.raises(FileNotFoundError, match='no such'):
         vit_jax.load(str(tmp_path / 'absent.npz'))
     (tmp_path / 'nothing').mkdir()

@@ -150,21 +150,15 @@ def _find(
 
 def _preprocessing(described: dict[str, Any]) -> dict[str, Any]:
     """What a `pretrained_cfg` says of it; without one, what the converted ViTs are used with."""
-    mean, std = described.get('mean', (0.5, 0.5, 0.5)), described.get('std', (0.5, 0.5, 0.5))
-    resize = (
-        'bilinear_antialias'
-        if described.get('interpolation') == 'bilinear'
-        else 'bicubic_antialias'
-    )
-    return {
-        'crop': {
-            'kind': 'CentralCrop',
-            'scale': 1 / described.get('crop_pct', 0.9),
-            'resize': resize,
-        },
-        'exif_rotation': False,
-        'mean': [255 * value for value in mean],
-        'std': [255 * value for value in std],
+    resize = 'bicubic_antialias'
+    if described.get('interpolation') == 'bilinear':
+        resize = 'bilinear_antialias'
+    crop: dict[str, Any] = {'kind': 'CentralCrop', 'scale': 1 / (described.get('crop_pct') or 0.9)}
+    if described.get('crop_mode') == 'squash':
+        crop = {'kind': 'Resize'}
+    values = {name: described.get(name) or (0.5, 0.5, 0.5) for name in ('mean', 'std')}
+    return {'crop': crop | {'resize': resize}, 'exif_rotation': False} | {
+        name: [255 * value for value in channels] for name, channels in values.items()
     }
 
 

@@ -103,6 +103,16 @@ def decode(stored: bytes | np.ndarray, *, exif_rotation: bool) -> Image:
     return decoded
 
 
+def prepared(
+    stored: bytes | np.ndarray, preprocessing: Preprocessing, *, size: Size
+) -> Float[np.ndarray, 'h w 3']:
+    """One image as the model takes it, with nothing random: what evaluation does to a batch."""
+    image = decode(stored, exif_rotation=preprocessing.exif_rotation)
+    image = preprocessing.crop(image, size, None)
+    mean, std = (np.asarray(v, np.float32) for v in (preprocessing.mean, preprocessing.std))
+    return (image.astype(np.float32) - mean) / std
+
+
 def _resized(image: Image, size: Size, resize: str = 'bilinear') -> Image:
     import cv2
 

@@ -42,7 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
     rows, unreadable = [], 0
     # Lines go to the screen through the bar, and past it where they are piped elsewhere.
     with Progress(
-        console=Console(stderr=True),
+        console=Console(stderr=True, highlight=False, soft_wrap=True),
         disable=not sys.stderr.isatty(),
         redirect_stdout=sys.stdout.isatty(),
     ) as bar:

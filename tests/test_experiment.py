@@ -81,7 +81,7 @@ def test_the_few_shot_file_holds_the_whole_protocol(trained):
     result = json.loads((trained.folder / 'fewshot.json').read_text())
     assert result['layer'] == 'pre_logits' and result['l2'] == 1024.0
     assert result['seeds'] == [0, 1] and result['shots'] == [1, 2]
-    assert result['preprocessing']['crop'] == {'kind': 'Resize'}
+    assert result['preprocessing']['crop'] == {'kind': 'Resize', 'resize': 'bilinear'}
     drawn = result['train_images']['seed 1, 2 shots']
     assert len(set(drawn)) == 20 and all(name.startswith('digits/train[') for name in drawn)
     two = [result['accuracy'][f'seed {seed}, 2 shots'] for seed in (0, 1)]

@@ -195,6 +195,13 @@ def test_half_precision_is_read_exactly(tmp_path):
             np.testing.assert_array_equal(stored.read(), array.astype(np.float32))
 
 
+def test_what_is_written_can_be_read_by_those_who_can_read_other_files(tmp_path):
+    write_safetensors(tmp_path / 'x.safetensors', {'a': np.ones(8, np.float32)}, {})
+    (tmp_path / 'other').touch()
+    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+    assert len(modes) == 1 and len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_flipped_bit_in_a_safetensors_file_of_ours_is_found(tmp_path):
     path = tmp_path / 'x.safetensors'
     write_safetensors(path, {'a': np.ones(8, np.float32), 'b': np.ones(8, np.float32)}, {})

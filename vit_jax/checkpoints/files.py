@@ -320,5 +320,8 @@ def _digest(array: np.ndarray) -> str:
 def _replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + '.partial')
+    partial.touch()
+    mode = partial.stat().st_mode
     yield partial
+    partial.chmod(mode)  # safetensors makes files that only their owner can read
     partial.replace(path)

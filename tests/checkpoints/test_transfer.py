@@ -46,6 +46,18 @@ def test_another_resolution_resizes_the_positions_and_nothing_else():
     assert build(new).apply(result.params, tiny.images(config=new)).shape == (2, tiny.CLASSES)
 
 
+def test_other_patches_and_channels_change_the_projection():
+    new, result = moved(patch_size=(2, 4), channels=1)
+    assert new.grid == (4, 2)
+    assert result.report[1:4] == [
+        'pos_embedding: resized from 2x2 to 4x2 patches',
+        'embedding: resized from 4x4 to 2x4 pixels (pseudo-inverse)',
+        'embedding/kernel: 3 channels summed to 1',
+    ]
+    assert result.params['embedding']['kernel'].shape == (2, 4, 1, 16)
+    assert build(new).apply(result.params, tiny.images(config=new)).shape == (2, tiny.CLASSES)
+
+
 def test_the_same_resolution_gives_the_same_features():
     new, result = moved(num_classes=None)
     without = dataclasses.replace(OLD, representation_size=None)

@@ -30,8 +30,8 @@ CONVOLUTION = Turn(lambda a: a.transpose(2, 3, 1, 0), lambda a: a.transpose(3, 2
 class Rule(NamedTuple):
     """Our arrays, joined along their first axis where there are several, and their name there.
 
-    Names may hold {layer}, {stage} and {unit}, which count from 1 here; in theirs, {layer0},
-    {stage0} and {unit0} count from 0. Where {layer0} is absent, theirs is stacked as ours is.
+    {stage} and {unit} in names count from 1, {layer0}, {stage0} and {unit0} from 0. Where theirs
+    has no {layer0}, it is stacked as ours is.
     """
 
     theirs: str

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from vit_jax import experiment, records
+from vit_jax import config as configs
+from vit_jax import experiment, records, workdir
 from vit_jax.checkpoints.state import load_card, load_params
 from vit_jax.config import Card
 from vit_jax.data import pipeline
@@ -184,6 +185,18 @@ def test_a_run_that_is_complete_says_so_again_and_changes_nothing(trained):
     again = experiment.train(config, str(trained.folder))
     assert again.test == trained.test
     assert_equal(again.state, trained.state)
+
+
+def test_a_field_that_came_later_does_not_stop_an_earlier_run(tmp_path):
+    config = records.to_dict(configs.checked(tiny.experiment()))
+    (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
+    earlier = config | {'model': config['model'] | {}}
+    del earlier['hints'], earlier['model']['kind'], earlier['model']['backbone']
+    (tmp_path / 'config.json').write_text(json.dumps(earlier))
+    workdir.open_workdir(str(tmp_path), config)
+    (tmp_path / 'config.json').write_text(json.dumps(earlier | {'seed': 7, 'gone': 1}))
+    with pytest.raises(ValueError, match=r"(?s)gone: 1 -> '\(absent\)'.*seed: 7 -> 0"):
+        workdir.open_workdir(str(tmp_path), config)
 
 
 def test_a_resume_under_another_configuration_is_refused_with_the_differences(trained):

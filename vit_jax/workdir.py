@@ -5,6 +5,7 @@ import pathlib
 from typing import Any
 
 from vit_jax import records
+from vit_jax.config import TrainConfig
 
 CONFIG, METRICS, FEWSHOT = 'config.json', 'metrics.jsonl', 'fewshot.json'
 
@@ -22,7 +23,7 @@ def open_workdir(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         begun = kept.exists() and any(folder.glob('checkpoints/[0-9]*'))
-        changes = records.differences(json.loads(kept.read_text()), config) if begun else []
+        changes = records.differences(_read_config(kept), config) if begun else []
         if changes and not accept_changes:
             raise ValueError(
                 f'workdir {folder} holds a run of another configuration:\n  '
@@ -35,6 +36,15 @@ def open_workdir(
     except json.JSONDecodeError as error:
         raise ValueError(f'{kept}: not JSON: {error}; remove it if no run is to go on') from error
     return folder
+
+
+def _read_config(path: pathlib.Path) -> dict[str, Any]:
+    """The configuration of an earlier run, with the defaults of fields that came later."""
+    values: dict[str, Any] = json.loads(path.read_text())
+    try:
+        return records.to_dict(records.from_dict(TrainConfig, values, where='config'))
+    except ValueError:  # of a field that is no more: the difference will say it
+        return values
 
 
 def write_json(path: pathlib.Path, values: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import vit_jax
 from tests import reference, tiny
-from tests.checkpoints.test_formats import HYBRID, contents, loaded
+from tests.networks import HYBRID, RESNET, contents, loaded
 from vit_jax import augreg, convert, experiment, predict, program
 from vit_jax.checkpoints import google
 from vit_jax.checkpoints.augreg import fine_tuned, listed, pick, read_index
@@ -186,8 +186,6 @@ def test_few_shot_takes_any_of_these_with_a_head_of_zeros(tmp_path):
 
 
 def test_a_resnet_is_trained_and_probed_by_the_same_programs(tmp_path):
-    from tests.checkpoints.test_formats import RESNET
-
     small = dataclasses.replace(RESNET, image_size=(16, 16), num_classes=None)
     config = tiny.experiment(model=small, total_steps=40, log_every_steps=10)
     config.schedule = ScheduleConfig(learning_rate=1e-2, warmup_steps=5)

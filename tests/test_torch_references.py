@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import vit_jax
-from tests.checkpoints.test_formats import assert_same_arrays, loaded
+from tests.networks import assert_same_arrays, loaded
 from vit_jax.checkpoints import google
 from vit_jax.models import build, variant
 from vit_jax.tree import map_named, named_leaves

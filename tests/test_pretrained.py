@@ -251,6 +251,13 @@ def test_predict_names_what_it_cannot_read_and_says_so_at_the_end(tmp_path, caps
         run(predict, path, folder, '--class_names', tmp_path / 'names.txt')
     with pytest.raises(FileNotFoundError, match='absent.png: no such image or folder'):
         run(predict, path, tmp_path / 'absent.png')
+    for wrong in 'features.txt', 'nowhere/features.npz':
+        with pytest.raises(ValueError, match='expected NAME.npz in a directory that exists'):
+            run(predict, path, folder, '--features', tmp_path / wrong)
+    for wrong in '--top=0', '--batch_size=x', '--grid=3,', '--num_heads=-1':
+        with pytest.raises(SystemExit):
+            run(predict, path, folder, wrong)
+    assert "argument --top: '0' is not a whole number of at least 1" in capsys.readouterr().err
     with pytest.raises(ValueError, match='the head is all zeros'):
         run(predict, zero_headed(tmp_path), folder)
 

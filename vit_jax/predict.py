@@ -25,6 +25,9 @@ from vit_jax.typing import Array, Batch, Float, Int, Params
 
 def main(arguments: argparse.Namespace) -> int:
     """Prints a line for each image; 1 where some cannot be read, 0 otherwise."""
+    output = pathlib.Path(arguments.features or 'unused.npz')
+    if output.suffix != '.npz' or not output.parent.is_dir():
+        raise ValueError(f'--features={output}: expected NAME.npz in a directory that exists')
     source = unlabelled(arguments.images)
     loaded = load(arguments.checkpoint, **program.overrides(arguments))
     print('\n'.join(loaded.report), file=sys.stderr)
@@ -118,10 +121,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog='python -m vit_jax.predict', description=__doc__)
     parser.add_argument('checkpoint', metavar='CHECKPOINT')
     parser.add_argument('images', metavar='IMAGE', nargs='+', help='files or folders')
-    parser.add_argument('--top', type=int, default=5, metavar='N', help='classes to print (5)')
+    parser.add_argument(
+        '--top', type=program.positive, default=5, metavar='N', help='classes to print (5)'
+    )
     parser.add_argument('--class_names', metavar='FILE', help="a name a line; the checkpoint's")
     parser.add_argument('--features', metavar='OUT.npz', help='keep paths and features')
-    parser.add_argument('--batch_size', type=int, default=32, metavar='N', help='(32)')
+    parser.add_argument('--batch_size', type=program.positive, default=32, metavar='N', help='(32)')
     program.add_overrides(parser)
     return parser
 

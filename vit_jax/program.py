@@ -68,7 +68,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     """The arguments of `vit_jax.load` about what a file does not say, and about what changes."""
     said = parser.add_argument_group('what the file does not say of itself')
     said.add_argument('--grid', type=_pair, metavar='H,W', help='patches of its positions')
-    said.add_argument('--num_heads', type=int, metavar='N')
+    said.add_argument('--num_heads', type=positive, metavar='N')
     said.add_argument('--gelu', choices=['tanh', 'exact'])
     said.add_argument('--layer_norm_epsilon', type=float, metavar='E')
     changed = parser.add_argument_group('what is changed')
@@ -81,6 +81,13 @@ def overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     names = 'grid', 'num_heads', 'gelu', 'layer_norm_epsilon', 'image_size', 'patch_size'
     values = {name: getattr(arguments, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'{text!r} is not a whole number of at least 1')
+    return int(text)
 
 
 def _pair(text: str) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / 'vit_jax'
 
-BASE = {'records', 'resampling', 'tree', 'typing'}
+BASE = {'records', 'resampling', 'tree', 'typing', 'writing'}
 PARTS = {'training', 'evaluation', 'analysis', 'checkpoints', 'data'}
 WIRING = {'workdir', 'reporting', 'pretrained', 'setup', 'experiment'}
 PROGRAMS = {'program', 'train', 'finetune', 'fewshot', 'predict', 'convert', 'augreg'}

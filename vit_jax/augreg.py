@@ -20,7 +20,7 @@ def main(arguments: argparse.Namespace) -> int:
             print(f'{name:<10} {count:>4} checkpoints, picked: {best}')
         return 0
     picked = augreg.pick(rows, arguments.name)
-    if '-' not in arguments.name.replace('ViT-', ''):
+    if not augreg.is_file_name(arguments.name):
         for row in augreg.listed(rows, arguments.name):
             print(f'{row.final_val:8.4f}  {row.ds:<12} {row.filename}')
     print(f'picked    {picked.filename}.npz')

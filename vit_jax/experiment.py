@@ -24,6 +24,7 @@ from vit_jax.reporting import Reporter
 from vit_jax.training.loop import Clock, Every, NotFinite, fit
 from vit_jax.training.update import TrainState
 from vit_jax.typing import Array, Batch, Float, Int, Params
+from vit_jax.writing import write_json
 
 Features = Callable[[Params, Batch], Float[Array, 'b d']]
 
@@ -207,7 +208,7 @@ class _Run:
             self.fewshot = _probe(self.setup, self.features, state.best_params, self.feeds)
             self.fewshot |= {'step': step, 'checkpoint': str(self.folder)}
             if jax.process_index() == 0:
-                workdir.write_json(self.folder / workdir.FEWSHOT, self.fewshot)
+                write_json(self.folder / workdir.FEWSHOT, self.fewshot)
         numbers = {f'{shots}_shot_accuracy': a for shots, a in self.fewshot['mean'].items()}
         self.reporter.record('fewshot', step, numbers, summary(self.fewshot))
 
@@ -237,7 +238,7 @@ def probe(config: TrainConfig, path: str) -> tuple[dict[str, Any], pathlib.Path]
     result = _probe(setup, features, jax.device_put(params, shardings), feeds)
     result |= {'step': origin.card.step, 'checkpoint': config.start_from}
     if jax.process_index() == 0:
-        workdir.write_json(folder / workdir.FEWSHOT, result)
+        write_json(folder / workdir.FEWSHOT, result)
     return result, folder / workdir.FEWSHOT
 
 

@@ -19,7 +19,7 @@ from vit_jax.data import pipeline
 from vit_jax.data.augment import normalize
 from vit_jax.data.sources import unlabelled
 from vit_jax.parallel import mesh as meshes
-from vit_jax.pretrained import ZERO_HEAD, Loaded, load
+from vit_jax.pretrained import Loaded, load
 from vit_jax.typing import Array, Batch, Float, Int, Params
 
 
@@ -32,9 +32,8 @@ def main(arguments: argparse.Namespace) -> int:
     loaded = load(arguments.checkpoint, **program.overrides(arguments))
     print('\n'.join(loaded.report), file=sys.stderr)
     names = _class_names(loaded, arguments.class_names)
-    if not loaded.predicts and not arguments.features:
-        no_head = 'the checkpoint has no head to predict with; --features=OUT.npz keeps features'
-        raise ValueError(no_head if loaded.config.num_classes is None else ZERO_HEAD)
+    if not arguments.features:
+        loaded.require_head()
     reader = pipeline.Reader(
         source=source,
         crop=loaded.preprocessing.crop,

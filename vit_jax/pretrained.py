@@ -13,7 +13,7 @@ from vit_jax.checkpoints import formats
 from vit_jax.checkpoints.hints import Hints, described
 from vit_jax.checkpoints.transfer import adapt, transfer
 from vit_jax.config import Card
-from vit_jax.data.transforms import Preprocessing, prepared
+from vit_jax.data.transforms import Preprocessing, decode
 from vit_jax.models import Model, ModelConfig, build, parameter_count
 from vit_jax.typing import Float, Params
 
@@ -66,14 +66,24 @@ class Loaded:
     def __repr__(self) -> str:
         return '\n'.join(self.report)
 
-    @property
+    @functools.cached_property
     def predicts(self) -> bool:
         """Has it a head that was trained?"""
         return 'head' in self.params and bool(np.any(self.params['head']['kernel']))
 
+    def require_head(self) -> None:
+        """Raises ValueError for a network that has no head, or one that is all zeros."""
+        if self.config.num_classes is None:
+            raise ValueError('the checkpoint has no head: use the features, or fine-tune it')
+        if not self.predicts:
+            raise ValueError(ZERO_HEAD)
+
     def prepare(self, image: bytes | np.ndarray) -> Float[np.ndarray, 'h w c']:
         """One image, an encoded file's bytes or a uint8 array, as the network takes it."""
-        return prepared(image, self.preprocessing, size=self.config.image_size)
+        preprocessing = self.preprocessing
+        decoded = decode(image, exif_rotation=preprocessing.exif_rotation)
+        cut = preprocessing.crop(decoded, self.config.image_size, None)
+        return np.asarray(preprocessing.scaled(cut))
 
     def logits(self, images: np.ndarray) -> Float[np.ndarray, 'b k']:
         """What the head gives for images (b h w c) of `config.image_size`, as `prepare` does them.
@@ -81,10 +91,7 @@ class Loaded:
         The published models take float32 in [-1, 1]. Raises ValueError for a network without a
         head, for one whose head is all zeros, and for images of another size or type.
         """
-        if self.config.num_classes is None:
-            raise ValueError('the checkpoint has no head: use the features, or fine-tune it')
-        if not self.predicts:
-            raise ValueError(ZERO_HEAD)
+        self.require_head()
         return np.asarray(self._apply(self.params, _checked_images(images)))
 
     def features(self, images: np.ndarray) -> Float[np.ndarray, '...']:
@@ -120,8 +127,10 @@ def load(path: str, **overrides: Any) -> Loaded:
     new = dataclasses.replace(old, **changes)
     params, report = origin.read(), [path, *origin.report]
     if new.num_classes != old.num_classes:
-        fresh = jax.jit(build(new).init)(jax.random.key(0))
-        params, said = transfer(params, old=old, new=new, fresh=jax.device_get(fresh))
+        # Only the head is taken from there: without one, names and shapes will do.
+        shapes = jax.eval_shape(build(new).init, jax.random.key(0))
+        fresh = shapes if new.num_classes is None else _initial(new)
+        params, said = transfer(params, old=old, new=new, fresh=fresh)
         report += said
     elif new != old:
         params, said = adapt(params, old=old, new=new)
@@ -154,14 +163,21 @@ def save(loaded: Loaded, path: str, format: str | None = None) -> list[str]:
     if format not in formats.FORMATS:
         raise ValueError(f'format={format!r}; {records.nearest(format, formats.FORMATS)}')
     layout = loaded.layout if format == loaded.format else None
-    card = {
-        'step': 0,
-        'model': loaded.config,
-        'grid': list(loaded.config.grid),
-        'preprocessing': records.to_dict(loaded.preprocessing),
-        'class_names': list(loaded.class_names),
-    }
-    return formats.write(path, format, params=loaded.params, card=card, layout=layout)
+    card = Card(
+        step=0,
+        model=loaded.config,
+        grid=loaded.config.grid,
+        preprocessing=loaded.preprocessing,
+        class_names=loaded.class_names,
+    )
+    return formats.write(
+        path,
+        format,
+        config=loaded.config,
+        params=loaded.params,
+        card=records.to_dict(card),
+        layout=layout,
+    )
 
 
 def _exact(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -203,9 +219,15 @@ def _sorted_overrides(overrides: dict[str, Any]) -> tuple[Hints, dict[str, Any],
     return records.from_dict(Hints, values, where='load'), changes, new_channels
 
 
+def _initial(config: ModelConfig) -> Params:
+    """First parameters of a network, in host memory."""
+    params: Params = jax.device_get(jax.jit(build(config).init)(jax.random.key(0)))
+    return params
+
+
 def _with_fresh_channels(params: Params, config: ModelConfig) -> tuple[Params, str]:
     """The first kernel drawn anew."""
-    fresh = tree.named_leaves(jax.device_get(jax.jit(build(config).init)(jax.random.key(0))))
+    fresh = tree.named_leaves(_initial(config))
     root = 'backbone/conv_root/kernel'
     first = root if root in fresh else 'embedding/kernel'
     replaced = tree.map_named(lambda name, leaf: fresh[name] if name == first else leaf, params)

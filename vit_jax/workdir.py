@@ -6,6 +6,7 @@ from typing import Any
 
 from vit_jax import records
 from vit_jax.config import TrainConfig
+from vit_jax.writing import replacing, write_json
 
 CONFIG, METRICS, FEWSHOT = 'config.json', 'metrics.jsonl', 'fewshot.json'
 
@@ -47,20 +48,12 @@ def _read_config(path: pathlib.Path) -> dict[str, Any]:
         return values
 
 
-def write_json(path: pathlib.Path, values: Any) -> None:
-    """Writes the file whole or not at all."""
-    partial = path.with_name(path.name + '.partial')
-    partial.write_text(json.dumps(values, indent=2) + '\n')
-    partial.replace(path)
-
-
 def forget_after(path: pathlib.Path, step: int) -> None:
     """Drops the lines of a metrics file that a run beginning at this step will write again."""
     if path.exists():
         lines = path.read_text().splitlines(keepends=True)
-        partial = path.with_name(path.name + '.partial')
-        partial.write_text(''.join(line for line in lines if _is_up_to(line, step)))
-        partial.replace(path)
+        with replacing(path) as partial:
+            partial.write_text(''.join(line for line in lines if _is_up_to(line, step)))
 
 
 def _is_up_to(line: str, step: int) -> bool:

@@ -59,7 +59,7 @@ def pick(rows: Sequence[Row], name: str) -> Row:
 
     A name with a dash is the file itself. Raises ValueError where the index does not have it.
     """
-    if '-' in name.replace('ViT-', ''):
+    if is_file_name(name):
         same = [row for row in rows if row.filename == name.removesuffix('.npz')]
         if not same:
             known = {row.filename for row in rows}
@@ -70,6 +70,11 @@ def pick(rows: Sequence[Row], name: str) -> Row:
     if not candidates:
         raise ValueError(f'no variant {name!r} that was pre-trained on i21k in the index')
     return sorted(candidates, key=lambda row: row.final_val)[-1]
+
+
+def is_file_name(name: str) -> bool:
+    """Is it the name of a file, and not of a variant?"""
+    return '-' in name.replace('ViT-', '')
 
 
 def fine_tuned(rows: Sequence[Row], filename: str) -> list[Row]:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vit_jax.writing import replacing
+
 DIGESTS = 'vit_jax.sha256'  # in a safetensors file's metadata: digests by name
 _EXPANSION = 64  # the most that the arrays of a compressed file may be larger than the file
 
@@ -53,10 +55,10 @@ def read_contents(path: pathlib.Path) -> Contents:
     with explained(path):
         start = _start(path)
         if start[:4] == b'PK\x03\x04':
-            with zipfile.ZipFile(path) as archive:
-                members = _checked_members(archive, path.stat().st_size)
+            archive = zipfile.ZipFile(path)
+            members = _checked_members(archive, path.stat().st_size)
             is_torch = any(name.endswith('/data.pkl') for name in members)
-            return _torch(path) if is_torch else _npz(path)
+            return _torch(path) if is_torch else _npz(path, archive)
         if start[8:9] == b'{':
             return _safetensors(path)
         if start[:1] == b'\x80':  # a pickle, as PyTorch wrote it before 1.6
@@ -81,20 +83,20 @@ def merged(contents: Iterable[Contents]) -> Contents:
 
 
 def write_npz(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes an npz file whole or not at all."""
-    with _replacing(path) as partial, partial.open('wb') as file:
+    """Writes an npz file."""
+    with replacing(path) as partial, partial.open('wb') as file:
         np.savez(file, allow_pickle=False, **arrays)
 
 
 def write_safetensors(
     path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes a safetensors file, with the digest of every array, whole or not at all."""
+    """Writes a safetensors file, with the digest of every array."""
     from safetensors.numpy import save_file
 
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     digests = {name: _digest(array) for name, array in arrays.items()}
-    with _replacing(path) as partial:
+    with replacing(path) as partial:
         # `format` tells transformers that these are tensors of a PyTorch model.
         text = {'format': 'pt', DIGESTS: json.dumps(digests)} | dict(metadata)
         save_file(arrays, str(partial), metadata=text)
@@ -158,26 +160,31 @@ def _checked_members(archive: zipfile.ZipFile, file_size: int) -> list[str]:
     return names
 
 
-def _npz(path: pathlib.Path) -> Contents:
-    archive = zipfile.ZipFile(path)
+def _npz(path: pathlib.Path, archive: zipfile.ZipFile) -> Contents:
     arrays = {}
     for member in archive.infolist():
         name = member.filename.removesuffix('.npy')
         if name == member.filename:
             raise ValueError(f'{name} is no array of numpy')
-        shape, _, dtype, start = _npy_header(archive, member)
-        declared = start + math.prod(shape) * dtype.itemsize
+        header = _npy_header(archive, member)
+        declared = header.start + math.prod(header.shape) * header.dtype.itemsize
         if declared != member.file_size:
             raise ValueError(f'{name} declares {declared:,} bytes, holds {member.file_size:,}')
-        read = _reader(path, name, functools.partial(_read_npy, archive, member))
-        arrays[name] = Stored(shape, _named(dtype), read)
+        read = _reader(path, name, functools.partial(_read_npy, archive, member, header))
+        arrays[name] = Stored(header.shape, _named(header.dtype), read)
     return Contents(arrays, {})
 
 
-def _npy_header(
-    archive: zipfile.ZipFile, member: zipfile.ZipInfo
-) -> tuple[tuple[int, ...], bool, np.dtype, int]:
-    """Shape, whether columns come first, type, and where the numbers begin."""
+class _Header(NamedTuple):
+    """What an npy file says of its array."""
+
+    shape: tuple[int, ...]
+    columns_first: bool
+    dtype: np.dtype
+    start: int  # of the numbers, in bytes
+
+
+def _npy_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> _Header:
     name = member.filename
     with archive.open(member) as file:
         version = np.lib.format.read_magic(file)
@@ -191,15 +198,14 @@ def _npy_header(
             raise ValueError(f'{name} holds Python objects, which only pickle could read')
         if any(side < 0 for side in shape):
             raise ValueError(f'{name} has the shape {shape}')
-        return tuple(map(int, shape)), fortran, dtype, file.tell()
+        return _Header(tuple(map(int, shape)), fortran, dtype, file.tell())
 
 
-def _read_npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
-    shape, fortran, dtype, start = _npy_header(archive, member)
+def _read_npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, header: _Header) -> np.ndarray:
     with archive.open(member) as file:
         data = file.read()  # to the end, so that the checksum is verified
-    array = np.frombuffer(data, dtype, offset=start)
-    return array.reshape(shape, order='F' if fortran else 'C')
+    array = np.frombuffer(data, header.dtype, offset=header.start)
+    return array.reshape(header.shape, order='F' if header.columns_first else 'C')
 
 
 def _safetensors(path: pathlib.Path) -> Contents:
@@ -207,13 +213,13 @@ def _safetensors(path: pathlib.Path) -> Contents:
 
     with safe_open(str(path), framework='numpy') as file:
         metadata = dict(file.metadata() or {})
-        names = list(file.keys())
-        slices = {name: file.get_slice(name) for name in names}
+        slices = {name: file.get_slice(name) for name in file.keys()}
         shapes = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
-    _checked_names(names)
+    _checked_names(shapes)
     digests = json.loads(metadata.pop(DIGESTS, '{}'))
 
     def read(name: str) -> np.ndarray:
+        # Opened for each array: one handle would keep the whole file mapped beside the arrays.
         with safe_open(str(path), framework='numpy') as file:
             array: np.ndarray = file.get_tensor(name)
         if name in digests and _digest(array) != digests[name]:
@@ -314,14 +320,3 @@ def _torch_dtype(name: str, dtype: str) -> np.dtype:
 
 def _digest(array: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).view(np.uint8).data).hexdigest()
-
-
-@contextlib.contextmanager
-def _replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + '.partial')
-    partial.touch()
-    mode = partial.stat().st_mode
-    yield partial
-    partial.chmod(mode)  # safetensors makes files that only their owner can read
-    partial.replace(path)

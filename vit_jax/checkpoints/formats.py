@@ -21,6 +21,7 @@ from vit_jax.checkpoints.hints import Evidence, Hints, filled
 from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig, build
 from vit_jax.models.positions import sincos2d
 from vit_jax.typing import Params
+from vit_jax.writing import write_json
 
 FORMATS = 'google', 'bigvision', 'timm', 'huggingface', 'vit_jax'
 OURS = 'vit_jax'
@@ -53,13 +54,15 @@ def find(path: str, hints: Hints, *, image_size: tuple[int, int] | None = None) 
     open. Raises ValueError or FileNotFoundError, in one sentence, for anything else.
     """
     place, subtree = _split(path)
-    if place.is_dir() and not _weights(place):
+    parts = _weights(place) if place.is_dir() else [place]
+    if not parts:
         values, _ = state.load_card(path)
         if given := [name for name, value in records.to_dict(hints).items() if value is not None]:
             raise ValueError(f'{path}: a checkpoint of ours says all of itself; drop {given[0]}')
         return Found(OURS, None, values, [], lambda: state.load_params(path))
+    beside = place if place.is_dir() else place.parent
     with files.explained(path):
-        contents, beside = _contents(place)
+        contents = files.merged(files.read_contents(part) for part in parts)
         evidence = Evidence(
             contents.arrays,
             hints,
@@ -72,37 +75,44 @@ def find(path: str, hints: Hints, *, image_size: tuple[int, int] | None = None) 
 
 
 def write(
-    path: str, format: str, *, params: Params, card: dict[str, Any], layout: Layout | None
+    path: str,
+    format: str,
+    *,
+    config: ModelConfig,
+    params: Params,
+    card: dict[str, Any],
+    layout: Layout | None,
 ) -> list[str]:
     """Writes a checkpoint in a format, and says what a reader of it has to know.
 
     `layout` is the one that was read, to be kept, or None for the format's usual one. `card` has
-    the model as a record, the rest as JSON values. Raises ValueError where the format cannot hold
-    the network.
+    JSON values. Raises ValueError where the format cannot hold the network.
     """
     place = pathlib.Path(path)
-    config: ModelConfig = card['model']
-    values = card | {'model': _plain(config)}
     if format == OURS:
-        state.save_alone(place, params, values)
+        state.save_alone(place, params, card)
         return []
     if isinstance(config, ResNetConfig) and format not in ('google', 'bigvision'):
         raise ValueError(f'the {format} layout has no such ResNet: write google or bigvision')
+    target = place / 'model.safetensors' if format == 'huggingface' else place
+    ending = '.npz' if _MODULES[format] is google else '.safetensors'
+    if target.suffix != ending:
+        raise ValueError(f'{target}: this format is a file whose name ends with {ending}')
     params, config, notes = _with_learned_positions(params, config, format)
     module = _MODULES[format]
     layout = layout or module.usual_layout(format, config)
-    beside = module.beside(config, values) if format == 'huggingface' else {}
+    beside = module.beside(config, card) if format == 'huggingface' else {}
     named = _folded(params, layout)
     entries = table.expanded(module.table(config, layout), config, named, layout=format)
     arrays, said = _in_type(table.write(entries, named), layout.dtype)
+    target.parent.mkdir(parents=True, exist_ok=True)
     if module is google:
-        files.write_npz(_with_ending(place, '.npz'), arrays)
+        files.write_npz(target, arrays)
     else:
-        weights = place / 'model.safetensors' if beside else _with_ending(place, '.safetensors')
-        files.write_safetensors(weights, arrays, {CARD: json.dumps(values)})
+        files.write_safetensors(target, arrays, {CARD: json.dumps(card)})
     for name, content in beside.items():
-        (place / name).write_text(json.dumps(content, indent=2) + '\n')
-    return notes + said + module.notes(config, layout, values)
+        write_json(place / name, content)
+    return notes + said + module.notes(config, layout, card)
 
 
 def _recognised(path: str, evidence: Evidence, contents: Contents) -> Found:
@@ -171,7 +181,9 @@ def _folded(params: Params, layout: Layout) -> dict[str, np.ndarray]:
 
 
 def _in_type(arrays: dict[str, np.ndarray], dtype: str) -> tuple[dict[str, np.ndarray], list[str]]:
-    """The arrays in the type that was read, where that loses nothing."""
+    """The arrays (float32) in the type that was read, where that loses nothing."""
+    if dtype == 'float32':
+        return arrays, []
     cast = {name: array.astype(np.dtype(dtype)) for name, array in arrays.items()}
     exact = all(np.array_equal(cast[name].astype(np.float32), arrays[name]) for name in cast)
     if exact:
@@ -190,9 +202,7 @@ def _with_learned_positions(
         fixed[:, config.num_tokens - config.grid[0] * config.grid[1] :] = sincos2d(
             config.grid, config.width
         )
-    config = records.from_dict(
-        ViTConfig, records.to_dict(config) | {'positions': 'learned'}, where='model'
-    )
+    config = dataclasses.replace(config, positions='learned')
     return params | {'pos_embedding': fixed}, config, ['positions: written as an array']
 
 
@@ -223,13 +233,6 @@ def _weights(folder: pathlib.Path) -> list[pathlib.Path]:
     return found
 
 
-def _contents(place: pathlib.Path) -> tuple[Contents, pathlib.Path]:
-    """The arrays of a file or directory, and the directory that may describe them."""
-    parts = _weights(place) if place.is_dir() else [place]
-    contents = files.merged(files.read_contents(part) for part in parts)
-    return contents, place if place.is_dir() else place.parent
-
-
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
@@ -238,9 +241,3 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
         if not isinstance(values, dict):
             raise ValueError('expected a JSON object')
         return values
-
-
-def _with_ending(place: pathlib.Path, ending: str) -> pathlib.Path:
-    if place.suffix == ending:
-        return place
-    raise ValueError(f'{place}: this format is a file whose name ends with {ending}')

@@ -15,8 +15,10 @@ from vit_jax.checkpoints.hints import (
     Hints,
     Recognised,
     count_layers,
-    count_units,
+    find_backbone,
     find_grid,
+    grid_of,
+    length_of,
     shape_of,
 )
 from vit_jax.checkpoints.table import NO_CLASS_ROW, SAME, Rule, Turn, dense, norm
@@ -107,7 +109,7 @@ def table(config: ModelConfig, layout: Layout) -> list[Rule]:
 
 def recognise(evidence: Evidence) -> Recognised:
     """The network and the layout of such a file. Raises ValueError where it does not show them."""
-    config, layout = _find(*evidence[:4])
+    config, layout = _find(evidence)
     # Squeezed to the size, the camera's rotation ignored, values from -1 to 1.
     preprocessing = {'crop': {'kind': 'Resize'}, 'exif_rotation': False}
     # What is outside belongs to the training of such a file, or to another tower of it.
@@ -131,9 +133,8 @@ def notes(config: ModelConfig, layout: Layout, card: dict[str, Any]) -> list[str
     return [f'npz files do not say it: load this one with {", ".join(said)}'] if said else []
 
 
-def _find(
-    arrays: Mapping[str, Stored], hints: Hints, image_size: tuple[int, int] | None, subtree: str
-) -> tuple[ModelConfig, Layout]:
+def _find(evidence: Evidence) -> tuple[ModelConfig, Layout]:
+    arrays, subtree, image_size = evidence.arrays, evidence.subtree, evidence.image_size
     known = 'params/', 'opt/target/'
     prefix = next((p for p in known if any(name.startswith(p) for name in arrays)), '')
     prefix += f'{subtree}/' if subtree else ''
@@ -150,9 +151,8 @@ def _find(
     if towers and 'embedding/kernel' not in inside:
         named = ' or '.join(f':{tower}' for tower in towers)
         raise ValueError(f'the network is in a part of it: put {named} after the name of the file')
-    backbone, num_classes = _backbone(inside), None
-    if 'head/bias' in inside:
-        num_classes = shape_of(inside, 'head/bias', 1)[0]
+    unit, num_classes = r'block(\d+)/unit(\d+)/', length_of(inside, 'head/bias')
+    backbone = find_backbone(inside, 'conv_root/kernel', unit, outputs=3)
     changes: dict[str, Any] = {'prefix': prefix}
     if 'gn_root/scale' in inside:
         changes['group_norm_4d'] = len(inside['gn_root/scale'].shape) == 4
@@ -164,7 +164,7 @@ def _find(
             num_classes=num_classes,
         )
         return config, dataclasses.replace(BIGVISION if prefix else GOOGLE, **changes)
-    values, found = _vit(inside, hints, image_size, backbone)
+    values, found = _vit(inside, evidence.hints, image_size, backbone)
     is_google = found['positions'] == _POSITIONS[1] and not prefix and values['pool'] != 'map'
     layout = dataclasses.replace(GOOGLE if is_google else BIGVISION, **changes, **found)
     return ViTConfig(num_classes=num_classes, backbone=backbone, **values), layout
@@ -204,9 +204,7 @@ def _vit(
         'mlp_dim': shape_of(inside, f'{block}/{mlp}/Dense_0/bias', 1 + stacked)[-1],
         'num_heads': shape_of(inside, query, 2 + stacked)[-2],
         'pool': pool,
-        'representation_size': (
-            shape_of(inside, 'pre_logits/bias', 1)[0] if 'pre_logits/bias' in inside else None
-        ),
+        'representation_size': length_of(inside, 'pre_logits/bias'),
         'positions': 'learned' if layout['positions'] in inside else 'sincos2d',
         'gelu': hints.gelu or 'tanh',
         'layer_norm_epsilon': hints.layer_norm_epsilon or 1e-6,
@@ -223,10 +221,9 @@ def _positions(
     cell: tuple[int, int],
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """The grid, and where the layout keeps positions."""
-    wanted = (image_size[0] // cell[0], image_size[1] // cell[1]) if image_size else None
     name = next((name for name in _POSITIONS if name in inside), None)
     if name is None:
-        grid = hints.grid or wanted
+        grid = hints.grid or grid_of(image_size, cell)
         if grid is None:
             raise NeedsHint(
                 'positions are fixed sines and cosines, so that the grid is not in the file; '
@@ -236,12 +233,5 @@ def _positions(
     # Only big_vision keeps positions at the root, and never with a row for the class token.
     rows = (0,) if pool != 'cls' or name == _POSITIONS[0] else (1, 0)
     count = shape_of(inside, name, 3)[1]
-    grid, row = find_grid(count, rows=rows, hints=hints, image_grid=wanted)
+    grid, row = find_grid(count, rows=rows, hints=hints, image_size=image_size, cell=cell)
     return grid, {'positions': name, 'class_row': bool(row)}
-
-
-def _backbone(inside: Mapping[str, Stored]) -> Backbone | None:
-    if 'conv_root/kernel' not in inside:
-        return None
-    blocks = count_units(inside, r'block(\d+)/unit(\d+)/')
-    return Backbone(blocks=blocks, width=shape_of(inside, 'conv_root/kernel', 4)[3])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from vit_jax import records
 from vit_jax.checkpoints.files import NeedsHint, Stored
-from vit_jax.models import SIZES, ModelConfig, ResNetConfig
+from vit_jax.models import SIZES, Backbone, ModelConfig, ResNetConfig
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -59,6 +59,11 @@ def shape_of(arrays: Mapping[str, Stored], name: str, rank: int) -> tuple[int, .
     return shape
 
 
+def length_of(arrays: Mapping[str, Stored], name: str) -> int | None:
+    """The length of a vector that a network need not have."""
+    return shape_of(arrays, name, 1)[0] if name in arrays else None
+
+
 def count_layers(names: Iterable[str], pattern: str) -> int:
     """How many different numbers the group of the pattern matches at the beginning of names."""
     layers = {match[1] for name in names if (match := re.match(pattern, name))}
@@ -67,11 +72,20 @@ def count_layers(names: Iterable[str], pattern: str) -> int:
     return len(layers)
 
 
-def count_units(names: Iterable[str], pattern: str) -> tuple[int, ...]:
-    """Units of each stage of a backbone; the pattern's groups match the stage and the unit."""
-    units = {match.groups() for name in names if (match := re.match(pattern, name))}
+def find_backbone(
+    arrays: Mapping[str, Stored], root: str, unit: str, *, outputs: int
+) -> Backbone | None:
+    """The backbone, if there is one: `root` is the name of its first kernel.
+
+    The groups of the pattern `unit` match the stage and the unit at the beginning of names;
+    `outputs` is the axis of a kernel's output channels.
+    """
+    if root not in arrays:
+        return None
+    units = {match.groups() for name in arrays if (match := re.match(unit, name))}
     stages = sorted({int(stage) for stage, _ in units})
-    return tuple(sum(int(stage) == number for stage, _ in units) for number in stages)
+    blocks = tuple(sum(int(stage) == number for stage, _ in units) for number in stages)
+    return Backbone(blocks=blocks, width=shape_of(arrays, root, 4)[outputs])
 
 
 def find_heads(hints: Hints, width: int, mlp_dim: int, depth: int) -> int:
@@ -89,17 +103,24 @@ def find_heads(hints: Hints, width: int, mlp_dim: int, depth: int) -> int:
     return known[depth, width, mlp_dim]
 
 
+def grid_of(image_size: tuple[int, int] | None, cell: tuple[int, int]) -> tuple[int, int] | None:
+    """How many cells (height, width) fit into the images that are wanted, if there are any."""
+    return (image_size[0] // cell[0], image_size[1] // cell[1]) if image_size else None
+
+
 def find_grid(
     positions: int,
     *,
     rows: tuple[int, ...],
     hints: Hints,
-    image_grid: tuple[int, int] | None,
+    image_size: tuple[int, int] | None,
+    cell: tuple[int, int],
 ) -> tuple[tuple[int, int], int]:
     """The grid of a table of positions, and how many of its rows stand before the grid.
 
-    `rows` are the possible numbers of those, `image_grid` is the grid of the images that are
-    wanted: it settles what else is ambiguous. Raises ValueError that says what would settle it.
+    `rows` are the possible numbers of those, `cell` is the part of the image that one position
+    stands for. The size of the images that are wanted settles what else is ambiguous. Raises
+    ValueError that says what would settle it.
     """
     if hints.grid is not None:
         for row in rows:
@@ -114,10 +135,10 @@ def find_grid(
     if square and (len(rows) == 1 or list(square) == plain):
         row, side = square.popitem()
         return (side, side), row
-    if image_grid is not None:
-        for row in rows:
-            if math.prod(image_grid) == positions - row:
-                return image_grid, row
+    wanted = grid_of(image_size, cell)
+    for row in rows:
+        if wanted is not None and math.prod(wanted) == positions - row:
+            return wanted, row
     offers = [grid for row in rows for grid in _near_squares(positions - row)]
     token = ' and perhaps a class token' if len(rows) > 1 else ''
     raise NeedsHint(

@@ -5,6 +5,7 @@ the `vit-hybrid` files of transformers 4.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,14 +15,16 @@ from vit_jax.checkpoints.hints import (
     Hints,
     Recognised,
     count_layers,
-    count_units,
+    find_backbone,
     find_grid,
     find_heads,
+    length_of,
     shape_of,
 )
 from vit_jax.checkpoints.table import (
     CONVOLUTION,
     Rule,
+    torch_backbone,
     torch_linear,
     torch_norm,
     torch_output,
@@ -34,8 +37,8 @@ _IGNORED = r'(vit\.)?embeddings\.mask_token|decoder\..*'
 
 _GELU = {'gelu': 'exact', 'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh', 'gelu_fast': 'tanh'}
 _PATCHES = 'embeddings.patch_embeddings'
-_ROOT = 'backbone.bit.embedder'
-_UNIT = 'backbone.bit.encoder.stages.{stage0}.layers.{unit0}'
+_ROOT = f'{_PATCHES}.backbone.bit.embedder'
+_STAGES = f'{_PATCHES}.backbone.bit.encoder.stages.'
 _BILINEAR, _BICUBIC = 2, 3  # Pillow's numbers
 
 
@@ -78,7 +81,11 @@ def table(config: ViTConfig, layout: Layout) -> list[Rule]:
         *torch_linear(mlp[0], f'{ours}/mlp/dense1'),
         *torch_linear(mlp[1], f'{ours}/mlp/dense2'),
         *torch_norm(f'{prefix}layernorm', 'encoder/norm'),
-        *_backbone_rules(prefix),
+        *torch_backbone(
+            f'{prefix}{_ROOT}.convolution',
+            f'{prefix}{_ROOT}.norm',
+            f'{prefix}{_STAGES}{{stage0}}.layers.{{unit0}}',
+        ),
     ]
     for name, theirs in names.items():
         theirs = attention.replace('{}', theirs)
@@ -130,19 +137,20 @@ def _find(
     mlp = 'intermediate.dense' if old_names else 'mlp.fc1'
     mlp_dim = shape_of(arrays, f'{block}.0.{mlp}.bias', 1)[0]
     depth = count_layers(arrays, block.replace('.', r'\.') + r'\.(\d+)\.')
-    backbone = _backbone(arrays, prefix)
+    root = f'{prefix}{_ROOT}.convolution.weight'
+    unit = re.escape(prefix + _STAGES) + r'(\d+)\.layers\.(\d+)\.'
+    backbone = find_backbone(arrays, root, unit, outputs=0)
     stride = backbone.stride if backbone else 1
+    cell = p * stride, q * stride  # pixels of the image for one position
     count = shape_of(arrays, f'{prefix}embeddings.position_embeddings', 3)[1]
     size = _pair(described.get('image_size'), 'image_size')
-    wanted = (size[0] // (stride * p), size[1] // (stride * q)) if size else None
-    grid, _ = find_grid(count, rows=(1,), hints=hints, image_grid=wanted)
+    grid, _ = find_grid(count, rows=(1,), hints=hints, image_size=size, cell=cell)
     if 'num_attention_heads' in described and hints.num_heads is None:
         hints = dataclasses.replace(hints, num_heads=_whole(described, 'num_attention_heads'))
     gelu = hints.gelu or _gelu(described.get('hidden_act', 'gelu'))
     epsilon = hints.layer_norm_epsilon or float(described.get('layer_norm_eps', 1e-12))
-    root = f'{prefix}{_PATCHES}.{_ROOT}.convolution.weight'
     config = ViTConfig(
-        image_size=(grid[0] * p * stride, grid[1] * q * stride),
+        image_size=(grid[0] * cell[0], grid[1] * cell[1]),
         patch_size=(p, q),
         channels=shape_of(arrays, root, 4)[1] if backbone else channels,
         backbone=backbone,
@@ -153,9 +161,7 @@ def _find(
         num_classes=shape_of(arrays, 'classifier.bias', 1)[0]
         if 'classifier.bias' in arrays
         else None,
-        representation_size=(
-            shape_of(arrays, 'pooler.dense.bias', 1)[0] if 'pooler.dense.bias' in arrays else None
-        ),
+        representation_size=length_of(arrays, 'pooler.dense.bias'),
         gelu=gelu,
         layer_norm_epsilon=epsilon,
     )
@@ -251,30 +257,6 @@ def _processor(config: ViTConfig, values: dict[str, Any]) -> dict[str, Any]:
         'image_mean': [value / 255 for value in values['mean']],
         'image_std': [value / 255 for value in values['std']],
     }
-
-
-def _backbone_rules(prefix: str) -> list[Rule]:
-    root, unit = f'{prefix}{_PATCHES}.{_ROOT}', f'{prefix}{_PATCHES}.{_UNIT}'
-    ours = 'backbone/stage{stage}/unit{unit}'
-    rules = [
-        Rule(f'{root}.convolution.weight', 'backbone/conv_root/kernel', CONVOLUTION),
-        *torch_norm(f'{root}.norm', 'backbone/norm_root'),
-        Rule(f'{unit}.downsample.conv.weight', f'{ours}/conv_proj/kernel', CONVOLUTION),
-        *torch_norm(f'{unit}.downsample.norm', f'{ours}/norm_proj'),
-    ]
-    for index in ('1', '2', '3'):
-        rules.append(Rule(f'{unit}.conv{index}.weight', f'{ours}/conv{index}/kernel', CONVOLUTION))
-        rules += torch_norm(f'{unit}.norm{index}', f'{ours}/norm{index}')
-    return rules
-
-
-def _backbone(arrays: Mapping[str, Stored], prefix: str) -> Backbone | None:
-    root = f'{prefix}{_PATCHES}.{_ROOT}.convolution.weight'
-    if root not in arrays:
-        return None
-    unit = f'{prefix}{_PATCHES}.backbone.bit.encoder.stages.'.replace('.', r'\.')
-    blocks = count_units(arrays, unit + r'(\d+)\.layers\.(\d+)\.')
-    return Backbone(blocks=blocks, width=shape_of(arrays, root, 4)[0])
 
 
 def _backbone_description(backbone: Backbone | None) -> dict[str, Any]:

@@ -95,6 +95,21 @@ def torch_output(theirs: str, ours: str, *, num_heads: int) -> list[Rule]:
     return torch_linear(theirs, ours, kernel)
 
 
+def torch_backbone(convolution: str, root_norm: str, unit: str) -> list[Rule]:
+    """A bottleneck ResNet of PyTorch: its root, and where {stage0} and {unit0} stand in a unit."""
+    ours = 'backbone/stage{stage}/unit{unit}'
+    rules = [
+        Rule(f'{convolution}.weight', 'backbone/conv_root/kernel', CONVOLUTION),
+        *torch_norm(root_norm, 'backbone/norm_root'),
+        Rule(f'{unit}.downsample.conv.weight', f'{ours}/conv_proj/kernel', CONVOLUTION),
+        *torch_norm(f'{unit}.downsample.norm', f'{ours}/norm_proj'),
+    ]
+    for index in ('1', '2', '3'):
+        rules.append(Rule(f'{unit}.conv{index}.weight', f'{ours}/conv{index}/kernel', CONVOLUTION))
+        rules += torch_norm(f'{unit}.norm{index}', f'{ours}/norm{index}')
+    return rules
+
+
 def expanded(
     rules: Iterable[Rule], config: ModelConfig, ours: Mapping[str, object], *, layout: str
 ) -> list[Entry]:

@@ -11,10 +11,11 @@ from vit_jax.checkpoints.hints import (
     Hints,
     Recognised,
     count_layers,
-    count_units,
     filled,
+    find_backbone,
     find_grid,
     find_heads,
+    length_of,
     shape_of,
 )
 from vit_jax.checkpoints.table import (
@@ -22,16 +23,17 @@ from vit_jax.checkpoints.table import (
     NO_CLASS_ROW,
     SAME,
     Rule,
+    torch_backbone,
     torch_linear,
     torch_norm,
     torch_output,
     torch_projections,
 )
-from vit_jax.models import Backbone, ViTConfig
+from vit_jax.models import ViTConfig
 
 _KNOWN = re.compile(r'(.*\.)?(patch_embed\.proj\.weight|blocks\.0\.attn\.qkv\..*)')
 _ROOTS = {True: 'patch_embed.backbone.stem', False: 'patch_embed.backbone'}
-_UNIT = 'patch_embed.backbone.stages.{stage0}.blocks.{unit0}'
+_STAGES = 'patch_embed.backbone.stages.'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,8 +78,12 @@ def table(config: ViTConfig, layout: Layout) -> list[Rule]:
         *torch_linear('attn_pool.mlp.fc2', 'pool/mlp/dense2'),
         *torch_linear('pre_logits.fc', 'pre_logits'),
         *torch_linear('head', 'head'),
-        *_backbone_rules(config.backbone),
     ]
+    if config.backbone is not None:
+        root = _ROOTS[bool(config.backbone.blocks)]
+        rules += torch_backbone(
+            f'{root}.conv', f'{root}.norm', f'{_STAGES}{{stage0}}.blocks.{{unit0}}'
+        )
     return [rule._replace(theirs=layout.prefix + rule.theirs) for rule in rules]
 
 
@@ -115,33 +121,32 @@ def _find(
     prefix = next(match[1] or '' for name in arrays if (match := _KNOWN.fullmatch(name)))
     inside = {n.removeprefix(prefix): s for n, s in arrays.items() if n.startswith(prefix)}
     width, channels, p, q = shape_of(inside, 'patch_embed.proj.weight', 4)
-    backbone = _backbone(inside)
+    root = next((r for r in _ROOTS.values() if f'{r}.conv.weight' in inside), '') + '.conv.weight'
+    unit = re.escape(_STAGES) + r'(\d+)\.blocks\.(\d+)\.'
+    backbone = find_backbone(inside, root, unit, outputs=0)
     stride = backbone.stride if backbone else 1
+    cell = p * stride, q * stride  # pixels of the image for one position
     mlp_dim = shape_of(inside, 'blocks.0.mlp.fc1.bias', 1)[0]
     depth = count_layers(inside, r'blocks\.(\d+)\.')
     pool = 'map' if 'attn_pool.latent' in inside else 'cls' if 'cls_token' in inside else 'gap'
     if pool == 'map' and 'cls_token' in inside or pool == 'cls' and 'fc_norm.bias' in inside:
         raise ValueError('pools over patches beside a class token, which is not supported')
     count = shape_of(inside, 'pos_embed', 3)[1]
-    wanted = (image_size[0] // (stride * p), image_size[1] // (stride * q)) if image_size else None
     rows = (1, 0) if pool == 'cls' else (0,)
-    grid, row = find_grid(count, rows=rows, hints=hints, image_grid=wanted)
-    root = _ROOTS[bool(backbone and backbone.blocks)]
+    grid, row = find_grid(count, rows=rows, hints=hints, image_size=image_size, cell=cell)
     config = ViTConfig(
-        image_size=(grid[0] * p * stride, grid[1] * q * stride),
+        image_size=(grid[0] * cell[0], grid[1] * cell[1]),
         patch_size=(p, q),
-        channels=shape_of(inside, f'{root}.conv.weight', 4)[1] if backbone else channels,
+        channels=shape_of(inside, root, 4)[1] if backbone else channels,
         backbone=backbone,
         width=width,
         depth=depth,
         mlp_dim=mlp_dim,
         num_heads=find_heads(hints, width, mlp_dim, depth),
-        num_classes=shape_of(inside, 'head.bias', 1)[0] if 'head.bias' in inside else None,
+        num_classes=length_of(inside, 'head.bias'),
         pool=pool,
         final_norm='after_pool' if 'fc_norm.weight' in inside else 'before_pool',
-        representation_size=(
-            shape_of(inside, 'pre_logits.fc.bias', 1)[0] if 'pre_logits.fc.bias' in inside else None
-        ),
+        representation_size=length_of(inside, 'pre_logits.fc.bias'),
         gelu=hints.gelu or 'exact',
         layer_norm_epsilon=hints.layer_norm_epsilon or 1e-6,
     )
@@ -167,27 +172,3 @@ def _hinted(described: dict[str, Any]) -> dict[str, Any]:
     arguments = described.get('model_args', {})
     gelu = {'gelu_tanh': 'tanh', 'gelu': 'exact'}.get(arguments.get('act_layer'))
     return {'num_heads': arguments.get('num_heads'), 'gelu': gelu}
-
-
-def _backbone_rules(backbone: Backbone | None) -> list[Rule]:
-    root, ours = _ROOTS[bool(backbone and backbone.blocks)], 'backbone/stage{stage}/unit{unit}'
-    rules = [
-        Rule(f'{root}.conv.weight', 'backbone/conv_root/kernel', CONVOLUTION),
-        *torch_norm(f'{root}.norm', 'backbone/norm_root'),
-        Rule(f'{_UNIT}.downsample.conv.weight', f'{ours}/conv_proj/kernel', CONVOLUTION),
-        *torch_norm(f'{_UNIT}.downsample.norm', f'{ours}/norm_proj'),
-    ]
-    for index in ('1', '2', '3'):
-        rules.append(Rule(f'{_UNIT}.conv{index}.weight', f'{ours}/conv{index}/kernel', CONVOLUTION))
-        rules += torch_norm(f'{_UNIT}.norm{index}', f'{ours}/norm{index}')
-    return rules
-
-
-def _backbone(inside: Mapping[str, Stored]) -> Backbone | None:
-    name = next((f'{r}.conv.weight' for r in _ROOTS.values() if f'{r}.conv.weight' in inside), None)
-    if name is None:
-        return None
-    blocks = count_units(
-        inside, re.escape('patch_embed.backbone.stages.') + r'(\d+)\.blocks\.(\d+)\.'
-    )
-    return Backbone(blocks=blocks, width=shape_of(inside, name, 4)[0])

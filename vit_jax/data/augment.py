@@ -35,8 +35,8 @@ def normalize(
     images: UInt8[Array, 'b h w c'], preprocessing: Preprocessing
 ) -> Float[Array, 'b h w c']:
     """Pixel values as the model takes them: float32, (value - mean) / std."""
-    mean, std = (jnp.asarray(v, jnp.float32) for v in (preprocessing.mean, preprocessing.std))
-    return (images.astype(jnp.float32) - mean) / std
+    scaled: Float[Array, 'b h w c'] = preprocessing.scaled(images)
+    return scaled
 
 
 def _shifted(

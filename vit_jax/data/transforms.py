@@ -1,7 +1,7 @@
 """What happens to one stored image on the host: decoded, then cut or squeezed to one size."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -55,7 +55,7 @@ class RandomCrop:
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
         if rng is None:
             raise ValueError('RandomCrop needs a random generator: it is for training only')
-        image = _covering(image, size, self.scale)
+        image = _covering(image, size, self.scale, 'bilinear')
         top, left = (
             rng.integers(0, have - want + 1)
             for have, want in zip(image.shape[:2], size, strict=True)
@@ -78,6 +78,11 @@ class Preprocessing:
     exif_rotation: bool = True  # False: as the original code, which ignores the camera's rotation
     mean: tuple[float, float, float] = (127.5, 127.5, 127.5)
     std: tuple[float, float, float] = (127.5, 127.5, 127.5)
+
+    def scaled(self, images: Any) -> Any:
+        """Pixel values as the model takes them, float32: arrays of numpy or of jax."""
+        mean, std = (np.asarray(values, np.float32) for values in (self.mean, self.std))
+        return (images.astype(np.float32) - mean) / std
 
 
 def decode(stored: bytes | np.ndarray, *, exif_rotation: bool) -> Image:
@@ -103,17 +108,7 @@ def decode(stored: bytes | np.ndarray, *, exif_rotation: bool) -> Image:
     return decoded
 
 
-def prepared(
-    stored: bytes | np.ndarray, preprocessing: Preprocessing, *, size: Size
-) -> Float[np.ndarray, 'h w 3']:
-    """One image as the model takes it, with nothing random: what evaluation does to a batch."""
-    image = decode(stored, exif_rotation=preprocessing.exif_rotation)
-    image = preprocessing.crop(image, size, None)
-    mean, std = (np.asarray(v, np.float32) for v in (preprocessing.mean, preprocessing.std))
-    return (image.astype(np.float32) - mean) / std
-
-
-def _resized(image: Image, size: Size, resize: str = 'bilinear') -> Image:
+def _resized(image: Image, size: Size, resize: str) -> Image:
     import cv2
 
     if image.shape[:2] == size:
@@ -143,7 +138,7 @@ def _along(image: Image, weights: Float[np.ndarray, 'new old'], *, axis: int) ->
     return np.clip(np.rint(total), 0, 255).astype(np.uint8)
 
 
-def _covering(image: Image, size: Size, scale: float, resize: str = 'bilinear') -> Image:
+def _covering(image: Image, size: Size, scale: float, resize: str) -> Image:
     """The image resized, aspect kept, to just cover `scale` times the size."""
     height, width = image.shape[:2]
     factor = scale * max(size[0] / height, size[1] / width)

@@ -12,6 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from vit_jax.models.head import zero_head
 from vit_jax.models.options import Compute, rematerialized
 from vit_jax.typing import Array, Float
 
@@ -177,11 +178,7 @@ class ResNetClassifier(nn.Module):
         config = self.config
         self.backbone = ResNet(config.backbone, self.compute)
         if config.num_classes is not None:
-            self.head = nn.Dense(
-                config.num_classes,
-                kernel_init=nn.initializers.zeros,
-                bias_init=nn.initializers.constant(config.head_bias),
-            )
+            self.head = zero_head(config.num_classes, config.head_bias)
 
     def __call__(
         self, images: Float[Array, 'b h w c'], deterministic: bool = True

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from vit_jax import records
 from vit_jax.models import attention, positions
+from vit_jax.models.head import zero_head
 from vit_jax.models.options import Compute, Regularization, rematerialized
 from vit_jax.models.resnet import Backbone, ResNet
 from vit_jax.typing import Array, Float
@@ -227,12 +228,7 @@ class ViT(nn.Module):
         if config.representation_size is not None:
             self.pre_logits = nn.Dense(config.representation_size, dtype=self.compute.dtype)
         if config.num_classes is not None:
-            # Zero, so that fine-tuning starts from uniform predictions (section 3.2).
-            self.head = nn.Dense(
-                config.num_classes,
-                kernel_init=nn.initializers.zeros,
-                bias_init=nn.initializers.constant(config.head_bias),
-            )
+            self.head = zero_head(config.num_classes, config.head_bias)
 
     def __call__(
         self, images: Float[Array, 'b h w c'], deterministic: bool = True

@@ -1,0 +1,24 @@
+"""Files that are written whole or not at all."""
+
+import contextlib
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """The file to write; it takes the place of `path` when nothing went wrong."""
+    partial = path.with_name(path.name + '.partial')
+    partial.touch()
+    mode = partial.stat().st_mode
+    yield partial
+    partial.chmod(mode)  # safetensors makes files that only their owner can read
+    partial.replace(path)
+
+
+def write_json(path: pathlib.Path, values: Any) -> None:
+    """Writes JSON, to be read by people too."""
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(values, indent=2) + '\n')

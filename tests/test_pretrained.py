@@ -274,6 +274,9 @@ def test_convert_writes_says_and_does_not_overwrite(tmp_path, capsys):
     np.testing.assert_allclose(network.logits(images), logits, atol=1e-5)
     with pytest.raises(ValueError, match='exists already; --overwrite'):
         run(convert, source, target, *arguments)
+    assert run(convert, source, target, *arguments, '--overwrite') == 0
+    ours = tmp_path / 'ours', '--format=vit_jax', '--grid=4,6'
+    assert run(convert, target, *ours) == run(convert, target, *ours, '--overwrite') == 0
     assert run(convert, target, tmp_path / 'y.npz', '--grid=4,6', '--drop_head') == 0
     assert 'head/bias' not in contents(tmp_path / 'y.npz')
 

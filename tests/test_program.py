@@ -63,6 +63,16 @@ def test_a_mistake_on_the_command_line_is_one_line_and_no_traceback(tmp_path):
         assert code != 0 and err == message and out == ''
 
 
+def test_a_configuration_takes_an_argument_after_a_colon(tmp_path):
+    (tmp_path / 'named.py').write_text(
+        'from vit_jax.config import TrainConfig\n'
+        'def get_config(data):\n'
+        "    return TrainConfig(data=data, start_from='nowhere', total_steps=1)\n"
+    )
+    code, _, err = said(f'--config={tmp_path}/named.py:no/such', f'--workdir={tmp_path}/run')
+    assert code == 1 and "data='no/such': no such folder" in err
+
+
 def test_help_names_every_flag():
     for name in 'train', 'finetune', 'fewshot':
         code, out, _ = said('--help', name=name)

@@ -6,6 +6,7 @@ PyTorch file of timm, a directory of Hugging Face. Without --format, OUT has the
 
 import argparse
 import pathlib
+import shutil
 
 from vit_jax import program
 from vit_jax.checkpoints.formats import FORMATS
@@ -20,10 +21,17 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.drop_head:
         changes['num_classes'] = None
     loaded = load(arguments.input, **changes)
+    _remove_checkpoint(pathlib.Path(arguments.output))
     notes = save(loaded, arguments.output, arguments.format)
     print('\n'.join([*loaded.report, *notes]))
     print(f'written: {arguments.output} ({arguments.format or loaded.format} layout)')
     return 0
+
+
+def _remove_checkpoint(place: pathlib.Path) -> None:
+    """Makes room where a checkpoint of ours is replaced; other formats replace their files."""
+    if (place / 'card').is_dir() and (place / 'params').is_dir():
+        shutil.rmtree(place)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -45,7 +45,7 @@ def start(run: Callable[[TrainConfig, str, bool], None], description: str) -> No
         if len(arguments) > 1:
             _fail(f'unexpected argument {arguments[1]!r}: settings are --config.FIELD=VALUE')
         logging.set_verbosity(logging.WARNING)
-        file = config_flags.get_config_filename(flags.FLAGS['config'])
+        file = config_flags.get_config_filename(flags.FLAGS['config']).split(':')[0]
         if not pathlib.Path(file).is_file():
             _fail(f'--config={file}: no such file')
         if not isinstance(config.value, TrainConfig):

@@ -346,4 +346,6 @@ def test_formats_are_told_apart_by_content_not_by_name(tmp_path):
     path = saved(tmp_path, tiny.model(), google.GOOGLE)
     shutil.move(path, tmp_path / 'weights.safetensors')
     assert vit_jax.load(str(tmp_path / 'weights.safetensors')).format == 'google'
+    shutil.move(saved(tmp_path, tiny.model(), timm.Layout()), tmp_path / 'weights.npz')
+    assert vit_jax.load(str(tmp_path / 'weights.npz')).format == 'timm'
     assert set(formats.FORMATS) == {*ENDINGS, 'vit_jax'}

@@ -87,6 +87,18 @@ def test_the_resnet_is_the_one_of_the_papers_code():
     np.testing.assert_allclose(model.apply(params, IMAGES), logits, rtol=1e-3, atol=1e-3)
 
 
+def test_scale_and_shift_of_a_kernel_are_gone_before_any_norm():
+    kernel = np.random.default_rng(0).normal(size=(3, 3, 2, 4)).astype(np.float32)
+    convolution = StandardConv(features=4, size=3)
+    images = jnp.asarray(np.random.default_rng(1).normal(size=(1, 5, 4, 2)), jnp.float32)
+    one, other = (
+        convolution.apply({'params': {'kernel': changed}}, images)
+        for changed in (kernel, 3 * kernel + np.arange(4, dtype=np.float32))
+    )
+    # deviations are 1 and 3: 1e-5 is added to each
+    np.testing.assert_allclose(one, other, atol=1e-4)
+
+
 def test_the_epsilon_is_added_to_the_deviation():
     """Not to the variance, which would be 11 times larger with it here."""
     kernel = 1e-3 * np.random.default_rng(0).normal(size=(3, 3, 2, 4)).astype(np.float32)

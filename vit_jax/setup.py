@@ -21,7 +21,7 @@ from vit_jax.data.transforms import Crop, Preprocessing
 from vit_jax.models import Model, ModelConfig, ViTConfig, build, for_task
 from vit_jax.parallel import mesh as meshes
 from vit_jax.pretrained import Origin, find
-from vit_jax.training.losses import make_loss
+from vit_jax.training.losses import make_loss, targets_of
 from vit_jax.training.optimizer import make_optimizer, make_schedule
 from vit_jax.training.update import Metrics, TrainState, make_init, make_scores, make_update
 from vit_jax.typing import Array, Batch, Float, Params
@@ -143,7 +143,7 @@ class Programs(NamedTuple):
 def compile_training(setup: Setup) -> Programs:
     """The compiled programs of a training run."""
     config, model, mesh = setup.config, setup.model, setup.mesh
-    assert config.total_steps is not None
+    assert config.total_steps is not None and model.config.num_classes is not None
     schedule = make_schedule(config.schedule, total_steps=config.total_steps)
     names = jax.eval_shape(model.init, jax.random.key(0))
     optimizer = make_optimizer(config.optimizer, schedule, names)
@@ -162,8 +162,8 @@ def compile_training(setup: Setup) -> Programs:
         schedule,
         augment=functools.partial(
             augment,
-            flip=config.augmentation.flip,
-            shift_pixels=config.augmentation.shift_pixels,
+            config=config.augmentation,
+            targets_of=functools.partial(targets_of, num_classes=model.config.num_classes),
         ),
         seed=config.seed,
         accumulation_steps=config.accumulation_steps,
@@ -246,5 +246,7 @@ def _described_batch(setup: Setup, size: int) -> Batch:
         'images': jax.ShapeDtypeStruct(shape, jnp.uint8),
         'labels': jax.ShapeDtypeStruct((size,), jnp.int32),
         'mask': jax.ShapeDtypeStruct((size,), jnp.bool_),
+        'epoch': jax.ShapeDtypeStruct((size,), jnp.int32),
+        'example': jax.ShapeDtypeStruct((size,), jnp.int32),
     }
     return meshes.described(batch, dict.fromkeys(batch, meshes.batch_sharding(setup.mesh)))

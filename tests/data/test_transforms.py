@@ -115,3 +115,45 @@ def test_resizing_with_antialias_is_pillows(method, size):
         np.abs(without.astype(int) - transforms.Resize(resize=method)(image, (11, 20), None)).max()
         > 30
     )
+
+
+def test_a_central_crop_may_squeeze_first():
+    squeezed = transforms.Resize()(PHOTO, (32, 32), None)
+    cut = transforms.CentralCrop(scale=32 / 28, keep_aspect=False)(PHOTO, (28, 28), None)
+    np.testing.assert_array_equal(cut, squeezed[2:30, 2:30])
+
+
+def coordinates(height, width):
+    """An image whose red and green say how far down and how far right a pixel is, 0 to 255."""
+    y, x = np.mgrid[0:height, 0:width]
+    return np.stack([255 * y / (height - 1), 255 * x / (width - 1), 0 * x], -1).astype(np.uint8)
+
+
+def test_inception_crops_have_areas_and_aspects_of_their_range_and_lie_anywhere():
+    image, rng = coordinates(375, 500), np.random.default_rng(0)
+    crop = transforms.InceptionCrop(area=(0.1, 0.6))
+    shares, aspects, tops = [], [], []
+    for _ in range(400):
+        cut = crop(image, (16, 16), rng).astype(float)
+        # 15 of 16 pixel distances lie between the middles of the outermost pixels
+        rows, columns = (np.ptp(cut[..., c]) / 255 * 16 / 15 for c in (0, 1))
+        shares.append(rows * columns)
+        aspects.append(columns * 500 / (rows * 375))
+        tops.append(cut[0, 0, 0] / 255 / max(1e-9, 1 - rows))
+    # a grey level of 255 is 0.4 %: 2 % of the smallest side
+    assert 0.095 < min(shares) < 0.13 and 0.5 < max(shares) < 0.62
+    assert 0.72 < min(aspects) < 0.79 and 1.28 < max(aspects) < 1.37
+    assert 0.4 < np.mean(tops) < 0.6 and min(tops) < 0.1 and max(tops) > 0.9
+
+
+@pytest.mark.parametrize('shape', [(1, 1), (2, 300), (300, 2), (1, 500), (7, 5)])
+def test_an_inception_crop_of_any_image_has_its_size(shape):
+    image, rng = np.full((*shape, 3), 9, np.uint8), np.random.default_rng(0)
+    for _ in range(20):
+        assert (transforms.InceptionCrop()(image, (4, 6), rng) == np.full((4, 6, 3), 9)).all()
+
+
+@pytest.mark.parametrize('crop', [transforms.InceptionCrop(), transforms.RandomCrop()])
+def test_random_crops_are_for_training_only(crop):
+    with pytest.raises(ValueError, match='needs a random generator: it is for training only'):
+        crop(PHOTO, (4, 4), None)

@@ -2,8 +2,9 @@
 
 The order of examples is decided for the global batch first; each process then takes its part, so
 a batch does not depend on the number of processes, devices or loader threads. A batch is
-`images` (b h w 3, uint8), `labels` (b) and `mask` (b): False for padding and for images that
-could not be read.
+`images` (b h w 3, uint8), `labels` (b, or b k where an image has several), `mask` (b), False for
+padding and for images that could not be read, and `epoch` and `example` (b): what all randomness
+about an example is made from.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from vit_jax import records
 from vit_jax.data.sources import Source
 from vit_jax.data.transforms import Crop, Size, decode
-from vit_jax.typing import Batch, Bool, Int, UInt8
+from vit_jax.typing import Batch, Int, UInt8
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -50,7 +51,7 @@ class Reader:
     def examples(self, draws: Sequence['Draw | None'], pool: futures.Executor) -> Batch:
         """The examples drawn, as one batch of arrays; None is padding. The pool decodes."""
         images = np.zeros((len(draws), *self.size, 3), np.uint8)
-        labels = np.zeros(len(draws), np.int32)
+        labels = np.zeros((len(draws), *self.source.labels.shape[1:]), self.source.labels.dtype)
         mask = np.zeros(len(draws), bool)
 
         def read(rows: range) -> None:
@@ -63,20 +64,21 @@ class Reader:
         starts = range(0, len(draws), _ROWS)
         chunks = [range(start, min(start + _ROWS, len(draws))) for start in starts]
         list(pool.map(read, chunks))  # raises what a thread raised
-        return {'images': images, 'labels': labels, 'mask': mask}
+        return {'images': images, 'labels': labels, 'mask': mask} | _names(draws)
 
     def problem(self, index: int) -> str:
         """Why an image that was skipped cannot be read."""
         strict = dataclasses.replace(self, skip_unreadable=False)
         try:
-            strict._read_into(np.zeros((*self.size, 3), np.uint8), Draw(index, index))
+            strict._read_into(np.zeros((*self.size, 3), np.uint8), Draw(index))
         except ValueError as error:
             return str(error)
         return f'{self.source.describe(index)}: readable now'
 
     def _read_into(self, image: UInt8[np.ndarray, 'h w 3'], draw: 'Draw') -> bool:
         """Writes the image; False where it cannot be read and that is to be skipped."""
-        rng = np.random.default_rng((self.seed, draw.position)) if self.crop.random else None
+        drawn_by = self.seed, draw.epoch, draw.index
+        rng = np.random.default_rng(drawn_by) if self.crop.random else None
         try:
             stored = self.source.read(draw.index)
             image[:] = self.crop(decode(stored, exif_rotation=self.exif_rotation), self.size, rng)
@@ -89,10 +91,19 @@ class Reader:
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """One example of a batch: which one, and its position in the endless order of all draws."""
+    """One example of a batch: which one, and how often all examples were drawn before it."""
 
     index: int
-    position: int
+    epoch: int = 0
+
+
+def _names(draws: Sequence[Draw | None]) -> dict[str, Int[np.ndarray, 'b']]:
+    """What a batch says of its examples; padding is called 0 of 0."""
+    named = [draw or Draw(0) for draw in draws]
+    return {
+        'epoch': np.array([draw.epoch for draw in named], np.int32),
+        'example': np.array([draw.index for draw in named], np.int32),
+    }
 
 
 Order = Callable[[int], Draw | None]
@@ -102,14 +113,14 @@ _ROWS = 16  # of a batch that one thread reads at a time
 def shuffled(count: int, *, seed: int) -> Order:
     """Every example once an epoch, each epoch in another random order, without end."""
     indices = grain.MapDataset.range(count).seed(seed).shuffle().repeat(None)
-    return lambda position: Draw(int(indices[position]), position)
+    return lambda position: Draw(int(indices[position]), position // count)
 
 
 def listed(indices: Int[np.ndarray, 'n']) -> Order:
     """These examples once, then padding."""
 
     def draw(position: int) -> Draw | None:
-        return Draw(int(indices[position]), position) if position < len(indices) else None
+        return Draw(int(indices[position])) if position < len(indices) else None
 
     return draw
 
@@ -145,21 +156,17 @@ def make_feed(reader: Reader, config: LoaderConfig, sharding: NamedSharding) -> 
 
 def _device_feed(reader: Reader, pool: futures.Executor, sharding: NamedSharding) -> Feed:
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-    draws = [Draw(index, index) for index in range(len(reader.source))]
+    draws = [Draw(index) for index in range(len(reader.source))]
     stored = jax.device_put(reader.examples(draws, pool), everywhere)
 
     @jax.jit
     def gather(stored: Batch, drawn: Batch) -> Batch:
-        batch = jax.tree.map(lambda array: array[drawn['index']], stored)
-        return jax.lax.with_sharding_constraint(
-            batch | {'mask': batch['mask'] & drawn['mask']}, sharding
-        )
+        batch = jax.tree.map(lambda array: array[drawn['example']], stored)
+        drawn = drawn | {'mask': batch['mask'] & drawn['mask']}
+        return jax.lax.with_sharding_constraint(batch | drawn, sharding)
 
-    def load(
-        draws: Sequence[Draw | None],
-    ) -> dict[str, Int[np.ndarray, 'b'] | Bool[np.ndarray, 'b']]:
-        index = np.array([draw.index if draw else 0 for draw in draws], np.int32)
-        return {'index': index, 'mask': np.array([draw is not None for draw in draws])}
+    def load(draws: Sequence[Draw | None]) -> Batch:
+        return _names(draws) | {'mask': np.array([draw is not None for draw in draws])}
 
     return Feed(reader.source, load, lambda drawn: gather(stored, drawn), sharding)
 

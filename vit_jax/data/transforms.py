@@ -1,6 +1,7 @@
 """What happens to one stored image on the host: decoded, then cut or squeezed to one size."""
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import numpy as np
@@ -33,14 +34,19 @@ class Resize:
 
 @dataclasses.dataclass(kw_only=True)
 class CentralCrop:
-    """The image, aspect kept, at `scale` times the size it needs to cover; its middle cut out."""
+    """The image at `scale` times the size that it needs to cover; its middle cut out."""
 
     random: ClassVar[bool] = False
     scale: float = 256 / 224
+    keep_aspect: bool = True  # False: squeezed to `scale` times the size, as in big_vision's probes
     resize: str = records.choice(*RESIZE)
 
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
-        image = _covering(image, size, self.scale, self.resize)
+        if self.keep_aspect:
+            image = _covering(image, size, self.scale, self.resize)
+        else:
+            larger = round(size[0] * self.scale), round(size[1] * self.scale)
+            image = _resized(image, larger, self.resize)
         top, left = (image.shape[0] - size[0]) // 2, (image.shape[1] - size[1]) // 2
         return image[top : top + size[0], left : left + size[1]]
 
@@ -63,7 +69,39 @@ class RandomCrop:
         return image[top : top + size[0], left : left + size[1]]
 
 
-Crop = Resize | CentralCrop | RandomCrop
+@dataclasses.dataclass(kw_only=True)
+class InceptionCrop:
+    """A random part of the image, of random area and aspect, squeezed to the size.
+
+    Drawn as TensorFlow's `sample_distorted_bounding_box` does, which the paper's code calls: the
+    aspect first, then the height evenly among those that give an area within the range and fit
+    into the image. Where none does in 100 attempts, it is the whole image.
+    """
+
+    random: ClassVar[bool] = True
+    area: tuple[float, float] = (0.05, 1.0)  # of the image's
+    aspect: tuple[float, float] = (3 / 4, 4 / 3)  # width / height
+
+    def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
+        if rng is None:
+            raise ValueError('InceptionCrop needs a random generator: it is for training only')
+        height, width = image.shape[:2]
+        for _ in range(100):
+            aspect = rng.uniform(*self.aspect)
+            low, high = (round(math.sqrt(a * height * width / aspect)) for a in self.area)
+            high = min(high, height, int((width + 0.5) / aspect))
+            rows = int(rng.integers(min(low, high), high + 1))
+            columns = round(rows * aspect)
+            share = rows * columns / (height * width)
+            if columns <= width and self.area[0] <= share <= self.area[1] and min(rows, columns):
+                top = int(rng.integers(0, height - rows + 1))
+                left = int(rng.integers(0, width - columns + 1))
+                image = image[top : top + rows, left : left + columns]
+                break
+        return _resized(image, size, 'bilinear')
+
+
+Crop = Resize | CentralCrop | RandomCrop | InceptionCrop
 
 
 @dataclasses.dataclass(kw_only=True)

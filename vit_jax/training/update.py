@@ -48,7 +48,12 @@ class TrainState(NamedTuple):
 
 def key_for(seed: int, purpose: int, step: Int[Array, ''] | int) -> Key[Array, '']:
     """The key of one purpose at one step."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), purpose), step)
+    return jax.random.fold_in(purpose_key(seed, purpose), step)
+
+
+def purpose_key(seed: int, purpose: int) -> Key[Array, '']:
+    """The key of one purpose, from which others are made."""
+    return jax.random.fold_in(jax.random.key(seed), purpose)
 
 
 def make_init(
@@ -96,7 +101,7 @@ def make_update(
     optimizer: optax.GradientTransformation,
     schedule: Schedule,
     *,
-    augment: Callable[[Key[Array, ''], Array], Array],
+    augment: Callable[[Key[Array, ''], Batch], Batch],
     seed: int,
     accumulation_steps: int = 1,
     polyak_decay: float | None = None,
@@ -115,9 +120,9 @@ def make_update(
         return jax.grad(total, has_aux=True)(params)
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        images = augment(key_for(seed, AUGMENT, state.step), batch['images'])
+        batch = augment(purpose_key(seed, AUGMENT), batch)  # by epoch and example, not by step
         total, sums = accumulated(gradients, accumulation_steps)(
-            state.params, batch | {'images': images}, key_for(seed, DROP, state.step)
+            state.params, batch, key_for(seed, DROP, state.step)
         )
         count = jnp.maximum(1, sums['count'])
         gradient = jax.tree.map(lambda g: g / count, total)

@@ -7,6 +7,7 @@ from vit_jax import records
 from vit_jax.checkpoints.hints import Hints
 from vit_jax.data.augment import Augmentation
 from vit_jax.data.pipeline import LoaderConfig
+from vit_jax.data.sources import HeldOut
 from vit_jax.data.transforms import Preprocessing
 from vit_jax.evaluation.fewshot import FewshotConfig
 from vit_jax.models import Compute, Regularization, ResNetConfig, ViTConfig
@@ -24,9 +25,10 @@ class TrainConfig:
     """One experiment: pre-training, fine-tuning and few-shot evaluation are values of this."""
 
     # What is learned from, and by what.
-    data: str  # 'digits', FILE.npz, or a folder that holds train/CLASS/*.jpg
+    data: str  # 'digits', tfds:NAME, FILE.npz, FILE.csv, FILE.jsonl, or a folder (data/sources.py)
     train_split: str = 'train'
     test_split: str = 'test'
+    held_out: HeldOut = _default(HeldOut)  # for testing, of data without splits
     model: ViTConfig | ResNetConfig | None = None  # None: the model of start_from
     image_size: tuple[int, int] | None = None  # (height, width); None: the model's own
     start_from: str | None = None  # a checkpoint, of any format, with the first parameters

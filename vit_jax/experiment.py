@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from vit_jax import setup as setups
 from vit_jax.checkpoints.state import Checkpoints
 from vit_jax.config import TrainConfig
 from vit_jax.data import pipeline
-from vit_jax.data.sources import Source, open_source
+from vit_jax.data.sources import Source, opener
 from vit_jax.evaluation import classification, fewshot
 from vit_jax.models import ViTConfig, multiply_adds, parameter_count
 from vit_jax.parallel import mesh as meshes
@@ -53,7 +52,7 @@ def train(config: TrainConfig, path: str, *, accept_changes: bool = False) -> Re
         config = configs.checked(config)
         if config.total_steps is None:
             raise ValueError('config.total_steps is none: expected the number of steps to train')
-        opened = functools.cache(open_source)
+        opened = opener(config.held_out)
         class_names = _class_names(config, opened)
         origin = setups.read_origin(config)
         model = setups.trained_model(config, origin, class_names)
@@ -234,7 +233,7 @@ def probe(config: TrainConfig, path: str) -> tuple[dict[str, Any], pathlib.Path]
     params, said = setups.transferred(setup, like)
     print('\n'.join(said))
     features = setups.compile_features(setup, like, shardings)
-    feeds = setups.Feeds(setup, open_source)
+    feeds = setups.Feeds(setup, opener(config.held_out))
     result = _probe(setup, features, jax.device_put(params, shardings), feeds)
     result |= {'step': origin.card.step, 'checkpoint': config.start_from}
     if jax.process_index() == 0:

@@ -17,7 +17,7 @@ from rich.progress import Progress
 from vit_jax import program
 from vit_jax.data import pipeline
 from vit_jax.data.augment import normalize
-from vit_jax.data.sources import unlabelled
+from vit_jax.data.folders import unlabelled
 from vit_jax.parallel import mesh as meshes
 from vit_jax.pretrained import Loaded, load
 from vit_jax.typing import Array, Batch, Float, Int, Params
@@ -53,7 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
             for index, row, readable in zip(indices, features, mask, strict=True):
                 if not readable:
                     unreadable += 1
-                    print(f'unreadable: {reader.problem(int(index))}', file=sys.stderr)
+                    print(f'unreadable: {_problem(reader, int(index))}', file=sys.stderr)
                 elif loaded.predicts:
                     print(
                         f'{source.describe(int(index))}  {_top(loaded, row, names, arguments.top)}'
@@ -92,6 +92,14 @@ def _features(
         part, indices = indices[:batch_size], indices[batch_size:]
         found = np.asarray(features(params, batch)), np.asarray(batch['mask'])
         yield part, found[0][: len(part)], found[1][: len(part)]
+
+
+def _problem(reader: pipeline.Reader, index: int) -> str:
+    try:
+        reader.example(pipeline.Draw(index))
+    except ValueError as error:
+        return str(error)
+    return f'{reader.source.describe(index)}: readable now'
 
 
 def _top(loaded: Loaded, features: Float[np.ndarray, 'd'], names: list[str], count: int) -> str:

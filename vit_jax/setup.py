@@ -16,7 +16,7 @@ from vit_jax.checkpoints.transfer import transfer
 from vit_jax.config import Card, TrainConfig
 from vit_jax.data import pipeline
 from vit_jax.data.augment import augment, normalize
-from vit_jax.data.sources import Source
+from vit_jax.data.source import Source
 from vit_jax.data.transforms import Crop, Preprocessing
 from vit_jax.models import Model, ModelConfig, ViTConfig, build, for_task
 from vit_jax.parallel import mesh as meshes

@@ -6,13 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from vit_jax.data import pipeline, sources
+from vit_jax.data import pipeline
+from vit_jax.data.arrays import arrays
 from vit_jax.data.transforms import CentralCrop, RandomCrop, Resize
 from vit_jax.parallel.mesh import MeshConfig, batch_sharding, make_mesh
 
 N = 37
 IMAGES = np.random.default_rng(0).integers(0, 256, (N, 6, 6, 3), np.uint8)
-SOURCE = sources.arrays(IMAGES, np.arange(N) % 5, list('abcde'), name='test')
+SOURCE = arrays(IMAGES, np.arange(N) % 5, list('abcde'), name='test')
 
 
 def feed(crop=None, *, placement='host', source=SOURCE, threads=3, **options):
@@ -92,7 +93,7 @@ def test_random_crops_are_not_kept_on_the_device():
 
 def broken_source():
     png = cv2.imencode('.png', IMAGES[0])[1].tobytes()
-    return dataclasses.replace(SOURCE, read=lambda i: b'garbage' if i == 7 else png)
+    return dataclasses.replace(SOURCE, read=lambda i: (b'garbage' if i == 7 else png, i % 5))
 
 
 @pytest.mark.parametrize('placement', ['host', 'device'])

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from vit_jax.data import sources
+from vit_jax.data.arrays import arrays
 
 RNG = np.random.default_rng(0)
 
@@ -24,11 +25,11 @@ def root(tmp_path):
 
 
 def test_digits_are_all_there_once():
-    train, test = sources.digits('train'), sources.digits('test')
+    train, test = (sources.open_source('digits', split) for split in ('train', 'test'))
     assert len(train) + len(test) == 1797 and len(test) == 359
     assert train.class_names == tuple('0123456789')
-    assert train.read(0).dtype == np.uint8
-    assert max(train.read(i).max() for i in range(100)) == 255
+    assert train.read(0)[0].dtype == np.uint8
+    assert max(train.read(i)[0].max() for i in range(100)) == 255
     assert set(np.unique(test.labels)) == set(range(10))
 
 
@@ -39,7 +40,8 @@ def test_a_folder_gives_every_image_with_the_class_of_its_folder(root):
     for i in range(len(source)):
         name = source.class_names[source.labels[i]]
         assert f'/{name}/' in source.describe(i)
-        assert source.read(i) == pathlib.Path(source.describe(i)).read_bytes()
+        stored = pathlib.Path(source.describe(i)).read_bytes()
+        assert source.read(i) == (stored, source.labels[i])
 
 
 def test_slices_of_a_split_are_disjoint_complete_and_fair(root):
@@ -68,13 +70,13 @@ def test_an_empty_slice_is_an_error():
 def test_what_is_not_there_is_named(root, tmp_path):
     with pytest.raises(FileNotFoundError, match="data='/no/where'"):
         sources.open_source('/no/where', 'train')
-    with pytest.raises(ValueError, match="no split 'val'.*there is test, train"):
+    with pytest.raises(ValueError, match="no split 'val'; known: test, train"):
         sources.open_source(str(root), 'val')
     with pytest.raises(ValueError, match="no split 'trian'; did you mean 'train'"):
         sources.open_source('digits', 'trian')
     empty = tmp_path / 'empty'
     empty.mkdir()
-    with pytest.raises(ValueError, match='there are no such folders'):
+    with pytest.raises(ValueError, match='no images found: expected .*train/CLASS'):
         sources.open_source(str(empty), 'train')
 
 
@@ -107,8 +109,8 @@ def test_arrays_of_a_file(tmp_path):
     np.savez(path, train_images=images, train_labels=labels, class_names=['a', 'b', 'c'])
     source = sources.open_source(path, 'train')
     assert source.class_names == ('a', 'b', 'c') and source.labels.tolist() == labels.tolist()
-    np.testing.assert_array_equal(source.read(3), images[3])
-    with pytest.raises(ValueError, match="no array 'test_images'; it holds train_images"):
+    np.testing.assert_array_equal(source.read(3)[0], images[3])
+    with pytest.raises(ValueError, match="no split 'test'; known: train"):
         sources.open_source(path, 'test')
 
 
@@ -124,4 +126,71 @@ def test_arrays_of_a_file(tmp_path):
 )
 def test_arrays_that_are_no_labelled_images_are_refused(images, labels, message):
     with pytest.raises(ValueError, match=message):
-        sources.arrays(images, np.array(labels), ['a', 'b'], name='x')
+        arrays(images, np.array(labels), ['a', 'b'], name='x')
+
+
+@pytest.fixture
+def flat(tmp_path):
+    for name, count in ('cat', 10), ('dog', 5), ('emu', 2):
+        for i in range(count):
+            write_image(tmp_path / name / f'{i}.png', i)
+    return tmp_path
+
+
+def described(source):
+    return [source.describe(i) for i in range(len(source))]
+
+
+def test_a_folder_without_splits_holds_out_a_share_of_every_class(flat, caplog):
+    held_out = sources.HeldOut(fraction=0.2)
+    train, test = (sources.open_source(str(flat), s, held_out) for s in ('train', 'test'))
+    assert train.class_names == test.class_names == ('cat', 'dog', 'emu')
+    assert np.bincount(test.labels).tolist() == [2, 1, 1]
+    assert not set(described(train)) & set(described(test)) and len(train) + len(test) == 17
+    assert '0.2 of each class are held out' in caplog.text
+    again = sources.open_source(str(flat), 'test', held_out)
+    assert described(again) == described(test)
+    other = sources.open_source(str(flat), 'test', sources.HeldOut(fraction=0.2, seed=1))
+    assert described(other) != described(test)
+
+
+def test_a_class_too_small_to_hold_out_of_is_named(flat):
+    write_image(flat / 'fox' / '0.png')
+    with pytest.raises(ValueError, match='fox/0.png: its class has one image'):
+        sources.open_source(str(flat), 'train')
+    with pytest.raises(ValueError, match='held_out.fraction=1.0: expected more than 0'):
+        sources.open_source(str(flat), 'train', sources.HeldOut(fraction=1.0))
+
+
+def test_split_names_are_never_taken_for_classes(tmp_path):
+    for split in 'train', 'test':
+        write_image(tmp_path / split / '0.png')
+    with pytest.raises(ValueError, match=r'/ holds no folders.*it holds images, but no classes'):
+        sources.open_source(str(tmp_path), 'train')
+
+
+@pytest.mark.parametrize('name', ['val', 'validation', 'valid'])
+def test_images_for_testing_may_have_another_name(root, name):
+    (root / 'test').rename(root / name)
+    assert len(sources.open_source(str(root), 'test')) == 4
+    assert len(sources.open_source(str(root), 'test[:2]')) == 2
+
+
+def test_a_folder_is_looked_through_once(root, monkeypatch):
+    looked = []
+    find = pathlib.Path.rglob
+    monkeypatch.setattr(pathlib.Path, 'rglob', lambda p, x: looked.append(p) or find(p, x))
+    opened = sources.opener()
+    for split in 'train', 'train[:50%]', 'train[50%:]', 'test':
+        opened(str(root), split)
+    assert len(looked) == len(set(looked)) == 4
+
+
+def test_arrays_may_have_several_labels_an_image(tmp_path):
+    path, labels = str(tmp_path / 'set.npz'), np.array([[0, 1, 1], [0, 0, 0]])
+    np.savez(path, train_images=np.zeros((2, 4, 4), np.uint8), train_labels=labels)
+    source = sources.open_source(path, 'train')
+    assert source.several and source.label_shape == (3,)
+    np.testing.assert_array_equal(source.labels, labels)
+    with pytest.raises(ValueError, match='label 2 of image 1 is out of range: there are 0 or 1'):
+        arrays(np.zeros((2, 4, 4), np.uint8), labels * 0 + [[0], [2]], 'abc', name='x')

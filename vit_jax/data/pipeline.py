@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from vit_jax import records
-from vit_jax.data.sources import Source
+from vit_jax.data.source import Label, Source
 from vit_jax.data.transforms import Crop, Size, decode
 from vit_jax.typing import Batch, Int, UInt8
 
@@ -51,42 +51,36 @@ class Reader:
     def examples(self, draws: Sequence['Draw | None'], pool: futures.Executor) -> Batch:
         """The examples drawn, as one batch of arrays; None is padding. The pool decodes."""
         images = np.zeros((len(draws), *self.size, 3), np.uint8)
-        labels = np.zeros((len(draws), *self.source.labels.shape[1:]), self.source.labels.dtype)
+        labels = np.zeros((len(draws), *self.source.label_shape), np.int32)
         mask = np.zeros(len(draws), bool)
 
         def read(rows: range) -> None:
             for row in rows:
                 draw = draws[row]
-                if draw is not None:
-                    labels[row] = self.source.labels[draw.index]
-                    mask[row] = self._read_into(images[row], draw)
+                if draw is None:
+                    continue
+                try:
+                    images[row], labels[row] = self.example(draw)
+                    mask[row] = True
+                except ValueError:
+                    if not self.skip_unreadable:
+                        raise
 
         starts = range(0, len(draws), _ROWS)
         chunks = [range(start, min(start + _ROWS, len(draws))) for start in starts]
         list(pool.map(read, chunks))  # raises what a thread raised
         return {'images': images, 'labels': labels, 'mask': mask} | _names(draws)
 
-    def problem(self, index: int) -> str:
-        """Why an image that was skipped cannot be read."""
-        strict = dataclasses.replace(self, skip_unreadable=False)
-        try:
-            strict._read_into(np.zeros((*self.size, 3), np.uint8), Draw(index))
-        except ValueError as error:
-            return str(error)
-        return f'{self.source.describe(index)}: readable now'
-
-    def _read_into(self, image: UInt8[np.ndarray, 'h w 3'], draw: 'Draw') -> bool:
-        """Writes the image; False where it cannot be read and that is to be skipped."""
+    def example(self, draw: 'Draw') -> tuple[UInt8[np.ndarray, 'h w 3'], Label]:
+        """One image, cut to the size, and its label. ValueError names one that cannot be read."""
         drawn_by = self.seed, draw.epoch, draw.index
         rng = np.random.default_rng(drawn_by) if self.crop.random else None
         try:
-            stored = self.source.read(draw.index)
-            image[:] = self.crop(decode(stored, exif_rotation=self.exif_rotation), self.size, rng)
+            stored, label = self.source.read(draw.index)
+            image = decode(stored, exif_rotation=self.exif_rotation)
+            return self.crop(image, self.size, rng), label
         except (ValueError, OSError) as error:
-            if self.skip_unreadable:
-                return False
             raise ValueError(f'{self.source.describe(draw.index)}: {error}') from error
-        return True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,220 +1,139 @@
-"""Stored images at random access: the embedded digits, arrays, folders; and slices of them."""
+"""Stored images at random access: what a split of a data set is, and how one is opened and cut."""
 
 import dataclasses
+import functools
 import logging
 import os
-import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
 from vit_jax import records
-from vit_jax.typing import Int
+from vit_jax.data import arrays, folders, imagenet, tables, tfds
+from vit_jax.data.source import Source, Splits, select
 
-IMAGE_SUFFIXES = frozenset('.jpg .jpeg .png .bmp .gif .tif .tiff .webp .ppm .jp2'.split())
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """One split of a data set: labels in memory, images read when asked for.
-
-    `read(i)` gives the encoded bytes or the uint8 array of image i, `describe(i)` what a person
-    would call it.
-    """
-
-    labels: Int[np.ndarray, 'n']
-    class_names: tuple[str, ...]
-    read: Callable[[int], bytes | np.ndarray]
-    describe: Callable[[int], str]
-
-    def __len__(self) -> int:
-        return len(self.labels)
+# Whatever data calls the images that are kept for testing, `test` means them.
+TEST_NAMES = 'test', 'val', 'validation', 'valid'
 
 
-def open_source(data: str, split: str) -> Source:
-    """The images that a configuration names: `data` is `digits`, an npz file or a folder.
+@dataclasses.dataclass(kw_only=True)
+class HeldOut:
+    """What is kept for testing of data that has no splits of its own."""
+
+    fraction: float = 0.1  # of each class, at least one image
+    seed: int = 0
+
+
+def open_source(data: str, split: str, held_out: HeldOut | None = None) -> Source:
+    """The images that a configuration names; `data` is one of the kinds of `open_splits`.
 
     `split` is a name and an optional slice of it: `train`, `train[:90%]`, `test[100:200]`. A
-    slice of a folder is a random sample with a fixed seed, not its first classes. Raises
-    ValueError or FileNotFoundError with what was found instead.
+    slice of files is a random sample with a fixed seed, not the first classes. Where there is no
+    `test`, it is what else images for testing are called. Raises ValueError or FileNotFoundError
+    with what was found instead.
     """
-    name, part = _parse_split(split)
+    return opener(held_out)(data, split)
+
+
+def opener(held_out: HeldOut | None = None) -> Callable[[str, str], Source]:
+    """`open_source` that opens everything once: a folder is not looked through again."""
+
+    @functools.cache
+    def splits_of(data: str) -> Splits:
+        splits = open_splits(data, held_out)
+        return {name: functools.cache(opened) for name, opened in splits.items()}
+
+    @functools.cache
+    def opened(data: str, split: str) -> Source:
+        name, part = _parse_split(split)
+        source = splits_of(data)[_split_name(name, splits_of(data), data)]()
+        selected = range(len(source))[part(len(source))]
+        if not selected:
+            raise ValueError(f'split {split!r} of {data} is empty: {name} has {len(source)} images')
+        return source if len(selected) == len(source) else select(source, selected)
+
+    return opened
+
+
+def open_splits(data: str, held_out: HeldOut | None = None) -> Splits:
+    """The splits of a data set by name, each a function that opens it.
+
+    `data` is `digits`; a `.npz`, `.csv` or `.jsonl` file; a folder (of splits, of classes, the
+    ImageNet tree or its tar files, a data set that TFDS prepared); or `tfds:NAME`. Data without
+    splits is split into `train` and `test` as `held_out` says.
+    """
     if data == 'digits':
-        source = digits(name)
-    elif data.endswith('.npz'):
-        source = npz_file(data, name)
-    elif os.path.isdir(data):
-        source = folder(data, name)
-    else:
+        return arrays.digits()
+    if data.startswith('tfds:'):
+        return tfds.named(data.removeprefix('tfds:'))
+    if data.endswith('.npz'):
+        return arrays.npz_file(data)
+    if data.endswith(('.csv', '.jsonl')):
+        return _with_splits(tables.table(data), held_out or HeldOut(), data)
+    if not os.path.isdir(data):
         raise FileNotFoundError(
-            f"data={data!r}: no such folder; expected 'digits', FILE.npz, or a folder that holds "
-            f'train/CLASS/*.jpg'
+            f"data={data!r}: no such folder; expected 'digits', tfds:NAME, FILE.npz, FILE.csv, "
+            f'FILE.jsonl, or a folder that holds train/CLASS/*.jpg or CLASS/*.jpg'
         )
-    selected = range(len(source))[part(len(source))]
-    if not selected:
-        raise ValueError(f'split {split!r} of {data} is empty: {name} has {len(source)} images')
-    return source if len(selected) == len(source) else select(source, selected)
+    for kind in tfds, imagenet:
+        if kind.holds(data):
+            return kind.folder(data)
+    return _with_splits(folders.folder(data), held_out or HeldOut(), data)
 
 
-def select(source: Source, indices: Sequence[int]) -> Source:
-    """The source that holds these images only, in this order."""
-    chosen = np.asarray(indices)
-    return Source(
-        labels=source.labels[chosen],
-        class_names=source.class_names,
-        read=lambda i: source.read(int(chosen[i])),
-        describe=lambda i: source.describe(int(chosen[i])),
-    )
-
-
-def arrays(
-    images: np.ndarray,
-    labels: np.ndarray,
-    class_names: Sequence[str],
-    *,
-    name: str,
-) -> Source:
-    """Images already in memory: (n, height, width) or (n, height, width, 1 or 3).
-
-    Raises ValueError where shapes, types or labels are not those of images of these classes.
-    """
-    if (
-        images.dtype != np.uint8
-        or images.ndim not in (3, 4)
-        or images.shape[3:] not in ((), (1,), (3,))
-    ):
+def _with_splits(splits: Splits, held_out: HeldOut, data: str) -> Splits:
+    """The splits as they are, or `train` and `test` made of the only one, `all`."""
+    if list(splits) != ['all']:
+        return splits
+    if not 0 < held_out.fraction < 1:
         raise ValueError(
-            f'{name}: images are {images.dtype}{list(images.shape)}, expected uint8 of shape '
-            f'(n, height, width) or (n, height, width, 1 or 3)'
+            f'held_out.fraction={held_out.fraction}: expected more than 0, less than 1'
         )
-    if labels.shape != (len(images),) or labels.dtype.kind not in 'iu':
-        raise ValueError(
-            f'{name}: labels are {labels.dtype}{list(labels.shape)}, expected whole numbers of '
-            f'shape ({len(images)},)'
+
+    @functools.cache
+    def parts() -> tuple[Source, Source]:
+        source = splits['all']()
+        logging.warning(
+            '%s has no splits: %g of each class are held out for testing (held_out)',
+            data,
+            held_out.fraction,
         )
-    wrong = np.flatnonzero((labels < 0) | (labels >= len(class_names)))
-    if wrong.size:
-        raise ValueError(
-            f'{name}: label {labels[wrong[0]]} of image {wrong[0]} is out of range: there are '
-            f'{len(class_names)} classes, 0 to {len(class_names) - 1} ({wrong.size} such labels)'
+        tested = _drawn(source, held_out)
+        return (
+            select(source, np.flatnonzero(~tested).tolist()),
+            select(source, np.flatnonzero(tested).tolist()),
         )
-    return Source(
-        labels=labels.astype(np.int32),
-        class_names=tuple(class_names),
-        read=lambda i: images[i],
-        describe=lambda i: f'{name}[{i}]',
-    )
+
+    return {'train': lambda: parts()[0], 'test': lambda: parts()[1]}
 
 
-def digits(split: str) -> Source:
-    """scikit-learn's 1,797 handwritten digits of 8x8 pixels; every fifth one is for testing."""
-    from sklearn import datasets
-
-    images, labels = datasets.load_digits(return_X_y=True)
-    is_test = np.arange(len(labels)) % 5 == 4
-    parts = {'train': ~is_test, 'test': is_test}
-    if split not in parts:
-        raise ValueError(f'digits have no split {split!r}; {records.nearest(split, parts)}')
-    pixels = np.rint(images.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
-    names = [str(digit) for digit in range(10)]
-    chosen = parts[split]
-    return arrays(pixels[chosen], labels[chosen], names, name=f'digits/{split}')
-
-
-def npz_file(path: str, split: str) -> Source:
-    """A file of arrays `SPLIT_images`, `SPLIT_labels` and, if there are names, `class_names`."""
-    with np.load(path, allow_pickle=False) as file:
-        wanted = f'{split}_images', f'{split}_labels'
-        absent = [name for name in wanted if name not in file]
-        if absent:
-            raise ValueError(f'{path}: no array {absent[0]!r}; it holds {", ".join(file.files)}')
-        images, labels = (file[name] for name in wanted)
-        if 'class_names' in file:
-            class_names = [str(name) for name in file['class_names']]
-        else:
-            top = max(int(file[name].max()) for name in file.files if name.endswith('_labels'))
-            class_names = [str(label) for label in range(top + 1)]
-    return arrays(images, labels, class_names, name=f'{path}:{split}')
+def _drawn(source: Source, held_out: HeldOut) -> np.ndarray:
+    """Which images are held out: a share of each class, or of all where images have several."""
+    rng = np.random.default_rng(held_out.seed)
+    labels = source.labels if source.labels.ndim == 1 else np.zeros(len(source), np.int32)
+    tested = np.zeros(len(source), bool)
+    for label in np.unique(labels):
+        members = rng.permutation(np.flatnonzero(labels == label))
+        if len(members) < 2:
+            name = source.describe(int(members[0]))
+            raise ValueError(f'{name}: its class has one image, none can be held out for testing')
+        tested[members[: max(1, round(held_out.fraction * len(members)))]] = True
+    return tested
 
 
-def unlabelled(paths: Sequence[str]) -> Source:
-    """Images as files, and all those in folders, without classes; every label is 0.
-
-    Raises ValueError or FileNotFoundError for a path that is neither.
-    """
-    found: list[pathlib.Path] = []
-    for path in map(pathlib.Path, paths):
-        if not path.exists():
-            raise FileNotFoundError(f'{path}: no such image or folder')
-        found += _image_files(path) if path.is_dir() else [path]
-    return Source(
-        labels=np.zeros(len(found), np.int32),
-        class_names=(),
-        read=lambda i: found[i].read_bytes(),
-        describe=lambda i: str(found[i]),
-    )
-
-
-def folder(root: str, split: str) -> Source:
-    """Images as files: ROOT/SPLIT/CLASS/NAME.jpg. Class names are the sorted folder names.
-
-    The files are in one random order, the same every time, so that a slice is a fair sample.
-    Raises ValueError for an empty class and for classes that are not those of the other splits.
-    """
-    splits = _class_folders(pathlib.Path(root))
-    if split not in splits:
-        raise ValueError(
-            f'{root}: no split {split!r}: expected {root}/{split}/CLASS/*.jpg; '
-            + (f'there is {", ".join(sorted(splits))}' if splits else 'there are no such folders')
-        )
-    class_names = splits[split]
-    for other, names in splits.items():
-        if set(names).isdisjoint(class_names):
-            continue  # not a split of the same data
-        for name in sorted(set(names) ^ set(class_names)):
-            here, there = (split, other) if name in class_names else (other, split)
-            raise ValueError(f'{root}: class {name!r} is in {here}/ but not in {there}/')
-    files, labels = [], []
-    for label, name in enumerate(class_names):
-        found = _image_files(pathlib.Path(root, split, name))
-        files += found
-        labels += [label] * len(found)
-    order = np.random.default_rng(0).permutation(len(files))
-    return Source(
-        labels=np.asarray(labels, np.int32)[order],
-        class_names=tuple(class_names),
-        read=lambda i: files[order[i]].read_bytes(),
-        describe=lambda i: str(files[order[i]]),
-    )
-
-
-def _class_folders(root: pathlib.Path) -> dict[str, list[str]]:
-    """The classes of each split: sub-folders of sub-folders, hidden ones left out."""
-
-    def folders(path: pathlib.Path) -> list[str]:
-        return sorted(p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith('.'))
-
-    found = {split: folders(root / split) for split in folders(root)}
-    return {split: classes for split, classes in found.items() if classes}
-
-
-def _image_files(path: pathlib.Path) -> list[pathlib.Path]:
-    files = sorted(p for p in path.rglob('*') if p.is_file() and not p.name.startswith('.'))
-    images = [p for p in files if p.suffix.lower() in IMAGE_SUFFIXES]
-    ignored = len(files) - len(images)
-    if not images:
-        detail = f'; {ignored} files have other endings, such as {files[0].name}' if ignored else ''
-        raise ValueError(f'{path}: no images in this folder{detail}')
-    if ignored:
-        other = next(p for p in files if p not in images)
-        logging.warning('%s: %d files are not images by their ending: %s', path, ignored, other)
-    return images
+def _split_name(name: str, splits: Splits, data: str) -> str:
+    if name in splits:
+        return name
+    others = [other for other in TEST_NAMES if other in splits]
+    if name == 'test' and others:
+        return others[0]
+    raise ValueError(f'{data}: no split {name!r}; {records.nearest(name, splits)}')
 
 
 def _parse_split(split: str) -> tuple[str, Callable[[int], slice]]:
     """The split's name and the slice of its length that is meant."""
-    match = re.fullmatch(r'(\w+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?', split)
+    match = re.fullmatch(r'([\w-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?', split)
     if not match:
         raise ValueError(
             f'split {split!r}: expected a name, or NAME[:90%], NAME[90%:], NAME[10:20]'
@@ -229,3 +148,6 @@ def _parse_split(split: str) -> tuple[str, Callable[[int], slice]]:
         return slice(*ends)
 
     return name, part
+
+
+__all__ = ['HeldOut', 'Source', 'Splits', 'open_source', 'open_splits', 'select']

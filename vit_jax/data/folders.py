@@ -1,0 +1,111 @@
+"""Images as files in folders: ROOT/SPLIT/CLASS/NAME.jpg, ROOT/CLASS/NAME.jpg, or any files."""
+
+import functools
+import logging
+import pathlib
+from collections.abc import Sequence
+
+from vit_jax.data.source import Source, Splits, labelled, shuffled
+
+IMAGE_SUFFIXES = frozenset('.jpg .jpeg .png .bmp .gif .tif .tiff .webp .ppm .jp2'.split())
+SPLIT_NAMES = frozenset('train training test testing val valid validation'.split())
+
+
+def folder(root: str) -> Splits:
+    """The splits of a folder: of its sub-folders, or `all` where these are the classes.
+
+    Class names are the sorted names of the folders. Raises ValueError, when a split is opened,
+    for an empty class and for classes that are not those of the other splits.
+    """
+    path = pathlib.Path(root)
+    names = _folders(path)
+    splits = {name: _folders(path / name) for name in names}
+    if not SPLIT_NAMES & set(names) and any(_has_images(path / name) for name in names):
+        return {'all': lambda: files_by_class(path, names)}
+    for name in SPLIT_NAMES & set(names):
+        if not splits[name]:
+            raise ValueError(
+                f'{root}: {name}/ holds no folders: expected {name}/CLASS/*.jpg'
+                + ('; it holds images, but no classes' if _has_images(path / name) else '')
+            )
+    splits = {name: classes for name, classes in splits.items() if classes}
+    if not splits:
+        raise ValueError(
+            f'{root}: no images found: expected {root}/train/CLASS/*.jpg or {root}/CLASS/*.jpg; '
+            f'there are no such folders'
+        )
+
+    def opened(split: str) -> Source:
+        for other, classes in splits.items():
+            if not set(classes).isdisjoint(splits[split]):  # a split of the same data
+                _require_same(root, split, splits[split], other, classes)
+        return files_by_class(path / split, splits[split])
+
+    return {name: functools.partial(opened, name) for name in splits}
+
+
+def files_by_class(root: pathlib.Path, class_names: Sequence[str]) -> Source:
+    """The images of ROOT/CLASS/, in one random order. Raises ValueError for an empty class."""
+    files: list[pathlib.Path] = []
+    labels: list[int] = []
+    for label, name in enumerate(class_names):
+        found = image_files(root / name)
+        files += found
+        labels += [label] * len(found)
+    return shuffled(
+        labelled(
+            labels,
+            class_names,
+            read=lambda i: files[i].read_bytes(),
+            describe=lambda i: str(files[i]),
+        )
+    )
+
+
+def unlabelled(paths: Sequence[str]) -> Source:
+    """Images as files, and all those in folders, without classes; every label is 0.
+
+    Raises ValueError or FileNotFoundError for a path that is neither.
+    """
+    found: list[pathlib.Path] = []
+    for path in map(pathlib.Path, paths):
+        if not path.exists():
+            raise FileNotFoundError(f'{path}: no such image or folder')
+        found += image_files(path) if path.is_dir() else [path]
+    return labelled(
+        [0] * len(found),
+        (),
+        read=lambda i: found[i].read_bytes(),
+        describe=lambda i: str(found[i]),
+    )
+
+
+def image_files(path: pathlib.Path) -> list[pathlib.Path]:
+    """The images below a folder, sorted; others are counted aloud. ValueError where none is."""
+    files = sorted(p for p in path.rglob('*') if p.is_file() and not p.name.startswith('.'))
+    images = [p for p in files if p.suffix.lower() in IMAGE_SUFFIXES]
+    ignored = len(files) - len(images)
+    if not images:
+        detail = f'; {ignored} files have other endings, such as {files[0].name}' if ignored else ''
+        raise ValueError(f'{path}: no images in this folder{detail}')
+    if ignored:
+        other = next(p for p in files if p.suffix.lower() not in IMAGE_SUFFIXES)
+        logging.warning('%s: %d files are not images by their ending: %s', path, ignored, other)
+    return images
+
+
+def _require_same(
+    root: str, split: str, here: Sequence[str], other: str, there: Sequence[str]
+) -> None:
+    for name in sorted(set(here) ^ set(there)):
+        has, lacks = (split, other) if name in here else (other, split)
+        raise ValueError(f'{root}: class {name!r} is in {has}/ but not in {lacks}/')
+
+
+def _folders(path: pathlib.Path) -> list[str]:
+    """Names of the folders within, hidden ones left out."""
+    return sorted(p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith('.'))
+
+
+def _has_images(path: pathlib.Path) -> bool:
+    return any(p.suffix.lower() in IMAGE_SUFFIXES for p in path.iterdir() if p.is_file())

@@ -91,7 +91,7 @@ def test_the_librarys_own_mocks_are_read():
         source = sources.open_source('tfds:cifar10', 'train')
         stored, label = source.read(2)
     assert len(source) == 5 and len(source.class_names) == 10 and 0 <= label < 10
-    assert cv2.imdecode(np.frombuffer(stored, np.uint8), 1).shape == (32, 32, 3)
+    assert stored.shape == (32, 32, 3)
 
 
 def test_several_labels_are_rows(tmp_path):

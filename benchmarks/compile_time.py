@@ -11,6 +11,7 @@ import jax
 from vit_jax import setup as setups
 from vit_jax.config import TrainConfig
 from vit_jax.models import variant
+from vit_jax.training.duration import Length
 
 DEPTHS, REPEATS = (8, 32), 3
 
@@ -18,8 +19,9 @@ DEPTHS, REPEATS = (8, 32), 3
 def compile_seconds(depth: int) -> float:
     """Of a train step of Ti/16 at this depth: tracing and compiling, nothing cached."""
     model = variant('Ti/16', depth=depth)
-    config = TrainConfig(data='digits', model=model, total_steps=10, batch_size=8)
-    setup = setups.prepare(config, None, setups.trained_model(config, None, ('a', 'b')))
+    config = TrainConfig(data='digits', model=model, batch_size=8)
+    model_config = setups.trained_model(config, None, ('a', 'b'))
+    setup = setups.prepare(config, None, model_config, length=Length(8, 80, 10))
     jax.clear_caches()
     began = time.perf_counter()
     setups.compile_training(setup)

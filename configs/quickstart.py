@@ -8,6 +8,7 @@ from vit_jax.config import TrainConfig
 from vit_jax.data.augment import Augmentation
 from vit_jax.evaluation.fewshot import FewshotConfig
 from vit_jax.models import Compute, ViTConfig
+from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
@@ -26,11 +27,11 @@ def get_config() -> TrainConfig:
             pool='gap',
         ),
         augmentation=Augmentation(shift_pixels=1),
-        total_steps=1200,
+        total=Duration(steps=1200),
         batch_size=128,
         loss=LossConfig(label_smoothing=0.1),
         optimizer=OptimizerConfig(weight_decay=0.1, clip_norm=1.0),
-        schedule=ScheduleConfig(learning_rate=2e-3, warmup_steps=100),
+        schedule=ScheduleConfig(learning_rate=2e-3, warmup=Duration(steps=100)),
         polyak_decay=0.99,
         eval_every_steps=300,
         checkpoint_every_steps=300,

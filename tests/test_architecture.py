@@ -13,6 +13,7 @@ BASE = {'records', 'resampling', 'tree', 'typing', 'writing'}
 PARTS = {'training', 'evaluation', 'analysis', 'checkpoints', 'data'}
 WIRING = {'workdir', 'reporting', 'pretrained', 'setup', 'experiment'}
 PROGRAMS = {'program', 'train', 'finetune', 'fewshot', 'predict', 'convert', 'augreg'}
+PROGRAMS |= {'inspect_data', 'prepare'}
 
 ALLOWED = (
     {name: BASE for name in BASE}

@@ -11,7 +11,9 @@ from tests import tiny
 from vit_jax import config as configs
 from vit_jax import records
 from vit_jax import setup as setups
+from vit_jax.training.duration import make_length
 from vit_jax.training.optimizer import make_optimizer, make_schedule
+from vit_jax.training.rules import make_rules
 from vit_jax.training.update import make_init
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -37,13 +39,15 @@ def test_a_config_fits_together(path):
     config.start_from = config.start_from or 'some/checkpoint'
     config = configs.checked(config)
     assert records.from_dict(configs.TrainConfig, records.to_dict(config), where='c') == config
-    if config.total_steps is None:
+    if config.total is None:
         return
     config.model = config.model or tiny.model(num_classes=None)
-    setup = setups.prepare(config, None, setups.trained_model(config, None, tuple('0123456789')))
-    params = jax.eval_shape(setup.model.init, jax.random.key(0))
-    schedule = make_schedule(config.schedule, total_steps=config.total_steps)
-    optimizer = make_optimizer(config.optimizer, schedule, params)
+    length = make_length(config.total, batch_size=config.batch_size, images=1_281_167)
+    model = setups.trained_model(config, None, tuple('0123456789'))
+    setup = setups.prepare(config, None, model, length=length)
+    rules = make_rules(config.optimizer, jax.eval_shape(setup.model.init, jax.random.key(0)))
+    schedule = make_schedule(config.schedule, length)
+    optimizer = make_optimizer(config.optimizer, schedule, rules)
     init = make_init(setup.model.init, optimizer, seed=0, averaged=False)
     assert jax.eval_shape(init).step.shape == ()
 

@@ -23,6 +23,7 @@ from vit_jax.data.augment import Augmentation
 from vit_jax.evaluation.fewshot import FewshotConfig
 from vit_jax.models import Regularization, build
 from vit_jax.reporting import Reporter
+from vit_jax.training.duration import Duration
 from vit_jax.training.loop import NotFinite
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
@@ -57,7 +58,7 @@ def test_a_run_leaves_its_numbers_its_configuration_and_a_card(trained):
     ]
     assert lines(folder)[3]['count'] == 50
     assert lines(folder)[3]['accuracy'] == trained.test['accuracy']
-    assert json.loads((folder / 'config.json').read_text())['total_steps'] == 10
+    assert json.loads((folder / 'config.json').read_text())['total']['steps'] == 10
     assert list((folder / 'tensorboard').iterdir())
     values, path = load_card(str(folder))
     card = Card.read(values, where='card')
@@ -92,7 +93,7 @@ def test_the_few_shot_file_holds_the_whole_protocol(trained):
 
 def test_probing_the_checkpoint_alone_gives_what_the_run_gave(trained, tmp_path):
     config = tiny.experiment(
-        model=None, total_steps=None, start_from=str(trained.folder), fewshot=FEWSHOT
+        model=None, total=None, start_from=str(trained.folder), fewshot=FEWSHOT
     )
     result, path = experiment.probe(config, str(tmp_path))
     assert json.loads(path.read_text())['accuracy'] == trained.fewshot['accuracy']
@@ -149,7 +150,7 @@ def test_ten_steps_are_five_and_a_crash_and_five(tmp_path, monkeypatch):
 
 
 def test_a_killed_process_goes_on_to_the_same_bits(tmp_path):
-    flags = ['--config=configs/quickstart.py', '--config.total_steps=300']
+    flags = ['--config=configs/quickstart.py', '--config.total.steps=300']
     flags += ['--config.eval_every_steps=none', '--config.checkpoint_every_steps=50']
     flags += ['--config.model.depth=1', '--config.model.width=16', '--config.fewshot=none']
     flags += ['--config.batch_size=16', '--config.log_every_steps=10']
@@ -206,10 +207,11 @@ def test_a_resume_under_another_configuration_is_refused_with_the_differences(tr
 
 
 def test_a_run_beyond_its_end_is_no_run(trained):
-    config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True, total_steps=7)
-    with pytest.raises(ValueError, match='is at step 10, total_steps=7 is before it'):
+    config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True)
+    config.total = Duration(steps=7)
+    with pytest.raises(ValueError, match='is at step 10, the end, step 7, is before it'):
         experiment.train(config, str(trained.folder), accept_changes=True)
-    config.total_steps = 10
+    config.total = Duration(steps=10)
     experiment.train(config, str(trained.folder), accept_changes=True)
 
 
@@ -246,7 +248,7 @@ def test_nothing_is_compiled_after_the_first_evaluation(tmp_path, monkeypatch):
         report(reporter, step, metrics)
 
     monkeypatch.setattr(Reporter, 'step', counted)
-    config = tiny.experiment(total_steps=12, eval_every_steps=2, fewshot=FEWSHOT)
+    config = tiny.experiment(total=Duration(steps=12), eval_every_steps=2, fewshot=FEWSHOT)
     config.fewshot.every_steps = 2
     experiment.train(config, str(tmp_path))
     assert by_step[1] > 0
@@ -256,7 +258,7 @@ def test_nothing_is_compiled_after_the_first_evaluation(tmp_path, monkeypatch):
 def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(tmp_path):
     config = tiny.experiment(
         optimizer=OptimizerConfig(kind='sgd'),
-        schedule=ScheduleConfig(kind='linear', learning_rate=1e25, warmup_steps=4),
+        schedule=ScheduleConfig(kind='linear', learning_rate=1e25, warmup=Duration(steps=4)),
         checkpoint_every_steps=1,
     )
     with pytest.raises(NotFinite, match=r'step \d+: .*; last good checkpoint: .*/checkpoints/\d'):
@@ -271,8 +273,8 @@ def test_fine_tuning_begins_with_the_body_of_the_checkpoint(trained, tmp_path, c
         image_size=(8, 16),
         start_from=str(trained.folder),
         optimizer=OptimizerConfig(kind='sgd'),
-        total_steps=1,
-        schedule=ScheduleConfig(warmup_steps=1),  # the first step has rate 0
+        total=Duration(steps=1),
+        schedule=ScheduleConfig(warmup=Duration(steps=1)),  # the first step has rate 0
     )
     result = experiment.train(config, str(tmp_path))
     said = capsys.readouterr().out
@@ -290,8 +292,8 @@ def test_a_frozen_body_at_the_same_size_has_the_same_features(trained, tmp_path)
     config = tiny.experiment(
         model=None,
         start_from=str(trained.folder),
-        total_steps=1,
-        schedule=ScheduleConfig(warmup_steps=1),
+        total=Duration(steps=1),
+        schedule=ScheduleConfig(warmup=Duration(steps=1)),
     )
     result = experiment.train(config, str(tmp_path))
     images = tiny.images()
@@ -306,10 +308,10 @@ def test_thirty_two_images_are_learned_by_heart(tmp_path):
         train_split='train[:32]',
         test_split='train[:32]',
         batch_size=32,
-        total_steps=150,
+        total=Duration(steps=150),
         model=tiny.model(num_classes=None, width=32, mlp_dim=64, pool='gap'),
         optimizer=OptimizerConfig(),
-        schedule=ScheduleConfig(learning_rate=3e-3, warmup_steps=10),
+        schedule=ScheduleConfig(learning_rate=3e-3, warmup=Duration(steps=10)),
     )
     assert experiment.train(config, str(tmp_path)).test['accuracy'] == 1.0
 
@@ -328,7 +330,7 @@ def photos(tmp_path):
 
 
 def folder_config(root, **changes):
-    return tiny.experiment(data=str(root), test_split='test', total_steps=3, **changes)
+    return tiny.experiment(data=str(root), test_split='test', total=Duration(steps=3), **changes)
 
 
 def test_a_folder_of_images_trains_and_its_classes_are_kept(photos, tmp_path):
@@ -363,8 +365,8 @@ def test_an_unreadable_image_is_never_skipped_in_evaluation(photos, tmp_path):
 @pytest.mark.parametrize(
     'changes, message',
     [
-        ({'total_steps': None}, 'total_steps is none'),
-        ({'total_steps': 0}, 'config.total_steps=0: expected 1 or more'),
+        ({'total': None}, 'config.total is none'),
+        ({'total': Duration(steps=0)}, 'total.steps=0: less than one step of batch_size=16'),
         ({'model': None}, 'config.model is none: give a model, or start_from'),
         ({'model': tiny.model(num_classes=7)}, 'num_classes=7, but digits has 10 classes'),
         ({'image_size': (9, 8)}, r'image_size=\(9, 8\) is not a multiple'),

@@ -17,6 +17,7 @@ from vit_jax.checkpoints import google
 from vit_jax.checkpoints.augreg import fine_tuned, listed, pick, read_index
 from vit_jax.data.transforms import Preprocessing
 from vit_jax.pretrained import ZERO_HEAD
+from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import ScheduleConfig
 from vit_jax.tree import named_leaves
 
@@ -159,7 +160,7 @@ def test_a_checkpoint_of_ours_is_loaded_and_saved_alone(tmp_path):
 
 @pytest.mark.parametrize('name', ['bigvision_map', 'timm_gap_fcnorm'])
 def test_training_starts_from_any_of_these(name, tmp_path):
-    config = tiny.experiment(model=None, start_from=reference.path(name), total_steps=2)
+    config = tiny.experiment(model=None, start_from=reference.path(name), total=Duration(steps=2))
     config.image_size, config.test_split = (32, 16), 'test[:16]'
     tiny.assigned(config.hints, **reference.HINTS[name])
     config.regularization.dropout = 0.1
@@ -178,7 +179,7 @@ def test_a_configuration_is_told_where_to_say_what_a_file_does_not(tmp_path):
 
 
 def test_few_shot_takes_any_of_these_with_a_head_of_zeros(tmp_path):
-    config = tiny.experiment(model=None, start_from=zero_headed(tmp_path), total_steps=None)
+    config = tiny.experiment(model=None, start_from=zero_headed(tmp_path), total=None)
     config.fewshot = experiment.fewshot.FewshotConfig(shots=(5,), seeds=(0,))
     result, _ = experiment.probe(config, str(tmp_path / 'probe'))
     assert result['mean']['5'] > 0.15  # ten classes
@@ -187,8 +188,8 @@ def test_few_shot_takes_any_of_these_with_a_head_of_zeros(tmp_path):
 
 def test_a_resnet_is_trained_and_probed_by_the_same_programs(tmp_path):
     small = dataclasses.replace(RESNET, image_size=(16, 16), num_classes=None)
-    config = tiny.experiment(model=small, total_steps=40, log_every_steps=10)
-    config.schedule = ScheduleConfig(learning_rate=1e-2, warmup_steps=5)
+    config = tiny.experiment(model=small, total=Duration(steps=40), log_every_steps=10)
+    config.schedule = ScheduleConfig(learning_rate=1e-2, warmup=Duration(steps=5))
     config.fewshot = experiment.fewshot.FewshotConfig(shots=(5,), seeds=(0,))
     result = experiment.train(config, str(tmp_path / 'run'))
     assert result.test['accuracy'] > 0.4 and result.fewshot['mean']['5'] > 0.4

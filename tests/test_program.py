@@ -66,8 +66,9 @@ def test_a_mistake_on_the_command_line_is_one_line_and_no_traceback(tmp_path):
 def test_a_configuration_takes_an_argument_after_a_colon(tmp_path):
     (tmp_path / 'named.py').write_text(
         'from vit_jax.config import TrainConfig\n'
+        'from vit_jax.training.duration import Duration\n'
         'def get_config(data):\n'
-        "    return TrainConfig(data=data, start_from='nowhere', total_steps=1)\n"
+        "    return TrainConfig(data=data, start_from='nowhere', total=Duration(steps=1))\n"
     )
     code, _, err = said(f'--config={tmp_path}/named.py:no/such', f'--workdir={tmp_path}/run')
     assert code == 1 and "data='no/such': no such folder" in err
@@ -91,7 +92,7 @@ def test_fine_tuning_without_a_checkpoint_says_what_is_missing(tmp_path):
 
 def test_the_road_of_the_readme_in_small(tmp_path):
     """Pre-train, fine-tune at another shape, probe: the commands, and what they say at the end."""
-    small = '--config.total_steps=2', '--config.schedule.warmup_steps=1', '--config.batch_size=16'
+    small = '--config.total.steps=2', '--config.schedule.warmup.steps=1', '--config.batch_size=16'
     run, tuned = tmp_path / 'run', tmp_path / 'tuned'
     code, out, err = said(QUICK, f'--workdir={run}', *small)
     assert (code, err) == (0, '')

@@ -6,6 +6,7 @@ import numpy as np
 
 from vit_jax.config import TrainConfig
 from vit_jax.models import ViTConfig
+from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 CLASSES = 10
@@ -28,10 +29,10 @@ def experiment(**changes) -> TrainConfig:
     values = {
         'data': 'digits',
         'model': model(num_classes=None),
-        'total_steps': 10,
+        'total': Duration(steps=10),
         'batch_size': 16,
         'optimizer': OptimizerConfig(weight_decay=0.1, clip_norm=1.0),
-        'schedule': ScheduleConfig(learning_rate=1e-3, warmup_steps=2),
+        'schedule': ScheduleConfig(learning_rate=1e-3, warmup=Duration(steps=2)),
         'log_every_steps': 5,
         'test_split': 'test[:50]',
     }

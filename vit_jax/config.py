@@ -12,6 +12,7 @@ from vit_jax.data.transforms import Preprocessing
 from vit_jax.evaluation.fewshot import FewshotConfig
 from vit_jax.models import Compute, Regularization, ResNetConfig, ViTConfig
 from vit_jax.parallel.mesh import MeshConfig
+from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
@@ -37,7 +38,7 @@ class TrainConfig:
     augmentation: Augmentation = _default(Augmentation)
 
     # How.
-    total_steps: int | None = None  # None: nothing is trained, few-shot evaluation alone
+    total: Duration | None = None  # None: nothing is trained, few-shot evaluation alone
     batch_size: int = 256
     accumulation_steps: int = 1
     loss: LossConfig = _default(LossConfig)

@@ -20,6 +20,7 @@ from vit_jax.evaluation import classification, fewshot
 from vit_jax.models import ViTConfig, multiply_adds, parameter_count
 from vit_jax.parallel import mesh as meshes
 from vit_jax.reporting import Reporter
+from vit_jax.training.duration import make_length
 from vit_jax.training.loop import Clock, Every, NotFinite, fit
 from vit_jax.training.update import TrainState
 from vit_jax.typing import Array, Batch, Float, Int, Params
@@ -50,13 +51,15 @@ def train(config: TrainConfig, path: str, *, accept_changes: bool = False) -> Re
     clock = Clock()
     with clock('start'):
         config = configs.checked(config)
-        if config.total_steps is None:
-            raise ValueError('config.total_steps is none: expected the number of steps to train')
+        if config.total is None:
+            raise ValueError('config.total is none: expected how long to train')
         opened = opener(config.held_out)
         class_names = _class_names(config, opened)
         origin = setups.read_origin(config)
         model = setups.trained_model(config, origin, class_names)
-        setup = setups.prepare(config, origin, model)
+        images = opened(config.data, config.train_split)
+        length = make_length(config.total, batch_size=config.batch_size, images=len(images))
+        setup = setups.prepare(config, origin, model, length=length, label_shape=images.label_shape)
         folder = workdir.open_workdir(path, records.to_dict(config), accept_changes=accept_changes)
         feeds = setups.Feeds(setup, opened)
         feed = feeds.training()
@@ -74,10 +77,10 @@ def train(config: TrainConfig, path: str, *, accept_changes: bool = False) -> Re
     with clock('start'):
         checkpoints = Checkpoints(folder, keep=config.keep_checkpoints)
         state, said = _first_state(setup, programs, checkpoints)
-    steps = range(int(state.step), config.total_steps)
+    steps = range(int(state.step), length.total_steps)
     if steps.start > steps.stop:
         raise ValueError(
-            f'{folder} is at step {steps.start}, total_steps={steps.stop} is before it'
+            f'{folder} is at step {steps.start}, the end, step {steps.stop}, is before it'
         )
     reporter = Reporter(
         folder,
@@ -90,12 +93,12 @@ def train(config: TrainConfig, path: str, *, accept_changes: bool = False) -> Re
     )
     run = _Run(setup, programs, features, feeds, class_names, checkpoints, reporter, clock, folder)
     with contextlib.closing(checkpoints), reporter:
-        for line in said:
+        for line in (*programs.report, *said):
             reporter.console.print(line)
         state = run.to_the_end(state, feed, steps)
         with clock('checkpoint'):
             checkpoints.wait()
-    checkpoint = checkpoints.path(config.total_steps)
+    checkpoint = checkpoints.path(length.total_steps)
     return Result(state, run.test, run.fewshot, checkpoint, folder, reporter.skipped, clock)
 
 
@@ -108,13 +111,16 @@ def _class_names(config: TrainConfig, opened: Callable[[str, str], Source]) -> t
 
 
 def _outline(setup: setups.Setup, train_count: int, test_count: int) -> str:
-    """What is about to be done, in two lines."""
+    """What is about to be done, in three lines."""
     config, model = setup.config, setup.model.config
     tokens = f'{model.num_tokens} tokens, ' if isinstance(model, ViTConfig) else ''
-    device = jax.devices()[0]
+    device, length = jax.devices()[0], setup.length
+    assert length is not None
     return (
         f'data    {config.data}: {train_count:,} training and {test_count:,} test images, '
         f'{model.num_classes} classes\n'
+        f'length  {length.total_steps:,} steps of {length.batch_size:,} images, '
+        f'{length.epochs:,.1f} epochs; warm-up {length.steps(config.schedule.warmup):,} steps\n'
         f'model   {parameter_count(model):,} parameters, {tokens}'
         f'{multiply_adds(model) / 1e6:,.1f} M multiply-adds an image; '
         f'compiling for {setup.mesh.size} x {device.device_kind}'
@@ -197,7 +203,7 @@ class _Run:
             self.test = classification.evaluate(
                 self.programs.scores, state.best_params, batches, count=count
             )
-        text = f'test accuracy {self.test["accuracy"]:.2%} of {count:,} images'
+        text = f'{reached(self.test)} of {count:,} images'
         self.reporter.record('test', step, self.test | {'count': count}, text)
 
     def run_fewshot(self, step: int, state: TrainState) -> None:
@@ -239,6 +245,13 @@ def probe(config: TrainConfig, path: str) -> tuple[dict[str, Any], pathlib.Path]
     if jax.process_index() == 0:
         write_json(folder / workdir.FEWSHOT, result)
     return result, folder / workdir.FEWSHOT
+
+
+def reached(test: dict[str, float]) -> str:
+    """The result of the test images in one line."""
+    precision = test.get('mean_average_precision')
+    more = '' if precision is None else f', mean average precision {precision:.2%}'
+    return f'test accuracy {test["accuracy"]:.2%}{more}'
 
 
 def summary(result: dict[str, Any]) -> str:

@@ -21,8 +21,10 @@ from vit_jax.data.transforms import Crop, Preprocessing
 from vit_jax.models import Model, ModelConfig, ViTConfig, build, for_task
 from vit_jax.parallel import mesh as meshes
 from vit_jax.pretrained import Origin, find
+from vit_jax.training.duration import Length
 from vit_jax.training.losses import make_loss, targets_of
 from vit_jax.training.optimizer import make_optimizer, make_schedule
+from vit_jax.training.rules import make_rules
 from vit_jax.training.update import Metrics, TrainState, make_init, make_scores, make_update
 from vit_jax.typing import Array, Batch, Float, Params
 
@@ -35,6 +37,8 @@ class Setup(NamedTuple):
     origin: Origin | None  # start_from
     model: Model
     preprocessing: Preprocessing
+    length: Length | None = None  # of the training, where there is any
+    label_shape: tuple[int, ...] = ()  # of one image: () a class, (k,) a row over the classes
 
     @property
     def eval_batch_size(self) -> int:
@@ -52,8 +56,18 @@ def read_origin(config: TrainConfig) -> Origin | None:
         raise ValueError(f'{error} (in a configuration: --config.hints.NAME=VALUE)') from error
 
 
-def prepare(config: TrainConfig, origin: Origin | None, model_config: ModelConfig) -> Setup:
-    """The parts of a run with this model. Raises ValueError where sizes do not fit the devices."""
+def prepare(
+    config: TrainConfig,
+    origin: Origin | None,
+    model_config: ModelConfig,
+    *,
+    length: Length | None = None,
+    label_shape: tuple[int, ...] = (),
+) -> Setup:
+    """The parts of a run with this model; where it trains, of this length.
+
+    Raises ValueError where sizes do not fit the devices, or the loss does not fit the labels.
+    """
     mesh = meshes.make_mesh(config.mesh)
     meshes.check_batch_size(
         config.batch_size, devices=mesh.size, accumulation_steps=config.accumulation_steps
@@ -64,7 +78,12 @@ def prepare(config: TrainConfig, origin: Origin | None, model_config: ModelConfi
     preprocessing = config.preprocessing
     if preprocessing is None:
         preprocessing = origin.card.preprocessing if origin else Preprocessing()
-    return Setup(config, mesh, origin, model, preprocessing)
+    if length is not None and label_shape and config.loss.kind == 'softmax':
+        raise ValueError(
+            f'{config.data}: an image may have several classes, softmax expects one: '
+            f'--config.loss.kind=sigmoid'
+        )
+    return Setup(config, mesh, origin, model, preprocessing, length, label_shape)
 
 
 def trained_model(
@@ -138,26 +157,28 @@ class Programs(NamedTuple):
     scores: Callable[[Params, Batch], Metrics]
     like: TrainState  # shapes and types of the state
     shardings: TrainState  # where its arrays lie
+    report: list[str]  # what the rules over parameters matched
 
 
 def compile_training(setup: Setup) -> Programs:
     """The compiled programs of a training run."""
     config, model, mesh = setup.config, setup.model, setup.mesh
-    assert config.total_steps is not None and model.config.num_classes is not None
-    schedule = make_schedule(config.schedule, total_steps=config.total_steps)
-    names = jax.eval_shape(model.init, jax.random.key(0))
-    optimizer = make_optimizer(config.optimizer, schedule, names)
+    assert setup.length is not None and model.config.num_classes is not None
+    schedule = make_schedule(config.schedule, setup.length)
+    rules = make_rules(config.optimizer, jax.eval_shape(model.init, jax.random.key(0)))
+    optimizer = make_optimizer(config.optimizer, schedule, rules)
     averaged = config.polyak_decay is not None
     init = make_init(model.init, optimizer, seed=config.seed, averaged=averaged)
     like = jax.eval_shape(init)
     shardings = meshes.place(like, mesh, fsdp_min_mb=config.mesh.fsdp_min_mb)
-    scores = make_scores(
+    scoring = functools.partial(
+        make_scores,
         model.apply,
         make_loss(config.loss),
         functools.partial(normalize, preprocessing=setup.preprocessing),
     )
     update = make_update(
-        scores,
+        scoring(),
         optimizer,
         schedule,
         augment=functools.partial(
@@ -165,6 +186,7 @@ def compile_training(setup: Setup) -> Programs:
             config=config.augmentation,
             targets_of=functools.partial(targets_of, num_classes=model.config.num_classes),
         ),
+        thawed=rules.thawed,
         seed=config.seed,
         accumulation_steps=config.accumulation_steps,
         polyak_decay=config.polyak_decay,
@@ -178,12 +200,12 @@ def compile_training(setup: Setup) -> Programs:
         .compile()
     )
     compiled_scores = (
-        jax.jit(scores, out_shardings=everywhere)
+        jax.jit(scoring(keep_rows=bool(setup.label_shape)), out_shardings=everywhere)
         .lower(params, _described_batch(setup, setup.eval_batch_size))
         .compile()
     )
     compiled_init = jax.jit(init, out_shardings=shardings)
-    return Programs(compiled_init, compiled_update, compiled_scores, like, shardings)
+    return Programs(compiled_init, compiled_update, compiled_scores, like, shardings, rules.report)
 
 
 def compile_features(
@@ -244,7 +266,7 @@ def _described_batch(setup: Setup, size: int) -> Batch:
     shape = size, *setup.model.config.image_size, 3
     batch = {
         'images': jax.ShapeDtypeStruct(shape, jnp.uint8),
-        'labels': jax.ShapeDtypeStruct((size,), jnp.int32),
+        'labels': jax.ShapeDtypeStruct((size, *setup.label_shape), jnp.int32),
         'mask': jax.ShapeDtypeStruct((size,), jnp.bool_),
         'epoch': jax.ShapeDtypeStruct((size,), jnp.int32),
         'example': jax.ShapeDtypeStruct((size,), jnp.int32),

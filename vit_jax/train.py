@@ -17,7 +17,7 @@ def run(config: TrainConfig, workdir: str, accept_changes: bool) -> None:
 
 def say(result: Result, *, next_program: str, next_config: str, data: str) -> None:
     """The summary of a run."""
-    reached = f'test accuracy {result.test["accuracy"]:.2%}'
+    reached = experiment.reached(result.test)
     if result.fewshot:
         reached += f'; {experiment.summary(result.fewshot)}'
     lines = {'reached': reached}

@@ -8,6 +8,7 @@ Command: python -m vit_jax.finetune --config=configs/finetune/transfer.py --work
 
 from vit_jax.config import TrainConfig
 from vit_jax.data.augment import Augmentation
+from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 
@@ -16,10 +17,10 @@ def get_config() -> TrainConfig:
     return TrainConfig(
         data='digits',
         augmentation=Augmentation(shift_pixels=2),
-        total_steps=300,
+        total=Duration(steps=300),
         batch_size=128,
         optimizer=OptimizerConfig(kind='sgd', clip_norm=1.0),
-        schedule=ScheduleConfig(learning_rate=0.03, warmup_steps=30),
+        schedule=ScheduleConfig(learning_rate=0.03, warmup=Duration(steps=30)),
         eval_every_steps=100,
         checkpoint_every_steps=100,
     )

@@ -9,6 +9,7 @@ from vit_jax.config import TrainConfig
 from vit_jax.data.augment import Augmentation
 from vit_jax.evaluation.fewshot import FewshotConfig
 from vit_jax.models import Compute, ViTConfig
+from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 
@@ -27,11 +28,11 @@ def get_config() -> TrainConfig:
             positions='sincos2d',
         ),
         augmentation=Augmentation(shift_pixels=2, flip=True),
-        total_steps=7000,
+        total=Duration(steps=7000),
         batch_size=64,
         eval_batch_size=512,
         optimizer=OptimizerConfig(weight_decay=0.05, clip_norm=1.0),
-        schedule=ScheduleConfig(learning_rate=1e-3, warmup_steps=300),
+        schedule=ScheduleConfig(learning_rate=1e-3, warmup=Duration(steps=300)),
         eval_every_steps=1000,
         checkpoint_every_steps=1000,
         fewshot=FewshotConfig(every_steps=7000),

@@ -11,6 +11,7 @@ import dataclasses
 from vit_jax.config import TrainConfig
 from vit_jax.data.augment import AUGREG, augreg
 from vit_jax.models import Compute, ViTConfig
+from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 ARGUMENTS = tuple(AUGREG)
@@ -33,10 +34,10 @@ def get_config(level: str = 'light2') -> TrainConfig:
         ),
         # Shifts in place of the Inception crop: then the images lie on the device.
         augmentation=dataclasses.replace(augreg(level), crop=None, shift_pixels=4),
-        total_steps=4700,
+        total=Duration(steps=4700),
         batch_size=64,
         eval_batch_size=512,
         optimizer=OptimizerConfig(weight_decay=0.1, clip_norm=1.0),
-        schedule=ScheduleConfig(learning_rate=1e-3, warmup_steps=300),
+        schedule=ScheduleConfig(learning_rate=1e-3, warmup=Duration(steps=300)),
         compute=Compute(remat='dots'),  # on CPUs faster than keeping everything
     )

@@ -7,6 +7,7 @@ from vit_jax import setup as setups
 from vit_jax.data import pipeline, sources
 from vit_jax.models import Regularization
 from vit_jax.parallel.mesh import MeshConfig, check_batch_size, make_mesh, place
+from vit_jax.training.duration import Length
 from vit_jax.tree import named_leaves
 
 STEPS, ALL = 50, jax.devices()
@@ -17,9 +18,13 @@ def trained(mesh: MeshConfig, devices: int, monkeypatch):
     some = ALL[:devices]
     monkeypatch.setattr(jax, 'devices', lambda: some)
     config = tiny.experiment(
-        mesh=mesh, total_steps=STEPS, polyak_decay=0.9, regularization=Regularization(dropout=0.1)
+        mesh=mesh,
+        polyak_decay=0.9,
+        regularization=Regularization(dropout=0.1),
     )
-    setup = setups.prepare(config, None, setups.trained_model(config, None, tuple('0123456789')))
+    model = setups.trained_model(config, None, tuple('0123456789'))
+    length = Length(config.batch_size, 1438, STEPS)
+    setup = setups.prepare(config, None, model, length=length)
     programs = setups.compile_training(setup)
     state = programs.init()
     initial = jax.tree.map(np.asarray, state.params)

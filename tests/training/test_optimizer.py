@@ -4,25 +4,31 @@ import numpy as np
 import optax
 import pytest
 
+from vit_jax.training.duration import Duration, Length
 from vit_jax.training.optimizer import (
     OptimizerConfig,
     ScheduleConfig,
     make_optimizer,
     make_schedule,
 )
+from vit_jax.training.rules import make_rules
 
 PARAMS = {'dense': {'kernel': jnp.ones((2, 2)), 'bias': jnp.ones(2)}, 'cls': jnp.ones(2)}
 GRADIENT = jax.tree.map(lambda p: 3.0 * p, PARAMS)
 
 
 def rates(steps, **changes):
-    schedule = make_schedule(ScheduleConfig(learning_rate=1.0, **changes), total_steps=100)
+    for name in 'warmup', 'cooldown', 'rsqrt_timescale':
+        if isinstance(changes.get(name), int):
+            changes[name] = Duration(steps=changes[name])
+    config = ScheduleConfig(learning_rate=1.0, **changes)
+    schedule = make_schedule(config, Length(batch_size=10, images=50, total_steps=100))
     return [float(schedule(jnp.asarray(step))) for step in steps]
 
 
 @pytest.mark.parametrize('kind', ['cosine', 'linear', 'rsqrt', 'constant'])
 def test_the_rate_climbs_from_zero_to_its_peak_and_never_rises_again(kind):
-    found = rates(range(101), kind=kind, warmup_steps=10, cooldown_steps=20)
+    found = rates(range(101), kind=kind, warmup=10, cooldown=20)
     assert found[0] == 0 and found[5] == pytest.approx(0.5, abs=0.01)
     assert found[10] == pytest.approx(1.0) == max(found)
     assert all(later <= before for before, later in zip(found[10:], found[11:], strict=False))
@@ -37,17 +43,26 @@ def test_decays_are_their_formulas():
     np.testing.assert_allclose(
         rates(steps, kind='linear'), [1, 0.7500025, 0.500005, 1e-5], rtol=1e-6
     )
-    found = rates(steps, kind='rsqrt', rsqrt_timescale_steps=50)
+    found = rates(steps, kind='rsqrt', rsqrt_timescale=50)
     np.testing.assert_allclose(found, [1, 1.5**-0.5, 2**-0.5, 3**-0.5], rtol=1e-6)
 
 
 def test_a_warmup_longer_than_the_run_is_refused():
-    with pytest.raises(ValueError, match='warmup_steps=90 and cooldown_steps=20 do not fit'):
-        rates([0], warmup_steps=90, cooldown_steps=20)
+    message = r'warm-up of 90 steps \(steps=90\) and a cool-down of 20 \(fraction=0.2\) do'
+    with pytest.raises(ValueError, match=message):
+        rates([0], warmup=90, cooldown=Duration(fraction=0.2))
+
+
+@pytest.mark.parametrize(
+    'warmup',
+    [Duration(steps=10), Duration(epochs=2.0), Duration(examples=100), Duration(fraction=0.1)],
+)
+def test_a_warmup_is_as_long_in_every_unit(warmup):
+    assert rates(range(101), warmup=warmup) == rates(range(101), warmup=10)
 
 
 def updated(config, rate=0.5, steps=1):
-    optimizer = make_optimizer(config, lambda step: jnp.asarray(rate), PARAMS)
+    optimizer = make_optimizer(config, lambda step: jnp.asarray(rate), make_rules(config, PARAMS))
     params, state = PARAMS, optimizer.init(PARAMS)
     for _ in range(steps):
         updates, state = optimizer.update(GRADIENT, state, params)
@@ -70,7 +85,7 @@ def test_the_decay_rule_can_be_another_one_and_must_match():
     decayed, _ = updated(OptimizerConfig(weight_decay=0.2, decayed='cls|.*bias'))
     plain, _ = updated(OptimizerConfig())
     assert (decayed['cls'] < plain['cls']).all()
-    with pytest.raises(ValueError, match="'kernle' matches no parameter; there are cls"):
+    with pytest.raises(ValueError, match="kernle.*' matches no parameter; there are cls"):
         updated(OptimizerConfig(weight_decay=0.2, decayed='kernle'))
 
 
@@ -96,3 +111,50 @@ def test_clipping_bounds_the_norm_of_the_whole_gradient():
     params, _ = updated(config, rate=1.0)
     moved = jax.tree.map(lambda new, old: old - new, params, PARAMS)
     assert float(optax.tree.norm(moved)) == pytest.approx(2.0)
+
+
+def adafactor(gradients, *, b2=0.999, momentum=0.9, factored=True):
+    """Scaling Vision Transformers, section 3.4: updates of one parameter, written out in float64.
+
+    Second moments as the mean over rows and columns; no update clipping, no parameter scale.
+    """
+    rows = columns = whole = average = 0.0
+    for step, gradient in enumerate(gradients, 1):
+        decay = min(b2, 1 - step**-0.8)
+        square = gradient.astype(np.float64) ** 2 + 1e-30
+        rows = decay * rows + (1 - decay) * square.mean(axis=-1)
+        columns = decay * columns + (1 - decay) * square.mean(axis=-2)
+        whole = decay * whole + (1 - decay) * square
+        outer = rows[..., :, None] * columns[..., None, :] / rows.mean(axis=-1)[..., None, None]
+        update = gradient / np.sqrt(outer if factored else whole)
+        average = momentum * average + (1 - momentum) * update
+    return average
+
+
+@pytest.mark.parametrize(
+    'name, shape, factored',
+    [
+        ('head/kernel', (32, 40), True),
+        ('head/small', (32, 31), False),
+        ('encoder/block/mlp/dense1/kernel', (33, 40, 50), True),
+        ('encoder/block/mlp/dense1/bias', (33, 40), False),  # 33 layers are no side of a matrix
+    ],
+)
+def test_adafactor_is_its_formula_and_the_depth_is_no_side_of_a_matrix(name, shape, factored):
+    rng = np.random.default_rng(0)
+    gradients = [rng.normal(size=shape).astype(np.float32) for _ in range(5)]
+    params = {name: np.zeros(shape, np.float32)}
+    config = OptimizerConfig(kind='adafactor')
+    optimizer = make_optimizer(config, lambda step: jnp.asarray(1.0), make_rules(config, params))
+    state = optimizer.init(params)
+    for gradient in gradients:
+        updates, state = optimizer.update({name: gradient}, state, params)
+    expected = adafactor(gradients, factored=factored)
+    np.testing.assert_allclose(updates[name], -expected, rtol=2e-5, atol=1e-6)
+    kept = sum(leaf.size for leaf in jax.tree.leaves(state) if leaf.ndim)
+    assert (kept < 1.5 * np.prod(shape)) == factored  # the momentum, and rows and columns
+
+
+def test_adafactors_momentum_is_kept_in_bfloat16_when_asked():
+    _, state = updated(OptimizerConfig(kind='adafactor', moment_dtype='bfloat16'))
+    assert [leaf.dtype.name for leaf in jax.tree.leaves(state)].count('bfloat16') == 3

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from vit_jax import records
@@ -36,8 +37,8 @@ def make_loss(config: LossConfig) -> Loss:
 
 
 def targets_of(labels: Num[Array, 'b ...'], num_classes: int) -> Float[Array, 'b k']:
-    """One-hot rows of class numbers (b); labels that are rows already (b k) pass."""
-    return jax.nn.one_hot(labels, num_classes) if labels.ndim == 1 else labels
+    """Float32 rows: one-hot of class numbers (b); labels that are rows already (b k) pass."""
+    return jax.nn.one_hot(labels, num_classes) if labels.ndim == 1 else labels.astype(jnp.float32)
 
 
 def correct(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:

@@ -1,16 +1,26 @@
 """How gradients become updates: schedules and optimizers."""
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from vit_jax import records, tree
+from vit_jax.training.duration import Duration, Length
+from vit_jax.training.rules import BLOCKS, Rules, RulesConfig
 from vit_jax.typing import Array, Float, Int
 
+_LEAST_SIDE, _NEVER = 32, 2**62  # of a matrix whose second moment is kept as rows and columns
 Schedule = Callable[[Int[Array, '']], Float[Array, '']]
+
+
+def _steps(count: int) -> Any:
+    return dataclasses.field(default_factory=lambda: Duration(steps=count))
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -19,38 +29,38 @@ class ScheduleConfig:
 
     kind: str = records.choice('cosine', 'linear', 'rsqrt', 'constant')
     learning_rate: float = 1e-3  # the peak
-    warmup_steps: int = 0
+    warmup: Duration = _steps(0)
     linear_end: float = 1e-5  # where the linear decay ends, as in the paper's code
-    rsqrt_timescale_steps: int = 10_000
-    cooldown_steps: int = 0  # linear to 0 at the end, after any decay
+    rsqrt_timescale: Duration = _steps(10_000)
+    cooldown: Duration = _steps(0)  # linear to 0 at the end, after any decay
 
 
 @dataclasses.dataclass(kw_only=True)
-class OptimizerConfig:
-    """AdamW or SGD with momentum; decay is decoupled: multiplied by the learning rate alone."""
+class OptimizerConfig(RulesConfig):
+    """AdamW, SGD with momentum, or the Adafactor of Scaling Vision Transformers (section 3.4)."""
 
-    kind: str = records.choice('adamw', 'sgd')
-    b1: float = 0.9
-    b2: float = 0.999
+    kind: str = records.choice('adamw', 'sgd', 'adafactor')
+    b1: float = 0.9  # of adamw, and of adafactor's momentum
+    b2: float = 0.999  # of adamw; the highest that adafactor's rises to
     epsilon: float = 1e-8
     momentum: float = 0.9
-    weight_decay: float = 0.0
-    decayed: str = r'(.*/)?kernel'  # the whole names of the parameters that decay
     clip_norm: float | None = None  # of the whole gradient
     moment_dtype: str = records.choice('float32', 'bfloat16')  # of the first moment
 
 
-def make_schedule(config: ScheduleConfig, *, total_steps: int) -> Schedule:
+def make_schedule(config: ScheduleConfig, length: Length) -> Schedule:
     """The learning rate at each step.
 
     As in the paper's code the progress is counted after the warm-up, and the result is multiplied
-    by min(1, step / warmup_steps): step 0 of a warm-up has rate 0.
+    by min(1, step / warmup): step 0 of a warm-up has rate 0.
     """
-    warmup, cooldown, peak = config.warmup_steps, config.cooldown_steps, config.learning_rate
+    total_steps, peak = length.total_steps, config.learning_rate
+    warmup, cooldown = length.steps(config.warmup), length.steps(config.cooldown)
+    timescale = length.steps(config.rsqrt_timescale)
     if warmup + cooldown > total_steps:
         raise ValueError(
-            f'warmup_steps={warmup} and cooldown_steps={cooldown} do not fit into '
-            f'total_steps={total_steps}'
+            f'a warm-up of {warmup} steps ({config.warmup}) and a cool-down of {cooldown} '
+            f'({config.cooldown}) do not fit into {total_steps} steps'
         )
 
     def schedule(step: Int[Array, '']) -> Float[Array, '']:
@@ -62,7 +72,7 @@ def make_schedule(config: ScheduleConfig, *, total_steps: int) -> Schedule:
             case 'linear':
                 rate = config.linear_end + (peak - config.linear_end) * (1 - progress)
             case 'rsqrt':  # continuous at the end of the warm-up (Scaling Vision Transformers)
-                rate = peak / jnp.sqrt(1 + after / config.rsqrt_timescale_steps)
+                rate = peak / jnp.sqrt(1 + after / timescale)
             case _:
                 rate = jnp.asarray(peak, jnp.float32)
         if warmup:
@@ -75,23 +85,61 @@ def make_schedule(config: ScheduleConfig, *, total_steps: int) -> Schedule:
 
 
 def make_optimizer(
-    config: OptimizerConfig, schedule: Schedule, params: Any
+    config: OptimizerConfig, schedule: Schedule, rules: Rules
 ) -> optax.GradientTransformation:
-    """The optimizer of parameters like these (only their names are used).
+    """The optimizer of parameters for which these are the rules.
 
-    Raises ValueError where weight decay is asked for and its rule matches no parameter.
+    What is frozen has neither moments nor a part in the norm that is clipped.
     """
     steps = []
     if config.clip_norm is not None:
         steps.append(optax.clip_by_global_norm(config.clip_norm))
-    if config.kind == 'adamw':
-        steps.append(
-            optax.scale_by_adam(config.b1, config.b2, config.epsilon, mu_dtype=config.moment_dtype)
+    moments, everything = _moments(config), all(jax.tree.leaves(rules.learned))
+    steps.append(moments if everything else optax.masked(moments, rules.learned))
+    steps += [optax.add_decayed_weights(amount, mask) for amount, mask in rules.decays]
+    if any(np.any(rate != 1) for rate in jax.tree.leaves(rules.rates)):
+        steps.append(_scale_each(rules.rates))
+    return optax.chain(*steps, optax.scale_by_learning_rate(schedule))
+
+
+def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
+    match config.kind:
+        case 'adamw':
+            b1, b2, epsilon = config.b1, config.b2, config.epsilon
+            return optax.scale_by_adam(b1, b2, epsilon, mu_dtype=config.moment_dtype)
+        case 'sgd':
+            return optax.trace(config.momentum, accumulator_dtype=config.moment_dtype)
+        case _:
+            return _adafactor(config)
+
+
+def _adafactor(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Second moments as rows and columns, no scaling by parameters, momentum added again."""
+
+    def decay(step: Any, exponent: float) -> Any:
+        return jnp.minimum(config.b2, 1 - (step + 1.0) ** -exponent)
+
+    def scaled(least_side: int) -> optax.GradientTransformation:
+        return optax.scale_by_factored_rms(
+            min_dim_size_to_factor=least_side, decay_rate_fn=decay, epsilon=1e-30
         )
-    else:
-        steps.append(optax.trace(config.momentum, accumulator_dtype=config.moment_dtype))
-    if config.weight_decay:
-        mask = tree.matches(params, config.decayed)
-        steps.append(optax.add_decayed_weights(config.weight_decay, mask))
-    steps.append(optax.scale_by_learning_rate(schedule))
-    return optax.chain(*steps)
+
+    def are_vectors(params: Any) -> Any:
+        """Stacked vectors too: the depth is no side of a matrix."""
+        return tree.map_named(lambda name, leaf: leaf.ndim - name.startswith(BLOCKS) < 2, params)
+
+    def are_others(params: Any) -> Any:
+        return jax.tree.map(operator.not_, are_vectors(params))
+
+    return optax.chain(
+        optax.masked(scaled(_NEVER), are_vectors),
+        optax.masked(scaled(_LEAST_SIDE), are_others),
+        optax.ema(config.b1, debias=False, accumulator_dtype=config.moment_dtype),
+    )
+
+
+def _scale_each(factors: Any) -> optax.GradientTransformation:
+    """Each leaf of the updates times its factor."""
+    return optax.stateless(
+        lambda updates, params: jax.tree.map(lambda update, f: update * f, updates, factors)
+    )

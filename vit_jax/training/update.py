@@ -77,17 +77,21 @@ def make_scores(
     apply: Callable[..., Float[Array, 'b k']],
     loss: Loss,
     normalize: Callable[[Array], Float[Array, 'b h w c']],
+    *,
+    keep_rows: bool = False,
 ) -> Callable[..., Metrics]:
     """Sums over the unmasked examples of a batch, for training and evaluation alike.
 
     `scores(params, batch, key=None)` gives `loss` and `correct` predictions, summed, and the
-    `count` of examples that they are sums of. A key switches dropout on.
+    `count` of examples that they are sums of. A key switches dropout on. With `keep_rows` there
+    are also the `logits` and `targets` (b k) themselves, for metrics over all examples at once.
     """
 
     def scores(params: Params, batch: Batch, key: Key[Array, ''] | None = None) -> Metrics:
         logits = apply(params, normalize(batch['images']), key)
         targets, mask = targets_of(batch['labels'], logits.shape[-1]), batch['mask']
-        return {
+        rows = {'logits': logits, 'targets': targets} if keep_rows else {}
+        return rows | {
             'loss': jnp.where(mask, loss(logits, targets), 0).sum(),
             'correct': jnp.where(mask, correct(logits, targets), 0).sum(),
             'count': mask.sum(dtype=jnp.int32),
@@ -102,11 +106,14 @@ def make_update(
     schedule: Schedule,
     *,
     augment: Callable[[Key[Array, ''], Batch], Batch],
+    thawed: Callable[[Params], Params],
     seed: int,
     accumulation_steps: int = 1,
     polyak_decay: float | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The update step: gradients of the mean loss over the unmasked examples, one optimizer step.
+
+    `thawed` gives the parameters without a gradient for those that are frozen.
 
     With `accumulation_steps=k` the gradients of k parts of the batch are summed one after the
     other before the step: the same update with the activations of one part in memory.
@@ -114,7 +121,7 @@ def make_update(
 
     def gradients(params: Params, batch: Batch, key: Key[Array, '']) -> tuple[Params, Metrics]:
         def total(params: Params) -> tuple[Float[Array, ''], Metrics]:
-            sums = scores(params, batch, key)
+            sums = scores(thawed(params), batch, key)
             return sums['loss'], sums
 
         return jax.grad(total, has_aux=True)(params)

@@ -1,0 +1,50 @@
+import pytest
+
+from vit_jax import records
+from vit_jax.training.duration import Duration, make_length
+
+
+def test_one_length_in_every_unit():
+    for total in Duration(steps=300), Duration(epochs=3.0), Duration(examples=3000):
+        length = make_length(total, batch_size=10, images=1000)
+        assert length.total_steps == 300 and length.epochs == 3
+        assert length.steps(Duration(fraction=0.1)) == length.steps(Duration(epochs=0.3)) == 30
+
+
+def test_imagenet_for_300_epochs_is_the_papers_number_of_steps():
+    length = make_length(Duration(epochs=300.0), batch_size=4096, images=1_281_167)
+    assert length.total_steps == 93_835  # 300 * 1281167 / 4096 = 93835.5, the even of the two
+
+
+def test_to_assign_one_unit_is_to_give_up_the_other():
+    duration = Duration(steps=5)
+    duration.epochs = 2.0
+    assert duration == Duration(epochs=2.0) and str(duration) == 'epochs=2.0'
+    duration.steps = None
+    assert duration == Duration(epochs=2.0)
+
+
+@pytest.mark.parametrize('values', [{}, {'steps': 1, 'epochs': 2.0}])
+def test_a_duration_has_exactly_one_unit(values):
+    with pytest.raises(ValueError, match='a duration has one of steps, epochs, examples, fraction'):
+        Duration(**values)
+    with pytest.raises(ValueError, match='a duration has one of'):
+        records.from_dict(Duration, values, where='config.total')
+
+
+def test_a_duration_survives_json():
+    for duration in Duration(steps=5), Duration(fraction=0.1):
+        assert records.from_dict(Duration, records.to_dict(duration), where='x') == duration
+
+
+@pytest.mark.parametrize(
+    'total, message',
+    [
+        (Duration(fraction=0.5), 'total.fraction=0.5: of what'),
+        (Duration(steps=0), 'total.steps=0: less than one step'),
+        (Duration(epochs=0.001), r'total.epochs=0.001: less than one step of batch_size=10'),
+    ],
+)
+def test_a_training_has_a_length(total, message):
+    with pytest.raises(ValueError, match=message):
+        make_length(total, batch_size=10, images=1000)

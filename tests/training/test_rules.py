@@ -1,0 +1,135 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests import tiny
+from vit_jax import tree
+from vit_jax.models import ResNetConfig, build
+from vit_jax.models.resnet import Backbone
+from vit_jax.training.optimizer import OptimizerConfig, make_optimizer
+from vit_jax.training.rules import make_rules
+
+MODEL = build(tiny.model(depth=3))
+SHAPES = jax.eval_shape(MODEL.init, jax.random.key(0))
+PARAMS = tiny.random_params(SHAPES)
+
+
+def rules(**changes):
+    return make_rules(OptimizerConfig(**changes), SHAPES)
+
+
+def rates(**changes):
+    return tree.named_leaves(rules(**changes).rates)
+
+
+def moved(steps=1, **changes):
+    """How far each parameter is moved by gradients of 1 at rate 1, without moments."""
+    config = OptimizerConfig(**({'kind': 'sgd', 'momentum': 0.0} | changes))
+    made = make_rules(config, SHAPES)
+    optimizer = make_optimizer(config, lambda step: jnp.asarray(1.0), made)
+    params, state = PARAMS, optimizer.init(PARAMS)
+    for _ in range(steps):
+        slope = jax.grad(lambda p: sum(leaf.sum() for leaf in jax.tree.leaves(made.thawed(p))))
+        updates, state = optimizer.update(slope(params), state, params)
+        params = optax.apply_updates(params, updates)
+    return tree.named_leaves(jax.tree.map(lambda new, old: np.asarray(new - old), params, PARAMS))
+
+
+def test_without_rules_everything_learns_alike_and_nothing_is_said():
+    assert rules().report == [] and set(map(float, rates().values())) == {1.0}
+
+
+def test_layers_learn_slower_the_further_they_are_from_the_head():
+    found = moved(layer_decay=0.5)
+    tolerance = {'atol': 1e-5}  # float32 parameters of size 1 were subtracted
+    for name in 'embedding/kernel', 'embedding/bias', 'pos_embedding', 'cls':
+        np.testing.assert_allclose(found[name], -(0.5**4), **tolerance)
+    block = found['encoder/block/mlp/dense1/kernel']
+    for layer, power in enumerate([3, 2, 1]):
+        np.testing.assert_allclose(block[layer], -(0.5**power), **tolerance)
+    for name in 'encoder/norm/scale', 'head/kernel':
+        np.testing.assert_allclose(found[name], -1, **tolerance)
+    assert rules(layer_decay=0.5).report == ['learning rate x 0.5 for each layer below the head']
+
+
+def test_rates_are_multiplied_by_name():
+    found = moved(rates=(('head/.*', 10.0), ('.*/bias', 0.5)))
+    np.testing.assert_allclose(found['head/kernel'], -10, rtol=1e-5)
+    np.testing.assert_allclose(found['head/bias'], -5, rtol=1e-5)
+    np.testing.assert_allclose(found['embedding/bias'], -0.5, rtol=1e-5)
+    np.testing.assert_allclose(found['cls'], -1, rtol=1e-5)
+    said = rules(rates=(('head/.*', 10.0),)).report
+    assert said == ['learning rate x 10: 2 of 24 arrays, 170 numbers: head/bias, head/kernel']
+
+
+@pytest.mark.parametrize('kind', ['adamw', 'sgd', 'adafactor'])
+def test_what_is_frozen_does_not_move_by_a_bit_nor_has_moments(kind):
+    options = {'kind': kind, 'weight_decay': 0.1, 'momentum': 0.9}
+    found = moved(3, frozen=('pos_embedding', 'embedding/.*'), **options)
+    for name, change in found.items():
+        frozen = name == 'pos_embedding' or name.startswith('embedding/')
+        assert (change == 0).all() == frozen, name
+    made = rules(frozen=('pos_embedding',), **options)
+    state = make_optimizer(OptimizerConfig(**options), lambda s: 1.0, made).init(PARAMS)
+    assert not any('pos_embedding' in name for name in tree.named_leaves(state))
+    assert any('cls' in name for name in tree.named_leaves(state))
+    assert made.report[0] == 'frozen: 1 of 24 arrays, 80 numbers: pos_embedding'
+
+
+def test_the_head_alone_learns():
+    found = moved(2, trained_blocks=0, kind='adamw')
+    assert {name for name, change in found.items() if change.any()} == {'head/kernel', 'head/bias'}
+    assert rules(trained_blocks=0).report == ['learned: the head, 170 numbers']
+
+
+def test_the_last_blocks_learn_with_all_that_follows():
+    found = moved(2, trained_blocks=1, kind='adamw', weight_decay=0.1)
+    for name, change in found.items():
+        if name.startswith('encoder/block/'):
+            assert not change[:2].any() and change[2].all(), name
+        else:
+            assert change.any() == name.startswith(('encoder/norm', 'head')), name
+    assert 'the last 1 blocks' in rules(trained_blocks=1).report[0]
+
+
+def test_head_and_body_decay_apart():
+    body, head = (
+        moved(weight_decay=0.1, head_weight_decay=3.0)[f'{name}/kernel'] + 1
+        for name in ('embedding', 'head')
+    )
+    params = tree.named_leaves(PARAMS)
+    np.testing.assert_allclose(body, -0.1 * params['embedding/kernel'], atol=1e-6)
+    np.testing.assert_allclose(head, -3.0 * params['head/kernel'], atol=1e-5)
+    said = rules(weight_decay=0.1, head_weight_decay=3.0).report
+    assert said[1] == 'weight decay 3 of the head: 1 of 24 arrays, 160 numbers: head/kernel'
+    assert said[0].startswith('weight decay 0.1 of the body: 7 of 24 arrays')
+    alone = rules(head_weight_decay=3.0)
+    assert len(alone.decays) == 1
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        ({'frozen': ('postions',)}, "'postions' matches no parameter; there are cls"),
+        ({'rates': (('haed/.*', 2.0),)}, "'haed/.*' matches no parameter"),
+        ({'weight_decay': 0.1, 'decayed': 'kernle'}, "kernle.*' matches no parameter"),
+        ({'trained_blocks': 4}, 'trained_blocks=4: the network has 3 blocks'),
+    ],
+)
+def test_a_rule_that_matches_nothing_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        rules(**changes)
+
+
+def test_rules_about_layers_need_layers():
+    resnet = ResNetConfig(
+        backbone=Backbone(blocks=(1,), width=32), image_size=(32, 32), num_classes=2
+    )
+    shapes = jax.eval_shape(build(resnet).init, jax.random.key(0))
+    for changes in {'layer_decay': 0.9}, {'trained_blocks': 1}:
+        with pytest.raises(ValueError, match='needs a network of encoder blocks'):
+            make_rules(OptimizerConfig(**changes), shapes)
+    said = make_rules(OptimizerConfig(trained_blocks=0), shapes).report
+    assert said[0].startswith('learned: the head')

@@ -1,0 +1,27 @@
+"""Prepares a named data set of TFDS as ArrayRecord: python -m vit_jax.prepare NAME.
+
+Needs the extra `tf` and, for most sets, a network; what it writes is read without either, as
+--config.data=tfds:NAME.
+"""
+
+import argparse
+
+from vit_jax import program
+from vit_jax.data import tfds
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Prepares it and says where it lies."""
+    print(tfds.prepare(arguments.name, arguments.data_dir))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog='python -m vit_jax.prepare', description=__doc__)
+    parser.add_argument('name', metavar='NAME', help='such as cifar10, or imagenet2012')
+    parser.add_argument('--data_dir', metavar='DIR', help='TFDS_DATA_DIR, or ~/tensorflow_datasets')
+    return parser
+
+
+if __name__ == '__main__':
+    program.run(main, _parser())

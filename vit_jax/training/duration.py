@@ -1,0 +1,86 @@
+"""How long something lasts while training: in steps, epochs, examples, or as a fraction."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+UNITS = 'steps', 'epochs', 'examples', 'fraction'
+
+
+@dataclasses.dataclass(init=False)
+class Duration:
+    """A stretch of training in exactly one unit; to assign another unit is to give up the first.
+
+    An epoch is as many examples as there are training images, a fraction is of all steps.
+    """
+
+    steps: int | None = None
+    epochs: float | None = None
+    examples: int | None = None
+    fraction: float | None = None
+
+    def __init__(
+        self,
+        *,
+        steps: int | None = None,
+        epochs: float | None = None,
+        examples: int | None = None,
+        fraction: float | None = None,
+    ):
+        values = dict(zip(UNITS, (steps, epochs, examples, fraction), strict=True))
+        given = {unit: value for unit, value in values.items() if value is not None}
+        if len(given) != 1:
+            raise ValueError(f'a duration has one of {", ".join(UNITS)}; got {given or "none"}')
+        for unit, value in given.items():
+            setattr(self, unit, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if value is not None and name in UNITS:
+            for unit in UNITS:
+                object.__setattr__(self, unit, None)
+        object.__setattr__(self, name, value)
+
+    def __str__(self) -> str:
+        unit = next(unit for unit in UNITS if getattr(self, unit) is not None)
+        return f'{unit}={getattr(self, unit)}'
+
+
+class Length(NamedTuple):
+    """How long a training is: what makes steps of a Duration."""
+
+    batch_size: int
+    images: int  # in an epoch
+    total_steps: int
+
+    def steps(self, duration: Duration) -> int:
+        """The duration in steps, rounded."""
+        if duration.fraction is not None:
+            return round(duration.fraction * self.total_steps)
+        return _steps(duration, batch_size=self.batch_size, images=self.images)
+
+    @property
+    def epochs(self) -> float:
+        """How often each image is seen."""
+        return self.total_steps * self.batch_size / self.images
+
+
+def make_length(total: Duration, *, batch_size: int, images: int) -> Length:
+    """The length of a training. ValueError where it is given as a fraction, or is nothing."""
+    if total.fraction is not None:
+        raise ValueError(
+            f'total.fraction={total.fraction}: of what? give steps, epochs or examples'
+        )
+    steps = _steps(total, batch_size=batch_size, images=images)
+    if steps < 1:
+        raise ValueError(
+            f'total.{total}: less than one step of batch_size={batch_size} ({images} images)'
+        )
+    return Length(batch_size, images, steps)
+
+
+def _steps(duration: Duration, *, batch_size: int, images: int) -> int:
+    if duration.steps is not None:
+        return duration.steps
+    if duration.epochs is not None:
+        return round(duration.epochs * images / batch_size)
+    assert duration.examples is not None
+    return round(duration.examples / batch_size)

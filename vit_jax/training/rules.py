@@ -1,0 +1,165 @@
+"""Rules over the names of parameters: which decay, which learn slower, which stay as they are.
+
+Every rule says what it matched, and one that matches nothing is an error.
+"""
+
+import dataclasses
+import re
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from vit_jax import tree
+
+BLOCKS = 'encoder/block/'  # stacked: the first axis of these is the depth
+_INPUTS = re.compile(r'(backbone|embedding)/.*|cls|pos_embedding')
+_SHOWN = 10  # names of a rule's matches
+
+
+@dataclasses.dataclass(kw_only=True)
+class RulesConfig:
+    """What is done to some parameters and not to others.
+
+    Weight decay is decoupled: multiplied by the learning rate alone. Patterns are regular
+    expressions for whole names of parameters; one that matches nothing is an error. Learning rates
+    can be smaller for layers further from the head (`layer_decay`, a factor for each), multiplied
+    by name (`rates`), or nothing: `trained_blocks=0` learns the head alone, k the last k blocks
+    with all that follows, and `frozen` names what stays as it is.
+    """
+
+    weight_decay: float = 0.0
+    head_weight_decay: float | None = None  # None: that of the body
+    decayed: str = r'(.*/)?kernel'
+    layer_decay: float | None = None
+    rates: tuple[tuple[str, float], ...] = ()
+    trained_blocks: int | None = None
+    frozen: tuple[str, ...] = ()
+
+
+class Rules(NamedTuple):
+    """What a configuration means for parameters like these."""
+
+    decays: list[tuple[float, Any]]  # weight decay, and a tree of booleans: where
+    rates: Any  # factors of the learning rate: numbers, or one for each block; 0 is frozen
+    report: list[str]
+
+    def thawed(self, params: Any) -> Any:
+        """The parameters, without a gradient for those that are frozen."""
+
+        def thaw(param: Any, rate: Any) -> Any:
+            if np.all(rate != 0):
+                return param
+            still = jax.lax.stop_gradient(param)
+            return still if not np.any(rate) else jax.numpy.where(rate != 0, param, still)
+
+        return jax.tree.map(thaw, params, self.rates)
+
+    @property
+    def learned(self) -> Any:
+        """A tree of booleans: is any part of the leaf learned?"""
+        return jax.tree.map(lambda rate: bool(np.any(rate)), self.rates)
+
+
+def make_rules(config: RulesConfig, params: Any) -> Rules:
+    """The rules for parameters like these: names and shapes are used.
+
+    Raises ValueError that names a rule that matches nothing, or fits no network like this.
+    """
+    report: list[str] = []
+    rates = tree.map_named(lambda name, _: np.float32(1), params)
+    if config.layer_decay is not None:
+        rates = _times(rates, _layer_decay(params, config.layer_decay))
+        report.append(f'learning rate x {config.layer_decay:g} for each layer below the head')
+    for pattern, factor in config.rates:
+        mask = tree.matches(params, pattern)
+        rates = _times(rates, jax.tree.map(lambda m, f=factor: np.float32(f if m else 1), mask))
+        report.append(f'learning rate x {factor:g}: {_matched(params, mask)}')
+    if config.trained_blocks is not None:
+        rates = _times(rates, _last_blocks(params, config.trained_blocks))
+        blocks = config.trained_blocks
+        what = f'the head, the final norm and the last {blocks} blocks' if blocks else 'the head'
+        report.append(f'learned: {what}, {_count(params, rates):,} numbers')
+    for pattern in config.frozen:
+        mask = tree.matches(params, pattern)
+        rates = _times(rates, jax.tree.map(lambda m: np.float32(not m), mask))
+        report.append(f'frozen: {_matched(params, mask)}')
+    decays, said = _decays(config, params)
+    return Rules(decays, rates, report + said)
+
+
+def _decays(config: RulesConfig, params: Any) -> tuple[list[tuple[float, Any]], list[str]]:
+    """Weight decay of the body and, where it has one of its own, of the head."""
+    parts = [('', config.weight_decay, '.*')]
+    if config.head_weight_decay is not None:
+        parts = [
+            (' of the body', config.weight_decay, '(?!head/).*'),
+            (' of the head', config.head_weight_decay, 'head/.*'),
+        ]
+    decays, report = [], []
+    for part, amount, where in parts:
+        if amount:
+            mask = tree.matches(params, f'(?={where})({config.decayed})')
+            decays.append((amount, mask))
+            report.append(f'weight decay {amount:g}{part}: {_matched(params, mask)}')
+    return decays, report
+
+
+def _layer_decay(params: Any, decay: float) -> Any:
+    """1 for the head, less by a factor for each layer below; the inputs are the lowest layer."""
+    depth = _depth(params, 'layer_decay')
+    return tree.map_named(
+        lambda name, leaf: np.float32(decay) ** (depth + 1 - _layers(name, leaf, depth)), params
+    )
+
+
+def _last_blocks(params: Any, count: int) -> Any:
+    """1 for what is learned: the head alone, or what follows from the last blocks on."""
+    if count == 0:
+        mask = tree.matches(params, 'head/.*')
+        return jax.tree.map(np.float32, mask)
+    depth = _depth(params, 'trained_blocks')
+    if count > depth:
+        raise ValueError(f'optimizer.trained_blocks={count}: the network has {depth} blocks')
+    return tree.map_named(
+        lambda name, leaf: np.float32(_layers(name, leaf, depth) > depth - count), params
+    )
+
+
+def _layers(name: str, leaf: Any, depth: int) -> np.ndarray:
+    """The layer of a leaf, 0 to depth + 1, or the layers of its blocks along the first axis."""
+    if name.startswith(BLOCKS):
+        return np.arange(1, depth + 1).reshape(-1, *[1] * (leaf.ndim - 1))
+    return np.array(0 if _INPUTS.fullmatch(name) else depth + 1)
+
+
+def _depth(params: Any, field: str) -> int:
+    """How many blocks there are."""
+    depths = [leaf.shape[0] for name, leaf in tree.named_leaves(params).items() if BLOCKS in name]
+    if not depths:
+        raise ValueError(f'optimizer.{field} needs a network of encoder blocks: a ViT, or a hybrid')
+    return int(depths[0])
+
+
+def _times(rates: Any, factors: Any) -> Any:
+    return jax.tree.map(lambda rate, factor: rate * factor, rates, factors)
+
+
+def _matched(params: Any, mask: Any) -> str:
+    """How many arrays and numbers a rule matched, and the names of the first."""
+    chosen = tree.named_leaves(mask)
+    leaves = {name: leaf for name, leaf in tree.named_leaves(params).items() if chosen[name]}
+    names = list(leaves)
+    more = f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''
+    return (
+        f'{len(names)} of {len(chosen)} arrays, '
+        f'{sum(leaf.size for leaf in leaves.values()):,} numbers: '
+        + ', '.join(names[:_SHOWN])
+        + more
+    )
+
+
+def _count(params: Any, rates: Any) -> int:
+    """How many numbers are learned."""
+    parts = jax.tree.map(lambda leaf, rate: leaf.size * float(np.mean(rate != 0)), params, rates)
+    return round(sum(jax.tree.leaves(parts)))

@@ -11,7 +11,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / 'vit_jax'
 
 BASE = {'records', 'resampling', 'tree', 'typing', 'writing'}
 PARTS = {'training', 'evaluation', 'analysis', 'checkpoints', 'data'}
-WIRING = {'workdir', 'reporting', 'pretrained', 'setup', 'experiment'}
+WIRING = {'workdir', 'reporting', 'pretrained', 'setup', 'probing', 'experiment'}
 PROGRAMS = {'program', 'train', 'finetune', 'fewshot', 'predict', 'convert', 'augreg'}
 PROGRAMS |= {'inspect_data', 'prepare'}
 

@@ -1,55 +1,83 @@
 """Every file in configs/: its header, its values, and one traced update; nothing is computed."""
 
 import ast
-import importlib.util
 import pathlib
 
 import jax
 import pytest
 
-from tests import tiny
+from tests import golden, tiny
 from vit_jax import config as configs
-from vit_jax import records
+from vit_jax import records, tree
 from vit_jax import setup as setups
+from vit_jax.models import ViTConfig
 from vit_jax.training.duration import make_length
-from vit_jax.training.optimizer import make_optimizer, make_schedule
-from vit_jax.training.rules import make_rules
-from vit_jax.training.update import make_init
 
 ROOT = pathlib.Path(__file__).parent.parent
-FILES = sorted((ROOT / 'configs').rglob('*.py'))
+RUNS = [(path, argument) for path in golden.FILES for argument in golden.arguments(path)]
+CLASSES = tuple(map(str, range(1000)))
+IMAGES = {'JFT-300M': 303_000_000, 'tfds:imagenet21k': 12_743_321}  # else ImageNet's
 
 
-def loaded(path):
-    spec = importlib.util.spec_from_file_location('experiment', path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config()
+def name(path):
+    return str(path.relative_to(ROOT)) if isinstance(path, pathlib.Path) else path
 
 
-@pytest.mark.parametrize('path', FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_config_says_how_it_is_run(path):
+@pytest.mark.parametrize('path', golden.FILES, ids=name)
+def test_a_config_says_where_it_is_from_and_how_it_is_run(path):
     header = ast.get_docstring(ast.parse(path.read_text()))
     assert f'--config={path.relative_to(ROOT)}' in header
+    if path.parent.name in ('pretrain', 'finetune') and path.stem not in ('cifar10', 'transfer'):
+        assert all(word in header for word in ('Paper:', 'Result', 'Cost'))
 
 
-@pytest.mark.parametrize('path', FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_config_fits_together(path):
-    config = loaded(path)
+@pytest.mark.parametrize('path', golden.FILES, ids=name)
+def test_a_changed_default_is_seen(path):
+    message = 'look at what changed; if it was meant: python -m tests.golden'
+    assert golden.golden(path).read_text() == golden.text(path), message
+
+
+def test_no_golden_text_outlives_its_config():
+    assert set(golden.TEXTS.glob('*.txt')) == {golden.golden(path) for path in golden.FILES}
+
+
+@pytest.mark.parametrize('path, argument', RUNS, ids=name)
+def test_a_config_fits_together(path, argument):
+    """Its first state and one update are traced, for eight devices."""
+    config = golden.config(path, argument)
     config.start_from = config.start_from or 'some/checkpoint'
     config = configs.checked(config)
     assert records.from_dict(configs.TrainConfig, records.to_dict(config), where='c') == config
     if config.total is None:
         return
-    config.model = config.model or tiny.model(num_classes=None)
-    length = make_length(config.total, batch_size=config.batch_size, images=1_281_167)
-    model = setups.trained_model(config, None, tuple('0123456789'))
+    if config.model is None:
+        patch = 14 if config.image_size == (518, 518) else 16
+        size = config.image_size or (32, 32)
+        config.model = tiny.model(num_classes=None, image_size=size, patch_size=(patch, patch))
+    images = IMAGES.get(config.data, 1_281_167)
+    length = make_length(config.total, batch_size=config.batch_size, images=images)
+    model = setups.trained_model(config, None, CLASSES)
     setup = setups.prepare(config, None, model, length=length)
-    rules = make_rules(config.optimizer, jax.eval_shape(setup.model.init, jax.random.key(0)))
-    schedule = make_schedule(config.schedule, length)
-    optimizer = make_optimizer(config.optimizer, schedule, rules)
-    init = make_init(setup.model.init, optimizer, seed=0, averaged=False)
-    assert jax.eval_shape(init).step.shape == ()
+    functions = setups.make_functions(setup)
+    state = jax.eval_shape(functions.init)
+    batch = setups.described_batch(setup, config.batch_size)
+    after, metrics = jax.eval_shape(functions.update, state, batch)
+    assert tree.named_leaves(after) == tree.named_leaves(state)
+    assert metrics['loss'].shape == ()
+
+
+def test_every_row_of_table_3_is_there():
+    path = ROOT / 'configs/pretrain/vit.py'
+    rows = {'jft': 16, 'imagenet21k': 6, 'imagenet': 4}
+    counts = dict.fromkeys(rows, 0)
+    for row in golden.arguments(path):
+        config = golden.config(path, row)
+        counts[row.split(',')[0]] += 1
+        assert config.batch_size == 4096 and config.schedule.warmup.steps == 10_000
+        assert config.optimizer.kind == 'adamw' and config.model.image_size == (224, 224)
+        if isinstance(config.model, ViTConfig):
+            assert config.model.representation_size == config.model.width
+    assert counts == rows
 
 
 def test_every_field_of_a_config_is_read_somewhere():
@@ -63,7 +91,9 @@ def test_every_field_of_a_config_is_read_somewhere():
 
 
 def _fields(kind):
-    for name, hint in records.typing.get_type_hints(kind).items():
-        yield name
-        for record in records._record_types(hint):
-            yield from _fields(record)
+    for field, hint in records.typing.get_type_hints(kind).items():
+        yield field
+        is_dict = records.typing.get_origin(hint) is dict
+        for item in records.typing.get_args(hint) if is_dict else (hint,):
+            for record in records._record_types(item):
+                yield from _fields(record)

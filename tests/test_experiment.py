@@ -15,7 +15,7 @@ import pytest
 
 from tests import tiny
 from vit_jax import config as configs
-from vit_jax import experiment, records, workdir
+from vit_jax import experiment, probing, records, workdir
 from vit_jax.checkpoints.state import load_card, load_params
 from vit_jax.config import Card
 from vit_jax.data import pipeline
@@ -80,7 +80,9 @@ def test_the_time_is_split_into_its_parts(trained):
 
 
 def test_the_few_shot_file_holds_the_whole_protocol(trained):
-    result = json.loads((trained.folder / 'fewshot.json').read_text())
+    whole = json.loads((trained.folder / 'fewshot.json').read_text())
+    assert list(whole['sets']) == ['digits'] and whole['missing'] == {}
+    result = whole['sets']['digits']
     assert result['layer'] == 'pre_logits' and result['l2'] == 1024.0
     assert result['seeds'] == [0, 1] and result['shots'] == [1, 2]
     assert result['preprocessing']['crop'] == {'kind': 'Resize', 'resize': 'bilinear'}
@@ -95,8 +97,9 @@ def test_probing_the_checkpoint_alone_gives_what_the_run_gave(trained, tmp_path)
     config = tiny.experiment(
         model=None, total=None, start_from=str(trained.folder), fewshot=FEWSHOT
     )
-    result, path = experiment.probe(config, str(tmp_path))
-    assert json.loads(path.read_text())['accuracy'] == trained.fewshot['accuracy']
+    result, path = probing.probe(config, str(tmp_path))
+    found = json.loads(path.read_text())['sets']['digits']
+    assert found['accuracy'] == trained.fewshot['sets']['digits']['accuracy']
 
 
 def test_features_for_few_shot_are_read_for_drawn_and_test_images_only(
@@ -112,7 +115,7 @@ def test_features_for_few_shot_are_read_for_drawn_and_test_images_only(
     monkeypatch.setattr(pipeline.Reader, 'examples', counted)
     config = tiny.experiment(model=None, start_from=str(trained.folder), fewshot=FEWSHOT)
     config.loader.placement = 'host'
-    experiment.probe(config, str(tmp_path))
+    probing.probe(config, str(tmp_path))
     assert len(read) <= 2 * 10 * 2 + 50  # shots x classes x seeds, and the test images
 
 
@@ -391,9 +394,9 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
 
 def test_few_shot_alone_needs_a_checkpoint_and_a_protocol(tmp_path):
     with pytest.raises(ValueError, match='start_from is none'):
-        experiment.probe(tiny.experiment(fewshot=FEWSHOT), str(tmp_path))
+        probing.probe(tiny.experiment(fewshot=FEWSHOT), str(tmp_path))
     with pytest.raises(ValueError, match='fewshot is none'):
-        experiment.probe(tiny.experiment(start_from='x'), str(tmp_path))
+        probing.probe(tiny.experiment(start_from='x'), str(tmp_path))
 
 
 def test_records_of_an_experiment_survive_json():

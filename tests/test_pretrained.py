@@ -12,10 +12,11 @@ import pytest
 import vit_jax
 from tests import reference, tiny
 from tests.networks import HYBRID, RESNET, contents, loaded
-from vit_jax import augreg, convert, experiment, predict, program
+from vit_jax import augreg, convert, experiment, predict, probing, program
 from vit_jax.checkpoints import google
 from vit_jax.checkpoints.augreg import fine_tuned, listed, pick, read_index
 from vit_jax.data.transforms import Preprocessing
+from vit_jax.evaluation.fewshot import FewshotConfig
 from vit_jax.pretrained import ZERO_HEAD
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import ScheduleConfig
@@ -180,8 +181,8 @@ def test_a_configuration_is_told_where_to_say_what_a_file_does_not(tmp_path):
 
 def test_few_shot_takes_any_of_these_with_a_head_of_zeros(tmp_path):
     config = tiny.experiment(model=None, start_from=zero_headed(tmp_path), total=None)
-    config.fewshot = experiment.fewshot.FewshotConfig(shots=(5,), seeds=(0,))
-    result, _ = experiment.probe(config, str(tmp_path / 'probe'))
+    config.fewshot = FewshotConfig(shots=(5,), seeds=(0,))
+    result, _ = probing.probe(config, str(tmp_path / 'probe'))
     assert result['mean']['5'] > 0.15  # ten classes
     assert result['preprocessing']['exif_rotation'] is False
 
@@ -190,9 +191,9 @@ def test_a_resnet_is_trained_and_probed_by_the_same_programs(tmp_path):
     small = dataclasses.replace(RESNET, image_size=(16, 16), num_classes=None)
     config = tiny.experiment(model=small, total=Duration(steps=40), log_every_steps=10)
     config.schedule = ScheduleConfig(learning_rate=1e-2, warmup=Duration(steps=5))
-    config.fewshot = experiment.fewshot.FewshotConfig(shots=(5,), seeds=(0,))
+    config.fewshot = FewshotConfig(shots=(5,), seeds=(0,))
     result = experiment.train(config, str(tmp_path / 'run'))
-    assert result.test['accuracy'] > 0.4 and result.fewshot['mean']['5'] > 0.4
+    assert result.test['accuracy'] > 0.4 and result.fewshot['sets']['digits']['mean']['5'] > 0.4
     network = vit_jax.load(str(tmp_path / 'run'))
     assert network.config == dataclasses.replace(small, num_classes=10)
     vit_jax.save(network, str(tmp_path / 'resnet.npz'), 'google')

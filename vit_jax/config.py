@@ -8,7 +8,7 @@ from vit_jax.checkpoints.hints import Hints
 from vit_jax.data.augment import Augmentation
 from vit_jax.data.pipeline import LoaderConfig
 from vit_jax.data.sources import HeldOut
-from vit_jax.data.transforms import Preprocessing
+from vit_jax.data.transforms import Crop, Preprocessing
 from vit_jax.evaluation.fewshot import FewshotConfig
 from vit_jax.models import Compute, Regularization, ResNetConfig, ViTConfig
 from vit_jax.parallel.mesh import MeshConfig
@@ -55,6 +55,7 @@ class TrainConfig:
     checkpoint_every_steps: int | None = None  # None: at the end only
     keep_checkpoints: int = 2
     fewshot: FewshotConfig | None = None
+    fewshot_crop: Crop | None = None  # None: the preprocessing's
     tensorboard: bool = False
 
     # On what. These change speed and memory, not the result.

@@ -1,4 +1,4 @@
-"""Runs: training to the end of a configuration, and few-shot evaluation of a checkpoint."""
+"""A run: training to the end of a configuration, with everything that is due on the way."""
 
 import contextlib
 import dataclasses
@@ -10,23 +10,19 @@ import jax
 import numpy as np
 
 from vit_jax import config as configs
-from vit_jax import records, workdir
+from vit_jax import probing, records, workdir
 from vit_jax import setup as setups
 from vit_jax.checkpoints.state import Checkpoints
 from vit_jax.config import TrainConfig
 from vit_jax.data import pipeline
 from vit_jax.data.sources import Source, opener
-from vit_jax.evaluation import classification, fewshot
+from vit_jax.evaluation import classification
 from vit_jax.models import ViTConfig, multiply_adds, parameter_count
-from vit_jax.parallel import mesh as meshes
 from vit_jax.reporting import Reporter
 from vit_jax.training.duration import make_length
 from vit_jax.training.loop import Clock, Every, NotFinite, fit
 from vit_jax.training.update import TrainState
-from vit_jax.typing import Array, Batch, Float, Int, Params
 from vit_jax.writing import write_json
-
-Features = Callable[[Params, Batch], Float[Array, 'b d']]
 
 
 class Result(NamedTuple):
@@ -65,7 +61,7 @@ def train(config: TrainConfig, path: str, *, accept_changes: bool = False) -> Re
         feed = feeds.training()
         test_feed = feeds.evaluation(config.data, config.test_split)
         if config.fewshot:
-            _fewshot_feeds(setup, feeds)  # what is wrong with them is said now, not after hours
+            probing.open_sets(setup, feeds)  # what is wrong with them is said now, not after hours
     if jax.process_index() == 0:
         print(_outline(setup, len(feed.source), len(test_feed.source)), flush=True)
     with clock('compile'):
@@ -145,7 +141,7 @@ class _Run:
 
     setup: setups.Setup
     programs: setups.Programs
-    features: Features | None
+    features: probing.Features | None
     feeds: setups.Feeds
     class_names: tuple[str, ...]
     checkpoints: Checkpoints
@@ -210,41 +206,13 @@ class _Run:
         """The few-shot evaluation, written to the work directory."""
         assert self.features is not None
         with self.clock('evaluation'):
-            self.fewshot = _probe(self.setup, self.features, state.best_params, self.feeds)
+            rows = probing.rows_of(self.setup, self.features, state.best_params)
+            self.fewshot = probing.evaluate(self.setup, rows, self.feeds)
             self.fewshot |= {'step': step, 'checkpoint': str(self.folder)}
             if jax.process_index() == 0:
                 write_json(self.folder / workdir.FEWSHOT, self.fewshot)
-        numbers = {f'{shots}_shot_accuracy': a for shots, a in self.fewshot['mean'].items()}
-        self.reporter.record('fewshot', step, numbers, summary(self.fewshot))
-
-
-def probe(config: TrainConfig, path: str) -> tuple[dict[str, Any], pathlib.Path]:
-    """Few-shot evaluation of the checkpoint `start_from`; the result file lies in `path`.
-
-    Raises ValueError or FileNotFoundError for input that does not fit.
-    """
-    config = configs.checked(config)
-    if config.start_from is None:
-        raise ValueError('config.start_from is none: expected the checkpoint to evaluate')
-    if config.fewshot is None:
-        raise ValueError('config.fewshot is none: expected shots, seeds and data to evaluate with')
-    origin = setups.read_origin(config)
-    assert origin is not None
-    # The checkpoint's own pre-processing, whatever the configuration would train with.
-    config = dataclasses.replace(config, preprocessing=origin.card.preprocessing)
-    setup = setups.prepare(config, origin, setups.frozen_model(config, origin))
-    folder = workdir.open_workdir(path, records.to_dict(config))
-    like = jax.eval_shape(setup.model.init, jax.random.key(0))
-    shardings = meshes.place(like, setup.mesh, fsdp_min_mb=config.mesh.fsdp_min_mb)
-    params, said = setups.transferred(setup, like)
-    print('\n'.join(said))
-    features = setups.compile_features(setup, like, shardings)
-    feeds = setups.Feeds(setup, opener(config.held_out))
-    result = _probe(setup, features, jax.device_put(params, shardings), feeds)
-    result |= {'step': origin.card.step, 'checkpoint': config.start_from}
-    if jax.process_index() == 0:
-        write_json(folder / workdir.FEWSHOT, result)
-    return result, folder / workdir.FEWSHOT
+        text = probing.summary(self.fewshot)
+        self.reporter.record('fewshot', step, probing.numbers(self.fewshot), text)
 
 
 def reached(test: dict[str, float]) -> str:
@@ -252,66 +220,3 @@ def reached(test: dict[str, float]) -> str:
     precision = test.get('mean_average_precision')
     more = '' if precision is None else f', mean average precision {precision:.2%}'
     return f'test accuracy {test["accuracy"]:.2%}{more}'
-
-
-def summary(result: dict[str, Any]) -> str:
-    """A few-shot result in one line."""
-    parts = [
-        f'{shots}-shot {mean:.1%} +- {result["deviation"][shots]:.1%}'
-        for shots, mean in result['mean'].items()
-    ]
-    return ', '.join(parts)
-
-
-def _probe(
-    setup: setups.Setup, features: Features, params: Params, feeds: setups.Feeds
-) -> dict[str, Any]:
-    """The few-shot result of these parameters, with the whole protocol."""
-    config = setup.config.fewshot
-    assert config is not None
-    train, test = _fewshot_feeds(setup, feeds)
-    accuracies, draws = fewshot.probe(
-        lambda indices: features_of(setup, features, params, train, indices),
-        train.source.labels,
-        features_of(setup, features, params, test, np.arange(len(test.source))),
-        test.source.labels,
-        shots=config.shots,
-        seeds=config.seeds,
-        l2=config.l2,
-    )
-    protocol = {
-        'data': config.data or setup.config.data,
-        'train_split': config.train_split,
-        'test_split': config.test_split,
-        'test_images': len(test.source),
-        'layer': 'pre_logits',
-        'image_size': list(setup.model.config.image_size),
-        'preprocessing': records.to_dict(setup.preprocessing),
-    }
-    return protocol | fewshot.report(accuracies, draws, config, describe=train.source.describe)
-
-
-def _fewshot_feeds(setup: setups.Setup, feeds: setups.Feeds) -> tuple[pipeline.Feed, pipeline.Feed]:
-    """The images to draw from and the images to test on, which must have the same classes."""
-    config = setup.config.fewshot
-    assert config is not None
-    data = config.data or setup.config.data
-    train, test = (feeds.evaluation(data, s) for s in (config.train_split, config.test_split))
-    if train.source.class_names != test.source.class_names:
-        raise ValueError(
-            f'{data}: the classes of {config.train_split} and {config.test_split} differ'
-        )
-    return train, test
-
-
-def features_of(
-    setup: setups.Setup,
-    features: Features,
-    params: Params,
-    feed: pipeline.Feed,
-    indices: Int[np.ndarray, 'n'],
-) -> Float[np.ndarray, 'n d']:
-    """Features of these images of a feed, in this order, in host memory."""
-    batches = pipeline.listed_batches(feed, indices, batch_size=setup.eval_batch_size)
-    rows = np.concatenate([np.asarray(features(params, batch)) for batch in batches])
-    return rows[: len(indices)]

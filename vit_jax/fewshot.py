@@ -1,15 +1,28 @@
 """Probes a checkpoint with few labels: python -m vit_jax.fewshot --config.start_from=CHECKPOINT."""
 
-from vit_jax import experiment, program
+from vit_jax import probing, program
 from vit_jax.config import TrainConfig
 
 
 def run(config: TrainConfig, workdir: str, accept_changes: bool) -> None:
     """Evaluates, and says the result and where the whole protocol of it lies."""
-    result, path = experiment.probe(config, workdir)
-    for shots, mean in result['mean'].items():
-        print(f'{shots:>3} shots  {mean:7.2%} +- {result["deviation"][shots]:.2%}')
-    print(f'{result["test_images"]:,} test images; protocol and accuracies: {path}')
+    result, path = probing.probe(config, workdir)
+    for name, values in result['sets'].items():
+        print(f'{name}: {values["test_images"]:,} test images, {values["classes"]:,} classes')
+        for shots, mean in values['mean'].items():
+            print(f'{shots:>3} shots  {mean:7.2%} +- {values["deviation"][shots]:.2%}')
+        if 'nearest_neighbours' in values:
+            nearest = values['nearest_neighbours']
+            print(f'{nearest["neighbours"]:>3} nearest {nearest["accuracy"]:6.2%}')
+        if 'logistic' in values:
+            linear = values['logistic']
+            said = (
+                '' if linear['converged'] else f', stopped after {linear["iterations"]} iterations'
+            )
+            print(f'logistic    {linear["accuracy"]:6.2%} (l2 {linear["l2"]:g}{said})')
+    for name, reason in result['missing'].items():
+        print(f'{name}: left out: {reason}')
+    print(f'protocol and accuracies: {path}')
 
 
 if __name__ == '__main__':

@@ -38,15 +38,16 @@ def run(config: TrainConfig, workdir: str, accept_changes: bool) -> None:
     """Scans every split, prints what a person should know, draws the sheet."""
     folder = pathlib.Path(workdir)
     folder.mkdir(parents=True, exist_ok=True)
-    sheet = _sheet(config, opener(config.held_out))
+    opened = opener(config.held_out)
+    sheet = _sheet(config, opened)
     cv2.imwrite(str(folder / SHEET), sheet[..., ::-1])
     found = {}
     with (
         futures.ThreadPoolExecutor(os.cpu_count()) as pool,
         Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar,
     ):
-        for split, opened in open_splits(config.data, config.held_out).items():
-            source = opened()
+        for split in open_splits(config.data, config.held_out):
+            source = opened(config.data, split)
             task = bar.add_task(split, total=len(source))
             scan = inspection.scan(source, pool, functools.partial(bar.advance, task))
             print(f'{split}: {len(source):,} images\n' + '\n'.join(_lines(scan)))

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import logging as log_formats
 import pathlib
 import re
 import sys
@@ -44,7 +45,7 @@ def start(run: Callable[[TrainConfig, str, bool], None], description: str) -> No
     def main(arguments: Sequence[str]) -> None:
         if len(arguments) > 1:
             _fail(f'unexpected argument {arguments[1]!r}: settings are --config.FIELD=VALUE')
-        logging.set_verbosity(logging.WARNING)
+        _quiet()
         file = config_flags.get_config_filename(flags.FLAGS['config']).split(':')[0]
         if not pathlib.Path(file).is_file():
             _fail(f'--config={file}: no such file')
@@ -59,9 +60,15 @@ def start(run: Callable[[TrainConfig, str, bool], None], description: str) -> No
 def run(main: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser) -> None:
     """Runs a program of plain arguments; what the user can mend is said in one line."""
     arguments = parser.parse_args()
-    logging.set_verbosity(logging.WARNING)
+    _quiet()
     with _explained('nothing is left half-written'):
         sys.exit(main(arguments))
+
+
+def _quiet() -> None:
+    """Warnings only, as plain lines."""
+    logging.set_verbosity(logging.WARNING)
+    logging.get_absl_handler().setFormatter(log_formats.Formatter('warning: %(message)s'))
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:

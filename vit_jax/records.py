@@ -93,7 +93,9 @@ def _to_plain(value: Any, hint: Any) -> Any:
         kind = {'kind': type(value).__name__} if len(_record_types(hint)) > 1 else {}
         return kind | to_dict(value)
     if isinstance(value, tuple | list):
-        return list(value)
+        return [_to_plain(item, type(item)) for item in value]
+    if isinstance(value, dict):
+        return {name: _to_plain(item, type(item)) for name, item in value.items()}
     return value
 
 

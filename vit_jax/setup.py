@@ -118,9 +118,9 @@ class Feeds:
         self._setup, self._opened = setup, opened
         self._made: dict[tuple[Any, ...], pipeline.Feed] = {}
 
-    def evaluation(self, data: str, split: str) -> pipeline.Feed:
-        """Images as the preprocessing leaves them; one that cannot be read is an error."""
-        return self._feed(data, split, None, skip_unreadable=False)
+    def evaluation(self, data: str, split: str, crop: Crop | None = None) -> pipeline.Feed:
+        """Images as the preprocessing or another crop leaves them; none is skipped."""
+        return self._feed(data, split, crop, skip_unreadable=False)
 
     def training(self) -> pipeline.Feed:
         """The training images, cut as the augmentation says."""
@@ -133,7 +133,7 @@ class Feeds:
     def _feed(
         self, data: str, split: str, crop: Crop | None, *, skip_unreadable: bool
     ) -> pipeline.Feed:
-        name = data, split, crop is None, skip_unreadable
+        name = data, split, repr(crop), skip_unreadable
         if name not in self._made:
             config, preprocessing = self._setup.config, self._setup.preprocessing
             reader = pipeline.Reader(
@@ -149,6 +149,15 @@ class Feeds:
         return self._made[name]
 
 
+class Functions(NamedTuple):
+    """A training run as pure functions; nothing is computed yet."""
+
+    init: Callable[[], TrainState]
+    update: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    scores: Callable[[Params, Batch], Metrics]
+    report: list[str]  # what the rules over parameters matched
+
+
 class Programs(NamedTuple):
     """What runs on the devices, compiled once each: a batch of another shape is an error."""
 
@@ -157,20 +166,18 @@ class Programs(NamedTuple):
     scores: Callable[[Params, Batch], Metrics]
     like: TrainState  # shapes and types of the state
     shardings: TrainState  # where its arrays lie
-    report: list[str]  # what the rules over parameters matched
+    report: list[str]
 
 
-def compile_training(setup: Setup) -> Programs:
-    """The compiled programs of a training run."""
-    config, model, mesh = setup.config, setup.model, setup.mesh
+def make_functions(setup: Setup) -> Functions:
+    """The functions of a training run. ValueError where rules or schedule do not fit."""
+    config, model = setup.config, setup.model
     assert setup.length is not None and model.config.num_classes is not None
     schedule = make_schedule(config.schedule, setup.length)
     rules = make_rules(config.optimizer, jax.eval_shape(model.init, jax.random.key(0)))
     optimizer = make_optimizer(config.optimizer, schedule, rules)
     averaged = config.polyak_decay is not None
     init = make_init(model.init, optimizer, seed=config.seed, averaged=averaged)
-    like = jax.eval_shape(init)
-    shardings = meshes.place(like, mesh, fsdp_min_mb=config.mesh.fsdp_min_mb)
     scoring = functools.partial(
         make_scores,
         model.apply,
@@ -191,21 +198,28 @@ def compile_training(setup: Setup) -> Programs:
         accumulation_steps=config.accumulation_steps,
         polyak_decay=config.polyak_decay,
     )
+    return Functions(init, update, scoring(keep_rows=bool(setup.label_shape)), rules.report)
+
+
+def compile_training(setup: Setup) -> Programs:
+    """The compiled programs of a training run."""
+    functions, mesh = make_functions(setup), setup.mesh
+    like = jax.eval_shape(functions.init)
+    shardings = meshes.place(like, mesh, fsdp_min_mb=setup.config.mesh.fsdp_min_mb)
     everywhere = meshes.replicated(mesh)
     state = meshes.described(like, shardings)
-    params = state.best_params
-    compiled_update = (
-        jax.jit(update, donate_argnums=0, out_shardings=(shardings, everywhere))
-        .lower(state, _described_batch(setup, config.batch_size))
+    update = (
+        jax.jit(functions.update, donate_argnums=0, out_shardings=(shardings, everywhere))
+        .lower(state, described_batch(setup, setup.config.batch_size))
         .compile()
     )
-    compiled_scores = (
-        jax.jit(scoring(keep_rows=bool(setup.label_shape)), out_shardings=everywhere)
-        .lower(params, _described_batch(setup, setup.eval_batch_size))
+    scores = (
+        jax.jit(functions.scores, out_shardings=everywhere)
+        .lower(state.best_params, described_batch(setup, setup.eval_batch_size))
         .compile()
     )
-    compiled_init = jax.jit(init, out_shardings=shardings)
-    return Programs(compiled_init, compiled_update, compiled_scores, like, shardings, rules.report)
+    init = jax.jit(functions.init, out_shardings=shardings)
+    return Programs(init, update, scores, like, shardings, functions.report)
 
 
 def compile_features(
@@ -221,7 +235,7 @@ def compile_features(
 
     compiled: Callable[[Params, Batch], Float[Array, 'b d']] = (
         jax.jit(features, out_shardings=meshes.replicated(setup.mesh))
-        .lower(meshes.described(params, shardings), _described_batch(setup, setup.eval_batch_size))
+        .lower(meshes.described(params, shardings), described_batch(setup, setup.eval_batch_size))
         .compile()
     )
     return compiled
@@ -262,7 +276,8 @@ def card(setup: Setup, step: int, class_names: tuple[str, ...]) -> dict[str, Any
     )
 
 
-def _described_batch(setup: Setup, size: int) -> Batch:
+def described_batch(setup: Setup, size: int) -> Batch:
+    """Shapes, types and places of a batch of so many images."""
     shape = size, *setup.model.config.image_size, 3
     batch = {
         'images': jax.ShapeDtypeStruct(shape, jnp.uint8),

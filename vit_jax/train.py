@@ -2,7 +2,7 @@
 
 import shlex
 
-from vit_jax import experiment, program
+from vit_jax import experiment, probing, program
 from vit_jax.config import TrainConfig
 from vit_jax.experiment import Result
 from vit_jax.reporting import spent
@@ -19,7 +19,7 @@ def say(result: Result, *, next_program: str, next_config: str, data: str) -> No
     """The summary of a run."""
     reached = experiment.reached(result.test)
     if result.fewshot:
-        reached += f'; {experiment.summary(result.fewshot)}'
+        reached += f'; {probing.summary(result.fewshot)}'
     lines = {'reached': reached}
     if result.skipped:
         lines['skipped'] = f'{result.skipped:,} uses of training images that cannot be read'

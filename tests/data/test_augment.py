@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from vit_jax.data import augment as augments
-from vit_jax.data.augment import Augmentation, RandAugment, normalize
+from vit_jax.data.augment import Augmentation, normalize
+from vit_jax.data.randaugment import RandAugment
 from vit_jax.data.transforms import InceptionCrop, Preprocessing
 from vit_jax.training.losses import targets_of
 

@@ -127,6 +127,7 @@ class Feed:
     load: Callable[[Sequence[Draw | None]], Batch]
     place: Callable[[Batch], Batch]
     sharding: NamedSharding
+    prepared: str  # how an image became what it is in a batch
 
 
 def make_feed(reader: Reader, config: LoaderConfig, sharding: NamedSharding) -> Feed:
@@ -140,15 +141,22 @@ def make_feed(reader: Reader, config: LoaderConfig, sharding: NamedSharding) -> 
         name = type(reader.crop).__name__
         raise ValueError(f'placement=device cannot keep {name}, which differs at every draw')
     pool = futures.ThreadPoolExecutor(config.threads)  # OpenCV decodes without the interpreter
+    prepared = repr((reader.crop, reader.size, reader.exif_rotation))
     if config.placement == 'device' or (config.placement == 'auto' and fits):
         with pool:
-            return _device_feed(reader, pool, sharding)
-    return Feed(
-        reader.source, lambda draws: reader.examples(draws, pool), lambda batch: batch, sharding
-    )
+            load, place = _kept_on_device(reader, pool, sharding)
+        return Feed(reader.source, load, place, sharding, prepared)
+
+    def load_on_host(draws: Sequence[Draw | None]) -> Batch:
+        return reader.examples(draws, pool)
+
+    return Feed(reader.source, load_on_host, lambda batch: batch, sharding, prepared)
 
 
-def _device_feed(reader: Reader, pool: futures.Executor, sharding: NamedSharding) -> Feed:
+def _kept_on_device(
+    reader: Reader, pool: futures.Executor, sharding: NamedSharding
+) -> tuple[Callable[[Sequence[Draw | None]], Batch], Callable[[Batch], Batch]]:
+    """All images read once; then `load` gives their numbers and `place` gathers them."""
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
     draws = [Draw(index) for index in range(len(reader.source))]
     stored = jax.device_put(reader.examples(draws, pool), everywhere)
@@ -162,7 +170,7 @@ def _device_feed(reader: Reader, pool: futures.Executor, sharding: NamedSharding
     def load(draws: Sequence[Draw | None]) -> Batch:
         return _names(draws) | {'mask': np.array([draw is not None for draw in draws])}
 
-    return Feed(reader.source, load, lambda drawn: gather(stored, drawn), sharding)
+    return load, lambda drawn: gather(stored, drawn)
 
 
 def batches(feed: Feed, order: Order, *, steps: range, batch_size: int) -> Iterator[Batch]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from vit_jax.evaluation.probes import LogisticConfig
 from vit_jax.typing import Float, Int
 
 BIAS = 100.0  # a constant feature this large is hardly regularised: lambda / 100^2
@@ -18,15 +19,33 @@ Draws = dict[tuple[int, int], Int[np.ndarray, '_']]
 
 
 @dataclasses.dataclass(kw_only=True)
-class FewshotConfig:
-    """Which images, how many of each class, drawn how often."""
+class ProbeSet:
+    """The images of one data set: to draw from, and to test on."""
 
     data: str | None = None  # None: the data of the experiment
     train_split: str = 'train'
     test_split: str = 'test'
+
+
+@dataclasses.dataclass(kw_only=True)
+class FewshotConfig:
+    """Which images, how many of each class, drawn how often; and what else is made of features.
+
+    With `sets` there are several data sets, by the names of their results; otherwise one. Nearest
+    neighbours and a logistic regression learn from all training images. With `feature_cache` the
+    features of whole splits are kept in that directory, when a checkpoint is evaluated alone.
+    """
+
+    data: str | None = None  # None: the data of the experiment
+    train_split: str = 'train'
+    test_split: str = 'test'
+    sets: dict[str, ProbeSet] = dataclasses.field(default_factory=dict)
     shots: tuple[int, ...] = (1, 5, 10, 25)
     seeds: tuple[int, ...] = (0, 1, 2)
     l2: float = 1024.0  # not divided by the number of images: strong where they are few
+    neighbours: int | None = None  # that vote on a test image; None: no such evaluation
+    logistic: LogisticConfig | None = None
+    feature_cache: str | None = None
     every_steps: int | None = None  # while training; None: at the end only
 
 
@@ -136,6 +155,7 @@ def report(
     config: FewshotConfig,
     *,
     describe: Callable[[int], str],
+    classes: int,
 ) -> dict[str, Any]:
     """The result as JSON values: the protocol, each accuracy, mean and deviation over seeds.
 
@@ -143,6 +163,7 @@ def report(
     """
     by_shots = {k: [accuracies[seed, k] for seed in config.seeds] for k in config.shots}
     return {
+        'classes': classes,
         'shots': list(config.shots),
         'seeds': list(config.seeds),
         'l2': config.l2,

@@ -1,0 +1,55 @@
+"""Fine-tunes a checkpoint as the ViT paper does: every row of its table 4, and its best runs.
+
+Paper: "An Image is Worth 16x16 Words", table 4: SGD with momentum 0.9, cosine decay, batch 512, no
+weight decay, clipping at 1, 384 pixels. The learning rate is the one of those listed that is best
+on held-out images, 2 % of CIFAR, 10 % of Pets and Flowers, 1 % of ImageNet:
+--config.train_split=train[:98%] --config.test_split=train[98%:]. `imagenet512` and `imagenet518`
+are table 2's: L/16 at 512 and H/14 at 518 pixels, with Polyak averaging.
+Result, table 5, from ImageNet-21k, B/16 and L/16: ImageNet 84.0, 85.2; CIFAR-10 99.0, 99.2;
+CIFAR-100 91.7, 93.4; Pets 94.4, 94.7; Flowers 99.4, 99.6 %. Table 2: L/16 from ImageNet-21k 85.3,
+from JFT 87.8; H/14 from JFT 88.6 %.
+Cost: 20,000 steps of B/16 at 384 pixels are 3.4 exaFLOPs.
+Command: python -m vit_jax.finetune --config=configs/finetune/vit.py:cifar10,0.01 --workdir=DIR \
+             --config.start_from=CHECKPOINT
+"""
+
+from vit_jax.config import TrainConfig
+from vit_jax.data.augment import Augmentation
+from vit_jax.data.transforms import RandomCrop
+from vit_jax.models import Compute
+from vit_jax.training.duration import Duration
+from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
+
+_SMALL = 0.001, 0.003, 0.01, 0.03
+_IMAGENET = 0.003, 0.01, 0.03, 0.06
+# Data, steps, steps of warm-up, learning rates, pixels, decay of the Polyak average.
+ROWS = {
+    'imagenet': ('tfds:imagenet2012', 20_000, 500, _IMAGENET, 384, None),
+    'imagenet512': ('tfds:imagenet2012', 20_000, 500, _IMAGENET, 512, 0.9999),
+    'imagenet518': ('tfds:imagenet2012', 20_000, 500, _IMAGENET, 518, 0.9999),
+    'cifar100': ('tfds:cifar100', 10_000, 500, _SMALL, 384, None),
+    'cifar10': ('tfds:cifar10', 10_000, 500, _SMALL, 384, None),
+    'pets': ('tfds:oxford_iiit_pet', 500, 100, _SMALL, 384, None),
+    'flowers': ('tfds:oxford_flowers102', 500, 100, _SMALL, 384, None),
+    'vtab': ('a task of VTAB', 2_500, 500, (0.01,), 384, None),
+}
+ARGUMENTS = tuple(f'{row},{rate:g}' for row, values in ROWS.items() for rate in values[3])
+
+
+def get_config(run: str = 'imagenet,0.03') -> TrainConfig:
+    """The experiment of one row at one learning rate."""
+    row, rate = run.split(',')
+    data, steps, warmup, _, side, polyak_decay = ROWS[row]
+    return TrainConfig(
+        data=data,
+        image_size=(side, side),
+        augmentation=Augmentation(crop=RandomCrop(), flip=True),
+        total=Duration(steps=steps),
+        batch_size=512,
+        optimizer=OptimizerConfig(kind='sgd', clip_norm=1.0, moment_dtype='bfloat16'),
+        schedule=ScheduleConfig(learning_rate=float(rate), warmup=Duration(steps=warmup)),
+        polyak_decay=polyak_decay,
+        eval_every_steps=max(100, steps // 10),
+        checkpoint_every_steps=max(100, steps // 10),
+        compute=Compute(dtype='bfloat16'),
+    )

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,11 +21,14 @@ from vit_jax.checkpoints.state import load_card, load_params
 from vit_jax.config import Card
 from vit_jax.data import pipeline
 from vit_jax.data.augment import Augmentation
+from vit_jax.data.randaugment import RandAugment
+from vit_jax.data.transforms import InceptionCrop
 from vit_jax.evaluation.fewshot import FewshotConfig
 from vit_jax.models import Regularization, build
 from vit_jax.reporting import Reporter
 from vit_jax.training.duration import Duration
 from vit_jax.training.loop import NotFinite
+from vit_jax.training.losses import LossConfig
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -403,3 +407,71 @@ def test_records_of_an_experiment_survive_json():
     config = tiny.experiment(fewshot=FEWSHOT)
     values = json.loads(json.dumps(records.to_dict(config)))
     assert records.from_dict(type(config), values, where='config') == dataclasses.replace(config)
+
+
+@pytest.fixture
+def several(tmp_path):
+    """Images that may show a bright left half, a bright top, both or neither."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for i in range(240):
+        left, top = rng.integers(0, 2, 2)
+        image = rng.integers(0, 80, (8, 8, 3))
+        image[:, :4, 0] += 150 * left
+        image[:4, :, 1] += 150 * top
+        cv2.imwrite(str(tmp_path / f'{i}.png'), image.astype(np.uint8)[..., ::-1])
+        names = ['left'] * int(left) + ['top'] * int(top)
+        lines.append(json.dumps({'path': f'{i}.png', 'labels': names}))
+    (tmp_path / 'table.jsonl').write_text('\n'.join(lines))
+    return str(tmp_path / 'table.jsonl')
+
+
+def test_images_of_several_classes_are_learned_and_measured(several, tmp_path):
+    config = tiny.experiment(
+        data=several,
+        test_split='test',
+        total=Duration(epochs=20.0),
+        loss=LossConfig(kind='sigmoid'),
+        augmentation=Augmentation(mixup=0.2),
+        optimizer=OptimizerConfig(),
+        schedule=ScheduleConfig(learning_rate=3e-3, warmup=Duration(fraction=0.1)),
+        model=tiny.model(num_classes=None, pool='gap'),
+    )
+    result = experiment.train(config, str(tmp_path / 'run'))
+    assert result.test['mean_average_precision'] > 0.95  # by chance: the share of a class, 0.5
+    assert lines(result.folder)[-1]['mean_average_precision'] > 0.95
+    config.loss.kind = 'softmax'
+    with pytest.raises(ValueError, match='may have several classes, softmax expects one'):
+        experiment.train(config, str(tmp_path / 'other'))
+
+
+def test_augmented_training_resumes_to_the_same_bits(tmp_path):
+    def config(steps):
+        return tiny.experiment(
+            total=Duration(steps=6),
+            augmentation=Augmentation(
+                crop=InceptionCrop(),
+                flip=True,
+                mixup=0.5,
+                cutmix=0.5,
+                erasing=0.3,
+                randaugment=RandAugment(layers=2),
+            ),
+            checkpoint_every_steps=steps,
+        )
+
+    whole = experiment.train(config(6), str(tmp_path / 'whole')).state
+    experiment.train(config(3), str(tmp_path / 'parts'))
+    shutil.rmtree(tmp_path / 'parts' / 'checkpoints' / '6')
+    resumed = experiment.train(config(3), str(tmp_path / 'parts'))
+    assert_equal(resumed.state, whole)
+
+
+def test_what_the_rules_matched_is_said(tmp_path, capsys):
+    config = tiny.experiment(total=Duration(steps=1), schedule=ScheduleConfig())
+    config.optimizer.frozen = ('pos_embedding',)
+    experiment.train(config, str(tmp_path))
+    said = capsys.readouterr().out
+    assert 'frozen: 1 of 24 arrays, 80 numbers: pos_embedding' in said
+    assert 'weight decay 0.1: 8 of 24 arrays' in said
+    assert 'length  1 steps of 16 images' in said

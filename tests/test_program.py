@@ -75,7 +75,7 @@ def test_a_configuration_takes_an_argument_after_a_colon(tmp_path):
 
 
 def test_help_names_every_flag():
-    for name in 'train', 'finetune', 'fewshot':
+    for name in 'train', 'finetune', 'fewshot', 'inspect_data':
         code, out, _ = said('--help', name=name)
         assert code == 0 and f'python -m vit_jax.{name}' in out
         for flag in '--config=', '--config.FIELD=', '--workdir=', '--accept_config_changes':

@@ -3,6 +3,7 @@ import itertools
 
 import cv2
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -61,7 +62,7 @@ def test_the_global_batch_does_not_depend_on_the_number_of_processes(monkeypatch
         monkeypatch.setattr(jax, 'process_count', lambda: 4)
         monkeypatch.setattr(jax, 'process_index', lambda index=index: index)
         monkeypatch.setattr(
-            jax, 'make_array_from_process_local_data', lambda s, array, shape: array
+            jax, 'make_array_from_process_local_data', lambda s, array, shape: jnp.asarray(array)
         )
         parts.append(taken(feed(), stop=3))
     for step in range(3):
@@ -108,3 +109,19 @@ def test_an_unreadable_image_may_be_masked_instead(placement):
     batches = pipeline.listed_batches(skipping, np.arange(N), batch_size=40)
     mask = np.concatenate([np.asarray(batch['mask']) for batch in batches])
     assert np.flatnonzero(~mask).tolist() == [7, 37, 38, 39]
+
+
+def test_a_batch_begins_where_a_cpu_device_takes_it_without_a_copy():
+    for _ in range(5):
+        images = feed().load([pipeline.Draw(0)] * 3)['images']
+        assert images.ctypes.data % 64 == 0
+        alone = jax.device_put(images, jax.devices()[0])
+        assert alone.unsafe_buffer_pointer() == images.ctypes.data
+
+
+def test_random_crops_depend_on_epoch_and_example_and_not_on_the_batch():
+    crop = feed(RandomCrop(scale=2.0))
+    draws = [pipeline.Draw(i, epoch) for epoch in (0, 1) for i in range(10)]
+    whole = crop.load(draws)['images']
+    np.testing.assert_array_equal(crop.load(draws[7:12][::-1])['images'], whole[7:12][::-1])
+    assert (whole[:10] != whole[10:]).any(axis=(1, 2, 3)).sum() >= 8

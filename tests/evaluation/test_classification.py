@@ -1,6 +1,8 @@
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from vit_jax.evaluation import classification
 from vit_jax.evaluation.classification import evaluate
 
 
@@ -30,3 +32,15 @@ def test_means_are_over_examples_and_not_over_batches():
 def test_another_number_of_examples_than_the_data_set_has_is_no_result(count):
     with pytest.raises(AssertionError, match=f'evaluated 3 examples of {count}'):
         evaluate(scores, {}, BATCHES, count=count)
+
+
+def test_average_precision_is_the_mean_precision_at_each_hit():
+    scores = np.array([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.1, 0.4]])
+    targets = np.array([[1, 0], [0, 0], [1, 1], [0, 0]])
+    # class 0: hits at ranks 1 and 3; class 1: at rank 2
+    expected = ((1 + 2 / 3) / 2 + 1 / 2) / 2
+    assert classification.mean_average_precision(scores, targets) == pytest.approx(expected)
+    with_absent = np.pad(targets, ((0, 0), (0, 1)))
+    scores = np.pad(scores, ((0, 0), (0, 1)))
+    found = classification.mean_average_precision(scores, with_absent)
+    assert found == pytest.approx(expected)  # a class of no image has no precision

@@ -8,6 +8,8 @@ about an example is made from.
 """
 
 import dataclasses
+import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 
@@ -33,7 +35,7 @@ class LoaderConfig:
 
     placement: str = records.choice('auto', 'host', 'device')
     device_mb: float = 1024.0
-    threads: int = 16  # that decode images
+    threads: int | None = None  # that decode images; None: one a core, for images at hand
     on_unreadable: str = records.choice('error', 'skip')  # training only; evaluation never skips
 
 
@@ -50,7 +52,7 @@ class Reader:
 
     def examples(self, draws: Sequence['Draw | None'], pool: futures.Executor) -> Batch:
         """The examples drawn, as one batch of arrays; None is padding. The pool decodes."""
-        images = np.zeros((len(draws), *self.size, 3), np.uint8)
+        images = _aligned((len(draws), *self.size, 3))
         labels = np.zeros((len(draws), *self.source.label_shape), np.int32)
         mask = np.zeros(len(draws), bool)
 
@@ -100,8 +102,22 @@ def _names(draws: Sequence[Draw | None]) -> dict[str, Int[np.ndarray, 'b']]:
     }
 
 
+def cores() -> int:
+    """Processor cores that this process may use."""
+    allowed = getattr(os, 'sched_getaffinity', None)  # not on macOS and Windows
+    return len(allowed(0)) if allowed else os.cpu_count() or 1
+
+
+def _aligned(shape: tuple[int, ...]) -> UInt8[np.ndarray, '...']:
+    """Zeros that begin at a multiple of 64 bytes: those a CPU device takes without a copy."""
+    size = math.prod(shape)
+    memory = np.zeros(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].reshape(shape)
+
+
 Order = Callable[[int], Draw | None]
-_ROWS = 16  # of a batch that one thread reads at a time
+_ROWS = 4  # of a batch that one thread reads at a time: few, so that all end together
 
 
 def shuffled(count: int, *, seed: int) -> Order:
@@ -140,7 +156,10 @@ def make_feed(reader: Reader, config: LoaderConfig, sharding: NamedSharding) -> 
     if config.placement == 'device' and reader.crop.random:
         name = type(reader.crop).__name__
         raise ValueError(f'placement=device cannot keep {name}, which differs at every draw')
-    pool = futures.ThreadPoolExecutor(config.threads)  # OpenCV decodes without the interpreter
+    import cv2  # loads here: digits and arrays of the right size do not need it
+
+    cv2.setNumThreads(1)  # the pool's threads are enough; they decode without the interpreter
+    pool = futures.ThreadPoolExecutor(config.threads or cores())
     prepared = repr((reader.crop, reader.size, reader.exif_rotation))
     if config.placement == 'device' or (config.placement == 'auto' and fits):
         with pool:
@@ -184,14 +203,15 @@ def batches(feed: Feed, order: Order, *, steps: range, batch_size: int) -> Itera
     dataset = grain.MapDataset.range(steps.start, steps.stop).map(load)
     # Two batches ahead: one is being loaded while one waits.
     for local in dataset.to_iter_dataset(grain.ReadOptions(2, prefetch_buffer_size=2)):
-        yield feed.place(
-            jax.tree.map(
-                lambda array: jax.make_array_from_process_local_data(
-                    feed.sharding, array, (batch_size, *array.shape[1:])
-                ),
-                local,
-            )
-        )
+        yield feed.place({name: _placed(array, feed.sharding) for name, array in local.items()})
+
+
+def _placed(local: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """The array of all processes, of which this one has its part at hand."""
+    if jax.process_count() == 1:
+        return jax.device_put(local, sharding)  # without the copy that the other way makes
+    shape = len(local) * jax.process_count(), *local.shape[1:]
+    return jax.make_array_from_process_local_data(sharding, local, shape)
 
 
 def training_batches(feed: Feed, *, steps: range, batch_size: int, seed: int) -> Iterator[Batch]:

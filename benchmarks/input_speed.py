@@ -1,0 +1,186 @@
+"""How fast images reach the model, and what holds them up: images per second of each part.
+
+python benchmarks/input_speed.py --photos=FOLDER [--variant=Ti/16] [--batch_size=64] [--seconds=5]
+
+`per core` divides by the processor time that was spent, so other work on the machine counts little.
+With the extra `tf` installed, tf.data does the same work beside it, from a TFRecord file.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import importlib.util
+import pathlib
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+
+import jax
+import numpy as np
+
+from vit_jax import setup as setups
+from vit_jax.config import TrainConfig
+from vit_jax.data import pipeline
+from vit_jax.data.augment import Augmentation
+from vit_jax.data.folders import unlabelled
+from vit_jax.data.source import Source, labelled
+from vit_jax.data.transforms import InceptionCrop
+from vit_jax.models import variant
+from vit_jax.training.duration import Length
+
+TURNS = 3  # of ours and tf.data, one after the other: a machine is not always alike
+
+
+@dataclasses.dataclass
+class Rate:
+    """Images per second, and per second of processor time."""
+
+    wall: float
+    core: float
+
+    def __str__(self) -> str:
+        return f'{self.wall:>9,.0f} images/s {self.core:>9,.0f} per core'
+
+
+def rate(step: Callable[[], int], seconds: float) -> Rate:
+    """Of steps that return how many images they did, after two to warm up."""
+    step()
+    step()
+    wall, core, images = time.perf_counter(), time.process_time(), 0
+    while time.perf_counter() - wall < seconds:
+        images += step()
+    return Rate(images / (time.perf_counter() - wall), images / (time.process_time() - core))
+
+
+def tiny_images(count: int) -> Source:
+    """Images that cost nothing to decode: what is left is our own Python."""
+    image = np.zeros((4, 4, 3), np.uint8)
+    return labelled([0] * count, ('a',), read=lambda i: image, describe=str)
+
+
+def reading(reader: pipeline.Reader, threads: int, batch_size: int) -> Callable[[], int]:
+    """A step that reads, decodes and crops one batch."""
+    pool = futures.ThreadPoolExecutor(threads)
+    rng = np.random.default_rng(0)
+
+    def step() -> int:
+        draws = [
+            pipeline.Draw(int(i), epoch=1) for i in rng.integers(0, len(reader.source), batch_size)
+        ]
+        reader.examples(draws, pool)
+        return batch_size
+
+    return step
+
+
+def tf_data(paths: list[pathlib.Path], size: tuple[int, int], batch_size: int) -> Iterator[int]:
+    """The same work by tf.data: TFRecord, shuffle, decode and crop, resize, flip, batch."""
+    import tensorflow as tf
+
+    tf.config.set_visible_devices([], 'GPU')
+    with tempfile.NamedTemporaryFile(suffix='.tfrecord') as file:
+        with tf.io.TFRecordWriter(file.name) as writer:
+            for path in paths:
+                if path.read_bytes()[:2] == b'\xff\xd8':
+                    writer.write(path.read_bytes())
+
+        def example(stored: 'tf.Tensor') -> 'tf.Tensor':
+            shape = tf.io.extract_jpeg_shape(stored)
+            begin, extent, _ = tf.image.sample_distorted_bounding_box(
+                shape,
+                tf.zeros((0, 0, 4)),
+                area_range=(0.05, 1.0),
+                min_object_covered=0,
+                use_image_if_no_bounding_boxes=True,
+            )
+            window = tf.stack([begin[0], begin[1], extent[0], extent[1]])
+            image = tf.io.decode_and_crop_jpeg(stored, window, channels=3)
+            image = tf.cast(tf.image.resize(image, size), tf.uint8)
+            return tf.image.random_flip_left_right(image)
+
+        dataset = tf.data.TFRecordDataset(file.name).shuffle(250).repeat()
+        dataset = dataset.map(example, num_parallel_calls=tf.data.AUTOTUNE)
+        for batch in dataset.batch(batch_size).prefetch(2).as_numpy_iterator():
+            yield len(batch)
+
+
+def main() -> None:
+    """Prints the rates and the bottleneck."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('--photos', required=True)
+    parser.add_argument('--variant', default='Ti/16')
+    parser.add_argument('--batch_size', type=int, default=64)
+    parser.add_argument('--seconds', type=float, default=5.0)
+    arguments = parser.parse_args()
+    size, batch_size, seconds = (224, 224), arguments.batch_size, arguments.seconds
+    source = unlabelled([arguments.photos])
+    stored = [len(source.read(i)[0]) for i in range(len(source))]
+    cores = pipeline.cores()
+    print(f'{len(source)} photos of {np.mean(stored) / 1e3:.0f} kB; {cores} cores')
+
+    reader = pipeline.Reader(source, InceptionCrop(), size, exif_rotation=True)
+    ceiling = dataclasses.replace(reader, source=tiny_images(len(source)))
+    print(f'{"our Python alone":<28}{rate(reading(ceiling, 1, batch_size), seconds / 2)}')
+    for threads in sorted({1, 2, cores}):
+        decoded = rate(reading(reader, threads, batch_size), seconds)
+        print(f'{f"decode and crop, {threads} threads":<28}{decoded}')
+
+    model = variant(arguments.variant, num_classes=1000)
+    config = TrainConfig(
+        data='photos',
+        model=model,
+        augmentation=Augmentation(crop=InceptionCrop(), flip=True),
+        batch_size=batch_size,
+    )
+    setup = setups.prepare(config, None, model, length=Length(batch_size, 1000, 1000))
+    programs = setups.compile_training(setup)
+    sharding = setups.described_batch(setup, batch_size)['images'].sharding
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    feed = pipeline.make_feed(reader, config.loader, sharding)
+    batches = pipeline.training_batches(feed, steps=range(10**9), batch_size=batch_size, seed=0)
+
+    def to_device() -> int:
+        jax.block_until_ready(next(batches))
+        return batch_size
+
+    piped = rate(to_device, seconds)
+    print(f'{"pipeline to the device":<28}{piped}')
+    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    one = batch_size * size[0] * size[1] * 3 / 2**20
+    print(f'  memory {peak:,.0f} MiB more at its peak; a batch is {one:.0f} MiB, up to 5 are held')
+    state, batch = programs.init(), next(batches)
+
+    def update(batch: dict) -> int:
+        nonlocal state
+        state, metrics = programs.update(state, batch)
+        jax.block_until_ready(metrics)
+        return batch_size
+
+    alone = rate(lambda: update(batch), seconds)
+    print(f'{f"step of {arguments.variant} alone":<28}{alone}')
+    together = rate(lambda: update(next(batches)), seconds)
+    print(f'{"both together":<28}{together}')
+    slower = 'the input' if piped.wall < alone.wall else 'the step'
+    print(f'the bottleneck is {slower}: {min(piped.wall, alone.wall):,.0f} images/s alone')
+    if importlib.util.find_spec('tensorflow'):
+        paths = sorted(p for p in pathlib.Path(arguments.photos).rglob('*') if p.is_file())
+        counts = tf_data(paths, size, batch_size)
+        ratios = []
+        for _ in range(TURNS):
+            ours = rate(to_device, seconds)
+            reference = rate(lambda: next(counts), seconds)
+            ratios.append(ours.core / reference.core)
+            print(f'{"pipeline to the device":<28}{ours}')
+            print(f'{"tf.data, end to end":<28}{reference}')
+        turns = ', '.join(f'{ratio:.2f}' for ratio in sorted(ratios))
+        print(f'per core, ours to tf.data, in {TURNS} turns: {turns}')
+    versions = ', '.join(
+        f'{name} {importlib.metadata.version(name)}' for name in ('jax', 'opencv-python-headless')
+    )
+    print(f'{jax.devices()[0].device_kind}, {versions}')
+
+
+if __name__ == '__main__':
+    main()

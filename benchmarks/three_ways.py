@@ -1,0 +1,73 @@
+"""Are batches the same however images are stored? A folder, TFDS ArrayRecord, TFDS TFRecord.
+
+python -m benchmarks.three_ways FOLDER [--steps=400]
+
+Prepares the folder as TFDS sets in a temporary directory, in the folder's order, and prints a digest
+of the batches of each: images, labels, and what augmentation makes of them.
+"""
+
+import argparse
+import functools
+import hashlib
+import pathlib
+import tempfile
+import time
+
+import jax
+import numpy as np
+
+from tests import tfds_sets
+from vit_jax.data import pipeline
+from vit_jax.data.augment import augment, augreg
+from vit_jax.data.sources import open_source
+from vit_jax.data.transforms import InceptionCrop
+from vit_jax.parallel.mesh import MeshConfig, batch_sharding, make_mesh
+from vit_jax.training.losses import targets_of
+
+
+def digest(data: str, steps: int) -> str:
+    """Of augmented training batches, 128 images each."""
+    source = open_source(data, 'train')
+    reader = pipeline.Reader(source, InceptionCrop(), (32, 32), exif_rotation=True)
+    feed = pipeline.make_feed(
+        reader, pipeline.LoaderConfig(), batch_sharding(make_mesh(MeshConfig()))
+    )
+    targets = functools.partial(targets_of, num_classes=len(source.class_names))
+    changed = jax.jit(functools.partial(augment, config=augreg('light2'), targets_of=targets))
+    total = hashlib.sha256()
+    for batch in pipeline.training_batches(feed, steps=range(steps), batch_size=128, seed=0):
+        for array in (batch['images'], *changed(jax.random.key(0), batch).values()):
+            total.update(np.asarray(array).tobytes())
+    return total.hexdigest()[:16]
+
+
+def main() -> None:
+    """Prints the three digests; they are to be one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('folder')
+    parser.add_argument('--steps', type=int, default=400)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        root = pathlib.Path(temporary)
+        splits = {}
+        for split in ('train', 'test'):
+            source = open_source(arguments.folder, split)
+            splits[split] = [source.read(i) for i in range(len(source))]
+        names = source.class_names
+        records = tfds_sets.array_record(root / 'array_record', splits, names)
+        ways = {
+            'folder': arguments.folder,
+            'TFDS, ArrayRecord': str(records),
+            'TFDS, TFRecord': str(tfds_sets.tfrecord(records, root / 'tfrecord')),
+        }
+        found = {}
+        for way, data in ways.items():
+            began = time.perf_counter()
+            found[way] = digest(data, arguments.steps)
+            seconds = time.perf_counter() - began
+            print(f'{way:<20}{found[way]}  {arguments.steps} batches of 128 in {seconds:.1f} s')
+    print('identical' if len(set(found.values())) == 1 else 'they differ')
+
+
+if __name__ == '__main__':
+    main()

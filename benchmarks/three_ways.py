@@ -2,8 +2,8 @@
 
 python -m benchmarks.three_ways FOLDER [--steps=400]
 
-Prepares the folder as TFDS sets in a temporary directory, in the folder's order, and prints a digest
-of the batches of each: images, labels, and what augmentation makes of them.
+Prepares the folder as TFDS sets in a temporary directory, in the folder's order, and prints a
+digest of the batches of each: images, labels, and what augmentation makes of them.
 """
 
 import argparse

@@ -74,6 +74,13 @@ def test_a_configuration_takes_an_argument_after_a_colon(tmp_path):
     assert code == 1 and "data='no/such': no such folder" in err
 
 
+def test_an_argument_that_a_configuration_does_not_know_is_named(tmp_path):
+    config = 'configs/pretrain/vit.py:imagenet,B/17'
+    code, out, err = said(f'--config={config}', f'--workdir={tmp_path}/run')
+    assert code == 2 and out == ''
+    assert err == f"error: --config={config}: no 'imagenet,B/17'; did you mean 'imagenet,B/16'?\n"
+
+
 def test_help_names_every_flag():
     for name in 'train', 'finetune', 'fewshot', 'inspect_data':
         code, out, _ = said('--help', name=name)

@@ -7,6 +7,7 @@ import functools
 import logging as log_formats
 import pathlib
 import re
+import runpy
 import sys
 import traceback
 import typing
@@ -136,6 +137,8 @@ def _parse(description: str, arguments: list[str]) -> list[str]:
         for argument in arguments:
             if argument.startswith('--config.'):
                 _check_field(argument.removeprefix('--config.').split('=')[0].split('.'))
+        if isinstance(error, KeyError):
+            _check_argument(arguments)
         if _raised_by_us(error) or 'get_config()' in str(error):
             _fail(str(error), code=2)
         raise
@@ -165,6 +168,19 @@ def _check_field(names: list[str]) -> None:
             for t in (hints[name], *typing.get_args(hints[name]))
             if dataclasses.is_dataclass(t) and isinstance(t, type)
         ]
+
+
+def _check_argument(arguments: list[str]) -> None:
+    """Says which arguments a configuration takes, where it was given another one."""
+    named = [a.partition('=')[2] for a in arguments if a.startswith('--config=')]
+    file, _, argument = named[-1].partition(':') if named else ('', '', '')
+    if pathlib.Path(file).is_file():
+        known = runpy.run_path(file).get('ARGUMENTS', ())
+        if argument not in known:
+            _fail(
+                f'--config={file}:{argument}: no {argument!r}; {records.nearest(argument, known)}',
+                code=2,
+            )
 
 
 def _raised_by_us(error: BaseException) -> bool:

@@ -5,7 +5,7 @@ import logging
 import pathlib
 from collections.abc import Sequence
 
-from vit_jax.data.source import Source, Splits, labelled, shuffled
+from vit_jax.data.source import Source, Splits, files, shuffled
 
 IMAGE_SUFFIXES = frozenset('.jpg .jpeg .png .bmp .gif .tif .tiff .webp .ppm .jp2'.split())
 SPLIT_NAMES = frozenset('train training test testing val valid validation'.split())
@@ -46,20 +46,9 @@ def folder(root: str) -> Splits:
 
 def files_by_class(root: pathlib.Path, class_names: Sequence[str]) -> Source:
     """The images of ROOT/CLASS/, in one random order. Raises ValueError for an empty class."""
-    files: list[pathlib.Path] = []
-    labels: list[int] = []
-    for label, name in enumerate(class_names):
-        found = image_files(root / name)
-        files += found
-        labels += [label] * len(found)
-    return shuffled(
-        labelled(
-            labels,
-            class_names,
-            read=lambda i: files[i].read_bytes(),
-            describe=lambda i: str(files[i]),
-        )
-    )
+    found = [image_files(root / name) for name in class_names]
+    labels = [label for label, of_class in enumerate(found) for _ in of_class]
+    return shuffled(files([path for of_class in found for path in of_class], labels, class_names))
 
 
 def unlabelled(paths: Sequence[str]) -> Source:
@@ -72,24 +61,21 @@ def unlabelled(paths: Sequence[str]) -> Source:
         if not path.exists():
             raise FileNotFoundError(f'{path}: no such image or folder')
         found += image_files(path) if path.is_dir() else [path]
-    return labelled(
-        [0] * len(found),
-        (),
-        read=lambda i: found[i].read_bytes(),
-        describe=lambda i: str(found[i]),
-    )
+    return files(found, [0] * len(found), ())
 
 
 def image_files(path: pathlib.Path) -> list[pathlib.Path]:
     """The images below a folder, sorted; others are counted aloud. ValueError where none is."""
-    files = sorted(p for p in path.rglob('*') if p.is_file() and not p.name.startswith('.'))
-    images = [p for p in files if p.suffix.lower() in IMAGE_SUFFIXES]
-    ignored = len(files) - len(images)
+    present = sorted(p for p in path.rglob('*') if p.is_file() and not p.name.startswith('.'))
+    images = [p for p in present if p.suffix.lower() in IMAGE_SUFFIXES]
+    ignored = len(present) - len(images)
     if not images:
-        detail = f'; {ignored} files have other endings, such as {files[0].name}' if ignored else ''
+        detail = (
+            f'; {ignored} files have other endings, such as {present[0].name}' if ignored else ''
+        )
         raise ValueError(f'{path}: no images in this folder{detail}')
     if ignored:
-        other = next(p for p in files if p.suffix.lower() not in IMAGE_SUFFIXES)
+        other = next(p for p in present if p.suffix.lower() not in IMAGE_SUFFIXES)
         logging.warning('%s: %d files are not images by their ending: %s', path, ignored, other)
     return images
 

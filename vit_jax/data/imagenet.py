@@ -17,7 +17,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from vit_jax.data.folders import files_by_class, image_files
-from vit_jax.data.source import Source, Splits, labelled, shuffled
+from vit_jax.data.source import Source, Splits, files, labelled, shuffled
 
 TRAIN_TAR, VAL_TAR = 'ILSVRC2012_img_train.tar', 'ILSVRC2012_img_val.tar'
 KIT, SOLUTION = 'ILSVRC2012_devkit_t12', 'LOC_val_solution.csv'
@@ -97,23 +97,16 @@ def _in_tar(
 
 
 def _val_folder(path: pathlib.Path) -> Source:
-    files = image_files(path)
-    labels, names = _labels_of([file.name for file in files], path.parent)
-    return shuffled(
-        labelled(
-            labels,
-            names,
-            read=lambda i: files[i].read_bytes(),
-            describe=lambda i: str(files[i]),
-        )
-    )
+    paths = image_files(path)
+    labels, names = _labels_of([file.name for file in paths], path.parent)
+    return shuffled(files(paths, labels, names))
 
 
 def _class_folders(path: pathlib.Path) -> list[str]:
     return sorted(p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith('.'))
 
 
-def _labels_of(files: list[str], root: pathlib.Path) -> tuple[list[int], list[str]]:
+def _labels_of(names: list[str], root: pathlib.Path) -> tuple[list[int], list[str]]:
     """The class numbers of validation images, and the names of all classes."""
     classes = _solution(root) or _kit(root)
     if classes is None:
@@ -121,12 +114,12 @@ def _labels_of(files: list[str], root: pathlib.Path) -> tuple[list[int], list[st
             f'{root}: the labels of the validation images are missing: expected {KIT}.tar.gz (the '
             f'development kit), its folder {KIT}, or {SOLUTION} there or up to 3 folders above'
         )
-    absent = [file for file in files if pathlib.Path(file).stem not in classes]
+    absent = [name for name in names if pathlib.Path(name).stem not in classes]
     if absent:
         raise ValueError(f'{root}: {absent[0]} has no label ({len(absent)} such images)')
-    names = sorted(set(classes.values()))
-    number = {name: index for index, name in enumerate(names)}
-    return [number[classes[pathlib.Path(file).stem]] for file in files], names
+    class_names = sorted(set(classes.values()))
+    number = {name: index for index, name in enumerate(class_names)}
+    return [number[classes[pathlib.Path(name).stem]] for name in names], class_names
 
 
 def _solution(root: pathlib.Path) -> dict[str, str] | None:

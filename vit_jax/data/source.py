@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,5 +88,22 @@ def labelled(
         read=lambda i: (read(i), row(i)),
         describe=describe,
         read_labels=lambda: np.array([row(i) for i in range(len(labels))], np.int32),
+        several=several,
+    )
+
+
+def files(
+    paths: Sequence[pathlib.Path],
+    labels: Sequence[Any],
+    class_names: Sequence[str],
+    *,
+    several: bool = False,
+) -> Source:
+    """Images that are files, with labels as `labelled` takes them."""
+    return labelled(
+        labels,
+        class_names,
+        read=lambda i: paths[i].read_bytes(),
+        describe=lambda i: str(paths[i]),
         several=several,
     )

@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vit_jax.data.source import Source, Splits, labelled, shuffled
+from vit_jax.data.source import Source, Splits, files, shuffled
 
 
 class _Row(NamedTuple):
@@ -58,15 +58,9 @@ def _source(
 ) -> Source:
     number = {name: index for index, name in enumerate(class_names)}
     labels = [tuple(number[name] for name in row.classes) for row in rows]
-    return shuffled(
-        labelled(
-            labels if several else [label for (label,) in labels],
-            class_names,
-            read=lambda i: (root / rows[i].path).read_bytes(),
-            describe=lambda i: str(root / rows[i].path),
-            several=several,
-        )
-    )
+    paths = [root / row.path for row in rows]
+    numbers = labels if several else [label for (label,) in labels]
+    return shuffled(files(paths, numbers, class_names, several=several))
 
 
 def _csv(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -101,6 +101,25 @@ def test_several_labels_are_rows(tmp_path):
     assert source.several and source.labels[:3].tolist() == [[1, 0, 1], [0, 1, 1], [0, 0, 1]]
 
 
+@pytest.mark.parametrize('kind', ['array_record', 'tfrecord'])
+def test_labels_of_a_part_are_read_for_that_part_alone(prepared, kind, monkeypatch):
+    import tensorflow_datasets
+
+    decoded = []
+    features = tensorflow_datasets.features.FeaturesDict
+    decode = features.deserialize_example_np
+    monkeypatch.setattr(
+        features,
+        'deserialize_example_np',
+        lambda self, *args, **options: decoded.append(1) or decode(self, *args, **options),
+    )
+    part = sources.open_source(str(prepared[kind]), 'train[10:20]')
+    assert not decoded
+    whole = sources.open_source(str(prepared['folder']), 'train').labels
+    np.testing.assert_array_equal(part.labels, whole[10:20])
+    assert len(decoded) == 10
+
+
 def test_neither_format_imports_tensorflow(prepared):
     program = (
         'import sys; from vit_jax.data.sources import open_source\n'
@@ -120,6 +139,32 @@ def test_preparing_without_tensorflow_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, 'tensorflow', None)
     with pytest.raises(ValueError, match=r"preparing needs TensorFlow: pip install -e '.\[tf\]'"):
         tfds.prepare('cifar10', None)
+
+
+def test_a_named_set_is_prepared_with_tensorflow_and_read_without(tmp_path):
+    pytest.importorskip('tensorflow')
+    import tensorflow_datasets
+
+    class SetOfThisTest(tensorflow_datasets.core.GeneratorBasedBuilder):
+        VERSION = tensorflow_datasets.core.Version('1.0.0')
+
+        def _info(self):
+            kinds = tensorflow_datasets.features
+            features = {'image': kinds.Image(), 'label': kinds.ClassLabel(names=CLASSES)}
+            return self.dataset_info_from_configs(features=kinds.FeaturesDict(features))
+
+        def _split_generators(self, manager):
+            return {'train': self._generate_examples()}
+
+        def _generate_examples(self):
+            for i, image in enumerate(ENCODED[:5]):
+                yield i, {'image': cv2.imdecode(np.frombuffer(image, np.uint8), 1), 'label': i % 3}
+
+    root = tfds.prepare('set_of_this_test', str(tmp_path))
+    source = sources.open_source(root, 'train')
+    assert len(source) == 5 and sorted(source.labels.tolist()) == [0, 0, 1, 1, 2]
+    with pytest.raises(ValueError, match="TFDS knows no 'no_such_set'"):
+        tfds.prepare('no_such_set', str(tmp_path))
 
 
 def test_a_set_without_labels_is_refused(tmp_path):

@@ -49,7 +49,7 @@ def arrays(
         class_names=tuple(class_names),
         read=lambda i: (images[i], labels[i]),
         describe=lambda i: f'{name}[{i}]',
-        read_labels=lambda: labels,
+        read_labels=lambda indices: labels[np.asarray(indices)],
         several=several,
     )
 

@@ -19,16 +19,16 @@ class Source:
     """One split of a data set: images with their labels, read when asked for.
 
     `read(i)` gives the encoded bytes or the uint8 array of image i and its label, `describe(i)`
-    what a person would call it. `read_labels()` gives all labels: where they lie among the images
-    that is as slow as reading these. With `several` an image may have any number of classes, and
-    its label is a row of 0 and 1.
+    what a person would call it. `read_labels(indices)` gives labels alone: where they lie among
+    the images that is as slow as reading these. With `several` an image may have any number of
+    classes, and its label is a row of 0 and 1.
     """
 
     count: int
     class_names: tuple[str, ...]
     read: Callable[[int], tuple[Stored, Label]]
     describe: Callable[[int], str]
-    read_labels: Callable[[], np.ndarray]
+    read_labels: Callable[[Sequence[int]], np.ndarray]
     several: bool = False
 
     def __len__(self) -> int:
@@ -42,7 +42,7 @@ class Source:
     @functools.cached_property
     def labels(self) -> Int[np.ndarray, 'n'] | Int[np.ndarray, 'n k']:
         """Every label: class numbers (n), or rows of 0 and 1 (n k)."""
-        return self.read_labels().astype(np.int32)
+        return self.read_labels(range(self.count)).astype(np.int32)
 
 
 Splits = dict[str, Callable[[], Source]]
@@ -56,7 +56,7 @@ def select(source: Source, indices: Sequence[int]) -> Source:
         count=len(chosen),
         read=lambda i: source.read(int(chosen[i])),
         describe=lambda i: source.describe(int(chosen[i])),
-        read_labels=lambda: source.labels[chosen],
+        read_labels=lambda indices: source.read_labels(chosen[np.asarray(indices)].tolist()),
     )
 
 
@@ -87,7 +87,7 @@ def labelled(
         class_names=tuple(class_names),
         read=lambda i: (read(i), row(i)),
         describe=describe,
-        read_labels=lambda: np.array([row(i) for i in range(len(labels))], np.int32),
+        read_labels=lambda indices: np.array([row(i) for i in indices], np.int32),
         several=several,
     )
 

@@ -7,7 +7,7 @@ hold, by offset (tfrecord.py). Images stay encoded: our own decoder reads them.
 import functools
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -131,9 +131,9 @@ def _source(
         values = example(index)
         return values[image], target(values)
 
-    def read_labels() -> np.ndarray:
+    def read_labels(indices: Sequence[int]) -> np.ndarray:
         with futures.ThreadPoolExecutor() as pool:
-            return np.array(list(pool.map(lambda i: target(example(i)), range(count))))
+            return np.array(list(pool.map(lambda i: target(example(i)), indices)))
 
     return Source(
         count=count,

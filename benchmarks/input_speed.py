@@ -8,6 +8,7 @@ With the extra `tf` installed, tf.data does the same work beside it, from a TFRe
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import pathlib
@@ -17,18 +18,20 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 
+import cv2
 import jax
 import numpy as np
 
 from vit_jax import setup as setups
 from vit_jax.config import TrainConfig
 from vit_jax.data import pipeline
-from vit_jax.data.augment import Augmentation
+from vit_jax.data.augment import Augmentation, augment, augreg
 from vit_jax.data.folders import unlabelled
 from vit_jax.data.source import Source, labelled
 from vit_jax.data.transforms import InceptionCrop
 from vit_jax.models import variant
 from vit_jax.training.duration import Length
+from vit_jax.training.losses import targets_of
 
 TURNS = 3  # of ours and tf.data, one after the other: a machine is not always alike
 
@@ -56,7 +59,7 @@ def rate(step: Callable[[], int], seconds: float) -> Rate:
 
 def tiny_images(count: int) -> Source:
     """Images that cost nothing to decode: what is left is our own Python."""
-    image = np.zeros((4, 4, 3), np.uint8)
+    image = np.zeros((224, 224, 3), np.uint8)
     return labelled([0] * count, ('a',), read=lambda i: image, describe=str)
 
 
@@ -120,14 +123,26 @@ def main() -> None:
     cores = pipeline.cores()
     print(f'{len(source)} photos of {np.mean(stored) / 1e3:.0f} kB; {cores} cores')
 
+    cv2.setNumThreads(1)  # as the pipeline does
     reader = pipeline.Reader(source, InceptionCrop(), size, exif_rotation=True)
     ceiling = dataclasses.replace(reader, source=tiny_images(len(source)))
-    print(f'{"our Python alone":<28}{rate(reading(ceiling, 1, batch_size), seconds / 2)}')
+    print(f'{"our Python alone":<36}{rate(reading(ceiling, 1, batch_size), seconds / 2)}')
     for threads in sorted({1, 2, cores}):
         decoded = rate(reading(reader, threads, batch_size), seconds)
-        print(f'{f"decode and crop, {threads} threads":<28}{decoded}')
+        print(f'{f"decode and crop, {threads} threads":<36}{decoded}')
 
     model = variant(arguments.variant, num_classes=1000)
+    images = reader.examples(
+        [pipeline.Draw(i) for i in range(batch_size)], futures.ThreadPoolExecutor(1)
+    )
+    key, targets = jax.random.key(0), functools.partial(targets_of, num_classes=1000)
+    changed = jax.jit(functools.partial(augment, key, config=augreg('medium2'), targets_of=targets))
+
+    def augmented() -> int:
+        jax.block_until_ready(changed(images))
+        return batch_size
+
+    print(f'{"RandAugment and MixUp on the device":<36}{rate(augmented, seconds)}')
     config = TrainConfig(
         data='photos',
         model=model,
@@ -146,7 +161,7 @@ def main() -> None:
         return batch_size
 
     piped = rate(to_device, seconds)
-    print(f'{"pipeline to the device":<28}{piped}')
+    print(f'{"pipeline to the device":<36}{piped}')
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     one = batch_size * size[0] * size[1] * 3 / 2**20
     print(f'  memory {peak:,.0f} MiB more at its peak; a batch is {one:.0f} MiB, up to 5 are held')
@@ -159,9 +174,9 @@ def main() -> None:
         return batch_size
 
     alone = rate(lambda: update(batch), seconds)
-    print(f'{f"step of {arguments.variant} alone":<28}{alone}')
+    print(f'{f"step of {arguments.variant} alone":<36}{alone}')
     together = rate(lambda: update(next(batches)), seconds)
-    print(f'{"both together":<28}{together}')
+    print(f'{"both together":<36}{together}')
     slower = 'the input' if piped.wall < alone.wall else 'the step'
     print(f'the bottleneck is {slower}: {min(piped.wall, alone.wall):,.0f} images/s alone')
     if importlib.util.find_spec('tensorflow'):
@@ -172,8 +187,8 @@ def main() -> None:
             ours = rate(to_device, seconds)
             reference = rate(lambda: next(counts), seconds)
             ratios.append(ours.core / reference.core)
-            print(f'{"pipeline to the device":<28}{ours}')
-            print(f'{"tf.data, end to end":<28}{reference}')
+            print(f'{"pipeline to the device":<36}{ours}')
+            print(f'{"tf.data, end to end":<36}{reference}')
         turns = ', '.join(f'{ratio:.2f}' for ratio in sorted(ratios))
         print(f'per core, ours to tf.data, in {TURNS} turns: {turns}')
     versions = ', '.join(

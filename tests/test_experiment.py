@@ -381,6 +381,9 @@ def test_an_unreadable_image_is_never_skipped_in_evaluation(photos, tmp_path):
         ({'accumulation_steps': 3}, 'batch_size=16 is not a multiple of 8 devices x 3'),
         ({'polyak_decay': 1.5}, 'config.polyak_decay=1.5: expected at least 0 and less than 1'),
         ({'seed': 'x'}, "config.seed='x': expected int"),
+        ({'augmentation': Augmentation(mixup=-0.1)}, 'mixup=-0.1: expected 0 or more'),
+        ({'augmentation': Augmentation(erasing=2.0)}, 'erasing=2.0: expected a share'),
+        ({'optimizer': OptimizerConfig(trained_blocks=-1)}, 'trained_blocks=-1: expected 0 or'),
     ],
 )
 def test_values_that_do_not_fit_are_named_before_anything_is_written(changes, message, tmp_path):

@@ -95,6 +95,20 @@ def checked(config: TrainConfig) -> TrainConfig:
     }
     for name, fraction in fractions.items():
         _require(0 <= fraction < 1, f'{name}={fraction}: expected at least 0 and less than 1')
+    augmentation = config.augmentation
+    _require(
+        0 <= augmentation.erasing <= 1,
+        f'augmentation.erasing={augmentation.erasing}: expected a share, 0 to 1',
+    )
+    not_negative = {
+        'augmentation.mixup': augmentation.mixup,
+        'augmentation.cutmix': augmentation.cutmix,
+        'augmentation.randaugment.layers': augmentation.randaugment.layers,
+        'augmentation.randaugment.magnitude': augmentation.randaugment.magnitude,
+        'optimizer.trained_blocks': config.optimizer.trained_blocks or 0,
+    }
+    for name, number in not_negative.items():
+        _require(number >= 0, f'{name}={number}: expected 0 or more')
     _require(
         config.model is not None or config.start_from is not None,
         'model is none: give a model, or start_from=CHECKPOINT to take that one',

@@ -94,6 +94,17 @@ def test_the_last_blocks_learn_with_all_that_follows():
     assert 'the last 1 blocks' in rules(trained_blocks=1).report[0]
 
 
+def test_what_is_frozen_has_no_gradient_and_no_part_in_its_norm():
+    made = rules(trained_blocks=1, frozen=('head/bias',))
+    slope = jax.grad(lambda p: sum(leaf.sum() for leaf in jax.tree.leaves(made.thawed(p))))(PARAMS)
+    for name, leaf in tree.named_leaves(slope).items():
+        learned = jnp.broadcast_to(tree.named_leaves(made.rates)[name] != 0, leaf.shape)
+        np.testing.assert_array_equal(leaf, learned.astype(jnp.float32), err_msg=name)
+    clipped = moved(trained_blocks=0, clip_norm=1.0)
+    size = np.sqrt(sum((change**2).sum() for change in clipped.values()))
+    assert size == pytest.approx(1.0, rel=1e-4)
+
+
 def test_head_and_body_decay_apart():
     body, head = (
         moved(weight_decay=0.1, head_weight_decay=3.0)[f'{name}/kernel'] + 1

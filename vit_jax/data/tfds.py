@@ -33,9 +33,7 @@ def named(name: str) -> Splits:
     library = _library()
     name, _, version = name.partition(':')
     root = data_dir() / name
-    found = [path.parent for path in root.glob(f'*/{INFO}') if path.parent.name != 'incomplete']
-    if version:
-        found = [path for path in found if path.name == version]
+    found = [path.parent for path in root.glob(f'{version or "[0-9]*"}/{INFO}')]
     if found:
         return folder(str(max(found, key=lambda path: _version(path.name))))
     others = sorted(str(p.parent.relative_to(root)) for p in root.glob(f'**/{INFO}'))

@@ -90,15 +90,16 @@ class InceptionCrop:
             raise ValueError('InceptionCrop needs a random generator: it is for training only')
         height, width = image.shape[:2]
         for _ in range(100):
-            aspect = rng.uniform(*self.aspect)
+            first, second, down, right = rng.random(4).tolist()
+            aspect = self.aspect[0] + first * (self.aspect[1] - self.aspect[0])
             low, high = (round(math.sqrt(a * height * width / aspect)) for a in self.area)
             high = min(high, height, int((width + 0.5) / aspect))
-            rows = int(rng.integers(min(low, high), high + 1))
+            rows = min(low, high) + int(second * (max(0, high - low) + 1))
             columns = round(rows * aspect)
             share = rows * columns / (height * width)
             if columns <= width and self.area[0] <= share <= self.area[1] and min(rows, columns):
-                top = int(rng.integers(0, height - rows + 1))
-                left = int(rng.integers(0, width - columns + 1))
+                top = int(down * (height - rows + 1))
+                left = int(right * (width - columns + 1))
                 image = image[top : top + rows, left : left + columns]
                 break
         return _resized(image, size, 'bilinear')

@@ -16,22 +16,23 @@ from vit_jax.models import Compute
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
-# Data, steps, steps of warm-up.
+# Data and test split, steps, steps of warm-up.
 ROWS = {
-    'cifar10': ('tfds:cifar10', 500, 100),
-    'cifar100': ('tfds:cifar100', 500, 100),
-    'pets': ('tfds:oxford_iiit_pet', 500, 100),
-    'flowers': ('tfds:oxford_flowers102', 500, 100),
-    'imagenet': ('tfds:imagenet2012', 20_000, 500),
+    'cifar10': ('tfds:cifar10', 'test', 500, 100),
+    'cifar100': ('tfds:cifar100', 'test', 500, 100),
+    'pets': ('tfds:oxford_iiit_pet', 'test', 500, 100),
+    'flowers': ('tfds:oxford_flowers102', 'test', 500, 100),
+    'imagenet': ('tfds:imagenet2012', 'validation', 20_000, 500),
 }
 ARGUMENTS = tuple(ROWS)
 
 
 def get_config(row: str = 'cifar10') -> TrainConfig:
     """The experiment on one data set."""
-    data, steps, warmup = ROWS[row]
+    data, test_split, steps, warmup = ROWS[row]
     return TrainConfig(
         data=data,
+        test_split=test_split,
         image_size=(384, 384),
         augmentation=Augmentation(crop=InceptionCrop(), flip=True),
         total=Duration(steps=steps),

@@ -22,26 +22,27 @@ from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 _SMALL = 0.001, 0.003, 0.01, 0.03
 _IMAGENET = 0.003, 0.01, 0.03, 0.06
-# Data, steps, steps of warm-up, learning rates, pixels, decay of the Polyak average.
+# Data and test split, steps, steps of warm-up, learning rates, pixels, decay of the Polyak average.
 ROWS = {
-    'imagenet': ('tfds:imagenet2012', 20_000, 500, _IMAGENET, 384, None),
-    'imagenet512': ('tfds:imagenet2012', 20_000, 500, _IMAGENET, 512, 0.9999),
-    'imagenet518': ('tfds:imagenet2012', 20_000, 500, _IMAGENET, 518, 0.9999),
-    'cifar100': ('tfds:cifar100', 10_000, 500, _SMALL, 384, None),
-    'cifar10': ('tfds:cifar10', 10_000, 500, _SMALL, 384, None),
-    'pets': ('tfds:oxford_iiit_pet', 500, 100, _SMALL, 384, None),
-    'flowers': ('tfds:oxford_flowers102', 500, 100, _SMALL, 384, None),
-    'vtab': ('a task of VTAB', 2_500, 500, (0.01,), 384, None),
+    'imagenet': ('tfds:imagenet2012', 'validation', 20_000, 500, _IMAGENET, 384, None),
+    'imagenet512': ('tfds:imagenet2012', 'validation', 20_000, 500, _IMAGENET, 512, 0.9999),
+    'imagenet518': ('tfds:imagenet2012', 'validation', 20_000, 500, _IMAGENET, 518, 0.9999),
+    'cifar100': ('tfds:cifar100', 'test', 10_000, 500, _SMALL, 384, None),
+    'cifar10': ('tfds:cifar10', 'test', 10_000, 500, _SMALL, 384, None),
+    'pets': ('tfds:oxford_iiit_pet', 'test', 500, 100, _SMALL, 384, None),
+    'flowers': ('tfds:oxford_flowers102', 'test', 500, 100, _SMALL, 384, None),
+    'vtab': ('a task of VTAB', 'test', 2_500, 500, (0.01,), 384, None),
 }
-ARGUMENTS = tuple(f'{row},{rate:g}' for row, values in ROWS.items() for rate in values[3])
+ARGUMENTS = tuple(f'{row},{rate:g}' for row, values in ROWS.items() for rate in values[4])
 
 
 def get_config(run: str = 'imagenet,0.03') -> TrainConfig:
     """The experiment of one row at one learning rate."""
     row, rate = run.split(',')
-    data, steps, warmup, _, side, polyak_decay = ROWS[row]
+    data, test_split, steps, warmup, _, side, polyak_decay = ROWS[row]
     return TrainConfig(
         data=data,
+        test_split=test_split,
         image_size=(side, side),
         augmentation=Augmentation(crop=RandomCrop(), flip=True),
         total=Duration(steps=steps),

@@ -32,19 +32,24 @@ LEVELS = {
     'i21k,B/16': 'light2',
     'i21k,L/16': 'medium2',
 }
-DATA = {'i1k': ('tfds:imagenet2012', -6.9), 'i21k': ('tfds:imagenet21k', -10.0)}
+# Data, test split, the head's first bias.
+DATA = {
+    'i1k': ('tfds:imagenet2012', 'validation', -6.9),
+    'i21k': ('tfds:imagenet21k', 'test', -10.0),
+}
 ARGUMENTS = tuple(LEVELS)
 
 
 def get_config(run: str = 'i1k,B/16') -> TrainConfig:
     """The experiment of one network, at its own level or at the one that is named."""
     name, network, *level = run.split(',')
-    data, head_bias = DATA[name]
+    data, test_split, head_bias = DATA[name]
     model = variant(network, head_bias=head_bias)
     if isinstance(model, ViTConfig):
         model.representation_size = model.width
     return TrainConfig(
         data=data,
+        test_split=test_split,
         model=model,
         preprocessing=Preprocessing(crop=CentralCrop()),
         augmentation=augreg(level[0] if level else LEVELS[run]),

@@ -21,11 +21,11 @@ from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
-# Data, loss, the head's first bias, clipping, decay of the rate, weight decay, dropout.
+# Data, test split, loss, the head's first bias, clipping, decay of the rate, weight decay, dropout.
 DATA = {
-    'jft': ('JFT-300M', 'sigmoid', -10.0, None, 'linear', 0.1, 0.0),
-    'imagenet21k': ('tfds:imagenet21k', 'sigmoid', -10.0, None, 'linear', 0.03, 0.1),
-    'imagenet': ('tfds:imagenet2012', 'softmax', 0.0, 1.0, 'cosine', 0.3, 0.1),
+    'jft': ('JFT-300M', 'test', 'sigmoid', -10.0, None, 'linear', 0.1, 0.0),
+    'imagenet21k': ('tfds:imagenet21k', 'test', 'sigmoid', -10.0, None, 'linear', 0.03, 0.1),
+    'imagenet': ('tfds:imagenet2012', 'validation', 'softmax', 0.0, 1.0, 'cosine', 0.3, 0.1),
 }
 # Data and network, with the epochs where the paper has two: epochs and learning rate.
 ROWS = {
@@ -63,12 +63,13 @@ def get_config(row: str = 'imagenet,B/16') -> TrainConfig:
     """The experiment of one row."""
     epochs, learning_rate = ROWS[row]
     name, network = row.split(',')[:2]
-    data, loss, head_bias, clip_norm, decay, weight_decay, dropout = DATA[name]
+    data, test_split, loss, head_bias, clip_norm, decay, weight_decay, dropout = DATA[name]
     model = variant(network, head_bias=head_bias)
     if isinstance(model, ViTConfig):
         model.representation_size = model.width
     return TrainConfig(
         data=data,
+        test_split=test_split,
         model=model,
         preprocessing=Preprocessing(crop=CentralCrop()),
         augmentation=Augmentation(crop=InceptionCrop(), flip=True),

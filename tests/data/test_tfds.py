@@ -94,6 +94,13 @@ def test_the_librarys_own_mocks_are_read():
     assert stored.shape == (32, 32, 3)
 
 
+def test_a_split_without_labels_is_not_taken_for_one(tmp_path):
+    """ImageNet's `test` in TFDS: every label is -1."""
+    root = tfds_sets.array_record(tmp_path, {'test': [(ENCODED[0], -1)]}, CLASSES)
+    with pytest.raises(ValueError, match=r'label -1, of 3 classes: has tfds:made_here.*labels\?'):
+        sources.open_source(str(root), 'test').read(0)
+
+
 def test_several_labels_are_rows(tmp_path):
     images = [(image, [i % 3, 2]) for i, image in enumerate(ENCODED[:6])]
     root = tfds_sets.array_record(tmp_path, {'train': images}, CLASSES, several=True)

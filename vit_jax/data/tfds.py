@@ -120,7 +120,10 @@ def _source(
 
     def target(values: dict[str, Any]) -> Label:
         if not several:
-            return int(values[label])
+            number = int(values[label])
+            if not 0 <= number < len(names):
+                raise ValueError(f'label {number}, of {len(names)} classes: has {name} labels?')
+            return number
         row = np.zeros(len(names), np.int32)
         row[np.asarray(values[label], int)] = 1
         return row

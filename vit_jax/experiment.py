@@ -60,16 +60,13 @@ def train(config: TrainConfig, path: str, *, accept_changes: bool = False) -> Re
         feeds = setups.Feeds(setup, opened)
         feed = feeds.training()
         test_feed = feeds.evaluation(config.data, config.test_split)
-        if config.fewshot:
-            probing.open_sets(setup, feeds)  # what is wrong with them is said now, not after hours
+        # What is wrong with few-shot's data is said now, not after hours.
+        sets = probing.open_sets(setup, feeds) if config.fewshot else None
     if jax.process_index() == 0:
         print(_outline(setup, len(feed.source), len(test_feed.source)), flush=True)
     with clock('compile'):
         programs = setups.compile_training(setup)
-        features = None
-        if config.fewshot:
-            like, shardings = programs.like.best_params, programs.shardings.best_params
-            features = setups.compile_features(setup, like, shardings)
+        features = _compiled_features(setup, programs) if config.fewshot else None
     with clock('start'):
         checkpoints = Checkpoints(folder, keep=config.keep_checkpoints)
         state, said = _first_state(setup, programs, checkpoints)
@@ -87,7 +84,18 @@ def train(config: TrainConfig, path: str, *, accept_changes: bool = False) -> Re
         tensorboard=config.tensorboard,
         is_main_process=jax.process_index() == 0,
     )
-    run = _Run(setup, programs, features, feeds, class_names, checkpoints, reporter, clock, folder)
+    run = _Run(
+        setup,
+        programs,
+        features,
+        feeds,
+        sets,
+        class_names,
+        checkpoints,
+        reporter,
+        clock,
+        folder,
+    )
     with contextlib.closing(checkpoints), reporter:
         for line in (*programs.report, *said):
             reporter.console.print(line)
@@ -104,6 +112,12 @@ def _class_names(config: TrainConfig, opened: Callable[[str, str], Source]) -> t
     if train.class_names != test.class_names:
         raise ValueError(f'{config.data}: the classes of train and test differ')
     return train.class_names
+
+
+def _compiled_features(setup: setups.Setup, programs: setups.Programs) -> probing.Features:
+    """The features of the parameters that are kept, for few-shot."""
+    like, shardings = programs.like.best_params, programs.shardings.best_params
+    return setups.compile_features(setup, like, shardings)
 
 
 def _outline(setup: setups.Setup, train_count: int, test_count: int) -> str:
@@ -143,6 +157,7 @@ class _Run:
     programs: setups.Programs
     features: probing.Features | None
     feeds: setups.Feeds
+    sets: probing.OpenSets | None  # to probe on
     class_names: tuple[str, ...]
     checkpoints: Checkpoints
     reporter: Reporter
@@ -204,10 +219,10 @@ class _Run:
 
     def run_fewshot(self, step: int, state: TrainState) -> None:
         """The few-shot evaluation, written to the work directory."""
-        assert self.features is not None
+        assert self.features is not None and self.sets is not None
         with self.clock('evaluation'):
             rows = probing.rows_of(self.setup, self.features, state.best_params)
-            self.fewshot = probing.evaluate(self.setup, rows, self.feeds)
+            self.fewshot = probing.evaluate(self.setup, rows, self.sets)
             self.fewshot |= {'step': step, 'checkpoint': str(self.folder)}
             if jax.process_index() == 0:
                 write_json(self.folder / workdir.FEWSHOT, self.fewshot)

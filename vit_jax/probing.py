@@ -36,12 +36,17 @@ class OpenSet(NamedTuple):
     told: fewshot.ProbeSet
 
 
-def open_sets(
-    setup: setups.Setup, feeds: setups.Feeds
-) -> tuple[dict[str, OpenSet], dict[str, str]]:
-    """The data sets to evaluate on, by name, and why others are missing.
+class OpenSets(NamedTuple):
+    """The data sets of an evaluation by name, and why others are missing."""
 
-    Of several sets some may be absent; raises what is wrong where none is left.
+    found: dict[str, OpenSet]
+    missing: dict[str, str]
+
+
+def open_sets(setup: setups.Setup, feeds: setups.Feeds) -> OpenSets:
+    """The data sets to evaluate on. Some of several may be absent: they are named, once.
+
+    Raises ValueError or FileNotFoundError with what is wrong where none is left.
     """
     config = setup.config.fewshot
     assert config is not None
@@ -60,7 +65,7 @@ def open_sets(
                 raise
             missing[name] = str(error)
             logging.warning('left out: %s: %s', name, error)
-    return found, missing
+    return OpenSets(found, missing)
 
 
 def _open(setup: setups.Setup, feeds: setups.Feeds, told: fewshot.ProbeSet) -> OpenSet:
@@ -76,12 +81,11 @@ def _open(setup: setups.Setup, feeds: setups.Feeds, told: fewshot.ProbeSet) -> O
     return OpenSet(train, test, told)
 
 
-def evaluate(setup: setups.Setup, rows: Rows, feeds: setups.Feeds) -> dict[str, Any]:
+def evaluate(setup: setups.Setup, rows: Rows, sets: OpenSets) -> dict[str, Any]:
     """Every set's result, with the whole protocol, by name; and which sets are missing."""
-    found, missing = open_sets(setup, feeds)
     return {
-        'sets': {name: _result(setup, rows, opened) for name, opened in found.items()},
-        'missing': missing,
+        'sets': {name: _result(setup, rows, opened) for name, opened in sets.found.items()},
+        'missing': sets.missing,
     }
 
 
@@ -214,7 +218,7 @@ def probe(config: TrainConfig, path: str) -> tuple[dict[str, Any], pathlib.Path]
     config.preprocessing = origin.card.preprocessing
     setup = setups.prepare(config, origin, setups.frozen_model(config, origin))
     feeds = setups.Feeds(setup, opener(config.held_out))
-    open_sets(setup, feeds)  # what is wrong with them is said before anything is computed
+    sets = open_sets(setup, feeds)  # what is wrong with them is said before anything is computed
     folder = workdir.open_workdir(path, records.to_dict(config))
     like = jax.eval_shape(setup.model.init, jax.random.key(0))
     shardings = meshes.place(like, setup.mesh, fsdp_min_mb=config.mesh.fsdp_min_mb)
@@ -224,7 +228,7 @@ def probe(config: TrainConfig, path: str) -> tuple[dict[str, Any], pathlib.Path]
     rows = rows_of(setup, features, jax.device_put(params, shardings))
     if config.fewshot.feature_cache is not None and jax.process_count() == 1:
         rows = cached(rows, pathlib.Path(config.fewshot.feature_cache), digest_of(setup, params))
-    result = evaluate(setup, rows, feeds)
+    result = evaluate(setup, rows, sets)
     result |= {'step': origin.card.step, 'checkpoint': config.start_from}
     if jax.process_index() == 0:
         write_json(folder / workdir.FEWSHOT, result)

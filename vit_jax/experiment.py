@@ -66,7 +66,7 @@ def train(config: TrainConfig, path: str, *, accept_changes: bool = False) -> Re
         print(_outline(setup, len(feed.source), len(test_feed.source)), flush=True)
     with clock('compile'):
         programs = setups.compile_training(setup)
-        features = _compiled_features(setup, programs) if config.fewshot else None
+        probe = (_compiled_features(setup, programs), sets) if sets else None
     with clock('start'):
         checkpoints = Checkpoints(folder, keep=config.keep_checkpoints)
         state, said = _first_state(setup, programs, checkpoints)
@@ -84,18 +84,7 @@ def train(config: TrainConfig, path: str, *, accept_changes: bool = False) -> Re
         tensorboard=config.tensorboard,
         is_main_process=jax.process_index() == 0,
     )
-    run = _Run(
-        setup,
-        programs,
-        features,
-        feeds,
-        sets,
-        class_names,
-        checkpoints,
-        reporter,
-        clock,
-        folder,
-    )
+    run = _Run(setup, programs, probe, feeds, class_names, checkpoints, reporter, clock, folder)
     with contextlib.closing(checkpoints), reporter:
         for line in (*programs.report, *said):
             reporter.console.print(line)
@@ -155,9 +144,8 @@ class _Run:
 
     setup: setups.Setup
     programs: setups.Programs
-    features: probing.Features | None
+    probe: tuple[probing.Features, probing.OpenSets] | None
     feeds: setups.Feeds
-    sets: probing.OpenSets | None  # to probe on
     class_names: tuple[str, ...]
     checkpoints: Checkpoints
     reporter: Reporter
@@ -219,10 +207,11 @@ class _Run:
 
     def run_fewshot(self, step: int, state: TrainState) -> None:
         """The few-shot evaluation, written to the work directory."""
-        assert self.features is not None and self.sets is not None
+        assert self.probe is not None
+        features, sets = self.probe
         with self.clock('evaluation'):
-            rows = probing.rows_of(self.setup, self.features, state.best_params)
-            self.fewshot = probing.evaluate(self.setup, rows, self.sets)
+            rows = probing.rows_of(self.setup, features, state.best_params)
+            self.fewshot = probing.evaluate(self.setup, rows, sets)
             self.fewshot |= {'step': step, 'checkpoint': str(self.folder)}
             if jax.process_index() == 0:
                 write_json(self.folder / workdir.FEWSHOT, self.fewshot)

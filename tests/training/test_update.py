@@ -127,3 +127,27 @@ def test_gradients_are_those_of_the_mean_loss():
     assert metrics['gradient_norm'] == pytest.approx(float(optax.tree.norm(gradient)), rel=1e-5)
     moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
     assert_close(state.params, moved, atol=1e-6)
+
+
+def test_the_step_is_taken_on_what_augmentation_leaves():
+    """It is given the purpose's key, the same at every step: examples bring their own numbers."""
+    model, keys = build(tiny.model()), []
+
+    def augment(key, batch):
+        keys.append(jax.random.key_data(key).tolist())
+        return batch | {'mask': batch['mask'].at[3:].set(False)}
+
+    optimizer = optax.sgd(0.1)
+    state = make_init(model.init, optimizer, seed=0, averaged=False)()
+    update = make_update(
+        scores_of(model),
+        optimizer,
+        lambda step: jnp.asarray(0.1),
+        augment=augment,
+        thawed=lambda params: params,
+        seed=0,
+    )
+    state, metrics = update(state, BATCH)
+    assert metrics['count'] == 3
+    update(state, BATCH)
+    assert keys[0] == keys[1]

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import math
 import pathlib
 import resource
 import tempfile
@@ -32,6 +33,7 @@ from vit_jax.data.transforms import InceptionCrop
 from vit_jax.models import variant
 from vit_jax.training.duration import Length
 from vit_jax.training.losses import targets_of
+from vit_jax.typing import Batch
 
 TURNS = 3  # of ours and tf.data, one after the other: a machine is not always alike
 
@@ -109,32 +111,26 @@ def tf_data(paths: list[pathlib.Path], size: tuple[int, int], batch_size: int) -
             yield len(batch)
 
 
-def main() -> None:
-    """Prints the rates and the bottleneck."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--photos', required=True)
-    parser.add_argument('--variant', default='Ti/16')
-    parser.add_argument('--batch_size', type=int, default=64)
-    parser.add_argument('--seconds', type=float, default=5.0)
-    arguments = parser.parse_args()
-    size, batch_size, seconds = (224, 224), arguments.batch_size, arguments.seconds
-    source = unlabelled([arguments.photos])
-    stored = [len(source.read(i)[0]) for i in range(len(source))]
-    cores = pipeline.cores()
-    print(f'{len(source)} photos of {np.mean(stored) / 1e3:.0f} kB; {cores} cores')
+def timed(name: str, step: Callable[[], int], seconds: float) -> Rate:
+    """The rate of a step, said."""
+    found = rate(step, seconds)
+    print(f'{name:<36}{found}')
+    return found
 
-    cv2.setNumThreads(1)  # as the pipeline does
-    reader = pipeline.Reader(source, InceptionCrop(), size, exif_rotation=True)
-    ceiling = dataclasses.replace(reader, source=tiny_images(len(source)))
-    print(f'{"our Python alone":<36}{rate(reading(ceiling, 1, batch_size), seconds / 2)}')
-    for threads in sorted({1, 2, cores}):
-        decoded = rate(reading(reader, threads, batch_size), seconds)
-        print(f'{f"decode and crop, {threads} threads":<36}{decoded}')
 
-    model = variant(arguments.variant, num_classes=1000)
-    images = reader.examples(
-        [pipeline.Draw(i) for i in range(batch_size)], futures.ThreadPoolExecutor(1)
-    )
+def on_the_host(reader: pipeline.Reader, batch_size: int, seconds: float) -> None:
+    """Reading, decoding and cropping alone."""
+    ceiling = dataclasses.replace(reader, source=tiny_images(len(reader.source)))
+    timed('our Python alone', reading(ceiling, 1, batch_size), seconds / 2)
+    for threads in sorted({1, 2, pipeline.cores()}):
+        name = f'decode and crop, {threads} threads'
+        timed(name, reading(reader, threads, batch_size), seconds)
+
+
+def augmentation(reader: pipeline.Reader, batch_size: int, seconds: float) -> None:
+    """What is changed on the device, at the level medium2."""
+    draws = [pipeline.Draw(i) for i in range(batch_size)]
+    images = reader.examples(draws, futures.ThreadPoolExecutor(1))
     key, targets = jax.random.key(0), functools.partial(targets_of, num_classes=1000)
     changed = jax.jit(functools.partial(augment, key, config=augreg('medium2'), targets_of=targets))
 
@@ -142,7 +138,14 @@ def main() -> None:
         jax.block_until_ready(changed(images))
         return batch_size
 
-    print(f'{"RandAugment and MixUp on the device":<36}{rate(augmented, seconds)}')
+    timed('RandAugment and MixUp on the device', augmented, seconds)
+
+
+def with_a_network(
+    reader: pipeline.Reader, name: str, batch_size: int, seconds: float
+) -> Callable[[], int]:
+    """The pipeline to the device, a step, both; gives the step of the pipeline."""
+    model = variant(name, num_classes=1000)
     config = TrainConfig(
         data='photos',
         model=model,
@@ -160,37 +163,56 @@ def main() -> None:
         jax.block_until_ready(next(batches))
         return batch_size
 
-    piped = rate(to_device, seconds)
-    print(f'{"pipeline to the device":<36}{piped}')
+    piped = timed('pipeline to the device', to_device, seconds)
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    one = batch_size * size[0] * size[1] * 3 / 2**20
+    one = batch_size * math.prod(reader.size) * 3 / 2**20
     print(f'  memory {peak:,.0f} MiB more at its peak; a batch is {one:.0f} MiB, up to 5 are held')
     state, batch = programs.init(), next(batches)
 
-    def update(batch: dict) -> int:
+    def update(batch: Batch) -> int:
         nonlocal state
         state, metrics = programs.update(state, batch)
         jax.block_until_ready(metrics)
         return batch_size
 
-    alone = rate(lambda: update(batch), seconds)
-    print(f'{f"step of {arguments.variant} alone":<36}{alone}')
-    together = rate(lambda: update(next(batches)), seconds)
-    print(f'{"both together":<36}{together}')
+    alone = timed(f'step of {name} alone', lambda: update(batch), seconds)
+    timed('both together', lambda: update(next(batches)), seconds)
     slower = 'the input' if piped.wall < alone.wall else 'the step'
     print(f'the bottleneck is {slower}: {min(piped.wall, alone.wall):,.0f} images/s alone')
+    return to_device
+
+
+def beside_tf_data(to_device: Callable[[], int], counts: Iterator[int], seconds: float) -> None:
+    """Ours and tf.data's, in turns."""
+    ratios = []
+    for _ in range(TURNS):
+        ours = timed('pipeline to the device', to_device, seconds)
+        reference = timed('tf.data, end to end', lambda: next(counts), seconds)
+        ratios.append(ours.core / reference.core)
+    turns = ', '.join(f'{ratio:.2f}' for ratio in sorted(ratios))
+    print(f'per core, ours to tf.data, in {TURNS} turns: {turns}')
+
+
+def main() -> None:
+    """Prints the rates and the bottleneck."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('--photos', required=True)
+    parser.add_argument('--variant', default='Ti/16')
+    parser.add_argument('--batch_size', type=int, default=64)
+    parser.add_argument('--seconds', type=float, default=5.0)
+    arguments = parser.parse_args()
+    size, batch_size, seconds = (224, 224), arguments.batch_size, arguments.seconds
+    source = unlabelled([arguments.photos])
+    stored = [len(source.read(i)[0]) for i in range(len(source))]
+    print(f'{len(source)} photos of {np.mean(stored) / 1e3:.0f} kB; {pipeline.cores()} cores')
+    cv2.setNumThreads(1)  # as the pipeline does
+    reader = pipeline.Reader(source, InceptionCrop(), size, exif_rotation=True)
+    on_the_host(reader, batch_size, seconds)
+    augmentation(reader, batch_size, seconds)
+    to_device = with_a_network(reader, arguments.variant, batch_size, seconds)
     if importlib.util.find_spec('tensorflow'):
         paths = sorted(p for p in pathlib.Path(arguments.photos).rglob('*') if p.is_file())
-        counts = tf_data(paths, size, batch_size)
-        ratios = []
-        for _ in range(TURNS):
-            ours = rate(to_device, seconds)
-            reference = rate(lambda: next(counts), seconds)
-            ratios.append(ours.core / reference.core)
-            print(f'{"pipeline to the device":<36}{ours}')
-            print(f'{"tf.data, end to end":<36}{reference}')
-        turns = ', '.join(f'{ratio:.2f}' for ratio in sorted(ratios))
-        print(f'per core, ours to tf.data, in {TURNS} turns: {turns}')
+        beside_tf_data(to_device, tf_data(paths, size, batch_size), seconds)
     versions = ', '.join(
         f'{name} {importlib.metadata.version(name)}' for name in ('jax', 'opencv-python-headless')
     )

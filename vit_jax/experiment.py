@@ -15,7 +15,8 @@ from vit_jax import setup as setups
 from vit_jax.checkpoints.state import Checkpoints
 from vit_jax.config import TrainConfig
 from vit_jax.data import pipeline
-from vit_jax.data.sources import Source, opener
+from vit_jax.data.source import Source
+from vit_jax.data.sources import opener
 from vit_jax.evaluation import classification
 from vit_jax.models import ViTConfig, multiply_adds, parameter_count
 from vit_jax.reporting import Reporter

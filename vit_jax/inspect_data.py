@@ -5,7 +5,6 @@ it to WORKDIR/data.json, and to WORKDIR/data.png some images as evaluation and a
 """
 
 import functools
-import os
 import pathlib
 import sys
 from collections.abc import Callable
@@ -43,7 +42,7 @@ def run(config: TrainConfig, workdir: str, accept_changes: bool) -> None:
     cv2.imwrite(str(folder / SHEET), sheet[..., ::-1])
     found = {}
     with (
-        futures.ThreadPoolExecutor(os.cpu_count()) as pool,
+        futures.ThreadPoolExecutor(pipeline.cores()) as pool,
         Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar,
     ):
         for split in open_splits(config.data, config.held_out):
@@ -120,8 +119,7 @@ def _seen_by_model(config: TrainConfig) -> tuple[tuple[int, int], Preprocessing]
     origin = setup.read_origin(config)
     model = config.model or (origin.card.model if origin else None)
     size = config.image_size or (model.image_size if model else _DEFAULT_SIZE)
-    preprocessing = config.preprocessing or (origin.card.preprocessing if origin else None)
-    return size, preprocessing or Preprocessing()
+    return size, setup.preprocessing_of(config, origin)
 
 
 def _readable(reader: pipeline.Reader) -> list[int]:

@@ -75,15 +75,18 @@ def prepare(
     if config.eval_batch_size is not None:
         meshes.check_batch_size(config.eval_batch_size, devices=mesh.size, accumulation_steps=1)
     model = build(model_config, regularization=config.regularization, compute=config.compute)
-    preprocessing = config.preprocessing
-    if preprocessing is None:
-        preprocessing = origin.card.preprocessing if origin else Preprocessing()
+    preprocessing = preprocessing_of(config, origin)
     if length is not None and label_shape and config.loss.kind == 'softmax':
         raise ValueError(
             f'{config.data}: an image may have several classes, softmax expects one: '
             f'--config.loss.kind=sigmoid'
         )
     return Setup(config, mesh, origin, model, preprocessing, length, label_shape)
+
+
+def preprocessing_of(config: TrainConfig, origin: Origin | None) -> Preprocessing:
+    """The configuration's preprocessing, or the checkpoint's, or the usual one."""
+    return config.preprocessing or (origin.card.preprocessing if origin else Preprocessing())
 
 
 def trained_model(

@@ -1,6 +1,6 @@
 """Fine-tunes an AugReg checkpoint: short, at 384 pixels, without dropout.
 
-Paper: "How to train your ViT?", section 3.4: SGD with momentum, cosine decay, Inception crops; no
+Paper: "How to train your ViT?": SGD with momentum, cosine decay, Inception crops; no
 AugReg while transferring. Values as in vision_transformer's augreg configuration: 500 steps of 512.
 Result: B/16 from ImageNet-21k reaches 98.6 % on CIFAR-10 and 89 % on CIFAR-100 in 500 steps
 (vision_transformer's README, for the checkpoint before AugReg; 84.6 % on ImageNet in 20,000).

@@ -1,6 +1,6 @@
 """Pre-trains with augmentation and regularisation: the default runs of AugReg.
 
-Paper: "How to train your ViT?", section 3; levels by network as in big_vision's configurations
+Paper: "How to train your ViT?"; levels by network as in big_vision's configurations
 (vit_i1k, vit_i21k): batch 4096, 300 epochs, sigmoid loss, 10,000 steps of warm-up. Its decay of
 1e-4 for a rate of 1e-3 is 0.1 here, where decay is multiplied by the rate. With dropout and
 stochastic depth: --config.regularization.dropout=0.1 --config.regularization.stochastic_depth=0.1.

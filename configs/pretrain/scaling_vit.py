@@ -1,6 +1,6 @@
 """Pre-trains with attention pooling, Adafactor and a schedule without an end.
 
-Paper: "Scaling Vision Transformers", sections 3.1 to 3.5: pooling by attention, no tanh layer, a
+Paper: "Scaling Vision Transformers": pooling by attention, no tanh layer, a
 decay of the head far above the body's, momentum in bfloat16, learning rate ~ 1/sqrt(steps) with a
 cool-down, from any step of which another cool-down gives a shorter run. Values as in big_vision's
 train_vit_g: 1 M steps of 16,384 images.

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from vit_jax.evaluation import fewshot
+from vit_jax.evaluation.features import with_constant
 
 RNG = np.random.default_rng(0)
 REFERENCE = pathlib.Path(__file__).parent.parent / 'fixtures' / 'fewshot.npz'
@@ -53,7 +54,7 @@ def test_ridge_is_the_minimum_whichever_matrix_is_decomposed(examples):
 
 def test_the_bias_is_hardly_regularised():
     """50 images that look the same: the prediction is the mean target, shrunk by 0.2 %."""
-    x, y = fewshot._with_bias(np.zeros((50, 3))), RNG.normal(size=(50, 4))
+    x, y = with_constant(np.zeros((50, 3)), fewshot.BIAS), RNG.normal(size=(50, 4))
     weights = fewshot.ridge(x, y, np.array([1024.0]))[0]
     np.testing.assert_allclose(x[0] @ weights, y.mean(axis=0) * 50e4 / (50e4 + 1024))
 

@@ -5,6 +5,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 
 from vit_jax.evaluation import probes
+from vit_jax.evaluation.features import with_constant
 from vit_jax.evaluation.probes import LogisticConfig
 
 X, Y = make_classification(
@@ -36,7 +37,7 @@ def test_logistic_weights_are_scikit_learns(l2):
     reference = LogisticRegression(C=1 / l2, tol=1e-8, max_iter=5000).fit(x, TRAIN[1])
     config = LogisticConfig(l2=(l2,), tolerance=1e-6)
     weights, iterations, converged = probes.fit_logistic(
-        probes._with_one(x), TRAIN[1] // 2, num_classes=4, l2=l2, config=config
+        with_constant(x, 1.0), TRAIN[1] // 2, num_classes=4, l2=l2, config=config
     )
     assert converged and iterations < 200
     # a gradient of 1e-6 of the mean loss, in float32

@@ -16,7 +16,7 @@ from vit_jax.data.randaugment import RandAugment, randaugment
 from vit_jax.data.transforms import Crop, InceptionCrop, Preprocessing
 from vit_jax.typing import Array, Batch, Float, Key, Num, UInt8
 
-# "How to train your ViT?" (AugReg), section 3.3: RandAugment layers and magnitude, MixUp's alpha.
+# "How to train your ViT?" (AugReg): RandAugment layers and magnitude, MixUp's alpha.
 AUGREG = {
     'none': (0, 0.0, 0.0),
     'light1': (2, 0.0, 0.0),

@@ -18,8 +18,8 @@ def folder(root: str) -> Splits:
     for an empty class and for classes that are not those of the other splits.
     """
     path = pathlib.Path(root)
-    names = _folders(path)
-    splits = {name: _folders(path / name) for name in names}
+    names = folder_names(path)
+    splits = {name: folder_names(path / name) for name in names}
     if not SPLIT_NAMES & set(names) and any(_has_images(path / name) for name in names):
         return {'all': lambda: files_by_class(path, names)}
     for name in SPLIT_NAMES & set(names):
@@ -88,7 +88,7 @@ def _require_same(
         raise ValueError(f'{root}: class {name!r} is in {has}/ but not in {lacks}/')
 
 
-def _folders(path: pathlib.Path) -> list[str]:
+def folder_names(path: pathlib.Path) -> list[str]:
     """Names of the folders within, hidden ones left out."""
     return sorted(p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith('.'))
 

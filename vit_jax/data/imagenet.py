@@ -16,7 +16,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from vit_jax.data.folders import files_by_class, image_files
+from vit_jax.data.folders import files_by_class, folder_names, image_files
 from vit_jax.data.source import Source, Splits, files, labelled, shuffled
 
 TRAIN_TAR, VAL_TAR = 'ILSVRC2012_img_train.tar', 'ILSVRC2012_img_val.tar'
@@ -39,7 +39,7 @@ def folder(root: str) -> Splits:
     if (path / TRAIN_TAR).is_file():
         splits['train'] = lambda: _train_tar(path / TRAIN_TAR)
     elif (path / 'train').is_dir():
-        splits['train'] = lambda: files_by_class(path / 'train', _class_folders(path / 'train'))
+        splits['train'] = lambda: files_by_class(path / 'train', folder_names(path / 'train'))
     if (path / VAL_TAR).is_file():
         splits['val'] = lambda: _val_tar(path / VAL_TAR)
     elif (path / 'val').is_dir():
@@ -100,10 +100,6 @@ def _val_folder(path: pathlib.Path) -> Source:
     paths = image_files(path)
     labels, names = _labels_of([file.name for file in paths], path.parent)
     return shuffled(files(paths, labels, names))
-
-
-def _class_folders(path: pathlib.Path) -> list[str]:
-    return sorted(p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith('.'))
 
 
 def _labels_of(names: list[str], root: pathlib.Path) -> tuple[list[int], list[str]]:

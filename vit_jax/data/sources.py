@@ -148,6 +148,3 @@ def _parse_split(split: str) -> tuple[str, Callable[[int], slice]]:
         return slice(*ends)
 
     return name, part
-
-
-__all__ = ['HeldOut', 'Source', 'Splits', 'open_source', 'open_splits', 'select']

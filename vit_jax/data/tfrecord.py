@@ -57,7 +57,7 @@ def _length(path: str, descriptor: int, offset: int) -> int:
 def _read(path: str, descriptor: int, offset: int) -> bytes:
     length = _length(path, descriptor, offset)
     data = os.pread(descriptor, length + 4, offset + _HEADER.size)
-    if struct.unpack('<I', data[-4:])[0] != masked_crc(data[:-4]) or len(data) != length + 4:
+    if len(data) != length + 4 or struct.unpack('<I', data[-4:])[0] != masked_crc(data[:-4]):
         raise ValueError(f'{path}: the record at byte {offset} is damaged')
     return data[:-4]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from vit_jax.evaluation.features import standardised
 from vit_jax.evaluation.probes import LogisticConfig
 from vit_jax.typing import Float, Int
 
@@ -115,10 +116,9 @@ def accuracy(
     l2: float | Sequence[float],
 ) -> Any:
     """Test accuracy of the ridge classifier of these images, for one l2 or for each of several."""
-    mean, std = train_features.mean(axis=0), train_features.std(axis=0) + 1e-5
     classes = np.unique(train_labels)
     targets = 2.0 * (train_labels[:, None] == classes) - 1
-    train, test = (_with_bias((f - mean) / std) for f in (train_features, test_features))
+    train, test = standardised(train_features, test_features, constant=BIAS)
     accuracies = [
         float((classes[(test @ weights).argmax(axis=1)] == test_labels).mean())
         for weights in ridge(train, targets, np.atleast_1d(np.asarray(l2, np.float64)))
@@ -143,10 +143,6 @@ def ridge(
         projected = vectors.T @ y
         back = x.T @ vectors
     return [back @ (projected / (eigenvalues + strength)[:, None]) for strength in l2]
-
-
-def _with_bias(x: Float[np.ndarray, 'n d']) -> Float[np.ndarray, 'n e']:
-    return np.concatenate([x, np.full((len(x), 1), BIAS, x.dtype)], axis=1)
 
 
 def report(

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from vit_jax.evaluation.features import standardised
 from vit_jax.typing import Array, Float, Int
 
-TEMPERATURE = 0.07  # of a neighbour's vote, as in DINO (Caron et al. 2021, appendix F.1)
+TEMPERATURE = 0.07  # of a neighbour's vote, as in DINO (Caron et al. 2021)
 _CHUNK = 1024  # test images that are compared with all training images at once
 
 
@@ -71,8 +72,7 @@ def logistic(
     config: LogisticConfig,
 ) -> dict[str, float | int | bool]:
     """Test accuracy of the linear probe, with the l2 that was chosen and whether it converged."""
-    mean, std = train_features.mean(axis=0), train_features.std(axis=0) + 1e-5
-    train, test = (_with_one((f - mean) / std) for f in (train_features, test_features))
+    train, test = standardised(train_features, test_features, constant=1.0)
     classes, labels = np.unique(train_labels, return_inverse=True)
     fit = functools.partial(fit_logistic, num_classes=len(classes), config=config)
     l2 = config.l2[0]
@@ -161,10 +161,6 @@ def accuracy_of(
 ) -> float:
     """The share of rows whose highest score is at their label."""
     return float(((features @ weights).argmax(axis=1) == labels).mean())
-
-
-def _with_one(features: Float[np.ndarray, 'n d']) -> Float[np.ndarray, 'n e']:
-    return np.concatenate([features, np.ones((len(features), 1), features.dtype)], axis=1)
 
 
 def _unit(features: Float[np.ndarray, 'n d']) -> Float[np.ndarray, 'n d']:

@@ -37,7 +37,7 @@ class ScheduleConfig:
 
 @dataclasses.dataclass(kw_only=True)
 class OptimizerConfig(RulesConfig):
-    """AdamW, SGD with momentum, or the Adafactor of Scaling Vision Transformers (section 3.4)."""
+    """AdamW, SGD with momentum, or the Adafactor of Scaling Vision Transformers."""
 
     kind: str = records.choice('adamw', 'sgd', 'adafactor')
     b1: float = 0.9  # of adamw, and of adafactor's momentum

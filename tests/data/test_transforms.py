@@ -158,3 +158,12 @@ def test_an_inception_crop_of_any_image_has_its_size(shape):
 def test_random_crops_are_for_training_only(crop):
     with pytest.raises(ValueError, match='needs a random generator: it is for training only'):
         crop(PHOTO, (4, 4), None)
+
+
+def test_no_inception_crop_is_smaller_than_its_least_area(monkeypatch):
+    """On few pixels, where rounding the sides could make it so."""
+    monkeypatch.setattr(transforms, '_resized', lambda image, size, resize: image)
+    crop, rng = transforms.InceptionCrop(area=(0.5, 0.9)), np.random.default_rng(0)
+    for _ in range(300):
+        height, width, _ = crop(np.zeros((10, 10, 3), np.uint8), (4, 4), rng).shape
+        assert 50 <= height * width <= 90

@@ -46,6 +46,7 @@ class TrainConfig:
     schedule: ScheduleConfig = _default(ScheduleConfig)
     regularization: Regularization = _default(Regularization)
     polyak_decay: float | None = None  # of the average of parameters; None: no average
+    max_skipped_steps: int = 10  # in a row, whose gradient was not finite; then training stops
     seed: int = 0
 
     # What is measured and kept on the way.

@@ -2,8 +2,13 @@
 
 import contextlib
 import dataclasses
+import hashlib
+import json
+import logging
 import pathlib
+import platform
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any, NamedTuple
 
 import jax
@@ -12,18 +17,24 @@ import numpy as np
 from vit_jax import config as configs
 from vit_jax import probing, records, workdir
 from vit_jax import setup as setups
-from vit_jax.checkpoints.state import Checkpoints
+from vit_jax.checkpoints.digests import Damaged, set_aside
+from vit_jax.checkpoints.state import Checkpoints, set_damaged_aside
 from vit_jax.config import TrainConfig
 from vit_jax.data import pipeline
 from vit_jax.data.source import Source
 from vit_jax.data.sources import opener
 from vit_jax.evaluation import classification
+from vit_jax.ledger import Ledger
 from vit_jax.models import ViTConfig, multiply_adds, parameter_count
+from vit_jax.parallel.processes import Interrupted, Job
 from vit_jax.reporting import Reporter
 from vit_jax.training.duration import make_length
-from vit_jax.training.loop import Clock, Every, NotFinite, fit
+from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
 from vit_jax.training.update import TrainState
 from vit_jax.writing import write_json
+
+_HERE = pathlib.Path(__file__).parent
+_PACKAGES = 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy'
 
 
 class Result(NamedTuple):
@@ -35,65 +46,116 @@ class Result(NamedTuple):
     checkpoint: pathlib.Path
     folder: pathlib.Path
     skipped: int  # training images that could not be read, counted at each use
-    clock: Clock
+    seconds: dict[str, float]  # of the wall time, by name, over all starts of this run
 
 
-def train(config: TrainConfig, path: str, *, accept_changes: bool = False) -> Result:
+class Plan(NamedTuple):
+    """A run that is decided: nothing is compiled yet, nothing is written."""
+
+    setup: setups.Setup
+    feeds: setups.Feeds
+    train: pipeline.Feed
+    test: pipeline.Feed
+    sets: probing.OpenSets | None
+    class_names: tuple[str, ...]
+
+
+def train(
+    config: TrainConfig, path: str, *, accept_changes: bool = False, job: Job | None = None
+) -> Result:
     """Trains to the end of the configuration, from where the work directory `path` stands.
 
     Raises ValueError or FileNotFoundError, before anything is compiled where that is possible,
-    for input that does not fit, and NotFinite, with the last good checkpoint, when the training
-    breaks down.
+    for input that does not fit, NotFinite, with the last good checkpoint, when the training
+    breaks down, and Interrupted, when all is saved, where the job was asked to stop.
     """
-    clock = Clock()
-    with clock('start'):
-        config = configs.checked(config)
-        if config.total is None:
-            raise ValueError('config.total is none: expected how long to train')
-        opened = opener(config.held_out)
-        class_names = _class_names(config, opened)
-        origin = setups.read_origin(config)
-        model = setups.trained_model(config, origin, class_names)
-        images = opened(config.data, config.train_split)
-        length = make_length(config.total, batch_size=config.batch_size, images=len(images))
-        setup = setups.prepare(config, origin, model, length=length, label_shape=images.label_shape)
-        folder = workdir.open_workdir(path, records.to_dict(config), accept_changes=accept_changes)
-        feeds = setups.Feeds(setup, opened)
-        feed = feeds.training()
-        test_feed = feeds.evaluation(config.data, config.test_split)
-        # What is wrong with few-shot's data is said now, not after hours.
-        sets = probing.open_sets(setup, feeds) if config.fewshot else None
-    if jax.process_index() == 0:
-        print(_outline(setup, len(feed.source), len(test_feed.source)), flush=True)
-    with clock('compile'):
-        programs = setups.compile_training(setup)
-        probe = (_compiled_features(setup, programs), sets) if sets else None
-    with clock('start'):
-        checkpoints = Checkpoints(folder, keep=config.keep_checkpoints)
-        state, said = _first_state(setup, programs, checkpoints)
-    steps = range(int(state.step), length.total_steps)
-    if steps.start > steps.stop:
-        raise ValueError(
-            f'{folder} is at step {steps.start}, the end, step {steps.stop}, is before it'
-        )
-    reporter = Reporter(
+    job = job or Job()
+    clock = Clock(job.age)
+    with contextlib.ExitStack() as stack:
+        with clock('start'):
+            config = configs.checked(config)
+            job.agree('this run', identity(config, path))
+            plan = _planned(config)
+            job.agree('the data', _described(plan))
+            values = records.to_dict(config)
+            opened = workdir.opened(path, values, job, accept_changes=accept_changes)
+            folder = stack.enter_context(opened)
+        main = jax.process_index() == 0
+        if main:
+            print(_outline(plan), flush=True)
+        with clock('compile'):
+            programs = setups.compile_training(plan.setup)
+            features = _compiled_features(plan.setup, programs) if plan.sets else None
+        with clock('start'):
+            checkpoints, state, said = _first_state(plan.setup, programs, folder, job)
+            stack.enter_context(contextlib.closing(checkpoints))
+        ledger = Ledger(folder / workdir.LEDGER if main else None, clock)
+        reporter = stack.enter_context(_reporter(plan.setup, folder, int(state.step), clock))
+        for line in (*programs.report, *said):
+            reporter.console.print(line)
+        run = _Run(plan, programs, features, checkpoints, reporter, clock, ledger, folder, job)
+        state = run.to_the_end(state)
+    last = checkpoints.path(int(state.step))
+    return Result(state, run.test, run.fewshot, last, folder, reporter.skipped, ledger.totals())
+
+
+def identity(config: TrainConfig, path: str) -> dict[str, Any]:
+    """What must be the same on every host before they compute: settings, code, packages."""
+    code = {
+        str(file.relative_to(_HERE)): hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+        for file in sorted(_HERE.rglob('*.py'))
+    }
+    packages = {name: metadata.version(name) for name in _PACKAGES}
+    packages['python'] = platform.python_version()
+    return {
+        'config': records.to_dict(config),
+        'workdir': str(pathlib.Path(path).absolute()),
+        'code': code,
+        'packages': packages,
+    }
+
+
+def _planned(config: TrainConfig) -> Plan:
+    if config.total is None:
+        raise ValueError('config.total is none: expected how long to train')
+    opened = opener(config.held_out)
+    class_names = _class_names(config, opened)
+    origin = setups.read_origin(config)
+    model = setups.trained_model(config, origin, class_names)
+    images = opened(config.data, config.train_split)
+    length = make_length(config.total, batch_size=config.batch_size, images=len(images))
+    setup = setups.prepare(config, origin, model, length=length, label_shape=images.label_shape)
+    feeds = setups.Feeds(setup, opened)
+    train, test = feeds.training(), feeds.evaluation(config.data, config.test_split)
+    # What is wrong with few-shot's data is said now, not after hours.
+    sets = probing.open_sets(setup, feeds) if config.fewshot else None
+    return Plan(setup, feeds, train, test, sets, class_names)
+
+
+def _described(plan: Plan) -> dict[str, Any]:
+    """What tells whether two hosts see the same data: counts, classes, some names."""
+    return {
+        name: {
+            'images': len(source),
+            'classes': list(source.class_names),
+            'some': [source.describe(i) for i in range(0, len(source), len(source) // 20 + 1)],
+        }
+        for name, source in (('train', plan.train.source), ('test', plan.test.source))
+    }
+
+
+def _reporter(setup: setups.Setup, folder: pathlib.Path, first: int, clock: Clock) -> Reporter:
+    config = setup.config
+    assert setup.length is not None
+    return Reporter(
         folder,
-        steps=steps,
+        steps=range(first, setup.length.total_steps),
         log_every_steps=config.log_every_steps,
         batch_size=config.batch_size,
         clock=clock,
         tensorboard=config.tensorboard,
         is_main_process=jax.process_index() == 0,
     )
-    run = _Run(setup, programs, probe, feeds, class_names, checkpoints, reporter, clock, folder)
-    with contextlib.closing(checkpoints), reporter:
-        for line in (*programs.report, *said):
-            reporter.console.print(line)
-        state = run.to_the_end(state, feed, steps)
-        with clock('checkpoint'):
-            checkpoints.wait()
-    checkpoint = checkpoints.path(length.total_steps)
-    return Result(state, run.test, run.fewshot, checkpoint, folder, reporter.skipped, clock)
 
 
 def _class_names(config: TrainConfig, opened: Callable[[str, str], Source]) -> tuple[str, ...]:
@@ -110,8 +172,9 @@ def _compiled_features(setup: setups.Setup, programs: setups.Programs) -> probin
     return setups.compile_features(setup, like, shardings)
 
 
-def _outline(setup: setups.Setup, train_count: int, test_count: int) -> str:
+def _outline(plan: Plan) -> str:
     """What is about to be done, in three lines."""
+    setup, train_count, test_count = plan.setup, len(plan.train.source), len(plan.test.source)
     config, model = setup.config, setup.model.config
     tokens = f'{model.num_tokens} tokens, ' if isinstance(model, ViTConfig) else ''
     device, length = jax.devices()[0], setup.length
@@ -128,91 +191,153 @@ def _outline(setup: setups.Setup, train_count: int, test_count: int) -> str:
 
 
 def _first_state(
-    setup: setups.Setup, programs: setups.Programs, checkpoints: Checkpoints
-) -> tuple[TrainState, list[str]]:
-    """The newest state of the work directory, or one that begins; and how it came about."""
+    setup: setups.Setup, programs: setups.Programs, folder: pathlib.Path, job: Job
+) -> tuple[Checkpoints, TrainState, list[str]]:
+    """The newest sound state of the work directory, or one that begins; and how it came about.
+
+    A damaged checkpoint is moved aside, with a warning, and the one before is taken.
+    """
+    said = job.told('damaged checkpoints', lambda: json.dumps(set_damaged_aside(folder)))
+    for line in json.loads(said):
+        logging.warning('%s', line)
+    assert setup.length is not None
+    checkpoints = Checkpoints(folder, keep=setup.config.keep_checkpoints)
     step = checkpoints.latest_step
+    job.agree('the step to go on from', {'step': step})
     if step is None:
-        return setups.start_state(setup, programs)
+        return checkpoints, *setups.start_state(setup, programs)
+    if step > (end := setup.length.total_steps):
+        checkpoints.close()
+        raise ValueError(f'{folder} is at step {step}, the end, step {end}, is before it')
     like, shardings = programs.like.split(), programs.shardings.split()
-    state = TrainState.join(*checkpoints.restore(step, like, shardings))
-    return state, [f'resuming at step {step} from {checkpoints.path(step)}']
+    try:
+        state = TrainState.join(*checkpoints.restore(step, like, shardings))
+    except Damaged as error:
+        checkpoints.close()
+        where = job.told(
+            f'checkpoint {step} is set aside', lambda: str(set_aside(checkpoints.path(step)))
+        )
+        logging.warning('%s; moved to %s', error, where)
+        return _first_state(setup, programs, folder, job)
+    return checkpoints, state, [f'resuming at step {step} from {checkpoints.path(step)}']
 
 
 @dataclasses.dataclass
 class _Run:
     """The parts of one training run, and the newest results of its evaluations."""
 
-    setup: setups.Setup
+    plan: Plan
     programs: setups.Programs
-    probe: tuple[probing.Features, probing.OpenSets] | None
-    feeds: setups.Feeds
-    class_names: tuple[str, ...]
+    features: probing.Features | None
     checkpoints: Checkpoints
     reporter: Reporter
     clock: Clock
+    ledger: Ledger
     folder: pathlib.Path
+    job: Job
     test: dict[str, float] = dataclasses.field(default_factory=dict)
     fewshot: dict[str, Any] | None = None
 
-    def to_the_end(self, state: TrainState, feed: pipeline.Feed, steps: range) -> TrainState:
+    @property
+    def setup(self) -> setups.Setup:
+        """What was decided before anything was compiled."""
+        return self.plan.setup
+
+    def to_the_end(self, state: TrainState) -> TrainState:
         """The state after the last step; everything that is due on the way is done."""
+        assert self.setup.length is not None
+        steps = range(int(state.step), self.setup.length.total_steps)
+        self.ledger.record(steps.start)
+        self.job.saves()
+        try:
+            state = self._trained(state, steps) if steps else self._observed(state, steps.stop)
+        except NotFinite as error:
+            self._wait()
+            last = self.checkpoints.latest_step
+            good = 'there is none yet' if last is None else self.checkpoints.path(last)
+            raise NotFinite(f'{error}; last good checkpoint: {good}') from error
+        except Stopped as stopped:
+            step = int(stopped.state.step)
+            self.save(step, stopped.state)
+            self._wait()
+            self.ledger.record(step)
+            where = self.checkpoints.path(step)
+            raise Interrupted(f'stopped at step {step}, saved in {where}') from None
+        self._wait()
+        self.ledger.record(steps.stop)
+        return state
+
+    def _trained(self, state: TrainState, steps: range) -> TrainState:
+        config = self.setup.config
+        batches = pipeline.training_batches(
+            self.plan.train, steps=steps, batch_size=config.batch_size, seed=config.seed
+        )
+        return fit(
+            self.programs.update,
+            state,
+            batches,
+            steps=steps,
+            on_metrics=self._on_metrics,
+            observers=[Every(config.checkpoint_every_steps, self.save), *self._evaluations()],
+            clock=self.clock,
+            tick=self.job.tick,
+            max_skipped_steps=config.max_skipped_steps,
+        )
+
+    def _evaluations(self) -> list[Every]:
         config = self.setup.config
         observers = [Every(config.eval_every_steps, self.run_test)]
         if config.fewshot:
             observers.append(Every(config.fewshot.every_steps, self.run_fewshot))
-        if not steps:  # the run was complete before
-            for observer in observers:
-                observer.run(steps.stop, state)
-            return state
-        batches = pipeline.training_batches(
-            feed, steps=steps, batch_size=config.batch_size, seed=config.seed
-        )
+        return observers
+
+    def _observed(self, state: TrainState, step: int) -> TrainState:
+        """A run that was complete before is evaluated again."""
         try:
-            return fit(
-                self.programs.update,
-                state,
-                batches,
-                steps=steps,
-                on_metrics=self.reporter.step,
-                observers=[Every(config.checkpoint_every_steps, self.save), *observers],
-                clock=self.clock,
-            )
-        except NotFinite as error:
-            self.checkpoints.wait()
-            last = self.checkpoints.latest_step
-            good = 'there is none yet' if last is None else self.checkpoints.path(last)
-            raise NotFinite(f'{error}; last good checkpoint: {good}') from error
+            for observer in self._evaluations():
+                observer.run(step, state)
+        except Interrupted:
+            raise Stopped(state) from None
+        return state
+
+    def _on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        if self.reporter.step(step, metrics):
+            self.checkpoints.check()
+            self.ledger.record(step)
 
     def save(self, step: int, state: TrainState) -> None:
         """Begins to save a checkpoint."""
-        with self.clock('checkpoint'):
+        with self.clock('save stall'):
+            self.job.alive()
             params, rest = state.split()
-            card = setups.card(self.setup, step, self.class_names)
+            card = setups.card(self.setup, step, self.plan.class_names)
             self.checkpoints.save(step, params, rest, card)
+        self.ledger.record(step)
+
+    def _wait(self) -> None:
+        with self.clock('save stall'):
+            self.job.alive()
+            self.checkpoints.wait()
 
     def run_test(self, step: int, state: TrainState) -> None:
         """Loss and accuracy on the test images."""
-        config = self.setup.config
         with self.clock('evaluation'):
-            feed = self.feeds.evaluation(config.data, config.test_split)
-            count = len(feed.source)
+            count = len(self.plan.test.source)
             batches = pipeline.listed_batches(
-                feed, np.arange(count), batch_size=self.setup.eval_batch_size
+                self.plan.test, np.arange(count), batch_size=self.setup.eval_batch_size
             )
             self.test = classification.evaluate(
-                self.programs.scores, state.best_params, batches, count=count
+                self.programs.scores, state.best_params, self.job.ticking(batches), count=count
             )
         text = f'{reached(self.test)} of {count:,} images'
         self.reporter.record('test', step, self.test | {'count': count}, text)
 
     def run_fewshot(self, step: int, state: TrainState) -> None:
         """The few-shot evaluation, written to the work directory."""
-        assert self.probe is not None
-        features, sets = self.probe
+        assert self.features is not None and self.plan.sets is not None
         with self.clock('evaluation'):
-            rows = probing.rows_of(self.setup, features, state.best_params)
-            self.fewshot = probing.evaluate(self.setup, rows, sets)
+            rows = probing.rows_of(self.setup, self.features, state.best_params, self.job)
+            self.fewshot = probing.evaluate(self.setup, rows, self.plan.sets)
             self.fewshot |= {'step': step, 'checkpoint': str(self.folder)}
             if jax.process_index() == 0:
                 write_json(self.folder / workdir.FEWSHOT, self.fewshot)

@@ -2,11 +2,14 @@
 
 from vit_jax import probing, program
 from vit_jax.config import TrainConfig
+from vit_jax.parallel.processes import Job
 
 
-def run(config: TrainConfig, workdir: str, accept_changes: bool) -> None:
+def run(config: TrainConfig, workdir: str, accept_changes: bool, job: Job) -> None:
     """Evaluates, and says the result and where the whole protocol of it lies."""
-    result, path = probing.probe(config, workdir)
+    result, path = probing.probe(config, workdir, job=job)
+    if job.index != 0:
+        return
     for name, values in result['sets'].items():
         print(f'{name}: {values["test_images"]:,} test images, {values["classes"]:,} classes')
         for shots, mean in values['mean'].items():
@@ -26,4 +29,4 @@ def run(config: TrainConfig, workdir: str, accept_changes: bool) -> None:
 
 
 if __name__ == '__main__':
-    program.start(run, __doc__ or '')
+    program.train(run, __doc__ or '')

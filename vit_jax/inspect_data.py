@@ -24,6 +24,7 @@ from vit_jax.data.inspection import Scan
 from vit_jax.data.source import Source
 from vit_jax.data.sources import open_splits, opener
 from vit_jax.data.transforms import Preprocessing
+from vit_jax.parallel.processes import Job
 from vit_jax.training.losses import targets_of
 from vit_jax.training.update import AUGMENT, purpose_key
 from vit_jax.writing import write_json
@@ -33,7 +34,7 @@ _ROWS, _EPOCHS, _DEFAULT_SIZE = 8, 7, (224, 224)
 _SHOWN = 5  # of a long list
 
 
-def run(config: TrainConfig, workdir: str, accept_changes: bool) -> None:
+def run(config: TrainConfig, workdir: str, accept_changes: bool, job: Job) -> None:
     """Scans every split, prints what a person should know, draws the sheet."""
     folder = pathlib.Path(workdir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -145,4 +146,4 @@ def _class_name(source: Source, index: int) -> str:
 
 
 if __name__ == '__main__':
-    program.start(run, __doc__ or '')
+    program.train(run, __doc__ or '')

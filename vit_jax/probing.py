@@ -18,7 +18,9 @@ from vit_jax.data import pipeline
 from vit_jax.data.source import Source
 from vit_jax.data.sources import opener
 from vit_jax.evaluation import fewshot, probes
-from vit_jax.parallel import mesh as meshes
+from vit_jax.parallel.mesh import put
+from vit_jax.parallel.placement import place
+from vit_jax.parallel.processes import Job
 from vit_jax.typing import Array, Batch, Float, Int, Params
 from vit_jax.writing import replacing, write_json
 
@@ -140,12 +142,14 @@ def _crop(config: TrainConfig) -> dict[str, Any]:
     return {'crop': {'kind': type(crop).__name__} | records.to_dict(crop)}
 
 
-def rows_of(setup: setups.Setup, features: Features, params: Params) -> Rows:
+def rows_of(setup: setups.Setup, features: Features, params: Params, job: Job) -> Rows:
     """Features by the compiled program, computed each time they are asked for."""
 
     def rows(feed: pipeline.Feed, indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:
         batches = pipeline.listed_batches(feed, indices, batch_size=setup.eval_batch_size)
-        found = np.concatenate([np.asarray(features(params, batch)) for batch in batches])
+        found = np.concatenate(
+            [np.asarray(features(params, batch)) for batch in job.ticking(batches)]
+        )
         return found[: len(indices)]
 
     return rows
@@ -202,11 +206,14 @@ def _digest(*parts: Any) -> str:
     return total.hexdigest()
 
 
-def probe(config: TrainConfig, path: str) -> tuple[dict[str, Any], pathlib.Path]:
+def probe(
+    config: TrainConfig, path: str, *, job: Job | None = None
+) -> tuple[dict[str, Any], pathlib.Path]:
     """Evaluation of the checkpoint `start_from` alone; the result file lies in `path`.
 
     Raises ValueError or FileNotFoundError for input that does not fit.
     """
+    job = job or Job()
     config = configs.checked(config)
     if config.start_from is None:
         raise ValueError('config.start_from is none: expected the checkpoint to evaluate')
@@ -219,19 +226,21 @@ def probe(config: TrainConfig, path: str) -> tuple[dict[str, Any], pathlib.Path]
     setup = setups.prepare(config, origin, setups.frozen_model(config, origin))
     feeds = setups.Feeds(setup, opener(config.held_out))
     sets = open_sets(setup, feeds)  # what is wrong with them is said before anything is computed
-    folder = workdir.open_workdir(path, records.to_dict(config))
-    like = jax.eval_shape(setup.model.init, jax.random.key(0))
-    shardings = meshes.place(like, setup.mesh, fsdp_min_mb=config.mesh.fsdp_min_mb)
-    params, said = setups.transferred(setup, like)
-    print('\n'.join(said))
-    features = setups.compile_features(setup, like, shardings)
-    rows = rows_of(setup, features, jax.device_put(params, shardings))
-    if config.fewshot.feature_cache is not None and jax.process_count() == 1:
-        rows = cached(rows, pathlib.Path(config.fewshot.feature_cache), digest_of(setup, params))
-    result = evaluate(setup, rows, sets)
-    result |= {'step': origin.card.step, 'checkpoint': config.start_from}
-    if jax.process_index() == 0:
-        write_json(folder / workdir.FEWSHOT, result)
+    with workdir.opened(path, records.to_dict(config), job) as folder:
+        like = jax.eval_shape(setup.model.init, jax.random.key(0))
+        shardings = place(like, setup.mesh, config.mesh)
+        params, said = setups.transferred(setup, like)
+        features = setups.compile_features(setup, like, shardings)
+        rows = rows_of(setup, features, put(params, shardings), job)
+        if jax.process_index() == 0:
+            print('\n'.join(said))
+        if config.fewshot.feature_cache is not None and jax.process_count() == 1:
+            kept = pathlib.Path(config.fewshot.feature_cache)
+            rows = cached(rows, kept, digest_of(setup, params))
+        result = evaluate(setup, rows, sets)
+        result |= {'step': origin.card.step, 'checkpoint': config.start_from}
+        if jax.process_index() == 0:
+            write_json(folder / workdir.FEWSHOT, result)
     return result, folder / workdir.FEWSHOT
 
 

@@ -19,6 +19,8 @@ from ml_collections import config_flags
 
 from vit_jax import records
 from vit_jax.config import TrainConfig
+from vit_jax.parallel.cluster import Launch
+from vit_jax.parallel.processes import REQUEUE, Interrupted, Job, joined
 from vit_jax.training.loop import NotFinite
 
 _HERE = pathlib.Path(__file__).parent
@@ -27,21 +29,68 @@ _USAGE = """
   --config.FIELD=VALUE        any field of it, such as --config.model.depth=6; =none for no value
   --workdir=DIR               where the results go; a run that was stopped goes on there
   --accept_config_changes     go on in a directory that holds a run of another configuration
+  --distributed=off           one process, whatever cluster it may be on; else it finds its place,
+  --coordinator_address=HOST:PORT --num_processes=N --process_id=I    or is told it
+  --start_seconds, --heartbeat_seconds, --watchdog_seconds            README, "Many hosts"
 
 The fields are described in vit_jax/config.py."""
-_OURS = ValueError, FileNotFoundError, NotFinite
+_OURS = ValueError, OSError, NotFinite
 
 
-def start(run: Callable[[TrainConfig, str, bool], None], description: str) -> None:
-    """Reads `--config` and `--workdir` and runs; what the user can mend is said in one line."""
-    config = config_flags.DEFINE_config_file(
-        'config', None, 'The experiment: a file that defines get_config(), and :ARGUMENT for it.'
-    )
+def train(run: Callable[[TrainConfig, str, bool, Job], None], description: str) -> None:
+    """Reads `--config` and `--workdir` and runs, as one of the processes of a job."""
     workdir = flags.DEFINE_string('workdir', None, 'Where the results go.')
     accept = flags.DEFINE_bool(
         'accept_config_changes', False, 'Go on in a work directory of another configuration.'
     )
-    flags.mark_flags_as_required(['config', 'workdir'])
+    launch = launch_flags()
+    flags.mark_flag_as_required('workdir')
+
+    def with_job(config: TrainConfig) -> None:
+        with joined(launch(), _report) as job:
+            try:
+                run(config, typing.cast(str, workdir.value), accept.value, job)
+            except Interrupted as stop:
+                if job.index == 0:
+                    print(f'{stop}\nthe same command goes on (exit code {REQUEUE}: requeue)')
+                sys.exit(REQUEUE)
+
+    start(with_job, description)
+
+
+def launch_flags() -> Callable[[], Launch]:
+    """Defines the flags that say how this process was started; what gives their values."""
+    distributed = flags.DEFINE_enum('distributed', 'auto', ['auto', 'off'], 'off: one process.')
+    address = flags.DEFINE_string('coordinator_address', None, 'HOST:PORT of process 0.')
+    count = flags.DEFINE_integer('num_processes', None, 'Of all hosts together.', lower_bound=1)
+    index = flags.DEFINE_integer('process_id', None, 'Of this process.', lower_bound=0)
+    seconds = {
+        name: flags.DEFINE_float(name, getattr(Launch(), name), text, lower_bound=0.1)
+        for name, text in (
+            ('start_seconds', 'To wait for the other processes.'),
+            ('heartbeat_seconds', 'Without a sign of life, after which a process is dead.'),
+            ('watchdog_seconds', 'Without a step or an evaluated batch, then all stacks and end.'),
+        )
+    }
+
+    def launch() -> Launch:
+        return Launch(
+            distributed=distributed.value == 'auto',
+            coordinator_address=address.value,
+            num_processes=count.value,
+            process_id=index.value,
+            **{name: flag.value for name, flag in seconds.items()},
+        )
+
+    return launch
+
+
+def start(run: Callable[[TrainConfig], None], description: str) -> None:
+    """Reads `--config` and runs; what the user can mend is said in one line."""
+    config = config_flags.DEFINE_config_file(
+        'config', None, 'The experiment: a file that defines get_config(), and :ARGUMENT for it.'
+    )
+    flags.mark_flag_as_required('config')
 
     def main(arguments: Sequence[str]) -> None:
         if len(arguments) > 1:
@@ -52,8 +101,8 @@ def start(run: Callable[[TrainConfig, str, bool], None], description: str) -> No
             _fail(f'--config={file}: no such file')
         if not isinstance(config.value, TrainConfig):
             _fail(f'--config: get_config() gave {type(config.value).__name__}, not a TrainConfig')
-        with _explained('the same command goes on from the newest checkpoint'):
-            run(config.value, typing.cast(str, workdir.value), accept.value)
+        with _explained():
+            run(config.value)
 
     app.run(main, flags_parser=functools.partial(_parse, description))
 
@@ -62,7 +111,7 @@ def run(main: Callable[[argparse.Namespace], int], parser: argparse.ArgumentPars
     """Runs a program of plain arguments; what the user can mend is said in one line."""
     arguments = parser.parse_args()
     _quiet()
-    with _explained('nothing is left half-written'):
+    with _explained():
         sys.exit(main(arguments))
 
 
@@ -107,16 +156,25 @@ def _pair(text: str) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def _explained(after_interrupt: str) -> Iterator[None]:
-    """What the user can mend ends the program with one line; anything else with its traceback."""
+def _explained() -> Iterator[None]:
+    """What goes wrong within ends the program, and is said."""
     try:
         yield
-    except _OURS as error:
-        if not _raised_by_us(error):
-            raise
-        _fail(str(error))
-    except KeyboardInterrupt:
-        _fail(f'interrupted; {after_interrupt}', code=130)
+    except (Exception, KeyboardInterrupt) as error:
+        sys.exit(_report(error))
+
+
+def _report(error: BaseException) -> int:
+    """Says what the user can mend in one line, anything else with its traceback; the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        text = 'interrupted; the same command goes on from what is complete'
+        print(f'error: {text}', file=sys.stderr)
+        return 130
+    if isinstance(error, _OURS) and _raised_by_us(error):
+        print(f'error: {error}', file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    return 1
 
 
 def _parse(description: str, arguments: list[str]) -> list[str]:

@@ -1,8 +1,10 @@
 """What a run says: a progress bar or lines on the screen, one JSON object a line in a file."""
 
+import collections
 import datetime
 import json
 import pathlib
+import statistics
 import time
 from types import TracebackType
 from typing import Any
@@ -14,6 +16,8 @@ from vit_jax import workdir
 from vit_jax.training.loop import Clock
 
 MEANS = 'loss', 'accuracy'  # of all steps since the last report; the rest are the last step's
+# A loss so many standard deviations above the mean of the steps before is a spike.
+_WINDOW, _SIGMAS, _LEAST = 128, 6.0, 32
 
 
 class Reporter:
@@ -37,6 +41,7 @@ class Reporter:
         self._steps, self._log_every_steps, self._batch_size = steps, log_every_steps, batch_size
         self._clock, self._began = clock, time.monotonic()
         self._recent: list[dict[str, float]] = []
+        self._losses: collections.deque[float] = collections.deque(maxlen=_WINDOW)
         self._busy_before = self._busy_seconds()
         self.skipped = 0
         self._file = self._board = None
@@ -75,13 +80,31 @@ class Reporter:
             if sink is not None:
                 sink.close()
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        """The metrics of one step, in order."""
+    def step(self, step: int, metrics: dict[str, float]) -> bool:
+        """The metrics of one step, in order. Was it one to report at?"""
         self._recent.append(metrics)
         self.skipped += self._batch_size - round(metrics['count'])
-        if step % self._log_every_steps == 0 or step == self._steps.stop:
+        self._look_for_spikes(step, metrics)
+        due = step % self._log_every_steps == 0 or step == self._steps.stop
+        if due:
             self._report(step)
         self._bar.update(self._task, completed=step)
+        return due
+
+    def _look_for_spikes(self, step: int, metrics: dict[str, float]) -> None:
+        """Says that an update was skipped, or that the loss is far above the steps before."""
+        loss, before = metrics['loss'], self._losses
+        if metrics['skipped']:
+            told = {name: str(metrics[name]) for name in ('loss', 'gradient_norm')}
+            text = ', '.join(f'{name} {value}' for name, value in told.items())
+            self.record('skipped', step, told, f'update skipped: {text}')
+            return
+        if len(before) >= _LEAST:
+            mean, deviation = statistics.fmean(before), statistics.pstdev(before)
+            if loss > mean + _SIGMAS * deviation:
+                numbers = {'loss': loss, 'mean_before': mean, 'deviation_before': deviation}
+                self.record('spike', step, numbers, f'loss {loss:.4f}, after {mean:.4f} on average')
+        before.append(loss)
 
     def record(self, kind: str, step: int, numbers: dict[str, Any], text: str) -> None:
         """A result to keep: a line on the screen and one in the file."""
@@ -89,9 +112,11 @@ class Reporter:
         self._write(kind, step, numbers)
 
     def _report(self, step: int) -> None:
-        numbers = dict(self._recent[-1])
+        whole = [m for m in self._recent if not m['skipped']]
+        numbers = dict((whole or self._recent)[-1])
         for name in MEANS:
-            numbers[name] = sum(m[name] for m in self._recent) / len(self._recent)
+            numbers[name] = sum(m[name] for m in whole) / max(1, len(whole))
+        numbers['skipped'] = len(self._recent) - len(whole)
         busy = self._busy_seconds()
         images = sum(m['count'] for m in self._recent)
         numbers['images_per_second'] = images / max(1e-9, busy - self._busy_before)
@@ -128,8 +153,7 @@ def duration(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
-def spent(clock: Clock) -> str:
+def spent(seconds: dict[str, float]) -> str:
     """The wall time and its parts, as `0:01:02: start 3 s, compile 10 s, ...`."""
-    seconds = {name: s for name, s in clock.seconds.items() if s >= 0.05}
-    parts = ', '.join(f'{name} {s:.1f} s' for name, s in seconds.items())
-    return f'{duration(sum(clock.seconds.values()))}: {parts}'
+    parts = ', '.join(f'{name} {s:.1f} s' for name, s in seconds.items() if s >= 0.05)
+    return f'{duration(sum(seconds.values()))}: {parts}'

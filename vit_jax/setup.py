@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from vit_jax.data.source import Source
 from vit_jax.data.transforms import Crop, Preprocessing
 from vit_jax.models import Model, ModelConfig, ViTConfig, build, for_task
 from vit_jax.parallel import mesh as meshes
+from vit_jax.parallel import placement
 from vit_jax.pretrained import Origin, find
 from vit_jax.training.duration import Length
 from vit_jax.training.losses import make_loss, targets_of
@@ -63,17 +64,16 @@ def prepare(
     *,
     length: Length | None = None,
     label_shape: tuple[int, ...] = (),
+    devices: Sequence[jax.Device] | None = None,
 ) -> Setup:
-    """The parts of a run with this model; where it trains, of this length.
+    """The parts of a run with this model; where it trains, of this length; on all devices.
 
     Raises ValueError where sizes do not fit the devices, or the loss does not fit the labels.
     """
-    mesh = meshes.make_mesh(config.mesh)
-    meshes.check_batch_size(
-        config.batch_size, devices=mesh.size, accumulation_steps=config.accumulation_steps
-    )
+    mesh = meshes.make_mesh(config.mesh, devices)
+    meshes.check_batch_size(config.batch_size, mesh, accumulation_steps=config.accumulation_steps)
     if config.eval_batch_size is not None:
-        meshes.check_batch_size(config.eval_batch_size, devices=mesh.size, accumulation_steps=1)
+        meshes.check_batch_size(config.eval_batch_size, mesh, accumulation_steps=1)
     model = build(model_config, regularization=config.regularization, compute=config.compute)
     preprocessing = preprocessing_of(config, origin)
     if length is not None and label_shape and config.loss.kind == 'softmax':
@@ -204,25 +204,43 @@ def make_functions(setup: Setup) -> Functions:
     return Functions(init, update, scoring(keep_rows=bool(setup.label_shape)), rules.report)
 
 
+def placed(setup: Setup, functions: Functions) -> tuple[TrainState, TrainState]:
+    """Shapes and types of the state, and where its arrays lie.
+
+    Raises ValueError where less of it can be split than the configuration demands.
+    """
+    like, config = jax.eval_shape(functions.init), setup.config.mesh
+    shardings = placement.place(like, setup.mesh, config)
+    placement.check_split(like, shardings, setup.mesh, config)
+    return like, shardings
+
+
+def lowered_update(setup: Setup, functions: Functions, shardings: TrainState) -> Any:
+    """The update step, not compiled yet."""
+    state = placement.described(jax.eval_shape(functions.init), shardings)
+    update = jax.jit(
+        functions.update,
+        donate_argnums=0,
+        out_shardings=(shardings, meshes.replicated(setup.mesh)),
+    )
+    return update.lower(state, described_batch(setup, setup.config.batch_size))
+
+
 def compile_training(setup: Setup) -> Programs:
     """The compiled programs of a training run."""
     functions, mesh = make_functions(setup), setup.mesh
-    like = jax.eval_shape(functions.init)
-    shardings = meshes.place(like, mesh, fsdp_min_mb=setup.config.mesh.fsdp_min_mb)
+    like, shardings = placed(setup, functions)
     everywhere = meshes.replicated(mesh)
-    state = meshes.described(like, shardings)
-    update = (
-        jax.jit(functions.update, donate_argnums=0, out_shardings=(shardings, everywhere))
-        .lower(state, described_batch(setup, setup.config.batch_size))
-        .compile()
-    )
+    best_params = placement.described(like.best_params, shardings.best_params)
+    update = lowered_update(setup, functions, shardings).compile()
     scores = (
         jax.jit(functions.scores, out_shardings=everywhere)
-        .lower(state.best_params, described_batch(setup, setup.eval_batch_size))
+        .lower(best_params, described_batch(setup, setup.eval_batch_size))
         .compile()
     )
     init = jax.jit(functions.init, out_shardings=shardings)
-    return Programs(init, update, scores, like, shardings, functions.report)
+    report = [*functions.report, *placement.table(like, shardings, mesh)]
+    return Programs(init, update, scores, like, shardings, report)
 
 
 def compile_features(
@@ -238,7 +256,9 @@ def compile_features(
 
     compiled: Callable[[Params, Batch], Float[Array, 'b d']] = (
         jax.jit(features, out_shardings=meshes.replicated(setup.mesh))
-        .lower(meshes.described(params, shardings), described_batch(setup, setup.eval_batch_size))
+        .lower(
+            placement.described(params, shardings), described_batch(setup, setup.eval_batch_size)
+        )
         .compile()
     )
     return compiled
@@ -250,7 +270,7 @@ def start_state(setup: Setup, programs: Programs) -> tuple[TrainState, list[str]
     if setup.origin is None:
         return state, []
     params, report = transferred(setup, state.params)
-    params = jax.device_put(params, programs.shardings.params)
+    params = meshes.put(params, programs.shardings.params)
     average = None if state.average is None else jax.tree.map(jnp.copy, params)
     return state._replace(params=params, average=average), report
 
@@ -289,4 +309,4 @@ def described_batch(setup: Setup, size: int) -> Batch:
         'epoch': jax.ShapeDtypeStruct((size,), jnp.int32),
         'example': jax.ShapeDtypeStruct((size,), jnp.int32),
     }
-    return meshes.described(batch, dict.fromkeys(batch, meshes.batch_sharding(setup.mesh)))
+    return placement.described(batch, dict.fromkeys(batch, meshes.batch_sharding(setup.mesh)))

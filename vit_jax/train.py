@@ -5,14 +5,16 @@ import shlex
 from vit_jax import experiment, probing, program
 from vit_jax.config import TrainConfig
 from vit_jax.experiment import Result
+from vit_jax.parallel.processes import Job
 from vit_jax.reporting import spent
 from vit_jax.workdir import METRICS
 
 
-def run(config: TrainConfig, workdir: str, accept_changes: bool) -> None:
+def run(config: TrainConfig, workdir: str, accept_changes: bool, job: Job) -> None:
     """Trains, and says at the end what was reached, where it lies, and what comes next."""
-    result = experiment.train(config, workdir, accept_changes=accept_changes)
-    say(result, next_program='finetune', next_config='finetune/transfer.py', data=config.data)
+    result = experiment.train(config, workdir, accept_changes=accept_changes, job=job)
+    if job.index == 0:
+        say(result, next_program='finetune', next_config='finetune/transfer.py', data=config.data)
 
 
 def say(result: Result, *, next_program: str, next_config: str, data: str) -> None:
@@ -30,7 +32,7 @@ def say(result: Result, *, next_program: str, next_config: str, data: str) -> No
     lines |= {
         'checkpoint': str(result.checkpoint),
         'metrics': str(result.folder / METRICS),
-        'time': spent(result.clock),
+        'time': spent(result.seconds),
         'next': shlex.join(command),
     }
     print()
@@ -39,4 +41,4 @@ def say(result: Result, *, next_program: str, next_config: str, data: str) -> No
 
 
 if __name__ == '__main__':
-    program.start(run, __doc__ or '')
+    program.train(run, __doc__ or '')

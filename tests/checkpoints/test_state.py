@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from vit_jax.checkpoints import state as checkpointing
-from vit_jax.parallel.mesh import MeshConfig, make_mesh, place
+from vit_jax.parallel.mesh import MeshConfig, make_mesh
+from vit_jax.parallel.placement import place
 
 PARAMS = {'head': {'kernel': jnp.arange(64.0).reshape(8, 8), 'bias': jnp.ones(8)}}
 TRAINING = {'step': jnp.asarray(4), 'optimizer': (({'mu': jnp.arange(16.0)},), None)}
@@ -22,7 +23,8 @@ def saved(tmp_path):
 
 
 def shardings(tree, **mesh):
-    return place(tree, make_mesh(MeshConfig(**mesh)), fsdp_min_mb=0.0)
+    config = MeshConfig(**mesh, fsdp_min_mb=0.0)
+    return place(tree, make_mesh(config), config)
 
 
 @pytest.mark.parametrize('mesh', [{}, {'fsdp': 8}, {'fsdp': 2}])
@@ -91,11 +93,11 @@ def test_a_damaged_checkpoint_is_an_error_in_one_sentence(saved):
     for file in (folder / 'checkpoints' / '4' / 'params').rglob('*'):
         if file.is_file():
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(ValueError, match='checkpoint .*/4: cannot be read: '):
+    with pytest.raises(ValueError, match='checkpoint .*/4: (damaged|cannot be read)'):
         checkpointing.load_params(str(folder))
-    with pytest.raises(ValueError, match='checkpoint .*/4: cannot be read: '):
+    with pytest.raises(ValueError, match='checkpoint .*/4: (damaged|cannot be read)'):
         checkpoints.restore(4, (PARAMS, TRAINING), (shardings(PARAMS), shardings(TRAINING)))
     for file in card.parent.iterdir():
         file.write_text('{"step": ')
-    with pytest.raises(ValueError, match='checkpoint .*/4: cannot be read: '):
+    with pytest.raises(ValueError, match='checkpoint .*/4: (damaged|cannot be read)'):
         checkpointing.load_card(str(folder))

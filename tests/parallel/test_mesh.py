@@ -6,7 +6,8 @@ from tests import tiny
 from vit_jax import setup as setups
 from vit_jax.data import pipeline, sources
 from vit_jax.models import Regularization
-from vit_jax.parallel.mesh import MeshConfig, check_batch_size, make_mesh, place
+from vit_jax.parallel.mesh import MeshConfig, check_batch_size, make_mesh
+from vit_jax.parallel.placement import place
 from vit_jax.training.duration import Length
 from vit_jax.tree import named_leaves
 
@@ -53,28 +54,31 @@ def test_every_mesh_begins_with_the_same_bits_and_trains_alike(monkeypatch):
 
 
 def test_large_leaves_are_split_along_their_largest_axis_but_not_along_depth():
-    mesh = make_mesh(MeshConfig(fsdp=4))
+    config = MeshConfig(fsdp=4, fsdp_min_mb=0.001)
+    mesh = make_mesh(config)
     leaf = jax.ShapeDtypeStruct
     tree = {
         'encoder': {'block': {'kernel': leaf((64, 8, 12), np.float32)}},
         'head': {'kernel': leaf((8, 64), np.float32), 'bias': leaf((64,), np.float32)},
         'odd': leaf((63, 65), np.float32),
     }
-    specs = {name: s.spec for name, s in named_leaves(place(tree, mesh, fsdp_min_mb=0.001)).items()}
+    specs = {name: s.spec for name, s in named_leaves(place(tree, mesh, config)).items()}
     assert specs['encoder/block/kernel'] == jax.P(None, None, 'fsdp')
     assert specs['head/kernel'] == jax.P(None, 'fsdp')
     assert specs['head/bias'] == jax.P() and specs['odd'] == jax.P()  # too small; does not divide
 
 
 def test_a_mesh_that_does_not_fit_the_devices_says_which_would():
-    with pytest.raises(ValueError, match='data=3 x fsdp=2 does not make 8 devices.* 4x2'):
+    with pytest.raises(
+        ValueError, match='data=3 x fsdp=2 x tensor=1 does not make 8 devices.* 4, 8'
+    ):
         make_mesh(MeshConfig(data=3, fsdp=2))
-    with pytest.raises(ValueError, match='8x1, 4x2, 2x4, 1x8'):
+    with pytest.raises(ValueError, match='expected sizes of 1 or more, at most one -1'):
         make_mesh(MeshConfig(fsdp=0))
-    assert make_mesh(MeshConfig(fsdp=2)).shape == {'data': 4, 'fsdp': 2}
+    assert make_mesh(MeshConfig(fsdp=2)).shape == {'data': 4, 'fsdp': 2, 'tensor': 1}
 
 
 @pytest.mark.parametrize('size, near', [(100, '96 or 112'), (5, '16'), (0, '16')])
 def test_a_batch_that_cannot_be_split_says_which_could(size, near):
-    with pytest.raises(ValueError, match=f'batch_size={size} .* 8 devices x 2 .*nearest: {near}$'):
-        check_batch_size(size, devices=8, accumulation_steps=2)
+    with pytest.raises(ValueError, match=f'batch_size={size} .* 8 devices .*nearest: {near}$'):
+        check_batch_size(size, make_mesh(MeshConfig()), accumulation_steps=2)

@@ -14,7 +14,8 @@ def run(losses, *, every, events, start=0):
     def update(state, batch):
         events.append(f'update {state.step}')
         loss = jnp.asarray(losses[int(state.step)])
-        return state._replace(step=state.step + 1), {'loss': loss}
+        metrics = {'loss': loss, 'skipped': jnp.isnan(loss), 'parameter_norm': jnp.ones(())}
+        return state._replace(step=state.step + 1), metrics
 
     def observe(step, state):
         events.append(f'observe {step}')

@@ -4,12 +4,15 @@
                             /training   what else the next step needs
                             /card       JSON: model, pre-processing, class names, position grid
 
+                            /digests.json   of all these files (checkpoints/digests.py)
+
 `params` stands alone, so that using a checkpoint needs no optimizer.
 """
 
 import contextlib
 import pathlib
-import re
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +21,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from vit_jax import tree
-from vit_jax.parallel.mesh import described
+from vit_jax.checkpoints import digests
+from vit_jax.checkpoints.digests import Damaged
+from vit_jax.parallel.placement import described
 from vit_jax.typing import Params
 
 FOLDER = 'checkpoints'
@@ -29,6 +34,7 @@ class Checkpoints:
 
     def __init__(self, workdir: str | pathlib.Path, *, keep: int):
         self._folder = pathlib.Path(workdir).absolute() / FOLDER
+        self._sealing: threading.Thread | None = None
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             cleanup_tmp_directories=True,
@@ -48,7 +54,7 @@ class Checkpoints:
 
     @property
     def latest_step(self) -> int | None:
-        """The newest complete checkpoint."""
+        """The newest checkpoint, complete or being written; complete after `wait`."""
         return self._manager.latest_step()
 
     def path(self, step: int) -> pathlib.Path:
@@ -56,15 +62,32 @@ class Checkpoints:
         return self._folder / str(step)
 
     def save(self, step: int, params: Params, training: Any, card: dict[str, Any]) -> None:
-        """Begins to save; the disk is written in the background."""
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(params),
-                training=ocp.args.StandardSave(tree.named_leaves(training)),
-                card=ocp.args.JsonSave(card),
-            ),
-        )
+        """Begins to save; the disk is written in the background. Saves no step twice.
+
+        Raises OSError that names what went wrong with this checkpoint or the one before.
+        """
+        if step == self.latest_step:
+            return
+        with _written(self._folder):
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardSave(params),
+                    training=ocp.args.StandardSave(tree.named_leaves(training)),
+                    card=ocp.args.JsonSave(card),
+                ),
+            )
+        if jax.process_index() == 0:
+            self._sealing = threading.Thread(target=self._seal, args=(step,), daemon=True)
+            self._sealing.start()
+
+    def _seal(self, step: int) -> None:
+        """Writes the digests of a checkpoint as soon as it is complete."""
+        while not (complete := self.path(step).exists()) and self._manager.is_saving_in_progress():
+            time.sleep(0.05)
+        if complete or self.path(step).exists():
+            with contextlib.suppress(FileNotFoundError):  # already removed, for newer ones
+                digests.seal(self.path(step))
 
     def restore(self, step: int, like: tuple[Params, Any], shardings: tuple[Any, Any]) -> Any:
         """(params, training) of a step, each array where `shardings` says.
@@ -85,13 +108,45 @@ class Checkpoints:
         leaves = [restored['training'][name] for name in wanted['training']]
         return restored['params'], jax.tree.unflatten(jax.tree.structure(training), leaves)
 
+    def check(self) -> None:
+        """Raises OSError that says what went wrong in the background, if anything did."""
+        with _written(self._folder):
+            self._manager.check_for_errors()
+
     def wait(self) -> None:
-        """Returns when all that was saved is on disk; raises what went wrong on the way."""
-        self._manager.wait_until_finished()
+        """Returns when all that was saved is on disk; raises OSError for what went wrong."""
+        with _written(self._folder):
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+        if self._sealing is not None:
+            self._sealing.join()
 
     def close(self) -> None:
         """Waits, and ends the background work."""
         self._manager.close()
+
+
+def set_damaged_aside(workdir: pathlib.Path) -> list[str]:
+    """Looks at the newest checkpoint, where it is damaged at the one before, until one is sound.
+
+    Damaged ones are moved to checkpoints/damaged; a line about each.
+    """
+    said = []
+    for step in digests.steps(workdir / FOLDER):
+        folder = workdir / FOLDER / str(step)
+        try:
+            if not _is_whole(folder):
+                raise Damaged(f'checkpoint {folder}: not complete')
+            digests.verify(folder)
+        except Damaged as error:
+            said.append(f'{error}; moved to {digests.set_aside(folder)}')
+        else:
+            break
+    return said
+
+
+def _is_whole(folder: pathlib.Path) -> bool:
+    return (folder / 'card').is_dir() and (folder / 'params').is_dir()
 
 
 def find(path: str) -> pathlib.Path:
@@ -100,7 +155,7 @@ def find(path: str) -> pathlib.Path:
     Raises FileNotFoundError that says what is there instead.
     """
     given = pathlib.Path(path).absolute()
-    if (given / 'card').is_dir() and (given / 'params').is_dir():
+    if _is_whole(given):
         return given
     if not given.exists():
         raise FileNotFoundError(f'checkpoint {path}: no such folder')
@@ -109,12 +164,9 @@ def find(path: str) -> pathlib.Path:
             f'checkpoint {path}: half-written; its run did not finish saving it'
         )
     for folder in (given / FOLDER, given):
-        steps = sorted(
-            (p for p in folder.glob('*') if re.fullmatch(r'\d+', p.name)), key=lambda p: int(p.name)
-        )
-        whole = [p for p in steps if (p / 'card').is_dir() and (p / 'params').is_dir()]
-        if whole:
-            return whole[-1]
+        for step in digests.steps(folder):
+            if _is_whole(folder / str(step)):
+                return folder / str(step)
     raise FileNotFoundError(
         f'checkpoint {path}: neither a checkpoint (params/, card/) nor a work directory with a '
         f'complete one under {FOLDER}/'
@@ -129,8 +181,12 @@ def load_card(path: str) -> tuple[dict[str, Any], pathlib.Path]:
 
 
 def load_params(path: str) -> Params:
-    """The parameters, in host memory, of the checkpoint that a path means."""
+    """The parameters, in host memory, of the checkpoint that a path means.
+
+    Raises Damaged where its files are not as they were written.
+    """
     folder = find(path)
+    digests.verify(folder)
     with _readable(folder):
         reader = ocp.PyTreeCheckpointHandler()
         structure = reader.metadata(folder / 'params').tree
@@ -154,6 +210,7 @@ def save_alone(folder: pathlib.Path, params: Params, card: dict[str, Any]) -> No
     with ocp.Checkpointer(handler) as writer:
         items = {'params': ocp.args.StandardSave(params), 'card': ocp.args.JsonSave(card)}
         writer.save(folder.absolute(), args=ocp.args.Composite(**items))
+    digests.seal(folder.absolute())
 
 
 @contextlib.contextmanager
@@ -162,4 +219,14 @@ def _readable(folder: pathlib.Path) -> Iterator[None]:
         yield
     except Exception as error:  # orbax and tensorstore raise many kinds for damaged files
         reason = str(error).strip().splitlines()[0][:300]
-        raise ValueError(f'checkpoint {folder}: cannot be read: {reason}') from error
+        raise Damaged(f'checkpoint {folder}: cannot be read: {reason}') from error
+
+
+@contextlib.contextmanager
+def _written(folder: pathlib.Path) -> Iterator[None]:
+    """An error of writing in few words: orbax and tensorstore raise many kinds, in many lines."""
+    try:
+        yield
+    except Exception as error:
+        reason = ' '.join(str(error).split())[:300] or type(error).__name__
+        raise OSError(f'{folder}: a checkpoint could not be written: {reason}') from error

@@ -1,10 +1,10 @@
 """From a source to batches on the devices, each a pure function of (seed, step).
 
-The order of examples is decided for the global batch first; each process then takes its part, so
-a batch does not depend on the number of processes, devices or loader threads. A batch is
-`images` (b h w 3, uint8), `labels` (b, or b k where an image has several), `mask` (b), False for
-padding and for images that could not be read, and `epoch` and `example` (b): what all randomness
-about an example is made from.
+The order of examples is decided for the global batch first; each process then takes the rows that
+lie on its devices, so a batch does not depend on the number of processes, devices or loader
+threads. A batch is `images` (b h w 3, uint8), `labels` (b, or b k where an image has several),
+`mask` (b), False for padding and for images that could not be read, and `epoch` and `example` (b):
+what all randomness about an example is made from.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from vit_jax import records
 from vit_jax.data.source import Label, Source
 from vit_jax.data.transforms import Crop, Size, decode
+from vit_jax.parallel.mesh import from_rows, put, rows_here
 from vit_jax.typing import Batch, Int, UInt8
 
 
@@ -176,9 +177,9 @@ def _kept_on_device(
     reader: Reader, pool: futures.Executor, sharding: NamedSharding
 ) -> tuple[Callable[[Sequence[Draw | None]], Batch], Callable[[Batch], Batch]]:
     """All images read once; then `load` gives their numbers and `place` gathers them."""
-    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
     draws = [Draw(index) for index in range(len(reader.source))]
-    stored = jax.device_put(reader.examples(draws, pool), everywhere)
+    read = reader.examples(draws, pool)
+    stored = put(read, dict.fromkeys(read, NamedSharding(sharding.mesh, PartitionSpec())))
 
     @jax.jit
     def gather(stored: Batch, drawn: Batch) -> Batch:
@@ -194,24 +195,17 @@ def _kept_on_device(
 
 def batches(feed: Feed, order: Order, *, steps: range, batch_size: int) -> Iterator[Batch]:
     """The global batches of these steps, on the devices, loaded ahead of their use."""
-    part = batch_size // jax.process_count()
+    rows = rows_here(feed.sharding, batch_size)
 
     def load(step: int) -> Batch:
-        start = int(step) * batch_size + part * jax.process_index()
-        return feed.load([order(position) for position in range(start, start + part)])
+        return feed.load([order(int(step) * batch_size + int(row)) for row in rows])
 
     dataset = grain.MapDataset.range(steps.start, steps.stop).map(load)
     # Two batches ahead: one is being loaded while one waits.
     for local in dataset.to_iter_dataset(grain.ReadOptions(2, prefetch_buffer_size=2)):
-        yield feed.place({name: _placed(array, feed.sharding) for name, array in local.items()})
-
-
-def _placed(local: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """The array of all processes, of which this one has its part at hand."""
-    if jax.process_count() == 1:
-        return jax.device_put(local, sharding)  # without the copy that the other way makes
-    shape = len(local) * jax.process_count(), *local.shape[1:]
-    return jax.make_array_from_process_local_data(sharding, local, shape)
+        yield feed.place(
+            {name: from_rows(x, rows, feed.sharding, batch_size) for name, x in local.items()}
+        )
 
 
 def training_batches(feed: Feed, *, steps: range, batch_size: int, seed: int) -> Iterator[Batch]:

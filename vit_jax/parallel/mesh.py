@@ -1,4 +1,4 @@
-"""The devices as a mesh of data and fsdp axes, and what of the state lies where."""
+"""The devices as a mesh of data, fsdp and tensor axes, and the batch over them."""
 
 import dataclasses
 import math
@@ -6,41 +6,79 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from vit_jax import tree
+from vit_jax.typing import Int
+
+AXES = 'data', 'fsdp', 'tensor'
+Spec = tuple[str | None, ...]  # the mesh axis that splits each axis of an array, None: none
 
 
 @dataclasses.dataclass(kw_only=True)
 class MeshConfig:
-    """Devices by axis. Both axes split the batch; fsdp also splits parameters and optimizer state.
+    """Devices by axis; one axis may be -1, the devices that the others leave.
 
-    Arrays smaller than `fsdp_min_mb` are kept whole on every device.
+    `data` and `fsdp` split the batch, `fsdp` also parameters and optimizer state, `tensor` the
+    heads of attention and the hidden layer of the MLPs. Several TPU slices are spread over
+    `data`, whose traffic is the least. What lies where is decided in parallel/placement.py.
     """
 
-    data: int | None = None  # None: the devices that fsdp leaves
+    data: int = -1
     fsdp: int = 1
-    fsdp_min_mb: float = 1.0
+    tensor: int = 1
+    fsdp_min_mb: float = 1.0  # smaller arrays are kept whole on every device
+    max_whole_share: float = 0.1  # of the bytes, where fsdp or tensor splits; more is an error
+    rules: tuple[tuple[str, Spec], ...] = ()  # (pattern of names, axes): before all other rules
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of these devices, all by default. Raises ValueError where the axes do not fit."""
-    devices = devices or jax.devices()
-    count = len(devices)
-    data = config.data or count // max(1, config.fsdp)
-    if config.fsdp < 1 or data * config.fsdp != count:
-        legal = ', '.join(f'{count // n}x{n}' for n in range(1, count + 1) if count % n == 0)
+    devices = list(devices or jax.devices())
+    sizes = _sizes(config, len(devices))
+    slices: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        slices.setdefault(getattr(device, 'slice_index', 0), []).append(device)
+    if sizes[0] % len(slices):
         raise ValueError(
-            f'mesh: data={config.data} x fsdp={config.fsdp} does not make {count} devices; '
-            f'data x fsdp may be {legal}'
+            f'mesh: data={sizes[0]} is not a multiple of {len(slices)} slices, over which only '
+            f'data is spread'
         )
-    return jax.make_mesh(
-        (data, config.fsdp), ('data', 'fsdp'), (AxisType.Auto, AxisType.Auto), devices=devices
-    )
+    one = sizes[0] // len(slices), *sizes[1:]
+    try:
+        parts = [jax.make_mesh(one, AXES, devices=part).devices for part in slices.values()]
+    except NotImplementedError as error:  # of the TPU's torus
+        raise ValueError(f'mesh: {_text(sizes)} cannot be laid on these chips: {error}') from error
+    return Mesh(np.concatenate(parts), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _sizes(config: MeshConfig, count: int) -> tuple[int, ...]:
+    """The size of each axis, the free one computed."""
+    asked = tuple(getattr(config, axis) for axis in AXES)
+    fixed = math.prod(size for size in asked if size != -1)
+    if asked.count(-1) > 1 or any(size < 1 for size in asked if size != -1):
+        raise ValueError(f'mesh: {_text(asked)}: expected sizes of 1 or more, at most one -1')
+    sizes = tuple(count // fixed if size == -1 else size for size in asked)
+    if math.prod(sizes) != count:
+        legal = ', '.join(str(n) for n in range(1, count + 1) if count % n == 0)
+        raise ValueError(
+            f'mesh: {_text(asked)} does not make {count} devices; each axis may be one of '
+            f'{legal}, their product {count}'
+        )
+    return sizes
+
+
+def _text(sizes: Sequence[int]) -> str:
+    return ' x '.join(f'{axis}={size}' for axis, size in zip(AXES, sizes, strict=True))
+
+
+def describe(mesh: Mesh) -> str:
+    """The axes and their sizes, as `data=4 x fsdp=2 x tensor=1`."""
+    return _text(tuple(mesh.shape[axis] for axis in AXES))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Examples split over all devices."""
+    """Examples split over data and fsdp, whole along tensor."""
     return NamedSharding(mesh, PartitionSpec(('data', 'fsdp')))
 
 
@@ -49,42 +87,48 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def place(state: Any, mesh: Mesh, *, fsdp_min_mb: float) -> Any:
-    """The sharding of each leaf of a state, from its name and shape.
-
-    A large leaf is split over fsdp along its largest axis that divides; the depth axis of stacked
-    blocks is left whole, because the scan walks along it. The rule sees names and shapes only, so
-    the optimizer's copies of a parameter lie where the parameter lies.
-    """
-
-    def sharding(name: str, leaf: Any) -> NamedSharding:
-        size_mb = math.prod(leaf.shape) * leaf.dtype.itemsize / 2**20
-        first = 1 if 'encoder/block/' in name else 0
-        axes = [a for a in range(first, leaf.ndim) if leaf.shape[a] % mesh.shape['fsdp'] == 0]
-        if mesh.shape['fsdp'] == 1 or size_mb < fsdp_min_mb or not axes:
-            return replicated(mesh)
-        largest = max(axes, key=lambda a: leaf.shape[a])
-        return NamedSharding(mesh, PartitionSpec(*[None] * largest, 'fsdp'))
-
-    return tree.map_named(sharding, state)
+def rows_here(sharding: NamedSharding, batch_size: int) -> Int[np.ndarray, 'n']:
+    """The rows of the global batch that lie on devices of this process, in order."""
+    indices = sharding.addressable_devices_indices_map((batch_size,)).values()
+    parts = (range(batch_size)[index[0]] for index in indices if index is not None)
+    return np.array(sorted({row for part in parts for row in part}))
 
 
-def described(tree: Any, shardings: Any) -> Any:
-    """Shape, type and place of each array of a tree, without the arrays."""
+def from_rows(
+    local: np.ndarray, rows: Int[np.ndarray, 'n'], sharding: NamedSharding, batch_size: int
+) -> jax.Array:
+    """The global array of which these are the rows that lie on devices of this process."""
+    if len(rows) == batch_size:
+        return jax.device_put(local, sharding)  # without the copy that the other way makes
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        first, last = np.searchsorted(rows, index[0].indices(batch_size)[:2])
+        part: np.ndarray = local[first:last]
+        return part
+
+    return jax.make_array_from_callback((batch_size, *local.shape[1:]), sharding, part)
+
+
+def put(values: Any, shardings: Any) -> Any:
+    """Arrays that every process holds whole, each where its sharding says."""
+    if jax.process_count() == 1:
+        return jax.device_put(values, shardings)
     return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        tree,
+        lambda x, to: jax.make_array_from_callback(np.shape(x), to, lambda i: np.asarray(x)[i]),
+        values,
         shardings,
     )
 
 
-def check_batch_size(batch_size: int, *, devices: int, accumulation_steps: int) -> None:
+def check_batch_size(batch_size: int, mesh: Mesh, *, accumulation_steps: int) -> None:
     """Raises ValueError, with the nearest sizes that would do, where a batch cannot be split."""
-    unit = devices * accumulation_steps
+    parts = mesh.shape['data'] * mesh.shape['fsdp']
+    unit = parts * accumulation_steps
     if batch_size < 1 or batch_size % unit:
         below, above = batch_size // unit * unit, (batch_size // unit + 1) * unit
         near = f'{below} or {above}' if below > 0 else f'{above}'
         raise ValueError(
-            f'batch_size={batch_size} is not a multiple of {devices} devices x '
+            f'batch_size={batch_size} is not a multiple of {parts} devices (data x fsdp) x '
             f'{accumulation_steps} accumulation steps; nearest: {near}'
         )

@@ -1,19 +1,28 @@
 """The loop: batches go in, the state goes round, numbers come out one step late."""
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from math import isfinite
 from typing import Any, NamedTuple
 
 import jax
 
+from vit_jax.parallel.processes import Interrupted
 from vit_jax.training.update import Metrics, TrainState
 from vit_jax.typing import Batch
 
 
 class NotFinite(ArithmeticError):
-    """The loss, the gradient or the parameters are no longer numbers."""
+    """Loss, gradient or parameters were no numbers, step after step."""
+
+
+class Stopped(Exception):
+    """The run was asked to stop, with this state after its last step."""
+
+    def __init__(self, state: TrainState):
+        super().__init__('the run was asked to stop')
+        self.state = state
 
 
 class Every(NamedTuple):
@@ -28,25 +37,34 @@ class Every(NamedTuple):
 
 
 class Clock:
-    """Where the wall time goes: seconds by name. Within an inner name the outer one rests."""
+    """Where the wall time goes: seconds by name. Within an inner name the outer one rests.
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    `before` seconds had passed when the clock was made; they count as start.
+    """
+
+    def __init__(self, before: float = 0.0) -> None:
+        self.seconds: dict[str, float] = {'start': before}
         self._running: list[str] = []
         self._since = time.monotonic()
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """The time within belongs to `name`."""
-        self._settle()
+        self.settle()
         self._running.append(name)
         try:
             yield
         finally:
-            self._settle()
+            self.settle()
             self._running.pop()
 
-    def _settle(self) -> None:
+    def total(self) -> float:
+        """Seconds since the clock was made: the sum of all parts."""
+        self.settle()
+        return sum(self.seconds.values())
+
+    def settle(self) -> None:
+        """Counts the time up to now."""
         now = time.monotonic()
         name = self._running[-1] if self._running else 'start'
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
@@ -62,42 +80,54 @@ def fit(
     on_metrics: Callable[[int, dict[str, float]], None],
     observers: Sequence[Every],
     clock: Clock,
+    tick: Callable[[], None] = lambda: None,
+    max_skipped_steps: int = 1,
 ) -> TrainState:
     """The state after the given steps; step n takes the state after n updates to n + 1.
 
     Metrics of a step are read while the next one runs, so the device never waits for the host,
-    and before anything observes the state. Raises NotFinite, before any observer sees it, when
-    a metric is not a finite number.
+    and before anything observes the state. Raises NotFinite, before any observer sees the state,
+    when parameters are no numbers or so many updates in a row were skipped, and Stopped, with a
+    whole state, when `tick` before a step, or an observer, raises Interrupted.
     """
     pending: tuple[int, Metrics] | None = None
+    skipped = 0
 
     def read() -> None:
-        nonlocal pending
+        nonlocal pending, skipped
         if pending is None:
             return
         step, metrics = pending
         pending = None
         numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        _check_finite(step, numbers)
         on_metrics(step, numbers)
+        skipped = skipped + 1 if numbers['skipped'] else 0
+        if skipped >= max_skipped_steps or not isfinite(numbers['parameter_norm']):
+            more = f', the {skipped}. update in a row that was skipped' if skipped else ''
+            raise NotFinite(f'step {step}: {_not_finite(numbers)}{more}')
 
-    for step in steps:
-        with clock('data wait'):
-            batch = next(batches)
-        with clock('step'):
-            state, metrics = update(state, batch)
-            read()
-            pending = step + 1, metrics
-        due = [observer for observer in observers if observer.is_due(step + 1, steps.stop)]
-        if due:
+    try:
+        for step in steps:
+            tick()
+            with clock('data wait'):
+                batch = next(batches)
             with clock('step'):
+                state, metrics = update(state, batch)
                 read()
-        for observer in due:
-            observer.run(step + 1, state)
+                pending = step + 1, metrics
+            due = [observer for observer in observers if observer.is_due(step + 1, steps.stop)]
+            if due:
+                with clock('step'):
+                    read()
+            for observer in due:
+                observer.run(step + 1, state)
+    except Interrupted:
+        with clock('step'):
+            read()
+        raise Stopped(state) from None
     return state
 
 
-def _check_finite(step: int, numbers: dict[str, Any]) -> None:
-    broken = [f'{name} is {value}' for name, value in numbers.items() if not math.isfinite(value)]
-    if broken:
-        raise NotFinite(f'step {step}: {", ".join(broken)}')
+def _not_finite(numbers: dict[str, Any]) -> str:
+    broken = {name: value for name, value in numbers.items() if not isfinite(value)}
+    return ', '.join(f'{name} is {value}' for name, value in broken.items())

@@ -1,5 +1,6 @@
 """One step of training, a pure function: (state, batch) -> (state, metrics)."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -115,6 +116,9 @@ def make_update(
 
     `thawed` gives the parameters without a gradient for those that are frozen.
 
+    A step whose loss or gradient is not finite leaves all but the number of the step as it was,
+    and says so in the metric `skipped`.
+
     With `accumulation_steps=k` the gradients of k parts of the batch are summed one after the
     other before the step: the same update with the activations of one part in memory.
     """
@@ -133,20 +137,26 @@ def make_update(
         )
         count = jnp.maximum(1, sums['count'])
         gradient = jax.tree.map(lambda g: g / count, total)
+        loss, gradient_norm = sums['loss'] / count, optax.tree.norm(gradient)
         updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         average = state.average
         if polyak_decay is not None:
             average = optax.incremental_update(params, average, 1 - polyak_decay)
+        # Known before anything is written, so that the old state needs no second place.
+        finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
+        updated = TrainState(state.step, params, optimizer_state, average)
+        after = jax.tree.map(functools.partial(jnp.where, finite), updated, state)
         metrics = {
-            'loss': sums['loss'] / count,
+            'loss': loss,
             'accuracy': sums['correct'] / count,
             'count': sums['count'],
             'learning_rate': schedule(state.step),
-            'gradient_norm': optax.tree.norm(gradient),
-            'parameter_norm': optax.tree.norm(params),
+            'gradient_norm': gradient_norm,
+            'parameter_norm': optax.tree.norm(after.params),
+            'skipped': 1 - finite.astype(jnp.int32),
         }
-        return TrainState(state.step + 1, params, optimizer_state, average), metrics
+        return after._replace(step=state.step + 1), metrics
 
     return update
 

@@ -1,0 +1,33 @@
+"""What fits on sixteen chips of each kind: python -m benchmarks.plan_tpu > RESULT.
+
+Each part of the output is what `vit_jax.plan` says to the command above it. It needs the TPU
+compiler (`pip install -e '.[tpu]'`), no TPU, and some minutes of one core for each part.
+"""
+
+import shlex
+import subprocess
+import sys
+
+SLICES = 'v5e:4x4', 'v6e:4x4', 'v5p:2x2x4'
+SHARDED = ['--config.mesh.data=1', '--config.mesh.fsdp=-1']
+NETWORKS = {
+    'B/16': ['pretrain/augreg.py:i1k,B/16', '--num_classes=1000'],
+    'L/16': ['pretrain/augreg.py:i1k,L/16', '--num_classes=1000'],
+    'H/14': ['pretrain/vit.py:jft,H/14', '--num_classes=18291', *SHARDED],
+    'g/14': [
+        'pretrain/scaling_vit.py:g/14',
+        '--num_classes=29593',
+        '--config.batch_size=4096',
+        '--config.compute.remat=none',
+        *SHARDED,
+    ],
+}
+
+if __name__ == '__main__':
+    for network in sys.argv[1:] or NETWORKS:
+        config, *flags = NETWORKS[network]
+        for name in SLICES:
+            command = ['-m', 'vit_jax.plan', f'--config=configs/{config}', f'--topology={name}']
+            command += ['--num_images=1281167', *flags]
+            print(f'$ python {shlex.join(command)}', flush=True)
+            subprocess.run([sys.executable, *command])

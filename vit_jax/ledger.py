@@ -1,0 +1,73 @@
+"""Where the time of an experiment went, over all its starts: WORKDIR/ledger.jsonl.
+
+Each line has, of one start, the wall time, the step and the seconds by name since it began. What
+was done after the checkpoint from which the next start went on, and the time between the two, is
+lost by the restart.
+"""
+
+import json
+import pathlib
+import time
+from typing import Any
+
+from vit_jax.training.loop import Clock
+
+LOST = 'lost by restart'
+
+
+class Ledger:
+    """Writes the ledger of one start; nothing where `path` is None."""
+
+    def __init__(self, path: pathlib.Path | None, clock: Clock):
+        self._path, self._clock = path, clock
+        self._began = time.time() - clock.total()
+
+    def record(self, step: int) -> None:
+        """The seconds by name up to now, when the state is that of `step`."""
+        if self._path is None:
+            return
+        self._clock.settle()
+        seconds = {name: round(s, 4) for name, s in self._clock.seconds.items()}
+        line = {'began': round(self._began, 4), 'step': step, 'seconds': seconds}
+        with self._path.open('a') as file:
+            file.write(json.dumps(line) + '\n')
+
+    def totals(self) -> dict[str, float]:
+        """Seconds by name over all starts; they sum up to the wall time."""
+        if self._path is None:
+            return dict(self._clock.seconds)
+        return totals(read(self._path))
+
+
+def read(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The lines of a ledger; the last of a killed run may be half a line."""
+    lines = []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return lines
+
+
+def totals(lines: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds by name, from the first start to the last line."""
+    starts: dict[float, list[dict[str, Any]]] = {}
+    for line in lines:
+        starts.setdefault(line['began'], []).append(line)
+    result: dict[str, float] = {}
+
+    def add(name: str, seconds: float) -> None:
+        result[name] = result.get(name, 0.0) + seconds
+
+    order = sorted(starts)
+    for began, following in zip(order, [*order[1:], None], strict=True):
+        kept = starts[began][-1]
+        if following is not None:
+            resumed = starts[following][0]['step']
+            before = [line for line in starts[began] if line['step'] <= resumed]
+            kept = before[-1] if before else {'seconds': {}}
+            add(LOST, following - began - sum(kept['seconds'].values()))
+        for name, seconds in kept['seconds'].items():
+            add(name, seconds)
+    return result

@@ -1,0 +1,274 @@
+"""The processes of a job: they begin together, agree, notice when one is gone, and end together.
+
+jax.distributed does the work. What is added: nothing is lost in silence. A process that fails says
+so to the others, one that hangs is ended with the stacks of its threads, and SIGTERM becomes one
+common moment to stop.
+"""
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn, TypeVar
+
+import jax
+
+# Not public: the client of the key-value store, and the manager of preemption.
+from jax._src.distributed import global_state
+
+from vit_jax import records
+from vit_jax.parallel import cluster as clusters
+from vit_jax.parallel.cluster import Cluster, Launch
+
+REQUEUE = 75  # EX_TEMPFAIL: start the same command again
+_END = 'vit_jax/end'
+_SAY_AFTER, _LAST_WORDS = 10.0, 0.5  # seconds
+T = TypeVar('T')
+
+
+class Interrupted(Exception):
+    """SIGTERM came, and every process is at the same place: save, and stop."""
+
+
+class Differs(ValueError):
+    """This process has other facts than process 0."""
+
+
+class Job:
+    """This process among those of its job; `Job()` is one alone, as in a library or a test."""
+
+    def __init__(self, launch: Launch | None = None):
+        self._launch = launch
+        self._asked = threading.Event()  # to stop
+        self._ticks = 0
+        self._times: dict[str, int] = {}  # that something of this name was told or waited for
+        self._saves = False  # is there a state worth keeping?
+
+    @property
+    def count(self) -> int:
+        """Of processes."""
+        return int(global_state.num_processes)
+
+    @property
+    def index(self) -> int:
+        """Of this process."""
+        return int(global_state.process_id)
+
+    @property
+    def _client(self) -> Any:
+        return global_state.client
+
+    def agree(self, name: str, facts: dict[str, Any]) -> None:
+        """Returns when all processes have come here with the same facts (JSON values).
+
+        Raises Differs, which names the differences from process 0. Nothing of jax has to run.
+        """
+        theirs = json.loads(self.told(name, lambda: json.dumps(facts)))
+        changes = records.differences(theirs, json.loads(json.dumps(facts)))
+        if changes:
+            raise Differs(
+                f'{name}: {me()} differs from process 0:\n  '
+                + '\n  '.join(f'{line} here' for line in changes[:20])
+            )
+        self.barrier(name)
+
+    def told(self, name: str, say: Callable[[], str]) -> str:
+        """What process 0 says, on every process; the others wait for it."""
+        if self.count == 1:
+            return say()
+        key = self._key('told', name)
+        if self.index == 0:
+            self._client.key_value_set(key, say())
+        text: str = self._client.blocking_key_value_get(key, self._wait_ms)
+        return text
+
+    def barrier(self, name: str) -> None:
+        """Returns when all processes have come here. ValueError names who is missing."""
+        if self.count == 1:
+            return
+        try:
+            self._client.wait_at_barrier(self._key('barrier', name), self._wait_ms)
+        except jax.errors.JaxRuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f'not every process came to {name!r}: {reason}') from error
+
+    def _key(self, kind: str, name: str) -> str:
+        """Another one each time: all processes ask for the same in the same order."""
+        times = self._times[f'{kind}/{name}'] = self._times.get(f'{kind}/{name}', 0) + 1
+        return f'vit_jax/{kind}/{name}/{times}'
+
+    @property
+    def _wait_ms(self) -> int:
+        return int(1000 * (self._launch or Launch()).start_seconds)
+
+    @property
+    def age(self) -> float:
+        """Seconds since the program was started; 0 for a job within another program."""
+        if self._launch is None or not os.path.exists('/proc/self/stat'):  # Linux has it
+            return 0.0
+        with open('/proc/self/stat') as file:
+            ticks = int(file.read().rpartition(')')[2].split()[19])
+        began = ticks / os.sysconf('SC_CLK_TCK')
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+
+    def saves(self) -> None:
+        """From here on SIGTERM waits for the next `tick`: there is a state worth keeping."""
+        self.alive()
+        self._saves = True
+        if self._launch is not None and self.count > 1:
+            # Takes SIGTERM over: the processes agree on the tick at which they stop.
+            global_state.initialize_preemption_sync_manager()
+
+    def tick(self) -> None:
+        """Says that work goes on. Raises Interrupted at the tick on which all processes stop.
+
+        All processes must come here equally often.
+        """
+        self.alive()
+        self._ticks += 1
+        manager = global_state.preemption_sync_manager
+        if self._asked.is_set() or (manager and manager.reached_sync_point(self._ticks)):
+            raise Interrupted
+
+    def alive(self) -> None:
+        """Says that work goes on: the watchdog begins to count anew."""
+        if self._launch is not None:
+            faulthandler.dump_traceback_later(self._launch.watchdog_seconds, exit=True)
+
+    def ticking(self, batches: Iterable[T]) -> Iterator[T]:
+        """The same batches, with a `tick` before each."""
+        for batch in batches:
+            self.tick()
+            yield batch
+
+    def end(self, code: int, message: str) -> NoReturn:
+        """Ends this process and, through the store, all others, who say why; at once."""
+        with contextlib.suppress(Exception):  # the store may be what is gone
+            if self._client is not None:
+                said = {'code': code, 'process': self.index, 'message': message}
+                said['host'] = socket.gethostname()
+                self._client.key_value_set(_END, json.dumps(said), allow_overwrite=True)
+                time.sleep(_LAST_WORDS)  # process 0 keeps the store: the others read it first
+        _leave(code)
+
+    def _listen(self) -> None:
+        """Waits for the end of another process, and ends this one."""
+        while True:
+            try:
+                said = json.loads(self._client.blocking_key_value_get(_END, 3_600_000))
+            except jax.errors.JaxRuntimeError as error:
+                if 'DEADLINE' in str(error):
+                    continue
+                return  # the job ends in order
+            except AttributeError:  # the client is gone, likewise
+                return
+            if said['process'] != self.index:
+                who = f'process {said["process"]} ({said["host"]})'
+                print(f'{me()}: {who} ended: {said["message"]}', file=sys.stderr, flush=True)
+                _leave(said['code'])
+            return
+
+    def _on_signal(self, wakeup: socket.socket) -> None:
+        """SIGTERM: before there is anything to keep the process ends, else it stops soon."""
+        while number := wakeup.recv(1):
+            if number[0] == signal.SIGTERM:
+                if not self._saves:
+                    text = 'SIGTERM before anything was trained: nothing is lost, start again'
+                    print(f'{me()}: {text}', file=sys.stderr, flush=True)
+                    self.end(REQUEUE, text)
+                self._asked.set()
+
+
+def me() -> str:
+    """This process, for people."""
+    return f'process {global_state.process_id} ({socket.gethostname()})'
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process without waiting for anyone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def joined(launch: Launch, report: Callable[[BaseException], int]) -> Iterator[Job]:
+    """The job that this process was started for; all of it ends when one process fails.
+
+    Raises ValueError where the processes cannot meet. What is raised within one of several
+    processes is told to the user by `report`, which gives the exit code, and ends the job.
+    """
+    job = Job(launch)
+    faulthandler.enable()  # an abort, by jax for example, shows what every thread did
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # the thread sees it, also while jax compiles
+    signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=job._on_signal, args=(ours,), daemon=True).start()
+    job.alive()
+    cluster = clusters.find(launch)
+    several = cluster is not None and cluster.num_processes > 1
+    if cluster is not None and several:
+        _initialize(cluster, launch)
+        threading.Thread(target=job._listen, daemon=True).start()
+    try:
+        yield job
+    except BaseException as error:
+        stopped = isinstance(error, SystemExit) and error.code in (0, REQUEUE)
+        if several and not stopped:  # else all processes are here
+            job.end(report(error), f'{type(error).__name__}: {error}')
+        raise
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        if several:
+            jax.distributed.shutdown()
+
+
+def _initialize(cluster: Cluster, launch: Launch) -> None:
+    """Meets the other processes. Ends the process, with a reason, where they do not come."""
+    bind = clusters.meet(cluster, launch.start_seconds)
+    began = time.monotonic()
+    count, address = cluster.num_processes, cluster.coordinator_address
+
+    def say() -> None:
+        text = f'process {cluster.process_id} of {count} waits at {address} for the others'
+        print(text, file=sys.stderr, flush=True)
+
+    def give_up() -> None:
+        seconds = time.monotonic() - began
+        print(
+            f'error: process {cluster.process_id}: of {count} processes not all came to '
+            f'{address} within {seconds:.0f} s; which were started, and with which process_id?',
+            file=sys.stderr,
+        )
+        _leave(1)
+
+    timers = threading.Timer(_SAY_AFTER, say), threading.Timer(launch.start_seconds, give_up)
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    # The manager of preemption would take SIGTERM now; until there is something to keep, the
+    # process ends at once instead.
+    jax.config.update('jax_enable_preemption_service', False)
+    logging.getLogger('jax._src.distributed').setLevel(logging.ERROR)
+    jax.distributed.initialize(
+        address,
+        count,
+        cluster.process_id,
+        local_device_ids=cluster.local_device_ids,
+        cluster_detection_method='deactivate',
+        initialization_timeout=int(launch.start_seconds) + 30,
+        heartbeat_timeout_seconds=int(launch.heartbeat_seconds),
+        shutdown_timeout_seconds=int(launch.heartbeat_seconds),
+        coordinator_bind_address=bind,
+    )
+    jax.config.update('jax_enable_preemption_service', True)
+    for timer in timers:
+        timer.cancel()

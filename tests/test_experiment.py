@@ -207,7 +207,7 @@ def test_a_field_that_came_later_does_not_stop_an_earlier_run(tmp_path):
     (tmp_path / 'config.json').write_text(json.dumps(earlier | {'seed': 7, 'gone': 1}))
     with pytest.raises(ValueError, match=r"(?s)gone: 1 -> '\(absent\)'.*seed: 7 -> 0"):
         with workdir.opened(str(tmp_path), config, Job()):
-        pass
+            pass
 
 
 def test_a_resume_under_another_configuration_is_refused_with_the_differences(trained):

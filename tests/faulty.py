@@ -1,0 +1,145 @@
+"""vit_jax.train with something wrong: python -m tests.faulty FAULT[,FAULT...] FLAGS.
+
+A fault is NAME:STEP or NAME:STEP:PROCESS; it happens at that step, on that process or on all.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import jax
+
+from vit_jax import experiment, program, train
+from vit_jax.checkpoints.state import Checkpoints
+from vit_jax.data import pipeline
+from vit_jax.parallel.processes import Job
+
+
+def at_tick(number, index, act):
+    """Acts once, when a step begins."""
+    tick = Job.tick
+
+    def ticking(job):
+        if job._ticks == number and index in (None, job.index):
+            act()
+        tick(job)
+
+    Job.tick = ticking
+
+
+def forever():
+    while True:
+        time.sleep(1)
+
+
+def slow(number, index):
+    """Every step takes so many milliseconds more."""
+    tick = Job.tick
+
+    def ticking(job):
+        time.sleep(number / 1000)
+        tick(job)
+
+    Job.tick = ticking
+
+
+def hang(number, index):
+    at_tick(number, index, forever)
+
+
+def hang_loader(number, index):
+    load = pipeline.Reader.examples
+
+    def loading(reader, draws, pool):
+        if index in (None, jax.process_index()) and any(d and d.epoch > 0 for d in draws):
+            forever()
+        return load(reader, draws, pool)
+
+    pipeline.Reader.examples = loading
+
+
+def hang_barrier(number, index):
+    wait = Job.barrier
+
+    def waiting(job, name):
+        if index in (None, job.index):
+            forever()
+        wait(job, name)
+
+    Job.barrier = waiting
+
+
+def fail(number, index):
+    def act():
+        raise RuntimeError('the disk is on fire')
+
+    at_tick(number, index, act)
+
+
+def die(number, index):
+    at_tick(number, index, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def slow_compile(number, index):
+    compile_training = experiment.setups.compile_training
+
+    def compiling(setup):
+        print('compiling', flush=True)
+        time.sleep(number)
+        return compile_training(setup)
+
+    experiment.setups.compile_training = compiling
+
+
+def slow_evaluation(number, index):
+    evaluate = experiment.classification.evaluate
+
+    def evaluating(scores, params, batches, *, count):
+        def slowed():
+            for batch in batches:
+                print('evaluating', flush=True)
+                time.sleep(number / 1000)
+                yield batch
+
+        return evaluate(scores, params, slowed(), count=count)
+
+    experiment.classification.evaluate = evaluating
+
+
+def slow_save(number, index):
+    save = Checkpoints.save
+
+    def saving(checkpoints, *arguments):
+        print('saving', flush=True)
+        save(checkpoints, *arguments)
+        time.sleep(number / 1000)
+
+    Checkpoints.save = saving
+
+
+def stalled_disk(number, index):
+    """No directory is renamed any more once the step is reached: saving never ends."""
+    at_tick(number, index, lambda: setattr(os, 'rename', lambda *_: forever()))
+
+
+def other_packages(number, index):
+    identity = experiment.identity
+
+    def other(config, path):
+        facts = identity(config, path)
+        if index in (None, jax.process_index()):
+            facts['packages']['numpy'] = '0.0.1'
+            facts['code']['training/loop.py'] = 'changed'
+        return facts
+
+    experiment.identity = other
+
+
+if __name__ == '__main__':
+    faults = sys.argv.pop(1)
+    for fault in faults.split(','):
+        name, *numbers = fault.split(':')
+        step, process = (*map(int, numbers), None, None)[:2]
+        globals()[name](step, process)
+    program.train(train.run, '')

@@ -101,18 +101,23 @@ def train(
 
 def identity(config: TrainConfig, path: str) -> dict[str, Any]:
     """What must be the same on every host before they compute: settings, code, packages."""
+    where = str(pathlib.Path(path).absolute())
+    return {'config': records.to_dict(config), 'workdir': where} | installed()
+
+
+def installed() -> dict[str, Any]:
+    """Versions of packages, and a digest of each file of this one."""
     code = {
         str(file.relative_to(_HERE)): hashlib.sha256(file.read_bytes()).hexdigest()[:12]
         for file in sorted(_HERE.rglob('*.py'))
     }
-    packages = {name: metadata.version(name) for name in _PACKAGES}
-    packages['python'] = platform.python_version()
-    return {
-        'config': records.to_dict(config),
-        'workdir': str(pathlib.Path(path).absolute()),
-        'code': code,
-        'packages': packages,
-    }
+    return {'code': code, 'packages': packages()}
+
+
+def packages() -> dict[str, str]:
+    """Versions by name of what computes."""
+    versions = {name: metadata.version(name) for name in _PACKAGES}
+    return {'python': platform.python_version()} | versions
 
 
 def _planned(config: TrainConfig) -> Plan:

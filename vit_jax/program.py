@@ -47,7 +47,7 @@ def train(run: Callable[[TrainConfig, str, bool, Job], None], description: str) 
     flags.mark_flag_as_required('workdir')
 
     def with_job(config: TrainConfig) -> None:
-        with joined(launch(), _report) as job:
+        with joined(launch(), report) as job:
             try:
                 run(config, typing.cast(str, workdir.value), accept.value, job)
             except Interrupted as stop:
@@ -83,6 +83,19 @@ def launch_flags() -> Callable[[], Launch]:
         )
 
     return launch
+
+
+def bare(run: Callable[[], None], description: str) -> None:
+    """Runs a program that has flags, but no configuration."""
+
+    def main(arguments: Sequence[str]) -> None:
+        if len(arguments) > 1:
+            _fail(f'unexpected argument {arguments[1]!r}')
+        _quiet()
+        with _explained():
+            run()
+
+    app.run(main, flags_parser=functools.partial(_parse, description))
 
 
 def start(run: Callable[[TrainConfig], None], description: str) -> None:
@@ -161,10 +174,10 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        sys.exit(_report(error))
+        sys.exit(report(error))
 
 
-def _report(error: BaseException) -> int:
+def report(error: BaseException) -> int:
     """Says what the user can mend in one line, anything else with its traceback; the exit code."""
     if isinstance(error, KeyboardInterrupt):
         text = 'interrupted; the same command goes on from what is complete'

@@ -120,8 +120,8 @@ class Job:
 
     def saves(self) -> None:
         """From here on SIGTERM waits for the next `tick`: there is a state worth keeping."""
-        self.alive()
         self._saves = True
+        self.alive()
         if self._launch is not None and self.count > 1:
             # Takes SIGTERM over: the processes agree on the tick at which they stop.
             global_state.initialize_preemption_sync_manager()
@@ -140,7 +140,10 @@ class Job:
     def alive(self) -> None:
         """Says that work goes on: the watchdog begins to count anew."""
         if self._launch is not None:
-            faulthandler.dump_traceback_later(self._launch.watchdog_seconds, exit=True)
+            seconds = self._launch.watchdog_seconds
+            if not self._saves:  # to start and to compile takes longer than a step
+                seconds = max(seconds, self._launch.start_seconds)
+            faulthandler.dump_traceback_later(seconds, exit=True)
 
     def ticking(self, batches: Iterable[T]) -> Iterator[T]:
         """The same batches, with a `tick` before each."""
@@ -155,8 +158,28 @@ class Job:
                 said = {'code': code, 'process': self.index, 'message': message}
                 said['host'] = socket.gethostname()
                 self._client.key_value_set(_END, json.dumps(said), allow_overwrite=True)
-                time.sleep(_LAST_WORDS)  # process 0 keeps the store: the others read it first
-        _leave(code)
+        self._leave(code)
+
+    def _leave(self, code: int) -> NoReturn:
+        """Ends the process without waiting for anyone; the one that keeps the store a little later.
+
+        Without the store the others would abort, before they have read why.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self.count > 1 and self.index == 0:
+            time.sleep(_LAST_WORDS)
+        os._exit(code)
+
+    def finish(self, listener: threading.Thread) -> None:
+        """The end of all processes in order."""
+        self.barrier('the end')
+        if self.index == 0:
+            done = {'code': 0, 'process': None, 'message': 'done'}
+            self._client.key_value_set(_END, json.dumps(done), allow_overwrite=True)
+        listener.join(self._wait_ms / 1000)  # a thread within jax would abort the interpreter's end
+        faulthandler.cancel_dump_traceback_later()
+        jax.distributed.shutdown()
 
     def _listen(self) -> None:
         """Waits for the end of another process, and ends this one."""
@@ -166,13 +189,11 @@ class Job:
             except jax.errors.JaxRuntimeError as error:
                 if 'DEADLINE' in str(error):
                     continue
-                return  # the job ends in order
-            except AttributeError:  # the client is gone, likewise
-                return
-            if said['process'] != self.index:
+                return  # the store is gone: jax will end this process
+            if said['process'] not in (None, self.index):
                 who = f'process {said["process"]} ({said["host"]})'
                 print(f'{me()}: {who} ended: {said["message"]}', file=sys.stderr, flush=True)
-                _leave(said['code'])
+                self._leave(said['code'])
             return
 
     def _on_signal(self, wakeup: socket.socket) -> None:
@@ -191,13 +212,6 @@ def me() -> str:
     return f'process {global_state.process_id} ({socket.gethostname()})'
 
 
-def _leave(code: int) -> NoReturn:
-    """Ends the process without waiting for anyone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 @contextlib.contextmanager
 def joined(launch: Launch, report: Callable[[BaseException], int]) -> Iterator[Job]:
     """The job that this process was started for; all of it ends when one process fails.
@@ -214,21 +228,29 @@ def joined(launch: Launch, report: Callable[[BaseException], int]) -> Iterator[J
     threading.Thread(target=job._on_signal, args=(ours,), daemon=True).start()
     job.alive()
     cluster = clusters.find(launch)
-    several = cluster is not None and cluster.num_processes > 1
-    if cluster is not None and several:
-        _initialize(cluster, launch)
-        threading.Thread(target=job._listen, daemon=True).start()
+    if cluster is None or cluster.num_processes == 1:
+        try:
+            yield job
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        return
+    _initialize(cluster, launch)
+    listener = threading.Thread(target=job._listen, daemon=True)
+    listener.start()
     try:
         yield job
-    except BaseException as error:
-        stopped = isinstance(error, SystemExit) and error.code in (0, REQUEUE)
-        if several and not stopped:  # else all processes are here
-            job.end(report(error), f'{type(error).__name__}: {error}')
+    except SystemExit as error:
+        if error.code != REQUEUE:  # which all processes reach together
+            job.end(1, 'its own output says why')
+        job.finish(listener)
         raise
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-        if several:
-            jax.distributed.shutdown()
+    except BaseException as error:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            time.sleep(2 * _LAST_WORDS)  # of another process, which may be the cause
+            print(f'{me()}: is another process gone? Its output says why', file=sys.stderr)
+        job.end(report(error), f'{type(error).__name__}: {error}')
+    else:
+        job.finish(listener)
 
 
 def _initialize(cluster: Cluster, launch: Launch) -> None:
@@ -247,8 +269,9 @@ def _initialize(cluster: Cluster, launch: Launch) -> None:
             f'error: process {cluster.process_id}: of {count} processes not all came to '
             f'{address} within {seconds:.0f} s; which were started, and with which process_id?',
             file=sys.stderr,
+            flush=True,
         )
-        _leave(1)
+        os._exit(1)
 
     timers = threading.Timer(_SAY_AFTER, say), threading.Timer(launch.start_seconds, give_up)
     for timer in timers:

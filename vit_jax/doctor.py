@@ -1,0 +1,139 @@
+"""Says what a program would find on this host, and tries it: python -m vit_jax.doctor.
+
+Started like a training (same flags, on every host) it meets the other processes, compares
+packages and code, counts devices, and adds up one number of each device, within --seconds.
+"""
+
+import importlib.util
+import os
+import pathlib
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from importlib import metadata
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from vit_jax import experiment, program
+from vit_jax.parallel import cluster as clusters
+from vit_jax.parallel import mesh as meshes
+from vit_jax.parallel.cluster import Launch
+from vit_jax.parallel.processes import Job, joined
+
+# The oldest NVIDIA driver of each major version of CUDA (NVIDIA, CUDA compatibility, table 1).
+_LEAST_DRIVER = {'12': 525, '13': 580}
+
+
+def examine(launch: Launch, seconds: float) -> None:
+    """Prints what was found. Raises ValueError with the first thing that is wrong."""
+    _say('host', f'{socket.gethostname()}, {platform.system()}, {os.cpu_count()} cores')
+    _say('versions', ', '.join(f'{name} {v}' for name, v in experiment.packages().items()))
+    cluster = clusters.find(launch)
+    if cluster is None:
+        _say('cluster', 'none recognised: one process')
+    else:
+        own = cluster.local_device_ids
+        _say(
+            'cluster',
+            f'{cluster.kind}: process {cluster.process_id} of {cluster.num_processes}, '
+            f'coordinator {cluster.coordinator_address}, '
+            f'devices of this process: {"all" if own is None else own}',
+        )
+    _check_accelerator()
+    with joined(launch, program.report) as job:
+        _check_together(job, seconds)
+    _say('result', 'all is well')
+
+
+def _say(name: str, text: str) -> None:
+    print(f'{name:<12}{text}', flush=True)
+
+
+def _check_accelerator() -> None:
+    """Raises ValueError where there is a GPU or a TPU of which jax can make no use."""
+    gpus = _nvidia('name')
+    if gpus:
+        driver = _nvidia('driver_version')[0]
+        _say('driver', f'NVIDIA {driver}: {len(gpus)} x {gpus[0]}')
+        plugins = [n for n in _LEAST_DRIVER if importlib.util.find_spec(f'jax_cuda{n}_plugin')]
+        if not plugins:
+            raise ValueError("a GPU is here, jax's part for it is not: pip install 'vit_jax[cuda]'")
+        least = _LEAST_DRIVER[plugins[-1]]
+        if int(driver.split('.')[0]) < least:
+            raise ValueError(f'driver {driver} is too old for CUDA {plugins[-1]}: {least} or newer')
+        _check_plugin(plugins[-1])
+    tpus = list(pathlib.Path('/dev').glob('accel*')) + list(
+        pathlib.Path('/dev/vfio').glob('[0-9]*')
+    )
+    if tpus and importlib.util.find_spec('libtpu') is None and not gpus:
+        _say('devices', f'{tpus[0]} may be a TPU; libtpu is not installed (vit_jax[tpu])')
+
+
+def _check_plugin(cuda: str) -> None:
+    plugin, jaxlib = metadata.version(f'jax-cuda{cuda}-plugin'), metadata.version('jaxlib')
+    if plugin.split('.')[:2] != jaxlib.split('.')[:2]:
+        raise ValueError(
+            f'jax-cuda{cuda}-plugin {plugin} does not belong to jaxlib {jaxlib}: '
+            f"pip install -U 'vit_jax[cuda]'"
+        )
+
+
+def _nvidia(field: str) -> list[str]:
+    """One line for each GPU that the driver knows; none without a driver."""
+    if shutil.which('nvidia-smi') is None:
+        return []
+    found = subprocess.run(
+        ['nvidia-smi', f'--query-gpu={field}', '--format=csv,noheader'],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    if found.returncode:
+        raise ValueError(f'nvidia-smi: {found.stdout.strip() or found.stderr.strip()}')
+    return found.stdout.split('\n')[:-1]
+
+
+def _check_together(job: Job, seconds: float) -> None:
+    """Compares the hosts, then lets all devices compute one sum."""
+    limit = threading.Timer(seconds, _give_up, (job, seconds))
+    limit.daemon = True
+    limit.start()
+    job.agree('packages and code', experiment.installed())
+    local, everyone = jax.local_devices(), jax.devices()
+    _say(
+        'devices',
+        f'{len(local)} x {local[0].device_kind} here, {len(everyone)} in all processes',
+    )
+    if _nvidia('name') and local[0].platform == 'cpu':
+        raise ValueError('a GPU is here, but jax computes on the CPU: is JAX_PLATFORMS set?')
+    job.agree('devices', {'of each process': len(local), 'kind': local[0].device_kind})
+    began = time.monotonic()
+    mesh = meshes.make_mesh(meshes.MeshConfig())
+    ones = meshes.put(np.ones(len(everyone), np.float32), meshes.batch_sharding(mesh))
+    total = jax.jit(jnp.sum, out_shardings=meshes.replicated(mesh))(ones)
+    if float(total) != len(everyone):
+        raise ValueError(f'the sum over {len(everyone)} devices is {float(total)}')
+    limit.cancel()
+    _say('collective', f'sum over {len(everyone)} devices in {time.monotonic() - began:.1f} s')
+
+
+def _give_up(job: Job, seconds: float) -> None:
+    text = (
+        f'no answer of all devices within {seconds:g} s: a process is not started, or the hosts '
+        f'cannot reach each other (firewall, several networks)'
+    )
+    print(f'error: {text}', file=sys.stderr, flush=True)
+    job.end(1, text)
+
+
+if __name__ == '__main__':
+    _launch = program.launch_flags()
+    _seconds = flags.DEFINE_float('seconds', 60.0, 'That all devices may take for one sum.')
+    program.bare(lambda: examine(_launch(), _seconds.value), __doc__ or '')

@@ -10,13 +10,15 @@ import sys
 
 SLICES = 'v5e:4x4', 'v6e:4x4', 'v5p:2x2x4'
 SHARDED = ['--config.mesh.data=1', '--config.mesh.fsdp=-1']
+IMAGENET = ['--num_classes=1000', '--num_images=1281167']
+JFT = ['--num_classes=18291', '--num_images=303000000']
 NETWORKS = {
-    'B/16': ['pretrain/augreg.py:i1k,B/16', '--num_classes=1000'],
-    'L/16': ['pretrain/augreg.py:i1k,L/16', '--num_classes=1000'],
-    'H/14': ['pretrain/vit.py:jft,H/14', '--num_classes=18291', *SHARDED],
+    'B/16': ['pretrain/augreg.py:i1k,B/16', *IMAGENET],
+    'L/16': ['pretrain/augreg.py:i1k,L/16', *IMAGENET],
+    'H/14': ['pretrain/vit.py:jft,H/14', *JFT, *SHARDED],
     'g/14': [
         'pretrain/scaling_vit.py:g/14',
-        '--num_classes=29593',
+        *JFT,
         '--config.batch_size=4096',
         '--config.compute.remat=none',
         *SHARDED,
@@ -28,6 +30,6 @@ if __name__ == '__main__':
         config, *flags = NETWORKS[network]
         for name in SLICES:
             command = ['-m', 'vit_jax.plan', f'--config=configs/{config}', f'--topology={name}']
-            command += ['--num_images=1281167', *flags]
+            command += flags
             print(f'$ python {shlex.join(command)}', flush=True)
             subprocess.run([sys.executable, *command])

@@ -196,7 +196,7 @@ def _parse(description: str, arguments: list[str]) -> list[str]:
         print(f'{description.strip()}\n{_USAGE}')
         sys.exit(0)
     # ml_collections cannot set an optional number to nothing: `=none` is ours.
-    absent = [a for a in arguments if a.startswith('--config.') and a.lower().endswith('=none')]
+    absent = [a for a in arguments if a.startswith('--config.') and _is_none(a)]
     try:
         rest: list[str] = flags.FLAGS([a for a in arguments if a not in absent])
         for argument in absent:
@@ -216,6 +216,18 @@ def _parse(description: str, arguments: list[str]) -> list[str]:
     raise AssertionError('unreachable')
 
 
+def _is_none(argument: str) -> bool:
+    """Does it take the value from a field? Some have `none` among their choices."""
+    path, _, value = argument.removeprefix('--config.').partition('=')
+    choices = [
+        field.metadata.get('choices', ())
+        for kind in _kinds(path.split('.')[:-1])
+        for field in dataclasses.fields(kind)
+        if field.name == path.split('.')[-1]
+    ]
+    return value.lower() == 'none' and not any('none' in names for names in choices)
+
+
 def _unset(config: TrainConfig, path: str) -> None:
     """Sets an optional field to None."""
     *parents, name = path.split('.')
@@ -228,17 +240,25 @@ def _unset(config: TrainConfig, path: str) -> None:
 
 def _check_field(names: list[str]) -> None:
     """Says which of the dotted names of a field does not exist, and which was probably meant."""
-    kinds: list[type] = [TrainConfig]
     for depth, name in enumerate(names):
-        hints = {k: h for kind in kinds for k, h in typing.get_type_hints(kind).items()}
+        hints = {k for kind in _kinds(names[:depth]) for k in typing.get_type_hints(kind)}
         if name not in hints:
             where = '.'.join(['config', *names[: depth + 1]])
             _fail(f'{where}: no such field; {records.nearest(name, hints)}', code=2)
+
+
+def _kinds(names: Sequence[str]) -> list[type]:
+    """The records that may stand at these dotted names; none where there is no such field."""
+    kinds: list[type] = [TrainConfig]
+    for name in names:
+        hints = [typing.get_type_hints(kind).get(name) for kind in kinds]
         kinds = [
             t
-            for t in (hints[name], *typing.get_args(hints[name]))
+            for hint in hints
+            for t in (hint, *typing.get_args(hint))
             if dataclasses.is_dataclass(t) and isinstance(t, type)
         ]
+    return kinds
 
 
 def _check_argument(arguments: list[str]) -> None:

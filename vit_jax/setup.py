@@ -74,7 +74,12 @@ def prepare(
     meshes.check_batch_size(config.batch_size, mesh, accumulation_steps=config.accumulation_steps)
     if config.eval_batch_size is not None:
         meshes.check_batch_size(config.eval_batch_size, mesh, accumulation_steps=1)
-    model = build(model_config, regularization=config.regularization, compute=config.compute)
+    model = build(
+        model_config,
+        regularization=config.regularization,
+        compute=config.compute,
+        by_batch=functools.partial(meshes.by_batch, mesh),
+    )
     preprocessing = preprocessing_of(config, origin)
     if length is not None and label_shape and config.loss.kind == 'softmax':
         raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax.numpy as jnp
 
-from vit_jax.models.options import Compute, Regularization
+from vit_jax.models.options import Compute, Constraint, Regularization, anywhere
 from vit_jax.models.resnet import ResNetClassifier, ResNetConfig
 from vit_jax.models.vit import ViT, ViTConfig
 from vit_jax.typing import Array, Float, Key, Params
@@ -37,10 +37,14 @@ def build(
     *,
     regularization: Regularization | None = None,
     compute: Compute | None = None,
+    by_batch: Constraint = anywhere,
 ) -> Model:
-    """The network of a configuration. Raises ValueError where the sizes do not fit together."""
+    """The network of a configuration. Raises ValueError where the sizes do not fit together.
+
+    `by_batch` is applied to the tokens (b n d) between the blocks.
+    """
     _ = config.grid  # raises where the patches do not fill the image
-    module = _module(config, regularization or Regularization(), compute or Compute())
+    module = _module(config, regularization or Regularization(), compute or Compute(), by_batch)
     shape = *config.image_size, config.channels
 
     def run(params: Params, images: Float[Array, 'b h w c'], **options: Any) -> Any:
@@ -81,11 +85,13 @@ def for_task(
     return dataclasses.replace(config, **changes)
 
 
-def _module(config: ModelConfig, regularization: Regularization, compute: Compute) -> nn.Module:
+def _module(
+    config: ModelConfig, regularization: Regularization, compute: Compute, by_batch: Constraint
+) -> nn.Module:
     if isinstance(config, ResNetConfig):
         if regularization != Regularization():
             raise ValueError(f'a ResNet has neither dropout nor stochastic depth: {regularization}')
         return ResNetClassifier(config, compute)
     if config.width % config.num_heads:
         raise ValueError(f'width={config.width} is not a multiple of num_heads={config.num_heads}')
-    return ViT(config, regularization, compute)
+    return ViT(config, regularization, compute, by_batch)

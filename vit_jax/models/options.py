@@ -9,6 +9,7 @@ import jax
 
 from vit_jax import records
 from vit_jax.models import attention
+from vit_jax.typing import Array
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -38,6 +39,16 @@ class Compute:
     remat: str = records.choice('none', 'dots', 'block')
     unroll: int = 1
     attention: str = records.choice(*attention.IMPLEMENTATIONS)
+
+
+# Says of an array (b ...) where its examples lie: the program that knows the devices gives it, so
+# that the compiler brings parameters to the examples, and not the other way round.
+Constraint = Callable[[Array], Array]
+
+
+def anywhere(x: Array) -> Array:
+    """The array, of which nothing is said."""
+    return x
 
 
 def rematerialized(

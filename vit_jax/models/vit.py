@@ -11,7 +11,13 @@ import jax.numpy as jnp
 from vit_jax import records
 from vit_jax.models import attention, positions
 from vit_jax.models.head import zero_head
-from vit_jax.models.options import Compute, Regularization, rematerialized
+from vit_jax.models.options import (
+    Compute,
+    Constraint,
+    Regularization,
+    anywhere,
+    rematerialized,
+)
 from vit_jax.models.resnet import Backbone, ResNet
 from vit_jax.typing import Array, Float
 
@@ -120,6 +126,7 @@ class Block(nn.Module):
     config: ViTConfig
     regularization: Regularization
     compute: Compute
+    by_batch: Constraint
 
     @nn.compact
     def __call__(
@@ -129,14 +136,15 @@ class Block(nn.Module):
         norm = functools.partial(nn.LayerNorm, epsilon=config.layer_norm_epsilon, dtype=dtype)
         residual = functools.partial(self._drop_branch, drop_rate, deterministic)
 
+        x = self.by_batch(x)
         y = norm(name='norm1')(x)
         attention = Attention(
             config.num_heads, dropout, dtype, self.compute.attention, name='attention'
         )
-        x = x + residual(attention(y, y, deterministic))
+        x = self.by_batch(x + residual(attention(y, y, deterministic)))
         y = norm(name='norm2')(x)
         mlp = Mlp(config.mlp_dim, config.gelu, dropout, dtype, name='mlp')
-        x = x + residual(mlp(y, deterministic))
+        x = self.by_batch(x + residual(mlp(y, deterministic)))
         self.sow('intermediates', 'tokens', x, reduce_fn=_latest)
         return x, None
 
@@ -157,6 +165,7 @@ class Encoder(nn.Module):
     config: ViTConfig
     regularization: Regularization
     compute: Compute
+    by_batch: Constraint
 
     @nn.compact
     def __call__(self, x: Float[Array, 'b n d'], deterministic: bool) -> Float[Array, 'b n d']:
@@ -171,7 +180,7 @@ class Encoder(nn.Module):
             length=depth,
             unroll=unroll,
         )
-        blocks = scan(self.config, self.regularization, self.compute, name='block')
+        blocks = scan(self.config, self.regularization, self.compute, self.by_batch, name='block')
         x, _ = blocks(
             x, jnp.linspace(0, self.regularization.stochastic_depth, depth), deterministic
         )
@@ -204,6 +213,7 @@ class ViT(nn.Module):
     config: ViTConfig
     regularization: Regularization
     compute: Compute
+    by_batch: Constraint = anywhere
 
     def setup(self) -> None:
         config = self.config
@@ -219,7 +229,7 @@ class ViT(nn.Module):
                 (1, config.num_tokens, config.width),
             )
         self.dropout = nn.Dropout(self.regularization.dropout)
-        self.encoder = Encoder(config, self.regularization, self.compute)
+        self.encoder = Encoder(config, self.regularization, self.compute, self.by_batch)
         if config.pool == 'map':
             self.pool = AttentionPool(config, self.compute)
         if config.final_norm == 'after_pool':

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from vit_jax.typing import Int
+from vit_jax.typing import Array, Int
 
 AXES = 'data', 'fsdp', 'tensor'
 Spec = tuple[str | None, ...]  # the mesh axis that splits each axis of an array, None: none
@@ -80,6 +80,16 @@ def describe(mesh: Mesh) -> str:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Examples split over data and fsdp, whole along tensor."""
     return NamedSharding(mesh, PartitionSpec(('data', 'fsdp')))
+
+
+def by_batch(mesh: Mesh, x: Array) -> Array:
+    """The same activations (b ...), of which the compiler is told that examples are split.
+
+    Without being told it may gather the batch rather than the parameters, and run out of memory.
+    """
+    if x.shape[0] % (mesh.shape['data'] * mesh.shape['fsdp']):  # the one image of `init`
+        return x
+    return jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

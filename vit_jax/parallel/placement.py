@@ -39,10 +39,12 @@ def place(state: Any, mesh: Mesh, config: MeshConfig) -> Any:
 
     def sharding(name: str, leaf: Any) -> NamedSharding:
         given = next((axes for pattern, axes in config.rules if _matches(pattern, name)), None)
-        if given is not None:
-            _check(name, leaf, given, mesh)
-        axes = _axes(name, leaf, mesh, config.fsdp_min_mb) if given is None else given
-        return NamedSharding(mesh, PartitionSpec(*axes))
+        if given is not None and not (wrong := _misfit(leaf, given, mesh)):
+            return NamedSharding(mesh, PartitionSpec(*given))
+        # What the optimizer keeps of a parameter may have another shape than the parameter.
+        if given is not None and not name.startswith('optimizer/'):
+            raise ValueError(f'config.mesh.rules: {name} {list(leaf.shape)} by {given}: {wrong}')
+        return NamedSharding(mesh, PartitionSpec(*_axes(name, leaf, mesh, config.fsdp_min_mb)))
 
     return tree.map_named(sharding, state)
 
@@ -70,15 +72,16 @@ def _axes(name: str, leaf: Any, mesh: Mesh, fsdp_min_mb: float) -> Spec:
     return tuple(axes)
 
 
-def _check(name: str, leaf: Any, axes: Spec, mesh: Mesh) -> None:
-    where = f'config.mesh.rules: {name} {list(leaf.shape)} split by {axes}'
-    if unknown := set(axes) - {*AXES, None}:
-        raise ValueError(f'{where}: no axis {unknown.pop()!r}; there are {", ".join(AXES)}')
+def _misfit(leaf: Any, axes: Spec, mesh: Mesh) -> str | None:
+    """Why the axes cannot split the leaf; None where they can."""
+    if unknown := sorted({axis for axis in axes if axis is not None} - {*AXES}):
+        return f'no axis {unknown[0]!r}; there are {", ".join(AXES)}'
     if len(axes) > leaf.ndim:
-        raise ValueError(f'{where}: more axes than the array has')
+        return 'more axes than the array has'
     for size, axis in zip(leaf.shape, axes, strict=False):
         if axis is not None and size % mesh.shape[axis]:
-            raise ValueError(f'{where}: {size} is not a multiple of {axis}={mesh.shape[axis]}')
+            return f'{size} is not a multiple of {axis}={mesh.shape[axis]}'
+    return None
 
 
 def table(state: Any, shardings: Any, mesh: Mesh) -> list[str]:

@@ -1,5 +1,3 @@
-import types
-
 import jax
 import numpy as np
 import pytest
@@ -102,20 +100,13 @@ def test_one_axis_takes_the_devices_that_the_others_leave():
 
 
 def test_slices_are_spread_over_data_and_over_nothing_else(monkeypatch):
-    """The two slices of a fake pod: the devices of one have neighbouring places within data."""
-    devices = [types.SimpleNamespace(slice_index=n % 2, id=n) for n in range(8)]
-
-    def within_one(shape, axes, devices):
-        return types.SimpleNamespace(devices=np.array(devices, object).reshape(shape))
-
-    monkeypatch.setattr(jax, 'make_mesh', within_one)
-    monkeypatch.setattr('vit_jax.parallel.mesh.Mesh', lambda array, *rest, **more: array)
-    laid = make_mesh(MeshConfig(fsdp=2), devices)
-    assert [[[d.slice_index for d in row] for row in plane] for plane in laid] == (
-        [[[0], [0]], [[0], [0]], [[1], [1]], [[1], [1]]]
-    )
+    """The even and the odd devices are a slice each: within data they are not mixed."""
+    monkeypatch.setattr('vit_jax.parallel.mesh.slice_of', lambda device: device.id % 2)
+    laid = make_mesh(MeshConfig(fsdp=2)).devices
+    assert laid.shape == (4, 2, 1)
+    assert [[d.id % 2 for d in row.flat] for row in laid] == [[0, 0], [0, 0], [1, 1], [1, 1]]
     with pytest.raises(ValueError, match='data=1 is not a multiple of 2 slices'):
-        make_mesh(MeshConfig(data=1, fsdp=8), devices)
+        make_mesh(MeshConfig(data=1, fsdp=8))
 
 
 STATE = {

@@ -50,14 +50,14 @@ class _Kind:
     """What tells that a process is one of many: variables, and how many processes they mean."""
 
     name: str
-    jax_names: tuple[str, ...]  # of the environments of jax that read the rest
+    jax_names: tuple[str, ...]  # of jax's classes that read the rest
     needed: tuple[str, ...]
     advice: str
 
 
 _SLURM = _Kind(
     'Slurm',
-    ('slurm',),
+    ('SlurmCluster',),
     (
         'SLURM_JOB_ID',
         'SLURM_STEP_NODELIST',
@@ -69,20 +69,20 @@ _SLURM = _Kind(
 )
 _OPEN_MPI = _Kind(
     'Open MPI',
-    ('ompi',),
+    ('OmpiCluster',),
     ('OMPI_MCA_orte_hnp_uri', 'OMPI_COMM_WORLD_SIZE', 'OMPI_COMM_WORLD_RANK'),
     'Open MPI 5 does not say where process 0 is: add --coordinator_address=HOST:PORT',
 )
 _KUBERNETES = _Kind(
     'Kubernetes',
-    ('k8s',),
+    ('K8sCluster',),
     ('KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'),
     "an indexed Job needs `pip install 'jax[k8s]'` and leave to read its pods; or give "
     '--coordinator_address, --num_processes and --process_id=$JOB_COMPLETION_INDEX',
 )
 _TPU = _Kind(
     'TPU',
-    ('gcetpu', 'gketpu', 'tpu'),
+    ('GceTpuCluster', 'GkeTpuCluster'),
     ('TPU_WORKER_HOSTNAMES', 'TPU_WORKER_ID'),
     "this needs a TPU and `pip install 'vit_jax[tpu]'`",
 )
@@ -108,7 +108,11 @@ def recognised(env: Mapping[str, str]) -> _Kind | None:
 
 def _on_gce_tpu() -> bool:
     """Only the metadata server of a TPU virtual machine knows its neighbours."""
-    return next(e for e in ClusterEnv._cluster_types if e.name == 'gcetpu').is_env_present()
+    return next(e for e in _jax_kinds() if e.__name__ == 'GceTpuCluster').is_env_present()
+
+
+def _jax_kinds() -> list[type[ClusterEnv]]:
+    return ClusterEnv._cluster_types
 
 
 def find(launch: Launch, env: Mapping[str, str] = os.environ) -> Cluster | None:
@@ -156,7 +160,7 @@ def find(launch: Launch, env: Mapping[str, str] = os.environ) -> Cluster | None:
 
 def _by_jax(kind: _Kind, env: Mapping[str, str], seconds: float) -> tuple[object, ...]:
     """Address, count, id and device of this process, as jax reads them."""
-    kinds = [e for e in ClusterEnv._cluster_types if e.name in kind.jax_names]
+    kinds = [e for e in _jax_kinds() if e.__name__ in kind.jax_names]
     present = next((e for e in kinds if e.is_env_present()), None)
     if present is None:
         absent = [name for name in kind.needed if name not in env]

@@ -38,7 +38,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     sizes = _sizes(config, len(devices))
     slices: dict[int, list[jax.Device]] = {}
     for device in devices:
-        slices.setdefault(getattr(device, 'slice_index', 0), []).append(device)
+        slices.setdefault(slice_of(device), []).append(device)
     if sizes[0] % len(slices):
         raise ValueError(
             f'mesh: data={sizes[0]} is not a multiple of {len(slices)} slices, over which only '
@@ -50,6 +50,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     except NotImplementedError as error:  # of the TPU's torus
         raise ValueError(f'mesh: {_text(sizes)} cannot be laid on these chips: {error}') from error
     return Mesh(np.concatenate(parts), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def slice_of(device: jax.Device) -> int:
+    """The TPU slice of a device: within one the network is fast. 0 where there are none."""
+    return getattr(device, 'slice_index', None) or 0
 
 
 def _sizes(config: MeshConfig, count: int) -> tuple[int, ...]:

@@ -1,0 +1,148 @@
+"""Damage and sudden death: what a checkpoint's files may suffer, and what is left to go on from."""
+
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from tests import tiny
+from tests.hosts import environment
+from vit_jax import experiment
+from vit_jax.checkpoints import state as checkpointing
+from vit_jax.checkpoints.digests import Damaged, seal, verify
+from vit_jax.training.duration import Duration
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+    """A run with checkpoints 5 and 10."""
+    folder = tmp_path_factory.mktemp('run')
+    return experiment.train(tiny.experiment(checkpoint_every_steps=5), str(folder))
+
+
+def files(folder):
+    return [path for path in sorted(folder.rglob('*')) if path.is_file()]
+
+
+def flip(path, position):
+    """The file with the bit of this number the other way round."""
+    data = bytearray(path.read_bytes())
+    data[position // 8] ^= 1 << position % 8
+    path.write_bytes(data)
+
+
+def test_every_one_of_a_hundred_flipped_bits_is_noticed_and_named(run):
+    """Bits drawn from all bytes of a checkpoint, data and descriptions alike."""
+    verify(run.checkpoint)
+    paths = files(run.checkpoint)
+    ends = np.cumsum([8 * path.stat().st_size for path in paths])
+    for bit in np.random.default_rng(0).integers(ends[-1], size=100):
+        path = paths[np.searchsorted(ends, bit, side='right')]
+        position = int(bit - ends[-1]) % (8 * path.stat().st_size)
+        flip(path, position)
+        with pytest.raises(Damaged) as error:
+            verify(run.checkpoint)
+        named = str(path.relative_to(run.checkpoint)) in str(error.value)
+        assert named or path.name == 'digests.json'
+        flip(path, position)
+    verify(run.checkpoint)
+
+
+def test_a_file_that_is_cut_missing_or_new_is_noticed_and_named(run, tmp_path):
+    copy = tmp_path / '10'
+    for damage in ('cut', 'gone', 'new'):
+        shutil.copytree(run.checkpoint, copy)
+        path = files(copy / 'params')[0]
+        if damage == 'cut':
+            path.write_bytes(path.read_bytes()[:-1])
+        elif damage == 'gone':
+            path.unlink()
+        else:
+            path = copy / 'params' / 'more'
+            path.touch()
+        with pytest.raises(Damaged, match=f'damaged since it was written: params/.*{path.name}'):
+            verify(copy)
+        with pytest.raises(Damaged, match='damaged since it was written'):
+            checkpointing.load_params(str(copy))
+        shutil.rmtree(copy)
+
+
+def test_a_run_falls_back_loudly_to_the_checkpoint_before(run, tmp_path, caplog):
+    folder = tmp_path / 'run'
+    shutil.copytree(run.folder, folder)
+    array = max(files(folder / 'checkpoints' / '10' / 'training'), key=lambda p: p.stat().st_size)
+    flip(array, 1000)
+    again = experiment.train(tiny.experiment(checkpoint_every_steps=5), str(folder))
+    assert 'checkpoints/10: damaged since it was written: training/' in caplog.text
+    assert f'moved to {folder}/checkpoints/damaged/10-' in caplog.text
+    jax.tree.map(np.testing.assert_array_equal, again.state, run.state)
+    assert sorted(p.name for p in (folder / 'checkpoints').glob('[0-9]*')) == ['10', '5']
+    verify(folder / 'checkpoints' / '10')
+
+
+def test_what_is_unreadable_without_digests_is_passed_over_too(run, tmp_path, caplog):
+    """As a run is left that was killed between the last file and the digests."""
+    folder = tmp_path / 'run'
+    shutil.copytree(run.folder, folder)
+    (folder / 'checkpoints' / '10' / 'digests.json').unlink()
+    for path in files(folder / 'checkpoints' / '10' / 'training'):
+        path.write_bytes(b'')
+    (folder / 'checkpoints' / '12').mkdir()
+    again = experiment.train(tiny.experiment(checkpoint_every_steps=5), str(folder))
+    assert 'checkpoints/12: not complete' in caplog.text
+    assert 'checkpoints/10: cannot be read' in caplog.text
+    jax.tree.map(np.testing.assert_array_equal, again.state, run.state)
+
+
+def test_a_checkpoint_whose_run_was_killed_before_its_digests_is_used(run, tmp_path, caplog):
+    folder = tmp_path / 'run'
+    shutil.copytree(run.folder, folder)
+    (folder / 'checkpoints' / '10' / 'digests.json').unlink()
+    more = tiny.experiment(checkpoint_every_steps=5, total=Duration(steps=10))
+    again = experiment.train(more, str(folder))
+    jax.tree.map(np.testing.assert_array_equal, again.state, run.state)
+    assert not caplog.text
+
+
+def test_a_crash_at_any_file_operation_of_saving_leaves_what_can_be_restored(tmp_path):
+    """Killed at each operation of one save and of the removal of the oldest, one after another."""
+    done = subprocess.run(
+        [sys.executable, '-m', 'tests.checkpoints.crashing', str(tmp_path)],
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=180,
+        check=True,
+    )
+    operations = int(done.stdout.split()[-1])
+    assert operations >= 20
+    found = set()
+    for last in range(1, operations + 1):
+        folder = tmp_path / str(last)
+        said = checkpointing.set_damaged_aside(folder)
+        assert not said, (last, said)
+        listed = [int(p.name) for p in (folder / 'checkpoints').glob('*') if p.name.isdecimal()]
+        assert max(listed) in (2, 3)
+        found.add(max(listed))
+        for step in listed:
+            params = checkpointing.load_params(str(folder / 'checkpoints' / str(step)))
+            np.testing.assert_array_equal(params['a'], np.full(100, step, np.float32))
+    assert found == {2, 3}  # killed before and after the third was complete
+
+
+def test_digests_are_of_all_files_but_their_own(tmp_path):
+    (tmp_path / 'a').mkdir()
+    (tmp_path / 'a' / 'b').write_text('abc')
+    seal(tmp_path)
+    digests = json.loads((tmp_path / 'digests.json').read_text())
+    # FIPS 180-2, appendix B.1
+    sha = 'ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad'
+    assert digests == {'a/b': sha}

@@ -4,6 +4,7 @@ A fault is NAME:STEP or NAME:STEP:PROCESS; it happens at that step, on that proc
 """
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -121,6 +122,20 @@ def slow_save(number, index):
 def stalled_disk(number, index):
     """No directory is renamed any more once the step is reached: saving never ends."""
     at_tick(number, index, lambda: setattr(os, 'rename', lambda *_: forever()))
+
+
+def full_disk(number, index):
+    """From the save of this step on no file can grow beyond 8 kB."""
+    save = Checkpoints.save
+
+    def saving(checkpoints, step, *rest):
+        if step == number:
+            checkpoints.wait()
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+        save(checkpoints, step, *rest)
+
+    Checkpoints.save = saving
 
 
 def other_packages(number, index):

@@ -1,7 +1,6 @@
 """The experiment of tests that start programs: tests/tiny.py as a file for --config."""
 
 from tests import tiny
-from vit_jax.evaluation.fewshot import FewshotConfig
 from vit_jax.models import Regularization
 from vit_jax.training.duration import Duration
 
@@ -14,7 +13,5 @@ def get_config():
         checkpoint_every_steps=10,
         log_every_steps=5,
         eval_batch_size=8,
-        fewshot=FewshotConfig(shots=(1,), seeds=(0,), test_split='test[:50]'),
     )
-    config.fewshot.every_steps = None
     return config

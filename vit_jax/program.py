@@ -132,6 +132,9 @@ def _quiet() -> None:
     """Warnings only, as plain lines."""
     logging.set_verbosity(logging.WARNING)
     logging.get_absl_handler().setFormatter(log_formats.Formatter('warning: %(message)s'))
+    # Each array that orbax cannot write would tell of itself; the first is raised, and said once.
+    for name in 'absl', 'asyncio':
+        log_formats.getLogger(name).setLevel(log_formats.CRITICAL)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:

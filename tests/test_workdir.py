@@ -1,0 +1,69 @@
+"""A work directory: whose it is, and what happens where nothing can be written."""
+
+import json
+import os
+
+import pytest
+
+from tests import tiny
+from tests.hosts import hosts
+from vit_jax import config as configs
+from vit_jax import experiment, records, workdir
+from vit_jax.checkpoints.digests import verify
+from vit_jax.checkpoints.state import load_card
+from vit_jax.parallel.mesh import MeshConfig
+from vit_jax.parallel.processes import Job
+
+VALUES = records.to_dict(configs.checked(tiny.experiment()))
+
+
+def test_two_runs_in_one_directory_are_refused_and_the_first_is_not_disturbed(tmp_path):
+    with workdir.opened(str(tmp_path), VALUES, Job()):
+        held = (tmp_path / '.lock').read_text()
+        with pytest.raises(ValueError, match=f'is in use by process {os.getpid()} on .* since'):
+            with workdir.opened(str(tmp_path), VALUES, Job()):
+                pass
+        assert (tmp_path / '.lock').read_text() == held
+    with workdir.opened(str(tmp_path), VALUES, Job()):  # free again
+        assert (tmp_path / '.lock').read_text() != held
+
+
+def test_a_second_process_is_refused(tmp_path):
+    command = ['tests.faulty', 'slow:0', '--config=tests/tiny_config.py']
+    with workdir.opened(str(tmp_path / 'run'), VALUES, Job()):
+        with hosts(tmp_path, [*command, f'--workdir={tmp_path}/run']) as (host,):
+            assert host.wait() == 1
+    assert f'error: workdir {tmp_path}/run is in use by process {os.getpid()}' in host.text
+    assert 'Traceback' not in host.text
+
+
+def test_another_mesh_or_loader_is_no_other_experiment(tmp_path):
+    (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
+    with workdir.opened(str(tmp_path), VALUES, Job()):
+        pass
+    other = records.to_dict(configs.checked(tiny.experiment(mesh=MeshConfig(fsdp=2))))
+    other['loader']['threads'] = 3
+    with workdir.opened(str(tmp_path), other, Job()):
+        pass
+    assert json.loads((tmp_path / 'config.json').read_text()) == other
+
+
+@pytest.mark.parametrize('path', ['/proc/run', '/dev/null/run'])
+def test_where_nothing_can_be_written_nothing_is_computed(path, monkeypatch):
+    monkeypatch.setattr(experiment.setups, 'compile_training', None)
+    with pytest.raises(ValueError, match=f'workdir {path}: cannot be written: '):
+        experiment.train(tiny.experiment(), path)
+
+
+def test_a_full_disk_is_said_within_a_logging_interval_and_the_checkpoint_before_is_whole(tmp_path):
+    """From the save at step 20 on, the system lets no file grow beyond 8 kB."""
+    command = ['tests.faulty', 'full_disk:20,slow:50', '--config=tests/tiny_config.py']
+    command += [f'--workdir={tmp_path}/run']
+    with hosts(tmp_path, command) as (host,):
+        assert host.wait() == 1
+    assert f'error: {tmp_path}/run/checkpoints: a checkpoint could not be written: ' in host.text
+    assert 'File too large' in host.text
+    reported = [line for line in host.text.splitlines() if line.startswith('step ')]
+    assert reported[-1].startswith(('step 20/60', 'step 25/60'))
+    verify(tmp_path / 'run/checkpoints/10')
+    assert load_card(str(tmp_path / 'run'))[0]['step'] == 10

@@ -1,0 +1,106 @@
+"""What must not depend on the topology: python -m tests.topology OUT.json FSDP TENSOR STEPS FLAGS.
+
+Writes digests of the first parameters and of ten batches, the losses of the steps, and what an
+evaluation counted of uneven numbers of images. With --save=DIR it leaves a state there, and with
+--restore=DIR,... it writes the digest of each that is there.
+"""
+
+import hashlib
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from tests import tiny
+from vit_jax import program
+from vit_jax import setup as setups
+from vit_jax.checkpoints.state import Checkpoints
+from vit_jax.data import pipeline, sources
+from vit_jax.evaluation import classification
+from vit_jax.models import Regularization
+from vit_jax.parallel import mesh as meshes
+from vit_jax.parallel.mesh import MeshConfig
+from vit_jax.parallel.processes import joined
+from vit_jax.training.duration import Duration, make_length
+
+COUNTS = 1, 7, 50, 65
+
+
+def digest(tree, mesh):
+    """Of the bits of all arrays, wherever they lie."""
+    gather = jax.jit(lambda x: x, out_shardings=meshes.replicated(mesh))
+    total = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        total.update(np.asarray(gather(leaf)).tobytes())
+    return total.hexdigest()
+
+
+def measure(mesh_config, total_steps, save, restore):
+    config = tiny.experiment(
+        mesh=mesh_config,
+        polyak_decay=0.9,
+        regularization=Regularization(dropout=0.1),
+        total=Duration(steps=total_steps),
+        eval_batch_size=8,
+    )
+    opened = sources.opener(config.held_out)
+    model = setups.trained_model(config, None, tuple('0123456789'))
+    length = make_length(config.total, batch_size=config.batch_size, images=1438)
+    setup = setups.prepare(config, None, model, length=length)
+    programs = setups.compile_training(setup)
+    feed = setups.Feeds(setup, opened).training()
+    state = programs.init()
+    found = {'initial': digest(state, setup.mesh), 'batches': [], 'losses': []}
+    steps = range(total_steps)
+    for step, batch in enumerate(
+        pipeline.training_batches(feed, steps=steps, batch_size=config.batch_size, seed=0)
+    ):
+        if step < 10:
+            found['batches'].append(digest(batch, setup.mesh))
+        state, metrics = programs.update(state, batch)
+        found['losses'].append(float(metrics['loss']))
+    test = setups.Feeds(setup, opened).evaluation('digits', 'test')
+    found['evaluations'] = {
+        count: classification.evaluate(
+            programs.scores,
+            state.best_params,
+            pipeline.listed_batches(test, np.arange(count), batch_size=8),
+            count=count,
+        )['accuracy']
+        * count
+        for count in COUNTS
+    }
+    if save:
+        checkpoints = Checkpoints(save, keep=1)
+        checkpoints.save(total_steps, *state.split(), {'step': total_steps})
+        checkpoints.wait()
+        checkpoints.close()
+        found['saved'] = digest(state.split(), setup.mesh)
+    found['restored'] = {}
+    for folder in filter(None, restore.split(',')):
+        checkpoints = Checkpoints(folder, keep=1)
+        there = checkpoints.restore(total_steps, programs.like.split(), programs.shardings.split())
+        found['restored'][folder] = digest(there, setup.mesh)
+        checkpoints.close()
+    return found
+
+
+def main(arguments):
+    _, out, fsdp, tensor, steps = arguments
+    config = MeshConfig(fsdp=int(fsdp), tensor=int(tensor), fsdp_min_mb=0.0, max_whole_share=0.5)
+    with joined(launch(), program.report) as job:
+        assert jnp.zeros(()).dtype == jnp.float32
+        found = measure(config, int(steps), save.value, restore.value)
+        if job.index == 0:
+            pathlib.Path(out).write_text(json.dumps(found))
+
+
+if __name__ == '__main__':
+    launch = program.launch_flags()
+    save = flags.DEFINE_string('save', None, '')
+    restore = flags.DEFINE_string('restore', '', '')
+    sys.exit(app.run(main))

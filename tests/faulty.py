@@ -131,10 +131,10 @@ def full_disk(number, index):
     def saving(checkpoints, step, *rest):
         if step == number:
             checkpoints.wait()
-            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
         save(checkpoints, step, *rest)
 
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     Checkpoints.save = saving
 
 

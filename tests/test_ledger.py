@@ -10,8 +10,8 @@ from vit_jax.ledger import LOST, Ledger, read, totals
 from vit_jax.training.loop import Clock
 
 
-def line(began, step, **seconds):
-    return {'began': began, 'step': step, 'seconds': seconds}
+def line(began, at, **seconds):
+    return {'began': began, 'step': at, 'seconds': seconds}
 
 
 def test_what_was_done_after_the_checkpoint_that_is_resumed_is_lost():

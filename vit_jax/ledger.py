@@ -5,6 +5,7 @@ was done after the checkpoint from which the next start went on, and the time be
 lost by the restart.
 """
 
+import itertools
 import json
 import pathlib
 import time
@@ -61,7 +62,7 @@ def totals(lines: list[dict[str, Any]]) -> dict[str, float]:
         result[name] = result.get(name, 0.0) + seconds
 
     order = sorted(starts)
-    for began, following in zip(order, [*order[1:], None], strict=True):
+    for began, following in itertools.zip_longest(order, order[1:]):
         kept = starts[began][-1]
         if following is not None:
             resumed = starts[following][0]['step']

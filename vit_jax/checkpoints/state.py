@@ -228,5 +228,7 @@ def _written(folder: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = ' '.join(str(error).split())[:300] or type(error).__name__
+        reason = ' '.join(str(error).split()) or type(error).__name__
+        if len(reason) > 500:  # of tensorstore: paths in the middle, the system's word at the end
+            reason = f'{reason[:200]} ... {reason[-200:]}'
         raise OSError(f'{folder}: a checkpoint could not be written: {reason}') from error

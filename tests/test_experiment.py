@@ -17,6 +17,7 @@ import pytest
 from tests import tiny
 from vit_jax import config as configs
 from vit_jax import experiment, probing, records, workdir
+from vit_jax import setup as setups
 from vit_jax.checkpoints.state import load_card, load_params
 from vit_jax.config import Card
 from vit_jax.data import pipeline
@@ -275,6 +276,36 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
         experiment.train(config, str(tmp_path))
     params = load_params(str(tmp_path))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+
+
+def test_poisoned_batches_are_skipped_and_counted_and_training_goes_on(tmp_path, monkeypatch):
+    """Three updates with a gradient that is not finite, through the whole program."""
+    normalize = setups.normalize
+
+    def poisoned(images, preprocessing):
+        scaled = normalize(images, preprocessing)
+        return jax.numpy.where(images.max() < 100, jax.numpy.nan, scaled)
+
+    monkeypatch.setattr(setups, 'normalize', poisoned)
+    training = pipeline.training_batches
+
+    def batches(*arguments, **values):
+        for step, batch in enumerate(training(*arguments, **values)):
+            dark = batch['images'] * (0 if step in (3, 4, 7) else 1)
+            yield batch | {'images': dark.astype('uint8')}
+
+    monkeypatch.setattr(pipeline, 'training_batches', batches)
+    config = tiny.experiment(checkpoint_every_steps=5, max_skipped_steps=3)
+    result = experiment.train(config, str(tmp_path))
+    skipped = [line for line in lines(tmp_path) if line['kind'] == 'skipped']
+    assert [line['step'] for line in skipped] == [4, 5, 8]
+    assert [line['skipped'] for line in lines(tmp_path) if line['kind'] == 'train'] == [2, 1]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.state.params))
+    config.max_skipped_steps = 2
+    with pytest.raises(
+        NotFinite, match='step 5: .*nan, as in 2 updates in a row; last good.* none'
+    ):
+        experiment.train(config, str(tmp_path / 'again'))
 
 
 def test_fine_tuning_begins_with_the_body_of_the_checkpoint(trained, tmp_path, capsys):

@@ -144,15 +144,14 @@ def what_is_trained(config: TrainConfig, num_classes: int | None, images: int | 
     return Task(config, num_classes, images)
 
 
-def run(config: TrainConfig, name: str, num_classes: int | None, images: int | None) -> int:
-    """Says what fits; the number of the process' exit: 1 where nothing does."""
-    task = what_is_trained(configs.checked(config), num_classes, images)
-    where = topology.find(name)
+def run(task: Task, where: Topology, *, largest: bool) -> int:
+    """Says what fits; the number of the process' exit: 1 where the batch does not."""
+    config = task.config
     began, batch_size = time.monotonic(), config.batch_size
     kind, count = where.devices[0].device_kind, len(where.devices)
     model = setups.trained_model(config, None, ('',) * task.num_classes)
     mesh = meshes.make_mesh(config.mesh, where.devices)
-    print(f'topology    {name}: {count} x {kind}, {_gib(where.memory)} each')
+    print(f'topology    {where.name}: {count} x {kind}, {_gib(where.memory)} each')
     print(f'mesh        {meshes.describe(mesh)}')
     print(
         f'model       {parameter_count(model):,} parameters, {config.compute.dtype}, '
@@ -161,13 +160,15 @@ def run(config: TrainConfig, name: str, num_classes: int | None, images: int | N
     print(f'batch       {batch_size:,} images, {batch_size // (mesh.size)} a device', flush=True)
     for policy, result in tried(task, where):
         print(f'remat       {policy:<6}{_verdict(result)}', flush=True)
-    best = largest_batch(task, where, policy, result)
+    own = (task.config.batch_size, result) if isinstance(result, Fit) else None
+    best = largest_batch(task, where, policy, result) if largest else own
     if best is None:
-        print('largest     none was found: it takes more devices, or config.mesh.fsdp')
+        print('no batch was found that fits: it takes more devices, or config.mesh.fsdp')
         return 1
     fit = best[1]
     said = ', '.join(f'{n} {kind}' for kind, n in fit.collectives.items()) or 'none'
-    print(f'largest     {best[0]:,} images with remat={policy}: {_gib(fit.peak)}')
+    if largest:
+        print(f'largest     {best[0]:,} images with remat={policy}: {_gib(fit.peak)}')
     print(f'collectives {said} (those in the loop over blocks count once)')
     print(f'compiled in {time.monotonic() - began:.0f} s')
     print('\n'.join(fit.table))
@@ -189,8 +190,15 @@ if __name__ == '__main__':
     _topology = flags.DEFINE_string('topology', None, 'KIND:SHAPE, such as v5e:4x4.')
     _classes = flags.DEFINE_integer('num_classes', None, 'In place of those of the data.')
     _images = flags.DEFINE_integer('num_images', None, 'To train on, in place of those there.')
+    _largest = flags.DEFINE_bool('largest', True, 'Look for the largest batch too: minutes more.')
     flags.mark_flag_as_required('topology')
     program.start(
-        lambda config: sys.exit(run(config, _topology.value, _classes.value, _images.value)),
+        lambda config: sys.exit(
+            run(
+                what_is_trained(configs.checked(config), _classes.value, _images.value),
+                topology.find(_topology.value),
+                largest=_largest.value,
+            )
+        ),
         __doc__ or '',
     )

@@ -4,23 +4,34 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from vit_jax.training.loop import Clock, Every, NotFinite, fit
+from vit_jax.parallel.processes import Interrupted
+from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
 from vit_jax.training.update import TrainState
 
 
-def run(losses, *, every, events, start=0):
+def run(losses, *, every, events, start=0, norms=None, interrupt=None, max_skipped_steps=1):
     """Counts up; `events` hears of each thing that happens, in order."""
+
+    def happens(event):
+        events.append(event)
+        if event == interrupt:
+            raise Interrupted
 
     def update(state, batch):
         events.append(f'update {state.step}')
-        loss = jnp.asarray(losses[int(state.step)])
-        metrics = {'loss': loss, 'skipped': jnp.isnan(loss), 'parameter_norm': jnp.ones(())}
+        step = int(state.step)
+        metrics = {
+            'loss': jnp.asarray(losses[step]),
+            'skipped': jnp.isnan(losses[step]),
+            'parameter_norm': jnp.asarray((norms or {}).get(step, 1.0)),
+        }
         return state._replace(step=state.step + 1), metrics
 
     def observe(step, state):
-        events.append(f'observe {step}')
         assert step == state.step
+        happens(f'observe {step}')
 
+    ticks = itertools.count(start + 1)
     return fit(
         update,
         TrainState(jnp.asarray(start), {}, None, None),
@@ -29,6 +40,8 @@ def run(losses, *, every, events, start=0):
         on_metrics=lambda step, numbers: events.append(f'metrics {step}'),
         observers=[Every(every, observe)],
         clock=Clock(),
+        tick=lambda: happens(f'tick {next(ticks)}') if interrupt else None,
+        max_skipped_steps=max_skipped_steps,
     )
 
 
@@ -49,12 +62,34 @@ def test_metrics_are_read_while_the_next_step_runs_and_before_anything_observes(
     ]
 
 
+NAN = float('nan')
+
+
 @pytest.mark.parametrize('every', [1, 2, None])
-def test_a_broken_state_is_never_observed(every):
+def test_training_stops_after_so_many_skipped_updates_in_a_row_before_anything_observes(every):
     events = []
-    with pytest.raises(NotFinite, match='step 2: loss is nan'):
-        run([1.0, float('nan'), 1.0, 1.0], every=every, events=events)
-    assert 'observe 2' not in events and 'observe 4' not in events
+    losses = [1.0, NAN, 1.0, NAN, NAN, 1.0, 1.0]
+    with pytest.raises(NotFinite, match='step 5: loss is nan, as in 2 updates in a row'):
+        run(losses, every=every, events=events, max_skipped_steps=2)
+    assert 'metrics 2' in events and 'observe 5' not in events and 'observe 6' not in events
+    assert run(losses, every=every, events=[], max_skipped_steps=3).step == 7
+
+
+def test_broken_parameters_stop_it_at_once():
+    with pytest.raises(NotFinite, match='step 3: parameter_norm is inf$'):
+        run([1.0] * 5, every=1, events=[], norms={2: float('inf')}, max_skipped_steps=9)
+
+
+def test_it_stops_with_a_whole_state_between_two_steps_or_where_an_observer_stops():
+    for place, expected in (('tick 3', 2), ('observe 2', 2), ('tick 1', 0)):
+        events = []
+        with pytest.raises(Stopped) as stopped:
+            run([1.0] * 6, every=2, events=events, interrupt=place)
+        assert int(stopped.value.state.step) == expected
+        assert [e for e in events if e.startswith('metrics')] == [
+            f'metrics {n + 1}' for n in range(expected)
+        ]
+        assert events[-1] in (place, f'metrics {expected}')
 
 
 def test_what_is_due_every_so_often_is_due_after_the_last_step_too():

@@ -151,3 +151,40 @@ def test_the_step_is_taken_on_what_augmentation_leaves():
     assert metrics['count'] == 3
     update(state, BATCH)
     assert keys[0] == keys[1]
+
+
+@pytest.mark.parametrize('poison', ['loss', 'gradient'])
+def test_an_update_that_is_not_finite_changes_the_number_of_the_step_alone(poison):
+    """With momentum, so that the optimizer has a state; the next good batch is learned again."""
+    optimizer = optax.adam(0.1)
+
+    def scores(params, batch, key=None):
+        x = params['w'] * batch['x']
+        broken = jnp.sqrt(jnp.where(batch['bad'], params['w'] * 0, 1.0))  # the gradient is infinite
+        total = x.sum() + (broken.sum() if poison == 'gradient' else 0)
+        total = total + jnp.where(batch['bad'] & (poison == 'loss'), jnp.nan, 0.0)
+        return {'loss': total, 'correct': jnp.zeros(()), 'count': jnp.ones((), jnp.int32)}
+
+    update = jax.jit(
+        make_update(
+            scores,
+            optimizer,
+            lambda step: jnp.asarray(0.1),
+            augment=lambda key, batch: batch,
+            thawed=lambda params: params,
+            seed=0,
+            polyak_decay=0.5,
+        )
+    )
+    params = {'w': jnp.ones(3)}
+    state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), params)
+    good, bad = ({'x': jnp.arange(3.0), 'bad': jnp.asarray(bad)} for bad in (False, True))
+    state, metrics = update(state, good)
+    assert metrics['skipped'] == 0
+    after, metrics = update(state, bad)
+    assert metrics['skipped'] == 1 and after.step == state.step + 1
+    jax.tree.map(np.testing.assert_array_equal, after._replace(step=state.step), state)
+    once_more, metrics = update(after, good)
+    assert metrics['skipped'] == 0
+    plain, _ = update(state, good)
+    jax.tree.map(np.testing.assert_array_equal, once_more._replace(step=plain.step), plain)

@@ -48,6 +48,7 @@ def find(name: str) -> Topology:
     slices = int(found[1] or 1)
     # Of the machine that compiles, so that the library does not look for a TPU in the network.
     os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
+    os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')  # it opens no chip
     os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
     os.environ.setdefault('TPU_ACCELERATOR_TYPE', 'v5litepod-4')
     options = {'num_slices': slices} if slices > 1 else {}
@@ -79,6 +80,8 @@ def _memory(device: jax.Device) -> int:
 
 def compile_for(topology: Topology, lowered: Any) -> Any:
     """The compiled program. Raises DoesNotFit where the compiler finds no room for it."""
+    cached = jax.config.values['jax_enable_compilation_cache']
+    jax.config.update('jax_enable_compilation_cache', False)  # which cannot be read without devices
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -86,6 +89,8 @@ def compile_for(topology: Topology, lowered: Any) -> Any:
             raise
         needed = re.search(rf'(?:Used |required for[^(]*\(){_SIZE}', str(error))
         raise DoesNotFit(_bytes(needed) if needed else None) from error
+    finally:
+        jax.config.update('jax_enable_compilation_cache', cached)
 
 
 def _bytes(found: re.Match[str]) -> int:

@@ -103,7 +103,7 @@ def fit(
         on_metrics(step, numbers)
         skipped = skipped + 1 if numbers['skipped'] else 0
         if skipped >= max_skipped_steps or not isfinite(numbers['parameter_norm']):
-            more = f', the {skipped}. update in a row that was skipped' if skipped else ''
+            more = f', as in {skipped} updates in a row' if skipped > 1 else ''
             raise NotFinite(f'step {step}: {_not_finite(numbers)}{more}')
 
     try:

@@ -23,3 +23,8 @@ import jaxtyping  # noqa: E402  (the hook comes before what it checks)
 with jaxtyping.install_import_hook('vit_jax', 'beartype.beartype'):
     import vit_jax.experiment  # noqa: F401
     import vit_jax.program  # noqa: F401
+
+
+def pytest_collection_modifyitems(items):
+    """The longest file first: files go whole to one of two workers, and both shall end together."""
+    items.sort(key=lambda item: item.path.name != 'test_hosts.py')

@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 
 import jax
 import pytest
@@ -41,7 +42,13 @@ def test_no_golden_text_outlives_its_config():
     assert set(golden.TEXTS.glob('*.txt')) == {golden.golden(path) for path in golden.FILES}
 
 
-@pytest.mark.parametrize('path, argument', RUNS, ids=name)
+def slow_last(path, argument):
+    """Seconds each to trace, and no different from the smaller ones."""
+    large = argument is not None and re.search('R(101|152|200)', argument)
+    return pytest.param(path, argument, marks=[pytest.mark.long] * bool(large))
+
+
+@pytest.mark.parametrize('path, argument', [slow_last(*run) for run in RUNS], ids=name)
 def test_a_config_fits_together(path, argument):
     """Its first state and one update are traced, for eight devices."""
     config = golden.config(path, argument)

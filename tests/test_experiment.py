@@ -4,10 +4,6 @@ import dataclasses
 import json
 import pathlib
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import cv2
 import jax
@@ -156,38 +152,6 @@ def test_ten_steps_are_five_and_a_crash_and_five(tmp_path, monkeypatch):
         ]
 
     assert losses('parts') == losses('whole')
-
-
-def test_a_killed_process_goes_on_to_the_same_bits(tmp_path):
-    flags = ['--config=configs/quickstart.py', '--config.total.steps=300']
-    flags += ['--config.eval_every_steps=none', '--config.checkpoint_every_steps=50']
-    flags += ['--config.model.depth=1', '--config.model.width=16', '--config.fewshot=none']
-    flags += ['--config.batch_size=16', '--config.log_every_steps=10']
-    command = [sys.executable, '-m', 'vit_jax.train', *flags]
-
-    def start(name):
-        return subprocess.Popen(
-            [*command, f'--workdir={tmp_path / name}'], cwd=ROOT, stdout=subprocess.DEVNULL
-        )
-
-    def stop_after(process, seconds):
-        try:
-            return process.wait(timeout=seconds)
-        finally:
-            process.kill()
-
-    assert stop_after(start('whole'), 200) == 0
-    killed = start('killed')
-    deadline = time.monotonic() + 200
-    checkpoint = tmp_path / 'killed' / 'checkpoints' / '50' / 'card'
-    while not checkpoint.exists() and time.monotonic() < deadline:
-        assert killed.poll() is None
-        time.sleep(0.01)
-    killed.send_signal(signal.SIGKILL)
-    assert killed.wait(timeout=20) == -signal.SIGKILL
-    assert not (tmp_path / 'killed' / 'checkpoints' / '300').exists()
-    assert stop_after(start('killed'), 200) == 0
-    assert_equal(load_params(str(tmp_path / 'killed')), load_params(str(tmp_path / 'whole')))
 
 
 def test_a_run_that_is_complete_says_so_again_and_changes_nothing(trained):

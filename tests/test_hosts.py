@@ -67,9 +67,9 @@ def whole(tmp_path_factory):
 PHASES = {
     'start': ('slow:0', 'data '),
     'compile': ('slow_compile:5', 'compiling'),
-    'train': ('slow:200', 'step 5/60'),
+    'train': ('slow:100', 'step 5/60'),
     'evaluate': ('slow_evaluation:300', 'evaluating'),
-    'save': ('slow_save:500', 'saving'),
+    'save': ('slow_save:500,slow:100', 'saving'),
 }
 
 
@@ -78,7 +78,7 @@ def test_sigterm_in_any_phase_stops_at_one_step_and_loses_none(count, whole, tmp
     """The last process alone is told, twice; both stop. The next start goes on from there."""
     for phase, (faults, word) in PHASES.items():
         before = steps(tmp_path)
-        flags = ['--config.eval_every_steps=25', '--accept_config_changes']
+        flags = ['--config.eval_every_steps=30', '--accept_config_changes']
         with training(tmp_path, faults, count, flags) as started:
             started[0].wait_for(word)
             started[-1].signal(signal.SIGTERM)
@@ -91,7 +91,7 @@ def test_sigterm_in_any_phase_stops_at_one_step_and_loses_none(count, whole, tmp
         else:
             stopped = steps(tmp_path)[-1]
             assert f'stopped at step {stopped}, saved in' in started[0].text
-            assert stopped > max(before, default=-1)
+            assert max(before, default=-1) < stopped < 55  # at once, and not at the end
             lines = read(tmp_path / 'run/ledger.jsonl')
             assert lines[-1]['step'] == stopped  # nothing was done after it
     with training(tmp_path, count=count, flags=['--accept_config_changes']) as started:
@@ -122,10 +122,10 @@ def kill_often(folder, count, kills, seed):
                 host.wait()
 
 
-def test_killed_processes_go_on_to_the_same_bits_and_the_ledger_adds_up(whole, tmp_path):
-    kills = 2
-    seconds = kill_often(tmp_path, 2, kills, seed=0)
-    assert_same(tmp_path, whole(2))
+@pytest.mark.parametrize('count', [1, 2])
+def test_killed_processes_go_on_to_the_same_bits_and_the_ledger_adds_up(count, whole, tmp_path):
+    seconds = kill_often(tmp_path, count, count, seed=0)
+    assert_same(tmp_path, whole(count))
     spent = totals(read(tmp_path / 'run/ledger.jsonl'))
     assert spent['lost by restart'] > 0
     # The ledger ends before the last lines are printed and the processes have gone.
@@ -169,9 +169,18 @@ def test_a_process_that_fails_ends_the_job_which_says_who_and_why(tmp_path):
     assert 'ended: RuntimeError: the disk is on fire' in started[0].text
 
 
-@pytest.mark.parametrize('fault', ['hang:15:1', 'hang_loader:0:1', 'stalled_disk:15:0'])
+@pytest.mark.parametrize(
+    'fault',
+    [
+        'hang:15:1',
+        'stalled_disk:15:0',
+        pytest.param('hang_loader:0:1', marks=pytest.mark.long),
+        pytest.param('hang_barrier:0:1', marks=pytest.mark.long),
+    ],
+)
 def test_a_process_that_hangs_ends_with_the_stacks_of_all_threads(fault, tmp_path):
     flags = ['--watchdog_seconds=4', '--config.total.steps=150']
+    flags += ['--start_seconds=4'] * fault.startswith('hang_barrier')  # before the first step
     if fault.startswith('hang_loader'):
         flags.append('--config.loader.placement=host')
     with training(tmp_path, fault, 2, flags) as started:
@@ -192,7 +201,7 @@ def test_a_peer_without_a_sign_of_life_is_noticed(tmp_path):
     assert 'heartbeat' in started[0].text
 
 
-def measured(folder, count, devices, fsdp=1, tensor=1, save=None, restore=(), steps=40):
+def measured(folder, count, devices, fsdp=1, tensor=1, save=None, restore=(), steps=20):
     out = folder / f'{count}-{devices}-{fsdp}-{tensor}-{len(restore)}.json'
     command = ['tests.topology', str(out), str(fsdp), str(tensor), str(steps)]
     command += [f'--save={save}'] * (save is not None)

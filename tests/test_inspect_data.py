@@ -10,6 +10,7 @@ from tests import tiny
 from vit_jax import inspect_data, prepare, program
 from vit_jax.data.augment import Augmentation
 from vit_jax.data.sources import HeldOut
+from vit_jax.parallel.processes import Job
 
 RNG = np.random.default_rng(0)
 
@@ -31,7 +32,7 @@ def test_counts_defects_and_a_picture(photos, tmp_path, capsys):
     config = tiny.experiment(
         data=str(photos), held_out=HeldOut(fraction=0.25), augmentation=Augmentation(mixup=0.5)
     )
-    inspect_data.run(config, str(tmp_path / 'out'), False)
+    inspect_data.run(config, str(tmp_path / 'out'), False, Job())
     said = capsys.readouterr().out
     found = json.loads((tmp_path / 'out' / 'data.json').read_text())['splits']
     assert list(found) == ['train', 'test']
@@ -68,7 +69,7 @@ def test_what_cannot_be_looked_at_is_explained(tmp_path):
         (tmp_path / 'photos' / 'cat' / f'{i}.jpg').write_bytes(b'x')
     config = tiny.experiment(data=str(tmp_path / 'photos'))
     with pytest.raises(ValueError, match='none of 2 training images can be read'):
-        inspect_data.run(config, str(tmp_path / 'out'), False)
+        inspect_data.run(config, str(tmp_path / 'out'), False, Job())
 
 
 def test_preparing_says_what_is_missing(monkeypatch, capsys):

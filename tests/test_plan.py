@@ -67,6 +67,7 @@ def test_a_step_that_needs_more_than_the_chip_has_does_not_fit(slice_of_eight):
 
 
 @needs_compiler
+@pytest.mark.long
 def test_what_is_computed_again_is_not_kept(whole, slice_of_eight):
     block = plan.step(task(), slice_of_eight, remat='block', batch_size=1024)
     assert whole.peak > 1.5 * block.peak

@@ -1,11 +1,13 @@
 """What the screen says."""
 
+import json
 import pathlib
 import subprocess
 import sys
 
 import pytest
 
+from tests.hosts import hosts
 from vit_jax import program
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -81,12 +83,24 @@ def test_an_argument_that_a_configuration_does_not_know_is_named(tmp_path):
     assert err == f"error: --config={config}: no 'imagenet,B/17'; did you mean 'imagenet,B/16'?\n"
 
 
-def test_help_names_every_flag():
-    for name in 'train', 'finetune', 'fewshot', 'inspect_data':
-        code, out, _ = said('--help', name=name)
-        assert code == 0 and f'python -m vit_jax.{name}' in out
-        for flag in '--config=', '--config.FIELD=', '--workdir=', '--accept_config_changes':
-            assert flag in out
+def test_help_names_every_flag(tmp_path):
+    flags = '--config=', '--config.FIELD=', '--workdir=', '--accept_config_changes', '--distributed'
+    for name in 'train', 'finetune', 'fewshot', 'inspect_data', 'plan', 'doctor':
+        with hosts(tmp_path, [f'vit_jax.{name}', '--help']) as (host,):
+            assert host.wait() == 0
+        assert f'python -m vit_jax.{name}' in host.text
+        for flag in flags if name not in ('plan', 'doctor') else ():
+            assert flag in host.text
+
+
+def test_none_is_no_value_but_where_it_is_a_choice(tmp_path):
+    command = ['vit_jax.train', '--config=tests/tiny_config.py', f'--workdir={tmp_path}/run']
+    command += ['--config.total.steps=1', '--config.schedule.warmup.steps=0']
+    command += ['--config.compute.remat=none', '--config.checkpoint_every_steps=none']
+    with hosts(tmp_path, command) as (host,):
+        assert host.wait() == 0, host.text
+    values = json.loads((tmp_path / 'run/config.json').read_text())
+    assert values['compute']['remat'] == 'none' and values['checkpoint_every_steps'] is None
 
 
 def test_fine_tuning_without_a_checkpoint_says_what_is_missing(tmp_path):

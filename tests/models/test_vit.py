@@ -8,6 +8,7 @@ import pytest
 
 from tests import tiny
 from vit_jax.models import Compute, Regularization, build
+from vit_jax.models.options import anywhere
 from vit_jax.models.vit import Block
 from vit_jax.tree import named_leaves
 
@@ -181,7 +182,7 @@ def test_every_leaf_learns():
 
 
 def test_a_dropped_branch_keeps_its_mean():
-    block = Block(tiny.model(), Regularization(stochastic_depth=0.2), Compute())
+    block = Block(tiny.model(), Regularization(stochastic_depth=0.2), Compute(), anywhere)
     branch = jnp.ones((4000, 2, 3))
     arguments = {}, jnp.asarray(0.2), False, branch
     result = block.apply(*arguments, rngs={'dropout': KEY}, method='_drop_branch')

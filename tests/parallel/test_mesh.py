@@ -18,7 +18,7 @@ from vit_jax.parallel.placement import check_split, place, table
 from vit_jax.training.duration import Length
 from vit_jax.tree import named_leaves
 
-STEPS, ALL = 50, jax.devices()
+STEPS, ALL = 20, jax.devices()
 
 
 def trained(mesh: MeshConfig, devices: int, monkeypatch):
@@ -50,7 +50,7 @@ def trained(mesh: MeshConfig, devices: int, monkeypatch):
 def test_every_mesh_begins_with_the_same_bits_and_trains_alike(monkeypatch):
     initial, losses, whole = trained(MeshConfig(), 1, monkeypatch)
     assert losses[-1] < losses[0]
-    for data, fsdp, tensor in (8, 1, 1), (1, 8, 1), (2, 2, 2):
+    for data, fsdp, tensor in (1, 8, 1), (2, 2, 2):
         config = MeshConfig(data=data, fsdp=fsdp, tensor=tensor, fsdp_min_mb=0.0)
         other, found, sizes = trained(config, 8, monkeypatch)
         jax.tree.map(np.testing.assert_array_equal, other, initial)

@@ -59,7 +59,7 @@ def slice_of(device: jax.Device) -> int:
 
 def _sizes(config: MeshConfig, count: int) -> tuple[int, ...]:
     """The size of each axis, the free one computed."""
-    asked = tuple(getattr(config, axis) for axis in AXES)
+    asked = config.data, config.fsdp, config.tensor  # the order of AXES
     fixed = math.prod(size for size in asked if size != -1)
     if asked.count(-1) > 1 or any(size < 1 for size in asked if size != -1):
         raise ValueError(f'mesh: {_text(asked)}: expected sizes of 1 or more, at most one -1')

@@ -22,6 +22,7 @@ import jax
 
 # Not public: the client of the key-value store, and the manager of preemption.
 from jax._src.distributed import global_state
+from jaxlib import _jax
 
 from vit_jax import records
 from vit_jax.parallel import cluster as clusters
@@ -50,6 +51,7 @@ class Job:
         self._ticks = 0
         self._times: dict[str, int] = {}  # that something of this name was told or waited for
         self._saves = False  # is there a state worth keeping?
+        self._preemption: Any = None
 
     @property
     def count(self) -> int:
@@ -123,8 +125,10 @@ class Job:
         self._saves = True
         self.alive()
         if self._launch is not None and self.count > 1:
-            # Takes SIGTERM over: the processes agree on the tick at which they stop.
-            global_state.initialize_preemption_sync_manager()
+            # Takes SIGTERM over: the processes agree on the tick at which they stop. It is our own,
+            # because orbax tells jax's the numbers of steps, which are no ticks.
+            self._preemption = _jax.create_preemption_sync_manager()
+            self._preemption.initialize(self._client)
 
     def tick(self) -> None:
         """Says that work goes on. Raises Interrupted at the tick on which all processes stop.
@@ -133,7 +137,7 @@ class Job:
         """
         self.alive()
         self._ticks += 1
-        manager = global_state.preemption_sync_manager
+        manager = self._preemption
         if self._asked.is_set() or (manager and manager.reached_sync_point(self._ticks)):
             raise Interrupted
 
@@ -179,6 +183,8 @@ class Job:
             self._client.key_value_set(_END, json.dumps(done), allow_overwrite=True)
         listener.join(self._wait_ms / 1000)  # a thread within jax would abort the interpreter's end
         faulthandler.cancel_dump_traceback_later()
+        if self._preemption is not None:
+            self._preemption.shutdown()
         jax.distributed.shutdown()
 
     def _listen(self) -> None:
@@ -277,8 +283,7 @@ def _initialize(cluster: Cluster, launch: Launch) -> None:
     for timer in timers:
         timer.daemon = True
         timer.start()
-    # The manager of preemption would take SIGTERM now; until there is something to keep, the
-    # process ends at once instead.
+    # It would take SIGTERM now; until there is something to keep, the process ends at once.
     jax.config.update('jax_enable_preemption_service', False)
     logging.getLogger('jax._src.distributed').setLevel(logging.ERROR)
     jax.distributed.initialize(
@@ -292,6 +297,5 @@ def _initialize(cluster: Cluster, launch: Launch) -> None:
         shutdown_timeout_seconds=int(launch.heartbeat_seconds),
         coordinator_bind_address=bind,
     )
-    jax.config.update('jax_enable_preemption_service', True)
     for timer in timers:
         timer.cancel()

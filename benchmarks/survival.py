@@ -1,0 +1,133 @@
+"""What a job survives, in seconds: python -m benchmarks.survival > RESULT, some minutes.
+
+Two processes over loopback unless said; times are from the fault to the last exit.
+"""
+
+import os
+import pathlib
+import signal
+import tempfile
+import time
+from importlib import metadata
+
+os.environ |= {'JAX_PLATFORMS': 'cpu', 'NPROC': '32', 'JAX_CPU_ENABLE_ASYNC_DISPATCH': '0'}
+ROOT = pathlib.Path(__file__).parent.parent
+os.environ['JAX_COMPILATION_CACHE_DIR'] = str(ROOT / '.cache' / 'jax')
+os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.2'
+
+import numpy as np  # noqa: E402
+
+from tests.hosts import hosts  # noqa: E402
+from vit_jax.checkpoints.state import Checkpoints  # noqa: E402
+from vit_jax.ledger import read, totals  # noqa: E402
+
+PHASES = {
+    'start': ('slow:0', 'data '),
+    'compile': ('slow_compile:5', 'compiling'),
+    'train': ('slow:100', 'step 5/60'),
+    'evaluate': ('slow_evaluation:100', 'evaluating'),
+    'save': ('slow_save:500', 'saving'),
+}
+
+
+def training(folder, faults, count=2, flags=(), **more):  # type: ignore[no-untyped-def]
+    """The processes of a small training."""
+    command = ['tests.faulty', faults, '--config=tests/tiny_config.py']
+    return hosts(folder, [*command, f'--workdir={folder}/run', *flags], count, **more)
+
+
+def say(name: str, value: str) -> None:
+    """One figure."""
+    print(f'{name:<58}{value}', flush=True)
+
+
+def sigterm(count: int) -> None:
+    """In each phase, to the last process, then resuming."""
+    folder = pathlib.Path(tempfile.mkdtemp())
+    began = time.time()
+    for phase, (faults, word) in PHASES.items():
+        with training(folder, faults, count, ['--config.eval_every_steps=30']) as started:
+            started[0].wait_for(word)
+            asked = time.time()
+            started[-1].signal(signal.SIGTERM)
+            codes = [host.wait() for host in started]
+            after = time.time() - asked
+        say(f'SIGTERM, {phase}, {count} processes: exit {codes[0]} after', f'{after:.1f} s')
+    with training(folder, 'slow:0', count, ['--config.eval_every_steps=30']) as started:
+        resumed = time.time()
+        started[0].wait_for('step 45/60')
+        say(f'{count} processes: start to the first steps', f'{time.time() - resumed:.1f} s')
+        for host in started:
+            host.wait()
+    wall = time.time() - began
+    spent = totals(read(folder / 'run/ledger.jsonl'))
+    say(
+        f'ledger of these {len(PHASES) + 1} starts, of the wall time',
+        f'{sum(spent.values()) / wall:.1%}',
+    )
+    say('  its parts', ', '.join(f'{name} {seconds:.1f} s' for name, seconds in spent.items()))
+
+
+def fault(
+    name: str, faults: str, word: str, flags: tuple[str, ...] = (), stop: bool = False
+) -> None:
+    """From the moment at which the word is said, or from a stopped process, to the end of all."""
+    folder = pathlib.Path(tempfile.mkdtemp())
+    with training(folder, faults, 2, flags) as started:
+        started[0].wait_for(word)
+        began = time.time()
+        if stop:
+            started[1].signal(signal.SIGSTOP)
+        codes = [host.wait() for host in (started[:1] if stop else started)]
+        say(name, f'{time.time() - began:.1f} s, exit {codes[0]}')
+
+
+def save_stall() -> None:
+    """How long the loop waits for an asynchronous save of 1 GiB, the third of three."""
+    folder = pathlib.Path(tempfile.mkdtemp())
+    checkpoints = Checkpoints(folder, keep=1)
+    import jax
+
+    arrays = {
+        f'{n}': jax.numpy.asarray(np.random.default_rng(n).random(2**24, np.float32))
+        for n in range(16)
+    }
+    seconds = []
+    for step in range(3):
+        began = time.time()
+        checkpoints.save(step, arrays, {'step': np.zeros(())}, {})
+        seconds.append(time.time() - began)
+        checkpoints.wait()
+    checkpoints.close()
+    say(
+        'asynchronous save of 1 GiB, one process: the loop waits',
+        f'{min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f} ms',
+    )
+
+
+if __name__ == '__main__':
+    versions = ', '.join(f'{n} {metadata.version(n)}' for n in ('jax', 'orbax-checkpoint'))
+    print(f'{os.cpu_count()} CPU cores, {versions}\n')
+    save_stall()
+    for count in 1, 2:
+        sigterm(count)
+    fault('a process raises at step 15: all have ended after', 'slow:100,fail:15:1', 'step 10/60')
+    fault(
+        'a process hangs, watchdog 5 s: all have ended after',
+        'hang:15:1',
+        'step 15/60',
+        ('--watchdog_seconds=5',),
+    )
+    fault(
+        'a process is stopped, heartbeat 5 s: the other ended after',
+        'slow:100',
+        'step 5/60',
+        ('--heartbeat_seconds=5',),
+        stop=True,
+    )
+    began = time.time()
+    folder = pathlib.Path(tempfile.mkdtemp())
+    with training(folder, 'other_packages:0:1', 2) as started:
+        for host in started:
+            host.wait()
+    say('hosts with other packages: refused after', f'{time.time() - began:.1f} s from the start')

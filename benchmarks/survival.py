@@ -38,7 +38,7 @@ def training(folder, faults, count=2, flags=(), **more):  # type: ignore[no-unty
 
 def say(name: str, value: str) -> None:
     """One figure."""
-    print(f'{name:<58}{value}', flush=True)
+    print(f'{name:<64}{value}', flush=True)
 
 
 def sigterm(count: int) -> None:
@@ -108,6 +108,8 @@ def save_stall() -> None:
 if __name__ == '__main__':
     versions = ', '.join(f'{n} {metadata.version(n)}' for n in ('jax', 'orbax-checkpoint'))
     print(f'{os.cpu_count()} CPU cores, {versions}\n')
+    with hosts(pathlib.Path(tempfile.mkdtemp()), ['vit_jax.doctor']) as (host,):
+        host.wait()  # the libraries are loaded now, and what follows begins at once
     save_stall()
     for count in 1, 2:
         sigterm(count)

@@ -32,6 +32,21 @@ def test_a_start_that_kept_nothing_is_lost_whole():
     assert totals(lines) == {'start': 1.0, LOST: 10.0}
 
 
+def test_a_start_that_came_to_no_step_is_lost_whole():
+    lines = [
+        line(0.0, None, start=1.0),  # stopped while it compiled
+        line(10.0, 0, start=2.0),
+        line(10.0, 5, start=2.0, step=5.0),
+        line(10.0, 9, start=2.0, step=9.0),
+        line(30.0, None, start=1.0),
+        line(40.0, 5, start=1.0),
+        line(40.0, 9, start=1.0, step=4.0),
+    ]
+    found = totals(lines)
+    assert found == {'start': 3.0, 'step': 9.0, LOST: 10.0 + 13.0 + 10.0}
+    assert sum(found.values()) == 45.0
+
+
 def test_the_parts_sum_to_the_time_between_the_first_start_and_the_last_line(tmp_path, monkeypatch):
     """With a clock that is told the time: three starts, killed in the middle of something."""
     now = [1000.0]

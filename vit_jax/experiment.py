@@ -81,6 +81,8 @@ def train(
             opened = workdir.opened(path, values, job, accept_changes=accept_changes)
             folder = stack.enter_context(opened)
         main = jax.process_index() == 0
+        ledger = Ledger(folder / workdir.LEDGER if main else None, clock)
+        ledger.record(None)  # a start that ends before its first step took time too
         if main:
             print(_outline(plan), flush=True)
         with clock('compile'):
@@ -89,7 +91,6 @@ def train(
         with clock('start'):
             checkpoints, state, said = _first_state(plan.setup, programs, folder, job)
             stack.enter_context(contextlib.closing(checkpoints))
-        ledger = Ledger(folder / workdir.LEDGER if main else None, clock)
         reporter = stack.enter_context(_reporter(plan.setup, folder, int(state.step), clock))
         for line in (*programs.report, *said):
             reporter.console.print(line)

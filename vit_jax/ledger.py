@@ -5,7 +5,6 @@ was done after the checkpoint from which the next start went on, and the time be
 lost by the restart.
 """
 
-import itertools
 import json
 import pathlib
 import time
@@ -23,8 +22,8 @@ class Ledger:
         self._path, self._clock = path, clock
         self._began = time.time() - clock.total()
 
-    def record(self, step: int) -> None:
-        """The seconds by name up to now, when the state is that of `step`."""
+    def record(self, step: int | None) -> None:
+        """The seconds by name up to now, when the state is that of `step`; None: there is none."""
         if self._path is None:
             return
         self._clock.settle()
@@ -58,17 +57,19 @@ def totals(lines: list[dict[str, Any]]) -> dict[str, float]:
         starts.setdefault(line['began'], []).append(line)
     result: dict[str, float] = {}
 
-    def add(name: str, seconds: float) -> None:
-        result[name] = result.get(name, 0.0) + seconds
+    def add(seconds: dict[str, float]) -> None:
+        for name, more in seconds.items():
+            result[name] = result.get(name, 0.0) + more
 
-    order = sorted(starts)
-    for began, following in itertools.zip_longest(order, order[1:]):
-        kept = starts[began][-1]
+    resumed: int | None = None  # the step from which the next start went on, where it came so far
+    following: float | None = None
+    for began in sorted(starts, reverse=True):
+        at = [line for line in starts[began] if line['step'] is not None]
+        kept = starts[began][-1]['seconds']
         if following is not None:
-            resumed = starts[following][0]['step']
-            before = [line for line in starts[began] if line['step'] <= resumed]
-            kept = before[-1] if before else {'seconds': {}}
-            add(LOST, following - began - sum(kept['seconds'].values()))
-        for name, seconds in kept['seconds'].items():
-            add(name, seconds)
+            before = [line for line in at if resumed is None or line['step'] <= resumed]
+            kept = before[-1]['seconds'] if before else {}
+            add({LOST: following - began - sum(kept.values())})
+        add(kept)
+        resumed, following = (at[0]['step'] if at else resumed), began
     return result

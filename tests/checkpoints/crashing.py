@@ -16,6 +16,14 @@ from vit_jax.checkpoints.state import Checkpoints
 KINDS = 'os.rename', 'os.mkdir', 'os.rmdir', 'os.remove', 'os.truncate', 'shutil.rmtree'
 
 
+def where(event, arguments):
+    """The path of an operation; those within `rmtree` name a file in an open directory."""
+    path, within = str(arguments[0]), arguments[-1]
+    if event in ('os.remove', 'os.rmdir') and isinstance(within, int) and within >= 0:
+        return f'{os.readlink(f"/proc/self/fd/{within}")}/{path}'
+    return path
+
+
 def save(folder, last):
     """Three saves, of which two are kept; the process dies at one file operation of the third."""
     begun, calls = False, 0
@@ -23,7 +31,7 @@ def save(folder, last):
     def hook(event, arguments):
         nonlocal calls
         writes = event == 'open' and isinstance(arguments[1], str) and set('wax+') & {*arguments[1]}
-        if begun and (event in KINDS or writes) and str(folder) in str(arguments[0]):
+        if begun and (event in KINDS or writes) and str(folder) in where(event, arguments):
             calls += 1
             if calls == last:
                 os.kill(os.getpid(), signal.SIGKILL)

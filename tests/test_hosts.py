@@ -179,14 +179,14 @@ def test_a_process_that_fails_ends_the_job_which_says_who_and_why(tmp_path):
     ],
 )
 def test_a_process_that_hangs_ends_with_the_stacks_of_all_threads(fault, tmp_path):
-    flags = ['--watchdog_seconds=4', '--config.total.steps=150']
-    flags += ['--start_seconds=4'] * fault.startswith('hang_barrier')  # before the first step
+    flags = ['--watchdog_seconds=6', '--config.total.steps=150']
+    flags += ['--start_seconds=6'] * fault.startswith('hang_barrier')  # before the first step
     if fault.startswith('hang_loader'):
         flags.append('--config.loader.placement=host')
     with training(tmp_path, fault, 2, flags) as started:
         assert all(host.wait() != 0 for host in started)
     for host in started:
-        assert 'Timeout (0:00:04)!' in host.text or 'Fatal Python error' in host.text
+        assert 'Timeout (0:00:06)!' in host.text or 'Fatal Python error' in host.text
         assert 'most recent call first' in host.text and 'vit_jax/' in host.text
     assert 'in forever' in started[0].text + started[1].text
     if fault.startswith('stalled_disk'):
@@ -207,7 +207,7 @@ def measured(folder, count, devices, fsdp=1, tensor=1, save=None, restore=(), st
     command += [f'--save={save}'] * (save is not None)
     command += [f'--restore={",".join(map(str, restore))}']
     with hosts(folder, command, count, devices=devices) as started:
-        assert [host.wait() for host in started] == [0] * count, started[0].text
+        assert [host.wait(400) for host in started] == [0] * count, started[0].text
     return json.loads(out.read_text())
 
 
@@ -239,6 +239,6 @@ def test_every_topology_restores_what_every_other_saved(tmp_path):
     }
     for name, kind in kinds.items():
         assert_alike(saved[name], saved['a'])
-        found = measured(tmp_path, *kind, restore=folders.values(), steps=200)
+        found = measured(tmp_path, *kind, restore=folders.values(), steps=1)
         for other, folder in folders.items():
             assert found['restored'][str(folder)] == saved[other]['saved'], (name, other)

@@ -27,7 +27,7 @@ from vit_jax.parallel.mesh import MeshConfig
 from vit_jax.parallel.processes import joined
 from vit_jax.training.duration import Duration, make_length
 
-COUNTS = 1, 7, 50, 65
+COUNTS, TOTAL = (1, 7, 50, 65), 200
 
 
 def digest(tree, mesh):
@@ -39,12 +39,12 @@ def digest(tree, mesh):
     return total.hexdigest()
 
 
-def measure(mesh_config, total_steps, save, restore):
+def measure(mesh_config, steps, save, restore):
     config = tiny.experiment(
         mesh=mesh_config,
         polyak_decay=0.9,
         regularization=Regularization(dropout=0.1),
-        total=Duration(steps=total_steps),
+        total=Duration(steps=TOTAL),
         eval_batch_size=8,
     )
     opened = sources.opener(config.held_out)
@@ -55,9 +55,8 @@ def measure(mesh_config, total_steps, save, restore):
     feed = setups.Feeds(setup, opened).training()
     state = programs.init()
     found = {'initial': digest(state, setup.mesh), 'batches': [], 'losses': []}
-    steps = range(total_steps)
     for step, batch in enumerate(
-        pipeline.training_batches(feed, steps=steps, batch_size=config.batch_size, seed=0)
+        pipeline.training_batches(feed, steps=range(steps), batch_size=config.batch_size, seed=0)
     ):
         if step < 10:
             found['batches'].append(digest(batch, setup.mesh))
@@ -76,14 +75,14 @@ def measure(mesh_config, total_steps, save, restore):
     }
     if save:
         checkpoints = Checkpoints(save, keep=1)
-        checkpoints.save(total_steps, *state.split(), {'step': total_steps})
+        checkpoints.save(TOTAL, *state.split(), {'step': TOTAL})
         checkpoints.wait()
         checkpoints.close()
         found['saved'] = digest(state.split(), setup.mesh)
     found['restored'] = {}
     for folder in filter(None, restore.split(',')):
         checkpoints = Checkpoints(folder, keep=1)
-        there = checkpoints.restore(total_steps, programs.like.split(), programs.shardings.split())
+        there = checkpoints.restore(TOTAL, programs.like.split(), programs.shardings.split())
         found['restored'][folder] = digest(there, setup.mesh)
         checkpoints.close()
     return found

@@ -31,6 +31,7 @@ from vit_jax.parallel.cluster import Cluster, Launch
 REQUEUE = 75  # EX_TEMPFAIL: start the same command again
 _END = 'vit_jax/end'
 _SAY_AFTER, _LAST_WORDS = 10.0, 0.5  # seconds
+_FIRST = 3  # ticks, of which the steps may take as long as starting does
 T = TypeVar('T')
 
 
@@ -135,8 +136,8 @@ class Job:
 
         All processes must come here equally often.
         """
-        self.alive()
         self._ticks += 1
+        self.alive()
         manager = self._preemption
         if self._asked.is_set() or (manager and manager.reached_sync_point(self._ticks)):
             raise Interrupted
@@ -145,7 +146,7 @@ class Job:
         """Says that work goes on: the watchdog begins to count anew."""
         if self._launch is not None:
             seconds = self._launch.watchdog_seconds
-            if not self._saves:  # to start and to compile takes longer than a step
+            if self._ticks < _FIRST:  # to start, to compile, and to connect all processes
                 seconds = max(seconds, self._launch.start_seconds)
             faulthandler.dump_traceback_later(seconds, exit=True)
 

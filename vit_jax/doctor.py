@@ -46,9 +46,9 @@ def examine(launch: Launch, seconds: float) -> None:
             f'coordinator {cluster.coordinator_address}, '
             f'devices of this process: {"all" if own is None else own}',
         )
-    _check_accelerator()
+    gpus = _check_accelerator()
     with joined(launch, program.report) as job:
-        _check_together(job, seconds)
+        _check_together(job, seconds, gpus)
     _say('result', 'all is well')
 
 
@@ -56,12 +56,12 @@ def _say(name: str, text: str) -> None:
     print(f'{name:<12}{text}', flush=True)
 
 
-def _check_accelerator() -> None:
-    """Raises ValueError where there is a GPU or a TPU of which jax can make no use."""
-    gpus = _nvidia('name')
+def _check_accelerator() -> int:
+    """The number of GPUs. Raises ValueError where jax can make no use of one."""
+    gpus = _nvidia('driver_version,name')
     if gpus:
-        driver = _nvidia('driver_version')[0]
-        _say('driver', f'NVIDIA {driver}: {len(gpus)} x {gpus[0]}')
+        driver, _, name = gpus[0].partition(', ')
+        _say('driver', f'NVIDIA {driver}: {len(gpus)} x {name}')
         plugins = [n for n in _LEAST_DRIVER if importlib.util.find_spec(f'jax_cuda{n}_plugin')]
         if not plugins:
             raise ValueError("a GPU is here, jax's part for it is not: pip install 'vit_jax[cuda]'")
@@ -74,6 +74,7 @@ def _check_accelerator() -> None:
     )
     if tpus and importlib.util.find_spec('libtpu') is None and not gpus:
         _say('devices', f'{tpus[0]} may be a TPU; libtpu is not installed (vit_jax[tpu])')
+    return len(gpus)
 
 
 def _check_plugin(cuda: str) -> None:
@@ -85,12 +86,12 @@ def _check_plugin(cuda: str) -> None:
         )
 
 
-def _nvidia(field: str) -> list[str]:
+def _nvidia(fields: str) -> list[str]:
     """One line for each GPU that the driver knows; none without a driver."""
     if shutil.which('nvidia-smi') is None:
         return []
     found = subprocess.run(
-        ['nvidia-smi', f'--query-gpu={field}', '--format=csv,noheader'],
+        ['nvidia-smi', f'--query-gpu={fields}', '--format=csv,noheader'],
         capture_output=True,
         text=True,
         timeout=30,
@@ -100,7 +101,7 @@ def _nvidia(field: str) -> list[str]:
     return found.stdout.split('\n')[:-1]
 
 
-def _check_together(job: Job, seconds: float) -> None:
+def _check_together(job: Job, seconds: float, gpus: int) -> None:
     """Compares the hosts, then lets all devices compute one sum."""
     limit = threading.Timer(seconds, _give_up, (job, seconds))
     limit.daemon = True
@@ -111,7 +112,7 @@ def _check_together(job: Job, seconds: float) -> None:
         'devices',
         f'{len(local)} x {local[0].device_kind} here, {len(everyone)} in all processes',
     )
-    if _nvidia('name') and local[0].platform == 'cpu':
+    if gpus and local[0].platform == 'cpu':
         raise ValueError('a GPU is here, but jax computes on the CPU: is JAX_PLATFORMS set?')
     job.agree('devices', {'of each process': len(local), 'kind': local[0].device_kind})
     began = time.monotonic()

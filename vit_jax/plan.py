@@ -58,7 +58,8 @@ def step(task: Task, where: Topology, *, remat: str, batch_size: int) -> Fit:
     setup = setups.prepare(config, None, model, length=length, devices=where.devices)
     functions = setups.make_functions(setup)
     like, shardings = setups.placed(setup, functions)
-    compiled = topology.compile_for(where, setups.lowered_update(setup, functions, shardings))
+    lowered = setups.lowered_update(setup, functions, like, shardings)
+    compiled = topology.compile_for(where, lowered)
     memory = compiled.memory_analysis()
     return Fit(
         memory.argument_size_in_bytes,

@@ -220,9 +220,11 @@ def placed(setup: Setup, functions: Functions) -> tuple[TrainState, TrainState]:
     return like, shardings
 
 
-def lowered_update(setup: Setup, functions: Functions, shardings: TrainState) -> Any:
-    """The update step, not compiled yet."""
-    state = placement.described(jax.eval_shape(functions.init), shardings)
+def lowered_update(
+    setup: Setup, functions: Functions, like: TrainState, shardings: TrainState
+) -> Any:
+    """The update step, not compiled yet, of such a state."""
+    state = placement.described(like, shardings)
     update = jax.jit(
         functions.update,
         donate_argnums=0,
@@ -237,7 +239,7 @@ def compile_training(setup: Setup) -> Programs:
     like, shardings = placed(setup, functions)
     everywhere = meshes.replicated(mesh)
     best_params = placement.described(like.best_params, shardings.best_params)
-    update = lowered_update(setup, functions, shardings).compile()
+    update = lowered_update(setup, functions, like, shardings).compile()
     scores = (
         jax.jit(functions.scores, out_shardings=everywhere)
         .lower(best_params, described_batch(setup, setup.eval_batch_size))

@@ -26,14 +26,9 @@ def seal(folder: pathlib.Path) -> None:
     write_json(folder / FILE, _digests(folder))
 
 
-def is_sealed(folder: pathlib.Path) -> bool:
-    """Has the checkpoint its digests?"""
-    return (folder / FILE).exists()
-
-
 def verify(folder: pathlib.Path) -> None:
     """Reads a sealed checkpoint whole. Raises Damaged that names files that are not as written."""
-    if not is_sealed(folder):
+    if not (folder / FILE).exists():
         return
     try:
         written = json.loads((folder / FILE).read_text())

@@ -3,7 +3,6 @@
     WORKDIR/checkpoints/STEP/params     the parameters to use: averaged where there is an average
                             /training   what else the next step needs
                             /card       JSON: model, pre-processing, class names, position grid
-
                             /digests.json   of all these files (checkpoints/digests.py)
 
 `params` stands alone, so that using a checkpoint needs no optimizer.
@@ -83,11 +82,10 @@ class Checkpoints:
 
     def _seal(self, step: int) -> None:
         """Writes the digests of a checkpoint as soon as it is complete."""
-        while not (complete := self.path(step).exists()) and self._manager.is_saving_in_progress():
+        while not self.path(step).exists() and self._manager.is_saving_in_progress():
             time.sleep(0.05)
-        if complete or self.path(step).exists():
-            with contextlib.suppress(FileNotFoundError):  # already removed, for newer ones
-                digests.seal(self.path(step))
+        with contextlib.suppress(FileNotFoundError):  # never written, or removed for newer ones
+            digests.seal(self.path(step))
 
     def restore(self, step: int, like: tuple[Params, Any], shardings: tuple[Any, Any]) -> Any:
         """(params, training) of a step, each array where `shardings` says.

@@ -24,6 +24,7 @@ import jax
 from jax._src.distributed import global_state
 from jaxlib import _jax
 
+import vit_jax
 from vit_jax import records
 from vit_jax.parallel import cluster as clusters
 from vit_jax.parallel.cluster import Cluster, Launch
@@ -113,13 +114,20 @@ class Job:
 
     @property
     def age(self) -> float:
-        """Seconds since the program was started; 0 for a job within another program."""
-        if self._launch is None or not os.path.exists('/proc/self/stat'):  # Linux has it
+        """Seconds since the program was started; 0 for a job within another program.
+
+        A shell may have run other things in this process before it became Python, and a server
+        may have imported this package before it forked: what was later counts.
+        """
+        if self._launch is None:
             return 0.0
-        with open('/proc/self/stat') as file:
-            ticks = int(file.read().rpartition(')')[2].split()[19])
-        began = ticks / os.sysconf('SC_CLK_TCK')
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+        seconds = time.monotonic() - vit_jax.IMPORTED
+        if os.path.exists('/proc/self/stat'):  # Linux has it
+            with open('/proc/self/stat') as file:
+                ticks = int(file.read().rpartition(')')[2].split()[19])
+            began = ticks / os.sysconf('SC_CLK_TCK')
+            seconds = min(seconds, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
+        return seconds
 
     def saves(self) -> None:
         """From here on SIGTERM waits for the next `tick`: there is a state worth keeping."""
@@ -284,7 +292,8 @@ def _initialize(cluster: Cluster, launch: Launch) -> None:
     for timer in timers:
         timer.daemon = True
         timer.start()
-    # It would take SIGTERM now; until there is something to keep, the process ends at once.
+    # jax's own manager would take SIGTERM from here on; `saves` makes one when there is something
+    # to keep, and until then the process ends at once.
     jax.config.update('jax_enable_preemption_service', False)
     logging.getLogger('jax._src.distributed').setLevel(logging.ERROR)
     jax.distributed.initialize(

@@ -67,19 +67,23 @@ def find(name: str) -> Topology:
     os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')  # it opens no chip
     os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
     os.environ.setdefault('TPU_ACCELERATOR_TYPE', 'v5litepod-4')
+    if importlib.util.find_spec('libtpu') is None:
+        raise ValueError(
+            f'--topology={name}: the TPU compiler is not installed: '
+            f"pip install 'vit_jax[tpu]' (no TPU is needed)"
+        )
     options = {'num_slices': slices} if slices > 1 else {}
-    try:
-        devices = topologies.get_topology_desc(
-            f'{found[2]}:{found[3]}', platform='tpu', **options
-        ).devices
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        if 'TPU support not installed' in str(error):
-            raise ValueError(
-                f'--topology={name}: the TPU compiler is not installed: '
-                f"pip install 'vit_jax[tpu]' (no TPU is needed)"
-            ) from error
-        raise ValueError(f'--topology={name}: {str(error).splitlines()[0]}') from error
+    devices = _devices(name, f'{found[2]}:{found[3]}', platform='tpu', **options)
     return Topology(name, devices, _memory(devices[0]))
+
+
+def _devices(name: str, *known_as: str, **options: Any) -> Sequence[jax.Device]:
+    """The devices that jax describes. Raises ValueError with its reason where it knows none."""
+    try:
+        described: Sequence[jax.Device] = topologies.get_topology_desc(*known_as, **options).devices
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        raise ValueError(f'--topology={name}: {str(error).splitlines()[0]}') from error
+    return described
 
 
 def _gpus(name: str, kind: str, *, hosts: int, each: int) -> Topology:
@@ -99,12 +103,8 @@ def _gpus(name: str, kind: str, *, hosts: int, each: int) -> Topology:
             f"--topology={name}: jax's compiler for GPUs is not installed: pip install --no-deps "
             f'jax-cuda12-plugin jax-cuda12-pjrt, of the version of jax (no GPU is needed)'
         )
-    try:
-        devices = topologies.get_topology_desc(
-            name, platform='cuda', topology=f'1x{hosts}x{each}', target_config=target
-        ).devices
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        raise ValueError(f'--topology={name}: {str(error).splitlines()[0]}') from error
+    shape = {'topology': f'1x{hosts}x{each}', 'target_config': target}
+    devices = _devices(name, name, platform='cuda', **shape)
     return Topology(name, devices, int(_PREALLOCATED * memory))
 
 

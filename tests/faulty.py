@@ -11,7 +11,7 @@ import time
 
 import jax
 
-from vit_jax import experiment, program, train
+from vit_jax import experiment, identity, program, train
 from vit_jax.checkpoints.state import Checkpoints
 from vit_jax.data import pipeline
 from vit_jax.parallel.processes import Job
@@ -139,16 +139,16 @@ def full_disk(number, index):
 
 
 def other_packages(number, index):
-    identity = experiment.identity
+    of_run = identity.of_run
 
     def other(config, path):
-        facts = identity(config, path)
+        facts = of_run(config, path)
         if index in (None, jax.process_index()):
             facts['packages']['numpy'] = '0.0.1'
             facts['code']['training/loop.py'] = 'changed'
         return facts
 
-    experiment.identity = other
+    identity.of_run = other
 
 
 if __name__ == '__main__':

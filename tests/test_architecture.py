@@ -11,7 +11,16 @@ PACKAGE = pathlib.Path(__file__).parent.parent / 'vit_jax'
 
 BASE = {'records', 'resampling', 'tree', 'typing', 'writing'}
 PARTS = {'training', 'evaluation', 'analysis', 'checkpoints', 'data'}
-WIRING = {'workdir', 'ledger', 'reporting', 'pretrained', 'setup', 'probing', 'experiment'}
+WIRING = {
+    'workdir',
+    'ledger',
+    'identity',
+    'reporting',
+    'pretrained',
+    'setup',
+    'probing',
+    'experiment',
+}
 PROGRAMS = {'program', 'train', 'finetune', 'fewshot', 'predict', 'convert', 'augreg'}
 PROGRAMS |= {'inspect_data', 'prepare', 'plan', 'doctor'}
 # There is no other way to a compiler for devices that are not here.

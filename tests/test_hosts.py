@@ -152,6 +152,15 @@ def test_hosts_that_differ_are_told_by_name_before_anything_is_computed(tmp_path
     assert 'Gloo' not in started[0].text and not (tmp_path / 'run').exists()
 
 
+def test_hosts_of_an_evaluation_that_differ_are_told_too(tmp_path):
+    command = ['vit_jax.fewshot', *CONFIG, f'--workdir={tmp_path}/run']
+    command += ['--config.start_from=tests/reference/bigvision_map.npz']
+    flags = {0: ['--config.seed=0'], 1: ['--config.seed=1']}
+    with hosts(tmp_path, command, 2, each=flags.get) as started:
+        assert [host.wait(60) for host in started] == [1, 1]
+    assert 'config.seed: 0 -> 1 here' in started[0].text
+
+
 def test_a_work_directory_that_is_not_shared_is_refused(tmp_path):
     """Another path gives a difference by name; the same path on another disk is faked by root."""
     elsewhere = {0: [f'--workdir={tmp_path}/a'], 1: [f'--workdir={tmp_path}/b']}

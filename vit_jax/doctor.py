@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from vit_jax import experiment, program
+from vit_jax import identity, program
 from vit_jax.parallel import cluster as clusters
 from vit_jax.parallel import mesh as meshes
 from vit_jax.parallel.cluster import Launch
@@ -34,7 +34,7 @@ _LEAST_DRIVER = {'12': 525, '13': 580}
 def examine(launch: Launch, seconds: float) -> None:
     """Prints what was found. Raises ValueError with the first thing that is wrong."""
     _say('host', f'{socket.gethostname()}, {platform.system()}, {os.cpu_count()} cores')
-    _say('versions', ', '.join(f'{name} {v}' for name, v in experiment.packages().items()))
+    _say('versions', ', '.join(f'{name} {v}' for name, v in identity.packages().items()))
     cluster = clusters.find(launch)
     if cluster is None:
         _say('cluster', 'none recognised: one process')
@@ -106,7 +106,7 @@ def _check_together(job: Job, seconds: float, gpus: int) -> None:
     limit = threading.Timer(seconds, _give_up, (job, seconds))
     limit.daemon = True
     limit.start()
-    job.agree('packages and code', experiment.installed())
+    job.agree('packages and code', identity.installed())
     local, everyone = jax.local_devices(), jax.devices()
     _say(
         'devices',

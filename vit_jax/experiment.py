@@ -2,20 +2,17 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
 import pathlib
-import platform
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from vit_jax import config as configs
-from vit_jax import probing, records, workdir
+from vit_jax import identity, probing, records, workdir
 from vit_jax import setup as setups
 from vit_jax.checkpoints.digests import Damaged, set_aside
 from vit_jax.checkpoints.state import Checkpoints, set_damaged_aside
@@ -32,9 +29,6 @@ from vit_jax.training.duration import make_length
 from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
 from vit_jax.training.update import TrainState
 from vit_jax.writing import write_json
-
-_HERE = pathlib.Path(__file__).parent
-_PACKAGES = 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy'
 
 
 class Result(NamedTuple):
@@ -74,7 +68,7 @@ def train(
     with contextlib.ExitStack() as stack:
         with clock('start'):
             config = configs.checked(config)
-            job.agree('this run', identity(config, path))
+            job.agree('this run', identity.of_run(config, path))
             plan = _planned(config)
             job.agree('the data', _described(plan))
             values = records.to_dict(config)
@@ -98,27 +92,6 @@ def train(
         state = run.to_the_end(state)
     last = checkpoints.path(int(state.step))
     return Result(state, run.test, run.fewshot, last, folder, reporter.skipped, ledger.totals())
-
-
-def identity(config: TrainConfig, path: str) -> dict[str, Any]:
-    """What must be the same on every host before they compute: settings, code, packages."""
-    where = str(pathlib.Path(path).absolute())
-    return {'config': records.to_dict(config), 'workdir': where} | installed()
-
-
-def installed() -> dict[str, Any]:
-    """Versions of packages, and a digest of each file of this one."""
-    code = {
-        str(file.relative_to(_HERE)): hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-        for file in sorted(_HERE.rglob('*.py'))
-    }
-    return {'code': code, 'packages': packages()}
-
-
-def packages() -> dict[str, str]:
-    """Versions by name of what computes."""
-    versions = {name: metadata.version(name) for name in _PACKAGES}
-    return {'python': platform.python_version()} | versions
 
 
 def _planned(config: TrainConfig) -> Plan:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from vit_jax import config as configs
-from vit_jax import records, tree, workdir
+from vit_jax import identity, records, tree, workdir
 from vit_jax import setup as setups
 from vit_jax.config import TrainConfig
 from vit_jax.data import pipeline
@@ -215,6 +215,7 @@ def probe(
     """
     job = job or Job()
     config = configs.checked(config)
+    job.agree('this evaluation', identity.of_run(config, path))
     if config.start_from is None:
         raise ValueError('config.start_from is none: expected the checkpoint to evaluate')
     if config.fewshot is None:

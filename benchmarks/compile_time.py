@@ -8,9 +8,9 @@ import time
 
 import jax
 
-from vit_jax import setup as setups
 from vit_jax.config import TrainConfig
 from vit_jax.models import variant
+from vit_jax.runs import setups
 from vit_jax.training.duration import Length
 
 DEPTHS, REPEATS = (8, 32), 3

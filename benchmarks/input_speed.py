@@ -23,17 +23,17 @@ import cv2
 import jax
 import numpy as np
 
-from vit_jax import setup as setups
+from vit_jax.base.array_types import Batch
 from vit_jax.config import TrainConfig
-from vit_jax.data import pipeline
-from vit_jax.data.augment import Augmentation, augment, augreg
-from vit_jax.data.folders import unlabelled
-from vit_jax.data.source import Source, labelled
-from vit_jax.data.transforms import InceptionCrop
+from vit_jax.data import loading
+from vit_jax.data.augmentation import Augmentation, augment, augreg
+from vit_jax.data.image_preprocessing import InceptionCrop
+from vit_jax.data.sources.base import Source, labelled
+from vit_jax.data.sources.folders import unlabelled
 from vit_jax.models import variant
+from vit_jax.runs import setups
 from vit_jax.training.duration import Length
 from vit_jax.training.losses import targets_of
-from vit_jax.typing import Batch
 
 TURNS = 3  # of ours and tf.data, one after the other: a machine is not always alike
 
@@ -65,14 +65,14 @@ def tiny_images(count: int) -> Source:
     return labelled([0] * count, ('a',), read=lambda i: image, describe=str)
 
 
-def reading(reader: pipeline.Reader, threads: int, batch_size: int) -> Callable[[], int]:
+def reading(reader: loading.Reader, threads: int, batch_size: int) -> Callable[[], int]:
     """A step that reads, decodes and crops one batch."""
     pool = futures.ThreadPoolExecutor(threads)
     rng = np.random.default_rng(0)
 
     def step() -> int:
         draws = [
-            pipeline.Draw(int(i), epoch=1) for i in rng.integers(0, len(reader.source), batch_size)
+            loading.Draw(int(i), epoch=1) for i in rng.integers(0, len(reader.source), batch_size)
         ]
         reader.examples(draws, pool)
         return batch_size
@@ -118,18 +118,18 @@ def timed(name: str, step: Callable[[], int], seconds: float) -> Rate:
     return found
 
 
-def on_the_host(reader: pipeline.Reader, batch_size: int, seconds: float) -> None:
+def on_the_host(reader: loading.Reader, batch_size: int, seconds: float) -> None:
     """Reading, decoding and cropping alone."""
     ceiling = dataclasses.replace(reader, source=tiny_images(len(reader.source)))
     timed('our Python alone', reading(ceiling, 1, batch_size), seconds / 2)
-    for threads in sorted({1, 2, pipeline.cores()}):
+    for threads in sorted({1, 2, loading.cores()}):
         name = f'decode and crop, {threads} threads'
         timed(name, reading(reader, threads, batch_size), seconds)
 
 
-def augmentation(reader: pipeline.Reader, batch_size: int, seconds: float) -> None:
+def augmentation(reader: loading.Reader, batch_size: int, seconds: float) -> None:
     """What is changed on the device, at the level medium2."""
-    draws = [pipeline.Draw(i) for i in range(batch_size)]
+    draws = [loading.Draw(i) for i in range(batch_size)]
     images = reader.examples(draws, futures.ThreadPoolExecutor(1))
     key, targets = jax.random.key(0), functools.partial(targets_of, num_classes=1000)
     changed = jax.jit(functools.partial(augment, key, config=augreg('medium2'), targets_of=targets))
@@ -142,7 +142,7 @@ def augmentation(reader: pipeline.Reader, batch_size: int, seconds: float) -> No
 
 
 def with_a_network(
-    reader: pipeline.Reader, name: str, batch_size: int, seconds: float
+    reader: loading.Reader, name: str, batch_size: int, seconds: float
 ) -> Callable[[], int]:
     """The pipeline to the device, a step, both; gives the step of the pipeline."""
     model = variant(name, num_classes=1000)
@@ -156,8 +156,8 @@ def with_a_network(
     programs = setups.compile_training(setup)
     sharding = setups.described_batch(setup, batch_size)['images'].sharding
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    feed = pipeline.make_feed(reader, config.loader, sharding)
-    batches = pipeline.training_batches(feed, steps=range(10**9), batch_size=batch_size, seed=0)
+    feed = loading.make_feed(reader, config.loader, sharding)
+    batches = loading.training_batches(feed, steps=range(10**9), batch_size=batch_size, seed=0)
 
     def to_device() -> int:
         jax.block_until_ready(next(batches))
@@ -204,9 +204,9 @@ def main() -> None:
     size, batch_size, seconds = (224, 224), arguments.batch_size, arguments.seconds
     source = unlabelled([arguments.photos])
     stored = [len(source.read(i)[0]) for i in range(len(source))]
-    print(f'{len(source)} photos of {np.mean(stored) / 1e3:.0f} kB; {pipeline.cores()} cores')
+    print(f'{len(source)} photos of {np.mean(stored) / 1e3:.0f} kB; {loading.cores()} cores')
     cv2.setNumThreads(1)  # as the pipeline does
-    reader = pipeline.Reader(source, InceptionCrop(), size, exif_rotation=True)
+    reader = loading.Reader(source, InceptionCrop(), size, exif_rotation=True)
     on_the_host(reader, batch_size, seconds)
     augmentation(reader, batch_size, seconds)
     to_device = with_a_network(reader, arguments.variant, batch_size, seconds)

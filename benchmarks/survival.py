@@ -18,8 +18,8 @@ os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.2'
 import numpy as np  # noqa: E402
 
 from tests.hosts import hosts  # noqa: E402
-from vit_jax.checkpoints.state import Checkpoints  # noqa: E402
-from vit_jax.ledger import read, totals  # noqa: E402
+from vit_jax.checkpoints.store import Checkpoints  # noqa: E402
+from vit_jax.runs.goodput import read, totals  # noqa: E402
 
 PHASES = {
     'start': ('slow:0', 'data '),

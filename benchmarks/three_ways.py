@@ -17,25 +17,25 @@ import jax
 import numpy as np
 
 from tests import tfds_sets
-from vit_jax.data import pipeline
-from vit_jax.data.augment import augment, augreg
-from vit_jax.data.sources import open_source
-from vit_jax.data.transforms import InceptionCrop
-from vit_jax.parallel.mesh import MeshConfig, batch_sharding, make_mesh
+from vit_jax.data import loading
+from vit_jax.data.augmentation import augment, augreg
+from vit_jax.data.image_preprocessing import InceptionCrop
+from vit_jax.data.sources.opening import open_source
+from vit_jax.parallel.meshes import MeshConfig, batch_sharding, make_mesh
 from vit_jax.training.losses import targets_of
 
 
 def digest(data: str, steps: int) -> str:
     """Of augmented training batches, 128 images each."""
     source = open_source(data, 'train')
-    reader = pipeline.Reader(source, InceptionCrop(), (32, 32), exif_rotation=True)
-    feed = pipeline.make_feed(
-        reader, pipeline.LoaderConfig(), batch_sharding(make_mesh(MeshConfig()))
+    reader = loading.Reader(source, InceptionCrop(), (32, 32), exif_rotation=True)
+    feed = loading.make_feed(
+        reader, loading.LoaderConfig(), batch_sharding(make_mesh(MeshConfig()))
     )
     targets = functools.partial(targets_of, num_classes=len(source.class_names))
     changed = jax.jit(functools.partial(augment, config=augreg('light2'), targets_of=targets))
     total = hashlib.sha256()
-    for batch in pipeline.training_batches(feed, steps=range(steps), batch_size=128, seed=0):
+    for batch in loading.training_batches(feed, steps=range(steps), batch_size=128, seed=0):
         for array in (batch['images'], *changed(jax.random.key(0), batch).values()):
             total.update(np.asarray(array).tobytes())
     return total.hexdigest()[:16]

@@ -5,8 +5,8 @@ Command: python -m vit_jax.train --config=configs/quickstart.py --workdir=/tmp/v
 """
 
 from vit_jax.config import TrainConfig
-from vit_jax.data.augment import Augmentation
-from vit_jax.evaluation.fewshot import FewshotConfig
+from vit_jax.data.augmentation import Augmentation
+from vit_jax.evaluation.ridge import FewshotConfig
 from vit_jax.models import Compute, ViTConfig
 from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig

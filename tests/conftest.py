@@ -21,8 +21,8 @@ os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.2'
 import jaxtyping  # noqa: E402  (the hook comes before what it checks)
 
 with jaxtyping.install_import_hook('vit_jax', 'beartype.beartype'):
-    import vit_jax.experiment  # noqa: F401
-    import vit_jax.program  # noqa: F401
+    import vit_jax.command_line.app  # noqa: F401
+    import vit_jax.runs.training_run  # noqa: F401
 
 
 def pytest_collection_modifyitems(items):

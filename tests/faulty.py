@@ -11,10 +11,12 @@ import time
 
 import jax
 
-from vit_jax import experiment, identity, program, train
-from vit_jax.checkpoints.state import Checkpoints
-from vit_jax.data import pipeline
+from vit_jax import train
+from vit_jax.checkpoints.store import Checkpoints
+from vit_jax.command_line import app
+from vit_jax.data import loading
 from vit_jax.parallel.processes import Job
+from vit_jax.runs import fingerprint, training_run
 
 
 def at_tick(number, index, act):
@@ -50,14 +52,14 @@ def hang(number, index):
 
 
 def hang_loader(number, index):
-    load = pipeline.Reader.examples
+    load = loading.Reader.examples
 
-    def loading(reader, draws, pool):
+    def loading_then_hanging(reader, draws, pool):
         if index in (None, jax.process_index()) and any(d and d.epoch > 0 for d in draws):
             forever()
         return load(reader, draws, pool)
 
-    pipeline.Reader.examples = loading
+    loading.Reader.examples = loading_then_hanging
 
 
 def hang_barrier(number, index):
@@ -83,18 +85,18 @@ def die(number, index):
 
 
 def slow_compile(number, index):
-    compile_training = experiment.setups.compile_training
+    compile_training = training_run.setups.compile_training
 
     def compiling(setup):
         print('compiling', flush=True)
         time.sleep(number)
         return compile_training(setup)
 
-    experiment.setups.compile_training = compiling
+    training_run.setups.compile_training = compiling
 
 
 def slow_evaluation(number, index):
-    evaluate = experiment.classification.evaluate
+    evaluate = training_run.classification.evaluate
 
     def evaluating(scores, params, batches, *, count):
         def slowed():
@@ -105,7 +107,7 @@ def slow_evaluation(number, index):
 
         return evaluate(scores, params, slowed(), count=count)
 
-    experiment.classification.evaluate = evaluating
+    training_run.classification.evaluate = evaluating
 
 
 def slow_save(number, index):
@@ -139,7 +141,7 @@ def full_disk(number, index):
 
 
 def other_packages(number, index):
-    of_run = identity.of_run
+    of_run = fingerprint.of_run
 
     def other(config, path):
         facts = of_run(config, path)
@@ -148,7 +150,7 @@ def other_packages(number, index):
             facts['code']['training/loop.py'] = 'changed'
         return facts
 
-    identity.of_run = other
+    fingerprint.of_run = other
 
 
 if __name__ == '__main__':
@@ -157,4 +159,4 @@ if __name__ == '__main__':
         name, *numbers = fault.split(':')
         step, process = (*map(int, numbers), None, None)[:2]
         globals()[name](step, process)
-    program.train(train.run, '')
+    app.train(train.run, '')

@@ -7,7 +7,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from tests import tiny
-from vit_jax.data import transforms
+from vit_jax.data import image_preprocessing
 from vit_jax.models import Backbone, ResNetConfig, build
 from vit_jax.pretrained import Loaded
 
@@ -28,7 +28,7 @@ def loaded(config, layout=None, format='google', **values) -> Loaded:
     params = jax.tree.map(np.asarray, tiny.random_params(params))
     origin = {'format': layout.name if layout else format, 'layout': layout}
     rest = {
-        'preprocessing': transforms.Preprocessing(),
+        'preprocessing': image_preprocessing.Preprocessing(),
         'class_names': (),
         'report': (),
         'ignored': (),

@@ -8,10 +8,10 @@ import jax
 import pytest
 
 from tests import golden, tiny
-from vit_jax import config as configs
-from vit_jax import records, tree
-from vit_jax import setup as setups
+from vit_jax.base import records, tree_names
+from vit_jax.config import TrainConfig, checked
 from vit_jax.models import ViTConfig
+from vit_jax.runs import setups
 from vit_jax.training.duration import make_length
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -53,8 +53,8 @@ def test_a_config_fits_together(path, argument):
     """Its first state and one update are traced, for eight devices."""
     config = golden.config(path, argument)
     config.start_from = config.start_from or 'some/checkpoint'
-    config = configs.checked(config)
-    assert records.from_dict(configs.TrainConfig, records.to_dict(config), where='c') == config
+    config = checked(config)
+    assert records.from_dict(TrainConfig, records.to_dict(config), where='c') == config
     if config.total is None:
         return
     if config.model is None:
@@ -69,7 +69,7 @@ def test_a_config_fits_together(path, argument):
     state = jax.eval_shape(functions.init)
     batch = setups.described_batch(setup, config.batch_size)
     after, metrics = jax.eval_shape(functions.update, state, batch)
-    assert tree.named_leaves(after) == tree.named_leaves(state)
+    assert tree_names.named_leaves(after) == tree_names.named_leaves(state)
     assert metrics['loss'].shape == ()
 
 
@@ -93,7 +93,7 @@ def test_every_field_of_a_config_is_read_somewhere():
     attributes = {
         node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)
     }
-    unread = [name for name in _fields(configs.TrainConfig) if name not in attributes]
+    unread = [name for name in _fields(TrainConfig) if name not in attributes]
     assert not unread
 
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from vit_jax import inspect_data, prepare, program
-from vit_jax.data.augment import Augmentation
-from vit_jax.data.sources import HeldOut
+from vit_jax import inspect_data, prepare
+from vit_jax.command_line import app
+from vit_jax.data.augmentation import Augmentation
+from vit_jax.data.sources.opening import HeldOut
 from vit_jax.parallel.processes import Job
 
 RNG = np.random.default_rng(0)
@@ -53,7 +54,7 @@ def test_counts_defects_and_a_picture(photos, tmp_path, capsys):
 
 
 def test_the_first_column_is_what_evaluation_sees(photos, tmp_path):
-    from vit_jax.data.sources import opener
+    from vit_jax.data.sources.opening import opener
 
     config = tiny.experiment(data=str(photos), augmentation=Augmentation(erasing=0.9))
     sheet = inspect_data._sheet(config, opener(config.held_out))
@@ -78,6 +79,6 @@ def test_preparing_says_what_is_missing(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, 'tensorflow', None)
     monkeypatch.setattr(sys, 'argv', ['prepare', 'cifar10'])
     with pytest.raises(SystemExit) as ended:
-        program.run(prepare.main, prepare._parser())
+        app.run(prepare.main, prepare._parser())
     assert ended.value.code == 1
     assert capsys.readouterr().err.startswith('error: preparing needs TensorFlow: pip install')

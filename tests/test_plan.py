@@ -8,12 +8,11 @@ import pytest
 
 from tests import tiny
 from tests.hosts import ROOT, environment
-from vit_jax import config as configs
 from vit_jax import plan
 from vit_jax.models import Compute
-from vit_jax.parallel import topology
-from vit_jax.parallel.mesh import MeshConfig
-from vit_jax.parallel.topology import DoesNotFit, Topology
+from vit_jax.parallel import ahead_of_time
+from vit_jax.parallel.ahead_of_time import DoesNotFit, Topology
+from vit_jax.parallel.meshes import MeshConfig
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec('libtpu') is None, reason="no TPU compiler: pip install -e '.[tpu]'"
@@ -22,7 +21,7 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture(scope='module')
 def slice_of_eight():
-    return topology.find('v5e:2x4')
+    return ahead_of_time.find('v5e:2x4')
 
 
 @pytest.fixture(scope='module')
@@ -34,7 +33,7 @@ def whole(slice_of_eight):
 def task(**changes):
     model = tiny.model(image_size=(32, 32), width=256, mlp_dim=1024, depth=4, num_heads=4)
     config = tiny.experiment(model=model, batch_size=1024, **changes)
-    return plan.Task(configs.checked(config), tiny.CLASSES, 1438)
+    return plan.Task(config.checked(config), tiny.CLASSES, 1438)
 
 
 @pytest.mark.parametrize(
@@ -47,15 +46,15 @@ def task(**changes):
 )
 def test_a_topology_that_is_no_name_says_what_one_is(name, message):
     with pytest.raises(ValueError, match=f'--topology={name}: {message}'):
-        topology.find(name)
+        ahead_of_time.find(name)
 
 
 @needs_compiler
 def test_the_chip_says_its_memory(slice_of_eight):
     assert len(slice_of_eight.devices) == 8
-    assert slice_of_eight.memory == 15.75 * topology.GIB  # as the compiler names it for v5e
+    assert slice_of_eight.memory == 15.75 * ahead_of_time.GIB  # as the compiler names it for v5e
     with pytest.raises(ValueError, match='--topology=v5e:3x5: '):
-        topology.find('v5e:3x5')
+        ahead_of_time.find('v5e:3x5')
 
 
 @needs_compiler

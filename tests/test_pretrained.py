@@ -12,15 +12,17 @@ import pytest
 import vit_jax
 from tests import reference, tiny
 from tests.networks import HYBRID, RESNET, contents, loaded
-from vit_jax import augreg, convert, experiment, predict, probing, program
-from vit_jax.checkpoints import google
-from vit_jax.checkpoints.augreg import fine_tuned, listed, pick, read_index
-from vit_jax.data.transforms import Preprocessing
-from vit_jax.evaluation.fewshot import FewshotConfig
+from vit_jax import augreg, convert, predict
+from vit_jax.base.tree_names import named_leaves
+from vit_jax.checkpoints.augreg_index import fine_tuned, listed, pick, read_index
+from vit_jax.checkpoints.formats import google
+from vit_jax.command_line import app
+from vit_jax.data.image_preprocessing import Preprocessing
+from vit_jax.evaluation.ridge import FewshotConfig
 from vit_jax.pretrained import ZERO_HEAD
+from vit_jax.runs import probing, training_run
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import ScheduleConfig
-from vit_jax.tree import named_leaves
 
 NAME = 'google_vit_token_prelogits'
 
@@ -165,7 +167,7 @@ def test_training_starts_from_any_of_these(name, tmp_path):
     config.image_size, config.test_split = (32, 16), 'test[:16]'
     tiny.assigned(config.hints, **reference.HINTS[name])
     config.regularization.dropout = 0.1
-    result = experiment.train(config, str(tmp_path / 'run'))
+    result = training_run.train(config, str(tmp_path / 'run'))
     body = {n: leaf for n, leaf in named_leaves(result.state.params).items() if 'mlp' in n}
     before = named_leaves(vit_jax.load(config.start_from, **reference.HINTS[name]).params)
     for leaf_name, leaf in body.items():  # two small steps away from where it began
@@ -176,7 +178,7 @@ def test_training_starts_from_any_of_these(name, tmp_path):
 def test_a_configuration_is_told_where_to_say_what_a_file_does_not(tmp_path):
     config = tiny.experiment(model=None, start_from=reference.path('timm_gap_fcnorm'))
     with pytest.raises(ValueError, match=r'num_heads=N.*config\.hints\.NAME=VALUE'):
-        experiment.train(config, str(tmp_path))
+        training_run.train(config, str(tmp_path))
 
 
 def test_few_shot_takes_any_of_these_with_a_head_of_zeros(tmp_path):
@@ -193,7 +195,7 @@ def test_a_resnet_is_trained_and_probed_by_the_same_programs(tmp_path):
     config = tiny.experiment(model=small, total=Duration(steps=40), log_every_steps=10)
     config.schedule = ScheduleConfig(learning_rate=1e-2, warmup=Duration(steps=5))
     config.fewshot = FewshotConfig(shots=(5,), seeds=(0,))
-    result = experiment.train(config, str(tmp_path / 'run'))
+    result = training_run.train(config, str(tmp_path / 'run'))
     assert result.test['accuracy'] > 0.4 and result.fewshot['sets']['digits']['mean']['5'] > 0.4
     network = vit_jax.load(str(tmp_path / 'run'))
     assert network.config == dataclasses.replace(small, num_classes=10)
@@ -292,7 +294,7 @@ def test_a_program_ends_with_one_line_that_says_what_is_wrong(tmp_path):
         result = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert result.returncode == 1 and result.stderr.startswith('error: '), result.stderr
         assert len(result.stderr.splitlines()) == 1
-    assert program.overrides(convert._parser().parse_args(['a', 'b', '--image_size=8'])) == {
+    assert app.overrides(convert._parser().parse_args(['a', 'b', '--image_size=8'])) == {
         'image_size': (8, 8)
     }
 

@@ -17,9 +17,9 @@ import pytest
 
 import vit_jax
 from tests.networks import assert_same_arrays, loaded
-from vit_jax.checkpoints import google
+from vit_jax.base.tree_names import map_named, named_leaves
+from vit_jax.checkpoints.formats import google
 from vit_jax.models import build, variant
-from vit_jax.tree import map_named, named_leaves
 
 REASON = 'the torch extra is not installed: pip install -e ".[torch]"'
 torch = pytest.importorskip('torch', reason=REASON)

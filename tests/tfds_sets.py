@@ -7,7 +7,7 @@ import struct
 import numpy as np
 import tensorflow_datasets as tfds
 
-from vit_jax.data.tfrecord import masked_crc
+from vit_jax.data.sources.tfrecord import masked_crc
 
 
 def array_record(root, splits, class_names, *, several=False, name='made_here') -> pathlib.Path:

@@ -13,18 +13,20 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import app as absl_app
+from absl import flags
 
 from tests import tiny
-from vit_jax import program
-from vit_jax import setup as setups
-from vit_jax.checkpoints.state import Checkpoints
-from vit_jax.data import pipeline, sources
+from vit_jax.checkpoints.store import Checkpoints
+from vit_jax.command_line import app
+from vit_jax.data import loading
+from vit_jax.data.sources import opening
 from vit_jax.evaluation import classification
 from vit_jax.models import Regularization
-from vit_jax.parallel import mesh as meshes
-from vit_jax.parallel.mesh import MeshConfig
+from vit_jax.parallel import meshes
+from vit_jax.parallel.meshes import MeshConfig
 from vit_jax.parallel.processes import joined
+from vit_jax.runs import setups
 from vit_jax.training.duration import Duration, make_length
 
 COUNTS, TOTAL = (1, 7, 50, 65), 200
@@ -47,7 +49,7 @@ def measure(mesh_config, steps, save, restore):
         total=Duration(steps=TOTAL),
         eval_batch_size=8,
     )
-    opened = sources.opener(config.held_out)
+    opened = opening.opener(config.held_out)
     model = setups.trained_model(config, None, tuple('0123456789'))
     length = make_length(config.total, batch_size=config.batch_size, images=1438)
     setup = setups.prepare(config, None, model, length=length)
@@ -56,7 +58,7 @@ def measure(mesh_config, steps, save, restore):
     state = programs.init()
     found = {'initial': digest(state, setup.mesh), 'batches': [], 'losses': []}
     for step, batch in enumerate(
-        pipeline.training_batches(feed, steps=range(steps), batch_size=config.batch_size, seed=0)
+        loading.training_batches(feed, steps=range(steps), batch_size=config.batch_size, seed=0)
     ):
         if step < 10:
             found['batches'].append(digest(batch, setup.mesh))
@@ -67,7 +69,7 @@ def measure(mesh_config, steps, save, restore):
         count: classification.evaluate(
             programs.scores,
             state.best_params,
-            pipeline.listed_batches(test, np.arange(count), batch_size=8),
+            loading.listed_batches(test, np.arange(count), batch_size=8),
             count=count,
         )['accuracy']
         * count
@@ -91,7 +93,7 @@ def measure(mesh_config, steps, save, restore):
 def main(arguments):
     _, out, fsdp, tensor, steps = arguments
     config = MeshConfig(fsdp=int(fsdp), tensor=int(tensor), fsdp_min_mb=0.0, max_whole_share=0.5)
-    with joined(launch(), program.report) as job:
+    with joined(launch(), app.report) as job:
         assert jnp.zeros(()).dtype == jnp.float32
         found = measure(config, int(steps), save.value, restore.value)
         if job.index == 0:
@@ -99,7 +101,7 @@ def main(arguments):
 
 
 if __name__ == '__main__':
-    launch = program.launch_flags()
+    launch = app.launch_flags()
     save = flags.DEFINE_string('save', None, '')
     restore = flags.DEFINE_string('restore', '', '')
-    sys.exit(app.run(main))
+    sys.exit(absl_app.run(main))

@@ -7,24 +7,27 @@ published rule picks: the best of those pre-trained on ImageNet-21k, by its vali
 
 import argparse
 
-from vit_jax import program
-from vit_jax.checkpoints import augreg
+from vit_jax.checkpoints import augreg_index
+from vit_jax.command_line import app
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Prints what the index has."""
-    rows = augreg.read_index(arguments.index)
+    rows = augreg_index.read_index(arguments.index)
     if arguments.name is None:
         for name in sorted({row.name for row in rows}):
-            count, best = len(augreg.listed(rows, name)), augreg.pick(rows, name).filename
+            count, best = (
+                len(augreg_index.listed(rows, name)),
+                augreg_index.pick(rows, name).filename,
+            )
             print(f'{name:<10} {count:>4} checkpoints, picked: {best}')
         return 0
-    picked = augreg.pick(rows, arguments.name)
-    if not augreg.is_file_name(arguments.name):
-        for row in augreg.listed(rows, arguments.name):
+    picked = augreg_index.pick(rows, arguments.name)
+    if not augreg_index.is_file_name(arguments.name):
+        for row in augreg_index.listed(rows, arguments.name):
             print(f'{row.final_val:8.4f}  {row.ds:<12} {row.filename}')
     print(f'picked    {picked.filename}.npz')
-    for row in augreg.fine_tuned(rows, picked.filename):
+    for row in augreg_index.fine_tuned(rows, picked.filename):
         accuracies = f'{row.adapt_final_val:.4f} validation, {row.adapt_final_test:.4f} test'
         print(
             f'  tuned   {row.adapt_ds} {row.adapt_resolution}: {accuracies}  {row.adapt_filename}'
@@ -40,4 +43,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == '__main__':
-    program.run(main, _parser())
+    app.run(main, _parser())

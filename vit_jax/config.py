@@ -3,15 +3,17 @@
 import dataclasses
 from typing import Any
 
-from vit_jax import records
-from vit_jax.checkpoints.hints import Hints
-from vit_jax.data.augment import Augmentation
-from vit_jax.data.pipeline import LoaderConfig
-from vit_jax.data.sources import HeldOut
-from vit_jax.data.transforms import Crop, Preprocessing
-from vit_jax.evaluation.fewshot import FewshotConfig
+from vit_jax.base import records
+from vit_jax.base.errors import UserError
+from vit_jax.base.records import Record
+from vit_jax.checkpoints.formats.inference import Hints
+from vit_jax.data.augmentation import Augmentation
+from vit_jax.data.image_preprocessing import Crop, Preprocessing
+from vit_jax.data.loading import LoaderConfig
+from vit_jax.data.sources.opening import HeldOut
+from vit_jax.evaluation.ridge import FewshotConfig
 from vit_jax.models import Compute, Regularization, ResNetConfig, ViTConfig
-from vit_jax.parallel.mesh import MeshConfig
+from vit_jax.parallel.meshes import MeshConfig
 from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
@@ -22,7 +24,7 @@ def _default(kind: type) -> Any:
 
 
 @dataclasses.dataclass(kw_only=True)
-class TrainConfig:
+class TrainConfig(Record):
     """One experiment: pre-training, fine-tuning and few-shot evaluation are values of this."""
 
     # What is learned from, and by what.
@@ -65,25 +67,8 @@ class TrainConfig:
     loader: LoaderConfig = _default(LoaderConfig)
 
 
-@dataclasses.dataclass(kw_only=True)
-class Card:
-    """What belongs to parameters: enough to use them without the experiment that made them."""
-
-    step: int
-    model: ViTConfig | ResNetConfig
-    grid: tuple[int, int]  # (height, width) in patches, or of a ResNet's last feature map
-    preprocessing: Preprocessing
-    class_names: tuple[str, ...]
-    software: dict[str, str] = _default(dict)
-
-    @staticmethod
-    def read(values: dict[str, Any], *, where: str) -> 'Card':
-        """The card of JSON values. Raises ValueError that names what is wrong in it."""
-        return records.from_dict(Card, values, where=where)
-
-
 def checked(config: TrainConfig) -> TrainConfig:
-    """The configuration with every value checked. Raises ValueError that names a wrong one."""
+    """The configuration with every value checked. Raises UserError that names a wrong one."""
     config = records.checked(config, where='config')
     for name, value in records.to_dict(config).items():
         counts = name.endswith(('_steps', '_size')) and isinstance(value, int)
@@ -119,4 +104,4 @@ def checked(config: TrainConfig) -> TrainConfig:
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
-        raise ValueError(f'config.{message}')
+        raise UserError(f'config.{message}')

@@ -8,16 +8,17 @@ import argparse
 import pathlib
 import shutil
 
-from vit_jax import program
-from vit_jax.checkpoints.formats import FORMATS
+from vit_jax.base.errors import UserError
+from vit_jax.checkpoints.formats.opening import FORMATS
+from vit_jax.command_line import app
 from vit_jax.pretrained import load, save
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Reads, says what it found, writes, says what a reader of it has to know."""
     if pathlib.Path(arguments.output).exists() and not arguments.overwrite:
-        raise ValueError(f'{arguments.output}: exists already; --overwrite replaces it')
-    changes = program.overrides(arguments)
+        raise UserError(f'{arguments.output}: exists already; --overwrite replaces it')
+    changes = app.overrides(arguments)
     if arguments.drop_head:
         changes['num_classes'] = None
     loaded = load(arguments.input, **changes)
@@ -42,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument('--format', choices=FORMATS, help='the layout to write; that of IN')
     parser.add_argument('--overwrite', action='store_true', help='replace OUT')
-    program.add_overrides(parser)
+    app.add_overrides(parser)
     parser.add_argument(
         '--drop_head', action='store_true', help='write the network without its head'
     )
@@ -50,4 +51,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == '__main__':
-    program.run(main, _parser())
+    app.run(main, _parser())

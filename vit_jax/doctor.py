@@ -21,20 +21,21 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from vit_jax import identity, program
-from vit_jax.parallel import cluster as clusters
-from vit_jax.parallel import mesh as meshes
-from vit_jax.parallel.cluster import Launch
+from vit_jax.base.errors import UserError
+from vit_jax.command_line import app
+from vit_jax.parallel import clusters, meshes
+from vit_jax.parallel.clusters import Launch
 from vit_jax.parallel.processes import Job, joined
+from vit_jax.runs import fingerprint
 
 # The oldest NVIDIA driver of each major version of CUDA (NVIDIA, CUDA compatibility, table 1).
 _LEAST_DRIVER = {'12': 525, '13': 580}
 
 
 def examine(launch: Launch, seconds: float) -> None:
-    """Prints what was found. Raises ValueError with the first thing that is wrong."""
+    """Prints what was found. Raises UserError with the first thing that is wrong."""
     _say('host', f'{socket.gethostname()}, {platform.system()}, {os.cpu_count()} cores')
-    _say('versions', ', '.join(f'{name} {v}' for name, v in identity.packages().items()))
+    _say('versions', ', '.join(f'{name} {v}' for name, v in fingerprint.packages().items()))
     cluster = clusters.find(launch)
     if cluster is None:
         _say('cluster', 'none recognised: one process')
@@ -47,7 +48,7 @@ def examine(launch: Launch, seconds: float) -> None:
             f'devices of this process: {"all" if own is None else own}',
         )
     gpus = _check_accelerator()
-    with joined(launch, program.report) as job:
+    with joined(launch, app.report) as job:
         _check_together(job, seconds, gpus)
     _say('result', 'all is well')
 
@@ -57,17 +58,17 @@ def _say(name: str, text: str) -> None:
 
 
 def _check_accelerator() -> int:
-    """The number of GPUs. Raises ValueError where jax can make no use of one."""
+    """The number of GPUs. Raises UserError where jax can make no use of one."""
     gpus = _nvidia('driver_version,name')
     if gpus:
         driver, _, name = gpus[0].partition(', ')
         _say('driver', f'NVIDIA {driver}: {len(gpus)} x {name}')
         plugins = [n for n in _LEAST_DRIVER if importlib.util.find_spec(f'jax_cuda{n}_plugin')]
         if not plugins:
-            raise ValueError("a GPU is here, jax's part for it is not: pip install 'vit_jax[cuda]'")
+            raise UserError("a GPU is here, jax's part for it is not: pip install 'vit_jax[cuda]'")
         least = _LEAST_DRIVER[plugins[-1]]
         if int(driver.split('.')[0]) < least:
-            raise ValueError(f'driver {driver} is too old for CUDA {plugins[-1]}: {least} or newer')
+            raise UserError(f'driver {driver} is too old for CUDA {plugins[-1]}: {least} or newer')
         _check_plugin(plugins[-1])
     tpus = list(pathlib.Path('/dev').glob('accel*')) + list(
         pathlib.Path('/dev/vfio').glob('[0-9]*')
@@ -80,7 +81,7 @@ def _check_accelerator() -> int:
 def _check_plugin(cuda: str) -> None:
     plugin, jaxlib = metadata.version(f'jax-cuda{cuda}-plugin'), metadata.version('jaxlib')
     if plugin.split('.')[:2] != jaxlib.split('.')[:2]:
-        raise ValueError(
+        raise UserError(
             f'jax-cuda{cuda}-plugin {plugin} does not belong to jaxlib {jaxlib}: '
             f"pip install -U 'vit_jax[cuda]'"
         )
@@ -97,7 +98,7 @@ def _nvidia(fields: str) -> list[str]:
         timeout=30,
     )
     if found.returncode:
-        raise ValueError(f'nvidia-smi: {found.stdout.strip() or found.stderr.strip()}')
+        raise UserError(f'nvidia-smi: {found.stdout.strip() or found.stderr.strip()}')
     return found.stdout.split('\n')[:-1]
 
 
@@ -106,21 +107,21 @@ def _check_together(job: Job, seconds: float, gpus: int) -> None:
     limit = threading.Timer(seconds, _give_up, (job, seconds))
     limit.daemon = True
     limit.start()
-    job.agree('packages and code', identity.installed())
+    job.agree('packages and code', fingerprint.installed())
     local, everyone = jax.local_devices(), jax.devices()
     _say(
         'devices',
         f'{len(local)} x {local[0].device_kind} here, {len(everyone)} in all processes',
     )
     if gpus and local[0].platform == 'cpu':
-        raise ValueError('a GPU is here, but jax computes on the CPU: is JAX_PLATFORMS set?')
+        raise UserError('a GPU is here, but jax computes on the CPU: is JAX_PLATFORMS set?')
     job.agree('devices', {'of each process': len(local), 'kind': local[0].device_kind})
     began = time.monotonic()
     mesh = meshes.make_mesh(meshes.MeshConfig())
     ones = meshes.put(np.ones(len(everyone), np.float32), meshes.batch_sharding(mesh))
     total = jax.jit(jnp.sum, out_shardings=meshes.replicated(mesh))(ones)
     if float(total) != len(everyone):
-        raise ValueError(f'the sum over {len(everyone)} devices is {float(total)}')
+        raise UserError(f'the sum over {len(everyone)} devices is {float(total)}')
     limit.cancel()
     _say('collective', f'sum over {len(everyone)} devices in {time.monotonic() - began:.1f} s')
 
@@ -135,6 +136,6 @@ def _give_up(job: Job, seconds: float) -> None:
 
 
 if __name__ == '__main__':
-    _launch = program.launch_flags()
+    _launch = app.launch_flags()
     _seconds = flags.DEFINE_float('seconds', 60.0, 'That all devices may take for one sum.')
-    program.bare(lambda: examine(_launch(), _seconds.value), __doc__ or '')
+    app.bare(lambda: examine(_launch(), _seconds.value), __doc__ or '')

@@ -1,8 +1,9 @@
 """Probes a checkpoint with few labels: python -m vit_jax.fewshot --config.start_from=CHECKPOINT."""
 
-from vit_jax import probing, program
+from vit_jax.command_line import app
 from vit_jax.config import TrainConfig
 from vit_jax.parallel.processes import Job
+from vit_jax.runs import probing
 
 
 def run(config: TrainConfig, workdir: str, accept_changes: bool, job: Job) -> None:
@@ -29,4 +30,4 @@ def run(config: TrainConfig, workdir: str, accept_changes: bool, job: Job) -> No
 
 
 if __name__ == '__main__':
-    program.train(run, __doc__ or '')
+    app.train(run, __doc__ or '')

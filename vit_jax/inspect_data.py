@@ -16,18 +16,20 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from vit_jax import program, setup
+from vit_jax.base.atomic_files import write_json
+from vit_jax.base.errors import UserError
+from vit_jax.command_line import app
 from vit_jax.config import TrainConfig
-from vit_jax.data import inspection, pipeline
-from vit_jax.data.augment import augment
+from vit_jax.data import inspection, loading
+from vit_jax.data.augmentation import augment
+from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.inspection import Scan
-from vit_jax.data.source import Source
-from vit_jax.data.sources import open_splits, opener
-from vit_jax.data.transforms import Preprocessing
+from vit_jax.data.sources.base import Source
+from vit_jax.data.sources.opening import open_splits, opener
 from vit_jax.parallel.processes import Job
+from vit_jax.runs import setups
 from vit_jax.training.losses import targets_of
 from vit_jax.training.update import AUGMENT, purpose_key
-from vit_jax.writing import write_json
 
 SHEET, SUMMARY = 'data.png', 'data.json'
 _ROWS, _EPOCHS, _DEFAULT_SIZE = 8, 7, (224, 224)
@@ -43,7 +45,7 @@ def run(config: TrainConfig, workdir: str, accept_changes: bool, job: Job) -> No
     cv2.imwrite(str(folder / SHEET), sheet[..., ::-1])
     found = {}
     with (
-        futures.ThreadPoolExecutor(pipeline.cores()) as pool,
+        futures.ThreadPoolExecutor(loading.cores()) as pool,
         Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar,
     ):
         for split in open_splits(config.data, config.held_out):
@@ -87,7 +89,7 @@ def _sheet(config: TrainConfig, opened: Callable[[str, str], Source]) -> np.ndar
     source = opened(config.data, config.train_split)
     size, preprocessing = _seen_by_model(config)
     readers = {
-        crop: pipeline.Reader(
+        crop: loading.Reader(
             source=source,
             crop=kind,
             size=size,
@@ -100,13 +102,13 @@ def _sheet(config: TrainConfig, opened: Callable[[str, str], Source]) -> np.ndar
         )
     }
     indices = _readable(readers['evaluation'])
-    columns = [[readers['evaluation'].example(pipeline.Draw(i))[0] for i in indices]]
+    columns = [[readers['evaluation'].example(loading.Draw(i))[0] for i in indices]]
     targets = functools.partial(targets_of, num_classes=len(source.class_names))
     changed = jax.jit(functools.partial(augment, config=config.augmentation, targets_of=targets))
     key = purpose_key(config.seed, AUGMENT)
     with futures.ThreadPoolExecutor() as pool:
         for epoch in range(_EPOCHS):
-            draws = [pipeline.Draw(i, epoch) for i in indices]
+            draws = [loading.Draw(i, epoch) for i in indices]
             batch = changed(key, readers['training'].examples(draws, pool))
             columns.append(list(np.asarray(batch['images']).round().astype(np.uint8)))
     names = [_class_name(source, i) for i in indices]
@@ -117,25 +119,25 @@ def _sheet(config: TrainConfig, opened: Callable[[str, str], Source]) -> np.ndar
 
 def _seen_by_model(config: TrainConfig) -> tuple[tuple[int, int], Preprocessing]:
     """Size and preprocessing of the images that the configured network takes."""
-    origin = setup.read_origin(config)
+    origin = setups.read_origin(config)
     model = config.model or (origin.card.model if origin else None)
     size = config.image_size or (model.image_size if model else _DEFAULT_SIZE)
-    return size, setup.preprocessing_of(config, origin)
+    return size, setups.preprocessing_of(config, origin)
 
 
-def _readable(reader: pipeline.Reader) -> list[int]:
-    """The first few images that can be read. Raises ValueError where there is none."""
+def _readable(reader: loading.Reader) -> list[int]:
+    """The first few images that can be read. Raises UserError where there is none."""
     indices: list[int] = []
     for index in range(len(reader.source)):
         try:
-            reader.example(pipeline.Draw(index))
+            reader.example(loading.Draw(index))
         except ValueError:
             continue
         indices.append(index)
         if len(indices) == _ROWS:
             break
     if not indices:
-        raise ValueError(f'none of {len(reader.source)} training images can be read')
+        raise UserError(f'none of {len(reader.source)} training images can be read')
     return indices
 
 
@@ -146,4 +148,4 @@ def _class_name(source: Source, index: int) -> str:
 
 
 if __name__ == '__main__':
-    program.train(run, __doc__ or '')
+    app.train(run, __doc__ or '')

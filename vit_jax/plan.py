@@ -16,18 +16,21 @@ from typing import NamedTuple
 import jax
 from absl import flags
 
-from vit_jax import config as configs
-from vit_jax import program
-from vit_jax import setup as setups
-from vit_jax.config import TrainConfig
-from vit_jax.data.sources import opener
-from vit_jax.models import parameter_count
-from vit_jax.parallel import mesh as meshes
-from vit_jax.parallel import placement, topology
-from vit_jax.parallel.topology import GIB, DoesNotFit, Topology
+from vit_jax.base.errors import UserError
+from vit_jax.command_line import app
+from vit_jax.config import TrainConfig, checked
+from vit_jax.data.sources.opening import opener
+from vit_jax.models import Remat, parameter_count
+from vit_jax.parallel import ahead_of_time, meshes, sharding_rules
+from vit_jax.parallel.ahead_of_time import GIB, DoesNotFit, Topology
+from vit_jax.runs import setups
 from vit_jax.training.duration import make_length
 
-POLICIES = 'none', 'dots', 'block'  # of rematerialisation, from the fastest to the smallest
+POLICIES: tuple[Remat, ...] = (
+    'none',
+    'dots',
+    'block',
+)  # of rematerialisation, from the fastest to the smallest
 _TRIALS = 4  # compilations to find the largest batch
 
 
@@ -48,8 +51,8 @@ class Fit(NamedTuple):
     table: list[str]
 
 
-def step(task: Task, where: Topology, *, remat: str, batch_size: int) -> Fit:
-    """The compiled training step. DoesNotFit, or ValueError for sizes that do not divide."""
+def step(task: Task, where: Topology, *, remat: Remat, batch_size: int) -> Fit:
+    """The compiled training step. DoesNotFit, or UserError for sizes that do not divide."""
     compute = dataclasses.replace(task.config.compute, remat=remat)
     config = dataclasses.replace(task.config, compute=compute, batch_size=batch_size)
     assert config.total is not None
@@ -59,17 +62,17 @@ def step(task: Task, where: Topology, *, remat: str, batch_size: int) -> Fit:
     functions = setups.make_functions(setup)
     like, shardings = setups.placed(setup, functions)
     lowered = setups.lowered_update(setup, functions, like, shardings)
-    compiled = topology.compile_for(where, lowered)
+    compiled = ahead_of_time.compile_for(where, lowered)
     memory = compiled.memory_analysis()
     return Fit(
         memory.argument_size_in_bytes,
         memory.peak_memory_in_bytes,
-        topology.collectives(compiled),
-        placement.table(like, shardings, setup.mesh),
+        ahead_of_time.collectives(compiled),
+        sharding_rules.table(like, shardings, setup.mesh),
     )
 
 
-def tried(task: Task, where: Topology) -> Iterator[tuple[str, Fit | DoesNotFit]]:
+def tried(task: Task, where: Topology) -> Iterator[tuple[Remat, Fit | DoesNotFit]]:
     """Every rematerialisation policy from the configuration's own on, until one fits."""
     for policy in POLICIES[POLICIES.index(task.config.compute.remat) :]:
         try:
@@ -82,7 +85,7 @@ def tried(task: Task, where: Topology) -> Iterator[tuple[str, Fit | DoesNotFit]]
 
 
 def largest_batch(
-    task: Task, where: Topology, remat: str, first: Fit | DoesNotFit
+    task: Task, where: Topology, remat: Remat, first: Fit | DoesNotFit
 ) -> tuple[int, Fit] | None:
     """The largest batch that was found to fit, beginning with how the configuration's own fared.
 
@@ -129,16 +132,16 @@ def _next(
 def what_is_trained(config: TrainConfig, num_classes: int | None, images: int | None) -> Task:
     """The task of a configuration; its data is asked where the numbers are not given.
 
-    Raises ValueError where neither is there.
+    Raises UserError where neither is there.
     """
     if config.total is None or config.model is None:
-        raise ValueError('a plan needs config.model and config.total: it compiles a training step')
+        raise UserError('a plan needs config.model and config.total: it compiles a training step')
     num_classes = num_classes or config.model.num_classes
     if num_classes is None or images is None:
         try:
             source = opener(config.held_out)(config.data, config.train_split)
         except (ValueError, FileNotFoundError) as error:
-            raise ValueError(
+            raise UserError(
                 f'{error}\nwithout the data: --num_classes=1000 --num_images=1281167'
             ) from error
         num_classes, images = num_classes or len(source.class_names), images or len(source)
@@ -193,11 +196,11 @@ if __name__ == '__main__':
     _images = flags.DEFINE_integer('num_images', None, 'To train on, in place of those there.')
     _largest = flags.DEFINE_bool('largest', True, 'Look for the largest batch too: minutes more.')
     flags.mark_flag_as_required('topology')
-    program.start(
+    app.start(
         lambda config: sys.exit(
             run(
-                what_is_trained(configs.checked(config), _classes.value, _images.value),
-                topology.find(_topology.value),
+                what_is_trained(checked(config), _classes.value, _images.value),
+                ahead_of_time.find(_topology.value),
                 largest=_largest.value,
             )
         ),

@@ -14,27 +14,28 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from vit_jax import program
-from vit_jax.data import pipeline
-from vit_jax.data.augment import normalize
-from vit_jax.data.folders import unlabelled
-from vit_jax.parallel import mesh as meshes
+from vit_jax.base.array_types import Array, Batch, Float, Int, Params
+from vit_jax.base.errors import MissingFile, UserError
+from vit_jax.command_line import app
+from vit_jax.data import loading
+from vit_jax.data.augmentation import normalize
+from vit_jax.data.sources.folders import unlabelled
+from vit_jax.parallel import meshes
 from vit_jax.pretrained import Loaded, load
-from vit_jax.typing import Array, Batch, Float, Int, Params
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Prints a line for each image; 1 where some cannot be read, 0 otherwise."""
     output = pathlib.Path(arguments.features or 'unused.npz')
     if output.suffix != '.npz' or not output.parent.is_dir():
-        raise ValueError(f'--features={output}: expected NAME.npz in a directory that exists')
+        raise UserError(f'--features={output}: expected NAME.npz in a directory that exists')
     source = unlabelled(arguments.images)
-    loaded = load(arguments.checkpoint, **program.overrides(arguments))
+    loaded = load(arguments.checkpoint, **app.overrides(arguments))
     print('\n'.join(loaded.report), file=sys.stderr)
     names = _class_names(loaded, arguments.class_names)
     if not arguments.features:
         loaded.require_head()
-    reader = pipeline.Reader(
+    reader = loading.Reader(
         source=source,
         crop=loaded.preprocessing.crop,
         size=loaded.config.image_size,
@@ -74,7 +75,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _features(
-    loaded: Loaded, reader: pipeline.Reader, batch_size: int
+    loaded: Loaded, reader: loading.Reader, batch_size: int
 ) -> Iterator[tuple[Int[np.ndarray, 'b'], Float[np.ndarray, 'b d'], np.ndarray]]:
     """Batch by batch: which images, their features, and which of them could be read."""
     mesh = meshes.make_mesh(meshes.MeshConfig())
@@ -85,18 +86,18 @@ def _features(
     def features(params: Params, batch: Batch) -> Float[Array, 'b d']:
         return loaded.model.features(params, normalize(batch['images'], loaded.preprocessing))
 
-    config = pipeline.LoaderConfig(placement='host')
-    feed = pipeline.make_feed(reader, config, meshes.batch_sharding(mesh))
+    config = loading.LoaderConfig(placement='host')
+    feed = loading.make_feed(reader, config, meshes.batch_sharding(mesh))
     indices = np.arange(len(reader.source))
-    for batch in pipeline.listed_batches(feed, indices, batch_size=batch_size):
+    for batch in loading.listed_batches(feed, indices, batch_size=batch_size):
         part, indices = indices[:batch_size], indices[batch_size:]
         found = np.asarray(features(params, batch)), np.asarray(batch['mask'])
         yield part, found[0][: len(part)], found[1][: len(part)]
 
 
-def _problem(reader: pipeline.Reader, index: int) -> str:
+def _problem(reader: loading.Reader, index: int) -> str:
     try:
-        reader.example(pipeline.Draw(index))
+        reader.example(loading.Draw(index))
     except ValueError as error:
         return str(error)
     return f'{reader.source.describe(index)}: readable now'
@@ -117,10 +118,10 @@ def _class_names(loaded: Loaded, path: str | None) -> list[str]:
     if path is None:
         return list(loaded.class_names) or [f'class {i}' for i in range(count)]
     if not pathlib.Path(path).is_file():
-        raise FileNotFoundError(f'--class_names={path}: no such file')
+        raise MissingFile(f'--class_names={path}: no such file')
     names = pathlib.Path(path).read_text().splitlines()
     if len(names) != count:
-        raise ValueError(f'--class_names={path}: {len(names)} lines for {count} classes')
+        raise UserError(f'--class_names={path}: {len(names)} lines for {count} classes')
     return names
 
 
@@ -129,14 +130,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('checkpoint', metavar='CHECKPOINT')
     parser.add_argument('images', metavar='IMAGE', nargs='+', help='files or folders')
     parser.add_argument(
-        '--top', type=program.positive, default=5, metavar='N', help='classes to print (5)'
+        '--top', type=app.positive, default=5, metavar='N', help='classes to print (5)'
     )
     parser.add_argument('--class_names', metavar='FILE', help="a name a line; the checkpoint's")
     parser.add_argument('--features', metavar='OUT.npz', help='keep paths and features')
-    parser.add_argument('--batch_size', type=program.positive, default=32, metavar='N', help='(32)')
-    program.add_overrides(parser)
+    parser.add_argument('--batch_size', type=app.positive, default=32, metavar='N', help='(32)')
+    app.add_overrides(parser)
     return parser
 
 
 if __name__ == '__main__':
-    program.run(main, _parser())
+    app.run(main, _parser())

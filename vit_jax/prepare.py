@@ -6,8 +6,8 @@ Needs the extra `tf` and, for most sets, a network; what it writes is read witho
 
 import argparse
 
-from vit_jax import program
-from vit_jax.data import tfds
+from vit_jax.command_line import app
+from vit_jax.data.sources import tfds
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -24,4 +24,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == '__main__':
-    program.run(main, _parser())
+    app.run(main, _parser())

@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from vit_jax import records, tree
-from vit_jax.checkpoints import formats
-from vit_jax.checkpoints.hints import Hints, described
+from vit_jax.base import records, tree_names
+from vit_jax.base.array_types import Float, Params
+from vit_jax.base.errors import UserError
+from vit_jax.checkpoints.card import Card
+from vit_jax.checkpoints.formats import opening
+from vit_jax.checkpoints.formats.inference import Hints, described
 from vit_jax.checkpoints.transfer import adapt, transfer
-from vit_jax.config import Card
-from vit_jax.data.transforms import Preprocessing, decode
+from vit_jax.data.image_preprocessing import Preprocessing, decode
 from vit_jax.models import Model, ModelConfig, build, parameter_count
-from vit_jax.typing import Float, Params
 
 ZERO_HEAD = (
     'the head is all zeros, as in the published ImageNet-21k files: it predicts nothing; '
@@ -27,8 +28,8 @@ class Origin(NamedTuple):
     """A checkpoint that was recognised; its arrays are read when they are asked for."""
 
     path: str
-    format: str  # one of formats.FORMATS
-    layout: formats.Layout | None
+    format: str  # one of opening.FORMATS
+    layout: opening.Layout | None
     card: Card
     report: list[str]  # what was found out about it
     ignored: tuple[str, ...]  # names of what its file holds beside the network
@@ -38,11 +39,11 @@ class Origin(NamedTuple):
 def find(path: str, hints: Hints, *, image_size: tuple[int, int] | None = None) -> Origin:
     """The checkpoint at a path: ours or another system's, told apart by its content.
 
-    Raises ValueError or FileNotFoundError, in one sentence, where it cannot be used.
+    Raises UserError or MissingFile, in one sentence, where it cannot be used.
     """
-    found = formats.find(path, hints, image_size=image_size)
+    found = opening.find(path, hints, image_size=image_size)
     card = Card.read(found.card, where=f'{path}: card')
-    step = f', step {card.step}' if found.format == formats.OURS else ''
+    step = f', step {card.step}' if found.format == opening.OURS else ''
     count = f'{parameter_count(card.model):,} parameters'
     report = [f'{found.format} layout{step}: {described(card.model)}; {count}']
     if found.ignored:
@@ -61,7 +62,7 @@ class Loaded:
     report: tuple[str, ...]  # what was found out, and what was done
     ignored: tuple[str, ...]  # names of what the file holds beside the network
     format: str
-    layout: formats.Layout | None
+    layout: opening.Layout | None
 
     def __repr__(self) -> str:
         return '\n'.join(self.report)
@@ -72,11 +73,11 @@ class Loaded:
         return 'head' in self.params and bool(np.any(self.params['head']['kernel']))
 
     def require_head(self) -> None:
-        """Raises ValueError for a network that has no head, or one that is all zeros."""
+        """Raises UserError for a network that has no head, or one that is all zeros."""
         if self.config.num_classes is None:
-            raise ValueError('the checkpoint has no head: use the features, or fine-tune it')
+            raise UserError('the checkpoint has no head: use the features, or fine-tune it')
         if not self.predicts:
-            raise ValueError(ZERO_HEAD)
+            raise UserError(ZERO_HEAD)
 
     def prepare(self, image: bytes | np.ndarray) -> Float[np.ndarray, 'h w c']:
         """One image, an encoded file's bytes or a uint8 array, as the network takes it."""
@@ -88,7 +89,7 @@ class Loaded:
     def logits(self, images: np.ndarray) -> Float[np.ndarray, 'b k']:
         """What the head gives for images (b h w c) of `config.image_size`, as `prepare` does them.
 
-        The published models take float32 in [-1, 1]. Raises ValueError for a network without a
+        The published models take float32 in [-1, 1]. Raises UserError for a network without a
         head, for one whose head is all zeros, and for images of another size or type.
         """
         self.require_head()
@@ -113,12 +114,12 @@ class Loaded:
 
 
 def load(path: str, **overrides: Any) -> Loaded:
-    """The network at a path: a file or directory of any of `formats.FORMATS`.
+    """The network at a path: a file or directory of any of `opening.FORMATS`.
 
     What its file does not say of itself is told by `grid` (of its positions, in patches),
     `num_heads`, `gelu` and `layer_norm_epsilon`. The network is changed by `image_size` (height,
     width, or one number), `patch_size`, `channels` and `num_classes` (None: without a head);
-    `new_channels='fresh'` begins the projection of other channels anew. Raises ValueError or
+    `new_channels='fresh'` begins the projection of other channels anew. Raises UserError or
     FileNotFoundError, in one sentence, where the file cannot be used.
     """
     hints, changes, new_channels = _sorted_overrides(overrides)
@@ -157,11 +158,11 @@ def save(loaded: Loaded, path: str, format: str | None = None) -> list[str]:
     """Writes the network, in the format that it was read in, or in another one of `FORMATS`.
 
     In its own format a file keeps the layout that was read. Returns what a reader of the file has
-    to be told. Raises ValueError where the format cannot hold the network.
+    to be told. Raises UserError where the format cannot hold the network.
     """
     format = format or loaded.format
-    if format not in formats.FORMATS:
-        raise ValueError(f'format={format!r}; {records.nearest(format, formats.FORMATS)}')
+    if format not in opening.FORMATS:
+        raise UserError(f'format={format!r}; {records.nearest(format, opening.FORMATS)}')
     layout = loaded.layout if format == loaded.format else None
     card = Card(
         step=0,
@@ -170,7 +171,7 @@ def save(loaded: Loaded, path: str, format: str | None = None) -> list[str]:
         preprocessing=loaded.preprocessing,
         class_names=loaded.class_names,
     )
-    return formats.write(
+    return opening.write(
         path,
         format,
         config=loaded.config,
@@ -192,7 +193,7 @@ def _exact(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 def _checked_images(images: np.ndarray) -> np.ndarray:
     if images.ndim != 4 or images.dtype.kind != 'f':
-        raise ValueError(
+        raise UserError(
             f'images are {images.dtype}{list(images.shape)}, expected floating-point numbers of '
             f'the shape (b, h, w, c), as `prepare` makes them'
         )
@@ -205,12 +206,12 @@ def _sorted_overrides(overrides: dict[str, Any]) -> tuple[Hints, dict[str, Any],
     known = hint_names | {'image_size', 'patch_size', 'channels', 'num_classes', 'new_channels'}
     for name in overrides:
         if name not in known:
-            raise ValueError(f'load: no override {name!r}; {records.nearest(name, known)}')
+            raise UserError(f'load: no override {name!r}; {records.nearest(name, known)}')
     values = {name: overrides[name] for name in hint_names & set(overrides)}
     changes = {name: v for name, v in overrides.items() if name not in hint_names}
     new_channels = changes.pop('new_channels', 'adapt')
     if new_channels not in ('adapt', 'fresh'):
-        raise ValueError(f"load: new_channels={new_channels!r}; expected 'adapt' or 'fresh'")
+        raise UserError(f"load: new_channels={new_channels!r}; expected 'adapt' or 'fresh'")
     for name in ('image_size', 'patch_size'):
         if isinstance(changes.get(name), int):
             changes[name] = (changes[name], changes[name])
@@ -227,8 +228,10 @@ def _initial(config: ModelConfig) -> Params:
 
 def _with_fresh_channels(params: Params, config: ModelConfig) -> tuple[Params, str]:
     """The first kernel drawn anew."""
-    fresh = tree.named_leaves(_initial(config))
+    fresh = tree_names.named_leaves(_initial(config))
     root = 'backbone/conv_root/kernel'
     first = root if root in fresh else 'embedding/kernel'
-    replaced = tree.map_named(lambda name, leaf: fresh[name] if name == first else leaf, params)
+    replaced = tree_names.map_named(
+        lambda name, leaf: fresh[name] if name == first else leaf, params
+    )
     return replaced, f'{first}: drawn anew, for {config.channels} channels'

@@ -2,24 +2,25 @@
 
 import shlex
 
-from vit_jax import experiment, probing, program
+from vit_jax.command_line import app
 from vit_jax.config import TrainConfig
-from vit_jax.experiment import Result
 from vit_jax.parallel.processes import Job
-from vit_jax.reporting import spent
-from vit_jax.workdir import METRICS
+from vit_jax.runs import probing, training_run
+from vit_jax.runs.reporting import spent
+from vit_jax.runs.training_run import Result
+from vit_jax.runs.workdirs import METRICS
 
 
 def run(config: TrainConfig, workdir: str, accept_changes: bool, job: Job) -> None:
     """Trains, and says at the end what was reached, where it lies, and what comes next."""
-    result = experiment.train(config, workdir, accept_changes=accept_changes, job=job)
+    result = training_run.train(config, workdir, accept_changes=accept_changes, job=job)
     if job.index == 0:
         say(result, next_program='finetune', next_config='finetune/transfer.py', data=config.data)
 
 
 def say(result: Result, *, next_program: str, next_config: str, data: str) -> None:
     """The summary of a run."""
-    reached = experiment.reached(result.test)
+    reached = training_run.reached(result.test)
     if result.fewshot:
         reached += f'; {probing.summary(result.fewshot)}'
     lines = {'reached': reached}
@@ -41,4 +42,4 @@ def say(result: Result, *, next_program: str, next_config: str, data: str) -> No
 
 
 if __name__ == '__main__':
-    program.train(run, __doc__ or '')
+    app.train(run, __doc__ or '')

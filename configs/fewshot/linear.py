@@ -6,7 +6,7 @@ Command: python -m vit_jax.fewshot --config=configs/fewshot/linear.py --workdir=
 """
 
 from vit_jax.config import TrainConfig
-from vit_jax.evaluation.fewshot import FewshotConfig
+from vit_jax.evaluation.ridge import FewshotConfig
 
 
 def get_config() -> TrainConfig:

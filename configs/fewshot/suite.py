@@ -8,9 +8,9 @@ Command: python -m vit_jax.fewshot --config=configs/fewshot/suite.py --workdir=D
 """
 
 from vit_jax.config import TrainConfig
-from vit_jax.data.transforms import CentralCrop
-from vit_jax.evaluation.fewshot import FewshotConfig, ProbeSet
+from vit_jax.data.image_preprocessing import CentralCrop
 from vit_jax.evaluation.probes import LogisticConfig
+from vit_jax.evaluation.ridge import FewshotConfig, ProbeSet
 
 
 def get_config() -> TrainConfig:

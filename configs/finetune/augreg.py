@@ -10,8 +10,8 @@ Command: python -m vit_jax.finetune --config=configs/finetune/augreg.py:cifar10 
 """
 
 from vit_jax.config import TrainConfig
-from vit_jax.data.augment import Augmentation
-from vit_jax.data.transforms import InceptionCrop
+from vit_jax.data.augmentation import Augmentation
+from vit_jax.data.image_preprocessing import InceptionCrop
 from vit_jax.models import Compute
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig

@@ -7,7 +7,7 @@ Command: python -m vit_jax.finetune --config=configs/finetune/transfer.py --work
 """
 
 from vit_jax.config import TrainConfig
-from vit_jax.data.augment import Augmentation
+from vit_jax.data.augmentation import Augmentation
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 

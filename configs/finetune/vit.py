@@ -14,8 +14,8 @@ Command: python -m vit_jax.finetune --config=configs/finetune/vit.py:cifar10,0.0
 """
 
 from vit_jax.config import TrainConfig
-from vit_jax.data.augment import Augmentation
-from vit_jax.data.transforms import RandomCrop
+from vit_jax.data.augmentation import Augmentation
+from vit_jax.data.image_preprocessing import RandomCrop
 from vit_jax.models import Compute
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig

@@ -11,8 +11,8 @@ Command: python -m vit_jax.train --config=configs/pretrain/augreg.py:i1k,B/16 --
 """
 
 from vit_jax.config import TrainConfig
-from vit_jax.data.augment import augreg
-from vit_jax.data.transforms import CentralCrop, Preprocessing
+from vit_jax.data.augmentation import augreg
+from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing
 from vit_jax.models import Compute, ViTConfig, variant
 from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig

@@ -11,7 +11,7 @@ Command: python -m vit_jax.train --config=configs/pretrain/cifar10_augreg.py:mil
 import dataclasses
 
 from vit_jax.config import TrainConfig
-from vit_jax.data.augment import AUGREG, augreg
+from vit_jax.data.augmentation import AUGREG, augreg
 from vit_jax.models import Compute, ViTConfig
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig

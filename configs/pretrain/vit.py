@@ -14,15 +14,15 @@ Command: python -m vit_jax.train --config=configs/pretrain/vit.py:imagenet,B/16 
 """
 
 from vit_jax.config import TrainConfig
-from vit_jax.data.augment import Augmentation
-from vit_jax.data.transforms import CentralCrop, InceptionCrop, Preprocessing
+from vit_jax.data.augmentation import Augmentation
+from vit_jax.data.image_preprocessing import CentralCrop, InceptionCrop, Preprocessing
 from vit_jax.models import Compute, Regularization, ViTConfig, variant
 from vit_jax.training.duration import Duration
-from vit_jax.training.losses import LossConfig
-from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
+from vit_jax.training.losses import LossConfig, LossKind
+from vit_jax.training.optimizer import Decay, OptimizerConfig, ScheduleConfig
 
 # Data, test split, loss, the head's first bias, clipping, decay of the rate, weight decay, dropout.
-DATA = {
+DATA: dict[str, tuple[str, str, LossKind, float, float | None, Decay, float, float]] = {
     'jft': ('JFT-300M', 'test', 'sigmoid', -10.0, None, 'linear', 0.1, 0.0),
     'imagenet21k': ('tfds:imagenet21k', 'test', 'sigmoid', -10.0, None, 'linear', 0.03, 0.1),
     'imagenet': ('tfds:imagenet2012', 'validation', 'softmax', 0.0, 1.0, 'cosine', 0.3, 0.1),

@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 
-from vit_jax.checkpoints.state import Checkpoints
+from vit_jax.checkpoints.store import Checkpoints
 
 KINDS = 'os.rename', 'os.mkdir', 'os.rmdir', 'os.remove', 'os.truncate', 'shutil.rmtree'
 

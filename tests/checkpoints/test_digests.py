@@ -12,9 +12,9 @@ import pytest
 
 from tests import tiny
 from tests.hosts import environment
-from vit_jax import experiment
-from vit_jax.checkpoints import state as checkpointing
+from vit_jax.checkpoints import store
 from vit_jax.checkpoints.digests import Damaged, seal, verify
+from vit_jax.runs import training_run
 from vit_jax.training.duration import Duration
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 def run(tmp_path_factory):
     """A run with checkpoints 5 and 10."""
     folder = tmp_path_factory.mktemp('run')
-    return experiment.train(tiny.experiment(checkpoint_every_steps=5), str(folder))
+    return training_run.train(tiny.experiment(checkpoint_every_steps=5), str(folder))
 
 
 def files(folder):
@@ -70,7 +70,7 @@ def test_a_file_that_is_cut_missing_or_new_is_noticed_and_named(run, tmp_path):
         with pytest.raises(Damaged, match=f'damaged since it was written: params/.*{path.name}'):
             verify(copy)
         with pytest.raises(Damaged, match='damaged since it was written'):
-            checkpointing.load_params(str(copy))
+            store.load_params(str(copy))
         shutil.rmtree(copy)
 
 
@@ -79,7 +79,7 @@ def test_a_run_falls_back_loudly_to_the_checkpoint_before(run, tmp_path, caplog)
     shutil.copytree(run.folder, folder)
     array = max(files(folder / 'checkpoints' / '10' / 'training'), key=lambda p: p.stat().st_size)
     flip(array, 1000)
-    again = experiment.train(tiny.experiment(checkpoint_every_steps=5), str(folder))
+    again = training_run.train(tiny.experiment(checkpoint_every_steps=5), str(folder))
     assert 'checkpoints/10: damaged since it was written: training/' in caplog.text
     assert f'moved to {folder}/checkpoints/damaged/10-' in caplog.text
     jax.tree.map(np.testing.assert_array_equal, again.state, run.state)
@@ -95,7 +95,7 @@ def test_what_is_unreadable_without_digests_is_passed_over_too(run, tmp_path, ca
     for path in files(folder / 'checkpoints' / '10' / 'training'):
         path.write_bytes(b'')
     (folder / 'checkpoints' / '12').mkdir()
-    again = experiment.train(tiny.experiment(checkpoint_every_steps=5), str(folder))
+    again = training_run.train(tiny.experiment(checkpoint_every_steps=5), str(folder))
     assert 'checkpoints/12: not complete' in caplog.text
     assert 'checkpoints/10: cannot be read' in caplog.text
     jax.tree.map(np.testing.assert_array_equal, again.state, run.state)
@@ -106,7 +106,7 @@ def test_a_checkpoint_whose_run_was_killed_before_its_digests_is_used(run, tmp_p
     shutil.copytree(run.folder, folder)
     (folder / 'checkpoints' / '10' / 'digests.json').unlink()
     more = tiny.experiment(checkpoint_every_steps=5, total=Duration(steps=10))
-    again = experiment.train(more, str(folder))
+    again = training_run.train(more, str(folder))
     jax.tree.map(np.testing.assert_array_equal, again.state, run.state)
     assert not caplog.text
 
@@ -127,13 +127,13 @@ def test_a_crash_at_any_file_operation_of_saving_leaves_what_can_be_restored(tmp
     found = set()
     for last in range(1, operations + 1):
         folder = tmp_path / str(last)
-        said = checkpointing.set_damaged_aside(folder)
+        said = store.set_damaged_aside(folder)
         assert not said, (last, said)
         listed = [int(p.name) for p in (folder / 'checkpoints').glob('*') if p.name.isdecimal()]
         assert max(listed) in (2, 3)
         found.add(max(listed))
         for step in listed:
-            params = checkpointing.load_params(str(folder / 'checkpoints' / str(step)))
+            params = store.load_params(str(folder / 'checkpoints' / str(step)))
             np.testing.assert_array_equal(params['a'], np.full(100, step, np.float32))
     assert found == {2, 3}  # killed before and after the third was complete
 

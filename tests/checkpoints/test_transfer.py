@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from tests import tiny
+from vit_jax.base.tree_names import named_leaves
 from vit_jax.checkpoints.transfer import transfer
 from vit_jax.models import build
-from vit_jax.tree import named_leaves
 
 OLD = tiny.model(representation_size=6)
 

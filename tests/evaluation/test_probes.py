@@ -5,8 +5,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 
 from vit_jax.evaluation import probes
-from vit_jax.evaluation.features import with_constant
 from vit_jax.evaluation.probes import LogisticConfig
+from vit_jax.evaluation.standardising import with_constant
 
 X, Y = make_classification(
     900, 12, n_informative=6, n_classes=4, n_clusters_per_class=1, flip_y=0.1, random_state=0

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import pathlib
 
-from vit_jax import records
+from vit_jax.base import records
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 TEXTS = pathlib.Path(__file__).parent / 'configs'

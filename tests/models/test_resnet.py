@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from tests import tiny
+from vit_jax.base.tree_names import named_leaves
 from vit_jax.models import Backbone, Compute, Regularization, ResNetConfig, build
 from vit_jax.models.resnet import StandardConv
-from vit_jax.tree import named_leaves
 
 SMALL = ResNetConfig(image_size=(20, 14), backbone=Backbone(blocks=(2, 1), width=32), num_classes=3)
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from tests import tiny
+from vit_jax.base.tree_names import named_leaves
 from vit_jax.models import Compute, Regularization, build
 from vit_jax.models.options import anywhere
 from vit_jax.models.vit import Block
-from vit_jax.tree import named_leaves
 
 
 def made(config, **kwargs):

@@ -1,6 +1,6 @@
 import pytest
 
-from vit_jax import records
+from vit_jax.base import records
 from vit_jax.training.duration import Duration, make_length
 
 

@@ -5,7 +5,7 @@ import optax
 import pytest
 
 from tests import tiny
-from vit_jax import tree
+from vit_jax.base import tree_names
 from vit_jax.models import ResNetConfig, build
 from vit_jax.models.resnet import Backbone
 from vit_jax.training.optimizer import OptimizerConfig, make_optimizer
@@ -21,7 +21,7 @@ def rules(**changes):
 
 
 def rates(**changes):
-    return tree.named_leaves(rules(**changes).rates)
+    return tree_names.named_leaves(rules(**changes).rates)
 
 
 def moved(steps=1, **changes):
@@ -34,7 +34,9 @@ def moved(steps=1, **changes):
         slope = jax.grad(lambda p: sum(leaf.sum() for leaf in jax.tree.leaves(made.thawed(p))))
         updates, state = optimizer.update(slope(params), state, params)
         params = optax.apply_updates(params, updates)
-    return tree.named_leaves(jax.tree.map(lambda new, old: np.asarray(new - old), params, PARAMS))
+    return tree_names.named_leaves(
+        jax.tree.map(lambda new, old: np.asarray(new - old), params, PARAMS)
+    )
 
 
 def test_without_rules_everything_learns_alike_and_nothing_is_said():
@@ -73,8 +75,8 @@ def test_what_is_frozen_does_not_move_by_a_bit_nor_has_moments(kind):
         assert (change == 0).all() == frozen, name
     made = rules(frozen=('pos_embedding',), **options)
     state = make_optimizer(OptimizerConfig(**options), lambda s: 1.0, made).init(PARAMS)
-    assert not any('pos_embedding' in name for name in tree.named_leaves(state))
-    assert any('cls' in name for name in tree.named_leaves(state))
+    assert not any('pos_embedding' in name for name in tree_names.named_leaves(state))
+    assert any('cls' in name for name in tree_names.named_leaves(state))
     assert made.report[0] == 'frozen: 1 of 24 arrays, 80 numbers: pos_embedding'
 
 
@@ -97,8 +99,8 @@ def test_the_last_blocks_learn_with_all_that_follows():
 def test_what_is_frozen_has_no_gradient_and_no_part_in_its_norm():
     made = rules(trained_blocks=1, frozen=('head/bias',))
     slope = jax.grad(lambda p: sum(leaf.sum() for leaf in jax.tree.leaves(made.thawed(p))))(PARAMS)
-    for name, leaf in tree.named_leaves(slope).items():
-        learned = jnp.broadcast_to(tree.named_leaves(made.rates)[name] != 0, leaf.shape)
+    for name, leaf in tree_names.named_leaves(slope).items():
+        learned = jnp.broadcast_to(tree_names.named_leaves(made.rates)[name] != 0, leaf.shape)
         np.testing.assert_array_equal(leaf, learned.astype(jnp.float32), err_msg=name)
     clipped = moved(trained_blocks=0, clip_norm=1.0)
     size = np.sqrt(sum((change**2).sum() for change in clipped.values()))
@@ -110,7 +112,7 @@ def test_head_and_body_decay_apart():
         moved(weight_decay=0.1, head_weight_decay=3.0)[f'{name}/kernel'] + 1
         for name in ('embedding', 'head')
     )
-    params = tree.named_leaves(PARAMS)
+    params = tree_names.named_leaves(PARAMS)
     np.testing.assert_allclose(body, -0.1 * params['embedding/kernel'], atol=1e-6)
     np.testing.assert_allclose(head, -3.0 * params['head/kernel'], atol=1e-5)
     said = rules(weight_decay=0.1, head_weight_decay=3.0).report

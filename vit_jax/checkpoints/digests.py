@@ -11,13 +11,14 @@ import re
 import socket
 import time
 
-from vit_jax.writing import write_json
+from vit_jax.base.atomic_files import write_json
+from vit_jax.base.errors import UserError
 
 FILE = 'digests.json'
 DAMAGED = 'damaged'  # the folder to which damaged checkpoints are moved
 
 
-class Damaged(ValueError):
+class Damaged(UserError):
     """A checkpoint that cannot be read, or not as it was written."""
 
 

@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vit_jax import tree
-from vit_jax.models import ModelConfig, ViTConfig, patches, positions
-from vit_jax.typing import Params
+from vit_jax.base import tree_names
+from vit_jax.base.array_types import Params
+from vit_jax.checkpoints import resize
+from vit_jax.models import ModelConfig, ViTConfig, positions
 
 
 class Transferred(NamedTuple):
@@ -22,9 +23,9 @@ def transfer(params: Params, *, old: ModelConfig, new: ModelConfig, fresh: Param
 
     The head is always the new network's, and a tanh layer before it that the new one does not
     have is dropped (section 3.2). The rest is adapted to the new images as `adapt` says; raises
-    ValueError with the names where it does not fit.
+    UserError with the names where it does not fit.
     """
-    found, expected = tree.named_leaves(params), tree.named_leaves(fresh)
+    found, expected = tree_names.named_leaves(params), tree_names.named_leaves(fresh)
     head = [name for name in expected if name.startswith('head/')]
     dropped = [name for name in found if name.startswith('head/')]
     if not any(name.startswith('pre_logits/') for name in expected):
@@ -32,14 +33,14 @@ def transfer(params: Params, *, old: ModelConfig, new: ModelConfig, fresh: Param
     body = {name: leaf for name, leaf in found.items() if name not in dropped}
     body, report = _adapted(body, old, new)
     wanted = {name: leaf for name, leaf in expected.items() if name not in head}
-    tree.compare_names(body, wanted, where='start_from')
+    tree_names.compare_names(body, wanted, where='start_from')
     numbers = sum(math.prod(leaf.shape) for leaf in body.values())
     report.insert(0, f'{len(body)} of {len(wanted)} parameter arrays loaded, {numbers:,} numbers')
     if head:
         report.append(f'head: reset to zero, for {new.num_classes} classes')
     if any(name.startswith('pre_logits/') for name in dropped):
         report.append('pre_logits: dropped with the pre-trained head')
-    return Transferred(tree.map_named(lambda name, leaf: body.get(name, leaf), fresh), report)
+    return Transferred(tree_names.map_named(lambda name, leaf: body.get(name, leaf), fresh), report)
 
 
 def adapt(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
@@ -48,8 +49,8 @@ def adapt(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
     Position embeddings are resized to the new grid, the patch projection to the new patches (the
     pseudo-inverse of FlexiViT), and its channels are summed or repeated.
     """
-    named, report = _adapted(tree.named_leaves(params), old, new)
-    return Transferred(tree.map_named(lambda name, _: named[name], params), report)
+    named, report = _adapted(tree_names.named_leaves(params), old, new)
+    return Transferred(tree_names.map_named(lambda name, _: named[name], params), report)
 
 
 def _adapted(
@@ -63,14 +64,14 @@ def _adapted(
             report.append(f'pos_embedding: resized from {_by(old.grid)} to {_by(new.grid)} patches')
         if old.patch_size != new.patch_size:
             kernel = np.asarray(named['embedding/kernel'])
-            named['embedding/kernel'] = patches.resize(kernel, new.patch_size)
+            named['embedding/kernel'] = resize.resize(kernel, new.patch_size)
             report.append(
                 f'embedding: resized from {_by(old.patch_size)} to {_by(new.patch_size)} pixels '
                 f'(pseudo-inverse)'
             )
     if old.channels != new.channels:
         first = next((n for n in named if n.endswith('conv_root/kernel')), 'embedding/kernel')
-        named[first] = patches.rechannel(np.asarray(named[first]), new.channels)
+        named[first] = resize.rechannel(np.asarray(named[first]), new.channels)
         how = 'summed' if new.channels == 1 else 'repeated and rescaled'
         exact = '; not exact, as the kernel is standardised' if 'conv_root' in first else ''
         report.append(f'{first}: {old.channels} channels {how} to {new.channels}{exact}')

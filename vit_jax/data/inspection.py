@@ -10,9 +10,9 @@ from typing import Any
 import cv2
 import numpy as np
 
-from vit_jax.data.source import Source, Stored
-from vit_jax.data.transforms import decode
-from vit_jax.typing import UInt8
+from vit_jax.base.array_types import UInt8
+from vit_jax.data.image_preprocessing import decode
+from vit_jax.data.sources.base import Source, Stored
 
 _SIGNATURES = {
     b'\xff\xd8': 'JPEG',

@@ -18,12 +18,13 @@ thing, which is a choice (`RandAugment.contrast`):
 """
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from vit_jax import records
-from vit_jax.typing import Array, Float, Int, Key, UInt8
+from vit_jax.base.array_types import Array, Float, Int, Key, UInt8
+from vit_jax.base.records import Record
 
 OPERATIONS = (
     'auto_contrast',
@@ -50,7 +51,7 @@ _LUMINANCE = 0.2989, 0.587, 0.114
 
 
 @dataclasses.dataclass(kw_only=True)
-class RandAugment:
+class RandAugment(Record):
     """How many operations, how strong: (2, 15) is the paper's notation for layers and magnitude.
 
     `contrast` is blended with the image's mean grey, as in Pillow, or with the original code's
@@ -59,7 +60,7 @@ class RandAugment:
 
     layers: int = 0
     magnitude: float = 10.0
-    contrast: str = records.choice('mean', 'pixel_count')
+    contrast: Literal['mean', 'pixel_count'] = 'mean'
 
 
 def randaugment(

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from vit_jax.typing import Array, Batch, Float, Num, Params
+from vit_jax.base.array_types import Array, Batch, Float, Num, Params
 
 
 def evaluate(

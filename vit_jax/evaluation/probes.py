@@ -9,15 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from vit_jax.evaluation.features import standardised
-from vit_jax.typing import Array, Float, Int
+from vit_jax.base.array_types import Array, Float, Int
+from vit_jax.base.errors import UserError
+from vit_jax.base.records import Record
+from vit_jax.evaluation.standardising import standardised
 
 TEMPERATURE = 0.07  # of a neighbour's vote, as in DINO (Caron et al. 2021)
 _CHUNK = 1024  # test images that are compared with all training images at once
 
 
 @dataclasses.dataclass(kw_only=True)
-class LogisticConfig:
+class LogisticConfig(Record):
     """Softmax regression on standardised features, by L-BFGS to convergence.
 
     `l2` multiplies half the squared weights, against the sum of losses: 1/C of scikit-learn and of
@@ -41,10 +43,10 @@ def nearest_neighbours(
 ) -> float:
     """Test accuracy of a vote of the nearest training images, by cosine similarity.
 
-    Each votes with exp(similarity / TEMPERATURE). Raises ValueError for fewer training images.
+    Each votes with exp(similarity / TEMPERATURE). Raises UserError for fewer training images.
     """
     if not 1 <= neighbours <= len(train_labels):
-        raise ValueError(f'neighbours={neighbours}: there are {len(train_labels)} training images')
+        raise UserError(f'neighbours={neighbours}: there are {len(train_labels)} training images')
     classes, labels = np.unique(train_labels, return_inverse=True)
     train = jnp.asarray(_unit(train_features))
 

@@ -8,7 +8,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from vit_jax.typing import Array, Float
+from vit_jax.base.array_types import Array, Float
 
 IMPLEMENTATIONS = ('auto', 'xla', 'cudnn')
 

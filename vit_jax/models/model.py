@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax.numpy as jnp
 
+from vit_jax.base.array_types import Array, Float, Key, Params
+from vit_jax.base.errors import UserError
 from vit_jax.models.options import Compute, Constraint, Regularization, anywhere
 from vit_jax.models.resnet import ResNetClassifier, ResNetConfig
 from vit_jax.models.vit import ViT, ViTConfig
-from vit_jax.typing import Array, Float, Key, Params
 
 ModelConfig = ViTConfig | ResNetConfig
 
@@ -39,7 +40,7 @@ def build(
     compute: Compute | None = None,
     by_batch: Constraint = anywhere,
 ) -> Model:
-    """The network of a configuration. Raises ValueError where the sizes do not fit together.
+    """The network of a configuration. Raises UserError where the sizes do not fit together.
 
     `by_batch` is applied to the tokens (b n d) between the blocks.
     """
@@ -49,7 +50,7 @@ def build(
 
     def run(params: Params, images: Float[Array, 'b h w c'], **options: Any) -> Any:
         if images.shape[1:] != shape:
-            raise ValueError(f'images are {images.shape[1:]}, the model takes {shape}')
+            raise UserError(f'images are {images.shape[1:]}, the model takes {shape}')
         return module.apply({'params': params}, images, **options)
 
     def init(key: Key[Array, '']) -> Params:
@@ -90,8 +91,8 @@ def _module(
 ) -> nn.Module:
     if isinstance(config, ResNetConfig):
         if regularization != Regularization():
-            raise ValueError(f'a ResNet has neither dropout nor stochastic depth: {regularization}')
+            raise UserError(f'a ResNet has neither dropout nor stochastic depth: {regularization}')
         return ResNetClassifier(config, compute)
     if config.width % config.num_heads:
-        raise ValueError(f'width={config.width} is not a multiple of num_heads={config.num_heads}')
+        raise UserError(f'width={config.width} is not a multiple of num_heads={config.num_heads}')
     return ViT(config, regularization, compute, by_batch)

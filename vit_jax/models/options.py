@@ -2,18 +2,19 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 
-from vit_jax import records
-from vit_jax.models import attention
-from vit_jax.typing import Array
+from vit_jax.base.array_types import Array
+from vit_jax.base.records import Record
+
+Remat = Literal['none', 'dots', 'block']
 
 
 @dataclasses.dataclass(kw_only=True)
-class Regularization:
+class Regularization(Record):
     """What is dropped at random while training.
 
     Dropout follows every dense layer but the query, key and value projections, and the addition
@@ -26,7 +27,7 @@ class Regularization:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Compute:
+class Compute(Record):
     """How the same function is computed: precision, memory, kernels.
 
     Parameters, statistics of the norms, softmax and logits are float32 whatever the dtype. `remat`
@@ -35,10 +36,10 @@ class Compute:
     of the scan: unrolled blocks run faster on GPUs, at the cost of compile time.
     """
 
-    dtype: str = records.choice('float32', 'bfloat16')
-    remat: str = records.choice('none', 'dots', 'block')
+    dtype: Literal['float32', 'bfloat16'] = 'float32'
+    remat: Remat = 'none'
     unroll: int = 1
-    attention: str = records.choice(*attention.IMPLEMENTATIONS)
+    attention: Literal['auto', 'xla', 'cudnn'] = 'auto'
 
 
 # Says of an array (b ...) where its examples lie: the program that knows the devices gives it, so

@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from vit_jax.resampling import corner_aligned
-from vit_jax.typing import Float
+from vit_jax.base.array_types import Float
+from vit_jax.base.errors import UserError
+from vit_jax.base.resampling import corner_aligned
 
 
 def sincos2d(grid: tuple[int, int], width: int) -> Float[np.ndarray, 'n d']:
@@ -13,7 +14,7 @@ def sincos2d(grid: tuple[int, int], width: int) -> Float[np.ndarray, 'n d']:
     down to 1/10,000 (MoCo v3; "Better plain ViT baselines for ImageNet-1k").
     """
     if width % 4:
-        raise ValueError(f'width={width} is not a multiple of 4, as sincos2d positions need')
+        raise UserError(f'width={width} is not a multiple of 4, as sincos2d positions need')
     y, x = np.mgrid[: grid[0], : grid[1]]
     frequencies = 10_000.0 ** -np.linspace(0, 1, width // 4)
     x, y = x.reshape(-1, 1) * frequencies, y.reshape(-1, 1) * frequencies
@@ -32,7 +33,7 @@ def resize(
     """
     prefix = table.shape[1] - old[0] * old[1]
     if prefix < 0:
-        raise ValueError(f'{table.shape[1]} position embeddings are too few for the grid {old}')
+        raise UserError(f'{table.shape[1]} position embeddings are too few for the grid {old}')
     if old == new:
         return table
     grid = table[0, prefix:].reshape(*old, -1)

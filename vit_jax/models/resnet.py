@@ -12,9 +12,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from vit_jax.models.head import zero_head
+from vit_jax.base.array_types import Array, Float
+from vit_jax.base.records import Record, require
+from vit_jax.models.layers import zero_head
 from vit_jax.models.options import Compute, rematerialized
-from vit_jax.typing import Array, Float
 
 GROUPS = 32  # of GroupNorm
 
@@ -29,7 +30,7 @@ DEPTHS = {
 
 
 @dataclasses.dataclass(kw_only=True)
-class Backbone:
+class Backbone(Record):
     """The convolutions: a root that shrinks the image by 4, then stages of bottleneck units.
 
     Each stage has twice the channels of the one before and, but for the first, half its height
@@ -39,11 +40,13 @@ class Backbone:
     blocks: tuple[int, ...] = (3, 4, 6, 3)  # units of each stage; () is the root alone
     width: int = 64  # channels of the root and of the first stage's 3x3 convolutions
 
-    def __post_init__(self) -> None:
-        if self.width % GROUPS or self.width < 1:
-            raise ValueError(f'backbone.width={self.width} is not a multiple of {GROUPS} groups')
-        if any(units < 1 for units in self.blocks):
-            raise ValueError(f'backbone.blocks={self.blocks}: a stage has at least one unit')
+    def check(self) -> None:
+        """Whole groups, and units in every stage."""
+        groups = self.width > 0 and self.width % GROUPS == 0
+        require(groups, f'width={self.width} is not a multiple of {GROUPS} groups')
+        require(
+            min(self.blocks, default=1) > 0, f'blocks={self.blocks}: a stage has a unit or more'
+        )
 
     @property
     def stride(self) -> int:
@@ -62,7 +65,7 @@ class Backbone:
 
 
 @dataclasses.dataclass(kw_only=True)
-class ResNetConfig:
+class ResNetConfig(Record):
     """A ResNet as a classifier: the architecture, and nothing else. Lengths are (height, width)."""
 
     image_size: tuple[int, int] = (224, 224)

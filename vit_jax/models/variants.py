@@ -3,7 +3,8 @@
 import re
 from typing import Any
 
-from vit_jax import records
+from vit_jax.base import records
+from vit_jax.base.errors import UserError
 from vit_jax.models.model import ModelConfig
 from vit_jax.models.resnet import DEPTHS, Backbone, ResNetConfig
 from vit_jax.models.vit import ViTConfig
@@ -30,7 +31,7 @@ def variant(name: str, **changes: Any) -> ModelConfig:
     the last stage's units move to the third (section 4.1). `R+Ti/16` is a root with 8x8 patches
     (AugReg; its grid is 32 times smaller, whatever the name says). `R152x2` is a ResNet, twice
     as wide. `changes` are fields of the configuration that differ, such as `image_size`. Raises
-    ValueError for a name that is not in the tables.
+    UserError for a name that is not in the tables.
     """
     if match := re.fullmatch(r'R(\d+)x(\d+)', name):
         backbone = Backbone(blocks=_blocks(name, match[1]), width=64 * int(match[2]))
@@ -38,13 +39,13 @@ def variant(name: str, **changes: Any) -> ModelConfig:
     stem, plus, plain = name.rpartition('+')
     match = re.fullmatch(r'(\w+)/(\d+)(?:x(\d+))?', plain)
     if not match or not re.fullmatch(r'R\d*\+|', stem + plus):
-        raise ValueError(
+        raise UserError(
             f'variant {name!r}: expected SIZE/PATCH, such as B/16 or B/16x8, a hybrid such as '
             f'R50+B/16, or a ResNet such as R152x2'
         )
     size, height, width = match.groups()
     if size not in SIZES:
-        raise ValueError(f'variant {name!r}: no size {size!r}; {records.nearest(size, SIZES)}')
+        raise UserError(f'variant {name!r}: no size {size!r}; {records.nearest(size, SIZES)}')
     depth, model_width, mlp_dim, num_heads = SIZES[size]
     values: dict[str, Any] = {
         'patch_size': (int(height), int(width or height)),
@@ -63,7 +64,7 @@ def _hybrid(name: str, layers: str, *, reduction: str) -> dict[str, Any]:
     if not layers and reduction == '16':
         return {'backbone': Backbone(blocks=()), 'patch_size': (8, 8)}
     if reduction not in ('16', '32'):
-        raise ValueError(f'variant {name!r}: a hybrid ends with /16 or /32')
+        raise UserError(f'variant {name!r}: a hybrid ends with /16 or /32')
     *blocks, third, fourth = _blocks(name, layers)
     stages = (*blocks, third + fourth) if reduction == '16' else (*blocks, third, fourth)
     return {'backbone': Backbone(blocks=stages), 'patch_size': (1, 1)}
@@ -71,7 +72,7 @@ def _hybrid(name: str, layers: str, *, reduction: str) -> dict[str, Any]:
 
 def _blocks(name: str, layers: str) -> tuple[int, ...]:
     if layers not in DEPTHS:
-        raise ValueError(
+        raise UserError(
             f'variant {name!r}: no ResNet of {layers or "no"} layers; known: {", ".join(DEPTHS)}'
         )
     return DEPTHS[layers]

@@ -2,28 +2,26 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from vit_jax import records
+from vit_jax.base.array_types import Array, Float
+from vit_jax.base.errors import UserError
+from vit_jax.base.records import Record
 from vit_jax.models import attention, positions
-from vit_jax.models.head import zero_head
-from vit_jax.models.options import (
-    Compute,
-    Constraint,
-    Regularization,
-    anywhere,
-    rematerialized,
-)
+from vit_jax.models.layers import zero_head
+from vit_jax.models.options import Compute, Constraint, Regularization, anywhere, rematerialized
 from vit_jax.models.resnet import Backbone, ResNet
-from vit_jax.typing import Array, Float
+
+Pool = Literal['cls', 'gap', 'map', 'none']  # none: every token
+Gelu = Literal['tanh', 'exact']
 
 
 @dataclasses.dataclass(kw_only=True)
-class ViTConfig:
+class ViTConfig(Record):
     """The architecture: all that decides which parameters there are and what they compute.
 
     Lengths in pixels are (height, width). The defaults are those of the paper's models. With a
@@ -39,24 +37,24 @@ class ViTConfig:
     mlp_dim: int = 3072
     num_heads: int = 12
     num_classes: int | None = None  # None: no head, the outputs are the features
-    pool: str = records.choice('cls', 'gap', 'map', 'none')  # none: every token
-    final_norm: str = records.choice('before_pool', 'after_pool')
+    pool: Pool = 'cls'  # none: every token
+    final_norm: Literal['before_pool', 'after_pool'] = 'before_pool'
     representation_size: int | None = None  # width of the tanh layer before the head
-    positions: str = records.choice('learned', 'sincos2d', 'none')
-    gelu: str = records.choice('tanh', 'exact')
+    positions: Literal['learned', 'sincos2d', 'none'] = 'learned'
+    gelu: Gelu = 'tanh'
     layer_norm_epsilon: float = 1e-6
     head_bias: float = 0.0  # the head's bias at initialisation
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Patches in (height, width). Raises ValueError where they do not fill the image."""
+        """Patches in (height, width). Raises UserError where they do not fill the image."""
         (height, width), (p, q), stride = self.image_size, self.patch_size, 1
         if self.backbone is not None:
             stride = self.backbone.stride
             height, width = self.backbone.map_size(self.image_size)
         if min(height, width, p, q) < 1 or height % p or width % q:
             near = max(1, round(height / max(1, p))) * p, max(1, round(width / max(1, q))) * q
-            raise ValueError(
+            raise UserError(
                 f'image_size={self.image_size} is not a multiple of patch_size={self.patch_size}'
                 + (f' of a feature map {stride} times smaller' if stride > 1 else '')
                 + f'; nearest: {(near[0] * stride, near[1] * stride)}'

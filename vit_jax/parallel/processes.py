@@ -25,9 +25,10 @@ from jax._src.distributed import global_state
 from jaxlib import _jax
 
 import vit_jax
-from vit_jax import records
-from vit_jax.parallel import cluster as clusters
-from vit_jax.parallel.cluster import Cluster, Launch
+from vit_jax.base import records
+from vit_jax.base.errors import UserError
+from vit_jax.parallel import clusters
+from vit_jax.parallel.clusters import Cluster, Launch
 
 REQUEUE = 75  # EX_TEMPFAIL: start the same command again
 _END = 'vit_jax/end'
@@ -40,7 +41,7 @@ class Interrupted(Exception):
     """SIGTERM came, and every process is at the same place: save, and stop."""
 
 
-class Differs(ValueError):
+class Differs(UserError):
     """This process has other facts than process 0."""
 
 
@@ -94,14 +95,14 @@ class Job:
         return text
 
     def barrier(self, name: str) -> None:
-        """Returns when all processes have come here. ValueError names who is missing."""
+        """Returns when all processes have come here. UserError names who is missing."""
         if self.count == 1:
             return
         try:
             self._client.wait_at_barrier(self._key('barrier', name), self._wait_ms)
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise ValueError(f'not every process came to {name!r}: {reason}') from error
+            raise UserError(f'not every process came to {name!r}: {reason}') from error
 
     def _key(self, kind: str, name: str) -> str:
         """Another one each time: all processes ask for the same in the same order."""
@@ -231,7 +232,7 @@ def me() -> str:
 def joined(launch: Launch, report: Callable[[BaseException], int]) -> Iterator[Job]:
     """The job that this process was started for; all of it ends when one process fails.
 
-    Raises ValueError where the processes cannot meet. What is raised within one of several
+    Raises UserError where the processes cannot meet. What is raised within one of several
     processes is told to the user by `report`, which gives the exit code, and ends the job.
     """
     job = Job(launch)

@@ -3,11 +3,14 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+from vit_jax.base.errors import UserError
+from vit_jax.base.records import Record
+
 UNITS = 'steps', 'epochs', 'examples', 'fraction'
 
 
 @dataclasses.dataclass(init=False)
-class Duration:
+class Duration(Record):
     """A stretch of training in exactly one unit; to assign another unit is to give up the first.
 
     An epoch is as many examples as there are training images, a fraction is of all steps.
@@ -29,7 +32,7 @@ class Duration:
         values = dict(zip(UNITS, (steps, epochs, examples, fraction), strict=True))
         given = {unit: value for unit, value in values.items() if value is not None}
         if len(given) != 1:
-            raise ValueError(f'a duration has one of {", ".join(UNITS)}; got {given or "none"}')
+            raise UserError(f'a duration has one of {", ".join(UNITS)}; got {given or "none"}')
         for unit, value in given.items():
             setattr(self, unit, value)
 
@@ -64,14 +67,12 @@ class Length(NamedTuple):
 
 
 def make_length(total: Duration, *, batch_size: int, images: int) -> Length:
-    """The length of a training. ValueError where it is given as a fraction, or is nothing."""
+    """The length of a training. UserError where it is given as a fraction, or is nothing."""
     if total.fraction is not None:
-        raise ValueError(
-            f'total.fraction={total.fraction}: of what? give steps, epochs or examples'
-        )
+        raise UserError(f'total.fraction={total.fraction}: of what? give steps, epochs or examples')
     steps = _steps(total, batch_size=batch_size, images=images)
     if steps < 1:
-        raise ValueError(
+        raise UserError(
             f'total.{total}: less than one step of batch_size={batch_size} ({images} images)'
         )
     return Length(batch_size, images, steps)

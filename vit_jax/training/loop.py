@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from vit_jax.base.array_types import Batch
 from vit_jax.parallel.processes import Interrupted
 from vit_jax.training.update import Metrics, TrainState
-from vit_jax.typing import Batch
 
 
 class NotFinite(ArithmeticError):

@@ -2,22 +2,26 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from vit_jax import records
-from vit_jax.typing import Array, Float, Num
+from vit_jax.base.array_types import Array, Float, Num
+from vit_jax.base.records import Record
 
 Loss = Callable[[Float[Array, 'b k'], Float[Array, 'b k']], Float[Array, 'b']]
 
 
+LossKind = Literal['softmax', 'sigmoid']
+
+
 @dataclasses.dataclass(kw_only=True)
-class LossConfig:
+class LossConfig(Record):
     """Softmax: one class an image. Sigmoid: yes or no for each class, summed over classes."""
 
-    kind: str = records.choice('softmax', 'sigmoid')
+    kind: LossKind = 'softmax'
     label_smoothing: float = 0.0  # the share of the target that is spread over all classes
 
 

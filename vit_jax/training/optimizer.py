@@ -3,17 +3,19 @@
 import dataclasses
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from vit_jax import records, tree
+from vit_jax.base import tree_names
+from vit_jax.base.array_types import Array, Float, Int
+from vit_jax.base.errors import UserError
+from vit_jax.base.records import Record
 from vit_jax.training.duration import Duration, Length
 from vit_jax.training.rules import BLOCKS, Rules, RulesConfig
-from vit_jax.typing import Array, Float, Int
 
 _LEAST_SIDE, _NEVER = 32, 2**62  # of a matrix whose second moment is kept as rows and columns
 Schedule = Callable[[Int[Array, '']], Float[Array, '']]
@@ -23,11 +25,14 @@ def _steps(count: int) -> Any:
     return dataclasses.field(default_factory=lambda: Duration(steps=count))
 
 
+Decay = Literal['cosine', 'linear', 'rsqrt', 'constant']
+
+
 @dataclasses.dataclass(kw_only=True)
-class ScheduleConfig:
+class ScheduleConfig(Record):
     """The learning rate over the steps: linear warm-up from 0, then a decay."""
 
-    kind: str = records.choice('cosine', 'linear', 'rsqrt', 'constant')
+    kind: Decay = 'cosine'
     learning_rate: float = 1e-3  # the peak
     warmup: Duration = _steps(0)
     linear_end: float = 1e-5  # where the linear decay ends, as in the paper's code
@@ -39,13 +44,13 @@ class ScheduleConfig:
 class OptimizerConfig(RulesConfig):
     """AdamW, SGD with momentum, or the Adafactor of Scaling Vision Transformers."""
 
-    kind: str = records.choice('adamw', 'sgd', 'adafactor')
+    kind: Literal['adamw', 'sgd', 'adafactor'] = 'adamw'
     b1: float = 0.9  # of adamw, and of adafactor's momentum
     b2: float = 0.999  # of adamw; the highest that adafactor's rises to
     epsilon: float = 1e-8
     momentum: float = 0.9
     clip_norm: float | None = None  # of the whole gradient
-    moment_dtype: str = records.choice('float32', 'bfloat16')  # of the first moment
+    moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of the first moment
 
 
 def make_schedule(config: ScheduleConfig, length: Length) -> Schedule:
@@ -58,7 +63,7 @@ def make_schedule(config: ScheduleConfig, length: Length) -> Schedule:
     warmup, cooldown = length.steps(config.warmup), length.steps(config.cooldown)
     timescale = length.steps(config.rsqrt_timescale)
     if warmup + cooldown > total_steps:
-        raise ValueError(
+        raise UserError(
             f'a warm-up of {warmup} steps ({config.warmup}) and a cool-down of {cooldown} '
             f'({config.cooldown}) do not fit into {total_steps} steps'
         )
@@ -126,7 +131,9 @@ def _adafactor(config: OptimizerConfig) -> optax.GradientTransformation:
 
     def are_vectors(params: Any) -> Any:
         """Stacked vectors too: the depth is no side of a matrix."""
-        return tree.map_named(lambda name, leaf: leaf.ndim - name.startswith(BLOCKS) < 2, params)
+        return tree_names.map_named(
+            lambda name, leaf: leaf.ndim - name.startswith(BLOCKS) < 2, params
+        )
 
     def are_others(params: Any) -> Any:
         return jax.tree.map(operator.not_, are_vectors(params))

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from vit_jax import tree
+from vit_jax.base import tree_names
+from vit_jax.base.errors import UserError
+from vit_jax.base.records import Record
 
 BLOCKS = 'encoder/block/'  # stacked: the first axis of these is the depth
 _INPUTS = re.compile(r'(backbone|embedding)/.*|cls|pos_embedding')
@@ -18,7 +20,7 @@ _SHOWN = 10  # names of a rule's matches
 
 
 @dataclasses.dataclass(kw_only=True)
-class RulesConfig:
+class RulesConfig(Record):
     """What is done to some parameters and not to others.
 
     Weight decay is decoupled: multiplied by the learning rate alone. Patterns are regular
@@ -64,15 +66,15 @@ class Rules(NamedTuple):
 def make_rules(config: RulesConfig, params: Any) -> Rules:
     """The rules for parameters like these: names and shapes are used.
 
-    Raises ValueError that names a rule that matches nothing, or fits no network like this.
+    Raises UserError that names a rule that matches nothing, or fits no network like this.
     """
     report: list[str] = []
-    rates = tree.map_named(lambda name, _: np.float32(1), params)
+    rates = tree_names.map_named(lambda name, _: np.float32(1), params)
     if config.layer_decay is not None:
         rates = _times(rates, _layer_decay(params, config.layer_decay))
         report.append(f'learning rate x {config.layer_decay:g} for each layer below the head')
     for pattern, factor in config.rates:
-        mask = tree.matches(params, pattern)
+        mask = tree_names.matches(params, pattern)
         rates = _times(rates, jax.tree.map(lambda m, f=factor: np.float32(f if m else 1), mask))
         report.append(f'learning rate x {factor:g}: {_matched(params, mask)}')
     if config.trained_blocks is not None:
@@ -81,7 +83,7 @@ def make_rules(config: RulesConfig, params: Any) -> Rules:
         what = f'the head, the final norm and the last {blocks} blocks' if blocks else 'the head'
         report.append(f'learned: {what}, {_count(params, rates):,} numbers')
     for pattern in config.frozen:
-        mask = tree.matches(params, pattern)
+        mask = tree_names.matches(params, pattern)
         rates = _times(rates, jax.tree.map(lambda m: np.float32(not m), mask))
         report.append(f'frozen: {_matched(params, mask)}')
     decays, said = _decays(config, params)
@@ -99,7 +101,7 @@ def _decays(config: RulesConfig, params: Any) -> tuple[list[tuple[float, Any]], 
     decays, report = [], []
     for part, amount, where in parts:
         if amount:
-            mask = tree.matches(params, f'(?={where})({config.decayed})')
+            mask = tree_names.matches(params, f'(?={where})({config.decayed})')
             decays.append((amount, mask))
             report.append(f'weight decay {amount:g}{part}: {_matched(params, mask)}')
     return decays, report
@@ -108,7 +110,7 @@ def _decays(config: RulesConfig, params: Any) -> tuple[list[tuple[float, Any]], 
 def _layer_decay(params: Any, decay: float) -> Any:
     """1 for the head, less by a factor for each layer below; the inputs are the lowest layer."""
     depth = _depth(params, 'layer_decay')
-    return tree.map_named(
+    return tree_names.map_named(
         lambda name, leaf: np.float32(decay) ** (depth + 1 - _layers(name, leaf, depth)), params
     )
 
@@ -116,12 +118,12 @@ def _layer_decay(params: Any, decay: float) -> Any:
 def _last_blocks(params: Any, count: int) -> Any:
     """1 for what is learned: the head alone, or what follows from the last blocks on."""
     if count == 0:
-        mask = tree.matches(params, 'head/.*')
+        mask = tree_names.matches(params, 'head/.*')
         return jax.tree.map(np.float32, mask)
     depth = _depth(params, 'trained_blocks')
     if count > depth:
-        raise ValueError(f'optimizer.trained_blocks={count}: the network has {depth} blocks')
-    return tree.map_named(
+        raise UserError(f'optimizer.trained_blocks={count}: the network has {depth} blocks')
+    return tree_names.map_named(
         lambda name, leaf: np.float32(_layers(name, leaf, depth) > depth - count), params
     )
 
@@ -135,9 +137,11 @@ def _layers(name: str, leaf: Any, depth: int) -> np.ndarray:
 
 def _depth(params: Any, field: str) -> int:
     """How many blocks there are."""
-    depths = [leaf.shape[0] for name, leaf in tree.named_leaves(params).items() if BLOCKS in name]
+    depths = [
+        leaf.shape[0] for name, leaf in tree_names.named_leaves(params).items() if BLOCKS in name
+    ]
     if not depths:
-        raise ValueError(f'optimizer.{field} needs a network of encoder blocks: a ViT, or a hybrid')
+        raise UserError(f'optimizer.{field} needs a network of encoder blocks: a ViT, or a hybrid')
     return int(depths[0])
 
 
@@ -147,8 +151,8 @@ def _times(rates: Any, factors: Any) -> Any:
 
 def _matched(params: Any, mask: Any) -> str:
     """How many arrays and numbers a rule matched, and the names of the first."""
-    chosen = tree.named_leaves(mask)
-    leaves = {name: leaf for name, leaf in tree.named_leaves(params).items() if chosen[name]}
+    chosen = tree_names.named_leaves(mask)
+    leaves = {name: leaf for name, leaf in tree_names.named_leaves(params).items() if chosen[name]}
     names = list(leaves)
     more = f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''
     return (

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from vit_jax.base.array_types import Array, Batch, Float, Int, Key, Params
 from vit_jax.training.losses import Loss, correct, targets_of
 from vit_jax.training.optimizer import Schedule
-from vit_jax.typing import Array, Batch, Float, Int, Key, Params
 
 Metrics = dict[str, Array]
 

@@ -1,0 +1,112 @@
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Literal
+
+import pytest
+
+from vit_jax.base import records
+from vit_jax.base.errors import UserError
+
+
+@dataclasses.dataclass(kw_only=True)
+class Circle(records.Record):
+    radius: float = 1.0
+
+    def check(self):
+        records.require_between(self, 'radius', above=0, high=10)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Square(records.Record):
+    side: float = 1.0
+
+
+@dataclasses.dataclass(kw_only=True)
+class Picture(records.Record):
+    shape: Circle | Square | None = None
+    size: tuple[int, int] = (3, 4)
+    tags: tuple[str, ...] = ()
+    colour: Literal['red', 'blue'] = 'red'
+    paint: str | Callable[[int], int] | None = None
+    names: dict[str, str] = dataclasses.field(default_factory=dict)
+    count: int
+
+
+PICTURE = Picture(shape=Square(side=2.0), tags=('a', 'b'), count=5, names={'x': 'y'})
+
+
+def test_a_record_comes_back_from_its_json():
+    values = json.loads(json.dumps(records.to_dict(PICTURE)))
+    assert records.from_dict(Picture, values, where='picture') == PICTURE
+
+
+def test_whole_numbers_become_floats_where_floats_belong():
+    checked = records.checked(Picture(shape=Circle(radius=2), count=1), where='p')
+    assert type(checked.shape.radius) is float
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        ({'count': 'five'}, r"p.count='five': expected int"),
+        ({'count': True}, r'p.count=True: expected int'),
+        ({'count': 1.5}, r'p.count=1.5: expected int'),
+        ({'size': (1, 2, 3)}, r'p.size=\(1, 2, 3\): expected tuple\[int, int\]'),
+        ({'size': (1, 'a')}, r"p.size\[1\]='a': expected int"),
+        ({'size': 3}, r'p.size=3: expected tuple\[int, int\]'),
+        ({'colour': 'green'}, r"p.colour='green': expected one of red, blue"),
+        ({'shape': {'kind': 'Cube'}}, r"p.shape.kind='Cube': expected one of Circle, Square"),
+        (
+            {'shape': {'kind': 'Circle', 'radios': 1.0}},
+            r"p.shape.radios: no such field; did you mean 'radius'\?",
+        ),
+        ({'colou': 'red'}, r"p.colou: no such field; did you mean 'colour'\?"),
+        ({'count': None}, r'p.count=None: expected int'),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_would_be_right(changes, message):
+    with pytest.raises(ValueError, match=message):
+        records.from_dict(Picture, records.to_dict(PICTURE) | changes, where='p')
+
+
+def test_an_absent_value_without_a_default_is_an_error():
+    with pytest.raises(ValueError, match="p: .*'count'"):
+        records.from_dict(Picture, {}, where='p')
+
+
+def test_differences_name_the_leaves():
+    other = dataclasses.replace(PICTURE, shape=Square(side=3.0), count=6)
+    assert records.differences(records.to_dict(PICTURE), records.to_dict(other)) == [
+        'count: 5 -> 6',
+        'shape.side: 2.0 -> 3.0',
+    ]
+    assert records.differences({'a': 1}, {'b': 1}) == ["a: 1 -> '(absent)'", "b: '(absent)' -> 1"]
+
+
+def double(number):
+    return 2 * number
+
+
+def test_a_record_checks_itself_when_it_is_made_and_where_it_was_assigned_to():
+    with pytest.raises(UserError, match="Picture.colour='green': expected one of red, blue"):
+        Picture(colour='green', count=1)
+    with pytest.raises(UserError, match='Circle.radius=0.0: expected more than 0 and at most 10'):
+        Circle(radius=0.0)
+    picture = Picture(shape=Circle(), count=1)
+    picture.shape.radius = 11.0
+    with pytest.raises(UserError, match='p.shape.radius=11.0: expected more than 0'):
+        records.checked(picture, where='p')
+    with pytest.raises(UserError, match='p.shape.radius=nan'):
+        records.from_dict(Picture, {'shape': {'radius': float('nan')}, 'count': 1}, where='p')
+
+
+def test_a_function_stays_in_a_checked_record_and_is_named_in_text():
+    picture = records.checked(Picture(paint=double, count=1), where='p')
+    assert picture.paint(2) == 4
+    values = json.loads(json.dumps(records.to_dict(picture)))
+    assert values['paint'] == {'function': f'{__name__}:double'}
+    again = records.from_dict(Picture, values, where='p')
+    assert records.to_dict(again) == values
+    with pytest.raises(UserError, match='double is not in the file'):
+        again.paint(2)

@@ -1,0 +1,98 @@
+import json
+
+import numpy as np
+import pytest
+
+from vit_jax.data.sources import opening
+
+
+def write(path, lines):
+    path.write_text('\n'.join(lines) + '\n')
+    return str(path)
+
+
+@pytest.fixture
+def images(tmp_path):
+    (tmp_path / 'images').mkdir()
+    for i in range(6):
+        (tmp_path / 'images' / f'{i}.jpg').write_bytes(bytes([i]))
+    return [f'images/{i}.jpg' for i in range(6)]
+
+
+def by_path(source):
+    return {
+        source.describe(i).rpartition('/')[2]: (source.read(i)[0], np.asarray(source.read(i)[1]))
+        for i in range(len(source))
+    }
+
+
+def test_lines_of_a_csv_are_images_with_classes_and_splits(images, tmp_path):
+    splits = ['train', 'train', 'train', 'val', 'val', 'train']
+    lines = ['author,path,label,split'] + [
+        f'me,{path},{"emu" if i % 2 else "cat"},{split}'
+        for i, (path, split) in enumerate(zip(images, splits, strict=True))
+    ]
+    path = write(tmp_path / 'table.csv', lines)
+    train, test = (opening.open_source(path, split) for split in ('train', 'test'))
+    assert train.class_names == test.class_names == ('cat', 'emu')
+    found = by_path(train)
+    assert found['5.jpg'] == (b'\5', 1) and found['2.jpg'] == (b'\2', 0) and len(found) == 4
+    assert sorted(by_path(test)) == ['3.jpg', '4.jpg']
+    assert sorted(train.labels) == [0, 0, 1, 1]
+
+
+def test_labels_of_a_jsonl_are_rows_over_the_classes(images, tmp_path):
+    labels = [['sea', 'sky'], [], ['sky'], ['dog', 'sea'], ['sky'], ['dog']]
+    path = write(
+        tmp_path / 'table.jsonl',
+        [json.dumps({'path': p, 'labels': c}) for p, c in zip(images, labels, strict=True)],
+    )
+    source = opening.open_source(path, 'train', opening.HeldOut(fraction=0.5))
+    held = opening.open_source(path, 'test', opening.HeldOut(fraction=0.5))
+    assert source.several and source.class_names == ('dog', 'sea', 'sky')
+    found = by_path(source) | by_path(held)
+    assert len(source) == len(held) == 3 and len(found) == 6
+    rows = [found[f'{i}.jpg'][1].tolist() for i in range(6)]
+    assert rows == [[0, 1, 1], [0, 0, 0], [0, 0, 1], [1, 1, 0], [0, 0, 1], [1, 0, 0]]
+
+
+def test_labels_of_a_csv_are_separated_by_semicolons(images, tmp_path):
+    path = write(tmp_path / 't.csv', ['path,labels', f'{images[0]},sea; sky', f'{images[1]},'])
+    source = opening.open_splits(path)['train']
+    assert source().class_names == ('sea', 'sky')
+
+
+def test_numbers_are_classes_in_their_order(images, tmp_path):
+    lines = ['path,label'] + [f'{p},{n}' for p in images for n in (10, 9, 2)]
+    source = opening.open_source(write(tmp_path / 't.csv', lines), 'train')
+    assert source.class_names == ('2', '9', '10')
+
+
+@pytest.mark.parametrize(
+    'name, lines, message',
+    [
+        ('t.csv', ['image,label', 'a,b'], 'columns are image, label; expected path and label'),
+        ('t.csv', ['path,label,labels', 'a,b,c'], 'columns are path, label, labels; expected'),
+        ('t.csv', ['path,label', 'a.jpg,cat', 'b.jpg'], 't.csv, line 3: it has path; expected'),
+        ('t.csv', ['path,label', 'a.jpg,'], 't.csv, line 2: an empty path or label'),
+        ('t.csv', ['path,label'], 't.csv: no lines'),
+        ('t.csv', ['path,label,split', 'a,b,train', 'c,d,'], 'some lines have a `split`'),
+        ('t.jsonl', ['{"path": "a", "label": "b"}', '{'], 't.jsonl, line 2: not JSON'),
+        ('t.jsonl', ['[1]'], 't.jsonl, line 1: expected an object'),
+        ('t.jsonl', ['{"path": "a"}'], 'line 1: it has path; expected path and label'),
+        ('t.jsonl', ['{"path": "a", "labels": "b"}'], "labels='b': expected a list of names"),
+        (
+            't.jsonl',
+            ['{"path": "a", "label": "b"}', '{"path": "a", "labels": ["b"]}'],
+            'line 2: some lines have `label`, others `labels`',
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_table_is_named(name, lines, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        opening.open_source(write(tmp_path / name, lines), 'train')
+
+
+def test_a_table_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match='none.csv: no such file'):
+        opening.open_source(str(tmp_path / 'none.csv'), 'train')

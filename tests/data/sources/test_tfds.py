@@ -1,0 +1,234 @@
+"""Data sets of TFDS in both of its formats, made here."""
+
+import pathlib
+import subprocess
+import sys
+
+import cv2
+import numpy as np
+import pytest
+
+tfds_sets = pytest.importorskip('tests.tfds_sets', reason='tensorflow-datasets is not installed')
+
+from vit_jax.data import loading  # noqa: E402
+from vit_jax.data.image_preprocessing import InceptionCrop  # noqa: E402
+from vit_jax.data.sources import opening, tfds, tfrecord  # noqa: E402
+from vit_jax.parallel.meshes import MeshConfig, batch_sharding, make_mesh  # noqa: E402
+
+RNG = np.random.default_rng(0)
+ENCODED = [
+    cv2.imencode('.jpg', RNG.integers(0, 256, (9 + i % 5, 12, 3), np.uint8))[1].tobytes()
+    for i in range(40)
+]
+CLASSES = 'cat', 'dog', 'emu'
+
+
+@pytest.fixture(scope='module')
+def prepared(tmp_path_factory):
+    """The same images as a folder, as ArrayRecord and as TFRecord, in one order."""
+    root = tmp_path_factory.mktemp('sets')
+    for split, images in ('train', ENCODED[:30]), ('test', ENCODED[30:]):
+        for i, image in enumerate(images):
+            path = root / 'folder' / split / CLASSES[i % 3] / f'{i}.jpg'
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(image)
+    splits = {}
+    for split in 'train', 'test':
+        source = opening.open_source(str(root / 'folder'), split)
+        splits[split] = [source.read(i) for i in range(len(source))]
+    records = tfds_sets.array_record(root / 'array_record', splits, CLASSES)
+    return {
+        'folder': root / 'folder',
+        'array_record': records,
+        'tfrecord': tfds_sets.tfrecord(records, root / 'tfrecord'),
+    }
+
+
+def batches(data):
+    reader = loading.Reader(
+        source=opening.open_source(str(data), 'train'),
+        crop=InceptionCrop(),
+        size=(8, 8),
+        exif_rotation=True,
+    )
+    config = loading.LoaderConfig(placement='host')
+    feed = loading.make_feed(reader, config, batch_sharding(make_mesh(MeshConfig())))
+    found = loading.training_batches(feed, steps=range(6), batch_size=8, seed=5)
+    return [{name: np.asarray(array) for name, array in batch.items()} for batch in found]
+
+
+@pytest.mark.parametrize('kind', ['array_record', 'tfrecord'])
+def test_batches_do_not_depend_on_how_images_are_stored(prepared, kind):
+    for one, other in zip(batches(prepared['folder']), batches(prepared[kind]), strict=True):
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name])
+
+
+@pytest.mark.parametrize('kind', ['array_record', 'tfrecord'])
+def test_a_prepared_set_is_found_by_its_name(prepared, kind, monkeypatch):
+    monkeypatch.setenv('TFDS_DATA_DIR', str(prepared[kind].parent.parent))
+    for name in 'tfds:made_here', 'tfds:made_here:1.2.0':
+        source = opening.open_source(name, 'test')
+        assert source.class_names == CLASSES and len(source) == 10
+        stored = opening.open_source(str(prepared['folder']), 'test').read(4)
+        assert source.read(4) == stored and source.labels[4] == stored[1]
+        assert source.describe(4) == 'tfds:made_here/1.2.0/test[4]'
+    with pytest.raises(
+        ValueError, match='tfds:made_here:9.9.9 is not in .*there is 1.2.0; prepare'
+    ):
+        opening.open_source('tfds:made_here:9.9.9', 'test')
+    with pytest.raises(
+        ValueError, match='tfds:cifar10 is not in .*python -m vit_jax.prepare cifar10'
+    ):
+        opening.open_source('tfds:cifar10', 'train')
+    with pytest.raises(ValueError, match="no split 'val'; known: test, train"):
+        opening.open_source('tfds:made_here', 'val')
+
+
+def test_the_librarys_own_mocks_are_read():
+    import tensorflow_datasets
+
+    with tensorflow_datasets.testing.mock_data(num_examples=5):
+        source = opening.open_source('tfds:cifar10', 'train')
+        stored, label = source.read(2)
+    assert len(source) == 5 and len(source.class_names) == 10 and 0 <= label < 10
+    assert stored.shape == (32, 32, 3)
+
+
+def test_a_split_without_labels_is_not_taken_for_one(tmp_path):
+    """ImageNet's `test` in TFDS: every label is -1."""
+    root = tfds_sets.array_record(tmp_path, {'test': [(ENCODED[0], -1)]}, CLASSES)
+    with pytest.raises(ValueError, match=r'label -1, of 3 classes: has tfds:made_here.*labels\?'):
+        opening.open_source(str(root), 'test').read(0)
+
+
+def test_several_labels_are_rows(tmp_path):
+    images = [(image, [i % 3, 2]) for i, image in enumerate(ENCODED[:6])]
+    root = tfds_sets.array_record(tmp_path, {'train': images}, CLASSES, several=True)
+    source = opening.open_source(str(root), 'train')
+    assert source.several and source.labels[:3].tolist() == [[1, 0, 1], [0, 1, 1], [0, 0, 1]]
+
+
+@pytest.mark.parametrize('kind', ['array_record', 'tfrecord'])
+def test_labels_of_a_part_are_read_for_that_part_alone(prepared, kind, monkeypatch):
+    import tensorflow_datasets
+
+    decoded = []
+    features = tensorflow_datasets.features.FeaturesDict
+    decode = features.deserialize_example_np
+    monkeypatch.setattr(
+        features,
+        'deserialize_example_np',
+        lambda self, *args, **options: decoded.append(1) or decode(self, *args, **options),
+    )
+    part = opening.open_source(str(prepared[kind]), 'train[10:20]')
+    assert not decoded
+    whole = opening.open_source(str(prepared['folder']), 'train').labels
+    np.testing.assert_array_equal(part.labels, whole[10:20])
+    assert len(decoded) == 10
+
+
+def test_neither_format_imports_tensorflow(prepared):
+    program = (
+        'import sys; from vit_jax.data.sources.opening import open_source\n'
+        'for path in sys.argv[1:]: open_source(path, "train").read(3)\n'
+        'assert "tensorflow" not in sys.modules and "tensorflow_datasets" in sys.modules'
+    )
+    paths = [str(prepared[kind]) for kind in ('array_record', 'tfrecord')]
+    subprocess.run(
+        [sys.executable, '-c', program, *paths],
+        check=True,
+        cwd=pathlib.Path(__file__).parents[3],
+        timeout=120,
+    )
+
+
+def test_preparing_without_tensorflow_says_what_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'tensorflow', None)
+    with pytest.raises(ValueError, match=r"preparing needs TensorFlow: pip install -e '.\[tf\]'"):
+        tfds.prepare('cifar10', None)
+
+
+def test_a_named_set_is_prepared_with_tensorflow_and_read_without(tmp_path):
+    pytest.importorskip('tensorflow')
+    import tensorflow_datasets
+
+    class SetOfThisTest(tensorflow_datasets.core.GeneratorBasedBuilder):
+        VERSION = tensorflow_datasets.core.Version('1.0.0')
+
+        def _info(self):
+            kinds = tensorflow_datasets.features
+            features = {'image': kinds.Image(), 'label': kinds.ClassLabel(names=CLASSES)}
+            return self.dataset_info_from_configs(features=kinds.FeaturesDict(features))
+
+        def _split_generators(self, manager):
+            return {'train': self._generate_examples()}
+
+        def _generate_examples(self):
+            for i, image in enumerate(ENCODED[:5]):
+                yield i, {'image': cv2.imdecode(np.frombuffer(image, np.uint8), 1), 'label': i % 3}
+
+    root = tfds.prepare('set_of_this_test', str(tmp_path))
+    source = opening.open_source(root, 'train')
+    assert len(source) == 5 and sorted(source.labels.tolist()) == [0, 0, 1, 1, 2]
+    with pytest.raises(ValueError, match="TFDS knows no 'no_such_set'"):
+        tfds.prepare('no_such_set', str(tmp_path))
+
+
+def test_a_set_without_labels_is_refused(tmp_path):
+    import tensorflow_datasets
+
+    features = tensorflow_datasets.features.FeaturesDict(
+        {'image': tensorflow_datasets.features.Image()}
+    )
+    with pytest.raises(ValueError, match='x: expected an image and a label among image'):
+        tfds._columns(features, 'x')
+
+
+def written(path, records):
+    path.write_bytes(b''.join(tfds_sets.framed(record) for record in records))
+    return path
+
+
+def test_records_of_several_files_are_one_sequence(tmp_path):
+    parts = [b'one', b'', b'three'], [], [b'four' * 1000]
+    files = [written(tmp_path / f'{i}', part) for i, part in enumerate(parts)]
+    count, read = tfrecord.records(files)
+    assert [read(i) for i in range(count)] == [record for part in parts for record in part]
+
+
+def test_the_checksum_is_the_formats():
+    # CRC-32C of '123456789' is 0xE3069283 (RFC 3720, appendix B.4, and every table since)
+    rotated = (0xE3069283 >> 15 | 0xE3069283 << 17) & 0xFFFFFFFF
+    assert tfrecord.masked_crc(b'123456789') == (rotated + 0xA282EAD8) % 2**32
+
+
+def test_tensorflow_writes_what_is_read(tmp_path):
+    tf = pytest.importorskip('tensorflow')
+    with tf.io.TFRecordWriter(str(tmp_path / 'file')) as writer:
+        for record in b'one', b'', b'three' * 99:
+            writer.write(record)
+    count, read = tfrecord.records([tmp_path / 'file'])
+    assert [read(i) for i in range(count)] == [b'one', b'', b'three' * 99]
+
+
+@pytest.mark.parametrize('place', range(0, 60, 3))
+def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path, place):
+    path = written(tmp_path / 'file', [b'some record', b'another one, longer'])
+    data = bytearray(path.read_bytes())
+    data[place] ^= 4
+    path.write_bytes(bytes(data))
+    with pytest.raises(
+        ValueError, match=r'file: the (length of the )?record at byte \d+ is damaged'
+    ):
+        count, read = tfrecord.records([path])
+        for i in range(count):
+            read(i)
+
+
+@pytest.mark.parametrize('length', [5, 20, 30])
+def test_a_file_that_ends_early_is_noticed(tmp_path, length):
+    path = written(tmp_path / 'file', [b'some record', b'another one'])
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(ValueError, match='the file ends within the record at byte'):
+        tfrecord.records([path])

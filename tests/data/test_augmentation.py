@@ -1,0 +1,157 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vit_jax.data import augmentation
+from vit_jax.data.augmentation import Augmentation, normalize
+from vit_jax.data.image_preprocessing import InceptionCrop, Preprocessing
+from vit_jax.data.randaugment import RandAugment
+from vit_jax.training.losses import targets_of
+
+N = 64
+IMAGES = np.random.default_rng(0).integers(0, 256, (N, 6, 7, 3), np.uint8)
+EVERYTHING = Augmentation(
+    shift_pixels=2, flip=True, randaugment=RandAugment(layers=2), erasing=0.5, mixup=0.5, cutmix=0.5
+)
+
+
+def batch(images=IMAGES, *, epoch=0):
+    count = len(images)
+    return {
+        'images': jnp.asarray(images),
+        'labels': jnp.arange(count) % 5,
+        'mask': jnp.ones(count, bool),
+        'epoch': jnp.full(count, epoch),
+        'example': jnp.arange(count),
+    }
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _augmented(batch, index):
+    targets = functools.partial(targets_of, num_classes=5)
+    return augmentation.augment(jax.random.key(3), batch, CONFIGS[index], targets_of=targets)
+
+
+CONFIGS = []
+
+
+def augmented(batch, config):
+    if config not in CONFIGS:
+        CONFIGS.append(config)
+    return jax.tree.map(np.asarray, _augmented(batch, CONFIGS.index(config)))
+
+
+def test_nothing_asked_for_changes_nothing():
+    jax.tree.map(np.testing.assert_array_equal, augmented(batch(), Augmentation()), batch())
+
+
+def test_about_half_the_images_are_flipped_and_none_otherwise_changed():
+    result = augmented(batch(), Augmentation(flip=True))['images']
+    same = (result == IMAGES).all(axis=(1, 2, 3))
+    flipped = (result == IMAGES[:, :, ::-1]).all(axis=(1, 2, 3))
+    assert (same ^ flipped).all() and 16 < flipped.sum() < 48  # 4 deviations of 64 coins
+
+
+def test_each_image_is_moved_by_its_own_whole_pixels():
+    result = augmented(batch(), Augmentation(shift_pixels=2))['images']
+    padded = np.pad(IMAGES, ((0, 0), (2, 2), (2, 2), (0, 0)), mode='edge')
+    corners = set()
+    for image, wide in zip(result, padded, strict=True):
+        found = [
+            (y, x)
+            for y in range(5)
+            for x in range(5)
+            if (wide[y : y + 6, x : x + 7] == image).all()
+        ]
+        assert len(found) == 1
+        corners.update(found)
+    assert len(corners) > 15  # of 25
+
+
+def test_an_example_changes_alike_in_every_batch_and_otherwise_in_every_epoch():
+    config = Augmentation(shift_pixels=2, flip=True, randaugment=RandAugment(layers=2), erasing=0.5)
+    whole = augmented(batch(), config)['images']
+    chosen = np.random.default_rng(1).permutation(N)[:24]
+    part = augmented(jax.tree.map(lambda array: array[chosen], batch()), config)['images']
+    np.testing.assert_array_equal(part, whole[chosen])
+    again = augmented(batch(epoch=1), config)['images']
+    assert (again != whole).any(axis=(1, 2, 3)).mean() > 0.9
+
+
+def test_erasing_fills_one_rectangle_in_its_share_of_the_images():
+    images = np.full((400, 20, 30, 3), 7, np.uint8)
+    changed = (augmented(batch(images), Augmentation(erasing=0.25))['images'] != 7).any(axis=-1)
+    hit = changed.any(axis=(1, 2))
+    assert 66 <= hit.sum() <= 134  # 4 deviations of 400 coins of 1/4
+    areas = []
+    for noise in changed[hit]:
+        rows, columns = np.flatnonzero(noise.any(axis=1)), np.flatnonzero(noise.any(axis=0))
+        area = (np.ptp(rows) + 1) * (np.ptp(columns) + 1)
+        assert noise.sum() >= area - 2  # noise is 7 by chance in 1 of 256^3 pixels
+        areas.append(area / 600)
+    assert min(areas) > 0.01 and max(areas) < 0.4 and 0.1 < np.mean(areas) < 0.22
+
+
+def plain_images():
+    """Images of one value each, 10 times their number."""
+    return (
+        np.ones((20, 8, 8, 3), np.uint8) * (10 * np.arange(20, dtype=np.uint8))[:, None, None, None]
+    )
+
+
+@pytest.mark.parametrize('kind', ['mixup', 'cutmix'])
+def test_an_image_and_its_label_are_mixed_with_the_neighbour_alike(kind):
+    result = augmented(batch(plain_images()), Augmentation(**{kind: 1.0}))
+    own = np.array([result['labels'][i, i % 5] for i in range(20)])
+    others = np.array([result['labels'][i, (i - 1) % 5] for i in range(20)])
+    np.testing.assert_allclose(own + others, 1, atol=1e-6)
+    values = 10 * np.arange(20)
+    expected = own * values + others * np.roll(values, 1)
+    np.testing.assert_allclose(result['images'].mean(axis=(1, 2, 3)), expected, rtol=1e-5)
+    of_one_value = result['images'].std(axis=(1, 2, 3)) < 1e-4
+    if kind == 'mixup':
+        assert of_one_value.all() and own.min() >= 0.5 and own.max() < 1
+    else:  # pixels are of one image or of the other
+        assert not of_one_value.all()
+        assert set(np.unique(result['images']).tolist()) <= set(values.tolist())
+
+
+def test_with_both_kinds_of_mixing_each_example_has_one_of_them():
+    result = augmented(batch(plain_images()), Augmentation(mixup=1.0, cutmix=1.0))['images']
+    whole_values = (result % 10 == 0).all(axis=(1, 2, 3))
+    assert 3 <= whole_values.sum() <= 17
+
+
+def test_an_image_that_could_not_be_read_is_mixed_into_none():
+    partly = batch(plain_images())
+    partly['mask'] = partly['mask'].at[4].set(False)
+    result = augmented(partly, EVERYTHING)
+    alone = augmented(
+        partly,
+        Augmentation(shift_pixels=2, flip=True, randaugment=RandAugment(layers=2), erasing=0.5),
+    )
+    np.testing.assert_array_equal(result['images'][5], alone['images'][5])
+    assert result['labels'][5].tolist() == [1, 0, 0, 0, 0]
+
+
+def test_the_seven_levels_are_those_of_the_paper():
+    levels = {
+        name: (a.randaugment.layers, a.randaugment.magnitude, a.mixup)
+        for name, a in ((name, augmentation.augreg(name)) for name in augmentation.AUGREG)
+    }
+    assert list(levels) == 'none light1 light2 medium1 medium2 strong1 strong2'.split()
+    assert levels['none'] == (0, 0, 0) and levels['light1'] == (2, 0, 0)
+    assert levels['medium2'] == (2, 15, 0.5) and levels['strong2'] == (2, 20, 0.8)
+    assert all(augmentation.augreg(name).crop == InceptionCrop() for name in levels)
+
+
+def test_normalize_maps_black_to_minus_one_and_white_to_one():
+    pixels = np.zeros((1, 1, 2, 3), np.uint8)
+    pixels[0, 0, 1] = 255
+    pixels = jnp.asarray(pixels)
+    assert normalize(pixels, Preprocessing())[0, 0, :, 0].tolist() == [-1, 1]
+    by_channel = Preprocessing(mean=(0.0, 255.0, 51.0), std=(255.0, 255.0, 51.0))
+    assert normalize(pixels, by_channel)[0, 0, 1].tolist() == [1, 0, 4]

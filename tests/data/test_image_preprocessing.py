@@ -1,0 +1,175 @@
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax.data import image_preprocessing
+
+PHOTO = np.kron(np.random.default_rng(0).integers(0, 256, (6, 9, 3)), np.ones((8, 8, 1))).astype(
+    np.uint8
+)
+
+
+def encoded(image: Image.Image, kind: str, **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def decoded(stored, exif_rotation=True):
+    return image_preprocessing.decode(stored, exif_rotation=exif_rotation)
+
+
+@pytest.mark.parametrize('mode', ['RGB', 'L', 'P', 'RGBA'])
+def test_png_of_any_mode_is_the_rgb_that_pillow_reads(mode):
+    image = Image.fromarray(PHOTO).convert(mode)
+    np.testing.assert_array_equal(decoded(encoded(image, 'PNG')), np.asarray(image.convert('RGB')))
+
+
+@pytest.mark.parametrize('mode', ['RGB', 'L', 'CMYK'])
+def test_jpeg_of_any_mode_is_what_pillow_reads(mode):
+    stored = encoded(Image.fromarray(PHOTO).convert(mode), 'JPEG', quality=95)
+    expected = np.asarray(Image.open(io.BytesIO(stored)).convert('RGB')).astype(int)
+    # CMYK has no one way to RGB without a colour profile; the two differ by rounding
+    np.testing.assert_allclose(decoded(stored), expected, atol=2 if mode == 'CMYK' else 0)
+
+
+def test_16_bit_png_keeps_the_high_byte():
+    deep = Image.fromarray((PHOTO[..., 0].astype(np.uint16) << 8) + 7)
+    result = decoded(encoded(deep, 'PNG'))
+    np.testing.assert_allclose(result, np.repeat(PHOTO[..., :1], 3, axis=2), atol=1)
+
+
+def test_a_photo_stands_upright_or_as_it_was_stored():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: rotate by 90 degrees clockwise to show
+    stored = encoded(Image.fromarray(PHOTO), 'JPEG', exif=exif, quality=95)
+    lying = np.asarray(Image.open(io.BytesIO(stored)))
+    np.testing.assert_array_equal(decoded(stored), np.rot90(lying, -1))
+    np.testing.assert_array_equal(decoded(stored, exif_rotation=False), lying)
+
+
+@pytest.mark.parametrize(
+    'stored, message',
+    [
+        (b'', 'the file is empty'),
+        (b'hello, I am a cat', 'not a whole image of a known format'),
+        (encoded(Image.fromarray(PHOTO), 'PNG')[:60], 'not a whole image|not a readable image'),
+    ],
+)
+def test_what_is_no_image_is_an_error(stored, message):
+    with pytest.raises(ValueError, match=message):
+        decoded(stored)
+
+
+def test_a_truncated_jpeg_is_an_error_and_not_half_a_grey_image():
+    stored = encoded(Image.fromarray(PHOTO), 'JPEG', quality=95)
+    for part in 0.3, 0.6, 0.9:
+        with pytest.raises(ValueError, match='not a whole image'):
+            decoded(stored[: int(len(stored) * part)])
+
+
+def test_grey_arrays_become_rgb():
+    assert decoded(PHOTO[..., 0]).shape == decoded(PHOTO[..., :1]).shape == PHOTO.shape
+
+
+@pytest.mark.parametrize('crop', [image_preprocessing.Resize(), image_preprocessing.CentralCrop()])
+def test_crops_give_the_size_asked_for(crop):
+    for size in (5, 9), (48, 72), (100, 30):
+        assert crop(PHOTO, size, None).shape == (*size, 3)
+    np.testing.assert_array_equal(image_preprocessing.Resize()(PHOTO, (48, 72), None), PHOTO)
+
+
+def test_a_central_crop_is_the_middle_with_its_aspect():
+    image = np.zeros((40, 80, 3), np.uint8)
+    image[10:30, 30:50] = 255
+    cut = image_preprocessing.CentralCrop(scale=2.0)(image, (20, 20), None)
+    assert cut.min() == 255
+
+
+def test_a_random_crop_is_decided_by_its_generator():
+    crop = image_preprocessing.RandomCrop(scale=2.0)
+
+    def cut(seed):
+        return crop(PHOTO, (16, 16), np.random.default_rng(seed))
+
+    np.testing.assert_array_equal(cut(1), cut(1))
+    assert len({cut(seed).tobytes() for seed in range(10)}) > 5
+    with pytest.raises(ValueError, match='for training only'):
+        crop(PHOTO, (16, 16), None)
+
+
+@pytest.mark.parametrize('size', [(24, 24), (70, 90), (11, 60), (60, 11)])
+@pytest.mark.parametrize('method', ['bilinear_antialias', 'bicubic_antialias'])
+def test_resizing_with_antialias_is_pillows(method, size):
+    image = np.random.default_rng(0).integers(0, 256, (50, 37, 3), dtype=np.uint8)
+    filters = {'bilinear_antialias': 2, 'bicubic_antialias': 3}
+    pillows = Image.fromarray(image).resize(size[::-1], filters[method])
+    ours = image_preprocessing.Resize(resize=method)(image, size, None)
+    # Pillow sums in fixed point: a half, common with linear weights, may be rounded down
+    assert np.abs(ours.astype(int) - np.asarray(pillows)).max() <= 1
+    assert np.mean(ours != np.asarray(pillows)) < (0.1 if method == 'bilinear_antialias' else 0.01)
+    without = image_preprocessing.Resize()(image, (11, 20), None)
+    assert (
+        np.abs(
+            without.astype(int) - image_preprocessing.Resize(resize=method)(image, (11, 20), None)
+        ).max()
+        > 30
+    )
+
+
+def test_a_central_crop_may_squeeze_first():
+    squeezed = image_preprocessing.Resize()(PHOTO, (32, 32), None)
+    cut = image_preprocessing.CentralCrop(scale=32 / 28, keep_aspect=False)(PHOTO, (28, 28), None)
+    np.testing.assert_array_equal(cut, squeezed[2:30, 2:30])
+
+
+def coordinates(height, width):
+    """An image whose red and green say how far down and how far right a pixel is, 0 to 255."""
+    y, x = np.mgrid[0:height, 0:width]
+    return np.stack([255 * y / (height - 1), 255 * x / (width - 1), 0 * x], -1).astype(np.uint8)
+
+
+def test_inception_crops_have_areas_and_aspects_of_their_range_and_lie_anywhere():
+    image, rng = coordinates(375, 500), np.random.default_rng(0)
+    crop = image_preprocessing.InceptionCrop(area=(0.1, 0.6))
+    shares, aspects, tops = [], [], []
+    for _ in range(400):
+        cut = crop(image, (16, 16), rng).astype(float)
+        # 15 of 16 pixel distances lie between the middles of the outermost pixels
+        rows, columns = (np.ptp(cut[..., c]) / 255 * 16 / 15 for c in (0, 1))
+        shares.append(rows * columns)
+        aspects.append(columns * 500 / (rows * 375))
+        if rows < 0.8:  # the first pixel lies half a pixel within the cut
+            tops.append((cut[0, 0, 0] / 255 - rows / 32) / (1 - rows))
+    # a grey level of 255 is 0.4 %: 2 % of the smallest side
+    assert 0.095 < min(shares) < 0.13 and 0.5 < max(shares) < 0.62
+    assert 0.72 < min(aspects) < 0.79 and 1.28 < max(aspects) < 1.37
+    assert 0.4 < np.mean(tops) < 0.6 and min(tops) < 0.1 and max(tops) > 0.9
+
+
+@pytest.mark.parametrize('shape', [(1, 1), (2, 300), (300, 2), (1, 500), (7, 5)])
+def test_an_inception_crop_of_any_image_has_its_size(shape):
+    image, rng = np.full((*shape, 3), 9, np.uint8), np.random.default_rng(0)
+    for _ in range(20):
+        assert (
+            image_preprocessing.InceptionCrop()(image, (4, 6), rng) == np.full((4, 6, 3), 9)
+        ).all()
+
+
+@pytest.mark.parametrize(
+    'crop', [image_preprocessing.InceptionCrop(), image_preprocessing.RandomCrop()]
+)
+def test_random_crops_are_for_training_only(crop):
+    with pytest.raises(ValueError, match='needs a random generator: it is for training only'):
+        crop(PHOTO, (4, 4), None)
+
+
+def test_no_inception_crop_is_smaller_than_its_least_area(monkeypatch):
+    """On few pixels, where rounding the sides could make it so."""
+    monkeypatch.setattr(image_preprocessing, '_resized', lambda image, size, resize: image)
+    crop, rng = image_preprocessing.InceptionCrop(area=(0.5, 0.9)), np.random.default_rng(0)
+    for _ in range(300):
+        height, width, _ = crop(np.zeros((10, 10, 3), np.uint8), (4, 4), rng).shape
+        assert 50 <= height * width <= 90

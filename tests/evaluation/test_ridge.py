@@ -1,0 +1,86 @@
+import pathlib
+
+import numpy as np
+import pytest
+
+from vit_jax.evaluation import ridge
+from vit_jax.evaluation.standardising import with_constant
+
+RNG = np.random.default_rng(0)
+REFERENCE = pathlib.Path(__file__).parent.parent / 'fixtures' / 'fewshot.npz'
+
+
+def test_accuracies_are_those_of_big_visions_solver_to_the_example():
+    with np.load(REFERENCE, allow_pickle=False) as file:
+        z = dict(file)
+    found = ridge.evaluate(
+        z['train_features'],
+        z['train_labels'],
+        z['test_features'],
+        z['test_labels'],
+        shots=z['shots'].tolist(),
+        seeds=z['seeds'].tolist(),
+        l2=float(z['l2']),
+    )
+    count = len(z['test_labels'])
+    correct = np.array([[found[s, k] for k in z['shots']] for s in z['seeds']]) * count
+    np.testing.assert_allclose(correct, np.rint(z['accuracy'] * count), atol=1e-9)
+
+
+def test_draws_are_nested_distinct_and_balanced():
+    labels = RNG.integers(0, 7, 300)
+    draws = ridge.draw(labels, shots=(1, 5, 10), seeds=(0, 1))
+    for seed in 0, 1:
+        assert set(draws[seed, 1]) < set(draws[seed, 5]) < set(draws[seed, 10])
+        for shots in 1, 5, 10:
+            drawn = draws[seed, shots]
+            assert len(set(drawn)) == len(drawn)
+            assert np.bincount(labels[drawn]).tolist() == [shots] * 7
+    assert set(draws[0, 5]) != set(draws[1, 5])
+
+
+def test_a_class_with_few_images_gives_all_of_them():
+    labels = np.array([0, 0, 0, 0, 1])
+    assert sorted(ridge.draw(labels, shots=(3,), seeds=(0,))[0, 3])[-1] == 4
+
+
+@pytest.mark.parametrize('examples', [12, 60])  # fewer, and more, than the 30 features
+def test_ridge_is_the_minimum_whichever_matrix_is_decomposed(examples):
+    x, y = RNG.normal(size=(examples, 30)), RNG.normal(size=(examples, 4))
+    for l2, weights in zip((0.1, 10.0), ridge.ridge(x, y, np.array([0.1, 10.0])), strict=True):
+        gradient = x.T @ (x @ weights - y) + l2 * weights
+        np.testing.assert_allclose(gradient, 0, atol=1e-9)
+
+
+def test_the_bias_is_hardly_regularised():
+    """50 images that look the same: the prediction is the mean target, shrunk by 0.2 %."""
+    x, y = with_constant(np.zeros((50, 3)), ridge.BIAS), RNG.normal(size=(50, 4))
+    weights = ridge.ridge(x, y, np.array([1024.0]))[0]
+    np.testing.assert_allclose(x[0] @ weights, y.mean(axis=0) * 50e4 / (50e4 + 1024))
+
+
+def test_planted_clusters_are_told_apart_and_shuffled_labels_are_not():
+    centres = 3 * RNG.normal(size=(5, 20))
+    labels = [RNG.integers(0, 5, count) for count in (200, 500)]
+    train, test = (centres[y] + 0.1 * RNG.normal(size=(len(y), 20)) for y in labels)
+    found = ridge.accuracy(train, labels[0], test, labels[1], l2=[1.0, 10.0])
+    assert found == [1.0, 1.0]
+    assert found[0] == ridge.accuracy(train, labels[0], test, labels[1], l2=1.0)
+    wrong = RNG.permutation(labels[0])
+    assert ridge.accuracy(train, wrong, test, labels[1], l2=1.0) < 0.8
+
+
+def test_features_are_computed_only_for_images_that_some_draw_uses():
+    labels, features = RNG.integers(0, 5, 400), RNG.normal(size=(400, 8))
+    test = RNG.normal(size=(50, 8)), RNG.integers(0, 5, 50)
+    asked = []
+
+    def features_of(indices):
+        asked.extend(indices.tolist())
+        return features[indices]
+
+    options = {'shots': (1, 3), 'seeds': (0, 1), 'l2': 10.0}
+    found, draws = ridge.probe(features_of, labels, *test, **options)
+    assert len(asked) == len(set(asked)) <= 3 * 5 * 2
+    assert set(asked) == set(np.concatenate(list(draws.values())).tolist())
+    assert found == ridge.evaluate(features, labels, *test, **options)

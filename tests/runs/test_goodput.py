@@ -1,0 +1,91 @@
+"""Where the time went: by definition all of it, and lost is what is done twice."""
+
+import itertools
+import json
+
+import pytest
+
+from vit_jax.runs import goodput
+from vit_jax.runs.goodput import LOST, Ledger, read, totals
+from vit_jax.training.loop import Clock
+
+
+def line(began, at, **seconds):
+    return {'began': began, 'step': at, 'seconds': seconds}
+
+
+def test_what_was_done_after_the_checkpoint_that_is_resumed_is_lost():
+    lines = [
+        line(100.0, 0, start=5.0),
+        line(100.0, 10, start=5.0, step=10.0),
+        line(100.0, 15, start=5.0, step=15.0),  # killed later, at an unknown time
+        line(140.0, 10, start=4.0),
+        line(140.0, 20, start=4.0, step=9.0, evaluation=1.0),
+    ]
+    found = totals(lines)
+    assert found == {'start': 9.0, 'step': 19.0, 'evaluation': 1.0, LOST: 25.0}
+    assert sum(found.values()) == (140.0 + 14.0) - 100.0
+
+
+def test_a_start_that_kept_nothing_is_lost_whole():
+    lines = [line(0.0, 30, start=1.0, step=2.0), line(10.0, 20, start=1.0)]
+    assert totals(lines) == {'start': 1.0, LOST: 10.0}
+
+
+def test_a_start_that_came_to_no_step_is_lost_whole():
+    lines = [
+        line(0.0, None, start=1.0),  # stopped while it compiled
+        line(10.0, 0, start=2.0),
+        line(10.0, 5, start=2.0, step=5.0),
+        line(10.0, 9, start=2.0, step=9.0),
+        line(30.0, None, start=1.0),
+        line(40.0, 5, start=1.0),
+        line(40.0, 9, start=1.0, step=4.0),
+    ]
+    found = totals(lines)
+    assert found == {'start': 3.0, 'step': 9.0, LOST: 10.0 + 13.0 + 10.0}
+    assert sum(found.values()) == 45.0
+
+
+def test_the_parts_sum_to_the_time_between_the_first_start_and_the_last_line(tmp_path, monkeypatch):
+    """With a clock that is told the time: three starts, killed in the middle of something."""
+    now = [1000.0]
+    monkeypatch.setattr('time.monotonic', lambda: now[0])
+    monkeypatch.setattr('time.time', lambda: now[0] + 1e9)
+    path = tmp_path / 'ledger.jsonl'
+    for resumed, last in (0, 7), (5, 12), (10, 20):
+        clock = Clock()
+        now[0] += 3.0
+        book = Ledger(path, clock)
+        book.record(resumed)
+        for step in range(resumed, last):
+            with clock('step'):
+                now[0] += 2.0
+            with clock('evaluation'):
+                now[0] += 0.25
+            if step % 5 == 4:
+                book.record(step + 1)
+        book.record(last) if last == 20 else None
+        now[0] += 0.0 if last == 20 else 11.0  # down
+    found = totals(read(path))
+    assert sum(found.values()) == pytest.approx(now[0] - 1000.0, abs=1e-3)
+    assert found['step'] == 2.0 * 20 and found['evaluation'] == 0.25 * 20
+    assert found['start'] == 9.0
+    assert found[LOST] == 2 * 11.0 + (2 + 2) * 2.25
+
+
+def test_half_a_line_of_a_killed_run_is_passed_over(tmp_path):
+    path = tmp_path / 'ledger.jsonl'
+    path.write_text(json.dumps(line(1.0, 0, start=2.0)) + '\n{"began": 1.0, "st')
+    assert totals(read(path)) == {'start': 2.0}
+    assert totals(read(tmp_path / 'none')) == {}
+
+
+def test_a_clock_that_stands_still_or_jumps_stops_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr('time.monotonic', lambda: 5.0)
+    jumps = itertools.count(1e9, -1e6)
+    monkeypatch.setattr(goodput.time, 'time', lambda: next(jumps))
+    book = Ledger(tmp_path / 'ledger.jsonl', Clock())
+    for step in range(3):
+        book.record(step)
+    assert sum(book.totals().values()) == 0.0

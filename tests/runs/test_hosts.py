@@ -1,0 +1,253 @@
+"""Many hosts, as processes over loopback: they start, agree, stop, die, hang, and go on.
+
+The long ones: python -m pytest -m long tests/runs/test_hosts.py
+"""
+
+import json
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from tests.hosts import hosts
+from vit_jax.base.tree_names import named_leaves
+from vit_jax.checkpoints import digests
+from vit_jax.checkpoints.store import load_params
+from vit_jax.parallel.processes import REQUEUE
+from vit_jax.runs.goodput import read, totals
+
+CONFIG = ('--config=tests/tiny_config.py',)
+
+
+def training(folder, faults='slow:0', count=1, flags=(), **more):
+    command = ['tests.faulty', faults, *CONFIG, f'--workdir={folder}/run', *flags]
+    return hosts(folder, command, count, **more)
+
+
+def result(folder):
+    """The final parameters and what was measured on the way."""
+    lines = [json.loads(line) for line in (folder / 'run/metrics.jsonl').read_text().splitlines()]
+    clocked = 'seconds', 'images_per_second', 'skipped'
+    measured = [{k: v for k, v in line.items() if k not in clocked} for line in lines]
+    return named_leaves(load_params(str(folder / 'run'))), measured
+
+
+def assert_same(folder, whole):
+    """Bit for bit where the uninterrupted run ended, and on the way."""
+    (params, measured), (expected, told) = result(folder), result(whole)
+    assert params.keys() == expected.keys()
+    for name, leaf in params.items():
+        np.testing.assert_array_equal(leaf, expected[name], name)
+    kept = {(line['kind'], line['step']) for line in measured}
+    assert [line for line in told if (line['kind'], line['step']) in kept] == measured
+    assert ('test', 60) in kept
+
+
+def steps(folder):
+    return sorted(digests.steps(folder / 'run/checkpoints'))
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    """Uninterrupted runs, by the number of processes."""
+    made = {}
+
+    def run(count):
+        if count not in made:
+            made[count] = tmp_path_factory.mktemp(f'whole{count}')
+            with training(made[count], count=count) as started:
+                assert [host.wait() for host in started] == [0] * count
+        return made[count]
+
+    return run
+
+
+PHASES = {
+    'start': ('slow:0', 'data '),
+    'compile': ('slow_compile:5', 'compiling'),
+    'train': ('slow:100', 'step 5/60'),
+    'evaluate': ('slow_evaluation:300', 'evaluating'),
+    'save': ('slow_save:500,slow:100', 'saving'),
+}
+
+
+@pytest.mark.parametrize('count', [1, 2])
+def test_sigterm_in_any_phase_stops_at_one_step_and_loses_none(count, whole, tmp_path):
+    """The last process alone is told, twice; both stop. The next start goes on from there."""
+    for phase, (faults, word) in PHASES.items():
+        before = steps(tmp_path)
+        flags = ['--config.eval_every_steps=30', '--accept_config_changes']
+        with training(tmp_path, faults, count, flags) as started:
+            started[0].wait_for(word)
+            started[-1].signal(signal.SIGTERM)
+            time.sleep(0.02)
+            started[-1].signal(signal.SIGTERM)
+            assert [host.wait() for host in started] == [REQUEUE] * count, phase
+        if phase in ('start', 'compile'):
+            assert steps(tmp_path) == before
+            assert 'nothing is lost' in started[-1].text
+        else:
+            stopped = steps(tmp_path)[-1]
+            assert f'stopped at step {stopped}, saved in' in started[0].text
+            assert max(before, default=-1) < stopped < 55  # at once, and not at the end
+            lines = read(tmp_path / 'run/ledger.jsonl')
+            assert lines[-1]['step'] == stopped  # nothing was done after it
+    with training(tmp_path, count=count, flags=['--accept_config_changes']) as started:
+        assert [host.wait() for host in started] == [0] * count
+        assert f'resuming at step {stopped} ' in started[0].text
+    (params, _), (expected, _) = result(tmp_path), result(whole(count))
+    for name, leaf in params.items():
+        np.testing.assert_array_equal(leaf, expected[name], name)
+
+
+def kill_often(folder, count, kills, seed):
+    """Kills all processes at random moments of training; the wall time of all starts together."""
+    moments = random.Random(seed)
+    began = time.time()
+    died = 0
+    while True:
+        with training(folder, 'slow:50', count) as started:
+            if died == kills:
+                assert [host.wait() for host in started] == [0] * count
+                return time.time() - began
+            started[0].wait_for('weight decay')  # the last word before the first step
+            time.sleep(moments.uniform(0.3, 2.0))
+            if started[0].process.exitcode is None:
+                died += 1
+            for host in moments.sample(started, count):
+                host.process.kill()
+            for host in started:
+                host.wait()
+
+
+@pytest.mark.parametrize('count', [1, 2])
+def test_killed_processes_go_on_to_the_same_bits_and_the_ledger_adds_up(count, whole, tmp_path):
+    seconds = kill_often(tmp_path, count, count, seed=0)
+    assert_same(tmp_path, whole(count))
+    spent = totals(read(tmp_path / 'run/ledger.jsonl'))
+    assert spent['lost by restart'] > 0
+    # The ledger ends before the last lines are printed and the processes have gone.
+    assert sum(spent.values()) == pytest.approx(seconds, rel=0.01, abs=2.0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('seed', range(3))
+def test_ten_kills_in_one_run_go_on_to_the_same_bits(whole, tmp_path, seed):
+    kill_often(tmp_path, 2, 10, seed)
+    assert_same(tmp_path, whole(2))
+
+
+def test_hosts_that_differ_are_told_by_name_before_anything_is_computed(tmp_path):
+    flags = {0: ['--config.seed=0'], 1: ['--config.seed=1']}
+    with training(tmp_path, 'other_packages:0:1', 2, each=flags.get) as started:
+        assert [host.wait(60) for host in started] == [1, 1]
+    for line in (
+        'config.seed: 0 -> 1 here',
+        "packages.numpy: '",
+        'code.training/loop.py: ',
+    ):
+        assert line in started[1].text and line in started[0].text, line
+    assert 'Gloo' not in started[0].text and not (tmp_path / 'run').exists()
+
+
+def test_hosts_of_an_evaluation_that_differ_are_told_too(tmp_path):
+    command = ['vit_jax.fewshot', *CONFIG, f'--workdir={tmp_path}/run']
+    command += ['--config.start_from=tests/reference/bigvision_map.npz']
+    flags = {0: ['--config.seed=0'], 1: ['--config.seed=1']}
+    with hosts(tmp_path, command, 2, each=flags.get) as started:
+        assert [host.wait(60) for host in started] == [1, 1]
+    assert 'config.seed: 0 -> 1 here' in started[0].text
+
+
+def test_a_work_directory_that_is_not_shared_is_refused(tmp_path):
+    """Another path gives a difference by name; the same path on another disk is faked by root."""
+    elsewhere = {0: [f'--workdir={tmp_path}/a'], 1: [f'--workdir={tmp_path}/b']}
+    with training(tmp_path, count=2, each=elsewhere.get) as started:
+        assert [host.wait(60) for host in started] == [1, 1]
+    assert f"workdir: '{tmp_path}/a' -> '{tmp_path}/b' here" in started[0].text
+
+
+def test_a_process_that_fails_ends_the_job_which_says_who_and_why(tmp_path):
+    with training(tmp_path, 'slow:100,fail:15:1', 2) as started:
+        assert started[1].wait() == 1
+        assert started[0].wait(10) == 1
+    assert 'RuntimeError: the disk is on fire' in started[1].text
+    assert 'process 1 (' in started[0].text
+    assert 'ended: RuntimeError: the disk is on fire' in started[0].text
+
+
+@pytest.mark.parametrize(
+    'fault',
+    [
+        'hang:15:1',
+        'stalled_disk:15:0',
+        pytest.param('hang_loader:0:1', marks=pytest.mark.long),
+        pytest.param('hang_barrier:0:1', marks=pytest.mark.long),
+    ],
+)
+def test_a_process_that_hangs_ends_with_the_stacks_of_all_threads(fault, tmp_path):
+    flags = ['--watchdog_seconds=6', '--config.total.steps=150']
+    flags += ['--start_seconds=6'] * fault.startswith('hang_barrier')  # before the first step
+    if fault.startswith('hang_loader'):
+        flags.append('--config.loader.placement=host')
+    with training(tmp_path, fault, 2, flags) as started:
+        assert all(host.wait() != 0 for host in started)
+    for host in started:
+        assert 'Timeout (0:00:06)!' in host.text or 'Fatal Python error' in host.text
+        assert 'most recent call first' in host.text and 'vit_jax/' in host.text
+    assert 'in forever' in started[0].text + started[1].text
+    if fault.startswith('stalled_disk'):
+        assert steps(tmp_path) == [10]
+
+
+def test_a_peer_without_a_sign_of_life_is_noticed(tmp_path):
+    with training(tmp_path, 'slow:100', 2, ['--heartbeat_seconds=4']) as started:
+        started[0].wait_for('step 5/60')
+        started[1].signal(signal.SIGSTOP)
+        assert started[0].wait(30) != 0
+    assert 'heartbeat' in started[0].text
+
+
+def measured(folder, count, devices, fsdp=1, tensor=1, save=None, restore=(), steps=20):
+    out = folder / f'{count}-{devices}-{fsdp}-{tensor}-{len(restore)}.json'
+    command = ['tests.topology', str(out), str(fsdp), str(tensor), str(steps)]
+    command += [f'--save={save}'] * (save is not None)
+    command += [f'--restore={",".join(map(str, restore))}']
+    with hosts(folder, command, count, devices=devices) as started:
+        assert [host.wait(400) for host in started] == [0] * count, started[0].text
+    return json.loads(out.read_text())
+
+
+def assert_alike(found, expected):
+    assert found['initial'] == expected['initial']
+    assert found['batches'] == expected['batches']
+    assert found['evaluations'] == expected['evaluations']
+    # Sums over devices are taken in another order: float32 rounding.
+    np.testing.assert_allclose(found['losses'], expected['losses'], rtol=1e-6)
+
+
+def test_one_two_and_four_processes_have_the_same_batches_and_train_alike(tmp_path):
+    one = measured(tmp_path, 1, 1, save=tmp_path / 'a')
+    two = measured(tmp_path, 2, 2, fsdp=2, save=tmp_path / 'b', restore=[tmp_path / 'a'])
+    four = measured(tmp_path, 4, 1, tensor=2, restore=[tmp_path / 'a', tmp_path / 'b'])
+    for found in two, four:
+        assert_alike(found, one)
+        assert found['restored'][str(tmp_path / 'a')] == one['saved']
+    assert four['restored'][str(tmp_path / 'b')] == two['saved']
+
+
+@pytest.mark.long
+def test_every_topology_restores_what_every_other_saved(tmp_path):
+    kinds = {'a': (1, 1), 'b': (1, 8, 8), 'c': (2, 2, 2, 2), 'd': (4, 1, 2)}
+    folders = {name: tmp_path / name for name in kinds}
+    saved = {
+        name: measured(tmp_path, *kind, save=folders[name], steps=200)
+        for name, kind in kinds.items()
+    }
+    for name, kind in kinds.items():
+        assert_alike(saved[name], saved['a'])
+        found = measured(tmp_path, *kind, restore=folders.values(), steps=1)
+        for other, folder in folders.items():
+            assert found['restored'][str(folder)] == saved[other]['saved'], (name, other)

@@ -1,0 +1,132 @@
+"""Several data sets, several probes, and features that are kept."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests import tiny
+from vit_jax.data import loading
+from vit_jax.data.image_preprocessing import CentralCrop
+from vit_jax.evaluation.probes import LogisticConfig
+from vit_jax.evaluation.ridge import FewshotConfig, ProbeSet
+from vit_jax.runs import probing, training_run
+
+LOGISTIC = LogisticConfig(l2=(1.0, 100.0))
+
+
+@pytest.fixture(scope='module')
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('trained')
+    training_run.train(tiny.experiment(), str(folder))
+    return str(folder)
+
+
+def config(checkpoint, **changes):
+    values = {'shots': (2,), 'seeds': (0,)} | changes
+    return tiny.experiment(
+        model=None, total=None, start_from=checkpoint, fewshot=FewshotConfig(**values)
+    )
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    read = []
+    examples = loading.Reader.examples
+
+    def count(reader, draws, pool):
+        read.extend(draw.index for draw in draws if draw is not None)
+        return examples(reader, draws, pool)
+
+    monkeypatch.setattr(loading.Reader, 'examples', count)
+    return read
+
+
+def test_every_set_has_its_result_and_one_that_is_missing_is_named(checkpoint, tmp_path, caplog):
+    sets = {
+        'first': ProbeSet(train_split='train[:300]', test_split='test[:50]'),
+        'second': ProbeSet(data='digits', train_split='train[300:800]'),
+        'gone': ProbeSet(data='/no/where'),
+    }
+    result, path = probing.probe(
+        config(checkpoint, sets=sets, neighbours=5, logistic=LOGISTIC), str(tmp_path)
+    )
+    assert json.loads(path.read_text()) == json.loads(json.dumps(result))
+    assert list(result['sets']) == ['first', 'second']
+    assert result['sets']['first']['test_images'] == 50
+    assert (
+        caplog.text.count('left out: gone: data=') == 1
+        and 'no such folder' in result['missing']['gone']
+    )
+    said = probing.summary(result)
+    assert said.startswith('first: 2-shot') and '; second: 2-shot' in said
+    assert set(probing.numbers(result)) == {'first/2_shot_accuracy', 'second/2_shot_accuracy'}
+    second = result['sets']['second']
+    assert second['nearest_neighbours']['accuracy'] > 0.5 < second['logistic']['accuracy']
+
+
+def test_where_no_set_is_there_it_is_an_error(checkpoint, tmp_path):
+    sets = {'one': ProbeSet(data='/no/where'), 'other': ProbeSet(data='/not/here')}
+    with pytest.raises(FileNotFoundError, match="data='/not/here'"):
+        probing.probe(config(checkpoint, sets=sets), str(tmp_path))
+
+
+def test_kept_features_give_the_same_results_without_reading_images(checkpoint, tmp_path, counted):
+    options = {'neighbours': 5, 'logistic': LOGISTIC}
+    plain, _ = probing.probe(config(checkpoint, **options), str(tmp_path / 'plain'))
+    options['feature_cache'] = str(tmp_path / 'cache')
+    first, _ = probing.probe(config(checkpoint, **options), str(tmp_path / 'first'))
+    counted.clear()
+    again = config(checkpoint, **options)
+    again.loader.placement = 'host'
+    second, _ = probing.probe(again, str(tmp_path / 'second'))
+    assert first['sets'] == second['sets'] == plain['sets'] and not counted
+    assert len(list((tmp_path / 'cache').glob('*.npy'))) == 2
+
+
+def test_features_are_not_those_of_another_network_preparation_or_data(
+    checkpoint, tmp_path, counted
+):
+    def kept(**changes):
+        cache = str(tmp_path / 'cache')
+        changed = tiny.assigned(config(checkpoint, feature_cache=cache), **changes)
+        changed.loader.placement = 'host'
+        counted.clear()
+        probing.probe(changed, str(tmp_path / f'run{len(list(tmp_path.iterdir()))}'))
+        return len(counted) // 8 * 8
+
+    everything = (1438 + 359) // 8 * 8
+    assert kept() == everything and kept() == 0
+    assert kept(fewshot_crop=CentralCrop()) == everything
+    assert kept(image_size=(8, 16)) == everything
+    other = str(tmp_path / 'other')
+    training_run.train(tiny.experiment(seed=1), other)
+    assert kept(start_from=other) == everything
+    assert kept(data=_digits_but_one(tmp_path)) == everything
+
+
+def _digits_but_one(folder):
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    pixels = np.rint(images.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
+    arrays = {'train_images': pixels[:1438], 'train_labels': labels[:1438]}
+    arrays |= {'test_images': pixels[1438:], 'test_labels': labels[1438:]}
+    np.savez(folder / 'digits.npz', **arrays)
+    return str(folder / 'digits.npz')
+
+
+def test_the_crop_of_the_evaluation_is_told(checkpoint, tmp_path):
+    squeezed = config(checkpoint)
+    squeezed.fewshot_crop = CentralCrop(keep_aspect=False)
+    result, _ = probing.probe(squeezed, str(tmp_path))
+    crop = result['sets']['digits']['preprocessing']['crop']
+    assert crop['kind'] == 'CentralCrop' and crop['keep_aspect'] is False
+
+
+def test_probes_need_one_class_an_image(checkpoint, tmp_path):
+    path = str(tmp_path / 'several.npz')
+    images, labels = np.zeros((4, 8, 8), np.uint8), np.eye(4, 3, dtype=int)
+    np.savez(path, train_images=images, train_labels=labels, test_images=images, test_labels=labels)
+    with pytest.raises(ValueError, match='an image may have several classes; probes need one'):
+        probing.probe(config(checkpoint, data=path), str(tmp_path / 'run'))

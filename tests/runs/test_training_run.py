@@ -1,0 +1,478 @@
+"""Whole runs: trained, killed, resumed, fine-tuned, probed."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import cv2
+import jax
+import numpy as np
+import pytest
+
+from tests import tiny
+from vit_jax.base import records
+from vit_jax.checkpoints.card import Card
+from vit_jax.checkpoints.store import load_card, load_params
+from vit_jax.config import checked
+from vit_jax.data import loading
+from vit_jax.data.augmentation import Augmentation
+from vit_jax.data.image_preprocessing import InceptionCrop
+from vit_jax.data.randaugment import RandAugment
+from vit_jax.evaluation.ridge import FewshotConfig
+from vit_jax.models import Regularization, build
+from vit_jax.parallel.processes import Job
+from vit_jax.runs import probing, setups, training_run, workdirs
+from vit_jax.runs.reporting import Reporter
+from vit_jax.training.duration import Duration
+from vit_jax.training.loop import NotFinite
+from vit_jax.training.losses import LossConfig
+from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
+
+ROOT = pathlib.Path(__file__).parents[2]
+FEWSHOT = FewshotConfig(shots=(1, 2), seeds=(0, 1), test_split='test[:50]')
+
+
+def assert_equal(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('trained')
+    config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True)
+    return training_run.train(config, str(folder))
+
+
+def test_a_run_leaves_its_numbers_its_configuration_and_a_card(trained):
+    folder = trained.folder
+    assert [(line['kind'], line['step']) for line in lines(folder)] == [
+        ('train', 5),
+        ('test', 5),
+        ('train', 10),
+        ('test', 10),
+        ('fewshot', 10),
+    ]
+    assert lines(folder)[3]['count'] == 50
+    assert lines(folder)[3]['accuracy'] == trained.test['accuracy']
+    assert json.loads((folder / 'config.json').read_text())['total']['steps'] == 10
+    assert list((folder / 'tensorboard').iterdir())
+    values, path = load_card(str(folder))
+    card = Card.read(values, where='card')
+    assert path == trained.checkpoint and card.step == 10
+    assert card.class_names == tuple('0123456789') and card.grid == (2, 2)
+    assert card.model == tiny.model()
+    assert_equal(load_params(str(folder)), jax.tree.map(np.asarray, trained.state.params))
+
+
+def test_the_time_is_split_into_its_parts(trained):
+    assert set(trained.seconds) == {
+        'start',
+        'compile',
+        'data wait',
+        'step',
+        'evaluation',
+        'save stall',
+    }
+
+
+def test_the_few_shot_file_holds_the_whole_protocol(trained):
+    whole = json.loads((trained.folder / 'fewshot.json').read_text())
+    assert list(whole['sets']) == ['digits'] and whole['missing'] == {}
+    result = whole['sets']['digits']
+    assert result['layer'] == 'pre_logits' and result['l2'] == 1024.0
+    assert result['seeds'] == [0, 1] and result['shots'] == [1, 2]
+    assert result['preprocessing']['crop'] == {'kind': 'Resize', 'resize': 'bilinear'}
+    drawn = result['train_images']['seed 1, 2 shots']
+    assert len(set(drawn)) == 20 and all(name.startswith('digits/train[') for name in drawn)
+    two = [result['accuracy'][f'seed {seed}, 2 shots'] for seed in (0, 1)]
+    assert result['mean']['2'] == pytest.approx(np.mean(two))
+    assert result['deviation']['2'] == pytest.approx(np.std(two))
+
+
+def test_probing_the_checkpoint_alone_gives_what_the_run_gave(trained, tmp_path):
+    config = tiny.experiment(
+        model=None, total=None, start_from=str(trained.folder), fewshot=FEWSHOT
+    )
+    result, path = probing.probe(config, str(tmp_path))
+    found = json.loads(path.read_text())['sets']['digits']
+    assert found['accuracy'] == trained.fewshot['sets']['digits']['accuracy']
+
+
+def test_features_for_few_shot_are_read_for_drawn_and_test_images_only(
+    trained, tmp_path, monkeypatch
+):
+    read = []
+    examples = loading.Reader.examples
+
+    def counted(reader, draws, pool):
+        read.extend(draw.index for draw in draws if draw is not None)
+        return examples(reader, draws, pool)
+
+    monkeypatch.setattr(loading.Reader, 'examples', counted)
+    config = tiny.experiment(model=None, start_from=str(trained.folder), fewshot=FEWSHOT)
+    config.loader.placement = 'host'
+    probing.probe(config, str(tmp_path))
+    assert len(read) <= 2 * 10 * 2 + 50  # shots x classes x seeds, and the test images
+
+
+def test_ten_steps_are_five_and_a_crash_and_five(tmp_path, monkeypatch):
+    config = tiny.experiment(
+        checkpoint_every_steps=5,
+        log_every_steps=1,
+        polyak_decay=0.9,
+        regularization=Regularization(dropout=0.1, stochastic_depth=0.1),
+        augmentation=Augmentation(shift_pixels=1, flip=True),
+    )
+    whole = training_run.train(config, str(tmp_path / 'whole'))
+    report = Reporter.step
+
+    def crash(reporter, step, metrics):
+        report(reporter, step, metrics)
+        if step == 7:
+            raise RuntimeError('the power is out')
+
+    monkeypatch.setattr(Reporter, 'step', crash)
+    with pytest.raises(RuntimeError, match='the power is out'):
+        training_run.train(config, str(tmp_path / 'parts'))
+    monkeypatch.undo()
+    parts = training_run.train(config, str(tmp_path / 'parts'))
+    assert_equal(parts.state, whole.state)
+
+    def losses(name):
+        return [
+            (line['step'], line['loss'])
+            for line in lines(tmp_path / name)
+            if line['kind'] == 'train'
+        ]
+
+    assert losses('parts') == losses('whole')
+
+
+def test_a_run_that_is_complete_says_so_again_and_changes_nothing(trained):
+    config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True)
+    again = training_run.train(config, str(trained.folder))
+    assert again.test == trained.test
+    assert_equal(again.state, trained.state)
+
+
+def test_a_field_that_came_later_does_not_stop_an_earlier_run(tmp_path):
+    config = records.to_dict(checked(tiny.experiment()))
+    (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
+    earlier = config | {'model': config['model'] | {}}
+    del earlier['hints'], earlier['model']['kind'], earlier['model']['backbone']
+    (tmp_path / 'config.json').write_text(json.dumps(earlier))
+    with workdirs.opened(str(tmp_path), config, Job()):
+        pass
+    (tmp_path / 'config.json').write_text(json.dumps(earlier | {'seed': 7, 'gone': 1}))
+    with pytest.raises(ValueError, match=r"(?s)gone: 1 -> '\(absent\)'.*seed: 7 -> 0"):
+        with workdirs.opened(str(tmp_path), config, Job()):
+            pass
+
+
+def test_a_resume_under_another_configuration_is_refused_with_the_differences(trained):
+    config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True, seed=3)
+    with pytest.raises(ValueError, match=r'(?s)another configuration:\n  seed: 0 -> 3\ntake'):
+        training_run.train(config, str(trained.folder))
+
+
+def test_a_run_beyond_its_end_is_no_run(trained):
+    config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True)
+    config.total = Duration(steps=7)
+    with pytest.raises(ValueError, match='is at step 10, the end, step 7, is before it'):
+        training_run.train(config, str(trained.folder), accept_changes=True)
+    config.total = Duration(steps=10)
+    training_run.train(config, str(trained.folder), accept_changes=True)
+
+
+def test_what_few_shot_needs_is_looked_for_before_training(tmp_path):
+    config = tiny.experiment(fewshot=FewshotConfig(data='/no/where'))
+    with pytest.raises(FileNotFoundError, match="data='/no/where': no such folder"):
+        training_run.train(config, str(tmp_path))
+
+
+def test_accuracy_does_not_depend_on_the_evaluation_batch(trained, tmp_path):
+    for size in 8, 24, 64:
+        config = tiny.experiment(
+            model=None,
+            start_from=str(trained.folder),
+            schedule=ScheduleConfig(learning_rate=0.01),
+            eval_batch_size=size,
+        )
+        results = training_run.train(config, str(tmp_path / str(size))).test
+        if size == 8:
+            expected = results
+        assert results['accuracy'] == expected['accuracy']
+        assert results['loss'] == pytest.approx(expected['loss'], rel=1e-6)
+
+
+def test_nothing_is_compiled_after_the_first_evaluation(tmp_path, monkeypatch):
+    compiled, by_step = [], {}
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration, **_: compiled.append(event) if 'backend_compile' in event else None
+    )
+    report = Reporter.step
+
+    def counted(reporter, step, metrics):
+        by_step[step] = len(compiled)
+        report(reporter, step, metrics)
+
+    monkeypatch.setattr(Reporter, 'step', counted)
+    config = tiny.experiment(total=Duration(steps=12), eval_every_steps=2, fewshot=FEWSHOT)
+    config.fewshot.every_steps = 2
+    training_run.train(config, str(tmp_path))
+    assert by_step[1] > 0
+    assert by_step[3] == by_step[12]
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(tmp_path):
+    config = tiny.experiment(
+        optimizer=OptimizerConfig(kind='sgd'),
+        schedule=ScheduleConfig(kind='linear', learning_rate=1e25, warmup=Duration(steps=4)),
+        checkpoint_every_steps=1,
+    )
+    with pytest.raises(NotFinite, match=r'step \d+: .*; last good checkpoint: .*/checkpoints/\d'):
+        training_run.train(config, str(tmp_path))
+    params = load_params(str(tmp_path))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+
+
+def test_poisoned_batches_are_skipped_and_counted_and_training_goes_on(tmp_path, monkeypatch):
+    """Three updates with a gradient that is not finite, through the whole program."""
+    normalize = setups.normalize
+
+    def poisoned(images, preprocessing):
+        scaled = normalize(images, preprocessing)
+        return jax.numpy.where(images.max() < 100, jax.numpy.nan, scaled)
+
+    monkeypatch.setattr(setups, 'normalize', poisoned)
+    training = loading.training_batches
+
+    def batches(*arguments, **values):
+        for step, batch in enumerate(training(*arguments, **values)):
+            dark = batch['images'] * (0 if step in (3, 4, 7) else 1)
+            yield batch | {'images': dark.astype('uint8')}
+
+    monkeypatch.setattr(loading, 'training_batches', batches)
+    config = tiny.experiment(checkpoint_every_steps=5, max_skipped_steps=3)
+    result = training_run.train(config, str(tmp_path))
+    skipped = [line for line in lines(tmp_path) if line['kind'] == 'skipped']
+    assert [line['step'] for line in skipped] == [4, 5, 8]
+    assert [line['skipped'] for line in lines(tmp_path) if line['kind'] == 'train'] == [2, 1]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.state.params))
+    config.max_skipped_steps = 2
+    with pytest.raises(
+        NotFinite, match='step 5: .*nan, as in 2 updates in a row; last good.* none'
+    ):
+        training_run.train(config, str(tmp_path / 'again'))
+
+
+def test_fine_tuning_begins_with_the_body_of_the_checkpoint(trained, tmp_path, capsys):
+    config = tiny.experiment(
+        model=None,
+        image_size=(8, 16),
+        start_from=str(trained.folder),
+        optimizer=OptimizerConfig(kind='sgd'),
+        total=Duration(steps=1),
+        schedule=ScheduleConfig(warmup=Duration(steps=1)),  # the first step has rate 0
+    )
+    result = training_run.train(config, str(tmp_path))
+    said = capsys.readouterr().out
+    assert '22 of 22 parameter arrays loaded' in said
+    assert 'pos_embedding: resized from 2x2 to 2x4 patches' in said
+    assert 'head: reset to zero, for 10 classes' in said
+    old, new = load_params(str(trained.folder)), result.state.params
+    assert_equal(jax.tree.map(np.asarray, new['encoder']), old['encoder'])
+    assert not new['head']['kernel'].any()
+    card = Card.read(load_card(str(tmp_path))[0], where='card')
+    assert card.grid == (2, 4) and card.model.image_size == (8, 16)
+
+
+def test_a_frozen_body_at_the_same_size_has_the_same_features(trained, tmp_path):
+    config = tiny.experiment(
+        model=None,
+        start_from=str(trained.folder),
+        total=Duration(steps=1),
+        schedule=ScheduleConfig(warmup=Duration(steps=1)),
+    )
+    result = training_run.train(config, str(tmp_path))
+    images = tiny.images()
+    np.testing.assert_array_equal(
+        build(tiny.model()).features(jax.tree.map(np.asarray, result.state.params), images),
+        build(tiny.model()).features(load_params(str(trained.folder)), images),
+    )
+
+
+def test_thirty_two_images_are_learned_by_heart(tmp_path):
+    config = tiny.experiment(
+        train_split='train[:32]',
+        test_split='train[:32]',
+        batch_size=32,
+        total=Duration(steps=150),
+        model=tiny.model(num_classes=None, width=32, mlp_dim=64, pool='gap'),
+        optimizer=OptimizerConfig(),
+        schedule=ScheduleConfig(learning_rate=3e-3, warmup=Duration(steps=10)),
+    )
+    assert training_run.train(config, str(tmp_path)).test['accuracy'] == 1.0
+
+
+@pytest.fixture
+def photos(tmp_path):
+    root = tmp_path / 'photos'
+    rng = np.random.default_rng(0)
+    for split, count in ('train', 8), ('test', 3):
+        for name in 'cat', 'dog':
+            for i in range(count):
+                path = root / split / name / f'{i}.jpg'
+                path.parent.mkdir(parents=True, exist_ok=True)
+                cv2.imwrite(str(path), rng.integers(0, 256, (9 + i, 12, 3), np.uint8))
+    return root
+
+
+def folder_config(root, **changes):
+    return tiny.experiment(data=str(root), test_split='test', total=Duration(steps=3), **changes)
+
+
+def test_a_folder_of_images_trains_and_its_classes_are_kept(photos, tmp_path):
+    result = training_run.train(folder_config(photos), str(tmp_path / 'run'))
+    card = Card.read(load_card(str(tmp_path / 'run'))[0], where='card')
+    assert card.class_names == ('cat', 'dog') and card.model.num_classes == 2
+    assert lines(result.folder)[-1]['count'] == 6
+
+
+@pytest.mark.parametrize('placement', ['host', 'device'])
+def test_an_unreadable_image_stops_training_unless_it_may_be_skipped(photos, tmp_path, placement):
+    broken = photos / 'train' / 'cat' / '3.jpg'
+    broken.write_bytes(broken.read_bytes()[:50])
+    config = folder_config(photos)
+    config.loader.placement = placement
+    with pytest.raises(ValueError, match=f'{broken}: not a whole image'):
+        training_run.train(config, str(tmp_path / 'run'))
+    config.loader.on_unreadable = 'skip'
+    result = training_run.train(config, str(tmp_path / 'run'))
+    assert result.skipped == 3  # each of 3 steps of 16 draws sees each of 16 images once
+
+
+def test_an_unreadable_image_is_never_skipped_in_evaluation(photos, tmp_path):
+    broken = photos / 'test' / 'dog' / '1.jpg'
+    broken.write_bytes(b'')
+    config = folder_config(photos)
+    config.loader.on_unreadable = 'skip'
+    with pytest.raises(ValueError, match=f'{broken}: the file is empty'):
+        training_run.train(config, str(tmp_path / 'run'))
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        ({'total': None}, 'config.total is none'),
+        ({'total': Duration(steps=0)}, 'total.steps=0: less than one step of batch_size=16'),
+        ({'model': None}, 'config.model is none: give a model, or start_from'),
+        ({'model': tiny.model(num_classes=7)}, 'num_classes=7, but digits has 10 classes'),
+        ({'image_size': (9, 8)}, r'image_size=\(9, 8\) is not a multiple'),
+        ({'batch_size': 20}, 'batch_size=20 is not a multiple of 8 devices'),
+        ({'accumulation_steps': 3}, 'batch_size=16 is not a multiple of 8 devices .* x 3'),
+        ({'polyak_decay': 1.5}, 'config.polyak_decay=1.5: expected at least 0 and less than 1'),
+        ({'seed': 'x'}, "config.seed='x': expected int"),
+        ({'augmentation': Augmentation(mixup=-0.1)}, 'mixup=-0.1: expected 0 or more'),
+        ({'augmentation': Augmentation(erasing=2.0)}, 'erasing=2.0: expected a share'),
+        ({'optimizer': OptimizerConfig(trained_blocks=-1)}, 'trained_blocks=-1: expected 0 or'),
+    ],
+)
+def test_values_that_do_not_fit_are_named_before_anything_is_written(changes, message, tmp_path):
+    workdir = tmp_path / 'run'
+    with pytest.raises(ValueError, match=message):
+        training_run.train(tiny.assigned(tiny.experiment(), **changes), str(workdir))
+    assert not workdirs.exists()
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(ValueError, match='workdir .*/file/run: cannot be written: Not a directory'):
+        training_run.train(tiny.experiment(), str(tmp_path / 'file' / 'run'))
+
+
+def test_few_shot_alone_needs_a_checkpoint_and_a_protocol(tmp_path):
+    with pytest.raises(ValueError, match='start_from is none'):
+        probing.probe(tiny.experiment(fewshot=FEWSHOT), str(tmp_path))
+    with pytest.raises(ValueError, match='fewshot is none'):
+        probing.probe(tiny.experiment(start_from='x'), str(tmp_path))
+
+
+def test_records_of_an_experiment_survive_json():
+    config = tiny.experiment(fewshot=FEWSHOT)
+    values = json.loads(json.dumps(records.to_dict(config)))
+    assert records.from_dict(type(config), values, where='config') == dataclasses.replace(config)
+
+
+@pytest.fixture
+def several(tmp_path):
+    """Images that may show a bright left half, a bright top, both or neither."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for i in range(240):
+        left, top = rng.integers(0, 2, 2)
+        image = rng.integers(0, 80, (8, 8, 3))
+        image[:, :4, 0] += 150 * left
+        image[:4, :, 1] += 150 * top
+        cv2.imwrite(str(tmp_path / f'{i}.png'), image.astype(np.uint8)[..., ::-1])
+        names = ['left'] * int(left) + ['top'] * int(top)
+        lines.append(json.dumps({'path': f'{i}.png', 'labels': names}))
+    (tmp_path / 'table.jsonl').write_text('\n'.join(lines))
+    return str(tmp_path / 'table.jsonl')
+
+
+def test_images_of_several_classes_are_learned_and_measured(several, tmp_path):
+    config = tiny.experiment(
+        data=several,
+        test_split='test',
+        total=Duration(epochs=20.0),
+        loss=LossConfig(kind='sigmoid'),
+        augmentation=Augmentation(mixup=0.2),
+        optimizer=OptimizerConfig(),
+        schedule=ScheduleConfig(learning_rate=3e-3, warmup=Duration(fraction=0.1)),
+        model=tiny.model(num_classes=None, pool='gap'),
+    )
+    result = training_run.train(config, str(tmp_path / 'run'))
+    assert result.test['mean_average_precision'] > 0.95  # by chance: the share of a class, 0.5
+    assert lines(result.folder)[-1]['mean_average_precision'] > 0.95
+    config.loss.kind = 'softmax'
+    with pytest.raises(ValueError, match='may have several classes, softmax expects one'):
+        training_run.train(config, str(tmp_path / 'other'))
+
+
+def test_augmented_training_resumes_to_the_same_bits(tmp_path):
+    def config(steps):
+        return tiny.experiment(
+            total=Duration(steps=6),
+            augmentation=Augmentation(
+                crop=InceptionCrop(),
+                flip=True,
+                mixup=0.5,
+                cutmix=0.5,
+                erasing=0.3,
+                randaugment=RandAugment(layers=2),
+            ),
+            checkpoint_every_steps=steps,
+        )
+
+    whole = training_run.train(config(6), str(tmp_path / 'whole')).state
+    training_run.train(config(3), str(tmp_path / 'parts'))
+    shutil.rmtree(tmp_path / 'parts' / 'checkpoints' / '6')
+    resumed = training_run.train(config(3), str(tmp_path / 'parts'))
+    assert_equal(resumed.state, whole)
+
+
+def test_what_the_rules_matched_is_said(tmp_path, capsys):
+    config = tiny.experiment(total=Duration(steps=1), schedule=ScheduleConfig())
+    config.optimizer.frozen = ('pos_embedding',)
+    training_run.train(config, str(tmp_path))
+    said = capsys.readouterr().out
+    assert 'frozen: 1 of 24 arrays, 80 numbers: pos_embedding' in said
+    assert 'weight decay 0.1: 8 of 24 arrays' in said
+    assert 'length  1 steps of 16 images' in said

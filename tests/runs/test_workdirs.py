@@ -1,0 +1,82 @@
+"""A work directory: whose it is, and what happens where nothing can be written."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests import tiny
+from tests.hosts import ROOT, environment, hosts
+from vit_jax.base import records
+from vit_jax.checkpoints.digests import verify
+from vit_jax.checkpoints.store import load_card
+from vit_jax.config import checked
+from vit_jax.parallel.meshes import MeshConfig
+from vit_jax.parallel.processes import Job
+from vit_jax.runs import training_run, workdirs
+
+VALUES = records.to_dict(checked(tiny.experiment()))
+
+
+def test_two_runs_in_one_directory_are_refused_and_the_first_is_not_disturbed(tmp_path):
+    with workdirs.opened(str(tmp_path), VALUES, Job()):
+        held = (tmp_path / '.lock').read_text()
+        with pytest.raises(ValueError, match=f'is in use by process {os.getpid()} on .* since'):
+            with workdirs.opened(str(tmp_path), VALUES, Job()):
+                pass
+        assert (tmp_path / '.lock').read_text() == held
+    with workdirs.opened(str(tmp_path), VALUES, Job()):  # free again
+        assert (tmp_path / '.lock').read_text() != held
+
+
+def test_a_second_process_is_refused(tmp_path):
+    command = ['tests.faulty', 'slow:0', '--config=tests/tiny_config.py']
+    with workdirs.opened(str(tmp_path / 'run'), VALUES, Job()):
+        with hosts(tmp_path, [*command, f'--workdir={tmp_path}/run']) as (host,):
+            assert host.wait() == 1
+    assert f'error: workdir {tmp_path}/run is in use by process {os.getpid()}' in host.text
+    assert 'Traceback' not in host.text
+
+
+def test_another_mesh_or_loader_is_no_other_experiment(tmp_path):
+    (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
+    with workdirs.opened(str(tmp_path), VALUES, Job()):
+        pass
+    other = records.to_dict(checked(tiny.experiment(mesh=MeshConfig(fsdp=2))))
+    other['loader']['threads'] = 3
+    with workdirs.opened(str(tmp_path), other, Job()):
+        pass
+    assert json.loads((tmp_path / 'config.json').read_text()) == other
+
+
+@pytest.mark.parametrize('path', ['/proc/run', '/dev/null/run'])
+def test_where_nothing_can_be_written_nothing_is_computed(path, monkeypatch):
+    monkeypatch.setattr(training_run.setups, 'compile_training', None)
+    with pytest.raises(ValueError, match=f'workdir {path}: cannot be written: '):
+        training_run.train(tiny.experiment(), path)
+
+
+def test_a_full_disk_is_said_within_a_logging_interval_and_the_checkpoint_before_is_whole(tmp_path):
+    """From the save at step 20 on, the system lets no file grow beyond 8 kB."""
+    command = ['-m', 'tests.faulty', 'full_disk:20,slow:50', '--config=tests/tiny_config.py']
+    done = subprocess.run(  # through a pipe, which has no size
+        [sys.executable, *command, f'--workdir={tmp_path}/run'],
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    where = f'{tmp_path}/run/checkpoints'
+    assert lines[-1].startswith(f'error: {where}: a checkpoint could not be written: ')
+    assert 'File too large' in lines[-1]
+    # Said at the first report after writing has failed; the save itself takes some steps.
+    reported = [line for line in lines if line.startswith('step ')]
+    assert reported[-1].startswith(('step 20/60', 'step 25/60', 'step 30/60'))
+    verify(tmp_path / 'run/checkpoints/10')
+    assert load_card(str(tmp_path / 'run'))[0]['step'] == 10

@@ -1,0 +1,99 @@
+"""The index of "How to train your ViT?": its published checkpoints, and which one to take."""
+
+import csv
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from vit_jax.base import records
+from vit_jax.base.errors import MissingFile, UserError
+
+
+class Row(NamedTuple):
+    """One pre-training and one fine-tuning of it."""
+
+    name: str  # of the variant, as in `B/16` or `R26+S/32`
+    ds: str  # what it was pre-trained on
+    filename: str  # of the pre-trained checkpoint, without `.npz`
+    final_val: float  # its validation accuracy
+    adapt_ds: str
+    adapt_resolution: str
+    adapt_filename: str  # of the fine-tuned checkpoint
+    adapt_final_val: float
+    adapt_final_test: float
+
+
+def read_index(path: str) -> list[Row]:
+    """The rows of a copy of the index. Raises UserError where it is another file."""
+    place = pathlib.Path(path)
+    if not place.is_file():
+        raise MissingFile(f'{path}: no such file')
+    with place.open(newline='', encoding='utf-8', errors='replace') as file:
+        reader = csv.DictReader(file)
+        absent = [name for name in Row._fields if name not in (reader.fieldnames or ())]
+        if absent:
+            raise UserError(f'{path}: not the AugReg index: no column {", ".join(absent)}')
+        rows = []
+        for number, values in enumerate(reader, 2):
+            try:
+                rows.append(_row(values))
+            except (TypeError, ValueError) as error:
+                raise UserError(f'{path}, line {number}: {error}') from error
+    return rows
+
+
+def listed(rows: Sequence[Row], name: str) -> list[Row]:
+    """One row for each pre-trained checkpoint of a variant, the best first.
+
+    Raises UserError for a variant that the index does not have.
+    """
+    key = _key(name)
+    chosen = {row.filename: row for row in rows if row.filename.split('-')[0] == key}
+    if not chosen:
+        known = {row.filename.split('-')[0] for row in rows}
+        raise UserError(f'no variant {name!r} in the index; {records.nearest(key, known)}')
+    return sorted(chosen.values(), key=lambda row: row.final_val, reverse=True)
+
+
+def pick(rows: Sequence[Row], name: str) -> Row:
+    """The published choice: the best on ImageNet-21k's validation images of a variant.
+
+    A name with a dash is the file itself. Raises UserError where the index does not have it.
+    """
+    if is_file_name(name):
+        same = [row for row in rows if row.filename == name.removesuffix('.npz')]
+        if not same:
+            known = {row.filename for row in rows}
+            raise UserError(f'no file {name!r} in the index; {records.nearest(name, known)}')
+        return same[0]
+    key = _key(name)
+    candidates = [r for r in rows if r.filename.split('-')[0] == key and r.ds == 'i21k']
+    if not candidates:
+        raise UserError(f'no variant {name!r} that was pre-trained on i21k in the index')
+    return sorted(candidates, key=lambda row: row.final_val)[-1]
+
+
+def is_file_name(name: str) -> bool:
+    """Is it the name of a file, and not of a variant?"""
+    return '-' in name.replace('ViT-', '')
+
+
+def fine_tuned(rows: Sequence[Row], filename: str) -> list[Row]:
+    """The fine-tunings of a pre-trained checkpoint, those of one data set side by side."""
+    chosen = [row for row in rows if row.filename == filename and row.adapt_filename]
+    return sorted(chosen, key=lambda row: (row.adapt_ds, -row.adapt_final_val))
+
+
+def _key(name: str) -> str:
+    """How file names begin: `R50_L_32` for `R50+L/32`, as for `R50+ViT-L_32`."""
+    return name.replace('ViT-', '').replace('/', '_').replace('+', '_')
+
+
+def _row(values: dict[str, str]) -> Row:
+    """The columns that a Row has, accuracies as numbers: NaN where one is empty."""
+    read: dict[str, Any] = {name: values[name] for name in Row._fields}
+    if None in read.values():
+        raise UserError('the line has too few columns')
+    for name in ('final_val', 'adapt_final_val', 'adapt_final_test'):
+        read[name] = float(read[name] or 'nan')
+    return Row(**read)

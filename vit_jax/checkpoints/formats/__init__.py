@@ -1,0 +1,1 @@
+"""Checkpoints of other systems: one file for each format."""

@@ -1,0 +1,323 @@
+"""Arrays in files of other systems, found by name and read one at a time; nothing is executed.
+
+What a file declares is checked against what it holds before anything is allocated. An npz member
+carries a checksum; a safetensors file does not, so the ones that we write carry digests.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import pathlib
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vit_jax.base.atomic_files import replacing
+from vit_jax.base.errors import MissingFile, UserError
+
+DIGESTS = 'vit_jax.sha256'  # in a safetensors file's metadata: digests by name
+_EXPANSION = 64  # the most that the arrays of a compressed file may be larger than the file
+
+
+class NeedsHint(UserError):
+    """What is asked is not in the file, and has to be told."""
+
+
+class Stored(NamedTuple):
+    """An array in a file, and its type there.
+
+    `read` gives it as float32; it raises UserError where the array is damaged, not finite, or of
+    a type that float32 does not hold.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
+
+
+class Contents(NamedTuple):
+    """What a file holds, by name, and the text that it carries about itself."""
+
+    arrays: dict[str, Stored]
+    metadata: dict[str, str]
+    ignored: tuple[str, ...] = ()  # names of what is no array
+
+
+def read_contents(path: pathlib.Path) -> Contents:
+    """The arrays of an npz, safetensors or PyTorch file, told apart by content, not by name.
+
+    Raises UserError, in one sentence that names the file, for anything else.
+    """
+    with explained(path):
+        start = _start(path)
+        if start[:4] == b'PK\x03\x04':
+            archive = zipfile.ZipFile(path)
+            members = _checked_members(archive, path.stat().st_size)
+            is_torch = any(name.endswith('/data.pkl') for name in members)
+            return _torch(path) if is_torch else _npz(path, archive)
+        if start[8:9] == b'{':
+            return _safetensors(path)
+        if start[:1] == b'\x80':  # a pickle, as PyTorch wrote it before 1.6
+            return _torch(path)
+        raise UserError(
+            f'begins with {start[:8]!r}: neither npz, nor safetensors, nor a PyTorch file'
+        )
+
+
+def merged(contents: Iterable[Contents]) -> Contents:
+    """The arrays of several files as one. Raises UserError where a name occurs twice."""
+    arrays: dict[str, Stored] = {}
+    metadata: dict[str, str] = {}
+    ignored: tuple[str, ...] = ()
+    for part in contents:
+        if twice := arrays.keys() & part.arrays.keys():
+            raise UserError(f'{min(twice)} is in two files')
+        arrays |= part.arrays
+        metadata |= part.metadata
+        ignored += part.ignored
+    return Contents(arrays, metadata, ignored)
+
+
+def write_npz(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes an npz file."""
+    with replacing(path) as partial, partial.open('wb') as file:
+        np.savez(file, allow_pickle=False, **arrays)
+
+
+def write_safetensors(
+    path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+) -> None:
+    """Writes a safetensors file, with the digest of every array."""
+    from safetensors.numpy import save_file
+
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    digests = {name: _digest(array) for name, array in arrays.items()}
+    with replacing(path) as partial:
+        # `format` tells transformers that these are tensors of a PyTorch model.
+        text = {'format': 'pt', DIGESTS: json.dumps(digests)} | dict(metadata)
+        save_file(arrays, str(partial), metadata=text)
+
+
+@contextlib.contextmanager
+def explained(path: pathlib.Path | str) -> Iterator[None]:
+    """Makes one sentence, with the path in front, of whatever a damaged file raises."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise MissingFile(f'{path}: no such file') from error
+    except ModuleNotFoundError as error:
+        raise UserError(f'{path}: reading it needs the package {error.name}') from error
+    except Exception as error:  # zipfile, numpy, safetensors and torch raise many kinds
+        if isinstance(error, ValueError) and str(error).startswith(f'{path}'):
+            raise
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        kind = NeedsHint if isinstance(error, NeedsHint) else UserError
+        raise kind(f'{path}: {lines[0][:300]}') from error
+
+
+def _start(path: pathlib.Path) -> bytes:
+    size = path.stat().st_size
+    if size == 0:
+        raise UserError('the file is empty')
+    with path.open('rb') as file:
+        start = file.read(16)
+    if b'git-lfs' in start or start.startswith(b'version https'):
+        raise UserError('a git-lfs pointer: the weights themselves were not fetched')
+    return start
+
+
+def _checked_names(names: Iterable[str]) -> None:
+    """Refuses names that would mean another place if someone unpacked them."""
+    for name in names:
+        parts = re.split(r'[/\\]', name)
+        if '..' in parts or parts[0] == '' or '\0' in name or ':' in parts[0]:
+            raise UserError(f'the name {name!r} is absolute, leads upwards or holds a NUL')
+
+
+def _checked_members(archive: zipfile.ZipFile, file_size: int) -> list[str]:
+    """The names in a zip file, after its declarations were found possible."""
+    members = archive.infolist()
+    names = [member.orig_filename for member in members]
+    _checked_names(names)
+    if len(set(names)) != len(names):
+        raise UserError(f'{max(names, key=names.count)} is in it twice')
+    packed = sum(member.compress_size for member in members)
+    declared = sum(member.file_size for member in members)
+    for member in members:
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise UserError(f'{member.filename}: compressed in an unknown way')
+        if member.compress_type == zipfile.ZIP_STORED and member.file_size != member.compress_size:
+            raise UserError(
+                f'{member.filename}: declares {member.file_size:,} bytes, '
+                f'holds {member.compress_size:,}'
+            )
+    if packed > file_size or declared > _EXPANSION * file_size:
+        raise UserError(f'declares {declared:,} bytes of arrays in a file of {file_size:,}')
+    return names
+
+
+def _npz(path: pathlib.Path, archive: zipfile.ZipFile) -> Contents:
+    arrays = {}
+    for member in archive.infolist():
+        name = member.filename.removesuffix('.npy')
+        if name == member.filename:
+            raise UserError(f'{name} is no array of numpy')
+        header = _npy_header(archive, member)
+        declared = header.start + math.prod(header.shape) * header.dtype.itemsize
+        if declared != member.file_size:
+            raise UserError(f'{name} declares {declared:,} bytes, holds {member.file_size:,}')
+        read = _reader(path, name, functools.partial(_read_npy, archive, member, header))
+        arrays[name] = Stored(header.shape, _named(header.dtype), read)
+    return Contents(arrays, {})
+
+
+class _Header(NamedTuple):
+    """What an npy file says of its array."""
+
+    shape: tuple[int, ...]
+    columns_first: bool
+    dtype: np.dtype
+    start: int  # of the numbers, in bytes
+
+
+def _npy_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> _Header:
+    name = member.filename
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        if version == (1, 0):
+            shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+        elif version == (2, 0):
+            shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
+        else:
+            raise UserError(f'{name}: version {version} of the npy format')
+        if dtype.hasobject or dtype.fields:
+            raise UserError(f'{name} holds Python objects, which only pickle could read')
+        if any(side < 0 for side in shape):
+            raise UserError(f'{name} has the shape {shape}')
+        return _Header(tuple(map(int, shape)), fortran, dtype, file.tell())
+
+
+def _read_npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, header: _Header) -> np.ndarray:
+    with archive.open(member) as file:
+        data = file.read()  # to the end, so that the checksum is verified
+    array = np.frombuffer(data, header.dtype, offset=header.start)
+    return array.reshape(header.shape, order='F' if header.columns_first else 'C')
+
+
+def _safetensors(path: pathlib.Path) -> Contents:
+    from safetensors import safe_open
+
+    with safe_open(str(path), framework='numpy') as file:
+        metadata = dict(file.metadata() or {})
+        slices = {name: file.get_slice(name) for name in file.keys()}
+        shapes = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+    _checked_names(shapes)
+    digests = json.loads(metadata.pop(DIGESTS, '{}'))
+
+    def read(name: str) -> np.ndarray:
+        # Opened for each array: one handle would keep the whole file mapped beside the arrays.
+        with safe_open(str(path), framework='numpy') as file:
+            array: np.ndarray = file.get_tensor(name)
+        if name in digests and _digest(array) != digests[name]:
+            raise UserError(f'{name} is damaged: its digest is not the one that was written')
+        return array
+
+    return Contents(
+        {
+            name: Stored(
+                shape,
+                _torch_dtype(name, dtype),
+                _reader(path, name, functools.partial(read, name)),
+            )
+            for name, (shape, dtype) in shapes.items()
+        },
+        metadata,
+    )
+
+
+def _torch(path: pathlib.Path) -> Contents:
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:  # torch itself does not look at the checksums
+            if damaged := archive.testzip():
+                raise UserError(f'{damaged} is damaged: its checksum is not the stored one')
+    import torch
+
+    try:
+        loaded = torch.load(path, map_location='cpu', weights_only=True)
+    except Exception as error:
+        raise UserError(
+            f'not a PyTorch file of plain tensors, and nothing else is unpickled: '
+            f'{type(error).__name__}'
+        ) from error
+    ignored: list[str] = []
+    for wrapper in ('state_dict', 'model_state_dict', 'model'):
+        if isinstance(loaded, dict) and isinstance(loaded.get(wrapper), dict):
+            ignored += [str(name) for name in loaded if name != wrapper]
+            loaded = loaded[wrapper]
+    if not isinstance(loaded, dict):
+        raise UserError(f'holds a {type(loaded).__name__}, not tensors by name')
+    tensors = {str(k): v for k, v in loaded.items() if isinstance(v, torch.Tensor)}
+    ignored += [str(name) for name in loaded if str(name) not in tensors]
+    _checked_names(tensors)
+
+    def array(tensor: Any) -> np.ndarray:
+        if tensor.dtype == torch.bfloat16:  # which numpy() does not know
+            return tensor.contiguous().view(torch.int16).numpy().view(_named(np.dtype('V2')))
+        return tensor.numpy()
+
+    return Contents(
+        {
+            name: Stored(
+                tuple(tensor.shape),
+                array(tensor[:0] if tensor.ndim else tensor).dtype,
+                _reader(path, name, functools.partial(array, tensor)),
+            )
+            for name, tensor in tensors.items()
+        },
+        {},
+        tuple(ignored),
+    )
+
+
+def _reader(
+    path: pathlib.Path, name: str, read: Callable[[], np.ndarray]
+) -> Callable[[], np.ndarray]:
+    """Reads as float32, after a look at every number."""
+
+    def checked() -> np.ndarray:
+        with explained(path):
+            array = read()
+            array = array.view(_named(array.dtype))
+            if array.dtype.name not in ('float32', 'float16', 'bfloat16'):
+                raise UserError(f'{name} is {array.dtype}, not float32, float16 or bfloat16')
+            values = array.astype(np.float32)
+            wrong = values.size - np.count_nonzero(np.isfinite(values))
+            if wrong:
+                raise UserError(f'{name} holds {wrong} values that are not finite (NaN or Inf)')
+            return values
+
+    return checked
+
+
+def _named(dtype: np.dtype) -> np.dtype:
+    """The type meant: numpy files name bfloat16 by its size alone."""
+    import ml_dtypes  # comes with jax
+
+    return np.dtype(ml_dtypes.bfloat16) if dtype == np.dtype('V2') else dtype
+
+
+def _torch_dtype(name: str, dtype: str) -> np.dtype:
+    known = {'F64': 'f8', 'F32': 'f4', 'F16': 'f2', 'BF16': 'V2'}
+    known |= {'I64': 'i8', 'I32': 'i4', 'I16': 'i2', 'I8': 'i1', 'U8': 'u1', 'BOOL': '?'}
+    if dtype not in known:
+        raise UserError(f'{name} is of the type {dtype}, which is not read')
+    return _named(np.dtype(known[dtype]))
+
+
+def _digest(array: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).view(np.uint8).data).hexdigest()

@@ -1,0 +1,1 @@
+"""What the programs share: flags, one-line errors."""

@@ -1,0 +1,97 @@
+"""Images that are arrays: scikit-learn's digits, npz files."""
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from vit_jax.base.errors import UserError
+from vit_jax.data.sources.base import Source, Splits
+
+
+def arrays(
+    images: np.ndarray,
+    labels: np.ndarray,
+    class_names: Sequence[str],
+    *,
+    name: str,
+) -> Source:
+    """Images already in memory: (n, height, width) or (n, height, width, 1 or 3).
+
+    Labels are class numbers (n), or 0 and 1 for every class (n, classes). Raises UserError where
+    shapes, types or labels are not those of images of these classes.
+    """
+    if (
+        images.dtype != np.uint8
+        or images.ndim not in (3, 4)
+        or images.shape[3:] not in ((), (1,), (3,))
+    ):
+        raise UserError(
+            f'{name}: images are {images.dtype}{list(images.shape)}, expected uint8 of shape '
+            f'(n, height, width) or (n, height, width, 1 or 3)'
+        )
+    several = labels.shape == (len(images), len(class_names)) and labels.dtype.kind in 'iub'
+    if not several and (labels.shape != (len(images),) or labels.dtype.kind not in 'iu'):
+        raise UserError(
+            f'{name}: labels are {labels.dtype}{list(labels.shape)}, expected whole numbers of '
+            f'shape ({len(images)},) or ({len(images)}, {len(class_names)})'
+        )
+    top = 2 if several else len(class_names)
+    wrong = np.argwhere((labels < 0) | (labels >= top))
+    if wrong.size:
+        place = tuple(wrong[0])
+        there = '0 or 1 for each class' if several else f'{top} classes, 0 to {top - 1}'
+        raise UserError(
+            f'{name}: label {labels[place]} of image {place[0]} is out of range: there are '
+            f'{there} ({len(wrong)} such labels)'
+        )
+    return Source(
+        count=len(images),
+        class_names=tuple(class_names),
+        read=lambda i: (images[i], labels[i]),
+        describe=lambda i: f'{name}[{i}]',
+        read_labels=lambda indices: labels[np.asarray(indices)],
+        several=several,
+    )
+
+
+def digits() -> Splits:
+    """scikit-learn's 1,797 handwritten digits of 8x8 pixels; every fifth one is for testing."""
+    from sklearn import datasets
+
+    def opened(split: str) -> Source:
+        images, labels = datasets.load_digits(return_X_y=True)
+        chosen = (np.arange(len(labels)) % 5 == 4) == (split == 'test')
+        pixels = np.rint(images.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
+        names = [str(digit) for digit in range(10)]
+        return arrays(pixels[chosen], labels[chosen], names, name=f'digits/{split}')
+
+    return {'train': lambda: opened('train'), 'test': lambda: opened('test')}
+
+
+def npz_file(path: str) -> Splits:
+    """A file of arrays `SPLIT_images`, `SPLIT_labels` and, if there are names, `class_names`.
+
+    Raises UserError where images have no labels, and MissingFile.
+    """
+    with np.load(path, allow_pickle=False) as file:
+        names = [n.removesuffix('_images') for n in file.files if n.endswith('_images')]
+        absent = [f'{name}_labels' for name in names if f'{name}_labels' not in file]
+        if absent or not names:
+            missing = absent[0] if absent else 'SPLIT_images'
+            raise UserError(f'{path}: no array {missing!r}; it holds {", ".join(file.files)}')
+        if 'class_names' in file:
+            class_names = [str(name) for name in file['class_names']]
+        else:
+            labels = [file[f'{name}_labels'] for name in names]
+            count = max(
+                array.shape[1] if array.ndim == 2 else int(array.max()) + 1 for array in labels
+            )
+            class_names = [str(label) for label in range(count)]
+
+    def opened(split: str) -> Source:
+        with np.load(path, allow_pickle=False) as file:
+            images, labels = file[f'{split}_images'], file[f'{split}_labels']
+        return arrays(images, labels, class_names, name=f'{path}:{split}')
+
+    return {name: functools.partial(opened, name) for name in names}

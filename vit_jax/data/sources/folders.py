@@ -1,0 +1,98 @@
+"""Images as files in folders: ROOT/SPLIT/CLASS/NAME.jpg, ROOT/CLASS/NAME.jpg, or any files."""
+
+import functools
+import logging
+import pathlib
+from collections.abc import Sequence
+
+from vit_jax.base.errors import MissingFile, UserError
+from vit_jax.data.sources.base import Source, Splits, files, shuffled
+
+IMAGE_SUFFIXES = frozenset('.jpg .jpeg .png .bmp .gif .tif .tiff .webp .ppm .jp2'.split())
+SPLIT_NAMES = frozenset('train training test testing val valid validation'.split())
+
+
+def folder(root: str) -> Splits:
+    """The splits of a folder: of its sub-folders, or `all` where these are the classes.
+
+    Class names are the sorted names of the folders. Raises UserError, when a split is opened,
+    for an empty class and for classes that are not those of the other splits.
+    """
+    path = pathlib.Path(root)
+    names = folder_names(path)
+    splits = {name: folder_names(path / name) for name in names}
+    if not SPLIT_NAMES & set(names) and any(_has_images(path / name) for name in names):
+        return {'all': lambda: files_by_class(path, names)}
+    for name in SPLIT_NAMES & set(names):
+        if not splits[name]:
+            raise UserError(
+                f'{root}: {name}/ holds no folders: expected {name}/CLASS/*.jpg'
+                + ('; it holds images, but no classes' if _has_images(path / name) else '')
+            )
+    splits = {name: classes for name, classes in splits.items() if classes}
+    if not splits:
+        raise UserError(
+            f'{root}: no images found: expected {root}/train/CLASS/*.jpg or {root}/CLASS/*.jpg; '
+            f'there are no such folders'
+        )
+
+    def opened(split: str) -> Source:
+        for other, classes in splits.items():
+            if not set(classes).isdisjoint(splits[split]):  # a split of the same data
+                _require_same(root, split, splits[split], other, classes)
+        return files_by_class(path / split, splits[split])
+
+    return {name: functools.partial(opened, name) for name in splits}
+
+
+def files_by_class(root: pathlib.Path, class_names: Sequence[str]) -> Source:
+    """The images of ROOT/CLASS/, in one random order. Raises UserError for an empty class."""
+    found = [image_files(root / name) for name in class_names]
+    labels = [label for label, of_class in enumerate(found) for _ in of_class]
+    return shuffled(files([path for of_class in found for path in of_class], labels, class_names))
+
+
+def unlabelled(paths: Sequence[str]) -> Source:
+    """Images as files, and all those in folders, without classes; every label is 0.
+
+    Raises UserError or MissingFile for a path that is neither.
+    """
+    found: list[pathlib.Path] = []
+    for path in map(pathlib.Path, paths):
+        if not path.exists():
+            raise MissingFile(f'{path}: no such image or folder')
+        found += image_files(path) if path.is_dir() else [path]
+    return files(found, [0] * len(found), ())
+
+
+def image_files(path: pathlib.Path) -> list[pathlib.Path]:
+    """The images below a folder, sorted; others are counted aloud. UserError where none is."""
+    present = sorted(p for p in path.rglob('*') if p.is_file() and not p.name.startswith('.'))
+    images = [p for p in present if p.suffix.lower() in IMAGE_SUFFIXES]
+    ignored = len(present) - len(images)
+    if not images:
+        detail = (
+            f'; {ignored} files have other endings, such as {present[0].name}' if ignored else ''
+        )
+        raise UserError(f'{path}: no images in this folder{detail}')
+    if ignored:
+        other = next(p for p in present if p.suffix.lower() not in IMAGE_SUFFIXES)
+        logging.warning('%s: %d files are not images by their ending: %s', path, ignored, other)
+    return images
+
+
+def _require_same(
+    root: str, split: str, here: Sequence[str], other: str, there: Sequence[str]
+) -> None:
+    for name in sorted(set(here) ^ set(there)):
+        has, lacks = (split, other) if name in here else (other, split)
+        raise UserError(f'{root}: class {name!r} is in {has}/ but not in {lacks}/')
+
+
+def folder_names(path: pathlib.Path) -> list[str]:
+    """Names of the folders within, hidden ones left out."""
+    return sorted(p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith('.'))
+
+
+def _has_images(path: pathlib.Path) -> bool:
+    return any(p.suffix.lower() in IMAGE_SUFFIXES for p in path.iterdir() if p.is_file())

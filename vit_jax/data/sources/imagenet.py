@@ -1,0 +1,155 @@
+"""ImageNet (ILSVRC 2012) as it is distributed: its folders, or its tar files, unpacked nowhere.
+
+Classes are the WordNet ids, in their order, as in every published checkpoint. In the original
+form the validation images lie in one folder or tar file, and their labels elsewhere: in the
+development kit, or in Kaggle's `LOC_val_solution.csv`.
+"""
+
+import csv
+import functools
+import io
+import os
+import pathlib
+import tarfile
+from collections.abc import Iterator
+from typing import IO, NamedTuple
+
+import numpy as np
+
+from vit_jax.base.errors import UserError
+from vit_jax.data.sources.base import Source, Splits, files, labelled, shuffled
+from vit_jax.data.sources.folders import files_by_class, folder_names, image_files
+
+TRAIN_TAR, VAL_TAR = 'ILSVRC2012_img_train.tar', 'ILSVRC2012_img_val.tar'
+KIT, SOLUTION = 'ILSVRC2012_devkit_t12', 'LOC_val_solution.csv'
+
+
+def holds(root: str) -> bool:
+    """Is it ImageNet in one of its original forms? (`val/CLASS/` is a folder like any other.)"""
+    path = pathlib.Path(root)
+    if (path / TRAIN_TAR).is_file() or (path / VAL_TAR).is_file():
+        return True
+    val = path / 'val'
+    return val.is_dir() and any(val.glob('ILSVRC2012_val_*.JPEG'))
+
+
+def folder(root: str) -> Splits:
+    """`train` and `val`, as far as they are there. UserError where labels are not to be found."""
+    path = pathlib.Path(root)
+    splits: Splits = {}
+    if (path / TRAIN_TAR).is_file():
+        splits['train'] = lambda: _train_tar(path / TRAIN_TAR)
+    elif (path / 'train').is_dir():
+        splits['train'] = lambda: files_by_class(path / 'train', folder_names(path / 'train'))
+    if (path / VAL_TAR).is_file():
+        splits['val'] = lambda: _val_tar(path / VAL_TAR)
+    elif (path / 'val').is_dir():
+        splits['val'] = lambda: _val_folder(path / 'val')
+    return splits
+
+
+class _Member(NamedTuple):
+    name: str
+    offset: int
+    size: int
+
+
+def _members(file: IO[bytes], start: int = 0) -> Iterator[_Member]:
+    """The files of a tar that begins at an offset of a file, with their places in that file."""
+    file.seek(start)
+    with tarfile.open(fileobj=file, mode='r:') as tar:
+        for info in tar:
+            if info.isfile():
+                yield _Member(info.name, info.offset_data, info.size)
+
+
+def _train_tar(path: pathlib.Path) -> Source:
+    """One tar file a class, `n01440764.tar`, within a tar file."""
+    members, labels = [], []
+    with path.open('rb') as file:
+        classes = sorted(_members(file), key=lambda member: member.name)
+        for label, inner in enumerate(classes):
+            images = sorted(_members(file, inner.offset))
+            members += images
+            labels += [label] * len(images)
+    names = [pathlib.Path(member.name).stem for member in classes]
+    return _in_tar(path, members, labels, names)
+
+
+def _val_tar(path: pathlib.Path) -> Source:
+    with path.open('rb') as file:
+        members = sorted(_members(file))
+    labels, names = _labels_of([pathlib.Path(m.name).name for m in members], path.parent)
+    return _in_tar(path, members, labels, names)
+
+
+def _in_tar(
+    path: pathlib.Path, members: list[_Member], labels: list[int], class_names: list[str]
+) -> Source:
+    descriptor = os.open(path, os.O_RDONLY)  # one for all threads: pread has no position
+    return shuffled(
+        labelled(
+            labels,
+            class_names,
+            read=lambda i: os.pread(descriptor, members[i].size, members[i].offset),
+            describe=lambda i: f'{path}:{members[i].name}',
+        )
+    )
+
+
+def _val_folder(path: pathlib.Path) -> Source:
+    paths = image_files(path)
+    labels, names = _labels_of([file.name for file in paths], path.parent)
+    return shuffled(files(paths, labels, names))
+
+
+def _labels_of(names: list[str], root: pathlib.Path) -> tuple[list[int], list[str]]:
+    """The class numbers of validation images, and the names of all classes."""
+    classes = _solution(root) or _kit(root)
+    if classes is None:
+        raise UserError(
+            f'{root}: the labels of the validation images are missing: expected {KIT}.tar.gz (the '
+            f'development kit), its folder {KIT}, or {SOLUTION} there or up to 3 folders above'
+        )
+    absent = [name for name in names if pathlib.Path(name).stem not in classes]
+    if absent:
+        raise UserError(f'{root}: {absent[0]} has no label ({len(absent)} such images)')
+    class_names = sorted(set(classes.values()))
+    number = {name: index for index, name in enumerate(class_names)}
+    return [number[classes[pathlib.Path(name).stem]] for name in names], class_names
+
+
+def _solution(root: pathlib.Path) -> dict[str, str] | None:
+    """Kaggle's: `ILSVRC2012_val_00048981,n03995372 85 1 499 272`."""
+    for place in (root, *list(root.resolve().parents)[:3]):
+        if (place / SOLUTION).is_file():
+            with (place / SOLUTION).open(newline='') as file:
+                return {
+                    row['ImageId']: row['PredictionString'].split()[0]
+                    for row in csv.DictReader(file)
+                }
+    return None
+
+
+def _kit(root: pathlib.Path) -> dict[str, str] | None:
+    """The development kit's: a number for each image, and a table of what the numbers mean."""
+    read = functools.partial(_kit_file, root)
+    truth, table = read('ILSVRC2012_validation_ground_truth.txt'), read('meta.mat')
+    if truth is None or table is None:
+        return None
+    from scipy import io as scipy_io
+
+    synsets = scipy_io.loadmat(io.BytesIO(table), squeeze_me=True)['synsets']
+    wordnet = {int(row['ILSVRC2012_ID']): str(row['WNID']) for row in np.atleast_1d(synsets)}
+    numbers = map(int, truth.split())
+    return {f'ILSVRC2012_val_{i:08}': wordnet[number] for i, number in enumerate(numbers, 1)}
+
+
+def _kit_file(root: pathlib.Path, name: str) -> bytes | None:
+    if (unpacked := root / KIT / 'data' / name).is_file():
+        return unpacked.read_bytes()
+    if not (packed := root / f'{KIT}.tar.gz').is_file():
+        return None
+    with tarfile.open(packed) as tar:
+        file = tar.extractfile(f'{KIT}/data/{name}')
+        return file.read() if file else None

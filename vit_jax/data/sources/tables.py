@@ -1,0 +1,113 @@
+"""Images named by a table: a CSV or JSONL file of paths and labels.
+
+A line has `path`, relative to the table's folder or absolute, and either `label` or `labels`;
+with `labels` an image may have several classes: a list in JSONL, separated by `;` in CSV. With
+`split` it belongs to the split of that name. Other columns are ignored.
+"""
+
+import csv
+import functools
+import json
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from vit_jax.base.errors import MissingFile, UserError
+from vit_jax.data.sources.base import Source, Splits, files, shuffled
+
+
+class _Row(NamedTuple):
+    path: str
+    classes: tuple[str, ...]
+    split: str
+
+
+def table(path: str) -> Splits:
+    """The splits of a table, or `all` where it has no column `split`.
+
+    Raises UserError that names the line, and MissingFile.
+    """
+    file = pathlib.Path(path)
+    if not file.is_file():
+        raise MissingFile(f'{path}: no such file')
+    lines = _csv(file) if file.suffix == '.csv' else _jsonl(file)
+    rows, several = [], set()
+    for number, values in lines:
+        where = f'{path}, line {number}'
+        several.add('labels' in values)
+        rows.append(_row(values, where))
+        if len(several) > 1:
+            raise UserError(f'{where}: some lines have `label`, others `labels`')
+    if not rows:
+        raise UserError(f'{path}: no lines')
+    class_names = _sorted({name for row in rows for name in row.classes})
+    splits = sorted({row.split for row in rows})
+    if '' in splits and len(splits) > 1:
+        raise UserError(f'{path}: some lines have a `split`, others have none')
+    is_several = several == {True}
+    chosen = {split: [row for row in rows if row.split == split] for split in splits}
+    return {
+        split or 'all': functools.partial(
+            _source, chosen[split], class_names, file.parent, is_several
+        )
+        for split in splits
+    }
+
+
+def _source(
+    rows: Sequence[_Row], class_names: Sequence[str], root: pathlib.Path, several: bool
+) -> Source:
+    number = {name: index for index, name in enumerate(class_names)}
+    labels = [tuple(number[name] for name in row.classes) for row in rows]
+    paths = [root / row.path for row in rows]
+    numbers = labels if several else [label for (label,) in labels]
+    return shuffled(files(paths, numbers, class_names, several=several))
+
+
+def _csv(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with file.open(newline='', encoding='utf-8-sig') as lines:
+        reader = csv.DictReader(lines)
+        columns = reader.fieldnames or []
+        if 'path' not in columns or ('label' in columns) == ('labels' in columns):
+            raise UserError(
+                f'{file}: columns are {", ".join(columns) or "absent"}; expected path and label, '
+                f'or path and labels (separated by ;), and perhaps split'
+            )
+        for cells in reader:
+            values: dict[str, Any] = {k: v for k, v in cells.items() if v is not None}
+            if 'labels' in values:
+                parts = [part.strip() for part in values['labels'].split(';')]
+                values['labels'] = [part for part in parts if part]
+            yield reader.line_num, values
+
+
+def _jsonl(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with file.open(encoding='utf-8') as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    values = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise UserError(f'{file}, line {number}: not JSON: {error}') from error
+                if not isinstance(values, dict):
+                    raise UserError(f'{file}, line {number}: expected an object')
+                yield number, values
+
+
+def _row(values: dict[str, Any], where: str) -> _Row:
+    if ('label' in values) == ('labels' in values) or 'path' not in values:
+        raise UserError(
+            f'{where}: it has {", ".join(values) or "nothing"}; expected path and label, or path '
+            f'and labels'
+        )
+    classes = values['labels'] if 'labels' in values else [values['label']]
+    if not isinstance(classes, list) or not all(isinstance(c, str | int) for c in classes):
+        raise UserError(f'{where}: labels={classes!r}: expected a list of names')
+    if classes == [''] or not values['path']:
+        raise UserError(f'{where}: an empty path or label')
+    return _Row(str(values['path']), tuple(map(str, classes)), str(values.get('split', '')))
+
+
+def _sorted(names: set[str]) -> list[str]:
+    """By number where all names are numbers, by the alphabet otherwise."""
+    return sorted(names, key=(lambda n: (int(n), n)) if all(map(str.isdecimal, names)) else str)

@@ -1,0 +1,70 @@
+"""TFRecord files at random access, without TensorFlow.
+
+A record is its length (8 bytes), a checksum of that, its bytes, and a checksum of those; both are
+masked CRC-32C. An index of offsets is made by walking from length to length.
+"""
+
+import os
+import struct
+from collections.abc import Callable, Sequence
+
+import google_crc32c
+import numpy as np
+
+from vit_jax.base.errors import UserError
+
+_HEADER = struct.Struct('<QI')  # length, checksum of the length
+
+
+def records(paths: Sequence[str | os.PathLike[str]]) -> tuple[int, Callable[[int], bytes]]:
+    """How many records there are, and a function that reads one.
+
+    Checksums are verified: of lengths here, of a record when it is read. Raises UserError with
+    file and offset where one is wrong or a file ends within a record, and MissingFile.
+    """
+    files = [(str(path), os.open(path, os.O_RDONLY)) for path in paths]  # pread has no position
+    offsets = [_offsets(path, descriptor) for path, descriptor in files]
+    ends = np.cumsum([len(of_file) for of_file in offsets])
+
+    def read(index: int) -> bytes:
+        number = int(np.searchsorted(ends, index, side='right'))
+        of_file = offsets[number]
+        path, descriptor = files[number]
+        return _read(path, descriptor, int(of_file[index - int(ends[number]) + len(of_file)]))
+
+    return int(ends[-1]) if files else 0, read
+
+
+def _offsets(path: str, descriptor: int) -> np.ndarray:
+    """Where the records of a file begin."""
+    size, offset, found = os.fstat(descriptor).st_size, 0, []
+    while offset < size:
+        found.append(offset)
+        offset += _HEADER.size + _length(path, descriptor, offset) + 4
+    if offset != size:
+        raise UserError(f'{path}: the file ends within the record at byte {found[-1]}')
+    return np.array(found, np.int64)
+
+
+def _length(path: str, descriptor: int, offset: int) -> int:
+    header = os.pread(descriptor, _HEADER.size, offset)
+    if len(header) < _HEADER.size:
+        raise UserError(f'{path}: the file ends within the record at byte {offset}')
+    length, checksum = _HEADER.unpack(header)
+    if checksum != masked_crc(header[:8]):
+        raise UserError(f'{path}: the length of the record at byte {offset} is damaged')
+    return int(length)
+
+
+def _read(path: str, descriptor: int, offset: int) -> bytes:
+    length = _length(path, descriptor, offset)
+    data = os.pread(descriptor, length + 4, offset + _HEADER.size)
+    if len(data) != length + 4 or struct.unpack('<I', data[-4:])[0] != masked_crc(data[:-4]):
+        raise UserError(f'{path}: the record at byte {offset} is damaged')
+    return data[:-4]
+
+
+def masked_crc(data: bytes) -> int:
+    """The checksum of the TFRecord format: CRC-32C, rotated, with a constant added."""
+    crc = int(google_crc32c.value(data))
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF

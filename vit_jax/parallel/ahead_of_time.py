@@ -1,0 +1,156 @@
+"""Devices that are not here: what a compiler needs to know of a TPU slice or a GPU cluster."""
+
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# The only thing taken from jax.experimental: there is no other way to a compiler without devices.
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from vit_jax.base.errors import UserError
+
+GIB = 2**30
+_EXHAUSTED = 'RESOURCE_EXHAUSTED'
+_UNITS = {'B': 1, 'K': 2**10, 'M': 2**20, 'G': GIB, 'T': 2**40}
+_SIZE = r'([0-9.]+)([BKMGT])'
+
+
+# What the compiler asks of a GPU (NVIDIA's data sheets and CUDA's limits of the architecture):
+# compute capability, multiprocessors, L2 cache in bytes, bytes/s, GHz, shared memory of a
+# multiprocessor and of a block, memory in bytes.
+_GPUS = {
+    'a100': ('A100-SXM4-80GB', 8, 108, 40 * 2**20, 2039e9, 1.41, 167936, 166912, 85_100_000_000),
+    'h100': ('H100-SXM5-80GB', 9, 132, 50 * 2**20, 3352e9, 1.98, 233472, 232448, 84_900_000_000),
+    'h200': ('H200-SXM-141GB', 9, 132, 50 * 2**20, 4800e9, 1.98, 233472, 232448, 150_000_000_000),
+}
+_PREALLOCATED = 0.75  # of a GPU's memory, which jax takes (XLA_PYTHON_CLIENT_MEM_FRACTION)
+
+
+class Topology(NamedTuple):
+    """Devices to compile for, and the memory of each, in bytes."""
+
+    name: str
+    devices: Sequence[jax.Device]
+    memory: int
+
+
+class DoesNotFit(Exception):
+    """The program needs more memory than a device has: `needed` bytes, where that is known."""
+
+    def __init__(self, needed: int | None):
+        super().__init__(f'{needed or 0:,} bytes')
+        self.needed = needed
+
+
+def find(name: str) -> Topology:
+    """The topology of a name: `v5e:4x4` is a TPU slice, `2*v5e:4x4` two of them.
+
+    `h100:2x8` are two hosts with eight GPUs each.
+
+    Raises UserError where there is none or where its compiler is not installed.
+    """
+    if gpus := re.fullmatch(rf'({"|".join(_GPUS)}):(\d+)x(\d+)', name):
+        return _gpus(name, gpus[1], hosts=int(gpus[2]), each=int(gpus[3]))
+    found = re.fullmatch(r'(?:(\d+)\*)?(v\d\w*|tpu7x):(\d+(?:x\d+)+)', name)
+    if found is None:
+        raise UserError(
+            f'--topology={name}: expected KIND:SHAPE such as v5e:4x4, v6e:16x16, v5p:2x2x4, '
+            f'2*v5e:16x16 for two slices, or KIND:HOSTSxGPUS, KIND one of {", ".join(_GPUS)}'
+        )
+    slices = int(found[1] or 1)
+    # Of the machine that compiles, so that the library does not look for a TPU in the network.
+    os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
+    os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')  # it opens no chip
+    os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
+    os.environ.setdefault('TPU_ACCELERATOR_TYPE', 'v5litepod-4')
+    if importlib.util.find_spec('libtpu') is None:
+        raise UserError(
+            f'--topology={name}: the TPU compiler is not installed: '
+            f"pip install 'vit_jax[tpu]' (no TPU is needed)"
+        )
+    options = {'num_slices': slices} if slices > 1 else {}
+    devices = _devices(name, f'{found[2]}:{found[3]}', platform='tpu', **options)
+    return Topology(name, devices, _memory(devices[0]))
+
+
+def _devices(name: str, *known_as: str, **options: Any) -> Sequence[jax.Device]:
+    """The devices that jax describes. Raises UserError with its reason where it knows none."""
+    try:
+        described: Sequence[jax.Device] = topologies.get_topology_desc(*known_as, **options).devices
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        raise UserError(f'--topology={name}: {str(error).splitlines()[0]}') from error
+    return described
+
+
+def _gpus(name: str, kind: str, *, hosts: int, each: int) -> Topology:
+    title, major, cores, cache, bandwidth, clock, per_core, per_block, memory = _GPUS[kind]
+    target = f"""gpu_device_info {{
+        cuda_compute_capability {{ major: {major} }} core_count: {cores} fpus_per_core: 128
+        threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+        block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+        registers_per_core_limit: 65536 registers_per_block_limit: 65536
+        shared_memory_per_core: {per_core} shared_memory_per_block: 49152
+        shared_memory_per_block_optin: {per_block} l2_cache_size: {cache}
+        memory_bandwidth: {bandwidth:.0f} clock_rate_ghz: {clock} device_memory_size: {memory}
+        }} platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}
+        device_description_str: "{title}" """
+    if not any(importlib.util.find_spec(f'jax_cuda{n}_plugin') for n in (12, 13)):
+        raise UserError(
+            f"--topology={name}: jax's compiler for GPUs is not installed: pip install --no-deps "
+            f'jax-cuda12-plugin jax-cuda12-pjrt, of the version of jax (no GPU is needed)'
+        )
+    shape = {'topology': f'1x{hosts}x{each}', 'target_config': target}
+    devices = _devices(name, name, platform='cuda', **shape)
+    return Topology(name, devices, int(_PREALLOCATED * memory))
+
+
+def _memory(device: jax.Device) -> int:
+    """The bytes that a program may use: the compiler says it of one that needs far more."""
+    huge = jax.ShapeDtypeStruct((2**45,), jnp.int8, sharding=SingleDeviceSharding(device))
+    try:
+        jax.jit(lambda x: x * 2).lower(huge).compile()
+    except jax.errors.JaxRuntimeError as error:
+        limit = re.search(rf'(?:available HBM \(| of ){_SIZE}', str(error))
+        assert _EXHAUSTED in str(error) and limit, error
+        return _bytes(limit)
+    raise AssertionError('a program with 32 TiB of arguments was compiled')
+
+
+def compile_for(topology: Topology, lowered: Any) -> Any:
+    """The compiled program. Raises DoesNotFit where the compiler finds no room for it."""
+    cached = jax.config.values['jax_enable_compilation_cache']
+    jax.config.update('jax_enable_compilation_cache', False)  # which cannot be read without devices
+    # Without a GPU no kernel can be timed, and some have no shape that needs no timing.
+    gpu = topology.devices[0].platform in ('gpu', 'cuda')
+    options = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False} if gpu else {}
+    try:
+        compiled = lowered.compile(options)
+    except jax.errors.JaxRuntimeError as error:
+        if _EXHAUSTED not in str(error):
+            raise
+        needed = re.search(rf'(?:Used |required for[^(]*\(){_SIZE}', str(error))
+        raise DoesNotFit(_bytes(needed) if needed else None) from error
+    finally:
+        jax.config.update('jax_enable_compilation_cache', cached)
+    memory = compiled.memory_analysis()
+    if memory.peak_memory_in_bytes > topology.memory:  # GPUs' compiler does not look
+        raise DoesNotFit(memory.peak_memory_in_bytes)
+    return compiled
+
+
+def _bytes(found: re.Match[str]) -> int:
+    return round(float(found[1]) * _UNITS[found[2]])
+
+
+def collectives(compiled: Any) -> dict[str, int]:
+    """How often each kind of communication stands in the program; a loop's body counts once."""
+    kinds = 'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute'
+    text = compiled.as_text()
+    counts = {kind: len(re.findall(rf' {kind}(?:-start)?\(', text)) for kind in kinds}
+    return {kind: count for kind, count in counts.items() if count}

@@ -1,0 +1,272 @@
+"""Which processes make a job, and where they meet: found in the environment, checked before use.
+
+jax aborts the process where an address or a port is wrong; what can be looked at before is looked
+at here, and said in words.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+# Not public; there is no other way to see what jax would find before it acts on it.
+from jax._src.clusters import ClusterEnv
+
+from vit_jax.base.errors import UserError
+
+OFF = '--distributed=off runs one process alone'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How a program is started. What is not given is found in the environment."""
+
+    distributed: bool = True  # False: one process, whatever the environment says
+    coordinator_address: str | None = None  # host:port of process 0
+    num_processes: int | None = None
+    process_id: int | None = None
+    start_seconds: float = 300.0  # to wait for the other processes
+    heartbeat_seconds: float = 100.0  # without a sign of life, after which a process is dead
+    watchdog_seconds: float = 1800.0  # without a step, an evaluated batch or another sign of work
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """One process among those of a job."""
+
+    kind: str  # 'Slurm', ...
+    coordinator_address: str
+    num_processes: int
+    process_id: int
+    local_device_ids: tuple[int, ...] | None = None  # None: all devices of the host
+    one_host: bool = True  # can all processes be on this host, as far as is known?
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """What tells that a process is one of many: variables, and how many processes they mean."""
+
+    name: str
+    jax_names: tuple[str, ...]  # of jax's classes that read the rest
+    needed: tuple[str, ...]
+    advice: str
+
+
+_SLURM = _Kind(
+    'Slurm',
+    ('SlurmCluster',),
+    (
+        'SLURM_JOB_ID',
+        'SLURM_STEP_NODELIST',
+        'SLURM_NTASKS',
+        'SLURM_PROCID',
+        'SLURM_LOCALID',
+    ),
+    'start every process with srun',
+)
+_OPEN_MPI = _Kind(
+    'Open MPI',
+    ('OmpiCluster',),
+    ('OMPI_MCA_orte_hnp_uri', 'OMPI_COMM_WORLD_SIZE', 'OMPI_COMM_WORLD_RANK'),
+    'Open MPI 5 does not say where process 0 is: add --coordinator_address=HOST:PORT',
+)
+_KUBERNETES = _Kind(
+    'Kubernetes',
+    ('K8sCluster',),
+    ('KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'),
+    "an indexed Job needs `pip install 'jax[k8s]'` and leave to read its pods; or give "
+    '--coordinator_address, --num_processes and --process_id=$JOB_COMPLETION_INDEX',
+)
+_TPU = _Kind(
+    'TPU',
+    ('GceTpuCluster', 'GkeTpuCluster'),
+    ('TPU_WORKER_HOSTNAMES', 'TPU_WORKER_ID'),
+    "this needs a TPU and `pip install 'vit_jax[tpu]'`",
+)
+
+
+def recognised(env: Mapping[str, str]) -> _Kind | None:
+    """The kind of cluster of which this process is a part; None where it is alone."""
+
+    def count(name: str) -> int:
+        return int(env[name]) if env.get(name, '').isdecimal() else 1
+
+    hosts = env.get('TPU_PROCESS_ADDRESSES') or env.get('TPU_WORKER_HOSTNAMES') or ''
+    if len(hosts.split(',')) > 1 or count('MEGASCALE_NUM_SLICES') > 1 or _on_gce_tpu():
+        return _TPU
+    if count('OMPI_COMM_WORLD_SIZE') > 1:
+        return _OPEN_MPI
+    if 'SLURM_JOB_ID' in env and max(count('SLURM_NTASKS'), count('SLURM_STEP_NUM_TASKS')) > 1:
+        return _SLURM
+    if 'KUBERNETES_SERVICE_HOST' in env and 'JOB_COMPLETION_INDEX' in env:
+        return _KUBERNETES
+    return None
+
+
+def _on_gce_tpu() -> bool:
+    """Only the metadata server of a TPU virtual machine knows its neighbours."""
+    return next(e for e in _jax_kinds() if e.__name__ == 'GceTpuCluster').is_env_present()
+
+
+def _jax_kinds() -> list[type[ClusterEnv]]:
+    return ClusterEnv._cluster_types
+
+
+def find(launch: Launch, env: Mapping[str, str] = os.environ) -> Cluster | None:
+    """This process' place in the job; None where it runs alone.
+
+    Raises UserError where a cluster is recognised of which something is missing: to go on alone
+    would be many runs that write one directory.
+    """
+    if not launch.distributed:
+        return None
+    asked: dict[str, Any] = {
+        'coordinator_address': launch.coordinator_address or env.get('JAX_COORDINATOR_ADDRESS'),
+        'num_processes': launch.num_processes,
+        'process_id': launch.process_id,
+    }
+    kind = recognised(env)
+    missing = [f'--{name}' for name, value in asked.items() if value is None]
+    if kind is None:
+        if len(missing) == len(asked):
+            return None
+        if missing:
+            raise UserError(
+                f'{", ".join(missing)} missing: no cluster was recognised, so all three are needed'
+            )
+        return _checked(Cluster(kind='given', **asked))
+    if kind is _OPEN_MPI and asked['coordinator_address']:  # the rest is said by every version
+        defaults = 'OMPI_COMM_WORLD_SIZE', 'OMPI_COMM_WORLD_RANK'
+        for name, variable in zip(('num_processes', 'process_id'), defaults, strict=True):
+            asked[name] = int(env[variable]) if asked[name] is None else asked[name]
+    local = None
+    if None in asked.values():
+        found = _by_jax(kind, env, launch.start_seconds)
+        for name, value in zip(asked, found[:3], strict=True):
+            asked[name] = value if asked[name] is None else asked[name]
+        local = found[3]
+    return _checked(
+        Cluster(
+            kind=kind.name,
+            local_device_ids=_own_devices(local, env),
+            one_host=_one_host(kind, env),
+            **asked,
+        )
+    )
+
+
+def _by_jax(kind: _Kind, env: Mapping[str, str], seconds: float) -> tuple[object, ...]:
+    """Address, count, id and device of this process, as jax reads them."""
+    kinds = [e for e in _jax_kinds() if e.__name__ in kind.jax_names]
+    present = next((e for e in kinds if e.is_env_present()), None)
+    if present is None:
+        absent = [name for name in kind.needed if name not in env]
+        what = f': {", ".join(absent)} not set' if absent else ''
+        raise UserError(f'{kind.name} was recognised, but not whole{what}; {kind.advice}; {OFF}')
+    try:
+        return ClusterEnv.auto_detect_unset_distributed_params(
+            None, None, None, None, present.name, int(seconds)
+        )
+    except Exception as error:  # requests, kubernetes, sockets, int: whatever they raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f'{kind.name} was recognised, but not whole: {reason}; {kind.advice}; {OFF}'
+        ) from error
+
+
+def _own_devices(local: object, env: Mapping[str, str]) -> tuple[int, ...] | None:
+    """The devices of this process: one each where a host has several processes, else all.
+
+    jax would give a process that is alone on its host one device, and leave the others idle.
+    """
+    if not isinstance(local, list | tuple):
+        return None
+    tasks = env.get('SLURM_STEP_TASKS_PER_NODE') or env.get('SLURM_TASKS_PER_NODE') or ''
+    alone = tasks.partition('(')[0] == '1' or env.get('OMPI_COMM_WORLD_LOCAL_SIZE') == '1'
+    bound = len(env.get('CUDA_VISIBLE_DEVICES', ',').split(',')) == 1
+    return None if alone or bound else tuple(local)
+
+
+def _one_host(kind: _Kind, env: Mapping[str, str]) -> bool:
+    if kind is _SLURM:
+        return env.get('SLURM_STEP_NUM_NODES', env.get('SLURM_JOB_NUM_NODES', '1')) == '1'
+    if kind is _OPEN_MPI:
+        return env.get('OMPI_COMM_WORLD_LOCAL_SIZE') == env.get('OMPI_COMM_WORLD_SIZE')
+    return False
+
+
+def _checked(cluster: Cluster) -> Cluster:
+    count, index = cluster.num_processes, cluster.process_id
+    if not 0 <= index < count:
+        raise UserError(f'process_id={index}: expected 0 to {count - 1}, of {count} processes')
+    host, _, port = cluster.coordinator_address.rpartition(':')
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(
+            f'coordinator_address={cluster.coordinator_address}: expected HOST:PORT of process 0'
+        )
+    return cluster
+
+
+def meet(cluster: Cluster, seconds: float) -> str:
+    """The address to bind, when the others can be met at the coordinator's address.
+
+    Process 0 looks whether it can listen there, the others wait until something does. Raises
+    UserError that says what is wrong.
+    """
+    address = cluster.coordinator_address
+    host, _, port = address.rpartition(':')
+    ip = _resolved(host.strip('[]'), address)
+    if ipaddress.ip_address(ip).is_loopback and not cluster.one_host:
+        raise UserError(
+            f'coordinator {address} is {ip} on {socket.gethostname()}, which loops back to this '
+            f'host: the others cannot come. Mend the name in /etc/hosts, or give '
+            f'--coordinator_address=IP:PORT'
+        )
+    bind = f'[{ip}]:{port}' if ':' in ip else f'{ip}:{port}'
+    if cluster.process_id == 0:
+        _check_free(ip, int(port), address)
+    else:
+        _wait_for(ip, int(port), address, seconds)
+    return os.environ.get('JAX_COORDINATOR_BIND_ADDRESS', bind)
+
+
+def _resolved(host: str, address: str) -> str:
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise UserError(
+            f'coordinator_address={address}: {host} cannot be resolved on '
+            f'{socket.gethostname()}: {error.strerror}'
+        ) from error
+
+
+def _check_free(ip: str, port: int, address: str) -> None:
+    family = socket.AF_INET6 if ':' in ip else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((ip, port))
+        except OSError as error:
+            why = {
+                errno.EADDRINUSE: 'is taken, perhaps by another run: choose another port',
+                errno.EADDRNOTAVAIL: f'is not an address of {socket.gethostname()}, where '
+                f'process 0 runs',
+            }.get(error.errno or 0, f'cannot be listened at: {error.strerror}')
+            raise UserError(f'coordinator_address={address}: {why}') from error
+
+
+def _wait_for(ip: str, port: int, address: str, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection((ip, port), timeout=1):
+            return
+        time.sleep(0.1)
+    raise UserError(
+        f'coordinator_address={address}: nothing answers there after {seconds:g} s; is process 0 '
+        f'started on that host, and the port open?'
+    )

@@ -1,0 +1,158 @@
+"""What of the state lies where: rules over names and shapes, and a table of what they did."""
+
+import math
+import re
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from vit_jax.base import tree_names
+from vit_jax.base.errors import UserError
+from vit_jax.parallel.meshes import AXES, MeshConfig, Spec, describe
+
+# The axis, from the end, that tensor splits: heads, and the hidden layer. The first matrix of a
+# pair is split along its output and the second along its input, so that nothing is exchanged
+# between the two (Megatron-LM, arXiv:1909.08053, section 3).
+_TENSOR = (
+    (r'attention/(query|key|value)/(kernel|bias)', -2),
+    (r'attention/out/kernel', -3),
+    (r'mlp/dense1/(kernel|bias)', -1),
+    (r'mlp/dense2/kernel', -2),
+)
+_MIB = 2**20
+
+
+def place(state: Any, mesh: Mesh, config: MeshConfig) -> Any:
+    """The sharding of each leaf of a state, from its name and shape.
+
+    The first of `config.rules` that matches decides. Else the heads and hidden layers are split
+    over tensor, and a large leaf over fsdp along the largest axis that is left and divides; the
+    depth axis of stacked blocks stays whole, because the scan walks along it. The rules see names
+    and shapes only, so the optimizer's copies of a parameter lie where the parameter lies.
+
+    Raises UserError for a rule that matches nothing or does not fit.
+    """
+    names = tree_names.named_leaves(state)
+    for pattern, _ in config.rules:
+        if not any(_matches(pattern, name) for name in names):
+            raise UserError(f'config.mesh.rules: {pattern!r} matches no array of the state')
+
+    def sharding(name: str, leaf: Any) -> NamedSharding:
+        given = next((axes for pattern, axes in config.rules if _matches(pattern, name)), None)
+        if given is not None and not (wrong := _misfit(leaf, given, mesh)):
+            return NamedSharding(mesh, PartitionSpec(*given))
+        # What the optimizer keeps of a parameter may have another shape than the parameter.
+        if given is not None and not name.startswith('optimizer/'):
+            raise UserError(f'config.mesh.rules: {name} {list(leaf.shape)} by {given}: {wrong}')
+        return NamedSharding(mesh, PartitionSpec(*_axes(name, leaf, mesh, config.fsdp_min_mb)))
+
+    return tree_names.map_named(sharding, state)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Is it this parameter, or the optimizer's copy of it?"""
+    return re.fullmatch(f'(.*/)?{pattern}', name) is not None
+
+
+def _axes(name: str, leaf: Any, mesh: Mesh, fsdp_min_mb: float) -> Spec:
+    axes: list[str | None] = [None] * leaf.ndim
+
+    def divides(axis: int, by: str) -> bool:
+        return mesh.shape[by] > 1 and axes[axis] is None and leaf.shape[axis] % mesh.shape[by] == 0
+
+    for pattern, axis in _TENSOR:
+        if _matches(pattern, name) and leaf.ndim >= -axis and divides(axis, 'tensor'):
+            axes[axis] = 'tensor'
+    first = 1 if 'encoder/block/' in name else 0
+    free = [axis for axis in range(first, leaf.ndim) if divides(axis, 'fsdp')]
+    if free and _bytes(leaf) >= fsdp_min_mb * _MIB:
+        axes[max(free, key=lambda axis: leaf.shape[axis])] = 'fsdp'
+    while axes and axes[-1] is None:
+        axes.pop()
+    return tuple(axes)
+
+
+def _misfit(leaf: Any, axes: Spec, mesh: Mesh) -> str | None:
+    """Why the axes cannot split the leaf; None where they can."""
+    if unknown := sorted({axis for axis in axes if axis is not None} - {*AXES}):
+        return f'no axis {unknown[0]!r}; there are {", ".join(AXES)}'
+    if len(axes) > leaf.ndim:
+        return 'more axes than the array has'
+    for size, axis in zip(leaf.shape, axes, strict=False):
+        if axis is not None and size % mesh.shape[axis]:
+            return f'{size} is not a multiple of {axis}={mesh.shape[axis]}'
+    return None
+
+
+def table(state: Any, shardings: Any, mesh: Mesh) -> list[str]:
+    """Lines that say how each parameter is split and how many bytes lie on a device.
+
+    Parameters that are whole are summed up in one line, as is what the optimizer keeps.
+    """
+    if mesh.size == 1:
+        return []
+    places = tree_names.named_leaves(shardings)
+    leaves = tree_names.named_leaves(state)
+    rows, whole = [], []
+    for name, leaf in leaves.items():
+        if name.startswith('params/') and any(places[name].spec):
+            split = ', '.join(f'{by} on axis {n}' for n, by in enumerate(places[name].spec) if by)
+            size = _mb(_bytes_here(leaf, places[name]))
+            rows.append((name.removeprefix('params/'), str(list(leaf.shape)), split, size))
+        elif name.startswith('params/'):
+            whole.append(leaf)
+    widths = [max((len(row[n]) for row in rows), default=0) for n in range(4)]
+    lines = [f'mesh {describe(mesh)}; parameters, and what splits them, a device:']
+    for row in rows:
+        left = '  '.join(text.ljust(w) for text, w in zip(row[:3], widths, strict=False))
+        lines.append(f'  {left}  {row[3]:>{widths[3]}}')
+    size = _mb(sum(map(_bytes, whole)))
+    lines.append(f'  {len(whole)} {"others" if rows else "arrays"}, whole on every device: {size}')
+    here = sum(_bytes_here(leaf, places[name]) for name, leaf in leaves.items())
+    total = sum(map(_bytes, leaves.values()))
+    lines.append(f'state, optimizer included: {_mb(total)}, of which {_mb(here)} on each device')
+    return lines
+
+
+def check_split(state: Any, shardings: Any, mesh: Mesh, config: MeshConfig) -> None:
+    """Raises UserError where more of the state than allowed is whole although it should be split.
+
+    It should be where the mesh has an fsdp or a tensor axis.
+    """
+    if mesh.shape['fsdp'] * mesh.shape['tensor'] == 1:
+        return
+    places = tree_names.named_leaves(shardings)
+    leaves = tree_names.named_leaves(state)
+    whole = {name: _bytes(leaf) for name, leaf in leaves.items() if not any(places[name].spec)}
+    share = sum(whole.values()) / sum(map(_bytes, leaves.values()))
+    if share > config.max_whole_share:
+        largest = sorted(whole, key=lambda name: -whole[name])[:3]
+        named = ', '.join(f'{name} {list(leaves[name].shape)}' for name in largest)
+        raise UserError(
+            f'mesh {describe(mesh)}: {share:.0%} of the state would be whole on every device, '
+            f'max_whole_share={config.max_whole_share:.0%} is allowed; the largest: {named}. '
+            f'Lower config.mesh.fsdp_min_mb={config.fsdp_min_mb:g}, give config.mesh.rules, or '
+            f'take axes that divide these'
+        )
+
+
+def described(values: Any, shardings: Any) -> Any:
+    """Shape, type and place of each array of a tree, without the arrays."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        values,
+        shardings,
+    )
+
+
+def _bytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+def _bytes_here(leaf: Any, sharding: NamedSharding) -> int:
+    return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _mb(count: int) -> str:
+    return f'{count / 1e6:,.2f} MB'

@@ -1,0 +1,159 @@
+"""What a run says: a progress bar or lines on the screen, one JSON object a line in a file."""
+
+import collections
+import datetime
+import json
+import pathlib
+import statistics
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from vit_jax.runs import workdirs
+from vit_jax.training.loop import Clock
+
+MEANS = 'loss', 'accuracy'  # of all steps since the last report; the rest are the last step's
+# A loss so many standard deviations above the mean of the steps before is a spike.
+_WINDOW, _SIGMAS, _LEAST = 128, 6.0, 32
+
+
+class Reporter:
+    """Collects the metrics of the steps and reports them every `log_every_steps`.
+
+    On a terminal a progress bar follows every step; elsewhere each report is a line.
+    """
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        *,
+        steps: range,
+        log_every_steps: int,
+        batch_size: int,
+        clock: Clock,
+        tensorboard: bool,
+        is_main_process: bool,
+    ):
+        self.console = Console(quiet=not is_main_process, highlight=False, soft_wrap=True)
+        self._steps, self._log_every_steps, self._batch_size = steps, log_every_steps, batch_size
+        self._clock, self._began = clock, time.monotonic()
+        self._recent: list[dict[str, float]] = []
+        self._losses: collections.deque[float] = collections.deque(maxlen=_WINDOW)
+        self._busy_before = self._busy_seconds()
+        self.skipped = 0
+        self._file = self._board = None
+        if is_main_process:
+            workdirs.forget_after(folder / workdirs.METRICS, steps.start)
+            self._file = (folder / workdirs.METRICS).open('a')
+        if is_main_process and tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / 'tensorboard'), purge_step=steps.start)
+        self._bar = Progress(
+            TextColumn('{task.completed}/{task.total}'),
+            BarColumn(bar_width=30),
+            TextColumn('{task.fields[numbers]}'),
+            TextColumn('left'),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal or not is_main_process,
+        )
+        self._task = self._bar.add_task(
+            '', total=steps.stop, completed=steps.start, numbers='starting'
+        )
+
+    def __enter__(self) -> 'Reporter':
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+        for sink in (self._file, self._board):
+            if sink is not None:
+                sink.close()
+
+    def step(self, step: int, metrics: dict[str, float]) -> bool:
+        """The metrics of one step, in order. Was it one to report at?"""
+        self._recent.append(metrics)
+        self.skipped += self._batch_size - round(metrics['count'])
+        self._look_for_spikes(step, metrics)
+        due = step % self._log_every_steps == 0 or step == self._steps.stop
+        if due:
+            self._report(step)
+        self._bar.update(self._task, completed=step)
+        return due
+
+    def _look_for_spikes(self, step: int, metrics: dict[str, float]) -> None:
+        """Says that an update was skipped, or that the loss is far above the steps before."""
+        loss, before = metrics['loss'], self._losses
+        if metrics['skipped']:
+            told = {name: str(metrics[name]) for name in ('loss', 'gradient_norm')}
+            text = ', '.join(f'{name} {value}' for name, value in told.items())
+            self.record('skipped', step, told, f'update skipped: {text}')
+            return
+        if len(before) >= _LEAST:
+            mean, deviation = statistics.fmean(before), statistics.pstdev(before)
+            if loss > mean + _SIGMAS * deviation:
+                numbers = {'loss': loss, 'mean_before': mean, 'deviation_before': deviation}
+                self.record('spike', step, numbers, f'loss {loss:.4f}, after {mean:.4f} on average')
+        before.append(loss)
+
+    def record(self, kind: str, step: int, numbers: dict[str, Any], text: str) -> None:
+        """A result to keep: a line on the screen and one in the file."""
+        self.console.print(f'step {step}: {text}')
+        self._write(kind, step, numbers)
+
+    def _report(self, step: int) -> None:
+        whole = [m for m in self._recent if not m['skipped']]
+        numbers = dict((whole or self._recent)[-1])
+        for name in MEANS:
+            numbers[name] = sum(m[name] for m in whole) / max(1, len(whole))
+        numbers['skipped'] = len(self._recent) - len(whole)
+        busy = self._busy_seconds()
+        images = sum(m['count'] for m in self._recent)
+        numbers['images_per_second'] = images / max(1e-9, busy - self._busy_before)
+        self._recent, self._busy_before = [], busy
+        self._write('train', step, numbers)
+        text = (
+            f'loss {numbers["loss"]:.4f}  accuracy {numbers["accuracy"]:.1%}  '
+            f'{numbers["images_per_second"]:,.0f} images/s'
+        )
+        self._bar.update(self._task, numbers=text)
+        if not self.console.is_terminal:
+            self.console.print(f'step {step}/{self._steps.stop}  {text}  left {self._left(step)}')
+
+    def _left(self, step: int) -> str:
+        pace = (time.monotonic() - self._began) / max(1, step - self._steps.start)
+        return duration(pace * (self._steps.stop - step))
+
+    def _busy_seconds(self) -> float:
+        return sum(self._clock.seconds.get(name, 0.0) for name in ('data wait', 'step'))
+
+    def _write(self, kind: str, step: int, numbers: dict[str, Any]) -> None:
+        if self._file is not None:
+            seconds = round(time.monotonic() - self._began, 3)
+            line = {'kind': kind, 'step': step, 'seconds': seconds} | numbers
+            self._file.write(json.dumps(line) + '\n')
+            self._file.flush()
+        if self._board is not None:
+            for name, value in numbers.items():
+                self._board.add_scalar(f'{kind}/{name}', value, step)
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, as 1:02:03."""
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
+def spent(seconds: dict[str, float]) -> str:
+    """The wall time and its parts, as `0:01:02: start 3 s, compile 10 s, ...`."""
+    parts = ', '.join(f'{name} {s:.1f} s' for name, s in seconds.items() if s >= 0.05)
+    return f'{duration(sum(seconds.values()))}: {parts}'

@@ -1,0 +1,142 @@
+"""The work directory: one experiment, one run at a time, its configuration, its numbers."""
+
+import contextlib
+import datetime
+import errno
+import json
+import logging
+import os
+import pathlib
+import socket
+import uuid
+from collections.abc import Iterator
+from typing import IO, Any
+
+from vit_jax.base import records
+from vit_jax.base.atomic_files import replacing, write_json
+from vit_jax.base.errors import UserError
+from vit_jax.config import TrainConfig
+from vit_jax.parallel.processes import Differs, Job
+
+CONFIG, METRICS, FEWSHOT = 'config.json', 'metrics.jsonl', 'fewshot.json'
+LEDGER, LOCK = 'ledger.jsonl', '.lock'
+# What changes speed and memory and not the result: a run may go on with other values.
+_FREE = 'mesh', 'loader'
+
+
+@contextlib.contextmanager
+def opened(
+    path: str, config: dict[str, Any], job: Job, *, accept_changes: bool = False
+) -> Iterator[pathlib.Path]:
+    """The directory of an experiment with this configuration, made where there is none, and held.
+
+    Raises UserError with the differences where it holds checkpoints of another configuration,
+    unless the changes are accepted, where it cannot be written, where another run holds it, and
+    where the processes of this job do not see the same directory.
+    """
+    folder = pathlib.Path(path).absolute()
+    with contextlib.ExitStack() as stack:
+        if job.index == 0:
+            try:
+                _begin(folder, config, stack, accept_changes=accept_changes)
+            except OSError as error:
+                raise UserError(f'workdir {folder}: cannot be written: {error.strerror}') from error
+        if job.count > 1:
+            job.barrier('workdir is made')
+            try:
+                job.agree('workdir', {'lock': _text(folder / LOCK)})
+            except Differs as error:
+                raise UserError(
+                    f'workdir {folder} is another directory here than on process 0: all '
+                    f'processes need one that they share'
+                ) from error
+        yield folder
+
+
+def _text(path: pathlib.Path) -> str:
+    return path.read_text() if path.exists() else 'absent'
+
+
+def _begin(
+    folder: pathlib.Path,
+    config: dict[str, Any],
+    stack: contextlib.ExitStack,
+    *,
+    accept_changes: bool,
+) -> None:
+    kept = folder / CONFIG
+    folder.mkdir(parents=True, exist_ok=True)
+    stack.enter_context(_locked(folder / LOCK))
+    try:
+        begun = kept.exists() and any(folder.glob('checkpoints/[0-9]*'))
+        changes = records.differences(_read_config(kept), config) if begun else []
+    except json.JSONDecodeError as error:
+        raise UserError(f'{kept}: not JSON: {error}; remove it if no run is to go on') from error
+    changes = [line for line in changes if not line.startswith(_FREE)]
+    if changes and not accept_changes:
+        raise UserError(
+            f'workdir {folder} holds a run of another configuration:\n  '
+            + '\n  '.join(changes)
+            + '\ntake another --workdir, or go on with --accept_config_changes'
+        )
+    write_json(kept, config)
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path) -> Iterator[None]:
+    """Holds the lock file, which says who does; the system frees it when the process is gone."""
+    with path.open('a+') as file:
+        if not _flock(file):
+            file.seek(0)
+            raise UserError(
+                f'workdir {path.parent} is in use by {file.read().strip() or "another run"}'
+            )
+        file.truncate(0)
+        now = datetime.datetime.now().isoformat(' ', 'seconds')
+        file.write(
+            f'process {os.getpid()} on {socket.gethostname()} since {now}, run {uuid.uuid4()}\n'
+        )
+        file.flush()
+        yield
+
+
+def _flock(file: IO[str]) -> bool:
+    """Was the file locked? True, with a warning, where that is not possible."""
+    try:
+        import fcntl  # not on Windows
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
+            raise
+        logging.warning('%s: no locks here; see that no other run writes there', file.name)
+    return True
+
+
+def _read_config(path: pathlib.Path) -> dict[str, Any]:
+    """The configuration of an earlier run, with the defaults of fields that came later."""
+    values: dict[str, Any] = json.loads(path.read_text())
+    try:
+        decisive = {name: value for name, value in values.items() if name not in _FREE}
+        return records.to_dict(records.from_dict(TrainConfig, decisive, where='config'))
+    except ValueError:  # of a field that is no more: the difference will say it
+        return values
+
+
+def forget_after(path: pathlib.Path, step: int) -> None:
+    """Drops the lines of a metrics file that a run beginning at this step will write again."""
+    if path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        with replacing(path) as partial:
+            partial.write_text(''.join(line for line in lines if _is_up_to(line, step)))
+
+
+def _is_up_to(line: str, step: int) -> bool:
+    try:
+        return json.loads(line)['step'] <= step
+    except json.JSONDecodeError:  # the last line of a killed run
+        return False

@@ -11,7 +11,7 @@ import jax
 from vit_jax.config import TrainConfig
 from vit_jax.models import variant
 from vit_jax.runs import setups
-from vit_jax.training.duration import Length
+from vit_jax.training.duration import TrainLength
 
 DEPTHS, REPEATS = (8, 32), 3
 
@@ -21,7 +21,7 @@ def compile_seconds(depth: int) -> float:
     model = variant('Ti/16', depth=depth)
     config = TrainConfig(data='digits', model=model, batch_size=8)
     model_config = setups.trained_model(config, None, ('a', 'b'))
-    setup = setups.prepare(config, None, model_config, length=Length(8, 80, 10))
+    setup = setups.prepare(config, None, model_config, length=TrainLength(8, 80, 10))
     jax.clear_caches()
     began = time.perf_counter()
     setups.compile_training(setup)

@@ -32,7 +32,7 @@ from vit_jax.data.sources.base import Source, labelled
 from vit_jax.data.sources.folders import unlabelled
 from vit_jax.models import variant
 from vit_jax.runs import setups
-from vit_jax.training.duration import Length
+from vit_jax.training.duration import TrainLength
 from vit_jax.training.losses import targets_of
 
 TURNS = 3  # of ours and tf.data, one after the other: a machine is not always alike
@@ -62,17 +62,18 @@ def rate(step: Callable[[], int], seconds: float) -> Rate:
 def tiny_images(count: int) -> Source:
     """Images that cost nothing to decode: what is left is our own Python."""
     image = np.zeros((224, 224, 3), np.uint8)
-    return labelled([0] * count, ('a',), read=lambda i: image, describe=str)
+    return labelled([0] * count, ('a',), read=lambda i: image, name_of=str)
 
 
-def reading(reader: loading.Reader, threads: int, batch_size: int) -> Callable[[], int]:
+def reading(reader: loading.ImageReader, threads: int, batch_size: int) -> Callable[[], int]:
     """A step that reads, decodes and crops one batch."""
     pool = futures.ThreadPoolExecutor(threads)
     rng = np.random.default_rng(0)
 
     def step() -> int:
         draws = [
-            loading.Draw(int(i), epoch=1) for i in rng.integers(0, len(reader.source), batch_size)
+            loading.ExampleRef(int(i), epoch=1)
+            for i in rng.integers(0, len(reader.source), batch_size)
         ]
         reader.examples(draws, pool)
         return batch_size
@@ -118,7 +119,7 @@ def timed(name: str, step: Callable[[], int], seconds: float) -> Rate:
     return found
 
 
-def on_the_host(reader: loading.Reader, batch_size: int, seconds: float) -> None:
+def on_the_host(reader: loading.ImageReader, batch_size: int, seconds: float) -> None:
     """Reading, decoding and cropping alone."""
     ceiling = dataclasses.replace(reader, source=tiny_images(len(reader.source)))
     timed('our Python alone', reading(ceiling, 1, batch_size), seconds / 2)
@@ -127,9 +128,9 @@ def on_the_host(reader: loading.Reader, batch_size: int, seconds: float) -> None
         timed(name, reading(reader, threads, batch_size), seconds)
 
 
-def augmentation(reader: loading.Reader, batch_size: int, seconds: float) -> None:
+def augmentation(reader: loading.ImageReader, batch_size: int, seconds: float) -> None:
     """What is changed on the device, at the level medium2."""
-    draws = [loading.Draw(i) for i in range(batch_size)]
+    draws = [loading.ExampleRef(i) for i in range(batch_size)]
     images = reader.examples(draws, futures.ThreadPoolExecutor(1))
     key, targets = jax.random.key(0), functools.partial(targets_of, num_classes=1000)
     changed = jax.jit(functools.partial(augment, key, config=augreg('medium2'), targets_of=targets))
@@ -142,7 +143,7 @@ def augmentation(reader: loading.Reader, batch_size: int, seconds: float) -> Non
 
 
 def with_a_network(
-    reader: loading.Reader, name: str, batch_size: int, seconds: float
+    reader: loading.ImageReader, name: str, batch_size: int, seconds: float
 ) -> Callable[[], int]:
     """The pipeline to the device, a step, both; gives the step of the pipeline."""
     model = variant(name, num_classes=1000)
@@ -152,11 +153,11 @@ def with_a_network(
         augmentation=Augmentation(crop=InceptionCrop(), flip=True),
         batch_size=batch_size,
     )
-    setup = setups.prepare(config, None, model, length=Length(batch_size, 1000, 1000))
+    setup = setups.prepare(config, None, model, length=TrainLength(batch_size, 1000, 1000))
     programs = setups.compile_training(setup)
     sharding = setups.described_batch(setup, batch_size)['images'].sharding
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    feed = loading.make_feed(reader, config.loader, sharding)
+    feed = loading.make_loader(reader, config.loader, sharding)
     batches = loading.training_batches(feed, steps=range(10**9), batch_size=batch_size, seed=0)
 
     def to_device() -> int:
@@ -206,7 +207,7 @@ def main() -> None:
     stored = [len(source.read(i)[0]) for i in range(len(source))]
     print(f'{len(source)} photos of {np.mean(stored) / 1e3:.0f} kB; {loading.cores()} cores')
     cv2.setNumThreads(1)  # as the pipeline does
-    reader = loading.Reader(source, InceptionCrop(), size, exif_rotation=True)
+    reader = loading.ImageReader(source, InceptionCrop(), size, exif_rotation=True)
     on_the_host(reader, batch_size, seconds)
     augmentation(reader, batch_size, seconds)
     to_device = with_a_network(reader, arguments.variant, batch_size, seconds)

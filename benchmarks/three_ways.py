@@ -28,8 +28,8 @@ from vit_jax.training.losses import targets_of
 def digest(data: str, steps: int) -> str:
     """Of augmented training batches, 128 images each."""
     source = open_source(data, 'train')
-    reader = loading.Reader(source, InceptionCrop(), (32, 32), exif_rotation=True)
-    feed = loading.make_feed(
+    reader = loading.ImageReader(source, InceptionCrop(), (32, 32), exif_rotation=True)
+    feed = loading.make_loader(
         reader, loading.LoaderConfig(), batch_sharding(make_mesh(MeshConfig()))
     )
     targets = functools.partial(targets_of, num_classes=len(source.class_names))

@@ -21,14 +21,14 @@ from vit_jax.runs import fingerprint, training_run
 
 def at_tick(number, index, act):
     """Acts once, when a step begins."""
-    tick = Job.tick
+    tick = Job.heartbeat
 
     def ticking(job):
         if job._ticks == number and index in (None, job.index):
             act()
         tick(job)
 
-    Job.tick = ticking
+    Job.heartbeat = ticking
 
 
 def forever():
@@ -38,13 +38,13 @@ def forever():
 
 def slow(number, index):
     """Every step takes so many milliseconds more."""
-    tick = Job.tick
+    tick = Job.heartbeat
 
     def ticking(job):
         time.sleep(number / 1000)
         tick(job)
 
-    Job.tick = ticking
+    Job.heartbeat = ticking
 
 
 def hang(number, index):
@@ -52,14 +52,14 @@ def hang(number, index):
 
 
 def hang_loader(number, index):
-    load = loading.Reader.examples
+    load = loading.ImageReader.examples
 
     def loading_then_hanging(reader, draws, pool):
         if index in (None, jax.process_index()) and any(d and d.epoch > 0 for d in draws):
             forever()
         return load(reader, draws, pool)
 
-    loading.Reader.examples = loading_then_hanging
+    loading.ImageReader.examples = loading_then_hanging
 
 
 def hang_barrier(number, index):

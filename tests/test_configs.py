@@ -12,7 +12,7 @@ from vit_jax.base import records, tree_names
 from vit_jax.config import TrainConfig, checked
 from vit_jax.models import ViTConfig
 from vit_jax.runs import setups
-from vit_jax.training.duration import make_length
+from vit_jax.training.duration import make_train_length
 
 ROOT = pathlib.Path(__file__).parent.parent
 RUNS = [(path, argument) for path in golden.FILES for argument in golden.arguments(path)]
@@ -62,7 +62,7 @@ def test_a_config_fits_together(path, argument):
         size = config.image_size or (32, 32)
         config.model = tiny.model(num_classes=None, image_size=size, patch_size=(patch, patch))
     images = IMAGES.get(config.data, 1_281_167)
-    length = make_length(config.total, batch_size=config.batch_size, images=images)
+    length = make_train_length(config.total, batch_size=config.batch_size, images=images)
     model = setups.trained_model(config, None, CLASSES)
     setup = setups.prepare(config, None, model, length=length)
     functions = setups.make_functions(setup)

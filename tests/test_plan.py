@@ -127,7 +127,7 @@ def test_the_program_says_what_fits_and_what_lies_where(tmp_path):
     command = ['-m', 'vit_jax.plan', '--config=tests/tiny_config.py', '--topology=v5e:2x2']
     command += ['--config.batch_size=16', '--config.mesh.fsdp=4', '--config.mesh.fsdp_min_mb=0']
     done = subprocess.run(
-        [sys.executable, *command, '--config.mesh.max_whole_share=0.5', '--nolargest'],
+        [sys.executable, *command, '--config.mesh.max_replicated_fraction=0.5', '--nolargest'],
         env=environment(),
         cwd=ROOT,
         capture_output=True,

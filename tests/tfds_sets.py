@@ -10,7 +10,7 @@ import tensorflow_datasets as tfds
 from vit_jax.data.sources.tfrecord import masked_crc
 
 
-def array_record(root, splits, class_names, *, several=False, name='made_here') -> pathlib.Path:
+def array_record(root, splits, class_names, *, multi_label=False, name='made_here') -> pathlib.Path:
     """A set of splits {name: [(encoded image, label), ...]} in that order, as ArrayRecord."""
     kind = tfds.features.ClassLabel(names=list(class_names))
     label = tfds.features.Sequence(kind) if several else kind

@@ -27,7 +27,7 @@ from vit_jax.parallel import meshes
 from vit_jax.parallel.meshes import MeshConfig
 from vit_jax.parallel.processes import joined
 from vit_jax.runs import setups
-from vit_jax.training.duration import Duration, make_length
+from vit_jax.training.duration import Duration, make_train_length
 
 COUNTS, TOTAL = (1, 7, 50, 65), 200
 
@@ -51,7 +51,7 @@ def measure(mesh_config, steps, save, restore):
     )
     opened = opening.opener(config.held_out)
     model = setups.trained_model(config, None, tuple('0123456789'))
-    length = make_length(config.total, batch_size=config.batch_size, images=1438)
+    length = make_train_length(config.total, batch_size=config.batch_size, images=1438)
     setup = setups.prepare(config, None, model, length=length)
     programs = setups.compile_training(setup)
     feed = setups.Feeds(setup, opened).training()
@@ -68,8 +68,8 @@ def measure(mesh_config, steps, save, restore):
     found['evaluations'] = {
         count: classification.evaluate(
             programs.scores,
-            state.best_params,
-            loading.listed_batches(test, np.arange(count), batch_size=8),
+            state.eval_params,
+            loading.sequential_batches(test, np.arange(count), batch_size=8),
             count=count,
         )['accuracy']
         * count
@@ -92,7 +92,9 @@ def measure(mesh_config, steps, save, restore):
 
 def main(arguments):
     _, out, fsdp, tensor, steps = arguments
-    config = MeshConfig(fsdp=int(fsdp), tensor=int(tensor), fsdp_min_mb=0.0, max_whole_share=0.5)
+    config = MeshConfig(
+        fsdp=int(fsdp), tensor=int(tensor), fsdp_min_mb=0.0, max_replicated_fraction=0.5
+    )
     with joined(launch(), app.report) as job:
         assert jnp.zeros(()).dtype == jnp.float32
         found = measure(config, int(steps), save.value, restore.value)

@@ -107,7 +107,7 @@ def _check_together(job: Job, seconds: float, gpus: int) -> None:
     limit = threading.Timer(seconds, _give_up, (job, seconds))
     limit.daemon = True
     limit.start()
-    job.agree('packages and code', fingerprint.installed())
+    job.require_same('packages and code', fingerprint.installed())
     local, everyone = jax.local_devices(), jax.devices()
     _say(
         'devices',
@@ -115,7 +115,7 @@ def _check_together(job: Job, seconds: float, gpus: int) -> None:
     )
     if gpus and local[0].platform == 'cpu':
         raise UserError('a GPU is here, but jax computes on the CPU: is JAX_PLATFORMS set?')
-    job.agree('devices', {'of each process': len(local), 'kind': local[0].device_kind})
+    job.require_same('devices', {'of each process': len(local), 'kind': local[0].device_kind})
     began = time.monotonic()
     mesh = meshes.make_mesh(meshes.MeshConfig())
     ones = meshes.put(np.ones(len(everyone), np.float32), meshes.batch_sharding(mesh))

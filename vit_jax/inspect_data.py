@@ -89,7 +89,7 @@ def _sheet(config: TrainConfig, opened: Callable[[str, str], Source]) -> np.ndar
     source = opened(config.data, config.train_split)
     size, preprocessing = _seen_by_model(config)
     readers = {
-        crop: loading.Reader(
+        crop: loading.ImageReader(
             source=source,
             crop=kind,
             size=size,
@@ -102,13 +102,13 @@ def _sheet(config: TrainConfig, opened: Callable[[str, str], Source]) -> np.ndar
         )
     }
     indices = _readable(readers['evaluation'])
-    columns = [[readers['evaluation'].example(loading.Draw(i))[0] for i in indices]]
+    columns = [[readers['evaluation'].example(loading.ExampleRef(i))[0] for i in indices]]
     targets = functools.partial(targets_of, num_classes=len(source.class_names))
     changed = jax.jit(functools.partial(augment, config=config.augmentation, targets_of=targets))
     key = purpose_key(config.seed, AUGMENT)
     with futures.ThreadPoolExecutor() as pool:
         for epoch in range(_EPOCHS):
-            draws = [loading.Draw(i, epoch) for i in indices]
+            draws = [loading.ExampleRef(i, epoch) for i in indices]
             batch = changed(key, readers['training'].examples(draws, pool))
             columns.append(list(np.asarray(batch['images']).round().astype(np.uint8)))
     names = [_class_name(source, i) for i in indices]
@@ -125,12 +125,12 @@ def _seen_by_model(config: TrainConfig) -> tuple[tuple[int, int], Preprocessing]
     return size, setups.preprocessing_of(config, origin)
 
 
-def _readable(reader: loading.Reader) -> list[int]:
+def _readable(reader: loading.ImageReader) -> list[int]:
     """The first few images that can be read. Raises UserError where there is none."""
     indices: list[int] = []
     for index in range(len(reader.source)):
         try:
-            reader.example(loading.Draw(index))
+            reader.example(loading.ExampleRef(index))
         except ValueError:
             continue
         indices.append(index)
@@ -143,7 +143,7 @@ def _readable(reader: loading.Reader) -> list[int]:
 
 def _class_name(source: Source, index: int) -> str:
     label = source.read(index)[1]
-    numbers = np.flatnonzero(label) if source.several else [int(label)]
+    numbers = np.flatnonzero(label) if source.multi_label else [int(label)]
     return ', '.join(source.class_names[number] for number in numbers)
 
 

@@ -24,7 +24,7 @@ from vit_jax.models import Remat, parameter_count
 from vit_jax.parallel import ahead_of_time, meshes, sharding_rules
 from vit_jax.parallel.ahead_of_time import GIB, DoesNotFit, Topology
 from vit_jax.runs import setups
-from vit_jax.training.duration import make_length
+from vit_jax.training.duration import make_train_length
 
 POLICIES: tuple[Remat, ...] = (
     'none',
@@ -57,7 +57,7 @@ def step(task: Task, where: Topology, *, remat: Remat, batch_size: int) -> Fit:
     config = dataclasses.replace(task.config, compute=compute, batch_size=batch_size)
     assert config.total is not None
     model = setups.trained_model(config, None, tuple(map(str, range(task.num_classes))))
-    length = make_length(config.total, batch_size=batch_size, images=task.images)
+    length = make_train_length(config.total, batch_size=batch_size, images=task.images)
     setup = setups.prepare(config, None, model, length=length, devices=where.devices)
     functions = setups.make_functions(setup)
     like, shardings = setups.placed(setup, functions)
@@ -68,7 +68,7 @@ def step(task: Task, where: Topology, *, remat: Remat, batch_size: int) -> Fit:
         memory.argument_size_in_bytes,
         memory.peak_memory_in_bytes,
         ahead_of_time.collectives(compiled),
-        sharding_rules.table(like, shardings, setup.mesh),
+        sharding_rules.sharding_report(like, shardings, setup.mesh),
     )
 
 

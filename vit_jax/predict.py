@@ -35,7 +35,7 @@ def main(arguments: argparse.Namespace) -> int:
     names = _class_names(loaded, arguments.class_names)
     if not arguments.features:
         loaded.require_head()
-    reader = loading.Reader(
+    reader = loading.ImageReader(
         source=source,
         crop=loaded.preprocessing.crop,
         size=loaded.config.image_size,
@@ -57,13 +57,13 @@ def main(arguments: argparse.Namespace) -> int:
                     print(f'unreadable: {_problem(reader, int(index))}', file=sys.stderr)
                 elif loaded.predicts:
                     print(
-                        f'{source.describe(int(index))}  {_top(loaded, row, names, arguments.top)}'
+                        f'{source.name_of(int(index))}  {_top(loaded, row, names, arguments.top)}'
                     )
             if arguments.features:
                 rows.append(np.where(mask[:, None], features, np.nan))
             bar.update(task, advance=len(indices))
     if arguments.features:
-        paths = np.array([source.describe(i) for i in range(len(source))])
+        paths = np.array([source.name_of(i) for i in range(len(source))])
         np.savez(arguments.features, paths=paths, features=np.concatenate(rows))
         print(
             f'features of {len(source) - unreadable:,} images: {arguments.features}',
@@ -75,7 +75,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _features(
-    loaded: Loaded, reader: loading.Reader, batch_size: int
+    loaded: Loaded, reader: loading.ImageReader, batch_size: int
 ) -> Iterator[tuple[Int[np.ndarray, 'b'], Float[np.ndarray, 'b d'], np.ndarray]]:
     """Batch by batch: which images, their features, and which of them could be read."""
     mesh = meshes.make_mesh(meshes.MeshConfig())
@@ -87,20 +87,20 @@ def _features(
         return loaded.model.features(params, normalize(batch['images'], loaded.preprocessing))
 
     config = loading.LoaderConfig(placement='host')
-    feed = loading.make_feed(reader, config, meshes.batch_sharding(mesh))
+    feed = loading.make_loader(reader, config, meshes.batch_sharding(mesh))
     indices = np.arange(len(reader.source))
-    for batch in loading.listed_batches(feed, indices, batch_size=batch_size):
+    for batch in loading.sequential_batches(feed, indices, batch_size=batch_size):
         part, indices = indices[:batch_size], indices[batch_size:]
         found = np.asarray(features(params, batch)), np.asarray(batch['mask'])
         yield part, found[0][: len(part)], found[1][: len(part)]
 
 
-def _problem(reader: loading.Reader, index: int) -> str:
+def _problem(reader: loading.ImageReader, index: int) -> str:
     try:
-        reader.example(loading.Draw(index))
+        reader.example(loading.ExampleRef(index))
     except ValueError as error:
         return str(error)
-    return f'{reader.source.describe(index)}: readable now'
+    return f'{reader.source.name_of(index)}: readable now'
 
 
 def _top(loaded: Loaded, features: Float[np.ndarray, 'd'], names: list[str], count: int) -> str:

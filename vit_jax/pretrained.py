@@ -13,7 +13,7 @@ from vit_jax.base.array_types import Float, Params
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import opening
-from vit_jax.checkpoints.formats.inference import Hints, described
+from vit_jax.checkpoints.formats.inference import Hints, summarize
 from vit_jax.checkpoints.transfer import adapt, transfer
 from vit_jax.data.image_preprocessing import Preprocessing, decode
 from vit_jax.models import Model, ModelConfig, build, parameter_count
@@ -45,7 +45,7 @@ def find(path: str, hints: Hints, *, image_size: tuple[int, int] | None = None) 
     card = Card.read(found.card, where=f'{path}: card')
     step = f', step {card.step}' if found.format == opening.OURS else ''
     count = f'{parameter_count(card.model):,} parameters'
-    report = [f'{found.format} layout{step}: {described(card.model)}; {count}']
+    report = [f'{found.format} layout{step}: {summarize(card.model)}; {count}']
     if found.ignored:
         report.append(f'ignored: {len(found.ignored)} arrays, such as {found.ignored[0]}')
     return Origin(path, found.format, found.layout, card, report, tuple(found.ignored), found.read)

@@ -127,7 +127,7 @@ def test_a_crash_at_any_file_operation_of_saving_leaves_what_can_be_restored(tmp
     found = set()
     for last in range(1, operations + 1):
         folder = tmp_path / str(last)
-        said = store.set_damaged_aside(folder)
+        said = store.quarantine_damaged(folder)
         assert not said, (last, said)
         listed = [int(p.name) for p in (folder / 'checkpoints').glob('*') if p.name.isdecimal()]
         assert max(listed) in (2, 3)

@@ -5,7 +5,7 @@ import pytest
 
 from vit_jax.checkpoints import store
 from vit_jax.parallel.meshes import MeshConfig, make_mesh
-from vit_jax.parallel.sharding_rules import place
+from vit_jax.parallel.sharding_rules import shardings_for
 
 PARAMS = {'head': {'kernel': jnp.arange(64.0).reshape(8, 8), 'bias': jnp.ones(8)}}
 TRAINING = {'step': jnp.asarray(4), 'optimizer': (({'mu': jnp.arange(16.0)},), None)}
@@ -24,7 +24,7 @@ def saved(tmp_path):
 
 def shardings(tree, **mesh):
     config = MeshConfig(**mesh, fsdp_min_mb=0.0)
-    return place(tree, make_mesh(config), config)
+    return shardings_for(tree, make_mesh(config), config)
 
 
 @pytest.mark.parametrize('mesh', [{}, {'fsdp': 8}, {'fsdp': 2}])

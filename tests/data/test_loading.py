@@ -18,9 +18,9 @@ SOURCE = arrays(IMAGES, np.arange(N) % 5, list('abcde'), name='test')
 
 
 def feed(crop=None, *, placement='host', source=SOURCE, threads=3, **options):
-    reader = loading.Reader(source, crop or Resize(), (6, 6), exif_rotation=True, **options)
+    reader = loading.ImageReader(source, crop or Resize(), (6, 6), exif_rotation=True, **options)
     config = loading.LoaderConfig(placement=placement, threads=threads)
-    return loading.make_feed(reader, config, batch_sharding(make_mesh(MeshConfig())))
+    return loading.make_loader(reader, config, batch_sharding(make_mesh(MeshConfig())))
 
 
 def taken(feed, *, start=0, stop=8, seed=3):
@@ -72,7 +72,7 @@ def test_the_global_batch_does_not_depend_on_the_number_of_processes(monkeypatch
 @pytest.mark.parametrize('batch_size', [8, 32, 64])
 def test_listed_examples_come_once_each_in_order_then_padding(placement, batch_size):
     indices = np.array([5, 3, 36, 0, 11, 12, 13, 14, 15, 16, 17])
-    found = loading.listed_batches(feed(placement=placement), indices, batch_size=batch_size)
+    found = loading.sequential_batches(feed(placement=placement), indices, batch_size=batch_size)
     batches = [jax.tree.map(np.asarray, batch) for batch in found]
     assert {len(batch['mask']) for batch in batches} == {batch_size}
     together = jax.tree.map(lambda *b: np.concatenate(b), *batches)
@@ -104,14 +104,14 @@ def test_an_unreadable_image_is_named(placement):
 @pytest.mark.parametrize('placement', ['host', 'device'])
 def test_an_unreadable_image_may_be_masked_instead(placement):
     skipping = feed(source=broken_source(), placement=placement, skip_unreadable=True)
-    batches = loading.listed_batches(skipping, np.arange(N), batch_size=40)
+    batches = loading.sequential_batches(skipping, np.arange(N), batch_size=40)
     mask = np.concatenate([np.asarray(batch['mask']) for batch in batches])
     assert np.flatnonzero(~mask).tolist() == [7, 37, 38, 39]
 
 
 def test_a_batch_begins_where_a_cpu_device_takes_it_without_a_copy():
     for _ in range(5):
-        images = feed().load([loading.Draw(0)] * 3)['images']
+        images = feed().load([loading.ExampleRef(0)] * 3)['images']
         assert images.ctypes.data % 64 == 0
         alone = jax.device_put(images, jax.devices()[0])
         assert alone.unsafe_buffer_pointer() == images.ctypes.data
@@ -119,7 +119,7 @@ def test_a_batch_begins_where_a_cpu_device_takes_it_without_a_copy():
 
 def test_random_crops_depend_on_epoch_and_example_and_not_on_the_batch():
     crop = feed(RandomCrop(scale=2.0))
-    draws = [loading.Draw(i, epoch) for epoch in (0, 1) for i in range(10)]
+    draws = [loading.ExampleRef(i, epoch) for epoch in (0, 1) for i in range(10)]
     whole = crop.load(draws)['images']
     np.testing.assert_array_equal(crop.load(draws[7:12][::-1])['images'], whole[7:12][::-1])
     assert (whole[:10] != whole[10:]).any(axis=(1, 2, 3)).sum() >= 8

@@ -9,7 +9,7 @@ import pytest
 from tests import tiny
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.models import Compute, Regularization, build
-from vit_jax.models.options import anywhere
+from vit_jax.models.options import unsharded
 from vit_jax.models.vit import Block
 
 
@@ -182,7 +182,7 @@ def test_every_leaf_learns():
 
 
 def test_a_dropped_branch_keeps_its_mean():
-    block = Block(tiny.model(), Regularization(stochastic_depth=0.2), Compute(), anywhere)
+    block = Block(tiny.model(), Regularization(stochastic_depth=0.2), Compute(), unsharded)
     branch = jnp.ones((4000, 2, 3))
     arguments = {}, jnp.asarray(0.2), False, branch
     result = block.apply(*arguments, rngs={'dropout': KEY}, method='_drop_branch')

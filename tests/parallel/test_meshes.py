@@ -15,7 +15,7 @@ from vit_jax.parallel.meshes import (
     make_mesh,
     rows_here,
 )
-from vit_jax.parallel.sharding_rules import check_split, place, table
+from vit_jax.parallel.sharding_rules import check_split, sharding_report, shardings_for
 from vit_jax.runs import setups
 from vit_jax.training.duration import Length
 
@@ -56,7 +56,7 @@ def test_every_mesh_begins_with_the_same_bits_and_trains_alike(monkeypatch):
         other, found, sizes = trained(config, 8, monkeypatch)
         jax.tree.map(np.testing.assert_array_equal, other, initial)
         np.testing.assert_allclose(found, losses, rtol=1e-6)
-        for copy in 'params', 'average', 'optimizer/1/mu', 'optimizer/1/nu':
+        for copy in 'params', 'ema_params', 'opt_state/1/mu', 'opt_state/1/nu':
             name = f'{copy}/encoder/block/mlp/dense1/kernel'
             assert sizes[name] == whole[name] // (fsdp * tensor), name
 
@@ -70,7 +70,7 @@ def test_large_leaves_are_split_along_their_largest_axis_but_not_along_depth():
         'head': {'kernel': leaf((8, 64), np.float32), 'bias': leaf((64,), np.float32)},
         'odd': leaf((63, 65), np.float32),
     }
-    specs = {name: s.spec for name, s in named_leaves(place(tree, mesh, config)).items()}
+    specs = {name: s.spec for name, s in named_leaves(shardings_for(tree, mesh, config)).items()}
     assert specs['encoder/block/kernel'] == jax.P(None, None, 'fsdp')
     assert specs['head/kernel'] == jax.P(None, 'fsdp')
     assert specs['head/bias'] == jax.P() and specs['odd'] == jax.P()  # too small; does not divide
@@ -126,7 +126,7 @@ STATE = {
         },
         'head': {'kernel': (8, 10)},
     },
-    'optimizer': {'mu': {'head': {'kernel': (8, 10)}}, 'nu': {'head': {'kernel': (1,)}}},
+    'opt_state': {'mu': {'head': {'kernel': (8, 10)}}, 'nu': {'head': {'kernel': (1,)}}},
 }
 
 
@@ -140,7 +140,7 @@ def state():
 
 def specs(config):
     mesh = make_mesh(config)
-    places = place(state(), mesh, config)
+    places = shardings_for(state(), mesh, config)
     return {name: tuple(sharding.spec) for name, sharding in named_leaves(places).items()}
 
 
@@ -152,15 +152,15 @@ def test_tensor_splits_heads_and_hidden_layers_and_fsdp_what_is_left():
     assert found[f'{block}/attention/out/kernel'] == (None, 'tensor', None, 'fsdp')
     assert found[f'{block}/mlp/dense1/kernel'] == (None, 'fsdp', 'tensor')
     assert found[f'{block}/mlp/dense2/kernel'] == (None, 'tensor', 'fsdp')
-    assert found['params/head/kernel'] == found['optimizer/mu/head/kernel'] == (None, 'fsdp')
-    assert found['optimizer/nu/head/kernel'] == ()
+    assert found['params/head/kernel'] == found['opt_state/mu/head/kernel'] == (None, 'fsdp')
+    assert found['opt_state/nu/head/kernel'] == ()
 
 
 def test_a_rule_of_the_configuration_comes_first_and_is_checked():
     rules = (('head/kernel', ('fsdp', None)),)
     found = specs(MeshConfig(fsdp=4, fsdp_min_mb=0.0, rules=rules))
-    assert found['params/head/kernel'] == found['optimizer/mu/head/kernel'] == ('fsdp', None)
-    assert found['optimizer/nu/head/kernel'] == ()  # of another shape
+    assert found['params/head/kernel'] == found['opt_state/mu/head/kernel'] == ('fsdp', None)
+    assert found['opt_state/nu/head/kernel'] == ()  # of another shape
     for rules, message in (
         (('heads/kernel', ('fsdp',)), "'heads/kernel' matches no array"),
         (('head/kernel', ('fdsp',)), "no axis 'fdsp'; there are data, fsdp, tensor"),
@@ -173,22 +173,22 @@ def test_a_rule_of_the_configuration_comes_first_and_is_checked():
 
 def test_a_state_that_stays_whole_although_it_should_be_split_is_an_error():
     for config, message in (
-        (MeshConfig(fsdp=8), r'100% .* max_whole_share=10% .*fsdp_min_mb=1'),
+        (MeshConfig(fsdp=8), r'100% .* max_replicated_fraction=10% .*fsdp_min_mb=1'),
         (MeshConfig(tensor=8, fsdp_min_mb=0.0), r'[0-9]+% of the state .*attention'),
     ):
         mesh = make_mesh(config)
         with pytest.raises(ValueError, match=message):
-            check_split(state(), place(state(), mesh, config), mesh, config)
+            check_split(state(), shardings_for(state(), mesh, config), mesh, config)
     for config in MeshConfig(), MeshConfig(fsdp=2, fsdp_min_mb=0.0):
         mesh = make_mesh(config)
-        check_split(state(), place(state(), mesh, config), mesh, config)
+        check_split(state(), shardings_for(state(), mesh, config), mesh, config)
 
 
 def test_the_table_says_what_is_split_how_and_the_bytes_of_a_device():
     config = MeshConfig(data=2, fsdp=2, tensor=2, fsdp_min_mb=0.0)
     mesh = make_mesh(config)
-    places = place(state(), mesh, config)
-    lines = table(state(), places, mesh)
+    places = shardings_for(state(), mesh, config)
+    lines = sharding_report(state(), places, mesh)
     assert lines[0].startswith('mesh data=2 x fsdp=2 x tensor=2')
     row = next(line for line in lines if 'mlp/dense1/kernel' in line)
     assert '[4, 8, 16]' in row and 'fsdp on axis 1, tensor on axis 2' in row

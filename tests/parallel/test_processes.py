@@ -23,6 +23,6 @@ def test_the_age_of_a_program_is_not_that_of_the_shell_that_became_it():
 def test_a_job_within_another_program_has_no_age_and_is_alone():
     job = Job()
     assert job.age == 0.0 and (job.index, job.count) == (0, 1)
-    job.agree('anything', {'a': 1})
-    assert job.told('anything', lambda: 'said') == 'said'
-    assert list(job.ticking([1, 2, 3])) == [1, 2, 3]
+    job.require_same('anything', {'a': 1})
+    assert job.from_process_0('anything', lambda: 'said') == 'said'
+    assert list(job.with_heartbeat([1, 2, 3])) == [1, 2, 3]

@@ -32,13 +32,13 @@ def config(checkpoint, **changes):
 @pytest.fixture
 def counted(monkeypatch):
     read = []
-    examples = loading.Reader.examples
+    examples = loading.ImageReader.examples
 
     def count(reader, draws, pool):
         read.extend(draw.index for draw in draws if draw is not None)
         return examples(reader, draws, pool)
 
-    monkeypatch.setattr(loading.Reader, 'examples', count)
+    monkeypatch.setattr(loading.ImageReader, 'examples', count)
     return read
 
 

@@ -108,13 +108,13 @@ def test_features_for_few_shot_are_read_for_drawn_and_test_images_only(
     trained, tmp_path, monkeypatch
 ):
     read = []
-    examples = loading.Reader.examples
+    examples = loading.ImageReader.examples
 
     def counted(reader, draws, pool):
         read.extend(draw.index for draw in draws if draw is not None)
         return examples(reader, draws, pool)
 
-    monkeypatch.setattr(loading.Reader, 'examples', counted)
+    monkeypatch.setattr(loading.ImageReader, 'examples', counted)
     config = tiny.experiment(model=None, start_from=str(trained.folder), fewshot=FEWSHOT)
     config.loader.placement = 'host'
     probing.probe(config, str(tmp_path))

@@ -4,7 +4,7 @@ import numpy as np
 import optax
 import pytest
 
-from vit_jax.training.duration import Duration, Length
+from vit_jax.training.duration import Duration, TrainLength
 from vit_jax.training.optimizer import (
     OptimizerConfig,
     ScheduleConfig,
@@ -22,7 +22,7 @@ def rates(steps, **changes):
         if isinstance(changes.get(name), int):
             changes[name] = Duration(steps=changes[name])
     config = ScheduleConfig(learning_rate=1.0, **changes)
-    schedule = make_schedule(config, Length(batch_size=10, images=50, total_steps=100))
+    schedule = make_schedule(config, TrainLength(batch_size=10, images=50, total_steps=100))
     return [float(schedule(jnp.asarray(step))) for step in steps]
 
 

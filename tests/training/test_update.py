@@ -9,7 +9,14 @@ from vit_jax.data.augmentation import normalize
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.models import Regularization, build
 from vit_jax.training.losses import LossConfig, make_loss
-from vit_jax.training.update import DROP, TrainState, key_for, make_init, make_scores, make_update
+from vit_jax.training.update import (
+    DROP,
+    TrainState,
+    key_for,
+    make_init,
+    make_loss_sums,
+    make_update,
+)
 
 RNG = np.random.default_rng(0)
 BATCH = {
@@ -20,7 +27,7 @@ BATCH = {
 
 
 def scores_of(model):
-    return make_scores(
+    return make_loss_sums(
         model.apply, make_loss(LossConfig()), lambda images: normalize(images, Preprocessing())
     )
 
@@ -38,7 +45,7 @@ def step(batch, *, parts=1, dropout=0.0, steps=1, polyak_decay=None, seed=0):
             optimizer,
             lambda step: jnp.asarray(0.1),
             augment=lambda key, batch: batch,
-            thawed=lambda params: params,
+            stop_frozen_gradients=lambda params: params,
             seed=seed,
             accumulation_steps=parts,
             polyak_decay=polyak_decay,
@@ -85,12 +92,12 @@ def test_a_batch_of_masked_examples_only_moves_nothing():
 def test_the_average_of_the_parameters_follows_its_formula():
     states = [step(BATCH, steps=n, polyak_decay=0.75)[0] for n in (1, 2)]
     init = make_init(build(tiny.model()).init, optax.sgd(0.1), seed=0, averaged=True)
-    first = jax.jit(init)().average
+    first = jax.jit(init)().ema_params
     expected = first
     for state in states:
         expected = jax.tree.map(lambda a, p: 0.75 * a + 0.25 * p, expected, state.params)
-    assert_close(states[1].average, expected, atol=1e-7)
-    assert states[1].best_params is states[1].average
+    assert_close(states[1].ema_params, expected, atol=1e-7)
+    assert states[1].eval_params is states[1].ema_params
 
 
 @pytest.mark.parametrize('polyak_decay', [None, 0.9])
@@ -98,7 +105,7 @@ def test_a_state_is_what_its_two_parts_make(polyak_decay):
     state, _ = step(BATCH, polyak_decay=polyak_decay)
     joined = TrainState.join(*state.split())
     assert_close(joined, state, rtol=0)
-    assert joined.best_params is state.best_params
+    assert joined.eval_params is state.eval_params
 
 
 def test_dropout_differs_by_step_and_seed_only():
@@ -144,7 +151,7 @@ def test_the_step_is_taken_on_what_augmentation_leaves():
         optimizer,
         lambda step: jnp.asarray(0.1),
         augment=augment,
-        thawed=lambda params: params,
+        stop_frozen_gradients=lambda params: params,
         seed=0,
     )
     state, metrics = update(state, BATCH)
@@ -171,7 +178,7 @@ def test_an_update_that_is_not_finite_changes_the_number_of_the_step_alone(poiso
             optimizer,
             lambda step: jnp.asarray(0.1),
             augment=lambda key, batch: batch,
-            thawed=lambda params: params,
+            stop_frozen_gradients=lambda params: params,
             seed=0,
             polyak_decay=0.5,
         )

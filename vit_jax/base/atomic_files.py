@@ -8,7 +8,7 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
+def atomic_write(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """The file to write; it takes the place of `path` when nothing went wrong."""
     partial = path.with_name(path.name + '.partial')
     partial.touch()
@@ -20,5 +20,5 @@ def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 def write_json(path: pathlib.Path, values: Any) -> None:
     """Writes JSON, to be read by people too."""
-    with replacing(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_text(json.dumps(values, indent=2) + '\n')

@@ -26,7 +26,7 @@ def map_named(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     )
 
 
-def matches(tree: Any, pattern: str) -> Any:
+def mask_of(tree: Any, pattern: str) -> Any:
     """A tree of booleans: does the whole name of the leaf match the regular expression?
 
     Raises UserError when no leaf does: a rule that matches nothing is a typing error.

@@ -22,12 +22,12 @@ class Damaged(UserError):
     """A checkpoint that cannot be read, or not as it was written."""
 
 
-def seal(folder: pathlib.Path) -> None:
+def write_digests(folder: pathlib.Path) -> None:
     """Writes the digests of a complete checkpoint."""
     write_json(folder / FILE, _digests(folder))
 
 
-def verify(folder: pathlib.Path) -> None:
+def verify_digests(folder: pathlib.Path) -> None:
     """Reads a sealed checkpoint whole. Raises Damaged that names files that are not as written."""
     if not (folder / FILE).exists():
         return
@@ -61,7 +61,7 @@ def steps(folder: pathlib.Path) -> list[int]:
     return sorted(int(p.name) for p in folder.glob('*') if re.fullmatch(r'\d+', p.name))[::-1]
 
 
-def set_aside(folder: pathlib.Path) -> pathlib.Path:
+def quarantine(folder: pathlib.Path) -> pathlib.Path:
     """Moves a damaged checkpoint where it is neither listed nor in the way; where it is now."""
     parent = folder.parent / DAMAGED
     parent.mkdir(exist_ok=True)

@@ -24,7 +24,7 @@ from vit_jax.base.array_types import Params
 from vit_jax.base.errors import MissingFile, UnusableDisk, UserError
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.digests import Damaged
-from vit_jax.parallel.sharding_rules import described
+from vit_jax.parallel.sharding_rules import abstract
 
 FOLDER = 'checkpoints'
 
@@ -86,14 +86,14 @@ class Checkpoints:
         while not self.path(step).exists() and self._manager.is_saving_in_progress():
             time.sleep(0.05)
         with contextlib.suppress(FileNotFoundError):  # never written, or removed for newer ones
-            digests.seal(self.path(step))
+            digests.write_digests(self.path(step))
 
     def restore(self, step: int, like: tuple[Params, Any], shardings: tuple[Any, Any]) -> Any:
         """(params, training) of a step, each array where `shardings` says.
 
         Raises UserError with the names where the saved arrays are not those of `like`.
         """
-        params, training = described(like, shardings)
+        params, training = abstract(like, shardings)
         wanted = {'params': params, 'training': tree_names.named_leaves(training)}
         with _readable(self.path(step)):
             metadata = self._manager.item_metadata(step)
@@ -125,7 +125,7 @@ class Checkpoints:
         self._manager.close()
 
 
-def set_damaged_aside(workdir: pathlib.Path) -> list[str]:
+def quarantine_damaged(workdir: pathlib.Path) -> list[str]:
     """Looks at the newest checkpoint, where it is damaged at the one before, until one is sound.
 
     Damaged ones are moved to checkpoints/damaged; a line about each.
@@ -136,9 +136,9 @@ def set_damaged_aside(workdir: pathlib.Path) -> list[str]:
         try:
             if not _is_whole(folder):
                 raise Damaged(f'checkpoint {folder}: not complete')
-            digests.verify(folder)
+            digests.verify_digests(folder)
         except Damaged as error:
-            said.append(f'{error}; moved to {digests.set_aside(folder)}')
+            said.append(f'{error}; moved to {digests.quarantine(folder)}')
         else:
             break
     return said
@@ -183,7 +183,7 @@ def load_params(path: str) -> Params:
     Raises Damaged where its files are not as they were written.
     """
     folder = find(path)
-    digests.verify(folder)
+    digests.verify_digests(folder)
     with _readable(folder):
         reader = ocp.PyTreeCheckpointHandler()
         structure = reader.metadata(folder / 'params').tree
@@ -207,7 +207,7 @@ def save_alone(folder: pathlib.Path, params: Params, card: dict[str, Any]) -> No
     with ocp.Checkpointer(handler) as writer:
         items = {'params': ocp.args.StandardSave(params), 'card': ocp.args.JsonSave(card)}
         writer.save(folder.absolute(), args=ocp.args.Composite(**items))
-    digests.seal(folder.absolute())
+    digests.write_digests(folder.absolute())
 
 
 @contextlib.contextmanager

@@ -65,11 +65,11 @@ def scan(source: Source, pool: futures.Executor, done: Callable[[int], None]) ->
         if error:
             found.unreadable.append(error)
             continue
-        counts[np.flatnonzero(label) if source.several else label] += 1
+        counts[np.flatnonzero(label) if source.multi_label else label] += 1
         formats[kind] += 1
         found.heights.append(shape[0])
         found.widths.append(shape[1])
-        name = source.describe(index)
+        name = source.name_of(index)
         ending = os.path.splitext(name)[1].lower()
         if ending and kind != 'array' and _ENDINGS.get(ending, ending[1:].upper()) != kind:
             found.misnamed.append(f'{name}: {kind}')
@@ -83,7 +83,7 @@ def _examined(source: Source, index: int) -> tuple[Any, str, tuple[int, ...], st
         stored, label = source.read(index)
         return label, _format(stored), decode(stored, exif_rotation=True).shape, None
     except (ValueError, OSError) as error:
-        return None, '', (), f'{source.describe(index)}: {error}'
+        return None, '', (), f'{source.name_of(index)}: {error}'
 
 
 def _format(stored: Stored) -> str:

@@ -43,7 +43,7 @@ class LoaderConfig(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class Reader:
+class ImageReader:
     """Examples of one size, by index."""
 
     source: Source
@@ -53,7 +53,7 @@ class Reader:
     seed: int = 0
     skip_unreadable: bool = False
 
-    def examples(self, draws: Sequence['Draw | None'], pool: futures.Executor) -> Batch:
+    def examples(self, draws: Sequence['ExampleRef | None'], pool: futures.Executor) -> Batch:
         """The examples drawn, as one batch of arrays; None is padding. The pool decodes."""
         images = _aligned((len(draws), *self.size, 3))
         labels = np.zeros((len(draws), *self.source.label_shape), np.int32)
@@ -76,7 +76,7 @@ class Reader:
         list(pool.map(read, chunks))  # raises what a thread raised
         return {'images': images, 'labels': labels, 'mask': mask} | _names(draws)
 
-    def example(self, draw: 'Draw') -> tuple[UInt8[np.ndarray, 'h w 3'], Label]:
+    def example(self, draw: 'ExampleRef') -> tuple[UInt8[np.ndarray, 'h w 3'], Label]:
         """One image, cut to the size, and its label. UserError names one that cannot be read."""
         drawn_by = self.seed, draw.epoch, draw.index
         rng = np.random.default_rng(drawn_by) if self.crop.random else None
@@ -85,20 +85,20 @@ class Reader:
             image = decode(stored, exif_rotation=self.exif_rotation)
             return self.crop(image, self.size, rng), label
         except (ValueError, OSError) as error:
-            raise UserError(f'{self.source.describe(draw.index)}: {error}') from error
+            raise UserError(f'{self.source.name_of(draw.index)}: {error}') from error
 
 
 @dataclasses.dataclass(frozen=True)
-class Draw:
+class ExampleRef:
     """One example of a batch: which one, and how often all examples were drawn before it."""
 
     index: int
     epoch: int = 0
 
 
-def _names(draws: Sequence[Draw | None]) -> dict[str, Int[np.ndarray, 'b']]:
+def _names(draws: Sequence[ExampleRef | None]) -> dict[str, Int[np.ndarray, 'b']]:
     """What a batch says of its examples; padding is called 0 of 0."""
-    named = [draw or Draw(0) for draw in draws]
+    named = [draw or ExampleRef(0) for draw in draws]
     return {
         'epoch': np.array([draw.epoch for draw in named], np.int32),
         'example': np.array([draw.index for draw in named], np.int32),
@@ -119,37 +119,37 @@ def _aligned(shape: tuple[int, ...]) -> UInt8[np.ndarray, '...']:
     return memory[start : start + size].reshape(shape)
 
 
-Order = Callable[[int], Draw | None]
+Sampler = Callable[[int], ExampleRef | None]
 _ROWS = 4  # of a batch that one thread reads at a time: few, so that all end together
 
 
-def shuffled(count: int, *, seed: int) -> Order:
+def shuffled(count: int, *, seed: int) -> Sampler:
     """Every example once an epoch, each epoch in another random order, without end."""
     indices = grain.MapDataset.range(count).seed(seed).shuffle().repeat(None)
-    return lambda position: Draw(int(indices[position]), position // count)
+    return lambda position: ExampleRef(int(indices[position]), position // count)
 
 
-def listed(indices: Int[np.ndarray, 'n']) -> Order:
+def sequential(indices: Int[np.ndarray, 'n']) -> Sampler:
     """These examples once, then padding."""
 
-    def draw(position: int) -> Draw | None:
-        return Draw(int(indices[position])) if position < len(indices) else None
+    def draw(position: int) -> ExampleRef | None:
+        return ExampleRef(int(indices[position])) if position < len(indices) else None
 
     return draw
 
 
 @dataclasses.dataclass(frozen=True)
-class Feed:
+class Loader:
     """Where batches come from: `load` runs in threads on the host, `place` is given its result."""
 
     source: Source
-    load: Callable[[Sequence[Draw | None]], Batch]
+    load: Callable[[Sequence[ExampleRef | None]], Batch]
     place: Callable[[Batch], Batch]
     sharding: NamedSharding
-    prepared: str  # how an image became what it is in a batch
+    preprocessing_id: str  # how an image became what it is in a batch
 
 
-def make_feed(reader: Reader, config: LoaderConfig, sharding: NamedSharding) -> Feed:
+def make_loader(reader: ImageReader, config: LoaderConfig, sharding: NamedSharding) -> Loader:
     """A feed of the reader's examples, kept on the host or on the device as configured.
 
     Raises UserError where a random crop is asked to be kept on the device.
@@ -167,19 +167,19 @@ def make_feed(reader: Reader, config: LoaderConfig, sharding: NamedSharding) -> 
     if config.placement == 'device' or (config.placement == 'auto' and fits):
         with pool:
             load, place = _kept_on_device(reader, pool, sharding)
-        return Feed(reader.source, load, place, sharding, prepared)
+        return Loader(reader.source, load, place, sharding, prepared)
 
-    def load_on_host(draws: Sequence[Draw | None]) -> Batch:
+    def load_on_host(draws: Sequence[ExampleRef | None]) -> Batch:
         return reader.examples(draws, pool)
 
-    return Feed(reader.source, load_on_host, lambda batch: batch, sharding, prepared)
+    return Loader(reader.source, load_on_host, lambda batch: batch, sharding, prepared)
 
 
 def _kept_on_device(
-    reader: Reader, pool: futures.Executor, sharding: NamedSharding
-) -> tuple[Callable[[Sequence[Draw | None]], Batch], Callable[[Batch], Batch]]:
+    reader: ImageReader, pool: futures.Executor, sharding: NamedSharding
+) -> tuple[Callable[[Sequence[ExampleRef | None]], Batch], Callable[[Batch], Batch]]:
     """All images read once; then `load` gives their numbers and `place` gathers them."""
-    draws = [Draw(index) for index in range(len(reader.source))]
+    draws = [ExampleRef(index) for index in range(len(reader.source))]
     read = reader.examples(draws, pool)
     stored = put(read, dict.fromkeys(read, NamedSharding(sharding.mesh, PartitionSpec())))
 
@@ -189,13 +189,13 @@ def _kept_on_device(
         drawn = drawn | {'mask': batch['mask'] & drawn['mask']}
         return jax.lax.with_sharding_constraint(batch | drawn, sharding)
 
-    def load(draws: Sequence[Draw | None]) -> Batch:
+    def load(draws: Sequence[ExampleRef | None]) -> Batch:
         return _names(draws) | {'mask': np.array([draw is not None for draw in draws])}
 
     return load, lambda drawn: gather(stored, drawn)
 
 
-def batches(feed: Feed, order: Order, *, steps: range, batch_size: int) -> Iterator[Batch]:
+def batches(feed: Loader, order: Sampler, *, steps: range, batch_size: int) -> Iterator[Batch]:
     """The global batches of these steps, on the devices, loaded ahead of their use."""
     rows = rows_here(feed.sharding, batch_size)
 
@@ -210,15 +210,15 @@ def batches(feed: Feed, order: Order, *, steps: range, batch_size: int) -> Itera
         )
 
 
-def training_batches(feed: Feed, *, steps: range, batch_size: int, seed: int) -> Iterator[Batch]:
+def training_batches(feed: Loader, *, steps: range, batch_size: int, seed: int) -> Iterator[Batch]:
     """Batches of shuffled examples: batch n is the same wherever the iteration begins."""
     order = shuffled(len(feed.source), seed=seed)
     return batches(feed, order, steps=steps, batch_size=batch_size)
 
 
-def listed_batches(
-    feed: Feed, indices: Int[np.ndarray, 'n'], *, batch_size: int
+def sequential_batches(
+    feed: Loader, indices: Int[np.ndarray, 'n'], *, batch_size: int
 ) -> Iterator[Batch]:
     """These examples once each, in order, the last batch filled up with padding."""
     steps = range(0, -(-len(indices) // batch_size))
-    return batches(feed, listed(indices), steps=steps, batch_size=batch_size)
+    return batches(feed, sequential(indices), steps=steps, batch_size=batch_size)

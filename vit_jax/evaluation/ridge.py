@@ -151,12 +151,12 @@ def report(
     draws: Draws,
     config: FewshotConfig,
     *,
-    describe: Callable[[int], str],
+    name_of: Callable[[int], str],
     classes: int,
 ) -> dict[str, Any]:
     """The result as JSON values: the protocol, each accuracy, mean and deviation over seeds.
 
-    `describe` names a training image by its index.
+    `name_of` names a training image by its index.
     """
     by_shots = {k: [accuracies[seed, k] for seed in config.seeds] for k in config.shots}
     return {
@@ -171,7 +171,7 @@ def report(
         'deviation': {str(k): float(np.std(a)) for k, a in by_shots.items()},
         'accuracy': {f'seed {s}, {k} shots': a for (s, k), a in accuracies.items()},
         'train_images': {
-            f'seed {seed}, {shots} shots': [describe(index) for index in drawn.tolist()]
+            f'seed {seed}, {shots} shots': [name_of(index) for index in drawn.tolist()]
             for (seed, shots), drawn in draws.items()
         },
     }

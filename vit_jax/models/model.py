@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from vit_jax.base.array_types import Array, Float, Key, Params
 from vit_jax.base.errors import UserError
-from vit_jax.models.options import Compute, Constraint, Regularization, anywhere
+from vit_jax.models.options import ActivationSharding, Compute, Regularization, unsharded
 from vit_jax.models.resnet import ResNetClassifier, ResNetConfig
 from vit_jax.models.vit import ViT, ViTConfig
 
@@ -38,14 +38,16 @@ def build(
     *,
     regularization: Regularization | None = None,
     compute: Compute | None = None,
-    by_batch: Constraint = anywhere,
+    shard_activations: ActivationSharding = unsharded,
 ) -> Model:
     """The network of a configuration. Raises UserError where the sizes do not fit together.
 
-    `by_batch` is applied to the tokens (b n d) between the blocks.
+    `shard_activations` is applied to the tokens (b n d) between the blocks.
     """
     _ = config.grid  # raises where the patches do not fill the image
-    module = _module(config, regularization or Regularization(), compute or Compute(), by_batch)
+    module = _module(
+        config, regularization or Regularization(), compute or Compute(), shard_activations
+    )
     shape = *config.image_size, config.channels
 
     def run(params: Params, images: Float[Array, 'b h w c'], **options: Any) -> Any:
@@ -87,7 +89,10 @@ def for_task(
 
 
 def _module(
-    config: ModelConfig, regularization: Regularization, compute: Compute, by_batch: Constraint
+    config: ModelConfig,
+    regularization: Regularization,
+    compute: Compute,
+    shard_activations: ActivationSharding,
 ) -> nn.Module:
     if isinstance(config, ResNetConfig):
         if regularization != Regularization():
@@ -95,4 +100,4 @@ def _module(
         return ResNetClassifier(config, compute)
     if config.width % config.num_heads:
         raise UserError(f'width={config.width} is not a multiple of num_heads={config.num_heads}')
-    return ViT(config, regularization, compute, by_batch)
+    return ViT(config, regularization, compute, shard_activations)

@@ -44,10 +44,10 @@ class Compute(Record):
 
 # Says of an array (b ...) where its examples lie: the program that knows the devices gives it, so
 # that the compiler brings parameters to the examples, and not the other way round.
-Constraint = Callable[[Array], Array]
+ActivationSharding = Callable[[Array], Array]
 
 
-def anywhere(x: Array) -> Array:
+def unsharded(x: Array) -> Array:
     """The array, of which nothing is said."""
     return x
 

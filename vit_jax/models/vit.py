@@ -13,7 +13,13 @@ from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record
 from vit_jax.models import attention, positions
 from vit_jax.models.layers import zero_head
-from vit_jax.models.options import Compute, Constraint, Regularization, anywhere, rematerialized
+from vit_jax.models.options import (
+    ActivationSharding,
+    Compute,
+    Regularization,
+    rematerialized,
+    unsharded,
+)
 from vit_jax.models.resnet import Backbone, ResNet
 
 Pool = Literal['cls', 'gap', 'map', 'none']  # none: every token
@@ -124,7 +130,7 @@ class Block(nn.Module):
     config: ViTConfig
     regularization: Regularization
     compute: Compute
-    by_batch: Constraint
+    shard_activations: ActivationSharding
 
     @nn.compact
     def __call__(
@@ -134,15 +140,15 @@ class Block(nn.Module):
         norm = functools.partial(nn.LayerNorm, epsilon=config.layer_norm_epsilon, dtype=dtype)
         residual = functools.partial(self._drop_branch, drop_rate, deterministic)
 
-        x = self.by_batch(x)
+        x = self.shard_activations(x)
         y = norm(name='norm1')(x)
         attention = Attention(
             config.num_heads, dropout, dtype, self.compute.attention, name='attention'
         )
-        x = self.by_batch(x + residual(attention(y, y, deterministic)))
+        x = self.shard_activations(x + residual(attention(y, y, deterministic)))
         y = norm(name='norm2')(x)
         mlp = Mlp(config.mlp_dim, config.gelu, dropout, dtype, name='mlp')
-        x = self.by_batch(x + residual(mlp(y, deterministic)))
+        x = self.shard_activations(x + residual(mlp(y, deterministic)))
         self.sow('intermediates', 'tokens', x, reduce_fn=_latest)
         return x, None
 
@@ -163,7 +169,7 @@ class Encoder(nn.Module):
     config: ViTConfig
     regularization: Regularization
     compute: Compute
-    by_batch: Constraint
+    shard_activations: ActivationSharding
 
     @nn.compact
     def __call__(self, x: Float[Array, 'b n d'], deterministic: bool) -> Float[Array, 'b n d']:
@@ -178,7 +184,9 @@ class Encoder(nn.Module):
             length=depth,
             unroll=unroll,
         )
-        blocks = scan(self.config, self.regularization, self.compute, self.by_batch, name='block')
+        blocks = scan(
+            self.config, self.regularization, self.compute, self.shard_activations, name='block'
+        )
         x, _ = blocks(
             x, jnp.linspace(0, self.regularization.stochastic_depth, depth), deterministic
         )
@@ -211,7 +219,7 @@ class ViT(nn.Module):
     config: ViTConfig
     regularization: Regularization
     compute: Compute
-    by_batch: Constraint = anywhere
+    shard_activations: ActivationSharding = unsharded
 
     def setup(self) -> None:
         config = self.config
@@ -227,7 +235,7 @@ class ViT(nn.Module):
                 (1, config.num_tokens, config.width),
             )
         self.dropout = nn.Dropout(self.regularization.dropout)
-        self.encoder = Encoder(config, self.regularization, self.compute, self.by_batch)
+        self.encoder = Encoder(config, self.regularization, self.compute, self.shard_activations)
         if config.pool == 'map':
             self.pool = AttentionPool(config, self.compute)
         if config.final_norm == 'after_pool':

@@ -30,7 +30,9 @@ class MeshConfig(Record):
     fsdp: int = 1
     tensor: int = 1
     fsdp_min_mb: float = 1.0  # smaller arrays are kept whole on every device
-    max_whole_share: float = 0.1  # of the bytes, where fsdp or tensor splits; more is an error
+    max_replicated_fraction: float = (
+        0.1  # of the bytes, where fsdp or tensor splits; more is an error
+    )
     rules: tuple[tuple[str, Spec], ...] = ()  # (pattern of names, axes): before all other rules
 
 
@@ -89,7 +91,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(('data', 'fsdp')))
 
 
-def by_batch(mesh: Mesh, x: Array) -> Array:
+def shard_activations(mesh: Mesh, x: Array) -> Array:
     """The same activations (b ...), of which the compiler is told that examples are split.
 
     Without being told it may gather the batch rather than the parameters, and run out of memory.

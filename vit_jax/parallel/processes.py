@@ -70,21 +70,21 @@ class Job:
     def _client(self) -> Any:
         return global_state.client
 
-    def agree(self, name: str, facts: dict[str, Any]) -> None:
+    def require_same(self, name: str, facts: dict[str, Any]) -> None:
         """Returns when all processes have come here with the same facts (JSON values).
 
         Raises Differs, which names the differences from process 0. Nothing of jax has to run.
         """
-        theirs = json.loads(self.told(name, lambda: json.dumps(facts)))
+        theirs = json.loads(self.from_process_0(name, lambda: json.dumps(facts)))
         changes = records.differences(theirs, json.loads(json.dumps(facts)))
         if changes:
             raise Differs(
-                f'{name}: {me()} differs from process 0:\n  '
+                f'{name}: {process_name()} differs from process 0:\n  '
                 + '\n  '.join(f'{line} here' for line in changes[:20])
             )
         self.barrier(name)
 
-    def told(self, name: str, say: Callable[[], str]) -> str:
+    def from_process_0(self, name: str, say: Callable[[], str]) -> str:
         """What process 0 says, on every process; the others wait for it."""
         if self.count == 1:
             return say()
@@ -130,28 +130,28 @@ class Job:
             seconds = min(seconds, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
         return seconds
 
-    def saves(self) -> None:
-        """From here on SIGTERM waits for the next `tick`: there is a state worth keeping."""
+    def stop_gracefully_from_here(self) -> None:
+        """From here on SIGTERM waits for the next `heartbeat`: there is a state worth keeping."""
         self._saves = True
-        self.alive()
+        self.reset_watchdog()
         if self._launch is not None and self.count > 1:
             # Takes SIGTERM over: the processes agree on the tick at which they stop. It is our own,
             # because orbax tells jax's the numbers of steps, which are no ticks.
             self._preemption = _jax.create_preemption_sync_manager()
             self._preemption.initialize(self._client)
 
-    def tick(self) -> None:
+    def heartbeat(self) -> None:
         """Says that work goes on. Raises Interrupted at the tick on which all processes stop.
 
         All processes must come here equally often.
         """
         self._ticks += 1
-        self.alive()
+        self.reset_watchdog()
         manager = self._preemption
         if self._asked.is_set() or (manager and manager.reached_sync_point(self._ticks)):
             raise Interrupted
 
-    def alive(self) -> None:
+    def reset_watchdog(self) -> None:
         """Says that work goes on: the watchdog begins to count anew."""
         if self._launch is not None:
             seconds = self._launch.watchdog_seconds
@@ -159,10 +159,10 @@ class Job:
                 seconds = max(seconds, self._launch.start_seconds)
             faulthandler.dump_traceback_later(seconds, exit=True)
 
-    def ticking(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same batches, with a `tick` before each."""
+    def with_heartbeat(self, batches: Iterable[T]) -> Iterator[T]:
+        """The same batches, with a `heartbeat` before each."""
         for batch in batches:
-            self.tick()
+            self.heartbeat()
             yield batch
 
     def end(self, code: int, message: str) -> NoReturn:
@@ -208,7 +208,9 @@ class Job:
                 return  # the store is gone: jax will end this process
             if said['process'] not in (None, self.index):
                 who = f'process {said["process"]} ({said["host"]})'
-                print(f'{me()}: {who} ended: {said["message"]}', file=sys.stderr, flush=True)
+                print(
+                    f'{process_name()}: {who} ended: {said["message"]}', file=sys.stderr, flush=True
+                )
                 self._leave(said['code'])
             return
 
@@ -218,12 +220,12 @@ class Job:
             if number[0] == signal.SIGTERM:
                 if not self._saves:
                     text = 'SIGTERM before anything was trained: nothing is lost, start again'
-                    print(f'{me()}: {text}', file=sys.stderr, flush=True)
+                    print(f'{process_name()}: {text}', file=sys.stderr, flush=True)
                     self.end(REQUEUE, text)
                 self._asked.set()
 
 
-def me() -> str:
+def process_name() -> str:
     """This process, for people."""
     return f'process {global_state.process_id} ({socket.gethostname()})'
 
@@ -242,7 +244,7 @@ def joined(launch: Launch, report: Callable[[BaseException], int]) -> Iterator[J
     signal.signal(signal.SIGTERM, lambda *_: None)  # the thread sees it, also while jax compiles
     signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=job._on_signal, args=(ours,), daemon=True).start()
-    job.alive()
+    job.reset_watchdog()
     cluster = clusters.find(launch)
     if cluster is None or cluster.num_processes == 1:
         try:
@@ -263,7 +265,9 @@ def joined(launch: Launch, report: Callable[[BaseException], int]) -> Iterator[J
     except BaseException as error:
         if isinstance(error, jax.errors.JaxRuntimeError):
             time.sleep(2 * _LAST_WORDS)  # of another process, which may be the cause
-            print(f'{me()}: is another process gone? Its output says why', file=sys.stderr)
+            print(
+                f'{process_name()}: is another process gone? Its output says why', file=sys.stderr
+            )
         job.end(report(error), f'{type(error).__name__}: {error}')
     else:
         job.finish(listener)

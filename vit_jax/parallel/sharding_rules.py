@@ -23,7 +23,7 @@ _TENSOR = (
 _MIB = 2**20
 
 
-def place(state: Any, mesh: Mesh, config: MeshConfig) -> Any:
+def shardings_for(state: Any, mesh: Mesh, config: MeshConfig) -> Any:
     """The sharding of each leaf of a state, from its name and shape.
 
     The first of `config.rules` that matches decides. Else the heads and hidden layers are split
@@ -43,7 +43,7 @@ def place(state: Any, mesh: Mesh, config: MeshConfig) -> Any:
         if given is not None and not (wrong := _misfit(leaf, given, mesh)):
             return NamedSharding(mesh, PartitionSpec(*given))
         # What the optimizer keeps of a parameter may have another shape than the parameter.
-        if given is not None and not name.startswith('optimizer/'):
+        if given is not None and not name.startswith('opt_state/'):
             raise UserError(f'config.mesh.rules: {name} {list(leaf.shape)} by {given}: {wrong}')
         return NamedSharding(mesh, PartitionSpec(*_axes(name, leaf, mesh, config.fsdp_min_mb)))
 
@@ -85,7 +85,7 @@ def _misfit(leaf: Any, axes: Spec, mesh: Mesh) -> str | None:
     return None
 
 
-def table(state: Any, shardings: Any, mesh: Mesh) -> list[str]:
+def sharding_report(state: Any, shardings: Any, mesh: Mesh) -> list[str]:
     """Lines that say how each parameter is split and how many bytes lie on a device.
 
     Parameters that are whole are summed up in one line, as is what the optimizer keeps.
@@ -126,18 +126,19 @@ def check_split(state: Any, shardings: Any, mesh: Mesh, config: MeshConfig) -> N
     leaves = tree_names.named_leaves(state)
     whole = {name: _bytes(leaf) for name, leaf in leaves.items() if not any(places[name].spec)}
     share = sum(whole.values()) / sum(map(_bytes, leaves.values()))
-    if share > config.max_whole_share:
+    if share > config.max_replicated_fraction:
         largest = sorted(whole, key=lambda name: -whole[name])[:3]
         named = ', '.join(f'{name} {list(leaves[name].shape)}' for name in largest)
         raise UserError(
             f'mesh {describe(mesh)}: {share:.0%} of the state would be whole on every device, '
-            f'max_whole_share={config.max_whole_share:.0%} is allowed; the largest: {named}. '
-            f'Lower config.mesh.fsdp_min_mb={config.fsdp_min_mb:g}, give config.mesh.rules, or '
+            f'max_replicated_fraction={config.max_replicated_fraction:.0%} is allowed; '
+            f'the largest: {named}. Lower '
+            f'config.mesh.fsdp_min_mb={config.fsdp_min_mb:g}, give config.mesh.rules, or '
             f'take axes that divide these'
         )
 
 
-def described(values: Any, shardings: Any) -> Any:
+def abstract(values: Any, shardings: Any) -> Any:
     """Shape, type and place of each array of a tree, without the arrays."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

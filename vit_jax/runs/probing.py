@@ -12,7 +12,7 @@ import numpy as np
 
 from vit_jax.base import records, tree_names
 from vit_jax.base.array_types import Array, Batch, Float, Int, Params
-from vit_jax.base.atomic_files import replacing, write_json
+from vit_jax.base.atomic_files import atomic_write, write_json
 from vit_jax.base.errors import UserError
 from vit_jax.config import TrainConfig, checked
 from vit_jax.data import loading
@@ -21,20 +21,20 @@ from vit_jax.data.sources.opening import opener
 from vit_jax.evaluation import probes, ridge
 from vit_jax.parallel.meshes import put
 from vit_jax.parallel.processes import Job
-from vit_jax.parallel.sharding_rules import place
+from vit_jax.parallel.sharding_rules import shardings_for
 from vit_jax.runs import fingerprint, setups, workdirs
 
 Features = Callable[[Params, Batch], Float[Array, 'b d']]
 # The features of these images of a feed, in this order, in host memory.
-Rows = Callable[[loading.Feed, Int[np.ndarray, 'n']], Float[np.ndarray, 'n d']]
+Rows = Callable[[loading.Loader, Int[np.ndarray, 'n']], Float[np.ndarray, 'n d']]
 _SAMPLE = 64  # images of a split whose bytes say whether it is still the same
 
 
 class OpenSet(NamedTuple):
     """One data set of an evaluation: images to learn from, and images to test on."""
 
-    train: loading.Feed
-    test: loading.Feed
+    train: loading.Loader
+    test: loading.Loader
     told: ridge.ProbeSet
 
 
@@ -78,7 +78,7 @@ def _open(setup: setups.Setup, feeds: setups.Feeds, told: ridge.ProbeSet) -> Ope
     )
     if train.source.class_names != test.source.class_names:
         raise UserError(f'{data}: the classes of {told.train_split} and {told.test_split} differ')
-    if train.source.several:
+    if train.source.multi_label:
         raise UserError(f'{data}: an image may have several classes; probes need one')
     return OpenSet(train, test, told)
 
@@ -128,7 +128,7 @@ def _result(setup: setups.Setup, rows: Rows, opened: OpenSet) -> dict[str, Any]:
         accuracies,
         draws,
         config,
-        describe=train.source.describe,
+        name_of=train.source.name_of,
         classes=len(train.source.class_names),
     )
     return protocol | more | report
@@ -145,10 +145,10 @@ def _crop(config: TrainConfig) -> dict[str, Any]:
 def rows_of(setup: setups.Setup, features: Features, params: Params, job: Job) -> Rows:
     """Features by the compiled program, computed each time they are asked for."""
 
-    def rows(feed: loading.Feed, indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:
-        batches = loading.listed_batches(feed, indices, batch_size=setup.eval_batch_size)
+    def rows(feed: loading.Loader, indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:
+        batches = loading.sequential_batches(feed, indices, batch_size=setup.eval_batch_size)
         found = np.concatenate(
-            [np.asarray(features(params, batch)) for batch in job.ticking(batches)]
+            [np.asarray(features(params, batch)) for batch in job.with_heartbeat(batches)]
         )
         return found[: len(indices)]
 
@@ -164,8 +164,8 @@ def cached(rows: Rows, folder: pathlib.Path, network: str) -> Rows:
     folder.mkdir(parents=True, exist_ok=True)
     at_hand: dict[str, np.ndarray] = {}
 
-    def kept(feed: loading.Feed, indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:
-        name = _digest(network, feed.prepared, _fingerprint(feed.source))
+    def kept(feed: loading.Loader, indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:
+        name = _digest(network, feed.preprocessing_id, _fingerprint(feed.source))
         path = folder / f'{name}.npy'
         if name not in at_hand:
             if path.exists():
@@ -173,7 +173,7 @@ def cached(rows: Rows, folder: pathlib.Path, network: str) -> Rows:
                 print(f'features of {len(feed.source):,} images read from {path}')
             else:
                 at_hand[name] = rows(feed, np.arange(len(feed.source)))
-                with replacing(path) as partial, partial.open('wb') as file:
+                with atomic_write(path) as partial, partial.open('wb') as file:
                     np.save(file, at_hand[name], allow_pickle=False)
         return at_hand[name][indices]
 
@@ -192,7 +192,7 @@ def digest_of(setup: setups.Setup, params: Params) -> str:
 
 def _fingerprint(source: Source) -> str:
     some = np.linspace(0, len(source) - 1, min(_SAMPLE, len(source))).astype(int).tolist()
-    names = [source.describe(i) for i in range(len(source))]
+    names = [source.name_of(i) for i in range(len(source))]
     return _digest(*names, source.labels, *(source.read(i)[0] for i in some))
 
 
@@ -215,7 +215,7 @@ def probe(
     """
     job = job or Job()
     config = checked(config)
-    job.agree('this evaluation', fingerprint.of_run(config, path))
+    job.require_same('this evaluation', fingerprint.of_run(config, path))
     if config.start_from is None:
         raise UserError('config.start_from is none: expected the checkpoint to evaluate')
     if config.fewshot is None:
@@ -229,7 +229,7 @@ def probe(
     sets = open_sets(setup, feeds)  # what is wrong with them is said before anything is computed
     with workdirs.opened(path, records.to_dict(config), job) as folder:
         like = jax.eval_shape(setup.model.init, jax.random.key(0))
-        shardings = place(like, setup.mesh, config.mesh)
+        shardings = shardings_for(like, setup.mesh, config.mesh)
         params, said = setups.transferred(setup, like)
         features = setups.compile_features(setup, like, shardings)
         rows = rows_of(setup, features, put(params, shardings), job)

@@ -24,11 +24,11 @@ from vit_jax.data.sources.base import Source
 from vit_jax.models import Model, ModelConfig, ViTConfig, build, for_task
 from vit_jax.parallel import meshes, sharding_rules
 from vit_jax.pretrained import Origin, find
-from vit_jax.training.duration import Length
+from vit_jax.training.duration import TrainLength
 from vit_jax.training.losses import make_loss, targets_of
 from vit_jax.training.optimizer import make_optimizer, make_schedule
 from vit_jax.training.rules import make_rules
-from vit_jax.training.update import Metrics, TrainState, make_init, make_scores, make_update
+from vit_jax.training.update import Metrics, TrainState, make_init, make_loss_sums, make_update
 
 
 class Setup(NamedTuple):
@@ -39,7 +39,7 @@ class Setup(NamedTuple):
     origin: Origin | None  # start_from
     model: Model
     preprocessing: Preprocessing
-    length: Length | None = None  # of the training, where there is any
+    length: TrainLength | None = None  # of the training, where there is any
     label_shape: tuple[int, ...] = ()  # of one image: () a class, (k,) a row over the classes
 
     @property
@@ -63,7 +63,7 @@ def prepare(
     origin: Origin | None,
     model_config: ModelConfig,
     *,
-    length: Length | None = None,
+    length: TrainLength | None = None,
     label_shape: tuple[int, ...] = (),
     devices: Sequence[jax.Device] | None = None,
 ) -> Setup:
@@ -79,7 +79,7 @@ def prepare(
         model_config,
         regularization=config.regularization,
         compute=config.compute,
-        by_batch=functools.partial(meshes.by_batch, mesh),
+        shard_activations=functools.partial(meshes.shard_activations, mesh),
     )
     preprocessing = preprocessing_of(config, origin)
     if length is not None and label_shape and config.loss.kind == 'softmax':
@@ -125,13 +125,13 @@ class Feeds:
 
     def __init__(self, setup: Setup, opened: Callable[[str, str], Source]):
         self._setup, self._opened = setup, opened
-        self._made: dict[tuple[Any, ...], loading.Feed] = {}
+        self._made: dict[tuple[Any, ...], loading.Loader] = {}
 
-    def evaluation(self, data: str, split: str, crop: Crop | None = None) -> loading.Feed:
+    def evaluation(self, data: str, split: str, crop: Crop | None = None) -> loading.Loader:
         """Images as the preprocessing or another crop leaves them; none is skipped."""
         return self._feed(data, split, crop, skip_unreadable=False)
 
-    def training(self) -> loading.Feed:
+    def training(self) -> loading.Loader:
         """The training images, cut as the augmentation says."""
         config = self._setup.config
         skip = config.loader.on_unreadable == 'skip'
@@ -141,11 +141,11 @@ class Feeds:
 
     def _feed(
         self, data: str, split: str, crop: Crop | None, *, skip_unreadable: bool
-    ) -> loading.Feed:
+    ) -> loading.Loader:
         name = data, split, repr(crop), skip_unreadable
         if name not in self._made:
             config, preprocessing = self._setup.config, self._setup.preprocessing
-            reader = loading.Reader(
+            reader = loading.ImageReader(
                 source=self._opened(data, split),
                 crop=crop or preprocessing.crop,
                 size=self._setup.model.config.image_size,
@@ -154,7 +154,7 @@ class Feeds:
                 skip_unreadable=skip_unreadable,
             )
             sharding = meshes.batch_sharding(self._setup.mesh)
-            self._made[name] = loading.make_feed(reader, config.loader, sharding)
+            self._made[name] = loading.make_loader(reader, config.loader, sharding)
         return self._made[name]
 
 
@@ -188,7 +188,7 @@ def make_functions(setup: Setup) -> Functions:
     averaged = config.polyak_decay is not None
     init = make_init(model.init, optimizer, seed=config.seed, averaged=averaged)
     scoring = functools.partial(
-        make_scores,
+        make_loss_sums,
         model.apply,
         make_loss(config.loss),
         functools.partial(normalize, preprocessing=setup.preprocessing),
@@ -202,7 +202,7 @@ def make_functions(setup: Setup) -> Functions:
             config=config.augmentation,
             targets_of=functools.partial(targets_of, num_classes=model.config.num_classes),
         ),
-        thawed=rules.thawed,
+        stop_frozen_gradients=rules.stop_frozen_gradients,
         seed=config.seed,
         accumulation_steps=config.accumulation_steps,
         polyak_decay=config.polyak_decay,
@@ -216,7 +216,7 @@ def placed(setup: Setup, functions: Functions) -> tuple[TrainState, TrainState]:
     Raises UserError where less of it can be split than the configuration demands.
     """
     like, config = jax.eval_shape(functions.init), setup.config.mesh
-    shardings = sharding_rules.place(like, setup.mesh, config)
+    shardings = sharding_rules.shardings_for(like, setup.mesh, config)
     sharding_rules.check_split(like, shardings, setup.mesh, config)
     return like, shardings
 
@@ -225,7 +225,7 @@ def lowered_update(
     setup: Setup, functions: Functions, like: TrainState, shardings: TrainState
 ) -> Any:
     """The update step, not compiled yet, of such a state."""
-    state = sharding_rules.described(like, shardings)
+    state = sharding_rules.abstract(like, shardings)
     update = jax.jit(
         functions.update,
         donate_argnums=0,
@@ -239,15 +239,15 @@ def compile_training(setup: Setup) -> Programs:
     functions, mesh = make_functions(setup), setup.mesh
     like, shardings = placed(setup, functions)
     everywhere = meshes.replicated(mesh)
-    best_params = sharding_rules.described(like.best_params, shardings.best_params)
+    eval_params = sharding_rules.abstract(like.eval_params, shardings.eval_params)
     update = lowered_update(setup, functions, like, shardings).compile()
     scores = (
         jax.jit(functions.scores, out_shardings=everywhere)
-        .lower(best_params, described_batch(setup, setup.eval_batch_size))
+        .lower(eval_params, described_batch(setup, setup.eval_batch_size))
         .compile()
     )
     init = jax.jit(functions.init, out_shardings=shardings)
-    report = [*functions.report, *sharding_rules.table(like, shardings, mesh)]
+    report = [*functions.report, *sharding_rules.sharding_report(like, shardings, mesh)]
     return Programs(init, update, scores, like, shardings, report)
 
 
@@ -265,7 +265,7 @@ def compile_features(
     compiled: Callable[[Params, Batch], Float[Array, 'b d']] = (
         jax.jit(features, out_shardings=meshes.replicated(setup.mesh))
         .lower(
-            sharding_rules.described(params, shardings),
+            sharding_rules.abstract(params, shardings),
             described_batch(setup, setup.eval_batch_size),
         )
         .compile()
@@ -280,8 +280,8 @@ def start_state(setup: Setup, programs: Programs) -> tuple[TrainState, list[str]
         return state, []
     params, report = transferred(setup, state.params)
     params = meshes.put(params, programs.shardings.params)
-    average = None if state.average is None else jax.tree.map(jnp.copy, params)
-    return state._replace(params=params, average=average), report
+    average = None if state.ema_params is None else jax.tree.map(jnp.copy, params)
+    return state._replace(params=params, ema_params=average), report
 
 
 def transferred(setup: Setup, fresh: Params) -> tuple[Params, list[str]]:
@@ -318,4 +318,4 @@ def described_batch(setup: Setup, size: int) -> Batch:
         'epoch': jax.ShapeDtypeStruct((size,), jnp.int32),
         'example': jax.ShapeDtypeStruct((size,), jnp.int32),
     }
-    return sharding_rules.described(batch, dict.fromkeys(batch, meshes.batch_sharding(setup.mesh)))
+    return sharding_rules.abstract(batch, dict.fromkeys(batch, meshes.batch_sharding(setup.mesh)))

@@ -14,8 +14,8 @@ import numpy as np
 from vit_jax.base import records
 from vit_jax.base.atomic_files import write_json
 from vit_jax.base.errors import UserError
-from vit_jax.checkpoints.digests import Damaged, set_aside
-from vit_jax.checkpoints.store import Checkpoints, set_damaged_aside
+from vit_jax.checkpoints.digests import Damaged, quarantine
+from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
 from vit_jax.config import TrainConfig, checked
 from vit_jax.data import loading
 from vit_jax.data.sources.base import Source
@@ -26,7 +26,7 @@ from vit_jax.parallel.processes import Interrupted, Job
 from vit_jax.runs import fingerprint, probing, setups, workdirs
 from vit_jax.runs.goodput import Ledger
 from vit_jax.runs.reporting import Reporter
-from vit_jax.training.duration import make_length
+from vit_jax.training.duration import make_train_length
 from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
 from vit_jax.training.update import TrainState
 
@@ -48,8 +48,8 @@ class Plan(NamedTuple):
 
     setup: setups.Setup
     feeds: setups.Feeds
-    train: loading.Feed
-    test: loading.Feed
+    train: loading.Loader
+    test: loading.Loader
     sets: probing.OpenSets | None
     class_names: tuple[str, ...]
 
@@ -68,9 +68,9 @@ def train(
     with contextlib.ExitStack() as stack:
         with clock('start'):
             config = checked(config)
-            job.agree('this run', fingerprint.of_run(config, path))
+            job.require_same('this run', fingerprint.of_run(config, path))
             plan = _planned(config)
-            job.agree('the data', _described(plan))
+            job.require_same('the data', _described(plan))
             values = records.to_dict(config)
             opened = workdirs.opened(path, values, job, accept_changes=accept_changes)
             folder = stack.enter_context(opened)
@@ -102,7 +102,7 @@ def _planned(config: TrainConfig) -> Plan:
     origin = setups.read_origin(config)
     model = setups.trained_model(config, origin, class_names)
     images = opened(config.data, config.train_split)
-    length = make_length(config.total, batch_size=config.batch_size, images=len(images))
+    length = make_train_length(config.total, batch_size=config.batch_size, images=len(images))
     setup = setups.prepare(config, origin, model, length=length, label_shape=images.label_shape)
     feeds = setups.Feeds(setup, opened)
     train, test = feeds.training(), feeds.evaluation(config.data, config.test_split)
@@ -117,7 +117,7 @@ def _described(plan: Plan) -> dict[str, Any]:
         name: {
             'images': len(source),
             'classes': list(source.class_names),
-            'some': [source.describe(i) for i in range(0, len(source), len(source) // 20 + 1)],
+            'some': [source.name_of(i) for i in range(0, len(source), len(source) // 20 + 1)],
         }
         for name, source in (('train', plan.train.source), ('test', plan.test.source))
     }
@@ -147,7 +147,7 @@ def _class_names(config: TrainConfig, opened: Callable[[str, str], Source]) -> t
 
 def _compiled_features(setup: setups.Setup, programs: setups.Programs) -> probing.Features:
     """The features of the parameters that are kept, for few-shot."""
-    like, shardings = programs.like.best_params, programs.shardings.best_params
+    like, shardings = programs.like.eval_params, programs.shardings.eval_params
     return setups.compile_features(setup, like, shardings)
 
 
@@ -176,13 +176,13 @@ def _first_state(
 
     A damaged checkpoint is moved aside, with a warning, and the one before is taken.
     """
-    said = job.told('damaged checkpoints', lambda: json.dumps(set_damaged_aside(folder)))
+    said = job.from_process_0('damaged checkpoints', lambda: json.dumps(quarantine_damaged(folder)))
     for line in json.loads(said):
         logging.warning('%s', line)
     assert setup.length is not None
     checkpoints = Checkpoints(folder, keep=setup.config.keep_checkpoints)
     step = checkpoints.latest_step
-    job.agree('the step to go on from', {'step': step})
+    job.require_same('the step to go on from', {'step': step})
     if step is None:
         return checkpoints, *setups.start_state(setup, programs)
     if step > (end := setup.length.total_steps):
@@ -193,8 +193,8 @@ def _first_state(
         state = TrainState.join(*checkpoints.restore(step, like, shardings))
     except Damaged as error:
         checkpoints.close()
-        where = job.told(
-            f'checkpoint {step} is set aside', lambda: str(set_aside(checkpoints.path(step)))
+        where = job.from_process_0(
+            f'checkpoint {step} is set aside', lambda: str(quarantine(checkpoints.path(step)))
         )
         logging.warning('%s; moved to %s', error, where)
         return _first_state(setup, programs, folder, job)
@@ -227,7 +227,7 @@ class _Run:
         assert self.setup.length is not None
         steps = range(int(state.step), self.setup.length.total_steps)
         self.ledger.record(steps.start)
-        self.job.saves()
+        self.job.stop_gracefully_from_here()
         try:
             state = self._trained(state, steps) if steps else self._observed(state, steps.stop)
         except NotFinite as error:
@@ -259,7 +259,7 @@ class _Run:
             on_metrics=self._on_metrics,
             observers=[Every(config.checkpoint_every_steps, self.save), *self._evaluations()],
             clock=self.clock,
-            tick=self.job.tick,
+            tick=self.job.heartbeat,
             max_skipped_steps=config.max_skipped_steps,
         )
 
@@ -287,7 +287,7 @@ class _Run:
     def save(self, step: int, state: TrainState) -> None:
         """Begins to save a checkpoint."""
         with self.clock('save stall'):
-            self.job.alive()
+            self.job.reset_watchdog()
             params, rest = state.split()
             card = setups.card(self.setup, step, self.plan.class_names)
             self.checkpoints.save(step, params, rest, card)
@@ -295,18 +295,21 @@ class _Run:
 
     def _wait(self) -> None:
         with self.clock('save stall'):
-            self.job.alive()
+            self.job.reset_watchdog()
             self.checkpoints.wait()
 
     def run_test(self, step: int, state: TrainState) -> None:
         """Loss and accuracy on the test images."""
         with self.clock('evaluation'):
             count = len(self.plan.test.source)
-            batches = loading.listed_batches(
+            batches = loading.sequential_batches(
                 self.plan.test, np.arange(count), batch_size=self.setup.eval_batch_size
             )
             self.test = classification.evaluate(
-                self.programs.scores, state.best_params, self.job.ticking(batches), count=count
+                self.programs.scores,
+                state.eval_params,
+                self.job.with_heartbeat(batches),
+                count=count,
             )
         text = f'{reached(self.test)} of {count:,} images'
         self.reporter.record('test', step, self.test | {'count': count}, text)
@@ -315,7 +318,7 @@ class _Run:
         """The few-shot evaluation, written to the work directory."""
         assert self.features is not None and self.plan.sets is not None
         with self.clock('evaluation'):
-            rows = probing.rows_of(self.setup, self.features, state.best_params, self.job)
+            rows = probing.rows_of(self.setup, self.features, state.eval_params, self.job)
             self.fewshot = probing.evaluate(self.setup, rows, self.plan.sets)
             self.fewshot |= {'step': step, 'checkpoint': str(self.folder)}
             if jax.process_index() == 0:

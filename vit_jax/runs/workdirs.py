@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from vit_jax.base import records
-from vit_jax.base.atomic_files import replacing, write_json
+from vit_jax.base.atomic_files import atomic_write, write_json
 from vit_jax.base.errors import UserError
 from vit_jax.config import TrainConfig
 from vit_jax.parallel.processes import Differs, Job
@@ -44,7 +44,7 @@ def opened(
         if job.count > 1:
             job.barrier('workdir is made')
             try:
-                job.agree('workdir', {'lock': _text(folder / LOCK)})
+                job.require_same('workdir', {'lock': _text(folder / LOCK)})
             except Differs as error:
                 raise UserError(
                     f'workdir {folder} is another directory here than on process 0: all '
@@ -131,7 +131,7 @@ def forget_after(path: pathlib.Path, step: int) -> None:
     """Drops the lines of a metrics file that a run beginning at this step will write again."""
     if path.exists():
         lines = path.read_text().splitlines(keepends=True)
-        with replacing(path) as partial:
+        with atomic_write(path) as partial:
             partial.write_text(''.join(line for line in lines if _is_up_to(line, step)))
 
 

@@ -47,7 +47,7 @@ class Duration(Record):
         return f'{unit}={getattr(self, unit)}'
 
 
-class Length(NamedTuple):
+class TrainLength(NamedTuple):
     """How long a training is: what makes steps of a Duration."""
 
     batch_size: int
@@ -66,7 +66,7 @@ class Length(NamedTuple):
         return self.total_steps * self.batch_size / self.images
 
 
-def make_length(total: Duration, *, batch_size: int, images: int) -> Length:
+def make_train_length(total: Duration, *, batch_size: int, images: int) -> TrainLength:
     """The length of a training. UserError where it is given as a fraction, or is nothing."""
     if total.fraction is not None:
         raise UserError(f'total.fraction={total.fraction}: of what? give steps, epochs or examples')
@@ -75,7 +75,7 @@ def make_length(total: Duration, *, batch_size: int, images: int) -> Length:
         raise UserError(
             f'total.{total}: less than one step of batch_size={batch_size} ({images} images)'
         )
-    return Length(batch_size, images, steps)
+    return TrainLength(batch_size, images, steps)
 
 
 def _steps(duration: Duration, *, batch_size: int, images: int) -> int:

@@ -14,7 +14,7 @@ from vit_jax.base import tree_names
 from vit_jax.base.array_types import Array, Float, Int
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record
-from vit_jax.training.duration import Duration, Length
+from vit_jax.training.duration import Duration, TrainLength
 from vit_jax.training.rules import BLOCKS, Rules, RulesConfig
 
 _LEAST_SIDE, _NEVER = 32, 2**62  # of a matrix whose second moment is kept as rows and columns
@@ -53,7 +53,7 @@ class OptimizerConfig(RulesConfig):
     moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of the first moment
 
 
-def make_schedule(config: ScheduleConfig, length: Length) -> Schedule:
+def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
     """The learning rate at each step.
 
     As in the paper's code the progress is counted after the warm-up, and the result is multiplied

@@ -46,7 +46,7 @@ class Rules(NamedTuple):
     rates: Any  # factors of the learning rate: numbers, or one for each block; 0 is frozen
     report: list[str]
 
-    def thawed(self, params: Any) -> Any:
+    def stop_frozen_gradients(self, params: Any) -> Any:
         """The parameters, without a gradient for those that are frozen."""
 
         def thaw(param: Any, rate: Any) -> Any:
@@ -74,7 +74,7 @@ def make_rules(config: RulesConfig, params: Any) -> Rules:
         rates = _times(rates, _layer_decay(params, config.layer_decay))
         report.append(f'learning rate x {config.layer_decay:g} for each layer below the head')
     for pattern, factor in config.rates:
-        mask = tree_names.matches(params, pattern)
+        mask = tree_names.mask_of(params, pattern)
         rates = _times(rates, jax.tree.map(lambda m, f=factor: np.float32(f if m else 1), mask))
         report.append(f'learning rate x {factor:g}: {_matched(params, mask)}')
     if config.trained_blocks is not None:
@@ -83,7 +83,7 @@ def make_rules(config: RulesConfig, params: Any) -> Rules:
         what = f'the head, the final norm and the last {blocks} blocks' if blocks else 'the head'
         report.append(f'learned: {what}, {_count(params, rates):,} numbers')
     for pattern in config.frozen:
-        mask = tree_names.matches(params, pattern)
+        mask = tree_names.mask_of(params, pattern)
         rates = _times(rates, jax.tree.map(lambda m: np.float32(not m), mask))
         report.append(f'frozen: {_matched(params, mask)}')
     decays, said = _decays(config, params)
@@ -101,7 +101,7 @@ def _decays(config: RulesConfig, params: Any) -> tuple[list[tuple[float, Any]], 
     decays, report = [], []
     for part, amount, where in parts:
         if amount:
-            mask = tree_names.matches(params, f'(?={where})({config.decayed})')
+            mask = tree_names.mask_of(params, f'(?={where})({config.decayed})')
             decays.append((amount, mask))
             report.append(f'weight decay {amount:g}{part}: {_matched(params, mask)}')
     return decays, report
@@ -118,7 +118,7 @@ def _layer_decay(params: Any, decay: float) -> Any:
 def _last_blocks(params: Any, count: int) -> Any:
     """1 for what is learned: the head alone, or what follows from the last blocks on."""
     if count == 0:
-        mask = tree_names.matches(params, 'head/.*')
+        mask = tree_names.mask_of(params, 'head/.*')
         return jax.tree.map(np.float32, mask)
     depth = _depth(params, 'trained_blocks')
     if count > depth:

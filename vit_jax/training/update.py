@@ -23,27 +23,27 @@ class TrainState(NamedTuple):
 
     step: Int[Array, '']
     params: Params
-    optimizer: Any
-    average: Params | None  # Polyak average of the parameters, where it is asked for
+    opt_state: Any
+    ema_params: Params | None  # Polyak average of the parameters, where it is asked for
 
     @property
-    def best_params(self) -> Params:
+    def eval_params(self) -> Params:
         """The parameters to evaluate and to keep: the average where there is one."""
-        return self.params if self.average is None else self.average
+        return self.params if self.ema_params is None else self.ema_params
 
     def split(self) -> tuple[Params, dict[str, Any]]:
         """The parameters to keep, and what else the next step needs: what a checkpoint holds."""
-        rest = {'step': self.step, 'optimizer': self.optimizer}
-        if self.average is not None:
+        rest = {'step': self.step, 'optimizer': self.opt_state}
+        if self.ema_params is not None:
             rest['params'] = self.params
-        return self.best_params, rest
+        return self.eval_params, rest
 
     @staticmethod
-    def join(best_params: Params, rest: dict[str, Any]) -> 'TrainState':
+    def join(eval_params: Params, rest: dict[str, Any]) -> 'TrainState':
         """The inverse of `split`."""
         averaged = 'params' in rest
-        params = rest['params'] if averaged else best_params
-        average = best_params if averaged else None
+        params = rest['params'] if averaged else eval_params
+        average = eval_params if averaged else None
         return TrainState(rest['step'], params, rest['optimizer'], average)
 
 
@@ -74,7 +74,7 @@ def make_init(
     return initial_state
 
 
-def make_scores(
+def make_loss_sums(
     apply: Callable[..., Float[Array, 'b k']],
     loss: Loss,
     normalize: Callable[[Array], Float[Array, 'b h w c']],
@@ -107,14 +107,14 @@ def make_update(
     schedule: Schedule,
     *,
     augment: Callable[[Key[Array, ''], Batch], Batch],
-    thawed: Callable[[Params], Params],
+    stop_frozen_gradients: Callable[[Params], Params],
     seed: int,
     accumulation_steps: int = 1,
     polyak_decay: float | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The update step: gradients of the mean loss over the unmasked examples, one optimizer step.
 
-    `thawed` gives the parameters without a gradient for those that are frozen.
+    `stop_frozen_gradients` gives the parameters without a gradient for those that are frozen.
 
     A step whose loss or gradient is not finite leaves all but the number of the step as it was,
     and says so in the metric `skipped`.
@@ -125,7 +125,7 @@ def make_update(
 
     def gradients(params: Params, batch: Batch, key: Key[Array, '']) -> tuple[Params, Metrics]:
         def total(params: Params) -> tuple[Float[Array, ''], Metrics]:
-            sums = scores(thawed(params), batch, key)
+            sums = scores(stop_frozen_gradients(params), batch, key)
             return sums['loss'], sums
 
         return jax.grad(total, has_aux=True)(params)
@@ -138,9 +138,9 @@ def make_update(
         count = jnp.maximum(1, sums['count'])
         gradient = jax.tree.map(lambda g: g / count, total)
         loss, gradient_norm = sums['loss'] / count, optax.tree.norm(gradient)
-        updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
+        updates, optimizer_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        average = state.average
+        average = state.ema_params
         if polyak_decay is not None:
             average = optax.incremental_update(params, average, 1 - polyak_decay)
         # Known before anything is written, so that the old state needs no second place.

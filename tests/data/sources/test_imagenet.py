@@ -99,7 +99,7 @@ def test_every_image_comes_with_its_class(root, kind):
     train, test = (opening.open_source(str(root), split) for split in ('train', 'test'))
     assert train.class_names == test.class_names == CLASSES
     for source, count in (train, 12), (test, 6):
-        assert len({source.describe(i) for i in range(len(source))}) == count == len(source)
+        assert len({source.name_of(i) for i in range(len(source))}) == count == len(source)
         for i in range(count):
             stored, label = source.read(i)
             assert stored.decode().split()[0] == CLASSES[label] and label == source.labels[i]

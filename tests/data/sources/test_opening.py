@@ -39,15 +39,15 @@ def test_a_folder_gives_every_image_with_the_class_of_its_folder(root):
     assert sorted(source.labels) == [0] * 6 + [1] * 6
     for i in range(len(source)):
         name = source.class_names[source.labels[i]]
-        assert f'/{name}/' in source.describe(i)
-        stored = pathlib.Path(source.describe(i)).read_bytes()
+        assert f'/{name}/' in source.name_of(i)
+        stored = pathlib.Path(source.name_of(i)).read_bytes()
         assert source.read(i) == (stored, source.labels[i])
 
 
 def test_slices_of_a_split_are_disjoint_complete_and_fair(root):
     def names(split):
         source = opening.open_source(str(root), split)
-        return [source.describe(i) for i in range(len(source))]
+        return [source.name_of(i) for i in range(len(source))]
 
     first, rest = names('train[:75%]'), names('train[75%:]')
     assert len(first) == 9 and first + rest == names('train')
@@ -138,7 +138,7 @@ def flat(tmp_path):
 
 
 def described(source):
-    return [source.describe(i) for i in range(len(source))]
+    return [source.name_of(i) for i in range(len(source))]
 
 
 def test_a_folder_without_splits_holds_out_a_share_of_every_class(flat, caplog):
@@ -190,7 +190,7 @@ def test_arrays_may_have_several_labels_an_image(tmp_path):
     path, labels = str(tmp_path / 'set.npz'), np.array([[0, 1, 1], [0, 0, 0]])
     np.savez(path, train_images=np.zeros((2, 4, 4), np.uint8), train_labels=labels)
     source = opening.open_source(path, 'train')
-    assert source.several and source.label_shape == (3,)
+    assert source.multi_label and source.label_shape == (3,)
     np.testing.assert_array_equal(source.labels, labels)
     with pytest.raises(ValueError, match='label 2 of image 1 is out of range: there are 0 or 1'):
         arrays(np.zeros((2, 4, 4), np.uint8), labels * 0 + [[0], [2]], 'abc', name='x')

@@ -21,7 +21,7 @@ def images(tmp_path):
 
 def by_path(source):
     return {
-        source.describe(i).rpartition('/')[2]: (source.read(i)[0], np.asarray(source.read(i)[1]))
+        source.name_of(i).rpartition('/')[2]: (source.read(i)[0], np.asarray(source.read(i)[1]))
         for i in range(len(source))
     }
 
@@ -49,7 +49,7 @@ def test_labels_of_a_jsonl_are_rows_over_the_classes(images, tmp_path):
     )
     source = opening.open_source(path, 'train', opening.HeldOut(fraction=0.5))
     held = opening.open_source(path, 'test', opening.HeldOut(fraction=0.5))
-    assert source.several and source.class_names == ('dog', 'sea', 'sky')
+    assert source.multi_label and source.class_names == ('dog', 'sea', 'sky')
     found = by_path(source) | by_path(held)
     assert len(source) == len(held) == 3 and len(found) == 6
     rows = [found[f'{i}.jpg'][1].tolist() for i in range(6)]

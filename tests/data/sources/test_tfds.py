@@ -45,14 +45,14 @@ def prepared(tmp_path_factory):
 
 
 def batches(data):
-    reader = loading.Reader(
+    reader = loading.ImageReader(
         source=opening.open_source(str(data), 'train'),
         crop=InceptionCrop(),
         size=(8, 8),
         exif_rotation=True,
     )
     config = loading.LoaderConfig(placement='host')
-    feed = loading.make_feed(reader, config, batch_sharding(make_mesh(MeshConfig())))
+    feed = loading.make_loader(reader, config, batch_sharding(make_mesh(MeshConfig())))
     found = loading.training_batches(feed, steps=range(6), batch_size=8, seed=5)
     return [{name: np.asarray(array) for name, array in batch.items()} for batch in found]
 
@@ -72,7 +72,7 @@ def test_a_prepared_set_is_found_by_its_name(prepared, kind, monkeypatch):
         assert source.class_names == CLASSES and len(source) == 10
         stored = opening.open_source(str(prepared['folder']), 'test').read(4)
         assert source.read(4) == stored and source.labels[4] == stored[1]
-        assert source.describe(4) == 'tfds:made_here/1.2.0/test[4]'
+        assert source.name_of(4) == 'tfds:made_here/1.2.0/test[4]'
     with pytest.raises(
         ValueError, match='tfds:made_here:9.9.9 is not in .*there is 1.2.0; prepare'
     ):
@@ -104,9 +104,9 @@ def test_a_split_without_labels_is_not_taken_for_one(tmp_path):
 
 def test_several_labels_are_rows(tmp_path):
     images = [(image, [i % 3, 2]) for i, image in enumerate(ENCODED[:6])]
-    root = tfds_sets.array_record(tmp_path, {'train': images}, CLASSES, several=True)
+    root = tfds_sets.array_record(tmp_path, {'train': images}, CLASSES, multi_label=True)
     source = opening.open_source(str(root), 'train')
-    assert source.several and source.labels[:3].tolist() == [[1, 0, 1], [0, 1, 1], [0, 0, 1]]
+    assert source.multi_label and source.labels[:3].tolist() == [[1, 0, 1], [0, 1, 1], [0, 0, 1]]
 
 
 @pytest.mark.parametrize('kind', ['array_record', 'tfrecord'])

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base.atomic_files import replacing
+from vit_jax.base.atomic_files import atomic_write
 from vit_jax.base.errors import MissingFile, UserError
 
 DIGESTS = 'vit_jax.sha256'  # in a safetensors file's metadata: digests by name
@@ -85,7 +85,7 @@ def merged(contents: Iterable[Contents]) -> Contents:
 
 def write_npz(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes an npz file."""
-    with replacing(path) as partial, partial.open('wb') as file:
+    with atomic_write(path) as partial, partial.open('wb') as file:
         np.savez(file, allow_pickle=False, **arrays)
 
 
@@ -97,7 +97,7 @@ def write_safetensors(
 
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     digests = {name: _digest(array) for name, array in arrays.items()}
-    with replacing(path) as partial:
+    with atomic_write(path) as partial:
         # `format` tells transformers that these are tensors of a PyTorch model.
         text = {'format': 'pt', DIGESTS: json.dumps(digests)} | dict(metadata)
         save_file(arrays, str(partial), metadata=text)

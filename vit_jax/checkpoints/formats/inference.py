@@ -149,7 +149,7 @@ def find_grid(
     )
 
 
-def described(config: ModelConfig) -> str:
+def summarize(config: ModelConfig) -> str:
     """What was found out, in one line."""
     head = 'no head' if config.num_classes is None else f'{config.num_classes} classes'
     height, width = config.image_size

@@ -49,9 +49,9 @@ def arrays(
         count=len(images),
         class_names=tuple(class_names),
         read=lambda i: (images[i], labels[i]),
-        describe=lambda i: f'{name}[{i}]',
+        name_of=lambda i: f'{name}[{i}]',
         read_labels=lambda indices: labels[np.asarray(indices)],
-        several=several,
+        multi_label=several,
     )
 
 

@@ -18,18 +18,18 @@ Stored = bytes | np.ndarray  # an encoded file, or uint8 pixels
 class Source:
     """One split of a data set: images with their labels, read when asked for.
 
-    `read(i)` gives the encoded bytes or the uint8 array of image i and its label, `describe(i)`
+    `read(i)` gives the encoded bytes or the uint8 array of image i and its label, `name_of(i)`
     what a person would call it. `read_labels(indices)` gives labels alone: where they lie among
-    the images that is as slow as reading these. With `several` an image may have any number of
+    the images that is as slow as reading these. With `multi_label` an image may have any number of
     classes, and its label is a row of 0 and 1.
     """
 
     count: int
     class_names: tuple[str, ...]
     read: Callable[[int], tuple[Stored, Label]]
-    describe: Callable[[int], str]
+    name_of: Callable[[int], str]
     read_labels: Callable[[Sequence[int]], np.ndarray]
-    several: bool = False
+    multi_label: bool = False
 
     def __len__(self) -> int:
         return self.count
@@ -37,7 +37,7 @@ class Source:
     @property
     def label_shape(self) -> tuple[int, ...]:
         """() for a class number, (k,) for a row over the classes."""
-        return (len(self.class_names),) if self.several else ()
+        return (len(self.class_names),) if self.multi_label else ()
 
     @functools.cached_property
     def labels(self) -> Int[np.ndarray, 'n'] | Int[np.ndarray, 'n k']:
@@ -55,7 +55,7 @@ def select(source: Source, indices: Sequence[int]) -> Source:
         source,
         count=len(chosen),
         read=lambda i: source.read(int(chosen[i])),
-        describe=lambda i: source.describe(int(chosen[i])),
+        name_of=lambda i: source.name_of(int(chosen[i])),
         read_labels=lambda indices: source.read_labels(chosen[np.asarray(indices)].tolist()),
     )
 
@@ -70,13 +70,13 @@ def labelled(
     class_names: Sequence[str],
     *,
     read: Callable[[int], Stored],
-    describe: Callable[[int], str],
-    several: bool = False,
+    name_of: Callable[[int], str],
+    multi_label: bool = False,
 ) -> Source:
-    """A source whose labels are at hand: class numbers, or tuples of them where `several`."""
+    """A source whose labels are at hand: class numbers, or tuples of them where `multi_label`."""
 
     def row(i: int) -> Label:
-        if not several:
+        if not multi_label:
             return int(labels[i])
         hot = np.zeros(len(class_names), np.int32)
         hot[list(labels[i])] = 1
@@ -86,9 +86,9 @@ def labelled(
         count=len(labels),
         class_names=tuple(class_names),
         read=lambda i: (read(i), row(i)),
-        describe=describe,
+        name_of=name_of,
         read_labels=lambda indices: np.array([row(i) for i in indices], np.int32),
-        several=several,
+        multi_label=multi_label,
     )
 
 
@@ -97,13 +97,13 @@ def files(
     labels: Sequence[Any],
     class_names: Sequence[str],
     *,
-    several: bool = False,
+    multi_label: bool = False,
 ) -> Source:
     """Images that are files, with labels as `labelled` takes them."""
     return labelled(
         labels,
         class_names,
         read=lambda i: paths[i].read_bytes(),
-        describe=lambda i: str(paths[i]),
-        several=several,
+        name_of=lambda i: str(paths[i]),
+        multi_label=multi_label,
     )

@@ -92,7 +92,7 @@ def _in_tar(
             labels,
             class_names,
             read=lambda i: os.pread(descriptor, members[i].size, members[i].offset),
-            describe=lambda i: f'{path}:{members[i].name}',
+            name_of=lambda i: f'{path}:{members[i].name}',
         )
     )
 

@@ -116,7 +116,7 @@ def _drawn(source: Source, held_out: HeldOut) -> np.ndarray:
     for label in np.unique(labels):
         members = rng.permutation(np.flatnonzero(labels == label))
         if len(members) < 2:
-            name = source.describe(int(members[0]))
+            name = source.name_of(int(members[0]))
             raise UserError(f'{name}: its class has one image, none can be held out for testing')
         tested[members[: max(1, round(held_out.fraction * len(members)))]] = True
     return tested

@@ -44,24 +44,24 @@ def table(path: str) -> Splits:
     splits = sorted({row.split for row in rows})
     if '' in splits and len(splits) > 1:
         raise UserError(f'{path}: some lines have a `split`, others have none')
-    is_several = several == {True}
+    is_multi_label = several == {True}
     chosen = {split: [row for row in rows if row.split == split] for split in splits}
     return {
         split or 'all': functools.partial(
-            _source, chosen[split], class_names, file.parent, is_several
+            _source, chosen[split], class_names, file.parent, is_multi_label
         )
         for split in splits
     }
 
 
 def _source(
-    rows: Sequence[_Row], class_names: Sequence[str], root: pathlib.Path, several: bool
+    rows: Sequence[_Row], class_names: Sequence[str], root: pathlib.Path, multi_label: bool
 ) -> Source:
     number = {name: index for index, name in enumerate(class_names)}
     labels = [tuple(number[name] for name in row.classes) for row in rows]
     paths = [root / row.path for row in rows]
-    numbers = labels if several else [label for (label,) in labels]
-    return shuffled(files(paths, numbers, class_names, several=several))
+    numbers = labels if multi_label else [label for (label,) in labels]
+    return shuffled(files(paths, numbers, class_names, multi_label=multi_label))
 
 
 def _csv(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -141,9 +141,9 @@ def _source(
         count=count,
         class_names=tuple(names),
         read=read,
-        describe=lambda i: f'{name}[{i}]',
+        name_of=lambda i: f'{name}[{i}]',
         read_labels=read_labels,
-        several=several,
+        multi_label=several,
     )
 
 

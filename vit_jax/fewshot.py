@@ -3,12 +3,12 @@
 from vit_jax.command_line import app
 from vit_jax.config import TrainConfig
 from vit_jax.parallel.processes import Job
-from vit_jax.runs import probing
+from vit_jax.runs import probing_run
 
 
 def run(config: TrainConfig, workdir: str, accept_changes: bool, job: Job) -> None:
     """Evaluates, and says the result and where the whole protocol of it lies."""
-    result, path = probing.probe(config, workdir, job=job)
+    result, path = probing_run.probe(config, workdir, accept_changes=accept_changes, job=job)
     if job.index != 0:
         return
     for name, values in result['sets'].items():

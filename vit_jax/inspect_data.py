@@ -25,9 +25,9 @@ from vit_jax.data.augmentation import augment
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.inspection import Scan
 from vit_jax.data.sources.base import Source
-from vit_jax.data.sources.opening import open_splits, opener
+from vit_jax.data.sources.opening import make_opener, open_splits
 from vit_jax.parallel.processes import Job
-from vit_jax.runs import setups
+from vit_jax.runs.experiment import open_start, preprocessing_of
 from vit_jax.training.losses import targets_of
 from vit_jax.training.update import AUGMENT, purpose_key
 
@@ -40,7 +40,7 @@ def run(config: TrainConfig, workdir: str, accept_changes: bool, job: Job) -> No
     """Scans every split, prints what a person should know, draws the sheet."""
     folder = pathlib.Path(workdir)
     folder.mkdir(parents=True, exist_ok=True)
-    opened = opener(config.held_out)
+    opened = make_opener(config.held_out)
     sheet = _sheet(config, opened)
     cv2.imwrite(str(folder / SHEET), sheet[..., ::-1])
     found = {}
@@ -119,10 +119,10 @@ def _sheet(config: TrainConfig, opened: Callable[[str, str], Source]) -> np.ndar
 
 def _seen_by_model(config: TrainConfig) -> tuple[tuple[int, int], Preprocessing]:
     """Size and preprocessing of the images that the configured network takes."""
-    origin = setups.read_origin(config)
+    origin = open_start(config)
     model = config.model or (origin.card.model if origin else None)
     size = config.image_size or (model.image_size if model else _DEFAULT_SIZE)
-    return size, setups.preprocessing_of(config, origin)
+    return size, preprocessing_of(config, origin)
 
 
 def _readable(reader: loading.ImageReader) -> list[int]:

@@ -171,6 +171,11 @@ def name_of(function: Callable[..., Any]) -> str:
     return f'{owner.__module__}:{owner.__qualname__}'
 
 
+def text_of(value: str | Callable[..., Any]) -> str:
+    """A text as it is, of a function its name."""
+    return value if isinstance(value, str) else name_of(value)
+
+
 def _to_plain(value: Any, hint: Any) -> Any:
     if isinstance(value, Record):
         kind = {'kind': type(value).__name__} if len(_record_types(hint)) > 1 else {}

@@ -32,6 +32,9 @@ _ERASED_AREA, _ERASED_ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)
 _SHIFT, _FLIP, _RANDAUGMENT, _ERASE, _MIX = range(5)
 
 
+AugmentFunction = Callable[[Any, Batch], Batch]
+
+
 @dataclasses.dataclass(kw_only=True)
 class Augmentation(Record):
     """Random changes to training images, in the order they are made.

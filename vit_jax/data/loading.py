@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from typing import Literal
+from typing import Any, Literal
 
 import grain
 import jax
@@ -173,6 +173,20 @@ def make_loader(reader: ImageReader, config: LoaderConfig, sharding: NamedShardi
         return reader.examples(draws, pool)
 
     return Loader(reader.source, load_on_host, lambda batch: batch, sharding, prepared)
+
+
+def make_loaders(config: LoaderConfig, sharding: NamedSharding) -> Callable[[ImageReader], Loader]:
+    """A function from readers to loaders, which makes each once: a split is on the device once."""
+    made: dict[tuple[Any, ...], Loader] = {}
+
+    def loader_of(reader: ImageReader) -> Loader:
+        how = repr((reader.crop, reader.size, reader.exif_rotation, reader.skip_unreadable))
+        name = id(reader.source), how
+        if name not in made:
+            made[name] = make_loader(reader, config, sharding)
+        return made[name]
+
+    return loader_of
 
 
 def _kept_on_device(

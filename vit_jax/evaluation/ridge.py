@@ -5,50 +5,16 @@ A frozen network's features, k labelled images a class, and a ridge regression t
 standardisation, bias, l2 and seeds open; they are those of big_vision's `fewshot_lsr`.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from vit_jax.base.array_types import Float, Int
-from vit_jax.base.records import Record
-from vit_jax.evaluation.probes import LogisticConfig
 from vit_jax.evaluation.standardising import standardised
 
 BIAS = 100.0  # a constant feature this large is hardly regularised: lambda / 100^2
 Draws = dict[tuple[int, int], Int[np.ndarray, '_']]
-
-
-@dataclasses.dataclass(kw_only=True)
-class ProbeSet(Record):
-    """The images of one data set: to draw from, and to test on."""
-
-    data: str | None = None  # None: the data of the experiment
-    train_split: str = 'train'
-    test_split: str = 'test'
-
-
-@dataclasses.dataclass(kw_only=True)
-class FewshotConfig(Record):
-    """Which images, how many of each class, drawn how often; and what else is made of features.
-
-    With `sets` there are several data sets, by the names of their results; otherwise one. Nearest
-    neighbours and a logistic regression learn from all training images. With `feature_cache` the
-    features of whole splits are kept in that directory, when a checkpoint is evaluated alone.
-    """
-
-    data: str | None = None  # None: the data of the experiment
-    train_split: str = 'train'
-    test_split: str = 'test'
-    sets: dict[str, ProbeSet] = dataclasses.field(default_factory=dict)
-    shots: tuple[int, ...] = (1, 5, 10, 25)
-    seeds: tuple[int, ...] = (0, 1, 2)
-    l2: float = 1024.0  # not divided by the number of images: strong where they are few
-    neighbours: int | None = None  # that vote on a test image; None: no such evaluation
-    logistic: LogisticConfig | None = None
-    feature_cache: str | None = None
-    every_steps: int | None = None  # while training; None: at the end only
 
 
 def draw(labels: Int[np.ndarray, 'n'], *, shots: Sequence[int], seeds: Sequence[int]) -> Draws:
@@ -149,7 +115,7 @@ def ridge(
 def report(
     accuracies: dict[tuple[int, int], float],
     draws: Draws,
-    config: FewshotConfig,
+    config: Any,
     *,
     name_of: Callable[[int], str],
     classes: int,

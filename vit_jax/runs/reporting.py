@@ -12,12 +12,20 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vit_jax.base.atomic_files import atomic_write
+from vit_jax.parallel.processes import Job
 from vit_jax.runs import workdirs
 from vit_jax.training.loop import Clock
 
 MEANS = 'loss', 'accuracy'  # of all steps since the last report; the rest are the last step's
 # A loss so many standard deviations above the mean of the steps before is a spike.
 _WINDOW, _SIGMAS, _LEAST = 128, 6.0, 32
+
+
+def console_of(job: Job) -> Console:
+    """The screen: nothing is printed by other processes than the first."""
+    quiet = job.index != 0
+    return Console(quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 class Reporter:
@@ -35,9 +43,9 @@ class Reporter:
         batch_size: int,
         clock: Clock,
         tensorboard: bool,
-        is_main_process: bool,
+        console: Console,
     ):
-        self.console = Console(quiet=not is_main_process, highlight=False, soft_wrap=True)
+        self.console, is_main_process = console, not console.quiet
         self._steps, self._log_every_steps, self._batch_size = steps, log_every_steps, batch_size
         self._clock, self._began = clock, time.monotonic()
         self._recent: list[dict[str, float]] = []
@@ -46,7 +54,7 @@ class Reporter:
         self.skipped = 0
         self._file = self._board = None
         if is_main_process:
-            workdirs.forget_after(folder / workdirs.METRICS, steps.start)
+            _forget_after(folder / workdirs.METRICS, steps.start)
             self._file = (folder / workdirs.METRICS).open('a')
         if is_main_process and tensorboard:
             from tensorboardX import SummaryWriter
@@ -146,6 +154,21 @@ class Reporter:
         if self._board is not None:
             for name, value in numbers.items():
                 self._board.add_scalar(f'{kind}/{name}', value, step)
+
+
+def _forget_after(path: pathlib.Path, step: int) -> None:
+    """Drops the lines of a metrics file that a run beginning at this step will write again."""
+    if path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        with atomic_write(path) as partial:
+            partial.write_text(''.join(line for line in lines if _is_up_to(line, step)))
+
+
+def _is_up_to(line: str, step: int) -> bool:
+    try:
+        return json.loads(line)['step'] <= step
+    except json.JSONDecodeError:  # the last line of a killed run
+        return False
 
 
 def duration(seconds: float) -> str:

@@ -180,7 +180,7 @@ def test_a_folder_is_looked_through_once(root, monkeypatch):
     looked = []
     find = pathlib.Path.rglob
     monkeypatch.setattr(pathlib.Path, 'rglob', lambda p, x: looked.append(p) or find(p, x))
-    opened = opening.opener()
+    opened = opening.make_opener()
     for split in 'train', 'train[:50%]', 'train[50%:]', 'test':
         opened(str(root), split)
     assert len(looked) == len(set(looked)) == 4

@@ -46,6 +46,7 @@ class Source:
 
 
 Splits = dict[str, Callable[[], Source]]
+DataFunction = Callable[[str], Source]
 
 
 def select(source: Source, indices: Sequence[int]) -> Source:

@@ -35,10 +35,10 @@ def open_source(data: str, split: str, held_out: HeldOut | None = None) -> Sourc
     `test`, it is what else images for testing are called. Raises UserError or MissingFile
     with what was found instead.
     """
-    return opener(held_out)(data, split)
+    return make_opener(held_out)(data, split)
 
 
-def opener(held_out: HeldOut | None = None) -> Callable[[str, str], Source]:
+def make_opener(held_out: HeldOut | None = None) -> Callable[[str, str], Source]:
     """`open_source` that opens everything once: a folder is not looked through again."""
 
     @functools.cache

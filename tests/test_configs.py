@@ -62,7 +62,7 @@ def test_a_config_fits_together(path, argument):
         size = config.image_size or (32, 32)
         config.model = tiny.model(num_classes=None, image_size=size, patch_size=(patch, patch))
     images = IMAGES.get(config.data, 1_281_167)
-    length = make_train_length(config.total, batch_size=config.batch_size, images=images)
+    length = make_train_length(config.total, batch_size=config.batch_size, num_images=images)
     model = setups.trained_model(config, None, CLASSES)
     setup = setups.prepare(config, None, model, length=length)
     functions = setups.make_functions(setup)
@@ -70,7 +70,7 @@ def test_a_config_fits_together(path, argument):
     batch = setups.described_batch(setup, config.batch_size)
     after, metrics = jax.eval_shape(functions.update, state, batch)
     assert tree_names.named_leaves(after) == tree_names.named_leaves(state)
-    assert metrics['loss'].shape == ()
+    assert metrics.sums['loss'].shape == ()
 
 
 def test_every_row_of_table_3_is_there():

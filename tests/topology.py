@@ -51,7 +51,7 @@ def measure(mesh_config, steps, save, restore):
     )
     opened = opening.opener(config.held_out)
     model = setups.trained_model(config, None, tuple('0123456789'))
-    length = make_train_length(config.total, batch_size=config.batch_size, images=1438)
+    length = make_train_length(config.total, batch_size=config.batch_size, num_images=1438)
     setup = setups.prepare(config, None, model, length=length)
     programs = setups.compile_training(setup)
     feed = setups.Feeds(setup, opened).training()
@@ -63,7 +63,7 @@ def measure(mesh_config, steps, save, restore):
         if step < 10:
             found['batches'].append(digest(batch, setup.mesh))
         state, metrics = programs.update(state, batch)
-        found['losses'].append(float(metrics['loss']))
+        found['losses'].append(metrics.means['loss'])
     test = setups.Feeds(setup, opened).evaluation('digits', 'test')
     found['evaluations'] = {
         count: classification.evaluate(

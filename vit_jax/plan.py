@@ -57,7 +57,7 @@ def step(task: Task, where: Topology, *, remat: Remat, batch_size: int) -> Fit:
     config = dataclasses.replace(task.config, compute=compute, batch_size=batch_size)
     assert config.total is not None
     model = setups.trained_model(config, None, tuple(map(str, range(task.num_classes))))
-    length = make_train_length(config.total, batch_size=batch_size, images=task.images)
+    length = make_train_length(config.total, batch_size=batch_size, num_images=task.images)
     setup = setups.prepare(config, None, model, length=length, devices=where.devices)
     functions = setups.make_functions(setup)
     like, shardings = setups.placed(setup, functions)

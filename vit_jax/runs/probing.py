@@ -95,7 +95,7 @@ def _result(setup: setups.Setup, rows: Rows, opened: OpenSet) -> dict[str, Any]:
     config, (train, test, told) = setup.config.fewshot, opened
     assert config is not None
     labels = train.source.labels, test.source.labels
-    test_rows = rows(test, np.arange(len(test.source)))
+    tested = probes.Labelled(rows(test, np.arange(len(test.source))), labels[1])
     protocol = {
         'data': told.data or setup.config.data,
         'train_split': told.train_split,
@@ -109,17 +109,16 @@ def _result(setup: setups.Setup, rows: Rows, opened: OpenSet) -> dict[str, Any]:
     train_rows = None
     if config.neighbours is not None or config.logistic is not None:
         train_rows = rows(train, np.arange(len(train.source)))
-        data = train_rows, labels[0], test_rows, labels[1]
+        learned = probes.Labelled(train_rows, labels[0])
         if config.neighbours is not None:
-            nearest = probes.nearest_neighbours(*data, neighbours=config.neighbours)
+            nearest = probes.nearest_neighbours(learned, tested, neighbours=config.neighbours)
             more['nearest_neighbours'] = {'neighbours': config.neighbours, 'accuracy': nearest}
         if config.logistic is not None:
-            more['logistic'] = probes.logistic(*data, config.logistic)
+            more['logistic'] = probes.logistic(learned, tested, config.logistic)._asdict()
     accuracies, draws = ridge.probe(
-        lambda chosen: rows(train, chosen) if train_rows is None else train_rows[chosen],
         labels[0],
-        test_rows,
-        labels[1],
+        tested,
+        features_of=lambda i: rows(train, i) if train_rows is None else train_rows[i],
         shots=config.shots,
         seeds=config.seeds,
         l2=config.l2,
@@ -127,7 +126,9 @@ def _result(setup: setups.Setup, rows: Rows, opened: OpenSet) -> dict[str, Any]:
     report = ridge.report(
         accuracies,
         draws,
-        config,
+        shots=config.shots,
+        seeds=config.seeds,
+        l2=config.l2,
         name_of=train.source.name_of,
         classes=len(train.source.class_names),
     )

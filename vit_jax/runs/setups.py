@@ -26,9 +26,10 @@ from vit_jax.parallel import meshes, sharding_rules
 from vit_jax.pretrained import Origin, find
 from vit_jax.training.duration import TrainLength
 from vit_jax.training.losses import make_loss, targets_of
+from vit_jax.training.metrics import BatchSums, StepMetrics
 from vit_jax.training.optimizer import make_optimizer, make_schedule
 from vit_jax.training.rules import make_rules
-from vit_jax.training.update import Metrics, TrainState, make_init, make_loss_sums, make_update
+from vit_jax.training.update import TrainState, make_init, make_loss_sums, make_update
 
 
 class Setup(NamedTuple):
@@ -162,8 +163,8 @@ class Functions(NamedTuple):
     """A training run as pure functions; nothing is computed yet."""
 
     init: Callable[[], TrainState]
-    update: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-    scores: Callable[[Params, Batch], Metrics]
+    update: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
+    scores: Callable[[Params, Batch], BatchSums]
     report: list[str]  # what the rules over parameters matched
 
 
@@ -171,8 +172,8 @@ class Programs(NamedTuple):
     """What runs on the devices, compiled once each: a batch of another shape is an error."""
 
     init: Callable[[], TrainState]
-    update: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-    scores: Callable[[Params, Batch], Metrics]
+    update: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
+    scores: Callable[[Params, Batch], BatchSums]
     like: TrainState  # shapes and types of the state
     shardings: TrainState  # where its arrays lie
     report: list[str]

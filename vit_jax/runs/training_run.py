@@ -28,6 +28,7 @@ from vit_jax.runs.goodput import Ledger
 from vit_jax.runs.reporting import Reporter
 from vit_jax.training.duration import make_train_length
 from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
+from vit_jax.training.metrics import StepMetrics
 from vit_jax.training.update import TrainState
 
 
@@ -102,7 +103,7 @@ def _planned(config: TrainConfig) -> Plan:
     origin = setups.read_origin(config)
     model = setups.trained_model(config, origin, class_names)
     images = opened(config.data, config.train_split)
-    length = make_train_length(config.total, batch_size=config.batch_size, images=len(images))
+    length = make_train_length(config.total, batch_size=config.batch_size, num_images=len(images))
     setup = setups.prepare(config, origin, model, length=length, label_shape=images.label_shape)
     feeds = setups.Feeds(setup, opened)
     train, test = feeds.training(), feeds.evaluation(config.data, config.test_split)
@@ -279,7 +280,7 @@ class _Run:
             raise Stopped(state) from None
         return state
 
-    def _on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+    def _on_metrics(self, step: int, metrics: StepMetrics) -> None:
         if self.reporter.step(step, metrics):
             self.checkpoints.check()
             self.ledger.record(step)

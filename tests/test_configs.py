@@ -68,7 +68,7 @@ def test_a_config_fits_together(path, argument):
     batch = abstract_batch(experiment.mesh, config.batch_size, size)
     after, metrics = jax.eval_shape(experiment.update, state, batch)
     assert tree_names.named_leaves(after) == tree_names.named_leaves(state)
-    assert metrics['loss'].shape == ()
+    assert metrics.sums['loss'].shape == ()
 
 
 def test_every_row_of_table_3_is_there():

@@ -4,7 +4,6 @@ A program is seen in its jaxpr and in where its arrays are, a batch in its bytes
 neither is named in ELSEWHERE, with the test that sees its effect.
 """
 
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -19,7 +18,7 @@ import pytest
 from tests import tiny
 from vit_jax.base import records
 from vit_jax.base.records import Record
-from vit_jax.config import EvalConfig, FewshotConfig, ProbeSet, TrainConfig
+from vit_jax.config import EvalConfig, TrainConfig
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.image_preprocessing import (
     CentralCrop,
@@ -30,15 +29,12 @@ from vit_jax.data.image_preprocessing import (
 )
 from vit_jax.data.loading import training_batches
 from vit_jax.data.randaugment import RandAugment
-from vit_jax.data.sources.opening import HeldOut
-from vit_jax.evaluation.probes import LogisticConfig
-from vit_jax.models import Backbone, Compute, Regularization, ResNetConfig, ViTConfig
+from vit_jax.models import Backbone, ResNetConfig
 from vit_jax.parallel import meshes
 from vit_jax.parallel.meshes import MeshConfig
 from vit_jax.runs import compilation
 from vit_jax.runs.experiment import decide
 from vit_jax.training.duration import Duration
-from vit_jax.training.losses import LossConfig
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 ROOT = pathlib.Path(__file__).parent.parent

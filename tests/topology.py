@@ -62,7 +62,7 @@ def measure(mesh_config, steps, save, restore):
         if step < 10:
             found['batches'].append(digest(batch, experiment.mesh))
         state, metrics = update(state, batch)
-        found['losses'].append(float(metrics['loss']))
+        found['losses'].append(metrics.means['loss'])
     test = loader_of(experiment.evals['test'])
     found['evaluations'] = {
         count: classification.evaluate(

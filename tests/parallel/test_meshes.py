@@ -37,7 +37,7 @@ def trained(mesh: MeshConfig, devices: int):
     losses = []
     for batch in loading.training_batches(loader, steps=range(STEPS), batch_size=16, seed=0):
         state, metrics = update(state, batch)
-        losses.append(float(metrics['loss']))
+        losses.append(metrics.means['loss'])
     return initial, np.array(losses), sizes
 
 

@@ -26,9 +26,10 @@ from vit_jax.pretrained import Origin, find
 from vit_jax.runs.probing import Probes, open_probes
 from vit_jax.training.duration import TrainLength, make_train_length
 from vit_jax.training.losses import LossConfig, make_loss, targets_of
+from vit_jax.training.metrics import BatchSums, StepMetrics
 from vit_jax.training.optimizer import make_optimizer, make_schedule
 from vit_jax.training.rules import make_rules
-from vit_jax.training.update import Metrics, TrainState, make_init, make_loss_sums, make_update
+from vit_jax.training.update import TrainState, make_init, make_loss_sums, make_update
 
 
 class Experiment(NamedTuple):
@@ -49,8 +50,8 @@ class Experiment(NamedTuple):
     evals: dict[str, ImageReader]
     probes: Probes | None  # of the few-shot evaluation
     init: Callable[[], TrainState]
-    update: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-    eval_steps: dict[str, Callable[[Params, Batch], Metrics]]
+    update: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
+    eval_steps: dict[str, Callable[[Params, Batch], BatchSums]]
     report: list[str]  # what the rules over parameters matched
 
     @property
@@ -92,7 +93,7 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
     _require_fitting_labels(config, train, evaluated)
     start = open_start(config)
     model_config = trained_model(config, start, train.class_names)
-    length = make_train_length(config.total, batch_size=config.batch_size, images=len(train))
+    length = make_train_length(config.total, batch_size=config.batch_size, num_images=len(train))
     mesh = make_mesh(config, devices)
     model = build(
         model_config,
@@ -206,7 +207,9 @@ def reader_for(
 def _training_functions(
     config: TrainConfig, model: Model, preprocessing: Preprocessing, length: TrainLength
 ) -> tuple[
-    Callable[[], TrainState], Callable[[TrainState, Batch], tuple[TrainState, Metrics]], list[str]
+    Callable[[], TrainState],
+    Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]],
+    list[str],
 ]:
     """`init`, `update`, and what the rules matched. Raises UserError where they do not fit."""
     schedule = make_schedule(config.schedule, length)
@@ -238,7 +241,7 @@ def _training_functions(
 
 def _eval_step(
     config: TrainConfig, model: Model, preprocessing: Preprocessing, train: Source, source: Source
-) -> Callable[[Params, Batch], Metrics]:
+) -> Callable[[Params, Batch], BatchSums]:
     loss = make_loss(config.loss)
 
     def of_any_label(

@@ -15,6 +15,7 @@ from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.loading import ImageReader, Loader
 from vit_jax.data.sources.base import Source
 from vit_jax.evaluation import probes, ridge
+from vit_jax.evaluation.probes import Labelled
 from vit_jax.parallel.processes import Job
 
 # Features (n d) in host memory of these images of a reader.
@@ -89,7 +90,7 @@ def _result(
     features_of: FeaturesOf, one: Probe, config: FewshotConfig, preprocessing: Preprocessing
 ) -> dict[str, Any]:
     train, test = one.train.source, one.test.source
-    test_features = features_of(one.test, np.arange(len(test)))
+    tested = Labelled(features_of(one.test, np.arange(len(test))), test.labels)
     protocol = {
         'data': one.data,
         'train_split': one.splits.train_split,
@@ -103,12 +104,12 @@ def _result(
     train_features = None
     if config.neighbours is not None or config.logistic is not None:
         train_features = features_of(one.train, np.arange(len(train)))
-        data = train_features, train.labels, test_features, test.labels
+        learned = Labelled(train_features, train.labels)
         if config.neighbours is not None:
-            nearest = probes.nearest_neighbours(*data, neighbours=config.neighbours)
+            nearest = probes.nearest_neighbours(learned, tested, neighbours=config.neighbours)
             more['nearest_neighbours'] = {'neighbours': config.neighbours, 'accuracy': nearest}
         if config.logistic is not None:
-            more['logistic'] = probes.logistic(*data, config.logistic)
+            more['logistic'] = probes.logistic(learned, tested, config.logistic)._asdict()
 
     def of_drawn(indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:
         if train_features is None:
@@ -116,16 +117,23 @@ def _result(
         return train_features[indices]
 
     accuracies, draws = ridge.probe(
-        of_drawn,
         train.labels,
-        test_features,
-        test.labels,
+        tested,
+        features_of=of_drawn,
         shots=config.shots,
         seeds=config.seeds,
         l2=config.l2,
     )
     classes = len(train.class_names)
-    report = ridge.report(accuracies, draws, config, name_of=train.name_of, classes=classes)
+    report = ridge.report(
+        accuracies,
+        draws,
+        shots=config.shots,
+        seeds=config.seeds,
+        l2=config.l2,
+        name_of=train.name_of,
+        classes=classes,
+    )
     return protocol | more | report
 
 

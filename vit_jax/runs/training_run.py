@@ -34,6 +34,7 @@ from vit_jax.runs.experiment import Experiment, decide
 from vit_jax.runs.goodput import Ledger
 from vit_jax.runs.reporting import Reporter, console_of
 from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
+from vit_jax.training.metrics import StepMetrics
 from vit_jax.training.update import TrainState
 
 Probe = Callable[[Params], dict[str, Any]]  # parameters to few-shot results
@@ -294,7 +295,7 @@ class Run:
             raise Stopped(state) from None
         return state
 
-    def _on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+    def _on_metrics(self, step: int, metrics: StepMetrics) -> None:
         if self.reporter.step(step, metrics):
             self.checkpoints.check()
             self.ledger.record('reported', step)

@@ -18,6 +18,8 @@ from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
+RENAMED: dict[str, str] = {}  # fields by their old dotted names
+
 
 def _default(kind: type) -> Any:
     return dataclasses.field(default_factory=kind)

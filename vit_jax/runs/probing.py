@@ -207,7 +207,7 @@ def _digest(*parts: Any) -> str:
 
 
 def probe(
-    config: TrainConfig, path: str, *, job: Job | None = None
+    config: TrainConfig, path: str, *, accept_changes: bool = False, job: Job | None = None
 ) -> tuple[dict[str, Any], pathlib.Path]:
     """Evaluation of the checkpoint `start_from` alone; the result file lies in `path`.
 
@@ -227,7 +227,8 @@ def probe(
     setup = setups.prepare(config, origin, setups.frozen_model(config, origin))
     feeds = setups.Feeds(setup, opener(config.held_out))
     sets = open_sets(setup, feeds)  # what is wrong with them is said before anything is computed
-    with workdirs.opened(path, records.to_dict(config), job) as folder:
+    values = records.to_dict(config)
+    with workdirs.opened(path, values, job, accept_changes=accept_changes) as folder:
         like = jax.eval_shape(setup.model.init, jax.random.key(0))
         shardings = shardings_for(like, setup.mesh, config.mesh)
         params, said = setups.transferred(setup, like)

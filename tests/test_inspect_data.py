@@ -1,5 +1,6 @@
 """What is seen of images before training."""
 
+import argparse
 import json
 
 import cv2
@@ -11,7 +12,11 @@ from vit_jax import inspect_data, prepare
 from vit_jax.command_line import app
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.sources.opening import HeldOut
-from vit_jax.parallel.processes import Job
+
+
+def look(config, folder):
+    return inspect_data.main(argparse.Namespace(config=config, workdir=str(folder)))
+
 
 RNG = np.random.default_rng(0)
 
@@ -33,7 +38,7 @@ def test_counts_defects_and_a_picture(photos, tmp_path, capsys):
     config = tiny.experiment(
         data=str(photos), held_out=HeldOut(fraction=0.25), augmentation=Augmentation(mixup=0.5)
     )
-    inspect_data.run(config, str(tmp_path / 'out'), False, Job())
+    look(config, tmp_path / 'out')
     said = capsys.readouterr().out
     found = json.loads((tmp_path / 'out' / 'data.json').read_text())['splits']
     assert list(found) == ['train', 'test']
@@ -70,7 +75,7 @@ def test_what_cannot_be_looked_at_is_explained(tmp_path):
         (tmp_path / 'photos' / 'cat' / f'{i}.jpg').write_bytes(b'x')
     config = tiny.experiment(data=str(tmp_path / 'photos'))
     with pytest.raises(ValueError, match='none of 2 training images can be read'):
-        inspect_data.run(config, str(tmp_path / 'out'), False, Job())
+        look(config, tmp_path / 'out')
 
 
 def test_preparing_says_what_is_missing(monkeypatch, capsys):

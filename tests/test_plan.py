@@ -23,7 +23,7 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture(scope='module')
 def slice_of_eight():
-    return ahead_of_time.find('v5e:2x4')
+    return ahead_of_time.find_topology('v5e:2x4')
 
 
 @pytest.fixture(scope='module')
@@ -52,7 +52,7 @@ def with_images(config, batch_size):
 )
 def test_a_topology_that_is_no_name_says_what_one_is(name, message):
     with pytest.raises(ValueError, match=f'--topology={name}: {message}'):
-        ahead_of_time.find(name)
+        ahead_of_time.find_topology(name)
 
 
 @needs_compiler
@@ -60,7 +60,7 @@ def test_the_chip_says_its_memory(slice_of_eight):
     assert len(slice_of_eight.devices) == 8
     assert slice_of_eight.memory == 15.75 * ahead_of_time.GIB  # as the compiler names it for v5e
     with pytest.raises(ValueError, match='--topology=v5e:3x5: '):
-        ahead_of_time.find('v5e:3x5')
+        ahead_of_time.find_topology('v5e:3x5')
 
 
 @needs_compiler

@@ -8,13 +8,10 @@ evaluation counted of uneven numbers of images. With --save=DIR it leaves a stat
 import hashlib
 import json
 import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app as absl_app
-from absl import flags
 
 from tests import tiny
 from vit_jax.checkpoints.store import Checkpoints
@@ -24,7 +21,7 @@ from vit_jax.evaluation import classification
 from vit_jax.models import Regularization
 from vit_jax.parallel import meshes
 from vit_jax.parallel.meshes import MeshConfig
-from vit_jax.parallel.processes import joined
+from vit_jax.parallel.processes import joined_job
 from vit_jax.runs import compilation
 from vit_jax.training.duration import Duration
 
@@ -92,19 +89,23 @@ def measure(mesh_config, steps, save, restore):
 
 
 def main(arguments):
-    _, out, fsdp, tensor, steps = arguments
     config = MeshConfig(
-        fsdp=int(fsdp), tensor=int(tensor), fsdp_min_mb=0.0, max_replicated_fraction=0.5
+        fsdp=arguments.fsdp, tensor=arguments.tensor, fsdp_min_mb=0.0, max_replicated_fraction=0.5
     )
-    with joined(launch(), app.report) as job:
+    with joined_job(app.launch(arguments), app.reporter(arguments)) as job:
         assert jnp.zeros(()).dtype == jnp.float32
-        found = measure(config, int(steps), save.value, restore.value)
+        found = measure(config, arguments.steps, arguments.save, arguments.restore)
         if job.index == 0:
-            pathlib.Path(out).write_text(json.dumps(found))
+            pathlib.Path(arguments.out).write_text(json.dumps(found))
+    return 0
 
 
 if __name__ == '__main__':
-    launch = app.launch_flags()
-    save = flags.DEFINE_string('save', None, '')
-    restore = flags.DEFINE_string('restore', '', '')
-    sys.exit(absl_app.run(main))
+    parser = app.new_parser('topology', __doc__)
+    parser.add_argument('out')
+    for name in 'fsdp', 'tensor', 'steps':
+        parser.add_argument(name, type=int)
+    parser.add_argument('--save')
+    parser.add_argument('--restore', default='')
+    app.add_launch(parser)
+    app.run(main, parser)

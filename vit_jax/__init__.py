@@ -1,12 +1,9 @@
 """Vision Transformers in JAX: pre-train, fine-tune, probe with few labels, and look inside."""
 
-import time
 from typing import TYPE_CHECKING, Any
 
 __version__ = '0.1.0'
 __all__ = ['load', 'save']
-
-IMPORTED = time.monotonic()  # where the time of a program that is `python -m vit_jax...` begins
 
 if TYPE_CHECKING:
     from vit_jax.pretrained import load, save

@@ -4,6 +4,7 @@ Started like a training (same flags, on every host) it meets the other processes
 packages and code, counts devices, and adds up one number of each device, within --seconds.
 """
 
+import argparse
 import importlib.util
 import os
 import pathlib
@@ -19,24 +20,23 @@ from importlib import metadata
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 
 from vit_jax.base.errors import UserError
 from vit_jax.command_line import app
 from vit_jax.parallel import clusters, meshes
-from vit_jax.parallel.clusters import Launch
-from vit_jax.parallel.processes import Job, joined
+from vit_jax.parallel.processes import Job, joined_job
 from vit_jax.runs import fingerprint
 
 # The oldest NVIDIA driver of each major version of CUDA (NVIDIA, CUDA compatibility, table 1).
 _LEAST_DRIVER = {'12': 525, '13': 580}
 
 
-def examine(launch: Launch, seconds: float) -> None:
+def main(arguments: argparse.Namespace) -> int:
     """Prints what was found. Raises UserError with the first thing that is wrong."""
+    launch = app.launch(arguments)
     _say('host', f'{socket.gethostname()}, {platform.system()}, {os.cpu_count()} cores')
     _say('versions', ', '.join(f'{name} {v}' for name, v in fingerprint.packages().items()))
-    cluster = clusters.find(launch)
+    cluster = clusters.detect_cluster(launch)
     if cluster is None:
         _say('cluster', 'none recognised: one process')
     else:
@@ -48,9 +48,10 @@ def examine(launch: Launch, seconds: float) -> None:
             f'devices of this process: {"all" if own is None else own}',
         )
     gpus = _check_accelerator()
-    with joined(launch, app.report) as job:
-        _check_together(job, seconds, gpus)
+    with joined_job(launch, app.reporter(arguments)) as job:
+        _check_together(job, arguments.seconds, gpus)
     _say('result', 'all is well')
+    return 0
 
 
 def _say(name: str, text: str) -> None:
@@ -135,7 +136,13 @@ def _give_up(job: Job, seconds: float) -> None:
     job.end(1, text)
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = app.new_parser('doctor', __doc__)
+    text = 'that all devices may take for one sum (60)'
+    parser.add_argument('--seconds', type=float, default=60.0, metavar='S', help=text)
+    app.add_launch(parser)
+    return parser
+
+
 if __name__ == '__main__':
-    _launch = app.launch_flags()
-    _seconds = flags.DEFINE_float('seconds', 60.0, 'That all devices may take for one sum.')
-    app.bare(lambda: examine(_launch(), _seconds.value), __doc__ or '')
+    app.run(main, _parser())

@@ -1,15 +1,16 @@
 """Probes a checkpoint with few labels: python -m vit_jax.fewshot --config.start_from=CHECKPOINT."""
 
 from vit_jax.command_line import app
-from vit_jax.config import TrainConfig
-from vit_jax.parallel.processes import Job
+from vit_jax.command_line.app import Invocation
 from vit_jax.runs import probing_run
 
 
-def run(config: TrainConfig, workdir: str, accept_changes: bool, job: Job) -> None:
+def run(asked: Invocation) -> None:
     """Evaluates, and says the result and where the whole protocol of it lies."""
-    result, path = probing_run.probe(config, workdir, accept_changes=accept_changes, job=job)
-    if job.index != 0:
+    result, path = probing_run.probe(
+        asked.config, asked.workdir, accept_changes=asked.accept_changes, job=asked.job
+    )
+    if asked.job.index != 0:
         return
     for name, values in result['sets'].items():
         print(f'{name}: {values["test_images"]:,} test images, {values["classes"]:,} classes')
@@ -30,4 +31,4 @@ def run(config: TrainConfig, workdir: str, accept_changes: bool, job: Job) -> No
 
 
 if __name__ == '__main__':
-    app.train(run, __doc__ or '')
+    app.run_job(run, name='fewshot', description=__doc__)

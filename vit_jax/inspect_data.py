@@ -4,6 +4,7 @@ Says what was found: splits, classes, counts, sizes, files that cannot be read. 
 it to WORKDIR/data.json, and to WORKDIR/data.png some images as evaluation and as training see them.
 """
 
+import argparse
 import functools
 import pathlib
 import sys
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from vit_jax.base.atomic_files import write_json
-from vit_jax.base.errors import UserError
+from vit_jax.base.errors import UserError, usable
 from vit_jax.command_line import app
 from vit_jax.config import TrainConfig
 from vit_jax.data import inspection, loading
@@ -26,7 +27,6 @@ from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.inspection import Scan
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import make_opener, open_splits
-from vit_jax.parallel.processes import Job
 from vit_jax.runs.experiment import open_start, preprocessing_of
 from vit_jax.training.losses import targets_of
 from vit_jax.training.update import AUGMENT, purpose_key
@@ -36,10 +36,11 @@ _ROWS, _EPOCHS, _DEFAULT_SIZE = 8, 7, (224, 224)
 _SHOWN = 5  # of a long list
 
 
-def run(config: TrainConfig, workdir: str, accept_changes: bool, job: Job) -> None:
+def main(arguments: argparse.Namespace) -> int:
     """Scans every split, prints what a person should know, draws the sheet."""
-    folder = pathlib.Path(workdir)
-    folder.mkdir(parents=True, exist_ok=True)
+    config, folder = arguments.config, pathlib.Path(arguments.workdir)
+    with usable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     opened = make_opener(config.held_out)
     sheet = _sheet(config, opened)
     cv2.imwrite(str(folder / SHEET), sheet[..., ::-1])
@@ -56,6 +57,7 @@ def run(config: TrainConfig, workdir: str, accept_changes: bool, job: Job) -> No
             found[split] = scan.values()
     write_json(folder / SUMMARY, {'data': config.data, 'splits': found})
     print(f'all of it      {folder / SUMMARY}\na look at it   {folder / SHEET}')
+    return 0
 
 
 def _lines(scan: Scan) -> list[str]:
@@ -147,5 +149,11 @@ def _class_name(source: Source, index: int) -> str:
     return ', '.join(source.class_names[number] for number in numbers)
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = app.new_parser('inspect_data', __doc__)
+    app.add_config(parser)
+    return parser
+
+
 if __name__ == '__main__':
-    app.train(run, __doc__ or '')
+    app.run(main, _parser())

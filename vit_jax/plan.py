@@ -7,11 +7,10 @@ the step that `vit_jax.train` would run on such devices. A topology is KIND:SHAP
 v6e:16x16, v5p:4x4x8), or 2*v5e:16x16 for two slices.
 """
 
-import sys
+import argparse
 import time
 
 import jax
-from absl import flags
 
 from vit_jax.command_line import app
 from vit_jax.config import TrainConfig
@@ -68,20 +67,27 @@ def _gib(count: int) -> str:
     return f'{count / GIB:.2f} GiB'
 
 
-if __name__ == '__main__':
+def main(arguments: argparse.Namespace) -> int:
+    """Plans the configuration on the topology."""
     jax.config.update('jax_platforms', 'cpu')  # the compiler is enough; no device is looked for
-    _topology = flags.DEFINE_string('topology', None, 'KIND:SHAPE, such as v5e:4x4.')
-    _classes = flags.DEFINE_integer('num_classes', None, 'In place of those of the data.')
-    _images = flags.DEFINE_integer('num_images', None, 'To train on, in place of those there.')
-    _largest = flags.DEFINE_bool('largest', True, 'Look for the largest batch too: minutes more.')
-    flags.mark_flag_as_required('topology')
-    app.start(
-        lambda config: sys.exit(
-            run(
-                without_data(config, num_classes=_classes.value, num_images=_images.value),
-                ahead_of_time.find(_topology.value),
-                largest=_largest.value,
-            )
-        ),
-        __doc__ or '',
+    config = without_data(
+        arguments.config, num_classes=arguments.num_classes, num_images=arguments.num_images
     )
+    where = ahead_of_time.find_topology(arguments.topology)
+    return run(config, where, largest=arguments.largest)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = app.new_parser('plan', __doc__)
+    app.add_config(parser, workdir=False)
+    parser.add_argument('--topology', required=True, metavar='KIND:SHAPE', help='such as v5e:4x4')
+    for name, text in ('num_classes', 'classes'), ('num_images', 'images to train on'):
+        text = f'{text}, in place of those of the data'
+        parser.add_argument(f'--{name}', type=app.positive, metavar='N', help=text)
+    text = 'look for the largest batch too: minutes more'
+    app.add_boolean(parser, 'largest', text, default=True)
+    return parser
+
+
+if __name__ == '__main__':
+    app.run(main, _parser())

@@ -17,7 +17,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog='python -m vit_jax.prepare', description=__doc__)
+    parser = app.new_parser('prepare', __doc__)
     parser.add_argument('name', metavar='NAME', help='such as cifar10, or imagenet2012')
     parser.add_argument('--data_dir', metavar='DIR', help='TFDS_DATA_DIR, or ~/tensorflow_datasets')
     return parser

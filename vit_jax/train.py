@@ -4,17 +4,17 @@ import shlex
 
 from vit_jax.base import records
 from vit_jax.command_line import app
-from vit_jax.config import TrainConfig
-from vit_jax.parallel.processes import Job
+from vit_jax.command_line.app import Invocation
 from vit_jax.runs import probing, training_run
 from vit_jax.runs.reporting import spent
 from vit_jax.runs.training_run import Result
 from vit_jax.runs.workdirs import METRICS
 
 
-def run(config: TrainConfig, workdir: str, accept_changes: bool, job: Job) -> None:
+def run(asked: Invocation) -> None:
     """Trains, and says at the end what was reached, where it lies, and what comes next."""
-    result = training_run.train(config, workdir, accept_changes=accept_changes, job=job)
+    config, job = asked.config, asked.job
+    result = training_run.train(config, asked.workdir, accept_changes=asked.accept_changes, job=job)
     if job.index == 0:
         data = records.text_of(config.data)
         print_summary(result, next_program='finetune', config='finetune/transfer.py', data=data)
@@ -44,4 +44,4 @@ def print_summary(result: Result, *, next_program: str, config: str, data: str) 
 
 
 if __name__ == '__main__':
-    app.train(run, __doc__ or '')
+    app.run_job(run, name='train', description=__doc__)

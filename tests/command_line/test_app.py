@@ -1,14 +1,19 @@
-"""What the screen says."""
+"""What the programs take and say."""
 
 import json
+import logging
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
 
 from tests.hosts import hosts
+from vit_jax.base.errors import UserError
 from vit_jax.command_line import app
+from vit_jax.parallel.clusters import Launch
+from vit_jax.training.loop import NotFinite
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -25,29 +30,6 @@ def said(*arguments, name='train'):
 
 
 QUICK = '--config=configs/quickstart.py'
-
-
-@pytest.mark.parametrize(
-    'path, message',
-    [
-        ('modle', "config.modle: no such field; did you mean 'model'?"),
-        ('model.dept', "config.model.dept: no such field; did you mean 'depth'?"),
-        ('fewshot.shot', "config.fewshot.shot: no such field; did you mean 'shots'?"),
-        (
-            'augmentation.crop.scal',
-            "config.augmentation.crop.scal: no such field; did you mean 'scale'",
-        ),
-    ],
-)
-def test_an_unknown_field_suggests_the_nearest(path, message, capsys):
-    with pytest.raises(SystemExit):
-        app._check_field(path.split('.'))
-    assert message in capsys.readouterr().err
-
-
-def test_every_field_passes_that_check():
-    for path in 'data', 'model.depth', 'preprocessing.crop.scale', 'fewshot.shots', 'mesh.fsdp':
-        app._check_field(path.split('.'))
 
 
 def test_a_mistake_on_the_command_line_is_one_line_and_no_traceback(tmp_path):
@@ -79,18 +61,120 @@ def test_a_configuration_takes_an_argument_after_a_colon(tmp_path):
 def test_an_argument_that_a_configuration_does_not_know_is_named(tmp_path):
     config = 'configs/pretrain/vit.py:imagenet,B/17'
     code, out, err = said(f'--config={config}', f'--workdir={tmp_path}/run')
-    assert code == 2 and out == ''
+    assert code == 1 and out == ''
     assert err == f"error: --config={config}: no 'imagenet,B/17'; did you mean 'imagenet,B/16'?\n"
 
 
-def test_help_names_every_flag(tmp_path):
-    flags = '--config=', '--config.FIELD=', '--workdir=', '--accept_config_changes', '--distributed'
-    for name in 'train', 'finetune', 'fewshot', 'inspect_data', 'plan', 'doctor':
+def started(monkeypatch, parser, *arguments):
+    """The exit code of a program that returns its arguments, and these."""
+    found = []
+    monkeypatch.setattr(sys, 'argv', ['program', *arguments])
+    with pytest.raises(SystemExit) as ended:
+        app.run(lambda values: found.append(values) or 0, parser)
+    return ended.value.code, *found
+
+
+@pytest.mark.parametrize(
+    'spelling, value',
+    [
+        ([], True),
+        (['--nolargest'], False),
+        (['-nolargest'], False),
+        (['--largest=false'], False),
+        (['--nolargest', '--largest'], True),
+        (['--largest', 'true'], True),
+    ],
+)
+def test_a_boolean_is_given_in_any_spelling_of_absl(monkeypatch, spelling, value):
+    parser = app.new_parser('name', 'What it does.')
+    app.add_boolean(parser, 'largest', 'look for it', default=True)
+    app.add_launch(parser)
+    code, found = started(monkeypatch, parser, *spelling, '-process_id', '1')
+    assert (code, found.largest, app.launch(found).process_id) == (0, value, 1)
+
+
+def test_a_flag_that_a_program_would_ignore_is_refused(monkeypatch, capsys):
+    for flag in '--config.seed=1', '--accept_config_changes', '--num_processes=2':
+        assert started(monkeypatch, app.new_parser('name', ''), flag) == (2,)
+        assert f'unrecognized arguments: {flag}' in capsys.readouterr().err
+    with pytest.raises(ValueError, match='watchdog_seconds=0.0: expected at least 0.1'):
+        Launch(watchdog_seconds=0)
+
+
+@pytest.mark.parametrize('flags', [[], ['--traceback']])
+@pytest.mark.parametrize(
+    'error, code, line',
+    [
+        (UserError('data=x: no such folder'), 1, 'error: data=x: no such folder\n'),
+        (NotFinite('step 3: loss is nan'), 1, 'error: step 3: loss is nan\n'),
+        (KeyboardInterrupt(), 130, 'error: interrupted; the same command goes on'),
+        (ValueError('a fault of ours'), 1, None),
+        (OSError('a fault of ours'), 1, None),
+    ],
+)
+def test_an_error_is_one_line_where_the_user_can_mend_it(
+    monkeypatch, capsys, error, code, line, flags
+):
+    def main(arguments):
+        raise error
+
+    monkeypatch.setattr(sys, 'argv', ['program', *flags])
+    with pytest.raises(SystemExit) as ended:
+        app.run(main, app.new_parser('name', ''))
+    text = capsys.readouterr().err
+    assert ended.value.code == code
+    assert ('Traceback' in text and 'in main' in text) == (line is None or bool(flags))
+    assert text.startswith(line or '') or flags
+
+
+def test_warnings_are_named_by_their_level(monkeypatch, capsys):
+    def main(arguments):
+        logging.getLogger('any').warning('careful')
+        logging.getLogger('any').error('bad')
+        return 0
+
+    monkeypatch.setattr(sys, 'argv', ['program'])
+    with pytest.raises(SystemExit):
+        app.run(main, app.new_parser('name', ''))
+    assert capsys.readouterr().err == 'warning: careful\nerror: bad\n'
+
+
+def test_the_programs_are_listed_without_jax_and_started_by_name(tmp_path):
+    listed = """
+import runpy, sys
+sys.argv[1:] = []
+runpy.run_module('vit_jax', run_name='__main__')
+assert 'jax' not in sys.modules
+"""
+    done = subprocess.run([sys.executable, '-c', listed], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()[2:]]
+    files = [path.stem for path in (ROOT / 'vit_jax').glob('*.py')]
+    doors = {'__init__', '__main__', 'config', 'pretrained'}
+    assert [name for name, _ in lines] == sorted({*files} - doors)
+    assert dict(lines)['train'] == 'Trains a Vision Transformer'
+    with hosts(tmp_path, ['vit_jax', 'plan', '--help']) as (host,):
+        assert host.wait() == 0 and '--topology' in host.text
+    with hosts(tmp_path, ['vit_jax', 'trian']) as (host,):
+        assert host.wait() == 2 and "did you mean 'train'?" in host.text
+
+
+def test_help_names_every_flag_with_its_meaning(tmp_path):
+    with_config = '--config', '--config.FIELD'
+    launch = '--distributed', '--coordinator_address', '--watchdog_seconds'
+    for name, flags in {
+        'train': (*with_config, *launch, '--workdir', '--accept_config_changes'),
+        'fewshot': (*with_config, *launch, '--workdir', '--accept_config_changes'),
+        'inspect_data': (*with_config, '--workdir'),
+        'plan': (*with_config, '--topology', '--num_classes', '--num_images', '--largest'),
+        'doctor': (*launch, '--seconds'),
+    }.items():
         with hosts(tmp_path, [f'vit_jax.{name}', '--help']) as (host,):
             assert host.wait() == 0
-        assert f'python -m vit_jax.{name}' in host.text
-        for flag in flags if name not in ('plan', 'doctor') else ():
-            assert flag in host.text
+        for flag in (*flags, '--traceback'):
+            assert re.search(rf'\n  {re.escape(flag)} [^-]*\w{{2,}}', host.text), (name, flag)
+        refused = {'--accept_config_changes', '--num_processes'} - {*flags}
+        assert not [flag for flag in refused if flag in host.text and name == 'inspect_data']
 
 
 def test_none_is_no_value_but_where_it_is_a_choice(tmp_path):

@@ -29,14 +29,14 @@ OPEN_MPI = {
 
 @pytest.fixture
 def find(monkeypatch):
-    """`clusters.find` in an environment; jax reads the process' own."""
+    """`clusters.detect_cluster` in an environment; jax reads the process' own."""
 
     def found(env, **launch):
         for name in {**SLURM, **OPEN_MPI}:
             monkeypatch.delenv(name, raising=False)
         for name, value in env.items():
             monkeypatch.setenv(name, value)
-        return clusters.find(Launch(**launch), env)
+        return clusters.detect_cluster(Launch(**launch), env)
 
     return found
 
@@ -63,7 +63,7 @@ def test_open_mpi_gives_every_process_its_place(find):
 def test_open_mpi_5_needs_the_address_alone(find):
     env = {name: value for name, value in OPEN_MPI.items() if 'orte' not in name}
     with pytest.raises(
-        ValueError, match='Open MPI was recognised, but not whole.*--coordinator_ad'
+        ValueError, match='Open MPI was recognised, but is incomplete.*--coordinator_ad'
     ):
         find(env)
     found = find(env, coordinator_address='10.0.0.1:4000')
@@ -71,20 +71,22 @@ def test_open_mpi_5_needs_the_address_alone(find):
 
 
 @pytest.mark.parametrize('absent', ['SLURM_STEP_NODELIST', 'SLURM_PROCID', 'SLURM_LOCALID'])
-def test_a_cluster_that_is_not_whole_never_becomes_one_process(find, absent):
+def test_an_incomplete_cluster_never_becomes_one_process(find, absent):
     env = {name: value for name, value in SLURM.items() if name != absent}
-    with pytest.raises(ValueError, match=f'Slurm .* not whole: {absent} not set; .*srun'):
+    with pytest.raises(ValueError, match=f'Slurm .* is incomplete: {absent} not set; .*srun'):
         find(env)
     assert find(env, distributed=False) is None
 
 
 def test_a_tpu_slice_and_an_indexed_job_are_recognised(find):
     hosts = {'TPU_WORKER_HOSTNAMES': 'a,b,c,d', 'TPU_WORKER_ID': '1'}
-    with pytest.raises(ValueError, match='TPU was recognised, but not whole'):
+    with pytest.raises(ValueError, match='TPU was recognised, but is incomplete'):
         find(hosts)  # as there is no TPU here
     job = {'KUBERNETES_SERVICE_HOST': '10.0.0.1', 'JOB_COMPLETION_INDEX': '2'}
     with pytest.warns(UserWarning, match='kubernetes'):
-        with pytest.raises(ValueError, match='Kubernetes was recognised, but not whole.*jax.k8s'):
+        with pytest.raises(
+            ValueError, match='Kubernetes was recognised, but is incomplete.*jax.k8s'
+        ):
             find(job)
     place = {'coordinator_address': '10.0.0.1:4000', 'num_processes': 4, 'process_id': 2}
     assert find(job, **place).kind == 'Kubernetes'
@@ -124,8 +126,11 @@ def place(address, process_id=0, **values):
 
 def test_the_coordinator_listens_at_its_address_and_nowhere_else():
     port = free_port()
-    assert clusters.meet(place(f'127.0.0.1:{port}'), 1.0) == f'127.0.0.1:{port}'
-    assert clusters.meet(place(f'localhost:{port}'), 1.0) in (f'127.0.0.1:{port}', f'[::1]:{port}')
+    assert clusters.wait_for_coordinator(place(f'127.0.0.1:{port}'), 1.0) == f'127.0.0.1:{port}'
+    assert clusters.wait_for_coordinator(place(f'localhost:{port}'), 1.0) in (
+        f'127.0.0.1:{port}',
+        f'[::1]:{port}',
+    )
 
 
 def test_an_address_that_is_wrong_is_said_before_jax_aborts():
@@ -134,13 +139,15 @@ def test_an_address_that_is_wrong_is_said_before_jax_aborts():
         taken.listen()
         address = f'127.0.0.1:{taken.getsockname()[1]}'
         with pytest.raises(ValueError, match=f'{address}: is taken, perhaps by another run'):
-            clusters.meet(place(address), 1.0)
-        assert clusters.meet(place(address, process_id=1), 1.0) == address  # it is answered
+            clusters.wait_for_coordinator(place(address), 1.0)
+        assert (
+            clusters.wait_for_coordinator(place(address, process_id=1), 1.0) == address
+        )  # it is answered
     with pytest.raises(ValueError, match='nothing answers there after 0.3 s'):
-        clusters.meet(place(address, process_id=1), 0.3)
+        clusters.wait_for_coordinator(place(address, process_id=1), 0.3)
     with pytest.raises(ValueError, match='192.0.2.1:4000: is not an address of'):
-        clusters.meet(place('192.0.2.1:4000'), 1.0)
+        clusters.wait_for_coordinator(place('192.0.2.1:4000'), 1.0)
     with pytest.raises(ValueError, match='no.such.host.invalid cannot be resolved'):
-        clusters.meet(place('no.such.host.invalid:4000'), 1.0)
+        clusters.wait_for_coordinator(place('no.such.host.invalid:4000'), 1.0)
     with pytest.raises(ValueError, match='localhost:4000 is .* loops back'):
-        clusters.meet(place('localhost:4000', one_host=False), 1.0)
+        clusters.wait_for_coordinator(place('localhost:4000', one_host=False), 1.0)

@@ -9,7 +9,7 @@ from vit_jax.parallel.processes import Job
 AGE = """
 import time
 began = time.monotonic()
-from vit_jax.parallel.cluster import Launch
+from vit_jax.parallel.clusters import Launch
 from vit_jax.parallel.processes import Job
 assert 0 < Job(Launch()).age <= time.monotonic() - began
 """

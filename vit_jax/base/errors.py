@@ -4,6 +4,9 @@ They are raised where something of the user's is looked at: a value, a file, a d
 host. Every other exception is a fault of the program, and is shown with its traceback.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 
 class UserError(ValueError):
     """An input that cannot be used: what is wrong, where, and what would be right."""
@@ -15,3 +18,16 @@ class MissingFile(UserError, FileNotFoundError):
 
 class UnusableDisk(UserError, OSError):
     """A place that cannot be read or written: a full disk, a read-only directory."""
+
+
+@contextlib.contextmanager
+def usable(path: object) -> Iterator[None]:
+    """Around the use of a file or directory that the user named: OSError becomes a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except FileNotFoundError as error:
+        raise MissingFile(f'{path}: {error.strerror}') from error
+    except OSError as error:
+        raise UnusableDisk(f'{path}: {error.strerror or error}') from error

@@ -145,10 +145,11 @@ def differences(old: Any, new: Any, where: str = '') -> list[str]:
 
 
 def _record_types(hint: Any) -> list[type]:
-    return [t for t in _alternatives(hint) if isinstance(t, type) and issubclass(t, Record)]
+    return [t for t in alternatives(hint) if isinstance(t, type) and issubclass(t, Record)]
 
 
-def _alternatives(hint: Any) -> tuple[Any, ...]:
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """The types that a field may have: those of a union, or the one."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return typing.get_args(hint) if is_union else (hint,)
 
@@ -188,7 +189,7 @@ def _to_plain(value: Any, hint: Any) -> Any:
 
 
 def _read(hint: Any, value: Any, where: str) -> Any:
-    options = _alternatives(hint)
+    options = alternatives(hint)
     records = _record_types(hint)
     if value is None and type(None) in options:
         return None

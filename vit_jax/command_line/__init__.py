@@ -1,1 +1,1 @@
-"""What the programs share: flags, one-line errors."""
+"""What the programs share: arguments, configurations from files, one-line errors."""

@@ -1,151 +1,184 @@
-"""What the programs share: flags, one-line errors, a quiet screen."""
+"""The entry points of all programs: arguments, a quiet screen, errors in one line."""
 
 import argparse
 import contextlib
 import dataclasses
 import functools
-import logging as log_formats
-import pathlib
+import logging
 import re
-import runpy
 import sys
 import traceback
-import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from absl import app, flags, logging
-from ml_collections import config_flags
+from absl import flags
 
-from vit_jax.base import records
+from vit_jax.base.errors import UserError
+from vit_jax.command_line import config_flags
 from vit_jax.config import TrainConfig
 from vit_jax.parallel.clusters import Launch
-from vit_jax.parallel.processes import REQUEUE, Interrupted, Job, joined
+from vit_jax.parallel.processes import REQUEUE, Interrupted, Job, joined_job
 from vit_jax.training.loop import NotFinite
 
-_HERE = pathlib.Path(__file__).parent.parent
-_USAGE = """
-  --config=FILE[:ARGUMENT]    the experiment: a file that defines get_config()
-  --config.FIELD=VALUE        any field of it, such as --config.model.depth=6; =none for no value
-  --workdir=DIR               where the results go; a run that was stopped goes on there
-  --accept_config_changes     go on in a directory that holds a run of another configuration
-  --distributed=off           one process, whatever cluster it may be on; else it finds its place,
-  --coordinator_address=HOST:PORT --num_processes=N --process_id=I    or is told it
-  --start_seconds, --heartbeat_seconds, --watchdog_seconds            README, "Many hosts"
 
-The fields are described in vit_jax/config.py."""
-_OURS = ValueError, OSError, NotFinite
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Invocation:
+    """What a program was asked to do, as one process of a job."""
+
+    config: TrainConfig
+    workdir: str
+    accept_changes: bool  # go on in a work directory of another configuration
+    job: Job
 
 
-def train(run: Callable[[TrainConfig, str, bool, Job], None], description: str) -> None:
-    """Reads `--config` and `--workdir` and runs, as one of the processes of a job."""
-    workdir = flags.DEFINE_string('workdir', None, 'Where the results go.')
-    accept = flags.DEFINE_bool(
-        'accept_config_changes', False, 'Go on in a work directory of another configuration.'
-    )
-    launch = launch_flags()
-    flags.mark_flag_as_required('workdir')
+def run(main: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser) -> None:
+    """Runs a program and exits with the code that `main` returns.
 
-    def with_job(config: TrainConfig) -> None:
-        with joined(launch(), report) as job:
+    With the arguments of `add_config`, `arguments.config` is the TrainConfig.
+    """
+    with _started(parser) as arguments:
+        sys.exit(main(arguments))
+
+
+def run_job(main: Callable[[Invocation], None], *, name: str, description: str | None) -> None:
+    """Runs a program with configuration and work directory, as one of the processes of a job."""
+    parser = new_parser(name, description)
+    add_config(parser)
+    add_boolean(parser, 'accept_config_changes', 'go on in a directory of another configuration')
+    add_launch(parser)
+    with _started(parser) as arguments:
+        with joined_job(launch(arguments), reporter(arguments)) as job:
             try:
-                run(config, typing.cast(str, workdir.value), accept.value, job)
+                main(
+                    Invocation(
+                        config=arguments.config,
+                        workdir=arguments.workdir,
+                        accept_changes=arguments.accept_config_changes,
+                        job=job,
+                    )
+                )
             except Interrupted as stop:
                 if job.index == 0:
                     print(f'{stop}\nthe same command goes on (exit code {REQUEUE}: requeue)')
                 sys.exit(REQUEUE)
 
-    start(with_job, description)
 
-
-def launch_flags() -> Callable[[], Launch]:
-    """Defines the flags that say how this process was started; what gives their values."""
-    distributed = flags.DEFINE_enum('distributed', 'auto', ['auto', 'off'], 'off: one process.')
-    address = flags.DEFINE_string('coordinator_address', None, 'HOST:PORT of process 0.')
-    count = flags.DEFINE_integer('num_processes', None, 'Of all hosts together.', lower_bound=1)
-    index = flags.DEFINE_integer('process_id', None, 'Of this process.', lower_bound=0)
-    seconds = {
-        name: flags.DEFINE_float(name, getattr(Launch(), name), text, lower_bound=0.1)
-        for name, text in (
-            ('start_seconds', 'To wait for the other processes.'),
-            ('heartbeat_seconds', 'Without a sign of life, after which a process is dead.'),
-            ('watchdog_seconds', 'Without a step or an evaluated batch, then all stacks and end.'),
-        )
-    }
-
-    def launch() -> Launch:
-        return Launch(
-            distributed=distributed.value == 'auto',
-            coordinator_address=address.value,
-            num_processes=count.value,
-            process_id=index.value,
-            **{name: flag.value for name, flag in seconds.items()},
-        )
-
-    return launch
-
-
-def bare(run: Callable[[], None], description: str) -> None:
-    """Runs a program that has flags, but no configuration."""
-
-    def main(arguments: Sequence[str]) -> None:
-        if len(arguments) > 1:
-            _fail(f'unexpected argument {arguments[1]!r}')
-        _quiet()
-        with _explained():
-            run()
-
-    app.run(main, flags_parser=functools.partial(_parse, description))
-
-
-def _register_choices(kind: type) -> None:
-    """ml_collections parses what it is told of; the record itself checks the choice."""
-    for hint in records.hints(kind).values():
-        for option in (hint, *typing.get_args(hint)):
-            if typing.get_origin(option) is typing.Literal:
-                config_flags.register_flag_parser_for_type(option, flags.ArgumentParser())
-            elif isinstance(option, type) and issubclass(option, records.Record):
-                _register_choices(option)
-
-
-def start(run: Callable[[TrainConfig], None], description: str) -> None:
-    """Reads `--config` and runs; what the user can mend is said in one line."""
-    _register_choices(TrainConfig)
-    config = config_flags.DEFINE_config_file(
-        'config', None, 'The experiment: a file that defines get_config(), and :ARGUMENT for it.'
-    )
-    flags.mark_flag_as_required('config')
-
-    def main(arguments: Sequence[str]) -> None:
-        if len(arguments) > 1:
-            _fail(f'unexpected argument {arguments[1]!r}: settings are --config.FIELD=VALUE')
-        _quiet()
-        file = config_flags.get_config_filename(flags.FLAGS['config']).split(':')[0]
-        if not pathlib.Path(file).is_file():
-            _fail(f'--config={file}: no such file')
-        if not isinstance(config.value, TrainConfig):
-            _fail(f'--config: get_config() gave {type(config.value).__name__}, not a TrainConfig')
-        with _explained():
-            run(config.value)
-
-    app.run(main, flags_parser=functools.partial(_parse, description))
-
-
-def run(main: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser) -> None:
-    """Runs a program of plain arguments; what the user can mend is said in one line."""
-    arguments = parser.parse_args()
-    _quiet()
-    with _explained():
-        sys.exit(main(arguments))
-
-
-def _quiet() -> None:
-    """Warnings only, as plain lines."""
-    logging.set_verbosity(logging.WARNING)
-    logging.get_absl_handler().setFormatter(log_formats.Formatter('warning: %(message)s'))
-    # Each array that orbax cannot write would tell of itself; the first is raised, and said once.
+@contextlib.contextmanager
+def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
+    """The parsed arguments. An error within is reported, and ends the program."""
+    parser.add_argument('--traceback', action='store_true', help='show where any error comes from')
+    overrides, others = config_flags.split(sys.argv[1:])
+    # absl, which read the arguments once, takes one dash for two.
+    arguments = parser.parse_args([re.sub('^-(?=[a-z_]{2})', '--', text) for text in others])
+    if overrides and 'config' not in arguments:
+        parser.error(f'unrecognized arguments: --config.{overrides[0]}')
+    handler = logging.StreamHandler()
+    handler.setFormatter(_LowerCase('%(levelname)s: %(message)s'))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    # Of each array that orbax cannot write these say so; the first is raised, which is enough.
     for name in 'absl', 'asyncio':
-        log_formats.getLogger(name).setLevel(log_formats.CRITICAL)
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        if 'config' in arguments:
+            arguments.config = config_flags.load(arguments.config, overrides)
+        yield arguments
+    except (Exception, KeyboardInterrupt) as error:
+        sys.exit(reporter(arguments)(error))
+
+
+def reporter(arguments: argparse.Namespace) -> Callable[[BaseException], int]:
+    """`report` as --traceback asks for it."""
+    return functools.partial(report, with_traceback=arguments.traceback)
+
+
+class _LowerCase(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        record.levelname = record.levelname.lower()
+        return super().format(record)
+
+
+def report(error: BaseException, *, with_traceback: bool = False) -> int:
+    """Prints an error, in one line where the user can mend it; returns the exit code."""
+    interrupted = isinstance(error, KeyboardInterrupt)
+    if with_traceback or not isinstance(error, UserError | NotFinite | KeyboardInterrupt):
+        traceback.print_exception(error)
+    elif interrupted:
+        text = 'interrupted; the same command goes on from what is complete'
+        print(f'error: {text}', file=sys.stderr)
+    else:
+        print(f'error: {error}', file=sys.stderr)
+    return 130 if interrupted else 1
+
+
+def new_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """The parser of a program, described by its docstring."""
+    return argparse.ArgumentParser(
+        prog=f'python -m vit_jax.{name}',
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def add_config(parser: argparse.ArgumentParser, *, workdir: bool = True) -> None:
+    """The arguments of a program with a configuration, and a directory for its results."""
+    parser.add_argument(
+        '--config',
+        required=True,
+        metavar='FILE[:ARGUMENT]',
+        help='the experiment: a file that defines get_config(), and an argument for that',
+    )
+    parser.add_argument(
+        '--config.FIELD',
+        default=argparse.SUPPRESS,
+        metavar='VALUE',
+        help='any field of it (vit_jax/config.py), such as --config.model.depth=6; none: no value',
+    )
+    if workdir:
+        parser.add_argument('--workdir', required=True, metavar='DIR', help='for the results')
+
+
+def add_boolean(
+    parser: argparse.ArgumentParser, name: str, text: str, *, default: bool = False
+) -> None:
+    """A flag that is given as --NAME, --NAME=true, --NAME=false or --noNAME."""
+    values = {'metavar': 'true|false', 'type': boolean, 'nargs': '?', 'const': True}
+    parser.add_argument(f'--{name}', help=f'{text} ({default})'.lower(), default=default, **values)
+    parser.add_argument(
+        f'--no{name}', dest=name, action='store_false', default=default, help=argparse.SUPPRESS
+    )
+
+
+def boolean(text: str) -> bool:
+    """true or false, in any of absl's spellings."""
+    value: bool = flags.BooleanParser().parse(text)
+    return value
+
+
+def add_launch(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say which process of which job this is (docs/many_hosts.md)."""
+    group = parser.add_argument_group('several hosts: their place in a cluster is found, or given')
+    defaults = Launch()
+    group.add_argument(
+        '--distributed', choices=['auto', 'off'], default='auto', help='off: one process alone'
+    )
+    group.add_argument('--coordinator_address', metavar='HOST:PORT', help='of process 0')
+    group.add_argument('--num_processes', type=int, metavar='N', help='on all hosts together')
+    group.add_argument('--process_id', type=int, metavar='I', help='of this process, from 0')
+    for name, text in (
+        ('start_seconds', 'to wait for the other processes'),
+        ('heartbeat_seconds', 'without a sign of life, after which a process is dead'),
+        ('watchdog_seconds', 'without a step or an evaluated batch: all stacks, and the end'),
+    ):
+        default = getattr(defaults, name)
+        text = f'{text} ({default:g})'
+        group.add_argument(f'--{name}', type=float, default=default, metavar='S', help=text)
+
+
+def launch(arguments: argparse.Namespace) -> Launch:
+    """What the arguments of `add_launch` say."""
+    values = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Launch)}
+    return Launch(**values | {'distributed': arguments.distributed == 'auto'})
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -180,119 +213,3 @@ def _pair(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(f'{text!r} is neither HEIGHT,WIDTH nor one number')
     sides = [int(side) for side in text.split(',')]
     return sides[0], sides[-1]
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """What goes wrong within ends the program, and is said."""
-    try:
-        yield
-    except (Exception, KeyboardInterrupt) as error:
-        sys.exit(report(error))
-
-
-def report(error: BaseException) -> int:
-    """Says what the user can mend in one line, anything else with its traceback; the exit code."""
-    if isinstance(error, KeyboardInterrupt):
-        text = 'interrupted; the same command goes on from what is complete'
-        print(f'error: {text}', file=sys.stderr)
-        return 130
-    if isinstance(error, _OURS) and _raised_by_us(error):
-        print(f'error: {error}', file=sys.stderr)
-    else:
-        traceback.print_exception(error)
-    return 1
-
-
-def _parse(description: str, arguments: list[str]) -> list[str]:
-    """absl parsing, with our words for a field that does not exist."""
-    if {'--help', '-h'} & set(arguments):
-        print(f'{description.strip()}\n{_USAGE}')
-        sys.exit(0)
-    # ml_collections cannot set an optional number to nothing: `=none` is ours.
-    absent = [a for a in arguments if a.startswith('--config.') and _is_none(a)]
-    try:
-        rest: list[str] = flags.FLAGS([a for a in arguments if a not in absent])
-        for argument in absent:
-            _unset(flags.FLAGS.config, argument.removeprefix('--config.')[: -len('=none')])
-        return rest
-    except flags.Error as error:
-        _fail(f'{error}\n{description}', code=2)
-    except (KeyError, AttributeError, TypeError, ValueError, OSError, ImportError) as error:
-        for argument in arguments:
-            if argument.startswith('--config.'):
-                _check_field(argument.removeprefix('--config.').split('=')[0].split('.'))
-        if isinstance(error, KeyError):
-            _check_argument(arguments)
-        if _raised_by_us(error) or 'get_config()' in str(error):
-            _fail(str(error), code=2)
-        raise
-    raise AssertionError('unreachable')
-
-
-def _is_none(argument: str) -> bool:
-    """Does it take the value from a field? Some have `none` among their choices."""
-    path, _, value = argument.removeprefix('--config.').partition('=')
-    choices = [
-        typing.get_args(records.hints(kind).get(path.split('.')[-1]))
-        for kind in _kinds(path.split('.')[:-1])
-    ]
-    return value.lower() == 'none' and not any('none' in names for names in choices)
-
-
-def _unset(config: TrainConfig, path: str) -> None:
-    """Sets an optional field to None."""
-    *parents, name = path.split('.')
-    _check_field([*parents, name])
-    holder = functools.reduce(getattr, parents, config)
-    if type(None) not in typing.get_args(typing.get_type_hints(type(holder))[name]):
-        _fail(f'config.{path}=none: this field needs a value', code=2)
-    setattr(holder, name, None)
-
-
-def _check_field(names: list[str]) -> None:
-    """Says which of the dotted names of a field does not exist, and which was probably meant."""
-    for depth, name in enumerate(names):
-        hints = {k for kind in _kinds(names[:depth]) for k in typing.get_type_hints(kind)}
-        if name not in hints:
-            where = '.'.join(['config', *names[: depth + 1]])
-            _fail(f'{where}: no such field; {records.nearest(name, hints)}', code=2)
-
-
-def _kinds(names: Sequence[str]) -> list[type]:
-    """The records that may stand at these dotted names; none where there is no such field."""
-    kinds: list[type] = [TrainConfig]
-    for name in names:
-        hints = [typing.get_type_hints(kind).get(name) for kind in kinds]
-        kinds = [
-            t
-            for hint in hints
-            for t in (hint, *typing.get_args(hint))
-            if dataclasses.is_dataclass(t) and isinstance(t, type)
-        ]
-    return kinds
-
-
-def _check_argument(arguments: list[str]) -> None:
-    """Says which arguments a configuration takes, where it was given another one."""
-    named = [a.partition('=')[2] for a in arguments if a.startswith('--config=')]
-    file, _, argument = named[-1].partition(':') if named else ('', '', '')
-    if pathlib.Path(file).is_file():
-        known = runpy.run_path(file).get('ARGUMENTS', ())
-        if argument not in known:
-            _fail(
-                f'--config={file}:{argument}: no {argument!r}; {records.nearest(argument, known)}',
-                code=2,
-            )
-
-
-def _raised_by_us(error: BaseException) -> bool:
-    """Was it raised in this package or in a configuration, and not by a library underneath?"""
-    frames = traceback.extract_tb(error.__traceback__)
-    file = pathlib.Path(frames[-1].filename)
-    return _HERE in file.parents or 'configs' in file.parts
-
-
-def _fail(message: str, *, code: int = 1) -> typing.NoReturn:
-    print(f'error: {message}', file=sys.stderr)
-    sys.exit(code)

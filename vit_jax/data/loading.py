@@ -24,7 +24,7 @@ from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record
 from vit_jax.data.image_preprocessing import Crop, Size, decode
 from vit_jax.data.sources.base import Label, Source
-from vit_jax.parallel.meshes import from_rows, put, rows_here
+from vit_jax.parallel.meshes import put, rows_here
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -219,9 +219,8 @@ def batches(feed: Loader, order: Sampler, *, steps: range, batch_size: int) -> I
     dataset = grain.MapDataset.range(steps.start, steps.stop).map(load)
     # Two batches ahead: one is being loaded while one waits.
     for local in dataset.to_iter_dataset(grain.ReadOptions(2, prefetch_buffer_size=2)):
-        yield feed.place(
-            {name: from_rows(x, rows, feed.sharding, batch_size) for name, x in local.items()}
-        )
+        shapes = {name: (batch_size, *x.shape[1:]) for name, x in local.items()}
+        yield feed.place(jax.make_array_from_process_local_data(feed.sharding, local, shapes))
 
 
 def training_batches(feed: Loader, *, steps: range, batch_size: int, seed: int) -> Iterator[Batch]:

@@ -1,4 +1,4 @@
-"""Devices that are not here: what a compiler needs to know of a TPU slice or a GPU cluster."""
+"""Ahead-of-time compilation: programs for a TPU slice or GPU cluster that is not attached."""
 
 import importlib.util
 import os
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-# The only thing taken from jax.experimental: there is no other way to a compiler without devices.
+# There is no other way to a compiler without devices.
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
@@ -48,7 +48,7 @@ class DoesNotFit(Exception):
         self.needed = needed
 
 
-def find(name: str) -> Topology:
+def find_topology(name: str) -> Topology:
     """The topology of a name: `v5e:4x4` is a TPU slice, `2*v5e:4x4` two of them.
 
     `h100:2x8` are two hosts with eight GPUs each.
@@ -80,7 +80,7 @@ def find(name: str) -> Topology:
 
 
 def _devices(name: str, *known_as: str, **options: Any) -> Sequence[jax.Device]:
-    """The devices that jax describes. Raises UserError with its reason where it knows none."""
+    """The devices of a topology. Raises UserError with jax's reason where it knows none."""
     try:
         described: Sequence[jax.Device] = topologies.get_topology_desc(*known_as, **options).devices
     except (RuntimeError, NotImplementedError, ValueError) as error:
@@ -111,7 +111,11 @@ def _gpus(name: str, kind: str, *, hosts: int, each: int) -> Topology:
 
 
 def _memory(device: jax.Device) -> int:
-    """The bytes that a program may use: the compiler says it of one that needs far more."""
+    """The bytes that a program may use.
+
+    There is no API that tells them without the device (checked in jax 0.10.2), but the error for a
+    program that needs far more names the limit.
+    """
     huge = jax.ShapeDtypeStruct((2**45,), jnp.int8, sharding=SingleDeviceSharding(device))
     try:
         jax.jit(lambda x: x * 2).lower(huge).compile()
@@ -123,7 +127,7 @@ def _memory(device: jax.Device) -> int:
 
 
 def compile_for(topology: Topology, lowered: Any) -> Any:
-    """The compiled program. Raises DoesNotFit where the compiler finds no room for it."""
+    """The compiled program. Raises DoesNotFit where it needs more memory than a device has."""
     cached = jax.config.values['jax_enable_compilation_cache']
     jax.config.update('jax_enable_compilation_cache', False)  # which cannot be read without devices
     # Without a GPU no kernel can be timed, and some have no shape that needs no timing.
@@ -149,7 +153,7 @@ def _bytes(found: re.Match[str]) -> int:
 
 
 def collectives(compiled: Any) -> dict[str, int]:
-    """How often each kind of communication stands in the program; a loop's body counts once."""
+    """The number of collectives of each kind in the program; a loop's body counts once."""
     kinds = 'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute'
     text = compiled.as_text()
     counts = {kind: len(re.findall(rf' {kind}(?:-start)?\(', text)) for kind in kinds}

@@ -1,7 +1,7 @@
-"""Which processes make a job, and where they meet: found in the environment, checked before use.
+"""Which processes form a job, and at which address: read from the environment, and checked.
 
-jax aborts the process where an address or a port is wrong; what can be looked at before is looked
-at here, and said in words.
+jax aborts the process where an address or a port is wrong. What can be checked before is checked
+here, with an error that says what is wrong.
 """
 
 import contextlib
@@ -14,17 +14,18 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-# Not public; there is no other way to see what jax would find before it acts on it.
+# Not public: `jax.distributed.initialize` reads the environment and acts on it in one call.
 from jax._src.clusters import ClusterEnv
 
 from vit_jax.base.errors import UserError
+from vit_jax.base.records import Record, require_between
 
 OFF = '--distributed=off runs one process alone'
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Launch:
-    """How a program is started. What is not given is found in the environment."""
+@dataclasses.dataclass(kw_only=True)
+class Launch(Record):
+    """How a program is started. What is None is read from the environment."""
 
     distributed: bool = True  # False: one process, whatever the environment says
     coordinator_address: str | None = None  # host:port of process 0
@@ -33,6 +34,10 @@ class Launch:
     start_seconds: float = 300.0  # to wait for the other processes
     heartbeat_seconds: float = 100.0  # without a sign of life, after which a process is dead
     watchdog_seconds: float = 1800.0  # without a step, an evaluated batch or another sign of work
+
+    def check(self) -> None:
+        """Waiting for no time at all is no waiting."""
+        require_between(self, 'start_seconds', 'heartbeat_seconds', 'watchdog_seconds', low=0.1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,11 +54,11 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """What tells that a process is one of many: variables, and how many processes they mean."""
+    """A kind of cluster: who reads its variables, which these are, and what helps without them."""
 
     name: str
-    jax_names: tuple[str, ...]  # of jax's classes that read the rest
-    needed: tuple[str, ...]
+    jax_names: tuple[str, ...]  # jax's classes that read its variables
+    needed: tuple[str, ...]  # environment variables
     advice: str
 
 
@@ -79,7 +84,7 @@ _KUBERNETES = _Kind(
     'Kubernetes',
     ('K8sCluster',),
     ('KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'),
-    "an indexed Job needs `pip install 'jax[k8s]'` and leave to read its pods; or give "
+    "an indexed Job needs `pip install 'jax[k8s]'` and permission to read its pods; or give "
     '--coordinator_address, --num_processes and --process_id=$JOB_COMPLETION_INDEX',
 )
 _TPU = _Kind(
@@ -90,8 +95,8 @@ _TPU = _Kind(
 )
 
 
-def recognised(env: Mapping[str, str]) -> _Kind | None:
-    """The kind of cluster of which this process is a part; None where it is alone."""
+def cluster_kind(env: Mapping[str, str]) -> _Kind | None:
+    """The kind of cluster that this process belongs to; None where it is alone."""
 
     def count(name: str) -> int:
         return int(env[name]) if env.get(name, '').isdecimal() else 1
@@ -109,7 +114,7 @@ def recognised(env: Mapping[str, str]) -> _Kind | None:
 
 
 def _on_gce_tpu() -> bool:
-    """Only the metadata server of a TPU virtual machine knows its neighbours."""
+    """Whether this is a TPU virtual machine, whose metadata server knows the other hosts."""
     return next(e for e in _jax_kinds() if e.__name__ == 'GceTpuCluster').is_env_present()
 
 
@@ -117,11 +122,11 @@ def _jax_kinds() -> list[type[ClusterEnv]]:
     return ClusterEnv._cluster_types
 
 
-def find(launch: Launch, env: Mapping[str, str] = os.environ) -> Cluster | None:
-    """This process' place in the job; None where it runs alone.
+def detect_cluster(launch: Launch, env: Mapping[str, str] = os.environ) -> Cluster | None:
+    """The place of this process in its job; None where it runs alone.
 
-    Raises UserError where a cluster is recognised of which something is missing: to go on alone
-    would be many runs that write one directory.
+    Raises UserError where there is a cluster, but its description is incomplete: going on alone
+    would be many runs that write the same directory.
     """
     if not launch.distributed:
         return None
@@ -130,7 +135,7 @@ def find(launch: Launch, env: Mapping[str, str] = os.environ) -> Cluster | None:
         'num_processes': launch.num_processes,
         'process_id': launch.process_id,
     }
-    kind = recognised(env)
+    kind = cluster_kind(env)
     missing = [f'--{name}' for name, value in asked.items() if value is None]
     if kind is None:
         if len(missing) == len(asked):
@@ -140,7 +145,7 @@ def find(launch: Launch, env: Mapping[str, str] = os.environ) -> Cluster | None:
                 f'{", ".join(missing)} missing: no cluster was recognised, so all three are needed'
             )
         return _checked(Cluster(kind='given', **asked))
-    if kind is _OPEN_MPI and asked['coordinator_address']:  # the rest is said by every version
+    if kind is _OPEN_MPI and asked['coordinator_address']:  # every version gives the rest
         defaults = 'OMPI_COMM_WORLD_SIZE', 'OMPI_COMM_WORLD_RANK'
         for name, variable in zip(('num_processes', 'process_id'), defaults, strict=True):
             asked[name] = int(env[variable]) if asked[name] is None else asked[name]
@@ -167,7 +172,9 @@ def _by_jax(kind: _Kind, env: Mapping[str, str], seconds: float) -> tuple[object
     if present is None:
         absent = [name for name in kind.needed if name not in env]
         what = f': {", ".join(absent)} not set' if absent else ''
-        raise UserError(f'{kind.name} was recognised, but not whole{what}; {kind.advice}; {OFF}')
+        raise UserError(
+            f'{kind.name} was recognised, but is incomplete{what}; {kind.advice}; {OFF}'
+        )
     try:
         return ClusterEnv.auto_detect_unset_distributed_params(
             None, None, None, None, present.name, int(seconds)
@@ -175,12 +182,12 @@ def _by_jax(kind: _Kind, env: Mapping[str, str], seconds: float) -> tuple[object
     except Exception as error:  # requests, kubernetes, sockets, int: whatever they raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
-            f'{kind.name} was recognised, but not whole: {reason}; {kind.advice}; {OFF}'
+            f'{kind.name} was recognised, but is incomplete: {reason}; {kind.advice}; {OFF}'
         ) from error
 
 
 def _own_devices(local: object, env: Mapping[str, str]) -> tuple[int, ...] | None:
-    """The devices of this process: one each where a host has several processes, else all.
+    """The devices of this process: one where its host has several processes, else None for all.
 
     jax would give a process that is alone on its host one device, and leave the others idle.
     """
@@ -212,11 +219,11 @@ def _checked(cluster: Cluster) -> Cluster:
     return cluster
 
 
-def meet(cluster: Cluster, seconds: float) -> str:
-    """The address to bind, when the others can be met at the coordinator's address.
+def wait_for_coordinator(cluster: Cluster, seconds: float) -> str:
+    """The address that process 0 binds, once the coordinator's address is known to work.
 
-    Process 0 looks whether it can listen there, the others wait until something does. Raises
-    UserError that says what is wrong.
+    Process 0 tries whether it can listen there; the others wait, up to `seconds`, until something
+    does. Raises UserError that says what is wrong.
     """
     address = cluster.coordinator_address
     host, _, port = address.rpartition(':')

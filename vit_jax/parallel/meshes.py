@@ -1,4 +1,4 @@
-"""The devices as a mesh of data, fsdp and tensor axes, and the batch over them."""
+"""The devices as a mesh with the axes data, fsdp and tensor, and how batches lie on it."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vit_jax.base.array_types import Array, Int
 from vit_jax.base.errors import UserError
-from vit_jax.base.records import Record
+from vit_jax.base.records import Record, require, require_between
 
 AXES = 'data', 'fsdp', 'tensor'
 Spec = tuple[str | None, ...]  # the mesh axis that splits each axis of an array, None: none
@@ -19,21 +19,29 @@ Spec = tuple[str | None, ...]  # the mesh axis that splits each axis of an array
 
 @dataclasses.dataclass(kw_only=True)
 class MeshConfig(Record):
-    """Devices by axis; one axis may be -1, the devices that the others leave.
+    """The number of devices along each axis; one may be -1: all that the others leave.
 
     `data` and `fsdp` split the batch, `fsdp` also parameters and optimizer state, `tensor` the
-    heads of attention and the hidden layer of the MLPs. Several TPU slices are spread over
-    `data`, whose traffic is the least. What lies where is decided in parallel/placement.py.
+    heads of attention and the hidden layer of the MLPs. Several TPU slices are spread over `data`,
+    which communicates least. How each array is split is decided in parallel/sharding_rules.py.
     """
 
     data: int = -1
     fsdp: int = 1
     tensor: int = 1
-    fsdp_min_mb: float = 1.0  # smaller arrays are kept whole on every device
-    max_replicated_fraction: float = (
-        0.1  # of the bytes, where fsdp or tensor splits; more is an error
-    )
+    fsdp_min_mb: float = 1.0  # smaller arrays are replicated
+    max_replicated_fraction: float = 0.1  # of the state's bytes, with fsdp or tensor; else an error
     rules: tuple[tuple[str, Spec], ...] = ()  # (pattern of names, axes): before all other rules
+
+    def check(self) -> None:
+        """At most one axis is free, and the limits are possible."""
+        sizes = self.data, self.fsdp, self.tensor
+        require(
+            sizes.count(-1) <= 1 and all(size == -1 or size >= 1 for size in sizes),
+            f'{_text(sizes)}: expected sizes of 1 or more, at most one -1',
+        )
+        require_between(self, 'fsdp_min_mb', low=0)
+        require_between(self, 'max_replicated_fraction', low=0, high=1)
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -57,7 +65,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 
 def slice_of(device: jax.Device) -> int:
-    """The TPU slice of a device: within one the network is fast. 0 where there are none."""
+    """The number of a device's TPU slice, within which the network is fast; 0 elsewhere."""
     return getattr(device, 'slice_index', None) or 0
 
 
@@ -65,8 +73,6 @@ def _sizes(config: MeshConfig, count: int) -> tuple[int, ...]:
     """The size of each axis, the free one computed."""
     asked = config.data, config.fsdp, config.tensor  # the order of AXES
     fixed = math.prod(size for size in asked if size != -1)
-    if asked.count(-1) > 1 or any(size < 1 for size in asked if size != -1):
-        raise UserError(f'mesh: {_text(asked)}: expected sizes of 1 or more, at most one -1')
     sizes = tuple(count // fixed if size == -1 else size for size in asked)
     if math.prod(sizes) != count:
         legal = ', '.join(str(n) for n in range(1, count + 1) if count % n == 0)
@@ -87,14 +93,14 @@ def describe(mesh: Mesh) -> str:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Examples split over data and fsdp, whole along tensor."""
+    """Examples split over data and fsdp, replicated along tensor."""
     return NamedSharding(mesh, PartitionSpec(('data', 'fsdp')))
 
 
 def shard_activations(mesh: Mesh, x: Array) -> Array:
-    """The same activations (b ...), of which the compiler is told that examples are split.
+    """The same activations (b ...), with a hint for the compiler to keep examples split.
 
-    Without being told it may gather the batch rather than the parameters, and run out of memory.
+    Without it the compiler may gather the batch rather than the parameters, and run out of memory.
     """
     if x.shape[0] % (mesh.shape['data'] * mesh.shape['fsdp']):  # the one image of `init`
         return x
@@ -102,35 +108,19 @@ def shard_activations(mesh: Mesh, x: Array) -> Array:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The whole array on every device."""
+    """All of the array on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def rows_here(sharding: NamedSharding, batch_size: int) -> Int[np.ndarray, 'n']:
-    """The rows of the global batch that lie on devices of this process, in order."""
+    """The rows of the global batch that belong to devices of this process, in order."""
     indices = sharding.addressable_devices_indices_map((batch_size,)).values()
     parts = (range(batch_size)[index[0]] for index in indices if index is not None)
     return np.array(sorted({row for part in parts for row in part}))
 
 
-def from_rows(
-    local: np.ndarray, rows: Int[np.ndarray, 'n'], sharding: NamedSharding, batch_size: int
-) -> jax.Array:
-    """The global array of which these are the rows that lie on devices of this process."""
-    if len(rows) == batch_size:
-        return jax.device_put(local, sharding)  # without the copy that the other way makes
-
-    def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
-        first, last = np.searchsorted(rows, index[0].indices(batch_size)[:2])
-        part: np.ndarray = local[first:last]
-        return part
-
-    return jax.make_array_from_callback((batch_size, *local.shape[1:]), sharding, part)
-
-
 def put(values: Any, shardings: Any) -> Any:
-    """Arrays that every process holds whole, each where its sharding says."""
+    """Arrays on devices, each by its sharding; every process holds all of each in its memory."""
     if jax.process_count() == 1:
         return jax.device_put(values, shardings)
     return jax.tree.map(

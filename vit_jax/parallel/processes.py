@@ -19,12 +19,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 import jax
+import psutil
 
-# Not public: the client of the key-value store, and the manager of preemption.
+# Not public, and without a public equal: jax.experimental.multihost_utils talks through devices,
+# which must not be touched before the processes agree, and its preemption sync point is jax's own,
+# which orbax reaches too, with the numbers of its steps.
 from jax._src.distributed import global_state
 from jaxlib import _jax
 
-import vit_jax
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.parallel import clusters
@@ -58,12 +60,12 @@ class Job:
 
     @property
     def count(self) -> int:
-        """Of processes."""
+        """How many processes the job has."""
         return int(global_state.num_processes)
 
     @property
     def index(self) -> int:
-        """Of this process."""
+        """The number of this process, from 0."""
         return int(global_state.process_id)
 
     @property
@@ -85,7 +87,7 @@ class Job:
         self.barrier(name)
 
     def from_process_0(self, name: str, say: Callable[[], str]) -> str:
-        """What process 0 says, on every process; the others wait for it."""
+        """The text that `say` gives on process 0, on every process; the others wait for it."""
         if self.count == 1:
             return say()
         key = self._key('told', name)
@@ -105,7 +107,7 @@ class Job:
             raise UserError(f'not every process came to {name!r}: {reason}') from error
 
     def _key(self, kind: str, name: str) -> str:
-        """Another one each time: all processes ask for the same in the same order."""
+        """A key not used before, the same on all processes, as they ask in the same order."""
         times = self._times[f'{kind}/{name}'] = self._times.get(f'{kind}/{name}', 0) + 1
         return f'vit_jax/{kind}/{name}/{times}'
 
@@ -117,18 +119,14 @@ class Job:
     def age(self) -> float:
         """Seconds since the program was started; 0 for a job within another program.
 
-        A shell may have run other things in this process before it became Python, and a server
-        may have imported this package before it forked: what was later counts.
+        A process is older than its program where a shell became it (`exec`); Python is older than
+        its process where a server forked it. The smaller age counts. Python's is that of `logging`,
+        which notes when it was imported: before everything that takes long.
         """
         if self._launch is None:
             return 0.0
-        seconds = time.monotonic() - vit_jax.IMPORTED
-        if os.path.exists('/proc/self/stat'):  # Linux has it
-            with open('/proc/self/stat') as file:
-                ticks = int(file.read().rpartition(')')[2].split()[19])
-            began = ticks / os.sysconf('SC_CLK_TCK')
-            seconds = min(seconds, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
-        return seconds
+        python = logging.makeLogRecord({}).relativeCreated / 1000
+        return max(0.0, min(python, time.time() - psutil.Process().create_time()))
 
     def stop_gracefully_from_here(self) -> None:
         """From here on SIGTERM waits for the next `heartbeat`: there is a state worth keeping."""
@@ -136,14 +134,14 @@ class Job:
         self.reset_watchdog()
         if self._launch is not None and self.count > 1:
             # Takes SIGTERM over: the processes agree on the tick at which they stop. It is our own,
-            # because orbax tells jax's the numbers of steps, which are no ticks.
+            # because orbax reaches jax's with the numbers of steps, which are no ticks.
             self._preemption = _jax.create_preemption_sync_manager()
             self._preemption.initialize(self._client)
 
     def heartbeat(self) -> None:
-        """Says that work goes on. Raises Interrupted at the tick on which all processes stop.
+        """Says that work goes on. Raises Interrupted on the call at which all processes stop.
 
-        All processes must come here equally often.
+        Every process must call it equally often.
         """
         self._ticks += 1
         self.reset_watchdog()
@@ -152,7 +150,7 @@ class Job:
             raise Interrupted
 
     def reset_watchdog(self) -> None:
-        """Says that work goes on: the watchdog begins to count anew."""
+        """Gives the watchdog its full time again."""
         if self._launch is not None:
             seconds = self._launch.watchdog_seconds
             if self._ticks < _FIRST:  # to start, to compile, and to connect all processes
@@ -186,7 +184,7 @@ class Job:
         os._exit(code)
 
     def finish(self, listener: threading.Thread) -> None:
-        """The end of all processes in order."""
+        """Waits for all processes to come here, and disconnects this one."""
         self.barrier('the end')
         if self.index == 0:
             done = {'code': 0, 'process': None, 'message': 'done'}
@@ -231,11 +229,11 @@ def process_name() -> str:
 
 
 @contextlib.contextmanager
-def joined(launch: Launch, report: Callable[[BaseException], int]) -> Iterator[Job]:
-    """The job that this process was started for; all of it ends when one process fails.
+def joined_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterator[Job]:
+    """The job that this process belongs to; when one process fails, all of them end.
 
-    Raises UserError where the processes cannot meet. What is raised within one of several
-    processes is told to the user by `report`, which gives the exit code, and ends the job.
+    Raises UserError where the coordinator cannot be reached. What is raised within one of several
+    processes is printed by `report`, which returns the exit code, and ends the job.
     """
     job = Job(launch)
     faulthandler.enable()  # an abort, by jax for example, shows what every thread did
@@ -245,7 +243,7 @@ def joined(launch: Launch, report: Callable[[BaseException], int]) -> Iterator[J
     signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=job._on_signal, args=(ours,), daemon=True).start()
     job.reset_watchdog()
-    cluster = clusters.find(launch)
+    cluster = clusters.detect_cluster(launch)
     if cluster is None or cluster.num_processes == 1:
         try:
             yield job
@@ -274,8 +272,8 @@ def joined(launch: Launch, report: Callable[[BaseException], int]) -> Iterator[J
 
 
 def _initialize(cluster: Cluster, launch: Launch) -> None:
-    """Meets the other processes. Ends the process, with a reason, where they do not come."""
-    bind = clusters.meet(cluster, launch.start_seconds)
+    """Connects to the other processes. Ends this one, with a reason, where they do not come."""
+    bind = clusters.wait_for_coordinator(cluster, launch.start_seconds)
     began = time.monotonic()
     count, address = cluster.num_processes, cluster.coordinator_address
 
@@ -297,8 +295,8 @@ def _initialize(cluster: Cluster, launch: Launch) -> None:
     for timer in timers:
         timer.daemon = True
         timer.start()
-    # jax's own manager would take SIGTERM from here on; `saves` makes one when there is something
-    # to keep, and until then the process ends at once.
+    # jax's own manager would take SIGTERM from here on; `stop_gracefully_from_here` makes one when
+    # there is something to keep, and until then the process ends at once.
     jax.config.update('jax_enable_preemption_service', False)
     logging.getLogger('jax._src.distributed').setLevel(logging.ERROR)
     jax.distributed.initialize(

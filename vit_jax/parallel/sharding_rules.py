@@ -1,4 +1,4 @@
-"""What of the state lies where: rules over names and shapes, and a table of what they did."""
+"""How each array of the state is split: rules over names and shapes, and a report of the result."""
 
 import math
 import re
@@ -28,8 +28,8 @@ def shardings_for(state: Any, mesh: Mesh, config: MeshConfig) -> Any:
 
     The first of `config.rules` that matches decides. Else the heads and hidden layers are split
     over tensor, and a large leaf over fsdp along the largest axis that is left and divides; the
-    depth axis of stacked blocks stays whole, because the scan walks along it. The rules see names
-    and shapes only, so the optimizer's copies of a parameter lie where the parameter lies.
+    depth axis of stacked blocks is never split, because the scan walks along it. The rules see
+    names and shapes only, so the optimizer's copies of a parameter are split as it is.
 
     Raises UserError for a rule that matches nothing or does not fit.
     """
@@ -88,27 +88,27 @@ def _misfit(leaf: Any, axes: Spec, mesh: Mesh) -> str | None:
 def sharding_report(state: Any, shardings: Any, mesh: Mesh) -> list[str]:
     """Lines that say how each parameter is split and how many bytes lie on a device.
 
-    Parameters that are whole are summed up in one line, as is what the optimizer keeps.
+    Replicated parameters are summed up in one line, as is what the optimizer keeps.
     """
     if mesh.size == 1:
         return []
     places = tree_names.named_leaves(shardings)
     leaves = tree_names.named_leaves(state)
-    rows, whole = [], []
+    rows, replicated = [], []
     for name, leaf in leaves.items():
         if name.startswith('params/') and any(places[name].spec):
             split = ', '.join(f'{by} on axis {n}' for n, by in enumerate(places[name].spec) if by)
             size = _mb(_bytes_here(leaf, places[name]))
             rows.append((name.removeprefix('params/'), str(list(leaf.shape)), split, size))
         elif name.startswith('params/'):
-            whole.append(leaf)
+            replicated.append(leaf)
     widths = [max((len(row[n]) for row in rows), default=0) for n in range(4)]
     lines = [f'mesh {describe(mesh)}; parameters, and what splits them, a device:']
     for row in rows:
         left = '  '.join(text.ljust(w) for text, w in zip(row[:3], widths, strict=False))
         lines.append(f'  {left}  {row[3]:>{widths[3]}}')
-    size = _mb(sum(map(_bytes, whole)))
-    lines.append(f'  {len(whole)} {"others" if rows else "arrays"}, whole on every device: {size}')
+    size = _mb(sum(map(_bytes, replicated)))
+    lines.append(f'  {len(replicated)} {"others" if rows else "arrays"}, replicated: {size}')
     here = sum(_bytes_here(leaf, places[name]) for name, leaf in leaves.items())
     total = sum(map(_bytes, leaves.values()))
     lines.append(f'state, optimizer included: {_mb(total)}, of which {_mb(here)} on each device')
@@ -116,21 +116,21 @@ def sharding_report(state: Any, shardings: Any, mesh: Mesh) -> list[str]:
 
 
 def check_split(state: Any, shardings: Any, mesh: Mesh, config: MeshConfig) -> None:
-    """Raises UserError where more of the state than allowed is whole although it should be split.
+    """Raises UserError where more of the state is replicated than allowed.
 
-    It should be where the mesh has an fsdp or a tensor axis.
+    Only a mesh with an fsdp or a tensor axis is there to split it.
     """
     if mesh.shape['fsdp'] * mesh.shape['tensor'] == 1:
         return
     places = tree_names.named_leaves(shardings)
     leaves = tree_names.named_leaves(state)
-    whole = {name: _bytes(leaf) for name, leaf in leaves.items() if not any(places[name].spec)}
-    share = sum(whole.values()) / sum(map(_bytes, leaves.values()))
+    replicated = {name: _bytes(leaf) for name, leaf in leaves.items() if not any(places[name].spec)}
+    share = sum(replicated.values()) / sum(map(_bytes, leaves.values()))
     if share > config.max_replicated_fraction:
-        largest = sorted(whole, key=lambda name: -whole[name])[:3]
+        largest = sorted(replicated, key=lambda name: -replicated[name])[:3]
         named = ', '.join(f'{name} {list(leaves[name].shape)}' for name in largest)
         raise UserError(
-            f'mesh {describe(mesh)}: {share:.0%} of the state would be whole on every device, '
+            f'mesh {describe(mesh)}: {share:.0%} of the state would be replicated, '
             f'max_replicated_fraction={config.max_replicated_fraction:.0%} is allowed; '
             f'the largest: {named}. Lower '
             f'config.mesh.fsdp_min_mb={config.fsdp_min_mb:g}, give config.mesh.rules, or '

@@ -1,0 +1,134 @@
+"""Configurations on the command line: which spellings are understood, and what wrong ones say."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from vit_jax.base.errors import UserError
+from vit_jax.base.records import Record
+from vit_jax.command_line import config_flags
+from vit_jax.command_line.config_flags import load, overridden, split
+from vit_jax.data.image_preprocessing import InceptionCrop
+
+TINY = 'tests/tiny_config.py'
+# Of how ml_collections loads a file.
+pytestmark = pytest.mark.filterwarnings('ignore:the load_module:DeprecationWarning')
+
+
+@pytest.mark.parametrize(
+    'arguments',
+    [
+        ['--config.mesh.data=-1', '--config.tensorboard=true', '--config.data=a=b c'],
+        ['--config.mesh.data', '-1', '--config.tensorboard', '--config.data', 'a=b c'],
+        ['-config.mesh.data=-1', '-config.tensorboard=true', '-config.data=a=b c'],
+    ],
+)
+def test_every_spelling_of_absl_is_an_override(arguments):
+    overrides, others = split(['--config=FILE', *arguments, '--workdir', 'DIR'])
+    assert overrides == ['mesh.data=-1', 'tensorboard=true', 'data=a=b c']
+    assert others == ['--config=FILE', '--workdir', 'DIR']
+    assert split(['--noconfig.tensorboard']) == (['tensorboard=false'], [])
+
+
+def test_a_field_takes_what_its_type_says_and_the_last_of_several_wins():
+    config = load(
+        TINY,
+        [
+            'data=2012',
+            'seed=1',
+            'seed=0x10',
+            'image_size=24,16',
+            'compute.remat=none',
+            'checkpoint_every_steps=none',
+            'optimizer.clip_norm=2',
+            'optimizer.rates=(("head/.*", 10.0),)',
+            'tensorboard=1',
+        ],
+    )
+    assert (config.data, config.seed, config.image_size) == ('2012', 16, (24, 16))
+    assert config.compute.remat == 'none' and config.checkpoint_every_steps is None
+    assert config.optimizer.clip_norm == 2.0 and isinstance(config.optimizer.clip_norm, float)
+    assert config.optimizer.rates == (('head/.*', 10.0),) and config.tensorboard is True
+
+
+def test_a_record_is_made_by_its_name_and_one_among_others_by_its_own():
+    config = load(TINY, ['fewshot=none', 'fewshot=build', 'fewshot.shots=1,', 'model=none'])
+    assert config.fewshot.shots == (1,) and config.model is None
+    config = load(TINY, ['augmentation.crop=InceptionCrop'])
+    assert config.augmentation.crop == InceptionCrop()
+
+
+@dataclasses.dataclass(kw_only=True)
+class Part(Record):
+    weight: float = 1.0
+
+
+@dataclasses.dataclass(kw_only=True)
+class Whole(Record):
+    loss: str | Callable[..., float] = 'softmax'
+    parts: dict[str, Part] = dataclasses.field(default_factory=dict)
+
+
+def test_fields_of_a_name_or_a_function_and_of_records_by_name_can_be_set():
+    def found(*overrides):
+        record = Whole(loss=max, parts={'first': Part()})
+        return overridden(record, overrides, where='whole')
+
+    assert found() == Whole(loss=max, parts={'first': Part()})
+    assert found('loss=2', 'parts.first.weight=2') == Whole(
+        loss='2', parts={'first': Part(weight=2)}
+    )
+    assert found("parts={'other': {'weight': 3.0}}").parts == {'other': Part(weight=3.0)}
+    with pytest.raises(UserError, match=r"whole.parts.frst: no such field.* 'first'"):
+        found('parts.frst.weight=2')
+
+
+@pytest.mark.parametrize(
+    'override, message',
+    [
+        ('modle.depth=2', "config.modle: no such field; did you mean 'model'?"),
+        ('model.dept=2', "config.model.dept: no such field; did you mean 'depth'?"),
+        ('seed.x=2', 'config.seed.x: no such field'),
+        ('preprocessing.scal=2', 'config.preprocessing.scal: no such field; known: crop, '),
+        ('preprocessing.crop=none', 'config.preprocessing is none: --config.preprocessing=Pre'),
+        ('seed=none', 'config.seed=none: this field needs a value'),
+        ('seed=1e3', 'config.seed=1000.0: expected int'),
+        ('model.pool=max', "config.model.pool='max': expected one of cls, gap, map, none"),
+        ('mesh.fsdp=0', 'config.mesh.data=-1 x fsdp=0 x tensor=1: expected sizes of 1 or more'),
+        ('fewshot.shot=1', "config.fewshot.shot: no such field; did you mean 'shots'?"),
+    ],
+)
+def test_what_is_wrong_is_named(override, message):
+    with pytest.raises(UserError) as error:
+        load(TINY, [override])
+    assert str(error.value).startswith(message)
+
+
+def test_an_old_name_is_understood_with_a_warning(monkeypatch, caplog):
+    monkeypatch.setitem(config_flags.RENAMED, 'old.rates', 'optimizer.rates')
+    assert load(TINY, ['old.rates=()']).optimizer.rates == ()
+    assert '--config.old.rates is now --config.optimizer.rates' in caplog.text
+
+
+@pytest.mark.parametrize(
+    'line, kind, message',
+    [
+        ("raise OSError('the net is down')", OSError, '^the net is down$'),
+        ("raise ValueError('no such row')", ValueError, '^no such row$'),
+        ("return {}['row']", KeyError, "^'row'$"),
+        ('return MeshConfig(fsdp=0)', UserError, r'own\.py, line 3: MeshConfig.data=-1 x fsdp=0'),
+        ('return 3', UserError, 'gave int, no TrainConfig'),
+    ],
+)
+def test_what_a_configuration_raises_arrives_as_it_is(tmp_path, line, kind, message):
+    file = tmp_path / 'own.py'
+    file.write_text(
+        f'from vit_jax.parallel.meshes import MeshConfig\ndef get_config():\n    {line}\n'
+    )
+    with pytest.raises(kind, match=message) as error:
+        load(str(file), ['seed=1'])
+    assert error.type is kind
+    if kind is not UserError:
+        last = error.traceback[-1]
+        assert str(last.path) == str(file) and last.lineno == 2

@@ -1,0 +1,41 @@
+"""Lists the programs, or runs one: python -m vit_jax PROGRAM ..."""
+
+import ast
+import pathlib
+import runpy
+import sys
+
+from vit_jax.base.records import nearest
+
+
+def programs() -> dict[str, str]:
+    """What each program does, by name: the first line of its file. Nothing is imported."""
+    files = sorted(pathlib.Path(__file__).parent.glob('*.py'))
+    texts = {file.stem: file.read_text() for file in files if file.stem != '__main__'}
+    return {
+        name: (ast.get_docstring(ast.parse(text)) or '')
+        .splitlines()[0]
+        .partition(': python')[0]
+        .rstrip('.')
+        for name, text in texts.items()
+        if "if __name__ == '__main__':" in text
+    }
+
+
+def main() -> None:
+    """Runs the program that the first argument names with the others."""
+    known = programs()
+    name, *arguments = sys.argv[1:] or ['--help']
+    if name in ('-h', '--help'):
+        print('vit_jax PROGRAM ..., or python -m vit_jax.PROGRAM ...; each has --help\n')
+        print('\n'.join(f'  {name:<14}{text}' for name, text in known.items()))
+    elif name not in known:
+        print(f'error: no program {name!r}; {nearest(name, known)}', file=sys.stderr)
+        sys.exit(2)
+    else:
+        sys.argv = [name, *arguments]
+        runpy.run_module(f'vit_jax.{name}', run_name='__main__', alter_sys=True)
+
+
+if __name__ == '__main__':
+    main()

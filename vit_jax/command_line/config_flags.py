@@ -1,0 +1,160 @@
+"""`--config=FILE:ARGUMENT` and `--config.FIELD=VALUE`: ml_collections' flags, for typed records.
+
+ml_collections loads the file and sets the fields. The text is parsed here by the field's type, as
+it knows neither choices nor unions nor "no value". Whether a value makes sense, records check.
+"""
+
+import ast
+import contextlib
+import logging
+import pathlib
+import re
+import sys
+import traceback
+import typing
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from absl import flags
+from ml_collections import config_flags
+from ml_collections.config_flags import config_path
+from ml_collections.config_flags.tuple_parser import TupleParser
+
+from vit_jax.base import records
+from vit_jax.base.errors import MissingFile, UserError
+from vit_jax.config import RENAMED, TrainConfig
+
+R = TypeVar('R')
+
+_TEXT = flags.ArgumentParser()
+_PARSERS = {
+    bool: flags.BooleanParser(),
+    int: flags.IntegerParser(),
+    float: flags.FloatParser(),
+    tuple: TupleParser(),
+    typing.Literal: _TEXT,
+    str: _TEXT,
+}
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The overrides among these arguments, as `FIELD=VALUE`, and all others.
+
+    absl's other spellings of overrides are understood: `--config.FIELD VALUE`, `--config.FIELD`
+    and `--noconfig.FIELD` for booleans, and one dash instead of two.
+    """
+    overrides, others, rest = [], [], list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        found = re.fullmatch(r'--?(no)?config\.([^=]+)(=.*)?', argument, re.DOTALL)
+        if found is None:
+            others.append(argument)
+            continue
+        negated, path, value = found.groups()
+        if not value and not negated and rest and not re.match('--?[a-z]', rest[0]):
+            value = f'={rest.pop(0)}'
+        overrides.append(path + (value or ('=false' if negated else '=true')))
+    return overrides, others
+
+
+def load(file: str, overrides: Sequence[str]) -> TrainConfig:
+    """The configuration of `FILE` or `FILE:ARGUMENT`, with each `FIELD=VALUE` set in this order.
+
+    Raises UserError that names a wrong field or value, and what the file itself raises.
+    """
+    return overridden(_read(file), overrides, where='config')
+
+
+def overridden(record: R, overrides: Sequence[str], *, where: str) -> R:
+    """The same record, checked, after each `FIELD=VALUE` was set."""
+    for override in overrides:
+        path, _, text = override.partition('=')
+        for old, new in RENAMED.items():
+            if f'{path}.'.startswith(f'{old}.'):
+                logging.warning('--config.%s is now --config.%s', old, new)
+                path = new + path.removeprefix(old)
+        holder, options = _field(record, path, where=where)
+        value = _parsed(text, options, where=f'{where}.{path}')
+        config_path.set_value(path.rpartition('.')[2], holder, value)
+    return records.checked(record, where=where)
+
+
+def _read(file: str) -> TrainConfig:
+    """What get_config() of the file returns. An error of the file is raised as it is."""
+    path, _, argument = file.partition(':')
+    if not pathlib.Path(path).is_file():
+        raise MissingFile(f'--config={path}: no such file')
+    values = flags.FlagValues()
+    flag = config_flags.DEFINE_config_file('config', flag_values=values, sys_argv=[])
+    failure: Any
+    try:
+        values(['', f'--config={file}'])
+        failure = getattr(flag.value, '_error', None)  # where ml_collections keeps an OSError
+    except flags.IllegalFlagValueError as error:  # absl's, made of ml_collections', of the file's
+        failure = error.__context__ and error.__context__.__context__
+    except Exception as error:
+        failure = error
+    if failure is None and isinstance(flag.value, TrainConfig):
+        return flag.value
+    if failure is None:
+        raise UserError(f'--config: get_config() gave {type(flag.value).__name__}, no TrainConfig')
+    known = getattr(sys.modules.get('config_config'), 'ARGUMENTS', ())  # the file as a module
+    if argument and known and argument not in known:
+        raise UserError(f'--config={file}: no {argument!r}; {records.nearest(argument, known)}')
+    if isinstance(failure, UserError):
+        frames = traceback.extract_tb(failure.__traceback__)
+        line = [f.lineno for f in frames if f.filename == path][-1]
+        raise UserError(f'{path}, line {line}: {failure}') from failure
+    raise failure
+
+
+def _field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, ...]]:
+    """What holds a field, a record or a dict, and the types that the field may have.
+
+    Raises UserError with the nearest name where there is no such field.
+    """
+    value, options = record, (type(record),)
+    for name in path.split('.'):
+        holder = value
+        kinds = _records(options if holder is None else [type(holder)])
+        known = {
+            field: hint for kind in kinds.values() for field, hint in records.hints(kind).items()
+        }
+        if isinstance(holder, dict):
+            known = {key: type(item) for key, item in holder.items()}
+        if name not in known:
+            raise UserError(f'{where}.{name}: no such field; {records.nearest(name, known)}')
+        if holder is None:
+            raise UserError(f'{where} is none: --{where}={" or ".join(kinds)} before its fields')
+        options = records.alternatives(known[name])
+        value = holder[name] if isinstance(holder, dict) else getattr(holder, name)
+        where = f'{where}.{name}'
+    return holder, options
+
+
+def _records(options: Sequence[Any]) -> dict[str, Any]:
+    """The records among these types, by name."""
+    kinds = (kind for kind in options if isinstance(kind, type))
+    return {kind.__name__: kind for kind in kinds if issubclass(kind, records.Record)}
+
+
+def _parsed(text: str, options: Sequence[Any], *, where: str) -> Any:
+    """The value that a text stands for, in a field of one of these types."""
+    choices = [name for option in options for name in typing.get_args(option)]
+    if text.lower() == 'none' and 'none' not in choices:
+        if type(None) not in options:
+            raise UserError(f'{where}=none: this field needs a value')
+        return None
+    kinds = _records(options)
+    if len(kinds) == 1:
+        kinds['build'] = next(iter(kinds.values()))  # ml_collections' word
+    if text in kinds:
+        return records.from_dict(kinds[text], {}, where=where)
+    for option in options:
+        parser = _PARSERS.get(typing.get_origin(option) or option)
+        with contextlib.suppress(TypeError, ValueError):
+            if parser is not None:
+                return parser.parse(text)
+    with contextlib.suppress(SyntaxError, ValueError):
+        return ast.literal_eval(text)
+    return text

@@ -54,10 +54,10 @@ def test_counts_defects_and_a_picture(photos, tmp_path, capsys):
 
 
 def test_the_first_column_is_what_evaluation_sees(photos, tmp_path):
-    from vit_jax.data.sources.opening import opener
+    from vit_jax.data.sources.opening import make_opener
 
     config = tiny.experiment(data=str(photos), augmentation=Augmentation(erasing=0.9))
-    sheet = inspect_data._sheet(config, opener(config.held_out))
+    sheet = inspect_data._sheet(config, make_opener(config.held_out))
     rows = sheet[24:].reshape(8, 100, *sheet.shape[1:])[:, 2:-2]
     tiles = rows[:, :, 170:].reshape(8, 96, 8, 100, 3)[:, :, :, 2:-2]
     same = (tiles[:, :, :1] == tiles).all(axis=(1, 3, 4))

@@ -49,7 +49,7 @@ def measure(mesh_config, steps, save, restore):
         total=Duration(steps=TOTAL),
         eval_batch_size=8,
     )
-    opened = opening.opener(config.held_out)
+    opened = opening.make_opener(config.held_out)
     model = setups.trained_model(config, None, tuple('0123456789'))
     length = make_train_length(config.total, batch_size=config.batch_size, images=1438)
     setup = setups.prepare(config, None, model, length=length)

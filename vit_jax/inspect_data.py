@@ -25,7 +25,7 @@ from vit_jax.data.augmentation import augment
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.inspection import Scan
 from vit_jax.data.sources.base import Source
-from vit_jax.data.sources.opening import open_splits, opener
+from vit_jax.data.sources.opening import make_opener, open_splits
 from vit_jax.parallel.processes import Job
 from vit_jax.runs import setups
 from vit_jax.training.losses import targets_of
@@ -40,7 +40,7 @@ def run(config: TrainConfig, workdir: str, accept_changes: bool, job: Job) -> No
     """Scans every split, prints what a person should know, draws the sheet."""
     folder = pathlib.Path(workdir)
     folder.mkdir(parents=True, exist_ok=True)
-    opened = opener(config.held_out)
+    opened = make_opener(config.held_out)
     sheet = _sheet(config, opened)
     cv2.imwrite(str(folder / SHEET), sheet[..., ::-1])
     found = {}

@@ -19,7 +19,7 @@ from absl import flags
 from vit_jax.base.errors import UserError
 from vit_jax.command_line import app
 from vit_jax.config import TrainConfig, checked
-from vit_jax.data.sources.opening import opener
+from vit_jax.data.sources.opening import make_opener
 from vit_jax.models import Remat, parameter_count
 from vit_jax.parallel import ahead_of_time, meshes, sharding_rules
 from vit_jax.parallel.ahead_of_time import GIB, DoesNotFit, Topology
@@ -139,7 +139,7 @@ def what_is_trained(config: TrainConfig, num_classes: int | None, images: int | 
     num_classes = num_classes or config.model.num_classes
     if num_classes is None or images is None:
         try:
-            source = opener(config.held_out)(config.data, config.train_split)
+            source = make_opener(config.held_out)(config.data, config.train_split)
         except (ValueError, FileNotFoundError) as error:
             raise UserError(
                 f'{error}\nwithout the data: --num_classes=1000 --num_images=1281167'

@@ -40,7 +40,7 @@ def trained(mesh: MeshConfig, devices: int, monkeypatch):
     sizes = {
         name: leaf.addressable_shards[0].data.size for name, leaf in named_leaves(state).items()
     }
-    feed = setups.Feeds(setup, opening.open_source).training()
+    feed = setups.Feeds(setup, opening.make_opener()).training()
     losses = []
     for batch in loading.training_batches(feed, steps=range(STEPS), batch_size=16, seed=0):
         state, metrics = programs.update(state, batch)

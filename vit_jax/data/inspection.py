@@ -1,4 +1,4 @@
-"""What stored images are like, before anything is trained on them: counts, defects, a look."""
+"""Inspects stored images before training: counts per class, defects, a contact sheet."""
 
 import collections
 import dataclasses
@@ -12,7 +12,7 @@ import numpy as np
 
 from vit_jax.base.array_types import UInt8
 from vit_jax.data.image_preprocessing import decode
-from vit_jax.data.sources.base import Source, Stored
+from vit_jax.data.sources.base import EncodedImage, Source
 
 _SIGNATURES = {
     b'\xff\xd8': 'JPEG',
@@ -35,11 +35,11 @@ class Scan:
     formats: dict[str, int]
     heights: list[int]
     widths: list[int]
-    unreadable: list[str]  # one line for each, that names it
-    misnamed: list[str]  # of another format than their name says
+    unreadable: list[str]  # messages that name the image
+    misnamed: list[str]  # their format is not that of their ending
 
     def values(self) -> dict[str, Any]:
-        """As JSON values, sizes as least, median and greatest."""
+        """As JSON values; heights and widths as [minimum, median, maximum]."""
         sides = {'height': self.heights, 'width': self.widths}
         return {
             'images': len(self.heights) + len(self.unreadable),
@@ -54,7 +54,7 @@ class Scan:
 
 
 def scan(source: Source, pool: futures.Executor, done: Callable[[int], None]) -> Scan:
-    """Every image of a source read and decoded once; `done` is told how many more are."""
+    """Reads and decodes every image of a source once; `done(1)` is called after each."""
     found = Scan(dict.fromkeys(source.class_names, 0), {}, [], [], [], [])
     formats: collections.Counter[str] = collections.Counter()
     counts = np.zeros(len(source.class_names), int)
@@ -86,7 +86,7 @@ def _examined(source: Source, index: int) -> tuple[Any, str, tuple[int, ...], st
         return None, '', (), f'{source.name_of(index)}: {error}'
 
 
-def _format(stored: Stored) -> str:
+def _format(stored: EncodedImage) -> str:
     if isinstance(stored, np.ndarray):
         return 'array'
     known = (kind for start, kind in _SIGNATURES.items() if stored.startswith(start))
@@ -96,7 +96,7 @@ def _format(stored: Stored) -> str:
 def contact_sheet(
     rows: Sequence[tuple[str, Sequence[np.ndarray]]], heads: Sequence[str]
 ) -> UInt8[np.ndarray, 'h w 3']:
-    """One picture of rows of images of one size, each row with its name, each column with its."""
+    """A picture of named rows of images of one size, with column titles `heads`."""
     height, width = rows[0][1][0].shape[:2]
     scale = max(1, -(-_LEAST_SIDE // min(height, width)))
     height, width = scale * height, scale * width
@@ -109,13 +109,13 @@ def contact_sheet(
 
 
 def _framed(image: np.ndarray, size: tuple[int, int]) -> UInt8[np.ndarray, 'h w 3']:
-    """The image as large as asked, on white: each pixel a square."""
+    """The image enlarged to a size, each pixel a square, with a white frame."""
     larger = cv2.resize(image, size[::-1], interpolation=cv2.INTER_NEAREST)
     return np.pad(larger, ((2, 2), (2, 2), (0, 0)), constant_values=255)
 
 
 def _text(texts: Sequence[str], widths: Sequence[int], height: int) -> np.ndarray:
-    """Texts side by side on white; what does not fit is cut."""
+    """Texts side by side on white, cut to their widths in pixels."""
     line = np.full((height, sum(widths), 3), 255, np.uint8)
     for text, left, width in zip(texts, np.cumsum([0, *widths]), widths, strict=False):
         part = text if len(text) * 8 < width else text[: width // 8 - 2] + '..'

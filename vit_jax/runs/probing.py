@@ -17,7 +17,7 @@ from vit_jax.base.errors import UserError
 from vit_jax.config import TrainConfig, checked
 from vit_jax.data import loading
 from vit_jax.data.sources.base import Source
-from vit_jax.data.sources.opening import opener
+from vit_jax.data.sources.opening import make_opener
 from vit_jax.evaluation import probes, ridge
 from vit_jax.parallel.meshes import put
 from vit_jax.parallel.processes import Job
@@ -225,7 +225,7 @@ def probe(
     # The checkpoint's own pre-processing, whatever the configuration would train with.
     config.preprocessing = origin.card.preprocessing
     setup = setups.prepare(config, origin, setups.frozen_model(config, origin))
-    feeds = setups.Feeds(setup, opener(config.held_out))
+    feeds = setups.Feeds(setup, make_opener(config.held_out))
     sets = open_sets(setup, feeds)  # what is wrong with them is said before anything is computed
     with workdirs.opened(path, records.to_dict(config), job) as folder:
         like = jax.eval_shape(setup.model.init, jax.random.key(0))

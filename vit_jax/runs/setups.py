@@ -18,8 +18,8 @@ from vit_jax.checkpoints.formats.array_files import NeedsHint
 from vit_jax.checkpoints.transfer import transfer
 from vit_jax.config import TrainConfig
 from vit_jax.data import loading
-from vit_jax.data.augmentation import augment, normalize
-from vit_jax.data.image_preprocessing import Crop, Preprocessing
+from vit_jax.data.augmentation import augment, host_crop
+from vit_jax.data.image_preprocessing import Crop, Preprocessing, normalize
 from vit_jax.data.sources.base import Source
 from vit_jax.models import Model, ModelConfig, ViTConfig, build, for_task
 from vit_jax.parallel import meshes, sharding_rules
@@ -129,20 +129,19 @@ class Feeds:
 
     def evaluation(self, data: str, split: str, crop: Crop | None = None) -> loading.Loader:
         """Images as the preprocessing or another crop leaves them; none is skipped."""
-        return self._feed(data, split, crop, skip_unreadable=False)
+        return self._feed(data, split, crop, on_unreadable='error')
 
     def training(self) -> loading.Loader:
         """The training images, cut as the augmentation says."""
         config = self._setup.config
-        skip = config.loader.on_unreadable == 'skip'
-        return self._feed(
-            config.data, config.train_split, config.augmentation.crop, skip_unreadable=skip
-        )
+        crop = host_crop(config.augmentation, self._setup.preprocessing)
+        unreadable = config.loader.on_unreadable
+        return self._feed(config.data, config.train_split, crop, on_unreadable=unreadable)
 
     def _feed(
-        self, data: str, split: str, crop: Crop | None, *, skip_unreadable: bool
+        self, data: str, split: str, crop: Crop | None, *, on_unreadable: loading.OnUnreadable
     ) -> loading.Loader:
-        name = data, split, repr(crop), skip_unreadable
+        name = data, split, repr(crop or self._setup.preprocessing.crop), on_unreadable
         if name not in self._made:
             config, preprocessing = self._setup.config, self._setup.preprocessing
             reader = loading.ImageReader(
@@ -151,7 +150,7 @@ class Feeds:
                 size=self._setup.model.config.image_size,
                 exif_rotation=preprocessing.exif_rotation,
                 seed=config.seed,
-                skip_unreadable=skip_unreadable,
+                on_unreadable=on_unreadable,
             )
             sharding = meshes.batch_sharding(self._setup.mesh)
             self._made[name] = loading.make_loader(reader, config.loader, sharding)

@@ -19,7 +19,7 @@ from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
 from vit_jax.config import TrainConfig, checked
 from vit_jax.data import loading
 from vit_jax.data.sources.base import Source
-from vit_jax.data.sources.opening import opener
+from vit_jax.data.sources.opening import make_opener
 from vit_jax.evaluation import classification
 from vit_jax.models import ViTConfig, multiply_adds, parameter_count
 from vit_jax.parallel.processes import Interrupted, Job
@@ -97,7 +97,7 @@ def train(
 def _planned(config: TrainConfig) -> Plan:
     if config.total is None:
         raise UserError('config.total is none: expected how long to train')
-    opened = opener(config.held_out)
+    opened = make_opener(config.held_out)
     class_names = _class_names(config, opened)
     origin = setups.read_origin(config)
     model = setups.trained_model(config, origin, class_names)

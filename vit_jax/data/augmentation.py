@@ -55,7 +55,6 @@ class Augmentation(Record):
     cutmix: float = 0.0
 
     def check(self) -> None:
-        """Probabilities and magnitudes."""
         require_between(self, 'erasing', low=0, high=1)
         require_between(self, 'shift_pixels', 'mixup', 'cutmix', low=0)
 

@@ -1,7 +1,6 @@
 """Decodes stored images on the host and crops or resizes them to the size of the model."""
 
 import dataclasses
-import importlib.util
 import math
 from typing import ClassVar, Literal, assert_never
 
@@ -15,7 +14,6 @@ from vit_jax.base.records import Record, require, require_between
 # The others are Pillow's BILINEAR and BICUBIC, as in PyTorch's image processors, which smooth.
 ResizeMethod = Literal['bilinear', 'bilinear_antialias', 'bicubic_antialias']
 
-_HAS_SIMPLEJPEG = importlib.util.find_spec('simplejpeg') is not None
 _EXIF_WITHIN = 2**16 + 64  # bytes: the first segments of a file, of at most 64 KiB each
 Image = UInt8[np.ndarray, '_ _ 3']
 Size = tuple[int, int]
@@ -42,7 +40,6 @@ class CentralCrop(Record):
     resize: ResizeMethod = 'bilinear'
 
     def check(self) -> None:
-        """An image of less than the size has no such middle."""
         require_between(self, 'scale', low=1)
 
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
@@ -63,7 +60,6 @@ class RandomCrop(Record):
     scale: float = 448 / 384
 
     def check(self) -> None:
-        """As of CentralCrop."""
         require_between(self, 'scale', low=1)
 
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
@@ -86,7 +82,6 @@ class InceptionCrop(Record):
     aspect: tuple[float, float] = (3 / 4, 4 / 3)  # width / height
 
     def check(self) -> None:
-        """Ranges have a lower and an upper end."""
         require_between(self, 'area', above=0, high=1)
         require_between(self, 'aspect', above=0)
         for name in 'area', 'aspect':
@@ -142,7 +137,6 @@ class Preprocessing(Record):
     std: tuple[float, float, float] = (127.5, 127.5, 127.5)
 
     def check(self) -> None:
-        """Values are divided by `std`."""
         require(all(map(math.isfinite, self.mean)), f'mean={self.mean}: expected finite numbers')
         require_between(self, 'std', above=0)
 
@@ -187,7 +181,7 @@ def _fast_jpeg(stored: bytes, *, exif_rotation: bool) -> Image | None:
 
     None for everything else.
     """
-    if not _HAS_SIMPLEJPEG or not stored.startswith(b'\xff\xd8'):
+    if not stored.startswith(b'\xff\xd8'):
         return None
     if exif_rotation and b'Exif\0' in stored[:_EXIF_WITHIN]:
         return None

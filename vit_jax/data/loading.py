@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from typing import Literal, assert_never
+from typing import Literal
 
 import grain
 import jax
@@ -42,7 +42,6 @@ class LoaderConfig(Record):
     on_unreadable: OnUnreadable = 'error'  # in training; evaluation never skips
 
     def check(self) -> None:
-        """Sizes and counts."""
         require_between(self, 'device_mb', low=0)
         require_between(self, 'threads', low=1)
 
@@ -86,13 +85,8 @@ class ImageReader:
                     images[row], labels[row] = self.example(ref)
                     mask[row] = True
                 except ValueError:
-                    match self.on_unreadable:
-                        case 'error':
-                            raise
-                        case 'skip':
-                            pass
-                        case _:
-                            assert_never(self.on_unreadable)
+                    if self.on_unreadable != 'skip':
+                        raise
 
         starts = range(0, len(refs), _ROWS)
         chunks = [range(start, min(start + _ROWS, len(refs))) for start in starts]
@@ -169,19 +163,12 @@ def make_loader(reader: ImageReader, config: LoaderConfig, sharding: NamedShardi
 
     Raises UserError for random crops that are to be kept on the device.
     """
-    match config.placement:
-        case 'host':
-            on_device = False
-        case 'device':
-            on_device = True
-            if reader.crop.random:
-                name = type(reader.crop).__name__
-                raise UserError(f'placement=device cannot keep {name}, which differs at every draw')
-        case 'auto':
-            bytes_needed = len(reader.source) * reader.size[0] * reader.size[1] * 3
-            on_device = not reader.crop.random and bytes_needed <= config.device_mb * 2**20
-        case _:
-            assert_never(config.placement)
+    if config.placement == 'device' and reader.crop.random:
+        name = type(reader.crop).__name__
+        raise UserError(f'placement=device cannot keep {name}, which differs at every draw')
+    size_mb = len(reader.source) * math.prod(reader.size) * 3 / 2**20
+    fits = not reader.crop.random and size_mb <= config.device_mb
+    on_device = {'host': False, 'device': True, 'auto': fits}[config.placement]
     import cv2  # imported here: who only imports this module need not have it
 
     cv2.setNumThreads(1)  # the pool's threads suffice; OpenCV releases the interpreter lock

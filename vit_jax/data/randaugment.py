@@ -27,23 +27,9 @@ from vit_jax.base.array_types import Array, Float, Int, Key, UInt8
 from vit_jax.base.records import Record, require_between
 
 Contrast = Literal['mean', 'pixel_count']
-OPERATIONS = (
-    'auto_contrast',
-    'equalize',
-    'invert',
-    'rotate',
-    'posterize',
-    'solarize',
-    'color',
-    'contrast',
-    'brightness',
-    'sharpness',
-    'shear_x',
-    'shear_y',
-    'translate_x',
-    'translate_y',
-    'cutout',
-    'solarize_add',
+OPERATIONS = tuple(
+    'auto_contrast equalize invert rotate posterize solarize color contrast brightness sharpness '
+    'shear_x shear_y translate_x translate_y cutout solarize_add'.split()
 )
 GREY = 128  # what fills uncovered pixels
 _SIDE = 224  # the image side for which lengths in pixels are given
@@ -64,7 +50,6 @@ class RandAugment(Record):
     contrast: Contrast = 'mean'
 
     def check(self) -> None:
-        """Neither has a meaning below 0."""
         require_between(self, 'layers', 'magnitude', low=0)
 
 

@@ -71,8 +71,8 @@ def test_numbers_are_classes_in_their_order(images, tmp_path):
 @pytest.mark.parametrize(
     'name, lines, message',
     [
-        ('t.csv', ['image,label', 'a,b'], 'columns are image, label; expected path and label'),
-        ('t.csv', ['path,label,labels', 'a,b,c'], 'columns are path, label, labels; expected'),
+        ('t.csv', ['image,label', 'a,b'], 't.csv, line 2: it has image, label; expected path and'),
+        ('t.csv', ['path,label,labels', 'a,b,c'], 'line 2: it has path, label, labels; expected'),
         ('t.csv', ['path,label', 'a.jpg,cat', 'b.jpg'], 't.csv, line 3: it has path; expected'),
         ('t.csv', ['path,label', 'a.jpg,'], 't.csv, line 2: an empty path or label'),
         ('t.csv', ['path,label'], 't.csv: no lines'),

@@ -85,16 +85,6 @@ def test_a_prepared_set_is_found_by_its_name(prepared, kind, monkeypatch):
         opening.make_opener()('tfds:made_here', 'val')
 
 
-def test_the_librarys_own_mocks_are_read():
-    import tensorflow_datasets
-
-    with tensorflow_datasets.testing.mock_data(num_examples=5):
-        source = opening.make_opener()('tfds:cifar10', 'train')
-        stored, label = source.read(2)
-    assert len(source) == 5 and len(source.class_names) == 10 and 0 <= label < 10
-    assert stored.shape == (32, 32, 3)
-
-
 def test_a_split_without_labels_is_not_taken_for_one(tmp_path):
     """ImageNet's `test` in TFDS: every label is -1."""
     root = tfds_sets.array_record(tmp_path, {'test': [(ENCODED[0], -1)]}, CLASSES)

@@ -28,7 +28,6 @@ class HeldOut(Record):
     seed: int = 0
 
     def check(self) -> None:
-        """Both parts have images."""
         records.require_between(self, 'fraction', above=0, below=1)
 
 
@@ -65,7 +64,10 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
         is_file = labels is not None and labels.endswith('.json')
         if isinstance(data, str):
             splits = splits_of(data, None if is_file else labels)
-            name = _split_name(name, splits, data)
+            if name == 'test':
+                name = next((other for other in TEST_NAMES if other in splits), name)
+            if name not in splits:
+                raise UserError(f'{data}: no split {name!r}; {records.nearest(name, splits)}')
             source = splits[name]()
         elif labels is not None and not is_file:
             raise UserError(f'labels={labels!r}: expected FILE.json for data of a function')
@@ -158,15 +160,6 @@ def _drawn(source: Source, held_out: HeldOut) -> np.ndarray:
             raise UserError(f'{name}: its class has one image, none can be held out for testing')
         is_test[members[: max(1, round(held_out.fraction * len(members)))]] = True
     return is_test
-
-
-def _split_name(name: str, splits: Splits, data: str) -> str:
-    if name in splits:
-        return name
-    others = [other for other in TEST_NAMES if other in splits]
-    if name == 'test' and others:
-        return others[0]
-    raise UserError(f'{data}: no split {name!r}; {records.nearest(name, splits)}')
 
 
 def _parse_split(split: str) -> tuple[str, Callable[[int], slice]]:

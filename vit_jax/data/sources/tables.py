@@ -67,12 +67,6 @@ def _source(
 def _csv(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with file.open(newline='', encoding='utf-8-sig') as lines:
         reader = csv.DictReader(lines)
-        columns = reader.fieldnames or []
-        if 'path' not in columns or ('label' in columns) == ('labels' in columns):
-            raise UserError(
-                f'{file}: columns are {", ".join(columns) or "absent"}; expected path and label, '
-                f'or path and labels (separated by ;), and perhaps split'
-            )
         for cells in reader:
             values: dict[str, Any] = {k: v for k, v in cells.items() if v is not None}
             if 'labels' in values:

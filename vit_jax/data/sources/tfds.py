@@ -41,19 +41,16 @@ def named_splits(full_name: str, label_column: str | None = None) -> Splits:
     others = sorted(str(p.parent.relative_to(root)) for p in root.glob(f'**/{INFO}'))
     try:  # the library may know of other places
         builder = library.builder(name, try_gcs=False)
-        if builder.info.splits and holds(str(builder.data_dir)):
+        if holds(str(builder.data_dir)):
             return folder_splits(str(builder.data_dir), label_column)
-        builder.as_data_source('train')
-    except Exception as error:
-        known = f'there is {", ".join(others)}; ' if others else ''
-        raise UserError(
-            f'tfds:{full_name} is not in {data_dir()}: {known}prepare it with '
-            f'python -m vit_jax.prepare {name}'
-        ) from error
-    return {  # TFDS's mock_data, for tests: it has no files, and its images are pixels
-        split: functools.partial(_from_data_source, builder, split, label_column, None)
-        for split in ('train', 'test')
-    }
+        error = None
+    except Exception as unknown:  # of many kinds, by what the library tried
+        error = unknown
+    known = f'there is {", ".join(others)}; ' if others else ''
+    raise UserError(
+        f'tfds:{full_name} is not in {data_dir()}: {known}prepare it with '
+        f'python -m vit_jax.prepare {name}'
+    ) from error
 
 
 def folder_splits(root: str, label_column: str | None = None) -> Splits:
@@ -62,16 +59,29 @@ def folder_splits(root: str, label_column: str | None = None) -> Splits:
     Labels are those of `label_column`; without one of `label`, or of `labels` (multi-label), or of
     the only column of one of the two kinds. Raises UserError for unknown file formats and columns.
     """
-    builder = _library().builder_from_directory(root)
-    reader = {'array_record': _from_data_source, 'tfrecord': _from_tfrecord}
-    file_format = builder.info.file_format.value
-    if file_format not in reader:
-        raise UserError(f'{root}: file format {file_format}; expected {" or ".join(reader)}')
-    decoders = _skip(builder.info.features)
-    return {
-        split: functools.partial(reader[file_format], builder, split, label_column, decoders)
-        for split in builder.info.splits
-    }
+    library = _library()
+    builder = library.builder_from_directory(root)
+    info, file_format = builder.info, builder.info.file_format.value
+    if file_format not in ('array_record', 'tfrecord'):
+        raise UserError(f'{root}: file format {file_format}; expected array_record or tfrecord')
+    images = [n for n, kind in info.features.items() if isinstance(kind, library.features.Image)]
+    decoders = {name: library.decode.SkipDecoding() for name in images}  # ours decodes them
+
+    def opened(split: str) -> Source:
+        if file_format == 'array_record':
+            stored = builder.as_data_source(split, decoders=decoders)
+            return _source(info, split, label_column, count=len(stored), example=stored.__getitem__)
+        count, read = tfrecord.read_tfrecords(info.splits[split].filepaths)
+        expected = info.splits[split].num_examples
+        if count != expected:
+            raise UserError(f'{root}: {split} has {count} records, {INFO} says {expected}')
+
+        def example(index: int) -> Any:
+            return info.features.deserialize_example_np(read(index), decoders=decoders)
+
+        return _source(info, split, label_column, count=count, example=example)
+
+    return {split: functools.partial(opened, split) for split in info.splits}
 
 
 def download_and_prepare(name: str, folder: str | None) -> str:
@@ -96,27 +106,6 @@ def download_and_prepare(name: str, folder: str | None) -> str:
 def data_dir() -> pathlib.Path:
     """Where TFDS keeps what it prepared."""
     return pathlib.Path(os.environ.get('TFDS_DATA_DIR', '~/tensorflow_datasets')).expanduser()
-
-
-def _from_data_source(builder: Any, split: str, label_column: str | None, decoders: Any) -> Source:
-    source = builder.as_data_source(split, decoders=decoders)
-    return _source(
-        builder.info, split, label_column, count=len(source), example=lambda i: source[i]
-    )
-
-
-def _from_tfrecord(builder: Any, split: str, label_column: str | None, decoders: Any) -> Source:
-    info = builder.info
-    count, read = tfrecord.read_tfrecords(info.splits[split].filepaths)
-    expected = info.splits[split].num_examples
-    if count != expected:
-        raise UserError(f'{builder.data_dir}: {split} has {count} records, {INFO} says {expected}')
-
-    def example(index: int) -> dict[str, Any]:
-        found: dict[str, Any] = info.features.deserialize_example_np(read(index), decoders=decoders)
-        return found
-
-    return _source(info, split, label_column, count=count, example=example)
 
 
 def _source(
@@ -182,13 +171,6 @@ def _columns(features: Any, name: str, label_column: str | None) -> tuple[str, s
 
 def _preferred(column: str, columns: Sequence[str]) -> str | None:
     return column if column in columns else columns[0] if len(columns) == 1 else None
-
-
-def _skip(features: Any) -> dict[str, Any]:
-    """Decoders that leave images as they are stored."""
-    library = _library()
-    kinds = [n for n, kind in features.items() if isinstance(kind, library.features.Image)]
-    return {name: library.decode.SkipDecoding() for name in kinds}
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from vit_jax.config import TrainConfig
 from vit_jax.data import loading
 from vit_jax.data.augmentation import Augmentation, augment, augreg
 from vit_jax.data.image_preprocessing import InceptionCrop
-from vit_jax.data.sources.base import Source, labelled
+from vit_jax.data.sources.base import Source, labelled_source
 from vit_jax.data.sources.folders import unlabelled
 from vit_jax.models import variant
 from vit_jax.parallel import meshes
@@ -65,7 +65,7 @@ def rate(step: Callable[[], int], seconds: float) -> Rate:
 def tiny_images(count: int) -> Source:
     """Images that cost nothing to decode: what is left is our own Python."""
     image = np.zeros((224, 224, 3), np.uint8)
-    return labelled([0] * count, ('a',), read=lambda i: image, name_of=str)
+    return labelled_source([0] * count, ('a',), read=lambda i: image, name_of=str)
 
 
 def reading(reader: loading.ImageReader, threads: int, batch_size: int) -> Callable[[], int]:

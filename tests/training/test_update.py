@@ -5,8 +5,7 @@ import optax
 import pytest
 
 from tests import tiny
-from vit_jax.data.augmentation import normalize
-from vit_jax.data.image_preprocessing import Preprocessing
+from vit_jax.data.image_preprocessing import Preprocessing, normalize
 from vit_jax.models import Regularization, build
 from vit_jax.training.losses import LossConfig, make_loss
 from vit_jax.training.metrics import BatchSums

@@ -193,7 +193,7 @@ def _read(hint: Any, value: Any, where: str) -> Any:
     records = _record_types(hint)
     if value is None and type(None) in options:
         return None
-    if isinstance(value, dict) and records:
+    if isinstance(value, dict) and records and [*value] != ['function']:
         return _read_record(records, value, where)
     for option in options:
         if typing.get_origin(option) is tuple and isinstance(value, tuple | list):

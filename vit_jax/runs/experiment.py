@@ -15,8 +15,8 @@ from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats.array_files import NeedsHint
 from vit_jax.config import EvalConfig, TrainConfig, require_model
-from vit_jax.data.augmentation import Augmentation, augment, normalize
-from vit_jax.data.image_preprocessing import Preprocessing
+from vit_jax.data.augmentation import augment, host_crop
+from vit_jax.data.image_preprocessing import Preprocessing, normalize
 from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import make_opener
@@ -104,7 +104,7 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
     preprocessing = preprocessing_of(config, start)
     reader = reader_for(config, model_config, preprocessing)
     init, update, report = _training_functions(config, model, preprocessing, length)
-    crop = config.augmentation.crop if isinstance(config.augmentation, Augmentation) else None
+    crop = host_crop(config.augmentation, preprocessing)
     return Experiment(
         config=config,
         start=start,
@@ -112,11 +112,7 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
         model=model,
         preprocessing=preprocessing,
         length=length,
-        train=reader(
-            train,
-            crop=crop or preprocessing.crop,
-            skip_unreadable=config.loader.on_unreadable == 'skip',
-        ),
+        train=reader(train, crop=crop, on_unreadable=config.loader.on_unreadable),
         evals={name: reader(source) for name, source in evaluated.items()},
         probes=open_probes(config, opened, reader) if config.fewshot else None,
         init=init,
@@ -194,7 +190,7 @@ def trained_model(
 def reader_for(
     config: TrainConfig, model: ModelConfig, preprocessing: Preprocessing
 ) -> Callable[..., ImageReader]:
-    """Makes readers of sources for this model: `crop` and `skip_unreadable` may differ."""
+    """Makes readers of sources for this model: `crop` and `on_unreadable` may differ."""
     return functools.partial(
         ImageReader,
         crop=preprocessing.crop,

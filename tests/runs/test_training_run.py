@@ -15,7 +15,7 @@ from tests import tiny
 from vit_jax.base import records
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.store import load_card, load_params
-from vit_jax.config import FewshotConfig, ProbeSet
+from vit_jax.config import EvalConfig, FewshotConfig, ProbeSet
 from vit_jax.data import loading
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.image_preprocessing import InceptionCrop
@@ -348,6 +348,9 @@ def test_an_unreadable_image_is_never_skipped_in_evaluation(photos, tmp_path):
     config.loader.on_unreadable = 'skip'
     with pytest.raises(ValueError, match=f'{broken}: the file is empty'):
         training_run.train(config, str(tmp_path / 'run'))
+
+
+TOO_FEW_BLOCKS = tiny.assigned(OptimizerConfig(), trained_blocks=-1)
 
 
 @pytest.mark.parametrize(

@@ -365,8 +365,9 @@ TOO_FEW_BLOCKS = tiny.assigned(OptimizerConfig(), trained_blocks=-1)
         ({'accumulation_steps': 3}, 'batch_size=16 is not a multiple of 8 devices .* x 3'),
         ({'polyak_decay': 1.5}, 'config.polyak_decay=1.5: expected at least 0 and less than 1'),
         ({'seed': 'x'}, "config.seed='x': expected int"),
-        ({'augmentation': Augmentation(mixup=-0.1)}, 'mixup=-0.1: expected 0 or more'),
-        ({'augmentation': Augmentation(erasing=2.0)}, 'erasing=2.0: expected a share'),
+        ({'keep_checkpoints': 0}, 'config.keep_checkpoints=0: expected at least 1'),
+        ({'evals': {'train': EvalConfig()}}, "config.evals: 'train' is no name for an evaluation"),
+        ({'optimizer': TOO_FEW_BLOCKS}, 'config.optimizer.trained_blocks=-1: expected at least 0'),
     ],
 )
 def test_values_that_do_not_fit_are_named_before_anything_is_written(changes, message, tmp_path):

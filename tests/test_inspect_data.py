@@ -1,7 +1,6 @@
 """What is seen of images before training."""
 
 import argparse
-import argparse
 import json
 
 import cv2

@@ -14,7 +14,8 @@ from vit_jax.base import records
 from vit_jax.base.array_types import Array, Batch, Float, Params
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats.array_files import NeedsHint
+from vit_jax.checkpoints.formats.inference import NeedsHint
+from vit_jax.checkpoints.formats.opening import Checkpoint, open_checkpoint
 from vit_jax.checkpoints.transfer import transfer
 from vit_jax.config import TrainConfig
 from vit_jax.data import loading
@@ -23,7 +24,6 @@ from vit_jax.data.image_preprocessing import Crop, Preprocessing
 from vit_jax.data.sources.base import Source
 from vit_jax.models import Model, ModelConfig, ViTConfig, build, for_task
 from vit_jax.parallel import meshes, sharding_rules
-from vit_jax.pretrained import Origin, find
 from vit_jax.training.duration import TrainLength
 from vit_jax.training.losses import make_loss, targets_of
 from vit_jax.training.optimizer import make_optimizer, make_schedule
@@ -36,7 +36,7 @@ class Setup(NamedTuple):
 
     config: TrainConfig
     mesh: Mesh
-    origin: Origin | None  # start_from
+    origin: Checkpoint | None  # start_from
     model: Model
     preprocessing: Preprocessing
     length: TrainLength | None = None  # of the training, where there is any
@@ -48,19 +48,19 @@ class Setup(NamedTuple):
         return self.config.eval_batch_size or self.config.batch_size
 
 
-def read_origin(config: TrainConfig) -> Origin | None:
+def read_origin(config: TrainConfig) -> Checkpoint | None:
     """The checkpoint to start from, if any; its arrays are not read yet."""
     if config.start_from is None:
         return None
     try:
-        return find(config.start_from, config.hints, image_size=config.image_size)
+        return open_checkpoint(config.start_from, config.hints, image_size=config.image_size)
     except NeedsHint as error:
         raise UserError(f'{error} (in a configuration: --config.hints.NAME=VALUE)') from error
 
 
 def prepare(
     config: TrainConfig,
-    origin: Origin | None,
+    origin: Checkpoint | None,
     model_config: ModelConfig,
     *,
     length: TrainLength | None = None,
@@ -90,13 +90,13 @@ def prepare(
     return Setup(config, mesh, origin, model, preprocessing, length, label_shape)
 
 
-def preprocessing_of(config: TrainConfig, origin: Origin | None) -> Preprocessing:
+def preprocessing_of(config: TrainConfig, origin: Checkpoint | None) -> Preprocessing:
     """The configuration's preprocessing, or the checkpoint's, or the usual one."""
     return config.preprocessing or (origin.card.preprocessing if origin else Preprocessing())
 
 
 def trained_model(
-    config: TrainConfig, origin: Origin | None, class_names: tuple[str, ...]
+    config: TrainConfig, origin: Checkpoint | None, class_names: tuple[str, ...]
 ) -> ModelConfig:
     """The model to train, the configuration's or the checkpoint's, for these classes."""
     if config.model is None:
@@ -113,7 +113,7 @@ def trained_model(
     return dataclasses.replace(config.model, num_classes=len(class_names), image_size=image_size)
 
 
-def frozen_model(config: TrainConfig, origin: Origin) -> ModelConfig:
+def frozen_model(config: TrainConfig, origin: Checkpoint) -> ModelConfig:
     """The model of a checkpoint without its head: what gives features."""
     model = origin.card.model
     image_size = config.image_size or model.image_size
@@ -303,6 +303,7 @@ def card(setup: Setup, step: int, class_names: tuple[str, ...]) -> dict[str, Any
             grid=model.grid,
             preprocessing=setup.preprocessing,
             class_names=class_names,
+            loss=setup.config.loss.kind,
             software=software,
         )
     )

@@ -17,7 +17,7 @@ from vit_jax.parallel.meshes import (
 )
 from vit_jax.parallel.sharding_rules import check_split, sharding_report, shardings_for
 from vit_jax.runs import setups
-from vit_jax.training.duration import Length
+from vit_jax.training.duration import TrainLength
 
 STEPS, ALL = 20, jax.devices()
 
@@ -32,7 +32,7 @@ def trained(mesh: MeshConfig, devices: int, monkeypatch):
         regularization=Regularization(dropout=0.1),
     )
     model = setups.trained_model(config, None, tuple('0123456789'))
-    length = Length(config.batch_size, 1438, STEPS)
+    length = TrainLength(config.batch_size, 1438, STEPS)
     setup = setups.prepare(config, None, model, length=length)
     programs = setups.compile_training(setup)
     state = programs.init()

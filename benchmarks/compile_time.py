@@ -10,8 +10,10 @@ import jax
 
 from vit_jax.config import TrainConfig
 from vit_jax.models import variant
-from vit_jax.runs import setups
-from vit_jax.training.duration import TrainLength
+from vit_jax.runs import compilation
+from vit_jax.runs.experiment import decide
+from vit_jax.runs.memory_plan import without_data
+from vit_jax.training.duration import Duration
 
 DEPTHS, REPEATS = (8, 32), 3
 
@@ -19,12 +21,13 @@ DEPTHS, REPEATS = (8, 32), 3
 def compile_seconds(depth: int) -> float:
     """Of a train step of Ti/16 at this depth: tracing and compiling, nothing cached."""
     model = variant('Ti/16', depth=depth)
-    config = TrainConfig(data='digits', model=model, batch_size=8)
-    model_config = setups.trained_model(config, None, ('a', 'b'))
-    setup = setups.prepare(config, None, model_config, length=TrainLength(8, 80, 10))
+    config = TrainConfig(data='digits', model=model, batch_size=8, total=Duration(steps=10))
+    experiment = decide(without_data(config, num_classes=2, num_images=80))
     jax.clear_caches()
     began = time.perf_counter()
-    setups.compile_training(setup)
+    state = compilation.abstract_state(experiment)
+    compilation.lower_update(experiment, state).compile()
+    compilation.compile_eval_steps(experiment, state.eval_params)
     return time.perf_counter() - began
 
 

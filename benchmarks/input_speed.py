@@ -28,11 +28,14 @@ from vit_jax.config import TrainConfig
 from vit_jax.data import loading
 from vit_jax.data.augmentation import Augmentation, augment, augreg
 from vit_jax.data.image_preprocessing import InceptionCrop
-from vit_jax.data.sources.base import Source, labelled
+from vit_jax.data.sources.base import Source, labelled_source
 from vit_jax.data.sources.folders import unlabelled
 from vit_jax.models import variant
-from vit_jax.runs import setups
-from vit_jax.training.duration import TrainLength
+from vit_jax.parallel import meshes
+from vit_jax.runs import compilation
+from vit_jax.runs.experiment import decide
+from vit_jax.runs.memory_plan import without_data
+from vit_jax.training.duration import Duration
 from vit_jax.training.losses import targets_of
 
 TURNS = 3  # of ours and tf.data, one after the other: a machine is not always alike
@@ -62,7 +65,7 @@ def rate(step: Callable[[], int], seconds: float) -> Rate:
 def tiny_images(count: int) -> Source:
     """Images that cost nothing to decode: what is left is our own Python."""
     image = np.zeros((224, 224, 3), np.uint8)
-    return labelled([0] * count, ('a',), read=lambda i: image, name_of=str)
+    return labelled_source([0] * count, ('a',), read=lambda i: image, name_of=str)
 
 
 def reading(reader: loading.ImageReader, threads: int, batch_size: int) -> Callable[[], int]:
@@ -152,10 +155,12 @@ def with_a_network(
         model=model,
         augmentation=Augmentation(crop=InceptionCrop(), flip=True),
         batch_size=batch_size,
+        total=Duration(steps=1000),
     )
-    setup = setups.prepare(config, None, model, length=TrainLength(batch_size, 1000, 1000))
-    programs = setups.compile_training(setup)
-    sharding = setups.described_batch(setup, batch_size)['images'].sharding
+    experiment = decide(without_data(config, num_classes=1000, num_images=1000))
+    abstract = compilation.abstract_state(experiment)
+    step = compilation.lower_update(experiment, abstract).compile()
+    sharding = meshes.batch_sharding(experiment.mesh)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     feed = loading.make_loader(reader, config.loader, sharding)
     batches = loading.training_batches(feed, steps=range(10**9), batch_size=batch_size, seed=0)
@@ -168,11 +173,12 @@ def with_a_network(
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     one = batch_size * math.prod(reader.size) * 3 / 2**20
     print(f'  memory {peak:,.0f} MiB more at its peak; a batch is {one:.0f} MiB, up to 5 are held')
-    state, batch = programs.init(), next(batches)
+    init = jax.jit(experiment.init, out_shardings=compilation.shardings_of(abstract))
+    state, batch = init(), next(batches)
 
     def update(batch: Batch) -> int:
         nonlocal state
-        state, metrics = programs.update(state, batch)
+        state, metrics = step(state, batch)
         jax.block_until_ready(metrics)
         return batch_size
 

@@ -22,10 +22,10 @@ from vit_jax.checkpoints.store import Checkpoints  # noqa: E402
 from vit_jax.runs.goodput import read, totals  # noqa: E402
 
 PHASES = {
-    'start': ('slow:0', 'data '),
+    'start': ('slow:0', 'starting'),
     'compile': ('slow_compile:5', 'compiling'),
-    'train': ('slow:100', 'step 5/60'),
-    'evaluate': ('slow_evaluation:100', 'evaluating'),
+    'train': ('slow:100', 'reported'),
+    'evaluate': ('slow_evaluation:100', 'evaluating test'),
     'save': ('slow_save:500', 'saving'),
 }
 
@@ -45,9 +45,9 @@ def sigterm(count: int) -> None:
     """In each phase, to the last process, then resuming."""
     folder = pathlib.Path(tempfile.mkdtemp())
     began = time.time()
-    for phase, (faults, word) in PHASES.items():
+    for phase, (faults, event) in PHASES.items():
         with training(folder, faults, count, ['--config.eval_every_steps=30']) as started:
-            started[0].wait_for(word)
+            started[0].wait_for(event)
             asked = time.time()
             started[-1].signal(signal.SIGTERM)
             codes = [host.wait() for host in started]
@@ -55,7 +55,7 @@ def sigterm(count: int) -> None:
         say(f'SIGTERM, {phase}, {count} processes: exit {codes[0]} after', f'{after:.1f} s')
     with training(folder, 'slow:0', count, ['--config.eval_every_steps=30']) as started:
         resumed = time.time()
-        started[0].wait_for('step 45/60')
+        started[0].wait_for('reported', step=45)
         say(f'{count} processes: start to the first steps', f'{time.time() - resumed:.1f} s')
         for host in started:
             host.wait()
@@ -69,12 +69,12 @@ def sigterm(count: int) -> None:
 
 
 def fault(
-    name: str, faults: str, word: str, flags: tuple[str, ...] = (), stop: bool = False
+    name: str, faults: str, step: int, flags: tuple[str, ...] = (), stop: bool = False
 ) -> None:
-    """From the moment at which the word is said, or from a stopped process, to the end of all."""
+    """From the report of a step, or from a stopped process, to the end of all."""
     folder = pathlib.Path(tempfile.mkdtemp())
     with training(folder, faults, 2, flags) as started:
-        started[0].wait_for(word)
+        started[0].wait_for('reported', step=step)
         began = time.time()
         if stop:
             started[1].signal(signal.SIGSTOP)
@@ -113,17 +113,17 @@ if __name__ == '__main__':
     save_stall()
     for count in 1, 2:
         sigterm(count)
-    fault('a process raises at step 15: all have ended after', 'slow:100,fail:15:1', 'step 10/60')
+    fault('a process raises at step 15: all have ended after', 'slow:100,fail:15:1', 10)
     fault(
         'a process hangs, watchdog 5 s: all have ended after',
         'hang:15:1',
-        'step 15/60',
+        15,
         ('--watchdog_seconds=5',),
     )
     fault(
         'a process is stopped, heartbeat 5 s: the other ended after',
         'slow:100',
-        'step 5/60',
+        5,
         ('--heartbeat_seconds=5',),
         stop=True,
     )

@@ -20,14 +20,14 @@ from tests import tfds_sets
 from vit_jax.data import loading
 from vit_jax.data.augmentation import augment, augreg
 from vit_jax.data.image_preprocessing import InceptionCrop
-from vit_jax.data.sources.opening import open_source
+from vit_jax.data.sources.opening import make_opener
 from vit_jax.parallel.meshes import MeshConfig, batch_sharding, make_mesh
 from vit_jax.training.losses import targets_of
 
 
 def digest(data: str, steps: int) -> str:
     """Of augmented training batches, 128 images each."""
-    source = open_source(data, 'train')
+    source = make_opener()(data, 'train')
     reader = loading.ImageReader(source, InceptionCrop(), (32, 32), exif_rotation=True)
     feed = loading.make_loader(
         reader, loading.LoaderConfig(), batch_sharding(make_mesh(MeshConfig()))
@@ -51,7 +51,7 @@ def main() -> None:
         root = pathlib.Path(temporary)
         splits = {}
         for split in ('train', 'test'):
-            source = open_source(arguments.folder, split)
+            source = make_opener()(arguments.folder, split)
             splits[split] = [source.read(i) for i in range(len(source))]
         names = source.class_names
         records = tfds_sets.array_record(root / 'array_record', splits, names)

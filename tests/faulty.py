@@ -16,7 +16,7 @@ from vit_jax.checkpoints.store import Checkpoints
 from vit_jax.command_line import app
 from vit_jax.data import loading
 from vit_jax.parallel.processes import Job
-from vit_jax.runs import fingerprint, training_run
+from vit_jax.runs import compilation, fingerprint
 
 
 def at_tick(number, index, act):
@@ -85,36 +85,30 @@ def die(number, index):
 
 
 def slow_compile(number, index):
-    compile_training = training_run.setups.compile_training
+    lower_update = compilation.lower_update
 
-    def compiling(setup):
-        print('compiling', flush=True)
+    def lowering(*arguments):
         time.sleep(number)
-        return compile_training(setup)
+        return lower_update(*arguments)
 
-    training_run.setups.compile_training = compiling
+    compilation.lower_update = lowering
 
 
 def slow_evaluation(number, index):
-    evaluate = training_run.classification.evaluate
+    with_heartbeat = Job.with_heartbeat
 
-    def evaluating(scores, params, batches, *, count):
-        def slowed():
-            for batch in batches:
-                print('evaluating', flush=True)
-                time.sleep(number / 1000)
-                yield batch
+    def slowed(job, batches):
+        for batch in with_heartbeat(job, batches):
+            time.sleep(number / 1000)
+            yield batch
 
-        return evaluate(scores, params, slowed(), count=count)
-
-    training_run.classification.evaluate = evaluating
+    Job.with_heartbeat = slowed
 
 
 def slow_save(number, index):
     save = Checkpoints.save
 
     def saving(checkpoints, *arguments):
-        print('saving', flush=True)
         save(checkpoints, *arguments)
         time.sleep(number / 1000)
 

@@ -14,6 +14,8 @@ import socket
 import sys
 import time
 
+from vit_jax.runs import goodput, workdirs
+
 ROOT = pathlib.Path(__file__).parent.parent
 KILL_AFTER = 120  # seconds, whatever happens
 
@@ -54,6 +56,9 @@ class Host:
 
     def __init__(self, module, arguments, path, env):
         self.path = path
+        workdir = next((a for a in arguments if a.startswith('--workdir=')), '=nowhere')
+        self.ledger = pathlib.Path(workdir.partition('=')[2]) / workdirs.LEDGER
+        self._earlier = len(goodput.read(self.ledger))
         self.process = _context.Process(
             target=_become, args=(module, arguments, str(path), env), daemon=True
         )
@@ -63,12 +68,18 @@ class Host:
     def text(self):
         return self.path.read_text(errors='replace') if self.path.exists() else ''
 
-    def wait_for(self, word, seconds=KILL_AFTER):
-        """Returns when the word was said; fails where the process ends before."""
+    def wait_for(self, event, step=None, seconds=KILL_AFTER):
+        """Returns when the run's ledger has the event; fails where the process ends before.
+
+        Events of earlier starts in the same work directory do not count.
+        """
         deadline = time.monotonic() + seconds
-        while word not in self.text:
-            assert self.process.exitcode is None, f'ended without {word!r}:\n{self.text}'
-            assert time.monotonic() < deadline, f'no {word!r}:\n{self.text}'
+        while not any(
+            line['event'] == event and step in (None, line['step'])
+            for line in goodput.read(self.ledger)[self._earlier :]
+        ):
+            assert self.process.exitcode is None, f'ended without {event!r}:\n{self.text}'
+            assert time.monotonic() < deadline, f'no {event!r}:\n{self.text}'
             time.sleep(0.02)
 
     def signal(self, number=signal.SIGTERM):

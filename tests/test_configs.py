@@ -9,14 +9,14 @@ import pytest
 
 from tests import golden, tiny
 from vit_jax.base import records, tree_names
-from vit_jax.config import TrainConfig, checked
+from vit_jax.config import TrainConfig
 from vit_jax.models import ViTConfig
-from vit_jax.runs import setups
-from vit_jax.training.duration import make_train_length
+from vit_jax.runs.compilation import abstract_batch
+from vit_jax.runs.experiment import decide
+from vit_jax.runs.memory_plan import without_data
 
 ROOT = pathlib.Path(__file__).parent.parent
 RUNS = [(path, argument) for path in golden.FILES for argument in golden.arguments(path)]
-CLASSES = tuple(map(str, range(1000)))
 IMAGES = {'JFT-300M': 303_000_000, 'tfds:imagenet21k': 12_743_321}  # else ImageNet's
 
 
@@ -53,7 +53,7 @@ def test_a_config_fits_together(path, argument):
     """Its first state and one update are traced, for eight devices."""
     config = golden.config(path, argument)
     config.start_from = config.start_from or 'some/checkpoint'
-    config = checked(config)
+    config = records.checked(config, where='config')
     assert records.from_dict(TrainConfig, records.to_dict(config), where='c') == config
     if config.total is None:
         return
@@ -62,15 +62,13 @@ def test_a_config_fits_together(path, argument):
         size = config.image_size or (32, 32)
         config.model = tiny.model(num_classes=None, image_size=size, patch_size=(patch, patch))
     images = IMAGES.get(config.data, 1_281_167)
-    length = make_train_length(config.total, batch_size=config.batch_size, images=images)
-    model = setups.trained_model(config, None, CLASSES)
-    setup = setups.prepare(config, None, model, length=length)
-    functions = setups.make_functions(setup)
-    state = jax.eval_shape(functions.init)
-    batch = setups.described_batch(setup, config.batch_size)
-    after, metrics = jax.eval_shape(functions.update, state, batch)
+    experiment = decide(without_data(config, num_classes=1000, num_images=images))
+    state = jax.eval_shape(experiment.init)
+    size = experiment.model.config.image_size
+    batch = abstract_batch(experiment.mesh, config.batch_size, size)
+    after, metrics = jax.eval_shape(experiment.update, state, batch)
     assert tree_names.named_leaves(after) == tree_names.named_leaves(state)
-    assert metrics['loss'].shape == ()
+    assert metrics.sums['loss'].shape == ()
 
 
 def test_every_row_of_table_3_is_there():

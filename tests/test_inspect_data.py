@@ -52,17 +52,16 @@ def test_counts_defects_and_a_picture(photos, tmp_path, capsys):
     misnamed = [line for split in found.values() for line in split['misnamed']]
     assert len(misnamed) == 1 and misnamed[0].endswith('dog/1.jpg: PNG')
     assert max(split['height'][2] for split in found.values()) == 18
-    assert 'classes      2: cat, dog' in said and 'a look at it' in said
+    assert 'classes      2: cat, dog' in said and 'pictures  ' in said
     sheet = cv2.imread(str(tmp_path / 'out' / 'data.png'))
     columns = 1 + 7
     assert sheet.shape == (24 + 8 * (96 + 4), 170 + columns * (96 + 4), 3)
 
 
 def test_the_first_column_is_what_evaluation_sees(photos, tmp_path):
-    from vit_jax.data.sources.opening import opener
-
     config = tiny.experiment(data=str(photos), augmentation=Augmentation(erasing=0.9))
-    sheet = inspect_data._sheet(config, opener(config.held_out))
+    inspect_data.run(config, str(tmp_path / 'out'), False, Job())
+    sheet = cv2.imread(str(tmp_path / 'out' / 'data.png'))
     rows = sheet[24:].reshape(8, 100, *sheet.shape[1:])[:, 2:-2]
     tiles = rows[:, :, 170:].reshape(8, 96, 8, 100, 3)[:, :, :, 2:-2]
     same = (tiles[:, :, :1] == tiles).all(axis=(1, 3, 4))

@@ -1,18 +1,20 @@
 """Compiling for devices that are not here. What needs a compiler is skipped where there is none."""
 
+import dataclasses
 import importlib.util
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from tests import tiny
 from tests.hosts import ROOT, environment
-from vit_jax import plan
 from vit_jax.models import Compute
 from vit_jax.parallel import ahead_of_time
 from vit_jax.parallel.ahead_of_time import DoesNotFit, Topology
 from vit_jax.parallel.meshes import MeshConfig
+from vit_jax.runs import memory_plan
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec('libtpu') is None, reason="no TPU compiler: pip install -e '.[tpu]'"
@@ -27,13 +29,17 @@ def slice_of_eight():
 @pytest.fixture(scope='module')
 def whole(slice_of_eight):
     """A step whose state is whole on every chip."""
-    return plan.step(task(), slice_of_eight, remat='none', batch_size=1024)
+    return memory_plan.compile_step(task(), slice_of_eight)
 
 
 def task(**changes):
     model = tiny.model(image_size=(32, 32), width=256, mlp_dim=1024, depth=4, num_heads=4)
     config = tiny.experiment(model=model, batch_size=1024, **changes)
-    return plan.Task(config.checked(config), tiny.CLASSES, 1438)
+    return memory_plan.without_data(config, num_classes=tiny.CLASSES, num_images=1438)
+
+
+def with_images(config, batch_size):
+    return dataclasses.replace(config, batch_size=batch_size)
 
 
 @pytest.mark.parametrize(
@@ -61,14 +67,14 @@ def test_the_chip_says_its_memory(slice_of_eight):
 def test_a_step_that_needs_more_than_the_chip_has_does_not_fit(slice_of_eight):
     """The one deliberate failure: 16 M images in one step, of which the compiler says the size."""
     with pytest.raises(DoesNotFit) as error:
-        plan.step(task(), slice_of_eight, remat='none', batch_size=2**24)
+        memory_plan.compile_step(with_images(task(), 2**24), slice_of_eight)
     assert error.value.needed > slice_of_eight.memory
 
 
 @needs_compiler
 @pytest.mark.long
 def test_what_is_computed_again_is_not_kept(whole, slice_of_eight):
-    block = plan.step(task(), slice_of_eight, remat='block', batch_size=1024)
+    block = memory_plan.compile_step(memory_plan.with_policy(task(), 'block'), slice_of_eight)
     assert whole.peak > 1.5 * block.peak
     assert whole.state == block.state and whole.collectives['all-reduce'] >= 1
 
@@ -77,7 +83,7 @@ def test_what_is_computed_again_is_not_kept(whole, slice_of_eight):
 def test_fsdp_splits_the_state_and_leaves_the_activations_split(whole, slice_of_eight):
     """Left alone, the compiler gathers the batch on every chip, which takes several times more."""
     mesh = MeshConfig(fsdp=8, fsdp_min_mb=0.0)
-    fsdp = plan.step(task(mesh=mesh), slice_of_eight, remat='none', batch_size=1024)
+    fsdp = memory_plan.compile_step(task(mesh=mesh), slice_of_eight)
     assert fsdp.state < whole.state / 4
     assert fsdp.peak - fsdp.state < 1.2 * (whole.peak - whole.state)
     assert fsdp.collectives['all-gather'] >= 1
@@ -86,39 +92,35 @@ def test_fsdp_splits_the_state_and_leaves_the_activations_split(whole, slice_of_
 def fake_step(memory_per_image, state=100):
     """A step whose memory grows with the batch, as those of real networks do."""
 
-    def step(task, where, *, remat, batch_size):
-        needed = state + memory_per_image[remat] * batch_size
+    def step(config, where):
+        needed = state + memory_per_image[config.compute.remat] * config.batch_size
         if needed > where.memory:
             raise DoesNotFit(needed)
-        return plan.Fit(state, needed, {}, [])
+        return memory_plan.StepMemory(state, needed, {}, [])
 
     return step
 
 
 @pytest.mark.parametrize('batch_size, expected', [(64, 'none'), (256, 'dots'), (1024, 'block')])
-def test_the_first_policy_that_fits_is_found_and_the_largest_batch(
-    batch_size, expected, monkeypatch
-):
+def test_the_first_policy_that_fits_is_found_and_the_largest_batch(batch_size, expected):
     per_image = {'none': 100, 'dots': 30, 'block': 7}
-    monkeypatch.setattr(plan, 'step', fake_step(per_image))
-    where = Topology('test', plan.jax.devices(), 10_000)
-    small = task(compute=Compute())
-    small.config.batch_size = batch_size
-    tried = list(plan.tried(small, where))
-    assert tried[-1][0] == expected and isinstance(tried[-1][1], plan.Fit)
+    step, where = fake_step(per_image), Topology('test', jax.devices(), 10_000)
+    small = with_images(task(compute=Compute()), batch_size)
+    tried = list(memory_plan.tried_policies(small, where, compile_step=step))
+    policy, result = tried[-1]
+    assert policy == expected and isinstance(result, memory_plan.StepMemory)
     assert all(isinstance(result, DoesNotFit) for _, result in tried[:-1])
-    best, fit = plan.largest_batch(small, where, *tried[-1])
+    chosen = memory_plan.with_policy(small, policy)
+    best, fit = memory_plan.largest_batch(chosen, where, result, compile_step=step)
     limit = (10_000 - 100) / per_image[expected]
     assert best % 8 == 0 and limit - 8 < best <= limit and fit.peak <= 10_000
 
 
-def test_where_nothing_fits_a_smaller_batch_is_looked_for(monkeypatch):
-    monkeypatch.setattr(plan, 'step', fake_step({'block': 7}))
-    where = Topology('test', plan.jax.devices(), 10_000)
-    large = task(compute=Compute(remat='block'))
-    large.config.batch_size = 4096
-    ((policy, result),) = plan.tried(large, where)
-    best, _ = plan.largest_batch(large, where, policy, result)
+def test_where_nothing_fits_a_smaller_batch_is_looked_for():
+    step, where = fake_step({'block': 7}), Topology('test', jax.devices(), 10_000)
+    large = with_images(task(compute=Compute(remat='block')), 4096)
+    ((_, result),) = memory_plan.tried_policies(large, where, compile_step=step)
+    best, _ = memory_plan.largest_batch(large, where, result, compile_step=step)
     assert 1000 < best <= 9_900 / 7
 
 

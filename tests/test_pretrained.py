@@ -17,8 +17,8 @@ from vit_jax.base.tree_names import named_leaves
 from vit_jax.checkpoints.augreg_index import fine_tuned, listed, pick, read_index
 from vit_jax.checkpoints.formats import google
 from vit_jax.command_line import app
+from vit_jax.config import FewshotConfig
 from vit_jax.data.image_preprocessing import Preprocessing
-from vit_jax.evaluation.ridge import FewshotConfig
 from vit_jax.pretrained import ZERO_HEAD
 from vit_jax.runs import probing, training_run
 from vit_jax.training.duration import Duration
@@ -164,7 +164,7 @@ def test_a_checkpoint_of_ours_is_loaded_and_saved_alone(tmp_path):
 @pytest.mark.parametrize('name', ['bigvision_map', 'timm_gap_fcnorm'])
 def test_training_starts_from_any_of_these(name, tmp_path):
     config = tiny.experiment(model=None, start_from=reference.path(name), total=Duration(steps=2))
-    config.image_size, config.test_split = (32, 16), 'test[:16]'
+    config.image_size, config.eval_split = (32, 16), 'test[:16]'
     tiny.assigned(config.hints, **reference.HINTS[name])
     config.regularization.dropout = 0.1
     result = training_run.train(config, str(tmp_path / 'run'))

@@ -10,19 +10,21 @@ import tensorflow_datasets as tfds
 from vit_jax.data.sources.tfrecord import masked_crc
 
 
-def array_record(root, splits, class_names, *, multi_label=False, name='made_here') -> pathlib.Path:
-    """A set of splits {name: [(encoded image, label), ...]} in that order, as ArrayRecord."""
-    kind = tfds.features.ClassLabel(names=list(class_names))
-    label = tfds.features.Sequence(kind) if several else kind
+def array_record(root, splits, class_names, *, columns=('label',)) -> pathlib.Path:
+    """A set of splits {name: [(encoded image, label), ...]} in that order, as ArrayRecord.
 
-    set_name = name
+    Columns that end with `s` are multi-label. With other columns than `label`, a dictionary takes
+    the label's place.
+    """
+    kind = tfds.features.ClassLabel(names=list(class_names))
+    kinds = {name: tfds.features.Sequence(kind) if name[-1] == 's' else kind for name in columns}
 
     class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-        name = set_name
+        name = 'made_here'
         VERSION = tfds.core.Version('1.2.0')
 
         def _info(self):
-            features = {'image': tfds.features.Image(), 'label': label, 'id': tfds.features.Text()}
+            features = {'image': tfds.features.Image(), 'id': tfds.features.Text()} | kinds
             return self.dataset_info_from_configs(
                 features=tfds.features.FeaturesDict(features), disable_shuffling=True
             )
@@ -33,7 +35,8 @@ def array_record(root, splits, class_names, *, multi_label=False, name='made_her
         def _generate_examples(self, split):
             for i, (stored, label) in enumerate(splits[split]):
                 pixels = stored if isinstance(stored, np.ndarray) else _Encoded(stored)
-                yield i, {'image': pixels, 'label': label, 'id': str(i)}
+                labels = label if isinstance(label, dict) else {'label': label}
+                yield i, {'image': pixels, 'id': str(i)} | labels
 
     builder = Builder(data_dir=str(root), file_format='array_record')
     builder.download_and_prepare(file_format='array_record')

@@ -1,11 +1,18 @@
 """The smallest models and experiments that still have every part."""
 
+import dataclasses
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.config import TrainConfig
+from vit_jax.data.sources.opening import make_opener
 from vit_jax.models import ViTConfig
+from vit_jax.parallel.processes import Job
+from vit_jax.runs import compilation
+from vit_jax.runs.experiment import decide
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
@@ -34,9 +41,48 @@ def experiment(**changes) -> TrainConfig:
         'optimizer': OptimizerConfig(weight_decay=0.1, clip_norm=1.0),
         'schedule': ScheduleConfig(learning_rate=1e-3, warmup=Duration(steps=2)),
         'log_every_steps': 5,
-        'test_split': 'test[:50]',
+        'eval_split': 'test[:50]',
     }
     return TrainConfig(**(values | changes))
+
+
+def watched(on_read, data='digits'):
+    """The data as a function of the split, which calls `on_read` with the index of each image."""
+    opened = make_opener()
+
+    def open_split(split):
+        source = opened(data, split)
+
+        def read(index):
+            on_read(index)
+            return source.read(index)
+
+        return dataclasses.replace(source, read=read)
+
+    return open_split
+
+
+class WatchedJob(Job):
+    """A job of one process that calls `on_heartbeat` with the number of each heartbeat.
+
+    There is one before each step and before each batch of an evaluation.
+    """
+
+    def __init__(self, on_heartbeat):
+        super().__init__()
+        self._on_heartbeat, self._heartbeats = on_heartbeat, itertools.count(1)
+
+    def heartbeat(self):
+        super().heartbeat()
+        self._on_heartbeat(next(self._heartbeats))
+
+
+def compiled(config: TrainConfig, devices=None):
+    """The decided experiment, its first state in its place, and its compiled update."""
+    experiment = decide(config, devices=devices)
+    state = compilation.abstract_state(experiment)
+    init = jax.jit(experiment.init, out_shardings=compilation.shardings_of(state))
+    return experiment, init(), compilation.lower_update(experiment, state).compile()
 
 
 def images(batch: int = 2, config: ViTConfig | None = None) -> jax.Array:

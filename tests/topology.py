@@ -17,14 +17,13 @@ from tests import tiny
 from vit_jax.checkpoints.store import Checkpoints
 from vit_jax.command_line import app
 from vit_jax.data import loading
-from vit_jax.data.sources import opening
 from vit_jax.evaluation import classification
 from vit_jax.models import Regularization
 from vit_jax.parallel import meshes
 from vit_jax.parallel.meshes import MeshConfig
 from vit_jax.parallel.processes import joined_job
-from vit_jax.runs import setups
-from vit_jax.training.duration import Duration, make_train_length
+from vit_jax.runs import compilation
+from vit_jax.training.duration import Duration
 
 COUNTS, TOTAL = (1, 7, 50, 65), 200
 
@@ -45,26 +44,26 @@ def measure(mesh_config, steps, save, restore):
         regularization=Regularization(dropout=0.1),
         total=Duration(steps=TOTAL),
         eval_batch_size=8,
+        eval_split='test',
     )
-    opened = opening.opener(config.held_out)
-    model = setups.trained_model(config, None, tuple('0123456789'))
-    length = make_train_length(config.total, batch_size=config.batch_size, images=1438)
-    setup = setups.prepare(config, None, model, length=length)
-    programs = setups.compile_training(setup)
-    feed = setups.Feeds(setup, opened).training()
-    state = programs.init()
-    found = {'initial': digest(state, setup.mesh), 'batches': [], 'losses': []}
+    experiment, state, update = tiny.compiled(config)
+    abstract = compilation.abstract_state(experiment)
+    (eval_step,) = compilation.compile_eval_steps(experiment, abstract.eval_params).values()
+    loader_of = loading.make_loaders(config.loader, meshes.batch_sharding(experiment.mesh))
+    found = {'initial': digest(state, experiment.mesh), 'batches': [], 'losses': []}
     for step, batch in enumerate(
-        loading.training_batches(feed, steps=range(steps), batch_size=config.batch_size, seed=0)
+        loading.training_batches(
+            loader_of(experiment.train), steps=range(steps), batch_size=config.batch_size, seed=0
+        )
     ):
         if step < 10:
-            found['batches'].append(digest(batch, setup.mesh))
-        state, metrics = programs.update(state, batch)
-        found['losses'].append(float(metrics['loss']))
-    test = setups.Feeds(setup, opened).evaluation('digits', 'test')
+            found['batches'].append(digest(batch, experiment.mesh))
+        state, metrics = update(state, batch)
+        found['losses'].append(metrics.means['loss'])
+    test = loader_of(experiment.evals['test'])
     found['evaluations'] = {
         count: classification.evaluate(
-            programs.scores,
+            eval_step,
             state.eval_params,
             loading.sequential_batches(test, np.arange(count), batch_size=8),
             count=count,
@@ -77,12 +76,14 @@ def measure(mesh_config, steps, save, restore):
         checkpoints.save(TOTAL, *state.split(), {'step': TOTAL})
         checkpoints.wait()
         checkpoints.close()
-        found['saved'] = digest(state.split(), setup.mesh)
+        found['saved'] = digest(state.split(), experiment.mesh)
     found['restored'] = {}
     for folder in filter(None, restore.split(',')):
         checkpoints = Checkpoints(folder, keep=1)
-        there = checkpoints.restore(TOTAL, programs.like.split(), programs.shardings.split())
-        found['restored'][folder] = digest(there, setup.mesh)
+        there = checkpoints.restore(
+            TOTAL, abstract.split(), compilation.shardings_of(abstract).split()
+        )
+        found['restored'][folder] = digest(there, experiment.mesh)
         checkpoints.close()
     return found
 

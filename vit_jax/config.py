@@ -1,24 +1,27 @@
-"""The typed experiment: what a file in configs/ returns, and what a checkpoint says of itself."""
+"""The typed experiment: what a file in configs/ returns, composed of what the parts own."""
 
+import copy
 import dataclasses
+import re
 from typing import Any
 
-from vit_jax.base import records
 from vit_jax.base.errors import UserError
-from vit_jax.base.records import Record
+from vit_jax.base.records import Record, require, require_between
 from vit_jax.checkpoints.formats.inference import Hints
-from vit_jax.data.augmentation import Augmentation
+from vit_jax.data.augmentation import Augmentation, AugmentFunction
 from vit_jax.data.image_preprocessing import Crop, Preprocessing
 from vit_jax.data.loading import LoaderConfig
+from vit_jax.data.sources.base import DataFunction
 from vit_jax.data.sources.opening import HeldOut
-from vit_jax.evaluation.ridge import FewshotConfig
+from vit_jax.evaluation.probes import LogisticConfig
 from vit_jax.models import Compute, Regularization, ResNetConfig, ViTConfig
 from vit_jax.parallel.meshes import MeshConfig
 from vit_jax.training.duration import Duration
-from vit_jax.training.losses import LossConfig
+from vit_jax.training.losses import Loss, LossConfig
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
-RENAMED: dict[str, str] = {}  # fields by their old dotted names
+# Kinds of lines in metrics.jsonl that are no evaluations by name.
+_RESERVED = 'train', 'fewshot', 'skipped', 'spike'
 
 
 def _default(kind: type) -> Any:
@@ -26,26 +29,88 @@ def _default(kind: type) -> Any:
 
 
 @dataclasses.dataclass(kw_only=True)
-class TrainConfig(Record):
-    """One experiment: pre-training, fine-tuning and few-shot evaluation are values of this."""
+class EvalConfig(Record):
+    """One evaluation of the classifier, on all images of a split.
 
-    # What is learned from, and by what.
-    data: str  # 'digits', tfds:NAME, FILE.npz, FILE.csv, FILE.jsonl, or a folder (data/sources.py)
+    `labels` takes the place of the data's own labels: a JSON file of lists of class numbers, as
+    ReaL's real.json ("Are we done with ImageNet?"), or a label column of a TFDS data set. Images
+    without any label are then left out of the count.
+    """
+
+    data: str | DataFunction | None = None  # None: the data of the experiment
+    split: str = 'test'
+    labels: str | None = None
+    every_steps: int | None = None  # None: eval_every_steps
+
+    def check(self) -> None:
+        """A positive interval."""
+        require_between(self, 'every_steps', low=1)
+
+
+@dataclasses.dataclass(kw_only=True)
+class ProbeSet(Record):
+    """The images of one data set: to draw from, and to test on."""
+
+    data: str | DataFunction | None = None  # None: the data of the experiment
     train_split: str = 'train'
     test_split: str = 'test'
+
+
+@dataclasses.dataclass(kw_only=True)
+class FewshotConfig(Record):
+    """Which images, how many of each class, drawn how often; and which other probes.
+
+    `sets` are data sets by the names of their results; without any, the data of the experiment is
+    probed. Nearest neighbours and a logistic regression learn from all training images. With
+    `feature_cache` the features of whole splits are kept in that directory, when a checkpoint is
+    evaluated alone.
+    """
+
+    sets: dict[str, ProbeSet] = _default(dict)
+    crop: Crop | None = None  # None: the preprocessing's
+    shots: tuple[int, ...] = (1, 5, 10, 25)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    l2: float = 1024.0  # not divided by the number of images: strong where they are few
+    neighbours: int | None = None  # that vote on a test image; None: no such evaluation
+    logistic: LogisticConfig | None = None
+    feature_cache: str | None = None
+    every_steps: int | None = None  # while training; None: at the end only
+
+    def check(self) -> None:
+        """At least one draw, of positive numbers."""
+        require_between(self, 'shots', 'neighbours', 'every_steps', low=1)
+        require_between(self, 'seeds', low=0)
+        require_between(self, 'l2', above=0)
+        require(bool(self.shots and self.seeds), 'shots and seeds: expected at least one of each')
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainConfig(Record):
+    """One experiment: pre-training, fine-tuning and few-shot evaluation are values of this.
+
+    `data`, `augmentation`, `loss` and `model.head` may be functions of one's own; config.json
+    names them.
+    """
+
+    # What is learned from, and by what.
+    # 'digits', tfds:NAME, FILE.npz, FILE.csv, FILE.jsonl, a folder (data/sources/opening.py), or a
+    # function of the split's name.
+    data: str | DataFunction
+    train_split: str = 'train'
+    eval_split: str = 'test'  # of the evaluation `test`, where `evals` names no others
     held_out: HeldOut = _default(HeldOut)  # for testing, of data without splits
     model: ViTConfig | ResNetConfig | None = None  # None: the model of start_from
     image_size: tuple[int, int] | None = None  # (height, width); None: the model's own
     start_from: str | None = None  # a checkpoint, of any format, with the first parameters
-    hints: Hints = _default(Hints)  # what its file does not say of itself
+    hints: Hints = _default(Hints)  # what the checkpoint's file does not say of itself
     preprocessing: Preprocessing | None = None  # None: that of start_from, or the usual one
-    augmentation: Augmentation = _default(Augmentation)
+    augmentation: Augmentation | AugmentFunction = _default(Augmentation)
 
     # How.
     total: Duration | None = None  # None: nothing is trained, few-shot evaluation alone
     batch_size: int = 256
     accumulation_steps: int = 1
-    loss: LossConfig = _default(LossConfig)
+    loss: LossConfig | Loss = _default(LossConfig)
     optimizer: OptimizerConfig = _default(OptimizerConfig)
     schedule: ScheduleConfig = _default(ScheduleConfig)
     regularization: Regularization = _default(Regularization)
@@ -55,12 +120,12 @@ class TrainConfig(Record):
 
     # What is measured and kept on the way.
     log_every_steps: int = 50
+    evals: dict[str, EvalConfig] = _default(dict)  # by name; none: `test`, on eval_split
     eval_every_steps: int | None = None  # None: at the end only
     eval_batch_size: int | None = None  # None: batch_size
     checkpoint_every_steps: int | None = None  # None: at the end only
     keep_checkpoints: int = 2
     fewshot: FewshotConfig | None = None
-    fewshot_crop: Crop | None = None  # None: the preprocessing's
     tensorboard: bool = False
 
     # On what. These change speed and memory, not the result.
@@ -68,42 +133,102 @@ class TrainConfig(Record):
     mesh: MeshConfig = _default(MeshConfig)
     loader: LoaderConfig = _default(LoaderConfig)
 
+    def check(self) -> None:
+        """Positive counts and sizes, and evaluations with names that are free."""
+        names = 'batch_size', 'accumulation_steps', 'max_skipped_steps', 'keep_checkpoints'
+        every = 'log_every_steps', 'eval_every_steps', 'checkpoint_every_steps'
+        require_between(self, *names, *every, 'eval_batch_size', 'image_size', low=1)
+        require_between(self, 'polyak_decay', low=0, below=1)
+        for name in self.evals:
+            fits = re.fullmatch(r'[\w-]+', name) is not None and name not in _RESERVED
+            require(fits, f'evals: {name!r} is no name for an evaluation')
+        both = self.evals and self.eval_split != 'test'
+        require(not both, f'eval_split={self.eval_split!r}: evals name their own splits')
 
-def checked(config: TrainConfig) -> TrainConfig:
-    """The configuration with every value checked. Raises UserError that names a wrong one."""
-    config = records.checked(config, where='config')
-    for name, value in records.to_dict(config).items():
-        counts = name.endswith(('_steps', '_size')) and isinstance(value, int)
-        _require(not counts or value >= 1, f'{name}={value}: expected 1 or more')
-    fractions = {
-        'regularization.dropout': config.regularization.dropout,
-        'regularization.stochastic_depth': config.regularization.stochastic_depth,
-        'loss.label_smoothing': config.loss.label_smoothing,
-        'polyak_decay': config.polyak_decay or 0.0,
-    }
-    for name, fraction in fractions.items():
-        _require(0 <= fraction < 1, f'{name}={fraction}: expected at least 0 and less than 1')
-    augmentation = config.augmentation
-    _require(
-        0 <= augmentation.erasing <= 1,
-        f'augmentation.erasing={augmentation.erasing}: expected a share, 0 to 1',
-    )
-    not_negative = {
-        'augmentation.mixup': augmentation.mixup,
-        'augmentation.cutmix': augmentation.cutmix,
-        'augmentation.randaugment.layers': augmentation.randaugment.layers,
-        'augmentation.randaugment.magnitude': augmentation.randaugment.magnitude,
-        'optimizer.trained_blocks': config.optimizer.trained_blocks or 0,
-    }
-    for name, number in not_negative.items():
-        _require(number >= 0, f'{name}={number}: expected 0 or more')
-    _require(
-        config.model is not None or config.start_from is not None,
-        'model is none: give a model, or start_from=CHECKPOINT to take that one',
-    )
-    return config
+    @property
+    def evaluations(self) -> dict[str, EvalConfig]:
+        """The evaluations while training, by name."""
+        return self.evals or {'test': EvalConfig(split=self.eval_split)}
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise UserError(f'config.{message}')
+# What a run may go on with other values of: it changes speed, memory, rounding, or what is
+# observed, and not what is learned.
+FREE = (
+    'mesh',
+    'compute.remat',
+    'compute.unroll',
+    'compute.attention',
+    'loader.placement',
+    'loader.device_mb',
+    'loader.threads',
+    'log_every_steps',
+    'evals',
+    'eval_split',
+    'eval_every_steps',
+    'eval_batch_size',
+    'checkpoint_every_steps',
+    'keep_checkpoints',
+    'fewshot',
+    'tensorboard',
+)
+
+# Names that fields had in earlier versions.
+RENAMED = {
+    'test_split': 'eval_split',
+    'fewshot_crop': 'fewshot.crop',
+    'fewshot.logistic.held_out': 'fewshot.logistic.validation_fraction',
+    'mesh.max_whole_share': 'mesh.max_replicated_fraction',
+    'optimizer.decayed': 'optimizer.decay_pattern',
+    'optimizer.rates': 'optimizer.lr_multipliers',
+}
+# What None means today, and what earlier versions wrote down whether it was used or not.
+_OLD_DEFAULTS = {
+    'optimizer': {'b1': 0.9, 'b2': 0.999, 'epsilon': 1e-8, 'momentum': 0.9},
+    'schedule': {'linear_end': 1e-5, 'rsqrt_timescale': {'steps': 10_000}},
+}
+
+
+def modernized(values: dict[str, Any]) -> dict[str, Any]:
+    """The JSON values of a configuration that an earlier version wrote, under today's names."""
+    values = copy.deepcopy(values)
+    for old, new in RENAMED.items():
+        found = _popped(values, old.split('.'))
+        if found is not None:
+            _put(values, new.split('.'), found)
+    for part, defaults in _OLD_DEFAULTS.items():
+        for name, default in defaults.items():
+            given = values.get(part, {}).get(name)
+            if isinstance(given, dict):
+                given = {unit: number for unit, number in given.items() if number is not None}
+            if given == default:
+                values[part][name] = None
+    fewshot = values.get('fewshot') or {}
+    own = {name: fewshot.pop(name, None) for name in ('data', 'train_split', 'test_split')}
+    given = {name: value for name, value in own.items() if value is not None}
+    usual = {'train_split': 'train', 'test_split': 'test'}
+    if (given | usual) != usual and not fewshot.get('sets'):
+        fewshot['sets'] = {str(own['data'] or values.get('data')): given}
+    return values
+
+
+def _popped(values: Any, names: list[str]) -> Any:
+    """The value at these names, taken out; None where there is none."""
+    for name in names[:-1]:
+        values = values.get(name) if isinstance(values, dict) else None
+    return values.pop(names[-1], None) if isinstance(values, dict) else None
+
+
+def _put(values: dict[str, Any], names: list[str], value: Any) -> None:
+    for name in names[:-1]:
+        if not isinstance(values.get(name), dict):
+            return  # what it belonged to is not used
+        values = values[name]
+    values.setdefault(names[-1], value)
+
+
+def require_model(config: TrainConfig) -> None:
+    """Raises UserError where neither a model nor a checkpoint is named."""
+    if config.model is None and config.start_from is None:
+        raise UserError(
+            'config.model is none: give a model, or start_from=CHECKPOINT to take that one'
+        )

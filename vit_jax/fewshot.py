@@ -2,12 +2,12 @@
 
 from vit_jax.command_line import app
 from vit_jax.command_line.app import Invocation
-from vit_jax.runs import probing
+from vit_jax.runs import probing_run
 
 
 def run(asked: Invocation) -> None:
     """Evaluates, and says the result and where the whole protocol of it lies."""
-    result, path = probing.probe(
+    result, path = probing_run.probe(
         asked.config, asked.workdir, accept_changes=asked.accept_changes, job=asked.job
     )
     if asked.job.index != 0:

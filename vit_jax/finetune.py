@@ -4,6 +4,7 @@ The same training as vit_jax.train; only the first parameters come from somewher
 """
 
 from vit_jax import train
+from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.command_line import app
 from vit_jax.command_line.app import Invocation
@@ -17,7 +18,8 @@ def run(asked: Invocation) -> None:
     config, job = asked.config, asked.job
     result = training_run.train(config, asked.workdir, accept_changes=asked.accept_changes, job=job)
     if job.index == 0:
-        train.say(result, next_program='fewshot', next_config='fewshot/linear.py', data=config.data)
+        data = records.text_of(config.data)
+        train.print_summary(result, next_program='fewshot', config='fewshot/linear.py', data=data)
 
 
 if __name__ == '__main__':

@@ -18,7 +18,7 @@ from vit_jax.base.array_types import Array, Batch, Float, Int, Params
 from vit_jax.base.errors import MissingFile, UserError
 from vit_jax.command_line import app
 from vit_jax.data import loading
-from vit_jax.data.augmentation import normalize
+from vit_jax.data.image_preprocessing import normalize
 from vit_jax.data.sources.folders import unlabelled
 from vit_jax.parallel import meshes
 from vit_jax.pretrained import Loaded, load
@@ -40,7 +40,7 @@ def main(arguments: argparse.Namespace) -> int:
         crop=loaded.preprocessing.crop,
         size=loaded.config.image_size,
         exif_rotation=loaded.preprocessing.exif_rotation,
-        skip_unreadable=True,
+        on_unreadable='skip',
     )
     rows, unreadable = [], 0
     # Lines go to the screen through the bar, and past it where they are piped elsewhere.

@@ -1,6 +1,6 @@
 """Prepares a named data set of TFDS as ArrayRecord: python -m vit_jax.prepare NAME.
 
-Needs the extra `tf` and, for most sets, a network; what it writes is read without either, as
+Needs the extra `tf` and, for most sets, a network. Neither is needed to read what it writes, with
 --config.data=tfds:NAME.
 """
 
@@ -11,8 +11,8 @@ from vit_jax.data.sources import tfds
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prepares it and says where it lies."""
-    print(tfds.prepare(arguments.name, arguments.data_dir))
+    """Prepares it and prints its folder."""
+    print(tfds.download_and_prepare(arguments.name, arguments.data_dir))
     return 0
 
 

@@ -15,7 +15,7 @@ from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import opening
 from vit_jax.checkpoints.formats.inference import Hints, summarize
 from vit_jax.checkpoints.transfer import adapt, transfer
-from vit_jax.data.image_preprocessing import Preprocessing, decode
+from vit_jax.data.image_preprocessing import Preprocessing, decode, normalize
 from vit_jax.models import Model, ModelConfig, build, parameter_count
 
 ZERO_HEAD = (
@@ -84,7 +84,7 @@ class Loaded:
         preprocessing = self.preprocessing
         decoded = decode(image, exif_rotation=preprocessing.exif_rotation)
         cut = preprocessing.crop(decoded, self.config.image_size, None)
-        return np.asarray(preprocessing.scaled(cut))
+        return np.asarray(normalize(cut, preprocessing))
 
     def logits(self, images: np.ndarray) -> Float[np.ndarray, 'b k']:
         """What the head gives for images (b h w c) of `config.image_size`, as `prepare` does them.

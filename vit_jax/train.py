@@ -2,6 +2,7 @@
 
 import shlex
 
+from vit_jax.base import records
 from vit_jax.command_line import app
 from vit_jax.command_line.app import Invocation
 from vit_jax.runs import probing, training_run
@@ -15,19 +16,20 @@ def run(asked: Invocation) -> None:
     config, job = asked.config, asked.job
     result = training_run.train(config, asked.workdir, accept_changes=asked.accept_changes, job=job)
     if job.index == 0:
-        say(result, next_program='finetune', next_config='finetune/transfer.py', data=config.data)
+        data = records.text_of(config.data)
+        print_summary(result, next_program='finetune', config='finetune/transfer.py', data=data)
 
 
-def say(result: Result, *, next_program: str, next_config: str, data: str) -> None:
-    """The summary of a run."""
-    reached = training_run.reached(result.test)
+def print_summary(result: Result, *, next_program: str, config: str, data: str) -> None:
+    """Prints what a run reached, where it is, and the command that would come next."""
+    reached = training_run.eval_summary(result.evals)
     if result.fewshot:
         reached += f'; {probing.summary(result.fewshot)}'
     lines = {'reached': reached}
     if result.skipped:
         lines['skipped'] = f'{result.skipped:,} uses of training images that cannot be read'
     workdir = str(result.folder)
-    command = ['python', '-m', f'vit_jax.{next_program}', f'--config=configs/{next_config}']
+    command = ['python', '-m', f'vit_jax.{next_program}', f'--config=configs/{config}']
     command += [f'--config.start_from={workdir}', f'--config.data={data}']
     command += [f'--workdir={workdir}-{next_program}']
     lines |= {

@@ -5,8 +5,7 @@ Command: python -m vit_jax.fewshot --config=configs/fewshot/linear.py --workdir=
              --config.start_from=CHECKPOINT --config.data=FOLDER
 """
 
-from vit_jax.config import TrainConfig
-from vit_jax.evaluation.ridge import FewshotConfig
+from vit_jax.config import FewshotConfig, TrainConfig
 
 
 def get_config() -> TrainConfig:

@@ -7,10 +7,9 @@ Command: python -m vit_jax.fewshot --config=configs/fewshot/suite.py --workdir=D
              --config.start_from=CHECKPOINT --config.fewshot.feature_cache=CACHE
 """
 
-from vit_jax.config import TrainConfig
+from vit_jax.config import FewshotConfig, ProbeSet, TrainConfig
 from vit_jax.data.image_preprocessing import CentralCrop
 from vit_jax.evaluation.probes import LogisticConfig
-from vit_jax.evaluation.ridge import FewshotConfig, ProbeSet
 
 
 def get_config() -> TrainConfig:
@@ -29,9 +28,9 @@ def get_config() -> TrainConfig:
                 ),
                 'imagenet': ProbeSet(train_split='train[:65000]', test_split='validation'),
             },
+            crop=CentralCrop(scale=256 / 224, keep_aspect=False),
             neighbours=20,
             logistic=LogisticConfig(),
         ),
-        fewshot_crop=CentralCrop(scale=256 / 224, keep_aspect=False),
         batch_size=256,
     )

@@ -29,10 +29,10 @@ ARGUMENTS = tuple(ROWS)
 
 def get_config(row: str = 'cifar10') -> TrainConfig:
     """The experiment on one data set."""
-    data, test_split, steps, warmup = ROWS[row]
+    data, eval_split, steps, warmup = ROWS[row]
     return TrainConfig(
         data=data,
-        test_split=test_split,
+        eval_split=eval_split,
         image_size=(384, 384),
         augmentation=Augmentation(crop=InceptionCrop(), flip=True),
         total=Duration(steps=steps),

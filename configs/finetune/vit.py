@@ -3,7 +3,7 @@
 Paper: "An Image is Worth 16x16 Words", table 4: SGD with momentum 0.9, cosine decay, batch 512, no
 weight decay, clipping at 1, 384 pixels. The learning rate is the one of those listed that is best
 on held-out images, 2 % of CIFAR, 10 % of Pets and Flowers, 1 % of ImageNet:
---config.train_split=train[:98%] --config.test_split=train[98%:]. `imagenet512` and `imagenet518`
+--config.train_split=train[:98%] --config.eval_split=train[98%:]. `imagenet512` and `imagenet518`
 are table 2's: L/16 at 512 and H/14 at 518 pixels, with Polyak averaging.
 Result, table 5, from ImageNet-21k, B/16 and L/16: ImageNet 84.0, 85.2; CIFAR-10 99.0, 99.2;
 CIFAR-100 91.7, 93.4; Pets 94.4, 94.7; Flowers 99.4, 99.6 %. Table 2: L/16 from ImageNet-21k 85.3,
@@ -39,10 +39,10 @@ ARGUMENTS = tuple(f'{row},{rate:g}' for row, values in ROWS.items() for rate in 
 def get_config(run: str = 'imagenet,0.03') -> TrainConfig:
     """The experiment of one row at one learning rate."""
     row, rate = run.split(',')
-    data, test_split, steps, warmup, _, side, polyak_decay = ROWS[row]
+    data, eval_split, steps, warmup, _, side, polyak_decay = ROWS[row]
     return TrainConfig(
         data=data,
-        test_split=test_split,
+        eval_split=eval_split,
         image_size=(side, side),
         augmentation=Augmentation(crop=RandomCrop(), flip=True),
         total=Duration(steps=steps),

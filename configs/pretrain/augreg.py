@@ -43,13 +43,13 @@ ARGUMENTS = tuple(LEVELS)
 def get_config(run: str = 'i1k,B/16') -> TrainConfig:
     """The experiment of one network, at its own level or at the one that is named."""
     name, network, *level = run.split(',')
-    data, test_split, head_bias = DATA[name]
+    data, eval_split, head_bias = DATA[name]
     model = variant(network, head_bias=head_bias)
     if isinstance(model, ViTConfig):
         model.representation_size = model.width
     return TrainConfig(
         data=data,
-        test_split=test_split,
+        eval_split=eval_split,
         model=model,
         preprocessing=Preprocessing(crop=CentralCrop()),
         augmentation=augreg(level[0] if level else LEVELS[run]),

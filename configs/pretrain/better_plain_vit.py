@@ -25,7 +25,7 @@ def get_config(epochs: str = '90') -> TrainConfig:
     return TrainConfig(
         data='tfds:imagenet2012',
         train_split='train[:99%]',
-        test_split='validation',
+        eval_split='validation',
         model=variant('S/16', pool='gap', positions='sincos2d', representation_size=384),
         preprocessing=Preprocessing(crop=CentralCrop()),
         augmentation=Augmentation(

@@ -63,13 +63,13 @@ def get_config(row: str = 'imagenet,B/16') -> TrainConfig:
     """The experiment of one row."""
     epochs, learning_rate = ROWS[row]
     name, network = row.split(',')[:2]
-    data, test_split, loss, head_bias, clip_norm, decay, weight_decay, dropout = DATA[name]
+    data, eval_split, loss, head_bias, clip_norm, decay, weight_decay, dropout = DATA[name]
     model = variant(network, head_bias=head_bias)
     if isinstance(model, ViTConfig):
         model.representation_size = model.width
     return TrainConfig(
         data=data,
-        test_split=test_split,
+        eval_split=eval_split,
         model=model,
         preprocessing=Preprocessing(crop=CentralCrop()),
         augmentation=Augmentation(crop=InceptionCrop(), flip=True),

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from vit_jax.base.errors import UserError
 from vit_jax.data import augmentation
-from vit_jax.data.augmentation import Augmentation, normalize
-from vit_jax.data.image_preprocessing import InceptionCrop, Preprocessing
+from vit_jax.data.augmentation import Augmentation
+from vit_jax.data.image_preprocessing import CentralCrop, InceptionCrop, Preprocessing, normalize
 from vit_jax.data.randaugment import RandAugment
 from vit_jax.training.losses import targets_of
 
@@ -148,10 +149,48 @@ def test_the_seven_levels_are_those_of_the_paper():
     assert all(augmentation.augreg(name).crop == InceptionCrop() for name in levels)
 
 
+def test_a_function_is_an_augmentation():
+    def inverted(key, batch):
+        keys = augmentation.example_keys(key, batch)
+        coins = jax.vmap(jax.random.bernoulli)(keys)[:, None, None, None]
+        return batch | {'images': jnp.where(coins, 255 - batch['images'], batch['images'])}
+
+    result = augmented(batch(), inverted)
+    changed = (result['images'] == 255 - IMAGES).all(axis=(1, 2, 3))
+    same = (result['images'] == IMAGES).all(axis=(1, 2, 3))
+    assert (changed ^ same).all() and 16 < changed.sum() < 48
+    part = augmented(jax.tree.map(lambda array: array[10:20], batch()), inverted)['images']
+    np.testing.assert_array_equal(part, result['images'][10:20])
+    assert (augmented(batch(epoch=1), inverted)['images'] != result['images']).any()
+
+
+def test_only_an_augmentation_with_a_crop_replaces_the_preprocessings():
+    preprocessing = Preprocessing(crop=CentralCrop())
+    for own in (lambda key, batch: batch), Augmentation():
+        assert augmentation.host_crop(own, preprocessing) == CentralCrop()
+    own = Augmentation(crop=InceptionCrop())
+    assert augmentation.host_crop(own, preprocessing) == InceptionCrop()
+
+
+@pytest.mark.parametrize(
+    'values, message',
+    [
+        ({'erasing': 1.5}, 'Augmentation.erasing=1.5: expected at least 0 and at most 1'),
+        ({'mixup': -0.1}, 'Augmentation.mixup=-0.1: expected at least 0'),
+        ({'cutmix': -1.0}, 'Augmentation.cutmix'),
+        ({'shift_pixels': -3}, 'Augmentation.shift_pixels=-3'),
+    ],
+)
+def test_an_augmentation_that_makes_no_sense_is_refused(values, message):
+    with pytest.raises(UserError, match=message):
+        Augmentation(**values)
+
+
 def test_normalize_maps_black_to_minus_one_and_white_to_one():
     pixels = np.zeros((1, 1, 2, 3), np.uint8)
     pixels[0, 0, 1] = 255
-    pixels = jnp.asarray(pixels)
-    assert normalize(pixels, Preprocessing())[0, 0, :, 0].tolist() == [-1, 1]
     by_channel = Preprocessing(mean=(0.0, 255.0, 51.0), std=(255.0, 255.0, 51.0))
-    assert normalize(pixels, by_channel)[0, 0, 1].tolist() == [1, 0, 4]
+    for images in pixels, jnp.asarray(pixels):
+        assert normalize(images, Preprocessing())[0, 0, :, 0].tolist() == [-1, 1]
+        assert normalize(images, by_channel)[0, 0, 1].tolist() == [1, 0, 4]
+        assert type(normalize(images, by_channel)) is type(images * 1.0)

@@ -128,6 +128,14 @@ def test_the_originals_contrast_is_measured_from_the_number_of_pixels():
     np.testing.assert_array_equal(operated('contrast', 15, image=flat), flat)
 
 
+def test_what_makes_no_sense_is_refused():
+    for values in {'layers': -1}, {'magnitude': -1.0}, {'magnitude': float('nan')}:
+        with pytest.raises(
+            ValueError, match=rf'RandAugment.{[*values][0]}=.*: expected at least 0'
+        ):
+            RandAugment(**values)
+
+
 def test_magnitude_zero_is_at_its_strongest_for_two_operations():
     assert not operated('posterize', 0).any()
     np.testing.assert_array_equal(operated('solarize', 0), 255 - PHOTO)

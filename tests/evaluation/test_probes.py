@@ -4,15 +4,15 @@ from sklearn.datasets import make_classification
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 
+from vit_jax.base.errors import UserError
 from vit_jax.evaluation import probes
-from vit_jax.evaluation.probes import LogisticConfig
-from vit_jax.evaluation.standardising import with_constant
+from vit_jax.evaluation.probes import Labelled, LogisticConfig, with_constant
 
 X, Y = make_classification(
     900, 12, n_informative=6, n_classes=4, n_clusters_per_class=1, flip_y=0.1, random_state=0
 )
 X, Y = (3 * X + np.arange(12)).astype(np.float32), 2 * Y + 1  # neither standardised nor 0 to 3
-TRAIN, TEST = (X[:600], Y[:600]), (X[600:], Y[600:])
+TRAIN, TEST = Labelled(X[:600], Y[:600]), Labelled(X[600:], Y[600:])
 
 
 @pytest.mark.parametrize('neighbours', [1, 7, 20])
@@ -20,15 +20,16 @@ def test_neighbours_vote_as_scikit_learns_do(neighbours):
     reference = KNeighborsClassifier(
         neighbours, metric='cosine', weights=lambda far: np.exp(-far / probes.TEMPERATURE)
     ).fit(*TRAIN)
-    found = probes.nearest_neighbours(*TRAIN, *TEST, neighbours=neighbours)
+    found = probes.nearest_neighbours(TRAIN, TEST, neighbours=neighbours)
     assert found == reference.score(*TEST) and 0.5 < found < 1
 
 
 def test_an_image_is_its_own_neighbour_at_any_length():
-    assert probes.nearest_neighbours(*TRAIN, 5 * TRAIN[0], TRAIN[1], neighbours=1) == 1.0
+    longer = TRAIN._replace(features=5 * TRAIN.features)
+    assert probes.nearest_neighbours(TRAIN, longer, neighbours=1) == 1.0
     for neighbours in 0, 601:
         with pytest.raises(ValueError, match=f'neighbours={neighbours}: there are 600'):
-            probes.nearest_neighbours(*TRAIN, *TEST, neighbours=neighbours)
+            probes.nearest_neighbours(TRAIN, TEST, neighbours=neighbours)
 
 
 @pytest.mark.parametrize('l2', [0.1, 30.0])
@@ -37,7 +38,7 @@ def test_logistic_weights_are_scikit_learns(l2):
     reference = LogisticRegression(C=1 / l2, tol=1e-8, max_iter=5000).fit(x, TRAIN[1])
     config = LogisticConfig(l2=(l2,), tolerance=1e-6)
     weights, iterations, converged = probes.fit_logistic(
-        with_constant(x, 1.0), TRAIN[1] // 2, num_classes=4, l2=l2, config=config
+        Labelled(with_constant(x, 1.0), TRAIN[1] // 2), num_classes=4, l2=l2, config=config
     )
     assert converged and iterations < 200
     # a gradient of 1e-6 of the mean loss, in float32
@@ -47,34 +48,43 @@ def test_logistic_weights_are_scikit_learns(l2):
     standardised = LogisticRegression(C=1 / l2, tol=1e-8, max_iter=5000)
     standardised.fit(x, TRAIN[1])
     test = (TEST[0] - TRAIN[0].mean(axis=0)) / TRAIN[0].std(axis=0)
-    found = probes.logistic(*TRAIN, *TEST, config)
-    assert found['accuracy'] == pytest.approx(standardised.score(test, TEST[1]), abs=1 / 300)
+    found = probes.logistic(TRAIN, TEST, config)
+    assert found.accuracy == pytest.approx(standardised.score(test, TEST[1]), abs=1 / 300)
 
 
-def test_the_strength_is_chosen_on_held_out_training_images():
+def test_the_strength_is_chosen_on_a_part_of_the_training_images():
     """Many useless features: only strong regularisation generalises."""
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 2, 1200)
     features = rng.normal(size=(1200, 300)).astype(np.float32)
     features[:, 0] += 2 * labels
-    data = features[:600], labels[:600], features[600:], labels[600:]
-    chosen = probes.logistic(*data, LogisticConfig(l2=(1e-2, 300.0), held_out=0.3))
-    assert chosen['l2'] == 300.0 and chosen['converged']
+    data = Labelled(features[:600], labels[:600]), Labelled(features[600:], labels[600:])
+    chosen = probes.logistic(*data, LogisticConfig(l2=(1e-2, 300.0), validation_fraction=0.3))
+    assert chosen.l2 == 300.0 and chosen.converged
     weak = probes.logistic(*data, LogisticConfig(l2=(1e-2,)))
-    assert chosen['accuracy'] > weak['accuracy']
+    assert chosen.accuracy > weak.accuracy
     assert chosen == probes.logistic(*data, LogisticConfig(l2=(300.0,)))
 
 
 def test_a_fit_that_was_stopped_says_so():
     config = LogisticConfig(l2=(1.0,), max_iterations=3, tolerance=1e-9)
-    found = probes.logistic(*TRAIN, *TEST, config)
-    assert found['iterations'] == 3 and not found['converged']
+    found = probes.logistic(TRAIN, TEST, config)
+    assert found.iterations == 3 and not found.converged
 
 
 def test_a_class_that_was_never_seen_is_never_right():
     labels = TEST[1].copy()
     labels[:30] = 99
     config = LogisticConfig(l2=(1.0,))
-    known = probes.logistic(*TRAIN, TEST[0][30:], TEST[1][30:], config)['accuracy']
-    found = probes.logistic(*TRAIN, TEST[0], labels, config)['accuracy']
+    known = Labelled(TEST.features[30:], TEST.labels[30:])
+    known = probes.logistic(TRAIN, known, config).accuracy
+    found = probes.logistic(TRAIN, TEST._replace(labels=labels), config).accuracy
     assert found == pytest.approx(known * 270 / 300)
+
+
+@pytest.mark.parametrize(
+    'values', [{'l2': ()}, {'l2': (1.0, -1.0)}, {'validation_fraction': 0.0}, {'tolerance': 0.0}]
+)
+def test_a_probe_that_cannot_be_fitted_is_refused(values):
+    with pytest.raises(UserError, match=f'LogisticConfig.{next(iter(values))}=.*expected'):
+        LogisticConfig(**values)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from vit_jax.evaluation import ridge
-from vit_jax.evaluation.standardising import with_constant
+from vit_jax.evaluation.probes import Labelled, with_constant
 
 RNG = np.random.default_rng(0)
 REFERENCE = pathlib.Path(__file__).parent.parent / 'fixtures' / 'fewshot.npz'
@@ -13,11 +13,10 @@ REFERENCE = pathlib.Path(__file__).parent.parent / 'fixtures' / 'fewshot.npz'
 def test_accuracies_are_those_of_big_visions_solver_to_the_example():
     with np.load(REFERENCE, allow_pickle=False) as file:
         z = dict(file)
-    found = ridge.evaluate(
-        z['train_features'],
+    found, _ = ridge.probe(
         z['train_labels'],
-        z['test_features'],
-        z['test_labels'],
+        Labelled(z['test_features'], z['test_labels']),
+        features_of=z['train_features'].__getitem__,
         shots=z['shots'].tolist(),
         seeds=z['seeds'].tolist(),
         l2=float(z['l2']),
@@ -47,7 +46,8 @@ def test_a_class_with_few_images_gives_all_of_them():
 @pytest.mark.parametrize('examples', [12, 60])  # fewer, and more, than the 30 features
 def test_ridge_is_the_minimum_whichever_matrix_is_decomposed(examples):
     x, y = RNG.normal(size=(examples, 30)), RNG.normal(size=(examples, 4))
-    for l2, weights in zip((0.1, 10.0), ridge.ridge(x, y, np.array([0.1, 10.0])), strict=True):
+    for l2 in 0.1, 10.0:
+        weights = ridge.ridge(x, y, l2=l2)
         gradient = x.T @ (x @ weights - y) + l2 * weights
         np.testing.assert_allclose(gradient, 0, atol=1e-9)
 
@@ -55,32 +55,34 @@ def test_ridge_is_the_minimum_whichever_matrix_is_decomposed(examples):
 def test_the_bias_is_hardly_regularised():
     """50 images that look the same: the prediction is the mean target, shrunk by 0.2 %."""
     x, y = with_constant(np.zeros((50, 3)), ridge.BIAS), RNG.normal(size=(50, 4))
-    weights = ridge.ridge(x, y, np.array([1024.0]))[0]
+    weights = ridge.ridge(x, y, l2=1024.0)
     np.testing.assert_allclose(x[0] @ weights, y.mean(axis=0) * 50e4 / (50e4 + 1024))
 
 
 def test_planted_clusters_are_told_apart_and_shuffled_labels_are_not():
     centres = 3 * RNG.normal(size=(5, 20))
     labels = [RNG.integers(0, 5, count) for count in (200, 500)]
-    train, test = (centres[y] + 0.1 * RNG.normal(size=(len(y), 20)) for y in labels)
-    found = ridge.accuracy(train, labels[0], test, labels[1], l2=[1.0, 10.0])
-    assert found == [1.0, 1.0]
-    assert found[0] == ridge.accuracy(train, labels[0], test, labels[1], l2=1.0)
-    wrong = RNG.permutation(labels[0])
-    assert ridge.accuracy(train, wrong, test, labels[1], l2=1.0) < 0.8
+    train, test = (Labelled(centres[y] + 0.1 * RNG.normal(size=(len(y), 20)), y) for y in labels)
+    assert ridge.accuracy(train, test, l2=1.0) == ridge.accuracy(train, test, l2=10.0) == 1.0
+    wrong = train._replace(labels=RNG.permutation(train.labels))
+    assert ridge.accuracy(wrong, test, l2=1.0) < 0.8
 
 
 def test_features_are_computed_only_for_images_that_some_draw_uses():
     labels, features = RNG.integers(0, 5, 400), RNG.normal(size=(400, 8))
-    test = RNG.normal(size=(50, 8)), RNG.integers(0, 5, 50)
+    test = Labelled(RNG.normal(size=(50, 8)), RNG.integers(0, 5, 50))
     asked = []
 
     def features_of(indices):
         asked.extend(indices.tolist())
         return features[indices]
 
-    options = {'shots': (1, 3), 'seeds': (0, 1), 'l2': 10.0}
-    found, draws = ridge.probe(features_of, labels, *test, **options)
+    found, draws = ridge.probe(
+        labels, test, features_of=features_of, shots=(1, 3), seeds=(0, 1), l2=10.0
+    )
     assert len(asked) == len(set(asked)) <= 3 * 5 * 2
     assert set(asked) == set(np.concatenate(list(draws.values())).tolist())
-    assert found == ridge.evaluate(features, labels, *test, **options)
+    assert found == {
+        drawn: ridge.accuracy(Labelled(features[indices], labels[indices]), test, l2=10.0)
+        for drawn, indices in draws.items()
+    }

@@ -6,7 +6,6 @@ from tests import tiny
 from vit_jax.base.errors import UserError
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.data import loading
-from vit_jax.data.sources import opening
 from vit_jax.models import Regularization
 from vit_jax.parallel.meshes import (
     MeshConfig,
@@ -16,44 +15,38 @@ from vit_jax.parallel.meshes import (
     rows_here,
 )
 from vit_jax.parallel.sharding_rules import check_split, sharding_report, shardings_for
-from vit_jax.runs import setups
-from vit_jax.training.duration import TrainLength
+from vit_jax.training.duration import Duration
 
 STEPS, ALL = 20, jax.devices()
 
 
-def trained(mesh: MeshConfig, devices: int, monkeypatch):
-    """Initial parameters and the losses of 50 steps on a mesh of some of the eight devices."""
-    some = ALL[:devices]
-    monkeypatch.setattr(jax, 'devices', lambda: some)
+def trained(mesh: MeshConfig, devices: int):
+    """Initial parameters and the losses of some steps on a mesh of some of the eight devices."""
     config = tiny.experiment(
         mesh=mesh,
         polyak_decay=0.9,
+        total=Duration(steps=STEPS),
         regularization=Regularization(dropout=0.1),
     )
-    model = setups.trained_model(config, None, tuple('0123456789'))
-    length = TrainLength(config.batch_size, 1438, STEPS)
-    setup = setups.prepare(config, None, model, length=length)
-    programs = setups.compile_training(setup)
-    state = programs.init()
+    experiment, state, update = tiny.compiled(config, ALL[:devices])
     initial = jax.tree.map(np.asarray, state.params)
     sizes = {
         name: leaf.addressable_shards[0].data.size for name, leaf in named_leaves(state).items()
     }
-    feed = setups.Feeds(setup, opening.open_source).training()
+    loader = loading.make_loader(experiment.train, config.loader, batch_sharding(experiment.mesh))
     losses = []
-    for batch in loading.training_batches(feed, steps=range(STEPS), batch_size=16, seed=0):
-        state, metrics = programs.update(state, batch)
-        losses.append(float(metrics['loss']))
+    for batch in loading.training_batches(loader, steps=range(STEPS), batch_size=16, seed=0):
+        state, metrics = update(state, batch)
+        losses.append(metrics.means['loss'])
     return initial, np.array(losses), sizes
 
 
-def test_every_mesh_begins_with_the_same_bits_and_trains_alike(monkeypatch):
-    initial, losses, whole = trained(MeshConfig(), 1, monkeypatch)
+def test_every_mesh_begins_with_the_same_bits_and_trains_alike():
+    initial, losses, whole = trained(MeshConfig(), 1)
     assert losses[-1] < losses[0]
     for data, fsdp, tensor in (1, 8, 1), (2, 2, 2):
         config = MeshConfig(data=data, fsdp=fsdp, tensor=tensor, fsdp_min_mb=0.0)
-        other, found, sizes = trained(config, 8, monkeypatch)
+        other, found, sizes = trained(config, 8)
         jax.tree.map(np.testing.assert_array_equal, other, initial)
         np.testing.assert_allclose(found, losses, rtol=1e-6)
         for copy in 'params', 'ema_params', 'opt_state/1/mu', 'opt_state/1/nu':

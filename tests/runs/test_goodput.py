@@ -57,15 +57,15 @@ def test_the_parts_sum_to_the_time_between_the_first_start_and_the_last_line(tmp
         clock = Clock()
         now[0] += 3.0
         book = Ledger(path, clock)
-        book.record(resumed)
+        book.record('x', resumed)
         for step in range(resumed, last):
             with clock('step'):
                 now[0] += 2.0
             with clock('evaluation'):
                 now[0] += 0.25
             if step % 5 == 4:
-                book.record(step + 1)
-        book.record(last) if last == 20 else None
+                book.record('x', step + 1)
+        book.record('x', last) if last == 20 else None
         now[0] += 0.0 if last == 20 else 11.0  # down
     found = totals(read(path))
     assert sum(found.values()) == pytest.approx(now[0] - 1000.0, abs=1e-3)
@@ -87,5 +87,5 @@ def test_a_clock_that_stands_still_or_jumps_stops_nothing(tmp_path, monkeypatch)
     monkeypatch.setattr(goodput.time, 'time', lambda: next(jumps))
     book = Ledger(tmp_path / 'ledger.jsonl', Clock())
     for step in range(3):
-        book.record(step)
+        book.record('x', step)
     assert sum(book.totals().values()) == 0.0

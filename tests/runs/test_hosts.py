@@ -65,10 +65,10 @@ def whole(tmp_path_factory):
 
 
 PHASES = {
-    'start': ('slow:0', 'data '),
+    'start': ('slow:0', 'starting'),
     'compile': ('slow_compile:5', 'compiling'),
-    'train': ('slow:100', 'step 5/60'),
-    'evaluate': ('slow_evaluation:300', 'evaluating'),
+    'train': ('slow:100', 'reported'),
+    'evaluate': ('slow_evaluation:300', 'evaluating test'),
     'save': ('slow_save:500,slow:100', 'saving'),
 }
 
@@ -76,11 +76,11 @@ PHASES = {
 @pytest.mark.parametrize('count', [1, 2])
 def test_sigterm_in_any_phase_stops_at_one_step_and_loses_none(count, whole, tmp_path):
     """The last process alone is told, twice; both stop. The next start goes on from there."""
-    for phase, (faults, word) in PHASES.items():
+    for phase, (faults, event) in PHASES.items():
         before = steps(tmp_path)
         flags = ['--config.eval_every_steps=30', '--accept_config_changes']
         with training(tmp_path, faults, count, flags) as started:
-            started[0].wait_for(word)
+            started[0].wait_for(event)
             started[-1].signal(signal.SIGTERM)
             time.sleep(0.02)
             started[-1].signal(signal.SIGTERM)
@@ -112,7 +112,7 @@ def kill_often(folder, count, kills, seed):
             if died == kills:
                 assert [host.wait() for host in started] == [0] * count
                 return time.time() - began
-            started[0].wait_for('weight decay')  # the last word before the first step
+            started[0].wait_for('training')
             time.sleep(moments.uniform(0.3, 2.0))
             if started[0].process.exitcode is None:
                 died += 1
@@ -204,7 +204,7 @@ def test_a_process_that_hangs_ends_with_the_stacks_of_all_threads(fault, tmp_pat
 
 def test_a_peer_without_a_sign_of_life_is_noticed(tmp_path):
     with training(tmp_path, 'slow:100', 2, ['--heartbeat_seconds=4']) as started:
-        started[0].wait_for('step 5/60')
+        started[0].wait_for('reported', step=5)
         started[1].signal(signal.SIGSTOP)
         assert started[0].wait(30) != 0
     assert 'heartbeat' in started[0].text

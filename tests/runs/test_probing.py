@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from vit_jax.data import loading
+from vit_jax.config import FewshotConfig, ProbeSet
 from vit_jax.data.image_preprocessing import CentralCrop
 from vit_jax.evaluation.probes import LogisticConfig
-from vit_jax.evaluation.ridge import FewshotConfig, ProbeSet
-from vit_jax.runs import probing, training_run
+from vit_jax.runs import probing, probing_run, training_run
 
 LOGISTIC = LogisticConfig(l2=(1.0, 100.0))
 
@@ -29,26 +28,13 @@ def config(checkpoint, **changes):
     )
 
 
-@pytest.fixture
-def counted(monkeypatch):
-    read = []
-    examples = loading.ImageReader.examples
-
-    def count(reader, draws, pool):
-        read.extend(draw.index for draw in draws if draw is not None)
-        return examples(reader, draws, pool)
-
-    monkeypatch.setattr(loading.ImageReader, 'examples', count)
-    return read
-
-
 def test_every_set_has_its_result_and_one_that_is_missing_is_named(checkpoint, tmp_path, caplog):
     sets = {
         'first': ProbeSet(train_split='train[:300]', test_split='test[:50]'),
         'second': ProbeSet(data='digits', train_split='train[300:800]'),
         'gone': ProbeSet(data='/no/where'),
     }
-    result, path = probing.probe(
+    result, path = probing_run.probe(
         config(checkpoint, sets=sets, neighbours=5, logistic=LOGISTIC), str(tmp_path)
     )
     assert json.loads(path.read_text()) == json.loads(json.dumps(result))
@@ -68,36 +54,40 @@ def test_every_set_has_its_result_and_one_that_is_missing_is_named(checkpoint, t
 def test_where_no_set_is_there_it_is_an_error(checkpoint, tmp_path):
     sets = {'one': ProbeSet(data='/no/where'), 'other': ProbeSet(data='/not/here')}
     with pytest.raises(FileNotFoundError, match="data='/not/here'"):
-        probing.probe(config(checkpoint, sets=sets), str(tmp_path))
+        probing_run.probe(config(checkpoint, sets=sets), str(tmp_path))
 
 
-def test_kept_features_give_the_same_results_without_reading_images(checkpoint, tmp_path, counted):
-    options = {'neighbours': 5, 'logistic': LOGISTIC}
-    plain, _ = probing.probe(config(checkpoint, **options), str(tmp_path / 'plain'))
+def test_kept_features_give_the_same_results_without_reading_images(checkpoint, tmp_path):
+    options, read = {'neighbours': 5, 'logistic': LOGISTIC}, []
+    plain, _ = probing_run.probe(config(checkpoint, **options), str(tmp_path / 'plain'))
     options['feature_cache'] = str(tmp_path / 'cache')
-    first, _ = probing.probe(config(checkpoint, **options), str(tmp_path / 'first'))
-    counted.clear()
+    first, _ = probing_run.probe(config(checkpoint, **options), str(tmp_path / 'first'))
     again = config(checkpoint, **options)
-    again.loader.placement = 'host'
-    second, _ = probing.probe(again, str(tmp_path / 'second'))
-    assert first['sets'] == second['sets'] == plain['sets'] and not counted
+    again.data = tiny.watched(read.append)
+    second, _ = probing_run.probe(again, str(tmp_path / 'second'))
+    assert first['sets'] == plain['sets'] and len(read) == 2 * 64  # the bytes that are compared
+    (found,) = second['sets'].values()
+    assert found['accuracy'] == plain['sets']['digits']['accuracy']
     assert len(list((tmp_path / 'cache').glob('*.npy'))) == 2
 
 
-def test_features_are_not_those_of_another_network_preparation_or_data(
-    checkpoint, tmp_path, counted
-):
-    def kept(**changes):
-        cache = str(tmp_path / 'cache')
-        changed = tiny.assigned(config(checkpoint, feature_cache=cache), **changes)
-        changed.loader.placement = 'host'
-        counted.clear()
-        probing.probe(changed, str(tmp_path / f'run{len(list(tmp_path.iterdir()))}'))
-        return len(counted) // 8 * 8
+def test_features_are_not_those_of_another_network_preparation_or_data(checkpoint, tmp_path):
+    read = []
+    cache = str(tmp_path / 'cache')
 
-    everything = (1438 + 359) // 8 * 8
+    def kept(**changes):
+        changed = tiny.assigned(config(checkpoint, feature_cache=cache), **changes)
+        changed.data = tiny.watched(read.append, changed.data)
+        read.clear()
+        probing_run.probe(changed, str(tmp_path / f'run{len(list(tmp_path.iterdir()))}'))
+        return len(read) - 2 * 64  # the bytes that are compared
+
+    everything = 1438 + 359
     assert kept() == everything and kept() == 0
-    assert kept(fewshot_crop=CentralCrop()) == everything
+    assert (
+        kept(fewshot=FewshotConfig(shots=(2,), seeds=(0,), crop=CentralCrop(), feature_cache=cache))
+        == everything
+    )
     assert kept(image_size=(8, 16)) == everything
     other = str(tmp_path / 'other')
     training_run.train(tiny.experiment(seed=1), other)
@@ -118,8 +108,8 @@ def _digits_but_one(folder):
 
 def test_the_crop_of_the_evaluation_is_told(checkpoint, tmp_path):
     squeezed = config(checkpoint)
-    squeezed.fewshot_crop = CentralCrop(keep_aspect=False)
-    result, _ = probing.probe(squeezed, str(tmp_path))
+    squeezed.fewshot.crop = CentralCrop(keep_aspect=False)
+    result, _ = probing_run.probe(squeezed, str(tmp_path))
     crop = result['sets']['digits']['preprocessing']['crop']
     assert crop['kind'] == 'CentralCrop' and crop['keep_aspect'] is False
 
@@ -129,4 +119,4 @@ def test_probes_need_one_class_an_image(checkpoint, tmp_path):
     images, labels = np.zeros((4, 8, 8), np.uint8), np.eye(4, 3, dtype=int)
     np.savez(path, train_images=images, train_labels=labels, test_images=images, test_labels=labels)
     with pytest.raises(ValueError, match='an image may have several classes; probes need one'):
-        probing.probe(config(checkpoint, data=path), str(tmp_path / 'run'))
+        probing_run.probe(config(checkpoint, data=path), str(tmp_path / 'run'))

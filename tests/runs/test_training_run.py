@@ -7,6 +7,7 @@ import shutil
 
 import cv2
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,23 +15,23 @@ from tests import tiny
 from vit_jax.base import records
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.store import load_card, load_params
-from vit_jax.config import checked
+from vit_jax.config import FewshotConfig, ProbeSet
 from vit_jax.data import loading
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.image_preprocessing import InceptionCrop
 from vit_jax.data.randaugment import RandAugment
-from vit_jax.evaluation.ridge import FewshotConfig
 from vit_jax.models import Regularization, build
 from vit_jax.parallel.processes import Job
-from vit_jax.runs import probing, setups, training_run, workdirs
-from vit_jax.runs.reporting import Reporter
+from vit_jax.runs import probing_run, training_run, workdirs
 from vit_jax.training.duration import Duration
 from vit_jax.training.loop import NotFinite
 from vit_jax.training.losses import LossConfig
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
-FEWSHOT = FewshotConfig(shots=(1, 2), seeds=(0, 1), test_split='test[:50]')
+FEWSHOT = FewshotConfig(
+    shots=(1, 2), seeds=(0, 1), sets={'digits': ProbeSet(test_split='test[:50]')}
+)
 
 
 def assert_equal(left, right):
@@ -59,7 +60,7 @@ def test_a_run_leaves_its_numbers_its_configuration_and_a_card(trained):
         ('fewshot', 10),
     ]
     assert lines(folder)[3]['count'] == 50
-    assert lines(folder)[3]['accuracy'] == trained.test['accuracy']
+    assert lines(folder)[3]['accuracy'] == trained.evals['test']['accuracy']
     assert json.loads((folder / 'config.json').read_text())['total']['steps'] == 10
     assert list((folder / 'tensorboard').iterdir())
     values, path = load_card(str(folder))
@@ -99,29 +100,33 @@ def test_probing_the_checkpoint_alone_gives_what_the_run_gave(trained, tmp_path)
     config = tiny.experiment(
         model=None, total=None, start_from=str(trained.folder), fewshot=FEWSHOT
     )
-    result, path = probing.probe(config, str(tmp_path))
+    result, path = probing_run.probe(config, str(tmp_path))
     found = json.loads(path.read_text())['sets']['digits']
     assert found['accuracy'] == trained.fewshot['sets']['digits']['accuracy']
 
 
-def test_features_for_few_shot_are_read_for_drawn_and_test_images_only(
-    trained, tmp_path, monkeypatch
-):
+def test_features_for_few_shot_are_read_for_drawn_and_test_images_only(trained, tmp_path):
     read = []
-    examples = loading.ImageReader.examples
-
-    def counted(reader, draws, pool):
-        read.extend(draw.index for draw in draws if draw is not None)
-        return examples(reader, draws, pool)
-
-    monkeypatch.setattr(loading.ImageReader, 'examples', counted)
-    config = tiny.experiment(model=None, start_from=str(trained.folder), fewshot=FEWSHOT)
+    config = tiny.experiment(
+        data=tiny.watched(read.append),
+        model=None,
+        start_from=str(trained.folder),
+        fewshot=FEWSHOT,
+    )
     config.loader.placement = 'host'
-    probing.probe(config, str(tmp_path))
+    probing_run.probe(config, str(tmp_path))
     assert len(read) <= 2 * 10 * 2 + 50  # shots x classes x seeds, and the test images
 
 
-def test_ten_steps_are_five_and_a_crash_and_five(tmp_path, monkeypatch):
+def crash_at(number):
+    def crash(heartbeat):
+        if heartbeat == number:
+            raise RuntimeError('the power is out')
+
+    return tiny.WatchedJob(crash)
+
+
+def test_ten_steps_are_five_and_a_crash_and_five(tmp_path):
     config = tiny.experiment(
         checkpoint_every_steps=5,
         log_every_steps=1,
@@ -130,17 +135,8 @@ def test_ten_steps_are_five_and_a_crash_and_five(tmp_path, monkeypatch):
         augmentation=Augmentation(shift_pixels=1, flip=True),
     )
     whole = training_run.train(config, str(tmp_path / 'whole'))
-    report = Reporter.step
-
-    def crash(reporter, step, metrics):
-        report(reporter, step, metrics)
-        if step == 7:
-            raise RuntimeError('the power is out')
-
-    monkeypatch.setattr(Reporter, 'step', crash)
     with pytest.raises(RuntimeError, match='the power is out'):
-        training_run.train(config, str(tmp_path / 'parts'))
-    monkeypatch.undo()
+        training_run.train(config, str(tmp_path / 'parts'), job=crash_at(8))
     parts = training_run.train(config, str(tmp_path / 'parts'))
     assert_equal(parts.state, whole.state)
 
@@ -157,12 +153,12 @@ def test_ten_steps_are_five_and_a_crash_and_five(tmp_path, monkeypatch):
 def test_a_run_that_is_complete_says_so_again_and_changes_nothing(trained):
     config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True)
     again = training_run.train(config, str(trained.folder))
-    assert again.test == trained.test
+    assert again.evals == trained.evals
     assert_equal(again.state, trained.state)
 
 
 def test_a_field_that_came_later_does_not_stop_an_earlier_run(tmp_path):
-    config = records.to_dict(checked(tiny.experiment()))
+    config = records.to_dict(tiny.experiment())
     (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
     earlier = config | {'model': config['model'] | {}}
     del earlier['hints'], earlier['model']['kind'], earlier['model']['backbone']
@@ -191,7 +187,7 @@ def test_a_run_beyond_its_end_is_no_run(trained):
 
 
 def test_what_few_shot_needs_is_looked_for_before_training(tmp_path):
-    config = tiny.experiment(fewshot=FewshotConfig(data='/no/where'))
+    config = tiny.experiment(fewshot=FewshotConfig(sets={'x': ProbeSet(data='/no/where')}))
     with pytest.raises(FileNotFoundError, match="data='/no/where': no such folder"):
         training_run.train(config, str(tmp_path))
 
@@ -204,30 +200,25 @@ def test_accuracy_does_not_depend_on_the_evaluation_batch(trained, tmp_path):
             schedule=ScheduleConfig(learning_rate=0.01),
             eval_batch_size=size,
         )
-        results = training_run.train(config, str(tmp_path / str(size))).test
+        results = training_run.train(config, str(tmp_path / str(size))).evals['test']
         if size == 8:
             expected = results
         assert results['accuracy'] == expected['accuracy']
         assert results['loss'] == pytest.approx(expected['loss'], rel=1e-6)
 
 
-def test_nothing_is_compiled_after_the_first_evaluation(tmp_path, monkeypatch):
-    compiled, by_step = [], {}
+def test_nothing_is_compiled_after_the_first_evaluation(tmp_path):
+    compiled, counts = [], []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, duration, **_: compiled.append(event) if 'backend_compile' in event else None
     )
-    report = Reporter.step
-
-    def counted(reporter, step, metrics):
-        by_step[step] = len(compiled)
-        report(reporter, step, metrics)
-
-    monkeypatch.setattr(Reporter, 'step', counted)
+    job = tiny.WatchedJob(lambda heartbeat: counts.append(len(compiled)))
     config = tiny.experiment(total=Duration(steps=12), eval_every_steps=2, fewshot=FEWSHOT)
     config.fewshot.every_steps = 2
-    training_run.train(config, str(tmp_path))
-    assert by_step[1] > 0
-    assert by_step[3] == by_step[12]
+    training_run.train(config, str(tmp_path), job=job)
+    assert counts[0] > 0  # the first step of 12
+    half = len(counts) // 2
+    assert counts[half] == counts[-1]  # after two evaluations of 50 images and of few-shot
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(tmp_path):
@@ -242,24 +233,16 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
 
 
-def test_poisoned_batches_are_skipped_and_counted_and_training_goes_on(tmp_path, monkeypatch):
+def test_poisoned_batches_are_skipped_and_counted_and_training_goes_on(tmp_path):
     """Three updates with a gradient that is not finite, through the whole program."""
-    normalize = setups.normalize
+    order = loading.shuffled(1438, seed=0)
+    first = jnp.array([order(16 * step).index for step in (3, 4, 7)])  # examples of these batches
 
-    def poisoned(images, preprocessing):
-        scaled = normalize(images, preprocessing)
-        return jax.numpy.where(images.max() < 100, jax.numpy.nan, scaled)
+    def poisoned(key, batch):
+        poison = jnp.isin(batch['example'][0], first)
+        return batch | {'images': jnp.where(poison, jnp.nan, batch['images'].astype(float))}
 
-    monkeypatch.setattr(setups, 'normalize', poisoned)
-    training = loading.training_batches
-
-    def batches(*arguments, **values):
-        for step, batch in enumerate(training(*arguments, **values)):
-            dark = batch['images'] * (0 if step in (3, 4, 7) else 1)
-            yield batch | {'images': dark.astype('uint8')}
-
-    monkeypatch.setattr(loading, 'training_batches', batches)
-    config = tiny.experiment(checkpoint_every_steps=5, max_skipped_steps=3)
+    config = tiny.experiment(checkpoint_every_steps=5, max_skipped_steps=3, augmentation=poisoned)
     result = training_run.train(config, str(tmp_path))
     skipped = [line for line in lines(tmp_path) if line['kind'] == 'skipped']
     assert [line['step'] for line in skipped] == [4, 5, 8]
@@ -311,14 +294,14 @@ def test_a_frozen_body_at_the_same_size_has_the_same_features(trained, tmp_path)
 def test_thirty_two_images_are_learned_by_heart(tmp_path):
     config = tiny.experiment(
         train_split='train[:32]',
-        test_split='train[:32]',
+        eval_split='train[:32]',
         batch_size=32,
         total=Duration(steps=150),
         model=tiny.model(num_classes=None, width=32, mlp_dim=64, pool='gap'),
         optimizer=OptimizerConfig(),
         schedule=ScheduleConfig(learning_rate=3e-3, warmup=Duration(steps=10)),
     )
-    assert training_run.train(config, str(tmp_path)).test['accuracy'] == 1.0
+    assert training_run.train(config, str(tmp_path)).evals['test']['accuracy'] == 1.0
 
 
 @pytest.fixture
@@ -335,7 +318,7 @@ def photos(tmp_path):
 
 
 def folder_config(root, **changes):
-    return tiny.experiment(data=str(root), test_split='test', total=Duration(steps=3), **changes)
+    return tiny.experiment(data=str(root), eval_split='test', total=Duration(steps=3), **changes)
 
 
 def test_a_folder_of_images_trains_and_its_classes_are_kept(photos, tmp_path):
@@ -381,14 +364,13 @@ def test_an_unreadable_image_is_never_skipped_in_evaluation(photos, tmp_path):
         ({'seed': 'x'}, "config.seed='x': expected int"),
         ({'augmentation': Augmentation(mixup=-0.1)}, 'mixup=-0.1: expected 0 or more'),
         ({'augmentation': Augmentation(erasing=2.0)}, 'erasing=2.0: expected a share'),
-        ({'optimizer': OptimizerConfig(trained_blocks=-1)}, 'trained_blocks=-1: expected 0 or'),
     ],
 )
 def test_values_that_do_not_fit_are_named_before_anything_is_written(changes, message, tmp_path):
     workdir = tmp_path / 'run'
     with pytest.raises(ValueError, match=message):
         training_run.train(tiny.assigned(tiny.experiment(), **changes), str(workdir))
-    assert not workdirs.exists()
+    assert not workdir.exists()
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path):
@@ -399,9 +381,9 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
 
 def test_few_shot_alone_needs_a_checkpoint_and_a_protocol(tmp_path):
     with pytest.raises(ValueError, match='start_from is none'):
-        probing.probe(tiny.experiment(fewshot=FEWSHOT), str(tmp_path))
+        probing_run.probe(tiny.experiment(fewshot=FEWSHOT), str(tmp_path))
     with pytest.raises(ValueError, match='fewshot is none'):
-        probing.probe(tiny.experiment(start_from='x'), str(tmp_path))
+        probing_run.probe(tiny.experiment(start_from='x'), str(tmp_path))
 
 
 def test_records_of_an_experiment_survive_json():
@@ -430,7 +412,7 @@ def several(tmp_path):
 def test_images_of_several_classes_are_learned_and_measured(several, tmp_path):
     config = tiny.experiment(
         data=several,
-        test_split='test',
+        eval_split='test',
         total=Duration(epochs=20.0),
         loss=LossConfig(kind='sigmoid'),
         augmentation=Augmentation(mixup=0.2),
@@ -439,7 +421,9 @@ def test_images_of_several_classes_are_learned_and_measured(several, tmp_path):
         model=tiny.model(num_classes=None, pool='gap'),
     )
     result = training_run.train(config, str(tmp_path / 'run'))
-    assert result.test['mean_average_precision'] > 0.95  # by chance: the share of a class, 0.5
+    assert (
+        result.evals['test']['mean_average_precision'] > 0.95
+    )  # by chance: the share of a class, 0.5
     assert lines(result.folder)[-1]['mean_average_precision'] > 0.95
     config.loss.kind = 'softmax'
     with pytest.raises(ValueError, match='may have several classes, softmax expects one'):

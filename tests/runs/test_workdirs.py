@@ -10,14 +10,13 @@ import pytest
 from tests import tiny
 from tests.hosts import ROOT, environment, hosts
 from vit_jax.base import records
-from vit_jax.checkpoints.digests import verify
+from vit_jax.checkpoints.digests import verify_digests
 from vit_jax.checkpoints.store import load_card
-from vit_jax.config import checked
 from vit_jax.parallel.meshes import MeshConfig
 from vit_jax.parallel.processes import Job
 from vit_jax.runs import training_run, workdirs
 
-VALUES = records.to_dict(checked(tiny.experiment()))
+VALUES = records.to_dict(tiny.experiment())
 
 
 def test_two_runs_in_one_directory_are_refused_and_the_first_is_not_disturbed(tmp_path):
@@ -44,7 +43,7 @@ def test_another_mesh_or_loader_is_no_other_experiment(tmp_path):
     (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
     with workdirs.opened(str(tmp_path), VALUES, Job()):
         pass
-    other = records.to_dict(checked(tiny.experiment(mesh=MeshConfig(fsdp=2))))
+    other = records.to_dict(tiny.experiment(mesh=MeshConfig(fsdp=2)))
     other['loader']['threads'] = 3
     with workdirs.opened(str(tmp_path), other, Job()):
         pass
@@ -78,5 +77,5 @@ def test_a_full_disk_is_said_within_a_logging_interval_and_the_checkpoint_before
     # Said at the first report after writing has failed; the save itself takes some steps.
     reported = [line for line in lines if line.startswith('step ')]
     assert reported[-1].startswith(('step 20/60', 'step 25/60', 'step 30/60'))
-    verify(tmp_path / 'run/checkpoints/10')
+    verify_digests(tmp_path / 'run/checkpoints/10')
     assert load_card(str(tmp_path / 'run'))[0]['step'] == 10

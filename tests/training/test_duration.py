@@ -6,13 +6,13 @@ from vit_jax.training.duration import Duration, make_train_length
 
 def test_one_length_in_every_unit():
     for total in Duration(steps=300), Duration(epochs=3.0), Duration(examples=3000):
-        length = make_train_length(total, batch_size=10, images=1000)
+        length = make_train_length(total, batch_size=10, num_images=1000)
         assert length.total_steps == 300 and length.epochs == 3
         assert length.steps(Duration(fraction=0.1)) == length.steps(Duration(epochs=0.3)) == 30
 
 
 def test_imagenet_for_300_epochs_is_the_papers_number_of_steps():
-    length = make_train_length(Duration(epochs=300.0), batch_size=4096, images=1_281_167)
+    length = make_train_length(Duration(epochs=300.0), batch_size=4096, num_images=1_281_167)
     assert length.total_steps == 93_835  # 300 * 1281167 / 4096 = 93835.5, the even of the two
 
 
@@ -32,6 +32,14 @@ def test_a_duration_has_exactly_one_unit(values):
         records.from_dict(Duration, values, where='config.total')
 
 
+@pytest.mark.parametrize(
+    'values', [{'steps': -1}, {'epochs': float('inf')}, {'examples': -5}, {'fraction': 1.1}]
+)
+def test_a_duration_is_a_length(values):
+    with pytest.raises(ValueError, match=f'Duration.{next(iter(values))}=.*expected at least 0'):
+        Duration(**values)
+
+
 def test_a_duration_survives_json():
     for duration in Duration(steps=5), Duration(fraction=0.1):
         assert records.from_dict(Duration, records.to_dict(duration), where='x') == duration
@@ -47,4 +55,4 @@ def test_a_duration_survives_json():
 )
 def test_a_training_has_a_length(total, message):
     with pytest.raises(ValueError, match=message):
-        make_train_length(total, batch_size=10, images=1000)
+        make_train_length(total, batch_size=10, num_images=1000)

@@ -6,6 +6,7 @@ import pytest
 
 from vit_jax.parallel.processes import Interrupted
 from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
+from vit_jax.training.metrics import StepMetrics
 from vit_jax.training.update import TrainState
 
 
@@ -20,11 +21,11 @@ def run(losses, *, every, events, start=0, norms=None, interrupt=None, max_skipp
     def update(state, batch):
         events.append(f'update {state.step}')
         step = int(state.step)
-        metrics = {
-            'loss': jnp.asarray(losses[step]),
+        scalars = {
             'skipped': jnp.isnan(losses[step]),
             'parameter_norm': jnp.asarray((norms or {}).get(step, 1.0)),
         }
+        metrics = StepMetrics({'loss': jnp.asarray(losses[step])}, jnp.asarray(1), scalars)
         return state._replace(step=state.step + 1), metrics
 
     def observe(step, state):

@@ -2,7 +2,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vit_jax.training.losses import LossConfig, correct, make_loss, targets_of
+from vit_jax.base.errors import UserError
+from vit_jax.training.losses import LossConfig, make_loss, targets_of
 
 LOGITS = jnp.array([[2.0, -1.0, 0.5], [0.0, 0.0, 0.0]])
 LABELS = jnp.array([0, 2])
@@ -36,7 +37,18 @@ def test_smoothing_mixes_the_label_with_all_classes_alike(kind):
     np.testing.assert_allclose(loss(kind, 0.1), expected, rtol=1e-6)
 
 
-def test_a_prediction_is_correct_where_the_highest_logit_is_the_label():
-    assert correct(LOGITS, targets_of(jnp.array([0, 1]), 3)).tolist() == [1, 0]
-    shared = jnp.array([[0.7, 0.3, 0.0], [0.0, 0.0, 1.0]])
-    np.testing.assert_allclose(correct(LOGITS, shared), [0.7, 0.0])
+def test_a_function_is_its_own_loss_and_gives_one_number_an_example():
+    def far(logits, targets):
+        return jnp.abs(logits - targets).sum(axis=-1)
+
+    targets = targets_of(LABELS, 3)
+    np.testing.assert_array_equal(make_loss(far)(LOGITS, targets), far(LOGITS, targets))
+    for wrong, shape in (jnp.mean, r'\(\)'), (jnp.abs, r'\(2, 3\)'):
+        with pytest.raises(UserError, match=f'gives shape {shape}.*one number for each example'):
+            make_loss(lambda logits, targets: wrong(logits))(LOGITS, targets)  # noqa: B023
+
+
+def test_smoothing_leaves_something_of_the_label():
+    for share in -0.1, 1.0, float('nan'):
+        with pytest.raises(UserError, match='LossConfig.label_smoothing=.*at least 0'):
+            LossConfig(label_smoothing=share)

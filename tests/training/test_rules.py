@@ -6,6 +6,7 @@ import pytest
 
 from tests import tiny
 from vit_jax.base import tree_names
+from vit_jax.base.errors import UserError
 from vit_jax.models import ResNetConfig, build
 from vit_jax.models.resnet import Backbone
 from vit_jax.training.optimizer import OptimizerConfig, make_optimizer
@@ -16,17 +17,20 @@ SHAPES = jax.eval_shape(MODEL.init, jax.random.key(0))
 PARAMS = tiny.random_params(SHAPES)
 
 
+PLAIN = {'kind': 'sgd', 'momentum': 0.0}
+
+
 def rules(**changes):
     return make_rules(OptimizerConfig(**changes), SHAPES)
 
 
-def rates(**changes):
-    return tree_names.named_leaves(rules(**changes).rates)
+def lr_multipliers(**changes):
+    return tree_names.named_leaves(rules(**changes).lr_multipliers)
 
 
 def moved(steps=1, **changes):
     """How far each parameter is moved by gradients of 1 at rate 1, without moments."""
-    config = OptimizerConfig(**({'kind': 'sgd', 'momentum': 0.0} | changes))
+    config = OptimizerConfig(**(changes if 'kind' in changes else PLAIN | changes))
     made = make_rules(config, SHAPES)
     optimizer = make_optimizer(config, lambda step: jnp.asarray(1.0), made)
     params, state = PARAMS, optimizer.init(PARAMS)
@@ -42,7 +46,7 @@ def moved(steps=1, **changes):
 
 
 def test_without_rules_everything_learns_alike_and_nothing_is_said():
-    assert rules().report == [] and set(map(float, rates().values())) == {1.0}
+    assert rules().report == [] and set(map(float, lr_multipliers().values())) == {1.0}
 
 
 def test_layers_learn_slower_the_further_they_are_from_the_head():
@@ -58,19 +62,19 @@ def test_layers_learn_slower_the_further_they_are_from_the_head():
     assert rules(layer_decay=0.5).report == ['learning rate x 0.5 for each layer below the head']
 
 
-def test_rates_are_multiplied_by_name():
-    found = moved(rates=(('head/.*', 10.0), ('.*/bias', 0.5)))
+def test_learning_rates_are_multiplied_by_name():
+    found = moved(lr_multipliers=(('head/.*', 10.0), ('.*/bias', 0.5)))
     np.testing.assert_allclose(found['head/kernel'], -10, rtol=1e-5)
     np.testing.assert_allclose(found['head/bias'], -5, rtol=1e-5)
     np.testing.assert_allclose(found['embedding/bias'], -0.5, rtol=1e-5)
     np.testing.assert_allclose(found['cls'], -1, rtol=1e-5)
-    said = rules(rates=(('head/.*', 10.0),)).report
+    said = rules(lr_multipliers=(('head/.*', 10.0),)).report
     assert said == ['learning rate x 10: 2 of 24 arrays, 170 numbers: head/bias, head/kernel']
 
 
 @pytest.mark.parametrize('kind', ['adamw', 'sgd', 'adafactor'])
 def test_what_is_frozen_does_not_move_by_a_bit_nor_has_moments(kind):
-    options = {'kind': kind, 'weight_decay': 0.1, 'momentum': 0.9}
+    options = {'kind': kind, 'weight_decay': 0.1, 'momentum': 0.9 if kind == 'sgd' else None}
     found = moved(3, frozen=('pos_embedding', 'embedding/.*'), **options)
     for name, change in found.items():
         frozen = name == 'pos_embedding' or name.startswith('embedding/')
@@ -104,7 +108,9 @@ def test_what_is_frozen_has_no_gradient_and_no_part_in_its_norm():
         lambda p: sum(leaf.sum() for leaf in jax.tree.leaves(made.stop_frozen_gradients(p)))
     )(PARAMS)
     for name, leaf in tree_names.named_leaves(slope).items():
-        learned = jnp.broadcast_to(tree_names.named_leaves(made.rates)[name] != 0, leaf.shape)
+        learned = jnp.broadcast_to(
+            tree_names.named_leaves(made.lr_multipliers)[name] != 0, leaf.shape
+        )
         np.testing.assert_array_equal(leaf, learned.astype(jnp.float32), err_msg=name)
     clipped = moved(trained_blocks=0, clip_norm=1.0)
     size = np.sqrt(sum((change**2).sum() for change in clipped.values()))
@@ -123,21 +129,54 @@ def test_head_and_body_decay_apart():
     assert said[1] == 'weight decay 3 of the head: 1 of 24 arrays, 160 numbers: head/kernel'
     assert said[0].startswith('weight decay 0.1 of the body: 7 of 24 arrays')
     alone = rules(head_weight_decay=3.0)
-    assert len(alone.decays) == 1
+    assert len(alone.weight_decays) == 1
 
 
 @pytest.mark.parametrize(
     'changes, message',
     [
         ({'frozen': ('postions',)}, "'postions' matches no parameter; there are cls"),
-        ({'rates': (('haed/.*', 2.0),)}, "'haed/.*' matches no parameter"),
-        ({'weight_decay': 0.1, 'decayed': 'kernle'}, "kernle.*' matches no parameter"),
+        ({'lr_multipliers': (('haed/.*', 2.0),)}, "'haed/.*' matches no parameter"),
+        ({'weight_decay': 0.1, 'decay_pattern': 'kernle'}, "pattern 'kernle' matches no parameter"),
+        (
+            {'weight_decay': 0.1, 'head_weight_decay': 1.0, 'decay_pattern': 'embedding/kernel'},
+            "decay_pattern='embedding/kernel' matches nothing of the head",
+        ),
         ({'trained_blocks': 4}, 'trained_blocks=4: the network has 3 blocks'),
     ],
 )
 def test_a_rule_that_matches_nothing_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
         rules(**changes)
+
+
+def test_what_has_a_name_of_its_own_is_an_input_and_not_the_head():
+    """A new kind of embedding must not learn at the head's rate, nor with the last blocks."""
+    shapes = SHAPES | {'rotary': {'frequencies': SHAPES['cls']}, 'norm': SHAPES['head']}
+    for changes, embedding, last in (
+        ({'layer_decay': 0.5}, 0.5**4, 1),
+        ({'trained_blocks': 1}, 0, 1),
+    ):
+        found = tree_names.named_leaves(
+            make_rules(OptimizerConfig(**changes), shapes).lr_multipliers
+        )
+        assert found['rotary/frequencies'] == embedding and found['norm/bias'] == last
+
+
+@pytest.mark.parametrize(
+    'values',
+    [
+        {'weight_decay': -0.1},
+        {'head_weight_decay': float('nan')},
+        {'layer_decay': 0.0},
+        {'layer_decay': 1.5},
+        {'trained_blocks': -1},
+        {'lr_multipliers': (('head/.*', -1.0),)},
+    ],
+)
+def test_a_rule_with_a_number_that_makes_no_sense_is_refused(values):
+    with pytest.raises(UserError, match=f'OptimizerConfig.{next(iter(values))}.*expected'):
+        OptimizerConfig(**values)
 
 
 def test_rules_about_layers_need_layers():

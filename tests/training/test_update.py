@@ -5,10 +5,10 @@ import optax
 import pytest
 
 from tests import tiny
-from vit_jax.data.augmentation import normalize
-from vit_jax.data.image_preprocessing import Preprocessing
+from vit_jax.data.image_preprocessing import Preprocessing, normalize
 from vit_jax.models import Regularization, build
 from vit_jax.training.losses import LossConfig, make_loss
+from vit_jax.training.metrics import BatchSums
 from vit_jax.training.update import (
     DROP,
     TrainState,
@@ -26,7 +26,7 @@ BATCH = {
 }
 
 
-def scores_of(model):
+def loss_sums_of(model):
     return make_loss_sums(
         model.apply, make_loss(LossConfig()), lambda images: normalize(images, Preprocessing())
     )
@@ -41,7 +41,7 @@ def step(batch, *, parts=1, dropout=0.0, steps=1, polyak_decay=None, seed=0):
     state = state._replace(params=tiny.random_params(state.params))
     update = jax.jit(
         make_update(
-            scores_of(model),
+            loss_sums_of(model),
             optimizer,
             lambda step: jnp.asarray(0.1),
             augment=lambda key, batch: batch,
@@ -78,14 +78,14 @@ def test_a_masked_example_changes_nothing():
     )
     assert_close(one.params, two.params, rtol=0)
     assert_close(metrics, expected, rtol=0)
-    assert expected['count'] == 7
+    assert expected.count == 7
     without = jax.tree.map(lambda x: jnp.delete(x, 5, axis=0), BATCH)
     assert_close(step(without)[0].params, one.params, atol=1e-6)
 
 
 def test_a_batch_of_masked_examples_only_moves_nothing():
     state, metrics = step(BATCH | {'mask': jnp.zeros(8, bool)})
-    assert metrics['loss'] == 0 and metrics['gradient_norm'] == 0 and metrics['count'] == 0
+    assert metrics.means['loss'] == 0 == metrics.count and metrics.scalars['gradient_norm'] == 0
     assert_close(state.params, tiny.random_params(state.params), rtol=0)
 
 
@@ -110,13 +110,13 @@ def test_a_state_is_what_its_two_parts_make(polyak_decay):
 
 def test_dropout_differs_by_step_and_seed_only():
     def losses(**options):
-        return float(step(BATCH, dropout=0.5, **options)[1]['loss'])
+        return step(BATCH, dropout=0.5, **options)[1].means['loss']
 
     assert losses(seed=1) == losses(seed=1) != losses(seed=2)
     model = build(tiny.model(), regularization=Regularization(dropout=0.5))
     params = tiny.random_params(jax.eval_shape(model.init, jax.random.key(0)))
-    scores = jax.jit(scores_of(model))
-    found = {float(scores(params, BATCH, key_for(1, DROP, step))['loss']) for step in range(5)}
+    sums = jax.jit(loss_sums_of(model))
+    found = {float(sums(params, BATCH, key_for(1, DROP, n)).sums['loss']) for n in range(5)}
     assert len(found) == 5
 
 
@@ -130,8 +130,10 @@ def test_gradients_are_those_of_the_mean_loss():
 
     loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(params)
     state, metrics = step(BATCH)
-    assert metrics['loss'] == pytest.approx(float(loss), rel=1e-6)
-    assert metrics['gradient_norm'] == pytest.approx(float(optax.tree.norm(gradient)), rel=1e-5)
+    assert metrics.means['loss'] == pytest.approx(float(loss), rel=1e-6)
+    assert metrics.scalars['gradient_norm'] == pytest.approx(
+        float(optax.tree.norm(gradient)), rel=1e-5
+    )
     moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
     assert_close(state.params, moved, atol=1e-6)
 
@@ -147,7 +149,7 @@ def test_the_step_is_taken_on_what_augmentation_leaves():
     optimizer = optax.sgd(0.1)
     state = make_init(model.init, optimizer, seed=0, averaged=False)()
     update = make_update(
-        scores_of(model),
+        loss_sums_of(model),
         optimizer,
         lambda step: jnp.asarray(0.1),
         augment=augment,
@@ -155,7 +157,7 @@ def test_the_step_is_taken_on_what_augmentation_leaves():
         seed=0,
     )
     state, metrics = update(state, BATCH)
-    assert metrics['count'] == 3
+    assert metrics.count == 3
     update(state, BATCH)
     assert keys[0] == keys[1]
 
@@ -165,16 +167,16 @@ def test_an_update_that_is_not_finite_changes_the_number_of_the_step_alone(poiso
     """With momentum, so that the optimizer has a state; the next good batch is learned again."""
     optimizer = optax.adam(0.1)
 
-    def scores(params, batch, key=None):
+    def loss_sums(params, batch, key=None):
         x = params['w'] * batch['x']
         broken = jnp.sqrt(jnp.where(batch['bad'], params['w'] * 0, 1.0))  # the gradient is infinite
         total = x.sum() + (broken.sum() if poison == 'gradient' else 0)
         total = total + jnp.where(batch['bad'] & (poison == 'loss'), jnp.nan, 0.0)
-        return {'loss': total, 'correct': jnp.zeros(()), 'count': jnp.ones((), jnp.int32)}
+        return BatchSums({'loss': total}, jnp.ones((), jnp.int32), {})
 
     update = jax.jit(
         make_update(
-            scores,
+            loss_sums,
             optimizer,
             lambda step: jnp.asarray(0.1),
             augment=lambda key, batch: batch,
@@ -187,11 +189,11 @@ def test_an_update_that_is_not_finite_changes_the_number_of_the_step_alone(poiso
     state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), params)
     good, bad = ({'x': jnp.arange(3.0), 'bad': jnp.asarray(bad)} for bad in (False, True))
     state, metrics = update(state, good)
-    assert metrics['skipped'] == 0
+    assert metrics.scalars['skipped'] == 0
     after, metrics = update(state, bad)
-    assert metrics['skipped'] == 1 and after.step == state.step + 1
+    assert metrics.scalars['skipped'] == 1 and after.step == state.step + 1
     jax.tree.map(np.testing.assert_array_equal, after._replace(step=state.step), state)
     once_more, metrics = update(after, good)
-    assert metrics['skipped'] == 0
+    assert metrics.scalars['skipped'] == 0
     plain, _ = update(state, good)
     jax.tree.map(np.testing.assert_array_equal, once_more._replace(step=plain.step), plain)

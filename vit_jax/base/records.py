@@ -172,6 +172,11 @@ def name_of(function: Callable[..., Any]) -> str:
     return f'{owner.__module__}:{owner.__qualname__}'
 
 
+def text_of(value: str | Callable[..., Any]) -> str:
+    """A text as it is, of a function its name."""
+    return value if isinstance(value, str) else name_of(value)
+
+
 def _to_plain(value: Any, hint: Any) -> Any:
     if isinstance(value, Record):
         kind = {'kind': type(value).__name__} if len(_record_types(hint)) > 1 else {}
@@ -188,7 +193,7 @@ def _read(hint: Any, value: Any, where: str) -> Any:
     records = _record_types(hint)
     if value is None and type(None) in options:
         return None
-    if isinstance(value, dict) and records:
+    if isinstance(value, dict) and records and [*value] != ['function']:
         return _read_record(records, value, where)
     for option in options:
         if typing.get_origin(option) is tuple and isinstance(value, tuple | list):

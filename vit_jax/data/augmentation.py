@@ -1,19 +1,18 @@
-"""What happens to a training batch on the device: random changes, mixing, scaling.
+"""Augmentation of training batches on the device: random changes of images, MixUp, CutMix.
 
-What is random of an example depends on (seed, epoch, example) alone: neither on the batch it
-falls into, nor on the number of processes, devices or threads. Mixing takes a second example,
-its neighbour in the batch.
+The random numbers of an example depend on (seed, epoch, example) alone, neither on its batch nor
+on the number of processes, devices or threads. Mixing takes a second example, its neighbour in the
+batch.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from vit_jax.base.array_types import Array, Batch, Float, Key, Num, UInt8
-from vit_jax.base.records import Record
+from vit_jax.base.array_types import Array, Batch, Float, Key, UInt8
+from vit_jax.base.records import Record, require_between
 from vit_jax.data.image_preprocessing import Crop, InceptionCrop, Preprocessing
 from vit_jax.data.randaugment import RandAugment, randaugment
 
@@ -28,61 +27,78 @@ AUGREG = {
     'strong2': (2, 20.0, 0.8),
 }
 _ERASED_AREA, _ERASED_ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)
+# One's own augmentation: (key, batch) -> batch, of uint8 images as the preprocessing crops them.
+# The key is the same at every step: use `example_keys(key, batch)`, or fold in epoch and example.
+# Images may become floats of 0 to 255, and labels rows (b k).
+AugmentFunction = Callable[[Key[Array, ''], Batch], Batch]
 # What a key of an example is for; the layers of RandAugment fold in more.
 _SHIFT, _FLIP, _RANDAUGMENT, _ERASE, _MIX = range(5)
 
 
+
+
 @dataclasses.dataclass(kw_only=True)
 class Augmentation(Record):
-    """Random changes to training images, in the order they are made.
+    """Random changes to training images, in the order in which they are applied.
 
-    `crop` is cut on the host, at the stored resolution, instead of the preprocessing's; the rest
-    runs on the device. `erasing` is the share of images in which a rectangle becomes noise
-    (Zhong et al. 2017). `mixup` (Zhang et al. 2017) and `cutmix` (Yun et al. 2019) are the alpha
-    of Beta(alpha, alpha), by which an image and its label are mixed with another; 0 is not at all,
-    and with both each example has one of them, by chance.
+    `crop` replaces the preprocessing's and runs on the host, at the stored resolution; the rest
+    runs on the device. `erasing` is the probability that a rectangle becomes noise (Zhong et al.
+    2017). `mixup` (Zhang et al. 2017) and `cutmix` (Yun et al. 2019) are the alpha of the
+    Beta(alpha, alpha) from which the weight of another image and its label is drawn; 0 turns it
+    off. With both, a coin decides for each example.
     """
 
     crop: Crop | None = None
-    shift_pixels: int = 0  # the most that an image moves, in each direction
-    flip: bool = False  # left to right, every other image
+    shift_pixels: int = 0  # at most so many, in each direction
+    flip: bool = False  # left to right, with probability 1/2
     randaugment: RandAugment = dataclasses.field(default_factory=RandAugment)
     erasing: float = 0.0
     mixup: float = 0.0
     cutmix: float = 0.0
 
+    def check(self) -> None:
+        require_between(self, 'erasing', low=0, high=1)
+        require_between(self, 'shift_pixels', 'mixup', 'cutmix', low=0)
+
 
 def augreg(level: str) -> Augmentation:
     """Inception crop, flip, and RandAugment and MixUp at one of the seven AUGREG levels.
 
-    RandAugment's contrast is the one that those results were made with.
+    With the original's RandAugment contrast, by which those results were obtained.
     """
     layers, magnitude, mixup = AUGREG[level]
     strength = RandAugment(layers=layers, magnitude=magnitude, contrast='pixel_count')
     return Augmentation(crop=InceptionCrop(), flip=True, randaugment=strength, mixup=mixup)
 
 
+def host_crop(augmentation: Augmentation | AugmentFunction, preprocessing: Preprocessing) -> Crop:
+    """How training images are cropped on the host: the augmentation's crop, if it has one."""
+    own = augmentation.crop if isinstance(augmentation, Augmentation) else None
+    return own or preprocessing.crop
+
+
 def augment(
     key: Key[Array, ''],
     batch: Batch,
-    config: Augmentation,
+    config: Augmentation | AugmentFunction,
     *,
     targets_of: Callable[[Array], Float[Array, 'b k']],
 ) -> Batch:
-    """The batch with each image changed by chance, as a function of (key, epoch, example).
+    """The augmented batch, a function of (key, epoch, example).
 
-    Images stay uint8 and labels what they are, unless images are mixed: then images are float32
-    and labels rows (b k), which `targets_of` makes of the labels.
+    Images stay uint8 and labels as they are; with mixing, images become float32 of 0 to 255 and
+    labels rows (b k), which `targets_of` makes of them. A function in place of the record is called
+    with key and batch.
     """
-    keys = jax.vmap(lambda epoch, example: _folded(key, epoch, example))(
-        batch['epoch'], batch['example']
-    )
+    if not isinstance(config, Augmentation):
+        return config(key, batch)
+    keys = example_keys(key, batch)
     images = jax.vmap(lambda key, image: _changed(key, image, config))(keys, batch['images'])
     batch = batch | {'images': images}
     if not config.mixup and not config.cutmix:
         return batch
-    height, width = images.shape[1:3]
-    own = jax.vmap(lambda key: _share(_folded(key, _MIX), config, (height, width)))(keys)
+    size = images.shape[1:3]
+    own = jax.vmap(lambda key: _share(jax.random.fold_in(key, _MIX), config, size))(keys)
     own = jnp.where(jnp.roll(batch['mask'], 1)[:, None, None], own, 1.0)  # no image to mix with
     return batch | {
         'images': _mixed(images.astype(jnp.float32), own[..., None]),
@@ -90,38 +106,34 @@ def augment(
     }
 
 
-def normalize(
-    images: Num[Array, 'b h w c'], preprocessing: Preprocessing
-) -> Float[Array, 'b h w c']:
-    """Pixel values as the model takes them: float32, (value - mean) / std."""
-    scaled: Float[Array, 'b h w c'] = preprocessing.scaled(images)
-    return scaled
-
-
-def _folded(key: Key[Array, ''], *numbers: Any) -> Key[Array, '']:
-    for number in numbers:
-        key = jax.random.fold_in(key, number)
-    return key
+def example_keys(key: Key[Array, ''], batch: Batch) -> Key[Array, 'b']:
+    """One key for each example of the batch, by its epoch and index in the data set."""
+    fold_in = jax.random.fold_in
+    return jax.vmap(lambda epoch, example: fold_in(fold_in(key, epoch), example))(
+        batch['epoch'], batch['example']
+    )
 
 
 def _changed(
     key: Key[Array, ''], image: UInt8[Array, 'h w c'], config: Augmentation
 ) -> UInt8[Array, 'h w c']:
     if config.shift_pixels:
-        image = _shifted(_folded(key, _SHIFT), image, config.shift_pixels)
+        image = _shifted(jax.random.fold_in(key, _SHIFT), image, config.shift_pixels)
     if config.flip:
-        image = jnp.where(jax.random.bernoulli(_folded(key, _FLIP)), image[:, ::-1], image)
+        image = jnp.where(
+            jax.random.bernoulli(jax.random.fold_in(key, _FLIP)), image[:, ::-1], image
+        )
     if config.randaugment.layers:
-        image = randaugment(_folded(key, _RANDAUGMENT), image, config.randaugment)
+        image = randaugment(jax.random.fold_in(key, _RANDAUGMENT), image, config.randaugment)
     if config.erasing:
-        image = _erased(_folded(key, _ERASE), image, config.erasing)
+        image = _erased(jax.random.fold_in(key, _ERASE), image, config.erasing)
     return image
 
 
 def _shifted(
     key: Key[Array, ''], image: UInt8[Array, 'h w c'], pixels: int
 ) -> UInt8[Array, 'h w c']:
-    """The image moved by whole pixels; its edge fills what it uncovers."""
+    """The image translated by whole pixels, its edge repeated where it has left."""
     padded = jnp.pad(image, ((pixels, pixels), (pixels, pixels), (0, 0)), mode='edge')
     top, left = jax.random.randint(key, (2,), 0, 2 * pixels + 1)
     return jax.lax.dynamic_slice(padded, (top, left, 0), image.shape)
@@ -148,7 +160,7 @@ def _erased(
 
 
 def _share(key: Key[Array, ''], config: Augmentation, size: tuple[int, int]) -> Float[Array, 'h w']:
-    """How much of each pixel is the image's own: the same everywhere, or all but a rectangle."""
+    """The image's own weight at each pixel: one number (MixUp), or 0 in a rectangle (CutMix)."""
     mixup_key, cutmix_key, place, coin = jax.random.split(key, 4)
     height, width = size
     if config.mixup:

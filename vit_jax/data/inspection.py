@@ -1,4 +1,4 @@
-"""What stored images are like, before anything is trained on them: counts, defects, a look."""
+"""Inspects stored images before training: counts per class, defects, a contact sheet."""
 
 import collections
 import dataclasses
@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
 
-import cv2
 import numpy as np
+from PIL import Image, ImageDraw
 
-from vit_jax.base.array_types import UInt8
 from vit_jax.data.image_preprocessing import decode
-from vit_jax.data.sources.base import Source, Stored
+from vit_jax.data.sources.base import EncodedImage, Source
 
 _SIGNATURES = {
     b'\xff\xd8': 'JPEG',
@@ -24,58 +23,51 @@ _SIGNATURES = {
     b'RIFF': 'WebP',
 }
 _ENDINGS = {'.jpg': 'JPEG', '.jpeg': 'JPEG', '.tif': 'TIFF', '.tiff': 'TIFF', '.webp': 'WebP'}
-_TEXT_WIDTH, _LEAST_SIDE = 170, 96  # pixels on the contact sheet
+_NAME_WIDTH, _HEAD_HEIGHT, _LEAST_SIDE, _FRAME = 170, 24, 96, 2  # pixels of the contact sheet
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Scan:
-    """What was found in the images of one split."""
+    """What was found in the images of one split, as in the program's data.json."""
 
-    class_counts: dict[str, int]
+    images: int
+    classes: dict[str, int]  # images of each class
     formats: dict[str, int]
-    heights: list[int]
-    widths: list[int]
-    unreadable: list[str]  # one line for each, that names it
-    misnamed: list[str]  # of another format than their name says
-
-    def values(self) -> dict[str, Any]:
-        """As JSON values, sizes as least, median and greatest."""
-        sides = {'height': self.heights, 'width': self.widths}
-        return {
-            'images': len(self.heights) + len(self.unreadable),
-            'classes': self.class_counts,
-            'formats': self.formats,
-            'unreadable': self.unreadable,
-            'misnamed': self.misnamed,
-        } | {
-            name: [int(q) for q in np.percentile(side, [0, 50, 100])] if side else []
-            for name, side in sides.items()
-        }
+    unreadable: list[str]  # messages that name the image
+    misnamed: list[str]  # their format is not that of their ending
+    height: list[int]  # minimum, median, maximum, in pixels; of nothing readable, empty
+    width: list[int]
 
 
 def scan(source: Source, pool: futures.Executor, done: Callable[[int], None]) -> Scan:
-    """Every image of a source read and decoded once; `done` is told how many more are."""
-    found = Scan(dict.fromkeys(source.class_names, 0), {}, [], [], [], [])
+    """Reads and decodes every image of a source once; `done(1)` is called after each."""
     formats: collections.Counter[str] = collections.Counter()
     counts = np.zeros(len(source.class_names), int)
+    unreadable, misnamed, sizes = [], [], []
     for index, (label, kind, shape, error) in enumerate(
         pool.map(lambda i: _examined(source, i), range(len(source)))
     ):
         done(1)
         if error:
-            found.unreadable.append(error)
+            unreadable.append(error)
             continue
         counts[np.flatnonzero(label) if source.multi_label else label] += 1
         formats[kind] += 1
-        found.heights.append(shape[0])
-        found.widths.append(shape[1])
+        sizes.append(shape[:2])
         name = source.name_of(index)
         ending = os.path.splitext(name)[1].lower()
         if ending and kind != 'array' and _ENDINGS.get(ending, ending[1:].upper()) != kind:
-            found.misnamed.append(f'{name}: {kind}')
-    found.class_counts = dict(zip(source.class_names, counts.tolist(), strict=True))
-    found.formats = dict(formats.most_common())
-    return found
+            misnamed.append(f'{name}: {kind}')
+    height, width = np.percentile(sizes, [0, 50, 100], axis=0).astype(int).T if sizes else ((), ())
+    return Scan(
+        images=len(source),
+        classes=dict(zip(source.class_names, counts.tolist(), strict=True)),
+        formats=dict(formats.most_common()),
+        unreadable=unreadable,
+        misnamed=misnamed,
+        height=[int(pixels) for pixels in height],
+        width=[int(pixels) for pixels in width],
+    )
 
 
 def _examined(source: Source, index: int) -> tuple[Any, str, tuple[int, ...], str | None]:
@@ -86,7 +78,7 @@ def _examined(source: Source, index: int) -> tuple[Any, str, tuple[int, ...], st
         return None, '', (), f'{source.name_of(index)}: {error}'
 
 
-def _format(stored: Stored) -> str:
+def _format(stored: EncodedImage) -> str:
     if isinstance(stored, np.ndarray):
         return 'array'
     known = (kind for start, kind in _SIGNATURES.items() if stored.startswith(start))
@@ -95,30 +87,25 @@ def _format(stored: Stored) -> str:
 
 def contact_sheet(
     rows: Sequence[tuple[str, Sequence[np.ndarray]]], heads: Sequence[str]
-) -> UInt8[np.ndarray, 'h w 3']:
-    """One picture of rows of images of one size, each row with its name, each column with its."""
+) -> Image.Image:
+    """A picture of named rows of images of one size, under the titles `heads`.
+
+    Small images are enlarged, each pixel a square. A white frame is around each.
+    """
     height, width = rows[0][1][0].shape[:2]
     scale = max(1, -(-_LEAST_SIDE // min(height, width)))
-    height, width = scale * height, scale * width
-    head = _text(['', *heads], [_TEXT_WIDTH] + [width + 4] * len(heads), 24)
-    lines = [head]
-    for name, images in rows:
-        tiles = [_framed(image, (height, width)) for image in images]
-        lines.append(np.concatenate([_text([name], [_TEXT_WIDTH], height + 4), *tiles], axis=1))
-    return np.concatenate(lines)
-
-
-def _framed(image: np.ndarray, size: tuple[int, int]) -> UInt8[np.ndarray, 'h w 3']:
-    """The image as large as asked, on white: each pixel a square."""
-    larger = cv2.resize(image, size[::-1], interpolation=cv2.INTER_NEAREST)
-    return np.pad(larger, ((2, 2), (2, 2), (0, 0)), constant_values=255)
-
-
-def _text(texts: Sequence[str], widths: Sequence[int], height: int) -> np.ndarray:
-    """Texts side by side on white; what does not fit is cut."""
-    line = np.full((height, sum(widths), 3), 255, np.uint8)
-    for text, left, width in zip(texts, np.cumsum([0, *widths]), widths, strict=False):
-        part = text if len(text) * 8 < width else text[: width // 8 - 2] + '..'
-        place = int(left) + 4, height // 2 + 5
-        cv2.putText(line, part, place, cv2.FONT_HERSHEY_SIMPLEX, 0.42, (0, 0, 0), 1, cv2.LINE_AA)
-    return line
+    height, width = scale * height + 2 * _FRAME, scale * width + 2 * _FRAME
+    size = _NAME_WIDTH + len(heads) * width, _HEAD_HEIGHT + len(rows) * height
+    sheet = Image.new('RGB', size, 'white')
+    draw = ImageDraw.Draw(sheet)
+    for column, head in enumerate(heads):
+        draw.text((_NAME_WIDTH + column * width + 4, 8), head, 'black')
+    for row, (name, images) in enumerate(rows):
+        top = _HEAD_HEIGHT + row * height
+        draw.text((4, top + height // 2 - 6), name[: _NAME_WIDTH // 7], 'black')
+        for column, image in enumerate(images):
+            tile = Image.fromarray(image).resize(
+                (width - 2 * _FRAME, height - 2 * _FRAME), Image.Resampling.NEAREST
+            )
+            sheet.paste(tile, (_NAME_WIDTH + column * width + _FRAME, top + _FRAME))
+    return sheet

@@ -18,31 +18,18 @@ thing, which is a choice (`RandAugment.contrast`):
 """
 
 import dataclasses
-from typing import Literal
+from typing import Literal, assert_never
 
 import jax
 import jax.numpy as jnp
 
 from vit_jax.base.array_types import Array, Float, Int, Key, UInt8
-from vit_jax.base.records import Record
+from vit_jax.base.records import Record, require_between
 
-OPERATIONS = (
-    'auto_contrast',
-    'equalize',
-    'invert',
-    'rotate',
-    'posterize',
-    'solarize',
-    'color',
-    'contrast',
-    'brightness',
-    'sharpness',
-    'shear_x',
-    'shear_y',
-    'translate_x',
-    'translate_y',
-    'cutout',
-    'solarize_add',
+Contrast = Literal['mean', 'pixel_count']
+OPERATIONS = tuple(
+    'auto_contrast equalize invert rotate posterize solarize color contrast brightness sharpness '
+    'shear_x shear_y translate_x translate_y cutout solarize_add'.split()
 )
 GREY = 128  # what fills uncovered pixels
 _SIDE = 224  # the image side for which lengths in pixels are given
@@ -52,15 +39,18 @@ _LUMINANCE = 0.2989, 0.587, 0.114
 
 @dataclasses.dataclass(kw_only=True)
 class RandAugment(Record):
-    """How many operations, how strong: (2, 15) is the paper's notation for layers and magnitude.
+    """Number and magnitude of the operations, which the paper writes as (2, 15).
 
-    `contrast` is blended with the image's mean grey, as in Pillow, or with the original code's
-    number of pixels / 256.
+    The operation `contrast` moves values away from the image's mean grey, as in Pillow, or from
+    the number of pixels / 256, as in the original code.
     """
 
     layers: int = 0
     magnitude: float = 10.0
-    contrast: Literal['mean', 'pixel_count'] = 'mean'
+    contrast: Contrast = 'mean'
+
+    def check(self) -> None:
+        require_between(self, 'layers', 'magnitude', low=0)
 
 
 def randaugment(
@@ -80,7 +70,7 @@ def operate(
     operation: Int[Array, ''],
     *,
     magnitude: float,
-    contrast: str,
+    contrast: Contrast,
 ) -> UInt8[Array, 'h w 3']:
     """The image after one operation, an index of OPERATIONS; the key decides sign and place."""
     sign_key, place_key = jax.random.split(key)
@@ -124,17 +114,20 @@ def _moved(
 
 
 def _tables(
-    image: UInt8[Array, 'h w 3'], operation: Int[Array, ''], level: float, contrast: str
+    image: UInt8[Array, 'h w 3'], operation: Int[Array, ''], level: float, contrast: Contrast
 ) -> Int[Array, '3 256']:
     """What becomes of each value 0 to 255 of each channel."""
     value = jnp.arange(256)
     bits = max(0, 8 - int(level * 4))
     added = jnp.clip(value + int(level * 110), 0, 255)
     factor = _factor(level)
-    if contrast == 'mean':
-        middle = jnp.rint(_grey(image).mean())
-    else:
-        middle = jnp.asarray(min(255.0, image.shape[0] * image.shape[1] / 256))
+    match contrast:
+        case 'mean':
+            middle = jnp.rint(_grey(image).mean())
+        case 'pixel_count':
+            middle = jnp.asarray(min(255.0, image.shape[0] * image.shape[1] / 256))
+        case _:
+            assert_never(contrast)
     same_for_all = {
         'invert': 255 - value,
         'posterize': (value >> bits) << bits,

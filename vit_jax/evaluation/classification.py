@@ -1,56 +1,61 @@
-"""Loss and accuracy over a whole data set, each example counted exactly once."""
+"""Means of the loss and of metrics over a whole data set, each example counted exactly once."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 import numpy as np
 
 from vit_jax.base.array_types import Array, Batch, Float, Num, Params
 
+# Sums over a batch by name, the number of examples that they are sums of, and rows (b k) by name.
+Sums = tuple[dict[str, Array], Array, dict[str, Array]]
+
 
 def evaluate(
-    scores: Callable[[Params, Batch], dict[str, Array]],
+    loss_sums: Callable[[Params, Batch], Sums],
     params: Params,
     batches: Iterable[Batch],
     *,
     count: int,
 ) -> dict[str, float]:
-    """Mean loss and accuracy over the batches, which must hold `count` examples, then padding.
+    """Means of what `loss_sums` sums, over the batches, which must hold `count` examples.
 
-    `scores` gives the sums `loss`, `correct` and `count` of one batch. Where it also gives
-    `logits` and `targets` (b k), an image may have several classes: then the accuracy is the
-    share of images whose most probable class is one of theirs, and there is the
-    `mean_average_precision`.
+    Where it also gives rows of `logits` and `targets` (b k), an image may have several classes:
+    then there is the `mean_average_precision` too. Masked examples, which fill the last batch,
+    come after all others.
 
     Raises AssertionError where the batches held another number: an accuracy over other examples
     than those asked for is no result.
     """
-    totals = {'loss': 0.0, 'correct': 0.0, 'count': 0.0}
-    rows: dict[str, list[np.ndarray]] = {'logits': [], 'targets': []}
+    totals: dict[str, float] = {}
+    examples, logits, targets = 0, [], []
 
-    def add(results: Any) -> None:
-        for name, value in jax.device_get(results).items():
-            if name in rows:
-                rows[name].append(value)
-            else:
-                totals[name] += float(value)
+    def add(found: Sums) -> None:
+        nonlocal examples
+        sums, number, rows = jax.device_get(found)
+        examples += int(number)
+        for name, value in sums.items():
+            totals[name] = totals.get(name, 0.0) + float(value)
+        if rows:
+            logits.append(rows['logits'])
+            targets.append(rows['targets'])
 
     pending = None
     for batch in batches:
-        results = scores(params, batch)
+        found = loss_sums(params, batch)
         if pending is not None:
             add(pending)  # read one batch late: the device runs ahead
-        pending = results
+        pending = found
     if pending is not None:
         add(pending)
-    if totals['count'] != count:
-        raise AssertionError(f'evaluated {totals["count"]:.0f} examples of {count}')
-    found = {'loss': totals['loss'] / count, 'accuracy': totals['correct'] / count}
-    if rows['logits']:
-        logits, targets = (np.concatenate(parts)[:count] for parts in rows.values())
-        found['mean_average_precision'] = mean_average_precision(logits, targets)
-    return found
+    if examples != count:
+        raise AssertionError(f'evaluated {examples} examples of {count}')
+    means = {name: total / count for name, total in totals.items()}
+    if logits:
+        means['mean_average_precision'] = mean_average_precision(
+            np.concatenate(logits)[:count], np.concatenate(targets)[:count]
+        )
+    return means
 
 
 def mean_average_precision(

@@ -1,18 +1,21 @@
-"""What frozen features know, from all training images: nearest neighbours, logistic regression."""
+"""What frozen features know, from all training images: nearest neighbours, logistic regression.
+
+On the devices, as scikit-learn would answer.
+"""
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from vit_jax.base import records
 from vit_jax.base.array_types import Array, Float, Int
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record
-from vit_jax.evaluation.standardising import standardised
 
 TEMPERATURE = 0.07  # of a neighbour's vote, as in DINO (Caron et al. 2021)
 _CHUNK = 1024  # test images that are compared with all training images at once
@@ -23,101 +26,106 @@ class LogisticConfig(Record):
     """Softmax regression on standardised features, by L-BFGS to convergence.
 
     `l2` multiplies half the squared weights, against the sum of losses: 1/C of scikit-learn and of
-    CLIP's probes. Of several, the one that is best on the held-out part of the training images is
-    taken, and all of these are fitted again with it.
+    CLIP's probes. Of several, the one that is best on the validation part of the training images
+    is taken, and all of these are fitted again with it.
     """
 
     l2: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0, 10000.0)
-    held_out: float = 0.1
+    validation_fraction: float = 0.1
     max_iterations: int = 1000
     tolerance: float = 1e-4  # of the gradient of the mean loss, by its largest entry
 
+    def check(self) -> None:
+        """There is a strength to fit with, and a part to choose it on."""
+        records.require(bool(self.l2), 'l2=(): expected one or more numbers')
+        records.require_between(self, 'l2', low=0)
+        records.require_between(self, 'validation_fraction', above=0, below=1)
+        records.require_between(self, 'max_iterations', low=1)
+        records.require_between(self, 'tolerance', above=0)
 
-def nearest_neighbours(
-    train_features: Float[np.ndarray, 'n d'],
-    train_labels: Int[np.ndarray, 'n'],
-    test_features: Float[np.ndarray, 'm d'],
-    test_labels: Int[np.ndarray, 'm'],
-    *,
-    neighbours: int,
-) -> float:
+
+class Labelled(NamedTuple):
+    """Features of images and their classes."""
+
+    features: Float[np.ndarray, 'n d']
+    labels: Int[np.ndarray, 'n']
+
+
+class LogisticResult(NamedTuple):
+    """Test accuracy of the linear probe, with the l2 that was chosen and whether it converged."""
+
+    accuracy: float
+    l2: float
+    iterations: int
+    converged: bool
+
+
+class Fit(NamedTuple):
+    """Weights of a logistic regression; the last row belongs to the constant feature."""
+
+    weights: Float[np.ndarray, 'e k']
+    iterations: int
+    converged: bool
+
+
+def nearest_neighbours(train: Labelled, test: Labelled, *, neighbours: int) -> float:
     """Test accuracy of a vote of the nearest training images, by cosine similarity.
 
     Each votes with exp(similarity / TEMPERATURE). Raises UserError for fewer training images.
     """
-    if not 1 <= neighbours <= len(train_labels):
-        raise UserError(f'neighbours={neighbours}: there are {len(train_labels)} training images')
-    classes, labels = np.unique(train_labels, return_inverse=True)
-    train = jnp.asarray(_unit(train_features))
+    if not 1 <= neighbours <= len(train.labels):
+        raise UserError(f'neighbours={neighbours}: there are {len(train.labels)} training images')
+    classes, labels = np.unique(train.labels, return_inverse=True)
+    known = jnp.asarray(_unit(train.features))
 
     @jax.jit
-    def vote(test: Float[Array, 'c d']) -> Int[Array, 'c']:
-        similarity = jnp.matmul(test, train.T, precision='highest')
+    def vote(unknown: Float[Array, 'c d']) -> Int[Array, 'c']:
+        similarity = jnp.matmul(unknown, known.T, precision='highest')
         near, index = jax.lax.top_k(similarity, neighbours)
         votes = jax.nn.one_hot(jnp.asarray(labels)[index], len(classes))
         weights = jnp.exp((near - 1) / TEMPERATURE)
         return (votes * weights[..., None]).sum(axis=1).argmax(axis=-1)
 
     found = []
-    for start in range(0, len(test_labels), _CHUNK):
-        rows = _unit(test_features[start : start + _CHUNK])
+    for start in range(0, len(test.labels), _CHUNK):
+        rows = _unit(test.features[start : start + _CHUNK])
         padded = np.pad(rows, ((0, _CHUNK - len(rows)), (0, 0)))
         found.append(np.asarray(vote(padded))[: len(rows)])
-    return float((classes[np.concatenate(found)] == test_labels).mean())
+    return float((classes[np.concatenate(found)] == test.labels).mean())
 
 
-def logistic(
-    train_features: Float[np.ndarray, 'n d'],
-    train_labels: Int[np.ndarray, 'n'],
-    test_features: Float[np.ndarray, 'm d'],
-    test_labels: Int[np.ndarray, 'm'],
-    config: LogisticConfig,
-) -> dict[str, float | int | bool]:
-    """Test accuracy of the linear probe, with the l2 that was chosen and whether it converged."""
-    train, test = standardised(train_features, test_features, constant=1.0)
-    classes, labels = np.unique(train_labels, return_inverse=True)
+def logistic(train: Labelled, test: Labelled, config: LogisticConfig) -> LogisticResult:
+    """The linear probe, with the l2 that is best on a validation part of the training images."""
+    learned, tested = standardised(train.features, test.features, constant=1.0)
+    classes, labels = np.unique(train.labels, return_inverse=True)
     fit = functools.partial(fit_logistic, num_classes=len(classes), config=config)
     l2 = config.l2[0]
     if len(config.l2) > 1:
-        held = np.random.default_rng(0).random(len(labels)) < config.held_out
-        scores = {
-            strength: accuracy_of(
-                fit(train[~held], labels[~held], l2=strength)[0], train[held], labels[held]
-            )
-            for strength in config.l2
-        }
-        l2 = max(scores, key=lambda strength: scores[strength])
-    weights, iterations, converged = fit(train, labels, l2=l2)
-    numbers = np.where(np.isin(test_labels, classes), np.searchsorted(classes, test_labels), -1)
-    return {
-        'accuracy': accuracy_of(weights, test, numbers),
-        'l2': l2,
-        'iterations': iterations,
-        'converged': converged,
-    }
+        validation = np.random.default_rng(0).random(len(labels)) < config.validation_fraction
+        part, rest = (Labelled(learned[rows], labels[rows]) for rows in (validation, ~validation))
+        l2 = max(config.l2, key=lambda strength: _accuracy(fit(rest, l2=strength).weights, part))
+    weights, iterations, converged = fit(Labelled(learned, labels), l2=l2)
+    # The column of each test image; no column for a class that has no training image.
+    known = np.isin(test.labels, classes)
+    columns = np.where(known, np.searchsorted(classes, test.labels), -1)
+    return LogisticResult(_accuracy(weights, Labelled(tested, columns)), l2, iterations, converged)
 
 
-def fit_logistic(
-    features: Float[np.ndarray, 'n e'],
-    labels: Int[np.ndarray, 'n'],
-    *,
-    num_classes: int,
-    l2: float,
-    config: LogisticConfig,
-) -> tuple[Float[np.ndarray, 'e k'], int, bool]:
-    """Weights W of least sum of softmax losses of XW plus l2/2 |W|^2, iterations, converged or not.
+def fit_logistic(train: Labelled, *, num_classes: int, l2: float, config: LogisticConfig) -> Fit:
+    """Weights W of least sum of softmax losses of XW plus l2/2 |W|^2, from labels 0, 1, ....
 
-    The last row of W belongs to a constant feature, the bias, and is not regularised.
+    X is the features, whose last column is constant; the last row of W, the bias, is not
+    regularised.
     """
     weights, iterations, slope = _descend(
-        jnp.asarray(features),
-        jnp.asarray(labels),
-        l2 / len(labels),
+        jnp.asarray(train.features),
+        jnp.asarray(train.labels),
+        l2 / len(train.labels),
         num_classes=num_classes,
         max_iterations=config.max_iterations,
         tolerance=config.tolerance,
     )
-    return np.asarray(weights), int(iterations), bool(slope <= config.tolerance)
+    return Fit(np.asarray(weights), int(iterations), bool(slope <= config.tolerance))
 
 
 @functools.partial(jax.jit, static_argnames=('num_classes', 'max_iterations', 'tolerance'))
@@ -140,29 +148,49 @@ def _descend(
     solver = optax.lbfgs()
     value_and_slope = optax.value_and_grad_from_state(loss)
 
-    def step(carry: Any) -> Any:
-        weights, state, count, _ = carry
-        value, slope = value_and_slope(weights, state=state)
+    def step(carry: _Descent) -> _Descent:
+        value, slope = value_and_slope(carry.weights, state=carry.state)
         updates, state = solver.update(
-            slope, state, weights, value=value, grad=slope, value_fn=loss
+            slope, carry.state, carry.weights, value=value, grad=slope, value_fn=loss
         )
-        weights = optax.apply_updates(weights, updates)
-        return weights, state, count + 1, jnp.abs(optax.tree.get(state, 'grad')).max()
+        weights = optax.apply_updates(carry.weights, updates)
+        largest = jnp.abs(optax.tree.get(state, 'grad')).max()
+        return _Descent(weights, state, carry.iterations + 1, largest)
 
-    def go_on(carry: Any) -> Any:
-        return (carry[2] < max_iterations) & (carry[3] > tolerance)
+    def go_on(carry: _Descent) -> Any:
+        return (carry.iterations < max_iterations) & (carry.slope > tolerance)
 
     start = jnp.zeros((features.shape[1], num_classes))
-    first = start, solver.init(start), jnp.zeros((), jnp.int32), jnp.asarray(jnp.inf)
-    weights, _, count, slope = jax.lax.while_loop(go_on, step, first)
-    return weights, count, slope
+    none, infinite = jnp.zeros((), jnp.int32), jnp.asarray(jnp.inf)
+    first = _Descent(start, solver.init(start), none, infinite)
+    found = jax.lax.while_loop(go_on, step, first)
+    return found.weights, found.iterations, found.slope
 
 
-def accuracy_of(
-    weights: Float[np.ndarray, 'e k'], features: Float[np.ndarray, 'n e'], labels: Any
-) -> float:
-    """The share of rows whose highest score is at their label."""
-    return float(((features @ weights).argmax(axis=1) == labels).mean())
+class _Descent(NamedTuple):
+    weights: Float[Array, 'e k']
+    state: Any  # of L-BFGS
+    iterations: Int[Array, '']
+    slope: Float[Array, '']  # the largest entry of the gradient
+
+
+def standardised(
+    train: Float[np.ndarray, 'n d'], test: Float[np.ndarray, 'm d'], *, constant: float
+) -> tuple[Float[np.ndarray, 'n e'], Float[np.ndarray, 'm e']]:
+    """Both by mean and deviation of the training features, with a constant feature at the end."""
+    mean, std = train.mean(axis=0), train.std(axis=0) + 1e-5
+    one, other = (with_constant((x - mean) / std, constant) for x in (train, test))
+    return one, other
+
+
+def with_constant(x: Float[np.ndarray, 'n d'], constant: float) -> Float[np.ndarray, 'n e']:
+    """The features with one more, the same for all: its weight is a bias."""
+    return np.concatenate([x, np.full((len(x), 1), constant, x.dtype)], axis=1)
+
+
+def _accuracy(weights: Float[np.ndarray, 'e k'], test: Labelled) -> float:
+    """The share of images whose highest score is at their label."""
+    return float(((test.features @ weights).argmax(axis=1) == test.labels).mean())
 
 
 def _unit(features: Float[np.ndarray, 'n d']) -> Float[np.ndarray, 'n d']:

@@ -5,50 +5,16 @@ A frozen network's features, k labelled images a class, and a ridge regression t
 standardisation, bias, l2 and seeds open; they are those of big_vision's `fewshot_lsr`.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from vit_jax.base.array_types import Float, Int
-from vit_jax.base.records import Record
-from vit_jax.evaluation.probes import LogisticConfig
-from vit_jax.evaluation.standardising import standardised
+from vit_jax.evaluation.probes import Labelled, standardised
 
 BIAS = 100.0  # a constant feature this large is hardly regularised: lambda / 100^2
 Draws = dict[tuple[int, int], Int[np.ndarray, '_']]
-
-
-@dataclasses.dataclass(kw_only=True)
-class ProbeSet(Record):
-    """The images of one data set: to draw from, and to test on."""
-
-    data: str | None = None  # None: the data of the experiment
-    train_split: str = 'train'
-    test_split: str = 'test'
-
-
-@dataclasses.dataclass(kw_only=True)
-class FewshotConfig(Record):
-    """Which images, how many of each class, drawn how often; and what else is made of features.
-
-    With `sets` there are several data sets, by the names of their results; otherwise one. Nearest
-    neighbours and a logistic regression learn from all training images. With `feature_cache` the
-    features of whole splits are kept in that directory, when a checkpoint is evaluated alone.
-    """
-
-    data: str | None = None  # None: the data of the experiment
-    train_split: str = 'train'
-    test_split: str = 'test'
-    sets: dict[str, ProbeSet] = dataclasses.field(default_factory=dict)
-    shots: tuple[int, ...] = (1, 5, 10, 25)
-    seeds: tuple[int, ...] = (0, 1, 2)
-    l2: float = 1024.0  # not divided by the number of images: strong where they are few
-    neighbours: int | None = None  # that vote on a test image; None: no such evaluation
-    logistic: LogisticConfig | None = None
-    feature_cache: str | None = None
-    every_steps: int | None = None  # while training; None: at the end only
 
 
 def draw(labels: Int[np.ndarray, 'n'], *, shots: Sequence[int], seeds: Sequence[int]) -> Draws:
@@ -66,91 +32,69 @@ def draw(labels: Int[np.ndarray, 'n'], *, shots: Sequence[int], seeds: Sequence[
     return draws
 
 
-def evaluate(
-    train_features: Float[np.ndarray, 'n d'],
-    train_labels: Int[np.ndarray, 'n'],
-    test_features: Float[np.ndarray, 'm d'],
-    test_labels: Int[np.ndarray, 'm'],
-    *,
-    shots: Sequence[int],
-    seeds: Sequence[int],
-    l2: float | Sequence[float],
-) -> dict[tuple[int, int], Any]:
-    """Test accuracy by (seed, shots): a number, or one for each l2 where several are given."""
-    return {
-        drawn: accuracy(
-            train_features[indices], train_labels[indices], test_features, test_labels, l2=l2
-        )
-        for drawn, indices in draw(train_labels, shots=shots, seeds=seeds).items()
-    }
-
-
 def probe(
-    train_features: Callable[[Int[np.ndarray, 'n']], Float[np.ndarray, 'n d']],
     train_labels: Int[np.ndarray, 'n'],
-    test_features: Float[np.ndarray, 'm d'],
-    test_labels: Int[np.ndarray, 'm'],
+    test: Labelled,
     *,
+    features_of: Callable[[Int[np.ndarray, 'u']], Float[np.ndarray, 'u d']],
     shots: Sequence[int],
     seeds: Sequence[int],
     l2: float,
 ) -> tuple[dict[tuple[int, int], float], Draws]:
-    """As `evaluate`, with features computed for those training images alone that are drawn."""
+    """Test accuracy of each (seed, shots), and the draws.
+
+    `features_of` gives the features of training images by index; it is asked once, for those
+    images alone that are in some draw.
+    """
     draws = draw(train_labels, shots=shots, seeds=seeds)
     used = np.unique(np.concatenate(list(draws.values())))
-    features = train_features(used)
+    features = features_of(used)
     accuracies = {}
     for drawn, indices in draws.items():
-        rows = np.searchsorted(used, indices)
-        accuracies[drawn] = accuracy(
-            features[rows], train_labels[indices], test_features, test_labels, l2=l2
-        )
+        train = Labelled(features[np.searchsorted(used, indices)], train_labels[indices])
+        accuracies[drawn] = accuracy(train, test, l2=l2)
     return accuracies, draws
 
 
-def accuracy(
-    train_features: Float[np.ndarray, 'n d'],
-    train_labels: Int[np.ndarray, 'n'],
-    test_features: Float[np.ndarray, 'm d'],
-    test_labels: Int[np.ndarray, 'm'],
-    *,
-    l2: float | Sequence[float],
-) -> Any:
-    """Test accuracy of the ridge classifier of these images, for one l2 or for each of several."""
-    classes = np.unique(train_labels)
-    targets = 2.0 * (train_labels[:, None] == classes) - 1
-    train, test = standardised(train_features, test_features, constant=BIAS)
-    accuracies = [
-        float((classes[(test @ weights).argmax(axis=1)] == test_labels).mean())
-        for weights in ridge(train, targets, np.atleast_1d(np.asarray(l2, np.float64)))
-    ]
-    return accuracies[0] if np.ndim(l2) == 0 else accuracies
+def accuracy(train: Labelled, test: Labelled, *, l2: float) -> float:
+    """Test accuracy of the ridge classifier of the training images."""
+    classes = np.unique(train.labels)
+    targets = 2.0 * (train.labels[:, None] == classes) - 1
+    learned, tested = standardised(train.features, test.features, constant=BIAS)
+    found = classes[(tested @ ridge(learned, targets, l2=l2)).argmax(axis=1)]
+    return float((found == test.labels).mean())
 
 
+# The protocol is that of big_vision's evaluators/fewshot_lsr.py. With X (n d) the features and Y
+# (n k) the targets, -1 or 1 for each class as in the paper, the gradient of |XW - Y|^2 + l2 |W|^2
+# is zero where
+#     (X'X + l2) W = X'Y.
+# That is a d x d system. With few images n < d, and a smaller one does: from
+#     (X'X + l2) X' = X' (XX' + l2)
+# follows W = X' (XX' + l2)^-1 Y, which is n x n. Both matrices are symmetric: V E V' gives the
+# inverse V (E + l2)^-1 V', which exists for any l2 > 0, however few the images.
+#
+# The bias is the weight of a constant feature of 100: a bias of b needs a weight of b / 100, whose
+# penalty is l2 b^2 / 10,000. So it is nearly free, as it should be: nothing is known of the mean of
+# the targets, which is far from 0 where there are many classes.
 def ridge(
-    x: Float[np.ndarray, 'n d'], y: Float[np.ndarray, 'n k'], l2: Float[np.ndarray, 's']
-) -> list[Float[np.ndarray, 'd k']]:
-    """Weights W of least |XW - Y|^2 + l2 |W|^2 for each l2, from one eigendecomposition.
-
-    W = (X'X + l2)^-1 X'Y = X'(XX' + l2)^-1 Y; the smaller of the two matrices is decomposed.
-    """
+    x: Float[np.ndarray, 'n d'], y: Float[np.ndarray, 'n k'], *, l2: float
+) -> Float[np.ndarray, 'd k']:
+    """Weights W of least |XW - Y|^2 + l2 |W|^2, in float64."""
     x, y = x.astype(np.float64), y.astype(np.float64)
-    if x.shape[0] >= x.shape[1]:
-        eigenvalues, vectors = np.linalg.eigh(x.T @ x)
-        projected = vectors.T @ (x.T @ y)
-        back = vectors
-    else:
-        eigenvalues, vectors = np.linalg.eigh(x @ x.T)
-        projected = vectors.T @ y
-        back = x.T @ vectors
-    return [back @ (projected / (eigenvalues + strength)[:, None]) for strength in l2]
+    few = len(x) < x.shape[1]
+    eigenvalues, vectors = np.linalg.eigh(x @ x.T if few else x.T @ x)
+    projected = vectors.T @ (y if few else x.T @ y) / (eigenvalues + l2)[:, None]
+    return x.T @ vectors @ projected if few else vectors @ projected
 
 
 def report(
     accuracies: dict[tuple[int, int], float],
     draws: Draws,
-    config: FewshotConfig,
     *,
+    shots: Sequence[int],
+    seeds: Sequence[int],
+    l2: float,
     name_of: Callable[[int], str],
     classes: int,
 ) -> dict[str, Any]:
@@ -158,12 +102,12 @@ def report(
 
     `name_of` names a training image by its index.
     """
-    by_shots = {k: [accuracies[seed, k] for seed in config.seeds] for k in config.shots}
+    by_shots = {k: [accuracies[seed, k] for seed in seeds] for k in shots}
     return {
         'classes': classes,
-        'shots': list(config.shots),
-        'seeds': list(config.seeds),
-        'l2': config.l2,
+        'shots': list(shots),
+        'seeds': list(seeds),
+        'l2': l2,
         'bias': BIAS,
         'targets': [-1, 1],
         'standardised': 'by mean and deviation of the drawn images',
@@ -171,7 +115,7 @@ def report(
         'deviation': {str(k): float(np.std(a)) for k, a in by_shots.items()},
         'accuracy': {f'seed {s}, {k} shots': a for (s, k), a in accuracies.items()},
         'train_images': {
-            f'seed {seed}, {shots} shots': [name_of(index) for index in drawn.tolist()]
-            for (seed, shots), drawn in draws.items()
+            f'seed {s}, {k} shots': [name_of(index) for index in drawn.tolist()]
+            for (s, k), drawn in draws.items()
         },
     }

@@ -1,8 +1,12 @@
 """Where the time of an experiment went, over all its starts: WORKDIR/ledger.jsonl.
 
-Each line has, of one start, the wall time, the step and the seconds by name since it began. What
-was done after the checkpoint from which the next start went on, and the time between the two, is
-lost by the restart.
+Each line is an event of one start of the run: when that start began, what happens now, at which
+step, and the seconds spent since, by name:
+
+    {"began": 1760.1, "event": "saving", "step": 300, "seconds": {"start": 3.1, "step": 50.2}}
+
+What was done after the checkpoint from which the next start went on, and the time between the two
+starts, is lost by the restart. The ratio of the rest to the wall time is the goodput.
 """
 
 import json
@@ -22,13 +26,14 @@ class Ledger:
         self._path, self._clock = path, clock
         self._began = time.time() - clock.total()
 
-    def record(self, step: int | None) -> None:
-        """The seconds by name up to now, when the state is that of `step`; None: there is none."""
+    def record(self, event: str, step: int | None) -> None:
+        """Writes a line, while the state is that of `step`; None: there is none yet."""
         if self._path is None:
             return
         self._clock.settle()
         seconds = {name: round(s, 4) for name, s in self._clock.seconds.items()}
-        line = {'began': round(self._began, 4), 'step': step, 'seconds': seconds}
+        began = round(self._began, 4)
+        line = {'began': began, 'event': event, 'step': step, 'seconds': seconds}
         with self._path.open('a') as file:
             file.write(json.dumps(line) + '\n')
 

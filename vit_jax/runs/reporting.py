@@ -12,12 +12,20 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vit_jax.base.atomic_files import atomic_write
+from vit_jax.parallel.processes import Job
 from vit_jax.runs import workdirs
 from vit_jax.training.loop import Clock
+from vit_jax.training.metrics import StepMetrics
 
-MEANS = 'loss', 'accuracy'  # of all steps since the last report; the rest are the last step's
 # A loss so many standard deviations above the mean of the steps before is a spike.
 _WINDOW, _SIGMAS, _LEAST = 128, 6.0, 32
+
+
+def console_of(job: Job) -> Console:
+    """The screen: nothing is printed by other processes than the first."""
+    quiet = job.index != 0
+    return Console(quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 class Reporter:
@@ -35,18 +43,18 @@ class Reporter:
         batch_size: int,
         clock: Clock,
         tensorboard: bool,
-        is_main_process: bool,
+        console: Console,
     ):
-        self.console = Console(quiet=not is_main_process, highlight=False, soft_wrap=True)
+        self.console, is_main_process = console, not console.quiet
         self._steps, self._log_every_steps, self._batch_size = steps, log_every_steps, batch_size
         self._clock, self._began = clock, time.monotonic()
-        self._recent: list[dict[str, float]] = []
+        self._recent: list[StepMetrics] = []
         self._losses: collections.deque[float] = collections.deque(maxlen=_WINDOW)
         self._busy_before = self._busy_seconds()
         self.skipped = 0
         self._file = self._board = None
         if is_main_process:
-            workdirs.forget_after(folder / workdirs.METRICS, steps.start)
+            _forget_after(folder / workdirs.METRICS, steps.start)
             self._file = (folder / workdirs.METRICS).open('a')
         if is_main_process and tensorboard:
             from tensorboardX import SummaryWriter
@@ -80,10 +88,10 @@ class Reporter:
             if sink is not None:
                 sink.close()
 
-    def step(self, step: int, metrics: dict[str, float]) -> bool:
+    def step(self, step: int, metrics: StepMetrics) -> bool:
         """The metrics of one step, in order. Was it one to report at?"""
         self._recent.append(metrics)
-        self.skipped += self._batch_size - round(metrics['count'])
+        self.skipped += self._batch_size - round(metrics.count)
         self._look_for_spikes(step, metrics)
         due = step % self._log_every_steps == 0 or step == self._steps.stop
         if due:
@@ -91,11 +99,11 @@ class Reporter:
         self._bar.update(self._task, completed=step)
         return due
 
-    def _look_for_spikes(self, step: int, metrics: dict[str, float]) -> None:
+    def _look_for_spikes(self, step: int, metrics: StepMetrics) -> None:
         """Says that an update was skipped, or that the loss is far above the steps before."""
-        loss, before = metrics['loss'], self._losses
-        if metrics['skipped']:
-            told = {name: str(metrics[name]) for name in ('loss', 'gradient_norm')}
+        loss, before = metrics.means['loss'], self._losses
+        if metrics.scalars['skipped']:
+            told = {'loss': str(loss), 'gradient_norm': str(metrics.scalars['gradient_norm'])}
             text = ', '.join(f'{name} {value}' for name, value in told.items())
             self.record('skipped', step, told, f'update skipped: {text}')
             return
@@ -112,13 +120,14 @@ class Reporter:
         self._write(kind, step, numbers)
 
     def _report(self, step: int) -> None:
-        whole = [m for m in self._recent if not m['skipped']]
-        numbers = dict((whole or self._recent)[-1])
-        for name in MEANS:
-            numbers[name] = sum(m[name] for m in whole) / max(1, len(whole))
-        numbers['skipped'] = len(self._recent) - len(whole)
+        whole = [m for m in self._recent if not m.scalars['skipped']]
+        last = (whole or self._recent)[-1]
+        numbers = last.scalars | {'count': last.count, 'skipped': len(self._recent) - len(whole)}
+        examples = max(1, sum(m.count for m in whole))
+        for name in last.sums:
+            numbers[name] = sum(m.sums[name] for m in whole) / examples
         busy = self._busy_seconds()
-        images = sum(m['count'] for m in self._recent)
+        images = sum(m.count for m in self._recent)
         numbers['images_per_second'] = images / max(1e-9, busy - self._busy_before)
         self._recent, self._busy_before = [], busy
         self._write('train', step, numbers)
@@ -146,6 +155,21 @@ class Reporter:
         if self._board is not None:
             for name, value in numbers.items():
                 self._board.add_scalar(f'{kind}/{name}', value, step)
+
+
+def _forget_after(path: pathlib.Path, step: int) -> None:
+    """Drops the lines of a metrics file that a run beginning at this step will write again."""
+    if path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        with atomic_write(path) as partial:
+            partial.write_text(''.join(line for line in lines if _is_up_to(line, step)))
+
+
+def _is_up_to(line: str, step: int) -> bool:
+    try:
+        return json.loads(line)['step'] <= step
+    except json.JSONDecodeError:  # the last line of a killed run
+        return False
 
 
 def duration(seconds: float) -> str:

@@ -13,15 +13,13 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from vit_jax.base import records
-from vit_jax.base.atomic_files import atomic_write, write_json
+from vit_jax.base.atomic_files import write_json
 from vit_jax.base.errors import UserError
-from vit_jax.config import TrainConfig
+from vit_jax.config import FREE, TrainConfig, modernized
 from vit_jax.parallel.processes import Differs, Job
 
 CONFIG, METRICS, FEWSHOT = 'config.json', 'metrics.jsonl', 'fewshot.json'
 LEDGER, LOCK = 'ledger.jsonl', '.lock'
-# What changes speed and memory and not the result: a run may go on with other values.
-_FREE = 'mesh', 'loader'
 
 
 @contextlib.contextmanager
@@ -69,10 +67,10 @@ def _begin(
     stack.enter_context(_locked(folder / LOCK))
     try:
         begun = kept.exists() and any(folder.glob('checkpoints/[0-9]*'))
-        changes = records.differences(_read_config(kept), config) if begun else []
+        changes = records.differences(_read_config(kept), modernized(config)) if begun else []
     except json.JSONDecodeError as error:
         raise UserError(f'{kept}: not JSON: {error}; remove it if no run is to go on') from error
-    changes = [line for line in changes if not line.startswith(_FREE)]
+    changes = [line for line in changes if not _is_free(line.partition(':')[0])]
     if changes and not accept_changes:
         raise UserError(
             f'workdir {folder} holds a run of another configuration:\n  '
@@ -117,26 +115,15 @@ def _flock(file: IO[str]) -> bool:
     return True
 
 
+def _is_free(field: str) -> bool:
+    """May a run go on with another value of this field, or of a field within it?"""
+    return any(field == name or field.startswith(f'{name}.') for name in FREE)
+
+
 def _read_config(path: pathlib.Path) -> dict[str, Any]:
-    """The configuration of an earlier run, with the defaults of fields that came later."""
-    values: dict[str, Any] = json.loads(path.read_text())
+    """The configuration of an earlier run under today's names, with defaults of later fields."""
+    values: dict[str, Any] = modernized(json.loads(path.read_text()))
     try:
-        decisive = {name: value for name, value in values.items() if name not in _FREE}
-        return records.to_dict(records.from_dict(TrainConfig, decisive, where='config'))
-    except ValueError:  # of a field that is no more: the difference will say it
+        return modernized(records.to_dict(records.from_dict(TrainConfig, values, where='config')))
+    except UserError:  # a field that is gone, which the difference then shows
         return values
-
-
-def forget_after(path: pathlib.Path, step: int) -> None:
-    """Drops the lines of a metrics file that a run beginning at this step will write again."""
-    if path.exists():
-        lines = path.read_text().splitlines(keepends=True)
-        with atomic_write(path) as partial:
-            partial.write_text(''.join(line for line in lines if _is_up_to(line, step)))
-
-
-def _is_up_to(line: str, step: int) -> bool:
-    try:
-        return json.loads(line)['step'] <= step
-    except json.JSONDecodeError:  # the last line of a killed run
-        return False

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record
 
@@ -11,9 +12,10 @@ UNITS = 'steps', 'epochs', 'examples', 'fraction'
 
 @dataclasses.dataclass(init=False)
 class Duration(Record):
-    """A stretch of training in exactly one unit; to assign another unit is to give up the first.
+    """How long, in exactly one unit: Duration(steps=500), Duration(epochs=90), ...
 
-    An epoch is as many examples as there are training images, a fraction is of all steps.
+    An epoch is as many examples as there are training images, a fraction is of all steps. Assigning
+    another unit clears the first: the command line can turn steps=500 into epochs=3.
     """
 
     steps: int | None = None
@@ -33,8 +35,14 @@ class Duration(Record):
         given = {unit: value for unit, value in values.items() if value is not None}
         if len(given) != 1:
             raise UserError(f'a duration has one of {", ".join(UNITS)}; got {given or "none"}')
-        for unit, value in given.items():
-            setattr(self, unit, value)
+        for unit, value in values.items():
+            object.__setattr__(self, unit, value)
+        self.__post_init__()
+
+    def check(self) -> None:
+        """No length is below 0, and a part is not more than the whole."""
+        records.require_between(self, 'steps', 'epochs', 'examples', low=0)
+        records.require_between(self, 'fraction', low=0, high=1)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if value is not None and name in UNITS:
@@ -48,40 +56,40 @@ class Duration(Record):
 
 
 class TrainLength(NamedTuple):
-    """How long a training is: what makes steps of a Duration."""
+    """How long a training is; turns a Duration into steps."""
 
     batch_size: int
-    images: int  # in an epoch
+    num_images: int  # in an epoch
     total_steps: int
 
     def steps(self, duration: Duration) -> int:
         """The duration in steps, rounded."""
         if duration.fraction is not None:
             return round(duration.fraction * self.total_steps)
-        return _steps(duration, batch_size=self.batch_size, images=self.images)
+        return _steps(duration, batch_size=self.batch_size, num_images=self.num_images)
 
     @property
     def epochs(self) -> float:
         """How often each image is seen."""
-        return self.total_steps * self.batch_size / self.images
+        return self.total_steps * self.batch_size / self.num_images
 
 
-def make_train_length(total: Duration, *, batch_size: int, images: int) -> TrainLength:
-    """The length of a training. UserError where it is given as a fraction, or is nothing."""
+def make_train_length(total: Duration, *, batch_size: int, num_images: int) -> TrainLength:
+    """The length of a training. UserError for a fraction, and for less than one step."""
     if total.fraction is not None:
         raise UserError(f'total.fraction={total.fraction}: of what? give steps, epochs or examples')
-    steps = _steps(total, batch_size=batch_size, images=images)
+    steps = _steps(total, batch_size=batch_size, num_images=num_images)
     if steps < 1:
         raise UserError(
-            f'total.{total}: less than one step of batch_size={batch_size} ({images} images)'
+            f'total.{total}: less than one step of batch_size={batch_size} ({num_images} images)'
         )
-    return TrainLength(batch_size, images, steps)
+    return TrainLength(batch_size, num_images, steps)
 
 
-def _steps(duration: Duration, *, batch_size: int, images: int) -> int:
+def _steps(duration: Duration, *, batch_size: int, num_images: int) -> int:
     if duration.steps is not None:
         return duration.steps
     if duration.epochs is not None:
-        return round(duration.epochs * images / batch_size)
+        return round(duration.epochs * num_images / batch_size)
     assert duration.examples is not None
     return round(duration.examples / batch_size)

@@ -1,20 +1,25 @@
-"""The loop: batches go in, the state goes round, numbers come out one step late."""
+"""The loop: batches go in, the state goes round, numbers come out one step late.
+
+`fit` calls the update for each step and reads the metrics of the step before while it runs; after
+some steps observers get the state, to evaluate or save it. `Clock` counts where the time goes.
+"""
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from vit_jax.base.array_types import Batch
 from vit_jax.parallel.processes import Interrupted
-from vit_jax.training.update import Metrics, TrainState
+from vit_jax.training.metrics import StepMetrics
+from vit_jax.training.update import TrainState
 
 
 class NotFinite(ArithmeticError):
-    """Loss, gradient or parameters were no numbers, step after step."""
+    """Loss, gradient or parameters were NaN or infinite, step after step."""
 
 
 class Stopped(Exception):
@@ -26,7 +31,7 @@ class Stopped(Exception):
 
 
 class Every(NamedTuple):
-    """Something to do with the state every so many steps, and once after the last one."""
+    """An action on the state, every so many steps and once after the last one."""
 
     steps: int | None  # None: after the last step only
     run: Callable[[int, TrainState], None]
@@ -37,9 +42,10 @@ class Every(NamedTuple):
 
 
 class Clock:
-    """Where the wall time goes: seconds by name. Within an inner name the outer one rests.
+    """Where the wall time goes: `with clock('step'):` adds the seconds within to `step`.
 
-    `before` seconds had passed when the clock was made; they count as start.
+    Time within an inner `with` counts for the inner name alone, time outside of any as `start`, as
+    do the `before` seconds that had passed when the clock was made.
     """
 
     def __init__(self, before: float = 0.0) -> None:
@@ -72,12 +78,12 @@ class Clock:
 
 
 def fit(
-    update: Callable[[TrainState, Batch], tuple[TrainState, Metrics]],
+    update: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]],
     state: TrainState,
     batches: Iterator[Batch],
     *,
     steps: range,
-    on_metrics: Callable[[int, dict[str, float]], None],
+    on_metrics: Callable[[int, StepMetrics], None],
     observers: Sequence[Every],
     clock: Clock,
     tick: Callable[[], None] = lambda: None,
@@ -86,11 +92,13 @@ def fit(
     """The state after the given steps; step n takes the state after n updates to n + 1.
 
     Metrics of a step are read while the next one runs, so the device never waits for the host,
-    and before anything observes the state. Raises NotFinite, before any observer sees the state,
-    when parameters are no numbers or so many updates in a row were skipped, and Stopped, with a
-    whole state, when `tick` before a step, or an observer, raises Interrupted.
+    and before anything observes the state. `on_metrics` gets them as floats.
+
+    Raises NotFinite, before any observer sees the state, when parameters are NaN or infinite or
+    `max_skipped_steps` updates in a row were skipped, and Stopped, with the state between two
+    steps, when `tick` before a step, or an observer, raises Interrupted.
     """
-    pending: tuple[int, Metrics] | None = None
+    pending: tuple[int, StepMetrics] | None = None
     skipped = 0
 
     def read() -> None:
@@ -99,12 +107,14 @@ def fit(
             return
         step, metrics = pending
         pending = None
-        numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        on_metrics(step, numbers)
-        skipped = skipped + 1 if numbers['skipped'] else 0
-        if skipped >= max_skipped_steps or not isfinite(numbers['parameter_norm']):
+        metrics = jax.tree.map(float, jax.device_get(metrics))
+        on_metrics(step, metrics)
+        skipped = skipped + 1 if metrics.scalars['skipped'] else 0
+        if skipped >= max_skipped_steps or not isfinite(metrics.scalars['parameter_norm']):
+            numbers = metrics.means | metrics.scalars
+            broken = ', '.join(f'{name} is {n}' for name, n in numbers.items() if not isfinite(n))
             more = f', as in {skipped} updates in a row' if skipped > 1 else ''
-            raise NotFinite(f'step {step}: {_not_finite(numbers)}{more}')
+            raise NotFinite(f'step {step}: {broken}{more}')
 
     try:
         for step in steps:
@@ -126,8 +136,3 @@ def fit(
             read()
         raise Stopped(state) from None
     return state
-
-
-def _not_finite(numbers: dict[str, Any]) -> str:
-    broken = {name: value for name, value in numbers.items() if not isfinite(value)}
-    return ', '.join(f'{name} is {value}' for name, value in broken.items())

@@ -2,18 +2,19 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, assert_never
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from vit_jax.base import records
 from vit_jax.base.array_types import Array, Float, Num
+from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record
 
+# Of logits (b k) and targets (b k), for each example.
 Loss = Callable[[Float[Array, 'b k'], Float[Array, 'b k']], Float[Array, 'b']]
-
-
 LossKind = Literal['softmax', 'sigmoid']
 
 
@@ -24,28 +25,46 @@ class LossConfig(Record):
     kind: LossKind = 'softmax'
     label_smoothing: float = 0.0  # the share of the target that is spread over all classes
 
+    def check(self) -> None:
+        """The smoothing leaves something of the label."""
+        records.require_between(self, 'label_smoothing', low=0, below=1)
 
-def make_loss(config: LossConfig) -> Loss:
-    """The loss of (logits, targets), targets as `targets_of` gives them."""
 
-    def softmax(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:
-        return optax.softmax_cross_entropy(logits, smooth(targets))
+def make_loss(config: LossConfig | Loss) -> Loss:
+    """The loss of (logits, targets), targets as `targets_of` gives them.
 
-    def sigmoid(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:
-        return optax.sigmoid_binary_cross_entropy(logits, smooth(targets)).sum(axis=-1)
+    A function is its own loss; UserError if its result has another shape than (b,), because the
+    mean over a batch with masked examples needs one number for each.
+    """
+    if not isinstance(config, LossConfig):
+        return _checked(config)
 
-    def smooth(targets: Float[Array, 'b k']) -> Float[Array, 'b k']:
-        return optax.smooth_labels(targets, config.label_smoothing)
+    def loss(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:
+        targets = optax.smooth_labels(targets, config.label_smoothing)
+        match config.kind:
+            case 'softmax':
+                return optax.softmax_cross_entropy(logits, targets)
+            case 'sigmoid':
+                return optax.sigmoid_binary_cross_entropy(logits, targets).sum(axis=-1)
+            case _:
+                assert_never(config.kind)
 
-    return {'softmax': softmax, 'sigmoid': sigmoid}[config.kind]
+    return loss
+
+
+def _checked(function: Loss) -> Loss:
+    def loss(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:
+        losses = function(logits, targets)
+        if jnp.shape(losses) != logits.shape[:1]:
+            raise UserError(
+                f'loss {records.name_of(function)} gives shape {jnp.shape(losses)} for logits '
+                f'{logits.shape}: expected one number for each example, {logits.shape[:1]}'
+            )
+        return losses
+
+    return loss
 
 
 def targets_of(labels: Num[Array, 'b ...'], num_classes: int) -> Float[Array, 'b k']:
     """Float32 rows: one-hot of class numbers (b); labels that are rows already (b k) pass."""
     return jax.nn.one_hot(labels, num_classes) if labels.ndim == 1 else labels.astype(jnp.float32)
-
-
-def correct(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:
-    """The target of the highest logit: 1 where a one-hot label is hit, 0 where it is missed."""
-    best = jax.nn.one_hot(logits.argmax(axis=-1), logits.shape[-1])
-    return (best * targets).sum(axis=-1)

@@ -2,30 +2,36 @@
 
 import dataclasses
 import operator
+import types
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from vit_jax.base import tree_names
+from vit_jax.base import records, tree_names
 from vit_jax.base.array_types import Array, Float, Int
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record
 from vit_jax.training.duration import Duration, TrainLength
 from vit_jax.training.rules import BLOCKS, Rules, RulesConfig
 
-_LEAST_SIDE, _NEVER = 32, 2**62  # of a matrix whose second moment is kept as rows and columns
 Schedule = Callable[[Int[Array, '']], Float[Array, '']]
+Decay = Literal['cosine', 'linear', 'rsqrt', 'constant']
+OptimizerKind = Literal['adamw', 'sgd', 'adafactor']
+# The options of each optimizer, with their defaults.
+OPTIONS: dict[OptimizerKind, dict[str, float]] = {
+    'adamw': {'b1': 0.9, 'b2': 0.999, 'epsilon': 1e-8},
+    'sgd': {'momentum': 0.9},
+    'adafactor': {'b1': 0.9, 'b2': 0.999},  # of its momentum; the highest that its b2 rises to
+}
+_LINEAR_END, _RSQRT_TIMESCALE = 1e-5, 10_000
 
 
 def _steps(count: int) -> Any:
     return dataclasses.field(default_factory=lambda: Duration(steps=count))
-
-
-Decay = Literal['cosine', 'linear', 'rsqrt', 'constant']
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -35,22 +41,52 @@ class ScheduleConfig(Record):
     kind: Decay = 'cosine'
     learning_rate: float = 1e-3  # the peak
     warmup: Duration = _steps(0)
-    linear_end: float = 1e-5  # where the linear decay ends, as in the paper's code
-    rsqrt_timescale: Duration = _steps(10_000)
+    linear_end: float | None = None  # where a linear decay ends; None: at 1e-5, as in ViT's code
+    # Not None, so that a command line can assign its `steps`, `epochs`, ...
+    rsqrt_timescale: Duration = _steps(_RSQRT_TIMESCALE)
     cooldown: Duration = _steps(0)  # linear to 0 at the end, after any decay
+
+    def check(self) -> None:
+        """The rates are none below 0, and nothing is set that this kind of decay does not use."""
+        records.require_between(self, 'learning_rate', 'linear_end', low=0)
+        changed = {
+            'linear_end': ('linear', self.linear_end is not None),
+            'rsqrt_timescale': ('rsqrt', self.rsqrt_timescale != Duration(steps=_RSQRT_TIMESCALE)),
+        }
+        for name, (kind, is_set) in changed.items():
+            message = f'{name}: only kind={kind} uses it, and kind is {self.kind}'
+            records.require(not is_set or self.kind == kind, message)
 
 
 @dataclasses.dataclass(kw_only=True)
 class OptimizerConfig(RulesConfig):
-    """AdamW, SGD with momentum, or the Adafactor of Scaling Vision Transformers."""
+    """AdamW, SGD with momentum, or the Adafactor of Scaling Vision Transformers.
 
-    kind: Literal['adamw', 'sgd', 'adafactor'] = 'adamw'
-    b1: float = 0.9  # of adamw, and of adafactor's momentum
-    b2: float = 0.999  # of adamw; the highest that adafactor's rises to
-    epsilon: float = 1e-8
-    momentum: float = 0.9
+    `b1`, `b2`, `epsilon` and `momentum` are None for the optimizer's own default in `OPTIONS`.
+    """
+
+    # The rules are inherited, and not a field of their own, so that the command line has short
+    # names: --config.optimizer.weight_decay.
+    kind: OptimizerKind = 'adamw'
+    b1: float | None = None
+    b2: float | None = None
+    epsilon: float | None = None
+    momentum: float | None = None
     clip_norm: float | None = None  # of the whole gradient
     moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of the first moment
+
+    def check(self) -> None:
+        """Values within their ranges, and none that this kind of optimizer does not use."""
+        super().check()
+        records.require_between(self, 'b1', 'b2', 'momentum', low=0, below=1)
+        records.require_between(self, 'epsilon', 'clip_norm', above=0)
+        for name in ('b1', 'b2', 'epsilon', 'momentum'):
+            users = [kind for kind, options in OPTIONS.items() if name in options]
+            records.require(
+                getattr(self, name) is None or self.kind in users,
+                f'{name}={getattr(self, name)}: kind={self.kind} has no such option, it is one of '
+                f'{" and ".join(users)}',
+            )
 
 
 def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
@@ -62,6 +98,7 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
     total_steps, peak = length.total_steps, config.learning_rate
     warmup, cooldown = length.steps(config.warmup), length.steps(config.cooldown)
     timescale = length.steps(config.rsqrt_timescale)
+    end = _LINEAR_END if config.linear_end is None else config.linear_end
     if warmup + cooldown > total_steps:
         raise UserError(
             f'a warm-up of {warmup} steps ({config.warmup}) and a cool-down of {cooldown} '
@@ -75,11 +112,13 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
             case 'cosine':
                 rate = peak * 0.5 * (1 + jnp.cos(jnp.pi * progress))
             case 'linear':
-                rate = config.linear_end + (peak - config.linear_end) * (1 - progress)
+                rate = end + (peak - end) * (1 - progress)
             case 'rsqrt':  # continuous at the end of the warm-up (Scaling Vision Transformers)
                 rate = peak / jnp.sqrt(1 + after / timescale)
-            case _:
+            case 'constant':
                 rate = jnp.asarray(peak, jnp.float32)
+            case _:
+                assert_never(config.kind)
         if warmup:
             rate = rate * jnp.minimum(1.0, step / warmup)
         if cooldown:
@@ -101,28 +140,35 @@ def make_optimizer(
         steps.append(optax.clip_by_global_norm(config.clip_norm))
     moments, everything = _moments(config), all(jax.tree.leaves(rules.learned))
     steps.append(moments if everything else optax.masked(moments, rules.learned))
-    steps += [optax.add_decayed_weights(amount, mask) for amount, mask in rules.decays]
-    if any(np.any(rate != 1) for rate in jax.tree.leaves(rules.rates)):
-        steps.append(_scale_each(rules.rates))
+    steps += [optax.add_decayed_weights(amount, mask) for amount, mask in rules.weight_decays]
+    factors = rules.lr_multipliers
+    if any(np.any(factor != 1) for factor in jax.tree.leaves(factors)):
+        steps.append(
+            optax.stateless(lambda updates, _: jax.tree.map(operator.mul, updates, factors))
+        )
     return optax.chain(*steps, optax.scale_by_learning_rate(schedule))
 
 
 def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
+    given = {name: getattr(config, name) for name in OPTIONS[config.kind]}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    use = types.SimpleNamespace(**OPTIONS[config.kind] | chosen)
     match config.kind:
         case 'adamw':
-            b1, b2, epsilon = config.b1, config.b2, config.epsilon
-            return optax.scale_by_adam(b1, b2, epsilon, mu_dtype=config.moment_dtype)
+            return optax.scale_by_adam(use.b1, use.b2, use.epsilon, mu_dtype=config.moment_dtype)
         case 'sgd':
-            return optax.trace(config.momentum, accumulator_dtype=config.moment_dtype)
+            return optax.trace(use.momentum, accumulator_dtype=config.moment_dtype)
+        case 'adafactor':
+            return _adafactor(use.b1, use.b2, config.moment_dtype)
         case _:
-            return _adafactor(config)
+            assert_never(config.kind)
 
 
-def _adafactor(config: OptimizerConfig) -> optax.GradientTransformation:
+def _adafactor(b1: float, b2: float, moment_dtype: str) -> optax.GradientTransformation:
     """Second moments as rows and columns, no scaling by parameters, momentum added again."""
 
     def decay(step: Any, exponent: float) -> Any:
-        return jnp.minimum(config.b2, 1 - (step + 1.0) ** -exponent)
+        return jnp.minimum(b2, 1 - (step + 1.0) ** -exponent)
 
     def scaled(least_side: int) -> optax.GradientTransformation:
         return optax.scale_by_factored_rms(
@@ -135,18 +181,11 @@ def _adafactor(config: OptimizerConfig) -> optax.GradientTransformation:
             lambda name, leaf: leaf.ndim - name.startswith(BLOCKS) < 2, params
         )
 
-    def are_others(params: Any) -> Any:
+    def are_matrices(params: Any) -> Any:
         return jax.tree.map(operator.not_, are_vectors(params))
 
     return optax.chain(
-        optax.masked(scaled(_NEVER), are_vectors),
-        optax.masked(scaled(_LEAST_SIDE), are_others),
-        optax.ema(config.b1, debias=False, accumulator_dtype=config.moment_dtype),
-    )
-
-
-def _scale_each(factors: Any) -> optax.GradientTransformation:
-    """Each leaf of the updates times its factor."""
-    return optax.stateless(
-        lambda updates, params: jax.tree.map(lambda update, f: update * f, updates, factors)
+        optax.masked(scaled(least_side=2**62), are_vectors),  # one second moment for each number
+        optax.masked(scaled(least_side=32), are_matrices),  # as in big_vision; optax has 128
+        optax.ema(b1, debias=False, accumulator_dtype=moment_dtype),
     )

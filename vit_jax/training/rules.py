@@ -1,21 +1,24 @@
-"""Rules over the names of parameters: which decay, which learn slower, which stay as they are.
+"""Rules over the names of parameters: weight decay, learning rates, freezing.
 
-Every rule says what it matched, and one that matches nothing is an error.
+Every rule reports what it matched, and one that matches nothing is an error.
 """
 
 import dataclasses
+import operator
 import re
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from vit_jax.base import tree_names
+from vit_jax.base import records, tree_names
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record
 
 BLOCKS = 'encoder/block/'  # stacked: the first axis of these is the depth
-_INPUTS = re.compile(r'(backbone|embedding)/.*|cls|pos_embedding')
+# The layer of the head. Whatever has another name and is no block is an input, the lowest layer, so
+# that a new kind of embedding is never taken for a part of the head.
+_LAST_LAYER = re.compile(r'(encoder/norm|norm|pool|pre_logits|head)/.*')
 _SHOWN = 10  # names of a rule's matches
 
 
@@ -26,41 +29,49 @@ class RulesConfig(Record):
     Weight decay is decoupled: multiplied by the learning rate alone. Patterns are regular
     expressions for whole names of parameters; one that matches nothing is an error. Learning rates
     can be smaller for layers further from the head (`layer_decay`, a factor for each), multiplied
-    by name (`rates`), or nothing: `trained_blocks=0` learns the head alone, k the last k blocks
-    with all that follows, and `frozen` names what stays as it is.
+    by name (`lr_multipliers`), or nothing: `trained_blocks=0` learns the head alone, k the last k
+    blocks with all that follows, and `frozen` names what stays as it is.
     """
 
     weight_decay: float = 0.0
     head_weight_decay: float | None = None  # None: that of the body
-    decayed: str = r'(.*/)?kernel'
+    decay_pattern: str = r'(.*/)?kernel'
     layer_decay: float | None = None
-    rates: tuple[tuple[str, float], ...] = ()
+    lr_multipliers: tuple[tuple[str, float], ...] = ()
     trained_blocks: int | None = None
     frozen: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Rates and decays are none below 0; a layer learns no faster than the one above it."""
+        records.require_between(self, 'weight_decay', 'head_weight_decay', 'trained_blocks', low=0)
+        records.require_between(self, 'layer_decay', above=0, high=1)
+        for pattern, factor in self.lr_multipliers:
+            message = f'lr_multipliers: {pattern!r} is {factor}, expected a number, at least 0'
+            records.require(0 <= factor < float('inf'), message)
 
 
 class Rules(NamedTuple):
     """What a configuration means for parameters like these."""
 
-    decays: list[tuple[float, Any]]  # weight decay, and a tree of booleans: where
-    rates: Any  # factors of the learning rate: numbers, or one for each block; 0 is frozen
+    weight_decays: list[tuple[float, Any]]  # how much, and a tree of booleans: where
+    lr_multipliers: Any  # a tree of factors: numbers, or one for each block; 0 is frozen
     report: list[str]
 
     def stop_frozen_gradients(self, params: Any) -> Any:
         """The parameters, without a gradient for those that are frozen."""
 
-        def thaw(param: Any, rate: Any) -> Any:
-            if np.all(rate != 0):
+        def stop(param: Any, factor: Any) -> Any:
+            if np.all(factor != 0):
                 return param
-            still = jax.lax.stop_gradient(param)
-            return still if not np.any(rate) else jax.numpy.where(rate != 0, param, still)
+            stopped = jax.lax.stop_gradient(param)
+            return stopped if not np.any(factor) else jax.numpy.where(factor != 0, param, stopped)
 
-        return jax.tree.map(thaw, params, self.rates)
+        return jax.tree.map(stop, params, self.lr_multipliers)
 
     @property
     def learned(self) -> Any:
         """A tree of booleans: is any part of the leaf learned?"""
-        return jax.tree.map(lambda rate: bool(np.any(rate)), self.rates)
+        return jax.tree.map(lambda factor: bool(np.any(factor)), self.lr_multipliers)
 
 
 def make_rules(config: RulesConfig, params: Any) -> Rules:
@@ -69,28 +80,28 @@ def make_rules(config: RulesConfig, params: Any) -> Rules:
     Raises UserError that names a rule that matches nothing, or fits no network like this.
     """
     report: list[str] = []
-    rates = tree_names.map_named(lambda name, _: np.float32(1), params)
+    factors = tree_names.map_named(lambda name, _: np.float32(1), params)
     if config.layer_decay is not None:
-        rates = _times(rates, _layer_decay(params, config.layer_decay))
+        factors = _times(factors, _layer_decay(params, config.layer_decay))
         report.append(f'learning rate x {config.layer_decay:g} for each layer below the head')
-    for pattern, factor in config.rates:
+    for pattern, factor in config.lr_multipliers:
         mask = tree_names.mask_of(params, pattern)
-        rates = _times(rates, jax.tree.map(lambda m, f=factor: np.float32(f if m else 1), mask))
+        factors = _times(factors, jax.tree.map(lambda m, f=factor: np.float32(f if m else 1), mask))
         report.append(f'learning rate x {factor:g}: {_matched(params, mask)}')
     if config.trained_blocks is not None:
-        rates = _times(rates, _last_blocks(params, config.trained_blocks))
+        factors = _times(factors, _last_blocks(params, config.trained_blocks))
         blocks = config.trained_blocks
         what = f'the head, the final norm and the last {blocks} blocks' if blocks else 'the head'
-        report.append(f'learned: {what}, {_count(params, rates):,} numbers')
+        report.append(f'learned: {what}, {_count(params, factors):,} numbers')
     for pattern in config.frozen:
         mask = tree_names.mask_of(params, pattern)
-        rates = _times(rates, jax.tree.map(lambda m: np.float32(not m), mask))
+        factors = _times(factors, jax.tree.map(lambda m: np.float32(not m), mask))
         report.append(f'frozen: {_matched(params, mask)}')
-    decays, said = _decays(config, params)
-    return Rules(decays, rates, report + said)
+    weight_decays, decay_report = _weight_decays(config, params)
+    return Rules(weight_decays, factors, report + decay_report)
 
 
-def _decays(config: RulesConfig, params: Any) -> tuple[list[tuple[float, Any]], list[str]]:
+def _weight_decays(config: RulesConfig, params: Any) -> tuple[list[tuple[float, Any]], list[str]]:
     """Weight decay of the body and, where it has one of its own, of the head."""
     parts = [('', config.weight_decay, '.*')]
     if config.head_weight_decay is not None:
@@ -101,7 +112,10 @@ def _decays(config: RulesConfig, params: Any) -> tuple[list[tuple[float, Any]], 
     decays, report = [], []
     for part, amount, where in parts:
         if amount:
-            mask = tree_names.mask_of(params, f'(?={where})({config.decayed})')
+            decayed = tree_names.mask_of(params, config.decay_pattern)
+            mask = jax.tree.map(operator.and_, decayed, tree_names.mask_of(params, where))
+            if not any(jax.tree.leaves(mask)):
+                raise UserError(f'decay_pattern={config.decay_pattern!r} matches nothing{part}')
             decays.append((amount, mask))
             report.append(f'weight decay {amount:g}{part}: {_matched(params, mask)}')
     return decays, report
@@ -129,10 +143,10 @@ def _last_blocks(params: Any, count: int) -> Any:
 
 
 def _layers(name: str, leaf: Any, depth: int) -> np.ndarray:
-    """The layer of a leaf, 0 to depth + 1, or the layers of its blocks along the first axis."""
+    """The layer of a leaf, 0 to depth + 1; of blocks the layer of each, along the first axis."""
     if name.startswith(BLOCKS):
         return np.arange(1, depth + 1).reshape(-1, *[1] * (leaf.ndim - 1))
-    return np.array(0 if _INPUTS.fullmatch(name) else depth + 1)
+    return np.array(depth + 1 if _LAST_LAYER.fullmatch(name) else 0)
 
 
 def _depth(params: Any, field: str) -> int:
@@ -145,8 +159,8 @@ def _depth(params: Any, field: str) -> int:
     return int(depths[0])
 
 
-def _times(rates: Any, factors: Any) -> Any:
-    return jax.tree.map(lambda rate, factor: rate * factor, rates, factors)
+def _times(factors: Any, more: Any) -> Any:
+    return jax.tree.map(operator.mul, factors, more)
 
 
 def _matched(params: Any, mask: Any) -> str:
@@ -163,7 +177,7 @@ def _matched(params: Any, mask: Any) -> str:
     )
 
 
-def _count(params: Any, rates: Any) -> int:
+def _count(params: Any, factors: Any) -> int:
     """How many numbers are learned."""
-    parts = jax.tree.map(lambda leaf, rate: leaf.size * float(np.mean(rate != 0)), params, rates)
+    parts = jax.tree.map(lambda leaf, f: leaf.size * float(np.mean(f != 0)), params, factors)
     return round(sum(jax.tree.leaves(parts)))

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import optax
 
 from vit_jax.base.array_types import Array, Batch, Float, Int, Key, Params
-from vit_jax.training.losses import Loss, correct, targets_of
+from vit_jax.training.losses import Loss, targets_of
+from vit_jax.training.metrics import BatchSums, StepMetrics, example_metrics
 from vit_jax.training.optimizer import Schedule
 
-Metrics = dict[str, Array]
-
-# What a key is for. No key is used twice: every use folds in its purpose and the step.
+# What a key is for: no key serves two purposes. DROP folds in the step, and with accumulation the
+# part of the batch; AUGMENT the epoch and the number of each example, so that an example does not
+# depend on the batch that it falls into.
 INITIALISE, AUGMENT, DROP = range(3)
 
 
@@ -80,29 +81,27 @@ def make_loss_sums(
     normalize: Callable[[Array], Float[Array, 'b h w c']],
     *,
     keep_rows: bool = False,
-) -> Callable[..., Metrics]:
+) -> Callable[..., BatchSums]:
     """Sums over the unmasked examples of a batch, for training and evaluation alike.
 
-    `scores(params, batch, key=None)` gives `loss` and `correct` predictions, summed, and the
-    `count` of examples that they are sums of. A key switches dropout on. With `keep_rows` there
-    are also the `logits` and `targets` (b k) themselves, for metrics over all examples at once.
+    `loss_sums(params, batch, key=None)` sums the `loss` and each of `example_metrics`. A key
+    switches dropout on. With `keep_rows` there are also the `logits` and `targets` (b k)
+    themselves, for metrics over all examples at once.
     """
 
-    def scores(params: Params, batch: Batch, key: Key[Array, ''] | None = None) -> Metrics:
+    def loss_sums(params: Params, batch: Batch, key: Key[Array, ''] | None = None) -> BatchSums:
         logits = apply(params, normalize(batch['images']), key)
         targets, mask = targets_of(batch['labels'], logits.shape[-1]), batch['mask']
+        values = {'loss': loss(logits, targets)} | example_metrics(logits, targets)
+        sums = {name: jnp.where(mask, value, 0).sum() for name, value in values.items()}
         rows = {'logits': logits, 'targets': targets} if keep_rows else {}
-        return rows | {
-            'loss': jnp.where(mask, loss(logits, targets), 0).sum(),
-            'correct': jnp.where(mask, correct(logits, targets), 0).sum(),
-            'count': mask.sum(dtype=jnp.int32),
-        }
+        return BatchSums(sums, mask.sum(dtype=jnp.int32), rows)
 
-    return scores
+    return loss_sums
 
 
 def make_update(
-    scores: Callable[..., Metrics],
+    loss_sums: Callable[..., BatchSums],
     optimizer: optax.GradientTransformation,
     schedule: Schedule,
     *,
@@ -111,59 +110,58 @@ def make_update(
     seed: int,
     accumulation_steps: int = 1,
     polyak_decay: float | None = None,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The update step: gradients of the mean loss over the unmasked examples, one optimizer step.
 
     `stop_frozen_gradients` gives the parameters without a gradient for those that are frozen.
 
     A step whose loss or gradient is not finite leaves all but the number of the step as it was,
-    and says so in the metric `skipped`.
+    and the metric `skipped` is 1.
 
     With `accumulation_steps=k` the gradients of k parts of the batch are summed one after the
     other before the step: the same update with the activations of one part in memory.
     """
 
-    def gradients(params: Params, batch: Batch, key: Key[Array, '']) -> tuple[Params, Metrics]:
-        def total(params: Params) -> tuple[Float[Array, ''], Metrics]:
-            sums = scores(stop_frozen_gradients(params), batch, key)
-            return sums['loss'], sums
+    def gradients(params: Params, batch: Batch, key: Key[Array, '']) -> tuple[Params, BatchSums]:
+        def total(params: Params) -> tuple[Float[Array, ''], BatchSums]:
+            batch_sums = loss_sums(stop_frozen_gradients(params), batch, key)
+            return batch_sums.sums['loss'], batch_sums
 
         return jax.grad(total, has_aux=True)(params)
 
-    def update(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        batch = augment(purpose_key(seed, AUGMENT), batch)  # by epoch and example, not by step
-        total, sums = accumulated(gradients, accumulation_steps)(
+    def update(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        batch = augment(purpose_key(seed, AUGMENT), batch)
+        total, (sums, examples, _) = accumulated(gradients, accumulation_steps)(
             state.params, batch, key_for(seed, DROP, state.step)
         )
-        count = jnp.maximum(1, sums['count'])
+        count = jnp.maximum(1, examples)
         gradient = jax.tree.map(lambda g: g / count, total)
         loss, gradient_norm = sums['loss'] / count, optax.tree.norm(gradient)
-        updates, optimizer_state = optimizer.update(gradient, state.opt_state, state.params)
+        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         average = state.ema_params
         if polyak_decay is not None:
             average = optax.incremental_update(params, average, 1 - polyak_decay)
-        # Known before anything is written, so that the old state needs no second place.
+        # Known before anything is written, so that the old state needs no second place. Not
+        # optax.apply_if_finite: it looks at the gradient alone, lets the average of the parameters
+        # move on, and after a number of bad steps in a row applies one.
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
-        updated = TrainState(state.step, params, optimizer_state, average)
+        updated = TrainState(state.step, params, opt_state, average)
         after = jax.tree.map(functools.partial(jnp.where, finite), updated, state)
-        metrics = {
-            'loss': loss,
-            'accuracy': sums['correct'] / count,
-            'count': sums['count'],
+        scalars = {
             'learning_rate': schedule(state.step),
             'gradient_norm': gradient_norm,
             'parameter_norm': optax.tree.norm(after.params),
             'skipped': 1 - finite.astype(jnp.int32),
         }
-        return after._replace(step=state.step + 1), metrics
+        return after._replace(step=state.step + 1), StepMetrics(sums, examples, scalars)
 
     return update
 
 
 def accumulated(
-    gradients: Callable[[Params, Batch, Key[Array, '']], tuple[Params, Metrics]], parts: int
-) -> Callable[[Params, Batch, Key[Array, '']], tuple[Params, Metrics]]:
+    gradients: Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]], parts: int
+) -> Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]]:
     """The same sums over the whole batch, computed one part after the other.
 
     A part takes every `parts`-th example, so that each device goes on working on its own.
@@ -171,21 +169,13 @@ def accumulated(
     if parts == 1:
         return gradients
 
-    def split(array: Array) -> Array:
-        return array.reshape(-1, parts, *array.shape[1:]).swapaxes(0, 1)
+    def summed(params: Params, batch: Batch, key: Key[Array, '']) -> tuple[Params, BatchSums]:
+        def part(examples: Batch, positions: Int[Array, 'p']) -> tuple[Params, BatchSums]:
+            # The first of every `parts`-th position is the number of the part.
+            return gradients(params, examples, jax.random.fold_in(key, positions[0]))
 
-    def summed(params: Params, batch: Batch, key: Key[Array, '']) -> tuple[Params, Metrics]:
-        def add(sums: Any, part: tuple[Batch, Int[Array, '']]) -> tuple[Any, None]:
-            examples, index = part
-            more = gradients(params, examples, jax.random.fold_in(key, index))
-            return jax.tree.map(jnp.add, sums, more), None
-
-        batches = jax.tree.map(split, batch)
-        first = jax.tree.map(lambda x: x[0], batches)
-        zeros = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
-            jax.eval_shape(gradients, params, first, key),
-        )
-        return jax.lax.scan(add, zeros, (batches, jnp.arange(parts)))[0]
+        positions = jnp.arange(len(batch['mask']))
+        size = len(positions) // parts
+        return optax.microbatch(part, argnums=(0, 1), microbatch_size=size)(batch, positions)
 
     return summed

@@ -96,7 +96,7 @@ def root(request, tmp_path):
 @pytest.mark.parametrize('kind', ['kit.tar.gz', 'kit', 'solution', 'solution above'])
 def test_every_image_comes_with_its_class(root, kind):
     write_kit(root.parent if kind == 'solution above' else root, kind)
-    train, test = (opening.open_source(str(root), split) for split in ('train', 'test'))
+    train, test = (opening.make_opener()(str(root), split) for split in ('train', 'test'))
     assert train.class_names == test.class_names == CLASSES
     for source, count in (train, 12), (test, 6):
         assert len({source.name_of(i) for i in range(len(source))}) == count == len(source)
@@ -107,9 +107,9 @@ def test_every_image_comes_with_its_class(root, kind):
 
 
 def test_labels_that_are_not_to_be_found_are_asked_for(root):
-    assert len(opening.open_source(str(root), 'train')) == 12
+    assert len(opening.make_opener()(str(root), 'train')) == 12
     with pytest.raises(ValueError, match='labels of the validation images are missing: expected'):
-        opening.open_source(str(root), 'val')
+        opening.make_opener()(str(root), 'val')
 
 
 def test_validation_images_in_folders_of_classes_need_no_table(tmp_path):
@@ -118,4 +118,4 @@ def test_validation_images_in_folders_of_classes_need_no_table(tmp_path):
             (tmp_path / split / name).mkdir(parents=True)
             for file, data in files.items():
                 (tmp_path / split / name / file).write_bytes(data)
-    assert opening.open_source(str(tmp_path), 'test').class_names == CLASSES
+    assert opening.make_opener()(str(tmp_path), 'test').class_names == CLASSES

@@ -33,7 +33,7 @@ def test_lines_of_a_csv_are_images_with_classes_and_splits(images, tmp_path):
         for i, (path, split) in enumerate(zip(images, splits, strict=True))
     ]
     path = write(tmp_path / 'table.csv', lines)
-    train, test = (opening.open_source(path, split) for split in ('train', 'test'))
+    train, test = (opening.make_opener()(path, split) for split in ('train', 'test'))
     assert train.class_names == test.class_names == ('cat', 'emu')
     found = by_path(train)
     assert found['5.jpg'] == (b'\5', 1) and found['2.jpg'] == (b'\2', 0) and len(found) == 4
@@ -47,8 +47,8 @@ def test_labels_of_a_jsonl_are_rows_over_the_classes(images, tmp_path):
         tmp_path / 'table.jsonl',
         [json.dumps({'path': p, 'labels': c}) for p, c in zip(images, labels, strict=True)],
     )
-    source = opening.open_source(path, 'train', opening.HeldOut(fraction=0.5))
-    held = opening.open_source(path, 'test', opening.HeldOut(fraction=0.5))
+    opened = opening.make_opener(opening.HeldOut(fraction=0.5))
+    source, held = opened(path, 'train'), opened(path, 'test')
     assert source.multi_label and source.class_names == ('dog', 'sea', 'sky')
     found = by_path(source) | by_path(held)
     assert len(source) == len(held) == 3 and len(found) == 6
@@ -64,15 +64,15 @@ def test_labels_of_a_csv_are_separated_by_semicolons(images, tmp_path):
 
 def test_numbers_are_classes_in_their_order(images, tmp_path):
     lines = ['path,label'] + [f'{p},{n}' for p in images for n in (10, 9, 2)]
-    source = opening.open_source(write(tmp_path / 't.csv', lines), 'train')
+    source = opening.make_opener()(write(tmp_path / 't.csv', lines), 'train')
     assert source.class_names == ('2', '9', '10')
 
 
 @pytest.mark.parametrize(
     'name, lines, message',
     [
-        ('t.csv', ['image,label', 'a,b'], 'columns are image, label; expected path and label'),
-        ('t.csv', ['path,label,labels', 'a,b,c'], 'columns are path, label, labels; expected'),
+        ('t.csv', ['image,label', 'a,b'], 't.csv, line 2: it has image, label; expected path and'),
+        ('t.csv', ['path,label,labels', 'a,b,c'], 'line 2: it has path, label, labels; expected'),
         ('t.csv', ['path,label', 'a.jpg,cat', 'b.jpg'], 't.csv, line 3: it has path; expected'),
         ('t.csv', ['path,label', 'a.jpg,'], 't.csv, line 2: an empty path or label'),
         ('t.csv', ['path,label'], 't.csv: no lines'),
@@ -90,9 +90,9 @@ def test_numbers_are_classes_in_their_order(images, tmp_path):
 )
 def test_what_is_wrong_with_a_table_is_named(name, lines, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        opening.open_source(write(tmp_path / name, lines), 'train')
+        opening.make_opener()(write(tmp_path / name, lines), 'train')
 
 
 def test_a_table_that_is_not_there_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match='none.csv: no such file'):
-        opening.open_source(str(tmp_path / 'none.csv'), 'train')
+        opening.make_opener()(str(tmp_path / 'none.csv'), 'train')

@@ -34,7 +34,7 @@ def prepared(tmp_path_factory):
             path.write_bytes(image)
     splits = {}
     for split in 'train', 'test':
-        source = opening.open_source(str(root / 'folder'), split)
+        source = opening.make_opener()(str(root / 'folder'), split)
         splits[split] = [source.read(i) for i in range(len(source))]
     records = tfds_sets.array_record(root / 'array_record', splits, CLASSES)
     return {
@@ -46,14 +46,14 @@ def prepared(tmp_path_factory):
 
 def batches(data):
     reader = loading.ImageReader(
-        source=opening.open_source(str(data), 'train'),
+        source=opening.make_opener()(str(data), 'train'),
         crop=InceptionCrop(),
         size=(8, 8),
         exif_rotation=True,
     )
     config = loading.LoaderConfig(placement='host')
-    feed = loading.make_loader(reader, config, batch_sharding(make_mesh(MeshConfig())))
-    found = loading.training_batches(feed, steps=range(6), batch_size=8, seed=5)
+    loader = loading.make_loader(reader, config, batch_sharding(make_mesh(MeshConfig())))
+    found = loading.training_batches(loader, steps=range(6), batch_size=8, seed=5)
     return [{name: np.asarray(array) for name, array in batch.items()} for batch in found]
 
 
@@ -68,44 +68,34 @@ def test_batches_do_not_depend_on_how_images_are_stored(prepared, kind):
 def test_a_prepared_set_is_found_by_its_name(prepared, kind, monkeypatch):
     monkeypatch.setenv('TFDS_DATA_DIR', str(prepared[kind].parent.parent))
     for name in 'tfds:made_here', 'tfds:made_here:1.2.0':
-        source = opening.open_source(name, 'test')
+        source = opening.make_opener()(name, 'test')
         assert source.class_names == CLASSES and len(source) == 10
-        stored = opening.open_source(str(prepared['folder']), 'test').read(4)
+        stored = opening.make_opener()(str(prepared['folder']), 'test').read(4)
         assert source.read(4) == stored and source.labels[4] == stored[1]
         assert source.name_of(4) == 'tfds:made_here/1.2.0/test[4]'
     with pytest.raises(
         ValueError, match='tfds:made_here:9.9.9 is not in .*there is 1.2.0; prepare'
     ):
-        opening.open_source('tfds:made_here:9.9.9', 'test')
+        opening.make_opener()('tfds:made_here:9.9.9', 'test')
     with pytest.raises(
         ValueError, match='tfds:cifar10 is not in .*python -m vit_jax.prepare cifar10'
     ):
-        opening.open_source('tfds:cifar10', 'train')
+        opening.make_opener()('tfds:cifar10', 'train')
     with pytest.raises(ValueError, match="no split 'val'; known: test, train"):
-        opening.open_source('tfds:made_here', 'val')
-
-
-def test_the_librarys_own_mocks_are_read():
-    import tensorflow_datasets
-
-    with tensorflow_datasets.testing.mock_data(num_examples=5):
-        source = opening.open_source('tfds:cifar10', 'train')
-        stored, label = source.read(2)
-    assert len(source) == 5 and len(source.class_names) == 10 and 0 <= label < 10
-    assert stored.shape == (32, 32, 3)
+        opening.make_opener()('tfds:made_here', 'val')
 
 
 def test_a_split_without_labels_is_not_taken_for_one(tmp_path):
     """ImageNet's `test` in TFDS: every label is -1."""
     root = tfds_sets.array_record(tmp_path, {'test': [(ENCODED[0], -1)]}, CLASSES)
     with pytest.raises(ValueError, match=r'label -1, of 3 classes: has tfds:made_here.*labels\?'):
-        opening.open_source(str(root), 'test').read(0)
+        opening.make_opener()(str(root), 'test').read(0)
 
 
 def test_several_labels_are_rows(tmp_path):
-    images = [(image, [i % 3, 2]) for i, image in enumerate(ENCODED[:6])]
-    root = tfds_sets.array_record(tmp_path, {'train': images}, CLASSES, multi_label=True)
-    source = opening.open_source(str(root), 'train')
+    images = [(image, {'labels': [i % 3, 2]}) for i, image in enumerate(ENCODED[:6])]
+    root = tfds_sets.array_record(tmp_path, {'train': images}, CLASSES, columns=('labels',))
+    source = opening.make_opener()(str(root), 'train')
     assert source.multi_label and source.labels[:3].tolist() == [[1, 0, 1], [0, 1, 1], [0, 0, 1]]
 
 
@@ -121,17 +111,17 @@ def test_labels_of_a_part_are_read_for_that_part_alone(prepared, kind, monkeypat
         'deserialize_example_np',
         lambda self, *args, **options: decoded.append(1) or decode(self, *args, **options),
     )
-    part = opening.open_source(str(prepared[kind]), 'train[10:20]')
+    part = opening.make_opener()(str(prepared[kind]), 'train[10:20]')
     assert not decoded
-    whole = opening.open_source(str(prepared['folder']), 'train').labels
+    whole = opening.make_opener()(str(prepared['folder']), 'train').labels
     np.testing.assert_array_equal(part.labels, whole[10:20])
     assert len(decoded) == 10
 
 
 def test_neither_format_imports_tensorflow(prepared):
     program = (
-        'import sys; from vit_jax.data.sources.opening import open_source\n'
-        'for path in sys.argv[1:]: open_source(path, "train").read(3)\n'
+        'import sys; from vit_jax.data.sources.opening import make_opener\n'
+        'for path in sys.argv[1:]: make_opener()(path, "train").read(3)\n'
         'assert "tensorflow" not in sys.modules and "tensorflow_datasets" in sys.modules'
     )
     paths = [str(prepared[kind]) for kind in ('array_record', 'tfrecord')]
@@ -146,7 +136,7 @@ def test_neither_format_imports_tensorflow(prepared):
 def test_preparing_without_tensorflow_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, 'tensorflow', None)
     with pytest.raises(ValueError, match=r"preparing needs TensorFlow: pip install -e '.\[tf\]'"):
-        tfds.prepare('cifar10', None)
+        tfds.download_and_prepare('cifar10', None)
 
 
 def test_a_named_set_is_prepared_with_tensorflow_and_read_without(tmp_path):
@@ -168,21 +158,42 @@ def test_a_named_set_is_prepared_with_tensorflow_and_read_without(tmp_path):
             for i, image in enumerate(ENCODED[:5]):
                 yield i, {'image': cv2.imdecode(np.frombuffer(image, np.uint8), 1), 'label': i % 3}
 
-    root = tfds.prepare('set_of_this_test', str(tmp_path))
-    source = opening.open_source(root, 'train')
+    root = tfds.download_and_prepare('set_of_this_test', str(tmp_path))
+    source = opening.make_opener()(root, 'train')
     assert len(source) == 5 and sorted(source.labels.tolist()) == [0, 0, 1, 1, 2]
     with pytest.raises(ValueError, match="TFDS knows no 'no_such_set'"):
-        tfds.prepare('no_such_set', str(tmp_path))
+        tfds.download_and_prepare('no_such_set', str(tmp_path))
 
 
 def test_a_set_without_labels_is_refused(tmp_path):
-    import tensorflow_datasets
+    root = tfds_sets.array_record(tmp_path, {'test': [(ENCODED[0], {})]}, CLASSES, columns=())
+    with pytest.raises(ValueError, match='expected an image and a label among i'):
+        opening.make_opener()(str(root), 'test')
 
-    features = tensorflow_datasets.features.FeaturesDict(
-        {'image': tensorflow_datasets.features.Image()}
-    )
-    with pytest.raises(ValueError, match='x: expected an image and a label among image'):
-        tfds._columns(features, 'x')
+
+def test_the_column_of_labels_can_be_chosen_and_images_without_one_are_left_out(tmp_path, caplog):
+    """As of tfds:imagenet2012_real, which has the original labels and ReaL's."""
+    real = [0, 1], [], [2], [1]
+    images = [
+        (image, {'original_label': i % 3, 'real_labels': labels})
+        for i, (image, labels) in enumerate(zip(ENCODED, real, strict=False))
+    ]
+    columns = 'original_label', 'real_labels'
+    root = tfds_sets.array_record(tmp_path, {'validation': images}, CLASSES, columns=columns)
+    opened = opening.make_opener()
+    original = opened(str(root), 'test')
+    assert original.labels.tolist() == [0, 1, 2, 0]
+    assert opened(str(root), 'test', 'original_label').labels.tolist() == [0, 1, 2, 0]
+    chosen = opened(str(root), 'test', 'real_labels')
+    assert chosen.labels.tolist() == [[1, 1, 0], [0, 0, 1], [0, 1, 0]]
+    assert [chosen.name_of(i) for i in range(3)] == [original.name_of(i) for i in (0, 2, 3)]
+    assert '1 images have no label, left out: tfds:made_here/1.2.0/validation[1]' in caplog.text
+    with pytest.raises(
+        ValueError, match="no column of labels 'real_label'; did you mean 'real_labels'"
+    ):
+        opened(str(root), 'test', 'real_label')
+    with pytest.raises(ValueError, match='expected FILE.json; digits is no data of TFDS'):
+        opened('digits', 'test', 'real')
 
 
 def written(path, records):
@@ -193,7 +204,7 @@ def written(path, records):
 def test_records_of_several_files_are_one_sequence(tmp_path):
     parts = [b'one', b'', b'three'], [], [b'four' * 1000]
     files = [written(tmp_path / f'{i}', part) for i, part in enumerate(parts)]
-    count, read = tfrecord.records(files)
+    count, read = tfrecord.read_tfrecords(files)
     assert [read(i) for i in range(count)] == [record for part in parts for record in part]
 
 
@@ -208,7 +219,7 @@ def test_tensorflow_writes_what_is_read(tmp_path):
     with tf.io.TFRecordWriter(str(tmp_path / 'file')) as writer:
         for record in b'one', b'', b'three' * 99:
             writer.write(record)
-    count, read = tfrecord.records([tmp_path / 'file'])
+    count, read = tfrecord.read_tfrecords([tmp_path / 'file'])
     assert [read(i) for i in range(count)] == [b'one', b'', b'three' * 99]
 
 
@@ -221,7 +232,7 @@ def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path, place):
     with pytest.raises(
         ValueError, match=r'file: the (length of the )?record at byte \d+ is damaged'
     ):
-        count, read = tfrecord.records([path])
+        count, read = tfrecord.read_tfrecords([path])
         for i in range(count):
             read(i)
 
@@ -231,4 +242,4 @@ def test_a_file_that_ends_early_is_noticed(tmp_path, length):
     path = written(tmp_path / 'file', [b'some record', b'another one'])
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(ValueError, match='the file ends within the record at byte'):
-        tfrecord.records([path])
+        tfrecord.read_tfrecords([path])

@@ -1,46 +1,44 @@
-"""Images that are arrays: scikit-learn's digits, npz files."""
+"""Images in memory: arrays, npz files, scikit-learn's digits."""
 
 import functools
+import os
 from collections.abc import Sequence
 
 import numpy as np
 
-from vit_jax.base.errors import UserError
+from vit_jax.base.errors import MissingFile, UserError
 from vit_jax.data.sources.base import Source, Splits
 
 
-def arrays(
+def array_source(
     images: np.ndarray,
     labels: np.ndarray,
     class_names: Sequence[str],
     *,
     name: str,
 ) -> Source:
-    """Images already in memory: (n, height, width) or (n, height, width, 1 or 3).
+    """A source of uint8 images (n, height, width) or (n, height, width, 1 or 3).
 
-    Labels are class numbers (n), or 0 and 1 for every class (n, classes). Raises UserError where
-    shapes, types or labels are not those of images of these classes.
+    Labels are class numbers (n), or multi-label, 0 and 1 (n, classes). `name` stands for the data
+    in messages. Raises UserError for other shapes and types, and for labels out of range.
     """
-    if (
-        images.dtype != np.uint8
-        or images.ndim not in (3, 4)
-        or images.shape[3:] not in ((), (1,), (3,))
-    ):
+    shape_fits = images.ndim in (3, 4) and images.shape[3:] in ((), (1,), (3,))
+    if images.dtype != np.uint8 or not shape_fits:
         raise UserError(
             f'{name}: images are {images.dtype}{list(images.shape)}, expected uint8 of shape '
             f'(n, height, width) or (n, height, width, 1 or 3)'
         )
-    several = labels.shape == (len(images), len(class_names)) and labels.dtype.kind in 'iub'
-    if not several and (labels.shape != (len(images),) or labels.dtype.kind not in 'iu'):
+    multi_label = labels.shape == (len(images), len(class_names)) and labels.dtype.kind in 'iub'
+    if not multi_label and (labels.shape != (len(images),) or labels.dtype.kind not in 'iu'):
         raise UserError(
             f'{name}: labels are {labels.dtype}{list(labels.shape)}, expected whole numbers of '
             f'shape ({len(images)},) or ({len(images)}, {len(class_names)})'
         )
-    top = 2 if several else len(class_names)
+    top = 2 if multi_label else len(class_names)
     wrong = np.argwhere((labels < 0) | (labels >= top))
     if wrong.size:
         place = tuple(wrong[0])
-        there = '0 or 1 for each class' if several else f'{top} classes, 0 to {top - 1}'
+        there = '0 or 1 for each class' if multi_label else f'{top} classes, 0 to {top - 1}'
         raise UserError(
             f'{name}: label {labels[place]} of image {place[0]} is out of range: there are '
             f'{there} ({len(wrong)} such labels)'
@@ -51,12 +49,12 @@ def arrays(
         read=lambda i: (images[i], labels[i]),
         name_of=lambda i: f'{name}[{i}]',
         read_labels=lambda indices: labels[np.asarray(indices)],
-        multi_label=several,
+        multi_label=multi_label,
     )
 
 
-def digits() -> Splits:
-    """scikit-learn's 1,797 handwritten digits of 8x8 pixels; every fifth one is for testing."""
+def digits_splits() -> Splits:
+    """scikit-learn's 1,797 handwritten digits of 8x8 pixels; every fifth one is in `test`."""
     from sklearn import datasets
 
     def opened(split: str) -> Source:
@@ -64,16 +62,18 @@ def digits() -> Splits:
         chosen = (np.arange(len(labels)) % 5 == 4) == (split == 'test')
         pixels = np.rint(images.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
         names = [str(digit) for digit in range(10)]
-        return arrays(pixels[chosen], labels[chosen], names, name=f'digits/{split}')
+        return array_source(pixels[chosen], labels[chosen], names, name=f'digits/{split}')
 
     return {'train': lambda: opened('train'), 'test': lambda: opened('test')}
 
 
-def npz_file(path: str) -> Splits:
-    """A file of arrays `SPLIT_images`, `SPLIT_labels` and, if there are names, `class_names`.
+def npz_splits(path: str) -> Splits:
+    """The splits of a file of arrays `SPLIT_images`, `SPLIT_labels` and perhaps `class_names`.
 
-    Raises UserError where images have no labels, and MissingFile.
+    Raises UserError for images without labels, and MissingFile.
     """
+    if not os.path.isfile(path):
+        raise MissingFile(f'{path}: no such file')
     with np.load(path, allow_pickle=False) as file:
         names = [n.removesuffix('_images') for n in file.files if n.endswith('_images')]
         absent = [f'{name}_labels' for name in names if f'{name}_labels' not in file]
@@ -92,6 +92,6 @@ def npz_file(path: str) -> Splits:
     def opened(split: str) -> Source:
         with np.load(path, allow_pickle=False) as file:
             images, labels = file[f'{split}_images'], file[f'{split}_labels']
-        return arrays(images, labels, class_names, name=f'{path}:{split}')
+        return array_source(images, labels, class_names, name=f'{path}:{split}')
 
     return {name: functools.partial(opened, name) for name in names}

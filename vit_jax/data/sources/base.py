@@ -1,4 +1,4 @@
-"""What every kind of stored data becomes: labelled images at random access."""
+"""What every kind of stored data becomes: a `Source`, labelled images at random access."""
 
 import dataclasses
 import functools
@@ -10,23 +10,22 @@ import numpy as np
 
 from vit_jax.base.array_types import Int
 
-Label = int | np.integer | np.ndarray  # a class, or a row of 0 and 1 over the classes
-Stored = bytes | np.ndarray  # an encoded file, or uint8 pixels
+Label = int | np.integer | np.ndarray  # a class number, or multi-label: a row of 0 and 1
+EncodedImage = bytes | np.ndarray  # an encoded file, or uint8 pixels
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One split of a data set: images with their labels, read when asked for.
+    """One split of a data set, of which images and labels are read when they are asked for.
 
-    `read(i)` gives the encoded bytes or the uint8 array of image i and its label, `name_of(i)`
-    what a person would call it. `read_labels(indices)` gives labels alone: where they lie among
-    the images that is as slow as reading these. With `multi_label` an image may have any number of
-    classes, and its label is a row of 0 and 1.
+    `read(i)` returns image i, as encoded bytes or a uint8 array, and its label; `name_of(i)` its
+    name in messages; `read_labels(indices)` labels alone, which can be as slow as reading the
+    images. With `multi_label` a label is a row of 0 and 1 over the classes.
     """
 
     count: int
     class_names: tuple[str, ...]
-    read: Callable[[int], tuple[Stored, Label]]
+    read: Callable[[int], tuple[EncodedImage, Label]]
     name_of: Callable[[int], str]
     read_labels: Callable[[Sequence[int]], np.ndarray]
     multi_label: bool = False
@@ -46,6 +45,8 @@ class Source:
 
 
 Splits = dict[str, Callable[[], Source]]
+# One's own data: a function that opens the split of a name (sources/arrays.py: images in memory).
+DataFunction = Callable[[str], Source]
 
 
 def select(source: Source, indices: Sequence[int]) -> Source:
@@ -60,47 +61,47 @@ def select(source: Source, indices: Sequence[int]) -> Source:
     )
 
 
-def shuffled(source: Source) -> Source:
+def in_fixed_order(source: Source) -> Source:
     """The source in one random order, the same every time, so that a slice is a fair sample."""
     return select(source, np.random.default_rng(0).permutation(len(source)).tolist())
 
 
-def labelled(
+def labelled_source(
     labels: Sequence[Any],
     class_names: Sequence[str],
     *,
-    read: Callable[[int], Stored],
+    read: Callable[[int], EncodedImage],
     name_of: Callable[[int], str],
     multi_label: bool = False,
 ) -> Source:
-    """A source whose labels are at hand: class numbers, or tuples of them where `multi_label`."""
+    """A source with labels in memory: class numbers, or tuples of them if `multi_label`."""
 
-    def row(i: int) -> Label:
+    def label(i: int) -> Label:
         if not multi_label:
             return int(labels[i])
-        hot = np.zeros(len(class_names), np.int32)
-        hot[list(labels[i])] = 1
-        return hot
+        row = np.zeros(len(class_names), np.int32)
+        row[list(labels[i])] = 1
+        return row
 
     return Source(
         count=len(labels),
         class_names=tuple(class_names),
-        read=lambda i: (read(i), row(i)),
+        read=lambda i: (read(i), label(i)),
         name_of=name_of,
-        read_labels=lambda indices: np.array([row(i) for i in indices], np.int32),
+        read_labels=lambda indices: np.array([label(i) for i in indices], np.int32),
         multi_label=multi_label,
     )
 
 
-def files(
+def file_source(
     paths: Sequence[pathlib.Path],
     labels: Sequence[Any],
     class_names: Sequence[str],
     *,
     multi_label: bool = False,
 ) -> Source:
-    """Images that are files, with labels as `labelled` takes them."""
-    return labelled(
+    """Images that are files, with labels as in `labelled_source`."""
+    return labelled_source(
         labels,
         class_names,
         read=lambda i: paths[i].read_bytes(),

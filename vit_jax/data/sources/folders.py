@@ -6,17 +6,17 @@ import pathlib
 from collections.abc import Sequence
 
 from vit_jax.base.errors import MissingFile, UserError
-from vit_jax.data.sources.base import Source, Splits, files, shuffled
+from vit_jax.data.sources.base import Source, Splits, file_source, in_fixed_order
 
 IMAGE_SUFFIXES = frozenset('.jpg .jpeg .png .bmp .gif .tif .tiff .webp .ppm .jp2'.split())
 SPLIT_NAMES = frozenset('train training test testing val valid validation'.split())
 
 
-def folder(root: str) -> Splits:
-    """The splits of a folder: of its sub-folders, or `all` where these are the classes.
+def folder_splits(root: str) -> Splits:
+    """ROOT/train/CLASS and so on are splits; a ROOT of classes is one split, `all`.
 
-    Class names are the sorted names of the folders. Raises UserError, when a split is opened,
-    for an empty class and for classes that are not those of the other splits.
+    Class names are the sorted names of the folders. Opening a split raises UserError for an empty
+    class, and for classes other than those of the other splits.
     """
     path = pathlib.Path(root)
     names = folder_names(path)
@@ -38,35 +38,38 @@ def folder(root: str) -> Splits:
 
     def opened(split: str) -> Source:
         for other, classes in splits.items():
-            if not set(classes).isdisjoint(splits[split]):  # a split of the same data
-                _require_same(root, split, splits[split], other, classes)
+            different = sorted({*classes} ^ {*splits[split]})
+            if different and {*classes} & {*splits[split]}:  # else it is no split of the same data
+                has, lacks = (split, other) if different[0] in splits[split] else (other, split)
+                raise UserError(f'{root}: class {different[0]!r} is in {has}/ but not in {lacks}/')
         return files_by_class(path / split, splits[split])
 
     return {name: functools.partial(opened, name) for name in splits}
 
 
 def files_by_class(root: pathlib.Path, class_names: Sequence[str]) -> Source:
-    """The images of ROOT/CLASS/, in one random order. Raises UserError for an empty class."""
+    """The images of ROOT/CLASS/, in a fixed random order. Raises UserError for an empty class."""
     found = [image_files(root / name) for name in class_names]
     labels = [label for label, of_class in enumerate(found) for _ in of_class]
-    return shuffled(files([path for of_class in found for path in of_class], labels, class_names))
+    paths = [path for of_class in found for path in of_class]
+    return in_fixed_order(file_source(paths, labels, class_names))
 
 
 def unlabelled(paths: Sequence[str]) -> Source:
-    """Images as files, and all those in folders, without classes; every label is 0.
+    """The images of these files and folders, without classes; every label is 0.
 
-    Raises UserError or MissingFile for a path that is neither.
+    Raises MissingFile for a path that does not exist, UserError for a folder without images.
     """
     found: list[pathlib.Path] = []
     for path in map(pathlib.Path, paths):
         if not path.exists():
             raise MissingFile(f'{path}: no such image or folder')
         found += image_files(path) if path.is_dir() else [path]
-    return files(found, [0] * len(found), ())
+    return file_source(found, [0] * len(found), ())
 
 
 def image_files(path: pathlib.Path) -> list[pathlib.Path]:
-    """The images below a folder, sorted; others are counted aloud. UserError where none is."""
+    """The images below a folder, sorted. Warns of other files; UserError if there are no images."""
     present = sorted(p for p in path.rglob('*') if p.is_file() and not p.name.startswith('.'))
     images = [p for p in present if p.suffix.lower() in IMAGE_SUFFIXES]
     ignored = len(present) - len(images)
@@ -81,16 +84,8 @@ def image_files(path: pathlib.Path) -> list[pathlib.Path]:
     return images
 
 
-def _require_same(
-    root: str, split: str, here: Sequence[str], other: str, there: Sequence[str]
-) -> None:
-    for name in sorted(set(here) ^ set(there)):
-        has, lacks = (split, other) if name in here else (other, split)
-        raise UserError(f'{root}: class {name!r} is in {has}/ but not in {lacks}/')
-
-
 def folder_names(path: pathlib.Path) -> list[str]:
-    """Names of the folders within, hidden ones left out."""
+    """The sorted names of the folders in it, without hidden ones."""
     return sorted(p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith('.'))
 
 

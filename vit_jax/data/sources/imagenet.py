@@ -1,8 +1,8 @@
-"""ImageNet (ILSVRC 2012) as it is distributed: its folders, or its tar files, unpacked nowhere.
+"""ImageNet (ILSVRC 2012) as it is distributed: its folders, or its tar files, read in place.
 
-Classes are the WordNet ids, in their order, as in every published checkpoint. In the original
-form the validation images lie in one folder or tar file, and their labels elsewhere: in the
-development kit, or in Kaggle's `LOC_val_solution.csv`.
+Classes are the sorted WordNet ids, as in every published checkpoint. The original validation images
+are in one folder or tar file without classes; their labels come from the development kit, or from
+Kaggle's `LOC_val_solution.csv`.
 """
 
 import csv
@@ -17,7 +17,13 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from vit_jax.base.errors import UserError
-from vit_jax.data.sources.base import Source, Splits, files, labelled, shuffled
+from vit_jax.data.sources.base import (
+    Source,
+    Splits,
+    file_source,
+    in_fixed_order,
+    labelled_source,
+)
 from vit_jax.data.sources.folders import files_by_class, folder_names, image_files
 
 TRAIN_TAR, VAL_TAR = 'ILSVRC2012_img_train.tar', 'ILSVRC2012_img_val.tar'
@@ -33,8 +39,8 @@ def holds(root: str) -> bool:
     return val.is_dir() and any(val.glob('ILSVRC2012_val_*.JPEG'))
 
 
-def folder(root: str) -> Splits:
-    """`train` and `val`, as far as they are there. UserError where labels are not to be found."""
+def folder_splits(root: str) -> Splits:
+    """`train` and `val`, if present. Opening `val` raises UserError if its labels are missing."""
     path = pathlib.Path(root)
     splits: Splits = {}
     if (path / TRAIN_TAR).is_file():
@@ -55,7 +61,7 @@ class _Member(NamedTuple):
 
 
 def _members(file: IO[bytes], start: int = 0) -> Iterator[_Member]:
-    """The files of a tar that begins at an offset of a file, with their places in that file."""
+    """The members of a tar archive that starts at an offset of a file, at offsets of that file."""
     file.seek(start)
     with tarfile.open(fileobj=file, mode='r:') as tar:
         for info in tar:
@@ -64,7 +70,7 @@ def _members(file: IO[bytes], start: int = 0) -> Iterator[_Member]:
 
 
 def _train_tar(path: pathlib.Path) -> Source:
-    """One tar file a class, `n01440764.tar`, within a tar file."""
+    """A tar file of tar files, one for each class: `n01440764.tar`."""
     members, labels = [], []
     with path.open('rb') as file:
         classes = sorted(_members(file), key=lambda member: member.name)
@@ -87,8 +93,8 @@ def _in_tar(
     path: pathlib.Path, members: list[_Member], labels: list[int], class_names: list[str]
 ) -> Source:
     descriptor = os.open(path, os.O_RDONLY)  # one for all threads: pread has no position
-    return shuffled(
-        labelled(
+    return in_fixed_order(
+        labelled_source(
             labels,
             class_names,
             read=lambda i: os.pread(descriptor, members[i].size, members[i].offset),
@@ -100,7 +106,7 @@ def _in_tar(
 def _val_folder(path: pathlib.Path) -> Source:
     paths = image_files(path)
     labels, names = _labels_of([file.name for file in paths], path.parent)
-    return shuffled(files(paths, labels, names))
+    return in_fixed_order(file_source(paths, labels, names))
 
 
 def _labels_of(names: list[str], root: pathlib.Path) -> tuple[list[int], list[str]]:
@@ -132,7 +138,7 @@ def _solution(root: pathlib.Path) -> dict[str, str] | None:
 
 
 def _kit(root: pathlib.Path) -> dict[str, str] | None:
-    """The development kit's: a number for each image, and a table of what the numbers mean."""
+    """The development kit's: one number per image, and a table from numbers to WordNet ids."""
     read = functools.partial(_kit_file, root)
     truth, table = read('ILSVRC2012_validation_ground_truth.txt'), read('meta.mat')
     if truth is None or table is None:

@@ -1,8 +1,8 @@
-"""Images named by a table: a CSV or JSONL file of paths and labels.
+"""Images listed in a table: a CSV or JSONL file of paths and labels.
 
-A line has `path`, relative to the table's folder or absolute, and either `label` or `labels`;
-with `labels` an image may have several classes: a list in JSONL, separated by `;` in CSV. With
-`split` it belongs to the split of that name. Other columns are ignored.
+A line has `path`, relative to the table's folder or absolute, and either `label` or, multi-label,
+`labels`: a list in JSONL, separated by `;` in CSV. `split` names the split that it belongs to.
+Other columns are ignored.
 """
 
 import csv
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from vit_jax.base.errors import MissingFile, UserError
-from vit_jax.data.sources.base import Source, Splits, files, shuffled
+from vit_jax.data.sources.base import Source, Splits, file_source, in_fixed_order
 
 
 class _Row(NamedTuple):
@@ -22,57 +22,51 @@ class _Row(NamedTuple):
     split: str
 
 
-def table(path: str) -> Splits:
-    """The splits of a table, or `all` where it has no column `split`.
+def table_splits(path: str) -> Splits:
+    """The splits of a table, or `all` if it has no column `split`.
 
-    Raises UserError that names the line, and MissingFile.
+    Class names are sorted, as numbers if all are. Raises MissingFile, or UserError with the line.
     """
     file = pathlib.Path(path)
     if not file.is_file():
         raise MissingFile(f'{path}: no such file')
     lines = _csv(file) if file.suffix == '.csv' else _jsonl(file)
-    rows, several = [], set()
+    rows, columns = [], set()
     for number, values in lines:
         where = f'{path}, line {number}'
-        several.add('labels' in values)
+        columns.add('labels' in values)
         rows.append(_row(values, where))
-        if len(several) > 1:
+        if len(columns) > 1:
             raise UserError(f'{where}: some lines have `label`, others `labels`')
     if not rows:
         raise UserError(f'{path}: no lines')
-    class_names = _sorted({name for row in rows for name in row.classes})
+    names = {name for row in rows for name in row.classes}
+    by_number = all(map(str.isdecimal, names))
+    class_names = sorted(names, key=(lambda name: (int(name), name)) if by_number else str)
     splits = sorted({row.split for row in rows})
     if '' in splits and len(splits) > 1:
         raise UserError(f'{path}: some lines have a `split`, others have none')
-    is_multi_label = several == {True}
-    chosen = {split: [row for row in rows if row.split == split] for split in splits}
-    return {
-        split or 'all': functools.partial(
-            _source, chosen[split], class_names, file.parent, is_multi_label
-        )
-        for split in splits
-    }
+
+    def opened(split: str) -> Source:
+        chosen = [row for row in rows if row.split == split]
+        return _source(chosen, class_names, file.parent, multi_label=columns == {True})
+
+    return {split or 'all': functools.partial(opened, split) for split in splits}
 
 
 def _source(
-    rows: Sequence[_Row], class_names: Sequence[str], root: pathlib.Path, multi_label: bool
+    rows: Sequence[_Row], class_names: Sequence[str], root: pathlib.Path, *, multi_label: bool
 ) -> Source:
     number = {name: index for index, name in enumerate(class_names)}
     labels = [tuple(number[name] for name in row.classes) for row in rows]
     paths = [root / row.path for row in rows]
     numbers = labels if multi_label else [label for (label,) in labels]
-    return shuffled(files(paths, numbers, class_names, multi_label=multi_label))
+    return in_fixed_order(file_source(paths, numbers, class_names, multi_label=multi_label))
 
 
 def _csv(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with file.open(newline='', encoding='utf-8-sig') as lines:
         reader = csv.DictReader(lines)
-        columns = reader.fieldnames or []
-        if 'path' not in columns or ('label' in columns) == ('labels' in columns):
-            raise UserError(
-                f'{file}: columns are {", ".join(columns) or "absent"}; expected path and label, '
-                f'or path and labels (separated by ;), and perhaps split'
-            )
         for cells in reader:
             values: dict[str, Any] = {k: v for k, v in cells.items() if v is not None}
             if 'labels' in values:
@@ -106,8 +100,3 @@ def _row(values: dict[str, Any], where: str) -> _Row:
     if classes == [''] or not values['path']:
         raise UserError(f'{where}: an empty path or label')
     return _Row(str(values['path']), tuple(map(str, classes)), str(values.get('split', '')))
-
-
-def _sorted(names: set[str]) -> list[str]:
-    """By number where all names are numbers, by the alphabet otherwise."""
-    return sorted(names, key=(lambda n: (int(n), n)) if all(map(str.isdecimal, names)) else str)

@@ -1,7 +1,7 @@
-"""Data sets that TensorFlow Datasets prepared, read without TensorFlow.
+"""Data sets that TensorFlow Datasets (TFDS) prepared, read without TensorFlow.
 
-ArrayRecord files through TFDS's own data source; TFRecord files, which most existing folders
-hold, by offset (tfrecord.py). Images stay encoded: our own decoder reads them.
+ArrayRecord files through TFDS's own data source; TFRecord files, as in most existing folders, by
+offset (tfrecord.py). Images stay encoded: image_preprocessing.py decodes them.
 """
 
 import functools
@@ -13,67 +13,81 @@ from typing import Any
 
 import numpy as np
 
+from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.data.sources import tfrecord
-from vit_jax.data.sources.base import Label, Source, Splits, Stored
+from vit_jax.data.sources.base import EncodedImage, Label, Source, Splits
 
 INFO = 'dataset_info.json'
 
 
 def holds(root: str) -> bool:
-    """Is it a folder that TFDS prepared, `NAME/VERSION`?"""
+    """Whether it is a folder that TFDS prepared, `NAME/VERSION`."""
     return os.path.isfile(os.path.join(root, INFO))
 
 
-def named(name: str) -> Splits:
+def named_splits(full_name: str, label_column: str | None = None) -> Splits:
     """The splits of `NAME`, `NAME:VERSION` or `NAME/CONFIG:VERSION`, prepared before.
 
-    They are looked for in TFDS_DATA_DIR, or in ~/tensorflow_datasets. Raises UserError where
-    they are not there.
+    They are looked for in TFDS_DATA_DIR, by default ~/tensorflow_datasets. `label_column` is as in
+    `folder_splits`. Raises UserError, with how to prepare it, for a set that is not there.
     """
     library = _library()
-    name, _, version = name.partition(':')
+    name, _, version = full_name.partition(':')
     root = data_dir() / name
     found = [path.parent for path in root.glob(f'{version or "[0-9]*"}/{INFO}')]
     if found:
-        return folder(str(max(found, key=lambda path: _version(path.name))))
+        return folder_splits(str(max(found, key=lambda p: _version(p.name))), label_column)
     others = sorted(str(p.parent.relative_to(root)) for p in root.glob(f'**/{INFO}'))
     try:  # the library may know of other places
         builder = library.builder(name, try_gcs=False)
-        if builder.info.splits and holds(str(builder.data_dir)):
-            return folder(str(builder.data_dir))
-        builder.as_data_source('train')
-    except Exception as error:
-        known = f'there is {", ".join(others)}; ' if others else ''
-        raise UserError(
-            f'tfds:{name}{":" * bool(version)}{version} is not in {data_dir()}: {known}prepare it '
-            f'with python -m vit_jax.prepare {name}'
-        ) from error
-    return {  # the library's mock, for tests: there are no files, and its images are pixels
-        split: functools.partial(_from_data_source, builder, split, name, None)
-        for split in ('train', 'test')
-    }
+        if holds(str(builder.data_dir)):
+            return folder_splits(str(builder.data_dir), label_column)
+        error = None
+    except Exception as unknown:  # of many kinds, by what the library tried
+        error = unknown
+    known = f'there is {", ".join(others)}; ' if others else ''
+    raise UserError(
+        f'tfds:{full_name} is not in {data_dir()}: {known}prepare it with '
+        f'python -m vit_jax.prepare {name}'
+    ) from error
 
 
-def folder(root: str) -> Splits:
-    """The splits of a prepared folder. Raises UserError for a file format other than the two."""
-    builder = _library().builder_from_directory(root)
-    file_format = builder.info.file_format.value
-    name = builder.info.full_name
+def folder_splits(root: str, label_column: str | None = None) -> Splits:
+    """The splits of a prepared folder.
+
+    Labels are those of `label_column`; without one of `label`, or of `labels` (multi-label), or of
+    the only column of one of the two kinds. Raises UserError for unknown file formats and columns.
+    """
+    library = _library()
+    builder = library.builder_from_directory(root)
+    info, file_format = builder.info, builder.info.file_format.value
     if file_format not in ('array_record', 'tfrecord'):
         raise UserError(f'{root}: file format {file_format}; expected array_record or tfrecord')
-    decoders = _skip(builder.info.features)
-    opened = _from_data_source if file_format == 'array_record' else _from_tfrecord
-    return {
-        split: functools.partial(opened, builder, split, name, decoders)
-        for split in builder.info.splits
-    }
+    images = [n for n, kind in info.features.items() if isinstance(kind, library.features.Image)]
+    decoders = {name: library.decode.SkipDecoding() for name in images}  # ours decodes them
+
+    def opened(split: str) -> Source:
+        if file_format == 'array_record':
+            stored = builder.as_data_source(split, decoders=decoders)
+            return _source(info, split, label_column, count=len(stored), example=stored.__getitem__)
+        count, read = tfrecord.read_tfrecords(info.splits[split].filepaths)
+        expected = info.splits[split].num_examples
+        if count != expected:
+            raise UserError(f'{root}: {split} has {count} records, {INFO} says {expected}')
+
+        def example(index: int) -> Any:
+            return info.features.deserialize_example_np(read(index), decoders=decoders)
+
+        return _source(info, split, label_column, count=count, example=example)
+
+    return {split: functools.partial(opened, split) for split in info.splits}
 
 
-def prepare(name: str, folder: str | None) -> str:
-    """Downloads and prepares a named data set as ArrayRecord; gives its folder.
+def download_and_prepare(name: str, folder: str | None) -> str:
+    """Downloads and prepares a named data set as ArrayRecord; returns its folder.
 
-    Raises UserError where TensorFlow, which the builders of TFDS need, is not installed.
+    Raises UserError without TensorFlow, which the builders of TFDS need, and for unknown names.
     """
     library = _library()
     try:
@@ -94,48 +108,36 @@ def data_dir() -> pathlib.Path:
     return pathlib.Path(os.environ.get('TFDS_DATA_DIR', '~/tensorflow_datasets')).expanduser()
 
 
-def _from_data_source(builder: Any, split: str, name: str, decoders: Any) -> Source:
-    source = builder.as_data_source(split, decoders=decoders)
-    return _source(builder.info.features, len(source), lambda i: source[i], f'tfds:{name}/{split}')
-
-
-def _from_tfrecord(builder: Any, split: str, name: str, decoders: Any) -> Source:
-    features = builder.info.features
-    count, read = tfrecord.records(builder.info.splits[split].filepaths)
-    expected = builder.info.splits[split].num_examples
-    if count != expected:
-        raise UserError(f'{builder.data_dir}: {split} has {count} records, {INFO} says {expected}')
-    return _source(
-        features,
-        count,
-        lambda i: features.deserialize_example_np(read(i), decoders=decoders),
-        f'tfds:{name}/{split}',
-    )
-
-
 def _source(
-    features: Any, count: int, example: Callable[[int], dict[str, Any]], name: str
+    info: Any,
+    split: str,
+    label_column: str | None,
+    *,
+    count: int,
+    example: Callable[[int], dict[str, Any]],
 ) -> Source:
-    image, label, several = _columns(features, name)
-    names = (features[label].feature if several else features[label]).names
+    name = f'tfds:{info.full_name}/{split}'
+    image_column, label_column, multi_label = _columns(info.features, name, label_column)
+    feature = info.features[label_column]
+    names = (feature.feature if multi_label else feature).names
 
-    def target(values: dict[str, Any]) -> Label:
-        if not several:
-            number = int(values[label])
+    def label(values: dict[str, Any]) -> Label:
+        if not multi_label:
+            number = int(values[label_column])
             if not 0 <= number < len(names):
                 raise UserError(f'label {number}, of {len(names)} classes: has {name} labels?')
             return number
         row = np.zeros(len(names), np.int32)
-        row[np.asarray(values[label], int)] = 1
+        row[np.asarray(values[label_column], int)] = 1
         return row
 
-    def read(index: int) -> tuple[Stored, Label]:
+    def read(index: int) -> tuple[EncodedImage, Label]:
         values = example(index)
-        return values[image], target(values)
+        return values[image_column], label(values)
 
     def read_labels(indices: Sequence[int]) -> np.ndarray:
         with futures.ThreadPoolExecutor() as pool:
-            return np.array(list(pool.map(lambda i: target(example(i)), indices)))
+            return np.array(list(pool.map(lambda i: label(example(i)), indices)))
 
     return Source(
         count=count,
@@ -143,33 +145,32 @@ def _source(
         read=read,
         name_of=lambda i: f'{name}[{i}]',
         read_labels=read_labels,
-        multi_label=several,
+        multi_label=multi_label,
     )
 
 
-def _columns(features: Any, name: str) -> tuple[str, str, bool]:
-    """The names of the image and of its label, and whether there are several labels an image."""
+def _columns(features: Any, name: str, label_column: str | None) -> tuple[str, str, bool]:
+    """The names of the image's and the label's column, and whether that is multi-label."""
     kinds = _library().features
     images = [n for n, kind in features.items() if isinstance(kind, kinds.Image)]
-    one = [n for n, kind in features.items() if isinstance(kind, kinds.ClassLabel)]
-    many = [
+    single = [n for n, kind in features.items() if isinstance(kind, kinds.ClassLabel)]
+    multi = [
         n
         for n, kind in features.items()
         if isinstance(kind, kinds.Sequence) and isinstance(kind.feature, kinds.ClassLabel)
     ]
-    image = 'image' if 'image' in images else images[0] if len(images) == 1 else None
-    for labels, preferred, several in (one, 'label', False), (many, 'labels', True):
-        label = preferred if preferred in labels else labels[0] if len(labels) == 1 else None
-        if image and label:
-            return image, label, several
-    raise UserError(f'{name}: expected an image and a label among {", ".join(features)}')
+    image = _preferred('image', images)
+    label = label_column or _preferred('label', single) or _preferred('labels', multi)
+    if image is None or label is None:
+        raise UserError(f'{name}: expected an image and a label among {", ".join(features)}')
+    if label not in (*single, *multi):
+        known = records.nearest(label, (*single, *multi))
+        raise UserError(f'{name}: no column of labels {label!r}; {known}')
+    return image, label, label in multi
 
 
-def _skip(features: Any) -> dict[str, Any]:
-    """Images stay as they are stored."""
-    library = _library()
-    kinds = [n for n, kind in features.items() if isinstance(kind, library.features.Image)]
-    return {name: library.decode.SkipDecoding() for name in kinds}
+def _preferred(column: str, columns: Sequence[str]) -> str | None:
+    return column if column in columns else columns[0] if len(columns) == 1 else None
 
 
 def _version(text: str) -> tuple[int, ...]:

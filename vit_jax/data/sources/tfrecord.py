@@ -1,7 +1,7 @@
 """TFRecord files at random access, without TensorFlow.
 
-A record is its length (8 bytes), a checksum of that, its bytes, and a checksum of those; both are
-masked CRC-32C. An index of offsets is made by walking from length to length.
+A record is its length (8 bytes), a checksum of the length, its bytes, and a checksum of these; both
+are masked CRC-32C. Offsets are found by walking from length to length.
 """
 
 import os
@@ -11,17 +11,20 @@ from collections.abc import Callable, Sequence
 import google_crc32c
 import numpy as np
 
-from vit_jax.base.errors import UserError
+from vit_jax.base.errors import MissingFile, UserError
 
 _HEADER = struct.Struct('<QI')  # length, checksum of the length
 
 
-def records(paths: Sequence[str | os.PathLike[str]]) -> tuple[int, Callable[[int], bytes]]:
-    """How many records there are, and a function that reads one.
+def read_tfrecords(paths: Sequence[str | os.PathLike[str]]) -> tuple[int, Callable[[int], bytes]]:
+    """The number of records in all files, and a function that reads one by its index.
 
-    Checksums are verified: of lengths here, of a record when it is read. Raises UserError with
-    file and offset where one is wrong or a file ends within a record, and MissingFile.
+    The checksums of lengths are verified here, that of a record when it is read. UserError names
+    file and offset if one is wrong or the file ends early; raises MissingFile.
     """
+    for path in paths:
+        if not os.path.isfile(path):
+            raise MissingFile(f'{path}: no such file')
     files = [(str(path), os.open(path, os.O_RDONLY)) for path in paths]  # pread has no position
     offsets = [_offsets(path, descriptor) for path, descriptor in files]
     ends = np.cumsum([len(of_file) for of_file in offsets])

@@ -1,0 +1,248 @@
+"""Every field of a configuration matters: with another value there is another program or batch.
+
+A program is seen in its jaxpr and in where its arrays are, a batch in its bytes. What changes
+neither is named in ELSEWHERE, with the test that sees its effect.
+"""
+
+import functools
+import hashlib
+import itertools
+import pathlib
+import re
+import typing
+
+import jax
+import numpy as np
+import pytest
+
+from tests import tiny
+from vit_jax.base import records
+from vit_jax.base.records import Record
+from vit_jax.config import EvalConfig, TrainConfig
+from vit_jax.data.augmentation import Augmentation
+from vit_jax.data.image_preprocessing import (
+    CentralCrop,
+    InceptionCrop,
+    Preprocessing,
+    RandomCrop,
+    Resize,
+)
+from vit_jax.data.loading import training_batches
+from vit_jax.data.randaugment import RandAugment
+from vit_jax.models import Backbone, ResNetConfig
+from vit_jax.parallel import meshes
+from vit_jax.parallel.meshes import MeshConfig
+from vit_jax.runs import compilation
+from vit_jax.runs.experiment import decide
+from vit_jax.training.duration import Duration
+from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def base(**changes):
+    model = tiny.model(num_classes=None, depth=2)
+    return tiny.experiment(**({'model': model} | changes))
+
+
+def with_model(**values):
+    return base(model=tiny.model(num_classes=None, depth=2, **values))
+
+
+def with_optimizer(**values):
+    return base(optimizer=OptimizerConfig(**values))
+
+
+def with_augmentation(**values):
+    return base(augmentation=Augmentation(**values))
+
+
+def with_mesh(**values):
+    return base(mesh=MeshConfig(**({'fsdp': 8, 'fsdp_min_mb': 0.0001} | values)))
+
+
+RESNET = ResNetConfig(image_size=(8, 8), backbone=Backbone(blocks=(1,), width=32))
+SIGMA = Duration(fraction=0.5)
+# The field, another value for it, and the experiment in which it matters.
+CHANGES = [
+    ('train_split', 'train[:100]', base()),
+    ('eval_split', 'test[:8]', base()),
+    ('model', RESNET, base()),
+    ('model.image_size', (16, 8), base()),
+    ('model.patch_size', (2, 4), base()),
+    ('model.width', 32, base()),
+    ('model.depth', 3, base()),
+    ('model.mlp_dim', 64, base()),
+    ('model.num_heads', 4, base()),
+    ('model.pool', 'gap', base()),
+    ('model.final_norm', 'after_pool', base()),
+    ('model.representation_size', 8, base()),
+    ('model.positions', 'sincos2d', base()),
+    ('model.gelu', 'exact', base()),
+    ('model.layer_norm_epsilon', 1e-3, base()),
+    ('model.head_bias', -10.0, base()),
+    ('model.backbone', Backbone(blocks=(), width=32), with_model(patch_size=(1, 1))),
+    ('model.backbone.blocks', (2,), base(model=RESNET)),
+    ('model.backbone.width', 64, base(model=RESNET)),
+    ('image_size', (16, 8), base()),
+    ('preprocessing', Preprocessing(crop=CentralCrop(scale=2.0)), base()),
+    ('preprocessing.mean', (1.0, 2.0, 3.0), base(preprocessing=Preprocessing())),
+    ('preprocessing.std', (1.0, 2.0, 3.0), base(preprocessing=Preprocessing())),
+    (
+        'preprocessing.crop.scale',
+        2.0,
+        base(preprocessing=Preprocessing(crop=CentralCrop(scale=1.5))),
+    ),
+    (
+        'preprocessing.crop.keep_aspect',
+        False,
+        base(image_size=(16, 8), preprocessing=Preprocessing(crop=CentralCrop(scale=1.5))),
+    ),
+    (
+        'preprocessing.crop.resize',
+        'bicubic_antialias',
+        base(image_size=(16, 8), preprocessing=Preprocessing(crop=Resize())),
+    ),
+    ('augmentation.crop', InceptionCrop(), base()),
+    ('augmentation.crop.area', (0.9, 1.0), with_augmentation(crop=InceptionCrop())),
+    ('augmentation.crop.aspect', (1.0, 1.0), with_augmentation(crop=InceptionCrop())),
+    ('augmentation.crop.scale', 2.0, with_augmentation(crop=RandomCrop())),
+    ('augmentation.shift_pixels', 1, base()),
+    ('augmentation.flip', True, base()),
+    ('augmentation.randaugment.layers', 1, base()),
+    (
+        'augmentation.randaugment.magnitude',
+        15.0,
+        with_augmentation(randaugment=RandAugment(layers=1)),
+    ),
+    (
+        'augmentation.randaugment.contrast',
+        'pixel_count',
+        with_augmentation(randaugment=RandAugment(layers=1)),
+    ),
+    ('augmentation.erasing', 0.5, base()),
+    ('augmentation.mixup', 0.5, base()),
+    ('augmentation.cutmix', 0.5, base()),
+    ('total', Duration(steps=20), base()),
+    *((f'total.{unit}', 5, base()) for unit in ('steps', 'epochs', 'examples')),
+    ('schedule.warmup.fraction', 0.5, base()),
+    ('batch_size', 24, base()),
+    ('accumulation_steps', 2, base()),
+    ('loss.kind', 'sigmoid', base()),
+    ('loss.label_smoothing', 0.1, base()),
+    ('optimizer.kind', 'sgd', base()),
+    ('optimizer.b1', 0.5, base()),
+    ('optimizer.b2', 0.5, base()),
+    ('optimizer.epsilon', 1e-3, base()),
+    ('optimizer.momentum', 0.5, with_optimizer(kind='sgd')),
+    ('optimizer.clip_norm', 0.1, base()),
+    ('optimizer.moment_dtype', 'bfloat16', base()),
+    ('optimizer.weight_decay', 0.2, base()),
+    ('optimizer.head_weight_decay', 3.0, base()),
+    ('optimizer.decay_pattern', '.*', base()),
+    ('optimizer.layer_decay', 0.5, base()),
+    ('optimizer.lr_multipliers', (('head/.*', 10.0),), base()),
+    ('optimizer.trained_blocks', 1, base()),
+    ('optimizer.frozen', ('pos_embedding',), base()),
+    ('schedule.kind', 'constant', base()),
+    ('schedule.learning_rate', 0.5, base()),
+    ('schedule.warmup', Duration(steps=1), base()),
+    ('schedule.linear_end', 1e-3, base(schedule=ScheduleConfig(kind='linear'))),
+    ('schedule.rsqrt_timescale', Duration(steps=7), base(schedule=ScheduleConfig(kind='rsqrt'))),
+    ('schedule.cooldown', Duration(steps=3), base()),
+    ('regularization.dropout', 0.1, base()),
+    ('regularization.stochastic_depth', 0.1, base()),
+    ('polyak_decay', 0.9, base()),
+    ('seed', 1, base()),
+    ('eval_batch_size', 24, base()),
+    ('evals', {'other': EvalConfig(split='train[:9]')}, base()),
+    ('compute.dtype', 'bfloat16', base()),
+    ('compute.remat', 'dots', base()),
+    ('compute.unroll', 2, base()),
+    ('mesh.data', 8, with_mesh(data=4, fsdp=-1)),
+    ('mesh.fsdp', 4, with_mesh(fsdp=2)),
+    ('mesh.tensor', 2, base()),
+    ('mesh.fsdp_min_mb', 0.001, with_mesh()),
+    ('mesh.rules', (('encoder/block/mlp/dense1/bias', (None, None)),), with_mesh()),
+]
+
+# Fields whose effect is no program and no batch here, and the test that sees it.
+RUNS, PROBING = 'tests/runs/test_training_run.py', 'tests/runs/test_probing.py'
+ELSEWHERE = {
+    'data': (RUNS, 'test_a_folder_of_images_trains_and_its_classes_are_kept'),
+    'start_from': (RUNS, 'test_fine_tuning_begins_with_the_body_of_the_checkpoint'),
+    'model.num_classes': (RUNS, 'test_values_that_do_not_fit_are_named_before_anything_is_written'),
+}
+
+
+def leaves(cls, prefix=''):
+    """Every field of a record, and of the records that it may hold, by its dotted name."""
+    for name, hint in records.hints(cls).items():
+        yield f'{prefix}{name}'
+        options = itertools.chain.from_iterable((o, *typing.get_args(o)) for o in options_of(hint))
+        for option in options:
+            if isinstance(option, type) and issubclass(option, Record):
+                yield from leaves(option, f'{prefix}{name}.')
+
+
+def options_of(hint):
+    return (hint, *typing.get_args(hint))
+
+
+def changed(config, field, value):
+    """A copy with another value, as the command line assigns it."""
+    *parents, name = field.split('.')
+    config = records.checked(config, where='config')
+    setattr(functools.reduce(getattr, parents, config), name, value)
+    return config
+
+
+def effects(config):
+    """The programs, where their arrays are, and the first batches, as text."""
+    experiment = decide(config)
+    state = compilation.abstract_state(experiment)
+    size, reader = experiment.model.config.image_size, experiment.train
+    batch = functools.partial(compilation.abstract_batch, experiment.mesh, image_size=size)
+    programs = [
+        jax.make_jaxpr(experiment.init)(),
+        jax.make_jaxpr(experiment.update)(state, batch(experiment.config.batch_size)),
+        *(
+            jax.make_jaxpr(eval_step)(state.eval_params, batch(experiment.eval_batch_size))
+            for eval_step in experiment.eval_steps.values()
+        ),
+    ]
+    loader_of = compilation_loaders(experiment)
+    batches = training_batches(
+        loader_of(reader), steps=range(2), batch_size=experiment.config.batch_size, seed=config.seed
+    )
+    digest = hashlib.sha256()
+    for array in jax.tree.leaves([*batches]):
+        digest.update(np.asarray(array).tobytes())
+    evaluated = {name: len(one.source) for name, one in experiment.evals.items()}
+    constants = [str(c) for program in programs for c in program.consts]
+    text = f'{programs} {constants} {state} {digest.hexdigest()} {evaluated} {experiment.length}'
+    return re.sub(r'0x[0-9a-f]+', '', text)
+
+
+def compilation_loaders(experiment):
+    from vit_jax.data.loading import make_loaders
+
+    return make_loaders(experiment.config.loader, meshes.batch_sharding(experiment.mesh))
+
+
+@pytest.mark.parametrize(
+    'field, value, config', CHANGES, ids=lambda value: value if isinstance(value, str) else ''
+)
+def test_another_value_is_another_program_or_batch(field, value, config):
+    before = effects(records.checked(config, where='config'))
+    assert effects(changed(config, field, value)) != before
+
+
+def test_no_field_is_forgotten():
+    seen = {field for field, _, _ in CHANGES}
+    assert set(leaves(TrainConfig)) - seen - set(ELSEWHERE) == set()
+
+
+def test_the_tests_that_see_other_fields_are_there():
+    for file, name in ELSEWHERE.values():
+        assert f'def {name}(' in (ROOT / file).read_text(), name

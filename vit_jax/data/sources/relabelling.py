@@ -1,0 +1,98 @@
+"""Other labels for images that have some: ImageNet ReaL (Beyer et al. 2020), or one's own."""
+
+import collections
+import json
+import logging
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from vit_jax.base.errors import MissingFile, UserError
+from vit_jax.data.sources.base import Source, labelled_source, select
+
+
+def relabelled(source: Source, path: str) -> Source:
+    """The images with the labels of a JSON file, multi-label, over the same classes.
+
+    The file has a list of class numbers for each image, in one of two forms:
+
+    - a list, in the order of the sorted file names (without folders). ReaL's `real.json` is one:
+      entry 0 belongs to ILSVRC2012_val_00000001;
+    - an object by file name: `{"val/n01440764/ILSVRC2012_val_00000293.JPEG": [0, 391]}`, of which
+      folders and ending may be left out.
+
+    Raises UserError with file and entry for an image without an entry, a list of another length,
+    and numbers that are no class.
+    """
+    if not pathlib.Path(path).is_file():
+        raise MissingFile(f'labels={path}: no such file')
+    try:
+        entries = json.loads(pathlib.Path(path).read_bytes())
+    except ValueError as error:
+        raise UserError(f'{path}: not JSON: {error}') from error
+    names = [_path(source.name_of(i)) for i in range(len(source))]
+    if isinstance(entries, list):
+        keys: list[Any] = _positions(names, len(entries), path)
+    elif isinstance(entries, dict):
+        entries = {str(_path(name)): value for name, value in entries.items()}
+        keys = [_key(name, entries, path) for name in names]
+    else:
+        raise UserError(f'{path}: expected a list, or an object by file name')
+    classes = range(len(source.class_names))
+    for key, uses in collections.Counter(keys).items():
+        if uses > 1:
+            raise UserError(f'{path}: entry {key!r} fits {uses} images: name them with folders')
+        entry = entries[key]
+        if not isinstance(entry, list) or not all(type(n) is int and n in classes for n in entry):
+            raise UserError(
+                f'{path}: entry {key!r} is {entry!r}: expected a list of class numbers, 0 to '
+                f'{len(classes) - 1}'
+            )
+    return labelled_source(
+        [entries[key] for key in keys],
+        source.class_names,
+        read=lambda i: source.read(i)[0],
+        name_of=source.name_of,
+        multi_label=True,
+    )
+
+
+def with_labels(source: Source) -> Source:
+    """The images that have a class: the others cannot count in an evaluation."""
+    if not source.multi_label:
+        return source
+    parts = (range(len(source))[i : i + 1024] for i in range(0, len(source), 1024))  # a few MB
+    has_label = np.concatenate([source.read_labels(part).any(axis=1) for part in parts])
+    if has_label.all():
+        return source
+    if not has_label.any():
+        raise UserError(f'none of {len(source)} images has a label')
+    name = source.name_of(int(has_label.argmin()))
+    logging.warning('%d images have no label, left out: %s', (~has_label).sum(), name)
+    return select(source, np.flatnonzero(has_label).tolist())
+
+
+def _path(name: str) -> pathlib.PurePath:
+    """The name as a path; a member of a tar file is FILE.tar:MEMBER."""
+    return pathlib.PurePath(name.replace(':', '/'))
+
+
+def _positions(names: list[pathlib.PurePath], length: int, path: str) -> list[int]:
+    """The position of each image in the order of the sorted file names."""
+    if len(names) != length:
+        raise UserError(f'{path}: a list of {length} entries for {len(names)} images')
+    if not all(name.suffix for name in names):  # TFDS and arrays number them in another order
+        raise UserError(f'{path}: a list goes by file names, and {names[0]} is none')
+    position = {name: index for index, name in enumerate(sorted(n.name for n in names))}
+    return [position[name.name] for name in names]
+
+
+def _key(name: pathlib.PurePath, entries: dict[str, Any], path: str) -> str:
+    """The entry of an image: the one with most of its folders."""
+    for start in range(len(name.parts)):
+        part = pathlib.PurePath(*name.parts[start:])
+        for key in str(part), str(part.with_suffix('')):
+            if key in entries:
+                return key
+    raise UserError(f'{path}: no entry for {name}')

@@ -1,0 +1,93 @@
+"""From pure functions to programs for the devices of a mesh, compiled before anything runs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from vit_jax.base.array_types import Array, Batch, Float, Params
+from vit_jax.base.errors import UserError
+from vit_jax.data.image_preprocessing import Preprocessing, normalize
+from vit_jax.models import Model, ViTConfig
+from vit_jax.parallel import meshes, sharding_rules
+from vit_jax.runs.experiment import Experiment
+from vit_jax.training.update import TrainState
+
+Features = Callable[[Params, Batch], Float[Array, 'b d']]
+
+
+def abstract_state(experiment: Experiment) -> TrainState:
+    """Shape, type and sharding of each array of the state.
+
+    Raises UserError where less of it can be split than the configuration demands.
+    """
+    state, config = jax.eval_shape(experiment.init), experiment.config.mesh
+    shardings = sharding_rules.shardings_for(state, experiment.mesh, config)
+    sharding_rules.check_split(state, shardings, experiment.mesh, config)
+    abstract: TrainState = sharding_rules.abstract(state, shardings)
+    return abstract
+
+
+def shardings_of(abstract: Any) -> Any:
+    """The shardings of abstract arrays."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+def abstract_batch(
+    mesh: Mesh, size: int, image_size: tuple[int, int], label_shape: tuple[int, ...] = ()
+) -> Batch:
+    """Shape, type and sharding of each array of a batch, as `data.loading` makes it."""
+    shapes = {
+        'images': ((size, *image_size, 3), jnp.uint8),
+        'labels': ((size, *label_shape), jnp.int32),
+        'mask': ((size,), jnp.bool_),
+        'epoch': ((size,), jnp.int32),
+        'example': ((size,), jnp.int32),
+    }
+    sharding = meshes.batch_sharding(mesh)
+    return {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        for name, (shape, dtype) in shapes.items()
+    }
+
+
+def lower_update(experiment: Experiment, state: TrainState) -> Any:
+    """The update step, traced and not compiled yet; it takes over the memory of its state."""
+    size, reader = experiment.config.batch_size, experiment.train
+    batch = abstract_batch(experiment.mesh, size, reader.size, reader.source.label_shape)
+    out_shardings = shardings_of(state), meshes.replicated(experiment.mesh)
+    update = jax.jit(experiment.update, donate_argnums=0, out_shardings=out_shardings)
+    return update.lower(state, batch)
+
+
+def compile_eval_steps(experiment: Experiment, params: Params) -> dict[str, Callable[..., Any]]:
+    """The sums over a batch of each evaluation; those whose labels are alike share a program."""
+    by_shape: dict[tuple[int, ...], Any] = {}
+    for name, reader in experiment.evals.items():
+        shape = reader.source.label_shape
+        if shape not in by_shape:
+            batch = abstract_batch(experiment.mesh, experiment.eval_batch_size, reader.size, shape)
+            eval_step = jax.jit(
+                experiment.eval_steps[name], out_shardings=meshes.replicated(experiment.mesh)
+            )
+            by_shape[shape] = eval_step.lower(params, batch).compile()
+    return {name: by_shape[r.source.label_shape] for name, r in experiment.evals.items()}
+
+
+def compile_features(
+    model: Model, preprocessing: Preprocessing, mesh: Mesh, batch_size: int, params: Params
+) -> Features:
+    """The features of a batch, replicated on every device; `params` are abstract."""
+    if isinstance(model.config, ViTConfig) and model.config.pool == 'none':
+        raise UserError('fewshot: pool=none gives features of every token, not of the image')
+
+    def features(params: Params, batch: Batch) -> Float[Array, 'b d']:
+        return model.features(params, normalize(batch['images'], preprocessing))
+
+    batch = abstract_batch(mesh, batch_size, model.config.image_size)
+    compiled: Features = (
+        jax.jit(features, out_shardings=meshes.replicated(mesh)).lower(params, batch).compile()
+    )
+    return compiled

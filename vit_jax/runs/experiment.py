@@ -1,0 +1,255 @@
+"""What is decided of a training before anything is compiled or written."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from vit_jax.base import records
+from vit_jax.base.array_types import Array, Batch, Float, Params
+from vit_jax.base.errors import UserError
+from vit_jax.checkpoints.card import Card
+from vit_jax.checkpoints.formats.array_files import NeedsHint
+from vit_jax.config import EvalConfig, TrainConfig, require_model
+from vit_jax.data.augmentation import augment, host_crop
+from vit_jax.data.image_preprocessing import Preprocessing, normalize
+from vit_jax.data.loading import ImageReader
+from vit_jax.data.sources.base import Source
+from vit_jax.data.sources.opening import make_opener
+from vit_jax.models import Model, ModelConfig, build, for_task
+from vit_jax.parallel import meshes
+from vit_jax.pretrained import Origin, find
+from vit_jax.runs.probing import Probes, open_probes
+from vit_jax.training.duration import TrainLength, make_train_length
+from vit_jax.training.losses import LossConfig, make_loss, targets_of
+from vit_jax.training.metrics import BatchSums, StepMetrics
+from vit_jax.training.optimizer import make_optimizer, make_schedule
+from vit_jax.training.rules import make_rules
+from vit_jax.training.update import TrainState, make_init, make_loss_sums, make_update
+
+
+class Experiment(NamedTuple):
+    """A training that is decided: checked values, opened data, pure functions.
+
+    init() -> the first TrainState
+    update(state, batch) -> (state after one step, metrics)
+    eval_steps[name](params, batch) -> sums over the examples of a batch, for each evaluation
+    """
+
+    config: TrainConfig
+    start: Origin | None  # start_from; its arrays are not read yet
+    mesh: Mesh
+    model: Model
+    preprocessing: Preprocessing
+    length: TrainLength
+    train: ImageReader
+    evals: dict[str, ImageReader]
+    probes: Probes | None  # of the few-shot evaluation
+    init: Callable[[], TrainState]
+    update: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
+    eval_steps: dict[str, Callable[[Params, Batch], BatchSums]]
+    report: list[str]  # what the rules over parameters matched
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The classes, in the order of the logits."""
+        return self.train.source.class_names
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Images in one batch of evaluation."""
+        return self.config.eval_batch_size or self.config.batch_size
+
+    def card(self, step: int) -> dict[str, Any]:
+        """The card of the checkpoint at a step, as JSON values."""
+        model = self.model.config
+        card = Card(
+            step=step,
+            model=model,
+            grid=model.grid,
+            preprocessing=self.preprocessing,
+            class_names=self.class_names,
+            software={name: metadata.version(name) for name in ('jax', 'flax', 'optax')},
+        )
+        return records.to_dict(card)
+
+
+def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) -> Experiment:
+    """The experiment of a configuration on these devices, all by default.
+
+    Raises UserError for values that do not fit each other, the data or the devices.
+    """
+    config = records.checked(config, where='config')
+    require_model(config)
+    if config.total is None:
+        raise UserError('config.total is none: expected how long to train')
+    opened = make_opener(config.held_out)
+    train = opened(config.data, config.train_split)
+    evaluated = {name: _open(config, one, opened) for name, one in config.evaluations.items()}
+    _require_fitting_labels(config, train, evaluated)
+    start = open_start(config)
+    model_config = trained_model(config, start, train.class_names)
+    length = make_train_length(config.total, batch_size=config.batch_size, num_images=len(train))
+    mesh = make_mesh(config, devices)
+    model = build(
+        model_config,
+        regularization=config.regularization,
+        compute=config.compute,
+        shard_activations=functools.partial(meshes.shard_activations, mesh),
+    )
+    preprocessing = preprocessing_of(config, start)
+    reader = reader_for(config, model_config, preprocessing)
+    init, update, report = _training_functions(config, model, preprocessing, length)
+    crop = host_crop(config.augmentation, preprocessing)
+    return Experiment(
+        config=config,
+        start=start,
+        mesh=mesh,
+        model=model,
+        preprocessing=preprocessing,
+        length=length,
+        train=reader(train, crop=crop, on_unreadable=config.loader.on_unreadable),
+        evals={name: reader(source) for name, source in evaluated.items()},
+        probes=open_probes(config, opened, reader) if config.fewshot else None,
+        init=init,
+        update=update,
+        eval_steps={
+            name: _eval_step(config, model, preprocessing, train, source)
+            for name, source in evaluated.items()
+        },
+        report=report,
+    )
+
+
+def _open(config: TrainConfig, one: EvalConfig, opened: Callable[..., Source]) -> Source:
+    """The images of an evaluation."""
+    labels = {} if one.labels is None else {'labels': one.labels}
+    return opened(one.data or config.data, one.split, **labels)
+
+
+def _require_fitting_labels(
+    config: TrainConfig, train: Source, evaluated: dict[str, Source]
+) -> None:
+    for name, source in evaluated.items():
+        if source.class_names != train.class_names:
+            raise UserError(f'{config.data}: the classes of train and {name} differ')
+    loss = config.loss
+    if train.multi_label and isinstance(loss, LossConfig) and loss.kind == 'softmax':
+        raise UserError(
+            f'{config.data}: an image may have several classes, softmax expects one: '
+            f'--config.loss.kind=sigmoid'
+        )
+
+
+def open_start(config: TrainConfig) -> Origin | None:
+    """The checkpoint to start from, if any; its arrays are not read yet."""
+    if config.start_from is None:
+        return None
+    try:
+        return find(config.start_from, config.hints, image_size=config.image_size)
+    except NeedsHint as error:
+        raise UserError(f'{error} (in a configuration: --config.hints.NAME=VALUE)') from error
+
+
+def make_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of the configuration. Raises UserError where batches cannot be split over it."""
+    mesh = meshes.make_mesh(config.mesh, devices)
+    meshes.check_batch_size(config.batch_size, mesh, accumulation_steps=config.accumulation_steps)
+    if config.eval_batch_size is not None:
+        meshes.check_batch_size(config.eval_batch_size, mesh, accumulation_steps=1)
+    return mesh
+
+
+def preprocessing_of(config: TrainConfig, start: Origin | None) -> Preprocessing:
+    """The configuration's preprocessing, or the checkpoint's, or the usual one."""
+    return config.preprocessing or (start.card.preprocessing if start else Preprocessing())
+
+
+def trained_model(
+    config: TrainConfig, start: Origin | None, class_names: Sequence[str]
+) -> ModelConfig:
+    """The model to train, the configuration's or the checkpoint's, for these classes."""
+    classes = len(class_names)
+    if config.model is None:
+        if start is None:
+            raise UserError('config.model is none, and there is no checkpoint to take it from')
+        return for_task(start.card.model, num_classes=classes, image_size=config.image_size)
+    if config.model.num_classes not in (None, classes):
+        raise UserError(
+            f'config.model.num_classes={config.model.num_classes}, but {config.data} has '
+            f'{classes} classes; leave it out to take their number'
+        )
+    image_size = config.image_size or config.model.image_size
+    return dataclasses.replace(config.model, num_classes=classes, image_size=image_size)
+
+
+def reader_for(
+    config: TrainConfig, model: ModelConfig, preprocessing: Preprocessing
+) -> Callable[..., ImageReader]:
+    """Makes readers of sources for this model: `crop` and `on_unreadable` may differ."""
+    return functools.partial(
+        ImageReader,
+        crop=preprocessing.crop,
+        size=model.image_size,
+        exif_rotation=preprocessing.exif_rotation,
+        seed=config.seed,
+    )
+
+
+def _training_functions(
+    config: TrainConfig, model: Model, preprocessing: Preprocessing, length: TrainLength
+) -> tuple[
+    Callable[[], TrainState],
+    Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]],
+    list[str],
+]:
+    """`init`, `update`, and what the rules matched. Raises UserError where they do not fit."""
+    schedule = make_schedule(config.schedule, length)
+    rules = make_rules(config.optimizer, jax.eval_shape(model.init, jax.random.key(0)))
+    optimizer = make_optimizer(config.optimizer, schedule, rules)
+    init = make_init(
+        model.init, optimizer, seed=config.seed, averaged=config.polyak_decay is not None
+    )
+    update = make_update(
+        make_loss_sums(
+            model.apply,
+            make_loss(config.loss),
+            functools.partial(normalize, preprocessing=preprocessing),
+        ),
+        optimizer,
+        schedule,
+        augment=functools.partial(
+            augment,
+            config=config.augmentation,
+            targets_of=functools.partial(targets_of, num_classes=model.config.num_classes),
+        ),
+        stop_frozen_gradients=rules.stop_frozen_gradients,
+        seed=config.seed,
+        accumulation_steps=config.accumulation_steps,
+        polyak_decay=config.polyak_decay,
+    )
+    return init, update, rules.report
+
+
+def _eval_step(
+    config: TrainConfig, model: Model, preprocessing: Preprocessing, train: Source, source: Source
+) -> Callable[[Params, Batch], BatchSums]:
+    loss = make_loss(config.loss)
+
+    def of_any_label(
+        logits: Float[Array, 'b k'], targets: Float[Array, 'b k']
+    ) -> Float[Array, 'b']:
+        return loss(logits, targets / targets.sum(axis=-1, keepdims=True))
+
+    # A network that was trained for one class an image, on images of which several are right.
+    relabelled = source.multi_label and not train.multi_label
+    return make_loss_sums(
+        model.apply,
+        of_any_label if relabelled else loss,
+        functools.partial(normalize, preprocessing=preprocessing),
+        keep_rows=train.multi_label,
+    )

@@ -1,0 +1,75 @@
+"""Features of whole splits, kept on disk: another evaluation of the same network reads them.
+
+A file is named by a digest of the network, of how images are preprocessed, and of the images: all
+names and labels, and the bytes of some.
+"""
+
+import hashlib
+import json
+import logging
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from vit_jax.base import records, tree_names
+from vit_jax.base.array_types import Float, Int, Params
+from vit_jax.base.atomic_files import atomic_write
+from vit_jax.data.image_preprocessing import Preprocessing
+from vit_jax.data.loading import ImageReader
+from vit_jax.data.sources.base import Source
+from vit_jax.models import ModelConfig
+from vit_jax.runs.probing import FeaturesOf
+
+_SAMPLE = 64  # images of a split whose bytes are part of its digest
+
+
+def cached(features_of: FeaturesOf, folder: pathlib.Path, network: str) -> FeaturesOf:
+    """The same features, read from files in `folder` where they are there, else written there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    in_memory: dict[str, np.ndarray] = {}
+
+    def from_cache(reader: ImageReader, indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:
+        preparation = repr((reader.crop, reader.size, reader.exif_rotation))
+        name = _digest(network, preparation, _digest_of_images(reader.source))
+        path = folder / f'{name}.npy'
+        if name not in in_memory:
+            if path.exists():
+                in_memory[name] = np.load(path, allow_pickle=False)
+                logging.info('features of %d images read from %s', len(reader.source), path)
+            else:
+                in_memory[name] = features_of(reader, np.arange(len(reader.source)))
+                with atomic_write(path) as partial, partial.open('wb') as file:
+                    np.save(file, in_memory[name], allow_pickle=False)
+        return in_memory[name][indices]
+
+    return from_cache
+
+
+def digest_of_network(
+    model: ModelConfig, params: Params, *, preprocessing: Preprocessing, dtype: str
+) -> str:
+    """One name for a network: configuration, numbers, how pixels are scaled, precision."""
+    scaling = preprocessing.mean, preprocessing.std, dtype
+    leaves = tree_names.named_leaves(params)
+    return _digest(
+        json.dumps(records.to_dict(model)),
+        repr(scaling),
+        *(part for name, leaf in leaves.items() for part in (name, leaf)),
+    )
+
+
+def _digest_of_images(source: Source) -> str:
+    some = np.linspace(0, len(source) - 1, min(_SAMPLE, len(source))).astype(int).tolist()
+    names = [source.name_of(i) for i in range(len(source))]
+    return _digest(*names, source.labels, *(source.read(i)[0] for i in some))
+
+
+def _digest(*parts: Any) -> str:
+    total = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        if not isinstance(data, bytes):
+            data = np.ascontiguousarray(data).tobytes()
+        total.update(len(data).to_bytes(8, 'little') + data)
+    return total.hexdigest()

@@ -1,0 +1,148 @@
+"""Which training step fits the memory of devices that are not here: compiled, not run."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from vit_jax.base.errors import UserError
+from vit_jax.config import TrainConfig
+from vit_jax.data.sources.base import Source
+from vit_jax.data.sources.opening import make_opener
+from vit_jax.models import Remat
+from vit_jax.parallel import ahead_of_time, meshes, sharding_rules
+from vit_jax.parallel.ahead_of_time import DoesNotFit, Topology
+from vit_jax.runs import compilation
+from vit_jax.runs.experiment import decide
+
+POLICIES: tuple[Remat, ...] = 'none', 'dots', 'block'  # of rematerialisation, fastest first
+_TRIALS = 4  # compilations to find the largest batch
+
+
+class StepMemory(NamedTuple):
+    """A step that fits: bytes on one device, and the communication in it."""
+
+    state: int  # and batch
+    peak: int  # the most that is needed at once
+    collectives: dict[str, int]
+    sharding: list[str]  # how the state is split, in lines
+
+
+# (config, where) -> the memory of its step. DoesNotFit where the devices have less.
+CompileStep = Callable[[TrainConfig, Topology], StepMemory]
+
+
+def without_data(
+    config: TrainConfig, *, num_classes: int | None, num_images: int | None
+) -> TrainConfig:
+    """The same experiment on images that are never read, so many of so many classes.
+
+    Numbers that are not given are those of the data. Raises UserError where it is not there.
+    """
+    if config.total is None or config.model is None:
+        raise UserError('a plan needs config.model and config.total: it compiles a training step')
+    num_classes = num_classes or config.model.num_classes
+    if num_classes is None or num_images is None:
+        try:
+            source = make_opener(config.held_out)(config.data, config.train_split)
+        except UserError as error:
+            raise UserError(
+                f'{error}\nwithout the data: --num_classes=1000 --num_images=1281167'
+            ) from error
+        num_classes = num_classes or len(source.class_names)
+        num_images = num_images or len(source)
+
+    def unread(_: Any) -> Any:
+        raise AssertionError('a plan reads no images')
+
+    source = Source(
+        count=num_images,
+        class_names=tuple(map(str, range(num_classes))),
+        read=unread,
+        name_of=str,
+        read_labels=unread,
+    )
+    return dataclasses.replace(
+        config,
+        data=lambda split: source,
+        evals={},
+        eval_split='test',
+        fewshot=None,
+        start_from=None,
+    )
+
+
+def compile_step(config: TrainConfig, where: Topology) -> StepMemory:
+    """The memory of the compiled training step. DoesNotFit, or UserError for sizes that do not."""
+    experiment = decide(config, devices=where.devices)
+    state = compilation.abstract_state(experiment)
+    compiled = ahead_of_time.compile_for(where, compilation.lower_update(experiment, state))
+    memory = compiled.memory_analysis()
+    return StepMemory(
+        memory.argument_size_in_bytes,
+        memory.peak_memory_in_bytes,
+        ahead_of_time.collectives(compiled),
+        sharding_rules.sharding_report(state, compilation.shardings_of(state), experiment.mesh),
+    )
+
+
+def with_policy(config: TrainConfig, remat: Remat) -> TrainConfig:
+    """The experiment with another rematerialisation."""
+    return dataclasses.replace(config, compute=dataclasses.replace(config.compute, remat=remat))
+
+
+def tried_policies(
+    config: TrainConfig, where: Topology, *, compile_step: CompileStep = compile_step
+) -> Iterator[tuple[Remat, StepMemory | DoesNotFit]]:
+    """Every rematerialisation policy from the configuration's own on, until one fits."""
+    for policy in POLICIES[POLICIES.index(config.compute.remat) :]:
+        try:
+            memory = compile_step(with_policy(config, policy), where)
+        except DoesNotFit as error:
+            yield policy, error
+        else:
+            yield policy, memory
+            return
+
+
+def largest_batch(
+    config: TrainConfig,
+    where: Topology,
+    first: StepMemory | DoesNotFit,
+    *,
+    compile_step: CompileStep = compile_step,
+) -> tuple[int, StepMemory] | None:
+    """The largest batch that was found to fit; `first` is what came of the configuration's own.
+
+    Memory grows by about the same amount with every image: each trial aims at where the limit
+    should be, and a little below it after one that did not fit.
+    """
+    mesh = meshes.make_mesh(config.mesh, where.devices)
+    unit = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
+    batch_size, result, aim = config.batch_size, first, 1.0
+    best: tuple[int, StepMemory] | None = None
+    too_large = None
+    for trial in range(_TRIALS + 1):
+        if isinstance(result, StepMemory):
+            best = batch_size, result
+            guess = _by_growth(batch_size, result, aim * where.memory, result.state)
+        else:
+            too_large, aim = batch_size, aim * 0.95
+            guess = int(batch_size * (aim * where.memory / result.needed if result.needed else 0.5))
+        if best is not None and too_large is not None:
+            guess = min(
+                _by_growth(*best, aim * where.memory, best[1].state), (best[0] + too_large) // 2
+            )
+        guess = guess // unit * unit
+        if trial == _TRIALS or guess <= (best[0] if best else 0):
+            break
+        batch_size = guess
+        try:
+            result = compile_step(dataclasses.replace(config, batch_size=batch_size), where)
+        except DoesNotFit as error:
+            result = error
+    return best
+
+
+def _by_growth(batch_size: int, found: StepMemory, memory: float, state: int) -> int:
+    """The batch that would need `memory`, where all but the state grows with the batch."""
+    return int(batch_size * (memory - state) / max(1, found.peak - state))

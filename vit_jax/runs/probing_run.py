@@ -1,0 +1,79 @@
+"""A run that evaluates a checkpoint's features, and trains nothing."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+
+from vit_jax.base import records
+from vit_jax.base.atomic_files import write_json
+from vit_jax.base.errors import UserError
+from vit_jax.checkpoints.transfer import transfer
+from vit_jax.config import TrainConfig
+from vit_jax.data.loading import make_loaders
+from vit_jax.data.sources.opening import make_opener
+from vit_jax.models import build
+from vit_jax.parallel import meshes, sharding_rules
+from vit_jax.parallel.processes import Job
+from vit_jax.runs import feature_cache, fingerprint, probing, workdirs
+from vit_jax.runs.compilation import compile_features
+from vit_jax.runs.experiment import make_mesh, open_start, reader_for
+from vit_jax.runs.reporting import console_of
+
+
+def probe(
+    config: TrainConfig, path: str, *, accept_changes: bool = False, job: Job | None = None
+) -> tuple[dict[str, Any], pathlib.Path]:
+    """The result for the checkpoint `start_from`, and the file in `path` that it is written to.
+
+    The preprocessing is the checkpoint's, whatever the configuration would train with. Raises
+    UserError for input that does not fit.
+    """
+    job = job or Job()
+    config = records.checked(config, where='config')
+    if (fewshot := config.fewshot) is None:
+        raise UserError('config.fewshot is none: expected shots, seeds and data to evaluate with')
+    job.require_same('this evaluation', fingerprint.of_run(config, path))
+    start = open_start(config)
+    if start is None:
+        raise UserError('config.start_from is none: expected the checkpoint to evaluate')
+    preprocessing = start.card.preprocessing
+    config = dataclasses.replace(config, preprocessing=preprocessing)
+    size = config.image_size or start.card.model.image_size
+    model = build(
+        dataclasses.replace(start.card.model, num_classes=None, image_size=size),
+        compute=config.compute,
+    )
+    mesh, batch_size = make_mesh(config), config.eval_batch_size or config.batch_size
+    reader = reader_for(config, model.config, preprocessing)
+    sets = probing.open_probes(config, make_opener(config.held_out), reader)
+    job.require_same(
+        'the data', {name: fingerprint.of_data(p.train.source) for name, p in sets.found.items()}
+    )
+    values, console = records.to_dict(config), console_of(job)
+    with workdirs.opened(path, values, job, accept_changes=accept_changes) as folder:
+        fresh = jax.eval_shape(model.init, jax.random.key(0))
+        shardings = sharding_rules.shardings_for(fresh, mesh, config.mesh)
+        abstract = sharding_rules.abstract(fresh, shardings)
+        features = compile_features(model, preprocessing, mesh, batch_size, abstract)
+        params, report = transfer(start.read(), old=start.card.model, new=model.config, fresh=fresh)
+        console.print('\n'.join([f'start_from {start.path}', *start.report, *report]))
+        features_of = probing.make_features_of(
+            features,
+            meshes.put(params, shardings),
+            make_loaders(config.loader, meshes.batch_sharding(mesh)),
+            batch_size=batch_size,
+            job=job,
+        )
+        if fewshot.feature_cache is not None and job.count == 1:
+            network = feature_cache.digest_of_network(
+                model.config, params, preprocessing=preprocessing, dtype=config.compute.dtype
+            )
+            cache = pathlib.Path(fewshot.feature_cache)
+            features_of = feature_cache.cached(features_of, cache, network)
+        result = probing.evaluate(features_of, sets, fewshot, preprocessing)
+        result |= {'step': start.card.step, 'checkpoint': config.start_from}
+        if job.index == 0:
+            write_json(folder / workdirs.FEWSHOT, result)
+    return result, folder / workdirs.FEWSHOT

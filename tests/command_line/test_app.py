@@ -98,7 +98,7 @@ def test_a_flag_that_a_program_would_ignore_is_refused(monkeypatch, capsys):
         assert started(monkeypatch, app.new_parser('name', ''), flag) == (2,)
         assert f'unrecognized arguments: {flag}' in capsys.readouterr().err
     with pytest.raises(ValueError, match='watchdog_seconds=0.0: expected at least 0.1'):
-        Launch(watchdog_seconds=0)
+        Launch(watchdog_seconds=0.0)
 
 
 @pytest.mark.parametrize('flags', [[], ['--traceback']])

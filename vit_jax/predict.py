@@ -19,6 +19,7 @@ from vit_jax.base.array_types import Bool, Float, Int
 from vit_jax.base.errors import MissingFile, UserError
 from vit_jax.command_line import app
 from vit_jax.data import loading
+from vit_jax.data.image_preprocessing import normalize
 from vit_jax.data.sources.folders import unlabelled
 from vit_jax.parallel import meshes
 from vit_jax.pretrained import Loaded, OutputName, load
@@ -90,7 +91,7 @@ def _outputs(
     indices = np.arange(len(reader.source))
     for batch in loading.sequential_batches(feed, indices, batch_size=batch_size):
         part, indices = indices[:batch_size], indices[batch_size:]
-        images = loaded.preprocessing.scaled(batch['images'])
+        images = normalize(batch['images'], loaded.preprocessing)
         outputs = on_devices.outputs(images, *wanted)
         named = {n: rows[: len(part)] for n, rows in zip(wanted, outputs, strict=True)}
         yield part, np.asarray(batch['mask'])[: len(part)], named

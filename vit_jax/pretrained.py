@@ -192,10 +192,12 @@ def load(
     old = checkpoint.card.model
     new = changes.network(old)
     params, report = _changed(checkpoint.read(), old, new, changes.new_channels)
-    # What was said of the old head does not hold for another one.
-    head = {} if new.num_classes == old.num_classes else {'class_names': (), 'loss': None}
+    # Class names and loss belong to the old head.
+    card = dataclasses.replace(checkpoint.card, model=new, grid=new.grid)
+    if new.num_classes != old.num_classes:
+        card = dataclasses.replace(card, class_names=(), loss=None)
     loaded = Loaded(
-        card=dataclasses.replace(checkpoint.card, model=new, grid=new.grid, **head),
+        card=card,
         params=params,
         report=(path, *checkpoint.report, *report),
         ignored=checkpoint.ignored,

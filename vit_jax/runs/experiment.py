@@ -104,7 +104,9 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
     )
     preprocessing = preprocessing_of(config, start)
     reader = reader_for(config, model_config, preprocessing)
-    init, update, report = _training_functions(config, model, preprocessing, length)
+    init, update, report = _training_functions(
+        config, model, preprocessing, length=length, num_classes=len(train.class_names)
+    )
     crop = host_crop(config.augmentation, preprocessing)
     return Experiment(
         config=config,
@@ -202,7 +204,12 @@ def reader_for(
 
 
 def _training_functions(
-    config: TrainConfig, model: Model, preprocessing: Preprocessing, length: TrainLength
+    config: TrainConfig,
+    model: Model,
+    preprocessing: Preprocessing,
+    *,
+    length: TrainLength,
+    num_classes: int,
 ) -> tuple[
     Callable[[], TrainState],
     Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]],
@@ -226,7 +233,7 @@ def _training_functions(
         augment=functools.partial(
             augment,
             config=config.augmentation,
-            targets_of=functools.partial(targets_of, num_classes=model.config.num_classes),
+            targets_of=functools.partial(targets_of, num_classes=num_classes),
         ),
         stop_frozen_gradients=rules.stop_frozen_gradients,
         seed=config.seed,

@@ -69,6 +69,19 @@ def test_parts_of_a_batch_give_the_update_of_the_whole(parts):
     assert_close(metrics, expected, rtol=1e-5)
 
 
+def test_each_part_has_dropout_of_its_own():
+    """Part i is every k-th example from i on, and its number is folded into the key."""
+    _, metrics = step(BATCH, dropout=0.5, parts=4)
+    model = build(tiny.model(), regularization=Regularization(dropout=0.5))
+    params = tiny.random_params(jax.eval_shape(model.init, jax.random.key(0)))
+    sums = jax.jit(loss_sums_of(model))
+    parts = [jax.tree.map(lambda x, i=i: x[i::4], BATCH) for i in range(4)]
+    key = key_for(0, DROP, 0)
+    losses = [sums(params, part, jax.random.fold_in(key, i)) for i, part in enumerate(parts)]
+    expected = sum(float(part.sums['loss']) for part in losses)
+    assert metrics.sums['loss'] == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_masked_example_changes_nothing():
     mask = BATCH['mask'].at[5].set(False)
     other = BATCH['images'].at[5].set(255 - BATCH['images'][5])

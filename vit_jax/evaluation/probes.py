@@ -61,11 +61,12 @@ class LogisticResult(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Weights of a logistic regression; the last row belongs to the constant feature."""
+    """A logistic regression on its way: weights, the state of L-BFGS, and how far it is."""
 
-    weights: Float[np.ndarray, 'e k']
-    iterations: int
-    converged: bool
+    weights: Float[Array, 'e k']
+    state: Any
+    iterations: Int[Array, '']
+    slope: Float[Array, '']  # the largest entry of the gradient of the mean loss
 
 
 def nearest_neighbours(train: Labelled, test: Labelled, *, neighbours: int) -> float:
@@ -98,47 +99,48 @@ def logistic(train: Labelled, test: Labelled, config: LogisticConfig) -> Logisti
     """The linear probe, with the l2 that is best on a validation part of the training images."""
     learned, tested = standardised(train.features, test.features, constant=1.0)
     classes, labels = np.unique(train.labels, return_inverse=True)
-    fit = functools.partial(fit_logistic, num_classes=len(classes), config=config)
+
+    def fit(rows: Any, l2: float) -> Fit:
+        return fit_logistic(
+            learned[rows],
+            labels[rows],
+            l2=l2 / len(labels[rows]),
+            num_classes=len(classes),
+            max_iterations=config.max_iterations,
+            tolerance=config.tolerance,
+        )
+
     l2 = config.l2[0]
     if len(config.l2) > 1:
-        validation = np.random.default_rng(0).random(len(labels)) < config.validation_fraction
-        part, rest = (Labelled(learned[rows], labels[rows]) for rows in (validation, ~validation))
-        l2 = max(config.l2, key=lambda strength: _accuracy(fit(rest, l2=strength).weights, part))
-    weights, iterations, converged = fit(Labelled(learned, labels), l2=l2)
+        valid = np.random.default_rng(0).random(len(labels)) < config.validation_fraction
+        part = Labelled(learned[valid], labels[valid])
+        l2 = max(config.l2, key=lambda strength: _accuracy(fit(~valid, strength), part))
+    fitted = fit(slice(None), l2)
     # The column of each test image; no column for a class that has no training image.
     known = np.isin(test.labels, classes)
     columns = np.where(known, np.searchsorted(classes, test.labels), -1)
-    return LogisticResult(_accuracy(weights, Labelled(tested, columns)), l2, iterations, converged)
-
-
-def fit_logistic(train: Labelled, *, num_classes: int, l2: float, config: LogisticConfig) -> Fit:
-    """Weights W of least sum of softmax losses of XW plus l2/2 |W|^2, from labels 0, 1, ....
-
-    X is the features, whose last column is constant; the last row of W, the bias, is not
-    regularised.
-    """
-    weights, iterations, slope = _descend(
-        jnp.asarray(train.features),
-        jnp.asarray(train.labels),
-        l2 / len(train.labels),
-        num_classes=num_classes,
-        max_iterations=config.max_iterations,
-        tolerance=config.tolerance,
+    accuracy, converged = (
+        _accuracy(fitted, Labelled(tested, columns)),
+        fitted.slope <= config.tolerance,
     )
-    return Fit(np.asarray(weights), int(iterations), bool(slope <= config.tolerance))
+    return LogisticResult(accuracy, l2, int(fitted.iterations), bool(converged))
 
 
 @functools.partial(jax.jit, static_argnames=('num_classes', 'max_iterations', 'tolerance'))
-def _descend(
+def fit_logistic(
     features: Float[Array, 'n e'],
     labels: Int[Array, 'n'],
-    l2: Float[Array, ''] | float,
     *,
+    l2: Float[Array, ''] | float,
     num_classes: int,
     max_iterations: int,
     tolerance: float,
-) -> tuple[Float[Array, 'e k'], Array, Array]:
-    """L-BFGS until no entry of the gradient of the mean loss is above the tolerance."""
+) -> Fit:
+    """Weights W of least mean of softmax losses of XW plus l2/2 |W|^2, from labels 0, 1, ....
+
+    X is the features, whose last column is constant; the last row of W, the bias, is not
+    regularised. L-BFGS, until no entry of the gradient is above the tolerance.
+    """
 
     def loss(weights: Float[Array, 'e k']) -> Float[Array, '']:
         logits = jnp.matmul(features, weights, precision='highest')
@@ -148,30 +150,21 @@ def _descend(
     solver = optax.lbfgs()
     value_and_slope = optax.value_and_grad_from_state(loss)
 
-    def step(carry: _Descent) -> _Descent:
+    def step(carry: Fit) -> Fit:
         value, slope = value_and_slope(carry.weights, state=carry.state)
         updates, state = solver.update(
             slope, carry.state, carry.weights, value=value, grad=slope, value_fn=loss
         )
         weights = optax.apply_updates(carry.weights, updates)
         largest = jnp.abs(optax.tree.get(state, 'grad')).max()
-        return _Descent(weights, state, carry.iterations + 1, largest)
+        return Fit(weights, state, carry.iterations + 1, largest)
 
-    def go_on(carry: _Descent) -> Any:
+    def go_on(carry: Fit) -> Any:
         return (carry.iterations < max_iterations) & (carry.slope > tolerance)
 
     start = jnp.zeros((features.shape[1], num_classes))
-    none, infinite = jnp.zeros((), jnp.int32), jnp.asarray(jnp.inf)
-    first = _Descent(start, solver.init(start), none, infinite)
-    found = jax.lax.while_loop(go_on, step, first)
-    return found.weights, found.iterations, found.slope
-
-
-class _Descent(NamedTuple):
-    weights: Float[Array, 'e k']
-    state: Any  # of L-BFGS
-    iterations: Int[Array, '']
-    slope: Float[Array, '']  # the largest entry of the gradient
+    first = Fit(start, solver.init(start), jnp.zeros((), jnp.int32), jnp.asarray(jnp.inf))
+    return jax.lax.while_loop(go_on, step, first)
 
 
 def standardised(
@@ -179,8 +172,8 @@ def standardised(
 ) -> tuple[Float[np.ndarray, 'n e'], Float[np.ndarray, 'm e']]:
     """Both by mean and deviation of the training features, with a constant feature at the end."""
     mean, std = train.mean(axis=0), train.std(axis=0) + 1e-5
-    one, other = (with_constant((x - mean) / std, constant) for x in (train, test))
-    return one, other
+    train, test = (with_constant((x - mean) / std, constant) for x in (train, test))
+    return train, test
 
 
 def with_constant(x: Float[np.ndarray, 'n d'], constant: float) -> Float[np.ndarray, 'n e']:
@@ -188,9 +181,10 @@ def with_constant(x: Float[np.ndarray, 'n d'], constant: float) -> Float[np.ndar
     return np.concatenate([x, np.full((len(x), 1), constant, x.dtype)], axis=1)
 
 
-def _accuracy(weights: Float[np.ndarray, 'e k'], test: Labelled) -> float:
+def _accuracy(fit: Fit, test: Labelled) -> float:
     """The share of images whose highest score is at their label."""
-    return float(((test.features @ weights).argmax(axis=1) == test.labels).mean())
+    scores = test.features @ np.asarray(fit.weights)
+    return float((scores.argmax(axis=1) == test.labels).mean())
 
 
 def _unit(features: Float[np.ndarray, 'n d']) -> Float[np.ndarray, 'n d']:

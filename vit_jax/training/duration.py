@@ -35,8 +35,7 @@ class Duration(Record):
         given = {unit: value for unit, value in values.items() if value is not None}
         if len(given) != 1:
             raise UserError(f'a duration has one of {", ".join(UNITS)}; got {given or "none"}')
-        for unit, value in values.items():
-            object.__setattr__(self, unit, value)
+        vars(self).update(values)
         self.__post_init__()
 
     def check(self) -> None:
@@ -66,7 +65,12 @@ class TrainLength(NamedTuple):
         """The duration in steps, rounded."""
         if duration.fraction is not None:
             return round(duration.fraction * self.total_steps)
-        return _steps(duration, batch_size=self.batch_size, num_images=self.num_images)
+        if duration.epochs is not None:
+            return round(duration.epochs * self.num_images / self.batch_size)
+        if duration.examples is not None:
+            return round(duration.examples / self.batch_size)
+        assert duration.steps is not None
+        return duration.steps
 
     @property
     def epochs(self) -> float:
@@ -78,18 +82,10 @@ def make_train_length(total: Duration, *, batch_size: int, num_images: int) -> T
     """The length of a training. UserError for a fraction, and for less than one step."""
     if total.fraction is not None:
         raise UserError(f'total.fraction={total.fraction}: of what? give steps, epochs or examples')
-    steps = _steps(total, batch_size=batch_size, num_images=num_images)
-    if steps < 1:
+    length = TrainLength(batch_size, num_images, total_steps=0)
+    length = length._replace(total_steps=length.steps(total))
+    if length.total_steps < 1:
         raise UserError(
             f'total.{total}: less than one step of batch_size={batch_size} ({num_images} images)'
         )
-    return TrainLength(batch_size, num_images, steps)
-
-
-def _steps(duration: Duration, *, batch_size: int, num_images: int) -> int:
-    if duration.steps is not None:
-        return duration.steps
-    if duration.epochs is not None:
-        return round(duration.epochs * num_images / batch_size)
-    assert duration.examples is not None
-    return round(duration.examples / batch_size)
+    return length

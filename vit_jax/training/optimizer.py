@@ -49,13 +49,14 @@ class ScheduleConfig(Record):
     def check(self) -> None:
         """The rates are none below 0, and nothing is set that this kind of decay does not use."""
         records.require_between(self, 'learning_rate', 'linear_end', low=0)
-        changed = {
-            'linear_end': ('linear', self.linear_end is not None),
-            'rsqrt_timescale': ('rsqrt', self.rsqrt_timescale != Duration(steps=_RSQRT_TIMESCALE)),
-        }
-        for name, (kind, is_set) in changed.items():
-            message = f'{name}: only kind={kind} uses it, and kind is {self.kind}'
-            records.require(not is_set or self.kind == kind, message)
+        records.require(
+            self.linear_end is None or self.kind == 'linear',
+            f'linear_end={self.linear_end}: kind={self.kind} has no such option, it is of linear',
+        )
+        records.require(
+            self.rsqrt_timescale == Duration(steps=_RSQRT_TIMESCALE) or self.kind == 'rsqrt',
+            f'rsqrt_timescale: kind={self.kind} has no such option, it is of rsqrt',
+        )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -84,7 +85,7 @@ class OptimizerConfig(RulesConfig):
             users = [kind for kind, options in OPTIONS.items() if name in options]
             records.require(
                 getattr(self, name) is None or self.kind in users,
-                f'{name}={getattr(self, name)}: kind={self.kind} has no such option, it is one of '
+                f'{name}={getattr(self, name)}: kind={self.kind} has no such option, it is of '
                 f'{" and ".join(users)}',
             )
 
@@ -151,8 +152,8 @@ def make_optimizer(
 
 def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
     given = {name: getattr(config, name) for name in OPTIONS[config.kind]}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    use = types.SimpleNamespace(**OPTIONS[config.kind] | chosen)
+    use = types.SimpleNamespace(**OPTIONS[config.kind])
+    vars(use).update({name: value for name, value in given.items() if value is not None})
     match config.kind:
         case 'adamw':
             return optax.scale_by_adam(use.b1, use.b2, use.epsilon, mu_dtype=config.moment_dtype)
@@ -175,17 +176,13 @@ def _adafactor(b1: float, b2: float, moment_dtype: str) -> optax.GradientTransfo
             min_dim_size_to_factor=least_side, decay_rate_fn=decay, epsilon=1e-30
         )
 
-    def are_vectors(params: Any) -> Any:
-        """Stacked vectors too: the depth is no side of a matrix."""
-        return tree_names.map_named(
-            lambda name, leaf: leaf.ndim - name.startswith(BLOCKS) < 2, params
+    def are(vectors: bool) -> Callable[[Any], Any]:  # or matrices; the stacked depth is no side
+        return lambda params: tree_names.map_named(
+            lambda name, leaf: (leaf.ndim - name.startswith(BLOCKS) < 2) == vectors, params
         )
 
-    def are_matrices(params: Any) -> Any:
-        return jax.tree.map(operator.not_, are_vectors(params))
-
     return optax.chain(
-        optax.masked(scaled(least_side=2**62), are_vectors),  # one second moment for each number
-        optax.masked(scaled(least_side=32), are_matrices),  # as in big_vision; optax has 128
+        optax.masked(scaled(least_side=2**62), are(vectors=True)),  # never as rows and columns
+        optax.masked(scaled(least_side=32), are(vectors=False)),  # as in big_vision; optax has 128
         optax.ema(b1, debias=False, accumulator_dtype=moment_dtype),
     )

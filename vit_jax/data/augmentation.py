@@ -35,8 +35,6 @@ AugmentFunction = Callable[[Key[Array, ''], Batch], Batch]
 _SHIFT, _FLIP, _RANDAUGMENT, _ERASE, _MIX = range(5)
 
 
-
-
 @dataclasses.dataclass(kw_only=True)
 class Augmentation(Record):
     """Random changes to training images, in the order in which they are applied.

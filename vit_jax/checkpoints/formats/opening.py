@@ -17,7 +17,7 @@ import numpy as np
 from vit_jax.base import records, tree_names
 from vit_jax.base.array_types import Params
 from vit_jax.base.atomic_files import write_json
-from vit_jax.base.errors import UserError
+from vit_jax.base.errors import UserError, usable
 from vit_jax.checkpoints import store
 from vit_jax.checkpoints.formats import array_files, google, huggingface, name_map, timm
 from vit_jax.checkpoints.formats.array_files import Contents
@@ -107,7 +107,8 @@ def write(
     named = _folded(params, layout)
     entries = name_map.expanded(module.table(config, layout), config, named, layout=format)
     arrays, said = _in_type(name_map.write(entries, named), layout.dtype)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    with usable(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
     if module is google:
         array_files.write_npz(target, arrays)
     else:

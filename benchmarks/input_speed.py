@@ -53,7 +53,7 @@ class Rate:
 
 
 def rate(step: Callable[[], int], seconds: float) -> Rate:
-    """Of steps that return how many images they did, after two to warm up."""
+    """The rate of a step that returns its number of images, after two calls to warm up."""
     step()
     step()
     wall, core, images = time.perf_counter(), time.process_time(), 0
@@ -63,7 +63,7 @@ def rate(step: Callable[[], int], seconds: float) -> Rate:
 
 
 def tiny_images(count: int) -> Source:
-    """Images that cost nothing to decode: what is left is our own Python."""
+    """Images that need no decoding, to time our own Python alone."""
     image = np.zeros((224, 224, 3), np.uint8)
     return labelled_source([0] * count, ('a',), read=lambda i: image, name_of=str)
 
@@ -74,11 +74,8 @@ def reading(reader: loading.ImageReader, threads: int, batch_size: int) -> Calla
     rng = np.random.default_rng(0)
 
     def step() -> int:
-        draws = [
-            loading.ExampleRef(int(i), epoch=1)
-            for i in rng.integers(0, len(reader.source), batch_size)
-        ]
-        reader.examples(draws, pool)
+        drawn = rng.integers(0, len(reader.source), batch_size)
+        reader.examples([loading.ExampleRef(int(i), epoch=1) for i in drawn], pool)
         return batch_size
 
     return step
@@ -116,7 +113,7 @@ def tf_data(paths: list[pathlib.Path], size: tuple[int, int], batch_size: int) -
 
 
 def timed(name: str, step: Callable[[], int], seconds: float) -> Rate:
-    """The rate of a step, said."""
+    """The rate of a step, printed."""
     found = rate(step, seconds)
     print(f'{name:<36}{found}')
     return found
@@ -132,9 +129,9 @@ def on_the_host(reader: loading.ImageReader, batch_size: int, seconds: float) ->
 
 
 def augmentation(reader: loading.ImageReader, batch_size: int, seconds: float) -> None:
-    """What is changed on the device, at the level medium2."""
-    draws = [loading.ExampleRef(i) for i in range(batch_size)]
-    images = reader.examples(draws, futures.ThreadPoolExecutor(1))
+    """Augmentation on the device, at the level medium2."""
+    refs = [loading.ExampleRef(i) for i in range(batch_size)]
+    images = reader.examples(refs, futures.ThreadPoolExecutor(1))
     key, targets = jax.random.key(0), functools.partial(targets_of, num_classes=1000)
     changed = jax.jit(functools.partial(augment, key, config=augreg('medium2'), targets_of=targets))
 
@@ -148,7 +145,7 @@ def augmentation(reader: loading.ImageReader, batch_size: int, seconds: float) -
 def with_a_network(
     reader: loading.ImageReader, name: str, batch_size: int, seconds: float
 ) -> Callable[[], int]:
-    """The pipeline to the device, a step, both; gives the step of the pipeline."""
+    """Times the pipeline to the device, a training step, and both; returns the pipeline's step."""
     model = variant(name, num_classes=1000)
     config = TrainConfig(
         data='photos',
@@ -162,8 +159,8 @@ def with_a_network(
     step = compilation.lower_update(experiment, abstract).compile()
     sharding = meshes.batch_sharding(experiment.mesh)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    feed = loading.make_loader(reader, config.loader, sharding)
-    batches = loading.training_batches(feed, steps=range(10**9), batch_size=batch_size, seed=0)
+    loader = loading.make_loader(reader, config.loader, sharding)
+    batches = loading.training_batches(loader, steps=range(10**9), batch_size=batch_size, seed=0)
 
     def to_device() -> int:
         jax.block_until_ready(next(batches))

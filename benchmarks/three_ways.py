@@ -26,23 +26,22 @@ from vit_jax.training.losses import targets_of
 
 
 def digest(data: str, steps: int) -> str:
-    """Of augmented training batches, 128 images each."""
+    """A digest of training batches of 128 images, before and after augmentation."""
     source = make_opener()(data, 'train')
     reader = loading.ImageReader(source, InceptionCrop(), (32, 32), exif_rotation=True)
-    feed = loading.make_loader(
-        reader, loading.LoaderConfig(), batch_sharding(make_mesh(MeshConfig()))
-    )
+    sharding = batch_sharding(make_mesh(MeshConfig()))
+    loader = loading.make_loader(reader, loading.LoaderConfig(), sharding)
     targets = functools.partial(targets_of, num_classes=len(source.class_names))
     changed = jax.jit(functools.partial(augment, config=augreg('light2'), targets_of=targets))
     total = hashlib.sha256()
-    for batch in loading.training_batches(feed, steps=range(steps), batch_size=128, seed=0):
+    for batch in loading.training_batches(loader, steps=range(steps), batch_size=128, seed=0):
         for array in (batch['images'], *changed(jax.random.key(0), batch).values()):
             total.update(np.asarray(array).tobytes())
     return total.hexdigest()[:16]
 
 
 def main() -> None:
-    """Prints the three digests; they are to be one."""
+    """Prints the three digests, and whether they are equal."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('folder')
     parser.add_argument('--steps', type=int, default=400)

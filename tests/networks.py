@@ -1,5 +1,6 @@
 """Networks as they come out of files, and the arrays of files as other libraries read them."""
 
+import dataclasses
 import pathlib
 
 import jax
@@ -7,7 +8,10 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from tests import tiny
-from vit_jax.data import image_preprocessing
+from vit_jax.checkpoints.card import Card
+from vit_jax.checkpoints.formats import google
+from vit_jax.checkpoints.formats.opening import FORMATS, OURS
+from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.models import Backbone, ResNetConfig, build
 from vit_jax.pretrained import Loaded
 
@@ -22,18 +26,24 @@ RESNET = ResNetConfig(
 )
 
 
-def loaded(config, layout=None, format='google', **values) -> Loaded:
-    """A network with random parameters, as if it had been read from such a file."""
+# What a path ends with, by the name of the format.
+ENDINGS = {form.name: '' if form.file_name else form.suffix for form in FORMATS} | {OURS: ''}
+
+
+def loaded(config, format=google.GOOGLE, layout=None, **card) -> Loaded:
+    """A network with random parameters, as if it had been read from a file of such a layout."""
     params = jax.eval_shape(build(config).init, jax.random.key(0))
     params = jax.tree.map(np.asarray, tiny.random_params(params))
-    origin = {'format': layout.name if layout else format, 'layout': layout}
-    rest = {
-        'preprocessing': image_preprocessing.Preprocessing(),
-        'class_names': (),
-        'report': (),
-        'ignored': (),
-    }
-    return Loaded(config=config, params=params, **(rest | origin | values))
+    card = {'preprocessing': Preprocessing(exif_rotation=False)} | card
+    card = Card(model=config, grid=config.grid, **card)
+    layout = layout or format.usual_layout(config)
+    return Loaded(card, params, report=(), ignored=(), format=format.name, layout=layout)
+
+
+def changed(network: Loaded, *, params=None, **card) -> Loaded:
+    """The network with other parameters, or other values of its card."""
+    card = dataclasses.replace(network.card, **card)
+    return dataclasses.replace(network, card=card, params=params or network.params)
 
 
 def contents(path):

@@ -11,11 +11,10 @@ import pytest
 
 import vit_jax
 from tests import reference, tiny
-from tests.networks import HYBRID, RESNET, contents, loaded
+from tests.networks import HYBRID, RESNET, changed, contents, loaded
 from vit_jax import augreg, convert, predict
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.checkpoints.augreg_index import fine_tuned, listed, pick, read_index
-from vit_jax.checkpoints.formats import google
 from vit_jax.command_line import app
 from vit_jax.config import FewshotConfig
 from vit_jax.data.image_preprocessing import Preprocessing
@@ -29,15 +28,15 @@ NAME = 'google_vit_token_prelogits'
 
 def saved(tmp_path, config, **values):
     path = str(tmp_path / 'file.npz')
-    vit_jax.save(loaded(config, google.GOOGLE, **values), path)
+    vit_jax.save(loaded(config, **values), path)
     return path
 
 
 def zero_headed(tmp_path):
-    network = loaded(tiny.model(), google.GOOGLE)
+    network = loaded(tiny.model())
     head = jax.tree.map(np.zeros_like, network.params['head'])
-    params = network.params | {'head': head}
-    vit_jax.save(dataclasses.replace(network, params=params), str(tmp_path / 'zero.npz'))
+    network = changed(network, params=network.params | {'head': head})
+    vit_jax.save(network, str(tmp_path / 'zero.npz'))
     return str(tmp_path / 'zero.npz')
 
 
@@ -130,15 +129,64 @@ def _twice(images):
 @pytest.mark.parametrize(
     'overrides, message',
     [
-        ({'imagesize': 3}, "no override 'imagesize'; did you mean 'image_size'"),
         ({'image_size': 30}, 'image_size=.30, 30. is not a multiple of patch_size'),
-        ({'channels': 1, 'new_channels': 'none'}, "new_channels='none'; expected 'adapt'"),
-        ({'num_heads': 2.5}, 'load.num_heads=2.5: expected'),
+        ({'channels': 1, 'new_channels': 'none'}, "new_channels='none': expected one of adapt"),
+        ({'num_heads': 2.5}, 'num_heads=2.5: expected'),
+        ({'gelu': 'erf'}, "gelu='erf': expected one of tanh, exact"),
+        ({'image_size': (8, 8, 8)}, r'image_size=\(8, 8, 8\): expected'),
+        ({'num_classes': 'none'}, "num_classes='none': expected"),
     ],
 )
 def test_a_wrong_override_is_named(overrides, message):
     with pytest.raises(ValueError, match=message):
         vit_jax.load(reference.path(NAME), **overrides)
+
+
+def test_a_resnet_has_no_patches_to_resize(tmp_path):
+    with pytest.raises(ValueError, match='patch_size=.8, 8.: a ResNet has no patches'):
+        vit_jax.load(saved(tmp_path, RESNET), patch_size=8)
+
+
+def test_probabilities_are_of_the_loss_that_the_network_was_trained_with(tmp_path):
+    images = np.asarray(tiny.images())
+    for loss in None, 'softmax', 'sigmoid', 'my.module:loss':
+        path = tmp_path / f'{loss}.safetensors'
+        vit_jax.save(loaded(tiny.model(), loss=loss), path, 'timm')
+        network = vit_jax.load(path)
+        assert network.card.loss == loss
+        function = jax.nn.sigmoid if loss == 'sigmoid' else jax.nn.softmax
+        logits = network.logits(images)
+        np.testing.assert_allclose(network.probabilities(images), function(logits), rtol=1e-6)
+        assert ('trained with my.module:loss' in repr(network)) == (loss == 'my.module:loss')
+    other_head = vit_jax.load(tmp_path / 'sigmoid.safetensors', num_classes=3)
+    assert other_head.card.loss is None and not other_head.predicts
+
+
+def test_any_head_predicts_that_is_not_as_it_was_initialised():
+    network = loaded(tiny.model())
+    hidden = {'hidden': {'kernel': np.eye(3)}, 'out': {'kernel': np.ones(3), 'bias': np.zeros(2)}}
+    assert changed(network, params=network.params | {'head': hidden}).predicts
+    biased = {'kernel': np.zeros((4, 2)), 'bias': np.full(2, -6.9)}
+    assert not changed(network, params=network.params | {'head': biased}).predicts
+
+
+def test_several_outputs_cost_one_pass_and_are_those_of_each():
+    network, images = loaded(tiny.model()), np.asarray(tiny.images())
+    logits, features = network.outputs(images, 'logits', 'features')
+    np.testing.assert_array_equal(logits, network.logits(images))
+    np.testing.assert_array_equal(features, network.features(images))
+    lowered = network._outputs.lower(network.params, images, ('logits', 'features'))
+    alone = network._outputs.lower(network.params, images, ('logits',))
+    both, one = (each.compile().cost_analysis()['flops'] for each in (lowered, alone))
+    assert both == one
+
+
+def test_captured_arrays_come_with_the_logits(tmp_path):
+    network, images = loaded(tiny.model()), np.asarray(tiny.images())
+    logits, captured = network.capture(images, ['tokens'])
+    np.testing.assert_array_equal(logits, network.logits(images))
+    assert captured['tokens'].shape == (3, 2, 5, 16)  # (layer, image, token, width)
+    assert isinstance(captured['tokens'], np.ndarray)
 
 
 def test_a_hint_that_contradicts_the_file_is_refused(tmp_path):
@@ -151,7 +199,7 @@ def test_a_hint_that_contradicts_the_file_is_refused(tmp_path):
 
 def test_a_checkpoint_of_ours_is_loaded_and_saved_alone(tmp_path):
     names = tuple(f'bird {i}' for i in range(tiny.CLASSES))
-    network = loaded(HYBRID, google.GOOGLE, class_names=names)
+    network = loaded(HYBRID, class_names=names)
     vit_jax.save(network, str(tmp_path / 'ours'), 'vit_jax')
     again = vit_jax.load(str(tmp_path / 'ours'))
     assert (again.config, again.class_names) == (HYBRID, names)
@@ -220,7 +268,7 @@ def run(module, *arguments):
 
 def test_predict_prints_the_classes_that_the_logits_say(tmp_path, capsys):
     names = tuple(f'bird {i}' for i in range(tiny.CLASSES))
-    network = loaded(tiny.model(), google.GOOGLE, class_names=names)
+    network = loaded(tiny.model(), class_names=names)
     vit_jax.save(network, str(tmp_path / 'ours'), 'vit_jax')
     folder = photos(tmp_path)
     assert run(predict, tmp_path / 'ours', folder, '--top=2', '--features', tmp_path / 'f.npz') == 0
@@ -304,34 +352,10 @@ COLUMNS += ['adapt_final_val', 'adapt_final_test', 'lr']
 
 
 def index(tmp_path):
+    tuned = 'imagenet2012 384 B_16-i21k-a--x 0.85 0.84', 'cifar100 224 B_16-i21k-a--y 0.93 0.92'
     rows = [
-        (
-            'B/16',
-            'i21k',
-            300,
-            0.45,
-            'B_16-i21k-a',
-            'imagenet2012',
-            384,
-            'B_16-i21k-a--x',
-            0.85,
-            0.84,
-            0,
-        ),
-        (
-            'B/16',
-            'i21k',
-            300,
-            0.45,
-            'B_16-i21k-a',
-            'cifar100',
-            224,
-            'B_16-i21k-a--y',
-            0.93,
-            0.92,
-            0,
-        ),
-        (
+        *(['B/16', 'i21k', 300, 0.45, 'B_16-i21k-a', *text.split(), 0] for text in tuned),
+        [
             'B/16',
             'i21k',
             300,
@@ -343,9 +367,9 @@ def index(tmp_path):
             0.8,
             0.8,
             0,
-        ),
-        ('B/16', 'i1k', 300, 0.81, 'B_16-i1k-c', '', '', '', '', '', 0),
-        ('R50+L/32', 'i21k', 300, 0.5, 'R50_L_32-i21k-d', '', '', '', '', '', 0),
+        ],
+        ['B/16', 'i1k', 300, 0.81, 'B_16-i1k-c', '', '', '', '', '', 0],
+        ['R50+L/32', 'i21k', 300, 0.5, 'R50_L_32-i21k-d', '', '', '', '', '', 0],
     ]
     with (tmp_path / 'index.csv').open('w') as file:
         csv.writer(file).writerows([COLUMNS, *rows])
@@ -366,7 +390,7 @@ def test_the_published_rule_picks_the_best_of_imagenet_21k(tmp_path, capsys):
     assert [row.adapt_ds for row in fine_tuned(rows, 'B_16-i21k-a')] == ['cifar100', 'imagenet2012']
     assert run(augreg, index(tmp_path), 'B/16') == 0
     assert 'picked    B_16-i21k-b.npz' in capsys.readouterr().out
-    with pytest.raises(ValueError, match="no variant 'B/17' that was pre-trained on i21k"):
+    with pytest.raises(ValueError, match="no variant 'B/17' in the index; did you mean"):
         pick(rows, 'B/17')
     with pytest.raises(ValueError, match="no file 'B_16-i21k-x' in the index; did you mean"):
         pick(rows, 'B_16-i21k-x')

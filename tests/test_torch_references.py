@@ -3,7 +3,6 @@
 Skipped, visibly, without the `torch` extra.
 """
 
-import dataclasses
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -16,9 +15,8 @@ import numpy as np
 import pytest
 
 import vit_jax
-from tests.networks import assert_same_arrays, loaded
+from tests.networks import assert_same_arrays, changed, loaded
 from vit_jax.base.tree_names import map_named, named_leaves
-from vit_jax.checkpoints.formats import google
 from vit_jax.models import build, variant
 
 REASON = 'the torch extra is not installed: pip install -e ".[torch]"'
@@ -91,8 +89,9 @@ def network(request):
         return 1 + 5 * values if name.endswith('scale') else values
 
     params = jax.eval_shape(build(config).init, jax.random.key(0))
-    empty = loaded(variant('Ti/16', depth=1, image_size=(16, 16)), google.GOOGLE)
-    return request.param, dataclasses.replace(empty, config=config, params=map_named(draw, params))
+    empty = loaded(variant('Ti/16', depth=1, image_size=(16, 16)))
+    network = changed(empty, params=map_named(draw, params), model=config, grid=config.grid)
+    return request.param, network
 
 
 def as_the_papers_code(model):

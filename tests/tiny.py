@@ -99,7 +99,7 @@ def random_params(params, *, scale: float = 0.3):
     )
 
 
-def assigned(config: TrainConfig, **changes) -> TrainConfig:
+def assigned(config, **changes):
     """As the command line does it: without a look at the types."""
     for name, value in changes.items():
         setattr(config, name, value)

@@ -16,10 +16,8 @@ def main(arguments: argparse.Namespace) -> int:
     rows = augreg_index.read_index(arguments.index)
     if arguments.name is None:
         for name in sorted({row.name for row in rows}):
-            count, best = (
-                len(augreg_index.listed(rows, name)),
-                augreg_index.pick(rows, name).filename,
-            )
+            count = len(augreg_index.listed(rows, name))
+            best = augreg_index.pick(rows, name).filename
             print(f'{name:<10} {count:>4} checkpoints, picked: {best}')
         return 0
     picked = augreg_index.pick(rows, arguments.name)

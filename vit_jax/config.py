@@ -182,7 +182,7 @@ RENAMED = {
     'optimizer.rates': 'optimizer.lr_multipliers',
 }
 # What None means today, and what earlier versions wrote down whether it was used or not.
-_OLD_DEFAULTS = {
+_OLD_DEFAULTS: dict[str, dict[str, Any]] = {
     'optimizer': {'b1': 0.9, 'b2': 0.999, 'epsilon': 1e-8, 'momentum': 0.9},
     'schedule': {'linear_end': 1e-5, 'rsqrt_timescale': {'steps': 10_000}},
 }

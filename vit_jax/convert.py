@@ -9,30 +9,27 @@ import pathlib
 import shutil
 
 from vit_jax.base.errors import UserError
-from vit_jax.checkpoints.formats.opening import FORMATS
+from vit_jax.checkpoints import store
+from vit_jax.checkpoints.formats.opening import NAMES
 from vit_jax.command_line import app
 from vit_jax.pretrained import load, save
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Reads, says what it found, writes, says what a reader of it has to know."""
-    if pathlib.Path(arguments.output).exists() and not arguments.overwrite:
-        raise UserError(f'{arguments.output}: exists already; --overwrite replaces it')
+    output = pathlib.Path(arguments.output)
+    if output.exists() and not arguments.overwrite:
+        raise UserError(f'{output}: exists already; --overwrite replaces it')
     changes = app.overrides(arguments)
     if arguments.drop_head:
         changes['num_classes'] = None
     loaded = load(arguments.input, **changes)
-    _remove_checkpoint(pathlib.Path(arguments.output))
-    notes = save(loaded, arguments.output, arguments.format)
+    if store.is_complete(output):  # other formats replace their files
+        shutil.rmtree(output)
+    notes = save(loaded, output, arguments.format)
     print('\n'.join([*loaded.report, *notes]))
-    print(f'written: {arguments.output} ({arguments.format or loaded.format} layout)')
+    print(f'written: {output} ({arguments.format or loaded.format} layout)')
     return 0
-
-
-def _remove_checkpoint(place: pathlib.Path) -> None:
-    """Makes room where a checkpoint of ours is replaced; other formats replace their files."""
-    if (place / 'card').is_dir() and (place / 'params').is_dir():
-        shutil.rmtree(place)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -41,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         'output', metavar='OUT', help='a file; for huggingface, vit_jax: a directory'
     )
-    parser.add_argument('--format', choices=FORMATS, help='the layout to write; that of IN')
+    parser.add_argument('--format', choices=NAMES, help='the layout to write; that of IN')
     parser.add_argument('--overwrite', action='store_true', help='replace OUT')
     app.add_overrides(parser)
     parser.add_argument(

@@ -5,23 +5,24 @@ a line with its most probable classes; --features=OUT.npz keeps what the head is
 """
 
 import argparse
+import dataclasses
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from vit_jax.base.array_types import Array, Batch, Float, Int, Params
+from vit_jax.base.array_types import Bool, Float, Int
 from vit_jax.base.errors import MissingFile, UserError, usable
 from vit_jax.command_line import app
 from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import normalize
 from vit_jax.data.sources.folders import unlabelled
 from vit_jax.parallel import meshes
-from vit_jax.pretrained import Loaded, load
+from vit_jax.pretrained import Loaded, OutputName, load
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -32,6 +33,8 @@ def main(arguments: argparse.Namespace) -> int:
     source = unlabelled(arguments.images)
     loaded = load(arguments.checkpoint, **app.overrides(arguments))
     print('\n'.join(loaded.report), file=sys.stderr)
+    if getattr(loaded.config, 'pool', None) == 'none':
+        raise UserError('pool=none: the network has outputs for every token, not for the image')
     names = _class_names(loaded, arguments.class_names)
     if not arguments.features:
         loaded.require_head()
@@ -50,17 +53,18 @@ def main(arguments: argparse.Namespace) -> int:
         redirect_stdout=sys.stdout.isatty(),
     ) as bar:
         task = bar.add_task('images', total=len(source))
-        for indices, features, mask in _features(loaded, reader, arguments.batch_size):
-            for index, row, readable in zip(indices, features, mask, strict=True):
-                if not readable:
+        wanted: list[OutputName] = ['probabilities'] if loaded.predicts else []
+        wanted += ['features'] if arguments.features else []
+        for indices, mask, outputs in _outputs(loaded, reader, wanted, arguments.batch_size):
+            for position, index in enumerate(map(int, indices)):
+                if not mask[position]:
                     unreadable += 1
-                    print(f'unreadable: {_problem(reader, int(index))}', file=sys.stderr)
+                    print(f'unreadable: {_problem(reader, index)}', file=sys.stderr)
                 elif loaded.predicts:
-                    print(
-                        f'{source.name_of(int(index))}  {_top(loaded, row, names, arguments.top)}'
-                    )
+                    top = _top(outputs['probabilities'][position], names, arguments.top)
+                    print(f'{source.name_of(index)}  {top}')
             if arguments.features:
-                rows.append(np.where(mask[:, None], features, np.nan))
+                rows.append(np.where(mask[:, None], outputs['features'], np.nan))
             bar.update(task, advance=len(indices))
     if arguments.features:
         paths = np.array([source.name_of(i) for i in range(len(source))])
@@ -75,25 +79,23 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if unreadable else 0
 
 
-def _features(
-    loaded: Loaded, reader: loading.ImageReader, batch_size: int
-) -> Iterator[tuple[Int[np.ndarray, 'b'], Float[np.ndarray, 'b d'], np.ndarray]]:
-    """Batch by batch: which images, their features, and which of them could be read."""
+def _outputs(
+    loaded: Loaded, reader: loading.ImageReader, wanted: Sequence[OutputName], batch_size: int
+) -> Iterator[tuple[Int[np.ndarray, 'b'], Bool[np.ndarray, 'b'], dict[OutputName, np.ndarray]]]:
+    """Batch by batch: which images, which of them could be read, and the outputs by name."""
     mesh = meshes.make_mesh(meshes.MeshConfig())
     batch_size = -(-batch_size // mesh.size) * mesh.size
     params = jax.device_put(loaded.params, meshes.replicated(mesh))
-
-    @jax.jit
-    def features(params: Params, batch: Batch) -> Float[Array, 'b d']:
-        return loaded.model.features(params, normalize(batch['images'], loaded.preprocessing))
-
+    on_devices = dataclasses.replace(loaded, params=params)
     config = loading.LoaderConfig(placement='host')
     feed = loading.make_loader(reader, config, meshes.batch_sharding(mesh))
     indices = np.arange(len(reader.source))
     for batch in loading.sequential_batches(feed, indices, batch_size=batch_size):
         part, indices = indices[:batch_size], indices[batch_size:]
-        found = np.asarray(features(params, batch)), np.asarray(batch['mask'])
-        yield part, found[0][: len(part)], found[1][: len(part)]
+        images = normalize(batch['images'], loaded.preprocessing)
+        outputs = on_devices.outputs(images, *wanted)
+        named = {n: rows[: len(part)] for n, rows in zip(wanted, outputs, strict=True)}
+        yield part, np.asarray(batch['mask'])[: len(part)], named
 
 
 def _problem(reader: loading.ImageReader, index: int) -> str:
@@ -104,11 +106,7 @@ def _problem(reader: loading.ImageReader, index: int) -> str:
     return f'{reader.source.name_of(index)}: readable now'
 
 
-def _top(loaded: Loaded, features: Float[np.ndarray, 'd'], names: list[str], count: int) -> str:
-    head = loaded.params['head']
-    logits = features @ head['kernel'] + head['bias']
-    probabilities = np.exp(logits - logits.max())
-    probabilities /= probabilities.sum()
+def _top(probabilities: Float[np.ndarray, 'k'], names: list[str], count: int) -> str:
     best = np.argsort(-probabilities)[:count]
     return ', '.join(f'{names[i]} {probabilities[i]:.1%}' for i in best)
 

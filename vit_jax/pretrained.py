@@ -2,78 +2,80 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import records, tree_names
-from vit_jax.base.array_types import Float, Params
+from vit_jax.base import tree_names
+from vit_jax.base.array_types import Array, Float, Params
 from vit_jax.base.errors import UserError
+from vit_jax.base.records import Record
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import opening
-from vit_jax.checkpoints.formats.inference import Hints, summarize
+from vit_jax.checkpoints.formats.base import Layout
+from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.checkpoints.transfer import adapt, transfer
 from vit_jax.data.image_preprocessing import Preprocessing, decode, normalize
-from vit_jax.models import Model, ModelConfig, build, parameter_count
+from vit_jax.models import Gelu, Model, ModelConfig, ViTConfig, build
 
 ZERO_HEAD = (
     'the head is all zeros, as in the published ImageNet-21k files: it predicts nothing; '
     'fine-tune it, or use the features'
 )
-
-
-class Origin(NamedTuple):
-    """A checkpoint that was recognised; its arrays are read when they are asked for."""
-
-    path: str
-    format: str  # one of opening.FORMATS
-    layout: opening.Layout | None
-    card: Card
-    report: list[str]  # what was found out about it
-    ignored: tuple[str, ...]  # names of what its file holds beside the network
-    read: Callable[[], Params]
-
-
-def find(path: str, hints: Hints, *, image_size: tuple[int, int] | None = None) -> Origin:
-    """The checkpoint at a path: ours or another system's, told apart by its content.
-
-    Raises UserError or MissingFile, in one sentence, where it cannot be used.
-    """
-    found = opening.find(path, hints, image_size=image_size)
-    card = Card.read(found.card, where=f'{path}: card')
-    step = f', step {card.step}' if found.format == opening.OURS else ''
-    count = f'{parameter_count(card.model):,} parameters'
-    report = [f'{found.format} layout{step}: {summarize(card.model)}; {count}']
-    if found.ignored:
-        report.append(f'ignored: {len(found.ignored)} arrays, such as {found.ignored[0]}')
-    return Origin(path, found.format, found.layout, card, report, tuple(found.ignored), found.read)
+OutputName = Literal['logits', 'probabilities', 'features']
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Loaded:
-    """A pre-trained network with what belongs to it."""
+    """A pre-trained network with what belongs to it.
 
-    config: ModelConfig
+    `logits`, `probabilities`, `features` and `capture` take images (b h w c) of
+    `config.image_size` as `prepare` makes them, floating-point numbers (the published models:
+    from -1 to 1), and multiply in float32. They raise UserError for images of another size or type.
+    """
+
+    card: Card
     params: Params  # in host memory
-    preprocessing: Preprocessing
-    class_names: tuple[str, ...]  # () where the checkpoint has none
-    report: tuple[str, ...]  # what was found out, and what was done
+    report: tuple[str, ...]  # what was found in the file, and what was changed
     ignored: tuple[str, ...]  # names of what the file holds beside the network
-    format: str
-    layout: opening.Layout | None
+    format: str  # one of opening.NAMES
+    layout: Layout | None
 
     def __repr__(self) -> str:
         return '\n'.join(self.report)
 
+    @property
+    def config(self) -> ModelConfig:
+        """The architecture."""
+        return self.card.model
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """How images become what the network takes."""
+        return self.card.preprocessing
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The names of the classes; () where the checkpoint has none."""
+        return self.card.class_names
+
+    @functools.cached_property
+    def model(self) -> Model:
+        """The network's functions."""
+        return build(self.config)
+
     @functools.cached_property
     def predicts(self) -> bool:
-        """Has it a head that was trained?"""
-        return 'head' in self.params and bool(np.any(self.params['head']['kernel']))
+        """Has it a head that was trained? One that was not holds one number in each array."""
+        head = jax.tree.leaves(self.params.get('head', {}))
+        return any(np.any(np.asarray(leaf) != np.ravel(leaf)[0]) for leaf in head)
 
     def require_head(self) -> None:
-        """Raises UserError for a network that has no head, or one that is all zeros."""
+        """Raises UserError for a network that has no head, or one that was not trained."""
         if self.config.num_classes is None:
             raise UserError('the checkpoint has no head: use the features, or fine-tune it')
         if not self.predicts:
@@ -86,138 +88,164 @@ class Loaded:
         cut = preprocessing.crop(decoded, self.config.image_size, None)
         return np.asarray(normalize(cut, preprocessing))
 
-    def logits(self, images: np.ndarray) -> Float[np.ndarray, 'b k']:
-        """What the head gives for images (b h w c) of `config.image_size`, as `prepare` does them.
+    def logits(self, images: Array | np.ndarray) -> Float[np.ndarray, '...']:
+        """(b k), what the head gives. Raises UserError for a network without a trained head."""
+        return self.outputs(images, 'logits')[0]
 
-        The published models take float32 in [-1, 1]. Raises UserError for a network without a
-        head, for one whose head is all zeros, and for images of another size or type.
+    def probabilities(self, images: Array | np.ndarray) -> Float[np.ndarray, '...']:
+        """(b k), of each class: the sigmoid of its logit where the network was trained so, else
+        the softmax. Raises UserError for a network without a trained head.
         """
-        self.require_head()
-        return np.asarray(self._apply(self.params, _checked_images(images)))
+        return self.outputs(images, 'probabilities')[0]
 
-    def features(self, images: np.ndarray) -> Float[np.ndarray, '...']:
-        """What the head is given for images (b h w c)."""
-        return np.asarray(self._features(self.params, _checked_images(images)))
+    def features(self, images: Array | np.ndarray) -> Float[np.ndarray, '...']:
+        """(b d), what the head is given; with pool=none for each token, (b n d)."""
+        return self.outputs(images, 'features')[0]
+
+    def outputs(self, images: Array | np.ndarray, *names: OutputName) -> tuple[np.ndarray, ...]:
+        """Several of these at once, for the price of one. Images may be split over devices."""
+        if set(names) - {'features'}:
+            self.require_head()
+        outputs = self._outputs(self.params, _checked_images(images), names)
+        return tuple(map(np.asarray, outputs))
+
+    def capture(
+        self, images: Array | np.ndarray, names: Sequence[str]
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """The logits, or features without a head, and the intermediate arrays of these names."""
+        captured = self._capture(self.params, _checked_images(images), tuple(names))
+        arrays: tuple[np.ndarray, dict[str, np.ndarray]] = jax.tree.map(np.asarray, captured)
+        return arrays
 
     @functools.cached_property
-    def model(self) -> Model:
-        """The network's functions."""
-        return build(self.config)
+    def _outputs(self) -> Callable[..., tuple[Array, ...]]:
+        def probabilities(params: Params, images: Float[Array, 'b h w c']) -> Float[Array, '...']:
+            to_probabilities = jax.nn.sigmoid if self.card.loss == 'sigmoid' else jax.nn.softmax
+            return to_probabilities(self.model.apply(params, images))
+
+        functions: dict[OutputName, Callable[..., Array]] = {
+            'logits': self.model.apply,
+            'probabilities': probabilities,
+            'features': self.model.features,
+        }
+        # The compiler computes what they have in common once.
+        return _exact(lambda *values, names: tuple(functions[name](*values) for name in names))
 
     @functools.cached_property
-    def _apply(self) -> Callable[..., jax.Array]:
-        return _exact(self.model.apply)
-
-    @functools.cached_property
-    def _features(self) -> Callable[..., jax.Array]:
-        return _exact(self.model.features)
+    def _capture(self) -> Callable[..., Any]:
+        return _exact(lambda *values, names: self.model.capture(*values, names))
 
 
-def load(path: str, **overrides: Any) -> Loaded:
-    """The network at a path: a file or directory of any of `opening.FORMATS`.
+@dataclasses.dataclass(kw_only=True)
+class _Changes(Record):
+    """What `load` changes in the network; None leaves it as it is."""
 
-    What its file does not say of itself is told by `grid` (of its positions, in patches),
-    `num_heads`, `gelu` and `layer_norm_epsilon`. The network is changed by `image_size` (height,
-    width, or one number), `patch_size`, `channels` and `num_classes` (None: without a head);
-    `new_channels='fresh'` begins the projection of other channels anew. Raises UserError or
-    FileNotFoundError, in one sentence, where the file cannot be used.
+    image_size: tuple[int, int] | None
+    patch_size: tuple[int, int] | None
+    channels: int | None
+    num_classes: int | Literal['keep'] | None  # None: without a head
+    new_channels: Literal['adapt', 'fresh']
+
+    def network(self, old: ModelConfig) -> ModelConfig:
+        """The changed network. Raises UserError where there is no such one."""
+        if self.patch_size is not None and not isinstance(old, ViTConfig):
+            raise UserError(f'patch_size={self.patch_size}: a ResNet has no patches')
+        names = 'image_size', 'patch_size', 'channels'
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.num_classes != 'keep':
+            given['num_classes'] = self.num_classes
+        return dataclasses.replace(old, **given)
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    grid: tuple[int, int] | None = None,
+    num_heads: int | None = None,
+    gelu: Gelu | None = None,
+    layer_norm_epsilon: float | None = None,
+    image_size: int | tuple[int, int] | None = None,
+    patch_size: int | tuple[int, int] | None = None,
+    channels: int | None = None,
+    num_classes: int | Literal['keep'] | None = 'keep',
+    new_channels: Literal['adapt', 'fresh'] = 'adapt',
+) -> Loaded:
+    """The network at a path: a file or directory of any format of `opening.NAMES`.
+
+    The first four are for what its file does not say of itself: the grid (height, width) of the
+    position embeddings in patches, the number of heads, and so on. The others change the network:
+    the size of images and patches (height, width, or one number), the channels of images, and the
+    head, which `num_classes=None` drops and another number replaces by one of zeros. The patch
+    projection is adapted to other channels, or drawn anew with `new_channels='fresh'`. Raises
+    UserError or MissingFile, in one sentence, where the file or a value cannot be used.
     """
-    hints, changes, new_channels = _sorted_overrides(overrides)
-    origin = find(path, hints, image_size=changes.get('image_size'))
-    old = origin.card.model
-    new = dataclasses.replace(old, **changes)
-    params, report = origin.read(), [path, *origin.report]
-    if new.num_classes != old.num_classes:
-        # Only the head is taken from there: without one, names and shapes will do.
-        shapes = jax.eval_shape(build(new).init, jax.random.key(0))
-        fresh = shapes if new.num_classes is None else _initial(new)
-        params, said = transfer(params, old=old, new=new, fresh=fresh)
-        report += said
-    elif new != old:
-        params, said = adapt(params, old=old, new=new)
-        report += said
-    if new_channels == 'fresh' and new.channels != old.channels:
-        params, line = _with_fresh_channels(params, new)
-        report.append(line)
-    loaded = Loaded(
-        config=new,
-        params=params,
-        preprocessing=origin.card.preprocessing,
-        class_names=origin.card.class_names if new.num_classes == old.num_classes else (),
-        report=tuple(report),
-        ignored=origin.ignored,
-        format=origin.format,
-        layout=origin.layout,
+    path = os.fspath(path)
+    hints = Hints(grid=grid, num_heads=num_heads, gelu=gelu, layer_norm_epsilon=layer_norm_epsilon)
+    changes = _Changes(
+        image_size=_pair(image_size),
+        patch_size=_pair(patch_size),
+        channels=channels,
+        num_classes=num_classes,
+        new_channels=new_channels,
     )
-    if new.num_classes is not None and not loaded.predicts:
-        loaded = dataclasses.replace(loaded, report=(*loaded.report, ZERO_HEAD))
-    return loaded
+    checkpoint = opening.open_checkpoint(path, hints, image_size=changes.image_size)
+    old = checkpoint.card.model
+    new = changes.network(old)
+    params, report = _changed(checkpoint.read(), old, new, changes.new_channels)
+    # Class names and loss belong to the old head.
+    card = dataclasses.replace(checkpoint.card, model=new, grid=new.grid)
+    if new.num_classes != old.num_classes:
+        card = dataclasses.replace(card, class_names=(), loss=None)
+    loaded = Loaded(
+        card=card,
+        params=params,
+        report=(path, *checkpoint.report, *report),
+        ignored=checkpoint.ignored,
+        format=checkpoint.format,
+        layout=checkpoint.layout,
+    )
+    lines = [] if loaded.predicts or new.num_classes is None else [ZERO_HEAD]
+    if loaded.predicts and loaded.card.loss not in (None, 'softmax', 'sigmoid'):
+        lines.append(
+            f'trained with {loaded.card.loss}: probabilities are the softmax of its logits'
+        )
+    return dataclasses.replace(loaded, report=(*loaded.report, *lines))
 
 
-def save(loaded: Loaded, path: str, format: str | None = None) -> list[str]:
-    """Writes the network, in the format that it was read in, or in another one of `FORMATS`.
+def save(loaded: Loaded, path: str | os.PathLike[str], format: str | None = None) -> list[str]:
+    """Writes the network, in the format that it was read in, or in another of `opening.NAMES`.
 
     In its own format a file keeps the layout that was read. Returns what a reader of the file has
-    to be told. Raises UserError where the format cannot hold the network.
+    to know, line by line. Raises UserError where the format cannot hold the network.
     """
     format = format or loaded.format
-    if format not in opening.FORMATS:
-        raise UserError(f'format={format!r}; {records.nearest(format, opening.FORMATS)}')
     layout = loaded.layout if format == loaded.format else None
-    card = Card(
-        step=0,
-        model=loaded.config,
-        grid=loaded.config.grid,
-        preprocessing=loaded.preprocessing,
-        class_names=loaded.class_names,
-    )
-    return opening.write(
-        path,
-        format,
-        config=loaded.config,
-        params=loaded.params,
-        card=records.to_dict(card),
-        layout=layout,
+    return opening.write_checkpoint(
+        os.fspath(path), format, card=loaded.card, params=loaded.params, layout=layout
     )
 
 
-def _exact(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """The compiled function with float32 products: TPUs and GPUs would round them first."""
-
-    def run(params: Params, images: Float[jax.Array, 'b h w c']) -> jax.Array:
-        with jax.default_matmul_precision('highest'):
-            return function(params, images)
-
-    return jax.jit(run)
-
-
-def _checked_images(images: np.ndarray) -> np.ndarray:
-    if images.ndim != 4 or images.dtype.kind != 'f':
-        raise UserError(
-            f'images are {images.dtype}{list(images.shape)}, expected floating-point numbers of '
-            f'the shape (b, h, w, c), as `prepare` makes them'
+def _changed(
+    params: Params, old: ModelConfig, new: ModelConfig, new_channels: Literal['adapt', 'fresh']
+) -> tuple[Params, list[str]]:
+    """The parameters of the changed network, and a line about each change."""
+    report: list[str] = []
+    if new.num_classes != old.num_classes:
+        # Only the head is taken from `fresh`: without one, names and shapes will do.
+        shapes = jax.eval_shape(build(new).init, jax.random.key(0))
+        fresh = shapes if new.num_classes is None else _initial(new)
+        params, report = transfer(params, old=old, new=new, fresh=fresh)
+    elif new != old:
+        params, report = adapt(params, old=old, new=new)
+    if new_channels == 'fresh' and new.channels != old.channels:
+        drawn = tree_names.named_leaves(_initial(new))
+        root = 'backbone/conv_root/kernel'
+        first = root if root in drawn else 'embedding/kernel'
+        params = tree_names.map_named(
+            lambda name, leaf: drawn[name] if name == first else leaf, params
         )
-    return np.asarray(images, np.float32)
-
-
-def _sorted_overrides(overrides: dict[str, Any]) -> tuple[Hints, dict[str, Any], str]:
-    """The hints, the changes to the network, and what happens to other channels."""
-    hint_names = set(records.to_dict(Hints()))
-    known = hint_names | {'image_size', 'patch_size', 'channels', 'num_classes', 'new_channels'}
-    for name in overrides:
-        if name not in known:
-            raise UserError(f'load: no override {name!r}; {records.nearest(name, known)}')
-    values = {name: overrides[name] for name in hint_names & set(overrides)}
-    changes = {name: v for name, v in overrides.items() if name not in hint_names}
-    new_channels = changes.pop('new_channels', 'adapt')
-    if new_channels not in ('adapt', 'fresh'):
-        raise UserError(f"load: new_channels={new_channels!r}; expected 'adapt' or 'fresh'")
-    for name in ('image_size', 'patch_size'):
-        if isinstance(changes.get(name), int):
-            changes[name] = (changes[name], changes[name])
-        if name in changes:
-            changes[name] = tuple(changes[name])
-    return records.from_dict(Hints, values, where='load'), changes, new_channels
+        report.append(f'{first}: drawn anew, for {new.channels} channels')
+    return params, report
 
 
 def _initial(config: ModelConfig) -> Params:
@@ -226,12 +254,27 @@ def _initial(config: ModelConfig) -> Params:
     return params
 
 
-def _with_fresh_channels(params: Params, config: ModelConfig) -> tuple[Params, str]:
-    """The first kernel drawn anew."""
-    fresh = tree_names.named_leaves(_initial(config))
-    root = 'backbone/conv_root/kernel'
-    first = root if root in fresh else 'embedding/kernel'
-    replaced = tree_names.map_named(
-        lambda name, leaf: fresh[name] if name == first else leaf, params
-    )
-    return replaced, f'{first}: drawn anew, for {config.channels} channels'
+def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiled function (params, images, names) with float32 products: TPUs and GPUs would
+    round to bfloat16 or TF32 first.
+    """
+
+    def run(params: Params, images: Float[Array, 'b h w c'], names: tuple[str, ...]) -> Any:
+        with jax.default_matmul_precision('highest'):
+            return function(params, images, names=names)
+
+    return jax.jit(run, static_argnums=2)
+
+
+def _checked_images(images: Array | np.ndarray) -> Float[Array, 'b h w c']:
+    if images.ndim != 4 or images.dtype.kind != 'f':
+        raise UserError(
+            f'images are {images.dtype}{list(images.shape)}, expected floating-point numbers of '
+            f'the shape (b, h, w, c), as `prepare` makes them'
+        )
+    return jnp.asarray(images, jnp.float32)
+
+
+def _pair(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    """(height, width) of a square of this size; pairs pass."""
+    return (size, size) if isinstance(size, int) else size

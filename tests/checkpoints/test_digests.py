@@ -13,7 +13,7 @@ import pytest
 from tests import tiny
 from tests.hosts import environment
 from vit_jax.checkpoints import store
-from vit_jax.checkpoints.digests import Damaged, seal, verify
+from vit_jax.checkpoints.digests import Damaged, verify_digests, write_digests
 from vit_jax.runs import training_run
 from vit_jax.training.duration import Duration
 
@@ -40,7 +40,7 @@ def flip(path, position):
 
 def test_every_one_of_a_hundred_flipped_bits_is_noticed_and_named(run):
     """Bits drawn from all bytes of a checkpoint, data and descriptions alike."""
-    verify(run.checkpoint)
+    verify_digests(run.checkpoint)
     paths = files(run.checkpoint)
     ends = np.cumsum([8 * path.stat().st_size for path in paths])
     for bit in np.random.default_rng(0).integers(ends[-1], size=100):
@@ -48,11 +48,11 @@ def test_every_one_of_a_hundred_flipped_bits_is_noticed_and_named(run):
         position = int(bit - ends[-1]) % (8 * path.stat().st_size)
         flip(path, position)
         with pytest.raises(Damaged) as error:
-            verify(run.checkpoint)
+            verify_digests(run.checkpoint)
         named = str(path.relative_to(run.checkpoint)) in str(error.value)
         assert named or path.name == 'digests.json'
         flip(path, position)
-    verify(run.checkpoint)
+    verify_digests(run.checkpoint)
 
 
 def test_a_file_that_is_cut_missing_or_new_is_noticed_and_named(run, tmp_path):
@@ -68,7 +68,7 @@ def test_a_file_that_is_cut_missing_or_new_is_noticed_and_named(run, tmp_path):
             path = copy / 'params' / 'more'
             path.touch()
         with pytest.raises(Damaged, match=f'damaged since it was written: params/.*{path.name}'):
-            verify(copy)
+            verify_digests(copy)
         with pytest.raises(Damaged, match='damaged since it was written'):
             store.load_params(str(copy))
         shutil.rmtree(copy)
@@ -84,7 +84,7 @@ def test_a_run_falls_back_loudly_to_the_checkpoint_before(run, tmp_path, caplog)
     assert f'moved to {folder}/checkpoints/damaged/10-' in caplog.text
     jax.tree.map(np.testing.assert_array_equal, again.state, run.state)
     assert sorted(p.name for p in (folder / 'checkpoints').glob('[0-9]*')) == ['10', '5']
-    verify(folder / 'checkpoints' / '10')
+    verify_digests(folder / 'checkpoints' / '10')
 
 
 def test_what_is_unreadable_without_digests_is_passed_over_too(run, tmp_path, caplog):
@@ -141,7 +141,7 @@ def test_a_crash_at_any_file_operation_of_saving_leaves_what_can_be_restored(tmp
 def test_digests_are_of_all_files_but_their_own(tmp_path):
     (tmp_path / 'a').mkdir()
     (tmp_path / 'a' / 'b').write_text('abc')
-    seal(tmp_path)
+    write_digests(tmp_path)
     digests = json.loads((tmp_path / 'digests.json').read_text())
     # FIPS 180-2, appendix B.1
     sha = 'ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad'

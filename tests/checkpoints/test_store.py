@@ -76,15 +76,15 @@ def test_a_state_of_another_shape_or_type_is_refused_by_name(saved, other, messa
 def test_what_is_no_checkpoint_is_explained(saved, tmp_path):
     folder, _ = saved
     with pytest.raises(FileNotFoundError, match='no such folder'):
-        store.find('/no/where')
+        store.checkpoint_folder('/no/where')
     (tmp_path / 'empty').mkdir()
     with pytest.raises(FileNotFoundError, match='neither a checkpoint .* nor a work directory'):
-        store.find(str(tmp_path / 'empty'))
+        store.checkpoint_folder(str(tmp_path / 'empty'))
     half = folder / 'checkpoints' / '7.orbax-checkpoint-tmp'
     half.mkdir()
     with pytest.raises(FileNotFoundError, match='half-written'):
-        store.find(str(half))
-    assert store.find(str(folder)).name == '4'
+        store.checkpoint_folder(str(half))
+    assert store.checkpoint_folder(str(folder)).name == '4'
 
 
 def test_a_damaged_checkpoint_is_an_error_in_one_sentence(saved):

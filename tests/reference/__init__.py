@@ -1,16 +1,19 @@
 """Checkpoints of other systems with the logits that the original code gives for them.
 
-Those beside this file are committed, with one image each; all of them lie in ../shared, where
-that is present.
+Those beside this file are committed, with one image each; all of them are in ../shared/reference,
+or in the directory that VIT_JAX_REFERENCES names, where that is present.
 """
 
+import os
 import pathlib
 
 import numpy as np
 import pytest
 
 HERE = pathlib.Path(__file__).parent
-SHARED = HERE.parent.parent.parent / 'shared' / 'reference'
+SHARED = pathlib.Path(
+    os.environ.get('VIT_JAX_REFERENCES', HERE.parents[2] / 'shared' / 'reference')
+)
 
 # What each file does not say of itself.
 HINTS = {

@@ -15,7 +15,7 @@ from tests import tiny
 from vit_jax.base import records
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.store import load_card, load_params
-from vit_jax.config import FewshotConfig, ProbeSet
+from vit_jax.config import EvalConfig, FewshotConfig, ProbeSet
 from vit_jax.data import loading
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.image_preprocessing import InceptionCrop
@@ -350,6 +350,9 @@ def test_an_unreadable_image_is_never_skipped_in_evaluation(photos, tmp_path):
         training_run.train(config, str(tmp_path / 'run'))
 
 
+TOO_FEW_BLOCKS = tiny.assigned(OptimizerConfig(), trained_blocks=-1)
+
+
 @pytest.mark.parametrize(
     'changes, message',
     [
@@ -362,8 +365,9 @@ def test_an_unreadable_image_is_never_skipped_in_evaluation(photos, tmp_path):
         ({'accumulation_steps': 3}, 'batch_size=16 is not a multiple of 8 devices .* x 3'),
         ({'polyak_decay': 1.5}, 'config.polyak_decay=1.5: expected at least 0 and less than 1'),
         ({'seed': 'x'}, "config.seed='x': expected int"),
-        ({'augmentation': Augmentation(mixup=-0.1)}, 'mixup=-0.1: expected 0 or more'),
-        ({'augmentation': Augmentation(erasing=2.0)}, 'erasing=2.0: expected a share'),
+        ({'keep_checkpoints': 0}, 'config.keep_checkpoints=0: expected at least 1'),
+        ({'evals': {'train': EvalConfig()}}, "config.evals: 'train' is no name for an evaluation"),
+        ({'optimizer': TOO_FEW_BLOCKS}, 'config.optimizer.trained_blocks=-1: expected at least 0'),
     ],
 )
 def test_values_that_do_not_fit_are_named_before_anything_is_written(changes, message, tmp_path):

@@ -51,10 +51,15 @@ def test_another_mesh_or_loader_is_no_other_experiment(tmp_path):
 
 
 @pytest.mark.parametrize('path', ['/proc/run', '/dev/null/run'])
-def test_where_nothing_can_be_written_nothing_is_computed(path, monkeypatch):
-    monkeypatch.setattr(training_run.setups, 'compile_training', None)
+def test_where_nothing_can_be_written_nothing_is_computed(path):
+    traced = []
+
+    def loss(logits, targets):
+        traced.append(logits)
+
     with pytest.raises(ValueError, match=f'workdir {path}: cannot be written: '):
-        training_run.train(tiny.experiment(), path)
+        training_run.train(tiny.experiment(loss=loss), path)
+    assert not traced
 
 
 def test_a_full_disk_is_said_within_a_logging_interval_and_the_checkpoint_before_is_whole(tmp_path):

@@ -33,13 +33,7 @@ def read_index(path: str) -> list[Row]:
         absent = [name for name in Row._fields if name not in (reader.fieldnames or ())]
         if absent:
             raise UserError(f'{path}: not the AugReg index: no column {", ".join(absent)}')
-        rows = []
-        for number, values in enumerate(reader, 2):
-            try:
-                rows.append(_row(values))
-            except (TypeError, ValueError) as error:
-                raise UserError(f'{path}, line {number}: {error}') from error
-    return rows
+        return [_row(values, f'{path}, line {line}') for line, values in enumerate(reader, 2)]
 
 
 def listed(rows: Sequence[Row], name: str) -> list[Row]:
@@ -47,7 +41,8 @@ def listed(rows: Sequence[Row], name: str) -> list[Row]:
 
     Raises UserError for a variant that the index does not have.
     """
-    key = _key(name)
+    # Files begin with `R50_L_32-` for `R50+L/32`, as for `R50+ViT-L_32`.
+    key = name.replace('ViT-', '').replace('/', '_').replace('+', '_')
     chosen = {row.filename: row for row in rows if row.filename.split('-')[0] == key}
     if not chosen:
         known = {row.filename.split('-')[0] for row in rows}
@@ -56,9 +51,9 @@ def listed(rows: Sequence[Row], name: str) -> list[Row]:
 
 
 def pick(rows: Sequence[Row], name: str) -> Row:
-    """The published choice: the best on ImageNet-21k's validation images of a variant.
+    """The published choice for a variant: the best on ImageNet-21k's validation images.
 
-    A name with a dash is the file itself. Raises UserError where the index does not have it.
+    A file name is that file. Raises UserError where the index does not have it.
     """
     if is_file_name(name):
         same = [row for row in rows if row.filename == name.removesuffix('.npz')]
@@ -66,11 +61,11 @@ def pick(rows: Sequence[Row], name: str) -> Row:
             known = {row.filename for row in rows}
             raise UserError(f'no file {name!r} in the index; {records.nearest(name, known)}')
         return same[0]
-    key = _key(name)
-    candidates = [r for r in rows if r.filename.split('-')[0] == key and r.ds == 'i21k']
+    candidates = [row for row in listed(rows, name) if row.ds == 'i21k']
     if not candidates:
         raise UserError(f'no variant {name!r} that was pre-trained on i21k in the index')
-    return sorted(candidates, key=lambda row: row.final_val)[-1]
+    # Of equals the last, as in the published code.
+    return max(reversed(candidates), key=lambda row: row.final_val)
 
 
 def is_file_name(name: str) -> bool:
@@ -89,11 +84,14 @@ def _key(name: str) -> str:
     return name.replace('ViT-', '').replace('/', '_').replace('+', '_')
 
 
-def _row(values: dict[str, str]) -> Row:
+def _row(values: dict[str, str], where: str) -> Row:
     """The columns that a Row has, accuracies as numbers: NaN where one is empty."""
     read: dict[str, Any] = {name: values[name] for name in Row._fields}
     if None in read.values():
-        raise UserError('the line has too few columns')
+        raise UserError(f'{where}: the line has too few columns')
     for name in ('final_val', 'adapt_final_val', 'adapt_final_test'):
-        read[name] = float(read[name] or 'nan')
+        try:
+            read[name] = float(read[name] or 'nan')
+        except ValueError as error:
+            raise UserError(f'{where}: {name}: {error}') from error
     return Row(**read)

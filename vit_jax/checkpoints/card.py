@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from vit_jax.base import records
-from vit_jax.base.records import Record
+from vit_jax.base.records import Record, require
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.models import ResNetConfig, ViTConfig
 
@@ -13,12 +13,17 @@ from vit_jax.models import ResNetConfig, ViTConfig
 class Card(Record):
     """What belongs to parameters: enough to use them without the experiment that made them."""
 
-    step: int
+    step: int = 0
     model: ViTConfig | ResNetConfig
     grid: tuple[int, int]  # (height, width) in patches, or of a ResNet's last feature map
     preprocessing: Preprocessing
-    class_names: tuple[str, ...]
+    class_names: tuple[str, ...] = ()
+    loss: str | None = None  # of the training: softmax, sigmoid, MODULE:FUNCTION; None: not known
     software: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def check(self) -> None:
+        """The grid is the model's: it is there for readers that do not know the model."""
+        require(self.grid == self.model.grid, f'grid={self.grid}: the model has {self.model.grid}')
 
     @staticmethod
     def read(values: dict[str, Any], *, where: str) -> 'Card':

@@ -1,13 +1,12 @@
 """Digests of the files of a checkpoint: orbax would restore a flipped bit as a wrong number.
 
-`digests.json` in a checkpoint's folder lists the SHA-256 of every other file in it. It is written
-once the checkpoint is complete; one without it was complete when its run was killed.
+`digests.json` in a checkpoint's folder has the SHA-256 of every other file in it. It is written
+last, so that it may be absent: the run was killed between completing the checkpoint and this.
 """
 
 import hashlib
 import json
 import pathlib
-import re
 import socket
 import time
 
@@ -28,19 +27,20 @@ def write_digests(folder: pathlib.Path) -> None:
 
 
 def verify_digests(folder: pathlib.Path) -> None:
-    """Reads a sealed checkpoint whole. Raises Damaged that names files that are not as written."""
+    """Raises Damaged with the names of files that are not as they were written.
+
+    A checkpoint without digests passes.
+    """
     if not (folder / FILE).exists():
         return
     try:
-        written = json.loads((folder / FILE).read_text())
+        read = json.loads((folder / FILE).read_text())
         found = _digests(folder)
     except (OSError, ValueError) as error:
         raise Damaged(f'checkpoint {folder}: cannot be read: {error}') from error
+    written = read if isinstance(read, dict) else {}
     if written != found:
-        names = sorted({*written, *found} if isinstance(written, dict) else found)
-        wrong = [
-            n for n in names if not isinstance(written, dict) or written.get(n) != found.get(n)
-        ]
+        wrong = [n for n in sorted({*written, *found}) if written.get(n) != found.get(n)]
         more = f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''
         raise Damaged(
             f'checkpoint {folder}: damaged since it was written: {", ".join(wrong[:3])}{more}'
@@ -57,12 +57,12 @@ def _digests(folder: pathlib.Path) -> dict[str, str]:
 
 
 def steps(folder: pathlib.Path) -> list[int]:
-    """The steps of which there is something, the newest first."""
-    return sorted(int(p.name) for p in folder.glob('*') if re.fullmatch(r'\d+', p.name))[::-1]
+    """The steps that have a folder, complete or not, the newest first."""
+    return sorted((int(p.name) for p in folder.glob('*') if p.name.isdecimal()), reverse=True)
 
 
 def quarantine(folder: pathlib.Path) -> pathlib.Path:
-    """Moves a damaged checkpoint where it is neither listed nor in the way; where it is now."""
+    """Moves a damaged checkpoint to the folder `damaged` beside it; returns its new path."""
     parent = folder.parent / DAMAGED
     parent.mkdir(exist_ok=True)
     name = f'{folder.name}-{time.time_ns()}-{socket.gethostname()}'

@@ -1,11 +1,11 @@
 """Checkpoints of a run: the state of a step, written by orbax while training goes on.
 
-    WORKDIR/checkpoints/STEP/params     the parameters to use: averaged where there is an average
-                            /training   what else the next step needs
-                            /card       JSON: model, pre-processing, class names, position grid
+    WORKDIR/checkpoints/STEP/params     the parameters to use: the average where there is one
+                            /training   the rest of the state
+                            /card       JSON: what belongs to the parameters (checkpoints/card.py)
                             /digests.json   of all these files (checkpoints/digests.py)
 
-`params` stands alone, so that using a checkpoint needs no optimizer.
+Parameters are an item of their own, so that using them needs no optimizer.
 """
 
 import contextlib
@@ -30,7 +30,13 @@ FOLDER = 'checkpoints'
 
 
 class Checkpoints:
-    """The checkpoints of one work directory. Saving returns once the arrays are copied."""
+    """The checkpoints of the run in a work directory; the newest `keep` of them are kept.
+
+    All processes of a job make one and call the same methods in the same order: each writes the
+    arrays that it holds. `save` returns once these are copied from the devices, and the files are
+    written in the background; what goes wrong there is raised by the next `save`, `check` or
+    `wait`. Raises UnusableDisk (an OSError).
+    """
 
     def __init__(self, workdir: str | pathlib.Path, *, keep: int):
         self._folder = pathlib.Path(workdir).absolute() / FOLDER
@@ -54,18 +60,15 @@ class Checkpoints:
 
     @property
     def latest_step(self) -> int | None:
-        """The newest checkpoint, complete or being written; complete after `wait`."""
+        """The step of the newest checkpoint; it may still be being written, until `wait`."""
         return self._manager.latest_step()
 
     def path(self, step: int) -> pathlib.Path:
-        """Where the checkpoint of a step lies."""
+        """The folder of the checkpoint of a step."""
         return self._folder / str(step)
 
     def save(self, step: int, params: Params, training: Any, card: dict[str, Any]) -> None:
-        """Begins to save; the disk is written in the background. Saves no step twice.
-
-        Raises OSError that names what went wrong with this checkpoint or the one before.
-        """
+        """Begins to save a step, unless that step was the last to be saved."""
         if step == self.latest_step:
             return
         with _written(self._folder):
@@ -89,9 +92,9 @@ class Checkpoints:
             digests.write_digests(self.path(step))
 
     def restore(self, step: int, like: tuple[Params, Any], shardings: tuple[Any, Any]) -> Any:
-        """(params, training) of a step, each array where `shardings` says.
+        """(params, training) of a step: shapes and types of `like`, placed by `shardings`.
 
-        Raises UserError with the names where the saved arrays are not those of `like`.
+        Raises UserError with the names of arrays that were not saved so, and Damaged.
         """
         params, training = abstract(like, shardings)
         wanted = {'params': params, 'training': tree_names.named_leaves(training)}
@@ -108,12 +111,12 @@ class Checkpoints:
         return restored['params'], jax.tree.unflatten(jax.tree.structure(training), leaves)
 
     def check(self) -> None:
-        """Raises OSError that says what went wrong in the background, if anything did."""
+        """Raises what went wrong in the background, if anything did."""
         with _written(self._folder):
             self._manager.check_for_errors()
 
     def wait(self) -> None:
-        """Returns when all that was saved is on disk; raises OSError for what went wrong."""
+        """Returns when everything is on disk."""
         with _written(self._folder):
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
@@ -121,40 +124,41 @@ class Checkpoints:
             self._sealing.join()
 
     def close(self) -> None:
-        """Waits, and ends the background work."""
+        """Waits, and ends the threads."""
         self._manager.close()
 
 
 def quarantine_damaged(workdir: pathlib.Path) -> list[str]:
-    """Looks at the newest checkpoint, where it is damaged at the one before, until one is sound.
+    """Moves damaged checkpoints away, from the newest back to the first sound one.
 
-    Damaged ones are moved to checkpoints/damaged; a line about each.
+    Returns a line about each; they are then in checkpoints/damaged.
     """
-    said = []
+    lines = []
     for step in digests.steps(workdir / FOLDER):
         folder = workdir / FOLDER / str(step)
         try:
-            if not _is_whole(folder):
+            if not is_complete(folder):
                 raise Damaged(f'checkpoint {folder}: not complete')
             digests.verify_digests(folder)
         except Damaged as error:
-            said.append(f'{error}; moved to {digests.quarantine(folder)}')
+            lines.append(f'{error}; moved to {digests.quarantine(folder)}')
         else:
             break
-    return said
+    return lines
 
 
-def _is_whole(folder: pathlib.Path) -> bool:
+def is_complete(folder: pathlib.Path) -> bool:
+    """Is it a checkpoint of ours? Orbax gives the folder its name when all items are written."""
     return (folder / 'card').is_dir() and (folder / 'params').is_dir()
 
 
-def find(path: str) -> pathlib.Path:
-    """The checkpoint that a path means: a step's own folder, or the newest of a work directory.
+def checkpoint_folder(path: str) -> pathlib.Path:
+    """The folder of the checkpoint at a path: the path itself, or the newest in a work directory.
 
     Raises MissingFile that says what is there instead.
     """
     given = pathlib.Path(path).absolute()
-    if _is_whole(given):
+    if is_complete(given):
         return given
     if not given.exists():
         raise MissingFile(f'checkpoint {path}: no such folder')
@@ -162,7 +166,7 @@ def find(path: str) -> pathlib.Path:
         raise MissingFile(f'checkpoint {path}: half-written; its run did not finish saving it')
     for folder in (given / FOLDER, given):
         for step in digests.steps(folder):
-            if _is_whole(folder / str(step)):
+            if is_complete(folder / str(step)):
                 return folder / str(step)
     raise MissingFile(
         f'checkpoint {path}: neither a checkpoint (params/, card/) nor a work directory with a '
@@ -171,18 +175,18 @@ def find(path: str) -> pathlib.Path:
 
 
 def load_card(path: str) -> tuple[dict[str, Any], pathlib.Path]:
-    """The card as JSON values, and the folder of the checkpoint that a path means."""
-    folder = find(path)
+    """The card, as JSON values, and the folder of the checkpoint at a path."""
+    folder = checkpoint_folder(path)
     with _readable(folder):
         return ocp.JsonCheckpointHandler().restore(folder / 'card'), folder
 
 
 def load_params(path: str) -> Params:
-    """The parameters, in host memory, of the checkpoint that a path means.
+    """The parameters of the checkpoint at a path, in host memory.
 
     Raises Damaged where its files are not as they were written.
     """
-    folder = find(path)
+    folder = checkpoint_folder(path)
     digests.verify_digests(folder)
     with _readable(folder):
         reader = ocp.PyTreeCheckpointHandler()
@@ -195,7 +199,7 @@ def load_params(path: str) -> Params:
 
 
 def save_alone(folder: pathlib.Path, params: Params, card: dict[str, Any]) -> None:
-    """Writes a checkpoint that belongs to no run: parameters and card.
+    """Writes a checkpoint outside of a run: parameters and card.
 
     Raises UserError where the folder exists.
     """

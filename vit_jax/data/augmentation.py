@@ -95,7 +95,7 @@ def augment(
     batch = batch | {'images': images}
     if not config.mixup and not config.cutmix:
         return batch
-    size = images.shape[1:3]
+    size = images.shape[1], images.shape[2]
     own = jax.vmap(lambda key: _share(jax.random.fold_in(key, _MIX), config, size))(keys)
     own = jnp.where(jnp.roll(batch['mask'], 1)[:, None, None], own, 1.0)  # no image to mix with
     return batch | {

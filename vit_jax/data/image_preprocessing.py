@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import ClassVar, Literal, assert_never
+from typing import ClassVar, Literal, TypeVar, assert_never
 
 import numpy as np
 
@@ -16,6 +16,7 @@ ResizeMethod = Literal['bilinear', 'bilinear_antialias', 'bicubic_antialias']
 
 _EXIF_WITHIN = 2**16 + 64  # bytes: the first segments of a file, of at most 64 KiB each
 Image = UInt8[np.ndarray, '_ _ 3']
+NumpyOrJax = TypeVar('NumpyOrJax', np.ndarray, Array)
 Size = tuple[int, int]
 
 
@@ -111,12 +112,8 @@ class InceptionCrop(Record):
             columns = round(rows * aspect)
             share = rows * columns / (height * width)
             if columns <= width and self.area[0] <= share <= self.area[1] and min(rows, columns):
-                return (
-                    int(down * (height - rows + 1)),
-                    int(right * (width - columns + 1)),
-                    rows,
-                    columns,
-                )
+                top, left = int(down * (height - rows + 1)), int(right * (width - columns + 1))
+                return top, left, rows, columns
         return 0, 0, height, width
 
 
@@ -142,8 +139,8 @@ class Preprocessing(Record):
 
 
 def normalize(
-    images: Num[Array | np.ndarray, '... c'], preprocessing: Preprocessing
-) -> Float[Array | np.ndarray, '... c']:
+    images: Num[NumpyOrJax, '... c'], preprocessing: Preprocessing
+) -> Float[NumpyOrJax, '... c']:
     """The model's input, float32, of pixel values 0 to 255: (value - mean) / std by channel."""
     mean = np.asarray(preprocessing.mean, np.float32)
     std = np.asarray(preprocessing.std, np.float32)

@@ -13,7 +13,8 @@ from vit_jax.base import records
 from vit_jax.base.array_types import Array, Batch, Float, Params
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats.array_files import NeedsHint
+from vit_jax.checkpoints.formats.inference import NeedsHint
+from vit_jax.checkpoints.formats.opening import Checkpoint, open_checkpoint
 from vit_jax.config import EvalConfig, TrainConfig, require_model
 from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
@@ -22,7 +23,6 @@ from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.models import Model, ModelConfig, build, for_task
 from vit_jax.parallel import meshes
-from vit_jax.pretrained import Origin, find
 from vit_jax.runs.probing import Probes, open_probes
 from vit_jax.training.duration import TrainLength, make_train_length
 from vit_jax.training.losses import LossConfig, make_loss, targets_of
@@ -41,7 +41,7 @@ class Experiment(NamedTuple):
     """
 
     config: TrainConfig
-    start: Origin | None  # start_from; its arrays are not read yet
+    start: Checkpoint | None  # start_from; its arrays are not read yet
     mesh: Mesh
     model: Model
     preprocessing: Preprocessing
@@ -66,13 +66,14 @@ class Experiment(NamedTuple):
 
     def card(self, step: int) -> dict[str, Any]:
         """The card of the checkpoint at a step, as JSON values."""
-        model = self.model.config
+        model, loss = self.model.config, self.config.loss
         card = Card(
             step=step,
             model=model,
             grid=model.grid,
             preprocessing=self.preprocessing,
             class_names=self.class_names,
+            loss=loss.kind if isinstance(loss, LossConfig) else records.name_of(loss),
             software={name: metadata.version(name) for name in ('jax', 'flax', 'optax')},
         )
         return records.to_dict(card)
@@ -103,7 +104,9 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
     )
     preprocessing = preprocessing_of(config, start)
     reader = reader_for(config, model_config, preprocessing)
-    init, update, report = _training_functions(config, model, preprocessing, length)
+    init, update, report = _training_functions(
+        config, model, preprocessing, length=length, num_classes=len(train.class_names)
+    )
     crop = host_crop(config.augmentation, preprocessing)
     return Experiment(
         config=config,
@@ -145,12 +148,12 @@ def _require_fitting_labels(
         )
 
 
-def open_start(config: TrainConfig) -> Origin | None:
+def open_start(config: TrainConfig) -> Checkpoint | None:
     """The checkpoint to start from, if any; its arrays are not read yet."""
     if config.start_from is None:
         return None
     try:
-        return find(config.start_from, config.hints, image_size=config.image_size)
+        return open_checkpoint(config.start_from, config.hints, image_size=config.image_size)
     except NeedsHint as error:
         raise UserError(f'{error} (in a configuration: --config.hints.NAME=VALUE)') from error
 
@@ -164,13 +167,13 @@ def make_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None) 
     return mesh
 
 
-def preprocessing_of(config: TrainConfig, start: Origin | None) -> Preprocessing:
+def preprocessing_of(config: TrainConfig, start: Checkpoint | None) -> Preprocessing:
     """The configuration's preprocessing, or the checkpoint's, or the usual one."""
     return config.preprocessing or (start.card.preprocessing if start else Preprocessing())
 
 
 def trained_model(
-    config: TrainConfig, start: Origin | None, class_names: Sequence[str]
+    config: TrainConfig, start: Checkpoint | None, class_names: Sequence[str]
 ) -> ModelConfig:
     """The model to train, the configuration's or the checkpoint's, for these classes."""
     classes = len(class_names)
@@ -201,7 +204,12 @@ def reader_for(
 
 
 def _training_functions(
-    config: TrainConfig, model: Model, preprocessing: Preprocessing, length: TrainLength
+    config: TrainConfig,
+    model: Model,
+    preprocessing: Preprocessing,
+    *,
+    length: TrainLength,
+    num_classes: int,
 ) -> tuple[
     Callable[[], TrainState],
     Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]],
@@ -225,7 +233,7 @@ def _training_functions(
         augment=functools.partial(
             augment,
             config=config.augmentation,
-            targets_of=functools.partial(targets_of, num_classes=model.config.num_classes),
+            targets_of=functools.partial(targets_of, num_classes=num_classes),
         ),
         stop_frozen_gradients=rules.stop_frozen_gradients,
         seed=config.seed,

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 import vit_jax
 from tests import reference
-from vit_jax.checkpoints.formats.array_files import read_contents, write_safetensors
+from vit_jax.checkpoints.formats.array_files import read_array_file, write_safetensors
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -83,7 +83,7 @@ def test_what_a_training_run_of_pytorch_keeps_beside_its_weights_is_listed(tmp_p
     tensors = {'a': torch.arange(4.0), 'b': torch.arange(3, dtype=torch.bfloat16), 'step': 7}
     wrapped = {'model': tensors, 'optimizer': {'lr': 0.1}, 'epoch': 3}
     torch.save(wrapped, tmp_path / 'x.pth')
-    contents = read_contents(tmp_path / 'x.pth')
+    contents = read_array_file(tmp_path / 'x.pth')
     assert contents.ignored == ('optimizer', 'epoch', 'step')
     np.testing.assert_array_equal(contents.arrays['a'].read(), [0, 1, 2, 3])
     assert contents.arrays['b'].dtype.name == 'bfloat16'
@@ -190,7 +190,7 @@ def test_half_precision_is_read_exactly(tmp_path):
         np.savez(tmp_path / 'x.npz', a=array)  # numpy calls bfloat16 two bytes of nothing
         save_file({'a': array}, tmp_path / 'x.safetensors')
         for name in 'x.npz', 'x.safetensors':
-            stored = read_contents(tmp_path / name).arrays['a']
+            stored = read_array_file(tmp_path / name).arrays['a']
             assert stored.dtype == array.dtype and stored.shape == (3, 5)
             np.testing.assert_array_equal(stored.read(), array.astype(np.float32))
 
@@ -208,7 +208,7 @@ def test_a_flipped_bit_in_a_safetensors_file_of_ours_is_found(tmp_path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    arrays = read_contents(path).arrays
+    arrays = read_array_file(path).arrays
     arrays['a'].read()
     with pytest.raises(ValueError, match='b is damaged: its digest is not the one'):
         arrays['b'].read()

@@ -24,15 +24,12 @@ DIGESTS = 'vit_jax.sha256'  # in a safetensors file's metadata: digests by name
 _EXPANSION = 64  # the most that the arrays of a compressed file may be larger than the file
 
 
-class NeedsHint(UserError):
-    """What is asked is not in the file, and has to be told."""
-
-
-class Stored(NamedTuple):
+class LazyArray(NamedTuple):
     """An array in a file, and its type there.
 
-    `read` gives it as float32; it raises UserError where the array is damaged, not finite, or of
-    a type that float32 does not hold.
+    `read` returns it as float32. It raises UserError, which does not name the file, where the
+    array is not finite or of a type that float32 does not hold, and errors of many kinds where
+    the file is damaged: it is to be called within `error_prefix`.
     """
 
     shape: tuple[int, ...]
@@ -40,20 +37,20 @@ class Stored(NamedTuple):
     read: Callable[[], np.ndarray]
 
 
-class Contents(NamedTuple):
-    """What a file holds, by name, and the text that it carries about itself."""
+class ArrayFile(NamedTuple):
+    """The arrays of a file by name, and what else it holds."""
 
-    arrays: dict[str, Stored]
-    metadata: dict[str, str]
-    ignored: tuple[str, ...] = ()  # names of what is no array
+    arrays: dict[str, LazyArray]
+    metadata: dict[str, str]  # text in the header of a safetensors file
+    ignored: tuple[str, ...] = ()  # names of values that are not arrays
 
 
-def read_contents(path: pathlib.Path) -> Contents:
+def read_array_file(path: pathlib.Path) -> ArrayFile:
     """The arrays of an npz, safetensors or PyTorch file, told apart by content, not by name.
 
     Raises UserError, in one sentence that names the file, for anything else.
     """
-    with explained(path):
+    with error_prefix(path):
         start = _start(path)
         if start[:4] == b'PK\x03\x04':
             archive = zipfile.ZipFile(path)
@@ -69,18 +66,16 @@ def read_contents(path: pathlib.Path) -> Contents:
         )
 
 
-def merged(contents: Iterable[Contents]) -> Contents:
-    """The arrays of several files as one. Raises UserError where a name occurs twice."""
-    arrays: dict[str, Stored] = {}
-    metadata: dict[str, str] = {}
-    ignored: tuple[str, ...] = ()
-    for part in contents:
-        if twice := arrays.keys() & part.arrays.keys():
+def merge(files: Iterable[ArrayFile]) -> ArrayFile:
+    """Several files as one. Raises UserError where a name is in two of them."""
+    merged = ArrayFile({}, {})
+    for arrays, metadata, ignored in files:
+        if twice := merged.arrays.keys() & arrays.keys():
             raise UserError(f'{min(twice)} is in two files')
-        arrays |= part.arrays
-        metadata |= part.metadata
-        ignored += part.ignored
-    return Contents(arrays, metadata, ignored)
+        merged = ArrayFile(
+            merged.arrays | arrays, merged.metadata | metadata, merged.ignored + ignored
+        )
+    return merged
 
 
 def write_npz(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -104,8 +99,11 @@ def write_safetensors(
 
 
 @contextlib.contextmanager
-def explained(path: pathlib.Path | str) -> Iterator[None]:
-    """Makes one sentence, with the path in front, of whatever a damaged file raises."""
+def error_prefix(path: pathlib.Path | str) -> Iterator[None]:
+    """Makes of every error within a UserError of one line that begins with the path.
+
+    Not to be nested: the path would be there twice.
+    """
     try:
         yield
     except FileNotFoundError as error:
@@ -113,10 +111,8 @@ def explained(path: pathlib.Path | str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         raise UserError(f'{path}: reading it needs the package {error.name}') from error
     except Exception as error:  # zipfile, numpy, safetensors and torch raise many kinds
-        if isinstance(error, ValueError) and str(error).startswith(f'{path}'):
-            raise
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        kind = NeedsHint if isinstance(error, NeedsHint) else UserError
+        kind = type(error) if isinstance(error, UserError) else UserError
         raise kind(f'{path}: {lines[0][:300]}') from error
 
 
@@ -161,7 +157,7 @@ def _checked_members(archive: zipfile.ZipFile, file_size: int) -> list[str]:
     return names
 
 
-def _npz(path: pathlib.Path, archive: zipfile.ZipFile) -> Contents:
+def _npz(path: pathlib.Path, archive: zipfile.ZipFile) -> ArrayFile:
     arrays = {}
     for member in archive.infolist():
         name = member.filename.removesuffix('.npy')
@@ -171,9 +167,9 @@ def _npz(path: pathlib.Path, archive: zipfile.ZipFile) -> Contents:
         declared = header.start + math.prod(header.shape) * header.dtype.itemsize
         if declared != member.file_size:
             raise UserError(f'{name} declares {declared:,} bytes, holds {member.file_size:,}')
-        read = _reader(path, name, functools.partial(_read_npy, archive, member, header))
-        arrays[name] = Stored(header.shape, _named(header.dtype), read)
-    return Contents(arrays, {})
+        read = _as_float32(name, functools.partial(_read_npy, archive, member, header))
+        arrays[name] = LazyArray(header.shape, _as_bfloat16(header.dtype), read)
+    return ArrayFile(arrays, {})
 
 
 class _Header(NamedTuple):
@@ -209,7 +205,7 @@ def _read_npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, header: _Header
     return array.reshape(header.shape, order='F' if header.columns_first else 'C')
 
 
-def _safetensors(path: pathlib.Path) -> Contents:
+def _safetensors(path: pathlib.Path) -> ArrayFile:
     from safetensors import safe_open
 
     with safe_open(str(path), framework='numpy') as file:
@@ -227,12 +223,12 @@ def _safetensors(path: pathlib.Path) -> Contents:
             raise UserError(f'{name} is damaged: its digest is not the one that was written')
         return array
 
-    return Contents(
+    return ArrayFile(
         {
-            name: Stored(
+            name: LazyArray(
                 shape,
                 _torch_dtype(name, dtype),
-                _reader(path, name, functools.partial(read, name)),
+                _as_float32(name, functools.partial(read, name)),
             )
             for name, (shape, dtype) in shapes.items()
         },
@@ -240,7 +236,7 @@ def _safetensors(path: pathlib.Path) -> Contents:
     )
 
 
-def _torch(path: pathlib.Path) -> Contents:
+def _torch(path: pathlib.Path) -> ArrayFile:
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:  # torch itself does not look at the checksums
             if damaged := archive.testzip():
@@ -267,15 +263,15 @@ def _torch(path: pathlib.Path) -> Contents:
 
     def array(tensor: Any) -> np.ndarray:
         if tensor.dtype == torch.bfloat16:  # which numpy() does not know
-            return tensor.contiguous().view(torch.int16).numpy().view(_named(np.dtype('V2')))
+            return tensor.contiguous().view(torch.int16).numpy().view(_as_bfloat16(np.dtype('V2')))
         return tensor.numpy()
 
-    return Contents(
+    return ArrayFile(
         {
-            name: Stored(
+            name: LazyArray(
                 tuple(tensor.shape),
                 array(tensor[:0] if tensor.ndim else tensor).dtype,
-                _reader(path, name, functools.partial(array, tensor)),
+                _as_float32(name, functools.partial(array, tensor)),
             )
             for name, tensor in tensors.items()
         },
@@ -284,28 +280,24 @@ def _torch(path: pathlib.Path) -> Contents:
     )
 
 
-def _reader(
-    path: pathlib.Path, name: str, read: Callable[[], np.ndarray]
-) -> Callable[[], np.ndarray]:
-    """Reads as float32, after a look at every number."""
+def _as_float32(name: str, read: Callable[[], np.ndarray]) -> Callable[[], np.ndarray]:
+    """The function that reads an array as float32 and looks at every number."""
 
     def checked() -> np.ndarray:
-        with explained(path):
-            array = read()
-            array = array.view(_named(array.dtype))
-            if array.dtype.name not in ('float32', 'float16', 'bfloat16'):
-                raise UserError(f'{name} is {array.dtype}, not float32, float16 or bfloat16')
-            values = array.astype(np.float32)
-            wrong = values.size - np.count_nonzero(np.isfinite(values))
-            if wrong:
-                raise UserError(f'{name} holds {wrong} values that are not finite (NaN or Inf)')
-            return values
+        array = read()
+        array = array.view(_as_bfloat16(array.dtype))
+        if array.dtype.name not in ('float32', 'float16', 'bfloat16'):
+            raise UserError(f'{name} is {array.dtype}, not float32, float16 or bfloat16')
+        values = array.astype(np.float32)
+        if wrong := values.size - np.count_nonzero(np.isfinite(values)):
+            raise UserError(f'{name} holds {wrong} values that are not finite (NaN or Inf)')
+        return values
 
     return checked
 
 
-def _named(dtype: np.dtype) -> np.dtype:
-    """The type meant: numpy files name bfloat16 by its size alone."""
+def _as_bfloat16(dtype: np.dtype) -> np.dtype:
+    """bfloat16 for two bytes without a meaning, as which numpy files store it; else the same."""
     import ml_dtypes  # comes with jax
 
     return np.dtype(ml_dtypes.bfloat16) if dtype == np.dtype('V2') else dtype
@@ -316,7 +308,7 @@ def _torch_dtype(name: str, dtype: str) -> np.dtype:
     known |= {'I64': 'i8', 'I32': 'i4', 'I16': 'i2', 'I8': 'i1', 'U8': 'u1', 'BOOL': '?'}
     if dtype not in known:
         raise UserError(f'{name} is of the type {dtype}, which is not read')
-    return _named(np.dtype(known[dtype]))
+    return _as_bfloat16(np.dtype(known[dtype]))
 
 
 def _digest(array: np.ndarray) -> str:

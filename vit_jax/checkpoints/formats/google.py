@@ -1,29 +1,40 @@
 """The npz layouts of google-research: vision_transformer, and big_vision.
 
 They name arrays as Flax modules do and differ in the version of those names, in what stands in
-front of them, and in where positions lie. One table serves all.
+front of them, and in where positions are. One name map serves both, but for attention pooling.
 """
 
 import dataclasses
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vit_jax.base.errors import UserError
-from vit_jax.checkpoints.formats.array_files import NeedsHint, Stored
+from vit_jax.checkpoints.card import Card
+from vit_jax.checkpoints.formats import base
+from vit_jax.checkpoints.formats.array_files import LazyArray
+from vit_jax.checkpoints.formats.base import Clues, Format, Recognised
 from vit_jax.checkpoints.formats.inference import (
-    Evidence,
     Hints,
-    Recognised,
+    NeedsHint,
     count_layers,
-    find_backbone,
-    find_grid,
     grid_of,
+    infer_backbone,
+    infer_grid,
     length_of,
     shape_of,
 )
-from vit_jax.checkpoints.formats.name_map import NO_CLASS_ROW, SAME, Rule, Turn, dense, norm
-from vit_jax.models import Backbone, ModelConfig, ResNetConfig, ViTConfig
+from vit_jax.checkpoints.formats.name_map import (
+    NO_CLASS_ROW,
+    SAME,
+    ArrayTransform,
+    NameRule,
+    dense,
+    norm,
+)
+from vit_jax.data.image_preprocessing import Preprocessing, Resize
+from vit_jax.models import Backbone, ModelConfig, Pool, ResNetConfig, ViTConfig
 
 _POSITIONS = (
     'pos_embedding',
@@ -32,24 +43,24 @@ _POSITIONS = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
-    """One way to name the arrays."""
+# Squeezed to the size, the camera's rotation ignored, values from -1 to 1.
+_PREPROCESSING = Preprocessing(crop=Resize(), exif_rotation=False)
+_ATTENTION = 'query', 'key', 'value', 'out'
 
-    name: str = 'google'  # or 'bigvision'
-    prefix: str = ''
-    dtype: str = 'float32'  # of the arrays in the file
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout(base.Layout):
+    """How these files differ among themselves. The defaults are those of vision_transformer."""
+
     stacked: bool = False  # one array for all blocks
-    before_linen: bool = True  # modules of a block numbered through: MlpBlock_3
+    before_linen: bool = True  # modules of a block are numbered through: MlpBlock_3
     positions: str = _POSITIONS[1]
-    class_row: bool = True  # positions hold a row for the class token
     group_norm_4d: bool = True  # (1, 1, 1, c)
     map_head: str = 'MAPHead_0/'
 
 
-GOOGLE = Layout()
-BIGVISION = Layout(
-    name='bigvision',
+GOOGLE_LAYOUT = Layout()
+BIGVISION_LAYOUT = Layout(
     prefix='params/',
     before_linen=False,
     positions=_POSITIONS[0],
@@ -58,27 +69,33 @@ BIGVISION = Layout(
 )
 
 
-def matches(names: list[str]) -> bool:
-    """Are these the names of such a file?"""
+def _matches(names: Iterable[str]) -> bool:
     known = r'(?!.*root_block/)(.*/)?(embedding/kernel|conv_root/kernel|Transformer/.*)'
     return any(re.fullmatch(known, name) for name in names)
 
 
-def table(config: ModelConfig, layout: Layout) -> list[Rule]:
-    """Where each array stands."""
+def _matches_google(names: Iterable[str]) -> bool:
+    """As the paper's code writes them: nothing in front, positions at their place, no MAP head."""
+    names = set(names)
+    if not any(name.startswith('Transformer/') for name in names):
+        return 'conv_root/kernel' in names
+    return _POSITIONS[1] in names and not names & {'MAPHead_0/probe', 'probe'}
+
+
+def _rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
     attention, norm2, mlp = 'MultiHeadDotProductAttention_0', 'LayerNorm_1', 'MlpBlock_0'
     if layout.before_linen:
         attention, norm2, mlp = 'MultiHeadDotProductAttention_1', 'LayerNorm_2', 'MlpBlock_3'
     block = f'Transformer/encoderblock{"" if layout.stacked else "_{layer0}"}'
-    ours, head = 'encoder/block', layout.map_head
-    group = Turn(lambda a: a.reshape(-1), lambda a: a.reshape(1, 1, 1, -1))
+    ours = 'encoder/block'
+    group = ArrayTransform(lambda a: a.reshape(-1), lambda a: a.reshape(1, 1, 1, -1))
     group = group if layout.group_norm_4d else SAME
     has_token = isinstance(config, ViTConfig) and config.pool == 'cls'
     positions = NO_CLASS_ROW if has_token and not layout.class_row else SAME
     rules = [
         *dense('embedding', 'embedding'),
-        Rule('cls', 'cls'),
-        Rule(layout.positions, 'pos_embedding', positions),
+        NameRule('cls', 'cls'),
+        NameRule(layout.positions, 'pos_embedding', positions),
         *norm(f'{block}/LayerNorm_0', f'{ours}/norm1'),
         *norm(f'{block}/{norm2}', f'{ours}/norm2'),
         *dense(f'{block}/{mlp}/Dense_0', f'{ours}/mlp/dense1'),
@@ -86,93 +103,96 @@ def table(config: ModelConfig, layout: Layout) -> list[Rule]:
         *norm('Transformer/encoder_norm', 'encoder/norm'),
         *dense('pre_logits', 'pre_logits'),
         *dense('head', 'head'),
-        Rule('conv_root/kernel', 'backbone/conv_root/kernel'),
+        NameRule('conv_root/kernel', 'backbone/conv_root/kernel'),
         *norm('gn_root', 'backbone/norm_root', group),
     ]
-    for projection in ('query', 'key', 'value', 'out'):
+    for projection in _ATTENTION:
         rules += dense(f'{block}/{attention}/{projection}', f'{ours}/attention/{projection}')
     for index in ('1', '2', '3', '_proj'):
         there, here = 'block{stage}/unit{unit}', 'backbone/stage{stage}/unit{unit}'
-        rules.append(Rule(f'{there}/conv{index}/kernel', f'{here}/conv{index}/kernel'))
+        rules.append(NameRule(f'{there}/conv{index}/kernel', f'{here}/conv{index}/kernel'))
         rules += norm(f'{there}/gn{index}', f'{here}/norm{index}', group)
-    if layout.name == 'bigvision':
-        rules += [
-            Rule(f'{head}probe', 'pool/probe'),
-            *norm(f'{head}LayerNorm_0', 'pool/norm'),
-            *dense(f'{head}MlpBlock_0/Dense_0', 'pool/mlp/dense1'),
-            *dense(f'{head}MlpBlock_0/Dense_1', 'pool/mlp/dense2'),
-        ]
-        for projection in ('query', 'key', 'value', 'out'):
-            theirs = f'{head}MultiHeadDotProductAttention_0/{projection}'
-            rules += dense(theirs, f'pool/attention/{projection}')
+    return _prefixed(rules, layout)
+
+
+def _bigvision_rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
+    head = layout.map_head
+    rules = [
+        NameRule(f'{head}probe', 'pool/probe'),
+        *norm(f'{head}LayerNorm_0', 'pool/norm'),
+        *dense(f'{head}MlpBlock_0/Dense_0', 'pool/mlp/dense1'),
+        *dense(f'{head}MlpBlock_0/Dense_1', 'pool/mlp/dense2'),
+    ]
+    for projection in _ATTENTION:
+        theirs = f'{head}MultiHeadDotProductAttention_0/{projection}'
+        rules += dense(theirs, f'pool/attention/{projection}')
+    return _rules(config, layout) + _prefixed(rules, layout)
+
+
+def _prefixed(rules: list[NameRule], layout: Layout) -> list[NameRule]:
     return [rule._replace(theirs=layout.prefix + rule.theirs) for rule in rules]
 
 
-def recognise(evidence: Evidence) -> Recognised:
-    """The network and the layout of such a file. Raises UserError where it does not show them."""
-    config, layout = _find(evidence)
-    # Squeezed to the size, the camera's rotation ignored, values from -1 to 1.
-    preprocessing = {'crop': {'kind': 'Resize'}, 'exif_rotation': False}
-    # What is outside belongs to the training of such a file, or to another tower of it.
-    outside = f'(?!{re.escape(layout.prefix)}).*' if layout.prefix else None
-    return Recognised(config, layout, preprocessing, ignored=outside)
+def _notes(card: Card, layout: Layout) -> list[str]:
+    config, values = card.model, {'gelu': 'tanh', 'layer_norm_epsilon': 1e-6}
+    if isinstance(config, ResNetConfig):
+        lost = [f'image_size={config.image_size}'] if config.image_size != (224, 224) else []
+    else:
+        lost = [f'{n}={getattr(config, n)!r}' for n, v in values.items() if getattr(config, n) != v]
+        if config.grid[0] != config.grid[1] or config.positions == 'sincos2d':
+            lost.append(f'grid={config.grid}')
+    notes = [f'npz files do not say it: load this one with {", ".join(lost)}'] if lost else []
+    read = Recognised(config, layout, _PREPROCESSING)  # whatever was written
+    names = 'preprocessing', 'class_names'
+    gone = [name for name in names if getattr(card, name) != getattr(read, name)]
+    gone += ['loss'] if card.loss == 'sigmoid' else []
+    return notes + ([f'npz files do not keep: {", ".join(gone)}'] if gone else [])
 
 
-def usual_layout(format: str, config: ModelConfig) -> Layout:
-    """The layout to write where none was read."""
-    return GOOGLE if format == 'google' else BIGVISION
-
-
-def notes(config: ModelConfig, layout: Layout, card: dict[str, Any]) -> list[str]:
-    """What a reader of such a file has to be told, because it does not say so itself."""
-    if not isinstance(config, ViTConfig):
-        return []
-    values = {'gelu': 'tanh', 'layer_norm_epsilon': 1e-6}
-    said = [f'{n}={getattr(config, n)!r}' for n, v in values.items() if getattr(config, n) != v]
-    if config.grid[0] != config.grid[1] or config.positions == 'sincos2d':
-        said.append(f'grid={config.grid}')
-    return [f'npz files do not say it: load this one with {", ".join(said)}'] if said else []
-
-
-def _find(evidence: Evidence) -> tuple[ModelConfig, Layout]:
-    arrays, subtree, image_size = evidence.arrays, evidence.subtree, evidence.image_size
+def _recognise(usual: Layout, clues: Clues) -> Recognised[Layout]:
     known = 'params/', 'opt/target/'
-    prefix = next((p for p in known if any(name.startswith(p) for name in arrays)), '')
-    prefix += f'{subtree}/' if subtree else ''
+    prefix = next((p for p in known if any(name.startswith(p) for name in clues.arrays)), '')
+    prefix += f'{clues.subtree}/' if clues.subtree else ''
     inside = {
-        name.removeprefix(prefix): stored
-        for name, stored in arrays.items()
+        name.removeprefix(prefix): array
+        for name, array in clues.arrays.items()
         if name.startswith(prefix)
     }
     if not inside:
         raise UserError(f'no array is under {prefix}')
-    towers = [
-        n.removesuffix('/embedding/kernel') for n in inside if n.endswith('/embedding/kernel')
-    ]
+    end = '/embedding/kernel'
+    towers = [name.removesuffix(end) for name in inside if name.endswith(end)]
     if towers and 'embedding/kernel' not in inside:
         named = ' or '.join(f':{tower}' for tower in towers)
         raise UserError(f'the network is in a part of it: put {named} after the name of the file')
+    config, changes = _infer(inside, clues)
+    # What is outside belongs to the training of such a file, or to another tower of it.
+    outside = f'(?!{re.escape(prefix)}).*' if prefix else None
+    layout = dataclasses.replace(usual, prefix=prefix, **changes)
+    return Recognised(config, layout, _PREPROCESSING, ignored=outside)
+
+
+def _infer(inside: Mapping[str, LazyArray], clues: Clues) -> tuple[ModelConfig, dict[str, Any]]:
+    """The network, and the values of the Layout that its arrays show."""
     unit, num_classes = r'block(\d+)/unit(\d+)/', length_of(inside, 'head/bias')
-    backbone = find_backbone(inside, 'conv_root/kernel', unit, outputs=3)
-    changes: dict[str, Any] = {'prefix': prefix}
+    backbone = infer_backbone(inside, 'conv_root/kernel', unit, outputs=3)
+    layout: dict[str, Any] = {}
     if 'gn_root/scale' in inside:
-        changes['group_norm_4d'] = len(inside['gn_root/scale'].shape) == 4
+        layout['group_norm_4d'] = len(inside['gn_root/scale'].shape) == 4
     if backbone is not None and not any(name.startswith('Transformer/') for name in inside):
         config = ResNetConfig(
-            image_size=image_size or (224, 224),
+            image_size=clues.image_size or (224, 224),
             channels=shape_of(inside, 'conv_root/kernel', 4)[2],
             backbone=backbone,
             num_classes=num_classes,
         )
-        return config, dataclasses.replace(BIGVISION if prefix else GOOGLE, **changes)
-    values, found = _vit(inside, evidence.hints, image_size, backbone)
-    is_google = found['positions'] == _POSITIONS[1] and not prefix and values['pool'] != 'map'
-    layout = dataclasses.replace(GOOGLE if is_google else BIGVISION, **changes, **found)
-    return ViTConfig(num_classes=num_classes, backbone=backbone, **values), layout
+        return config, layout
+    values, found = _vit(inside, clues.hints, clues.image_size, backbone)
+    return ViTConfig(num_classes=num_classes, backbone=backbone, **values), layout | found
 
 
 def _vit(
-    inside: Mapping[str, Stored],
+    inside: Mapping[str, LazyArray],
     hints: Hints,
     image_size: tuple[int, int] | None,
     backbone: Backbone | None,
@@ -188,7 +208,7 @@ def _vit(
     )
     query = f'{block}/MultiHeadDotProduct{attention}/query/bias'
     map_head = next((h for h in ('MAPHead_0/', '') if f'{h}probe' in inside), None)
-    pool = 'cls' if 'cls' in inside else 'gap' if map_head is None else 'map'
+    pool: Pool = 'cls' if 'cls' in inside else 'gap' if map_head is None else 'map'
     stride = backbone.stride if backbone else 1
     cell = p * stride, q * stride  # pixels of the image for one position
     grid, layout = _positions(inside, pool, hints, image_size, cell)
@@ -215,8 +235,8 @@ def _vit(
 
 
 def _positions(
-    inside: Mapping[str, Stored],
-    pool: str,
+    inside: Mapping[str, LazyArray],
+    pool: Pool,
     hints: Hints,
     image_size: tuple[int, int] | None,
     cell: tuple[int, int],
@@ -234,5 +254,26 @@ def _positions(
     # Only big_vision keeps positions at the root, and never with a row for the class token.
     rows = (0,) if pool != 'cls' or name == _POSITIONS[0] else (1, 0)
     count = shape_of(inside, name, 3)[1]
-    grid, row = find_grid(count, rows=rows, hints=hints, image_size=image_size, cell=cell)
+    grid, row = infer_grid(count, rows=rows, hints=hints, image_size=image_size, cell=cell)
     return grid, {'positions': name, 'class_row': bool(row)}
+
+
+GOOGLE = Format[Layout](
+    name='google',
+    suffix='.npz',
+    matches=_matches_google,
+    recognise=functools.partial(_recognise, GOOGLE_LAYOUT),
+    rules=_rules,
+    usual_layout=lambda config: GOOGLE_LAYOUT,
+    notes=_notes,
+)
+BIGVISION = Format[Layout](
+    name='bigvision',
+    suffix='.npz',
+    matches=_matches,
+    recognise=functools.partial(_recognise, BIGVISION_LAYOUT),
+    rules=_bigvision_rules,
+    usual_layout=lambda config: BIGVISION_LAYOUT,
+    notes=_notes,
+    fixed_positions=True,
+)

@@ -6,32 +6,35 @@ the `vit-hybrid` files of transformers 4.
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
+from vit_jax.base import records
 from vit_jax.base.errors import UserError
-from vit_jax.checkpoints.formats.array_files import Stored
+from vit_jax.checkpoints.card import Card
+from vit_jax.checkpoints.formats import base
+from vit_jax.checkpoints.formats.base import Clues, Format, Recognised, vision_transformer
 from vit_jax.checkpoints.formats.inference import (
-    Evidence,
     Hints,
-    Recognised,
     count_layers,
-    find_backbone,
-    find_grid,
-    find_heads,
+    infer_backbone,
+    infer_grid,
+    infer_heads,
     length_of,
     shape_of,
+    with_defaults,
 )
 from vit_jax.checkpoints.formats.name_map import (
     CONVOLUTION,
-    Rule,
+    NameRule,
     torch_backbone,
     torch_linear,
     torch_norm,
     torch_output,
     torch_projections,
 )
-from vit_jax.models import Backbone, Gelu, ViTConfig
+from vit_jax.data.image_preprocessing import CentralCrop, Crop, Preprocessing, Resize, ResizeMethod
+from vit_jax.models import Backbone, Gelu, ModelConfig, ViTConfig
 
 # What it stores beside the network: what masked pre-training used.
 _IGNORED = r'(vit\.)?embeddings\.mask_token|decoder\..*'
@@ -42,31 +45,33 @@ _GELU: dict[str, Gelu] = {
     'gelu_pytorch_tanh': 'tanh',
     'gelu_fast': 'tanh',
 }
+_HIDDEN_ACT: dict[Gelu, str] = {'exact': 'gelu', 'tanh': 'gelu_pytorch_tanh'}
 _PATCHES = 'embeddings.patch_embeddings'
 _ROOT = f'{_PATCHES}.backbone.bit.embedder'
 _STAGES = f'{_PATCHES}.backbone.bit.encoder.stages.'
 _BILINEAR, _BICUBIC = 2, 3  # Pillow's numbers
+_RESIZE_METHODS: dict[int, ResizeMethod] = {
+    _BILINEAR: 'bilinear_antialias',
+    _BICUBIC: 'bicubic_antialias',
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
-    """One way to name the arrays."""
+class Layout(base.Layout):
+    """How these files differ among themselves."""
 
-    name: str = 'huggingface'
     prefix: str = 'vit.'  # none: the file of a model without a head
-    dtype: str = 'float32'  # of the arrays in the file
     old_names: bool = True  # those on disk
 
 
-def matches(names: list[str]) -> bool:
-    """Are these the names of such a file?"""
+def _matches(names: Iterable[str]) -> bool:
     known = f'{_PATCHES}.projection.weight', 'layernorm_before.weight'
     return any(name.endswith(known) for name in names)
 
 
-def table(config: ViTConfig, layout: Layout) -> list[Rule]:
-    """Where each array stands."""
-    prefix, heads, ours = layout.prefix, config.num_heads, 'encoder/block'
+def _rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
+    heads = vision_transformer(config, 'huggingface').num_heads
+    prefix, ours = layout.prefix, 'encoder/block'
     if layout.old_names:
         block = f'{prefix}encoder.layer.{{layer0}}'
         attention, out = f'{block}.attention.attention.{{}}', f'{block}.attention.output.dense'
@@ -79,8 +84,8 @@ def table(config: ViTConfig, layout: Layout) -> list[Rule]:
         mlp = f'{block}.mlp.fc1', f'{block}.mlp.fc2'
     rules = [
         *torch_linear(f'{prefix}{_PATCHES}.projection', 'embedding', CONVOLUTION),
-        Rule(f'{prefix}embeddings.cls_token', 'cls'),
-        Rule(f'{prefix}embeddings.position_embeddings', 'pos_embedding'),
+        NameRule(f'{prefix}embeddings.cls_token', 'cls'),
+        NameRule(f'{prefix}embeddings.position_embeddings', 'pos_embedding'),
         *torch_norm(f'{block}.layernorm_before', f'{ours}/norm1'),
         *torch_norm(f'{block}.layernorm_after', f'{ours}/norm2'),
         *torch_output(out, f'{ours}/attention/out', num_heads=heads),
@@ -103,39 +108,33 @@ def table(config: ViTConfig, layout: Layout) -> list[Rule]:
     return rules
 
 
-def usual_layout(format: str, config: ViTConfig) -> Layout:
-    """The layout to write where none was read: with `vit.` where there is a head."""
+def _usual_layout(config: ModelConfig) -> Layout:
     return Layout(prefix='vit.' if config.num_classes is not None else '')
 
 
-def notes(config: ViTConfig, layout: Layout, card: dict[str, Any]) -> list[str]:
-    """What a reader has to be told, because the directory does not say it."""
-    if card['preprocessing']['crop'].get('resize', 'bilinear') != 'bilinear':
+def _notes(card: Card, layout: Layout) -> list[str]:
+    if getattr(card.preprocessing.crop, 'resize', 'bilinear') != 'bilinear':
         return []
     return ['transformers smooths images before it shrinks them; this network was used without']
 
 
-def beside(config: ViTConfig, card: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The files of the directory beside the weights.
-
-    Raises UserError for a network that transformers does not have.
-    """
+def _files_beside(card: Card) -> dict[str, dict[str, Any]]:
+    config = vision_transformer(card.model, 'huggingface')
     return {
-        'config.json': _description(config, tuple(card['class_names'])),
-        'preprocessor_config.json': _processor(config, card['preprocessing']),
+        'config.json': _description(config, card.class_names),
+        'preprocessor_config.json': _processor(config, card.preprocessing),
     }
 
 
-def recognise(evidence: Evidence) -> Recognised:
-    """The network and the layout of such a directory, or of the file of weights alone."""
-    config, layout = _find(evidence.arrays, evidence.hints, evidence.config_json)
-    names = _class_names(evidence.config_json, config.num_classes)
-    return Recognised(config, layout, _preprocessing(evidence.processor_json), names, _IGNORED)
+def _recognise(clues: Clues) -> Recognised[Layout]:
+    """In a directory, or in the file of weights alone."""
+    config, layout = _infer(clues)
+    names = _class_names(clues.config_json, config.num_classes)
+    return Recognised(config, layout, _preprocessing(clues.processor_json), names, _IGNORED)
 
 
-def _find(
-    arrays: Mapping[str, Stored], hints: Hints, described: dict[str, Any]
-) -> tuple[ViTConfig, Layout]:
+def _infer(clues: Clues) -> tuple[ViTConfig, Layout]:
+    arrays, described = clues.arrays, clues.config_json
     prefix = 'vit.' if any(name.startswith('vit.') for name in arrays) else ''
     old_names = any(name.startswith(f'{prefix}encoder.layer.') for name in arrays)
     block = f'{prefix}encoder.layer' if old_names else f'{prefix}layers'
@@ -145,14 +144,14 @@ def _find(
     depth = count_layers(arrays, block.replace('.', r'\.') + r'\.(\d+)\.')
     root = f'{prefix}{_ROOT}.convolution.weight'
     unit = re.escape(prefix + _STAGES) + r'(\d+)\.layers\.(\d+)\.'
-    backbone = find_backbone(arrays, root, unit, outputs=0)
+    backbone = infer_backbone(arrays, root, unit, outputs=0)
     stride = backbone.stride if backbone else 1
     cell = p * stride, q * stride  # pixels of the image for one position
     count = shape_of(arrays, f'{prefix}embeddings.position_embeddings', 3)[1]
     size = _pair(described.get('image_size'), 'image_size')
-    grid, _ = find_grid(count, rows=(1,), hints=hints, image_size=size, cell=cell)
-    if 'num_attention_heads' in described and hints.num_heads is None:
-        hints = dataclasses.replace(hints, num_heads=_whole(described, 'num_attention_heads'))
+    heads = Hints(num_heads=_whole(described, 'num_attention_heads'))
+    hints = with_defaults(clues.hints, heads)
+    grid, _ = infer_grid(count, rows=(1,), hints=hints, image_size=size, cell=cell)
     gelu = hints.gelu or _gelu(described.get('hidden_act', 'gelu'))
     epsilon = hints.layer_norm_epsilon or float(described.get('layer_norm_eps', 1e-12))
     config = ViTConfig(
@@ -163,10 +162,8 @@ def _find(
         width=width,
         depth=depth,
         mlp_dim=mlp_dim,
-        num_heads=find_heads(hints, width, mlp_dim, depth),
-        num_classes=shape_of(arrays, 'classifier.bias', 1)[0]
-        if 'classifier.bias' in arrays
-        else None,
+        num_heads=infer_heads(hints, width, mlp_dim, depth),
+        num_classes=length_of(arrays, 'classifier.bias'),
         representation_size=length_of(arrays, 'pooler.dense.bias'),
         gelu=gelu,
         layer_norm_epsilon=epsilon,
@@ -186,23 +183,23 @@ def _class_names(described: dict[str, Any], count: int | None) -> tuple[str, ...
     return names
 
 
-def _preprocessing(processor: dict[str, Any]) -> dict[str, Any]:
+def _preprocessing(processor: dict[str, Any]) -> Preprocessing:
     """What a `preprocessor_config.json` says of it; without one, ViT's usual image processor."""
-    size = processor.get('size', {})
-    resize = {_BILINEAR: 'bilinear_antialias', _BICUBIC: 'bicubic_antialias'}.get(
-        processor.get('resample', _BILINEAR)
-    )
+    size, number = processor.get('size', {}), processor.get('resample', _BILINEAR)
+    resize = _RESIZE_METHODS.get(number)
     if resize is None:
-        raise UserError(f'preprocessor_config.json: resample={processor["resample"]} is not read')
-    crop: dict[str, Any] = {'kind': 'Resize', 'resize': resize}
+        raise UserError(f'preprocessor_config.json: resample={number} is not read')
+    crop: Crop = Resize(resize=resize)
     if isinstance(size, dict) and 'shortest_edge' in size:
         cut = _pair(processor.get('crop_size', size['shortest_edge']), 'crop_size')
         scale = size['shortest_edge'] / min(cut or (size['shortest_edge'],))
-        crop = {'kind': 'CentralCrop', 'scale': scale, 'resize': resize}
-    values = {name: processor.get(f'image_{name}', (0.5, 0.5, 0.5)) for name in ('mean', 'std')}
-    return {'crop': crop, 'exif_rotation': False} | {
-        name: [255 * value for value in channels] for name, channels in values.items()
+        crop = CentralCrop(scale=scale, resize=resize)
+    values = {
+        name: [255 * value for value in processor.get(f'image_{name}', (0.5, 0.5, 0.5))]
+        for name in ('mean', 'std')
     }
+    fixed = {'crop': crop, 'exif_rotation': False}
+    return records.from_dict(Preprocessing, fixed | values, where='preprocessor_config.json')
 
 
 def _description(config: ViTConfig, names: tuple[str, ...]) -> dict[str, Any]:
@@ -228,7 +225,7 @@ def _description(config: ViTConfig, names: tuple[str, ...]) -> dict[str, Any]:
         'num_hidden_layers': config.depth,
         'num_attention_heads': config.num_heads,
         'intermediate_size': config.mlp_dim,
-        'hidden_act': 'gelu' if config.gelu == 'exact' else 'gelu_pytorch_tanh',
+        'hidden_act': _HIDDEN_ACT[config.gelu],
         'layer_norm_eps': config.layer_norm_epsilon,
         'hidden_dropout_prob': 0.0,
         'attention_probs_dropout_prob': 0.0,
@@ -243,25 +240,25 @@ def _description(config: ViTConfig, names: tuple[str, ...]) -> dict[str, Any]:
     } | _backbone_description(config.backbone)
 
 
-def _processor(config: ViTConfig, values: dict[str, Any]) -> dict[str, Any]:
-    """The preprocessor_config.json of pre-processing values, as far as transformers has it."""
-    crop, (height, width) = values['crop'], config.image_size
+def _processor(config: ViTConfig, preprocessing: Preprocessing) -> dict[str, Any]:
+    """The preprocessor_config.json, as far as transformers has such a preprocessing."""
+    crop, (height, width) = preprocessing.crop, config.image_size
     size: dict[str, Any] = {'size': {'height': height, 'width': width}}
-    if crop['kind'] == 'CentralCrop':
+    if isinstance(crop, CentralCrop):
         size = {
-            'size': {'shortest_edge': round(crop['scale'] * min(height, width))},
+            'size': {'shortest_edge': round(crop.scale * min(height, width))},
             'do_center_crop': True,
             'crop_size': {'height': height, 'width': width},
         }
     return size | {
         'image_processor_type': 'ViTImageProcessor',
         'do_resize': True,
-        'resample': _BICUBIC if crop.get('resize') == 'bicubic_antialias' else _BILINEAR,
+        'resample': _BICUBIC if getattr(crop, 'resize', None) == 'bicubic_antialias' else _BILINEAR,
         'do_rescale': True,
         'rescale_factor': 1 / 255,
         'do_normalize': True,
-        'image_mean': [value / 255 for value in values['mean']],
-        'image_std': [value / 255 for value in values['std']],
+        'image_mean': [value / 255 for value in preprocessing.mean],
+        'image_std': [value / 255 for value in preprocessing.std],
     }
 
 
@@ -299,9 +296,9 @@ def _gelu(name: object) -> Gelu:
     return _GELU[str(name)]
 
 
-def _whole(described: dict[str, Any], name: str) -> int:
-    value = described[name]
-    if not isinstance(value, int) or value < 1:
+def _whole(described: dict[str, Any], name: str) -> int | None:
+    value = described.get(name)
+    if name in described and (not isinstance(value, int) or value < 1):
         raise UserError(f'config.json: {name}={value!r} is not a positive whole number')
     return value
 
@@ -320,3 +317,16 @@ def _pair(value: Any, name: str) -> tuple[int, int] | None:
     ):
         raise UserError(f'{name}={value!r} is not a size in pixels')
     return pair[0], pair[1]
+
+
+HUGGINGFACE = Format[Layout](
+    name='huggingface',
+    suffix='.safetensors',
+    matches=_matches,
+    recognise=_recognise,
+    rules=_rules,
+    usual_layout=_usual_layout,
+    notes=_notes,
+    file_name='model.safetensors',
+    files_beside=_files_beside,
+)

@@ -1,16 +1,18 @@
-"""What a file does not say of its network, and how it is found out or asked for."""
+"""What a file does not say of its network: inferred from shapes and sizes, or asked for."""
 
 import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
 
-from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record
-from vit_jax.checkpoints.formats.array_files import NeedsHint, Stored
-from vit_jax.models import SIZES, Backbone, Gelu, ModelConfig, ResNetConfig
+from vit_jax.checkpoints.formats.array_files import LazyArray
+from vit_jax.models import SIZES, Backbone, Gelu, ModelConfig, Pool, ResNetConfig
+
+
+class NeedsHint(UserError):
+    """The file leaves open what network is in it; the message names the hint that settles it."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -23,35 +25,33 @@ class Hints(Record):
     layer_norm_epsilon: float | None = None
 
 
-class Evidence(NamedTuple):
-    """All that is known of a file whose network is to be found out."""
-
-    arrays: dict[str, Stored]
-    hints: Hints
-    image_size: tuple[int, int] | None  # of the images it is wanted for
-    subtree: str  # of an npz
-    config_json: dict[str, Any]  # that lies beside it; {} where there is none
-    processor_json: dict[str, Any]
+def with_defaults(hints: Hints, defaults: Hints) -> Hints:
+    """The hints, those of `defaults` where they are None."""
+    given = {name: value for name, value in vars(hints).items() if value is not None}
+    return dataclasses.replace(defaults, **given)
 
 
-class Recognised(NamedTuple):
-    """What was found out."""
-
-    config: ModelConfig
-    layout: Any  # of the module that recognised it
-    preprocessing: dict[str, Any]
-    class_names: tuple[str, ...] = ()
-    ignored: str | None = None  # names that belong to something else
-
-
-def filled(hints: Hints, values: Mapping[str, Any]) -> Hints:
-    """The hints, with what a file says of itself where nothing was said."""
-    found = {name: values.get(name) for name in records.to_dict(hints)}
-    merged = found | {n: v for n, v in records.to_dict(hints).items() if v is not None}
-    return records.from_dict(Hints, merged, where='hints')
+def hints_of(config: ModelConfig) -> Hints:
+    """All hints, as one would give them who knows the network."""
+    if isinstance(config, ResNetConfig):
+        return Hints()
+    return Hints(
+        grid=config.grid,
+        num_heads=config.num_heads,
+        gelu=config.gelu,
+        layer_norm_epsilon=config.layer_norm_epsilon,
+    )
 
 
-def shape_of(arrays: Mapping[str, Stored], name: str, rank: int) -> tuple[int, ...]:
+def check_hints(hints: Hints, config: ModelConfig) -> None:
+    """Raises UserError for a hint that contradicts what was found in the file."""
+    for name, value in vars(hints).items():
+        found = getattr(config, name, None)
+        if value not in (None, found):
+            raise UserError(f'{name}={value} was given, but the arrays have {found}')
+
+
+def shape_of(arrays: Mapping[str, LazyArray], name: str, rank: int) -> tuple[int, ...]:
     """The shape of an array. Raises UserError where it is missing or of another rank."""
     if name not in arrays:
         raise UserError(f'the array {name} is missing')
@@ -61,26 +61,26 @@ def shape_of(arrays: Mapping[str, Stored], name: str, rank: int) -> tuple[int, .
     return shape
 
 
-def length_of(arrays: Mapping[str, Stored], name: str) -> int | None:
-    """The length of a vector that a network need not have."""
+def length_of(arrays: Mapping[str, LazyArray], name: str) -> int | None:
+    """The length of a vector; None where the network does not have it."""
     return shape_of(arrays, name, 1)[0] if name in arrays else None
 
 
 def count_layers(names: Iterable[str], pattern: str) -> int:
-    """How many different numbers the group of the pattern matches at the beginning of names."""
+    """The number of blocks: of different values of the pattern's group at the start of names."""
     layers = {match[1] for name in names if (match := re.match(pattern, name))}
     if not layers:
         raise UserError('no encoder block is in it')
     return len(layers)
 
 
-def find_backbone(
-    arrays: Mapping[str, Stored], root: str, unit: str, *, outputs: int
+def infer_backbone(
+    arrays: Mapping[str, LazyArray], root: str, unit: str, *, outputs: int
 ) -> Backbone | None:
-    """The backbone, if there is one: `root` is the name of its first kernel.
+    """The backbone; None where its first kernel, `root`, is not among the arrays.
 
-    The groups of the pattern `unit` match the stage and the unit at the beginning of names;
-    `outputs` is the axis of a kernel's output channels.
+    The pattern `unit` matches the beginning of names, with the numbers of stage and unit as
+    groups; `outputs` is the axis of a kernel's output channels.
     """
     if root not in arrays:
         return None
@@ -90,8 +90,8 @@ def find_backbone(
     return Backbone(blocks=blocks, width=shape_of(arrays, root, 4)[outputs])
 
 
-def find_heads(hints: Hints, width: int, mlp_dim: int, depth: int) -> int:
-    """The number of heads of a layout whose arrays do not show it, from the table of sizes."""
+def infer_heads(hints: Hints, width: int, mlp_dim: int, depth: int) -> int:
+    """The number of heads, where no array shows it: as hinted, or that of the published sizes."""
     if hints.num_heads is not None:
         if hints.num_heads < 1 or width % hints.num_heads:
             raise UserError(f'num_heads={hints.num_heads} does not divide the width {width}')
@@ -106,11 +106,11 @@ def find_heads(hints: Hints, width: int, mlp_dim: int, depth: int) -> int:
 
 
 def grid_of(image_size: tuple[int, int] | None, cell: tuple[int, int]) -> tuple[int, int] | None:
-    """How many cells (height, width) fit into the images that are wanted, if there are any."""
+    """How many cells (height, width) an image holds; None where its size is not known."""
     return (image_size[0] // cell[0], image_size[1] // cell[1]) if image_size else None
 
 
-def find_grid(
+def infer_grid(
     positions: int,
     *,
     rows: tuple[int, ...],
@@ -118,11 +118,11 @@ def find_grid(
     image_size: tuple[int, int] | None,
     cell: tuple[int, int],
 ) -> tuple[tuple[int, int], int]:
-    """The grid of a table of positions, and how many of its rows stand before the grid.
+    """The grid (height, width) of a table of position embeddings, and whether it has a class row.
 
-    `rows` are the possible numbers of those, `cell` is the part of the image that one position
-    stands for. The size of the images that are wanted settles what else is ambiguous. Raises
-    UserError that says what would settle it.
+    `positions` is the length of the table, `rows` the numbers of class tokens (0, 1) that it may
+    hold before the patches, `cell` the size in pixels of the part of the image that a patch covers.
+    `image_size` settles what is still ambiguous. Raises NeedsHint that says what would settle it.
     """
     if hints.grid is not None:
         for row in rows:
@@ -150,7 +150,7 @@ def find_grid(
 
 
 def summarize(config: ModelConfig) -> str:
-    """What was found out, in one line."""
+    """The network in one line."""
     head = 'no head' if config.num_classes is None else f'{config.num_classes} classes'
     height, width = config.image_size
     if isinstance(config, ResNetConfig):
@@ -165,17 +165,22 @@ def summarize(config: ModelConfig) -> str:
     if config.backbone is not None:
         stages = f'stages {config.backbone.blocks}' if config.backbone.blocks else 'root alone'
         name = f'hybrid ({stages}), {name} on its feature map'
-    pool = {'cls': 'class token', 'gap': 'mean of tokens', 'map': 'attention pooling'}
+    pools: dict[Pool, str] = {
+        'cls': 'class token',
+        'gap': 'mean of tokens',
+        'map': 'attention pooling',
+        'none': 'all tokens',
+    }
     return (
         f'{name}: {config.depth} layers of width {config.width}, {config.num_heads} heads, '
-        f'{pool.get(config.pool, config.pool)}, grid {config.grid[0]}x{config.grid[1]} '
+        f'{pools[config.pool]}, grid {config.grid[0]}x{config.grid[1]} '
         f'(images {height}x{width}), {config.gelu} GELU, epsilon {config.layer_norm_epsilon:g}, '
         f'{head}'
     )
 
 
 def _near_squares(count: int) -> list[tuple[int, int]]:
-    """The grid of this many patches that is nearest to a square, standing and lying."""
+    """The grids of this many patches that are nearest to a square: both ways round."""
     for height in range(math.isqrt(max(1, count)), 1, -1):
         if count % height == 0:
             width = count // height

@@ -1,15 +1,14 @@
-"""Checkpoints of any origin: found out, read, and written back.
+"""Checkpoints of any origin: opened, whatever system wrote them, and written for any system.
 
-What is read is always the same: our parameters, and the values of a card. What differs between
-the layouts stands in one module for each.
+A format is a record in a file of its own; to add one, write that file and name it in FORMATS.
 """
 
 import dataclasses
 import json
 import pathlib
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, assert_never
 
 import jax
 import numpy as np
@@ -19,164 +18,219 @@ from vit_jax.base.array_types import Params
 from vit_jax.base.atomic_files import write_json
 from vit_jax.base.errors import UserError, usable
 from vit_jax.checkpoints import store
+from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import array_files, google, huggingface, name_map, timm
-from vit_jax.checkpoints.formats.array_files import Contents
-from vit_jax.checkpoints.formats.inference import Evidence, Hints, filled
-from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig, build
+from vit_jax.checkpoints.formats.array_files import LazyArray, error_prefix
+from vit_jax.checkpoints.formats.base import Clues, Format, Layout
+from vit_jax.checkpoints.formats.inference import (
+    Hints,
+    check_hints,
+    hints_of,
+    summarize,
+    with_defaults,
+)
+from vit_jax.models import ModelConfig, ResNetConfig, build, parameter_count
 from vit_jax.models.positions import sincos2d
 
-FORMATS = 'google', 'bigvision', 'timm', 'huggingface', 'vit_jax'
-OURS = 'vit_jax'
-CARD = 'vit_jax.card'  # in a safetensors file's metadata: the card, as JSON
-Layout = google.Layout | timm.Layout | huggingface.Layout
-
-_MODULES: dict[str, Any] = {
-    'google': google,
-    'bigvision': google,
-    'timm': timm,
-    'huggingface': huggingface,
-}
+# The first that matches a file's names reads it; bigvision takes what is not as google writes it.
+FORMATS: tuple[Format[Any], ...] = (
+    google.GOOGLE,
+    google.BIGVISION,
+    timm.TIMM,
+    huggingface.HUGGINGFACE,
+)
+OURS = 'vit_jax'  # a directory that orbax wrote (checkpoints/store.py)
+NAMES = (*(format.name for format in FORMATS), OURS)
+_CARD = 'vit_jax.card'  # in a safetensors file's metadata: the card, as JSON
 _WEIGHTS = 'model.safetensors', 'pytorch_model.bin', 'open_clip_model.safetensors'
 
 
-class Found(NamedTuple):
-    """A checkpoint that was recognised; its arrays are read when they are asked for."""
+class Checkpoint(NamedTuple):
+    """A checkpoint that was opened; its arrays are not read yet."""
 
-    format: str  # one of FORMATS
+    path: str
+    format: str  # one of NAMES
     layout: Layout | None  # how its arrays are named; None: as ours
-    card: dict[str, Any]
-    ignored: list[str]  # names of what the file holds beside the network
-    read: Callable[[], Params]
+    card: Card
+    report: list[str]  # what it is, for people
+    ignored: tuple[str, ...]  # names of what its file holds beside the network
+    read: Callable[[], Params]  # the parameters, float32, in host memory; raises UserError
 
 
-def find(path: str, hints: Hints, *, image_size: tuple[int, int] | None = None) -> Found:
-    """The checkpoint at a path: a file or directory of any of FORMATS, or `FILE.npz:SUBTREE`.
+def open_checkpoint(
+    path: str, hints: Hints, *, image_size: tuple[int, int] | None = None
+) -> Checkpoint:
+    """The checkpoint at a path: a file or directory of any format, or `FILE.npz:SUBTREE`.
 
-    `image_size` is that of the images it is wanted for; it settles a grid that the file leaves
-    open. Raises UserError or MissingFile, in one sentence, for anything else.
+    `image_size` (height, width) is that of the images for which the network is wanted; it settles
+    a grid that the file leaves open. Raises UserError, in one sentence that begins with the path:
+    MissingFile where nothing is there, NeedsHint where the file leaves open what network it is.
     """
     place, subtree = _split(path)
-    parts = _weights(place) if place.is_dir() else [place]
-    if not parts:
-        values, _ = store.load_card(path)
-        if given := [name for name, value in records.to_dict(hints).items() if value is not None]:
+    files = _weights(place) if place.is_dir() else [place]
+    if not files:
+        if given := [name for name, value in vars(hints).items() if value is not None]:
             raise UserError(f'{path}: a checkpoint of ours says all of itself; drop {given[0]}')
-        return Found(OURS, None, values, [], lambda: store.load_params(path))
+        card = Card.read(store.load_card(path)[0], where=f'{path}: card')
+        report = [f'{OURS} layout, step {card.step}: {_summary(card)}']
+        return Checkpoint(path, OURS, None, card, report, (), lambda: store.load_params(path))
+    read = [array_files.read_array_file(file) for file in files]
     beside = place if place.is_dir() else place.parent
-    with array_files.explained(path):
-        contents = array_files.merged(array_files.read_contents(part) for part in parts)
-        evidence = Evidence(
-            contents.arrays,
-            hints,
-            image_size,
-            subtree,
-            _read_json(beside / 'config.json'),
-            _read_json(beside / 'preprocessor_config.json'),
-        )
-        return _recognised(path, evidence, contents)
+    described = [_read_json(beside / f'{n}.json') for n in ('config', 'preprocessor_config')]
+    with error_prefix(path):
+        found = array_files.merge(read)
+        embedded = found.metadata.get(_CARD)
+        own = Card.read(json.loads(embedded), where='card') if embedded else None
+        clues = Clues(found.arrays, hints, image_size, subtree, *described)
+        return _recognised(path, clues, own, ignored=found.ignored)
 
 
-def write(
-    path: str,
-    format: str,
-    *,
-    config: ModelConfig,
-    params: Params,
-    card: dict[str, Any],
-    layout: Layout | None,
+def write_checkpoint(
+    path: str, format: str, *, card: Card, params: Params, layout: Layout | None
 ) -> list[str]:
-    """Writes a checkpoint in a format, and says what a reader of it has to know.
+    """Writes a checkpoint in a format, and returns what a reader of it has to know, line by line.
 
-    `layout` is the one that was read, to be kept, or None for the format's usual one. `card` has
-    JSON values. Raises UserError where the format cannot hold the network.
+    `layout` is the one that was read, to be kept, or None for the format's usual one. Raises
+    UserError where there is no such format, or where it cannot hold the network: nothing is
+    written that would come back as another one.
     """
     place = pathlib.Path(path)
     if format == OURS:
-        store.save_alone(place, params, card)
+        store.save_alone(place, params, records.to_dict(card))
         return []
-    if isinstance(config, ResNetConfig) and format not in ('google', 'bigvision'):
-        raise UserError(f'the {format} layout has no such ResNet: write google or bigvision')
-    target = place / 'model.safetensors' if format == 'huggingface' else place
-    ending = '.npz' if _MODULES[format] is google else '.safetensors'
-    if target.suffix != ending:
-        raise UserError(f'{target}: this format is a file whose name ends with {ending}')
-    params, config, notes = _with_learned_positions(params, config, format)
-    module = _MODULES[format]
-    layout = layout or module.usual_layout(format, config)
-    beside = module.beside(config, card) if format == 'huggingface' else {}
-    named = _folded(params, layout)
-    entries = name_map.expanded(module.table(config, layout), config, named, layout=format)
-    arrays, said = _in_type(name_map.write(entries, named), layout.dtype)
+    form = next((form for form in FORMATS if form.name == format), None)
+    if form is None:
+        raise UserError(f'format={format!r}; {records.nearest(format, NAMES)}')
+    target = place / form.file_name if form.file_name else place
+    if target.suffix != form.suffix:
+        raise UserError(f'{target}: this format is a file whose name ends with {form.suffix}')
+    params, card, notes = _with_learned_positions(params, card, form)
+    layout = layout or form.usual_layout(card.model)
+    beside = form.files_beside(card)
+    named = _without_class_row(params, layout)
+    rules = form.rules(card.model, layout)
+    resolved = name_map.resolve(rules, card.model, named, format=form.name)
+    arrays, type_notes = _in_type(name_map.to_theirs(resolved, named), layout.dtype)
+    _check_comes_back(form, card.model, layout, arrays, beside)
     with usable(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-    if module is google:
-        array_files.write_npz(target, arrays)
-    else:
-        array_files.write_safetensors(target, arrays, {CARD: json.dumps(card)})
+    match form.suffix:
+        case '.npz':
+            array_files.write_npz(target, arrays)
+        case '.safetensors':
+            metadata = {_CARD: json.dumps(records.to_dict(card))}
+            array_files.write_safetensors(target, arrays, metadata)
+        case _:
+            assert_never(form.suffix)
     for name, content in beside.items():
         write_json(place / name, content)
-    return notes + said + module.notes(config, layout, card)
+    return notes + type_notes + form.notes(card, layout)
 
 
-def _recognised(path: str, evidence: Evidence, contents: Contents) -> Found:
-    """The network, the layout and the card of arrays in some layout."""
-    arrays, given = evidence.arrays, evidence.hints
-    own = json.loads(contents.metadata.get(CARD, '{}'))
-    hints = filled(given, own.get('model', {}) | {'grid': own.get('grid')})
-    found = _module(list(arrays)).recognise(evidence._replace(hints=hints))
-    config, layout = found.config, found.layout
-    _check_hints(given, config)
-    expected = jax.eval_shape(build(config).init, jax.random.key(0))
+def _recognised(
+    path: str, clues: Clues, own: Card | None, *, ignored: tuple[str, ...]
+) -> Checkpoint:
+    """The checkpoint of a foreign file; `own` is the card that we put into it, if we wrote it."""
+    arrays = clues.arrays
+    form = next((form for form in FORMATS if form.matches(arrays)), None)
+    if form is None:
+        if any('root_block/' in name for name in arrays):
+            raise UserError("of BiT's pre-activation ResNet, which is not the one of the paper")
+        raise UserError(f'its {len(arrays)} arrays are those of no known ViT: {[*arrays][:3]} ...')
+    hints = with_defaults(clues.hints, hints_of(own.model)) if own else clues.hints
+    found = form.recognise(clues._replace(hints=hints))
+    check_hints(clues.hints, found.config)
+    expected = jax.eval_shape(build(found.config).init, jax.random.key(0))
     shapes = {name: leaf.shape for name, leaf in tree_names.named_leaves(expected).items()}
-    rules = _MODULES[layout.name].table(config, layout)
-    entries = name_map.expanded(rules, config, shapes, layout=layout.name)
-    skipped = name_map.check_names(entries, arrays, found.ignored)
-    types = {arrays[name].dtype.name for entry in entries for name in entry.theirs}
-    layout = dataclasses.replace(layout, dtype=types.pop() if len(types) == 1 else 'float32')
+    rules = form.rules(found.config, found.layout)
+    resolved = name_map.resolve(rules, found.config, shapes, format=form.name)
+    ignored = *name_map.check_names(resolved, arrays, found.ignored), *ignored
+    types = {arrays[name].dtype.name for rule in resolved for name in rule.theirs}
+    layout = dataclasses.replace(found.layout, dtype=types.pop() if len(types) == 1 else 'float32')
+    card = Card(
+        model=found.config,
+        grid=found.config.grid,
+        preprocessing=own.preprocessing if own else found.preprocessing,
+        class_names=own.class_names if own else found.class_names,
+        loss=own.loss if own else None,
+    )
 
     def read() -> Params:
-        with array_files.explained(path):
-            values = name_map.read(entries, arrays, shapes)
+        with error_prefix(path):
+            values = name_map.to_ours(resolved, arrays, shapes)
             return tree_names.map_named(lambda name, _: values[name], expected)
 
-    card = {
-        'step': 0,
-        'model': _plain(config),
-        'grid': list(config.grid),
-        'preprocessing': own.get('preprocessing', found.preprocessing),
-        'class_names': list(own.get('class_names', found.class_names)),
-    }
-    return Found(layout.name, layout, card, [*skipped, *contents.ignored], read)
+    report = [f'{form.name} layout: {_summary(card)}']
+    if ignored:
+        report.append(f'ignored: {len(ignored)} arrays, such as {ignored[0]}')
+    return Checkpoint(path, form.name, layout, card, report, ignored, read)
 
 
-def _module(names: list[str]) -> Any:
-    """The module whose layout has such names."""
-    for module in (huggingface, timm, google):
-        if module.matches(names):
-            return module
-    if any('root_block/' in name for name in names):
-        raise UserError("of BiT's pre-activation ResNet, which is not the one of the paper")
-    raise UserError(f'its {len(names)} arrays are those of no known ViT: {names[:3]} ...')
+def _summary(card: Card) -> str:
+    return f'{summarize(card.model)}; {parameter_count(card.model):,} parameters'
 
 
-def _plain(config: ModelConfig) -> dict[str, Any]:
-    """The model as a card has it."""
-    return {'kind': type(config).__name__} | records.to_dict(config)
+def _check_comes_back(
+    form: Format[Any],
+    config: ModelConfig,
+    layout: Layout,
+    arrays: Mapping[str, np.ndarray],
+    beside: Mapping[str, dict[str, Any]],
+) -> None:
+    """Raises UserError where these arrays would be read as another network, or as none.
+
+    Arrays do not say all of a network: with pool=none and with pool=gap they are the same.
+    """
+    clues = Clues(
+        # A prefix says nothing of the network, and may hold the name of a subtree.
+        {
+            name.removeprefix(layout.prefix): LazyArray(array.shape, array.dtype, array.copy)
+            for name, array in arrays.items()
+        },
+        hints_of(config),
+        config.image_size,
+        config_json=beside.get('config.json', {}),
+    )
+    try:
+        found = form.recognise(clues).config
+    except UserError as error:
+        raise UserError(f'the {form.name} layout has no such network: {error}') from error
+    # Only `init` looks at the head's bias.
+    changes = {'head_bias': config.head_bias}
+    if lost := records.differences(records.to_dict(config), records.to_dict(found) | changes):
+        raise UserError(
+            f'the {form.name} layout has no such network, it would come back with {lost[0]}'
+        )
 
 
-def _check_hints(hints: Hints, config: ModelConfig) -> None:
-    """Raises UserError for a hint that contradicts the arrays."""
-    for name, value in records.to_dict(hints).items():
-        found = getattr(config, name, None)
-        found = list(found) if isinstance(found, tuple) else found
-        if value not in (None, found):
-            raise UserError(f'{name}={value} was given, but the arrays have {found}')
+def _with_learned_positions(
+    params: Params, card: Card, form: Format[Any]
+) -> tuple[Params, Card, list[str]]:
+    """The same network with its positions as an array, where the format has no such positions."""
+    config = card.model
+    if isinstance(config, ResNetConfig):
+        return params, card, []
+    table = np.zeros((1, config.num_tokens, config.width), np.float32)
+    match config.positions:
+        case 'learned':
+            return params, card, []
+        case 'sincos2d':
+            if form.fixed_positions:
+                return params, card, []
+            patches = config.grid[0] * config.grid[1]
+            table[:, -patches:] = sincos2d(config.grid, config.width)
+        case 'none':
+            pass
+        case _:
+            assert_never(config.positions)
+    card = dataclasses.replace(card, model=dataclasses.replace(config, positions='learned'))
+    return params | {'pos_embedding': table}, card, ['positions: written as an array']
 
 
-def _folded(params: Params, layout: Layout) -> dict[str, np.ndarray]:
-    """The same network, with the class token's position added to the token where it has no row."""
+def _without_class_row(params: Params, layout: Layout) -> dict[str, np.ndarray]:
+    """Our arrays by name, with the class token's position in the token where it has no row."""
     named = {name: np.asarray(leaf) for name, leaf in tree_names.named_leaves(params).items()}
-    if getattr(layout, 'class_row', True) or not {'cls', 'pos_embedding'} <= set(named):
+    if layout.class_row or not {'cls', 'pos_embedding'} <= set(named):
         return named
     row = named['pos_embedding'][:, :1]
     # Where it is zero, exactly the same array is written.
@@ -192,21 +246,6 @@ def _in_type(arrays: dict[str, np.ndarray], dtype: str) -> tuple[dict[str, np.nd
     if exact:
         return cast, []
     return arrays, [f'written as float32: {dtype} would not hold the values']
-
-
-def _with_learned_positions(
-    params: Params, config: ModelConfig, format: str
-) -> tuple[Params, ModelConfig, list[str]]:
-    """The same network with its fixed positions as an array, for layouts that have no others."""
-    if not isinstance(config, ViTConfig) or config.positions == 'learned' or format == 'bigvision':
-        return params, config, []
-    fixed = np.zeros((1, config.num_tokens, config.width), np.float32)
-    if config.positions == 'sincos2d':
-        fixed[:, config.num_tokens - config.grid[0] * config.grid[1] :] = sincos2d(
-            config.grid, config.width
-        )
-    config = dataclasses.replace(config, positions='learned')
-    return params | {'pos_embedding': fixed}, config, ['positions: written as an array']
 
 
 def _split(path: str) -> tuple[pathlib.Path, str]:
@@ -239,7 +278,7 @@ def _weights(folder: pathlib.Path) -> list[pathlib.Path]:
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    with array_files.explained(path):
+    with error_prefix(path):
         values = json.loads(path.read_text())
         if not isinstance(values, dict):
             raise UserError('expected a JSON object')

@@ -81,7 +81,8 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
         selected = range(len(source))[part(len(source))]
         if not selected:
             raise UserError(
-                f'split {split!r} of {records.text_of(data)} is empty: {name} has {len(source)} images'
+                f'split {split!r} of {records.text_of(data)} is empty: '
+                f'{name} has {len(source)} images'
             )
         if len(selected) < len(source):
             source = select(source, selected)

@@ -9,7 +9,7 @@ import csv
 import functools
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from vit_jax.base.errors import MissingFile, UserError
@@ -47,21 +47,17 @@ def table_splits(path: str) -> Splits:
     if '' in splits and len(splits) > 1:
         raise UserError(f'{path}: some lines have a `split`, others have none')
 
+    class_number = {name: index for index, name in enumerate(class_names)}
+
     def opened(split: str) -> Source:
         chosen = [row for row in rows if row.split == split]
-        return _source(chosen, class_names, file.parent, multi_label=columns == {True})
+        paths = [file.parent / row.path for row in chosen]
+        classes = [tuple(class_number[name] for name in row.classes) for row in chosen]
+        multi_label = columns == {True}
+        labels = classes if multi_label else [label for (label,) in classes]
+        return in_fixed_order(file_source(paths, labels, class_names, multi_label=multi_label))
 
     return {split or 'all': functools.partial(opened, split) for split in splits}
-
-
-def _source(
-    rows: Sequence[_Row], class_names: Sequence[str], root: pathlib.Path, *, multi_label: bool
-) -> Source:
-    number = {name: index for index, name in enumerate(class_names)}
-    labels = [tuple(number[name] for name in row.classes) for row in rows]
-    paths = [root / row.path for row in rows]
-    numbers = labels if multi_label else [label for (label,) in labels]
-    return in_fixed_order(file_source(paths, numbers, class_names, multi_label=multi_label))
 
 
 def _csv(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -40,7 +40,7 @@ def named_splits(full_name: str, label_column: str | None = None) -> Splits:
         return folder_splits(str(max(found, key=lambda p: _version(p.name))), label_column)
     others = sorted(str(p.parent.relative_to(root)) for p in root.glob(f'**/{INFO}'))
     try:  # the library may know of other places
-        builder = library.builder(name, try_gcs=False)
+        builder = library.builder(full_name, try_gcs=False)
         if holds(str(builder.data_dir)):
             return folder_splits(str(builder.data_dir), label_column)
         error = None

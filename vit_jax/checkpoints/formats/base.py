@@ -1,0 +1,81 @@
+"""What a format is: one record, which the file of each format fills in."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+from vit_jax.base.errors import UserError
+from vit_jax.checkpoints.card import Card
+from vit_jax.checkpoints.formats.array_files import LazyArray
+from vit_jax.checkpoints.formats.inference import Hints
+from vit_jax.checkpoints.formats.name_map import NameRule
+from vit_jax.data.image_preprocessing import Preprocessing
+from vit_jax.models import ModelConfig, ViTConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the files of one format differ among themselves; kept, so as to write what was read."""
+
+    prefix: str = ''  # in front of every name
+    dtype: str = 'float32'  # of the arrays in the file
+    class_row: bool = True  # the position embeddings have a row for the class token
+
+
+L = TypeVar('L', bound=Layout)
+
+
+class Clues(NamedTuple):
+    """All that is known of a file whose network is not known yet."""
+
+    arrays: dict[str, LazyArray]
+    hints: Hints
+    image_size: tuple[int, int] | None = None  # of the images for which the network is wanted
+    subtree: str = ''  # of an npz
+    config_json: dict[str, Any] = {}  # beside the file; {} where there is none
+    processor_json: dict[str, Any] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recognised(Generic[L]):
+    """A network that was found in a file, and how the file names its arrays."""
+
+    config: ModelConfig
+    layout: L
+    preprocessing: Preprocessing
+    class_names: tuple[str, ...] = ()
+    ignored: str | None = None  # a pattern of names that belong to something else
+
+
+def nothing_beside(card: Card) -> dict[str, dict[str, Any]]:
+    """The `files_beside` of a format that is a single file."""
+    return {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Format(Generic[L]):
+    """A way in which other systems keep networks. To add one: its file, and `opening.FORMATS`."""
+
+    name: str
+    suffix: Literal['.npz', '.safetensors']  # of the file of arrays that is written
+    # Are these the names of the arrays in such a file? The first format that says yes reads it.
+    matches: Callable[[Iterable[str]], bool]
+    # What is in the file. Raises UserError where that is not a network of ours, NeedsHint where
+    # the file leaves open what network it is.
+    recognise: Callable[[Clues], Recognised[L]]
+    # Where each array of the network is in a file of this layout.
+    rules: Callable[[ModelConfig, L], list[NameRule]]
+    usual_layout: Callable[[ModelConfig], L]  # to write where none was read
+    # What a person must be told who reads such a file, because the file does not say it.
+    notes: Callable[[Card, L], list[str]]
+    # A format that is a directory: the name of its file of arrays, and its JSON files by name.
+    file_name: str | None = None
+    files_beside: Callable[[Card], dict[str, dict[str, Any]]] = nothing_beside
+    fixed_positions: bool = False  # has it sincos2d positions, which are no array?
+
+
+def vision_transformer(config: ModelConfig, format: str) -> ViTConfig:
+    """The configuration, of a format that has no plain ResNets. Raises UserError for one."""
+    if not isinstance(config, ViTConfig):
+        raise UserError(f'the {format} layout has no such ResNet: write google or bigvision')
+    return config

@@ -60,7 +60,7 @@ def test_counts_defects_and_a_picture(photos, tmp_path, capsys):
 
 def test_the_first_column_is_what_evaluation_sees(photos, tmp_path):
     config = tiny.experiment(data=str(photos), augmentation=Augmentation(erasing=0.9))
-    inspect_data.main(argparse.Namespace(config=config, workdir=str(tmp_path / 'out')))
+    look(config, tmp_path / 'out')
     sheet = cv2.imread(str(tmp_path / 'out' / 'data.png'))
     rows = sheet[24:].reshape(8, 100, *sheet.shape[1:])[:, 2:-2]
     tiles = rows[:, :, 170:].reshape(8, 96, 8, 100, 3)[:, :, :, 2:-2]

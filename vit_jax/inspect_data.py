@@ -42,7 +42,9 @@ def main(arguments: argparse.Namespace) -> int:
     with usable(folder):
         folder.mkdir(parents=True, exist_ok=True)
     opened = make_opener(config.held_out)
-    _sheet(config, opened).save(folder / SHEET)
+    sheet = _sheet(config, opened)
+    with usable(folder / SHEET):
+        sheet.save(folder / SHEET)
     # A function is asked for the splits of the configuration: it cannot list its own.
     own = config.train_split, config.eval_split
     splits = open_splits(config.data, config.held_out) if isinstance(config.data, str) else own

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from vit_jax.base.array_types import Bool, Float, Int
-from vit_jax.base.errors import MissingFile, UserError
+from vit_jax.base.errors import MissingFile, UserError, usable
 from vit_jax.command_line import app
 from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import normalize
@@ -68,7 +68,8 @@ def main(arguments: argparse.Namespace) -> int:
             bar.update(task, advance=len(indices))
     if arguments.features:
         paths = np.array([source.name_of(i) for i in range(len(source))])
-        np.savez(arguments.features, paths=paths, features=np.concatenate(rows))
+        with usable(arguments.features):
+            np.savez(arguments.features, paths=paths, features=np.concatenate(rows))
         print(
             f'features of {len(source) - unreadable:,} images: {arguments.features}',
             file=sys.stderr,
@@ -117,7 +118,8 @@ def _class_names(loaded: Loaded, path: str | None) -> list[str]:
         return list(loaded.class_names) or [f'class {i}' for i in range(count)]
     if not pathlib.Path(path).is_file():
         raise MissingFile(f'--class_names={path}: no such file')
-    names = pathlib.Path(path).read_text().splitlines()
+    with usable(path):
+        names = pathlib.Path(path).read_text().splitlines()
     if len(names) != count:
         raise UserError(f'--class_names={path}: {len(names)} lines for {count} classes')
     return names

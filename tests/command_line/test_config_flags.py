@@ -42,14 +42,14 @@ def test_a_field_takes_what_its_type_says_and_the_last_of_several_wins():
             'compute.remat=none',
             'checkpoint_every_steps=none',
             'optimizer.clip_norm=2',
-            'optimizer.rates=(("head/.*", 10.0),)',
+            'optimizer.lr_multipliers=(("head/.*", 10.0),)',
             'tensorboard=1',
         ],
     )
     assert (config.data, config.seed, config.image_size) == ('2012', 16, (24, 16))
     assert config.compute.remat == 'none' and config.checkpoint_every_steps is None
     assert config.optimizer.clip_norm == 2.0 and isinstance(config.optimizer.clip_norm, float)
-    assert config.optimizer.rates == (('head/.*', 10.0),) and config.tensorboard is True
+    assert config.optimizer.lr_multipliers == (('head/.*', 10.0),) and config.tensorboard is True
 
 
 def test_a_record_is_made_by_its_name_and_one_among_others_by_its_own():
@@ -106,9 +106,9 @@ def test_what_is_wrong_is_named(override, message):
 
 
 def test_an_old_name_is_understood_with_a_warning(monkeypatch, caplog):
-    monkeypatch.setitem(config_flags.RENAMED, 'old.rates', 'optimizer.rates')
-    assert load(TINY, ['old.rates=()']).optimizer.rates == ()
-    assert '--config.old.rates is now --config.optimizer.rates' in caplog.text
+    monkeypatch.setitem(config_flags.RENAMED, 'old.multipliers', 'optimizer.lr_multipliers')
+    assert load(TINY, ['old.multipliers=()']).optimizer.lr_multipliers == ()
+    assert '--config.old.multipliers is now --config.optimizer.lr_multipliers' in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ def usable(path: object) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except FileNotFoundError as error:
-        raise MissingFile(f'{path}: {error.strerror}') from error
     except OSError as error:
-        raise UnusableDisk(f'{path}: {error.strerror or error}') from error
+        kind = MissingFile if isinstance(error, FileNotFoundError) else UnusableDisk
+        raise kind(f'{error.filename or path}: {error.strerror or error}') from error

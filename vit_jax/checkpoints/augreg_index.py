@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from vit_jax.base import records
-from vit_jax.base.errors import MissingFile, UserError
+from vit_jax.base.errors import MissingFile, UserError, usable
 
 
 class Row(NamedTuple):
@@ -28,7 +28,7 @@ def read_index(path: str) -> list[Row]:
     place = pathlib.Path(path)
     if not place.is_file():
         raise MissingFile(f'{path}: no such file')
-    with place.open(newline='', encoding='utf-8', errors='replace') as file:
+    with usable(path), place.open(newline='', encoding='utf-8', errors='replace') as file:
         reader = csv.DictReader(file)
         absent = [name for name in Row._fields if name not in (reader.fieldnames or ())]
         if absent:

@@ -142,8 +142,15 @@ def add_boolean(
     parser: argparse.ArgumentParser, name: str, text: str, *, default: bool = False
 ) -> None:
     """A flag that is given as --NAME, --NAME=true, --NAME=false or --noNAME."""
-    values = {'metavar': 'true|false', 'type': boolean, 'nargs': '?', 'const': True}
-    parser.add_argument(f'--{name}', help=f'{text} ({default})'.lower(), default=default, **values)
+    parser.add_argument(
+        f'--{name}',
+        type=boolean,
+        nargs='?',
+        const=True,
+        default=default,
+        metavar='true|false',
+        help=f'{text} ({str(default).lower()})',
+    )
     parser.add_argument(
         f'--no{name}', dest=name, action='store_false', default=default, help=argparse.SUPPRESS
     )

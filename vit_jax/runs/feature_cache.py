@@ -15,6 +15,7 @@ import numpy as np
 from vit_jax.base import records, tree_names
 from vit_jax.base.array_types import Float, Int, Params
 from vit_jax.base.atomic_files import atomic_write
+from vit_jax.base.errors import usable
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.base import Source
@@ -26,7 +27,8 @@ _SAMPLE = 64  # images of a split whose bytes are part of its digest
 
 def cached(features_of: FeaturesOf, folder: pathlib.Path, network: str) -> FeaturesOf:
     """The same features, read from files in `folder` where they are there, else written there."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with usable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     in_memory: dict[str, np.ndarray] = {}
 
     def from_cache(reader: ImageReader, indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:

@@ -14,6 +14,7 @@ import pathlib
 import time
 from typing import Any
 
+from vit_jax.base.errors import usable
 from vit_jax.training.loop import Clock
 
 LOST = 'lost by restart'
@@ -34,7 +35,7 @@ class Ledger:
         seconds = {name: round(s, 4) for name, s in self._clock.seconds.items()}
         began = round(self._began, 4)
         line = {'began': began, 'event': event, 'step': step, 'seconds': seconds}
-        with self._path.open('a') as file:
+        with usable(self._path), self._path.open('a') as file:
             file.write(json.dumps(line) + '\n')
 
     def totals(self) -> dict[str, float]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vit_jax.base.atomic_files import atomic_write
+from vit_jax.base.errors import usable
 from vit_jax.parallel.processes import Job
 from vit_jax.runs import workdirs
 from vit_jax.training.loop import Clock
@@ -54,8 +55,9 @@ class Reporter:
         self.skipped = 0
         self._file = self._board = None
         if is_main_process:
-            _forget_after(folder / workdirs.METRICS, steps.start)
-            self._file = (folder / workdirs.METRICS).open('a')
+            with usable(folder / workdirs.METRICS):
+                _forget_after(folder / workdirs.METRICS, steps.start)
+                self._file = (folder / workdirs.METRICS).open('a')
         if is_main_process and tensorboard:
             from tensorboardX import SummaryWriter
 
@@ -150,8 +152,9 @@ class Reporter:
         if self._file is not None:
             seconds = round(time.monotonic() - self._began, 3)
             line = {'kind': kind, 'step': step, 'seconds': seconds} | numbers
-            self._file.write(json.dumps(line) + '\n')
-            self._file.flush()
+            with usable(self._file.name):
+                self._file.write(json.dumps(line) + '\n')
+                self._file.flush()
         if self._board is not None:
             for name, value in numbers.items():
                 self._board.add_scalar(f'{kind}/{name}', value, step)

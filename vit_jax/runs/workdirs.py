@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from vit_jax.base import records
 from vit_jax.base.atomic_files import write_json
-from vit_jax.base.errors import UserError
+from vit_jax.base.errors import UnusableDisk, UserError
 from vit_jax.config import FREE, TrainConfig, modernized
 from vit_jax.parallel.processes import Differs, Job
 
@@ -38,7 +38,8 @@ def opened(
             try:
                 _begin(folder, config, stack, accept_changes=accept_changes)
             except OSError as error:
-                raise UserError(f'workdir {folder}: cannot be written: {error.strerror}') from error
+                reason = error.strerror or error  # of an UnusableDisk its own words
+                raise UnusableDisk(f'workdir {folder}: cannot be written: {reason}') from error
         if job.count > 1:
             job.barrier('workdir is made')
             try:

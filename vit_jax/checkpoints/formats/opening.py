@@ -16,7 +16,7 @@ import numpy as np
 from vit_jax.base import records, tree_names
 from vit_jax.base.array_types import Params
 from vit_jax.base.atomic_files import write_json
-from vit_jax.base.errors import UserError
+from vit_jax.base.errors import UserError, usable
 from vit_jax.checkpoints import store
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import array_files, google, huggingface, name_map, timm
@@ -112,7 +112,8 @@ def write_checkpoint(
     resolved = name_map.resolve(rules, card.model, named, format=form.name)
     arrays, type_notes = _in_type(name_map.to_theirs(resolved, named), layout.dtype)
     _check_comes_back(form, card.model, layout, arrays, beside)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    with usable(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
     match form.suffix:
         case '.npz':
             array_files.write_npz(target, arrays)

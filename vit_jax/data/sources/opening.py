@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from vit_jax.base import records
-from vit_jax.base.errors import MissingFile, UserError
+from vit_jax.base.errors import MissingFile, UserError, usable
 from vit_jax.base.records import Record
 from vit_jax.data.sources import arrays, folders, imagenet, relabelling, tables, tfds
 from vit_jax.data.sources.base import DataFunction, Source, Splits, select
@@ -63,12 +63,13 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
         name, part = _parse_split(split)
         is_file = labels is not None and labels.endswith('.json')
         if isinstance(data, str):
-            splits = splits_of(data, None if is_file else labels)
-            if name == 'test':
-                name = next((other for other in TEST_NAMES if other in splits), name)
-            if name not in splits:
-                raise UserError(f'{data}: no split {name!r}; {records.nearest(name, splits)}')
-            source = splits[name]()
+            with usable(data):
+                splits = splits_of(data, None if is_file else labels)
+                if name == 'test':
+                    name = next((other for other in TEST_NAMES if other in splits), name)
+                if name not in splits:
+                    raise UserError(f'{data}: no split {name!r}; {records.nearest(name, splits)}')
+                source = splits[name]()
         elif labels is not None and not is_file:
             raise UserError(f'labels={labels!r}: expected FILE.json for data of a function')
         else:

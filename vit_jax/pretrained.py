@@ -16,7 +16,7 @@ from vit_jax.checkpoints.formats import opening
 from vit_jax.checkpoints.formats.inference import Hints, summarize
 from vit_jax.checkpoints.transfer import adapt, transfer
 from vit_jax.data.image_preprocessing import Preprocessing, decode
-from vit_jax.models import Model, ModelConfig, build, parameter_count
+from vit_jax.models import Model, ModelConfig, build, has_trained_head, parameter_count
 
 ZERO_HEAD = (
     'the head is all zeros, as in the published ImageNet-21k files: it predicts nothing; '
@@ -70,7 +70,7 @@ class Loaded:
     @functools.cached_property
     def predicts(self) -> bool:
         """Has it a head that was trained?"""
-        return 'head' in self.params and bool(np.any(self.params['head']['kernel']))
+        return has_trained_head(self.params)
 
     def require_head(self) -> None:
         """Raises UserError for a network that has no head, or one that is all zeros."""

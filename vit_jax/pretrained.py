@@ -20,7 +20,7 @@ from vit_jax.checkpoints.formats.base import Layout
 from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.checkpoints.transfer import adapt, transfer
 from vit_jax.data.image_preprocessing import Preprocessing, decode, normalize
-from vit_jax.models import Gelu, Model, ModelConfig, ViTConfig, build
+from vit_jax.models import Gelu, Model, ModelConfig, ViTConfig, build, has_trained_head
 
 ZERO_HEAD = (
     'the head is all zeros, as in the published ImageNet-21k files: it predicts nothing; '
@@ -70,9 +70,8 @@ class Loaded:
 
     @functools.cached_property
     def predicts(self) -> bool:
-        """Has it a head that was trained? One that was not holds one number in each array."""
-        head = jax.tree.leaves(self.params.get('head', {}))
-        return any(np.any(np.asarray(leaf) != np.ravel(leaf)[0]) for leaf in head)
+        """Has it a head that was trained?"""
+        return has_trained_head(self.params)
 
     def require_head(self) -> None:
         """Raises UserError for a network that has no head, or one that was not trained."""

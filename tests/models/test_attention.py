@@ -23,7 +23,7 @@ def test_padding_to_an_even_length_changes_neither_result_nor_gradient(queries):
         return jax.nn.dot_product_attention(query, key, value)
 
     def padded(query, key, value):
-        return attention._attend_at_even_lengths(query, key, value, implementation='xla')
+        return attention.attend_at_even_lengths(query, key, value, implementation='xla')
 
     arguments = QUERY[:, :queries], KEY, VALUE
     np.testing.assert_allclose(padded(*arguments), plain(*arguments), atol=1e-6)
@@ -37,9 +37,9 @@ def test_padding_to_an_even_length_changes_neither_result_nor_gradient(queries):
 
 def test_auto_falls_back_aloud_where_cudnn_does_not_compile(monkeypatch, caplog):
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')  # this machine has no cuDNN
-    attention._cudnn_compiles.cache_clear()
+    attention.cudnn_compiles.cache_clear()
     low = [x.astype(jnp.bfloat16) for x in (QUERY, KEY, VALUE)]
     result = attention.attend(*low, implementation='auto')
     np.testing.assert_array_equal(result, attention.attend(*low, implementation='xla'))
     assert 'no cuDNN for queries (5, 4, 8), using XLA' in caplog.text
-    attention._cudnn_compiles.cache_clear()
+    attention.cudnn_compiles.cache_clear()

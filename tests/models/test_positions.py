@@ -1,8 +1,15 @@
+import typing
+
+import jax
 import numpy as np
 import pytest
 import scipy.ndimage
 
-from vit_jax.models.positions import resize, sincos2d
+from tests import tiny
+from vit_jax.base import tree_names
+from vit_jax.base.errors import UserError
+from vit_jax.models import build
+from vit_jax.models.positions import PositionKind, as_array, resize, resizers, sincos2d
 
 TABLE = np.random.default_rng(0).normal(size=(1, 1 + 6 * 6, 5)).astype(np.float32)
 
@@ -33,3 +40,40 @@ def test_sincos_neighbours_are_more_alike_than_strangers():
     similarity = (table @ table[0]).reshape(5, 7)
     assert similarity[0, 0] > similarity[0, 1] > similarity[0, 3]
     assert similarity[0, 1] == pytest.approx(similarity[1, 0])
+
+
+@pytest.mark.parametrize('pool', ['cls', 'gap'])
+@pytest.mark.parametrize('kind', ['sincos2d', 'none'])
+def test_a_kind_without_parameters_is_the_learned_one_with_its_array(kind, pool):
+    config = tiny.model(positions=kind, pool=pool, image_size=(8, 12))
+    fixed, learned = build(config), build(tiny.model(pool=pool, image_size=(8, 12)))
+    params = tiny.random_params(jax.eval_shape(fixed.init, jax.random.key(0)))
+    images = tiny.images(config=config)
+    expected = fixed.apply(params, images)
+    table = as_array(config)
+    assert table.dtype == np.float32 and table.shape == (1, config.num_tokens, config.width)
+    np.testing.assert_array_equal(
+        learned.apply(params | {'pos_embedding': table}, images), expected
+    )
+
+
+@pytest.mark.parametrize('kind', typing.get_args(PositionKind))
+def test_every_parameter_of_a_kind_can_be_resized(kind):
+    """And no other: to add a kind is to say which parameters are its own."""
+    old, new = (tiny.model(positions=kind, image_size=size) for size in ((8, 8), (12, 20)))
+    old_shapes, new_shapes = (
+        jax.eval_shape(build(config).init, jax.random.key(0)) for config in (old, new)
+    )
+    named = zip(
+        tree_names.named_leaves(old_shapes).items(), jax.tree.leaves(new_shapes), strict=True
+    )
+    changed = {name: (leaf, target) for (name, leaf), target in named if leaf.shape != target.shape}
+    assert set(resizers(kind)) == set(changed)
+    for name, (leaf, target) in changed.items():
+        resized = resizers(kind)[name](np.zeros(leaf.shape, leaf.dtype), old.grid, new.grid)
+        assert resized.shape == target.shape
+
+
+def test_a_kind_that_is_no_fixed_array_is_refused():
+    with pytest.raises(UserError, match='learned positions are parameters'):
+        as_array(tiny.model(positions='learned'))

@@ -9,8 +9,7 @@ import pytest
 from tests import tiny
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.models import Compute, Regularization, build
-from vit_jax.models.options import unsharded
-from vit_jax.models.vit import Block
+from vit_jax.models.layers import drop_branch
 
 
 def made(config, **kwargs):
@@ -136,17 +135,6 @@ def test_a_token_changes_others_only_through_attention():
     assert moved.tolist() == [True, False, False, False]
 
 
-def test_captured_attention_rows_sum_to_one_and_capturing_changes_nothing():
-    config = tiny.model(pool='map')
-    model, params = made(config)
-    logits, captured = model.capture(params, tiny.images())
-    weights = captured['encoder']['block']['attention']['weights']
-    assert weights.shape == (config.depth, 2, config.num_heads, 4, 4)
-    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
-    assert captured['encoder']['block']['tokens'].shape == (config.depth, 2, 4, config.width)
-    np.testing.assert_allclose(logits, model.apply(params, tiny.images()), atol=1e-5)
-
-
 def test_remat_and_unroll_give_the_same_gradients():
     config = tiny.model()
     regularization = Regularization(dropout=0.1, stochastic_depth=0.2)
@@ -182,10 +170,7 @@ def test_every_leaf_learns():
 
 
 def test_a_dropped_branch_keeps_its_mean():
-    block = Block(tiny.model(), Regularization(stochastic_depth=0.2), Compute(), unsharded)
-    branch = jnp.ones((4000, 2, 3))
-    arguments = {}, jnp.asarray(0.2), False, branch
-    result = block.apply(*arguments, rngs={'dropout': KEY}, method='_drop_branch')
+    result = drop_branch(jnp.ones((4000, 2, 3)), jnp.asarray(0.2), key=KEY)
     assert np.unique(result).tolist() == [0, np.float32(1 / np.float32(0.8))]
     assert (result == result[:, :1, :1]).all()  # an example is dropped as a whole
     assert result.mean() == pytest.approx(1, abs=4 * 0.5 / np.sqrt(4000))  # 4 deviations

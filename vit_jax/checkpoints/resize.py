@@ -3,7 +3,6 @@
 import numpy as np
 
 from vit_jax.base.array_types import Float
-from vit_jax.base.resampling import half_pixel
 
 
 def resize(
@@ -14,7 +13,7 @@ def resize(
     A patch that is enlarged bilinearly, as images are resized, gives the token that it gave.
     """
     rows, columns = (
-        np.linalg.pinv(half_pixel(old, size).T)
+        np.linalg.pinv(_bilinear(old, size).T)
         for old, size in zip(kernel.shape[:2], new, strict=True)
     )
     return np.einsum('rp,sq,pqcd->rscd', rows, columns, kernel).astype(kernel.dtype)
@@ -33,3 +32,13 @@ def rechannel(kernel: Float[np.ndarray, 'p q c d'], new: int) -> Float[np.ndarra
     source = np.arange(new) % old
     share = max(1.0, old / new) / np.bincount(source, minlength=old)[source]
     return kernel[:, :, source] * share.astype(kernel.dtype)[:, None]
+
+
+def _bilinear(old: int, new: int) -> Float[np.ndarray, 'new old']:
+    """Along one axis, what each new pixel takes from each old one, as images are resized.
+
+    Samples are the middles of pixels; weights of what would be outside are left out.
+    """
+    middles = (np.arange(new) + 0.5) * old / new
+    weights = np.maximum(0, 1 - np.abs(np.arange(old) + 0.5 - middles[:, None]))
+    return weights / weights.sum(axis=1, keepdims=True)

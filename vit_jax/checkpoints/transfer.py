@@ -8,7 +8,7 @@ import numpy as np
 from vit_jax.base import tree_names
 from vit_jax.base.array_types import Params
 from vit_jax.checkpoints import resize
-from vit_jax.models import ModelConfig, ViTConfig, positions
+from vit_jax.models import ModelConfig, ViTConfig, head_params, positions
 
 
 class Transferred(NamedTuple):
@@ -26,8 +26,7 @@ def transfer(params: Params, *, old: ModelConfig, new: ModelConfig, fresh: Param
     UserError with the names where it does not fit.
     """
     found, expected = tree_names.named_leaves(params), tree_names.named_leaves(fresh)
-    head = [name for name in expected if name.startswith('head/')]
-    dropped = [name for name in found if name.startswith('head/')]
+    head, dropped = head_params(fresh), [*head_params(params)]
     if not any(name.startswith('pre_logits/') for name in expected):
         dropped += [name for name in found if name.startswith('pre_logits/')]
     body = {name: leaf for name, leaf in found.items() if name not in dropped}
@@ -58,10 +57,10 @@ def _adapted(
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     named, report = dict(named), []
     if isinstance(old, ViTConfig) and isinstance(new, ViTConfig):
-        if 'pos_embedding' in named and old.grid != new.grid:
-            table = np.asarray(named['pos_embedding'])
-            named['pos_embedding'] = positions.resize(table, old.grid, new.grid)
-            report.append(f'pos_embedding: resized from {_by(old.grid)} to {_by(new.grid)} patches')
+        for name, resized in positions.resizers(old.positions).items():
+            if old.grid != new.grid:
+                named[name] = resized(np.asarray(named[name]), old.grid, new.grid)
+                report.append(f'{name}: resized from {_by(old.grid)} to {_by(new.grid)} patches')
         if old.patch_size != new.patch_size:
             kernel = np.asarray(named['embedding/kernel'])
             named['embedding/kernel'] = resize.resize(kernel, new.patch_size)

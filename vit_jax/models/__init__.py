@@ -1,6 +1,7 @@
 """What a network computes. The only place that imports flax."""
 
 from vit_jax.models.flops import multiply_adds, parameter_count
+from vit_jax.models.layers import has_trained_head, head_params
 from vit_jax.models.model import Model, ModelConfig, build, for_task
 from vit_jax.models.options import Compute, Regularization, Remat
 from vit_jax.models.resnet import Backbone, ResNetConfig
@@ -21,6 +22,8 @@ __all__ = [
     'ViTConfig',
     'build',
     'for_task',
+    'has_trained_head',
+    'head_params',
     'multiply_adds',
     'parameter_count',
     'variant',

@@ -3,14 +3,14 @@
 import functools
 import logging
 import math
-from typing import Literal
+from typing import Literal, assert_never
 
 import jax
 import jax.numpy as jnp
 
 from vit_jax.base.array_types import Array, Float
 
-IMPLEMENTATIONS = ('auto', 'xla', 'cudnn')
+Implementation = Literal['auto', 'xla', 'cudnn']
 
 
 def attend(
@@ -18,7 +18,7 @@ def attend(
     key: Float[Array, 'b n h k'],
     value: Float[Array, 'b n h k'],
     *,
-    implementation: str = 'auto',  # one of IMPLEMENTATIONS
+    implementation: Implementation = 'auto',
 ) -> Float[Array, 'b q h k']:
     """softmax(Q K^T / sqrt(k)) V for each head (equations 6 and 7 of the paper's appendix A).
 
@@ -27,10 +27,14 @@ def attend(
     """
     if implementation == 'auto':
         shapes = query.shape[1:], key.shape[1:]
-        implementation = 'cudnn' if _cudnn_compiles(*shapes, query.dtype.name) else 'xla'
-    if implementation == 'cudnn':
-        return _attend_at_even_lengths(query, key, value, implementation='cudnn')
-    return jax.nn.dot_product_attention(query, key, value, implementation='xla')
+        implementation = 'cudnn' if cudnn_compiles(*shapes, query.dtype.name) else 'xla'
+    match implementation:
+        case 'cudnn':
+            return attend_at_even_lengths(query, key, value, implementation='cudnn')
+        case 'xla':
+            return jax.nn.dot_product_attention(query, key, value, implementation='xla')
+        case other:
+            assert_never(other)
 
 
 def attention_weights(
@@ -41,12 +45,12 @@ def attention_weights(
     return jax.nn.softmax(logits / math.sqrt(query.shape[-1]), axis=-1)
 
 
-def _attend_at_even_lengths(
+def attend_at_even_lengths(
     query: Float[Array, 'b q h k'],
     key: Float[Array, 'b n h k'],
     value: Float[Array, 'b n h k'],
     *,
-    implementation: Literal['xla', 'cudnn'],
+    implementation: Literal['xla', 'cudnn'],  # xla: so that a machine without a GPU can test it
 ) -> Float[Array, 'b q h k']:
     """Attention over sequences padded to an even length: cuDNN does not train at odd ones.
 
@@ -70,14 +74,14 @@ def _attend_at_even_lengths(
 
 
 @functools.cache
-def _cudnn_compiles(query_shape: tuple[int, ...], key_shape: tuple[int, ...], dtype: str) -> bool:
+def cudnn_compiles(query_shape: tuple[int, ...], key_shape: tuple[int, ...], dtype: str) -> bool:
     """Does the fused kernel, with its gradient, compile here? Says so once where it does not."""
     if jax.default_backend() != 'gpu' or dtype == 'float32':
         return False
     query, key = (jax.ShapeDtypeStruct((1, *shape), dtype) for shape in (query_shape, key_shape))
 
     def total(query: Array, key: Array, value: Array) -> Array:
-        return _attend_at_even_lengths(query, key, value, implementation='cudnn').sum()
+        return attend_at_even_lengths(query, key, value, implementation='cudnn').sum()
 
     try:
         jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(query, key, key).compile()

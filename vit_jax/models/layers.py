@@ -1,12 +1,77 @@
-"""The last layer of a classifier."""
+"""What networks share: the head of a classifier, branches dropped at random, and taps."""
+
+from collections.abc import Callable
+from typing import Any, Literal
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vit_jax.base import tree_names
+from vit_jax.base.array_types import Array, Float, Key, Params
+from vit_jax.base.records import require
+
+# `linear`, or a function: the number of classes -> a Flax module from features to logits, without
+# a name. Its parameters are whatever lies below `head/`.
+Head = Literal['linear'] | Callable[..., Any]
+
+TAPS = 'taps/'  # the variables of a tap are a Flax collection: this, and its name
 
 
-def zero_head(num_classes: int, bias: float) -> nn.Dense:
-    """A linear head that begins at zero, so that fine-tuning begins uniform (section 3.2)."""
-    return nn.Dense(
-        num_classes,
-        kernel_init=nn.initializers.zeros,
-        bias_init=nn.initializers.constant(bias),
-    )
+def check_head(head: Head, bias: float) -> None:
+    """Raises UserError for the bias of a head that is a function, and sets its own."""
+    require(head == 'linear' or bias == 0, f'head_bias={bias}: only the linear head has one')
+
+
+def make_head(head: Head, num_classes: int, *, bias: float) -> nn.Module:
+    """The last layer. A linear one begins at zero: so fine-tuning begins uniform (section 3.2)."""
+    if head == 'linear':
+        return nn.Dense(
+            num_classes,
+            kernel_init=nn.initializers.zeros,
+            bias_init=nn.initializers.constant(bias),
+        )
+    module: nn.Module = head(num_classes)
+    return module
+
+
+def head_params(params: Params) -> dict[str, Any]:
+    """The parameters of the head by their whole names; none for a network without a head."""
+    named = tree_names.named_leaves(params)
+    return {name: leaf for name, leaf in named.items() if name.startswith('head/')}
+
+
+def has_trained_head(params: Params) -> bool:
+    """Whether there is a head and no matrix of it is all zeros, as a linear one is at first.
+
+    Through such a matrix nothing of the image would come: all logits would be biases.
+    """
+    head = head_params(params).values()
+    return bool(head) and all(np.any(leaf) for leaf in head if leaf.ndim > 1)
+
+
+def drop_branch(
+    branch: Float[Array, 'b n d'], rate: Float[Array, ''], *, key: Key[Array, '']
+) -> Float[Array, 'b n d']:
+    """Stochastic depth: zero for each example with this probability, else branch / (1 - rate).
+
+    The mean is the branch ("Deep Networks with Stochastic Depth", scaled while training).
+    """
+    keep = 1 - rate
+    kept = jax.random.bernoulli(key, keep, (branch.shape[0], 1, 1))
+    return jnp.where(kept, branch / keep, 0).astype(branch.dtype)
+
+
+def tap(
+    module: nn.Module, name: str, *arrays: Array, function: Callable[..., Array] = lambda x: x
+) -> None:
+    """Offers `function(*arrays)` to `Model.capture`; computed only if it is asked for by name.
+
+    The name is the module's place in the tree, without `encoder/block` and `backbone`, and `name`:
+    `attention/weights` for `weights` in `encoder/block/attention`.
+    """
+    place = [part for part in module.path if part not in ('encoder', 'block', 'backbone')]
+    collection = TAPS + '/'.join((*place, name))
+    if module.is_mutable_collection(collection) and not module.is_initializing():
+        module.sow(collection, 'tapped', function(*arrays), reduce_fn=lambda _, latest: latest)

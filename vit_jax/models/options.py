@@ -1,14 +1,16 @@
 """What does not change which network it is: how it is computed, and what training drops."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 import flax.linen as nn
 import jax
 
 from vit_jax.base.array_types import Array
-from vit_jax.base.records import Record
+from vit_jax.base.records import Record, require_between
+from vit_jax.models.attention import Implementation
 
 Remat = Literal['none', 'dots', 'block']
 
@@ -25,6 +27,10 @@ class Regularization(Record):
     dropout: float = 0.0
     stochastic_depth: float = 0.0
 
+    def check(self) -> None:
+        """Rates: at 1 everything would be dropped."""
+        require_between(self, 'dropout', 'stochastic_depth', low=0, below=1)
+
 
 @dataclasses.dataclass(kw_only=True)
 class Compute(Record):
@@ -39,44 +45,45 @@ class Compute(Record):
     dtype: Literal['float32', 'bfloat16'] = 'float32'
     remat: Remat = 'none'
     unroll: int = 1
-    attention: Literal['auto', 'xla', 'cudnn'] = 'auto'
+    attention: Implementation = 'auto'
+
+    def check(self) -> None:
+        """At least one block in an iteration."""
+        require_between(self, 'unroll', low=1)
 
 
-# Says of an array (b ...) where its examples lie: the program that knows the devices gives it, so
-# that the compiler brings parameters to the examples, and not the other way round.
+# Constrains an activation (b ...) to be sharded over the batch. Without it, XLA may under FSDP
+# gather the batch instead of the parameters, and run out of memory. Only the program has the mesh.
 ActivationSharding = Callable[[Array], Array]
 
 
-def unsharded(x: Array) -> Array:
-    """The array, of which nothing is said."""
+def unconstrained(x: Array) -> Array:
+    """The same array: XLA decides where it lies."""
     return x
 
 
 def rematerialized(
-    block: type[nn.Module],
-    compute: Compute,
-    *,
-    in_loop: bool = False,
-    static_argnums: tuple[int, ...] = (),
+    block: type[nn.Module], compute: Compute, *, in_loop: bool = False
 ) -> type[nn.Module]:
     """The block with the backward pass that `compute.remat` asks for.
 
-    Inside a rolled loop the compiler cannot merge the recomputation with the original by itself;
-    elsewhere it is kept from that. `static_argnums` counts the module itself as 0.
+    XLA would merge the recomputation with the original computation (common subexpression
+    elimination) and keep what remat frees. Barriers prevent it; a rolled loop needs none, as the
+    two lie in different loops.
     """
-    if compute.remat == 'none':
-        return block
-    return nn.remat(
-        block, policy=_policy(compute), prevent_cse=not in_loop, static_argnums=static_argnums
-    )
+    checkpoint = functools.partial(nn.remat, block, prevent_cse=not in_loop)
+    match compute.remat:
+        case 'none':
+            return block
+        case 'dots':
+            return checkpoint(policy=_keep_products)
+        case 'block':
+            return checkpoint(policy=jax.checkpoint_policies.nothing_saveable)
+        case other:
+            assert_never(other)
 
 
-def _policy(compute: Compute) -> Callable[..., Any]:
-    if compute.remat == 'block':
-        return jax.checkpoint_policies.nothing_saveable
+def _keep_products(primitive: Any, *operands: Any, **params: Any) -> Any:
+    """Keeps convolutions and matrix products with parameters; attention's have batch dimensions."""
     dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-
-    def policy(primitive: Any, *operands: Any, **params: Any) -> Any:
-        return primitive.name == 'conv_general_dilated' or dots(primitive, *operands, **params)
-
-    return policy
+    return primitive.name == 'conv_general_dilated' or dots(primitive, *operands, **params)

@@ -1,44 +1,129 @@
-"""Where a patch stands: tables of position embeddings on a grid of patches."""
+"""Position embeddings: all that is known of each kind is in this file.
 
+To add a kind, add it to `PositionKind` and to each `match` here. One that acts inside the blocks
+(on queries and keys, or at every block's input) is also called there, in `vit.py`.
+"""
+
+from collections.abc import Callable
+from typing import Literal, Protocol, assert_never, runtime_checkable
+
+import flax.linen as nn
+import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base.array_types import Float
+from vit_jax.base.array_types import Array, Float
 from vit_jax.base.errors import UserError
-from vit_jax.base.resampling import corner_aligned
+from vit_jax.base.records import require
+
+PositionKind = Literal['learned', 'sincos2d', 'none']
+Grid = tuple[int, int]  # patches in (height, width)
 
 
-def sincos2d(grid: tuple[int, int], width: int) -> Float[np.ndarray, 'n d']:
+@runtime_checkable
+class SequenceConfig(Protocol):
+    """What a kind may depend on. `ViTConfig` has it, which imports this module."""
+
+    positions: PositionKind
+    width: int
+
+    @property
+    def grid(self) -> Grid: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+class Positions(nn.Module):
+    """Adds positions to the tokens (equation 1). Its parameters lie where the caller's do."""
+
+    config: SequenceConfig
+
+    @nn.compact
+    def __call__(self, tokens: Float[Array, 'b n d']) -> Float[Array, 'b n d']:
+        match self.config.positions:
+            case 'learned':
+                table = self.param(
+                    'pos_embedding',
+                    nn.initializers.normal(0.02),
+                    (1, self.config.num_tokens, self.config.width),
+                )
+            case 'sincos2d':
+                table = jnp.asarray(as_array(self.config))
+            case 'none':
+                return tokens
+            case other:
+                assert_never(other)
+        return tokens + table.astype(tokens.dtype)
+
+
+def check(config: SequenceConfig) -> None:
+    """Raises UserError for a width that the kind of positions cannot fill."""
+    require(
+        config.positions != 'sincos2d' or config.width % 4 == 0,
+        f'width={config.width} is not a multiple of 4, as sincos2d positions need',
+    )
+
+
+def as_array(config: SequenceConfig) -> Float[np.ndarray, '1 n d']:
+    """What a kind without parameters adds to the tokens, for files that hold arrays only.
+
+    The class token's row is zero. Raises UserError for a kind that is no fixed array.
+    """
+    grid, width = config.grid, config.width
+    match config.positions:
+        case 'sincos2d':
+            table = sincos2d(grid, width)
+            return np.pad(table, ((config.num_tokens - len(table), 0), (0, 0)))[None]
+        case 'none':
+            return np.zeros((1, config.num_tokens, width), np.float32)
+        case 'learned':
+            raise UserError('learned positions are parameters already')
+        case other:
+            assert_never(other)
+
+
+def sincos2d(grid: Grid, width: int) -> Float[np.ndarray, 'n d']:
     """Fixed sine and cosine positions, rows of the grid one after the other.
 
     Each quarter of the width holds one of sin x, cos x, sin y, cos y at width/4 frequencies from 1
     down to 1/10,000 (MoCo v3; "Better plain ViT baselines for ImageNet-1k").
     """
-    if width % 4:
-        raise UserError(f'width={width} is not a multiple of 4, as sincos2d positions need')
     y, x = np.mgrid[: grid[0], : grid[1]]
     frequencies = 10_000.0 ** -np.linspace(0, 1, width // 4)
     x, y = x.reshape(-1, 1) * frequencies, y.reshape(-1, 1) * frequencies
     return np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1).astype(np.float32)
 
 
-def resize(
-    table: Float[np.ndarray, '1 n d'], old: tuple[int, int], new: tuple[int, int]
-) -> Float[np.ndarray, '1 m d']:
-    """The position embeddings of another grid: bilinear, corners kept on corners.
+Resize = Callable[[np.ndarray, Grid, Grid], np.ndarray]  # leaf, old grid, new grid -> leaf
 
-    What stands before the grid (the class token's row) is kept as it is. Equal to
-    `scipy.ndimage.zoom(order=1)` on the grid, which the paper's code uses, and defined for any
-    pair of grids, square or not (section 3.2: "2D interpolation of the pre-trained position
-    embeddings").
+
+def resizers(kind: PositionKind) -> dict[str, Resize]:
+    """How the parameters of a kind are adapted to another grid: a function for each, by name."""
+    match kind:
+        case 'learned':
+            return {'pos_embedding': resize}
+        case 'sincos2d' | 'none':
+            return {}
+        case other:
+            assert_never(other)
+
+
+def resize(table: Float[np.ndarray, '1 n d'], old: Grid, new: Grid) -> Float[np.ndarray, '1 m d']:
+    """Learned positions for another grid: bilinear, corners kept on corners.
+
+    The rows before the grid (the class token's) are kept. Equal to `scipy.ndimage.zoom(order=1)` on
+    the grid, which the paper's code uses, and defined for any pair of grids, square or not (section
+    3.2: "2D interpolation of the pre-trained position embeddings").
     """
     prefix = table.shape[1] - old[0] * old[1]
     if prefix < 0:
         raise UserError(f'{table.shape[1]} position embeddings are too few for the grid {old}')
     if old == new:
         return table
-    grid = table[0, prefix:].reshape(*old, -1)
-    grid = np.einsum(
-        'ph,qw,hwd->pqd', corner_aligned(old[0], new[0]), corner_aligned(old[1], new[1]), grid
+    rows, columns = (
+        np.maximum(0, 1 - np.abs(np.linspace(0, size - 1, target)[:, None] - np.arange(size)))
+        for size, target in zip(old, new, strict=True)
     )
+    grid = np.einsum('ph,qw,hwd->pqd', rows, columns, table[0, prefix:].reshape(*old, -1))
     resized = grid.reshape(1, -1, grid.shape[-1]).astype(table.dtype)
     return np.concatenate([table[:, :prefix], resized], axis=1)

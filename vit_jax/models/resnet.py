@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.base.array_types import Array, Float
-from vit_jax.base.records import Record, require
-from vit_jax.models.layers import zero_head
+from vit_jax.base.records import Record, require, require_between
+from vit_jax.models.layers import Head, check_head, make_head, tap
 from vit_jax.models.options import Compute, rematerialized
 
 GROUPS = 32  # of GroupNorm
@@ -42,10 +42,9 @@ class Backbone(Record):
 
     def check(self) -> None:
         """Whole groups, and units in every stage."""
-        groups = self.width > 0 and self.width % GROUPS == 0
-        require(groups, f'width={self.width} is not a multiple of {GROUPS} groups')
+        require_between(self, 'width', 'blocks', low=1)
         require(
-            min(self.blocks, default=1) > 0, f'blocks={self.blocks}: a stage has a unit or more'
+            self.width % GROUPS == 0, f'width={self.width} is not a multiple of {GROUPS} groups'
         )
 
     @property
@@ -72,7 +71,13 @@ class ResNetConfig(Record):
     channels: int = 3
     backbone: Backbone = dataclasses.field(default_factory=Backbone)
     num_classes: int | None = None  # None: no head, the outputs are the features
-    head_bias: float = 0.0  # the head's bias at initialisation
+    head: Head = 'linear'
+    head_bias: float = 0.0  # the linear head's bias at initialisation
+
+    def check(self) -> None:
+        """Sizes that exist."""
+        require_between(self, 'image_size', 'channels', 'num_classes', low=1)
+        check_head(self.head, self.head_bias)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -148,7 +153,6 @@ class Stage(nn.Module):
         for index in range(self.units):
             stride = self.stride if index == 0 else 1
             x = unit(self.channels, self.compute.dtype, stride, name=f'unit{index + 1}')(x)
-        self.sow('intermediates', 'map', x, reduce_fn=lambda _, latest: latest)
         return x
 
 
@@ -168,11 +172,12 @@ class ResNet(nn.Module):
             stride = 1 if index == 0 else 2
             stage = Stage(units, width * 2**index, stride, self.compute, name=f'stage{index + 1}')
             x = stage(x)
+            tap(self, f'stage{index + 1}', x)
         return x
 
 
 class ResNetClassifier(nn.Module):
-    """Images to logits: the mean of the last feature map, and a linear head that begins at zero."""
+    """Images to logits: the mean of the last feature map, and the head."""
 
     config: ResNetConfig
     compute: Compute
@@ -181,11 +186,9 @@ class ResNetClassifier(nn.Module):
         config = self.config
         self.backbone = ResNet(config.backbone, self.compute)
         if config.num_classes is not None:
-            self.head = zero_head(config.num_classes, config.head_bias)
+            self.head = make_head(config.head, config.num_classes, bias=config.head_bias)
 
-    def __call__(
-        self, images: Float[Array, 'b h w c'], deterministic: bool = True
-    ) -> Float[Array, 'b _']:
+    def __call__(self, images: Float[Array, 'b h w c']) -> Float[Array, 'b _']:
         x = self.features(images)
         return x if self.config.num_classes is None else self.head(x)
 

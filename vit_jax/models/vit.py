@@ -2,24 +2,19 @@
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Literal, assert_never
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 
 from vit_jax.base.array_types import Array, Float
 from vit_jax.base.errors import UserError
-from vit_jax.base.records import Record
-from vit_jax.models import attention, positions
-from vit_jax.models.layers import zero_head
-from vit_jax.models.options import (
-    ActivationSharding,
-    Compute,
-    Regularization,
-    rematerialized,
-    unsharded,
-)
+from vit_jax.base.records import Record, require, require_between
+from vit_jax.models import positions
+from vit_jax.models.attention import Implementation, attend, attention_weights
+from vit_jax.models.layers import Head, check_head, drop_branch, make_head, tap
+from vit_jax.models.options import ActivationSharding, Compute, Regularization, rematerialized
+from vit_jax.models.positions import PositionKind
 from vit_jax.models.resnet import Backbone, ResNet
 
 Pool = Literal['cls', 'gap', 'map', 'none']  # none: every token
@@ -46,10 +41,23 @@ class ViTConfig(Record):
     pool: Pool = 'cls'  # none: every token
     final_norm: Literal['before_pool', 'after_pool'] = 'before_pool'
     representation_size: int | None = None  # width of the tanh layer before the head
-    positions: Literal['learned', 'sincos2d', 'none'] = 'learned'
+    positions: PositionKind = 'learned'
     gelu: Gelu = 'tanh'
     layer_norm_epsilon: float = 1e-6
-    head_bias: float = 0.0  # the head's bias at initialisation
+    head: Head = 'linear'
+    head_bias: float = 0.0  # the linear head's bias at initialisation
+
+    def check(self) -> None:
+        """Sizes alone; whether patches fill the image is for `build`, as images may change."""
+        sizes = 'image_size', 'patch_size', 'channels', 'width', 'depth', 'mlp_dim', 'num_heads'
+        require_between(self, *sizes, 'num_classes', 'representation_size', low=1)
+        require_between(self, 'layer_norm_epsilon', above=0)
+        require(
+            self.width % self.num_heads == 0,
+            f'width={self.width} is not a multiple of num_heads={self.num_heads}',
+        )
+        positions.check(self)
+        check_head(self.head, self.head_bias)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -77,35 +85,38 @@ class Mlp(nn.Module):
     """Two dense layers with a GELU between them, applied to each token alone."""
 
     mlp_dim: int
-    gelu: str
+    gelu: Gelu
     dropout: float
     dtype: str
 
     @nn.compact
-    def __call__(self, x: Float[Array, 'b n d'], deterministic: bool) -> Float[Array, 'b n d']:
+    def __call__(self, x: Float[Array, 'b n d']) -> Float[Array, 'b n d']:
         dense = functools.partial(
             nn.Dense,
             dtype=self.dtype,
             kernel_init=nn.initializers.xavier_uniform(),
             bias_init=nn.initializers.normal(1e-6),
         )
-        drop = nn.Dropout(self.dropout, deterministic=deterministic)
-        hidden = nn.gelu(dense(self.mlp_dim, name='dense1')(x), approximate=self.gelu == 'tanh')
+        drop = nn.Dropout(self.dropout, deterministic=False)
+        approximate = {'tanh': True, 'exact': False}[self.gelu]
+        hidden = nn.gelu(dense(self.mlp_dim, name='dense1')(x), approximate=approximate)
         return drop(dense(x.shape[-1], name='dense2')(drop(hidden)))
 
 
 class Attention(nn.Module):
-    """Multi-head attention from one sequence to another."""
+    """Multi-head attention from one sequence to another.
+
+    Flax's own MultiHeadDotProductAttention has the same parameters; here queries and keys are at
+    hand for taps, and the kernel is chosen by `attend`.
+    """
 
     num_heads: int
     dropout: float
     dtype: str
-    implementation: str
+    implementation: Implementation
 
     @nn.compact
-    def __call__(
-        self, x: Float[Array, 'b q d'], y: Float[Array, 'b n d'], deterministic: bool
-    ) -> Float[Array, 'b q d']:
+    def __call__(self, x: Float[Array, 'b q d'], y: Float[Array, 'b n d']) -> Float[Array, 'b q d']:
         width = x.shape[-1]
         dense = functools.partial(
             nn.DenseGeneral, dtype=self.dtype, kernel_init=nn.initializers.xavier_uniform()
@@ -114,14 +125,10 @@ class Attention(nn.Module):
         query = dense(heads, name='query')(x)
         key = dense(heads, name='key')(y)
         value = dense(heads, name='value')(y)
-        if self.is_mutable_collection('intermediates') and not self.is_initializing():
-            weights = attention.attention_weights(query, key)
-            self.sow('intermediates', 'weights', weights, reduce_fn=_latest)
-            mixed = jnp.einsum('bhqn,bnhk->bqhk', weights.astype(value.dtype), value)
-        else:
-            mixed = attention.attend(query, key, value, implementation=self.implementation)
+        tap(self, 'weights', query, key, function=attention_weights)
+        mixed = attend(query, key, value, implementation=self.implementation)
         out = dense(width, axis=(-2, -1), name='out')(mixed)
-        return nn.Dropout(self.dropout, deterministic=deterministic)(out)
+        return nn.Dropout(self.dropout, deterministic=False)(out)
 
 
 class Block(nn.Module):
@@ -134,33 +141,27 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, 'b n d'], drop_rate: Float[Array, ''], deterministic: bool
+        self, x: Float[Array, 'b n d'], drop_rate: Float[Array, '']
     ) -> tuple[Float[Array, 'b n d'], None]:
         config, dropout, dtype = self.config, self.regularization.dropout, self.compute.dtype
         norm = functools.partial(nn.LayerNorm, epsilon=config.layer_norm_epsilon, dtype=dtype)
-        residual = functools.partial(self._drop_branch, drop_rate, deterministic)
+
+        def residual(branch: Float[Array, 'b n d']) -> Float[Array, 'b n d']:
+            if self.regularization.stochastic_depth == 0:
+                return branch
+            return drop_branch(branch, drop_rate, key=self.make_rng('dropout'))
 
         x = self.shard_activations(x)
         y = norm(name='norm1')(x)
         attention = Attention(
             config.num_heads, dropout, dtype, self.compute.attention, name='attention'
         )
-        x = self.shard_activations(x + residual(attention(y, y, deterministic)))
+        x = self.shard_activations(x + residual(attention(y, y)))
         y = norm(name='norm2')(x)
         mlp = Mlp(config.mlp_dim, config.gelu, dropout, dtype, name='mlp')
-        x = self.shard_activations(x + residual(mlp(y, deterministic)))
-        self.sow('intermediates', 'tokens', x, reduce_fn=_latest)
+        x = self.shard_activations(x + residual(mlp(y)))
+        tap(self, 'tokens', x)
         return x, None
-
-    def _drop_branch(
-        self, rate: Float[Array, ''], deterministic: bool, branch: Float[Array, 'b n d']
-    ) -> Float[Array, 'b n d']:
-        """The branch, or nothing, for each example: scaled so that its mean is the branch."""
-        if deterministic or self.regularization.stochastic_depth == 0:
-            return branch
-        keep = 1 - rate
-        kept = jax.random.bernoulli(self.make_rng('dropout'), keep, (branch.shape[0], 1, 1))
-        return jnp.where(kept, branch / keep, 0).astype(branch.dtype)
 
 
 class Encoder(nn.Module):
@@ -172,28 +173,28 @@ class Encoder(nn.Module):
     shard_activations: ActivationSharding
 
     @nn.compact
-    def __call__(self, x: Float[Array, 'b n d'], deterministic: bool) -> Float[Array, 'b n d']:
+    def __call__(self, x: Float[Array, 'b n d']) -> Float[Array, 'b n d']:
         depth = self.config.depth
         unroll = min(self.compute.unroll, depth)
-        block = rematerialized(Block, self.compute, in_loop=unroll == 1, static_argnums=(3,))
         scan = nn.scan(
-            block,
-            variable_axes={'params': 0, 'intermediates': 0},
+            rematerialized(Block, self.compute, in_loop=unroll == 1),
+            variable_axes={True: 0},  # every collection, taps as well: the depth in front
             split_rngs={'params': True, 'dropout': True},
-            in_axes=(0, nn.broadcast),
             length=depth,
             unroll=unroll,
         )
         blocks = scan(
             self.config, self.regularization, self.compute, self.shard_activations, name='block'
         )
-        x, _ = blocks(
-            x, jnp.linspace(0, self.regularization.stochastic_depth, depth), deterministic
-        )
-        if self.config.final_norm == 'after_pool':
-            return x
-        epsilon, dtype = self.config.layer_norm_epsilon, self.compute.dtype
-        return nn.LayerNorm(epsilon=epsilon, dtype=dtype, name='norm')(x)
+        x, _ = blocks(x, jnp.linspace(0, self.regularization.stochastic_depth, depth))
+        match self.config.final_norm:
+            case 'before_pool':
+                epsilon, dtype = self.config.layer_norm_epsilon, self.compute.dtype
+                return nn.LayerNorm(epsilon=epsilon, dtype=dtype, name='norm')(x)
+            case 'after_pool':
+                return x
+            case other:
+                assert_never(other)
 
 
 class AttentionPool(nn.Module):
@@ -208,9 +209,9 @@ class AttentionPool(nn.Module):
         probe = self.param('probe', nn.initializers.xavier_uniform(), (1, 1, config.width))
         probe = jnp.tile(probe, (tokens.shape[0], 1, 1)).astype(tokens.dtype)
         attention = Attention(config.num_heads, 0.0, dtype, 'xla', name='attention')
-        x = attention(probe, tokens, True)
+        x = attention(probe, tokens)
         y = nn.LayerNorm(epsilon=config.layer_norm_epsilon, dtype=dtype, name='norm')(x)
-        return (x + Mlp(config.mlp_dim, config.gelu, 0.0, dtype, name='mlp')(y, True))[:, 0]
+        return (x + Mlp(config.mlp_dim, config.gelu, 0.0, dtype, name='mlp')(y))[:, 0]
 
 
 class ViT(nn.Module):
@@ -219,7 +220,7 @@ class ViT(nn.Module):
     config: ViTConfig
     regularization: Regularization
     compute: Compute
-    shard_activations: ActivationSharding = unsharded
+    shard_activations: ActivationSharding
 
     def setup(self) -> None:
         config = self.config
@@ -228,13 +229,9 @@ class ViT(nn.Module):
         self.embedding = PatchEmbedding(config.patch_size, config.width, self.compute.dtype)
         if config.pool == 'cls':
             self.cls = self.param('cls', nn.initializers.zeros, (1, 1, config.width))
-        if config.positions == 'learned':
-            self.pos_embedding = self.param(
-                'pos_embedding',
-                nn.initializers.normal(0.02),
-                (1, config.num_tokens, config.width),
-            )
-        self.dropout = nn.Dropout(self.regularization.dropout)
+        self.positions = positions.Positions(config)
+        nn.share_scope(self, self.positions)  # its parameters have no folder of their own
+        self.dropout = nn.Dropout(self.regularization.dropout, deterministic=False)
         self.encoder = Encoder(config, self.regularization, self.compute, self.shard_activations)
         if config.pool == 'map':
             self.pool = AttentionPool(config, self.compute)
@@ -244,39 +241,25 @@ class ViT(nn.Module):
         if config.representation_size is not None:
             self.pre_logits = nn.Dense(config.representation_size, dtype=self.compute.dtype)
         if config.num_classes is not None:
-            self.head = zero_head(config.num_classes, config.head_bias)
+            self.head = make_head(config.head, config.num_classes, bias=config.head_bias)
 
-    def __call__(
-        self, images: Float[Array, 'b h w c'], deterministic: bool = True
-    ) -> Float[Array, '...']:
-        x = self.features(images, deterministic)
+    def __call__(self, images: Float[Array, 'b h w c']) -> Float[Array, '...']:
+        x = self.features(images)
         return x if self.config.num_classes is None else self.head(x)
 
-    def features(
-        self, images: Float[Array, 'b h w c'], deterministic: bool = True
-    ) -> Float[Array, '...']:
+    def features(self, images: Float[Array, 'b h w c']) -> Float[Array, '...']:
         """What the head is given: the pooled tokens, after the tanh layer where there is one."""
         x = images if self.config.backbone is None else self.backbone(images)
-        x = self._with_positions(self.embedding(x))
-        x = self.dropout(x, deterministic=deterministic)
-        x = self._pooled(self.encoder(x, deterministic))
+        x = self.embedding(x)
+        if self.config.pool == 'cls':  # equation 1: the class token comes first
+            cls = jnp.tile(self.cls.astype(x.dtype), (x.shape[0], 1, 1))
+            x = jnp.concatenate([cls, x], axis=1)
+        x = self._pooled(self.encoder(self.dropout(self.positions(x))))
         if self.config.final_norm == 'after_pool':
             x = self.norm(x)
         if self.config.representation_size is not None:
             x = jnp.tanh(self.pre_logits(x))
         return x.astype(jnp.float32)
-
-    def _with_positions(self, patches: Float[Array, 'b n d']) -> Float[Array, 'b m d']:
-        """Equation 1: the class token is put before the patches, then positions are added."""
-        config, x = self.config, patches
-        if config.positions == 'sincos2d':
-            x = x + positions.sincos2d(config.grid, config.width).astype(x.dtype)[None]
-        if config.pool == 'cls':
-            cls = jnp.tile(self.cls.astype(x.dtype), (x.shape[0], 1, 1))
-            x = jnp.concatenate([cls, x], axis=1)
-        if config.positions == 'learned':
-            x = x + self.pos_embedding.astype(x.dtype)
-        return x
 
     def _pooled(self, tokens: Float[Array, 'b n d']) -> Float[Array, '...']:
         match self.config.pool:
@@ -286,12 +269,18 @@ class ViT(nn.Module):
                 return tokens.mean(axis=1)
             case 'map':
                 return self.pool(tokens)
-            case _:
+            case 'none':
                 return tokens
+            case other:
+                assert_never(other)
 
 
 class PatchEmbedding(nn.Module):
-    """Each patch of an image or a feature map projected to one token: the E of equation 1."""
+    """Each patch of an image or a feature map projected to one token: the E of equation 1.
+
+    A convolution whose stride is its size (the kernel has the shape of `nn.Conv`'s), written as the
+    one matrix product that it is: as fast on CPUs, and no matter of cuDNN's convolutions on GPUs.
+    """
 
     patch_size: tuple[int, int]
     width: int
@@ -308,8 +297,3 @@ class PatchEmbedding(nn.Module):
             'bipjqc,pqcd->bijd', patches.astype(self.dtype), kernel.astype(self.dtype)
         )
         return tokens.reshape(batch, -1, self.width) + bias.astype(self.dtype)
-
-
-def _latest(_: Any, value: Array) -> Array:
-    """Keep what was captured as an array, not as a tuple of calls."""
-    return value

@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -5,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.data import augmentation
 from vit_jax.data.augmentation import Augmentation
@@ -149,12 +151,14 @@ def test_the_seven_levels_are_those_of_the_paper():
     assert all(augmentation.augreg(name).crop == InceptionCrop() for name in levels)
 
 
-def test_a_function_is_an_augmentation():
-    def inverted(key, batch):
-        keys = augmentation.example_keys(key, batch)
-        coins = jax.vmap(jax.random.bernoulli)(keys)[:, None, None, None]
-        return batch | {'images': jnp.where(coins, 255 - batch['images'], batch['images'])}
+def inverted(key, batch):
+    """One's own augmentation, as a configuration may hold it."""
+    keys = augmentation.example_keys(key, batch)
+    coins = jax.vmap(jax.random.bernoulli)(keys)[:, None, None, None]
+    return batch | {'images': jnp.where(coins, 255 - batch['images'], batch['images'])}
 
+
+def test_a_function_is_an_augmentation():
     result = augmented(batch(), inverted)
     changed = (result['images'] == 255 - IMAGES).all(axis=(1, 2, 3))
     same = (result['images'] == IMAGES).all(axis=(1, 2, 3))
@@ -194,3 +198,17 @@ def test_normalize_maps_black_to_minus_one_and_white_to_one():
         assert normalize(images, Preprocessing())[0, 0, :, 0].tolist() == [-1, 1]
         assert normalize(images, by_channel)[0, 0, 1].tolist() == [1, 0, 4]
         assert type(normalize(images, by_channel)) is type(images * 1.0)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Holder(records.Record):
+    augmentation: Augmentation | augmentation.AugmentFunction
+
+
+def test_of_a_function_its_name_is_kept():
+    plain = records.to_dict(Holder(augmentation=inverted))
+    assert plain['augmentation'] == {'function': f'{__name__}:inverted'}
+    again = records.from_dict(Holder, plain, where='config')
+    assert records.to_dict(again) == plain
+    with pytest.raises(UserError, match='inverted is not in the file, which only names it'):
+        again.augmentation(jax.random.key(0), batch())

@@ -45,7 +45,7 @@ def test_no_golden_text_outlives_its_config():
 def slow_last(path, argument):
     """Seconds each to trace, and no different from the smaller ones."""
     large = argument is not None and re.search('R(101|152|200)', argument)
-    return pytest.param(path, argument, marks=[pytest.mark.long] * bool(large))
+    return pytest.param(path, argument, marks=[pytest.mark.full] * bool(large))
 
 
 @pytest.mark.parametrize('path, argument', [slow_last(*run) for run in RUNS], ids=name)

@@ -21,7 +21,7 @@ Grid = tuple[int, int]  # patches in (height, width)
 
 @runtime_checkable
 class SequenceConfig(Protocol):
-    """What a kind may depend on. `ViTConfig` has it, which imports this module."""
+    """What a kind may depend on. `ViTConfig` has it, which cannot be imported from here."""
 
     positions: PositionKind
     width: int
@@ -56,12 +56,10 @@ class Positions(nn.Module):
         return tokens + table.astype(tokens.dtype)
 
 
-def check(config: SequenceConfig) -> None:
+def check(kind: PositionKind, *, width: int) -> None:
     """Raises UserError for a width that the kind of positions cannot fill."""
-    require(
-        config.positions != 'sincos2d' or config.width % 4 == 0,
-        f'width={config.width} is not a multiple of 4, as sincos2d positions need',
-    )
+    fits = kind != 'sincos2d' or width % 4 == 0
+    require(fits, f'width={width} is not a multiple of 4, as sincos2d positions need')
 
 
 def as_array(config: SequenceConfig) -> Float[np.ndarray, '1 n d']:

@@ -137,7 +137,7 @@ class Loaded:
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Changes(Record):
+class Changes(Record):
     """What `load` changes in the network; None leaves it as it is."""
 
     image_size: tuple[int, int] | None
@@ -145,16 +145,6 @@ class _Changes(Record):
     channels: int | None
     num_classes: int | Literal['keep'] | None  # None: without a head
     new_channels: Literal['adapt', 'fresh']
-
-    def network(self, old: ModelConfig) -> ModelConfig:
-        """The changed network. Raises UserError where there is no such one."""
-        if self.patch_size is not None and not isinstance(old, ViTConfig):
-            raise UserError(f'patch_size={self.patch_size}: a ResNet has no patches')
-        names = 'image_size', 'patch_size', 'channels'
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if self.num_classes != 'keep':
-            given['num_classes'] = self.num_classes
-        return dataclasses.replace(old, **given)
 
 
 def load(
@@ -181,7 +171,7 @@ def load(
     """
     path = os.fspath(path)
     hints = Hints(grid=grid, num_heads=num_heads, gelu=gelu, layer_norm_epsilon=layer_norm_epsilon)
-    changes = _Changes(
+    changes = Changes(
         image_size=_pair(image_size),
         patch_size=_pair(patch_size),
         channels=channels,
@@ -190,12 +180,24 @@ def load(
     )
     checkpoint = opening.open_checkpoint(path, hints, image_size=changes.image_size)
     old = checkpoint.card.model
-    new = changes.network(old)
+    if changes.patch_size is not None and not isinstance(old, ViTConfig):
+        raise UserError(f'patch_size={changes.patch_size}: a ResNet has no patches')
+    given = {name: value for name, value in vars(changes).items() if value not in (None, 'keep')}
+    given.pop('new_channels')
+    if num_classes is None:
+        given['num_classes'] = None
+    new = dataclasses.replace(old, **given)
     params, report = _changed(checkpoint.read(), old, new, changes.new_channels)
-    # What was said of the old head does not hold for another one.
-    head = {} if new.num_classes == old.num_classes else {'class_names': (), 'loss': None}
+    same_head = new.num_classes == old.num_classes
+    card = dataclasses.replace(
+        checkpoint.card,
+        model=new,
+        grid=new.grid,
+        class_names=checkpoint.card.class_names if same_head else (),
+        loss=checkpoint.card.loss if same_head else None,
+    )
     loaded = Loaded(
-        card=dataclasses.replace(checkpoint.card, model=new, grid=new.grid, **head),
+        card=card,
         params=params,
         report=(path, *checkpoint.report, *report),
         ignored=checkpoint.ignored,

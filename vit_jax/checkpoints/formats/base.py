@@ -71,7 +71,7 @@ class Format(Generic[L]):
     # A format that is a directory: the name of its file of arrays, and its JSON files by name.
     file_name: str | None = None
     files_beside: Callable[[Card], dict[str, dict[str, Any]]] = nothing_beside
-    fixed_positions: bool = False  # has it sincos2d positions, which are no array?
+    positions: tuple[str, ...] = ('learned',)  # the kinds that it has; others become an array
 
 
 def vision_transformer(config: ModelConfig, format: str) -> ViTConfig:

@@ -275,5 +275,5 @@ BIGVISION = Format[Layout](
     rules=_bigvision_rules,
     usual_layout=lambda config: BIGVISION_LAYOUT,
     notes=_notes,
-    fixed_positions=True,
+    positions=('learned', 'sincos2d'),
 )

@@ -179,25 +179,12 @@ def load(
         new_channels=new_channels,
     )
     checkpoint = opening.open_checkpoint(path, hints, image_size=changes.image_size)
-    old = checkpoint.card.model
-    if changes.patch_size is not None and not isinstance(old, ViTConfig):
-        raise UserError(f'patch_size={changes.patch_size}: a ResNet has no patches')
-    given = {name: value for name, value in vars(changes).items() if value not in (None, 'keep')}
-    given.pop('new_channels')
-    if num_classes is None:
-        given['num_classes'] = None
-    new = dataclasses.replace(old, **given)
-    params, report = _changed(checkpoint.read(), old, new, changes.new_channels)
-    same_head = new.num_classes == old.num_classes
-    card = dataclasses.replace(
-        checkpoint.card,
-        model=new,
-        grid=new.grid,
-        class_names=checkpoint.card.class_names if same_head else (),
-        loss=checkpoint.card.loss if same_head else None,
-    )
+    card, new = checkpoint.card, _changed_config(checkpoint.card.model, changes)
+    params, report = _changed_params(checkpoint.read(), card.model, new, changes.new_channels)
+    if new.num_classes != card.model.num_classes:  # what was said of the old head
+        card = dataclasses.replace(card, class_names=(), loss=None)
     loaded = Loaded(
-        card=card,
+        card=dataclasses.replace(card, model=new, grid=new.grid),
         params=params,
         report=(path, *checkpoint.report, *report),
         ignored=checkpoint.ignored,
@@ -205,10 +192,8 @@ def load(
         layout=checkpoint.layout,
     )
     lines = [] if loaded.predicts or new.num_classes is None else [ZERO_HEAD]
-    if loaded.predicts and loaded.card.loss not in (None, 'softmax', 'sigmoid'):
-        lines.append(
-            f'trained with {loaded.card.loss}: probabilities are the softmax of its logits'
-        )
+    if card.loss not in (None, 'softmax', 'sigmoid'):
+        lines.append(f'trained with {card.loss}: probabilities are the softmax of its logits')
     return dataclasses.replace(loaded, report=(*loaded.report, *lines))
 
 
@@ -225,7 +210,18 @@ def save(loaded: Loaded, path: str | os.PathLike[str], format: str | None = None
     )
 
 
-def _changed(
+def _changed_config(old: ModelConfig, changes: Changes) -> ModelConfig:
+    if changes.patch_size is not None and not isinstance(old, ViTConfig):
+        raise UserError(f'patch_size={changes.patch_size}: a ResNet has no patches')
+    names = 'image_size', 'patch_size', 'channels'
+    values = {name: getattr(changes, name) for name in names}
+    values = {name: value for name, value in values.items() if value is not None}
+    if changes.num_classes != 'keep':
+        values['num_classes'] = changes.num_classes
+    return dataclasses.replace(old, **values)
+
+
+def _changed_params(
     params: Params, old: ModelConfig, new: ModelConfig, new_channels: Literal['adapt', 'fresh']
 ) -> tuple[Params, list[str]]:
     """The parameters of the changed network, and a line about each change."""

@@ -17,6 +17,7 @@ import vit_jax
 from tests import tiny
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
+from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.store import load_card, load_params
 from vit_jax.config import EvalConfig, FewshotConfig, ProbeSet
@@ -152,6 +153,12 @@ def test_ten_steps_are_five_and_a_crash_and_five(tmp_path):
         ]
 
     assert losses('parts') == losses('whole')
+
+
+def test_only_as_many_checkpoints_are_kept_as_asked_for(tmp_path):
+    config = tiny.experiment(total=Duration(steps=4), checkpoint_every_steps=1, keep_checkpoints=3)
+    training_run.train(config, str(tmp_path))
+    assert sorted(digests.steps(tmp_path / 'checkpoints')) == [2, 3, 4]
 
 
 def test_a_run_that_is_complete_says_so_again_and_changes_nothing(trained):

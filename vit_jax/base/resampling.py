@@ -5,12 +5,6 @@ import numpy as np
 from vit_jax.base.array_types import Float
 
 
-def corner_aligned(old: int, new: int) -> Float[np.ndarray, 'new old']:
-    """Linear, the first sample on the first and the last on the last (`scipy.ndimage.zoom`)."""
-    at = np.linspace(0, old - 1, new)
-    return np.maximum(0, 1 - np.abs(at[:, None] - np.arange(old)))
-
-
 def half_pixel(
     old: int, new: int, *, cubic: bool = False, antialias: bool = False
 ) -> Float[np.ndarray, 'new old']:

@@ -52,6 +52,10 @@ def test_a_kind_without_parameters_is_the_learned_one_with_its_array(kind, pool)
     expected = fixed.apply(params, images)
     table = as_array(config)
     assert table.dtype == np.float32 and table.shape == (1, config.num_tokens, config.width)
+    patches = config.grid[0] * config.grid[1]
+    assert not table[0, :-patches].any()  # the class token's row
+    if kind == 'sincos2d':
+        np.testing.assert_array_equal(table[0, -patches:], sincos2d(config.grid, config.width))
     np.testing.assert_array_equal(
         learned.apply(params | {'pos_embedding': table}, images), expected
     )

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, assert_never
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core.scope import DenyList
 
 from vit_jax.base import records
 from vit_jax.base.array_types import Array, Float, Key, Params
 from vit_jax.base.errors import UserError
-from vit_jax.models.layers import TAPS
 from vit_jax.models.options import ActivationSharding, Compute, Regularization, unconstrained
 from vit_jax.models.resnet import ResNetClassifier, ResNetConfig
 from vit_jax.models.vit import ViT, ViTConfig
@@ -95,10 +95,9 @@ def _taps(forward: Callable[[Any], dict[str, Any]], names: Iterable[str]) -> dic
     """The taps of these names, from a forward pass that gives the collections it is asked for."""
 
     def kept(collections: Any) -> dict[str, Array]:
-        found = {k: v for k, v in forward(collections).items() if k.startswith(TAPS)}
-        return {name.removeprefix(TAPS): jax.tree.leaves(v)[0] for name, v in found.items()}
+        return {name: jax.tree.leaves(v)[0] for name, v in forward(collections).items()}
 
-    every, names = jax.eval_shape(lambda: kept(True)), tuple(names)
+    every, names = jax.eval_shape(lambda: kept(DenyList('params'))), list(names)
     for name in names:
         if name not in every:
             raise UserError(f'capture: no {name!r} here; {records.nearest(name, every)}')
@@ -107,7 +106,7 @@ def _taps(forward: Callable[[Any], dict[str, Any]], names: Iterable[str]) -> dic
     # bfloat16), as other operations are fused; and XLA drops optimization barriers on CPUs.
     return jax.lax.cond(
         jax.lax.rng_uniform(0.0, 1.0, shape=()) < 2,
-        lambda: kept([TAPS + name for name in names]),
+        lambda: kept(names),
         lambda: {name: jnp.zeros(every[name].shape, every[name].dtype) for name in names},
     )
 

@@ -49,7 +49,7 @@ Splits = dict[str, Callable[[], Source]]
 DataFunction = Callable[[str], Source]
 
 
-def select(source: Source, indices: Sequence[int]) -> Source:
+def select(source: Source, indices: Sequence[int] | np.ndarray) -> Source:
     """The source that holds these images only, in this order."""
     chosen = np.asarray(indices)
     return dataclasses.replace(
@@ -63,7 +63,7 @@ def select(source: Source, indices: Sequence[int]) -> Source:
 
 def in_fixed_order(source: Source) -> Source:
     """The source in one random order, the same every time, so that a slice is a fair sample."""
-    return select(source, np.random.default_rng(0).permutation(len(source)).tolist())
+    return select(source, np.random.default_rng(0).permutation(len(source)))
 
 
 def labelled_source(

@@ -7,6 +7,7 @@ WORKDIR/data.json, and to WORKDIR/data.png some images as evaluation and as trai
 import argparse
 import dataclasses
 import functools
+import itertools
 import pathlib
 import sys
 from concurrent import futures
@@ -25,7 +26,6 @@ from vit_jax.config import TrainConfig
 from vit_jax.data import inspection, loading
 from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.inspection import Scan
-from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import Opener, make_opener, open_splits
 from vit_jax.runs.experiment import open_start, preprocessing_of
 from vit_jax.training.losses import targets_of
@@ -108,31 +108,27 @@ def _sheet(config: TrainConfig, opened: Opener) -> Image.Image:
             refs = [loading.ExampleRef(i, epoch) for i in indices]
             batch = changed(key, trained.examples(refs, pool))
             columns.append(list(np.asarray(batch['images']).round().astype(np.uint8)))
-    names = [_class_names(source, i) for i in indices]
+    labels = [np.atleast_1d(source.read(i)[1]) for i in indices]
+    numbers = [np.flatnonzero(label) if source.multi_label else label for label in labels]
+    names = [', '.join(source.class_names[n] for n in of_image) for of_image in numbers]
     rows = list(zip(names, zip(*columns, strict=True), strict=True))
     return inspection.contact_sheet(rows, ['evaluation', *(f'epoch {e}' for e in range(_EPOCHS))])
 
 
 def _readable(reader: loading.ImageReader) -> list[int]:
     """The indices of the first few images that can be read. UserError if there are none."""
-    indices: list[int] = []
-    for index in range(len(reader.source)):
+
+    def readable(index: int) -> bool:
         try:
             reader.example(loading.ExampleRef(index))
         except UserError:
-            continue
-        indices.append(index)
-        if len(indices) == _ROWS:
-            break
+            return False
+        return True
+
+    indices = list(itertools.islice(filter(readable, range(len(reader.source))), _ROWS))
     if not indices:
         raise UserError(f'none of {len(reader.source)} training images can be read')
     return indices
-
-
-def _class_names(source: Source, index: int) -> str:
-    label = source.read(index)[1]
-    numbers = np.flatnonzero(label) if source.multi_label else [int(label)]
-    return ', '.join(source.class_names[number] for number in numbers)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -67,10 +67,7 @@ class RandomCrop(Record):
         if rng is None:
             raise UserError('RandomCrop needs a random generator: it is for training only')
         image = _covering(image, size, self.scale, 'bilinear')
-        top, left = (
-            rng.integers(0, have - want + 1)
-            for have, want in zip(image.shape[:2], size, strict=True)
-        )
+        top, left = (rng.integers(0, h - s + 1) for h, s in zip(image.shape[:2], size, strict=True))
         return image[top : top + size[0], left : left + size[1]]
 
 
@@ -142,8 +139,7 @@ def normalize(
     images: Num[NumpyOrJax, '... c'], preprocessing: Preprocessing
 ) -> Float[NumpyOrJax, '... c']:
     """The model's input, float32, of pixel values 0 to 255: (value - mean) / std by channel."""
-    mean = np.asarray(preprocessing.mean, np.float32)
-    std = np.asarray(preprocessing.std, np.float32)
+    mean, std = (np.asarray(v, np.float32) for v in (preprocessing.mean, preprocessing.std))
     return (images.astype(np.float32) - mean) / std
 
 
@@ -156,8 +152,7 @@ def decode(stored: bytes | np.ndarray, *, exif_rotation: bool) -> Image:
     if isinstance(stored, np.ndarray):
         image = stored[..., None] if stored.ndim == 2 else stored
         return np.repeat(image, 3, axis=-1) if image.shape[-1] == 1 else image
-    fast = _fast_jpeg(stored, exif_rotation=exif_rotation)
-    if fast is not None:
+    if (fast := _fast_jpeg(stored, exif_rotation=exif_rotation)) is not None:
         return fast
     import cv2  # imported here, so that the model and the update step do not need it
 
@@ -174,13 +169,9 @@ def decode(stored: bytes | np.ndarray, *, exif_rotation: bool) -> Image:
 
 
 def _fast_jpeg(stored: bytes, *, exif_rotation: bool) -> Image | None:
-    """A JPEG that needs no rotation, decoded by libjpeg-turbo to OpenCV's bits in 0.9 of its time.
-
-    None for everything else.
-    """
-    if not stored.startswith(b'\xff\xd8'):
-        return None
-    if exif_rotation and b'Exif\0' in stored[:_EXIF_WITHIN]:
+    """A JPEG that needs no rotation, to OpenCV's bits in 0.9 of its time; else None."""
+    is_jpeg = stored.startswith(b'\xff\xd8')
+    if not is_jpeg or (exif_rotation and b'Exif\0' in stored[:_EXIF_WITHIN]):
         return None
     import simplejpeg
 

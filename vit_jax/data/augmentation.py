@@ -1,8 +1,7 @@
 """Augmentation of training batches on the device: random changes of images, MixUp, CutMix.
 
-The random numbers of an example depend on (seed, epoch, example) alone, neither on its batch nor
-on the number of processes, devices or threads. Mixing takes a second example, its neighbour in the
-batch.
+The random numbers of an example depend on (seed, epoch, example) alone, not on its batch,
+processes, devices or threads. Mixing takes a second example, its neighbour in the batch.
 """
 
 import dataclasses
@@ -62,10 +61,7 @@ class Augmentation(Record):
 
 
 def augreg(level: str) -> Augmentation:
-    """Inception crop, flip, and RandAugment and MixUp at one of the seven AUGREG levels.
-
-    With the original's RandAugment contrast, by which those results were obtained.
-    """
+    """Inception crop, flip, the original's RandAugment and MixUp at one of the AUGREG levels."""
     layers, magnitude, mixup = AUGREG[level]
     strength = RandAugment(layers=layers, magnitude=magnitude, contrast='pixel_count')
     return Augmentation(crop=InceptionCrop(), flip=True, randaugment=strength, mixup=mixup)
@@ -87,8 +83,7 @@ def augment(
     """The augmented batch, a function of (key, epoch, example).
 
     Images stay uint8 and labels as they are; with mixing, images become float32 of 0 to 255 and
-    labels rows (b k), which `targets_of` makes of them. A function in place of the record is called
-    with key and batch.
+    labels rows (b k), which `targets_of` makes of them.
     """
     if not isinstance(config, Augmentation):
         return config(key, batch)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import ClassVar, Literal, TypeVar, assert_never
+from typing import ClassVar, Literal, TypeVar
 
 import numpy as np
 
@@ -95,9 +95,9 @@ class InceptionCrop(Record):
     def region(self, shape: Size, rng: np.random.Generator) -> tuple[int, int, int, int]:
         """Top, left, height and width of a random part of an image of this shape.
 
-        Drawn as TensorFlow's `sample_distorted_bounding_box` does, which the paper's code calls:
-        the aspect first, then the height, uniformly among those that give an area within the range
-        and fit into the image. After 100 attempts without one, it is the whole image.
+        Drawn as by TensorFlow's `sample_distorted_bounding_box`, as in the paper's code: first the
+        aspect, then the height, uniformly among those that give a legal area and fit into the
+        image. After 100 attempts without one, it is the whole image.
         """
         height, width = shape
         for _ in range(100):
@@ -119,10 +119,9 @@ Crop = Resize | CentralCrop | RandomCrop | InceptionCrop
 
 @dataclasses.dataclass(kw_only=True)
 class Preprocessing(Record):
-    """How a stored image becomes the model's input, without randomness.
+    """How a stored image becomes the model's input: cropped, then (value - mean) / std by channel.
 
-    It is saved with a checkpoint and used by evaluation, few-shot and prediction. Pixel values
-    0 to 255 become (value - mean) / std, by channel.
+    It is saved with a checkpoint and used by evaluation, few-shot and prediction.
     """
 
     crop: Crop = dataclasses.field(default_factory=Resize)
@@ -184,17 +183,14 @@ def _fast_jpeg(stored: bytes, *, exif_rotation: bool) -> Image | None:
 def _resized(image: Image, size: Size, method: ResizeMethod) -> Image:
     if image.shape[:2] == size:
         return image
-    match method:
-        case 'bilinear':
-            import cv2
+    if method == 'bilinear':
+        import cv2
 
-            return cv2.resize(image, size[::-1], interpolation=cv2.INTER_LINEAR)
-        case 'bilinear_antialias' | 'bicubic_antialias':
-            from PIL import Image as pillow  # only images of such preprocessing need it
+        return cv2.resize(image, size[::-1], interpolation=cv2.INTER_LINEAR)
+    from PIL import Image as pillow  # only images of such preprocessing need it
 
-            name = method.removesuffix('_antialias').upper()
-            return np.asarray(pillow.fromarray(image).resize(size[::-1], pillow.Resampling[name]))
-    assert_never(method)
+    name = method.removesuffix('_antialias').upper()
+    return np.asarray(pillow.fromarray(image).resize(size[::-1], pillow.Resampling[name]))
 
 
 def _covering(image: Image, size: Size, scale: float, method: ResizeMethod) -> Image:

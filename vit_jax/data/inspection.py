@@ -86,10 +86,7 @@ def _examined(source: Source, index: int) -> tuple[Label, str, tuple[int, ...]] 
 def contact_sheet(
     rows: Sequence[tuple[str, Sequence[np.ndarray]]], heads: Sequence[str]
 ) -> Image.Image:
-    """A picture of named rows of images of one size, under the titles `heads`.
-
-    Small images are enlarged, each pixel a square. A white frame is around each.
-    """
+    """A picture of named rows of images of one size, small ones enlarged, under titles `heads`."""
     height, width = rows[0][1][0].shape[:2]
     scale = max(1, -(-_LEAST_SIDE // min(height, width)))
     height, width = scale * height + 2 * _FRAME, scale * width + 2 * _FRAME

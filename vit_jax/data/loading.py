@@ -1,9 +1,9 @@
 """Batches on the devices from a source of images, each a pure function of (seed, step).
 
-The global batch is decided first and each process loads its own rows of it, so that a batch does
-not depend on the number of processes, devices or loader threads. It holds `images` (b h w 3,
-uint8), `labels` (b, or b k if multi-label), `mask` (b), False for padding and for images that could
-not be read, and `epoch` and `example` (b), from which all randomness of an example is derived.
+Each process loads its own rows of the global batch, which does not depend on the number of
+processes, devices or threads. It holds `images` (b h w 3, uint8), `labels` (b, or b k if
+multi-label), `mask` (b), False for padding and for images that could not be read, and `epoch` and
+`example` (b), from which all randomness of an example is derived.
 """
 
 import dataclasses
@@ -57,10 +57,7 @@ class ExampleRef:
 
 @dataclasses.dataclass(frozen=True)
 class ImageReader:
-    """Reads, decodes and crops examples of a source to one size (height, width).
-
-    Random crops are drawn by (seed, epoch, index).
-    """
+    """Reads, decodes and crops examples to one size; random crops by (seed, epoch, index)."""
 
     source: Source
     crop: Crop
@@ -187,7 +184,7 @@ def _kept_on_device(
     reader: ImageReader, pool: futures.Executor, sharding: NamedSharding
 ) -> tuple[Callable[[Sequence[ExampleRef | None]], Batch], Callable[[Batch], Batch]]:
     """All images read once; then `load` gives indices and `place` gathers their images."""
-    read = reader.examples([ExampleRef(index) for index in range(len(reader.source))], pool)
+    read = reader.examples([*map(ExampleRef, range(len(reader.source)))], pool)
     stored = put(read, dict.fromkeys(read, NamedSharding(sharding.mesh, PartitionSpec())))
 
     @jax.jit

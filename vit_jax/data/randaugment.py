@@ -18,7 +18,7 @@ choice (`RandAugment.contrast`):
 
 import dataclasses
 import itertools
-from typing import Literal, assert_never
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -70,20 +70,16 @@ def operate(
     """The image after one operation, an index of OPERATIONS; the key decides sign and place."""
     sign_key, place_key = jax.random.split(key)
     sign = jnp.where(jax.random.bernoulli(sign_key), 1.0, -1.0)
+    level = magnitude / 10
+    factor = 0.1 + 1.8 * level  # of an enhancing operation: 1 leaves the image as it is
     image = _moved(image, operation, sign * magnitude / 10)
-    tables = _tables(image, operation, magnitude / 10, contrast)
+    tables = _tables(image, operation, level, factor, contrast)
     image = jnp.stack([tables[c][image[..., c]] for c in range(3)], axis=-1).astype(jnp.uint8)
-    image = _blended(image, operation, _factor(magnitude / 10))
-    return _cut_out(place_key, image, operation, magnitude / 10)
+    return _cut_out(place_key, _blended(image, operation, factor), operation, level)
 
 
 def _is(operation: Index, name: str) -> Array:
     return operation == OPERATIONS.index(name)
-
-
-def _factor(level: float) -> float:
-    """How far an enhancing operation goes: 1 leaves the image as it is."""
-    return 0.1 + 1.8 * level
 
 
 def _moved(image: Image, operation: Index, level: Float[Array, '']) -> Image:
@@ -107,20 +103,16 @@ def _moved(image: Image, operation: Index, level: Float[Array, '']) -> Image:
 
 
 def _tables(
-    image: Image, operation: Index, level: float, contrast: Contrast
+    image: Image, operation: Index, level: float, factor: float, contrast: Contrast
 ) -> Int[Array, '3 256']:
     """What becomes of each value 0 to 255 of each channel."""
     value = jnp.arange(256)
     bits = max(0, 8 - int(level * 4))
     added = jnp.clip(value + int(level * 110), 0, 255)
-    factor = _factor(level)
-    match contrast:
-        case 'mean':
-            middle = jnp.rint(_grey(image).mean())
-        case 'pixel_count':
-            middle = jnp.asarray(min(255.0, image.shape[0] * image.shape[1] / 256))
-        case _:
-            assert_never(contrast)
+    middle = {
+        'mean': jnp.rint(_grey(image).mean()),
+        'pixel_count': jnp.asarray(min(255.0, image.shape[0] * image.shape[1] / 256)),
+    }[contrast]
     same_for_all = {
         'invert': 255 - value,
         'posterize': (value >> bits) << bits,
@@ -158,10 +150,9 @@ def _equalized(values: UInt8[Array, 'n']) -> Int[Array, '256']:
 
 def _blended(image: Image, operation: Index, factor: float) -> Image:
     """Away from grey (color) or from a smoothed image (sharpness)."""
-    is_color, is_sharpness = _is(operation, 'color'), _is(operation, 'sharpness')
-    pixels = image.astype(jnp.float32)
+    is_color, pixels = _is(operation, 'color'), image.astype(jnp.float32)
     other = jnp.where(is_color, _grey(image)[..., None], _smoothed(pixels))
-    amount = jnp.where(is_color | is_sharpness, factor, 1.0)
+    amount = jnp.where(is_color | _is(operation, 'sharpness'), factor, 1.0)
     return _eight_bits(other + amount * (pixels - other)).astype(jnp.uint8)
 
 

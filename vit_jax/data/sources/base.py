@@ -18,9 +18,8 @@ EncodedImage = bytes | np.ndarray  # an encoded file, or uint8 pixels
 class Source:
     """One split of a data set, of which images and labels are read when they are asked for.
 
-    `read(i)` returns image i, as encoded bytes or a uint8 array, and its label; `name_of(i)` its
-    name in messages; `read_labels(indices)` labels alone, which can be as slow as reading the
-    images. With `multi_label` a label is a row of 0 and 1 over the classes.
+    `read(i)` returns image i and its label; `name_of(i)` its name in messages;
+    `read_labels(indices)` labels alone, which can be as slow as reading the images.
     """
 
     count: int

@@ -47,9 +47,8 @@ def folder_splits(root: str) -> Splits:
 def files_by_class(root: pathlib.Path) -> Source:
     """The images of ROOT/CLASS/, in a fixed random order. Raises UserError for an empty class."""
     class_names = folder_names(root)
-    found = [image_files(root / name) for name in class_names]
-    labels = [label for label, of_class in enumerate(found) for _ in of_class]
-    paths = [path for of_class in found for path in of_class]
+    found = [(path, i) for i, name in enumerate(class_names) for path in image_files(root / name)]
+    paths, labels = [path for path, _ in found], [label for _, label in found]
     return in_fixed_order(file_source(paths, labels, class_names))
 
 

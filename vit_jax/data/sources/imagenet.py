@@ -1,8 +1,7 @@
 """ImageNet (ILSVRC 2012) as it is distributed: its folders, or its tar files, read in place.
 
-Classes are the sorted WordNet ids, as in every published checkpoint. The original validation images
-are in one folder or tar file without classes; their labels come from the development kit, or from
-Kaggle's `LOC_val_solution.csv`.
+Classes are the sorted WordNet ids. The validation images are in one folder or tar file without
+classes; their labels come from the development kit, or from Kaggle's `LOC_val_solution.csv`.
 """
 
 import csv
@@ -106,8 +105,7 @@ def _labels_of(names: list[str], root: pathlib.Path) -> tuple[list[int], list[st
             f'{root}: the labels of the validation images are missing: expected {KIT}.tar.gz (the '
             f'development kit), its folder {KIT}, or {SOLUTION} there or up to 3 folders above'
         )
-    absent = [name for name in names if pathlib.Path(name).stem not in classes]
-    if absent:
+    if absent := [name for name in names if pathlib.Path(name).stem not in classes]:
         raise UserError(f'{root}: {absent[0]} has no label ({len(absent)} such images)')
     class_names = sorted(set(classes.values()))
     number = {name: index for index, name in enumerate(class_names)}

@@ -37,11 +37,9 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
     """A function `(data, split, labels=None) -> Source` that opens everything once.
 
     `data` is one of the kinds of `open_splits`, or a function from the name of a split to a Source.
-    `split` is a name and perhaps a slice: `train`, `train[:90%]`, `test[100:200]`. A slice of files
-    is a random sample with a fixed seed, not the first classes.
-
-    `labels` replaces the labels of an evaluation: a JSON file (see `relabelled`), or a column of
-    TFDS data. Images to which these give no class are left out, with a warning.
+    `split` is a name and perhaps a slice, `train[:90%]` or `test[100:200]`: of files a random
+    sample with a fixed seed. `labels` is a JSON file (see `relabelled`) or a column of TFDS data
+    that replaces the labels; images to which it gives no class are left out, with a warning.
 
     Raises UserError or MissingFile with what was found instead.
     """

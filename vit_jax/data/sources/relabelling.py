@@ -15,12 +15,9 @@ from vit_jax.data.sources.base import Source, labelled_source, select
 def relabelled(source: Source, path: str) -> Source:
     """The images with the labels of a JSON file, multi-label, over the same classes.
 
-    The file has a list of class numbers for each image, in one of two forms:
-
-    - a list, in the order of the sorted file names (without folders). ReaL's `real.json` is one:
-      entry 0 belongs to ILSVRC2012_val_00000001;
-    - an object by file name: `{"val/n01440764/ILSVRC2012_val_00000293.JPEG": [0, 391]}`, of which
-      folders and ending may be left out.
+    The file has a list of class numbers for each image, in one of two forms: a list in the order of
+    the sorted file names without folders, as ReaL's `real.json`; or an object by file name, of
+    which folders and ending may be left out: `{"val/n01440764/ILSVRC2012_val_00000293.JPEG": [0]}`.
 
     Raises UserError with file and entry for an image without an entry, a list of another length,
     and numbers that are no class.

@@ -29,8 +29,7 @@ def holds(root: str) -> bool:
 def named_splits(full_name: str, label_column: str | None = None) -> Splits:
     """The splits of `NAME`, `NAME:VERSION` or `NAME/CONFIG:VERSION`, prepared before.
 
-    They are looked for in TFDS_DATA_DIR, by default ~/tensorflow_datasets. `label_column` is as in
-    `folder_splits`. Raises UserError, with how to prepare it, for a set that is not there.
+    `label_column` is as in `folder_splits`. Raises UserError for a set that is not in `data_dir`.
     """
     library = _library()
     name, _, version = full_name.partition(':')
@@ -47,10 +46,8 @@ def named_splits(full_name: str, label_column: str | None = None) -> Splits:
         error = unknown
     others = sorted(str(p.parent.relative_to(root)) for p in root.glob(f'**/{INFO}'))
     known = f'there is {", ".join(others)}; ' if others else ''
-    raise UserError(
-        f'tfds:{full_name} is not in {data_dir()}: {known}prepare it with '
-        f'python -m vit_jax.prepare {name}'
-    ) from error
+    remedy = f'{known}prepare it with python -m vit_jax.prepare {name}'
+    raise UserError(f'tfds:{full_name} is not in {data_dir()}: {remedy}') from error
 
 
 def folder_splits(root: str, label_column: str | None = None) -> Splits:
@@ -100,7 +97,7 @@ def download_and_prepare(name: str, folder: str | None) -> str:
 
 
 def data_dir() -> pathlib.Path:
-    """Where TFDS keeps what it prepared."""
+    """Where TFDS keeps what it prepared: TFDS_DATA_DIR, by default ~/tensorflow_datasets."""
     return pathlib.Path(os.environ.get('TFDS_DATA_DIR', '~/tensorflow_datasets')).expanduser()
 
 

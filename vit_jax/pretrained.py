@@ -136,7 +136,7 @@ class Loaded:
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Changes(Record):
+class Changes(Record):
     """What `load` changes in the network; None leaves it as it is."""
 
     image_size: tuple[int, int] | None
@@ -144,16 +144,6 @@ class _Changes(Record):
     channels: int | None
     num_classes: int | Literal['keep'] | None  # None: without a head
     new_channels: Literal['adapt', 'fresh']
-
-    def network(self, old: ModelConfig) -> ModelConfig:
-        """The changed network. Raises UserError where there is no such one."""
-        if self.patch_size is not None and not isinstance(old, ViTConfig):
-            raise UserError(f'patch_size={self.patch_size}: a ResNet has no patches')
-        names = 'image_size', 'patch_size', 'channels'
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if self.num_classes != 'keep':
-            given['num_classes'] = self.num_classes
-        return dataclasses.replace(old, **given)
 
 
 def load(
@@ -180,7 +170,7 @@ def load(
     """
     path = os.fspath(path)
     hints = Hints(grid=grid, num_heads=num_heads, gelu=gelu, layer_norm_epsilon=layer_norm_epsilon)
-    changes = _Changes(
+    changes = Changes(
         image_size=_pair(image_size),
         patch_size=_pair(patch_size),
         channels=channels,
@@ -188,15 +178,12 @@ def load(
         new_channels=new_channels,
     )
     checkpoint = opening.open_checkpoint(path, hints, image_size=changes.image_size)
-    old = checkpoint.card.model
-    new = changes.network(old)
-    params, report = _changed(checkpoint.read(), old, new, changes.new_channels)
-    # Class names and loss belong to the old head.
-    card = dataclasses.replace(checkpoint.card, model=new, grid=new.grid)
-    if new.num_classes != old.num_classes:
+    card, new = checkpoint.card, _changed_config(checkpoint.card.model, changes)
+    params, report = _changed_params(checkpoint.read(), card.model, new, changes.new_channels)
+    if new.num_classes != card.model.num_classes:  # what was said of the old head
         card = dataclasses.replace(card, class_names=(), loss=None)
     loaded = Loaded(
-        card=card,
+        card=dataclasses.replace(card, model=new, grid=new.grid),
         params=params,
         report=(path, *checkpoint.report, *report),
         ignored=checkpoint.ignored,
@@ -204,10 +191,8 @@ def load(
         layout=checkpoint.layout,
     )
     lines = [] if loaded.predicts or new.num_classes is None else [ZERO_HEAD]
-    if loaded.predicts and loaded.card.loss not in (None, 'softmax', 'sigmoid'):
-        lines.append(
-            f'trained with {loaded.card.loss}: probabilities are the softmax of its logits'
-        )
+    if card.loss not in (None, 'softmax', 'sigmoid'):
+        lines.append(f'trained with {card.loss}: probabilities are the softmax of its logits')
     return dataclasses.replace(loaded, report=(*loaded.report, *lines))
 
 
@@ -224,7 +209,18 @@ def save(loaded: Loaded, path: str | os.PathLike[str], format: str | None = None
     )
 
 
-def _changed(
+def _changed_config(old: ModelConfig, changes: Changes) -> ModelConfig:
+    if changes.patch_size is not None and not isinstance(old, ViTConfig):
+        raise UserError(f'patch_size={changes.patch_size}: a ResNet has no patches')
+    names = 'image_size', 'patch_size', 'channels'
+    values = {name: getattr(changes, name) for name in names}
+    values = {name: value for name, value in values.items() if value is not None}
+    if changes.num_classes != 'keep':
+        values['num_classes'] = changes.num_classes
+    return dataclasses.replace(old, **values)
+
+
+def _changed_params(
     params: Params, old: ModelConfig, new: ModelConfig, new_channels: Literal['adapt', 'fresh']
 ) -> tuple[Params, list[str]]:
     """The parameters of the changed network, and a line about each change."""

@@ -41,12 +41,10 @@ class Positions(nn.Module):
         return tokens + table.astype(tokens.dtype)
 
 
-def check(kind: PositionKind, width: int) -> None:
+def check(kind: PositionKind, *, width: int) -> None:
     """Raises UserError for a width that the kind of positions cannot fill."""
-    require(
-        kind != 'sincos2d' or width % 4 == 0,
-        f'width={width} is not a multiple of 4, as sincos2d positions need',
-    )
+    fits = kind != 'sincos2d' or width % 4 == 0
+    require(fits, f'width={width} is not a multiple of 4, as sincos2d positions need')
 
 
 def as_array(

@@ -56,7 +56,7 @@ class ViTConfig(Record):
             self.width % self.num_heads == 0,
             f'width={self.width} is not a multiple of num_heads={self.num_heads}',
         )
-        positions.check(self.positions, self.width)
+        positions.check(self.positions, width=self.width)
         check_head(self.head, self.head_bias)
 
     @property

@@ -1,6 +1,6 @@
 """What is measured of predictions. A new metric is one more line in `example_metrics`."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,24 +9,24 @@ from vit_jax.base.array_types import Array, Float
 
 
 class BatchSums(NamedTuple):
-    """Sums over the unmasked examples of a batch, to be added up and divided by their `count`."""
+    """Sums over the unmasked examples of a batch, to be added up and divided by their number."""
 
     sums: dict[str, Array]  # by name: the loss, and each of `example_metrics`
-    count: Array
+    num_examples: Array
     rows: dict[str, Array]  # `logits` and `targets` (b k), where they were asked for
 
 
 class StepMetrics(NamedTuple):
     """The numbers of one step: arrays as the update gives them, floats once they are read."""
 
-    sums: dict[str, Array | float]  # over `count` unmasked examples, by name
-    count: Array | float
-    scalars: dict[str, Array | float]  # one number for the step, such as the learning rate
+    sums: dict[str, Any]  # over the unmasked examples, by name
+    num_examples: Any
+    scalars: dict[str, Any]  # one number for the step, such as the learning rate
 
     @property
     def means(self) -> dict[str, float]:
         """Means over the examples of this step, by name; 0 where it has none."""
-        count = max(1.0, float(self.count))
+        count = max(1.0, float(self.num_examples))
         return {name: float(total) / count for name, total in self.sums.items()}
 
 

@@ -163,46 +163,40 @@ def _npz(path: pathlib.Path, archive: zipfile.ZipFile) -> ArrayFile:
         name = member.filename.removesuffix('.npy')
         if name == member.filename:
             raise UserError(f'{name} is no array of numpy')
-        header = _npy_header(archive, member)
-        declared = header.start + math.prod(header.shape) * header.dtype.itemsize
-        if declared != member.file_size:
-            raise UserError(f'{name} declares {declared:,} bytes, holds {member.file_size:,}')
-        read = _as_float32(name, functools.partial(_read_npy, archive, member, header))
-        arrays[name] = LazyArray(header.shape, _as_bfloat16(header.dtype), read)
+        shape, dtype = _npy_header(archive, member)
+        read = _as_float32(name, functools.partial(_read_npy, archive, member))
+        arrays[name] = LazyArray(shape, _as_bfloat16(dtype), read)
     return ArrayFile(arrays, {})
 
 
-class _Header(NamedTuple):
-    """What an npy file says of its array."""
-
-    shape: tuple[int, ...]
-    columns_first: bool
-    dtype: np.dtype
-    start: int  # of the numbers, in bytes
-
-
-def _npy_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> _Header:
+def _npy_header(
+    archive: zipfile.ZipFile, member: zipfile.ZipInfo
+) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and type, after they were compared with the size of the member."""
     name = member.filename
     with archive.open(member) as file:
         version = np.lib.format.read_magic(file)
         if version == (1, 0):
-            shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
         elif version == (2, 0):
-            shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
+            shape, _, dtype = np.lib.format.read_array_header_2_0(file)
         else:
             raise UserError(f'{name}: version {version} of the npy format')
         if dtype.hasobject or dtype.fields:
             raise UserError(f'{name} holds Python objects, which only pickle could read')
         if any(side < 0 for side in shape):
             raise UserError(f'{name} has the shape {shape}')
-        return _Header(tuple(map(int, shape)), fortran, dtype, file.tell())
+        declared = file.tell() + math.prod(shape) * dtype.itemsize
+    if declared != member.file_size:
+        name = name.removesuffix('.npy')
+        raise UserError(f'{name} declares {declared:,} bytes, holds {member.file_size:,}')
+    return tuple(map(int, shape)), dtype
 
 
-def _read_npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, header: _Header) -> np.ndarray:
-    with archive.open(member) as file:
-        data = file.read()  # to the end, so that the checksum is verified
-    array = np.frombuffer(data, header.dtype, offset=header.start)
-    return array.reshape(header.shape, order='F' if header.columns_first else 'C')
+def _read_npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
+    with archive.open(member) as file:  # to its end, where zipfile compares the checksum
+        array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
+        return array
 
 
 def _safetensors(path: pathlib.Path) -> ArrayFile:

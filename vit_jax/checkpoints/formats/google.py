@@ -16,7 +16,6 @@ from vit_jax.checkpoints.formats import base
 from vit_jax.checkpoints.formats.array_files import LazyArray
 from vit_jax.checkpoints.formats.base import Clues, Format, Recognised
 from vit_jax.checkpoints.formats.inference import (
-    Hints,
     NeedsHint,
     count_layers,
     grid_of,
@@ -34,7 +33,7 @@ from vit_jax.checkpoints.formats.name_map import (
     norm,
 )
 from vit_jax.data.image_preprocessing import Preprocessing, Resize
-from vit_jax.models import Backbone, ModelConfig, Pool, ResNetConfig, ViTConfig
+from vit_jax.models import ModelConfig, Pool, ResNetConfig, ViTConfig
 
 _POSITIONS = (
     'pos_embedding',
@@ -142,10 +141,9 @@ def _notes(card: Card, layout: Layout) -> list[str]:
         if config.grid[0] != config.grid[1] or config.positions == 'sincos2d':
             lost.append(f'grid={config.grid}')
     notes = [f'npz files do not say it: load this one with {", ".join(lost)}'] if lost else []
-    read = Recognised(config, layout, _PREPROCESSING)  # whatever was written
-    names = 'preprocessing', 'class_names'
-    gone = [name for name in names if getattr(card, name) != getattr(read, name)]
-    gone += ['loss'] if card.loss == 'sigmoid' else []
+    # What is read for it, whatever was written.
+    read = {'preprocessing': (_PREPROCESSING,), 'class_names': ((),), 'loss': (None, 'softmax')}
+    gone = [name for name, values in read.items() if getattr(card, name) not in values]
     return notes + ([f'npz files do not keep: {", ".join(gone)}'] if gone else [])
 
 
@@ -174,7 +172,8 @@ def _recognise(usual: Layout, clues: Clues) -> Recognised[Layout]:
 
 def _infer(inside: Mapping[str, LazyArray], clues: Clues) -> tuple[ModelConfig, dict[str, Any]]:
     """The network, and the values of the Layout that its arrays show."""
-    unit, num_classes = r'block(\d+)/unit(\d+)/', length_of(inside, 'head/bias')
+    num_classes = length_of(inside, 'head/bias')
+    unit = r'block(\d+)/unit(\d+)/'
     backbone = infer_backbone(inside, 'conv_root/kernel', unit, outputs=3)
     layout: dict[str, Any] = {}
     if 'gn_root/scale' in inside:
@@ -187,61 +186,44 @@ def _infer(inside: Mapping[str, LazyArray], clues: Clues) -> tuple[ModelConfig, 
             num_classes=num_classes,
         )
         return config, layout
-    values, found = _vit(inside, clues.hints, clues.image_size, backbone)
-    return ViTConfig(num_classes=num_classes, backbone=backbone, **values), layout | found
-
-
-def _vit(
-    inside: Mapping[str, LazyArray],
-    hints: Hints,
-    image_size: tuple[int, int] | None,
-    backbone: Backbone | None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values of the ViTConfig and of the Layout."""
     p, q, channels, width = shape_of(inside, 'embedding/kernel', 4)
-    blocks = [name for name in inside if re.match(r'Transformer/encoderblock(_\d+)?/', name)]
-    stacked = any(name.startswith('Transformer/encoderblock/') for name in blocks)
-    before_linen = any('/MlpBlock_3/' in name for name in blocks)
+    stacked = any(name.startswith('Transformer/encoderblock/') for name in inside)
+    before_linen = any('/MlpBlock_3/' in name for name in inside)
     block = 'Transformer/encoderblock' + ('' if stacked else '_0')
-    attention, mlp = (
-        ('Attention_1', 'MlpBlock_3') if before_linen else ('Attention_0', 'MlpBlock_0')
-    )
-    query = f'{block}/MultiHeadDotProduct{attention}/query/bias'
-    map_head = next((h for h in ('MAPHead_0/', '') if f'{h}probe' in inside), None)
-    pool: Pool = 'cls' if 'cls' in inside else 'gap' if map_head is None else 'map'
+    attention, mlp = (1, 3) if before_linen else (0, 0)
+    query = f'{block}/MultiHeadDotProductAttention_{attention}/query/bias'
+    heads = [head for head in ('MAPHead_0/', '') if f'{head}probe' in inside]
+    pool: Pool = 'cls' if 'cls' in inside else 'map' if heads else 'gap'
     stride = backbone.stride if backbone else 1
     cell = p * stride, q * stride  # pixels of the image for one position
-    grid, layout = _positions(inside, pool, hints, image_size, cell)
-    config = {
-        'image_size': (grid[0] * cell[0], grid[1] * cell[1]),
-        'patch_size': (p, q),
-        'channels': shape_of(inside, 'conv_root/kernel', 4)[2] if backbone else channels,
-        'width': width,
-        'depth': (
-            shape_of(inside, f'{block}/LayerNorm_0/scale', 2)[0]
-            if stacked
-            else count_layers(blocks, r'Transformer/encoderblock_(\d+)/')
-        ),
-        'mlp_dim': shape_of(inside, f'{block}/{mlp}/Dense_0/bias', 1 + stacked)[-1],
-        'num_heads': shape_of(inside, query, 2 + stacked)[-2],
-        'pool': pool,
-        'representation_size': length_of(inside, 'pre_logits/bias'),
-        'positions': 'learned' if layout['positions'] in inside else 'sincos2d',
-        'gelu': hints.gelu or 'tanh',
-        'layer_norm_epsilon': hints.layer_norm_epsilon or 1e-6,
-    }
-    layout |= {'stacked': stacked, 'before_linen': before_linen}
-    return config, layout | ({'map_head': map_head} if map_head is not None else {})
+    grid, positions = _positions(inside, pool, clues, cell)
+    vit = ViTConfig(
+        image_size=(grid[0] * cell[0], grid[1] * cell[1]),
+        patch_size=(p, q),
+        channels=shape_of(inside, 'conv_root/kernel', 4)[2] if backbone else channels,
+        backbone=backbone,
+        width=width,
+        depth=shape_of(inside, f'{block}/LayerNorm_0/scale', 2)[0]
+        if stacked
+        else count_layers(inside, r'Transformer/encoderblock_(\d+)/'),
+        mlp_dim=shape_of(inside, f'{block}/MlpBlock_{mlp}/Dense_0/bias', 1 + stacked)[-1],
+        num_heads=shape_of(inside, query, 2 + stacked)[-2],
+        num_classes=num_classes,
+        pool=pool,
+        representation_size=length_of(inside, 'pre_logits/bias'),
+        positions='learned' if positions['positions'] in inside else 'sincos2d',
+        gelu=clues.hints.gelu or 'tanh',
+        layer_norm_epsilon=clues.hints.layer_norm_epsilon or 1e-6,
+    )
+    layout |= {'stacked': stacked, 'before_linen': before_linen} | positions
+    return vit, layout | ({'map_head': heads[0]} if heads else {})
 
 
 def _positions(
-    inside: Mapping[str, LazyArray],
-    pool: Pool,
-    hints: Hints,
-    image_size: tuple[int, int] | None,
-    cell: tuple[int, int],
+    inside: Mapping[str, LazyArray], pool: Pool, clues: Clues, cell: tuple[int, int]
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """The grid, and where the layout keeps positions."""
+    hints, image_size = clues.hints, clues.image_size
     name = next((name for name in _POSITIONS if name in inside), None)
     if name is None:
         grid = hints.grid or grid_of(image_size, cell)
@@ -275,5 +257,5 @@ BIGVISION = Format[Layout](
     rules=_bigvision_rules,
     usual_layout=lambda config: BIGVISION_LAYOUT,
     notes=_notes,
-    fixed_positions=True,
+    positions=('learned', 'sincos2d'),
 )

@@ -13,7 +13,13 @@ from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import base
-from vit_jax.checkpoints.formats.base import Clues, Format, Recognised, vision_transformer
+from vit_jax.checkpoints.formats.base import (
+    Clues,
+    Format,
+    Recognised,
+    foreign_preprocessing,
+    vision_transformer,
+)
 from vit_jax.checkpoints.formats.inference import (
     Hints,
     count_layers,
@@ -149,10 +155,12 @@ def _infer(clues: Clues) -> tuple[ViTConfig, Layout]:
     cell = p * stride, q * stride  # pixels of the image for one position
     count = shape_of(arrays, f'{prefix}embeddings.position_embeddings', 3)[1]
     size = _pair(described.get('image_size'), 'image_size')
-    heads = Hints(num_heads=_whole(described, 'num_attention_heads'))
-    hints = with_defaults(clues.hints, heads)
+    act = described.get('hidden_act', 'gelu')
+    said = {'num_heads': described.get('num_attention_heads'), 'gelu': _GELU.get(act)}
+    hints = with_defaults(clues.hints, records.from_dict(Hints, said, where='config.json'))
+    if hints.gelu is None:
+        raise UserError(f'config.json: hidden_act={act!r} is not one of {", ".join(_GELU)}')
     grid, _ = infer_grid(count, rows=(1,), hints=hints, image_size=size, cell=cell)
-    gelu = hints.gelu or _gelu(described.get('hidden_act', 'gelu'))
     epsilon = hints.layer_norm_epsilon or float(described.get('layer_norm_eps', 1e-12))
     config = ViTConfig(
         image_size=(grid[0] * cell[0], grid[1] * cell[1]),
@@ -165,7 +173,7 @@ def _infer(clues: Clues) -> tuple[ViTConfig, Layout]:
         num_heads=infer_heads(hints, width, mlp_dim, depth),
         num_classes=length_of(arrays, 'classifier.bias'),
         representation_size=length_of(arrays, 'pooler.dense.bias'),
-        gelu=gelu,
+        gelu=hints.gelu,
         layer_norm_epsilon=epsilon,
     )
     _check_description(config, described)
@@ -194,12 +202,8 @@ def _preprocessing(processor: dict[str, Any]) -> Preprocessing:
         cut = _pair(processor.get('crop_size', size['shortest_edge']), 'crop_size')
         scale = size['shortest_edge'] / min(cut or (size['shortest_edge'],))
         crop = CentralCrop(scale=scale, resize=resize)
-    values = {
-        name: [255 * value for value in processor.get(f'image_{name}', (0.5, 0.5, 0.5))]
-        for name in ('mean', 'std')
-    }
-    fixed = {'crop': crop, 'exif_rotation': False}
-    return records.from_dict(Preprocessing, fixed | values, where='preprocessor_config.json')
+    mean, std = (processor.get(f'image_{name}', (0.5, 0.5, 0.5)) for name in ('mean', 'std'))
+    return foreign_preprocessing(crop, mean, std, where='preprocessor_config.json')
 
 
 def _description(config: ViTConfig, names: tuple[str, ...]) -> dict[str, Any]:
@@ -290,19 +294,6 @@ def _check_description(config: ViTConfig, described: dict[str, Any]) -> None:
             raise UserError(f'config.json says {name}={described[name]}, the arrays {value}')
 
 
-def _gelu(name: object) -> Gelu:
-    if name not in _GELU:
-        raise UserError(f'config.json: hidden_act={name!r} is not one of {", ".join(_GELU)}')
-    return _GELU[str(name)]
-
-
-def _whole(described: dict[str, Any], name: str) -> int | None:
-    value = described.get(name)
-    if name in described and (not isinstance(value, int) or value < 1):
-        raise UserError(f'config.json: {name}={value!r} is not a positive whole number')
-    return value
-
-
 def _pair(value: Any, name: str) -> tuple[int, int] | None:
     """(height, width) of one number, of two, or of a dictionary of them."""
     if value is None:
@@ -310,13 +301,10 @@ def _pair(value: Any, name: str) -> tuple[int, int] | None:
     if isinstance(value, dict):
         value = value.get('height'), value.get('width')
     pair = (value, value) if isinstance(value, int) else value
-    if (
-        not isinstance(pair, list | tuple)
-        or len(pair) != 2
-        or not all(isinstance(side, int) and side > 0 for side in pair)
-    ):
-        raise UserError(f'{name}={value!r} is not a size in pixels')
-    return pair[0], pair[1]
+    match pair:
+        case [int(height), int(width)] if min(height, width) > 0:
+            return height, width
+    raise UserError(f'{name}={value!r} is not a size in pixels')
 
 
 HUGGINGFACE = Format[Layout](

@@ -5,6 +5,7 @@ A format is a record in a file of its own; to add one, write that file and name 
 
 import dataclasses
 import json
+import math
 import pathlib
 import re
 from collections.abc import Callable, Mapping
@@ -29,7 +30,7 @@ from vit_jax.checkpoints.formats.inference import (
     summarize,
     with_defaults,
 )
-from vit_jax.models import ModelConfig, ResNetConfig, build, parameter_count
+from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig, build, parameter_count
 from vit_jax.models.positions import sincos2d
 
 # The first that matches a file's names reads it; bigvision takes what is not as google writes it.
@@ -72,7 +73,8 @@ def open_checkpoint(
         if given := [name for name, value in vars(hints).items() if value is not None]:
             raise UserError(f'{path}: a checkpoint of ours says all of itself; drop {given[0]}')
         card = Card.read(store.load_card(path)[0], where=f'{path}: card')
-        report = [f'{OURS} layout, step {card.step}: {_summary(card)}']
+        count = parameter_count(card.model)
+        report = [f'{OURS} layout, step {card.step}: {summarize(card.model, count)}']
         return Checkpoint(path, OURS, None, card, report, (), lambda: store.load_params(path))
     read = [array_files.read_array_file(file) for file in files]
     beside = place if place.is_dir() else place.parent
@@ -160,14 +162,11 @@ def _recognised(
             values = name_map.to_ours(resolved, arrays, shapes)
             return tree_names.map_named(lambda name, _: values[name], expected)
 
-    report = [f'{form.name} layout: {_summary(card)}']
+    count = sum(map(math.prod, shapes.values()))
+    report = [f'{form.name} layout: {summarize(card.model, count)}']
     if ignored:
         report.append(f'ignored: {len(ignored)} arrays, such as {ignored[0]}')
     return Checkpoint(path, form.name, layout, card, report, ignored, read)
-
-
-def _summary(card: Card) -> str:
-    return f'{summarize(card.model)}; {parameter_count(card.model):,} parameters'
 
 
 def _check_comes_back(
@@ -206,25 +205,29 @@ def _check_comes_back(
 def _with_learned_positions(
     params: Params, card: Card, form: Format[Any]
 ) -> tuple[Params, Card, list[str]]:
-    """The same network with its positions as an array, where the format has no such positions."""
+    """The same network with its positions as an array, where the format has no such kind."""
     config = card.model
-    if isinstance(config, ResNetConfig):
+    if isinstance(config, ResNetConfig) or config.positions in form.positions:
         return params, card, []
+    params = params | {'pos_embedding': _positions_as_array(config)}
+    card = dataclasses.replace(card, model=dataclasses.replace(config, positions='learned'))
+    return params, card, ['positions: written as an array']
+
+
+# To be replaced by vit_jax.models.positions.as_array, which is being written at the same time.
+def _positions_as_array(config: ViTConfig) -> np.ndarray:
     table = np.zeros((1, config.num_tokens, config.width), np.float32)
     match config.positions:
-        case 'learned':
-            return params, card, []
         case 'sincos2d':
-            if form.fixed_positions:
-                return params, card, []
-            patches = config.grid[0] * config.grid[1]
-            table[:, -patches:] = sincos2d(config.grid, config.width)
+            fixed = sincos2d(config.grid, config.width)
+            table[:, -len(fixed) :] = fixed
         case 'none':
             pass
-        case _:
-            assert_never(config.positions)
-    card = dataclasses.replace(card, model=dataclasses.replace(config, positions='learned'))
-    return params | {'pos_embedding': table}, card, ['positions: written as an array']
+        case 'learned':
+            raise UserError('learned positions are parameters already')
+        case other:
+            assert_never(other)
+    return table
 
 
 def _without_class_row(params: Params, layout: Layout) -> dict[str, np.ndarray]:

@@ -7,7 +7,14 @@ from typing import Any
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats.base import Clues, Format, Layout, Recognised, vision_transformer
+from vit_jax.checkpoints.formats.base import (
+    Clues,
+    Format,
+    Layout,
+    Recognised,
+    foreign_preprocessing,
+    vision_transformer,
+)
 from vit_jax.checkpoints.formats.inference import (
     Hints,
     count_layers,
@@ -83,8 +90,9 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     described = clues.config_json
     arguments = described.get('model_args', {})
     gelu = _GELUS.get(arguments.get('act_layer'))
-    said = Hints(num_heads=arguments.get('num_heads'), gelu=gelu)
-    config, layout = _infer(clues._replace(hints=with_defaults(clues.hints, said)))
+    said = {'num_heads': arguments.get('num_heads'), 'gelu': gelu}
+    hints = with_defaults(clues.hints, records.from_dict(Hints, said, where='config.json'))
+    config, layout = _infer(clues._replace(hints=hints))
     preprocessing = _preprocessing(described.get('pretrained_cfg', {}))
     return Recognised(config, layout, preprocessing, tuple(described.get('label_names') or ()))
 
@@ -150,12 +158,8 @@ def _preprocessing(described: dict[str, Any]) -> Preprocessing:
     crop: Crop = CentralCrop(scale=1 / (described.get('crop_pct') or 0.9), resize=resize)
     if described.get('crop_mode') == 'squash':
         crop = Resize(resize=resize)
-    values = {
-        name: [255 * value for value in described.get(name) or (0.5, 0.5, 0.5)]
-        for name in ('mean', 'std')
-    }
-    fixed = {'crop': crop, 'exif_rotation': False}
-    return records.from_dict(Preprocessing, fixed | values, where='config.json')
+    mean, std = (described.get(name) or (0.5, 0.5, 0.5) for name in ('mean', 'std'))
+    return foreign_preprocessing(crop, mean, std, where='config.json')
 
 
 TIMM = Format[Layout](

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, assert_never
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -12,7 +12,8 @@ from flax.core.scope import DenyList
 from vit_jax.base import records
 from vit_jax.base.array_types import Array, Float, Key, Params
 from vit_jax.base.errors import UserError
-from vit_jax.models.options import ActivationSharding, Compute, Regularization, unconstrained
+from vit_jax.models.layers import TAPS
+from vit_jax.models.options import ActivationSharding, Compute, Regularization
 from vit_jax.models.resnet import ResNetClassifier, ResNetConfig
 from vit_jax.models.vit import ViT, ViTConfig
 
@@ -48,7 +49,7 @@ def build(
     *,
     regularization: Regularization | None = None,
     compute: Compute | None = None,
-    shard_activations: ActivationSharding = unconstrained,
+    shard_activations: ActivationSharding = lambda x: x,
 ) -> Model:
     """The network of a configuration. Raises UserError where the sizes do not fit together.
 
@@ -59,11 +60,20 @@ def build(
     regularization = records.checked(regularization or Regularization(), where='regularization')
     _ = config.grid  # raises where the patches do not fill the image
     shape = *config.image_size, config.channels
-    # Outside training nothing is dropped: the same network without regularization.
-    module, training = (
-        _module(config, dropped, compute, shard_activations)
-        for dropped in (Regularization(), regularization)
-    )
+    module: nn.Module
+    training: nn.Module
+    if isinstance(config, ViTConfig):
+        # Outside training nothing is dropped: the same network without regularization.
+        module, training = (
+            ViT(config, dropped, compute, shard_activations)
+            for dropped in (Regularization(), regularization)
+        )
+    else:
+        records.require(
+            regularization == Regularization(),
+            f'a ResNet has neither dropout nor stochastic depth: {regularization}',
+        )
+        module = training = ResNetClassifier(config, compute)
 
     def run(params: Params, images: Float[Array, 'b h w c'], **options: Any) -> Any:
         if images.shape[1:] != shape:
@@ -116,27 +126,6 @@ def for_task(
 ) -> ModelConfig:
     """The network to fine-tune: its whole head is a single linear layer (section 3.2)."""
     changes: dict[str, Any] = {'num_classes': num_classes, 'head': 'linear'}
-    if image_size is not None:
-        changes['image_size'] = image_size
     if isinstance(config, ViTConfig):
         changes['representation_size'] = None
-    return dataclasses.replace(config, **changes)
-
-
-def _module(
-    config: ModelConfig,
-    regularization: Regularization,
-    compute: Compute,
-    shard_activations: ActivationSharding,
-) -> nn.Module:
-    match config:
-        case ViTConfig():
-            return ViT(config, regularization, compute, shard_activations)
-        case ResNetConfig():
-            if regularization != Regularization():
-                raise UserError(
-                    f'a ResNet has neither dropout nor stochastic depth: {regularization}'
-                )
-            return ResNetClassifier(config, compute)
-        case other:
-            assert_never(other)
+    return dataclasses.replace(config, image_size=image_size or config.image_size, **changes)

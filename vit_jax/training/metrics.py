@@ -39,21 +39,13 @@ def example_metrics(
     added up and at most 1. For one-hot targets that is a hit or a miss, for several classes in one
     image whether any of them was hit, for mixed images the share of the label that was hit.
     """
-    hits = _targets_of_highest(logits, targets, count=5)
+    # Not jax.lax.top_k: XLA brings the logits of all devices together for it (jax 0.10.2).
+    rest, hits = jax.lax.stop_gradient(logits), []
+    for _ in range(5):  # the highest, the second, ...; of equal logits the first is higher
+        best = jax.nn.one_hot(rest.argmax(axis=-1), rest.shape[-1])
+        hits.append((best * targets).sum(axis=-1))
+        rest = jnp.where(best > 0, -jnp.inf, rest)
     metrics = {'accuracy': hits[0]}
     if logits.shape[-1] > 5:  # otherwise everything would be a hit
         metrics['top5_accuracy'] = jnp.minimum(1.0, sum(hits))
     return metrics
-
-
-def _targets_of_highest(
-    logits: Float[Array, 'b k'], targets: Float[Array, 'b k'], *, count: int
-) -> list[Float[Array, 'b']]:
-    """The targets of the highest logit, of the second, ...; of equal logits the first is higher."""
-    # Not jax.lax.top_k: XLA brings the logits of all devices together for it (jax 0.10.2).
-    rest, found = jax.lax.stop_gradient(logits), []
-    for _ in range(count):
-        best = jax.nn.one_hot(rest.argmax(axis=-1), rest.shape[-1])
-        found.append((best * targets).sum(axis=-1))
-        rest = jnp.where(best > 0, -jnp.inf, rest)
-    return found

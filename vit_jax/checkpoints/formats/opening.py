@@ -30,8 +30,8 @@ from vit_jax.checkpoints.formats.inference import (
     summarize,
     with_defaults,
 )
-from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig, build, parameter_count
-from vit_jax.models.positions import sincos2d
+from vit_jax.models import ModelConfig, ResNetConfig, build, parameter_count
+from vit_jax.models.positions import as_array
 
 # The first that matches a file's names reads it; bigvision takes what is not as google writes it.
 FORMATS: tuple[Format[Any], ...] = (
@@ -209,25 +209,10 @@ def _with_learned_positions(
     config = card.model
     if isinstance(config, ResNetConfig) or config.positions in form.positions:
         return params, card, []
-    params = params | {'pos_embedding': _positions_as_array(config)}
+    table = as_array(config.positions, config.grid, length=config.num_tokens, width=config.width)
+    params = params | {'pos_embedding': table}
     card = dataclasses.replace(card, model=dataclasses.replace(config, positions='learned'))
     return params, card, ['positions: written as an array']
-
-
-# To be replaced by vit_jax.models.positions.as_array, which is being written at the same time.
-def _positions_as_array(config: ViTConfig) -> np.ndarray:
-    table = np.zeros((1, config.num_tokens, config.width), np.float32)
-    match config.positions:
-        case 'sincos2d':
-            fixed = sincos2d(config.grid, config.width)
-            table[:, -len(fixed) :] = fixed
-        case 'none':
-            pass
-        case 'learned':
-            raise UserError('learned positions are parameters already')
-        case other:
-            assert_never(other)
-    return table
 
 
 def _without_class_row(params: Params, layout: Layout) -> dict[str, np.ndarray]:

@@ -57,7 +57,7 @@ def _say(name: str, text: str) -> None:
 
 def _check_accelerator() -> int:
     """The number of GPUs. Raises UserError where jax can make no use of one."""
-    gpus = _nvidia('driver_version,name')
+    gpus = _nvidia_gpus()
     if gpus:
         driver, _, name = gpus[0].partition(', ')
         _say('driver', f'NVIDIA {driver}: {len(gpus)} x {name}')
@@ -70,21 +70,19 @@ def _check_accelerator() -> int:
             raise UserError(f'driver {driver} is too old for CUDA {cuda}: {least} or newer')
         plugin, jaxlib = metadata.version(f'jax-cuda{cuda}-plugin'), metadata.version('jaxlib')
         if plugin.split('.')[:2] != jaxlib.split('.')[:2]:
-            raise UserError(
-                f'jax-cuda{cuda}-plugin {plugin} does not belong to jaxlib {jaxlib}: '
-                f"pip install -U 'vit_jax[cuda]'"
-            )
+            wrong = f'jax-cuda{cuda}-plugin {plugin} does not belong to jaxlib {jaxlib}'
+            raise UserError(f"{wrong}: pip install -U 'vit_jax[cuda]'")
     tpus = [*glob.glob('/dev/accel*'), *glob.glob('/dev/vfio/[0-9]*')]
     if tpus and importlib.util.find_spec('libtpu') is None and not gpus:
         _say('devices', f'{tpus[0]} may be a TPU; libtpu is not installed (vit_jax[tpu])')
     return len(gpus)
 
 
-def _nvidia(fields: str) -> list[str]:
-    """One line for each GPU that the driver knows; none without a driver."""
+def _nvidia_gpus() -> list[str]:
+    """Driver and name of each GPU that the driver knows; none without a driver."""
     if shutil.which('nvidia-smi') is None:
         return []
-    command = ['nvidia-smi', f'--query-gpu={fields}', '--format=csv,noheader']
+    command = ['nvidia-smi', '--query-gpu=driver_version,name', '--format=csv,noheader']
     found = subprocess.run(command, capture_output=True, text=True, timeout=30)
     if found.returncode:
         raise UserError(f'nvidia-smi: {found.stdout.strip() or found.stderr.strip()}')
@@ -114,10 +112,8 @@ def _check_together(job: Job, seconds: float, gpus: int) -> None:
 
 
 def _give_up(job: Job, seconds: float) -> None:
-    text = (
-        f'no answer of all devices within {seconds:g} s: a process is not started, or the hosts '
-        f'cannot reach each other (firewall, several networks)'
-    )
+    why = 'a process is not started, or the hosts cannot reach each other (firewall, networks)'
+    text = f'no answer of all devices within {seconds:g} s: {why}'
     print(f'error: {text}', file=sys.stderr, flush=True)
     job.end(1, text)
 

@@ -83,9 +83,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def to_dict(record: Any) -> dict[str, Any]:
     """The record as JSON values. A field that may hold several kinds of record names its kind."""
-    return {
-        name: _to_plain(getattr(record, name), hint) for name, hint in hints(type(record)).items()
-    }
+    known = hints(type(record)).items()
+    return {name: _to_plain(getattr(record, name), hint) for name, hint in known}
 
 
 def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
@@ -146,17 +145,14 @@ class Elsewhere:
         raise UserError(f'the function {self.name} is not in the file, which only names it')
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    """MODULE:NAME of a function, for people and for comparisons."""
-    if isinstance(function, Elsewhere):
-        return function.name
-    owner = function if hasattr(function, '__qualname__') else type(function)
-    return f'{owner.__module__}:{owner.__qualname__}'
-
-
 def text_of(value: str | Callable[..., Any]) -> str:
-    """A text as it is, of a function its name."""
-    return value if isinstance(value, str) else name_of(value)
+    """A text as it is, of a function MODULE:NAME, for people and for comparisons."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Elsewhere):
+        return value.name
+    owner = value if hasattr(value, '__qualname__') else type(value)
+    return f'{owner.__module__}:{owner.__qualname__}'
 
 
 def _to_plain(value: Any, hint: Any) -> Any:
@@ -167,7 +163,7 @@ def _to_plain(value: Any, hint: Any) -> Any:
         return [_to_plain(item, type(item)) for item in value]
     if isinstance(value, dict):
         return {name: _to_plain(item, type(item)) for name, item in value.items()}
-    return {'function': name_of(value)} if callable(value) else value
+    return {'function': text_of(value)} if callable(value) else value
 
 
 def _read(hint: Any, value: Any, where: str) -> Any:

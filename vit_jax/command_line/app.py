@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import functools
 import logging
 import re
 import sys
@@ -79,19 +78,19 @@ def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
 
 
 def reporter(arguments: argparse.Namespace) -> Callable[[BaseException], int]:
-    """`report` as --traceback asks for it."""
-    return functools.partial(report, with_traceback=arguments.traceback)
-
-
-def report(error: BaseException, *, with_traceback: bool = False) -> int:
     """Prints an error, in one line where the user can mend it; returns the exit code."""
-    interrupted = isinstance(error, KeyboardInterrupt)
-    if with_traceback or not isinstance(error, UserError | NotFinite | KeyboardInterrupt):
-        traceback.print_exception(error)
-    else:
-        text = 'interrupted; the same command goes on from what is complete'
-        print(f'error: {text if interrupted else error}', file=sys.stderr)
-    return 130 if interrupted else 1
+
+    def report(error: BaseException) -> int:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        mendable = isinstance(error, UserError | NotFinite | KeyboardInterrupt)
+        if arguments.traceback or not mendable:
+            traceback.print_exception(error)
+        else:
+            text = 'interrupted; the same command goes on from what is complete'
+            print(f'error: {text if interrupted else error}', file=sys.stderr)
+        return 130 if interrupted else 1
+
+    return report
 
 
 def new_parser(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -127,8 +126,9 @@ def add_boolean(
         metavar='true|false',
         help=f'{text} ({str(default).lower()})',
     )
+    hidden = argparse.SUPPRESS
     parser.add_argument(
-        f'--no{name}', dest=name, action='store_false', default=default, help=argparse.SUPPRESS
+        f'--no{name}', dest=name, action='store_false', default=default, help=hidden
     )
 
 
@@ -141,9 +141,8 @@ def boolean(text: str) -> bool:
 def add_launch(parser: argparse.ArgumentParser) -> None:
     """The arguments that say which process of which job this is (docs/many_hosts.md)."""
     group = parser.add_argument_group('several hosts: their place in a cluster is found, or given')
-    group.add_argument(
-        '--distributed', choices=['auto', 'off'], default='auto', help='off: one process alone'
-    )
+    text = 'off: one process alone'
+    group.add_argument('--distributed', choices=['auto', 'off'], default='auto', help=text)
     group.add_argument('--coordinator_address', metavar='HOST:PORT', help='of process 0')
     group.add_argument('--num_processes', type=int, metavar='N', help='on all hosts together')
     group.add_argument('--process_id', type=int, metavar='I', help='of this process, from 0')

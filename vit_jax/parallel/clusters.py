@@ -19,8 +19,6 @@ from jax._src.clusters import ClusterEnv
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record, require, require_between
 
-OFF = '--distributed=off runs one process alone'
-
 
 @dataclasses.dataclass(kw_only=True)
 class Launch(Record):
@@ -131,10 +129,8 @@ def detect_cluster(launch: Launch) -> Cluster | None:
     if kind is None:
         if len(missing) == len(asked):
             return None
-        if missing:
-            raise UserError(
-                f'{", ".join(missing)} missing: no cluster was recognised, so all three are needed'
-            )
+        why = 'no cluster was recognised, so all three are needed'
+        require(not missing, f'{", ".join(missing)} missing: {why}')
         return _checked(Cluster(kind='given', **asked))
     found: dict[str, Any] = {}
     if kind is _OPEN_MPI and address:  # every version gives the rest
@@ -151,17 +147,18 @@ def _by_jax(kind: _Kind, seconds: float) -> tuple[Any, ...]:
     """Address, count, id and device of this process, as jax reads them."""
     present = next((e for e in _jax_kinds(*kind.jax_names) if e.is_env_present()), None)
     incomplete = f'{kind.name} was recognised, but is incomplete'
+    off = '--distributed=off runs one process alone'
     if present is None:
         absent = [name for name in kind.needed if name not in os.environ]
         what = f': {", ".join(absent)} not set' if absent else ''
-        raise UserError(f'{incomplete}{what}; {kind.advice}; {OFF}')
+        raise UserError(f'{incomplete}{what}; {kind.advice}; {off}')
     try:
         return ClusterEnv.auto_detect_unset_distributed_params(
             None, None, None, None, present.name, int(seconds)
         )
     except Exception as error:  # requests, kubernetes, sockets, int: whatever they raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f'{incomplete}: {reason}; {kind.advice}; {OFF}') from error
+        raise UserError(f'{incomplete}: {reason}; {kind.advice}; {off}') from error
 
 
 def _own_devices(local: list[int] | None) -> tuple[int, ...] | None:
@@ -201,31 +198,25 @@ def wait_for_coordinator(cluster: Cluster, seconds: float) -> str:
     Process 0 tries whether it can listen there; the others wait, up to `seconds`, until something
     does. Raises UserError that says what is wrong.
     """
-    address = cluster.coordinator_address
+    address, here = cluster.coordinator_address, socket.gethostname()
     host, _, port = address.rpartition(':')
-    ip = _resolved(host.strip('[]'), address)
+    host = host.strip('[]')
+    try:
+        ip = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        why = f'{host} cannot be resolved on {here}: {error.strerror}'
+        raise UserError(f'coordinator_address={address}: {why}') from error
     if ipaddress.ip_address(ip).is_loopback and not cluster.one_host:
         raise UserError(
-            f'coordinator {address} is {ip} on {socket.gethostname()}, which loops back to this '
-            f'host: the others cannot come. Mend the name in /etc/hosts, or give '
-            f'--coordinator_address=IP:PORT'
+            f'coordinator {address} is {ip} on {here}, which loops back to this host: the others '
+            f'cannot come. Mend the name in /etc/hosts, or give --coordinator_address=IP:PORT'
         )
-    bind = f'[{ip}]:{port}' if ':' in ip else f'{ip}:{port}'
     if cluster.process_id == 0:
         _check_free(ip, int(port), address)
     else:
         _wait_for(ip, int(port), address, seconds)
+    bind = f'[{ip}]:{port}' if ':' in ip else f'{ip}:{port}'
     return os.environ.get('JAX_COORDINATOR_BIND_ADDRESS', bind)
-
-
-def _resolved(host: str, address: str) -> str:
-    try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise UserError(
-            f'coordinator_address={address}: {host} cannot be resolved on '
-            f'{socket.gethostname()}: {error.strerror}'
-        ) from error
 
 
 def _check_free(ip: str, port: int, address: str) -> None:
@@ -248,7 +239,5 @@ def _wait_for(ip: str, port: int, address: str, seconds: float) -> None:
         with contextlib.suppress(OSError), socket.create_connection((ip, port), timeout=1):
             return
         time.sleep(0.1)
-    raise UserError(
-        f'coordinator_address={address}: nothing answers there after {seconds:g} s; is process 0 '
-        f'started on that host, and the port open?'
-    )
+    why = f'nothing answers there after {seconds:g} s; is process 0 started, and the port open?'
+    raise UserError(f'coordinator_address={address}: {why}')

@@ -133,10 +133,10 @@ def check_batch_size(batch_size: int, mesh: Mesh, *, accumulation_steps: int) ->
     """Raises UserError, with the nearest sizes that would do, where a batch cannot be split."""
     parts = mesh.shape['data'] * mesh.shape['fsdp']
     unit = parts * accumulation_steps
-    if batch_size < 1 or batch_size % unit:
-        below = batch_size // unit * unit
-        near = f'{below} or {below + unit}' if below > 0 else f'{below + unit}'
-        raise UserError(
-            f'batch_size={batch_size} is not a multiple of {parts} devices (data x fsdp) x '
-            f'{accumulation_steps} accumulation steps; nearest: {near}'
-        )
+    below = batch_size // unit * unit
+    near = f'{below} or {below + unit}' if below > 0 else f'{below + unit}'
+    require(
+        batch_size >= 1 and batch_size % unit == 0,
+        f'batch_size={batch_size} is not a multiple of {parts} devices (data x fsdp) x '
+        f'{accumulation_steps} accumulation steps; nearest: {near}',
+    )

@@ -91,8 +91,7 @@ class Job:
         key = self._key('told', name)
         if self.index == 0:
             self._client.key_value_set(key, say())
-        text: str = self._client.blocking_key_value_get(key, self._wait_ms)
-        return text
+        return str(self._client.blocking_key_value_get(key, self._wait_ms))
 
     def barrier(self, name: str) -> None:
         """Returns when all processes have come here. UserError names who is missing."""
@@ -106,8 +105,9 @@ class Job:
 
     def _key(self, kind: str, name: str) -> str:
         """A key not used before, the same on all processes, as they ask in the same order."""
-        self._times[f'{kind}/{name}'] += 1
-        return f'vit_jax/{kind}/{name}/{self._times[f"{kind}/{name}"]}'
+        key = f'vit_jax/{kind}/{name}'
+        self._times[key] += 1
+        return f'{key}/{self._times[key]}'
 
     @property
     def _wait_ms(self) -> int:
@@ -131,8 +131,7 @@ class Job:
         self._saves = True
         self.reset_watchdog()
         if self._launch is not None and self.count > 1:
-            # Takes SIGTERM over: the processes agree on the tick at which they stop. It is our own,
-            # because orbax reaches jax's with the numbers of steps, which are no ticks.
+            # Takes SIGTERM over: the processes agree on the tick at which they stop.
             self._preemption = _jax.create_preemption_sync_manager()
             self._preemption.initialize(self._client)
 

@@ -57,7 +57,7 @@ def _checked(function: Loss) -> Loss:
         losses = function(logits, targets)
         if jnp.shape(losses) != logits.shape[:1]:
             raise UserError(
-                f'loss {records.name_of(function)} gives shape {jnp.shape(losses)} for logits '
+                f'loss {records.text_of(function)} gives shape {jnp.shape(losses)} for logits '
                 f'{logits.shape}: expected one number for each example, {logits.shape[:1]}'
             )
         return losses

@@ -12,7 +12,6 @@ from flax.core.scope import DenyList
 from vit_jax.base import records
 from vit_jax.base.array_types import Array, Float, Key, Params
 from vit_jax.base.errors import UserError
-from vit_jax.models.layers import TAPS
 from vit_jax.models.options import ActivationSharding, Compute, Regularization
 from vit_jax.models.resnet import ResNetClassifier, ResNetConfig
 from vit_jax.models.vit import ViT, ViTConfig

@@ -41,7 +41,7 @@ def make_loss(config: LossConfig | Loss) -> Loss:
             losses, expected = config(logits, targets), logits.shape[:1]
             records.require(
                 jnp.shape(losses) == expected,
-                f'loss {records.name_of(config)} gives shape {jnp.shape(losses)} for logits '
+                f'loss {records.text_of(config)} gives shape {jnp.shape(losses)} for logits '
                 f'{logits.shape}: expected one number for each example, {expected}',
             )
             return losses

@@ -70,9 +70,9 @@ class Loaded:
 
     @functools.cached_property
     def predicts(self) -> bool:
-        """Has it a head that was trained? One that was not holds one number in each array."""
+        """Has it a head that was trained: one without a matrix of zeros?"""
         head = jax.tree.leaves(self.params.get('head', {}))
-        return any(np.any(np.asarray(leaf) != np.ravel(leaf)[0]) for leaf in head)
+        return bool(head) and all(np.any(leaf) for leaf in head if leaf.ndim > 1)
 
     def require_head(self) -> None:
         """Raises UserError for a network that has no head, or one that was not trained."""
@@ -129,11 +129,11 @@ class Loaded:
             'features': self.model.features,
         }
         # The compiler computes what they have in common once.
-        return _exact(lambda *values, names: tuple(functions[name](*values) for name in names))
+        return _exact(lambda p, images, names: tuple(functions[n](p, images) for n in names))
 
     @functools.cached_property
     def _capture(self) -> Callable[..., Any]:
-        return _exact(lambda *values, names: self.model.capture(*values, names))
+        return _exact(self.model.capture)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -257,7 +257,7 @@ def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(params: Params, images: Float[Array, 'b h w c'], names: tuple[str, ...]) -> Any:
         with jax.default_matmul_precision('highest'):
-            return function(params, images, names=names)
+            return function(params, images, names)
 
     return jax.jit(run, static_argnums=2)
 

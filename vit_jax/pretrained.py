@@ -128,11 +128,11 @@ class Loaded:
             'features': self.model.features,
         }
         # The compiler computes what they have in common once.
-        return _exact(lambda *values, names: tuple(functions[name](*values) for name in names))
+        return _exact(lambda p, images, names: tuple(functions[n](p, images) for n in names))
 
     @functools.cached_property
     def _capture(self) -> Callable[..., Any]:
-        return _exact(lambda *values, names: self.model.capture(*values, names))
+        return _exact(self.model.capture)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -256,7 +256,7 @@ def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(params: Params, images: Float[Array, 'b h w c'], names: tuple[str, ...]) -> Any:
         with jax.default_matmul_precision('highest'):
-            return function(params, images, names=names)
+            return function(params, images, names)
 
     return jax.jit(run, static_argnums=2)
 

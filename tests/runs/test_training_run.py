@@ -379,6 +379,7 @@ TOO_FEW_BLOCKS = tiny.assigned(OptimizerConfig(), trained_blocks=-1)
         ({'keep_checkpoints': 0}, 'config.keep_checkpoints=0: expected at least 1'),
         ({'evals': {'train': EvalConfig()}}, "config.evals: 'train' is no name for an evaluation"),
         ({'optimizer': TOO_FEW_BLOCKS}, 'config.optimizer.trained_blocks=-1: expected at least 0'),
+        ({'augmentation': tiny.assigned(Augmentation(), mixup=-0.1)}, 'augmentation.mixup=-0.1'),
     ],
 )
 def test_values_that_do_not_fit_are_named_before_anything_is_written(changes, message, tmp_path):

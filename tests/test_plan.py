@@ -64,6 +64,7 @@ def test_the_chip_says_its_memory(slice_of_eight):
 
 
 @needs_compiler
+@pytest.mark.full
 def test_a_step_that_needs_more_than_the_chip_has_does_not_fit(slice_of_eight):
     """The one deliberate failure: 16 M images in one step, of which the compiler says the size."""
     with pytest.raises(DoesNotFit) as error:
@@ -80,6 +81,7 @@ def test_what_is_computed_again_is_not_kept(whole, slice_of_eight):
 
 
 @needs_compiler
+@pytest.mark.full
 def test_fsdp_splits_the_state_and_leaves_the_activations_split(whole, slice_of_eight):
     """Left alone, the compiler gathers the batch on every chip, which takes several times more."""
     mesh = MeshConfig(fsdp=8, fsdp_min_mb=0.0)

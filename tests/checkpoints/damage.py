@@ -17,20 +17,20 @@ import numpy as np
 import vit_jax
 from tests import reference
 
-COPIES, MEGABYTES = 40, 1024
+MEGABYTES = 1024
 
 
-def main(folder: str) -> None:
+def main(folder: str, copies: str) -> None:
     found = {name: reference.find(name) for name in reference.HINTS}
     counts = {
-        name: outcomes(path, reference.HINTS[name], pathlib.Path(folder))
+        name: outcomes(path, reference.HINTS[name], pathlib.Path(folder), int(copies))
         for name, path in found.items()
         if path is not None
     }
     print(json.dumps(counts))
 
 
-def outcomes(whole, options, folder):
+def outcomes(whole, options, folder, copies):
     """How many damaged copies were refused, gave the same values, or others where they must."""
     rng = np.random.default_rng(0)
     original = vit_jax.load(str(whole), **options)
@@ -40,7 +40,7 @@ def outcomes(whole, options, folder):
     used = int(pathlib.Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEGABYTES * 2**20, resource.RLIM_INFINITY))
     counts = {'refused': 0, 'same': 0, 'flipped numbers': 0}
-    for copy in range(COPIES):
+    for copy in range(copies):
         chosen = (whole, digested)[copy % 2]
         place, flips = damaged(chosen, folder / f'copy{whole.suffix}', rng, copy)
         try:

@@ -73,7 +73,7 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize('count', [1, 2])
+@pytest.mark.parametrize('count', [pytest.param(1, marks=pytest.mark.full), 2])
 def test_sigterm_in_any_phase_stops_at_one_step_and_loses_none(count, whole, tmp_path):
     """The last process alone is told, twice; both stop. The next start goes on from there."""
     for phase, (faults, event) in PHASES.items():
@@ -122,7 +122,7 @@ def kill_often(folder, count, kills, seed):
                 host.wait()
 
 
-@pytest.mark.parametrize('count', [1, 2])
+@pytest.mark.parametrize('count', [pytest.param(1, marks=pytest.mark.full), 2])
 def test_killed_processes_go_on_to_the_same_bits_and_the_ledger_adds_up(count, whole, tmp_path):
     seconds = kill_often(tmp_path, count, count, seed=0)
     assert_same(tmp_path, whole(count))
@@ -182,7 +182,7 @@ def test_a_process_that_fails_ends_the_job_which_says_who_and_why(tmp_path):
     'fault',
     [
         'hang:15:1',
-        'stalled_disk:15:0',
+        pytest.param('stalled_disk:15:0', marks=pytest.mark.full),
         pytest.param('hang_loader:0:1', marks=pytest.mark.full),
         pytest.param('hang_barrier:0:1', marks=pytest.mark.full),
     ],
@@ -228,6 +228,12 @@ def assert_alike(found, expected):
     np.testing.assert_allclose(found['losses'], expected['losses'], rtol=1e-6)
 
 
+def test_one_and_two_processes_have_the_same_batches_and_train_alike(tmp_path):
+    one = measured(tmp_path, 1, 1, steps=10)
+    assert_alike(measured(tmp_path, 2, 2, fsdp=2, steps=10), one)
+
+
+@pytest.mark.full
 def test_one_two_and_four_processes_have_the_same_batches_and_train_alike(tmp_path):
     one = measured(tmp_path, 1, 1, save=tmp_path / 'a')
     two = measured(tmp_path, 2, 2, fsdp=2, save=tmp_path / 'b', restore=[tmp_path / 'a'])

@@ -118,13 +118,10 @@ class Loaded:
 
     @functools.cached_property
     def _outputs(self) -> Callable[..., tuple[Array, ...]]:
-        def probabilities(params: Params, images: Float[Array, 'b h w c']) -> Float[Array, '...']:
-            to_probabilities = jax.nn.sigmoid if self.card.loss == 'sigmoid' else jax.nn.softmax
-            return to_probabilities(self.model.apply(params, images))
-
+        to_probabilities = jax.nn.sigmoid if self.card.loss == 'sigmoid' else jax.nn.softmax
         functions: dict[OutputName, Callable[..., Array]] = {
             'logits': self.model.apply,
-            'probabilities': probabilities,
+            'probabilities': lambda *values: to_probabilities(self.model.apply(*values)),
             'features': self.model.features,
         }
         # The compiler computes what they have in common once.
@@ -190,25 +187,18 @@ def load(
     checkpoint = opening.open_checkpoint(path, hints, image_size=changes.image_size)
     old = checkpoint.card.model
     new = changes.network(old)
-    params, report = _changed(checkpoint.read(), old, new, changes.new_channels)
-    # Class names and loss belong to the old head.
+    params, lines = _changed(checkpoint.read(), old, new, changes.new_channels)
     card = dataclasses.replace(checkpoint.card, model=new, grid=new.grid)
-    if new.num_classes != old.num_classes:
+    if new.num_classes != old.num_classes:  # class names and loss belong to the old head
         card = dataclasses.replace(card, class_names=(), loss=None)
-    loaded = Loaded(
-        card=card,
-        params=params,
-        report=(path, *checkpoint.report, *report),
-        ignored=checkpoint.ignored,
-        format=checkpoint.format,
-        layout=checkpoint.layout,
-    )
-    lines = [] if loaded.predicts or new.num_classes is None else [ZERO_HEAD]
-    if loaded.predicts and loaded.card.loss not in (None, 'softmax', 'sigmoid'):
-        lines.append(
-            f'trained with {loaded.card.loss}: probabilities are the softmax of its logits'
-        )
-    return dataclasses.replace(loaded, report=(*loaded.report, *lines))
+    predicts = has_trained_head(params)
+    if new.num_classes is not None and not predicts:
+        lines.append(ZERO_HEAD)
+    if predicts and card.loss not in (None, 'softmax', 'sigmoid'):
+        lines.append(f'trained with {card.loss}: probabilities are the softmax of its logits')
+    report = path, *checkpoint.report, *lines
+    read = checkpoint.ignored, checkpoint.format, checkpoint.layout
+    return Loaded(card, params, report, *read)
 
 
 def save(loaded: Loaded, path: str | os.PathLike[str], format: str | None = None) -> list[str]:
@@ -240,9 +230,7 @@ def _changed(
         drawn = tree_names.named_leaves(_initial(new))
         root = 'backbone/conv_root/kernel'
         first = root if root in drawn else 'embedding/kernel'
-        params = tree_names.map_named(
-            lambda name, leaf: drawn[name] if name == first else leaf, params
-        )
+        params = tree_names.map_named(lambda n, leaf: drawn[n] if n == first else leaf, params)
         report.append(f'{first}: drawn anew, for {new.channels} channels')
     return params, report
 

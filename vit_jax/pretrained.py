@@ -129,7 +129,7 @@ class Loaded:
 
     @functools.cached_property
     def _capture(self) -> Callable[..., Any]:
-        return _exact(lambda *values, names: self.model.capture(*values, names))
+        return _exact(lambda params, images, names: self.model.capture(params, images, names))
 
 
 @dataclasses.dataclass(kw_only=True)

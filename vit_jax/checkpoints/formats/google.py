@@ -139,11 +139,7 @@ def _recognise(usual: Layout, clues: Clues) -> Recognised[Layout]:
     known = 'params/', 'opt/target/'
     prefix = next((p for p in known if any(name.startswith(p) for name in clues.arrays)), '')
     prefix += f'{clues.subtree}/' if clues.subtree else ''
-    inside = {
-        name.removeprefix(prefix): array
-        for name, array in clues.arrays.items()
-        if name.startswith(prefix)
-    }
+    inside = {n.removeprefix(prefix): a for n, a in clues.arrays.items() if n.startswith(prefix)}
     if not inside:
         raise UserError(f'no array is under {prefix}')
     end = '/embedding/kernel'

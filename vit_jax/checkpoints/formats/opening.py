@@ -125,9 +125,8 @@ def _recognised(
         if any('root_block/' in name for name in arrays):
             raise UserError("of BiT's pre-activation ResNet, which is not the one of the paper")
         raise UserError(f'its {len(arrays)} arrays are those of no known ViT: {[*arrays][:3]} ...')
-    hints = (
-        inference.with_defaults(clues.hints, inference.hints_of(own.model)) if own else clues.hints
-    )
+    ours = inference.hints_of(own.model) if own else Hints()
+    hints = inference.with_defaults(clues.hints, ours)
     found = form.recognise(clues._replace(hints=hints))
     inference.check_hints(clues.hints, found.config)
     expected = jax.eval_shape(build(found.config).init, jax.random.key(0))

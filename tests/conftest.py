@@ -1,7 +1,9 @@
 """Eight devices on one CPU, one compilation cache, and every shape annotation checked."""
 
+import importlib
 import os
 import pathlib
+import pkgutil
 
 # Before jax is imported. Tests that want another number of devices start a process of their own.
 # Eight devices share few threads, and a thread that waits in a collective is not free for the
@@ -21,8 +23,10 @@ os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.2'
 import jaxtyping  # noqa: E402  (the hook comes before what it checks)
 
 with jaxtyping.install_import_hook('vit_jax', 'beartype.beartype'):
-    import vit_jax.command_line.app  # noqa: F401
-    import vit_jax.runs.training_run  # noqa: F401
+    import vit_jax
+
+    for module in pkgutil.walk_packages(vit_jax.__path__, 'vit_jax.'):
+        importlib.import_module(module.name)
 
 
 def pytest_collection_modifyitems(items):

@@ -45,7 +45,7 @@ def test_no_golden_text_outlives_its_config():
 def slow_last(path, argument):
     """Seconds each to trace, and no different from the smaller ones."""
     large = argument is not None and re.search('R(101|152|200)', argument)
-    return pytest.param(path, argument, marks=[pytest.mark.long] * bool(large))
+    return pytest.param(path, argument, marks=[pytest.mark.full] * bool(large))
 
 
 @pytest.mark.parametrize('path, argument', [slow_last(*run) for run in RUNS], ids=name)
@@ -83,22 +83,3 @@ def test_every_row_of_table_3_is_there():
         if isinstance(config.model, ViTConfig):
             assert config.model.representation_size == config.model.width
     assert counts == rows
-
-
-def test_every_field_of_a_config_is_read_somewhere():
-    """A field that nothing reads is a promise that nothing keeps."""
-    source = '\n'.join(path.read_text() for path in (ROOT / 'vit_jax').rglob('*.py'))
-    attributes = {
-        node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)
-    }
-    unread = [name for name in _fields(TrainConfig) if name not in attributes]
-    assert not unread
-
-
-def _fields(kind):
-    for field, hint in records.typing.get_type_hints(kind).items():
-        yield field
-        is_dict = records.typing.get_origin(hint) is dict
-        for item in records.typing.get_args(hint) if is_dict else (hint,):
-            for record in records._record_types(item):
-                yield from _fields(record)

@@ -72,7 +72,7 @@ def test_a_step_that_needs_more_than_the_chip_has_does_not_fit(slice_of_eight):
 
 
 @needs_compiler
-@pytest.mark.long
+@pytest.mark.full
 def test_what_is_computed_again_is_not_kept(whole, slice_of_eight):
     block = memory_plan.compile_step(memory_plan.with_policy(task(), 'block'), slice_of_eight)
     assert whole.peak > 1.5 * block.peak

@@ -1,7 +1,7 @@
 """Lists the programs, or runs one: python -m vit_jax PROGRAM ..."""
 
-import ast
 import pathlib
+import re
 import runpy
 import sys
 
@@ -13,10 +13,7 @@ def programs() -> dict[str, str]:
     files = sorted(pathlib.Path(__file__).parent.glob('*.py'))
     texts = {file.stem: file.read_text() for file in files if file.stem != '__main__'}
     return {
-        name: (ast.get_docstring(ast.parse(text)) or '')
-        .splitlines()[0]
-        .partition(': python')[0]
-        .rstrip('.')
+        name: re.split(r'[.]?\n|: python', text.removeprefix('"""'), maxsplit=1)[0]
         for name, text in texts.items()
         if "if __name__ == '__main__':" in text
     }

@@ -181,49 +181,42 @@ RENAMED = {
     'optimizer.decayed': 'optimizer.decay_pattern',
     'optimizer.rates': 'optimizer.lr_multipliers',
 }
-# What None means today, and what earlier versions wrote down whether it was used or not.
-_OLD_DEFAULTS: dict[str, dict[str, Any]] = {
-    'optimizer': {'b1': 0.9, 'b2': 0.999, 'epsilon': 1e-8, 'momentum': 0.9},
-    'schedule': {'linear_end': 1e-5, 'rsqrt_timescale': {'steps': 10_000}},
+# What None means in these fields, as earlier versions wrote it down, used or not.
+_OLD_DEFAULTS = {
+    'optimizer.b1': 0.9,
+    'optimizer.b2': 0.999,
+    'optimizer.epsilon': 1e-8,
+    'optimizer.momentum': 0.9,
+    'schedule.linear_end': 1e-5,
 }
 
 
 def modernized(values: dict[str, Any]) -> dict[str, Any]:
-    """The JSON values of a configuration that an earlier version wrote, under today's names."""
+    """The JSON values of a configuration that an earlier version wrote, as of today's fields."""
     values = copy.deepcopy(values)
-    for old, new in RENAMED.items():
-        found = _popped(values, old.split('.'))
-        if found is not None:
-            _put(values, new.split('.'), found)
-    for part, defaults in _OLD_DEFAULTS.items():
-        for name, default in defaults.items():
-            given = values.get(part, {}).get(name)
-            if isinstance(given, dict):
-                given = {unit: number for unit, number in given.items() if number is not None}
-            if given == default:
-                values[part][name] = None
     fewshot = values.get('fewshot') or {}
     own = {name: fewshot.pop(name, None) for name in ('data', 'train_split', 'test_split')}
-    given = {name: value for name, value in own.items() if value is not None}
-    usual = {'train_split': 'train', 'test_split': 'test'}
-    if (given | usual) != usual and not fewshot.get('sets'):
-        fewshot['sets'] = {str(own['data'] or values.get('data')): given}
+    if own['data'] or own['train_split'] not in (None, 'train') or own['test_split'] != 'test':
+        given = {name: value for name, value in own.items() if value is not None}
+        if given and not fewshot.get('sets'):
+            fewshot['sets'] = {str(own['data'] or values.get('data')): given}
+    for old, new in RENAMED.items():
+        (source, name), (target, now) = _within(values, old), _within(values, new)
+        if name in source:
+            target[now] = source.pop(name)
+    for field, default in _OLD_DEFAULTS.items():
+        holder, name = _within(values, field)
+        if holder.get(name) == default:
+            holder[name] = None
     return values
 
 
-def _popped(values: Any, names: list[str]) -> Any:
-    """The value at these names, taken out; None where there is none."""
-    for name in names[:-1]:
-        values = values.get(name) if isinstance(values, dict) else None
-    return values.pop(names[-1], None) if isinstance(values, dict) else None
-
-
-def _put(values: dict[str, Any], names: list[str], value: Any) -> None:
-    for name in names[:-1]:
-        if not isinstance(values.get(name), dict):
-            return  # what it belonged to is not used
-        values = values[name]
-    values.setdefault(names[-1], value)
+def _within(values: dict[str, Any], field: str) -> tuple[dict[str, Any], str]:
+    """The dictionary that holds a field, or an empty one, and the field's own name."""
+    *parents, name = field.split('.')
+    for parent in parents:
+        values = values.get(parent) or {}
+    return values, name
 
 
 def require_model(config: TrainConfig) -> None:

@@ -5,9 +5,9 @@ packages and code, counts devices, and adds up one number of each device, within
 """
 
 import argparse
+import glob
 import importlib.util
 import os
-import pathlib
 import platform
 import shutil
 import socket
@@ -36,17 +36,14 @@ def main(arguments: argparse.Namespace) -> int:
     launch = app.launch(arguments)
     _say('host', f'{socket.gethostname()}, {platform.system()}, {os.cpu_count()} cores')
     _say('versions', ', '.join(f'{name} {v}' for name, v in fingerprint.packages().items()))
-    cluster = clusters.detect_cluster(launch)
-    if cluster is None:
-        _say('cluster', 'none recognised: one process')
-    else:
-        own = cluster.local_device_ids
-        _say(
-            'cluster',
+    text = 'none recognised: one process'
+    if cluster := clusters.detect_cluster(launch):
+        text = (
             f'{cluster.kind}: process {cluster.process_id} of {cluster.num_processes}, '
             f'coordinator {cluster.coordinator_address}, '
-            f'devices of this process: {"all" if own is None else own}',
+            f'devices of this process: {cluster.local_device_ids or "all"}'
         )
+    _say('cluster', text)
     gpus = _check_accelerator()
     with joined_job(launch, app.reporter(arguments)) as job:
         _check_together(job, arguments.seconds, gpus)
@@ -60,44 +57,33 @@ def _say(name: str, text: str) -> None:
 
 def _check_accelerator() -> int:
     """The number of GPUs. Raises UserError where jax can make no use of one."""
-    gpus = _nvidia('driver_version,name')
+    gpus = _nvidia_gpus()
     if gpus:
         driver, _, name = gpus[0].partition(', ')
         _say('driver', f'NVIDIA {driver}: {len(gpus)} x {name}')
         plugins = [n for n in _LEAST_DRIVER if importlib.util.find_spec(f'jax_cuda{n}_plugin')]
         if not plugins:
             raise UserError("a GPU is here, jax's part for it is not: pip install 'vit_jax[cuda]'")
-        least = _LEAST_DRIVER[plugins[-1]]
+        cuda = plugins[-1]
+        least = _LEAST_DRIVER[cuda]
         if int(driver.split('.')[0]) < least:
-            raise UserError(f'driver {driver} is too old for CUDA {plugins[-1]}: {least} or newer')
-        _check_plugin(plugins[-1])
-    tpus = list(pathlib.Path('/dev').glob('accel*')) + list(
-        pathlib.Path('/dev/vfio').glob('[0-9]*')
-    )
+            raise UserError(f'driver {driver} is too old for CUDA {cuda}: {least} or newer')
+        plugin, jaxlib = metadata.version(f'jax-cuda{cuda}-plugin'), metadata.version('jaxlib')
+        if plugin.split('.')[:2] != jaxlib.split('.')[:2]:
+            wrong = f'jax-cuda{cuda}-plugin {plugin} does not belong to jaxlib {jaxlib}'
+            raise UserError(f"{wrong}: pip install -U 'vit_jax[cuda]'")
+    tpus = [*glob.glob('/dev/accel*'), *glob.glob('/dev/vfio/[0-9]*')]
     if tpus and importlib.util.find_spec('libtpu') is None and not gpus:
         _say('devices', f'{tpus[0]} may be a TPU; libtpu is not installed (vit_jax[tpu])')
     return len(gpus)
 
 
-def _check_plugin(cuda: str) -> None:
-    plugin, jaxlib = metadata.version(f'jax-cuda{cuda}-plugin'), metadata.version('jaxlib')
-    if plugin.split('.')[:2] != jaxlib.split('.')[:2]:
-        raise UserError(
-            f'jax-cuda{cuda}-plugin {plugin} does not belong to jaxlib {jaxlib}: '
-            f"pip install -U 'vit_jax[cuda]'"
-        )
-
-
-def _nvidia(fields: str) -> list[str]:
-    """One line for each GPU that the driver knows; none without a driver."""
+def _nvidia_gpus() -> list[str]:
+    """Driver and name of each GPU that the driver knows; none without a driver."""
     if shutil.which('nvidia-smi') is None:
         return []
-    found = subprocess.run(
-        ['nvidia-smi', f'--query-gpu={fields}', '--format=csv,noheader'],
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
+    command = ['nvidia-smi', '--query-gpu=driver_version,name', '--format=csv,noheader']
+    found = subprocess.run(command, capture_output=True, text=True, timeout=30)
     if found.returncode:
         raise UserError(f'nvidia-smi: {found.stdout.strip() or found.stderr.strip()}')
     return found.stdout.split('\n')[:-1]
@@ -110,13 +96,11 @@ def _check_together(job: Job, seconds: float, gpus: int) -> None:
     limit.start()
     job.require_same('packages and code', fingerprint.installed())
     local, everyone = jax.local_devices(), jax.devices()
-    _say(
-        'devices',
-        f'{len(local)} x {local[0].device_kind} here, {len(everyone)} in all processes',
-    )
+    kind = local[0].device_kind
+    _say('devices', f'{len(local)} x {kind} here, {len(everyone)} in all processes')
     if gpus and local[0].platform == 'cpu':
         raise UserError('a GPU is here, but jax computes on the CPU: is JAX_PLATFORMS set?')
-    job.require_same('devices', {'of each process': len(local), 'kind': local[0].device_kind})
+    job.require_same('devices', {'of each process': len(local), 'kind': kind})
     began = time.monotonic()
     mesh = meshes.make_mesh(meshes.MeshConfig())
     ones = meshes.put(np.ones(len(everyone), np.float32), meshes.batch_sharding(mesh))
@@ -128,21 +112,15 @@ def _check_together(job: Job, seconds: float, gpus: int) -> None:
 
 
 def _give_up(job: Job, seconds: float) -> None:
-    text = (
-        f'no answer of all devices within {seconds:g} s: a process is not started, or the hosts '
-        f'cannot reach each other (firewall, several networks)'
-    )
+    why = 'a process is not started, or the hosts cannot reach each other (firewall, networks)'
+    text = f'no answer of all devices within {seconds:g} s: {why}'
     print(f'error: {text}', file=sys.stderr, flush=True)
     job.end(1, text)
 
 
-def _parser() -> argparse.ArgumentParser:
+if __name__ == '__main__':
     parser = app.new_parser('doctor', __doc__)
     text = 'that all devices may take for one sum (60)'
     parser.add_argument('--seconds', type=float, default=60.0, metavar='S', help=text)
     app.add_launch(parser)
-    return parser
-
-
-if __name__ == '__main__':
-    app.run(main, _parser())
+    app.run(main, parser)

@@ -5,6 +5,7 @@ WORKDIR/data.json, and to WORKDIR/data.png some images as evaluation and as trai
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -25,7 +26,7 @@ from vit_jax.config import TrainConfig
 from vit_jax.data import inspection, loading
 from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.inspection import Scan
-from vit_jax.data.sources.base import Source
+from vit_jax.data.sources.base import Label
 from vit_jax.data.sources.opening import Opener, make_opener, open_splits
 from vit_jax.runs.experiment import open_start, preprocessing_of
 from vit_jax.training.losses import targets_of
@@ -39,20 +40,17 @@ _SHOWN = 5  # of a long list
 def main(arguments: argparse.Namespace) -> int:
     """Scans every split, prints a summary, and draws images as the model will see them."""
     config, folder = arguments.config, pathlib.Path(arguments.workdir)
-    with usable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
     opened = make_opener(config.held_out)
     sheet = _sheet(config, opened)
-    with usable(folder / SHEET):
+    with usable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
         sheet.save(folder / SHEET)
     # A function is asked for the splits of the configuration: it cannot list its own.
     own = config.train_split, config.eval_split
     splits = open_splits(config.data, config.held_out) if isinstance(config.data, str) else own
     found = {}
-    with (
-        futures.ThreadPoolExecutor(loading.cores()) as pool,
-        Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar,
-    ):
+    progress = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
+    with futures.ThreadPoolExecutor(loading.cores()) as pool, progress as bar:
         for split in splits:
             source = opened(config.data, split)
             task = bar.add_task(split, total=len(source))
@@ -90,49 +88,38 @@ def _sheet(config: TrainConfig, opened: Opener) -> Image.Image:
     origin = open_start(config)
     model = config.model or (origin.card.model if origin else None)
     preprocessing = preprocessing_of(config, origin)
+    size = config.image_size or (model.image_size if model else _DEFAULT_SIZE)
     evaluated = loading.ImageReader(
-        source=source,
-        crop=preprocessing.crop,
-        size=config.image_size or (model.image_size if model else _DEFAULT_SIZE),
-        exif_rotation=preprocessing.exif_rotation,
-        seed=config.seed,
+        source, preprocessing.crop, size, preprocessing.exif_rotation, config.seed
     )
     trained = dataclasses.replace(evaluated, crop=host_crop(config.augmentation, preprocessing))
-    indices = _readable(evaluated)
-    columns = [[evaluated.example(loading.ExampleRef(i))[0] for i in indices]]
+    examples = _readable(evaluated)
+    columns = [[image for image, _ in examples.values()]]
     targets = functools.partial(targets_of, num_classes=len(source.class_names))
     changed = jax.jit(functools.partial(augment, config=config.augmentation, targets_of=targets))
     key = purpose_key(config.seed, AUGMENT)
     with futures.ThreadPoolExecutor() as pool:
         for epoch in range(_EPOCHS):
-            refs = [loading.ExampleRef(i, epoch) for i in indices]
+            refs = [loading.ExampleRef(i, epoch) for i in examples]
             batch = changed(key, trained.examples(refs, pool))
             columns.append(list(np.asarray(batch['images']).round().astype(np.uint8)))
-    names = [_class_names(source, i) for i in indices]
+    numbers = [np.flatnonzero(x) if source.multi_label else [int(x)] for _, x in examples.values()]
+    names = [', '.join(source.class_names[n] for n in of_image) for of_image in numbers]
     rows = list(zip(names, zip(*columns, strict=True), strict=True))
     return inspection.contact_sheet(rows, ['evaluation', *(f'epoch {e}' for e in range(_EPOCHS))])
 
 
-def _readable(reader: loading.ImageReader) -> list[int]:
-    """The indices of the first few images that can be read. UserError if there are none."""
-    indices: list[int] = []
+def _readable(reader: loading.ImageReader) -> dict[int, tuple[np.ndarray, Label]]:
+    """The first few examples that can be read, by index. UserError if there are none."""
+    found: dict[int, tuple[np.ndarray, Label]] = {}
     for index in range(len(reader.source)):
-        try:
-            reader.example(loading.ExampleRef(index))
-        except UserError:
-            continue
-        indices.append(index)
-        if len(indices) == _ROWS:
+        with contextlib.suppress(UserError):
+            found[index] = reader.example(loading.ExampleRef(index))
+        if len(found) == _ROWS:
             break
-    if not indices:
+    if not found:
         raise UserError(f'none of {len(reader.source)} training images can be read')
-    return indices
-
-
-def _class_names(source: Source, index: int) -> str:
-    label = source.read(index)[1]
-    numbers = np.flatnonzero(label) if source.multi_label else [int(label)]
-    return ', '.join(source.class_names[number] for number in numbers)
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:

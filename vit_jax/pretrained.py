@@ -125,15 +125,15 @@ class Loaded:
             'features': self.model.features,
         }
         # The compiler computes what they have in common once.
-        return _exact(lambda *values, names: tuple(functions[name](*values) for name in names))
+        return _exact(lambda p, images, names: tuple(functions[n](p, images) for n in names))
 
     @functools.cached_property
     def _capture(self) -> Callable[..., Any]:
-        return _exact(lambda params, images, names: self.model.capture(params, images, names))
+        return _exact(self.model.capture)
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Changes(Record):
+class Changes(Record):
     """What `load` changes in the network; None leaves it as it is."""
 
     image_size: tuple[int, int] | None
@@ -141,16 +141,6 @@ class _Changes(Record):
     channels: int | None
     num_classes: int | Literal['keep'] | None  # None: without a head
     new_channels: Literal['adapt', 'fresh']
-
-    def network(self, old: ModelConfig) -> ModelConfig:
-        """The changed network. Raises UserError where there is no such one."""
-        if self.patch_size is not None and not isinstance(old, ViTConfig):
-            raise UserError(f'patch_size={self.patch_size}: a ResNet has no patches')
-        names = 'image_size', 'patch_size', 'channels'
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if self.num_classes != 'keep':
-            given['num_classes'] = self.num_classes
-        return dataclasses.replace(old, **given)
 
 
 def load(
@@ -177,7 +167,7 @@ def load(
     """
     path = os.fspath(path)
     hints = Hints(grid=grid, num_heads=num_heads, gelu=gelu, layer_norm_epsilon=layer_norm_epsilon)
-    changes = _Changes(
+    changes = Changes(
         image_size=_pair(image_size),
         patch_size=_pair(patch_size),
         channels=channels,
@@ -185,20 +175,22 @@ def load(
         new_channels=new_channels,
     )
     checkpoint = opening.open_checkpoint(path, hints, image_size=changes.image_size)
-    old = checkpoint.card.model
-    new = changes.network(old)
-    params, lines = _changed(checkpoint.read(), old, new, changes.new_channels)
-    card = dataclasses.replace(checkpoint.card, model=new, grid=new.grid)
-    if new.num_classes != old.num_classes:  # class names and loss belong to the old head
+    card, new = checkpoint.card, _changed_config(checkpoint.card.model, changes)
+    params, lines = _changed_params(checkpoint.read(), card.model, new, changes.new_channels)
+    if new.num_classes != card.model.num_classes:  # what was said of the old head
         card = dataclasses.replace(card, class_names=(), loss=None)
-    predicts = has_trained_head(params)
-    if new.num_classes is not None and not predicts:
+    if new.num_classes is not None and not has_trained_head(params):
         lines.append(ZERO_HEAD)
-    if predicts and card.loss not in (None, 'softmax', 'sigmoid'):
+    if card.loss not in (None, 'softmax', 'sigmoid'):
         lines.append(f'trained with {card.loss}: probabilities are the softmax of its logits')
-    report = path, *checkpoint.report, *lines
-    read = checkpoint.ignored, checkpoint.format, checkpoint.layout
-    return Loaded(card, params, report, *read)
+    return Loaded(
+        card=dataclasses.replace(card, model=new, grid=new.grid),
+        params=params,
+        report=(path, *checkpoint.report, *lines),
+        ignored=checkpoint.ignored,
+        format=checkpoint.format,
+        layout=checkpoint.layout,
+    )
 
 
 def save(loaded: Loaded, path: str | os.PathLike[str], format: str | None = None) -> list[str]:
@@ -214,7 +206,18 @@ def save(loaded: Loaded, path: str | os.PathLike[str], format: str | None = None
     )
 
 
-def _changed(
+def _changed_config(old: ModelConfig, changes: Changes) -> ModelConfig:
+    if changes.patch_size is not None and not isinstance(old, ViTConfig):
+        raise UserError(f'patch_size={changes.patch_size}: a ResNet has no patches')
+    names = 'image_size', 'patch_size', 'channels'
+    values = {name: getattr(changes, name) for name in names}
+    values = {name: value for name, value in values.items() if value is not None}
+    if changes.num_classes != 'keep':
+        values['num_classes'] = changes.num_classes
+    return dataclasses.replace(old, **values)
+
+
+def _changed_params(
     params: Params, old: ModelConfig, new: ModelConfig, new_channels: Literal['adapt', 'fresh']
 ) -> tuple[Params, list[str]]:
     """The parameters of the changed network, and a line about each change."""
@@ -248,7 +251,7 @@ def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(params: Params, images: Float[Array, 'b h w c'], names: tuple[str, ...]) -> Any:
         with jax.default_matmul_precision('highest'):
-            return function(params, images, names=names)
+            return function(params, images, names)
 
     return jax.jit(run, static_argnums=2)
 

@@ -212,10 +212,16 @@ def test_the_road_of_the_readme_in_small(tmp_path):
         name='finetune',
     )
     assert (code, err) == (0, '') and 'resized from 4x4 to 6x4 patches' in out
-    code, out, err = said(
+    probe = (
         '--config=configs/fewshot/linear.py',
         f'--config.start_from={tuned}',
         f'--workdir={tmp_path / "probe"}',
-        name='fewshot',
     )
+    code, out, err = said(*probe, name='fewshot')
     assert (code, err) == (0, '') and ' 25 shots' in out and 'fewshot.json' in out
+    # As in the directory of another run: refused, with advice that helps.
+    (tmp_path / 'probe/checkpoints/5').mkdir(parents=True)
+    code, out, err = said(*probe, '--config.seed=1', name='fewshot')
+    assert code == 1 and 'seed: 0 -> 1\n' in err and 'go on with --accept_config_changes' in err
+    code, out, err = said(*probe, '--config.seed=1', '--accept_config_changes', name='fewshot')
+    assert (code, err) == (0, '')

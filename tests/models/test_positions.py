@@ -50,8 +50,12 @@ def test_a_kind_without_parameters_is_the_learned_one_with_its_array(kind, pool)
     params = tiny.random_params(jax.eval_shape(fixed.init, jax.random.key(0)))
     images = tiny.images(config=config)
     expected = fixed.apply(params, images)
-    table = as_array(config)
+    table = as_array(config.positions, config.grid, length=config.num_tokens, width=config.width)
     assert table.dtype == np.float32 and table.shape == (1, config.num_tokens, config.width)
+    patches = config.grid[0] * config.grid[1]
+    assert not table[0, :-patches].any()  # the class token's row
+    if kind == 'sincos2d':
+        np.testing.assert_array_equal(table[0, -patches:], sincos2d(config.grid, config.width))
     np.testing.assert_array_equal(
         learned.apply(params | {'pos_embedding': table}, images), expected
     )
@@ -76,4 +80,4 @@ def test_every_parameter_of_a_kind_can_be_resized(kind):
 
 def test_a_kind_that_is_no_fixed_array_is_refused():
     with pytest.raises(UserError, match='learned positions are parameters'):
-        as_array(tiny.model(positions='learned'))
+        as_array('learned', (2, 2), length=4, width=16)

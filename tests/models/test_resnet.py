@@ -176,7 +176,7 @@ def test_a_hybrid_has_the_options_of_a_vit():
 @pytest.mark.parametrize(
     'make, message',
     [
-        (lambda: Backbone(width=48), 'backbone.width=48 is not a multiple of 32'),
+        (lambda: Backbone(width=48), 'width=48 is not a multiple of 32 groups'),
         (lambda: Backbone(blocks=(3, 0)), r'blocks=\(3, 0\): expected at least 1'),
         (
             lambda: build(SMALL, regularization=Regularization(dropout=0.1)),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests import tiny
+from vit_jax.base.errors import UserError
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.models import Compute, Regularization, build
 from vit_jax.models.layers import drop_branch
@@ -230,12 +231,47 @@ def test_features_are_what_the_head_is_given():
         ({'image_size': (9, 8)}, r'image_size=\(9, 8\) is not a multiple .* nearest: \(8, 8\)'),
         ({'num_heads': 3}, 'width=16 is not a multiple of num_heads=3'),
         ({'width': 18, 'positions': 'sincos2d'}, 'width=18 is not a multiple of 4'),
+        ({'depth': 0}, 'depth=0: expected at least 1'),
+        ({'patch_size': (4, 0)}, r'patch_size=\(4, 0\): expected at least 1'),
+        ({'num_classes': 0}, 'num_classes=0: expected at least 1'),
+        ({'representation_size': 0}, 'representation_size=0: expected at least 1'),
+        ({'layer_norm_epsilon': 0.0}, 'layer_norm_epsilon=0.0: expected more than 0'),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         model = build(tiny.model(**changes))
         jax.eval_shape(model.init, jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    'make, message',
+    [
+        (lambda: Regularization(dropout=1.0), 'dropout=1.0: expected at least 0 and less than 1'),
+        (lambda: Regularization(stochastic_depth=-0.1), 'stochastic_depth=-0.1: expected'),
+        (lambda: Compute(unroll=0), 'unroll=0: expected at least 1'),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(make, message):
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+def test_what_was_assigned_is_checked_when_the_network_is_built():
+    """As the command line does it."""
+    for part, name, value in (
+        ('model', 'pool', 'mean'),
+        ('model', 'positions', 'rope'),
+        ('model', 'head', 'mlp'),
+        ('model', 'num_heads', 3),
+        ('compute', 'remat', 'all'),
+        ('compute', 'attention', 'flash'),
+        ('regularization', 'dropout', 1.0),
+    ):
+        parts = {'model': tiny.model(), 'compute': Compute(), 'regularization': Regularization()}
+        setattr(parts[part], name, value)
+        with pytest.raises(UserError, match=rf'{part}\.(width|{name})='):
+            build(parts.pop('model'), **parts)
 
 
 def test_images_of_another_size_are_refused():

@@ -29,14 +29,15 @@ OPEN_MPI = {
 
 @pytest.fixture
 def find(monkeypatch):
-    """`clusters.detect_cluster` in an environment; jax reads the process' own."""
+    """`clusters.detect_cluster` in an environment."""
 
     def found(env, **launch):
-        for name in {**SLURM, **OPEN_MPI}:
-            monkeypatch.delenv(name, raising=False)
-        for name, value in env.items():
-            monkeypatch.setenv(name, value)
-        return clusters.detect_cluster(Launch(**launch), env)
+        with monkeypatch.context() as patch:
+            for name in {**SLURM, **OPEN_MPI}:
+                patch.delenv(name, raising=False)
+            for name, value in env.items():
+                patch.setenv(name, value)
+            return clusters.detect_cluster(Launch(**launch))
 
     return found
 

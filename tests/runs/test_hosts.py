@@ -1,6 +1,6 @@
 """Many hosts, as processes over loopback: they start, agree, stop, die, hang, and go on.
 
-The long ones: python -m pytest -m long tests/runs/test_hosts.py
+The rest: python -m pytest -m full tests/runs/test_hosts.py
 """
 
 import json
@@ -132,7 +132,7 @@ def test_killed_processes_go_on_to_the_same_bits_and_the_ledger_adds_up(count, w
     assert sum(spent.values()) == pytest.approx(seconds, rel=0.01, abs=2.0)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize('seed', range(3))
 def test_ten_kills_in_one_run_go_on_to_the_same_bits(whole, tmp_path, seed):
     kill_often(tmp_path, 2, 10, seed)
@@ -183,8 +183,8 @@ def test_a_process_that_fails_ends_the_job_which_says_who_and_why(tmp_path):
     [
         'hang:15:1',
         'stalled_disk:15:0',
-        pytest.param('hang_loader:0:1', marks=pytest.mark.long),
-        pytest.param('hang_barrier:0:1', marks=pytest.mark.long),
+        pytest.param('hang_loader:0:1', marks=pytest.mark.full),
+        pytest.param('hang_barrier:0:1', marks=pytest.mark.full),
     ],
 )
 def test_a_process_that_hangs_ends_with_the_stacks_of_all_threads(fault, tmp_path):
@@ -238,7 +238,7 @@ def test_one_two_and_four_processes_have_the_same_batches_and_train_alike(tmp_pa
     assert four['restored'][str(tmp_path / 'b')] == two['saved']
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_every_topology_restores_what_every_other_saved(tmp_path):
     kinds = {'a': (1, 1), 'b': (1, 8, 8), 'c': (2, 2, 2, 2), 'd': (4, 1, 2)}
     folders = {name: tmp_path / name for name in kinds}

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+from rich.console import Console
 
 from vit_jax.runs.reporting import Reporter
 from vit_jax.training.loop import Clock
@@ -18,7 +19,7 @@ def report(folder, losses, skipped=()):
         batch_size=4,
         clock=Clock(),
         tensorboard=False,
-        is_main_process=True,
+        console=Console(quiet=False),
     )
     with reporter:
         for step, loss in enumerate(losses, start=1):

@@ -6,13 +6,18 @@ import pathlib
 import shutil
 
 import cv2
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import vit_jax
 from tests import tiny
 from vit_jax.base import records
+from vit_jax.base.errors import UserError
+from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.store import load_card, load_params
 from vit_jax.config import EvalConfig, FewshotConfig, ProbeSet
@@ -148,6 +153,12 @@ def test_ten_steps_are_five_and_a_crash_and_five(tmp_path):
         ]
 
     assert losses('parts') == losses('whole')
+
+
+def test_only_as_many_checkpoints_are_kept_as_asked_for(tmp_path):
+    config = tiny.experiment(total=Duration(steps=4), checkpoint_every_steps=1, keep_checkpoints=3)
+    training_run.train(config, str(tmp_path))
+    assert sorted(digests.steps(tmp_path / 'checkpoints')) == [2, 3, 4]
 
 
 def test_a_run_that_is_complete_says_so_again_and_changes_nothing(trained):
@@ -368,6 +379,7 @@ TOO_FEW_BLOCKS = tiny.assigned(OptimizerConfig(), trained_blocks=-1)
         ({'keep_checkpoints': 0}, 'config.keep_checkpoints=0: expected at least 1'),
         ({'evals': {'train': EvalConfig()}}, "config.evals: 'train' is no name for an evaluation"),
         ({'optimizer': TOO_FEW_BLOCKS}, 'config.optimizer.trained_blocks=-1: expected at least 0'),
+        ({'augmentation': tiny.assigned(Augmentation(), mixup=-0.1)}, 'augmentation.mixup=-0.1'),
     ],
 )
 def test_values_that_do_not_fit_are_named_before_anything_is_written(changes, message, tmp_path):
@@ -432,6 +444,72 @@ def test_images_of_several_classes_are_learned_and_measured(several, tmp_path):
     config.loss.kind = 'softmax'
     with pytest.raises(ValueError, match='may have several classes, softmax expects one'):
         training_run.train(config, str(tmp_path / 'other'))
+
+
+def left_to_right(key, batch):
+    return batch | {'images': batch['images'][:, :, ::-1]}
+
+
+def focal(logits, targets):
+    return optax.sigmoid_focal_loss(logits, targets).sum(axis=-1)
+
+
+def two_layers(num_classes):
+    return nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(num_classes)])
+
+
+def test_data_augmentation_loss_and_head_may_be_functions_of_ones_own(trained, tmp_path):
+    """They are used, named in config.json, and what needs none of them uses the checkpoint."""
+    read = []
+    config = tiny.experiment(
+        data=tiny.watched(read.append),
+        augmentation=left_to_right,
+        loss=focal,
+        model=tiny.model(num_classes=None, head=two_layers),
+    )
+    result = training_run.train(config, str(tmp_path / 'own'))
+    assert read and not np.array_equal(
+        result.state.params['embedding']['kernel'], trained.state.params['embedding']['kernel']
+    )
+    values = json.loads((tmp_path / 'own' / 'config.json').read_text())
+    assert values['loss'] == {'function': f'{__name__}:focal'}
+    assert values['augmentation'] == {'function': f'{__name__}:left_to_right'}
+    assert values['model']['head'] == {'function': f'{__name__}:two_layers'}
+    assert values['data']['function'].endswith('open_split')
+    again = training_run.train(config, str(tmp_path / 'own'))  # a resume knows them by name
+    assert again.evals == result.evals
+    alone = tiny.experiment(
+        model=None, start_from=str(tmp_path / 'own'), fewshot=FEWSHOT, total=Duration(steps=1)
+    )
+    assert 'digits' in probing_run.probe(alone, str(tmp_path / 'probe'))[0]['sets']
+    with pytest.raises(UserError, match='two_layers is not in the file, which only names it'):
+        vit_jax.load(str(tmp_path / 'own')).logits(np.zeros((1, 8, 8, 3), np.float32))
+
+
+def test_several_evaluations_in_one_run_each_with_its_own_labels(photos, tmp_path):
+    """The second is on relabelled images, of which one has no label and another has two."""
+    names = [f'{name}/{i}.jpg' for name in ('cat', 'dog') for i in range(3)]
+    labels = dict(zip(names, [[0], [0, 1], [], [1], [1], [0]], strict=True))
+    (tmp_path / 'real.json').write_text(json.dumps(labels))
+    config = tiny.experiment(
+        data=str(photos),
+        eval_split='test',
+        total=Duration(steps=4),
+        evals={
+            'val': EvalConfig(every_steps=2),
+            'real': EvalConfig(labels=str(tmp_path / 'real.json')),
+            'seen': EvalConfig(split='train'),
+        },
+    )
+    result = training_run.train(config, str(tmp_path / 'run'))
+    assert list(result.evals) == ['val', 'real', 'seen']
+    found = [(line['kind'], line['step'], line['count']) for line in lines(result.folder)]
+    assert ('val', 2, 6) in found and ('val', 4, 6) in found
+    assert ('real', 4, 5) in found and ('seen', 4, 16) in found
+    hits = {
+        name: round(result.evals[name]['accuracy'] * n) for name, n in (('val', 6), ('real', 5))
+    }
+    assert hits['real'] <= 5 and np.isfinite(result.evals['real']['loss'])
 
 
 def test_augmented_training_resumes_to_the_same_bits(tmp_path):

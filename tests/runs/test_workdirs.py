@@ -12,9 +12,12 @@ from tests.hosts import ROOT, environment, hosts
 from vit_jax.base import records
 from vit_jax.checkpoints.digests import verify_digests
 from vit_jax.checkpoints.store import load_card
+from vit_jax.config import FewshotConfig, ProbeSet, TrainConfig, modernized
+from vit_jax.data.image_preprocessing import CentralCrop
 from vit_jax.parallel.meshes import MeshConfig
 from vit_jax.parallel.processes import Job
 from vit_jax.runs import training_run, workdirs
+from vit_jax.training.optimizer import OptimizerConfig
 
 VALUES = records.to_dict(tiny.experiment())
 
@@ -84,3 +87,24 @@ def test_a_full_disk_is_said_within_a_logging_interval_and_the_checkpoint_before
     assert reported[-1].startswith(('step 20/60', 'step 25/60', 'step 30/60'))
     verify_digests(tmp_path / 'run/checkpoints/10')
     assert load_card(str(tmp_path / 'run'))[0]['step'] == 10
+
+
+def test_a_configuration_of_an_earlier_version_is_read_under_todays_names():
+    """As version 0.1 wrote it: other names, and options of every optimizer whatever the kind."""
+    now = tiny.experiment(
+        fewshot=FewshotConfig(
+            crop=CentralCrop(scale=2.0), sets={'x': ProbeSet(data='x', test_split='test[:5]')}
+        ),
+        optimizer=OptimizerConfig(lr_multipliers=(('head/.*', 2.0),)),
+    )
+    then = records.to_dict(now)
+    fewshot, optimizer = then['fewshot'], then['optimizer']
+    then['test_split'], then['fewshot_crop'] = then.pop('eval_split'), fewshot.pop('crop')
+    fewshot |= {'sets': {}, 'data': 'x', 'train_split': 'train', 'test_split': 'test[:5]'}
+    optimizer['rates'] = optimizer.pop('lr_multipliers')
+    optimizer['decayed'] = optimizer.pop('decay_pattern')
+    optimizer |= {'b1': 0.9, 'b2': 0.999, 'epsilon': 1e-8, 'momentum': 0.9}
+    then['schedule']['linear_end'] = 1e-5
+    read = records.from_dict(TrainConfig, modernized(then), where='config')
+    assert read == now
+    assert modernized(records.to_dict(now)) == records.to_dict(now)

@@ -91,14 +91,16 @@ def test_a_masked_example_changes_nothing():
     )
     assert_close(one.params, two.params, rtol=0)
     assert_close(metrics, expected, rtol=0)
-    assert expected.count == 7
+    assert expected.num_examples == 7
     without = jax.tree.map(lambda x: jnp.delete(x, 5, axis=0), BATCH)
     assert_close(step(without)[0].params, one.params, atol=1e-6)
 
 
 def test_a_batch_of_masked_examples_only_moves_nothing():
     state, metrics = step(BATCH | {'mask': jnp.zeros(8, bool)})
-    assert metrics.means['loss'] == 0 == metrics.count and metrics.scalars['gradient_norm'] == 0
+    assert (
+        metrics.means['loss'] == 0 == metrics.num_examples and metrics.scalars['gradient_norm'] == 0
+    )
     assert_close(state.params, tiny.random_params(state.params), rtol=0)
 
 
@@ -170,7 +172,7 @@ def test_the_step_is_taken_on_what_augmentation_leaves():
         seed=0,
     )
     state, metrics = update(state, BATCH)
-    assert metrics.count == 3
+    assert metrics.num_examples == 3
     update(state, BATCH)
     assert keys[0] == keys[1]
 

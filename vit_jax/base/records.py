@@ -29,7 +29,10 @@ class Record:
         for name, hint in hints(type(self)).items():
             where = f'{type(self).__name__}.{name}'
             setattr(self, name, _read(hint, getattr(self, name), where))
-        _check(self, type(self).__name__)
+        try:
+            self.check()
+        except UserError as error:
+            raise UserError(f'{type(self).__name__}.{error}') from error
 
     def check(self) -> None:
         """Raises UserError, beginning with the field, for values that make no sense."""
@@ -63,20 +66,12 @@ def require_between(
         require(fits, f'{name}={value!r}: expected {said}')
 
 
-def _hints(cls: Any) -> dict[str, Any]:
+_every_hint: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
+
+
+def hints(cls: Any) -> dict[str, Any]:
     """The type of each field of a record, by name."""
-    every = typing.get_type_hints(cls)
-    return {field.name: every[field.name] for field in dataclasses.fields(cls)}
-
-
-hints: Callable[[Any], dict[str, Any]] = functools.cache(_hints)
-
-
-def _check(record: Any, where: str) -> None:
-    try:
-        record.check()
-    except UserError as error:
-        raise UserError(f'{where}.{error}') from error
+    return {field.name: _every_hint(cls)[field.name] for field in dataclasses.fields(cls)}
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -88,9 +83,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def to_dict(record: Any) -> dict[str, Any]:
     """The record as JSON values. A field that may hold several kinds of record names its kind."""
-    return {
-        name: _to_plain(getattr(record, name), hint) for name, hint in hints(type(record)).items()
-    }
+    known = hints(type(record)).items()
+    return {name: _to_plain(getattr(record, name), hint) for name, hint in known}
 
 
 def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
@@ -114,38 +108,25 @@ def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
 
 def checked(record: R, *, where: str) -> R:
     """The same record with every value checked, whole numbers made floats where floats belong."""
-    values = {
-        name: _checked_within(getattr(record, name), f'{where}.{name}')
-        for name in hints(type(record))
-    }
+    values = {name: getattr(record, name) for name in hints(type(record))}
     return from_dict(type(record), values, where=where)
-
-
-def _checked_within(value: Any, where: str) -> Any:
-    if isinstance(value, Record):
-        return checked(value, where=where)
-    if isinstance(value, dict):
-        return {name: _checked_within(item, f'{where}.{name}') for name, item in value.items()}
-    return value
 
 
 def differences(old: Any, new: Any, where: str = '') -> list[str]:
     """One line `field: old -> new` for each leaf in which two `to_dict` results differ."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        return [
-            line
-            for name in sorted({*old, *new})
-            for line in differences(
-                old.get(name, '(absent)'),
-                new.get(name, '(absent)'),
-                f'{where}.{name}' if where else name,
-            )
-        ]
-    return [] if old == new else [f'{where}: {old!r} -> {new!r}']
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return [] if old == new else [f'{where}: {old!r} -> {new!r}']
+    lines = []
+    for name in sorted({*old, *new}):
+        was, now = old.get(name, '(absent)'), new.get(name, '(absent)')
+        lines += differences(was, now, f'{where}.{name}' if where else name)
+    return lines
 
 
-def _record_types(hint: Any) -> list[type]:
-    return [t for t in alternatives(hint) if isinstance(t, type) and issubclass(t, Record)]
+def record_types(options: Iterable[Any]) -> dict[str, Any]:
+    """The records among these types, by name."""
+    kinds = (kind for kind in options if isinstance(kind, type))
+    return {kind.__name__: kind for kind in kinds if issubclass(kind, Record)}
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
@@ -164,85 +145,74 @@ class Elsewhere:
         raise UserError(f'the function {self.name} is not in the file, which only names it')
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    """MODULE:NAME of a function, for people and for comparisons."""
-    if isinstance(function, Elsewhere):
-        return function.name
-    owner = function if hasattr(function, '__qualname__') else type(function)
-    return f'{owner.__module__}:{owner.__qualname__}'
-
-
 def text_of(value: str | Callable[..., Any]) -> str:
-    """A text as it is, of a function its name."""
-    return value if isinstance(value, str) else name_of(value)
+    """A text as it is, of a function MODULE:NAME, for people and for comparisons."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Elsewhere):
+        return value.name
+    owner = value if hasattr(value, '__qualname__') else type(value)
+    return f'{owner.__module__}:{owner.__qualname__}'
 
 
 def _to_plain(value: Any, hint: Any) -> Any:
     if isinstance(value, Record):
-        kind = {'kind': type(value).__name__} if len(_record_types(hint)) > 1 else {}
-        return kind | to_dict(value)
+        several = len(record_types(alternatives(hint))) > 1
+        return ({'kind': type(value).__name__} if several else {}) | to_dict(value)
     if isinstance(value, tuple | list):
         return [_to_plain(item, type(item)) for item in value]
     if isinstance(value, dict):
         return {name: _to_plain(item, type(item)) for name, item in value.items()}
-    return {'function': name_of(value)} if callable(value) else value
+    return {'function': text_of(value)} if callable(value) else value
 
 
 def _read(hint: Any, value: Any, where: str) -> Any:
     options = alternatives(hint)
-    records = _record_types(hint)
-    if value is None and type(None) in options:
-        return None
-    if isinstance(value, dict) and records and [*value] != ['function']:
-        return _read_record(records, value, where)
+    kinds = record_types(options)
+    named = isinstance(value, dict) and [*value] == ['function']
+    if isinstance(value, dict) and kinds and not named:
+        return _read_record(kinds, value, where)
     for option in options:
-        if typing.get_origin(option) is tuple and isinstance(value, tuple | list):
+        origin, items = typing.get_origin(option), typing.get_args(option)
+        if origin is tuple and isinstance(value, tuple | list):
             return _read_tuple(option, value, where)
-        if typing.get_origin(option) is dict and isinstance(value, dict):
-            key, item = typing.get_args(option)
+        if origin is dict and isinstance(value, dict):
+            key, item = items
             return {_read(key, k, where): _read(item, v, f'{where}.{k}') for k, v in value.items()}
-        if option is float and isinstance(value, int) and not isinstance(value, bool):
+        if option is float and type(value) is int:
             return float(value)
-        if isinstance(option, type) and type(value) is option:
+        if type(value) is option:  # NoneType too
+            return checked(value, where=where) if option in kinds.values() else value
+        if origin is Literal and value in items:
             return value
-        if typing.get_origin(option) is Literal and value in typing.get_args(option):
-            return value
-        if typing.get_origin(option) is collections.abc.Callable:
-            if callable(value):
-                return value
-            if isinstance(value, dict) and [*value] == ['function']:
-                return Elsewhere(value['function'])
-    expected = ' or '.join(_name(option) for option in options)
-    raise UserError(f'{where}={value!r}: expected {expected}')
+        if origin is collections.abc.Callable and (named or callable(value)):
+            return Elsewhere(value['function']) if named else value
+    raise UserError(f'{where}={value!r}: expected {" or ".join(map(_name, options))}')
 
 
-def _read_record(records: list[type], value: dict[str, Any], where: str) -> Any:
-    if len(records) == 1:
-        return from_dict(records[0], value, where=where)
-    kinds = {record.__name__: record for record in records}
-    kind = value.get('kind', records[0].__name__)  # the others came later
-    if kind not in kinds:
-        raise UserError(f'{where}.kind={kind!r}: expected one of {", ".join(kinds)}')
-    return from_dict(kinds[kind], {k: v for k, v in value.items() if k != 'kind'}, where=where)
+def _read_record(kinds: dict[str, Any], value: dict[str, Any], where: str) -> Any:
+    kind = [*kinds][0]  # the others came later
+    if len(kinds) > 1:
+        value = dict(value)
+        kind = value.pop('kind', kind)
+        require(kind in kinds, f'{where}.kind={kind!r}: expected one of {", ".join(kinds)}')
+    return from_dict(kinds[kind], value, where=where)
 
 
 def _read_tuple(hint: Any, value: Sequence[Any], where: str) -> tuple[Any, ...]:
     items = typing.get_args(hint)
     if items[-1] is Ellipsis:
         items = (items[0],) * len(value)
-    if len(items) != len(value):
-        raise UserError(f'{where}={tuple(value)!r}: expected {_name(hint)}')
-    return tuple(
-        _read(item, v, f'{where}[{i}]')
-        for i, (item, v) in enumerate(zip(items, value, strict=True))
-    )
+    require(len(items) == len(value), f'{where}={tuple(value)!r}: expected {_name(hint)}')
+    return tuple(_read(items[i], v, f'{where}[{i}]') for i, v in enumerate(value))
 
 
 def _name(hint: Any) -> str:
     if hint is type(None):
         return 'nothing'
-    if typing.get_origin(hint) is Literal:
+    origin = typing.get_origin(hint)
+    if origin is Literal:
         return f'one of {", ".join(map(str, typing.get_args(hint)))}'
-    if typing.get_origin(hint) is collections.abc.Callable:
+    if origin is collections.abc.Callable:
         return 'a function'
-    return str(hint) if typing.get_origin(hint) else hint.__name__
+    return str(hint) if origin else hint.__name__

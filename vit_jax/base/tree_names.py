@@ -33,26 +33,21 @@ def mask_of(tree: Any, pattern: str) -> Any:
     """
     result = map_named(lambda name, _: re.fullmatch(pattern, name) is not None, tree)
     if not any(jax.tree.leaves(result)):
-        raise UserError(
-            f'the pattern {pattern!r} matches no parameter; there are '
-            f'{", ".join(named_leaves(tree))}'
-        )
+        there = ', '.join(named_leaves(tree))
+        raise UserError(f'the pattern {pattern!r} matches no parameter; there are {there}')
     return result
 
 
 def compare_names(found: Mapping[str, Any], expected: Mapping[str, Any], *, where: str) -> None:
     """Raises UserError that lists missing, extra and mis-shaped leaves of `found`, if any."""
-    lines = [f'missing {name} {_shape(expected[name])}' for name in expected if name not in found]
-    lines += [f'extra {name} {_shape(found[name])}' for name in found if name not in expected]
-    lines += [
-        f'{name} is {_shape(found[name])}, expected {_shape(expected[name])}'
-        for name in found
-        if name in expected and _shape(found[name]) != _shape(expected[name])
-    ]
+    have, want = (
+        {name: f'{leaf.dtype}{list(leaf.shape)}' for name, leaf in leaves.items()}
+        for leaves in (found, expected)
+    )
+    lines = [f'missing {name} {want[name]}' for name in want if name not in have]
+    lines += [f'extra {name} {have[name]}' for name in have if name not in want]
+    both = [name for name in have if name in want]
+    lines += [f'{n} is {have[n]}, expected {want[n]}' for n in both if have[n] != want[n]]
     if lines:
         shown = lines[:20] + ([f'and {len(lines) - 20} more'] if len(lines) > 20 else [])
         raise UserError(f'{where}: the arrays do not fit:\n  ' + '\n  '.join(shown))
-
-
-def _shape(leaf: Any) -> str:
-    return f'{leaf.dtype}{list(leaf.shape)}'

@@ -84,9 +84,8 @@ def _row(values: dict[str, str], where: str) -> Row:
     read: dict[str, Any] = {name: values[name] for name in Row._fields}
     if None in read.values():
         raise UserError(f'{where}: the line has too few columns')
-    for name in ('final_val', 'adapt_final_val', 'adapt_final_test'):
-        try:
-            read[name] = float(read[name] or 'nan')
-        except ValueError as error:
-            raise UserError(f'{where}: {name}: {error}') from error
-    return Row(**read)
+    try:
+        numbers = {name: float(text or 'nan') for name, text in read.items() if 'final_' in name}
+    except ValueError as error:
+        raise UserError(f'{where}: {error}') from error
+    return Row(**read | numbers)

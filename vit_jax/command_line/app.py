@@ -3,13 +3,12 @@
 import argparse
 import contextlib
 import dataclasses
-import functools
 import logging
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags
 
@@ -21,8 +20,7 @@ from vit_jax.parallel.processes import REQUEUE, Interrupted, Job, joined_job
 from vit_jax.training.loop import NotFinite
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Invocation:
+class Invocation(NamedTuple):
     """What a program was asked to do, as one process of a job."""
 
     config: TrainConfig
@@ -46,21 +44,14 @@ def run_job(main: Callable[[Invocation], None], *, name: str, description: str |
     add_config(parser)
     add_boolean(parser, 'accept_config_changes', 'go on in a directory of another configuration')
     add_launch(parser)
-    with _started(parser) as arguments:
-        with joined_job(launch(arguments), reporter(arguments)) as job:
-            try:
-                main(
-                    Invocation(
-                        config=arguments.config,
-                        workdir=arguments.workdir,
-                        accept_changes=arguments.accept_config_changes,
-                        job=job,
-                    )
-                )
-            except Interrupted as stop:
-                if job.index == 0:
-                    print(f'{stop}\nthe same command goes on (exit code {REQUEUE}: requeue)')
-                sys.exit(REQUEUE)
+    with _started(parser) as arguments, joined_job(launch(arguments), reporter(arguments)) as job:
+        accept_changes = arguments.accept_config_changes
+        try:
+            main(Invocation(arguments.config, arguments.workdir, accept_changes, job))
+        except Interrupted as stop:
+            if job.index == 0:
+                print(f'{stop}\nthe same command goes on (exit code {REQUEUE}: requeue)')
+            sys.exit(REQUEUE)
 
 
 @contextlib.contextmanager
@@ -72,9 +63,9 @@ def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
     arguments = parser.parse_args([re.sub('^-(?=[a-z_]{2})', '--', text) for text in others])
     if overrides and 'config' not in arguments:
         parser.error(f'unrecognized arguments: --config.{overrides[0]}')
-    handler = logging.StreamHandler()
-    handler.setFormatter(_LowerCase('%(levelname)s: %(message)s'))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    for level in logging.WARNING, logging.ERROR, logging.CRITICAL:
+        logging.addLevelName(level, logging.getLevelName(level).lower())
+    logging.basicConfig(level=logging.WARNING, format='%(levelname)s: %(message)s', force=True)
     # Of each array that orbax cannot write these say so; the first is raised, which is enough.
     for name in 'absl', 'asyncio':
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -87,27 +78,19 @@ def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
 
 
 def reporter(arguments: argparse.Namespace) -> Callable[[BaseException], int]:
-    """`report` as --traceback asks for it."""
-    return functools.partial(report, with_traceback=arguments.traceback)
-
-
-class _LowerCase(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        record.levelname = record.levelname.lower()
-        return super().format(record)
-
-
-def report(error: BaseException, *, with_traceback: bool = False) -> int:
     """Prints an error, in one line where the user can mend it; returns the exit code."""
-    interrupted = isinstance(error, KeyboardInterrupt)
-    if with_traceback or not isinstance(error, UserError | NotFinite | KeyboardInterrupt):
-        traceback.print_exception(error)
-    elif interrupted:
-        text = 'interrupted; the same command goes on from what is complete'
-        print(f'error: {text}', file=sys.stderr)
-    else:
-        print(f'error: {error}', file=sys.stderr)
-    return 130 if interrupted else 1
+
+    def report(error: BaseException) -> int:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        mendable = isinstance(error, UserError | NotFinite | KeyboardInterrupt)
+        if arguments.traceback or not mendable:
+            traceback.print_exception(error)
+        else:
+            text = 'interrupted; the same command goes on from what is complete'
+            print(f'error: {text if interrupted else error}', file=sys.stderr)
+        return 130 if interrupted else 1
+
+    return report
 
 
 def new_parser(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -122,18 +105,10 @@ def new_parser(name: str, description: str | None) -> argparse.ArgumentParser:
 
 def add_config(parser: argparse.ArgumentParser, *, workdir: bool = True) -> None:
     """The arguments of a program with a configuration, and a directory for its results."""
-    parser.add_argument(
-        '--config',
-        required=True,
-        metavar='FILE[:ARGUMENT]',
-        help='the experiment: a file that defines get_config(), and an argument for that',
-    )
-    parser.add_argument(
-        '--config.FIELD',
-        default=argparse.SUPPRESS,
-        metavar='VALUE',
-        help='any field of it (vit_jax/config.py), such as --config.model.depth=6; none: no value',
-    )
+    text = 'the experiment: a file that defines get_config(), and an argument for that'
+    parser.add_argument('--config', required=True, metavar='FILE[:ARGUMENT]', help=text)
+    text = 'any field of it (vit_jax/config.py), such as --config.model.depth=6; none: no value'
+    parser.add_argument('--config.FIELD', default=argparse.SUPPRESS, metavar='VALUE', help=text)
     if workdir:
         parser.add_argument('--workdir', required=True, metavar='DIR', help='for the results')
 
@@ -151,8 +126,9 @@ def add_boolean(
         metavar='true|false',
         help=f'{text} ({str(default).lower()})',
     )
+    hidden = argparse.SUPPRESS
     parser.add_argument(
-        f'--no{name}', dest=name, action='store_false', default=default, help=argparse.SUPPRESS
+        f'--no{name}', dest=name, action='store_false', default=default, help=hidden
     )
 
 
@@ -165,19 +141,17 @@ def boolean(text: str) -> bool:
 def add_launch(parser: argparse.ArgumentParser) -> None:
     """The arguments that say which process of which job this is (docs/many_hosts.md)."""
     group = parser.add_argument_group('several hosts: their place in a cluster is found, or given')
-    defaults = Launch()
-    group.add_argument(
-        '--distributed', choices=['auto', 'off'], default='auto', help='off: one process alone'
-    )
+    text = 'off: one process alone'
+    group.add_argument('--distributed', choices=['auto', 'off'], default='auto', help=text)
     group.add_argument('--coordinator_address', metavar='HOST:PORT', help='of process 0')
     group.add_argument('--num_processes', type=int, metavar='N', help='on all hosts together')
     group.add_argument('--process_id', type=int, metavar='I', help='of this process, from 0')
-    for name, text in (
-        ('start_seconds', 'to wait for the other processes'),
-        ('heartbeat_seconds', 'without a sign of life, after which a process is dead'),
-        ('watchdog_seconds', 'without a step or an evaluated batch: all stacks, and the end'),
-    ):
-        default = getattr(defaults, name)
+    for name, text in {
+        'start_seconds': 'to wait for the other processes',
+        'heartbeat_seconds': 'without a sign of life, after which a process is dead',
+        'watchdog_seconds': 'without a step or an evaluated batch: all stacks, and the end',
+    }.items():
+        default = getattr(Launch, name)
         text = f'{text} ({default:g})'
         group.add_argument(f'--{name}', type=float, default=default, metavar='S', help=text)
 

@@ -12,7 +12,7 @@ import re
 import sys
 import traceback
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from absl import flags
@@ -26,14 +26,13 @@ from vit_jax.config import RENAMED, TrainConfig
 
 R = TypeVar('R')
 
-_TEXT = flags.ArgumentParser()
-_PARSERS = {
-    bool: flags.BooleanParser(),
-    int: flags.IntegerParser(),
-    float: flags.FloatParser(),
-    tuple: TupleParser(),
-    typing.Literal: _TEXT,
-    str: _TEXT,
+_PARSERS: dict[Any, Callable[[str], Any]] = {
+    bool: flags.BooleanParser().parse,
+    int: flags.IntegerParser().parse,
+    float: flags.FloatParser().parse,
+    tuple: TupleParser().parse,
+    typing.Literal: str,
+    str: str,
 }
 
 
@@ -46,14 +45,13 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     overrides, others, rest = [], [], list(arguments)
     while rest:
         argument = rest.pop(0)
-        found = re.fullmatch(r'--?(no)?config\.([^=]+)(=.*)?', argument, re.DOTALL)
-        if found is None:
+        if found := re.fullmatch(r'--?(no)?config\.([^=]+)(=.*)?', argument, re.DOTALL):
+            negated, path, value = found.groups()
+            if not value and not negated and rest and not re.match('--?[a-z]', rest[0]):
+                value = f'={rest.pop(0)}'
+            overrides.append(path + (value or ('=false' if negated else '=true')))
+        else:
             others.append(argument)
-            continue
-        negated, path, value = found.groups()
-        if not value and not negated and rest and not re.match('--?[a-z]', rest[0]):
-            value = f'={rest.pop(0)}'
-        overrides.append(path + (value or ('=false' if negated else '=true')))
     return overrides, others
 
 
@@ -94,16 +92,16 @@ def _read(file: str) -> TrainConfig:
         failure = error.__context__ and error.__context__.__context__
     except Exception as error:
         failure = error
-    if failure is None and isinstance(flag.value, TrainConfig):
-        return flag.value
     if failure is None:
+        if isinstance(flag.value, TrainConfig):
+            return flag.value
         raise UserError(f'--config: get_config() gave {type(flag.value).__name__}, no TrainConfig')
     known = getattr(sys.modules.get('config_config'), 'ARGUMENTS', ())  # the file as a module
     if argument and known and argument not in known:
         raise UserError(f'--config={file}: no {argument!r}; {records.nearest(argument, known)}')
     if isinstance(failure, UserError):
         frames = traceback.extract_tb(failure.__traceback__)
-        line = [f.lineno for f in frames if f.filename == path][-1]
+        line = [frame.lineno for frame in frames if frame.filename == path][-1]
         raise UserError(f'{path}, line {line}: {failure}') from failure
     raise failure
 
@@ -116,10 +114,8 @@ def _field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, ...]]
     value, options = record, (type(record),)
     for name in path.split('.'):
         holder = value
-        kinds = _records(options if holder is None else [type(holder)])
-        known = {
-            field: hint for kind in kinds.values() for field, hint in records.hints(kind).items()
-        }
+        kinds = records.record_types(options if holder is None else [type(holder)])
+        known = dict(hint for kind in kinds.values() for hint in records.hints(kind).items())
         if isinstance(holder, dict):
             known = {key: type(item) for key, item in holder.items()}
         if name not in known:
@@ -132,12 +128,6 @@ def _field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, ...]]
     return holder, options
 
 
-def _records(options: Sequence[Any]) -> dict[str, Any]:
-    """The records among these types, by name."""
-    kinds = (kind for kind in options if isinstance(kind, type))
-    return {kind.__name__: kind for kind in kinds if issubclass(kind, records.Record)}
-
-
 def _parsed(text: str, options: Sequence[Any], *, where: str) -> Any:
     """The value that a text stands for, in a field of one of these types."""
     choices = [name for option in options for name in typing.get_args(option)]
@@ -145,16 +135,15 @@ def _parsed(text: str, options: Sequence[Any], *, where: str) -> Any:
         if type(None) not in options:
             raise UserError(f'{where}=none: this field needs a value')
         return None
-    kinds = _records(options)
+    kinds = records.record_types(options)
     if len(kinds) == 1:
         kinds['build'] = next(iter(kinds.values()))  # ml_collections' word
     if text in kinds:
         return records.from_dict(kinds[text], {}, where=where)
-    for option in options:
-        parser = _PARSERS.get(typing.get_origin(option) or option)
+    types = (typing.get_origin(option) or option for option in options)
+    for parse in (_PARSERS[kind] for kind in types if kind in _PARSERS):
         with contextlib.suppress(TypeError, ValueError):
-            if parser is not None:
-                return parser.parse(text)
+            return parse(text)
     with contextlib.suppress(SyntaxError, ValueError):
         return ast.literal_eval(text)
     return text

@@ -1,11 +1,11 @@
 """Augmentation of training batches on the device: random changes of images, MixUp, CutMix.
 
-The random numbers of an example depend on (seed, epoch, example) alone, neither on its batch nor
-on the number of processes, devices or threads. Mixing takes a second example, its neighbour in the
-batch.
+The random numbers of an example depend on (seed, epoch, example) alone, not on its batch,
+processes, devices or threads. Mixing takes a second example, its neighbour in the batch.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from vit_jax.base.array_types import Array, Batch, Float, Key, UInt8
 from vit_jax.base.records import Record, require_between
-from vit_jax.data.image_preprocessing import Crop, InceptionCrop, Preprocessing
+from vit_jax.data.image_preprocessing import Crop, InceptionCrop, Preprocessing, Size
 from vit_jax.data.randaugment import RandAugment, randaugment
 
 # "How to train your ViT?" (AugReg): RandAugment layers and magnitude, MixUp's alpha.
@@ -26,6 +26,7 @@ AUGREG = {
     'strong1': (2, 20.0, 0.5),
     'strong2': (2, 20.0, 0.8),
 }
+Image = UInt8[Array, 'h w c']
 _ERASED_AREA, _ERASED_ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)
 # One's own augmentation: (key, batch) -> batch, of uint8 images as the preprocessing crops them.
 # The key is the same at every step: use `example_keys(key, batch)`, or fold in epoch and example.
@@ -60,10 +61,7 @@ class Augmentation(Record):
 
 
 def augreg(level: str) -> Augmentation:
-    """Inception crop, flip, and RandAugment and MixUp at one of the seven AUGREG levels.
-
-    With the original's RandAugment contrast, by which those results were obtained.
-    """
+    """Inception crop, flip, the original's RandAugment and MixUp at one of the AUGREG levels."""
     layers, magnitude, mixup = AUGREG[level]
     strength = RandAugment(layers=layers, magnitude=magnitude, contrast='pixel_count')
     return Augmentation(crop=InceptionCrop(), flip=True, randaugment=strength, mixup=mixup)
@@ -85,8 +83,7 @@ def augment(
     """The augmented batch, a function of (key, epoch, example).
 
     Images stay uint8 and labels as they are; with mixing, images become float32 of 0 to 255 and
-    labels rows (b k), which `targets_of` makes of them. A function in place of the record is called
-    with key and batch.
+    labels rows (b k), which `targets_of` makes of them.
     """
     if not isinstance(config, Augmentation):
         return config(key, batch)
@@ -112,15 +109,12 @@ def example_keys(key: Key[Array, ''], batch: Batch) -> Key[Array, 'b']:
     )
 
 
-def _changed(
-    key: Key[Array, ''], image: UInt8[Array, 'h w c'], config: Augmentation
-) -> UInt8[Array, 'h w c']:
+def _changed(key: Key[Array, ''], image: Image, config: Augmentation) -> Image:
     if config.shift_pixels:
         image = _shifted(jax.random.fold_in(key, _SHIFT), image, config.shift_pixels)
     if config.flip:
-        image = jnp.where(
-            jax.random.bernoulli(jax.random.fold_in(key, _FLIP)), image[:, ::-1], image
-        )
+        coin = jax.random.bernoulli(jax.random.fold_in(key, _FLIP))
+        image = jnp.where(coin, image[:, ::-1], image)
     if config.randaugment.layers:
         image = randaugment(jax.random.fold_in(key, _RANDAUGMENT), image, config.randaugment)
     if config.erasing:
@@ -128,47 +122,39 @@ def _changed(
     return image
 
 
-def _shifted(
-    key: Key[Array, ''], image: UInt8[Array, 'h w c'], pixels: int
-) -> UInt8[Array, 'h w c']:
+def _shifted(key: Key[Array, ''], image: Image, pixels: int) -> Image:
     """The image translated by whole pixels, its edge repeated where it has left."""
     padded = jnp.pad(image, ((pixels, pixels), (pixels, pixels), (0, 0)), mode='edge')
     top, left = jax.random.randint(key, (2,), 0, 2 * pixels + 1)
     return jax.lax.dynamic_slice(padded, (top, left, 0), image.shape)
 
 
-def _erased(
-    key: Key[Array, ''], image: UInt8[Array, 'h w c'], probability: float
-) -> UInt8[Array, 'h w c']:
+def _erased(key: Key[Array, ''], image: Image, probability: float) -> Image:
     """Noise in a rectangle of random area and aspect, somewhere in the image."""
-    height, width, _ = image.shape
+    size = image.shape[0], image.shape[1]
     coin, area_key, aspect_key, place, noise = jax.random.split(key, 5)
-    area = (
-        height
-        * width
-        * jax.random.uniform(area_key, (), minval=_ERASED_AREA[0], maxval=_ERASED_AREA[1])
-    )
+    least, most = _ERASED_AREA
+    area = math.prod(size) * jax.random.uniform(area_key, (), minval=least, maxval=most)
     low, high = jnp.log(jnp.asarray(_ERASED_ASPECT))
     aspect = jnp.exp(jax.random.uniform(aspect_key, (), minval=low, maxval=high))
     sides = jnp.sqrt(jnp.stack([area * aspect, area / aspect]))
-    sides = jnp.minimum(jnp.rint(sides), jnp.asarray([height, width]))
-    corner = jnp.floor(jax.random.uniform(place, (2,)) * (jnp.asarray([height, width]) - sides + 1))
-    hidden = _box(corner, corner + sides, height, width) & jax.random.bernoulli(coin, probability)
+    sides = jnp.minimum(jnp.rint(sides), jnp.asarray(size))
+    corner = jnp.floor(jax.random.uniform(place, (2,)) * (jnp.asarray(size) - sides + 1))
+    hidden = _box(corner, corner + sides, size) & jax.random.bernoulli(coin, probability)
     return jnp.where(hidden[..., None], jax.random.bits(noise, image.shape, jnp.uint8), image)
 
 
-def _share(key: Key[Array, ''], config: Augmentation, size: tuple[int, int]) -> Float[Array, 'h w']:
+def _share(key: Key[Array, ''], config: Augmentation, size: Size) -> Float[Array, 'h w']:
     """The image's own weight at each pixel: one number (MixUp), or 0 in a rectangle (CutMix)."""
     mixup_key, cutmix_key, place, coin = jax.random.split(key, 4)
-    height, width = size
     if config.mixup:
         own = jax.random.beta(mixup_key, config.mixup, config.mixup)
         mixed = jnp.full(size, jnp.maximum(own, 1 - own))  # else two images may end up as one
     if config.cutmix:
         cut = 1 - jax.random.beta(cutmix_key, config.cutmix, config.cutmix)
-        half = jnp.sqrt(cut) * jnp.asarray([height, width]) / 2
-        centre = jax.random.uniform(place, (2,)) * jnp.asarray([height, width])
-        box = _box(jnp.rint(centre - half), jnp.rint(centre + half), height, width)
+        half = jnp.sqrt(cut) * jnp.asarray(size) / 2
+        centre = jax.random.uniform(place, (2,)) * jnp.asarray(size)
+        box = _box(jnp.rint(centre - half), jnp.rint(centre + half), size)
         pasted = jnp.where(box, 0.0, 1.0)
     if config.mixup and config.cutmix:
         return jnp.where(jax.random.bernoulli(coin), mixed, pasted)
@@ -179,8 +165,8 @@ def _mixed(values: Float[Array, 'b ...'], own: Float[Array, 'b ...']) -> Float[A
     return own * values + (1 - own) * jnp.roll(values, 1, axis=0)
 
 
-def _box(corner: Float[Array, '2'], opposite: Float[Array, '2'], height: int, width: int) -> Array:
+def _box(corner: Float[Array, '2'], opposite: Float[Array, '2'], size: Size) -> Array:
     """Which pixels (h w) lie between two corners, the second one excluded."""
-    rows, columns = jnp.arange(height), jnp.arange(width)
+    rows, columns = map(jnp.arange, size)
     in_rows = (rows >= corner[0]) & (rows < opposite[0])
     return in_rows[:, None] & (columns >= corner[1]) & (columns < opposite[1])

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import ClassVar, Literal, TypeVar, assert_never
+from typing import ClassVar, Literal, TypeVar
 
 import numpy as np
 
@@ -67,10 +67,7 @@ class RandomCrop(Record):
         if rng is None:
             raise UserError('RandomCrop needs a random generator: it is for training only')
         image = _covering(image, size, self.scale, 'bilinear')
-        top, left = (
-            rng.integers(0, have - want + 1)
-            for have, want in zip(image.shape[:2], size, strict=True)
-        )
+        top, left = (rng.integers(0, h - s + 1) for h, s in zip(image.shape[:2], size, strict=True))
         return image[top : top + size[0], left : left + size[1]]
 
 
@@ -98,9 +95,9 @@ class InceptionCrop(Record):
     def region(self, shape: Size, rng: np.random.Generator) -> tuple[int, int, int, int]:
         """Top, left, height and width of a random part of an image of this shape.
 
-        Drawn as TensorFlow's `sample_distorted_bounding_box` does, which the paper's code calls:
-        the aspect first, then the height, uniformly among those that give an area within the range
-        and fit into the image. After 100 attempts without one, it is the whole image.
+        Drawn as by TensorFlow's `sample_distorted_bounding_box`, as in the paper's code: first the
+        aspect, then the height, uniformly among those that give a legal area and fit into the
+        image. After 100 attempts without one, it is the whole image.
         """
         height, width = shape
         for _ in range(100):
@@ -122,10 +119,9 @@ Crop = Resize | CentralCrop | RandomCrop | InceptionCrop
 
 @dataclasses.dataclass(kw_only=True)
 class Preprocessing(Record):
-    """How a stored image becomes the model's input, without randomness.
+    """How a stored image becomes the model's input: cropped, then (value - mean) / std by channel.
 
-    It is saved with a checkpoint and used by evaluation, few-shot and prediction. Pixel values
-    0 to 255 become (value - mean) / std, by channel.
+    It is saved with a checkpoint and used by evaluation, few-shot and prediction.
     """
 
     crop: Crop = dataclasses.field(default_factory=Resize)
@@ -142,8 +138,7 @@ def normalize(
     images: Num[NumpyOrJax, '... c'], preprocessing: Preprocessing
 ) -> Float[NumpyOrJax, '... c']:
     """The model's input, float32, of pixel values 0 to 255: (value - mean) / std by channel."""
-    mean = np.asarray(preprocessing.mean, np.float32)
-    std = np.asarray(preprocessing.std, np.float32)
+    mean, std = (np.asarray(v, np.float32) for v in (preprocessing.mean, preprocessing.std))
     return (images.astype(np.float32) - mean) / std
 
 
@@ -156,8 +151,7 @@ def decode(stored: bytes | np.ndarray, *, exif_rotation: bool) -> Image:
     if isinstance(stored, np.ndarray):
         image = stored[..., None] if stored.ndim == 2 else stored
         return np.repeat(image, 3, axis=-1) if image.shape[-1] == 1 else image
-    fast = _fast_jpeg(stored, exif_rotation=exif_rotation)
-    if fast is not None:
+    if (fast := _fast_jpeg(stored, exif_rotation=exif_rotation)) is not None:
         return fast
     import cv2  # imported here, so that the model and the update step do not need it
 
@@ -174,13 +168,9 @@ def decode(stored: bytes | np.ndarray, *, exif_rotation: bool) -> Image:
 
 
 def _fast_jpeg(stored: bytes, *, exif_rotation: bool) -> Image | None:
-    """A JPEG that needs no rotation, decoded by libjpeg-turbo to OpenCV's bits in 0.9 of its time.
-
-    None for everything else.
-    """
-    if not stored.startswith(b'\xff\xd8'):
-        return None
-    if exif_rotation and b'Exif\0' in stored[:_EXIF_WITHIN]:
+    """A JPEG that needs no rotation, to OpenCV's bits in 0.9 of its time; else None."""
+    is_jpeg = stored.startswith(b'\xff\xd8')
+    if not is_jpeg or (exif_rotation and b'Exif\0' in stored[:_EXIF_WITHIN]):
         return None
     import simplejpeg
 
@@ -193,17 +183,14 @@ def _fast_jpeg(stored: bytes, *, exif_rotation: bool) -> Image | None:
 def _resized(image: Image, size: Size, method: ResizeMethod) -> Image:
     if image.shape[:2] == size:
         return image
-    match method:
-        case 'bilinear':
-            import cv2
+    if method == 'bilinear':
+        import cv2
 
-            return cv2.resize(image, size[::-1], interpolation=cv2.INTER_LINEAR)
-        case 'bilinear_antialias' | 'bicubic_antialias':
-            from PIL import Image as pillow  # only images of such preprocessing need it
+        return cv2.resize(image, size[::-1], interpolation=cv2.INTER_LINEAR)
+    from PIL import Image as pillow  # only images of such preprocessing need it
 
-            name = method.removesuffix('_antialias').upper()
-            return np.asarray(pillow.fromarray(image).resize(size[::-1], pillow.Resampling[name]))
-    assert_never(method)
+    name = method.removesuffix('_antialias').upper()
+    return np.asarray(pillow.fromarray(image).resize(size[::-1], pillow.Resampling[name]))
 
 
 def _covering(image: Image, size: Size, scale: float, method: ResizeMethod) -> Image:

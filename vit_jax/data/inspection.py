@@ -2,16 +2,16 @@
 
 import collections
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
 
 from vit_jax.data.image_preprocessing import decode
-from vit_jax.data.sources.base import EncodedImage, Source
+from vit_jax.data.sources.base import Label, Source
 
 _SIGNATURES = {
     b'\xff\xd8': 'JPEG',
@@ -44,54 +44,49 @@ def scan(source: Source, pool: futures.Executor, done: Callable[[int], None]) ->
     formats: collections.Counter[str] = collections.Counter()
     counts = np.zeros(len(source.class_names), int)
     unreadable, misnamed, sizes = [], [], []
-    for index, (label, kind, shape, error) in enumerate(
-        pool.map(lambda i: _examined(source, i), range(len(source)))
-    ):
+    names = map(source.name_of, range(len(source)))
+    examined = pool.map(functools.partial(_examined, source), range(len(source)))
+    for name, found in zip(names, examined, strict=True):
         done(1)
-        if error:
-            unreadable.append(error)
+        if isinstance(found, str):
+            unreadable.append(f'{name}: {found}')
             continue
+        label, kind, size = found
         counts[np.flatnonzero(label) if source.multi_label else label] += 1
         formats[kind] += 1
-        sizes.append(shape[:2])
-        name = source.name_of(index)
+        sizes.append(size)
         ending = os.path.splitext(name)[1].lower()
         if ending and kind != 'array' and _ENDINGS.get(ending, ending[1:].upper()) != kind:
             misnamed.append(f'{name}: {kind}')
-    height, width = np.percentile(sizes, [0, 50, 100], axis=0).astype(int).T if sizes else ((), ())
+    height, width = np.percentile(sizes or [(0, 0)], [0, 50, 100], axis=0).astype(int).T.tolist()
     return Scan(
         images=len(source),
         classes=dict(zip(source.class_names, counts.tolist(), strict=True)),
         formats=dict(formats.most_common()),
         unreadable=unreadable,
         misnamed=misnamed,
-        height=[int(pixels) for pixels in height],
-        width=[int(pixels) for pixels in width],
+        height=height if sizes else [],
+        width=width if sizes else [],
     )
 
 
-def _examined(source: Source, index: int) -> tuple[Any, str, tuple[int, ...], str | None]:
+def _examined(source: Source, index: int) -> tuple[Label, str, tuple[int, ...]] | str:
+    """Label, format and size of an image, or why it cannot be read."""
     try:
         stored, label = source.read(index)
-        return label, _format(stored), decode(stored, exif_rotation=True).shape, None
+        size = decode(stored, exif_rotation=True).shape[:2]
     except (ValueError, OSError) as error:
-        return None, '', (), f'{source.name_of(index)}: {error}'
-
-
-def _format(stored: EncodedImage) -> str:
+        return str(error)
     if isinstance(stored, np.ndarray):
-        return 'array'
+        return label, 'array', size
     known = (kind for start, kind in _SIGNATURES.items() if stored.startswith(start))
-    return next(known, 'other')
+    return label, next(known, 'other'), size
 
 
 def contact_sheet(
     rows: Sequence[tuple[str, Sequence[np.ndarray]]], heads: Sequence[str]
 ) -> Image.Image:
-    """A picture of named rows of images of one size, under the titles `heads`.
-
-    Small images are enlarged, each pixel a square. A white frame is around each.
-    """
+    """A picture of named rows of images of one size, small ones enlarged, under titles `heads`."""
     height, width = rows[0][1][0].shape[:2]
     scale = max(1, -(-_LEAST_SIDE // min(height, width)))
     height, width = scale * height + 2 * _FRAME, scale * width + 2 * _FRAME
@@ -104,8 +99,6 @@ def contact_sheet(
         top = _HEAD_HEIGHT + row * height
         draw.text((4, top + height // 2 - 6), name[: _NAME_WIDTH // 7], 'black')
         for column, image in enumerate(images):
-            tile = Image.fromarray(image).resize(
-                (width - 2 * _FRAME, height - 2 * _FRAME), Image.Resampling.NEAREST
-            )
+            tile = Image.fromarray(image.repeat(scale, axis=0).repeat(scale, axis=1))
             sheet.paste(tile, (_NAME_WIDTH + column * width + _FRAME, top + _FRAME))
     return sheet

@@ -1,17 +1,18 @@
 """Batches on the devices from a source of images, each a pure function of (seed, step).
 
-The global batch is decided first and each process loads its own rows of it, so that a batch does
-not depend on the number of processes, devices or loader threads. It holds `images` (b h w 3,
-uint8), `labels` (b, or b k if multi-label), `mask` (b), False for padding and for images that could
-not be read, and `epoch` and `example` (b), from which all randomness of an example is derived.
+Each process loads its own rows of the global batch, which does not depend on the number of
+processes, devices or threads. It holds `images` (b h w 3, uint8), `labels` (b, or b k if
+multi-label), `mask` (b), False for padding and for images that could not be read, and `epoch` and
+`example` (b), from which all randomness of an example is derived.
 """
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from typing import Any, Literal
+from typing import Literal
 
 import grain
 import jax
@@ -56,10 +57,7 @@ class ExampleRef:
 
 @dataclasses.dataclass(frozen=True)
 class ImageReader:
-    """Reads, decodes and crops examples of a source to one size (height, width).
-
-    Random crops are drawn by (seed, epoch, index).
-    """
+    """Reads, decodes and crops examples to one size; random crops by (seed, epoch, index)."""
 
     source: Source
     crop: Crop
@@ -79,18 +77,16 @@ class ImageReader:
 
         def read(rows: range) -> None:
             for row in rows:
-                if (ref := refs[row]) is None:
-                    continue
-                try:
-                    images[row], labels[row] = self.example(ref)
-                    mask[row] = True
-                except ValueError:
-                    if self.on_unreadable != 'skip':
-                        raise
+                if (ref := refs[row]) is not None:
+                    try:
+                        images[row], labels[row] = self.example(ref)
+                        mask[row] = True
+                    except ValueError:
+                        if self.on_unreadable != 'skip':
+                            raise
 
-        starts = range(0, len(refs), _ROWS)
-        chunks = [range(start, min(start + _ROWS, len(refs))) for start in starts]
-        list(pool.map(read, chunks))  # raises what a thread raised
+        rows = range(len(refs))
+        list(pool.map(read, (rows[i : i + _ROWS] for i in rows[::_ROWS])))  # raises what one raised
         return {'images': images, 'labels': labels, 'mask': mask} | _epochs_and_indices(refs)
 
     def example(self, ref: ExampleRef) -> tuple[UInt8[np.ndarray, 'h w 3'], Label]:
@@ -138,15 +134,6 @@ def shuffled(count: int, *, seed: int) -> Sampler:
     return lambda position: ExampleRef(int(indices[position]), position // count)
 
 
-def sequential(indices: Int[np.ndarray, 'n']) -> Sampler:
-    """These examples once, then padding."""
-
-    def sample(position: int) -> ExampleRef | None:
-        return ExampleRef(int(indices[position])) if position < len(indices) else None
-
-    return sample
-
-
 @dataclasses.dataclass(frozen=True)
 class Loader:
     """Where batches come from: `load` runs in threads on the host, `place` on its result."""
@@ -155,7 +142,6 @@ class Loader:
     load: Callable[[Sequence[ExampleRef | None]], Batch]
     place: Callable[[Batch], Batch]
     sharding: NamedSharding
-    preprocessing_id: str  # equal for equal crop, size and rotation of images
 
 
 def make_loader(reader: ImageReader, config: LoaderConfig, sharding: NamedSharding) -> Loader:
@@ -164,34 +150,29 @@ def make_loader(reader: ImageReader, config: LoaderConfig, sharding: NamedShardi
     Raises UserError for random crops that are to be kept on the device.
     """
     if config.placement == 'device' and reader.crop.random:
-        name = type(reader.crop).__name__
-        raise UserError(f'placement=device cannot keep {name}, which differs at every draw')
+        crop = type(reader.crop).__name__
+        raise UserError(f'placement=device cannot keep {crop}, which differs at every draw')
     size_mb = len(reader.source) * math.prod(reader.size) * 3 / 2**20
     fits = not reader.crop.random and size_mb <= config.device_mb
-    on_device = {'host': False, 'device': True, 'auto': fits}[config.placement]
+    on_device = config.placement == 'device' or (config.placement == 'auto' and fits)
     import cv2  # imported here: who only imports this module need not have it
 
     cv2.setNumThreads(1)  # the pool's threads suffice; OpenCV releases the interpreter lock
     pool = futures.ThreadPoolExecutor(config.threads or cores())
-    preprocessing_id = repr((reader.crop, reader.size, reader.exif_rotation))
     if on_device:
         with pool:
-            load, place = _kept_on_device(reader, pool, sharding)
-        return Loader(reader.source, load, place, sharding, preprocessing_id)
-
-    def load_on_host(refs: Sequence[ExampleRef | None]) -> Batch:
-        return reader.examples(refs, pool)
-
-    return Loader(reader.source, load_on_host, lambda batch: batch, sharding, preprocessing_id)
+            return Loader(reader.source, *_kept_on_device(reader, pool, sharding), sharding)
+    load = functools.partial(reader.examples, pool=pool)
+    return Loader(reader.source, load, lambda batch: batch, sharding)
 
 
 def make_loaders(config: LoaderConfig, sharding: NamedSharding) -> Callable[[ImageReader], Loader]:
     """A function from readers to loaders, which makes each once: a split is on the device once."""
-    made: dict[tuple[Any, ...], Loader] = {}
+    made: dict[tuple[int, str], Loader] = {}
 
     def loader_of(reader: ImageReader) -> Loader:
-        how = repr((reader.crop, reader.size, reader.exif_rotation, reader.on_unreadable))
-        name = id(reader.source), how
+        how = reader.crop, reader.size, reader.exif_rotation, reader.on_unreadable
+        name = id(reader.source), repr(how)
         if name not in made:
             made[name] = make_loader(reader, config, sharding)
         return made[name]
@@ -203,7 +184,7 @@ def _kept_on_device(
     reader: ImageReader, pool: futures.Executor, sharding: NamedSharding
 ) -> tuple[Callable[[Sequence[ExampleRef | None]], Batch], Callable[[Batch], Batch]]:
     """All images read once; then `load` gives indices and `place` gathers their images."""
-    read = reader.examples([ExampleRef(index) for index in range(len(reader.source))], pool)
+    read = reader.examples([*map(ExampleRef, range(len(reader.source)))], pool)
     stored = put(read, dict.fromkeys(read, NamedSharding(sharding.mesh, PartitionSpec())))
 
     @jax.jit
@@ -251,5 +232,9 @@ def sequential_batches(
     loader: Loader, indices: Int[np.ndarray, 'n'], *, batch_size: int
 ) -> Iterator[Batch]:
     """These examples once each, in order, the last batch filled up with padding."""
-    steps = range(0, -(-len(indices) // batch_size))
-    return batches(loader, sequential(indices), steps=steps, batch_size=batch_size)
+
+    def sampler(position: int) -> ExampleRef | None:
+        return ExampleRef(int(indices[position])) if position < len(indices) else None
+
+    steps = range(-(-len(indices) // batch_size))
+    return batches(loader, sampler, steps=steps, batch_size=batch_size)

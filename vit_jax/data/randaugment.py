@@ -2,12 +2,11 @@
 
 Cubuk et al., "RandAugment" (2019), as the AugReg and big_vision recipes run it: `layers` times one
 of sixteen operations, drawn evenly, at one magnitude. Every operation is a step in one of four
-passes, and leaves the others as they are: pixels move (one affine gather), values go through a
-table of 256 entries by channel, the image is blended with another one, a square is cut out. So a
-batch with sixteen different operations is one batched program.
+passes: pixels move (one affine gather), values go through a table of 256 entries by channel, the
+image is blended with another one, a square is cut out. So a batch of all is one batched program.
 
-What is odd in the original is kept, because published recipes were tuned with it, except for one
-thing, which is a choice (`RandAugment.contrast`):
+What is odd in the original is kept, because published recipes were tuned with it; the last is a
+choice (`RandAugment.contrast`):
 
 - a magnitude above 10 is not clipped: 15 and 20 extrapolate the ranges;
 - posterize and solarize grow weaker with the magnitude, and at magnitude 0 they are at their
@@ -18,7 +17,8 @@ thing, which is a choice (`RandAugment.contrast`):
 """
 
 import dataclasses
-from typing import Literal, assert_never
+import itertools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ import jax.numpy as jnp
 from vit_jax.base.array_types import Array, Float, Int, Key, UInt8
 from vit_jax.base.records import Record, require_between
 
+Image = UInt8[Array, 'h w 3']
+Index = Int[Array, '']
 Contrast = Literal['mean', 'pixel_count']
 OPERATIONS = tuple(
     'auto_contrast equalize invert rotate posterize solarize color contrast brightness sharpness '
@@ -53,9 +55,7 @@ class RandAugment(Record):
         require_between(self, 'layers', 'magnitude', low=0)
 
 
-def randaugment(
-    key: Key[Array, ''], image: UInt8[Array, 'h w 3'], config: RandAugment
-) -> UInt8[Array, 'h w 3']:
+def randaugment(key: Key[Array, ''], image: Image, config: RandAugment) -> Image:
     """The image after `layers` operations drawn from the key."""
     for layer in range(config.layers):
         choice, rest = jax.random.split(jax.random.fold_in(key, layer))
@@ -65,35 +65,24 @@ def randaugment(
 
 
 def operate(
-    key: Key[Array, ''],
-    image: UInt8[Array, 'h w 3'],
-    operation: Int[Array, ''],
-    *,
-    magnitude: float,
-    contrast: Contrast,
-) -> UInt8[Array, 'h w 3']:
+    key: Key[Array, ''], image: Image, operation: Index, *, magnitude: float, contrast: Contrast
+) -> Image:
     """The image after one operation, an index of OPERATIONS; the key decides sign and place."""
     sign_key, place_key = jax.random.split(key)
     sign = jnp.where(jax.random.bernoulli(sign_key), 1.0, -1.0)
+    level = magnitude / 10
+    factor = 0.1 + 1.8 * level  # of an enhancing operation: 1 leaves the image as it is
     image = _moved(image, operation, sign * magnitude / 10)
-    tables = _tables(image, operation, magnitude / 10, contrast)
+    tables = _tables(image, operation, level, factor, contrast)
     image = jnp.stack([tables[c][image[..., c]] for c in range(3)], axis=-1).astype(jnp.uint8)
-    image = _blended(image, operation, _factor(magnitude / 10))
-    return _cut_out(place_key, image, operation, magnitude / 10)
+    return _cut_out(place_key, _blended(image, operation, factor), operation, level)
 
 
-def _is(operation: Int[Array, ''], name: str) -> Array:
+def _is(operation: Index, name: str) -> Array:
     return operation == OPERATIONS.index(name)
 
 
-def _factor(level: float) -> float:
-    """How far an enhancing operation goes: 1 leaves the image as it is."""
-    return 0.1 + 1.8 * level
-
-
-def _moved(
-    image: UInt8[Array, 'h w 3'], operation: Int[Array, ''], level: Float[Array, '']
-) -> UInt8[Array, 'h w 3']:
+def _moved(image: Image, operation: Index, level: Float[Array, '']) -> Image:
     """Each pixel fetched from where rotation, shear or translation leads to; grey from outside."""
     height, width, _ = image.shape
     angle = jnp.where(_is(operation, 'rotate'), jnp.deg2rad(30 * level), 0.0)
@@ -114,20 +103,16 @@ def _moved(
 
 
 def _tables(
-    image: UInt8[Array, 'h w 3'], operation: Int[Array, ''], level: float, contrast: Contrast
+    image: Image, operation: Index, level: float, factor: float, contrast: Contrast
 ) -> Int[Array, '3 256']:
     """What becomes of each value 0 to 255 of each channel."""
     value = jnp.arange(256)
     bits = max(0, 8 - int(level * 4))
     added = jnp.clip(value + int(level * 110), 0, 255)
-    factor = _factor(level)
-    match contrast:
-        case 'mean':
-            middle = jnp.rint(_grey(image).mean())
-        case 'pixel_count':
-            middle = jnp.asarray(min(255.0, image.shape[0] * image.shape[1] / 256))
-        case _:
-            assert_never(contrast)
+    middle = {
+        'mean': jnp.rint(_grey(image).mean()),
+        'pixel_count': jnp.asarray(min(255.0, image.shape[0] * image.shape[1] / 256)),
+    }[contrast]
     same_for_all = {
         'invert': 255 - value,
         'posterize': (value >> bits) << bits,
@@ -140,8 +125,7 @@ def _tables(
     for name, changed in same_for_all.items():
         table = jnp.where(_is(operation, name), changed, table)
     rows = []
-    for channel in range(3):
-        values = image[..., channel].reshape(-1)
+    for values in image.reshape(-1, 3).T:
         row = jnp.where(_is(operation, 'auto_contrast'), _stretched(values), table)
         rows.append(jnp.where(_is(operation, 'equalize'), _equalized(values), row))
     return jnp.stack(rows)
@@ -164,14 +148,11 @@ def _equalized(values: UInt8[Array, 'n']) -> Int[Array, '256']:
     return jnp.where(step > 0, table, jnp.arange(256))
 
 
-def _blended(
-    image: UInt8[Array, 'h w 3'], operation: Int[Array, ''], factor: float
-) -> UInt8[Array, 'h w 3']:
+def _blended(image: Image, operation: Index, factor: float) -> Image:
     """Away from grey (color) or from a smoothed image (sharpness)."""
-    is_color, is_sharpness = _is(operation, 'color'), _is(operation, 'sharpness')
-    pixels = image.astype(jnp.float32)
+    is_color, pixels = _is(operation, 'color'), image.astype(jnp.float32)
     other = jnp.where(is_color, _grey(image)[..., None], _smoothed(pixels))
-    amount = jnp.where(is_color | is_sharpness, factor, 1.0)
+    amount = jnp.where(is_color | _is(operation, 'sharpness'), factor, 1.0)
     return _eight_bits(other + amount * (pixels - other)).astype(jnp.uint8)
 
 
@@ -181,15 +162,12 @@ def _smoothed(pixels: Float[Array, 'h w 3']) -> Float[Array, 'h w 3']:
     if min(height, width) < 3:
         return pixels
     total = 4 * pixels[1:-1, 1:-1]
-    for dy in range(3):
-        for dx in range(3):
-            total = total + pixels[dy : height - 2 + dy, dx : width - 2 + dx]
+    for dy, dx in itertools.product(range(3), range(3)):
+        total = total + pixels[dy : height - 2 + dy, dx : width - 2 + dx]
     return pixels.at[1:-1, 1:-1].set(jnp.floor(total / 13 + 0.5))
 
 
-def _cut_out(
-    key: Key[Array, ''], image: UInt8[Array, 'h w 3'], operation: Int[Array, ''], level: float
-) -> UInt8[Array, 'h w 3']:
+def _cut_out(key: Key[Array, ''], image: Image, operation: Index, level: float) -> Image:
     """A grey square around a point anywhere in the image."""
     height, width, _ = image.shape
     centre = jax.random.uniform(key, (2,)) * jnp.asarray([height, width])
@@ -200,7 +178,7 @@ def _cut_out(
     return jnp.where(hidden[..., None], jnp.uint8(GREY), image)
 
 
-def _grey(image: UInt8[Array, 'h w 3']) -> Float[Array, 'h w']:
+def _grey(image: Image) -> Float[Array, 'h w']:
     """Luminance, in whole levels."""
     red, green, blue = (image[..., c] * weight for c, weight in enumerate(_LUMINANCE))
     return jnp.floor(red + green + blue + 0.5)

@@ -1,5 +1,7 @@
 """Means of the loss and of metrics over a whole data set, each example counted exactly once."""
 
+import collections
+import itertools
 from collections.abc import Callable, Iterable
 
 import jax
@@ -27,27 +29,17 @@ def evaluate(
     Raises AssertionError where the batches held another number: an accuracy over other examples
     than those asked for is no result.
     """
-    totals: dict[str, float] = {}
+    totals: dict[str, float] = collections.defaultdict(float)
     examples, logits, targets = 0, [], []
-
-    def add(found: Sums) -> None:
-        nonlocal examples
+    computed = itertools.chain((loss_sums(params, batch) for batch in batches), [None])
+    for found, _ in itertools.pairwise(computed):  # read one batch late: the device runs ahead
         sums, number, rows = jax.device_get(found)
         examples += int(number)
         for name, value in sums.items():
-            totals[name] = totals.get(name, 0.0) + float(value)
+            totals[name] += float(value)
         if rows:
             logits.append(rows['logits'])
             targets.append(rows['targets'])
-
-    pending = None
-    for batch in batches:
-        found = loss_sums(params, batch)
-        if pending is not None:
-            add(pending)  # read one batch late: the device runs ahead
-        pending = found
-    if pending is not None:
-        add(pending)
     if examples != count:
         raise AssertionError(f'evaluated {examples} examples of {count}')
     means = {name: total / count for name, total in totals.items()}

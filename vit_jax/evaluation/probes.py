@@ -110,8 +110,8 @@ def logistic(train: Labelled, test: Labelled, config: LogisticConfig) -> Logisti
             tolerance=config.tolerance,
         )
 
-    l2 = config.l2[0]
-    if len(config.l2) > 1:
+    l2, *others = config.l2
+    if others:
         valid = np.random.default_rng(0).random(len(labels)) < config.validation_fraction
         part = Labelled(learned[valid], labels[valid])
         l2 = max(config.l2, key=lambda strength: _accuracy(fit(~valid, strength), part))
@@ -119,11 +119,9 @@ def logistic(train: Labelled, test: Labelled, config: LogisticConfig) -> Logisti
     # The column of each test image; no column for a class that has no training image.
     known = np.isin(test.labels, classes)
     columns = np.where(known, np.searchsorted(classes, test.labels), -1)
-    accuracy, converged = (
-        _accuracy(fitted, Labelled(tested, columns)),
-        fitted.slope <= config.tolerance,
-    )
-    return LogisticResult(accuracy, l2, int(fitted.iterations), bool(converged))
+    accuracy = _accuracy(fitted, Labelled(tested, columns))
+    converged = bool(fitted.slope <= config.tolerance)
+    return LogisticResult(accuracy, l2, int(fitted.iterations), converged)
 
 
 @functools.partial(jax.jit, static_argnames=('num_classes', 'max_iterations', 'tolerance'))

@@ -3,7 +3,7 @@
 import functools
 import logging
 import math
-from typing import Literal, assert_never
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +28,9 @@ def attend(
     if implementation == 'auto':
         shapes = query.shape[1:], key.shape[1:]
         implementation = 'cudnn' if cudnn_compiles(*shapes, query.dtype.name) else 'xla'
-    match implementation:
-        case 'cudnn':
-            return attend_at_even_lengths(query, key, value, implementation='cudnn')
-        case 'xla':
-            return jax.nn.dot_product_attention(query, key, value, implementation='xla')
-        case other:
-            assert_never(other)
+    by_cudnn = implementation == 'cudnn'
+    attention = attend_at_even_lengths if by_cudnn else jax.nn.dot_product_attention
+    return attention(query, key, value, implementation=implementation)
 
 
 def attention_weights(
@@ -56,7 +52,7 @@ def attend_at_even_lengths(
 
     The padding is hidden by sequence lengths, not by a mask, which the kernel would have to read.
     """
-    batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
+    (batch, queries), keys = query.shape[:2], key.shape[1]
     if queries % 2 == 0 and keys % 2 == 0:
         return jax.nn.dot_product_attention(query, key, value, implementation=implementation)
 

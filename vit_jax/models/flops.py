@@ -38,10 +38,8 @@ def _count(jaxpr: Any) -> int:
         inner = [_count(called) for called in jaxprs_in_params(params)]
         if name == 'dot_general':
             (contracted, _), _ = params['dimension_numbers']
-            left = equation.invars[0].aval.shape
-            total += math.prod(equation.outvars[0].aval.shape) * math.prod(
-                left[axis] for axis in contracted
-            )
+            left, output = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+            total += math.prod(output) * math.prod(left[axis] for axis in contracted)
         elif name == 'conv_general_dilated':
             total += _convolution(equation)
         elif name == 'scan':
@@ -65,9 +63,8 @@ def _convolution(equation: Any) -> int:
     image, kernel = (v.aval.shape for v in equation.invars)
     output = equation.outvars[0].aval.shape
     batch, features, *output_axes = specs.out_spec
-    total = (
-        output[batch] * output[features] * kernel[specs.rhs_spec[1]]
-    )  # input channels of a group
+    inputs_of_a_group = kernel[specs.rhs_spec[1]]
+    total = output[batch] * output[features] * inputs_of_a_group
     for i, axis in enumerate(output_axes):
         starts = params['window_strides'][i] * np.arange(output[axis]) - params['padding'][i][0]
         taps = params['rhs_dilation'][i] * np.arange(kernel[specs.rhs_spec[2 + i]])

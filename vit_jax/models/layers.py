@@ -16,8 +16,6 @@ from vit_jax.base.records import require
 # a name. Its parameters are whatever lies below `head/`.
 Head = Literal['linear'] | Callable[..., Any]
 
-TAPS = 'taps/'  # the variables of a tap are a Flax collection: this, and its name
-
 
 def check_head(head: Head, bias: float) -> None:
     """Raises UserError for the bias of a head that is a function, and sets its own."""
@@ -68,10 +66,10 @@ def tap(
 ) -> None:
     """Offers `function(*arrays)` to `Model.capture`; computed only if it is asked for by name.
 
-    The name is the module's place in the tree, without `encoder/block` and `backbone`, and `name`:
-    `attention/weights` for `weights` in `encoder/block/attention`.
+    It is a Flax collection of its own, whose name is the module's place in the tree, without
+    `encoder/block` and `backbone`, and `name`: `attention/weights` in every block.
     """
     place = [part for part in module.path if part not in ('encoder', 'block', 'backbone')]
-    collection = TAPS + '/'.join((*place, name))
+    collection = '/'.join((*place, name))
     if module.is_mutable_collection(collection) and not module.is_initializing():
         module.sow(collection, 'tapped', function(*arrays), reduce_fn=lambda _, latest: latest)

@@ -2,17 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, assert_never
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core.scope import DenyList
 
 from vit_jax.base import records
 from vit_jax.base.array_types import Array, Float, Key, Params
 from vit_jax.base.errors import UserError
-from vit_jax.models.layers import TAPS
-from vit_jax.models.options import ActivationSharding, Compute, Regularization, unconstrained
+from vit_jax.models.options import ActivationSharding, Compute, Regularization
 from vit_jax.models.resnet import ResNetClassifier, ResNetConfig
 from vit_jax.models.vit import ViT, ViTConfig
 
@@ -48,7 +48,7 @@ def build(
     *,
     regularization: Regularization | None = None,
     compute: Compute | None = None,
-    shard_activations: ActivationSharding = unconstrained,
+    shard_activations: ActivationSharding = lambda x: x,
 ) -> Model:
     """The network of a configuration. Raises UserError where the sizes do not fit together.
 
@@ -59,11 +59,20 @@ def build(
     regularization = records.checked(regularization or Regularization(), where='regularization')
     _ = config.grid  # raises where the patches do not fill the image
     shape = *config.image_size, config.channels
-    # Outside training nothing is dropped: the same network without regularization.
-    module, training = (
-        _module(config, dropped, compute, shard_activations)
-        for dropped in (Regularization(), regularization)
-    )
+    module: nn.Module
+    training: nn.Module
+    if isinstance(config, ViTConfig):
+        # Outside training nothing is dropped: the same network without regularization.
+        module, training = (
+            ViT(config, dropped, compute, shard_activations)
+            for dropped in (Regularization(), regularization)
+        )
+    else:
+        records.require(
+            regularization == Regularization(),
+            f'a ResNet has neither dropout nor stochastic depth: {regularization}',
+        )
+        module = training = ResNetClassifier(config, compute)
 
     def run(params: Params, images: Float[Array, 'b h w c'], **options: Any) -> Any:
         if images.shape[1:] != shape:
@@ -95,10 +104,9 @@ def _taps(forward: Callable[[Any], dict[str, Any]], names: Iterable[str]) -> dic
     """The taps of these names, from a forward pass that gives the collections it is asked for."""
 
     def kept(collections: Any) -> dict[str, Array]:
-        found = {k: v for k, v in forward(collections).items() if k.startswith(TAPS)}
-        return {name.removeprefix(TAPS): jax.tree.leaves(v)[0] for name, v in found.items()}
+        return {name: jax.tree.leaves(v)[0] for name, v in forward(collections).items()}
 
-    every, names = jax.eval_shape(lambda: kept(True)), tuple(names)
+    every, names = jax.eval_shape(lambda: kept(DenyList('params'))), list(names)
     for name in names:
         if name not in every:
             raise UserError(f'capture: no {name!r} here; {records.nearest(name, every)}')
@@ -107,7 +115,7 @@ def _taps(forward: Callable[[Any], dict[str, Any]], names: Iterable[str]) -> dic
     # bfloat16), as other operations are fused; and XLA drops optimization barriers on CPUs.
     return jax.lax.cond(
         jax.lax.rng_uniform(0.0, 1.0, shape=()) < 2,
-        lambda: kept([TAPS + name for name in names]),
+        lambda: kept(names),
         lambda: {name: jnp.zeros(every[name].shape, every[name].dtype) for name in names},
     )
 
@@ -117,27 +125,6 @@ def for_task(
 ) -> ModelConfig:
     """The network to fine-tune: its whole head is a single linear layer (section 3.2)."""
     changes: dict[str, Any] = {'num_classes': num_classes, 'head': 'linear'}
-    if image_size is not None:
-        changes['image_size'] = image_size
     if isinstance(config, ViTConfig):
         changes['representation_size'] = None
-    return dataclasses.replace(config, **changes)
-
-
-def _module(
-    config: ModelConfig,
-    regularization: Regularization,
-    compute: Compute,
-    shard_activations: ActivationSharding,
-) -> nn.Module:
-    match config:
-        case ViTConfig():
-            return ViT(config, regularization, compute, shard_activations)
-        case ResNetConfig():
-            if regularization != Regularization():
-                raise UserError(
-                    f'a ResNet has neither dropout nor stochastic depth: {regularization}'
-                )
-            return ResNetClassifier(config, compute)
-        case other:
-            assert_never(other)
+    return dataclasses.replace(config, image_size=image_size or config.image_size, **changes)

@@ -1,9 +1,8 @@
 """What does not change which network it is: how it is computed, and what training drops."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any, Literal, assert_never
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -57,11 +56,6 @@ class Compute(Record):
 ActivationSharding = Callable[[Array], Array]
 
 
-def unconstrained(x: Array) -> Array:
-    """The same array: XLA decides where it lies."""
-    return x
-
-
 def rematerialized(
     block: type[nn.Module], compute: Compute, *, in_loop: bool = False
 ) -> type[nn.Module]:
@@ -71,16 +65,10 @@ def rematerialized(
     elimination) and keep what remat frees. Barriers prevent it; a rolled loop needs none, as the
     two lie in different loops.
     """
-    checkpoint = functools.partial(nn.remat, block, prevent_cse=not in_loop)
-    match compute.remat:
-        case 'none':
-            return block
-        case 'dots':
-            return checkpoint(policy=_keep_products)
-        case 'block':
-            return checkpoint(policy=jax.checkpoint_policies.nothing_saveable)
-        case other:
-            assert_never(other)
+    if compute.remat == 'none':
+        return block
+    policies = {'dots': _keep_products, 'block': jax.checkpoint_policies.nothing_saveable}
+    return nn.remat(block, prevent_cse=not in_loop, policy=policies[compute.remat])
 
 
 def _keep_products(primitive: Any, *operands: Any, **params: Any) -> Any:

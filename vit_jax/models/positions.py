@@ -5,7 +5,7 @@ To add a kind, add it to `PositionKind` and to each `match` here. One that acts 
 """
 
 from collections.abc import Callable
-from typing import Literal, Protocol, assert_never, runtime_checkable
+from typing import Literal, assert_never
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -19,36 +19,21 @@ PositionKind = Literal['learned', 'sincos2d', 'none']
 Grid = tuple[int, int]  # patches in (height, width)
 
 
-@runtime_checkable
-class SequenceConfig(Protocol):
-    """What a kind may depend on. `ViTConfig` has it, which imports this module."""
-
-    positions: PositionKind
-    width: int
-
-    @property
-    def grid(self) -> Grid: ...
-
-    @property
-    def num_tokens(self) -> int: ...
-
-
 class Positions(nn.Module):
     """Adds positions to the tokens (equation 1). Its parameters lie where the caller's do."""
 
-    config: SequenceConfig
+    kind: PositionKind
+    grid: Grid
 
     @nn.compact
     def __call__(self, tokens: Float[Array, 'b n d']) -> Float[Array, 'b n d']:
-        match self.config.positions:
+        _, length, width = tokens.shape
+        match self.kind:
             case 'learned':
-                table = self.param(
-                    'pos_embedding',
-                    nn.initializers.normal(0.02),
-                    (1, self.config.num_tokens, self.config.width),
-                )
+                initializer = nn.initializers.normal(0.02)
+                table = self.param('pos_embedding', initializer, (1, length, width))
             case 'sincos2d':
-                table = jnp.asarray(as_array(self.config))
+                table = jnp.asarray(as_array(self.kind, self.grid, length=length, width=width))
             case 'none':
                 return tokens
             case other:
@@ -56,30 +41,25 @@ class Positions(nn.Module):
         return tokens + table.astype(tokens.dtype)
 
 
-def check(config: SequenceConfig) -> None:
+def check(kind: PositionKind, *, width: int) -> None:
     """Raises UserError for a width that the kind of positions cannot fill."""
-    require(
-        config.positions != 'sincos2d' or config.width % 4 == 0,
-        f'width={config.width} is not a multiple of 4, as sincos2d positions need',
-    )
+    fits = kind != 'sincos2d' or width % 4 == 0
+    require(fits, f'width={width} is not a multiple of 4, as sincos2d positions need')
 
 
-def as_array(config: SequenceConfig) -> Float[np.ndarray, '1 n d']:
-    """What a kind without parameters adds to the tokens, for files that hold arrays only.
+def as_array(
+    kind: PositionKind, grid: Grid, *, length: int, width: int
+) -> Float[np.ndarray, '1 n d']:
+    """What a kind without parameters adds to `length` tokens, for files that hold arrays only.
 
     The class token's row is zero. Raises UserError for a kind that is no fixed array.
     """
-    grid, width = config.grid, config.width
-    match config.positions:
-        case 'sincos2d':
-            table = sincos2d(grid, width)
-            return np.pad(table, ((config.num_tokens - len(table), 0), (0, 0)))[None]
-        case 'none':
-            return np.zeros((1, config.num_tokens, width), np.float32)
-        case 'learned':
-            raise UserError('learned positions are parameters already')
-        case other:
-            assert_never(other)
+    if kind == 'none':
+        return np.zeros((1, length, width), np.float32)
+    if kind != 'sincos2d':
+        raise UserError(f'{kind} positions are parameters already')
+    table = sincos2d(grid, width)
+    return np.pad(table, ((length - len(table), 0), (0, 0)))[None]
 
 
 def sincos2d(grid: Grid, width: int) -> Float[np.ndarray, 'n d']:
@@ -99,13 +79,9 @@ Resize = Callable[[np.ndarray, Grid, Grid], np.ndarray]  # leaf, old grid, new g
 
 def resizers(kind: PositionKind) -> dict[str, Resize]:
     """How the parameters of a kind are adapted to another grid: a function for each, by name."""
-    match kind:
-        case 'learned':
-            return {'pos_embedding': resize}
-        case 'sincos2d' | 'none':
-            return {}
-        case other:
-            assert_never(other)
+    known: dict[PositionKind, dict[str, Resize]]
+    known = {'learned': {'pos_embedding': resize}, 'sincos2d': {}, 'none': {}}
+    return known[kind]
 
 
 def resize(table: Float[np.ndarray, '1 n d'], old: Grid, new: Grid) -> Float[np.ndarray, '1 m d']:

@@ -36,26 +36,19 @@ def variant(name: str, **changes: Any) -> ModelConfig:
     if match := re.fullmatch(r'R(\d+)x(\d+)', name):
         backbone = Backbone(blocks=_blocks(name, match[1]), width=64 * int(match[2]))
         return ResNetConfig(**({'backbone': backbone} | changes))
-    stem, plus, plain = name.rpartition('+')
-    match = re.fullmatch(r'(\w+)/(\d+)(?:x(\d+))?', plain)
-    if not match or not re.fullmatch(r'R\d*\+|', stem + plus):
+    match = re.fullmatch(r'(?:R(\d*)\+)?(\w+)/((\d+)(?:x(\d+))?)', name)
+    if not match:
         raise UserError(
             f'variant {name!r}: expected SIZE/PATCH, such as B/16 or B/16x8, a hybrid such as '
             f'R50+B/16, or a ResNet such as R152x2'
         )
-    size, height, width = match.groups()
+    layers, size, patch, height, width = match.groups()
     if size not in SIZES:
         raise UserError(f'variant {name!r}: no size {size!r}; {records.nearest(size, SIZES)}')
-    depth, model_width, mlp_dim, num_heads = SIZES[size]
-    values: dict[str, Any] = {
-        'patch_size': (int(height), int(width or height)),
-        'depth': depth,
-        'width': model_width,
-        'mlp_dim': mlp_dim,
-        'num_heads': num_heads,
-    }
-    if stem:
-        values |= _hybrid(name, stem[1:], reduction=plain.partition('/')[2])
+    values: dict[str, Any] = {'patch_size': (int(height), int(width or height))}
+    values |= zip(('depth', 'width', 'mlp_dim', 'num_heads'), SIZES[size], strict=True)
+    if layers is not None:
+        values |= _hybrid(name, layers, reduction=patch)
     return ViTConfig(**(values | changes))
 
 

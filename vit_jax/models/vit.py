@@ -56,7 +56,7 @@ class ViTConfig(Record):
             self.width % self.num_heads == 0,
             f'width={self.width} is not a multiple of num_heads={self.num_heads}',
         )
-        positions.check(self)
+        positions.check(self.positions, width=self.width)
         check_head(self.head, self.head_bias)
 
     @property
@@ -131,13 +131,17 @@ class Attention(nn.Module):
         return nn.Dropout(self.dropout, deterministic=False)(out)
 
 
-class Block(nn.Module):
-    """A pre-LayerNorm encoder block: equations 2 and 3."""
+class Part(nn.Module):
+    """What the network, its encoder and each block are made from."""
 
     config: ViTConfig
     regularization: Regularization
     compute: Compute
     shard_activations: ActivationSharding
+
+
+class Block(Part):
+    """A pre-LayerNorm encoder block: equations 2 and 3."""
 
     @nn.compact
     def __call__(
@@ -164,13 +168,8 @@ class Block(nn.Module):
         return x, None
 
 
-class Encoder(nn.Module):
+class Encoder(Part):
     """The blocks: one set of stacked parameters, applied by a scan; then the final LayerNorm."""
-
-    config: ViTConfig
-    regularization: Regularization
-    compute: Compute
-    shard_activations: ActivationSharding
 
     @nn.compact
     def __call__(self, x: Float[Array, 'b n d']) -> Float[Array, 'b n d']:
@@ -187,14 +186,10 @@ class Encoder(nn.Module):
             self.config, self.regularization, self.compute, self.shard_activations, name='block'
         )
         x, _ = blocks(x, jnp.linspace(0, self.regularization.stochastic_depth, depth))
-        match self.config.final_norm:
-            case 'before_pool':
-                epsilon, dtype = self.config.layer_norm_epsilon, self.compute.dtype
-                return nn.LayerNorm(epsilon=epsilon, dtype=dtype, name='norm')(x)
-            case 'after_pool':
-                return x
-            case other:
-                assert_never(other)
+        if self.config.final_norm == 'after_pool':
+            return x
+        epsilon, dtype = self.config.layer_norm_epsilon, self.compute.dtype
+        return nn.LayerNorm(epsilon=epsilon, dtype=dtype, name='norm')(x)
 
 
 class AttentionPool(nn.Module):
@@ -214,13 +209,8 @@ class AttentionPool(nn.Module):
         return (x + Mlp(config.mlp_dim, config.gelu, 0.0, dtype, name='mlp')(y))[:, 0]
 
 
-class ViT(nn.Module):
+class ViT(Part):
     """Images to logits: equations 1 to 4, with the head of the configuration."""
-
-    config: ViTConfig
-    regularization: Regularization
-    compute: Compute
-    shard_activations: ActivationSharding
 
     def setup(self) -> None:
         config = self.config
@@ -229,15 +219,15 @@ class ViT(nn.Module):
         self.embedding = PatchEmbedding(config.patch_size, config.width, self.compute.dtype)
         if config.pool == 'cls':
             self.cls = self.param('cls', nn.initializers.zeros, (1, 1, config.width))
-        self.positions = positions.Positions(config)
+        self.positions = positions.Positions(config.positions, config.grid)
         nn.share_scope(self, self.positions)  # its parameters have no folder of their own
         self.dropout = nn.Dropout(self.regularization.dropout, deterministic=False)
         self.encoder = Encoder(config, self.regularization, self.compute, self.shard_activations)
         if config.pool == 'map':
             self.pool = AttentionPool(config, self.compute)
         if config.final_norm == 'after_pool':
-            epsilon = config.layer_norm_epsilon
-            self.norm = nn.LayerNorm(epsilon=epsilon, dtype=self.compute.dtype)
+            epsilon, dtype = config.layer_norm_epsilon, self.compute.dtype
+            self.norm = nn.LayerNorm(epsilon=epsilon, dtype=dtype)
         if config.representation_size is not None:
             self.pre_logits = nn.Dense(config.representation_size, dtype=self.compute.dtype)
         if config.num_classes is not None:

@@ -17,9 +17,7 @@ from vit_jax.base.errors import UserError
 
 GIB = 2**30
 _EXHAUSTED = 'RESOURCE_EXHAUSTED'
-_UNITS = {'B': 1, 'K': 2**10, 'M': 2**20, 'G': GIB, 'T': 2**40}
 _SIZE = r'([0-9.]+)([BKMGT])'
-
 
 # What the compiler asks of a GPU (NVIDIA's data sheets and CUDA's limits of the architecture):
 # compute capability, multiprocessors, L2 cache in bytes, bytes/s, GHz, shared memory of a
@@ -55,8 +53,8 @@ def find_topology(name: str) -> Topology:
 
     Raises UserError where there is none or where its compiler is not installed.
     """
-    if gpus := re.fullmatch(rf'({"|".join(_GPUS)}):(\d+)x(\d+)', name):
-        return _gpus(name, gpus[1], hosts=int(gpus[2]), each=int(gpus[3]))
+    if gpus := re.fullmatch(rf'({"|".join(_GPUS)}):(\d+x\d+)', name):
+        return _gpus(name, *gpus.groups())
     found = re.fullmatch(r'(?:(\d+)\*)?(v\d\w*|tpu7x):(\d+(?:x\d+)+)', name)
     if found is None:
         raise UserError(
@@ -71,8 +69,8 @@ def find_topology(name: str) -> Topology:
     os.environ.setdefault('TPU_ACCELERATOR_TYPE', 'v5litepod-4')
     if importlib.util.find_spec('libtpu') is None:
         raise UserError(
-            f'--topology={name}: the TPU compiler is not installed: '
-            f"pip install 'vit_jax[tpu]' (no TPU is needed)"
+            f"--topology={name}: the TPU compiler is not installed: pip install 'vit_jax[tpu]' "
+            f'(no TPU is needed)'
         )
     options = {'num_slices': slices} if slices > 1 else {}
     devices = _devices(name, f'{found[2]}:{found[3]}', platform='tpu', **options)
@@ -82,13 +80,12 @@ def find_topology(name: str) -> Topology:
 def _devices(name: str, *known_as: str, **options: Any) -> Sequence[jax.Device]:
     """The devices of a topology. Raises UserError with jax's reason where it knows none."""
     try:
-        described: Sequence[jax.Device] = topologies.get_topology_desc(*known_as, **options).devices
+        return topologies.get_topology_desc(*known_as, **options).devices
     except (RuntimeError, NotImplementedError, ValueError) as error:
         raise UserError(f'--topology={name}: {str(error).splitlines()[0]}') from error
-    return described
 
 
-def _gpus(name: str, kind: str, *, hosts: int, each: int) -> Topology:
+def _gpus(name: str, kind: str, shape: str) -> Topology:
     title, major, cores, cache, bandwidth, clock, per_core, per_block, memory = _GPUS[kind]
     target = f"""gpu_device_info {{
         cuda_compute_capability {{ major: {major} }} core_count: {cores} fpus_per_core: 128
@@ -105,8 +102,7 @@ def _gpus(name: str, kind: str, *, hosts: int, each: int) -> Topology:
             f"--topology={name}: jax's compiler for GPUs is not installed: pip install --no-deps "
             f'jax-cuda12-plugin jax-cuda12-pjrt, of the version of jax (no GPU is needed)'
         )
-    shape = {'topology': f'1x{hosts}x{each}', 'target_config': target}
-    devices = _devices(name, name, platform='cuda', **shape)
+    devices = _devices(name, name, platform='cuda', topology=f'1x{shape}', target_config=target)
     return Topology(name, devices, int(_PREALLOCATED * memory))
 
 
@@ -149,7 +145,7 @@ def compile_for(topology: Topology, lowered: Any) -> Any:
 
 
 def _bytes(found: re.Match[str]) -> int:
-    return round(float(found[1]) * _UNITS[found[2]])
+    return round(float(found[1]) * 2 ** (10 * 'BKMGT'.index(found[2])))
 
 
 def collectives(compiled: Any) -> dict[str, int]:

@@ -11,16 +11,13 @@ import ipaddress
 import os
 import socket
 import time
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 # Not public: `jax.distributed.initialize` reads the environment and acts on it in one call.
 from jax._src.clusters import ClusterEnv
 
 from vit_jax.base.errors import UserError
-from vit_jax.base.records import Record, require_between
-
-OFF = '--distributed=off runs one process alone'
+from vit_jax.base.records import Record, require, require_between
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -52,38 +49,31 @@ class Cluster:
     one_host: bool = True  # can all processes be on this host, as far as is known?
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kind:
+class _Kind(NamedTuple):
     """A kind of cluster: who reads its variables, which these are, and what helps without them."""
 
     name: str
     jax_names: tuple[str, ...]  # jax's classes that read its variables
-    needed: tuple[str, ...]  # environment variables
+    needed: tuple[str, ...]  # environment variables, besides those by which it is recognised
     advice: str
 
 
 _SLURM = _Kind(
     'Slurm',
     ('SlurmCluster',),
-    (
-        'SLURM_JOB_ID',
-        'SLURM_STEP_NODELIST',
-        'SLURM_NTASKS',
-        'SLURM_PROCID',
-        'SLURM_LOCALID',
-    ),
+    ('SLURM_STEP_NODELIST', 'SLURM_NTASKS', 'SLURM_PROCID', 'SLURM_LOCALID'),
     'start every process with srun',
 )
 _OPEN_MPI = _Kind(
     'Open MPI',
     ('OmpiCluster',),
-    ('OMPI_MCA_orte_hnp_uri', 'OMPI_COMM_WORLD_SIZE', 'OMPI_COMM_WORLD_RANK'),
+    ('OMPI_MCA_orte_hnp_uri', 'OMPI_COMM_WORLD_RANK'),
     'Open MPI 5 does not say where process 0 is: add --coordinator_address=HOST:PORT',
 )
 _KUBERNETES = _Kind(
     'Kubernetes',
     ('K8sCluster',),
-    ('KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'),
+    (),
     "an indexed Job needs `pip install 'jax[k8s]'` and permission to read its pods; or give "
     '--coordinator_address, --num_processes and --process_id=$JOB_COMPLETION_INDEX',
 )
@@ -95,14 +85,17 @@ _TPU = _Kind(
 )
 
 
-def cluster_kind(env: Mapping[str, str]) -> _Kind | None:
+def _cluster_kind() -> _Kind | None:
     """The kind of cluster that this process belongs to; None where it is alone."""
 
     def count(name: str) -> int:
         return int(env[name]) if env.get(name, '').isdecimal() else 1
 
+    env = os.environ
     hosts = env.get('TPU_PROCESS_ADDRESSES') or env.get('TPU_WORKER_HOSTNAMES') or ''
-    if len(hosts.split(',')) > 1 or count('MEGASCALE_NUM_SLICES') > 1 or _on_gce_tpu():
+    # A TPU virtual machine's metadata server knows the other hosts.
+    on_gce = any(e.is_env_present() for e in _jax_kinds('GceTpuCluster'))
+    if len(hosts.split(',')) > 1 or count('MEGASCALE_NUM_SLICES') > 1 or on_gce:
         return _TPU
     if count('OMPI_COMM_WORLD_SIZE') > 1:
         return _OPEN_MPI
@@ -113,16 +106,11 @@ def cluster_kind(env: Mapping[str, str]) -> _Kind | None:
     return None
 
 
-def _on_gce_tpu() -> bool:
-    """Whether this is a TPU virtual machine, whose metadata server knows the other hosts."""
-    return next(e for e in _jax_kinds() if e.__name__ == 'GceTpuCluster').is_env_present()
+def _jax_kinds(*names: str) -> list[type[ClusterEnv]]:
+    return [e for e in ClusterEnv._cluster_types if e.__name__ in names]
 
 
-def _jax_kinds() -> list[type[ClusterEnv]]:
-    return ClusterEnv._cluster_types
-
-
-def detect_cluster(launch: Launch, env: Mapping[str, str] = os.environ) -> Cluster | None:
+def detect_cluster(launch: Launch) -> Cluster | None:
     """The place of this process in its job; None where it runs alone.
 
     Raises UserError where there is a cluster, but its description is incomplete: going on alone
@@ -130,76 +118,63 @@ def detect_cluster(launch: Launch, env: Mapping[str, str] = os.environ) -> Clust
     """
     if not launch.distributed:
         return None
+    address = launch.coordinator_address or os.environ.get('JAX_COORDINATOR_ADDRESS')
     asked: dict[str, Any] = {
-        'coordinator_address': launch.coordinator_address or env.get('JAX_COORDINATOR_ADDRESS'),
+        'coordinator_address': address,
         'num_processes': launch.num_processes,
         'process_id': launch.process_id,
     }
-    kind = cluster_kind(env)
+    kind = _cluster_kind()
     missing = [f'--{name}' for name, value in asked.items() if value is None]
     if kind is None:
         if len(missing) == len(asked):
             return None
-        if missing:
-            raise UserError(
-                f'{", ".join(missing)} missing: no cluster was recognised, so all three are needed'
-            )
+        why = 'no cluster was recognised, so all three are needed'
+        require(not missing, f'{", ".join(missing)} missing: {why}')
         return _checked(Cluster(kind='given', **asked))
-    if kind is _OPEN_MPI and asked['coordinator_address']:  # every version gives the rest
-        defaults = 'OMPI_COMM_WORLD_SIZE', 'OMPI_COMM_WORLD_RANK'
-        for name, variable in zip(('num_processes', 'process_id'), defaults, strict=True):
-            asked[name] = int(env[variable]) if asked[name] is None else asked[name]
-    local = None
-    if None in asked.values():
-        found = _by_jax(kind, env, launch.start_seconds)
-        for name, value in zip(asked, found[:3], strict=True):
-            asked[name] = value if asked[name] is None else asked[name]
-        local = found[3]
-    return _checked(
-        Cluster(
-            kind=kind.name,
-            local_device_ids=_own_devices(local, env),
-            one_host=_one_host(kind, env),
-            **asked,
-        )
-    )
+    found: dict[str, Any] = {}
+    if kind is _OPEN_MPI and address:  # every version gives the rest
+        found['num_processes'] = int(os.environ['OMPI_COMM_WORLD_SIZE'])
+        found['process_id'] = int(os.environ['OMPI_COMM_WORLD_RANK'])
+    elif missing:
+        *place, local = _by_jax(kind, launch.start_seconds)
+        found = dict(zip(asked, place, strict=True), local_device_ids=_own_devices(local))
+    found |= {name: value for name, value in asked.items() if value is not None}
+    return _checked(Cluster(kind=kind.name, one_host=_one_host(kind), **found))
 
 
-def _by_jax(kind: _Kind, env: Mapping[str, str], seconds: float) -> tuple[object, ...]:
+def _by_jax(kind: _Kind, seconds: float) -> tuple[Any, ...]:
     """Address, count, id and device of this process, as jax reads them."""
-    kinds = [e for e in _jax_kinds() if e.__name__ in kind.jax_names]
-    present = next((e for e in kinds if e.is_env_present()), None)
+    present = next((e for e in _jax_kinds(*kind.jax_names) if e.is_env_present()), None)
+    incomplete = f'{kind.name} was recognised, but is incomplete'
+    off = '--distributed=off runs one process alone'
     if present is None:
-        absent = [name for name in kind.needed if name not in env]
+        absent = [name for name in kind.needed if name not in os.environ]
         what = f': {", ".join(absent)} not set' if absent else ''
-        raise UserError(
-            f'{kind.name} was recognised, but is incomplete{what}; {kind.advice}; {OFF}'
-        )
+        raise UserError(f'{incomplete}{what}; {kind.advice}; {off}')
     try:
         return ClusterEnv.auto_detect_unset_distributed_params(
             None, None, None, None, present.name, int(seconds)
         )
     except Exception as error:  # requests, kubernetes, sockets, int: whatever they raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f'{kind.name} was recognised, but is incomplete: {reason}; {kind.advice}; {OFF}'
-        ) from error
+        raise UserError(f'{incomplete}: {reason}; {kind.advice}; {off}') from error
 
 
-def _own_devices(local: object, env: Mapping[str, str]) -> tuple[int, ...] | None:
+def _own_devices(local: list[int] | None) -> tuple[int, ...] | None:
     """The devices of this process: one where its host has several processes, else None for all.
 
     jax would give a process that is alone on its host one device, and leave the others idle.
     """
-    if not isinstance(local, list | tuple):
-        return None
+    env = os.environ
     tasks = env.get('SLURM_STEP_TASKS_PER_NODE') or env.get('SLURM_TASKS_PER_NODE') or ''
     alone = tasks.partition('(')[0] == '1' or env.get('OMPI_COMM_WORLD_LOCAL_SIZE') == '1'
     bound = len(env.get('CUDA_VISIBLE_DEVICES', ',').split(',')) == 1
-    return None if alone or bound else tuple(local)
+    return None if alone or bound or local is None else tuple(local)
 
 
-def _one_host(kind: _Kind, env: Mapping[str, str]) -> bool:
+def _one_host(kind: _Kind) -> bool:
+    env = os.environ
     if kind is _SLURM:
         return env.get('SLURM_STEP_NUM_NODES', env.get('SLURM_JOB_NUM_NODES', '1')) == '1'
     if kind is _OPEN_MPI:
@@ -208,14 +183,12 @@ def _one_host(kind: _Kind, env: Mapping[str, str]) -> bool:
 
 
 def _checked(cluster: Cluster) -> Cluster:
-    count, index = cluster.num_processes, cluster.process_id
-    if not 0 <= index < count:
-        raise UserError(f'process_id={index}: expected 0 to {count - 1}, of {count} processes')
-    host, _, port = cluster.coordinator_address.rpartition(':')
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UserError(
-            f'coordinator_address={cluster.coordinator_address}: expected HOST:PORT of process 0'
-        )
+    count, index, address = cluster.num_processes, cluster.process_id, cluster.coordinator_address
+    expected = f'expected 0 to {count - 1}, of {count} processes'
+    require(0 <= index < count, f'process_id={index}: {expected}')
+    host, _, port = address.rpartition(':')
+    usable = host and port.isdecimal() and 0 < int(port) < 65536
+    require(bool(usable), f'coordinator_address={address}: expected HOST:PORT of process 0')
     return cluster
 
 
@@ -225,46 +198,39 @@ def wait_for_coordinator(cluster: Cluster, seconds: float) -> str:
     Process 0 tries whether it can listen there; the others wait, up to `seconds`, until something
     does. Raises UserError that says what is wrong.
     """
-    address = cluster.coordinator_address
+    address, here = cluster.coordinator_address, socket.gethostname()
     host, _, port = address.rpartition(':')
-    ip = _resolved(host.strip('[]'), address)
+    host = host.strip('[]')
+    try:
+        ip = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        why = f'{host} cannot be resolved on {here}: {error.strerror}'
+        raise UserError(f'coordinator_address={address}: {why}') from error
     if ipaddress.ip_address(ip).is_loopback and not cluster.one_host:
         raise UserError(
-            f'coordinator {address} is {ip} on {socket.gethostname()}, which loops back to this '
-            f'host: the others cannot come. Mend the name in /etc/hosts, or give '
-            f'--coordinator_address=IP:PORT'
+            f'coordinator {address} is {ip} on {here}, which loops back to this host: the others '
+            f'cannot come. Mend the name in /etc/hosts, or give --coordinator_address=IP:PORT'
         )
-    bind = f'[{ip}]:{port}' if ':' in ip else f'{ip}:{port}'
     if cluster.process_id == 0:
         _check_free(ip, int(port), address)
     else:
         _wait_for(ip, int(port), address, seconds)
+    bind = f'[{ip}]:{port}' if ':' in ip else f'{ip}:{port}'
     return os.environ.get('JAX_COORDINATOR_BIND_ADDRESS', bind)
-
-
-def _resolved(host: str, address: str) -> str:
-    try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise UserError(
-            f'coordinator_address={address}: {host} cannot be resolved on '
-            f'{socket.gethostname()}: {error.strerror}'
-        ) from error
 
 
 def _check_free(ip: str, port: int, address: str) -> None:
     family = socket.AF_INET6 if ':' in ip else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(family) as listener:  # which does not listen, so that nobody is answered
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((ip, port))
-        except OSError as error:
-            why = {
-                errno.EADDRINUSE: 'is taken, perhaps by another run: choose another port',
-                errno.EADDRNOTAVAIL: f'is not an address of {socket.gethostname()}, where '
-                f'process 0 runs',
-            }.get(error.errno or 0, f'cannot be listened at: {error.strerror}')
-            raise UserError(f'coordinator_address={address}: {why}') from error
+    except OSError as error:
+        why = {
+            errno.EADDRINUSE: 'is taken, perhaps by another run: choose another port',
+            errno.EADDRNOTAVAIL: f'is not an address of {socket.gethostname()}, where process 0 is',
+        }.get(error.errno or 0, f'cannot be listened at: {error.strerror}')
+        raise UserError(f'coordinator_address={address}: {why}') from error
 
 
 def _wait_for(ip: str, port: int, address: str, seconds: float) -> None:
@@ -273,7 +239,5 @@ def _wait_for(ip: str, port: int, address: str, seconds: float) -> None:
         with contextlib.suppress(OSError), socket.create_connection((ip, port), timeout=1):
             return
         time.sleep(0.1)
-    raise UserError(
-        f'coordinator_address={address}: nothing answers there after {seconds:g} s; is process 0 '
-        f'started on that host, and the port open?'
-    )
+    why = f'nothing answers there after {seconds:g} s; is process 0 started, and the port open?'
+    raise UserError(f'coordinator_address={address}: {why}')

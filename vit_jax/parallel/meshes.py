@@ -1,5 +1,6 @@
 """The devices as a mesh with the axes data, fsdp and tensor, and how batches lie on it."""
 
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -48,14 +49,12 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     """The mesh of these devices, all by default. Raises UserError where the axes do not fit."""
     devices = list(devices or jax.devices())
     sizes = _sizes(config, len(devices))
-    slices: dict[int, list[jax.Device]] = {}
+    slices = collections.defaultdict(list)
     for device in devices:
-        slices.setdefault(slice_of(device), []).append(device)
+        slices[slice_of(device)].append(device)
     if sizes[0] % len(slices):
-        raise UserError(
-            f'mesh: data={sizes[0]} is not a multiple of {len(slices)} slices, over which only '
-            f'data is spread'
-        )
+        few = f'data={sizes[0]} is not a multiple of {len(slices)} slices'
+        raise UserError(f'mesh: {few}, over which only data is spread')
     one = sizes[0] // len(slices), *sizes[1:]
     try:
         parts = [jax.make_mesh(one, AXES, devices=part).devices for part in slices.values()]
@@ -100,7 +99,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def shard_activations(mesh: Mesh, x: Array) -> Array:
     """The same activations (b ...), with a hint for the compiler to keep examples split.
 
-    Without it the compiler may gather the batch rather than the parameters, and run out of memory.
+    Without it the compiler may gather the batch rather than the parameters.
     """
     if x.shape[0] % (mesh.shape['data'] * mesh.shape['fsdp']):  # the one image of `init`
         return x
@@ -134,10 +133,10 @@ def check_batch_size(batch_size: int, mesh: Mesh, *, accumulation_steps: int) ->
     """Raises UserError, with the nearest sizes that would do, where a batch cannot be split."""
     parts = mesh.shape['data'] * mesh.shape['fsdp']
     unit = parts * accumulation_steps
-    if batch_size < 1 or batch_size % unit:
-        below, above = batch_size // unit * unit, (batch_size // unit + 1) * unit
-        near = f'{below} or {above}' if below > 0 else f'{above}'
-        raise UserError(
-            f'batch_size={batch_size} is not a multiple of {parts} devices (data x fsdp) x '
-            f'{accumulation_steps} accumulation steps; nearest: {near}'
-        )
+    below = batch_size // unit * unit
+    near = f'{below} or {below + unit}' if below > 0 else f'{below + unit}'
+    require(
+        batch_size >= 1 and batch_size % unit == 0,
+        f'batch_size={batch_size} is not a multiple of {parts} devices (data x fsdp) x '
+        f'{accumulation_steps} accumulation steps; nearest: {near}',
+    )

@@ -1,10 +1,10 @@
 """The processes of a job: they begin together, agree, notice when one is gone, and end together.
 
-jax.distributed does the work. What is added: nothing is lost in silence. A process that fails says
-so to the others, one that hangs is ended with the stacks of its threads, and SIGTERM becomes one
-common moment to stop.
+jax.distributed does the work. What is added: a process that fails says so to the others, one that
+hangs is ended with the stacks of its threads, and SIGTERM becomes one common moment to stop.
 """
 
+import collections
 import contextlib
 import faulthandler
 import json
@@ -54,7 +54,7 @@ class Job:
         self._launch = launch
         self._asked = threading.Event()  # to stop
         self._ticks = 0
-        self._times: dict[str, int] = {}  # that something of this name was told or waited for
+        self._times = collections.Counter[str]()  # that each name was told or waited for
         self._saves = False  # is there a state worth keeping?
         self._preemption: Any = None
 
@@ -80,10 +80,8 @@ class Job:
         theirs = json.loads(self.from_process_0(name, lambda: json.dumps(facts)))
         changes = records.differences(theirs, json.loads(json.dumps(facts)))
         if changes:
-            raise Differs(
-                f'{name}: {process_name()} differs from process 0:\n  '
-                + '\n  '.join(f'{line} here' for line in changes[:20])
-            )
+            lines = '\n'.join(f'  {line} here' for line in changes[:20])
+            raise Differs(f'{name}: {_process_name()} differs from process 0:\n{lines}')
         self.barrier(name)
 
     def from_process_0(self, name: str, say: Callable[[], str]) -> str:
@@ -93,8 +91,7 @@ class Job:
         key = self._key('told', name)
         if self.index == 0:
             self._client.key_value_set(key, say())
-        text: str = self._client.blocking_key_value_get(key, self._wait_ms)
-        return text
+        return str(self._client.blocking_key_value_get(key, self._wait_ms))
 
     def barrier(self, name: str) -> None:
         """Returns when all processes have come here. UserError names who is missing."""
@@ -108,8 +105,9 @@ class Job:
 
     def _key(self, kind: str, name: str) -> str:
         """A key not used before, the same on all processes, as they ask in the same order."""
-        times = self._times[f'{kind}/{name}'] = self._times.get(f'{kind}/{name}', 0) + 1
-        return f'vit_jax/{kind}/{name}/{times}'
+        key = f'vit_jax/{kind}/{name}'
+        self._times[key] += 1
+        return f'{key}/{self._times[key]}'
 
     @property
     def _wait_ms(self) -> int:
@@ -133,8 +131,7 @@ class Job:
         self._saves = True
         self.reset_watchdog()
         if self._launch is not None and self.count > 1:
-            # Takes SIGTERM over: the processes agree on the tick at which they stop. It is our own,
-            # because orbax reaches jax's with the numbers of steps, which are no ticks.
+            # Takes SIGTERM over: the processes agree on the tick at which they stop.
             self._preemption = _jax.create_preemption_sync_manager()
             self._preemption.initialize(self._client)
 
@@ -167,10 +164,12 @@ class Job:
         """Ends this process and, through the store, all others, who say why; at once."""
         with contextlib.suppress(Exception):  # the store may be what is gone
             if self._client is not None:
-                said = {'code': code, 'process': self.index, 'message': message}
-                said['host'] = socket.gethostname()
-                self._client.key_value_set(_END, json.dumps(said), allow_overwrite=True)
+                self._tell_end(code, message)
         self._leave(code)
+
+    def _tell_end(self, code: int, message: str) -> None:
+        said = {'code': code, 'index': self.index, 'process': _process_name(), 'message': message}
+        self._client.key_value_set(_END, json.dumps(said), allow_overwrite=True)
 
     def _leave(self, code: int) -> NoReturn:
         """Ends the process without waiting for anyone; the one that keeps the store a little later.
@@ -187,8 +186,7 @@ class Job:
         """Waits for all processes to come here, and disconnects this one."""
         self.barrier('the end')
         if self.index == 0:
-            done = {'code': 0, 'process': None, 'message': 'done'}
-            self._client.key_value_set(_END, json.dumps(done), allow_overwrite=True)
+            self._tell_end(0, 'done')
         listener.join(self._wait_ms / 1000)  # a thread within jax would abort the interpreter's end
         faulthandler.cancel_dump_traceback_later()
         if self._preemption is not None:
@@ -204,11 +202,8 @@ class Job:
                 if 'DEADLINE' in str(error):
                     continue
                 return  # the store is gone: jax will end this process
-            if said['process'] not in (None, self.index):
-                who = f'process {said["process"]} ({said["host"]})'
-                print(
-                    f'{process_name()}: {who} ended: {said["message"]}', file=sys.stderr, flush=True
-                )
+            if said['code'] and said['index'] != self.index:
+                _say(f'{said["process"]} ended: {said["message"]}')
                 self._leave(said['code'])
             return
 
@@ -218,14 +213,17 @@ class Job:
             if number[0] == signal.SIGTERM:
                 if not self._saves:
                     text = 'SIGTERM before anything was trained: nothing is lost, start again'
-                    print(f'{process_name()}: {text}', file=sys.stderr, flush=True)
+                    _say(text)
                     self.end(REQUEUE, text)
                 self._asked.set()
 
 
-def process_name() -> str:
-    """This process, for people."""
+def _process_name() -> str:
     return f'process {global_state.process_id} ({socket.gethostname()})'
+
+
+def _say(text: str) -> None:
+    print(f'{_process_name()}: {text}', file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -263,9 +261,7 @@ def joined_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterat
     except BaseException as error:
         if isinstance(error, jax.errors.JaxRuntimeError):
             time.sleep(2 * _LAST_WORDS)  # of another process, which may be the cause
-            print(
-                f'{process_name()}: is another process gone? Its output says why', file=sys.stderr
-            )
+            _say('is another process gone? Its output says why')
         job.end(report(error), f'{type(error).__name__}: {error}')
     else:
         job.finish(listener)
@@ -274,35 +270,29 @@ def joined_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterat
 def _initialize(cluster: Cluster, launch: Launch) -> None:
     """Connects to the other processes. Ends this one, with a reason, where they do not come."""
     bind = clusters.wait_for_coordinator(cluster, launch.start_seconds)
-    began = time.monotonic()
-    count, address = cluster.num_processes, cluster.coordinator_address
+    index, count, address = cluster.process_id, cluster.num_processes, cluster.coordinator_address
 
     def say() -> None:
-        text = f'process {cluster.process_id} of {count} waits at {address} for the others'
+        text = f'process {index} of {count} waits at {address} for the others'
         print(text, file=sys.stderr, flush=True)
 
     def give_up() -> None:
-        seconds = time.monotonic() - began
-        print(
-            f'error: process {cluster.process_id}: of {count} processes not all came to '
-            f'{address} within {seconds:.0f} s; which were started, and with which process_id?',
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f'error: process {index}: of {count} processes not all came to {address} within'
+        text += f' {launch.start_seconds:.0f} s; which were started, and with which process_id?'
+        print(text, file=sys.stderr, flush=True)
         os._exit(1)
 
     timers = threading.Timer(_SAY_AFTER, say), threading.Timer(launch.start_seconds, give_up)
     for timer in timers:
         timer.daemon = True
         timer.start()
-    # jax's own manager would take SIGTERM from here on; `stop_gracefully_from_here` makes one when
-    # there is something to keep, and until then the process ends at once.
+    # jax's own manager would take SIGTERM from here on; `stop_gracefully_from_here` makes ours.
     jax.config.update('jax_enable_preemption_service', False)
     logging.getLogger('jax._src.distributed').setLevel(logging.ERROR)
     jax.distributed.initialize(
         address,
         count,
-        cluster.process_id,
+        index,
         local_device_ids=cluster.local_device_ids,
         cluster_detection_method='deactivate',
         initialization_timeout=int(launch.start_seconds) + 30,

@@ -75,8 +75,8 @@ def _axes(name: str, leaf: Any, mesh: Mesh, fsdp_min_mb: float) -> Spec:
 
 def _misfit(leaf: Any, axes: Spec, mesh: Mesh) -> str | None:
     """Why the axes cannot split the leaf; None where they can."""
-    if unknown := sorted({axis for axis in axes if axis is not None} - {*AXES}):
-        return f'no axis {unknown[0]!r}; there are {", ".join(AXES)}'
+    if unknown := {*axes} - {*AXES, None}:
+        return f'no axis {unknown.pop()!r}; there are {", ".join(AXES)}'
     if len(axes) > leaf.ndim:
         return 'more axes than the array has'
     for size, axis in zip(leaf.shape, axes, strict=False):
@@ -94,25 +94,23 @@ def sharding_report(state: Any, shardings: Any, mesh: Mesh) -> list[str]:
         return []
     places = tree_names.named_leaves(shardings)
     leaves = tree_names.named_leaves(state)
+    here = {name: _bytes_here(leaf, places[name]) for name, leaf in leaves.items()}
     rows, replicated = [], []
-    for name, leaf in leaves.items():
-        if name.startswith('params/') and any(places[name].spec):
-            split = ', '.join(f'{by} on axis {n}' for n, by in enumerate(places[name].spec) if by)
-            size = _mb(_bytes_here(leaf, places[name]))
-            rows.append((name.removeprefix('params/'), str(list(leaf.shape)), split, size))
-        elif name.startswith('params/'):
-            replicated.append(leaf)
-    widths = [max((len(row[n]) for row in rows), default=0) for n in range(4)]
+    for name in [name for name in leaves if name.startswith('params/')]:
+        if split := ', '.join(f'{a} on axis {n}' for n, a in enumerate(places[name].spec) if a):
+            shape = str(list(leaves[name].shape))
+            rows.append((name.removeprefix('params/'), shape, split, _mb(here[name])))
+        else:
+            replicated.append(here[name])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f'mesh {describe(mesh)}; parameters, and what splits them, a device:']
-    for row in rows:
-        left = '  '.join(text.ljust(w) for text, w in zip(row[:3], widths, strict=False))
-        lines.append(f'  {left}  {row[3]:>{widths[3]}}')
-    size = _mb(sum(map(_bytes, replicated)))
-    lines.append(f'  {len(replicated)} {"others" if rows else "arrays"}, replicated: {size}')
-    here = sum(_bytes_here(leaf, places[name]) for name, leaf in leaves.items())
-    total = sum(map(_bytes, leaves.values()))
-    lines.append(f'state, optimizer included: {_mb(total)}, of which {_mb(here)} on each device')
-    return lines
+    for *texts, size in rows:
+        left = '  '.join(map(str.ljust, texts, widths))
+        lines.append(f'  {left}  {size:>{widths[-1]}}')
+    word, size = 'others' if rows else 'arrays', _mb(sum(replicated))
+    lines.append(f'  {len(replicated)} {word}, replicated: {size}')
+    total, size = _mb(sum(map(_bytes, leaves.values()))), _mb(sum(here.values()))
+    return [*lines, f'state, optimizer included: {total}, of which {size} on each device']
 
 
 def check_split(state: Any, shardings: Any, mesh: Mesh, config: MeshConfig) -> None:
@@ -131,20 +129,19 @@ def check_split(state: Any, shardings: Any, mesh: Mesh, config: MeshConfig) -> N
         named = ', '.join(f'{name} {list(leaves[name].shape)}' for name in largest)
         raise UserError(
             f'mesh {describe(mesh)}: {share:.0%} of the state would be replicated, '
-            f'max_replicated_fraction={config.max_replicated_fraction:.0%} is allowed; '
-            f'the largest: {named}. Lower '
-            f'config.mesh.fsdp_min_mb={config.fsdp_min_mb:g}, give config.mesh.rules, or '
-            f'take axes that divide these'
+            f'max_replicated_fraction={config.max_replicated_fraction:.0%} is allowed; largest: '
+            f'{named}. Lower config.mesh.fsdp_min_mb={config.fsdp_min_mb:g}, give '
+            f'config.mesh.rules, or take axes that divide these'
         )
 
 
 def abstract(values: Any, shardings: Any) -> Any:
     """Shape, type and place of each array of a tree, without the arrays."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        values,
-        shardings,
-    )
+
+    def described(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(described, values, shardings)
 
 
 def _bytes(leaf: Any) -> int:

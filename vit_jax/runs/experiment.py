@@ -73,7 +73,7 @@ class Experiment(NamedTuple):
             grid=model.grid,
             preprocessing=self.preprocessing,
             class_names=self.class_names,
-            loss=loss.kind if isinstance(loss, LossConfig) else records.name_of(loss),
+            loss=loss.kind if isinstance(loss, LossConfig) else records.text_of(loss),
             software={name: metadata.version(name) for name in ('jax', 'flax', 'optax')},
         )
         return records.to_dict(card)

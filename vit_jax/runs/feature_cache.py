@@ -5,6 +5,7 @@ names and labels, and the bytes of some.
 """
 
 import hashlib
+import itertools
 import json
 import logging
 import pathlib
@@ -53,12 +54,8 @@ def digest_of_network(
 ) -> str:
     """One name for a network: configuration, numbers, how pixels are scaled, precision."""
     scaling = preprocessing.mean, preprocessing.std, dtype
-    leaves = tree_names.named_leaves(params)
-    return _digest(
-        json.dumps(records.to_dict(model)),
-        repr(scaling),
-        *(part for name, leaf in leaves.items() for part in (name, leaf)),
-    )
+    leaves = itertools.chain(*tree_names.named_leaves(params).items())
+    return _digest(json.dumps(records.to_dict(model)), repr(scaling), *leaves)
 
 
 def _digest_of_images(source: Source) -> str:

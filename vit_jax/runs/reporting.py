@@ -93,7 +93,7 @@ class Reporter:
     def step(self, step: int, metrics: StepMetrics) -> bool:
         """The metrics of one step, in order. Was it one to report at?"""
         self._recent.append(metrics)
-        self.skipped += self._batch_size - round(metrics.count)
+        self.skipped += self._batch_size - round(metrics.num_examples)
         self._look_for_spikes(step, metrics)
         due = step % self._log_every_steps == 0 or step == self._steps.stop
         if due:
@@ -124,12 +124,15 @@ class Reporter:
     def _report(self, step: int) -> None:
         whole = [m for m in self._recent if not m.scalars['skipped']]
         last = (whole or self._recent)[-1]
-        numbers = last.scalars | {'count': last.count, 'skipped': len(self._recent) - len(whole)}
-        examples = max(1, sum(m.count for m in whole))
+        numbers = last.scalars | {
+            'count': last.num_examples,
+            'skipped': len(self._recent) - len(whole),
+        }
+        examples = max(1, sum(m.num_examples for m in whole))
         for name in last.sums:
             numbers[name] = sum(m.sums[name] for m in whole) / examples
         busy = self._busy_seconds()
-        images = sum(m.count for m in self._recent)
+        images = sum(m.num_examples for m in self._recent)
         numbers['images_per_second'] = images / max(1e-9, busy - self._busy_before)
         self._recent, self._busy_before = [], busy
         self._write('train', step, numbers)

@@ -10,7 +10,7 @@ from vit_jax.base.records import Record
 UNITS = 'steps', 'epochs', 'examples', 'fraction'
 
 
-@dataclasses.dataclass(init=False)
+@dataclasses.dataclass(kw_only=True)
 class Duration(Record):
     """How long, in exactly one unit: Duration(steps=500), Duration(epochs=90), ...
 
@@ -23,20 +23,11 @@ class Duration(Record):
     examples: int | None = None
     fraction: float | None = None
 
-    def __init__(
-        self,
-        *,
-        steps: int | None = None,
-        epochs: float | None = None,
-        examples: int | None = None,
-        fraction: float | None = None,
-    ):
-        values = dict(zip(UNITS, (steps, epochs, examples, fraction), strict=True))
-        given = {unit: value for unit, value in values.items() if value is not None}
+    def __post_init__(self) -> None:
+        given = {unit: value for unit, value in vars(self).items() if value is not None}
         if len(given) != 1:
             raise UserError(f'a duration has one of {", ".join(UNITS)}; got {given or "none"}')
-        vars(self).update(values)
-        self.__post_init__()
+        super().__post_init__()
 
     def check(self) -> None:
         """No length is below 0, and a part is not more than the whole."""
@@ -44,9 +35,8 @@ class Duration(Record):
         records.require_between(self, 'fraction', low=0, high=1)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if value is not None and name in UNITS:
-            for unit in UNITS:
-                object.__setattr__(self, unit, None)
+        if value is not None and len(vars(self)) == len(UNITS):  # not while it is made
+            vars(self).update(dict.fromkeys(UNITS))
         object.__setattr__(self, name, value)
 
     def __str__(self) -> str:

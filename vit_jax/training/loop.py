@@ -125,12 +125,11 @@ def fit(
                 state, metrics = update(state, batch)
                 read()
                 pending = step + 1, metrics
-            due = [observer for observer in observers if observer.is_due(step + 1, steps.stop)]
-            if due:
-                with clock('step'):
-                    read()
-            for observer in due:
-                observer.run(step + 1, state)
+            for observer in observers:
+                if observer.is_due(step + 1, steps.stop):
+                    with clock('step'):
+                        read()
+                    observer.run(step + 1, state)
     except Interrupted:
         with clock('step'):
             read()

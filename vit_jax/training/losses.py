@@ -10,7 +10,6 @@ import optax
 
 from vit_jax.base import records
 from vit_jax.base.array_types import Array, Float, Num
-from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record
 
 # Of logits (b k) and targets (b k), for each example.
@@ -36,10 +35,16 @@ def make_loss(config: LossConfig | Loss) -> Loss:
     A function is its own loss; UserError if its result has another shape than (b,), because the
     mean over a batch with masked examples needs one number for each.
     """
-    if not isinstance(config, LossConfig):
-        return _checked(config)
 
     def loss(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:
+        if not isinstance(config, LossConfig):
+            losses, expected = config(logits, targets), logits.shape[:1]
+            records.require(
+                jnp.shape(losses) == expected,
+                f'loss {records.text_of(config)} gives shape {jnp.shape(losses)} for logits '
+                f'{logits.shape}: expected one number for each example, {expected}',
+            )
+            return losses
         targets = optax.smooth_labels(targets, config.label_smoothing)
         match config.kind:
             case 'softmax':
@@ -48,19 +53,6 @@ def make_loss(config: LossConfig | Loss) -> Loss:
                 return optax.sigmoid_binary_cross_entropy(logits, targets).sum(axis=-1)
             case _:
                 assert_never(config.kind)
-
-    return loss
-
-
-def _checked(function: Loss) -> Loss:
-    def loss(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:
-        losses = function(logits, targets)
-        if jnp.shape(losses) != logits.shape[:1]:
-            raise UserError(
-                f'loss {records.name_of(function)} gives shape {jnp.shape(losses)} for logits '
-                f'{logits.shape}: expected one number for each example, {logits.shape[:1]}'
-            )
-        return losses
 
     return loss
 

@@ -1,6 +1,6 @@
 """What is measured of predictions. A new metric is one more line in `example_metrics`."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,26 +9,25 @@ from vit_jax.base.array_types import Array, Float
 
 
 class BatchSums(NamedTuple):
-    """Sums over the unmasked examples of a batch, to be added up and divided by their `count`."""
+    """Sums over the unmasked examples of a batch, to be added up and divided by their number."""
 
     sums: dict[str, Array]  # by name: the loss, and each of `example_metrics`
-    count: Array
+    num_examples: Array
     rows: dict[str, Array]  # `logits` and `targets` (b k), where they were asked for
 
 
 class StepMetrics(NamedTuple):
     """The numbers of one step: arrays as the update gives them, floats once they are read."""
 
-    sums: dict[str, Array | float]  # over `count` unmasked examples, by name
-    count: Array | float
-    scalars: dict[str, Array | float]  # one number for the step, such as the learning rate
+    sums: dict[str, Any]  # over the unmasked examples, by name
+    num_examples: Any
+    scalars: dict[str, Any]  # one number for the step, such as the learning rate
 
     @property
     def means(self) -> dict[str, float]:
         """Means over the examples of this step, by name; 0 where it has none."""
-        return {
-            name: float(total) / max(1.0, float(self.count)) for name, total in self.sums.items()
-        }
+        count = max(1.0, float(self.num_examples))
+        return {name: float(total) / count for name, total in self.sums.items()}
 
 
 def example_metrics(
@@ -40,21 +39,13 @@ def example_metrics(
     added up and at most 1. For one-hot targets that is a hit or a miss, for several classes in one
     image whether any of them was hit, for mixed images the share of the label that was hit.
     """
-    hits = _targets_of_highest(logits, targets, count=5)
+    # Not jax.lax.top_k: XLA brings the logits of all devices together for it (jax 0.10.2).
+    rest, hits = jax.lax.stop_gradient(logits), []
+    for _ in range(5):  # the highest, the second, ...; of equal logits the first is higher
+        best = jax.nn.one_hot(rest.argmax(axis=-1), rest.shape[-1])
+        hits.append((best * targets).sum(axis=-1))
+        rest = jnp.where(best > 0, -jnp.inf, rest)
     metrics = {'accuracy': hits[0]}
     if logits.shape[-1] > 5:  # otherwise everything would be a hit
         metrics['top5_accuracy'] = jnp.minimum(1.0, sum(hits))
     return metrics
-
-
-def _targets_of_highest(
-    logits: Float[Array, 'b k'], targets: Float[Array, 'b k'], *, count: int
-) -> list[Float[Array, 'b']]:
-    """The targets of the highest logit, of the second, ...; of equal logits the first is higher."""
-    # Not jax.lax.top_k: XLA brings the logits of all devices together for it (jax 0.10.2).
-    rest, found = jax.lax.stop_gradient(logits), []
-    for _ in range(count):
-        best = jax.nn.one_hot(rest.argmax(axis=-1), rest.shape[-1])
-        found.append((best * targets).sum(axis=-1))
-        rest = jnp.where(best > 0, -jnp.inf, rest)
-    return found

@@ -1,8 +1,8 @@
 """How gradients become updates: schedules and optimizers."""
 
 import dataclasses
+import functools
 import operator
-import types
 from collections.abc import Callable
 from typing import Any, Literal, assert_never
 
@@ -20,9 +20,8 @@ from vit_jax.training.rules import BLOCKS, Rules, RulesConfig
 
 Schedule = Callable[[Int[Array, '']], Float[Array, '']]
 Decay = Literal['cosine', 'linear', 'rsqrt', 'constant']
-OptimizerKind = Literal['adamw', 'sgd', 'adafactor']
 # The options of each optimizer, with their defaults.
-OPTIONS: dict[OptimizerKind, dict[str, float]] = {
+OPTIONS: dict[str, dict[str, float]] = {
     'adamw': {'b1': 0.9, 'b2': 0.999, 'epsilon': 1e-8},
     'sgd': {'momentum': 0.9},
     'adafactor': {'b1': 0.9, 'b2': 0.999},  # of its momentum; the highest that its b2 rises to
@@ -68,7 +67,7 @@ class OptimizerConfig(RulesConfig):
 
     # The rules are inherited, and not a field of their own, so that the command line has short
     # names: --config.optimizer.weight_decay.
-    kind: OptimizerKind = 'adamw'
+    kind: Literal['adamw', 'sgd', 'adafactor'] = 'adamw'
     b1: float | None = None
     b2: float | None = None
     epsilon: float | None = None
@@ -83,10 +82,10 @@ class OptimizerConfig(RulesConfig):
         records.require_between(self, 'epsilon', 'clip_norm', above=0)
         for name in ('b1', 'b2', 'epsilon', 'momentum'):
             users = [kind for kind, options in OPTIONS.items() if name in options]
+            value, said = getattr(self, name), f'it is of {" and ".join(users)}'
             records.require(
-                getattr(self, name) is None or self.kind in users,
-                f'{name}={getattr(self, name)}: kind={self.kind} has no such option, it is of '
-                f'{" and ".join(users)}',
+                value is None or self.kind in users,
+                f'{name}={value}: kind={self.kind} has no such option, {said}',
             )
 
 
@@ -144,23 +143,21 @@ def make_optimizer(
     steps += [optax.add_decayed_weights(amount, mask) for amount, mask in rules.weight_decays]
     factors = rules.lr_multipliers
     if any(np.any(factor != 1) for factor in jax.tree.leaves(factors)):
-        steps.append(
-            optax.stateless(lambda updates, _: jax.tree.map(operator.mul, updates, factors))
-        )
+        steps.append(optax.stateless(lambda given, _: jax.tree.map(operator.mul, given, factors)))
     return optax.chain(*steps, optax.scale_by_learning_rate(schedule))
 
 
 def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
     given = {name: getattr(config, name) for name in OPTIONS[config.kind]}
-    use = types.SimpleNamespace(**OPTIONS[config.kind])
-    vars(use).update({name: value for name, value in given.items() if value is not None})
+    use = OPTIONS[config.kind] | {name: value for name, value in given.items() if value is not None}
     match config.kind:
         case 'adamw':
-            return optax.scale_by_adam(use.b1, use.b2, use.epsilon, mu_dtype=config.moment_dtype)
+            b1, b2, epsilon = use['b1'], use['b2'], use['epsilon']
+            return optax.scale_by_adam(b1, b2, epsilon, mu_dtype=config.moment_dtype)
         case 'sgd':
-            return optax.trace(use.momentum, accumulator_dtype=config.moment_dtype)
+            return optax.trace(use['momentum'], accumulator_dtype=config.moment_dtype)
         case 'adafactor':
-            return _adafactor(use.b1, use.b2, config.moment_dtype)
+            return _adafactor(use['b1'], use['b2'], config.moment_dtype)
         case _:
             assert_never(config.kind)
 
@@ -171,18 +168,18 @@ def _adafactor(b1: float, b2: float, moment_dtype: str) -> optax.GradientTransfo
     def decay(step: Any, exponent: float) -> Any:
         return jnp.minimum(b2, 1 - (step + 1.0) ** -exponent)
 
-    def scaled(least_side: int) -> optax.GradientTransformation:
-        return optax.scale_by_factored_rms(
+    def scaled(least_side: int, *, vectors: bool) -> optax.GradientTransformation:
+        rms = optax.scale_by_factored_rms(
             min_dim_size_to_factor=least_side, decay_rate_fn=decay, epsilon=1e-30
         )
 
-    def are(vectors: bool) -> Callable[[Any], Any]:  # or matrices; the stacked depth is no side
-        return lambda params: tree_names.map_named(
-            lambda name, leaf: (leaf.ndim - name.startswith(BLOCKS) < 2) == vectors, params
-        )
+        def are(name: str, leaf: Any) -> bool:  # the stacked depth is no side
+            return (leaf.ndim - name.startswith(BLOCKS) < 2) == vectors
+
+        return optax.masked(rms, functools.partial(tree_names.map_named, are))
 
     return optax.chain(
-        optax.masked(scaled(least_side=2**62), are(vectors=True)),  # never as rows and columns
-        optax.masked(scaled(least_side=32), are(vectors=False)),  # as in big_vision; optax has 128
+        scaled(least_side=2**62, vectors=True),  # never as rows and columns
+        scaled(least_side=32, vectors=False),  # as in big_vision; optax has 128
         optax.ema(b1, debias=False, accumulator_dtype=moment_dtype),
     )

@@ -81,35 +81,32 @@ def make_rules(config: RulesConfig, params: Any) -> Rules:
     """
     report: list[str] = []
     factors = tree_names.map_named(lambda name, _: np.float32(1), params)
+
+    def multiply_matched(pattern: str, factor: float, what: str) -> Any:
+        mask = tree_names.mask_of(params, pattern)
+        report.append(f'{what}: {_matched(params, mask)}')
+        return _times(factors, jax.tree.map(lambda m: np.float32(factor if m else 1), mask))
+
     if config.layer_decay is not None:
         factors = _times(factors, _layer_decay(params, config.layer_decay))
         report.append(f'learning rate x {config.layer_decay:g} for each layer below the head')
     for pattern, factor in config.lr_multipliers:
-        mask = tree_names.mask_of(params, pattern)
-        factors = _times(factors, jax.tree.map(lambda m, f=factor: np.float32(f if m else 1), mask))
-        report.append(f'learning rate x {factor:g}: {_matched(params, mask)}')
-    if config.trained_blocks is not None:
-        factors = _times(factors, _last_blocks(params, config.trained_blocks))
-        blocks = config.trained_blocks
+        factors = multiply_matched(pattern, factor, f'learning rate x {factor:g}')
+    if (blocks := config.trained_blocks) is not None:
+        factors = _times(factors, _last_blocks(params, blocks))
         what = f'the head, the final norm and the last {blocks} blocks' if blocks else 'the head'
-        report.append(f'learned: {what}, {_count(params, factors):,} numbers')
+        learned = jax.tree.map(lambda leaf, f: leaf.size * float(np.mean(f != 0)), params, factors)
+        report.append(f'learned: {what}, {round(sum(jax.tree.leaves(learned))):,} numbers')
     for pattern in config.frozen:
-        mask = tree_names.mask_of(params, pattern)
-        factors = _times(factors, jax.tree.map(lambda m: np.float32(not m), mask))
-        report.append(f'frozen: {_matched(params, mask)}')
-    weight_decays, decay_report = _weight_decays(config, params)
-    return Rules(weight_decays, factors, report + decay_report)
-
-
-def _weight_decays(config: RulesConfig, params: Any) -> tuple[list[tuple[float, Any]], list[str]]:
-    """Weight decay of the body and, where it has one of its own, of the head."""
+        factors = multiply_matched(pattern, 0.0, 'frozen')
+    # Weight decay of the body and, where it has one of its own, of the head.
     parts = [('', config.weight_decay, '.*')]
     if config.head_weight_decay is not None:
         parts = [
             (' of the body', config.weight_decay, '(?!head/).*'),
             (' of the head', config.head_weight_decay, 'head/.*'),
         ]
-    decays, report = [], []
+    decays = []
     for part, amount, where in parts:
         if amount:
             decayed = tree_names.mask_of(params, config.decay_pattern)
@@ -118,7 +115,7 @@ def _weight_decays(config: RulesConfig, params: Any) -> tuple[list[tuple[float, 
                 raise UserError(f'decay_pattern={config.decay_pattern!r} matches nothing{part}')
             decays.append((amount, mask))
             report.append(f'weight decay {amount:g}{part}: {_matched(params, mask)}')
-    return decays, report
+    return Rules(decays, factors, report)
 
 
 def _layer_decay(params: Any, decay: float) -> Any:
@@ -132,8 +129,7 @@ def _layer_decay(params: Any, decay: float) -> Any:
 def _last_blocks(params: Any, count: int) -> Any:
     """1 for what is learned: the head alone, or what follows from the last blocks on."""
     if count == 0:
-        mask = tree_names.mask_of(params, 'head/.*')
-        return jax.tree.map(np.float32, mask)
+        return jax.tree.map(np.float32, tree_names.mask_of(params, 'head/.*'))
     depth = _depth(params, 'trained_blocks')
     if count > depth:
         raise UserError(f'optimizer.trained_blocks={count}: the network has {depth} blocks')
@@ -151,12 +147,10 @@ def _layers(name: str, leaf: Any, depth: int) -> np.ndarray:
 
 def _depth(params: Any, field: str) -> int:
     """How many blocks there are."""
-    depths = [
-        leaf.shape[0] for name, leaf in tree_names.named_leaves(params).items() if BLOCKS in name
-    ]
-    if not depths:
-        raise UserError(f'optimizer.{field} needs a network of encoder blocks: a ViT, or a hybrid')
-    return int(depths[0])
+    for name, leaf in tree_names.named_leaves(params).items():
+        if BLOCKS in name:
+            return int(leaf.shape[0])
+    raise UserError(f'optimizer.{field} needs a network of encoder blocks: a ViT, or a hybrid')
 
 
 def _times(factors: Any, more: Any) -> Any:
@@ -167,17 +161,6 @@ def _matched(params: Any, mask: Any) -> str:
     """How many arrays and numbers a rule matched, and the names of the first."""
     chosen = tree_names.named_leaves(mask)
     leaves = {name: leaf for name, leaf in tree_names.named_leaves(params).items() if chosen[name]}
-    names = list(leaves)
-    more = f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''
-    return (
-        f'{len(names)} of {len(chosen)} arrays, '
-        f'{sum(leaf.size for leaf in leaves.values()):,} numbers: '
-        + ', '.join(names[:_SHOWN])
-        + more
-    )
-
-
-def _count(params: Any, factors: Any) -> int:
-    """How many numbers are learned."""
-    parts = jax.tree.map(lambda leaf, f: leaf.size * float(np.mean(f != 0)), params, factors)
-    return round(sum(jax.tree.leaves(parts)))
+    names, size = ', '.join([*leaves][:_SHOWN]), sum(leaf.size for leaf in leaves.values())
+    more = f' and {len(leaves) - _SHOWN} more' if len(leaves) > _SHOWN else ''
+    return f'{len(leaves)} of {len(chosen)} arrays, {size:,} numbers: {names}{more}'

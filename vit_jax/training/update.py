@@ -13,6 +13,8 @@ from vit_jax.training.losses import Loss, targets_of
 from vit_jax.training.metrics import BatchSums, StepMetrics, example_metrics
 from vit_jax.training.optimizer import Schedule
 
+Gradients = Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]]
+
 # What a key is for: no key serves two purposes. DROP folds in the step, and with accumulation the
 # part of the batch; AUGMENT the epoch and the number of each example, so that an example does not
 # depend on the batch that it falls into.
@@ -42,10 +44,9 @@ class TrainState(NamedTuple):
     @staticmethod
     def join(eval_params: Params, rest: dict[str, Any]) -> 'TrainState':
         """The inverse of `split`."""
-        averaged = 'params' in rest
-        params = rest['params'] if averaged else eval_params
-        average = eval_params if averaged else None
-        return TrainState(rest['step'], params, rest['optimizer'], average)
+        if 'params' in rest:
+            return TrainState(rest['step'], rest['params'], rest['optimizer'], eval_params)
+        return TrainState(rest['step'], eval_params, rest['optimizer'], None)
 
 
 def key_for(seed: int, purpose: int, step: Int[Array, ''] | int) -> Key[Array, '']:
@@ -159,9 +160,7 @@ def make_update(
     return update
 
 
-def accumulated(
-    gradients: Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]], parts: int
-) -> Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]]:
+def accumulated(gradients: Gradients, parts: int) -> Gradients:
     """The same sums over the whole batch, computed one part after the other.
 
     A part takes every `parts`-th example, so that each device goes on working on its own.

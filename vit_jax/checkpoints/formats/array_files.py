@@ -161,10 +161,7 @@ def _npz(path: pathlib.Path, archive: zipfile.ZipFile) -> ArrayFile:
         name = member.filename.removesuffix('.npy')
         if name == member.filename:
             raise UserError(f'{name} is no array of numpy')
-        shape, dtype, start = _npy_header(archive, member)
-        declared = start + math.prod(shape) * dtype.itemsize
-        if declared != member.file_size:
-            raise UserError(f'{name} declares {declared:,} bytes, holds {member.file_size:,}')
+        shape, dtype = _npy_header(archive, member)
         read = _as_float32(name, functools.partial(_read_npy, archive, member))
         arrays[name] = LazyArray(shape, _as_bfloat16(dtype), read)
     return ArrayFile(arrays, {})
@@ -172,8 +169,8 @@ def _npz(path: pathlib.Path, archive: zipfile.ZipFile) -> ArrayFile:
 
 def _npy_header(
     archive: zipfile.ZipFile, member: zipfile.ZipInfo
-) -> tuple[tuple[int, ...], np.dtype, int]:
-    """Shape, type, and where the numbers begin."""
+) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and type, after they were compared with the size of the member."""
     name = member.filename
     with archive.open(member) as file:
         version = np.lib.format.read_magic(file)
@@ -187,13 +184,16 @@ def _npy_header(
             raise UserError(f'{name} holds Python objects, which only pickle could read')
         if any(side < 0 for side in shape):
             raise UserError(f'{name} has the shape {shape}')
-        return tuple(map(int, shape)), dtype, file.tell()
+        declared = file.tell() + math.prod(shape) * dtype.itemsize
+    if declared != member.file_size:
+        name = name.removesuffix('.npy')
+        raise UserError(f'{name} declares {declared:,} bytes, holds {member.file_size:,}')
+    return tuple(map(int, shape)), dtype
 
 
 def _read_npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
-    with archive.open(member) as file:
-        array: np.ndarray = np.lib.format.read_array(file)
-        file.read()  # to the end, so that the checksum is verified
+    with archive.open(member) as file:  # to its end, where zipfile compares the checksum
+        array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
         return array
 
 

@@ -4,12 +4,13 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
+from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats.array_files import LazyArray
 from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.checkpoints.formats.name_map import NameRule
-from vit_jax.data.image_preprocessing import Preprocessing
+from vit_jax.data.image_preprocessing import Crop, Preprocessing
 from vit_jax.models import ModelConfig, ViTConfig
 
 
@@ -66,7 +67,14 @@ class Format(Generic[L]):
     # A format that is a directory: the name of its file of arrays, and its JSON files by name.
     file_name: str | None = None
     files_beside: Callable[[Card], dict[str, dict[str, Any]]] = lambda card: {}
-    fixed_positions: bool = False  # has it sincos2d positions, which are no array?
+    positions: tuple[str, ...] = ('learned',)  # the kinds that it has; others become an array
+
+
+def foreign_preprocessing(crop: Crop, mean: Any, std: Any, *, where: str) -> Preprocessing:
+    """As PyTorch's image processors do it, with the mean and std (0 to 1) of a JSON file."""
+    scaled = {'mean': [255 * value for value in mean], 'std': [255 * value for value in std]}
+    fixed = {'crop': crop, 'exif_rotation': False}
+    return records.from_dict(Preprocessing, fixed | scaled, where=where)
 
 
 def vision_transformer(config: ModelConfig, format: str) -> ViTConfig:

@@ -23,7 +23,7 @@ from vit_jax.checkpoints.formats.name_map import (
     norm,
 )
 from vit_jax.data.image_preprocessing import Preprocessing, Resize
-from vit_jax.models import Backbone, ModelConfig, Pool, ResNetConfig, ViTConfig
+from vit_jax.models import ModelConfig, Pool, ResNetConfig, ViTConfig
 
 _POSITIONS = tuple(f'{p}pos_embedding' for p in ('', 'Transformer/posembed_input/', 'Transformer/'))
 # Squeezed to the size, the camera's rotation ignored, values from -1 to 1.
@@ -128,10 +128,9 @@ def _notes(card: Card, layout: Layout) -> list[str]:
         if config.grid[0] != config.grid[1] or config.positions == 'sincos2d':
             lost.append(f'grid={config.grid}')
     notes = [f'npz files do not say it: load this one with {", ".join(lost)}'] if lost else []
-    read = Recognised(config, layout, _PREPROCESSING)  # whatever was written
-    names = 'preprocessing', 'class_names'
-    gone = [name for name in names if getattr(card, name) != getattr(read, name)]
-    gone += ['loss'] if card.loss == 'sigmoid' else []
+    # What is read for it, whatever was written.
+    read = {'preprocessing': (_PREPROCESSING,), 'class_names': ((),), 'loss': (None, 'softmax')}
+    gone = [name for name, values in read.items() if getattr(card, name) not in values]
     return notes + ([f'npz files do not keep: {", ".join(gone)}'] if gone else [])
 
 
@@ -170,44 +169,36 @@ def _infer(clues: Clues) -> tuple[ModelConfig, dict[str, Any]]:
             num_classes=num_classes,
         )
         return config, layout
-    values, found = _vit(clues, backbone)
-    return ViTConfig(num_classes=num_classes, backbone=backbone, **values), layout | found
-
-
-def _vit(clues: Clues, backbone: Backbone | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values of the ViTConfig and of the Layout."""
-    inside, hints = clues.arrays, clues.hints
     p, q, channels, width = inference.shape_of(inside, 'embedding/kernel', 4)
-    blocks = [name for name in inside if re.match(r'Transformer/encoderblock(_\d+)?/', name)]
-    stacked = any(name.startswith('Transformer/encoderblock/') for name in blocks)
-    before_linen = any('/MlpBlock_3/' in name for name in blocks)
+    stacked = any(name.startswith('Transformer/encoderblock/') for name in inside)
+    before_linen = any('/MlpBlock_3/' in name for name in inside)
     block = 'Transformer/encoderblock' + ('' if stacked else '_0')
     attention, _, mlp = _MODULES[before_linen]
-    map_head = next((h for h in ('MAPHead_0/', '') if f'{h}probe' in inside), None)
-    pool: Pool = 'cls' if 'cls' in inside else 'gap' if map_head is None else 'map'
+    heads = [head for head in ('MAPHead_0/', '') if f'{head}probe' in inside]
+    pool: Pool = 'cls' if 'cls' in inside else 'map' if heads else 'gap'
     stride = backbone.stride if backbone else 1
     cell = p * stride, q * stride  # pixels of the image for one position
-    grid, layout = _positions(clues, pool, cell)
-    config = {
-        'image_size': (grid[0] * cell[0], grid[1] * cell[1]),
-        'patch_size': (p, q),
-        'channels': inference.shape_of(inside, 'conv_root/kernel', 4)[2] if backbone else channels,
-        'width': width,
-        'depth': (
-            inference.shape_of(inside, f'{block}/LayerNorm_0/scale', 2)[0]
-            if stacked
-            else inference.count_layers(blocks, r'Transformer/encoderblock_(\d+)/')
-        ),
-        'mlp_dim': inference.shape_of(inside, f'{block}/{mlp}/Dense_0/bias', 1 + stacked)[-1],
-        'num_heads': inference.shape_of(inside, f'{block}/{attention}/query/bias', 2 + stacked)[-2],
-        'pool': pool,
-        'representation_size': inference.length_of(inside, 'pre_logits/bias'),
-        'positions': 'learned' if layout['positions'] in inside else 'sincos2d',
-        'gelu': hints.gelu or 'tanh',
-        'layer_norm_epsilon': hints.layer_norm_epsilon or 1e-6,
-    }
-    layout |= {'stacked': stacked, 'before_linen': before_linen}
-    return config, layout | ({'map_head': map_head} if map_head is not None else {})
+    grid, positions = _positions(clues, pool, cell)
+    vit = ViTConfig(
+        image_size=(grid[0] * cell[0], grid[1] * cell[1]),
+        patch_size=(p, q),
+        channels=inference.shape_of(inside, 'conv_root/kernel', 4)[2] if backbone else channels,
+        backbone=backbone,
+        width=width,
+        depth=inference.shape_of(inside, f'{block}/LayerNorm_0/scale', 2)[0]
+        if stacked
+        else inference.count_layers(inside, r'Transformer/encoderblock_(\d+)/'),
+        mlp_dim=inference.shape_of(inside, f'{block}/{mlp}/Dense_0/bias', 1 + stacked)[-1],
+        num_heads=inference.shape_of(inside, f'{block}/{attention}/query/bias', 2 + stacked)[-2],
+        num_classes=num_classes,
+        pool=pool,
+        representation_size=inference.length_of(inside, 'pre_logits/bias'),
+        positions='learned' if positions['positions'] in inside else 'sincos2d',
+        gelu=clues.hints.gelu or 'tanh',
+        layer_norm_epsilon=clues.hints.layer_norm_epsilon or 1e-6,
+    )
+    layout |= {'stacked': stacked, 'before_linen': before_linen} | positions
+    return vit, layout | ({'map_head': heads[0]} if heads else {})
 
 
 def _positions(
@@ -249,5 +240,5 @@ BIGVISION = dataclasses.replace(
     recognise=functools.partial(_recognise, BIGVISION_LAYOUT),
     rules=_bigvision_rules,
     usual_layout=lambda config: BIGVISION_LAYOUT,
-    fixed_positions=True,
+    positions=('learned', 'sincos2d'),
 )

@@ -121,12 +121,13 @@ def _infer(clues: Clues) -> tuple[ViTConfig, Layout]:
     cell = p * stride, q * stride  # pixels of the image for one position
     count = inference.shape_of(arrays, f'{prefix}embeddings.position_embeddings', 3)[1]
     size = _pair(described.get('image_size'), 'image_size')
-    heads = inference.Hints(num_heads=_whole(described, 'num_attention_heads'))
-    hints = inference.with_defaults(clues.hints, heads)
-    grid, _ = inference.infer_grid(count, rows=(1,), hints=hints, image_size=size, cell=cell)
     act = described.get('hidden_act', 'gelu')
-    if not hints.gelu and act not in _GELU:
+    said = {'num_heads': described.get('num_attention_heads'), 'gelu': _GELU.get(act)}
+    defaults = records.from_dict(inference.Hints, said, where='config.json')
+    hints = inference.with_defaults(clues.hints, defaults)
+    if hints.gelu is None:
         raise UserError(f'config.json: hidden_act={act!r} is not one of {", ".join(_GELU)}')
+    grid, _ = inference.infer_grid(count, rows=(1,), hints=hints, image_size=size, cell=cell)
     epsilon = hints.layer_norm_epsilon or float(described.get('layer_norm_eps', 1e-12))
     config = ViTConfig(
         image_size=(grid[0] * cell[0], grid[1] * cell[1]),
@@ -139,7 +140,7 @@ def _infer(clues: Clues) -> tuple[ViTConfig, Layout]:
         num_heads=inference.infer_heads(hints, width, mlp_dim, depth),
         num_classes=inference.length_of(arrays, 'classifier.bias'),
         representation_size=inference.length_of(arrays, 'pooler.dense.bias'),
-        gelu=hints.gelu or _GELU[act],
+        gelu=hints.gelu,
         layer_norm_epsilon=epsilon,
     )
     found = {'hidden_size': width, 'num_hidden_layers': depth, 'intermediate_size': mlp_dim}
@@ -171,12 +172,8 @@ def _preprocessing(processor: dict[str, Any]) -> Preprocessing:
         cut = _pair(processor.get('crop_size', size['shortest_edge']), 'crop_size')
         scale = size['shortest_edge'] / min(cut or (size['shortest_edge'],))
         crop = CentralCrop(scale=scale, resize=resize)
-    values = {
-        name: [255 * value for value in processor.get(f'image_{name}', (0.5, 0.5, 0.5))]
-        for name in ('mean', 'std')
-    }
-    fixed = {'crop': crop, 'exif_rotation': False}
-    return records.from_dict(Preprocessing, fixed | values, where='preprocessor_config.json')
+    mean, std = (processor.get(f'image_{name}', (0.5, 0.5, 0.5)) for name in ('mean', 'std'))
+    return base.foreign_preprocessing(crop, mean, std, where='preprocessor_config.json')
 
 
 def _description(config: ViTConfig, names: tuple[str, ...]) -> dict[str, Any]:
@@ -249,13 +246,6 @@ def _processor(config: ViTConfig, preprocessing: Preprocessing) -> dict[str, Any
         'image_mean': [value / 255 for value in preprocessing.mean],
         'image_std': [value / 255 for value in preprocessing.std],
     }
-
-
-def _whole(described: dict[str, Any], name: str) -> int | None:
-    value = described.get(name)
-    if name in described and (not isinstance(value, int) or value < 1):
-        raise UserError(f'config.json: {name}={value!r} is not a positive whole number')
-    return value
 
 
 def _pair(value: Any, name: str) -> tuple[int, int] | None:

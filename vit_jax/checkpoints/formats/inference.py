@@ -149,9 +149,10 @@ def infer_grid(
     )
 
 
-def summarize(config: ModelConfig) -> str:
-    """The network in one line."""
+def summarize(config: ModelConfig, parameters: int) -> str:
+    """The network, and the number of its parameters, in one line."""
     head = 'no head' if config.num_classes is None else f'{config.num_classes} classes'
+    head += f'; {parameters:,} parameters'
     height, width = config.image_size
     if isinstance(config, ResNetConfig):
         backbone = config.backbone

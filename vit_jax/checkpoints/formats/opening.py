@@ -5,6 +5,7 @@ A format is a record in a file of its own; to add one, write that file and name 
 
 import dataclasses
 import json
+import math
 import pathlib
 import re
 from collections.abc import Callable, Mapping
@@ -26,7 +27,8 @@ from vit_jax.checkpoints.formats.google import BIGVISION, GOOGLE
 from vit_jax.checkpoints.formats.huggingface import HUGGINGFACE
 from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.checkpoints.formats.timm import TIMM
-from vit_jax.models import ModelConfig, ViTConfig, build, parameter_count, positions
+from vit_jax.models import ModelConfig, ResNetConfig, build, parameter_count
+from vit_jax.models.positions import as_array
 
 # The first that matches a file's names reads it; bigvision takes what is not as google writes it.
 FORMATS: tuple[Format[Any], ...] = GOOGLE, BIGVISION, TIMM, HUGGINGFACE
@@ -63,7 +65,8 @@ def open_checkpoint(
         if given := [name for name, value in vars(hints).items() if value is not None]:
             raise UserError(f'{path}: a checkpoint of ours says all of itself; drop {given[0]}')
         card = Card.read(store.load_card(path)[0], where=f'{path}: card')
-        report = [f'{OURS} layout, step {card.step}: {_summary(card)}']
+        count = parameter_count(card.model)
+        report = [f'{OURS} layout, step {card.step}: {inference.summarize(card.model, count)}']
         return Checkpoint(path, OURS, None, card, report, (), lambda: store.load_params(path))
     read = [array_files.read_array_file(file) for file in files]
     beside = place if place.is_dir() else place.parent
@@ -149,14 +152,11 @@ def _recognised(
             values = name_map.to_ours(resolved, arrays, shapes)
             return tree_names.map_named(lambda name, _: values[name], expected)
 
-    report = [f'{form.name} layout: {_summary(card)}']
+    count = sum(map(math.prod, shapes.values()))
+    report = [f'{form.name} layout: {inference.summarize(card.model, count)}']
     if ignored:
         report.append(f'ignored: {len(ignored)} arrays, such as {ignored[0]}')
     return Checkpoint(path, form.name, layout, card, report, ignored, read)
-
-
-def _summary(card: Card) -> str:
-    return f'{inference.summarize(card.model)}; {parameter_count(card.model):,} parameters'
 
 
 def _check_comes_back(
@@ -190,11 +190,12 @@ def _check_comes_back(
 def _with_learned_positions(
     params: Params, card: Card, form: Format[Any]
 ) -> tuple[Params, Card, list[str]]:
-    """The same network with its positions as an array, where the format has no such positions."""
-    config, kept = card.model, ('learned', 'sincos2d' if form.fixed_positions else '')
-    if not isinstance(config, ViTConfig) or config.positions in kept:
+    """The same network with its positions as an array, where the format has no such kind."""
+    config = card.model
+    if isinstance(config, ResNetConfig) or config.positions in form.positions:
         return params, card, []
-    params = params | {'pos_embedding': positions.as_array(config)}
+    table = as_array(config.positions, config.grid, length=config.num_tokens, width=config.width)
+    params = params | {'pos_embedding': table}
     card = dataclasses.replace(card, model=dataclasses.replace(config, positions='learned'))
     return params, card, ['positions: written as an array']
 

@@ -7,7 +7,7 @@ from typing import Any
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats import inference
+from vit_jax.checkpoints.formats import base, inference
 from vit_jax.checkpoints.formats.base import Clues, Format, Layout, Recognised, vision_transformer
 from vit_jax.checkpoints.formats.name_map import (
     CONVOLUTION,
@@ -74,8 +74,9 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     described = clues.config_json
     arguments = described.get('model_args', {})
     gelu = _GELUS.get(arguments.get('act_layer'))
-    said = inference.Hints(num_heads=arguments.get('num_heads'), gelu=gelu)
-    config, layout = _infer(clues._replace(hints=inference.with_defaults(clues.hints, said)))
+    said = {'num_heads': arguments.get('num_heads'), 'gelu': gelu}
+    defaults = records.from_dict(inference.Hints, said, where='config.json')
+    config, layout = _infer(clues._replace(hints=inference.with_defaults(clues.hints, defaults)))
     preprocessing = _preprocessing(described.get('pretrained_cfg', {}))
     return Recognised(config, layout, preprocessing, tuple(described.get('label_names') or ()))
 
@@ -143,12 +144,8 @@ def _preprocessing(described: dict[str, Any]) -> Preprocessing:
     crop: Crop = CentralCrop(scale=1 / (described.get('crop_pct') or 0.9), resize=resize)
     if described.get('crop_mode') == 'squash':
         crop = Resize(resize=resize)
-    values = {
-        name: [255 * value for value in described.get(name) or (0.5, 0.5, 0.5)]
-        for name in ('mean', 'std')
-    }
-    fixed = {'crop': crop, 'exif_rotation': False}
-    return records.from_dict(Preprocessing, fixed | values, where='config.json')
+    mean, std = (described.get(name) or (0.5, 0.5, 0.5) for name in ('mean', 'std'))
+    return base.foreign_preprocessing(crop, mean, std, where='config.json')
 
 
 TIMM = Format[Layout](

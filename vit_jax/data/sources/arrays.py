@@ -1,21 +1,16 @@
 """Images in memory: arrays, npz files, scikit-learn's digits."""
 
 import functools
-import os
 from collections.abc import Sequence
 
 import numpy as np
 
-from vit_jax.base.errors import MissingFile, UserError
+from vit_jax.base.errors import UserError
 from vit_jax.data.sources.base import Source, Splits
 
 
 def array_source(
-    images: np.ndarray,
-    labels: np.ndarray,
-    class_names: Sequence[str],
-    *,
-    name: str,
+    images: np.ndarray, labels: np.ndarray, class_names: Sequence[str], *, name: str
 ) -> Source:
     """A source of uint8 images (n, height, width) or (n, height, width, 1 or 3).
 
@@ -25,7 +20,7 @@ def array_source(
     shape_fits = images.ndim in (3, 4) and images.shape[3:] in ((), (1,), (3,))
     if images.dtype != np.uint8 or not shape_fits:
         raise UserError(
-            f'{name}: images are {images.dtype}{list(images.shape)}, expected uint8 of shape '
+            f'{name}: images are {images.dtype}{list(images.shape)}, expected uint8 of '
             f'(n, height, width) or (n, height, width, 1 or 3)'
         )
     multi_label = labels.shape == (len(images), len(class_names)) and labels.dtype.kind in 'iub'
@@ -37,11 +32,10 @@ def array_source(
     top = 2 if multi_label else len(class_names)
     wrong = np.argwhere((labels < 0) | (labels >= top))
     if wrong.size:
-        place = tuple(wrong[0])
         there = '0 or 1 for each class' if multi_label else f'{top} classes, 0 to {top - 1}'
         raise UserError(
-            f'{name}: label {labels[place]} of image {place[0]} is out of range: there are '
-            f'{there} ({len(wrong)} such labels)'
+            f'{name}: label {labels[tuple(wrong[0])]} of image {wrong[0][0]} is out of range: '
+            f'there are {there} ({len(wrong)} such labels)'
         )
     return Source(
         count=len(images),
@@ -61,32 +55,26 @@ def digits_splits() -> Splits:
         images, labels = datasets.load_digits(return_X_y=True)
         chosen = (np.arange(len(labels)) % 5 == 4) == (split == 'test')
         pixels = np.rint(images.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
-        names = [str(digit) for digit in range(10)]
-        return array_source(pixels[chosen], labels[chosen], names, name=f'digits/{split}')
+        return array_source(pixels[chosen], labels[chosen], '0123456789', name=f'digits/{split}')
 
-    return {'train': lambda: opened('train'), 'test': lambda: opened('test')}
+    return {split: functools.partial(opened, split) for split in ('train', 'test')}
 
 
 def npz_splits(path: str) -> Splits:
     """The splits of a file of arrays `SPLIT_images`, `SPLIT_labels` and perhaps `class_names`.
 
-    Raises UserError for images without labels, and MissingFile.
+    Raises UserError for images without labels.
     """
-    if not os.path.isfile(path):
-        raise MissingFile(f'{path}: no such file')
     with np.load(path, allow_pickle=False) as file:
         names = [n.removesuffix('_images') for n in file.files if n.endswith('_images')]
-        absent = [f'{name}_labels' for name in names if f'{name}_labels' not in file]
-        if absent or not names:
-            missing = absent[0] if absent else 'SPLIT_images'
-            raise UserError(f'{path}: no array {missing!r}; it holds {", ".join(file.files)}')
+        needed = [f'{name}_labels' for name in names] or ['SPLIT_images']
+        if absent := [name for name in needed if name not in file]:
+            raise UserError(f'{path}: no array {absent[0]!r}; it holds {", ".join(file.files)}')
         if 'class_names' in file:
             class_names = [str(name) for name in file['class_names']]
         else:
             labels = [file[f'{name}_labels'] for name in names]
-            count = max(
-                array.shape[1] if array.ndim == 2 else int(array.max()) + 1 for array in labels
-            )
+            count = max(a.shape[1] if a.ndim == 2 else int(a.max()) + 1 for a in labels)
             class_names = [str(label) for label in range(count)]
 
     def opened(split: str) -> Source:

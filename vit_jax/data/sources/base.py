@@ -18,9 +18,8 @@ EncodedImage = bytes | np.ndarray  # an encoded file, or uint8 pixels
 class Source:
     """One split of a data set, of which images and labels are read when they are asked for.
 
-    `read(i)` returns image i, as encoded bytes or a uint8 array, and its label; `name_of(i)` its
-    name in messages; `read_labels(indices)` labels alone, which can be as slow as reading the
-    images. With `multi_label` a label is a row of 0 and 1 over the classes.
+    `read(i)` returns image i and its label; `name_of(i)` its name in messages;
+    `read_labels(indices)` labels alone, which can be as slow as reading the images.
     """
 
     count: int
@@ -49,7 +48,7 @@ Splits = dict[str, Callable[[], Source]]
 DataFunction = Callable[[str], Source]
 
 
-def select(source: Source, indices: Sequence[int]) -> Source:
+def select(source: Source, indices: Sequence[int] | np.ndarray) -> Source:
     """The source that holds these images only, in this order."""
     chosen = np.asarray(indices)
     return dataclasses.replace(
@@ -63,7 +62,7 @@ def select(source: Source, indices: Sequence[int]) -> Source:
 
 def in_fixed_order(source: Source) -> Source:
     """The source in one random order, the same every time, so that a slice is a fair sample."""
-    return select(source, np.random.default_rng(0).permutation(len(source)).tolist())
+    return select(source, np.random.default_rng(0).permutation(len(source)))
 
 
 def labelled_source(

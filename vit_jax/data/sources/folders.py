@@ -22,18 +22,15 @@ def folder_splits(root: str) -> Splits:
     names = folder_names(path)
     splits = {name: folder_names(path / name) for name in names}
     if not SPLIT_NAMES & set(names) and any(_has_images(path / name) for name in names):
-        return {'all': lambda: files_by_class(path, names)}
+        return {'all': lambda: files_by_class(path)}
     for name in SPLIT_NAMES & set(names):
         if not splits[name]:
-            raise UserError(
-                f'{root}: {name}/ holds no folders: expected {name}/CLASS/*.jpg'
-                + ('; it holds images, but no classes' if _has_images(path / name) else '')
-            )
+            found = '; it holds images, but no classes' if _has_images(path / name) else ''
+            raise UserError(f'{root}: {name}/ holds no folders: expected {name}/CLASS/*.jpg{found}')
     splits = {name: classes for name, classes in splits.items() if classes}
     if not splits:
         raise UserError(
-            f'{root}: no images found: expected {root}/train/CLASS/*.jpg or {root}/CLASS/*.jpg; '
-            f'there are no such folders'
+            f'{root}: no images found: expected {root}/train/CLASS/*.jpg or {root}/CLASS/*.jpg'
         )
 
     def opened(split: str) -> Source:
@@ -42,16 +39,16 @@ def folder_splits(root: str) -> Splits:
             if different and {*classes} & {*splits[split]}:  # else it is no split of the same data
                 has, lacks = (split, other) if different[0] in splits[split] else (other, split)
                 raise UserError(f'{root}: class {different[0]!r} is in {has}/ but not in {lacks}/')
-        return files_by_class(path / split, splits[split])
+        return files_by_class(path / split)
 
     return {name: functools.partial(opened, name) for name in splits}
 
 
-def files_by_class(root: pathlib.Path, class_names: Sequence[str]) -> Source:
+def files_by_class(root: pathlib.Path) -> Source:
     """The images of ROOT/CLASS/, in a fixed random order. Raises UserError for an empty class."""
-    found = [image_files(root / name) for name in class_names]
-    labels = [label for label, of_class in enumerate(found) for _ in of_class]
-    paths = [path for of_class in found for path in of_class]
+    class_names = folder_names(root)
+    found = [(path, i) for i, name in enumerate(class_names) for path in image_files(root / name)]
+    paths, labels = [path for path, _ in found], [label for _, label in found]
     return in_fixed_order(file_source(paths, labels, class_names))
 
 
@@ -72,15 +69,13 @@ def image_files(path: pathlib.Path) -> list[pathlib.Path]:
     """The images below a folder, sorted. Warns of other files; UserError if there are no images."""
     present = sorted(p for p in path.rglob('*') if p.is_file() and not p.name.startswith('.'))
     images = [p for p in present if p.suffix.lower() in IMAGE_SUFFIXES]
-    ignored = len(present) - len(images)
+    others = [p for p in present if p.suffix.lower() not in IMAGE_SUFFIXES]
+    count = len(others)
     if not images:
-        detail = (
-            f'; {ignored} files have other endings, such as {present[0].name}' if ignored else ''
-        )
+        detail = f'; {count} files have other endings, such as {others[0].name}' if others else ''
         raise UserError(f'{path}: no images in this folder{detail}')
-    if ignored:
-        other = next(p for p in present if p.suffix.lower() not in IMAGE_SUFFIXES)
-        logging.warning('%s: %d files are not images by their ending: %s', path, ignored, other)
+    if others:
+        logging.warning('%s: %d files are not images by their ending: %s', path, count, others[0])
     return images
 
 

@@ -1,13 +1,13 @@
 """ImageNet (ILSVRC 2012) as it is distributed: its folders, or its tar files, read in place.
 
-Classes are the sorted WordNet ids, as in every published checkpoint. The original validation images
-are in one folder or tar file without classes; their labels come from the development kit, or from
-Kaggle's `LOC_val_solution.csv`.
+Classes are the sorted WordNet ids. The validation images are in one folder or tar file without
+classes; their labels come from the development kit, or from Kaggle's `LOC_val_solution.csv`.
 """
 
 import csv
 import functools
 import io
+import itertools
 import os
 import pathlib
 import tarfile
@@ -17,14 +17,8 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from vit_jax.base.errors import UserError
-from vit_jax.data.sources.base import (
-    Source,
-    Splits,
-    file_source,
-    in_fixed_order,
-    labelled_source,
-)
-from vit_jax.data.sources.folders import files_by_class, folder_names, image_files
+from vit_jax.data.sources.base import Source, Splits, file_source, in_fixed_order, labelled_source
+from vit_jax.data.sources.folders import files_by_class, image_files
 
 TRAIN_TAR, VAL_TAR = 'ILSVRC2012_img_train.tar', 'ILSVRC2012_img_val.tar'
 KIT, SOLUTION = 'ILSVRC2012_devkit_t12', 'LOC_val_solution.csv'
@@ -33,10 +27,8 @@ KIT, SOLUTION = 'ILSVRC2012_devkit_t12', 'LOC_val_solution.csv'
 def holds(root: str) -> bool:
     """Is it ImageNet in one of its original forms? (`val/CLASS/` is a folder like any other.)"""
     path = pathlib.Path(root)
-    if (path / TRAIN_TAR).is_file() or (path / VAL_TAR).is_file():
-        return True
-    val = path / 'val'
-    return val.is_dir() and any(val.glob('ILSVRC2012_val_*.JPEG'))
+    tars = (path / TRAIN_TAR).is_file() or (path / VAL_TAR).is_file()
+    return tars or any(path.glob('val/ILSVRC2012_val_*.JPEG'))
 
 
 def folder_splits(root: str) -> Splits:
@@ -46,7 +38,7 @@ def folder_splits(root: str) -> Splits:
     if (path / TRAIN_TAR).is_file():
         splits['train'] = lambda: _train_tar(path / TRAIN_TAR)
     elif (path / 'train').is_dir():
-        splits['train'] = lambda: files_by_class(path / 'train', folder_names(path / 'train'))
+        splits['train'] = lambda: files_by_class(path / 'train')
     if (path / VAL_TAR).is_file():
         splits['val'] = lambda: _val_tar(path / VAL_TAR)
     elif (path / 'val').is_dir():
@@ -71,15 +63,12 @@ def _members(file: IO[bytes], start: int = 0) -> Iterator[_Member]:
 
 def _train_tar(path: pathlib.Path) -> Source:
     """A tar file of tar files, one for each class: `n01440764.tar`."""
-    members, labels = [], []
     with path.open('rb') as file:
-        classes = sorted(_members(file), key=lambda member: member.name)
-        for label, inner in enumerate(classes):
-            images = sorted(_members(file, inner.offset))
-            members += images
-            labels += [label] * len(images)
+        classes = sorted(_members(file))
+        found = [sorted(_members(file, inner.offset)) for inner in classes]
+    labels = [label for label, of_class in enumerate(found) for _ in of_class]
     names = [pathlib.Path(member.name).stem for member in classes]
-    return _in_tar(path, members, labels, names)
+    return _in_tar(path, list(itertools.chain(*found)), labels, names)
 
 
 def _val_tar(path: pathlib.Path) -> Source:
@@ -93,14 +82,13 @@ def _in_tar(
     path: pathlib.Path, members: list[_Member], labels: list[int], class_names: list[str]
 ) -> Source:
     descriptor = os.open(path, os.O_RDONLY)  # one for all threads: pread has no position
-    return in_fixed_order(
-        labelled_source(
-            labels,
-            class_names,
-            read=lambda i: os.pread(descriptor, members[i].size, members[i].offset),
-            name_of=lambda i: f'{path}:{members[i].name}',
-        )
+    source = labelled_source(
+        labels,
+        class_names,
+        read=lambda i: os.pread(descriptor, members[i].size, members[i].offset),
+        name_of=lambda i: f'{path}:{members[i].name}',
     )
+    return in_fixed_order(source)
 
 
 def _val_folder(path: pathlib.Path) -> Source:
@@ -117,8 +105,7 @@ def _labels_of(names: list[str], root: pathlib.Path) -> tuple[list[int], list[st
             f'{root}: the labels of the validation images are missing: expected {KIT}.tar.gz (the '
             f'development kit), its folder {KIT}, or {SOLUTION} there or up to 3 folders above'
         )
-    absent = [name for name in names if pathlib.Path(name).stem not in classes]
-    if absent:
+    if absent := [name for name in names if pathlib.Path(name).stem not in classes]:
         raise UserError(f'{root}: {absent[0]} has no label ({len(absent)} such images)')
     class_names = sorted(set(classes.values()))
     number = {name: index for index, name in enumerate(class_names)}
@@ -130,10 +117,8 @@ def _solution(root: pathlib.Path) -> dict[str, str] | None:
     for place in (root, *list(root.resolve().parents)[:3]):
         if (place / SOLUTION).is_file():
             with (place / SOLUTION).open(newline='') as file:
-                return {
-                    row['ImageId']: row['PredictionString'].split()[0]
-                    for row in csv.DictReader(file)
-                }
+                rows = list(csv.DictReader(file))
+            return {row['ImageId']: row['PredictionString'].split()[0] for row in rows}
     return None
 
 

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -31,24 +30,16 @@ class HeldOut(Record):
         records.require_between(self, 'fraction', above=0, below=1)
 
 
-@runtime_checkable
-class Opener(Protocol):
-    """Opens a split of a data set; see `make_opener`."""
-
-    def __call__(
-        self, data: str | DataFunction, split: str, labels: str | None = None
-    ) -> Source: ...
+Opener = Callable[..., Source]  # (data, split, labels=None), see `make_opener`
 
 
 def make_opener(held_out: HeldOut | None = None) -> Opener:
     """A function `(data, split, labels=None) -> Source` that opens everything once.
 
     `data` is one of the kinds of `open_splits`, or a function from the name of a split to a Source.
-    `split` is a name and perhaps a slice: `train`, `train[:90%]`, `test[100:200]`. A slice of files
-    is a random sample with a fixed seed, not the first classes.
-
-    `labels` replaces the labels of an evaluation: a JSON file (see `relabelled`), or a column of
-    TFDS data. Images to which these give no class are left out, with a warning.
+    `split` is a name and perhaps a slice, `train[:90%]` or `test[100:200]`: of files a random
+    sample with a fixed seed. `labels` is a JSON file (see `relabelled`) or a column of TFDS data
+    that replaces the labels; images to which it gives no class are left out, with a warning.
 
     Raises UserError or MissingFile with what was found instead.
     """
@@ -61,29 +52,27 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
     @functools.cache
     def opened(data: str | DataFunction, split: str, labels: str | None = None) -> Source:
         name, part = _parse_split(split)
-        is_file = labels is not None and labels.endswith('.json')
+        column = None if labels is None or labels.endswith('.json') else labels
         if isinstance(data, str):
             with usable(data):
-                splits = splits_of(data, None if is_file else labels)
+                splits = splits_of(data, column)
                 if name == 'test':
                     name = next((other for other in TEST_NAMES if other in splits), name)
                 if name not in splits:
                     raise UserError(f'{data}: no split {name!r}; {records.nearest(name, splits)}')
                 source = splits[name]()
-        elif labels is not None and not is_file:
+        elif column is not None:
             raise UserError(f'labels={labels!r}: expected FILE.json for data of a function')
         else:
             source = data(name)
             if not isinstance(source, Source):
                 raise UserError(f'{records.text_of(data)}({name!r}) is no Source: {source!r}')
-        if labels is not None and is_file:
+        if labels is not None and column is None:
             source = relabelling.relabelled(source, labels)
         selected = range(len(source))[part(len(source))]
         if not selected:
-            raise UserError(
-                f'split {split!r} of {records.text_of(data)} is empty: '
-                f'{name} has {len(source)} images'
-            )
+            where = f'split {split!r} of {records.text_of(data)}'
+            raise UserError(f'{where} is empty: {name} has {len(source)} images')
         if len(selected) < len(source):
             source = select(source, selected)
         # After the slice, so that a split names the same images with any labels.
@@ -105,6 +94,8 @@ def open_splits(
         return tfds.named_splits(data.removeprefix('tfds:'), label_column)
     if tfds.holds(data):
         return tfds.folder_splits(data, label_column)
+    if data.endswith(('.npz', '.csv', '.jsonl')) and not os.path.isfile(data):
+        raise MissingFile(f'{data}: no such file')
     if label_column is not None:
         raise UserError(f'labels={label_column!r}: expected FILE.json; {data} is no data of TFDS')
     if data == 'digits':
@@ -129,26 +120,22 @@ def _with_splits(splits: Splits, held_out: HeldOut, data: str) -> Splits:
         return splits
 
     @functools.cache
-    def parts() -> tuple[Source, Source]:
-        source = splits['all']()
-        logging.warning(
-            '%s has no splits: %g of each class are held out for testing (held_out)',
-            data,
-            held_out.fraction,
-        )
-        is_test = _drawn(source, held_out)
-        return (
-            select(source, np.flatnonzero(~is_test).tolist()),
-            select(source, np.flatnonzero(is_test).tolist()),
-        )
+    def whole() -> tuple[Source, np.ndarray]:
+        source, text = splits['all'](), '%s has no splits: %g of each class are held out (held_out)'
+        logging.warning(text, data, held_out.fraction)
+        return source, _drawn(source, held_out)
 
-    return {'train': lambda: parts()[0], 'test': lambda: parts()[1]}
+    def opened(split: str) -> Source:
+        source, is_test = whole()
+        return select(source, np.flatnonzero(is_test == (split == 'test')))
+
+    return {split: functools.partial(opened, split) for split in ('train', 'test')}
 
 
 def _drawn(source: Source, held_out: HeldOut) -> np.ndarray:
     """A mask of images held out: a fraction of each class, or of all images if multi-label."""
     rng = np.random.default_rng(held_out.seed)
-    labels = source.labels if source.labels.ndim == 1 else np.zeros(len(source), np.int32)
+    labels = np.zeros(len(source), np.int32) if source.multi_label else source.labels
     is_test = np.zeros(len(source), bool)
     for label in np.unique(labels):
         members = rng.permutation(np.flatnonzero(labels == label))

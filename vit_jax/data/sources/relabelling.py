@@ -15,20 +15,17 @@ from vit_jax.data.sources.base import Source, labelled_source, select
 def relabelled(source: Source, path: str) -> Source:
     """The images with the labels of a JSON file, multi-label, over the same classes.
 
-    The file has a list of class numbers for each image, in one of two forms:
-
-    - a list, in the order of the sorted file names (without folders). ReaL's `real.json` is one:
-      entry 0 belongs to ILSVRC2012_val_00000001;
-    - an object by file name: `{"val/n01440764/ILSVRC2012_val_00000293.JPEG": [0, 391]}`, of which
-      folders and ending may be left out.
+    The file has a list of class numbers for each image, in one of two forms: a list in the order of
+    the sorted file names without folders, as ReaL's `real.json`; or an object by file name, of
+    which folders and ending may be left out: `{"val/n01440764/ILSVRC2012_val_00000293.JPEG": [0]}`.
 
     Raises UserError with file and entry for an image without an entry, a list of another length,
     and numbers that are no class.
     """
-    if not pathlib.Path(path).is_file():
-        raise MissingFile(f'labels={path}: no such file')
     try:
         entries = json.loads(pathlib.Path(path).read_bytes())
+    except FileNotFoundError as error:
+        raise MissingFile(f'labels={path}: no such file') from error
     except ValueError as error:
         raise UserError(f'{path}: not JSON: {error}') from error
     names = [_path(source.name_of(i)) for i in range(len(source))]
@@ -40,15 +37,13 @@ def relabelled(source: Source, path: str) -> Source:
     else:
         raise UserError(f'{path}: expected a list, or an object by file name')
     classes = range(len(source.class_names))
+    legal = f'a list of class numbers, 0 to {len(classes) - 1}'
     for key, uses in collections.Counter(keys).items():
         if uses > 1:
             raise UserError(f'{path}: entry {key!r} fits {uses} images: name them with folders')
         entry = entries[key]
         if not isinstance(entry, list) or not all(type(n) is int and n in classes for n in entry):
-            raise UserError(
-                f'{path}: entry {key!r} is {entry!r}: expected a list of class numbers, 0 to '
-                f'{len(classes) - 1}'
-            )
+            raise UserError(f'{path}: entry {key!r} is {entry!r}: expected {legal}')
     return labelled_source(
         [entries[key] for key in keys],
         source.class_names,
@@ -70,7 +65,7 @@ def with_labels(source: Source) -> Source:
         raise UserError(f'none of {len(source)} images has a label')
     name = source.name_of(int(has_label.argmin()))
     logging.warning('%d images have no label, left out: %s', (~has_label).sum(), name)
-    return select(source, np.flatnonzero(has_label).tolist())
+    return select(source, np.flatnonzero(has_label))
 
 
 def _path(name: str) -> pathlib.PurePath:

@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from vit_jax.base.errors import MissingFile, UserError
+from vit_jax.base.errors import UserError
 from vit_jax.data.sources.base import Source, Splits, file_source, in_fixed_order
 
 
@@ -25,14 +25,11 @@ class _Row(NamedTuple):
 def table_splits(path: str) -> Splits:
     """The splits of a table, or `all` if it has no column `split`.
 
-    Class names are sorted, as numbers if all are. Raises MissingFile, or UserError with the line.
+    Class names are sorted, as numbers if all are. Raises UserError with the line.
     """
     file = pathlib.Path(path)
-    if not file.is_file():
-        raise MissingFile(f'{path}: no such file')
-    lines = _csv(file) if file.suffix == '.csv' else _jsonl(file)
     rows, columns = [], set()
-    for number, values in lines:
+    for number, values in _csv(file) if file.suffix == '.csv' else _jsonl(file):
         where = f'{path}, line {number}'
         columns.add('labels' in values)
         rows.append(_row(values, where))
@@ -42,19 +39,18 @@ def table_splits(path: str) -> Splits:
         raise UserError(f'{path}: no lines')
     names = {name for row in rows for name in row.classes}
     by_number = all(map(str.isdecimal, names))
-    class_names = sorted(names, key=(lambda name: (int(name), name)) if by_number else str)
+    class_names = sorted(sorted(names), key=int if by_number else str)
     splits = sorted({row.split for row in rows})
     if '' in splits and len(splits) > 1:
         raise UserError(f'{path}: some lines have a `split`, others have none')
-
-    class_number = {name: index for index, name in enumerate(class_names)}
+    number_of = {name: index for index, name in enumerate(class_names)}
+    multi_label = columns == {True}
 
     def opened(split: str) -> Source:
         chosen = [row for row in rows if row.split == split]
-        paths = [file.parent / row.path for row in chosen]
-        classes = [tuple(class_number[name] for name in row.classes) for row in chosen]
-        multi_label = columns == {True}
+        classes = [[number_of[name] for name in row.classes] for row in chosen]
         labels = classes if multi_label else [label for (label,) in classes]
+        paths = [file.parent / row.path for row in chosen]
         return in_fixed_order(file_source(paths, labels, class_names, multi_label=multi_label))
 
     return {split or 'all': functools.partial(opened, split) for split in splits}
@@ -66,7 +62,7 @@ def _csv(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
         for cells in reader:
             values: dict[str, Any] = {k: v for k, v in cells.items() if v is not None}
             if 'labels' in values:
-                parts = [part.strip() for part in values['labels'].split(';')]
+                parts = map(str.strip, values['labels'].split(';'))
                 values['labels'] = [part for part in parts if part]
             yield reader.line_num, values
 
@@ -74,22 +70,21 @@ def _csv(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _jsonl(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with file.open(encoding='utf-8') as lines:
         for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    values = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise UserError(f'{file}, line {number}: not JSON: {error}') from error
-                if not isinstance(values, dict):
-                    raise UserError(f'{file}, line {number}: expected an object')
-                yield number, values
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f'{file}, line {number}: not JSON: {error}') from error
+            if not isinstance(values, dict):
+                raise UserError(f'{file}, line {number}: expected an object')
+            yield number, values
 
 
 def _row(values: dict[str, Any], where: str) -> _Row:
     if ('label' in values) == ('labels' in values) or 'path' not in values:
-        raise UserError(
-            f'{where}: it has {", ".join(values) or "nothing"}; expected path and label, or path '
-            f'and labels'
-        )
+        found = ', '.join(values) or 'nothing'
+        raise UserError(f'{where}: it has {found}; expected path and label, or path and labels')
     classes = values['labels'] if 'labels' in values else [values['label']]
     if not isinstance(classes, list) or not all(isinstance(c, str | int) for c in classes):
         raise UserError(f'{where}: labels={classes!r}: expected a list of names')

@@ -29,8 +29,7 @@ def holds(root: str) -> bool:
 def named_splits(full_name: str, label_column: str | None = None) -> Splits:
     """The splits of `NAME`, `NAME:VERSION` or `NAME/CONFIG:VERSION`, prepared before.
 
-    They are looked for in TFDS_DATA_DIR, by default ~/tensorflow_datasets. `label_column` is as in
-    `folder_splits`. Raises UserError, with how to prepare it, for a set that is not there.
+    `label_column` is as in `folder_splits`. Raises UserError for a set that is not in `data_dir`.
     """
     library = _library()
     name, _, version = full_name.partition(':')
@@ -38,19 +37,17 @@ def named_splits(full_name: str, label_column: str | None = None) -> Splits:
     found = [path.parent for path in root.glob(f'{version or "[0-9]*"}/{INFO}')]
     if found:
         return folder_splits(str(max(found, key=lambda p: _version(p.name))), label_column)
-    others = sorted(str(p.parent.relative_to(root)) for p in root.glob(f'**/{INFO}'))
+    error = None
     try:  # the library may know of other places
         builder = library.builder(full_name, try_gcs=False)
         if holds(str(builder.data_dir)):
             return folder_splits(str(builder.data_dir), label_column)
-        error = None
     except Exception as unknown:  # of many kinds, by what the library tried
         error = unknown
+    others = sorted(str(p.parent.relative_to(root)) for p in root.glob(f'**/{INFO}'))
     known = f'there is {", ".join(others)}; ' if others else ''
-    raise UserError(
-        f'tfds:{full_name} is not in {data_dir()}: {known}prepare it with '
-        f'python -m vit_jax.prepare {name}'
-    ) from error
+    remedy = f'{known}prepare it with python -m vit_jax.prepare {name}'
+    raise UserError(f'tfds:{full_name} is not in {data_dir()}: {remedy}') from error
 
 
 def folder_splits(root: str, label_column: str | None = None) -> Splits:
@@ -70,16 +67,12 @@ def folder_splits(root: str, label_column: str | None = None) -> Splits:
     def opened(split: str) -> Source:
         if file_format == 'array_record':
             stored = builder.as_data_source(split, decoders=decoders)
-            return _source(info, split, label_column, count=len(stored), example=stored.__getitem__)
+            return _source(info, split, label_column, len(stored), stored.__getitem__)
         count, read = tfrecord.read_tfrecords(info.splits[split].filepaths)
-        expected = info.splits[split].num_examples
-        if count != expected:
+        if count != (expected := info.splits[split].num_examples):
             raise UserError(f'{root}: {split} has {count} records, {INFO} says {expected}')
-
-        def example(index: int) -> Any:
-            return info.features.deserialize_example_np(read(index), decoders=decoders)
-
-        return _source(info, split, label_column, count=count, example=example)
+        decode = functools.partial(info.features.deserialize_example_np, decoders=decoders)
+        return _source(info, split, label_column, count, lambda index: decode(read(index)))
 
     return {split: functools.partial(opened, split) for split in info.splits}
 
@@ -104,7 +97,7 @@ def download_and_prepare(name: str, folder: str | None) -> str:
 
 
 def data_dir() -> pathlib.Path:
-    """Where TFDS keeps what it prepared."""
+    """Where TFDS keeps what it prepared: TFDS_DATA_DIR, by default ~/tensorflow_datasets."""
     return pathlib.Path(os.environ.get('TFDS_DATA_DIR', '~/tensorflow_datasets')).expanduser()
 
 
@@ -112,7 +105,6 @@ def _source(
     info: Any,
     split: str,
     label_column: str | None,
-    *,
     count: int,
     example: Callable[[int], dict[str, Any]],
 ) -> Source:
@@ -140,12 +132,7 @@ def _source(
             return np.array(list(pool.map(lambda i: label(example(i)), indices)))
 
     return Source(
-        count=count,
-        class_names=tuple(names),
-        read=read,
-        name_of=lambda i: f'{name}[{i}]',
-        read_labels=read_labels,
-        multi_label=multi_label,
+        count, tuple(names), read, lambda i: f'{name}[{i}]', read_labels, multi_label=multi_label
     )
 
 
@@ -154,18 +141,15 @@ def _columns(features: Any, name: str, label_column: str | None) -> tuple[str, s
     kinds = _library().features
     images = [n for n, kind in features.items() if isinstance(kind, kinds.Image)]
     single = [n for n, kind in features.items() if isinstance(kind, kinds.ClassLabel)]
-    multi = [
-        n
-        for n, kind in features.items()
-        if isinstance(kind, kinds.Sequence) and isinstance(kind.feature, kinds.ClassLabel)
-    ]
+    lists = [n for n, kind in features.items() if isinstance(kind, kinds.Sequence)]
+    multi = [n for n in lists if isinstance(features[n].feature, kinds.ClassLabel)]
     image = _preferred('image', images)
     label = label_column or _preferred('label', single) or _preferred('labels', multi)
     if image is None or label is None:
         raise UserError(f'{name}: expected an image and a label among {", ".join(features)}')
     if label not in (*single, *multi):
-        known = records.nearest(label, (*single, *multi))
-        raise UserError(f'{name}: no column of labels {label!r}; {known}')
+        near = records.nearest(label, (*single, *multi))
+        raise UserError(f'{name}: no column of labels {label!r}; {near}')
     return image, label, label in multi
 
 
@@ -175,14 +159,13 @@ def _preferred(column: str, columns: Sequence[str]) -> str | None:
 
 def _version(text: str) -> tuple[int, ...]:
     parts = text.split('.')
-    return tuple(int(part) for part in parts) if all(p.isdecimal() for p in parts) else ()
+    return tuple(map(int, parts)) if all(map(str.isdecimal, parts)) else ()
 
 
 def _library() -> Any:
     try:
         import tensorflow_datasets
     except ImportError as error:
-        raise UserError(
-            f"data of TFDS needs tensorflow-datasets: pip install -e '.[tfds]' ({error})"
-        ) from error
+        text = f"data of TFDS needs tensorflow-datasets: pip install -e '.[tfds]' ({error})"
+        raise UserError(text) from error
     return tensorflow_datasets

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import google_crc32c
 import numpy as np
 
-from vit_jax.base.errors import MissingFile, UserError
+from vit_jax.base.errors import UserError
 
 _HEADER = struct.Struct('<QI')  # length, checksum of the length
 
@@ -20,20 +20,15 @@ def read_tfrecords(paths: Sequence[str | os.PathLike[str]]) -> tuple[int, Callab
     """The number of records in all files, and a function that reads one by its index.
 
     The checksums of lengths are verified here, that of a record when it is read. UserError names
-    file and offset if one is wrong or the file ends early; raises MissingFile.
+    file and offset if one is wrong or the file ends early.
     """
-    for path in paths:
-        if not os.path.isfile(path):
-            raise MissingFile(f'{path}: no such file')
     files = [(str(path), os.open(path, os.O_RDONLY)) for path in paths]  # pread has no position
     offsets = [_offsets(path, descriptor) for path, descriptor in files]
     ends = np.cumsum([len(of_file) for of_file in offsets])
 
     def read(index: int) -> bytes:
         number = int(np.searchsorted(ends, index, side='right'))
-        of_file = offsets[number]
-        path, descriptor = files[number]
-        return _read(path, descriptor, int(of_file[index - int(ends[number]) + len(of_file)]))
+        return _read(*files[number], int(offsets[number][index - ends[number]]))
 
     return int(ends[-1]) if files else 0, read
 

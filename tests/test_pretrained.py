@@ -246,10 +246,8 @@ def test_a_resnet_is_trained_and_probed_by_the_same_programs(tmp_path):
     config.schedule = ScheduleConfig(learning_rate=1e-2, warmup=Duration(steps=5))
     config.fewshot = FewshotConfig(shots=(5,), seeds=(0,))
     result = training_run.train(config, str(tmp_path / 'run'))
-    assert (
-        result.evals['test']['accuracy'] > 0.4
-        and result.fewshot['sets']['digits']['mean']['5'] > 0.4
-    )
+    assert result.evals['test']['accuracy'] > 0.4
+    assert result.fewshot['sets']['digits']['mean']['5'] > 0.4
     network = vit_jax.load(str(tmp_path / 'run'))
     assert network.config == dataclasses.replace(small, num_classes=10)
     vit_jax.save(network, str(tmp_path / 'resnet.npz'), 'google')

@@ -20,7 +20,7 @@ from vit_jax.command_line import app
 from vit_jax.config import FewshotConfig
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.pretrained import ZERO_HEAD
-from vit_jax.runs import probing, training_run
+from vit_jax.runs import probing_run, training_run
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import ScheduleConfig
 
@@ -234,7 +234,7 @@ def test_a_configuration_is_told_where_to_say_what_a_file_does_not(tmp_path):
 def test_few_shot_takes_any_of_these_with_a_head_of_zeros(tmp_path):
     config = tiny.experiment(model=None, start_from=zero_headed(tmp_path), total=None)
     config.fewshot = FewshotConfig(shots=(5,), seeds=(0,))
-    result, _ = probing.probe(config, str(tmp_path / 'probe'))
+    result, _ = probing_run.probe(config, str(tmp_path / 'probe'))
     result = result['sets']['digits']
     assert result['mean']['5'] > 0.15  # ten classes
     assert result['preprocessing']['exif_rotation'] is False
@@ -246,7 +246,8 @@ def test_a_resnet_is_trained_and_probed_by_the_same_programs(tmp_path):
     config.schedule = ScheduleConfig(learning_rate=1e-2, warmup=Duration(steps=5))
     config.fewshot = FewshotConfig(shots=(5,), seeds=(0,))
     result = training_run.train(config, str(tmp_path / 'run'))
-    assert result.test['accuracy'] > 0.4 and result.fewshot['sets']['digits']['mean']['5'] > 0.4
+    assert result.evals['test']['accuracy'] > 0.4
+    assert result.fewshot['sets']['digits']['mean']['5'] > 0.4
     network = vit_jax.load(str(tmp_path / 'run'))
     assert network.config == dataclasses.replace(small, num_classes=10)
     vit_jax.save(network, str(tmp_path / 'resnet.npz'), 'google')

@@ -35,15 +35,11 @@ def main(arguments: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog='python -m vit_jax.convert', description=__doc__)
     parser.add_argument('input', metavar='IN')
-    parser.add_argument(
-        'output', metavar='OUT', help='a file; for huggingface, vit_jax: a directory'
-    )
+    parser.add_argument('output', metavar='OUT', help='a file; huggingface, vit_jax: a directory')
     parser.add_argument('--format', choices=NAMES, help='the layout to write; that of IN')
     parser.add_argument('--overwrite', action='store_true', help='replace OUT')
     app.add_overrides(parser)
-    parser.add_argument(
-        '--drop_head', action='store_true', help='write the network without its head'
-    )
+    parser.add_argument('--drop_head', action='store_true', help='write it without its head')
     return parser
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from vit_jax.base.array_types import Bool, Float, Int
-from vit_jax.base.errors import MissingFile, UserError, usable
+from vit_jax.base.array_types import Bool, Int
+from vit_jax.base.errors import UserError, usable
 from vit_jax.command_line import app
 from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import normalize
@@ -61,8 +61,10 @@ def main(arguments: argparse.Namespace) -> int:
                     unreadable += 1
                     print(f'unreadable: {_problem(reader, index)}', file=sys.stderr)
                 elif loaded.predicts:
-                    top = _top(outputs['probabilities'][position], names, arguments.top)
-                    print(f'{source.name_of(index)}  {top}')
+                    shares = outputs['probabilities'][position]
+                    best = np.argsort(-shares)[: arguments.top]
+                    said = ', '.join(f'{names[i]} {shares[i]:.1%}' for i in best)
+                    print(f'{source.name_of(index)}  {said}')
             if arguments.features:
                 rows.append(np.where(mask[:, None], outputs['features'], np.nan))
             bar.update(task, advance=len(indices))
@@ -70,10 +72,8 @@ def main(arguments: argparse.Namespace) -> int:
         paths = np.array([source.name_of(i) for i in range(len(source))])
         with usable(arguments.features):
             np.savez(arguments.features, paths=paths, features=np.concatenate(rows))
-        print(
-            f'features of {len(source) - unreadable:,} images: {arguments.features}',
-            file=sys.stderr,
-        )
+        read = len(source) - unreadable
+        print(f'features of {read:,} images: {arguments.features}', file=sys.stderr)
     if unreadable:
         print(f'{unreadable:,} of {len(source):,} images cannot be read', file=sys.stderr)
     return 1 if unreadable else 0
@@ -106,18 +106,11 @@ def _problem(reader: loading.ImageReader, index: int) -> str:
     return f'{reader.source.name_of(index)}: readable now'
 
 
-def _top(probabilities: Float[np.ndarray, 'k'], names: list[str], count: int) -> str:
-    best = np.argsort(-probabilities)[:count]
-    return ', '.join(f'{names[i]} {probabilities[i]:.1%}' for i in best)
-
-
 def _class_names(loaded: Loaded, path: str | None) -> list[str]:
     """The names from a file of one a line, or those of the checkpoint, or numbers."""
     count = loaded.config.num_classes or 0
     if path is None:
         return list(loaded.class_names) or [f'class {i}' for i in range(count)]
-    if not pathlib.Path(path).is_file():
-        raise MissingFile(f'--class_names={path}: no such file')
     with usable(path):
         names = pathlib.Path(path).read_text().splitlines()
     if len(names) != count:
@@ -129,9 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog='python -m vit_jax.predict', description=__doc__)
     parser.add_argument('checkpoint', metavar='CHECKPOINT')
     parser.add_argument('images', metavar='IMAGE', nargs='+', help='files or folders')
-    parser.add_argument(
-        '--top', type=app.positive, default=5, metavar='N', help='classes to print (5)'
-    )
+    parser.add_argument('--top', type=app.positive, default=5, metavar='N', help='classes (5)')
     parser.add_argument('--class_names', metavar='FILE', help="a name a line; the checkpoint's")
     parser.add_argument('--features', metavar='OUT.npz', help='keep paths and features')
     parser.add_argument('--batch_size', type=app.positive, default=32, metavar='N', help='(32)')

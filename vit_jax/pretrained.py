@@ -118,13 +118,10 @@ class Loaded:
 
     @functools.cached_property
     def _outputs(self) -> Callable[..., tuple[Array, ...]]:
-        def probabilities(params: Params, images: Float[Array, 'b h w c']) -> Float[Array, '...']:
-            to_probabilities = jax.nn.sigmoid if self.card.loss == 'sigmoid' else jax.nn.softmax
-            return to_probabilities(self.model.apply(params, images))
-
+        to_probabilities = jax.nn.sigmoid if self.card.loss == 'sigmoid' else jax.nn.softmax
         functions: dict[OutputName, Callable[..., Array]] = {
             'logits': self.model.apply,
-            'probabilities': probabilities,
+            'probabilities': lambda *values: to_probabilities(self.model.apply(*values)),
             'features': self.model.features,
         }
         # The compiler computes what they have in common once.
@@ -179,21 +176,21 @@ def load(
     )
     checkpoint = opening.open_checkpoint(path, hints, image_size=changes.image_size)
     card, new = checkpoint.card, _changed_config(checkpoint.card.model, changes)
-    params, report = _changed_params(checkpoint.read(), card.model, new, changes.new_channels)
+    params, lines = _changed_params(checkpoint.read(), card.model, new, changes.new_channels)
     if new.num_classes != card.model.num_classes:  # what was said of the old head
         card = dataclasses.replace(card, class_names=(), loss=None)
-    loaded = Loaded(
+    if new.num_classes is not None and not has_trained_head(params):
+        lines.append(ZERO_HEAD)
+    if card.loss not in (None, 'softmax', 'sigmoid'):
+        lines.append(f'trained with {card.loss}: probabilities are the softmax of its logits')
+    return Loaded(
         card=dataclasses.replace(card, model=new, grid=new.grid),
         params=params,
-        report=(path, *checkpoint.report, *report),
+        report=(path, *checkpoint.report, *lines),
         ignored=checkpoint.ignored,
         format=checkpoint.format,
         layout=checkpoint.layout,
     )
-    lines = [] if loaded.predicts or new.num_classes is None else [ZERO_HEAD]
-    if card.loss not in (None, 'softmax', 'sigmoid'):
-        lines.append(f'trained with {card.loss}: probabilities are the softmax of its logits')
-    return dataclasses.replace(loaded, report=(*loaded.report, *lines))
 
 
 def save(loaded: Loaded, path: str | os.PathLike[str], format: str | None = None) -> list[str]:
@@ -236,9 +233,7 @@ def _changed_params(
         drawn = tree_names.named_leaves(_initial(new))
         root = 'backbone/conv_root/kernel'
         first = root if root in drawn else 'embedding/kernel'
-        params = tree_names.map_named(
-            lambda name, leaf: drawn[name] if name == first else leaf, params
-        )
+        params = tree_names.map_named(lambda n, leaf: drawn[n] if n == first else leaf, params)
         report.append(f'{first}: drawn anew, for {new.channels} channels')
     return params, report
 

@@ -79,11 +79,6 @@ def fine_tuned(rows: Sequence[Row], filename: str) -> list[Row]:
     return sorted(chosen, key=lambda row: (row.adapt_ds, -row.adapt_final_val))
 
 
-def _key(name: str) -> str:
-    """How file names begin: `R50_L_32` for `R50+L/32`, as for `R50+ViT-L_32`."""
-    return name.replace('ViT-', '').replace('/', '_').replace('+', '_')
-
-
 def _row(values: dict[str, str], where: str) -> Row:
     """The columns that a Row has, accuracies as numbers: NaN where one is empty."""
     read: dict[str, Any] = {name: values[name] for name in Row._fields}

@@ -69,12 +69,12 @@ def read_array_file(path: pathlib.Path) -> ArrayFile:
 def merge(files: Iterable[ArrayFile]) -> ArrayFile:
     """Several files as one. Raises UserError where a name is in two of them."""
     merged = ArrayFile({}, {})
-    for arrays, metadata, ignored in files:
-        if twice := merged.arrays.keys() & arrays.keys():
+    for file in files:
+        if twice := merged.arrays.keys() & file.arrays.keys():
             raise UserError(f'{min(twice)} is in two files')
-        merged = ArrayFile(
-            merged.arrays | arrays, merged.metadata | metadata, merged.ignored + ignored
-        )
+        merged.arrays.update(file.arrays)
+        merged.metadata.update(file.metadata)
+        merged = merged._replace(ignored=merged.ignored + file.ignored)
     return merged
 
 
@@ -145,13 +145,11 @@ def _checked_members(archive: zipfile.ZipFile, file_size: int) -> list[str]:
     packed = sum(member.compress_size for member in members)
     declared = sum(member.file_size for member in members)
     for member in members:
+        name, size, held = member.filename, member.file_size, member.compress_size
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise UserError(f'{member.filename}: compressed in an unknown way')
-        if member.compress_type == zipfile.ZIP_STORED and member.file_size != member.compress_size:
-            raise UserError(
-                f'{member.filename}: declares {member.file_size:,} bytes, '
-                f'holds {member.compress_size:,}'
-            )
+            raise UserError(f'{name}: compressed in an unknown way')
+        if member.compress_type == zipfile.ZIP_STORED and size != held:
+            raise UserError(f'{name}: declares {size:,} bytes, holds {held:,}')
     if packed > file_size or declared > _EXPANSION * file_size:
         raise UserError(f'declares {declared:,} bytes of arrays in a file of {file_size:,}')
     return names
@@ -217,17 +215,11 @@ def _safetensors(path: pathlib.Path) -> ArrayFile:
             raise UserError(f'{name} is damaged: its digest is not the one that was written')
         return array
 
-    return ArrayFile(
-        {
-            name: LazyArray(
-                shape,
-                _torch_dtype(name, dtype),
-                _as_float32(name, functools.partial(read, name)),
-            )
-            for name, (shape, dtype) in shapes.items()
-        },
-        metadata,
-    )
+    arrays = {}
+    for name, (shape, dtype) in shapes.items():
+        checked = _as_float32(name, functools.partial(read, name))
+        arrays[name] = LazyArray(shape, _torch_dtype(name, dtype), checked)
+    return ArrayFile(arrays, metadata)
 
 
 def _torch(path: pathlib.Path) -> ArrayFile:
@@ -260,18 +252,12 @@ def _torch(path: pathlib.Path) -> ArrayFile:
             return tensor.contiguous().view(torch.int16).numpy().view(_as_bfloat16(np.dtype('V2')))
         return tensor.numpy()
 
-    return ArrayFile(
-        {
-            name: LazyArray(
-                tuple(tensor.shape),
-                array(tensor[:0] if tensor.ndim else tensor).dtype,
-                _as_float32(name, functools.partial(array, tensor)),
-            )
-            for name, tensor in tensors.items()
-        },
-        {},
-        tuple(ignored),
-    )
+    arrays = {}
+    for name, tensor in tensors.items():
+        dtype = array(tensor[:0] if tensor.ndim else tensor).dtype
+        read = _as_float32(name, functools.partial(array, tensor))
+        arrays[name] = LazyArray(tuple(tensor.shape), dtype, read)
+    return ArrayFile(arrays, {}, tuple(ignored))
 
 
 def _as_float32(name: str, read: Callable[[], np.ndarray]) -> Callable[[], np.ndarray]:

@@ -48,11 +48,6 @@ class Recognised(Generic[L]):
     ignored: str | None = None  # a pattern of names that belong to something else
 
 
-def nothing_beside(card: Card) -> dict[str, dict[str, Any]]:
-    """The `files_beside` of a format that is a single file."""
-    return {}
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format(Generic[L]):
     """A way in which other systems keep networks. To add one: its file, and `opening.FORMATS`."""
@@ -71,7 +66,7 @@ class Format(Generic[L]):
     notes: Callable[[Card, L], list[str]]
     # A format that is a directory: the name of its file of arrays, and its JSON files by name.
     file_name: str | None = None
-    files_beside: Callable[[Card], dict[str, dict[str, Any]]] = nothing_beside
+    files_beside: Callable[[Card], dict[str, dict[str, Any]]] = lambda card: {}
     positions: tuple[str, ...] = ('learned',)  # the kinds that it has; others become an array
 
 

@@ -7,23 +7,13 @@ front of them, and in where positions are. One name map serves both, but for att
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats import base
-from vit_jax.checkpoints.formats.array_files import LazyArray
+from vit_jax.checkpoints.formats import base, inference
 from vit_jax.checkpoints.formats.base import Clues, Format, Recognised
-from vit_jax.checkpoints.formats.inference import (
-    NeedsHint,
-    count_layers,
-    grid_of,
-    infer_backbone,
-    infer_grid,
-    length_of,
-    shape_of,
-)
 from vit_jax.checkpoints.formats.name_map import (
     NO_CLASS_ROW,
     SAME,
@@ -35,16 +25,15 @@ from vit_jax.checkpoints.formats.name_map import (
 from vit_jax.data.image_preprocessing import Preprocessing, Resize
 from vit_jax.models import ModelConfig, Pool, ResNetConfig, ViTConfig
 
-_POSITIONS = (
-    'pos_embedding',
-    'Transformer/posembed_input/pos_embedding',
-    'Transformer/pos_embedding',
-)
-
-
+_POSITIONS = tuple(f'{p}pos_embedding' for p in ('', 'Transformer/posembed_input/', 'Transformer/'))
 # Squeezed to the size, the camera's rotation ignored, values from -1 to 1.
 _PREPROCESSING = Preprocessing(crop=Resize(), exif_rotation=False)
 _ATTENTION = 'query', 'key', 'value', 'out'
+# The modules of a block, by whether they are numbered through: attention, second norm, MLP.
+_MODULES = {
+    True: ('MultiHeadDotProductAttention_1', 'LayerNorm_2', 'MlpBlock_3'),
+    False: ('MultiHeadDotProductAttention_0', 'LayerNorm_1', 'MlpBlock_0'),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,9 +71,7 @@ def _matches_google(names: Iterable[str]) -> bool:
 
 
 def _rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
-    attention, norm2, mlp = 'MultiHeadDotProductAttention_0', 'LayerNorm_1', 'MlpBlock_0'
-    if layout.before_linen:
-        attention, norm2, mlp = 'MultiHeadDotProductAttention_1', 'LayerNorm_2', 'MlpBlock_3'
+    attention, norm2, mlp = _MODULES[layout.before_linen]
     block = f'Transformer/encoderblock{"" if layout.stacked else "_{layer0}"}'
     ours = 'encoder/block'
     group = ArrayTransform(lambda a: a.reshape(-1), lambda a: a.reshape(1, 1, 1, -1))
@@ -151,11 +138,7 @@ def _recognise(usual: Layout, clues: Clues) -> Recognised[Layout]:
     known = 'params/', 'opt/target/'
     prefix = next((p for p in known if any(name.startswith(p) for name in clues.arrays)), '')
     prefix += f'{clues.subtree}/' if clues.subtree else ''
-    inside = {
-        name.removeprefix(prefix): array
-        for name, array in clues.arrays.items()
-        if name.startswith(prefix)
-    }
+    inside = {n.removeprefix(prefix): a for n, a in clues.arrays.items() if n.startswith(prefix)}
     if not inside:
         raise UserError(f'no array is under {prefix}')
     end = '/embedding/kernel'
@@ -163,54 +146,53 @@ def _recognise(usual: Layout, clues: Clues) -> Recognised[Layout]:
     if towers and 'embedding/kernel' not in inside:
         named = ' or '.join(f':{tower}' for tower in towers)
         raise UserError(f'the network is in a part of it: put {named} after the name of the file')
-    config, changes = _infer(inside, clues)
+    config, changes = _infer(clues._replace(arrays=inside))
     # What is outside belongs to the training of such a file, or to another tower of it.
     outside = f'(?!{re.escape(prefix)}).*' if prefix else None
     layout = dataclasses.replace(usual, prefix=prefix, **changes)
     return Recognised(config, layout, _PREPROCESSING, ignored=outside)
 
 
-def _infer(inside: Mapping[str, LazyArray], clues: Clues) -> tuple[ModelConfig, dict[str, Any]]:
+def _infer(clues: Clues) -> tuple[ModelConfig, dict[str, Any]]:
     """The network, and the values of the Layout that its arrays show."""
-    num_classes = length_of(inside, 'head/bias')
-    unit = r'block(\d+)/unit(\d+)/'
-    backbone = infer_backbone(inside, 'conv_root/kernel', unit, outputs=3)
+    inside, unit = clues.arrays, r'block(\d+)/unit(\d+)/'
+    num_classes = inference.length_of(inside, 'head/bias')
+    backbone = inference.infer_backbone(inside, 'conv_root/kernel', unit, outputs=3)
     layout: dict[str, Any] = {}
     if 'gn_root/scale' in inside:
         layout['group_norm_4d'] = len(inside['gn_root/scale'].shape) == 4
     if backbone is not None and not any(name.startswith('Transformer/') for name in inside):
         config = ResNetConfig(
             image_size=clues.image_size or (224, 224),
-            channels=shape_of(inside, 'conv_root/kernel', 4)[2],
+            channels=inference.shape_of(inside, 'conv_root/kernel', 4)[2],
             backbone=backbone,
             num_classes=num_classes,
         )
         return config, layout
-    p, q, channels, width = shape_of(inside, 'embedding/kernel', 4)
+    p, q, channels, width = inference.shape_of(inside, 'embedding/kernel', 4)
     stacked = any(name.startswith('Transformer/encoderblock/') for name in inside)
     before_linen = any('/MlpBlock_3/' in name for name in inside)
     block = 'Transformer/encoderblock' + ('' if stacked else '_0')
-    attention, mlp = (1, 3) if before_linen else (0, 0)
-    query = f'{block}/MultiHeadDotProductAttention_{attention}/query/bias'
+    attention, _, mlp = _MODULES[before_linen]
     heads = [head for head in ('MAPHead_0/', '') if f'{head}probe' in inside]
     pool: Pool = 'cls' if 'cls' in inside else 'map' if heads else 'gap'
     stride = backbone.stride if backbone else 1
     cell = p * stride, q * stride  # pixels of the image for one position
-    grid, positions = _positions(inside, pool, clues, cell)
+    grid, positions = _positions(clues, pool, cell)
     vit = ViTConfig(
         image_size=(grid[0] * cell[0], grid[1] * cell[1]),
         patch_size=(p, q),
-        channels=shape_of(inside, 'conv_root/kernel', 4)[2] if backbone else channels,
+        channels=inference.shape_of(inside, 'conv_root/kernel', 4)[2] if backbone else channels,
         backbone=backbone,
         width=width,
-        depth=shape_of(inside, f'{block}/LayerNorm_0/scale', 2)[0]
+        depth=inference.shape_of(inside, f'{block}/LayerNorm_0/scale', 2)[0]
         if stacked
-        else count_layers(inside, r'Transformer/encoderblock_(\d+)/'),
-        mlp_dim=shape_of(inside, f'{block}/MlpBlock_{mlp}/Dense_0/bias', 1 + stacked)[-1],
-        num_heads=shape_of(inside, query, 2 + stacked)[-2],
+        else inference.count_layers(inside, r'Transformer/encoderblock_(\d+)/'),
+        mlp_dim=inference.shape_of(inside, f'{block}/{mlp}/Dense_0/bias', 1 + stacked)[-1],
+        num_heads=inference.shape_of(inside, f'{block}/{attention}/query/bias', 2 + stacked)[-2],
         num_classes=num_classes,
         pool=pool,
-        representation_size=length_of(inside, 'pre_logits/bias'),
+        representation_size=inference.length_of(inside, 'pre_logits/bias'),
         positions='learned' if positions['positions'] in inside else 'sincos2d',
         gelu=clues.hints.gelu or 'tanh',
         layer_norm_epsilon=clues.hints.layer_norm_epsilon or 1e-6,
@@ -220,23 +202,25 @@ def _infer(inside: Mapping[str, LazyArray], clues: Clues) -> tuple[ModelConfig, 
 
 
 def _positions(
-    inside: Mapping[str, LazyArray], pool: Pool, clues: Clues, cell: tuple[int, int]
+    clues: Clues, pool: Pool, cell: tuple[int, int]
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """The grid, and where the layout keeps positions."""
-    hints, image_size = clues.hints, clues.image_size
+    inside, hints, image_size, *_ = clues
     name = next((name for name in _POSITIONS if name in inside), None)
     if name is None:
-        grid = hints.grid or grid_of(image_size, cell)
+        grid = hints.grid or inference.grid_of(image_size, cell)
         if grid is None:
-            raise NeedsHint(
+            raise inference.NeedsHint(
                 'positions are fixed sines and cosines, so that the grid is not in the file; '
                 f'say it with grid=(14, 14), or with image_size={(14 * cell[0], 14 * cell[1])}'
             )
         return grid, {'positions': _POSITIONS[0], 'class_row': False}
     # Only big_vision keeps positions at the root, and never with a row for the class token.
     rows = (0,) if pool != 'cls' or name == _POSITIONS[0] else (1, 0)
-    count = shape_of(inside, name, 3)[1]
-    grid, row = infer_grid(count, rows=rows, hints=hints, image_size=image_size, cell=cell)
+    count = inference.shape_of(inside, name, 3)[1]
+    grid, row = inference.infer_grid(
+        count, rows=rows, hints=hints, image_size=image_size, cell=cell
+    )
     return grid, {'positions': name, 'class_row': bool(row)}
 
 
@@ -249,13 +233,12 @@ GOOGLE = Format[Layout](
     usual_layout=lambda config: GOOGLE_LAYOUT,
     notes=_notes,
 )
-BIGVISION = Format[Layout](
+BIGVISION = dataclasses.replace(
+    GOOGLE,
     name='bigvision',
-    suffix='.npz',
     matches=_matches,
     recognise=functools.partial(_recognise, BIGVISION_LAYOUT),
     rules=_bigvision_rules,
     usual_layout=lambda config: BIGVISION_LAYOUT,
-    notes=_notes,
     positions=('learned', 'sincos2d'),
 )

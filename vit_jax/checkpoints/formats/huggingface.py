@@ -12,24 +12,8 @@ from typing import Any
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats import base
-from vit_jax.checkpoints.formats.base import (
-    Clues,
-    Format,
-    Recognised,
-    foreign_preprocessing,
-    vision_transformer,
-)
-from vit_jax.checkpoints.formats.inference import (
-    Hints,
-    count_layers,
-    infer_backbone,
-    infer_grid,
-    infer_heads,
-    length_of,
-    shape_of,
-    with_defaults,
-)
+from vit_jax.checkpoints.formats import base, inference
+from vit_jax.checkpoints.formats.base import Clues, Format, Recognised, vision_transformer
 from vit_jax.checkpoints.formats.name_map import (
     CONVOLUTION,
     NameRule,
@@ -40,26 +24,19 @@ from vit_jax.checkpoints.formats.name_map import (
     torch_projections,
 )
 from vit_jax.data.image_preprocessing import CentralCrop, Crop, Preprocessing, Resize, ResizeMethod
-from vit_jax.models import Backbone, Gelu, ModelConfig, ViTConfig
+from vit_jax.models import Gelu, ModelConfig, ViTConfig
 
 # What it stores beside the network: what masked pre-training used.
 _IGNORED = r'(vit\.)?embeddings\.mask_token|decoder\..*'
 
-_GELU: dict[str, Gelu] = {
-    'gelu': 'exact',
-    'gelu_new': 'tanh',
-    'gelu_pytorch_tanh': 'tanh',
-    'gelu_fast': 'tanh',
-}
+_GELU: dict[str, Gelu] = {'gelu': 'exact', 'gelu_pytorch_tanh': 'tanh'}
+_GELU |= {'gelu_new': 'tanh', 'gelu_fast': 'tanh'}
 _HIDDEN_ACT: dict[Gelu, str] = {'exact': 'gelu', 'tanh': 'gelu_pytorch_tanh'}
 _PATCHES = 'embeddings.patch_embeddings'
 _ROOT = f'{_PATCHES}.backbone.bit.embedder'
 _STAGES = f'{_PATCHES}.backbone.bit.encoder.stages.'
-_BILINEAR, _BICUBIC = 2, 3  # Pillow's numbers
-_RESIZE_METHODS: dict[int, ResizeMethod] = {
-    _BILINEAR: 'bilinear_antialias',
-    _BICUBIC: 'bicubic_antialias',
-}
+# By Pillow's numbers.
+_RESIZE_METHODS: dict[int, ResizeMethod] = {2: 'bilinear_antialias', 3: 'bicubic_antialias'}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +55,7 @@ def _matches(names: Iterable[str]) -> bool:
 def _rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
     heads = vision_transformer(config, 'huggingface').num_heads
     prefix, ours = layout.prefix, 'encoder/block'
+    root, unit = f'{prefix}{_ROOT}', f'{prefix}{_STAGES}{{stage0}}.layers.{{unit0}}'
     if layout.old_names:
         block = f'{prefix}encoder.layer.{{layer0}}'
         attention, out = f'{block}.attention.attention.{{}}', f'{block}.attention.output.dense'
@@ -98,24 +76,13 @@ def _rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
         *torch_linear(mlp[0], f'{ours}/mlp/dense1'),
         *torch_linear(mlp[1], f'{ours}/mlp/dense2'),
         *torch_norm(f'{prefix}layernorm', 'encoder/norm'),
-        *torch_backbone(
-            f'{prefix}{_ROOT}.convolution',
-            f'{prefix}{_ROOT}.norm',
-            f'{prefix}{_STAGES}{{stage0}}.layers.{{unit0}}',
-        ),
+        *torch_backbone(f'{root}.convolution', f'{root}.norm', unit),
     ]
     for name, theirs in names.items():
         theirs = attention.replace('{}', theirs)
         rules += torch_projections(theirs, f'{ours}/attention', (name,), num_heads=heads)
-    if prefix:
-        rules += torch_linear('classifier', 'head')
-    else:
-        rules += torch_linear('pooler.dense', 'pre_logits')
-    return rules
-
-
-def _usual_layout(config: ModelConfig) -> Layout:
-    return Layout(prefix='vit.' if config.num_classes is not None else '')
+    last = ('classifier', 'head') if prefix else ('pooler.dense', 'pre_logits')
+    return rules + torch_linear(*last)
 
 
 def _notes(card: Card, layout: Layout) -> list[str]:
@@ -133,7 +100,6 @@ def _files_beside(card: Card) -> dict[str, dict[str, Any]]:
 
 
 def _recognise(clues: Clues) -> Recognised[Layout]:
-    """In a directory, or in the file of weights alone."""
     config, layout = _infer(clues)
     names = _class_names(clues.config_json, config.num_classes)
     return Recognised(config, layout, _preprocessing(clues.processor_json), names, _IGNORED)
@@ -144,39 +110,43 @@ def _infer(clues: Clues) -> tuple[ViTConfig, Layout]:
     prefix = 'vit.' if any(name.startswith('vit.') for name in arrays) else ''
     old_names = any(name.startswith(f'{prefix}encoder.layer.') for name in arrays)
     block = f'{prefix}encoder.layer' if old_names else f'{prefix}layers'
-    width, channels, p, q = shape_of(arrays, f'{prefix}{_PATCHES}.projection.weight', 4)
+    width, channels, p, q = inference.shape_of(arrays, f'{prefix}{_PATCHES}.projection.weight', 4)
     mlp = 'intermediate.dense' if old_names else 'mlp.fc1'
-    mlp_dim = shape_of(arrays, f'{block}.0.{mlp}.bias', 1)[0]
-    depth = count_layers(arrays, block.replace('.', r'\.') + r'\.(\d+)\.')
+    mlp_dim = inference.shape_of(arrays, f'{block}.0.{mlp}.bias', 1)[0]
+    depth = inference.count_layers(arrays, block.replace('.', r'\.') + r'\.(\d+)\.')
     root = f'{prefix}{_ROOT}.convolution.weight'
     unit = re.escape(prefix + _STAGES) + r'(\d+)\.layers\.(\d+)\.'
-    backbone = infer_backbone(arrays, root, unit, outputs=0)
+    backbone = inference.infer_backbone(arrays, root, unit, outputs=0)
     stride = backbone.stride if backbone else 1
     cell = p * stride, q * stride  # pixels of the image for one position
-    count = shape_of(arrays, f'{prefix}embeddings.position_embeddings', 3)[1]
+    count = inference.shape_of(arrays, f'{prefix}embeddings.position_embeddings', 3)[1]
     size = _pair(described.get('image_size'), 'image_size')
     act = described.get('hidden_act', 'gelu')
     said = {'num_heads': described.get('num_attention_heads'), 'gelu': _GELU.get(act)}
-    hints = with_defaults(clues.hints, records.from_dict(Hints, said, where='config.json'))
+    defaults = records.from_dict(inference.Hints, said, where='config.json')
+    hints = inference.with_defaults(clues.hints, defaults)
     if hints.gelu is None:
         raise UserError(f'config.json: hidden_act={act!r} is not one of {", ".join(_GELU)}')
-    grid, _ = infer_grid(count, rows=(1,), hints=hints, image_size=size, cell=cell)
+    grid, _ = inference.infer_grid(count, rows=(1,), hints=hints, image_size=size, cell=cell)
     epsilon = hints.layer_norm_epsilon or float(described.get('layer_norm_eps', 1e-12))
     config = ViTConfig(
         image_size=(grid[0] * cell[0], grid[1] * cell[1]),
         patch_size=(p, q),
-        channels=shape_of(arrays, root, 4)[1] if backbone else channels,
+        channels=inference.shape_of(arrays, root, 4)[1] if backbone else channels,
         backbone=backbone,
         width=width,
         depth=depth,
         mlp_dim=mlp_dim,
-        num_heads=infer_heads(hints, width, mlp_dim, depth),
-        num_classes=length_of(arrays, 'classifier.bias'),
-        representation_size=length_of(arrays, 'pooler.dense.bias'),
+        num_heads=inference.infer_heads(hints, width, mlp_dim, depth),
+        num_classes=inference.length_of(arrays, 'classifier.bias'),
+        representation_size=inference.length_of(arrays, 'pooler.dense.bias'),
         gelu=hints.gelu,
         layer_norm_epsilon=epsilon,
     )
-    _check_description(config, described)
+    found = {'hidden_size': width, 'num_hidden_layers': depth, 'intermediate_size': mlp_dim}
+    for name, value in found.items():
+        if described.get(name, value) != value:
+            raise UserError(f'config.json says {name}={described[name]}, the arrays {value}')
     return config, Layout(prefix=prefix, old_names=old_names)
 
 
@@ -193,7 +163,7 @@ def _class_names(described: dict[str, Any], count: int | None) -> tuple[str, ...
 
 def _preprocessing(processor: dict[str, Any]) -> Preprocessing:
     """What a `preprocessor_config.json` says of it; without one, ViT's usual image processor."""
-    size, number = processor.get('size', {}), processor.get('resample', _BILINEAR)
+    size, number = processor.get('size', {}), processor.get('resample', 2)
     resize = _RESIZE_METHODS.get(number)
     if resize is None:
         raise UserError(f'preprocessor_config.json: resample={number} is not read')
@@ -203,7 +173,7 @@ def _preprocessing(processor: dict[str, Any]) -> Preprocessing:
         scale = size['shortest_edge'] / min(cut or (size['shortest_edge'],))
         crop = CentralCrop(scale=scale, resize=resize)
     mean, std = (processor.get(f'image_{name}', (0.5, 0.5, 0.5)) for name in ('mean', 'std'))
-    return foreign_preprocessing(crop, mean, std, where='preprocessor_config.json')
+    return base.foreign_preprocessing(crop, mean, std, where='preprocessor_config.json')
 
 
 def _description(config: ViTConfig, names: tuple[str, ...]) -> dict[str, Any]:
@@ -221,6 +191,18 @@ def _description(config: ViTConfig, names: tuple[str, ...]) -> dict[str, Any]:
     head = config.num_classes is not None
     hybrid = 'Hybrid' if config.backbone else ''
     square = config.image_size[0] == config.image_size[1]
+    beside = {}
+    if backbone := config.backbone:
+        beside['backbone_config'] = {
+            'model_type': 'bit',
+            'layer_type': 'bottleneck',
+            'global_padding': 'same',
+            'embedding_dynamic_padding': True,
+            'embedding_size': backbone.width,
+            'depths': list(backbone.blocks),
+            'hidden_sizes': [4 * backbone.width * 2**i for i in range(len(backbone.blocks))],
+            'out_features': [f'stage{len(backbone.blocks)}'],
+        }
     return {
         'architectures': [f'ViT{hybrid}{"ForImageClassification" if head else "Model"}'],
         'model_type': 'vit-hybrid' if hybrid else 'vit',
@@ -241,7 +223,7 @@ def _description(config: ViTConfig, names: tuple[str, ...]) -> dict[str, Any]:
         'pooler_output_size': config.representation_size or config.width,
         'id2label': {str(i): name for i, name in enumerate(labels)},
         'label2id': {name: i for i, name in enumerate(labels)},
-    } | _backbone_description(config.backbone)
+    } | beside
 
 
 def _processor(config: ViTConfig, preprocessing: Preprocessing) -> dict[str, Any]:
@@ -257,41 +239,13 @@ def _processor(config: ViTConfig, preprocessing: Preprocessing) -> dict[str, Any
     return size | {
         'image_processor_type': 'ViTImageProcessor',
         'do_resize': True,
-        'resample': _BICUBIC if getattr(crop, 'resize', None) == 'bicubic_antialias' else _BILINEAR,
+        'resample': 3 if getattr(crop, 'resize', None) == 'bicubic_antialias' else 2,
         'do_rescale': True,
         'rescale_factor': 1 / 255,
         'do_normalize': True,
         'image_mean': [value / 255 for value in preprocessing.mean],
         'image_std': [value / 255 for value in preprocessing.std],
     }
-
-
-def _backbone_description(backbone: Backbone | None) -> dict[str, Any]:
-    if backbone is None:
-        return {}
-    bit = {
-        'model_type': 'bit',
-        'layer_type': 'bottleneck',
-        'global_padding': 'same',
-        'embedding_dynamic_padding': True,
-        'embedding_size': backbone.width,
-        'depths': list(backbone.blocks),
-        'hidden_sizes': [4 * backbone.width * 2**i for i in range(len(backbone.blocks))],
-        'out_features': [f'stage{len(backbone.blocks)}'],
-    }
-    return {'backbone_config': bit}
-
-
-def _check_description(config: ViTConfig, described: dict[str, Any]) -> None:
-    """Raises UserError where config.json says something else than the arrays."""
-    found = {
-        'hidden_size': config.width,
-        'num_hidden_layers': config.depth,
-        'intermediate_size': config.mlp_dim,
-    }
-    for name, value in found.items():
-        if described.get(name, value) != value:
-            raise UserError(f'config.json says {name}={described[name]}, the arrays {value}')
 
 
 def _pair(value: Any, name: str) -> tuple[int, int] | None:
@@ -313,7 +267,7 @@ HUGGINGFACE = Format[Layout](
     matches=_matches,
     recognise=_recognise,
     rules=_rules,
-    usual_layout=_usual_layout,
+    usual_layout=lambda config: Layout(prefix='vit.' if config.num_classes is not None else ''),
     notes=_notes,
     file_name='model.safetensors',
     files_beside=_files_beside,

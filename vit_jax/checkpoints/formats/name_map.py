@@ -84,10 +84,8 @@ def torch_linear(theirs: str, ours: str, transform: ArrayTransform = TRANSPOSED)
 
 def torch_norm(theirs: str, ours: str) -> list[NameRule]:
     """A norm of PyTorch: `weight` and `bias`."""
-    return [
-        NameRule(f'{theirs}.weight', f'{ours}/scale'),
-        NameRule(f'{theirs}.bias', f'{ours}/bias'),
-    ]
+    names = {'weight': 'scale', 'bias': 'bias'}
+    return [NameRule(f'{theirs}.{there}', f'{ours}/{here}') for there, here in names.items()]
 
 
 def torch_projections(
@@ -95,8 +93,7 @@ def torch_projections(
 ) -> list[NameRule]:
     """Projections to heads that PyTorch keeps as one matrix of all heads, and of all `names`."""
     kernel = ArrayTransform(
-        lambda a: a.T.reshape(a.shape[1], num_heads, -1),
-        lambda a: a.reshape(a.shape[0], -1).T,
+        lambda a: a.T.reshape(a.shape[1], num_heads, -1), lambda a: a.reshape(a.shape[0], -1).T
     )
     bias = ArrayTransform(lambda a: a.reshape(num_heads, -1), lambda a: a.reshape(-1))
     return [
@@ -123,11 +120,9 @@ def torch_backbone(convolution: str, root_norm: str, unit: str) -> list[NameRule
         NameRule(f'{unit}.downsample.conv.weight', f'{ours}/conv_proj/kernel', CONVOLUTION),
         *torch_norm(f'{unit}.downsample.norm', f'{ours}/norm_proj'),
     ]
-    for index in ('1', '2', '3'):
-        rules.append(
-            NameRule(f'{unit}.conv{index}.weight', f'{ours}/conv{index}/kernel', CONVOLUTION)
-        )
-        rules += torch_norm(f'{unit}.norm{index}', f'{ours}/norm{index}')
+    for i in (1, 2, 3):
+        rules.append(NameRule(f'{unit}.conv{i}.weight', f'{ours}/conv{i}/kernel', CONVOLUTION))
+        rules += torch_norm(f'{unit}.norm{i}', f'{ours}/norm{i}')
     return rules
 
 
@@ -161,13 +156,11 @@ def check_names(
     Raises UserError for arrays that are missing, and for others that no rule reads.
     """
     wanted = {name for rule in rules for name in rule.theirs}
-    missing = sorted(wanted - set(stored))
     extra = sorted(set(stored) - wanted)
     skipped = [name for name in extra if ignored and re.fullmatch(ignored, name)]
     unknown = [name for name in extra if name not in skipped]
-    problems = {'missing': missing, 'not known': unknown}
-    lines = [f'{len(n)} arrays are {what}: {_some(n)}' for what, n in problems.items() if n]
-    if lines:
+    problems = {'missing': sorted(wanted - set(stored)), 'not known': unknown}
+    if lines := [f'{len(n)} arrays are {what}: {_some(n)}' for what, n in problems.items() if n]:
         raise UserError('; '.join(lines))
     return skipped
 
@@ -232,9 +225,7 @@ def _units(
     for stage, units in enumerate(blocks, 1):
         for unit in range(1, units + 1):
             numbers = {'stage': stage, 'unit': unit, 'stage0': stage - 1, 'unit0': unit - 1}
-            theirs = rule.theirs
-            for place, number in numbers.items():
-                theirs = theirs.replace(f'{{{place}}}', str(number))
+            theirs = rule.theirs.format(**numbers, layer0='{layer0}')
             yield theirs, tuple(n.format(**numbers) for n in ours), rule.transform
 
 

@@ -9,7 +9,7 @@ import math
 import pathlib
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, assert_never
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,26 +20,18 @@ from vit_jax.base.atomic_files import write_json
 from vit_jax.base.errors import UserError, usable
 from vit_jax.checkpoints import store
 from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats import array_files, google, huggingface, name_map, timm
+from vit_jax.checkpoints.formats import array_files, inference, name_map
 from vit_jax.checkpoints.formats.array_files import LazyArray, error_prefix
 from vit_jax.checkpoints.formats.base import Clues, Format, Layout
-from vit_jax.checkpoints.formats.inference import (
-    Hints,
-    check_hints,
-    hints_of,
-    summarize,
-    with_defaults,
-)
+from vit_jax.checkpoints.formats.google import BIGVISION, GOOGLE
+from vit_jax.checkpoints.formats.huggingface import HUGGINGFACE
+from vit_jax.checkpoints.formats.inference import Hints
+from vit_jax.checkpoints.formats.timm import TIMM
 from vit_jax.models import ModelConfig, ResNetConfig, build, parameter_count
 from vit_jax.models.positions import as_array
 
 # The first that matches a file's names reads it; bigvision takes what is not as google writes it.
-FORMATS: tuple[Format[Any], ...] = (
-    google.GOOGLE,
-    google.BIGVISION,
-    timm.TIMM,
-    huggingface.HUGGINGFACE,
-)
+FORMATS: tuple[Format[Any], ...] = GOOGLE, BIGVISION, TIMM, HUGGINGFACE
 OURS = 'vit_jax'  # a directory that orbax wrote (checkpoints/store.py)
 NAMES = (*(format.name for format in FORMATS), OURS)
 _CARD = 'vit_jax.card'  # in a safetensors file's metadata: the card, as JSON
@@ -74,7 +66,7 @@ def open_checkpoint(
             raise UserError(f'{path}: a checkpoint of ours says all of itself; drop {given[0]}')
         card = Card.read(store.load_card(path)[0], where=f'{path}: card')
         count = parameter_count(card.model)
-        report = [f'{OURS} layout, step {card.step}: {summarize(card.model, count)}']
+        report = [f'{OURS} layout, step {card.step}: {inference.summarize(card.model, count)}']
         return Checkpoint(path, OURS, None, card, report, (), lambda: store.load_params(path))
     read = [array_files.read_array_file(file) for file in files]
     beside = place if place.is_dir() else place.parent
@@ -116,14 +108,11 @@ def write_checkpoint(
     _check_comes_back(form, card.model, layout, arrays, beside)
     with usable(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-    match form.suffix:
-        case '.npz':
-            array_files.write_npz(target, arrays)
-        case '.safetensors':
-            metadata = {_CARD: json.dumps(records.to_dict(card))}
-            array_files.write_safetensors(target, arrays, metadata)
-        case _:
-            assert_never(form.suffix)
+    if form.suffix == '.npz':
+        array_files.write_npz(target, arrays)
+    else:
+        metadata = {_CARD: json.dumps(records.to_dict(card))}
+        array_files.write_safetensors(target, arrays, metadata)
     for name, content in beside.items():
         write_json(place / name, content)
     return notes + type_notes + form.notes(card, layout)
@@ -139,9 +128,10 @@ def _recognised(
         if any('root_block/' in name for name in arrays):
             raise UserError("of BiT's pre-activation ResNet, which is not the one of the paper")
         raise UserError(f'its {len(arrays)} arrays are those of no known ViT: {[*arrays][:3]} ...')
-    hints = with_defaults(clues.hints, hints_of(own.model)) if own else clues.hints
+    ours = inference.hints_of(own.model) if own else Hints()
+    hints = inference.with_defaults(clues.hints, ours)
     found = form.recognise(clues._replace(hints=hints))
-    check_hints(clues.hints, found.config)
+    inference.check_hints(clues.hints, found.config)
     expected = jax.eval_shape(build(found.config).init, jax.random.key(0))
     shapes = {name: leaf.shape for name, leaf in tree_names.named_leaves(expected).items()}
     rules = form.rules(found.config, found.layout)
@@ -163,7 +153,7 @@ def _recognised(
             return tree_names.map_named(lambda name, _: values[name], expected)
 
     count = sum(map(math.prod, shapes.values()))
-    report = [f'{form.name} layout: {summarize(card.model, count)}']
+    report = [f'{form.name} layout: {inference.summarize(card.model, count)}']
     if ignored:
         report.append(f'ignored: {len(ignored)} arrays, such as {ignored[0]}')
     return Checkpoint(path, form.name, layout, card, report, ignored, read)
@@ -180,23 +170,18 @@ def _check_comes_back(
 
     Arrays do not say all of a network: with pool=none and with pool=gap they are the same.
     """
-    clues = Clues(
-        # A prefix says nothing of the network, and may hold the name of a subtree.
-        {
-            name.removeprefix(layout.prefix): LazyArray(array.shape, array.dtype, array.copy)
-            for name, array in arrays.items()
-        },
-        hints_of(config),
-        config.image_size,
-        config_json=beside.get('config.json', {}),
-    )
-    try:
-        found = form.recognise(clues).config
+    # A prefix says nothing of the network, and may hold the name of a subtree.
+    stored = {
+        name.removeprefix(layout.prefix): LazyArray(array.shape, array.dtype, array.copy)
+        for name, array in arrays.items()
+    }
+    description = beside.get('config.json', {})
+    clues = Clues(stored, inference.hints_of(config), config.image_size, config_json=description)
+    try:  # only `init` looks at the head's bias
+        found = dataclasses.replace(form.recognise(clues).config, head_bias=config.head_bias)
     except UserError as error:
         raise UserError(f'the {form.name} layout has no such network: {error}') from error
-    # Only `init` looks at the head's bias.
-    changes = {'head_bias': config.head_bias}
-    if lost := records.differences(records.to_dict(config), records.to_dict(found) | changes):
+    if lost := records.differences(records.to_dict(config), records.to_dict(found)):
         raise UserError(
             f'the {form.name} layout has no such network, it would come back with {lost[0]}'
         )
@@ -230,8 +215,7 @@ def _in_type(arrays: dict[str, np.ndarray], dtype: str) -> tuple[dict[str, np.nd
     if dtype == 'float32':
         return arrays, []
     cast = {name: array.astype(np.dtype(dtype)) for name, array in arrays.items()}
-    exact = all(np.array_equal(cast[name].astype(np.float32), arrays[name]) for name in cast)
-    if exact:
+    if all(np.array_equal(cast[name].astype(np.float32), arrays[name]) for name in cast):
         return cast, []
     return arrays, [f'written as float32: {dtype} would not hold the values']
 

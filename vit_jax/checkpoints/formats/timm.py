@@ -7,24 +7,8 @@ from typing import Any
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats.base import (
-    Clues,
-    Format,
-    Layout,
-    Recognised,
-    foreign_preprocessing,
-    vision_transformer,
-)
-from vit_jax.checkpoints.formats.inference import (
-    Hints,
-    count_layers,
-    infer_backbone,
-    infer_grid,
-    infer_heads,
-    length_of,
-    shape_of,
-    with_defaults,
-)
+from vit_jax.checkpoints.formats import base, inference
+from vit_jax.checkpoints.formats.base import Clues, Format, Layout, Recognised, vision_transformer
 from vit_jax.checkpoints.formats.name_map import (
     CONVOLUTION,
     NO_CLASS_ROW,
@@ -91,8 +75,8 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     arguments = described.get('model_args', {})
     gelu = _GELUS.get(arguments.get('act_layer'))
     said = {'num_heads': arguments.get('num_heads'), 'gelu': gelu}
-    hints = with_defaults(clues.hints, records.from_dict(Hints, said, where='config.json'))
-    config, layout = _infer(clues._replace(hints=hints))
+    defaults = records.from_dict(inference.Hints, said, where='config.json')
+    config, layout = _infer(clues._replace(hints=inference.with_defaults(clues.hints, defaults)))
     preprocessing = _preprocessing(described.get('pretrained_cfg', {}))
     return Recognised(config, layout, preprocessing, tuple(described.get('label_names') or ()))
 
@@ -116,35 +100,37 @@ def _infer(clues: Clues) -> tuple[ViTConfig, Layout]:
     arrays, hints = clues.arrays, clues.hints
     prefix = next(match[1] or '' for name in arrays if (match := _KNOWN.fullmatch(name)))
     inside = {n.removeprefix(prefix): s for n, s in arrays.items() if n.startswith(prefix)}
-    width, channels, p, q = shape_of(inside, 'patch_embed.proj.weight', 4)
+    width, channels, p, q = inference.shape_of(inside, 'patch_embed.proj.weight', 4)
     root = next((r for r in _ROOTS.values() if f'{r}.conv.weight' in inside), '') + '.conv.weight'
     unit = re.escape(_STAGES) + r'(\d+)\.blocks\.(\d+)\.'
-    backbone = infer_backbone(inside, root, unit, outputs=0)
+    backbone = inference.infer_backbone(inside, root, unit, outputs=0)
     stride = backbone.stride if backbone else 1
     cell = p * stride, q * stride  # pixels of the image for one position
-    mlp_dim = shape_of(inside, 'blocks.0.mlp.fc1.bias', 1)[0]
-    depth = count_layers(inside, r'blocks\.(\d+)\.')
+    mlp_dim = inference.shape_of(inside, 'blocks.0.mlp.fc1.bias', 1)[0]
+    depth = inference.count_layers(inside, r'blocks\.(\d+)\.')
     pool: Pool = (
         'map' if 'attn_pool.latent' in inside else 'cls' if 'cls_token' in inside else 'gap'
     )
     if pool == 'map' and 'cls_token' in inside or pool == 'cls' and 'fc_norm.bias' in inside:
         raise UserError('pools over patches beside a class token, which is not supported')
-    count = shape_of(inside, 'pos_embed', 3)[1]
+    count = inference.shape_of(inside, 'pos_embed', 3)[1]
     rows = (1, 0) if pool == 'cls' else (0,)
-    grid, row = infer_grid(count, rows=rows, hints=hints, image_size=clues.image_size, cell=cell)
+    grid, row = inference.infer_grid(
+        count, rows=rows, hints=hints, image_size=clues.image_size, cell=cell
+    )
     config = ViTConfig(
         image_size=(grid[0] * cell[0], grid[1] * cell[1]),
         patch_size=(p, q),
-        channels=shape_of(inside, root, 4)[1] if backbone else channels,
+        channels=inference.shape_of(inside, root, 4)[1] if backbone else channels,
         backbone=backbone,
         width=width,
         depth=depth,
         mlp_dim=mlp_dim,
-        num_heads=infer_heads(hints, width, mlp_dim, depth),
-        num_classes=length_of(inside, 'head.bias'),
+        num_heads=inference.infer_heads(hints, width, mlp_dim, depth),
+        num_classes=inference.length_of(inside, 'head.bias'),
         pool=pool,
         final_norm='after_pool' if 'fc_norm.weight' in inside else 'before_pool',
-        representation_size=length_of(inside, 'pre_logits.fc.bias'),
+        representation_size=inference.length_of(inside, 'pre_logits.fc.bias'),
         gelu=hints.gelu or 'exact',
         layer_norm_epsilon=hints.layer_norm_epsilon or 1e-6,
     )
@@ -159,7 +145,7 @@ def _preprocessing(described: dict[str, Any]) -> Preprocessing:
     if described.get('crop_mode') == 'squash':
         crop = Resize(resize=resize)
     mean, std = (described.get(name) or (0.5, 0.5, 0.5) for name in ('mean', 'std'))
-    return foreign_preprocessing(crop, mean, std, where='config.json')
+    return base.foreign_preprocessing(crop, mean, std, where='config.json')
 
 
 TIMM = Format[Layout](

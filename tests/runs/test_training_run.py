@@ -542,3 +542,4 @@ def test_what_the_rules_matched_is_said(tmp_path, capsys):
     assert 'frozen: 1 of 24 arrays, 80 numbers: pos_embedding' in said
     assert 'weight decay 0.1: 8 of 24 arrays' in said
     assert 'length  1 steps of 16 images' in said
+    assert 'mesh data=8 x fsdp=1 x tensor=1; parameters' in said

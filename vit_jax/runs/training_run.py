@@ -28,6 +28,7 @@ from vit_jax.evaluation import classification
 from vit_jax.models import ViTConfig, multiply_adds, parameter_count
 from vit_jax.parallel import meshes
 from vit_jax.parallel.processes import Interrupted, Job
+from vit_jax.parallel.sharding_rules import sharding_report
 from vit_jax.runs import compilation, fingerprint, probing, workdirs
 from vit_jax.runs.compilation import shardings_of
 from vit_jax.runs.experiment import Experiment, decide
@@ -67,7 +68,9 @@ def train(
         with clock('start'):
             job.require_same('this run', fingerprint.of_run(config, path))
             experiment = decide(config)
-            job.require_same('the data', _facts_of_data(experiment))
+            readers = {'train': experiment.train} | experiment.evals
+            facts = {name: fingerprint.of_data(reader.source) for name, reader in readers.items()}
+            job.require_same('the data', facts)
             values = records.to_dict(experiment.config)
             opened = workdirs.opened(path, values, job, accept_changes=accept_changes)
             folder = stack.enter_context(opened)
@@ -77,6 +80,8 @@ def train(
         with clock('compile'):
             ledger.record('compiling', None)
             abstract = compilation.abstract_state(experiment)
+            for line in sharding_report(abstract, shardings_of(abstract), experiment.mesh):
+                console.print(line)
             update = compilation.lower_update(experiment, abstract).compile()
             eval_steps = compilation.compile_eval_steps(experiment, abstract.eval_params)
             loaders = make_loaders(experiment.config.loader, meshes.batch_sharding(experiment.mesh))
@@ -122,11 +127,6 @@ def _make_probe(
         return probing.evaluate(features_of, probes, config, experiment.preprocessing)
 
     return probe
-
-
-def _facts_of_data(experiment: Experiment) -> dict[str, Any]:
-    readers = {'train': experiment.train} | experiment.evals
-    return {name: fingerprint.of_data(reader.source) for name, reader in readers.items()}
 
 
 def _reporter(

@@ -73,10 +73,18 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize('count', [pytest.param(1, marks=pytest.mark.full), 2])
-def test_sigterm_in_any_phase_stops_at_one_step_and_loses_none(count, whole, tmp_path):
+@pytest.mark.parametrize(
+    'count, phases',
+    [
+        (2, ('compile', 'train')),
+        pytest.param(1, tuple(PHASES), marks=pytest.mark.full),
+        pytest.param(2, tuple(PHASES), marks=pytest.mark.full),
+    ],
+)
+def test_sigterm_in_any_phase_stops_at_one_step_and_loses_none(count, phases, whole, tmp_path):
     """The last process alone is told, twice; both stop. The next start goes on from there."""
-    for phase, (faults, event) in PHASES.items():
+    for phase in phases:
+        faults, event = PHASES[phase]
         before = steps(tmp_path)
         flags = ['--config.eval_every_steps=30', '--accept_config_changes']
         with training(tmp_path, faults, count, flags) as started:
@@ -122,9 +130,13 @@ def kill_often(folder, count, kills, seed):
                 host.wait()
 
 
-@pytest.mark.parametrize('count', [pytest.param(1, marks=pytest.mark.full), 2])
-def test_killed_processes_go_on_to_the_same_bits_and_the_ledger_adds_up(count, whole, tmp_path):
-    seconds = kill_often(tmp_path, count, count, seed=0)
+@pytest.mark.parametrize(
+    'count, kills', [(2, 1), *(pytest.param(n, n, marks=pytest.mark.full) for n in (1, 2))]
+)
+def test_killed_processes_go_on_to_the_same_bits_and_the_ledger_adds_up(
+    count, kills, whole, tmp_path
+):
+    seconds = kill_often(tmp_path, count, kills, seed=0)
     assert_same(tmp_path, whole(count))
     spent = totals(read(tmp_path / 'run/ledger.jsonl'))
     assert spent['lost by restart'] > 0

@@ -9,6 +9,7 @@ Parameters are an item of their own, so that using them needs no optimizer.
 """
 
 import contextlib
+import math
 import pathlib
 import threading
 import time
@@ -179,6 +180,13 @@ def load_card(path: str) -> tuple[dict[str, Any], pathlib.Path]:
     folder = checkpoint_folder(path)
     with _readable(folder):
         return ocp.JsonCheckpointHandler().restore(folder / 'card'), folder
+
+
+def count_params(folder: pathlib.Path) -> int:
+    """How many parameters a checkpoint has, whatever made its head; no array is read."""
+    with _readable(folder):
+        structure = ocp.PyTreeCheckpointHandler().metadata(folder / 'params').tree
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(structure))
 
 
 def load_params(path: str) -> Params:

@@ -32,9 +32,9 @@ def probe(
     """
     job = job or Job()
     config = records.checked(config, where='config')
+    job.require_same('this evaluation', fingerprint.of_run(config, path))
     if (fewshot := config.fewshot) is None:
         raise UserError('config.fewshot is none: expected shots, seeds and data to evaluate with')
-    job.require_same('this evaluation', fingerprint.of_run(config, path))
     start = open_start(config)
     if start is None:
         raise UserError('config.start_from is none: expected the checkpoint to evaluate')

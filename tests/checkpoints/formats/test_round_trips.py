@@ -89,4 +89,4 @@ def test_a_network_comes_back_the_same_or_is_refused(format, gelu, every, tmp_pa
             close = np.allclose(outputs(again), expected(), rtol=0, atol=1e-5)
             wrong += [] if close else [(config, again.config)]
     assert not wrong, (len(wrong), wrong[0])
-    assert kept > 8
+    assert kept > (8 if every == 1 else 0)

@@ -27,7 +27,7 @@ from vit_jax.checkpoints.formats.google import BIGVISION, GOOGLE
 from vit_jax.checkpoints.formats.huggingface import HUGGINGFACE
 from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.checkpoints.formats.timm import TIMM
-from vit_jax.models import ModelConfig, ResNetConfig, build, parameter_count
+from vit_jax.models import ModelConfig, ResNetConfig, build
 from vit_jax.models.positions import as_array
 
 # The first that matches a file's names reads it; bigvision takes what is not as google writes it.
@@ -64,8 +64,8 @@ def open_checkpoint(
     if not files:
         if given := [name for name, value in vars(hints).items() if value is not None]:
             raise UserError(f'{path}: a checkpoint of ours says all of itself; drop {given[0]}')
-        card = Card.read(store.load_card(path)[0], where=f'{path}: card')
-        count = parameter_count(card.model)
+        values, folder = store.load_card(path)
+        card, count = Card.read(values, where=f'{path}: card'), store.count_params(folder)
         report = [f'{OURS} layout, step {card.step}: {inference.summarize(card.model, count)}']
         return Checkpoint(path, OURS, None, card, report, (), lambda: store.load_params(path))
     read = [array_files.read_array_file(file) for file in files]

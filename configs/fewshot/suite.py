@@ -2,7 +2,7 @@
 
 Paper: section 4.1, "few-shot" accuracy, with the sets, splits, crops and strength of big_vision's
 `common_fewshot`: squeezed to 256, the middle 224 pixels. A set that is
-not there is left out, aloud.
+not there is left out with a warning.
 Command: python -m vit_jax.fewshot --config=configs/fewshot/suite.py --workdir=DIR \
              --config.start_from=CHECKPOINT --config.fewshot.feature_cache=CACHE
 """

@@ -1,1 +1,1 @@
-"""What a network is worth: functions of outputs and labels."""
+"""Accuracy, few-shot, nearest neighbours, logistic regression: functions of outputs and labels."""

@@ -230,7 +230,7 @@ class Run:
     fewshot: dict[str, Any] | None = None
 
     def to_the_end(self, state: TrainState) -> TrainState:
-        """The state after the last step; everything that is due on the way is done."""
+        """Trains, evaluates and saves up to the last step; returns the state after it."""
         steps = range(int(state.step), self.experiment.length.total_steps)
         self.ledger.record('training', steps.start)
         self.job.stop_gracefully_from_here()

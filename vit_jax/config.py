@@ -128,7 +128,7 @@ class TrainConfig(Record):
     fewshot: FewshotConfig | None = None
     tensorboard: bool = False
 
-    # On what. These change speed and memory, not the result.
+    # On what. All but compute.dtype and loader.on_unreadable change speed and memory alone.
     compute: Compute = _default(Compute)
     mesh: MeshConfig = _default(MeshConfig)
     loader: LoaderConfig = _default(LoaderConfig)
@@ -139,6 +139,7 @@ class TrainConfig(Record):
         every = 'log_every_steps', 'eval_every_steps', 'checkpoint_every_steps'
         require_between(self, *names, *every, 'eval_batch_size', 'image_size', low=1)
         require_between(self, 'polyak_decay', low=0, below=1)
+        require_between(self, 'seed', low=0)
         for name in self.evals:
             fits = re.fullmatch(r'[\w-]+', name) is not None and name not in _RESERVED
             require(fits, f'evals: {name!r} is no name for an evaluation')

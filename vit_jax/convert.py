@@ -24,9 +24,18 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.drop_head:
         changes['num_classes'] = None
     loaded = load(arguments.input, **changes)
-    if store.is_complete(output):  # other formats replace their files
-        shutil.rmtree(output)
-    notes = save(loaded, output, arguments.format)
+    replaced = output.with_name(f'{output.name}.replaced')
+    is_ours = store.is_complete(output)  # a directory; other formats replace their files themselves
+    if is_ours:
+        output.rename(replaced)
+    try:
+        notes = save(loaded, output, arguments.format)
+    except BaseException:
+        if is_ours:
+            shutil.rmtree(output, ignore_errors=True)
+            replaced.rename(output)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
     print('\n'.join([*loaded.report, *notes]))
     print(f'written: {output} ({arguments.format or loaded.format} layout)')
     return 0

@@ -4,7 +4,6 @@ The same training as vit_jax.train; only the first parameters come from somewher
 """
 
 from vit_jax import train
-from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.command_line import app
 from vit_jax.command_line.app import Invocation
@@ -18,7 +17,7 @@ def run(asked: Invocation) -> None:
     config, job = asked.config, asked.job
     result = training_run.train(config, asked.workdir, accept_changes=asked.accept_changes, job=job)
     if job.index == 0:
-        data = records.text_of(config.data)
+        data = config.data if isinstance(config.data, str) else None
         train.print_summary(result, next_program='fewshot', config='fewshot/linear.py', data=data)
 
 

@@ -33,13 +33,14 @@ def run(config: TrainConfig, where: Topology, *, largest: bool) -> int:
     kind, count = where.devices[0].device_kind, len(where.devices)
     experiment = decide(config, devices=where.devices)
     mesh, model = experiment.mesh, experiment.model.config
+    parts = mesh.shape['data'] * mesh.shape['fsdp']
     print(f'topology    {where.name}: {count} x {kind}, {_gib(where.memory)} each')
     print(f'mesh        {meshes.describe(mesh)}')
     print(
         f'model       {parameter_count(model):,} parameters, {config.compute.dtype}, '
         f'attention {config.compute.attention}'
     )
-    print(f'batch       {batch_size:,} images, {batch_size // (mesh.size)} a device', flush=True)
+    print(f'batch       {batch_size:,} images, {batch_size // parts} a device', flush=True)
     for policy, result in tried_policies(config, where):
         print(f'remat       {policy:<6}{_verdict(result)}', flush=True)
     own = (batch_size, result) if isinstance(result, StepMemory) else None

@@ -2,7 +2,6 @@
 
 import shlex
 
-from vit_jax.base import records
 from vit_jax.command_line import app
 from vit_jax.command_line.app import Invocation
 from vit_jax.runs import probing, training_run
@@ -16,11 +15,11 @@ def run(asked: Invocation) -> None:
     config, job = asked.config, asked.job
     result = training_run.train(config, asked.workdir, accept_changes=asked.accept_changes, job=job)
     if job.index == 0:
-        data = records.text_of(config.data)
+        data = config.data if isinstance(config.data, str) else None
         print_summary(result, next_program='finetune', config='finetune/transfer.py', data=data)
 
 
-def print_summary(result: Result, *, next_program: str, config: str, data: str) -> None:
+def print_summary(result: Result, *, next_program: str, config: str, data: str | None) -> None:
     """Prints what a run reached, where it is, and the command that would come next."""
     reached = training_run.eval_summary(result.evals)
     if result.fewshot:
@@ -30,7 +29,7 @@ def print_summary(result: Result, *, next_program: str, config: str, data: str) 
         lines['skipped'] = f'{result.skipped:,} uses of training images that cannot be read'
     workdir = str(result.folder)
     command = ['python', '-m', f'vit_jax.{next_program}', f'--config=configs/{config}']
-    command += [f'--config.start_from={workdir}', f'--config.data={data}']
+    command += [f'--config.start_from={workdir}', *([f'--config.data={data}'] if data else [])]
     command += [f'--workdir={workdir}-{next_program}']
     lines |= {
         'checkpoint': str(result.checkpoint),

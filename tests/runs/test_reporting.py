@@ -18,7 +18,7 @@ def report(folder, losses, skipped=()):
         log_every_steps=20,
         batch_size=4,
         clock=Clock(),
-        tensorboard=False,
+        tensorboard=True,  # which takes numbers only
         console=Console(quiet=False),
     )
     with reporter:

@@ -191,7 +191,7 @@ def _read(hint: Any, value: Any, where: str) -> Any:
 
 
 def _read_record(kinds: dict[str, Any], value: dict[str, Any], where: str) -> Any:
-    kind = [*kinds][0]  # the others came later
+    kind = [*kinds][0]  # files of when there was one kind do not name it
     if len(kinds) > 1:
         value = dict(value)
         kind = value.pop('kind', kind)

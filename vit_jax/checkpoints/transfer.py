@@ -36,7 +36,8 @@ def transfer(params: Params, *, old: ModelConfig, new: ModelConfig, fresh: Param
     numbers = sum(math.prod(leaf.shape) for leaf in body.values())
     report.insert(0, f'{len(body)} of {len(wanted)} parameter arrays loaded, {numbers:,} numbers')
     if head:
-        report.append(f'head: reset to zero, for {new.num_classes} classes')
+        to_zero = ' to zero' if new.head == 'linear' else ''
+        report.append(f'head: reset{to_zero}, for {new.num_classes} classes')
     if any(name.startswith('pre_logits/') for name in dropped):
         report.append('pre_logits: dropped with the pre-trained head')
     return Transferred(tree_names.map_named(lambda name, leaf: body.get(name, leaf), fresh), report)

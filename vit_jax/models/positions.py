@@ -1,7 +1,8 @@
 """Position embeddings: all that is known of each kind is in this file.
 
-To add a kind, add it to `PositionKind` and to each `match` here. One that acts inside the blocks
-(on queries and keys, or at every block's input) is also called there, in `vit.py`.
+To add a kind, add it to `PositionKind`, `Positions`, `check`, `as_array` and `resizers`. One that
+acts inside the blocks (on queries and keys, or at every block's input) is also called there, in
+`vit.py`.
 """
 
 from collections.abc import Callable

@@ -48,9 +48,7 @@ def probe(
     mesh, batch_size = make_mesh(config), config.eval_batch_size or config.batch_size
     reader = reader_for(config, model.config, preprocessing)
     sets = probing.open_probes(config, make_opener(config.held_out), reader)
-    job.require_same(
-        'the data', {name: fingerprint.of_data(p.train.source) for name, p in sets.found.items()}
-    )
+    job.require_same('the data', probing.facts(sets))
     values, console = records.to_dict(config), console_of(job)
     with workdirs.opened(path, values, job, accept_changes=accept_changes) as folder:
         fresh = jax.eval_shape(model.init, jax.random.key(0))

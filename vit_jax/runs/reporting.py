@@ -160,7 +160,7 @@ class Reporter:
                 self._file.flush()
         if self._board is not None:
             for name, value in numbers.items():
-                self._board.add_scalar(f'{kind}/{name}', value, step)
+                self._board.add_scalar(f'{kind}/{name}', float(value), step)
 
 
 def _forget_after(path: pathlib.Path, step: int) -> None:

@@ -49,7 +49,7 @@ class Result(NamedTuple):
     fewshot: dict[str, Any] | None
     checkpoint: pathlib.Path
     folder: pathlib.Path
-    skipped: int  # training images that could not be read, counted at each use
+    skipped: int  # uses of unreadable training images since this start
     seconds: dict[str, float]  # of the wall time, by name, over all starts of this run
 
 
@@ -70,7 +70,7 @@ def train(
             experiment = decide(config)
             readers = {'train': experiment.train} | experiment.evals
             facts = {name: fingerprint.of_data(reader.source) for name, reader in readers.items()}
-            job.require_same('the data', facts)
+            job.require_same('the data', facts | probing.facts(experiment.probes))
             values = records.to_dict(experiment.config)
             opened = workdirs.opened(path, values, job, accept_changes=accept_changes)
             folder = stack.enter_context(opened)

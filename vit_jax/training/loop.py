@@ -44,8 +44,8 @@ class Every(NamedTuple):
 class Clock:
     """Where the wall time goes: `with clock('step'):` adds the seconds within to `step`.
 
-    Time within an inner `with` counts for the inner name alone, time outside of any as `start`, as
-    do the `before` seconds that had passed when the clock was made.
+    Nested blocks count for the innermost name only. Time outside any block counts as `start`, as
+    do the `before` seconds, which had passed when the clock was made.
     """
 
     def __init__(self, before: float = 0.0) -> None:
@@ -65,7 +65,7 @@ class Clock:
             self._running.pop()
 
     def total(self) -> float:
-        """Seconds since the clock was made: the sum of all parts."""
+        """Seconds counted so far, the `before` seconds among them."""
         self.settle()
         return sum(self.seconds.values())
 

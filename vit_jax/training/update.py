@@ -143,7 +143,7 @@ def make_update(
         average = state.ema_params
         if polyak_decay is not None:
             average = optax.incremental_update(params, average, 1 - polyak_decay)
-        # Known before anything is written, so that the old state needs no second place. Not
+        # Decided before the state is overwritten, so that its memory can be reused. Not
         # optax.apply_if_finite: it looks at the gradient alone, lets the average of the parameters
         # move on, and after a number of bad steps in a row applies one.
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)

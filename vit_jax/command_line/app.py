@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -86,6 +87,8 @@ def reporter(arguments: argparse.Namespace) -> Callable[[BaseException], int]:
         if arguments.traceback or not mendable:
             traceback.print_exception(error)
         else:
+            # Background tasks of orbax that end with the process would have the last word.
+            warnings.simplefilter('ignore')
             text = 'interrupted; the same command goes on from what is complete'
             print(f'error: {text if interrupted else error}', file=sys.stderr)
         return 130 if interrupted else 1

@@ -211,7 +211,9 @@ def test_a_checkpoint_of_ours_is_loaded_and_saved_alone(tmp_path):
         vit_jax.save(again, str(tmp_path / 'ours'))
 
 
-@pytest.mark.parametrize('name', ['bigvision_map', 'timm_gap_fcnorm'])
+@pytest.mark.parametrize(
+    'name', ['bigvision_map', pytest.param('timm_gap_fcnorm', marks=pytest.mark.full)]
+)
 def test_training_starts_from_any_of_these(name, tmp_path):
     config = tiny.experiment(model=None, start_from=reference.path(name), total=Duration(steps=2))
     config.image_size, config.eval_split = (32, 16), 'test[:16]'
@@ -240,6 +242,7 @@ def test_few_shot_takes_any_of_these_with_a_head_of_zeros(tmp_path):
     assert result['preprocessing']['exif_rotation'] is False
 
 
+@pytest.mark.full
 def test_a_resnet_is_trained_and_probed_by_the_same_programs(tmp_path):
     small = dataclasses.replace(RESNET, image_size=(16, 16), num_classes=None)
     config = tiny.experiment(model=small, total=Duration(steps=40), log_every_steps=10)

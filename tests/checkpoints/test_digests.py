@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 
-import jax
+import chex
 import numpy as np
 import pytest
 
@@ -82,7 +82,7 @@ def test_a_run_falls_back_loudly_to_the_checkpoint_before(run, tmp_path, caplog)
     again = training_run.train(tiny.experiment(checkpoint_every_steps=5), str(folder))
     assert 'checkpoints/10: damaged since it was written: training/' in caplog.text
     assert f'moved to {folder}/checkpoints/damaged/10-' in caplog.text
-    jax.tree.map(np.testing.assert_array_equal, again.state, run.state)
+    chex.assert_trees_all_equal(again.state, run.state)
     assert sorted(p.name for p in (folder / 'checkpoints').glob('[0-9]*')) == ['10', '5']
     verify_digests(folder / 'checkpoints' / '10')
 
@@ -98,7 +98,7 @@ def test_what_is_unreadable_without_digests_is_passed_over_too(run, tmp_path, ca
     again = training_run.train(tiny.experiment(checkpoint_every_steps=5), str(folder))
     assert 'checkpoints/12: not complete' in caplog.text
     assert 'checkpoints/10: cannot be read' in caplog.text
-    jax.tree.map(np.testing.assert_array_equal, again.state, run.state)
+    chex.assert_trees_all_equal(again.state, run.state)
 
 
 def test_a_checkpoint_whose_run_was_killed_before_its_digests_is_used(run, tmp_path, caplog):
@@ -107,7 +107,7 @@ def test_a_checkpoint_whose_run_was_killed_before_its_digests_is_used(run, tmp_p
     (folder / 'checkpoints' / '10' / 'digests.json').unlink()
     more = tiny.experiment(checkpoint_every_steps=5, total=Duration(steps=10))
     again = training_run.train(more, str(folder))
-    jax.tree.map(np.testing.assert_array_equal, again.state, run.state)
+    chex.assert_trees_all_equal(again.state, run.state)
     assert not caplog.text
 
 

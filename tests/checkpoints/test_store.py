@@ -1,3 +1,4 @@
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +36,7 @@ def test_a_state_comes_back_where_it_is_wanted(saved, mesh):
     params, training = checkpoints.restore(4, (PARAMS, TRAINING), wanted)
     assert jax.tree.structure(training) == jax.tree.structure(TRAINING)
     for old, new in (PARAMS, params), (TRAINING, training):
-        jax.tree.map(np.testing.assert_array_equal, new, old)
+        chex.assert_trees_all_equal(new, old)
     assert params['head']['kernel'].sharding == wanted[0]['head']['kernel']
 
 
@@ -44,7 +45,7 @@ def test_parameters_can_be_used_alone_with_their_card(saved):
     for path in str(folder), str(folder / 'checkpoints'), str(folder / 'checkpoints' / '4'):
         params = store.load_params(path)
         assert isinstance(params['head']['bias'], np.ndarray)
-        jax.tree.map(np.testing.assert_array_equal, params, PARAMS)
+        chex.assert_trees_all_equal(params, PARAMS)
         card, found = store.load_card(path)
         assert card['step'] == 4 and found == folder / 'checkpoints' / '4'
 

@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +49,7 @@ def augmented(batch, config):
 
 
 def test_nothing_asked_for_changes_nothing():
-    jax.tree.map(np.testing.assert_array_equal, augmented(batch(), Augmentation()), batch())
+    chex.assert_trees_all_equal(augmented(batch(), Augmentation()), batch())
 
 
 def test_about_half_the_images_are_flipped_and_none_otherwise_changed():

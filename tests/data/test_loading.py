@@ -1,6 +1,7 @@
 import dataclasses
 import itertools
 
+import chex
 import cv2
 import jax
 import numpy as np
@@ -30,7 +31,7 @@ def taken(loader, *, start=0, stop=8, seed=3):
 def assert_same(left, right):
     assert len(left) == len(right)
     for a, b in zip(left, right, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, a, b)
+        chex.assert_trees_all_equal(a, b)
 
 
 @pytest.mark.parametrize('crop', [Resize(), RandomCrop(scale=1.5)])

@@ -5,6 +5,7 @@ import json
 import pathlib
 import shutil
 
+import chex
 import cv2
 import flax.linen as nn
 import jax
@@ -39,11 +40,6 @@ FEWSHOT = FewshotConfig(
 )
 
 
-def assert_equal(left, right):
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    jax.tree.map(np.testing.assert_array_equal, left, right)
-
-
 def lines(folder):
     return [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
 
@@ -73,7 +69,9 @@ def test_a_run_leaves_its_numbers_its_configuration_and_a_card(trained):
     assert path == trained.checkpoint and card.step == 10
     assert card.class_names == tuple('0123456789') and card.grid == (2, 2)
     assert card.model == tiny.model()
-    assert_equal(load_params(str(folder)), jax.tree.map(np.asarray, trained.state.params))
+    chex.assert_trees_all_equal(
+        load_params(str(folder)), jax.tree.map(np.asarray, trained.state.params)
+    )
 
 
 def test_the_time_is_split_into_its_parts(trained):
@@ -143,7 +141,7 @@ def test_ten_steps_are_five_and_a_crash_and_five(tmp_path):
     with pytest.raises(RuntimeError, match='the power is out'):
         training_run.train(config, str(tmp_path / 'parts'), job=crash_at(8))
     parts = training_run.train(config, str(tmp_path / 'parts'))
-    assert_equal(parts.state, whole.state)
+    chex.assert_trees_all_equal(parts.state, whole.state)
 
     def losses(name):
         return [
@@ -165,7 +163,7 @@ def test_a_run_that_is_complete_says_so_again_and_changes_nothing(trained):
     config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True)
     again = training_run.train(config, str(trained.folder))
     assert again.evals == trained.evals
-    assert_equal(again.state, trained.state)
+    chex.assert_trees_all_equal(again.state, trained.state)
 
 
 def test_a_field_that_came_later_does_not_stop_an_earlier_run(tmp_path):
@@ -281,7 +279,7 @@ def test_fine_tuning_begins_with_the_body_of_the_checkpoint(trained, tmp_path, c
     assert 'pos_embedding: resized from 2x2 to 2x4 patches' in said
     assert 'head: reset to zero, for 10 classes' in said
     old, new = load_params(str(trained.folder)), result.state.params
-    assert_equal(jax.tree.map(np.asarray, new['encoder']), old['encoder'])
+    chex.assert_trees_all_equal(jax.tree.map(np.asarray, new['encoder']), old['encoder'])
     assert not new['head']['kernel'].any()
     card = Card.read(load_card(str(tmp_path))[0], where='card')
     assert card.grid == (2, 4) and card.model.image_size == (8, 16)
@@ -302,6 +300,7 @@ def test_a_frozen_body_at_the_same_size_has_the_same_features(trained, tmp_path)
     )
 
 
+@pytest.mark.full
 def test_thirty_two_images_are_learned_by_heart(tmp_path):
     config = tiny.experiment(
         train_split='train[:32]',
@@ -512,6 +511,7 @@ def test_several_evaluations_in_one_run_each_with_its_own_labels(photos, tmp_pat
     assert hits['real'] <= 5 and np.isfinite(result.evals['real']['loss'])
 
 
+@pytest.mark.full
 def test_augmented_training_resumes_to_the_same_bits(tmp_path):
     def config(steps):
         return tiny.experiment(
@@ -531,7 +531,7 @@ def test_augmented_training_resumes_to_the_same_bits(tmp_path):
     training_run.train(config(3), str(tmp_path / 'parts'))
     shutil.rmtree(tmp_path / 'parts' / 'checkpoints' / '6')
     resumed = training_run.train(config(3), str(tmp_path / 'parts'))
-    assert_equal(resumed.state, whole)
+    chex.assert_trees_all_equal(resumed.state, whole)
 
 
 def test_what_the_rules_matched_is_said(tmp_path, capsys):

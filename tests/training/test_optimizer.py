@@ -1,9 +1,9 @@
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from chex import assert_trees_all_equal
 
 from vit_jax.base.errors import UserError
 from vit_jax.training.duration import Duration, TrainLength
@@ -123,7 +123,7 @@ def test_each_option_of_an_optimizer_matters_and_its_default_is_in_the_table(kin
 
     default = bits()
     for name, value in OPTIONS[kind].items():
-        assert_trees_all_equal(bits(**{name: value}), default)
+        chex.assert_trees_all_equal(bits(**{name: value}), default)
         assert not np.array_equal(bits(**{name: 0.5})['cls'], default['cls']), name
 
 

@@ -1,3 +1,4 @@
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,25 +40,21 @@ def step(batch, *, parts=1, dropout=0.0, steps=1, polyak_decay=None, seed=0):
     init = make_init(model.init, optimizer, seed=0, averaged=polyak_decay is not None)
     state = jax.jit(init)()
     state = state._replace(params=tiny.random_params(state.params))
-    update = jax.jit(
-        make_update(
-            loss_sums_of(model),
-            optimizer,
-            lambda step: jnp.asarray(0.1),
-            augment=lambda key, batch: batch,
-            stop_frozen_gradients=lambda params: params,
-            seed=seed,
-            accumulation_steps=parts,
-            polyak_decay=polyak_decay,
-        )
+    update = make_update(
+        loss_sums_of(model),
+        optimizer,
+        lambda step: jnp.asarray(0.1),
+        augment=lambda key, batch: batch,
+        stop_frozen_gradients=lambda params: params,
+        seed=seed,
+        accumulation_steps=parts,
+        polyak_decay=polyak_decay,
     )
+    chex.clear_trace_counter()  # which knows functions by the line where they are defined
+    update = jax.jit(chex.assert_max_traces(update, n=1))  # nothing is compiled twice
     for _ in range(steps):
         state, metrics = update(state, batch)
     return state, metrics
-
-
-def assert_close(left, right, **tolerance):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), left, right)
 
 
 @pytest.mark.parametrize('parts', [2, 4, 8])
@@ -65,8 +62,10 @@ def test_parts_of_a_batch_give_the_update_of_the_whole(parts):
     mask = BATCH['mask'].at[jnp.array([0, 3])].set(False)  # parts of unequal weight
     whole, expected = step(BATCH | {'mask': mask})
     accumulated, metrics = step(BATCH | {'mask': mask}, parts=parts)
-    assert_close(accumulated.params, whole.params, atol=1e-6)  # float32 sums in another order
-    assert_close(metrics, expected, rtol=1e-5)
+    chex.assert_trees_all_close(
+        accumulated.params, whole.params, rtol=1e-7, atol=1e-6
+    )  # float32 sums in another order
+    chex.assert_trees_all_close(metrics, expected, rtol=1e-5)
 
 
 def test_each_part_has_dropout_of_its_own():
@@ -89,11 +88,11 @@ def test_a_masked_example_changes_nothing():
     two, metrics = step(
         BATCH | {'mask': mask, 'images': other, 'labels': BATCH['labels'].at[5].add(1)}
     )
-    assert_close(one.params, two.params, rtol=0)
-    assert_close(metrics, expected, rtol=0)
+    chex.assert_trees_all_close(one.params, two.params, rtol=0)
+    chex.assert_trees_all_close(metrics, expected, rtol=0)
     assert expected.num_examples == 7
     without = jax.tree.map(lambda x: jnp.delete(x, 5, axis=0), BATCH)
-    assert_close(step(without)[0].params, one.params, atol=1e-6)
+    chex.assert_trees_all_close(step(without)[0].params, one.params, rtol=1e-7, atol=1e-6)
 
 
 def test_a_batch_of_masked_examples_only_moves_nothing():
@@ -101,7 +100,7 @@ def test_a_batch_of_masked_examples_only_moves_nothing():
     assert (
         metrics.means['loss'] == 0 == metrics.num_examples and metrics.scalars['gradient_norm'] == 0
     )
-    assert_close(state.params, tiny.random_params(state.params), rtol=0)
+    chex.assert_trees_all_close(state.params, tiny.random_params(state.params), rtol=0)
 
 
 def test_the_average_of_the_parameters_follows_its_formula():
@@ -111,7 +110,7 @@ def test_the_average_of_the_parameters_follows_its_formula():
     expected = first
     for state in states:
         expected = jax.tree.map(lambda a, p: 0.75 * a + 0.25 * p, expected, state.params)
-    assert_close(states[1].ema_params, expected, atol=1e-7)
+    chex.assert_trees_all_close(states[1].ema_params, expected, rtol=1e-7, atol=1e-7)
     assert states[1].eval_params is states[1].ema_params
 
 
@@ -119,7 +118,7 @@ def test_the_average_of_the_parameters_follows_its_formula():
 def test_a_state_is_what_its_two_parts_make(polyak_decay):
     state, _ = step(BATCH, polyak_decay=polyak_decay)
     joined = TrainState.join(*state.split())
-    assert_close(joined, state, rtol=0)
+    chex.assert_trees_all_close(joined, state, rtol=0)
     assert joined.eval_params is state.eval_params
 
 
@@ -150,7 +149,7 @@ def test_gradients_are_those_of_the_mean_loss():
         float(optax.tree.norm(gradient)), rel=1e-5
     )
     moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
-    assert_close(state.params, moved, atol=1e-6)
+    chex.assert_trees_all_close(state.params, moved, rtol=1e-7, atol=1e-6)
 
 
 def test_the_step_is_taken_on_what_augmentation_leaves():
@@ -207,8 +206,8 @@ def test_an_update_that_is_not_finite_changes_the_number_of_the_step_alone(poiso
     assert metrics.scalars['skipped'] == 0
     after, metrics = update(state, bad)
     assert metrics.scalars['skipped'] == 1 and after.step == state.step + 1
-    jax.tree.map(np.testing.assert_array_equal, after._replace(step=state.step), state)
+    chex.assert_trees_all_equal(after._replace(step=state.step), state)
     once_more, metrics = update(after, good)
     assert metrics.scalars['skipped'] == 0
     plain, _ = update(state, good)
-    jax.tree.map(np.testing.assert_array_equal, once_more._replace(step=plain.step), plain)
+    chex.assert_trees_all_equal(once_more._replace(step=plain.step), plain)

@@ -338,7 +338,7 @@ def test_convert_writes_says_and_does_not_overwrite(tmp_path, capsys):
     assert run(convert, target, *ours) == run(convert, target, *ours, '--overwrite') == 0
     with pytest.raises(ValueError, match='this format is a file whose name ends with'):
         run(convert, target, tmp_path / 'ours', '--format=timm', '--grid=4,6', '--overwrite')
-    assert vit_jax.load(tmp_path / 'ours').config == network.config  # still there
+    assert vit_jax.load(tmp_path / 'ours').config.grid == (4, 6)  # still there
     assert run(convert, target, tmp_path / 'y.npz', '--grid=4,6', '--drop_head') == 0
     assert 'head/bias' not in contents(tmp_path / 'y.npz')
 

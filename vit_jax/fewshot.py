@@ -6,7 +6,7 @@ from vit_jax.runs import probing_run
 
 
 def run(asked: Invocation) -> None:
-    """Evaluates, and says the result and where the whole protocol of it lies."""
+    """Evaluates; prints the results and the file that holds the whole protocol."""
     result, path = probing_run.probe(
         asked.config, asked.workdir, accept_changes=asked.accept_changes, job=asked.job
     )

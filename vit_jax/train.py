@@ -11,7 +11,7 @@ from vit_jax.runs.workdirs import METRICS
 
 
 def run(asked: Invocation) -> None:
-    """Trains, and says at the end what was reached, where it lies, and what comes next."""
+    """Trains; prints what was reached, where it was saved, and the command to go on with."""
     config, job = asked.config, asked.job
     result = training_run.train(config, asked.workdir, accept_changes=asked.accept_changes, job=job)
     if job.index == 0:

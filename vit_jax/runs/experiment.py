@@ -15,7 +15,7 @@ from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.formats.opening import Checkpoint, open_checkpoint
-from vit_jax.config import EvalConfig, TrainConfig, require_model
+from vit_jax.config import TrainConfig, require_model
 from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
 from vit_jax.data.loading import ImageReader
@@ -90,7 +90,10 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
         raise UserError('config.total is none: expected how long to train')
     opened = make_opener(config.held_out)
     train = opened(config.data, config.train_split)
-    evaluated = {name: _open(config, one, opened) for name, one in config.evaluations.items()}
+    evaluated = {
+        name: opened(one.data or config.data, one.split, one.labels)
+        for name, one in config.evaluations.items()
+    }
     _require_fitting_labels(config, train, evaluated)
     start = open_start(config)
     model_config = trained_model(config, start, train.class_names)
@@ -128,22 +131,16 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
     )
 
 
-def _open(config: TrainConfig, one: EvalConfig, opened: Callable[..., Source]) -> Source:
-    """The images of an evaluation."""
-    labels = {} if one.labels is None else {'labels': one.labels}
-    return opened(one.data or config.data, one.split, **labels)
-
-
 def _require_fitting_labels(
     config: TrainConfig, train: Source, evaluated: dict[str, Source]
 ) -> None:
+    data, loss = records.text_of(config.data), config.loss
     for name, source in evaluated.items():
         if source.class_names != train.class_names:
-            raise UserError(f'{config.data}: the classes of train and {name} differ')
-    loss = config.loss
+            raise UserError(f'{data}: the classes of train and {name} differ')
     if train.multi_label and isinstance(loss, LossConfig) and loss.kind == 'softmax':
         raise UserError(
-            f'{config.data}: an image may have several classes, softmax expects one: '
+            f'{data}: an image may have several classes, softmax expects one: '
             f'--config.loss.kind=sigmoid'
         )
 
@@ -183,8 +180,9 @@ def trained_model(
         return for_task(start.card.model, num_classes=classes, image_size=config.image_size)
     if config.model.num_classes not in (None, classes):
         raise UserError(
-            f'config.model.num_classes={config.model.num_classes}, but {config.data} has '
-            f'{classes} classes; leave it out to take their number'
+            f'config.model.num_classes={config.model.num_classes}, but '
+            f'{records.text_of(config.data)} has {classes} classes; '
+            f'leave it out to take their number'
         )
     image_size = config.image_size or config.model.image_size
     return dataclasses.replace(config.model, num_classes=classes, image_size=image_size)

@@ -56,7 +56,7 @@ def open_probes(
         data = splits.data or config.data
         try:
             train, test = (opened(data, s) for s in (splits.train_split, splits.test_split))
-            _require_one_class(data, splits, train, test)
+            _require_one_class(records.text_of(data), splits, train, test)
         except UserError as error:
             if len(wanted) == 1 or len(missing) == len(wanted) - 1:
                 raise
@@ -78,7 +78,7 @@ def facts(probes: Probes | None) -> dict[str, Any]:
     }
 
 
-def _require_one_class(data: Any, splits: ProbeSet, train: Source, test: Source) -> None:
+def _require_one_class(data: str, splits: ProbeSet, train: Source, test: Source) -> None:
     if train.class_names != test.class_names:
         raise UserError(
             f'{data}: the classes of {splits.train_split} and {splits.test_split} differ'

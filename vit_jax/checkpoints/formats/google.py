@@ -176,8 +176,7 @@ def _infer(clues: Clues) -> tuple[ModelConfig, dict[str, Any]]:
     attention, _, mlp = _MODULES[before_linen]
     heads = [head for head in ('MAPHead_0/', '') if f'{head}probe' in inside]
     pool: Pool = 'cls' if 'cls' in inside else 'map' if heads else 'gap'
-    stride = backbone.stride if backbone else 1
-    cell = p * stride, q * stride  # pixels of the image for one position
+    cell = inference.cell_of((p, q), backbone)
     grid, positions = _positions(clues, pool, cell)
     vit = ViTConfig(
         image_size=(grid[0] * cell[0], grid[1] * cell[1]),

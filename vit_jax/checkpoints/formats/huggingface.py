@@ -117,8 +117,7 @@ def _infer(clues: Clues) -> tuple[ViTConfig, Layout]:
     root = f'{prefix}{_ROOT}.convolution.weight'
     unit = re.escape(prefix + _STAGES) + r'(\d+)\.layers\.(\d+)\.'
     backbone = inference.infer_backbone(arrays, root, unit, outputs=0)
-    stride = backbone.stride if backbone else 1
-    cell = p * stride, q * stride  # pixels of the image for one position
+    cell = inference.cell_of((p, q), backbone)
     count = inference.shape_of(arrays, f'{prefix}embeddings.position_embeddings', 3)[1]
     size = _pair(described.get('image_size'), 'image_size')
     act = described.get('hidden_act', 'gelu')

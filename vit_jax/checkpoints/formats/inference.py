@@ -90,6 +90,12 @@ def infer_backbone(
     return Backbone(blocks=blocks, width=shape_of(arrays, root, 4)[outputs])
 
 
+def cell_of(patch_size: tuple[int, int], backbone: Backbone | None) -> tuple[int, int]:
+    """The pixels of the image, (height, width), for which one position stands."""
+    stride = backbone.stride if backbone else 1
+    return patch_size[0] * stride, patch_size[1] * stride
+
+
 def infer_heads(hints: Hints, width: int, mlp_dim: int, depth: int) -> int:
     """The number of heads, where no array shows it: as hinted, or that of the published sizes."""
     if hints.num_heads is not None:

@@ -104,8 +104,7 @@ def _infer(clues: Clues) -> tuple[ViTConfig, Layout]:
     root = next((r for r in _ROOTS.values() if f'{r}.conv.weight' in inside), '') + '.conv.weight'
     unit = re.escape(_STAGES) + r'(\d+)\.blocks\.(\d+)\.'
     backbone = inference.infer_backbone(inside, root, unit, outputs=0)
-    stride = backbone.stride if backbone else 1
-    cell = p * stride, q * stride  # pixels of the image for one position
+    cell = inference.cell_of((p, q), backbone)
     mlp_dim = inference.shape_of(inside, 'blocks.0.mlp.fc1.bias', 1)[0]
     depth = inference.count_layers(inside, r'blocks\.(\d+)\.')
     pool: Pool = (

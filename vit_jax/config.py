@@ -32,9 +32,8 @@ def _default(kind: type) -> Any:
 class EvalConfig(Record):
     """One evaluation of the classifier, on all images of a split.
 
-    `labels` takes the place of the data's own labels: a JSON file of lists of class numbers, as
-    ReaL's real.json ("Are we done with ImageNet?"), or a label column of a TFDS data set. Images
-    without any label are then left out of the count.
+    `labels` replaces the data's own: a JSON file of lists of class numbers, as ReaL's real.json
+    ("Are we done with ImageNet?"), or a column of a TFDS data set. Images without any are left out.
     """
 
     data: str | DataFunction | None = None  # None: the data of the experiment
@@ -43,7 +42,6 @@ class EvalConfig(Record):
     every_steps: int | None = None  # None: eval_every_steps
 
     def check(self) -> None:
-        """A positive interval."""
         require_between(self, 'every_steps', low=1)
 
 
@@ -77,7 +75,6 @@ class FewshotConfig(Record):
     every_steps: int | None = None  # while training; None: at the end only
 
     def check(self) -> None:
-        """At least one draw, of positive numbers."""
         require_between(self, 'shots', 'neighbours', 'every_steps', low=1)
         require_between(self, 'seeds', low=0)
         require_between(self, 'l2', above=0)
@@ -134,7 +131,6 @@ class TrainConfig(Record):
     loader: LoaderConfig = _default(LoaderConfig)
 
     def check(self) -> None:
-        """Positive counts and sizes, and evaluations with names that are free."""
         names = 'batch_size', 'accumulation_steps', 'max_skipped_steps', 'keep_checkpoints'
         every = 'log_every_steps', 'eval_every_steps', 'checkpoint_every_steps'
         require_between(self, *names, *every, 'eval_batch_size', 'image_size', low=1)
@@ -154,27 +150,13 @@ class TrainConfig(Record):
 
 # What a run may go on with other values of: it changes speed, memory, rounding, or what is
 # observed, and not what is learned.
-FREE = (
-    'mesh',
-    'compute.remat',
-    'compute.unroll',
-    'compute.attention',
-    'loader.placement',
-    'loader.device_mb',
-    'loader.threads',
-    'log_every_steps',
-    'evals',
-    'eval_split',
-    'eval_every_steps',
-    'eval_batch_size',
-    'checkpoint_every_steps',
-    'keep_checkpoints',
-    'fewshot',
-    'tensorboard',
-)
+_SPEED = 'mesh', 'compute.remat', 'compute.unroll', 'compute.attention'
+_LOADING = 'loader.placement', 'loader.device_mb', 'loader.threads'
+_OBSERVED = 'evals', 'eval_split', 'eval_every_steps', 'eval_batch_size', 'fewshot', 'tensorboard'
+_WRITTEN = 'log_every_steps', 'checkpoint_every_steps', 'keep_checkpoints'
+FREE = *_SPEED, *_LOADING, *_OBSERVED, *_WRITTEN
 
-# Names that fields had in earlier versions.
-RENAMED = {
+RENAMED = {  # names that fields had in earlier versions
     'test_split': 'eval_split',
     'fewshot_crop': 'fewshot.crop',
     'fewshot.logistic.held_out': 'fewshot.logistic.validation_fraction',

@@ -38,11 +38,9 @@ def main(arguments: argparse.Namespace) -> int:
     _say('versions', ', '.join(f'{name} {v}' for name, v in fingerprint.packages().items()))
     text = 'none recognised: one process'
     if cluster := clusters.detect_cluster(launch):
-        text = (
-            f'{cluster.kind}: process {cluster.process_id} of {cluster.num_processes}, '
-            f'coordinator {cluster.coordinator_address}, '
-            f'devices of this process: {cluster.local_device_ids or "all"}'
-        )
+        text = f'{cluster.kind}: process {cluster.process_id} of {cluster.num_processes}'
+        text += f', coordinator {cluster.coordinator_address}'
+        text += f', devices of this process: {cluster.local_device_ids or "all"}'
     _say('cluster', text)
     gpus = _check_accelerator()
     with joined_job(launch, app.reporter(arguments)) as job:
@@ -64,8 +62,7 @@ def _check_accelerator() -> int:
         plugins = [n for n in _LEAST_DRIVER if importlib.util.find_spec(f'jax_cuda{n}_plugin')]
         if not plugins:
             raise UserError("a GPU is here, jax's part for it is not: pip install 'vit_jax[cuda]'")
-        cuda = plugins[-1]
-        least = _LEAST_DRIVER[cuda]
+        cuda, least = plugins[-1], _LEAST_DRIVER[plugins[-1]]
         if int(driver.split('.')[0]) < least:
             raise UserError(f'driver {driver} is too old for CUDA {cuda}: {least} or newer')
         plugin, jaxlib = metadata.version(f'jax-cuda{cuda}-plugin'), metadata.version('jaxlib')

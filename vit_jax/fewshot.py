@@ -21,10 +21,9 @@ def run(asked: Invocation) -> None:
             print(f'{nearest["neighbours"]:>3} nearest {nearest["accuracy"]:6.2%}')
         if 'logistic' in values:
             linear = values['logistic']
-            said = (
-                '' if linear['converged'] else f', stopped after {linear["iterations"]} iterations'
-            )
-            print(f'logistic    {linear["accuracy"]:6.2%} (l2 {linear["l2"]:g}{said})')
+            stopped = f', stopped after {linear["iterations"]} iterations'
+            more = '' if linear['converged'] else stopped
+            print(f'logistic    {linear["accuracy"]:6.2%} (l2 {linear["l2"]:g}{more})')
     for name, reason in result['missing'].items():
         print(f'{name}: left out: {reason}')
     print(f'protocol and accuracies: {path}')

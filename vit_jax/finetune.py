@@ -7,18 +7,13 @@ from vit_jax import train
 from vit_jax.base.errors import UserError
 from vit_jax.command_line import app
 from vit_jax.command_line.app import Invocation
-from vit_jax.runs import training_run
 
 
 def run(asked: Invocation) -> None:
     """Trains from the parameters of another run. Raises UserError where none is named."""
     if asked.config.start_from is None:
         raise UserError('fine-tuning needs a checkpoint: --config.start_from=FILE or WORKDIR')
-    config, job = asked.config, asked.job
-    result = training_run.train(config, asked.workdir, accept_changes=asked.accept_changes, job=job)
-    if job.index == 0:
-        data = config.data if isinstance(config.data, str) else None
-        train.print_summary(result, next_program='fewshot', config='fewshot/linear.py', data=data)
+    train.run(asked, following='fewshot/linear.py')
 
 
 if __name__ == '__main__':

@@ -122,11 +122,7 @@ def _readable(reader: loading.ImageReader) -> dict[int, tuple[np.ndarray, Label]
     return found
 
 
-def _parser() -> argparse.ArgumentParser:
+if __name__ == '__main__':
     parser = app.new_parser('inspect_data', __doc__)
     app.add_config(parser)
-    return parser
-
-
-if __name__ == '__main__':
-    app.run(main, _parser())
+    app.run(main, parser)

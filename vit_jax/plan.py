@@ -13,22 +13,20 @@ import time
 import jax
 
 from vit_jax.command_line import app
-from vit_jax.config import TrainConfig
 from vit_jax.models import parameter_count
 from vit_jax.parallel import ahead_of_time, meshes
-from vit_jax.parallel.ahead_of_time import GIB, DoesNotFit, Topology
+from vit_jax.parallel.ahead_of_time import GIB, DoesNotFit
+from vit_jax.runs import memory_plan
 from vit_jax.runs.experiment import decide
-from vit_jax.runs.memory_plan import (
-    StepMemory,
-    largest_batch,
-    tried_policies,
-    with_policy,
-    without_data,
-)
+from vit_jax.runs.memory_plan import StepMemory
 
 
-def run(config: TrainConfig, where: Topology, *, largest: bool) -> int:
-    """Prints what fits; the exit code: 1 where the batch does not."""
+def main(arguments: argparse.Namespace) -> int:
+    """Prints what fits on the topology; the exit code: 1 where the batch does not."""
+    jax.config.update('jax_platforms', 'cpu')  # the compiler is enough; no device is looked for
+    classes, images = arguments.num_classes, arguments.num_images
+    config = memory_plan.without_data(arguments.config, num_classes=classes, num_images=images)
+    where = ahead_of_time.find_topology(arguments.topology)
     began, batch_size = time.monotonic(), config.batch_size
     kind, count = where.devices[0].device_kind, len(where.devices)
     experiment = decide(config, devices=where.devices)
@@ -36,21 +34,20 @@ def run(config: TrainConfig, where: Topology, *, largest: bool) -> int:
     parts = mesh.shape['data'] * mesh.shape['fsdp']
     print(f'topology    {where.name}: {count} x {kind}, {_gib(where.memory)} each')
     print(f'mesh        {meshes.describe(mesh)}')
-    print(
-        f'model       {parameter_count(model):,} parameters, {config.compute.dtype}, '
-        f'attention {config.compute.attention}'
-    )
+    compute = f'{config.compute.dtype}, attention {config.compute.attention}'
+    print(f'model       {parameter_count(model):,} parameters, {compute}')
     print(f'batch       {batch_size:,} images, {batch_size // parts} a device', flush=True)
-    for policy, result in tried_policies(config, where):
+    for policy, result in memory_plan.tried_policies(config, where):
         print(f'remat       {policy:<6}{_verdict(result)}', flush=True)
-    own = (batch_size, result) if isinstance(result, StepMemory) else None
-    best = largest_batch(with_policy(config, policy), where, result) if largest else own
+    best = (batch_size, result) if isinstance(result, StepMemory) else None
+    if arguments.largest:
+        best = memory_plan.largest_batch(memory_plan.with_policy(config, policy), where, result)
     if best is None:
         print('no batch was found that fits: it takes more devices, or config.mesh.fsdp')
         return 1
     memory = best[1]
     sent = ', '.join(f'{n} {kind}' for kind, n in memory.collectives.items()) or 'none'
-    if largest:
+    if arguments.largest:
         print(f'largest     {best[0]:,} images with remat={policy}: {_gib(memory.peak)}')
     print(f'collectives {sent} (those in the loop over blocks count once)')
     print(f'compiled in {time.monotonic() - began:.0f} s')
@@ -68,17 +65,7 @@ def _gib(count: int) -> str:
     return f'{count / GIB:.2f} GiB'
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Plans the configuration on the topology."""
-    jax.config.update('jax_platforms', 'cpu')  # the compiler is enough; no device is looked for
-    config = without_data(
-        arguments.config, num_classes=arguments.num_classes, num_images=arguments.num_images
-    )
-    where = ahead_of_time.find_topology(arguments.topology)
-    return run(config, where, largest=arguments.largest)
-
-
-def _parser() -> argparse.ArgumentParser:
+if __name__ == '__main__':
     parser = app.new_parser('plan', __doc__)
     app.add_config(parser, workdir=False)
     parser.add_argument('--topology', required=True, metavar='KIND:SHAPE', help='such as v5e:4x4')
@@ -87,8 +74,4 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f'--{name}', type=app.positive, metavar='N', help=text)
     text = 'look for the largest batch too: minutes more'
     app.add_boolean(parser, 'largest', text, default=True)
-    return parser
-
-
-if __name__ == '__main__':
-    app.run(main, _parser())
+    app.run(main, parser)

@@ -38,13 +38,9 @@ def main(arguments: argparse.Namespace) -> int:
     names = _class_names(loaded, arguments.class_names)
     if not arguments.features:
         loaded.require_head()
-    reader = loading.ImageReader(
-        source=source,
-        crop=loaded.preprocessing.crop,
-        size=loaded.config.image_size,
-        exif_rotation=loaded.preprocessing.exif_rotation,
-        on_unreadable='skip',
-    )
+    crop, rotation = loaded.preprocessing.crop, loaded.preprocessing.exif_rotation
+    size = loaded.config.image_size
+    reader = loading.ImageReader(source, crop, size, rotation, on_unreadable='skip')
     rows, unreadable = [], 0
     # Lines go to the screen through the bar, and past it where they are piped elsewhere.
     with Progress(

@@ -35,7 +35,7 @@ class Loaded:
 
     `logits`, `probabilities`, `features` and `capture` take images (b h w c) of
     `config.image_size` as `prepare` makes them, floating-point numbers (the published models:
-    from -1 to 1), and multiply in float32. They raise UserError for images of another size or type.
+    from -1 to 1), and multiply in float32. UserError for images of another size or type.
     """
 
     card: Card
@@ -82,10 +82,9 @@ class Loaded:
 
     def prepare(self, image: bytes | np.ndarray) -> Float[np.ndarray, 'h w c']:
         """One image, an encoded file's bytes or a uint8 array, as the network takes it."""
-        preprocessing = self.preprocessing
-        decoded = decode(image, exif_rotation=preprocessing.exif_rotation)
-        cut = preprocessing.crop(decoded, self.config.image_size, None)
-        return np.asarray(normalize(cut, preprocessing))
+        decoded = decode(image, exif_rotation=self.preprocessing.exif_rotation)
+        cut = self.preprocessing.crop(decoded, self.config.image_size, None)
+        return np.asarray(normalize(cut, self.preprocessing))
 
     def logits(self, images: Array | np.ndarray) -> Float[np.ndarray, '...']:
         """(b k), what the head gives. Raises UserError for a network without a trained head."""
@@ -113,8 +112,7 @@ class Loaded:
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """The logits, or features without a head, and the intermediate arrays of these names."""
         captured = self._capture(self.params, _checked_images(images), tuple(names))
-        arrays: tuple[np.ndarray, dict[str, np.ndarray]] = jax.tree.map(np.asarray, captured)
-        return arrays
+        return jax.tree.map(np.asarray, captured)
 
     @functools.cached_property
     def _outputs(self) -> Callable[..., tuple[Array, ...]]:
@@ -132,7 +130,7 @@ class Loaded:
         return _exact(self.model.capture)
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass
 class Changes(Record):
     """What `load` changes in the network; None leaves it as it is."""
 
@@ -167,13 +165,8 @@ def load(
     """
     path = os.fspath(path)
     hints = Hints(grid=grid, num_heads=num_heads, gelu=gelu, layer_norm_epsilon=layer_norm_epsilon)
-    changes = Changes(
-        image_size=_pair(image_size),
-        patch_size=_pair(patch_size),
-        channels=channels,
-        num_classes=num_classes,
-        new_channels=new_channels,
-    )
+    sizes = _pair(image_size), _pair(patch_size)
+    changes = Changes(*sizes, channels, num_classes, new_channels)
     checkpoint = opening.open_checkpoint(path, hints, image_size=changes.image_size)
     card, new = checkpoint.card, _changed_config(checkpoint.card.model, changes)
     params, lines = _changed_params(checkpoint.read(), card.model, new, changes.new_channels)
@@ -210,8 +203,7 @@ def _changed_config(old: ModelConfig, changes: Changes) -> ModelConfig:
     if changes.patch_size is not None and not isinstance(old, ViTConfig):
         raise UserError(f'patch_size={changes.patch_size}: a ResNet has no patches')
     names = 'image_size', 'patch_size', 'channels'
-    values = {name: getattr(changes, name) for name in names}
-    values = {name: value for name, value in values.items() if value is not None}
+    values = {n: getattr(changes, n) for n in names if getattr(changes, n) is not None}
     if changes.num_classes != 'keep':
         values['num_classes'] = changes.num_classes
     return dataclasses.replace(old, **values)
@@ -230,8 +222,7 @@ def _changed_params(
     elif new != old:
         params, report = adapt(params, old=old, new=new)
     if new_channels == 'fresh' and new.channels != old.channels:
-        drawn = tree_names.named_leaves(_initial(new))
-        root = 'backbone/conv_root/kernel'
+        drawn, root = tree_names.named_leaves(_initial(new)), 'backbone/conv_root/kernel'
         first = root if root in drawn else 'embedding/kernel'
         params = tree_names.map_named(lambda n, leaf: drawn[n] if n == first else leaf, params)
         report.append(f'{first}: drawn anew, for {new.channels} channels')
@@ -240,8 +231,7 @@ def _changed_params(
 
 def _initial(config: ModelConfig) -> Params:
     """First parameters of a network, in host memory."""
-    params: Params = jax.device_get(jax.jit(build(config).init)(jax.random.key(0)))
-    return params
+    return jax.device_get(jax.jit(build(config).init)(jax.random.key(0)))
 
 
 def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -266,5 +256,4 @@ def _checked_images(images: Array | np.ndarray) -> Float[Array, 'b h w c']:
 
 
 def _pair(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
-    """(height, width) of a square of this size; pairs pass."""
     return (size, size) if isinstance(size, int) else size

@@ -6,31 +6,29 @@ from vit_jax.command_line import app
 from vit_jax.command_line.app import Invocation
 from vit_jax.runs import probing, training_run
 from vit_jax.runs.reporting import spent
-from vit_jax.runs.training_run import Result
 from vit_jax.runs.workdirs import METRICS
 
 
-def run(asked: Invocation) -> None:
-    """Trains; prints what was reached, where it was saved, and the command to go on with."""
+def run(asked: Invocation, following: str = 'finetune/transfer.py') -> None:
+    """Trains; prints what was reached, where it was saved, and the command to go on with.
+
+    `following` is the program of that command and, in configs/, its configuration.
+    """
     config, job = asked.config, asked.job
     result = training_run.train(config, asked.workdir, accept_changes=asked.accept_changes, job=job)
-    if job.index == 0:
-        data = config.data if isinstance(config.data, str) else None
-        print_summary(result, next_program='finetune', config='finetune/transfer.py', data=data)
-
-
-def print_summary(result: Result, *, next_program: str, config: str, data: str | None) -> None:
-    """Prints what a run reached, where it is, and the command that would come next."""
+    if job.index != 0:
+        return
     reached = training_run.eval_summary(result.evals)
     if result.fewshot:
         reached += f'; {probing.summary(result.fewshot)}'
     lines = {'reached': reached}
     if result.skipped:
         lines['skipped'] = f'{result.skipped:,} uses of training images that cannot be read'
-    workdir = str(result.folder)
-    command = ['python', '-m', f'vit_jax.{next_program}', f'--config=configs/{config}']
-    command += [f'--config.start_from={workdir}', *([f'--config.data={data}'] if data else [])]
-    command += [f'--workdir={workdir}-{next_program}']
+    workdir, program = result.folder, following.partition('/')[0]
+    command = ['python', '-m', f'vit_jax.{program}', f'--config=configs/{following}']
+    command += [f'--config.start_from={workdir}']
+    command += [f'--config.data={config.data}'] if isinstance(config.data, str) else []
+    command += [f'--workdir={workdir}-{program}']
     lines |= {
         'checkpoint': str(result.checkpoint),
         'metrics': str(result.folder / METRICS),

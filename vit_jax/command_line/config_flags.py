@@ -1,7 +1,7 @@
 """`--config=FILE:ARGUMENT` and `--config.FIELD=VALUE`: ml_collections' flags, for typed records.
 
-ml_collections loads the file and sets the fields. The text is parsed here by the field's type, as
-it knows neither choices nor unions nor "no value". Whether a value makes sense, records check.
+The text is parsed by the field's type, as ml_collections knows neither choices nor unions nor "no
+value". Whether a value makes sense, records check.
 """
 
 import ast
@@ -9,14 +9,13 @@ import contextlib
 import logging
 import pathlib
 import re
-import sys
+import runpy
 import traceback
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from absl import flags
-from ml_collections import config_flags
 from ml_collections.config_flags import config_path
 from ml_collections.config_flags.tuple_parser import TupleParser
 
@@ -79,31 +78,26 @@ def overridden(record: R, overrides: Sequence[str], *, where: str) -> R:
 
 def _read(file: str) -> TrainConfig:
     """What get_config() of the file returns. An error of the file is raised as it is."""
-    path, _, argument = file.partition(':')
+    path, *argument = file.split(':', 1)
     if not pathlib.Path(path).is_file():
         raise MissingFile(f'--config={path}: no such file')
-    values = flags.FlagValues()
-    flag = config_flags.DEFINE_config_file('config', flag_values=values, sys_argv=[])
-    failure: Any
+    found: dict[str, Any] = {}
     try:
-        values(['', f'--config={file}'])
-        failure = getattr(flag.value, '_error', None)  # where ml_collections keeps an OSError
-    except flags.IllegalFlagValueError as error:  # absl's, made of ml_collections', of the file's
-        failure = error.__context__ and error.__context__.__context__
+        found = runpy.run_path(path, run_name='config_config')  # as ml_collections names it
+        config = found['get_config'](*argument)
     except Exception as error:
-        failure = error
-    if failure is None:
-        if isinstance(flag.value, TrainConfig):
-            return flag.value
-        raise UserError(f'--config: get_config() gave {type(flag.value).__name__}, no TrainConfig')
-    known = getattr(sys.modules.get('config_config'), 'ARGUMENTS', ())  # the file as a module
-    if argument and known and argument not in known:
-        raise UserError(f'--config={file}: no {argument!r}; {records.nearest(argument, known)}')
-    if isinstance(failure, UserError):
-        frames = traceback.extract_tb(failure.__traceback__)
-        line = [frame.lineno for frame in frames if frame.filename == path][-1]
-        raise UserError(f'{path}, line {line}: {failure}') from failure
-    raise failure
+        known = found.get('ARGUMENTS', ())
+        if argument and known and argument[0] not in known:
+            nearest = records.nearest(argument[0], known)
+            raise UserError(f'--config={file}: no {argument[0]!r}; {nearest}') from error
+        if isinstance(error, UserError):
+            frames = traceback.extract_tb(error.__traceback__)
+            line = [frame.lineno for frame in frames if frame.filename == path][-1]
+            raise UserError(f'{path}, line {line}: {error}') from error
+        raise
+    if not isinstance(config, TrainConfig):
+        raise UserError(f'--config: get_config() gave {type(config).__name__}, no TrainConfig')
+    return config
 
 
 def _field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, ...]]:

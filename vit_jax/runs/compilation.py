@@ -26,8 +26,7 @@ def abstract_state(experiment: Experiment) -> TrainState:
     state, config = jax.eval_shape(experiment.init), experiment.config.mesh
     shardings = sharding_rules.shardings_for(state, experiment.mesh, config)
     sharding_rules.check_split(state, shardings, experiment.mesh, config)
-    abstract: TrainState = sharding_rules.abstract(state, shardings)
-    return abstract
+    return sharding_rules.abstract(state, shardings)
 
 
 def shardings_of(abstract: Any) -> Any:
@@ -65,14 +64,13 @@ def lower_update(experiment: Experiment, state: TrainState) -> Any:
 def compile_eval_steps(experiment: Experiment, params: Params) -> dict[str, Callable[..., Any]]:
     """The sums over a batch of each evaluation; those whose labels are alike share a program."""
     by_shape: dict[tuple[int, ...], Any] = {}
+    mesh, size = experiment.mesh, experiment.eval_batch_size
     for name, reader in experiment.evals.items():
         shape = reader.source.label_shape
         if shape not in by_shape:
-            batch = abstract_batch(experiment.mesh, experiment.eval_batch_size, reader.size, shape)
-            eval_step = jax.jit(
-                experiment.eval_steps[name], out_shardings=meshes.replicated(experiment.mesh)
-            )
-            by_shape[shape] = eval_step.lower(params, batch).compile()
+            batch = abstract_batch(mesh, size, reader.size, shape)
+            step = jax.jit(experiment.eval_steps[name], out_shardings=meshes.replicated(mesh))
+            by_shape[shape] = step.lower(params, batch).compile()
     return {name: by_shape[r.source.label_shape] for name, r in experiment.evals.items()}
 
 
@@ -87,7 +85,5 @@ def compile_features(
         return model.features(params, normalize(batch['images'], preprocessing))
 
     batch = abstract_batch(mesh, batch_size, model.config.image_size)
-    compiled: Features = (
-        jax.jit(features, out_shardings=meshes.replicated(mesh)).lower(params, batch).compile()
-    )
-    return compiled
+    program = jax.jit(features, out_shardings=meshes.replicated(mesh))
+    return program.lower(params, batch).compile()

@@ -31,6 +31,9 @@ from vit_jax.training.optimizer import make_optimizer, make_schedule
 from vit_jax.training.rules import make_rules
 from vit_jax.training.update import TrainState, make_init, make_loss_sums, make_update
 
+Update = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
+EvalStep = Callable[[Params, Batch], BatchSums]
+
 
 class Experiment(NamedTuple):
     """A training that is decided: checked values, opened data, pure functions.
@@ -50,14 +53,9 @@ class Experiment(NamedTuple):
     evals: dict[str, ImageReader]
     probes: Probes | None  # of the few-shot evaluation
     init: Callable[[], TrainState]
-    update: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
-    eval_steps: dict[str, Callable[[Params, Batch], BatchSums]]
+    update: Update
+    eval_steps: dict[str, EvalStep]
     report: list[str]  # what the rules over parameters matched
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """The classes, in the order of the logits."""
-        return self.train.source.class_names
 
     @property
     def eval_batch_size(self) -> int:
@@ -72,7 +70,7 @@ class Experiment(NamedTuple):
             model=model,
             grid=model.grid,
             preprocessing=self.preprocessing,
-            class_names=self.class_names,
+            class_names=self.train.source.class_names,
             loss=loss.kind if isinstance(loss, LossConfig) else records.text_of(loss),
             software={name: metadata.version(name) for name in ('jax', 'flax', 'optax')},
         )
@@ -107,9 +105,9 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
     )
     preprocessing = preprocessing_of(config, start)
     reader = reader_for(config, model_config, preprocessing)
-    init, update, report = _training_functions(
-        config, model, preprocessing, length=length, num_classes=len(train.class_names)
-    )
+    as_input = functools.partial(normalize, preprocessing=preprocessing)
+    loss_sums = functools.partial(make_loss_sums, model.apply, normalize=as_input)
+    init, update, report = _training_functions(config, model, loss_sums, length)
     crop = host_crop(config.augmentation, preprocessing)
     return Experiment(
         config=config,
@@ -123,10 +121,7 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
         probes=open_probes(config, opened, reader) if config.fewshot else None,
         init=init,
         update=update,
-        eval_steps={
-            name: _eval_step(config, model, preprocessing, train, source)
-            for name, source in evaluated.items()
-        },
+        eval_steps={name: _eval_step(config, loss_sums, train, s) for name, s in evaluated.items()},
         report=report,
     )
 
@@ -139,10 +134,8 @@ def _require_fitting_labels(
         if source.class_names != train.class_names:
             raise UserError(f'{data}: the classes of train and {name} differ')
     if train.multi_label and isinstance(loss, LossConfig) and loss.kind == 'softmax':
-        raise UserError(
-            f'{data}: an image may have several classes, softmax expects one: '
-            f'--config.loss.kind=sigmoid'
-        )
+        text = 'an image may have several classes, softmax expects one'
+        raise UserError(f'{data}: {text}: --config.loss.kind=sigmoid')
 
 
 def open_start(config: TrainConfig) -> Checkpoint | None:
@@ -179,11 +172,9 @@ def trained_model(
             raise UserError('config.model is none, and there is no checkpoint to take it from')
         return for_task(start.card.model, num_classes=classes, image_size=config.image_size)
     if config.model.num_classes not in (None, classes):
-        raise UserError(
-            f'config.model.num_classes={config.model.num_classes}, but '
-            f'{records.text_of(config.data)} has {classes} classes; '
-            f'leave it out to take their number'
-        )
+        text = f'{records.text_of(config.data)} has {classes} classes'
+        text += '; leave it out to take their number'
+        raise UserError(f'config.model.num_classes={config.model.num_classes}, but {text}')
     image_size = config.image_size or config.model.image_size
     return dataclasses.replace(config.model, num_classes=classes, image_size=image_size)
 
@@ -202,37 +193,20 @@ def reader_for(
 
 
 def _training_functions(
-    config: TrainConfig,
-    model: Model,
-    preprocessing: Preprocessing,
-    *,
-    length: TrainLength,
-    num_classes: int,
-) -> tuple[
-    Callable[[], TrainState],
-    Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]],
-    list[str],
-]:
+    config: TrainConfig, model: Model, loss_sums: Callable[..., EvalStep], length: TrainLength
+) -> tuple[Callable[[], TrainState], Update, list[str]]:
     """`init`, `update`, and what the rules matched. Raises UserError where they do not fit."""
     schedule = make_schedule(config.schedule, length)
     rules = make_rules(config.optimizer, jax.eval_shape(model.init, jax.random.key(0)))
     optimizer = make_optimizer(config.optimizer, schedule, rules)
-    init = make_init(
-        model.init, optimizer, seed=config.seed, averaged=config.polyak_decay is not None
-    )
+    averaged = config.polyak_decay is not None
+    init = make_init(model.init, optimizer, seed=config.seed, averaged=averaged)
+    targets = functools.partial(targets_of, num_classes=model.config.num_classes)
     update = make_update(
-        make_loss_sums(
-            model.apply,
-            make_loss(config.loss),
-            functools.partial(normalize, preprocessing=preprocessing),
-        ),
+        loss_sums(make_loss(config.loss)),
         optimizer,
         schedule,
-        augment=functools.partial(
-            augment,
-            config=config.augmentation,
-            targets_of=functools.partial(targets_of, num_classes=num_classes),
-        ),
+        augment=functools.partial(augment, config=config.augmentation, targets_of=targets),
         stop_frozen_gradients=rules.stop_frozen_gradients,
         seed=config.seed,
         accumulation_steps=config.accumulation_steps,
@@ -242,8 +216,8 @@ def _training_functions(
 
 
 def _eval_step(
-    config: TrainConfig, model: Model, preprocessing: Preprocessing, train: Source, source: Source
-) -> Callable[[Params, Batch], BatchSums]:
+    config: TrainConfig, loss_sums: Callable[..., EvalStep], train: Source, source: Source
+) -> EvalStep:
     loss = make_loss(config.loss)
 
     def of_any_label(
@@ -253,9 +227,4 @@ def _eval_step(
 
     # A network that was trained for one class an image, on images of which several are right.
     relabelled = source.multi_label and not train.multi_label
-    return make_loss_sums(
-        model.apply,
-        of_any_label if relabelled else loss,
-        functools.partial(normalize, preprocessing=preprocessing),
-        keep_rows=train.multi_label,
-    )
+    return loss_sums(of_any_label if relabelled else loss, keep_rows=train.multi_label)

@@ -9,6 +9,7 @@ What was done after the checkpoint from which the next start went on, and the ti
 starts, is lost by the restart. The ratio of the rest to the wall time is the goodput.
 """
 
+import contextlib
 import json
 import pathlib
 import time
@@ -24,15 +25,15 @@ class Ledger:
     """Writes the ledger of one start; nothing where `path` is None."""
 
     def __init__(self, path: pathlib.Path | None, clock: Clock):
-        self._path, self._clock = path, clock
+        self._path, self.clock = path, clock
         self._began = time.time() - clock.total()
 
     def record(self, event: str, step: int | None) -> None:
         """Writes a line, while the state is that of `step`; None: there is none yet."""
         if self._path is None:
             return
-        self._clock.settle()
-        seconds = {name: round(s, 4) for name, s in self._clock.seconds.items()}
+        self.clock.settle()
+        seconds = {name: round(s, 4) for name, s in self.clock.seconds.items()}
         began = round(self._began, 4)
         line = {'began': began, 'event': event, 'step': step, 'seconds': seconds}
         with usable(self._path), self._path.open('a') as file:
@@ -41,18 +42,16 @@ class Ledger:
     def totals(self) -> dict[str, float]:
         """Seconds by name over all starts; they sum up to the wall time."""
         if self._path is None:
-            return dict(self._clock.seconds)
+            return dict(self.clock.seconds)
         return totals(read(self._path))
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The lines of a ledger; the last of a killed run may be half a line."""
+    """The lines of a file of JSON objects; half a line, the last of a killed run, is left out."""
     lines = []
     for text in path.read_text().splitlines() if path.exists() else []:
-        try:
+        with contextlib.suppress(json.JSONDecodeError):
             lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            continue
     return lines
 
 
@@ -62,11 +61,6 @@ def totals(lines: list[dict[str, Any]]) -> dict[str, float]:
     for line in lines:
         starts.setdefault(line['began'], []).append(line)
     result: dict[str, float] = {}
-
-    def add(seconds: dict[str, float]) -> None:
-        for name, more in seconds.items():
-            result[name] = result.get(name, 0.0) + more
-
     resumed: int | None = None  # the step from which the next start went on, where it came so far
     following: float | None = None
     for began in sorted(starts, reverse=True):
@@ -75,7 +69,8 @@ def totals(lines: list[dict[str, Any]]) -> dict[str, float]:
         if following is not None:
             before = [line for line in at if resumed is None or line['step'] <= resumed]
             kept = before[-1]['seconds'] if before else {}
-            add({LOST: following - began - sum(kept.values())})
-        add(kept)
+            kept = {LOST: following - began - sum(kept.values())} | kept
+        for name, seconds in kept.items():
+            result[name] = result.get(name, 0.0) + seconds
         resumed, following = (at[0]['step'] if at else resumed), began
     return result

@@ -124,14 +124,13 @@ def largest_batch(
     for trial in range(_TRIALS + 1):
         if isinstance(result, StepMemory):
             best = batch_size, result
-            guess = _by_growth(batch_size, result, aim * where.memory, result.state)
+            guess = _by_growth(batch_size, result, aim * where.memory)
         else:
             too_large, aim = batch_size, aim * 0.95
             guess = int(batch_size * (aim * where.memory / result.needed if result.needed else 0.5))
         if best is not None and too_large is not None:
-            guess = min(
-                _by_growth(*best, aim * where.memory, best[1].state), (best[0] + too_large) // 2
-            )
+            grown = _by_growth(*best, aim * where.memory)
+            guess = min(grown, (best[0] + too_large) // 2)
         guess = guess // unit * unit
         if trial == _TRIALS or guess <= (best[0] if best else 0):
             break
@@ -143,6 +142,6 @@ def largest_batch(
     return best
 
 
-def _by_growth(batch_size: int, found: StepMemory, memory: float, state: int) -> int:
+def _by_growth(batch_size: int, found: StepMemory, memory: float) -> int:
     """The batch that would need `memory`, where all but the state grows with the batch."""
-    return int(batch_size * (memory - state) / max(1, found.peak - state))
+    return int(batch_size * (memory - found.state) / max(1, found.peak - found.state))

@@ -1,5 +1,7 @@
 """Evaluates frozen features: few-shot ridge, nearest neighbours, logistic regression."""
 
+import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -33,8 +35,9 @@ class Probe(NamedTuple):
 
 
 class Probes(NamedTuple):
-    """The data sets of an evaluation by name, and why others are missing."""
+    """What is evaluated how: the data sets by name, and why others are missing."""
 
+    config: FewshotConfig
     found: dict[str, Probe]
     missing: dict[str, str]
 
@@ -58,14 +61,14 @@ def open_probes(
             train, test = (opened(data, s) for s in (splits.train_split, splits.test_split))
             _require_one_class(records.text_of(data), splits, train, test)
         except UserError as error:
-            if len(wanted) == 1 or len(missing) == len(wanted) - 1:
+            if len(missing) == len(wanted) - 1:
                 raise
             missing[name] = str(error)
             logging.warning('left out: %s: %s', name, error)
         else:
             readers = (reader(source, **crop) for source in (train, test))
             found[name] = Probe(records.text_of(data), splits, *readers)
-    return Probes(found, missing)
+    return Probes(fewshot, found, missing)
 
 
 def facts(probes: Probes | None) -> dict[str, Any]:
@@ -79,26 +82,24 @@ def facts(probes: Probes | None) -> dict[str, Any]:
 
 
 def _require_one_class(data: str, splits: ProbeSet, train: Source, test: Source) -> None:
-    if train.class_names != test.class_names:
-        raise UserError(
-            f'{data}: the classes of {splits.train_split} and {splits.test_split} differ'
-        )
-    if train.multi_label:
-        raise UserError(f'{data}: an image may have several classes; probes need one')
+    both, same = (
+        f'{splits.train_split} and {splits.test_split}',
+        train.class_names == test.class_names,
+    )
+    records.require(same, f'{data}: the classes of {both} differ')
+    several = f'{data}: an image may have several classes; probes need one'
+    records.require(not train.multi_label, several)
 
 
-def evaluate(
-    features_of: FeaturesOf, sets: Probes, config: FewshotConfig, preprocessing: Preprocessing
-) -> dict[str, Any]:
+def evaluate(features_of: FeaturesOf, sets: Probes, preprocessing: Preprocessing) -> dict[str, Any]:
     """Every set's result, with the whole protocol, by name; and which sets are missing."""
-    results = {
-        name: _result(features_of, one, config, preprocessing) for name, one in sets.found.items()
-    }
+    result_of = functools.partial(_result, features_of, sets.config, preprocessing)
+    results = {name: result_of(one) for name, one in sets.found.items()}
     return {'sets': results, 'missing': sets.missing}
 
 
 def _result(
-    features_of: FeaturesOf, one: Probe, config: FewshotConfig, preprocessing: Preprocessing
+    features_of: FeaturesOf, config: FewshotConfig, preprocessing: Preprocessing, one: Probe
 ) -> dict[str, Any]:
     train, test = one.train.source, one.test.source
     tested = Labelled(features_of(one.test, np.arange(len(test))), test.labels)
@@ -109,57 +110,29 @@ def _result(
         'test_images': len(test),
         'layer': 'pre_logits',
         'image_size': list(one.test.size),
-        'preprocessing': records.to_dict(preprocessing) | _own_crop(config),
+        'preprocessing': records.to_dict(dataclasses.replace(preprocessing, crop=one.test.crop)),
     }
     more: dict[str, Any] = {}
-    train_features = None
+    of_drawn: Callable[[Any], np.ndarray] = functools.partial(features_of, one.train)
     if config.neighbours is not None or config.logistic is not None:
-        train_features = features_of(one.train, np.arange(len(train)))
-        learned = Labelled(train_features, train.labels)
+        learned = Labelled(features_of(one.train, np.arange(len(train))), train.labels)
+        of_drawn = learned.features.__getitem__  # all are there now
         if config.neighbours is not None:
             nearest = probes.nearest_neighbours(learned, tested, neighbours=config.neighbours)
             more['nearest_neighbours'] = {'neighbours': config.neighbours, 'accuracy': nearest}
         if config.logistic is not None:
             more['logistic'] = probes.logistic(learned, tested, config.logistic)._asdict()
-
-    def of_drawn(indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:
-        if train_features is None:
-            return features_of(one.train, indices)
-        return train_features[indices]
-
-    accuracies, draws = ridge.probe(
-        train.labels,
-        tested,
-        features_of=of_drawn,
-        shots=config.shots,
-        seeds=config.seeds,
-        l2=config.l2,
-    )
+    how: dict[str, Any] = {'shots': config.shots, 'seeds': config.seeds, 'l2': config.l2}
+    accuracies, draws = ridge.probe(train.labels, tested, features_of=of_drawn, **how)
     classes = len(train.class_names)
-    report = ridge.report(
-        accuracies,
-        draws,
-        shots=config.shots,
-        seeds=config.seeds,
-        l2=config.l2,
-        name_of=train.name_of,
-        classes=classes,
-    )
+    report = ridge.report(accuracies, draws, name_of=train.name_of, classes=classes, **how)
     return protocol | more | report
-
-
-def _own_crop(config: FewshotConfig) -> dict[str, Any]:
-    """The crop of this evaluation, where it is not the preprocessing's."""
-    if config.crop is None:
-        return {}
-    return {'crop': {'kind': type(config.crop).__name__} | records.to_dict(config.crop)}
 
 
 def make_features_of(
     features: Callable[[Params, Batch], Float[Array, 'b d']],
     params: Params,
     loader_of: Callable[[ImageReader], Loader],
-    *,
     batch_size: int,
     job: Job,
 ) -> FeaturesOf:

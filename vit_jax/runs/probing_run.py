@@ -57,20 +57,16 @@ def probe(
         features = compile_features(model, preprocessing, mesh, batch_size, abstract)
         params, report = transfer(start.read(), old=start.card.model, new=model.config, fresh=fresh)
         console.print('\n'.join([f'start_from {start.path}', *start.report, *report]))
-        features_of = probing.make_features_of(
-            features,
-            meshes.put(params, shardings),
-            make_loaders(config.loader, meshes.batch_sharding(mesh)),
-            batch_size=batch_size,
-            job=job,
-        )
+        loader_of = make_loaders(config.loader, meshes.batch_sharding(mesh))
+        placed = meshes.put(params, shardings)
+        features_of = probing.make_features_of(features, placed, loader_of, batch_size, job)
         if fewshot.feature_cache is not None and job.count == 1:
             network = feature_cache.digest_of_network(
                 model.config, params, preprocessing=preprocessing, dtype=config.compute.dtype
             )
             cache = pathlib.Path(fewshot.feature_cache)
             features_of = feature_cache.cached(features_of, cache, network)
-        result = probing.evaluate(features_of, sets, fewshot, preprocessing)
+        result = probing.evaluate(features_of, sets, preprocessing)
         result |= {'step': start.card.step, 'checkpoint': config.start_from}
         if job.index == 0:
             write_json(folder / workdirs.FEWSHOT, result)

@@ -6,7 +6,6 @@ import json
 import pathlib
 import statistics
 import time
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from vit_jax.base.atomic_files import atomic_write
 from vit_jax.base.errors import usable
 from vit_jax.parallel.processes import Job
-from vit_jax.runs import workdirs
+from vit_jax.runs import goodput, workdirs
 from vit_jax.training.loop import Clock
 from vit_jax.training.metrics import StepMetrics
 
@@ -46,7 +45,7 @@ class Reporter:
         tensorboard: bool,
         console: Console,
     ):
-        self.console, is_main_process = console, not console.quiet
+        self.folder, self.console, is_main_process = folder, console, not console.quiet
         self._steps, self._log_every_steps, self._batch_size = steps, log_every_steps, batch_size
         self._clock, self._began = clock, time.monotonic()
         self._recent: list[StepMetrics] = []
@@ -79,12 +78,7 @@ class Reporter:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.stop()
         for sink in (self._file, self._board):
             if sink is not None:
@@ -166,16 +160,9 @@ class Reporter:
 def _forget_after(path: pathlib.Path, step: int) -> None:
     """Drops the lines of a metrics file that a run beginning at this step will write again."""
     if path.exists():
-        lines = path.read_text().splitlines(keepends=True)
+        kept = [json.dumps(line) + '\n' for line in goodput.read(path) if line['step'] <= step]
         with atomic_write(path) as partial:
-            partial.write_text(''.join(line for line in lines if _is_up_to(line, step)))
-
-
-def _is_up_to(line: str, step: int) -> bool:
-    try:
-        return json.loads(line)['step'] <= step
-    except json.JSONDecodeError:  # the last line of a killed run
-        return False
+            partial.write_text(''.join(kept))
 
 
 def duration(seconds: float) -> str:

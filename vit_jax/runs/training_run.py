@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,6 @@ import numpy as np
 from rich.console import Console
 
 from vit_jax.base import records
-from vit_jax.base.array_types import Batch, Params
 from vit_jax.base.atomic_files import write_json
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.digests import Damaged, quarantine
@@ -23,22 +22,21 @@ from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
 from vit_jax.checkpoints.transfer import transfer
 from vit_jax.config import TrainConfig
 from vit_jax.data import loading
-from vit_jax.data.loading import ImageReader, Loader, make_loaders
+from vit_jax.data.loading import ImageReader, Loader
 from vit_jax.evaluation import classification
 from vit_jax.models import ViTConfig, multiply_adds, parameter_count
 from vit_jax.parallel import meshes
 from vit_jax.parallel.processes import Interrupted, Job
 from vit_jax.parallel.sharding_rules import sharding_report
 from vit_jax.runs import compilation, fingerprint, probing, workdirs
-from vit_jax.runs.compilation import shardings_of
+from vit_jax.runs.compilation import Features, shardings_of
 from vit_jax.runs.experiment import Experiment, decide
 from vit_jax.runs.goodput import Ledger
+from vit_jax.runs.probing import Probes
 from vit_jax.runs.reporting import Reporter, console_of
 from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
 from vit_jax.training.metrics import StepMetrics
 from vit_jax.training.update import TrainState
-
-Probe = Callable[[Params], dict[str, Any]]  # parameters to few-shot results
 
 
 class Result(NamedTuple):
@@ -68,10 +66,11 @@ def train(
         with clock('start'):
             job.require_same('this run', fingerprint.of_run(config, path))
             experiment = decide(config)
+            config, mesh = experiment.config, experiment.mesh
             readers = {'train': experiment.train} | experiment.evals
             facts = {name: fingerprint.of_data(reader.source) for name, reader in readers.items()}
             job.require_same('the data', facts | probing.facts(experiment.probes))
-            values = records.to_dict(experiment.config)
+            values = records.to_dict(config)
             opened = workdirs.opened(path, values, job, accept_changes=accept_changes)
             folder = stack.enter_context(opened)
         ledger = Ledger(folder / workdirs.LEDGER if job.index == 0 else None, clock)
@@ -80,77 +79,43 @@ def train(
         with clock('compile'):
             ledger.record('compiling', None)
             abstract = compilation.abstract_state(experiment)
-            for line in sharding_report(abstract, shardings_of(abstract), experiment.mesh):
+            for line in sharding_report(abstract, shardings_of(abstract), mesh):
                 console.print(line)
             update = compilation.lower_update(experiment, abstract).compile()
             eval_steps = compilation.compile_eval_steps(experiment, abstract.eval_params)
-            loaders = make_loaders(experiment.config.loader, meshes.batch_sharding(experiment.mesh))
-            probe = _make_probe(experiment, abstract.eval_params, loaders, job)
+            features = None
+            if experiment.probes is not None:
+                size, params = experiment.eval_batch_size, abstract.eval_params
+                features = compilation.compile_features(
+                    experiment.model, experiment.preprocessing, mesh, size, params
+                )
         with clock('start'):
             checkpoints, state = _first_state(experiment, abstract, folder, job, console)
             stack.enter_context(contextlib.closing(checkpoints))
-        reporter = stack.enter_context(_reporter(experiment, folder, state, clock, console))
-        run = Run(
-            experiment=experiment,
-            update=update,
-            eval_steps=eval_steps,
-            probe=probe,
-            loader_of=loaders,
-            checkpoints=checkpoints,
-            reporter=reporter,
+        reporter = Reporter(
+            folder,
+            steps=range(int(state.step), experiment.length.total_steps),
+            log_every_steps=config.log_every_steps,
+            batch_size=config.batch_size,
             clock=clock,
-            ledger=ledger,
-            folder=folder,
-            job=job,
+            tensorboard=config.tensorboard,
+            console=console,
+        )
+        stack.enter_context(reporter)
+        loader_of = loading.make_loaders(config.loader, meshes.batch_sharding(mesh))
+        run = Run(
+            experiment, update, eval_steps, features, loader_of, checkpoints, reporter, ledger, job
         )
         state = run.to_the_end(state)
     last = checkpoints.path(int(state.step))
     return Result(state, run.evals, run.fewshot, last, folder, reporter.skipped, ledger.totals())
 
 
-def _make_probe(
-    experiment: Experiment, abstract: Params, loader_of: Callable[[ImageReader], Loader], job: Job
-) -> Probe | None:
-    """The few-shot evaluation of parameters, compiled; None where there is none."""
-    config, probes = experiment.config.fewshot, experiment.probes
-    if config is None or probes is None:
-        return None
-    batch_size = experiment.eval_batch_size
-    features = compilation.compile_features(
-        experiment.model, experiment.preprocessing, experiment.mesh, batch_size, abstract
-    )
-
-    def probe(params: Params) -> dict[str, Any]:
-        features_of = probing.make_features_of(
-            features, params, loader_of, batch_size=batch_size, job=job
-        )
-        return probing.evaluate(features_of, probes, config, experiment.preprocessing)
-
-    return probe
-
-
-def _reporter(
-    experiment: Experiment, folder: pathlib.Path, state: TrainState, clock: Clock, console: Console
-) -> Reporter:
-    config = experiment.config
-    return Reporter(
-        folder,
-        steps=range(int(state.step), experiment.length.total_steps),
-        log_every_steps=config.log_every_steps,
-        batch_size=config.batch_size,
-        clock=clock,
-        tensorboard=config.tensorboard,
-        console=console,
-    )
-
-
 def _outline(experiment: Experiment) -> str:
     """What is about to be done, and what the rules over parameters matched."""
     config, model, length = experiment.config, experiment.model.config, experiment.length
     tokens = f'{model.num_tokens} tokens, ' if isinstance(model, ViTConfig) else ''
-    tested = ', '.join(
-        f'{len(reader.source):,} {name}' for name, reader in experiment.evals.items()
-    )
+    tested = ', '.join(f'{len(one.source):,} {name}' for name, one in experiment.evals.items())
     lines = [
         f'data    {records.text_of(config.data)}: {len(experiment.train.source):,} training and '
         f'{tested} images, {model.num_classes} classes',
@@ -170,10 +135,8 @@ def _first_state(
 
     A damaged checkpoint is moved aside, with a warning, and the one before is taken.
     """
-    damaged = job.from_process_0(
-        'damaged checkpoints', lambda: json.dumps(quarantine_damaged(folder))
-    )
-    for line in json.loads(damaged):
+    said = job.from_process_0('damaged', lambda: json.dumps(quarantine_damaged(folder)))
+    for line in json.loads(said):
         logging.warning('%s', line)
     checkpoints = Checkpoints(folder, keep=experiment.config.keep_checkpoints)
     step, end = checkpoints.latest_step, experiment.length.total_steps
@@ -183,16 +146,15 @@ def _first_state(
     if step > end:
         checkpoints.close()
         raise UserError(f'{folder} is at step {step}, the end, step {end}, is before it')
+    path = checkpoints.path(step)
     try:
         parts = checkpoints.restore(step, abstract.split(), shardings_of(abstract).split())
     except Damaged as error:
         checkpoints.close()
-        where = job.from_process_0(
-            f'checkpoint {step} is set aside', lambda: str(quarantine(checkpoints.path(step)))
-        )
+        where = job.from_process_0(f'set aside {step}', lambda: str(quarantine(path)))
         logging.warning('%s; moved to %s', error, where)
         return _first_state(experiment, abstract, folder, job, console)
-    console.print(f'resuming at step {step} from {checkpoints.path(step)}')
+    console.print(f'resuming at step {step} from {path}')
     return checkpoints, TrainState.join(*parts)
 
 
@@ -211,20 +173,18 @@ def _new_state(experiment: Experiment, abstract: TrainState, console: Console) -
     return state._replace(params=params, ema_params=ema_params)
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass
 class Run:
     """What runs: compiled programs, open files, and the newest results of evaluations."""
 
     experiment: Experiment
     update: Callable[..., Any]
     eval_steps: dict[str, Callable[..., Any]]
-    probe: Probe | None  # few-shot
+    features: Features | None  # for the few-shot evaluation
     loader_of: Callable[[ImageReader], Loader]
     checkpoints: Checkpoints
     reporter: Reporter
-    clock: Clock
     ledger: Ledger
-    folder: pathlib.Path
     job: Job
     evals: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     fewshot: dict[str, Any] | None = None
@@ -253,23 +213,20 @@ class Run:
         return state
 
     def _trained(self, state: TrainState, steps: range) -> TrainState:
-        config = self.experiment.config
+        config, loader = self.experiment.config, self.loader_of(self.experiment.train)
+        batches = loading.training_batches(
+            loader, steps=steps, batch_size=config.batch_size, seed=config.seed
+        )
         return fit(
             self.update,
             state,
-            self._batches(steps),
+            batches,
             steps=steps,
             on_metrics=self._on_metrics,
             observers=[Every(config.checkpoint_every_steps, self.save), *self._observers()],
-            clock=self.clock,
+            clock=self.ledger.clock,
             tick=self.job.heartbeat,
             max_skipped_steps=config.max_skipped_steps,
-        )
-
-    def _batches(self, steps: range) -> Iterator[Batch]:
-        config, loader = self.experiment.config, self.loader_of(self.experiment.train)
-        return loading.training_batches(
-            loader, steps=steps, batch_size=config.batch_size, seed=config.seed
         )
 
     def _observers(self) -> list[Every]:
@@ -278,12 +235,10 @@ class Run:
         due: dict[int | None, list[str]] = {}
         for name, one in config.evaluations.items():
             due.setdefault(one.every_steps or config.eval_every_steps, []).append(name)
-        observers = [
-            Every(every, functools.partial(self.evaluate, names)) for every, names in due.items()
-        ]
-        if config.fewshot is not None and self.probe is not None:
-            evaluate = functools.partial(self.evaluate_fewshot, self.probe)
-            observers.append(Every(config.fewshot.every_steps, evaluate))
+        observers = [Every(n, functools.partial(self.evaluate, names)) for n, names in due.items()]
+        if (probes := self.experiment.probes) is not None and self.features is not None:
+            evaluate = functools.partial(self.evaluate_fewshot, probes, self.features)
+            observers.append(Every(probes.config.every_steps, evaluate))
         return observers
 
     def _evaluated(self, state: TrainState, step: int) -> TrainState:
@@ -302,28 +257,27 @@ class Run:
 
     def save(self, step: int, state: TrainState) -> None:
         """Begins to save a checkpoint."""
-        with self.clock('save stall'):
+        with self.ledger.clock('save stall'):
             self.job.reset_watchdog()
             self.ledger.record('saving', step)
             self.checkpoints.save(step, *state.split(), self.experiment.card(step))
 
     def _wait(self) -> None:
-        with self.clock('save stall'):
+        with self.ledger.clock('save stall'):
             self.job.reset_watchdog()
             self.checkpoints.wait()
 
     def evaluate(self, names: list[str], step: int, state: TrainState) -> None:
         """Loss and metrics over all images of these evaluations."""
         for name in names:
-            with self.clock('evaluation'):
+            with self.ledger.clock('evaluation'):
                 self.ledger.record(f'evaluating {name}', step)
-                reader = self.experiment.evals[name]
-                count = len(reader.source)
-                batches = loading.sequential_batches(
-                    self.loader_of(reader),
-                    np.arange(count),
-                    batch_size=self.experiment.eval_batch_size,
+                loader, size = (
+                    self.loader_of(self.experiment.evals[name]),
+                    self.experiment.eval_batch_size,
                 )
+                count = len(loader.source)
+                batches = loading.sequential_batches(loader, np.arange(count), batch_size=size)
                 self.evals[name] = classification.evaluate(
                     self.eval_steps[name],
                     state.eval_params,
@@ -333,14 +287,20 @@ class Run:
             text = f'{eval_summary({name: self.evals[name]})} of {count:,} images'
             self.reporter.record(name, step, self.evals[name] | {'count': count}, text)
 
-    def evaluate_fewshot(self, probe: Probe, step: int, state: TrainState) -> None:
+    def evaluate_fewshot(
+        self, probes: Probes, features: Features, step: int, state: TrainState
+    ) -> None:
         """The few-shot evaluation, written to the work directory."""
-        with self.clock('evaluation'):
+        size, folder = self.experiment.eval_batch_size, self.reporter.folder
+        with self.ledger.clock('evaluation'):
             self.ledger.record('evaluating fewshot', step)
-            self.fewshot = probe(state.eval_params)
-            self.fewshot |= {'step': step, 'checkpoint': str(self.folder)}
+            features_of = probing.make_features_of(
+                features, state.eval_params, self.loader_of, size, self.job
+            )
+            self.fewshot = probing.evaluate(features_of, probes, self.experiment.preprocessing)
+            self.fewshot |= {'step': step, 'checkpoint': str(folder)}
             if self.job.index == 0:
-                write_json(self.folder / workdirs.FEWSHOT, self.fewshot)
+                write_json(folder / workdirs.FEWSHOT, self.fewshot)
         text = probing.summary(self.fewshot)
         self.reporter.record('fewshot', step, probing.numbers(self.fewshot), text)
 

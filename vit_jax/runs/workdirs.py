@@ -36,14 +36,18 @@ def opened(
     with contextlib.ExitStack() as stack:
         if job.index == 0:
             try:
-                _begin(folder, config, stack, accept_changes=accept_changes)
+                folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(_locked(folder / LOCK))
+                _keep_config(folder, config, accept_changes=accept_changes)
             except OSError as error:
                 reason = error.strerror or error  # of an UnusableDisk its own words
                 raise UnusableDisk(f'workdir {folder}: cannot be written: {reason}') from error
         if job.count > 1:
             job.barrier('workdir is made')
             try:
-                job.require_same('workdir', {'lock': _text(folder / LOCK)})
+                lock = folder / LOCK
+                text = lock.read_text() if lock.exists() else 'absent'
+                job.require_same('workdir', {'lock': text})
             except Differs as error:
                 raise UserError(
                     f'workdir {folder} is another directory here than on process 0: all '
@@ -52,26 +56,16 @@ def opened(
         yield folder
 
 
-def _text(path: pathlib.Path) -> str:
-    return path.read_text() if path.exists() else 'absent'
-
-
-def _begin(
-    folder: pathlib.Path,
-    config: dict[str, Any],
-    stack: contextlib.ExitStack,
-    *,
-    accept_changes: bool,
-) -> None:
+def _keep_config(folder: pathlib.Path, config: dict[str, Any], *, accept_changes: bool) -> None:
+    """Writes it. Raises UserError where a run with other values than free ones has begun."""
     kept = folder / CONFIG
-    folder.mkdir(parents=True, exist_ok=True)
-    stack.enter_context(_locked(folder / LOCK))
     try:
         begun = kept.exists() and any(folder.glob('checkpoints/[0-9]*'))
         changes = records.differences(_read_config(kept), modernized(config)) if begun else []
     except json.JSONDecodeError as error:
         raise UserError(f'{kept}: not JSON: {error}; remove it if no run is to go on') from error
-    changes = [line for line in changes if not _is_free(line.partition(':')[0])]
+    free = tuple(f'{name}.' for name in FREE)  # and all fields within
+    changes = [line for line in changes if not f'{line.partition(":")[0]}.'.startswith(free)]
     if changes and not accept_changes:
         raise UserError(
             f'workdir {folder} holds a run of another configuration:\n  '
@@ -87,14 +81,11 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
     with path.open('a+') as file:
         if not _flock(file):
             file.seek(0)
-            raise UserError(
-                f'workdir {path.parent} is in use by {file.read().strip() or "another run"}'
-            )
+            holder = file.read().strip() or 'another run'
+            raise UserError(f'workdir {path.parent} is in use by {holder}')
         file.truncate(0)
-        now = datetime.datetime.now().isoformat(' ', 'seconds')
-        file.write(
-            f'process {os.getpid()} on {socket.gethostname()} since {now}, run {uuid.uuid4()}\n'
-        )
+        now, host = datetime.datetime.now().isoformat(' ', 'seconds'), socket.gethostname()
+        file.write(f'process {os.getpid()} on {host} since {now}, run {uuid.uuid4()}\n')
         file.flush()
         yield
 
@@ -114,11 +105,6 @@ def _flock(file: IO[str]) -> bool:
             raise
         logging.warning('%s: no locks here; see that no other run writes there', file.name)
     return True
-
-
-def _is_free(field: str) -> bool:
-    """May a run go on with another value of this field, or of a field within it?"""
-    return any(field == name or field.startswith(f'{name}.') for name in FREE)
 
 
 def _read_config(path: pathlib.Path) -> dict[str, Any]:

@@ -27,9 +27,8 @@ def main(arguments: argparse.Namespace) -> int:
     print(f'picked    {picked.filename}.npz')
     for row in augreg_index.fine_tuned(rows, picked.filename):
         accuracies = f'{row.adapt_final_val:.4f} validation, {row.adapt_final_test:.4f} test'
-        print(
-            f'  tuned   {row.adapt_ds} {row.adapt_resolution}: {accuracies}  {row.adapt_filename}'
-        )
+        where = f'{row.adapt_ds} {row.adapt_resolution}'
+        print(f'  tuned   {where}: {accuracies}  {row.adapt_filename}')
     return 0
 
 

@@ -205,6 +205,5 @@ def _within(values: dict[str, Any], field: str) -> tuple[dict[str, Any], str]:
 def require_model(config: TrainConfig) -> None:
     """Raises UserError where neither a model nor a checkpoint is named."""
     if config.model is None and config.start_from is None:
-        raise UserError(
-            'config.model is none: give a model, or start_from=CHECKPOINT to take that one'
-        )
+        text = 'give a model, or start_from=CHECKPOINT to take that one'
+        raise UserError(f'config.model is none: {text}')

@@ -1,11 +1,10 @@
 """Probes a checkpoint with few labels: python -m vit_jax.fewshot --config.start_from=CHECKPOINT."""
 
 from vit_jax.command_line import app
-from vit_jax.command_line.app import Invocation
 from vit_jax.runs import probing_run
 
 
-def run(asked: Invocation) -> None:
+def run(asked: app.Invocation) -> None:
     """Evaluates; prints the results and the file that holds the whole protocol."""
     result, path = probing_run.probe(
         asked.config, asked.workdir, accept_changes=asked.accept_changes, job=asked.job

@@ -43,11 +43,9 @@ def main(arguments: argparse.Namespace) -> int:
     reader = loading.ImageReader(source, crop, size, rotation, on_unreadable='skip')
     rows, unreadable = [], 0
     # Lines go to the screen through the bar, and past it where they are piped elsewhere.
-    with Progress(
-        console=Console(stderr=True, highlight=False, soft_wrap=True),
-        disable=not sys.stderr.isatty(),
-        redirect_stdout=sys.stdout.isatty(),
-    ) as bar:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    shown, redirected = sys.stderr.isatty(), sys.stdout.isatty()
+    with Progress(console=console, disable=not shown, redirect_stdout=redirected) as bar:
         task = bar.add_task('images', total=len(source))
         wanted: list[OutputName] = ['probabilities'] if loaded.predicts else []
         wanted += ['features'] if arguments.features else []

@@ -248,10 +248,8 @@ def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _checked_images(images: Array | np.ndarray) -> Float[Array, 'b h w c']:
     if images.ndim != 4 or images.dtype.kind != 'f':
-        raise UserError(
-            f'images are {images.dtype}{list(images.shape)}, expected floating-point numbers of '
-            f'the shape (b, h, w, c), as `prepare` makes them'
-        )
+        expected = 'floating-point numbers of the shape (b, h, w, c), as `prepare` makes them'
+        raise UserError(f'images are {images.dtype}{list(images.shape)}, expected {expected}')
     return jnp.asarray(images, jnp.float32)
 
 

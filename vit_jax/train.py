@@ -3,13 +3,12 @@
 import shlex
 
 from vit_jax.command_line import app
-from vit_jax.command_line.app import Invocation
 from vit_jax.runs import probing, training_run
 from vit_jax.runs.reporting import spent
 from vit_jax.runs.workdirs import METRICS
 
 
-def run(asked: Invocation, following: str = 'finetune/transfer.py') -> None:
+def run(asked: app.Invocation, following: str = 'finetune/transfer.py') -> None:
     """Trains; prints what was reached, where it was saved, and the command to go on with.
 
     `following` is the program of that command and, in configs/, its configuration.

@@ -120,25 +120,16 @@ def add_boolean(
     parser: argparse.ArgumentParser, name: str, text: str, *, default: bool = False
 ) -> None:
     """A flag that is given as --NAME, --NAME=true, --NAME=false or --noNAME."""
+    flag, text = f'--{name}', f'{text} ({str(default).lower()})'
     parser.add_argument(
-        f'--{name}',
-        type=boolean,
-        nargs='?',
-        const=True,
-        default=default,
-        metavar='true|false',
-        help=f'{text} ({str(default).lower()})',
+        flag, type=boolean, nargs='?', const=True, default=default, metavar='true|false', help=text
     )
-    hidden = argparse.SUPPRESS
-    parser.add_argument(
-        f'--no{name}', dest=name, action='store_false', default=default, help=hidden
-    )
+    parser.add_argument(f'--no{name}', dest=name, action='store_false', help=argparse.SUPPRESS)
 
 
 def boolean(text: str) -> bool:
     """true or false, in any of absl's spellings."""
-    value: bool = flags.BooleanParser().parse(text)
-    return value
+    return flags.BooleanParser().parse(text)
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:

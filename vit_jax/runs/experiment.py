@@ -33,6 +33,7 @@ from vit_jax.training.update import TrainState, make_init, make_loss_sums, make_
 
 Update = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
 EvalStep = Callable[[Params, Batch], BatchSums]
+LossSums = Callable[..., EvalStep]  # of a loss
 
 
 class Experiment(NamedTuple):
@@ -92,7 +93,7 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
         name: opened(one.data or config.data, one.split, one.labels)
         for name, one in config.evaluations.items()
     }
-    _require_fitting_labels(config, train, evaluated)
+    _check_labels(config, train, evaluated)
     start = open_start(config)
     model_config = trained_model(config, start, train.class_names)
     length = make_train_length(config.total, batch_size=config.batch_size, num_images=len(train))
@@ -107,7 +108,8 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
     reader = reader_for(config, model_config, preprocessing)
     as_input = functools.partial(normalize, preprocessing=preprocessing)
     loss_sums = functools.partial(make_loss_sums, model.apply, normalize=as_input)
-    init, update, report = _training_functions(config, model, loss_sums, length)
+    classes = len(train.class_names)
+    init, update, report = _training_functions(config, model, loss_sums, length, classes)
     crop = host_crop(config.augmentation, preprocessing)
     return Experiment(
         config=config,
@@ -126,9 +128,7 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
     )
 
 
-def _require_fitting_labels(
-    config: TrainConfig, train: Source, evaluated: dict[str, Source]
-) -> None:
+def _check_labels(config: TrainConfig, train: Source, evaluated: dict[str, Source]) -> None:
     data, loss = records.text_of(config.data), config.loss
     for name, source in evaluated.items():
         if source.class_names != train.class_names:
@@ -193,7 +193,7 @@ def reader_for(
 
 
 def _training_functions(
-    config: TrainConfig, model: Model, loss_sums: Callable[..., EvalStep], length: TrainLength
+    config: TrainConfig, model: Model, loss_sums: LossSums, length: TrainLength, classes: int
 ) -> tuple[Callable[[], TrainState], Update, list[str]]:
     """`init`, `update`, and what the rules matched. Raises UserError where they do not fit."""
     schedule = make_schedule(config.schedule, length)
@@ -201,7 +201,7 @@ def _training_functions(
     optimizer = make_optimizer(config.optimizer, schedule, rules)
     averaged = config.polyak_decay is not None
     init = make_init(model.init, optimizer, seed=config.seed, averaged=averaged)
-    targets = functools.partial(targets_of, num_classes=model.config.num_classes)
+    targets = functools.partial(targets_of, num_classes=classes)
     update = make_update(
         loss_sums(make_loss(config.loss)),
         optimizer,
@@ -215,9 +215,7 @@ def _training_functions(
     return init, update, rules.report
 
 
-def _eval_step(
-    config: TrainConfig, loss_sums: Callable[..., EvalStep], train: Source, source: Source
-) -> EvalStep:
+def _eval_step(config: TrainConfig, loss_sums: LossSums, train: Source, source: Source) -> EvalStep:
     loss = make_loss(config.loss)
 
     def of_any_label(

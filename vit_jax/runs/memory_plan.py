@@ -45,30 +45,18 @@ def without_data(
         try:
             source = make_opener(config.held_out)(config.data, config.train_split)
         except UserError as error:
-            raise UserError(
-                f'{error}\nwithout the data: --num_classes=1000 --num_images=1281167'
-            ) from error
+            advice = 'without the data: --num_classes=1000 --num_images=1281167'
+            raise UserError(f'{error}\n{advice}') from error
         num_classes = num_classes or len(source.class_names)
         num_images = num_images or len(source)
 
     def unread(_: Any) -> Any:
         raise AssertionError('a plan reads no images')
 
-    source = Source(
-        count=num_images,
-        class_names=tuple(map(str, range(num_classes))),
-        read=unread,
-        name_of=str,
-        read_labels=unread,
-    )
-    return dataclasses.replace(
-        config,
-        data=lambda split: source,
-        evals={},
-        eval_split='test',
-        fewshot=None,
-        start_from=None,
-    )
+    names = tuple(map(str, range(num_classes)))
+    source = Source(num_images, names, read=unread, name_of=str, read_labels=unread)
+    config = dataclasses.replace(config, evals={}, eval_split='test', fewshot=None, start_from=None)
+    return dataclasses.replace(config, data=lambda split: source)
 
 
 def compile_step(config: TrainConfig, where: Topology) -> StepMemory:
@@ -96,12 +84,10 @@ def tried_policies(
     """Every rematerialisation policy from the configuration's own on, until one fits."""
     for policy in POLICIES[POLICIES.index(config.compute.remat) :]:
         try:
-            memory = compile_step(with_policy(config, policy), where)
+            yield policy, compile_step(with_policy(config, policy), where)
+            return
         except DoesNotFit as error:
             yield policy, error
-        else:
-            yield policy, memory
-            return
 
 
 def largest_batch(

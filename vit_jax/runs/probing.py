@@ -82,13 +82,11 @@ def facts(probes: Probes | None) -> dict[str, Any]:
 
 
 def _require_one_class(data: str, splits: ProbeSet, train: Source, test: Source) -> None:
-    both, same = (
-        f'{splits.train_split} and {splits.test_split}',
-        train.class_names == test.class_names,
-    )
-    records.require(same, f'{data}: the classes of {both} differ')
-    several = f'{data}: an image may have several classes; probes need one'
-    records.require(not train.multi_label, several)
+    if train.class_names != test.class_names:
+        both = f'{splits.train_split} and {splits.test_split}'
+        raise UserError(f'{data}: the classes of {both} differ')
+    if train.multi_label:
+        raise UserError(f'{data}: an image may have several classes; probes need one')
 
 
 def evaluate(features_of: FeaturesOf, sets: Probes, preprocessing: Preprocessing) -> dict[str, Any]:
@@ -116,7 +114,7 @@ def _result(
     of_drawn: Callable[[Any], np.ndarray] = functools.partial(features_of, one.train)
     if config.neighbours is not None or config.logistic is not None:
         learned = Labelled(features_of(one.train, np.arange(len(train))), train.labels)
-        of_drawn = learned.features.__getitem__  # all are there now
+        of_drawn = functools.partial(np.take, learned.features, axis=0)
         if config.neighbours is not None:
             nearest = probes.nearest_neighbours(learned, tested, neighbours=config.neighbours)
             more['nearest_neighbours'] = {'neighbours': config.neighbours, 'accuracy': nearest}

@@ -118,10 +118,8 @@ class Reporter:
     def _report(self, step: int) -> None:
         whole = [m for m in self._recent if not m.scalars['skipped']]
         last = (whole or self._recent)[-1]
-        numbers = last.scalars | {
-            'count': last.num_examples,
-            'skipped': len(self._recent) - len(whole),
-        }
+        skipped = len(self._recent) - len(whole)
+        numbers = last.scalars | {'count': last.num_examples, 'skipped': skipped}
         examples = max(1, sum(m.num_examples for m in whole))
         for name in last.sums:
             numbers[name] = sum(m.sums[name] for m in whole) / examples
@@ -130,17 +128,13 @@ class Reporter:
         numbers['images_per_second'] = images / max(1e-9, busy - self._busy_before)
         self._recent, self._busy_before = [], busy
         self._write('train', step, numbers)
-        text = (
-            f'loss {numbers["loss"]:.4f}  accuracy {numbers["accuracy"]:.1%}  '
-            f'{numbers["images_per_second"]:,.0f} images/s'
-        )
+        speed = f'{numbers["images_per_second"]:,.0f} images/s'
+        text = f'loss {numbers["loss"]:.4f}  accuracy {numbers["accuracy"]:.1%}  {speed}'
         self._bar.update(self._task, numbers=text)
         if not self.console.is_terminal:
-            self.console.print(f'step {step}/{self._steps.stop}  {text}  left {self._left(step)}')
-
-    def _left(self, step: int) -> str:
-        pace = (time.monotonic() - self._began) / max(1, step - self._steps.start)
-        return duration(pace * (self._steps.stop - step))
+            pace = (time.monotonic() - self._began) / max(1, step - self._steps.start)
+            left = duration(pace * (self._steps.stop - step))
+            self.console.print(f'step {step}/{self._steps.stop}  {text}  left {left}')
 
     def _busy_seconds(self) -> float:
         return sum(self._clock.seconds.get(name, 0.0) for name in ('data wait', 'step'))

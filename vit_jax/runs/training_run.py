@@ -237,7 +237,7 @@ class Run:
             due.setdefault(one.every_steps or config.eval_every_steps, []).append(name)
         observers = [Every(n, functools.partial(self.evaluate, names)) for n, names in due.items()]
         if (probes := self.experiment.probes) is not None and self.features is not None:
-            evaluate = functools.partial(self.evaluate_fewshot, probes, self.features)
+            evaluate = functools.partial(self.probe, probes, self.features)
             observers.append(Every(probes.config.every_steps, evaluate))
         return observers
 
@@ -272,31 +272,23 @@ class Run:
         for name in names:
             with self.ledger.clock('evaluation'):
                 self.ledger.record(f'evaluating {name}', step)
-                loader, size = (
-                    self.loader_of(self.experiment.evals[name]),
-                    self.experiment.eval_batch_size,
-                )
-                count = len(loader.source)
+                loader = self.loader_of(self.experiment.evals[name])
+                size, count = self.experiment.eval_batch_size, len(loader.source)
                 batches = loading.sequential_batches(loader, np.arange(count), batch_size=size)
+                watched = self.job.with_heartbeat(batches)
                 self.evals[name] = classification.evaluate(
-                    self.eval_steps[name],
-                    state.eval_params,
-                    self.job.with_heartbeat(batches),
-                    count=count,
+                    self.eval_steps[name], state.eval_params, watched, count=count
                 )
             text = f'{eval_summary({name: self.evals[name]})} of {count:,} images'
             self.reporter.record(name, step, self.evals[name] | {'count': count}, text)
 
-    def evaluate_fewshot(
-        self, probes: Probes, features: Features, step: int, state: TrainState
-    ) -> None:
+    def probe(self, probes: Probes, features: Features, step: int, state: TrainState) -> None:
         """The few-shot evaluation, written to the work directory."""
-        size, folder = self.experiment.eval_batch_size, self.reporter.folder
+        params, size = state.eval_params, self.experiment.eval_batch_size
+        folder = self.reporter.folder
         with self.ledger.clock('evaluation'):
             self.ledger.record('evaluating fewshot', step)
-            features_of = probing.make_features_of(
-                features, state.eval_params, self.loader_of, size, self.job
-            )
+            features_of = probing.make_features_of(features, params, self.loader_of, size, self.job)
             self.fewshot = probing.evaluate(features_of, probes, self.experiment.preprocessing)
             self.fewshot |= {'step': step, 'checkpoint': str(folder)}
             if self.job.index == 0:

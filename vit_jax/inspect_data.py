@@ -28,7 +28,7 @@ from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.inspection import Scan
 from vit_jax.data.sources.base import Label
 from vit_jax.data.sources.opening import Opener, make_opener, open_splits
-from vit_jax.runs.experiment import open_start, preprocessing_of
+from vit_jax.runs.experiment import open_start, preprocessing_of, reader_for
 from vit_jax.training.losses import targets_of
 from vit_jax.training.update import AUGMENT, purpose_key
 
@@ -89,11 +89,9 @@ def _sheet(config: TrainConfig, opened: Opener) -> Image.Image:
     model = config.model or (origin.card.model if origin else None)
     preprocessing = preprocessing_of(config, origin)
     size = config.image_size or (model.image_size if model else _DEFAULT_SIZE)
-    evaluated = loading.ImageReader(
-        source, preprocessing.crop, size, preprocessing.exif_rotation, config.seed
-    )
-    trained = dataclasses.replace(evaluated, crop=host_crop(config.augmentation, preprocessing))
-    examples = _readable(evaluated)
+    reader = reader_for(config, preprocessing, size)
+    trained = reader(source, crop=host_crop(config.augmentation, preprocessing))
+    examples = _readable(reader(source))
     columns = [[image for image, _ in examples.values()]]
     targets = functools.partial(targets_of, num_classes=len(source.class_names))
     changed = jax.jit(functools.partial(augment, config=config.augmentation, targets_of=targets))

@@ -12,8 +12,6 @@ from vit_jax.command_line.config_flags import load, overridden, split
 from vit_jax.data.image_preprocessing import InceptionCrop
 
 TINY = 'tests/tiny_config.py'
-# Of how ml_collections loads a file.
-pytestmark = pytest.mark.filterwarnings('ignore:the load_module:DeprecationWarning')
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.formats.opening import Checkpoint, open_checkpoint
 from vit_jax.config import TrainConfig, require_model
 from vit_jax.data.augmentation import augment, host_crop
-from vit_jax.data.image_preprocessing import Preprocessing, normalize
+from vit_jax.data.image_preprocessing import Preprocessing, Size, normalize
 from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import make_opener
@@ -105,7 +105,7 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
         shard_activations=functools.partial(meshes.shard_activations, mesh),
     )
     preprocessing = preprocessing_of(config, start)
-    reader = reader_for(config, model_config, preprocessing)
+    reader = reader_for(config, preprocessing, model_config.image_size)
     as_input = functools.partial(normalize, preprocessing=preprocessing)
     loss_sums = functools.partial(make_loss_sums, model.apply, normalize=as_input)
     classes = len(train.class_names)
@@ -180,13 +180,13 @@ def trained_model(
 
 
 def reader_for(
-    config: TrainConfig, model: ModelConfig, preprocessing: Preprocessing
+    config: TrainConfig, preprocessing: Preprocessing, size: Size
 ) -> Callable[..., ImageReader]:
-    """Makes readers of sources for this model: `crop` and `on_unreadable` may differ."""
+    """Makes readers of sources, to images of this size: `crop` and `on_unreadable` may differ."""
     return functools.partial(
         ImageReader,
         crop=preprocessing.crop,
-        size=model.image_size,
+        size=size,
         exif_rotation=preprocessing.exif_rotation,
         seed=config.seed,
     )

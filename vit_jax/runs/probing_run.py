@@ -46,7 +46,7 @@ def probe(
         compute=config.compute,
     )
     mesh, batch_size = make_mesh(config), config.eval_batch_size or config.batch_size
-    reader = reader_for(config, model.config, preprocessing)
+    reader = reader_for(config, preprocessing, size)
     sets = probing.open_probes(config, make_opener(config.held_out), reader)
     job.require_same('the data', probing.facts(sets))
     values, console = records.to_dict(config), console_of(job)

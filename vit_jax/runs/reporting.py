@@ -57,10 +57,10 @@ class Reporter:
             with usable(folder / workdirs.METRICS):
                 _forget_after(folder / workdirs.METRICS, steps.start)
                 self._file = (folder / workdirs.METRICS).open('a')
-        if is_main_process and tensorboard:
-            from tensorboardX import SummaryWriter
+            if tensorboard:
+                from tensorboardX import SummaryWriter
 
-            self._board = SummaryWriter(str(folder / 'tensorboard'), purge_step=steps.start)
+                self._board = SummaryWriter(str(folder / 'tensorboard'), purge_step=steps.start)
         self._bar = Progress(
             TextColumn('{task.completed}/{task.total}'),
             BarColumn(bar_width=30),

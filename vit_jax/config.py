@@ -58,10 +58,9 @@ class ProbeSet(Record):
 class FewshotConfig(Record):
     """Which images, how many of each class, drawn how often; and which other probes.
 
-    `sets` are data sets by the names of their results; without any, the data of the experiment is
-    probed. Nearest neighbours and a logistic regression learn from all training images. With
-    `feature_cache` the features of whole splits are kept in that directory, when a checkpoint is
-    evaluated alone.
+    `sets` are data sets by the names of their results; none: the data of the experiment. Nearest
+    neighbours and a logistic regression learn from all training images. `feature_cache` is where
+    the features of whole splits are kept, when a checkpoint is evaluated alone.
     """
 
     sets: dict[str, ProbeSet] = _default(dict)
@@ -85,8 +84,7 @@ class FewshotConfig(Record):
 class TrainConfig(Record):
     """One experiment: pre-training, fine-tuning and few-shot evaluation are values of this.
 
-    `data`, `augmentation`, `loss` and `model.head` may be functions of one's own; config.json
-    names them.
+    `data`, `augmentation`, `loss`, `model.head` may be one's own functions: config.json names them.
     """
 
     # What is learned from, and by what.

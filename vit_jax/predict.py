@@ -38,9 +38,8 @@ def main(arguments: argparse.Namespace) -> int:
     names = _class_names(loaded, arguments.class_names)
     if not arguments.features:
         loaded.require_head()
-    crop, rotation = loaded.preprocessing.crop, loaded.preprocessing.exif_rotation
-    size = loaded.config.image_size
-    reader = loading.ImageReader(source, crop, size, rotation, on_unreadable='skip')
+    how, size = loaded.preprocessing, loaded.config.image_size
+    reader = loading.ImageReader(source, how.crop, size, how.exif_rotation, on_unreadable='skip')
     rows, unreadable = [], 0
     # Lines go to the screen through the bar, and past it where they are piped elsewhere.
     console = Console(stderr=True, highlight=False, soft_wrap=True)

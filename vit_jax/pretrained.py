@@ -235,9 +235,7 @@ def _initial(config: ModelConfig) -> Params:
 
 
 def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled function (params, images, names) with float32 products: TPUs and GPUs would
-    round to bfloat16 or TF32 first.
-    """
+    """The compiled function with float32 products: TPUs, GPUs would round to bfloat16 or TF32."""
 
     def run(params: Params, images: Float[Array, 'b h w c'], names: tuple[str, ...]) -> Any:
         with jax.default_matmul_precision('highest'):

@@ -46,10 +46,7 @@ def abstract_batch(
         'example': ((size,), jnp.int32),
     }
     sharding = meshes.batch_sharding(mesh)
-    return {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        for name, (shape, dtype) in shapes.items()
-    }
+    return {name: jax.ShapeDtypeStruct(*x, sharding=sharding) for name, x in shapes.items()}
 
 
 def lower_update(experiment: Experiment, state: TrainState) -> Any:

@@ -95,7 +95,8 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
     }
     _check_labels(config, train, evaluated)
     start = open_start(config)
-    model_config = trained_model(config, start, train.class_names)
+    classes = len(train.class_names)
+    model_config = trained_model(config, start, classes)
     length = make_train_length(config.total, batch_size=config.batch_size, num_images=len(train))
     mesh = make_mesh(config, devices)
     model = build(
@@ -108,7 +109,6 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
     reader = reader_for(config, preprocessing, model_config.image_size)
     as_input = functools.partial(normalize, preprocessing=preprocessing)
     loss_sums = functools.partial(make_loss_sums, model.apply, normalize=as_input)
-    classes = len(train.class_names)
     init, update, report = _training_functions(config, model, loss_sums, length, classes)
     crop = host_crop(config.augmentation, preprocessing)
     return Experiment(
@@ -162,11 +162,8 @@ def preprocessing_of(config: TrainConfig, start: Checkpoint | None) -> Preproces
     return config.preprocessing or (start.card.preprocessing if start else Preprocessing())
 
 
-def trained_model(
-    config: TrainConfig, start: Checkpoint | None, class_names: Sequence[str]
-) -> ModelConfig:
-    """The model to train, the configuration's or the checkpoint's, for these classes."""
-    classes = len(class_names)
+def trained_model(config: TrainConfig, start: Checkpoint | None, classes: int) -> ModelConfig:
+    """The model to train, the configuration's or the checkpoint's, for so many classes."""
     if config.model is None:
         if start is None:
             raise UserError('config.model is none, and there is no checkpoint to take it from')
@@ -218,11 +215,9 @@ def _training_functions(
 def _eval_step(config: TrainConfig, loss_sums: LossSums, train: Source, source: Source) -> EvalStep:
     loss = make_loss(config.loss)
 
-    def of_any_label(
-        logits: Float[Array, 'b k'], targets: Float[Array, 'b k']
-    ) -> Float[Array, 'b']:
+    def of_any(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:
         return loss(logits, targets / targets.sum(axis=-1, keepdims=True))
 
     # A network that was trained for one class an image, on images of which several are right.
     relabelled = source.multi_label and not train.multi_label
-    return loss_sums(of_any_label if relabelled else loss, keep_rows=train.multi_label)
+    return loss_sums(of_any if relabelled else loss, keep_rows=train.multi_label)

@@ -1,7 +1,6 @@
 """Features of whole splits, kept on disk: another evaluation of the same network reads them.
 
-A file is named by a digest of the network, of how images are preprocessed, and of the images: all
-names and labels, and the bytes of some.
+A file is named by a digest of network, preprocessing, names, labels and the bytes of some images.
 """
 
 import hashlib
@@ -30,21 +29,18 @@ def cached(features_of: FeaturesOf, folder: pathlib.Path, network: str) -> Featu
     """The same features, read from files in `folder` where they are there, else written there."""
     with usable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    in_memory: dict[str, np.ndarray] = {}
 
     def from_cache(reader: ImageReader, indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:
         preparation = repr((reader.crop, reader.size, reader.exif_rotation))
         name = _digest(network, preparation, _digest_of_images(reader.source))
         path = folder / f'{name}.npy'
-        if name not in in_memory:
-            if path.exists():
-                in_memory[name] = np.load(path, allow_pickle=False)
-                logging.info('features of %d images read from %s', len(reader.source), path)
-            else:
-                in_memory[name] = features_of(reader, np.arange(len(reader.source)))
-                with atomic_write(path) as partial, partial.open('wb') as file:
-                    np.save(file, in_memory[name], allow_pickle=False)
-        return in_memory[name][indices]
+        if path.exists():
+            logging.info('features of %d images read from %s', len(reader.source), path)
+            return np.load(path, allow_pickle=False)[indices]
+        features = features_of(reader, np.arange(len(reader.source)))
+        with atomic_write(path) as partial, partial.open('wb') as file:
+            np.save(file, features, allow_pickle=False)
+        return features[indices]
 
     return from_cache
 

@@ -22,12 +22,8 @@ def of_run(config: TrainConfig, path: str) -> dict[str, Any]:
 
 def of_data(source: Source) -> dict[str, Any]:
     """What tells whether two hosts see the same data: counts, classes, some names."""
-    some = range(0, len(source), len(source) // 20 + 1)
-    return {
-        'images': len(source),
-        'classes': list(source.class_names),
-        'some': [source.name_of(i) for i in some],
-    }
+    names = [source.name_of(i) for i in range(0, len(source), len(source) // 20 + 1)]
+    return {'images': len(source), 'classes': list(source.class_names), 'some': names}
 
 
 def installed() -> dict[str, Any]:

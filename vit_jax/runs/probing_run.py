@@ -27,8 +27,7 @@ def probe(
 ) -> tuple[dict[str, Any], pathlib.Path]:
     """The result for the checkpoint `start_from`, and the file in `path` that it is written to.
 
-    The preprocessing is the checkpoint's, whatever the configuration would train with. Raises
-    UserError for input that does not fit.
+    The preprocessing is the checkpoint's, whatever the configuration would train with.
     """
     job = job or Job()
     config = records.checked(config, where='config')
@@ -41,10 +40,8 @@ def probe(
     preprocessing = start.card.preprocessing
     config = dataclasses.replace(config, preprocessing=preprocessing)
     size = config.image_size or start.card.model.image_size
-    model = build(
-        dataclasses.replace(start.card.model, num_classes=None, image_size=size),
-        compute=config.compute,
-    )
+    headless = dataclasses.replace(start.card.model, num_classes=None, image_size=size)
+    model = build(headless, compute=config.compute)
     mesh, batch_size = make_mesh(config), config.eval_batch_size or config.batch_size
     reader = reader_for(config, preprocessing, size)
     sets = probing.open_probes(config, make_opener(config.held_out), reader)

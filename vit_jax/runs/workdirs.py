@@ -67,11 +67,9 @@ def _keep_config(folder: pathlib.Path, config: dict[str, Any], *, accept_changes
     free = tuple(f'{name}.' for name in FREE)  # and all fields within
     changes = [line for line in changes if not f'{line.partition(":")[0]}.'.startswith(free)]
     if changes and not accept_changes:
-        raise UserError(
-            f'workdir {folder} holds a run of another configuration:\n  '
-            + '\n  '.join(changes)
-            + '\ntake another --workdir, or go on with --accept_config_changes'
-        )
+        text = f'workdir {folder} holds a run of another configuration:'
+        advice = 'take another --workdir, or go on with --accept_config_changes'
+        raise UserError('\n  '.join([text, *changes]) + f'\n{advice}')
     write_json(kept, config)
 
 

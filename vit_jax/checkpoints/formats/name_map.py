@@ -44,14 +44,14 @@ CONVOLUTION = ArrayTransform(lambda a: a.transpose(2, 3, 1, 0), lambda a: a.tran
 
 
 class NameRule(NamedTuple):
-    """Their array, and ours: several names where theirs joins them along its first axis.
+    """Their array, and those of ours that it joins along its first axis.
 
-    {stage} and {unit} in names count from 1, {layer0}, {stage0} and {unit0} from 0. A name of
-    theirs without {layer0} is of an array that is stacked over the layers as ours is.
+    {layer0} in a name of theirs counts the blocks from 0; without it, their array is stacked over
+    the blocks as ours is.
     """
 
     theirs: str
-    ours: str | tuple[str, ...]
+    ours: tuple[str, ...]
     transform: ArrayTransform = SAME
 
 
@@ -64,66 +64,53 @@ class ResolvedRule(NamedTuple):
     per_layer: bool  # theirs has an array for each layer, which ours stacks
 
 
-def dense(theirs: str, ours: str) -> list[NameRule]:
-    """The same kernel and bias under another name."""
-    return [NameRule(f'{theirs}/{leaf}', f'{ours}/{leaf}') for leaf in ('kernel', 'bias')]
+# Of the leaves that a module may have, `resolve` takes those that the network has.
 
 
-def norm(theirs: str, ours: str, transform: ArrayTransform = SAME) -> list[NameRule]:
-    """The same scale and bias under another name."""
-    return [NameRule(f'{theirs}/{leaf}', f'{ours}/{leaf}', transform) for leaf in ('scale', 'bias')]
+def flax_module(theirs: str, ours: str, transform: ArrayTransform = SAME) -> list[NameRule]:
+    """The same module under another name."""
+    leaves = 'kernel', 'scale', 'bias'
+    return [NameRule(f'{theirs}/{leaf}', (f'{ours}/{leaf}',), transform) for leaf in leaves]
 
 
-def torch_linear(theirs: str, ours: str, transform: ArrayTransform = TRANSPOSED) -> list[NameRule]:
-    """A layer of PyTorch: `weight` and `bias`."""
+def torch_module(theirs: str, *ours: str, num_heads: int = 1) -> list[NameRule]:
+    """A module of PyTorch, perhaps the matrix of several of ours, whose name says what it does."""
+    kernel, bias = TRANSPOSED, SAME
+    name = ours[0].rpartition('/')[2]
+    if name in ('query', 'key', 'value'):  # one matrix for all heads
+        kernel = ArrayTransform(
+            lambda a: a.T.reshape(a.shape[1], num_heads, -1), lambda a: a.reshape(a.shape[0], -1).T
+        )
+        bias = ArrayTransform(lambda a: a.reshape(num_heads, -1), lambda a: a.reshape(-1))
+    elif name == 'out':  # of all heads, back to the width
+        kernel = ArrayTransform(
+            lambda a: a.T.reshape(num_heads, -1, a.shape[0]), lambda a: a.reshape(-1, a.shape[-1]).T
+        )
+    elif name == 'embedding' or name.startswith('conv'):
+        kernel = CONVOLUTION
+    leaves = ('weight', 'kernel', kernel), ('weight', 'scale', SAME), ('bias', 'bias', bias)
     return [
-        NameRule(f'{theirs}.weight', f'{ours}/kernel', transform),
-        NameRule(f'{theirs}.bias', f'{ours}/bias'),
+        NameRule(f'{theirs}.{there}', tuple(f'{module}/{here}' for module in ours), transform)
+        for there, here, transform in leaves
     ]
 
 
-def torch_norm(theirs: str, ours: str) -> list[NameRule]:
-    """A norm of PyTorch: `weight` and `bias`."""
-    names = {'weight': 'scale', 'bias': 'bias'}
-    return [NameRule(f'{theirs}.{there}', f'{ours}/{here}') for there, here in names.items()]
-
-
-def torch_projections(
-    theirs: str, ours: str, names: tuple[str, ...], *, num_heads: int
-) -> list[NameRule]:
-    """Projections to heads that PyTorch keeps as one matrix of all heads, and of all `names`."""
-    kernel = ArrayTransform(
-        lambda a: a.T.reshape(a.shape[1], num_heads, -1), lambda a: a.reshape(a.shape[0], -1).T
-    )
-    bias = ArrayTransform(lambda a: a.reshape(num_heads, -1), lambda a: a.reshape(-1))
-    return [
-        NameRule(f'{theirs}.weight', tuple(f'{ours}/{name}/kernel' for name in names), kernel),
-        NameRule(f'{theirs}.bias', tuple(f'{ours}/{name}/bias' for name in names), bias),
-    ]
-
-
-def torch_output(theirs: str, ours: str, *, num_heads: int) -> list[NameRule]:
-    """The projection of all heads back to the width."""
-    kernel = ArrayTransform(
-        lambda a: a.T.reshape(num_heads, -1, a.shape[0]),
-        lambda a: a.reshape(-1, a.shape[-1]).T,
-    )
-    return torch_linear(theirs, ours, kernel)
-
-
-def torch_backbone(convolution: str, root_norm: str, unit: str) -> list[NameRule]:
-    """A bottleneck ResNet of PyTorch; `unit` is the name of a unit, with {stage0} and {unit0}."""
-    ours = 'backbone/stage{stage}/unit{unit}'
-    rules = [
-        NameRule(f'{convolution}.weight', 'backbone/conv_root/kernel', CONVOLUTION),
-        *torch_norm(root_norm, 'backbone/norm_root'),
-        NameRule(f'{unit}.downsample.conv.weight', f'{ours}/conv_proj/kernel', CONVOLUTION),
-        *torch_norm(f'{unit}.downsample.norm', f'{ours}/norm_proj'),
-    ]
-    for i in (1, 2, 3):
-        rules.append(NameRule(f'{unit}.conv{i}.weight', f'{ours}/conv{i}/kernel', CONVOLUTION))
-        rules += torch_norm(f'{unit}.norm{i}', f'{ours}/norm{i}')
+def torch_backbone(config: ModelConfig, conv: str, norm: str, unit: str) -> list[NameRule]:
+    """A bottleneck ResNet of PyTorch: names of its root, and of a {unit} in a {stage}, from 0."""
+    rules = torch_module(conv, 'backbone/conv_root') + torch_module(norm, 'backbone/norm_root')
+    parts = {f'{kind}{i}': f'{kind}{i}' for i in (1, 2, 3) for kind in ('conv', 'norm')}
+    parts |= {f'downsample.{kind}': f'{kind}_proj' for kind in ('conv', 'norm')}
+    for stage, number in units(config):
+        theirs = unit.format(stage=stage - 1, unit=number - 1)
+        for there, here in parts.items():
+            rules += torch_module(f'{theirs}.{there}', f'backbone/stage{stage}/unit{number}/{here}')
     return rules
+
+
+def units(config: ModelConfig) -> list[tuple[int, int]]:
+    """Stage and number, from 1, of every unit of the backbone."""
+    stages = enumerate(config.backbone.blocks if config.backbone else (), 1)
+    return [(stage, unit + 1) for stage, count in stages for unit in range(count)]
 
 
 def resolve(
@@ -136,7 +123,7 @@ def resolve(
     ours = set(ours)
     layers = range(getattr(config, 'depth', 0))
     resolved = []
-    for theirs, names, transform in (each for rule in rules for each in _units(rule, config)):
+    for theirs, names, transform in rules:
         if set(names) <= ours:
             per_layer = '{layer0}' in theirs
             each = [theirs.replace('{layer0}', str(i)) for i in layers] if per_layer else [theirs]
@@ -211,22 +198,6 @@ def _parts(
     if [part.shape for part in parts] != shapes:
         raise problem
     return [np.ascontiguousarray(part) for part in parts]
-
-
-def _units(
-    rule: NameRule, config: ModelConfig
-) -> Iterable[tuple[str, tuple[str, ...], ArrayTransform]]:
-    """The rule once, or for each stage and unit of the backbone where it names those."""
-    ours = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
-    if '{unit}' not in ours[0]:
-        yield rule.theirs, ours, rule.transform
-        return
-    blocks = config.backbone.blocks if config.backbone else ()
-    for stage, units in enumerate(blocks, 1):
-        for unit in range(1, units + 1):
-            numbers = {'stage': stage, 'unit': unit, 'stage0': stage - 1, 'unit0': unit - 1}
-            theirs = rule.theirs.format(**numbers, layer0='{layer0}')
-            yield theirs, tuple(n.format(**numbers) for n in ours), rule.transform
 
 
 def _some(names: list[str]) -> str:

@@ -22,10 +22,10 @@ from vit_jax.checkpoints import store
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import array_files, inference, name_map
 from vit_jax.checkpoints.formats.array_files import LazyArray, error_prefix
-from vit_jax.checkpoints.formats.base import Clues, Format, Layout
+from vit_jax.checkpoints.formats.base import Format, Layout
 from vit_jax.checkpoints.formats.google import BIGVISION, GOOGLE
 from vit_jax.checkpoints.formats.huggingface import HUGGINGFACE
-from vit_jax.checkpoints.formats.inference import Hints
+from vit_jax.checkpoints.formats.inference import Clues, Hints
 from vit_jax.checkpoints.formats.timm import TIMM
 from vit_jax.models import ModelConfig, ResNetConfig, build
 from vit_jax.models.positions import as_array
@@ -98,14 +98,16 @@ def write_checkpoint(
     target = place / form.file_name if form.file_name else place
     if target.suffix != form.suffix:
         raise UserError(f'{target}: this format is a file whose name ends with {form.suffix}')
+    if isinstance(card.model, ResNetConfig) and not form.resnets:
+        raise UserError(f'the {format} layout has no such ResNet: write google or bigvision')
     params, card, notes = _with_learned_positions(params, card, form)
-    layout = layout or form.usual_layout(card.model)
-    beside = form.files_beside(card)
+    config = card.model
+    layout = layout or form.usual_layout(config)
+    beside = form.files_beside(config, card)
     named = _without_class_row(params, layout)
-    rules = form.rules(card.model, layout)
-    resolved = name_map.resolve(rules, card.model, named, format=form.name)
+    resolved = name_map.resolve(form.rules(config, layout), config, named, format=format)
     arrays, type_notes = _in_type(name_map.to_theirs(resolved, named), layout.dtype)
-    _check_comes_back(form, card.model, layout, arrays, beside)
+    _check_comes_back(form, config, layout, arrays, beside)
     with usable(target):
         target.parent.mkdir(parents=True, exist_ok=True)
     if form.suffix == '.npz':
@@ -115,7 +117,7 @@ def write_checkpoint(
         array_files.write_safetensors(target, arrays, metadata)
     for name, content in beside.items():
         write_json(place / name, content)
-    return notes + type_notes + form.notes(card, layout)
+    return notes + type_notes + form.notes(config, card, layout)
 
 
 def _recognised(
@@ -129,19 +131,19 @@ def _recognised(
             raise UserError("of BiT's pre-activation ResNet, which is not the one of the paper")
         raise UserError(f'its {len(arrays)} arrays are those of no known ViT: {[*arrays][:3]} ...')
     ours = inference.hints_of(own.model) if own else Hints()
-    hints = inference.with_defaults(clues.hints, ours)
-    found = form.recognise(clues._replace(hints=hints))
-    inference.check_hints(clues.hints, found.config)
-    expected = jax.eval_shape(build(found.config).init, jax.random.key(0))
+    found = form.recognise(clues.with_defaults(ours))
+    config = found.config
+    inference.check_hints(clues.hints, config)
+    expected = jax.eval_shape(build(config).init, jax.random.key(0))
     shapes = {name: leaf.shape for name, leaf in tree_names.named_leaves(expected).items()}
-    rules = form.rules(found.config, found.layout)
-    resolved = name_map.resolve(rules, found.config, shapes, format=form.name)
+    rules = form.rules(config, found.layout)
+    resolved = name_map.resolve(rules, config, shapes, format=form.name)
     ignored = *name_map.check_names(resolved, arrays, found.ignored), *ignored
     types = {arrays[name].dtype.name for rule in resolved for name in rule.theirs}
     layout = dataclasses.replace(found.layout, dtype=types.pop() if len(types) == 1 else 'float32')
     card = Card(
-        model=found.config,
-        grid=found.config.grid,
+        model=config,
+        grid=config.grid,
         preprocessing=own.preprocessing if own else found.preprocessing,
         class_names=own.class_names if own else found.class_names,
         loss=own.loss if own else None,
@@ -153,7 +155,7 @@ def _recognised(
             return tree_names.map_named(lambda name, _: values[name], expected)
 
     count = sum(map(math.prod, shapes.values()))
-    report = [f'{form.name} layout: {inference.summarize(card.model, count)}']
+    report = [f'{form.name} layout: {inference.summarize(config, count)}']
     if ignored:
         report.append(f'ignored: {len(ignored)} arrays, such as {ignored[0]}')
     return Checkpoint(path, form.name, layout, card, report, ignored, read)

@@ -26,9 +26,9 @@ def transfer(params: Params, *, old: ModelConfig, new: ModelConfig, fresh: Param
     UserError with the names where it does not fit.
     """
     found, expected = tree_names.named_leaves(params), tree_names.named_leaves(fresh)
-    head, dropped = head_params(fresh), [*head_params(params)]
-    if not any(name.startswith('pre_logits/') for name in expected):
-        dropped += [name for name in found if name.startswith('pre_logits/')]
+    head = head_params(fresh)
+    tanh = [n for n in found if n.startswith('pre_logits/') and n not in expected]
+    dropped = {*head_params(params), *tanh}
     body = {name: leaf for name, leaf in found.items() if name not in dropped}
     body, report = _adapted(body, old, new)
     wanted = {name: leaf for name, leaf in expected.items() if name not in head}
@@ -38,7 +38,7 @@ def transfer(params: Params, *, old: ModelConfig, new: ModelConfig, fresh: Param
     if head:
         to_zero = ' to zero' if new.head == 'linear' else ''
         report.append(f'head: reset{to_zero}, for {new.num_classes} classes')
-    if any(name.startswith('pre_logits/') for name in dropped):
+    if tanh:
         report.append('pre_logits: dropped with the pre-trained head')
     return Transferred(tree_names.map_named(lambda name, leaf: body.get(name, leaf), fresh), report)
 

@@ -1,7 +1,7 @@
 """The npz layouts of google-research: vision_transformer, and big_vision.
 
 They name arrays as Flax modules do and differ in the version of those names, in what stands in
-front of them, and in where positions are. One name map serves both, but for attention pooling.
+front of them, and in where positions are. One name map serves both.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Layout(base.Layout):
     before_linen: bool = True  # modules of a block are numbered through: MlpBlock_3
     positions: str = _POSITIONS[1]
     group_norm_4d: bool = True  # (1, 1, 1, c)
-    map_head: str = 'MAPHead_0/'
+    map_head: str | None = None  # in front of attention pooling
 
 
 GOOGLE_LAYOUT = Layout()
@@ -50,6 +50,7 @@ BIGVISION_LAYOUT = Layout(
     positions=_POSITIONS[0],
     class_row=False,
     group_norm_4d=False,
+    map_head='MAPHead_0/',
 )
 
 
@@ -90,24 +91,14 @@ def _rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
         for index in ('1', '2', '3', '_proj'):
             rules += flax_module(f'{there}/conv{index}', f'{here}/conv{index}')
             rules += flax_module(f'{there}/gn{index}', f'{here}/norm{index}', group)
-    return _prefixed(rules, layout)
-
-
-def _bigvision_rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
-    head = layout.map_head
-    rules = [
-        NameRule(f'{head}probe', ('pool/probe',)),
-        *flax_module(f'{head}LayerNorm_0', 'pool/norm'),
-        *flax_module(f'{head}MlpBlock_0/Dense_0', 'pool/mlp/dense1'),
-        *flax_module(f'{head}MlpBlock_0/Dense_1', 'pool/mlp/dense2'),
-    ]
-    for projection in _ATTENTION:
-        theirs = f'{head}MultiHeadDotProductAttention_0/{projection}'
-        rules += flax_module(theirs, f'pool/attention/{projection}')
-    return _rules(config, layout) + _prefixed(rules, layout)
-
-
-def _prefixed(rules: list[NameRule], layout: Layout) -> list[NameRule]:
+    if (head := layout.map_head) is not None:
+        rules.append(NameRule(f'{head}probe', ('pool/probe',)))
+        rules += flax_module(f'{head}LayerNorm_0', 'pool/norm')
+        rules += flax_module(f'{head}MlpBlock_0/Dense_0', 'pool/mlp/dense1')
+        rules += flax_module(f'{head}MlpBlock_0/Dense_1', 'pool/mlp/dense2')
+        for projection in _ATTENTION:
+            theirs = f'{head}MultiHeadDotProductAttention_0/{projection}'
+            rules += flax_module(theirs, f'pool/attention/{projection}')
     return [rule._replace(theirs=layout.prefix + rule.theirs) for rule in rules]
 
 
@@ -206,7 +197,6 @@ BIGVISION = dataclasses.replace(
     name='bigvision',
     matches=lambda names: any(map(_KNOWN.fullmatch, names)),
     recognise=functools.partial(_recognise, BIGVISION_LAYOUT),
-    rules=_bigvision_rules,
     usual_layout=lambda config: BIGVISION_LAYOUT,
     positions=('learned', 'sincos2d'),
 )

@@ -202,13 +202,11 @@ def _description(config: ViTConfig, names: tuple[str, ...]) -> dict[str, Any]:
 def _processor(config: ViTConfig, preprocessing: Preprocessing) -> dict[str, Any]:
     """The preprocessor_config.json, as far as transformers has such a preprocessing."""
     crop, (height, width) = preprocessing.crop, config.image_size
-    size: dict[str, Any] = {'size': {'height': height, 'width': width}}
+    both = {'height': height, 'width': width}
+    size: dict[str, Any] = {'size': both}
     if isinstance(crop, CentralCrop):
-        size = {
-            'size': {'shortest_edge': round(crop.scale * min(height, width))},
-            'do_center_crop': True,
-            'crop_size': {'height': height, 'width': width},
-        }
+        edge = round(crop.scale * min(height, width))
+        size = {'size': {'shortest_edge': edge}, 'do_center_crop': True, 'crop_size': both}
     return size | {
         'image_processor_type': 'ViTImageProcessor',
         'do_resize': True,

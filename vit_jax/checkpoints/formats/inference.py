@@ -47,14 +47,6 @@ def hints_of(config: ModelConfig) -> Hints:
     return Hints(**{name: getattr(config, name, None) for name in vars(Hints())})
 
 
-def check_hints(hints: Hints, config: ModelConfig) -> None:
-    """Raises UserError for a hint that contradicts what was found in the file."""
-    for name, value in vars(hints).items():
-        found = getattr(config, name, None)
-        if value not in (None, found):
-            raise UserError(f'{name}={value} was given, but the arrays have {found}')
-
-
 def shape_of(arrays: Mapping[str, LazyArray], name: str, rank: int) -> tuple[int, ...]:
     """The shape of an array. Raises UserError where it is missing or of another rank."""
     if name not in arrays:
@@ -162,33 +154,25 @@ def infer_grid(
     size in pixels of the part of the image that a patch covers. Without an array, the positions are
     fixed. Raises NeedsHint that says what would settle it.
     """
-    hints, wanted = clues.hints, None
-    if clues.image_size is not None:
-        wanted = clues.image_size[0] // cell[0], clues.image_size[1] // cell[1]
+    size, hinted = clues.image_size, clues.hints.grid
+    wanted = (size[0] // cell[0], size[1] // cell[1]) if size else None
     if table is None:
-        if grid := hints.grid or wanted:
+        if grid := hinted or wanted:
             return grid, 0
         raise NeedsHint(
             'positions are fixed sines and cosines, so that the grid is not in the file; '
             f'say it with grid=(14, 14), or with image_size={(14 * cell[0], 14 * cell[1])}'
         )
     positions = shape_of(clues.arrays, table, 3)[1]
-    if hints.grid is not None:
-        for row in rows:
-            if math.prod(hints.grid) == positions - row:
-                return hints.grid, row
-        raise UserError(
-            f'grid={hints.grid} has {math.prod(hints.grid)} patches, the file {positions} positions'
-        )
-    square = {row: math.isqrt(max(0, positions - row)) for row in rows}
-    square = {row: side for row, side in square.items() if side and side**2 == positions - row}
-    plain = [row for row in rows if row]
-    if square and (len(rows) == 1 or list(square) == plain):
-        row, side = square.popitem()
-        return (side, side), row
+    side = math.isqrt(positions - rows[0])
+    square = (side, side) if side**2 == positions - rows[0] > 0 else None
+    grid = hinted or square or wanted
     for row in rows:
-        if wanted is not None and math.prod(wanted) == positions - row:
-            return wanted, row
+        if grid is not None and math.prod(grid) == positions - row:
+            return grid, row
+    if hinted is not None:
+        patches = math.prod(hinted)
+        raise UserError(f'grid={hinted} has {patches} patches, the file {positions} positions')
     offers = [grid for row in rows for grid in _near_squares(positions - row)]
     token = ' and perhaps a class token' if len(rows) > 1 else ''
     raise NeedsHint(
@@ -214,12 +198,8 @@ def summarize(config: ModelConfig, parameters: int) -> str:
     if config.backbone is not None:
         stages = f'stages {config.backbone.blocks}' if config.backbone.blocks else 'root alone'
         name = f'hybrid ({stages}), {name} on its feature map'
-    pools: dict[Pool, str] = {
-        'cls': 'class token',
-        'gap': 'mean of tokens',
-        'map': 'attention pooling',
-        'none': 'all tokens',
-    }
+    pools: dict[Pool, str] = {'cls': 'class token', 'gap': 'mean of tokens'}
+    pools |= {'map': 'attention pooling', 'none': 'all tokens'}
     return (
         f'{name}: {config.depth} layers of width {config.width}, {config.num_heads} heads, '
         f'{pools[config.pool]}, grid {config.grid[0]}x{config.grid[1]} '
@@ -232,6 +212,5 @@ def _near_squares(count: int) -> list[tuple[int, int]]:
     """The grids of this many patches that are nearest to a square: both ways round."""
     for height in range(math.isqrt(max(1, count)), 1, -1):
         if count % height == 0:
-            width = count // height
-            return [(height, width)] if height == width else [(height, width), (width, height)]
+            return sorted({(height, count // height), (count // height, height)})
     return []

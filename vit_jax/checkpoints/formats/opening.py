@@ -18,6 +18,7 @@ from vit_jax.base import records, tree_names
 from vit_jax.base.array_types import Params
 from vit_jax.base.atomic_files import write_json
 from vit_jax.base.errors import UserError, usable
+from vit_jax.base.records import require
 from vit_jax.checkpoints import store
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import array_files, inference, name_map
@@ -98,10 +99,16 @@ def write_checkpoint(
     target = place / form.file_name if form.file_name else place
     if target.suffix != form.suffix:
         raise UserError(f'{target}: this format is a file whose name ends with {form.suffix}')
-    if isinstance(card.model, ResNetConfig) and not form.resnets:
-        raise UserError(f'the {format} layout has no such ResNet: write google or bigvision')
-    params, card, notes = _with_learned_positions(params, card, form)
-    config = card.model
+    config, notes = card.model, []
+    if isinstance(config, ResNetConfig):
+        require(form.resnets, f'the {format} layout has no such ResNet: write google or bigvision')
+    elif config.positions not in form.positions:
+        count, width = config.num_tokens, config.width
+        table = as_array(config.positions, config.grid, length=count, width=width)
+        params = params | {'pos_embedding': table}
+        config = dataclasses.replace(config, positions='learned')
+        card = dataclasses.replace(card, model=config)
+        notes.append('positions: written as an array')
     layout = layout or form.usual_layout(config)
     beside = form.files_beside(config, card)
     named = _without_class_row(params, layout)
@@ -133,7 +140,9 @@ def _recognised(
     ours = inference.hints_of(own.model) if own else Hints()
     found = form.recognise(clues.with_defaults(ours))
     config = found.config
-    inference.check_hints(clues.hints, config)
+    for name, hint in vars(clues.hints).items():
+        if hint not in (None, stored := getattr(config, name, None)):
+            raise UserError(f'{name}={hint} was given, but the arrays have {stored}')
     expected = jax.eval_shape(build(config).init, jax.random.key(0))
     shapes = {name: leaf.shape for name, leaf in tree_names.named_leaves(expected).items()}
     rules = form.rules(config, found.layout)
@@ -187,19 +196,6 @@ def _check_comes_back(
         raise UserError(
             f'the {form.name} layout has no such network, it would come back with {lost[0]}'
         )
-
-
-def _with_learned_positions(
-    params: Params, card: Card, form: Format[Any]
-) -> tuple[Params, Card, list[str]]:
-    """The same network with its positions as an array, where the format has no such kind."""
-    config = card.model
-    if isinstance(config, ResNetConfig) or config.positions in form.positions:
-        return params, card, []
-    table = as_array(config.positions, config.grid, length=config.num_tokens, width=config.width)
-    params = params | {'pos_embedding': table}
-    card = dataclasses.replace(card, model=dataclasses.replace(config, positions='learned'))
-    return params, card, ['positions: written as an array']
 
 
 def _without_class_row(params: Params, layout: Layout) -> dict[str, np.ndarray]:

@@ -194,10 +194,8 @@ def load_params(path: str) -> Params:
         reader = ocp.PyTreeCheckpointHandler()
         structure = reader.metadata(folder / 'params').tree
         to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), structure)
-        restored: Params = reader.restore(
-            folder / 'params', args=ocp.args.PyTreeRestore(restore_args=to_host)
-        )
-        return restored
+        wanted = ocp.args.PyTreeRestore(restore_args=to_host)
+        return reader.restore(folder / 'params', args=wanted)
 
 
 def save_alone(folder: pathlib.Path, params: Params, card: dict[str, Any]) -> None:

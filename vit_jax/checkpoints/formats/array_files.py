@@ -61,7 +61,7 @@ def read_array_file(path: pathlib.Path) -> ArrayFile:
             archive = zipfile.ZipFile(path)
             members = _checked_members(archive, path.stat().st_size)
             is_torch = any(name.endswith('/data.pkl') for name in members)
-            return _torch(path) if is_torch else _npz(path, archive)
+            return _torch(path) if is_torch else _npz(archive)
         if start[8:9] == b'{':
             return _safetensors(path)
         if start[:1] == b'\x80':  # a pickle, as PyTorch wrote it before 1.6
@@ -149,43 +149,39 @@ def _checked_members(archive: zipfile.ZipFile, file_size: int) -> list[str]:
     return names
 
 
-def _npz(path: pathlib.Path, archive: zipfile.ZipFile) -> ArrayFile:
+def _npz(archive: zipfile.ZipFile) -> ArrayFile:
+    def read(member: zipfile.ZipInfo) -> np.ndarray:
+        with archive.open(member) as file:  # to its end, where zipfile compares the checksum
+            return np.lib.format.read_array(file, allow_pickle=False)
+
     arrays = {}
     for member in archive.infolist():
         name = member.filename.removesuffix('.npy')
         if name == member.filename:
             raise UserError(f'{name} is no array of numpy')
-        read = functools.partial(_read_npy, archive, member)
-        arrays[name] = _float32(name, *_npy_header(archive, member), read)
+        with archive.open(member) as file:
+            shape, dtype = _npy_header(file, member)
+        arrays[name] = _float32(name, shape, dtype, functools.partial(read, member))
     return ArrayFile(arrays, {})
 
 
-def _npy_header(
-    archive: zipfile.ZipFile, member: zipfile.ZipInfo
-) -> tuple[tuple[int, ...], np.dtype]:
+def _npy_header(file: Any, member: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype]:
     """Shape and type, after they were compared with the size of the member."""
     name, npy = member.filename, np.lib.format
     headers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-    with archive.open(member) as file:
-        version = npy.read_magic(file)
-        if version not in headers:
-            raise UserError(f'{name}: version {version} of the npy format')
-        shape, _, dtype = headers[version](file)
-        if dtype.hasobject or dtype.fields:
-            raise UserError(f'{name} holds Python objects, which only pickle could read')
-        if any(side < 0 for side in shape):
-            raise UserError(f'{name} has the shape {shape}')
-        declared = file.tell() + math.prod(shape) * dtype.itemsize
+    version = npy.read_magic(file)
+    if version not in headers:
+        raise UserError(f'{name}: version {version} of the npy format')
+    shape, _, dtype = headers[version](file)
+    if dtype.hasobject or dtype.fields:
+        raise UserError(f'{name} holds Python objects, which only pickle could read')
+    if any(side < 0 for side in shape):
+        raise UserError(f'{name} has the shape {shape}')
+    declared = file.tell() + math.prod(shape) * dtype.itemsize
     if declared != member.file_size:
         name = name.removesuffix('.npy')
         raise UserError(f'{name} declares {declared:,} bytes, holds {member.file_size:,}')
     return tuple(map(int, shape)), dtype
-
-
-def _read_npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
-    with archive.open(member) as file:  # to its end, where zipfile compares the checksum
-        array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
-        return array
 
 
 def _safetensors(path: pathlib.Path) -> ArrayFile:

@@ -138,16 +138,16 @@ def _recognise(usual: Layout, clues: Clues) -> Recognised[Layout]:
 
 def _infer(clues: Clues) -> tuple[ModelConfig, dict[str, Any]]:
     """The network, and the values of the Layout that its arrays show."""
-    inside, root, axes = clues.arrays, 'conv_root/kernel', 'HWIO'
+    inside, root = clues.arrays, 'conv_root/kernel'
     num_classes = inference.length_of(inside, 'head/bias')
     layout: dict[str, Any] = {}
     if 'gn_root/scale' in inside:
         layout['group_norm_4d'] = len(inside['gn_root/scale'].shape) == 4
-    backbone = inference.infer_backbone(inside, root, _UNIT, axes)
+    backbone = inference.infer_backbone(inside, root, _UNIT)
     if backbone is not None and not any(name.startswith('Transformer/') for name in inside):
         config = ResNetConfig(
             image_size=clues.image_size or (224, 224),
-            channels=inference.kernel_shape(inside, root, axes)[2],
+            channels=inference.kernel_shape(inside, root)[2],
             backbone=backbone,
             num_classes=num_classes,
         )
@@ -161,7 +161,6 @@ def _infer(clues: Clues) -> tuple[ModelConfig, dict[str, Any]]:
     table = next((name for name in _POSITIONS if name in inside), None)
     vit, row = inference.infer_vit(
         clues.with_defaults(Hints(gelu='tanh', layer_norm_epsilon=1e-6)),
-        axes=axes,
         embedding='embedding/kernel',
         root=root,
         unit=_UNIT,

@@ -68,10 +68,8 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     ]
     for name, theirs in names.items():
         rules += module(f'{attention}.{theirs}', f'{ours}/attention/{name}')
-    root = f'{prefix}{_ROOT}'
-    return rules + name_map.torch_backbone(
-        config, f'{root}.convolution', f'{root}.norm', prefix + _UNIT
-    )
+    root, unit = prefix + _ROOT, prefix + _UNIT
+    return rules + name_map.torch_backbone(config, f'{root}.convolution', f'{root}.norm', unit)
 
 
 def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
@@ -88,18 +86,14 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     mlp = 'intermediate.dense' if old_names else 'mlp.fc1'
     size = _pair(described.get('image_size'), 'image_size')
     act = described.get('hidden_act', 'gelu')
-    said = {
-        'num_heads': described.get('num_attention_heads'),
-        'gelu': _GELU.get(act),
-        'layer_norm_epsilon': described.get('layer_norm_eps', 1e-12),
-    }
+    said = {'num_heads': described.get('num_attention_heads'), 'gelu': _GELU.get(act)}
+    said['layer_norm_epsilon'] = described.get('layer_norm_eps', 1e-12)
     defaults = records.from_dict(Hints, said, where='config.json')
     clues = clues._replace(image_size=size).with_defaults(defaults)
     if clues.hints.gelu is None:
         raise UserError(f'config.json: hidden_act={act!r} is not one of {", ".join(_GELU)}')
     config, _ = inference.infer_vit(
         clues,
-        axes='OIHW',
         embedding=f'{prefix}{_PATCHES}.projection.weight',
         root=f'{prefix}{_ROOT}.convolution.weight',
         unit=prefix + _UNIT,
@@ -114,13 +108,9 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     for name, value in (found | {'intermediate_size': config.mlp_dim}).items():
         if described.get(name, value) != value:
             raise UserError(f'config.json says {name}={described[name]}, the arrays {value}')
-    return Recognised(
-        config,
-        Layout(prefix=prefix, old_names=old_names),
-        _preprocessing(clues.processor_json),
-        _class_names(described, config.num_classes),
-        _IGNORED,
-    )
+    layout = Layout(prefix=prefix, old_names=old_names)
+    names = _class_names(described, config.num_classes)
+    return Recognised(config, layout, _preprocessing(clues.processor_json), names, _IGNORED)
 
 
 def _class_names(described: dict[str, Any], count: int | None) -> tuple[str, ...]:

@@ -70,15 +70,14 @@ def count_layers(names: Iterable[str], pattern: str) -> int:
     return len(layers)
 
 
-def kernel_shape(arrays: Mapping[str, LazyArray], name: str, axes: str) -> tuple[int, ...]:
-    """Height, width, inputs and outputs of a convolution whose axes are HWIO in another order."""
+def kernel_shape(arrays: Mapping[str, LazyArray], name: str) -> tuple[int, ...]:
+    """Height, width, inputs and outputs of a convolution: Flax's kernel, or PyTorch's weight."""
+    axes = 'HWIO' if name.endswith('kernel') else 'OIHW'
     sizes = dict(zip(axes, shape_of(arrays, name, 4), strict=True))
     return tuple(sizes[axis] for axis in 'HWIO')
 
 
-def infer_backbone(
-    arrays: Mapping[str, LazyArray], root: str, unit: str, axes: str
-) -> Backbone | None:
+def infer_backbone(arrays: Mapping[str, LazyArray], root: str, unit: str) -> Backbone | None:
     """The backbone; None where its first kernel, `root`, is not among the arrays.
 
     `unit` is what names in a unit begin with, with {stage} and {unit} for the numbers.
@@ -89,13 +88,12 @@ def infer_backbone(
     units = {match.groups() for name in arrays if (match := re.match(pattern, name))}
     stages = sorted({int(stage) for stage, _ in units})
     blocks = tuple(sum(int(stage) == number for stage, _ in units) for number in stages)
-    return Backbone(blocks=blocks, width=kernel_shape(arrays, root, axes)[-1])
+    return Backbone(blocks=blocks, width=kernel_shape(arrays, root)[-1])
 
 
 def infer_vit(
     clues: Clues,
     *,
-    axes: str,
     embedding: str,
     root: str,
     unit: str,
@@ -111,10 +109,10 @@ def infer_vit(
     """
     arrays, hints = clues.arrays, clues.hints
     values |= {'gelu': hints.gelu, 'layer_norm_epsilon': hints.layer_norm_epsilon}
-    p, q, channels, width = kernel_shape(arrays, embedding, axes)
-    stride, backbone = 1, infer_backbone(arrays, root, unit, axes)
+    p, q, channels, width = kernel_shape(arrays, embedding)
+    stride, backbone = 1, infer_backbone(arrays, root, unit)
     if backbone is not None:
-        stride, channels = backbone.stride, kernel_shape(arrays, root, axes)[2]
+        stride, channels = backbone.stride, kernel_shape(arrays, root)[2]
     cell = p * stride, q * stride
     grid, row = infer_grid(clues, table, rows=rows, cell=cell)
     config = ViTConfig(

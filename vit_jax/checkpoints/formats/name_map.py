@@ -11,9 +11,9 @@ heads), and so on. That is the rule
         ArrayTransform(to_ours=transposed and split into heads, to_theirs=the inverse),
     )
 
-which `resolve` makes a ResolvedRule of, with the names of all blocks: blocks.0 to blocks.11. To
-read, each of their 12 arrays is split into 3, each part is transformed, and the parts of the 12 are
-stacked. To write, all that is undone.
+which `resolve` gives the names of all blocks: blocks.0 to blocks.11. To read, each of their 12
+arrays is split into 3, each part is transformed, and the parts of the 12 are stacked. To write, all
+that is undone.
 """
 
 import re
@@ -54,15 +54,13 @@ class NameRule(NamedTuple):
     ours: tuple[str, ...]
     transform: ArrayTransform = SAME
 
+    @property
+    def per_layer(self) -> bool:
+        """Has theirs an array for each layer, which ours stacks?"""
+        return '{layer0}' in self.theirs
 
-class ResolvedRule(NamedTuple):
-    """A rule for one network: `theirs` are the names of all layers."""
 
-    theirs: tuple[str, ...]
-    ours: tuple[str, ...]
-    transform: ArrayTransform
-    per_layer: bool  # theirs has an array for each layer, which ours stacks
-
+Resolved = Mapping[NameRule, list[str]]  # rules for one network: the names of theirs, of all layers
 
 # Of the leaves that a module may have, `resolve` takes those that the network has.
 
@@ -115,19 +113,16 @@ def units(config: ModelConfig) -> list[tuple[int, int]]:
 
 def resolve(
     rules: Iterable[NameRule], config: ModelConfig, ours: Iterable[str], *, format: str
-) -> list[ResolvedRule]:
+) -> Resolved:
     """The rules that hold all of our arrays, each once.
 
     Raises UserError where the format has no place for one of them.
     """
-    ours = set(ours)
-    layers = range(getattr(config, 'depth', 0))
-    resolved = []
-    for theirs, names, transform in rules:
-        if set(names) <= ours:
-            per_layer = '{layer0}' in theirs
-            each = [theirs.replace('{layer0}', str(i)) for i in layers] if per_layer else [theirs]
-            resolved.append(ResolvedRule(tuple(each), names, transform, per_layer))
+    ours, resolved = set(ours), {}
+    for rule in rules:
+        if ours.issuperset(rule.ours):
+            layers = range(getattr(config, 'depth', 0) if rule.per_layer else 1)
+            resolved[rule] = [rule.theirs.replace('{layer0}', str(i)) for i in layers]
     covered = [name for rule in resolved for name in rule.ours]
     assert len(covered) == len(set(covered)), 'two rules for one array'
     if homeless := sorted(ours - set(covered)):
@@ -135,14 +130,12 @@ def resolve(
     return resolved
 
 
-def check_names(
-    rules: Iterable[ResolvedRule], stored: Mapping[str, LazyArray], ignored: str | None
-) -> list[str]:
+def check_names(rules: Resolved, stored: Mapping[str, LazyArray], ignored: str | None) -> list[str]:
     """The names in the file that no rule reads, but the pattern `ignored` matches.
 
     Raises UserError for arrays that are missing, and for others that no rule reads.
     """
-    wanted = {name for rule in rules for name in rule.theirs}
+    wanted = {name for names in rules.values() for name in names}
     extra = sorted(set(stored) - wanted)
     skipped = [name for name in extra if ignored and re.fullmatch(ignored, name)]
     unknown = [name for name in extra if name not in skipped]
@@ -153,34 +146,30 @@ def check_names(
 
 
 def to_ours(
-    rules: Iterable[ResolvedRule],
-    stored: Mapping[str, LazyArray],
-    shapes: Mapping[str, tuple[int, ...]],
+    rules: Resolved, stored: Mapping[str, LazyArray], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, np.ndarray]:
     """Our arrays, in float32. Raises UserError for one that does not get its shape in `shapes`."""
     arrays = {}
-    for rule in rules:
-        layers = [_parts(rule, name, stored[name], shapes) for name in rule.theirs]
+    for rule, theirs in rules.items():
+        layers = [_parts(rule, name, stored[name], shapes) for name in theirs]
         for index, name in enumerate(rule.ours):
             parts = [layer[index] for layer in layers]
             arrays[name] = np.stack(parts) if rule.per_layer else parts[0]
     return arrays
 
 
-def to_theirs(
-    rules: Iterable[ResolvedRule], ours: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
+def to_theirs(rules: Resolved, ours: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Their arrays: the inverse of `to_ours`."""
     arrays = {}
-    for rule in rules:
-        for layer, name in enumerate(rule.theirs):
+    for rule, theirs in rules.items():
+        for layer, name in enumerate(theirs):
             parts = [ours[n][layer] if rule.per_layer else ours[n] for n in rule.ours]
             arrays[name] = np.concatenate([rule.transform.to_theirs(part) for part in parts])
     return arrays
 
 
 def _parts(
-    rule: ResolvedRule, name: str, stored: LazyArray, expected: Mapping[str, tuple[int, ...]]
+    rule: NameRule, name: str, stored: LazyArray, expected: Mapping[str, tuple[int, ...]]
 ) -> list[np.ndarray]:
     """One of their arrays, split into those of ours that it joins."""
     shapes = [expected[ours][1:] if rule.per_layer else expected[ours] for ours in rule.ours]

@@ -60,7 +60,9 @@ def open_checkpoint(
     a grid that the file leaves open. Raises UserError, in one sentence that begins with the path:
     MissingFile where nothing is there, NeedsHint where the file leaves open what network it is.
     """
-    place, subtree = _split(path)
+    place, subtree = pathlib.Path(path), ''
+    if not place.exists() and (match := re.fullmatch(r'(.+\.npz):(.+)', path)):
+        place, subtree = pathlib.Path(match[1]), match[2].strip('/')
     files = _weights(place) if place.is_dir() else [place]
     if not files:
         if given := [name for name, value in vars(hints).items() if value is not None]:
@@ -77,7 +79,7 @@ def open_checkpoint(
         embedded = found.metadata.get(_CARD)
         own = Card.read(json.loads(embedded), where='card') if embedded else None
         clues = Clues(found.arrays, hints, image_size, subtree, *described)
-        return _recognised(path, clues, own, ignored=found.ignored)
+        return _recognised(path, clues, own, found.ignored)
 
 
 def write_checkpoint(
@@ -127,9 +129,7 @@ def write_checkpoint(
     return notes + type_notes + form.notes(config, card, layout)
 
 
-def _recognised(
-    path: str, clues: Clues, own: Card | None, *, ignored: tuple[str, ...]
-) -> Checkpoint:
+def _recognised(path: str, clues: Clues, own: Card | None, ignored: tuple[str, ...]) -> Checkpoint:
     """The checkpoint of a foreign file; `own` is the card that we put into it, if we wrote it."""
     arrays = clues.arrays
     form = next((form for form in FORMATS if form.matches(arrays)), None)
@@ -148,7 +148,7 @@ def _recognised(
     rules = form.rules(config, found.layout)
     resolved = name_map.resolve(rules, config, shapes, format=form.name)
     ignored = *name_map.check_names(resolved, arrays, found.ignored), *ignored
-    types = {arrays[name].dtype.name for rule in resolved for name in rule.theirs}
+    types = {arrays[name].dtype.name for names in resolved.values() for name in names}
     layout = dataclasses.replace(found.layout, dtype=types.pop() if len(types) == 1 else 'float32')
     card = Card(
         model=config,
@@ -216,14 +216,6 @@ def _in_type(arrays: dict[str, np.ndarray], dtype: str) -> tuple[dict[str, np.nd
     if all(np.array_equal(cast[name].astype(np.float32), arrays[name]) for name in cast):
         return cast, []
     return arrays, [f'written as float32: {dtype} would not hold the values']
-
-
-def _split(path: str) -> tuple[pathlib.Path, str]:
-    """The file or directory, and what follows `.npz:`."""
-    match = re.fullmatch(r'(.+\.npz):(.+)', path)
-    if match and not pathlib.Path(path).exists():
-        return pathlib.Path(match[1]), match[2].strip('/')
-    return pathlib.Path(path), ''
 
 
 def _weights(folder: pathlib.Path) -> list[pathlib.Path]:

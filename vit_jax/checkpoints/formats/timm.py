@@ -79,14 +79,12 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     prefix = next(match[1] or '' for name in clues.arrays if (match := _KNOWN.fullmatch(name)))
     inside = {n.removeprefix(prefix): a for n, a in clues.arrays.items() if n.startswith(prefix)}
     root = next((r for r in _ROOTS.values() if f'{r}.conv.weight' in inside), '')
-    pool: Pool = (
-        'map' if 'attn_pool.latent' in inside else 'cls' if 'cls_token' in inside else 'gap'
-    )
+    pool: Pool = 'cls' if 'cls_token' in inside else 'gap'
+    pool = 'map' if 'attn_pool.latent' in inside else pool
     if pool == 'map' and 'cls_token' in inside or pool == 'cls' and 'fc_norm.bias' in inside:
         raise UserError('pools over patches beside a class token, which is not supported')
     config, row = inference.infer_vit(
         clues._replace(arrays=inside).with_defaults(defaults),
-        axes='OIHW',
         embedding='patch_embed.proj.weight',
         root=f'{root}.conv.weight',
         unit=_UNIT,

@@ -102,10 +102,10 @@ def infer_vit(
     num_heads: int | None = None,
     **values: Any,
 ) -> tuple[ViTConfig, int]:
-    """The ViT of these values, its input inferred; and whether its positions have a class row.
+    """The ViT of these values, the rest inferred; and whether its positions have a class row.
 
-    `embedding`, `root` and `table` are names of arrays, the others as in `infer_backbone` and
-    `infer_grid`. Without `num_heads` they are inferred too.
+    `embedding` is the name of the kernel of the patches; the others are those of `infer_backbone`
+    and `infer_grid`.
     """
     arrays, hints = clues.arrays, clues.hints
     values |= {'gelu': hints.gelu, 'layer_norm_epsilon': hints.layer_norm_epsilon}

@@ -72,7 +72,7 @@ def flax_module(theirs: str, ours: str, transform: ArrayTransform = SAME) -> lis
 
 
 def torch_module(theirs: str, *ours: str, num_heads: int = 1) -> list[NameRule]:
-    """A module of PyTorch, perhaps the matrix of several of ours, whose name says what it does."""
+    """A module of PyTorch, which may join several; the end of our name for it says what it does."""
     kernel, bias = TRANSPOSED, SAME
     name = ours[0].rpartition('/')[2]
     if name in ('query', 'key', 'value'):  # one matrix for all heads

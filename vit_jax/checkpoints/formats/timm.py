@@ -10,7 +10,7 @@ from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import base, inference, name_map
 from vit_jax.checkpoints.formats.base import Format, Layout, Recognised
 from vit_jax.checkpoints.formats.inference import Clues, Hints
-from vit_jax.checkpoints.formats.name_map import NameRule
+from vit_jax.checkpoints.formats.name_map import NO_CLASS_ROW, SAME, NameRule
 from vit_jax.data.image_preprocessing import CentralCrop, Crop, Preprocessing, Resize, ResizeMethod
 from vit_jax.models import Gelu, Pool, ViTConfig
 
@@ -19,22 +19,19 @@ _ROOTS = {True: 'patch_embed.backbone.stem', False: 'patch_embed.backbone'}
 _UNIT = 'patch_embed.backbone.stages.{stage}.blocks.{unit}'
 _POOLS: dict[Pool, str] = {'cls': 'token', 'gap': 'avg', 'map': 'map', 'none': ''}
 _GELUS: dict[Any, Gelu] = {'gelu_tanh': 'tanh', 'gelu': 'exact'}
-_JOINED = tuple(f'encoder/block/attention/{name}' for name in ('query', 'key', 'value'))
 
 
 def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     block, ours = 'blocks.{layer0}', 'encoder/block'
-    no_row = config.pool == 'cls' and not layout.class_row
+    positions = NO_CLASS_ROW if config.pool == 'cls' and not layout.class_row else SAME
     module = functools.partial(name_map.torch_module, num_heads=config.num_heads)
     rules = [
         *module('patch_embed.proj', 'embedding'),
         NameRule('cls_token', ('cls',)),
-        NameRule(
-            'pos_embed', ('pos_embedding',), name_map.NO_CLASS_ROW if no_row else name_map.SAME
-        ),
+        NameRule('pos_embed', ('pos_embedding',), positions),
         *module(f'{block}.norm1', f'{ours}/norm1'),
         *module(f'{block}.norm2', f'{ours}/norm2'),
-        *module(f'{block}.attn.qkv', *_JOINED),
+        *module(f'{block}.attn.qkv', *(f'{ours}/attention/{n}' for n in ('query', 'key', 'value'))),
         *module(f'{block}.attn.proj', f'{ours}/attention/out'),
         *module(f'{block}.mlp.fc1', f'{ours}/mlp/dense1'),
         *module(f'{block}.mlp.fc2', f'{ours}/mlp/dense2'),

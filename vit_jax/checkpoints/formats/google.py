@@ -161,7 +161,7 @@ def _infer(clues: Clues) -> tuple[ModelConfig, dict[str, Any]]:
     table = next((name for name in _POSITIONS if name in inside), None)
     vit, row = inference.infer_vit(
         clues.with_defaults(Hints(gelu='tanh', layer_norm_epsilon=1e-6)),
-        embedding='embedding/kernel',
+        embedding=inference.kernel_shape(inside, 'embedding/kernel'),
         root=root,
         unit=_UNIT,
         table=table,

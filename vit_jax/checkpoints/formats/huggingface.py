@@ -94,7 +94,7 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
         raise UserError(f'config.json: hidden_act={act!r} is not one of {", ".join(_GELU)}')
     config, _ = inference.infer_vit(
         clues,
-        embedding=f'{prefix}{_PATCHES}.projection.weight',
+        embedding=inference.kernel_shape(arrays, f'{prefix}{_PATCHES}.projection.weight'),
         root=f'{prefix}{_ROOT}.convolution.weight',
         unit=prefix + _UNIT,
         table=f'{prefix}embeddings.position_embeddings',

@@ -94,7 +94,7 @@ def infer_backbone(arrays: Mapping[str, LazyArray], root: str, unit: str) -> Bac
 def infer_vit(
     clues: Clues,
     *,
-    embedding: str,
+    embedding: tuple[int, ...],
     root: str,
     unit: str,
     table: str | None,
@@ -104,12 +104,12 @@ def infer_vit(
 ) -> tuple[ViTConfig, int]:
     """The ViT of these values, the rest inferred; and whether its positions have a class row.
 
-    `embedding` is the name of the kernel of the patches; the others are those of `infer_backbone`
-    and `infer_grid`.
+    `embedding` is the shape of the patches' kernel; `root` and `unit` are those of
+    `infer_backbone`, `table` and `rows` those of `infer_grid`.
     """
     arrays, hints = clues.arrays, clues.hints
     values |= {'gelu': hints.gelu, 'layer_norm_epsilon': hints.layer_norm_epsilon}
-    p, q, channels, width = kernel_shape(arrays, embedding)
+    p, q, channels, width = embedding
     stride, backbone = 1, infer_backbone(arrays, root, unit)
     if backbone is not None:
         stride, channels = backbone.stride, kernel_shape(arrays, root)[2]

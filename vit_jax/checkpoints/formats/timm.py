@@ -82,7 +82,7 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
         raise UserError('pools over patches beside a class token, which is not supported')
     config, row = inference.infer_vit(
         clues._replace(arrays=inside).with_defaults(defaults),
-        embedding='patch_embed.proj.weight',
+        embedding=inference.kernel_shape(inside, 'patch_embed.proj.weight'),
         root=f'{root}.conv.weight',
         unit=_UNIT,
         table='pos_embed',

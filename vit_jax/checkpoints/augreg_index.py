@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from vit_jax.base import records
 from vit_jax.base.errors import MissingFile, UserError, usable
+from vit_jax.base.records import require
 
 
 class Row(NamedTuple):
@@ -31,8 +32,7 @@ def read_index(path: str) -> list[Row]:
     with usable(path), place.open(newline='', encoding='utf-8', errors='replace') as file:
         reader = csv.DictReader(file)
         absent = [name for name in Row._fields if name not in (reader.fieldnames or ())]
-        if absent:
-            raise UserError(f'{path}: not the AugReg index: no column {", ".join(absent)}')
+        require(not absent, f'{path}: not the AugReg index: no column {", ".join(absent)}')
         return [_row(values, f'{path}, line {line}') for line, values in enumerate(reader, 2)]
 
 
@@ -44,9 +44,8 @@ def listed(rows: Sequence[Row], name: str) -> list[Row]:
     # Files begin with `R50_L_32-` for `R50+L/32`, as for `R50+ViT-L_32`.
     key = name.replace('ViT-', '').replace('/', '_').replace('+', '_')
     chosen = {row.filename: row for row in rows if row.filename.split('-')[0] == key}
-    if not chosen:
-        known = {row.filename.split('-')[0] for row in rows}
-        raise UserError(f'no variant {name!r} in the index; {records.nearest(key, known)}')
+    known = {row.filename.split('-')[0] for row in rows}
+    require(key in known, f'no variant {name!r} in the index; {records.nearest(key, known)}')
     return sorted(chosen.values(), key=lambda row: row.final_val, reverse=True)
 
 
@@ -56,14 +55,12 @@ def pick(rows: Sequence[Row], name: str) -> Row:
     A file name is that file. Raises UserError where the index does not have it.
     """
     if is_file_name(name):
-        same = [row for row in rows if row.filename == name.removesuffix('.npz')]
-        if not same:
-            known = {row.filename for row in rows}
+        file, known = name.removesuffix('.npz'), {row.filename: row for row in reversed(rows)}
+        if file not in known:
             raise UserError(f'no file {name!r} in the index; {records.nearest(name, known)}')
-        return same[0]
+        return known[file]
     candidates = [row for row in listed(rows, name) if row.ds == 'i21k']
-    if not candidates:
-        raise UserError(f'no variant {name!r} that was pre-trained on i21k in the index')
+    require(bool(candidates), f'no variant {name!r} that was pre-trained on i21k in the index')
     # Of equals the last, as in the published code.
     return max(reversed(candidates), key=lambda row: row.final_val)
 
@@ -82,8 +79,7 @@ def fine_tuned(rows: Sequence[Row], filename: str) -> list[Row]:
 def _row(values: dict[str, str], where: str) -> Row:
     """The columns that a Row has, accuracies as numbers: NaN where one is empty."""
     read: dict[str, Any] = {name: values[name] for name in Row._fields}
-    if None in read.values():
-        raise UserError(f'{where}: the line has too few columns')
+    require(None not in read.values(), f'{where}: the line has too few columns')
     try:
         numbers = {name: float(text or 'nan') for name, text in read.items() if 'final_' in name}
     except ValueError as error:

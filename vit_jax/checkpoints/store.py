@@ -48,16 +48,12 @@ class Checkpoints:
             # Removed by renaming first: a kill in between leaves no listed, half-empty step.
             todelete_subdir='.trash',
         )
-        self._manager = ocp.CheckpointManager(
-            self._folder,
-            options=options,
-            item_names=('params', 'training', 'card'),
-            item_handlers={
-                'params': ocp.StandardCheckpointHandler(),
-                'training': ocp.StandardCheckpointHandler(),
-                'card': ocp.JsonCheckpointHandler(),
-            },
-        )
+        handlers = {
+            'params': ocp.StandardCheckpointHandler(),
+            'training': ocp.StandardCheckpointHandler(),
+            'card': ocp.JsonCheckpointHandler(),
+        }
+        self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
 
     @property
     def latest_step(self) -> int | None:
@@ -72,15 +68,13 @@ class Checkpoints:
         """Begins to save a step, unless that step was the last to be saved."""
         if step == self.latest_step:
             return
+        items = ocp.args.Composite(
+            params=ocp.args.StandardSave(params),
+            training=ocp.args.StandardSave(tree_names.named_leaves(training)),
+            card=ocp.args.JsonSave(card),
+        )
         with _written(self._folder):
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(
-                    params=ocp.args.StandardSave(params),
-                    training=ocp.args.StandardSave(tree_names.named_leaves(training)),
-                    card=ocp.args.JsonSave(card),
-                ),
-            )
+            self._manager.save(step, args=items)
         if jax.process_index() == 0:
             self._sealing = threading.Thread(target=self._seal, args=(step,), daemon=True)
             self._sealing.start()
@@ -200,10 +194,8 @@ def load_params(path: str) -> Params:
         reader = ocp.PyTreeCheckpointHandler()
         structure = reader.metadata(folder / 'params').tree
         to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), structure)
-        restored: Params = reader.restore(
-            folder / 'params', args=ocp.args.PyTreeRestore(restore_args=to_host)
-        )
-        return restored
+        wanted = ocp.args.PyTreeRestore(restore_args=to_host)
+        return reader.restore(folder / 'params', args=wanted)
 
 
 def save_alone(folder: pathlib.Path, params: Params, card: dict[str, Any]) -> None:

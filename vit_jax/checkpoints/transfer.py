@@ -26,11 +26,11 @@ def transfer(params: Params, *, old: ModelConfig, new: ModelConfig, fresh: Param
     UserError with the names where it does not fit.
     """
     found, expected = tree_names.named_leaves(params), tree_names.named_leaves(fresh)
-    head, dropped = head_params(fresh), [*head_params(params)]
-    if not any(name.startswith('pre_logits/') for name in expected):
-        dropped += [name for name in found if name.startswith('pre_logits/')]
+    head = head_params(fresh)
+    tanh = [n for n in found if n.startswith('pre_logits/') and n not in expected]
+    dropped = {*head_params(params), *tanh}
     body = {name: leaf for name, leaf in found.items() if name not in dropped}
-    body, report = _adapted(body, old, new)
+    body, report = adapt(body, old=old, new=new)  # a dictionary by whole names is a tree too
     wanted = {name: leaf for name, leaf in expected.items() if name not in head}
     tree_names.compare_names(body, wanted, where='start_from')
     numbers = sum(math.prod(leaf.shape) for leaf in body.values())
@@ -38,7 +38,7 @@ def transfer(params: Params, *, old: ModelConfig, new: ModelConfig, fresh: Param
     if head:
         to_zero = ' to zero' if new.head == 'linear' else ''
         report.append(f'head: reset{to_zero}, for {new.num_classes} classes')
-    if any(name.startswith('pre_logits/') for name in dropped):
+    if tanh:
         report.append('pre_logits: dropped with the pre-trained head')
     return Transferred(tree_names.map_named(lambda name, leaf: body.get(name, leaf), fresh), report)
 
@@ -49,14 +49,7 @@ def adapt(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
     Position embeddings are resized to the new grid, the patch projection to the new patches (the
     pseudo-inverse of FlexiViT), and its channels are summed or repeated.
     """
-    named, report = _adapted(tree_names.named_leaves(params), old, new)
-    return Transferred(tree_names.map_named(lambda name, _: named[name], params), report)
-
-
-def _adapted(
-    named: dict[str, np.ndarray], old: ModelConfig, new: ModelConfig
-) -> tuple[dict[str, np.ndarray], list[str]]:
-    named, report = dict(named), []
+    named, report = tree_names.named_leaves(params), []
     if isinstance(old, ViTConfig) and isinstance(new, ViTConfig):
         for name, resized in positions.resizers(old.positions).items():
             if old.grid != new.grid:
@@ -65,17 +58,15 @@ def _adapted(
         if old.patch_size != new.patch_size:
             kernel = np.asarray(named['embedding/kernel'])
             named['embedding/kernel'] = resize.resize(kernel, new.patch_size)
-            report.append(
-                f'embedding: resized from {_by(old.patch_size)} to {_by(new.patch_size)} pixels '
-                f'(pseudo-inverse)'
-            )
+            sizes = f'{_by(old.patch_size)} to {_by(new.patch_size)}'
+            report.append(f'embedding: resized from {sizes} pixels (pseudo-inverse)')
     if old.channels != new.channels:
         first = next((n for n in named if n.endswith('conv_root/kernel')), 'embedding/kernel')
         named[first] = resize.rechannel(np.asarray(named[first]), new.channels)
         how = 'summed' if new.channels == 1 else 'repeated and rescaled'
         exact = '; not exact, as the kernel is standardised' if 'conv_root' in first else ''
         report.append(f'{first}: {old.channels} channels {how} to {new.channels}{exact}')
-    return named, report
+    return Transferred(tree_names.map_named(lambda name, _: named[name], params), report)
 
 
 def _by(pair: tuple[int, int]) -> str:

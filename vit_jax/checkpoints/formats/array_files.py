@@ -51,12 +51,17 @@ def read_array_file(path: pathlib.Path) -> ArrayFile:
     Raises UserError, in one sentence that names the file, for anything else.
     """
     with error_prefix(path):
-        start = _start(path)
+        with path.open('rb') as file:
+            start = file.read(16)
+        if not start:
+            raise UserError('the file is empty')
+        if b'git-lfs' in start or start.startswith(b'version https'):
+            raise UserError('a git-lfs pointer: the weights themselves were not fetched')
         if start[:4] == b'PK\x03\x04':
             archive = zipfile.ZipFile(path)
             members = _checked_members(archive, path.stat().st_size)
             is_torch = any(name.endswith('/data.pkl') for name in members)
-            return _torch(path) if is_torch else _npz(path, archive)
+            return _torch(path) if is_torch else _npz(archive)
         if start[8:9] == b'{':
             return _safetensors(path)
         if start[:1] == b'\x80':  # a pickle, as PyTorch wrote it before 1.6
@@ -116,17 +121,6 @@ def error_prefix(path: pathlib.Path | str) -> Iterator[None]:
         raise kind(f'{path}: {lines[0][:300]}') from error
 
 
-def _start(path: pathlib.Path) -> bytes:
-    size = path.stat().st_size
-    if size == 0:
-        raise UserError('the file is empty')
-    with path.open('rb') as file:
-        start = file.read(16)
-    if b'git-lfs' in start or start.startswith(b'version https'):
-        raise UserError('a git-lfs pointer: the weights themselves were not fetched')
-    return start
-
-
 def _checked_names(names: Iterable[str]) -> None:
     """Refuses names that would mean another place if someone unpacked them."""
     for name in names:
@@ -155,46 +149,39 @@ def _checked_members(archive: zipfile.ZipFile, file_size: int) -> list[str]:
     return names
 
 
-def _npz(path: pathlib.Path, archive: zipfile.ZipFile) -> ArrayFile:
+def _npz(archive: zipfile.ZipFile) -> ArrayFile:
+    def read(member: zipfile.ZipInfo) -> np.ndarray:
+        with archive.open(member) as file:  # to its end, where zipfile compares the checksum
+            return np.lib.format.read_array(file, allow_pickle=False)
+
     arrays = {}
     for member in archive.infolist():
         name = member.filename.removesuffix('.npy')
         if name == member.filename:
             raise UserError(f'{name} is no array of numpy')
-        shape, dtype = _npy_header(archive, member)
-        read = _as_float32(name, functools.partial(_read_npy, archive, member))
-        arrays[name] = LazyArray(shape, _as_bfloat16(dtype), read)
+        with archive.open(member) as file:
+            shape, dtype = _npy_header(file, member)
+        arrays[name] = _float32(name, shape, dtype, functools.partial(read, member))
     return ArrayFile(arrays, {})
 
 
-def _npy_header(
-    archive: zipfile.ZipFile, member: zipfile.ZipInfo
-) -> tuple[tuple[int, ...], np.dtype]:
+def _npy_header(file: Any, member: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype]:
     """Shape and type, after they were compared with the size of the member."""
-    name = member.filename
-    with archive.open(member) as file:
-        version = np.lib.format.read_magic(file)
-        if version == (1, 0):
-            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-        elif version == (2, 0):
-            shape, _, dtype = np.lib.format.read_array_header_2_0(file)
-        else:
-            raise UserError(f'{name}: version {version} of the npy format')
-        if dtype.hasobject or dtype.fields:
-            raise UserError(f'{name} holds Python objects, which only pickle could read')
-        if any(side < 0 for side in shape):
-            raise UserError(f'{name} has the shape {shape}')
-        declared = file.tell() + math.prod(shape) * dtype.itemsize
+    name, npy = member.filename, np.lib.format
+    headers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+    version = npy.read_magic(file)
+    if version not in headers:
+        raise UserError(f'{name}: version {version} of the npy format')
+    shape, _, dtype = headers[version](file)
+    if dtype.hasobject or dtype.fields:
+        raise UserError(f'{name} holds Python objects, which only pickle could read')
+    if any(side < 0 for side in shape):
+        raise UserError(f'{name} has the shape {shape}')
+    declared = file.tell() + math.prod(shape) * dtype.itemsize
     if declared != member.file_size:
         name = name.removesuffix('.npy')
         raise UserError(f'{name} declares {declared:,} bytes, holds {member.file_size:,}')
     return tuple(map(int, shape)), dtype
-
-
-def _read_npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
-    with archive.open(member) as file:  # to its end, where zipfile compares the checksum
-        array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
-        return array
 
 
 def _safetensors(path: pathlib.Path) -> ArrayFile:
@@ -215,10 +202,10 @@ def _safetensors(path: pathlib.Path) -> ArrayFile:
             raise UserError(f'{name} is damaged: its digest is not the one that was written')
         return array
 
-    arrays = {}
-    for name, (shape, dtype) in shapes.items():
-        checked = _as_float32(name, functools.partial(read, name))
-        arrays[name] = LazyArray(shape, _torch_dtype(name, dtype), checked)
+    arrays = {
+        name: _float32(name, shape, _torch_dtype(name, dtype), functools.partial(read, name))
+        for name, (shape, dtype) in shapes.items()
+    }
     return ArrayFile(arrays, metadata)
 
 
@@ -255,13 +242,15 @@ def _torch(path: pathlib.Path) -> ArrayFile:
     arrays = {}
     for name, tensor in tensors.items():
         dtype = array(tensor[:0] if tensor.ndim else tensor).dtype
-        read = _as_float32(name, functools.partial(array, tensor))
-        arrays[name] = LazyArray(tuple(tensor.shape), dtype, read)
+        read = functools.partial(array, tensor)
+        arrays[name] = _float32(name, tuple(tensor.shape), dtype, read)
     return ArrayFile(arrays, {}, tuple(ignored))
 
 
-def _as_float32(name: str, read: Callable[[], np.ndarray]) -> Callable[[], np.ndarray]:
-    """The function that reads an array as float32 and looks at every number."""
+def _float32(
+    name: str, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[], np.ndarray]
+) -> LazyArray:
+    """An array that is read as float32, every number of it looked at."""
 
     def checked() -> np.ndarray:
         array = read()
@@ -273,7 +262,7 @@ def _as_float32(name: str, read: Callable[[], np.ndarray]) -> Callable[[], np.nd
             raise UserError(f'{name} holds {wrong} values that are not finite (NaN or Inf)')
         return values
 
-    return checked
+    return LazyArray(shape, _as_bfloat16(dtype), checked)
 
 
 def _as_bfloat16(dtype: np.dtype) -> np.dtype:
@@ -288,7 +277,7 @@ def _torch_dtype(name: str, dtype: str) -> np.dtype:
     known |= {'I64': 'i8', 'I32': 'i4', 'I16': 'i2', 'I8': 'i1', 'U8': 'u1', 'BOOL': '?'}
     if dtype not in known:
         raise UserError(f'{name} is of the type {dtype}, which is not read')
-    return _as_bfloat16(np.dtype(known[dtype]))
+    return np.dtype(known[dtype])
 
 
 def _digest(array: np.ndarray) -> str:

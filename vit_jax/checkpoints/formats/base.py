@@ -2,16 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from vit_jax.base import records
-from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats.array_files import LazyArray
-from vit_jax.checkpoints.formats.inference import Hints
+from vit_jax.checkpoints.formats.inference import Clues
 from vit_jax.checkpoints.formats.name_map import NameRule
 from vit_jax.data.image_preprocessing import Crop, Preprocessing
-from vit_jax.models import ModelConfig, ViTConfig
+from vit_jax.models import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,17 +22,6 @@ class Layout:
 
 
 L = TypeVar('L', bound=Layout)
-
-
-class Clues(NamedTuple):
-    """All that is known of a file whose network is not known yet."""
-
-    arrays: dict[str, LazyArray]
-    hints: Hints
-    image_size: tuple[int, int] | None = None  # of the images for which the network is wanted
-    subtree: str = ''  # of an npz
-    config_json: dict[str, Any] = {}  # beside the file; {} where there is none
-    processor_json: dict[str, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +47,15 @@ class Format(Generic[L]):
     # the file leaves open what network it is.
     recognise: Callable[[Clues], Recognised[L]]
     # Where each array of the network is in a file of this layout.
-    rules: Callable[[ModelConfig, L], list[NameRule]]
+    rules: Callable[[Any, L], list[NameRule]]
     usual_layout: Callable[[ModelConfig], L]  # to write where none was read
     # What a person must be told who reads such a file, because the file does not say it.
-    notes: Callable[[Card, L], list[str]]
+    notes: Callable[[Any, Card, L], list[str]]
     # A format that is a directory: the name of its file of arrays, and its JSON files by name.
     file_name: str | None = None
-    files_beside: Callable[[Card], dict[str, dict[str, Any]]] = lambda card: {}
+    files_beside: Callable[[Any, Card], dict[str, dict[str, Any]]] = lambda config, card: {}
     positions: tuple[str, ...] = ('learned',)  # the kinds that it has; others become an array
+    resnets: bool = False  # has it plain ResNets? Otherwise its functions are given ViTs alone
 
 
 def foreign_preprocessing(crop: Crop, mean: Any, std: Any, *, where: str) -> Preprocessing:
@@ -75,10 +63,3 @@ def foreign_preprocessing(crop: Crop, mean: Any, std: Any, *, where: str) -> Pre
     scaled = {'mean': [255 * value for value in mean], 'std': [255 * value for value in std]}
     fixed = {'crop': crop, 'exif_rotation': False}
     return records.from_dict(Preprocessing, fixed | scaled, where=where)
-
-
-def vision_transformer(config: ModelConfig, format: str) -> ViTConfig:
-    """The configuration, of a format that has no plain ResNets. Raises UserError for one."""
-    if not isinstance(config, ViTConfig):
-        raise UserError(f'the {format} layout has no such ResNet: write google or bigvision')
-    return config

@@ -1,7 +1,7 @@
 """The npz layouts of google-research: vision_transformer, and big_vision.
 
 They name arrays as Flax modules do and differ in the version of those names, in what stands in
-front of them, and in where positions are. One name map serves both, but for attention pooling.
+front of them, and in where positions are. One name map serves both.
 """
 
 import dataclasses
@@ -12,16 +12,10 @@ from typing import Any
 
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats import base, inference
-from vit_jax.checkpoints.formats.base import Clues, Format, Recognised
-from vit_jax.checkpoints.formats.name_map import (
-    NO_CLASS_ROW,
-    SAME,
-    ArrayTransform,
-    NameRule,
-    dense,
-    norm,
-)
+from vit_jax.checkpoints.formats import base, inference, name_map
+from vit_jax.checkpoints.formats.base import Format, Recognised
+from vit_jax.checkpoints.formats.inference import Clues, Hints
+from vit_jax.checkpoints.formats.name_map import SAME, ArrayTransform, NameRule, flax_module
 from vit_jax.data.image_preprocessing import Preprocessing, Resize
 from vit_jax.models import ModelConfig, Pool, ResNetConfig, ViTConfig
 
@@ -29,6 +23,8 @@ _POSITIONS = tuple(f'{p}pos_embedding' for p in ('', 'Transformer/posembed_input
 # Squeezed to the size, the camera's rotation ignored, values from -1 to 1.
 _PREPROCESSING = Preprocessing(crop=Resize(), exif_rotation=False)
 _ATTENTION = 'query', 'key', 'value', 'out'
+_KNOWN = re.compile(r'(?!.*root_block/)(.*/)?(embedding/kernel|conv_root/kernel|Transformer/.*)')
+_UNIT = 'block{stage}/unit{unit}'
 # The modules of a block, by whether they are numbered through: attention, second norm, MLP.
 _MODULES = {
     True: ('MultiHeadDotProductAttention_1', 'LayerNorm_2', 'MlpBlock_3'),
@@ -44,7 +40,7 @@ class Layout(base.Layout):
     before_linen: bool = True  # modules of a block are numbered through: MlpBlock_3
     positions: str = _POSITIONS[1]
     group_norm_4d: bool = True  # (1, 1, 1, c)
-    map_head: str = 'MAPHead_0/'
+    map_head: str | None = None  # in front of attention pooling
 
 
 GOOGLE_LAYOUT = Layout()
@@ -54,12 +50,8 @@ BIGVISION_LAYOUT = Layout(
     positions=_POSITIONS[0],
     class_row=False,
     group_norm_4d=False,
+    map_head='MAPHead_0/',
 )
-
-
-def _matches(names: Iterable[str]) -> bool:
-    known = r'(?!.*root_block/)(.*/)?(embedding/kernel|conv_root/kernel|Transformer/.*)'
-    return any(re.fullmatch(known, name) for name in names)
 
 
 def _matches_google(names: Iterable[str]) -> bool:
@@ -77,54 +69,45 @@ def _rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
     group = ArrayTransform(lambda a: a.reshape(-1), lambda a: a.reshape(1, 1, 1, -1))
     group = group if layout.group_norm_4d else SAME
     has_token = isinstance(config, ViTConfig) and config.pool == 'cls'
-    positions = NO_CLASS_ROW if has_token and not layout.class_row else SAME
+    positions = name_map.NO_CLASS_ROW if has_token and not layout.class_row else SAME
     rules = [
-        *dense('embedding', 'embedding'),
-        NameRule('cls', 'cls'),
-        NameRule(layout.positions, 'pos_embedding', positions),
-        *norm(f'{block}/LayerNorm_0', f'{ours}/norm1'),
-        *norm(f'{block}/{norm2}', f'{ours}/norm2'),
-        *dense(f'{block}/{mlp}/Dense_0', f'{ours}/mlp/dense1'),
-        *dense(f'{block}/{mlp}/Dense_1', f'{ours}/mlp/dense2'),
-        *norm('Transformer/encoder_norm', 'encoder/norm'),
-        *dense('pre_logits', 'pre_logits'),
-        *dense('head', 'head'),
-        NameRule('conv_root/kernel', 'backbone/conv_root/kernel'),
-        *norm('gn_root', 'backbone/norm_root', group),
+        *flax_module('embedding', 'embedding'),
+        NameRule('cls', ('cls',)),
+        NameRule(layout.positions, ('pos_embedding',), positions),
+        *flax_module(f'{block}/LayerNorm_0', f'{ours}/norm1'),
+        *flax_module(f'{block}/{norm2}', f'{ours}/norm2'),
+        *flax_module(f'{block}/{mlp}/Dense_0', f'{ours}/mlp/dense1'),
+        *flax_module(f'{block}/{mlp}/Dense_1', f'{ours}/mlp/dense2'),
+        *flax_module('Transformer/encoder_norm', 'encoder/norm'),
+        *flax_module('pre_logits', 'pre_logits'),
+        *flax_module('head', 'head'),
+        *flax_module('conv_root', 'backbone/conv_root'),
+        *flax_module('gn_root', 'backbone/norm_root', group),
     ]
     for projection in _ATTENTION:
-        rules += dense(f'{block}/{attention}/{projection}', f'{ours}/attention/{projection}')
-    for index in ('1', '2', '3', '_proj'):
-        there, here = 'block{stage}/unit{unit}', 'backbone/stage{stage}/unit{unit}'
-        rules.append(NameRule(f'{there}/conv{index}/kernel', f'{here}/conv{index}/kernel'))
-        rules += norm(f'{there}/gn{index}', f'{here}/norm{index}', group)
-    return _prefixed(rules, layout)
-
-
-def _bigvision_rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
-    head = layout.map_head
-    rules = [
-        NameRule(f'{head}probe', 'pool/probe'),
-        *norm(f'{head}LayerNorm_0', 'pool/norm'),
-        *dense(f'{head}MlpBlock_0/Dense_0', 'pool/mlp/dense1'),
-        *dense(f'{head}MlpBlock_0/Dense_1', 'pool/mlp/dense2'),
-    ]
-    for projection in _ATTENTION:
-        theirs = f'{head}MultiHeadDotProductAttention_0/{projection}'
-        rules += dense(theirs, f'pool/attention/{projection}')
-    return _rules(config, layout) + _prefixed(rules, layout)
-
-
-def _prefixed(rules: list[NameRule], layout: Layout) -> list[NameRule]:
+        rules += flax_module(f'{block}/{attention}/{projection}', f'{ours}/attention/{projection}')
+    for stage, unit in name_map.units(config):
+        there, here = _UNIT.format(stage=stage, unit=unit), f'backbone/stage{stage}/unit{unit}'
+        for index in ('1', '2', '3', '_proj'):
+            rules += flax_module(f'{there}/conv{index}', f'{here}/conv{index}')
+            rules += flax_module(f'{there}/gn{index}', f'{here}/norm{index}', group)
+    if (head := layout.map_head) is not None:
+        rules.append(NameRule(f'{head}probe', ('pool/probe',)))
+        rules += flax_module(f'{head}LayerNorm_0', 'pool/norm')
+        rules += flax_module(f'{head}MlpBlock_0/Dense_0', 'pool/mlp/dense1')
+        rules += flax_module(f'{head}MlpBlock_0/Dense_1', 'pool/mlp/dense2')
+        for projection in _ATTENTION:
+            theirs = f'{head}MultiHeadDotProductAttention_0/{projection}'
+            rules += flax_module(theirs, f'pool/attention/{projection}')
     return [rule._replace(theirs=layout.prefix + rule.theirs) for rule in rules]
 
 
-def _notes(card: Card, layout: Layout) -> list[str]:
-    config, values = card.model, {'gelu': 'tanh', 'layer_norm_epsilon': 1e-6}
+def _notes(config: ModelConfig, card: Card, layout: Layout) -> list[str]:
+    usual = {'gelu': 'tanh', 'layer_norm_epsilon': 1e-6}
     if isinstance(config, ResNetConfig):
         lost = [f'image_size={config.image_size}'] if config.image_size != (224, 224) else []
     else:
-        lost = [f'{n}={getattr(config, n)!r}' for n, v in values.items() if getattr(config, n) != v]
+        lost = [f'{n}={getattr(config, n)!r}' for n, v in usual.items() if getattr(config, n) != v]
         if config.grid[0] != config.grid[1] or config.positions == 'sincos2d':
             lost.append(f'grid={config.grid}')
     notes = [f'npz files do not say it: load this one with {", ".join(lost)}'] if lost else []
@@ -155,35 +138,35 @@ def _recognise(usual: Layout, clues: Clues) -> Recognised[Layout]:
 
 def _infer(clues: Clues) -> tuple[ModelConfig, dict[str, Any]]:
     """The network, and the values of the Layout that its arrays show."""
-    inside, unit = clues.arrays, r'block(\d+)/unit(\d+)/'
+    inside, root = clues.arrays, 'conv_root/kernel'
     num_classes = inference.length_of(inside, 'head/bias')
-    backbone = inference.infer_backbone(inside, 'conv_root/kernel', unit, outputs=3)
     layout: dict[str, Any] = {}
     if 'gn_root/scale' in inside:
         layout['group_norm_4d'] = len(inside['gn_root/scale'].shape) == 4
+    backbone = inference.infer_backbone(inside, root, _UNIT)
     if backbone is not None and not any(name.startswith('Transformer/') for name in inside):
         config = ResNetConfig(
             image_size=clues.image_size or (224, 224),
-            channels=inference.shape_of(inside, 'conv_root/kernel', 4)[2],
+            channels=inference.kernel_shape(inside, root)[2],
             backbone=backbone,
             num_classes=num_classes,
         )
         return config, layout
-    p, q, channels, width = inference.shape_of(inside, 'embedding/kernel', 4)
     stacked = any(name.startswith('Transformer/encoderblock/') for name in inside)
     before_linen = any('/MlpBlock_3/' in name for name in inside)
     block = 'Transformer/encoderblock' + ('' if stacked else '_0')
     attention, _, mlp = _MODULES[before_linen]
     heads = [head for head in ('MAPHead_0/', '') if f'{head}probe' in inside]
     pool: Pool = 'cls' if 'cls' in inside else 'map' if heads else 'gap'
-    cell = inference.cell_of((p, q), backbone)
-    grid, positions = _positions(clues, pool, cell)
-    vit = ViTConfig(
-        image_size=(grid[0] * cell[0], grid[1] * cell[1]),
-        patch_size=(p, q),
-        channels=inference.shape_of(inside, 'conv_root/kernel', 4)[2] if backbone else channels,
-        backbone=backbone,
-        width=width,
+    table = next((name for name in _POSITIONS if name in inside), None)
+    vit, row = inference.infer_vit(
+        clues.with_defaults(Hints(gelu='tanh', layer_norm_epsilon=1e-6)),
+        embedding=inference.kernel_shape(inside, 'embedding/kernel'),
+        root=root,
+        unit=_UNIT,
+        table=table,
+        # Only big_vision keeps positions at the root, and never with a row for the class token.
+        rows=(0,) if pool != 'cls' or table == _POSITIONS[0] else (1, 0),
         depth=inference.shape_of(inside, f'{block}/LayerNorm_0/scale', 2)[0]
         if stacked
         else inference.count_layers(inside, r'Transformer/encoderblock_(\d+)/'),
@@ -192,35 +175,10 @@ def _infer(clues: Clues) -> tuple[ModelConfig, dict[str, Any]]:
         num_classes=num_classes,
         pool=pool,
         representation_size=inference.length_of(inside, 'pre_logits/bias'),
-        positions='learned' if positions['positions'] in inside else 'sincos2d',
-        gelu=clues.hints.gelu or 'tanh',
-        layer_norm_epsilon=clues.hints.layer_norm_epsilon or 1e-6,
     )
-    layout |= {'stacked': stacked, 'before_linen': before_linen} | positions
-    return vit, layout | ({'map_head': heads[0]} if heads else {})
-
-
-def _positions(
-    clues: Clues, pool: Pool, cell: tuple[int, int]
-) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid, and where the layout keeps positions."""
-    inside, hints, image_size, *_ = clues
-    name = next((name for name in _POSITIONS if name in inside), None)
-    if name is None:
-        grid = hints.grid or inference.grid_of(image_size, cell)
-        if grid is None:
-            raise inference.NeedsHint(
-                'positions are fixed sines and cosines, so that the grid is not in the file; '
-                f'say it with grid=(14, 14), or with image_size={(14 * cell[0], 14 * cell[1])}'
-            )
-        return grid, {'positions': _POSITIONS[0], 'class_row': False}
-    # Only big_vision keeps positions at the root, and never with a row for the class token.
-    rows = (0,) if pool != 'cls' or name == _POSITIONS[0] else (1, 0)
-    count = inference.shape_of(inside, name, 3)[1]
-    grid, row = inference.infer_grid(
-        count, rows=rows, hints=hints, image_size=image_size, cell=cell
-    )
-    return grid, {'positions': name, 'class_row': bool(row)}
+    layout |= {'stacked': stacked, 'before_linen': before_linen, 'class_row': bool(row)}
+    layout |= {'positions': table or _POSITIONS[0]} | ({'map_head': heads[0]} if heads else {})
+    return vit, layout
 
 
 GOOGLE = Format[Layout](
@@ -231,13 +189,13 @@ GOOGLE = Format[Layout](
     rules=_rules,
     usual_layout=lambda config: GOOGLE_LAYOUT,
     notes=_notes,
+    resnets=True,
 )
 BIGVISION = dataclasses.replace(
     GOOGLE,
     name='bigvision',
-    matches=_matches,
+    matches=lambda names: any(map(_KNOWN.fullmatch, names)),
     recognise=functools.partial(_recognise, BIGVISION_LAYOUT),
-    rules=_bigvision_rules,
     usual_layout=lambda config: BIGVISION_LAYOUT,
     positions=('learned', 'sincos2d'),
 )

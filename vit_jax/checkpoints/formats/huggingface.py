@@ -5,26 +5,19 @@ the `vit-hybrid` files of transformers 4.
 """
 
 import dataclasses
+import functools
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats import base, inference
-from vit_jax.checkpoints.formats.base import Clues, Format, Recognised, vision_transformer
-from vit_jax.checkpoints.formats.name_map import (
-    CONVOLUTION,
-    NameRule,
-    torch_backbone,
-    torch_linear,
-    torch_norm,
-    torch_output,
-    torch_projections,
-)
+from vit_jax.checkpoints.formats import base, inference, name_map
+from vit_jax.checkpoints.formats.base import Format, Recognised
+from vit_jax.checkpoints.formats.inference import Clues, Hints
+from vit_jax.checkpoints.formats.name_map import NameRule
 from vit_jax.data.image_preprocessing import CentralCrop, Crop, Preprocessing, Resize, ResizeMethod
-from vit_jax.models import Gelu, ModelConfig, ViTConfig
+from vit_jax.models import Gelu, ViTConfig
 
 # What it stores beside the network: what masked pre-training used.
 _IGNORED = r'(vit\.)?embeddings\.mask_token|decoder\..*'
@@ -33,8 +26,9 @@ _GELU: dict[str, Gelu] = {'gelu': 'exact', 'gelu_pytorch_tanh': 'tanh'}
 _GELU |= {'gelu_new': 'tanh', 'gelu_fast': 'tanh'}
 _HIDDEN_ACT: dict[Gelu, str] = {'exact': 'gelu', 'tanh': 'gelu_pytorch_tanh'}
 _PATCHES = 'embeddings.patch_embeddings'
+_KNOWN = re.compile(r'.*(patch_embeddings\.projection|layernorm_before)\.weight')
 _ROOT = f'{_PATCHES}.backbone.bit.embedder'
-_STAGES = f'{_PATCHES}.backbone.bit.encoder.stages.'
+_UNIT = f'{_PATCHES}.backbone.bit.encoder.stages.{{stage}}.layers.{{unit}}'
 # By Pillow's numbers.
 _RESIZE_METHODS: dict[int, ResizeMethod] = {2: 'bilinear_antialias', 3: 'bicubic_antialias'}
 
@@ -47,106 +41,76 @@ class Layout(base.Layout):
     old_names: bool = True  # those on disk
 
 
-def _matches(names: Iterable[str]) -> bool:
-    known = f'{_PATCHES}.projection.weight', 'layernorm_before.weight'
-    return any(name.endswith(known) for name in names)
-
-
-def _rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
-    heads = vision_transformer(config, 'huggingface').num_heads
+def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
+    module = functools.partial(name_map.torch_module, num_heads=config.num_heads)
     prefix, ours = layout.prefix, 'encoder/block'
-    root, unit = f'{prefix}{_ROOT}', f'{prefix}{_STAGES}{{stage0}}.layers.{{unit0}}'
     if layout.old_names:
         block = f'{prefix}encoder.layer.{{layer0}}'
-        attention, out = f'{block}.attention.attention.{{}}', f'{block}.attention.output.dense'
+        attention, out = f'{block}.attention.attention', f'{block}.attention.output.dense'
         names = {'query': 'query', 'key': 'key', 'value': 'value'}
         mlp = f'{block}.intermediate.dense', f'{block}.output.dense'
     else:
         block = f'{prefix}layers.{{layer0}}'
-        attention, out = f'{block}.attention.{{}}', f'{block}.attention.o_proj'
+        attention, out = f'{block}.attention', f'{block}.attention.o_proj'
         names = {'query': 'q_proj', 'key': 'k_proj', 'value': 'v_proj'}
         mlp = f'{block}.mlp.fc1', f'{block}.mlp.fc2'
     rules = [
-        *torch_linear(f'{prefix}{_PATCHES}.projection', 'embedding', CONVOLUTION),
-        NameRule(f'{prefix}embeddings.cls_token', 'cls'),
-        NameRule(f'{prefix}embeddings.position_embeddings', 'pos_embedding'),
-        *torch_norm(f'{block}.layernorm_before', f'{ours}/norm1'),
-        *torch_norm(f'{block}.layernorm_after', f'{ours}/norm2'),
-        *torch_output(out, f'{ours}/attention/out', num_heads=heads),
-        *torch_linear(mlp[0], f'{ours}/mlp/dense1'),
-        *torch_linear(mlp[1], f'{ours}/mlp/dense2'),
-        *torch_norm(f'{prefix}layernorm', 'encoder/norm'),
-        *torch_backbone(f'{root}.convolution', f'{root}.norm', unit),
+        *module(f'{prefix}{_PATCHES}.projection', 'embedding'),
+        NameRule(f'{prefix}embeddings.cls_token', ('cls',)),
+        NameRule(f'{prefix}embeddings.position_embeddings', ('pos_embedding',)),
+        *module(f'{block}.layernorm_before', f'{ours}/norm1'),
+        *module(f'{block}.layernorm_after', f'{ours}/norm2'),
+        *module(out, f'{ours}/attention/out'),
+        *module(mlp[0], f'{ours}/mlp/dense1'),
+        *module(mlp[1], f'{ours}/mlp/dense2'),
+        *module(f'{prefix}layernorm', 'encoder/norm'),
+        *(module('classifier', 'head') if prefix else module('pooler.dense', 'pre_logits')),
     ]
     for name, theirs in names.items():
-        theirs = attention.replace('{}', theirs)
-        rules += torch_projections(theirs, f'{ours}/attention', (name,), num_heads=heads)
-    last = ('classifier', 'head') if prefix else ('pooler.dense', 'pre_logits')
-    return rules + torch_linear(*last)
+        rules += module(f'{attention}.{theirs}', f'{ours}/attention/{name}')
+    root, unit = prefix + _ROOT, prefix + _UNIT
+    return rules + name_map.torch_backbone(config, f'{root}.convolution', f'{root}.norm', unit)
 
 
-def _notes(card: Card, layout: Layout) -> list[str]:
+def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
     if getattr(card.preprocessing.crop, 'resize', 'bilinear') != 'bilinear':
         return []
     return ['transformers smooths images before it shrinks them; this network was used without']
 
 
-def _files_beside(card: Card) -> dict[str, dict[str, Any]]:
-    config = vision_transformer(card.model, 'huggingface')
-    return {
-        'config.json': _description(config, card.class_names),
-        'preprocessor_config.json': _processor(config, card.preprocessing),
-    }
-
-
 def _recognise(clues: Clues) -> Recognised[Layout]:
-    config, layout = _infer(clues)
-    names = _class_names(clues.config_json, config.num_classes)
-    return Recognised(config, layout, _preprocessing(clues.processor_json), names, _IGNORED)
-
-
-def _infer(clues: Clues) -> tuple[ViTConfig, Layout]:
     arrays, described = clues.arrays, clues.config_json
     prefix = 'vit.' if any(name.startswith('vit.') for name in arrays) else ''
     old_names = any(name.startswith(f'{prefix}encoder.layer.') for name in arrays)
     block = f'{prefix}encoder.layer' if old_names else f'{prefix}layers'
-    width, channels, p, q = inference.shape_of(arrays, f'{prefix}{_PATCHES}.projection.weight', 4)
     mlp = 'intermediate.dense' if old_names else 'mlp.fc1'
-    mlp_dim = inference.shape_of(arrays, f'{block}.0.{mlp}.bias', 1)[0]
-    depth = inference.count_layers(arrays, block.replace('.', r'\.') + r'\.(\d+)\.')
-    root = f'{prefix}{_ROOT}.convolution.weight'
-    unit = re.escape(prefix + _STAGES) + r'(\d+)\.layers\.(\d+)\.'
-    backbone = inference.infer_backbone(arrays, root, unit, outputs=0)
-    cell = inference.cell_of((p, q), backbone)
-    count = inference.shape_of(arrays, f'{prefix}embeddings.position_embeddings', 3)[1]
     size = _pair(described.get('image_size'), 'image_size')
     act = described.get('hidden_act', 'gelu')
     said = {'num_heads': described.get('num_attention_heads'), 'gelu': _GELU.get(act)}
-    defaults = records.from_dict(inference.Hints, said, where='config.json')
-    hints = inference.with_defaults(clues.hints, defaults)
-    if hints.gelu is None:
+    said['layer_norm_epsilon'] = described.get('layer_norm_eps', 1e-12)
+    defaults = records.from_dict(Hints, said, where='config.json')
+    clues = clues._replace(image_size=size).with_defaults(defaults)
+    if clues.hints.gelu is None:
         raise UserError(f'config.json: hidden_act={act!r} is not one of {", ".join(_GELU)}')
-    grid, _ = inference.infer_grid(count, rows=(1,), hints=hints, image_size=size, cell=cell)
-    epsilon = hints.layer_norm_epsilon or float(described.get('layer_norm_eps', 1e-12))
-    config = ViTConfig(
-        image_size=(grid[0] * cell[0], grid[1] * cell[1]),
-        patch_size=(p, q),
-        channels=inference.shape_of(arrays, root, 4)[1] if backbone else channels,
-        backbone=backbone,
-        width=width,
-        depth=depth,
-        mlp_dim=mlp_dim,
-        num_heads=inference.infer_heads(hints, width, mlp_dim, depth),
+    config, _ = inference.infer_vit(
+        clues,
+        embedding=inference.kernel_shape(arrays, f'{prefix}{_PATCHES}.projection.weight'),
+        root=f'{prefix}{_ROOT}.convolution.weight',
+        unit=prefix + _UNIT,
+        table=f'{prefix}embeddings.position_embeddings',
+        rows=(1,),
+        depth=inference.count_layers(arrays, block + r'\.(\d+)\.'),
+        mlp_dim=inference.shape_of(arrays, f'{block}.0.{mlp}.bias', 1)[0],
         num_classes=inference.length_of(arrays, 'classifier.bias'),
         representation_size=inference.length_of(arrays, 'pooler.dense.bias'),
-        gelu=hints.gelu,
-        layer_norm_epsilon=epsilon,
     )
-    found = {'hidden_size': width, 'num_hidden_layers': depth, 'intermediate_size': mlp_dim}
-    for name, value in found.items():
+    found = {'hidden_size': config.width, 'num_hidden_layers': config.depth}
+    for name, value in (found | {'intermediate_size': config.mlp_dim}).items():
         if described.get(name, value) != value:
             raise UserError(f'config.json says {name}={described[name]}, the arrays {value}')
-    return config, Layout(prefix=prefix, old_names=old_names)
+    layout = Layout(prefix=prefix, old_names=old_names)
+    names = _class_names(described, config.num_classes)
+    return Recognised(config, layout, _preprocessing(clues.processor_json), names, _IGNORED)
 
 
 def _class_names(described: dict[str, Any], count: int | None) -> tuple[str, ...]:
@@ -228,13 +192,11 @@ def _description(config: ViTConfig, names: tuple[str, ...]) -> dict[str, Any]:
 def _processor(config: ViTConfig, preprocessing: Preprocessing) -> dict[str, Any]:
     """The preprocessor_config.json, as far as transformers has such a preprocessing."""
     crop, (height, width) = preprocessing.crop, config.image_size
-    size: dict[str, Any] = {'size': {'height': height, 'width': width}}
+    both = {'height': height, 'width': width}
+    size: dict[str, Any] = {'size': both}
     if isinstance(crop, CentralCrop):
-        size = {
-            'size': {'shortest_edge': round(crop.scale * min(height, width))},
-            'do_center_crop': True,
-            'crop_size': {'height': height, 'width': width},
-        }
+        edge = round(crop.scale * min(height, width))
+        size = {'size': {'shortest_edge': edge}, 'do_center_crop': True, 'crop_size': both}
     return size | {
         'image_processor_type': 'ViTImageProcessor',
         'do_resize': True,
@@ -263,11 +225,14 @@ def _pair(value: Any, name: str) -> tuple[int, int] | None:
 HUGGINGFACE = Format[Layout](
     name='huggingface',
     suffix='.safetensors',
-    matches=_matches,
+    matches=lambda names: any(map(_KNOWN.fullmatch, names)),
     recognise=_recognise,
     rules=_rules,
     usual_layout=lambda config: Layout(prefix='vit.' if config.num_classes is not None else ''),
     notes=_notes,
     file_name='model.safetensors',
-    files_beside=_files_beside,
+    files_beside=lambda config, card: {
+        'config.json': _description(config, card.class_names),
+        'preprocessor_config.json': _processor(config, card.preprocessing),
+    },
 )

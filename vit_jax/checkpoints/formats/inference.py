@@ -4,15 +4,16 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record
 from vit_jax.checkpoints.formats.array_files import LazyArray
-from vit_jax.models import SIZES, Backbone, Gelu, ModelConfig, Pool, ResNetConfig
+from vit_jax.models import SIZES, Backbone, Gelu, ModelConfig, Pool, ResNetConfig, ViTConfig
 
 
 class NeedsHint(UserError):
-    """The file leaves open what network is in it; the message names the hint that settles it."""
+    """The file leaves open what network it is; the message names the hint that settles it."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -25,30 +26,25 @@ class Hints(Record):
     layer_norm_epsilon: float | None = None
 
 
-def with_defaults(hints: Hints, defaults: Hints) -> Hints:
-    """The hints, those of `defaults` where they are None."""
-    given = {name: value for name, value in vars(hints).items() if value is not None}
-    return dataclasses.replace(defaults, **given)
+class Clues(NamedTuple):
+    """All that is known of a file whose network is not known yet."""
+
+    arrays: Mapping[str, LazyArray]
+    hints: Hints
+    image_size: tuple[int, int] | None = None  # of the images for which the network is wanted
+    subtree: str = ''  # of an npz
+    config_json: dict[str, Any] = {}  # beside the file; {} where there is none
+    processor_json: dict[str, Any] = {}
+
+    def with_defaults(self, defaults: Hints) -> 'Clues':
+        """The same with the hints of `defaults` where there are none."""
+        given = {name: value for name, value in vars(self.hints).items() if value is not None}
+        return self._replace(hints=dataclasses.replace(defaults, **given))
 
 
 def hints_of(config: ModelConfig) -> Hints:
     """All hints, as one would give them who knows the network."""
-    if isinstance(config, ResNetConfig):
-        return Hints()
-    return Hints(
-        grid=config.grid,
-        num_heads=config.num_heads,
-        gelu=config.gelu,
-        layer_norm_epsilon=config.layer_norm_epsilon,
-    )
-
-
-def check_hints(hints: Hints, config: ModelConfig) -> None:
-    """Raises UserError for a hint that contradicts what was found in the file."""
-    for name, value in vars(hints).items():
-        found = getattr(config, name, None)
-        if value not in (None, found):
-            raise UserError(f'{name}={value} was given, but the arrays have {found}')
+    return Hints(**{name: getattr(config, name, None) for name in vars(Hints())})
 
 
 def shape_of(arrays: Mapping[str, LazyArray], name: str, rank: int) -> tuple[int, ...]:
@@ -74,26 +70,62 @@ def count_layers(names: Iterable[str], pattern: str) -> int:
     return len(layers)
 
 
-def infer_backbone(
-    arrays: Mapping[str, LazyArray], root: str, unit: str, *, outputs: int
-) -> Backbone | None:
+def kernel_shape(arrays: Mapping[str, LazyArray], name: str) -> tuple[int, ...]:
+    """Height, width, inputs and outputs of a convolution: Flax's kernel, or PyTorch's weight."""
+    axes = 'HWIO' if name.endswith('kernel') else 'OIHW'
+    sizes = dict(zip(axes, shape_of(arrays, name, 4), strict=True))
+    return tuple(sizes[axis] for axis in 'HWIO')
+
+
+def infer_backbone(arrays: Mapping[str, LazyArray], root: str, unit: str) -> Backbone | None:
     """The backbone; None where its first kernel, `root`, is not among the arrays.
 
-    The pattern `unit` matches the beginning of names, with the numbers of stage and unit as
-    groups; `outputs` is the axis of a kernel's output channels.
+    `unit` is what names in a unit begin with, with {stage} and {unit} for the numbers.
     """
     if root not in arrays:
         return None
-    units = {match.groups() for name in arrays if (match := re.match(unit, name))}
+    pattern = unit.format(stage=r'(\d+)', unit=r'(\d+)')
+    units = {match.groups() for name in arrays if (match := re.match(pattern, name))}
     stages = sorted({int(stage) for stage, _ in units})
     blocks = tuple(sum(int(stage) == number for stage, _ in units) for number in stages)
-    return Backbone(blocks=blocks, width=shape_of(arrays, root, 4)[outputs])
+    return Backbone(blocks=blocks, width=kernel_shape(arrays, root)[-1])
 
 
-def cell_of(patch_size: tuple[int, int], backbone: Backbone | None) -> tuple[int, int]:
-    """The pixels of the image, (height, width), for which one position stands."""
-    stride = backbone.stride if backbone else 1
-    return patch_size[0] * stride, patch_size[1] * stride
+def infer_vit(
+    clues: Clues,
+    *,
+    embedding: tuple[int, ...],
+    root: str,
+    unit: str,
+    table: str | None,
+    rows: tuple[int, ...],
+    num_heads: int | None = None,
+    **values: Any,
+) -> tuple[ViTConfig, int]:
+    """The ViT of these values, the rest inferred; and whether its positions have a class row.
+
+    `embedding` is the shape of the patches' kernel; `root` and `unit` are those of
+    `infer_backbone`, `table` and `rows` those of `infer_grid`.
+    """
+    arrays, hints = clues.arrays, clues.hints
+    values |= {'gelu': hints.gelu, 'layer_norm_epsilon': hints.layer_norm_epsilon}
+    p, q, channels, width = embedding
+    stride, backbone = 1, infer_backbone(arrays, root, unit)
+    if backbone is not None:
+        stride, channels = backbone.stride, kernel_shape(arrays, root)[2]
+    cell = p * stride, q * stride
+    grid, row = infer_grid(clues, table, rows=rows, cell=cell)
+    config = ViTConfig(
+        image_size=(grid[0] * cell[0], grid[1] * cell[1]),
+        patch_size=(p, q),
+        channels=channels,
+        backbone=backbone,
+        width=width,
+        num_heads=num_heads or infer_heads(hints, width, values['mlp_dim'], values['depth']),
+        positions='learned' if table else 'sincos2d',
+        **values,
+    )
+    return config, row
 
 
 def infer_heads(hints: Hints, width: int, mlp_dim: int, depth: int) -> int:
@@ -111,42 +143,34 @@ def infer_heads(hints: Hints, width: int, mlp_dim: int, depth: int) -> int:
     return known[depth, width, mlp_dim]
 
 
-def grid_of(image_size: tuple[int, int] | None, cell: tuple[int, int]) -> tuple[int, int] | None:
-    """How many cells (height, width) an image holds; None where its size is not known."""
-    return (image_size[0] // cell[0], image_size[1] // cell[1]) if image_size else None
-
-
 def infer_grid(
-    positions: int,
-    *,
-    rows: tuple[int, ...],
-    hints: Hints,
-    image_size: tuple[int, int] | None,
-    cell: tuple[int, int],
+    clues: Clues, table: str | None, *, rows: tuple[int, ...], cell: tuple[int, int]
 ) -> tuple[tuple[int, int], int]:
-    """The grid (height, width) of a table of position embeddings, and whether it has a class row.
+    """The grid (height, width) of an array of position embeddings, and whether it has a class row.
 
-    `positions` is the length of the table, `rows` the numbers of class tokens (0, 1) that it may
-    hold before the patches, `cell` the size in pixels of the part of the image that a patch covers.
-    `image_size` settles what is still ambiguous. Raises NeedsHint that says what would settle it.
+    `rows` are the numbers of class tokens (0, 1) that it may hold before the patches, `cell` is the
+    size in pixels of the part of the image that a patch covers. Without an array, the positions are
+    fixed. Raises NeedsHint that says what would settle it.
     """
-    if hints.grid is not None:
-        for row in rows:
-            if math.prod(hints.grid) == positions - row:
-                return hints.grid, row
-        raise UserError(
-            f'grid={hints.grid} has {math.prod(hints.grid)} patches, the file {positions} positions'
+    size, hinted = clues.image_size, clues.hints.grid
+    wanted = (size[0] // cell[0], size[1] // cell[1]) if size else None
+    if table is None:
+        if grid := hinted or wanted:
+            return grid, 0
+        raise NeedsHint(
+            'positions are fixed sines and cosines, so that the grid is not in the file; '
+            f'say it with grid=(14, 14), or with image_size={(14 * cell[0], 14 * cell[1])}'
         )
-    square = {row: math.isqrt(max(0, positions - row)) for row in rows}
-    square = {row: side for row, side in square.items() if side and side**2 == positions - row}
-    plain = [row for row in rows if row]
-    if square and (len(rows) == 1 or list(square) == plain):
-        row, side = square.popitem()
-        return (side, side), row
-    wanted = grid_of(image_size, cell)
+    positions = shape_of(clues.arrays, table, 3)[1]
+    side = math.isqrt(positions - rows[0])
+    square = (side, side) if side**2 == positions - rows[0] > 0 else None
+    grid = hinted or square or wanted
     for row in rows:
-        if wanted is not None and math.prod(wanted) == positions - row:
-            return wanted, row
+        if grid is not None and math.prod(grid) == positions - row:
+            return grid, row
+    if hinted is not None:
+        patches = math.prod(hinted)
+        raise UserError(f'grid={hinted} has {patches} patches, the file {positions} positions')
     offers = [grid for row in rows for grid in _near_squares(positions - row)]
     token = ' and perhaps a class token' if len(rows) > 1 else ''
     raise NeedsHint(
@@ -172,12 +196,8 @@ def summarize(config: ModelConfig, parameters: int) -> str:
     if config.backbone is not None:
         stages = f'stages {config.backbone.blocks}' if config.backbone.blocks else 'root alone'
         name = f'hybrid ({stages}), {name} on its feature map'
-    pools: dict[Pool, str] = {
-        'cls': 'class token',
-        'gap': 'mean of tokens',
-        'map': 'attention pooling',
-        'none': 'all tokens',
-    }
+    pools: dict[Pool, str] = {'cls': 'class token', 'gap': 'mean of tokens'}
+    pools |= {'map': 'attention pooling', 'none': 'all tokens'}
     return (
         f'{name}: {config.depth} layers of width {config.width}, {config.num_heads} heads, '
         f'{pools[config.pool]}, grid {config.grid[0]}x{config.grid[1]} '
@@ -190,6 +210,5 @@ def _near_squares(count: int) -> list[tuple[int, int]]:
     """The grids of this many patches that are nearest to a square: both ways round."""
     for height in range(math.isqrt(max(1, count)), 1, -1):
         if count % height == 0:
-            width = count // height
-            return [(height, width)] if height == width else [(height, width), (width, height)]
+            return sorted({(height, count // height), (count // height, height)})
     return []

@@ -18,14 +18,15 @@ from vit_jax.base import records, tree_names
 from vit_jax.base.array_types import Params
 from vit_jax.base.atomic_files import write_json
 from vit_jax.base.errors import UserError, usable
+from vit_jax.base.records import require
 from vit_jax.checkpoints import store
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import array_files, inference, name_map
 from vit_jax.checkpoints.formats.array_files import LazyArray, error_prefix
-from vit_jax.checkpoints.formats.base import Clues, Format, Layout
+from vit_jax.checkpoints.formats.base import Format, Layout
 from vit_jax.checkpoints.formats.google import BIGVISION, GOOGLE
 from vit_jax.checkpoints.formats.huggingface import HUGGINGFACE
-from vit_jax.checkpoints.formats.inference import Hints
+from vit_jax.checkpoints.formats.inference import Clues, Hints
 from vit_jax.checkpoints.formats.timm import TIMM
 from vit_jax.models import ModelConfig, ResNetConfig, build
 from vit_jax.models.positions import as_array
@@ -59,7 +60,9 @@ def open_checkpoint(
     a grid that the file leaves open. Raises UserError, in one sentence that begins with the path:
     MissingFile where nothing is there, NeedsHint where the file leaves open what network it is.
     """
-    place, subtree = _split(path)
+    place, subtree = pathlib.Path(path), ''
+    if not place.exists() and (match := re.fullmatch(r'(.+\.npz):(.+)', path)):
+        place, subtree = pathlib.Path(match[1]), match[2].strip('/')
     files = _weights(place) if place.is_dir() else [place]
     if not files:
         if given := [name for name, value in vars(hints).items() if value is not None]:
@@ -76,7 +79,7 @@ def open_checkpoint(
         embedded = found.metadata.get(_CARD)
         own = Card.read(json.loads(embedded), where='card') if embedded else None
         clues = Clues(found.arrays, hints, image_size, subtree, *described)
-        return _recognised(path, clues, own, ignored=found.ignored)
+        return _recognised(path, clues, own, found.ignored)
 
 
 def write_checkpoint(
@@ -98,14 +101,22 @@ def write_checkpoint(
     target = place / form.file_name if form.file_name else place
     if target.suffix != form.suffix:
         raise UserError(f'{target}: this format is a file whose name ends with {form.suffix}')
-    params, card, notes = _with_learned_positions(params, card, form)
-    layout = layout or form.usual_layout(card.model)
-    beside = form.files_beside(card)
+    config, notes = card.model, []
+    if isinstance(config, ResNetConfig):
+        require(form.resnets, f'the {format} layout has no such ResNet: write google or bigvision')
+    elif config.positions not in form.positions:
+        count, width = config.num_tokens, config.width
+        table = as_array(config.positions, config.grid, length=count, width=width)
+        params = params | {'pos_embedding': table}
+        config = dataclasses.replace(config, positions='learned')
+        card = dataclasses.replace(card, model=config)
+        notes.append('positions: written as an array')
+    layout = layout or form.usual_layout(config)
+    beside = form.files_beside(config, card)
     named = _without_class_row(params, layout)
-    rules = form.rules(card.model, layout)
-    resolved = name_map.resolve(rules, card.model, named, format=form.name)
+    resolved = name_map.resolve(form.rules(config, layout), config, named, format=format)
     arrays, type_notes = _in_type(name_map.to_theirs(resolved, named), layout.dtype)
-    _check_comes_back(form, card.model, layout, arrays, beside)
+    _check_comes_back(form, config, layout, arrays, beside)
     with usable(target):
         target.parent.mkdir(parents=True, exist_ok=True)
     if form.suffix == '.npz':
@@ -115,12 +126,10 @@ def write_checkpoint(
         array_files.write_safetensors(target, arrays, metadata)
     for name, content in beside.items():
         write_json(place / name, content)
-    return notes + type_notes + form.notes(card, layout)
+    return notes + type_notes + form.notes(config, card, layout)
 
 
-def _recognised(
-    path: str, clues: Clues, own: Card | None, *, ignored: tuple[str, ...]
-) -> Checkpoint:
+def _recognised(path: str, clues: Clues, own: Card | None, ignored: tuple[str, ...]) -> Checkpoint:
     """The checkpoint of a foreign file; `own` is the card that we put into it, if we wrote it."""
     arrays = clues.arrays
     form = next((form for form in FORMATS if form.matches(arrays)), None)
@@ -129,19 +138,21 @@ def _recognised(
             raise UserError("of BiT's pre-activation ResNet, which is not the one of the paper")
         raise UserError(f'its {len(arrays)} arrays are those of no known ViT: {[*arrays][:3]} ...')
     ours = inference.hints_of(own.model) if own else Hints()
-    hints = inference.with_defaults(clues.hints, ours)
-    found = form.recognise(clues._replace(hints=hints))
-    inference.check_hints(clues.hints, found.config)
-    expected = jax.eval_shape(build(found.config).init, jax.random.key(0))
+    found = form.recognise(clues.with_defaults(ours))
+    config = found.config
+    for name, hint in vars(clues.hints).items():
+        if hint not in (None, stored := getattr(config, name, None)):
+            raise UserError(f'{name}={hint} was given, but the arrays have {stored}')
+    expected = jax.eval_shape(build(config).init, jax.random.key(0))
     shapes = {name: leaf.shape for name, leaf in tree_names.named_leaves(expected).items()}
-    rules = form.rules(found.config, found.layout)
-    resolved = name_map.resolve(rules, found.config, shapes, format=form.name)
+    rules = form.rules(config, found.layout)
+    resolved = name_map.resolve(rules, config, shapes, format=form.name)
     ignored = *name_map.check_names(resolved, arrays, found.ignored), *ignored
-    types = {arrays[name].dtype.name for rule in resolved for name in rule.theirs}
+    types = {arrays[name].dtype.name for names in resolved.values() for name in names}
     layout = dataclasses.replace(found.layout, dtype=types.pop() if len(types) == 1 else 'float32')
     card = Card(
-        model=found.config,
-        grid=found.config.grid,
+        model=config,
+        grid=config.grid,
         preprocessing=own.preprocessing if own else found.preprocessing,
         class_names=own.class_names if own else found.class_names,
         loss=own.loss if own else None,
@@ -153,7 +164,7 @@ def _recognised(
             return tree_names.map_named(lambda name, _: values[name], expected)
 
     count = sum(map(math.prod, shapes.values()))
-    report = [f'{form.name} layout: {inference.summarize(card.model, count)}']
+    report = [f'{form.name} layout: {inference.summarize(config, count)}']
     if ignored:
         report.append(f'ignored: {len(ignored)} arrays, such as {ignored[0]}')
     return Checkpoint(path, form.name, layout, card, report, ignored, read)
@@ -187,19 +198,6 @@ def _check_comes_back(
         )
 
 
-def _with_learned_positions(
-    params: Params, card: Card, form: Format[Any]
-) -> tuple[Params, Card, list[str]]:
-    """The same network with its positions as an array, where the format has no such kind."""
-    config = card.model
-    if isinstance(config, ResNetConfig) or config.positions in form.positions:
-        return params, card, []
-    table = as_array(config.positions, config.grid, length=config.num_tokens, width=config.width)
-    params = params | {'pos_embedding': table}
-    card = dataclasses.replace(card, model=dataclasses.replace(config, positions='learned'))
-    return params, card, ['positions: written as an array']
-
-
 def _without_class_row(params: Params, layout: Layout) -> dict[str, np.ndarray]:
     """Our arrays by name, with the class token's position in the token where it has no row."""
     named = {name: np.asarray(leaf) for name, leaf in tree_names.named_leaves(params).items()}
@@ -218,14 +216,6 @@ def _in_type(arrays: dict[str, np.ndarray], dtype: str) -> tuple[dict[str, np.nd
     if all(np.array_equal(cast[name].astype(np.float32), arrays[name]) for name in cast):
         return cast, []
     return arrays, [f'written as float32: {dtype} would not hold the values']
-
-
-def _split(path: str) -> tuple[pathlib.Path, str]:
-    """The file or directory, and what follows `.npz:`."""
-    match = re.fullmatch(r'(.+\.npz):(.+)', path)
-    if match and not pathlib.Path(path).exists():
-        return pathlib.Path(match[1]), match[2].strip('/')
-    return pathlib.Path(path), ''
 
 
 def _weights(folder: pathlib.Path) -> list[pathlib.Path]:

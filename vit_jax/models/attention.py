@@ -26,11 +26,11 @@ def attend(
     cuDNN where it compiles for these shapes, forward and backward, and XLA otherwise.
     """
     if implementation == 'auto':
-        shapes = query.shape[1:], key.shape[1:]
-        implementation = 'cudnn' if cudnn_compiles(*shapes, query.dtype.name) else 'xla'
-    by_cudnn = implementation == 'cudnn'
-    attention = attend_at_even_lengths if by_cudnn else jax.nn.dot_product_attention
-    return attention(query, key, value, implementation=implementation)
+        fused = cudnn_compiles(query.shape[1:], key.shape[1:], query.dtype.name)
+        implementation = 'cudnn' if fused else 'xla'
+    if implementation == 'cudnn':
+        return attend_at_even_lengths(query, key, value, implementation='cudnn')
+    return jax.nn.dot_product_attention(query, key, value, implementation='xla')
 
 
 def attention_weights(

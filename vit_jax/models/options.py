@@ -51,8 +51,7 @@ class Compute(Record):
         require_between(self, 'unroll', low=1)
 
 
-# Constrains an activation (b ...) to be sharded over the batch. Without it, XLA may under FSDP
-# gather the batch instead of the parameters, and run out of memory. Only the program has the mesh.
+# Keeps an activation (b ...) split over the batch; why says `parallel/meshes.py`, which has meshes.
 ActivationSharding = Callable[[Array], Array]
 
 
@@ -61,9 +60,8 @@ def rematerialized(
 ) -> type[nn.Module]:
     """The block with the backward pass that `compute.remat` asks for.
 
-    XLA would merge the recomputation with the original computation (common subexpression
-    elimination) and keep what remat frees. Barriers prevent it; a rolled loop needs none, as the
-    two lie in different loops.
+    XLA would merge the recomputation with the original one (common subexpressions) and keep what
+    remat frees. Barriers prevent it; a rolled loop needs none: the two lie in different loops.
     """
     if compute.remat == 'none':
         return block

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base.array_types import Array, Float
-from vit_jax.base.errors import UserError
 from vit_jax.base.records import require
 
 PositionKind = Literal['learned', 'sincos2d', 'none']
@@ -57,8 +56,7 @@ def as_array(
     """
     if kind == 'none':
         return np.zeros((1, length, width), np.float32)
-    if kind != 'sincos2d':
-        raise UserError(f'{kind} positions are parameters already')
+    require(kind == 'sincos2d', f'{kind} positions are parameters already')
     table = sincos2d(grid, width)
     return np.pad(table, ((length - len(table), 0), (0, 0)))[None]
 
@@ -80,21 +78,17 @@ Resize = Callable[[np.ndarray, Grid, Grid], np.ndarray]  # leaf, old grid, new g
 
 def resizers(kind: PositionKind) -> dict[str, Resize]:
     """How the parameters of a kind are adapted to another grid: a function for each, by name."""
-    known: dict[PositionKind, dict[str, Resize]]
-    known = {'learned': {'pos_embedding': resize}, 'sincos2d': {}, 'none': {}}
-    return known[kind]
+    return {'pos_embedding': resize} if kind == 'learned' else {}
 
 
 def resize(table: Float[np.ndarray, '1 n d'], old: Grid, new: Grid) -> Float[np.ndarray, '1 m d']:
     """Learned positions for another grid: bilinear, corners kept on corners.
 
-    The rows before the grid (the class token's) are kept. Equal to `scipy.ndimage.zoom(order=1)` on
-    the grid, which the paper's code uses, and defined for any pair of grids, square or not (section
-    3.2: "2D interpolation of the pre-trained position embeddings").
+    The rows before the grid (the class token's) are kept. On the grid it is the paper's code's
+    `scipy.ndimage.zoom(order=1)` (section 3.2), for any pair of grids, square or not.
     """
     prefix = table.shape[1] - old[0] * old[1]
-    if prefix < 0:
-        raise UserError(f'{table.shape[1]} position embeddings are too few for the grid {old}')
+    require(prefix >= 0, f'{table.shape[1]} position embeddings are too few for the grid {old}')
     if old == new:
         return table
     rows, columns = (

@@ -43,9 +43,8 @@ class Backbone(Record):
     def check(self) -> None:
         """Whole groups, and units in every stage."""
         require_between(self, 'width', 'blocks', low=1)
-        require(
-            self.width % GROUPS == 0, f'width={self.width} is not a multiple of {GROUPS} groups'
-        )
+        whole = self.width % GROUPS == 0
+        require(whole, f'width={self.width} is not a multiple of {GROUPS} groups')
 
     @property
     def stride(self) -> int:
@@ -103,13 +102,9 @@ class StandardConv(nn.Module):
         kernel = self.param('kernel', nn.initializers.lecun_normal(), shape)
         kernel = kernel - kernel.mean((0, 1, 2), keepdims=True)
         kernel = kernel / (kernel.std((0, 1, 2), keepdims=True) + 1e-5)
-        return jax.lax.conv_general_dilated(
-            x.astype(self.dtype),
-            kernel.astype(self.dtype),
-            (self.stride, self.stride),
-            'SAME',
-            dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
-        )
+        x, kernel, strides = x.astype(self.dtype), kernel.astype(self.dtype), (self.stride,) * 2
+        layout = 'NHWC', 'HWIO', 'NHWC'
+        return jax.lax.conv_general_dilated(x, kernel, strides, 'SAME', dimension_numbers=layout)
 
 
 class Unit(nn.Module):
@@ -125,8 +120,7 @@ class Unit(nn.Module):
         norm = functools.partial(nn.GroupNorm, GROUPS, epsilon=1e-6, dtype=self.dtype)
         width, outputs, shortcut = self.channels, 4 * self.channels, x
         if x.shape[-1] != outputs or self.stride != 1:
-            shortcut = conv(outputs, 1, self.stride, name='conv_proj')(x)
-            shortcut = norm(name='norm_proj')(shortcut)
+            shortcut = norm(name='norm_proj')(conv(outputs, 1, self.stride, name='conv_proj')(x))
         y = nn.relu(norm(name='norm1')(conv(width, 1, name='conv1')(x)))
         y = nn.relu(norm(name='norm2')(conv(width, 3, self.stride, name='conv2')(y)))
         y = conv(outputs, 1, name='conv3')(y)

@@ -8,7 +8,6 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax.base.array_types import Array, Float
-from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record, require, require_between
 from vit_jax.models import positions
 from vit_jax.models.attention import Implementation, attend, attention_weights
@@ -38,7 +37,7 @@ class ViTConfig(Record):
     mlp_dim: int = 3072
     num_heads: int = 12
     num_classes: int | None = None  # None: no head, the outputs are the features
-    pool: Pool = 'cls'  # none: every token
+    pool: Pool = 'cls'
     final_norm: Literal['before_pool', 'after_pool'] = 'before_pool'
     representation_size: int | None = None  # width of the tanh layer before the head
     positions: PositionKind = 'learned'
@@ -52,10 +51,8 @@ class ViTConfig(Record):
         sizes = 'image_size', 'patch_size', 'channels', 'width', 'depth', 'mlp_dim', 'num_heads'
         require_between(self, *sizes, 'num_classes', 'representation_size', low=1)
         require_between(self, 'layer_norm_epsilon', above=0)
-        require(
-            self.width % self.num_heads == 0,
-            f'width={self.width} is not a multiple of num_heads={self.num_heads}',
-        )
+        odd = f'width={self.width} is not a multiple of num_heads={self.num_heads}'
+        require(self.width % self.num_heads == 0, odd)
         positions.check(self.positions, width=self.width)
         check_head(self.head, self.head_bias)
 
@@ -66,13 +63,10 @@ class ViTConfig(Record):
         if self.backbone is not None:
             stride = self.backbone.stride
             height, width = self.backbone.map_size(self.image_size)
-        if min(height, width, p, q) < 1 or height % p or width % q:
-            near = max(1, round(height / max(1, p))) * p, max(1, round(width / max(1, q))) * q
-            raise UserError(
-                f'image_size={self.image_size} is not a multiple of patch_size={self.patch_size}'
-                + (f' of a feature map {stride} times smaller' if stride > 1 else '')
-                + f'; nearest: {(near[0] * stride, near[1] * stride)}'
-            )
+        odd = f'image_size={self.image_size} is not a multiple of patch_size={self.patch_size}'
+        odd += f' of a feature map {stride} times smaller' if stride > 1 else ''
+        near = max(1, round(height / p)) * p * stride, max(1, round(width / q)) * q * stride
+        require(height % p == 0 and width % q == 0, f'{odd}; nearest: {near}')
         return height // p, width // q
 
     @property
@@ -226,8 +220,7 @@ class ViT(Part):
         if config.pool == 'map':
             self.pool = AttentionPool(config, self.compute)
         if config.final_norm == 'after_pool':
-            epsilon, dtype = config.layer_norm_epsilon, self.compute.dtype
-            self.norm = nn.LayerNorm(epsilon=epsilon, dtype=dtype)
+            self.norm = nn.LayerNorm(epsilon=config.layer_norm_epsilon, dtype=self.compute.dtype)
         if config.representation_size is not None:
             self.pre_logits = nn.Dense(config.representation_size, dtype=self.compute.dtype)
         if config.num_classes is not None:

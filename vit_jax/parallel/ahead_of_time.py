@@ -14,6 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from vit_jax.base.errors import UserError
+from vit_jax.base.records import require
 
 GIB = 2**30
 _EXHAUSTED = 'RESOURCE_EXHAUSTED'
@@ -47,9 +48,7 @@ class DoesNotFit(Exception):
 
 
 def find_topology(name: str) -> Topology:
-    """The topology of a name: `v5e:4x4` is a TPU slice, `2*v5e:4x4` two of them.
-
-    `h100:2x8` are two hosts with eight GPUs each.
+    """The topology of a name: a TPU slice `v5e:4x4`, two `2*v5e:4x4`, 2 hosts of 8 GPUs `h100:2x8`.
 
     Raises UserError where there is none or where its compiler is not installed.
     """
@@ -67,11 +66,9 @@ def find_topology(name: str) -> Topology:
     os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')  # it opens no chip
     os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
     os.environ.setdefault('TPU_ACCELERATOR_TYPE', 'v5litepod-4')
-    if importlib.util.find_spec('libtpu') is None:
-        raise UserError(
-            f"--topology={name}: the TPU compiler is not installed: pip install 'vit_jax[tpu]' "
-            f'(no TPU is needed)'
-        )
+    how = "pip install 'vit_jax[tpu]' (no TPU is needed)"
+    installed = importlib.util.find_spec('libtpu') is not None
+    require(installed, f'--topology={name}: the TPU compiler is not installed: {how}')
     options = {'num_slices': slices} if slices > 1 else {}
     devices = _devices(name, f'{found[2]}:{found[3]}', platform='tpu', **options)
     return Topology(name, devices, _memory(devices[0]))
@@ -97,11 +94,10 @@ def _gpus(name: str, kind: str, shape: str) -> Topology:
         memory_bandwidth: {bandwidth:.0f} clock_rate_ghz: {clock} device_memory_size: {memory}
         }} platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}
         device_description_str: "{title}" """
-    if not any(importlib.util.find_spec(f'jax_cuda{n}_plugin') for n in (12, 13)):
-        raise UserError(
-            f"--topology={name}: jax's compiler for GPUs is not installed: pip install --no-deps "
-            f'jax-cuda12-plugin jax-cuda12-pjrt, of the version of jax (no GPU is needed)'
-        )
+    how = 'pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt, of the version of jax'
+    installed = any(importlib.util.find_spec(f'jax_cuda{n}_plugin') for n in (12, 13))
+    missing = f"--topology={name}: jax's compiler for GPUs is not installed"
+    require(installed, f'{missing}: {how} (no GPU is needed)')
     devices = _devices(name, name, platform='cuda', topology=f'1x{shape}', target_config=target)
     return Topology(name, devices, int(_PREALLOCATED * memory))
 

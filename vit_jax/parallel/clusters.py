@@ -48,6 +48,15 @@ class Cluster:
     local_device_ids: tuple[int, ...] | None = None  # None: all devices of the host
     one_host: bool = True  # can all processes be on this host, as far as is known?
 
+    def __post_init__(self) -> None:
+        expected = f'expected 0 to {self.num_processes - 1}, of {self.num_processes} processes'
+        inside = 0 <= self.process_id < self.num_processes
+        require(inside, f'process_id={self.process_id}: {expected}')
+        host, _, port = self.coordinator_address.rpartition(':')
+        usable = bool(host) and port.isdecimal() and 0 < int(port) < 65536
+        expected = 'expected HOST:PORT of process 0'
+        require(usable, f'coordinator_address={self.coordinator_address}: {expected}')
+
 
 class _Kind(NamedTuple):
     """A kind of cluster: who reads its variables, which these are, and what helps without them."""
@@ -119,19 +128,16 @@ def detect_cluster(launch: Launch) -> Cluster | None:
     if not launch.distributed:
         return None
     address = launch.coordinator_address or os.environ.get('JAX_COORDINATOR_ADDRESS')
-    asked: dict[str, Any] = {
-        'coordinator_address': address,
-        'num_processes': launch.num_processes,
-        'process_id': launch.process_id,
-    }
+    asked: dict[str, Any] = {'coordinator_address': address}
+    asked |= {name: getattr(launch, name) for name in ('num_processes', 'process_id')}
     kind = _cluster_kind()
     missing = [f'--{name}' for name, value in asked.items() if value is None]
+    if kind is None and len(missing) == len(asked):
+        return None
     if kind is None:
-        if len(missing) == len(asked):
-            return None
         why = 'no cluster was recognised, so all three are needed'
         require(not missing, f'{", ".join(missing)} missing: {why}')
-        return _checked(Cluster(kind='given', **asked))
+        return Cluster(kind='given', **asked)
     found: dict[str, Any] = {}
     if kind is _OPEN_MPI and address:  # every version gives the rest
         found['num_processes'] = int(os.environ['OMPI_COMM_WORLD_SIZE'])
@@ -140,7 +146,7 @@ def detect_cluster(launch: Launch) -> Cluster | None:
         *place, local = _by_jax(kind, launch.start_seconds)
         found = dict(zip(asked, place, strict=True), local_device_ids=_own_devices(local))
     found |= {name: value for name, value in asked.items() if value is not None}
-    return _checked(Cluster(kind=kind.name, one_host=_one_host(kind), **found))
+    return Cluster(kind=kind.name, one_host=_one_host(kind), **found)
 
 
 def _by_jax(kind: _Kind, seconds: float) -> tuple[Any, ...]:
@@ -180,16 +186,6 @@ def _one_host(kind: _Kind) -> bool:
     if kind is _OPEN_MPI:
         return env.get('OMPI_COMM_WORLD_LOCAL_SIZE') == env.get('OMPI_COMM_WORLD_SIZE')
     return False
-
-
-def _checked(cluster: Cluster) -> Cluster:
-    count, index, address = cluster.num_processes, cluster.process_id, cluster.coordinator_address
-    expected = f'expected 0 to {count - 1}, of {count} processes'
-    require(0 <= index < count, f'process_id={index}: {expected}')
-    host, _, port = address.rpartition(':')
-    usable = host and port.isdecimal() and 0 < int(port) < 65536
-    require(bool(usable), f'coordinator_address={address}: expected HOST:PORT of process 0')
-    return cluster
 
 
 def wait_for_coordinator(cluster: Cluster, seconds: float) -> str:

@@ -37,10 +37,8 @@ class MeshConfig(Record):
     def check(self) -> None:
         """At most one axis is free, and the limits are possible."""
         sizes = self.data, self.fsdp, self.tensor
-        require(
-            sizes.count(-1) <= 1 and all(size == -1 or size >= 1 for size in sizes),
-            f'{_text(sizes)}: expected sizes of 1 or more, at most one -1',
-        )
+        fit = sizes.count(-1) <= 1 and all(size == -1 or size >= 1 for size in sizes)
+        require(fit, f'{_text(sizes)}: expected sizes of 1 or more, at most one -1')
         require_between(self, 'fsdp_min_mb', low=0)
         require_between(self, 'max_replicated_fraction', low=0, high=1)
 
@@ -48,14 +46,13 @@ class MeshConfig(Record):
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of these devices, all by default. Raises UserError where the axes do not fit."""
     devices = list(devices or jax.devices())
-    sizes = _sizes(config, len(devices))
+    data, *others = sizes = _sizes(config, len(devices))
     slices = collections.defaultdict(list)
     for device in devices:
         slices[slice_of(device)].append(device)
-    if sizes[0] % len(slices):
-        few = f'data={sizes[0]} is not a multiple of {len(slices)} slices'
-        raise UserError(f'mesh: {few}, over which only data is spread')
-    one = sizes[0] // len(slices), *sizes[1:]
+    odd = f'mesh: data={data} is not a multiple of {len(slices)} slices'
+    require(data % len(slices) == 0, f'{odd}, over which only data is spread')
+    one = data // len(slices), *others
     try:
         parts = [jax.make_mesh(one, AXES, devices=part).devices for part in slices.values()]
     except NotImplementedError as error:  # of the TPU's torus
@@ -73,12 +70,9 @@ def _sizes(config: MeshConfig, count: int) -> tuple[int, ...]:
     asked = config.data, config.fsdp, config.tensor  # the order of AXES
     fixed = math.prod(size for size in asked if size != -1)
     sizes = tuple(count // fixed if size == -1 else size for size in asked)
-    if math.prod(sizes) != count:
-        legal = ', '.join(str(n) for n in range(1, count + 1) if count % n == 0)
-        raise UserError(
-            f'mesh: {_text(asked)} does not make {count} devices; each axis may be one of '
-            f'{legal}, their product {count}'
-        )
+    legal = ', '.join(str(n) for n in range(1, count + 1) if count % n == 0)
+    odd = f'mesh: {_text(asked)} does not make {count} devices; each axis may be one of {legal}'
+    require(math.prod(sizes) == count, f'{odd}, their product {count}')
     return sizes
 
 
@@ -88,7 +82,7 @@ def _text(sizes: Sequence[int]) -> str:
 
 def describe(mesh: Mesh) -> str:
     """The axes and their sizes, as `data=4 x fsdp=2 x tensor=1`."""
-    return _text(tuple(mesh.shape[axis] for axis in AXES))
+    return _text(mesh.axis_sizes)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -134,9 +128,7 @@ def check_batch_size(batch_size: int, mesh: Mesh, *, accumulation_steps: int) ->
     parts = mesh.shape['data'] * mesh.shape['fsdp']
     unit = parts * accumulation_steps
     below = batch_size // unit * unit
-    near = f'{below} or {below + unit}' if below > 0 else f'{below + unit}'
-    require(
-        batch_size >= 1 and batch_size % unit == 0,
-        f'batch_size={batch_size} is not a multiple of {parts} devices (data x fsdp) x '
-        f'{accumulation_steps} accumulation steps; nearest: {near}',
-    )
+    near = f'{below} or {below + unit}' if below > 0 else f'{unit}'
+    odd = f'batch_size={batch_size} is not a multiple of {parts} devices (data x fsdp)'
+    odd += f' x {accumulation_steps} accumulation steps; nearest: {near}'
+    require(below == batch_size > 0, odd)

@@ -7,6 +7,7 @@ hangs is ended with the stacks of its threads, and SIGTERM becomes one common mo
 import collections
 import contextlib
 import faulthandler
+import functools
 import json
 import logging
 import os
@@ -52,6 +53,7 @@ class Job:
 
     def __init__(self, launch: Launch | None = None):
         self._launch = launch
+        self._wait_ms = int(1000 * (launch or Launch()).start_seconds)
         self._asked = threading.Event()  # to stop
         self._ticks = 0
         self._times = collections.Counter[str]()  # that each name was told or waited for
@@ -68,18 +70,13 @@ class Job:
         """The number of this process, from 0."""
         return int(global_state.process_id)
 
-    @property
-    def _client(self) -> Any:
-        return global_state.client
-
     def require_same(self, name: str, facts: dict[str, Any]) -> None:
         """Returns when all processes have come here with the same facts (JSON values).
 
         Raises Differs, which names the differences from process 0. Nothing of jax has to run.
         """
         theirs = json.loads(self.from_process_0(name, lambda: json.dumps(facts)))
-        changes = records.differences(theirs, json.loads(json.dumps(facts)))
-        if changes:
+        if changes := records.differences(theirs, json.loads(json.dumps(facts))):
             lines = '\n'.join(f'  {line} here' for line in changes[:20])
             raise Differs(f'{name}: {_process_name()} differs from process 0:\n{lines}')
         self.barrier(name)
@@ -90,15 +87,15 @@ class Job:
             return say()
         key = self._key('told', name)
         if self.index == 0:
-            self._client.key_value_set(key, say())
-        return str(self._client.blocking_key_value_get(key, self._wait_ms))
+            global_state.client.key_value_set(key, say())
+        return str(global_state.client.blocking_key_value_get(key, self._wait_ms))
 
     def barrier(self, name: str) -> None:
         """Returns when all processes have come here. UserError names who is missing."""
         if self.count == 1:
             return
         try:
-            self._client.wait_at_barrier(self._key('barrier', name), self._wait_ms)
+            global_state.client.wait_at_barrier(self._key('barrier', name), self._wait_ms)
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).splitlines()[0]
             raise UserError(f'not every process came to {name!r}: {reason}') from error
@@ -110,16 +107,11 @@ class Job:
         return f'{key}/{self._times[key]}'
 
     @property
-    def _wait_ms(self) -> int:
-        return int(1000 * (self._launch or Launch()).start_seconds)
-
-    @property
     def age(self) -> float:
         """Seconds since the program was started; 0 for a job within another program.
 
-        A process is older than its program where a shell became it (`exec`); Python is older than
-        its process where a server forked it. The smaller age counts. Python's is that of `logging`,
-        which notes when it was imported: before everything that takes long.
+        The smaller of two: a process is older where a shell became it (`exec`), Python where a
+        server forked it. Python's is that of `logging`, imported before everything that takes long.
         """
         if self._launch is None:
             return 0.0
@@ -133,7 +125,7 @@ class Job:
         if self._launch is not None and self.count > 1:
             # Takes SIGTERM over: the processes agree on the tick at which they stop.
             self._preemption = _jax.create_preemption_sync_manager()
-            self._preemption.initialize(self._client)
+            self._preemption.initialize(global_state.client)
 
     def heartbeat(self) -> None:
         """Says that work goes on. Raises Interrupted on the call at which all processes stop.
@@ -162,14 +154,13 @@ class Job:
 
     def end(self, code: int, message: str) -> NoReturn:
         """Ends this process and, through the store, all others, who say why; at once."""
-        with contextlib.suppress(Exception):  # the store may be what is gone
-            if self._client is not None:
-                self._tell_end(code, message)
+        with contextlib.suppress(Exception):  # the store may be what is gone, or there is none
+            self._tell_end(code, message)
         self._leave(code)
 
     def _tell_end(self, code: int, message: str) -> None:
         said = {'code': code, 'index': self.index, 'process': _process_name(), 'message': message}
-        self._client.key_value_set(_END, json.dumps(said), allow_overwrite=True)
+        global_state.client.key_value_set(_END, json.dumps(said), allow_overwrite=True)
 
     def _leave(self, code: int) -> NoReturn:
         """Ends the process without waiting for anyone; the one that keeps the store a little later.
@@ -197,7 +188,7 @@ class Job:
         """Waits for the end of another process, and ends this one."""
         while True:
             try:
-                said = json.loads(self._client.blocking_key_value_get(_END, 3_600_000))
+                said = json.loads(global_state.client.blocking_key_value_get(_END, 3_600_000))
             except jax.errors.JaxRuntimeError as error:
                 if 'DEADLINE' in str(error):
                     continue
@@ -272,16 +263,14 @@ def _initialize(cluster: Cluster, launch: Launch) -> None:
     bind = clusters.wait_for_coordinator(cluster, launch.start_seconds)
     index, count, address = cluster.process_id, cluster.num_processes, cluster.coordinator_address
 
-    def say() -> None:
-        text = f'process {index} of {count} waits at {address} for the others'
-        print(text, file=sys.stderr, flush=True)
-
     def give_up() -> None:
         text = f'error: process {index}: of {count} processes not all came to {address} within'
         text += f' {launch.start_seconds:.0f} s; which were started, and with which process_id?'
         print(text, file=sys.stderr, flush=True)
         os._exit(1)
 
+    waits = f'process {index} of {count} waits at {address} for the others'
+    say = functools.partial(print, waits, file=sys.stderr, flush=True)
     timers = threading.Timer(_SAY_AFTER, say), threading.Timer(launch.start_seconds, give_up)
     for timer in timers:
         timer.daemon = True

@@ -92,9 +92,8 @@ def sharding_report(state: Any, shardings: Any, mesh: Mesh) -> list[str]:
     """
     if mesh.size == 1:
         return []
-    places = tree_names.named_leaves(shardings)
-    leaves = tree_names.named_leaves(state)
-    here = {name: _bytes_here(leaf, places[name]) for name, leaf in leaves.items()}
+    places, leaves = tree_names.named_leaves(shardings), tree_names.named_leaves(state)
+    here = {n: _bytes(leaf, places[n].shard_shape(leaf.shape)) for n, leaf in leaves.items()}
     rows, replicated = [], []
     for name in [name for name in leaves if name.startswith('params/')]:
         if split := ', '.join(f'{a} on axis {n}' for n, a in enumerate(places[name].spec) if a):
@@ -114,14 +113,10 @@ def sharding_report(state: Any, shardings: Any, mesh: Mesh) -> list[str]:
 
 
 def check_split(state: Any, shardings: Any, mesh: Mesh, config: MeshConfig) -> None:
-    """Raises UserError where more of the state is replicated than allowed.
-
-    Only a mesh with an fsdp or a tensor axis is there to split it.
-    """
-    if mesh.shape['fsdp'] * mesh.shape['tensor'] == 1:
+    """Raises UserError where more of the state is replicated than allowed."""
+    if mesh.shape['fsdp'] * mesh.shape['tensor'] == 1:  # no axis is there to split it
         return
-    places = tree_names.named_leaves(shardings)
-    leaves = tree_names.named_leaves(state)
+    places, leaves = tree_names.named_leaves(shardings), tree_names.named_leaves(state)
     replicated = {name: _bytes(leaf) for name, leaf in leaves.items() if not any(places[name].spec)}
     share = sum(replicated.values()) / sum(map(_bytes, leaves.values()))
     if share > config.max_replicated_fraction:
@@ -137,19 +132,13 @@ def check_split(state: Any, shardings: Any, mesh: Mesh, config: MeshConfig) -> N
 
 def abstract(values: Any, shardings: Any) -> Any:
     """Shape, type and place of each array of a tree, without the arrays."""
-
-    def described(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return jax.tree.map(described, values, shardings)
+    return jax.tree.map(
+        lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), values, shardings
+    )
 
 
-def _bytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
-
-
-def _bytes_here(leaf: Any, sharding: NamedSharding) -> int:
-    return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+def _bytes(leaf: Any, shape: tuple[int, ...] | None = None) -> int:
+    return math.prod(leaf.shape if shape is None else shape) * leaf.dtype.itemsize
 
 
 def _mb(count: int) -> str:

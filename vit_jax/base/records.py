@@ -51,10 +51,9 @@ def require_between(
     above: int | float = float('-inf'),
     below: int | float = float('inf'),
 ) -> None:
-    """Raises UserError for a number of these fields outside low <= number <= high.
+    """Raises UserError unless low <= number <= high, above < number < below in these fields.
 
-    `above` and `below` are bounds that the number itself must not reach. None and numbers in
-    tuples are allowed; NaN is not.
+    None and numbers in tuples are allowed; NaN is not.
     """
     bounds = {'at least': low, 'more than': above, 'at most': high, 'less than': below}
     said = ' and '.join(f'{w} {b:g}' for w, b in bounds.items() if abs(b) != float('inf'))
@@ -94,12 +93,11 @@ def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
     for name in values:
         if name not in known:
             raise UserError(f'{where}.{name}: no such field; {nearest(name, known)}')
-    read = {name: _read(known[name], v, f'{where}.{name}') for name, v in values.items()}
     try:
-        return cls(**read)
+        return cls(**values)
     except TypeError as error:  # a field without a default is absent
         raise UserError(f'{where}: {error}') from error
-    except UserError as error:  # of `check`, which does not know where the record stands
+    except UserError as error:  # of the record, which does not know where it stands
         raise UserError(f'{where}{str(error).removeprefix(cls.__name__)}') from error
 
 

@@ -52,21 +52,14 @@ def attend_at_even_lengths(
 
     The padding is hidden by sequence lengths, not by a mask, which the kernel would have to read.
     """
+    attention = functools.partial(jax.nn.dot_product_attention, implementation=implementation)
     (batch, queries), keys = query.shape[:2], key.shape[1]
     if queries % 2 == 0 and keys % 2 == 0:
-        return jax.nn.dot_product_attention(query, key, value, implementation=implementation)
-
-    def pad(x: Array) -> Array:
-        return jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
-
-    return jax.nn.dot_product_attention(
-        pad(query),
-        pad(key),
-        pad(value),
-        query_seq_lengths=jnp.full(batch, queries, jnp.int32),
-        key_value_seq_lengths=jnp.full(batch, keys, jnp.int32),
-        implementation=implementation,
-    )[:, :queries]
+        return attention(query, key, value)
+    even = [jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0))) for x in (query, key, value)]
+    lengths = [jnp.full(batch, length, jnp.int32) for length in (queries, keys)]
+    mixed = attention(*even, query_seq_lengths=lengths[0], key_value_seq_lengths=lengths[1])
+    return mixed[:, :queries]
 
 
 @functools.cache

@@ -40,14 +40,12 @@ def _count(jaxpr: Any) -> int:
             total += math.prod(output) * math.prod(left[axis] for axis in contracted)
         elif name == 'conv_general_dilated':
             total += _convolution(equation)
-        elif name == 'scan':
-            total += params['length'] * sum(inner)
         elif name == 'cond':
             total += max(inner)
         elif name == 'while' and any(inner):
             raise NotImplementedError('multiply-adds in a loop of unknown length')
         else:
-            total += sum(inner)
+            total += sum(inner) * (params['length'] if name == 'scan' else 1)
     return total
 
 

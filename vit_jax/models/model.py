@@ -37,9 +37,7 @@ class Model(NamedTuple):
     init: Callable[[Key[Array, '']], Params]
     apply: Callable[..., Float[Array, '...']]
     features: Callable[[Params, Float[Array, 'b h w c']], Float[Array, '...']]
-    capture: Callable[
-        [Params, Float[Array, 'b h w c'], Iterable[str]], tuple[Array, dict[str, Array]]
-    ]
+    capture: Callable[..., tuple[Float[Array, '...'], dict[str, Array]]]
 
 
 def build(

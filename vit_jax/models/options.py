@@ -27,7 +27,6 @@ class Regularization(Record):
     stochastic_depth: float = 0.0
 
     def check(self) -> None:
-        """Rates: at 1 everything would be dropped."""
         require_between(self, 'dropout', 'stochastic_depth', low=0, below=1)
 
 
@@ -37,17 +36,15 @@ class Compute(Record):
 
     Parameters, statistics of the norms, softmax and logits are float32 whatever the dtype. `remat`
     decides what the backward pass recomputes: nothing, all but the large matrix products and
-    convolutions (`dots`), or the whole block. `unroll` is the number of blocks in one iteration
-    of the scan: unrolled blocks run faster on GPUs, at the cost of compile time.
+    convolutions (`dots`), or the whole block. Unrolled blocks run faster on GPUs, compile longer.
     """
 
     dtype: Literal['float32', 'bfloat16'] = 'float32'
     remat: Remat = 'none'
-    unroll: int = 1
+    unroll: int = 1  # blocks in one iteration of the scan
     attention: Implementation = 'auto'
 
     def check(self) -> None:
-        """At least one block in an iteration."""
         require_between(self, 'unroll', low=1)
 
 

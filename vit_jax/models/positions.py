@@ -6,7 +6,7 @@ acts inside the blocks (on queries and keys, or at every block's input) is also 
 """
 
 from collections.abc import Callable
-from typing import Literal, assert_never
+from typing import Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -28,16 +28,12 @@ class Positions(nn.Module):
     @nn.compact
     def __call__(self, tokens: Float[Array, 'b n d']) -> Float[Array, 'b n d']:
         _, length, width = tokens.shape
-        match self.kind:
-            case 'learned':
-                initializer = nn.initializers.normal(0.02)
-                table = self.param('pos_embedding', initializer, (1, length, width))
-            case 'sincos2d':
-                table = jnp.asarray(as_array(self.kind, self.grid, length=length, width=width))
-            case 'none':
-                return tokens
-            case other:
-                assert_never(other)
+        if self.kind == 'none':
+            return tokens
+        if self.kind == 'learned':
+            table = self.param('pos_embedding', nn.initializers.normal(0.02), (1, length, width))
+        else:
+            table = jnp.asarray(as_array(self.kind, self.grid, length=length, width=width))
         return tokens + table.astype(tokens.dtype)
 
 
@@ -73,11 +69,8 @@ def sincos2d(grid: Grid, width: int) -> Float[np.ndarray, 'n d']:
     return np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1).astype(np.float32)
 
 
-Resize = Callable[[np.ndarray, Grid, Grid], np.ndarray]  # leaf, old grid, new grid -> leaf
-
-
-def resizers(kind: PositionKind) -> dict[str, Resize]:
-    """How the parameters of a kind are adapted to another grid: a function for each, by name."""
+def resizers(kind: PositionKind) -> dict[str, Callable[[np.ndarray, Grid, Grid], np.ndarray]]:
+    """What adapts each parameter of a kind, by name, from an old grid to a new one."""
     return {'pos_embedding': resize} if kind == 'learned' else {}
 
 

@@ -41,7 +41,6 @@ class Backbone(Record):
     width: int = 64  # channels of the root and of the first stage's 3x3 convolutions
 
     def check(self) -> None:
-        """Whole groups, and units in every stage."""
         require_between(self, 'width', 'blocks', low=1)
         whole = self.width % GROUPS == 0
         require(whole, f'width={self.width} is not a multiple of {GROUPS} groups')
@@ -58,8 +57,7 @@ class Backbone(Record):
 
     def map_size(self, image_size: tuple[int, int]) -> tuple[int, int]:
         """(height, width) of the feature map: every halving rounds up, as SAME padding does."""
-        height, width = (-(-side // self.stride) for side in image_size)
-        return height, width
+        return -(-image_size[0] // self.stride), -(-image_size[1] // self.stride)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -74,7 +72,6 @@ class ResNetConfig(Record):
     head_bias: float = 0.0  # the linear head's bias at initialisation
 
     def check(self) -> None:
-        """Sizes that exist."""
         require_between(self, 'image_size', 'channels', 'num_classes', low=1)
         check_head(self.head, self.head_bias)
 
@@ -187,5 +184,4 @@ class ResNetClassifier(nn.Module):
         return x if self.config.num_classes is None else self.head(x)
 
     def features(self, images: Float[Array, 'b h w c']) -> Float[Array, 'b _']:
-        """The mean of the last feature map, in float32."""
         return self.backbone(images).astype(jnp.float32).mean((1, 2))

@@ -28,7 +28,6 @@ _GPUS = {
     'h100': ('H100-SXM5-80GB', 9, 132, 50 * 2**20, 3352e9, 1.98, 233472, 232448, 84_900_000_000),
     'h200': ('H200-SXM-141GB', 9, 132, 50 * 2**20, 4800e9, 1.98, 233472, 232448, 150_000_000_000),
 }
-_PREALLOCATED = 0.75  # of a GPU's memory, which jax takes (XLA_PYTHON_CLIENT_MEM_FRACTION)
 
 
 class Topology(NamedTuple):
@@ -60,7 +59,6 @@ def find_topology(name: str) -> Topology:
             f'--topology={name}: expected KIND:SHAPE such as v5e:4x4, v6e:16x16, v5p:2x2x4, '
             f'2*v5e:16x16 for two slices, or KIND:HOSTSxGPUS, KIND one of {", ".join(_GPUS)}'
         )
-    slices = int(found[1] or 1)
     # Of the machine that compiles, so that the library does not look for a TPU in the network.
     os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
     os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')  # it opens no chip
@@ -69,13 +67,12 @@ def find_topology(name: str) -> Topology:
     how = "pip install 'vit_jax[tpu]' (no TPU is needed)"
     installed = importlib.util.find_spec('libtpu') is not None
     require(installed, f'--topology={name}: the TPU compiler is not installed: {how}')
-    options = {'num_slices': slices} if slices > 1 else {}
+    options = {'num_slices': int(found[1])} if found[1] else {}
     devices = _devices(name, f'{found[2]}:{found[3]}', platform='tpu', **options)
     return Topology(name, devices, _memory(devices[0]))
 
 
 def _devices(name: str, *known_as: str, **options: Any) -> Sequence[jax.Device]:
-    """The devices of a topology. Raises UserError with jax's reason where it knows none."""
     try:
         return topologies.get_topology_desc(*known_as, **options).devices
     except (RuntimeError, NotImplementedError, ValueError) as error:
@@ -99,15 +96,11 @@ def _gpus(name: str, kind: str, shape: str) -> Topology:
     missing = f"--topology={name}: jax's compiler for GPUs is not installed"
     require(installed, f'{missing}: {how} (no GPU is needed)')
     devices = _devices(name, name, platform='cuda', topology=f'1x{shape}', target_config=target)
-    return Topology(name, devices, int(_PREALLOCATED * memory))
+    return Topology(name, devices, int(0.75 * memory))  # jax's XLA_PYTHON_CLIENT_MEM_FRACTION
 
 
 def _memory(device: jax.Device) -> int:
-    """The bytes that a program may use.
-
-    There is no API that tells them without the device (checked in jax 0.10.2), but the error for a
-    program that needs far more names the limit.
-    """
+    """Bytes that a program may use: no API (jax 0.10.2), but the error for far more tells them."""
     huge = jax.ShapeDtypeStruct((2**45,), jnp.int8, sharding=SingleDeviceSharding(device))
     try:
         jax.jit(lambda x: x * 2).lower(huge).compile()

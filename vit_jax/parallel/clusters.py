@@ -1,7 +1,6 @@
 """Which processes form a job, and at which address: read from the environment, and checked.
 
-jax aborts the process where an address or a port is wrong. What can be checked before is checked
-here, with an error that says what is wrong.
+jax aborts the process where an address or a port is wrong: here an error says so before.
 """
 
 import contextlib
@@ -33,7 +32,6 @@ class Launch(Record):
     watchdog_seconds: float = 1800.0  # without a step, an evaluated batch or another sign of work
 
     def check(self) -> None:
-        """Waiting for no time at all is no waiting."""
         require_between(self, 'start_seconds', 'heartbeat_seconds', 'watchdog_seconds', low=0.1)
 
 
@@ -49,48 +47,46 @@ class Cluster:
     one_host: bool = True  # can all processes be on this host, as far as is known?
 
     def __post_init__(self) -> None:
-        expected = f'expected 0 to {self.num_processes - 1}, of {self.num_processes} processes'
-        inside = 0 <= self.process_id < self.num_processes
-        require(inside, f'process_id={self.process_id}: {expected}')
-        host, _, port = self.coordinator_address.rpartition(':')
-        usable = bool(host) and port.isdecimal() and 0 < int(port) < 65536
-        expected = 'expected HOST:PORT of process 0'
-        require(usable, f'coordinator_address={self.coordinator_address}: {expected}')
+        index, count, address = self.process_id, self.num_processes, self.coordinator_address
+        expected = f'expected 0 to {count - 1}, of {count} processes'
+        require(0 <= index < count, f'process_id={index}: {expected}')
+        host, _, port = address.rpartition(':')
+        usable = host != '' and port.isdecimal() and 0 < int(port) < 65536
+        require(usable, f'coordinator_address={address}: expected HOST:PORT of process 0')
 
 
 class _Kind(NamedTuple):
-    """A kind of cluster: who reads its variables, which these are, and what helps without them."""
+    """A kind of cluster."""
 
     name: str
     jax_names: tuple[str, ...]  # jax's classes that read its variables
-    needed: tuple[str, ...]  # environment variables, besides those by which it is recognised
-    advice: str
+    advice: str  # what helps without them
+    needed: tuple[str, ...] = ()  # variables, besides those by which it is recognised
 
 
 _SLURM = _Kind(
     'Slurm',
     ('SlurmCluster',),
-    ('SLURM_STEP_NODELIST', 'SLURM_NTASKS', 'SLURM_PROCID', 'SLURM_LOCALID'),
     'start every process with srun',
+    ('SLURM_STEP_NODELIST', 'SLURM_NTASKS', 'SLURM_PROCID', 'SLURM_LOCALID'),
 )
 _OPEN_MPI = _Kind(
     'Open MPI',
     ('OmpiCluster',),
-    ('OMPI_MCA_orte_hnp_uri', 'OMPI_COMM_WORLD_RANK'),
     'Open MPI 5 does not say where process 0 is: add --coordinator_address=HOST:PORT',
+    ('OMPI_MCA_orte_hnp_uri', 'OMPI_COMM_WORLD_RANK'),
 )
 _KUBERNETES = _Kind(
     'Kubernetes',
     ('K8sCluster',),
-    (),
     "an indexed Job needs `pip install 'jax[k8s]'` and permission to read its pods; or give "
     '--coordinator_address, --num_processes and --process_id=$JOB_COMPLETION_INDEX',
 )
 _TPU = _Kind(
     'TPU',
     ('GceTpuCluster', 'GkeTpuCluster'),
-    ('TPU_WORKER_HOSTNAMES', 'TPU_WORKER_ID'),
     "this needs a TPU and `pip install 'vit_jax[tpu]'`",
+    ('TPU_WORKER_HOSTNAMES', 'TPU_WORKER_ID'),
 )
 
 

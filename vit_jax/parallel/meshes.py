@@ -24,7 +24,7 @@ class MeshConfig(Record):
 
     `data` and `fsdp` split the batch, `fsdp` also parameters and optimizer state, `tensor` the
     heads of attention and the hidden layer of the MLPs. Several TPU slices are spread over `data`,
-    which communicates least. How each array is split is decided in parallel/sharding_rules.py.
+    which communicates least. `sharding_rules.py` decides how each array is split.
     """
 
     data: int = -1
@@ -35,7 +35,6 @@ class MeshConfig(Record):
     rules: tuple[tuple[str, Spec], ...] = ()  # (pattern of names, axes): before all other rules
 
     def check(self) -> None:
-        """At most one axis is free, and the limits are possible."""
         sizes = self.data, self.fsdp, self.tensor
         fit = sizes.count(-1) <= 1 and all(size == -1 or size >= 1 for size in sizes)
         require(fit, f'{_text(sizes)}: expected sizes of 1 or more, at most one -1')
@@ -46,7 +45,12 @@ class MeshConfig(Record):
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of these devices, all by default. Raises UserError where the axes do not fit."""
     devices = list(devices or jax.devices())
-    data, *others = sizes = _sizes(config, len(devices))
+    count, asked = len(devices), (config.data, config.fsdp, config.tensor)  # the order of AXES
+    fixed = math.prod(size for size in asked if size != -1)
+    data, *others = sizes = [count // fixed if size == -1 else size for size in asked]
+    legal = ', '.join(str(n) for n in range(1, count + 1) if count % n == 0)
+    odd = f'mesh: {_text(asked)} does not make {count} devices; each axis may be one of {legal}'
+    require(math.prod(sizes) == count, f'{odd}, their product {count}')
     slices = collections.defaultdict(list)
     for device in devices:
         slices[slice_of(device)].append(device)
@@ -63,17 +67,6 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 def slice_of(device: jax.Device) -> int:
     """The number of a device's TPU slice, within which the network is fast; 0 elsewhere."""
     return getattr(device, 'slice_index', None) or 0
-
-
-def _sizes(config: MeshConfig, count: int) -> tuple[int, ...]:
-    """The size of each axis, the free one computed."""
-    asked = config.data, config.fsdp, config.tensor  # the order of AXES
-    fixed = math.prod(size for size in asked if size != -1)
-    sizes = tuple(count // fixed if size == -1 else size for size in asked)
-    legal = ', '.join(str(n) for n in range(1, count + 1) if count % n == 0)
-    odd = f'mesh: {_text(asked)} does not make {count} devices; each axis may be one of {legal}'
-    require(math.prod(sizes) == count, f'{odd}, their product {count}')
-    return sizes
 
 
 def _text(sizes: Sequence[int]) -> str:

@@ -45,7 +45,7 @@ class Interrupted(Exception):
 
 
 class Differs(UserError):
-    """This process has other facts than process 0."""
+    """This process has other facts than process 0: which, and what they are there and here."""
 
 
 class Job:
@@ -71,10 +71,7 @@ class Job:
         return int(global_state.process_id)
 
     def require_same(self, name: str, facts: dict[str, Any]) -> None:
-        """Returns when all processes have come here with the same facts (JSON values).
-
-        Raises Differs, which names the differences from process 0. Nothing of jax has to run.
-        """
+        """Returns when all processes are here with the same facts (JSON values); else Differs."""
         theirs = json.loads(self.from_process_0(name, lambda: json.dumps(facts)))
         if changes := records.differences(theirs, json.loads(json.dumps(facts))):
             lines = '\n'.join(f'  {line} here' for line in changes[:20])
@@ -128,10 +125,7 @@ class Job:
             self._preemption.initialize(global_state.client)
 
     def heartbeat(self) -> None:
-        """Says that work goes on. Raises Interrupted on the call at which all processes stop.
-
-        Every process must call it equally often.
-        """
+        """Says that work goes on, on every process equally often. Interrupted: all stop here."""
         self._ticks += 1
         self.reset_watchdog()
         manager = self._preemption
@@ -163,13 +157,11 @@ class Job:
         global_state.client.key_value_set(_END, json.dumps(said), allow_overwrite=True)
 
     def _leave(self, code: int) -> NoReturn:
-        """Ends the process without waiting for anyone; the one that keeps the store a little later.
-
-        Without the store the others would abort, before they have read why.
-        """
+        """Ends the process without waiting for anyone."""
         sys.stdout.flush()
         sys.stderr.flush()
         if self.count > 1 and self.index == 0:
+            # Without the store of this one the others would abort, before they have read why.
             time.sleep(_LAST_WORDS)
         os._exit(code)
 

@@ -20,18 +20,15 @@ _TENSOR = (
     (r'mlp/dense1/(kernel|bias)', -1),
     (r'mlp/dense2/kernel', -2),
 )
-_MIB = 2**20
 
 
 def shardings_for(state: Any, mesh: Mesh, config: MeshConfig) -> Any:
     """The sharding of each leaf of a state, from its name and shape.
 
-    The first of `config.rules` that matches decides. Else the heads and hidden layers are split
-    over tensor, and a large leaf over fsdp along the largest axis that is left and divides; the
-    depth axis of stacked blocks is never split, because the scan walks along it. The rules see
-    names and shapes only, so the optimizer's copies of a parameter are split as it is.
-
-    Raises UserError for a rule that matches nothing or does not fit.
+    The first of `config.rules` that matches decides. Else heads and hidden layers are split over
+    tensor, and a large leaf over fsdp along the largest axis that is left and divides, never the
+    depth of stacked blocks, along which the scan walks. Only names and shapes count, so that the
+    optimizer's copies of a parameter are split as it is. UserError: a rule that does not fit.
     """
     names = tree_names.named_leaves(state)
     for pattern, _ in config.rules:
@@ -66,7 +63,7 @@ def _axes(name: str, leaf: Any, mesh: Mesh, fsdp_min_mb: float) -> Spec:
             axes[axis] = 'tensor'
     first = 1 if 'encoder/block/' in name else 0
     free = [axis for axis in range(first, leaf.ndim) if divides(axis, 'fsdp')]
-    if free and _bytes(leaf) >= fsdp_min_mb * _MIB:
+    if free and _bytes(leaf) >= fsdp_min_mb * 2**20:
         axes[max(free, key=lambda axis: leaf.shape[axis])] = 'fsdp'
     while axes and axes[-1] is None:
         axes.pop()
@@ -86,10 +83,7 @@ def _misfit(leaf: Any, axes: Spec, mesh: Mesh) -> str | None:
 
 
 def sharding_report(state: Any, shardings: Any, mesh: Mesh) -> list[str]:
-    """Lines that say how each parameter is split and how many bytes lie on a device.
-
-    Replicated parameters are summed up in one line, as is what the optimizer keeps.
-    """
+    """Lines: how each parameter is split, its bytes on a device, and sums of what is replicated."""
     if mesh.size == 1:
         return []
     places, leaves = tree_names.named_leaves(shardings), tree_names.named_leaves(state)

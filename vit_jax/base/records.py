@@ -64,11 +64,12 @@ def require_between(
         require(fits, f'{name}={value!r}: expected {said}')
 
 
-@functools.cache
+_every_hint: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
+
+
 def hints(cls: Any) -> dict[str, Any]:
     """The type of each field of a record, by name."""
-    every = typing.get_type_hints(cls)
-    return {field.name: every[field.name] for field in dataclasses.fields(cls)}
+    return {field.name: _every_hint(cls)[field.name] for field in dataclasses.fields(cls)}
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -93,11 +94,12 @@ def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
     for name in values:
         if name not in known:
             raise UserError(f'{where}.{name}: no such field; {nearest(name, known)}')
+    read = {name: _read(known[name], v, f'{where}.{name}') for name, v in values.items()}
     try:
-        return cls(**values)
+        return cls(**read)
     except TypeError as error:  # a field without a default is absent
         raise UserError(f'{where}: {error}') from error
-    except UserError as error:  # of the record, which does not know where it stands
+    except UserError as error:  # of `check`, which does not know where the record stands
         raise UserError(f'{where}{str(error).removeprefix(cls.__name__)}') from error
 
 

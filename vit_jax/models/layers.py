@@ -37,7 +37,7 @@ def head_params(params: Params) -> dict[str, Any]:
 
 
 def has_trained_head(params: Params) -> bool:
-    """Is there a head, and no matrix of zeros in it? Logits would be the same for all images."""
+    """Is there a head, and no matrix of zeros in it, through which nothing of an image comes?"""
     head = head_params(params).values()
     return bool(head) and all(np.any(leaf) for leaf in head if leaf.ndim > 1)
 

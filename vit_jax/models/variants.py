@@ -24,14 +24,13 @@ SIZES = {
 
 
 def variant(name: str, **changes: Any) -> ModelConfig:
-    """The configuration of a name.
+    """The configuration of a name. Raises UserError for one that is not in the tables.
 
     `B/16` is a ViT: SIZE/PATCH, or `B/16x8` for patches 16 high and 8 wide. `R50+B/16` is a
     hybrid: the number after the slash is how much smaller its grid is than the image, and at 16
     the last stage's units move to the third (section 4.1). `R+Ti/16` is a root with 8x8 patches
     (AugReg; its grid is 32 times smaller, whatever the name says). `R152x2` is a ResNet, twice
-    as wide. `changes` are fields of the configuration that differ, such as `image_size`. Raises
-    UserError for a name that is not in the tables.
+    as wide. `changes` are fields of the configuration that differ, such as `image_size`.
     """
     if match := re.fullmatch(r'R(\d+)x(\d+)', name):
         backbone = Backbone(blocks=_blocks(name, match[1]), width=64 * int(match[2]))

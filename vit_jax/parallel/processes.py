@@ -30,8 +30,7 @@ from jaxlib import _jax
 
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
-from vit_jax.parallel import clusters
-from vit_jax.parallel.clusters import Cluster, Launch
+from vit_jax.parallel.clusters import Cluster, Launch, detect_cluster, wait_for_coordinator
 
 REQUEUE = 75  # EX_TEMPFAIL: start the same command again
 _END = 'vit_jax/end'
@@ -70,6 +69,10 @@ class Job:
         """The number of this process, from 0."""
         return int(global_state.process_id)
 
+    @property
+    def _client(self) -> Any:
+        return global_state.client
+
     def require_same(self, name: str, facts: dict[str, Any]) -> None:
         """Returns when all processes are here with the same facts (JSON values); else Differs."""
         theirs = json.loads(self.from_process_0(name, lambda: json.dumps(facts)))
@@ -84,15 +87,15 @@ class Job:
             return say()
         key = self._key('told', name)
         if self.index == 0:
-            global_state.client.key_value_set(key, say())
-        return str(global_state.client.blocking_key_value_get(key, self._wait_ms))
+            self._client.key_value_set(key, say())
+        return str(self._client.blocking_key_value_get(key, self._wait_ms))
 
     def barrier(self, name: str) -> None:
         """Returns when all processes have come here. UserError names who is missing."""
         if self.count == 1:
             return
         try:
-            global_state.client.wait_at_barrier(self._key('barrier', name), self._wait_ms)
+            self._client.wait_at_barrier(self._key('barrier', name), self._wait_ms)
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).splitlines()[0]
             raise UserError(f'not every process came to {name!r}: {reason}') from error
@@ -122,7 +125,7 @@ class Job:
         if self._launch is not None and self.count > 1:
             # Takes SIGTERM over: the processes agree on the tick at which they stop.
             self._preemption = _jax.create_preemption_sync_manager()
-            self._preemption.initialize(global_state.client)
+            self._preemption.initialize(self._client)
 
     def heartbeat(self) -> None:
         """Says that work goes on, on every process equally often. Interrupted: all stop here."""
@@ -154,7 +157,7 @@ class Job:
 
     def _tell_end(self, code: int, message: str) -> None:
         said = {'code': code, 'index': self.index, 'process': _process_name(), 'message': message}
-        global_state.client.key_value_set(_END, json.dumps(said), allow_overwrite=True)
+        self._client.key_value_set(_END, json.dumps(said), allow_overwrite=True)
 
     def _leave(self, code: int) -> NoReturn:
         """Ends the process without waiting for anyone."""
@@ -180,7 +183,7 @@ class Job:
         """Waits for the end of another process, and ends this one."""
         while True:
             try:
-                said = json.loads(global_state.client.blocking_key_value_get(_END, 3_600_000))
+                said = json.loads(self._client.blocking_key_value_get(_END, 3_600_000))
             except jax.errors.JaxRuntimeError as error:
                 if 'DEADLINE' in str(error):
                     continue
@@ -224,7 +227,7 @@ def joined_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterat
     signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=job._on_signal, args=(ours,), daemon=True).start()
     job.reset_watchdog()
-    cluster = clusters.detect_cluster(launch)
+    cluster = detect_cluster(launch)
     if cluster is None or cluster.num_processes == 1:
         try:
             yield job
@@ -252,7 +255,7 @@ def joined_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterat
 
 def _initialize(cluster: Cluster, launch: Launch) -> None:
     """Connects to the other processes. Ends this one, with a reason, where they do not come."""
-    bind = clusters.wait_for_coordinator(cluster, launch.start_seconds)
+    bind = wait_for_coordinator(cluster, launch.start_seconds)
     index, count, address = cluster.process_id, cluster.num_processes, cluster.coordinator_address
 
     def give_up() -> None:

@@ -13,7 +13,7 @@ import time
 from typing import Any, NamedTuple
 
 # Not public: `jax.distributed.initialize` reads the environment and acts on it in one call.
-from jax._src.clusters import ClusterEnv
+from jax._src import clusters as of_jax
 
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record, require, require_between
@@ -59,32 +59,32 @@ class _Kind(NamedTuple):
     """A kind of cluster."""
 
     name: str
-    jax_names: tuple[str, ...]  # jax's classes that read its variables
-    advice: str  # what helps without them
+    readers: tuple[type[of_jax.ClusterEnv], ...]  # jax's, of its environment variables
+    advice: str  # what helps where they are incomplete
     needed: tuple[str, ...] = ()  # variables, besides those by which it is recognised
 
 
 _SLURM = _Kind(
     'Slurm',
-    ('SlurmCluster',),
+    (of_jax.SlurmCluster,),
     'start every process with srun',
     ('SLURM_STEP_NODELIST', 'SLURM_NTASKS', 'SLURM_PROCID', 'SLURM_LOCALID'),
 )
 _OPEN_MPI = _Kind(
     'Open MPI',
-    ('OmpiCluster',),
+    (of_jax.OmpiCluster,),
     'Open MPI 5 does not say where process 0 is: add --coordinator_address=HOST:PORT',
     ('OMPI_MCA_orte_hnp_uri', 'OMPI_COMM_WORLD_RANK'),
 )
 _KUBERNETES = _Kind(
     'Kubernetes',
-    ('K8sCluster',),
+    (of_jax.K8sCluster,),
     "an indexed Job needs `pip install 'jax[k8s]'` and permission to read its pods; or give "
     '--coordinator_address, --num_processes and --process_id=$JOB_COMPLETION_INDEX',
 )
 _TPU = _Kind(
     'TPU',
-    ('GceTpuCluster', 'GkeTpuCluster'),
+    (of_jax.GceTpuCluster, of_jax.GkeTpuCluster),
     "this needs a TPU and `pip install 'vit_jax[tpu]'`",
     ('TPU_WORKER_HOSTNAMES', 'TPU_WORKER_ID'),
 )
@@ -98,8 +98,7 @@ def _cluster_kind() -> _Kind | None:
 
     env = os.environ
     hosts = env.get('TPU_PROCESS_ADDRESSES') or env.get('TPU_WORKER_HOSTNAMES') or ''
-    # A TPU virtual machine's metadata server knows the other hosts.
-    on_gce = any(e.is_env_present() for e in _jax_kinds('GceTpuCluster'))
+    on_gce = of_jax.GceTpuCluster.is_env_present()  # its metadata server knows the other hosts
     if len(hosts.split(',')) > 1 or count('MEGASCALE_NUM_SLICES') > 1 or on_gce:
         return _TPU
     if count('OMPI_COMM_WORLD_SIZE') > 1:
@@ -109,10 +108,6 @@ def _cluster_kind() -> _Kind | None:
     if 'KUBERNETES_SERVICE_HOST' in env and 'JOB_COMPLETION_INDEX' in env:
         return _KUBERNETES
     return None
-
-
-def _jax_kinds(*names: str) -> list[type[ClusterEnv]]:
-    return [e for e in ClusterEnv._cluster_types if e.__name__ in names]
 
 
 def detect_cluster(launch: Launch) -> Cluster | None:
@@ -147,7 +142,7 @@ def detect_cluster(launch: Launch) -> Cluster | None:
 
 def _by_jax(kind: _Kind, seconds: float) -> tuple[Any, ...]:
     """Address, count, id and device of this process, as jax reads them."""
-    present = next((e for e in _jax_kinds(*kind.jax_names) if e.is_env_present()), None)
+    present = next((reader for reader in kind.readers if reader.is_env_present()), None)
     incomplete = f'{kind.name} was recognised, but is incomplete'
     off = '--distributed=off runs one process alone'
     if present is None:
@@ -155,7 +150,7 @@ def _by_jax(kind: _Kind, seconds: float) -> tuple[Any, ...]:
         what = f': {", ".join(absent)} not set' if absent else ''
         raise UserError(f'{incomplete}{what}; {kind.advice}; {off}')
     try:
-        return ClusterEnv.auto_detect_unset_distributed_params(
+        return of_jax.ClusterEnv.auto_detect_unset_distributed_params(
             None, None, None, None, present.name, int(seconds)
         )
     except Exception as error:  # requests, kubernetes, sockets, int: whatever they raise

@@ -128,7 +128,7 @@ class Job:
             self._preemption.initialize(self._client)
 
     def heartbeat(self) -> None:
-        """Says that work goes on, on every process equally often. Interrupted: all stop here."""
+        """Says that work goes on, equally often everywhere. Raises Interrupted where all stop."""
         self._ticks += 1
         self.reset_watchdog()
         manager = self._preemption

@@ -10,7 +10,7 @@ import difflib
 import functools
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar
 
 from vit_jax.base.errors import UserError
@@ -19,10 +19,9 @@ R = TypeVar('R')
 
 
 class Record:
-    """The base of dataclasses whose values are checked when they are made.
+    """The base of dataclasses that are checked when they are made: UserError names the field.
 
-    The types of the fields are checked, which for `Literal['adamw', 'sgd']` are the choices, and
-    then what `check` of the record says. Raises UserError that names the field.
+    First the types, which for `Literal['adamw', 'sgd']` are the choices, then what `check` says.
     """
 
     def __post_init__(self) -> None:
@@ -52,10 +51,9 @@ def require_between(
     above: int | float = float('-inf'),
     below: int | float = float('inf'),
 ) -> None:
-    """Raises UserError for a number of these fields outside low <= number <= high.
+    """Raises UserError unless low <= number <= high, above < number < below in these fields.
 
-    `above` and `below` are bounds that the number itself must not reach. None and numbers in
-    tuples are allowed; NaN is not.
+    None and numbers in tuples are allowed; NaN is not.
     """
     bounds = {'at least': low, 'more than': above, 'at most': high, 'less than': below}
     said = ' and '.join(f'{w} {b:g}' for w, b in bounds.items() if abs(b) != float('inf'))
@@ -90,8 +88,7 @@ def to_dict(record: Any) -> dict[str, Any]:
 def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
     """The record of type `cls` with these values: the inverse of `to_dict`.
 
-    Raises UserError, naming the field as `where.field`, for an unknown field, a value of another
-    type, or one that is not among the field's choices.
+    Raises UserError that names `where.field`, for an unknown field or a value that it cannot have.
     """
     known = hints(cls)
     for name in values:
@@ -108,8 +105,7 @@ def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
 
 def checked(record: R, *, where: str) -> R:
     """The same record with every value checked, whole numbers made floats where floats belong."""
-    values = {name: getattr(record, name) for name in hints(type(record))}
-    return from_dict(type(record), values, where=where)
+    return from_dict(type(record), vars(record), where=where)
 
 
 def differences(old: Any, new: Any, where: str = '') -> list[str]:
@@ -125,8 +121,7 @@ def differences(old: Any, new: Any, where: str = '') -> list[str]:
 
 def record_types(options: Iterable[Any]) -> dict[str, Any]:
     """The records among these types, by name."""
-    kinds = (kind for kind in options if isinstance(kind, type))
-    return {kind.__name__: kind for kind in kinds if issubclass(kind, Record)}
+    return {t.__name__: t for t in options if isinstance(t, type) and issubclass(t, Record)}
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
@@ -171,11 +166,17 @@ def _read(hint: Any, value: Any, where: str) -> Any:
     kinds = record_types(options)
     named = isinstance(value, dict) and [*value] == ['function']
     if isinstance(value, dict) and kinds and not named:
-        return _read_record(kinds, value, where)
+        kind = next(iter(kinds))  # files of when there was one kind do not name it
+        if len(kinds) > 1:
+            kind, value = value.get('kind', kind), {k: v for k, v in value.items() if k != 'kind'}
+            require(kind in kinds, f'{where}.kind={kind!r}: expected one of {", ".join(kinds)}')
+        return from_dict(kinds[kind], value, where=where)
     for option in options:
         origin, items = typing.get_origin(option), typing.get_args(option)
         if origin is tuple and isinstance(value, tuple | list):
-            return _read_tuple(option, value, where)
+            items = (items[0],) * len(value) if items[-1] is Ellipsis else items
+            require(len(items) == len(value), f'{where}={tuple(value)!r}: expected {option}')
+            return tuple(_read(items[i], v, f'{where}[{i}]') for i, v in enumerate(value))
         if origin is dict and isinstance(value, dict):
             key, item = items
             return {_read(key, k, where): _read(item, v, f'{where}.{k}') for k, v in value.items()}
@@ -188,23 +189,6 @@ def _read(hint: Any, value: Any, where: str) -> Any:
         if origin is collections.abc.Callable and (named or callable(value)):
             return Elsewhere(value['function']) if named else value
     raise UserError(f'{where}={value!r}: expected {" or ".join(map(_name, options))}')
-
-
-def _read_record(kinds: dict[str, Any], value: dict[str, Any], where: str) -> Any:
-    kind = [*kinds][0]  # files of when there was one kind do not name it
-    if len(kinds) > 1:
-        value = dict(value)
-        kind = value.pop('kind', kind)
-        require(kind in kinds, f'{where}.kind={kind!r}: expected one of {", ".join(kinds)}')
-    return from_dict(kinds[kind], value, where=where)
-
-
-def _read_tuple(hint: Any, value: Sequence[Any], where: str) -> tuple[Any, ...]:
-    items = typing.get_args(hint)
-    if items[-1] is Ellipsis:
-        items = (items[0],) * len(value)
-    require(len(items) == len(value), f'{where}={tuple(value)!r}: expected {_name(hint)}')
-    return tuple(_read(items[i], v, f'{where}[{i}]') for i, v in enumerate(value))
 
 
 def _name(hint: Any) -> str:

@@ -40,10 +40,8 @@ def mask_of(tree: Any, pattern: str) -> Any:
 
 def compare_names(found: Mapping[str, Any], expected: Mapping[str, Any], *, where: str) -> None:
     """Raises UserError that lists missing, extra and mis-shaped leaves of `found`, if any."""
-    have, want = (
-        {name: f'{leaf.dtype}{list(leaf.shape)}' for name, leaf in leaves.items()}
-        for leaves in (found, expected)
-    )
+    have = {name: f'{leaf.dtype}{list(leaf.shape)}' for name, leaf in found.items()}
+    want = {name: f'{leaf.dtype}{list(leaf.shape)}' for name, leaf in expected.items()}
     lines = [f'missing {name} {want[name]}' for name in want if name not in have]
     lines += [f'extra {name} {have[name]}' for name in have if name not in want]
     both = [name for name in have if name in want]

@@ -8,23 +8,7 @@ from vit_jax.models.resnet import Backbone, ResNetConfig
 from vit_jax.models.variants import SIZES, variant
 from vit_jax.models.vit import Gelu, Pool, ViTConfig
 
-__all__ = [
-    'SIZES',
-    'Backbone',
-    'Compute',
-    'Gelu',
-    'Model',
-    'ModelConfig',
-    'Pool',
-    'Regularization',
-    'Remat',
-    'ResNetConfig',
-    'ViTConfig',
-    'build',
-    'for_task',
-    'has_trained_head',
-    'head_params',
-    'multiply_adds',
-    'parameter_count',
-    'variant',
-]
+__all__ = ['Model', 'ModelConfig', 'SIZES', 'build', 'for_task', 'variant']
+__all__ += ['Backbone', 'Gelu', 'Pool', 'ResNetConfig', 'ViTConfig']  # which network it is
+__all__ += ['Compute', 'Regularization', 'Remat']  # how it is computed, and trained
+__all__ += ['has_trained_head', 'head_params', 'multiply_adds', 'parameter_count']

@@ -26,11 +26,11 @@ def attend(
     cuDNN where it compiles for these shapes, forward and backward, and XLA otherwise.
     """
     if implementation == 'auto':
-        shapes = query.shape[1:], key.shape[1:]
-        implementation = 'cudnn' if cudnn_compiles(*shapes, query.dtype.name) else 'xla'
-    by_cudnn = implementation == 'cudnn'
-    attention = attend_at_even_lengths if by_cudnn else jax.nn.dot_product_attention
-    return attention(query, key, value, implementation=implementation)
+        fused = cudnn_compiles(query.shape[1:], key.shape[1:], query.dtype.name)
+        implementation = 'cudnn' if fused else 'xla'
+    if implementation == 'cudnn':
+        return attend_at_even_lengths(query, key, value, implementation='cudnn')
+    return jax.nn.dot_product_attention(query, key, value, implementation='xla')
 
 
 def attention_weights(
@@ -52,21 +52,14 @@ def attend_at_even_lengths(
 
     The padding is hidden by sequence lengths, not by a mask, which the kernel would have to read.
     """
+    attention = functools.partial(jax.nn.dot_product_attention, implementation=implementation)
     (batch, queries), keys = query.shape[:2], key.shape[1]
     if queries % 2 == 0 and keys % 2 == 0:
-        return jax.nn.dot_product_attention(query, key, value, implementation=implementation)
-
-    def pad(x: Array) -> Array:
-        return jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
-
-    return jax.nn.dot_product_attention(
-        pad(query),
-        pad(key),
-        pad(value),
-        query_seq_lengths=jnp.full(batch, queries, jnp.int32),
-        key_value_seq_lengths=jnp.full(batch, keys, jnp.int32),
-        implementation=implementation,
-    )[:, :queries]
+        return attention(query, key, value)
+    even = [jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0))) for x in (query, key, value)]
+    lengths = [jnp.full(batch, length, jnp.int32) for length in (queries, keys)]
+    mixed = attention(*even, query_seq_lengths=lengths[0], key_value_seq_lengths=lengths[1])
+    return mixed[:, :queries]
 
 
 @functools.cache

@@ -25,13 +25,9 @@ def check_head(head: Head, bias: float) -> None:
 def make_head(head: Head, num_classes: int, *, bias: float) -> nn.Module:
     """The last layer. A linear one begins at zero: so fine-tuning begins uniform (section 3.2)."""
     if head == 'linear':
-        return nn.Dense(
-            num_classes,
-            kernel_init=nn.initializers.zeros,
-            bias_init=nn.initializers.constant(bias),
-        )
-    module: nn.Module = head(num_classes)
-    return module
+        zeros, constant = nn.initializers.zeros, nn.initializers.constant(bias)
+        return nn.Dense(num_classes, kernel_init=zeros, bias_init=constant)
+    return head(num_classes)
 
 
 def head_params(params: Params) -> dict[str, Any]:
@@ -41,10 +37,7 @@ def head_params(params: Params) -> dict[str, Any]:
 
 
 def has_trained_head(params: Params) -> bool:
-    """Whether there is a head and no matrix of it is all zeros, as a linear one is at first.
-
-    Through such a matrix nothing of the image would come: all logits would be biases.
-    """
+    """Is there a head, and no matrix of zeros in it, through which nothing of an image comes?"""
     head = head_params(params).values()
     return bool(head) and all(np.any(leaf) for leaf in head if leaf.ndim > 1)
 

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.core.scope import DenyList
@@ -38,9 +37,7 @@ class Model(NamedTuple):
     init: Callable[[Key[Array, '']], Params]
     apply: Callable[..., Float[Array, '...']]
     features: Callable[[Params, Float[Array, 'b h w c']], Float[Array, '...']]
-    capture: Callable[
-        [Params, Float[Array, 'b h w c'], Iterable[str]], tuple[Array, dict[str, Array]]
-    ]
+    capture: Callable[..., tuple[Float[Array, '...'], dict[str, Array]]]
 
 
 def build(
@@ -59,26 +56,19 @@ def build(
     regularization = records.checked(regularization or Regularization(), where='regularization')
     _ = config.grid  # raises where the patches do not fill the image
     shape = *config.image_size, config.channels
-    module: nn.Module
-    training: nn.Module
-    if isinstance(config, ViTConfig):
-        # Outside training nothing is dropped: the same network without regularization.
-        module, training = (
-            ViT(config, dropped, compute, shard_activations)
-            for dropped in (Regularization(), regularization)
-        )
+    if isinstance(config, ViTConfig):  # outside training nothing is dropped
+        module = ViT(config, Regularization(), compute, shard_activations)
+        training = ViT(config, regularization, compute, shard_activations)
     else:
-        records.require(
-            regularization == Regularization(),
-            f'a ResNet has neither dropout nor stochastic depth: {regularization}',
-        )
+        unknown = f'a ResNet has neither dropout nor stochastic depth: {regularization}'
+        records.require(regularization == Regularization(), unknown)
         module = training = ResNetClassifier(config, compute)
 
     def run(params: Params, images: Float[Array, 'b h w c'], **options: Any) -> Any:
         if images.shape[1:] != shape:
             raise UserError(f'images are {images.shape[1:]}, the model takes {shape}')
-        chosen = training if 'rngs' in options else module
-        return chosen.apply({'params': params}, images, **options)
+        network = training if 'rngs' in options else module
+        return network.apply({'params': params}, images, **options)
 
     def init(key: Key[Array, '']) -> Params:
         return module.init(key, jnp.zeros((1, *shape), jnp.float32))['params']

@@ -27,7 +27,6 @@ class Regularization(Record):
     stochastic_depth: float = 0.0
 
     def check(self) -> None:
-        """Rates: at 1 everything would be dropped."""
         require_between(self, 'dropout', 'stochastic_depth', low=0, below=1)
 
 
@@ -37,22 +36,19 @@ class Compute(Record):
 
     Parameters, statistics of the norms, softmax and logits are float32 whatever the dtype. `remat`
     decides what the backward pass recomputes: nothing, all but the large matrix products and
-    convolutions (`dots`), or the whole block. `unroll` is the number of blocks in one iteration
-    of the scan: unrolled blocks run faster on GPUs, at the cost of compile time.
+    convolutions (`dots`), or the whole block. Unrolled blocks run faster on GPUs, compile longer.
     """
 
     dtype: Literal['float32', 'bfloat16'] = 'float32'
     remat: Remat = 'none'
-    unroll: int = 1
+    unroll: int = 1  # blocks in one iteration of the scan
     attention: Implementation = 'auto'
 
     def check(self) -> None:
-        """At least one block in an iteration."""
         require_between(self, 'unroll', low=1)
 
 
-# Constrains an activation (b ...) to be sharded over the batch. Without it, XLA may under FSDP
-# gather the batch instead of the parameters, and run out of memory. Only the program has the mesh.
+# Keeps an activation (b ...) split over the batch; why says `parallel/meshes.py`, which has meshes.
 ActivationSharding = Callable[[Array], Array]
 
 
@@ -61,9 +57,8 @@ def rematerialized(
 ) -> type[nn.Module]:
     """The block with the backward pass that `compute.remat` asks for.
 
-    XLA would merge the recomputation with the original computation (common subexpression
-    elimination) and keep what remat frees. Barriers prevent it; a rolled loop needs none, as the
-    two lie in different loops.
+    XLA would merge the recomputation with the original one (common subexpressions) and keep what
+    remat frees. Barriers prevent it; a rolled loop needs none: the two lie in different loops.
     """
     if compute.remat == 'none':
         return block

@@ -6,14 +6,13 @@ acts inside the blocks (on queries and keys, or at every block's input) is also 
 """
 
 from collections.abc import Callable
-from typing import Literal, assert_never
+from typing import Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base.array_types import Array, Float
-from vit_jax.base.errors import UserError
 from vit_jax.base.records import require
 
 PositionKind = Literal['learned', 'sincos2d', 'none']
@@ -29,16 +28,12 @@ class Positions(nn.Module):
     @nn.compact
     def __call__(self, tokens: Float[Array, 'b n d']) -> Float[Array, 'b n d']:
         _, length, width = tokens.shape
-        match self.kind:
-            case 'learned':
-                initializer = nn.initializers.normal(0.02)
-                table = self.param('pos_embedding', initializer, (1, length, width))
-            case 'sincos2d':
-                table = jnp.asarray(as_array(self.kind, self.grid, length=length, width=width))
-            case 'none':
-                return tokens
-            case other:
-                assert_never(other)
+        if self.kind == 'none':
+            return tokens
+        if self.kind == 'learned':
+            table = self.param('pos_embedding', nn.initializers.normal(0.02), (1, length, width))
+        else:
+            table = jnp.asarray(as_array(self.kind, self.grid, length=length, width=width))
         return tokens + table.astype(tokens.dtype)
 
 
@@ -57,8 +52,7 @@ def as_array(
     """
     if kind == 'none':
         return np.zeros((1, length, width), np.float32)
-    if kind != 'sincos2d':
-        raise UserError(f'{kind} positions are parameters already')
+    require(kind == 'sincos2d', f'{kind} positions are parameters already')
     table = sincos2d(grid, width)
     return np.pad(table, ((length - len(table), 0), (0, 0)))[None]
 
@@ -75,26 +69,19 @@ def sincos2d(grid: Grid, width: int) -> Float[np.ndarray, 'n d']:
     return np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1).astype(np.float32)
 
 
-Resize = Callable[[np.ndarray, Grid, Grid], np.ndarray]  # leaf, old grid, new grid -> leaf
-
-
-def resizers(kind: PositionKind) -> dict[str, Resize]:
-    """How the parameters of a kind are adapted to another grid: a function for each, by name."""
-    known: dict[PositionKind, dict[str, Resize]]
-    known = {'learned': {'pos_embedding': resize}, 'sincos2d': {}, 'none': {}}
-    return known[kind]
+def resizers(kind: PositionKind) -> dict[str, Callable[[np.ndarray, Grid, Grid], np.ndarray]]:
+    """What adapts each parameter of a kind, by name, from an old grid to a new one."""
+    return {'pos_embedding': resize} if kind == 'learned' else {}
 
 
 def resize(table: Float[np.ndarray, '1 n d'], old: Grid, new: Grid) -> Float[np.ndarray, '1 m d']:
     """Learned positions for another grid: bilinear, corners kept on corners.
 
-    The rows before the grid (the class token's) are kept. Equal to `scipy.ndimage.zoom(order=1)` on
-    the grid, which the paper's code uses, and defined for any pair of grids, square or not (section
-    3.2: "2D interpolation of the pre-trained position embeddings").
+    The rows before the grid (the class token's) are kept. On the grid it is the paper's code's
+    `scipy.ndimage.zoom(order=1)` (section 3.2), for any pair of grids, square or not.
     """
     prefix = table.shape[1] - old[0] * old[1]
-    if prefix < 0:
-        raise UserError(f'{table.shape[1]} position embeddings are too few for the grid {old}')
+    require(prefix >= 0, f'{table.shape[1]} position embeddings are too few for the grid {old}')
     if old == new:
         return table
     rows, columns = (

@@ -41,11 +41,9 @@ class Backbone(Record):
     width: int = 64  # channels of the root and of the first stage's 3x3 convolutions
 
     def check(self) -> None:
-        """Whole groups, and units in every stage."""
         require_between(self, 'width', 'blocks', low=1)
-        require(
-            self.width % GROUPS == 0, f'width={self.width} is not a multiple of {GROUPS} groups'
-        )
+        whole = self.width % GROUPS == 0
+        require(whole, f'width={self.width} is not a multiple of {GROUPS} groups')
 
     @property
     def stride(self) -> int:
@@ -59,8 +57,7 @@ class Backbone(Record):
 
     def map_size(self, image_size: tuple[int, int]) -> tuple[int, int]:
         """(height, width) of the feature map: every halving rounds up, as SAME padding does."""
-        height, width = (-(-side // self.stride) for side in image_size)
-        return height, width
+        return -(-image_size[0] // self.stride), -(-image_size[1] // self.stride)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -75,7 +72,6 @@ class ResNetConfig(Record):
     head_bias: float = 0.0  # the linear head's bias at initialisation
 
     def check(self) -> None:
-        """Sizes that exist."""
         require_between(self, 'image_size', 'channels', 'num_classes', low=1)
         check_head(self.head, self.head_bias)
 
@@ -103,13 +99,9 @@ class StandardConv(nn.Module):
         kernel = self.param('kernel', nn.initializers.lecun_normal(), shape)
         kernel = kernel - kernel.mean((0, 1, 2), keepdims=True)
         kernel = kernel / (kernel.std((0, 1, 2), keepdims=True) + 1e-5)
-        return jax.lax.conv_general_dilated(
-            x.astype(self.dtype),
-            kernel.astype(self.dtype),
-            (self.stride, self.stride),
-            'SAME',
-            dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
-        )
+        x, kernel, strides = x.astype(self.dtype), kernel.astype(self.dtype), (self.stride,) * 2
+        layout = 'NHWC', 'HWIO', 'NHWC'
+        return jax.lax.conv_general_dilated(x, kernel, strides, 'SAME', dimension_numbers=layout)
 
 
 class Unit(nn.Module):
@@ -125,8 +117,7 @@ class Unit(nn.Module):
         norm = functools.partial(nn.GroupNorm, GROUPS, epsilon=1e-6, dtype=self.dtype)
         width, outputs, shortcut = self.channels, 4 * self.channels, x
         if x.shape[-1] != outputs or self.stride != 1:
-            shortcut = conv(outputs, 1, self.stride, name='conv_proj')(x)
-            shortcut = norm(name='norm_proj')(shortcut)
+            shortcut = norm(name='norm_proj')(conv(outputs, 1, self.stride, name='conv_proj')(x))
         y = nn.relu(norm(name='norm1')(conv(width, 1, name='conv1')(x)))
         y = nn.relu(norm(name='norm2')(conv(width, 3, self.stride, name='conv2')(y)))
         y = conv(outputs, 1, name='conv3')(y)
@@ -193,5 +184,4 @@ class ResNetClassifier(nn.Module):
         return x if self.config.num_classes is None else self.head(x)
 
     def features(self, images: Float[Array, 'b h w c']) -> Float[Array, 'b _']:
-        """The mean of the last feature map, in float32."""
         return self.backbone(images).astype(jnp.float32).mean((1, 2))

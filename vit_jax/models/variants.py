@@ -3,8 +3,8 @@
 import re
 from typing import Any
 
-from vit_jax.base import records
 from vit_jax.base.errors import UserError
+from vit_jax.base.records import nearest, require
 from vit_jax.models.model import ModelConfig
 from vit_jax.models.resnet import DEPTHS, Backbone, ResNetConfig
 from vit_jax.models.vit import ViTConfig
@@ -24,27 +24,24 @@ SIZES = {
 
 
 def variant(name: str, **changes: Any) -> ModelConfig:
-    """The configuration of a name.
+    """The configuration of a name. Raises UserError for one that is not in the tables.
 
     `B/16` is a ViT: SIZE/PATCH, or `B/16x8` for patches 16 high and 8 wide. `R50+B/16` is a
     hybrid: the number after the slash is how much smaller its grid is than the image, and at 16
     the last stage's units move to the third (section 4.1). `R+Ti/16` is a root with 8x8 patches
     (AugReg; its grid is 32 times smaller, whatever the name says). `R152x2` is a ResNet, twice
-    as wide. `changes` are fields of the configuration that differ, such as `image_size`. Raises
-    UserError for a name that is not in the tables.
+    as wide. `changes` are fields of the configuration that differ, such as `image_size`.
     """
     if match := re.fullmatch(r'R(\d+)x(\d+)', name):
         backbone = Backbone(blocks=_blocks(name, match[1]), width=64 * int(match[2]))
         return ResNetConfig(**({'backbone': backbone} | changes))
     match = re.fullmatch(r'(?:R(\d*)\+)?(\w+)/((\d+)(?:x(\d+))?)', name)
     if not match:
-        raise UserError(
-            f'variant {name!r}: expected SIZE/PATCH, such as B/16 or B/16x8, a hybrid such as '
-            f'R50+B/16, or a ResNet such as R152x2'
-        )
+        known = 'SIZE/PATCH, such as B/16 or B/16x8, a hybrid such as R50+B/16, a ResNet as R152x2'
+        raise UserError(f'variant {name!r}: expected {known}')
     layers, size, patch, height, width = match.groups()
     if size not in SIZES:
-        raise UserError(f'variant {name!r}: no size {size!r}; {records.nearest(size, SIZES)}')
+        raise UserError(f'variant {name!r}: no size {size!r}; {nearest(size, SIZES)}')
     values: dict[str, Any] = {'patch_size': (int(height), int(width or height))}
     values |= zip(('depth', 'width', 'mlp_dim', 'num_heads'), SIZES[size], strict=True)
     if layers is not None:
@@ -56,16 +53,13 @@ def _hybrid(name: str, layers: str, *, reduction: str) -> dict[str, Any]:
     """The backbone of a hybrid, and the patches on its feature map."""
     if not layers and reduction == '16':
         return {'backbone': Backbone(blocks=()), 'patch_size': (8, 8)}
-    if reduction not in ('16', '32'):
-        raise UserError(f'variant {name!r}: a hybrid ends with /16 or /32')
+    require(reduction in ('16', '32'), f'variant {name!r}: a hybrid ends with /16 or /32')
     *blocks, third, fourth = _blocks(name, layers)
     stages = (*blocks, third + fourth) if reduction == '16' else (*blocks, third, fourth)
     return {'backbone': Backbone(blocks=stages), 'patch_size': (1, 1)}
 
 
 def _blocks(name: str, layers: str) -> tuple[int, ...]:
-    if layers not in DEPTHS:
-        raise UserError(
-            f'variant {name!r}: no ResNet of {layers or "no"} layers; known: {", ".join(DEPTHS)}'
-        )
+    known = f'known: {", ".join(DEPTHS)}'
+    require(layers in DEPTHS, f'variant {name!r}: no ResNet of {layers or "no"} layers; {known}')
     return DEPTHS[layers]

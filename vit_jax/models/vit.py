@@ -8,7 +8,6 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax.base.array_types import Array, Float
-from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record, require, require_between
 from vit_jax.models import positions
 from vit_jax.models.attention import Implementation, attend, attention_weights
@@ -38,7 +37,7 @@ class ViTConfig(Record):
     mlp_dim: int = 3072
     num_heads: int = 12
     num_classes: int | None = None  # None: no head, the outputs are the features
-    pool: Pool = 'cls'  # none: every token
+    pool: Pool = 'cls'
     final_norm: Literal['before_pool', 'after_pool'] = 'before_pool'
     representation_size: int | None = None  # width of the tanh layer before the head
     positions: PositionKind = 'learned'
@@ -52,10 +51,8 @@ class ViTConfig(Record):
         sizes = 'image_size', 'patch_size', 'channels', 'width', 'depth', 'mlp_dim', 'num_heads'
         require_between(self, *sizes, 'num_classes', 'representation_size', low=1)
         require_between(self, 'layer_norm_epsilon', above=0)
-        require(
-            self.width % self.num_heads == 0,
-            f'width={self.width} is not a multiple of num_heads={self.num_heads}',
-        )
+        odd = f'width={self.width} is not a multiple of num_heads={self.num_heads}'
+        require(self.width % self.num_heads == 0, odd)
         positions.check(self.positions, width=self.width)
         check_head(self.head, self.head_bias)
 
@@ -66,13 +63,10 @@ class ViTConfig(Record):
         if self.backbone is not None:
             stride = self.backbone.stride
             height, width = self.backbone.map_size(self.image_size)
-        if min(height, width, p, q) < 1 or height % p or width % q:
-            near = max(1, round(height / max(1, p))) * p, max(1, round(width / max(1, q))) * q
-            raise UserError(
-                f'image_size={self.image_size} is not a multiple of patch_size={self.patch_size}'
-                + (f' of a feature map {stride} times smaller' if stride > 1 else '')
-                + f'; nearest: {(near[0] * stride, near[1] * stride)}'
-            )
+        odd = f'image_size={self.image_size} is not a multiple of patch_size={self.patch_size}'
+        odd += f' of a feature map {stride} times smaller' if stride > 1 else ''
+        near = max(1, round(height / p)) * p * stride, max(1, round(width / q)) * q * stride
+        require(height % p == 0 and width % q == 0, f'{odd}; nearest: {near}')
         return height // p, width // q
 
     @property
@@ -91,15 +85,10 @@ class Mlp(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, 'b n d']) -> Float[Array, 'b n d']:
-        dense = functools.partial(
-            nn.Dense,
-            dtype=self.dtype,
-            kernel_init=nn.initializers.xavier_uniform(),
-            bias_init=nn.initializers.normal(1e-6),
-        )
+        glorot, tiny = nn.initializers.xavier_uniform(), nn.initializers.normal(1e-6)
+        dense = functools.partial(nn.Dense, dtype=self.dtype, kernel_init=glorot, bias_init=tiny)
         drop = nn.Dropout(self.dropout, deterministic=False)
-        approximate = {'tanh': True, 'exact': False}[self.gelu]
-        hidden = nn.gelu(dense(self.mlp_dim, name='dense1')(x), approximate=approximate)
+        hidden = nn.gelu(dense(self.mlp_dim, name='dense1')(x), approximate=self.gelu == 'tanh')
         return drop(dense(x.shape[-1], name='dense2')(drop(hidden)))
 
 
@@ -118,9 +107,8 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, 'b q d'], y: Float[Array, 'b n d']) -> Float[Array, 'b q d']:
         width = x.shape[-1]
-        dense = functools.partial(
-            nn.DenseGeneral, dtype=self.dtype, kernel_init=nn.initializers.xavier_uniform()
-        )
+        glorot = nn.initializers.xavier_uniform()
+        dense = functools.partial(nn.DenseGeneral, dtype=self.dtype, kernel_init=glorot)
         heads = self.num_heads, width // self.num_heads
         query = dense(heads, name='query')(x)
         key = dense(heads, name='key')(y)
@@ -132,7 +120,7 @@ class Attention(nn.Module):
 
 
 class Part(nn.Module):
-    """What the network, its encoder and each block are made from."""
+    """What the network, its encoder, each block and the pooling are made from."""
 
     config: ViTConfig
     regularization: Regularization
@@ -173,38 +161,31 @@ class Encoder(Part):
 
     @nn.compact
     def __call__(self, x: Float[Array, 'b n d']) -> Float[Array, 'b n d']:
-        depth = self.config.depth
-        unroll = min(self.compute.unroll, depth)
+        config, compute, regularization = self.config, self.compute, self.regularization
+        unroll = min(compute.unroll, config.depth)
         scan = nn.scan(
-            rematerialized(Block, self.compute, in_loop=unroll == 1),
+            rematerialized(Block, compute, in_loop=unroll == 1),
             variable_axes={True: 0},  # every collection, taps as well: the depth in front
             split_rngs={'params': True, 'dropout': True},
-            length=depth,
+            length=config.depth,
             unroll=unroll,
         )
-        blocks = scan(
-            self.config, self.regularization, self.compute, self.shard_activations, name='block'
-        )
-        x, _ = blocks(x, jnp.linspace(0, self.regularization.stochastic_depth, depth))
-        if self.config.final_norm == 'after_pool':
+        blocks = scan(config, regularization, compute, self.shard_activations, name='block')
+        x, _ = blocks(x, jnp.linspace(0, regularization.stochastic_depth, config.depth))
+        if config.final_norm == 'after_pool':
             return x
-        epsilon, dtype = self.config.layer_norm_epsilon, self.compute.dtype
-        return nn.LayerNorm(epsilon=epsilon, dtype=dtype, name='norm')(x)
+        return nn.LayerNorm(epsilon=config.layer_norm_epsilon, dtype=compute.dtype, name='norm')(x)
 
 
-class AttentionPool(nn.Module):
+class AttentionPool(Part):
     """A learned query attends to all tokens (MAP head; Scaling Vision Transformers, 3.2)."""
-
-    config: ViTConfig
-    compute: Compute
 
     @nn.compact
     def __call__(self, tokens: Float[Array, 'b n d']) -> Float[Array, 'b d']:
         config, dtype = self.config, self.compute.dtype
         probe = self.param('probe', nn.initializers.xavier_uniform(), (1, 1, config.width))
         probe = jnp.tile(probe, (tokens.shape[0], 1, 1)).astype(tokens.dtype)
-        attention = Attention(config.num_heads, 0.0, dtype, 'xla', name='attention')
-        x = attention(probe, tokens)
+        x = Attention(config.num_heads, 0.0, dtype, 'xla', name='attention')(probe, tokens)
         y = nn.LayerNorm(epsilon=config.layer_norm_epsilon, dtype=dtype, name='norm')(x)
         return (x + Mlp(config.mlp_dim, config.gelu, 0.0, dtype, name='mlp')(y))[:, 0]
 
@@ -222,12 +203,12 @@ class ViT(Part):
         self.positions = positions.Positions(config.positions, config.grid)
         nn.share_scope(self, self.positions)  # its parameters have no folder of their own
         self.dropout = nn.Dropout(self.regularization.dropout, deterministic=False)
-        self.encoder = Encoder(config, self.regularization, self.compute, self.shard_activations)
+        parts = config, self.regularization, self.compute, self.shard_activations
+        self.encoder = Encoder(*parts)
         if config.pool == 'map':
-            self.pool = AttentionPool(config, self.compute)
+            self.pool = AttentionPool(*parts)
         if config.final_norm == 'after_pool':
-            epsilon, dtype = config.layer_norm_epsilon, self.compute.dtype
-            self.norm = nn.LayerNorm(epsilon=epsilon, dtype=dtype)
+            self.norm = nn.LayerNorm(epsilon=config.layer_norm_epsilon, dtype=self.compute.dtype)
         if config.representation_size is not None:
             self.pre_logits = nn.Dense(config.representation_size, dtype=self.compute.dtype)
         if config.num_classes is not None:
@@ -283,7 +264,6 @@ class PatchEmbedding(nn.Module):
         kernel = self.param('kernel', nn.initializers.lecun_normal(), (p, q, channels, self.width))
         bias = self.param('bias', nn.initializers.zeros, (self.width,))
         patches = images.reshape(batch, height // p, p, width // q, q, channels)
-        tokens = jnp.einsum(
-            'bipjqc,pqcd->bijd', patches.astype(self.dtype), kernel.astype(self.dtype)
-        )
+        patches, kernel = patches.astype(self.dtype), kernel.astype(self.dtype)
+        tokens = jnp.einsum('bipjqc,pqcd->bijd', patches, kernel)
         return tokens.reshape(batch, -1, self.width) + bias.astype(self.dtype)

@@ -14,6 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from vit_jax.base.errors import UserError
+from vit_jax.base.records import require
 
 GIB = 2**30
 _EXHAUSTED = 'RESOURCE_EXHAUSTED'
@@ -27,7 +28,6 @@ _GPUS = {
     'h100': ('H100-SXM5-80GB', 9, 132, 50 * 2**20, 3352e9, 1.98, 233472, 232448, 84_900_000_000),
     'h200': ('H200-SXM-141GB', 9, 132, 50 * 2**20, 4800e9, 1.98, 233472, 232448, 150_000_000_000),
 }
-_PREALLOCATED = 0.75  # of a GPU's memory, which jax takes (XLA_PYTHON_CLIENT_MEM_FRACTION)
 
 
 class Topology(NamedTuple):
@@ -47,9 +47,7 @@ class DoesNotFit(Exception):
 
 
 def find_topology(name: str) -> Topology:
-    """The topology of a name: `v5e:4x4` is a TPU slice, `2*v5e:4x4` two of them.
-
-    `h100:2x8` are two hosts with eight GPUs each.
+    """The topology of a name: a TPU slice `v5e:4x4`, two `2*v5e:4x4`, 2 hosts of 8 GPUs `h100:2x8`.
 
     Raises UserError where there is none or where its compiler is not installed.
     """
@@ -61,24 +59,20 @@ def find_topology(name: str) -> Topology:
             f'--topology={name}: expected KIND:SHAPE such as v5e:4x4, v6e:16x16, v5p:2x2x4, '
             f'2*v5e:16x16 for two slices, or KIND:HOSTSxGPUS, KIND one of {", ".join(_GPUS)}'
         )
-    slices = int(found[1] or 1)
     # Of the machine that compiles, so that the library does not look for a TPU in the network.
     os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
     os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')  # it opens no chip
     os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
     os.environ.setdefault('TPU_ACCELERATOR_TYPE', 'v5litepod-4')
-    if importlib.util.find_spec('libtpu') is None:
-        raise UserError(
-            f"--topology={name}: the TPU compiler is not installed: pip install 'vit_jax[tpu]' "
-            f'(no TPU is needed)'
-        )
-    options = {'num_slices': slices} if slices > 1 else {}
+    how = "pip install 'vit_jax[tpu]' (no TPU is needed)"
+    installed = importlib.util.find_spec('libtpu') is not None
+    require(installed, f'--topology={name}: the TPU compiler is not installed: {how}')
+    options = {'num_slices': int(found[1])} if found[1] else {}
     devices = _devices(name, f'{found[2]}:{found[3]}', platform='tpu', **options)
     return Topology(name, devices, _memory(devices[0]))
 
 
 def _devices(name: str, *known_as: str, **options: Any) -> Sequence[jax.Device]:
-    """The devices of a topology. Raises UserError with jax's reason where it knows none."""
     try:
         return topologies.get_topology_desc(*known_as, **options).devices
     except (RuntimeError, NotImplementedError, ValueError) as error:
@@ -97,21 +91,16 @@ def _gpus(name: str, kind: str, shape: str) -> Topology:
         memory_bandwidth: {bandwidth:.0f} clock_rate_ghz: {clock} device_memory_size: {memory}
         }} platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}
         device_description_str: "{title}" """
-    if not any(importlib.util.find_spec(f'jax_cuda{n}_plugin') for n in (12, 13)):
-        raise UserError(
-            f"--topology={name}: jax's compiler for GPUs is not installed: pip install --no-deps "
-            f'jax-cuda12-plugin jax-cuda12-pjrt, of the version of jax (no GPU is needed)'
-        )
+    how = 'pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt, of the version of jax'
+    installed = any(importlib.util.find_spec(f'jax_cuda{n}_plugin') for n in (12, 13))
+    missing = f"--topology={name}: jax's compiler for GPUs is not installed"
+    require(installed, f'{missing}: {how} (no GPU is needed)')
     devices = _devices(name, name, platform='cuda', topology=f'1x{shape}', target_config=target)
-    return Topology(name, devices, int(_PREALLOCATED * memory))
+    return Topology(name, devices, int(0.75 * memory))  # jax's XLA_PYTHON_CLIENT_MEM_FRACTION
 
 
 def _memory(device: jax.Device) -> int:
-    """The bytes that a program may use.
-
-    There is no API that tells them without the device (checked in jax 0.10.2), but the error for a
-    program that needs far more names the limit.
-    """
+    """Bytes that a program may use: no API (jax 0.10.2), but the error for far more tells them."""
     huge = jax.ShapeDtypeStruct((2**45,), jnp.int8, sharding=SingleDeviceSharding(device))
     try:
         jax.jit(lambda x: x * 2).lower(huge).compile()

@@ -1,7 +1,6 @@
 """Which processes form a job, and at which address: read from the environment, and checked.
 
-jax aborts the process where an address or a port is wrong. What can be checked before is checked
-here, with an error that says what is wrong.
+jax aborts the process where an address or a port is wrong: here an error says so before.
 """
 
 import contextlib
@@ -14,7 +13,7 @@ import time
 from typing import Any, NamedTuple
 
 # Not public: `jax.distributed.initialize` reads the environment and acts on it in one call.
-from jax._src.clusters import ClusterEnv
+from jax._src import clusters as of_jax
 
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record, require, require_between
@@ -33,7 +32,6 @@ class Launch(Record):
     watchdog_seconds: float = 1800.0  # without a step, an evaluated batch or another sign of work
 
     def check(self) -> None:
-        """Waiting for no time at all is no waiting."""
         require_between(self, 'start_seconds', 'heartbeat_seconds', 'watchdog_seconds', low=0.1)
 
 
@@ -48,40 +46,47 @@ class Cluster:
     local_device_ids: tuple[int, ...] | None = None  # None: all devices of the host
     one_host: bool = True  # can all processes be on this host, as far as is known?
 
+    def __post_init__(self) -> None:
+        index, count, address = self.process_id, self.num_processes, self.coordinator_address
+        expected = f'expected 0 to {count - 1}, of {count} processes'
+        require(0 <= index < count, f'process_id={index}: {expected}')
+        host, _, port = address.rpartition(':')
+        usable = host != '' and port.isdecimal() and 0 < int(port) < 65536
+        require(usable, f'coordinator_address={address}: expected HOST:PORT of process 0')
+
 
 class _Kind(NamedTuple):
-    """A kind of cluster: who reads its variables, which these are, and what helps without them."""
+    """A kind of cluster."""
 
     name: str
-    jax_names: tuple[str, ...]  # jax's classes that read its variables
-    needed: tuple[str, ...]  # environment variables, besides those by which it is recognised
-    advice: str
+    readers: tuple[type[of_jax.ClusterEnv], ...]  # jax's, of its environment variables
+    advice: str  # what helps where they are incomplete
+    needed: tuple[str, ...] = ()  # variables, besides those by which it is recognised
 
 
 _SLURM = _Kind(
     'Slurm',
-    ('SlurmCluster',),
-    ('SLURM_STEP_NODELIST', 'SLURM_NTASKS', 'SLURM_PROCID', 'SLURM_LOCALID'),
+    (of_jax.SlurmCluster,),
     'start every process with srun',
+    ('SLURM_STEP_NODELIST', 'SLURM_NTASKS', 'SLURM_PROCID', 'SLURM_LOCALID'),
 )
 _OPEN_MPI = _Kind(
     'Open MPI',
-    ('OmpiCluster',),
-    ('OMPI_MCA_orte_hnp_uri', 'OMPI_COMM_WORLD_RANK'),
+    (of_jax.OmpiCluster,),
     'Open MPI 5 does not say where process 0 is: add --coordinator_address=HOST:PORT',
+    ('OMPI_MCA_orte_hnp_uri', 'OMPI_COMM_WORLD_RANK'),
 )
 _KUBERNETES = _Kind(
     'Kubernetes',
-    ('K8sCluster',),
-    (),
+    (of_jax.K8sCluster,),
     "an indexed Job needs `pip install 'jax[k8s]'` and permission to read its pods; or give "
     '--coordinator_address, --num_processes and --process_id=$JOB_COMPLETION_INDEX',
 )
 _TPU = _Kind(
     'TPU',
-    ('GceTpuCluster', 'GkeTpuCluster'),
-    ('TPU_WORKER_HOSTNAMES', 'TPU_WORKER_ID'),
+    (of_jax.GceTpuCluster, of_jax.GkeTpuCluster),
     "this needs a TPU and `pip install 'vit_jax[tpu]'`",
+    ('TPU_WORKER_HOSTNAMES', 'TPU_WORKER_ID'),
 )
 
 
@@ -93,8 +98,7 @@ def _cluster_kind() -> _Kind | None:
 
     env = os.environ
     hosts = env.get('TPU_PROCESS_ADDRESSES') or env.get('TPU_WORKER_HOSTNAMES') or ''
-    # A TPU virtual machine's metadata server knows the other hosts.
-    on_gce = any(e.is_env_present() for e in _jax_kinds('GceTpuCluster'))
+    on_gce = of_jax.GceTpuCluster.is_env_present()  # its metadata server knows the other hosts
     if len(hosts.split(',')) > 1 or count('MEGASCALE_NUM_SLICES') > 1 or on_gce:
         return _TPU
     if count('OMPI_COMM_WORLD_SIZE') > 1:
@@ -106,10 +110,6 @@ def _cluster_kind() -> _Kind | None:
     return None
 
 
-def _jax_kinds(*names: str) -> list[type[ClusterEnv]]:
-    return [e for e in ClusterEnv._cluster_types if e.__name__ in names]
-
-
 def detect_cluster(launch: Launch) -> Cluster | None:
     """The place of this process in its job; None where it runs alone.
 
@@ -119,19 +119,16 @@ def detect_cluster(launch: Launch) -> Cluster | None:
     if not launch.distributed:
         return None
     address = launch.coordinator_address or os.environ.get('JAX_COORDINATOR_ADDRESS')
-    asked: dict[str, Any] = {
-        'coordinator_address': address,
-        'num_processes': launch.num_processes,
-        'process_id': launch.process_id,
-    }
+    asked: dict[str, Any] = {'coordinator_address': address}
+    asked |= {name: getattr(launch, name) for name in ('num_processes', 'process_id')}
     kind = _cluster_kind()
     missing = [f'--{name}' for name, value in asked.items() if value is None]
+    if kind is None and len(missing) == len(asked):
+        return None
     if kind is None:
-        if len(missing) == len(asked):
-            return None
         why = 'no cluster was recognised, so all three are needed'
         require(not missing, f'{", ".join(missing)} missing: {why}')
-        return _checked(Cluster(kind='given', **asked))
+        return Cluster(kind='given', **asked)
     found: dict[str, Any] = {}
     if kind is _OPEN_MPI and address:  # every version gives the rest
         found['num_processes'] = int(os.environ['OMPI_COMM_WORLD_SIZE'])
@@ -140,12 +137,12 @@ def detect_cluster(launch: Launch) -> Cluster | None:
         *place, local = _by_jax(kind, launch.start_seconds)
         found = dict(zip(asked, place, strict=True), local_device_ids=_own_devices(local))
     found |= {name: value for name, value in asked.items() if value is not None}
-    return _checked(Cluster(kind=kind.name, one_host=_one_host(kind), **found))
+    return Cluster(kind=kind.name, one_host=_one_host(kind), **found)
 
 
 def _by_jax(kind: _Kind, seconds: float) -> tuple[Any, ...]:
     """Address, count, id and device of this process, as jax reads them."""
-    present = next((e for e in _jax_kinds(*kind.jax_names) if e.is_env_present()), None)
+    present = next((reader for reader in kind.readers if reader.is_env_present()), None)
     incomplete = f'{kind.name} was recognised, but is incomplete'
     off = '--distributed=off runs one process alone'
     if present is None:
@@ -153,7 +150,7 @@ def _by_jax(kind: _Kind, seconds: float) -> tuple[Any, ...]:
         what = f': {", ".join(absent)} not set' if absent else ''
         raise UserError(f'{incomplete}{what}; {kind.advice}; {off}')
     try:
-        return ClusterEnv.auto_detect_unset_distributed_params(
+        return of_jax.ClusterEnv.auto_detect_unset_distributed_params(
             None, None, None, None, present.name, int(seconds)
         )
     except Exception as error:  # requests, kubernetes, sockets, int: whatever they raise
@@ -180,16 +177,6 @@ def _one_host(kind: _Kind) -> bool:
     if kind is _OPEN_MPI:
         return env.get('OMPI_COMM_WORLD_LOCAL_SIZE') == env.get('OMPI_COMM_WORLD_SIZE')
     return False
-
-
-def _checked(cluster: Cluster) -> Cluster:
-    count, index, address = cluster.num_processes, cluster.process_id, cluster.coordinator_address
-    expected = f'expected 0 to {count - 1}, of {count} processes'
-    require(0 <= index < count, f'process_id={index}: {expected}')
-    host, _, port = address.rpartition(':')
-    usable = host and port.isdecimal() and 0 < int(port) < 65536
-    require(bool(usable), f'coordinator_address={address}: expected HOST:PORT of process 0')
-    return cluster
 
 
 def wait_for_coordinator(cluster: Cluster, seconds: float) -> str:

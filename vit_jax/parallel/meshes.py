@@ -24,7 +24,7 @@ class MeshConfig(Record):
 
     `data` and `fsdp` split the batch, `fsdp` also parameters and optimizer state, `tensor` the
     heads of attention and the hidden layer of the MLPs. Several TPU slices are spread over `data`,
-    which communicates least. How each array is split is decided in parallel/sharding_rules.py.
+    which communicates least. `sharding_rules.py` decides how each array is split.
     """
 
     data: int = -1
@@ -35,12 +35,9 @@ class MeshConfig(Record):
     rules: tuple[tuple[str, Spec], ...] = ()  # (pattern of names, axes): before all other rules
 
     def check(self) -> None:
-        """At most one axis is free, and the limits are possible."""
         sizes = self.data, self.fsdp, self.tensor
-        require(
-            sizes.count(-1) <= 1 and all(size == -1 or size >= 1 for size in sizes),
-            f'{_text(sizes)}: expected sizes of 1 or more, at most one -1',
-        )
+        fit = sizes.count(-1) <= 1 and all(size == -1 or size >= 1 for size in sizes)
+        require(fit, f'{_text(sizes)}: expected sizes of 1 or more, at most one -1')
         require_between(self, 'fsdp_min_mb', low=0)
         require_between(self, 'max_replicated_fraction', low=0, high=1)
 
@@ -48,14 +45,18 @@ class MeshConfig(Record):
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of these devices, all by default. Raises UserError where the axes do not fit."""
     devices = list(devices or jax.devices())
-    sizes = _sizes(config, len(devices))
+    count, asked = len(devices), (config.data, config.fsdp, config.tensor)  # the order of AXES
+    fixed = math.prod(size for size in asked if size != -1)
+    data, *others = sizes = [count // fixed if size == -1 else size for size in asked]
+    legal = ', '.join(str(n) for n in range(1, count + 1) if count % n == 0)
+    odd = f'mesh: {_text(asked)} does not make {count} devices; each axis may be one of {legal}'
+    require(math.prod(sizes) == count, f'{odd}, their product {count}')
     slices = collections.defaultdict(list)
     for device in devices:
         slices[slice_of(device)].append(device)
-    if sizes[0] % len(slices):
-        few = f'data={sizes[0]} is not a multiple of {len(slices)} slices'
-        raise UserError(f'mesh: {few}, over which only data is spread')
-    one = sizes[0] // len(slices), *sizes[1:]
+    odd = f'mesh: data={data} is not a multiple of {len(slices)} slices'
+    require(data % len(slices) == 0, f'{odd}, over which only data is spread')
+    one = data // len(slices), *others
     try:
         parts = [jax.make_mesh(one, AXES, devices=part).devices for part in slices.values()]
     except NotImplementedError as error:  # of the TPU's torus
@@ -68,27 +69,13 @@ def slice_of(device: jax.Device) -> int:
     return getattr(device, 'slice_index', None) or 0
 
 
-def _sizes(config: MeshConfig, count: int) -> tuple[int, ...]:
-    """The size of each axis, the free one computed."""
-    asked = config.data, config.fsdp, config.tensor  # the order of AXES
-    fixed = math.prod(size for size in asked if size != -1)
-    sizes = tuple(count // fixed if size == -1 else size for size in asked)
-    if math.prod(sizes) != count:
-        legal = ', '.join(str(n) for n in range(1, count + 1) if count % n == 0)
-        raise UserError(
-            f'mesh: {_text(asked)} does not make {count} devices; each axis may be one of '
-            f'{legal}, their product {count}'
-        )
-    return sizes
-
-
 def _text(sizes: Sequence[int]) -> str:
     return ' x '.join(f'{axis}={size}' for axis, size in zip(AXES, sizes, strict=True))
 
 
 def describe(mesh: Mesh) -> str:
     """The axes and their sizes, as `data=4 x fsdp=2 x tensor=1`."""
-    return _text(tuple(mesh.shape[axis] for axis in AXES))
+    return _text(mesh.axis_sizes)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -134,9 +121,7 @@ def check_batch_size(batch_size: int, mesh: Mesh, *, accumulation_steps: int) ->
     parts = mesh.shape['data'] * mesh.shape['fsdp']
     unit = parts * accumulation_steps
     below = batch_size // unit * unit
-    near = f'{below} or {below + unit}' if below > 0 else f'{below + unit}'
-    require(
-        batch_size >= 1 and batch_size % unit == 0,
-        f'batch_size={batch_size} is not a multiple of {parts} devices (data x fsdp) x '
-        f'{accumulation_steps} accumulation steps; nearest: {near}',
-    )
+    near = f'{below} or {below + unit}' if below > 0 else f'{unit}'
+    odd = f'batch_size={batch_size} is not a multiple of {parts} devices (data x fsdp)'
+    odd += f' x {accumulation_steps} accumulation steps; nearest: {near}'
+    require(below == batch_size > 0, odd)

@@ -7,6 +7,7 @@ hangs is ended with the stacks of its threads, and SIGTERM becomes one common mo
 import collections
 import contextlib
 import faulthandler
+import functools
 import json
 import logging
 import os
@@ -29,8 +30,7 @@ from jaxlib import _jax
 
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
-from vit_jax.parallel import clusters
-from vit_jax.parallel.clusters import Cluster, Launch
+from vit_jax.parallel.clusters import Cluster, Launch, detect_cluster, wait_for_coordinator
 
 REQUEUE = 75  # EX_TEMPFAIL: start the same command again
 _END = 'vit_jax/end'
@@ -44,7 +44,7 @@ class Interrupted(Exception):
 
 
 class Differs(UserError):
-    """This process has other facts than process 0."""
+    """This process has other facts than process 0: which, and what they are there and here."""
 
 
 class Job:
@@ -52,6 +52,7 @@ class Job:
 
     def __init__(self, launch: Launch | None = None):
         self._launch = launch
+        self._wait_ms = int(1000 * (launch or Launch()).start_seconds)
         self._asked = threading.Event()  # to stop
         self._ticks = 0
         self._times = collections.Counter[str]()  # that each name was told or waited for
@@ -73,13 +74,9 @@ class Job:
         return global_state.client
 
     def require_same(self, name: str, facts: dict[str, Any]) -> None:
-        """Returns when all processes have come here with the same facts (JSON values).
-
-        Raises Differs, which names the differences from process 0. Nothing of jax has to run.
-        """
+        """Returns when all processes are here with the same facts (JSON values); else Differs."""
         theirs = json.loads(self.from_process_0(name, lambda: json.dumps(facts)))
-        changes = records.differences(theirs, json.loads(json.dumps(facts)))
-        if changes:
+        if changes := records.differences(theirs, json.loads(json.dumps(facts))):
             lines = '\n'.join(f'  {line} here' for line in changes[:20])
             raise Differs(f'{name}: {_process_name()} differs from process 0:\n{lines}')
         self.barrier(name)
@@ -110,16 +107,11 @@ class Job:
         return f'{key}/{self._times[key]}'
 
     @property
-    def _wait_ms(self) -> int:
-        return int(1000 * (self._launch or Launch()).start_seconds)
-
-    @property
     def age(self) -> float:
         """Seconds since the program was started; 0 for a job within another program.
 
-        A process is older than its program where a shell became it (`exec`); Python is older than
-        its process where a server forked it. The smaller age counts. Python's is that of `logging`,
-        which notes when it was imported: before everything that takes long.
+        The smaller of two: a process is older where a shell became it (`exec`), Python where a
+        server forked it. Python's is that of `logging`, imported before everything that takes long.
         """
         if self._launch is None:
             return 0.0
@@ -136,10 +128,7 @@ class Job:
             self._preemption.initialize(self._client)
 
     def heartbeat(self) -> None:
-        """Says that work goes on. Raises Interrupted on the call at which all processes stop.
-
-        Every process must call it equally often.
-        """
+        """Says that work goes on, equally often everywhere. Raises Interrupted where all stop."""
         self._ticks += 1
         self.reset_watchdog()
         manager = self._preemption
@@ -162,9 +151,8 @@ class Job:
 
     def end(self, code: int, message: str) -> NoReturn:
         """Ends this process and, through the store, all others, who say why; at once."""
-        with contextlib.suppress(Exception):  # the store may be what is gone
-            if self._client is not None:
-                self._tell_end(code, message)
+        with contextlib.suppress(Exception):  # the store may be what is gone, or there is none
+            self._tell_end(code, message)
         self._leave(code)
 
     def _tell_end(self, code: int, message: str) -> None:
@@ -172,13 +160,11 @@ class Job:
         self._client.key_value_set(_END, json.dumps(said), allow_overwrite=True)
 
     def _leave(self, code: int) -> NoReturn:
-        """Ends the process without waiting for anyone; the one that keeps the store a little later.
-
-        Without the store the others would abort, before they have read why.
-        """
+        """Ends the process without waiting for anyone."""
         sys.stdout.flush()
         sys.stderr.flush()
         if self.count > 1 and self.index == 0:
+            # Without the store of this one the others would abort, before they have read why.
             time.sleep(_LAST_WORDS)
         os._exit(code)
 
@@ -241,7 +227,7 @@ def joined_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterat
     signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=job._on_signal, args=(ours,), daemon=True).start()
     job.reset_watchdog()
-    cluster = clusters.detect_cluster(launch)
+    cluster = detect_cluster(launch)
     if cluster is None or cluster.num_processes == 1:
         try:
             yield job
@@ -269,12 +255,8 @@ def joined_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterat
 
 def _initialize(cluster: Cluster, launch: Launch) -> None:
     """Connects to the other processes. Ends this one, with a reason, where they do not come."""
-    bind = clusters.wait_for_coordinator(cluster, launch.start_seconds)
+    bind = wait_for_coordinator(cluster, launch.start_seconds)
     index, count, address = cluster.process_id, cluster.num_processes, cluster.coordinator_address
-
-    def say() -> None:
-        text = f'process {index} of {count} waits at {address} for the others'
-        print(text, file=sys.stderr, flush=True)
 
     def give_up() -> None:
         text = f'error: process {index}: of {count} processes not all came to {address} within'
@@ -282,6 +264,8 @@ def _initialize(cluster: Cluster, launch: Launch) -> None:
         print(text, file=sys.stderr, flush=True)
         os._exit(1)
 
+    waits = f'process {index} of {count} waits at {address} for the others'
+    say = functools.partial(print, waits, file=sys.stderr, flush=True)
     timers = threading.Timer(_SAY_AFTER, say), threading.Timer(launch.start_seconds, give_up)
     for timer in timers:
         timer.daemon = True

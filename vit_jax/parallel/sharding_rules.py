@@ -20,18 +20,15 @@ _TENSOR = (
     (r'mlp/dense1/(kernel|bias)', -1),
     (r'mlp/dense2/kernel', -2),
 )
-_MIB = 2**20
 
 
 def shardings_for(state: Any, mesh: Mesh, config: MeshConfig) -> Any:
     """The sharding of each leaf of a state, from its name and shape.
 
-    The first of `config.rules` that matches decides. Else the heads and hidden layers are split
-    over tensor, and a large leaf over fsdp along the largest axis that is left and divides; the
-    depth axis of stacked blocks is never split, because the scan walks along it. The rules see
-    names and shapes only, so the optimizer's copies of a parameter are split as it is.
-
-    Raises UserError for a rule that matches nothing or does not fit.
+    The first of `config.rules` that matches decides. Else heads and hidden layers are split over
+    tensor, and a large leaf over fsdp along the largest axis that is left and divides, never the
+    depth of stacked blocks, along which the scan walks. Only names and shapes count, so that the
+    optimizer's copies of a parameter are split as it is. UserError: a rule that does not fit.
     """
     names = tree_names.named_leaves(state)
     for pattern, _ in config.rules:
@@ -66,7 +63,7 @@ def _axes(name: str, leaf: Any, mesh: Mesh, fsdp_min_mb: float) -> Spec:
             axes[axis] = 'tensor'
     first = 1 if 'encoder/block/' in name else 0
     free = [axis for axis in range(first, leaf.ndim) if divides(axis, 'fsdp')]
-    if free and _bytes(leaf) >= fsdp_min_mb * _MIB:
+    if free and _bytes(leaf) >= fsdp_min_mb * 2**20:
         axes[max(free, key=lambda axis: leaf.shape[axis])] = 'fsdp'
     while axes and axes[-1] is None:
         axes.pop()
@@ -86,15 +83,11 @@ def _misfit(leaf: Any, axes: Spec, mesh: Mesh) -> str | None:
 
 
 def sharding_report(state: Any, shardings: Any, mesh: Mesh) -> list[str]:
-    """Lines that say how each parameter is split and how many bytes lie on a device.
-
-    Replicated parameters are summed up in one line, as is what the optimizer keeps.
-    """
+    """Lines: how each parameter is split, its bytes on a device, and sums of what is replicated."""
     if mesh.size == 1:
         return []
-    places = tree_names.named_leaves(shardings)
-    leaves = tree_names.named_leaves(state)
-    here = {name: _bytes_here(leaf, places[name]) for name, leaf in leaves.items()}
+    places, leaves = tree_names.named_leaves(shardings), tree_names.named_leaves(state)
+    here = {n: _bytes(leaf, places[n].shard_shape(leaf.shape)) for n, leaf in leaves.items()}
     rows, replicated = [], []
     for name in [name for name in leaves if name.startswith('params/')]:
         if split := ', '.join(f'{a} on axis {n}' for n, a in enumerate(places[name].spec) if a):
@@ -114,14 +107,10 @@ def sharding_report(state: Any, shardings: Any, mesh: Mesh) -> list[str]:
 
 
 def check_split(state: Any, shardings: Any, mesh: Mesh, config: MeshConfig) -> None:
-    """Raises UserError where more of the state is replicated than allowed.
-
-    Only a mesh with an fsdp or a tensor axis is there to split it.
-    """
-    if mesh.shape['fsdp'] * mesh.shape['tensor'] == 1:
+    """Raises UserError where more of the state is replicated than allowed."""
+    if mesh.shape['fsdp'] * mesh.shape['tensor'] == 1:  # no axis is there to split it
         return
-    places = tree_names.named_leaves(shardings)
-    leaves = tree_names.named_leaves(state)
+    places, leaves = tree_names.named_leaves(shardings), tree_names.named_leaves(state)
     replicated = {name: _bytes(leaf) for name, leaf in leaves.items() if not any(places[name].spec)}
     share = sum(replicated.values()) / sum(map(_bytes, leaves.values()))
     if share > config.max_replicated_fraction:
@@ -137,19 +126,13 @@ def check_split(state: Any, shardings: Any, mesh: Mesh, config: MeshConfig) -> N
 
 def abstract(values: Any, shardings: Any) -> Any:
     """Shape, type and place of each array of a tree, without the arrays."""
-
-    def described(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return jax.tree.map(described, values, shardings)
+    return jax.tree.map(
+        lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), values, shardings
+    )
 
 
-def _bytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
-
-
-def _bytes_here(leaf: Any, sharding: NamedSharding) -> int:
-    return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+def _bytes(leaf: Any, shape: tuple[int, ...] | None = None) -> int:
+    return math.prod(leaf.shape if shape is None else shape) * leaf.dtype.itemsize
 
 
 def _mb(count: int) -> str:

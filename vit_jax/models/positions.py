@@ -6,7 +6,7 @@ acts inside the blocks (on queries and keys, or at every block's input) is also 
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, assert_never
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -28,12 +28,16 @@ class Positions(nn.Module):
     @nn.compact
     def __call__(self, tokens: Float[Array, 'b n d']) -> Float[Array, 'b n d']:
         _, length, width = tokens.shape
-        if self.kind == 'none':
-            return tokens
-        if self.kind == 'learned':
-            table = self.param('pos_embedding', nn.initializers.normal(0.02), (1, length, width))
-        else:
-            table = jnp.asarray(as_array(self.kind, self.grid, length=length, width=width))
+        match self.kind:
+            case 'learned':
+                normal = nn.initializers.normal(0.02)
+                table = self.param('pos_embedding', normal, (1, length, width))
+            case 'sincos2d':
+                table = jnp.asarray(as_array(self.kind, self.grid, length=length, width=width))
+            case 'none':
+                return tokens
+            case other:
+                assert_never(other)
         return tokens + table.astype(tokens.dtype)
 
 

@@ -88,7 +88,8 @@ class Mlp(nn.Module):
         glorot, tiny = nn.initializers.xavier_uniform(), nn.initializers.normal(1e-6)
         dense = functools.partial(nn.Dense, dtype=self.dtype, kernel_init=glorot, bias_init=tiny)
         drop = nn.Dropout(self.dropout, deterministic=False)
-        hidden = nn.gelu(dense(self.mlp_dim, name='dense1')(x), approximate=self.gelu == 'tanh')
+        approximate = {'tanh': True, 'exact': False}[self.gelu]
+        hidden = nn.gelu(dense(self.mlp_dim, name='dense1')(x), approximate=approximate)
         return drop(dense(x.shape[-1], name='dense2')(drop(hidden)))
 
 

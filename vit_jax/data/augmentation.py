@@ -103,10 +103,8 @@ def augment(
 
 def example_keys(key: Key[Array, ''], batch: Batch) -> Key[Array, 'b']:
     """One key for each example of the batch, by its epoch and index in the data set."""
-    fold_in = jax.random.fold_in
-    return jax.vmap(lambda epoch, example: fold_in(fold_in(key, epoch), example))(
-        batch['epoch'], batch['example']
-    )
+    of_epoch = jax.vmap(jax.random.fold_in, (None, 0))(key, batch['epoch'])
+    return jax.vmap(jax.random.fold_in)(of_epoch, batch['example'])
 
 
 def _changed(key: Key[Array, ''], image: Image, config: Augmentation) -> Image:
@@ -154,8 +152,7 @@ def _share(key: Key[Array, ''], config: Augmentation, size: Size) -> Float[Array
         cut = 1 - jax.random.beta(cutmix_key, config.cutmix, config.cutmix)
         half = jnp.sqrt(cut) * jnp.asarray(size) / 2
         centre = jax.random.uniform(place, (2,)) * jnp.asarray(size)
-        box = _box(jnp.rint(centre - half), jnp.rint(centre + half), size)
-        pasted = jnp.where(box, 0.0, 1.0)
+        pasted = 1.0 - _box(jnp.rint(centre - half), jnp.rint(centre + half), size)
     if config.mixup and config.cutmix:
         return jnp.where(jax.random.bernoulli(coin), mixed, pasted)
     return mixed if config.mixup else pasted

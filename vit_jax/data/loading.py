@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Literal
 
+import cv2
 import grain
 import jax
 import numpy as np
@@ -155,13 +156,11 @@ def make_loader(reader: ImageReader, config: LoaderConfig, sharding: NamedShardi
     size_mb = len(reader.source) * math.prod(reader.size) * 3 / 2**20
     fits = not reader.crop.random and size_mb <= config.device_mb
     on_device = config.placement == 'device' or (config.placement == 'auto' and fits)
-    import cv2  # imported here: who only imports this module need not have it
-
     cv2.setNumThreads(1)  # the pool's threads suffice; OpenCV releases the interpreter lock
     pool = futures.ThreadPoolExecutor(config.threads or cores())
     if on_device:
         with pool:
-            return Loader(reader.source, *_kept_on_device(reader, pool, sharding), sharding)
+            return _kept_on_device(reader, pool, sharding)
     load = functools.partial(reader.examples, pool=pool)
     return Loader(reader.source, load, lambda batch: batch, sharding)
 
@@ -180,9 +179,7 @@ def make_loaders(config: LoaderConfig, sharding: NamedSharding) -> Callable[[Ima
     return loader_of
 
 
-def _kept_on_device(
-    reader: ImageReader, pool: futures.Executor, sharding: NamedSharding
-) -> tuple[Callable[[Sequence[ExampleRef | None]], Batch], Callable[[Batch], Batch]]:
+def _kept_on_device(reader: ImageReader, pool: futures.Executor, sharding: NamedSharding) -> Loader:
     """All images read once; then `load` gives indices and `place` gathers their images."""
     read = reader.examples([*map(ExampleRef, range(len(reader.source)))], pool)
     stored = put(read, dict.fromkeys(read, NamedSharding(sharding.mesh, PartitionSpec())))
@@ -196,7 +193,7 @@ def _kept_on_device(
     def load(refs: Sequence[ExampleRef | None]) -> Batch:
         return _epochs_and_indices(refs) | {'mask': np.array([ref is not None for ref in refs])}
 
-    return load, lambda drawn: gather(stored, drawn)
+    return Loader(reader.source, load, functools.partial(gather, stored), sharding)
 
 
 def host_batches(

@@ -15,14 +15,13 @@ import optax
 from vit_jax.base import records
 from vit_jax.base.array_types import Array, Float, Int
 from vit_jax.base.errors import UserError
-from vit_jax.base.records import Record
 
 TEMPERATURE = 0.07  # of a neighbour's vote, as in DINO (Caron et al. 2021)
 _CHUNK = 1024  # test images that are compared with all training images at once
 
 
 @dataclasses.dataclass(kw_only=True)
-class LogisticConfig(Record):
+class LogisticConfig(records.Record):
     """Softmax regression on standardised features, by L-BFGS to convergence.
 
     `l2` multiplies half the squared weights, against the sum of losses: 1/C of scikit-learn and of
@@ -36,7 +35,6 @@ class LogisticConfig(Record):
     tolerance: float = 1e-4  # of the gradient of the mean loss, by its largest entry
 
     def check(self) -> None:
-        """There is a strength to fit with, and a part to choose it on."""
         records.require(bool(self.l2), 'l2=(): expected one or more numbers')
         records.require_between(self, 'l2', low=0)
         records.require_between(self, 'validation_fraction', above=0, below=1)
@@ -79,20 +77,15 @@ def nearest_neighbours(train: Labelled, test: Labelled, *, neighbours: int) -> f
     classes, labels = np.unique(train.labels, return_inverse=True)
     known = jnp.asarray(_unit(train.features))
 
-    @jax.jit
-    def vote(unknown: Float[Array, 'c d']) -> Int[Array, 'c']:
-        similarity = jnp.matmul(unknown, known.T, precision='highest')
+    def vote(unknown: Float[Array, 'd']) -> Int[Array, '']:
+        similarity = jnp.matmul(known, unknown, precision='highest')
         near, index = jax.lax.top_k(similarity, neighbours)
         votes = jax.nn.one_hot(jnp.asarray(labels)[index], len(classes))
-        weights = jnp.exp((near - 1) / TEMPERATURE)
-        return (votes * weights[..., None]).sum(axis=1).argmax(axis=-1)
+        return jnp.matmul(jnp.exp((near - 1) / TEMPERATURE), votes).argmax()
 
-    found = []
-    for start in range(0, len(test.labels), _CHUNK):
-        rows = _unit(test.features[start : start + _CHUNK])
-        padded = np.pad(rows, ((0, _CHUNK - len(rows)), (0, 0)))
-        found.append(np.asarray(vote(padded))[: len(rows)])
-    return float((classes[np.concatenate(found)] == test.labels).mean())
+    votes_of = jax.jit(functools.partial(jax.lax.map, vote, batch_size=_CHUNK))
+    found = classes[np.asarray(votes_of(_unit(test.features)))]
+    return float((found == test.labels).mean())
 
 
 def logistic(train: Labelled, test: Labelled, config: LogisticConfig) -> LogisticResult:
@@ -180,7 +173,6 @@ def with_constant(x: Float[np.ndarray, 'n d'], constant: float) -> Float[np.ndar
 
 
 def _accuracy(fit: Fit, test: Labelled) -> float:
-    """The share of images whose highest score is at their label."""
     scores = test.features @ np.asarray(fit.weights)
     return float((scores.argmax(axis=1) == test.labels).mean())
 

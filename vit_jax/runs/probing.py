@@ -136,15 +136,7 @@ def _result(
         l2=config.l2,
     )
     classes = len(train.class_names)
-    report = ridge.report(
-        accuracies,
-        draws,
-        shots=config.shots,
-        seeds=config.seeds,
-        l2=config.l2,
-        name_of=train.name_of,
-        classes=classes,
-    )
+    report = ridge.report(accuracies, draws, l2=config.l2, name_of=train.name_of, classes=classes)
     return protocol | more | report
 
 

@@ -55,7 +55,6 @@ class Clock:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """The time within belongs to `name`."""
         self.settle()
         self._running.append(name)
         try:
@@ -101,6 +100,7 @@ def fit(
     pending: tuple[int, StepMetrics] | None = None
     skipped = 0
 
+    @clock('step')
     def read() -> None:
         nonlocal pending, skipped
         if pending is None:
@@ -127,11 +127,9 @@ def fit(
                 pending = step + 1, metrics
             for observer in observers:
                 if observer.is_due(step + 1, steps.stop):
-                    with clock('step'):
-                        read()
+                    read()
                     observer.run(step + 1, state)
     except Interrupted:
-        with clock('step'):
-            read()
+        read()
         raise Stopped(state) from None
     return state

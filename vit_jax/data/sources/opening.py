@@ -11,7 +11,6 @@ import numpy as np
 
 from vit_jax.base import records
 from vit_jax.base.errors import MissingFile, UserError, usable
-from vit_jax.base.records import Record
 from vit_jax.data.sources import arrays, folders, imagenet, relabelling, tables, tfds
 from vit_jax.data.sources.base import DataFunction, Source, Splits, select
 
@@ -20,7 +19,7 @@ TEST_NAMES = 'test', 'val', 'validation', 'valid'
 
 
 @dataclasses.dataclass(kw_only=True)
-class HeldOut(Record):
+class HeldOut(records.Record):
     """The part of data without splits that becomes `test`."""
 
     fraction: float = 0.1  # of each class, at least one image

@@ -45,6 +45,7 @@ def relabelled(source: Source, path: str) -> Source:
         if not isinstance(entry, list) or not all(type(n) is int and n in classes for n in entry):
             raise UserError(f'{path}: entry {key!r} is {entry!r}: expected {legal}')
     return labelled_source(
+        range(len(source)),
         [entries[key] for key in keys],
         source.class_names,
         read=lambda i: source.read(i)[0],

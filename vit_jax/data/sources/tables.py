@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from vit_jax.base.errors import UserError
-from vit_jax.data.sources.base import Source, Splits, file_source, in_fixed_order
+from vit_jax.data.sources.base import Source, Splits, in_fixed_order, labelled_source
 
 
 class _Row(NamedTuple):
@@ -51,7 +51,7 @@ def table_splits(path: str) -> Splits:
         classes = [[number_of[name] for name in row.classes] for row in chosen]
         labels = classes if multi_label else [label for (label,) in classes]
         paths = [file.parent / row.path for row in chosen]
-        return in_fixed_order(file_source(paths, labels, class_names, multi_label=multi_label))
+        return in_fixed_order(labelled_source(paths, labels, class_names, multi_label=multi_label))
 
     return {split or 'all': functools.partial(opened, split) for split in splits}
 

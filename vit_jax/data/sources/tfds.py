@@ -4,6 +4,7 @@ ArrayRecord files through TFDS's own data source; TFRecord files, as in most exi
 offset (tfrecord.py). Images stay encoded: image_preprocessing.py decodes them.
 """
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -35,19 +36,16 @@ def named_splits(full_name: str, label_column: str | None = None) -> Splits:
     name, _, version = full_name.partition(':')
     root = data_dir() / name
     found = [path.parent for path in root.glob(f'{version or "[0-9]*"}/{INFO}')]
-    if found:
-        return folder_splits(str(max(found, key=lambda p: _version(p.name))), label_column)
-    error = None
-    try:  # the library may know of other places
-        builder = library.builder(full_name, try_gcs=False)
-        if holds(str(builder.data_dir)):
-            return folder_splits(str(builder.data_dir), label_column)
-    except Exception as unknown:  # of many kinds, by what the library tried
-        error = unknown
+    folder = max(found, key=lambda path: _version(path.name), default=None)
+    if folder is None:  # the library may know of other places; its errors are of many kinds
+        with contextlib.suppress(Exception):
+            folder = library.builder(full_name, try_gcs=False).data_dir
+    if folder is not None and holds(str(folder)):
+        return folder_splits(str(folder), label_column)
     others = sorted(str(p.parent.relative_to(root)) for p in root.glob(f'**/{INFO}'))
     known = f'there is {", ".join(others)}; ' if others else ''
     remedy = f'{known}prepare it with python -m vit_jax.prepare {name}'
-    raise UserError(f'tfds:{full_name} is not in {data_dir()}: {remedy}') from error
+    raise UserError(f'tfds:{full_name} is not in {data_dir()}: {remedy}')
 
 
 def folder_splits(root: str, label_column: str | None = None) -> Splits:
@@ -102,11 +100,7 @@ def data_dir() -> pathlib.Path:
 
 
 def _source(
-    info: Any,
-    split: str,
-    label_column: str | None,
-    count: int,
-    example: Callable[[int], dict[str, Any]],
+    info: Any, split: str, label_column: str | None, count: int, example: Callable[[int], Any]
 ) -> Source:
     name = f'tfds:{info.full_name}/{split}'
     image_column, label_column, multi_label = _columns(info.features, name, label_column)

@@ -123,10 +123,7 @@ Crop = Resize | CentralCrop | RandomCrop | InceptionCrop
 
 @dataclasses.dataclass(kw_only=True)
 class Preprocessing(Record):
-    """How a stored image becomes the model's input: cropped, then (value - mean) / std by channel.
-
-    It is saved with a checkpoint and used by evaluation, few-shot and prediction.
-    """
+    """How a stored image becomes the model's input, see `normalize`; saved with a checkpoint."""
 
     crop: Crop = dataclasses.field(default_factory=Resize)
     exif_rotation: bool = True  # False: the camera's rotation is ignored, as in the original code
@@ -155,8 +152,7 @@ def decode(stored: bytes | np.ndarray, *, exif_rotation: bool) -> Image:
     if isinstance(stored, np.ndarray):
         image = stored[..., None] if stored.ndim == 2 else stored
         return np.repeat(image, 3, axis=-1) if image.shape[-1] == 1 else image
-    if not stored:
-        raise UserError('the file is empty')
+    require(len(stored) > 0, 'the file is empty')
     may_turn = exif_rotation and b'Exif\0' in stored[:_EXIF_WITHIN]
     if stored.startswith(b'\xff\xd8') and not may_turn:
         # To OpenCV's bits in 0.9 of its time; it decides what is unsupported here, or damaged.

@@ -68,10 +68,7 @@ class ImageReader:
     on_unreadable: OnUnreadable = 'error'
 
     def examples(self, refs: Sequence[ExampleRef | None], pool: futures.Executor) -> Batch:
-        """The examples as one batch of arrays, decoded by the pool's threads; None is padding.
-
-        UserError names an image that cannot be read, unless these are skipped: masked, all zero.
-        """
+        """One batch, read by the pool's threads. What is skipped is masked, as is None, padding."""
         images = _aligned((len(refs), *self.size, 3))
         labels = np.zeros((len(refs), *self.source.label_shape), np.int32)
         mask = np.zeros(len(refs), bool)
@@ -146,10 +143,7 @@ class Loader:
 
 
 def make_loader(reader: ImageReader, config: LoaderConfig, sharding: NamedSharding) -> Loader:
-    """A loader of the reader's examples, kept on the host or on the device as configured.
-
-    Raises UserError for random crops that are to be kept on the device.
-    """
+    """The reader's examples as configured. UserError for random crops to be kept on the device."""
     if config.placement == 'device' and reader.crop.random:
         crop = type(reader.crop).__name__
         raise UserError(f'placement=device cannot keep {crop}, which differs at every draw')

@@ -1,7 +1,4 @@
-"""What frozen features know, from all training images: nearest neighbours, logistic regression.
-
-On the devices, as scikit-learn would answer.
-"""
+"""Nearest neighbours and logistic regression on the devices, as scikit-learn would answer."""
 
 import dataclasses
 import functools
@@ -93,28 +90,24 @@ def logistic(train: Labelled, test: Labelled, config: LogisticConfig) -> Logisti
     learned, tested = standardised(train.features, test.features, constant=1.0)
     classes, labels = np.unique(train.labels, return_inverse=True)
 
+    limits = {'max_iterations': config.max_iterations, 'tolerance': config.tolerance}
+
     def fit(rows: Any, l2: float) -> Fit:
-        return fit_logistic(
-            learned[rows],
-            labels[rows],
-            l2=l2 / len(labels[rows]),
-            num_classes=len(classes),
-            max_iterations=config.max_iterations,
-            tolerance=config.tolerance,
-        )
+        x, y = learned[rows], labels[rows]
+        return fit_logistic(x, y, l2=l2 / len(y), num_classes=len(classes), **limits)
+
+    def accuracy(fitted: Fit, features: Any, labels: Any) -> float:
+        scores = features @ np.asarray(fitted.weights)
+        return float((classes[scores.argmax(axis=1)] == labels).mean())
 
     l2, *others = config.l2
     if others:
         valid = np.random.default_rng(0).random(len(labels)) < config.validation_fraction
-        part = Labelled(learned[valid], labels[valid])
-        l2 = max(config.l2, key=lambda strength: _accuracy(fit(~valid, strength), part))
+        part = learned[valid], train.labels[valid]
+        l2 = max(config.l2, key=lambda strength: accuracy(fit(~valid, strength), *part))
     fitted = fit(slice(None), l2)
-    # The column of each test image; no column for a class that has no training image.
-    known = np.isin(test.labels, classes)
-    columns = np.where(known, np.searchsorted(classes, test.labels), -1)
-    accuracy = _accuracy(fitted, Labelled(tested, columns))
-    converged = bool(fitted.slope <= config.tolerance)
-    return LogisticResult(accuracy, l2, int(fitted.iterations), converged)
+    reached, converged = accuracy(fitted, tested, test.labels), fitted.slope <= config.tolerance
+    return LogisticResult(reached, l2, int(fitted.iterations), bool(converged))
 
 
 @functools.partial(jax.jit, static_argnames=('num_classes', 'max_iterations', 'tolerance'))
@@ -170,11 +163,6 @@ def standardised(
 def with_constant(x: Float[np.ndarray, 'n d'], constant: float) -> Float[np.ndarray, 'n e']:
     """The features with one more, the same for all: its weight is a bias."""
     return np.concatenate([x, np.full((len(x), 1), constant, x.dtype)], axis=1)
-
-
-def _accuracy(fit: Fit, test: Labelled) -> float:
-    scores = test.features @ np.asarray(fit.weights)
-    return float((scores.argmax(axis=1) == test.labels).mean())
 
 
 def _unit(features: Float[np.ndarray, 'n d']) -> Float[np.ndarray, 'n d']:

@@ -42,11 +42,7 @@ def probe(
     seeds: Sequence[int],
     l2: float,
 ) -> tuple[Accuracies, Draws]:
-    """Test accuracy of each (seed, shots), and the draws.
-
-    `features_of` gives the features of training images by index; it is asked once, for those
-    images alone that are in some draw.
-    """
+    """Test accuracy of each draw, and the draws; `features_of(indices)` is asked once, for all."""
     draws = draw(train_labels, shots=shots, seeds=seeds)
     used = np.unique(np.concatenate(list(draws.values())))
     features = features_of(used)
@@ -92,10 +88,7 @@ def ridge(
 def report(
     accuracies: Accuracies, draws: Draws, *, l2: float, name_of: Callable[[int], str], classes: int
 ) -> dict[str, Any]:
-    """The result as JSON values: the protocol, each accuracy, mean and deviation over seeds.
-
-    `name_of` names a training image by its index.
-    """
+    """Protocol, accuracies, means, deviations as JSON; `name_of(index)` names a training image."""
     seeds, shots = (list(dict.fromkeys(values)) for values in zip(*draws, strict=True))
     by_shots = {k: [accuracies[seed, k] for seed in seeds] for k in shots}
     return {

@@ -59,15 +59,11 @@ class ScheduleConfig(records.Record):
 
 @dataclasses.dataclass(kw_only=True)
 class OptimizerConfig(RulesConfig):
-    """AdamW, SGD with momentum, or the Adafactor of Scaling Vision Transformers.
+    """AdamW, SGD with momentum, or the Adafactor of Scaling Vision Transformers."""
 
-    `b1`, `b2`, `epsilon` and `momentum` are None for the optimizer's own default in `OPTIONS`.
-    """
-
-    # The rules are inherited, and not a field of their own, so that the command line has short
-    # names: --config.optimizer.weight_decay.
+    # The rules are inherited so that the command line has short names, optimizer.weight_decay.
     kind: Literal['adamw', 'sgd', 'adafactor'] = 'adamw'
-    b1: float | None = None
+    b1: float | None = None  # None, of this and the next three: the default in OPTIONS
     b2: float | None = None
     epsilon: float | None = None
     momentum: float | None = None
@@ -122,10 +118,7 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
 def make_optimizer(
     config: OptimizerConfig, schedule: Schedule, rules: Rules
 ) -> optax.GradientTransformation:
-    """The optimizer of parameters for which these are the rules.
-
-    What is frozen has neither moments nor a part in the norm that is clipped.
-    """
+    """The optimizer; what the rules freeze has no moments and no part in the clipped norm."""
     steps = []
     if config.clip_norm is not None:
         steps.append(optax.clip_by_global_norm(config.clip_norm))

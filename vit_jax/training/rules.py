@@ -1,9 +1,7 @@
-"""Rules over the names of parameters: weight decay, learning rates, freezing.
-
-Every rule reports what it matched, and one that matches nothing is an error.
-"""
+"""Rules over the names of parameters: weight decay, learning rates, freezing."""
 
 import dataclasses
+import functools
 import operator
 import re
 from typing import Any, NamedTuple
@@ -19,6 +17,7 @@ BLOCKS = 'encoder/block/'  # stacked: the first axis of these is the depth
 # that a new kind of embedding is never taken for a part of the head.
 _LAST_LAYER = re.compile(r'(encoder/norm|norm|pool|pre_logits|head)/.*')
 _SHOWN = 10  # names of a rule's matches
+_times = functools.partial(jax.tree.map, operator.mul)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -73,10 +72,7 @@ class Rules(NamedTuple):
 
 
 def make_rules(config: RulesConfig, params: Any) -> Rules:
-    """The rules for parameters like these: names and shapes are used.
-
-    Raises UserError that names a rule that matches nothing, or fits no network like this.
-    """
+    """The rules for parameters of these names and shapes. UserError names one that fits none."""
     report: list[str] = []
     factors = tree_names.map_named(lambda name, _: np.float32(1), params)
 
@@ -100,12 +96,10 @@ def make_rules(config: RulesConfig, params: Any) -> Rules:
     for pattern in config.frozen:
         factors = multiply_matched(pattern, 0.0, 'frozen')
     # Weight decay of the body and, where it has one of its own, of the head.
-    parts = [('', config.weight_decay, '.*')]
-    if config.head_weight_decay is not None:
-        parts = [
-            (' of the body', config.weight_decay, '(?!head/).*'),
-            (' of the head', config.head_weight_decay, 'head/.*'),
-        ]
+    body = config.weight_decay
+    parts = [('', body, '.*')]
+    if (own := config.head_weight_decay) is not None:
+        parts = [(' of the body', body, '(?!head/).*'), (' of the head', own, 'head/.*')]
     decays = []
     for part, amount, where in parts:
         if amount:
@@ -129,10 +123,7 @@ def _last_blocks(params: Any, count: int) -> Any:
 
 
 def _layers(params: Any, field: str) -> tuple[Any, int]:
-    """The layer of each leaf, of blocks one for each along the first axis; and the head's.
-
-    The inputs are layer 0, the first block is layer 1.
-    """
+    """The layer of each leaf, of inputs 0, of blocks 1, 2, ... along the first axis; the head's."""
     leaves = tree_names.named_leaves(params).items()
     depth = next((leaf.shape[0] for name, leaf in leaves if name.startswith(BLOCKS)), None)
     if depth is None:
@@ -144,10 +135,6 @@ def _layers(params: Any, field: str) -> tuple[Any, int]:
         return np.array(depth + 1 if _LAST_LAYER.fullmatch(name) else 0)
 
     return tree_names.map_named(layer, params), depth + 1
-
-
-def _times(factors: Any, more: Any) -> Any:
-    return jax.tree.map(operator.mul, factors, more)
 
 
 def _matched(params: Any, mask: Any) -> str:

@@ -85,9 +85,8 @@ def make_loss_sums(
 ) -> Callable[..., BatchSums]:
     """Sums over the unmasked examples of a batch, for training and evaluation alike.
 
-    `loss_sums(params, batch, key=None)` sums the `loss` and each of `example_metrics`. A key
-    switches dropout on. With `keep_rows` there are also the `logits` and `targets` (b k)
-    themselves, for metrics over all examples at once.
+    `loss_sums(params, batch, key=None)` sums the `loss` and each of `example_metrics`; a key
+    switches dropout on. `keep_rows` gives `logits` and `targets` (b k) too, for other metrics.
     """
 
     def loss_sums(params: Params, batch: Batch, key: Key[Array, ''] | None = None) -> BatchSums:
@@ -130,8 +129,7 @@ def make_update(
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         batch = augment(purpose_key(seed, AUGMENT), batch)
-        key = key_for(seed, DROP, state.step)
-        total, (sums, examples, _) = gradients(state.params, batch, key)
+        total, (sums, examples, _) = gradients(state.params, batch, key_for(seed, DROP, state.step))
         count = jnp.maximum(1, examples)
         gradient = jax.tree.map(lambda g: g / count, total)
         loss, gradient_norm = sums['loss'] / count, optax.tree.norm(gradient)

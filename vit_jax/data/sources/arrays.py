@@ -57,10 +57,7 @@ def digits_splits() -> Splits:
 
 
 def npz_splits(path: str) -> Splits:
-    """The splits of a file of arrays `SPLIT_images`, `SPLIT_labels` and perhaps `class_names`.
-
-    Raises UserError for images without labels.
-    """
+    """The splits of a file of arrays `SPLIT_images`, `SPLIT_labels` and perhaps `class_names`."""
     with np.load(path, allow_pickle=False) as file:
         names = [n.removesuffix('_images') for n in file.files if n.endswith('_images')]
         needed = [f'{name}_labels' for name in names] or ['SPLIT_images']

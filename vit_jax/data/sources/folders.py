@@ -52,10 +52,7 @@ def files_by_class(root: pathlib.Path) -> Source:
 
 
 def unlabelled(paths: Sequence[str]) -> Source:
-    """The images of these files and folders, without classes; every label is 0.
-
-    Raises MissingFile for a path that does not exist, UserError for a folder without images.
-    """
+    """These files, and the images of these folders; no classes, and every label is 0."""
     found: list[pathlib.Path] = []
     for path in map(pathlib.Path, paths):
         if not path.exists():

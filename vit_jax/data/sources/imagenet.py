@@ -7,7 +7,6 @@ classes; their labels come from the development kit, or from Kaggle's `LOC_val_s
 import csv
 import functools
 import io
-import itertools
 import os
 import pathlib
 import tarfile
@@ -65,7 +64,7 @@ def _train_tar(path: pathlib.Path) -> Source:
         found = [sorted(_members(file, inner.offset)) for inner in classes]
     labels = [label for label, of_class in enumerate(found) for _ in of_class]
     names = [pathlib.Path(member.name).stem for member in classes]
-    return _in_tar(path, list(itertools.chain(*found)), labels, names)
+    return _in_tar(path, [member for of_class in found for member in of_class], labels, names)
 
 
 def _val_tar(path: pathlib.Path) -> Source:
@@ -99,10 +98,9 @@ def _labels_of(names: list[str], root: pathlib.Path) -> tuple[list[int], list[st
     """The class numbers of validation images, and the names of all classes."""
     classes = _solution(root) or _kit(root)
     if classes is None:
-        raise UserError(
-            f'{root}: the labels of the validation images are missing: expected {KIT}.tar.gz (the '
-            f'development kit), its folder {KIT}, or {SOLUTION} there or up to 3 folders above'
-        )
+        kit = f'expected {KIT}.tar.gz (the development kit), its folder {KIT}'
+        places = f'{kit}, or {SOLUTION} there or up to 3 folders above'
+        raise UserError(f'{root}: the labels of the validation images are missing: {places}')
     stems = [pathlib.PurePath(name).stem for name in names]
     if absent := [stem for stem in stems if stem not in classes]:
         raise UserError(f'{root}: {absent[0]} has no label ({len(absent)} such images)')

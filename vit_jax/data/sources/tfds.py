@@ -28,10 +28,7 @@ def holds(root: str) -> bool:
 
 
 def named_splits(full_name: str, label_column: str | None = None) -> Splits:
-    """The splits of `NAME`, `NAME:VERSION` or `NAME/CONFIG:VERSION`, prepared before.
-
-    `label_column` is as in `folder_splits`. Raises UserError for a set that is not in `data_dir`.
-    """
+    """The splits of `NAME`, `NAME:VERSION` or `NAME/CONFIG:VERSION`, prepared in `data_dir`."""
     library = _library()
     name, _, version = full_name.partition(':')
     root = data_dir() / name
@@ -76,10 +73,7 @@ def folder_splits(root: str, label_column: str | None = None) -> Splits:
 
 
 def download_and_prepare(name: str, folder: str | None) -> str:
-    """Downloads and prepares a named data set as ArrayRecord; returns its folder.
-
-    Raises UserError without TensorFlow, which the builders of TFDS need, and for unknown names.
-    """
+    """The folder of a named set, downloaded and prepared as ArrayRecord; TFDS needs TensorFlow."""
     library = _library()
     try:
         import tensorflow as tf
@@ -107,27 +101,22 @@ def _source(
     feature = info.features[label_column]
     names = (feature.feature if multi_label else feature).names
 
-    def label(values: dict[str, Any]) -> Label:
-        if not multi_label:
-            number = int(values[label_column])
-            if not 0 <= number < len(names):
-                raise UserError(f'label {number}, of {len(names)} classes: has {name} labels?')
-            return number
-        row = np.zeros(len(names), np.int32)
-        row[np.asarray(values[label_column], int)] = 1
-        return row
-
     def read(index: int) -> tuple[EncodedImage, Label]:
         values = example(index)
-        return values[image_column], label(values)
+        if multi_label:
+            row = np.zeros(len(names), np.int32)
+            row[np.asarray(values[label_column], int)] = 1
+            return values[image_column], row
+        number = int(values[label_column])
+        if not 0 <= number < len(names):
+            raise UserError(f'label {number}, of {len(names)} classes: has {name} labels?')
+        return values[image_column], number
 
     def read_labels(indices: Sequence[int]) -> np.ndarray:
         with futures.ThreadPoolExecutor() as pool:
-            return np.array(list(pool.map(lambda i: label(example(i)), indices)))
+            return np.array(list(pool.map(lambda i: read(i)[1], indices)))
 
-    return Source(
-        count, tuple(names), read, lambda i: f'{name}[{i}]', read_labels, multi_label=multi_label
-    )
+    return Source(count, tuple(names), read, lambda i: f'{name}[{i}]', read_labels, multi_label)
 
 
 def _columns(features: Any, name: str, label_column: str | None) -> tuple[str, str, bool]:

@@ -60,8 +60,7 @@ def scan(source: Source, pool: futures.Executor, done: Callable[[int], None]) ->
             misnamed.append(f'{name}: {kind}')
     classes = dict(zip(source.class_names, counts.tolist(), strict=True))
     by_count = dict(formats.most_common())
-    height, width = np.percentile(sizes or [(0, 0)], [0, 50, 100], axis=0).astype(int).T.tolist()
-    sides = (height, width) if sizes else ([], [])
+    sides = np.percentile(sizes, [0, 50, 100], axis=0).astype(int).T.tolist() if sizes else ([], [])
     return Scan(len(source), classes, by_count, unreadable, misnamed, *sides)
 
 

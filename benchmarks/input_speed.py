@@ -65,7 +65,7 @@ def rate(step: Callable[[], int], seconds: float) -> Rate:
 def tiny_images(count: int) -> Source:
     """Images that need no decoding, to time our own Python alone."""
     image = np.zeros((224, 224, 3), np.uint8)
-    return labelled_source([0] * count, ('a',), read=lambda i: image, name_of=str)
+    return labelled_source(range(count), [0] * count, ('a',), read=lambda i: image)
 
 
 def reading(reader: loading.ImageReader, threads: int, batch_size: int) -> Callable[[], int]:

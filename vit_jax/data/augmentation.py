@@ -40,11 +40,10 @@ _SHIFT, _FLIP, _RANDAUGMENT, _ERASE, _MIX = range(5)
 class Augmentation(Record):
     """Random changes to training images, in the order in which they are applied.
 
-    `crop` replaces the preprocessing's and runs on the host, at the stored resolution; the rest
-    runs on the device. `erasing` is the probability that a rectangle becomes noise (Zhong et al.
-    2017). `mixup` (Zhang et al. 2017) and `cutmix` (Yun et al. 2019) are the alpha of the
-    Beta(alpha, alpha) from which the weight of another image and its label is drawn; 0 turns it
-    off. With both, a coin decides for each example.
+    `crop` replaces the preprocessing's, on the host; the rest runs on the device. `erasing` is the
+    probability that a rectangle becomes noise (Zhong et al. 2017). `mixup` (Zhang et al. 2017) and
+    `cutmix` (Yun et al. 2019) are the alpha of the Beta(alpha, alpha) from which the weight of
+    another image and its label is drawn; 0 is none. With both, a coin decides for each example.
     """
 
     crop: Crop | None = None
@@ -103,15 +102,15 @@ def augment(
 
 def example_keys(key: Key[Array, ''], batch: Batch) -> Key[Array, 'b']:
     """One key for each example of the batch, by its epoch and index in the data set."""
-    fold_in = jax.random.fold_in
-    return jax.vmap(lambda epoch, example: fold_in(fold_in(key, epoch), example))(
-        batch['epoch'], batch['example']
-    )
+    of_epoch = jax.vmap(jax.random.fold_in, (None, 0))(key, batch['epoch'])
+    return jax.vmap(jax.random.fold_in)(of_epoch, batch['example'])
 
 
 def _changed(key: Key[Array, ''], image: Image, config: Augmentation) -> Image:
-    if config.shift_pixels:
-        image = _shifted(jax.random.fold_in(key, _SHIFT), image, config.shift_pixels)
+    if pixels := config.shift_pixels:  # the edge is repeated where it has left
+        padded = jnp.pad(image, ((pixels, pixels), (pixels, pixels), (0, 0)), mode='edge')
+        corner = jax.random.randint(jax.random.fold_in(key, _SHIFT), (2,), 0, 2 * pixels + 1)
+        image = jax.lax.dynamic_slice(padded, (*corner, 0), image.shape)
     if config.flip:
         coin = jax.random.bernoulli(jax.random.fold_in(key, _FLIP))
         image = jnp.where(coin, image[:, ::-1], image)
@@ -120,13 +119,6 @@ def _changed(key: Key[Array, ''], image: Image, config: Augmentation) -> Image:
     if config.erasing:
         image = _erased(jax.random.fold_in(key, _ERASE), image, config.erasing)
     return image
-
-
-def _shifted(key: Key[Array, ''], image: Image, pixels: int) -> Image:
-    """The image translated by whole pixels, its edge repeated where it has left."""
-    padded = jnp.pad(image, ((pixels, pixels), (pixels, pixels), (0, 0)), mode='edge')
-    top, left = jax.random.randint(key, (2,), 0, 2 * pixels + 1)
-    return jax.lax.dynamic_slice(padded, (top, left, 0), image.shape)
 
 
 def _erased(key: Key[Array, ''], image: Image, probability: float) -> Image:
@@ -154,8 +146,7 @@ def _share(key: Key[Array, ''], config: Augmentation, size: Size) -> Float[Array
         cut = 1 - jax.random.beta(cutmix_key, config.cutmix, config.cutmix)
         half = jnp.sqrt(cut) * jnp.asarray(size) / 2
         centre = jax.random.uniform(place, (2,)) * jnp.asarray(size)
-        box = _box(jnp.rint(centre - half), jnp.rint(centre + half), size)
-        pasted = jnp.where(box, 0.0, 1.0)
+        pasted = 1.0 - _box(jnp.rint(centre - half), jnp.rint(centre + half), size)
     if config.mixup and config.cutmix:
         return jnp.where(jax.random.bernoulli(coin), mixed, pasted)
     return mixed if config.mixup else pasted

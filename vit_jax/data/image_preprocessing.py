@@ -1,10 +1,14 @@
 """Decodes stored images on the host and crops or resizes them to the size of the model."""
 
+import contextlib
 import dataclasses
 import math
 from typing import ClassVar, Literal, TypeVar
 
+import cv2
 import numpy as np
+import simplejpeg
+from PIL import Image as pillow
 
 from vit_jax.base.array_types import Array, Float, Num, UInt8
 from vit_jax.base.errors import UserError
@@ -119,10 +123,7 @@ Crop = Resize | CentralCrop | RandomCrop | InceptionCrop
 
 @dataclasses.dataclass(kw_only=True)
 class Preprocessing(Record):
-    """How a stored image becomes the model's input: cropped, then (value - mean) / std by channel.
-
-    It is saved with a checkpoint and used by evaluation, few-shot and prediction.
-    """
+    """How a stored image becomes the model's input, see `normalize`; saved with a checkpoint."""
 
     crop: Crop = dataclasses.field(default_factory=Resize)
     exif_rotation: bool = True  # False: the camera's rotation is ignored, as in the original code
@@ -151,13 +152,13 @@ def decode(stored: bytes | np.ndarray, *, exif_rotation: bool) -> Image:
     if isinstance(stored, np.ndarray):
         image = stored[..., None] if stored.ndim == 2 else stored
         return np.repeat(image, 3, axis=-1) if image.shape[-1] == 1 else image
-    if (fast := _fast_jpeg(stored, exif_rotation=exif_rotation)) is not None:
-        return fast
-    import cv2  # imported here, so that the model and the update step do not need it
-
+    require(len(stored) > 0, 'the file is empty')
+    may_turn = exif_rotation and b'Exif\0' in stored[:_EXIF_WITHIN]
+    if stored.startswith(b'\xff\xd8') and not may_turn:
+        # To OpenCV's bits in 0.9 of its time; it decides what is unsupported here, or damaged.
+        with contextlib.suppress(ValueError):
+            return simplejpeg.decode_jpeg(stored)
     flags = cv2.IMREAD_COLOR_RGB | (0 if exif_rotation else cv2.IMREAD_IGNORE_ORIENTATION)
-    if not stored:
-        raise UserError('the file is empty')
     try:
         decoded: Image | None = cv2.imdecode(np.frombuffer(stored, np.uint8), flags)
     except cv2.error as error:
@@ -167,28 +168,11 @@ def decode(stored: bytes | np.ndarray, *, exif_rotation: bool) -> Image:
     return decoded
 
 
-def _fast_jpeg(stored: bytes, *, exif_rotation: bool) -> Image | None:
-    """A JPEG that needs no rotation, to OpenCV's bits in 0.9 of its time; else None."""
-    is_jpeg = stored.startswith(b'\xff\xd8')
-    if not is_jpeg or (exif_rotation and b'Exif\0' in stored[:_EXIF_WITHIN]):
-        return None
-    import simplejpeg
-
-    try:
-        return simplejpeg.decode_jpeg(stored)
-    except ValueError:  # an unsupported kind, or a damaged file: OpenCV decides which
-        return None
-
-
 def _resized(image: Image, size: Size, method: ResizeMethod) -> Image:
     if image.shape[:2] == size:
         return image
     if method == 'bilinear':
-        import cv2
-
         return cv2.resize(image, size[::-1], interpolation=cv2.INTER_LINEAR)
-    from PIL import Image as pillow  # only images of such preprocessing need it
-
     name = method.removesuffix('_antialias').upper()
     return np.asarray(pillow.fromarray(image).resize(size[::-1], pillow.Resampling[name]))
 

@@ -58,16 +58,10 @@ def scan(source: Source, pool: futures.Executor, done: Callable[[int], None]) ->
         ending = os.path.splitext(name)[1].lower()
         if ending and kind != 'array' and _ENDINGS.get(ending, ending[1:].upper()) != kind:
             misnamed.append(f'{name}: {kind}')
-    height, width = np.percentile(sizes or [(0, 0)], [0, 50, 100], axis=0).astype(int).T.tolist()
-    return Scan(
-        images=len(source),
-        classes=dict(zip(source.class_names, counts.tolist(), strict=True)),
-        formats=dict(formats.most_common()),
-        unreadable=unreadable,
-        misnamed=misnamed,
-        height=height if sizes else [],
-        width=width if sizes else [],
-    )
+    classes = dict(zip(source.class_names, counts.tolist(), strict=True))
+    by_count = dict(formats.most_common())
+    sides = np.percentile(sizes, [0, 50, 100], axis=0).astype(int).T.tolist() if sizes else ([], [])
+    return Scan(len(source), classes, by_count, unreadable, misnamed, *sides)
 
 
 def _examined(source: Source, index: int) -> tuple[Label, str, tuple[int, ...]] | str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Literal
 
+import cv2
 import grain
 import jax
 import numpy as np
@@ -67,10 +68,7 @@ class ImageReader:
     on_unreadable: OnUnreadable = 'error'
 
     def examples(self, refs: Sequence[ExampleRef | None], pool: futures.Executor) -> Batch:
-        """The examples as one batch of arrays, decoded by the pool's threads; None is padding.
-
-        UserError names an image that cannot be read, unless these are skipped: masked, all zero.
-        """
+        """One batch, read by the pool's threads. What is skipped is masked, as is None, padding."""
         images = _aligned((len(refs), *self.size, 3))
         labels = np.zeros((len(refs), *self.source.label_shape), np.int32)
         mask = np.zeros(len(refs), bool)
@@ -145,23 +143,18 @@ class Loader:
 
 
 def make_loader(reader: ImageReader, config: LoaderConfig, sharding: NamedSharding) -> Loader:
-    """A loader of the reader's examples, kept on the host or on the device as configured.
-
-    Raises UserError for random crops that are to be kept on the device.
-    """
+    """The reader's examples as configured. UserError for random crops to be kept on the device."""
     if config.placement == 'device' and reader.crop.random:
         crop = type(reader.crop).__name__
         raise UserError(f'placement=device cannot keep {crop}, which differs at every draw')
     size_mb = len(reader.source) * math.prod(reader.size) * 3 / 2**20
     fits = not reader.crop.random and size_mb <= config.device_mb
     on_device = config.placement == 'device' or (config.placement == 'auto' and fits)
-    import cv2  # imported here: who only imports this module need not have it
-
     cv2.setNumThreads(1)  # the pool's threads suffice; OpenCV releases the interpreter lock
     pool = futures.ThreadPoolExecutor(config.threads or cores())
     if on_device:
         with pool:
-            return Loader(reader.source, *_kept_on_device(reader, pool, sharding), sharding)
+            return _kept_on_device(reader, pool, sharding)
     load = functools.partial(reader.examples, pool=pool)
     return Loader(reader.source, load, lambda batch: batch, sharding)
 
@@ -180,9 +173,7 @@ def make_loaders(config: LoaderConfig, sharding: NamedSharding) -> Callable[[Ima
     return loader_of
 
 
-def _kept_on_device(
-    reader: ImageReader, pool: futures.Executor, sharding: NamedSharding
-) -> tuple[Callable[[Sequence[ExampleRef | None]], Batch], Callable[[Batch], Batch]]:
+def _kept_on_device(reader: ImageReader, pool: futures.Executor, sharding: NamedSharding) -> Loader:
     """All images read once; then `load` gives indices and `place` gathers their images."""
     read = reader.examples([*map(ExampleRef, range(len(reader.source)))], pool)
     stored = put(read, dict.fromkeys(read, NamedSharding(sharding.mesh, PartitionSpec())))
@@ -196,7 +187,7 @@ def _kept_on_device(
     def load(refs: Sequence[ExampleRef | None]) -> Batch:
         return _epochs_and_indices(refs) | {'mask': np.array([ref is not None for ref in refs])}
 
-    return load, lambda drawn: gather(stored, drawn)
+    return Loader(reader.source, load, functools.partial(gather, stored), sharding)
 
 
 def host_batches(

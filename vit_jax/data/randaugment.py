@@ -5,8 +5,7 @@ of sixteen operations, drawn evenly, at one magnitude. Every operation is a step
 passes: pixels move (one affine gather), values go through a table of 256 entries by channel, the
 image is blended with another one, a square is cut out. So a batch of all is one batched program.
 
-What is odd in the original is kept, because published recipes were tuned with it; the last is a
-choice (`RandAugment.contrast`):
+What is odd in the original is kept, because recipes were tuned with it; the last is a choice:
 
 - a magnitude above 10 is not clipped: 15 and 20 extrapolate the ranges;
 - posterize and solarize grow weaker with the magnitude, and at magnitude 0 they are at their
@@ -41,15 +40,11 @@ _LUMINANCE = 0.2989, 0.587, 0.114
 
 @dataclasses.dataclass(kw_only=True)
 class RandAugment(Record):
-    """Number and magnitude of the operations, which the paper writes as (2, 15).
-
-    The operation `contrast` moves values away from the image's mean grey, as in Pillow, or from
-    the number of pixels / 256, as in the original code.
-    """
+    """Number and magnitude of the operations, which the paper writes as (2, 15)."""
 
     layers: int = 0
     magnitude: float = 10.0
-    contrast: Contrast = 'mean'
+    contrast: Contrast = 'mean'  # away from the mean grey, or from pixels / 256 as the original
 
     def check(self) -> None:
         require_between(self, 'layers', 'magnitude', low=0)

@@ -14,23 +14,16 @@ Sums = tuple[dict[str, Array], Array, dict[str, Array]]
 
 
 def evaluate(
-    loss_sums: Callable[[Params, Batch], Sums],
-    params: Params,
-    batches: Iterable[Batch],
-    *,
-    count: int,
+    loss_sums: Callable[..., Sums], params: Params, batches: Iterable[Batch], *, count: int
 ) -> dict[str, float]:
-    """Means of what `loss_sums` sums, over the batches, which must hold `count` examples.
+    """Means of what `loss_sums(params, batch)` sums, over batches that must hold `count` examples.
 
-    Where it also gives rows of `logits` and `targets` (b k), an image may have several classes:
-    then there is the `mean_average_precision` too. Masked examples, which fill the last batch,
-    come after all others.
-
-    Raises AssertionError where the batches held another number: an accuracy over other examples
-    than those asked for is no result.
+    Where it also gives rows of `logits` and `targets` (b k), an image may have several classes, and
+    there is the `mean_average_precision` too; masked examples come last. AssertionError for another
+    number: an accuracy over other examples than those asked for is no result.
     """
     totals: dict[str, float] = collections.defaultdict(float)
-    examples, logits, targets = 0, [], []
+    examples, kept = 0, []
     computed = itertools.chain((loss_sums(params, batch) for batch in batches), [None])
     for found, _ in itertools.pairwise(computed):  # read one batch late: the device runs ahead
         sums, number, rows = jax.device_get(found)
@@ -38,15 +31,13 @@ def evaluate(
         for name, value in sums.items():
             totals[name] += float(value)
         if rows:
-            logits.append(rows['logits'])
-            targets.append(rows['targets'])
+            kept.append((rows['logits'], rows['targets']))
     if examples != count:
         raise AssertionError(f'evaluated {examples} examples of {count}')
     means = {name: total / count for name, total in totals.items()}
-    if logits:
-        means['mean_average_precision'] = mean_average_precision(
-            np.concatenate(logits)[:count], np.concatenate(targets)[:count]
-        )
+    if kept:
+        logits, targets = (np.concatenate(part)[:count] for part in zip(*kept, strict=True))
+        means['mean_average_precision'] = mean_average_precision(logits, targets)
     return means
 
 

@@ -1,7 +1,4 @@
-"""What frozen features know, from all training images: nearest neighbours, logistic regression.
-
-On the devices, as scikit-learn would answer.
-"""
+"""Nearest neighbours and logistic regression on the devices, as scikit-learn would answer."""
 
 import dataclasses
 import functools
@@ -15,14 +12,13 @@ import optax
 from vit_jax.base import records
 from vit_jax.base.array_types import Array, Float, Int
 from vit_jax.base.errors import UserError
-from vit_jax.base.records import Record
 
 TEMPERATURE = 0.07  # of a neighbour's vote, as in DINO (Caron et al. 2021)
 _CHUNK = 1024  # test images that are compared with all training images at once
 
 
 @dataclasses.dataclass(kw_only=True)
-class LogisticConfig(Record):
+class LogisticConfig(records.Record):
     """Softmax regression on standardised features, by L-BFGS to convergence.
 
     `l2` multiplies half the squared weights, against the sum of losses: 1/C of scikit-learn and of
@@ -36,7 +32,6 @@ class LogisticConfig(Record):
     tolerance: float = 1e-4  # of the gradient of the mean loss, by its largest entry
 
     def check(self) -> None:
-        """There is a strength to fit with, and a part to choose it on."""
         records.require(bool(self.l2), 'l2=(): expected one or more numbers')
         records.require_between(self, 'l2', low=0)
         records.require_between(self, 'validation_fraction', above=0, below=1)
@@ -79,20 +74,15 @@ def nearest_neighbours(train: Labelled, test: Labelled, *, neighbours: int) -> f
     classes, labels = np.unique(train.labels, return_inverse=True)
     known = jnp.asarray(_unit(train.features))
 
-    @jax.jit
-    def vote(unknown: Float[Array, 'c d']) -> Int[Array, 'c']:
-        similarity = jnp.matmul(unknown, known.T, precision='highest')
+    def vote(unknown: Float[Array, 'd']) -> Int[Array, '']:
+        similarity = jnp.matmul(known, unknown, precision='highest')
         near, index = jax.lax.top_k(similarity, neighbours)
         votes = jax.nn.one_hot(jnp.asarray(labels)[index], len(classes))
-        weights = jnp.exp((near - 1) / TEMPERATURE)
-        return (votes * weights[..., None]).sum(axis=1).argmax(axis=-1)
+        return jnp.matmul(jnp.exp((near - 1) / TEMPERATURE), votes).argmax()
 
-    found = []
-    for start in range(0, len(test.labels), _CHUNK):
-        rows = _unit(test.features[start : start + _CHUNK])
-        padded = np.pad(rows, ((0, _CHUNK - len(rows)), (0, 0)))
-        found.append(np.asarray(vote(padded))[: len(rows)])
-    return float((classes[np.concatenate(found)] == test.labels).mean())
+    votes_of = jax.jit(functools.partial(jax.lax.map, vote, batch_size=_CHUNK))
+    found = classes[np.asarray(votes_of(_unit(test.features)))]
+    return float((found == test.labels).mean())
 
 
 def logistic(train: Labelled, test: Labelled, config: LogisticConfig) -> LogisticResult:
@@ -100,28 +90,24 @@ def logistic(train: Labelled, test: Labelled, config: LogisticConfig) -> Logisti
     learned, tested = standardised(train.features, test.features, constant=1.0)
     classes, labels = np.unique(train.labels, return_inverse=True)
 
+    limits = {'max_iterations': config.max_iterations, 'tolerance': config.tolerance}
+
     def fit(rows: Any, l2: float) -> Fit:
-        return fit_logistic(
-            learned[rows],
-            labels[rows],
-            l2=l2 / len(labels[rows]),
-            num_classes=len(classes),
-            max_iterations=config.max_iterations,
-            tolerance=config.tolerance,
-        )
+        x, y = learned[rows], labels[rows]
+        return fit_logistic(x, y, l2=l2 / len(y), num_classes=len(classes), **limits)
+
+    def accuracy(fitted: Fit, features: Any, labels: Any) -> float:
+        scores = features @ np.asarray(fitted.weights)
+        return float((classes[scores.argmax(axis=1)] == labels).mean())
 
     l2, *others = config.l2
     if others:
         valid = np.random.default_rng(0).random(len(labels)) < config.validation_fraction
-        part = Labelled(learned[valid], labels[valid])
-        l2 = max(config.l2, key=lambda strength: _accuracy(fit(~valid, strength), part))
+        part = learned[valid], train.labels[valid]
+        l2 = max(config.l2, key=lambda strength: accuracy(fit(~valid, strength), *part))
     fitted = fit(slice(None), l2)
-    # The column of each test image; no column for a class that has no training image.
-    known = np.isin(test.labels, classes)
-    columns = np.where(known, np.searchsorted(classes, test.labels), -1)
-    accuracy = _accuracy(fitted, Labelled(tested, columns))
-    converged = bool(fitted.slope <= config.tolerance)
-    return LogisticResult(accuracy, l2, int(fitted.iterations), converged)
+    reached, converged = accuracy(fitted, tested, test.labels), fitted.slope <= config.tolerance
+    return LogisticResult(reached, l2, int(fitted.iterations), bool(converged))
 
 
 @functools.partial(jax.jit, static_argnames=('num_classes', 'max_iterations', 'tolerance'))
@@ -177,12 +163,6 @@ def standardised(
 def with_constant(x: Float[np.ndarray, 'n d'], constant: float) -> Float[np.ndarray, 'n e']:
     """The features with one more, the same for all: its weight is a bias."""
     return np.concatenate([x, np.full((len(x), 1), constant, x.dtype)], axis=1)
-
-
-def _accuracy(fit: Fit, test: Labelled) -> float:
-    """The share of images whose highest score is at their label."""
-    scores = test.features @ np.asarray(fit.weights)
-    return float((scores.argmax(axis=1) == test.labels).mean())
 
 
 def _unit(features: Float[np.ndarray, 'n d']) -> Float[np.ndarray, 'n d']:

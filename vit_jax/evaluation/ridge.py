@@ -14,6 +14,7 @@ from vit_jax.base.array_types import Float, Int
 from vit_jax.evaluation.probes import Labelled, standardised
 
 BIAS = 100.0  # a constant feature this large is hardly regularised: lambda / 100^2
+Accuracies = dict[tuple[int, int], float]  # by seed and shots
 Draws = dict[tuple[int, int], Int[np.ndarray, '_']]
 
 
@@ -40,12 +41,8 @@ def probe(
     shots: Sequence[int],
     seeds: Sequence[int],
     l2: float,
-) -> tuple[dict[tuple[int, int], float], Draws]:
-    """Test accuracy of each (seed, shots), and the draws.
-
-    `features_of` gives the features of training images by index; it is asked once, for those
-    images alone that are in some draw.
-    """
+) -> tuple[Accuracies, Draws]:
+    """Test accuracy of each draw, and the draws; `features_of(indices)` is asked once, for all."""
     draws = draw(train_labels, shots=shots, seeds=seeds)
     used = np.unique(np.concatenate(list(draws.values())))
     features = features_of(used)
@@ -89,24 +86,15 @@ def ridge(
 
 
 def report(
-    accuracies: dict[tuple[int, int], float],
-    draws: Draws,
-    *,
-    shots: Sequence[int],
-    seeds: Sequence[int],
-    l2: float,
-    name_of: Callable[[int], str],
-    classes: int,
+    accuracies: Accuracies, draws: Draws, *, l2: float, name_of: Callable[[int], str], classes: int
 ) -> dict[str, Any]:
-    """The result as JSON values: the protocol, each accuracy, mean and deviation over seeds.
-
-    `name_of` names a training image by its index.
-    """
+    """Protocol, accuracies, means, deviations as JSON; `name_of(index)` names a training image."""
+    seeds, shots = (list(dict.fromkeys(values)) for values in zip(*draws, strict=True))
     by_shots = {k: [accuracies[seed, k] for seed in seeds] for k in shots}
     return {
         'classes': classes,
-        'shots': list(shots),
-        'seeds': list(seeds),
+        'shots': shots,
+        'seeds': seeds,
         'l2': l2,
         'bias': BIAS,
         'targets': [-1, 1],

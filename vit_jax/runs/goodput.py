@@ -26,7 +26,8 @@ class Ledger:
 
     def __init__(self, path: pathlib.Path | None, clock: Clock):
         self._path, self.clock = path, clock
-        self._began = time.time() - clock.total()
+        clock.settle()
+        self._began = time.time() - sum(clock.seconds.values())
 
     def record(self, event: str, step: int | None) -> None:
         """Writes a line, while the state is that of `step`; None: there is none yet."""

@@ -120,10 +120,12 @@ def _result(
             more['nearest_neighbours'] = {'neighbours': config.neighbours, 'accuracy': nearest}
         if config.logistic is not None:
             more['logistic'] = probes.logistic(learned, tested, config.logistic)._asdict()
-    how: dict[str, Any] = {'shots': config.shots, 'seeds': config.seeds, 'l2': config.l2}
-    accuracies, draws = ridge.probe(train.labels, tested, features_of=of_drawn, **how)
+    shots, seeds, l2 = config.shots, config.seeds, config.l2
+    accuracies, draws = ridge.probe(
+        train.labels, tested, features_of=of_drawn, shots=shots, seeds=seeds, l2=l2
+    )
     classes = len(train.class_names)
-    report = ridge.report(accuracies, draws, name_of=train.name_of, classes=classes, **how)
+    report = ridge.report(accuracies, draws, l2=l2, name_of=train.name_of, classes=classes)
     return protocol | more | report
 
 

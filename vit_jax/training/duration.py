@@ -5,13 +5,12 @@ from typing import Any, NamedTuple
 
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
-from vit_jax.base.records import Record
 
 UNITS = 'steps', 'epochs', 'examples', 'fraction'
 
 
 @dataclasses.dataclass(kw_only=True)
-class Duration(Record):
+class Duration(records.Record):
     """How long, in exactly one unit: Duration(steps=500), Duration(epochs=90), ...
 
     An epoch is as many examples as there are training images, a fraction is of all steps. Assigning
@@ -30,7 +29,6 @@ class Duration(Record):
         super().__post_init__()
 
     def check(self) -> None:
-        """No length is below 0, and a part is not more than the whole."""
         records.require_between(self, 'steps', 'epochs', 'examples', low=0)
         records.require_between(self, 'fraction', low=0, high=1)
 
@@ -72,10 +70,7 @@ def make_train_length(total: Duration, *, batch_size: int, num_images: int) -> T
     """The length of a training. UserError for a fraction, and for less than one step."""
     if total.fraction is not None:
         raise UserError(f'total.fraction={total.fraction}: of what? give steps, epochs or examples')
-    length = TrainLength(batch_size, num_images, total_steps=0)
-    length = length._replace(total_steps=length.steps(total))
-    if length.total_steps < 1:
-        raise UserError(
-            f'total.{total}: less than one step of batch_size={batch_size} ({num_images} images)'
-        )
-    return length
+    steps = TrainLength(batch_size, num_images, total_steps=0).steps(total)
+    per_step = f'batch_size={batch_size} ({num_images} images)'
+    records.require(steps >= 1, f'total.{total}: less than one step of {per_step}')
+    return TrainLength(batch_size, num_images, steps)

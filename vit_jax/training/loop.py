@@ -37,7 +37,6 @@ class Every(NamedTuple):
     run: Callable[[int, TrainState], None]
 
     def is_due(self, step: int, total_steps: int) -> bool:
-        """After `step` updates of `total_steps`?"""
         return step == total_steps or (self.steps is not None and step % self.steps == 0)
 
 
@@ -55,7 +54,6 @@ class Clock:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """The time within belongs to `name`."""
         self.settle()
         self._running.append(name)
         try:
@@ -63,11 +61,6 @@ class Clock:
         finally:
             self.settle()
             self._running.pop()
-
-    def total(self) -> float:
-        """Seconds counted so far, the `before` seconds among them."""
-        self.settle()
-        return sum(self.seconds.values())
 
     def settle(self) -> None:
         """Counts the time up to now."""
@@ -94,13 +87,13 @@ def fit(
     Metrics of a step are read while the next one runs, so the device never waits for the host,
     and before anything observes the state. `on_metrics` gets them as floats.
 
-    Raises NotFinite, before any observer sees the state, when parameters are NaN or infinite or
-    `max_skipped_steps` updates in a row were skipped, and Stopped, with the state between two
-    steps, when `tick` before a step, or an observer, raises Interrupted.
+    Raises NotFinite, before any observer, when parameters are not finite or `max_skipped_steps`
+    updates in a row were skipped; Stopped when `tick` or an observer raises Interrupted.
     """
     pending: tuple[int, StepMetrics] | None = None
     skipped = 0
 
+    @clock('step')
     def read() -> None:
         nonlocal pending, skipped
         if pending is None:
@@ -127,11 +120,9 @@ def fit(
                 pending = step + 1, metrics
             for observer in observers:
                 if observer.is_due(step + 1, steps.stop):
-                    with clock('step'):
-                        read()
+                    read()
                     observer.run(step + 1, state)
     except Interrupted:
-        with clock('step'):
-            read()
+        read()
         raise Stopped(state) from None
     return state

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, assert_never
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,6 @@ import optax
 
 from vit_jax.base import records
 from vit_jax.base.array_types import Array, Float, Num
-from vit_jax.base.records import Record
 
 # Of logits (b k) and targets (b k), for each example.
 Loss = Callable[[Float[Array, 'b k'], Float[Array, 'b k']], Float[Array, 'b']]
@@ -18,14 +17,13 @@ LossKind = Literal['softmax', 'sigmoid']
 
 
 @dataclasses.dataclass(kw_only=True)
-class LossConfig(Record):
+class LossConfig(records.Record):
     """Softmax: one class an image. Sigmoid: yes or no for each class, summed over classes."""
 
     kind: LossKind = 'softmax'
     label_smoothing: float = 0.0  # the share of the target that is spread over all classes
 
     def check(self) -> None:
-        """The smoothing leaves something of the label."""
         records.require_between(self, 'label_smoothing', low=0, below=1)
 
 
@@ -39,20 +37,15 @@ def make_loss(config: LossConfig | Loss) -> Loss:
     def loss(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:
         if not isinstance(config, LossConfig):
             losses, expected = config(logits, targets), logits.shape[:1]
-            records.require(
-                jnp.shape(losses) == expected,
-                f'loss {records.text_of(config)} gives shape {jnp.shape(losses)} for logits '
-                f'{logits.shape}: expected one number for each example, {expected}',
-            )
+            found = f'gives shape {jnp.shape(losses)} for logits {logits.shape}'
+            wanted = f'expected one number for each example, {expected}'
+            fits = jnp.shape(losses) == expected
+            records.require(fits, f'loss {records.text_of(config)} {found}: {wanted}')
             return losses
         targets = optax.smooth_labels(targets, config.label_smoothing)
-        match config.kind:
-            case 'softmax':
-                return optax.softmax_cross_entropy(logits, targets)
-            case 'sigmoid':
-                return optax.sigmoid_binary_cross_entropy(logits, targets).sum(axis=-1)
-            case _:
-                assert_never(config.kind)
+        if config.kind == 'softmax':
+            return optax.softmax_cross_entropy(logits, targets)
+        return optax.sigmoid_binary_cross_entropy(logits, targets).sum(axis=-1)
 
     return loss
 

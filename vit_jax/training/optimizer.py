@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, Literal, assert_never
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,6 @@ import optax
 
 from vit_jax.base import records, tree_names
 from vit_jax.base.array_types import Array, Float, Int
-from vit_jax.base.errors import UserError
-from vit_jax.base.records import Record
 from vit_jax.training.duration import Duration, TrainLength
 from vit_jax.training.rules import BLOCKS, Rules, RulesConfig
 
@@ -33,8 +31,14 @@ def _steps(count: int) -> Any:
     return dataclasses.field(default_factory=lambda: Duration(steps=count))
 
 
+def _require_kind(config: Any, users: list[str], option: str) -> None:
+    """The option, which is set, is one that this kind of schedule or optimizer uses."""
+    said = f'kind={config.kind} has no such option, it is of {" and ".join(users)}'
+    records.require(config.kind in users, f'{option}: {said}')
+
+
 @dataclasses.dataclass(kw_only=True)
-class ScheduleConfig(Record):
+class ScheduleConfig(records.Record):
     """The learning rate over the steps: linear warm-up from 0, then a decay."""
 
     kind: Decay = 'cosine'
@@ -46,29 +50,20 @@ class ScheduleConfig(Record):
     cooldown: Duration = _steps(0)  # linear to 0 at the end, after any decay
 
     def check(self) -> None:
-        """The rates are none below 0, and nothing is set that this kind of decay does not use."""
         records.require_between(self, 'learning_rate', 'linear_end', low=0)
-        records.require(
-            self.linear_end is None or self.kind == 'linear',
-            f'linear_end={self.linear_end}: kind={self.kind} has no such option, it is of linear',
-        )
-        records.require(
-            self.rsqrt_timescale == Duration(steps=_RSQRT_TIMESCALE) or self.kind == 'rsqrt',
-            f'rsqrt_timescale: kind={self.kind} has no such option, it is of rsqrt',
-        )
+        if self.linear_end is not None:
+            _require_kind(self, ['linear'], f'linear_end={self.linear_end}')
+        if self.rsqrt_timescale != Duration(steps=_RSQRT_TIMESCALE):
+            _require_kind(self, ['rsqrt'], 'rsqrt_timescale')
 
 
 @dataclasses.dataclass(kw_only=True)
 class OptimizerConfig(RulesConfig):
-    """AdamW, SGD with momentum, or the Adafactor of Scaling Vision Transformers.
+    """AdamW, SGD with momentum, or the Adafactor of Scaling Vision Transformers."""
 
-    `b1`, `b2`, `epsilon` and `momentum` are None for the optimizer's own default in `OPTIONS`.
-    """
-
-    # The rules are inherited, and not a field of their own, so that the command line has short
-    # names: --config.optimizer.weight_decay.
+    # The rules are inherited so that the command line has short names, optimizer.weight_decay.
     kind: Literal['adamw', 'sgd', 'adafactor'] = 'adamw'
-    b1: float | None = None
+    b1: float | None = None  # None, of this and the next three: the default in OPTIONS
     b2: float | None = None
     epsilon: float | None = None
     momentum: float | None = None
@@ -76,17 +71,13 @@ class OptimizerConfig(RulesConfig):
     moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of the first moment
 
     def check(self) -> None:
-        """Values within their ranges, and none that this kind of optimizer does not use."""
         super().check()
         records.require_between(self, 'b1', 'b2', 'momentum', low=0, below=1)
         records.require_between(self, 'epsilon', 'clip_norm', above=0)
         for name in ('b1', 'b2', 'epsilon', 'momentum'):
-            users = [kind for kind, options in OPTIONS.items() if name in options]
-            value, said = getattr(self, name), f'it is of {" and ".join(users)}'
-            records.require(
-                value is None or self.kind in users,
-                f'{name}={value}: kind={self.kind} has no such option, {said}',
-            )
+            if (value := getattr(self, name)) is not None:
+                users = [kind for kind, options in OPTIONS.items() if name in options]
+                _require_kind(self, users, f'{name}={value}')
 
 
 def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
@@ -99,11 +90,9 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
     warmup, cooldown = length.steps(config.warmup), length.steps(config.cooldown)
     timescale = length.steps(config.rsqrt_timescale)
     end = _LINEAR_END if config.linear_end is None else config.linear_end
-    if warmup + cooldown > total_steps:
-        raise UserError(
-            f'a warm-up of {warmup} steps ({config.warmup}) and a cool-down of {cooldown} '
-            f'({config.cooldown}) do not fit into {total_steps} steps'
-        )
+    both = f'a warm-up of {warmup} steps ({config.warmup}) and a cool-down of {cooldown}'
+    message = f'{both} ({config.cooldown}) do not fit into {total_steps} steps'
+    records.require(warmup + cooldown <= total_steps, message)
 
     def schedule(step: Int[Array, '']) -> Float[Array, '']:
         after = jnp.maximum(0.0, step - warmup)
@@ -117,8 +106,6 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
                 rate = peak / jnp.sqrt(1 + after / timescale)
             case 'constant':
                 rate = jnp.asarray(peak, jnp.float32)
-            case _:
-                assert_never(config.kind)
         if warmup:
             rate = rate * jnp.minimum(1.0, step / warmup)
         if cooldown:
@@ -131,10 +118,7 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
 def make_optimizer(
     config: OptimizerConfig, schedule: Schedule, rules: Rules
 ) -> optax.GradientTransformation:
-    """The optimizer of parameters for which these are the rules.
-
-    What is frozen has neither moments nor a part in the norm that is clipped.
-    """
+    """The optimizer; what the rules freeze has no moments and no part in the clipped norm."""
     steps = []
     if config.clip_norm is not None:
         steps.append(optax.clip_by_global_norm(config.clip_norm))
@@ -158,8 +142,6 @@ def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
             return optax.trace(use['momentum'], accumulator_dtype=config.moment_dtype)
         case 'adafactor':
             return _adafactor(use['b1'], use['b2'], config.moment_dtype)
-        case _:
-            assert_never(config.kind)
 
 
 def _adafactor(b1: float, b2: float, moment_dtype: str) -> optax.GradientTransformation:
@@ -169,9 +151,7 @@ def _adafactor(b1: float, b2: float, moment_dtype: str) -> optax.GradientTransfo
         return jnp.minimum(b2, 1 - (step + 1.0) ** -exponent)
 
     def scaled(least_side: int, *, vectors: bool) -> optax.GradientTransformation:
-        rms = optax.scale_by_factored_rms(
-            min_dim_size_to_factor=least_side, decay_rate_fn=decay, epsilon=1e-30
-        )
+        rms = optax.scale_by_factored_rms(min_dim_size_to_factor=least_side, decay_rate_fn=decay)
 
         def are(name: str, leaf: Any) -> bool:  # the stacked depth is no side
             return (leaf.ndim - name.startswith(BLOCKS) < 2) == vectors

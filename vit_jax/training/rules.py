@@ -1,9 +1,7 @@
-"""Rules over the names of parameters: weight decay, learning rates, freezing.
-
-Every rule reports what it matched, and one that matches nothing is an error.
-"""
+"""Rules over the names of parameters: weight decay, learning rates, freezing."""
 
 import dataclasses
+import functools
 import operator
 import re
 from typing import Any, NamedTuple
@@ -13,17 +11,17 @@ import numpy as np
 
 from vit_jax.base import records, tree_names
 from vit_jax.base.errors import UserError
-from vit_jax.base.records import Record
 
 BLOCKS = 'encoder/block/'  # stacked: the first axis of these is the depth
 # The layer of the head. Whatever has another name and is no block is an input, the lowest layer, so
 # that a new kind of embedding is never taken for a part of the head.
 _LAST_LAYER = re.compile(r'(encoder/norm|norm|pool|pre_logits|head)/.*')
 _SHOWN = 10  # names of a rule's matches
+_times = functools.partial(jax.tree.map, operator.mul)
 
 
 @dataclasses.dataclass(kw_only=True)
-class RulesConfig(Record):
+class RulesConfig(records.Record):
     """What is done to some parameters and not to others.
 
     Weight decay is decoupled: multiplied by the learning rate alone. Patterns are regular
@@ -42,12 +40,11 @@ class RulesConfig(Record):
     frozen: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Rates and decays are none below 0; a layer learns no faster than the one above it."""
         records.require_between(self, 'weight_decay', 'head_weight_decay', 'trained_blocks', low=0)
         records.require_between(self, 'layer_decay', above=0, high=1)
         for pattern, factor in self.lr_multipliers:
-            message = f'lr_multipliers: {pattern!r} is {factor}, expected a number, at least 0'
-            records.require(0 <= factor < float('inf'), message)
+            said = f'{pattern!r} is {factor}, expected a number, at least 0'
+            records.require(0 <= factor < float('inf'), f'lr_multipliers: {said}')
 
 
 class Rules(NamedTuple):
@@ -75,10 +72,7 @@ class Rules(NamedTuple):
 
 
 def make_rules(config: RulesConfig, params: Any) -> Rules:
-    """The rules for parameters like these: names and shapes are used.
-
-    Raises UserError that names a rule that matches nothing, or fits no network like this.
-    """
+    """The rules for parameters of these names and shapes. UserError names one that fits none."""
     report: list[str] = []
     factors = tree_names.map_named(lambda name, _: np.float32(1), params)
 
@@ -87,9 +81,11 @@ def make_rules(config: RulesConfig, params: Any) -> Rules:
         report.append(f'{what}: {_matched(params, mask)}')
         return _times(factors, jax.tree.map(lambda m: np.float32(factor if m else 1), mask))
 
-    if config.layer_decay is not None:
-        factors = _times(factors, _layer_decay(params, config.layer_decay))
-        report.append(f'learning rate x {config.layer_decay:g} for each layer below the head')
+    if (decay := config.layer_decay) is not None:
+        layers, head = _layers(params, 'layer_decay')
+        slower = jax.tree.map(lambda layer: np.float32(decay) ** (head - layer), layers)
+        factors = _times(factors, slower)
+        report.append(f'learning rate x {decay:g} for each layer below the head')
     for pattern, factor in config.lr_multipliers:
         factors = multiply_matched(pattern, factor, f'learning rate x {factor:g}')
     if (blocks := config.trained_blocks) is not None:
@@ -100,12 +96,10 @@ def make_rules(config: RulesConfig, params: Any) -> Rules:
     for pattern in config.frozen:
         factors = multiply_matched(pattern, 0.0, 'frozen')
     # Weight decay of the body and, where it has one of its own, of the head.
-    parts = [('', config.weight_decay, '.*')]
-    if config.head_weight_decay is not None:
-        parts = [
-            (' of the body', config.weight_decay, '(?!head/).*'),
-            (' of the head', config.head_weight_decay, 'head/.*'),
-        ]
+    body = config.weight_decay
+    parts = [('', body, '.*')]
+    if (own := config.head_weight_decay) is not None:
+        parts = [(' of the body', body, '(?!head/).*'), (' of the head', own, 'head/.*')]
     decays = []
     for part, amount, where in parts:
         if amount:
@@ -118,43 +112,29 @@ def make_rules(config: RulesConfig, params: Any) -> Rules:
     return Rules(decays, factors, report)
 
 
-def _layer_decay(params: Any, decay: float) -> Any:
-    """1 for the head, less by a factor for each layer below; the inputs are the lowest layer."""
-    depth = _depth(params, 'layer_decay')
-    return tree_names.map_named(
-        lambda name, leaf: np.float32(decay) ** (depth + 1 - _layers(name, leaf, depth)), params
-    )
-
-
 def _last_blocks(params: Any, count: int) -> Any:
     """1 for what is learned: the head alone, or what follows from the last blocks on."""
     if count == 0:
         return jax.tree.map(np.float32, tree_names.mask_of(params, 'head/.*'))
-    depth = _depth(params, 'trained_blocks')
-    if count > depth:
-        raise UserError(f'optimizer.trained_blocks={count}: the network has {depth} blocks')
-    return tree_names.map_named(
-        lambda name, leaf: np.float32(_layers(name, leaf, depth) > depth - count), params
-    )
+    layers, head = _layers(params, 'trained_blocks')
+    if count >= head:
+        raise UserError(f'optimizer.trained_blocks={count}: the network has {head - 1} blocks')
+    return jax.tree.map(lambda layer: np.float32(layer >= head - count), layers)
 
 
-def _layers(name: str, leaf: Any, depth: int) -> np.ndarray:
-    """The layer of a leaf, 0 to depth + 1; of blocks the layer of each, along the first axis."""
-    if name.startswith(BLOCKS):
-        return np.arange(1, depth + 1).reshape(-1, *[1] * (leaf.ndim - 1))
-    return np.array(depth + 1 if _LAST_LAYER.fullmatch(name) else 0)
+def _layers(params: Any, field: str) -> tuple[Any, int]:
+    """The layer of each leaf, of inputs 0, of blocks 1, 2, ... along the first axis; the head's."""
+    leaves = tree_names.named_leaves(params).items()
+    depth = next((leaf.shape[0] for name, leaf in leaves if name.startswith(BLOCKS)), None)
+    if depth is None:
+        raise UserError(f'optimizer.{field} needs a network of encoder blocks: a ViT, or a hybrid')
 
+    def layer(name: str, leaf: Any) -> np.ndarray:
+        if name.startswith(BLOCKS):
+            return np.arange(1, depth + 1).reshape(-1, *[1] * (leaf.ndim - 1))
+        return np.array(depth + 1 if _LAST_LAYER.fullmatch(name) else 0)
 
-def _depth(params: Any, field: str) -> int:
-    """How many blocks there are."""
-    for name, leaf in tree_names.named_leaves(params).items():
-        if BLOCKS in name:
-            return int(leaf.shape[0])
-    raise UserError(f'optimizer.{field} needs a network of encoder blocks: a ViT, or a hybrid')
-
-
-def _times(factors: Any, more: Any) -> Any:
-    return jax.tree.map(operator.mul, factors, more)
+    return tree_names.map_named(layer, params), depth + 1
 
 
 def _matched(params: Any, mask: Any) -> str:

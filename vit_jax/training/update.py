@@ -85,9 +85,8 @@ def make_loss_sums(
 ) -> Callable[..., BatchSums]:
     """Sums over the unmasked examples of a batch, for training and evaluation alike.
 
-    `loss_sums(params, batch, key=None)` sums the `loss` and each of `example_metrics`. A key
-    switches dropout on. With `keep_rows` there are also the `logits` and `targets` (b k)
-    themselves, for metrics over all examples at once.
+    `loss_sums(params, batch, key=None)` sums the `loss` and each of `example_metrics`; a key
+    switches dropout on. `keep_rows` gives `logits` and `targets` (b k) too, for other metrics.
     """
 
     def loss_sums(params: Params, batch: Batch, key: Key[Array, ''] | None = None) -> BatchSums:
@@ -114,15 +113,13 @@ def make_update(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The update step: gradients of the mean loss over the unmasked examples, one optimizer step.
 
-    `stop_frozen_gradients` gives the parameters without a gradient for those that are frozen.
-
-    A step whose loss or gradient is not finite leaves all but the number of the step as it was,
-    and the metric `skipped` is 1.
-
-    With `accumulation_steps=k` the gradients of k parts of the batch are summed one after the
-    other before the step: the same update with the activations of one part in memory.
+    `stop_frozen_gradients` gives the parameters without a gradient for those that are frozen. A
+    step whose loss or gradient is not finite leaves all but the number of the step as it was, and
+    the metric `skipped` is 1. With `accumulation_steps=k` the gradients of k parts of the batch are
+    summed one after the other: the same update with the activations of one part in memory.
     """
 
+    @functools.partial(accumulated, parts=accumulation_steps)
     def gradients(params: Params, batch: Batch, key: Key[Array, '']) -> tuple[Params, BatchSums]:
         def total(params: Params) -> tuple[Float[Array, ''], BatchSums]:
             batch_sums = loss_sums(stop_frozen_gradients(params), batch, key)
@@ -132,9 +129,7 @@ def make_update(
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         batch = augment(purpose_key(seed, AUGMENT), batch)
-        total, (sums, examples, _) = accumulated(gradients, accumulation_steps)(
-            state.params, batch, key_for(seed, DROP, state.step)
-        )
+        total, (sums, examples, _) = gradients(state.params, batch, key_for(seed, DROP, state.step))
         count = jnp.maximum(1, examples)
         gradient = jax.tree.map(lambda g: g / count, total)
         loss, gradient_norm = sums['loss'] / count, optax.tree.norm(gradient)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from vit_jax.base.errors import UserError
+from vit_jax.base.records import require
 from vit_jax.data.sources.base import Source, Splits
 
 
@@ -18,25 +19,20 @@ def array_source(
     in messages. Raises UserError for other shapes and types, and for labels out of range.
     """
     shape_fits = images.ndim in (3, 4) and images.shape[3:] in ((), (1,), (3,))
-    if images.dtype != np.uint8 or not shape_fits:
-        raise UserError(
-            f'{name}: images are {images.dtype}{list(images.shape)}, expected uint8 of '
-            f'(n, height, width) or (n, height, width, 1 or 3)'
-        )
-    multi_label = labels.shape == (len(images), len(class_names)) and labels.dtype.kind in 'iub'
-    if not multi_label and (labels.shape != (len(images),) or labels.dtype.kind not in 'iu'):
-        raise UserError(
-            f'{name}: labels are {labels.dtype}{list(labels.shape)}, expected whole numbers of '
-            f'shape ({len(images)},) or ({len(images)}, {len(class_names)})'
-        )
+    found = f'{name}: images are {images.dtype}{list(images.shape)}'
+    expected = 'expected uint8 of (n, height, width) or (n, height, width, 1 or 3)'
+    require(images.dtype == np.uint8 and shape_fits, f'{found}, {expected}')
+    flat, rows = (len(images),), (len(images), len(class_names))
+    multi_label = labels.shape == rows and labels.dtype.kind in 'iub'
+    single_label = labels.shape == flat and labels.dtype.kind in 'iu'
+    found = f'{name}: labels are {labels.dtype}{list(labels.shape)}'
+    require(multi_label or single_label, f'{found}, expected whole numbers of {flat} or {rows}')
     top = 2 if multi_label else len(class_names)
     wrong = np.argwhere((labels < 0) | (labels >= top))
     if wrong.size:
         there = '0 or 1 for each class' if multi_label else f'{top} classes, 0 to {top - 1}'
-        raise UserError(
-            f'{name}: label {labels[tuple(wrong[0])]} of image {wrong[0][0]} is out of range: '
-            f'there are {there} ({len(wrong)} such labels)'
-        )
+        which = f'label {labels[tuple(wrong[0])]} of image {wrong[0][0]} is out of range'
+        raise UserError(f'{name}: {which}: there are {there} ({len(wrong)} such labels)')
     return Source(
         count=len(images),
         class_names=tuple(class_names),
@@ -61,10 +57,7 @@ def digits_splits() -> Splits:
 
 
 def npz_splits(path: str) -> Splits:
-    """The splits of a file of arrays `SPLIT_images`, `SPLIT_labels` and perhaps `class_names`.
-
-    Raises UserError for images without labels.
-    """
+    """The splits of a file of arrays `SPLIT_images`, `SPLIT_labels` and perhaps `class_names`."""
     with np.load(path, allow_pickle=False) as file:
         names = [n.removesuffix('_images') for n in file.files if n.endswith('_images')]
         needed = [f'{name}_labels' for name in names] or ['SPLIT_images']

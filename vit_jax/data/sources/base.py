@@ -66,14 +66,15 @@ def in_fixed_order(source: Source) -> Source:
 
 
 def labelled_source(
+    images: Sequence[Any],
     labels: Sequence[Any],
     class_names: Sequence[str],
     *,
-    read: Callable[[int], EncodedImage],
-    name_of: Callable[[int], str],
+    read: Callable[[Any], EncodedImage] = pathlib.Path.read_bytes,
+    name_of: Callable[[Any], str] = str,
     multi_label: bool = False,
 ) -> Source:
-    """A source with labels in memory: class numbers, or tuples of them if `multi_label`."""
+    """Images, by default files, with labels in memory: class numbers, or if `multi_label` lists."""
 
     def label(i: int) -> Label:
         if not multi_label:
@@ -85,25 +86,8 @@ def labelled_source(
     return Source(
         count=len(labels),
         class_names=tuple(class_names),
-        read=lambda i: (read(i), label(i)),
-        name_of=name_of,
+        read=lambda i: (read(images[i]), label(i)),
+        name_of=lambda i: name_of(images[i]),
         read_labels=lambda indices: np.array([label(i) for i in indices], np.int32),
-        multi_label=multi_label,
-    )
-
-
-def file_source(
-    paths: Sequence[pathlib.Path],
-    labels: Sequence[Any],
-    class_names: Sequence[str],
-    *,
-    multi_label: bool = False,
-) -> Source:
-    """Images that are files, with labels as in `labelled_source`."""
-    return labelled_source(
-        labels,
-        class_names,
-        read=lambda i: paths[i].read_bytes(),
-        name_of=lambda i: str(paths[i]),
         multi_label=multi_label,
     )

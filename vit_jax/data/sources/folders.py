@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Sequence
 
 from vit_jax.base.errors import MissingFile, UserError
-from vit_jax.data.sources.base import Source, Splits, file_source, in_fixed_order
+from vit_jax.data.sources.base import Source, Splits, in_fixed_order, labelled_source
 
 IMAGE_SUFFIXES = frozenset('.jpg .jpeg .png .bmp .gif .tif .tiff .webp .ppm .jp2'.split())
 SPLIT_NAMES = frozenset('train training test testing val valid validation'.split())
@@ -19,19 +19,18 @@ def folder_splits(root: str) -> Splits:
     class, and for classes other than those of the other splits.
     """
     path = pathlib.Path(root)
-    names = folder_names(path)
-    splits = {name: folder_names(path / name) for name in names}
-    if not SPLIT_NAMES & set(names) and any(_has_images(path / name) for name in names):
+    splits = {name: folder_names(path / name) for name in folder_names(path)}
+    named = SPLIT_NAMES & {*splits}
+    if not named and any(_has_images(path / name) for name in splits):
         return {'all': lambda: files_by_class(path)}
-    for name in SPLIT_NAMES & set(names):
+    for name in named:
         if not splits[name]:
             found = '; it holds images, but no classes' if _has_images(path / name) else ''
             raise UserError(f'{root}: {name}/ holds no folders: expected {name}/CLASS/*.jpg{found}')
     splits = {name: classes for name, classes in splits.items() if classes}
     if not splits:
-        raise UserError(
-            f'{root}: no images found: expected {root}/train/CLASS/*.jpg or {root}/CLASS/*.jpg'
-        )
+        expected = f'{root}/train/CLASS/*.jpg or {root}/CLASS/*.jpg'
+        raise UserError(f'{root}: no images found: expected {expected}')
 
     def opened(split: str) -> Source:
         for other, classes in splits.items():
@@ -49,20 +48,17 @@ def files_by_class(root: pathlib.Path) -> Source:
     class_names = folder_names(root)
     found = [(path, i) for i, name in enumerate(class_names) for path in image_files(root / name)]
     paths, labels = [path for path, _ in found], [label for _, label in found]
-    return in_fixed_order(file_source(paths, labels, class_names))
+    return in_fixed_order(labelled_source(paths, labels, class_names))
 
 
 def unlabelled(paths: Sequence[str]) -> Source:
-    """The images of these files and folders, without classes; every label is 0.
-
-    Raises MissingFile for a path that does not exist, UserError for a folder without images.
-    """
+    """These files, and the images of these folders; no classes, and every label is 0."""
     found: list[pathlib.Path] = []
     for path in map(pathlib.Path, paths):
         if not path.exists():
             raise MissingFile(f'{path}: no such image or folder')
         found += image_files(path) if path.is_dir() else [path]
-    return file_source(found, [0] * len(found), ())
+    return labelled_source(found, [0] * len(found), ())
 
 
 def image_files(path: pathlib.Path) -> list[pathlib.Path]:

@@ -7,7 +7,6 @@ classes; their labels come from the development kit, or from Kaggle's `LOC_val_s
 import csv
 import functools
 import io
-import itertools
 import os
 import pathlib
 import tarfile
@@ -17,7 +16,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from vit_jax.base.errors import UserError
-from vit_jax.data.sources.base import Source, Splits, file_source, in_fixed_order, labelled_source
+from vit_jax.data.sources.base import Source, Splits, in_fixed_order, labelled_source
 from vit_jax.data.sources.folders import files_by_class, image_files
 
 TRAIN_TAR, VAL_TAR = 'ILSVRC2012_img_train.tar', 'ILSVRC2012_img_val.tar'
@@ -34,16 +33,13 @@ def holds(root: str) -> bool:
 def folder_splits(root: str) -> Splits:
     """`train` and `val`, if present. Opening `val` raises UserError if its labels are missing."""
     path = pathlib.Path(root)
-    splits: Splits = {}
-    if (path / TRAIN_TAR).is_file():
-        splits['train'] = lambda: _train_tar(path / TRAIN_TAR)
-    elif (path / 'train').is_dir():
-        splits['train'] = lambda: files_by_class(path / 'train')
-    if (path / VAL_TAR).is_file():
-        splits['val'] = lambda: _val_tar(path / VAL_TAR)
-    elif (path / 'val').is_dir():
-        splits['val'] = lambda: _val_folder(path / 'val')
-    return splits
+    forms = (  # of both a folder and a tar file, the tar file is read
+        ('train', path / 'train', files_by_class),
+        ('train', path / TRAIN_TAR, _train_tar),
+        ('val', path / 'val', _val_folder),
+        ('val', path / VAL_TAR, _val_tar),
+    )
+    return {split: functools.partial(opened, at) for split, at, opened in forms if at.exists()}
 
 
 class _Member(NamedTuple):
@@ -68,13 +64,13 @@ def _train_tar(path: pathlib.Path) -> Source:
         found = [sorted(_members(file, inner.offset)) for inner in classes]
     labels = [label for label, of_class in enumerate(found) for _ in of_class]
     names = [pathlib.Path(member.name).stem for member in classes]
-    return _in_tar(path, list(itertools.chain(*found)), labels, names)
+    return _in_tar(path, [member for of_class in found for member in of_class], labels, names)
 
 
 def _val_tar(path: pathlib.Path) -> Source:
     with path.open('rb') as file:
         members = sorted(_members(file))
-    labels, names = _labels_of([pathlib.Path(m.name).name for m in members], path.parent)
+    labels, names = _labels_of([member.name for member in members], path.parent)
     return _in_tar(path, members, labels, names)
 
 
@@ -83,10 +79,11 @@ def _in_tar(
 ) -> Source:
     descriptor = os.open(path, os.O_RDONLY)  # one for all threads: pread has no position
     source = labelled_source(
+        members,
         labels,
         class_names,
-        read=lambda i: os.pread(descriptor, members[i].size, members[i].offset),
-        name_of=lambda i: f'{path}:{members[i].name}',
+        read=lambda member: os.pread(descriptor, member.size, member.offset),
+        name_of=lambda member: f'{path}:{member.name}',
     )
     return in_fixed_order(source)
 
@@ -94,22 +91,22 @@ def _in_tar(
 def _val_folder(path: pathlib.Path) -> Source:
     paths = image_files(path)
     labels, names = _labels_of([file.name for file in paths], path.parent)
-    return in_fixed_order(file_source(paths, labels, names))
+    return in_fixed_order(labelled_source(paths, labels, names))
 
 
 def _labels_of(names: list[str], root: pathlib.Path) -> tuple[list[int], list[str]]:
     """The class numbers of validation images, and the names of all classes."""
     classes = _solution(root) or _kit(root)
     if classes is None:
-        raise UserError(
-            f'{root}: the labels of the validation images are missing: expected {KIT}.tar.gz (the '
-            f'development kit), its folder {KIT}, or {SOLUTION} there or up to 3 folders above'
-        )
-    if absent := [name for name in names if pathlib.Path(name).stem not in classes]:
+        kit = f'expected {KIT}.tar.gz (the development kit), its folder {KIT}'
+        places = f'{kit}, or {SOLUTION} there or up to 3 folders above'
+        raise UserError(f'{root}: the labels of the validation images are missing: {places}')
+    stems = [pathlib.PurePath(name).stem for name in names]
+    if absent := [stem for stem in stems if stem not in classes]:
         raise UserError(f'{root}: {absent[0]} has no label ({len(absent)} such images)')
     class_names = sorted(set(classes.values()))
     number = {name: index for index, name in enumerate(class_names)}
-    return [number[classes[pathlib.Path(name).stem]] for name in names], class_names
+    return [number[classes[stem]] for stem in stems], class_names
 
 
 def _solution(root: pathlib.Path) -> dict[str, str] | None:

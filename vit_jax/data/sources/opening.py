@@ -11,7 +11,6 @@ import numpy as np
 
 from vit_jax.base import records
 from vit_jax.base.errors import MissingFile, UserError, usable
-from vit_jax.base.records import Record
 from vit_jax.data.sources import arrays, folders, imagenet, relabelling, tables, tfds
 from vit_jax.data.sources.base import DataFunction, Source, Splits, select
 
@@ -20,7 +19,7 @@ TEST_NAMES = 'test', 'val', 'validation', 'valid'
 
 
 @dataclasses.dataclass(kw_only=True)
-class HeldOut(Record):
+class HeldOut(records.Record):
     """The part of data without splits that becomes `test`."""
 
     fraction: float = 0.1  # of each class, at least one image
@@ -40,8 +39,6 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
     `split` is a name and perhaps a slice, `train[:90%]` or `test[100:200]`: of files a random
     sample with a fixed seed. `labels` is a JSON file (see `relabelled`) or a column of TFDS data
     that replaces the labels; images to which it gives no class are left out, with a warning.
-
-    Raises UserError or MissingFile with what was found instead.
     """
 
     @functools.cache
@@ -105,10 +102,9 @@ def open_splits(
     if data.endswith(('.csv', '.jsonl')):
         return _with_splits(tables.table_splits(data), held_out or HeldOut(), data)
     if not os.path.isdir(data):
-        raise MissingFile(
-            f"data={data!r}: no such folder; expected 'digits', tfds:NAME, FILE.npz, FILE.csv, "
-            f'FILE.jsonl, or a folder that holds train/CLASS/*.jpg or CLASS/*.jpg'
-        )
+        files = "'digits', tfds:NAME, FILE.npz, FILE.csv, FILE.jsonl"
+        expected = f'{files}, or a folder that holds train/CLASS/*.jpg or CLASS/*.jpg'
+        raise MissingFile(f'data={data!r}: no such folder; expected {expected}')
     if imagenet.holds(data):
         return imagenet.folder_splits(data)
     return _with_splits(folders.folder_splits(data), held_out or HeldOut(), data)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from vit_jax.base.errors import MissingFile, UserError
+from vit_jax.base.records import require
 from vit_jax.data.sources.base import Source, labelled_source, select
 
 
@@ -18,9 +19,7 @@ def relabelled(source: Source, path: str) -> Source:
     The file has a list of class numbers for each image, in one of two forms: a list in the order of
     the sorted file names without folders, as ReaL's `real.json`; or an object by file name, of
     which folders and ending may be left out: `{"val/n01440764/ILSVRC2012_val_00000293.JPEG": [0]}`.
-
-    Raises UserError with file and entry for an image without an entry, a list of another length,
-    and numbers that are no class.
+    UserError names the image without an entry, or the entry that is no list of classes.
     """
     try:
         entries = json.loads(pathlib.Path(path).read_bytes())
@@ -39,12 +38,12 @@ def relabelled(source: Source, path: str) -> Source:
     classes = range(len(source.class_names))
     legal = f'a list of class numbers, 0 to {len(classes) - 1}'
     for key, uses in collections.Counter(keys).items():
-        if uses > 1:
-            raise UserError(f'{path}: entry {key!r} fits {uses} images: name them with folders')
+        require(uses == 1, f'{path}: entry {key!r} fits {uses} images: name them with folders')
         entry = entries[key]
         if not isinstance(entry, list) or not all(type(n) is int and n in classes for n in entry):
             raise UserError(f'{path}: entry {key!r} is {entry!r}: expected {legal}')
     return labelled_source(
+        range(len(source)),
         [entries[key] for key in keys],
         source.class_names,
         read=lambda i: source.read(i)[0],
@@ -61,8 +60,7 @@ def with_labels(source: Source) -> Source:
     has_label = np.concatenate([source.read_labels(part).any(axis=1) for part in parts])
     if has_label.all():
         return source
-    if not has_label.any():
-        raise UserError(f'none of {len(source)} images has a label')
+    require(bool(has_label.any()), f'none of {len(source)} images has a label')
     name = source.name_of(int(has_label.argmin()))
     logging.warning('%d images have no label, left out: %s', (~has_label).sum(), name)
     return select(source, np.flatnonzero(has_label))
@@ -75,8 +73,7 @@ def _path(name: str) -> pathlib.PurePath:
 
 def _positions(names: list[pathlib.PurePath], length: int, path: str) -> list[int]:
     """The position of each image in the order of the sorted file names."""
-    if len(names) != length:
-        raise UserError(f'{path}: a list of {length} entries for {len(names)} images')
+    require(len(names) == length, f'{path}: a list of {length} entries for {len(names)} images')
     if not all(name.suffix for name in names):  # TFDS and arrays number them in another order
         raise UserError(f'{path}: a list goes by file names, and {names[0]} is none')
     position = {name: index for index, name in enumerate(sorted(n.name for n in names))}

@@ -1,8 +1,7 @@
 """Images listed in a table: a CSV or JSONL file of paths and labels.
 
-A line has `path`, relative to the table's folder or absolute, and either `label` or, multi-label,
-`labels`: a list in JSONL, separated by `;` in CSV. `split` names the split that it belongs to.
-Other columns are ignored.
+A line has `path`, absolute or relative to the table's folder, perhaps `split`, and either `label`
+or, multi-label, `labels`: a list in JSONL, separated by `;` in CSV. Other columns are ignored.
 """
 
 import csv
@@ -13,7 +12,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from vit_jax.base.errors import UserError
-from vit_jax.data.sources.base import Source, Splits, file_source, in_fixed_order
+from vit_jax.base.records import require
+from vit_jax.data.sources.base import Source, Splits, in_fixed_order, labelled_source
 
 
 class _Row(NamedTuple):
@@ -23,20 +23,15 @@ class _Row(NamedTuple):
 
 
 def table_splits(path: str) -> Splits:
-    """The splits of a table, or `all` if it has no column `split`.
-
-    Class names are sorted, as numbers if all are. Raises UserError with the line.
-    """
+    """The splits of a table, `all` without such a column; classes sorted, numbers as numbers."""
     file = pathlib.Path(path)
     rows, columns = [], set()
     for number, values in _csv(file) if file.suffix == '.csv' else _jsonl(file):
         where = f'{path}, line {number}'
         columns.add('labels' in values)
         rows.append(_row(values, where))
-        if len(columns) > 1:
-            raise UserError(f'{where}: some lines have `label`, others `labels`')
-    if not rows:
-        raise UserError(f'{path}: no lines')
+        require(len(columns) == 1, f'{where}: some lines have `label`, others `labels`')
+    require(bool(rows), f'{path}: no lines')
     names = {name for row in rows for name in row.classes}
     by_number = all(map(str.isdecimal, names))
     class_names = sorted(sorted(names), key=int if by_number else str)
@@ -51,7 +46,7 @@ def table_splits(path: str) -> Splits:
         classes = [[number_of[name] for name in row.classes] for row in chosen]
         labels = classes if multi_label else [label for (label,) in classes]
         paths = [file.parent / row.path for row in chosen]
-        return in_fixed_order(file_source(paths, labels, class_names, multi_label=multi_label))
+        return in_fixed_order(labelled_source(paths, labels, class_names, multi_label=multi_label))
 
     return {split or 'all': functools.partial(opened, split) for split in splits}
 
@@ -76,8 +71,7 @@ def _jsonl(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 values = json.loads(line)
             except json.JSONDecodeError as error:
                 raise UserError(f'{file}, line {number}: not JSON: {error}') from error
-            if not isinstance(values, dict):
-                raise UserError(f'{file}, line {number}: expected an object')
+            require(isinstance(values, dict), f'{file}, line {number}: expected an object')
             yield number, values
 
 
@@ -88,6 +82,5 @@ def _row(values: dict[str, Any], where: str) -> _Row:
     classes = values['labels'] if 'labels' in values else [values['label']]
     if not isinstance(classes, list) or not all(isinstance(c, str | int) for c in classes):
         raise UserError(f'{where}: labels={classes!r}: expected a list of names')
-    if classes == [''] or not values['path']:
-        raise UserError(f'{where}: an empty path or label')
+    require(classes != [''] and bool(values['path']), f'{where}: an empty path or label')
     return _Row(str(values['path']), tuple(map(str, classes)), str(values.get('split', '')))

@@ -4,6 +4,7 @@ ArrayRecord files through TFDS's own data source; TFRecord files, as in most exi
 offset (tfrecord.py). Images stay encoded: image_preprocessing.py decodes them.
 """
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -27,27 +28,21 @@ def holds(root: str) -> bool:
 
 
 def named_splits(full_name: str, label_column: str | None = None) -> Splits:
-    """The splits of `NAME`, `NAME:VERSION` or `NAME/CONFIG:VERSION`, prepared before.
-
-    `label_column` is as in `folder_splits`. Raises UserError for a set that is not in `data_dir`.
-    """
+    """The splits of `NAME`, `NAME:VERSION` or `NAME/CONFIG:VERSION`, prepared in `data_dir`."""
     library = _library()
     name, _, version = full_name.partition(':')
     root = data_dir() / name
     found = [path.parent for path in root.glob(f'{version or "[0-9]*"}/{INFO}')]
-    if found:
-        return folder_splits(str(max(found, key=lambda p: _version(p.name))), label_column)
-    error = None
-    try:  # the library may know of other places
-        builder = library.builder(full_name, try_gcs=False)
-        if holds(str(builder.data_dir)):
-            return folder_splits(str(builder.data_dir), label_column)
-    except Exception as unknown:  # of many kinds, by what the library tried
-        error = unknown
+    folder = max(found, key=lambda path: _version(path.name), default=None)
+    if folder is None:  # the library may know of other places; its errors are of many kinds
+        with contextlib.suppress(Exception):
+            folder = library.builder(full_name, try_gcs=False).data_dir
+    if folder is not None and holds(str(folder)):
+        return folder_splits(str(folder), label_column)
     others = sorted(str(p.parent.relative_to(root)) for p in root.glob(f'**/{INFO}'))
     known = f'there is {", ".join(others)}; ' if others else ''
     remedy = f'{known}prepare it with python -m vit_jax.prepare {name}'
-    raise UserError(f'tfds:{full_name} is not in {data_dir()}: {remedy}') from error
+    raise UserError(f'tfds:{full_name} is not in {data_dir()}: {remedy}')
 
 
 def folder_splits(root: str, label_column: str | None = None) -> Splits:
@@ -78,10 +73,7 @@ def folder_splits(root: str, label_column: str | None = None) -> Splits:
 
 
 def download_and_prepare(name: str, folder: str | None) -> str:
-    """Downloads and prepares a named data set as ArrayRecord; returns its folder.
-
-    Raises UserError without TensorFlow, which the builders of TFDS need, and for unknown names.
-    """
+    """The folder of a named set, downloaded and prepared as ArrayRecord; TFDS needs TensorFlow."""
     library = _library()
     try:
         import tensorflow as tf
@@ -102,38 +94,29 @@ def data_dir() -> pathlib.Path:
 
 
 def _source(
-    info: Any,
-    split: str,
-    label_column: str | None,
-    count: int,
-    example: Callable[[int], dict[str, Any]],
+    info: Any, split: str, label_column: str | None, count: int, example: Callable[[int], Any]
 ) -> Source:
     name = f'tfds:{info.full_name}/{split}'
     image_column, label_column, multi_label = _columns(info.features, name, label_column)
     feature = info.features[label_column]
     names = (feature.feature if multi_label else feature).names
 
-    def label(values: dict[str, Any]) -> Label:
-        if not multi_label:
-            number = int(values[label_column])
-            if not 0 <= number < len(names):
-                raise UserError(f'label {number}, of {len(names)} classes: has {name} labels?')
-            return number
-        row = np.zeros(len(names), np.int32)
-        row[np.asarray(values[label_column], int)] = 1
-        return row
-
     def read(index: int) -> tuple[EncodedImage, Label]:
         values = example(index)
-        return values[image_column], label(values)
+        if multi_label:
+            row = np.zeros(len(names), np.int32)
+            row[np.asarray(values[label_column], int)] = 1
+            return values[image_column], row
+        number = int(values[label_column])
+        if not 0 <= number < len(names):
+            raise UserError(f'label {number}, of {len(names)} classes: has {name} labels?')
+        return values[image_column], number
 
     def read_labels(indices: Sequence[int]) -> np.ndarray:
         with futures.ThreadPoolExecutor() as pool:
-            return np.array(list(pool.map(lambda i: label(example(i)), indices)))
+            return np.array(list(pool.map(lambda i: read(i)[1], indices)))
 
-    return Source(
-        count, tuple(names), read, lambda i: f'{name}[{i}]', read_labels, multi_label=multi_label
-    )
+    return Source(count, tuple(names), read, lambda i: f'{name}[{i}]', read_labels, multi_label)
 
 
 def _columns(features: Any, name: str, label_column: str | None) -> tuple[str, str, bool]:

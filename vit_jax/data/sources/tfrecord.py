@@ -34,7 +34,6 @@ def read_tfrecords(paths: Sequence[str | os.PathLike[str]]) -> tuple[int, Callab
 
 
 def _offsets(path: str, descriptor: int) -> np.ndarray:
-    """Where the records of a file begin."""
     size, offset, found = os.fstat(descriptor).st_size, 0, []
     while offset < size:
         found.append(offset)

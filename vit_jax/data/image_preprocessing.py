@@ -1,14 +1,14 @@
-"""Decodes stored images on the host and crops or resizes them to the size of the model."""
+"""Decodes stored images on the host and crops or resizes them to the size of the model.
+
+What decodes and resizes is imported where it is used: the model and the update step need none.
+"""
 
 import contextlib
 import dataclasses
 import math
 from typing import ClassVar, Literal, TypeVar
 
-import cv2
 import numpy as np
-import simplejpeg
-from PIL import Image as pillow
 
 from vit_jax.base.array_types import Array, Float, Num, UInt8
 from vit_jax.base.errors import UserError
@@ -155,9 +155,13 @@ def decode(stored: bytes | np.ndarray, *, exif_rotation: bool) -> Image:
     require(len(stored) > 0, 'the file is empty')
     may_turn = exif_rotation and b'Exif\0' in stored[:_EXIF_WITHIN]
     if stored.startswith(b'\xff\xd8') and not may_turn:
+        import simplejpeg
+
         # To OpenCV's bits in 0.9 of its time; it decides what is unsupported here, or damaged.
         with contextlib.suppress(ValueError):
             return simplejpeg.decode_jpeg(stored)
+    import cv2
+
     flags = cv2.IMREAD_COLOR_RGB | (0 if exif_rotation else cv2.IMREAD_IGNORE_ORIENTATION)
     try:
         decoded: Image | None = cv2.imdecode(np.frombuffer(stored, np.uint8), flags)
@@ -172,7 +176,11 @@ def _resized(image: Image, size: Size, method: ResizeMethod) -> Image:
     if image.shape[:2] == size:
         return image
     if method == 'bilinear':
+        import cv2
+
         return cv2.resize(image, size[::-1], interpolation=cv2.INTER_LINEAR)
+    from PIL import Image as pillow
+
     name = method.removesuffix('_antialias').upper()
     return np.asarray(pillow.fromarray(image).resize(size[::-1], pillow.Resampling[name]))
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Literal
 
-import cv2
 import grain
 import jax
 import numpy as np
@@ -150,6 +149,8 @@ def make_loader(reader: ImageReader, config: LoaderConfig, sharding: NamedShardi
     size_mb = len(reader.source) * math.prod(reader.size) * 3 / 2**20
     fits = not reader.crop.random and size_mb <= config.device_mb
     on_device = config.placement == 'device' or (config.placement == 'auto' and fits)
+    import cv2  # imported here: who only imports this module need not have it
+
     cv2.setNumThreads(1)  # the pool's threads suffice; OpenCV releases the interpreter lock
     pool = futures.ThreadPoolExecutor(config.threads or cores())
     if on_device:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +43,13 @@ def make_loss(config: LossConfig | Loss) -> Loss:
             records.require(fits, f'loss {records.text_of(config)} {found}: {wanted}')
             return losses
         targets = optax.smooth_labels(targets, config.label_smoothing)
-        if config.kind == 'softmax':
-            return optax.softmax_cross_entropy(logits, targets)
-        return optax.sigmoid_binary_cross_entropy(logits, targets).sum(axis=-1)
+        match config.kind:
+            case 'softmax':
+                return optax.softmax_cross_entropy(logits, targets)
+            case 'sigmoid':
+                return optax.sigmoid_binary_cross_entropy(logits, targets).sum(axis=-1)
+            case other:
+                assert_never(other)
 
     return loss
 

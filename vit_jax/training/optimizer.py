@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +106,8 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
                 rate = peak / jnp.sqrt(1 + after / timescale)
             case 'constant':
                 rate = jnp.asarray(peak, jnp.float32)
+            case other:
+                assert_never(other)
         if warmup:
             rate = rate * jnp.minimum(1.0, step / warmup)
         if cooldown:
@@ -142,6 +144,8 @@ def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
             return optax.trace(use['momentum'], accumulator_dtype=config.moment_dtype)
         case 'adafactor':
             return _adafactor(use['b1'], use['b2'], config.moment_dtype)
+        case other:
+            assert_never(other)
 
 
 def _adafactor(b1: float, b2: float, moment_dtype: str) -> optax.GradientTransformation:

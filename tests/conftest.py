@@ -4,15 +4,21 @@ import importlib
 import os
 import pathlib
 import pkgutil
+import sys
 
 # Before jax is imported. Tests that want another number of devices start a process of their own.
 # Eight devices share few threads, and a thread that waits in a collective is not free for the
 # device that it waits for. Two cores' worth of threads stopped dead in about every other run of
 # one test: more threads (NPROC is read by XLA), and collectives in one order on all devices.
-os.environ['XLA_FLAGS'] = (
-    '--xla_force_host_platform_device_count=8 '
-    '--xla_cpu_enable_concurrency_optimized_scheduler=false'
-)
+flags = [
+    '--xla_force_host_platform_device_count=8',
+    '--xla_cpu_enable_concurrency_optimized_scheduler=false',
+]
+# Half of the time goes into compiling. In the quick tests LLVM does not optimize; XLA does.
+if 'full' not in sys.argv:
+    flags += ['--xla_backend_optimization_level=0', '--xla_llvm_disable_expensive_passes=true']
+if 'PYTEST_XDIST_WORKER' not in os.environ:  # a worker has them from the process that began it
+    os.environ['XLA_FLAGS'] = ' '.join(flags)
 os.environ['NPROC'] = '32'
 os.environ['JAX_CPU_ENABLE_ASYNC_DISPATCH'] = '0'
 os.environ['JAX_PLATFORMS'] = 'cpu'

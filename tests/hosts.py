@@ -8,6 +8,7 @@ import contextlib
 import multiprocessing
 import os
 import pathlib
+import re
 import runpy
 import signal
 import socket
@@ -31,10 +32,7 @@ def free_port():
 
 def environment(devices=1):
     """Of a process with so many CPU devices; tests/conftest.py says why these flags."""
-    flags = (
-        f'--xla_force_host_platform_device_count={devices} '
-        '--xla_cpu_enable_concurrency_optimized_scheduler=false'
-    )
+    flags = re.sub(r'(?<=device_count=)\d+', str(devices), os.environ['XLA_FLAGS'])
     return os.environ | {'XLA_FLAGS': flags, 'PYTHONPATH': str(ROOT)}
 
 

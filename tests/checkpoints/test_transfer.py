@@ -17,9 +17,13 @@ def made(config):
     return jax.tree.map(np.asarray, tiny.random_params(params))
 
 
+def changed(**changes):
+    return dataclasses.replace(OLD, **({'representation_size': None} | changes))
+
+
 def moved(**changes):
-    new = dataclasses.replace(OLD, **({'representation_size': None} | changes))
-    fresh = jax.tree.map(np.asarray, jax.jit(build(new).init)(jax.random.key(5)))
+    new = changed(**changes)
+    fresh = jax.device_get(jax.jit(build(new).init)(jax.random.key(5)))
     return new, transfer(made(OLD), old=OLD, new=new, fresh=fresh)
 
 
@@ -79,5 +83,6 @@ def test_the_same_resolution_gives_the_same_features():
     ],
 )
 def test_what_does_not_fit_is_named_and_never_skipped(changes, message):
+    new = changed(**changes)
     with pytest.raises(ValueError, match=f'(?s)start_from: the arrays do not fit.*{message}'):
-        moved(**changes)
+        transfer(made(OLD), old=OLD, new=new, fresh=made(new))

@@ -177,16 +177,6 @@ def test_help_names_every_flag_with_its_meaning(tmp_path):
         assert not [flag for flag in refused if flag in host.text and name == 'inspect_data']
 
 
-def test_none_is_no_value_but_where_it_is_a_choice(tmp_path):
-    command = ['vit_jax.train', '--config=tests/tiny_config.py', f'--workdir={tmp_path}/run']
-    command += ['--config.total.steps=1', '--config.schedule.warmup.steps=0']
-    command += ['--config.compute.remat=none', '--config.checkpoint_every_steps=none']
-    with hosts(tmp_path, command) as (host,):
-        assert host.wait() == 0, host.text
-    values = json.loads((tmp_path / 'run/config.json').read_text())
-    assert values['compute']['remat'] == 'none' and values['checkpoint_every_steps'] is None
-
-
 def test_fine_tuning_without_a_checkpoint_says_what_is_missing(tmp_path):
     code, _, err = said(
         '--config=configs/finetune/transfer.py', f'--workdir={tmp_path / "run"}', name='finetune'
@@ -198,9 +188,13 @@ def test_fine_tuning_without_a_checkpoint_says_what_is_missing(tmp_path):
 def test_the_road_of_the_readme_in_small(tmp_path):
     """Pre-train, fine-tune at another shape, probe: the commands, and what they say at the end."""
     small = '--config.total.steps=2', '--config.schedule.warmup.steps=1', '--config.batch_size=16'
+    none = '--config.compute.remat=none', '--config.checkpoint_every_steps=none'
     run, tuned = tmp_path / 'run', tmp_path / 'tuned'
-    code, out, err = said(QUICK, f'--workdir={run}', *small)
+    code, out, err = said(QUICK, f'--workdir={run}', *small, *none)
     assert (code, err) == (0, '')
+    values = json.loads((run / 'config.json').read_text())
+    assert values['compute']['remat'] == 'none'  # a choice; of the other field, no value
+    assert values['checkpoint_every_steps'] is None
     for word in 'reached', 'checkpoint', 'metrics', 'time', 'next':
         assert f'\n{word} ' in out
     code, out, err = said(

@@ -17,9 +17,6 @@ from vit_jax.training.losses import targets_of
 
 N = 64
 IMAGES = np.random.default_rng(0).integers(0, 256, (N, 6, 7, 3), np.uint8)
-EVERYTHING = Augmentation(
-    shift_pixels=2, flip=True, randaugment=RandAugment(layers=2), erasing=0.5, mixup=0.5, cutmix=0.5
-)
 
 
 def batch(images=IMAGES, *, epoch=0):
@@ -132,11 +129,8 @@ def test_with_both_kinds_of_mixing_each_example_has_one_of_them():
 def test_an_image_that_could_not_be_read_is_mixed_into_none():
     partly = batch(plain_images())
     partly['mask'] = partly['mask'].at[4].set(False)
-    result = augmented(partly, EVERYTHING)
-    alone = augmented(
-        partly,
-        Augmentation(shift_pixels=2, flip=True, randaugment=RandAugment(layers=2), erasing=0.5),
-    )
+    result = augmented(partly, Augmentation(flip=True, mixup=0.5, cutmix=0.5))
+    alone = augmented(partly, Augmentation(flip=True))
     np.testing.assert_array_equal(result['images'][5], alone['images'][5])
     assert result['labels'][5].tolist() == [1, 0, 0, 0, 0]
 

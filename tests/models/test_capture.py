@@ -26,10 +26,16 @@ def made(config, **compute):
     return model, params, tiny.images(config=config)
 
 
+FULL = [(network, dtype, 1) for network in EVERY for dtype in ('float32', 'bfloat16')]
+
+
 @pytest.mark.parametrize(
     'network, dtype, unroll',
-    [(network, dtype, 1) for network in EVERY for dtype in ('float32', 'bfloat16')]
-    + [('ViT', 'bfloat16', 3)],
+    [
+        ('ViT', 'bfloat16', 3),
+        ('ResNet', 'float32', 1),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in FULL),
+    ],
 )
 def test_logits_are_those_without_capture_to_the_bit(network, dtype, unroll):
     config, names = EVERY[network]

@@ -55,15 +55,19 @@ def test_a_function_gives_the_head_and_logits_are_what_it_computes(config):
     assert {name.split('/')[0] for name in head_params(params)} == {'head'}
 
 
+def initial(config):
+    return jax.device_get(jax.jit(build(config).init)(jax.random.key(0)))
+
+
 def test_the_parameters_of_a_head_are_found_whatever_they_are_called():
-    params = build(NETWORKS['ViT']).init(jax.random.key(0))
+    params = initial(NETWORKS['ViT'])
     assert {name: leaf.shape for name, leaf in head_params(params).items()} == PARAMS
-    assert head_params(build(tiny.model(num_classes=None)).init(jax.random.key(0))) == {}
+    assert head_params(initial(tiny.model(num_classes=None))) == {}
 
 
 def test_a_head_is_trained_when_no_matrix_of_it_is_zero():
     for config in NETWORKS['ViT'], tiny.model(head_bias=-3.0):
-        params = build(config).init(jax.random.key(0))
+        params = initial(config)
         assert not has_trained_head(params)
         assert has_trained_head(tiny.random_params(params))
     assert not has_trained_head({'cls': np.ones((1, 1, 4))})
@@ -78,10 +82,7 @@ def test_the_cost_of_any_head_is_counted():
 def test_fine_tuning_replaces_any_head_by_a_linear_one():
     old = NETWORKS['ViT']
     new = for_task(old, num_classes=4, image_size=None)
-    params, fresh = (
-        jax.tree.map(np.asarray, build(config).init(jax.random.key(0))) for config in (old, new)
-    )
-    result = transfer(params, old=old, new=new, fresh=fresh)
+    result = transfer(initial(old), old=old, new=new, fresh=initial(new))
     assert {*head_params(result.params)} == {'head/kernel', 'head/bias'}
     assert 'head: reset to zero, for 4 classes' in result.report
 

@@ -42,7 +42,7 @@ def test_sincos_neighbours_are_more_alike_than_strangers():
     assert similarity[0, 1] == pytest.approx(similarity[1, 0])
 
 
-@pytest.mark.parametrize('pool', ['cls', 'gap'])
+@pytest.mark.parametrize('pool', ['cls', pytest.param('gap', marks=pytest.mark.full)])
 @pytest.mark.parametrize('kind', ['sincos2d', 'none'])
 def test_a_kind_without_parameters_is_the_learned_one_with_its_array(kind, pool):
     config = tiny.model(positions=kind, pool=pool, image_size=(8, 12))

@@ -127,6 +127,7 @@ def test_a_kernel_is_used_standardised():
     np.testing.assert_allclose(features(params, IMAGES), before, atol=1e-3)
 
 
+@pytest.mark.full
 def test_remat_changes_neither_result_nor_gradient():
     results = []
     for remat in 'none', 'dots', 'block':

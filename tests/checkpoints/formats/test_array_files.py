@@ -214,7 +214,7 @@ def test_a_flipped_bit_in_a_safetensors_file_of_ours_is_found(tmp_path):
         arrays['b'].read()
 
 
-@pytest.mark.parametrize('copies', [10, pytest.param(40, marks=pytest.mark.full)])
+@pytest.mark.parametrize('copies', [4, pytest.param(40, marks=pytest.mark.full)])
 def test_damage_is_an_error_or_harmless(copies, tmp_path):
     """Some hundreds of damaged files, in a process whose memory and time are bounded."""
     program = [sys.executable, '-m', 'tests.checkpoints.damage', str(tmp_path), str(copies)]

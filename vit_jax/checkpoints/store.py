@@ -9,7 +9,9 @@ Parameters are an item of their own, so that using them needs no optimizer.
 """
 
 import contextlib
+import errno
 import math
+import os
 import pathlib
 import threading
 import time
@@ -230,6 +232,7 @@ def _written(folder: pathlib.Path) -> Iterator[None]:
         yield
     except Exception as error:
         reason = ' '.join(str(error).split()) or type(error).__name__
-        if len(reason) > 500:  # of tensorstore: paths in the middle, the system's word at the end
-            reason = f'{reason[:200]} ... {reason[-200:]}'
+        if len(reason) > 500:  # of tensorstore, with the system's word anywhere in it
+            words = (os.strerror(code) for code in errno.errorcode)
+            reason = next((word for word in words if word in reason), f'{reason[:400]} ...')
         raise UnusableDisk(f'{folder}: a checkpoint could not be written: {reason}') from error

@@ -211,9 +211,8 @@ def test_a_checkpoint_of_ours_is_loaded_and_saved_alone(tmp_path):
         vit_jax.save(again, str(tmp_path / 'ours'))
 
 
-@pytest.mark.parametrize(
-    'name', ['bigvision_map', pytest.param('timm_gap_fcnorm', marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize('name', ['bigvision_map', 'timm_gap_fcnorm'])
 def test_training_starts_from_any_of_these(name, tmp_path):
     config = tiny.experiment(model=None, start_from=reference.path(name), total=Duration(steps=2))
     config.image_size, config.eval_split = (32, 16), 'test[:16]'

@@ -26,13 +26,18 @@ ROOT = pathlib.Path(__file__).parent.parent
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(ROOT / '.cache' / 'jax'))
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.2'
 
-import jaxtyping  # noqa: E402  (the hook comes before what it checks)
 
-with jaxtyping.install_import_hook('vit_jax', 'beartype.beartype'):
-    import vit_jax
+def pytest_configure(config):
+    """The hook comes before what it checks; a process that only waits for workers needs neither."""
+    if config.getoption('numprocesses', None) and not hasattr(config, 'workerinput'):
+        return
+    import jaxtyping
 
-    for module in pkgutil.walk_packages(vit_jax.__path__, 'vit_jax.'):
-        importlib.import_module(module.name)
+    with jaxtyping.install_import_hook('vit_jax', 'beartype.beartype'):
+        import vit_jax
+
+        for module in pkgutil.walk_packages(vit_jax.__path__, 'vit_jax.'):
+            importlib.import_module(module.name)
 
 
 LONGEST = 'test_hosts.py', 'test_training_run.py', 'test_app.py', 'test_pretrained.py'

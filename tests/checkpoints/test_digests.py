@@ -1,6 +1,9 @@
 """Damage and sudden death: what a checkpoint's files may suffer, and what is left to go on from."""
 
+import errno
+import hashlib
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -12,7 +15,8 @@ import pytest
 
 from tests import tiny
 from tests.hosts import environment
-from vit_jax.checkpoints import store
+from vit_jax.base.errors import UnusableDisk
+from vit_jax.checkpoints import digests, store
 from vit_jax.checkpoints.digests import Damaged, verify_digests, write_digests
 from vit_jax.runs import training_run
 from vit_jax.training.duration import Duration
@@ -55,23 +59,73 @@ def test_every_one_of_a_hundred_flipped_bits_is_noticed_and_named(run):
     verify_digests(run.checkpoint)
 
 
-def test_a_file_that_is_cut_missing_or_new_is_noticed_and_named(run, tmp_path):
+def test_a_file_that_is_cut_or_missing_is_noticed_and_named(run, tmp_path):
     copy = tmp_path / '10'
-    for damage in ('cut', 'gone', 'new'):
+    for damage in ('cut', 'gone'):
         shutil.copytree(run.checkpoint, copy)
         path = files(copy / 'params')[0]
         if damage == 'cut':
             path.write_bytes(path.read_bytes()[:-1])
-        elif damage == 'gone':
-            path.unlink()
         else:
-            path = copy / 'params' / 'more'
-            path.touch()
+            path.unlink()
         with pytest.raises(Damaged, match=f'damaged since it was written: params/.*{path.name}'):
             verify_digests(copy)
         with pytest.raises(Damaged, match='damaged since it was written'):
             store.load_params(str(copy))
         shutil.rmtree(copy)
+
+
+def test_a_file_that_came_later_is_a_warning_and_no_damage(run, tmp_path, caplog):
+    folder = tmp_path / 'run'
+    shutil.copytree(run.folder, folder)
+    for step in '5', '10':
+        (folder / 'checkpoints' / step / 'params' / '.DS_Store').touch()
+    again = training_run.train(tiny.experiment(checkpoint_every_steps=5), str(folder))
+    assert 'checkpoints/10: not written with it: params/.DS_Store' in caplog.text
+    assert 'moved to' not in caplog.text
+    chex.assert_trees_all_equal(again.state, run.state)
+
+
+def test_a_disk_that_cannot_be_read_is_no_damage(run, tmp_path, monkeypatch, caplog):
+    """Said, tried again, and nothing is moved."""
+    folder, attempts = tmp_path / 'run', []
+    shutil.copytree(run.folder, folder)
+
+    def failing(file, kind, digest=hashlib.file_digest):
+        attempts.append(file.name)
+        if len(attempts) in errors:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return digest(file, kind)
+
+    monkeypatch.setattr(hashlib, 'file_digest', failing)
+    monkeypatch.setattr(digests, '_WAITS', (0.0, 0.0))
+    errors = {2}
+    assert store.quarantine_damaged(folder) == []
+    assert attempts[1] == attempts[2] and 'Input/output error; tried again' in caplog.text
+    errors = {len(attempts) + n for n in (1, 2, 3)}
+    with pytest.raises(UnusableDisk, match=f'{folder}.*: cannot be read: Input/output error'):
+        store.quarantine_damaged(folder)
+    assert (folder / 'checkpoints' / '10').is_dir()
+
+
+def test_digests_that_are_no_json_are_damage(run, tmp_path):
+    copy = tmp_path / '10'
+    shutil.copytree(run.checkpoint, copy)
+    for text in '[' * 100_000, '[]', '{}', '', '{"a"':
+        (copy / 'digests.json').write_text(text)
+        with pytest.raises(Damaged, match='damaged since it was written: digests.json'):
+            verify_digests(copy)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_begins_anew_and_ends(run, tmp_path, caplog):
+    folder = tmp_path / 'run'
+    config = tiny.experiment(checkpoint_every_steps=2, eval_every_steps=None)
+    training_run.train(config, str(folder))
+    for step in '8', '10':
+        flip(files(folder / 'checkpoints' / step / 'params')[0], 0)
+    again = training_run.train(config, str(folder))
+    assert caplog.text.count('moved to') == 2
+    chex.assert_trees_all_equal(again.state, run.state)
 
 
 def test_a_run_falls_back_loudly_to_the_checkpoint_before(run, tmp_path, caplog):
@@ -109,6 +163,10 @@ def test_a_checkpoint_whose_run_was_killed_before_its_digests_is_used(run, tmp_p
     again = training_run.train(more, str(folder))
     chex.assert_trees_all_equal(again.state, run.state)
     assert not caplog.text
+    verify_digests(folder / 'checkpoints' / '10')  # it is sealed now
+    flip(files(folder / 'checkpoints' / '10' / 'params')[0], 0)
+    with pytest.raises(Damaged):
+        verify_digests(folder / 'checkpoints' / '10')
 
 
 def test_a_crash_at_any_file_operation_of_saving_leaves_what_can_be_restored(tmp_path):
@@ -135,6 +193,8 @@ def test_a_crash_at_any_file_operation_of_saving_leaves_what_can_be_restored(tmp
         for step in listed:
             params = store.load_params(str(folder / 'checkpoints' / str(step)))
             np.testing.assert_array_equal(params['a'], np.full(100, step, np.float32))
+        store.Checkpoints(folder, keep=2).close()  # the next start removes what is left over
+        assert not list((folder / 'checkpoints').glob('.trash/*'))
     assert found == {2, 3}  # killed before and after the third was complete
 
 

@@ -151,6 +151,7 @@ def test_every_leaf_learns_and_the_last_map_has_the_features_as_its_mean():
     )
 
 
+@pytest.mark.full
 def test_a_hybrid_has_the_options_of_a_vit():
     config = tiny.model(
         image_size=(64, 48),

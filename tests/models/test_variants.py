@@ -54,8 +54,8 @@ def test_parameter_counts_are_the_published_ones_to_the_digit(name):
 
 
 def quick_or_full(row):
-    """The deep ResNets take seconds each to trace."""
-    large = row[0].startswith(('R101', 'R152', 'R200'))
+    """The deep ResNets and hybrids take seconds each to trace."""
+    large = row[0].startswith(('R101', 'R152', 'R200', 'R50+L'))
     return pytest.param(*row, marks=[pytest.mark.full] * large)
 
 

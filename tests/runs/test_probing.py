@@ -71,6 +71,7 @@ def test_kept_features_give_the_same_results_without_reading_images(checkpoint, 
     assert len(list((tmp_path / 'cache').glob('*.npy'))) == 2
 
 
+@pytest.mark.full
 def test_features_are_not_those_of_another_network_preparation_or_data(checkpoint, tmp_path):
     read = []
     cache = str(tmp_path / 'cache')

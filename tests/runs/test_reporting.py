@@ -1,6 +1,7 @@
 """What a run says of steps that went wrong."""
 
 import json
+import math
 
 import numpy as np
 from rich.console import Console
@@ -20,6 +21,8 @@ def report(folder, losses, skipped=()):
         clock=Clock(),
         tensorboard=True,  # which takes numbers only
         console=Console(quiet=False),
+        progress={},
+        evaluations=(),
     )
     with reporter:
         for step, loss in enumerate(losses, start=1):
@@ -48,3 +51,12 @@ def test_skipped_updates_are_counted_said_and_part_of_no_mean(tmp_path, capsys):
         (1.0, 2),
     ]
     assert 'step 25: update skipped: loss nan, gradient_norm 1.0' in capsys.readouterr().out
+
+
+def test_steps_that_were_all_skipped_have_no_loss(tmp_path):
+    report(tmp_path, [math.nan] * 20 + [2.0] * 20, skipped=range(1, 21))
+    texts = (tmp_path / 'metrics.jsonl').read_text().splitlines()
+    assert not [text for text in texts if 'NaN' in text]  # which is not JSON
+    first, second = (line for line in map(json.loads, texts) if line['kind'] == 'train')
+    assert (first['loss'], first['accuracy'], first['skipped']) == (None, None, 20)
+    assert (second['loss'], second['skipped']) == (2.0, 0)

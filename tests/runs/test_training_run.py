@@ -129,34 +129,49 @@ def crash_at(number):
     return tiny.WatchedJob(crash)
 
 
-def test_ten_steps_are_five_and_a_crash_and_five(tmp_path):
+def without_speed(folder):
+    """The lines of the metrics file, but for what differs at each run."""
+    unlike = 'seconds', 'images_per_second'
+    return [{k: v for k, v in line.items() if k not in unlike} for line in lines(folder)]
+
+
+def test_ten_steps_are_five_and_crashes_and_five(tmp_path):
     config = tiny.experiment(
         checkpoint_every_steps=5,
-        log_every_steps=1,
+        eval_every_steps=5,
+        fewshot=dataclasses.replace(FEWSHOT, every_steps=5),
+        log_every_steps=4,
         polyak_decay=0.9,
         regularization=Regularization(dropout=0.1, stochastic_depth=0.1),
         augmentation=Augmentation(shift_pixels=1, flip=True),
     )
     whole = training_run.train(config, str(tmp_path / 'whole'))
-    with pytest.raises(RuntimeError, match='the power is out'):
-        training_run.train(config, str(tmp_path / 'parts'), job=crash_at(8))
+    # In the evaluation at step 5; in it again, at the start; in the few-shot evaluation; at step 8.
+    for heartbeat in 6, 1, 5, 16:
+        with pytest.raises(RuntimeError, match='the power is out'):
+            training_run.train(config, str(tmp_path / 'parts'), job=crash_at(heartbeat))
     parts = training_run.train(config, str(tmp_path / 'parts'))
     chex.assert_trees_all_equal(parts.state, whole.state)
-
-    def losses(name):
-        return [
-            (line['step'], line['loss'])
-            for line in lines(tmp_path / name)
-            if line['kind'] == 'train'
-        ]
-
-    assert losses('parts') == losses('whole')
+    assert without_speed(tmp_path / 'parts') == without_speed(tmp_path / 'whole')
+    assert [(line['kind'], line['step']) for line in lines(tmp_path / 'parts')] == [
+        *[('train', 4), ('test', 5), ('fewshot', 5)],
+        *[('train', 8), ('train', 10), ('test', 10), ('fewshot', 10)],
+    ]
+    with pytest.raises(RuntimeError, match='the power is out'):  # a complete run, started again
+        training_run.train(config, str(tmp_path / 'parts'), job=crash_at(2))
+    training_run.train(config, str(tmp_path / 'parts'))
+    assert without_speed(tmp_path / 'parts') == without_speed(tmp_path / 'whole')
 
 
 def test_only_as_many_checkpoints_are_kept_as_asked_for(tmp_path):
-    config = tiny.experiment(total=Duration(steps=4), checkpoint_every_steps=1, keep_checkpoints=3)
+    config = tiny.experiment(checkpoint_every_steps=1, keep_checkpoints=3, eval_every_steps=None)
     training_run.train(config, str(tmp_path))
-    assert sorted(digests.steps(tmp_path / 'checkpoints')) == [2, 3, 4]
+    assert sorted(digests.steps(tmp_path / 'checkpoints')) == [8, 9, 10]
+
+    def size(folder):
+        return sum(path.stat().st_size for path in folder.rglob('*') if path.is_file())
+
+    assert size(tmp_path / 'checkpoints') < 3.5 * size(tmp_path / 'checkpoints' / '10')
 
 
 def test_a_run_that_is_complete_says_so_again_and_changes_nothing(trained):
@@ -202,16 +217,12 @@ def test_what_few_shot_needs_is_looked_for_before_training(tmp_path):
 
 
 def test_accuracy_does_not_depend_on_the_evaluation_batch(trained, tmp_path):
-    for size in 8, 24, 64:
-        config = tiny.experiment(
-            model=None,
-            start_from=str(trained.folder),
-            schedule=ScheduleConfig(learning_rate=0.01),
-            eval_batch_size=size,
-        )
-        results = training_run.train(config, str(tmp_path / str(size))).evals['test']
-        if size == 8:
-            expected = results
+    expected = trained.evals['test']  # in batches of 16
+    for size in 24, 64:
+        folder = shutil.copytree(trained.folder, tmp_path / str(size))
+        results = training_run.train(tiny.experiment(eval_batch_size=size), str(folder)).evals[
+            'test'
+        ]
         assert results['accuracy'] == expected['accuracy']
         assert results['loss'] == pytest.approx(expected['loss'], rel=1e-6)
 
@@ -285,6 +296,7 @@ def test_fine_tuning_begins_with_the_body_of_the_checkpoint(trained, tmp_path, c
     assert card.grid == (2, 4) and card.model.image_size == (8, 16)
 
 
+@pytest.mark.full
 def test_a_frozen_body_at_the_same_size_has_the_same_features(trained, tmp_path):
     config = tiny.experiment(
         model=None,

@@ -57,7 +57,7 @@ def step(batch, *, parts=1, dropout=0.0, steps=1, polyak_decay=None, seed=0):
     return state, metrics
 
 
-@pytest.mark.parametrize('parts', [2, 4, 8])
+@pytest.mark.parametrize('parts', [2, *(pytest.param(n, marks=pytest.mark.full) for n in (4, 8))])
 def test_parts_of_a_batch_give_the_update_of_the_whole(parts):
     mask = BATCH['mask'].at[jnp.array([0, 3])].set(False)  # parts of unequal weight
     whole, expected = step(BATCH | {'mask': mask})

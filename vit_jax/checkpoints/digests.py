@@ -6,15 +6,17 @@ last, so that it may be absent: the run was killed between completing the checkp
 
 import hashlib
 import json
+import logging
 import pathlib
 import socket
 import time
 
 from vit_jax.base.atomic_files import write_json
-from vit_jax.base.errors import UserError
+from vit_jax.base.errors import UnusableDisk, UserError
 
 FILE = 'digests.json'
 DAMAGED = 'damaged'  # the folder to which damaged checkpoints are moved
+_WAITS = 1.0, 5.0  # seconds, before a file that could not be read is tried again
 
 
 class Damaged(UserError):
@@ -26,34 +28,50 @@ def write_digests(folder: pathlib.Path) -> None:
     write_json(folder / FILE, _digests(folder))
 
 
+def is_sealed(folder: pathlib.Path) -> bool:
+    """Has it digests? Until then its files are trusted as they are."""
+    return (folder / FILE).exists()
+
+
 def verify_digests(folder: pathlib.Path) -> None:
     """Raises Damaged with the names of files that are not as they were written.
 
-    A checkpoint without digests passes.
+    A checkpoint without digests passes. Files that are there besides (`.DS_Store`) are warned of. A
+    disk that cannot be read is no damage: UnusableDisk, after some attempts.
     """
-    if not (folder / FILE).exists():
+    if not is_sealed(folder):
         return
     try:
-        read = json.loads((folder / FILE).read_text())
-        found = _digests(folder)
-    except (OSError, ValueError) as error:
-        raise Damaged(f'checkpoint {folder}: cannot be read: {error}') from error
-    written = read if isinstance(read, dict) else {}
-    if written != found:
-        wrong = [n for n in sorted({*written, *found}) if written.get(n) != found.get(n)]
+        written = json.loads((folder / FILE).read_bytes())
+    except (ValueError, RecursionError):
+        written = None
+    if not isinstance(written, dict) or not written:
+        raise Damaged(f'checkpoint {folder}: damaged since it was written: {FILE}')
+    found = _digests(folder)
+    if besides := sorted(found.keys() - written.keys()):
+        logging.warning('checkpoint %s: not written with it: %s', folder, ', '.join(besides[:3]))
+    if wrong := [name for name in sorted(written) if written[name] != found.get(name)]:
         more = f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''
-        raise Damaged(
-            f'checkpoint {folder}: damaged since it was written: {", ".join(wrong[:3])}{more}'
-        )
+        names = f'{", ".join(wrong[:3])}{more}'
+        raise Damaged(f'checkpoint {folder}: damaged since it was written: {names}')
 
 
 def _digests(folder: pathlib.Path) -> dict[str, str]:
     files = (p for p in sorted(folder.rglob('*')) if p.is_file() and p.name != FILE)
-    found = {}
-    for path in files:
-        with path.open('rb') as file:
-            found[str(path.relative_to(folder))] = hashlib.file_digest(file, 'sha256').hexdigest()
-    return found
+    return {str(path.relative_to(folder)): _digest(path) for path in files}
+
+
+def _digest(path: pathlib.Path) -> str:
+    waits = list(_WAITS)
+    while True:
+        try:
+            with path.open('rb') as file:
+                return hashlib.file_digest(file, 'sha256').hexdigest()
+        except OSError as error:
+            if not waits:
+                raise UnusableDisk(f'{path}: cannot be read: {error.strerror}') from error
+            logging.warning('%s: %s; tried again in %g s', path, error.strerror, waits[0])
+            time.sleep(waits.pop(0))
 
 
 def steps(folder: pathlib.Path) -> list[int]:

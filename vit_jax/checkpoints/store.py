@@ -3,6 +3,7 @@
     WORKDIR/checkpoints/STEP/params     the parameters to use: the average where there is one
                             /training   the rest of the state
                             /card       JSON: what belongs to the parameters (checkpoints/card.py)
+                            /progress   JSON: what the next report of the run begins with
                             /digests.json   of all these files (checkpoints/digests.py)
 
 Parameters are an item of their own, so that using them needs no optimizer.
@@ -10,9 +11,11 @@ Parameters are an item of their own, so that using them needs no optimizer.
 
 import contextlib
 import errno
+import logging
 import math
 import os
 import pathlib
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +33,7 @@ from vit_jax.checkpoints.digests import Damaged
 from vit_jax.parallel.sharding_rules import abstract
 
 FOLDER = 'checkpoints'
+_TRASH = '.trash'  # what is renamed to there, and then removed
 
 
 class Checkpoints:
@@ -44,16 +48,19 @@ class Checkpoints:
     def __init__(self, workdir: str | pathlib.Path, *, keep: int):
         self._folder = pathlib.Path(workdir).absolute() / FOLDER
         self._sealing: threading.Thread | None = None
+        if jax.process_index() == 0:
+            self._empty_trash()  # of a run that was killed
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             cleanup_tmp_directories=True,
             # Removed by renaming first: a kill in between leaves no listed, half-empty step.
-            todelete_subdir='.trash',
+            todelete_subdir=_TRASH,
         )
         handlers = {
             'params': ocp.StandardCheckpointHandler(),
             'training': ocp.StandardCheckpointHandler(),
             'card': ocp.JsonCheckpointHandler(),
+            'progress': ocp.JsonCheckpointHandler(),
         }
         self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
 
@@ -66,7 +73,14 @@ class Checkpoints:
         """The folder of the checkpoint of a step."""
         return self._folder / str(step)
 
-    def save(self, step: int, params: Params, training: Any, card: dict[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        params: Params,
+        training: Any,
+        card: dict[str, Any],
+        progress: dict[str, Any] | None = None,
+    ) -> None:
         """Begins to save a step, unless that step was the last to be saved."""
         if step == self.latest_step:
             return
@@ -74,6 +88,7 @@ class Checkpoints:
             params=ocp.args.StandardSave(params),
             training=ocp.args.StandardSave(tree_names.named_leaves(training)),
             card=ocp.args.JsonSave(card),
+            progress=ocp.args.JsonSave(progress or {}),
         )
         with _written(self._folder):
             self._manager.save(step, args=items)
@@ -82,11 +97,21 @@ class Checkpoints:
             self._sealing.start()
 
     def _seal(self, step: int) -> None:
-        """Writes the digests of a checkpoint as soon as it is complete."""
+        """Writes the digests of a checkpoint as soon as it is complete; then removes older ones."""
         while not self.path(step).exists() and self._manager.is_saving_in_progress():
             time.sleep(0.05)
         with contextlib.suppress(FileNotFoundError):  # never written, or removed for newer ones
             digests.write_digests(self.path(step))
+        while self._manager.is_saving_in_progress():  # orbax renames the old ones last
+            time.sleep(0.05)
+        self._empty_trash()
+
+    def _empty_trash(self) -> None:
+        """Frees the disk of old checkpoints, which orbax only renames."""
+        for old in (self._folder / _TRASH).glob('*'):
+            shutil.rmtree(old, ignore_errors=True)
+            if old.exists():
+                logging.warning('%s: could not be removed', old)
 
     def restore(self, step: int, like: tuple[Params, Any], shardings: tuple[Any, Any]) -> Any:
         """(params, training) of a step: shapes and types of `like`, placed by `shardings`.
@@ -104,8 +129,16 @@ class Checkpoints:
         arguments = {item: ocp.args.StandardRestore(value) for item, value in wanted.items()}
         with _readable(self.path(step)):
             restored = self._manager.restore(step, args=ocp.args.Composite(**arguments))
+        if jax.process_index() == 0 and not digests.is_sealed(self.path(step)):
+            digests.write_digests(self.path(step))  # its run was killed before
         leaves = [restored['training'][name] for name in wanted['training']]
         return restored['params'], jax.tree.unflatten(jax.tree.structure(training), leaves)
+
+    def progress(self, step: int) -> dict[str, Any]:
+        """What was saved of the run's reports with a step; {} of an earlier version."""
+        folder = self.path(step) / 'progress'
+        with _readable(self.path(step)):
+            return ocp.JsonCheckpointHandler().restore(folder) if folder.exists() else {}
 
     def check(self) -> None:
         """Raises what went wrong in the background, if anything did."""
@@ -221,8 +254,10 @@ def _readable(folder: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # orbax and tensorstore raise many kinds for damaged files
-        reason = str(error).strip().splitlines()[0][:300]
-        raise Damaged(f'checkpoint {folder}: cannot be read: {reason}') from error
+        digests.verify_digests(folder)
+        kind = UnusableDisk if digests.is_sealed(folder) else Damaged  # whole, and yet not read
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise kind(f'checkpoint {folder}: cannot be read: {reason}') from error
 
 
 @contextlib.contextmanager

@@ -3,9 +3,11 @@
 import collections
 import datetime
 import json
+import math
 import pathlib
 import statistics
 import time
+from collections.abc import Collection
 from typing import Any
 
 from rich.console import Console
@@ -44,18 +46,23 @@ class Reporter:
         clock: Clock,
         tensorboard: bool,
         console: Console,
+        progress: dict[str, Any],
+        evaluations: Collection[str],
     ):
         self.folder, self.console, is_main_process = folder, console, not console.quiet
         self._steps, self._log_every_steps, self._batch_size = steps, log_every_steps, batch_size
         self._clock, self._began = clock, time.monotonic()
-        self._recent: list[StepMetrics] = []
-        self._losses: collections.deque[float] = collections.deque(maxlen=_WINDOW)
+        self._recent = [StepMetrics(**metrics) for metrics in progress.get('recent', [])]
+        self._losses = collections.deque[float](progress.get('losses', []), maxlen=_WINDOW)
         self._busy_before = self._busy_seconds()
-        self.skipped = 0
+        self.skipped = progress.get('skipped', 0)
+        self.evaluated: list[str] = []  # kinds of evaluations with a line at the first step
         self._file = self._board = None
         if is_main_process:
             with usable(folder / workdirs.METRICS):
-                _forget_after(folder / workdirs.METRICS, steps.start)
+                again = () if steps else evaluations  # a complete run is evaluated anew
+                lines = _lines_before(folder / workdirs.METRICS, steps.start, again)
+                self.evaluated = [line['kind'] for line in lines if line['step'] == steps.start]
                 self._file = (folder / workdirs.METRICS).open('a')
             if tensorboard:
                 from tensorboardX import SummaryWriter
@@ -83,6 +90,12 @@ class Reporter:
         for sink in (self._file, self._board):
             if sink is not None:
                 sink.close()
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """What the reports of a run begin with that goes on from here, as JSON values."""
+        recent = [metrics._asdict() for metrics in self._recent]
+        return {'recent': recent, 'losses': list(self._losses), 'skipped': self.skipped}
 
     def step(self, step: int, metrics: StepMetrics) -> bool:
         """The metrics of one step, in order. Was it one to report at?"""
@@ -120,9 +133,9 @@ class Reporter:
         last = (whole or self._recent)[-1]
         skipped = len(self._recent) - len(whole)
         numbers = last.scalars | {'count': last.num_examples, 'skipped': skipped}
-        examples = max(1, sum(m.num_examples for m in whole))
-        for name in last.sums:
-            numbers[name] = sum(m.sums[name] for m in whole) / examples
+        examples = sum(m.num_examples for m in whole)
+        for name in last.sums:  # no mean of no examples
+            numbers[name] = sum(m.sums[name] for m in whole) / (examples or math.nan)
         busy = self._busy_seconds()
         images = sum(m.num_examples for m in self._recent)
         numbers['images_per_second'] = images / max(1e-9, busy - self._busy_before)
@@ -142,7 +155,8 @@ class Reporter:
     def _write(self, kind: str, step: int, numbers: dict[str, Any]) -> None:
         if self._file is not None:
             seconds = round(time.monotonic() - self._began, 3)
-            line = {'kind': kind, 'step': step, 'seconds': seconds} | numbers
+            line = {'kind': kind, 'step': step, 'seconds': seconds}
+            line |= {name: None if _is_no_json(value) else value for name, value in numbers.items()}
             with usable(self._file.name):
                 self._file.write(json.dumps(line) + '\n')
                 self._file.flush()
@@ -151,12 +165,17 @@ class Reporter:
                 self._board.add_scalar(f'{kind}/{name}', float(value), step)
 
 
-def _forget_after(path: pathlib.Path, step: int) -> None:
-    """Drops the lines of a metrics file that a run beginning at this step will write again."""
-    if path.exists():
-        kept = [json.dumps(line) + '\n' for line in goodput.read(path) if line['step'] <= step]
-        with atomic_write(path) as partial:
-            partial.write_text(''.join(kept))
+def _lines_before(path: pathlib.Path, step: int, again: Collection[str]) -> list[dict[str, Any]]:
+    """Reduces a metrics file to what a run that begins at this step will not write again."""
+    before = (line for line in goodput.read(path) if line['step'] <= step)
+    lines = [line for line in before if line['step'] < step or line['kind'] not in again]
+    with atomic_write(path) as partial:
+        partial.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    return lines
+
+
+def _is_no_json(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def duration(seconds: float) -> str:

@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -100,6 +100,8 @@ def train(
             clock=clock,
             tensorboard=config.tensorboard,
             console=console,
+            progress=checkpoints.progress(int(state.step)) if int(state.step) else {},
+            evaluations=[*experiment.evals, 'fewshot'],
         )
         stack.enter_context(reporter)
         loader_of = loading.make_loaders(config.loader, meshes.batch_sharding(mesh))
@@ -195,7 +197,8 @@ class Run:
         self.ledger.record('training', steps.start)
         self.job.stop_gracefully_from_here()
         try:
-            state = self._trained(state, steps) if steps else self._evaluated(state, steps.stop)
+            self._evaluated(state, steps)
+            state = self._trained(state, steps) if steps else state
         except NotFinite as error:
             self._wait()
             last = self.checkpoints.latest_step
@@ -229,26 +232,31 @@ class Run:
             max_skipped_steps=config.max_skipped_steps,
         )
 
-    def _observers(self) -> list[Every]:
-        """The evaluations, each at its own interval."""
+    def _observers(self, without: Collection[str] = ()) -> list[Every]:
+        """The evaluations, each at its own interval, but those of some names."""
         config = self.experiment.config
         due: dict[int | None, list[str]] = {}
         for name, one in config.evaluations.items():
-            due.setdefault(one.every_steps or config.eval_every_steps, []).append(name)
+            if name not in without:
+                due.setdefault(one.every_steps or config.eval_every_steps, []).append(name)
         observers = [Every(n, functools.partial(self.evaluate, names)) for n, names in due.items()]
-        if (probes := self.experiment.probes) is not None and self.features is not None:
+        probes = self.experiment.probes if 'fewshot' not in without else None
+        if probes is not None and self.features is not None:
             evaluate = functools.partial(self.probe, probes, self.features)
             observers.append(Every(probes.config.every_steps, evaluate))
         return observers
 
-    def _evaluated(self, state: TrainState, step: int) -> TrainState:
-        """A run that was complete before is evaluated again."""
+    def _evaluated(self, state: TrainState, steps: range) -> None:
+        """Does evaluations that were interrupted where a run goes on, all of a complete one."""
+        if steps.start == 0:
+            return
+        said = self.job.from_process_0('evaluated', lambda: json.dumps(self.reporter.evaluated))
         try:
-            for observer in self._observers():
-                observer.run(step, state)
+            for observer in self._observers(without=json.loads(said)):
+                if observer.is_due(steps.start, steps.stop):
+                    observer.run(steps.start, state)
         except Interrupted:
             raise Stopped(state) from None
-        return state
 
     def _on_metrics(self, step: int, metrics: StepMetrics) -> None:
         if self.reporter.step(step, metrics):
@@ -260,7 +268,8 @@ class Run:
         with self.ledger.clock('save stall'):
             self.job.reset_watchdog()
             self.ledger.record('saving', step)
-            self.checkpoints.save(step, *state.split(), self.experiment.card(step))
+            card, progress = self.experiment.card(step), self.reporter.progress
+            self.checkpoints.save(step, *state.split(), card, progress)
 
     def _wait(self) -> None:
         with self.ledger.clock('save stall'):

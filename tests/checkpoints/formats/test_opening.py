@@ -117,7 +117,11 @@ def test_writing_is_the_inverse_of_reading(form, config, layout, tmp_path):
 
 
 @pytest.mark.parametrize('format', ENDINGS)
-@pytest.mark.parametrize('config', [tiny.model(image_size=(12, 8)), HYBRID], ids=['vit', 'hybrid'])
+@pytest.mark.parametrize(
+    'config',
+    [tiny.model(image_size=(12, 8)), pytest.param(HYBRID, marks=pytest.mark.full)],
+    ids=['vit', 'hybrid'],
+)
 def test_another_format_gives_the_same_logits(format, config, tmp_path):
     network = loaded(config)
     path = str(tmp_path / f'other{ENDINGS[format]}')

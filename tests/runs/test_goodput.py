@@ -47,6 +47,19 @@ def test_a_start_that_came_to_no_step_is_lost_whole():
     assert sum(found.values()) == 45.0
 
 
+def test_a_start_whose_newest_checkpoint_was_damaged_keeps_what_the_one_before_has():
+    lines = [
+        line(0.0, 0, start=1.0),
+        line(0.0, 90, start=1.0, step=9.0),
+        line(0.0, 100, start=1.0, step=10.0),
+        line(20.0, 100, start=1.0),
+        line(20.0, 110, start=1.0, step=1.0),  # with a checkpoint, which is damaged as that of 100
+        line(30.0, 90, start=1.0),
+        line(30.0, 120, start=1.0, step=3.0),
+    ]
+    assert totals(lines) == {'start': 2.0, 'step': 12.0, LOST: 10.0 + 10.0}
+
+
 def test_the_parts_sum_to_the_time_between_the_first_start_and_the_last_line(tmp_path, monkeypatch):
     """With a clock that is told the time: three starts, killed in the middle of something."""
     now = [1000.0]
@@ -78,6 +91,20 @@ def test_half_a_line_of_a_killed_run_is_passed_over(tmp_path):
     path = tmp_path / 'ledger.jsonl'
     path.write_text(json.dumps(line(1.0, 0, start=2.0)) + '\n{"began": 1.0, "st')
     assert totals(read(path)) == {'start': 2.0}
+    Ledger(path, Clock()).record('x', 7)  # and does not take the next line with it
+    assert [line['step'] for line in read(path)] == [0, 7]
+
+
+def test_lines_that_are_damaged_are_left_out_and_named(tmp_path, caplog):
+    path = tmp_path / 'ledger.jsonl'
+    whole = json.dumps(line(1.0, 0, start=2.0)).encode()
+    deep, odd = b'[' * 100_000, b'{"began": "x", "step": 1, "seconds": {}}'
+    path.write_bytes(b'\n'.join([b'12', b'{}', b'\xff', deep, odd, whole, whole]))
+    lines = read(path, began=float, step=int | None, seconds=dict)
+    assert len(lines) == 2 and totals(lines) == {'start': 2.0}
+    assert [n for n in range(1, 8) if f'ledger.jsonl, line {n}: damaged' in caplog.text] == [
+        *range(1, 6)
+    ]
     assert totals(read(tmp_path / 'none')) == {}
 
 

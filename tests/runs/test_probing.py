@@ -57,7 +57,7 @@ def test_where_no_set_is_there_it_is_an_error(checkpoint, tmp_path):
         probing_run.probe(config(checkpoint, sets=sets), str(tmp_path))
 
 
-def test_kept_features_give_the_same_results_without_reading_images(checkpoint, tmp_path):
+def test_kept_features_give_the_same_results_and_are_checked(checkpoint, tmp_path, caplog):
     options, read = {'neighbours': 5, 'logistic': LOGISTIC}, []
     plain, _ = probing_run.probe(config(checkpoint, **options), str(tmp_path / 'plain'))
     options['feature_cache'] = str(tmp_path / 'cache')
@@ -65,10 +65,20 @@ def test_kept_features_give_the_same_results_without_reading_images(checkpoint, 
     again = config(checkpoint, **options)
     again.data = tiny.watched(read.append)
     second, _ = probing_run.probe(again, str(tmp_path / 'second'))
-    assert first['sets'] == plain['sets'] and len(read) == 2 * 64  # the bytes that are compared
+    assert first['sets'] == plain['sets'] and len(read) == 1438 + 359  # the bytes are compared
     (found,) = second['sets'].values()
     assert found['accuracy'] == plain['sets']['digits']['accuracy']
-    assert len(list((tmp_path / 'cache').glob('*.npy'))) == 2
+    kept = sorted((tmp_path / 'cache').glob('*.npz'))
+    assert len(kept) == 2
+    for damage in b'', kept[0].read_bytes()[:-500], bytes(len(kept[0].read_bytes())):
+        kept[0].write_bytes(damage)
+        third, _ = probing_run.probe(config(checkpoint, **options), str(tmp_path / 'third'))
+        assert third['sets'] == plain['sets']
+    data = bytearray(kept[0].read_bytes())
+    data[len(data) // 2] ^= 1
+    kept[0].write_bytes(data)
+    third, _ = probing_run.probe(config(checkpoint, **options), str(tmp_path / 'third'))
+    assert third['sets'] == plain['sets'] and caplog.text.count('computed anew') == 4
 
 
 @pytest.mark.full
@@ -81,7 +91,7 @@ def test_features_are_not_those_of_another_network_preparation_or_data(checkpoin
         changed.data = tiny.watched(read.append, changed.data)
         read.clear()
         probing_run.probe(changed, str(tmp_path / f'run{len(list(tmp_path.iterdir()))}'))
-        return len(read) - 2 * 64  # the bytes that are compared
+        return len(read) - everything  # the bytes that are compared
 
     everything = 1438 + 359
     assert kept() == everything and kept() == 0
@@ -93,14 +103,16 @@ def test_features_are_not_those_of_another_network_preparation_or_data(checkpoin
     other = str(tmp_path / 'other')
     training_run.train(tiny.experiment(seed=1), other)
     assert kept(start_from=other) == everything
-    assert kept(data=_digits_but_one(tmp_path)) == everything
+    assert kept(data=_digits(tmp_path)) == everything and kept(data=_digits(tmp_path)) == 0
+    assert kept(data=_digits(tmp_path, change=1)) == 1438  # one image changed under its name
 
 
-def _digits_but_one(folder):
+def _digits(folder, change=0):
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     pixels = np.rint(images.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
+    pixels[700] ^= change
     arrays = {'train_images': pixels[:1438], 'train_labels': labels[:1438]}
     arrays |= {'test_images': pixels[1438:], 'test_labels': labels[1438:]}
     np.savez(folder / 'digits.npz', **arrays)

@@ -10,6 +10,7 @@ import pytest
 from tests import tiny
 from tests.hosts import ROOT, environment, hosts
 from vit_jax.base import records
+from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.digests import verify_digests
 from vit_jax.checkpoints.store import load_card
 from vit_jax.config import FewshotConfig, ProbeSet, TrainConfig, modernized
@@ -43,9 +44,8 @@ def test_a_second_process_is_refused(tmp_path):
 
 
 def test_another_mesh_or_loader_is_no_other_experiment(tmp_path):
-    (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
     with workdirs.opened(str(tmp_path), VALUES, Job()):
-        pass
+        (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
     other = records.to_dict(tiny.experiment(mesh=MeshConfig(fsdp=2)))
     other['loader']['threads'] = 3
     with workdirs.opened(str(tmp_path), other, Job()):
@@ -87,6 +87,21 @@ def test_a_full_disk_is_said_within_a_logging_interval_and_the_checkpoint_before
     assert reported[-1].startswith(('step 20/60', 'step 25/60', 'step 30/60'))
     verify_digests(tmp_path / 'run/checkpoints/10')
     assert load_card(str(tmp_path / 'run'))[0]['step'] == 10
+
+
+@pytest.mark.parametrize('text', ['', '[]', '{"data": ', '[' * 100_000, None])
+def test_checkpoints_whose_configuration_cannot_be_read_are_no_run_to_go_on_with(tmp_path, text):
+    (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
+    if text is not None:
+        (tmp_path / 'config.json').write_text(text)
+    values = records.to_dict(tiny.experiment())
+    with pytest.raises(
+        UserError, match=r'config.json cannot be read.*(?s:.*)--accept_config_changes'
+    ):
+        with workdirs.opened(str(tmp_path), values, Job()):
+            pass
+    with workdirs.opened(str(tmp_path), values, Job(), accept_changes=True):
+        assert json.loads((tmp_path / 'config.json').read_text()) == json.loads(json.dumps(values))
 
 
 def test_a_configuration_of_an_earlier_version_is_read_under_todays_names():

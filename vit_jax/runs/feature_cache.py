@@ -1,6 +1,6 @@
 """Features of whole splits, kept on disk: another evaluation of the same network reads them.
 
-A file is named by a digest of network, preprocessing, names, labels and the bytes of some images.
+A file is named by a digest of network, preprocessing, names, labels and the bytes of all images.
 """
 
 import hashlib
@@ -8,21 +8,21 @@ import itertools
 import json
 import logging
 import pathlib
+import zipfile
+from concurrent import futures
 from typing import Any
 
 import numpy as np
 
 from vit_jax.base import records, tree_names
 from vit_jax.base.array_types import Float, Int, Params
-from vit_jax.base.atomic_files import atomic_write
 from vit_jax.base.errors import usable
+from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.data.image_preprocessing import Preprocessing
-from vit_jax.data.loading import ImageReader
+from vit_jax.data.loading import ImageReader, cores
 from vit_jax.data.sources.base import Source
 from vit_jax.models import ModelConfig
 from vit_jax.runs.probing import FeaturesOf
-
-_SAMPLE = 64  # images of a split whose bytes are part of its digest
 
 
 def cached(features_of: FeaturesOf, folder: pathlib.Path, network: str) -> FeaturesOf:
@@ -33,13 +33,16 @@ def cached(features_of: FeaturesOf, folder: pathlib.Path, network: str) -> Featu
     def from_cache(reader: ImageReader, indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:
         preparation = repr((reader.crop, reader.size, reader.exif_rotation))
         name = _digest(network, preparation, _digest_of_images(reader.source))
-        path = folder / f'{name}.npy'
-        if path.exists():
-            logging.info('features of %d images read from %s', len(reader.source), path)
-            return np.load(path, allow_pickle=False)[indices]
+        path = folder / f'{name}.npz'
+        try:  # every member of an npz has a checksum
+            with np.load(path, allow_pickle=False) as file:
+                return file['features'][indices]
+        except FileNotFoundError:
+            pass
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            logging.warning('%s: %s; computed anew', path, error)
         features = features_of(reader, np.arange(len(reader.source)))
-        with atomic_write(path) as partial, partial.open('wb') as file:
-            np.save(file, features, allow_pickle=False)
+        write_npz(path, {'features': features})
         return features[indices]
 
     return from_cache
@@ -55,9 +58,10 @@ def digest_of_network(
 
 
 def _digest_of_images(source: Source) -> str:
-    some = np.linspace(0, len(source) - 1, min(_SAMPLE, len(source))).astype(int).tolist()
     names = [source.name_of(i) for i in range(len(source))]
-    return _digest(*names, source.labels, *(source.read(i)[0] for i in some))
+    with futures.ThreadPoolExecutor(cores()) as pool:
+        images = pool.map(lambda i: _digest(source.read(i)[0]), range(len(source)))
+        return _digest(*names, source.labels, *images)
 
 
 def _digest(*parts: Any) -> str:

@@ -9,8 +9,8 @@ What was done after the checkpoint from which the next start went on, and the ti
 starts, is lost by the restart. The ratio of the rest to the wall time is the goodput.
 """
 
-import contextlib
 import json
+import logging
 import pathlib
 import time
 from typing import Any
@@ -28,6 +28,9 @@ class Ledger:
         self._path, self.clock = path, clock
         clock.settle()
         self._began = time.time() - sum(clock.seconds.values())
+        if path is not None and path.exists() and not path.read_bytes().endswith(b'\n'):
+            with usable(path), path.open('a') as file:
+                file.write('\n')  # after the half line of a killed run
 
     def record(self, event: str, step: int | None) -> None:
         """Writes a line, while the state is that of `step`; None: there is none yet."""
@@ -44,15 +47,27 @@ class Ledger:
         """Seconds by name over all starts; they sum up to the wall time."""
         if self._path is None:
             return dict(self.clock.seconds)
-        return totals(read(self._path))
+        lines = read(self._path, began=float, step=int | None, seconds=dict)
+        return totals(lines)
 
 
-def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The lines of a file of JSON objects; half a line, the last of a killed run, is left out."""
+def read(path: pathlib.Path, **fields: Any) -> list[dict[str, Any]]:
+    """The lines of a file of JSON objects which have these fields, of these types.
+
+    The last line of a killed run may be half a line; any other that is left out is warned of.
+    """
+    texts = path.read_bytes().splitlines() if path.exists() else []
     lines = []
-    for text in path.read_text().splitlines() if path.exists() else []:
-        with contextlib.suppress(json.JSONDecodeError):
-            lines.append(json.loads(text))
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            line = None
+        known = isinstance(line, dict) and fields.keys() <= line.keys()
+        if known and all(isinstance(line[name], kind) for name, kind in fields.items()):
+            lines.append(line)
+        elif number < len(texts):
+            logging.warning('%s, line %d: damaged, left out', path, number)
     return lines
 
 
@@ -70,8 +85,11 @@ def totals(lines: list[dict[str, Any]]) -> dict[str, float]:
         if following is not None:
             before = [line for line in at if resumed is None or line['step'] <= resumed]
             kept = before[-1]['seconds'] if before else {}
-            kept = {LOST: following - began - sum(kept.values())} | kept
+            lost = following - began - sum(kept.values())
+            kept = {LOST: max(0.0, lost)} | kept  # a clock may have been set back
         for name, seconds in kept.items():
             result[name] = result.get(name, 0.0) + seconds
-        resumed, following = (at[0]['step'] if at else resumed), began
+        if at:  # a later start may have gone on from an earlier step: its newest was damaged
+            resumed = at[0]['step'] if resumed is None else min(resumed, at[0]['step'])
+        following = began
     return result

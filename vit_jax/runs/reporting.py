@@ -167,7 +167,7 @@ class Reporter:
 
 def _lines_before(path: pathlib.Path, step: int, again: Collection[str]) -> list[dict[str, Any]]:
     """Reduces a metrics file to what a run that begins at this step will not write again."""
-    before = (line for line in goodput.read(path) if line['step'] <= step)
+    before = (line for line in goodput.read(path, kind=str, step=int) if line['step'] <= step)
     lines = [line for line in before if line['step'] < step or line['kind'] not in again]
     with atomic_write(path) as partial:
         partial.write_text(''.join(json.dumps(line) + '\n' for line in lines))

@@ -58,12 +58,12 @@ def opened(
 
 def _keep_config(folder: pathlib.Path, config: dict[str, Any], *, accept_changes: bool) -> None:
     """Writes it. Raises UserError where a run with other values than free ones has begun."""
-    kept = folder / CONFIG
-    try:
-        begun = kept.exists() and any(folder.glob('checkpoints/[0-9]*'))
-        changes = records.differences(_read_config(kept), modernized(config)) if begun else []
-    except json.JSONDecodeError as error:
-        raise UserError(f'{kept}: not JSON: {error}; remove it if no run is to go on') from error
+    kept, changes = folder / CONFIG, list[str]()
+    if any(folder.glob('checkpoints/[0-9]*')):
+        try:
+            changes = records.differences(_read_config(kept), modernized(config))
+        except (OSError, ValueError, RecursionError) as error:
+            changes = [f'which is not known, as {CONFIG} cannot be read: {error}']
     free = tuple(f'{name}.' for name in FREE)  # and all fields within
     changes = [line for line in changes if not f'{line.partition(":")[0]}.'.startswith(free)]
     if changes and not accept_changes:
@@ -107,7 +107,9 @@ def _flock(file: IO[str]) -> bool:
 
 def _read_config(path: pathlib.Path) -> dict[str, Any]:
     """The configuration of an earlier run under today's names, with defaults of later fields."""
-    values: dict[str, Any] = modernized(json.loads(path.read_text()))
+    read = json.loads(path.read_bytes())
+    records.require(isinstance(read, dict), 'it is no JSON object')
+    values = modernized(read)
     try:
         return modernized(records.to_dict(records.from_dict(TrainConfig, values, where='config')))
     except UserError:  # a field that is gone, which the difference then shows

@@ -189,7 +189,7 @@ ELSEWHERE = [
         RUN,
         'test_a_run_leaves_its_numbers_its_configuration_and_a_card',
     ),
-    ('TrainConfig', 'checkpoint_every_steps', RUN, 'test_ten_steps_are_five_and_a_crash_and_five'),
+    ('TrainConfig', 'checkpoint_every_steps', RUN, 'test_ten_steps_are_five_and_crashes_and_five'),
     ('TrainConfig', 'keep_checkpoints', RUN, 'test_only_as_many_checkpoints_are_kept_as_asked_for'),
     (
         'TrainConfig',

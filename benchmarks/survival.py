@@ -95,7 +95,7 @@ def save_stall() -> None:
     seconds = []
     for step in range(3):
         began = time.time()
-        checkpoints.save(step, arrays, {'step': np.zeros(())}, {})
+        checkpoints.save(step, arrays, {'step': np.zeros(())}, {}, {})
         seconds.append(time.time() - began)
         checkpoints.wait()
     checkpoints.close()

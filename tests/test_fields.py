@@ -268,7 +268,7 @@ ELSEWHERE = [
         'FewshotConfig',
         'feature_cache',
         PROBING,
-        'test_kept_features_give_the_same_results_without_reading_images',
+        'test_kept_features_give_the_same_results_and_are_checked',
     ),
     ('ProbeSet', 'data train_split test_split', PROBING, SETS),
     (

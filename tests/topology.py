@@ -73,7 +73,7 @@ def measure(mesh_config, steps, save, restore):
     }
     if save:
         checkpoints = Checkpoints(save, keep=1)
-        checkpoints.save(TOTAL, *state.split(), {'step': TOTAL})
+        checkpoints.save(TOTAL, *state.split(), {'step': TOTAL}, {})
         checkpoints.wait()
         checkpoints.close()
         found['saved'] = digest(state.split(), experiment.mesh)

@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from vit_jax.pretrained import load, save
 
 
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
+
+
 def __getattr__(name: str) -> Any:
     """`load` and `save`, imported when they are asked for: the model needs jax and flax alone."""
     if name in __all__:

@@ -5,8 +5,6 @@ import re
 import runpy
 import sys
 
-from vit_jax.base.records import nearest
-
 
 def programs() -> dict[str, str]:
     """What each program does, by name: the first line of its file. Nothing is imported."""
@@ -27,6 +25,8 @@ def main() -> None:
         print('vit_jax PROGRAM ..., or python -m vit_jax.PROGRAM ...; each has --help\n')
         print('\n'.join(f'  {name:<14}{text}' for name, text in known.items()))
     elif name not in known:
+        from vit_jax.base.records import nearest
+
         print(f'error: no program {name!r}; {nearest(name, known)}', file=sys.stderr)
         sys.exit(2)
     else:

@@ -5,8 +5,7 @@ import dataclasses
 import re
 from typing import Any
 
-from vit_jax.base.errors import UserError
-from vit_jax.base.records import Record, require, require_between
+from vit_jax.base import Record, require, require_between
 from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.data.augmentation import Augmentation, AugmentFunction
 from vit_jax.data.image_preprocessing import Crop, Preprocessing
@@ -77,7 +76,11 @@ class FewshotConfig(Record):
         require_between(self, 'shots', 'neighbours', 'every_steps', low=1)
         require_between(self, 'seeds', low=0)
         require_between(self, 'l2', above=0)
-        require(bool(self.shots and self.seeds), 'shots and seeds: expected at least one of each')
+        for name, values in {'shots': self.shots, 'seeds': self.seeds}.items():
+            distinct = len({*values}) == len(values) > 0
+            require(distinct, f'{name}={values}: expected at least one, each once')
+        random = self.crop is not None and self.crop.random
+        require(not random, 'crop: a random crop is for training only')
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -133,7 +136,7 @@ class TrainConfig(Record):
         every = 'log_every_steps', 'eval_every_steps', 'checkpoint_every_steps'
         require_between(self, *names, *every, 'eval_batch_size', 'image_size', low=1)
         require_between(self, 'polyak_decay', low=0, below=1)
-        require_between(self, 'seed', low=0)
+        require_between(self, 'seed', low=0, below=2**32)
         for name in self.evals:
             fits = re.fullmatch(r'[\w-]+', name) is not None and name not in _RESERVED
             require(fits, f'evals: {name!r} is no name for an evaluation')
@@ -198,10 +201,3 @@ def _within(values: dict[str, Any], field: str) -> tuple[dict[str, Any], str]:
     for parent in parents:
         values = values.get(parent) or {}
     return values, name
-
-
-def require_model(config: TrainConfig) -> None:
-    """Raises UserError where neither a model nor a checkpoint is named."""
-    if config.model is None and config.start_from is None:
-        text = 'give a model, or start_from=CHECKPOINT to take that one'
-        raise UserError(f'config.model is none: {text}')

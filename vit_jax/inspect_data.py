@@ -18,8 +18,7 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import Progress
 
-from vit_jax.base.atomic_files import write_json
-from vit_jax.base.errors import UserError, usable
+from vit_jax.base import UserError, usable, write_json
 from vit_jax.base.records import text_of
 from vit_jax.command_line import app
 from vit_jax.config import TrainConfig

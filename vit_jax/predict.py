@@ -15,8 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from vit_jax.base.array_types import Bool, Int
-from vit_jax.base.errors import UserError, usable
+from vit_jax.base import Bool, Int, UserError, usable
 from vit_jax.command_line import app
 from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import normalize

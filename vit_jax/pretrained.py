@@ -10,10 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import tree_names
-from vit_jax.base.array_types import Array, Float, Params
-from vit_jax.base.errors import UserError
-from vit_jax.base.records import Record
+from vit_jax.base import Array, Float, Params, Record, UserError, tree_names
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import opening
 from vit_jax.checkpoints.formats.base import Layout

@@ -110,3 +110,14 @@ def test_a_function_stays_in_a_checked_record_and_is_named_in_text():
     assert records.to_dict(again) == values
     with pytest.raises(UserError, match='double is not in the file'):
         again.paint(2)
+
+
+def test_functions_without_a_name_are_told_apart_by_their_source():
+    """A run goes on with the loss that it began with, and a lambda has no name of its own."""
+    one, two = (
+        lambda x: x + 1,
+        lambda x: x * 2,
+    )
+    assert records.text_of(one) != records.text_of(two)
+    assert records.text_of(one) == records.text_of(one)
+    assert records.text_of(eval('lambda x: x')).endswith('<lambda>')  # without a source

@@ -41,7 +41,7 @@ def save(folder, last):
     for step in range(1, 4):
         begun = step == 3
         array = np.full(100, step, np.float32)
-        checkpoints.save(step, {'a': array}, {'b': array}, {'step': step})
+        checkpoints.save(step, {'a': array}, {'b': array}, {'step': step}, {})
         checkpoints.wait()
     checkpoints.close()
 

@@ -17,7 +17,7 @@ CARD = {'step': 4, 'class_names': ['a', 'b']}
 def saved(tmp_path):
     checkpoints = store.Checkpoints(tmp_path, keep=2)
     for step in 1, 2, 4:
-        checkpoints.save(step, PARAMS, TRAINING, CARD | {'step': step})
+        checkpoints.save(step, PARAMS, TRAINING, CARD | {'step': step}, {})
     checkpoints.wait()
     yield tmp_path, checkpoints
     checkpoints.close()

@@ -139,6 +139,7 @@ def test_remat_changes_neither_result_nor_gradient():
             np.testing.assert_allclose(leaf, results[0][name], atol=1e-5, err_msg=name)
 
 
+@pytest.mark.full
 def test_every_leaf_learns_and_the_last_map_has_the_features_as_its_mean():
     model, params = made(SMALL)
     gradient = jax.jit(jax.grad(lambda p: (model.apply(p, IMAGES) ** 2).sum()))(params)

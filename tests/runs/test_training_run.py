@@ -202,6 +202,15 @@ def test_a_resume_under_another_configuration_is_refused_with_the_differences(tr
         training_run.train(config, str(trained.folder))
 
 
+def test_changes_that_prove_impossible_are_not_kept(trained, tmp_path):
+    folder = shutil.copytree(trained.folder, tmp_path / 'run')
+    before = (folder / 'config.json').read_text()
+    with pytest.raises(ValueError, match='the arrays do not fit'):
+        config = tiny.experiment(model=tiny.model(num_classes=None, depth=2))
+        training_run.train(config, str(folder), accept_changes=True)
+    assert (folder / 'config.json').read_text() == before
+
+
 def test_a_run_beyond_its_end_is_no_run(trained):
     config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True)
     config.total = Duration(steps=7)
@@ -487,7 +496,8 @@ def test_data_augmentation_loss_and_head_may_be_functions_of_ones_own(trained, t
     assert values['loss'] == {'function': f'{__name__}:focal'}
     assert values['augmentation'] == {'function': f'{__name__}:left_to_right'}
     assert values['model']['head'] == {'function': f'{__name__}:two_layers'}
-    assert values['data']['function'].endswith('open_split')
+    data, _, digest = values['data']['function'].partition('#')  # of a function within another
+    assert data.endswith('open_split') and len(digest) == 8
     again = training_run.train(config, str(tmp_path / 'own'))  # a resume knows them by name
     assert again.evals == result.evals
     alone = tiny.experiment(

@@ -5,9 +5,13 @@ line assigns to their fields; nothing else does, and `checked` looks at what was
 """
 
 import collections.abc
+import contextlib
 import dataclasses
 import difflib
 import functools
+import hashlib
+import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -62,6 +66,14 @@ def require_between(
         numbers = value if isinstance(value, tuple) else () if value is None else (value,)
         fits = all(low <= n <= high and above < n < below for n in numbers)
         require(fits, f'{name}={value!r}: expected {said}')
+
+
+def require_pattern(pattern: str) -> None:
+    """Raises UserError for what is no regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UserError(f'{pattern!r} is no regular expression: {error}') from error
 
 
 _every_hint: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
@@ -141,13 +153,21 @@ class Elsewhere:
 
 
 def text_of(value: str | Callable[..., Any]) -> str:
-    """A text as it is, of a function MODULE:NAME, for people and for comparisons."""
+    """A text as it is, of a function MODULE:NAME, for people and for comparisons.
+
+    A function without a name of its own (a lambda) is told from others by a digest of its source.
+    """
     if isinstance(value, str):
         return value
     if isinstance(value, Elsewhere):
         return value.name
     owner = value if hasattr(value, '__qualname__') else type(value)
-    return f'{owner.__module__}:{owner.__qualname__}'
+    name = f'{owner.__module__}:{owner.__qualname__}'
+    if '<' not in name:
+        return name
+    with contextlib.suppress(OSError, TypeError):  # typed in, or computed
+        name += '#' + hashlib.sha256(inspect.getsource(owner).encode()).hexdigest()[:8]
+    return name
 
 
 def _to_plain(value: Any, hint: Any) -> Any:
@@ -184,7 +204,7 @@ def _read(hint: Any, value: Any, where: str) -> Any:
             return float(value)
         if type(value) is option:  # NoneType too
             return checked(value, where=where) if option in kinds.values() else value
-        if origin is Literal and value in items:
+        if origin is Literal and type(value) in map(type, items) and value in items:
             return value
         if origin is collections.abc.Callable and (named or callable(value)):
             return Elsewhere(value['function']) if named else value

@@ -5,9 +5,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from vit_jax.base import records
-from vit_jax.base.errors import MissingFile, UserError, usable
-from vit_jax.base.records import require
+from vit_jax.base import MissingFile, UserError, records, require, usable
 
 
 class Row(NamedTuple):

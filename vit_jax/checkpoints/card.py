@@ -3,8 +3,7 @@
 import dataclasses
 from typing import Any
 
-from vit_jax.base import records
-from vit_jax.base.records import Record, require
+from vit_jax.base import Record, records, require
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.models import ResNetConfig, ViTConfig
 

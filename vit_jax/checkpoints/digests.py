@@ -11,8 +11,7 @@ import pathlib
 import socket
 import time
 
-from vit_jax.base.atomic_files import write_json
-from vit_jax.base.errors import UnusableDisk, UserError
+from vit_jax.base import UnusableDisk, UserError, usable, write_json
 
 FILE = 'digests.json'
 DAMAGED = 'damaged'  # the folder to which damaged checkpoints are moved
@@ -36,21 +35,23 @@ def is_sealed(folder: pathlib.Path) -> bool:
 def verify_digests(folder: pathlib.Path) -> None:
     """Raises Damaged with the names of files that are not as they were written.
 
-    A checkpoint without digests passes. Files that are there besides (`.DS_Store`) are warned of. A
+    A checkpoint without digests passes. Hidden files that came later (`.DS_Store`) are warned of. A
     disk that cannot be read is no damage: UnusableDisk, after some attempts.
     """
     if not is_sealed(folder):
         return
     try:
         written = json.loads((folder / FILE).read_bytes())
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, IsADirectoryError):
         written = None
     if not isinstance(written, dict) or not written:
         raise Damaged(f'checkpoint {folder}: damaged since it was written: {FILE}')
     found = _digests(folder)
-    if besides := sorted(found.keys() - written.keys()):
-        logging.warning('checkpoint %s: not written with it: %s', folder, ', '.join(besides[:3]))
-    if wrong := [name for name in sorted(written) if written[name] != found.get(name)]:
+    for name in [name for name in found.keys() - written.keys() if '/.' in f'/{name}']:
+        del found[name]  # of another program: orbax hides no file
+        logging.warning('checkpoint %s: not written with it: %s', folder, name)
+    wrong = [n for n in sorted({*written, *found}) if written.get(n) != found.get(n)]
+    if wrong:
         more = f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''
         names = f'{", ".join(wrong[:3])}{more}'
         raise Damaged(f'checkpoint {folder}: damaged since it was written: {names}')
@@ -76,12 +77,14 @@ def _digest(path: pathlib.Path) -> str:
 
 def steps(folder: pathlib.Path) -> list[int]:
     """The steps that have a folder, complete or not, the newest first."""
-    return sorted((int(p.name) for p in folder.glob('*') if p.name.isdecimal()), reverse=True)
+    names = (path.name for path in folder.glob('*') if path.name.isdecimal())
+    return sorted((int(name) for name in names if name == str(int(name))), reverse=True)
 
 
 def quarantine(folder: pathlib.Path) -> pathlib.Path:
     """Moves a damaged checkpoint to the folder `damaged` beside it; returns its new path."""
     parent = folder.parent / DAMAGED
-    parent.mkdir(exist_ok=True)
     name = f'{folder.name}-{time.time_ns()}-{socket.gethostname()}'
-    return folder.rename(parent / name)
+    with usable(parent):
+        parent.mkdir(exist_ok=True)
+        return folder.rename(parent / name)

@@ -25,14 +25,13 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from vit_jax.base import tree_names
-from vit_jax.base.array_types import Params
-from vit_jax.base.errors import MissingFile, UnusableDisk, UserError
+from vit_jax.base import MissingFile, Params, UnusableDisk, UserError, tree_names
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.digests import Damaged
 from vit_jax.parallel.sharding_rules import abstract
 
 FOLDER = 'checkpoints'
+Json = dict[str, Any]
 _TRASH = '.trash'  # what is renamed to there, and then removed
 
 
@@ -73,14 +72,7 @@ class Checkpoints:
         """The folder of the checkpoint of a step."""
         return self._folder / str(step)
 
-    def save(
-        self,
-        step: int,
-        params: Params,
-        training: Any,
-        card: dict[str, Any],
-        progress: dict[str, Any] | None = None,
-    ) -> None:
+    def save(self, step: int, params: Params, training: Any, card: Json, progress: Json) -> None:
         """Begins to save a step, unless that step was the last to be saved."""
         if step == self.latest_step:
             return
@@ -88,7 +80,7 @@ class Checkpoints:
             params=ocp.args.StandardSave(params),
             training=ocp.args.StandardSave(tree_names.named_leaves(training)),
             card=ocp.args.JsonSave(card),
-            progress=ocp.args.JsonSave(progress or {}),
+            progress=ocp.args.JsonSave(progress),
         )
         with _written(self._folder):
             self._manager.save(step, args=items)
@@ -129,12 +121,13 @@ class Checkpoints:
         arguments = {item: ocp.args.StandardRestore(value) for item, value in wanted.items()}
         with _readable(self.path(step)):
             restored = self._manager.restore(step, args=ocp.args.Composite(**arguments))
+        self.progress(step)  # can it be read too?
         if jax.process_index() == 0 and not digests.is_sealed(self.path(step)):
             digests.write_digests(self.path(step))  # its run was killed before
         leaves = [restored['training'][name] for name in wanted['training']]
         return restored['params'], jax.tree.unflatten(jax.tree.structure(training), leaves)
 
-    def progress(self, step: int) -> dict[str, Any]:
+    def progress(self, step: int) -> Json:
         """What was saved of the run's reports with a step; {} of an earlier version."""
         folder = self.path(step) / 'progress'
         with _readable(self.path(step)):

@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vit_jax.base import tree_names
-from vit_jax.base.array_types import Params
+from vit_jax.base import Params, tree_names
 from vit_jax.checkpoints import resize
 from vit_jax.models import ModelConfig, ViTConfig, head_params, positions
 

@@ -19,8 +19,7 @@ from absl import flags
 from ml_collections.config_flags import config_path
 from ml_collections.config_flags.tuple_parser import TupleParser
 
-from vit_jax.base import records
-from vit_jax.base.errors import MissingFile, UserError
+from vit_jax.base import MissingFile, UserError, records
 from vit_jax.config import RENAMED, TrainConfig
 
 R = TypeVar('R')
@@ -84,6 +83,7 @@ def _read(file: str) -> TrainConfig:
     found: dict[str, Any] = {}
     try:
         found = runpy.run_path(path, run_name='config_config')  # as ml_collections names it
+        records.require('get_config' in found, 'it defines no get_config()')
         config = found['get_config'](*argument)
     except Exception as error:
         known = found.get('ARGUMENTS', ())
@@ -92,8 +92,8 @@ def _read(file: str) -> TrainConfig:
             raise UserError(f'--config={file}: no {argument[0]!r}; {nearest}') from error
         if isinstance(error, UserError):
             frames = traceback.extract_tb(error.__traceback__)
-            line = [frame.lineno for frame in frames if frame.filename == path][-1]
-            raise UserError(f'{path}, line {line}: {error}') from error
+            lines = [f', line {frame.lineno}' for frame in frames if frame.filename == path]
+            raise UserError(f'--config={path}{"".join(lines[-1:])}: {error}') from error
         raise
     if not isinstance(config, TrainConfig):
         raise UserError(f'--config: get_config() gave {type(config).__name__}, no TrainConfig')

@@ -11,8 +11,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from vit_jax.base.array_types import Array, Batch, Float, Key, UInt8
-from vit_jax.base.records import Record, require_between
+from vit_jax.base import Array, Batch, Float, Key, Record, UInt8, require_between
 from vit_jax.data.image_preprocessing import Crop, InceptionCrop, Preprocessing, Size
 from vit_jax.data.randaugment import RandAugment, randaugment
 

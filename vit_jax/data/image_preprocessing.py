@@ -10,9 +10,7 @@ from typing import ClassVar, Literal, TypeVar
 
 import numpy as np
 
-from vit_jax.base.array_types import Array, Float, Num, UInt8
-from vit_jax.base.errors import UserError
-from vit_jax.base.records import Record, require, require_between
+from vit_jax.base import Array, Float, Num, Record, UInt8, UserError, require, require_between
 
 # `bilinear` is OpenCV's INTER_LINEAR, as in the paper's code: no smoothing before an image shrinks.
 # The others are Pillow's BILINEAR and BICUBIC, as in PyTorch's image processors, which smooth.
@@ -131,6 +129,7 @@ class Preprocessing(Record):
     std: tuple[float, float, float] = (127.5, 127.5, 127.5)
 
     def check(self) -> None:
+        require(not self.crop.random, 'crop: random crops are for augmentation.crop')
         require(all(map(math.isfinite, self.mean)), f'mean={self.mean}: expected finite numbers')
         require_between(self, 'std', above=0)
 
@@ -157,7 +156,7 @@ def decode(stored: bytes | np.ndarray, *, exif_rotation: bool) -> Image:
     if stored.startswith(b'\xff\xd8') and not may_turn:
         import simplejpeg
 
-        # To OpenCV's bits in 0.9 of its time; it decides what is unsupported here, or damaged.
+        # The same bits as OpenCV's in 0.9 of the time. What it cannot read, OpenCV judges.
         with contextlib.suppress(ValueError):
             return simplejpeg.decode_jpeg(stored)
     import cv2

@@ -19,9 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from vit_jax.base.array_types import Batch, Int, UInt8
-from vit_jax.base.errors import UserError
-from vit_jax.base.records import Record, require_between
+from vit_jax.base import Batch, Int, Record, UInt8, UserError, require_between
 from vit_jax.data.image_preprocessing import Crop, Size, decode
 from vit_jax.data.sources.base import Label, Source
 from vit_jax.parallel.meshes import put, rows_here
@@ -67,7 +65,10 @@ class ImageReader:
     on_unreadable: OnUnreadable = 'error'
 
     def examples(self, refs: Sequence[ExampleRef | None], pool: futures.Executor) -> Batch:
-        """One batch, read by the pool's threads. What is skipped is masked, as is None, padding."""
+        """One batch of arrays, read by the pool's threads; None is padding, which is masked.
+
+        Raises UserError for an unreadable image; with on_unreadable='skip' it is masked.
+        """
         images = _aligned((len(refs), *self.size, 3))
         labels = np.zeros((len(refs), *self.source.label_shape), np.int32)
         mask = np.zeros(len(refs), bool)
@@ -142,7 +143,7 @@ class Loader:
 
 
 def make_loader(reader: ImageReader, config: LoaderConfig, sharding: NamedSharding) -> Loader:
-    """The reader's examples as configured. UserError for random crops to be kept on the device."""
+    """A loader that keeps the examples on the host, or on the device (but no random crops)."""
     if config.placement == 'device' and reader.crop.random:
         crop = type(reader.crop).__name__
         raise UserError(f'placement=device cannot keep {crop}, which differs at every draw')

@@ -5,7 +5,8 @@ of sixteen operations, drawn evenly, at one magnitude. Every operation is a step
 passes: pixels move (one affine gather), values go through a table of 256 entries by channel, the
 image is blended with another one, a square is cut out. So a batch of all is one batched program.
 
-What is odd in the original is kept, because recipes were tuned with it; the last is a choice:
+What is odd in the original is kept, because recipes were tuned with it; the last is a
+choice (`RandAugment.contrast`):
 
 - a magnitude above 10 is not clipped: 15 and 20 extrapolate the ranges;
 - posterize and solarize grow weaker with the magnitude, and at magnitude 0 they are at their
@@ -22,8 +23,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from vit_jax.base.array_types import Array, Float, Int, Key, UInt8
-from vit_jax.base.records import Record, require_between
+from vit_jax.base import Array, Float, Int, Key, Record, UInt8, require_between
 
 Image = UInt8[Array, 'h w 3']
 Index = Int[Array, '']
@@ -44,7 +44,9 @@ class RandAugment(Record):
 
     layers: int = 0
     magnitude: float = 10.0
-    contrast: Contrast = 'mean'  # away from the mean grey, or from pixels / 256 as the original
+    contrast: Contrast = (
+        'mean'  # from the mean grey, as Pillow, or from pixels / 256, as the original
+    )
 
     def check(self) -> None:
         require_between(self, 'layers', 'magnitude', low=0)

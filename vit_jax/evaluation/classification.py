@@ -19,8 +19,8 @@ def evaluate(
     """Means of what `loss_sums(params, batch)` sums, over batches that must hold `count` examples.
 
     Where it also gives rows of `logits` and `targets` (b k), an image may have several classes, and
-    there is the `mean_average_precision` too; masked examples come last. AssertionError for another
-    number: an accuracy over other examples than those asked for is no result.
+    there is the `mean_average_precision` too; masked examples must come after all others. Raises
+    AssertionError where the batches hold another number: that would be no result.
     """
     totals: dict[str, float] = collections.defaultdict(float)
     examples, kept = 0, []

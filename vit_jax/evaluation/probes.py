@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from vit_jax.base import records
-from vit_jax.base.array_types import Array, Float, Int
-from vit_jax.base.errors import UserError
+from vit_jax.base import Array, Float, Int, UserError, records
 
 TEMPERATURE = 0.07  # of a neighbour's vote, as in DINO (Caron et al. 2021)
 _CHUNK = 1024  # test images that are compared with all training images at once

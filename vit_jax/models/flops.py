@@ -50,7 +50,7 @@ def _count(jaxpr: Any) -> int:
 
 
 def _convolution(equation: Any) -> int:
-    """Without those that meet only padding, as XLA counts: they are 3 % of a ResNet's."""
+    """Multiply-adds, but those that meet only padding (3 % of a ResNet's), as XLA counts them."""
     params, specs = equation.params, equation.params['dimension_numbers']
     image, kernel = (v.aval.shape for v in equation.invars)
     output = equation.outvars[0].aval.shape

@@ -1,5 +1,6 @@
 """What networks share: the head of a classifier, branches dropped at random, and taps."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -8,9 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import tree_names
-from vit_jax.base.array_types import Array, Float, Key, Params
-from vit_jax.base.records import require
+from vit_jax.base import Array, Float, Key, Params, require, tree_names
 
 # `linear`, or a function: the number of classes -> a Flax module from features to logits, without
 # a name. Its parameters are whatever lies below `head/`.
@@ -19,6 +18,7 @@ Head = Literal['linear'] | Callable[..., Any]
 
 def check_head(head: Head, bias: float) -> None:
     """Raises UserError for the bias of a head that is a function, and sets its own."""
+    require(math.isfinite(bias), f'head_bias={bias}: expected a finite number')
     require(head == 'linear' or bias == 0, f'head_bias={bias}: only the linear head has one')
 
 

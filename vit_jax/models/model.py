@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax.core.scope import DenyList
 
-from vit_jax.base import records
-from vit_jax.base.array_types import Array, Float, Key, Params
-from vit_jax.base.errors import UserError
+from vit_jax.base import Array, Float, Key, Params, UserError, records
 from vit_jax.models.options import ActivationSharding, Compute, Regularization
 from vit_jax.models.resnet import ResNetClassifier, ResNetConfig
 from vit_jax.models.vit import ViT, ViTConfig

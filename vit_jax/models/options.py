@@ -7,8 +7,7 @@ from typing import Any, Literal
 import flax.linen as nn
 import jax
 
-from vit_jax.base.array_types import Array
-from vit_jax.base.records import Record, require_between
+from vit_jax.base import Array, Record, require_between
 from vit_jax.models.attention import Implementation
 
 Remat = Literal['none', 'dots', 'block']

@@ -12,8 +12,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base.array_types import Array, Float
-from vit_jax.base.records import require
+from vit_jax.base import Array, Float, require
 
 PositionKind = Literal['learned', 'sincos2d', 'none']
 Grid = tuple[int, int]  # patches in (height, width)
@@ -75,7 +74,13 @@ def sincos2d(grid: Grid, width: int) -> Float[np.ndarray, 'n d']:
 
 def resizers(kind: PositionKind) -> dict[str, Callable[[np.ndarray, Grid, Grid], np.ndarray]]:
     """What adapts each parameter of a kind, by name, from an old grid to a new one."""
-    return {'pos_embedding': resize} if kind == 'learned' else {}
+    match kind:
+        case 'learned':
+            return {'pos_embedding': resize}
+        case 'sincos2d' | 'none':
+            return {}
+        case other:
+            assert_never(other)
 
 
 def resize(table: Float[np.ndarray, '1 n d'], old: Grid, new: Grid) -> Float[np.ndarray, '1 m d']:

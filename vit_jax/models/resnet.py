@@ -12,8 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from vit_jax.base.array_types import Array, Float
-from vit_jax.base.records import Record, require, require_between
+from vit_jax.base import Array, Float, Record, require, require_between
 from vit_jax.models.layers import Head, check_head, make_head, tap
 from vit_jax.models.options import Compute, rematerialized
 

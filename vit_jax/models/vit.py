@@ -7,8 +7,7 @@ from typing import Literal, assert_never
 import flax.linen as nn
 import jax.numpy as jnp
 
-from vit_jax.base.array_types import Array, Float
-from vit_jax.base.records import Record, require, require_between
+from vit_jax.base import Array, Float, Record, require, require_between
 from vit_jax.models import positions
 from vit_jax.models.attention import Implementation, attend, attention_weights
 from vit_jax.models.layers import Head, check_head, drop_branch, make_head, tap

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from vit_jax.base.errors import UserError
-from vit_jax.base.records import require
+from vit_jax.base import UserError, require
 
 GIB = 2**30
 _EXHAUSTED = 'RESOURCE_EXHAUSTED'

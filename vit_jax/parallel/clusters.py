@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 # Not public: `jax.distributed.initialize` reads the environment and acts on it in one call.
 from jax._src import clusters as of_jax
 
-from vit_jax.base.errors import UserError
-from vit_jax.base.records import Record, require, require_between
+from vit_jax.base import Record, UserError, require, require_between
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -10,9 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from vit_jax.base.array_types import Array, Int
-from vit_jax.base.errors import UserError
-from vit_jax.base.records import Record, require, require_between
+from vit_jax.base import Array, Int, Record, UserError, require, require_between, require_pattern
 
 AXES = 'data', 'fsdp', 'tensor'
 Spec = tuple[str | None, ...]  # the mesh axis that splits each axis of an array, None: none
@@ -36,6 +34,10 @@ class MeshConfig(Record):
 
     def check(self) -> None:
         sizes = self.data, self.fsdp, self.tensor
+        for pattern, axes in self.rules:
+            require_pattern(pattern)
+            for axis in {*axes} - {*AXES, None}:
+                raise UserError(f'rules: no axis {axis!r}; there are {", ".join(AXES)}')
         fit = sizes.count(-1) <= 1 and all(size == -1 or size >= 1 for size in sizes)
         require(fit, f'{_text(sizes)}: expected sizes of 1 or more, at most one -1')
         require_between(self, 'fsdp_min_mb', low=0)
@@ -86,7 +88,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def shard_activations(mesh: Mesh, x: Array) -> Array:
     """The same activations (b ...), with a hint for the compiler to keep examples split.
 
-    Without it the compiler may gather the batch rather than the parameters.
+    Without it the compiler may gather the batch rather than the parameters, and run out of memory.
     """
     if x.shape[0] % (mesh.shape['data'] * mesh.shape['fsdp']):  # the one image of `init`
         return x

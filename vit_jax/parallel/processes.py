@@ -28,8 +28,7 @@ import psutil
 from jax._src.distributed import global_state
 from jaxlib import _jax
 
-from vit_jax.base import records
-from vit_jax.base.errors import UserError
+from vit_jax.base import UserError, records
 from vit_jax.parallel.clusters import Cluster, Launch, detect_cluster, wait_for_coordinator
 
 REQUEUE = 75  # EX_TEMPFAIL: start the same command again
@@ -128,7 +127,10 @@ class Job:
             self._preemption.initialize(self._client)
 
     def heartbeat(self) -> None:
-        """Says that work goes on, equally often everywhere. Raises Interrupted where all stop."""
+        """Says that work goes on. Raises Interrupted on the call at which all processes stop.
+
+        Every process must call it equally often.
+        """
         self._ticks += 1
         self.reset_watchdog()
         manager = self._preemption

@@ -7,9 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from vit_jax.base import tree_names
-from vit_jax.base.errors import UserError
-from vit_jax.parallel.meshes import AXES, MeshConfig, Spec, describe
+from vit_jax.base import UserError, tree_names
+from vit_jax.parallel.meshes import MeshConfig, Spec, describe
 
 # The axis, from the end, that tensor splits: heads, and the hidden layer. The first matrix of a
 # pair is split along its output and the second along its input, so that nothing is exchanged
@@ -27,8 +26,8 @@ def shardings_for(state: Any, mesh: Mesh, config: MeshConfig) -> Any:
 
     The first of `config.rules` that matches decides. Else heads and hidden layers are split over
     tensor, and a large leaf over fsdp along the largest axis that is left and divides, never the
-    depth of stacked blocks, along which the scan walks. Only names and shapes count, so that the
-    optimizer's copies of a parameter are split as it is. UserError: a rule that does not fit.
+    depth of stacked blocks, along which the scan walks. Only names and shapes count, also for the
+    optimizer's copies of a parameter. Raises UserError for a rule that fits nothing.
     """
     names = tree_names.named_leaves(state)
     for pattern, _ in config.rules:
@@ -72,8 +71,6 @@ def _axes(name: str, leaf: Any, mesh: Mesh, fsdp_min_mb: float) -> Spec:
 
 def _misfit(leaf: Any, axes: Spec, mesh: Mesh) -> str | None:
     """Why the axes cannot split the leaf; None where they can."""
-    if unknown := {*axes} - {*AXES, None}:
-        return f'no axis {unknown.pop()!r}; there are {", ".join(AXES)}'
     if len(axes) > leaf.ndim:
         return 'more axes than the array has'
     for size, axis in zip(leaf.shape, axes, strict=False):

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from vit_jax.base.array_types import Array, Batch, Float, Params
-from vit_jax.base.errors import UserError
+from vit_jax.base import Array, Batch, Float, Params, UserError
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
 from vit_jax.models import Model, ViTConfig
 from vit_jax.parallel import meshes, sharding_rules

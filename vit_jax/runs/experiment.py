@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from vit_jax.base import records
-from vit_jax.base.array_types import Array, Batch, Float, Params
-from vit_jax.base.errors import UserError
+from vit_jax.base import Array, Batch, Float, Params, UserError, records
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.formats.opening import Checkpoint, open_checkpoint
-from vit_jax.config import TrainConfig, require_model
+from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.image_preprocessing import Preprocessing, Size, normalize
 from vit_jax.data.loading import ImageReader
@@ -84,7 +82,9 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
     Raises UserError for values that do not fit each other, the data or the devices.
     """
     config = records.checked(config, where='config')
-    require_model(config)
+    if config.model is None and config.start_from is None:
+        text = 'give a model, or start_from=CHECKPOINT to take that one'
+        raise UserError(f'config.model is none: {text}')
     if config.total is None:
         raise UserError('config.total is none: expected how long to train')
     opened = make_opener(config.held_out)

@@ -14,9 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.base import records, tree_names
-from vit_jax.base.array_types import Float, Int, Params
-from vit_jax.base.errors import usable
+from vit_jax.base import Float, Int, Params, records, tree_names, usable
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.loading import ImageReader, cores

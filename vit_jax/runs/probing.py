@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import records
-from vit_jax.base.array_types import Array, Batch, Float, Int, Params
-from vit_jax.base.errors import UserError
+from vit_jax.base import Array, Batch, Float, Int, Params, UserError, records
 from vit_jax.config import FewshotConfig, ProbeSet, TrainConfig
 from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import Preprocessing

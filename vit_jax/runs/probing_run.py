@@ -6,9 +6,7 @@ from typing import Any
 
 import jax
 
-from vit_jax.base import records
-from vit_jax.base.atomic_files import write_json
-from vit_jax.base.errors import UserError
+from vit_jax.base import UserError, records, write_json
 from vit_jax.checkpoints.transfer import transfer
 from vit_jax.config import TrainConfig
 from vit_jax.data.loading import make_loaders

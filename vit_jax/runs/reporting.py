@@ -13,8 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vit_jax.base.atomic_files import atomic_write
-from vit_jax.base.errors import usable
+from vit_jax.base import atomic_write, usable
 from vit_jax.parallel.processes import Job
 from vit_jax.runs import goodput, workdirs
 from vit_jax.training.loop import Clock
@@ -61,8 +60,9 @@ class Reporter:
         if is_main_process:
             with usable(folder / workdirs.METRICS):
                 again = () if steps else evaluations  # a complete run is evaluated anew
-                lines = _lines_before(folder / workdirs.METRICS, steps.start, again)
-                self.evaluated = [line['kind'] for line in lines if line['step'] == steps.start]
+                lines = _cut(folder / workdirs.METRICS, steps.start, again)
+                now = (line['kind'] for line in lines if line['step'] == steps.start)
+                self.evaluated = [kind for kind in now if kind in evaluations]
                 self._file = (folder / workdirs.METRICS).open('a')
             if tensorboard:
                 from tensorboardX import SummaryWriter
@@ -165,8 +165,8 @@ class Reporter:
                 self._board.add_scalar(f'{kind}/{name}', float(value), step)
 
 
-def _lines_before(path: pathlib.Path, step: int, again: Collection[str]) -> list[dict[str, Any]]:
-    """Reduces a metrics file to what a run that begins at this step will not write again."""
+def _cut(path: pathlib.Path, step: int, again: Collection[str]) -> list[dict[str, Any]]:
+    """Cuts a metrics file down to the lines that a run from this step will not write again."""
     before = (line for line in goodput.read(path, kind=str, step=int) if line['step'] <= step)
     lines = [line for line in before if line['step'] < step or line['kind'] not in again]
     with atomic_write(path) as partial:

@@ -14,9 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from vit_jax.base import records
-from vit_jax.base.atomic_files import write_json
-from vit_jax.base.errors import UserError
+from vit_jax.base import UserError, records, write_json
 from vit_jax.checkpoints.digests import Damaged, quarantine
 from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
 from vit_jax.checkpoints.transfer import transfer
@@ -47,7 +45,7 @@ class Result(NamedTuple):
     fewshot: dict[str, Any] | None
     checkpoint: pathlib.Path
     folder: pathlib.Path
-    skipped: int  # uses of unreadable training images since this start
+    skipped: int  # uses of unreadable training images, over all starts of this run
     seconds: dict[str, float]  # of the wall time, by name, over all starts of this run
 
 
@@ -195,6 +193,9 @@ class Run:
         """Trains, evaluates and saves up to the last step; returns the state after it."""
         steps = range(int(state.step), self.experiment.length.total_steps)
         self.ledger.record('training', steps.start)
+        if self.job.index == 0:  # changes that were accepted have proved possible
+            values = records.to_dict(self.experiment.config)
+            write_json(self.reporter.folder / workdirs.CONFIG, values)
         self.job.stop_gracefully_from_here()
         try:
             self._evaluated(state, steps)

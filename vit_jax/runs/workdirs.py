@@ -12,9 +12,7 @@ import uuid
 from collections.abc import Iterator
 from typing import IO, Any
 
-from vit_jax.base import records
-from vit_jax.base.atomic_files import write_json
-from vit_jax.base.errors import UnusableDisk, UserError
+from vit_jax.base import UnusableDisk, UserError, records, write_json
 from vit_jax.config import FREE, TrainConfig, modernized
 from vit_jax.parallel.processes import Differs, Job
 
@@ -57,12 +55,15 @@ def opened(
 
 
 def _keep_config(folder: pathlib.Path, config: dict[str, Any], *, accept_changes: bool) -> None:
-    """Writes it. Raises UserError where a run with other values than free ones has begun."""
+    """Writes config.json; where changes are accepted, `train` does, when they proved possible.
+
+    Raises UserError where a run with other values of fields that are not FREE has begun.
+    """
     kept, changes = folder / CONFIG, list[str]()
     if any(folder.glob('checkpoints/[0-9]*')):
         try:
             changes = records.differences(_read_config(kept), modernized(config))
-        except (OSError, ValueError, RecursionError) as error:
+        except Exception as error:  # damaged text may be anything
             changes = [f'which is not known, as {CONFIG} cannot be read: {error}']
     free = tuple(f'{name}.' for name in FREE)  # and all fields within
     changes = [line for line in changes if not f'{line.partition(":")[0]}.'.startswith(free)]
@@ -70,7 +71,8 @@ def _keep_config(folder: pathlib.Path, config: dict[str, Any], *, accept_changes
         text = f'workdir {folder} holds a run of another configuration:'
         advice = 'take another --workdir, or go on with --accept_config_changes'
         raise UserError('\n  '.join([text, *changes]) + f'\n{advice}')
-    write_json(kept, config)
+    if not changes:
+        write_json(kept, config)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-from vit_jax.base import records
-from vit_jax.base.errors import UserError
+from vit_jax.base import UserError, records
 
 UNITS = 'steps', 'epochs', 'examples', 'fraction'
 

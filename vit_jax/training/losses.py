@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vit_jax.base import records
-from vit_jax.base.array_types import Array, Float, Num
+from vit_jax.base import Array, Float, Num, records
 
 # Of logits (b k) and targets (b k), for each example.
 Loss = Callable[[Float[Array, 'b k'], Float[Array, 'b k']], Float[Array, 'b']]

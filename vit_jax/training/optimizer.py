@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from vit_jax.base import records, tree_names
-from vit_jax.base.array_types import Array, Float, Int
+from vit_jax.base import Array, Float, Int, records, tree_names
 from vit_jax.training.duration import Duration, TrainLength
 from vit_jax.training.rules import BLOCKS, Rules, RulesConfig
 
@@ -51,6 +50,7 @@ class ScheduleConfig(records.Record):
 
     def check(self) -> None:
         records.require_between(self, 'learning_rate', 'linear_end', low=0)
+        records.require(any(vars(self.rsqrt_timescale).values()), 'rsqrt_timescale is 0')
         if self.linear_end is not None:
             _require_kind(self, ['linear'], f'linear_end={self.linear_end}')
         if self.rsqrt_timescale != Duration(steps=_RSQRT_TIMESCALE):
@@ -92,7 +92,7 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
     end = _LINEAR_END if config.linear_end is None else config.linear_end
     both = f'a warm-up of {warmup} steps ({config.warmup}) and a cool-down of {cooldown}'
     message = f'{both} ({config.cooldown}) do not fit into {total_steps} steps'
-    records.require(warmup + cooldown <= total_steps, message)
+    records.require(warmup + cooldown <= total_steps, f'config.schedule: {message}')
 
     def schedule(step: Int[Array, '']) -> Float[Array, '']:
         after = jnp.maximum(0.0, step - warmup)
@@ -155,7 +155,9 @@ def _adafactor(b1: float, b2: float, moment_dtype: str) -> optax.GradientTransfo
         return jnp.minimum(b2, 1 - (step + 1.0) ** -exponent)
 
     def scaled(least_side: int, *, vectors: bool) -> optax.GradientTransformation:
-        rms = optax.scale_by_factored_rms(min_dim_size_to_factor=least_side, decay_rate_fn=decay)
+        rms = optax.scale_by_factored_rms(
+            min_dim_size_to_factor=least_side, decay_rate_fn=decay, epsilon=1e-30
+        )
 
         def are(name: str, leaf: Any) -> bool:  # the stacked depth is no side
             return (leaf.ndim - name.startswith(BLOCKS) < 2) == vectors

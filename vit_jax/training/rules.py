@@ -1,4 +1,7 @@
-"""Rules over the names of parameters: weight decay, learning rates, freezing."""
+"""Rules over the names of parameters: weight decay, learning rates, freezing.
+
+Every rule reports what it matched, and one that matches nothing is an error.
+"""
 
 import dataclasses
 import functools
@@ -9,8 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from vit_jax.base import records, tree_names
-from vit_jax.base.errors import UserError
+from vit_jax.base import UserError, records, tree_names
 
 BLOCKS = 'encoder/block/'  # stacked: the first axis of these is the depth
 # The layer of the head. Whatever has another name and is no block is an input, the lowest layer, so
@@ -42,6 +44,9 @@ class RulesConfig(records.Record):
     def check(self) -> None:
         records.require_between(self, 'weight_decay', 'head_weight_decay', 'trained_blocks', low=0)
         records.require_between(self, 'layer_decay', above=0, high=1)
+        rates = (pattern for pattern, _ in self.lr_multipliers)
+        for pattern in self.decay_pattern, *self.frozen, *rates:
+            records.require_pattern(pattern)
         for pattern, factor in self.lr_multipliers:
             said = f'{pattern!r} is {factor}, expected a number, at least 0'
             records.require(0 <= factor < float('inf'), f'lr_multipliers: {said}')
@@ -72,7 +77,10 @@ class Rules(NamedTuple):
 
 
 def make_rules(config: RulesConfig, params: Any) -> Rules:
-    """The rules for parameters of these names and shapes. UserError names one that fits none."""
+    """The rules for parameters like these: names and shapes are used.
+
+    Raises UserError for a pattern that matches none, or a rule that this network cannot follow.
+    """
     report: list[str] = []
     factors = tree_names.map_named(lambda name, _: np.float32(1), params)
 
@@ -123,7 +131,7 @@ def _last_blocks(params: Any, count: int) -> Any:
 
 
 def _layers(params: Any, field: str) -> tuple[Any, int]:
-    """The layer of each leaf, of inputs 0, of blocks 1, 2, ... along the first axis; the head's."""
+    """The layer of each leaf, and that of the head. Inputs are 0, blocks 1, 2, ... along axis 0."""
     leaves = tree_names.named_leaves(params).items()
     depth = next((leaf.shape[0] for name, leaf in leaves if name.startswith(BLOCKS)), None)
     if depth is None:

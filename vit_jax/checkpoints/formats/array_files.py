@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base.atomic_files import atomic_write
-from vit_jax.base.errors import MissingFile, UserError
+from vit_jax.base import MissingFile, UserError, atomic_write
 
 DIGESTS = 'vit_jax.sha256'  # in a safetensors file's metadata: digests by name
 _EXPANSION = 64  # the most that the arrays of a compressed file may be larger than the file

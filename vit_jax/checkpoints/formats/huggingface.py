@@ -9,8 +9,7 @@ import functools
 import re
 from typing import Any
 
-from vit_jax.base import records
-from vit_jax.base.errors import UserError
+from vit_jax.base import UserError, records
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import base, inference, name_map
 from vit_jax.checkpoints.formats.base import Format, Recognised
@@ -28,7 +27,7 @@ _HIDDEN_ACT: dict[Gelu, str] = {'exact': 'gelu', 'tanh': 'gelu_pytorch_tanh'}
 _PATCHES = 'embeddings.patch_embeddings'
 _KNOWN = re.compile(r'.*(patch_embeddings\.projection|layernorm_before)\.weight')
 _ROOT = f'{_PATCHES}.backbone.bit.embedder'
-_UNIT = f'{_PATCHES}.backbone.bit.encoder.stages.{{stage}}.layers.{{unit}}'
+_UNIT = f'{_PATCHES}.backbone.bit.encoder.stages.{{stage0}}.layers.{{unit0}}'
 # By Pillow's numbers.
 _RESIZE_METHODS: dict[int, ResizeMethod] = {2: 'bilinear_antialias', 3: 'bicubic_antialias'}
 

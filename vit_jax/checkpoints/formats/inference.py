@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from vit_jax.base.errors import UserError
-from vit_jax.base.records import Record
+from vit_jax.base import Record, UserError, require_between
 from vit_jax.checkpoints.formats.array_files import LazyArray
 from vit_jax.models import SIZES, Backbone, Gelu, ModelConfig, Pool, ResNetConfig, ViTConfig
 
@@ -24,6 +23,10 @@ class Hints(Record):
     num_heads: int | None = None
     gelu: Gelu | None = None
     layer_norm_epsilon: float | None = None
+
+    def check(self) -> None:
+        require_between(self, 'grid', 'num_heads', low=1)
+        require_between(self, 'layer_norm_epsilon', above=0)
 
 
 class Clues(NamedTuple):
@@ -80,11 +83,12 @@ def kernel_shape(arrays: Mapping[str, LazyArray], name: str) -> tuple[int, ...]:
 def infer_backbone(arrays: Mapping[str, LazyArray], root: str, unit: str) -> Backbone | None:
     """The backbone; None where its first kernel, `root`, is not among the arrays.
 
-    `unit` is what names in a unit begin with, with {stage} and {unit} for the numbers.
+    `unit` is what names in a unit begin with; its numbers are {stage} and {unit}, counted from 1,
+    or {stage0} and {unit0}.
     """
     if root not in arrays:
         return None
-    pattern = unit.format(stage=r'(\d+)', unit=r'(\d+)')
+    pattern = unit.format_map(dict.fromkeys(('stage', 'unit', 'stage0', 'unit0'), r'(\d+)'))
     units = {match.groups() for name in arrays if (match := re.match(pattern, name))}
     stages = sorted({int(stage) for stage, _ in units})
     blocks = tuple(sum(int(stage) == number for stage, _ in units) for number in stages)
@@ -148,9 +152,10 @@ def infer_grid(
 ) -> tuple[tuple[int, int], int]:
     """The grid (height, width) of an array of position embeddings, and whether it has a class row.
 
-    `rows` are the numbers of class tokens (0, 1) that it may hold before the patches, `cell` is the
-    size in pixels of the part of the image that a patch covers. Without an array, the positions are
-    fixed. Raises NeedsHint that says what would settle it.
+    `rows` are the numbers of class tokens (0, 1) that it may hold before the patches, the usual one
+    first: a square grid is taken only with that. `cell` is the size in pixels of the part of the
+    image that a patch covers. Without an array the positions are fixed. Raises NeedsHint, which
+    says what would settle it.
     """
     size, hinted = clues.image_size, clues.hints.grid
     wanted = (size[0] // cell[0], size[1] // cell[1]) if size else None

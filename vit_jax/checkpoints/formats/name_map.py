@@ -62,8 +62,6 @@ class NameRule(NamedTuple):
 
 Resolved = Mapping[NameRule, list[str]]  # rules for one network: the names of theirs, of all layers
 
-# Of the leaves that a module may have, `resolve` takes those that the network has.
-
 
 def flax_module(theirs: str, ours: str, transform: ArrayTransform = SAME) -> list[NameRule]:
     """The same module under another name."""
@@ -72,7 +70,11 @@ def flax_module(theirs: str, ours: str, transform: ArrayTransform = SAME) -> lis
 
 
 def torch_module(theirs: str, *ours: str, num_heads: int = 1) -> list[NameRule]:
-    """A module of PyTorch, which may join several; the end of our name for it says what it does."""
+    """Weight and bias of a module of PyTorch, which may join several of ours.
+
+    The last part of our name says the transform: query, key, value and out have heads, embedding
+    and conv are convolutions, else it is a matrix. `resolve` drops leaves that a network lacks.
+    """
     kernel, bias = TRANSPOSED, SAME
     name = ours[0].rpartition('/')[2]
     if name in ('query', 'key', 'value'):  # one matrix for all heads
@@ -94,12 +96,12 @@ def torch_module(theirs: str, *ours: str, num_heads: int = 1) -> list[NameRule]:
 
 
 def torch_backbone(config: ModelConfig, conv: str, norm: str, unit: str) -> list[NameRule]:
-    """A bottleneck ResNet of PyTorch: names of its root, and of a {unit} in a {stage}, from 0."""
+    """A bottleneck ResNet of PyTorch: names of its root, and of unit {unit0} in stage {stage0}."""
     rules = torch_module(conv, 'backbone/conv_root') + torch_module(norm, 'backbone/norm_root')
     parts = {f'{kind}{i}': f'{kind}{i}' for i in (1, 2, 3) for kind in ('conv', 'norm')}
     parts |= {f'downsample.{kind}': f'{kind}_proj' for kind in ('conv', 'norm')}
     for stage, number in units(config):
-        theirs = unit.format(stage=stage - 1, unit=number - 1)
+        theirs = unit.format(stage0=stage - 1, unit0=number - 1)
         for there, here in parts.items():
             rules += torch_module(f'{theirs}.{there}', f'backbone/stage{stage}/unit{number}/{here}')
     return rules
@@ -121,6 +123,7 @@ def resolve(
     ours, resolved = set(ours), {}
     for rule in rules:
         if ours.issuperset(rule.ours):
+            assert rule not in resolved, 'two rules for one array'
             layers = range(getattr(config, 'depth', 0) if rule.per_layer else 1)
             resolved[rule] = [rule.theirs.replace('{layer0}', str(i)) for i in layers]
     covered = [name for rule in resolved for name in rule.ours]

@@ -14,11 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from vit_jax.base import records, tree_names
-from vit_jax.base.array_types import Params
-from vit_jax.base.atomic_files import write_json
-from vit_jax.base.errors import UserError, usable
-from vit_jax.base.records import require
+from vit_jax.base import Params, UserError, records, require, tree_names, usable, write_json
 from vit_jax.checkpoints import store
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import array_files, inference, name_map

@@ -4,8 +4,7 @@ import functools
 import re
 from typing import Any
 
-from vit_jax.base import records
-from vit_jax.base.errors import UserError
+from vit_jax.base import UserError, records
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import base, inference, name_map
 from vit_jax.checkpoints.formats.base import Format, Layout, Recognised
@@ -16,7 +15,7 @@ from vit_jax.models import Gelu, Pool, ViTConfig
 
 _KNOWN = re.compile(r'(.*\.)?(patch_embed\.proj\.weight|blocks\.0\.attn\.qkv\..*)')
 _ROOTS = {True: 'patch_embed.backbone.stem', False: 'patch_embed.backbone'}
-_UNIT = 'patch_embed.backbone.stages.{stage}.blocks.{unit}'
+_UNIT = 'patch_embed.backbone.stages.{stage0}.blocks.{unit0}'
 _POOLS: dict[Pool, str] = {'cls': 'token', 'gap': 'avg', 'map': 'map', 'none': ''}
 _GELUS: dict[Any, Gelu] = {'gelu_tanh': 'tanh', 'gelu': 'exact'}
 

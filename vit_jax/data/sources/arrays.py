@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vit_jax.base.errors import UserError
-from vit_jax.base.records import require
+from vit_jax.base import UserError, require
 from vit_jax.data.sources.base import Source, Splits
 
 

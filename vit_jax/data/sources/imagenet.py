@@ -39,7 +39,8 @@ def folder_splits(root: str) -> Splits:
         ('val', path / 'val', _val_folder),
         ('val', path / VAL_TAR, _val_tar),
     )
-    return {split: functools.partial(opened, at) for split, at, opened in forms if at.exists()}
+    there = [form for form in forms if (form[1].is_file() if form[1].suffix else form[1].is_dir())]
+    return {split: functools.partial(opened, at) for split, at, opened in there}
 
 
 class _Member(NamedTuple):

@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from vit_jax.base import records
-from vit_jax.base.errors import MissingFile, UserError, usable
+from vit_jax.base import MissingFile, UserError, records, usable
 from vit_jax.data.sources import arrays, folders, imagenet, relabelling, tables, tfds
 from vit_jax.data.sources.base import DataFunction, Source, Splits, select
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.base.errors import MissingFile, UserError
-from vit_jax.base.records import require
+from vit_jax.base import MissingFile, UserError, require
 from vit_jax.data.sources.base import Source, labelled_source, select
 
 

@@ -11,8 +11,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from vit_jax.base.errors import UserError
-from vit_jax.base.records import require
+from vit_jax.base import UserError, require
 from vit_jax.data.sources.base import Source, Splits, in_fixed_order, labelled_source
 
 
@@ -23,7 +22,10 @@ class _Row(NamedTuple):
 
 
 def table_splits(path: str) -> Splits:
-    """The splits of a table, `all` without such a column; classes sorted, numbers as numbers."""
+    """The splits of a table, or `all` if it has no column `split`. Raises UserError with the line.
+
+    Class names are sorted, as numbers if all are.
+    """
     file = pathlib.Path(path)
     rows, columns = [], set()
     for number, values in _csv(file) if file.suffix == '.csv' else _jsonl(file):

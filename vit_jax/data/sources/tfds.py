@@ -4,7 +4,6 @@ ArrayRecord files through TFDS's own data source; TFRecord files, as in most exi
 offset (tfrecord.py). Images stay encoded: image_preprocessing.py decodes them.
 """
 
-import contextlib
 import functools
 import os
 import pathlib
@@ -14,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.base import records
-from vit_jax.base.errors import UserError
+from vit_jax.base import UserError, records
 from vit_jax.data.sources import tfrecord
 from vit_jax.data.sources.base import EncodedImage, Label, Source, Splits
 
@@ -34,15 +32,18 @@ def named_splits(full_name: str, label_column: str | None = None) -> Splits:
     root = data_dir() / name
     found = [path.parent for path in root.glob(f'{version or "[0-9]*"}/{INFO}')]
     folder = max(found, key=lambda path: _version(path.name), default=None)
-    if folder is None:  # the library may know of other places; its errors are of many kinds
-        with contextlib.suppress(Exception):
+    cause = None
+    if folder is None:
+        try:  # the library may know of other places
             folder = library.builder(full_name, try_gcs=False).data_dir
+        except Exception as error:  # of many kinds
+            cause = error
     if folder is not None and holds(str(folder)):
         return folder_splits(str(folder), label_column)
     others = sorted(str(p.parent.relative_to(root)) for p in root.glob(f'**/{INFO}'))
     known = f'there is {", ".join(others)}; ' if others else ''
     remedy = f'{known}prepare it with python -m vit_jax.prepare {name}'
-    raise UserError(f'tfds:{full_name} is not in {data_dir()}: {remedy}')
+    raise UserError(f'tfds:{full_name} is not in {data_dir()}: {remedy}') from cause
 
 
 def folder_splits(root: str, label_column: str | None = None) -> Splits:

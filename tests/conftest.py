@@ -24,7 +24,7 @@ os.environ['JAX_CPU_ENABLE_ASYNC_DISPATCH'] = '0'
 os.environ['JAX_PLATFORMS'] = 'cpu'
 ROOT = pathlib.Path(__file__).parent.parent
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(ROOT / '.cache' / 'jax'))
-os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.2'
+os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 
 
 def pytest_configure(config):

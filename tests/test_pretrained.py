@@ -95,6 +95,7 @@ def test_grey_images_give_the_same_logits_with_one_channel_or_five(tmp_path):
         np.testing.assert_allclose(logits, expected, atol=2e-5)
 
 
+@pytest.mark.full
 def test_fresh_channels_are_drawn_anew_and_said(tmp_path):
     path = saved(tmp_path, HYBRID)
     network = vit_jax.load(path, grid=HYBRID.grid, channels=4, new_channels='fresh')

@@ -117,6 +117,7 @@ def test_digests_that_are_no_json_are_damage(run, tmp_path):
             verify_digests(copy)
 
 
+@pytest.mark.full
 def test_a_run_whose_checkpoints_are_all_damaged_begins_anew_and_ends(run, tmp_path, caplog):
     folder = tmp_path / 'run'
     config = tiny.experiment(checkpoint_every_steps=2, eval_every_steps=None)

@@ -108,6 +108,7 @@ def test_the_epsilon_is_added_to_the_deviation():
     np.testing.assert_allclose(result, conv(image, kernel.astype(np.float64), 1), rtol=1e-4)
 
 
+@pytest.mark.full
 def test_at_the_beginning_every_unit_is_its_shortcut_and_the_head_says_nothing():
     params = jax.jit(build(SMALL).init)(jax.random.key(0))
     named = named_leaves(params)

@@ -557,6 +557,7 @@ def test_augmented_training_resumes_to_the_same_bits(tmp_path):
     chex.assert_trees_all_equal(resumed.state, whole)
 
 
+@pytest.mark.full
 def test_what_the_rules_matched_is_said(tmp_path, capsys):
     config = tiny.experiment(total=Duration(steps=1), schedule=ScheduleConfig())
     config.optimizer.frozen = ('pos_embedding',)

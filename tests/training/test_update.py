@@ -68,6 +68,7 @@ def test_parts_of_a_batch_give_the_update_of_the_whole(parts):
     chex.assert_trees_all_close(metrics, expected, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_each_part_has_dropout_of_its_own():
     """Part i is every k-th example from i on, and its number is folded into the key."""
     _, metrics = step(BATCH, dropout=0.5, parts=4)

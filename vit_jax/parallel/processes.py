@@ -115,7 +115,10 @@ class Job:
         if self._launch is None:
             return 0.0
         python = logging.makeLogRecord({}).relativeCreated / 1000
-        return max(0.0, min(python, time.time() - psutil.Process().create_time()))
+        process = time.time() - psutil.Process().create_time()
+        if hasattr(time, 'CLOCK_BOOTTIME'):  # Linux knows the moment of booting to the second only
+            process += time.clock_gettime(time.CLOCK_BOOTTIME) - (time.time() - psutil.boot_time())
+        return max(0.0, min(python, process))
 
     def stop_gracefully_from_here(self) -> None:
         """From here on SIGTERM waits for the next `heartbeat`: there is a state worth keeping."""

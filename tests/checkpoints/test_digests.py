@@ -183,7 +183,7 @@ def test_a_crash_at_any_file_operation_of_saving_leaves_what_can_be_restored(tmp
     )
     operations = int(done.stdout.split()[-1])
     assert operations >= 20
-    found = set()
+    found, killed_in_removal = set(), 0
     for last in range(1, operations + 1):
         folder = tmp_path / str(last)
         said = store.quarantine_damaged(folder)
@@ -194,8 +194,11 @@ def test_a_crash_at_any_file_operation_of_saving_leaves_what_can_be_restored(tmp
         for step in listed:
             params = store.load_params(str(folder / 'checkpoints' / str(step)))
             np.testing.assert_array_equal(params['a'], np.full(100, step, np.float32))
-        store.Checkpoints(folder, keep=2).close()  # the next start removes what is left over
-        assert not list((folder / 'checkpoints').glob('.trash/*'))
+        if list((folder / 'checkpoints').glob('.trash/*')):
+            store.Checkpoints(folder, keep=2).close()  # the next start removes what is left over
+            assert not list((folder / 'checkpoints').glob('.trash/*'))
+            killed_in_removal += 1
+    assert killed_in_removal > 5
     assert found == {2, 3}  # killed before and after the third was complete
 
 

@@ -130,9 +130,8 @@ def kill_often(folder, count, kills, seed):
                 host.wait()
 
 
-@pytest.mark.parametrize(
-    'count, kills', [(1, 1), *(pytest.param(2, n, marks=pytest.mark.full) for n in (1, 2))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize('count, kills', [(1, 1), (2, 1), (2, 2)])
 def test_killed_processes_go_on_to_the_same_bits_and_the_ledger_adds_up(
     count, kills, whole, tmp_path
 ):

@@ -94,9 +94,9 @@ def logistic(train: Labelled, test: Labelled, config: LogisticConfig) -> Logisti
         x, y = learned[rows], labels[rows]
         return fit_logistic(x, y, l2=l2 / len(y), num_classes=len(classes), **limits)
 
-    def accuracy(fitted: Fit, features: Any, labels: Any) -> float:
+    def accuracy(fitted: Fit, features: Any, truth: Any) -> float:
         scores = features @ np.asarray(fitted.weights)
-        return float((classes[scores.argmax(axis=1)] == labels).mean())
+        return float((classes[scores.argmax(axis=1)] == truth).mean())
 
     l2, *others = config.l2
     if others:

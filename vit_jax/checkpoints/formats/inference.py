@@ -135,7 +135,7 @@ def infer_vit(
 def infer_heads(hints: Hints, width: int, mlp_dim: int, depth: int) -> int:
     """The number of heads, where no array shows it: as hinted, or that of the published sizes."""
     if hints.num_heads is not None:
-        if hints.num_heads < 1 or width % hints.num_heads:
+        if width % hints.num_heads:
             raise UserError(f'num_heads={hints.num_heads} does not divide the width {width}')
         return hints.num_heads
     known = {size[:3]: size[3] for size in SIZES.values()}

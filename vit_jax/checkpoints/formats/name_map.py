@@ -120,16 +120,16 @@ def resolve(
 
     Raises UserError where the format has no place for one of them.
     """
-    ours, resolved = set(ours), {}
-    for rule in rules:
-        if ours.issuperset(rule.ours):
-            assert rule not in resolved, 'two rules for one array'
-            layers = range(getattr(config, 'depth', 0) if rule.per_layer else 1)
-            resolved[rule] = [rule.theirs.replace('{layer0}', str(i)) for i in layers]
-    covered = [name for rule in resolved for name in rule.ours]
+    ours = set(ours)
+    chosen = [rule for rule in rules if ours.issuperset(rule.ours)]
+    covered = [name for rule in chosen for name in rule.ours]
     assert len(covered) == len(set(covered)), 'two rules for one array'
     if homeless := sorted(ours - set(covered)):
         raise UserError(f'the {format} layout has no place for {", ".join(homeless[:4])}')
+    resolved = {}
+    for rule in chosen:
+        layers = range(getattr(config, 'depth', 0) if rule.per_layer else 1)
+        resolved[rule] = [rule.theirs.replace('{layer0}', str(i)) for i in layers]
     return resolved
 
 

@@ -34,13 +34,12 @@ def folder_splits(root: str) -> Splits:
     """`train` and `val`, if present. Opening `val` raises UserError if its labels are missing."""
     path = pathlib.Path(root)
     forms = (  # of both a folder and a tar file, the tar file is read
-        ('train', path / 'train', files_by_class),
-        ('train', path / TRAIN_TAR, _train_tar),
-        ('val', path / 'val', _val_folder),
-        ('val', path / VAL_TAR, _val_tar),
+        ('train', path / 'train', pathlib.Path.is_dir, files_by_class),
+        ('train', path / TRAIN_TAR, pathlib.Path.is_file, _train_tar),
+        ('val', path / 'val', pathlib.Path.is_dir, _val_folder),
+        ('val', path / VAL_TAR, pathlib.Path.is_file, _val_tar),
     )
-    there = [form for form in forms if (form[1].is_file() if form[1].suffix else form[1].is_dir())]
-    return {split: functools.partial(opened, at) for split, at, opened in there}
+    return {split: functools.partial(opened, at) for split, at, there, opened in forms if there(at)}
 
 
 class _Member(NamedTuple):

@@ -126,6 +126,7 @@ def test_where_nothing_fits_a_smaller_batch_is_looked_for():
     assert 1000 < best <= 9_900 / 7
 
 
+@pytest.mark.full
 @needs_compiler
 def test_the_program_says_what_fits_and_what_lies_where(tmp_path):
     command = ['-m', 'vit_jax.plan', '--config=tests/tiny_config.py', '--topology=v5e:2x2']

@@ -170,6 +170,7 @@ def test_a_checkpoint_whose_run_was_killed_before_its_digests_is_used(run, tmp_p
         verify_digests(folder / 'checkpoints' / '10')
 
 
+@pytest.mark.full
 def test_a_crash_at_any_file_operation_of_saving_leaves_what_can_be_restored(tmp_path):
     """Killed at each operation of one save and of the removal of the oldest, one after another."""
     done = subprocess.run(

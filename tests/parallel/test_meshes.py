@@ -42,9 +42,8 @@ def trained(mesh: MeshConfig, devices: int):
     return initial, np.array(losses), sizes
 
 
-@pytest.mark.parametrize(
-    'shapes', [((2, 2, 2),), pytest.param(((1, 8, 1), (8, 1, 1)), marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize('shapes', [((2, 2, 2),), ((1, 8, 1), (8, 1, 1))])
 def test_every_mesh_begins_with_the_same_bits_and_trains_alike(shapes):
     initial, losses, whole = trained(MeshConfig(), 1)
     assert losses[-1] < losses[0]

@@ -76,7 +76,7 @@ PHASES = {
 @pytest.mark.parametrize(
     'count, phases',
     [
-        (2, ('train',)),
+        (1, ('train',)),
         pytest.param(1, tuple(PHASES), marks=pytest.mark.full),
         pytest.param(2, tuple(PHASES), marks=pytest.mark.full),
     ],
@@ -189,14 +189,9 @@ def test_a_process_that_fails_ends_the_job_which_says_who_and_why(tmp_path):
     assert 'ended: RuntimeError: the disk is on fire' in started[0].text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    'fault',
-    [
-        'hang:15:1',
-        pytest.param('stalled_disk:15:0', marks=pytest.mark.full),
-        pytest.param('hang_loader:0:1', marks=pytest.mark.full),
-        pytest.param('hang_barrier:0:1', marks=pytest.mark.full),
-    ],
+    'fault', ['hang:15:1', 'stalled_disk:15:0', 'hang_loader:0:1', 'hang_barrier:0:1']
 )
 def test_a_process_that_hangs_ends_with_the_stacks_of_all_threads(fault, tmp_path):
     flags = ['--watchdog_seconds=6', '--config.total.steps=150']

@@ -28,6 +28,7 @@ def config(checkpoint, **changes):
     )
 
 
+@pytest.mark.full
 def test_every_set_has_its_result_and_one_that_is_missing_is_named(checkpoint, tmp_path, caplog):
     sets = {
         'first': ProbeSet(train_split='train[:300]', test_split='test[:50]'),
@@ -57,6 +58,7 @@ def test_where_no_set_is_there_it_is_an_error(checkpoint, tmp_path):
         probing_run.probe(config(checkpoint, sets=sets), str(tmp_path))
 
 
+@pytest.mark.full
 def test_kept_features_give_the_same_results_and_are_checked(checkpoint, tmp_path, caplog):
     options, read = {'neighbours': 5, 'logistic': LOGISTIC}, []
     plain, _ = probing_run.probe(config(checkpoint, **options), str(tmp_path / 'plain'))

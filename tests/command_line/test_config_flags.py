@@ -107,26 +107,3 @@ def test_an_old_name_is_understood_with_a_warning(monkeypatch, caplog):
     monkeypatch.setitem(config_flags.RENAMED, 'old.multipliers', 'optimizer.lr_multipliers')
     assert load(TINY, ['old.multipliers=()']).optimizer.lr_multipliers == ()
     assert '--config.old.multipliers is now --config.optimizer.lr_multipliers' in caplog.text
-
-
-@pytest.mark.parametrize(
-    'line, kind, message',
-    [
-        ("raise OSError('the net is down')", OSError, '^the net is down$'),
-        ("raise ValueError('no such row')", ValueError, '^no such row$'),
-        ("return {}['row']", KeyError, "^'row'$"),
-        ('return MeshConfig(fsdp=0)', UserError, r'own\.py, line 3: MeshConfig.data=-1 x fsdp=0'),
-        ('return 3', UserError, 'gave int, no TrainConfig'),
-    ],
-)
-def test_what_a_configuration_raises_arrives_as_it_is(tmp_path, line, kind, message):
-    file = tmp_path / 'own.py'
-    file.write_text(
-        f'from vit_jax.parallel.meshes import MeshConfig\ndef get_config():\n    {line}\n'
-    )
-    with pytest.raises(kind, match=message) as error:
-        load(str(file), ['seed=1'])
-    assert error.type is kind
-    if kind is not UserError:
-        last = error.traceback[-1]
-        assert str(last.path) == str(file) and last.lineno == 2

@@ -14,7 +14,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal, TypeVar
 
 from vit_jax.base.errors import UserError
@@ -27,6 +27,10 @@ class Record:
 
     First the types, which for `Literal['adamw', 'sgd']` are the choices, then what `check` says.
     """
+
+    def __new__(cls, *_: Any, **values: Any) -> Any:
+        _require_known(values, hints(cls), cls.__name__)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, hint in hints(type(self)).items():
@@ -84,11 +88,17 @@ def hints(cls: Any) -> dict[str, Any]:
     return {field.name: _every_hint(cls)[field.name] for field in dataclasses.fields(cls)}
 
 
+def _require_known(names: Iterable[str], known: Collection[str], where: str) -> None:
+    for name in names:
+        if name not in known:
+            raise UserError(f'{where}.{name}: no such field; {nearest(name, known)}')
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error message about an unknown name: what was probably meant."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1)
-    return f'did you mean {close[0]!r}?' if close else f'known: {", ".join(known)}'
+    return f'did you mean {close[0]!r}?' if close else f'known: {", ".join(known) or "none"}'
 
 
 def to_dict(record: Any) -> dict[str, Any]:
@@ -103,9 +113,7 @@ def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
     Raises UserError that names `where.field`, for an unknown field or a value that it cannot have.
     """
     known = hints(cls)
-    for name in values:
-        if name not in known:
-            raise UserError(f'{where}.{name}: no such field; {nearest(name, known)}')
+    _require_known(values, known, where)
     read = {name: _read(known[name], v, f'{where}.{name}') for name, v in values.items()}
     try:
         return cls(**read)

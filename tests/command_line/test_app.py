@@ -6,12 +6,15 @@ import pathlib
 import re
 import subprocess
 import sys
+import typing
 
 import pytest
 
 from tests.hosts import hosts
+from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.command_line import app
+from vit_jax.config import TrainConfig
 from vit_jax.parallel.clusters import Launch
 from vit_jax.training.loop import NotFinite
 
@@ -101,6 +104,66 @@ def test_a_flag_that_a_program_would_ignore_is_refused(monkeypatch, capsys):
         Launch(watchdog_seconds=0.0)
 
 
+def with_config():
+    parser = app.new_parser('name', 'What it does.')
+    app.add_config(parser)
+    return parser
+
+
+@pytest.mark.parametrize(
+    'arguments, message',
+    [
+        ('--confg=a --workdir=b', "--confg=a; did you mean '--config'?"),
+        ('--config=a --workdri=b', "--workdri=b; did you mean '--workdir'?"),
+        ('configs/quickstart.py --workdir=b', 'did you mean --config=configs/quickstart.py?'),
+        ('--workdir=b own.py:argument', 'did you mean --config=own.py:argument?'),
+        ('--config=a --config=b --workdir=c', '--config=b: --config=a is given too'),
+        ('--config=a --workdir=b --workdir=c', '--workdir=c: --workdir=b is given too'),
+        ('--config=a --workdir=', '--workdir=: expected DIR'),
+        ('--workdir=b', 'required: --config'),
+        ('--config=a --workdir', '--workdir: expected one argument'),
+    ],
+)
+def test_a_wrong_flag_is_one_line_that_says_what_was_meant(monkeypatch, capsys, arguments, message):
+    assert started(monkeypatch, with_config(), *arguments.split()) == (2,)
+    out, err = capsys.readouterr()
+    assert out == '' and err.startswith('error: ') and message in err and err.count('\n') == 1
+
+
+def fields(cls, path='config'):
+    """All that a command line can name, as the records are nested."""
+    for name, hint in records.hints(cls).items():
+        yield f'--{path}', name, hint
+        for option in records.alternatives(hint):
+            kinds = records.record_types([option, *typing.get_args(option)]).values()
+            place = f'{path}.{name}.NAME' if typing.get_origin(option) is dict else f'{path}.{name}'
+            for kind in kinds:
+                yield from fields(kind, place)
+
+
+def test_help_names_every_field_of_a_configuration_and_all_of_help_what_each_is(
+    monkeypatch, capsys
+):
+    named = {name for _, name, _ in fields(TrainConfig)}
+    short = with_config().format_help()
+    assert not [name for name in named if not re.search(rf'\b{name}\b', short)]
+    assert started(monkeypatch, with_config(), '--helpfull') == (0,)
+    sections = capsys.readouterr().out.split('\n\n--')
+    for path, name, hint in fields(TrainConfig):
+        (*_, (text, line)) = [
+            (text, found.group())
+            for text in sections
+            if re.search(rf'{path[2:]}\.FIELD\b', text.partition(':')[0])
+            for found in re.finditer(rf'^    {name}: .*', text, re.M)
+        ]
+        choices = '|' in line or records.record_types(records.alternatives(hint))
+        comment = re.search(r' {2}\S', line.lstrip())
+        told = len(re.findall(rf'\b{name}\b', text)) > 1 or comment
+        assert told or choices or typing.get_origin(hint) is dict, (path, name)
+    (batch,) = (line for line in sections[1].splitlines() if 'batch_size: int = 256' in line)
+    assert batch.endswith('  images of a step, on all devices together')
+
+
 @pytest.mark.parametrize('flags', [[], ['--traceback']])
 @pytest.mark.parametrize(
     'error, code, line',
@@ -160,7 +223,7 @@ assert 'jax' not in sys.modules
 
 
 def test_help_names_every_flag_with_its_meaning(tmp_path):
-    with_config = '--config', '--config.FIELD'
+    with_config = '--config', '--config.FIELD', '--helpfull'
     launch = '--distributed', '--coordinator_address', '--watchdog_seconds'
     for name, flags in {
         'train': (*with_config, *launch, '--workdir', '--accept_config_changes'),

@@ -3,18 +3,20 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import logging
 import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from absl import flags
 
 from vit_jax.base.errors import UserError
-from vit_jax.command_line import config_flags
+from vit_jax.base.records import nearest
+from vit_jax.command_line import config_flags, config_help
 from vit_jax.config import TrainConfig
 from vit_jax.parallel.clusters import Launch
 from vit_jax.parallel.processes import REQUEUE, Interrupted, Job, joined_job
@@ -96,9 +98,53 @@ def reporter(arguments: argparse.Namespace) -> Callable[[BaseException], int]:
     return report
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and which flag was probably meant."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        before = ''
+        for text in args or ():
+            flag = text.partition('=')[0]
+            if flag.startswith('--') and flag not in self._option_string_actions:
+                known = {name for name in self._option_string_actions if name.startswith('--')}
+                self.error(f'unrecognized arguments: {text}; {nearest(flag, known)}')
+            follows = re.fullmatch('-[^=]+', before)  # the flag whose value it is
+            if re.match(r'[^-].*\.py(:|$)', text) and not follows and self._takes_config:
+                self.error(f'unrecognized arguments: {text}; did you mean --config={text}?')
+            before = text
+        return super().parse_args(args, namespace)
+
+    @property
+    def _takes_config(self) -> bool:
+        return '--config' in self._option_string_actions
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f'error: {message} (--help lists all flags)\n')
+
+
+class _Once(argparse.Action):
+    """Keeps a value that may be given once."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        if (first := getattr(namespace, self.dest)) is not None:
+            parser.error(f'{option}={values}: {option}={first} is given too')
+        if not values:
+            parser.error(f'{option}=: expected {self.metavar}')
+        setattr(namespace, self.dest, values)
+
+
+class _HelpFull(argparse.Action):
+    """Prints the help with all fields of the configuration, and ends the program."""
+
+    def __call__(self, parser: Any, *_: Any) -> None:
+        parser.epilog = config_help.meanings(TrainConfig)
+        parser.print_help()
+        parser.exit()
+
+
 def new_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """The parser of a program, described by its docstring."""
-    return argparse.ArgumentParser(
+    return _Parser(
         prog=f'python -m vit_jax.{name}',
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -106,14 +152,20 @@ def new_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     )
 
 
-def add_config(parser: argparse.ArgumentParser, *, workdir: bool = True) -> None:
+def add_config(
+    parser: argparse.ArgumentParser, *, workdir: bool = True, required: bool = True
+) -> None:
     """The arguments of a program with a configuration, and a directory for its results."""
     text = 'the experiment: a file that defines get_config(), and an argument for that'
-    parser.add_argument('--config', required=True, metavar='FILE[:ARGUMENT]', help=text)
-    text = 'any field of it (vit_jax/config.py), such as --config.model.depth=6; none: no value'
+    add = functools.partial(parser.add_argument, action=_Once, required=required)
+    add('--config', metavar='FILE[:ARGUMENT]', help=text)
+    text = 'any field of it, such as --config.model.depth=6; none: no value'
     parser.add_argument('--config.FIELD', default=argparse.SUPPRESS, metavar='VALUE', help=text)
     if workdir:
-        parser.add_argument('--workdir', required=True, metavar='DIR', help='for the results')
+        add('--workdir', metavar='DIR', help='for the results')
+    text = 'this help, with type, default and meaning of all fields'
+    parser.add_argument('--helpfull', action=_HelpFull, nargs=0, help=text)
+    parser.epilog = f'fields of a configuration:\n{config_help.names(TrainConfig)}'
 
 
 def add_boolean(

@@ -63,10 +63,10 @@ class OptimizerConfig(RulesConfig):
 
     # The rules are inherited so that the command line has short names, optimizer.weight_decay.
     kind: Literal['adamw', 'sgd', 'adafactor'] = 'adamw'
-    b1: float | None = None  # None, of this and the next three: the default in OPTIONS
-    b2: float | None = None
-    epsilon: float | None = None
-    momentum: float | None = None
+    b1: float | None = None  # None, of this and the next three: the optimizer's own default
+    b2: float | None = None  # of the second moment
+    epsilon: float | None = None  # of AdamW, added to the root
+    momentum: float | None = None  # of SGD
     clip_norm: float | None = None  # of the whole gradient
     moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of the first moment
 

@@ -230,7 +230,7 @@ def test_help_names_every_flag_with_its_meaning(tmp_path):
         'fewshot': (*with_config, *launch, '--workdir', '--accept_config_changes'),
         'inspect_data': (*with_config, '--workdir'),
         'plan': (*with_config, '--topology', '--num_classes', '--num_images', '--largest'),
-        'doctor': (*launch, '--seconds'),
+        'doctor': (*with_config, *launch, '--workdir', '--accept_config_changes', '--seconds'),
     }.items():
         with hosts(tmp_path, [f'vit_jax.{name}', '--help']) as (host,):
             assert host.wait() == 0

@@ -35,7 +35,7 @@ class Invocation(NamedTuple):
 def run(main: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser) -> None:
     """Runs a program and exits with the code that `main` returns.
 
-    With the arguments of `add_config`, `arguments.config` is the TrainConfig.
+    With the arguments of `add_config`, `arguments.config` is the TrainConfig that was asked for.
     """
     with _started(parser) as arguments:
         sys.exit(main(arguments))
@@ -44,9 +44,7 @@ def run(main: Callable[[argparse.Namespace], int], parser: argparse.ArgumentPars
 def run_job(main: Callable[[Invocation], None], *, name: str, description: str | None) -> None:
     """Runs a program with configuration and work directory, as one of the processes of a job."""
     parser = new_parser(name, description)
-    add_config(parser)
-    add_boolean(parser, 'accept_config_changes', 'go on in a directory of another configuration')
-    add_launch(parser)
+    add_job(parser)
     with _started(parser) as arguments, joined_job(launch(arguments), reporter(arguments)) as job:
         accept_changes = arguments.accept_config_changes
         try:
@@ -64,8 +62,9 @@ def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
     overrides, others = config_flags.split(sys.argv[1:])
     # absl, which read the arguments once, takes one dash for two.
     arguments = parser.parse_args([re.sub('^-(?=[a-z_]{2})', '--', text) for text in others])
-    if overrides and 'config' not in arguments:
-        parser.error(f'unrecognized arguments: --config.{overrides[0]}')
+    if overrides and getattr(arguments, 'config', None) is None:
+        why = '--config=FILE is missing' if 'config' in arguments else 'there is no configuration'
+        parser.error(f'unrecognized arguments: --config.{overrides[0]}; {why}')
     for level in logging.WARNING, logging.ERROR, logging.CRITICAL:
         logging.addLevelName(level, logging.getLevelName(level).lower())
     logging.basicConfig(level=logging.WARNING, format='%(levelname)s: %(message)s', force=True)
@@ -73,7 +72,7 @@ def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
     for name in 'absl', 'asyncio':
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        if 'config' in arguments:
+        if getattr(arguments, 'config', None) is not None:
             arguments.config = config_flags.load(arguments.config, overrides)
         yield arguments
     except (Exception, KeyboardInterrupt) as error:
@@ -166,6 +165,13 @@ def add_config(
     text = 'this help, with type, default and meaning of all fields'
     parser.add_argument('--helpfull', action=_HelpFull, nargs=0, help=text)
     parser.epilog = f'fields of a configuration:\n{config_help.names(TrainConfig)}'
+
+
+def add_job(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """The arguments of a program that is one of the processes of a job."""
+    add_config(parser, required=required)
+    add_boolean(parser, 'accept_config_changes', 'go on in a directory of another configuration')
+    add_launch(parser)
 
 
 def add_boolean(

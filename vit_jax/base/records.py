@@ -35,7 +35,7 @@ class Record:
     def __post_init__(self) -> None:
         for name, hint in hints(type(self)).items():
             where = f'{type(self).__name__}.{name}'
-            setattr(self, name, _read(hint, getattr(self, name), where))
+            setattr(self, name, read(hint, getattr(self, name), where))
         try:
             self.check()
         except UserError as error:
@@ -64,7 +64,11 @@ def require_between(
     None and numbers in tuples are allowed; NaN is not.
     """
     bounds = {'at least': low, 'more than': above, 'at most': high, 'less than': below}
-    said = ' and '.join(f'{w} {b:g}' for w, b in bounds.items() if abs(b) != float('inf'))
+    said = ' and '.join(
+        f'{w} {b if isinstance(b, int) else f"{b:g}"}'
+        for w, b in bounds.items()
+        if abs(b) != float('inf')
+    )
     for name in names:
         value = getattr(record, name)
         numbers = value if isinstance(value, tuple) else () if value is None else (value,)
@@ -114,9 +118,9 @@ def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
     """
     known = hints(cls)
     _require_known(values, known, where)
-    read = {name: _read(known[name], v, f'{where}.{name}') for name, v in values.items()}
+    values = {name: read(known[name], v, f'{where}.{name}') for name, v in values.items()}
     try:
-        return cls(**read)
+        return cls(**values)
     except TypeError as error:  # a field without a default is absent
         raise UserError(f'{where}: {error}') from error
     except UserError as error:  # of `check`, which does not know where the record stands
@@ -189,7 +193,8 @@ def _to_plain(value: Any, hint: Any) -> Any:
     return {'function': text_of(value)} if callable(value) else value
 
 
-def _read(hint: Any, value: Any, where: str) -> Any:
+def read(hint: Any, value: Any, where: str) -> Any:
+    """The value of a field of this type from its JSON value. UserError where it cannot be one."""
     options = alternatives(hint)
     kinds = record_types(options)
     named = isinstance(value, dict) and [*value] == ['function']
@@ -204,10 +209,10 @@ def _read(hint: Any, value: Any, where: str) -> Any:
         if origin is tuple and isinstance(value, tuple | list):
             items = (items[0],) * len(value) if items[-1] is Ellipsis else items
             require(len(items) == len(value), f'{where}={tuple(value)!r}: expected {option}')
-            return tuple(_read(items[i], v, f'{where}[{i}]') for i, v in enumerate(value))
+            return tuple(read(items[i], v, f'{where}[{i}]') for i, v in enumerate(value))
         if origin is dict and isinstance(value, dict):
             key, item = items
-            return {_read(key, k, where): _read(item, v, f'{where}.{k}') for k, v in value.items()}
+            return {read(key, k, where): read(item, v, f'{where}.{k}') for k, v in value.items()}
         if option is float and type(value) is int:
             return float(value)
         if type(value) is option:  # NoneType too

@@ -16,9 +16,10 @@ from absl import flags
 from ml_collections.config_flags import config_path
 from ml_collections.config_flags.tuple_parser import TupleParser
 
-from vit_jax.base import UserError, records
-from vit_jax.command_line import config_files
+from vit_jax.base import UserError, records, require
+from vit_jax.command_line import config_files, config_help
 from vit_jax.config import RENAMED, TrainConfig
+from vit_jax.training.duration import Duration
 
 R = TypeVar('R')
 
@@ -61,6 +62,7 @@ def load(file: str, overrides: Sequence[str]) -> TrainConfig:
 
 def overridden(record: R, overrides: Sequence[str], *, where: str) -> R:
     """The same record, checked, after each `FIELD=VALUE` was set."""
+    units: dict[str, str] = {}  # that are given of each duration
     for override in overrides:
         path, _, text = override.partition('=')
         for old, new in RENAMED.items():
@@ -69,7 +71,12 @@ def overridden(record: R, overrides: Sequence[str], *, where: str) -> R:
                 path = new + path.removeprefix(old)
         holder, options = _field(record, path, where=where)
         value = _parsed(text, options, where=f'{where}.{path}')
-        config_path.set_value(path.rpartition('.')[2], holder, value)
+        value = records.read(typing.Union[options], value, f'{where}.{path}')  # noqa: UP007
+        parent, _, name = path.rpartition('.')
+        if isinstance(holder, Duration):
+            other = units.setdefault(parent, name)
+            require(other == name, f'{where}.{path}: {where}.{parent}.{other} is given too')
+        config_path.set_value(name, holder, value)
     return records.checked(record, where=where)
 
 
@@ -86,11 +93,20 @@ def _field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, ...]]
         if isinstance(holder, dict):
             known = {key: type(item) for key, item in holder.items()}
         if name not in known:
-            raise UserError(f'{where}.{name}: no such field; {records.nearest(name, known)}')
+            meant = [
+                field for field in config_help.paths(type(record)) if field.endswith(f'.{name}')
+            ]
+            text = f'did you mean {meant[0]!r}?' if meant else records.nearest(name, known)
+            if holder == {}:
+                text = f"""there is none; --{where}="{{{name!r}: {{}}}}" makes one"""
+            raise UserError(f'{where}.{name}: no such field; {text}')
         if holder is None:
             raise UserError(f'{where} is none: --{where}={" or ".join(kinds)} before its fields')
         options = records.alternatives(known[name])
         value = holder[name] if isinstance(holder, dict) else getattr(holder, name)
+        if value is None and Duration in options:
+            value = Duration(steps=0)  # until one of its units is assigned
+            setattr(holder, name, value)
         where = f'{where}.{name}'
     return holder, options
 

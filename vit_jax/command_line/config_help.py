@@ -44,6 +44,12 @@ def comments(cls: type[Record]) -> dict[str, str]:
     return found
 
 
+def paths(cls: type[Record]) -> list[str]:
+    """Where each field within a record is: `FIELD.FIELD`."""
+    found = [(path, kind) for kind, places in _places(cls).items() for path in places]
+    return [f'{path}.{name}' for path, kind in found for name in records.hints(kind)]
+
+
 def _places(cls: type[Record]) -> dict[type[Record], list[str]]:
     """Each kind of record within this one, itself first, with the fields that may hold it."""
     found = {cls: ['config']}

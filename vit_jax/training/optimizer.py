@@ -90,8 +90,8 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
     warmup, cooldown = length.steps(config.warmup), length.steps(config.cooldown)
     timescale = length.steps(config.rsqrt_timescale)
     end = _LINEAR_END if config.linear_end is None else config.linear_end
-    both = f'a warm-up of {warmup} steps ({config.warmup}) and a cool-down of {cooldown}'
-    message = f'{both} ({config.cooldown}) do not fit into {total_steps} steps'
+    both = f'warmup of {warmup} steps ({config.warmup}) and cooldown of {cooldown}'
+    message = f'{both} ({config.cooldown}) do not fit into {total_steps} steps, config.total'
     records.require(warmup + cooldown <= total_steps, f'config.schedule: {message}')
 
     def schedule(step: Int[Array, '']) -> Float[Array, '']:

@@ -111,7 +111,9 @@ def error_prefix(path: pathlib.Path | str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise MissingFile(f'{path}: no such file') from error
+        remote = re.match('(https?|gs|s3|hf):', str(path))
+        how = '; nothing is downloaded here: fetch it first, curl -LO URL' if remote else ''
+        raise MissingFile(f'{path}: no such file{how}') from error
     except ModuleNotFoundError as error:
         raise UserError(f'{path}: reading it needs the package {error.name}') from error
     except Exception as error:  # zipfile, numpy, safetensors and torch raise many kinds

@@ -178,7 +178,8 @@ def add_boolean(
     parser: argparse.ArgumentParser, name: str, text: str, *, default: bool = False
 ) -> None:
     """A flag that is given as --NAME, --NAME=true, --NAME=false or --noNAME."""
-    flag, text = f'--{name}', f'{text} ({str(default).lower()})'
+    other = f'; --no{name}: not' if default else ''
+    flag, text = f'--{name}', f'{text} ({str(default).lower()}{other})'
     parser.add_argument(
         flag, type=boolean, nargs='?', const=True, default=default, metavar='true|false', help=text
     )
@@ -218,12 +219,15 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     """The arguments of `vit_jax.load` about what a file does not say, and about what changes."""
     said = parser.add_argument_group('what the file does not say of itself')
     said.add_argument('--grid', type=_pair, metavar='H,W', help='patches of its positions')
-    said.add_argument('--num_heads', type=positive, metavar='N')
-    said.add_argument('--gelu', choices=['tanh', 'exact'])
-    said.add_argument('--layer_norm_epsilon', type=float, metavar='E')
+    said.add_argument('--num_heads', type=positive, metavar='N', help='of attention')
+    said.add_argument('--gelu', choices=['tanh', 'exact'], help='which formula the MLPs have')
+    text = 'that its norms add to the variance'
+    said.add_argument('--layer_norm_epsilon', type=float, metavar='E', help=text)
     changed = parser.add_argument_group('what is changed')
-    changed.add_argument('--image_size', type=_pair, metavar='H,W')
-    changed.add_argument('--patch_size', type=_pair, metavar='H,W')
+    text = 'in pixels; positions are resized'
+    changed.add_argument('--image_size', type=_pair, metavar='H,W', help=text)
+    text = 'in pixels; the embedding is resized'
+    changed.add_argument('--patch_size', type=_pair, metavar='H,W', help=text)
 
 
 def overrides(arguments: argparse.Namespace) -> dict[str, Any]:

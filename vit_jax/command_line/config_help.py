@@ -3,9 +3,11 @@
 import ast
 import collections.abc
 import dataclasses
+import functools
 import inspect
 import io
 import re
+import sys
 import textwrap
 import tokenize
 import typing
@@ -35,13 +37,21 @@ def comments(cls: type[Record]) -> dict[str, str]:
     """The comment behind each field of a record in its source, inherited fields too."""
     found: dict[str, str] = {}
     for owner in reversed(cls.__mro__[:-1]):
-        source = textwrap.dedent(inspect.getsource(owner))
-        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-        texts = {t.start[0]: t.string.lstrip('# ') for t in tokens if t.type == tokenize.COMMENT}
-        for node in typing.cast(ast.ClassDef, ast.parse(source).body[0]).body:
+        tree, texts = _parsed(owner.__module__)
+        classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+        for node in classes[owner.__name__].body:
             if isinstance(node, ast.AnnAssign):
                 found[ast.unparse(node.target)] = texts.get(node.end_lineno or 0, '')
     return found
+
+
+@functools.cache
+def _parsed(module: str) -> tuple[ast.Module, dict[int, str]]:
+    """The source of a module, and the comment on each of its lines."""
+    source = inspect.getsource(sys.modules[module])
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    texts = {t.start[0]: t.string.lstrip('# ') for t in tokens if t.type == tokenize.COMMENT}
+    return ast.parse(source), texts
 
 
 def paths(cls: type[Record]) -> list[str]:

@@ -111,7 +111,8 @@ def error_prefix(path: pathlib.Path | str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        remote = re.match('(https?|gs|s3|hf):', str(path))
+        # A URL, or the name of a model.
+        remote = re.match('(https?|gs|s3|hf):', str(path)) or not pathlib.Path(path).suffix
         how = '; nothing is downloaded here: fetch it first, curl -LO URL' if remote else ''
         raise MissingFile(f'{path}: no such file{how}') from error
     except ModuleNotFoundError as error:

@@ -1,5 +1,6 @@
 """The file behind --config: where it is looked for, what it may do, and how its errors look."""
 
+import configparser
 import dataclasses
 import json
 import pathlib
@@ -130,9 +131,9 @@ def test_a_configuration_that_came_with_the_package_is_found_from_any_folder(tmp
 
 def test_every_configuration_is_a_part_of_the_package():
     """As setup.cfg says; a wheel would otherwise leave out those of a new folder."""
-    from setuptools.config.setupcfg import read_configuration
-
-    patterns = read_configuration(ROOT / 'setup.cfg')['options']['package_data']['vit_jax']
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / 'setup.cfg')
+    patterns = setup['options.package_data']['vit_jax'].split(', ')
     packed = {file for pattern in patterns for file in (ROOT / 'vit_jax').glob(pattern)}
     there = (ROOT / 'configs').rglob('*.py')
     assert {ROOT / 'vit_jax' / file.relative_to(ROOT) for file in there} == packed

@@ -4,6 +4,7 @@ import configparser
 import dataclasses
 import json
 import pathlib
+import sys
 import typing
 
 import pytest
@@ -114,6 +115,18 @@ def test_functions_and_classes_of_a_configuration_work_after_it_was_read(tmp_pat
     assert loss(None, None) == 3.0
     assert typing.get_type_hints(type(loss))['scale'].__name__ == 'Number'
     assert [*tmp_path.iterdir()] == [file]  # nothing is written beside it
+
+
+def test_a_configuration_imports_what_lies_beside_it(tmp_path, monkeypatch):
+    (tmp_path / 'beside_it.py').write_text('from tests import tiny\nSEED = 7\n')
+    file = tmp_path / 'own.py'
+    file.write_text(
+        'import beside_it\n'
+        'def get_config(): return beside_it.tiny.experiment(seed=beside_it.SEED)\n'
+    )
+    monkeypatch.setattr('sys.path', [*sys.path])
+    monkeypatch.setattr('sys.dont_write_bytecode', True)
+    assert read(str(file)).seed == 7
 
 
 def test_a_configuration_that_came_with_the_package_is_found_from_any_folder(tmp_path, monkeypatch):

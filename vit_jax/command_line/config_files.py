@@ -61,10 +61,12 @@ def _found(path: str) -> pathlib.Path:
 
 
 def _executed(file: pathlib.Path) -> types.ModuleType:
-    """The module of a configuration. Nothing is written beside it, as an import would."""
+    """The module of a configuration, which may import what lies beside it."""
     module = types.ModuleType('config_config')  # as ml_collections names it
     module.__file__ = str(file)
     sys.modules[module.__name__] = module  # where dataclasses and typing look for names
+    sys.path += {str(file.parent.absolute())} - {*sys.path}
+    # Not by an import, which would write beside it.
     code = compile(file.read_bytes(), str(file), 'exec', dont_inherit=True)
     exec(code, vars(module))
     return module

@@ -112,14 +112,12 @@ def _class_names(loaded: Loaded, path: str | None) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = app.new_parser('predict', __doc__)
-    parser.add_argument('checkpoint', metavar='CHECKPOINT', help='of any format')
+    parser.add_argument('checkpoint', metavar='CHECKPOINT')
     parser.add_argument('images', metavar='IMAGE', nargs='+', help='files or folders')
     parser.add_argument('--top', type=app.positive, default=5, metavar='N', help='classes (5)')
     parser.add_argument('--class_names', metavar='FILE', help="a name a line; the checkpoint's")
     parser.add_argument('--features', metavar='OUT.npz', help='keep paths and features')
-    parser.add_argument(
-        '--batch_size', type=app.positive, default=32, metavar='N', help='images at once (32)'
-    )
+    parser.add_argument('--batch_size', type=app.positive, default=32, metavar='N', help='(32)')
     app.add_overrides(parser)
     return parser
 

@@ -1,65 +1,84 @@
 """Names what is in images: python -m vit_jax.predict CHECKPOINT IMAGE...
 
 CHECKPOINT is of any kind that vit_jax.load reads, an IMAGE is a file or a folder. Every image gets
-a line with its most probable classes; --features=OUT.npz keeps what the head is given.
+its most probable classes: the first five, or, of a network that was trained with sigmoid, all above
+50 %. --format=csv gives lines of path, class, probability, one for each of these classes,
+--format=jsonl an object an image. --features=OUT.npz keeps what the head is given.
 """
 
 import argparse
+import contextlib
+import csv
 import dataclasses
+import io
+import json
+import os
 import pathlib
+import signal
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
 
-import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from vit_jax.base import Bool, Int, UserError, usable
+from vit_jax.base import Bool, Float, UserError, atomic_write, usable
 from vit_jax.command_line import app
 from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import normalize
+from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.folders import unlabelled
-from vit_jax.parallel import meshes
 from vit_jax.pretrained import Loaded, OutputName, load
+from vit_jax.runs import prediction
+
+Found = list[tuple[str, float]]  # classes and their probabilities, the most probable first
+_MANY, _LIKELY = 5, 0.5  # classes, where one is right; a probability, where several may be
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prints a line for each image; 1 where some cannot be read, 0 otherwise."""
+    """Says what is in each image; 1 where some cannot be read, 0 otherwise.
+
+    Where the reader of its output has seen enough (`| head`) it ends as SIGPIPE ends a program.
+    """
+    try:
+        return _predict(arguments)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _predict(arguments: argparse.Namespace) -> int:
     output = pathlib.Path(arguments.features or 'unused.npz')
     if output.suffix != '.npz' or not output.parent.is_dir():
         raise UserError(f'--features={output}: expected NAME.npz in a directory that exists')
     source = unlabelled(arguments.images)
     loaded = load(arguments.checkpoint, **app.overrides(arguments))
     print('\n'.join(loaded.report), file=sys.stderr)
-    if getattr(loaded.config, 'pool', None) == 'none':
-        raise UserError('pool=none: the network has outputs for every token, not for the image')
+    reader = prediction.reader_for(loaded, source, on_unreadable='skip')
     names = _class_names(loaded, arguments.class_names)
     if not arguments.features:
         loaded.require_head()
-    how, size = loaded.preprocessing, loaded.config.image_size
-    reader = loading.ImageReader(source, how.crop, size, how.exif_rotation, on_unreadable='skip')
-    rows, unreadable = [], 0
-    # Lines go to the screen through the bar, and past it where they are piped elsewhere.
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    shown, redirected = sys.stderr.isatty(), sys.stdout.isatty()
-    with Progress(console=console, disable=not shown, redirect_stdout=redirected) as bar:
-        task = bar.add_task('images', total=len(source))
-        wanted: list[OutputName] = ['probabilities'] if loaded.predicts else []
-        wanted += ['features'] if arguments.features else []
-        for indices, mask, outputs in _outputs(loaded, reader, wanted, arguments.batch_size):
-            for position, index in enumerate(map(int, indices)):
-                if not mask[position]:
+    several = loaded.card.loss == 'sigmoid'
+    wanted: list[OutputName] = ['probabilities'] if loaded.predicts else []
+    wanted += ['features'] if arguments.features else []
+    rows, unreadable, index = [], 0, 0
+    with _opened(arguments.output) as file:
+        if arguments.format == 'csv':
+            print('path,class,probability', file=file)
+        for mask, outputs in _outputs(loaded, reader, wanted, arguments.batch_size):
+            for position, readable in enumerate(mask):
+                if not readable:
                     unreadable += 1
                     print(f'unreadable: {_problem(reader, index)}', file=sys.stderr)
                 elif loaded.predicts:
                     shares = outputs['probabilities'][position]
-                    best = np.argsort(-shares)[: arguments.top]
-                    said = ', '.join(f'{names[i]} {shares[i]:.1%}' for i in best)
-                    print(f'{source.name_of(index)}  {said}')
+                    found = _found(shares, names, arguments.top, several=several)
+                    print(_said(source.name_of(index), found, arguments.format), file=file)
+                index += 1
             if arguments.features:
                 rows.append(np.where(mask[:, None], outputs['features'], np.nan))
-            bar.update(task, advance=len(indices))
+            (file or sys.stdout).flush()
     if arguments.features:
         paths = np.array([source.name_of(i) for i in range(len(source))])
         with usable(arguments.features):
@@ -72,22 +91,57 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _outputs(
-    loaded: Loaded, reader: loading.ImageReader, wanted: Sequence[OutputName], batch_size: int
-) -> Iterator[tuple[Int[np.ndarray, 'b'], Bool[np.ndarray, 'b'], dict[OutputName, np.ndarray]]]:
-    """Batch by batch: which images, which of them could be read, and the outputs by name."""
-    mesh = meshes.make_mesh(meshes.MeshConfig())
-    batch_size = -(-batch_size // mesh.size) * mesh.size
-    params = jax.device_put(loaded.params, meshes.replicated(mesh))
-    on_devices = dataclasses.replace(loaded, params=params)
-    config = loading.LoaderConfig(placement='host')
-    feed = loading.make_loader(reader, config, meshes.batch_sharding(mesh))
-    indices = np.arange(len(reader.source))
-    for batch in loading.sequential_batches(feed, indices, batch_size=batch_size):
-        part, indices = indices[:batch_size], indices[batch_size:]
-        images = normalize(batch['images'], loaded.preprocessing)
-        outputs = on_devices.outputs(images, *wanted)
-        named = {n: rows[: len(part)] for n, rows in zip(wanted, outputs, strict=True)}
-        yield part, np.asarray(batch['mask'])[: len(part)], named
+    loaded: Loaded, reader: ImageReader, wanted: Sequence[OutputName], batch_size: int
+) -> Iterator[tuple[Bool[np.ndarray, 'b'], dict[OutputName, np.ndarray]]]:
+    """Batch by batch, under a bar: which images could be read, and the outputs by name."""
+    params, batches = prediction.on_devices(loaded, reader, batch_size)
+    on_devices, left = dataclasses.replace(loaded, params=params), len(reader.source)
+    # Lines go to the screen through the bar, and past it where they are piped elsewhere.
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    shown, redirected = sys.stderr.isatty(), sys.stdout.isatty()
+    with Progress(console=console, disable=not shown, redirect_stdout=redirected) as bar:
+        task = bar.add_task('images', total=left)
+        for batch in batches:
+            images = normalize(batch['images'], loaded.preprocessing)
+            outputs = on_devices.outputs(images, *wanted)
+            mask = np.asarray(batch['mask'])[:left]
+            yield mask, {n: rows[:left] for n, rows in zip(wanted, outputs, strict=True)}
+            left -= len(mask)
+            bar.update(task, advance=len(mask))
+
+
+@contextlib.contextmanager
+def _opened(path: str | None) -> Iterator[TextIO | None]:
+    """The file that takes the place of `path` when all is written; None: the standard output."""
+    if path is None:
+        yield None
+        return
+    with atomic_write(pathlib.Path(path)) as partial, partial.open('w') as file:
+        yield file
+
+
+def _found(
+    shares: Float[np.ndarray, 'k'], names: Sequence[str], top: int | None, *, several: bool
+) -> Found:
+    """The `top` most probable; by default five classes, where several may be right the likely."""
+    likely = int((shares > _LIKELY).sum()) if several else _MANY
+    best = np.argsort(-shares)[: likely if top is None else top]
+    return [(names[i], float(shares[i])) for i in best.tolist()]
+
+
+def _said(path: str, found: Found, form: str) -> str:
+    """What is in the image of a path: text, lines of CSV, or a line of JSON."""
+    if form == 'jsonl':
+        classes = [{'class': name, 'probability': share} for name, share in found]
+        return json.dumps({'path': path, 'classes': classes})
+    if form == 'csv':
+        lines = io.StringIO()
+        table = csv.writer(lines, lineterminator='\n')  # an image without a likely class has a line
+        rows: list[list[Any]] = [[path, *one] for one in found]
+        table.writerows(rows or [[path, '', '']])
+        return lines.getvalue().rstrip('\n')
+    said = ', '.join(f'{name} {share:.1%}' for name, share in found)
+    return f'{path}  {said or f"nothing above {_LIKELY:.0%}"}'
 
 
 def _problem(reader: loading.ImageReader, index: int) -> str:
@@ -111,10 +165,13 @@ def _class_names(loaded: Loaded, path: str | None) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog='python -m vit_jax.predict', description=__doc__)
+    parser = app.new_parser('predict', __doc__)
     parser.add_argument('checkpoint', metavar='CHECKPOINT')
     parser.add_argument('images', metavar='IMAGE', nargs='+', help='files or folders')
-    parser.add_argument('--top', type=app.positive, default=5, metavar='N', help='classes (5)')
+    text = 'classes of each image (5; after training with sigmoid those above 50%%)'
+    parser.add_argument('--top', type=app.positive, metavar='N', help=text)
+    parser.add_argument('--format', choices=['text', 'csv', 'jsonl'], default='text', help='(text)')
+    parser.add_argument('--output', metavar='FILE', help='the standard output')
     parser.add_argument('--class_names', metavar='FILE', help="a name a line; the checkpoint's")
     parser.add_argument('--features', metavar='OUT.npz', help='keep paths and features')
     parser.add_argument('--batch_size', type=app.positive, default=32, metavar='N', help='(32)')

@@ -33,10 +33,9 @@ def test_another_number_of_examples_than_the_data_set_has_is_no_result(count):
 def test_average_precision_is_the_mean_precision_at_each_hit():
     scores = np.array([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.1, 0.4]])
     targets = np.array([[1, 0], [0, 0], [1, 1], [0, 0]])
-    # class 0: hits at ranks 1 and 3; class 1: at rank 2
-    expected = ((1 + 2 / 3) / 2 + 1 / 2) / 2
-    assert classification.mean_average_precision(scores, targets) == pytest.approx(expected)
+    expected = [(1 + 2 / 3) / 2, 1 / 2]  # class 0: hits at ranks 1 and 3; class 1: at rank 2
+    np.testing.assert_allclose(classification.average_precisions(scores, targets), expected)
     with_absent = np.pad(targets, ((0, 0), (0, 1)))
     scores = np.pad(scores, ((0, 0), (0, 1)))
-    found = classification.mean_average_precision(scores, with_absent)
-    assert found == pytest.approx(expected)  # a class of no image has no precision
+    found = classification.average_precisions(scores, with_absent)
+    np.testing.assert_allclose(found, [*expected, np.nan])  # a class of no image has no precision

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from vit_jax.base import Array, Batch, Float, Params, UserError, records
+from vit_jax.base import Batch, Params, UserError, records
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.formats.opening import Checkpoint, open_checkpoint
@@ -23,8 +23,8 @@ from vit_jax.models import Model, ModelConfig, build, for_task
 from vit_jax.parallel import meshes
 from vit_jax.runs.probing import Probes, open_probes
 from vit_jax.training.duration import TrainLength, make_train_length
-from vit_jax.training.losses import LossConfig, make_loss, targets_of
-from vit_jax.training.metrics import BatchSums, StepMetrics
+from vit_jax.training.losses import LossConfig, make_loss, of_any, targets_of
+from vit_jax.training.metrics import BatchSums, StepMetrics, scores
 from vit_jax.training.optimizer import make_optimizer, make_schedule
 from vit_jax.training.rules import make_rules
 from vit_jax.training.update import TrainState, make_init, make_loss_sums, make_update
@@ -214,10 +214,7 @@ def _training_functions(
 
 def _eval_step(config: TrainConfig, loss_sums: LossSums, train: Source, source: Source) -> EvalStep:
     loss = make_loss(config.loss)
-
-    def of_any(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:
-        return loss(logits, targets / targets.sum(axis=-1, keepdims=True))
-
     # A network that was trained for one class an image, on images of which several are right.
     relabelled = source.multi_label and not train.multi_label
-    return loss_sums(of_any if relabelled else loss, keep_rows=train.multi_label)
+    rows_of = scores if train.multi_label else None
+    return loss_sums(of_any(loss) if relabelled else loss, rows_of=rows_of)

@@ -53,6 +53,11 @@ def make_loss(config: LossConfig | Loss) -> Loss:
     return loss
 
 
+def of_any(loss: Loss) -> Loss:
+    """The loss where any of several classes is right: as if each were so to an equal share."""
+    return lambda logits, targets: loss(logits, targets / targets.sum(axis=-1, keepdims=True))
+
+
 def targets_of(labels: Num[Array, 'b ...'], num_classes: int) -> Float[Array, 'b k']:
     """Float32 rows: one-hot of class numbers (b); labels that are rows already (b k) pass."""
     return jax.nn.one_hot(labels, num_classes) if labels.ndim == 1 else labels.astype(jnp.float32)

@@ -1,11 +1,12 @@
 """What is measured of predictions. A new metric is one more line in `example_metrics`."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from vit_jax.base.array_types import Array, Float
+from vit_jax.base.array_types import Array, Float, Num
 
 
 class BatchSums(NamedTuple):
@@ -13,7 +14,11 @@ class BatchSums(NamedTuple):
 
     sums: dict[str, Array]  # by name: the loss, and each of `example_metrics`
     num_examples: Array
-    rows: dict[str, Array]  # `logits` and `targets` (b k), where they were asked for
+    rows: dict[str, Array]  # (b ...) by name, where some were asked for
+
+
+# Rows (b ...) of logits (b k) and targets (b k), by name.
+RowsOf = Callable[[Float[Array, 'b k'], Float[Array, 'b k']], dict[str, Array]]
 
 
 class StepMetrics(NamedTuple):
@@ -28,6 +33,21 @@ class StepMetrics(NamedTuple):
         """Means over the examples of this step, by name; 0 where it has none."""
         count = max(1.0, float(self.num_examples))
         return {name: float(total) / count for name, total in self.sums.items()}
+
+
+def scores(
+    logits: Float[Array, 'b k'], targets: Float[Array, 'b k']
+) -> dict[str, Float[Array, 'b k']]:
+    """Rows for metrics of a whole data set, such as the mean average precision."""
+    return {'logits': logits, 'targets': targets}
+
+
+def predictions(
+    logits: Float[Array, 'b k'], targets: Float[Array, 'b k']
+) -> dict[str, Num[Array, 'b']]:
+    """Of each example its class and the one that was predicted, by number, and the metrics."""
+    numbers = {'label': targets.argmax(axis=-1), 'predicted': logits.argmax(axis=-1)}
+    return numbers | example_metrics(logits, targets)
 
 
 def example_metrics(

@@ -10,7 +10,7 @@ import optax
 
 from vit_jax.base.array_types import Array, Batch, Float, Int, Key, Params
 from vit_jax.training.losses import Loss, targets_of
-from vit_jax.training.metrics import BatchSums, StepMetrics, example_metrics
+from vit_jax.training.metrics import BatchSums, RowsOf, StepMetrics, example_metrics
 from vit_jax.training.optimizer import Schedule
 
 Gradients = Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]]
@@ -81,12 +81,12 @@ def make_loss_sums(
     loss: Loss,
     normalize: Callable[[Array], Float[Array, 'b h w c']],
     *,
-    keep_rows: bool = False,
+    rows_of: RowsOf | None = None,
 ) -> Callable[..., BatchSums]:
     """Sums over the unmasked examples of a batch, for training and evaluation alike.
 
     `loss_sums(params, batch, key=None)` sums the `loss` and each of `example_metrics`; a key
-    switches dropout on. `keep_rows` gives `logits` and `targets` (b k) too, for other metrics.
+    switches dropout on. `rows_of(logits, targets)` are rows to give too, for other metrics.
     """
 
     def loss_sums(params: Params, batch: Batch, key: Key[Array, ''] | None = None) -> BatchSums:
@@ -94,7 +94,7 @@ def make_loss_sums(
         targets, mask = targets_of(batch['labels'], logits.shape[-1]), batch['mask']
         values = {'loss': loss(logits, targets)} | example_metrics(logits, targets)
         sums = {name: jnp.where(mask, value, 0).sum() for name, value in values.items()}
-        rows = {'logits': logits, 'targets': targets} if keep_rows else {}
+        rows = rows_of(logits, targets) if rows_of else {}
         return BatchSums(sums, mask.sum(dtype=jnp.int32), rows)
 
     return loss_sums

@@ -265,7 +265,7 @@ def test_class_names_and_preprocessing_of_a_hugging_face_directory(tmp_path):
     }
     (tmp_path / 'hf' / 'preprocessor_config.json').write_text(json.dumps(processor))
     again = vit_jax.load(str(tmp_path / 'hf'))
-    assert again.class_names == names
+    assert (again.class_names, again.card.loss) == (names, None)
     crop = again.preprocessing.crop
     assert (type(crop).__name__, crop.scale, crop.resize) == (
         'CentralCrop',
@@ -275,6 +275,19 @@ def test_class_names_and_preprocessing_of_a_hugging_face_directory(tmp_path):
     assert again.preprocessing.mean == pytest.approx((102, 127.5, 153))
     assert again.preprocessing.std == pytest.approx((51, 51, 51))
     assert not again.preprocessing.exif_rotation
+
+
+def test_the_loss_of_a_hugging_face_directory_is_its_problem_type(tmp_path):
+    types = {'sigmoid': 'multi_label_classification', 'softmax': 'single_label_classification'}
+    for loss in 'sigmoid', 'softmax':
+        network = loaded(tiny.model(gelu='exact'), huggingface.HUGGINGFACE, loss=loss)
+        vit_jax.save(network, tmp_path / 'hf')
+        said = json.loads((tmp_path / 'hf' / 'config.json').read_text())
+        assert said['problem_type'] == types[loss]
+        save_file(contents(tmp_path / 'hf'), tmp_path / 'hf' / 'model.safetensors')  # no card
+        assert vit_jax.load(tmp_path / 'hf').card.loss == loss
+    (tmp_path / 'hf' / 'config.json').write_text(json.dumps(said | {'problem_type': 'regression'}))
+    assert 'trained with regression' in repr(vit_jax.load(tmp_path / 'hf'))
 
 
 @pytest.mark.parametrize('resize', ['bilinear_antialias', 'bicubic_antialias'])

@@ -33,6 +33,7 @@ class Recognised(Generic[L]):
     preprocessing: Preprocessing
     class_names: tuple[str, ...] = ()
     ignored: str | None = None  # a pattern of names that belong to something else
+    loss: str | None = None  # as on a card
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

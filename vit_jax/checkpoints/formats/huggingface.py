@@ -24,6 +24,9 @@ _IGNORED = r'(vit\.)?embeddings\.mask_token|decoder\..*'
 _GELU: dict[str, Gelu] = {'gelu': 'exact', 'gelu_pytorch_tanh': 'tanh'}
 _GELU |= {'gelu_new': 'tanh', 'gelu_fast': 'tanh'}
 _HIDDEN_ACT: dict[Gelu, str] = {'exact': 'gelu', 'tanh': 'gelu_pytorch_tanh'}
+# By the loss of the training.
+_PROBLEM_TYPE = {'softmax': 'single_label_classification'}
+_PROBLEM_TYPE |= {'sigmoid': 'multi_label_classification'}
 _PATCHES = 'embeddings.patch_embeddings'
 _KNOWN = re.compile(r'.*(patch_embeddings\.projection|layernorm_before)\.weight')
 _ROOT = f'{_PATCHES}.backbone.bit.embedder'
@@ -109,7 +112,15 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
             raise UserError(f'config.json says {name}={described[name]}, the arrays {value}')
     layout = Layout(prefix=prefix, old_names=old_names)
     names = _class_names(described, config.num_classes)
-    return Recognised(config, layout, _preprocessing(clues.processor_json), names, _IGNORED)
+    problem = described.get('problem_type')
+    return Recognised(
+        config,
+        layout,
+        _preprocessing(clues.processor_json),
+        class_names=names,
+        ignored=_IGNORED,
+        loss=next((loss for loss, name in _PROBLEM_TYPE.items() if name == problem), problem),
+    )
 
 
 def _class_names(described: dict[str, Any], count: int | None) -> tuple[str, ...]:
@@ -138,7 +149,7 @@ def _preprocessing(processor: dict[str, Any]) -> Preprocessing:
     return base.foreign_preprocessing(crop, mean, std, where='preprocessor_config.json')
 
 
-def _description(config: ViTConfig, names: tuple[str, ...]) -> dict[str, Any]:
+def _description(config: ViTConfig, card: Card) -> dict[str, Any]:
     """The config.json of a network. Raises UserError for one that transformers does not have."""
     if config.pool != 'cls' or config.final_norm != 'before_pool':
         raise UserError('the huggingface layout has only ViTs that read the class token')
@@ -149,11 +160,13 @@ def _description(config: ViTConfig, names: tuple[str, ...]) -> dict[str, Any]:
         )
     if config.patch_size[0] != config.patch_size[1]:
         raise UserError(f'the huggingface layout has square patches, not {config.patch_size}')
-    labels = names or tuple(f'LABEL_{i}' for i in range(config.num_classes or 0))
+    labels = card.class_names or tuple(f'LABEL_{i}' for i in range(config.num_classes or 0))
     head = config.num_classes is not None
     hybrid = 'Hybrid' if config.backbone else ''
     square = config.image_size[0] == config.image_size[1]
-    beside = {}
+    beside: dict[str, Any] = {}
+    if (problem := _PROBLEM_TYPE.get(card.loss or '')) and head:
+        beside['problem_type'] = problem
     if backbone := config.backbone:
         beside['backbone_config'] = {
             'model_type': 'bit',
@@ -231,7 +244,7 @@ HUGGINGFACE = Format[Layout](
     notes=_notes,
     file_name='model.safetensors',
     files_beside=lambda config, card: {
-        'config.json': _description(config, card.class_names),
+        'config.json': _description(config, card),
         'preprocessor_config.json': _processor(config, card.preprocessing),
     },
 )

@@ -151,7 +151,7 @@ def _recognised(path: str, clues: Clues, own: Card | None, ignored: tuple[str, .
         grid=config.grid,
         preprocessing=own.preprocessing if own else found.preprocessing,
         class_names=own.class_names if own else found.class_names,
-        loss=own.loss if own else None,
+        loss=own.loss if own else found.loss,
     )
 
     def read() -> Params:

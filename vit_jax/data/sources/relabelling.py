@@ -1,15 +1,17 @@
-"""Other labels for images that have some: ImageNet ReaL (Beyer et al. 2020), or one's own."""
+"""Other labels for images that have some: ReaL (Beyer et al. 2020), one's own, other numbers."""
 
 import collections
+import dataclasses
 import json
 import logging
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from vit_jax.base import MissingFile, UserError, require
-from vit_jax.data.sources.base import Source, labelled_source, select
+from vit_jax.data.sources.base import EncodedImage, Label, Source, labelled_source, select
 
 
 def relabelled(source: Source, path: str) -> Source:
@@ -63,6 +65,58 @@ def with_labels(source: Source) -> Source:
     name = source.name_of(int(has_label.argmin()))
     logging.warning('%d images have no label, left out: %s', (~has_label).sum(), name)
     return select(source, np.flatnonzero(has_label))
+
+
+def renumbered(source: Source, class_names: Sequence[str]) -> Source:
+    """The images with the numbers that their classes have among `class_names`, matched by name.
+
+    Images of other classes alone are left out, with a warning. UserError where all are, and where
+    a name stands for two classes.
+    """
+    if source.class_names == tuple(class_names):
+        return source
+    number = {name: index for index, name in enumerate(class_names)}
+    numbers = np.array([number.get(name, -1) for name in source.class_names])
+    unknown = [name for name in source.class_names if name not in number]
+    if len(unknown) == len(numbers):
+        both = f'{_listed(source.class_names)}; the network has {_listed(class_names)}'
+        raise UserError(f'no class of the data is one of the network: the data have {both}')
+    for name, uses in collections.Counter(class_names).items():
+        twice = uses > 1 and name in source.class_names
+        require(not twice, f'{uses} classes of the network have the name {name!r}')
+
+    def of(labels: np.ndarray) -> np.ndarray:
+        if not source.multi_label:
+            return numbers[labels]
+        rows = np.zeros((len(labels), len(class_names)), labels.dtype)
+        rows[:, numbers[numbers >= 0]] = labels[:, numbers >= 0]
+        return rows
+
+    def read(index: int) -> tuple[EncodedImage, Label]:
+        image, label = source.read(index)
+        return image, of(np.asarray(label)[None])[0]
+
+    found = dataclasses.replace(
+        source,
+        class_names=tuple(class_names),
+        read=read,
+        read_labels=lambda indices: of(source.read_labels(indices)),
+    )
+    if not unknown:
+        return found
+    has_class = found.labels.any(axis=1) if source.multi_label else found.labels >= 0
+    if source.multi_label:  # an image without any class is one that the network may know as such
+        has_class |= ~source.labels.any(axis=1)
+    text = "%d of %d classes are not among the network's: %s; %d images of these are left out"
+    listed = len(unknown), len(numbers), _listed(unknown)
+    logging.warning(text, *listed, (~has_class).sum())
+    require(bool(has_class.any()), 'no image is of a class of the network')
+    return select(found, np.flatnonzero(has_class))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first few names, and that there are more."""
+    return ', '.join([*map(repr, names[:3]), *(['...'] if len(names) > 3 else [])])
 
 
 def _path(name: str) -> pathlib.PurePath:

@@ -1,0 +1,195 @@
+"""A checkpoint held against labelled images, without training."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from sklearn import metrics
+
+import vit_jax
+from tests import tiny
+from tests.networks import changed, loaded
+from vit_jax import evaluate
+from vit_jax.checkpoints.card import Card
+from vit_jax.data.image_preprocessing import Preprocessing
+from vit_jax.data.sources.arrays import array_source
+from vit_jax.data.sources.opening import make_opener
+from vit_jax.evaluation import confusion
+from vit_jax.pretrained import Loaded
+from vit_jax.runs import evaluation_run, training_run
+from vit_jax.training.losses import LossConfig
+
+NAMES = tuple('0123456789')
+FULL, LARGE = pytest.mark.full, [(100, 20), (1000, 2), (5000, 1)]
+IMAGES = np.zeros((4, 8, 8), np.uint8)
+
+
+def run(*arguments):
+    return evaluate.main(evaluate._parser().parse_args([str(a) for a in arguments]))
+
+
+def saved(tmp_path, network, name='network'):
+    vit_jax.save(network, tmp_path / name, 'vit_jax')
+    return tmp_path / name
+
+
+def result(folder):
+    return json.loads((folder / 'evaluation.json').read_text())
+
+
+def multi_label_data(tmp_path):
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (60, 8, 8), dtype=np.uint8)
+    labels = (rng.random((60, 3)) < 0.4).astype(np.int32)
+    parts = {'train_images': images, 'train_labels': labels}
+    parts |= {'test_images': images[:50], 'test_labels': labels[:50]}
+    np.savez(tmp_path / 'several.npz', **parts)
+    return str(tmp_path / 'several.npz')
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('kind', ['softmax', 'sigmoid'])
+def test_the_numbers_are_those_that_training_reports(kind, tmp_path, capsys):
+    data = 'digits' if kind == 'softmax' else multi_label_data(tmp_path)
+    model = tiny.model(num_classes=None, depth=1)
+    config = tiny.experiment(data=data, model=model, loss=LossConfig(kind=kind), polyak_decay=0.5)
+    config.schedule.learning_rate = 1e-2
+    reported = training_run.train(config, str(tmp_path / 'run')).evals['test']
+    asked = f'--data={data}', '--split=test[:50]', '--batch_size=16', f'--out={tmp_path / "out"}'
+    assert run(tmp_path / 'run', *asked) == 0
+    assert result(tmp_path / 'out')['means'] == reported
+    assert f'accuracy {reported["accuracy"]:24.2%}'.split() in [
+        line.split() for line in capsys.readouterr().out.splitlines()
+    ]
+
+
+@pytest.mark.full
+def test_every_number_is_the_one_that_the_logits_give(tmp_path):
+    """Of a network whose classes are those of the data in another order, in two extra classes."""
+    names = ('x', *NAMES[::-1], 'y')
+    network = loaded(tiny.model(num_classes=12), class_names=names)
+    path, out = saved(tmp_path, network), tmp_path / 'out'
+    assert run(path, '--data=digits', '--split=test[:50]', '--out', out) == 0
+    source = make_opener()('digits', 'test[:50]')
+    images = np.stack([network.prepare(source.read(i)[0]) for i in range(50)])
+    logits = network.logits(images)
+    labels = np.array([names.index(NAMES[label]) for label in source.labels])
+    predicted = logits.argmax(axis=1)
+    found, expected = result(out), metrics.accuracy_score(labels, predicted)
+    assert found['means']['accuracy'] == pytest.approx(expected)
+    assert found['means']['top5_accuracy'] == pytest.approx(
+        metrics.top_k_accuracy_score(labels, logits, k=5, labels=range(12))
+    )
+    with np.load(out / 'confusion.npz') as file:
+        np.testing.assert_array_equal(
+            file['confusion'], metrics.confusion_matrix(labels, predicted)
+        )
+        assert {*file['class_names']} == {names[i] for i in {*labels, *predicted}}
+    recall = metrics.recall_score(
+        labels, predicted, average=None, labels=range(12), zero_division=np.nan
+    )
+    precision = metrics.precision_score(
+        labels, predicted, average=None, labels=range(12), zero_division=np.nan
+    )
+    for one in found['classes']:
+        number = names.index(one['class'])
+        assert one['images'] == (labels == number).sum()
+        assert one['accuracy'] == pytest.approx(recall[number])
+        assert (one['precision'] is None) == np.isnan(precision[number])
+        assert one['precision'] in (None, pytest.approx(precision[number]))
+    taken = found['confusions'][0]
+    true, wrong = names.index(taken['class']), names.index(taken['taken_for'])
+    assert taken['images'] == ((labels == true) & (predicted == wrong)).sum() > 0
+    assert sum(one['images'] for one in found['confusions']) == (labels != predicted).sum()
+
+
+@pytest.mark.full
+def test_other_labels_count_any_that_is_right(tmp_path):
+    network = loaded(tiny.model(), class_names=NAMES)
+    path, out = saved(tmp_path, network), tmp_path / 'out'
+    labels = make_opener()('digits', 'test').labels
+    names = [f'digits/test[{i}]' for i in range(len(labels))]
+    real = {name: [int(y), int(y + 1) % 10] for name, y in zip(names, labels, strict=True)}
+    (tmp_path / 'real.json').write_text(json.dumps(real | {names[0]: []}))
+    asked = '--data=digits', '--split=test[:50]', f'--labels={tmp_path / "real.json"}'
+    assert run(path, *asked, '--out', out) == 0
+    source = make_opener()('digits', 'test[:50]')
+    images = np.stack([network.prepare(source.read(i)[0]) for i in range(1, 50)])
+    difference = network.logits(images).argmax(axis=1) - labels[1:50]
+    found = result(out)
+    assert found['means']['accuracy'] == pytest.approx(np.isin(difference, (0, 1, -9)).mean())
+    assert 'mean_average_precision' not in found['means'] and 'confusions' not in found
+
+
+def network_with(classes, names=()):
+    model = tiny.model(num_classes=classes)
+    card = Card(model=model, grid=model.grid, preprocessing=Preprocessing(), class_names=names)
+    return Loaded(card, params={}, report=(), ignored=(), format='', layout=None)
+
+
+def data_of(names):
+    return array_source(IMAGES, np.arange(4) % len(names), names, name='data')
+
+
+def test_classes_are_matched_by_name_whatever_their_order():
+    network = network_with(3, ('c', 'b', 'a'))
+    found = evaluation_run.matched(data_of(['a', 'b', 'c']), network, by_number=False)
+    assert found.class_names == ('c', 'b', 'a')
+    assert found.labels.tolist() == [2, 1, 0, 2]
+    assert [found.read(i)[1] for i in range(4)] == [2, 1, 0, 2]
+    rows = np.array([[1, 0, 1], [0, 0, 0], [0, 1, 0], [1, 1, 1]])
+    several = array_source(IMAGES, rows, ['a', 'b', 'x'], name='data')
+    found = evaluation_run.matched(several, network, by_number=False)
+    assert found.labels.tolist() == [[0, 0, 1], [0, 0, 0], [0, 1, 0], [0, 1, 1]]
+
+
+def test_images_of_classes_that_the_network_does_not_have_are_left_out_and_said(caplog):
+    found = evaluation_run.matched(
+        data_of(['a', 'b', 'x']), network_with(3, ('c', 'b', 'a')), by_number=False
+    )
+    assert found.labels.tolist() == [2, 1, 2]
+    assert "1 of 3 classes are not among the network's: 'x'; 1 images" in caplog.text
+
+
+def test_without_names_classes_are_matched_by_number_or_not_at_all():
+    data = data_of(['a', 'b', 'c'])
+    assert evaluation_run.matched(data, network_with(3), by_number=False) is data
+    named = network_with(3, ('one', 'two', 'three'))
+    assert evaluation_run.matched(data, named, by_number=True) is data
+    message = "the data have 'a', 'b', 'c'; the network has 'one', .*; --by_number takes them"
+    with pytest.raises(ValueError, match=message):
+        evaluation_run.matched(data, named, by_number=False)
+    with pytest.raises(ValueError, match='has 7 outputs, .* the data have 3 classes'):
+        evaluation_run.matched(data, network_with(7), by_number=False)
+    with pytest.raises(ValueError, match="2 classes of the network have the name 'a'"):
+        evaluation_run.matched(data, network_with(3, ('a', 'b', 'a')), by_number=False)
+
+
+def test_a_head_of_zeros_is_not_evaluated(tmp_path):
+    network = loaded(tiny.model())
+    head = jax.tree.map(np.zeros_like, network.params['head'])
+    path = tmp_path / 'zero.npz'
+    vit_jax.save(changed(network, params=network.params | {'head': head}), path)
+    with pytest.raises(ValueError, match='the head is all zeros'):
+        run(path, '--data=digits')
+
+
+@pytest.mark.parametrize(
+    'classes, cell', [(1, 48), (10, 48), *(pytest.param(*c, marks=FULL) for c in LARGE)]
+)
+def test_the_picture_shows_every_class_and_every_error(classes, cell):
+    """On the diagonal dark, one error of one image visible, elsewhere white."""
+    matrix = 20 * np.eye(classes, dtype=int)
+    matrix[0, -1] += 1
+    image = confusion.picture(matrix, [f'class {i}' for i in range(classes)])
+    assert max(image.size) < 2300
+    pixels = np.asarray(image).astype(int)
+    side = cell * -(-classes // max(1, -(-classes // 2000)))
+    margin = 8 + 7 * len(f'class {classes - 1}' if classes < 5000 else 'class 4998')
+    inside = pixels[margin : margin + side, margin : margin + side, 0]
+    assert inside.shape == (side, side)
+    assert inside[1 % cell, 1 % cell] < 40
+    if classes > 1:
+        assert 40 < inside[1 % cell, side - 1] < 200
+        assert inside[side - 1, 1 % cell] == 255

@@ -1,0 +1,79 @@
+"""What predict says of an image: which classes, in which form, and to whom."""
+
+import csv
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import cv2
+import numpy as np
+import pytest
+
+import vit_jax
+from tests import tiny
+from tests.networks import loaded
+from vit_jax import predict
+
+NAMES = ['a', 'b, "c"', 'd']
+
+
+def found(shares, **how):
+    return predict._found(np.array(shares, np.float32), NAMES, how.pop('top', None), **how)
+
+
+def test_where_several_classes_may_be_right_the_likely_are_named():
+    assert found([0.6, 0.1, 0.9], several=True) == [('d', np.float32(0.9)), ('a', np.float32(0.6))]
+    assert found([0.5, 0.1, 0.2], several=True) == []
+    assert len(found([0.5, 0.1, 0.2], several=True, top=2)) == 2
+    assert [name for name, _ in found([0.2, 0.5, 0.3], several=False)] == ['b, "c"', 'd', 'a']
+
+
+def test_every_form_says_the_same():
+    path, several = 'my photos/a, "b"\n.jpg', found([0.25, 0.5, 0.125], several=False)
+    line = json.loads(predict._said(path, several, 'jsonl'))
+    assert line['path'] == path
+    assert [(one['class'], one['probability']) for one in line['classes']] == several
+    table = 'path,class,probability\n' + predict._said(path, several, 'csv') + '\n'
+    rows = list(csv.DictReader(io.StringIO(table)))
+    assert {row['path'] for row in rows} == {path}
+    assert [(row['class'], float(row['probability'])) for row in rows] == several
+    assert predict._said('x', several, 'text') == 'x  b, "c" 50.0%, a 25.0%, d 12.5%'
+
+
+def test_an_image_without_a_likely_class_is_not_lost():
+    assert predict._said('x', [], 'text') == 'x  nothing above 50%'
+    assert predict._said('x', [], 'csv') == 'x,,'
+    assert json.loads(predict._said('x', [], 'jsonl')) == {'path': 'x', 'classes': []}
+
+
+@pytest.mark.full
+def test_a_reader_that_has_seen_enough_ends_it_quietly_and_a_file_is_written_whole(tmp_path):
+    vit_jax.save(loaded(tiny.model(), loss='sigmoid'), tmp_path / 'net', 'vit_jax')
+    (tmp_path / 'photos').mkdir()
+    for index in range(3):
+        image = np.full((8, 8, 3), 80 * index, np.uint8)
+        cv2.imwrite(str(tmp_path / 'photos' / f'{index}.png'), image)
+    (tmp_path / 'photos' / '1.png').write_bytes(b'no image')
+    command = [sys.executable, '-m', 'vit_jax.predict', tmp_path / 'net', tmp_path / 'photos']
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing) as closed:
+        ended = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 128 + signal.SIGPIPE
+    assert 'Error' not in ended.stderr and 'Broken' not in ended.stderr
+    out = tmp_path / 'out.csv'
+    asked = ['--format=csv', '--top=2', f'--output={out}']
+    ended = subprocess.run([*command, *asked], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (1, '')
+    assert '1 of 3 images cannot be read' in ended.stderr
+    with out.open(newline='') as file:
+        rows = list(csv.DictReader(file))
+    assert [row['path'][-5:] for row in rows] == ['0.png', '0.png', '2.png', '2.png']
+    network = vit_jax.load(tmp_path / 'net')
+    best = np.sort(network.probabilities(network.prepare(np.zeros((8, 8, 3), np.uint8))[None])[0])
+    shares = [float(row['probability']) for row in rows[:2]]
+    np.testing.assert_allclose(shares, best[:-3:-1], rtol=1e-5)
+    assert [path.name for path in tmp_path.glob('out*')] == ['out.csv']

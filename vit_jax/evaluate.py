@@ -1,0 +1,127 @@
+"""Measures a checkpoint on labelled images: python -m vit_jax.evaluate CHECKPOINT --data=DATA.
+
+CHECKPOINT is of any kind that vit_jax.load reads, DATA of any kind that a configuration takes; no
+training is done. Classes are matched by name where the checkpoint has names. --out=DIR keeps
+evaluation.json (all numbers, of each class too), confusion.npz and its picture, confusion.png.
+"""
+
+import argparse
+import functools
+import pathlib
+import sys
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from vit_jax.base import records, usable, write_json
+from vit_jax.command_line import app
+from vit_jax.data.sources.opening import HeldOut, make_opener
+from vit_jax.evaluation import confusion
+from vit_jax.pretrained import Loaded, load
+from vit_jax.runs import evaluation_run
+from vit_jax.runs.evaluation_run import Evaluation
+
+NUMBERS, MATRIX, PICTURE = 'evaluation.json', 'confusion.npz', 'confusion.png'
+_SHOWN = 10  # classes, and confusions, on the screen
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Prints the metrics, the classes with the lowest ones, and what was taken for what."""
+    held_out = HeldOut(fraction=arguments.held_out, seed=arguments.held_out_seed)
+    loaded = load(arguments.checkpoint, **app.overrides(arguments))
+    print('\n'.join(loaded.report))
+    loaded.require_head()
+    source = make_opener(held_out)(arguments.data, arguments.split, arguments.labels)
+    source = evaluation_run.matched(source, loaded, by_number=arguments.by_number)
+    if arguments.out:
+        with usable(arguments.out):
+            pathlib.Path(arguments.out).mkdir(parents=True, exist_ok=True)
+    size = arguments.batch_size
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        found = evaluation_run.evaluate(
+            loaded,
+            source,
+            batch_size=size,
+            relabelled=arguments.labels is not None,
+            watched=functools.partial(
+                bar.track, total=-(-len(source) // size), description='batches'
+            ),
+        )
+    what = f'{arguments.data}, {arguments.split}'
+    print(f'{what}: {len(source):,} images of {len(found.classes):,} classes\n')
+    print('\n'.join(_lines(found)))
+    if arguments.out:
+        _write(pathlib.Path(arguments.out), found, loaded, arguments)
+    return 0
+
+
+def _lines(found: Evaluation) -> list[str]:
+    """The means, the classes with the lowest numbers, the most frequent confusions."""
+    means = {name: value for name, value in found.means.items() if name != 'loss'}
+    lines = [f'{_label(name):<24}{value:8.2%}' for name, value in means.items()]
+    lines.append(f'{"loss":<24}{found.means["loss"]:8.4f}')
+    name = 'average_precision' if 'average_precision' in found.classes[0] else 'accuracy'
+    worst = sorted(found.classes, key=lambda one: one[name])[:_SHOWN]
+    fewer = ', the lowest' if len(worst) < len(found.classes) else ''
+    lines.append(f'\n{_label(name)} of each class{fewer}:')
+    lines += [f'  {one[name]:8.2%} of {one["images"]:,}  {one["class"]}' for one in worst]
+    if found.confusion is None:
+        return lines
+    wrong = confusion.confusions(found.confusion, found.names)
+    lines += ['', 'most often confused:'] if wrong else []
+    for one in wrong[:_SHOWN]:
+        lines.append(f'  {one["images"]:>6,}  {one["class"]}, taken for {one["taken_for"]}')
+    return lines
+
+
+def _label(name: str) -> str:
+    return name.replace('top5', 'top-5').replace('_', ' ')
+
+
+def _write(
+    folder: pathlib.Path, found: Evaluation, loaded: Loaded, arguments: argparse.Namespace
+) -> None:
+    """Writes all that was found, and what was evaluated how."""
+    asked = 'checkpoint', 'data', 'split', 'labels'
+    values = {name: getattr(arguments, name) for name in asked} | {
+        'image_size': list(loaded.config.image_size),
+        'preprocessing': records.to_dict(loaded.preprocessing),
+        'means': found.means,
+        'classes': found.classes,
+    }
+    written = [NUMBERS]
+    if found.confusion is not None:
+        values['confusions'] = confusion.confusions(found.confusion, found.names)
+        with usable(folder):
+            names = np.array(found.names)
+            np.savez_compressed(folder / MATRIX, confusion=found.confusion, class_names=names)
+            confusion.picture(found.confusion, found.names).save(folder / PICTURE)
+        written += [MATRIX, PICTURE]
+    write_json(folder / NUMBERS, values)
+    print(f'\nwritten: {", ".join(str(folder / name) for name in written)}')
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = app.new_parser('evaluate', __doc__)
+    parser.add_argument('checkpoint', metavar='CHECKPOINT')
+    text = 'a folder, FILE.csv, FILE.jsonl, FILE.npz, tfds:NAME, digits'
+    parser.add_argument('--data', required=True, metavar='DATA', help=text)
+    text = 'its images, perhaps a slice of them: train[90%%:] (test)'
+    parser.add_argument('--split', default='test', metavar='NAME', help=text)
+    text = "other labels for them, such as ReaL's real.json"
+    parser.add_argument('--labels', metavar='FILE.json', help=text)
+    text = "the data's first class is output 0, and so on, whatever their names"
+    app.add_boolean(parser, 'by_number', text)
+    text = 'of each class of data without splits, for the split test (0.1)'
+    parser.add_argument('--held_out', type=float, default=0.1, metavar='FRACTION', help=text)
+    text = 'which ones (0)'
+    parser.add_argument('--held_out_seed', type=int, default=0, metavar='N', help=text)
+    parser.add_argument('--out', metavar='DIR', help='keep all numbers and the picture')
+    parser.add_argument('--batch_size', type=app.positive, default=32, metavar='N', help='(32)')
+    app.add_overrides(parser)
+    return parser
+
+
+if __name__ == '__main__':
+    app.run(main, _parser())

@@ -15,6 +15,8 @@ def run(asked: app.Invocation) -> None:
         print(f'{name}: {values["test_images"]:,} test images, {values["classes"]:,} classes')
         for shots, mean in values['mean'].items():
             print(f'{shots:>3} shots  {mean:7.2%} +- {values["deviation"][shots]:.2%}')
+        if 'left_out' in values:
+            print(values['left_out'])
         if 'nearest_neighbours' in values:
             nearest = values['nearest_neighbours']
             print(f'{nearest["neighbours"]:>3} nearest {nearest["accuracy"]:6.2%}')

@@ -6,13 +6,14 @@ The same training as vit_jax.train; only the first parameters come from somewher
 from vit_jax import train
 from vit_jax.base.errors import UserError
 from vit_jax.command_line import app
+from vit_jax.runs.following import after_fine_tuning
 
 
 def run(asked: app.Invocation) -> None:
     """Trains from the parameters of another run. Raises UserError where none is named."""
     if asked.config.start_from is None:
         raise UserError('fine-tuning needs a checkpoint: --config.start_from=FILE or WORKDIR')
-    train.run(asked, following='fewshot/linear.py')
+    train.run(asked, following=after_fine_tuning)
 
 
 if __name__ == '__main__':

@@ -46,11 +46,13 @@ def main(arguments: argparse.Namespace) -> int:
         sheet.save(folder / SHEET)
     # A function is asked for the splits of the configuration: it cannot list its own.
     own = config.train_split, config.eval_split
-    splits = open_splits(config.data, config.held_out) if isinstance(config.data, str) else own
+    splits = [*open_splits(config.data, config.held_out)] if isinstance(config.data, str) else own
     found = {}
     progress = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
     with futures.ThreadPoolExecutor(loading.cores()) as pool, progress as bar:
         for split in splits:
+            if split == 'all':  # train and test
+                continue
             source = opened(config.data, split)
             task = bar.add_task(split, total=len(source))
             scan = inspection.scan(source, pool, functools.partial(bar.advance, task))

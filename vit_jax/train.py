@@ -1,17 +1,22 @@
 """Trains a Vision Transformer: python -m vit_jax.train --config=configs/FILE.py --workdir=DIR."""
 
-import shlex
+from collections.abc import Callable
 
 from vit_jax.command_line import app
 from vit_jax.runs import probing, training_run
+from vit_jax.runs.experiment import Experiment
+from vit_jax.runs.following import after_pretraining
 from vit_jax.runs.reporting import spent
 from vit_jax.runs.workdirs import METRICS
 
 
-def run(asked: app.Invocation, following: str = 'finetune/transfer.py') -> None:
+def run(
+    asked: app.Invocation,
+    following: Callable[[Experiment, str], str | None] = after_pretraining,
+) -> None:
     """Trains; prints what was reached, where it was saved, and the command to go on with.
 
-    `following` is the program of that command and, in configs/, its configuration.
+    `following` gives that command, for the work directory.
     """
     config, job = asked.config, asked.job
     result = training_run.train(config, asked.workdir, accept_changes=asked.accept_changes, job=job)
@@ -23,17 +28,13 @@ def run(asked: app.Invocation, following: str = 'finetune/transfer.py') -> None:
     lines = {'reached': reached}
     if result.skipped:
         lines['skipped'] = f'{result.skipped:,} uses of training images that cannot be read'
-    workdir, program = result.folder, following.partition('/')[0]
-    command = ['python', '-m', f'vit_jax.{program}', f'--config=configs/{following}']
-    command += [f'--config.start_from={workdir}']
-    command += [f'--config.data={config.data}'] if isinstance(config.data, str) else []
-    command += [f'--workdir={workdir}-{program}']
     lines |= {
         'checkpoint': str(result.checkpoint),
         'metrics': str(result.folder / METRICS),
         'time': spent(result.seconds),
-        'next': shlex.join(command),
     }
+    if (command := following(result.experiment, str(result.folder))) is not None:
+        lines['next'] = command
     print()
     for name, text in lines.items():
         print(f'{name:<11}{text}')

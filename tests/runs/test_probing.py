@@ -7,7 +7,9 @@ import pytest
 
 from tests import tiny
 from vit_jax.config import FewshotConfig, ProbeSet
-from vit_jax.data.image_preprocessing import CentralCrop
+from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing
+from vit_jax.data.loading import ImageReader
+from vit_jax.data.sources.arrays import array_source
 from vit_jax.evaluation.probes import LogisticConfig
 from vit_jax.runs import probing, probing_run, training_run
 
@@ -50,6 +52,25 @@ def test_every_set_has_its_result_and_one_that_is_missing_is_named(checkpoint, t
     assert set(probing.numbers(result)) == {'first/2_shot_accuracy', 'second/2_shot_accuracy'}
     second = result['sets']['second']
     assert second['nearest_neighbours']['accuracy'] > 0.5 < second['logistic']['accuracy']
+
+
+def test_shots_that_a_class_does_not_have_are_left_out_and_said():
+    """Of 9 and 12 images a class: no 25 shots, in one line; features are read off the pixels."""
+    labels = np.repeat([0, 1], [9, 12])
+    images = np.broadcast_to((100 * labels)[:, None, None], (21, 8, 8)).astype(np.uint8)
+    source = array_source(images, labels, ['few', 'many'], name='data')
+    reader = ImageReader(source, Preprocessing().crop, (8, 8), exif_rotation=False)
+    one = probing.Probe('data', ProbeSet(), reader, reader)
+    sets = probing.Probes(FewshotConfig(shots=(1, 9, 10, 25), seeds=(0,)), {'data': one}, {})
+    result = probing.evaluate(
+        lambda reader, indices: images[indices, 0, :2].astype(np.float32), sets, Preprocessing()
+    )
+    assert list(result['sets']['data']['mean']) == ['1', '9']
+    said = probing.summary(result)
+    assert said.endswith(
+        "9-shot 100.0% +- 0.0%, 10-shot, 25-shot left out: class 'few' has 9 images"
+    )
+    assert set(probing.numbers(result)) == {'1_shot_accuracy', '9_shot_accuracy'}
 
 
 def test_where_no_set_is_there_it_is_an_error(checkpoint, tmp_path):

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,13 +118,24 @@ def _result(
             more['nearest_neighbours'] = {'neighbours': config.neighbours, 'accuracy': nearest}
         if config.logistic is not None:
             more['logistic'] = probes.logistic(learned, tested, config.logistic)._asdict()
-    shots, seeds, l2 = config.shots, config.seeds, config.l2
+    seeds, l2, classes = config.seeds, config.l2, len(train.class_names)
+    shots, left_out = _possible(config.shots, train)
     accuracies, draws = ridge.probe(
         train.labels, tested, features_of=of_drawn, shots=shots, seeds=seeds, l2=l2
     )
-    classes = len(train.class_names)
     report = ridge.report(accuracies, draws, l2=l2, name_of=train.name_of, classes=classes)
-    return protocol | more | report
+    return protocol | more | left_out | report
+
+
+def _possible(shots: Sequence[int], train: Source) -> tuple[list[int], dict[str, Any]]:
+    """The shots that every class has, at least the least; and, for people, why not the others."""
+    images = np.bincount(train.labels)
+    fewest = int(images[images > 0].min())
+    possible = [count for count in shots if count <= max(fewest, min(shots))]
+    others = ', '.join(f'{count}-shot' for count in shots if count not in possible)
+    rare = train.class_names[int(np.flatnonzero(images == fewest)[0])]
+    why = f'{others} left out: class {rare!r} has {fewest:,} images'
+    return possible, {'left_out': why} if others else {}
 
 
 def make_features_of(
@@ -152,6 +163,7 @@ def summary(result: dict[str, Any]) -> str:
             f'{shots}-shot {mean:.1%} +- {values["deviation"][shots]:.1%}'
             for shots, mean in values['mean'].items()
         )
+        shots += f', {values["left_out"]}' if 'left_out' in values else ''
         parts.append(shots if len(sets) == 1 else f'{name}: {shots}')
     return '; '.join(parts)
 

@@ -40,6 +40,7 @@ from vit_jax.training.update import TrainState
 class Result(NamedTuple):
     """What a run reached, and where it is kept."""
 
+    experiment: Experiment
     state: TrainState
     evals: dict[str, dict[str, float]]  # the newest numbers of each evaluation, by name
     fewshot: dict[str, Any] | None
@@ -108,7 +109,8 @@ def train(
         )
         state = run.to_the_end(state)
     last = checkpoints.path(int(state.step))
-    return Result(state, run.evals, run.fewshot, last, folder, reporter.skipped, ledger.totals())
+    reached = state, run.evals, run.fewshot, last, folder, reporter.skipped, ledger.totals()
+    return Result(experiment, *reached)
 
 
 def _outline(experiment: Experiment) -> str:

@@ -150,6 +150,8 @@ def test_a_folder_without_splits_holds_out_a_share_of_every_class(flat, caplog):
     assert np.bincount(test.labels).tolist() == [2, 1, 1]
     assert not set(described(train)) & set(described(test)) and len(train) + len(test) == 17
     assert '0.2 of each class are held out' in caplog.text
+    whole = opening.make_opener(held_out)(str(flat), 'all')
+    assert {*described(whole)} == {*described(train), *described(test)} and len(whole) == 17
     again = opening.make_opener(held_out)(str(flat), 'test')
     assert described(again) == described(test)
     other = opening.make_opener(opening.HeldOut(fraction=0.2, seed=1))(str(flat), 'test')

@@ -84,7 +84,8 @@ def open_splits(
 
     `data` is `digits`; a `.npz`, `.csv` or `.jsonl` file; a folder (of splits, of classes, the
     ImageNet tree or its tar files, a data set that TFDS prepared); or `tfds:NAME`, which alone have
-    columns of labels. Data without splits is split into `train` and `test` as `held_out` says.
+    columns of labels. Data without splits is `all`, and of that `train` and `test` as `held_out`
+    says.
     """
     if data.startswith('tfds:'):
         return tfds.named_splits(data.removeprefix('tfds:'), label_column)
@@ -110,7 +111,7 @@ def open_splits(
 
 
 def _with_splits(splits: Splits, held_out: HeldOut, data: str) -> Splits:
-    """The splits as they are, or `train` and `test` made of the only one, `all`."""
+    """The splits as they are, or `train` and `test` made of the only one, `all`, and that too."""
     if list(splits) != ['all']:
         return splits
 
@@ -124,7 +125,7 @@ def _with_splits(splits: Splits, held_out: HeldOut, data: str) -> Splits:
         source, is_test = whole()
         return select(source, np.flatnonzero(is_test == (split == 'test')))
 
-    return {split: functools.partial(opened, split) for split in ('train', 'test')}
+    return {split: functools.partial(opened, split) for split in ('train', 'test')} | splits
 
 
 def _drawn(source: Source, held_out: HeldOut) -> np.ndarray:

@@ -120,7 +120,7 @@ def test_each_command_that_is_named_runs_when_it_is_pasted(tmp_path):
         programs += line.split()[2:3]
         line = line.replace('python', sys.executable, 1)
         # The same command in less time.
-        line += ' --config.total.steps=2' * ('finetune' in line)
-        line += ' --config.schedule.warmup.steps=1' * ('finetune' in line)
+        line += ' --config.total.steps=2' * ('vit_jax.finetune' in line)
+        line += ' --config.schedule.warmup.steps=1' * ('vit_jax.finetune' in line)
     assert programs == ['vit_jax.finetune', 'vit_jax.predict']
     assert done.stdout.startswith(str(tmp_path / 'my photos'))

@@ -108,9 +108,8 @@ def train(
             experiment, update, eval_steps, features, loader_of, checkpoints, reporter, ledger, job
         )
         state = run.to_the_end(state)
-    last = checkpoints.path(int(state.step))
-    reached = state, run.evals, run.fewshot, last, folder, reporter.skipped, ledger.totals()
-    return Result(experiment, *reached)
+    reached = state, run.evals, run.fewshot, checkpoints.path(int(state.step)), folder
+    return Result(experiment, *reached, reporter.skipped, ledger.totals())
 
 
 def _outline(experiment: Experiment) -> str:

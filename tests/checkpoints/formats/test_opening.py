@@ -281,13 +281,14 @@ def test_the_loss_of_a_hugging_face_directory_is_its_problem_type(tmp_path):
     types = {'sigmoid': 'multi_label_classification', 'softmax': 'single_label_classification'}
     for loss in 'sigmoid', 'softmax':
         network = loaded(tiny.model(gelu='exact'), huggingface.HUGGINGFACE, loss=loss)
-        vit_jax.save(network, tmp_path / 'hf')
-        said = json.loads((tmp_path / 'hf' / 'config.json').read_text())
+        folder = tmp_path / loss
+        vit_jax.save(network, folder)
+        said = json.loads((folder / 'config.json').read_text())
         assert said['problem_type'] == types[loss]
-        save_file(contents(tmp_path / 'hf'), tmp_path / 'hf' / 'model.safetensors')  # no card
-        assert vit_jax.load(tmp_path / 'hf').card.loss == loss
-    (tmp_path / 'hf' / 'config.json').write_text(json.dumps(said | {'problem_type': 'regression'}))
-    assert 'trained with regression' in repr(vit_jax.load(tmp_path / 'hf'))
+        save_file(contents(folder), folder / 'model.safetensors')  # without a card of ours
+        assert vit_jax.load(folder).card.loss == loss
+    (folder / 'config.json').write_text(json.dumps(said | {'problem_type': 'regression'}))
+    assert 'trained with regression' in repr(vit_jax.load(folder))
 
 
 @pytest.mark.parametrize('resize', ['bilinear_antialias', 'bicubic_antialias'])

@@ -18,7 +18,7 @@ from rich.progress import Progress
 from vit_jax.base import Bool, Int, UserError, usable
 from vit_jax.command_line import app
 from vit_jax.data import loading
-from vit_jax.data.image_preprocessing import normalize
+from vit_jax.data.image_preprocessing import MAX_PIXELS, normalize
 from vit_jax.data.sources.folders import unlabelled
 from vit_jax.parallel import meshes
 from vit_jax.pretrained import Loaded, OutputName, load
@@ -38,7 +38,14 @@ def main(arguments: argparse.Namespace) -> int:
     if not arguments.features:
         loaded.require_head()
     how, size = loaded.preprocessing, loaded.config.image_size
-    reader = loading.ImageReader(source, how.crop, size, how.exif_rotation, on_unreadable='skip')
+    reader = loading.ImageReader(
+        source,
+        how.crop,
+        size,
+        how.exif_rotation,
+        on_unreadable='skip',
+        max_pixels=arguments.max_pixels,
+    )
     rows, unreadable = [], 0
     # Lines go to the screen through the bar, and past it where they are piped elsewhere.
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -118,6 +125,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('--class_names', metavar='FILE', help="a name a line; the checkpoint's")
     parser.add_argument('--features', metavar='OUT.npz', help='keep paths and features')
     parser.add_argument('--batch_size', type=app.positive, default=32, metavar='N', help='(32)')
+    larger = f'pixels of an image at most ({MAX_PIXELS:,})'
+    parser.add_argument(
+        '--max_pixels', type=app.positive, default=MAX_PIXELS, metavar='N', help=larger
+    )
     app.add_overrides(parser)
     return parser
 

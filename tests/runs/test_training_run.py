@@ -379,6 +379,22 @@ def test_an_unreadable_image_stops_training_unless_it_may_be_skipped(photos, tmp
     assert result.skipped == 3  # each of 3 steps of 16 draws sees each of 16 images once
 
 
+def test_an_image_above_the_bound_cannot_be_read(photos):
+    """Of the sizes 9x12 to 16x12."""
+    config = folder_config(photos)
+    config.loader.max_pixels = 15 * 12
+    experiment, small = training_run.decide(config), 0
+    for reader in experiment.train, experiment.evals['test']:
+        for i in range(len(reader.source)):
+            if '/7.jpg' not in reader.source.name_of(i):
+                small += 1
+                reader.example(loading.ExampleRef(i))
+            else:
+                with pytest.raises(ValueError, match='12 x 16 pixels, more than max_pixels=180'):
+                    reader.example(loading.ExampleRef(i))
+    assert small == 2 * (7 + 3)
+
+
 def test_an_unreadable_image_is_never_skipped_in_evaluation(photos, tmp_path):
     broken = photos / 'test' / 'dog' / '1.jpg'
     broken.write_bytes(b'')

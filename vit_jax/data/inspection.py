@@ -10,19 +10,10 @@ from concurrent import futures
 import numpy as np
 from PIL import Image, ImageDraw
 
+from vit_jax.data.image_headers import kinds_by_ending, read_header
 from vit_jax.data.image_preprocessing import decode
 from vit_jax.data.sources.base import Label, Source
 
-_SIGNATURES = {
-    b'\xff\xd8': 'JPEG',
-    b'\x89PNG': 'PNG',
-    b'GIF8': 'GIF',
-    b'BM': 'BMP',
-    b'II*\0': 'TIFF',
-    b'MM\0*': 'TIFF',
-    b'RIFF': 'WebP',
-}
-_ENDINGS = {'.jpg': 'JPEG', '.jpeg': 'JPEG', '.tif': 'TIFF', '.tiff': 'TIFF', '.webp': 'WebP'}
 _NAME_WIDTH, _HEAD_HEIGHT, _LEAST_SIDE, _FRAME = 170, 24, 96, 2  # pixels of the contact sheet
 
 
@@ -56,7 +47,7 @@ def scan(source: Source, pool: futures.Executor, done: Callable[[int], None]) ->
         formats[kind] += 1
         sizes.append(size)
         ending = os.path.splitext(name)[1].lower()
-        if ending and kind != 'array' and _ENDINGS.get(ending, ending[1:].upper()) != kind:
+        if kinds_by_ending().get(ending, kind) != kind and kind != 'array':
             misnamed.append(f'{name}: {kind}')
     classes = dict(zip(source.class_names, counts.tolist(), strict=True))
     by_count = dict(formats.most_common())
@@ -73,8 +64,7 @@ def _examined(source: Source, index: int) -> tuple[Label, str, tuple[int, ...]] 
         return str(error)
     if isinstance(stored, np.ndarray):
         return label, 'array', size
-    known = (kind for start, kind in _SIGNATURES.items() if stored.startswith(start))
-    return label, next(known, 'other'), size
+    return label, read_header(stored).kind, size
 
 
 def contact_sheet(

@@ -46,6 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
         on_unreadable='skip',
         max_pixels=arguments.max_pixels,
     )
+    paths: list[str] = []
     rows, unreadable = [], 0
     # Lines go to the screen through the bar, and past it where they are piped elsewhere.
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -65,14 +66,13 @@ def main(arguments: argparse.Namespace) -> int:
                     said = ', '.join(f'{names[i]} {shares[i]:.1%}' for i in best)
                     print(f'{source.name_of(index)}  {said}')
             if arguments.features:
-                rows.append(np.where(mask[:, None], outputs['features'], np.nan))
+                rows.append(outputs['features'][mask])
+                paths += map(source.name_of, indices[mask].tolist())
             bar.update(task, advance=len(indices))
     if arguments.features:
-        paths = np.array([source.name_of(i) for i in range(len(source))])
         with usable(arguments.features):
-            np.savez(arguments.features, paths=paths, features=np.concatenate(rows))
-        read = len(source) - unreadable
-        print(f'features of {read:,} images: {arguments.features}', file=sys.stderr)
+            np.savez(arguments.features, paths=np.array(paths, str), features=np.concatenate(rows))
+        print(f'features of {len(paths):,} images: {arguments.features}', file=sys.stderr)
     if unreadable:
         print(f'{unreadable:,} of {len(source):,} images cannot be read', file=sys.stderr)
     return 1 if unreadable else 0

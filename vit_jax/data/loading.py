@@ -6,6 +6,7 @@ multi-label), `mask` (b), False for padding and for images that could not be rea
 `example` (b), from which all randomness of an example is derived.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -196,6 +197,36 @@ def _kept_on_device(reader: ImageReader, pool: futures.Executor, sharding: Named
         return _epochs_and_indices(refs) | {'mask': np.array([ref is not None for ref in refs])}
 
     return Loader(reader.source, load, functools.partial(gather, stored), sharding)
+
+
+@contextlib.contextmanager
+def read_beside(
+    loaders: Sequence[Loader], *, index: int, count: int
+) -> Iterator[Callable[[], None]]:
+    """Begins to read every image once, in threads: process `index` of `count` reads its share.
+
+    Gives a function that waits for the end and raises UserError for an image that cannot be read.
+    What is left to read on leaving is not read. Loaders that keep all on the device have done so.
+    """
+
+    def read(loader: Loader, part: Sequence[int]) -> None:
+        loader.load([*map(ExampleRef, part)])
+
+    def wait() -> None:
+        for one in begun:
+            one.result()
+
+    with futures.ThreadPoolExecutor(1) as thread:  # a loader has threads of its own
+        shares = [(loader, range(index, len(loader.source), count)) for loader in loaders]
+        begun = [
+            thread.submit(read, loader, own[start : start + 64])
+            for loader, own in shares
+            for start in range(0, len(own), 64)
+        ]
+        try:
+            yield wait
+        finally:
+            thread.shutdown(cancel_futures=True)
 
 
 def host_batches(

@@ -7,20 +7,26 @@ from collections.abc import Callable, Iterable
 import jax
 import numpy as np
 
-from vit_jax.base.array_types import Array, Batch, Float, Num, Params
+from vit_jax.base import Array, Batch, Float, Num, Params, UserError
 
 # Sums over a batch by name, the number of examples that they are sums of, and rows (b k) by name.
 Sums = tuple[dict[str, Array], Array, dict[str, Array]]
 
 
 def evaluate(
-    loss_sums: Callable[..., Sums], params: Params, batches: Iterable[Batch], *, count: int
-) -> dict[str, float]:
-    """Means of what `loss_sums(params, batch)` sums, over batches that must hold `count` examples.
+    loss_sums: Callable[..., Sums],
+    params: Params,
+    batches: Iterable[Batch],
+    *,
+    count: int,
+    may_lack: bool = False,
+) -> tuple[dict[str, float], int]:
+    """Means of what `loss_sums(params, batch)` sums, and over how many examples they are.
 
-    Where it also gives rows of `logits` and `targets` (b k), an image may have several classes, and
-    there is the `mean_average_precision` too; masked examples must come after all others. Raises
-    AssertionError where the batches hold another number: that would be no result.
+    Where it also gives rows of `logits` and `targets` (b k) and their `mask` (b), an image may have
+    several classes, and there is the `mean_average_precision` too. The batches must hold `count`
+    examples, else AssertionError: that would be no result. Where they `may_lack` some, which could
+    not be read, the means are over the others; UserError where there are none.
     """
     totals: dict[str, float] = collections.defaultdict(float)
     examples, kept = 0, []
@@ -31,14 +37,16 @@ def evaluate(
         for name, value in sums.items():
             totals[name] += float(value)
         if rows:
-            kept.append((rows['logits'], rows['targets']))
-    if examples != count:
+            kept.append([rows[name][rows['mask']] for name in ('logits', 'targets')])
+    if may_lack and examples == 0:
+        raise UserError(f'none of {count:,} images can be read')
+    if examples > count or (examples < count and not may_lack):
         raise AssertionError(f'evaluated {examples} examples of {count}')
-    means = {name: total / count for name, total in totals.items()}
+    means = {name: total / examples for name, total in totals.items()}
     if kept:
-        logits, targets = (np.concatenate(part)[:count] for part in zip(*kept, strict=True))
+        logits, targets = (np.concatenate(part) for part in zip(*kept, strict=True))
         means['mean_average_precision'] = mean_average_precision(logits, targets)
-    return means
+    return means, examples
 
 
 def mean_average_precision(

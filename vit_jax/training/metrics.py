@@ -13,7 +13,7 @@ class BatchSums(NamedTuple):
 
     sums: dict[str, Array]  # by name: the loss, and each of `example_metrics`
     num_examples: Array
-    rows: dict[str, Array]  # `logits` and `targets` (b k), where they were asked for
+    rows: dict[str, Array]  # `logits`, `targets` (b k), `mask` (b), where they were asked for
 
 
 class StepMetrics(NamedTuple):

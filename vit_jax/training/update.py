@@ -86,7 +86,7 @@ def make_loss_sums(
     """Sums over the unmasked examples of a batch, for training and evaluation alike.
 
     `loss_sums(params, batch, key=None)` sums the `loss` and each of `example_metrics`; a key
-    switches dropout on. `keep_rows` gives `logits` and `targets` (b k) too, for other metrics.
+    switches dropout on. With `keep_rows` there are `logits`, `targets` (b k) and `mask` (b) too.
     """
 
     def loss_sums(params: Params, batch: Batch, key: Key[Array, ''] | None = None) -> BatchSums:
@@ -94,7 +94,7 @@ def make_loss_sums(
         targets, mask = targets_of(batch['labels'], logits.shape[-1]), batch['mask']
         values = {'loss': loss(logits, targets)} | example_metrics(logits, targets)
         sums = {name: jnp.where(mask, value, 0).sum() for name, value in values.items()}
-        rows = {'logits': logits, 'targets': targets} if keep_rows else {}
+        rows = {'logits': logits, 'targets': targets, 'mask': mask} if keep_rows else {}
         return BatchSums(sums, mask.sum(dtype=jnp.int32), rows)
 
     return loss_sums

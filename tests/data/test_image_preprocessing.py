@@ -9,7 +9,7 @@ import pytest
 import simplejpeg
 from PIL import Image
 
-from vit_jax.data import image_preprocessing
+from vit_jax.data import image_headers, image_preprocessing
 
 PHOTO = np.kron(np.random.default_rng(0).integers(0, 256, (6, 9, 3)), np.ones((8, 8, 1))).astype(
     np.uint8
@@ -97,6 +97,29 @@ def test_pixels_are_bounded_before_anything_is_decoded(kind, turned, monkeypatch
     message = f'{width} x {height} pixels, more than max_pixels={height * width - 1:,}'
     with pytest.raises(ValueError, match=message):
         image_preprocessing.decode(stored, exif_rotation=True, max_pixels=height * width - 1)
+
+
+def test_a_format_whose_package_is_missing_says_what_to_do(monkeypatch):
+    few = {k: v for k, v in image_headers._openers().items() if k not in ('AVIF', 'HEIF')}
+    monkeypatch.setattr(image_headers, '_openers', lambda: few)
+    heic = b'\0\0\0\x18ftypheic' + bytes(16)
+    with pytest.raises(ValueError, match='^a HEIC photo: pip install pillow-heif to read them, or'):
+        decoded(heic)
+    with pytest.raises(ValueError, match='^an AVIF image: pip install -U pillow'):
+        decoded(encoded(Image.fromarray(PHOTO), 'AVIF'))
+
+
+@pytest.mark.parametrize('kind', ['AVIF', 'HEIF'])
+def test_photos_of_telephones_are_what_pillow_reads(kind):
+    if not image_headers.can_read(kind):
+        pytest.skip(f'Pillow has no {kind} here')
+    stored = encoded(Image.fromarray(PHOTO), kind, quality=95)
+    opened = image_headers.open_with_pillow(stored, kind)
+    np.testing.assert_array_equal(decoded(stored), np.asarray(opened.convert('RGB')))
+    assert np.abs(decoded(stored).astype(int) - PHOTO).mean() < 8
+    for part in 0.3, 0.9, 0.99:
+        with pytest.raises(ValueError, match='not a whole image'):
+            decoded(stored[: int(len(stored) * part)])
 
 
 def bomb():

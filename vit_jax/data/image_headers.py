@@ -12,9 +12,10 @@ from vit_jax.base.errors import UserError
 _FORMATS = 'JPEG', 'PNG', 'GIF', 'BMP', 'TIFF', 'WEBP', 'JPEG2000', 'PPM', 'AVIF', 'HEIF'
 _BRANDS = {b'avif': 'AVIF', b'avis': 'AVIF'}  # of files that begin with `ftyp`
 _BRANDS |= dict.fromkeys((b'heic', b'heix', b'heim', b'heis', b'hevc', b'mif1', b'msf1'), 'HEIF')
+HEIC_REMEDY = 'pip install pillow-heif to read them, or convert them to JPEG'
 _MISSING = {
-    'AVIF': 'an AVIF image, which needs Pillow 11.3 or newer: pip install -U pillow, or convert it',
-    'HEIF': 'a HEIC photo, which needs pillow-heif: pip install pillow-heif, or convert it to JPEG',
+    'AVIF': 'an AVIF image: pip install -U pillow to read them, or convert them to JPEG',
+    'HEIF': f'a HEIC photo: {HEIC_REMEDY}',
 }
 
 
@@ -48,6 +49,11 @@ def open_with_pillow(stored: bytes, kind: str) -> Any:
     """Pillow's image of a file, which is decoded when its pixels are asked for."""
     opened, _ = _openers()[kind]
     return opened(io.BytesIO(stored), '')
+
+
+def can_read(kind: str) -> bool:
+    """Whether the package that a format needs is there."""
+    return kind in _openers()
 
 
 @functools.cache

@@ -102,7 +102,8 @@ class ImageReader:
             image = decode(stored, exif_rotation=self.exif_rotation, max_pixels=self.max_pixels)
             return self.crop(image, self.size, rng), label
         except (ValueError, OSError) as error:
-            raise UserError(f'{self.source.name_of(ref.index)}: {error}') from error
+            why = getattr(error, 'strerror', None) or error
+            raise UserError(f'{self.source.name_of(ref.index)}: {why}') from error
 
 
 def _epochs_and_indices(refs: Sequence[ExampleRef | None]) -> dict[str, Int[np.ndarray, 'b']]:

@@ -80,16 +80,15 @@ def train(
             evaluated = [
                 loaders[n] for n, r in experiment.evals.items() if r.on_unreadable != 'skip'
             ]
-            reading = loading.read_beside(evaluated, index=job.index, count=job.count)
-            wait = stack.enter_context(reading)
-        with clock('compile'):
-            ledger.record('compiling', None)
-            abstract, update, eval_steps, features = _compiled(experiment, console)
-        with clock('start'):
-            checkpoints, state = _first_state(experiment, abstract, folder, job, console)
-            stack.enter_context(contextlib.closing(checkpoints))
-            if not int(state.step):
-                wait()
+        with loading.read_beside(evaluated, index=job.index, count=job.count) as wait:
+            with clock('compile'):
+                ledger.record('compiling', None)
+                abstract, update, eval_steps, features = _compiled(experiment, console)
+            with clock('start'):
+                checkpoints, state = _first_state(experiment, abstract, folder, job, console)
+                stack.enter_context(contextlib.closing(checkpoints))
+                if not int(state.step):
+                    wait()
         reporter = Reporter(
             folder,
             steps=range(int(state.step), experiment.length.total_steps),

@@ -48,6 +48,30 @@ def folder_splits(root: str) -> Splits:
     return {name: functools.partial(opened, name) for name in splits}
 
 
+def problems(root: str) -> list[str]:
+    """Everything that keeps the splits of a folder from being opened, each with the way out."""
+    path = pathlib.Path(root)
+    within = {name: folder_names(path / name) for name in folder_names(path)}
+    named = SPLIT_NAMES & {*within}
+    whole = not named and any(_has_images(path / name) for name in within)
+    splits = {'': [*within]} if whole else {name: within[name] for name in sorted(named)}
+    found = []
+    for split, classes in splits.items():
+        for name in classes:
+            images, _, _ = _files(path / split / name)
+            if not images:
+                found.append(
+                    f'{path / split / name}: no images in this folder: remove it, or add some'
+                )
+            if whole and len(images) == 1:
+                text = 'its class has one image, none can be held out for testing'
+                found.append(f'{images[0]}: {text}; add some, or remove its folder')
+        for other in splits:
+            for name in sorted({*classes} - {*splits[other]}):
+                found.append(f'{root}: class {name!r} is in {split}/ but not in {other}/')
+    return found
+
+
 def files_by_class(root: pathlib.Path) -> Source:
     """The images of ROOT/CLASS/, in a fixed random order. Raises UserError for an empty class."""
     class_names = folder_names(root)
@@ -72,13 +96,7 @@ def image_files(path: pathlib.Path) -> list[pathlib.Path]:
     Warns of other files, and of what cannot be read as its name or link shows. Raises UserError if
     there are no images.
     """
-    below = sorted(p for p in path.rglob('*') if not _hidden(p.relative_to(path)))
-    is_file = {p: p.is_file() for p in below}
-    links = [p for p in below if not is_file[p] and p.is_symlink()]
-    present = [p for p in below if is_file[p] or (p.is_symlink() and not p.exists())]
-    images = [p for p in present if p.suffix.lower() in IMAGE_SUFFIXES]
-    others = [p for p in present if p.suffix.lower() not in IMAGE_SUFFIXES]
-    heic = [] if can_read('HEIF') else [p for p in images if p.suffix.lower() in HEIC]
+    images, others, links = _files(path)
     count = len(others)
     if not images:
         detail = f'; {count} files have other endings, such as {others[0].name}' if others else ''
@@ -87,9 +105,20 @@ def image_files(path: pathlib.Path) -> list[pathlib.Path]:
         logging.warning('%s: %d files are not images by their ending: %s', path, count, others[0])
     if links:
         logging.warning('%s: %d links lead to no file: %s', path, len(links), links[0])
+    heic = [] if can_read('HEIF') else [p for p in images if p.suffix.lower() in HEIC]
     if heic:
         logging.warning('%s: %d HEIC photos; %s: %s', path, len(heic), HEIC_REMEDY, heic[0])
     return images
+
+
+def _files(path: pathlib.Path) -> tuple[list[pathlib.Path], list[pathlib.Path], list[pathlib.Path]]:
+    """Images by their ending, broken links too; other files; links that lead to no file."""
+    below = sorted(p for p in path.rglob('*') if not _hidden(p.relative_to(path)))
+    is_file = {p: p.is_file() for p in below}
+    links = [p for p in below if not is_file[p] and p.is_symlink()]
+    present = [p for p in below if is_file[p] or (p.is_symlink() and not p.exists())]
+    images = [p for p in present if p.suffix.lower() in IMAGE_SUFFIXES]
+    return images, [p for p in present if p.suffix.lower() not in IMAGE_SUFFIXES], links
 
 
 def _hidden(path: pathlib.Path) -> bool:

@@ -1,7 +1,8 @@
 """Names what is in images: python -m vit_jax.predict CHECKPOINT IMAGE...
 
 CHECKPOINT is of any kind that vit_jax.load reads, an IMAGE is a file or a folder. Every image gets
-a line with its most probable classes; --features=OUT.npz keeps what the head is given.
+a line with its most probable classes; --features=OUT.npz keeps what the head is given, with the
+paths of the images that could be read.
 """
 
 import argparse

@@ -305,6 +305,12 @@ def test_predict_names_what_it_cannot_read_and_says_so_at_the_end(tmp_path, caps
     assert len(out.splitlines()) == 4 and '2.png' not in out
     assert f'unreadable: {folder}/2.png: not a whole image' in err
     assert '1 of 5 images cannot be read' in err
+    run(predict, path, folder, '--features', tmp_path / 'f.npz')
+    kept = np.load(tmp_path / 'f.npz')
+    assert kept['paths'].tolist() == [f'{folder}/{i}.png' for i in (0, 1, 3, 4)]
+    assert kept['features'].shape == (4, 16) and np.isfinite(kept['features']).all()
+    assert run(predict, path, folder, '--max_pixels=1199') == 1
+    assert capsys.readouterr().err.count('pixels, more than max_pixels=1,199') == 4
     (tmp_path / 'names.txt').write_text('a\nb')
     with pytest.raises(ValueError, match='2 lines for 10 classes'):
         run(predict, path, folder, '--class_names', tmp_path / 'names.txt')

@@ -118,7 +118,7 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
         model=model,
         preprocessing=preprocessing,
         length=length,
-        train=reader(train, crop=crop, on_unreadable=config.loader.on_unreadable),
+        train=reader(train, crop=crop),
         evals={name: reader(source) for name, source in evaluated.items()},
         probes=open_probes(config, opened, reader) if config.fewshot else None,
         init=init,
@@ -179,13 +179,15 @@ def trained_model(config: TrainConfig, start: Checkpoint | None, classes: int) -
 def reader_for(
     config: TrainConfig, preprocessing: Preprocessing, size: Size
 ) -> Callable[..., ImageReader]:
-    """Makes readers of sources, to images of this size: `crop` and `on_unreadable` may differ."""
+    """Makes readers of sources, to images of this size: `crop` may differ."""
     return functools.partial(
         ImageReader,
         crop=preprocessing.crop,
         size=size,
         exif_rotation=preprocessing.exif_rotation,
         seed=config.seed,
+        on_unreadable=config.loader.on_unreadable,
+        max_pixels=config.loader.max_pixels,
     )
 
 

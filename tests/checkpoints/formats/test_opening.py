@@ -136,18 +136,18 @@ def test_another_format_gives_the_same_logits(format, config, tmp_path):
 
 def test_what_a_file_cannot_say_is_said_when_it_is_written(tmp_path):
     config = tiny.model(gelu='exact', layer_norm_epsilon=1e-12, image_size=(12, 8))
-    (note,) = vit_jax.save(loaded(config), str(tmp_path / 'x.npz'), 'google')
+    (note,) = vit_jax.save(loaded(config), str(tmp_path / 'x.npz'), 'google', overwrite=True)
     assert "gelu='exact', layer_norm_epsilon=1e-12, grid=(3, 2)" in note
     (note,) = vit_jax.save(loaded(tiny.model()), str(tmp_path / 'x.safetensors'), 'timm')
     assert "act_layer='gelu_tanh'" in note
     network = loaded(RESNET, class_names=tuple('abcdefghij'), loss='sigmoid')
-    notes = vit_jax.save(network, str(tmp_path / 'x.npz'), 'google')
+    notes = vit_jax.save(network, str(tmp_path / 'x.npz'), 'google', overwrite=True)
     assert 'load this one with image_size=(64, 64)' in notes[0]
     assert notes[1] == 'npz files do not keep: class_names, loss'
     network = changed(
         network, preprocessing=image_preprocessing.Preprocessing(mean=(0.0, 1.0, 2.0))
     )
-    notes = vit_jax.save(network, str(tmp_path / 'x.npz'), 'google')
+    notes = vit_jax.save(network, str(tmp_path / 'x.npz'), 'google', overwrite=True)
     assert notes[1] == 'npz files do not keep: preprocessing, class_names, loss'
 
 
@@ -173,7 +173,7 @@ def test_what_a_format_cannot_hold_is_refused(config, format, message, tmp_path)
 
 def saved(tmp_path, config, form):
     path = tmp_path / f'file{ENDINGS[form.name]}'
-    vit_jax.save(loaded(config, form), str(path))
+    vit_jax.save(loaded(config, form), str(path), overwrite=True)
     return str(path)
 
 

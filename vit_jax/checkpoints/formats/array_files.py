@@ -260,10 +260,12 @@ def _safetensors(path: pathlib.Path) -> ArrayFile:
     _checked_names(shapes)
     digests = json_object(metadata.pop(DIGESTS, '{}'))
 
+    # A large file is opened for each array: one handle would keep all of it mapped beside them.
+    opened = functools.partial(safe_open, str(path), framework='numpy')
+    kept = opened() if path.stat().st_size < _SMALL else None
+
     def read(name: str) -> np.ndarray:
-        # Opened for each array: one handle would keep the whole file mapped beside the arrays.
-        with safe_open(str(path), framework='numpy') as file:
-            array: np.ndarray = file.get_tensor(name)
+        array: np.ndarray = (kept or opened()).get_tensor(name)
         if name in digests and _digest(array) != digests[name]:
             raise UserError(f'{name} is damaged: its digest is not the one that was written')
         return array

@@ -453,6 +453,11 @@ TOO_FEW_BLOCKS = tiny.assigned(OptimizerConfig(), trained_blocks=-1)
         ({'model': tiny.model(num_classes=7)}, 'num_classes=7, but digits has 10 classes'),
         ({'image_size': (9, 8)}, r'image_size=\(9, 8\) is not a multiple'),
         ({'batch_size': 20}, 'batch_size=20 is not a multiple of 8 devices'),
+        (
+            {'batch_size': 8 * 10**10},
+            r'config.batch_size=80000000000: .* images of 8x8 pixels are 14,305 GiB, this machine',
+        ),
+        ({'eval_batch_size': 8 * 10**10}, 'config.eval_batch_size=80000000000: 80,000,000,000 im'),
         ({'accumulation_steps': 3}, 'batch_size=16 is not a multiple of 8 devices .* x 3'),
         ({'polyak_decay': 1.5}, 'config.polyak_decay=1.5: expected at least 0 and less than 1'),
         ({'seed': 'x'}, "config.seed='x': expected int"),

@@ -46,7 +46,7 @@ class CentralCrop(Record):
     resize: ResizeMethod = 'bilinear'
 
     def check(self) -> None:
-        require_between(self, 'scale', low=1)
+        require_between(self, 'scale', low=1, high=16)
 
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
         if self.keep_aspect:
@@ -133,8 +133,8 @@ class Preprocessing(Record):
 
     def check(self) -> None:
         require(not self.crop.random, 'crop: random crops are for augmentation.crop')
-        require(all(map(math.isfinite, self.mean)), f'mean={self.mean}: expected finite numbers')
-        require_between(self, 'std', above=0)
+        require_between(self, 'mean', low=0, high=255)
+        require_between(self, 'std', low=0.1, high=10_000)
 
 
 def normalize(

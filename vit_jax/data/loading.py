@@ -18,9 +18,10 @@ from typing import Literal
 import grain
 import jax
 import numpy as np
+import psutil
 from jax.sharding import NamedSharding, PartitionSpec
 
-from vit_jax.base import Batch, Int, Record, UInt8, UserError, require_between
+from vit_jax.base import Batch, Int, Record, UInt8, UserError, require, require_between
 from vit_jax.data.image_preprocessing import MAX_PIXELS, Crop, Size, decode
 from vit_jax.data.sources.base import Label, Source
 from vit_jax.parallel.meshes import put, rows_here
@@ -113,6 +114,15 @@ def _epochs_and_indices(refs: Sequence[ExampleRef | None]) -> dict[str, Int[np.n
         'epoch': np.array([ref.epoch for ref in of_row], np.int32),
         'example': np.array([ref.index for ref in of_row], np.int32),
     }
+
+
+def check_memory(batch_size: int, size: Size, *, name: str) -> None:
+    """Raises UserError where the rows of a batch that are here exceed the machine's memory."""
+    rows, (height, width) = -(-batch_size // jax.process_count()), size
+    needed, held = rows * height * width * 3, psutil.virtual_memory().total
+    text = f'{rows:,} images of {height}x{width} pixels are {needed / 2**30:,.0f} GiB'
+    text += f', this machine has {held / 2**30:,.0f} GiB of memory'
+    require(needed <= held, f'{name}={batch_size}: {text}')
 
 
 def cores() -> int:

@@ -16,7 +16,7 @@ from vit_jax.checkpoints.formats.opening import Checkpoint, open_checkpoint
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.image_preprocessing import Preprocessing, Size, normalize
-from vit_jax.data.loading import ImageReader
+from vit_jax.data.loading import ImageReader, check_memory
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.models import Model, ModelConfig, build, for_task
@@ -179,7 +179,12 @@ def trained_model(config: TrainConfig, start: Checkpoint | None, classes: int) -
 def reader_for(
     config: TrainConfig, preprocessing: Preprocessing, size: Size
 ) -> Callable[..., ImageReader]:
-    """Makes readers of sources, to images of this size: `crop` may differ."""
+    """Makes readers of sources, to images of this size: `crop` may differ.
+
+    Raises UserError where a batch of them does not fit into memory.
+    """
+    for name in 'batch_size', 'eval_batch_size':
+        check_memory(getattr(config, name) or 0, size, name=f'config.{name}')
     return functools.partial(
         ImageReader,
         crop=preprocessing.crop,

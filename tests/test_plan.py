@@ -59,8 +59,9 @@ def test_a_topology_that_is_no_name_says_what_one_is(name, message):
 def test_the_chip_says_its_memory(slice_of_eight):
     assert len(slice_of_eight.devices) == 8
     assert slice_of_eight.memory == 15.75 * ahead_of_time.GIB  # as the compiler names it for v5e
-    with pytest.raises(ValueError, match='--topology=v5e:3x5: '):
-        ahead_of_time.find_topology('v5e:3x5')
+    for name in 'v5e:3x5', 'v9:2x2':
+        with pytest.raises(ValueError, match=f'--topology={name}: .*; expected KIND:SHAPE such'):
+            ahead_of_time.find_topology(name)
 
 
 @needs_compiler

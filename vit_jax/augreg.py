@@ -33,8 +33,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog='python -m vit_jax.augreg', description=__doc__)
-    parser.add_argument('index', metavar='INDEX.csv')
+    parser = app.new_parser('augreg', __doc__)
+    parser.add_argument('index', metavar='INDEX.csv', help='a copy of the published index')
     parser.add_argument('name', nargs='?', metavar='NAME', help='a variant, or a file name')
     return parser
 

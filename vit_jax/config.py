@@ -49,8 +49,8 @@ class ProbeSet(Record):
     """The images of one data set: to draw from, and to test on."""
 
     data: str | DataFunction | None = None  # None: the data of the experiment
-    train_split: str = 'train'
-    test_split: str = 'test'
+    train_split: str = 'train'  # to draw from
+    test_split: str = 'test'  # to test on
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -64,8 +64,8 @@ class FewshotConfig(Record):
 
     sets: dict[str, ProbeSet] = _default(dict)
     crop: Crop | None = None  # None: the preprocessing's
-    shots: tuple[int, ...] = (1, 5, 10, 25)
-    seeds: tuple[int, ...] = (0, 1, 2)
+    shots: tuple[int, ...] = (1, 5, 10, 25)  # images of each class
+    seeds: tuple[int, ...] = (0, 1, 2)  # of the draws, whose mean is told
     l2: float = 1024.0  # not divided by the number of images: strong where they are few
     neighbours: int | None = None  # that vote on a test image; None: no such evaluation
     logistic: LogisticConfig | None = None
@@ -91,10 +91,8 @@ class TrainConfig(Record):
     """
 
     # What is learned from, and by what.
-    # 'digits', tfds:NAME, FILE.npz, FILE.csv, FILE.jsonl, a folder (data/sources/opening.py), or a
-    # function of the split's name.
-    data: str | DataFunction
-    train_split: str = 'train'
+    data: str | DataFunction  # 'digits', tfds:NAME, FILE.npz|csv|jsonl, a folder, f(split's name)
+    train_split: str = 'train'  # a part of it: train[:98%]
     eval_split: str = 'test'  # of the evaluation `test`, where `evals` names no others
     held_out: HeldOut = _default(HeldOut)  # for testing, of data without splits
     model: ViTConfig | ResNetConfig | None = None  # None: the model of start_from
@@ -106,25 +104,25 @@ class TrainConfig(Record):
 
     # How.
     total: Duration | None = None  # None: nothing is trained, few-shot evaluation alone
-    batch_size: int = 256
-    accumulation_steps: int = 1
+    batch_size: int = 256  # images of a step, on all devices together
+    accumulation_steps: int = 1  # parts of a batch, one after the other, to need less memory
     loss: LossConfig | Loss = _default(LossConfig)
     optimizer: OptimizerConfig = _default(OptimizerConfig)
     schedule: ScheduleConfig = _default(ScheduleConfig)
     regularization: Regularization = _default(Regularization)
     polyak_decay: float | None = None  # of the average of parameters; None: no average
     max_skipped_steps: int = 10  # in a row, whose gradient was not finite; then training stops
-    seed: int = 0
+    seed: int = 0  # of all that is random
 
     # What is measured and kept on the way.
-    log_every_steps: int = 50
+    log_every_steps: int = 50  # a line of numbers
     evals: dict[str, EvalConfig] = _default(dict)  # by name; none: `test`, on eval_split
     eval_every_steps: int | None = None  # None: at the end only
     eval_batch_size: int | None = None  # None: batch_size
     checkpoint_every_steps: int | None = None  # None: at the end only
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = 2  # the newest
     fewshot: FewshotConfig | None = None
-    tensorboard: bool = False
+    tensorboard: bool = False  # the numbers as its event files too
 
     # On what. All but compute.dtype, loader.on_unreadable and loader.max_pixels change speed
     # and memory alone.

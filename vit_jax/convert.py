@@ -29,8 +29,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog='python -m vit_jax.convert', description=__doc__)
-    parser.add_argument('input', metavar='IN')
+    parser = app.new_parser('convert', __doc__)
+    parser.add_argument('input', metavar='IN', help='a checkpoint of any format')
     parser.add_argument('output', metavar='OUT', help='a file; huggingface, vit_jax: a directory')
     parser.add_argument('--format', choices=NAMES, help='the layout to write; that of IN')
     parser.add_argument('--overwrite', action='store_true', help='replace OUT')

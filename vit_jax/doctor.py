@@ -1,10 +1,13 @@
 """Says what a program would find on this host, and tries it: python -m vit_jax.doctor.
 
 Started like a training (same flags, on every host) it meets the other processes, compares
-packages and code, counts devices, and adds up one number of each device, within --seconds.
+packages and code, counts devices, and adds up one number of each device, within --seconds. With
+--config it opens the data and decides all that is decided before compiling, with --workdir it sees
+that the directory is shared, can be written and belongs to no other experiment.
 """
 
 import argparse
+import contextlib
 import glob
 import importlib.util
 import os
@@ -21,11 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base.errors import UserError
+from vit_jax.base import UserError, records
 from vit_jax.command_line import app
+from vit_jax.models import parameter_count
 from vit_jax.parallel import clusters, meshes
 from vit_jax.parallel.processes import Job, joined_job
-from vit_jax.runs import fingerprint
+from vit_jax.runs import fingerprint, training_run
+from vit_jax.runs.experiment import decide
 
 # The oldest NVIDIA driver of each major version of CUDA (NVIDIA, CUDA compatibility, table 1).
 _LEAST_DRIVER = {'12': 525, '13': 580}
@@ -34,6 +39,8 @@ _LEAST_DRIVER = {'12': 525, '13': 580}
 def main(arguments: argparse.Namespace) -> int:
     """Prints what was found. Raises UserError with the first thing that is wrong."""
     launch = app.launch(arguments)
+    if arguments.workdir is not None and arguments.config is None:
+        raise UserError(f'--workdir={arguments.workdir}: of which experiment? --config is missing')
     _say('host', f'{socket.gethostname()}, {platform.system()}, {os.cpu_count()} cores')
     _say('versions', ', '.join(f'{name} {v}' for name, v in fingerprint.packages().items()))
     text = 'none recognised: one process'
@@ -45,6 +52,8 @@ def main(arguments: argparse.Namespace) -> int:
     gpus = _check_accelerator()
     with joined_job(launch, app.reporter(arguments)) as job:
         _check_together(job, arguments.seconds, gpus)
+        if arguments.config is not None:
+            _check_training(job, arguments)
     _say('result', 'all is well')
     return 0
 
@@ -108,6 +117,23 @@ def _check_together(job: Job, seconds: float, gpus: int) -> None:
     _say('collective', f'sum over {len(everyone)} devices in {time.monotonic() - began:.1f} s')
 
 
+def _check_training(job: Job, arguments: argparse.Namespace) -> None:
+    """Does what the training does before it compiles."""
+    config, accept = arguments.config, arguments.accept_config_changes
+    with contextlib.ExitStack() as stack:
+        if arguments.workdir is None:
+            job.require_same('configuration', records.to_dict(config))
+            experiment = decide(config)
+        else:
+            opened = training_run.agreed(config, arguments.workdir, job, accept_changes=accept)
+            experiment, folder = stack.enter_context(opened)
+            _say('workdir', f'{folder}: can be written')
+        model, count = experiment.model.config, len(experiment.train.source)
+        _say('data', f'{count:,} training images, {model.num_classes:,} classes')
+        _say('model', f'{parameter_count(model):,} parameters, {meshes.describe(experiment.mesh)}')
+        _say('length', f'{experiment.length.total_steps:,} steps')
+
+
 def _give_up(job: Job, seconds: float) -> None:
     why = 'a process is not started, or the hosts cannot reach each other (firewall, networks)'
     text = f'no answer of all devices within {seconds:g} s: {why}'
@@ -119,5 +145,5 @@ if __name__ == '__main__':
     parser = app.new_parser('doctor', __doc__)
     text = 'that all devices may take for one sum (60)'
     parser.add_argument('--seconds', type=float, default=60.0, metavar='S', help=text)
-    app.add_launch(parser)
+    app.add_job(parser, required=False)
     app.run(main, parser)

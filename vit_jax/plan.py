@@ -4,10 +4,12 @@
 
 needs no accelerator: `pip install 'vit_jax[tpu]'` brings the compiler of TPUs. What is compiled is
 the step that `vit_jax.train` would run on such devices. A topology is KIND:SHAPE (v5e:4x4,
-v6e:16x16, v5p:4x4x8), or 2*v5e:16x16 for two slices.
+v6e:16x16, v5p:4x4x8), or 2*v5e:16x16 for two slices. Without --nolargest it also looks for the
+largest batch that fits, which takes minutes.
 """
 
 import argparse
+import sys
 import time
 
 import jax
@@ -41,6 +43,8 @@ def main(arguments: argparse.Namespace) -> int:
         print(f'remat       {policy:<6}{_verdict(result)}', flush=True)
     best = (batch_size, result) if isinstance(result, StepMemory) else None
     if arguments.largest:
+        text = 'looking for the largest batch, which takes minutes (--nolargest: not)'
+        print(text, file=sys.stderr, flush=True)
         best = memory_plan.largest_batch(memory_plan.with_policy(config, policy), where, result)
     if best is None:
         print('no batch was found that fits: it takes more devices, or config.mesh.fsdp')

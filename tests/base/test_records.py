@@ -88,6 +88,12 @@ def test_differences_name_the_leaves():
     assert records.differences({'a': 1}, {'b': 1}) == ["a: 1 -> '(absent)'", "b: '(absent)' -> 1"]
 
 
+def test_the_nearest_name_or_all_of_them_or_that_there_is_none():
+    assert records.nearest('depht', ['depth', 'width']) == "did you mean 'depth'?"
+    assert records.nearest('x', ['b', 'a']) == 'known: a, b'
+    assert records.nearest('x', []) == 'known: none'
+
+
 def double(number):
     return 2 * number
 

@@ -4,14 +4,19 @@ import json
 import logging
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
+import typing
 
 import pytest
 
 from tests.hosts import hosts
+from vit_jax.__main__ import programs
+from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.command_line import app
+from vit_jax.config import TrainConfig
 from vit_jax.parallel.clusters import Launch
 from vit_jax.training.loop import NotFinite
 
@@ -101,6 +106,66 @@ def test_a_flag_that_a_program_would_ignore_is_refused(monkeypatch, capsys):
         Launch(watchdog_seconds=0.0)
 
 
+def with_config():
+    parser = app.new_parser('name', 'What it does.')
+    app.add_config(parser)
+    return parser
+
+
+@pytest.mark.parametrize(
+    'arguments, message',
+    [
+        ('--confg=a --workdir=b', "--confg=a; did you mean '--config'?"),
+        ('--config=a --workdri=b', "--workdri=b; did you mean '--workdir'?"),
+        ('configs/quickstart.py --workdir=b', 'did you mean --config=configs/quickstart.py?'),
+        ('--workdir=b own.py:argument', 'did you mean --config=own.py:argument?'),
+        ('--config=a --config=b --workdir=c', '--config=b: --config=a is given too'),
+        ('--config=a --workdir=b --workdir=c', '--workdir=c: --workdir=b is given too'),
+        ('--config=a --workdir=', '--workdir=: expected DIR'),
+        ('--workdir=b', 'required: --config'),
+        ('--config=a --workdir', '--workdir: expected one argument'),
+    ],
+)
+def test_a_wrong_flag_is_one_line_that_says_what_was_meant(monkeypatch, capsys, arguments, message):
+    assert started(monkeypatch, with_config(), *arguments.split()) == (2,)
+    out, err = capsys.readouterr()
+    assert out == '' and err.startswith('error: ') and message in err and err.count('\n') == 1
+
+
+def fields(cls, path='config'):
+    """All that a command line can name, as the records are nested."""
+    for name, hint in records.hints(cls).items():
+        yield f'--{path}', name, hint
+        for option in records.alternatives(hint):
+            kinds = records.record_types([option, *typing.get_args(option)]).values()
+            place = f'{path}.{name}.NAME' if typing.get_origin(option) is dict else f'{path}.{name}'
+            for kind in kinds:
+                yield from fields(kind, place)
+
+
+def test_help_names_every_field_of_a_configuration_and_all_of_help_what_each_is(
+    monkeypatch, capsys
+):
+    named = {name for _, name, _ in fields(TrainConfig)}
+    short = with_config().format_help()
+    assert not [name for name in named if not re.search(rf'\b{name}\b', short)]
+    assert started(monkeypatch, with_config(), '--helpfull') == (0,)
+    sections = capsys.readouterr().out.split('\n\n--')
+    for path, name, hint in fields(TrainConfig):
+        (*_, (text, line)) = [
+            (text, found.group())
+            for text in sections
+            if re.search(rf'{path[2:]}\.FIELD\b', text.partition(':')[0])
+            for found in re.finditer(rf'^    {name}: .*', text, re.M)
+        ]
+        choices = '|' in line or records.record_types(records.alternatives(hint))
+        comment = re.search(r' {2}\S', line.lstrip())
+        told = len(re.findall(rf'\b{name}\b', text)) > 1 or comment
+        assert told or choices or typing.get_origin(hint) is dict, (path, name)
+    (batch,) = (line for line in sections[1].splitlines() if 'batch_size: int = 256' in line)
+    assert batch.endswith('  images of a step, on all devices together')
+
+
 @pytest.mark.parametrize('flags', [[], ['--traceback']])
 @pytest.mark.parametrize(
     'error, code, line',
@@ -159,22 +224,35 @@ assert 'jax' not in sys.modules
         assert host.wait() == 2 and "did you mean 'train'?" in host.text
 
 
-def test_help_names_every_flag_with_its_meaning(tmp_path):
-    with_config = '--config', '--config.FIELD'
-    launch = '--distributed', '--coordinator_address', '--watchdog_seconds'
+def test_help_names_every_flag_of_every_program_with_its_meaning(monkeypatch):
+    parsers = {}
+
+    def started(parser):
+        parsers[name] = parser
+        sys.exit()
+
+    monkeypatch.setattr(app, '_started', started)
+    for name in programs():
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(ROOT / f'vit_jax/{name}.py'), run_name='__main__')
+        parser = parsers[name]
+        assert type(parser) is type(app.new_parser('', '')), f'{name}: errors are not one line'
+        flags = [action for action in parser._actions if action.option_strings]
+        assert not [action.dest for action in flags if not action.help], name
+    with_config = {'--config', '--config.FIELD', '--helpfull'}
+    launch = {'--distributed', '--coordinator_address', '--num_processes', '--watchdog_seconds'}
+    job = with_config | launch | {'--workdir', '--accept_config_changes'}
     for name, flags in {
-        'train': (*with_config, *launch, '--workdir', '--accept_config_changes'),
-        'fewshot': (*with_config, *launch, '--workdir', '--accept_config_changes'),
-        'inspect_data': (*with_config, '--workdir'),
-        'plan': (*with_config, '--topology', '--num_classes', '--num_images', '--largest'),
-        'doctor': (*launch, '--seconds'),
+        'train': job,
+        'fewshot': job,
+        'doctor': job | {'--seconds'},
+        'inspect_data': with_config | {'--workdir'},
+        'plan': with_config | {'--topology', '--num_classes', '--num_images', '--nolargest'},
     }.items():
-        with hosts(tmp_path, [f'vit_jax.{name}', '--help']) as (host,):
-            assert host.wait() == 0
-        for flag in (*flags, '--traceback'):
-            assert re.search(rf'\n  {re.escape(flag)} [^-]*\w{{2,}}', host.text), (name, flag)
-        refused = {'--accept_config_changes', '--num_processes'} - {*flags}
-        assert not [flag for flag in refused if flag in host.text and name == 'inspect_data']
+        said = {
+            *re.findall(r'--[\w.]+', parsers[name].format_usage() + parsers[name].format_help())
+        }
+        assert flags <= said and not said & (job - flags), name
 
 
 def test_fine_tuning_without_a_checkpoint_says_what_is_missing(tmp_path):

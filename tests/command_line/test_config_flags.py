@@ -9,7 +9,9 @@ from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record
 from vit_jax.command_line import config_flags
 from vit_jax.command_line.config_flags import load, overridden, split
+from vit_jax.config import EvalConfig
 from vit_jax.data.image_preprocessing import InceptionCrop
+from vit_jax.training.duration import Duration
 
 TINY = 'tests/tiny_config.py'
 
@@ -96,6 +98,17 @@ def test_fields_of_a_name_or_a_function_and_of_records_by_name_can_be_set():
         ('model.pool=max', "config.model.pool='max': expected one of cls, gap, map, none"),
         ('mesh.fsdp=0', 'config.mesh.data=-1 x fsdp=0 x tensor=1: expected sizes of 1 or more'),
         ('fewshot.shot=1', "config.fewshot.shot: no such field; did you mean 'shots'?"),
+        ('shots=1', "config.shots: no such field; did you mean 'config.fewshot.shots'?"),
+        (
+            'learning_rate=1',
+            "config.learning_rate: no such field; did you mean 'config.schedule.lea",
+        ),
+        (
+            'evals.val.split=x',
+            """config.evals.val: no such field; there is none; --config.evals="{'v""",
+        ),
+        ('seed=-1', 'config.seed=-1: expected at least 0 and less than 4294967296'),
+        ('total=Duration', 'config.total: a duration has one of steps, epochs, examples, fraction'),
     ],
 )
 def test_what_is_wrong_is_named(override, message):
@@ -104,30 +117,20 @@ def test_what_is_wrong_is_named(override, message):
     assert str(error.value).startswith(message)
 
 
+def test_one_unit_of_a_duration_is_given():
+    """The last would win, and the run be a hundred times as long as was meant."""
+    assert load(TINY, ['total.epochs=1', 'total.epochs=2']).total == Duration(epochs=2.0)
+    assert load(TINY, ['total=none', 'total.epochs=3']).total == Duration(epochs=3.0)
+    with pytest.raises(UserError, match='^config.total.epochs: config.total.steps is given too$'):
+        load(TINY, ['total.steps=5', 'total.epochs=1'])
+
+
+def test_an_evaluation_that_was_made_on_the_command_line_has_fields():
+    evals = load(TINY, ["evals={'val': {}}", 'eval_split=test', 'evals.val.split=train']).evals
+    assert evals == {'val': EvalConfig(split='train')}
+
+
 def test_an_old_name_is_understood_with_a_warning(monkeypatch, caplog):
     monkeypatch.setitem(config_flags.RENAMED, 'old.multipliers', 'optimizer.lr_multipliers')
     assert load(TINY, ['old.multipliers=()']).optimizer.lr_multipliers == ()
     assert '--config.old.multipliers is now --config.optimizer.lr_multipliers' in caplog.text
-
-
-@pytest.mark.parametrize(
-    'line, kind, message',
-    [
-        ("raise OSError('the net is down')", OSError, '^the net is down$'),
-        ("raise ValueError('no such row')", ValueError, '^no such row$'),
-        ("return {}['row']", KeyError, "^'row'$"),
-        ('return MeshConfig(fsdp=0)', UserError, r'own\.py, line 3: MeshConfig.data=-1 x fsdp=0'),
-        ('return 3', UserError, 'gave int, no TrainConfig'),
-    ],
-)
-def test_what_a_configuration_raises_arrives_as_it_is(tmp_path, line, kind, message):
-    file = tmp_path / 'own.py'
-    file.write_text(
-        f'from vit_jax.parallel.meshes import MeshConfig\ndef get_config():\n    {line}\n'
-    )
-    with pytest.raises(kind, match=message) as error:
-        load(str(file), ['seed=1'])
-    assert error.type is kind
-    if kind is not UserError:
-        last = error.traceback[-1]
-        assert str(last.path) == str(file) and last.lineno == 2

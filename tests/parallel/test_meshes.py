@@ -73,10 +73,12 @@ def test_large_leaves_are_split_along_their_largest_axis_but_not_along_depth():
 
 
 def test_a_mesh_that_does_not_fit_the_devices_says_which_would():
-    with pytest.raises(
-        ValueError, match='data=3 x fsdp=2 x tensor=1 does not make 8 devices.* 4, 8'
-    ):
+    with pytest.raises(ValueError, match='data=3 x fsdp=2 x tensor=1: .* is 8, not 6; .* 4, 8$'):
         make_mesh(MeshConfig(data=3, fsdp=2))
+    with pytest.raises(
+        ValueError, match='tensor=1: the number of devices is 8, not a multiple of 16'
+    ):
+        make_mesh(MeshConfig(fsdp=16))
     assert make_mesh(MeshConfig(fsdp=2)).shape == {'data': 4, 'fsdp': 2, 'tensor': 1}
 
 

@@ -51,7 +51,7 @@ def test_decays_are_their_formulas():
 
 
 def test_a_warmup_longer_than_the_run_is_refused():
-    message = r'warm-up of 90 steps \(steps=90\) and a cool-down of 20 \(fraction=0.2\) do'
+    message = r'config.schedule: warmup of 90 steps \(steps=90\) and cooldown of 20 .* 100 steps'
     with pytest.raises(ValueError, match=message):
         rates([0], warmup=90, cooldown=Duration(fraction=0.2))
 

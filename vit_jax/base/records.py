@@ -14,7 +14,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal, TypeVar
 
 from vit_jax.base.errors import UserError
@@ -29,10 +29,14 @@ class Record:
     One number for a `tuple[int, int]`, a size (height, width), is that of both sides.
     """
 
+    def __new__(cls, *_: Any, **values: Any) -> Any:
+        _require_known(values, hints(cls), cls.__name__)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for name, hint in hints(type(self)).items():
             where = f'{type(self).__name__}.{name}'
-            setattr(self, name, _read(hint, getattr(self, name), where))
+            setattr(self, name, read(hint, getattr(self, name), where))
         try:
             self.check()
         except UserError as error:
@@ -61,7 +65,11 @@ def require_between(
     None and numbers in tuples are allowed; NaN is not.
     """
     bounds = {'at least': low, 'more than': above, 'at most': high, 'less than': below}
-    said = ' and '.join(f'{w} {b:g}' for w, b in bounds.items() if abs(b) != float('inf'))
+    said = ' and '.join(
+        f'{w} {b if isinstance(b, int) else f"{b:g}"}'
+        for w, b in bounds.items()
+        if abs(b) != float('inf')
+    )
     for name in names:
         value = getattr(record, name)
         numbers = value if isinstance(value, tuple) else () if value is None else (value,)
@@ -85,11 +93,17 @@ def hints(cls: Any) -> dict[str, Any]:
     return {field.name: _every_hint(cls)[field.name] for field in dataclasses.fields(cls)}
 
 
+def _require_known(names: Iterable[str], known: Collection[str], where: str) -> None:
+    for name in names:
+        if name not in known:
+            raise UserError(f'{where}.{name}: no such field; {nearest(name, known)}')
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error message about an unknown name: what was probably meant."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1)
-    return f'did you mean {close[0]!r}?' if close else f'known: {", ".join(known)}'
+    return f'did you mean {close[0]!r}?' if close else f'known: {", ".join(known) or "none"}'
 
 
 def to_dict(record: Any) -> dict[str, Any]:
@@ -104,12 +118,10 @@ def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
     Raises UserError that names `where.field`, for an unknown field or a value that it cannot have.
     """
     known = hints(cls)
-    for name in values:
-        if name not in known:
-            raise UserError(f'{where}.{name}: no such field; {nearest(name, known)}')
-    read = {name: _read(known[name], v, f'{where}.{name}') for name, v in values.items()}
+    _require_known(values, known, where)
+    values = {name: read(known[name], v, f'{where}.{name}') for name, v in values.items()}
     try:
-        return cls(**read)
+        return cls(**values)
     except TypeError as error:  # a field without a default is absent
         raise UserError(f'{where}: {error}') from error
     except UserError as error:  # of `check`, which does not know where the record stands
@@ -182,7 +194,8 @@ def _to_plain(value: Any, hint: Any) -> Any:
     return {'function': text_of(value)} if callable(value) else value
 
 
-def _read(hint: Any, value: Any, where: str) -> Any:
+def read(hint: Any, value: Any, where: str) -> Any:
+    """The value of a field of this type from its JSON value. UserError where it cannot be one."""
     options = alternatives(hint)
     kinds = record_types(options)
     named = isinstance(value, dict) and [*value] == ['function']
@@ -199,10 +212,10 @@ def _read(hint: Any, value: Any, where: str) -> Any:
         if origin is tuple and isinstance(value, tuple | list):
             items = (items[0],) * len(value) if items[-1] is Ellipsis else items
             require(len(items) == len(value), f'{where}={tuple(value)!r}: expected {option}')
-            return tuple(_read(items[i], v, f'{where}[{i}]') for i, v in enumerate(value))
+            return tuple(read(items[i], v, f'{where}[{i}]') for i, v in enumerate(value))
         if origin is dict and isinstance(value, dict):
             key, item = items
-            return {_read(key, k, where): _read(item, v, f'{where}.{k}') for k, v in value.items()}
+            return {read(key, k, where): read(item, v, f'{where}.{k}') for k, v in value.items()}
         if option is float and type(value) is int:
             return float(value)
         if type(value) is option:  # NoneType too

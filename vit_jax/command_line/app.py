@@ -3,18 +3,20 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import logging
 import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from absl import flags
 
 from vit_jax.base.errors import UserError
-from vit_jax.command_line import config_flags
+from vit_jax.base.records import nearest
+from vit_jax.command_line import config_flags, config_help
 from vit_jax.config import TrainConfig
 from vit_jax.parallel.clusters import Launch
 from vit_jax.parallel.processes import REQUEUE, Interrupted, Job, joined_job
@@ -33,7 +35,7 @@ class Invocation(NamedTuple):
 def run(main: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser) -> None:
     """Runs a program and exits with the code that `main` returns.
 
-    With the arguments of `add_config`, `arguments.config` is the TrainConfig.
+    With the arguments of `add_config`, `arguments.config` is the TrainConfig that was asked for.
     """
     with _started(parser) as arguments:
         sys.exit(main(arguments))
@@ -42,9 +44,7 @@ def run(main: Callable[[argparse.Namespace], int], parser: argparse.ArgumentPars
 def run_job(main: Callable[[Invocation], None], *, name: str, description: str | None) -> None:
     """Runs a program with configuration and work directory, as one of the processes of a job."""
     parser = new_parser(name, description)
-    add_config(parser)
-    add_boolean(parser, 'accept_config_changes', 'go on in a directory of another configuration')
-    add_launch(parser)
+    add_job(parser)
     with _started(parser) as arguments, joined_job(launch(arguments), reporter(arguments)) as job:
         accept_changes = arguments.accept_config_changes
         try:
@@ -62,8 +62,9 @@ def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
     overrides, others = config_flags.split(sys.argv[1:])
     # absl, which read the arguments once, takes one dash for two.
     arguments = parser.parse_args([re.sub('^-(?=[a-z_]{2})', '--', text) for text in others])
-    if overrides and 'config' not in arguments:
-        parser.error(f'unrecognized arguments: --config.{overrides[0]}')
+    if overrides and getattr(arguments, 'config', None) is None:
+        why = '--config=FILE is missing' if 'config' in arguments else 'there is no configuration'
+        parser.error(f'unrecognized arguments: --config.{overrides[0]}; {why}')
     for level in logging.WARNING, logging.ERROR, logging.CRITICAL:
         logging.addLevelName(level, logging.getLevelName(level).lower())
     logging.basicConfig(level=logging.WARNING, format='%(levelname)s: %(message)s', force=True)
@@ -71,7 +72,7 @@ def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
     for name in 'absl', 'asyncio':
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        if 'config' in arguments:
+        if getattr(arguments, 'config', None) is not None:
             arguments.config = config_flags.load(arguments.config, overrides)
         yield arguments
     except (Exception, KeyboardInterrupt) as error:
@@ -96,9 +97,53 @@ def reporter(arguments: argparse.Namespace) -> Callable[[BaseException], int]:
     return report
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and which flag was probably meant."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        before = ''
+        for text in args or ():
+            flag = text.partition('=')[0]
+            if flag.startswith('--') and flag not in self._option_string_actions:
+                known = {name for name in self._option_string_actions if name.startswith('--')}
+                self.error(f'unrecognized arguments: {text}; {nearest(flag, known)}')
+            follows = re.fullmatch('-[^=]+', before)  # the flag whose value it is
+            if re.match(r'[^-].*\.py(:|$)', text) and not follows and self._takes_config:
+                self.error(f'unrecognized arguments: {text}; did you mean --config={text}?')
+            before = text
+        return super().parse_args(args, namespace)
+
+    @property
+    def _takes_config(self) -> bool:
+        return '--config' in self._option_string_actions
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f'error: {message} (--help lists all flags)\n')
+
+
+class _Once(argparse.Action):
+    """Keeps a value that may be given once."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        if (first := getattr(namespace, self.dest)) is not None:
+            parser.error(f'{option}={values}: {option}={first} is given too')
+        if not values:
+            parser.error(f'{option}=: expected {self.metavar}')
+        setattr(namespace, self.dest, values)
+
+
+class _HelpFull(argparse.Action):
+    """Prints the help with all fields of the configuration, and ends the program."""
+
+    def __call__(self, parser: Any, *_: Any) -> None:
+        parser.epilog = config_help.meanings(TrainConfig)
+        parser.print_help()
+        parser.exit()
+
+
 def new_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """The parser of a program, described by its docstring."""
-    return argparse.ArgumentParser(
+    return _Parser(
         prog=f'python -m vit_jax.{name}',
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -106,21 +151,35 @@ def new_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     )
 
 
-def add_config(parser: argparse.ArgumentParser, *, workdir: bool = True) -> None:
+def add_config(
+    parser: argparse.ArgumentParser, *, workdir: bool = True, required: bool = True
+) -> None:
     """The arguments of a program with a configuration, and a directory for its results."""
     text = 'the experiment: a file that defines get_config(), and an argument for that'
-    parser.add_argument('--config', required=True, metavar='FILE[:ARGUMENT]', help=text)
-    text = 'any field of it (vit_jax/config.py), such as --config.model.depth=6; none: no value'
+    add = functools.partial(parser.add_argument, action=_Once, required=required)
+    add('--config', metavar='FILE[:ARGUMENT]', help=text)
+    text = 'any field of it, such as --config.model.depth=6; none: no value'
     parser.add_argument('--config.FIELD', default=argparse.SUPPRESS, metavar='VALUE', help=text)
     if workdir:
-        parser.add_argument('--workdir', required=True, metavar='DIR', help='for the results')
+        add('--workdir', metavar='DIR', help='for the results')
+    text = 'this help, with type, default and meaning of all fields'
+    parser.add_argument('--helpfull', action=_HelpFull, nargs=0, help=text)
+    parser.epilog = f'fields of a configuration:\n{config_help.names(TrainConfig)}'
+
+
+def add_job(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """The arguments of a program that is one of the processes of a job."""
+    add_config(parser, required=required)
+    add_boolean(parser, 'accept_config_changes', 'go on in a directory of another configuration')
+    add_launch(parser)
 
 
 def add_boolean(
     parser: argparse.ArgumentParser, name: str, text: str, *, default: bool = False
 ) -> None:
     """A flag that is given as --NAME, --NAME=true, --NAME=false or --noNAME."""
-    flag, text = f'--{name}', f'{text} ({str(default).lower()})'
+    other = f'; --no{name}: not' if default else ''
+    flag, text = f'--{name}', f'{text} ({str(default).lower()}{other})'
     parser.add_argument(
         flag, type=boolean, nargs='?', const=True, default=default, metavar='true|false', help=text
     )
@@ -160,12 +219,15 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     """The arguments of `vit_jax.load` about what a file does not say, and about what changes."""
     said = parser.add_argument_group('what the file does not say of itself')
     said.add_argument('--grid', type=_pair, metavar='H,W', help='patches of its positions')
-    said.add_argument('--num_heads', type=positive, metavar='N')
-    said.add_argument('--gelu', choices=['tanh', 'exact'])
-    said.add_argument('--layer_norm_epsilon', type=float, metavar='E')
+    said.add_argument('--num_heads', type=positive, metavar='N', help='of attention')
+    said.add_argument('--gelu', choices=['tanh', 'exact'], help='which formula the MLPs have')
+    text = 'that its norms add to the variance'
+    said.add_argument('--layer_norm_epsilon', type=float, metavar='E', help=text)
     changed = parser.add_argument_group('what is changed')
-    changed.add_argument('--image_size', type=_pair, metavar='H,W')
-    changed.add_argument('--patch_size', type=_pair, metavar='H,W')
+    text = 'in pixels; positions are resized'
+    changed.add_argument('--image_size', type=_pair, metavar='H,W', help=text)
+    text = 'in pixels; the embedding is resized'
+    changed.add_argument('--patch_size', type=_pair, metavar='H,W', help=text)
 
 
 def overrides(arguments: argparse.Namespace) -> dict[str, Any]:

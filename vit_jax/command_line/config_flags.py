@@ -7,10 +7,7 @@ value". Whether a value makes sense, records check.
 import ast
 import contextlib
 import logging
-import pathlib
 import re
-import runpy
-import traceback
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -19,8 +16,10 @@ from absl import flags
 from ml_collections.config_flags import config_path
 from ml_collections.config_flags.tuple_parser import TupleParser
 
-from vit_jax.base import MissingFile, UserError, records
+from vit_jax.base import UserError, records, require
+from vit_jax.command_line import config_files, config_help
 from vit_jax.config import RENAMED, TrainConfig
+from vit_jax.training.duration import Duration
 
 R = TypeVar('R')
 
@@ -56,13 +55,14 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def load(file: str, overrides: Sequence[str]) -> TrainConfig:
     """The configuration of `FILE` or `FILE:ARGUMENT`, with each `FIELD=VALUE` set in this order.
 
-    Raises UserError that names a wrong field or value, and what the file itself raises.
+    Raises UserError that names a wrong field or value, or shows what the file itself raised.
     """
-    return overridden(_read(file), overrides, where='config')
+    return overridden(config_files.read(file), overrides, where='config')
 
 
 def overridden(record: R, overrides: Sequence[str], *, where: str) -> R:
     """The same record, checked, after each `FIELD=VALUE` was set."""
+    units: dict[str, str] = {}  # that are given of each duration
     for override in overrides:
         path, _, text = override.partition('=')
         for old, new in RENAMED.items():
@@ -71,33 +71,13 @@ def overridden(record: R, overrides: Sequence[str], *, where: str) -> R:
                 path = new + path.removeprefix(old)
         holder, options = _field(record, path, where=where)
         value = _parsed(text, options, where=f'{where}.{path}')
-        config_path.set_value(path.rpartition('.')[2], holder, value)
+        value = records.read(typing.Union[options], value, f'{where}.{path}')  # noqa: UP007
+        parent, _, name = path.rpartition('.')
+        if isinstance(holder, Duration):
+            other = units.setdefault(parent, name)
+            require(other == name, f'{where}.{path}: {where}.{parent}.{other} is given too')
+        config_path.set_value(name, holder, value)
     return records.checked(record, where=where)
-
-
-def _read(file: str) -> TrainConfig:
-    """What get_config() of the file returns. An error of the file is raised as it is."""
-    path, *argument = file.split(':', 1)
-    if not pathlib.Path(path).is_file():
-        raise MissingFile(f'--config={path}: no such file')
-    found: dict[str, Any] = {}
-    try:
-        found = runpy.run_path(path, run_name='config_config')  # as ml_collections names it
-        records.require('get_config' in found, 'it defines no get_config()')
-        config = found['get_config'](*argument)
-    except Exception as error:
-        known = found.get('ARGUMENTS', ())
-        if argument and known and argument[0] not in known:
-            nearest = records.nearest(argument[0], known)
-            raise UserError(f'--config={file}: no {argument[0]!r}; {nearest}') from error
-        if isinstance(error, UserError):
-            frames = traceback.extract_tb(error.__traceback__)
-            lines = [f', line {frame.lineno}' for frame in frames if frame.filename == path]
-            raise UserError(f'--config={path}{"".join(lines[-1:])}: {error}') from error
-        raise
-    if not isinstance(config, TrainConfig):
-        raise UserError(f'--config: get_config() gave {type(config).__name__}, no TrainConfig')
-    return config
 
 
 def _field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, ...]]:
@@ -113,11 +93,20 @@ def _field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, ...]]
         if isinstance(holder, dict):
             known = {key: type(item) for key, item in holder.items()}
         if name not in known:
-            raise UserError(f'{where}.{name}: no such field; {records.nearest(name, known)}')
+            meant = [
+                field for field in config_help.paths(type(record)) if field.endswith(f'.{name}')
+            ]
+            text = f'did you mean {meant[0]!r}?' if meant else records.nearest(name, known)
+            if holder == {}:
+                text = f"""there is none; --{where}="{{{name!r}: {{}}}}" makes one"""
+            raise UserError(f'{where}.{name}: no such field; {text}')
         if holder is None:
             raise UserError(f'{where} is none: --{where}={" or ".join(kinds)} before its fields')
         options = records.alternatives(known[name])
         value = holder[name] if isinstance(holder, dict) else getattr(holder, name)
+        if value is None and Duration in options:
+            value = Duration(steps=0)  # until one of its units is assigned
+            setattr(holder, name, value)
         where = f'{where}.{name}'
     return holder, options
 

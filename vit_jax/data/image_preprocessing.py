@@ -63,7 +63,7 @@ class RandomCrop(Record):
     """A crop at a random place of the resized image: 384 of 448 pixels in the paper's transfers."""
 
     random: ClassVar[bool] = True
-    scale: float = 448 / 384
+    scale: float = 448 / 384  # of the resized image to the crop
 
     def check(self) -> None:
         require_between(self, 'scale', low=1)
@@ -128,8 +128,8 @@ class Preprocessing(Record):
 
     crop: Crop = dataclasses.field(default_factory=Resize)
     exif_rotation: bool = True  # False: the camera's rotation is ignored, as in the original code
-    mean: tuple[float, float, float] = (127.5, 127.5, 127.5)
-    std: tuple[float, float, float] = (127.5, 127.5, 127.5)
+    mean: tuple[float, float, float] = (127.5, 127.5, 127.5)  # of 0..255, subtracted
+    std: tuple[float, float, float] = (127.5, 127.5, 127.5)  # then divided by
 
     def check(self) -> None:
         require(not self.crop.random, 'crop: random crops are for augmentation.crop')

@@ -42,7 +42,7 @@ _LUMINANCE = 0.2989, 0.587, 0.114
 class RandAugment(Record):
     """Number and magnitude of the operations, which the paper writes as (2, 15)."""
 
-    layers: int = 0
+    layers: int = 0  # operations on an image
     magnitude: float = 10.0
     contrast: Contrast = (
         'mean'  # from the mean grey, as Pillow, or from pixels / 256, as the original

@@ -25,8 +25,8 @@ class LogisticConfig(records.Record):
     """
 
     l2: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0, 10000.0)
-    validation_fraction: float = 0.1
-    max_iterations: int = 1000
+    validation_fraction: float = 0.1  # of the training images
+    max_iterations: int = 1000  # of L-BFGS
     tolerance: float = 1e-4  # of the gradient of the mean loss, by its largest entry
 
     def check(self) -> None:

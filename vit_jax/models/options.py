@@ -22,8 +22,8 @@ class Regularization(Record):
     probability that grows linearly from 0 in the first block to the given one in the last.
     """
 
-    dropout: float = 0.0
-    stochastic_depth: float = 0.0
+    dropout: float = 0.0  # the probability
+    stochastic_depth: float = 0.0  # the probability in the last block
 
     def check(self) -> None:
         require_between(self, 'dropout', 'stochastic_depth', low=0, below=1)

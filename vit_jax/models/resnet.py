@@ -65,8 +65,8 @@ class Backbone(Record):
 class ResNetConfig(Record):
     """A ResNet as a classifier: the architecture, and nothing else. Lengths are (height, width)."""
 
-    image_size: tuple[int, int] = (224, 224)
-    channels: int = 3
+    image_size: tuple[int, int] = (224, 224)  # in pixels
+    channels: int = 3  # of an image
     backbone: Backbone = dataclasses.field(default_factory=Backbone)
     num_classes: int | None = None  # None: no head, the outputs are the features
     head: Head = 'linear'

@@ -27,21 +27,21 @@ class ViTConfig(Record):
     backbone it is the hybrid of section 3.1: patches are cut from its feature map.
     """
 
-    image_size: tuple[int, int] = (224, 224)
+    image_size: tuple[int, int] = (224, 224)  # in pixels
     patch_size: tuple[int, int] = (16, 16)  # in pixels of the image, or of the feature map
-    channels: int = 3
+    channels: int = 3  # of an image
     backbone: Backbone | None = None
-    width: int = 768
-    depth: int = 12
-    mlp_dim: int = 3072
-    num_heads: int = 12
+    width: int = 768  # of a token
+    depth: int = 12  # blocks
+    mlp_dim: int = 3072  # width of a block's hidden layer
+    num_heads: int = 12  # of attention
     num_classes: int | None = None  # None: no head, the outputs are the features
     pool: Pool = 'cls'
     final_norm: Literal['before_pool', 'after_pool'] = 'before_pool'
     representation_size: int | None = None  # width of the tanh layer before the head
     positions: PositionKind = 'learned'
     gelu: Gelu = 'tanh'
-    layer_norm_epsilon: float = 1e-6
+    layer_norm_epsilon: float = 1e-6  # added to the variance
     head: Head = 'linear'
     head_bias: float = 0.0  # the linear head's bias at initialisation
 

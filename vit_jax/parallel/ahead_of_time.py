@@ -27,6 +27,10 @@ _GPUS = {
     'h100': ('H100-SXM5-80GB', 9, 132, 50 * 2**20, 3352e9, 1.98, 233472, 232448, 84_900_000_000),
     'h200': ('H200-SXM-141GB', 9, 132, 50 * 2**20, 4800e9, 1.98, 233472, 232448, 150_000_000_000),
 }
+_EXPECTED = (
+    'expected KIND:SHAPE such as v5e:4x4, v6e:16x16, v5p:2x2x4, 2*v5e:16x16 for two slices, '
+    f'or KIND:HOSTSxGPUS, KIND one of {", ".join(_GPUS)}'
+)
 
 
 class Topology(NamedTuple):
@@ -54,10 +58,7 @@ def find_topology(name: str) -> Topology:
         return _gpus(name, *gpus.groups())
     found = re.fullmatch(r'(?:(\d+)\*)?(v\d\w*|tpu7x):(\d+(?:x\d+)+)', name)
     if found is None:
-        raise UserError(
-            f'--topology={name}: expected KIND:SHAPE such as v5e:4x4, v6e:16x16, v5p:2x2x4, '
-            f'2*v5e:16x16 for two slices, or KIND:HOSTSxGPUS, KIND one of {", ".join(_GPUS)}'
-        )
+        raise UserError(f'--topology={name}: {_EXPECTED}')
     # Of the machine that compiles, so that the library does not look for a TPU in the network.
     os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
     os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')  # it opens no chip
@@ -75,7 +76,8 @@ def _devices(name: str, *known_as: str, **options: Any) -> Sequence[jax.Device]:
     try:
         return topologies.get_topology_desc(*known_as, **options).devices
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        raise UserError(f'--topology={name}: {str(error).splitlines()[0]}') from error
+        reason = str(error).splitlines()[0].removeprefix('INVALID_ARGUMENT: ')
+        raise UserError(f'--topology={name}: {reason}; {_EXPECTED}') from error
 
 
 def _gpus(name: str, kind: str, shape: str) -> Topology:

@@ -51,8 +51,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     fixed = math.prod(size for size in asked if size != -1)
     data, *others = sizes = [count // fixed if size == -1 else size for size in asked]
     legal = ', '.join(str(n) for n in range(1, count + 1) if count % n == 0)
-    odd = f'mesh: {_text(asked)} does not make {count} devices; each axis may be one of {legal}'
-    require(math.prod(sizes) == count, f'{odd}, their product {count}')
+    needed = f'a multiple of {fixed}' if -1 in asked else fixed
+    odd = f'mesh: {_text(asked)}: the number of devices is {count}, not {needed}'
+    require(math.prod(sizes) == count, f'{odd}; each axis may be one of {legal}')
     slices = collections.defaultdict(list)
     for device in devices:
         slices[slice_of(device)].append(device)

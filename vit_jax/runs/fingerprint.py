@@ -31,6 +31,7 @@ def installed() -> dict[str, Any]:
     code = {
         str(file.relative_to(_HERE)): hashlib.sha256(file.read_bytes()).hexdigest()[:12]
         for file in sorted(_HERE.rglob('*.py'))
+        if not file.is_relative_to(_HERE / 'configs')  # whose values are compared
     }
     return {'code': code, 'packages': packages()}
 

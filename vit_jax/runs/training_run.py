@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 import pathlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -63,24 +63,17 @@ def train(
     clock, console = Clock(job.age), console_of(job)
     with contextlib.ExitStack() as stack:
         with clock('start'):
-            job.require_same('this run', fingerprint.of_run(config, path))
-            experiment = decide(config)
+            opened = agreed(config, path, job, accept_changes=accept_changes)
+            experiment, folder = stack.enter_context(opened)
             config, mesh = experiment.config, experiment.mesh
-            readers = {'train': experiment.train} | experiment.evals
-            facts = {name: fingerprint.of_data(reader.source) for name, reader in readers.items()}
-            job.require_same('the data', facts | probing.facts(experiment.probes))
-            values = records.to_dict(config)
-            opened = workdirs.opened(path, values, job, accept_changes=accept_changes)
-            folder = stack.enter_context(opened)
         ledger = Ledger(folder / workdirs.LEDGER if job.index == 0 else None, clock)
         ledger.record('starting', None)  # a start that ends before its first step took time too
         console.print(_outline(experiment))
         with clock('start'):  # what is kept on the devices is read here
             loader_of = loading.make_loaders(config.loader, meshes.batch_sharding(mesh))
-            loaders = {name: loader_of(reader) for name, reader in readers.items()}
-            evaluated = [
-                loaders[n] for n, r in experiment.evals.items() if r.on_unreadable != 'skip'
-            ]
+            loader_of(experiment.train)
+            tested = [(reader, loader_of(reader)) for reader in experiment.evals.values()]
+            evaluated = [loader for reader, loader in tested if reader.on_unreadable != 'skip']
         with loading.read_beside(evaluated, index=job.index, count=job.count) as wait:
             with clock('compile'):
                 ledger.record('compiling', None)
@@ -108,6 +101,24 @@ def train(
         state = run.to_the_end(state)
     reached = state, run.evals, run.fewshot, checkpoints.path(int(state.step)), folder
     return Result(experiment, *reached, reporter.skipped, ledger.totals())
+
+
+@contextlib.contextmanager
+def agreed(
+    config: TrainConfig, path: str, job: Job, *, accept_changes: bool = False
+) -> Iterator[tuple[Experiment, pathlib.Path]]:
+    """What all processes are about to train, and the work directory, which is held.
+
+    Raises UserError as `train` does before it compiles.
+    """
+    job.require_same('this run', fingerprint.of_run(config, path))
+    experiment = decide(config)
+    readers = {'train': experiment.train} | experiment.evals
+    facts = {name: fingerprint.of_data(reader.source) for name, reader in readers.items()}
+    job.require_same('the data', facts | probing.facts(experiment.probes))
+    values = records.to_dict(experiment.config)
+    with workdirs.opened(path, values, job, accept_changes=accept_changes) as folder:
+        yield experiment, folder
 
 
 def _outline(experiment: Experiment) -> str:

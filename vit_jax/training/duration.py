@@ -24,7 +24,8 @@ class Duration(records.Record):
     def __post_init__(self) -> None:
         given = {unit: value for unit, value in vars(self).items() if value is not None}
         if len(given) != 1:
-            raise UserError(f'a duration has one of {", ".join(UNITS)}; got {given or "none"}')
+            text = f'a duration has one of {", ".join(UNITS)}'
+            raise UserError(f'Duration: {text}; got {", ".join(given) or "none"}')
         super().__post_init__()
 
     def check(self) -> None:

@@ -63,10 +63,10 @@ class OptimizerConfig(RulesConfig):
 
     # The rules are inherited so that the command line has short names, optimizer.weight_decay.
     kind: Literal['adamw', 'sgd', 'adafactor'] = 'adamw'
-    b1: float | None = None  # None, of this and the next three: the default in OPTIONS
-    b2: float | None = None
-    epsilon: float | None = None
-    momentum: float | None = None
+    b1: float | None = None  # None, of this and the next three: the optimizer's own default
+    b2: float | None = None  # of the second moment
+    epsilon: float | None = None  # of AdamW, added to the root
+    momentum: float | None = None  # of SGD
     clip_norm: float | None = None  # of the whole gradient
     moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of the first moment
 
@@ -90,8 +90,8 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
     warmup, cooldown = length.steps(config.warmup), length.steps(config.cooldown)
     timescale = length.steps(config.rsqrt_timescale)
     end = _LINEAR_END if config.linear_end is None else config.linear_end
-    both = f'a warm-up of {warmup} steps ({config.warmup}) and a cool-down of {cooldown}'
-    message = f'{both} ({config.cooldown}) do not fit into {total_steps} steps'
+    both = f'warmup of {warmup} steps ({config.warmup}) and cooldown of {cooldown}'
+    message = f'{both} ({config.cooldown}) do not fit into {total_steps} steps, config.total'
     records.require(warmup + cooldown <= total_steps, f'config.schedule: {message}')
 
     def schedule(step: Int[Array, '']) -> Float[Array, '']:

@@ -33,9 +33,9 @@ class RulesConfig(records.Record):
     blocks with all that follows, and `frozen` names what stays as it is.
     """
 
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  # of the parameters that decay_pattern names
     head_weight_decay: float | None = None  # None: that of the body
-    decay_pattern: str = r'(.*/)?kernel'
+    decay_pattern: str = r'(.*/)?kernel'  # what weight_decay applies to
     layer_decay: float | None = None
     lr_multipliers: tuple[tuple[str, float], ...] = ()
     trained_blocks: int | None = None

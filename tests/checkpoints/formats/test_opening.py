@@ -204,6 +204,14 @@ def test_a_grid_that_is_no_square_and_one_that_is_nowhere_are_asked_for(tmp_path
     assert vit_jax.load(path, image_size=8).config == fixed
 
 
+@pytest.mark.parametrize(
+    'path', ['https://host/B_16.npz', 'gs://host/B_16.npz', 'hf:owner/name', 'vit_base_patch16_224']
+)
+def test_what_is_not_on_this_machine_is_not_downloaded(path):
+    with pytest.raises(FileNotFoundError, match='no such file; nothing is downloaded here: .*curl'):
+        vit_jax.load(path)
+
+
 def test_heads_that_the_arrays_do_not_show_are_asked_for(tmp_path):
     path = saved(tmp_path, tiny.model(gelu='exact'), timm.TIMM)
     arrays = contents(path)

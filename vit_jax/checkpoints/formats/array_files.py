@@ -145,7 +145,10 @@ def error_prefix(path: pathlib.Path | str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise MissingFile(f'{path}: no such file') from error
+        # A URL, or the name of a model.
+        remote = re.match('(https?|gs|s3|hf):', str(path)) or not pathlib.Path(path).suffix
+        how = '; nothing is downloaded here: fetch it first, curl -LO URL' if remote else ''
+        raise MissingFile(f'{path}: no such file{how}') from error
     except ModuleNotFoundError as error:
         raise UserError(f'{path}: reading it needs the package {error.name}') from error
     except Exception as error:  # zipfile, numpy, safetensors and torch raise many kinds

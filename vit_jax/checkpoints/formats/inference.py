@@ -21,9 +21,9 @@ class Hints(Record):
     """What a file of another system may not say of itself. None: it does, or there is a rule."""
 
     grid: tuple[int, int] | None = None  # of the position embeddings, in patches (height, width)
-    num_heads: int | None = None
+    num_heads: int | None = None  # of attention
     gelu: Gelu | None = None
-    layer_norm_epsilon: float | None = None
+    layer_norm_epsilon: float | None = None  # added to the variance
 
     def check(self) -> None:
         require_between(self, 'grid', 'num_heads', low=1)

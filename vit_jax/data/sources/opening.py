@@ -22,7 +22,7 @@ class HeldOut(records.Record):
     """The part of data without splits that becomes `test`."""
 
     fraction: float = 0.1  # of each class, at least one image
-    seed: int = 0
+    seed: int = 0  # of the draw
 
     def check(self) -> None:
         records.require_between(self, 'fraction', above=0, below=1)

@@ -1,0 +1,125 @@
+"""The file of `--config=FILE:ARGUMENT`: found from any folder, executed, its errors its own."""
+
+import contextlib
+import inspect
+import itertools
+import json
+import pathlib
+import sys
+import traceback
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from vit_jax.base import MissingFile, UserError, records, usable
+from vit_jax.config import TrainConfig, modernized
+
+_PACKAGE = pathlib.Path(__file__).parents[1]  # which has configs/ too
+
+
+def read(given: str) -> TrainConfig:
+    """The configuration of FILE.py, FILE.py:ARGUMENT or the config.json of a work directory.
+
+    Raises UserError where there is none; of an error of the file itself, with its own lines alone.
+    """
+    path, *argument = given.split(':', 1)
+    file = _found(path)
+    if file.suffix == '.json' and not argument:
+        return _recorded(file)
+    with _errors_of(path, file):
+        module = _executed(file)
+    get_config = getattr(module, 'get_config', None)
+    if not callable(get_config):
+        raise UserError(f'--config={path}: it defines no get_config()')
+    known = getattr(module, 'ARGUMENTS', ())
+    _check_argument(get_config, argument, f'--config={given}', known)
+    try:
+        with _errors_of(path, file):
+            config = get_config(*argument)
+    except UserError as error:
+        if argument and known and argument[0] not in known:
+            nearest = records.nearest(argument[0], known)
+            raise UserError(f'--config={given}: no {argument[0]!r}; {nearest}') from error
+        raise
+    if not isinstance(config, TrainConfig):
+        raise UserError(
+            f'--config={path}: get_config() gave {type(config).__name__}, no TrainConfig'
+        )
+    return config
+
+
+def _found(path: str) -> pathlib.Path:
+    """The file of this name here, else the one that came with this package."""
+    for file in (pathlib.Path(path), _PACKAGE / path):
+        if file.is_file():
+            return file
+    near = pathlib.Path(path) if pathlib.Path(path).is_dir() else pathlib.Path(path).parent
+    known = [str(file) for file in near.glob('*.py')]
+    known += [str(file.relative_to(_PACKAGE)) for file in (_PACKAGE / 'configs').rglob('*.py')]
+    nearest = records.nearest(path, {*known})
+    raise MissingFile(f'--config={path}: no such file, here or in {_PACKAGE}; {nearest}')
+
+
+def _executed(file: pathlib.Path) -> types.ModuleType:
+    """The module of a configuration, which may import what lies beside it."""
+    module = types.ModuleType('config_config')  # as ml_collections names it
+    module.__file__ = str(file)
+    sys.modules[module.__name__] = module  # where dataclasses and typing look for names
+    sys.path += {str(file.parent.absolute())} - {*sys.path}
+    # Not by an import, which would write beside it.
+    code = compile(file.read_bytes(), str(file), 'exec', dont_inherit=True)
+    exec(code, vars(module))
+    return module
+
+
+def _check_argument(get_config: Any, argument: list[str], where: str, known: Any) -> None:
+    """Raises UserError where get_config() takes no argument, or needs one."""
+    try:
+        inspect.signature(get_config).bind(*argument)
+    except TypeError as error:
+        text = 'get_config() takes no argument'
+        if not argument:
+            text = 'get_config() needs an argument, --config=FILE:ARGUMENT'
+            text += f'; known: {", ".join(known)}' if known else ''
+        raise UserError(f'{where}: {text}') from error
+
+
+@contextlib.contextmanager
+def _errors_of(path: str, file: pathlib.Path) -> Iterator[None]:
+    """Around what the file does: its errors become a UserError that shows no line of ours."""
+    try:
+        yield
+    except UserError as error:
+        lines = [frame.lineno for frame in _frames(error, file) if frame.filename == str(file)]
+        where = f', line {lines[-1]}' if lines else ''
+        raise UserError(f'--config={path}{where}: {error}') from error
+    except Exception as error:
+        shown = traceback.format_list(_frames(error, file))
+        text = ''.join(shown + traceback.format_exception_only(error))
+        raise UserError(f'--config={path} raised\n{text.rstrip()}') from error
+
+
+def _frames(error: Exception, file: pathlib.Path) -> list[traceback.FrameSummary]:
+    """Where it was raised, from the file's first line on, without what the package does."""
+    ours = (str(_PACKAGE), '<')  # Python's own import, and what dataclasses wrote
+    frames = traceback.extract_tb(error.__traceback__)
+    begun = itertools.dropwhile(lambda frame: frame.filename != str(file), frames)
+    return [f for f in begun if f.filename == str(file) or not f.filename.startswith(ours)]
+
+
+def _recorded(file: pathlib.Path) -> TrainConfig:
+    """The configuration that a work directory keeps, where it names no functions."""
+
+    def refuse_function(values: dict[str, Any]) -> dict[str, Any]:
+        if [*values] == ['function']:
+            text = f'it only names the function {values["function"]}'
+            raise UserError(f'{text}: take the FILE.py that has it')
+        return values
+
+    try:
+        with usable(file):
+            values = json.loads(file.read_bytes(), object_hook=refuse_function)
+        records.require(isinstance(values, dict), 'it is no JSON object')
+        return records.from_dict(TrainConfig, modernized(values), where='config')
+    except (ValueError, RecursionError) as error:
+        raise UserError(f'--config={file}: {error}') from error

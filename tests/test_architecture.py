@@ -1,6 +1,8 @@
 """The table of allowed imports: it is the architecture."""
 
 import ast
+import configparser
+import os
 import pathlib
 import subprocess
 import sys
@@ -100,3 +102,28 @@ def test_the_program_that_trains_has_no_tensorflow_in_its_process():
         'import sys, vit_jax.train; assert not {"tensorflow", "clu", "torch"} & set(sys.modules)'
     )
     subprocess.run([sys.executable, '-c', program], check=True, cwd=PACKAGE.parent, timeout=120)
+
+
+def test_no_module_hides_one_of_the_standard_library():
+    """A program that is run as a file finds its neighbours first."""
+    names = {path.stem for path in PACKAGE.iterdir()}
+    assert not names & sys.stdlib_module_names
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('program', ['train', 'convert', 'predict'])
+def test_a_program_runs_as_a_file(program, tmp_path):
+    file = PACKAGE / f'{program}.py'
+    environment = os.environ | {'PYTHONPATH': str(PACKAGE.parent)}
+    run = subprocess.run(
+        [sys.executable, file, '--help'], cwd=tmp_path, env=environment, capture_output=True
+    )
+    assert run.returncode == 0 and run.stdout.startswith(b'usage: python -m'), run.stderr
+
+
+def test_those_who_install_it_see_its_types():
+    setup = configparser.ConfigParser()
+    setup.read(PACKAGE.parent / 'setup.cfg')
+    assert (
+        setup['options.package_data']['vit_jax'] == 'py.typed' and (PACKAGE / 'py.typed').exists()
+    )

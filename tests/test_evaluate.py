@@ -2,6 +2,7 @@
 
 import json
 
+import cv2
 import jax
 import numpy as np
 import pytest
@@ -193,3 +194,22 @@ def test_the_picture_shows_every_class_and_every_error(classes, cell):
     if classes > 1:
         assert 40 < inside[1 % cell, side - 1] < 200
         assert inside[side - 1, 1 % cell] == 255
+
+
+@pytest.mark.full
+def test_images_that_cannot_be_read_are_left_out_and_counted(tmp_path, capsys):
+    network = loaded(tiny.model(num_classes=2), class_names=('cat', 'dog'))
+    path, out = saved(tmp_path, network), tmp_path / 'out'
+    for name in 'cat', 'dog':
+        (tmp_path / 'photos' / 'test' / name).mkdir(parents=True)
+        for i in range(3):
+            image = np.full((8, 8, 3), 60 * i, np.uint8)
+            cv2.imwrite(str(tmp_path / 'photos' / 'test' / name / f'{i}.png'), image)
+    (tmp_path / 'photos' / 'test' / 'cat' / '1.png').write_bytes(b'no image')
+    assert run(path, f'--data={tmp_path / "photos"}', '--batch_size=4', '--out', out) == 1
+    assert '1 images cannot be read' in capsys.readouterr().err
+    found = result(out)
+    assert found['images'] == 5
+    assert {one['class']: one['images'] for one in found['classes']} == {'cat': 2, 'dog': 3}
+    with np.load(out / 'confusion.npz') as file:
+        assert file['confusion'].sum() == 5

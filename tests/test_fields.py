@@ -260,6 +260,7 @@ ELSEWHERE = [
         RUN,
         'test_an_unreadable_image_stops_training_unless_it_may_be_skipped',
     ),
+    ('LoaderConfig', 'max_pixels', RUN, 'test_an_image_above_the_bound_cannot_be_read'),
     ('FewshotConfig', 'shots seeds l2', RUN, PROTOCOL),
     ('FewshotConfig', 'every_steps', RUN, 'test_nothing_is_compiled_after_the_first_evaluation'),
     ('FewshotConfig', 'sets neighbours logistic', PROBING, SETS),

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 
 import cv2
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from tests import tiny
 from vit_jax import inspect_data, prepare
 from vit_jax.command_line import app
+from vit_jax.data import image_headers
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.sources.opening import HeldOut
 
@@ -18,6 +20,7 @@ def look(config, folder):
     return inspect_data.main(argparse.Namespace(config=config, workdir=str(folder)))
 
 
+OPENERS = image_headers._openers()
 RNG = np.random.default_rng(0)
 
 
@@ -73,8 +76,78 @@ def test_what_cannot_be_looked_at_is_explained(tmp_path):
     for i in range(3):
         (tmp_path / 'photos' / 'cat' / f'{i}.jpg').write_bytes(b'x')
     config = tiny.experiment(data=str(tmp_path / 'photos'))
-    with pytest.raises(ValueError, match='none of 2 training images can be read'):
-        look(config, tmp_path / 'out')
+    assert look(config, tmp_path / 'out') == 1
+    problems = json.loads((tmp_path / 'out' / 'data.json').read_text())['problems']
+    assert problems[1] == 'none of 2 training images can be read' and '3 images' in problems[0]
+
+
+def test_every_problem_of_a_folder_is_listed_in_one_go(photos, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(image_headers, '_openers', lambda: few)
+    few = {kind: x for kind, x in OPENERS.items() if kind != 'HEIF'}
+    (photos / 'ant').mkdir()
+    (photos / 'bee').mkdir()
+    (photos / 'bee' / 'Thumbs.db').write_text('')
+    for name in 'eel', 'fox':
+        (photos / name).mkdir()
+        (photos / name / 'only.jpg').write_bytes((photos / 'cat' / '1.jpg').read_bytes())
+    (photos / 'dog' / 'lost.jpg').symlink_to('nowhere')
+    (photos / 'dog' / 'IMG.HEIC').write_bytes(b'\0\0\0\x18ftypheic' + bytes(20))
+    (photos / 'dog' / '.hidden').mkdir()
+    (photos / 'dog' / '.hidden' / 'x.jpg').write_bytes(b'')
+    for ending in '.jp2', '.ppm':
+        stored = cv2.imencode(ending, np.zeros((64, 64, 3), np.uint8))[1].tobytes()
+        (photos / 'dog' / f'right{ending}').write_bytes(stored)
+    assert look(tiny.experiment(data=str(photos)), tmp_path / 'out') == 1
+    said = capsys.readouterr().out
+    found = json.loads((tmp_path / 'out' / 'data.json').read_text())
+    empty = 'no images in this folder: remove it, or add some'
+    single = 'its class has one image, none can be held out for testing; add some, or remove its'
+    expected = [
+        f'{photos}/ant: {empty}',
+        f'{photos}/bee: {empty}',
+        f'{photos}/eel/only.jpg: {single} folder',
+        f'{photos}/fox/only.jpg: {single} folder',
+        '3 images cannot be read: mend or remove them, or --config.loader.on_unreadable=skip leaves'
+        ' them out',
+    ]
+    assert found['problems'] == expected and all(f'  {line}\n' in said for line in expected)
+    (split,) = found['splits'].values()
+    assert split['images'] == 9 + 4 + 2 + 2 + 2
+    assert split['unreadable'] == [
+        f'{photos}/cat/3.jpg: not a whole image of a known format',
+        f'{photos}/dog/IMG.HEIC: a HEIC photo: {image_headers.HEIC_REMEDY}',
+        f'{photos}/dog/lost.jpg: No such file or directory',
+    ]
+    assert split['misnamed'] == [f'{photos}/dog/1.jpg: PNG']
+    copies = [f'{photos}/{name}/only.jpg = {photos}/cat/1.jpg' for name in ('eel', 'fox')]
+    assert split['duplicates'] == copies
+
+
+def test_classes_that_are_not_in_all_splits_are_listed(photos, tmp_path):
+    for split in 'train', 'test':
+        shutil.copytree(photos, tmp_path / 'splits' / split)
+    shutil.rmtree(tmp_path / 'splits' / 'test' / 'dog')
+    (tmp_path / 'splits' / 'train' / 'emu').mkdir()
+    config = tiny.experiment(data=str(tmp_path / 'splits'))
+    config.loader.on_unreadable = 'skip'
+    assert look(config, tmp_path / 'out') == 1
+    root = tmp_path / 'splits'
+    assert sorted(json.loads((tmp_path / 'out' / 'data.json').read_text())['problems']) == [
+        f'{root}/train/emu: no images in this folder: remove it, or add some',
+        f"{root}: class 'dog' is in train/ but not in test/",
+        f"{root}: class 'emu' is in train/ but not in test/",
+    ]
+
+
+@pytest.mark.full
+def test_what_training_may_skip_is_no_reason_to_refuse_it(photos, tmp_path):
+    config = tiny.experiment(data=str(photos), eval_split='test')
+    assert look(config, tmp_path / 'out') == 1
+    config.loader.on_unreadable = 'skip'
+    assert look(config, tmp_path / 'out') == 0
+    config.eval_split = 'tset'
+    assert look(config, tmp_path / 'out') == 1
+    assert "no split 'tset'" in (tmp_path / 'out' / 'data.json').read_text()
 
 
 def test_preparing_says_what_is_missing(monkeypatch, capsys):

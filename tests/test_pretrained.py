@@ -1,13 +1,16 @@
 import csv
 import dataclasses
 import pathlib
+import pickle
 import subprocess
 import sys
 
 import cv2
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image as pillow
 
 import vit_jax
 from tests import reference, tiny
@@ -19,12 +22,14 @@ from vit_jax.checkpoints.augreg_index import fine_tuned, listed, pick, read_inde
 from vit_jax.command_line import app
 from vit_jax.config import FewshotConfig
 from vit_jax.data.image_preprocessing import Preprocessing
+from vit_jax.models import Compute
 from vit_jax.pretrained import ZERO_HEAD
 from vit_jax.runs import probing_run, training_run
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import ScheduleConfig
 
 NAME = 'google_vit_token_prelogits'
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 def saved(tmp_path, config, **values):
@@ -37,7 +42,7 @@ def zero_headed(tmp_path):
     network = loaded(tiny.model())
     head = jax.tree.map(np.zeros_like, network.params['head'])
     network = changed(network, params=network.params | {'head': head})
-    vit_jax.save(network, str(tmp_path / 'zero.npz'))
+    vit_jax.save(network, str(tmp_path / 'zero.npz'), overwrite=True)
     return str(tmp_path / 'zero.npz')
 
 
@@ -70,6 +75,125 @@ def test_images_that_were_not_prepared_are_refused(images):
             function(images)
     with pytest.raises(ValueError, match=r'images are \(32, 32, 3\), the model takes \(64, 64, 3'):
         network.logits(np.zeros((1, 32, 32, 3)))
+
+
+PICTURE = np.random.default_rng(0).integers(0, 256, (12, 20, 3), np.uint8)
+
+
+def test_an_image_is_a_path_its_bytes_a_pil_image_or_an_array(tmp_path):
+    network, path = loaded(tiny.model()), tmp_path / 'x.png'
+    exif = pillow.Exif()
+    exif[274] = 6  # to be turned by a quarter
+    pillow.fromarray(PICTURE).save(path, exif=exif)
+    for rotation, array in (False, PICTURE), (True, np.rot90(PICTURE, -1)):
+        turned = changed(network, preprocessing=Preprocessing(exif_rotation=rotation))
+        expected = turned.prepare(array)
+        assert expected.shape == (8, 8, 3) and np.abs(expected).max() <= 1
+        for image in str(path), path, path.read_bytes(), pillow.open(path), jnp.asarray(array):
+            np.testing.assert_array_equal(turned.prepare(image), expected)
+    grey = PICTURE[..., 0]
+    expected = network.prepare(np.stack([grey] * 3, axis=-1))
+    for image in grey, grey[..., None], pillow.fromarray(grey):
+        np.testing.assert_array_equal(network.prepare(image), expected)
+
+
+def test_what_is_no_image_is_refused_with_what_would_be_right(tmp_path):
+    network, array = loaded(tiny.model()), r'expected uint8 of the shape \(h, w\), \(h, w, 1 or 3\)'
+    (tmp_path / 'text.jpg').write_bytes(b'no image')
+    for image, message in [
+        (PICTURE / 255, r'an image is float64\[12, 20, 3\], ' + array),
+        (PICTURE.astype(np.float32), r'an image is float32\[12, 20, 3\], ' + array),
+        (PICTURE[None], r'an image is uint8\[1, 12, 20, 3\], ' + array),
+        (PICTURE[:0], r'an image is uint8\[0, 20, 3\], ' + array),
+        (PICTURE[..., :2], r'an image is uint8\[12, 20, 2\], ' + array),
+        ([PICTURE], 'list: expected a path, bytes, a PIL image, or a uint8 array'),
+        (None, 'NoneType: expected a path'),
+        (pillow.new('I;16', (9, 9)), 'a PIL image of mode I;16: expected 8 bits, such as L or RGB'),
+        (tmp_path / 'text.jpg', 'text.jpg: not a whole image'),
+        (tmp_path / 'absent.jpg', 'absent.jpg: no such file'),
+    ]:
+        with pytest.raises(UserError, match=message):
+            network.prepare(image)
+
+
+def test_numbers_that_cannot_be_meant_are_refused():
+    network = loaded(tiny.model())
+    images = np.zeros((2, 8, 8, 3), np.float32)
+    shape = 'expected floating-point numbers of the shape'
+    numbers = r'images hold numbers up to {}, expected -1 to 1, as `prepare`'
+    for wrong, message in [
+        (images + 255, numbers.format(255)),
+        (jnp.asarray(images) - 128, numbers.format(128)),
+        (images + np.nan, numbers.format('nan')),
+        (images.astype(np.uint8), r'images are uint8\[2, 8, 8, 3\], ' + shape),
+        (images[0], r'images are float32\[8, 8, 3\], ' + shape),
+        (images[:0], r'images are float32\[0, 8, 8, 3\], expected at least one'),
+    ]:
+        for function in network.logits, network.features, lambda x: network.capture(x, ['tokens']):
+            with pytest.raises(UserError, match=message):
+                function(wrong)
+    raw = changed(network, preprocessing=Preprocessing(mean=(0.0,) * 3, std=(1.0,) * 3))
+    raw._checked(images + 255)  # which is what this one takes
+
+
+def test_a_network_is_compared_pickled_and_a_key(tmp_path):
+    path = saved(tmp_path, tiny.model())
+    one, two = vit_jax.load(path), vit_jax.load(pathlib.Path(path))
+    other = loaded(tiny.model(num_heads=4))
+    assert one == two and one != other and one != 'text' and {one: 1}[two] == 1
+    head = {name: leaf + 1 for name, leaf in one.params['head'].items()}
+    assert one != changed(one, params=one.params | {'head': head})
+    assert one != changed(one, class_names=tuple('abcdefghij'))
+    assert one != dataclasses.replace(one, compute=Compute(dtype='bfloat16'))
+    _ = one.model, one._outputs, one.predicts
+    again = pickle.loads(pickle.dumps(one))
+    assert again == one and repr(again) == repr(one)
+
+
+@pytest.mark.full
+def test_a_network_is_used_under_jit_vmap_and_grad():
+    network, images = loaded(tiny.model()), tiny.images()
+    logits = network.logits(images)
+    np.testing.assert_allclose(jax.jit(network.logits)(images), logits, atol=1e-5)
+    mapped = jax.vmap(lambda image: network.logits(image[None])[0])(images)
+    np.testing.assert_allclose(mapped, logits, atol=1e-5)
+    features = jax.jit(lambda x: network.capture(x, ['tokens'])[1]['tokens'])(images)
+    assert features.shape == (3, 2, 5, 16)
+
+    def loss(images):
+        return network.logits(images)[:, 0].sum()
+
+    moved = images - 1e-2 * jax.grad(loss)(images)
+    assert loss(moved) < loss(images)
+    by_params = jax.grad(lambda p: network.model.apply(p, images)[:, 0].sum())(network.params)
+    np.testing.assert_allclose(by_params['head']['bias'][0], len(images), rtol=1e-6)
+
+
+@pytest.mark.full
+def test_a_network_computes_in_bfloat16_where_asked_to(tmp_path):
+    path, images = saved(tmp_path, tiny.model()), np.asarray(tiny.images())
+    exact, rounded = (vit_jax.load(path, dtype=dtype) for dtype in ('float32', 'bfloat16'))
+    difference = np.abs(rounded.logits(images) - exact.logits(images)).max()
+    assert 0 < difference < 0.1 * np.abs(exact.logits(images)).max()
+    assert rounded.logits(images).dtype == np.float32
+    with pytest.raises((UserError, TypeError), match='float16'):
+        vit_jax.load(path, dtype='float16')
+
+
+@pytest.mark.full
+def test_without_checked_types_lists_are_refused_and_a_pickle_is_another_process_s(tmp_path):
+    """In the tests' own process beartype would refuse lists first."""
+    (tmp_path / 'network').write_bytes(pickle.dumps(loaded(tiny.model())))
+    program = f"""
+import pathlib, pickle
+network = pickle.loads(pathlib.Path({str(tmp_path / 'network')!r}).read_bytes())
+try:
+    network.logits([[1.0]])
+except ValueError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, cwd=ROOT)
+    assert run.stdout.startswith('images are a list, expected floating-point numbers'), run.stderr
 
 
 def test_other_images_change_what_they_must_and_nothing_else(tmp_path):
@@ -208,8 +332,12 @@ def test_a_checkpoint_of_ours_is_loaded_and_saved_alone(tmp_path):
     assert (again.config, again.class_names) == (HYBRID, names)
     for name, leaf in named_leaves(network.params).items():
         np.testing.assert_array_equal(named_leaves(again.params)[name], leaf)
-    with pytest.raises(ValueError, match='exists already'):
-        vit_jax.save(again, str(tmp_path / 'ours'))
+    with pytest.raises(ValueError, match='ours: exists already; overwrite=True replaces it'):
+        vit_jax.save(again, tmp_path / 'ours')
+    renamed = changed(again, class_names=names[::-1])
+    vit_jax.save(renamed, tmp_path / 'ours', overwrite=True)
+    assert vit_jax.load(tmp_path / 'ours') == renamed
+    assert [path.name for path in tmp_path.iterdir()] == ['ours']
 
 
 @pytest.mark.full
@@ -305,6 +433,12 @@ def test_predict_names_what_it_cannot_read_and_says_so_at_the_end(tmp_path, caps
     assert len(out.splitlines()) == 4 and '2.png' not in out
     assert f'unreadable: {folder}/2.png: not a whole image' in err
     assert '1 of 5 images cannot be read' in err
+    run(predict, path, folder, '--features', tmp_path / 'f.npz')
+    kept = np.load(tmp_path / 'f.npz')
+    assert kept['paths'].tolist() == [f'{folder}/{i}.png' for i in (0, 1, 3, 4)]
+    assert kept['features'].shape == (4, 16) and np.isfinite(kept['features']).all()
+    assert run(predict, path, folder, '--max_pixels=1199') == 1
+    assert capsys.readouterr().err.count('pixels, more than max_pixels=1,199') == 4
     (tmp_path / 'names.txt').write_text('a\nb')
     with pytest.raises(ValueError, match='2 lines for 10 classes'):
         run(predict, path, folder, '--class_names', tmp_path / 'names.txt')

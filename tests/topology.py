@@ -67,7 +67,7 @@ def measure(mesh_config, steps, save, restore):
             state.eval_params,
             loading.sequential_batches(test, np.arange(count), batch_size=8),
             count=count,
-        )['accuracy']
+        )[0]['accuracy']
         * count
         for count in COUNTS
     }

@@ -124,7 +124,8 @@ class TrainConfig(Record):
     fewshot: FewshotConfig | None = None
     tensorboard: bool = False  # the numbers as its event files too
 
-    # On what. All but compute.dtype and loader.on_unreadable change speed and memory alone.
+    # On what. All but compute.dtype, loader.on_unreadable and loader.max_pixels change speed
+    # and memory alone.
     compute: Compute = _default(Compute)
     mesh: MeshConfig = _default(MeshConfig)
     loader: LoaderConfig = _default(LoaderConfig)

@@ -6,36 +6,23 @@ PyTorch file of timm, a directory of Hugging Face. Without --format, OUT has the
 
 import argparse
 import pathlib
-import shutil
 
 from vit_jax.base.errors import UserError
-from vit_jax.checkpoints import store
 from vit_jax.checkpoints.formats.opening import NAMES
 from vit_jax.command_line import app
-from vit_jax.pretrained import load, save
+from vit_jax.pretrained import is_free, load, save
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Reads, says what it found, writes, says what a reader of it has to know."""
     output = pathlib.Path(arguments.output)
-    if output.exists() and not arguments.overwrite:
+    if not (arguments.overwrite or is_free(output)):
         raise UserError(f'{output}: exists already; --overwrite replaces it')
     changes = app.overrides(arguments)
     if arguments.drop_head:
         changes['num_classes'] = None
     loaded = load(arguments.input, **changes)
-    replaced = output.with_name(f'{output.name}.replaced')
-    is_ours = store.is_complete(output)  # a directory; other formats replace their files themselves
-    if is_ours:
-        output.rename(replaced)
-    try:
-        notes = save(loaded, output, arguments.format)
-    except BaseException:
-        if is_ours:
-            shutil.rmtree(output, ignore_errors=True)
-            replaced.rename(output)
-        raise
-    shutil.rmtree(replaced, ignore_errors=True)
+    notes = save(loaded, output, arguments.format, overwrite=arguments.overwrite)
     print('\n'.join([*loaded.report, *notes]))
     print(f'written: {output} ({arguments.format or loaded.format} layout)')
     return 0

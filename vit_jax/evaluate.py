@@ -16,10 +16,11 @@ from rich.progress import Progress
 
 from vit_jax.base import records, usable, write_json
 from vit_jax.command_line import app
+from vit_jax.data.image_preprocessing import MAX_PIXELS
 from vit_jax.data.sources.opening import HeldOut, make_opener
 from vit_jax.evaluation import confusion
 from vit_jax.pretrained import Loaded, load
-from vit_jax.runs import evaluation_run
+from vit_jax.runs import evaluation_run, prediction
 from vit_jax.runs.evaluation_run import Evaluation
 
 NUMBERS, MATRIX, PICTURE = 'evaluation.json', 'confusion.npz', 'confusion.png'
@@ -27,7 +28,10 @@ _SHOWN = 10  # classes, and confusions, on the screen
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prints the metrics, the classes with the lowest ones, and what was taken for what."""
+    """Prints the metrics, the classes with the lowest ones, and what was taken for what.
+
+    Returns 1 where some images cannot be read, which are left out, 0 otherwise.
+    """
     held_out = HeldOut(fraction=arguments.held_out, seed=arguments.held_out_seed)
     loaded = load(arguments.checkpoint, **app.overrides(arguments))
     print('\n'.join(loaded.report))
@@ -37,11 +41,12 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.out:
         with usable(arguments.out):
             pathlib.Path(arguments.out).mkdir(parents=True, exist_ok=True)
+    reader = prediction.reader_for(loaded, source, arguments.max_pixels)
     size = arguments.batch_size
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         found = evaluation_run.evaluate(
             loaded,
-            source,
+            reader,
             batch_size=size,
             relabelled=arguments.labels is not None,
             watched=functools.partial(
@@ -49,11 +54,13 @@ def main(arguments: argparse.Namespace) -> int:
             ),
         )
     what = f'{arguments.data}, {arguments.split}'
-    print(f'{what}: {len(source):,} images of {len(found.classes):,} classes\n')
+    print(f'{what}: {found.images:,} images of {len(found.classes):,} classes\n')
     print('\n'.join(_lines(found)))
     if arguments.out:
         _write(pathlib.Path(arguments.out), found, loaded, arguments)
-    return 0
+    if unreadable := len(source) - found.images:
+        print(f'{unreadable:,} images cannot be read, left out', file=sys.stderr)
+    return 1 if unreadable else 0
 
 
 def _lines(found: Evaluation) -> list[str]:
@@ -87,6 +94,7 @@ def _write(
     values = {name: getattr(arguments, name) for name in asked} | {
         'image_size': list(loaded.config.image_size),
         'preprocessing': records.to_dict(loaded.preprocessing),
+        'images': found.images,
         'means': found.means,
         'classes': found.classes,
     }
@@ -119,6 +127,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('--held_out_seed', type=int, default=0, metavar='N', help=text)
     parser.add_argument('--out', metavar='DIR', help='keep all numbers and the picture')
     parser.add_argument('--batch_size', type=app.positive, default=32, metavar='N', help='(32)')
+    text = f'pixels of an image at most ({MAX_PIXELS:,})'
+    parser.add_argument(
+        '--max_pixels', type=app.positive, default=MAX_PIXELS, metavar='N', help=text
+    )
     app.add_overrides(parser)
     return parser
 

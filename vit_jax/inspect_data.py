@@ -1,13 +1,15 @@
 """Looks at images before training: python -m vit_jax.inspect_data --config=... --config.data=DATA.
 
-Prints splits, classes, counts, sizes and files that cannot be read. Writes all of it to
-WORKDIR/data.json, and to WORKDIR/data.png some images as evaluation and as training see them.
+Prints splits, classes, counts, sizes, files that cannot be read, and all else because of which
+training would be refused. Writes it to WORKDIR/data.json, and to WORKDIR/data.png some images as
+evaluation and as training see them.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import functools
+import os
 import pathlib
 import sys
 from concurrent import futures
@@ -25,7 +27,8 @@ from vit_jax.config import TrainConfig
 from vit_jax.data import inspection, loading
 from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.inspection import Scan
-from vit_jax.data.sources.base import Label
+from vit_jax.data.sources import folders
+from vit_jax.data.sources.base import Label, Source
 from vit_jax.data.sources.opening import Opener, make_opener, open_splits
 from vit_jax.runs.experiment import open_start, preprocessing_of, reader_for
 from vit_jax.training.losses import targets_of
@@ -37,37 +40,76 @@ _SHOWN = 5  # of a long list
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Scans every split, prints a summary, and draws images as the model will see them."""
+    """Scans every split, prints a summary, draws images; 1 where training would be refused."""
     config, folder = arguments.config, pathlib.Path(arguments.workdir)
-    opened = make_opener(config.held_out)
-    sheet = _sheet(config, opened)
     with usable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        sheet.save(folder / SHEET)
-    # A function is asked for the splits of the configuration: it cannot list its own.
-    own = config.train_split, config.eval_split
-    splits = [*open_splits(config.data, config.held_out)] if isinstance(config.data, str) else own
-    found = {}
+    opened = make_opener(config.held_out)
+    sources, problems = _sources(config, opened)
+    found: dict[str, Scan] = {}
+    seen: dict[bytes, str] = {}
     progress = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
     with futures.ThreadPoolExecutor(loading.cores()) as pool, progress as bar:
-        for split in splits:
-            if split == 'all':  # train and test
-                continue
-            source = opened(config.data, split)
-            task = bar.add_task(split, total=len(source))
-            scan = inspection.scan(source, pool, functools.partial(bar.advance, task))
+        for split, source in sources.items():
+            done = functools.partial(bar.advance, bar.add_task(split, total=len(source)))
+            pixels = config.loader.max_pixels
+            scan = inspection.scan(source, pool, done, max_pixels=pixels, seen=seen)
             print(f'{split}: {len(source):,} images\n' + '\n'.join(_lines(scan)))
-            found[split] = dataclasses.asdict(scan)
-    write_json(folder / SUMMARY, {'data': text_of(config.data), 'splits': found})
-    print(f'details        {folder / SUMMARY}\npictures       {folder / SHEET}')
-    return 0
+            found[split] = scan
+    unreadable = sum(len(scan.unreadable) for scan in found.values())
+    if unreadable and config.loader.on_unreadable != 'skip':
+        remedy = 'mend or remove them, or --config.loader.on_unreadable=skip leaves them out'
+        problems.append(f'{unreadable:,} images cannot be read: {remedy}')
+    if any(source.class_names for source in sources.values()):
+        try:
+            sheet = _sheet(config, opened)
+            with usable(folder):
+                sheet.save(folder / SHEET)
+            print(f'pictures       {folder / SHEET}')
+        except UserError as error:
+            problems.append(str(error))
+    splits = {split: dataclasses.asdict(scan) for split, scan in found.items()}
+    values = {'data': text_of(config.data), 'problems': problems, 'splits': splits}
+    write_json(folder / SUMMARY, values)
+    print(f'details        {folder / SUMMARY}')
+    if problems:
+        print('\n'.join(['training would be refused:', *(f'  {line}' for line in problems)]))
+    return 1 if problems else 0
+
+
+def _sources(config: TrainConfig, opened: Opener) -> tuple[dict[str, Source], list[str]]:
+    """The splits by name, and why training would be refused.
+
+    Of a folder whose splits cannot be opened it is all images, whatever their classes.
+    """
+    data, problems = config.data, []
+    # A function is asked for the splits of the configuration: it cannot list its own.
+    own = [one for one in config.evaluations.values() if one.data is None]
+    splits = [config.train_split, *(one.split for one in own)]
+    try:
+        names = open_splits(data, config.held_out) if isinstance(data, str) else splits
+        sources = {name: opened(data, name) for name in names if name != 'all'}  # its parts
+    except UserError as error:
+        sources, problems = {}, [str(error)]
+        if isinstance(data, str) and os.path.isdir(data):
+            known = folders.problems(data)
+            problems = known + [p for p in problems if not any(k.startswith(p) for k in known)]
+            with contextlib.suppress(UserError):
+                sources = {'all images': folders.unlabelled([data])}
+        return sources, problems
+    for split in splits:
+        try:
+            opened(data, split)
+        except UserError as error:
+            problems.append(str(error))
+    return sources, problems
 
 
 def _lines(scan: Scan) -> list[str]:
     """What was found in a split, the long lists cut short."""
     names, counts = list(scan.classes), sorted(scan.classes.items(), key=lambda item: item[1])
     more = f', ... {names[-1]}' if len(names) > _SHOWN else ''
-    lines = [f'  classes      {len(names)}: {", ".join(names[:_SHOWN])}{more}']
+    lines = [f'  classes      {len(names)}: {", ".join(names[:_SHOWN])}{more}'] if names else []
     if counts:
         (fewest, few), (most, many) = counts[0], counts[-1]
         lines.append(f'  a class has  {few:,} images ({fewest}) to {many:,} ({most})')
@@ -79,6 +121,9 @@ def _lines(scan: Scan) -> list[str]:
     if scan.misnamed:
         lines.append(f'  misnamed     {len(scan.misnamed):,}, read all the same:')
         lines += [f'    {name}' for name in scan.misnamed[:_SHOWN]]
+    if scan.duplicates:
+        lines.append(f'  duplicates   {len(scan.duplicates):,}, the same bytes under two names:')
+        lines += [f'    {name}' for name in scan.duplicates[:_SHOWN]]
     lines.append(f'  unreadable   {len(scan.unreadable):,}')
     return lines + [f'    {name}' for name in scan.unreadable[:_SHOWN]]
 

@@ -3,7 +3,8 @@
 CHECKPOINT is of any kind that vit_jax.load reads, an IMAGE is a file or a folder. Every image gets
 its most probable classes: the first five, or, of a network that was trained with sigmoid, all above
 50 %. --format=csv gives lines of path, class, probability, one for each of these classes,
---format=jsonl an object an image. --features=OUT.npz keeps what the head is given.
+--format=jsonl an object an image. --features=OUT.npz keeps what the head is given, with the paths
+of the images that could be read.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from rich.progress import Progress
 from vit_jax.base import Bool, Float, UserError, atomic_write, usable
 from vit_jax.command_line import app
 from vit_jax.data import loading
-from vit_jax.data.image_preprocessing import normalize
+from vit_jax.data.image_preprocessing import MAX_PIXELS, normalize
 from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.folders import unlabelled
 from vit_jax.pretrained import Loaded, OutputName, load
@@ -55,13 +56,14 @@ def _predict(arguments: argparse.Namespace) -> int:
     source = unlabelled(arguments.images)
     loaded = load(arguments.checkpoint, **app.overrides(arguments))
     print('\n'.join(loaded.report), file=sys.stderr)
-    reader = prediction.reader_for(loaded, source, on_unreadable='skip')
+    reader = prediction.reader_for(loaded, source, arguments.max_pixels)
     names = _class_names(loaded, arguments.class_names)
     if not arguments.features:
         loaded.require_head()
     several = loaded.card.loss == 'sigmoid'
     wanted: list[OutputName] = ['probabilities'] if loaded.predicts else []
     wanted += ['features'] if arguments.features else []
+    paths: list[str] = []
     rows, unreadable, index = [], 0, 0
     with _opened(arguments.output) as file:
         if arguments.format == 'csv':
@@ -77,14 +79,15 @@ def _predict(arguments: argparse.Namespace) -> int:
                     print(_said(source.name_of(index), found, arguments.format), file=file)
                 index += 1
             if arguments.features:
-                rows.append(np.where(mask[:, None], outputs['features'], np.nan))
+                rows.append(outputs['features'][mask])
+                paths += [
+                    source.name_of(index - len(mask) + i) for i in np.flatnonzero(mask).tolist()
+                ]
             (file or sys.stdout).flush()
     if arguments.features:
-        paths = np.array([source.name_of(i) for i in range(len(source))])
         with usable(arguments.features):
-            np.savez(arguments.features, paths=paths, features=np.concatenate(rows))
-        read = len(source) - unreadable
-        print(f'features of {read:,} images: {arguments.features}', file=sys.stderr)
+            np.savez(arguments.features, paths=np.array(paths, str), features=np.concatenate(rows))
+        print(f'features of {len(paths):,} images: {arguments.features}', file=sys.stderr)
     if unreadable:
         print(f'{unreadable:,} of {len(source):,} images cannot be read', file=sys.stderr)
     return 1 if unreadable else 0
@@ -175,6 +178,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('--class_names', metavar='FILE', help="a name a line; the checkpoint's")
     parser.add_argument('--features', metavar='OUT.npz', help='keep paths and features')
     parser.add_argument('--batch_size', type=app.positive, default=32, metavar='N', help='(32)')
+    larger = f'pixels of an image at most ({MAX_PIXELS:,})'
+    parser.add_argument(
+        '--max_pixels', type=app.positive, default=MAX_PIXELS, metavar='N', help=larger
+    )
     app.add_overrides(parser)
     return parser
 

@@ -1,38 +1,48 @@
 """Checkpoints of any origin as networks that can be used: `load`, look, `save`."""
 
+import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Float, Params, Record, UserError, tree_names
+from vit_jax.base import Array, Float, Params, Record, UInt8, UserError, require, tree_names
+from vit_jax.checkpoints import store
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import opening
+from vit_jax.checkpoints.formats.array_files import error_prefix
 from vit_jax.checkpoints.formats.base import Layout
 from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.checkpoints.transfer import adapt, transfer
 from vit_jax.data.image_preprocessing import Preprocessing, decode, normalize
-from vit_jax.models import Gelu, Model, ModelConfig, ViTConfig, build, has_trained_head
+from vit_jax.models import Compute, Gelu, Model, ModelConfig, ViTConfig, build, has_trained_head
 
 ZERO_HEAD = (
     'the head is all zeros, as in the published ImageNet-21k files: it predicts nothing; '
     'fine-tune it, or use the features'
 )
 OutputName = Literal['logits', 'probabilities', 'features']
+# Images may be this many times brighter than any that `prepare` makes: noise is, 0 to 255 is more.
+_HEADROOM = 8
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Loaded:
     """A pre-trained network with what belongs to it.
 
     `logits`, `probabilities`, `features` and `capture` take images (b h w c) of
     `config.image_size` as `prepare` makes them, floating-point numbers (the published models:
-    from -1 to 1), and multiply in float32. UserError for images of another size or type.
+    from -1 to 1). UserError for images of another size or type, or with numbers that are none.
+    They can be used under jit, vmap and grad, where the values of images are not looked at. The
+    parameters are constants there: `model.apply(params, images)` takes them as an argument.
+    Equal are two that have the same card, parameters and way of computing. It can be pickled.
     """
 
     card: Card
@@ -41,9 +51,24 @@ class Loaded:
     ignored: tuple[str, ...]  # names of what the file holds beside the network
     format: str  # one of opening.NAMES
     layout: Layout | None
+    compute: Compute = dataclasses.field(default_factory=Compute)
 
     def __repr__(self) -> str:
         return '\n'.join(self.report)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Loaded):
+            return NotImplemented
+        one, two = (tree_names.named_leaves(each.params) for each in (self, other))
+        same = (self.card, self.compute, one.keys()) == (other.card, other.compute, two.keys())
+        return same and all(np.array_equal(leaf, two[name]) for name, leaf in one.items())
+
+    def __hash__(self) -> int:
+        return hash(repr(self.card))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what was compiled."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @property
     def config(self) -> ModelConfig:
@@ -63,7 +88,7 @@ class Loaded:
     @functools.cached_property
     def model(self) -> Model:
         """The network's functions."""
-        return build(self.config)
+        return build(self.config, compute=self.compute)
 
     @functools.cached_property
     def predicts(self) -> bool:
@@ -77,39 +102,59 @@ class Loaded:
         if not self.predicts:
             raise UserError(ZERO_HEAD)
 
-    def prepare(self, image: bytes | np.ndarray) -> Float[np.ndarray, 'h w c']:
-        """One image, an encoded file's bytes or a uint8 array, as the network takes it."""
-        decoded = decode(image, exif_rotation=self.preprocessing.exif_rotation)
+    def prepare(self, image: Any) -> Float[np.ndarray, 'h w c']:
+        """One image as the network takes it.
+
+        It is the path of a file, its bytes, a PIL image, or a uint8 array (h w), (h w 1) or
+        (h w 3). Raises UserError for anything else.
+        """
+        decoded = _decoded(image, exif_rotation=self.preprocessing.exif_rotation)
         cut = self.preprocessing.crop(decoded, self.config.image_size, None)
         return np.asarray(normalize(cut, self.preprocessing))
 
-    def logits(self, images: Array | np.ndarray) -> Float[np.ndarray, '...']:
+    def logits(self, images: Array | np.ndarray) -> Float[Array | np.ndarray, '...']:
         """(b k), what the head gives. Raises UserError for a network without a trained head."""
         return self.outputs(images, 'logits')[0]
 
-    def probabilities(self, images: Array | np.ndarray) -> Float[np.ndarray, '...']:
+    def probabilities(self, images: Array | np.ndarray) -> Float[Array | np.ndarray, '...']:
         """(b k), of each class: the sigmoid of its logit where the network was trained so, else
         the softmax. Raises UserError for a network without a trained head.
         """
         return self.outputs(images, 'probabilities')[0]
 
-    def features(self, images: Array | np.ndarray) -> Float[np.ndarray, '...']:
+    def features(self, images: Array | np.ndarray) -> Float[Array | np.ndarray, '...']:
         """(b d), what the head is given; with pool=none for each token, (b n d)."""
         return self.outputs(images, 'features')[0]
 
-    def outputs(self, images: Array | np.ndarray, *names: OutputName) -> tuple[np.ndarray, ...]:
+    def outputs(self, images: Array | np.ndarray, *names: OutputName) -> tuple[Any, ...]:
         """Several of these at once, for the price of one. Images may be split over devices."""
         if set(names) - {'features'}:
             self.require_head()
-        outputs = self._outputs(self.params, _checked_images(images), names)
-        return tuple(map(np.asarray, outputs))
+        return _on_host(self._outputs(self.params, self._checked(images), names))
 
     def capture(
         self, images: Array | np.ndarray, names: Sequence[str]
-    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    ) -> tuple[Any, dict[str, Any]]:
         """The logits, or features without a head, and the intermediate arrays of these names."""
-        captured = self._capture(self.params, _checked_images(images), tuple(names))
-        return jax.tree.map(np.asarray, captured)
+        return _on_host(self._capture(self.params, self._checked(images), tuple(names)))
+
+    def _checked(self, images: Array | np.ndarray) -> Float[Array, 'b h w c']:
+        """The images as float32. Raises UserError for what `prepare` does not make."""
+        is_array = isinstance(images, jax.Array | np.ndarray)
+        kind = f'{images.dtype}{list(images.shape)}' if is_array else f'a {type(images).__name__}'
+        expected = 'expected floating-point numbers of the shape (b, h, w, c), as `prepare` makes'
+        fits = is_array and images.ndim == 4 and jnp.issubdtype(images.dtype, jnp.floating)
+        require(fits, f'images are {kind}, {expected} them, stacked')
+        if isinstance(images, jax.core.Tracer):
+            return images.astype(jnp.float32)
+        require(len(images) > 0, f'images are {kind}, expected at least one')
+        how = self.preprocessing
+        scaled = [(v - m) / s for v in (0, 255) for m, s in zip(how.mean, how.std, strict=True)]
+        largest = max(float(images.max()), -float(images.min()))
+        said = f'images hold numbers up to {largest:g}, expected {min(scaled):g} to {max(scaled):g}'
+        limit = _HEADROOM * max(map(abs, scaled))
+        require(largest <= limit, f'{said}, as `prepare` makes them of pixels from 0 to 255')
+        return jnp.asarray(images, jnp.float32)
 
     @functools.cached_property
     def _outputs(self) -> Callable[..., tuple[Array, ...]]:
@@ -141,7 +186,7 @@ class Changes(Record):
 def load(
     path: str | os.PathLike[str],
     *,
-    grid: tuple[int, int] | None = None,
+    grid: int | tuple[int, int] | None = None,
     num_heads: int | None = None,
     gelu: Gelu | None = None,
     layer_norm_epsilon: float | None = None,
@@ -150,6 +195,7 @@ def load(
     channels: int | None = None,
     num_classes: int | Literal['keep'] | None = 'keep',
     new_channels: Literal['adapt', 'fresh'] = 'adapt',
+    dtype: Literal['float32', 'bfloat16'] = 'float32',
 ) -> Loaded:
     """The network at a path: a file or directory of any format of `opening.NAMES`.
 
@@ -157,11 +203,14 @@ def load(
     position embeddings in patches, the number of heads, and so on. The others change the network:
     the size of images and patches (height, width, or one number), the channels of images, and the
     head, which `num_classes=None` drops and another number replaces by one of zeros. The patch
-    projection is adapted to other channels, or drawn anew with `new_channels='fresh'`. Raises
-    UserError or MissingFile, in one sentence, where the file or a value cannot be used.
+    projection is adapted to other channels, or drawn anew with `new_channels='fresh'`. The network
+    computes in `dtype`; parameters, norms and outputs stay float32. Raises UserError or
+    MissingFile, in one sentence, where the file or a value cannot be used.
     """
-    path = os.fspath(path)
-    hints = Hints(grid=grid, num_heads=num_heads, gelu=gelu, layer_norm_epsilon=layer_norm_epsilon)
+    path, compute = os.fspath(path), Compute(dtype=dtype)
+    hints = Hints(
+        grid=_pair(grid), num_heads=num_heads, gelu=gelu, layer_norm_epsilon=layer_norm_epsilon
+    )
     sizes = _pair(image_size), _pair(patch_size)
     changes = Changes(*sizes, channels, num_classes, new_channels)
     checkpoint = opening.open_checkpoint(path, hints, image_size=changes.image_size)
@@ -180,20 +229,56 @@ def load(
         ignored=checkpoint.ignored,
         format=checkpoint.format,
         layout=checkpoint.layout,
+        compute=compute,
     )
 
 
-def save(loaded: Loaded, path: str | os.PathLike[str], format: str | None = None) -> list[str]:
+def save(
+    loaded: Loaded,
+    path: str | os.PathLike[str],
+    format: str | None = None,
+    *,
+    overwrite: bool = False,
+) -> list[str]:
     """Writes the network, in the format that it was read in, or in another of `opening.NAMES`.
 
     In its own format a file keeps the layout that was read. Returns what a reader of the file has
-    to know, line by line. Raises UserError where the format cannot hold the network.
+    to know, line by line. Raises UserError where the format cannot hold the network, and where
+    something is there that `overwrite` does not allow to replace.
     """
+    require(overwrite or is_free(path), f'{path}: exists already; overwrite=True replaces it')
     format = format or loaded.format
     layout = loaded.layout if format == loaded.format else None
-    return opening.write_checkpoint(
-        os.fspath(path), format, card=loaded.card, params=loaded.params, layout=layout
-    )
+    with _replacing(pathlib.Path(path)):
+        return opening.write_checkpoint(
+            os.fspath(path), format, card=loaded.card, params=loaded.params, layout=layout
+        )
+
+
+def is_free(path: str | os.PathLike[str]) -> bool:
+    """Is nothing there, or an empty directory?"""
+    place = pathlib.Path(path)
+    return not any(place.iterdir()) if place.is_dir() else not place.exists()
+
+
+@contextlib.contextmanager
+def _replacing(place: pathlib.Path) -> Iterator[None]:
+    """A checkpoint of ours, a directory, is put aside, and back where its successor fails.
+
+    Other formats replace their files themselves.
+    """
+    old = place.with_name(f'{place.name}.replaced')
+    is_ours = store.is_complete(place)
+    if is_ours:
+        place.rename(old)
+    try:
+        yield
+    except BaseException:
+        if is_ours:
+            shutil.rmtree(place, ignore_errors=True)
+            old.rename(place)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _changed_config(old: ModelConfig, changes: Changes) -> ModelConfig:
@@ -241,11 +326,32 @@ def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(run, static_argnums=2)
 
 
-def _checked_images(images: Array | np.ndarray) -> Float[Array, 'b h w c']:
-    if images.ndim != 4 or images.dtype.kind != 'f':
-        expected = 'floating-point numbers of the shape (b, h, w, c), as `prepare` makes them'
-        raise UserError(f'images are {images.dtype}{list(images.shape)}, expected {expected}')
-    return jnp.asarray(images, jnp.float32)
+def _on_host(outputs: Any) -> Any:
+    """The arrays as numpy's; those of a function that is being traced as they are."""
+    traced = isinstance(jax.tree.leaves(outputs)[0], jax.core.Tracer)
+    return outputs if traced else jax.tree.map(np.asarray, outputs)
+
+
+def _decoded(image: Any, *, exif_rotation: bool) -> UInt8[np.ndarray, 'h w 3']:
+    from PIL import Image, ImageOps
+
+    if isinstance(image, str | os.PathLike):
+        with error_prefix(os.fspath(image)):
+            return decode(pathlib.Path(image).read_bytes(), exif_rotation=exif_rotation)
+    if isinstance(image, bytes):
+        return decode(image, exif_rotation=exif_rotation)
+    if isinstance(image, Image.Image):
+        wide = image.mode == 'F' or image.mode.startswith('I')
+        require(not wide, f'a PIL image of mode {image.mode}: expected 8 bits, such as L or RGB')
+        image = ImageOps.exif_transpose(image) if exif_rotation else image
+        return np.asarray(image.convert('RGB'))
+    kind, expected = type(image).__name__, 'expected uint8 of the shape (h, w), (h, w, 1 or 3)'
+    is_array = isinstance(image, np.ndarray | jax.Array)
+    require(is_array, f'{kind}: expected a path, bytes, a PIL image, or a uint8 array')
+    fits = image.dtype == np.uint8 and image.size > 0
+    fits = fits and (image.ndim == 2 or image.ndim == 3 and image.shape[2] in (1, 3))
+    require(fits, f'an image is {image.dtype}{list(image.shape)}, {expected}, from 0 to 255')
+    return decode(np.asarray(image), exif_rotation=exif_rotation)
 
 
 def _pair(size: int | tuple[int, int] | None) -> tuple[int, int] | None:

@@ -46,6 +46,10 @@ def test_whole_numbers_become_floats_where_floats_belong():
     assert type(checked.shape.radius) is float
 
 
+def test_one_number_is_a_square_size():
+    assert Picture(size=3, count=1) == Picture(size=(3, 3), count=1)
+
+
 @pytest.mark.parametrize(
     'changes, message',
     [
@@ -54,7 +58,7 @@ def test_whole_numbers_become_floats_where_floats_belong():
         ({'count': 1.5}, r'p.count=1.5: expected int'),
         ({'size': (1, 2, 3)}, r'p.size=\(1, 2, 3\): expected tuple\[int, int\]'),
         ({'size': (1, 'a')}, r"p.size\[1\]='a': expected int"),
-        ({'size': 3}, r'p.size=3: expected tuple\[int, int\]'),
+        ({'size': 3.0}, r'p.size=3.0: expected tuple\[int, int\]'),
         ({'colour': 'green'}, r"p.colour='green': expected one of red, blue"),
         ({'shape': {'kind': 'Cube'}}, r"p.shape.kind='Cube': expected one of Circle, Square"),
         (

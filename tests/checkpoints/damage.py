@@ -36,7 +36,7 @@ def outcomes(whole, options, folder, copies):
     original = vit_jax.load(str(whole), **options)
     digested = folder / f'digested{whole.suffix}'
     shutil.rmtree(digested, ignore_errors=True)
-    vit_jax.save(original, str(digested))
+    vit_jax.save(original, str(digested), overwrite=True)
     used = int(pathlib.Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEGABYTES * 2**20, resource.RLIM_INFINITY))
     counts = {'refused': 0, 'same': 0, 'flipped numbers': 0}

@@ -47,6 +47,7 @@ def test_a_field_takes_what_its_type_says_and_the_last_of_several_wins():
         ],
     )
     assert (config.data, config.seed, config.image_size) == ('2012', 16, (24, 16))
+    assert load(TINY, ['image_size=24', 'model.patch_size=8']).image_size == (24, 24)
     assert config.compute.remat == 'none' and config.checkpoint_every_steps is None
     assert config.optimizer.clip_norm == 2.0 and isinstance(config.optimizer.clip_norm, float)
     assert config.optimizer.lr_multipliers == (('head/.*', 10.0),) and config.tensorboard is True

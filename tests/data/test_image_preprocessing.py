@@ -1,12 +1,15 @@
 import io
+import struct
 import typing
+import zlib
 
 import cv2
 import numpy as np
 import pytest
+import simplejpeg
 from PIL import Image
 
-from vit_jax.data import image_preprocessing
+from vit_jax.data import image_headers, image_preprocessing
 
 PHOTO = np.kron(np.random.default_rng(0).integers(0, 256, (6, 9, 3)), np.ones((8, 8, 1))).astype(
     np.uint8
@@ -70,6 +73,74 @@ def test_a_truncated_jpeg_is_an_error_and_not_half_a_grey_image():
     for part in 0.3, 0.6, 0.9:
         with pytest.raises(ValueError, match='not a whole image'):
             decoded(stored[: int(len(stored) * part)])
+
+
+FORMATS = 'JPEG', 'PNG', 'GIF', 'BMP', 'TIFF', 'WEBP', 'JPEG2000', 'PPM', 'AVIF'
+
+
+@pytest.mark.parametrize('kind', FORMATS)
+@pytest.mark.parametrize('turned', [False, True])
+def test_pixels_are_bounded_before_anything_is_decoded(kind, turned, monkeypatch):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    options = {'exif': exif} if turned and kind in ('JPEG', 'PNG', 'WEBP') else {}
+    options |= {'progressive': turned} if kind == 'JPEG' else {}
+    stored, (height, width) = encoded(Image.fromarray(PHOTO), kind, **options), PHOTO.shape[:2]
+    found = image_preprocessing.decode(stored, exif_rotation=True, max_pixels=height * width)
+    assert sorted(found.shape) == sorted(PHOTO.shape)
+
+    def never(*arguments, **options):
+        raise AssertionError('decoded')
+
+    for module, name in (cv2, 'imdecode'), (simplejpeg, 'decode_jpeg'), (Image.Image, 'convert'):
+        monkeypatch.setattr(module, name, never)
+    message = f'{width} x {height} pixels, more than max_pixels={height * width - 1:,}'
+    with pytest.raises(ValueError, match=message):
+        image_preprocessing.decode(stored, exif_rotation=True, max_pixels=height * width - 1)
+
+
+def test_a_format_whose_package_is_missing_says_what_to_do(monkeypatch):
+    few = {k: v for k, v in image_headers._openers().items() if k not in ('AVIF', 'HEIF')}
+    monkeypatch.setattr(image_headers, '_openers', lambda: few)
+    heic = b'\0\0\0\x18ftypheic' + bytes(16)
+    with pytest.raises(ValueError, match='^a HEIC photo: pip install pillow-heif to read them, or'):
+        decoded(heic)
+    with pytest.raises(ValueError, match='^an AVIF image: pip install -U pillow'):
+        decoded(encoded(Image.fromarray(PHOTO), 'AVIF'))
+
+
+@pytest.mark.parametrize('kind', ['AVIF', 'HEIF'])
+def test_photos_of_telephones_are_what_pillow_reads(kind):
+    if not image_headers.can_read(kind):
+        pytest.skip(f'Pillow has no {kind} here')
+    stored = encoded(Image.fromarray(PHOTO), kind, quality=95)
+    opened = image_headers.open_with_pillow(stored, kind)
+    np.testing.assert_array_equal(decoded(stored), np.asarray(opened.convert('RGB')))
+    assert np.abs(decoded(stored).astype(int) - PHOTO).mean() < 8
+    for part in 0.3, 0.9, 0.99:
+        with pytest.raises(ValueError, match='not a whole image'):
+            decoded(stored[: int(len(stored) * part)])
+
+
+def bomb():
+    """A PNG of 32,000 x 32,000 pixels: the first rows of 3 GB."""
+    size = struct.pack('>IIBBBBB', 32000, 32000, 8, 2, 0, 0, 0)
+    packed = zlib.compressobj(1)
+    row = bytes(1 + 3 * 32000)
+    data = b''.join(packed.compress(row) for _ in range(8)) + packed.flush()
+    chunks = (b'IHDR', size), (b'IDAT', data), (b'IEND', b'')
+    return b'\x89PNG\r\n\x1a\n' + b''.join(
+        struct.pack('>I', len(c)) + kind + c + struct.pack('>I', zlib.crc32(kind + c))
+        for kind, c in chunks
+    )
+
+
+def test_a_bomb_is_refused_and_a_photo_of_200_megapixels_is_not():
+    with pytest.raises(
+        ValueError, match='32,000 x 32,000 pixels, more than max_pixels=268,435,456'
+    ):
+        decoded(bomb())
+    assert 16384 * 12288 < image_preprocessing.MAX_PIXELS  # the largest of today's telephones
 
 
 def test_grey_arrays_become_rgb():
@@ -183,9 +254,9 @@ def test_no_inception_crop_is_smaller_than_its_least_area():
         ('InceptionCrop', {'area': (0.5, 0.4)}, 'area=.*: expected the smaller number first'),
         ('InceptionCrop', {'aspect': (0.0, 1.0)}, 'aspect=.*: expected more than 0'),
         ('InceptionCrop', {'aspect': (2.0, 1.0)}, 'aspect=.*: expected the smaller number first'),
-        ('Preprocessing', {'std': (1.0, 0.0, 1.0)}, 'std=.*: expected more than 0'),
-        ('Preprocessing', {'std': (1.0, float('inf'), 1.0)}, 'std=.*: expected more than 0'),
-        ('Preprocessing', {'mean': (1.0, float('nan'), 1.0)}, 'mean=.*: expected finite numbers'),
+        ('Preprocessing', {'std': (1.0, 0.0, 1.0)}, 'std=.*: expected at least 0.1'),
+        ('Preprocessing', {'std': (1.0, float('inf'), 1.0)}, 'std=.*: expected at least'),
+        ('Preprocessing', {'mean': (1.0, float('nan'), 1.0)}, 'mean=.*: expected at least 0'),
     ],
 )
 def test_preprocessing_that_makes_no_sense_is_refused(record, values, message):

@@ -2,6 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from vit_jax.base import UserError
 from vit_jax.evaluation import classification
 from vit_jax.evaluation.classification import evaluate
 
@@ -18,16 +19,39 @@ BATCHES = [
 
 
 def test_means_of_whatever_is_summed_are_over_examples_and_not_over_batches():
-    assert evaluate(loss_sums, {}, BATCHES, count=3) == {
-        'loss': pytest.approx(3),
-        'new': pytest.approx(2 / 3),
-    }
+    means = {'loss': pytest.approx(3), 'new': pytest.approx(2 / 3)}
+    assert evaluate(loss_sums, {}, BATCHES, count=3) == (means, 3)
 
 
 @pytest.mark.parametrize('count', [2, 4])
 def test_another_number_of_examples_than_the_data_set_has_is_no_result(count):
     with pytest.raises(AssertionError, match=f'evaluated 3 examples of {count}'):
         evaluate(loss_sums, {}, BATCHES, count=count)
+
+
+def test_what_could_not_be_read_may_be_lacking_but_not_everything():
+    means, examples = evaluate(loss_sums, {}, BATCHES, count=4, may_lack=True)
+    assert means['loss'] == pytest.approx(3) and examples == 3
+    nothing = {name: jnp.zeros(2, bool) for name in BATCHES[0]}
+    with pytest.raises(UserError, match='none of 2 images can be read'):
+        evaluate(loss_sums, {}, [nothing], count=2, may_lack=True)
+    with pytest.raises(AssertionError):  # an image counted twice
+        evaluate(loss_sums, {}, BATCHES, count=2, may_lack=True)
+
+
+def test_average_precision_is_over_the_examples_that_are_not_masked():
+    rng = np.random.default_rng(0)
+    logits, targets = rng.normal(size=(8, 3)), rng.integers(0, 2, (8, 3))
+    mask = np.array([True, False, True, True, True, True, False, False])
+
+    def with_rows(params, batch):
+        return {}, batch['mask'].sum(), batch
+
+    rows = {'logits': logits, 'targets': targets, 'mask': mask}
+    parts = [{name: x[part] for name, x in rows.items()} for part in (slice(0, 4), slice(4, 8))]
+    found = evaluate(with_rows, {}, parts, count=8, may_lack=True)
+    expected = classification.average_precisions(logits[mask], targets[mask]).mean()
+    assert found == ({'mean_average_precision': pytest.approx(expected)}, 5)
 
 
 def test_average_precision_is_the_mean_precision_at_each_hit():

@@ -1,5 +1,6 @@
 """Several data sets, several probes, and features that are kept."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -9,7 +10,9 @@ from tests import tiny
 from vit_jax.config import FewshotConfig, ProbeSet
 from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing
 from vit_jax.data.loading import ImageReader
+from vit_jax.data.sources import opening
 from vit_jax.data.sources.arrays import array_source
+from vit_jax.data.sources.base import select
 from vit_jax.evaluation.probes import LogisticConfig
 from vit_jax.runs import probing, probing_run, training_run
 
@@ -157,3 +160,50 @@ def test_probes_need_one_class_an_image(checkpoint, tmp_path):
     with pytest.raises(ValueError, match='an image may have several classes; probes need one'):
         changed = tiny.assigned(config(checkpoint), data=path)
         probing_run.probe(changed, str(tmp_path / 'run'))
+
+
+def some_unreadable(names, *, leave_out=False):
+    """The digits, some images of which cannot be read, or are not there."""
+    opened = opening.make_opener()
+
+    def open_split(split):
+        source = opened('digits', split)
+        broken = [i for i in range(len(source)) if source.name_of(i) in names]
+        if leave_out:
+            return select(source, np.setdiff1d(np.arange(len(source)), broken))
+
+        def read(index):
+            if index in broken:
+                raise FileNotFoundError(2, 'No such file or directory')
+            return source.read(index)
+
+        return dataclasses.replace(source, read=read)
+
+    return open_split
+
+
+@pytest.mark.full
+def test_images_that_cannot_be_read_are_left_out_of_all_probes(checkpoint, tmp_path, caplog):
+    names = 'digits/train[3]', 'digits/train[40]', 'digits/test[7]'
+    options = {'neighbours': 5, 'logistic': LOGISTIC, 'feature_cache': str(tmp_path / 'cache')}
+    broken = config(checkpoint, **options)
+    broken.data = some_unreadable(names)
+    with pytest.raises(ValueError, match=r'digits/test\[7\]: .*No such file'):
+        probing_run.probe(broken, str(tmp_path / 'error'))
+    broken.loader.on_unreadable = 'skip'
+    results = [probing_run.probe(broken, str(tmp_path / f'{i}'))[0] for i in range(2)]
+    without = config(checkpoint, **options)
+    without.data = some_unreadable(names, leave_out=True)
+    expected, _ = probing_run.probe(without, str(tmp_path / 'without'))
+    (expected,) = expected['sets'].values()
+    for result in results:  # the second from the cache
+        (found,) = result['sets'].values()
+        assert found['test_images'] == expected['test_images'] == 358
+        for part in 'nearest_neighbours', 'logistic':
+            assert found[part] == expected[part]
+    assert '2 of 1438 images cannot be read, left out: digits/train[3]' in caplog.text
+    broken.fewshot = FewshotConfig(shots=(1000,), seeds=(0,))  # all of each class
+    few, _ = probing_run.probe(broken, str(tmp_path / 'all'))
+    (found,) = few['sets'].values()
+    (drawn,) = found['train_images'].values()
+    assert len(drawn) == 1436 and not {*names} & {*drawn}

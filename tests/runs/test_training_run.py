@@ -379,13 +379,66 @@ def test_an_unreadable_image_stops_training_unless_it_may_be_skipped(photos, tmp
     assert result.skipped == 3  # each of 3 steps of 16 draws sees each of 16 images once
 
 
-def test_an_unreadable_image_is_never_skipped_in_evaluation(photos, tmp_path):
-    broken = photos / 'test' / 'dog' / '1.jpg'
-    broken.write_bytes(b'')
+def test_an_image_above_the_bound_cannot_be_read(photos):
+    """Of the sizes 9x12 to 16x12."""
     config = folder_config(photos)
-    config.loader.on_unreadable = 'skip'
-    with pytest.raises(ValueError, match=f'{broken}: the file is empty'):
+    config.loader.max_pixels = 15 * 12
+    experiment, small = training_run.decide(config), 0
+    for reader in experiment.train, experiment.evals['test']:
+        for i in range(len(reader.source)):
+            if '/7.jpg' not in reader.source.name_of(i):
+                small += 1
+                reader.example(loading.ExampleRef(i))
+            else:
+                with pytest.raises(ValueError, match='12 x 16 pixels, more than max_pixels=180'):
+                    reader.example(loading.ExampleRef(i))
+    assert small == 2 * (7 + 3)
+
+
+def test_a_test_image_that_cannot_be_read_is_known_before_training(photos, tmp_path):
+    broken = photos / 'test' / 'dog' / '1.jpg'
+    broken.write_bytes(broken.read_bytes()[:-40])  # its header is whole
+    config = folder_config(photos)
+    config.loader.placement = 'host'
+    remedy = '--config.loader.on_unreadable=skip leaves out'
+    with pytest.raises(ValueError, match=f'{broken}: not a whole image .*{remedy}'):
         training_run.train(config, str(tmp_path / 'run'))
+    assert not (tmp_path / 'run' / 'metrics.jsonl').exists()
+
+
+def test_what_is_kept_on_the_devices_is_read_before_anything_is_compiled(
+    photos, tmp_path, monkeypatch
+):
+    def never(experiment):
+        raise AssertionError('compiled')
+
+    monkeypatch.setattr(training_run.compilation, 'abstract_state', never)
+    for split in 'test', 'train':
+        broken = photos / split / 'dog' / '1.jpg'
+        broken.write_bytes(b'')
+        with pytest.raises(ValueError, match=f'{broken}: the file is empty .*on_unreadable=skip'):
+            training_run.train(folder_config(photos), str(tmp_path / 'run'))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('placement', ['host', 'device'])
+def test_an_evaluation_that_may_skip_is_that_of_what_can_be_read(
+    photos, tmp_path, placement, capsys
+):
+    broken = photos / 'test' / 'dog' / '1.jpg'
+    config = folder_config(photos, eval_batch_size=8)
+    config.loader.placement = placement
+    broken.write_bytes(b'')
+    config.loader.on_unreadable = 'skip'
+    result = training_run.train(config, str(tmp_path / 'skips'))
+    assert 'of 5 images, 1 unreadable ones left out' in capsys.readouterr().out
+    broken.unlink()
+    without = training_run.train(config, str(tmp_path / 'without'))
+    found, expected = lines(result.folder)[-1], lines(without.folder)[-1]
+    assert found['count'] == expected['count'] == 5 and found.pop('unreadable') == 1
+    assert 'unreadable' not in expected
+    np.testing.assert_allclose(found['loss'], expected['loss'], rtol=1e-6)
+    assert found['accuracy'] == expected['accuracy']
 
 
 TOO_FEW_BLOCKS = tiny.assigned(OptimizerConfig(), trained_blocks=-1)
@@ -400,6 +453,11 @@ TOO_FEW_BLOCKS = tiny.assigned(OptimizerConfig(), trained_blocks=-1)
         ({'model': tiny.model(num_classes=7)}, 'num_classes=7, but digits has 10 classes'),
         ({'image_size': (9, 8)}, r'image_size=\(9, 8\) is not a multiple'),
         ({'batch_size': 20}, 'batch_size=20 is not a multiple of 8 devices'),
+        (
+            {'batch_size': 8 * 10**10},
+            r'config.batch_size=80000000000: .* images of 8x8 pixels are 14,305 GiB, this machine',
+        ),
+        ({'eval_batch_size': 8 * 10**10}, 'config.eval_batch_size=80000000000: 80,000,000,000 im'),
         ({'accumulation_steps': 3}, 'batch_size=16 is not a multiple of 8 devices .* x 3'),
         ({'polyak_decay': 1.5}, 'config.polyak_decay=1.5: expected at least 0 and less than 1'),
         ({'seed': 'x'}, "config.seed='x': expected int"),

@@ -26,6 +26,7 @@ class Record:
     """The base of dataclasses that are checked when they are made: UserError names the field.
 
     First the types, which for `Literal['adamw', 'sgd']` are the choices, then what `check` says.
+    One number for a `tuple[int, int]`, a size (height, width), is that of both sides.
     """
 
     def __new__(cls, *_: Any, **values: Any) -> Any:
@@ -206,6 +207,8 @@ def read(hint: Any, value: Any, where: str) -> Any:
         return from_dict(kinds[kind], value, where=where)
     for option in options:
         origin, items = typing.get_origin(option), typing.get_args(option)
+        if items == (int, int) and origin is tuple and type(value) is int:
+            return value, value
         if origin is tuple and isinstance(value, tuple | list):
             items = (items[0],) * len(value) if items[-1] is Ellipsis else items
             require(len(items) == len(value), f'{where}={tuple(value)!r}: expected {option}')

@@ -118,6 +118,8 @@ def _parsed(text: str, options: Sequence[Any], *, where: str) -> Any:
         if type(None) not in options:
             raise UserError(f'{where}=none: this field needs a value')
         return None
+    if tuple[int, int] in options and text.isdecimal():  # a square, not a tuple of one
+        return int(text)
     kinds = records.record_types(options)
     if len(kinds) == 1:
         kinds['build'] = next(iter(kinds.values()))  # ml_collections' word

@@ -11,12 +11,15 @@ from typing import ClassVar, Literal, TypeVar
 import numpy as np
 
 from vit_jax.base import Array, Float, Num, Record, UInt8, UserError, require, require_between
+from vit_jax.data.image_headers import open_with_pillow, read_header
 
 # `bilinear` is OpenCV's INTER_LINEAR, as in the paper's code: no smoothing before an image shrinks.
 # The others are Pillow's BILINEAR and BICUBIC, as in PyTorch's image processors, which smooth.
 ResizeMethod = Literal['bilinear', 'bilinear_antialias', 'bicubic_antialias']
 
 _EXIF_WITHIN = 2**16 + 64  # bytes: the first segments of a file, of at most 64 KiB each
+# More than any camera's single shot (200 megapixels); 0.8 GB as decoded RGB.
+MAX_PIXELS = 2**28
 Image = UInt8[np.ndarray, '_ _ 3']
 NumpyOrJax = TypeVar('NumpyOrJax', np.ndarray, Array)
 Size = tuple[int, int]
@@ -43,7 +46,7 @@ class CentralCrop(Record):
     resize: ResizeMethod = 'bilinear'
 
     def check(self) -> None:
-        require_between(self, 'scale', low=1)
+        require_between(self, 'scale', low=1, high=16)
 
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
         if self.keep_aspect:
@@ -130,8 +133,8 @@ class Preprocessing(Record):
 
     def check(self) -> None:
         require(not self.crop.random, 'crop: random crops are for augmentation.crop')
-        require(all(map(math.isfinite, self.mean)), f'mean={self.mean}: expected finite numbers')
-        require_between(self, 'std', above=0)
+        require_between(self, 'mean', low=0, high=255)
+        require_between(self, 'std', low=0.1, high=10_000)
 
 
 def normalize(
@@ -142,18 +145,27 @@ def normalize(
     return (images.astype(np.float32) - mean) / std
 
 
-def decode(stored: bytes | np.ndarray, *, exif_rotation: bool) -> Image:
+def decode(
+    stored: bytes | np.ndarray, *, exif_rotation: bool, max_pixels: int = MAX_PIXELS
+) -> Image:
     """The RGB image, 8 bits a channel, of an encoded file's bytes or of a uint8 array.
 
     Grey, CMYK, 16-bit and palette images become RGB; transparency is dropped. The format is taken
-    from the bytes, not from a file name. Raises UserError for bytes that are not a complete image.
+    from the bytes, not from a file name. Raises UserError for bytes that are not a complete image,
+    and, before anything is decoded, for one of more than `max_pixels`.
     """
     if isinstance(stored, np.ndarray):
         image = stored[..., None] if stored.ndim == 2 else stored
         return np.repeat(image, 3, axis=-1) if image.shape[-1] == 1 else image
     require(len(stored) > 0, 'the file is empty')
+    kind, height, width = read_header(stored)
+    if height * width > max_pixels:
+        size = f'{width:,} x {height:,} pixels'
+        raise UserError(f'{size}, more than max_pixels={max_pixels:,}: set that higher to read it')
+    if kind in ('AVIF', 'HEIF'):
+        return _decoded_by_pillow(stored, kind, exif_rotation)
     may_turn = exif_rotation and b'Exif\0' in stored[:_EXIF_WITHIN]
-    if stored.startswith(b'\xff\xd8') and not may_turn:
+    if kind == 'JPEG' and not may_turn:
         import simplejpeg
 
         # The same bits as OpenCV's in 0.9 of the time. What it cannot read, OpenCV judges.
@@ -169,6 +181,17 @@ def decode(stored: bytes | np.ndarray, *, exif_rotation: bool) -> Image:
     if decoded is None:
         raise UserError('not a whole image of a known format')
     return decoded
+
+
+def _decoded_by_pillow(stored: bytes, kind: str, exif_rotation: bool) -> Image:
+    from PIL import ImageOps
+
+    try:
+        image = open_with_pillow(stored, kind)
+        image = ImageOps.exif_transpose(image) if exif_rotation else image
+        return np.asarray(image.convert('RGB'))
+    except Exception as error:  # of many kinds
+        raise UserError(f'not a whole image: {error}') from error
 
 
 def _resized(image: Image, size: Size, method: ResizeMethod) -> Image:

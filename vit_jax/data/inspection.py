@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -10,19 +11,10 @@ from concurrent import futures
 import numpy as np
 from PIL import Image, ImageDraw
 
+from vit_jax.data.image_headers import kinds_by_ending, read_header
 from vit_jax.data.image_preprocessing import decode
 from vit_jax.data.sources.base import Label, Source
 
-_SIGNATURES = {
-    b'\xff\xd8': 'JPEG',
-    b'\x89PNG': 'PNG',
-    b'GIF8': 'GIF',
-    b'BM': 'BMP',
-    b'II*\0': 'TIFF',
-    b'MM\0*': 'TIFF',
-    b'RIFF': 'WebP',
-}
-_ENDINGS = {'.jpg': 'JPEG', '.jpeg': 'JPEG', '.tif': 'TIFF', '.tiff': 'TIFF', '.webp': 'WebP'}
 _NAME_WIDTH, _HEAD_HEIGHT, _LEAST_SIDE, _FRAME = 170, 24, 96, 2  # pixels of the contact sheet
 
 
@@ -35,46 +27,64 @@ class Scan:
     formats: dict[str, int]
     unreadable: list[str]  # messages that name the image
     misnamed: list[str]  # their format is not that of their ending
+    duplicates: list[str]  # NAME = OTHER: the same bytes under two names, perhaps in two splits
     height: list[int]  # minimum, median, maximum, in pixels; of nothing readable, empty
     width: list[int]
 
 
-def scan(source: Source, pool: futures.Executor, done: Callable[[int], None]) -> Scan:
-    """Reads and decodes every image of a source once; `done(1)` is called after each."""
+def scan(
+    source: Source,
+    pool: futures.Executor,
+    done: Callable[[int], None],
+    *,
+    max_pixels: int,
+    seen: dict[bytes, str],
+) -> Scan:
+    """Reads and decodes every image of a source once; `done(1)` is called after each.
+
+    `seen` holds the names of the images of earlier scans by digest, and gets these too.
+    """
     formats: collections.Counter[str] = collections.Counter()
     counts = np.zeros(len(source.class_names), int)
-    unreadable, misnamed, sizes = [], [], []
+    unreadable, misnamed, duplicates, sizes = [], [], [], []
     names = map(source.name_of, range(len(source)))
-    examined = pool.map(functools.partial(_examined, source), range(len(source)))
+    examine = functools.partial(_examined, source, max_pixels)
+    examined = pool.map(examine, range(len(source)))
     for name, found in zip(names, examined, strict=True):
         done(1)
         if isinstance(found, str):
             unreadable.append(f'{name}: {found}')
             continue
-        label, kind, size = found
-        counts[np.flatnonzero(label) if source.multi_label else label] += 1
+        label, kind, size, digest = found
+        if counts.size:
+            counts[np.flatnonzero(label) if source.multi_label else label] += 1
+        if (other := seen.setdefault(digest, name)) is not name:
+            duplicates.append(f'{name} = {other}')
         formats[kind] += 1
         sizes.append(size)
         ending = os.path.splitext(name)[1].lower()
-        if ending and kind != 'array' and _ENDINGS.get(ending, ending[1:].upper()) != kind:
+        if kinds_by_ending().get(ending, kind) != kind and kind != 'array':
             misnamed.append(f'{name}: {kind}')
     classes = dict(zip(source.class_names, counts.tolist(), strict=True))
     by_count = dict(formats.most_common())
     sides = np.percentile(sizes, [0, 50, 100], axis=0).astype(int).T.tolist() if sizes else ([], [])
-    return Scan(len(source), classes, by_count, unreadable, misnamed, *sides)
+    return Scan(len(source), classes, by_count, unreadable, misnamed, duplicates, *sides)
 
 
-def _examined(source: Source, index: int) -> tuple[Label, str, tuple[int, ...]] | str:
-    """Label, format and size of an image, or why it cannot be read."""
+def _examined(
+    source: Source, max_pixels: int, index: int
+) -> tuple[Label, str, tuple[int, ...], bytes] | str:
+    """Label, format, size and digest of an image, or why it cannot be read."""
     try:
         stored, label = source.read(index)
-        size = decode(stored, exif_rotation=True).shape[:2]
+        size = decode(stored, exif_rotation=True, max_pixels=max_pixels).shape[:2]
     except (ValueError, OSError) as error:
-        return str(error)
+        return getattr(error, 'strerror', None) or str(error)
     if isinstance(stored, np.ndarray):
-        return label, 'array', size
-    known = (kind for start, kind in _SIGNATURES.items() if stored.startswith(start))
-    return label, next(known, 'other'), size
+        kind, data = 'array', stored.tobytes()
+    else:
+        kind, data = read_header(stored).kind, stored
+    return label, kind, size, hashlib.blake2b(data, digest_size=16).digest()
 
 
 def contact_sheet(

@@ -6,6 +6,7 @@ multi-label), `mask` (b), False for padding and for images that could not be rea
 `example` (b), from which all randomness of an example is derived.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -17,10 +18,11 @@ from typing import Literal
 import grain
 import jax
 import numpy as np
+import psutil
 from jax.sharding import NamedSharding, PartitionSpec
 
-from vit_jax.base import Batch, Int, Record, UInt8, UserError, require_between
-from vit_jax.data.image_preprocessing import Crop, Size, decode
+from vit_jax.base import Batch, Int, Record, UInt8, UserError, require, require_between
+from vit_jax.data.image_preprocessing import MAX_PIXELS, Crop, Size, decode
 from vit_jax.data.sources.base import Label, Source
 from vit_jax.parallel.meshes import put, rows_here
 
@@ -29,18 +31,22 @@ OnUnreadable = Literal['error', 'skip']
 
 @dataclasses.dataclass(kw_only=True)
 class LoaderConfig(Record):
-    """How images reach the device. Only `on_unreadable` can change what is trained on.
+    """How images reach the device. Only the last two can change what is learned and measured.
 
     `placement=device` reads all images once and keeps them there as one uint8 array, from which
     batches are gathered; `auto` does so if there is no random crop and they fit into `device_mb`.
+    `on_unreadable=skip` leaves out what cannot be read, in training, evaluation and few-shot alike;
+    it is counted. An image of more than `max_pixels` cannot be read.
     """
 
     placement: Literal['auto', 'host', 'device'] = 'auto'
     device_mb: float = 1024.0
     threads: int | None = None  # for decoding; None: one per core
-    on_unreadable: OnUnreadable = 'error'  # in training; evaluation never skips
+    on_unreadable: OnUnreadable = 'error'
+    max_pixels: int = MAX_PIXELS  # height x width as it is stored
 
     def check(self) -> None:
+        require_between(self, 'max_pixels', low=1, high=2**30)  # OpenCV's own bound
         require_between(self, 'device_mb', low=0)
         require_between(self, 'threads', low=1)
 
@@ -63,6 +69,7 @@ class ImageReader:
     exif_rotation: bool
     seed: int = 0
     on_unreadable: OnUnreadable = 'error'
+    max_pixels: int = MAX_PIXELS
 
     def examples(self, refs: Sequence[ExampleRef | None], pool: futures.Executor) -> Batch:
         """One batch of arrays, read by the pool's threads; None is padding, which is masked.
@@ -79,9 +86,9 @@ class ImageReader:
                     try:
                         images[row], labels[row] = self.example(ref)
                         mask[row] = True
-                    except ValueError:
+                    except UserError as error:
                         if self.on_unreadable != 'skip':
-                            raise
+                            raise UserError(f'{error} ({_SKIPPED})') from error
 
         rows = range(len(refs))
         list(pool.map(read, (rows[i : i + _ROWS] for i in rows[::_ROWS])))  # raises what one raised
@@ -93,10 +100,11 @@ class ImageReader:
         rng = np.random.default_rng(key) if self.crop.random else None
         try:
             stored, label = self.source.read(ref.index)
-            image = decode(stored, exif_rotation=self.exif_rotation)
+            image = decode(stored, exif_rotation=self.exif_rotation, max_pixels=self.max_pixels)
             return self.crop(image, self.size, rng), label
         except (ValueError, OSError) as error:
-            raise UserError(f'{self.source.name_of(ref.index)}: {error}') from error
+            why = getattr(error, 'strerror', None) or error
+            raise UserError(f'{self.source.name_of(ref.index)}: {why}') from error
 
 
 def _epochs_and_indices(refs: Sequence[ExampleRef | None]) -> dict[str, Int[np.ndarray, 'b']]:
@@ -106,6 +114,15 @@ def _epochs_and_indices(refs: Sequence[ExampleRef | None]) -> dict[str, Int[np.n
         'epoch': np.array([ref.epoch for ref in of_row], np.int32),
         'example': np.array([ref.index for ref in of_row], np.int32),
     }
+
+
+def check_memory(batch_size: int, size: Size, *, name: str) -> None:
+    """Raises UserError where the rows of a batch that are here exceed the machine's memory."""
+    rows, (height, width) = -(-batch_size // jax.process_count()), size
+    needed, held = rows * height * width * 3, psutil.virtual_memory().total
+    text = f'{rows:,} images of {height}x{width} pixels are {needed / 2**30:,.0f} GiB'
+    text += f', this machine has {held / 2**30:,.0f} GiB of memory'
+    require(needed <= held, f'{name}={batch_size}: {text}')
 
 
 def cores() -> int:
@@ -123,6 +140,7 @@ def _aligned(shape: tuple[int, ...]) -> UInt8[np.ndarray, '...']:
 
 
 Sampler = Callable[[int], ExampleRef | None]  # by position in the stream of examples, from 0
+_SKIPPED = '--config.loader.on_unreadable=skip leaves out what cannot be read'
 _ROWS = 4  # of a batch that one thread reads at a time: few, so that all end together
 
 
@@ -166,8 +184,8 @@ def make_loaders(config: LoaderConfig, sharding: NamedSharding) -> Callable[[Ima
     made: dict[tuple[int, str], Loader] = {}
 
     def loader_of(reader: ImageReader) -> Loader:
-        how = reader.crop, reader.size, reader.exif_rotation, reader.on_unreadable
-        name = id(reader.source), repr(how)
+        how = reader.crop, reader.size, reader.exif_rotation
+        name = id(reader.source), repr((*how, reader.on_unreadable, reader.max_pixels))
         if name not in made:
             made[name] = make_loader(reader, config, sharding)
         return made[name]
@@ -190,6 +208,36 @@ def _kept_on_device(reader: ImageReader, pool: futures.Executor, sharding: Named
         return _epochs_and_indices(refs) | {'mask': np.array([ref is not None for ref in refs])}
 
     return Loader(reader.source, load, functools.partial(gather, stored), sharding)
+
+
+@contextlib.contextmanager
+def read_beside(
+    loaders: Sequence[Loader], *, index: int, count: int
+) -> Iterator[Callable[[], None]]:
+    """Begins to read every image once, in threads: process `index` of `count` reads its share.
+
+    Gives a function that waits for the end and raises UserError for an image that cannot be read.
+    What is left to read on leaving is not read. Loaders that keep all on the device have done so.
+    """
+
+    def read(loader: Loader, part: Sequence[int]) -> None:
+        loader.load([*map(ExampleRef, part)])
+
+    def wait() -> None:
+        for one in begun:
+            one.result()
+
+    with futures.ThreadPoolExecutor(1) as thread:  # a loader has threads of its own
+        shares = [(loader, range(index, len(loader.source), count)) for loader in loaders]
+        begun = [
+            thread.submit(read, loader, own[start : start + 64])
+            for loader, own in shares
+            for start in range(0, len(own), 64)
+        ]
+        try:
+            yield wait
+        finally:
+            thread.shutdown(cancel_futures=True)
 
 
 def host_batches(

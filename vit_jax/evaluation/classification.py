@@ -7,34 +7,45 @@ from collections.abc import Callable, Iterable
 import jax
 import numpy as np
 
-from vit_jax.base.array_types import Array, Batch, Float, Num, Params
+from vit_jax.base import Array, Batch, Float, Num, Params, UserError
 
-# Sums over a batch by name, the number of examples that they are sums of, and rows (b ...) by name.
+# Sums over a batch by name, the number of examples that they are sums of, and rows (b ...).
 Sums = tuple[dict[str, Array], Array, dict[str, Array]]
 
 
 def evaluate(
-    loss_sums: Callable[..., Sums], params: Params, batches: Iterable[Batch], *, count: int
-) -> dict[str, float]:
-    """Means of what `loss_sums(params, batch)` sums, see `measure`.
+    loss_sums: Callable[..., Sums],
+    params: Params,
+    batches: Iterable[Batch],
+    *,
+    count: int,
+    may_lack: bool = False,
+) -> tuple[dict[str, float], int]:
+    """Means of what `loss_sums(params, batch)` sums, and over how many examples they are.
 
-    Where it also gives rows of `logits` and `targets` (b k), an image may have several classes, and
-    there is the `mean_average_precision` too.
+    See `measure`. Where there are rows of `logits` and `targets` (b k) too, an image may have
+    several classes, and there is the `mean_average_precision`.
     """
-    means, rows = measure(loss_sums, params, batches, count=count)
+    means, examples, rows = measure(loss_sums, params, batches, count=count, may_lack=may_lack)
     if 'logits' in rows:
         precisions = average_precisions(rows['logits'], rows['targets'])
         means['mean_average_precision'] = float(np.nanmean(precisions))
-    return means
+    return means, examples
 
 
 def measure(
-    loss_sums: Callable[..., Sums], params: Params, batches: Iterable[Batch], *, count: int
-) -> tuple[dict[str, float], dict[str, Num[np.ndarray, 'n ...']]]:
-    """Means of what `loss_sums(params, batch)` sums, and its rows of all examples, by name.
+    loss_sums: Callable[..., Sums],
+    params: Params,
+    batches: Iterable[Batch],
+    *,
+    count: int,
+    may_lack: bool = False,
+) -> tuple[dict[str, float], int, dict[str, Num[np.ndarray, 'n ...']]]:
+    """Means of what `loss_sums(params, batch)` sums, over how many examples, and their rows.
 
-    Masked examples must come after all others. Raises AssertionError where the batches do not hold
-    `count` examples: that would be no result.
+    Of the rows those stay that are in their `mask` (b). The batches must hold `count` examples,
+    else AssertionError: that would be no result. Where they `may_lack` some, which could not be
+    read, all is of the others; UserError where there are none.
     """
     totals: dict[str, float] = collections.defaultdict(float)
     kept: dict[str, list[np.ndarray]] = collections.defaultdict(list)
@@ -46,11 +57,13 @@ def measure(
         for name, value in sums.items():
             totals[name] += float(value)
         for name, values in rows.items():
-            kept[name].append(values)
-    if examples != count:
+            kept[name].append(values[rows['mask']])
+    if may_lack and examples == 0:
+        raise UserError(f'none of {count:,} images can be read')
+    if examples > count or (examples < count and not may_lack):
         raise AssertionError(f'evaluated {examples} examples of {count}')
-    means = {name: total / count for name, total in totals.items()}
-    return means, {name: np.concatenate(parts)[:count] for name, parts in kept.items()}
+    means = {name: total / examples for name, total in totals.items()}
+    return means, examples, {name: np.concatenate(parts) for name, parts in kept.items()}
 
 
 def average_precisions(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.base.array_types import Float, Int
+from vit_jax.base import Float, Int, UserError
 from vit_jax.evaluation.probes import Labelled, standardised
 
 BIAS = 100.0  # a constant feature this large is hardly regularised: lambda / 100^2
@@ -42,10 +42,17 @@ def probe(
     seeds: Sequence[int],
     l2: float,
 ) -> tuple[Accuracies, Draws]:
-    """Test accuracy of each draw, and the draws; `features_of(indices)` is asked once, for all."""
+    """Test accuracy of each draw, and the draws; `features_of(indices)` is asked once, for all.
+
+    Images whose features are NaN, as of one that cannot be read, are left out of their draws.
+    """
     draws = draw(train_labels, shots=shots, seeds=seeds)
     used = np.unique(np.concatenate(list(draws.values())))
     features = features_of(used)
+    there = ~np.isnan(features).any(axis=1)
+    draws = {drawn: images[there[np.searchsorted(used, images)]] for drawn, images in draws.items()}
+    if not all(map(len, draws.values())):
+        raise UserError(f'none of the images that were drawn can be read, of {len(train_labels):,}')
     accuracies = {}
     for drawn, indices in draws.items():
         train = Labelled(features[np.searchsorted(used, indices)], train_labels[indices])

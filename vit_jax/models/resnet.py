@@ -17,6 +17,7 @@ from vit_jax.models.layers import Head, check_head, make_head, tap
 from vit_jax.models.options import Compute, rematerialized
 
 GROUPS = 32  # of GroupNorm
+LARGEST = 100_000  # of any size of a network: what is larger was not meant
 
 # Units of each stage by the number of layers in a ResNet's name (26 is AugReg's).
 DEPTHS = {
@@ -40,7 +41,8 @@ class Backbone(Record):
     width: int = 64  # channels of the root and of the first stage's 3x3 convolutions
 
     def check(self) -> None:
-        require_between(self, 'width', 'blocks', low=1)
+        require_between(self, 'width', 'blocks', low=1, high=LARGEST)
+        require(len(self.blocks) <= 8, f'blocks={self.blocks}: expected at most 8 stages')
         whole = self.width % GROUPS == 0
         require(whole, f'width={self.width} is not a multiple of {GROUPS} groups')
 
@@ -71,7 +73,7 @@ class ResNetConfig(Record):
     head_bias: float = 0.0  # the linear head's bias at initialisation
 
     def check(self) -> None:
-        require_between(self, 'image_size', 'channels', 'num_classes', low=1)
+        require_between(self, 'image_size', 'channels', 'num_classes', low=1, high=LARGEST)
         check_head(self.head, self.head_bias)
 
     @property

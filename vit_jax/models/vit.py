@@ -13,7 +13,7 @@ from vit_jax.models.attention import Implementation, attend, attention_weights
 from vit_jax.models.layers import Head, check_head, drop_branch, make_head, tap
 from vit_jax.models.options import ActivationSharding, Compute, Regularization, rematerialized
 from vit_jax.models.positions import PositionKind
-from vit_jax.models.resnet import Backbone, ResNet
+from vit_jax.models.resnet import LARGEST, Backbone, ResNet
 
 Pool = Literal['cls', 'gap', 'map', 'none']  # none: every token
 Gelu = Literal['tanh', 'exact']
@@ -48,8 +48,8 @@ class ViTConfig(Record):
     def check(self) -> None:
         """Sizes alone; whether patches fill the image is for `build`, as images may change."""
         sizes = 'image_size', 'patch_size', 'channels', 'width', 'depth', 'mlp_dim', 'num_heads'
-        require_between(self, *sizes, 'num_classes', 'representation_size', low=1)
-        require_between(self, 'layer_norm_epsilon', above=0)
+        require_between(self, *sizes, 'num_classes', 'representation_size', low=1, high=LARGEST)
+        require_between(self, 'layer_norm_epsilon', above=0, below=1)
         odd = f'width={self.width} is not a multiple of num_heads={self.num_heads}'
         require(self.width % self.num_heads == 0, odd)
         positions.check(self.positions, width=self.width)

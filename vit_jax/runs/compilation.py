@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from vit_jax.base import Array, Batch, Float, Params, UserError
+from vit_jax.base import Array, Batch, Bool, Float, Params, UserError
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
 from vit_jax.models import Model, ViTConfig
 from vit_jax.parallel import meshes, sharding_rules
 from vit_jax.runs.experiment import Experiment
 from vit_jax.training.update import TrainState
 
-Features = Callable[[Params, Batch], Float[Array, 'b d']]
+Features = Callable[[Params, Batch], tuple[Float[Array, 'b d'], Bool[Array, 'b']]]
 
 
 def abstract_state(experiment: Experiment) -> TrainState:
@@ -73,12 +73,12 @@ def compile_eval_steps(experiment: Experiment, params: Params) -> dict[str, Call
 def compile_features(
     model: Model, preprocessing: Preprocessing, mesh: Mesh, batch_size: int, params: Params
 ) -> Features:
-    """The features of a batch, replicated on every device; `params` are abstract."""
+    """Features and mask of a batch, replicated on every device; `params` are abstract."""
     if isinstance(model.config, ViTConfig) and model.config.pool == 'none':
         raise UserError('fewshot: pool=none gives features of every token, not of the image')
 
-    def features(params: Params, batch: Batch) -> Float[Array, 'b d']:
-        return model.features(params, normalize(batch['images'], preprocessing))
+    def features(params: Params, batch: Batch) -> tuple[Float[Array, 'b d'], Bool[Array, 'b']]:
+        return model.features(params, normalize(batch['images'], preprocessing)), batch['mask']
 
     batch = abstract_batch(mesh, batch_size, model.config.image_size)
     program = jax.jit(features, out_shardings=meshes.replicated(mesh))

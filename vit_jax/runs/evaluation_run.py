@@ -9,6 +9,7 @@ import numpy as np
 
 from vit_jax.base import Array, Batch, Float, Int, UserError
 from vit_jax.data.image_preprocessing import normalize
+from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.relabelling import renumbered
 from vit_jax.evaluation import classification, confusion
@@ -20,8 +21,9 @@ from vit_jax.training.update import make_loss_sums
 
 
 class Evaluation(NamedTuple):
-    """What was found in the images of a source."""
+    """What was found in the images that could be read."""
 
+    images: int
     means: dict[str, float]  # over all images: the metrics by name
     classes: list[dict[str, Any]]  # of each class that has images: `class`, `images`, metrics
     names: list[str]  # of the classes that have images or were predicted
@@ -52,13 +54,13 @@ def matched(source: Source, loaded: Loaded, *, by_number: bool) -> Source:
 
 def evaluate(
     loaded: Loaded,
-    source: Source,
+    reader: ImageReader,
     *,
     batch_size: int,
     relabelled: bool = False,
     watched: Callable[[Iterable[Batch]], Iterable[Batch]] = iter,
 ) -> Evaluation:
-    """The head's predictions of all images, whose classes are the network's (see `matched`).
+    """The head's predictions of images, whose classes are the network's (see `matched`).
 
     The loss is the one of the training, softmax where that is not known, without smoothed labels.
     Where images have several classes, any of them is right if these are other labels for images of
@@ -66,7 +68,7 @@ def evaluate(
     average precision is measured. The batches go through `watched` one after the other.
     """
     loaded.require_head()
-    reader = prediction.reader_for(loaded, source)
+    source = reader.source
     loss = make_loss(LossConfig(kind='sigmoid' if loaded.card.loss == 'sigmoid' else 'softmax'))
     several = source.multi_label
     any_right = several and (relabelled or loaded.card.loss == 'softmax')
@@ -77,7 +79,9 @@ def evaluate(
         rows_of=_rows_of_several if several else predictions,
     )
     params, batches = prediction.on_devices(loaded, reader, batch_size)
-    means, rows = classification.measure(jax.jit(step), params, watched(batches), count=len(source))
+    means, read, rows = classification.measure(
+        jax.jit(step), params, watched(batches), count=len(source), may_lack=True
+    )
     classes = len(source.class_names)
     targets = rows['targets'] if several else rows['label']
     of_class = functools.partial(confusion.class_means, classes=classes)
@@ -87,13 +91,13 @@ def evaluate(
         means['mean_average_precision'] = float(np.nanmean(found))
         numbers = {'average_precision': found}
     if several:
-        return Evaluation(means, _by_class(source, targets.sum(axis=0), numbers), [], None)
+        return Evaluation(read, means, _by_class(source, targets.sum(axis=0), numbers), [], None)
     numbers['precision'] = of_class(rows['accuracy'], rows['predicted'])
     images = np.bincount(targets, minlength=classes)
     seen, pairs = np.unique([rows['label'], rows['predicted']], return_inverse=True)
     matrix = confusion.confusion_matrix(*pairs.reshape(2, -1), classes=len(seen))
     names = [source.class_names[number] for number in seen]
-    return Evaluation(means, _by_class(source, images, numbers), names, matrix)
+    return Evaluation(read, means, _by_class(source, images, numbers), names, matrix)
 
 
 def _rows_of_several(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> dict[str, Array]:

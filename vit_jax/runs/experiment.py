@@ -16,7 +16,7 @@ from vit_jax.checkpoints.formats.opening import Checkpoint, open_checkpoint
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.image_preprocessing import Preprocessing, Size, normalize
-from vit_jax.data.loading import ImageReader
+from vit_jax.data.loading import ImageReader, check_memory
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.models import Model, ModelConfig, build, for_task
@@ -118,7 +118,7 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
         model=model,
         preprocessing=preprocessing,
         length=length,
-        train=reader(train, crop=crop, on_unreadable=config.loader.on_unreadable),
+        train=reader(train, crop=crop),
         evals={name: reader(source) for name, source in evaluated.items()},
         probes=open_probes(config, opened, reader) if config.fewshot else None,
         init=init,
@@ -179,13 +179,20 @@ def trained_model(config: TrainConfig, start: Checkpoint | None, classes: int) -
 def reader_for(
     config: TrainConfig, preprocessing: Preprocessing, size: Size
 ) -> Callable[..., ImageReader]:
-    """Makes readers of sources, to images of this size: `crop` and `on_unreadable` may differ."""
+    """Makes readers of sources, to images of this size: `crop` may differ.
+
+    Raises UserError where a batch of them does not fit into memory.
+    """
+    for name in 'batch_size', 'eval_batch_size':
+        check_memory(getattr(config, name) or 0, size, name=f'config.{name}')
     return functools.partial(
         ImageReader,
         crop=preprocessing.crop,
         size=size,
         exif_rotation=preprocessing.exif_rotation,
         seed=config.seed,
+        on_unreadable=config.loader.on_unreadable,
+        max_pixels=config.loader.max_pixels,
     )
 
 

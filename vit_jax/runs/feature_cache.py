@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.base import Float, Int, Params, records, tree_names, usable
+from vit_jax.base import Float, Int, Params, UserError, records, tree_names, usable
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.loading import ImageReader, cores
-from vit_jax.data.sources.base import Source
 from vit_jax.models import ModelConfig
 from vit_jax.runs.probing import FeaturesOf
 
@@ -29,8 +28,9 @@ def cached(features_of: FeaturesOf, folder: pathlib.Path, network: str) -> Featu
         folder.mkdir(parents=True, exist_ok=True)
 
     def from_cache(reader: ImageReader, indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:
-        preparation = repr((reader.crop, reader.size, reader.exif_rotation))
-        name = _digest(network, preparation, _digest_of_images(reader.source))
+        read = reader.crop, reader.size, reader.exif_rotation
+        preparation = repr((*read, reader.on_unreadable, reader.max_pixels))
+        name = _digest(network, preparation, _digest_of_images(reader))
         path = folder / f'{name}.npz'
         try:  # every member of an npz has a checksum
             with np.load(path, allow_pickle=False) as file:
@@ -55,10 +55,20 @@ def digest_of_network(
     return _digest(json.dumps(records.to_dict(model)), repr(scaling), *leaves)
 
 
-def _digest_of_images(source: Source) -> str:
+def _digest_of_images(reader: ImageReader) -> str:
+    source = reader.source
+
+    def of_image(index: int) -> str:
+        try:
+            return _digest(source.read(index)[0])
+        except (ValueError, OSError) as error:
+            if reader.on_unreadable == 'skip':
+                return 'unreadable'
+            raise UserError(f'{source.name_of(index)}: {error}') from error
+
     names = [source.name_of(i) for i in range(len(source))]
     with futures.ThreadPoolExecutor(cores()) as pool:
-        images = pool.map(lambda i: _digest(source.read(i)[0]), range(len(source)))
+        images = pool.map(of_image, range(len(source)))
         return _digest(*names, source.labels, *images)
 
 

@@ -23,6 +23,7 @@ def after_pretraining(experiment: Experiment, workdir: str) -> str | None:
         'held_out.seed': (config.held_out.seed, usual.held_out.seed),
         'loss.kind': (own or ('sigmoid' if several else 'softmax'), 'softmax'),
         'loader.on_unreadable': (config.loader.on_unreadable, usual.loader.on_unreadable),
+        'loader.max_pixels': (config.loader.max_pixels, usual.loader.max_pixels),
     }
     words = ['--config=configs/finetune/transfer.py', f'--config.start_from={workdir}']
     words += [f'--config.{name}={value}' for name, (value, but) in fields.items() if value != but]

@@ -7,20 +7,27 @@ import numpy as np
 
 from vit_jax.base import Batch, Params, UserError
 from vit_jax.data import loading
-from vit_jax.data.loading import ImageReader, LoaderConfig, OnUnreadable
+from vit_jax.data.loading import ImageReader, LoaderConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.parallel import meshes
 from vit_jax.pretrained import Loaded
 
 
-def reader_for(
-    loaded: Loaded, source: Source, on_unreadable: OnUnreadable = 'error'
-) -> ImageReader:
-    """The images as the network is to see them. UserError if it has no output for an image."""
+def reader_for(loaded: Loaded, source: Source, max_pixels: int) -> ImageReader:
+    """The images as the network is to see them; those that cannot be read are masked.
+
+    Raises UserError for a network that has no output for an image.
+    """
     if getattr(loaded.config, 'pool', None) == 'none':
         raise UserError('pool=none: the network has outputs for every token, not for the image')
-    how, size = loaded.preprocessing, loaded.config.image_size
-    return ImageReader(source, how.crop, size, how.exif_rotation, on_unreadable=on_unreadable)
+    return ImageReader(
+        source,
+        loaded.preprocessing.crop,
+        loaded.config.image_size,
+        loaded.preprocessing.exif_rotation,
+        on_unreadable='skip',
+        max_pixels=max_pixels,
+    )
 
 
 def on_devices(

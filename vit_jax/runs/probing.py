@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from vit_jax.base import Array, Batch, Float, Int, Params, UserError, records
+from vit_jax.base import Array, Batch, Bool, Float, Int, Params, UserError, records, require
 from vit_jax.config import FewshotConfig, ProbeSet, TrainConfig
 from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import Preprocessing
@@ -19,7 +20,7 @@ from vit_jax.evaluation.probes import Labelled
 from vit_jax.parallel.processes import Job
 from vit_jax.runs import fingerprint
 
-# Features (n d) in host memory of these images of a reader.
+# Features (n d) in host memory of these images of a reader, NaN for those that cannot be read.
 FeaturesOf = Callable[[ImageReader, Int[np.ndarray, 'n']], Float[np.ndarray, 'n d']]
 
 
@@ -98,12 +99,12 @@ def _result(
     features_of: FeaturesOf, config: FewshotConfig, preprocessing: Preprocessing, one: Probe
 ) -> dict[str, Any]:
     train, test = one.train.source, one.test.source
-    tested = Labelled(features_of(one.test, np.arange(len(test))), test.labels)
+    tested = _readable(one.test, features_of(one.test, np.arange(len(test))))
     protocol = {
         'data': one.data,
         'train_split': one.splits.train_split,
         'test_split': one.splits.test_split,
-        'test_images': len(test),
+        'test_images': len(tested.labels),
         'layer': 'pre_logits',
         'image_size': list(one.test.size),
         'preprocessing': records.to_dict(dataclasses.replace(preprocessing, crop=one.test.crop)),
@@ -111,8 +112,9 @@ def _result(
     more: dict[str, Any] = {}
     of_drawn: Callable[[Any], np.ndarray] = functools.partial(features_of, one.train)
     if config.neighbours is not None or config.logistic is not None:
-        learned = Labelled(features_of(one.train, np.arange(len(train))), train.labels)
-        of_drawn = functools.partial(np.take, learned.features, axis=0)
+        features = features_of(one.train, np.arange(len(train)))
+        learned = _readable(one.train, features)
+        of_drawn = functools.partial(np.take, features, axis=0)
         if config.neighbours is not None:
             nearest = probes.nearest_neighbours(learned, tested, neighbours=config.neighbours)
             more['nearest_neighbours'] = {'neighbours': config.neighbours, 'accuracy': nearest}
@@ -138,19 +140,37 @@ def _possible(shots: Sequence[int], train: Source) -> tuple[list[int], dict[str,
     return possible, {'left_out': why} if others else {}
 
 
+def _readable(reader: ImageReader, features: Float[np.ndarray, 'n d']) -> Labelled:
+    """Features and labels of all images of a reader but those that cannot be read; UserError."""
+    read = ~np.isnan(features).any(axis=1)
+    if missing := int((~read).sum()):
+        name = reader.source.name_of(int(read.argmin()))
+        require(missing < len(read), f'{name}: none of {len(read):,} images can be read')
+        logging.warning('%d of %d images cannot be read, left out: %s', missing, len(read), name)
+    return Labelled(features[read], reader.source.labels[read])
+
+
 def make_features_of(
-    features: Callable[[Params, Batch], Float[Array, 'b d']],
+    features: Callable[[Params, Batch], tuple[Float[Array, 'b d'], Bool[Array, 'b']]],
     params: Params,
     loader_of: Callable[[ImageReader], Loader],
     batch_size: int,
     job: Job,
 ) -> FeaturesOf:
-    """Features by the compiled program, computed each time they are asked for."""
+    """Features by the compiled program, computed each time they are asked for.
+
+    Raises UserError that names an image whose features are not finite.
+    """
 
     def features_of(reader: ImageReader, indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:
         batches = loading.sequential_batches(loader_of(reader), indices, batch_size=batch_size)
-        found = [np.asarray(features(params, batch)) for batch in job.with_heartbeat(batches)]
-        return np.concatenate(found)[: len(indices)]
+        watched = job.with_heartbeat(batches)
+        found = [jax.device_get(features(params, batch)) for batch in watched]
+        computed, read = (np.concatenate(part)[: len(indices)] for part in zip(*found, strict=True))
+        if (wrong := read & ~np.isfinite(computed).all(axis=1)).any():
+            name = reader.source.name_of(int(indices[wrong.argmax()]))
+            raise UserError(f'{name}: its features are not finite')
+        return np.where(read[:, None], computed, np.nan)
 
     return features_of
 

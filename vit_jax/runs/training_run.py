@@ -69,22 +69,20 @@ def train(
         ledger = Ledger(folder / workdirs.LEDGER if job.index == 0 else None, clock)
         ledger.record('starting', None)  # a start that ends before its first step took time too
         console.print(_outline(experiment))
-        with clock('compile'):
-            ledger.record('compiling', None)
-            abstract = compilation.abstract_state(experiment)
-            for line in sharding_report(abstract, shardings_of(abstract), mesh):
-                console.print(line)
-            update = compilation.lower_update(experiment, abstract).compile()
-            eval_steps = compilation.compile_eval_steps(experiment, abstract.eval_params)
-            features = None
-            if experiment.probes is not None:
-                size, params = experiment.eval_batch_size, abstract.eval_params
-                features = compilation.compile_features(
-                    experiment.model, experiment.preprocessing, mesh, size, params
-                )
-        with clock('start'):
-            checkpoints, state = _first_state(experiment, abstract, folder, job, console)
-            stack.enter_context(contextlib.closing(checkpoints))
+        with clock('start'):  # what is kept on the devices is read here
+            loader_of = loading.make_loaders(config.loader, meshes.batch_sharding(mesh))
+            loader_of(experiment.train)
+            tested = [(reader, loader_of(reader)) for reader in experiment.evals.values()]
+            evaluated = [loader for reader, loader in tested if reader.on_unreadable != 'skip']
+        with loading.read_beside(evaluated, index=job.index, count=job.count) as wait:
+            with clock('compile'):
+                ledger.record('compiling', None)
+                abstract, update, eval_steps, features = _compiled(experiment, console)
+            with clock('start'):
+                checkpoints, state = _first_state(experiment, abstract, folder, job, console)
+                stack.enter_context(contextlib.closing(checkpoints))
+                if not int(state.step):
+                    wait()
         reporter = Reporter(
             folder,
             steps=range(int(state.step), experiment.length.total_steps),
@@ -97,7 +95,6 @@ def train(
             evaluations=[*experiment.evals, 'fewshot'],
         )
         stack.enter_context(reporter)
-        loader_of = loading.make_loaders(config.loader, meshes.batch_sharding(mesh))
         run = Run(
             experiment, update, eval_steps, features, loader_of, checkpoints, reporter, ledger, job
         )
@@ -139,6 +136,24 @@ def _outline(experiment: Experiment) -> str:
         f'compiling for {experiment.mesh.size} x {jax.devices()[0].device_kind}',
     ]
     return '\n'.join([*lines, *experiment.report])
+
+
+def _compiled(
+    experiment: Experiment, console: Console
+) -> tuple[TrainState, Callable[..., Any], dict[str, Callable[..., Any]], Features | None]:
+    """The abstract state, and the programs: update, evaluations, features where they are needed."""
+    abstract, mesh = compilation.abstract_state(experiment), experiment.mesh
+    for line in sharding_report(abstract, shardings_of(abstract), mesh):
+        console.print(line)
+    update = compilation.lower_update(experiment, abstract).compile()
+    eval_steps = compilation.compile_eval_steps(experiment, abstract.eval_params)
+    features = None
+    if experiment.probes is not None:
+        size, params = experiment.eval_batch_size, abstract.eval_params
+        features = compilation.compile_features(
+            experiment.model, experiment.preprocessing, mesh, size, params
+        )
+    return abstract, update, eval_steps, features
 
 
 def _first_state(
@@ -299,11 +314,19 @@ class Run:
                 size, count = self.experiment.eval_batch_size, len(loader.source)
                 batches = loading.sequential_batches(loader, np.arange(count), batch_size=size)
                 watched = self.job.with_heartbeat(batches)
-                self.evals[name] = classification.evaluate(
-                    self.eval_steps[name], state.eval_params, watched, count=count
+                numbers, read = classification.evaluate(
+                    self.eval_steps[name],
+                    state.eval_params,
+                    watched,
+                    count=count,
+                    may_lack=self.experiment.evals[name].on_unreadable == 'skip',
                 )
-            text = f'{eval_summary({name: self.evals[name]})} of {count:,} images'
-            self.reporter.record(name, step, self.evals[name] | {'count': count}, text)
+            self.evals[name], missing = numbers, {}
+            text = f'{eval_summary({name: numbers})} of {read:,} images'
+            if read < count:
+                missing = {'unreadable': count - read}
+                text += f', {count - read:,} unreadable ones left out'
+            self.reporter.record(name, step, numbers | {'count': read} | missing, text)
 
     def probe(self, probes: Probes, features: Features, step: int, state: TrainState) -> None:
         """The few-shot evaluation, written to the work directory."""

@@ -14,7 +14,7 @@ class BatchSums(NamedTuple):
 
     sums: dict[str, Array]  # by name: the loss, and each of `example_metrics`
     num_examples: Array
-    rows: dict[str, Array]  # (b ...) by name, where some were asked for
+    rows: dict[str, Array]  # (b ...) by name, and their `mask` (b), where some were asked for
 
 
 # Rows (b ...) of logits (b k) and targets (b k), by name.

@@ -86,7 +86,7 @@ def make_loss_sums(
     """Sums over the unmasked examples of a batch, for training and evaluation alike.
 
     `loss_sums(params, batch, key=None)` sums the `loss` and each of `example_metrics`; a key
-    switches dropout on. `rows_of(logits, targets)` are rows to give too, for other metrics.
+    switches dropout on. `rows_of(logits, targets)` are rows to give with their `mask`.
     """
 
     def loss_sums(params: Params, batch: Batch, key: Key[Array, ''] | None = None) -> BatchSums:
@@ -94,7 +94,7 @@ def make_loss_sums(
         targets, mask = targets_of(batch['labels'], logits.shape[-1]), batch['mask']
         values = {'loss': loss(logits, targets)} | example_metrics(logits, targets)
         sums = {name: jnp.where(mask, value, 0).sum() for name, value in values.items()}
-        rows = rows_of(logits, targets) if rows_of else {}
+        rows = rows_of(logits, targets) | {'mask': mask} if rows_of else {}
         return BatchSums(sums, mask.sum(dtype=jnp.int32), rows)
 
     return loss_sums

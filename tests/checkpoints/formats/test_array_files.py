@@ -1,8 +1,10 @@
 import io
 import json
+import math
 import pathlib
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 
 import ml_dtypes
@@ -12,7 +14,10 @@ from safetensors.numpy import save_file
 
 import vit_jax
 from tests import reference
+from vit_jax.checkpoints.formats import array_files
 from vit_jax.checkpoints.formats.array_files import read_array_file, write_safetensors
+from vit_jax.checkpoints.formats.inference import Hints
+from vit_jax.checkpoints.formats.opening import open_checkpoint
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -124,6 +129,144 @@ def test_a_header_that_declares_more_than_the_file_has_is_refused_before_allocat
     refused(tmp_path / 'x.safetensors', '(?i)header|invalid')
     (tmp_path / 'x.safetensors').write_bytes((10**15).to_bytes(8, 'little') + b'{' + bytes(64))
     refused(tmp_path / 'x.safetensors', '(?i)header')
+
+
+def memory_of_refusing(path, message):
+    """Bytes that Python holds at most while a file is refused."""
+    tracemalloc.start()
+    try:
+        refused(path, message)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_long_header_is_refused_before_it_is_read(tmp_path):
+    size = 2 * 10**7
+    cls = b'\x93NUMPY\x02\x00' + size.to_bytes(4, 'little') + b' ' * size
+    zipped(tmp_path / 'x.npz', **{'cls.npy': cls})
+    assert memory_of_refusing(tmp_path / 'x.npz', 'cls.npy: EOF.* array header') < size / 2
+    header = json.dumps({'__metadata__': {'card': ' ' * size}}).encode()
+    (tmp_path / 'x.safetensors').write_bytes(len(header).to_bytes(8, 'little') + header)
+    message = 'describes itself in 20,000,030 bytes, at most 8,388,608 are read'
+    assert memory_of_refusing(tmp_path / 'x.safetensors', message) < size / 2
+    zipped(tmp_path / 'y.npz', **{'cls.npy': npy(np.zeros(3))})
+    data = (tmp_path / 'y.npz').read_bytes()
+    members = b''.join([data[data.index(b'PK\1\2') : data.index(b'PK\5\6')]] * (size // 53))
+    data = data[: data.index(b'PK\1\2')] + members + data[data.index(b'PK\5\6') :]
+    data = data[:-10] + len(members).to_bytes(4, 'little') + data[-6:]
+    (tmp_path / 'y.npz').write_bytes(data)
+    assert memory_of_refusing(tmp_path / 'y.npz', 'describes itself in 19,999,9') < size / 2
+
+
+def test_the_number_of_arrays_and_of_files_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(array_files, '_MOST_ARRAYS', 3)
+    arrays = {name: np.zeros(0, np.float32) for name in 'abcd'}
+    np.savez(tmp_path / 'x.npz', **arrays)
+    save_file(arrays, tmp_path / 'x.safetensors')
+    for name in 'x.npz', 'x.safetensors':
+        refused(tmp_path / name, 'holds 4 arrays, at most 3 are read')
+    files = {'ab': arrays | {'c': None, 'd': None}, 'cd': arrays | {'a': None, 'b': None}}
+    for file, named in files.items():
+        named = {name: array for name, array in named.items() if array is not None}
+        save_file(named, tmp_path / f'{file}.safetensors')
+    index = {'weight_map': {n: f'{file}.safetensors' for file in files for n in file}}
+    folder = tmp_path / 'model.safetensors.index.json'
+    folder.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match='cd.safetensors: holds 4 arrays, at most 3 are read'):
+        vit_jax.load(tmp_path)
+    folder.write_text(json.dumps({'weight_map': {str(i): f'{i}.bin' for i in range(1001)}}))
+    with pytest.raises(ValueError, match='index.json: names 1,001 files, at most 1,000 are read'):
+        vit_jax.load(tmp_path)
+
+
+@pytest.mark.parametrize('odd', ['[1]', 'null', '3', '{"a": 1}', '{"a": null}', '{}'])
+def test_an_odd_index_is_one_sentence(odd, tmp_path):
+    index = tmp_path / 'model.safetensors.index.json'
+    for text in odd, f'{{"weight_map": {odd}}}':
+        index.write_text(text)
+        with pytest.raises(ValueError, match='index.json: (expected a JSON|weight_map|names)'):
+            vit_jax.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    'text, message',
+    [
+        ('[1]', 'expected a JSON object, not'),
+        ('null', 'expected a JSON object, not None'),
+        ('[' * 100_000, 'recursion'),
+        (f'{{"a": {"9" * 5000}}}', 'digits'),
+        (' ' * 2**23 + '{}', 'describes itself in 8,388,[0-9]+ bytes'),
+    ],
+    ids=['list', 'null', 'deep', 'digits', 'long'],
+)
+def test_an_odd_description_is_one_sentence(text, message, tmp_path):
+    (tmp_path / 'config.json').write_text(text)
+    arrays = {'a': np.zeros(1, np.float32)}
+    np.savez(tmp_path / 'x.npz', **arrays)
+    with pytest.raises(ValueError, match=f'config.json: .*{message}'):
+        vit_jax.load(tmp_path)
+    for name in array_files.DIGESTS, 'vit_jax.card':
+        save_file(arrays, tmp_path / 'x.safetensors', {name: text})
+        with pytest.raises(ValueError, match=message):
+            vit_jax.load(tmp_path / 'x.safetensors')
+
+
+@pytest.mark.parametrize('new', [True, False])
+def test_tensors_that_are_larger_than_their_file_are_refused(new, tmp_path, monkeypatch):
+    torch = pytest.importorskip('torch', reason='the torch extra is not installed')
+    path, save = tmp_path / 'x.pth', torch.save
+    save({'a': torch.zeros(1).expand(10**9)}, path, _use_new_zipfile_serialization=new)
+    refused(path, 'declares 4,000,000,000 bytes of arrays in a file of')
+    deep = (0,)
+    for _ in range(200):
+        deep = deep, deep
+    save({'a': torch.zeros(1), 'b': {'c': deep}}, path, _use_new_zipfile_serialization=new)
+    assert read_array_file(path).ignored == ('b',)
+    monkeypatch.setattr(array_files, '_MOST_OPCODES', 100)
+    refused(path, 'holds a pickle of more than 100 operations')
+
+
+@pytest.mark.full
+def test_bombs_cost_no_memory(tmp_path):
+    """Files of some megabytes that would take hundreds, or gigabytes."""
+    program = [sys.executable, '-m', 'tests.checkpoints.bombs', str(tmp_path)]
+    run = subprocess.run(program, cwd=ROOT, timeout=200, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+@pytest.mark.full
+def test_a_checkpoint_of_22_billion_parameters_is_opened(tmp_path):
+    """The sizes of "Scaling Vision Transformers to 22 Billion Parameters", in sparse shards."""
+    width, mlp, depth = 6144, 24_576, 48
+    shapes = {
+        'cls_token': [1, 1, width],
+        'pos_embed': [1, 257, width],
+        'patch_embed.proj.weight': [width, 3, 14, 14],
+        'patch_embed.proj.bias': [width],
+        **{f'norm.{leaf}': [width] for leaf in ('weight', 'bias')},
+    }
+    for block in (f'blocks.{i}' for i in range(depth)):
+        shapes |= {f'{block}.norm{i}.{n}': [width] for i in (1, 2) for n in ('weight', 'bias')}
+        sizes = {'attn.qkv': [3 * width, width], 'attn.proj': [width, width]}
+        sizes |= {'mlp.fc1': [mlp, width], 'mlp.fc2': [width, mlp]}
+        shapes |= {f'{block}.{name}.weight': size for name, size in sizes.items()}
+        shapes |= {f'{block}.{name}.bias': size[:1] for name, size in sizes.items()}
+    weight_map = {name: f'{i % 20}.safetensors' for i, name in enumerate(shapes)}
+    for file in {*weight_map.values()}:
+        header, end = {}, 0
+        for name in (name for name, where in weight_map.items() if where == file):
+            begin, end = end, end + 4 * math.prod(shapes[name])
+            header[name] = {'dtype': 'F32', 'shape': shapes[name], 'data_offsets': [begin, end]}
+        text = json.dumps(header).encode()
+        with (tmp_path / file).open('wb') as shard:
+            shard.write(len(text).to_bytes(8, 'little') + text)
+            shard.truncate(8 + len(text) + end)
+    index = tmp_path / 'model.safetensors.index.json'
+    index.write_text(json.dumps({'weight_map': weight_map}))
+    opened = open_checkpoint(str(tmp_path), Hints(num_heads=48))
+    assert opened.card.model.depth == depth
+    assert '21,7' in opened.report[0]
 
 
 def test_an_npz_that_was_compressed_is_read(tmp_path):

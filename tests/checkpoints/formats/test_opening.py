@@ -136,18 +136,18 @@ def test_another_format_gives_the_same_logits(format, config, tmp_path):
 
 def test_what_a_file_cannot_say_is_said_when_it_is_written(tmp_path):
     config = tiny.model(gelu='exact', layer_norm_epsilon=1e-12, image_size=(12, 8))
-    (note,) = vit_jax.save(loaded(config), str(tmp_path / 'x.npz'), 'google')
+    (note,) = vit_jax.save(loaded(config), str(tmp_path / 'x.npz'), 'google', overwrite=True)
     assert "gelu='exact', layer_norm_epsilon=1e-12, grid=(3, 2)" in note
     (note,) = vit_jax.save(loaded(tiny.model()), str(tmp_path / 'x.safetensors'), 'timm')
     assert "act_layer='gelu_tanh'" in note
     network = loaded(RESNET, class_names=tuple('abcdefghij'), loss='sigmoid')
-    notes = vit_jax.save(network, str(tmp_path / 'x.npz'), 'google')
+    notes = vit_jax.save(network, str(tmp_path / 'x.npz'), 'google', overwrite=True)
     assert 'load this one with image_size=(64, 64)' in notes[0]
     assert notes[1] == 'npz files do not keep: class_names, loss'
     network = changed(
         network, preprocessing=image_preprocessing.Preprocessing(mean=(0.0, 1.0, 2.0))
     )
-    notes = vit_jax.save(network, str(tmp_path / 'x.npz'), 'google')
+    notes = vit_jax.save(network, str(tmp_path / 'x.npz'), 'google', overwrite=True)
     assert notes[1] == 'npz files do not keep: preprocessing, class_names, loss'
 
 
@@ -173,7 +173,7 @@ def test_what_a_format_cannot_hold_is_refused(config, format, message, tmp_path)
 
 def saved(tmp_path, config, form):
     path = tmp_path / f'file{ENDINGS[form.name]}'
-    vit_jax.save(loaded(config, form), str(path))
+    vit_jax.save(loaded(config, form), str(path), overwrite=True)
     return str(path)
 
 
@@ -321,13 +321,63 @@ def test_a_description_that_contradicts_the_arrays_is_refused(tmp_path):
     for name, value, message in [
         ('num_hidden_layers', 4, 'says num_hidden_layers=4, the arrays 3'),
         ('hidden_act', 'swish', "hidden_act='swish' is not one of"),
-        ('num_attention_heads', 2.5, r'config.json.num_heads=2.5: expected int'),
+        ('num_attention_heads', 2.5, r'config.json.num_attention_heads=2.5: expected int'),
     ]:
         changed = json.dumps(described | {name: value})
         (tmp_path / 'hf' / 'config.json').write_text(changed)
         save_file(contents(tmp_path / 'hf'), tmp_path / 'hf' / 'model.safetensors')
         with pytest.raises(ValueError, match=message):
             vit_jax.load(str(tmp_path / 'hf'))
+
+
+NAN, SIZES = float('nan'), ('hidden_size', 'num_hidden_layers', 'intermediate_size')
+NONSENSE = [
+    *(('config', {'layer_norm_eps': value}) for value in (NAN, -1, 0, 1e30, '1e-6', [1e-6])),
+    *(('config', {'num_attention_heads': value}) for value in (0, -3, '12', 2.0, True)),
+    *(('config', {name: value}) for name in SIZES for value in (-16, 0, 1e400, {})),
+    *(('config', {'image_size': value}) for value in (0, -8, [8], 'large', [8, 8, 8])),
+    ('config', {'hidden_act': ['gelu']}),
+    *(
+        ('preprocessor_config', {name: value})
+        for name in ('image_mean', 'image_std')
+        for value in ([0.5, NAN, 0.5], 0.5, ['a' * 9] * 3, [0.5], [128, 128, 128])
+    ),
+    ('preprocessor_config', {'image_std': [0, 0, 0]}),
+    ('preprocessor_config', {'image_std': [0.5, -0.5, 0.5]}),
+    ('preprocessor_config', {'resample': 17}),
+    *(('preprocessor_config', {'size': value}) for value in ({'shortest_edge': -1}, 'a', 1e9)),
+    ('preprocessor_config', {'crop_size': {'height': 0, 'width': 8}}),
+]
+TIMM_NONSENSE = [
+    *(('model_args', {'num_heads': value}) for value in (0, -3, '12', 2.0)),
+    ('model_args', {'act_layer': ['gelu']}),
+    *(('pretrained_cfg', {'crop_pct': value}) for value in (-1, 1e-9, 7, NAN, 'all')),
+    *(('pretrained_cfg', {'mean': value}) for value in ([0.5], 'mean', [NAN] * 3, [128] * 3)),
+    *(('pretrained_cfg', {'std': value}) for value in ([0, 0, 0], [-1, 1, 1], [1e30] * 3)),
+]
+
+
+def test_numbers_that_make_no_sense_are_refused_by_file_and_field(tmp_path):
+    vit_jax.save(loaded(tiny.model(gelu='exact'), huggingface.HUGGINGFACE), tmp_path)
+    save_file(contents(tmp_path), tmp_path / 'model.safetensors')  # no card of ours
+    for file, values in NONSENSE:
+        path = tmp_path / f'{file}.json'
+        said, (field,) = path.read_text(), values
+        path.write_text(json.dumps(json.loads(said) | values))
+        with pytest.raises(ValueError, match=rf'{file}\.json\.{field}') as error:
+            vit_jax.load(tmp_path)
+        assert '\n' not in str(error.value) and str(error.value).startswith(str(tmp_path))
+        path.write_text(said)
+
+
+def test_numbers_of_timm_that_make_no_sense_are_refused_by_file_and_field(tmp_path):
+    vit_jax.save(loaded(tiny.model(gelu='exact'), timm.TIMM), tmp_path / 'model.safetensors')
+    save_file(contents(tmp_path / 'model.safetensors'), tmp_path / 'model.safetensors')
+    for part, values in [*TIMM_NONSENSE, ('model_args', 3), ('label_names', 'abc')]:
+        field = f'{part}.{next(iter(values))}' if isinstance(values, dict) else part
+        (tmp_path / 'config.json').write_text(json.dumps({part: values}))
+        with pytest.raises(ValueError, match=rf'config\.json\.{field}'):
+            vit_jax.load(tmp_path)
 
 
 def test_a_timm_directory_says_what_images_it_was_trained_on(tmp_path):

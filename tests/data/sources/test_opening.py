@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from vit_jax.base.errors import MissingFile, UserError
-from vit_jax.data.sources import opening
+from vit_jax.data import loading
+from vit_jax.data.image_preprocessing import Resize
+from vit_jax.data.sources import folders, opening
 from vit_jax.data.sources.arrays import array_source
 
 RNG = np.random.default_rng(0)
@@ -107,6 +109,41 @@ def test_files_that_are_no_images_by_their_ending_are_left_out_with_a_warning(ro
     (root / 'train' / 'cat' / 'notes.txt').write_text('a cat')
     assert len(opening.make_opener()(str(root), 'train')) == 12
     assert '1 files are not images by their ending' in caplog.text
+
+
+def test_what_begins_with_a_dot_is_left_out_everywhere(root):
+    write_image(root / 'train' / 'cat' / '.thumbnails' / '0.png')
+    write_image(root / 'train' / 'cat' / '._0.png')
+    write_image(root / 'train' / '.cache' / '0.png')
+    write_image(root / '.val' / 'cat' / '0.png')
+    assert len(opening.make_opener()(str(root), 'train')) == 12
+    assert len(folders.unlabelled([str(root)])) == 12 + 4
+    hidden = root / '.val'  # but for what is asked for
+    assert described(folders.unlabelled([str(hidden)])) == [str(hidden / 'cat' / '0.png')]
+
+
+def test_a_link_to_no_file_is_said_and_an_image_that_cannot_be_read(root, caplog):
+    link = root / 'train' / 'cat' / 'lost.png'
+    link.symlink_to(root / 'nowhere.png')
+    (root / 'train' / 'cat' / 'found.png').symlink_to(root / 'train' / 'cat' / '0.png')
+    (root / 'train' / 'dog' / 'more').symlink_to(root / 'train' / 'cat')
+    source = opening.make_opener()(str(root), 'train')
+    assert len(source) == 12 + 2 and str(link) in described(source)
+    assert f'1 links lead to no file: {link}' in caplog.text
+    reader = loading.ImageReader(source, Resize(), (8, 8), exif_rotation=True)
+    with pytest.raises(ValueError, match=f'^{link}: No such file or directory$'):
+        reader.example(loading.ExampleRef(described(source).index(str(link))))
+
+
+def test_heic_photos_are_counted_apart_and_what_to_do_is_said(root, caplog, monkeypatch):
+    monkeypatch.setattr(folders, 'can_read', lambda kind: kind != 'HEIF')
+    (root / 'train' / 'cat' / 'Thumbs.db').write_text('')
+    photo = root / 'train' / 'cat' / 'IMG_1.HEIC'
+    photo.write_bytes(b'')
+    assert str(photo) in described(opening.make_opener()(str(root), 'train'))
+    assert '1 files are not images by their ending' in caplog.text
+    remedy = 'pip install pillow-heif to read them, or convert them to JPEG'
+    assert f'1 HEIC photos; {remedy}: {photo}' in caplog.text
 
 
 def test_arrays_of_a_file(tmp_path):

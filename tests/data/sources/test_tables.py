@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 
+from vit_jax.base import UserError
 from vit_jax.data.sources import opening
 
 
@@ -71,13 +72,16 @@ def test_numbers_are_classes_in_their_order(images, tmp_path):
 @pytest.mark.parametrize(
     'name, lines, message',
     [
-        ('t.csv', ['image,label', 'a,b'], 't.csv, line 2: it has image, label; expected path and'),
-        ('t.csv', ['path,label,labels', 'a,b,c'], 'line 2: it has path, label, labels; expected'),
+        ('t.csv', ['image,label', 'a,b'], 't.csv, line 1: it has image, label; expected path and'),
+        ('t.csv', ['path,label,labels', 'a,b,c'], 'line 1: it has path, label, labels; expected'),
         ('t.csv', ['path,label', 'a.jpg,cat', 'b.jpg'], 't.csv, line 3: it has path; expected'),
         ('t.csv', ['path,label', 'a.jpg,'], 't.csv, line 2: an empty path or label'),
         ('t.csv', ['path,label'], 't.csv: no lines'),
         ('t.csv', ['path,label,split', 'a,b,train', 'c,d,'], 'some lines have a `split`'),
         ('t.jsonl', ['{"path": "a", "label": "b"}', '{'], 't.jsonl, line 2: not JSON'),
+        ('t.csv', ['path,label', f'a,{"b" * 131_073}'], 'line 2: field larger than field limit'),
+        ('t.csv', [''], 't.csv, line 1: it has nothing; expected path and label'),
+        ('t.jsonl', ['[' * 100_000], 't.jsonl, line 1: not JSON: maximum recursion depth'),
         ('t.jsonl', ['[1]'], 't.jsonl, line 1: expected an object'),
         ('t.jsonl', ['{"path": "a"}'], 'line 1: it has path; expected path and label'),
         ('t.jsonl', ['{"path": "a", "labels": "b"}'], "labels='b': expected a list of names"),
@@ -89,8 +93,25 @@ def test_numbers_are_classes_in_their_order(images, tmp_path):
     ],
 )
 def test_what_is_wrong_with_a_table_is_named(name, lines, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         opening.make_opener()(write(tmp_path / name, lines), 'train')
+
+
+@pytest.mark.parametrize('name', ['t.csv', 't.jsonl'])
+def test_a_table_that_is_not_utf8_is_named_with_its_line(name, tmp_path):
+    (tmp_path / name).write_bytes(b'path,label\n\n' + 'Öl,blau'.encode('latin-1'))
+    with pytest.raises(UserError, match=f'{name}, line 3: not UTF-8'):
+        opening.make_opener()(str(tmp_path / name), 'train')
+
+
+def test_paths_that_are_all_wrong_are_named_by_example(images, tmp_path):
+    rows = [f'photos/{i}.jpg,{i % 2}' for i in range(30)]
+    path = write(tmp_path / 't.csv', ['path,label', *rows])
+    example = f'{path}: no such image: {tmp_path}/photos/[0-9]+.jpg; paths are absolute, or start'
+    with pytest.raises(UserError, match=f'{example} in {tmp_path}'):
+        opening.make_opener()(path, 'train')
+    write(tmp_path / 't.csv', ['path,label', *(f'{images[0]},{i % 2}' for i in range(9)), *rows])
+    assert len(opening.make_opener()(path, 'train')) > 30  # an image that cannot be read
 
 
 def test_a_table_that_is_not_there_is_named(tmp_path):

@@ -1,6 +1,7 @@
 """Data sets of TFDS in both of its formats, made here."""
 
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 
 tfds_sets = pytest.importorskip('tests.tfds_sets', reason='tensorflow-datasets is not installed')
 
+from vit_jax.base import UserError  # noqa: E402
 from vit_jax.data import loading  # noqa: E402
 from vit_jax.data.image_preprocessing import InceptionCrop  # noqa: E402
 from vit_jax.data.sources import opening, tfds, tfrecord  # noqa: E402
@@ -97,6 +99,44 @@ def test_several_labels_are_rows(tmp_path):
     root = tfds_sets.array_record(tmp_path, {'train': images}, CLASSES, columns=('labels',))
     source = opening.make_opener()(str(root), 'train')
     assert source.multi_label and source.labels[:3].tolist() == [[1, 0, 1], [0, 1, 1], [0, 0, 1]]
+
+
+def test_several_labels_that_are_no_classes_are_refused(tmp_path):
+    images = [(ENCODED[0], {'labels': [1, -1]})]
+    root = tfds_sets.array_record(tmp_path, {'train': images}, CLASSES, columns=('labels',))
+    with pytest.raises(ValueError, match='label -1, of 3 classes'):
+        opening.make_opener()(str(root), 'train').read(0)
+
+
+@pytest.mark.full
+def test_damage_of_array_records_is_noticed_wherever_it_is(prepared, tmp_path):
+    """Flips in headers of blocks and chunks, in images, in padding; and a file that was cut."""
+    folder = tmp_path / '1.2.0'
+    shutil.copytree(prepared['array_record'], folder)
+    (file,) = folder.glob('*train.array_record*')
+    whole, rng, noticed = file.read_bytes(), np.random.default_rng(0), 0
+
+    def read():
+        source = opening.make_opener()(str(folder), 'train')
+        return [source.read(i) for i in range(len(source))]
+
+    expected = read()
+    used = np.flatnonzero(np.frombuffer(whole, np.uint8))
+    places = {*range(0, 124, 4), *range(2**16 - 4, 2**16 + 80, 4), *rng.choice(used, 60).tolist()}
+    for place in sorted(places):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << int(rng.integers(8))
+        file.write_bytes(damaged)
+        try:
+            assert read() == expected, f'other data after a flip of byte {place}'
+        except UserError as error:
+            assert 'damaged: ' in str(error)
+            noticed += 1
+    assert noticed > 80  # the others hit what is not read
+    for length in 0, 100, int(used[-200]), 2**16, len(whole) - 2**16:
+        file.write_bytes(whole[:length])
+        with pytest.raises(UserError, match='damaged: '):
+            read()
 
 
 @pytest.mark.parametrize('kind', ['array_record', 'tfrecord'])

@@ -1,18 +1,23 @@
 """Arrays in files of other systems, found by name and read one at a time; nothing is executed.
 
-What a file declares is checked against what it holds before anything is allocated. An npz member
-carries a checksum; a safetensors file does not, so the ones that we write carry digests.
+What a file declares is checked against what it holds before anything is allocated, and its headers
+and the number of its arrays are bounded: only weights that it holds cost memory and time. An npz
+member carries a checksum; a safetensors file does not, so the ones that we write carry digests.
 """
 
+import collections
 import contextlib
 import functools
 import hashlib
+import io
+import itertools
 import json
 import math
 import pathlib
+import pickletools
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +25,13 @@ import numpy as np
 from vit_jax.base import MissingFile, UserError, atomic_write
 
 DIGESTS = 'vit_jax.sha256'  # in a safetensors file's metadata: digests by name
-_EXPANSION = 64  # the most that the arrays of a compressed file may be larger than the file
+# The largest published ViT has under 1,000 arrays, 22 billion parameters, and 100 kB of names.
+_MOST_ARRAYS = 10_000
+_LONGEST_HEADER = 2**23  # bytes
+_LONGEST_NPY_HEADER = 2**14  # bytes; numpy refuses more than 10,000
+_MOST_OPCODES = 10**6  # of a pickle
+# The arrays of a file may be this many times larger than the file, or have so many bytes.
+_EXPANSION, _SMALL = 4, 2**28
 
 
 class LazyArray(NamedTuple):
@@ -57,29 +68,52 @@ def read_array_file(path: pathlib.Path) -> ArrayFile:
         if b'git-lfs' in start or start.startswith(b'version https'):
             raise UserError('a git-lfs pointer: the weights themselves were not fetched')
         if start[:4] == b'PK\x03\x04':
+            with _BoundedReads(path) as file:
+                zipfile.ZipFile(file)
             archive = zipfile.ZipFile(path)
             members = _checked_members(archive, path.stat().st_size)
-            is_torch = any(name.endswith('/data.pkl') for name in members)
-            return _torch(path) if is_torch else _npz(archive)
+            pickles = [member for member in members if member.filename.endswith('/data.pkl')]
+            return _torch_zip(path, archive, pickles) if pickles else _npz(archive)
         if start[8:9] == b'{':
+            _check_header(int.from_bytes(start[:8], 'little'))
             return _safetensors(path)
         if start[:1] == b'\x80':  # a pickle, as PyTorch wrote it before 1.6
-            return _torch(path)
+            return _torch_legacy(path)
         raise UserError(
             f'begins with {start[:8]!r}: neither npz, nor safetensors, nor a PyTorch file'
         )
 
 
-def merge(files: Iterable[ArrayFile]) -> ArrayFile:
+def read_array_files(paths: Iterable[pathlib.Path]) -> ArrayFile:
     """Several files as one. Raises UserError where a name is in two of them."""
     merged = ArrayFile({}, {})
-    for file in files:
-        if twice := merged.arrays.keys() & file.arrays.keys():
-            raise UserError(f'{min(twice)} is in two files')
-        merged.arrays.update(file.arrays)
+    for path in paths:
+        file = read_array_file(path)
+        with error_prefix(path):
+            if twice := merged.arrays.keys() & file.arrays.keys():
+                raise UserError(f'{min(twice)} is in another file too')
+            merged.arrays.update(file.arrays)
+            _check_count(merged.arrays)
         merged.metadata.update(file.metadata)
         merged = merged._replace(ignored=merged.ignored + file.ignored)
     return merged
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The JSON object in a file beside arrays; {} where there is no such file."""
+    if not path.is_file():
+        return {}
+    with error_prefix(path):
+        _check_header(path.stat().st_size)
+        return json_object(path.read_text())
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The JSON object that a text holds. Raises UserError for other values."""
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise UserError(f'expected a JSON object, not {values!r}')
+    return values
 
 
 def write_npz(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -131,13 +165,40 @@ def _checked_names(names: Iterable[str]) -> None:
             raise UserError(f'the name {name!r} is absolute, leads upwards or holds a NUL')
 
 
-def _checked_members(archive: zipfile.ZipFile, file_size: int) -> list[str]:
-    """The names in a zip file, after its declarations were found possible."""
+def _check_header(size: int) -> None:
+    """Raises UserError for a description that is too long to be one of a network."""
+    if size > _LONGEST_HEADER:
+        raise UserError(f'describes itself in {size:,} bytes, at most {_LONGEST_HEADER:,} are read')
+
+
+def _check_count(names: Collection[str]) -> None:
+    """Raises UserError for more arrays than a network has."""
+    if len(names) > _MOST_ARRAYS:
+        raise UserError(f'holds {len(names):,} arrays, at most {_MOST_ARRAYS:,} are read')
+
+
+def _check_declared(declared: int, file_size: int) -> None:
+    """Raises UserError for arrays of which the file cannot hold the numbers."""
+    if declared > max(_SMALL, _EXPANSION * file_size):
+        raise UserError(f'declares {declared:,} bytes of arrays in a file of {file_size:,}')
+
+
+class _BoundedReads(io.FileIO):
+    """Refuses long reads: zipfile reads the list of members at once, whatever its length."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        _check_header(size or 0)
+        return super().read(size) or b''
+
+
+def _checked_members(archive: zipfile.ZipFile, file_size: int) -> list[zipfile.ZipInfo]:
+    """What is in a zip file, after its declarations were found possible."""
     members = archive.infolist()
     names = [member.orig_filename for member in members]
+    _check_count(names)
     _checked_names(names)
-    if len(set(names)) != len(names):
-        raise UserError(f'{max(names, key=names.count)} is in it twice')
+    if twice := [name for name, count in collections.Counter(names).items() if count > 1]:
+        raise UserError(f'{twice[0]} is in it twice')
     packed = sum(member.compress_size for member in members)
     declared = sum(member.file_size for member in members)
     for member in members:
@@ -146,9 +207,10 @@ def _checked_members(archive: zipfile.ZipFile, file_size: int) -> list[str]:
             raise UserError(f'{name}: compressed in an unknown way')
         if member.compress_type == zipfile.ZIP_STORED and size != held:
             raise UserError(f'{name}: declares {size:,} bytes, holds {held:,}')
-    if packed > file_size or declared > _EXPANSION * file_size:
-        raise UserError(f'declares {declared:,} bytes of arrays in a file of {file_size:,}')
-    return names
+    if packed > file_size:
+        raise UserError(f'declares {packed:,} bytes of members in a file of {file_size:,}')
+    _check_declared(declared, file_size)
+    return members
 
 
 def _npz(archive: zipfile.ZipFile) -> ArrayFile:
@@ -162,7 +224,8 @@ def _npz(archive: zipfile.ZipFile) -> ArrayFile:
         if name == member.filename:
             raise UserError(f'{name} is no array of numpy')
         with archive.open(member) as file:
-            shape, dtype = _npy_header(file, member)
+            start = io.BytesIO(file.read(_LONGEST_NPY_HEADER))
+        shape, dtype = _npy_header(start, member)
         arrays[name] = _float32(name, shape, dtype, functools.partial(read, member))
     return ArrayFile(arrays, {})
 
@@ -174,7 +237,10 @@ def _npy_header(file: Any, member: zipfile.ZipInfo) -> tuple[tuple[int, ...], np
     version = npy.read_magic(file)
     if version not in headers:
         raise UserError(f'{name}: version {version} of the npy format')
-    shape, _, dtype = headers[version](file)
+    try:
+        shape, _, dtype = headers[version](file)
+    except ValueError as error:
+        raise UserError(f'{name}: {error}') from error
     if dtype.hasobject or dtype.fields:
         raise UserError(f'{name} holds Python objects, which only pickle could read')
     if any(side < 0 for side in shape):
@@ -191,15 +257,18 @@ def _safetensors(path: pathlib.Path) -> ArrayFile:
 
     with safe_open(str(path), framework='numpy') as file:
         metadata = dict(file.metadata() or {})
+        _check_count(file.keys())
         slices = {name: file.get_slice(name) for name in file.keys()}
         shapes = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
     _checked_names(shapes)
-    digests = json.loads(metadata.pop(DIGESTS, '{}'))
+    digests = json_object(metadata.pop(DIGESTS, '{}'))
+
+    # A large file is opened for each array: one handle would keep all of it mapped beside them.
+    opened = functools.partial(safe_open, str(path), framework='numpy')
+    kept = opened() if path.stat().st_size < _SMALL else None
 
     def read(name: str) -> np.ndarray:
-        # Opened for each array: one handle would keep the whole file mapped beside the arrays.
-        with safe_open(str(path), framework='numpy') as file:
-            array: np.ndarray = file.get_tensor(name)
+        array: np.ndarray = (kept or opened()).get_tensor(name)
         if name in digests and _digest(array) != digests[name]:
             raise UserError(f'{name} is damaged: its digest is not the one that was written')
         return array
@@ -211,30 +280,63 @@ def _safetensors(path: pathlib.Path) -> ArrayFile:
     return ArrayFile(arrays, metadata)
 
 
-def _torch(path: pathlib.Path) -> ArrayFile:
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:  # torch itself does not look at the checksums
-            if damaged := archive.testzip():
-                raise UserError(f'{damaged} is damaged: its checksum is not the stored one')
-    import torch
+def _torch_zip(
+    path: pathlib.Path, archive: zipfile.ZipFile, pickles: Iterable[zipfile.ZipInfo]
+) -> ArrayFile:
+    for pickle in pickles:
+        with archive.open(pickle) as file:
+            _check_opcodes(file)
+    if damaged := archive.testzip():  # torch itself does not look at the checksums
+        raise UserError(f'{damaged} is damaged: its checksum is not the stored one')
+    return _torch(path)
 
+
+def _torch_legacy(path: pathlib.Path) -> ArrayFile:
+    with path.open('rb') as file:
+        for _ in range(5):  # magic number, version, platform, tensors, names of their storages
+            _check_opcodes(file)
+    return _torch(path)
+
+
+def _check_opcodes(pickle: Any) -> None:
+    """Raises UserError for a pickle that takes longer to read than one of a network."""
+    with _plain_tensors():
+        count = sum(1 for _ in itertools.islice(pickletools.genops(pickle), _MOST_OPCODES + 1))
+    if count > _MOST_OPCODES:
+        raise UserError(f'holds a pickle of more than {_MOST_OPCODES:,} operations')
+
+
+@contextlib.contextmanager
+def _plain_tensors() -> Iterator[None]:
     try:
-        loaded = torch.load(path, map_location='cpu', weights_only=True)
-    except Exception as error:
+        yield
+    except Exception as error:  # of many kinds
         raise UserError(
             f'not a PyTorch file of plain tensors, and nothing else is unpickled: '
             f'{type(error).__name__}'
         ) from error
+
+
+def _torch(path: pathlib.Path) -> ArrayFile:
+    import torch
+
+    with _plain_tensors():
+        loaded = torch.load(path, map_location='cpu', weights_only=True)
     ignored: list[str] = []
     for wrapper in ('state_dict', 'model_state_dict', 'model'):
         if isinstance(loaded, dict) and isinstance(loaded.get(wrapper), dict):
-            ignored += [str(name) for name in loaded if name != wrapper]
+            ignored += [_name(key) for key in loaded if key != wrapper]
             loaded = loaded[wrapper]
     if not isinstance(loaded, dict):
         raise UserError(f'holds a {type(loaded).__name__}, not tensors by name')
-    tensors = {str(k): v for k, v in loaded.items() if isinstance(v, torch.Tensor)}
-    ignored += [str(name) for name in loaded if str(name) not in tensors]
+    tensors = {_name(key): v for key, v in loaded.items() if isinstance(v, torch.Tensor)}
+    ignored += [_name(key) for key in loaded if _name(key) not in tensors]
+    _check_count(tensors)
     _checked_names(tensors)
+    # Several tensors may share numbers, and a small one be expanded to any size.
+    _check_declared(
+        sum(t.numel() * t.element_size() for t in tensors.values()), path.stat().st_size
+    )
 
     def array(tensor: Any) -> np.ndarray:
         if tensor.dtype == torch.bfloat16:  # which numpy() does not know
@@ -247,6 +349,11 @@ def _torch(path: pathlib.Path) -> ArrayFile:
         read = functools.partial(array, tensor)
         arrays[name] = _float32(name, tuple(tensor.shape), dtype, read)
     return ArrayFile(arrays, {}, tuple(ignored))
+
+
+def _name(key: Any) -> str:
+    """The name that a key of a PyTorch file is; text of other kinds may be of any length."""
+    return str(key) if isinstance(key, str | int) else type(key).__name__
 
 
 def _float32(

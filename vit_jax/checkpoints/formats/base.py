@@ -22,6 +22,9 @@ class Layout:
 
 
 L = TypeVar('L', bound=Layout)
+R = TypeVar('R', bound=records.Record)
+Scaling = tuple[float, float, float]  # by channel
+HALF: Scaling = (0.5, 0.5, 0.5)  # values from -1 to 1, as published ViTs take them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +62,25 @@ class Format(Generic[L]):
     resnets: bool = False  # has it plain ResNets? Otherwise its functions are given ViTs alone
 
 
-def foreign_preprocessing(crop: Crop, mean: Any, std: Any, *, where: str) -> Preprocessing:
-    """As PyTorch's image processors do it, with the mean and std (0 to 1) of a JSON file."""
-    scaled = {'mean': [255 * value for value in mean], 'std': [255 * value for value in std]}
-    fixed = {'crop': crop, 'exif_rotation': False}
-    return records.from_dict(Preprocessing, fixed | scaled, where=where)
+def described(cls: type[R], values: Any, *, where: str) -> R:
+    """The record of those fields of a JSON object that it has. UserError names one that is odd."""
+    records.require(isinstance(values, dict), f'{where}={values!r}: expected a JSON object')
+    known = {name: values[name] for name in records.hints(cls) if values.get(name) is not None}
+    return records.from_dict(cls, known, where=where)
+
+
+def check_scaling(record: Any, mean: str, std: str) -> None:
+    """Raises UserError unless these fields are a mean and std of pixel values from 0 to 1."""
+    records.require_between(record, mean, low=0, high=1)
+    records.require_between(record, std, low=0.001, high=10)
+
+
+def foreign_preprocessing(crop: Crop, mean: Scaling, std: Scaling) -> Preprocessing:
+    """As PyTorch's image processors do it, with mean and std of pixel values from 0 to 1."""
+    (r, g, b), (s, t, u) = mean, std
+    return Preprocessing(
+        crop=crop,
+        exif_rotation=False,
+        mean=(255 * r, 255 * g, 255 * b),
+        std=(255 * s, 255 * t, 255 * u),
+    )

@@ -9,14 +9,23 @@ import functools
 import re
 from typing import Any
 
-from vit_jax.base import UserError, records
+from vit_jax.base import Record, UserError, require, require_between
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import base, inference, name_map
-from vit_jax.checkpoints.formats.base import Format, Recognised
+from vit_jax.checkpoints.formats.base import (
+    HALF,
+    Format,
+    Recognised,
+    Scaling,
+    check_scaling,
+    described,
+    foreign_preprocessing,
+)
 from vit_jax.checkpoints.formats.inference import Clues, Hints
 from vit_jax.checkpoints.formats.name_map import NameRule
 from vit_jax.data.image_preprocessing import CentralCrop, Crop, Preprocessing, Resize, ResizeMethod
 from vit_jax.models import Gelu, ViTConfig
+from vit_jax.models.resnet import LARGEST
 
 # What it stores beside the network: what masked pre-training used.
 _IGNORED = r'(vit\.)?embeddings\.mask_token|decoder\..*'
@@ -41,6 +50,45 @@ class Layout(base.Layout):
 
     prefix: str = 'vit.'  # none: the file of a model without a head
     old_names: bool = True  # those on disk
+
+
+@dataclasses.dataclass
+class _Config(Record):
+    """What is read of a config.json."""
+
+    image_size: tuple[int, int] | None = None
+    hidden_act: str = 'gelu'
+    layer_norm_eps: float = 1e-12
+    num_attention_heads: int | None = None
+    hidden_size: int | None = None
+    num_hidden_layers: int | None = None
+    intermediate_size: int | None = None
+    problem_type: str | None = None
+
+    def check(self) -> None:
+        sizes = 'hidden_size', 'num_hidden_layers', 'intermediate_size', 'num_attention_heads'
+        require_between(self, 'image_size', *sizes, low=1)
+        require_between(self, 'layer_norm_eps', above=0, below=1)
+
+
+@dataclasses.dataclass
+class _Processor(Record):
+    """What is read of a preprocessor_config.json; by default as ViT's usual image processor."""
+
+    size: dict[str, int] | tuple[int, int] | None = None
+    crop_size: dict[str, int] | tuple[int, int] | None = None
+    resample: int = 2
+    image_mean: Scaling = HALF
+    image_std: Scaling = HALF
+
+    def check(self) -> None:
+        for name in 'size', 'crop_size':
+            size = getattr(self, name)
+            sides = size.values() if isinstance(size, dict) else size or ()
+            fits = all(0 < side <= LARGEST for side in sides)
+            require(fits, f'{name}={size}: expected pixels from 1 to {LARGEST:,}')
+        require(self.resample in _RESIZE_METHODS, f'resample={self.resample} is not read')
+        check_scaling(self, 'image_mean', 'image_std')
 
 
 def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
@@ -81,19 +129,22 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
 
 
 def _recognise(clues: Clues) -> Recognised[Layout]:
-    arrays, described = clues.arrays, clues.config_json
+    arrays = clues.arrays
+    said = described(_Config, clues.config_json, where='config.json')
+    processor = described(_Processor, clues.processor_json, where='preprocessor_config.json')
     prefix = 'vit.' if any(name.startswith('vit.') for name in arrays) else ''
     old_names = any(name.startswith(f'{prefix}encoder.layer.') for name in arrays)
     block = f'{prefix}encoder.layer' if old_names else f'{prefix}layers'
     mlp = 'intermediate.dense' if old_names else 'mlp.fc1'
-    size = _pair(described.get('image_size'), 'image_size')
-    act = described.get('hidden_act', 'gelu')
-    said = {'num_heads': described.get('num_attention_heads'), 'gelu': _GELU.get(act)}
-    said['layer_norm_epsilon'] = described.get('layer_norm_eps', 1e-12)
-    defaults = records.from_dict(Hints, said, where='config.json')
-    clues = clues._replace(image_size=size).with_defaults(defaults)
+    defaults = Hints(
+        num_heads=said.num_attention_heads,
+        gelu=_GELU.get(said.hidden_act),
+        layer_norm_epsilon=said.layer_norm_eps,
+    )
+    clues = clues._replace(image_size=said.image_size).with_defaults(defaults)
     if clues.hints.gelu is None:
-        raise UserError(f'config.json: hidden_act={act!r} is not one of {", ".join(_GELU)}')
+        act = f'hidden_act={said.hidden_act!r}'
+        raise UserError(f'config.json: {act} is not one of {", ".join(_GELU)}')
     config, _ = inference.infer_vit(
         clues,
         embedding=inference.kernel_shape(arrays, f'{prefix}{_PATCHES}.projection.weight'),
@@ -108,16 +159,15 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     )
     found = {'hidden_size': config.width, 'num_hidden_layers': config.depth}
     for name, value in (found | {'intermediate_size': config.mlp_dim}).items():
-        if described.get(name, value) != value:
-            raise UserError(f'config.json says {name}={described[name]}, the arrays {value}')
+        if (given := getattr(said, name)) not in (None, value):
+            raise UserError(f'config.json says {name}={given}, the arrays {value}')
     layout = Layout(prefix=prefix, old_names=old_names)
-    names = _class_names(described, config.num_classes)
-    problem = described.get('problem_type')
+    problem = said.problem_type
     return Recognised(
         config,
         layout,
-        _preprocessing(clues.processor_json),
-        class_names=names,
+        _preprocessing(processor),
+        class_names=_class_names(clues.config_json, config.num_classes),
         ignored=_IGNORED,
         loss=next((loss for loss, name in _PROBLEM_TYPE.items() if name == problem), problem),
     )
@@ -134,19 +184,14 @@ def _class_names(described: dict[str, Any], count: int | None) -> tuple[str, ...
     return names
 
 
-def _preprocessing(processor: dict[str, Any]) -> Preprocessing:
-    """What a `preprocessor_config.json` says of it; without one, ViT's usual image processor."""
-    size, number = processor.get('size', {}), processor.get('resample', 2)
-    resize = _RESIZE_METHODS.get(number)
-    if resize is None:
-        raise UserError(f'preprocessor_config.json: resample={number} is not read')
+def _preprocessing(processor: _Processor) -> Preprocessing:
+    resize = _RESIZE_METHODS[processor.resample]
     crop: Crop = Resize(resize=resize)
-    if isinstance(size, dict) and 'shortest_edge' in size:
-        cut = _pair(processor.get('crop_size', size['shortest_edge']), 'crop_size')
-        scale = size['shortest_edge'] / min(cut or (size['shortest_edge'],))
+    if isinstance(processor.size, dict) and (edge := processor.size.get('shortest_edge')):
+        cut = processor.crop_size or (edge, edge)
+        scale = edge / min(cut.values() if isinstance(cut, dict) else cut)
         crop = CentralCrop(scale=scale, resize=resize)
-    mean, std = (processor.get(f'image_{name}', (0.5, 0.5, 0.5)) for name in ('mean', 'std'))
-    return base.foreign_preprocessing(crop, mean, std, where='preprocessor_config.json')
+    return foreign_preprocessing(crop, processor.image_mean, processor.image_std)
 
 
 def _description(config: ViTConfig, card: Card) -> dict[str, Any]:
@@ -219,19 +264,6 @@ def _processor(config: ViTConfig, preprocessing: Preprocessing) -> dict[str, Any
         'image_mean': [value / 255 for value in preprocessing.mean],
         'image_std': [value / 255 for value in preprocessing.std],
     }
-
-
-def _pair(value: Any, name: str) -> tuple[int, int] | None:
-    """(height, width) of one number, of two, or of a dictionary of them."""
-    if value is None:
-        return None
-    if isinstance(value, dict):
-        value = value.get('height'), value.get('width')
-    pair = (value, value) if isinstance(value, int) else value
-    match pair:
-        case [int(height), int(width)] if min(height, width) > 0:
-            return height, width
-    raise UserError(f'{name}={value!r} is not a size in pixels')
 
 
 HUGGINGFACE = Format[Layout](

@@ -1,5 +1,6 @@
 """What a file does not say of its network: inferred from shapes and sizes, or asked for."""
 
+import collections
 import dataclasses
 import math
 import re
@@ -26,7 +27,7 @@ class Hints(Record):
 
     def check(self) -> None:
         require_between(self, 'grid', 'num_heads', low=1)
-        require_between(self, 'layer_norm_epsilon', above=0)
+        require_between(self, 'layer_norm_epsilon', above=0, below=1)
 
 
 class Clues(NamedTuple):
@@ -90,8 +91,8 @@ def infer_backbone(arrays: Mapping[str, LazyArray], root: str, unit: str) -> Bac
         return None
     pattern = unit.format_map(dict.fromkeys(('stage', 'unit', 'stage0', 'unit0'), r'(\d+)'))
     units = {match.groups() for name in arrays if (match := re.match(pattern, name))}
-    stages = sorted({int(stage) for stage, _ in units})
-    blocks = tuple(sum(int(stage) == number for stage, _ in units) for number in stages)
+    counts = collections.Counter(int(stage) for stage, _ in units)
+    blocks = tuple(counts[stage] for stage in sorted(counts))
     return Backbone(blocks=blocks, width=kernel_shape(arrays, root)[-1])
 
 

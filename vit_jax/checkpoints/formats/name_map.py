@@ -141,7 +141,7 @@ def check_names(rules: Resolved, stored: Mapping[str, LazyArray], ignored: str |
     wanted = {name for names in rules.values() for name in names}
     extra = sorted(set(stored) - wanted)
     skipped = [name for name in extra if ignored and re.fullmatch(ignored, name)]
-    unknown = [name for name in extra if name not in skipped]
+    unknown = sorted({*extra} - {*skipped})
     problems = {'missing': sorted(wanted - set(stored)), 'not known': unknown}
     if lines := [f'{len(n)} arrays are {what}: {_some(n)}' for what, n in problems.items() if n]:
         raise UserError('; '.join(lines))

@@ -18,7 +18,12 @@ from vit_jax.base import Params, UserError, records, require, tree_names, usable
 from vit_jax.checkpoints import store
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import array_files, inference, name_map
-from vit_jax.checkpoints.formats.array_files import LazyArray, error_prefix
+from vit_jax.checkpoints.formats.array_files import (
+    LazyArray,
+    error_prefix,
+    json_object,
+    read_json,
+)
 from vit_jax.checkpoints.formats.base import Format, Layout
 from vit_jax.checkpoints.formats.google import BIGVISION, GOOGLE
 from vit_jax.checkpoints.formats.huggingface import HUGGINGFACE
@@ -32,6 +37,7 @@ FORMATS: tuple[Format[Any], ...] = GOOGLE, BIGVISION, TIMM, HUGGINGFACE
 OURS = 'vit_jax'  # a directory that orbax wrote (checkpoints/store.py)
 NAMES = (*(format.name for format in FORMATS), OURS)
 _CARD = 'vit_jax.card'  # in a safetensors file's metadata: the card, as JSON
+_MOST_SHARDS = 1000
 _WEIGHTS = 'model.safetensors', 'pytorch_model.bin', 'open_clip_model.safetensors'
 
 
@@ -67,13 +73,12 @@ def open_checkpoint(
         card, count = Card.read(values, where=f'{path}: card'), store.count_params(folder)
         report = [f'{OURS} layout, step {card.step}: {inference.summarize(card.model, count)}']
         return Checkpoint(path, OURS, None, card, report, (), lambda: store.load_params(path))
-    read = [array_files.read_array_file(file) for file in files]
+    found = array_files.read_array_files(files)
     beside = place if place.is_dir() else place.parent
-    described = [_read_json(beside / f'{n}.json') for n in ('config', 'preprocessor_config')]
+    described = [read_json(beside / f'{n}.json') for n in ('config', 'preprocessor_config')]
     with error_prefix(path):
-        found = array_files.merge(read)
         embedded = found.metadata.get(_CARD)
-        own = Card.read(json.loads(embedded), where='card') if embedded else None
+        own = Card.read(json_object(embedded), where='card') if embedded else None
         clues = Clues(found.arrays, hints, image_size, subtree, *described)
         return _recognised(path, clues, own, found.ignored)
 
@@ -219,10 +224,7 @@ def _weights(folder: pathlib.Path) -> list[pathlib.Path]:
     for name in _WEIGHTS:
         index = folder / f'{name}.index.json'
         if index.is_file():
-            shards = set(_read_json(index).get('weight_map', {}).values())
-            if any(pathlib.PurePath(str(s)).name != s for s in shards) or not shards:
-                raise UserError(f'{index}: names files outside of its directory, or none')
-            return sorted(folder / shard for shard in shards)
+            return _shards(index)
         if (folder / name).is_file():
             return [folder / name]
     endings = '.safetensors', '.npz', '.bin', '.pth', '.pt'
@@ -233,11 +235,15 @@ def _weights(folder: pathlib.Path) -> list[pathlib.Path]:
     return found
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    with error_prefix(path):
-        values = json.loads(path.read_text())
-        if not isinstance(values, dict):
-            raise UserError('expected a JSON object')
-        return values
+def _shards(index: pathlib.Path) -> list[pathlib.Path]:
+    """The files that an index names. Raises UserError for an index that names others, or none."""
+    named = read_json(index).get('weight_map')
+    with error_prefix(index):
+        if not isinstance(named, dict) or not all(isinstance(v, str) for v in named.values()):
+            raise UserError('weight_map: expected names of files by names of arrays')
+        shards = {*named.values()}
+        if any(pathlib.PurePath(shard).name != shard for shard in shards) or not shards:
+            raise UserError('names files outside of its directory, or none')
+        if len(shards) > _MOST_SHARDS:
+            raise UserError(f'names {len(shards):,} files, at most {_MOST_SHARDS:,} are read')
+    return sorted(index.parent / shard for shard in shards)

@@ -1,13 +1,23 @@
 """The layout of timm (PyTorch image models): fused projections, fully connected `fc1` and `fc2`."""
 
+import dataclasses
 import functools
 import re
 from typing import Any
 
-from vit_jax.base import UserError, records
+from vit_jax.base import Record, UserError, require_between
 from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats import base, inference, name_map
-from vit_jax.checkpoints.formats.base import Format, Layout, Recognised
+from vit_jax.checkpoints.formats import inference, name_map
+from vit_jax.checkpoints.formats.base import (
+    HALF,
+    Format,
+    Layout,
+    Recognised,
+    Scaling,
+    check_scaling,
+    described,
+    foreign_preprocessing,
+)
 from vit_jax.checkpoints.formats.inference import Clues, Hints
 from vit_jax.checkpoints.formats.name_map import NO_CLASS_ROW, SAME, NameRule
 from vit_jax.data.image_preprocessing import CentralCrop, Crop, Preprocessing, Resize, ResizeMethod
@@ -18,6 +28,39 @@ _ROOTS = {True: 'patch_embed.backbone.stem', False: 'patch_embed.backbone'}
 _UNIT = 'patch_embed.backbone.stages.{stage0}.blocks.{unit0}'
 _POOLS: dict[Pool, str] = {'cls': 'token', 'gap': 'avg', 'map': 'map', 'none': ''}
 _GELUS: dict[Any, Gelu] = {'gelu_tanh': 'tanh', 'gelu': 'exact'}
+
+
+@dataclasses.dataclass
+class _Arguments(Record):
+    """What is read of `model_args`."""
+
+    num_heads: int | None = None
+    act_layer: str | None = None
+
+    def check(self) -> None:
+        require_between(self, 'num_heads', low=1)
+
+
+@dataclasses.dataclass
+class _Pretrained(Record):
+    """What is read of `pretrained_cfg`; by default as the converted ViTs are used."""
+
+    interpolation: str | None = None
+    crop_pct: float = 0.9
+    crop_mode: str | None = None
+    mean: Scaling = HALF
+    std: Scaling = HALF
+
+    def check(self) -> None:
+        require_between(self, 'crop_pct', low=1 / 16, high=1)
+        check_scaling(self, 'mean', 'std')
+
+
+@dataclasses.dataclass
+class _Description(Record):
+    """What else is read of a config.json."""
+
+    label_names: tuple[str, ...] = ()
 
 
 def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
@@ -67,11 +110,13 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
 
 
 def _recognise(clues: Clues) -> Recognised[Layout]:
-    described = clues.config_json
-    arguments = described.get('model_args', {})
-    gelu = _GELUS.get(arguments.get('act_layer'), 'exact')
-    said = {'num_heads': arguments.get('num_heads'), 'gelu': gelu, 'layer_norm_epsilon': 1e-6}
-    defaults = records.from_dict(Hints, said, where='config.json')
+    said, where = clues.config_json, 'config.json'
+    part = {name: said.get(name, {}) for name in ('model_args', 'pretrained_cfg')}
+    arguments = described(_Arguments, part['model_args'], where=f'{where}.model_args')
+    pretrained = described(_Pretrained, part['pretrained_cfg'], where=f'{where}.pretrained_cfg')
+    names = described(_Description, said, where=where).label_names
+    gelu = _GELUS.get(arguments.act_layer, 'exact')
+    defaults = Hints(num_heads=arguments.num_heads, gelu=gelu, layer_norm_epsilon=1e-6)
     prefix = next(match[1] or '' for name in clues.arrays if (match := _KNOWN.fullmatch(name)))
     inside = {n.removeprefix(prefix): a for n, a in clues.arrays.items() if n.startswith(prefix)}
     root = next((r for r in _ROOTS.values() if f'{r}.conv.weight' in inside), '')
@@ -94,19 +139,16 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
         representation_size=inference.length_of(inside, 'pre_logits.fc.bias'),
     )
     layout = Layout(prefix=prefix, class_row=bool(row) or pool != 'cls')
-    names = tuple(described.get('label_names') or ())
-    return Recognised(config, layout, _preprocessing(described.get('pretrained_cfg', {})), names)
+    return Recognised(config, layout, _preprocessing(pretrained), names)
 
 
-def _preprocessing(described: dict[str, Any]) -> Preprocessing:
-    """What a `pretrained_cfg` says of it; without one, what the converted ViTs are used with."""
-    is_bilinear = described.get('interpolation') == 'bilinear'
+def _preprocessing(pretrained: _Pretrained) -> Preprocessing:
+    is_bilinear = pretrained.interpolation == 'bilinear'
     resize: ResizeMethod = 'bilinear_antialias' if is_bilinear else 'bicubic_antialias'
-    crop: Crop = CentralCrop(scale=1 / (described.get('crop_pct') or 0.9), resize=resize)
-    if described.get('crop_mode') == 'squash':
+    crop: Crop = CentralCrop(scale=1 / pretrained.crop_pct, resize=resize)
+    if pretrained.crop_mode == 'squash':
         crop = Resize(resize=resize)
-    mean, std = (described.get(name) or (0.5, 0.5, 0.5) for name in ('mean', 'std'))
-    return base.foreign_preprocessing(crop, mean, std, where='config.json')
+    return foreign_preprocessing(crop, pretrained.mean, pretrained.std)
 
 
 TIMM = Format[Layout](

@@ -6,9 +6,14 @@ import pathlib
 from collections.abc import Sequence
 
 from vit_jax.base.errors import MissingFile, UserError
+from vit_jax.data.image_headers import HEIC_REMEDY, can_read
 from vit_jax.data.sources.base import Source, Splits, in_fixed_order, labelled_source
 
-IMAGE_SUFFIXES = frozenset('.jpg .jpeg .png .bmp .gif .tif .tiff .webp .ppm .jp2'.split())
+HEIC = frozenset({'.heic', '.heif', '.hif'})
+IMAGE_SUFFIXES = frozenset('.jpg .jpeg .png .bmp .gif .tif .tiff .webp .ppm .jp2'.split()) | {
+    *HEIC,
+    '.avif',
+}
 SPLIT_NAMES = frozenset('train training test testing val valid validation'.split())
 
 
@@ -43,6 +48,30 @@ def folder_splits(root: str) -> Splits:
     return {name: functools.partial(opened, name) for name in splits}
 
 
+def problems(root: str) -> list[str]:
+    """Everything that keeps the splits of a folder from being opened, each with the way out."""
+    path = pathlib.Path(root)
+    within = {name: folder_names(path / name) for name in folder_names(path)}
+    named = SPLIT_NAMES & {*within}
+    whole = not named and any(_has_images(path / name) for name in within)
+    splits = {'': [*within]} if whole else {name: within[name] for name in sorted(named)}
+    found = []
+    for split, classes in splits.items():
+        for name in classes:
+            images, _, _ = _files(path / split / name)
+            if not images:
+                found.append(
+                    f'{path / split / name}: no images in this folder: remove it, or add some'
+                )
+            if whole and len(images) == 1:
+                text = 'its class has one image, none can be held out for testing'
+                found.append(f'{images[0]}: {text}; add some, or remove its folder')
+        for other in splits:
+            for name in sorted({*classes} - {*splits[other]}):
+                found.append(f'{root}: class {name!r} is in {split}/ but not in {other}/')
+    return found
+
+
 def files_by_class(root: pathlib.Path) -> Source:
     """The images of ROOT/CLASS/, in a fixed random order. Raises UserError for an empty class."""
     class_names = folder_names(root)
@@ -62,17 +91,38 @@ def unlabelled(paths: Sequence[str]) -> Source:
 
 
 def image_files(path: pathlib.Path) -> list[pathlib.Path]:
-    """The images below a folder, sorted. Warns of other files; UserError if there are no images."""
-    present = sorted(p for p in path.rglob('*') if p.is_file() and not p.name.startswith('.'))
-    images = [p for p in present if p.suffix.lower() in IMAGE_SUFFIXES]
-    others = [p for p in present if p.suffix.lower() not in IMAGE_SUFFIXES]
+    """The images below a folder, sorted, without files and folders that begin with a dot.
+
+    Warns of other files, and of what cannot be read as its name or link shows. Raises UserError if
+    there are no images.
+    """
+    images, others, links = _files(path)
     count = len(others)
     if not images:
         detail = f'; {count} files have other endings, such as {others[0].name}' if others else ''
         raise UserError(f'{path}: no images in this folder{detail}')
     if others:
         logging.warning('%s: %d files are not images by their ending: %s', path, count, others[0])
+    if links:
+        logging.warning('%s: %d links lead to no file: %s', path, len(links), links[0])
+    heic = [] if can_read('HEIF') else [p for p in images if p.suffix.lower() in HEIC]
+    if heic:
+        logging.warning('%s: %d HEIC photos; %s: %s', path, len(heic), HEIC_REMEDY, heic[0])
     return images
+
+
+def _files(path: pathlib.Path) -> tuple[list[pathlib.Path], list[pathlib.Path], list[pathlib.Path]]:
+    """Images by their ending, broken links too; other files; links that lead to no file."""
+    below = sorted(p for p in path.rglob('*') if not _hidden(p.relative_to(path)))
+    is_file = {p: p.is_file() for p in below}
+    links = [p for p in below if not is_file[p] and p.is_symlink()]
+    present = [p for p in below if is_file[p] or (p.is_symlink() and not p.exists())]
+    images = [p for p in present if p.suffix.lower() in IMAGE_SUFFIXES]
+    return images, [p for p in present if p.suffix.lower() not in IMAGE_SUFFIXES], links
+
+
+def _hidden(path: pathlib.Path) -> bool:
+    return any(part.startswith('.') for part in path.parts)
 
 
 def folder_names(path: pathlib.Path) -> list[str]:
@@ -81,4 +131,5 @@ def folder_names(path: pathlib.Path) -> list[str]:
 
 
 def _has_images(path: pathlib.Path) -> bool:
-    return any(p.suffix.lower() in IMAGE_SUFFIXES for p in path.iterdir() if p.is_file())
+    files = (p for p in path.iterdir() if p.is_file() and not _hidden(p.relative_to(path)))
+    return any(p.suffix.lower() in IMAGE_SUFFIXES for p in files)

@@ -26,7 +26,7 @@ def relabelled(source: Source, path: str) -> Source:
         entries = json.loads(pathlib.Path(path).read_bytes())
     except FileNotFoundError as error:
         raise MissingFile(f'labels={path}: no such file') from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f'{path}: not JSON: {error}') from error
     names = [_path(source.name_of(i)) for i in range(len(source))]
     if isinstance(entries, list):

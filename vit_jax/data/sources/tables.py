@@ -6,9 +6,10 @@ or, multi-label, `labels`: a list in JSONL, separated by `;` in CSV. Other colum
 
 import csv
 import functools
+import io
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from vit_jax.base import UserError, require
@@ -48,39 +49,64 @@ def table_splits(path: str) -> Splits:
         classes = [[number_of[name] for name in row.classes] for row in chosen]
         labels = classes if multi_label else [label for (label,) in classes]
         paths = [file.parent / row.path for row in chosen]
+        _require_files(paths, file)
         return in_fixed_order(labelled_source(paths, labels, class_names, multi_label=multi_label))
 
     return {split or 'all': functools.partial(opened, split) for split in splits}
 
 
+def _text(file: pathlib.Path) -> str:
+    data = file.read_bytes()
+    try:
+        return data.decode('utf-8-sig')
+    except UnicodeDecodeError as error:
+        line = data.count(b'\n', 0, error.start) + 1
+        raise UserError(f'{file}, line {line}: not UTF-8: save the table in that') from error
+
+
 def _csv(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with file.open(newline='', encoding='utf-8-sig') as lines:
-        reader = csv.DictReader(lines)
+    reader = csv.DictReader(io.StringIO(_text(file), newline=''))
+    try:
+        _require_columns(reader.fieldnames or (), f'{file}, line 1')
         for cells in reader:
             values: dict[str, Any] = {k: v for k, v in cells.items() if v is not None}
             if 'labels' in values:
                 parts = map(str.strip, values['labels'].split(';'))
                 values['labels'] = [part for part in parts if part]
             yield reader.line_num, values
+    except csv.Error as error:
+        where = f'{file}, line {reader.line_num + 1}'
+        raise UserError(f'{where}: {error}: is a quotation mark left open?') from error
 
 
 def _jsonl(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with file.open(encoding='utf-8') as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                values = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f'{file}, line {number}: not JSON: {error}') from error
-            require(isinstance(values, dict), f'{file}, line {number}: expected an object')
-            yield number, values
+    for number, line in enumerate(io.StringIO(_text(file), newline=None), 1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f'{file}, line {number}: not JSON: {error}') from error
+        require(isinstance(values, dict), f'{file}, line {number}: expected an object')
+        yield number, values
+
+
+def _require_columns(names: Collection[str], where: str) -> None:
+    if ('label' in names) == ('labels' in names) or 'path' not in names:
+        found = ', '.join(names) or 'nothing'
+        raise UserError(f'{where}: it has {found}; expected path and label, or path and labels')
+
+
+def _require_files(paths: Sequence[pathlib.Path], file: pathlib.Path) -> None:
+    """UserError where of a sample of the images none is there: then the paths are wrong."""
+    sample = paths[:: -(-len(paths) // 20)]
+    if not any(path.exists() for path in sample):
+        expected = f'paths are absolute, or start in {file.parent.absolute()}'
+        raise UserError(f'{file}: no such image: {sample[0]}; {expected}')
 
 
 def _row(values: dict[str, Any], where: str) -> _Row:
-    if ('label' in values) == ('labels' in values) or 'path' not in values:
-        found = ', '.join(values) or 'nothing'
-        raise UserError(f'{where}: it has {found}; expected path and label, or path and labels')
+    _require_columns(values, where)
     classes = values['labels'] if 'labels' in values else [values['label']]
     if not isinstance(classes, list) or not all(isinstance(c, str | int) for c in classes):
         raise UserError(f'{where}: labels={classes!r}: expected a list of names')

@@ -63,7 +63,8 @@ def folder_splits(root: str, label_column: str | None = None) -> Splits:
     def opened(split: str) -> Source:
         if file_format == 'array_record':
             stored = builder.as_data_source(split, decoders=decoders)
-            return _source(info, split, label_column, len(stored), stored.__getitem__)
+            undamaged = functools.partial(_undamaged, stored.__getitem__)
+            return _source(info, split, label_column, len(stored), undamaged)
         count, read = tfrecord.read_tfrecords(info.splits[split].filepaths)
         if count != (expected := info.splits[split].num_examples):
             raise UserError(f'{root}: {split} has {count} records, {INFO} says {expected}')
@@ -71,6 +72,13 @@ def folder_splits(root: str, label_column: str | None = None) -> Splits:
         return _source(info, split, label_column, count, lambda index: decode(read(index)))
 
     return {split: functools.partial(opened, split) for split in info.splits}
+
+
+def _undamaged(read: Callable[[int], Any], index: int) -> Any:
+    try:
+        return read(index)
+    except RuntimeError as error:  # ArrayRecord has checksums of all that it reads
+        raise UserError(f'damaged: {error}') from error
 
 
 def download_and_prepare(name: str, folder: str | None) -> str:
@@ -104,14 +112,16 @@ def _source(
 
     def read(index: int) -> tuple[EncodedImage, Label]:
         values = example(index)
-        if multi_label:
-            row = np.zeros(len(names), np.int32)
-            row[np.asarray(values[label_column], int)] = 1
-            return values[image_column], row
-        number = int(values[label_column])
-        if not 0 <= number < len(names):
+        if values[image_column] is None or values[label_column] is None:
+            raise UserError('damaged: the record has no image or no label')
+        numbers = np.atleast_1d(np.asarray(values[label_column], int))
+        for number in numbers[(numbers < 0) | (numbers >= len(names))]:
             raise UserError(f'label {number}, of {len(names)} classes: has {name} labels?')
-        return values[image_column], number
+        if not multi_label:
+            return values[image_column], int(numbers[0])
+        row = np.zeros(len(names), np.int32)
+        row[numbers] = 1
+        return values[image_column], row
 
     def read_labels(indices: Sequence[int]) -> np.ndarray:
         with futures.ThreadPoolExecutor() as pool:

@@ -8,6 +8,7 @@ import random
 import signal
 import time
 
+import cv2
 import numpy as np
 import pytest
 
@@ -233,6 +234,33 @@ def assert_alike(found, expected):
     assert found['evaluations'] == expected['evaluations']
     # Sums over devices are taken in another order: float32 rounding.
     np.testing.assert_allclose(found['losses'], expected['losses'], rtol=1e-6)
+
+
+@pytest.mark.full
+def test_test_images_that_cannot_be_read_are_known_or_counted_by_all_processes(tmp_path):
+    rng = np.random.default_rng(0)
+    for split, count in ('train', 20), ('test', 9):
+        for name in 'cat', 'dog':
+            (tmp_path / 'photos' / split / name).mkdir(parents=True)
+            for i in range(count):
+                image = rng.integers(0, 256, (9, 9, 3), np.uint8)
+                cv2.imwrite(str(tmp_path / 'photos' / split / name / f'{i}.png'), image)
+    for i in 0, 3, 4:
+        broken = tmp_path / 'photos' / 'test' / 'dog' / f'{i}.png'
+        broken.write_bytes(broken.read_bytes()[:-30])
+    flags = [f'--config.data={tmp_path}/photos', '--config.eval_split=test']
+    flags += ['--config.total.steps=2', '--config.loader.placement=host']
+    with training(tmp_path, count=2, flags=flags) as started:
+        assert [host.wait() for host in started] == [1, 1]
+        said = started[0].text + started[1].text
+    assert 'dog/' in said and 'not a whole image' in said and 'on_unreadable=skip' in said
+    assert not (tmp_path / 'run' / 'checkpoints' / '2').exists()
+    flags.append('--config.loader.on_unreadable=skip')
+    with training(tmp_path, count=2, flags=[*flags, '--accept_config_changes']) as started:
+        assert [host.wait() for host in started] == [0, 0]
+    (found,) = (line for line in result(tmp_path)[1] if line['kind'] == 'test')
+    assert found['count'] == 15 and found['unreadable'] == 3
+    assert abs(15 * found['accuracy'] - round(15 * found['accuracy'])) < 1e-5
 
 
 @pytest.mark.full

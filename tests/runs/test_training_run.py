@@ -395,6 +395,7 @@ def test_an_image_above_the_bound_cannot_be_read(photos):
     assert small == 2 * (7 + 3)
 
 
+@pytest.mark.full
 def test_a_test_image_that_cannot_be_read_is_known_before_training(photos, tmp_path):
     broken = photos / 'test' / 'dog' / '1.jpg'
     broken.write_bytes(broken.read_bytes()[:-40])  # its header is whole

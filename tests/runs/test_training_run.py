@@ -407,6 +407,7 @@ def test_a_test_image_that_cannot_be_read_is_known_before_training(photos, tmp_p
     assert not (tmp_path / 'run' / 'metrics.jsonl').exists()
 
 
+@pytest.mark.full
 def test_what_is_kept_on_the_devices_is_read_before_anything_is_compiled(
     photos, tmp_path, monkeypatch
 ):

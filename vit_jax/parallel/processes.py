@@ -41,7 +41,7 @@ _END, _STOP = 'vit_jax/end', 'vit_jax/stop'
 _LAST_WORDS = 0.5  # seconds
 # What gloo, NCCL and jax say where the other side of a connection is gone.
 _GONE = r'Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited'
-_PATIENCE = 30.0  # seconds from a signal to the end of a step, where steps are no longer
+_PATIENCE = 60.0  # seconds from a signal to the end of a step, where steps are no longer
 _FIRST = 3  # ticks, of which the steps may take as long as starting does
 T = TypeVar('T')
 
@@ -275,7 +275,7 @@ class Job:
             return
         self._code = code
         self._be_patient()
-        with self._moving:
+        with self._moving, contextlib.suppress(jax.errors.JaxRuntimeError):  # one is gone
             self._client.key_value_set(f'{_STOP}/{self.index}', str(self._ticks))
             keys = [f'{_STOP}/{index}' for index in range(self.count)]
             ticks = [self._client.blocking_key_value_get(key, self._wait_ms) for key in keys]
@@ -313,10 +313,8 @@ class Job:
         self._patience.restart(max(_PATIENCE, 2 * self._pace))
 
     def _on_stall(self, seconds: float) -> None:
-        text = (
-            f'no step ended within {seconds:.0f} s of being asked to stop; what was trained since'
-        )
-        text += ' the newest checkpoint is not saved, and the same command goes on from there'
+        text = f'no step ended within {seconds:.0f} s of being asked to stop: ended without saving'
+        text += '; the same command goes on from the newest checkpoint'
         _say(text)
         self.end(self._code, text)
 

@@ -83,7 +83,6 @@ def train(
                     experiment.model, experiment.preprocessing, mesh, size, params
                 )
         with clock('start'):
-            job.barrier('compiled')  # orbax lets the devices meet, for which gloo waits 30 s only
             checkpoints, state = _first_state(experiment, abstract, folder, job, console)
             stack.enter_context(contextlib.closing(checkpoints))
         reporter = Reporter(
@@ -152,6 +151,7 @@ def _first_state(
     said = job.from_process_0('damaged', lambda: json.dumps(quarantine_damaged(folder)))
     for line in json.loads(said):
         logging.warning('%s', line)
+    job.barrier('compiled')  # devices meet in what follows, and gloo would wait for 30 s only
     checkpoints = Checkpoints(folder, keep=experiment.config.keep_checkpoints)
     step, end = checkpoints.latest_step, experiment.length.total_steps
     job.require_same('the step to go on from', {'step': step})

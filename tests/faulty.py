@@ -15,6 +15,7 @@ from vit_jax import train
 from vit_jax.checkpoints.store import Checkpoints
 from vit_jax.command_line import app
 from vit_jax.data import loading
+from vit_jax.parallel import processes
 from vit_jax.parallel.processes import Job
 from vit_jax.runs import compilation, fingerprint
 
@@ -62,6 +63,16 @@ def hang_loader(number, index):
     loading.ImageReader.examples = loading_then_hanging
 
 
+def stalled_images(number, index):
+    """Every so-manieth image is never read to its end."""
+    example = loading.ImageReader.example
+
+    def stalling(reader, ref):
+        return forever() if ref.index % number == 0 else example(reader, ref)
+
+    loading.ImageReader.example = stalling
+
+
 def hang_barrier(number, index):
     wait = Job.barrier
 
@@ -84,11 +95,16 @@ def die(number, index):
     at_tick(number, index, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
+def patience(number, index):
+    """Of a job that is asked to stop, in seconds."""
+    processes._PATIENCE = number
+
+
 def slow_compile(number, index):
     lower_update = compilation.lower_update
 
     def lowering(*arguments):
-        time.sleep(number)
+        time.sleep(number if index in (None, jax.process_index()) else 0)
         return lower_update(*arguments)
 
     compilation.lower_update = lowering

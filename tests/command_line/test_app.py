@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import pathlib
 import re
 import runpy
@@ -184,6 +185,7 @@ def test_an_error_is_one_line_where_the_user_can_mend_it(
         raise error
 
     monkeypatch.setattr(sys, 'argv', ['program', *flags])
+    monkeypatch.setattr(os, '_exit', sys.exit)
     with pytest.raises(SystemExit) as ended:
         app.run(main, app.new_parser('name', ''))
     text = capsys.readouterr().err

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import re
 import sys
 import traceback
@@ -16,11 +17,13 @@ from absl import flags
 
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import nearest
-from vit_jax.command_line import config_flags, config_help
+from vit_jax.command_line import config_flags, config_help, output
 from vit_jax.config import TrainConfig
 from vit_jax.parallel.clusters import Launch
-from vit_jax.parallel.processes import REQUEUE, Interrupted, Job, joined_job
+from vit_jax.parallel.processes import INTERRUPTED, Job, joined_job
 from vit_jax.training.loop import NotFinite
+
+_UNREAD = 141  # the code of a shell's command whose output nobody reads (SIGPIPE)
 
 
 class Invocation(NamedTuple):
@@ -38,21 +41,19 @@ def run(main: Callable[[argparse.Namespace], int], parser: argparse.ArgumentPars
     With the arguments of `add_config`, `arguments.config` is the TrainConfig that was asked for.
     """
     with _started(parser) as arguments:
-        sys.exit(main(arguments))
+        code = main(arguments)
+        sys.stdout.flush()
+        sys.exit(code)
 
 
 def run_job(main: Callable[[Invocation], None], *, name: str, description: str | None) -> None:
     """Runs a program with configuration and work directory, as one of the processes of a job."""
     parser = new_parser(name, description)
     add_job(parser)
+    output.outlive_readers()
     with _started(parser) as arguments, joined_job(launch(arguments), reporter(arguments)) as job:
         accept_changes = arguments.accept_config_changes
-        try:
-            main(Invocation(arguments.config, arguments.workdir, accept_changes, job))
-        except Interrupted as stop:
-            if job.index == 0:
-                print(f'{stop}\nthe same command goes on (exit code {REQUEUE}: requeue)')
-            sys.exit(REQUEUE)
+        main(Invocation(arguments.config, arguments.workdir, accept_changes, job))
 
 
 @contextlib.contextmanager
@@ -75,7 +76,12 @@ def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
         if getattr(arguments, 'config', None) is not None:
             arguments.config = config_flags.load(arguments.config, overrides)
         yield arguments
-    except (Exception, KeyboardInterrupt) as error:
+    except BrokenPipeError:  # as in `| head`: enough was read
+        os._exit(_UNREAD)
+    except KeyboardInterrupt as error:
+        reporter(arguments)(error)
+        os._exit(INTERRUPTED)  # no thread that compiles or waits for a disk is waited for
+    except Exception as error:
         sys.exit(reporter(arguments)(error))
 
 
@@ -91,8 +97,8 @@ def reporter(arguments: argparse.Namespace) -> Callable[[BaseException], int]:
             # Background tasks of orbax that end with the process would have the last word.
             warnings.simplefilter('ignore')
             text = 'interrupted; the same command goes on from what is complete'
-            print(f'error: {text if interrupted else error}', file=sys.stderr)
-        return 130 if interrupted else 1
+            print(f'error: {text if interrupted else error}', file=sys.stderr, flush=True)
+        return INTERRUPTED if interrupted else 1
 
     return report
 

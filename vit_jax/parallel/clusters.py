@@ -185,30 +185,49 @@ def wait_for_coordinator(cluster: Cluster, seconds: float) -> str:
     does. Raises UserError that says what is wrong.
     """
     address, here = cluster.coordinator_address, socket.gethostname()
-    host, _, port = address.rpartition(':')
-    host = host.strip('[]')
-    try:
-        ip = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        why = f'{host} cannot be resolved on {here}: {error.strerror}'
-        raise UserError(f'coordinator_address={address}: {why}') from error
+    ip, port = _resolved(address)
     if ipaddress.ip_address(ip).is_loopback and not cluster.one_host:
         raise UserError(
             f'coordinator {address} is {ip} on {here}, which loops back to this host: the others '
             f'cannot come. Mend the name in /etc/hosts, or give --coordinator_address=IP:PORT'
         )
     if cluster.process_id == 0:
-        _check_free(ip, int(port), address)
+        _check_free(ip, port, address)
     else:
-        _wait_for(ip, int(port), address, seconds)
+        _wait_for(ip, port, address, seconds)
     bind = f'[{ip}]:{port}' if ':' in ip else f'{ip}:{port}'
     return os.environ.get('JAX_COORDINATOR_BIND_ADDRESS', bind)
 
 
-def _check_free(ip: str, port: int, address: str) -> None:
-    family = socket.AF_INET6 if ':' in ip else socket.AF_INET
+def address_here(cluster: Cluster) -> str:
+    """The address of this host on the network that leads to the coordinator."""
+    ip, port = _resolved(cluster.coordinator_address)
+    with socket.socket(_family(ip), socket.SOCK_DGRAM) as unsent:  # UDP connects without a word
+        unsent.connect((ip, port))
+        return str(unsent.getsockname()[0])
+
+
+def _resolved(address: str) -> tuple[str, int]:
+    """The IP address and the port of HOST:PORT."""
+    host, _, port = address.rpartition(':')
+    host = host.strip('[]')
     try:
-        with socket.socket(family) as listener:  # which does not listen, so that nobody is answered
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        why = f'{host} cannot be resolved on {socket.gethostname()}: {error.strerror}'
+        raise UserError(f'coordinator_address={address}: {why}') from error
+    return str(found[0][4][0]), int(port)
+
+
+def _family(ip: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ':' in ip else socket.AF_INET
+
+
+def _check_free(ip: str, port: int, address: str) -> None:
+    try:
+        with socket.socket(
+            _family(ip)
+        ) as listener:  # which does not listen, so that nobody is answered
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((ip, port))
     except OSError as error:

@@ -1,45 +1,53 @@
 """The processes of a job: they begin together, agree, notice when one is gone, and end together.
 
 jax.distributed does the work. What is added: a process that fails says so to the others, one that
-hangs is ended with the stacks of its threads, and SIGTERM becomes one common moment to stop.
+hangs is ended with the stacks of its threads, and SIGTERM, SIGHUP or Ctrl-C, to any process, become
+one common moment to stop.
 """
 
 import collections
 import contextlib
 import faulthandler
-import functools
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
 from typing import Any, NoReturn, TypeVar
 
 import jax
 import psutil
 
 # Not public, and without a public equal: jax.experimental.multihost_utils talks through devices,
-# which must not be touched before the processes agree, and its preemption sync point is jax's own,
-# which orbax reaches too, with the numbers of its steps.
+# which must not be touched before the processes agree, and its preemption sync point knows SIGTERM
+# alone.
 from jax._src.distributed import global_state
-from jaxlib import _jax
 
 from vit_jax.base import UserError, records
-from vit_jax.parallel.clusters import Cluster, Launch, detect_cluster, wait_for_coordinator
+from vit_jax.parallel.clusters import Launch, detect_cluster
+from vit_jax.parallel.connecting import connect
+from vit_jax.parallel.countdown import Countdown
 
 REQUEUE = 75  # EX_TEMPFAIL: start the same command again
-_END = 'vit_jax/end'
-_SAY_AFTER, _LAST_WORDS = 10.0, 0.5  # seconds
+INTERRUPTED = 130  # the code of a shell's command that Ctrl-C ended
+_SIGNALS = [getattr(signal, n) for n in ('SIGTERM', 'SIGINT', 'SIGHUP') if hasattr(signal, n)]
+_END, _STOP = 'vit_jax/end', 'vit_jax/stop'
+_LAST_WORDS = 0.5  # seconds
+# What gloo, NCCL and jax say where the other side of a connection is gone.
+_GONE = r'Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited'
+_PATIENCE = 60.0  # seconds from a signal to the end of a step, where steps are no longer
 _FIRST = 3  # ticks, of which the steps may take as long as starting does
 T = TypeVar('T')
 
 
 class Interrupted(Exception):
-    """SIGTERM came, and every process is at the same place: save, and stop."""
+    """A signal came, and every process is at the same place: save, and stop."""
 
 
 class Differs(UserError):
@@ -52,11 +60,16 @@ class Job:
     def __init__(self, launch: Launch | None = None):
         self._launch = launch
         self._wait_ms = int(1000 * (launch or Launch()).start_seconds)
-        self._asked = threading.Event()  # to stop
         self._ticks = 0
+        self._moving = threading.Lock()  # held while it is agreed on at which tick all stop
+        self._stop_at: int | None = None
+        self._asked = futures.Future[None]()  # to stop
+        self._code = REQUEUE
+        self._pace, self._since = 0.0, time.monotonic()  # the longest step, the last tick
         self._times = collections.Counter[str]()  # that each name was told or waited for
         self._saves = False  # is there a state worth keeping?
-        self._preemption: Any = None
+        self._stopper: threading.Thread | None = None
+        self._watchdog, self._patience = Countdown(self._on_hang), Countdown(self._on_stall)
 
     @property
     def count(self) -> int:
@@ -121,24 +134,30 @@ class Job:
         return max(0.0, min(python, process))
 
     def stop_gracefully_from_here(self) -> None:
-        """From here on SIGTERM waits for the next `heartbeat`: there is a state worth keeping."""
+        """From here on signals wait for the next `heartbeat`: there is a state worth keeping."""
         self._saves = True
+        self._since = time.monotonic()
         self.reset_watchdog()
         if self._launch is not None and self.count > 1:
-            # Takes SIGTERM over: the processes agree on the tick at which they stop.
-            self._preemption = _jax.create_preemption_sync_manager()
-            self._preemption.initialize(self._client)
+            self._stopper = threading.Thread(target=self._agree_to_stop, daemon=True)
+            self._stopper.start()
 
     def heartbeat(self) -> None:
         """Says that work goes on. Raises Interrupted on the call at which all processes stop.
 
         Every process must call it equally often.
         """
-        self._ticks += 1
+        now = time.monotonic()
+        self._pace, self._since = max(self._pace, now - self._since), now
+        with self._moving:
+            self._ticks += 1
+            stop = self._stop_at is not None and self._ticks >= self._stop_at
         self.reset_watchdog()
-        manager = self._preemption
-        if self._asked.is_set() or (manager and manager.reached_sync_point(self._ticks)):
+        if stop:
+            self._patience.cancel()
             raise Interrupted
+        if self._patience.runs:
+            self._be_patient()
 
     def reset_watchdog(self) -> None:
         """Gives the watchdog its full time again."""
@@ -146,11 +165,46 @@ class Job:
             seconds = self._launch.watchdog_seconds
             if self._ticks < _FIRST:  # to start, to compile, and to connect all processes
                 seconds = max(seconds, self._launch.start_seconds)
-            faulthandler.dump_traceback_later(seconds, exit=True)
+            self._watchdog.restart(seconds)
+
+    def interruptibly(self, wait: Callable[[], T]) -> T:
+        """What `wait` gives. Raises Interrupted when a process alone is asked to stop meanwhile.
+
+        `wait` is then left behind in its thread. One of several processes cannot stop on its own.
+        """
+        if self._launch is None or self.count > 1:
+            return wait()
+        result = futures.Future[T]()
+
+        def work() -> None:
+            try:
+                result.set_result(wait())
+            except BaseException as error:
+                result.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        first: list[futures.Future[Any]] = [result, self._asked]
+        futures.wait(first, return_when=futures.FIRST_COMPLETED)
+        if result.done():
+            return result.result()
+        self._patience.cancel()
+        raise Interrupted
+
+    def awaited(self, batches: Iterable[T]) -> Iterator[T]:
+        """The same batches, of which the first comes when all processes have theirs.
+
+        gloo connects devices at their first common work, and waits for 30 s only.
+        """
+        iterator = iter(batches)
+        batch = self.interruptibly(lambda: next(iterator, None))
+        self.barrier('the first batch')
+        while batch is not None:
+            yield batch
+            batch = self.interruptibly(lambda: next(iterator, None))
 
     def with_heartbeat(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same batches, with a `heartbeat` before each."""
-        for batch in batches:
+        """The same batches, `awaited`, with a `heartbeat` before each."""
+        for batch in self.awaited(batches):
             self.heartbeat()
             yield batch
 
@@ -173,40 +227,101 @@ class Job:
             time.sleep(_LAST_WORDS)
         os._exit(code)
 
+    def _stopped(self, stop: Interrupted) -> NoReturn:
+        """Ends the process, when all is saved; a thread that waits for a disk is left behind."""
+        if self.index == 0:
+            what = 'requeue' if self._code == REQUEUE else 'interrupted'
+            print(f'{stop}\nthe same command goes on (exit code {self._code}: {what})', flush=True)
+        os._exit(self._code)
+
     def finish(self, listener: threading.Thread) -> None:
         """Waits for all processes to come here, and disconnects this one."""
         self.barrier('the end')
         if self.index == 0:
             self._tell_end(0, 'done')
-        listener.join(self._wait_ms / 1000)  # a thread within jax would abort the interpreter's end
-        faulthandler.cancel_dump_traceback_later()
-        if self._preemption is not None:
-            self._preemption.shutdown()
+            self._ask_to_stop(0)
+        for thread in listener, self._stopper:  # one within jax would abort the interpreter's end
+            if thread is not None:
+                thread.join(self._wait_ms / 1000)
+        self._watchdog.cancel()
+        self._patience.cancel()
         jax.distributed.shutdown()
 
     def _listen(self) -> None:
         """Waits for the end of another process, and ends this one."""
+        said = json.loads(self._awaited_value(_END) or '{"code": 0}')
+        if said['code'] and said['index'] != self.index:
+            _say(f'{said["process"]} ended: {said["message"]}')
+            self._leave(said['code'])
+
+    def _awaited_value(self, key: str) -> str | None:
+        """What any process tells under a key, whenever it does; None where the store is gone."""
         while True:
             try:
-                said = json.loads(self._client.blocking_key_value_get(_END, 3_600_000))
+                return str(self._client.blocking_key_value_get(key, 3_600_000))
             except jax.errors.JaxRuntimeError as error:
-                if 'DEADLINE' in str(error):
-                    continue
-                return  # the store is gone: jax will end this process
-            if said['code'] and said['index'] != self.index:
-                _say(f'{said["process"]} ended: {said["message"]}')
-                self._leave(said['code'])
-            return
+                if 'DEADLINE' not in str(error):
+                    return None  # jax will end this process
 
-    def _on_signal(self, wakeup: socket.socket) -> None:
-        """SIGTERM: before there is anything to keep the process ends, else it stops soon."""
-        while number := wakeup.recv(1):
-            if number[0] == signal.SIGTERM:
-                if not self._saves:
-                    text = 'SIGTERM before anything was trained: nothing is lost, start again'
-                    _say(text)
-                    self.end(REQUEUE, text)
-                self._asked.set()
+    def _ask_to_stop(self, code: int) -> None:
+        """Asks all processes, this one too; 0: nobody will ask any more."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # somebody has asked before
+            self._client.key_value_set(_STOP, str(code))
+
+    def _agree_to_stop(self) -> None:
+        """Waits until a process is asked to stop; all then stop after the step of the foremost."""
+        code = int(self._awaited_value(_STOP) or 0)
+        if code == 0:
+            return
+        self._code = code
+        self._be_patient()
+        with self._moving, contextlib.suppress(jax.errors.JaxRuntimeError):  # one is gone
+            self._client.key_value_set(f'{_STOP}/{self.index}', str(self._ticks))
+            keys = [f'{_STOP}/{index}' for index in range(self.count)]
+            ticks = [self._client.blocking_key_value_get(key, self._wait_ms) for key in keys]
+            self._stop_at = max(map(int, ticks)) + 1
+
+    def _on_signals(self, wakeup: socket.socket) -> None:
+        """Before there is anything to keep a signal ends the process, else it stops soon.
+
+        A second Ctrl-C ends it at once.
+        """
+        interrupted = False
+        while True:
+            number = wakeup.recv(1)[0]
+            if number not in _SIGNALS:
+                continue
+            if number == signal.SIGINT and interrupted:
+                os._exit(INTERRUPTED)
+            interrupted |= number == signal.SIGINT
+            code = INTERRUPTED if number == signal.SIGINT else REQUEUE
+            if not self._saves:
+                name = signal.Signals(number).name
+                text = f'{name} before anything was trained: nothing is lost, start again'
+                _say(text)
+                self.end(code, text)
+            if interrupted:
+                _say('interrupted: stops after this step, and saves; Ctrl-C again ends at once')
+            if self.count > 1:
+                self._ask_to_stop(code)
+            elif not self._asked.done():
+                self._code, self._stop_at = code, 0
+                self._be_patient()
+                self._asked.set_result(None)
+
+    def _be_patient(self) -> None:
+        self._patience.restart(max(_PATIENCE, 2 * self._pace))
+
+    def _on_stall(self, seconds: float) -> None:
+        text = f'no step ended within {seconds:.0f} s of being asked to stop: ended without saving'
+        text += '; the same command goes on from the newest checkpoint'
+        _say(text)
+        self.end(self._code, text)
+
+    def _on_hang(self, seconds: float) -> None:
+        _say(f'no sign of work for {seconds:g} s (--watchdog_seconds); what every thread does:')
+        faulthandler.dump_traceback()
+        self._leave(1)
 
 
 def _process_name() -> str:
@@ -226,68 +341,49 @@ def joined_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterat
     """
     job = Job(launch)
     faulthandler.enable()  # an abort, by jax for example, shows what every thread did
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # the thread sees it, also while jax compiles
-    signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=job._on_signal, args=(ours,), daemon=True).start()
+    _take_signals(job)
     job.reset_watchdog()
     cluster = detect_cluster(launch)
     if cluster is None or cluster.num_processes == 1:
         try:
             yield job
+        except Interrupted as stop:
+            job._stopped(stop)
         finally:
-            faulthandler.cancel_dump_traceback_later()
+            job._watchdog.cancel()
         return
-    _initialize(cluster, launch)
+    connect(cluster, launch)
     listener = threading.Thread(target=job._listen, daemon=True)
     listener.start()
     try:
         yield job
-    except SystemExit as error:
-        if error.code != REQUEUE:  # which all processes reach together
-            job.end(1, 'its own output says why')
+    except Interrupted as stop:  # which all processes reach together
         job.finish(listener)
-        raise
+        job._stopped(stop)
     except BaseException as error:
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            time.sleep(2 * _LAST_WORDS)  # of another process, which may be the cause
-            _say('is another process gone? Its output says why')
-        job.end(report(error), f'{type(error).__name__}: {error}')
+        job.end(report(_cause(error)), f'{type(error).__name__}: {error}')
     else:
         job.finish(listener)
 
 
-def _initialize(cluster: Cluster, launch: Launch) -> None:
-    """Connects to the other processes. Ends this one, with a reason, where they do not come."""
-    bind = wait_for_coordinator(cluster, launch.start_seconds)
-    index, count, address = cluster.process_id, cluster.num_processes, cluster.coordinator_address
+def _take_signals(job: Job) -> None:
+    """Gives signals to a thread of the job, which sees them also while jax compiles."""
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    for number in _SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
+    threading.Thread(target=job._on_signals, args=(ours,), daemon=True).start()
 
-    def give_up() -> None:
-        text = f'error: process {index}: of {count} processes not all came to {address} within'
-        text += f' {launch.start_seconds:.0f} s; which were started, and with which process_id?'
-        print(text, file=sys.stderr, flush=True)
-        os._exit(1)
 
-    waits = f'process {index} of {count} waits at {address} for the others'
-    say = functools.partial(print, waits, file=sys.stderr, flush=True)
-    timers = threading.Timer(_SAY_AFTER, say), threading.Timer(launch.start_seconds, give_up)
-    for timer in timers:
-        timer.daemon = True
-        timer.start()
-    # jax's own manager would take SIGTERM from here on; `stop_gracefully_from_here` makes ours.
-    jax.config.update('jax_enable_preemption_service', False)
-    logging.getLogger('jax._src.distributed').setLevel(logging.ERROR)
-    jax.distributed.initialize(
-        address,
-        count,
-        index,
-        local_device_ids=cluster.local_device_ids,
-        cluster_detection_method='deactivate',
-        initialization_timeout=int(launch.start_seconds) + 30,
-        heartbeat_timeout_seconds=int(launch.heartbeat_seconds),
-        shutdown_timeout_seconds=int(launch.heartbeat_seconds),
-        coordinator_bind_address=bind,
-    )
-    for timer in timers:
-        timer.cancel()
+def _cause(error: BaseException) -> BaseException:
+    """The error to report: a sentence where another process of the job is gone."""
+    if not isinstance(error, jax.errors.JaxRuntimeError):
+        return error
+    time.sleep(2 * _LAST_WORDS)  # another process may be about to say why
+    if found := re.search(_GONE, str(error)):
+        gone = UserError(f'another process is gone, its output says why ({found[0]})')
+        gone.__cause__ = error
+        return gone
+    return error

@@ -166,6 +166,7 @@ def _first_state(
     said = job.from_process_0('damaged', lambda: json.dumps(quarantine_damaged(folder)))
     for line in json.loads(said):
         logging.warning('%s', line)
+    job.barrier('compiled')  # devices meet in what follows, and gloo would wait for 30 s only
     checkpoints = Checkpoints(folder, keep=experiment.config.keep_checkpoints)
     step, end = checkpoints.latest_step, experiment.length.total_steps
     job.require_same('the step to go on from', {'step': step})
@@ -233,9 +234,10 @@ class Run:
             last = self.checkpoints.latest_step
             good = 'there is none yet' if last is None else self.checkpoints.path(last)
             raise NotFinite(f'{error}; last good checkpoint: {good}') from error
-        except Stopped as stopped:
-            step = int(stopped.state.step)
-            self.save(step, stopped.state)
+        except (Stopped, Interrupted) as stopped:
+            state = stopped.state if isinstance(stopped, Stopped) else state
+            step = int(state.step)
+            self.save(step, state)
             self._wait()
             self.ledger.record('stopped', step)
             where = self.checkpoints.path(step)
@@ -245,14 +247,15 @@ class Run:
         return state
 
     def _trained(self, state: TrainState, steps: range) -> TrainState:
-        config, loader = self.experiment.config, self.loader_of(self.experiment.train)
+        config, reader = self.experiment.config, self.experiment.train
+        loader = self.job.interruptibly(functools.partial(self.loader_of, reader))
         batches = loading.training_batches(
             loader, steps=steps, batch_size=config.batch_size, seed=config.seed
         )
         return fit(
             self.update,
             state,
-            batches,
+            self.job.awaited(batches),
             steps=steps,
             on_metrics=self._on_metrics,
             observers=[Every(config.checkpoint_every_steps, self.save), *self._observers()],
@@ -280,12 +283,9 @@ class Run:
         if steps.start == 0:
             return
         said = self.job.from_process_0('evaluated', lambda: json.dumps(self.reporter.evaluated))
-        try:
-            for observer in self._observers(without=json.loads(said)):
-                if observer.is_due(steps.start, steps.stop):
-                    observer.run(steps.start, state)
-        except Interrupted:
-            raise Stopped(state) from None
+        for observer in self._observers(without=json.loads(said)):
+            if observer.is_due(steps.start, steps.stop):
+                observer.run(steps.start, state)
 
     def _on_metrics(self, step: int, metrics: StepMetrics) -> None:
         if self.reporter.step(step, metrics):
@@ -310,7 +310,8 @@ class Run:
         for name in names:
             with self.ledger.clock('evaluation'):
                 self.ledger.record(f'evaluating {name}', step)
-                loader = self.loader_of(self.experiment.evals[name])
+                reader = self.experiment.evals[name]
+                loader = self.job.interruptibly(functools.partial(self.loader_of, reader))
                 size, count = self.experiment.eval_batch_size, len(loader.source)
                 batches = loading.sequential_batches(loader, np.arange(count), batch_size=size)
                 watched = self.job.with_heartbeat(batches)

@@ -1,0 +1,185 @@
+"""What ends a run, and what does not: signals, readers that go away, suspension, stalled reads.
+
+Processes of their own, as users have them: python -m pytest -m full tests/runs/test_stopping.py
+"""
+
+import contextlib
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.hosts import ROOT, environment, hosts
+from vit_jax.checkpoints import digests
+from vit_jax.parallel.processes import INTERRUPTED, REQUEUE
+
+pytestmark = pytest.mark.full
+PLACEMENT = '--config.loader.placement='
+
+
+def training(folder, faults='slow:0', count=1, flags=()):
+    command = ['tests.faulty', faults, '--config=tests/tiny_config.py', f'--workdir={folder}/run']
+    return hosts(folder, [*command, *flags], count)
+
+
+def steps(folder):
+    return sorted(digests.steps(folder / 'run/checkpoints'))
+
+
+def reported(folder):
+    lines = map(json.loads, (folder / 'run/metrics.jsonl').read_text().splitlines())
+    return [(line['kind'], line['step']) for line in lines]
+
+
+@pytest.mark.parametrize('terminal', [False, True])
+def test_a_reader_that_goes_away_does_not_end_the_run(terminal, tmp_path):
+    """As `| head -1`, with standard error in the same pipe; or as a terminal that is closed."""
+    read, write = pty.openpty() if terminal else os.pipe()
+    command = [sys.executable, '-m', 'tests.faulty', 'slow:0', '--config=tests/tiny_config.py']
+    command += [f'--workdir={tmp_path}/run']
+    run = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=write, stderr=write)
+    os.close(write)
+    os.read(read, 1)
+    os.close(read)
+    assert run.wait(120) == 0
+    assert ('train', 60) in reported(tmp_path) and ('test', 60) in reported(tmp_path)
+    assert steps(tmp_path)[-1] == 60
+
+
+def test_a_suspended_process_is_not_taken_for_a_hanging_one(tmp_path):
+    with training(tmp_path, 'slow:100', flags=['--watchdog_seconds=4']) as (host,):
+        host.wait_for('reported', step=15)
+        host.signal(signal.SIGSTOP)
+        time.sleep(8)
+        host.signal(signal.SIGCONT)
+        assert host.wait() == 0, host.text
+
+
+@pytest.mark.parametrize('count', [1, 2])
+@pytest.mark.parametrize(
+    'number, code', [(signal.SIGHUP, REQUEUE), (signal.SIGINT, INTERRUPTED)], ids=str
+)
+def test_a_closed_terminal_and_ctrl_c_save_as_sigterm_does(number, code, count, tmp_path):
+    """The last process alone is told."""
+    with training(tmp_path, 'slow:200', count) as started:
+        started[0].wait_for('reported', step=15)
+        started[-1].signal(number)
+        assert [host.wait() for host in started] == [code] * count, started[-1].text
+    stopped = steps(tmp_path)[-1]
+    assert 15 <= stopped < 55
+    assert f'stopped at step {stopped}, saved in' in started[0].text
+    assert not any('Traceback' in host.text for host in started)
+
+
+def test_ctrl_c_while_saving_waits_for_the_save_and_a_second_one_for_nothing(tmp_path):
+    with training(tmp_path, 'slow_save:20000,slow:50') as (host,):
+        host.wait_for('saving')
+        host.signal(signal.SIGINT)
+        time.sleep(1)
+        assert host.process.exitcode is None
+        host.signal(signal.SIGINT)
+        assert host.wait(5) == INTERRUPTED
+    said = host.text.partition('interrupted')[2]
+    assert 'Ctrl-C again ends at once' in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize('after', [1.0, 3.0])
+def test_ctrl_c_while_compiling_is_one_sentence_and_no_crash(after, tmp_path):
+    """A network that takes long to compile, and that no cache has."""
+    command = [sys.executable, '-m', 'vit_jax.train', '--config=tests/tiny_config.py']
+    command += [
+        f'--workdir={tmp_path}/run',
+        '--config.compute.unroll=24',
+        '--config.model.depth=24',
+    ]
+    env = environment() | {'JAX_ENABLE_COMPILATION_CACHE': 'false'}
+    run = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while 'compiling for' not in run.stdout.readline():
+        assert run.poll() is None, run.stderr.read()
+    time.sleep(after)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(5) == INTERRUPTED
+    said = run.stderr.read().splitlines()
+    assert len(said) == 1 and 'SIGINT before anything was trained' in said[0]
+
+
+@pytest.mark.parametrize('placement', ['host', 'device'])
+def test_a_run_that_waits_for_its_first_batch_can_be_stopped(placement, tmp_path):
+    with training(tmp_path, 'stalled_images:7', flags=[f'{PLACEMENT}{placement}']) as (host,):
+        host.wait_for('training')
+        time.sleep(1)
+        host.signal(signal.SIGTERM)
+        assert host.wait(20) == REQUEUE, host.text
+    assert 'stopped at step 0, saved in' in host.text and steps(tmp_path) == [0]
+
+
+@pytest.mark.parametrize('count', [1, 2])
+def test_a_read_that_stalls_in_mid_training_can_be_stopped(count, tmp_path):
+    """One process saves. One of several cannot, where the others are a step ahead, and ends."""
+    faults = f'hang_loader:0:{count - 1},patience:3,slow:20'
+    flags = [f'{PLACEMENT}host', '--config.total.steps=200', '--config.checkpoint_every_steps=50']
+    with training(tmp_path, faults, count, flags) as started:
+        started[0].wait_for('reported', step=85)
+        time.sleep(3)
+        started[0].signal(signal.SIGTERM)
+        assert [host.wait(30) for host in started] == [REQUEUE] * count, started[0].text
+    if count == 1:
+        assert f'stopped at step {steps(tmp_path)[-1]}' in started[0].text
+        assert steps(tmp_path)[-1] >= 85
+    else:
+        assert 'no step ended within' in started[0].text and steps(tmp_path) == [50]
+
+
+def test_a_killed_peer_is_one_sentence(tmp_path):
+    with training(tmp_path, 'slow:100', 2) as started:
+        started[0].wait_for('reported', step=5)
+        started[1].signal(signal.SIGKILL)
+        assert started[0].wait(30) == 1
+    said = started[0].text.splitlines()[-1]
+    assert said.startswith('error: another process is gone, its output says why (')
+    assert 'Traceback' not in started[0].text
+
+
+def test_a_process_that_compiles_a_minute_later_is_waited_for(tmp_path):
+    """gloo itself waits for 30 s."""
+    with training(tmp_path, 'slow_compile:40:1', 2) as started:
+        started[0].wait_for('reported', step=5, seconds=200)
+
+
+def test_with_the_coordinator_on_loopback_everything_listens_there_alone(tmp_path):
+    """Where the host's name is that of another address this needs gloo to be told."""
+    with training(tmp_path, 'slow:100', 2) as started:
+        started[0].wait_for('reported', step=5)
+        connections = [psutil.Process(host.process.pid).net_connections() for host in started]
+    listening = {c.laddr.ip for found in connections for c in found if c.status == 'LISTEN'}
+    assert {ip.removeprefix('::ffff:') for ip in listening} == {'127.0.0.1'}
+
+
+def test_ctrl_c_in_a_program_without_a_job_ends_it_at_once(tmp_path):
+    """The checkpoint never comes."""
+    os.mkfifo(tmp_path / 'stalled.npz')
+    command = [sys.executable, '-m', 'vit_jax.convert', str(tmp_path / 'stalled.npz'), 'out']
+    run = subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
+    while (writer := _opened(tmp_path / 'stalled.npz')) is None:
+        assert run.poll() is None, run.stderr.read()
+        time.sleep(0.1)
+    time.sleep(0.5)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(10) == INTERRUPTED
+    os.close(writer)
+    assert run.stderr.read().startswith('error: interrupted')
+
+
+def _opened(fifo):
+    """The end to write to, once there is somebody who reads."""
+    with contextlib.suppress(OSError):
+        return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+    return None

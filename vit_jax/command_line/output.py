@@ -1,0 +1,30 @@
+"""Output that nobody reads any more: a closed pipe or terminal does not end a run."""
+
+import io
+import os
+import sys
+
+
+class _Outlasting(io.FileIO):
+    """A file descriptor that becomes the null device when it cannot be written."""
+
+    def write(self, data: object) -> int | None:  # type: ignore[override]
+        try:
+            return super().write(data)  # type: ignore[arg-type]
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())  # for C++ code too
+            os.close(null)
+            return super().write(data)  # type: ignore[arg-type]
+
+
+def outlive_readers() -> None:
+    """From here on stdout and stderr are dropped, each from the moment on when it breaks."""
+    for name in 'stdout', 'stderr':
+        stream = getattr(sys, name)
+        stream.flush()
+        raw = _Outlasting(stream.fileno(), 'w', closefd=False)
+        raw.replaced = stream  # type: ignore[attr-defined]  # which would close the descriptor
+        buffer = io.BufferedWriter(raw)
+        text = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True)
+        setattr(sys, name, text)

@@ -80,10 +80,10 @@ def measure(mesh_config, steps, save, restore):
     found['restored'] = {}
     for folder in filter(None, restore.split(',')):
         checkpoints = Checkpoints(folder, keep=1)
-        there = checkpoints.restore(
+        params, training, _ = checkpoints.restore(
             TOTAL, abstract.split(), compilation.shardings_of(abstract).split()
         )
-        found['restored'][folder] = digest(there, experiment.mesh)
+        found['restored'][folder] = digest((params, training), experiment.mesh)
         checkpoints.close()
     return found
 

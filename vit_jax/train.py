@@ -33,6 +33,8 @@ def run(
         'metrics': str(result.folder / METRICS),
         'time': spent(result.seconds),
     }
+    if result.earlier:
+        lines['earlier'] = spent(result.earlier)
     if (command := following(result.experiment, str(result.folder))) is not None:
         lines['next'] = command
     print()

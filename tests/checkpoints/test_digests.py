@@ -15,7 +15,7 @@ import pytest
 
 from tests import tiny
 from tests.hosts import environment
-from vit_jax.base.errors import UnusableDisk
+from vit_jax.base.errors import UnusableDisk, UserError
 from vit_jax.checkpoints import digests, store
 from vit_jax.checkpoints.digests import Damaged, verify_digests, write_digests
 from vit_jax.runs import training_run
@@ -106,6 +106,15 @@ def test_a_disk_that_cannot_be_read_is_no_damage(run, tmp_path, monkeypatch, cap
     with pytest.raises(UnusableDisk, match=f'{folder}.*: cannot be read: Input/output error'):
         store.quarantine_damaged(folder)
     assert (folder / 'checkpoints' / '10').is_dir()
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused_and_stays(run, tmp_path):
+    folder = tmp_path / 'run'
+    shutil.copytree(run.folder, folder)
+    (folder / 'checkpoints' / '10').rename(folder / 'checkpoints' / '12')
+    with pytest.raises(UserError, match=r'checkpoints/12 is of step 10; .*: name it so'):
+        store.quarantine_damaged(folder)
+    assert sorted(p.name for p in (folder / 'checkpoints').glob('[0-9]*')) == ['12', '5']
 
 
 def test_digests_that_are_no_json_are_damage(run, tmp_path):

@@ -33,7 +33,7 @@ def test_a_state_comes_back_where_it_is_wanted(saved, mesh):
     _, checkpoints = saved
     assert checkpoints.latest_step == 4
     wanted = shardings(PARAMS, **mesh), shardings(TRAINING, **mesh)
-    params, training = checkpoints.restore(4, (PARAMS, TRAINING), wanted)
+    params, training, _ = checkpoints.restore(4, (PARAMS, TRAINING), wanted)
     assert jax.tree.structure(training) == jax.tree.structure(TRAINING)
     for old, new in (PARAMS, params), (TRAINING, training):
         chex.assert_trees_all_equal(new, old)

@@ -30,7 +30,7 @@ def training(folder, faults='slow:0', count=1, flags=(), **more):
 def result(folder):
     """The final parameters and what was measured on the way."""
     lines = [json.loads(line) for line in (folder / 'run/metrics.jsonl').read_text().splitlines()]
-    clocked = 'seconds', 'images_per_second', 'skipped'
+    clocked = 'time', 'run', 'seconds', 'images_per_second', 'skipped'
     measured = [{k: v for k, v in line.items() if k not in clocked} for line in lines]
     return named_leaves(load_params(str(folder / 'run'))), measured
 

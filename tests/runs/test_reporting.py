@@ -1,11 +1,15 @@
 """What a run says of steps that went wrong."""
 
+import datetime
 import json
 import math
+import pathlib
 
 import numpy as np
+import pytest
 from rich.console import Console
 
+from vit_jax.base import UnusableDisk
 from vit_jax.runs.reporting import Reporter
 from vit_jax.training.loop import Clock
 from vit_jax.training.metrics import StepMetrics
@@ -23,6 +27,7 @@ def report(folder, losses, skipped=()):
         console=Console(quiet=False),
         progress={},
         evaluations=(),
+        run=3,
     )
     with reporter:
         for step, loss in enumerate(losses, start=1):
@@ -39,6 +44,26 @@ def test_a_spike_of_the_loss_is_said_and_noise_is_not(tmp_path, capsys):
     assert [(line['step'], line['loss']) for line in spikes] == [(151, 4.0)]
     assert abs(spikes[0]['mean_before'] - 2.0) < 0.05
     assert 'step 151: loss 4.0000, after 2.0' in capsys.readouterr().out
+
+
+def test_a_full_disk_is_one_sentence_with_the_file(tmp_path, monkeypatch):
+    """/dev/full takes every byte into the buffer, and none to the disk: at the close again."""
+    open_as = pathlib.Path.open
+
+    def opened(path, mode='r', **how):
+        return open_as(pathlib.Path('/dev/full') if mode == 'a' else path, mode, **how)
+
+    monkeypatch.setattr(pathlib.Path, 'open', opened)
+    with pytest.raises(UnusableDisk, match='metrics.jsonl: No space left on device'):
+        report(tmp_path, [1.0] * 20)
+
+
+def test_lines_have_the_wall_clock_in_utc_and_the_number_of_the_start(tmp_path):
+    began = datetime.datetime.now(datetime.UTC)
+    (line,) = report(tmp_path, [1.0] * 20)
+    assert (line['run'], line['seconds'] < 60) == (3, True)
+    written = datetime.datetime.fromisoformat(line['time'])
+    assert began.replace(microsecond=0) <= written <= datetime.datetime.now(datetime.UTC)
 
 
 def test_skipped_updates_are_counted_said_and_part_of_no_mean(tmp_path, capsys):

@@ -131,7 +131,7 @@ def crash_at(number):
 
 def without_speed(folder):
     """The lines of the metrics file, but for what differs at each run."""
-    unlike = 'seconds', 'images_per_second'
+    unlike = 'time', 'run', 'seconds', 'images_per_second'
     return [{k: v for k, v in line.items() if k not in unlike} for line in lines(folder)]
 
 

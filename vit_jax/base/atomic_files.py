@@ -1,7 +1,10 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, or by lines; what is there when power has failed."""
 
 import contextlib
+import errno
 import json
+import logging
+import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +14,7 @@ from vit_jax.base.errors import usable
 
 @contextlib.contextmanager
 def atomic_write(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """The file to write; it takes the place of `path` when nothing went wrong.
+    """The file to write; it takes the place of `path` when nothing went wrong, and is on the disk.
 
     Raises UnusableDisk or MissingFile where it cannot be written.
     """
@@ -21,10 +24,50 @@ def atomic_write(path: pathlib.Path) -> Iterator[pathlib.Path]:
         mode = partial.stat().st_mode
         yield partial
         partial.chmod(mode)  # safetensors makes files that only their owner can read
+        sync(partial)
         partial.replace(path)
+        sync(path.parent)
+
+
+def sync(path: pathlib.Path) -> None:
+    """Returns when the bytes of a file, or the names in a folder, are on the disk.
+
+    Nothing is promised where the system has no such thing. Raises OSError.
+    """
+    if os.name == 'nt':
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def write_json(path: pathlib.Path, values: Any) -> None:
     """Writes JSON, to be read by people too."""
     with atomic_write(path) as partial:
         partial.write_text(json.dumps(values, indent=2) + '\n')
+
+
+def read_json_lines(path: pathlib.Path, **fields: Any) -> list[dict[str, Any]]:
+    """The lines of a file of JSON objects which have these fields, of these types.
+
+    There are none where there is no file. The last line of a killed run may be half a line; any
+    other that is left out is warned of.
+    """
+    texts = path.read_bytes().splitlines() if path.exists() else []
+    lines = []
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            line = None
+        known = isinstance(line, dict) and fields.keys() <= line.keys()
+        if known and all(isinstance(line[name], kind) for name, kind in fields.items()):
+            lines.append(line)
+        elif number < len(texts):
+            logging.warning('%s, line %d: damaged, left out', path, number)
+    return lines

@@ -1,7 +1,7 @@
 """Digests of the files of a checkpoint: orbax would restore a flipped bit as a wrong number.
 
 `digests.json` in a checkpoint's folder has the SHA-256 of every other file in it. It is written
-last, so that it may be absent: the run was killed between completing the checkpoint and this.
+last, before the folder gets its name. Those of earlier versions may have none.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import pathlib
 import socket
 import time
 
-from vit_jax.base import UnusableDisk, UserError, usable, write_json
+from vit_jax.base import UnusableDisk, UserError, sync, usable, write_json
 
 FILE = 'digests.json'
 DAMAGED = 'damaged'  # the folder to which damaged checkpoints are moved
@@ -23,7 +23,10 @@ class Damaged(UserError):
 
 
 def write_digests(folder: pathlib.Path) -> None:
-    """Writes the digests of a complete checkpoint."""
+    """Writes the digests of a complete checkpoint, when all its files are on the disk."""
+    with usable(folder):
+        for path in folder.rglob('*'):
+            sync(path)
     write_json(folder / FILE, _digests(folder))
 
 
@@ -58,7 +61,7 @@ def verify_digests(folder: pathlib.Path) -> None:
 
 
 def _digests(folder: pathlib.Path) -> dict[str, str]:
-    files = (p for p in sorted(folder.rglob('*')) if p.is_file() and p.name != FILE)
+    files = (p for p in sorted(folder.rglob('*')) if p.is_file() and p != folder / FILE)
     return {str(path.relative_to(folder)): _digest(path) for path in files}
 
 

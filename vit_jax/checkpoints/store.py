@@ -18,14 +18,14 @@ import pathlib
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from vit_jax.base import MissingFile, Params, UnusableDisk, UserError, tree_names
+from vit_jax.base import MissingFile, Params, UnusableDisk, UserError, sync, tree_names
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.digests import Damaged
 from vit_jax.parallel.sharding_rules import abstract
@@ -35,18 +35,50 @@ Json = dict[str, Any]
 _TRASH = '.trash'  # what is renamed to there, and then removed
 
 
+class _Sealed(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """A checkpoint that gets its name when its files and their digests are on the disk.
+
+    Orbax makes one of each item too; those have theirs within a checkpoint without a name.
+    """
+
+    def __init__(self, temporary_path: Any, final_path: Any, **options: Any):
+        self._final = final_path
+        self._is_item = ocp.path.atomicity_types.TMP_DIR_SUFFIX in final_path.parent.name
+        if not self._is_item:
+            # Orbax renames when it has written its last file: to a name that still is not listed.
+            final_path = temporary_path.with_name(f'{temporary_path.name}-written')
+        super().__init__(temporary_path, final_path, **options)
+
+    def get_final(self) -> Any:
+        """The folder that the checkpoint gets."""
+        return self._final
+
+    async def finalize(self) -> None:
+        """Called by process 0 when all have written; what it raises is the error of the save."""
+        await super().finalize()
+        if not self._is_item:
+            written = pathlib.Path(super().get_final())
+            digests.write_digests(written)
+            written.rename(self._final)
+            sync(written.parent)
+
+
 class Checkpoints:
     """The checkpoints of the run in a work directory; the newest `keep` of them are kept.
 
     All processes of a job make one and call the same methods in the same order: each writes the
     arrays that it holds. `save` returns once these are copied from the devices, and the files are
     written in the background; what goes wrong there is raised by the next `save`, `check` or
-    `wait`. Raises UnusableDisk (an OSError).
+    `wait`. A checkpoint is complete when it is on the disk, where a failure of power leaves it,
+    and with it what the files `along` held when it was saved. Raises UnusableDisk (an OSError).
     """
 
-    def __init__(self, workdir: str | pathlib.Path, *, keep: int):
+    def __init__(
+        self, workdir: str | pathlib.Path, *, keep: int, along: Sequence[pathlib.Path] = ()
+    ):
         self._folder = pathlib.Path(workdir).absolute() / FOLDER
-        self._sealing: threading.Thread | None = None
+        self._removing: threading.Thread | None = None
+        self._along = along
         if jax.process_index() == 0:
             self._empty_trash()  # of a run that was killed
         options = ocp.CheckpointManagerOptions(
@@ -54,6 +86,8 @@ class Checkpoints:
             cleanup_tmp_directories=True,
             # Removed by renaming first: a kill in between leaves no listed, half-empty step.
             todelete_subdir=_TRASH,
+            temporary_path_class=_Sealed,
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._sync_along),
         )
         handlers = {
             'params': ocp.StandardCheckpointHandler(),
@@ -62,6 +96,8 @@ class Checkpoints:
             'progress': ocp.JsonCheckpointHandler(),
         }
         self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
+        if jax.process_index() == 0:
+            sync(self._folder.parent)
 
     @property
     def latest_step(self) -> int | None:
@@ -85,28 +121,30 @@ class Checkpoints:
         with _written(self._folder):
             self._manager.save(step, args=items)
         if jax.process_index() == 0:
-            self._sealing = threading.Thread(target=self._seal, args=(step,), daemon=True)
-            self._sealing.start()
+            self._removing = threading.Thread(target=self._remove_older, daemon=True)
+            self._removing.start()
 
-    def _seal(self, step: int) -> None:
-        """Writes the digests of a checkpoint as soon as it is complete; then removes older ones."""
-        while not self.path(step).exists() and self._manager.is_saving_in_progress():
-            time.sleep(0.05)
-        with contextlib.suppress(FileNotFoundError):  # never written, or removed for newer ones
-            digests.write_digests(self.path(step))
+    def _sync_along(self) -> None:
+        for path in self._along:
+            sync(path)
+
+    def _remove_older(self) -> None:
         while self._manager.is_saving_in_progress():  # orbax renames the old ones last
             time.sleep(0.05)
         self._empty_trash()
 
     def _empty_trash(self) -> None:
         """Frees the disk of old checkpoints, which orbax only renames."""
-        for old in (self._folder / _TRASH).glob('*'):
-            shutil.rmtree(old, ignore_errors=True)
-            if old.exists():
-                logging.warning('%s: could not be removed', old)
+        old = list((self._folder / _TRASH).glob('*'))
+        if old:
+            sync(self._folder)  # they are listed no more, whatever happens
+        for path in old:
+            shutil.rmtree(path, ignore_errors=True)
+            if path.exists():
+                logging.warning('%s: could not be removed', path)
 
     def restore(self, step: int, like: tuple[Params, Any], shardings: tuple[Any, Any]) -> Any:
-        """(params, training) of a step: shapes and types of `like`, placed by `shardings`.
+        """(params, training, progress) of a step: as `like` and placed by `shardings`, and JSON.
 
         Raises UserError with the names of arrays that were not saved so, and Damaged.
         """
@@ -121,13 +159,14 @@ class Checkpoints:
         arguments = {item: ocp.args.StandardRestore(value) for item, value in wanted.items()}
         with _readable(self.path(step)):
             restored = self._manager.restore(step, args=ocp.args.Composite(**arguments))
-        self.progress(step)  # can it be read too?
+        progress = self._progress(step)
         if jax.process_index() == 0 and not digests.is_sealed(self.path(step)):
-            digests.write_digests(self.path(step))  # its run was killed before
+            digests.write_digests(self.path(step))  # of an earlier version
         leaves = [restored['training'][name] for name in wanted['training']]
-        return restored['params'], jax.tree.unflatten(jax.tree.structure(training), leaves)
+        training = jax.tree.unflatten(jax.tree.structure(training), leaves)
+        return restored['params'], training, progress
 
-    def progress(self, step: int) -> Json:
+    def _progress(self, step: int) -> Json:
         """What was saved of the run's reports with a step; {} of an earlier version."""
         folder = self.path(step) / 'progress'
         with _readable(self.path(step)):
@@ -143,18 +182,20 @@ class Checkpoints:
         with _written(self._folder):
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
-        if self._sealing is not None:
-            self._sealing.join()
+        if self._removing is not None:
+            self._removing.join()
 
     def close(self) -> None:
         """Waits, and ends the threads."""
-        self._manager.close()
+        with _written(self._folder):
+            self._manager.close()
 
 
 def quarantine_damaged(workdir: pathlib.Path) -> list[str]:
     """Moves damaged checkpoints away, from the newest back to the first sound one.
 
-    Returns a line about each; they are then in checkpoints/damaged.
+    Returns a line about each; they are then in checkpoints/damaged. Raises UserError where the
+    first sound one has the name of another step.
     """
     lines = []
     for step in digests.steps(workdir / FOLDER):
@@ -163,11 +204,19 @@ def quarantine_damaged(workdir: pathlib.Path) -> list[str]:
             if not is_complete(folder):
                 raise Damaged(f'checkpoint {folder}: not complete')
             digests.verify_digests(folder)
+            _check_step(folder)
         except Damaged as error:
             lines.append(f'{error}; moved to {digests.quarantine(folder)}')
         else:
             break
     return lines
+
+
+def _check_step(folder: pathlib.Path) -> None:
+    step = load_card(str(folder))[0].get('step')
+    if step not in (None, int(folder.name)):
+        text = 'renamed or copied: name it so, or move it out of this folder'
+        raise UserError(f'checkpoint {folder} is of step {step}; it was {text}')
 
 
 def is_complete(folder: pathlib.Path) -> bool:
@@ -236,10 +285,9 @@ def save_alone(folder: pathlib.Path, params: Params, card: dict[str, Any]) -> No
     handler = ocp.CompositeCheckpointHandler(
         params=ocp.StandardCheckpointHandler(), card=ocp.JsonCheckpointHandler()
     )
-    with ocp.Checkpointer(handler) as writer:
+    with ocp.Checkpointer(handler, temporary_path_class=_Sealed) as writer:
         items = {'params': ocp.args.StandardSave(params), 'card': ocp.args.JsonSave(card)}
         writer.save(folder.absolute(), args=ocp.args.Composite(**items))
-    digests.write_digests(folder.absolute())
 
 
 @contextlib.contextmanager

@@ -7,27 +7,30 @@ step, and the seconds spent since, by name:
 
 What was done after the checkpoint from which the next start went on, and the time between the two
 starts, is lost by the restart. The ratio of the rest to the wall time is the goodput.
+
+`began` is by the clock of the host. Where hosts' clocks differ, the time between two starts on the
+same one is right, and what the lines themselves say is lost is the least.
 """
 
 import json
-import logging
 import pathlib
 import time
 from typing import Any
 
-from vit_jax.base.errors import usable
+from vit_jax.base import read_json_lines, usable
 from vit_jax.training.loop import Clock
 
 LOST = 'lost by restart'
 
 
 class Ledger:
-    """Writes the ledger of one start; nothing where `path` is None."""
+    """Writes the ledger of one start, number `run` of its directory; none where `path` is None."""
 
     def __init__(self, path: pathlib.Path | None, clock: Clock):
         self._path, self.clock = path, clock
         clock.settle()
-        self._began = time.time() - sum(clock.seconds.values())
+        self._began = round(time.time() - sum(clock.seconds.values()), 4)
+        self.run = 1 + (len({line['began'] for line in read(path)}) if path else 0)
         if path is not None and path.exists() and not path.read_bytes().endswith(b'\n'):
             with usable(path), path.open('a') as file:
                 file.write('\n')  # after the half line of a killed run
@@ -38,37 +41,23 @@ class Ledger:
             return
         self.clock.settle()
         seconds = {name: round(s, 4) for name, s in self.clock.seconds.items()}
-        began = round(self._began, 4)
-        line = {'began': began, 'event': event, 'step': step, 'seconds': seconds}
+        line = {'began': self._began, 'event': event, 'step': step, 'seconds': seconds}
         with usable(self._path), self._path.open('a') as file:
             file.write(json.dumps(line) + '\n')
 
-    def totals(self) -> dict[str, float]:
-        """Seconds by name over all starts; they sum up to the wall time."""
+    def totals(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds by name of this start, and of all before it with what was lost by them."""
         if self._path is None:
-            return dict(self.clock.seconds)
-        lines = read(self._path, began=float, step=int | None, seconds=dict)
-        return totals(lines)
+            return dict(self.clock.seconds), {}
+        lines = read(self._path)
+        own = totals([line for line in lines if line['began'] == self._began])
+        before = {name: s - own.get(name, 0.0) for name, s in totals(lines).items()}
+        return own, {name: s for name, s in before.items() if s > 1e-3}
 
 
-def read(path: pathlib.Path, **fields: Any) -> list[dict[str, Any]]:
-    """The lines of a file of JSON objects which have these fields, of these types.
-
-    The last line of a killed run may be half a line; any other that is left out is warned of.
-    """
-    texts = path.read_bytes().splitlines() if path.exists() else []
-    lines = []
-    for number, text in enumerate(texts, 1):
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            line = None
-        known = isinstance(line, dict) and fields.keys() <= line.keys()
-        if known and all(isinstance(line[name], kind) for name, kind in fields.items()):
-            lines.append(line)
-        elif number < len(texts):
-            logging.warning('%s, line %d: damaged, left out', path, number)
-    return lines
+def read(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The lines of a ledger, those of one start after those of the start before."""
+    return read_json_lines(path, began=float, step=int | None, seconds=dict)
 
 
 def totals(lines: list[dict[str, Any]]) -> dict[str, float]:
@@ -79,17 +68,18 @@ def totals(lines: list[dict[str, Any]]) -> dict[str, float]:
     result: dict[str, float] = {}
     resumed: int | None = None  # the step from which the next start went on, where it came so far
     following: float | None = None
-    for began in sorted(starts, reverse=True):
-        at = [line for line in starts[began] if line['step'] is not None]
-        kept = starts[began][-1]['seconds']
+    lost = told = 0.0  # by the clocks of the hosts, and by the lines
+    for began, own in reversed(starts.items()):
+        at = [line for line in own if line['step'] is not None]
+        kept = own[-1]['seconds']
         if following is not None:
             before = [line for line in at if resumed is None or line['step'] <= resumed]
             kept = before[-1]['seconds'] if before else {}
-            lost = following - began - sum(kept.values())
-            kept = {LOST: max(0.0, lost)} | kept  # a clock may have been set back
+            lost += following - began - sum(kept.values())
+            told += sum(own[-1]['seconds'].values()) - sum(kept.values())
         for name, seconds in kept.items():
             result[name] = result.get(name, 0.0) + seconds
         if at:  # a later start may have gone on from an earlier step: its newest was damaged
             resumed = at[0]['step'] if resumed is None else min(resumed, at[0]['step'])
         following = began
-    return result
+    return result if len(starts) < 2 else result | {LOST: max(lost, told)}

@@ -1,4 +1,10 @@
-"""What a run says: a progress bar or lines on the screen, one JSON object a line in a file."""
+"""What a run says: a progress bar or lines on the screen, one JSON object a line in a file:
+
+    {"kind": "train", "step": 50, "time": "2026-11-22T06:25:00+00:00", "run": 1, "seconds": 9.8}
+
+`time` is by the clock of the host, in UTC; `run` is the number of the start in the work directory,
+from 1; `seconds` have passed since that start was ready for its first step.
+"""
 
 import collections
 import datetime
@@ -13,9 +19,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vit_jax.base import atomic_write, usable
+from vit_jax.base import atomic_write, read_json_lines, usable
 from vit_jax.parallel.processes import Job
-from vit_jax.runs import goodput, workdirs
+from vit_jax.runs import workdirs
 from vit_jax.training.loop import Clock
 from vit_jax.training.metrics import StepMetrics
 
@@ -47,10 +53,11 @@ class Reporter:
         console: Console,
         progress: dict[str, Any],
         evaluations: Collection[str],
+        run: int,
     ):
         self.folder, self.console, is_main_process = folder, console, not console.quiet
         self._steps, self._log_every_steps, self._batch_size = steps, log_every_steps, batch_size
-        self._clock, self._began = clock, time.monotonic()
+        self._clock, self._began, self._run = clock, time.monotonic(), run
         self._recent = [StepMetrics(**metrics) for metrics in progress.get('recent', [])]
         self._losses = collections.deque[float](progress.get('losses', []), maxlen=_WINDOW)
         self._busy_before = self._busy_seconds()
@@ -87,9 +94,10 @@ class Reporter:
 
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
-        for sink in (self._file, self._board):
-            if sink is not None:
-                sink.close()
+        with usable(self.folder / workdirs.METRICS):  # what could not be written is tried again
+            for sink in (self._file, self._board):
+                if sink is not None:
+                    sink.close()
 
     @property
     def progress(self) -> dict[str, Any]:
@@ -154,8 +162,9 @@ class Reporter:
 
     def _write(self, kind: str, step: int, numbers: dict[str, Any]) -> None:
         if self._file is not None:
+            now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
             seconds = round(time.monotonic() - self._began, 3)
-            line = {'kind': kind, 'step': step, 'seconds': seconds}
+            line = {'kind': kind, 'step': step, 'time': now, 'run': self._run, 'seconds': seconds}
             line |= {name: None if _is_no_json(value) else value for name, value in numbers.items()}
             with usable(self._file.name):
                 self._file.write(json.dumps(line) + '\n')
@@ -167,7 +176,7 @@ class Reporter:
 
 def _cut(path: pathlib.Path, step: int, again: Collection[str]) -> list[dict[str, Any]]:
     """Cuts a metrics file down to the lines that a run from this step will not write again."""
-    before = (line for line in goodput.read(path, kind=str, step=int) if line['step'] <= step)
+    before = (line for line in read_json_lines(path, kind=str, step=int) if line['step'] <= step)
     lines = [line for line in before if line['step'] < step or line['kind'] not in again]
     with atomic_write(path) as partial:
         partial.write_text(''.join(json.dumps(line) + '\n' for line in lines))

@@ -47,7 +47,8 @@ class Result(NamedTuple):
     checkpoint: pathlib.Path
     folder: pathlib.Path
     skipped: int  # uses of unreadable training images, over all starts of this run
-    seconds: dict[str, float]  # of the wall time, by name, over all starts of this run
+    seconds: dict[str, float]  # of the wall time of this start, by name
+    earlier: dict[str, float]  # likewise of the starts before, with what was lost by them
 
 
 def train(
@@ -79,7 +80,8 @@ def train(
                 ledger.record('compiling', None)
                 abstract, update, eval_steps, features = _compiled(experiment, console)
             with clock('start'):
-                checkpoints, state = _first_state(experiment, abstract, folder, job, console)
+                restored = _first_state(experiment, abstract, folder, job, console)
+                checkpoints, state, progress = restored
                 stack.enter_context(contextlib.closing(checkpoints))
                 if not int(state.step):
                     wait()
@@ -91,8 +93,9 @@ def train(
             clock=clock,
             tensorboard=config.tensorboard,
             console=console,
-            progress=checkpoints.progress(int(state.step)) if int(state.step) else {},
+            progress=progress,
             evaluations=[*experiment.evals, 'fewshot'],
+            run=ledger.run,
         )
         stack.enter_context(reporter)
         run = Run(
@@ -100,7 +103,7 @@ def train(
         )
         state = run.to_the_end(state)
     reached = state, run.evals, run.fewshot, checkpoints.path(int(state.step)), folder
-    return Result(experiment, *reached, reporter.skipped, ledger.totals())
+    return Result(experiment, *reached, reporter.skipped, *ledger.totals())
 
 
 @contextlib.contextmanager
@@ -158,8 +161,8 @@ def _compiled(
 
 def _first_state(
     experiment: Experiment, abstract: TrainState, folder: pathlib.Path, job: Job, console: Console
-) -> tuple[Checkpoints, TrainState]:
-    """The newest sound state of the work directory, or one that begins.
+) -> tuple[Checkpoints, TrainState, dict[str, Any]]:
+    """The newest sound state of the work directory, or one that begins, and its reports' progress.
 
     A damaged checkpoint is moved aside, with a warning, and the one before is taken.
     """
@@ -167,24 +170,27 @@ def _first_state(
     for line in json.loads(said):
         logging.warning('%s', line)
     job.barrier('compiled')  # devices meet in what follows, and gloo would wait for 30 s only
-    checkpoints = Checkpoints(folder, keep=experiment.config.keep_checkpoints)
+    keep, along = experiment.config.keep_checkpoints, [folder / workdirs.METRICS]
+    checkpoints = Checkpoints(folder, keep=keep, along=along)
     step, end = checkpoints.latest_step, experiment.length.total_steps
     job.require_same('the step to go on from', {'step': step})
     if step is None:
-        return checkpoints, _new_state(experiment, abstract, console)
+        return checkpoints, _new_state(experiment, abstract, console), {}
     if step > end:
         checkpoints.close()
         raise UserError(f'{folder} is at step {step}, the end, step {end}, is before it')
     path = checkpoints.path(step)
     try:
-        parts = checkpoints.restore(step, abstract.split(), shardings_of(abstract).split())
+        *parts, progress = checkpoints.restore(
+            step, abstract.split(), shardings_of(abstract).split()
+        )
     except Damaged as error:
         checkpoints.close()
         where = job.from_process_0(f'set aside {step}', lambda: str(quarantine(path)))
         logging.warning('%s; moved to %s', error, where)
         return _first_state(experiment, abstract, folder, job, console)
     console.print(f'resuming at step {step} from {path}')
-    return checkpoints, TrainState.join(*parts)
+    return checkpoints, TrainState.join(*parts), progress
 
 
 def _new_state(experiment: Experiment, abstract: TrainState, console: Console) -> TrainState:

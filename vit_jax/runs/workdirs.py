@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterator
 from typing import IO, Any
 
-from vit_jax.base import UnusableDisk, UserError, records, write_json
+from vit_jax.base import UnusableDisk, UserError, records, sync, write_json
 from vit_jax.config import FREE, TrainConfig, modernized
 from vit_jax.parallel.processes import Differs, Job
 
@@ -34,7 +34,10 @@ def opened(
     with contextlib.ExitStack() as stack:
         if job.index == 0:
             try:
+                new = [place for place in (folder, *folder.parents) if not place.exists()]
                 folder.mkdir(parents=True, exist_ok=True)
+                for place in new:
+                    sync(place.parent)
                 stack.enter_context(_locked(folder / LOCK))
                 _keep_config(folder, config, accept_changes=accept_changes)
             except OSError as error:

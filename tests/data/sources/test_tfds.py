@@ -204,8 +204,8 @@ def written(path, records):
 def test_records_of_several_files_are_one_sequence(tmp_path):
     parts = [b'one', b'', b'three'], [], [b'four' * 1000]
     files = [written(tmp_path / f'{i}', part) for i, part in enumerate(parts)]
-    count, read = tfrecord.read_tfrecords(files)
-    assert [read(i) for i in range(count)] == [record for part in parts for record in part]
+    checksums, read = tfrecord.read_tfrecords(files)
+    assert [read(i) for i in range(len(checksums))] == [record for part in parts for record in part]
 
 
 def test_the_checksum_is_the_formats():
@@ -219,8 +219,8 @@ def test_tensorflow_writes_what_is_read(tmp_path):
     with tf.io.TFRecordWriter(str(tmp_path / 'file')) as writer:
         for record in b'one', b'', b'three' * 99:
             writer.write(record)
-    count, read = tfrecord.read_tfrecords([tmp_path / 'file'])
-    assert [read(i) for i in range(count)] == [b'one', b'', b'three' * 99]
+    checksums, read = tfrecord.read_tfrecords([tmp_path / 'file'])
+    assert [read(i) for i in range(len(checksums))] == [b'one', b'', b'three' * 99]
 
 
 @pytest.mark.parametrize('place', range(0, 60, 3))
@@ -232,8 +232,8 @@ def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path, place):
     with pytest.raises(
         ValueError, match=r'file: the (length of the )?record at byte \d+ is damaged'
     ):
-        count, read = tfrecord.read_tfrecords([path])
-        for i in range(count):
+        checksums, read = tfrecord.read_tfrecords([path])
+        for i in range(len(checksums)):
             read(i)
 
 

@@ -2,8 +2,9 @@
 
 import functools
 import logging
+import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from vit_jax.base.errors import MissingFile, UserError
 from vit_jax.data.sources.base import Source, Splits, in_fixed_order, labelled_source
@@ -53,26 +54,38 @@ def files_by_class(root: pathlib.Path) -> Source:
 
 def unlabelled(paths: Sequence[str]) -> Source:
     """These files, and the images of these folders; no classes, and every label is 0."""
-    found: list[pathlib.Path] = []
+    found: list[str] = []
     for path in map(pathlib.Path, paths):
         if not path.exists():
             raise MissingFile(f'{path}: no such image or folder')
-        found += image_files(path) if path.is_dir() else [path]
+        found += image_files(path) if path.is_dir() else [str(path)]
     return labelled_source(found, [0] * len(found), ())
 
 
-def image_files(path: pathlib.Path) -> list[pathlib.Path]:
+def image_files(path: pathlib.Path) -> list[str]:
     """The images below a folder, sorted. Warns of other files; UserError if there are no images."""
-    present = sorted(p for p in path.rglob('*') if p.is_file() and not p.name.startswith('.'))
-    images = [p for p in present if p.suffix.lower() in IMAGE_SUFFIXES]
-    others = [p for p in present if p.suffix.lower() not in IMAGE_SUFFIXES]
+    images, others = list[str](), list[str]()
+    for file in sorted(_files(path), key=lambda file: file.split(os.sep)):
+        known = os.path.splitext(file)[1].lower() in IMAGE_SUFFIXES
+        (images if known else others).append(file)
     count = len(others)
     if not images:
-        detail = f'; {count} files have other endings, such as {others[0].name}' if others else ''
+        name = os.path.basename(others[0]) if others else ''
+        detail = f'; {count} files have other endings, such as {name}' if others else ''
         raise UserError(f'{path}: no images in this folder{detail}')
     if others:
         logging.warning('%s: %d files are not images by their ending: %s', path, count, others[0])
     return images
+
+
+def _files(folder: str | pathlib.Path) -> Iterator[str]:
+    """The files below a folder, without hidden ones; the disk is asked about folders alone."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files(entry.path)
+            elif entry.is_file() and not entry.name.startswith('.'):
+                yield entry.path
 
 
 def folder_names(path: pathlib.Path) -> list[str]:

@@ -47,7 +47,7 @@ def table_splits(path: str) -> Splits:
         chosen = [row for row in rows if row.split == split]
         classes = [[number_of[name] for name in row.classes] for row in chosen]
         labels = classes if multi_label else [label for (label,) in classes]
-        paths = [file.parent / row.path for row in chosen]
+        paths = [str(file.parent / row.path) for row in chosen]
         return in_fixed_order(labelled_source(paths, labels, class_names, multi_label=multi_label))
 
     return {split or 'all': functools.partial(opened, split) for split in splits}

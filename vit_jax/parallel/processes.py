@@ -72,11 +72,17 @@ class Job:
     def _client(self) -> Any:
         return global_state.client
 
-    def require_same(self, name: str, facts: dict[str, Any]) -> None:
-        """Returns when all processes are here with the same facts (JSON values); else Differs."""
+    def require_same(
+        self, name: str, facts: dict[str, Any], describe: Callable[[Any], list[str]] | None = None
+    ) -> None:
+        """Returns when all processes are here with the same facts (JSON values); else Differs.
+
+        `describe` says in lines how those of process 0, its argument, differ from the ones here.
+        """
+        describe = describe or functools.partial(_field_differences, facts)
         theirs = json.loads(self.from_process_0(name, lambda: json.dumps(facts)))
-        if changes := records.differences(theirs, json.loads(json.dumps(facts))):
-            lines = '\n'.join(f'  {line} here' for line in changes[:20])
+        if changes := describe(theirs):
+            lines = '\n'.join(f'  {line}' for line in changes[:20])
             raise Differs(f'{name}: {_process_name()} differs from process 0:\n{lines}')
         self.barrier(name)
 
@@ -207,6 +213,10 @@ class Job:
                     _say(text)
                     self.end(REQUEUE, text)
                 self._asked.set()
+
+
+def _field_differences(ours: Any, theirs: Any) -> list[str]:
+    return [f'{line} here' for line in records.differences(theirs, json.loads(json.dumps(ours)))]
 
 
 def _process_name() -> str:

@@ -147,13 +147,13 @@ _LOOKS = 16  # at once: a file system in a network takes its time over each
 
 
 def _sizes(paths: Sequence[str | pathlib.Path]) -> Int[np.ndarray, 'n']:
-    """The sizes of files in bytes, -1 of one that is not there."""
+    """The sizes of files in bytes, -2 of one that is not there."""
 
     def size(path: str | pathlib.Path) -> int:
         try:
             return os.stat(path).st_size
         except OSError:
-            return -1
+            return -2
 
     parts = [paths[i : i + 256] for i in range(0, len(paths), 256)]
     with futures.ThreadPoolExecutor(_LOOKS) as pool:

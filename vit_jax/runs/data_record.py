@@ -186,7 +186,7 @@ class DataRecord:
         """Is this what the record says?"""
         return self._kept.keys() == splits.keys() and all(
             self._kept[name].asked == one.asked
-            and self._kept[name].digest == one.listing.digest()
+            and self._kept[name].digest == one.listing.digest
             and np.array_equal(self._kept[name].stamps, one.listing.stamps)
             for name, one in splits.items()
         )
@@ -214,7 +214,7 @@ class _Kept(NamedTuple):
 
     def is_of(self, now: Listing) -> bool:
         """Whether names, labels, classes and the stamps that are known are those of now."""
-        if self.digest != now.digest() or self.stamps.shape != now.stamps.shape:
+        if self.digest != now.digest or self.stamps.shape != now.stamps.shape:
             return False
         return not listing.replaced(self.stamps, now.stamps).any()
 
@@ -227,7 +227,7 @@ def _write(path: pathlib.Path, splits: dict[str, Split]) -> None:
         arrays[f'{number}.names'] = np.frombuffer(listing.as_bytes(one.names), np.uint8)
         arrays[f'{number}.labels'], arrays[f'{number}.stamps'] = one.labels, one.stamps
         classes = {'class_names': one.class_names, 'multi_label': one.multi_label}
-        header[name] = {'asked': asked, 'digest': one.digest(), 'number': number} | classes
+        header[name] = {'asked': asked, 'digest': one.digest, 'number': number} | classes
     arrays['splits'] = np.frombuffer(json.dumps(header).encode(), np.uint8)
     with atomic_write(path) as partial, partial.open('wb') as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)

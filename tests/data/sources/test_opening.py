@@ -116,6 +116,10 @@ def test_arrays_of_a_file(tmp_path):
     source = opening.make_opener()(path, 'train')
     assert source.class_names == ('a', 'b', 'c') and source.labels.tolist() == labels.tolist()
     np.testing.assert_array_equal(source.read(3)[0], images[3])
+    stamps = source.read_stamps(range(5))
+    images[3, 0, 0] ^= 1
+    changed = array_source(images, labels, 'abc', name='x').read_stamps(range(5))
+    assert (stamps != changed).tolist() == [False, False, False, True, False]
     with pytest.raises(ValueError, match="no split 'test'; known: train"):
         opening.make_opener()(path, 'test')
 

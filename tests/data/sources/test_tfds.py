@@ -208,6 +208,34 @@ def test_records_of_several_files_are_one_sequence(tmp_path):
     assert [read(i) for i in range(len(checksums))] == [record for part in parts for record in part]
 
 
+def test_another_record_has_another_checksum_which_is_known_without_reading_it(tmp_path):
+    records = [b'one', b'', b'three' * 99]
+    before, _ = tfrecord.read_tfrecords([written(tmp_path / 'a', records)])
+    after, _ = tfrecord.read_tfrecords([written(tmp_path / 'b', [*records[:2], b'THREE' * 99])])
+    assert (before != after).tolist() == [False, False, True]
+    assert before[0] == tfrecord.masked_crc(b'one')
+
+
+@pytest.mark.full
+def test_stamps_of_a_prepared_set_tell_of_another_label_or_size(tmp_path):
+    """Of ArrayRecord files only sizes, and in which of them."""
+
+    def stamps(name, images):
+        made = tfds_sets.array_record(tmp_path / name, {'train': images}, CLASSES)
+        both = made, tfds_sets.tfrecord(made, tmp_path / f'{name}-tfrecord')
+        opened = opening.make_opener()
+        return [opened(str(root), 'train').read_stamps(range(4)) for root in both]
+
+    images = [*zip(ENCODED[:4], [0, 1, 2, 1], strict=True)]
+    first, same = stamps('a', images), stamps('b', images)
+    np.testing.assert_array_equal(first, same)
+    relabelled = stamps('c', [*images[:3], (ENCODED[3], 0)])[1]
+    assert (relabelled != first[1]).tolist() == [False, False, False, True]
+    replaced = stamps('d', [*images[:3], (ENCODED[3] + b' more', 1)])
+    assert (replaced[0] != first[0]).all()
+    assert (replaced[1] != first[1]).tolist() == [False, False, False, True]
+
+
 def test_the_checksum_is_the_formats():
     # CRC-32C of '123456789' is 0xE3069283 (RFC 3720, appendix B.4, and every table since)
     rotated = (0xE3069283 >> 15 | 0xE3069283 << 17) & 0xFFFFFFFF

@@ -61,8 +61,8 @@ class Source:
 def relative_names(names: Sequence[str], data: str) -> list[str]:
     """The names without the folder of the data, which may lie elsewhere another time."""
     path = pathlib.Path(data)
-    folders = tuple(f'{folder}{os.sep}' for folder in (path, path.parent))
-    return [name.removeprefix(folders[0]).removeprefix(folders[1]) for name in names]
+    inner, outer = (f'{folder}{os.sep}' for folder in (path, path.parent))
+    return [name.removeprefix(inner).removeprefix(outer) for name in names]
 
 
 Splits = dict[str, Callable[[], Source]]

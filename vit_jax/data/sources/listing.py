@@ -1,6 +1,7 @@
 """Every image of a split by name, label and stamp: how two of them differ, by example."""
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -31,6 +32,7 @@ class Listing:
     stamps: Int[np.ndarray, 'n']
     multi_label: bool = False
 
+    @functools.cached_property
     def digest(self) -> str:
         """Of everything but the stamps."""
         total = hashlib.sha256(json.dumps([self.class_names, self.multi_label]).encode())
@@ -43,7 +45,7 @@ class Listing:
         stamps = hashlib.sha256(self.stamps.astype('<i8').tobytes()).hexdigest()
         classes = hashlib.sha256(as_bytes(self.class_names)).hexdigest()
         summary = {'images': len(self.names), 'classes': classes}
-        return summary | {'digest': [self.digest(), stamps], 'blocks': self._blocks()}
+        return summary | {'digest': [self.digest, stamps], 'blocks': self._blocks()}
 
     def _blocks(self) -> dict[str, str]:
         """Checksums of the names, labels and stamps of each block, in hexadecimal digits."""
@@ -76,7 +78,7 @@ def _labels(source: Source) -> Int[np.ndarray, 'n']:
 
 def as_bytes(names: Iterable[str]) -> bytes:
     """The names in one text, each with a zero byte after it."""
-    return ''.join(f'{name}\0' for name in names).encode(errors='surrogateescape')
+    return '\0'.join([*names, '']).encode(errors='surrogateescape')
 
 
 def differences(old: Listing, new: Listing) -> list[str]:
@@ -104,7 +106,7 @@ def differences(old: Listing, new: Listing) -> list[str]:
     lines += _some('removed', [repr(name) for name in was if name not in now])
     lines += _some('relabelled', relabelled, label)
     lines += _some('replaced', others, lambda index: repr(new.names[index]))
-    same = old.digest() == new.digest()
+    same = old.digest == new.digest
     return lines if lines or same else ['the same images in another order, or some of them twice']
 
 

@@ -136,9 +136,9 @@ def _source(
 
 
 def _shard_stamps(info: Any) -> Int[np.ndarray, 'n']:
-    """For each record of a split the checksum of its file's size and end.
+    """For each record of a split a checksum of where all records of its file begin.
 
-    An ArrayRecord file ends with the places of all its records.
+    That, and no checksum of what they hold, is at the end of an ArrayRecord file.
     """
     stamps = []
     for path, count in zip(info.filepaths, info.shard_lengths, strict=True):

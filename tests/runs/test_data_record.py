@@ -187,9 +187,10 @@ def test_other_fields_ask_for_other_images_and_a_folder_may_be_moved(photos, tmp
     refused(tmp_path / 'run', moved, train_split='train[:10]')
 
 
-def test_a_run_of_an_earlier_version_goes_on_and_is_recorded_from_there(photos, tmp_path):
+def test_a_run_of_an_earlier_version_goes_on_and_is_recorded_from_there(photos, tmp_path, caplog):
     (tmp_path / 'run/checkpoints/5').mkdir(parents=True)
     start(tmp_path / 'run', splits_of(photos))
+    assert 'no data.npz: an earlier version began this run' in caplog.text
     (photos / 'train/dog/3.jpg').unlink()
     refused(tmp_path / 'run', photos, "'train/dog/3.jpg'")
 

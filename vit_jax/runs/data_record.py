@@ -25,6 +25,10 @@ from vit_jax.parallel.processes import Job
 from vit_jax.runs.probing import Probes
 
 FILE = 'data.npz'
+_UNKNOWN = (
+    'an earlier version began this run: images that changed before now are not noticed, and of '
+    'data without splits others are held out for testing'
+)
 _ADVICE = 'put the data back, take another --workdir, or go on with --accept_data_changes'
 
 
@@ -107,6 +111,8 @@ class DataRecord:
     def compare(self) -> None:
         """Raises UserError with what has changed since the run began, unless that is accepted."""
         if self._begun and self._splits:
+            if not self._path.exists():
+                logging.warning('%s: no %s: %s', self._path.parent, FILE, _UNKNOWN)
             self._refuse_or_say(self._changes(self._splits, self._class_changes()))
 
     @contextlib.contextmanager

@@ -148,7 +148,7 @@ def test_files_that_come_go_or_change_are_refused_by_name_or_accepted_once(
 ):
     folder = tmp_path / 'run'
     start(folder, splits_of(photos))
-    before = (folder / 'data.npz').read_bytes()
+    before = (folder / 'data.zip').read_bytes()
     start(folder, splits_of(photos))
     (photos / 'train/cat/new.jpg').write_bytes(b'new')
     (photos / 'train/dog/3.jpg').unlink()
@@ -162,7 +162,7 @@ def test_files_that_come_go_or_change_are_refused_by_name_or_accepted_once(
     )
     refused(folder, photos, *said)
     refused(folder, photos)
-    assert (folder / 'data.npz').read_bytes() == before and not caplog.text
+    assert (folder / 'data.zip').read_bytes() == before and not caplog.text
     start(folder, splits_of(photos), accept=True)
     assert all(text in caplog.text for text in said)
     caplog.clear()
@@ -190,7 +190,7 @@ def test_other_fields_ask_for_other_images_and_a_folder_may_be_moved(photos, tmp
 def test_a_run_of_an_earlier_version_goes_on_and_is_recorded_from_there(photos, tmp_path, caplog):
     (tmp_path / 'run/checkpoints/5').mkdir(parents=True)
     start(tmp_path / 'run', splits_of(photos))
-    assert 'no data.npz: an earlier version began this run' in caplog.text
+    assert 'no data.zip: an earlier version began this run' in caplog.text
     (photos / 'train/dog/3.jpg').unlink()
     refused(tmp_path / 'run', photos, "'train/dog/3.jpg'")
 
@@ -198,9 +198,9 @@ def test_a_run_of_an_earlier_version_goes_on_and_is_recorded_from_there(photos, 
 @pytest.mark.parametrize('keep', [0, 10, 300])
 def test_a_damaged_record_is_said_and_made_anew(photos, tmp_path, caplog, keep):
     start(tmp_path, splits_of(photos))
-    (tmp_path / 'data.npz').write_bytes((tmp_path / 'data.npz').read_bytes()[:keep])
+    (tmp_path / 'data.zip').write_bytes((tmp_path / 'data.zip').read_bytes()[:keep])
     start(tmp_path, splits_of(photos))
-    assert 'data.npz: cannot be read, so that data which changed is not noticed' in caplog.text
+    assert 'data.zip: cannot be read, so that data which changed is not noticed' in caplog.text
     (photos / 'train/dog/3.jpg').unlink()
     refused(tmp_path, photos)
 
@@ -213,7 +213,7 @@ def test_classes_are_those_of_the_checkpoints_card(photos, tmp_path):
     start(folder, splits_of(photos))
     for split in 'train', 'test':
         (photos / split / 'dog').rename(photos / split / 'ant')
-    (folder / 'data.npz').unlink()
+    (folder / 'data.zip').unlink()
     refused(folder, photos, "train: class 0: 'cat' -> 'ant', class 1: 'dog' -> 'cat'")
     for split in 'train', 'test':
         (photos / split / 'emu').mkdir()
@@ -246,7 +246,7 @@ def test_more_files_than_are_looked_at_first_are_compared_while_training(
 
 def test_the_record_is_a_list_of_every_image(photos, tmp_path):
     start(tmp_path, splits_of(photos))
-    with np.load(tmp_path / 'data.npz') as file:
+    with np.load(tmp_path / 'data.zip') as file:
         names = file['0.names'].tobytes().decode().split('\0')[:-1]
         sizes, labels = dict(zip(names, file['0.stamps'], strict=True)), file['0.labels']
     assert len(names) == 16 and labels.sum() == 8

@@ -24,7 +24,7 @@ from vit_jax.data.sources.listing import Listing
 from vit_jax.parallel.processes import Job
 from vit_jax.runs.probing import Probes
 
-FILE = 'data.npz'
+FILE = 'data.zip'
 _UNKNOWN = (
     'an earlier version began this run: images that changed before now are not noticed, and of '
     'data without splits others are held out for testing'

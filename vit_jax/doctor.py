@@ -119,14 +119,20 @@ def _check_together(job: Job, seconds: float, gpus: int) -> None:
 
 def _check_training(job: Job, arguments: argparse.Namespace) -> None:
     """Does what the training does before it compiles."""
-    config, accept = arguments.config, arguments.accept_config_changes
+    config = arguments.config
     with contextlib.ExitStack() as stack:
         if arguments.workdir is None:
             job.require_same('configuration', records.to_dict(config))
             experiment = decide(config)
         else:
-            opened = training_run.agreed(config, arguments.workdir, job, accept_changes=accept)
-            experiment, folder = stack.enter_context(opened)
+            opened = training_run.agreed(
+                config,
+                arguments.workdir,
+                job,
+                accept_changes=arguments.accept_config_changes,
+                accept_data_changes=arguments.accept_data_changes,
+            )
+            experiment, folder, _ = stack.enter_context(opened)
             _say('workdir', f'{folder}: can be written')
         model, count = experiment.model.config, len(experiment.train.source)
         _say('data', f'{count:,} training images, {model.num_classes:,} classes')

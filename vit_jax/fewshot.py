@@ -31,4 +31,4 @@ def run(asked: app.Invocation) -> None:
 
 
 if __name__ == '__main__':
-    app.run_job(run, name='fewshot', description=__doc__)
+    app.run_job(run, name='fewshot', description=__doc__, trains=False)

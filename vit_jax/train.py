@@ -19,7 +19,13 @@ def run(
     `following` gives that command, for the work directory.
     """
     config, job = asked.config, asked.job
-    result = training_run.train(config, asked.workdir, accept_changes=asked.accept_changes, job=job)
+    result = training_run.train(
+        config,
+        asked.workdir,
+        accept_changes=asked.accept_changes,
+        accept_data_changes=asked.accept_data_changes,
+        job=job,
+    )
     if job.index != 0:
         return
     reached = training_run.eval_summary(result.evals)

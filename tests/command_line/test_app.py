@@ -244,17 +244,18 @@ def test_help_names_every_flag_of_every_program_with_its_meaning(monkeypatch):
     with_config = {'--config', '--config.FIELD', '--helpfull'}
     launch = {'--distributed', '--coordinator_address', '--num_processes', '--watchdog_seconds'}
     job = with_config | launch | {'--workdir', '--accept_config_changes'}
+    training = job | {'--accept_data_changes'}
     for name, flags in {
-        'train': job,
+        'train': training,
         'fewshot': job,
-        'doctor': job | {'--seconds'},
+        'doctor': training | {'--seconds'},
         'inspect_data': with_config | {'--workdir'},
         'plan': with_config | {'--topology', '--num_classes', '--num_images', '--nolargest'},
     }.items():
         said = {
             *re.findall(r'--[\w.]+', parsers[name].format_usage() + parsers[name].format_help())
         }
-        assert flags <= said and not said & (job - flags), name
+        assert flags <= said and not said & (training - flags), name
 
 
 def test_fine_tuning_without_a_checkpoint_says_what_is_missing(tmp_path):

@@ -32,6 +32,7 @@ class Invocation(NamedTuple):
     config: TrainConfig
     workdir: str
     accept_changes: bool  # go on in a work directory of another configuration
+    accept_data_changes: bool  # go on in that of a run on other data
     job: Job
 
 
@@ -46,14 +47,16 @@ def run(main: Callable[[argparse.Namespace], int], parser: argparse.ArgumentPars
         sys.exit(code)
 
 
-def run_job(main: Callable[[Invocation], None], *, name: str, description: str | None) -> None:
+def run_job(
+    main: Callable[[Invocation], None], *, name: str, description: str | None, trains: bool = True
+) -> None:
     """Runs a program with configuration and work directory, as one of the processes of a job."""
     parser = new_parser(name, description)
-    add_job(parser)
+    add_job(parser, trains=trains)
     output.outlive_readers()
     with _started(parser) as arguments, joined_job(launch(arguments), reporter(arguments)) as job:
-        accept_changes = arguments.accept_config_changes
-        main(Invocation(arguments.config, arguments.workdir, accept_changes, job))
+        accepted = arguments.accept_config_changes, trains and arguments.accept_data_changes
+        main(Invocation(arguments.config, arguments.workdir, *accepted, job))
 
 
 @contextlib.contextmanager
@@ -173,10 +176,12 @@ def add_config(
     parser.epilog = f'fields of a configuration:\n{config_help.names(TrainConfig)}'
 
 
-def add_job(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+def add_job(parser: argparse.ArgumentParser, *, required: bool = True, trains: bool = True) -> None:
     """The arguments of a program that is one of the processes of a job."""
     add_config(parser, required=required)
     add_boolean(parser, 'accept_config_changes', 'go on in a directory of another configuration')
+    if trains:
+        add_boolean(parser, 'accept_data_changes', 'go on in a directory of a run on other data')
     add_launch(parser)
 
 

@@ -8,6 +8,7 @@ one common moment to stop.
 import collections
 import contextlib
 import faulthandler
+import functools
 import json
 import logging
 import os
@@ -85,11 +86,17 @@ class Job:
     def _client(self) -> Any:
         return global_state.client
 
-    def require_same(self, name: str, facts: dict[str, Any]) -> None:
-        """Returns when all processes are here with the same facts (JSON values); else Differs."""
+    def require_same(
+        self, name: str, facts: dict[str, Any], describe: Callable[[Any], list[str]] | None = None
+    ) -> None:
+        """Returns when all processes are here with the same facts (JSON values); else Differs.
+
+        `describe` says in lines how those of process 0, its argument, differ from the ones here.
+        """
+        describe = describe or functools.partial(_field_differences, facts)
         theirs = json.loads(self.from_process_0(name, lambda: json.dumps(facts)))
-        if changes := records.differences(theirs, json.loads(json.dumps(facts))):
-            lines = '\n'.join(f'  {line} here' for line in changes[:20])
+        if changes := describe(theirs):
+            lines = '\n'.join(f'  {line}' for line in changes[:20])
             raise Differs(f'{name}: {_process_name()} differs from process 0:\n{lines}')
         self.barrier(name)
 
@@ -322,6 +329,10 @@ class Job:
         _say(f'no sign of work for {seconds:g} s (--watchdog_seconds); what every thread does:')
         faulthandler.dump_traceback()
         self._leave(1)
+
+
+def _field_differences(ours: Any, theirs: Any) -> list[str]:
+    return [f'{line} here' for line in records.differences(theirs, json.loads(json.dumps(ours)))]
 
 
 def _process_name() -> str:

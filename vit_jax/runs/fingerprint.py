@@ -1,4 +1,4 @@
-"""What must be the same on every host before they compute: settings, code, packages, data."""
+"""What must be the same on every host before they compute: settings, code, packages."""
 
 import hashlib
 import pathlib
@@ -8,7 +8,6 @@ from typing import Any
 
 from vit_jax.base import records
 from vit_jax.config import TrainConfig
-from vit_jax.data.sources.base import Source
 
 _HERE = pathlib.Path(__file__).parent.parent
 _PACKAGES = 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy'
@@ -18,12 +17,6 @@ def of_run(config: TrainConfig, path: str) -> dict[str, Any]:
     """Settings, code and packages of a run in the work directory `path`."""
     where = str(pathlib.Path(path).absolute())
     return {'config': records.to_dict(config), 'workdir': where} | installed()
-
-
-def of_data(source: Source) -> dict[str, Any]:
-    """What tells whether two hosts see the same data: counts, classes, some names."""
-    names = [source.name_of(i) for i in range(0, len(source), len(source) // 20 + 1)]
-    return {'images': len(source), 'classes': list(source.class_names), 'some': names}
 
 
 def installed() -> dict[str, Any]:

@@ -54,7 +54,13 @@ def without_data(
         raise AssertionError('a plan reads no images')
 
     names = tuple(map(str, range(num_classes)))
-    source = Source(num_images, names, read=unread, name_of=str, read_labels=unread)
+    source = Source(
+        count=num_images,
+        class_names=tuple(names),
+        read=unread,
+        read_names=unread,
+        read_labels=unread,
+    )
     config = dataclasses.replace(config, evals={}, eval_split='test', fewshot=None, start_from=None)
     return dataclasses.replace(config, data=lambda split: source)
 

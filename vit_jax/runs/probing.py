@@ -18,7 +18,6 @@ from vit_jax.data.sources.base import Source
 from vit_jax.evaluation import probes, ridge
 from vit_jax.evaluation.probes import Labelled
 from vit_jax.parallel.processes import Job
-from vit_jax.runs import fingerprint
 
 # Features (n d) in host memory of these images of a reader, NaN for those that cannot be read.
 FeaturesOf = Callable[[ImageReader, Int[np.ndarray, 'n']], Float[np.ndarray, 'n d']]
@@ -68,16 +67,6 @@ def open_probes(
             readers = (reader(source, **crop) for source in (train, test))
             found[name] = Probe(records.text_of(data), splits, *readers)
     return Probes(fewshot, found, missing)
-
-
-def facts(probes: Probes | None) -> dict[str, Any]:
-    """What tells whether two hosts see the same data sets, and miss the same ones."""
-    found = {} if probes is None else probes.found
-    return {
-        f'few-shot {name} {part}': fingerprint.of_data(reader.source)
-        for name, one in found.items()
-        for part, reader in (('train', one.train), ('test', one.test))
-    }
 
 
 def _require_one_class(data: str, splits: ProbeSet, train: Source, test: Source) -> None:

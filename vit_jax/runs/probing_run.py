@@ -14,7 +14,7 @@ from vit_jax.data.sources.opening import make_opener
 from vit_jax.models import build
 from vit_jax.parallel import meshes, sharding_rules
 from vit_jax.parallel.processes import Job
-from vit_jax.runs import feature_cache, fingerprint, probing, workdirs
+from vit_jax.runs import data_record, feature_cache, fingerprint, probing, workdirs
 from vit_jax.runs.compilation import compile_features
 from vit_jax.runs.experiment import make_mesh, open_start, reader_for
 from vit_jax.runs.reporting import console_of
@@ -43,7 +43,8 @@ def probe(
     mesh, batch_size = make_mesh(config), config.eval_batch_size or config.batch_size
     reader = reader_for(config, preprocessing, size)
     sets = probing.open_probes(config, make_opener(config.held_out), reader)
-    job.require_same('the data', probing.facts(sets))
+    if job.count > 1:
+        data_record.agreed_splits(config, {}, sets, job)
     values, console = records.to_dict(config), console_of(job)
     with workdirs.opened(path, values, job, accept_changes=accept_changes) as folder:
         fresh = jax.eval_shape(model.init, jax.random.key(0))

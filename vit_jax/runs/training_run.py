@@ -26,8 +26,9 @@ from vit_jax.models import ViTConfig, multiply_adds, parameter_count
 from vit_jax.parallel import meshes
 from vit_jax.parallel.processes import Interrupted, Job
 from vit_jax.parallel.sharding_rules import sharding_report
-from vit_jax.runs import compilation, fingerprint, probing, workdirs
+from vit_jax.runs import compilation, data_record, fingerprint, probing, workdirs
 from vit_jax.runs.compilation import Features, shardings_of
+from vit_jax.runs.data_record import DataRecord
 from vit_jax.runs.experiment import Experiment, decide
 from vit_jax.runs.goodput import Ledger
 from vit_jax.runs.probing import Probes
@@ -52,7 +53,12 @@ class Result(NamedTuple):
 
 
 def train(
-    config: TrainConfig, path: str, *, accept_changes: bool = False, job: Job | None = None
+    config: TrainConfig,
+    path: str,
+    *,
+    accept_changes: bool = False,
+    accept_data_changes: bool = False,
+    job: Job | None = None,
 ) -> Result:
     """Trains to the end of the configuration, from where the work directory `path` stands.
 
@@ -64,8 +70,14 @@ def train(
     clock, console = Clock(job.age), console_of(job)
     with contextlib.ExitStack() as stack:
         with clock('start'):
-            opened = agreed(config, path, job, accept_changes=accept_changes)
-            experiment, folder = stack.enter_context(opened)
+            opened = agreed(
+                config,
+                path,
+                job,
+                accept_changes=accept_changes,
+                accept_data_changes=accept_data_changes,
+            )
+            experiment, folder, record = stack.enter_context(opened)
             config, mesh = experiment.config, experiment.mesh
         ledger = Ledger(folder / workdirs.LEDGER if job.index == 0 else None, clock)
         ledger.record('starting', None)  # a start that ends before its first step took time too
@@ -98,9 +110,9 @@ def train(
             run=ledger.run,
         )
         stack.enter_context(reporter)
-        run = Run(
-            experiment, update, eval_steps, features, loader_of, checkpoints, reporter, ledger, job
-        )
+        stack.enter_context(record.begun())
+        parts = experiment, update, eval_steps, features, loader_of, checkpoints, reporter
+        run = Run(*parts, ledger, record, job)
         state = run.to_the_end(state)
     reached = state, run.evals, run.fewshot, checkpoints.path(int(state.step)), folder
     return Result(experiment, *reached, reporter.skipped, *ledger.totals())
@@ -108,20 +120,28 @@ def train(
 
 @contextlib.contextmanager
 def agreed(
-    config: TrainConfig, path: str, job: Job, *, accept_changes: bool = False
-) -> Iterator[tuple[Experiment, pathlib.Path]]:
-    """What all processes are about to train, and the work directory, which is held.
+    config: TrainConfig,
+    path: str,
+    job: Job,
+    *,
+    accept_changes: bool = False,
+    accept_data_changes: bool = False,
+) -> Iterator[tuple[Experiment, pathlib.Path, DataRecord]]:
+    """What all processes are about to train, the work directory, which is held, and its record.
 
     Raises UserError as `train` does before it compiles.
     """
     job.require_same('this run', fingerprint.of_run(config, path))
     experiment = decide(config)
     readers = {'train': experiment.train} | experiment.evals
-    facts = {name: fingerprint.of_data(reader.source) for name, reader in readers.items()}
-    job.require_same('the data', facts | probing.facts(experiment.probes))
+    splits = data_record.agreed_splits(experiment.config, readers, experiment.probes, job)
     values = records.to_dict(experiment.config)
     with workdirs.opened(path, values, job, accept_changes=accept_changes) as folder:
-        yield experiment, folder
+        yield (
+            experiment,
+            folder,
+            data_record.compared(folder, splits, job, accept=accept_data_changes),
+        )
 
 
 def _outline(experiment: Experiment) -> str:
@@ -220,6 +240,7 @@ class Run:
     checkpoints: Checkpoints
     reporter: Reporter
     ledger: Ledger
+    record: DataRecord
     job: Job
     evals: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     fewshot: dict[str, Any] | None = None
@@ -249,6 +270,7 @@ class Run:
             where = self.checkpoints.path(step)
             raise Interrupted(f'stopped at step {step}, saved in {where}') from None
         self._wait()
+        self.record.check(wait=True)
         self.ledger.record('complete', steps.stop)
         return state
 
@@ -296,6 +318,7 @@ class Run:
     def _on_metrics(self, step: int, metrics: StepMetrics) -> None:
         if self.reporter.step(step, metrics):
             self.checkpoints.check()
+            self.record.check()
             self.ledger.record('reported', step)
 
     def save(self, step: int, state: TrainState) -> None:

@@ -153,6 +153,10 @@ def test_arrays_of_a_file(tmp_path):
     source = opening.make_opener()(path, 'train')
     assert source.class_names == ('a', 'b', 'c') and source.labels.tolist() == labels.tolist()
     np.testing.assert_array_equal(source.read(3)[0], images[3])
+    stamps = source.read_stamps(range(5))
+    images[3, 0, 0] ^= 1
+    changed = array_source(images, labels, 'abc', name='x').read_stamps(range(5))
+    assert (stamps != changed).tolist() == [False, False, False, True, False]
     with pytest.raises(ValueError, match="no split 'test'; known: train"):
         opening.make_opener()(path, 'test')
 
@@ -184,7 +188,7 @@ def test_a_folder_without_splits_holds_out_a_share_of_every_class(flat, caplog):
     held_out = opening.HeldOut(fraction=0.2)
     train, test = (opening.make_opener(held_out)(str(flat), s) for s in ('train', 'test'))
     assert train.class_names == test.class_names == ('cat', 'dog', 'emu')
-    assert np.bincount(test.labels).tolist() == [2, 1, 1]
+    assert set(test.labels) == set(train.labels) == {0, 1, 2}
     assert not set(described(train)) & set(described(test)) and len(train) + len(test) == 17
     assert '0.2 of each class are held out' in caplog.text
     whole = opening.make_opener(held_out)(str(flat), 'all')
@@ -193,6 +197,28 @@ def test_a_folder_without_splits_holds_out_a_share_of_every_class(flat, caplog):
     assert described(again) == described(test)
     other = opening.make_opener(opening.HeldOut(fraction=0.2, seed=1))(str(flat), 'test')
     assert described(other) != described(test)
+
+
+def table_of(folder, counts):
+    """A table of so many images of each class, none of which is there."""
+    lines = [f'{name}/{i}.jpg,{name}' for name, count in counts.items() for i in range(count)]
+    (folder / 'table.csv').write_text('\n'.join(['path,label', *lines]))
+    return str(folder / 'table.csv')
+
+
+def test_what_is_held_out_is_so_by_its_name_whatever_comes_goes_or_moves(tmp_path):
+    """Photos are added, others removed, and all moved elsewhere: no test image is trained on."""
+
+    def split(folder, counts):
+        folder.mkdir(exist_ok=True)
+        opened = opening.make_opener()
+        sides = (opened(table_of(folder, counts), name) for name in ('train', 'test'))
+        return [{name.removeprefix(f'{folder}/') for name in described(side)} for side in sides]
+
+    train, test = split(tmp_path / 'a', {'cat': 1000, 'dog': 300})
+    later, later_test = split(tmp_path / 'b', {'ant': 200, 'cat': 1500, 'dog': 200})
+    assert not test & later and not train & later_test
+    assert len(test) == pytest.approx(130, abs=5 * np.sqrt(130))  # 5 deviations
 
 
 def test_a_class_too_small_to_hold_out_of_is_named(flat):

@@ -244,8 +244,36 @@ def written(path, records):
 def test_records_of_several_files_are_one_sequence(tmp_path):
     parts = [b'one', b'', b'three'], [], [b'four' * 1000]
     files = [written(tmp_path / f'{i}', part) for i, part in enumerate(parts)]
-    count, read = tfrecord.read_tfrecords(files)
-    assert [read(i) for i in range(count)] == [record for part in parts for record in part]
+    checksums, read = tfrecord.read_tfrecords(files)
+    assert [read(i) for i in range(len(checksums))] == [record for part in parts for record in part]
+
+
+def test_another_record_has_another_checksum_which_is_known_without_reading_it(tmp_path):
+    records = [b'one', b'', b'three' * 99]
+    before, _ = tfrecord.read_tfrecords([written(tmp_path / 'a', records)])
+    after, _ = tfrecord.read_tfrecords([written(tmp_path / 'b', [*records[:2], b'THREE' * 99])])
+    assert (before != after).tolist() == [False, False, True]
+    assert before[0] == tfrecord.masked_crc(b'one')
+
+
+@pytest.mark.full
+def test_stamps_of_a_prepared_set_tell_of_another_label_or_size(tmp_path):
+    """Of ArrayRecord files only sizes, and in which of them."""
+
+    def stamps(name, images):
+        made = tfds_sets.array_record(tmp_path / name, {'train': images}, CLASSES)
+        both = made, tfds_sets.tfrecord(made, tmp_path / f'{name}-tfrecord')
+        opened = opening.make_opener()
+        return [opened(str(root), 'train').read_stamps(range(4)) for root in both]
+
+    images = [*zip(ENCODED[:4], [0, 1, 2, 1], strict=True)]
+    first, same = stamps('a', images), stamps('b', images)
+    np.testing.assert_array_equal(first, same)
+    relabelled = stamps('c', [*images[:3], (ENCODED[3], 0)])[1]
+    assert (relabelled != first[1]).tolist() == [False, False, False, True]
+    replaced = stamps('d', [*images[:3], (ENCODED[3] + b' more', 1)])
+    assert (replaced[0] != first[0]).all()
+    assert (replaced[1] != first[1]).tolist() == [False, False, False, True]
 
 
 def test_the_checksum_is_the_formats():
@@ -259,8 +287,8 @@ def test_tensorflow_writes_what_is_read(tmp_path):
     with tf.io.TFRecordWriter(str(tmp_path / 'file')) as writer:
         for record in b'one', b'', b'three' * 99:
             writer.write(record)
-    count, read = tfrecord.read_tfrecords([tmp_path / 'file'])
-    assert [read(i) for i in range(count)] == [b'one', b'', b'three' * 99]
+    checksums, read = tfrecord.read_tfrecords([tmp_path / 'file'])
+    assert [read(i) for i in range(len(checksums))] == [b'one', b'', b'three' * 99]
 
 
 @pytest.mark.parametrize('place', range(0, 60, 3))
@@ -272,8 +300,8 @@ def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path, place):
     with pytest.raises(
         ValueError, match=r'file: the (length of the )?record at byte \d+ is damaged'
     ):
-        count, read = tfrecord.read_tfrecords([path])
-        for i in range(count):
+        checksums, read = tfrecord.read_tfrecords([path])
+        for i in range(len(checksums)):
             read(i)
 
 

@@ -1,6 +1,7 @@
 """Images in memory: arrays, npz files, scikit-learn's digits."""
 
 import functools
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,8 +37,12 @@ def array_source(
         count=len(images),
         class_names=tuple(class_names),
         read=lambda i: (images[i], labels[i]),
-        name_of=lambda i: f'{name}[{i}]',
-        read_labels=lambda indices: labels[np.asarray(indices)],
+        read_names=lambda indices: [f'{name}[{i}]' for i in indices],
+        read_labels=lambda indices: labels[np.asarray(indices, int)],
+        read_stamps=lambda indices: np.array(
+            [zlib.crc32(images[i].tobytes()) for i in indices], np.int64
+        ),
+        labels_at_hand=True,
         multi_label=multi_label,
     )
 

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import os
 import pathlib
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any
 
 import numpy as np
@@ -14,23 +16,36 @@ Label = int | np.integer | np.ndarray  # a class number, or multi-label: a row o
 EncodedImage = bytes | np.ndarray  # an encoded file, or uint8 pixels
 
 
-@dataclasses.dataclass(frozen=True)
+def _no_stamps(indices: Sequence[int]) -> Int[np.ndarray, 'n']:
+    return np.full(len(indices), -1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
     """One split of a data set, of which images and labels are read when they are asked for.
 
-    `read(i)` returns image i and its label; `name_of(i)` its name in messages;
+    `read(i)` returns image i and its label; `read_names(indices)` names for messages;
     `read_labels(indices)` labels alone, which can be as slow as reading the images.
+    `read_stamps(indices)` tells, without decoding, whether images are still the same: a whole
+    number for each that changes with it, a file's size or a checksum; -1 is not known.
     """
 
     count: int
     class_names: tuple[str, ...]
     read: Callable[[int], tuple[EncodedImage, Label]]
-    name_of: Callable[[int], str]
+    read_names: Callable[[Sequence[int]], list[str]]
     read_labels: Callable[[Sequence[int]], np.ndarray]
+    read_stamps: Callable[[Sequence[int]], np.ndarray] = _no_stamps
+    labels_at_hand: bool = False  # in memory; else stamps change with the labels too
+    stamps_at_hand: bool = True  # likewise; else each is a look at the disk
     multi_label: bool = False
 
     def __len__(self) -> int:
         return self.count
+
+    def name_of(self, index: int) -> str:
+        """The name of an image in messages."""
+        return self.read_names([index])[0]
 
     @property
     def label_shape(self) -> tuple[int, ...]:
@@ -43,6 +58,13 @@ class Source:
         return self.read_labels(range(self.count)).astype(np.int32)
 
 
+def relative_names(names: Sequence[str], data: str) -> list[str]:
+    """The names without the folder of the data, which may lie elsewhere another time."""
+    path = pathlib.Path(data)
+    inner, outer = (f'{folder}{os.sep}' for folder in (path, path.parent))
+    return [name.removeprefix(inner).removeprefix(outer) for name in names]
+
+
 Splits = dict[str, Callable[[], Source]]
 # One's own data: a function that opens the split of a name (sources/arrays.py: images in memory).
 DataFunction = Callable[[str], Source]
@@ -51,12 +73,17 @@ DataFunction = Callable[[str], Source]
 def select(source: Source, indices: Sequence[int] | np.ndarray) -> Source:
     """The source that holds these images only, in this order."""
     chosen = np.asarray(indices)
+
+    def there(indices: Sequence[int]) -> list[int]:
+        return list(chosen[np.asarray(indices, int)].tolist())
+
     return dataclasses.replace(
         source,
         count=len(chosen),
         read=lambda i: source.read(int(chosen[i])),
-        name_of=lambda i: source.name_of(int(chosen[i])),
-        read_labels=lambda indices: source.read_labels(chosen[np.asarray(indices)].tolist()),
+        read_names=lambda indices: source.read_names(there(indices)),
+        read_labels=lambda indices: source.read_labels(there(indices)),
+        read_stamps=lambda indices: source.read_stamps(there(indices)),
     )
 
 
@@ -70,11 +97,17 @@ def labelled_source(
     labels: Sequence[Any],
     class_names: Sequence[str],
     *,
-    read: Callable[[Any], EncodedImage] = pathlib.Path.read_bytes,
+    read: Callable[[Any], EncodedImage] | None = None,
     name_of: Callable[[Any], str] = str,
+    stamp_of: Callable[[Any], int] | None = None,
     multi_label: bool = False,
 ) -> Source:
-    """Images, by default files, with labels in memory: class numbers, or if `multi_label` lists."""
+    """Images with labels in memory: class numbers, or if `multi_label` lists.
+
+    Images are paths of files, of which the stamps are sizes, or what `read` and `stamp_of` take.
+    """
+    numbers = None if multi_label else np.array(labels, np.int32)
+    read_image = read or _read_file
 
     def label(i: int) -> Label:
         if not multi_label:
@@ -83,11 +116,46 @@ def labelled_source(
         row[list(labels[i])] = 1
         return row
 
+    def read_labels(indices: Sequence[int]) -> np.ndarray:
+        if numbers is not None:
+            return numbers[np.asarray(indices, int)]
+        return np.array([label(i) for i in indices], np.int32)
+
+    def read_stamps(indices: Sequence[int]) -> Int[np.ndarray, 'n']:
+        if read is None:
+            return _sizes([images[i] for i in indices])
+        return np.array([-1 if stamp_of is None else stamp_of(images[i]) for i in indices], int)
+
     return Source(
         count=len(labels),
         class_names=tuple(class_names),
-        read=lambda i: (read(images[i]), label(i)),
-        name_of=lambda i: name_of(images[i]),
-        read_labels=lambda indices: np.array([label(i) for i in indices], np.int32),
+        read=lambda i: (read_image(images[i]), label(i)),
+        read_names=lambda indices: [name_of(images[i]) for i in indices],
+        read_labels=read_labels,
+        read_stamps=read_stamps,
+        labels_at_hand=True,
+        stamps_at_hand=read is not None,
         multi_label=multi_label,
     )
+
+
+def _read_file(path: str | pathlib.Path) -> bytes:
+    return pathlib.Path(path).read_bytes()
+
+
+_LOOKS = 16  # at once: a file system in a network takes its time over each
+
+
+def _sizes(paths: Sequence[str | pathlib.Path]) -> Int[np.ndarray, 'n']:
+    """The sizes of files in bytes, -2 of one that is not there."""
+
+    def size(path: str | pathlib.Path) -> int:
+        try:
+            return os.stat(path).st_size
+        except OSError:
+            return -2
+
+    parts = [paths[i : i + 256] for i in range(0, len(paths), 256)]
+    with futures.ThreadPoolExecutor(_LOOKS) as pool:
+        found = pool.map(lambda part: [size(path) for path in part], parts)
+        return np.array([number for part in found for number in part], np.int64)

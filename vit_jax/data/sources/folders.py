@@ -2,8 +2,9 @@
 
 import functools
 import logging
+import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from vit_jax.base.errors import MissingFile, UserError
 from vit_jax.data.image_headers import HEIC_REMEDY, can_read
@@ -82,15 +83,15 @@ def files_by_class(root: pathlib.Path) -> Source:
 
 def unlabelled(paths: Sequence[str]) -> Source:
     """These files, and the images of these folders; no classes, and every label is 0."""
-    found: list[pathlib.Path] = []
+    found: list[str] = []
     for path in map(pathlib.Path, paths):
         if not path.exists():
             raise MissingFile(f'{path}: no such image or folder')
-        found += image_files(path) if path.is_dir() else [path]
+        found += image_files(path) if path.is_dir() else [str(path)]
     return labelled_source(found, [0] * len(found), ())
 
 
-def image_files(path: pathlib.Path) -> list[pathlib.Path]:
+def image_files(path: pathlib.Path) -> list[str]:
     """The images below a folder, sorted, without files and folders that begin with a dot.
 
     Warns of other files, and of what cannot be read as its name or link shows. Raises UserError if
@@ -99,30 +100,45 @@ def image_files(path: pathlib.Path) -> list[pathlib.Path]:
     images, others, links = _files(path)
     count = len(others)
     if not images:
-        detail = f'; {count} files have other endings, such as {others[0].name}' if others else ''
+        name = os.path.basename(others[0]) if others else ''
+        detail = f'; {count} files have other endings, such as {name}' if others else ''
         raise UserError(f'{path}: no images in this folder{detail}')
     if others:
         logging.warning('%s: %d files are not images by their ending: %s', path, count, others[0])
     if links:
         logging.warning('%s: %d links lead to no file: %s', path, len(links), links[0])
-    heic = [] if can_read('HEIF') else [p for p in images if p.suffix.lower() in HEIC]
+    heic = [] if can_read('HEIF') else [file for file in images if _suffix(file) in HEIC]
     if heic:
         logging.warning('%s: %d HEIC photos; %s: %s', path, len(heic), HEIC_REMEDY, heic[0])
     return images
 
 
-def _files(path: pathlib.Path) -> tuple[list[pathlib.Path], list[pathlib.Path], list[pathlib.Path]]:
+def _files(path: pathlib.Path) -> tuple[list[str], list[str], list[str]]:
     """Images by their ending, broken links too; other files; links that lead to no file."""
-    below = sorted(p for p in path.rglob('*') if not _hidden(p.relative_to(path)))
-    is_file = {p: p.is_file() for p in below}
-    links = [p for p in below if not is_file[p] and p.is_symlink()]
-    present = [p for p in below if is_file[p] or (p.is_symlink() and not p.exists())]
-    images = [p for p in present if p.suffix.lower() in IMAGE_SUFFIXES]
-    return images, [p for p in present if p.suffix.lower() not in IMAGE_SUFFIXES], links
+    images, others, links = list[str](), list[str](), list[str]()
+    for file, is_there in sorted(_below(path), key=lambda found: found[0].split(os.sep)):
+        (images if _suffix(file) in IMAGE_SUFFIXES else others).append(file)
+        if not is_there:
+            links.append(file)
+    return images, others, links
 
 
-def _hidden(path: pathlib.Path) -> bool:
-    return any(part.startswith('.') for part in path.parts)
+def _below(folder: str | pathlib.Path) -> Iterator[tuple[str, bool]]:
+    """The files below a folder, False for a broken link; the disk is asked about folders alone."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith('.'):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from _below(entry.path)
+            elif entry.is_file():
+                yield entry.path, True
+            elif entry.is_symlink() and not os.path.exists(entry.path):
+                yield entry.path, False
+
+
+def _suffix(file: str) -> str:
+    return os.path.splitext(file)[1].lower()
 
 
 def folder_names(path: pathlib.Path) -> list[str]:
@@ -131,5 +147,5 @@ def folder_names(path: pathlib.Path) -> list[str]:
 
 
 def _has_images(path: pathlib.Path) -> bool:
-    files = (p for p in path.iterdir() if p.is_file() and not _hidden(p.relative_to(path)))
-    return any(p.suffix.lower() in IMAGE_SUFFIXES for p in files)
+    files = (p.name for p in path.iterdir() if p.is_file() and not p.name.startswith('.'))
+    return any(_suffix(name) in IMAGE_SUFFIXES for name in files)

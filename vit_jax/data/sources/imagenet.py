@@ -84,13 +84,14 @@ def _in_tar(
         class_names,
         read=lambda member: os.pread(descriptor, member.size, member.offset),
         name_of=lambda member: f'{path}:{member.name}',
+        stamp_of=lambda member: member.size,
     )
     return in_fixed_order(source)
 
 
 def _val_folder(path: pathlib.Path) -> Source:
     paths = image_files(path)
-    labels, names = _labels_of([file.name for file in paths], path.parent)
+    labels, names = _labels_of([os.path.basename(file) for file in paths], path.parent)
     return in_fixed_order(labelled_source(paths, labels, names))
 
 

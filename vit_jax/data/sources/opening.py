@@ -2,16 +2,17 @@
 
 import dataclasses
 import functools
+import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from vit_jax.base import MissingFile, UserError, records, usable
 from vit_jax.data.sources import arrays, folders, imagenet, relabelling, tables, tfds
-from vit_jax.data.sources.base import DataFunction, Source, Splits, select
+from vit_jax.data.sources.base import DataFunction, Source, Splits, relative_names, select
 
 # The split `test` is the first of these that the data has.
 TEST_NAMES = 'test', 'val', 'validation', 'valid'
@@ -21,8 +22,8 @@ TEST_NAMES = 'test', 'val', 'validation', 'valid'
 class HeldOut(records.Record):
     """The part of data without splits that becomes `test`."""
 
-    fraction: float = 0.1  # of each class, at least one image
-    seed: int = 0  # of the draw
+    fraction: float = 0.1  # of each class, about; at least one image
+    seed: int = 0  # of the digests
 
     def check(self) -> None:
         records.require_between(self, 'fraction', above=0, below=1)
@@ -119,7 +120,8 @@ def _with_splits(splits: Splits, held_out: HeldOut, data: str) -> Splits:
     def whole() -> tuple[Source, np.ndarray]:
         source, text = splits['all'](), '%s has no splits: %g of each class are held out (held_out)'
         logging.warning(text, data, held_out.fraction)
-        return source, _drawn(source, held_out)
+        names = relative_names(source.read_names(range(len(source))), data)
+        return source, _drawn(source, names, held_out)
 
     def opened(split: str) -> Source:
         source, is_test = whole()
@@ -128,17 +130,24 @@ def _with_splits(splits: Splits, held_out: HeldOut, data: str) -> Splits:
     return {split: functools.partial(opened, split) for split in ('train', 'test')} | splits
 
 
-def _drawn(source: Source, held_out: HeldOut) -> np.ndarray:
-    """A mask of images held out: a fraction of each class, or of all images if multi-label."""
-    rng = np.random.default_rng(held_out.seed)
+def _drawn(source: Source, names: Sequence[str], held_out: HeldOut) -> np.ndarray:
+    """A mask of images held out, those of which a digest of the name is below the fraction.
+
+    So an image stays where it is when others come and go; but at least one of each class, or of all
+    if multi-label, is held out, the one with the smallest digest, and the greatest is not.
+    """
+    keys = (f'{held_out.seed} {name}'.encode() for name in names)
+    digests = (hashlib.blake2b(key, digest_size=8).digest() for key in keys)
+    places = np.frombuffer(b''.join(digests), '<u8') / 2**64
     labels = np.zeros(len(source), np.int32) if source.multi_label else source.labels
-    is_test = np.zeros(len(source), bool)
-    for label in np.unique(labels):
-        members = rng.permutation(np.flatnonzero(labels == label))
-        if len(members) < 2:
-            name = source.name_of(int(members[0]))
-            raise UserError(f'{name}: its class has one image, none can be held out for testing')
-        is_test[members[: max(1, round(held_out.fraction * len(members)))]] = True
+    is_test = places < held_out.fraction
+    by_class = np.lexsort((places, labels))
+    first = np.flatnonzero(np.diff(labels[by_class], prepend=-1))
+    last = np.append(first[1:], len(labels)) - 1
+    if (alone := first[first == last]).size:
+        name = source.name_of(int(by_class[alone[0]]))
+        raise UserError(f'{name}: its class has one image, none can be held out for testing')
+    is_test[by_class[first]], is_test[by_class[last]] = True, False
     return is_test
 
 

@@ -13,6 +13,8 @@ import numpy as np
 from vit_jax.base import MissingFile, UserError, require
 from vit_jax.data.sources.base import EncodedImage, Label, Source, labelled_source, select
 
+_OF_IMAGES = 'read_names', 'read_stamps', 'stamps_at_hand'  # of a source: the labels are others
+
 
 def relabelled(source: Source, path: str) -> Source:
     """The images with the labels of a JSON file, multi-label, over the same classes.
@@ -43,14 +45,15 @@ def relabelled(source: Source, path: str) -> Source:
         entry = entries[key]
         if not isinstance(entry, list) or not all(type(n) is int and n in classes for n in entry):
             raise UserError(f'{path}: entry {key!r} is {entry!r}: expected {legal}')
-    return labelled_source(
+    labelled = labelled_source(
         range(len(source)),
         [entries[key] for key in keys],
         source.class_names,
         read=lambda i: source.read(i)[0],
-        name_of=source.name_of,
         multi_label=True,
     )
+    of_images = {name: getattr(source, name) for name in _OF_IMAGES}
+    return dataclasses.replace(labelled, **of_images)
 
 
 def with_labels(source: Source) -> Source:

@@ -8,6 +8,7 @@ import csv
 import functools
 import io
 import json
+import os
 import pathlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ def table_splits(path: str) -> Splits:
         chosen = [row for row in rows if row.split == split]
         classes = [[number_of[name] for name in row.classes] for row in chosen]
         labels = classes if multi_label else [label for (label,) in classes]
-        paths = [file.parent / row.path for row in chosen]
+        paths = [str(file.parent / row.path) for row in chosen]
         _require_files(paths, file)
         return in_fixed_order(labelled_source(paths, labels, class_names, multi_label=multi_label))
 
@@ -97,10 +98,10 @@ def _require_columns(names: Collection[str], where: str) -> None:
         raise UserError(f'{where}: it has {found}; expected path and label, or path and labels')
 
 
-def _require_files(paths: Sequence[pathlib.Path], file: pathlib.Path) -> None:
+def _require_files(paths: Sequence[str], file: pathlib.Path) -> None:
     """UserError where of a sample of the images none is there: then the paths are wrong."""
     sample = paths[:: -(-len(paths) // 20)]
-    if not any(path.exists() for path in sample):
+    if not any(map(os.path.exists, sample)):
         expected = f'paths are absolute, or start in {file.parent.absolute()}'
         raise UserError(f'{file}: no such image: {sample[0]}; {expected}')
 

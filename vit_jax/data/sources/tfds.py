@@ -7,13 +7,14 @@ offset (tfrecord.py). Images stay encoded: image_preprocessing.py decodes them.
 import functools
 import os
 import pathlib
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
 
 import numpy as np
 
-from vit_jax.base import UserError, records
+from vit_jax.base import Int, UserError, records
 from vit_jax.data.sources import tfrecord
 from vit_jax.data.sources.base import EncodedImage, Label, Source, Splits
 
@@ -63,13 +64,14 @@ def folder_splits(root: str, label_column: str | None = None) -> Splits:
     def opened(split: str) -> Source:
         if file_format == 'array_record':
             stored = builder.as_data_source(split, decoders=decoders)
+            stamps = _shard_stamps(info.splits[split])
             undamaged = functools.partial(_undamaged, stored.__getitem__)
-            return _source(info, split, label_column, len(stored), undamaged)
-        count, read = tfrecord.read_tfrecords(info.splits[split].filepaths)
-        if count != (expected := info.splits[split].num_examples):
+            return _source(info, split, label_column, stamps, undamaged)
+        checksums, read = tfrecord.read_tfrecords(info.splits[split].filepaths)
+        if (count := len(checksums)) != (expected := info.splits[split].num_examples):
             raise UserError(f'{root}: {split} has {count} records, {INFO} says {expected}')
         decode = functools.partial(info.features.deserialize_example_np, decoders=decoders)
-        return _source(info, split, label_column, count, lambda index: decode(read(index)))
+        return _source(info, split, label_column, checksums, lambda index: decode(read(index)))
 
     return {split: functools.partial(opened, split) for split in info.splits}
 
@@ -103,9 +105,14 @@ def data_dir() -> pathlib.Path:
 
 
 def _source(
-    info: Any, split: str, label_column: str | None, count: int, example: Callable[[int], Any]
+    info: Any,
+    split: str,
+    label_column: str | None,
+    stamps: Int[np.ndarray, 'n'],
+    example: Callable[[int], Any],
 ) -> Source:
     name = f'tfds:{info.full_name}/{split}'
+    count = len(stamps)
     image_column, label_column, multi_label = _columns(info.features, name, label_column)
     feature = info.features[label_column]
     names = (feature.feature if multi_label else feature).names
@@ -127,7 +134,29 @@ def _source(
         with futures.ThreadPoolExecutor() as pool:
             return np.array(list(pool.map(lambda i: read(i)[1], indices)))
 
-    return Source(count, tuple(names), read, lambda i: f'{name}[{i}]', read_labels, multi_label)
+    return Source(
+        count=count,
+        class_names=tuple(names),
+        read=read,
+        read_names=lambda indices: [f'{name}[{i}]' for i in indices],
+        read_labels=read_labels,
+        read_stamps=lambda indices: stamps[np.asarray(indices, int)],
+        multi_label=multi_label,
+    )
+
+
+def _shard_stamps(info: Any) -> Int[np.ndarray, 'n']:
+    """For each record of a split a checksum of where all records of its file begin.
+
+    That, and no checksum of what they hold, is at the end of an ArrayRecord file.
+    """
+    stamps = []
+    for path, count in zip(info.filepaths, info.shard_lengths, strict=True):
+        with open(path, 'rb') as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(-min(size, 65_536), os.SEEK_END)
+            stamps.append(np.full(count, zlib.crc32(file.read(), size & 0xFFFFFFFF)))
+    return np.concatenate(stamps) if stamps else np.zeros(0, np.int64)
 
 
 def _columns(features: Any, name: str, label_column: str | None) -> tuple[str, str, bool]:

@@ -1,0 +1,82 @@
+"""What it costs to notice other data: seconds at the start of a run, and in the background.
+
+Command: PYTHONPATH=. python benchmarks/data_record.py [--images=1281167] [--folder=DIR]
+
+The folder is made, of empty files in 1,000 classes, where none is given.
+"""
+
+import argparse
+import pathlib
+import sys
+import tempfile
+import time
+
+from vit_jax.config import TrainConfig
+from vit_jax.data.image_preprocessing import Resize
+from vit_jax.data.loading import ImageReader
+from vit_jax.data.sources.opening import make_opener
+from vit_jax.parallel.processes import Job
+from vit_jax.runs import data_record
+
+
+def make_folder(root: pathlib.Path, images: int) -> None:
+    """The files root/train/CLASS/NAME."""
+    for label in range(1000):
+        folder = root / 'train' / f'n{label:08}'
+        folder.mkdir(parents=True)
+        for i in range(label, images, 1000):
+            (folder / f'{folder.name}_{i}.JPEG').touch()
+
+
+class Clock:
+    """Prints seconds, and those of them that the processor took, since it was last asked."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter(), time.process_time()
+
+    def __call__(self, what: str) -> None:
+        now = time.perf_counter(), time.process_time()
+        wall, cpu = (a - b for a, b in zip(now, self._since, strict=True))
+        print(f'  {what:<50} {wall:6.2f} s, of the processor {cpu:6.2f} s', flush=True)
+        self._since = time.perf_counter(), time.process_time()
+
+
+def measure(data: str, workdir: pathlib.Path) -> None:
+    """Prints what a first start and a second one take."""
+    config = TrainConfig(data=data)
+    for start in 'first start', 'start of the same run':
+        print(start)
+        clock = Clock()
+        source = make_opener()(data, 'train')
+        clock(f'{len(source):,} files found')
+        readers = {'train': ImageReader(source, Resize(), (224, 224), exif_rotation=False)}
+        splits = data_record.agreed_splits(config, readers, None, Job())
+        clock('names, labels and some sizes listed')
+        record = data_record.compared(workdir, splits, Job(), accept=False)
+        clock('compared with the record')
+        splits['train'].listing.facts()
+        clock('facts for other hosts, if any')
+        with record.begun():
+            record.check(wait=True)
+        clock('in the background: all sizes, and the record')
+        (workdir / 'checkpoints' / '1').mkdir(parents=True, exist_ok=True)
+    print(f'the record has {(workdir / data_record.FILE).stat().st_size / 1e6:.1f} MB')
+
+
+def main() -> None:
+    """Measures on a folder that is given, or made."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('--images', type=int, default=1_281_167)
+    parser.add_argument('--folder')
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        root = pathlib.Path(temporary)
+        if arguments.folder is None:
+            make_folder(root / 'data', arguments.images)
+        (root / 'run').mkdir()
+        measure(arguments.folder or str(root / 'data'), root / 'run')
+    print(f'Python {sys.version.split()[0]}')
+
+
+if __name__ == '__main__':
+    main()

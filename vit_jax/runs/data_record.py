@@ -1,0 +1,271 @@
+"""What a run learns from and is tested on, kept in its work directory: other data is noticed."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import logging
+import pathlib
+import threading
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vit_jax.base import UserError, atomic_write, records
+from vit_jax.checkpoints.store import load_card
+from vit_jax.config import EvalConfig, TrainConfig
+from vit_jax.data.loading import ImageReader
+from vit_jax.data.sources import listing
+from vit_jax.data.sources.base import Source
+from vit_jax.data.sources.listing import Listing
+from vit_jax.parallel.processes import Job
+from vit_jax.runs.probing import Probes
+
+FILE = 'data.zip'
+_UNKNOWN = (
+    'an earlier version began this run: images that changed before now are not noticed, and of '
+    'data without splits others are held out for testing'
+)
+_ADVICE = 'put the data back, take another --workdir, or go on with --accept_data_changes'
+
+
+class Split(NamedTuple):
+    """A split that a run uses, its images, and the fields that ask for it (JSON values)."""
+
+    source: Source
+    listing: Listing
+    asked: list[Any]  # where they are others than before, other images are no surprise
+
+
+def agreed_splits(
+    config: TrainConfig, readers: dict[str, ImageReader], probes: Probes | None, job: Job
+) -> dict[str, Split]:
+    """The splits of `readers`, `train` and the evaluations, and of the few-shot evaluation.
+
+    Raises Differs where the processes have other images, classes or labels.
+    """
+    splits = _splits(config, readers, probes)
+    if job.count > 1:
+        listings = {name: split.listing for name, split in splits.items()}
+        facts = {name: one.facts() for name, one in listings.items()}
+        describe = functools.partial(listing.host_differences, ours=listings)
+        job.require_same('the data', facts, describe)
+    return splits
+
+
+def _splits(
+    config: TrainConfig, readers: dict[str, ImageReader], probes: Probes | None
+) -> dict[str, Split]:
+    wanted: dict[str, tuple[ImageReader, Any, list[Any]]] = {}
+    for name, reader in readers.items():
+        one = config.evaluations.get(name, EvalConfig(split=config.train_split))
+        wanted[name] = reader, one.data or config.data, [one.split, one.labels, _text(one.data)]
+    for name, probe in probes.found.items() if probes else ():
+        of, data = probe.splits, _text(probe.splits.data)
+        wanted[f'few-shot {name} train'] = probe.train, probe.data, [of.train_split, None, data]
+        wanted[f'few-shot {name} test'] = probe.test, probe.data, [of.test_split, None, data]
+    listings: dict[int, Listing] = {}  # by source: several evaluations may use one
+    for reader, data, _ in wanted.values():
+        if id(reader.source) not in listings:
+            listings[id(reader.source)] = listing.listed(reader.source, records.text_of(data))
+    held_out = records.to_dict(config.held_out)
+    return {
+        name: Split(reader.source, listings[id(reader.source)], [*asked, held_out])
+        for name, (reader, _, asked) in wanted.items()
+    }
+
+
+def _text(data: Any) -> str | None:
+    return None if data is None else records.text_of(data)
+
+
+def compared(
+    folder: pathlib.Path, splits: dict[str, Split], job: Job, *, accept: bool
+) -> 'DataRecord':
+    """The record of a work directory; process 0 compares the splits with it, and keeps it."""
+    record = DataRecord(folder, splits if job.index == 0 else {}, accept=accept)
+    record.compare()
+    return record
+
+
+class DataRecord:
+    """The splits of a run beside those that it began with, which are kept in its work directory.
+
+    `compare` looks at all names, labels and classes. The sizes of more than `listing.LOOKS` files
+    are looked at in the background, within `begun`; `check` raises what is found there.
+    """
+
+    def __init__(self, folder: pathlib.Path, splits: dict[str, Split], *, accept: bool):
+        self._path = folder / FILE
+        self._splits = splits
+        self._accept = accept
+        self._kept = _read(self._path) if splits else {}
+        self._begun = any(folder.glob('checkpoints/[0-9]*'))
+        self._error: Exception | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._complete, daemon=True)
+
+    def compare(self) -> None:
+        """Raises UserError with what has changed since the run began, unless that is accepted."""
+        if self._begun and self._splits:
+            if not self._path.exists():
+                logging.warning('%s: no %s: %s', self._path.parent, FILE, _UNKNOWN)
+            self._refuse_or_say(self._changes(self._splits, self._class_changes()))
+
+    @contextlib.contextmanager
+    def begun(self) -> Iterator[None]:
+        """Within, what remains is looked at, and the record is written, in the background."""
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            self._thread.join()
+
+    def check(self, *, wait: bool = False) -> None:
+        """Raises what was found in the background, if anything was; perhaps waits for the end."""
+        if wait:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _class_changes(self) -> list[str]:
+        """How the card of the newest checkpoint names the classes, where it is otherwise."""
+        new, workdir = self._splits['train'].listing.class_names, self._path.parent
+        try:
+            card, folder = load_card(str(workdir))
+        except UserError:  # damaged, which is said where it is restored
+            return []
+        lines = listing.class_differences(old := card['class_names'] or new, new)
+        if len(old) != len(new):
+            raise UserError(
+                f'checkpoint {folder} has {len(old):,} classes, the data {len(new):,}: {lines[0]}; '
+                f'put the data back, or fine-tune it: --config.start_from={workdir} '
+                f'--workdir=ANOTHER'
+            )
+        return lines
+
+    def _changes(self, splits: dict[str, Split], of_classes: Sequence[str] = ()) -> list[str]:
+        """A line about each kind of change since the record was made, after some about classes."""
+        # Each once, where several evaluations use one split.
+        changes = {line: f'train: {line}' for line in of_classes}
+        for name in [name for name in splits if name in self._kept]:
+            now, before = splits[name], self._kept[name]
+            if before.asked == now.asked and not before.is_of(now.listing):
+                for line in listing.differences(before.read(), now.listing):
+                    changes.setdefault(line, f'{name}: {line}')
+        return list(changes.values())
+
+    def _refuse_or_say(self, changes: list[str]) -> None:
+        if not changes:
+            return
+        workdir, lines = self._path.parent, '\n  '.join(changes)
+        if not self._accept:
+            raise UserError(f'workdir {workdir} holds a run on other data:\n  {lines}\n{_ADVICE}')
+        logging.warning('%s goes on with other data:\n  %s', workdir, lines)
+
+    def _complete(self) -> None:
+        try:
+            listings = {}
+            for split in self._splits.values():
+                if id(split.listing) not in listings:
+                    listings[id(split.listing)] = self._looked_at(split)
+            if self._stop.is_set():
+                return
+            splits = {
+                name: split._replace(listing=listings[id(split.listing)])
+                for name, split in self._splits.items()
+            }
+            if self._begun and any(
+                s.listing is not splits[n].listing for n, s in self._splits.items()
+            ):
+                self._refuse_or_say(self._changes(splits))
+            if splits and not self._is_of(splits):
+                _write(self._path, splits)
+        except Exception as error:  # raised by `check`
+            self._error = error
+
+    def _is_of(self, splits: dict[str, Split]) -> bool:
+        """Is this what the record says?"""
+        return self._kept.keys() == splits.keys() and all(
+            self._kept[name].asked == one.asked
+            and self._kept[name].digest == one.listing.digest
+            and np.array_equal(self._kept[name].stamps, one.listing.stamps)
+            for name, one in splits.items()
+        )
+
+    def _looked_at(self, split: Split) -> Listing:
+        """The listing with all stamps, unless the run ends."""
+        if split.source.stamps_at_hand or (count := len(split.source)) <= listing.LOOKS:
+            return split.listing
+        stamps = split.listing.stamps.copy()
+        for start in range(0, count, listing.LOOKS):
+            part = range(start, min(count, start + listing.LOOKS))
+            if self._stop.is_set():
+                break
+            stamps[part] = split.source.read_stamps(part)
+        return dataclasses.replace(split.listing, stamps=stamps)
+
+
+class _Kept(NamedTuple):
+    """A split as it was when the record was made."""
+
+    asked: list[Any]
+    digest: str
+    stamps: np.ndarray
+    read: Callable[[], Listing]
+
+    def is_of(self, now: Listing) -> bool:
+        """Whether names, labels, classes and the stamps that are known are those of now."""
+        if self.digest != now.digest or self.stamps.shape != now.stamps.shape:
+            return False
+        return not listing.replaced(self.stamps, now.stamps).any()
+
+
+def _write(path: pathlib.Path, splits: dict[str, Split]) -> None:
+    numbers: dict[int, int] = {}
+    header, arrays = {}, {}
+    for name, (_, one, asked) in splits.items():
+        number = numbers.setdefault(id(one), len(numbers))
+        arrays[f'{number}.names'] = np.frombuffer(listing.as_bytes(one.names), np.uint8)
+        arrays[f'{number}.labels'], arrays[f'{number}.stamps'] = one.labels, one.stamps
+        classes = {'class_names': one.class_names, 'multi_label': one.multi_label}
+        header[name] = {'asked': asked, 'digest': one.digest, 'number': number} | classes
+    arrays['splits'] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    with atomic_write(path) as partial, partial.open('wb') as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
+
+
+def _read(path: pathlib.Path) -> dict[str, _Kept]:
+    """The splits of the record by name; none, with a warning, where it cannot be read."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            header = json.loads(file['splits'].tobytes())
+            stamps = {one['number']: file[f'{one["number"]}.stamps'] for one in header.values()}
+        return {
+            name: _Kept(
+                one['asked'],
+                one['digest'],
+                stamps[one['number']],
+                functools.partial(_read_listing, path, one),
+            )
+            for name, one in header.items()
+        }
+    except FileNotFoundError:  # of an earlier version
+        return {}
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        text = '%s: cannot be read, so that data which changed is not noticed: %s'
+        logging.warning(text, path, error)
+        return {}
+
+
+def _read_listing(path: pathlib.Path, one: dict[str, Any]) -> Listing:
+    with np.load(path, allow_pickle=False) as file:
+        names, labels, stamps = (
+            file[f'{one["number"]}.{array}'] for array in ('names', 'labels', 'stamps')
+        )
+    decoded = names.tobytes().decode(errors='surrogateescape').split('\0')[:-1]
+    return Listing(tuple(one['class_names']), decoded, labels, stamps, one['multi_label'])

@@ -86,6 +86,42 @@ def die(number, index):
     at_tick(number, index, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
+def slow_compile(number, index):
+    lower_update = compilation.lower_update
+
+    def lowering(*arguments):
+        time.sleep(number)
+        return lower_update(*arguments)
+
+    compilation.lower_update = lowering
+
+
+def slow_evaluation(number, index):
+    with_heartbeat = Job.with_heartbeat
+
+    def slowed(job, batches):
+        for batch in with_heartbeat(job, batches):
+            time.sleep(number / 1000)
+            yield batch
+
+    Job.with_heartbeat = slowed
+
+
+def slow_save(number, index):
+    save = Checkpoints.save
+
+    def saving(checkpoints, *arguments):
+        save(checkpoints, *arguments)
+        time.sleep(number / 1000)
+
+    Checkpoints.save = saving
+
+
+def stalled_disk(number, index):
+    """No directory is renamed any more once the step is reached: saving never ends."""
+    at_tick(number, index, lambda: setattr(os, 'rename', lambda *_: forever()))
+
+
 def broken(state, index):
     """The state with NaN for the parameters that this process holds, or another of this job."""
 
@@ -135,42 +171,6 @@ def clock(number, index):
     right = time.time
     if index is None or f'--process_id={index}' in sys.argv:
         time.time = lambda: right() + number
-
-
-def slow_compile(number, index):
-    lower_update = compilation.lower_update
-
-    def lowering(*arguments):
-        time.sleep(number)
-        return lower_update(*arguments)
-
-    compilation.lower_update = lowering
-
-
-def slow_evaluation(number, index):
-    with_heartbeat = Job.with_heartbeat
-
-    def slowed(job, batches):
-        for batch in with_heartbeat(job, batches):
-            time.sleep(number / 1000)
-            yield batch
-
-    Job.with_heartbeat = slowed
-
-
-def slow_save(number, index):
-    save = Checkpoints.save
-
-    def saving(checkpoints, *arguments):
-        save(checkpoints, *arguments)
-        time.sleep(number / 1000)
-
-    Checkpoints.save = saving
-
-
-def stalled_disk(number, index):
-    """No directory is renamed any more once the step is reached: saving never ends."""
-    at_tick(number, index, lambda: setattr(os, 'rename', lambda *_: forever()))
 
 
 def full_disk(number, index):

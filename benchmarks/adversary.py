@@ -91,7 +91,7 @@ def kills(count: int, number: int) -> Outcome:
     """SIGKILL at random moments of one run's life: of all its processes, or of one of them."""
     moments = random.Random(count)
     folder = pathlib.Path(tempfile.mkdtemp())
-    flags = f'--config.total.steps={max(60, 15 * number)}', '--heartbeat_seconds=10'
+    flags = f'--config.total.steps={max(60, 40 * number)}', '--heartbeat_seconds=10'
     to_the_end(folder / 'whole', count, *flags)
     life, died = 0.0, 0
     for _ in range(number):
@@ -101,7 +101,11 @@ def kills(count: int, number: int) -> Outcome:
                 started[0].wait_for('reported')
                 life = 2 * (time.monotonic() - began)
             time.sleep(moments.uniform(0, life))
-            died += all(host.process.exitcode is None for host in started)
+            if all(h.process.exitcode == 0 for h in started):
+                break
+            if all(host.process.exitcode == 0 for host in started):
+                break  # it is complete
+            died += 1
             victims = moments.choice([started, *([host] for host in started)])
             for host in moments.sample(victims, len(victims)):
                 host.process.kill()

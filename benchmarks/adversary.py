@@ -232,7 +232,8 @@ def foreign_files(copies: int) -> Outcome:
 
 
 CHECKPOINTS, RUNS = 'tests/checkpoints', 'tests/runs'
-FILES = f'{CHECKPOINTS}/formats/test_array_files.py'
+FORMATS = f'{CHECKPOINTS}/formats'
+READING = FORMATS, 'tests/data'
 HOSTS = f'{RUNS}/test_hosts.py'
 
 
@@ -247,16 +248,21 @@ def rows(number: int) -> dict[str, tuple[str, Callable[[], Outcome]]]:
         'kills-of-two': ('SIGKILL of both or one of two', lambda: kills(2, number // 2)),
         'own-files': ("damage to a run's own files", own_files),
         'foreign-files': ('damage to foreign files', lambda: foreign_files(100)),
-        'file-operations': row('SIGKILL at each file operation of a save', CHECKPOINTS, '-k=crash'),
+        'crashes': row(
+            'a crash at each file operation, power', 'tests', '-k=crash_at or test_power'
+        ),
         'bits': row('flipped bits and lost files of checkpoints', CHECKPOINTS, '-k=flip or damage'),
         'alone': row('one of two processes is killed', HOSTS, '-k=killed_alone'),
+        'ends': row('SIGTERM and other ends, hangs', RUNS, '-k=sigterm or hangs or test_stopping'),
         'not-finite': row('NaN, in both or in one of two', RUNS, '-k=finite or poisoned'),
         'spikes': row('a loss 10,000 times as high', RUNS, '-k=spike'),
         'clocks': row('clocks that differ by an hour', HOSTS, '-k=clock'),
         'evaluation': row('1 to 359 images, by one and by two', HOSTS, '-k=counts_every_image'),
-        'pickles': row('pickles that would be executed', FILES, '-k=pickle'),
-        'bombs': row('headers that declare too much, bombs', FILES, '-k=declares'),
-        'disks': row('full and read-only disks', f'{RUNS}/test_workdirs.py', '-k=disk or written'),
+        'changes': row('other data or values than before', RUNS, '-k=differ or test_data_record'),
+        'pickles': row('pickles that would be executed', FORMATS, '-k=pickle'),
+        'bombs': row('headers that declare too much, bombs', *READING, '-k=declares or bomb'),
+        'records': row('damage to stored records', READING[1], '-k=noticed'),
+        'disks': row('full and read-only disks', RUNS, '-k=disk or be_written'),
     }
 
 

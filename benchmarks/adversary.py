@@ -120,8 +120,9 @@ def kills(count: int, number: int) -> Outcome:
 
 def half_a_line(data: bytes) -> bytes:
     """Cut in the middle of the last line."""
-    start = data.rstrip().rfind(b'\n') + 1
-    return data[: (start + len(data)) // 2]
+    whole = data.rstrip()
+    start = whole.rfind(b'\n') + 1
+    return whole[: (start + len(whole)) // 2]
 
 
 def flipped(data: bytes) -> bytes:

@@ -26,10 +26,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from tests import tiny, tiny_config
+from tests import tiny_config
 from tests.hosts import ROOT, hosts, result
 from vit_jax.base import UserError
-from vit_jax.parallel.processes import Job
 from vit_jax.runs import training_run
 
 LONGEST = 1800  # seconds, of a row
@@ -157,14 +156,14 @@ def damage(path: pathlib.Path, kind: str) -> None:
         path.write_bytes(DAMAGES[kind](path.read_bytes()))
 
 
-def go_on(folder: pathlib.Path, job: Job | None = None) -> tuple[str, str]:
+def go_on(folder: pathlib.Path) -> tuple[str, str]:
     """What a start of the run in FOLDER/run ended with, an error or '', and its warnings."""
     warned = io.StringIO()
     handler = logging.StreamHandler(warned)
     logging.getLogger().addHandler(handler)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            training_run.train(tiny_config.get_config(), str(folder / 'run'), job=job)
+            training_run.train(tiny_config.get_config(), str(folder / 'run'))
         error = ''
     except UserError as refused:
         error = f'refused: {refused}'
@@ -183,19 +182,14 @@ def _kind(path: pathlib.Path) -> str:
 
 
 def own_files() -> Outcome:
-    """Each kind of damage to each kind of file of a run that ended at step 35 of 60.
+    """Each kind of damage to each kind of file of a run that was killed at step 38 of 60.
 
     It goes on to the same bits, with a warning where the file has a digest, or is refused in words.
     """
     folder = pathlib.Path(tempfile.mkdtemp())
-
-    def die(heartbeat: int) -> None:
-        if heartbeat == 36:
-            raise KeyboardInterrupt
-
     go_on(folder / 'whole')
-    with contextlib.suppress(KeyboardInterrupt):
-        go_on(folder / 'base', tiny.WatchedJob(die))
+    with training(folder / 'base', 'slow:100,die:38') as (host,):
+        host.wait()
     run = folder / 'base/run'
     steps = [int(path.name) for path in run.glob('checkpoints/*') if path.name.isdecimal()]
     newest = (run / 'checkpoints' / str(max(steps))).rglob('*')

@@ -1,22 +1,30 @@
 """What a job survives, in seconds: python -m benchmarks.survival > RESULT, some minutes.
 
-Two processes over loopback unless said; times are from the fault to the last exit.
+Two processes over loopback unless said; times are from the fault to the last exit. With --adversary
+the promises are tried instead (benchmarks/adversary.py): the exit code is 1 where one is broken.
 """
 
+import argparse
 import os
 import pathlib
 import signal
+import sys
 import tempfile
 import time
 from importlib import metadata
 
 os.environ |= {'JAX_PLATFORMS': 'cpu', 'NPROC': '32', 'JAX_CPU_ENABLE_ASYNC_DISPATCH': '0'}
 ROOT = pathlib.Path(__file__).parent.parent
-os.environ['JAX_COMPILATION_CACHE_DIR'] = str(ROOT / '.cache' / 'jax')
+os.environ['XLA_FLAGS'] = (
+    '--xla_force_host_platform_device_count=1 '
+    '--xla_cpu_enable_concurrency_optimized_scheduler=false'
+)
+os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(ROOT / '.cache' / 'jax'))
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.2'
 
 import numpy as np  # noqa: E402
 
+from benchmarks import adversary  # noqa: E402
 from tests.hosts import hosts  # noqa: E402
 from vit_jax.checkpoints.store import Checkpoints  # noqa: E402
 from vit_jax.runs.goodput import read, totals  # noqa: E402
@@ -105,9 +113,8 @@ def save_stall() -> None:
     )
 
 
-if __name__ == '__main__':
-    versions = ', '.join(f'{n} {metadata.version(n)}' for n in ('jax', 'orbax-checkpoint'))
-    print(f'{os.cpu_count()} CPU cores, {versions}\n')
+def measure() -> None:
+    """All figures."""
     with hosts(pathlib.Path(tempfile.mkdtemp()), ['vit_jax.doctor']) as (host,):
         host.wait()  # the libraries are loaded now, and what follows begins at once
     save_stall()
@@ -133,3 +140,16 @@ if __name__ == '__main__':
         for host in started:
             host.wait()
     say('hosts with other packages: refused after', f'{time.time() - began:.1f} s from the start')
+
+
+if __name__ == '__main__':
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('--adversary', action='store_true', help='try the promises')
+    parser.add_argument('--only', type=lambda text: text.split(','), default=[], metavar='ROW,...')
+    parser.add_argument('--kills', type=int, default=20, metavar='N', help='of one process')
+    arguments = parser.parse_args()
+    versions = ', '.join(f'{n} {metadata.version(n)}' for n in ('jax', 'orbax-checkpoint'))
+    print(f'{os.cpu_count()} CPU cores, {versions}\n')
+    if arguments.adversary:
+        sys.exit(adversary.run(arguments.only, arguments.kills))
+    measure()

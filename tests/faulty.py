@@ -10,6 +10,8 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
+import optax
 
 from vit_jax import train
 from vit_jax.checkpoints.store import Checkpoints
@@ -18,7 +20,7 @@ from vit_jax.data import loading
 from vit_jax.data.sources import arrays
 from vit_jax.parallel import processes
 from vit_jax.parallel.processes import Job
-from vit_jax.runs import compilation, fingerprint
+from vit_jax.runs import compilation, fingerprint, training_run
 
 
 def at_tick(number, index, act):
@@ -135,6 +137,57 @@ def slow_save(number, index):
 def stalled_disk(number, index):
     """No directory is renamed any more once the step is reached: saving never ends."""
     at_tick(number, index, lambda: setattr(os, 'rename', lambda *_: forever()))
+
+
+def broken(state, index):
+    """The state with NaN for the parameters that this process holds, or another of this job."""
+
+    def broken_leaf(leaf):
+        there = index in (None, jax.process_index())
+        shards = [s.data * jnp.nan if there else s.data for s in leaf.addressable_shards]
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+
+    return state._replace(params=jax.tree.map(broken_leaf, state.params))
+
+
+def on_update(number, act):
+    """One step is `act(update, state, batch)` instead."""
+    fit_whole = training_run.fit
+
+    def fit(update, *arguments, **more):
+        def acting(state, batch):
+            if int(state.step) == number:
+                return act(update, state, batch)
+            return update(state, batch)
+
+        return fit_whole(acting, *arguments, **more)
+
+    training_run.fit = fit
+
+
+def nan(number, index):
+    """The device computes NaN, once."""
+
+    def act(update, state, batch):
+        whole = jax.tree.map(jnp.copy, state)
+        after, metrics = update(broken(state, index), batch)
+        norm = optax.tree.norm(whole.params)
+        scalars = metrics.scalars | {'parameter_norm': norm}
+        return whole._replace(step=after.step), metrics._replace(scalars=scalars)
+
+    on_update(number, act)
+
+
+def nan_memory(number, index):
+    """The parameters in the device's memory are NaN from then on."""
+    on_update(number, lambda update, state, batch: update(broken(state, index), batch))
+
+
+def clock(number, index):
+    """The clock is so many seconds ahead, from the start."""
+    right = time.time
+    if index is None or f'--process_id={index}' in sys.argv:
+        time.time = lambda: right() + number
 
 
 def full_disk(number, index):

@@ -5,6 +5,7 @@ each some seconds of importing.
 """
 
 import contextlib
+import json
 import multiprocessing
 import os
 import pathlib
@@ -15,10 +16,12 @@ import socket
 import sys
 import time
 
+from vit_jax.base.tree_names import named_leaves
+from vit_jax.checkpoints.store import load_params
 from vit_jax.runs import goodput, workdirs
 
 ROOT = pathlib.Path(__file__).parent.parent
-KILL_AFTER = 120  # seconds, whatever happens
+KILL_AFTER = 300  # seconds, whatever happens
 
 _context = multiprocessing.get_context('forkserver')
 _context.set_forkserver_preload(['vit_jax.train', 'tests.tiny'])
@@ -109,3 +112,11 @@ def hosts(folder, command, count=1, *, devices=1, each=lambda index: ()):
             if host.process.exitcode is None:
                 host.process.kill()
                 host.process.join()
+
+
+def result(folder):
+    """The final parameters of FOLDER/run, by name, and what was measured on the way."""
+    lines = [json.loads(line) for line in (folder / 'run/metrics.jsonl').read_text().splitlines()]
+    clocked = 'time', 'run', 'seconds', 'images_per_second', 'skipped'
+    measured = [{k: v for k, v in line.items() if k not in clocked} for line in lines]
+    return named_leaves(load_params(str(folder / 'run'))), measured

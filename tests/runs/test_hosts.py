@@ -5,6 +5,7 @@ The rest: python -m pytest -m full tests/runs/test_hosts.py
 
 import json
 import random
+import re
 import signal
 import time
 
@@ -12,10 +13,10 @@ import cv2
 import numpy as np
 import pytest
 
-from tests.hosts import hosts
-from vit_jax.base.tree_names import named_leaves
+import vit_jax
+from tests.hosts import hosts, result
 from vit_jax.checkpoints import digests
-from vit_jax.checkpoints.store import load_params
+from vit_jax.data.sources.opening import make_opener
 from vit_jax.parallel.processes import REQUEUE
 from vit_jax.runs.goodput import read, totals
 
@@ -25,14 +26,6 @@ CONFIG = ('--config=tests/tiny_config.py',)
 def training(folder, faults='slow:0', count=1, flags=(), **more):
     command = ['tests.faulty', faults, *CONFIG, f'--workdir={folder}/run', *flags]
     return hosts(folder, command, count, **more)
-
-
-def result(folder):
-    """The final parameters and what was measured on the way."""
-    lines = [json.loads(line) for line in (folder / 'run/metrics.jsonl').read_text().splitlines()]
-    clocked = 'time', 'run', 'seconds', 'images_per_second', 'skipped'
-    measured = [{k: v for k, v in line.items() if k not in clocked} for line in lines]
-    return named_leaves(load_params(str(folder / 'run'))), measured
 
 
 def assert_same(folder, whole):
@@ -149,6 +142,90 @@ def test_killed_processes_go_on_to_the_same_bits_and_the_ledger_adds_up(
 def test_ten_kills_in_one_run_go_on_to_the_same_bits(whole, tmp_path, seed):
     kill_often(tmp_path, 2, 10, seed)
     assert_same(tmp_path, whole(2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('index', [0, 1])
+def test_a_process_that_is_killed_alone_ends_the_other_and_both_go_on_to_the_same_bits(
+    index, whole, tmp_path
+):
+    with training(tmp_path, f'die:25:{index}', 2, ['--heartbeat_seconds=5']) as started:
+        assert started[index].wait() == -signal.SIGKILL
+        assert started[1 - index].wait() != 0
+    with training(tmp_path, count=2) as started:
+        assert [host.wait() for host in started] == [0, 0]
+        assert 'resuming at step ' in started[0].text
+    assert_same(tmp_path, whole(2))
+
+
+@pytest.mark.full
+def test_what_is_not_finite_in_one_process_is_skipped_by_all(tmp_path):
+    """To the bits of a run in which it happens to all of them."""
+    for name, fault in ('one', 'nan:15:1'), ('all', 'nan:15'):
+        (tmp_path / name).mkdir()
+        with training(tmp_path / name, fault, 2) as started:
+            assert [host.wait() for host in started] == [0, 0]
+        assert 'step 16: update skipped: ' in started[0].text
+    assert_same(tmp_path / 'one', tmp_path / 'all')
+    (params, measured), finite = result(tmp_path / 'one'), np.isfinite
+    assert all(finite(leaf).all() for leaf in params.values())
+    assert [line['step'] for line in measured if line['kind'] == 'skipped'] == [16]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('index', [0, 1])
+def test_parameters_that_are_not_finite_in_one_process_are_never_saved(index, whole, tmp_path):
+    """The job stops; without the fault it goes on to the bits of a run that never had it."""
+    with training(tmp_path, f'nan_memory:15:{index}', 2) as started:
+        assert [host.wait() for host in started] == [1, 1]
+    said = f'error: step 16: .*parameter_norm is nan; last good checkpoint: {tmp_path}.*/10'
+    assert re.search(said, started[index].text)
+    assert steps(tmp_path) == [10]
+    with training(tmp_path, count=2) as started:
+        assert [host.wait() for host in started] == [0, 0]
+    assert_same(tmp_path, whole(2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('index', [0, 1])
+def test_a_host_whose_clock_is_an_hour_ahead_trains_to_the_same_bits(index, whole, tmp_path):
+    began = time.time()
+    with training(tmp_path, f'clock:3600:{index}', 2) as started:
+        assert [host.wait() for host in started] == [0, 0]
+    assert_same(tmp_path, whole(2))
+    seconds = totals(read(tmp_path / 'run/ledger.jsonl')).values()
+    assert min(seconds) >= 0 and sum(seconds) <= time.time() - began
+
+
+COUNTS = 1, 7, 50, 65, 359
+EVALUATED = f"""
+from tests import tiny_config
+from vit_jax.config import EvalConfig
+
+def get_config():
+    config = tiny_config.get_config()
+    config.eval_split = 'test'
+    config.evals = {{f'first{{n}}': EvalConfig(split=f'test[:{{n}}]') for n in {COUNTS}}}
+    return config
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('count', [1, 2])
+def test_an_evaluation_counts_every_image_once_whatever_the_number_of_processes(count, tmp_path):
+    """Held against the logits of the saved network, outside of any run."""
+    (tmp_path / 'config.py').write_text(EVALUATED)
+    flags = [f'--config={tmp_path}/config.py', f'--workdir={tmp_path}/run']
+    with hosts(tmp_path, ['vit_jax.train', *flags], count) as started:
+        assert [host.wait() for host in started] == [0] * count
+    _, measured = result(tmp_path)
+    found = {line['kind']: line for line in measured}
+    vit, test = vit_jax.load(str(tmp_path / 'run')), make_opener()('digits', 'test')
+    images = np.stack([vit.prepare(test.read(index)[0]) for index in range(max(COUNTS))])
+    right = vit.logits(images).argmax(-1) == test.labels
+    for n in COUNTS:
+        line = found[f'first{n}']
+        assert (line['count'], round(line['accuracy'] * n, 6)) == (n, right[:n].sum())
 
 
 def test_hosts_that_differ_are_told_by_name_before_anything_is_computed(tmp_path):

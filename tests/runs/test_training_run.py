@@ -290,6 +290,26 @@ def test_poisoned_batches_are_skipped_and_counted_and_training_goes_on(tmp_path)
         training_run.train(config, str(tmp_path / 'again'))
 
 
+@pytest.mark.full
+def test_a_spike_of_the_loss_is_said_and_the_run_ends_as_well_as_without_it(tmp_path):
+    """One batch whose loss is 10,000 times as high; its gradient is clipped as any other."""
+    first = loading.shuffled(1438, seed=0)(16 * 50).index  # of the batch of step 51
+
+    def run(factor):
+        def augment(key, batch):
+            times = jnp.where(batch['example'][0] == first, factor, 1.0)
+            return batch | {'labels': times * jax.nn.one_hot(batch['labels'], tiny.CLASSES)}
+
+        config = tiny.experiment(total=Duration(steps=80), augmentation=augment)
+        return training_run.train(config, str(tmp_path / str(factor)))
+
+    spiked, calm = run(1e4), run(1.0)
+    (spike,) = (line for line in lines(spiked.folder) if line['kind'] == 'spike')
+    assert spike['step'] == 51 and spike['loss'] > 5000 * spike['mean_before']
+    assert not [line for line in lines(calm.folder) if line['kind'] == 'spike']
+    assert spiked.evals['test']['loss'] < 1.01 * calm.evals['test']['loss']
+
+
 def test_fine_tuning_begins_with_the_body_of_the_checkpoint(trained, tmp_path, capsys):
     config = tiny.experiment(
         model=None,

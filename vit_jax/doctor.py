@@ -130,7 +130,7 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
                 arguments.workdir,
                 job,
                 accept_changes=arguments.accept_config_changes,
-                accept_data_changes=arguments.accept_data_changes,
+                accept_data=arguments.accept_data_changes,
             )
             experiment, folder, _ = stack.enter_context(opened)
             _say('workdir', f'{folder}: can be written')

@@ -23,7 +23,7 @@ def run(
         config,
         asked.workdir,
         accept_changes=asked.accept_changes,
-        accept_data_changes=asked.accept_data_changes,
+        accept_data=asked.accept_data_changes,
         job=job,
     )
     if job.index != 0:

@@ -290,6 +290,6 @@ def test_a_resume_with_a_class_renamed_or_other_photos_is_refused(tmp_path, capl
     (root / 'train/cat/0.png').rename(root / 'train/cat/late.png')
     with pytest.raises(UserError, match='(?s)image added: .*late.png.*removed: .*0.png'):
         training_run.train(config, folder)
-    result = training_run.train(config, folder, accept_data_changes=True)
+    result = training_run.train(config, folder, accept_data=True)
     assert int(result.state.step) == 4 and 'goes on with other data' in caplog.text
     training_run.train(config, folder)

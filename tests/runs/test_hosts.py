@@ -253,7 +253,7 @@ def test_hosts_of_an_evaluation_that_differ_are_told_too(tmp_path):
 def test_a_work_directory_that_is_not_shared_is_refused(tmp_path):
     """Another path gives a difference by name; the same path on another disk is faked by root."""
     elsewhere = {0: [f'--workdir={tmp_path}/a'], 1: [f'--workdir={tmp_path}/b']}
-    with training(tmp_path, count=2, each=elsewhere.get) as started:
+    with hosts(tmp_path, ['vit_jax.train', *CONFIG], 2, each=elsewhere.get) as started:
         assert [host.wait(60) for host in started] == [1, 1]
     assert f"workdir: '{tmp_path}/a' -> '{tmp_path}/b' here" in started[0].text
 

@@ -57,7 +57,7 @@ def train(
     path: str,
     *,
     accept_changes: bool = False,
-    accept_data_changes: bool = False,
+    accept_data: bool = False,
     job: Job | None = None,
 ) -> Result:
     """Trains to the end of the configuration, from where the work directory `path` stands.
@@ -71,23 +71,16 @@ def train(
     with contextlib.ExitStack() as stack:
         with clock('start'):
             opened = agreed(
-                config,
-                path,
-                job,
-                accept_changes=accept_changes,
-                accept_data_changes=accept_data_changes,
+                config, path, job, accept_changes=accept_changes, accept_data=accept_data
             )
             experiment, folder, record = stack.enter_context(opened)
-            config, mesh = experiment.config, experiment.mesh
+            config = experiment.config
         ledger = Ledger(folder / workdirs.LEDGER if job.index == 0 else None, clock)
         ledger.record('starting', None)  # a start that ends before its first step took time too
         console.print(_outline(experiment))
         with clock('start'):  # what is kept on the devices is read here
-            loader_of = loading.make_loaders(config.loader, meshes.batch_sharding(mesh))
-            loader_of(experiment.train)
-            tested = [(reader, loader_of(reader)) for reader in experiment.evals.values()]
-            evaluated = [loader for reader, loader in tested if reader.on_unreadable != 'skip']
-        with loading.read_beside(evaluated, index=job.index, count=job.count) as wait:
+            loader_of, unread = _loaders(experiment)
+        with loading.read_beside(unread, index=job.index, count=job.count) as wait:
             with clock('compile'):
                 ledger.record('compiling', None)
                 abstract, update, eval_steps, features = _compiled(experiment, console)
@@ -125,7 +118,7 @@ def agreed(
     job: Job,
     *,
     accept_changes: bool = False,
-    accept_data_changes: bool = False,
+    accept_data: bool = False,
 ) -> Iterator[tuple[Experiment, pathlib.Path, DataRecord]]:
     """What all processes are about to train, the work directory, which is held, and its record.
 
@@ -137,11 +130,8 @@ def agreed(
     splits = data_record.agreed_splits(experiment.config, readers, experiment.probes, job)
     values = records.to_dict(experiment.config)
     with workdirs.opened(path, values, job, accept_changes=accept_changes) as folder:
-        yield (
-            experiment,
-            folder,
-            data_record.compared(folder, splits, job, accept=accept_data_changes),
-        )
+        record = data_record.compared(folder, splits, job, accept=accept_data)
+        yield experiment, folder, record
 
 
 def _outline(experiment: Experiment) -> str:
@@ -159,6 +149,17 @@ def _outline(experiment: Experiment) -> str:
         f'compiling for {experiment.mesh.size} x {jax.devices()[0].device_kind}',
     ]
     return '\n'.join([*lines, *experiment.report])
+
+
+def _loaders(
+    experiment: Experiment,
+) -> tuple[Callable[[ImageReader], Loader], list[Loader]]:
+    """What makes loaders, and those of test images that must all be readable."""
+    sharding = meshes.batch_sharding(experiment.mesh)
+    loader_of = loading.make_loaders(experiment.config.loader, sharding)
+    loader_of(experiment.train)
+    tested = [(reader, loader_of(reader)) for reader in experiment.evals.values()]
+    return loader_of, [loader for reader, loader in tested if reader.on_unreadable != 'skip']
 
 
 def _compiled(

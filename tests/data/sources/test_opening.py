@@ -200,7 +200,11 @@ def test_a_folder_without_splits_holds_out_a_share_of_every_class(flat, caplog):
 
 
 def table_of(folder, counts):
-    """A table of so many images of each class, none of which is there."""
+    """A table of so many images of each class, which are empty files."""
+    for name, count in counts.items():
+        (folder / name).mkdir(exist_ok=True)
+        for i in range(count):
+            (folder / name / f'{i}.jpg').touch()
     lines = [f'{name}/{i}.jpg,{name}' for name, count in counts.items() for i in range(count)]
     (folder / 'table.csv').write_text('\n'.join(['path,label', *lines]))
     return str(folder / 'table.csv')

@@ -94,14 +94,12 @@ def kills(count: int, number: int) -> Outcome:
     to_the_end(folder / 'whole', count, *flags)
     life, died = 0.0, 0
     for _ in range(number):
-        with training(folder / 'killed', 'slow:100', count, *flags) as started:
+        with training(folder / 'killed', 'slow:300', count, *flags) as started:
             began = time.monotonic()
             if not life:
                 started[0].wait_for('reported')
                 life = 2 * (time.monotonic() - began)
             time.sleep(moments.uniform(0, life))
-            if all(h.process.exitcode == 0 for h in started):
-                break
             if all(host.process.exitcode == 0 for host in started):
                 break  # it is complete
             died += 1

@@ -12,6 +12,7 @@ import time
 import jax
 import jax.numpy as jnp
 import optax
+import psutil
 
 from vit_jax import train
 from vit_jax.checkpoints.store import Checkpoints
@@ -202,6 +203,16 @@ def full_disk(number, index):
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     Checkpoints.save = saving
+
+
+def full_memory(number, index):
+    """From this step on the process gets no more memory."""
+
+    def act():
+        now = psutil.Process().memory_info().vms
+        resource.setrlimit(resource.RLIMIT_AS, (now, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+    at_tick(number, index, act)
 
 
 def other_packages(number, index):

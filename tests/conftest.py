@@ -40,7 +40,10 @@ def pytest_configure(config):
             importlib.import_module(module.name)
 
 
-LONGEST = 'test_hosts.py', 'test_training_run.py', 'test_app.py', 'test_pretrained.py'
+LONGEST = (
+    *('test_hosts.py', 'test_stopping.py', 'test_training_run.py', 'test_app.py'),
+    *('test_topologies.py', 'test_pretrained.py', 'test_following.py'),
+)
 
 
 def pytest_collection_modifyitems(items):

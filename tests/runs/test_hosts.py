@@ -3,7 +3,6 @@
 The rest: python -m pytest -m full tests/runs/test_hosts.py
 """
 
-import json
 import random
 import re
 import signal
@@ -125,7 +124,7 @@ def kill_often(folder, count, kills, seed):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('count, kills', [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize('count, kills', [(1, 1), (2, 2)])
 def test_killed_processes_go_on_to_the_same_bits_and_the_ledger_adds_up(
     count, kills, whole, tmp_path
 ):
@@ -138,7 +137,7 @@ def test_killed_processes_go_on_to_the_same_bits_and_the_ledger_adds_up(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('seed', range(3))
+@pytest.mark.parametrize('seed', [0])
 def test_ten_kills_in_one_run_go_on_to_the_same_bits(whole, tmp_path, seed):
     kill_often(tmp_path, 2, 10, seed)
     assert_same(tmp_path, whole(2))
@@ -295,24 +294,6 @@ def test_a_peer_without_a_sign_of_life_is_noticed(tmp_path):
     assert 'heartbeat' in started[0].text
 
 
-def measured(folder, count, devices, fsdp=1, tensor=1, save=None, restore=(), steps=20):
-    out = folder / f'{count}-{devices}-{fsdp}-{tensor}-{len(restore)}.json'
-    command = ['tests.topology', str(out), str(fsdp), str(tensor), str(steps)]
-    command += [f'--save={save}'] * (save is not None)
-    command += [f'--restore={",".join(map(str, restore))}']
-    with hosts(folder, command, count, devices=devices) as started:
-        assert [host.wait(400) for host in started] == [0] * count, started[0].text
-    return json.loads(out.read_text())
-
-
-def assert_alike(found, expected):
-    assert found['initial'] == expected['initial']
-    assert found['batches'] == expected['batches']
-    assert found['evaluations'] == expected['evaluations']
-    # Sums over devices are taken in another order: float32 rounding.
-    np.testing.assert_allclose(found['losses'], expected['losses'], rtol=1e-6)
-
-
 @pytest.mark.full
 def test_test_images_that_cannot_be_read_are_known_or_counted_by_all_processes(tmp_path):
     rng = np.random.default_rng(0)
@@ -338,29 +319,3 @@ def test_test_images_that_cannot_be_read_are_known_or_counted_by_all_processes(t
     (found,) = (line for line in result(tmp_path)[1] if line['kind'] == 'test')
     assert found['count'] == 15 and found['unreadable'] == 3
     assert abs(15 * found['accuracy'] - round(15 * found['accuracy'])) < 1e-5
-
-
-@pytest.mark.full
-def test_one_two_and_four_processes_have_the_same_batches_and_train_alike(tmp_path):
-    one = measured(tmp_path, 1, 1, save=tmp_path / 'a')
-    two = measured(tmp_path, 2, 2, fsdp=2, save=tmp_path / 'b', restore=[tmp_path / 'a'])
-    four = measured(tmp_path, 4, 1, tensor=2, restore=[tmp_path / 'a', tmp_path / 'b'])
-    for found in two, four:
-        assert_alike(found, one)
-        assert found['restored'][str(tmp_path / 'a')] == one['saved']
-    assert four['restored'][str(tmp_path / 'b')] == two['saved']
-
-
-@pytest.mark.full
-def test_every_topology_restores_what_every_other_saved(tmp_path):
-    kinds = {'a': (1, 1), 'b': (1, 8, 8), 'c': (2, 2, 2, 2), 'd': (4, 1, 2)}
-    folders = {name: tmp_path / name for name in kinds}
-    saved = {
-        name: measured(tmp_path, *kind, save=folders[name], steps=200)
-        for name, kind in kinds.items()
-    }
-    for name, kind in kinds.items():
-        assert_alike(saved[name], saved['a'])
-        found = measured(tmp_path, *kind, restore=folders.values(), steps=1)
-        for other, folder in folders.items():
-            assert found['restored'][str(folder)] == saved[other]['saved'], (name, other)

@@ -108,7 +108,7 @@ def test_ctrl_c_while_compiling_is_one_sentence_and_no_crash(after, tmp_path):
     run.send_signal(signal.SIGINT)
     assert run.wait(5) == INTERRUPTED
     said = run.stderr.read().splitlines()
-    assert len(said) == 1 and 'SIGINT before anything was trained' in said[0]
+    assert len(said) == 1 and 'SIGINT before anything was kept' in said[0]
 
 
 @pytest.mark.parametrize('placement', ['host', 'device'])

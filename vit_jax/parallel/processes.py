@@ -304,7 +304,7 @@ class Job:
             code = INTERRUPTED if number == signal.SIGINT else REQUEUE
             if not self._saves:
                 name = signal.Signals(number).name
-                text = f'{name} before anything was trained: nothing is lost, start again'
+                text = f'{name} before anything was kept: nothing is lost, start again'
                 _say(text)
                 self.end(code, text)
             if interrupted:

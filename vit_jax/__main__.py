@@ -3,6 +3,7 @@
 import pathlib
 import re
 import runpy
+import signal
 import sys
 
 
@@ -22,6 +23,8 @@ def main() -> None:
     known = programs()
     name, *arguments = sys.argv[1:] or ['--help']
     if name in ('-h', '--help'):
+        if hasattr(signal, 'SIGPIPE'):  # not on Windows
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has read enough
         print('vit_jax PROGRAM ..., or python -m vit_jax.PROGRAM ...; each has --help\n')
         print('\n'.join(f'  {name:<14}{text}' for name, text in known.items()))
     elif name not in known:

@@ -220,6 +220,9 @@ assert 'jax' not in sys.modules
     doors = {'__init__', '__main__', 'config', 'pretrained'}
     assert [name for name, _ in lines] == sorted({*files} - doors)
     assert dict(lines)['train'] == 'Trains a Vision Transformer'
+    piped = f'{sys.executable} -m vit_jax | true'
+    done = subprocess.run(['sh', '-c', piped], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == ''
     with hosts(tmp_path, ['vit_jax', 'plan', '--help']) as (host,):
         assert host.wait() == 0 and '--topology' in host.text
     with hosts(tmp_path, ['vit_jax', 'trian']) as (host,):

@@ -102,6 +102,12 @@ def test_hosts_whose_clocks_differ_by_an_hour_give_the_time_that_passed():
         assert totals(lines[:1] + lines[4:5] + lines[2:4])[LOST] >= 0.0
 
 
+def test_a_complete_run_that_is_started_again_later_lost_nothing():
+    complete = line(0.0, 9, step=9.0) | {'event': 'complete'}
+    lines = [line(0.0, 5, step=5.0), complete, line(9e4, 9, start=1.0)]
+    assert totals(lines) == {'step': 9.0, 'start': 1.0, LOST: 0.0}
+
+
 def test_a_clock_that_was_set_back_a_day_loses_what_is_done_twice():
     lines = [line(9e4, 5, step=5.0), line(9e4, 9, step=9.0), line(0.0, 5, start=1.0)]
     assert totals(lines) == {'step': 5.0, 'start': 1.0, LOST: 4.0}

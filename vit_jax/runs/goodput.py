@@ -75,8 +75,10 @@ def totals(lines: list[dict[str, Any]]) -> dict[str, float]:
         if following is not None:
             before = [line for line in at if resumed is None or line['step'] <= resumed]
             kept = before[-1]['seconds'] if before else {}
-            lost += following - began - sum(kept.values())
-            told += sum(own[-1]['seconds'].values()) - sum(kept.values())
+            gone = sum(own[-1]['seconds'].values()) - sum(kept.values())
+            told += gone
+            complete = own[-1].get('event') == 'complete'  # it was started again at leisure
+            lost += gone if complete else following - began - sum(kept.values())
         for name, seconds in kept.items():
             result[name] = result.get(name, 0.0) + seconds
         if at:  # a later start may have gone on from an earlier step: its newest was damaged

@@ -13,6 +13,7 @@ from tests import tiny
 from tests.networks import changed, loaded
 from vit_jax import evaluate
 from vit_jax.checkpoints.card import Card
+from vit_jax.config import EvalConfig, TrainConfig
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.sources.arrays import array_source
 from vit_jax.data.sources.opening import make_opener
@@ -123,6 +124,30 @@ def test_other_labels_count_any_that_is_right(tmp_path):
     assert 'mean_average_precision' not in found['means'] and 'confusions' not in found
 
 
+@pytest.mark.full
+def test_other_labels_of_images_of_several_classes_are_measured_as_training_does(tmp_path):
+    """The network knows several classes an image: any of them is not enough."""
+    data, labels = multi_label_data(tmp_path), tmp_path / 'new.json'
+    names = [make_opener()(data, 'test').name_of(i) for i in range(50)]
+    labels.write_text(json.dumps({name: [i % 3, (i + 1) % 3] for i, name in enumerate(names)}))
+    config = tiny.experiment(data=data, model=tiny.model(num_classes=None, depth=1))
+    config.loss, config.eval_split = LossConfig(kind='sigmoid'), TrainConfig.eval_split
+    config.evals = {'new': EvalConfig(split='test', labels=str(labels))}
+    reported = training_run.train(config, str(tmp_path / 'run')).evals['new']
+    asked = f'--data={data}', f'--labels={labels}', '--batch_size=16', f'--out={tmp_path / "out"}'
+    assert run(tmp_path / 'run', *asked) == 0
+    assert result(tmp_path / 'out')['means'] == reported
+    assert 'mean_average_precision' in reported
+
+
+def test_what_is_written_is_json_whatever_the_numbers(tmp_path):
+    numbers = {'loss': float('nan'), 'accuracy': 0.5}
+    found = evaluation_run.Evaluation(1, numbers, [], [], None, ())
+    arguments = evaluate._parser().parse_args(['network', '--data=data'])
+    evaluate._write(tmp_path, found, network_with(3), arguments)
+    assert result(tmp_path)['means'] == {'loss': None, 'accuracy': 0.5}
+
+
 def network_with(classes, names=()):
     model = tiny.model(num_classes=classes)
     card = Card(model=model, grid=model.grid, preprocessing=Preprocessing(), class_names=names)
@@ -207,7 +232,9 @@ def test_images_that_cannot_be_read_are_left_out_and_counted(tmp_path, capsys):
             cv2.imwrite(str(tmp_path / 'photos' / 'test' / name / f'{i}.png'), image)
     (tmp_path / 'photos' / 'test' / 'cat' / '1.png').write_bytes(b'no image')
     assert run(path, f'--data={tmp_path / "photos"}', '--batch_size=4', '--out', out) == 1
-    assert '1 images cannot be read' in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert '1 of 6 images cannot be read' in said
+    assert f'unreadable: {tmp_path}/photos/test/cat/1.png: not a whole image' in said
     found = result(out)
     assert found['images'] == 5
     assert {one['class']: one['images'] for one in found['classes']} == {'cat': 2, 'dog': 3}

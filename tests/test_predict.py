@@ -15,7 +15,7 @@ import pytest
 import vit_jax
 from tests import tiny
 from tests.networks import loaded
-from vit_jax import predict
+from vit_jax import evaluate, predict
 
 NAMES = ['a', 'b, "c"', 'd']
 
@@ -47,6 +47,34 @@ def test_an_image_without_a_likely_class_is_not_lost():
     assert predict._said('x', [], 'text') == 'x  nothing above 50%'
     assert predict._said('x', [], 'csv') == 'x,,'
     assert json.loads(predict._said('x', [], 'jsonl')) == {'path': 'x', 'classes': []}
+
+
+def test_the_file_holds_the_names_that_the_disk_has(tmp_path):
+    name = b'caf\xe9.jpg'
+    with predict._opened(str(tmp_path / 'out')) as file:
+        print(os.fsdecode(name), file=file)
+    assert (tmp_path / 'out').read_bytes() == name + b'\n'
+
+
+def test_a_pipe_is_written_to_and_stays_one(tmp_path):
+    os.mkfifo(tmp_path / 'pipe')
+    reader = os.open(tmp_path / 'pipe', os.O_RDONLY | os.O_NONBLOCK)
+    with predict._opened(str(tmp_path / 'pipe')) as file:
+        file.write('here')
+    assert (tmp_path / 'pipe').is_fifo() and os.read(reader, 9) == b'here'
+    os.close(reader)
+    (tmp_path / 'file').write_text('old')
+    (tmp_path / 'link').symlink_to('file')
+    with predict._opened(str(tmp_path / 'link')) as file:
+        file.write('new')
+    assert (tmp_path / 'link').is_symlink() and (tmp_path / 'file').read_text() == 'new'
+
+
+@pytest.mark.parametrize('program, images', [(predict, 'x.jpg'), (evaluate, '--data=x')])
+def test_an_image_cannot_be_larger_than_the_decoder_allows(program, images, capsys):
+    with pytest.raises(SystemExit):
+        program._parser().parse_args(['network', images, f'--max_pixels={2**30 + 1}'])
+    assert 'at most 1,073,741,824' in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -327,6 +327,7 @@ def test_a_hint_that_contradicts_the_file_is_refused(tmp_path):
 def test_a_checkpoint_of_ours_is_loaded_and_saved_alone(tmp_path):
     names = tuple(f'bird {i}' for i in range(tiny.CLASSES))
     network = loaded(HYBRID, class_names=names)
+    (tmp_path / 'ours').mkdir()  # empty, it is no obstacle
     vit_jax.save(network, str(tmp_path / 'ours'), 'vit_jax')
     again = vit_jax.load(str(tmp_path / 'ours'))
     assert (again.config, again.class_names) == (HYBRID, names)
@@ -335,9 +336,23 @@ def test_a_checkpoint_of_ours_is_loaded_and_saved_alone(tmp_path):
     with pytest.raises(ValueError, match='ours: exists already; overwrite=True replaces it'):
         vit_jax.save(again, tmp_path / 'ours')
     renamed = changed(again, class_names=names[::-1])
+    (tmp_path / 'ours.replaced' / 'params').mkdir(parents=True)  # of one that was killed
     vit_jax.save(renamed, tmp_path / 'ours', overwrite=True)
     assert vit_jax.load(tmp_path / 'ours') == renamed
     assert [path.name for path in tmp_path.iterdir()] == ['ours']
+
+
+def test_a_checkpoint_replaces_a_file_and_no_folder_of_other_things(tmp_path):
+    network = loaded(tiny.model(depth=1))
+    (tmp_path / 'file').write_text('old')
+    vit_jax.save(network, tmp_path / 'file', 'vit_jax', overwrite=True)
+    assert vit_jax.load(tmp_path / 'file') == network
+    (tmp_path / 'photos').mkdir()
+    (tmp_path / 'photos' / 'x.jpg').write_text('')
+    with pytest.raises(ValueError, match='photos: exists already, and is no checkpoint'):
+        vit_jax.save(network, tmp_path / 'photos', 'vit_jax', overwrite=True)
+    found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob('[!f]*/*'))
+    assert found == ['photos/x.jpg']
 
 
 @pytest.mark.full

@@ -7,6 +7,7 @@ evaluation.json (all numbers, of each class too), confusion.npz and its picture,
 
 import argparse
 import functools
+import math
 import pathlib
 import sys
 
@@ -14,10 +15,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from vit_jax.base import records, usable, write_json
+from vit_jax.base import UserError, atomic_write, records, usable, write_json
+from vit_jax.checkpoints.formats import array_files
 from vit_jax.command_line import app
-from vit_jax.data.image_preprocessing import MAX_PIXELS
-from vit_jax.data.sources.opening import HeldOut, make_opener
+from vit_jax.data.sources.opening import HeldOut, Opener, make_opener
 from vit_jax.evaluation import confusion
 from vit_jax.pretrained import Loaded, load
 from vit_jax.runs import evaluation_run, prediction
@@ -36,7 +37,8 @@ def main(arguments: argparse.Namespace) -> int:
     loaded = load(arguments.checkpoint, **app.overrides(arguments))
     print('\n'.join(loaded.report))
     loaded.require_head()
-    source = make_opener(held_out)(arguments.data, arguments.split, arguments.labels)
+    opened = make_opener(held_out)
+    source = opened(arguments.data, arguments.split, arguments.labels)
     source = evaluation_run.matched(source, loaded, by_number=arguments.by_number)
     if arguments.out:
         with usable(arguments.out):
@@ -48,7 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
             loaded,
             reader,
             batch_size=size,
-            relabelled=arguments.labels is not None,
+            relabelled=_are_relabelled(opened, arguments),
             watched=functools.partial(
                 bar.track, total=-(-len(source) // size), description='batches'
             ),
@@ -58,9 +60,22 @@ def main(arguments: argparse.Namespace) -> int:
     print('\n'.join(_lines(found)))
     if arguments.out:
         _write(pathlib.Path(arguments.out), found, loaded, arguments)
-    if unreadable := len(source) - found.images:
-        print(f'{unreadable:,} images cannot be read, left out', file=sys.stderr)
+    for index in found.unreadable:
+        print(f'unreadable: {prediction.problem(reader, index)}', file=sys.stderr)
+    if unreadable := len(found.unreadable):
+        text = f'{unreadable:,} of {len(source):,} images cannot be read, left out'
+        print(text, file=sys.stderr)
     return 1 if unreadable else 0
+
+
+def _are_relabelled(opened: Opener, arguments: argparse.Namespace) -> bool:
+    """Are these other labels for images of one class each, as far as their own are known?"""
+    if arguments.labels is None:
+        return False
+    try:
+        return not opened(arguments.data, arguments.split).multi_label
+    except UserError:  # data of TFDS whose labels must be chosen
+        return True
 
 
 def _lines(found: Evaluation) -> list[str]:
@@ -95,16 +110,16 @@ def _write(
         'image_size': list(loaded.config.image_size),
         'preprocessing': records.to_dict(loaded.preprocessing),
         'images': found.images,
-        'means': found.means,
+        'means': {n: x if math.isfinite(x) else None for n, x in found.means.items()},
         'classes': found.classes,
     }
     written = [NUMBERS]
     if found.confusion is not None:
         values['confusions'] = confusion.confusions(found.confusion, found.names)
-        with usable(folder):
-            names = np.array(found.names)
-            np.savez_compressed(folder / MATRIX, confusion=found.confusion, class_names=names)
-            confusion.picture(found.confusion, found.names).save(folder / PICTURE)
+        matrix = {'confusion': found.confusion, 'class_names': np.array(found.names)}
+        array_files.write_npz(folder / MATRIX, matrix)
+        with atomic_write(folder / PICTURE) as partial:
+            confusion.picture(found.confusion, found.names).save(partial, 'PNG')
         written += [MATRIX, PICTURE]
     write_json(folder / NUMBERS, values)
     print(f'\nwritten: {", ".join(str(folder / name) for name in written)}')
@@ -126,11 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     text = 'which ones (0)'
     parser.add_argument('--held_out_seed', type=int, default=0, metavar='N', help=text)
     parser.add_argument('--out', metavar='DIR', help='keep all numbers and the picture')
-    parser.add_argument('--batch_size', type=app.positive, default=32, metavar='N', help='(32)')
-    text = f'pixels of an image at most ({MAX_PIXELS:,})'
-    parser.add_argument(
-        '--max_pixels', type=app.positive, default=MAX_PIXELS, metavar='N', help=text
-    )
+    app.add_reading(parser)
     app.add_overrides(parser)
     return parser
 

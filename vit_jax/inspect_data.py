@@ -20,7 +20,7 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import Progress
 
-from vit_jax.base import UserError, usable, write_json
+from vit_jax.base import UserError, atomic_write, usable, write_json
 from vit_jax.base.records import text_of
 from vit_jax.command_line import app
 from vit_jax.config import TrainConfig
@@ -63,8 +63,8 @@ def main(arguments: argparse.Namespace) -> int:
     if any(source.class_names for source in sources.values()):
         try:
             sheet = _sheet(config, opened)
-            with usable(folder):
-                sheet.save(folder / SHEET)
+            with atomic_write(folder / SHEET) as partial:
+                sheet.save(partial, 'PNG')
             print(f'pictures       {folder / SHEET}')
         except UserError as error:
             problems.append(str(error))

@@ -13,9 +13,7 @@ import csv
 import dataclasses
 import io
 import json
-import os
 import pathlib
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
@@ -25,9 +23,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from vit_jax.base import Bool, Float, UserError, atomic_write, usable
+from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.command_line import app
-from vit_jax.data import loading
-from vit_jax.data.image_preprocessing import MAX_PIXELS, normalize
+from vit_jax.data.image_preprocessing import normalize
 from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.folders import unlabelled
 from vit_jax.pretrained import Loaded, OutputName, load
@@ -38,18 +36,7 @@ _MANY, _LIKELY = 5, 0.5  # classes, where one is right; a probability, where sev
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Says what is in each image; 1 where some cannot be read, 0 otherwise.
-
-    Where the reader of its output has seen enough (`| head`) it ends as SIGPIPE ends a program.
-    """
-    try:
-        return _predict(arguments)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-
-
-def _predict(arguments: argparse.Namespace) -> int:
+    """Says what is in each image; 1 where some cannot be read, 0 otherwise."""
     output = pathlib.Path(arguments.features or 'unused.npz')
     if output.suffix != '.npz' or not output.parent.is_dir():
         raise UserError(f'--features={output}: expected NAME.npz in a directory that exists')
@@ -72,7 +59,7 @@ def _predict(arguments: argparse.Namespace) -> int:
             for position, readable in enumerate(mask):
                 if not readable:
                     unreadable += 1
-                    print(f'unreadable: {_problem(reader, index)}', file=sys.stderr)
+                    print(f'unreadable: {prediction.problem(reader, index)}', file=sys.stderr)
                 elif loaded.predicts:
                     shares = outputs['probabilities'][position]
                     found = _found(shares, names, arguments.top, several=several)
@@ -85,8 +72,8 @@ def _predict(arguments: argparse.Namespace) -> int:
                 ]
             (file or sys.stdout).flush()
     if arguments.features:
-        with usable(arguments.features):
-            np.savez(arguments.features, paths=np.array(paths, str), features=np.concatenate(rows))
+        arrays = {'paths': np.array(paths, str), 'features': np.concatenate(rows)}
+        write_npz(pathlib.Path(arguments.features), arrays)
         print(f'features of {len(paths):,} images: {arguments.features}', file=sys.stderr)
     if unreadable:
         print(f'{unreadable:,} of {len(source):,} images cannot be read', file=sys.stderr)
@@ -115,11 +102,17 @@ def _outputs(
 
 @contextlib.contextmanager
 def _opened(path: str | None) -> Iterator[TextIO | None]:
-    """The file that takes the place of `path` when all is written; None: the standard output."""
+    """The file that takes the place of `path` when all is written; None: the standard output.
+
+    A pipe, a device or a link stays what it is.
+    """
     if path is None:
         yield None
         return
-    with atomic_write(pathlib.Path(path)) as partial, partial.open('w') as file:
+    place = pathlib.Path(path)
+    special = place.exists() and not place.is_file()
+    written = contextlib.nullcontext(place) if special else atomic_write(place.resolve())
+    with usable(path), written as target, target.open('w', errors='surrogateescape') as file:
         yield file
 
 
@@ -147,14 +140,6 @@ def _said(path: str, found: Found, form: str) -> str:
     return f'{path}  {said or f"nothing above {_LIKELY:.0%}"}'
 
 
-def _problem(reader: loading.ImageReader, index: int) -> str:
-    try:
-        reader.example(loading.ExampleRef(index))
-    except ValueError as error:
-        return str(error)
-    return f'{reader.source.name_of(index)}: readable now'
-
-
 def _class_names(loaded: Loaded, path: str | None) -> list[str]:
     """The names from a file of one a line, or those of the checkpoint, or numbers."""
     count = loaded.config.num_classes or 0
@@ -177,11 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('--output', metavar='FILE', help='the standard output')
     parser.add_argument('--class_names', metavar='FILE', help="a name a line; the checkpoint's")
     parser.add_argument('--features', metavar='OUT.npz', help='keep paths and features')
-    parser.add_argument('--batch_size', type=app.positive, default=32, metavar='N', help='(32)')
-    larger = f'pixels of an image at most ({MAX_PIXELS:,})'
-    parser.add_argument(
-        '--max_pixels', type=app.positive, default=MAX_PIXELS, metavar='N', help=larger
-    )
+    app.add_reading(parser)
     app.add_overrides(parser)
     return parser
 

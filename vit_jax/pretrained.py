@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Float, Params, Record, UInt8, UserError, require, tree_names
+from vit_jax.base import Array, Float, Params, Record, UInt8, UserError, require, tree_names, usable
 from vit_jax.checkpoints import store
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import opening
@@ -249,7 +249,7 @@ def save(
     require(overwrite or is_free(path), f'{path}: exists already; overwrite=True replaces it')
     format = format or loaded.format
     layout = loaded.layout if format == loaded.format else None
-    with _replacing(pathlib.Path(path)):
+    with _replacing(pathlib.Path(path), format):
         return opening.write_checkpoint(
             os.fspath(path), format, card=loaded.card, params=loaded.params, layout=layout
         )
@@ -262,23 +262,34 @@ def is_free(path: str | os.PathLike[str]) -> bool:
 
 
 @contextlib.contextmanager
-def _replacing(place: pathlib.Path) -> Iterator[None]:
-    """A checkpoint of ours, a directory, is put aside, and back where its successor fails.
+def _replacing(place: pathlib.Path, format: str) -> Iterator[None]:
+    """What cannot be written over is put aside, and back where its successor fails.
 
-    Other formats replace their files themselves.
+    That is a checkpoint of ours, a directory, and a file where one of ours goes.
     """
     old = place.with_name(f'{place.name}.replaced')
-    is_ours = store.is_complete(place)
-    if is_ours:
-        place.rename(old)
+    aside = store.is_complete(place) or (format == opening.OURS and place.is_file())
+    if aside:
+        with usable(place):
+            _remove(old)  # left by one that was killed
+            place.rename(old)
     try:
         yield
     except BaseException:
-        if is_ours:
-            shutil.rmtree(place, ignore_errors=True)
+        if aside:
+            _remove(place)
             old.rename(place)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    if aside or store.is_complete(old):
+        _remove(old)
+
+
+def _remove(path: pathlib.Path) -> None:
+    """Removes a file, or a directory as far as that can be done."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _changed_config(old: ModelConfig, changes: Changes) -> ModelConfig:

@@ -1,5 +1,6 @@
 """What the programs take and say."""
 
+import io
 import json
 import logging
 import os
@@ -33,6 +34,16 @@ def said(*arguments, name='train'):
         timeout=200,
     )
     return done.returncode, done.stdout, done.stderr
+
+
+def test_a_name_that_is_no_unicode_is_said_as_the_disk_has_it(monkeypatch):
+    output = io.TextIOWrapper(io.BytesIO(), 'utf-8')
+    monkeypatch.setattr(sys, 'stdout', output)
+    monkeypatch.setattr(sys, 'argv', ['program'])
+    with pytest.raises(SystemExit) as ended:
+        app.run(lambda _: print(os.fsdecode(b'caf\xe9.jpg')) or 0, app.new_parser('x', ''))
+    assert ended.value.code == 0
+    assert output.buffer.getvalue() == b'caf\xe9.jpg\n'
 
 
 QUICK = '--config=configs/quickstart.py'

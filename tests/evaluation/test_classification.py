@@ -63,3 +63,5 @@ def test_average_precision_is_the_mean_precision_at_each_hit():
     scores = np.pad(scores, ((0, 0), (0, 1)))
     found = classification.average_precisions(scores, with_absent)
     np.testing.assert_allclose(found, [*expected, np.nan])  # a class of no image has no precision
+    with pytest.raises(UserError, match='none of 4 images has a class'):
+        classification.average_precisions(scores, 0 * with_absent)

@@ -14,7 +14,7 @@ from vit_jax.data.sources import opening
 from vit_jax.data.sources.arrays import array_source
 from vit_jax.data.sources.base import select
 from vit_jax.evaluation.probes import LogisticConfig
-from vit_jax.runs import probing, probing_run, training_run
+from vit_jax.runs import feature_cache, probing, probing_run, training_run
 
 LOGISTIC = LogisticConfig(l2=(1.0, 100.0))
 
@@ -105,6 +105,21 @@ def test_kept_features_give_the_same_results_and_are_checked(checkpoint, tmp_pat
     kept[0].write_bytes(data)
     third, _ = probing_run.probe(config(checkpoint, **options), str(tmp_path / 'third'))
     assert third['sets'] == plain['sets'] and caplog.text.count('computed anew') == 4
+
+
+def test_features_of_a_damaged_file_are_computed_anew_wherever_it_is_damaged(tmp_path, caplog):
+    source = array_source(np.zeros((2, 8, 8), np.uint8), np.arange(2), ['a', 'b'], name='x')
+    reader = ImageReader(source, CentralCrop(), (8, 8), exif_rotation=False)
+    features = np.random.default_rng(0).random((2, 9))
+    kept = feature_cache.cached(lambda *_: features, tmp_path, 'network')
+    kept(reader, np.arange(2))
+    (path,) = tmp_path.glob('*.npz')
+    np.savez_compressed(path, features=features)
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 19):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        np.testing.assert_array_equal(kept(reader, np.arange(2)), features)
+    assert 'zip' in caplog.text.lower() and 'Error -3 while decompressing' in caplog.text
 
 
 @pytest.mark.full

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from vit_jax.base.errors import UserError
-from vit_jax.training.losses import LossConfig, make_loss, targets_of
+from vit_jax.training.losses import LossConfig, make_loss, of_any, targets_of
 
 LOGITS = jnp.array([[2.0, -1.0, 0.5], [0.0, 0.0, 0.0]])
 LABELS = jnp.array([0, 2])
@@ -28,6 +28,13 @@ def test_losses_are_their_definitions():
         [(1 - q[0, 1]) * (1 - q[0, 2]), (1 - q[1, 0]) * (1 - q[1, 1])]
     )
     np.testing.assert_allclose(loss('sigmoid'), expected, rtol=1e-6)
+
+
+def test_where_any_class_is_right_an_image_without_one_is_still_a_number():
+    labels = jnp.array([[1, 1, 0], [0, 0, 0]])
+    found = of_any(make_loss(LossConfig()))(LOGITS, targets_of(labels, 3))
+    logs = LOGITS[0] - np.log(np.exp(LOGITS[0]).sum())
+    np.testing.assert_allclose(found, [-(logs[0] + logs[1]) / 2, 0], rtol=1e-6)
 
 
 @pytest.mark.parametrize('kind', ['softmax', 'sigmoid'])

@@ -1,13 +1,20 @@
 """What everything stands on: records, names of leaves, shapes, errors, files written whole."""
 
 from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Num, Params, UInt8
-from vit_jax.base.atomic_files import atomic_write, read_json_lines, sync, write_json
+from vit_jax.base.atomic_files import (
+    DAMAGED_NPZ,
+    atomic_write,
+    read_json_lines,
+    sync,
+    write_json,
+)
 from vit_jax.base.errors import MissingFile, UnusableDisk, UserError, usable
 from vit_jax.base.records import Record, require, require_between, require_pattern
 
 __all__ = ['Array', 'Batch', 'Bool', 'Float', 'Int', 'Key', 'Num', 'Params', 'UInt8']
 __all__ += ['MissingFile', 'UnusableDisk', 'UserError', 'usable', 'atomic_write', 'sync']
 __all__ += [
+    'DAMAGED_NPZ',
     'read_json_lines',
     'write_json',
     'Record',

@@ -6,10 +6,16 @@ import json
 import logging
 import os
 import pathlib
+import zipfile
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
 from vit_jax.base.errors import usable
+
+# What numpy and zipfile raise for an npz that is damaged, wherever it is.
+DAMAGED_NPZ: tuple[type[Exception], ...] = (OSError, EOFError, ValueError, KeyError, RuntimeError)
+DAMAGED_NPZ += zipfile.BadZipFile, zlib.error
 
 
 @contextlib.contextmanager

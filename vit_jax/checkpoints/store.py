@@ -278,10 +278,12 @@ def load_params(path: str) -> Params:
 def save_alone(folder: pathlib.Path, params: Params, card: dict[str, Any]) -> None:
     """Writes a checkpoint outside of a run: parameters and card.
 
-    Raises UserError where the folder exists.
+    An empty folder may be there. Raises UserError where something else is.
     """
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
     if folder.exists():
-        raise UserError(f'{folder}: exists already')
+        raise UserError(f'{folder}: exists already, and is no checkpoint: name another place')
     handler = ocp.CompositeCheckpointHandler(
         params=ocp.StandardCheckpointHandler(), card=ocp.JsonCheckpointHandler()
     )

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import io
 import logging
 import os
 import re
@@ -19,6 +20,7 @@ from vit_jax.base.errors import UserError
 from vit_jax.base.records import nearest
 from vit_jax.command_line import config_flags, config_help, output
 from vit_jax.config import TrainConfig
+from vit_jax.data.image_preprocessing import MAX_PIXELS, MOST_PIXELS
 from vit_jax.parallel.clusters import Launch
 from vit_jax.parallel.processes import INTERRUPTED, Job, joined_job
 from vit_jax.training.loop import NotFinite
@@ -63,6 +65,8 @@ def run_job(
 def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
     """The parsed arguments. An error within is reported, and ends the program."""
     parser.add_argument('--traceback', action='store_true', help='show where any error comes from')
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files that are no Unicode
+        sys.stdout.reconfigure(errors='surrogateescape')
     overrides, others = config_flags.split(sys.argv[1:])
     # absl, which read the arguments once, takes one dash for two.
     arguments = parser.parse_args([re.sub('^-(?=[a-z_]{2})', '--', text) for text in others])
@@ -226,6 +230,13 @@ def launch(arguments: argparse.Namespace) -> Launch:
     return Launch(**values | {'distributed': arguments.distributed == 'auto'})
 
 
+def add_reading(parser: argparse.ArgumentParser) -> None:
+    """The arguments of a program that shows images to a network."""
+    parser.add_argument('--batch_size', type=positive, default=32, metavar='N', help='(32)')
+    text = f'pixels of an image at most ({MAX_PIXELS:,})'
+    parser.add_argument('--max_pixels', type=_pixels, default=MAX_PIXELS, metavar='N', help=text)
+
+
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """The arguments of `vit_jax.load` about what a file does not say, and about what changes."""
     said = parser.add_argument_group('what the file does not say of itself')
@@ -252,6 +263,12 @@ def positive(text: str) -> int:
     """A whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f'{text!r} is not a whole number of at least 1')
+    return int(text)
+
+
+def _pixels(text: str) -> int:
+    if positive(text) > MOST_PIXELS:
+        raise argparse.ArgumentTypeError(f'{text}: expected at most {MOST_PIXELS:,}')
     return int(text)
 
 

@@ -20,6 +20,7 @@ ResizeMethod = Literal['bilinear', 'bilinear_antialias', 'bicubic_antialias']
 _EXIF_WITHIN = 2**16 + 64  # bytes: the first segments of a file, of at most 64 KiB each
 # More than any camera's single shot (200 megapixels); 0.8 GB as decoded RGB.
 MAX_PIXELS = 2**28
+MOST_PIXELS = 2**30  # that OpenCV decodes at all
 Image = UInt8[np.ndarray, '_ _ 3']
 NumpyOrJax = TypeVar('NumpyOrJax', np.ndarray, Array)
 Size = tuple[int, int]

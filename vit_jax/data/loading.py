@@ -22,7 +22,7 @@ import psutil
 from jax.sharding import NamedSharding, PartitionSpec
 
 from vit_jax.base import Batch, Int, Record, UInt8, UserError, require, require_between
-from vit_jax.data.image_preprocessing import MAX_PIXELS, Crop, Size, decode
+from vit_jax.data.image_preprocessing import MAX_PIXELS, MOST_PIXELS, Crop, Size, decode
 from vit_jax.data.sources.base import Label, Source
 from vit_jax.parallel.meshes import put, rows_here
 
@@ -46,7 +46,7 @@ class LoaderConfig(Record):
     max_pixels: int = MAX_PIXELS  # height x width as it is stored
 
     def check(self) -> None:
-        require_between(self, 'max_pixels', low=1, high=2**30)  # OpenCV's own bound
+        require_between(self, 'max_pixels', low=1, high=MOST_PIXELS)
         require_between(self, 'device_mb', low=0)
         require_between(self, 'threads', low=1)
 

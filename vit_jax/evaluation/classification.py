@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import jax
 import numpy as np
 
-from vit_jax.base import Array, Batch, Float, Num, Params, UserError
+from vit_jax.base import Array, Batch, Float, Num, Params, UserError, require
 
 # Sums over a batch by name, the number of examples that they are sums of, and rows (b ...).
 Sums = tuple[dict[str, Array], Array, dict[str, Array]]
@@ -69,9 +69,13 @@ def measure(
 def average_precisions(
     logits: Float[np.ndarray, 'n k'], targets: Num[np.ndarray, 'n k']
 ) -> Float[np.ndarray, 'k']:
-    """The area under precision over recall of each class; NaN of a class that no image has."""
+    """The area under precision over recall of each class; NaN of a class that no image has.
+
+    Raises UserError where no image has any.
+    """
     from sklearn.metrics import average_precision_score
 
     found, present = np.full(targets.shape[1], np.nan), targets.any(axis=0)
+    require(bool(present.any()), f'none of {len(targets):,} images has a class')
     found[present] = average_precision_score(targets[:, present], logits[:, present], average=None)
     return found

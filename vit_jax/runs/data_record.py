@@ -7,14 +7,12 @@ import json
 import logging
 import pathlib
 import threading
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import UserError, atomic_write, records
+from vit_jax.base import DAMAGED_NPZ, UserError, atomic_write, records
 from vit_jax.checkpoints.store import load_card
 from vit_jax.config import EvalConfig, TrainConfig
 from vit_jax.data.loading import ImageReader
@@ -256,7 +254,7 @@ def _read(path: pathlib.Path) -> dict[str, _Kept]:
         }
     except FileNotFoundError:  # of an earlier version
         return {}
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+    except DAMAGED_NPZ as error:
         text = '%s: cannot be read, so that data which changed is not noticed: %s'
         logging.warning(text, path, error)
         return {}

@@ -1,13 +1,13 @@
 """Evaluates a checkpoint's own head on labelled images: as while training, and class by class."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from vit_jax.base import Array, Batch, Float, Int, UserError
+from vit_jax.base import Array, Batch, Float, Int, UserError, require
 from vit_jax.data.image_preprocessing import normalize
 from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.base import Source
@@ -28,6 +28,7 @@ class Evaluation(NamedTuple):
     classes: list[dict[str, Any]]  # of each class that has images: `class`, `images`, metrics
     names: list[str]  # of the classes that have images or were predicted
     confusion: Int[np.ndarray, 'k k'] | None  # images by true class and prediction; None: several
+    unreadable: Sequence[int]  # the images that could not be read, by their place in the source
 
 
 def matched(source: Source, loaded: Loaded, *, by_number: bool) -> Source:
@@ -65,7 +66,8 @@ def evaluate(
     The loss is the one of the training, softmax where that is not known, without smoothed labels.
     Where images have several classes, any of them is right if these are other labels for images of
     one class each (`relabelled`, as ReaL's) or the network knows one class an image; otherwise the
-    average precision is measured. The batches go through `watched` one after the other.
+    average precision is measured. The batches go through `watched` one after the other. Raises
+    UserError where no image can be read, or none has a class.
     """
     loaded.require_head()
     source = reader.source
@@ -79,9 +81,17 @@ def evaluate(
         rows_of=_rows_of_several if several else predictions,
     )
     params, batches = prediction.on_devices(loaded, reader, batch_size)
+    masks: list[np.ndarray] = []
+
+    def noted() -> Iterator[Batch]:
+        for batch in watched(batches):
+            masks.append(np.asarray(batch['mask']))
+            yield batch
+
     means, read, rows = classification.measure(
-        jax.jit(step), params, watched(batches), count=len(source), may_lack=True
+        jax.jit(step), params, noted(), count=len(source), may_lack=True
     )
+    unreadable = np.flatnonzero(~np.concatenate(masks)[: len(source)]).tolist()
     classes = len(source.class_names)
     targets = rows['targets'] if several else rows['label']
     of_class = functools.partial(confusion.class_means, classes=classes)
@@ -91,13 +101,16 @@ def evaluate(
         means['mean_average_precision'] = float(np.nanmean(found))
         numbers = {'average_precision': found}
     if several:
-        return Evaluation(read, means, _by_class(source, targets.sum(axis=0), numbers), [], None)
+        by_class = _by_class(source, targets.sum(axis=0), numbers)
+        require(bool(by_class), f'none of {read:,} images has a class')
+        return Evaluation(read, means, by_class, [], None, unreadable)
     numbers['precision'] = of_class(rows['accuracy'], rows['predicted'])
     images = np.bincount(targets, minlength=classes)
     seen, pairs = np.unique([rows['label'], rows['predicted']], return_inverse=True)
     matrix = confusion.confusion_matrix(*pairs.reshape(2, -1), classes=len(seen))
     names = [source.class_names[number] for number in seen]
-    return Evaluation(read, means, _by_class(source, images, numbers), names, matrix)
+    by_class = _by_class(source, images, numbers)
+    return Evaluation(read, means, by_class, names, matrix, unreadable)
 
 
 def _rows_of_several(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> dict[str, Array]:
@@ -110,6 +123,6 @@ def _by_class(
     """The numbers of each class that has images, as JSON; None where one is not defined."""
     return [
         {'class': source.class_names[i], 'images': int(images[i])}
-        | {name: None if np.isnan(of[i]) else float(of[i]) for name, of in numbers.items()}
+        | {name: float(of[i]) if np.isfinite(of[i]) else None for name, of in numbers.items()}
         for i in np.flatnonzero(images).tolist()
     ]

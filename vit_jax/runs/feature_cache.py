@@ -8,13 +8,12 @@ import itertools
 import json
 import logging
 import pathlib
-import zipfile
 from concurrent import futures
 from typing import Any
 
 import numpy as np
 
-from vit_jax.base import Float, Int, Params, UserError, records, tree_names, usable
+from vit_jax.base import DAMAGED_NPZ, Float, Int, Params, UserError, records, tree_names, usable
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.loading import ImageReader, cores
@@ -37,7 +36,7 @@ def cached(features_of: FeaturesOf, folder: pathlib.Path, network: str) -> Featu
                 return file['features'][indices]
         except FileNotFoundError:
             pass
-        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        except DAMAGED_NPZ as error:
             logging.warning('%s: %s; computed anew', path, error)
         features = features_of(reader, np.arange(len(reader.source)))
         write_npz(path, {'features': features})

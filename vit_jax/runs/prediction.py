@@ -30,6 +30,15 @@ def reader_for(loaded: Loaded, source: Source, max_pixels: int) -> ImageReader:
     )
 
 
+def problem(reader: ImageReader, index: int) -> str:
+    """Why an image cannot be read, which is tried once more."""
+    try:
+        reader.example(loading.ExampleRef(index))
+    except ValueError as error:
+        return str(error)
+    return f'{reader.source.name_of(index)}: readable now'
+
+
 def on_devices(
     loaded: Loaded, reader: ImageReader, batch_size: int
 ) -> tuple[Params, Iterator[Batch]]:

@@ -54,8 +54,15 @@ def make_loss(config: LossConfig | Loss) -> Loss:
 
 
 def of_any(loss: Loss) -> Loss:
-    """The loss where any of several classes is right: as if each were so to an equal share."""
-    return lambda logits, targets: loss(logits, targets / targets.sum(axis=-1, keepdims=True))
+    """The loss where any of several classes is right: as if each were so to an equal share.
+
+    An image without a class (a row of zeros) stays one.
+    """
+
+    def shared(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:
+        return loss(logits, targets / jnp.maximum(1, targets.sum(axis=-1, keepdims=True)))
+
+    return shared
 
 
 def targets_of(labels: Num[Array, 'b ...'], num_classes: int) -> Float[Array, 'b k']:

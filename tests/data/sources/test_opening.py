@@ -111,6 +111,15 @@ def test_files_that_are_no_images_by_their_ending_are_left_out_with_a_warning(ro
     assert '1 files are not images by their ending' in caplog.text
 
 
+def test_a_photo_counts_under_every_ending_of_a_format_that_is_read(root, caplog):
+    endings = '.jfif .jpe .pgm .pnm .j2k .JPG'.split()
+    for ending in endings:
+        (root / 'test' / 'cat' / f'x{ending}').touch()
+    found = folders.image_files(root / 'test' / 'cat')
+    assert {f'{root}/test/cat/x{ending}' for ending in endings} < {*found}
+    assert not caplog.text
+
+
 def test_what_begins_with_a_dot_is_left_out_everywhere(root):
     write_image(root / 'train' / 'cat' / '.thumbnails' / '0.png')
     write_image(root / 'train' / 'cat' / '._0.png')

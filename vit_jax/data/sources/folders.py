@@ -7,14 +7,12 @@ import pathlib
 from collections.abc import Iterator, Sequence
 
 from vit_jax.base.errors import MissingFile, UserError
-from vit_jax.data.image_headers import HEIC_REMEDY, can_read
+from vit_jax.data.image_headers import HEIC_REMEDY, can_read, kinds_by_ending
 from vit_jax.data.sources.base import Source, Splits, in_fixed_order, labelled_source
 
 HEIC = frozenset({'.heic', '.heif', '.hif'})
-IMAGE_SUFFIXES = frozenset('.jpg .jpeg .png .bmp .gif .tif .tiff .webp .ppm .jp2'.split()) | {
-    *HEIC,
-    '.avif',
-}
+_ELSEWHERE = HEIC | {'.avif'}  # images, whether they can be read here or not
+_MISREAD = '.pfm'  # floating point, of which OpenCV makes 8 bits as if they were whole numbers
 SPLIT_NAMES = frozenset('train training test testing val valid validation'.split())
 
 
@@ -117,7 +115,7 @@ def _files(path: pathlib.Path) -> tuple[list[str], list[str], list[str]]:
     """Images by their ending, broken links too; other files; links that lead to no file."""
     images, others, links = list[str](), list[str](), list[str]()
     for file, is_there in sorted(_below(path), key=lambda found: found[0].split(os.sep)):
-        (images if _suffix(file) in IMAGE_SUFFIXES else others).append(file)
+        (images if _is_image(file) else others).append(file)
         if not is_there:
             links.append(file)
     return images, others, links
@@ -125,16 +123,24 @@ def _files(path: pathlib.Path) -> tuple[list[str], list[str], list[str]]:
 
 def _below(folder: str | pathlib.Path) -> Iterator[tuple[str, bool]]:
     """The files below a folder, False for a broken link; the disk is asked about folders alone."""
+    for entry in _entries(folder):
+        if entry.is_dir(follow_symlinks=False):
+            yield from _below(entry.path)
+        elif entry.is_file():
+            yield entry.path, True
+        elif entry.is_symlink() and not os.path.exists(entry.path):
+            yield entry.path, False
+
+
+def _entries(folder: str | pathlib.Path) -> Iterator[os.DirEntry[str]]:
+    """What is in a folder, without what begins with a dot."""
     with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith('.'):
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                yield from _below(entry.path)
-            elif entry.is_file():
-                yield entry.path, True
-            elif entry.is_symlink() and not os.path.exists(entry.path):
-                yield entry.path, False
+        yield from (entry for entry in entries if not entry.name.startswith('.'))
+
+
+def _is_image(file: str) -> bool:
+    suffix = _suffix(file)
+    return suffix in _ELSEWHERE or (suffix in kinds_by_ending() and suffix != _MISREAD)
 
 
 def _suffix(file: str) -> str:
@@ -143,9 +149,8 @@ def _suffix(file: str) -> str:
 
 def folder_names(path: pathlib.Path) -> list[str]:
     """The sorted names of the folders in it, without hidden ones."""
-    return sorted(p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith('.'))
+    return sorted(entry.name for entry in _entries(path) if entry.is_dir())
 
 
 def _has_images(path: pathlib.Path) -> bool:
-    files = (p.name for p in path.iterdir() if p.is_file() and not p.name.startswith('.'))
-    return any(_suffix(name) in IMAGE_SUFFIXES for name in files)
+    return any(_is_image(entry.name) for entry in _entries(path) if entry.is_file())

@@ -342,6 +342,7 @@ def test_a_checkpoint_of_ours_is_loaded_and_saved_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ['ours']
 
 
+@pytest.mark.full
 def test_a_checkpoint_replaces_a_file_and_no_folder_of_other_things(tmp_path):
     network = loaded(tiny.model(depth=1))
     (tmp_path / 'file').write_text('old')

@@ -135,6 +135,17 @@ def slow_save(number, index):
     Checkpoints.save = saving
 
 
+def slow_wait(number, index):
+    """Waiting for what is saved takes so many milliseconds more."""
+    wait = Checkpoints.wait
+
+    def waiting(checkpoints):
+        time.sleep(number / 1000)
+        wait(checkpoints)
+
+    Checkpoints.wait = waiting
+
+
 def stalled_disk(number, index):
     """No directory is renamed any more once the step is reached: saving never ends."""
     at_tick(number, index, lambda: setattr(os, 'rename', lambda *_: forever()))

@@ -89,6 +89,15 @@ def test_ctrl_c_while_saving_waits_for_the_save_and_a_second_one_for_nothing(tmp
     assert 'Ctrl-C again ends at once' in said and len(said.splitlines()) == 1
 
 
+def test_a_stop_during_the_last_save_lets_it_take_its_time(tmp_path):
+    with training(tmp_path, 'slow_wait:4000,patience:1') as (host,):
+        host.wait_for('reported', step=60)
+        time.sleep(1)
+        host.signal(signal.SIGTERM)
+        assert host.wait() == 0, host.text
+    assert steps(tmp_path)[-1] == 60
+
+
 @pytest.mark.parametrize('after', [1.0, 3.0])
 def test_ctrl_c_while_compiling_is_one_sentence_and_no_crash(after, tmp_path):
     """A network that takes long to compile, and that no cache has."""

@@ -21,7 +21,7 @@ class _Outlasting(io.FileIO):
 def outlive_readers() -> None:
     """From here on stdout and stderr are dropped, each from the moment on when it breaks."""
     for name in 'stdout', 'stderr':
-        stream = getattr(sys, name)
+        stream = getattr(sys, name) or open(os.devnull, 'w')  # None: closed from the start
         stream.flush()
         raw = _Outlasting(stream.fileno(), 'w', closefd=False)
         raw.replaced = stream  # type: ignore[attr-defined]  # which would close the descriptor

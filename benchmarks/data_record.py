@@ -57,7 +57,7 @@ def measure(data: str, workdir: pathlib.Path) -> None:
         splits['train'].listing.facts()
         clock('facts for other hosts, if any')
         with record.begun():
-            record.check(wait=True)
+            record.check(wait=3600.0)
         clock('in the background: all sizes, and the record')
         (workdir / 'checkpoints' / '1').mkdir(parents=True, exist_ok=True)
     print(f'the record has {(workdir / data_record.FILE).stat().st_size / 1e6:.1f} MB')

@@ -12,7 +12,6 @@ import time
 import jax
 import jax.numpy as jnp
 import optax
-import psutil
 
 from vit_jax import train
 from vit_jax.checkpoints.store import Checkpoints
@@ -68,11 +67,12 @@ def hang_loader(number, index):
 
 
 def stalled_images(number, index):
-    """Every so-manieth image is never read to its end."""
+    """Every so-manieth training image is never read to its end."""
     example = loading.ImageReader.example
 
     def stalling(reader, ref):
-        return forever() if ref.index % number == 0 else example(reader, ref)
+        stalls = len(reader.source) > 1000 and ref.index % number == 0
+        return forever() if stalls else example(reader, ref)
 
     loading.ImageReader.example = stalling
 
@@ -133,6 +133,17 @@ def slow_save(number, index):
         time.sleep(number / 1000)
 
     Checkpoints.save = saving
+
+
+def slow_wait(number, index):
+    """Waiting for what is saved takes so many milliseconds more."""
+    wait = Checkpoints.wait
+
+    def waiting(checkpoints):
+        time.sleep(number / 1000)
+        wait(checkpoints)
+
+    Checkpoints.wait = waiting
 
 
 def stalled_disk(number, index):
@@ -203,16 +214,6 @@ def full_disk(number, index):
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     Checkpoints.save = saving
-
-
-def full_memory(number, index):
-    """From this step on the process gets no more memory."""
-
-    def act():
-        now = psutil.Process().memory_info().vms
-        resource.setrlimit(resource.RLIMIT_AS, (now, resource.getrlimit(resource.RLIMIT_AS)[1]))
-
-    at_tick(number, index, act)
 
 
 def other_packages(number, index):

@@ -1,3 +1,7 @@
+import shutil
+import threading
+import time
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -53,6 +57,28 @@ def test_parameters_can_be_used_alone_with_their_card(saved):
 def test_only_the_newest_are_kept(saved):
     folder, _ = saved
     assert sorted(p.name for p in (folder / 'checkpoints').glob('[0-9]*')) == ['2', '4']
+
+
+def test_what_two_threads_remove_is_removed_once(saved, monkeypatch):
+    """By the thread of a save, and that of the save before, which overlap."""
+    folder, checkpoints = saved
+    (folder / 'checkpoints/.trash/1/params').mkdir(parents=True)
+    running, removals, remove = [], [], shutil.rmtree
+
+    def remove_slowly(path, **options):
+        running.append(path)
+        removals.append(len(running))
+        time.sleep(0.1)
+        remove(path, **options)
+        running.remove(path)
+
+    monkeypatch.setattr(store.shutil, 'rmtree', remove_slowly)
+    threads = [threading.Thread(target=checkpoints._empty_trash) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert removals == [1] and not list((folder / 'checkpoints/.trash').iterdir())
 
 
 @pytest.mark.parametrize(

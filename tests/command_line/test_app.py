@@ -64,6 +64,15 @@ def test_a_mistake_on_the_command_line_is_one_line_and_no_traceback(tmp_path):
         assert code != 0 and err == message and out == ''
 
 
+@pytest.mark.full
+@pytest.mark.parametrize('program', ['train', 'inspect_data'])
+def test_a_program_that_is_started_without_any_output_runs(tmp_path, program):
+    command = f"exec '{sys.executable}' -m vit_jax.{program} --config=tests/tiny_config.py"
+    command += f' --workdir={tmp_path}/run >&- 2>&-'
+    run = subprocess.run(['bash', '-c', command], cwd=ROOT, timeout=200)
+    assert run.returncode == 0
+
+
 def test_a_configuration_takes_an_argument_after_a_colon(tmp_path):
     (tmp_path / 'named.py').write_text(
         'from vit_jax.config import TrainConfig\n'

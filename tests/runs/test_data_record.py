@@ -1,7 +1,9 @@
 """Data that is other than when the run began, or on another host, is noticed and named."""
 
+import dataclasses
 import json
 import shutil
+import threading
 
 import cv2
 import numpy as np
@@ -130,7 +132,7 @@ def start(folder, splits, accept=False):
     folder.mkdir(exist_ok=True)
     record = data_record.compared(folder, splits, Job(), accept=accept)
     with record.begun():
-        record.check(wait=True)
+        record.check(wait=60.0)
     (folder / 'checkpoints' / '5').mkdir(parents=True, exist_ok=True)
 
 
@@ -237,11 +239,46 @@ def test_more_files_than_are_looked_at_first_are_compared_while_training(
         file.write(b'more')
     record = data_record.compared(tmp_path / 'run', splits_of(photos), Job(), accept=False)
     with record.begun(), pytest.raises(UserError, match='1 image replaced'):
-        record.check(wait=True)
+        record.check(wait=60.0)
     with open(order[5], 'ab') as file:
         file.write(b'more')
     with pytest.raises(UserError, match='1 image replaced'):
         data_record.compared(tmp_path / 'run', splits_of(photos), Job(), accept=False)
+
+
+def test_a_run_that_ends_before_all_files_are_looked_at_keeps_what_is_known(
+    photos, tmp_path, monkeypatch, caplog
+):
+    """And does not wait for a disk that stalls."""
+    monkeypatch.setattr(listing, 'LOOKS', 4)
+    monkeypatch.setattr(data_record, 'LAST', 0.1)
+    splits, looking, stalled = splits_of(photos), threading.Event(), threading.Event()
+
+    def stall(indices):
+        looking.set()
+        stalled.wait(5)
+        return np.full(len(indices), -1)
+
+    train = splits['train']
+    splits['train'] = train._replace(source=dataclasses.replace(train.source, read_stamps=stall))
+    record = data_record.compared(tmp_path, splits, Job(), accept=False)
+    with record.begun():
+        looking.wait()
+    assert record._thread.is_alive()
+    stalled.set()
+    (tmp_path / 'checkpoints/5').mkdir(parents=True)
+    (photos / 'train/dog/3.jpg').unlink()
+    refused(tmp_path, photos, "train: 1 image removed: 'train/dog/3.jpg'")
+    assert 'an earlier version' not in caplog.text
+
+
+def test_a_first_save_that_a_kill_cut_short_is_no_run_that_began(photos, tmp_path):
+    (tmp_path / 'checkpoints/5.orbax-checkpoint-tmp-0').mkdir(parents=True)
+    record = data_record.compared(tmp_path, splits_of(photos), Job(), accept=False)
+    with record.begun():
+        record.check(wait=60.0)
+    (photos / 'train/dog/3.jpg').unlink()
+    data_record.compared(tmp_path, splits_of(photos), Job(), accept=False)
 
 
 def test_the_record_is_a_list_of_every_image(photos, tmp_path):

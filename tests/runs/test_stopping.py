@@ -89,6 +89,15 @@ def test_ctrl_c_while_saving_waits_for_the_save_and_a_second_one_for_nothing(tmp
     assert 'Ctrl-C again ends at once' in said and len(said.splitlines()) == 1
 
 
+def test_a_stop_during_the_last_save_lets_it_take_its_time(tmp_path):
+    with training(tmp_path, 'slow_wait:4000,patience:1') as (host,):
+        host.wait_for('reported', step=60)
+        time.sleep(1)
+        host.signal(signal.SIGTERM)
+        assert host.wait() == 0, host.text
+    assert steps(tmp_path)[-1] == 60
+
+
 @pytest.mark.parametrize('after', [1.0, 3.0])
 def test_ctrl_c_while_compiling_is_one_sentence_and_no_crash(after, tmp_path):
     """A network that takes long to compile, and that no cache has."""
@@ -111,14 +120,20 @@ def test_ctrl_c_while_compiling_is_one_sentence_and_no_crash(after, tmp_path):
     assert len(said) == 1 and 'SIGINT before anything was kept' in said[0]
 
 
-@pytest.mark.parametrize('placement', ['host', 'device'])
-def test_a_run_that_waits_for_its_first_batch_can_be_stopped(placement, tmp_path):
+@pytest.mark.parametrize(
+    'placement, event, said',
+    [
+        ('host', 'training', 'stopped at step 0, saved in'),
+        ('device', 'starting', 'SIGTERM before anything was kept: nothing is lost'),
+    ],
+)
+def test_a_run_that_waits_for_images_can_be_stopped(placement, event, said, tmp_path):
     with training(tmp_path, 'stalled_images:7', flags=[f'{PLACEMENT}{placement}']) as (host,):
-        host.wait_for('training')
+        host.wait_for(event)
         time.sleep(1)
         host.signal(signal.SIGTERM)
         assert host.wait(20) == REQUEUE, host.text
-    assert 'stopped at step 0, saved in' in host.text and steps(tmp_path) == [0]
+    assert said in host.text and steps(tmp_path) == ([0] if placement == 'host' else [])
 
 
 @pytest.mark.parametrize('count', [1, 2])

@@ -105,6 +105,13 @@ def test_checkpoints_whose_configuration_cannot_be_read_are_no_run_to_go_on_with
         pass  # `train` writes it, when the checkpoint was restored
 
 
+def test_a_first_save_that_a_kill_cut_short_is_no_run_to_go_on_with(tmp_path):
+    (tmp_path / 'checkpoints' / '5.orbax-checkpoint-tmp-0').mkdir(parents=True)
+    for seed in 0, 1:
+        with workdirs.opened(str(tmp_path), records.to_dict(tiny.experiment(seed=seed)), Job()):
+            pass
+
+
 def test_a_configuration_of_an_earlier_version_is_read_under_todays_names():
     """As version 0.1 wrote it: other names, and options of every optimizer whatever the kind."""
     now = tiny.experiment(

@@ -78,6 +78,7 @@ class Checkpoints:
     ):
         self._folder = pathlib.Path(workdir).absolute() / FOLDER
         self._removing: threading.Thread | None = None
+        self._emptying = threading.Lock()
         self._along = along
         if jax.process_index() == 0:
             self._empty_trash()  # of a run that was killed
@@ -135,13 +136,14 @@ class Checkpoints:
 
     def _empty_trash(self) -> None:
         """Frees the disk of old checkpoints, which orbax only renames."""
-        old = list((self._folder / _TRASH).glob('*'))
-        if old:
-            sync(self._folder)  # they are listed no more, whatever happens
-        for path in old:
-            shutil.rmtree(path, ignore_errors=True)
-            if path.exists():
-                logging.warning('%s: could not be removed', path)
+        with self._emptying:  # that of the save before may still go on
+            old = list((self._folder / _TRASH).glob('*'))
+            if old:
+                sync(self._folder)  # they are listed no more, whatever happens
+            for path in old:
+                shutil.rmtree(path, ignore_errors=True)
+                if path.exists():
+                    logging.warning('%s: could not be removed', path)
 
     def restore(self, step: int, like: tuple[Params, Any], shardings: tuple[Any, Any]) -> Any:
         """(params, training, progress) of a step: as `like` and placed by `shardings`, and JSON.

@@ -43,6 +43,7 @@ def run(main: Callable[[argparse.Namespace], int], parser: argparse.ArgumentPars
 
     With the arguments of `add_config`, `arguments.config` is the TrainConfig that was asked for.
     """
+    output.open_closed()
     with _started(parser) as arguments:
         code = main(arguments)
         sys.stdout.flush()

@@ -18,8 +18,16 @@ class _Outlasting(io.FileIO):
             return super().write(data)  # type: ignore[arg-type]
 
 
+def open_closed() -> None:
+    """What the program was started without, stdout or stderr, is the null device from here on."""
+    for name in 'stdout', 'stderr':
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, 'w'))
+
+
 def outlive_readers() -> None:
     """From here on stdout and stderr are dropped, each from the moment on when it breaks."""
+    open_closed()
     for name in 'stdout', 'stderr':
         stream = getattr(sys, name)
         stream.flush()

@@ -1,10 +1,12 @@
 """Connects this process to the others of its job, or ends it with a reason."""
 
+import contextlib
 import functools
 import logging
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from jax._src import config, xla_bridge
 from jax._src.distributed import global_state
 from jaxlib import _jax
 
+from vit_jax.base import UserError
 from vit_jax.parallel.clusters import Cluster, Launch, address_here, wait_for_coordinator
 
 _SAY_AFTER = 10.0  # seconds
@@ -61,3 +64,13 @@ def _cpu(address: str) -> Any:
     client = global_state.client
     gloo = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=address)
     return xla_bridge.make_cpu_client(gloo)
+
+
+@contextlib.contextmanager
+def awaiting(name: str) -> Iterator[None]:
+    """UserError where the others do not come to the place of this name, which says who."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f'not every process came to {name!r}: {reason}') from error

@@ -18,6 +18,7 @@ class Countdown:
         self._act, self._lock = act, threading.Lock()
         self._seconds = self._left = float('inf')
         self._thread: threading.Thread | None = None
+        self._ended = False
 
     @property
     def runs(self) -> bool:
@@ -27,6 +28,8 @@ class Countdown:
     def restart(self, seconds: float) -> None:
         """Gives it so many seconds from now."""
         with self._lock:
+            if self._ended:
+                return
             self._seconds = self._left = seconds
             if self._thread is None:
                 self._thread = threading.Thread(target=self._count, daemon=True)
@@ -36,6 +39,11 @@ class Countdown:
         """It does nothing until it is restarted."""
         with self._lock:
             self._left = float('inf')
+
+    def end(self) -> None:
+        """It does nothing any more, and cannot be restarted."""
+        with self._lock:
+            self._ended, self._left = True, float('inf')
 
     def _count(self) -> None:
         while True:

@@ -25,14 +25,13 @@ from typing import Any, NoReturn, TypeVar
 import jax
 import psutil
 
-# Not public, and without a public equal: jax.experimental.multihost_utils talks through devices,
-# which must not be touched before the processes agree, and its preemption sync point knows SIGTERM
-# alone.
+# Not public, without a public equal: jax.experimental.multihost_utils talks through devices, which
+# must not be touched before the processes agree; its preemption sync point knows SIGTERM alone.
 from jax._src.distributed import global_state
 
 from vit_jax.base import UserError, records
 from vit_jax.parallel.clusters import Launch, detect_cluster
-from vit_jax.parallel.connecting import connect
+from vit_jax.parallel.connecting import awaiting, connect
 from vit_jax.parallel.countdown import Countdown
 
 REQUEUE = 75  # EX_TEMPFAIL: start the same command again
@@ -101,23 +100,20 @@ class Job:
         self.barrier(name)
 
     def from_process_0(self, name: str, say: Callable[[], str]) -> str:
-        """The text that `say` gives on process 0, on every process; the others wait for it."""
+        """The text that `say` gives on process 0, on every process. UserError where it is late."""
         if self.count == 1:
             return say()
         key = self._key('told', name)
         if self.index == 0:
             self._client.key_value_set(key, say())
-        return str(self._client.blocking_key_value_get(key, self._wait_ms))
+        with awaiting(name):
+            return str(self._client.blocking_key_value_get(key, self._wait_ms))
 
     def barrier(self, name: str) -> None:
         """Returns when all processes have come here. UserError names who is missing."""
-        if self.count == 1:
-            return
-        try:
-            self._client.wait_at_barrier(self._key('barrier', name), self._wait_ms)
-        except jax.errors.JaxRuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f'not every process came to {name!r}: {reason}') from error
+        if self.count > 1:
+            with awaiting(name):
+                self._client.wait_at_barrier(self._key('barrier', name), self._wait_ms)
 
     def _key(self, kind: str, name: str) -> str:
         """A key not used before, the same on all processes, as they ask in the same order."""
@@ -161,10 +157,14 @@ class Job:
             stop = self._stop_at is not None and self._ticks >= self._stop_at
         self.reset_watchdog()
         if stop:
-            self._patience.cancel()
+            self.steps_ended()
             raise Interrupted
         if self._patience.runs:
             self._be_patient()
+
+    def steps_ended(self) -> None:
+        """From here on a stop is not waited for: what remains, as to save, takes its time."""
+        self._patience.end()
 
     def reset_watchdog(self) -> None:
         """Gives the watchdog its full time again."""
@@ -194,7 +194,7 @@ class Job:
         futures.wait(first, return_when=futures.FIRST_COMPLETED)
         if result.done():
             return result.result()
-        self._patience.cancel()
+        self.steps_ended()
         raise Interrupted
 
     def awaited(self, batches: Iterable[T]) -> Iterator[T]:
@@ -312,8 +312,8 @@ class Job:
             if self.count > 1:
                 self._ask_to_stop(code)
             elif not self._asked.done():
-                self._code, self._stop_at = code, 0
                 self._be_patient()
+                self._code, self._stop_at = code, 0
                 self._asked.set_result(None)
 
     def _be_patient(self) -> None:

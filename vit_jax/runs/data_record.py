@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vit_jax.base import DAMAGED_NPZ, UserError, atomic_write, records
-from vit_jax.checkpoints.store import load_card
+from vit_jax.checkpoints import digests
+from vit_jax.checkpoints.store import FOLDER, load_card
 from vit_jax.config import EvalConfig, TrainConfig
 from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources import listing
@@ -23,6 +24,7 @@ from vit_jax.parallel.processes import Job
 from vit_jax.runs.probing import Probes
 
 FILE = 'data.zip'
+LAST = 5.0  # seconds, for which the end of a run waits: a look at a disk may stall
 _UNKNOWN = (
     'an earlier version began this run: images that changed before now are not noticed, and of '
     'data without splits others are held out for testing'
@@ -101,7 +103,7 @@ class DataRecord:
         self._splits = splits
         self._accept = accept
         self._kept = _read(self._path) if splits else {}
-        self._begun = any(folder.glob('checkpoints/[0-9]*'))
+        self._begun = bool(digests.steps(folder / FOLDER))
         self._error: Exception | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._complete, daemon=True)
@@ -121,12 +123,12 @@ class DataRecord:
             yield
         finally:
             self._stop.set()
-            self._thread.join()
+            self._thread.join(LAST)
 
-    def check(self, *, wait: bool = False) -> None:
-        """Raises what was found in the background, if anything was; perhaps waits for the end."""
+    def check(self, *, wait: float = 0.0) -> None:
+        """Raises what was found in the background, if anything, after so many seconds at most."""
         if wait:
-            self._thread.join()
+            self._thread.join(wait)
         if self._error is not None:
             raise self._error
 
@@ -153,7 +155,10 @@ class DataRecord:
         for name in [name for name in splits if name in self._kept]:
             now, before = splits[name], self._kept[name]
             if before.asked == now.asked and not before.is_of(now.listing):
-                for line in listing.differences(before.read(), now.listing):
+                lines = listing.differences(before.read(), now.listing)
+                if lines == [listing.ORDER] and name != 'train':
+                    continue  # which what is measured does not depend on
+                for line in lines:
                     changes.setdefault(line, f'{name}: {line}')
         return list(changes.values())
 
@@ -167,6 +172,8 @@ class DataRecord:
 
     def _complete(self) -> None:
         try:
+            if self._splits and not self._kept:  # should the run end before the look does
+                _write(self._path, self._splits)
             listings = {}
             for split in self._splits.values():
                 if id(split.listing) not in listings:
@@ -177,11 +184,10 @@ class DataRecord:
                 name: split._replace(listing=listings[id(split.listing)])
                 for name, split in self._splits.items()
             }
-            if self._begun and any(
-                s.listing is not splits[n].listing for n, s in self._splits.items()
-            ):
+            looked = any(s.listing is not splits[n].listing for n, s in self._splits.items())
+            if self._begun and looked:
                 self._refuse_or_say(self._changes(splits))
-            if splits and not self._is_of(splits):
+            if (looked or self._kept) and splits and not self._is_of(splits):
                 _write(self._path, splits)
         except Exception as error:  # raised by `check`
             self._error = error

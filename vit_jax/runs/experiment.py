@@ -106,6 +106,10 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
         shard_activations=functools.partial(meshes.shard_activations, mesh),
     )
     preprocessing = preprocessing_of(config, start)
+    if devices is None:  # else they may be those of other machines, for which a run is planned
+        for name in 'batch_size', 'eval_batch_size':
+            size = getattr(config, name) or 0
+            check_memory(size, model_config.image_size, name=f'config.{name}')
     reader = reader_for(config, preprocessing, model_config.image_size)
     as_input = functools.partial(normalize, preprocessing=preprocessing)
     loss_sums = functools.partial(make_loss_sums, model.apply, normalize=as_input)
@@ -179,12 +183,7 @@ def trained_model(config: TrainConfig, start: Checkpoint | None, classes: int) -
 def reader_for(
     config: TrainConfig, preprocessing: Preprocessing, size: Size
 ) -> Callable[..., ImageReader]:
-    """Makes readers of sources, to images of this size: `crop` may differ.
-
-    Raises UserError where a batch of them does not fit into memory.
-    """
-    for name in 'batch_size', 'eval_batch_size':
-        check_memory(getattr(config, name) or 0, size, name=f'config.{name}')
+    """Makes readers of sources, to images of this size: `crop` may differ."""
     return functools.partial(
         ImageReader,
         crop=preprocessing.crop,

@@ -152,7 +152,8 @@ def make_features_of(
     """
 
     def features_of(reader: ImageReader, indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:
-        batches = loading.sequential_batches(loader_of(reader), indices, batch_size=batch_size)
+        loader = job.interruptibly(functools.partial(loader_of, reader))
+        batches = loading.sequential_batches(loader, indices, batch_size=batch_size)
         watched = job.with_heartbeat(batches)
         found = [jax.device_get(features(params, batch)) for batch in watched]
         computed, read = (np.concatenate(part)[: len(indices)] for part in zip(*found, strict=True))

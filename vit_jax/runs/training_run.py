@@ -187,10 +187,11 @@ def _first_state(
 
     A damaged checkpoint is moved aside, with a warning, and the one before is taken.
     """
+    job.barrier('compiled')  # devices meet in what follows, and gloo would wait for 30 s only
+    job.reset_watchdog()
     said = job.from_process_0('damaged', lambda: json.dumps(quarantine_damaged(folder)))
     for line in json.loads(said):
         logging.warning('%s', line)
-    job.barrier('compiled')  # devices meet in what follows, and gloo would wait for 30 s only
     keep, along = experiment.config.keep_checkpoints, [folder / workdirs.METRICS]
     checkpoints = Checkpoints(folder, keep=keep, along=along)
     step, end = checkpoints.latest_step, experiment.length.total_steps
@@ -210,7 +211,8 @@ def _first_state(
         where = job.from_process_0(f'set aside {step}', lambda: str(quarantine(path)))
         logging.warning('%s; moved to %s', error, where)
         return _first_state(experiment, abstract, folder, job, console)
-    console.print(f'resuming at step {step} from {path}')
+    left = '' if step < end else ', the last step: there is nothing left to train'
+    console.print(f'resuming at step {step} from {path}{left}')
     return checkpoints, TrainState.join(*parts), progress
 
 
@@ -271,7 +273,7 @@ class Run:
             where = self.checkpoints.path(step)
             raise Interrupted(f'stopped at step {step}, saved in {where}') from None
         self._wait()
-        self.record.check(wait=True)
+        self.record.check(wait=data_record.LAST)
         self.ledger.record('complete', steps.stop)
         return state
 
@@ -331,6 +333,7 @@ class Run:
             self.checkpoints.save(step, *state.split(), card, progress)
 
     def _wait(self) -> None:
+        self.job.steps_ended()
         with self.ledger.clock('save stall'):
             self.job.reset_watchdog()
             self.checkpoints.wait()

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from vit_jax.base import UnusableDisk, UserError, records, sync, write_json
+from vit_jax.checkpoints import digests
+from vit_jax.checkpoints.store import FOLDER
 from vit_jax.config import FREE, TrainConfig, modernized
 from vit_jax.parallel.processes import Differs, Job
 
@@ -63,7 +65,7 @@ def _keep_config(folder: pathlib.Path, config: dict[str, Any], *, accept_changes
     Raises UserError where a run with other values of fields that are not FREE has begun.
     """
     kept, changes = folder / CONFIG, list[str]()
-    if any(folder.glob('checkpoints/[0-9]*')):
+    if digests.steps(folder / FOLDER):
         try:
             changes = records.differences(_read_config(kept), modernized(config))
         except Exception as error:  # damaged text may be anything

@@ -9,6 +9,7 @@ from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import Resize
 from vit_jax.data.sources import folders, opening
 from vit_jax.data.sources.arrays import array_source
+from vit_jax.data.sources.base import relative_names
 
 RNG = np.random.default_rng(0)
 
@@ -49,6 +50,12 @@ def test_a_folder_gives_every_image_with_the_class_of_its_folder(root):
         assert f'/{name}/' in source.name_of(i)
         stored = pathlib.Path(source.name_of(i)).read_bytes()
         assert source.read(i) == (stored, source.labels[i])
+
+
+@pytest.mark.parametrize('data', ['cats/all', '/photos/cats/all'])
+def test_a_name_does_not_tell_by_which_path_the_data_was_given(data):
+    names = [f'{data}/cats/x.jpg', f'{data}/cats/cats/x.jpg']
+    assert relative_names(names, data) == ['cats/x.jpg', 'cats/cats/x.jpg']
 
 
 def test_slices_of_a_split_are_disjoint_complete_and_fair(root):

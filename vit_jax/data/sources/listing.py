@@ -15,6 +15,7 @@ from vit_jax.base import Bool, Int
 from vit_jax.data.sources.base import Source, relative_names
 
 LOOKS = 16_384  # at files, before anything is computed
+ORDER = 'the same images in another order, or some of them twice'
 _BLOCKS = 1024  # of images, by a checksum of their names
 
 
@@ -107,7 +108,7 @@ def differences(old: Listing, new: Listing) -> list[str]:
     lines += _some('relabelled', relabelled, label)
     lines += _some('replaced', others, lambda index: repr(new.names[index]))
     same = old.digest == new.digest
-    return lines if lines or same else ['the same images in another order, or some of them twice']
+    return lines if lines or same else [ORDER]
 
 
 def replaced(old: Int[np.ndarray, 'n'], new: Int[np.ndarray, 'n']) -> Bool[np.ndarray, 'n']:

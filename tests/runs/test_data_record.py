@@ -145,6 +145,20 @@ def refused(folder, root, *texts, **changes):
         assert text in str(e.value)
 
 
+def test_the_order_of_test_images_is_no_change_that_of_training_images_is(photos, tmp_path):
+    splits = splits_of(photos)
+    start(tmp_path / 'run', splits)
+    for name in 'test', 'train':
+        one = splits[name].listing
+        turned = {'names': one.names[::-1], 'labels': one.labels[::-1], 'stamps': one.stamps[::-1]}
+        other = splits | {name: splits[name]._replace(listing=dataclasses.replace(one, **turned))}
+        if name == 'test':
+            start(tmp_path / 'run', other)
+        else:
+            with pytest.raises(UserError, match='train: the same images in another order'):
+                start(tmp_path / 'run', other)
+
+
 def test_files_that_come_go_or_change_are_refused_by_name_or_accepted_once(
     photos, tmp_path, caplog
 ):

@@ -274,6 +274,7 @@ def test_a_resnet_has_no_patches_to_resize(tmp_path):
         vit_jax.load(saved(tmp_path, RESNET), patch_size=8)
 
 
+@pytest.mark.full
 def test_probabilities_are_of_the_loss_that_the_network_was_trained_with(tmp_path):
     images = np.asarray(tiny.images())
     for loss in None, 'softmax', 'sigmoid', 'my.module:loss':

@@ -37,7 +37,7 @@ def digest(tree, mesh):
     return total.hexdigest()
 
 
-def measure(mesh_config, steps, save, restore):
+def measure(job, mesh_config, steps, save, restore):
     config = tiny.experiment(
         mesh=mesh_config,
         polyak_decay=0.9,
@@ -50,6 +50,7 @@ def measure(mesh_config, steps, save, restore):
     abstract = compilation.abstract_state(experiment)
     (eval_step,) = compilation.compile_eval_steps(experiment, abstract.eval_params).values()
     loader_of = loading.make_loaders(config.loader, meshes.batch_sharding(experiment.mesh))
+    job.barrier('compiled')  # gloo waits for 30 s only where devices first work together
     found = {'initial': digest(state, experiment.mesh), 'batches': [], 'losses': []}
     for step, batch in enumerate(
         loading.training_batches(
@@ -94,7 +95,7 @@ def main(arguments):
     )
     with joined_job(app.launch(arguments), app.reporter(arguments)) as job:
         assert jnp.zeros(()).dtype == jnp.float32
-        found = measure(config, arguments.steps, arguments.save, arguments.restore)
+        found = measure(job, config, arguments.steps, arguments.save, arguments.restore)
         if job.index == 0:
             pathlib.Path(arguments.out).write_text(json.dumps(found))
     return 0

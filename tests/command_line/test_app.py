@@ -317,9 +317,19 @@ def test_the_road_of_the_readme_in_small(tmp_path):
     )
     code, out, err = said(*probe, name='fewshot')
     assert (code, err) == (0, '') and ' 25 shots' in out and 'fewshot.json' in out
-    # As in the directory of another run: refused, with advice that helps.
+
+
+@pytest.mark.full
+def test_the_directory_of_another_run_is_refused_with_advice_that_helps(tmp_path):
+    probe = (
+        '--config=configs/fewshot/linear.py',
+        '--config.start_from=tests/reference/bigvision_map.npz',
+        f'--workdir={tmp_path / "probe"}',
+    )
+    code, _, err = said(*probe, name='fewshot')
+    assert (code, err) == (0, '')
     (tmp_path / 'probe/checkpoints/5').mkdir(parents=True)
-    code, out, err = said(*probe, '--config.seed=1', name='fewshot')
+    code, _, err = said(*probe, '--config.seed=1', name='fewshot')
     assert code == 1 and 'seed: 0 -> 1\n' in err and 'go on with --accept_config_changes' in err
-    code, out, err = said(*probe, '--config.seed=1', '--accept_config_changes', name='fewshot')
+    code, _, err = said(*probe, '--config.seed=1', '--accept_config_changes', name='fewshot')
     assert (code, err) == (0, '')

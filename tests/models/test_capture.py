@@ -27,12 +27,12 @@ def made(config, **compute):
 
 
 FULL = [(network, dtype, 1) for network in EVERY for dtype in ('float32', 'bfloat16')]
+FULL.append(('ViT', 'bfloat16', 3))
 
 
 @pytest.mark.parametrize(
     'network, dtype, unroll',
     [
-        ('ViT', 'bfloat16', 3),
         ('ResNet', 'float32', 1),
         *(pytest.param(*each, marks=pytest.mark.full) for each in FULL),
     ],

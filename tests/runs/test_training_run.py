@@ -135,8 +135,8 @@ def without_speed(folder):
     return [{k: v for k, v in line.items() if k not in unlike} for line in lines(folder)]
 
 
-@pytest.mark.parametrize('crashes', [(6,), pytest.param((6, 1, 5, 16), marks=pytest.mark.full)])
-def test_ten_steps_are_five_and_crashes_and_five(crashes, tmp_path):
+@pytest.mark.full
+def test_ten_steps_are_five_and_crashes_and_five(tmp_path):
     config = tiny.experiment(
         checkpoint_every_steps=5,
         eval_every_steps=5,
@@ -148,7 +148,7 @@ def test_ten_steps_are_five_and_crashes_and_five(crashes, tmp_path):
     )
     whole = training_run.train(config, str(tmp_path / 'whole'))
     # In the evaluation at step 5; in it again, at the start; in the few-shot evaluation; at step 8.
-    for heartbeat in crashes:
+    for heartbeat in 6, 1, 5, 16:
         with pytest.raises(RuntimeError, match='the power is out'):
             training_run.train(config, str(tmp_path / 'parts'), job=crash_at(heartbeat))
     parts = training_run.train(config, str(tmp_path / 'parts'))
@@ -210,6 +210,7 @@ def test_a_resume_under_another_configuration_is_refused_with_the_differences(tr
         training_run.train(config, str(trained.folder))
 
 
+@pytest.mark.full
 def test_changes_that_prove_impossible_are_not_kept(trained, tmp_path):
     folder = shutil.copytree(trained.folder, tmp_path / 'run')
     before = (folder / 'config.json').read_text()
@@ -219,6 +220,7 @@ def test_changes_that_prove_impossible_are_not_kept(trained, tmp_path):
     assert (folder / 'config.json').read_text() == before
 
 
+@pytest.mark.full
 def test_a_run_beyond_its_end_is_no_run(trained):
     config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True)
     config.total = Duration(steps=7)
@@ -241,6 +243,7 @@ def test_accuracy_does_not_depend_on_the_evaluation_batch(trained, tmp_path):
     assert results['loss'] == pytest.approx(expected['loss'], rel=1e-6)
 
 
+@pytest.mark.full
 def test_nothing_is_compiled_after_the_first_evaluation(tmp_path):
     compiled, counts = [], []
     jax.monitoring.register_event_duration_secs_listener(

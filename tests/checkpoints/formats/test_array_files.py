@@ -212,6 +212,16 @@ def test_an_odd_description_is_one_sentence(text, message, tmp_path):
             vit_jax.load(tmp_path / 'x.safetensors')
 
 
+def test_a_pickle_whose_keys_would_be_hashed_for_ever_is_refused_before_it_is_read(tmp_path):
+    pair = b'h\x00\x86q\x00'  # of the newest value, twice; the memo holds it then
+    pickle = b'\x80\x02})q\x00' + 100 * pair + b'K\x01s.'  # as the key of a dictionary, with 1
+    with zipfile.ZipFile(tmp_path / 'x.pth', 'w') as archive:
+        archive.writestr('archive/data.pkl', pickle)
+    (tmp_path / 'legacy.pth').write_bytes(pickle)
+    for name in 'x.pth', 'legacy.pth':
+        refused(tmp_path / name, 'with tuples as keys')
+
+
 @pytest.mark.parametrize('new', [True, False])
 def test_tensors_that_are_larger_than_their_file_are_refused(new, tmp_path, monkeypatch):
     torch = pytest.importorskip('torch', reason='the torch extra is not installed')

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import hashlib
 import io
-import itertools
 import json
 import math
 import pathlib
@@ -263,12 +262,16 @@ def _safetensors(path: pathlib.Path) -> ArrayFile:
     _checked_names(shapes)
     digests = json_object(metadata.pop(DIGESTS, '{}'))
 
-    # A large file is opened for each array: one handle would keep all of it mapped beside them.
+    # A handle keeps all mapped that was read by it; opening costs as much as the header is long.
     opened = functools.partial(safe_open, str(path), framework='numpy')
-    kept = opened() if path.stat().st_size < _SMALL else None
+    handle, left = opened(), _SMALL
 
     def read(name: str) -> np.ndarray:
-        array: np.ndarray = (kept or opened()).get_tensor(name)
+        nonlocal handle, left
+        if left <= 0:
+            handle, left = opened(), _SMALL
+        array: np.ndarray = handle.get_tensor(name)
+        left -= array.nbytes
         if name in digests and _digest(array) != digests[name]:
             raise UserError(f'{name} is damaged: its digest is not the one that was written')
         return array
@@ -299,17 +302,40 @@ def _torch_legacy(path: pathlib.Path) -> ArrayFile:
 
 
 def _check_opcodes(pickle: Any) -> None:
-    """Raises UserError for a pickle that takes longer to read than one of a network."""
+    """Raises UserError for a pickle that takes longer to read than one of a network.
+
+    Its stack is followed, as far as to know what is a tuple: a short pickle can say a tuple of
+    2^100 parts, two times the same in each other, which as a key would be hashed for ever.
+    """
+    mark = pickletools.markobject
+    stack: list[object] = []  # what kinds of values
+    marks: list[int] = []  # their places in it
+    memo: dict[object, object] = {}
     with _plain_tensors():
-        count = sum(1 for _ in itertools.islice(pickletools.genops(pickle), _MOST_OPCODES + 1))
-    if count > _MOST_OPCODES:
-        raise UserError(f'holds a pickle of more than {_MOST_OPCODES:,} operations')
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(pickle), 1):
+            size = len(opcode.stack_before)
+            if mark in opcode.stack_before:  # all above the newest mark, it, and what is below
+                size = len(stack) - marks.pop() + opcode.stack_before.index(mark)
+            elif opcode.name == 'MARK':
+                marks.append(len(stack))
+            popped = [stack.pop() for _ in range(size)]
+            stack += opcode.stack_after
+            if 'GET' in opcode.name:
+                stack[-1] = memo[argument]
+            elif 'PUT' in opcode.name:
+                memo[argument] = stack[-1]
+            if count > _MOST_OPCODES:
+                raise UserError(f'holds a pickle of more than {_MOST_OPCODES:,} operations')
+            if 'SETITEM' in opcode.name and pickletools.pytuple in popped[1::2]:
+                raise UserError('holds a dictionary with tuples as keys')
 
 
 @contextlib.contextmanager
 def _plain_tensors() -> Iterator[None]:
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:  # of many kinds
         raise UserError(
             f'not a PyTorch file of plain tensors, and nothing else is unpickled: '

@@ -40,4 +40,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == '__main__':
-    app.run(main, _parser())
+    app.run(main, _parser(), only_prints=True)

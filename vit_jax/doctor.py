@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base import UserError, records
-from vit_jax.command_line import app, output
+from vit_jax.command_line import app
 from vit_jax.models import parameter_count
 from vit_jax.parallel import clusters, meshes
 from vit_jax.parallel.processes import Job, joined_job
@@ -152,5 +152,4 @@ if __name__ == '__main__':
     text = 'that all devices may take for one sum (60)'
     parser.add_argument('--seconds', type=float, default=60.0, metavar='S', help=text)
     app.add_job(parser, required=False)
-    output.outlive_readers()  # other processes of the job wait for this one
     app.run(main, parser)

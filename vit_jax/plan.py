@@ -78,4 +78,4 @@ if __name__ == '__main__':
         parser.add_argument(f'--{name}', type=app.positive, metavar='N', help=text)
     text = 'look for the largest batch too: minutes more'
     app.add_boolean(parser, 'largest', text, default=True)
-    app.run(main, parser)
+    app.run(main, parser, only_prints=True)

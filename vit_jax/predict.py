@@ -24,7 +24,7 @@ from rich.progress import Progress
 
 from vit_jax.base import Bool, Float, UserError, atomic_write, usable
 from vit_jax.checkpoints.formats.array_files import write_npz
-from vit_jax.command_line import app
+from vit_jax.command_line import app, output
 from vit_jax.data.image_preprocessing import normalize
 from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.folders import unlabelled
@@ -37,9 +37,11 @@ _MANY, _LIKELY = 5, 0.5  # classes, where one is right; a probability, where sev
 
 def main(arguments: argparse.Namespace) -> int:
     """Says what is in each image; 1 where some cannot be read, 0 otherwise."""
-    output = pathlib.Path(arguments.features or 'unused.npz')
-    if output.suffix != '.npz' or not output.parent.is_dir():
-        raise UserError(f'--features={output}: expected NAME.npz in a directory that exists')
+    kept = pathlib.Path(arguments.features or 'unused.npz')
+    if kept.suffix != '.npz' or not kept.parent.is_dir():
+        raise UserError(f'--features={kept}: expected NAME.npz in a directory that exists')
+    if arguments.features or arguments.output:
+        output.outlive_readers()
     source = unlabelled(arguments.images)
     loaded = load(arguments.checkpoint, **app.overrides(arguments))
     print('\n'.join(loaded.report), file=sys.stderr)
@@ -168,4 +170,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == '__main__':
-    app.run(main, _parser())
+    app.run(main, _parser(), only_prints=True)

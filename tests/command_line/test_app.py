@@ -7,17 +7,20 @@ import os
 import pathlib
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import typing
 
+import cv2
+import numpy as np
 import pytest
 
 from tests.hosts import hosts
 from vit_jax.__main__ import programs
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
-from vit_jax.command_line import app
+from vit_jax.command_line import app, output
 from vit_jax.config import TrainConfig
 from vit_jax.parallel.clusters import Launch
 from vit_jax.training.loop import NotFinite
@@ -279,6 +282,45 @@ def test_help_names_every_flag_of_every_program_with_its_meaning(monkeypatch):
             *re.findall(r'--[\w.]+', parsers[name].format_usage() + parsers[name].format_help())
         }
         assert flags <= said and not said & (training - flags), name
+
+
+def test_every_program_that_makes_more_than_it_prints_outlives_its_readers(monkeypatch):
+    """As in `| head -1`: of the others everything was read that is wanted."""
+    outliving = set()
+    monkeypatch.setattr(app, '_started', lambda parser: sys.exit())
+    monkeypatch.setattr(output, 'outlive_readers', lambda: outliving.add(name))
+    for name in programs():
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(ROOT / f'vit_jax/{name}.py'), run_name='__main__')
+    assert {*programs()} - outliving == {'augreg', 'plan', 'predict'}
+
+
+CHECKPOINT = 'tests/reference/google_vit_token_prelogits.npz'
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    'command',
+    [
+        f'evaluate {CHECKPOINT} --by_number --data={{data}} --out={{out}}',
+        'inspect_data --config=tests/tiny_config.py --config.data={data} --workdir={out}',
+        f'predict {CHECKPOINT} {{photo}} --features={{out}}/features.npz',
+    ],
+)
+def test_what_a_program_writes_is_written_when_nobody_reads_what_it_says(command, tmp_path):
+    for name in 'abcdefghijk':
+        (tmp_path / 'data' / 'test' / name).mkdir(parents=True)
+        photo = tmp_path / 'data' / 'test' / name / 'x.png'
+        cv2.imwrite(str(photo), np.zeros((8, 8, 3), np.uint8))
+    shutil.copytree(tmp_path / 'data' / 'test', tmp_path / 'data' / 'train')
+    (tmp_path / 'out').mkdir()
+    places = {'data': tmp_path / 'data', 'out': tmp_path / 'out', 'photo': photo}
+    asked = [sys.executable, '-m', *f'vit_jax.{command.format(**places)}'.split()]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing) as closed:
+        done = subprocess.run(asked, cwd=ROOT, stdout=closed, stderr=closed, timeout=200)
+    assert done.returncode in (0, 1) and any((tmp_path / 'out').iterdir())
 
 
 def test_fine_tuning_without_a_checkpoint_says_what_is_missing(tmp_path):

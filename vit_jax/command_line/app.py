@@ -38,12 +38,21 @@ class Invocation(NamedTuple):
     job: Job
 
 
-def run(main: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser) -> None:
+def run(
+    main: Callable[[argparse.Namespace], int],
+    parser: argparse.ArgumentParser,
+    *,
+    only_prints: bool = False,
+) -> None:
     """Runs a program and exits with the code that `main` returns.
 
     With the arguments of `add_config`, `arguments.config` is the TrainConfig that was asked for.
+    The program outlives those who read what it prints, unless that is all that it makes.
     """
-    output.open_closed()
+    if only_prints:
+        output.open_closed()
+    else:
+        output.outlive_readers()
     with _started(parser) as arguments:
         code = main(arguments)
         sys.stdout.flush()

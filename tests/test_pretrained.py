@@ -336,6 +336,8 @@ def test_a_checkpoint_of_ours_is_loaded_and_saved_alone(tmp_path):
         np.testing.assert_array_equal(named_leaves(again.params)[name], leaf)
     with pytest.raises(ValueError, match='ours: exists already; overwrite=True replaces it'):
         vit_jax.save(again, tmp_path / 'ours')
+    with pytest.raises(ValueError, match="format='tim'; did you mean 'timm'?"):
+        vit_jax.save(again, tmp_path / 'ours', 'tim')
     renamed = changed(again, class_names=names[::-1])
     (tmp_path / 'ours.replaced' / 'params').mkdir(parents=True)  # of one that was killed
     vit_jax.save(renamed, tmp_path / 'ours', overwrite=True)
@@ -492,6 +494,8 @@ def test_convert_writes_says_and_does_not_overwrite(tmp_path, capsys):
     assert vit_jax.load(tmp_path / 'ours').config.grid == (4, 6)  # still there
     assert run(convert, target, tmp_path / 'y.npz', '--grid=4,6', '--drop_head') == 0
     assert 'head/bias' not in contents(tmp_path / 'y.npz')
+    assert run(convert, target, tmp_path / 'z.safetensors', '--grid=4,6') == 0
+    assert '(timm layout)' in capsys.readouterr().out
 
 
 def test_a_program_ends_with_one_line_that_says_what_is_wrong(tmp_path):

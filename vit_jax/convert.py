@@ -1,14 +1,15 @@
 """Writes a checkpoint in another layout: python -m vit_jax.convert IN OUT --format=FORMAT.
 
 IN is a checkpoint of any kind: ours, an npz of vision_transformer or big_vision, a safetensors or
-PyTorch file of timm, a directory of Hugging Face. Without --format, OUT has the layout of IN.
+PyTorch file of timm, a directory of Hugging Face. Without --format, OUT has the layout of IN,
+or the one that its ending names: timm for .safetensors.
 """
 
 import argparse
 import pathlib
 
 from vit_jax.base.errors import UserError
-from vit_jax.checkpoints.formats.opening import NAMES
+from vit_jax.checkpoints.formats.opening import NAMES, format_for
 from vit_jax.command_line import app
 from vit_jax.pretrained import is_free, load, save
 
@@ -22,9 +23,10 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.drop_head:
         changes['num_classes'] = None
     loaded = load(arguments.input, **changes)
-    notes = save(loaded, output, arguments.format, overwrite=arguments.overwrite)
+    format = format_for(output, arguments.format, loaded.format)
+    notes = save(loaded, output, format, overwrite=arguments.overwrite)
     print('\n'.join([*loaded.report, *notes]))
-    print(f'written: {output} ({arguments.format or loaded.format} layout)')
+    print(f'written: {output} ({format} layout)')
     return 0
 
 
@@ -32,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = app.new_parser('convert', __doc__)
     parser.add_argument('input', metavar='IN', help='a checkpoint of any format')
     parser.add_argument('output', metavar='OUT', help='a file; huggingface, vit_jax: a directory')
-    parser.add_argument('--format', choices=NAMES, help='the layout to write; that of IN')
+    parser.add_argument('--format', choices=NAMES, help='the layout to write')
     parser.add_argument('--overwrite', action='store_true', help='replace OUT')
     app.add_overrides(parser)
     parser.add_argument('--drop_head', action='store_true', help='write it without its head')

@@ -242,12 +242,13 @@ def save(
 ) -> list[str]:
     """Writes the network, in the format that it was read in, or in another of `opening.NAMES`.
 
-    In its own format a file keeps the layout that was read. Returns what a reader of the file has
-    to know, line by line. Raises UserError where the format cannot hold the network, and where
+    Without a `format` the path's ending chooses one that has it, such as timm for .safetensors. In
+    its own format a file keeps the layout that was read. Returns what a reader of the file has to
+    know, line by line. Raises UserError where the format cannot hold the network, and where
     something is there that `overwrite` does not allow to replace.
     """
+    format = opening.format_for(path, format, loaded.format)
     require(overwrite or is_free(path), f'{path}: exists already; overwrite=True replaces it')
-    format = format or loaded.format
     layout = loaded.layout if format == loaded.format else None
     with _replacing(pathlib.Path(path), format):
         return opening.write_checkpoint(

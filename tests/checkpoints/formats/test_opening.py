@@ -20,11 +20,38 @@ from tests.networks import (
     contents,
     loaded,
 )
+from vit_jax.base.errors import UserError
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.checkpoints.formats import base, google, huggingface, timm
+from vit_jax.checkpoints.formats.opening import NAMES, format_for
 from vit_jax.data import image_preprocessing
 from vit_jax.models import ResNetConfig
 from vit_jax.pretrained import Loaded
+
+SINGLE = ' is a directory: expected a name without '
+
+
+@pytest.mark.parametrize(
+    'name, named, own, expected',
+    [
+        ('y.safetensors', None, 'vit_jax', 'timm'),
+        ('y.safetensors', None, 'huggingface', 'timm'),
+        ('y.npz', None, 'bigvision', 'bigvision'),
+        ('y.npz', 'google', 'timm', 'google'),
+        ('y', None, 'vit_jax', 'vit_jax'),
+        ('y.v2', None, 'huggingface', 'huggingface'),
+        ('y.npz', None, 'timm', 'y.npz: which format has this .npz file.* google or bigvision$'),
+        ('y.npz', 'vit_jax', 'timm', f'y.npz: vit_jax{SINGLE}.npz, .* google or bigvision$'),
+        ('y.pth', None, 'vit_jax', f'y.pth: vit_jax{SINGLE}.pth, .* google or bigvision or timm$'),
+        ('y', 'tim', 'timm', "format='tim'; did you mean 'timm'?"),
+    ],
+)
+def test_the_ending_of_a_path_is_that_of_its_format(name, named, own, expected):
+    if expected in NAMES:
+        assert format_for(name, named, own) == expected
+        return
+    with pytest.raises(UserError, match=expected):
+        format_for(name, named, own)
 
 
 @pytest.mark.parametrize('name', reference.HINTS)

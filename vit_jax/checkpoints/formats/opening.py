@@ -6,6 +6,7 @@ A format is a record in a file of its own; to add one, write that file and name 
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import re
 from collections.abc import Callable, Mapping
@@ -38,6 +39,7 @@ OURS = 'vit_jax'  # a directory that orbax wrote (checkpoints/store.py)
 NAMES = (*(format.name for format in FORMATS), OURS)
 _CARD = 'vit_jax.card'  # in a safetensors file's metadata: the card, as JSON
 _MOST_SHARDS = 1000
+_ENDINGS = '.safetensors', '.npz', '.bin', '.pth', '.pt'  # of files of weights
 _WEIGHTS = 'model.safetensors', 'pytorch_model.bin', 'open_clip_model.safetensors'
 
 
@@ -83,22 +85,41 @@ def open_checkpoint(
         return _recognised(path, clues, own, found.ignored)
 
 
+def format_for(path: str | os.PathLike[str], named: str | None, own: str) -> str:
+    """The format to write at a path: the one that is named, else `own`, that of the network.
+
+    A path with the ending of another format's files is of that one. Raises UserError where there is
+    no such format, where several have the ending, and where a directory would have it.
+    """
+    require(named in (None, *NAMES), f'format={named!r}; {records.nearest(str(named), NAMES)}')
+    ending = pathlib.Path(path).suffix
+    fitting = [form.name for form in FORMATS if form.suffix == ending and not form.file_name]
+    format = named or own
+    if named is None and own not in fitting and fitting:
+        choice = f'expected a format, {" or ".join(fitting)}'
+        require(len(fitting) == 1, f'{path}: which format has this {ending} file? {choice}')
+        format = fitting[0]
+    files = [form.name for form in FORMATS if not form.file_name]
+    if ending in _ENDINGS and format not in files:
+        right = f'expected a name without {ending}, or the format {" or ".join(fitting or files)}'
+        raise UserError(f'{path}: {format} is a directory: {right}')
+    return format
+
+
 def write_checkpoint(
     path: str, format: str, *, card: Card, params: Params, layout: Layout | None
 ) -> list[str]:
     """Writes a checkpoint in a format, and returns what a reader of it has to know, line by line.
 
     `layout` is the one that was read, to be kept, or None for the format's usual one. Raises
-    UserError where there is no such format, or where it cannot hold the network: nothing is
-    written that would come back as another one.
+    UserError where the format cannot hold the network: nothing is written that would come back as
+    another one.
     """
     place = pathlib.Path(path)
     if format == OURS:
         store.save_alone(place, params, records.to_dict(card))
         return []
-    form = next((form for form in FORMATS if form.name == format), None)
-    if form is None:
-        raise UserError(f'format={format!r}; {records.nearest(format, NAMES)}')
+    form = next(form for form in FORMATS if form.name == format)
     target = place / form.file_name if form.file_name else place
     if target.suffix != form.suffix:
         raise UserError(f'{target}: this format is a file whose name ends with {form.suffix}')
@@ -227,8 +248,7 @@ def _weights(folder: pathlib.Path) -> list[pathlib.Path]:
             return _shards(index)
         if (folder / name).is_file():
             return [folder / name]
-    endings = '.safetensors', '.npz', '.bin', '.pth', '.pt'
-    found = sorted(p for p in folder.iterdir() if p.suffix in endings and p.is_file())
+    found = sorted(p for p in folder.iterdir() if p.suffix in _ENDINGS and p.is_file())
     if len(found) > 1:
         names = ', '.join(p.name for p in found)
         raise UserError(f'{folder}: holds several files of weights; name one of {names}')

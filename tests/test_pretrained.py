@@ -15,7 +15,7 @@ from PIL import Image as pillow
 import vit_jax
 from tests import reference, tiny
 from tests.networks import HYBRID, RESNET, changed, contents, loaded
-from vit_jax import augreg, convert, predict
+from vit_jax import augreg, convert, predict, pretrained
 from vit_jax.base.errors import UserError
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.checkpoints.augreg_index import fine_tuned, listed, pick, read_index
@@ -315,6 +315,29 @@ def test_captured_arrays_come_with_the_logits(tmp_path):
     np.testing.assert_array_equal(logits, network.logits(images))
     assert captured['tokens'].shape == (3, 2, 5, 16)  # (layer, image, token, width)
     assert isinstance(captured['tokens'], np.ndarray)
+
+
+def test_a_path_that_is_none_is_refused_and_one_beside_another_is_guessed(tmp_path):
+    network = loaded(tiny.model(depth=1))
+    for wrong in '', None, 3, b'network.npz':
+        with pytest.raises(UserError, match='path=.*: expected that of a checkpoint, a file or a'):
+            pretrained._path(wrong)
+    for use in vit_jax.load, lambda path: vit_jax.save(network, path):
+        with pytest.raises(UserError, match="path='': expected that of a checkpoint"):
+            use('')
+    with pytest.raises(UserError, match=f'^{tmp_path}: is a directory, expected a file$'):
+        network.prepare(tmp_path)
+    (tmp_path / 'networks' / 'trial').mkdir(parents=True)
+    (tmp_path / 'networks' / 'birds.npz').write_text('')
+    for wrong, meant in {
+        'networks/brids.npz': 'networks/birds.npz',
+        'network/birds.npz': 'networks',
+        'networks/tiral': 'networks/trial',
+    }.items():
+        with pytest.raises(FileNotFoundError, match=f"did you mean '{tmp_path}/{meant}'\\?$"):
+            vit_jax.load(tmp_path / wrong)
+    with pytest.raises(FileNotFoundError, match='x.npz: no such file$'):
+        vit_jax.load(tmp_path / 'networks' / 'x.npz')
 
 
 def test_a_hint_that_contradicts_the_file_is_refused(tmp_path):

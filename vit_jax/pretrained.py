@@ -207,7 +207,7 @@ def load(
     computes in `dtype`; parameters, norms and outputs stay float32. Raises UserError or
     MissingFile, in one sentence, where the file or a value cannot be used.
     """
-    path, compute = os.fspath(path), Compute(dtype=dtype)
+    path, compute = _path(path), Compute(dtype=dtype)
     hints = Hints(
         grid=_pair(grid), num_heads=num_heads, gelu=gelu, layer_norm_epsilon=layer_norm_epsilon
     )
@@ -247,12 +247,13 @@ def save(
     know, line by line. Raises UserError where the format cannot hold the network, and where
     something is there that `overwrite` does not allow to replace.
     """
+    path = _path(path)
     format = opening.format_for(path, format, loaded.format)
     require(overwrite or is_free(path), f'{path}: exists already; overwrite=True replaces it')
     layout = loaded.layout if format == loaded.format else None
     with _replacing(pathlib.Path(path), format):
         return opening.write_checkpoint(
-            os.fspath(path), format, card=loaded.card, params=loaded.params, layout=layout
+            path, format, card=loaded.card, params=loaded.params, layout=layout
         )
 
 
@@ -291,6 +292,13 @@ def _remove(path: pathlib.Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def _path(path: Any) -> str:
+    """The text of a path. Raises UserError for what is none."""
+    fits = isinstance(path, str | os.PathLike) and os.fspath(path) != ''
+    require(fits, f'path={path!r}: expected that of a checkpoint, a file or a directory')
+    return os.fspath(path)
 
 
 def _changed_config(old: ModelConfig, changes: Changes) -> ModelConfig:

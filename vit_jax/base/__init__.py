@@ -8,13 +8,15 @@ from vit_jax.base.atomic_files import (
     sync,
     write_json,
 )
-from vit_jax.base.errors import MissingFile, UnusableDisk, UserError, usable
+from vit_jax.base.errors import MissingFile, UnusableDisk, UserError, close_by, usable
 from vit_jax.base.records import Record, require, require_between, require_pattern
 
 __all__ = ['Array', 'Batch', 'Bool', 'Float', 'Int', 'Key', 'Num', 'Params', 'UInt8']
-__all__ += ['MissingFile', 'UnusableDisk', 'UserError', 'usable', 'atomic_write', 'sync']
+__all__ += ['MissingFile', 'UnusableDisk', 'UserError', 'close_by', 'usable']
 __all__ += [
     'DAMAGED_NPZ',
+    'atomic_write',
+    'sync',
     'read_json_lines',
     'write_json',
     'Record',

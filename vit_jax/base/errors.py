@@ -5,6 +5,8 @@ host. Every other exception is a fault of the program, and is shown with its tra
 """
 
 import contextlib
+import difflib
+import pathlib
 from collections.abc import Iterator
 
 
@@ -18,6 +20,20 @@ class MissingFile(UserError, FileNotFoundError):
 
 class UnusableDisk(UserError, OSError):
     """A place that cannot be read or written: a full disk, a read-only directory."""
+
+
+def close_by(path: str | pathlib.Path) -> str:
+    """The end of an error message about a path where nothing is: what beside it was meant, or ''.
+
+    Of a path whose folder is missing too it is the folder that was meant.
+    """
+    place = pathlib.Path(path)
+    with contextlib.suppress(OSError):
+        missing = next(p for p in (*reversed(place.parents), place) if not p.exists())
+        names = [other.name for other in missing.parent.iterdir()]
+        if close := difflib.get_close_matches(missing.name, names, n=1, cutoff=0.75):
+            return f'; did you mean {str(missing.with_name(close[0]))!r}?'
+    return ''
 
 
 @contextlib.contextmanager

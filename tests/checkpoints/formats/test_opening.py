@@ -41,8 +41,18 @@ SINGLE = ' is a directory: expected a name without '
         ('y', None, 'vit_jax', 'vit_jax'),
         ('y.v2', None, 'huggingface', 'huggingface'),
         ('y.npz', None, 'timm', 'y.npz: which format has this .npz file.* google or bigvision$'),
-        ('y.npz', 'vit_jax', 'timm', f'y.npz: vit_jax{SINGLE}.npz, .* google or bigvision$'),
-        ('y.pth', None, 'vit_jax', f'y.pth: vit_jax{SINGLE}.pth, .* google or bigvision or timm$'),
+        (
+            'y.npz',
+            'vit_jax',
+            'timm',
+            f'y.npz: the format vit_jax{SINGLE}.npz, .* google or bigvision$',
+        ),
+        (
+            'y.pth',
+            None,
+            'vit_jax',
+            f'y.pth: the format vit_jax{SINGLE}.pth, .* google or bigvision or timm$',
+        ),
         ('y', 'tim', 'timm', "format='tim'; did you mean 'timm'?"),
     ],
 )

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import MissingFile, UserError, atomic_write
+from vit_jax.base import MissingFile, UserError, atomic_write, close_by
 
 DIGESTS = 'vit_jax.sha256'  # in a safetensors file's metadata: digests by name
 # The largest published ViT has under 1,000 arrays, 22 billion parameters, and 100 kB of names.
@@ -147,7 +147,9 @@ def error_prefix(path: pathlib.Path | str) -> Iterator[None]:
         # A URL, or the name of a model.
         remote = re.match('(https?|gs|s3|hf):', str(path)) or not pathlib.Path(path).suffix
         how = '; nothing is downloaded here: fetch it first, curl -LO URL' if remote else ''
-        raise MissingFile(f'{path}: no such file{how}') from error
+        raise MissingFile(f'{path}: no such file{close_by(path) or how}') from error
+    except IsADirectoryError as error:
+        raise UserError(f'{path}: is a directory, expected a file') from error
     except ModuleNotFoundError as error:
         raise UserError(f'{path}: reading it needs the package {error.name}') from error
     except Exception as error:  # zipfile, numpy, safetensors and torch raise many kinds

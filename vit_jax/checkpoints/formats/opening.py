@@ -102,7 +102,7 @@ def format_for(path: str | os.PathLike[str], named: str | None, own: str) -> str
     files = [form.name for form in FORMATS if not form.file_name]
     if ending in _ENDINGS and format not in files:
         right = f'expected a name without {ending}, or the format {" or ".join(fitting or files)}'
-        raise UserError(f'{path}: {format} is a directory: {right}')
+        raise UserError(f'{path}: the format {format} is a directory: {right}')
     return format
 
 

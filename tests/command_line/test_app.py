@@ -140,6 +140,9 @@ def with_config():
     'arguments, message',
     [
         ('--confg=a --workdir=b', "--confg=a; did you mean '--config'?"),
+        ('--config=a --workdir=b --batch_size=3', "did you mean '--config.batch_size'?"),
+        ('--config=a --workdir=b --epochs=3', "did you mean '--config.total.epochs'?"),
+        ('--confg.batch_size=3 --workdir=b', "did you mean '--config.batch_size'?"),
         ('--config=a --workdri=b', "--workdri=b; did you mean '--workdir'?"),
         ('configs/quickstart.py --workdir=b', 'did you mean --config=configs/quickstart.py?'),
         ('--workdir=b own.py:argument', 'did you mean --config=own.py:argument?'),

@@ -91,7 +91,11 @@ def test_fields_of_a_name_or_a_function_and_of_records_by_name_can_be_set():
         ('modle.depth=2', "config.modle: no such field; did you mean 'model'?"),
         ('model.dept=2', "config.model.dept: no such field; did you mean 'depth'?"),
         ('seed.x=2', 'config.seed.x: no such field'),
-        ('preprocessing.scal=2', 'config.preprocessing.scal: no such field; known: crop, '),
+        ('preprocessing.qqq=2', 'config.preprocessing.qqq: no such field; known: crop, '),
+        (
+            'preprocessing.scal=2',
+            "config.preprocessing.scal: no such field; did you mean 'config.preprocessing.crop",
+        ),
         ('preprocessing.crop=none', 'config.preprocessing is none: --config.preprocessing=Pre'),
         ('seed=none', 'config.seed=none: this field needs a value'),
         ('seed=1e3', 'config.seed=1000.0: expected int'),
@@ -103,6 +107,10 @@ def test_fields_of_a_name_or_a_function_and_of_records_by_name_can_be_set():
             'learning_rate=1',
             "config.learning_rate: no such field; did you mean 'config.schedule.lea",
         ),
+        ('lr=1', "config.lr: no such field; did you mean 'config.schedule.learning_rate'?"),
+        ('lerning_rate=1', "config.lerning_rate: no such field; did you mean 'config.schedule.le"),
+        ('batchsize=1', "config.batchsize: no such field; did you mean 'batch_size'?"),
+        ('image_size=24x16', 'config.image_size=24x16: expected 24,16, or one number'),
         (
             'evals.val.split=x',
             """config.evals.val: no such field; there is none; --config.evals="{'v""",

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import functools
 import io
 import logging
@@ -128,13 +129,21 @@ class _Parser(argparse.ArgumentParser):
         for text in args or ():
             flag = text.partition('=')[0]
             if flag.startswith('--') and flag not in self._option_string_actions:
-                known = {name for name in self._option_string_actions if name.startswith('--')}
-                self.error(f'unrecognized arguments: {text}; {nearest(flag, known)}')
+                self.error(f'unrecognized arguments: {text}; {self._nearest(flag)}')
             follows = re.fullmatch('-[^=]+', before)  # the flag whose value it is
             if re.match(r'[^-].*\.py(:|$)', text) and not follows and self._takes_config:
                 self.error(f'unrecognized arguments: {text}; did you mean --config={text}?')
             before = text
         return super().parse_args(args, namespace)
+
+    def _nearest(self, flag: str) -> str:
+        """Which flag was meant, or which field of the configuration."""
+        known = {name for name in self._option_string_actions if name.startswith('--')}
+        paths = config_help.paths(TrainConfig) if self._takes_config else ()
+        fields = [f'--{path}' for path in paths]
+        same = [field for field in fields if field.endswith(f'.{flag[2:]}')]
+        meant = same or difflib.get_close_matches(flag, [*known, *fields])
+        return f'did you mean {meant[0]!r}?' if meant else nearest(flag, known)
 
     @property
     def _takes_config(self) -> bool:

@@ -93,10 +93,7 @@ def _field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, ...]]
         if isinstance(holder, dict):
             known = {key: type(item) for key, item in holder.items()}
         if name not in known:
-            meant = [
-                field for field in config_help.paths(type(record)) if field.endswith(f'.{name}')
-            ]
-            text = f'did you mean {meant[0]!r}?' if meant else records.nearest(name, known)
+            text = config_help.nearest(type(record), name, known)
             if holder == {}:
                 text = f"""there is none; --{where}="{{{name!r}: {{}}}}" makes one"""
             raise UserError(f'{where}.{name}: no such field; {text}')
@@ -118,8 +115,11 @@ def _parsed(text: str, options: Sequence[Any], *, where: str) -> Any:
         if type(None) not in options:
             raise UserError(f'{where}=none: this field needs a value')
         return None
-    if tuple[int, int] in options and text.isdecimal():  # a square, not a tuple of one
-        return int(text)
+    if tuple[int, int] in options:
+        if text.isdecimal():  # a square, not a tuple of one
+            return int(text)
+        sides = text.replace('x', ',')
+        require('x' not in text, f'{where}={text}: expected {sides}, or one number')
     kinds = records.record_types(options)
     if len(kinds) == 1:
         kinds['build'] = next(iter(kinds.values()))  # ml_collections' word

@@ -3,6 +3,7 @@
 import ast
 import collections.abc
 import dataclasses
+import difflib
 import functools
 import inspect
 import io
@@ -11,6 +12,7 @@ import sys
 import textwrap
 import tokenize
 import typing
+from collections.abc import Iterable
 from typing import Any
 
 from vit_jax.base import records
@@ -58,6 +60,23 @@ def paths(cls: type[Record]) -> list[str]:
     """Where each field within a record is: `FIELD.FIELD`."""
     found = [(path, kind) for kind, places in _places(cls).items() for path in places]
     return [f'{path}.{name}' for path, kind in found for name in records.hints(kind)]
+
+
+def nearest(cls: type[Record], name: str, here: Iterable[str]) -> str:
+    """The end of an error message about a name that is none of the fields `here`.
+
+    What was meant may be anywhere in the record: a field of that name or of these initials (`lr`),
+    or, where none here is close, of a name that is.
+    """
+    places = {
+        path.rpartition('.')[2]: path for path in reversed(paths(cls))
+    }  # the first of several
+    initials = {''.join(word[0] for word in field.split('_')): field for field in places}
+    known = [*here]
+    meant = [name] if name in places else difflib.get_close_matches(name, known)
+    meant = meant or [initials.get(name, ''), *difflib.get_close_matches(name, places)]
+    there = next((places[field] for field in meant if field in places and field not in known), None)
+    return f'did you mean {there!r}?' if there else records.nearest(name, known)
 
 
 def _places(cls: type[Record]) -> dict[type[Record], list[str]]:

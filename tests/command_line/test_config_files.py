@@ -61,6 +61,7 @@ def test_so_is_what_it_raises_while_it_is_read(tmp_path, text, said):
 IMPORTS = """
 from vit_jax.config import EvalConfig, TrainConfig
 from vit_jax.parallel.meshes import MeshConfig
+c = TrainConfig(data='digits')
 def get_config(*names):
     return """
 
@@ -68,9 +69,14 @@ def get_config(*names):
 @pytest.mark.parametrize(
     'line, said',
     [
-        ('MeshConfig(fsdp=0)', 'line 5: MeshConfig.data=-1 x fsdp=0'),
+        ('MeshConfig(fsdp=0)', 'line 6: MeshConfig.data=-1 x fsdp=0'),
         ('TrainConfig(batchsize=3)', "TrainConfig.batchsize: .*; did you mean 'batch_size'?"),
-        ('EvalConfig(splt="test")', "line 5: EvalConfig.splt: .*; did you mean 'split'?"),
+        ('EvalConfig(splt="test")', "line 6: EvalConfig.splt: .*; did you mean 'split'?"),
+        (
+            'made()\ndef made():\n  c.batchsize = 3',
+            "line 8: TrainConfig.batchsize: .*'batch_size'?",
+        ),
+        ('made()\ndef made():\n  c.batch_size = "3"\n  return c', ": config.batch_size='3': exp"),
         ('3', r'get_config\(\) gave int, no TrainConfig'),
         ('3\ndel get_config', r'it defines no get_config\(\)'),
         ('3\nget_config = lambda: 3', r'get_config\(\) takes no argument'),

@@ -25,6 +25,8 @@ R = TypeVar('R')
 class Record:
     """The base of dataclasses that are checked when they are made: UserError names the field.
 
+    So it does for an assignment to a field that does not exist.
+
     First the types, which for `Literal['adamw', 'sgd']` are the choices, then what `check` says.
     One number for a `tuple[int, int]`, a size (height, width), is that of both sides.
     """
@@ -41,6 +43,12 @@ class Record:
             self.check()
         except UserError as error:
             raise UserError(f'{type(self).__name__}.{error}') from error
+
+    if not typing.TYPE_CHECKING:  # where it would allow any name
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            _require_known([name], hints(type(self)), type(self).__name__)
+            super().__setattr__(name, value)
 
     def check(self) -> None:
         """Raises UserError, beginning with the field, for values that make no sense."""

@@ -45,7 +45,8 @@ def read(given: str) -> TrainConfig:
         raise UserError(
             f'--config={path}: get_config() gave {type(config).__name__}, no TrainConfig'
         )
-    return config
+    with _errors_of(path, file):
+        return records.checked(config, where='config')
 
 
 def _found(path: str) -> pathlib.Path:

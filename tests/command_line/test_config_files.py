@@ -1,5 +1,6 @@
 """The file behind --config: where it is looked for, what it may do, and how its errors look."""
 
+import argparse
 import configparser
 import dataclasses
 import json
@@ -11,6 +12,7 @@ import pytest
 
 from tests import tiny
 from vit_jax.base import UserError, records
+from vit_jax.command_line import app
 from vit_jax.command_line.config_files import read
 from vit_jax.command_line.config_flags import load
 
@@ -56,6 +58,23 @@ def test_so_is_what_it_raises_while_it_is_read(tmp_path, text, said):
     shown = message(file)
     assert shown.startswith(f'--config={file} raised\n  File "{file}", {said}')
     assert str(ROOT) not in shown
+
+
+def test_so_is_what_its_functions_raise_later(tmp_path, capsys):
+    file = tmp_path / 'own.py'
+    file.write_text(
+        'from tests import tiny\n'
+        'def loss(logits, targets):\n'
+        '    return len(logits) + targets.nothing\n'
+        'def get_config(): return tiny.experiment(loss=loss)\n'
+    )
+    used = read(str(file)).loss
+    with pytest.raises(AttributeError) as error:
+        used('logits', 'targets')
+    assert app.reporter(argparse.Namespace(traceback=False))(error.value) == 1
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[:2] == [f'error: --config={file} raised', f'  File "{file}", line 3, in loss']
+    assert shown[-1].startswith('AttributeError: ') and str(ROOT) not in ''.join(shown)
 
 
 IMPORTS = """

@@ -19,7 +19,7 @@ from absl import flags
 
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import nearest
-from vit_jax.command_line import config_flags, config_help, output
+from vit_jax.command_line import config_files, config_flags, config_help, output
 from vit_jax.config import TrainConfig
 from vit_jax.data.image_preprocessing import MAX_PIXELS, MOST_PIXELS
 from vit_jax.parallel.clusters import Launch
@@ -109,13 +109,14 @@ def reporter(arguments: argparse.Namespace) -> Callable[[BaseException], int]:
     def report(error: BaseException) -> int:
         interrupted = isinstance(error, KeyboardInterrupt)
         mendable = isinstance(error, UserError | NotFinite | KeyboardInterrupt)
-        if arguments.traceback or not mendable:
+        own = '' if mendable else config_files.raised(error)
+        if arguments.traceback or not (mendable or own):
             traceback.print_exception(error)
         else:
             # Background tasks of orbax that end with the process would have the last word.
             warnings.simplefilter('ignore')
             text = 'interrupted; the same command goes on from what is complete'
-            print(f'error: {text if interrupted else error}', file=sys.stderr, flush=True)
+            print(f'error: {text if interrupted else own or error}', file=sys.stderr, flush=True)
         return INTERRUPTED if interrupted else 1
 
     return report

@@ -15,6 +15,7 @@ from vit_jax.base import MissingFile, UserError, records, usable
 from vit_jax.config import TrainConfig, modernized
 
 _PACKAGE = pathlib.Path(__file__).parents[1]  # which has configs/ too
+_MODULE = 'config_config'  # as ml_collections names it
 
 
 def read(given: str) -> TrainConfig:
@@ -63,7 +64,7 @@ def _found(path: str) -> pathlib.Path:
 
 def _executed(file: pathlib.Path) -> types.ModuleType:
     """The module of a configuration, which may import what lies beside it."""
-    module = types.ModuleType('config_config')  # as ml_collections names it
+    module = types.ModuleType(_MODULE)
     module.__file__ = str(file)
     sys.modules[module.__name__] = module  # where dataclasses and typing look for names
     sys.path += {str(file.parent.absolute())} - {*sys.path}
@@ -95,12 +96,23 @@ def _errors_of(path: str, file: pathlib.Path) -> Iterator[None]:
         where = f', line {lines[-1]}' if lines else ''
         raise UserError(f'--config={path}{where}: {error}') from error
     except Exception as error:
-        shown = traceback.format_list(_frames(error, file))
-        text = ''.join(shown + traceback.format_exception_only(error))
-        raise UserError(f'--config={path} raised\n{text.rstrip()}') from error
+        raise UserError(f'--config={path} {_shown(error, _frames(error, file))}') from error
 
 
-def _frames(error: Exception, file: pathlib.Path) -> list[traceback.FrameSummary]:
+def raised(error: BaseException) -> str:
+    """What a function of the configuration's file raised, with its own lines; '' if none did."""
+    module = sys.modules.get(_MODULE)
+    file = pathlib.Path(module.__file__ or '') if module else pathlib.Path()
+    frames = _frames(error, file)
+    return f'--config={file} {_shown(error, frames)}' if frames else ''
+
+
+def _shown(error: BaseException, frames: list[traceback.FrameSummary]) -> str:
+    lines = traceback.format_list(frames) + traceback.format_exception_only(error)
+    return f'raised\n{"".join(lines).rstrip()}'
+
+
+def _frames(error: BaseException, file: pathlib.Path) -> list[traceback.FrameSummary]:
     """Where it was raised, from the file's first line on, without what the package does."""
     ours = (str(_PACKAGE), '<')  # Python's own import, and what dataclasses wrote
     frames = traceback.extract_tb(error.__traceback__)

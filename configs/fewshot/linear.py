@@ -2,7 +2,7 @@
 
 Paper: section 4.1, "few-shot" accuracy, in closed form; details as big_vision's `fewshot_lsr`.
 Command: python -m vit_jax.fewshot --config=configs/fewshot/linear.py --workdir=DIR \
-             --config.start_from=CHECKPOINT --config.data=FOLDER
+             --config.start_from=CHECKPOINT --config.data=DATA
 """
 
 from vit_jax.config import FewshotConfig, TrainConfig

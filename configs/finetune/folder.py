@@ -3,7 +3,7 @@
 Paper: "An Image is Worth 16x16 Words", table 4 (SGD with momentum, cosine decay, clipping at 1), in
 epochs, so that the length fits any number of images; Inception crops and flips.
 Result: yours; the last line says it. Cost: 20 epochs of B/16 at 224 pixels are 2 TFLOPs an image.
-Command: python -m vit_jax.finetune --config=configs/finetune/folder.py --config.data=FOLDER \
+Command: python -m vit_jax.finetune --config=configs/finetune/folder.py --config.data=DATA \
              --config.start_from=CHECKPOINT --workdir=DIR
 """
 
@@ -17,7 +17,7 @@ from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 def get_config() -> TrainConfig:
     """The experiment; the command line says from what and on what."""
     return TrainConfig(
-        data='FOLDER',
+        data='DATA',
         augmentation=Augmentation(crop=InceptionCrop(area=(0.25, 1.0)), flip=True),
         total=Duration(epochs=20.0),
         batch_size=64,

@@ -3,7 +3,7 @@
 Paper: table 4 (SGD with momentum 0.9, cosine decay, clipping at 1, no weight decay); its batch is
 512 and its runs have 500 to 20,000 steps. Higher resolution is `--config.image_size=HEIGHT,WIDTH`.
 Command: python -m vit_jax.finetune --config=configs/finetune/transfer.py --workdir=DIR \
-             --config.start_from=CHECKPOINT --config.data=FOLDER
+             --config.start_from=CHECKPOINT --config.data=DATA
 """
 
 from vit_jax.config import TrainConfig

@@ -7,7 +7,7 @@ stochastic depth: --config.regularization.dropout=0.1 --config.regularization.st
 Result: about 79 % on ImageNet at 224 pixels for B/16 trained on it alone (big_vision's authors).
 Cost: B/16 on ImageNet takes 300 x 1.28 M x 3 x 35 GFLOPs = 40 exaFLOPs.
 Command: python -m vit_jax.train --config=configs/pretrain/augreg.py:i1k,B/16 --workdir=DIR \
-             --config.data=FOLDER; another level: augreg.py:i1k,B/16,light1
+             --config.data=DATA; another level: augreg.py:i1k,B/16,light1
 """
 
 from vit_jax.config import TrainConfig

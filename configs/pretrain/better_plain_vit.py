@@ -6,7 +6,7 @@ positions, RandAugment (2, 10), MixUp 0.2, no dropout, a tanh layer before the h
 Result: 76.5, 78.5, 80.0 % of the validation images after 90, 150, 300 epochs.
 Cost: 90 epochs took 6 to 7 hours on a TPUv3-8.
 Command: python -m vit_jax.train --config=configs/pretrain/better_plain_vit.py:90 --workdir=DIR \
-             --config.data=FOLDER
+             --config.data=DATA
 """
 
 from vit_jax.config import TrainConfig

@@ -2,7 +2,7 @@
 
 Result: 66.1 % test accuracy (10,000 images). Cost: 42 minutes on 2 busy CPU cores.
 Command: python -m vit_jax.train --config=configs/pretrain/cifar10.py --workdir=DIR \
-             --config.data=FOLDER
+             --config.data=DATA
 """
 
 from vit_jax.config import FewshotConfig, TrainConfig

@@ -5,7 +5,7 @@ all 10,000 test images; without augmentation but shifts and flips (`none`), with
 RandAugment and MixUp at the level light2 (`mild`), or at one of AugReg's seven levels.
 Result: see the README's table. Cost: 8 minutes on one CPU core.
 Command: python -m vit_jax.train --config=configs/pretrain/cifar10_augreg.py:mild \
-             --config.data=FOLDER --workdir=DIR
+             --config.data=DATA --workdir=DIR
 """
 
 import dataclasses

@@ -8,7 +8,7 @@ Result: the paper's G/14, 90.45 % on ImageNet after fine-tuning, 84.86 % with 10
 from JFT-3B, which is not public: --config.data is any data of many classes.
 Cost: g/14 takes 1 M x 16,384 x 3 x 0.53 TFLOPs = 26,000 exaFLOPs.
 Command: python -m vit_jax.train --config=configs/pretrain/scaling_vit.py:B/16 --workdir=DIR \
-             --config.data=FOLDER --config.mesh.fsdp=8
+             --config.data=DATA --config.mesh.fsdp=8
 """
 
 from vit_jax.config import TrainConfig

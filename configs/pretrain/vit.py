@@ -10,7 +10,7 @@ R50+B/16 85.6, R50+L/16 86.6 and 87.1 %. From ImageNet-21k: B/32 81.3, B/16 84.0
 Cost: in exaFLOPs, table 6: B/16 224, L/16 783 (7 epochs), H/14 4262, R50x1 50, R50+L/16 859; in
 TPUv3-core-days, table 2: L/16 from ImageNet-21k 230, from JFT 680, H/14 2500.
 Command: python -m vit_jax.train --config=configs/pretrain/vit.py:imagenet,B/16 --workdir=DIR \
-             --config.data=FOLDER
+             --config.data=DATA
 """
 
 from vit_jax.config import TrainConfig

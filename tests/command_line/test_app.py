@@ -84,7 +84,7 @@ def test_a_configuration_takes_an_argument_after_a_colon(tmp_path):
         "    return TrainConfig(data=data, start_from='nowhere', total=Duration(steps=1))\n"
     )
     code, _, err = said(f'--config={tmp_path}/named.py:no/such', f'--workdir={tmp_path}/run')
-    assert code == 1 and "data='no/such': no such folder" in err
+    assert code == 1 and "data='no/such': no such folder; expected a folder that" in err
 
 
 def test_an_argument_that_a_configuration_does_not_know_is_named(tmp_path):

@@ -128,6 +128,7 @@ def test_head_and_body_decay_apart():
     said = rules(weight_decay=0.1, head_weight_decay=3.0).report
     assert said[1] == 'weight decay 3 of the head: 1 of 24 arrays, 160 numbers: head/kernel'
     assert said[0].startswith('weight decay 0.1 of the body: 7 of 24 arrays')
+    assert said[0].endswith(' numbers: embedding/kernel, ...')  # a line of a screen
     alone = rules(head_weight_decay=3.0)
     assert len(alone.weight_decays) == 1
 

@@ -169,8 +169,7 @@ def preprocessing_of(config: TrainConfig, start: Checkpoint | None) -> Preproces
 def trained_model(config: TrainConfig, start: Checkpoint | None, classes: int) -> ModelConfig:
     """The model to train, the configuration's or the checkpoint's, for so many classes."""
     if config.model is None:
-        if start is None:
-            raise UserError('config.model is none, and there is no checkpoint to take it from')
+        assert start is not None  # `decide` asks for one of them
         return for_task(start.card.model, num_classes=classes, image_size=config.image_size)
     if config.model.num_classes not in (None, classes):
         text = f'{records.text_of(config.data)} has {classes} classes'

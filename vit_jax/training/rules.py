@@ -18,7 +18,6 @@ BLOCKS = 'encoder/block/'  # stacked: the first axis of these is the depth
 # The layer of the head. Whatever has another name and is no block is an input, the lowest layer, so
 # that a new kind of embedding is never taken for a part of the head.
 _LAST_LAYER = re.compile(r'(encoder/norm|norm|pool|pre_logits|head)/.*')
-_SHOWN = 10  # names of a rule's matches
 _times = functools.partial(jax.tree.map, operator.mul)
 
 
@@ -48,8 +47,8 @@ class RulesConfig(records.Record):
         for pattern in self.decay_pattern, *self.frozen, *rates:
             records.require_pattern(pattern)
         for pattern, factor in self.lr_multipliers:
-            said = f'{pattern!r} is {factor}, expected a number, at least 0'
-            records.require(0 <= factor < float('inf'), f'lr_multipliers: {said}')
+            wrong = f'{pattern!r} is {factor}, expected a number, at least 0'
+            records.require(0 <= factor < float('inf'), f'lr_multipliers: {wrong}')
 
 
 class Rules(NamedTuple):
@@ -146,9 +145,9 @@ def _layers(params: Any, field: str) -> tuple[Any, int]:
 
 
 def _matched(params: Any, mask: Any) -> str:
-    """How many arrays and numbers a rule matched, and the names of the first."""
+    """How many arrays and numbers a rule matched, and their names, of many the first."""
     chosen = tree_names.named_leaves(mask)
     leaves = {name: leaf for name, leaf in tree_names.named_leaves(params).items() if chosen[name]}
-    names, size = ', '.join([*leaves][:_SHOWN]), sum(leaf.size for leaf in leaves.values())
-    more = f' and {len(leaves) - _SHOWN} more' if len(leaves) > _SHOWN else ''
-    return f'{len(leaves)} of {len(chosen)} arrays, {size:,} numbers: {names}{more}'
+    size, names = sum(leaf.size for leaf in leaves.values()), [*leaves]
+    shown = ', '.join(names if len(names) <= 2 else [names[0], '...'])
+    return f'{len(leaves)} of {len(chosen)} arrays, {size:,} numbers: {shown}'

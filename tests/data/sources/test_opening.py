@@ -308,3 +308,11 @@ def test_a_function_is_data():
         opened(my_data, 'test[4:]')
     with pytest.raises(UserError, match=r"test_opening:no_data\('train'\) is no Source: \[\]"):
         opened(no_data, 'train')
+
+
+def test_data_of_a_mistyped_name_are_guessed_by_what_lies_beside_it(tmp_path):
+    (tmp_path / 'photos').mkdir()
+    (tmp_path / 'birds.csv').write_text('')
+    for wrong, meant in {'phtos': 'photos', 'brids.csv': 'birds.csv'}.items():
+        with pytest.raises(FileNotFoundError, match=f"did you mean '{tmp_path}/{meant}'\\?$"):
+            opening.open_splits(str(tmp_path / wrong))

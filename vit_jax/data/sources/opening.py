@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from vit_jax.base import MissingFile, UserError, records, usable
+from vit_jax.base import MissingFile, UserError, close_by, records, usable
 from vit_jax.data.sources import arrays, folders, imagenet, relabelling, tables, tfds
 from vit_jax.data.sources.base import DataFunction, Source, Splits, relative_names, select
 
@@ -93,7 +93,7 @@ def open_splits(
     if tfds.holds(data):
         return tfds.folder_splits(data, label_column)
     if data.endswith(('.npz', '.csv', '.jsonl')) and not os.path.isfile(data):
-        raise MissingFile(f'{data}: no such file')
+        raise MissingFile(f'{data}: no such file{close_by(data)}')
     if label_column is not None:
         raise UserError(f'labels={label_column!r}: expected FILE.json; {data} is no data of TFDS')
     if data == 'digits':
@@ -103,9 +103,9 @@ def open_splits(
     if data.endswith(('.csv', '.jsonl')):
         return _with_splits(tables.table_splits(data), held_out or HeldOut(), data)
     if not os.path.isdir(data):
-        files = "'digits', tfds:NAME, FILE.npz, FILE.csv, FILE.jsonl"
-        expected = f'{files}, or a folder that holds train/CLASS/*.jpg or CLASS/*.jpg'
-        raise MissingFile(f'data={data!r}: no such folder; expected {expected}')
+        files = "FILE.csv, FILE.jsonl, FILE.npz, tfds:NAME, or 'digits'"
+        expected = f'; expected a folder that holds train/CLASS/*.jpg or CLASS/*.jpg, {files}'
+        raise MissingFile(f'data={data!r}: no such folder{close_by(data) or expected}')
     if imagenet.holds(data):
         return imagenet.folder_splits(data)
     return _with_splits(folders.folder_splits(data), held_out or HeldOut(), data)

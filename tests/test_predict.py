@@ -33,20 +33,20 @@ def test_where_several_classes_may_be_right_the_likely_are_named():
 
 def test_every_form_says_the_same():
     path, several = 'my photos/a, "b"\n.jpg', found([0.25, 0.5, 0.125], several=False)
-    line = json.loads(predict._said(path, several, 'jsonl'))
+    line = json.loads(predict._formatted(path, several, 'jsonl'))
     assert line['path'] == path
     assert [(one['class'], one['probability']) for one in line['classes']] == several
-    table = 'path,class,probability\n' + predict._said(path, several, 'csv') + '\n'
+    table = 'path,class,probability\n' + predict._formatted(path, several, 'csv') + '\n'
     rows = list(csv.DictReader(io.StringIO(table)))
     assert {row['path'] for row in rows} == {path}
     assert [(row['class'], float(row['probability'])) for row in rows] == several
-    assert predict._said('x', several, 'text') == 'x  b, "c" 50.0%, a 25.0%, d 12.5%'
+    assert predict._formatted('x', several, 'text') == 'x  b, "c" 50.0%, a 25.0%, d 12.5%'
 
 
 def test_an_image_without_a_likely_class_is_not_lost():
-    assert predict._said('x', [], 'text') == 'x  nothing above 50%'
-    assert predict._said('x', [], 'csv') == 'x,,'
-    assert json.loads(predict._said('x', [], 'jsonl')) == {'path': 'x', 'classes': []}
+    assert predict._formatted('x', [], 'text') == 'x  nothing above 50%'
+    assert predict._formatted('x', [], 'csv') == 'x,,'
+    assert json.loads(predict._formatted('x', [], 'jsonl')) == {'path': 'x', 'classes': []}
 
 
 def test_the_file_holds_the_names_that_the_disk_has(tmp_path):

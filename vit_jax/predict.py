@@ -65,7 +65,7 @@ def main(arguments: argparse.Namespace) -> int:
                 elif loaded.predicts:
                     shares = outputs['probabilities'][position]
                     found = _found(shares, names, arguments.top, several=several)
-                    print(_said(source.name_of(index), found, arguments.format), file=file)
+                    print(_formatted(source.name_of(index), found, arguments.format), file=file)
                 index += 1
             if arguments.features:
                 rows.append(outputs['features'][mask])
@@ -127,7 +127,7 @@ def _found(
     return [(names[i], float(shares[i])) for i in best.tolist()]
 
 
-def _said(path: str, found: Found, form: str) -> str:
+def _formatted(path: str, found: Found, form: str) -> str:
     """What is in the image of a path: text, lines of CSV, or a line of JSON."""
     if form == 'jsonl':
         classes = [{'class': name, 'probability': share} for name, share in found]
@@ -138,8 +138,8 @@ def _said(path: str, found: Found, form: str) -> str:
         rows: list[list[Any]] = [[path, *one] for one in found]
         table.writerows(rows or [[path, '', '']])
         return lines.getvalue().rstrip('\n')
-    said = ', '.join(f'{name} {share:.1%}' for name, share in found)
-    return f'{path}  {said or f"nothing above {_LIKELY:.0%}"}'
+    text = ', '.join(f'{name} {share:.1%}' for name, share in found)
+    return f'{path}  {text or f"nothing above {_LIKELY:.0%}"}'
 
 
 def _class_names(loaded: Loaded, path: str | None) -> list[str]:

@@ -151,9 +151,11 @@ class Loaded:
         how = self.preprocessing
         scaled = [(v - m) / s for v in (0, 255) for m, s in zip(how.mean, how.std, strict=True)]
         largest = max(float(images.max()), -float(images.min()))
-        said = f'images hold numbers up to {largest:g}, expected {min(scaled):g} to {max(scaled):g}'
+        wrong = (
+            f'images hold numbers up to {largest:g}, expected {min(scaled):g} to {max(scaled):g}'
+        )
         limit = _HEADROOM * max(map(abs, scaled))
-        require(largest <= limit, f'{said}, as `prepare` makes them of pixels from 0 to 255')
+        require(largest <= limit, f'{wrong}, as `prepare` makes them of pixels from 0 to 255')
         return jnp.asarray(images, jnp.float32)
 
     @functools.cached_property

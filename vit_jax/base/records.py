@@ -73,7 +73,7 @@ def require_between(
     None and numbers in tuples are allowed; NaN is not.
     """
     bounds = {'at least': low, 'more than': above, 'at most': high, 'less than': below}
-    said = ' and '.join(
+    wanted = ' and '.join(
         f'{w} {b if isinstance(b, int) else f"{b:g}"}'
         for w, b in bounds.items()
         if abs(b) != float('inf')
@@ -82,7 +82,7 @@ def require_between(
         value = getattr(record, name)
         numbers = value if isinstance(value, tuple) else () if value is None else (value,)
         fits = all(low <= n <= high and above < n < below for n in numbers)
-        require(fits, f'{name}={value!r}: expected {said}')
+        require(fits, f'{name}={value!r}: expected {wanted}')
 
 
 def require_pattern(pattern: str) -> None:

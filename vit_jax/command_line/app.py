@@ -259,12 +259,12 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """The arguments of `vit_jax.load` about what a file does not say, and about what changes."""
-    said = parser.add_argument_group('what the file does not say of itself')
-    said.add_argument('--grid', type=_pair, metavar='H,W', help='patches of its positions')
-    said.add_argument('--num_heads', type=positive, metavar='N', help='of attention')
-    said.add_argument('--gelu', choices=['tanh', 'exact'], help='which formula the MLPs have')
+    hints = parser.add_argument_group('what the file does not say of itself')
+    hints.add_argument('--grid', type=_pair, metavar='H,W', help='patches of its positions')
+    hints.add_argument('--num_heads', type=positive, metavar='N', help='of attention')
+    hints.add_argument('--gelu', choices=['tanh', 'exact'], help='which formula the MLPs have')
     text = 'that its norms add to the variance'
-    said.add_argument('--layer_norm_epsilon', type=float, metavar='E', help=text)
+    hints.add_argument('--layer_norm_epsilon', type=float, metavar='E', help=text)
     changed = parser.add_argument_group('what is changed')
     text = 'in pixels; positions are resized'
     changed.add_argument('--image_size', type=_pair, metavar='H,W', help=text)

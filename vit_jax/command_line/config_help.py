@@ -102,8 +102,8 @@ def _section(kind: Any, paths: list[str]) -> str:
     """The fields of a record, with what its source says of them."""
     lines = [textwrap.fill(', '.join(f'--{path}.FIELD' for path in paths), _WIDTH)]
     owners = [owner for owner in kind.__mro__ if issubclass(owner, Record) and owner is not Record]
-    said = '\n\n'.join(inspect.cleandoc(owner.__doc__ or '') for owner in owners)
-    lines += [textwrap.indent(f'{kind.__name__}: {said}', '  ')]
+    meaning = '\n\n'.join(inspect.cleandoc(owner.__doc__ or '') for owner in owners)
+    lines += [textwrap.indent(f'{kind.__name__}: {meaning}', '  ')]
     meant, hints = comments(kind), records.hints(kind)
     for field in dataclasses.fields(kind):
         text = f'    {field.name}: {_type(hints[field.name])}{_default(field)}'

@@ -50,8 +50,8 @@ class ViTConfig(Record):
         sizes = 'image_size', 'patch_size', 'channels', 'width', 'depth', 'mlp_dim', 'num_heads'
         require_between(self, *sizes, 'num_classes', 'representation_size', low=1, high=LARGEST)
         require_between(self, 'layer_norm_epsilon', above=0, below=1)
-        odd = f'width={self.width} is not a multiple of num_heads={self.num_heads}'
-        require(self.width % self.num_heads == 0, odd)
+        wrong = f'width={self.width} is not a multiple of num_heads={self.num_heads}'
+        require(self.width % self.num_heads == 0, wrong)
         positions.check(self.positions, width=self.width)
         check_head(self.head, self.head_bias)
 
@@ -62,10 +62,10 @@ class ViTConfig(Record):
         if self.backbone is not None:
             stride = self.backbone.stride
             height, width = self.backbone.map_size(self.image_size)
-        odd = f'image_size={self.image_size} is not a multiple of patch_size={self.patch_size}'
-        odd += f' of a feature map {stride} times smaller' if stride > 1 else ''
+        wrong = f'image_size={self.image_size} is not a multiple of patch_size={self.patch_size}'
+        wrong += f' of a feature map {stride} times smaller' if stride > 1 else ''
         near = max(1, round(height / p)) * p * stride, max(1, round(width / q)) * q * stride
-        require(height % p == 0 and width % q == 0, f'{odd}; nearest: {near}')
+        require(height % p == 0 and width % q == 0, f'{wrong}; nearest: {near}')
         return height // p, width // q
 
     @property

@@ -52,13 +52,13 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     data, *others = sizes = [count // fixed if size == -1 else size for size in asked]
     legal = ', '.join(str(n) for n in range(1, count + 1) if count % n == 0)
     needed = f'a multiple of {fixed}' if -1 in asked else fixed
-    odd = f'mesh: {_text(asked)}: the number of devices is {count}, not {needed}'
-    require(math.prod(sizes) == count, f'{odd}; each axis may be one of {legal}')
+    wrong = f'mesh: {_text(asked)}: the number of devices is {count}, not {needed}'
+    require(math.prod(sizes) == count, f'{wrong}; each axis may be one of {legal}')
     slices = collections.defaultdict(list)
     for device in devices:
         slices[slice_of(device)].append(device)
-    odd = f'mesh: data={data} is not a multiple of {len(slices)} slices'
-    require(data % len(slices) == 0, f'{odd}, over which only data is spread')
+    wrong = f'mesh: data={data} is not a multiple of {len(slices)} slices'
+    require(data % len(slices) == 0, f'{wrong}, over which only data is spread')
     one = data // len(slices), *others
     try:
         parts = [jax.make_mesh(one, AXES, devices=part).devices for part in slices.values()]
@@ -125,6 +125,6 @@ def check_batch_size(batch_size: int, mesh: Mesh, *, accumulation_steps: int) ->
     unit = parts * accumulation_steps
     below = batch_size // unit * unit
     near = f'{below} or {below + unit}' if below > 0 else f'{unit}'
-    odd = f'batch_size={batch_size} is not a multiple of {parts} devices (data x fsdp)'
-    odd += f' x {accumulation_steps} accumulation steps; nearest: {near}'
-    require(below == batch_size > 0, odd)
+    wrong = f'batch_size={batch_size} is not a multiple of {parts} devices (data x fsdp)'
+    wrong += f' x {accumulation_steps} accumulation steps; nearest: {near}'
+    require(below == batch_size > 0, wrong)

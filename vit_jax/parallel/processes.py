@@ -222,8 +222,8 @@ class Job:
         self._leave(code)
 
     def _tell_end(self, code: int, message: str) -> None:
-        said = {'code': code, 'index': self.index, 'process': _process_name(), 'message': message}
-        self._client.key_value_set(_END, json.dumps(said), allow_overwrite=True)
+        end = {'code': code, 'index': self.index, 'process': _process_name(), 'message': message}
+        self._client.key_value_set(_END, json.dumps(end), allow_overwrite=True)
 
     def _leave(self, code: int) -> NoReturn:
         """Ends the process without waiting for anyone."""
@@ -256,10 +256,10 @@ class Job:
 
     def _listen(self) -> None:
         """Waits for the end of another process, and ends this one."""
-        said = json.loads(self._awaited_value(_END) or '{"code": 0}')
-        if said['code'] and said['index'] != self.index:
-            _say(f'{said["process"]} ended: {said["message"]}')
-            self._leave(said['code'])
+        end = json.loads(self._awaited_value(_END) or '{"code": 0}')
+        if end['code'] and end['index'] != self.index:
+            _say(f'{end["process"]} ended: {end["message"]}')
+            self._leave(end['code'])
 
     def _awaited_value(self, key: str) -> str | None:
         """What any process tells under a key, whenever it does; None where the store is gone."""

@@ -189,8 +189,8 @@ def _first_state(
     """
     job.barrier('compiled')  # devices meet in what follows, and gloo would wait for 30 s only
     job.reset_watchdog()
-    said = job.from_process_0('damaged', lambda: json.dumps(quarantine_damaged(folder)))
-    for line in json.loads(said):
+    damaged = job.from_process_0('damaged', lambda: json.dumps(quarantine_damaged(folder)))
+    for line in json.loads(damaged):
         logging.warning('%s', line)
     keep, along = experiment.config.keep_checkpoints, [folder / workdirs.METRICS]
     checkpoints = Checkpoints(folder, keep=keep, along=along)
@@ -313,8 +313,8 @@ class Run:
         """Does evaluations that were interrupted where a run goes on, all of a complete one."""
         if steps.start == 0:
             return
-        said = self.job.from_process_0('evaluated', lambda: json.dumps(self.reporter.evaluated))
-        for observer in self._observers(without=json.loads(said)):
+        done = self.job.from_process_0('evaluated', lambda: json.dumps(self.reporter.evaluated))
+        for observer in self._observers(without=json.loads(done)):
             if observer.is_due(steps.start, steps.stop):
                 observer.run(steps.start, state)
 

@@ -32,8 +32,8 @@ def _steps(count: int) -> Any:
 
 def _require_kind(config: Any, users: list[str], option: str) -> None:
     """The option, which is set, is one that this kind of schedule or optimizer uses."""
-    said = f'kind={config.kind} has no such option, it is of {" and ".join(users)}'
-    records.require(config.kind in users, f'{option}: {said}')
+    wrong = f'kind={config.kind} has no such option, it is of {" and ".join(users)}'
+    records.require(config.kind in users, f'{option}: {wrong}')
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -130,20 +130,20 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
 
 def _recognise(clues: Clues) -> Recognised[Layout]:
     arrays = clues.arrays
-    said = described(_Config, clues.config_json, where='config.json')
+    declared = described(_Config, clues.config_json, where='config.json')
     processor = described(_Processor, clues.processor_json, where='preprocessor_config.json')
     prefix = 'vit.' if any(name.startswith('vit.') for name in arrays) else ''
     old_names = any(name.startswith(f'{prefix}encoder.layer.') for name in arrays)
     block = f'{prefix}encoder.layer' if old_names else f'{prefix}layers'
     mlp = 'intermediate.dense' if old_names else 'mlp.fc1'
     defaults = Hints(
-        num_heads=said.num_attention_heads,
-        gelu=_GELU.get(said.hidden_act),
-        layer_norm_epsilon=said.layer_norm_eps,
+        num_heads=declared.num_attention_heads,
+        gelu=_GELU.get(declared.hidden_act),
+        layer_norm_epsilon=declared.layer_norm_eps,
     )
-    clues = clues._replace(image_size=said.image_size).with_defaults(defaults)
+    clues = clues._replace(image_size=declared.image_size).with_defaults(defaults)
     if clues.hints.gelu is None:
-        act = f'hidden_act={said.hidden_act!r}'
+        act = f'hidden_act={declared.hidden_act!r}'
         raise UserError(f'config.json: {act} is not one of {", ".join(_GELU)}')
     config, _ = inference.infer_vit(
         clues,
@@ -159,10 +159,10 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     )
     found = {'hidden_size': config.width, 'num_hidden_layers': config.depth}
     for name, value in (found | {'intermediate_size': config.mlp_dim}).items():
-        if (given := getattr(said, name)) not in (None, value):
+        if (given := getattr(declared, name)) not in (None, value):
             raise UserError(f'config.json says {name}={given}, the arrays {value}')
     layout = Layout(prefix=prefix, old_names=old_names)
-    problem = said.problem_type
+    problem = declared.problem_type
     return Recognised(
         config,
         layout,

@@ -110,11 +110,11 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
 
 
 def _recognise(clues: Clues) -> Recognised[Layout]:
-    said, where = clues.config_json, 'config.json'
-    part = {name: said.get(name, {}) for name in ('model_args', 'pretrained_cfg')}
+    declared, where = clues.config_json, 'config.json'
+    part = {name: declared.get(name, {}) for name in ('model_args', 'pretrained_cfg')}
     arguments = described(_Arguments, part['model_args'], where=f'{where}.model_args')
     pretrained = described(_Pretrained, part['pretrained_cfg'], where=f'{where}.pretrained_cfg')
-    names = described(_Description, said, where=where).label_names
+    names = described(_Description, declared, where=where).label_names
     gelu = _GELUS.get(arguments.act_layer, 'exact')
     defaults = Hints(num_heads=arguments.num_heads, gelu=gelu, layer_norm_epsilon=1e-6)
     prefix = next(match[1] or '' for name in clues.arrays if (match := _KNOWN.fullmatch(name)))

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 import vit_jax
 from tests import reference
-from vit_jax.checkpoints.formats import array_files
+from vit_jax.checkpoints.formats import array_files, pickles
 from vit_jax.checkpoints.formats.array_files import read_array_file, write_safetensors
 from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.checkpoints.formats.opening import open_checkpoint
@@ -233,7 +233,7 @@ def test_tensors_that_are_larger_than_their_file_are_refused(new, tmp_path, monk
         deep = deep, deep
     save({'a': torch.zeros(1), 'b': {'c': deep}}, path, _use_new_zipfile_serialization=new)
     assert read_array_file(path).ignored == ('b',)
-    monkeypatch.setattr(array_files, '_MOST_OPCODES', 100)
+    monkeypatch.setattr(pickles, '_MOST_OPCODES', 100)
     refused(path, 'holds a pickle of more than 100 operations')
 
 

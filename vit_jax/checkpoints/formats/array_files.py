@@ -13,7 +13,6 @@ import io
 import json
 import math
 import pathlib
-import pickletools
 import re
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -22,13 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vit_jax.base import MissingFile, UserError, atomic_write, close_by
+from vit_jax.checkpoints.formats.pickles import check_pickle, plain_tensors
 
 DIGESTS = 'vit_jax.sha256'  # in a safetensors file's metadata: digests by name
 # The largest published ViT has under 1,000 arrays, 22 billion parameters, and 100 kB of names.
 _MOST_ARRAYS = 10_000
 _LONGEST_HEADER = 2**23  # bytes
 _LONGEST_NPY_HEADER = 2**14  # bytes; numpy refuses more than 10,000
-_MOST_OPCODES = 10**6  # of a pickle
 # The arrays of a file may be this many times larger than the file, or have so many bytes.
 _EXPANSION, _SMALL = 4, 2**28
 
@@ -290,7 +289,7 @@ def _torch_zip(
 ) -> ArrayFile:
     for pickle in pickles:
         with archive.open(pickle) as file:
-            _check_opcodes(file)
+            check_pickle(file)
     if damaged := archive.testzip():  # torch itself does not look at the checksums
         raise UserError(f'{damaged} is damaged: its checksum is not the stored one')
     return _torch(path)
@@ -299,56 +298,14 @@ def _torch_zip(
 def _torch_legacy(path: pathlib.Path) -> ArrayFile:
     with path.open('rb') as file:
         for _ in range(5):  # magic number, version, platform, tensors, names of their storages
-            _check_opcodes(file)
+            check_pickle(file)
     return _torch(path)
-
-
-def _check_opcodes(pickle: Any) -> None:
-    """Raises UserError for a pickle that takes longer to read than one of a network.
-
-    Its stack is followed, as far as to know what is a tuple: a short pickle can say a tuple of
-    2^100 parts, two times the same in each other, which as a key would be hashed for ever.
-    """
-    mark = pickletools.markobject
-    stack: list[object] = []  # what kinds of values
-    marks: list[int] = []  # their places in it
-    memo: dict[object, object] = {}
-    with _plain_tensors():
-        for count, (opcode, argument, _) in enumerate(pickletools.genops(pickle), 1):
-            size = len(opcode.stack_before)
-            if mark in opcode.stack_before:  # all above the newest mark, it, and what is below
-                size = len(stack) - marks.pop() + opcode.stack_before.index(mark)
-            elif opcode.name == 'MARK':
-                marks.append(len(stack))
-            popped = [stack.pop() for _ in range(size)]
-            stack += opcode.stack_after
-            if 'GET' in opcode.name:
-                stack[-1] = memo[argument]
-            elif 'PUT' in opcode.name:
-                memo[argument] = stack[-1]
-            if count > _MOST_OPCODES:
-                raise UserError(f'holds a pickle of more than {_MOST_OPCODES:,} operations')
-            if 'SETITEM' in opcode.name and pickletools.pytuple in popped[1::2]:
-                raise UserError('holds a dictionary with tuples as keys')
-
-
-@contextlib.contextmanager
-def _plain_tensors() -> Iterator[None]:
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # of many kinds
-        raise UserError(
-            f'not a PyTorch file of plain tensors, and nothing else is unpickled: '
-            f'{type(error).__name__}'
-        ) from error
 
 
 def _torch(path: pathlib.Path) -> ArrayFile:
     import torch
 
-    with _plain_tensors():
+    with plain_tensors():
         loaded = torch.load(path, map_location='cpu', weights_only=True)
     ignored: list[str] = []
     for wrapper in ('state_dict', 'model_state_dict', 'model'):

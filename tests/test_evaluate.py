@@ -175,7 +175,7 @@ def test_images_of_classes_that_the_network_does_not_have_are_left_out_and_said(
         data_of(['a', 'b', 'x']), network_with(3, ('c', 'b', 'a')), by_number=False
     )
     assert found.labels.tolist() == [2, 1, 2]
-    assert "1 of 3 classes are not among the network's: 'x'; 1 images" in caplog.text
+    assert "1 of 3 classes are not among the network's: 'x'; 1 image of" in caplog.text
 
 
 def test_without_names_classes_are_matched_by_number_or_not_at_all():

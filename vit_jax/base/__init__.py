@@ -8,11 +8,19 @@ from vit_jax.base.atomic_files import (
     sync,
     write_json,
 )
-from vit_jax.base.errors import MissingFile, UnusableDisk, UserError, close_by, usable
+from vit_jax.base.errors import (
+    MissingFile,
+    UnusableDisk,
+    UserError,
+    close_by,
+    counted,
+    refuse,
+    usable,
+)
 from vit_jax.base.records import Record, require, require_between, require_pattern
 
 __all__ = ['Array', 'Batch', 'Bool', 'Float', 'Int', 'Key', 'Num', 'Params', 'UInt8']
-__all__ += ['MissingFile', 'UnusableDisk', 'UserError', 'close_by', 'usable']
+__all__ += ['MissingFile', 'UnusableDisk', 'UserError', 'close_by', 'counted', 'refuse', 'usable']
 __all__ += [
     'DAMAGED_NPZ',
     'atomic_write',

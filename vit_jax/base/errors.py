@@ -7,7 +7,7 @@ host. Every other exception is a fault of the program, and is shown with its tra
 import contextlib
 import difflib
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 
 class UserError(ValueError):
@@ -34,6 +34,19 @@ def close_by(path: str | pathlib.Path) -> str:
         if close := difflib.get_close_matches(missing.name, names, n=1, cutoff=0.75):
             return f'; did you mean {str(missing.with_name(close[0]))!r}?'
     return ''
+
+
+def refuse(faults: Sequence[str], *, shown: int = 10) -> None:
+    """Raises UserError with the first of these sentences and the number of the others, if any."""
+    if faults:
+        more = [f'and {len(faults) - shown:,} more'] if len(faults) > shown else []
+        raise UserError('\n  '.join([*faults[:shown], *more]))
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 image`, `2,000 images`; `1 class`, `2 classes`."""
+    plural = f'{noun}es' if noun.endswith('s') else f'{noun}s'
+    return f'{count:,} {noun if count == 1 else plural}'
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-from vit_jax.base import UserError, records
+from vit_jax.base import UserError, counted, records
 
 UNITS = 'steps', 'epochs', 'examples', 'fraction'
 
@@ -71,6 +71,6 @@ def make_train_length(total: Duration, *, batch_size: int, num_images: int) -> T
     if total.fraction is not None:
         raise UserError(f'total.fraction={total.fraction}: of what? give steps, epochs or examples')
     steps = TrainLength(batch_size, num_images, total_steps=0).steps(total)
-    per_step = f'batch_size={batch_size} ({num_images} images)'
+    per_step = f'batch_size={batch_size} ({counted(num_images, "image")})'
     records.require(steps >= 1, f'total.{total}: less than one step of {per_step}')
     return TrainLength(batch_size, num_images, steps)

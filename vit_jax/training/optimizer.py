@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from vit_jax.base import Array, Float, Int, records, tree_names
+from vit_jax.base import Array, Float, Int, counted, records, tree_names
 from vit_jax.training.duration import Duration, TrainLength
 from vit_jax.training.rules import BLOCKS, Rules, RulesConfig
 
@@ -90,9 +90,11 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
     warmup, cooldown = length.steps(config.warmup), length.steps(config.cooldown)
     timescale = length.steps(config.rsqrt_timescale)
     end = _LINEAR_END if config.linear_end is None else config.linear_end
-    both = f'warmup of {warmup} steps ({config.warmup}) and cooldown of {cooldown}'
-    message = f'{both} ({config.cooldown}) do not fit into {total_steps} steps, config.total'
-    records.require(warmup + cooldown <= total_steps, f'config.schedule: {message}')
+    both = f'warmup of {counted(warmup, "step")} ({config.warmup}) and cooldown of {cooldown}'
+    message = f'{both} ({config.cooldown}) do not fit into {counted(total_steps, "step")}'
+    given = {'warmup': warmup, 'cooldown': cooldown}
+    fits = ' '.join(f'--config.schedule.{name}.fraction=0.1' for name in given if given[name])
+    records.require(warmup + cooldown <= total_steps, f'config.schedule: {message}: {fits}')
 
     def schedule(step: Int[Array, '']) -> Float[Array, '']:
         after = jnp.maximum(0.0, step - warmup)

@@ -1,4 +1,5 @@
 import pathlib
+import shutil
 
 import cv2
 import numpy as np
@@ -76,7 +77,7 @@ def test_a_split_that_is_none_is_explained(split):
 
 
 def test_an_empty_slice_is_an_error():
-    with pytest.raises(ValueError, match=r"'train\[5000:\]' of digits is empty: train has 1438"):
+    with pytest.raises(ValueError, match=r"'train\[5000:\]' of digits is empty: train has 1,438"):
         opening.make_opener()('digits', 'train[5000:]')
 
 
@@ -87,6 +88,10 @@ def test_what_is_not_there_is_named(root, tmp_path):
         opening.make_opener()('/no/where', 'train')
     with pytest.raises(ValueError, match="no split 'val'; known: test, train"):
         opening.make_opener()(str(root), 'val')
+    advice = "--config.train_split='train\\[:90%\\]' --config.eval_split='train\\[90%:\\]'$"
+    shutil.rmtree(root / 'test')
+    with pytest.raises(ValueError, match=f"no split 'test'; known: train; .*: {advice}"):
+        opening.make_opener()(str(root), 'test')
     with pytest.raises(ValueError, match="no split 'trian'; did you mean 'train'"):
         opening.make_opener()('digits', 'trian')
     empty = tmp_path / 'empty'
@@ -105,17 +110,20 @@ def test_a_class_missing_in_one_split_is_named(root):
 def test_a_class_without_images_is_named(root):
     for split in 'train', 'test':
         (root / split / 'emu').mkdir()
-    with pytest.raises(ValueError, match='emu: no images in this folder'):
+        (root / split / 'fox').mkdir()
+    with pytest.raises(ValueError) as refused:
         opening.make_opener()(str(root), 'train')
+    remedy = 'no images in this folder: remove it, or add some'
+    assert str(refused.value) == f'{root}/train/emu: {remedy}\n  {root}/train/fox: {remedy}'
     (root / 'train' / 'emu' / 'notes.txt').write_text('none yet')
-    with pytest.raises(ValueError, match='1 files have other endings, such as notes.txt'):
+    with pytest.raises(ValueError, match='1 file of other endings, such as notes.txt: remove it'):
         opening.make_opener()(str(root), 'train')
 
 
 def test_files_that_are_no_images_by_their_ending_are_left_out_with_a_warning(root, caplog):
     (root / 'train' / 'cat' / 'notes.txt').write_text('a cat')
     assert len(opening.make_opener()(str(root), 'train')) == 12
-    assert '1 files are not images by their ending' in caplog.text
+    assert '1 file left out, no image by its ending' in caplog.text
 
 
 def test_a_photo_counts_under_every_ending_of_a_format_that_is_read(root, caplog):
@@ -145,7 +153,7 @@ def test_a_link_to_no_file_is_said_and_an_image_that_cannot_be_read(root, caplog
     (root / 'train' / 'dog' / 'more').symlink_to(root / 'train' / 'cat')
     source = opening.make_opener()(str(root), 'train')
     assert len(source) == 12 + 2 and str(link) in described(source)
-    assert f'1 links lead to no file: {link}' in caplog.text
+    assert f'1 broken link, to no file: {link}' in caplog.text
     reader = loading.ImageReader(source, Resize(), (8, 8), exif_rotation=True)
     with pytest.raises(ValueError, match=f'^{link}: No such file or directory$'):
         reader.example(loading.ExampleRef(described(source).index(str(link))))
@@ -157,9 +165,9 @@ def test_heic_photos_are_counted_apart_and_what_to_do_is_said(root, caplog, monk
     photo = root / 'train' / 'cat' / 'IMG_1.HEIC'
     photo.write_bytes(b'')
     assert str(photo) in described(opening.make_opener()(str(root), 'train'))
-    assert '1 files are not images by their ending' in caplog.text
+    assert '1 file left out, no image by its ending' in caplog.text
     remedy = 'pip install pillow-heif to read them, or convert them to JPEG'
-    assert f'1 HEIC photos; {remedy}: {photo}' in caplog.text
+    assert f'1 HEIC photo; {remedy}: {photo}' in caplog.text
 
 
 def test_arrays_of_a_file(tmp_path):
@@ -243,8 +251,10 @@ def test_what_is_held_out_is_so_by_its_name_whatever_comes_goes_or_moves(tmp_pat
 
 def test_a_class_too_small_to_hold_out_of_is_named(flat):
     write_image(flat / 'fox' / '0.png')
-    with pytest.raises(ValueError, match='fox/0.png: its class has one image'):
-        opening.make_opener()(str(flat), 'train')
+    write_image(flat / 'gnu' / '0.png')
+    for name in 'fox', 'gnu':
+        with pytest.raises(ValueError, match=f'(?s){name}/0.png: its class has one image'):
+            opening.make_opener()(str(flat), 'train')
     for fraction in 0.0, 1.0, float('nan'):
         with pytest.raises(ValueError, match='HeldOut.fraction=.*: expected more than 0'):
             opening.HeldOut(fraction=fraction)

@@ -61,9 +61,9 @@ def test_images_without_a_class_are_left_out_after_the_slice(root, caplog):
         assert [new.name_of(i) for i in range(len(new))] == [
             name for name in named if not name.endswith('1.JPEG')
         ]
-    messages = [record for record in caplog.records if 'have no label' in record.message]
+    messages = [record for record in caplog.records if 'without a label' in record.message]
     assert len(messages) == 2  # of the whole, and of the half that holds it
-    assert '1 images have no label, left out: ' in caplog.text
+    assert '1 image without a label left out: ' in caplog.text
     with pytest.raises(UserError, match='none of 4 images has a label'):
         opening.make_opener()(str(root), 'val', written(root, [[]] * 4))
 

@@ -97,6 +97,37 @@ def test_what_is_wrong_with_a_table_is_named(name, lines, message, tmp_path):
         opening.make_opener()(write(tmp_path / name, lines), 'train')
 
 
+@pytest.mark.parametrize(
+    'name, good, faults',
+    [
+        ('t.csv', 'a.jpg,cat', {'b.jpg': 'it has path; expected', ',cat': 'an empty path or'}),
+        (
+            't.jsonl',
+            '{"path": "a", "label": "b"}',
+            {
+                '{': 'not JSON',
+                '[1]': 'expected an object',
+                '{"path": "a"}': 'it has path; expected',
+            },
+        ),
+    ],
+)
+def test_all_that_is_wrong_with_a_table_is_said_in_one_go(name, good, faults, tmp_path):
+    head = ['path,label'] if name == 't.csv' else [good]
+    path = write(tmp_path / name, [*head, *faults, good])
+    with pytest.raises(UserError) as refused:
+        opening.make_opener()(path, 'train')
+    for number, (line, text) in enumerate(
+        zip(str(refused.value).split('\n'), faults.values(), strict=True), 2
+    ):
+        assert f'{path}, line {number}: {text}' in line
+    write(tmp_path / name, [*head, *[*faults][:1] * 1_012, good])
+    with pytest.raises(UserError) as refused:
+        opening.make_opener()(path, 'train')
+    said = str(refused.value).split('\n')
+    assert len(said) == 11 and said[-1] == '  and 1,002 more'
+
+
 @pytest.mark.parametrize('name', ['t.csv', 't.jsonl'])
 def test_a_table_that_is_not_utf8_is_named_with_its_line(name, tmp_path):
     (tmp_path / name).write_bytes(b'path,label\n\n' + 'Öl,blau'.encode('latin-1'))

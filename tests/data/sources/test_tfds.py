@@ -227,7 +227,7 @@ def test_the_column_of_labels_can_be_chosen_and_images_without_one_are_left_out(
     chosen = opened(str(root), 'test', 'real_labels')
     assert chosen.labels.tolist() == [[1, 1, 0], [0, 0, 1], [0, 1, 0]]
     assert [chosen.name_of(i) for i in range(3)] == [original.name_of(i) for i in (0, 2, 3)]
-    assert '1 images have no label, left out: tfds:made_here/1.2.0/validation[1]' in caplog.text
+    assert '1 image without a label left out: tfds:made_here/1.2.0/validation[1]' in caplog.text
     with pytest.raises(
         ValueError, match="no column of labels 'real_label'; did you mean 'real_labels'"
     ):

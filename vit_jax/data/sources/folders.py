@@ -6,13 +6,14 @@ import os
 import pathlib
 from collections.abc import Iterator, Sequence
 
-from vit_jax.base.errors import MissingFile, UserError
+from vit_jax.base import MissingFile, UserError, counted, refuse
 from vit_jax.data.image_headers import HEIC_REMEDY, can_read, kinds_by_ending
 from vit_jax.data.sources.base import Source, Splits, in_fixed_order, labelled_source
 
 HEIC = frozenset({'.heic', '.heif', '.hif'})
 _ELSEWHERE = HEIC | {'.avif'}  # images, whether they can be read here or not
 _MISREAD = '.pfm'  # floating point, of which OpenCV makes 8 bits as if they were whole numbers
+_WAY_OUT = 'remove it, or add some'
 SPLIT_NAMES = frozenset('train training test testing val valid validation'.split())
 
 
@@ -57,11 +58,9 @@ def problems(root: str) -> list[str]:
     found = []
     for split, classes in splits.items():
         for name in classes:
-            images, _, _ = _files(path / split / name)
+            images, others, _ = _files(path / split / name)
             if not images:
-                found.append(
-                    f'{path / split / name}: no images in this folder: remove it, or add some'
-                )
+                found.append(f'{_nothing_in(path / split / name, others)}: {_WAY_OUT}')
             if whole and len(images) == 1:
                 text = 'its class has one image, none can be held out for testing'
                 found.append(f'{images[0]}: {text}; add some, or remove its folder')
@@ -72,9 +71,14 @@ def problems(root: str) -> list[str]:
 
 
 def files_by_class(root: pathlib.Path) -> Source:
-    """The images of ROOT/CLASS/, in a fixed random order. Raises UserError for an empty class."""
-    class_names = folder_names(root)
-    found = [(path, i) for i, name in enumerate(class_names) for path in image_files(root / name)]
+    """The images of ROOT/CLASS/, in a fixed random order. Raises UserError for empty classes."""
+    class_names, faults, found = folder_names(root), list[str](), list[tuple[str, int]]()
+    for i, name in enumerate(class_names):
+        try:
+            found += [(path, i) for path in image_files(root / name)]
+        except UserError as error:
+            faults.append(f'{error}: {_WAY_OUT}')
+    refuse(faults)
     paths, labels = [path for path, _ in found], [label for _, label in found]
     return in_fixed_order(labelled_source(paths, labels, class_names))
 
@@ -96,19 +100,27 @@ def image_files(path: pathlib.Path) -> list[str]:
     there are no images.
     """
     images, others, links = _files(path)
-    count = len(others)
     if not images:
-        name = os.path.basename(others[0]) if others else ''
-        detail = f'; {count} files have other endings, such as {name}' if others else ''
-        raise UserError(f'{path}: no images in this folder{detail}')
+        raise UserError(_nothing_in(path, others))
     if others:
-        logging.warning('%s: %d files are not images by their ending: %s', path, count, others[0])
+        count = counted(len(others), 'file')
+        logging.warning('%s: %s left out, no image by its ending: %s', path, count, others[0])
     if links:
-        logging.warning('%s: %d links lead to no file: %s', path, len(links), links[0])
+        count = counted(len(links), 'broken link')
+        logging.warning('%s: %s, to no file: %s', path, count, links[0])
     heic = [] if can_read('HEIF') else [file for file in images if _suffix(file) in HEIC]
     if heic:
-        logging.warning('%s: %d HEIC photos; %s: %s', path, len(heic), HEIC_REMEDY, heic[0])
+        count = counted(len(heic), 'HEIC photo')
+        logging.warning('%s: %s; %s: %s', path, count, HEIC_REMEDY, heic[0])
     return images
+
+
+def _nothing_in(path: pathlib.Path, others: Sequence[str]) -> str:
+    text = f'{path}: no images in this folder'
+    if not others:
+        return text
+    name = os.path.basename(others[0])
+    return f'{text}; {counted(len(others), "file")} of other endings, such as {name}'
 
 
 def _files(path: pathlib.Path) -> tuple[list[str], list[str], list[str]]:

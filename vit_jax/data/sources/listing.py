@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.base import Bool, Int
+from vit_jax.base import Bool, Int, counted
 from vit_jax.data.sources.base import Source, relative_names
 
 LOOKS = 16_384  # at files, before anything is computed
@@ -182,7 +182,7 @@ def _some(change: str, found: Any, text: Any = str) -> list[str]:
 
 
 def _images(count: int) -> str:
-    return '1 image' if count == 1 else f'{count:,} images'
+    return counted(count, 'image')
 
 
 def _shortened(texts: list[str]) -> str:

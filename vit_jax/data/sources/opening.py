@@ -10,12 +10,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from vit_jax.base import MissingFile, UserError, close_by, records, usable
+from vit_jax.base import MissingFile, UserError, close_by, counted, records, refuse, usable
 from vit_jax.data.sources import arrays, folders, imagenet, relabelling, tables, tfds
 from vit_jax.data.sources.base import DataFunction, Source, Splits, relative_names, select
 
 # The split `test` is the first of these that the data has.
 TEST_NAMES = 'test', 'val', 'validation', 'valid'
+_CUT = (
+    'a part of train can be tested on: '
+    "--config.train_split='train[:90%]' --config.eval_split='train[90%:]'"
+)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -56,7 +60,9 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
                 if name == 'test':
                     name = next((other for other in TEST_NAMES if other in splits), name)
                 if name not in splits:
-                    raise UserError(f'{data}: no split {name!r}; {records.nearest(name, splits)}')
+                    advice = f'; {_CUT}' if name == 'test' and 'train' in splits else ''
+                    known = records.nearest(name, splits)
+                    raise UserError(f'{data}: no split {name!r}; {known}{advice}')
                 source = splits[name]()
         elif column is not None:
             raise UserError(f'labels={labels!r}: expected FILE.json for data of a function')
@@ -69,7 +75,7 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
         selected = range(len(source))[part(len(source))]
         if not selected:
             where = f'split {split!r} of {records.text_of(data)}'
-            raise UserError(f'{where} is empty: {name} has {len(source)} images')
+            raise UserError(f'{where} is empty: {name} has {counted(len(source), "image")}')
         if len(selected) < len(source):
             source = select(source, selected)
         # After the slice, so that a split names the same images with any labels.
@@ -144,9 +150,8 @@ def _drawn(source: Source, names: Sequence[str], held_out: HeldOut) -> np.ndarra
     by_class = np.lexsort((places, labels))
     first = np.flatnonzero(np.diff(labels[by_class], prepend=-1))
     last = np.append(first[1:], len(labels)) - 1
-    if (alone := first[first == last]).size:
-        name = source.name_of(int(by_class[alone[0]]))
-        raise UserError(f'{name}: its class has one image, none can be held out for testing')
+    alone = source.read_names(by_class[first[first == last]].tolist())
+    refuse([f'{name}: its class has one image, none can be held out for testing' for name in alone])
     is_test[by_class[first]], is_test[by_class[last]] = True, False
     return is_test
 

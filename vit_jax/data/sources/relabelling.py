@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.base import MissingFile, UserError, require
+from vit_jax.base import MissingFile, UserError, counted, require
 from vit_jax.data.sources.base import EncodedImage, Label, Source, labelled_source, select
 
 _OF_IMAGES = 'read_names', 'read_stamps', 'stamps_at_hand'  # of a source: the labels are others
@@ -66,7 +66,8 @@ def with_labels(source: Source) -> Source:
         return source
     require(bool(has_label.any()), f'none of {len(source)} images has a label')
     name = source.name_of(int(has_label.argmin()))
-    logging.warning('%d images have no label, left out: %s', (~has_label).sum(), name)
+    count = counted(int((~has_label).sum()), 'image')
+    logging.warning('%s without a label left out: %s', count, name)
     return select(source, np.flatnonzero(has_label))
 
 
@@ -110,9 +111,9 @@ def renumbered(source: Source, class_names: Sequence[str]) -> Source:
     has_class = found.labels.any(axis=1) if source.multi_label else found.labels >= 0
     if source.multi_label:  # an image without any class is one that the network may know as such
         has_class |= ~source.labels.any(axis=1)
-    text = "%d of %d classes are not among the network's: %s; %d images of these are left out"
+    text = "%d of %d classes are not among the network's: %s; %s of these left out"
     listed = len(unknown), len(numbers), _listed(unknown)
-    logging.warning(text, *listed, (~has_class).sum())
+    logging.warning(text, *listed, counted(int((~has_class).sum()), 'image'))
     require(bool(has_class.any()), 'no image is of a class of the network')
     return select(found, np.flatnonzero(has_class))
 

@@ -13,37 +13,44 @@ import pathlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vit_jax.base import UserError, require
+from vit_jax.base import UserError, refuse, require
 from vit_jax.data.sources.base import Source, Splits, in_fixed_order, labelled_source
+
+_MIXED = 'some lines have `label`, others `labels`'
 
 
 class _Row(NamedTuple):
     path: str
     classes: tuple[str, ...]
     split: str
+    line: int
+    several: bool  # it has `labels`
 
 
 def table_splits(path: str) -> Splits:
-    """The splits of a table, or `all` if it has no column `split`. Raises UserError with the line.
+    """The splits of a table, or `all` if it has no column `split`. Raises UserError with the lines.
 
     Class names are sorted, as numbers if all are.
     """
     file = pathlib.Path(path)
-    rows, columns = [], set()
-    for number, values in _csv(file) if file.suffix == '.csv' else _jsonl(file):
-        where = f'{path}, line {number}'
-        columns.add('labels' in values)
-        rows.append(_row(values, where))
-        require(len(columns) == 1, f'{where}: some lines have `label`, others `labels`')
+    rows, faults = list[_Row](), list[str]()
+    for found in _csv(file) if file.suffix == '.csv' else _jsonl(file):
+        if isinstance(found, _Row):
+            rows.append(found)
+        else:
+            faults.append(str(found))
+    others = [row for row in rows if row.several != rows[0].several]
+    refuse(faults + [f'{path}, line {row.line}: {_MIXED}' for row in others])
     require(bool(rows), f'{path}: no lines')
     names = {name for row in rows for name in row.classes}
     by_number = all(map(str.isdecimal, names))
     class_names = sorted(sorted(names), key=int if by_number else str)
     splits = sorted({row.split for row in rows})
     if '' in splits and len(splits) > 1:
-        raise UserError(f'{path}: some lines have a `split`, others have none')
+        lines = [row.line for row in rows if not row.split]
+        refuse([f'{path}, line {line}: some lines have a `split`, this has none' for line in lines])
     number_of = {name: index for index, name in enumerate(class_names)}
-    multi_label = columns == {True}
+    multi_label = rows[0].several
 
     def opened(split: str) -> Source:
         chosen = [row for row in rows if row.split == split]
@@ -65,7 +72,8 @@ def _text(file: pathlib.Path) -> str:
         raise UserError(f'{file}, line {line}: not UTF-8: save the table in that') from error
 
 
-def _csv(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _csv(file: pathlib.Path) -> Iterator[_Row | UserError]:
+    """The row of each line, or what is wrong with it."""
     reader = csv.DictReader(io.StringIO(_text(file), newline=''))
     try:
         _require_columns(reader.fieldnames or (), f'{file}, line 1')
@@ -74,22 +82,25 @@ def _csv(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if 'labels' in values:
                 parts = map(str.strip, values['labels'].split(';'))
                 values['labels'] = [part for part in parts if part]
-            yield reader.line_num, values
+            yield _row(values, file, reader.line_num)
     except csv.Error as error:
         where = f'{file}, line {reader.line_num + 1}'
-        raise UserError(f'{where}: {error}: is a quotation mark left open?') from error
+        yield UserError(f'{where}: {error}: is a quotation mark left open?')
 
 
-def _jsonl(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _jsonl(file: pathlib.Path) -> Iterator[_Row | UserError]:
+    """The row of each line, or what is wrong with it."""
     for number, line in enumerate(io.StringIO(_text(file), newline=None), 1):
         if not line.strip():
             continue
+        where = f'{file}, line {number}'
         try:
             values = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f'{file}, line {number}: not JSON: {error}') from error
-        require(isinstance(values, dict), f'{file}, line {number}: expected an object')
-        yield number, values
+            yield UserError(f'{where}: not JSON: {error}')
+            continue
+        known = isinstance(values, dict)
+        yield _row(values, file, number) if known else UserError(f'{where}: expected an object')
 
 
 def _require_columns(names: Collection[str], where: str) -> None:
@@ -106,10 +117,16 @@ def _require_files(paths: Sequence[str], file: pathlib.Path) -> None:
         raise UserError(f'{file}: no such image: {sample[0]}; {expected}')
 
 
-def _row(values: dict[str, Any], where: str) -> _Row:
-    _require_columns(values, where)
-    classes = values['labels'] if 'labels' in values else [values['label']]
+def _row(values: dict[str, Any], file: pathlib.Path, line: int) -> _Row | UserError:
+    where, several = f'{file}, line {line}', 'labels' in values
+    try:
+        _require_columns(values, where)
+    except UserError as error:
+        return error
+    classes = values['labels'] if several else [values['label']]
     if not isinstance(classes, list) or not all(isinstance(c, str | int) for c in classes):
-        raise UserError(f'{where}: labels={classes!r}: expected a list of names')
-    require(classes != [''] and bool(values['path']), f'{where}: an empty path or label')
-    return _Row(str(values['path']), tuple(map(str, classes)), str(values.get('split', '')))
+        return UserError(f'{where}: labels={classes!r}: expected a list of names')
+    if classes == [''] or not values['path']:
+        return UserError(f'{where}: an empty path or label')
+    split = str(values.get('split', ''))
+    return _Row(str(values['path']), tuple(map(str, classes)), split, line, several)

@@ -1,10 +1,19 @@
 """The doctor stands in for a training: it takes its flags, and does what that does at its start."""
 
+import argparse
+import itertools
 import json
 
+import cv2
+import numpy as np
 import pytest
 
+import vit_jax
+from tests import networks, tiny
 from tests.hosts import hosts
+from vit_jax import doctor
+from vit_jax.base import UserError
+from vit_jax.parallel.processes import Job
 
 TINY = '--config=tests/tiny_config.py'
 
@@ -32,6 +41,30 @@ def test_the_doctor_does_what_a_training_does_before_it_compiles(tmp_path):
     assert codes == [1] and "error: data='nowhere': no such folder" in text
     codes, text = asked(tmp_path, workdir)
     assert codes == [1] and '--config is missing' in text
+
+
+@pytest.mark.full
+def test_the_doctor_finds_what_a_training_finds_before_its_first_step(tmp_path, capsys):
+    for path in itertools.product(['train', 'test'], ['cat', 'dog'], '01'):
+        file = tmp_path.joinpath('photos', *path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        cv2.imwrite(f'{file}.png', np.zeros((8, 8, 3), np.uint8))
+    config = tiny.experiment(data=str(tmp_path / 'photos'), eval_split='test')
+    config.loader.placement = 'host'
+    arguments = argparse.Namespace(config=config, workdir=None)
+    doctor._check_training(Job(), arguments)
+    said = capsys.readouterr().out
+    vit_jax.save(networks.loaded(tiny.model(depth=4)), tmp_path / 'deeper.npz')
+    config.start_from = str(tmp_path / 'deeper.npz')
+    with pytest.raises(UserError, match='start_from: the arrays do not fit'):
+        doctor._check_training(Job(), arguments)
+    config.start_from, broken = None, tmp_path / 'photos/test/dog/1.png'
+    broken.write_bytes(b'')
+    with pytest.raises(UserError, match=f'{broken}: the file is empty'):
+        doctor._check_training(Job(), arguments)
+    config.loader.on_unreadable = 'skip'
+    doctor._check_training(Job(), arguments)
+    assert 'those to test on can be read' in said
 
 
 @pytest.mark.full

@@ -78,7 +78,31 @@ def test_what_cannot_be_looked_at_is_explained(tmp_path):
     config = tiny.experiment(data=str(tmp_path / 'photos'))
     assert look(config, tmp_path / 'out') == 1
     problems = json.loads((tmp_path / 'out' / 'data.json').read_text())['problems']
-    assert problems[1] == 'none of 2 training images can be read' and '3 images' in problems[0]
+    assert "one class alone, 'cat'" in problems[0] and problems[1].startswith('3 images cannot be')
+    assert problems[2:] == ['none of 2 training images can be read']
+
+
+@pytest.mark.full
+def test_test_images_that_are_trained_on_are_counted(photos, tmp_path, capsys):
+    """By their bytes, whatever the names and whichever parts of the data are asked for."""
+    root, config = tmp_path / 'splits', tiny.experiment(eval_split='test')
+    for split in 'train', 'test':
+        shutil.copytree(photos, root / split, ignore=shutil.ignore_patterns('3.jpg'))
+    (root / 'test/cat/new.png').write_bytes(cv2.imencode('.png', np.zeros((8, 8, 3)))[1].tobytes())
+    (root / 'test/cat/2.jpg').rename(root / 'test/cat/other.jpg')
+    for data, splits, shared, count in [
+        (root, ('train', 'test'), 11, 12),
+        (root, ('train', 'train[50%:]'), 5, 5),
+        (root, ('train[:50%]', 'train[50%:]'), 0, 0),
+        (photos, ('train', 'test'), 0, 0),
+    ]:
+        config.data, (config.train_split, config.eval_split) = str(data), splits
+        config.loader.on_unreadable = 'skip'
+        assert look(config, tmp_path / 'out') == 0
+        said, found = capsys.readouterr().out, json.loads((tmp_path / 'out/data.json').read_text())
+        assert found['shared'] == ({'test': shared} if shared else {})
+        line = f'{shared} of {count} test images are also training images'
+        assert (line in said) == bool(shared) and ('also training' in said) == bool(shared)
 
 
 def test_every_problem_of_a_folder_is_listed_in_one_go(photos, tmp_path, capsys, monkeypatch):
@@ -104,11 +128,12 @@ def test_every_problem_of_a_folder_is_listed_in_one_go(photos, tmp_path, capsys,
     single = 'its class has one image, none can be held out for testing; add some, or remove its'
     expected = [
         f'{photos}/ant: {empty}',
-        f'{photos}/bee: {empty}',
+        f'{photos}/bee: no images in this folder; 1 file of other endings, such as Thumbs.db: '
+        'remove it, or add some',
         f'{photos}/eel/only.jpg: {single} folder',
         f'{photos}/fox/only.jpg: {single} folder',
-        '3 images cannot be read: mend or remove them, or --config.loader.on_unreadable=skip leaves'
-        ' them out',
+        '3 images cannot be read: mend or remove, or leave out by '
+        '--config.loader.on_unreadable=skip',
     ]
     assert found['problems'] == expected and all(f'  {line}\n' in said for line in expected)
     (split,) = found['splits'].values()

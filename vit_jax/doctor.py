@@ -2,8 +2,9 @@
 
 Started like a training (same flags, on every host) it meets the other processes, compares
 packages and code, counts devices, and adds up one number of each device, within --seconds. With
---config it opens the data and decides all that is decided before compiling, with --workdir it sees
-that the directory is shared, can be written and belongs to no other experiment.
+--config it does what a training does before its first step, but for compiling: it reads all test
+images and the checkpoint to start from; with --workdir it sees that the directory is shared, can be
+written and belongs to no other experiment.
 """
 
 import argparse
@@ -24,13 +25,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import UserError, records
+from vit_jax.base import UserError, counted, records
+from vit_jax.checkpoints import digests
+from vit_jax.checkpoints.store import FOLDER
 from vit_jax.command_line import app
+from vit_jax.data import loading
 from vit_jax.models import parameter_count
 from vit_jax.parallel import clusters, meshes
 from vit_jax.parallel.processes import Job, joined_job
 from vit_jax.runs import fingerprint, training_run
-from vit_jax.runs.experiment import decide
+from vit_jax.runs.experiment import Experiment, decide
 
 # The oldest NVIDIA driver of each major version of CUDA (NVIDIA, CUDA compatibility, table 1).
 _LEAST_DRIVER = {'12': 525, '13': 580}
@@ -119,7 +123,7 @@ def _check_together(job: Job, seconds: float, gpus: int) -> None:
 
 def _check_training(job: Job, arguments: argparse.Namespace) -> None:
     """Does what the training does before it compiles."""
-    config = arguments.config
+    config, begun = arguments.config, False
     with contextlib.ExitStack() as stack:
         if arguments.workdir is None:
             job.require_same('configuration', records.to_dict(config))
@@ -134,10 +138,29 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
             )
             experiment, folder, _ = stack.enter_context(opened)
             _say('workdir', f'{folder}: can be written')
+            begun = bool(digests.steps(folder / FOLDER))
         model, count = experiment.model.config, len(experiment.train.source)
-        _say('data', f'{count:,} training images, {model.num_classes:,} classes')
+        classes = counted(len(experiment.train.source.class_names), 'class')
+        _say('data', f'{counted(count, "training image")}, {classes}')
         _say('model', f'{parameter_count(model):,} parameters, {meshes.describe(experiment.mesh)}')
-        _say('length', f'{experiment.length.total_steps:,} steps')
+        _say('length', counted(experiment.length.total_steps, 'step'))
+        _read(experiment, job, begun=begun)
+
+
+def _read(experiment: Experiment, job: Job, *, begun: bool) -> None:
+    """Reads what a training reads before its first step: test images, the arrays of start_from."""
+    job.reset_watchdog()
+    _, unread = training_run.loaders(experiment)
+    if begun:
+        return
+    with loading.read_beside(unread, index=job.index, count=job.count) as wait:
+        wait()
+    if experiment.start is not None:
+        job.reset_watchdog()
+        experiment.transferred(experiment.start, jax.eval_shape(experiment.init).params)
+    skipped = experiment.config.loader.on_unreadable == 'skip'
+    found = 'may be unreadable (on_unreadable=skip)' if skipped else 'can be read'
+    _say('images', f'those to test on {found}; vit_jax.inspect_data reads those to train on too')
 
 
 def _give_up(job: Job, seconds: float) -> None:

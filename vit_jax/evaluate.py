@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from vit_jax.base import UserError, atomic_write, records, usable, write_json
+from vit_jax.base import UserError, atomic_write, counted, records, usable, write_json
 from vit_jax.checkpoints.formats import array_files
 from vit_jax.command_line import app
 from vit_jax.data.sources.opening import HeldOut, Opener, make_opener
@@ -56,7 +56,8 @@ def main(arguments: argparse.Namespace) -> int:
             ),
         )
     what = f'{arguments.data}, {arguments.split}'
-    print(f'{what}: {found.images:,} images of {len(found.classes):,} classes\n')
+    classes = counted(len(found.classes), 'class')
+    print(f'{what}: {counted(found.images, "image")} of {classes}\n')
     print('\n'.join(_lines(found)))
     if arguments.out:
         _write(pathlib.Path(arguments.out), found, loaded, arguments)

@@ -20,7 +20,7 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import Progress
 
-from vit_jax.base import UserError, atomic_write, usable, write_json
+from vit_jax.base import UserError, atomic_write, counted, usable, write_json
 from vit_jax.base.records import text_of
 from vit_jax.command_line import app
 from vit_jax.config import TrainConfig
@@ -30,13 +30,14 @@ from vit_jax.data.inspection import Scan
 from vit_jax.data.sources import folders
 from vit_jax.data.sources.base import Label, Source
 from vit_jax.data.sources.opening import Opener, make_opener, open_splits
-from vit_jax.runs.experiment import open_start, preprocessing_of, reader_for
+from vit_jax.runs.experiment import label_problems, open_start, preprocessing_of, reader_for
 from vit_jax.training.losses import targets_of
 from vit_jax.training.update import AUGMENT, purpose_key
 
 SHEET, SUMMARY = 'data.png', 'data.json'
 _ROWS, _EPOCHS, _DEFAULT_SIZE = 8, 7, (224, 224)
 _SHOWN = 5  # of a long list
+_NEW = 'their accuracy is not that of new images'
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -47,19 +48,19 @@ def main(arguments: argparse.Namespace) -> int:
     opened = make_opener(config.held_out)
     sources, problems = _sources(config, opened)
     found: dict[str, Scan] = {}
-    seen: dict[bytes, str] = {}
+    digests: dict[str, bytes] = {}
     progress = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
     with futures.ThreadPoolExecutor(loading.cores()) as pool, progress as bar:
         for split, source in sources.items():
             done = functools.partial(bar.advance, bar.add_task(split, total=len(source)))
             pixels = config.loader.max_pixels
-            scan = inspection.scan(source, pool, done, max_pixels=pixels, seen=seen)
-            print(f'{split}: {len(source):,} images\n' + '\n'.join(_lines(scan)))
+            scan = inspection.scan(source, pool, done, max_pixels=pixels, digests=digests)
+            print(f'{split}: {counted(len(source), "image")}\n' + '\n'.join(_lines(scan)))
             found[split] = scan
     unreadable = sum(len(scan.unreadable) for scan in found.values())
     if unreadable and config.loader.on_unreadable != 'skip':
-        remedy = 'mend or remove them, or --config.loader.on_unreadable=skip leaves them out'
-        problems.append(f'{unreadable:,} images cannot be read: {remedy}')
+        remedy = 'mend or remove, or leave out by --config.loader.on_unreadable=skip'
+        problems.append(f'{counted(unreadable, "image")} cannot be read: {remedy}')
     if any(source.class_names for source in sources.values()):
         try:
             sheet = _sheet(config, opened)
@@ -68,13 +69,38 @@ def main(arguments: argparse.Namespace) -> int:
             print(f'pictures       {folder / SHEET}')
         except UserError as error:
             problems.append(str(error))
+    shared = _shared(config, opened, digests)
+    for name, (count, total) in shared.items():
+        print(
+            f'shared         {count:,} of {total:,} {name} images are also training images: {_NEW}'
+        )
     splits = {split: dataclasses.asdict(scan) for split, scan in found.items()}
     values = {'data': text_of(config.data), 'problems': problems, 'splits': splits}
+    values['shared'] = {name: count for name, (count, _) in shared.items()}
     write_json(folder / SUMMARY, values)
     print(f'details        {folder / SUMMARY}')
     if problems:
         print('\n'.join(['training would be refused:', *(f'  {line}' for line in problems)]))
     return 1 if problems else 0
+
+
+def _shared(
+    config: TrainConfig, opened: Opener, digests: dict[str, bytes]
+) -> dict[str, tuple[int, int]]:
+    """Of each evaluation that has any, the images whose bytes are trained on too, and all."""
+
+    def of(split: str) -> list[bytes | None]:
+        source = opened(config.data, split)
+        return [digests.get(name) for name in source.read_names(range(len(source)))]
+
+    found = {}
+    with contextlib.suppress(UserError):  # which is among the problems
+        trained = {*of(config.train_split)} - {None}
+        for name, one in config.evaluations.items():
+            tested = of(one.split) if one.data is None else []
+            if count := sum(digest in trained for digest in tested):
+                found[name] = count, len(tested)
+    return found
 
 
 def _sources(config: TrainConfig, opened: Opener) -> tuple[dict[str, Source], list[str]]:
@@ -93,16 +119,24 @@ def _sources(config: TrainConfig, opened: Opener) -> tuple[dict[str, Source], li
         sources, problems = {}, [str(error)]
         if isinstance(data, str) and os.path.isdir(data):
             known = folders.problems(data)
-            problems = known + [p for p in problems if not any(k.startswith(p) for k in known)]
+            problems = known + [p for p in problems if not _is_among(p, known)]
             with contextlib.suppress(UserError):
                 sources = {'all images': folders.unlabelled([data])}
         return sources, problems
+    parts = {}
     for split in splits:
         try:
-            opened(data, split)
+            parts[split] = opened(data, split)
         except UserError as error:
             problems.append(str(error))
+    if (train := parts.pop(config.train_split, None)) is not None:
+        problems += label_problems(config, train, parts)
     return sources, problems
+
+
+def _is_among(problem: str, known: list[str]) -> bool:
+    """Does one of these begin as the problem does?"""
+    return any(one.startswith(problem.split('\n')[0]) for one in known)
 
 
 def _lines(scan: Scan) -> list[str]:
@@ -112,7 +146,7 @@ def _lines(scan: Scan) -> list[str]:
     lines = [f'  classes      {len(names)}: {", ".join(names[:_SHOWN])}{more}'] if names else []
     if counts:
         (fewest, few), (most, many) = counts[0], counts[-1]
-        lines.append(f'  a class has  {few:,} images ({fewest}) to {many:,} ({most})')
+        lines.append(f'  a class has  {counted(few, "image")} ({fewest}) to {many:,} ({most})')
     formats = ', '.join(f'{count:,} {kind}' for kind, count in scan.formats.items())
     lines.append(f'  stored as    {formats or "nothing that can be read"}')
     if scan.height:

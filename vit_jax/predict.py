@@ -22,7 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from vit_jax.base import Bool, Float, UserError, atomic_write, usable
+from vit_jax.base import Bool, Float, UserError, atomic_write, counted, usable
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.command_line import app, output
 from vit_jax.data.image_preprocessing import normalize
@@ -76,7 +76,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.features:
         arrays = {'paths': np.array(paths, str), 'features': np.concatenate(rows)}
         write_npz(pathlib.Path(arguments.features), arrays)
-        print(f'features of {len(paths):,} images: {arguments.features}', file=sys.stderr)
+        print(f'features of {counted(len(paths), "image")}: {arguments.features}', file=sys.stderr)
     if unreadable:
         print(f'{unreadable:,} of {len(source):,} images cannot be read', file=sys.stderr)
     return 1 if unreadable else 0

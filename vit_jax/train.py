@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from vit_jax.base import counted
 from vit_jax.command_line import app
 from vit_jax.runs import probing, training_run
 from vit_jax.runs.experiment import Experiment
@@ -33,7 +34,9 @@ def run(
         reached += f'; {probing.summary(result.fewshot)}'
     lines = {'reached': reached}
     if result.skipped:
-        lines['skipped'] = f'{result.skipped:,} uses of training images that cannot be read'
+        lines['skipped'] = (
+            f'{counted(result.skipped, "use")} of training images that cannot be read'
+        )
     lines |= {
         'checkpoint': str(result.checkpoint),
         'metrics': str(result.folder / METRICS),

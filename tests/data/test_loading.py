@@ -109,6 +109,16 @@ def test_an_unreadable_image_may_be_masked_instead(placement):
     assert np.flatnonzero(~mask).tolist() == [7, 37, 38, 39]
 
 
+def test_the_first_images_that_are_left_out_are_named_once(caplog):
+    source = dataclasses.replace(SOURCE, read=lambda i: (b'garbage', 0))
+    skipping = loader(source=source, on_unreadable='skip', on_skipped=loading.make_warning(shown=2))
+    for _ in range(2):
+        skipping.load([*map(loading.ExampleRef, range(9))])
+    lines = caplog.messages
+    assert len(lines) == len({*lines}) == 2 and 'inspect_data lists all' in lines[1]
+    assert all('left out: test[' in line and 'not a whole image' in line for line in lines)
+
+
 def test_a_batch_begins_where_a_cpu_device_takes_it_without_a_copy():
     for _ in range(5):
         images = loader().load([loading.ExampleRef(0)] * 3)['images']

@@ -183,10 +183,11 @@ def test_only_as_many_checkpoints_are_kept_as_asked_for(tmp_path):
     assert size(tmp_path / 'checkpoints') == kept  # and nothing else, hidden or not
 
 
-def test_a_run_that_is_complete_says_so_again_and_changes_nothing(trained):
+def test_a_run_that_is_complete_says_so_again_and_changes_nothing(trained, capsys):
     config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True)
     again = training_run.train(config, str(trained.folder))
     assert again.evals == trained.evals
+    assert 'another --workdir begins anew, a longer --config.total with' in capsys.readouterr().out
     chex.assert_trees_all_equal(again.state, trained.state)
 
 
@@ -418,6 +419,21 @@ def test_an_image_above_the_bound_cannot_be_read(photos):
     assert small == 2 * (7 + 3)
 
 
+def test_one_class_alone_is_refused(photos):
+    for split in 'train', 'test':
+        shutil.rmtree(photos / split / 'dog')
+    with pytest.raises(ValueError, match="one class alone, 'cat'.*: add images of another class"):
+        training_run.decide(folder_config(photos))
+
+
+@pytest.mark.full
+def test_a_batch_of_more_images_than_there_are_is_said(photos):
+    few, many = (folder_config(photos, batch_size=size) for size in (16, 64))
+    said = [training_run._outline(training_run.decide(config)) for config in (few, many)]
+    assert 'steps of 16 images, 3.0 epochs' in said[0]
+    assert 'steps of 64 images, more than there are (--config.batch_size): 16, 12.0' in said[1]
+
+
 @pytest.mark.full
 def test_a_test_image_that_cannot_be_read_is_known_before_training(photos, tmp_path):
     broken = photos / 'test' / 'dog' / '1.jpg'
@@ -448,7 +464,7 @@ def test_what_is_kept_on_the_devices_is_read_before_anything_is_compiled(
 @pytest.mark.full
 @pytest.mark.parametrize('placement', ['host', 'device'])
 def test_an_evaluation_that_may_skip_is_that_of_what_can_be_read(
-    photos, tmp_path, placement, capsys
+    photos, tmp_path, placement, capsys, caplog
 ):
     broken = photos / 'test' / 'dog' / '1.jpg'
     config = folder_config(photos, eval_batch_size=8)
@@ -456,7 +472,8 @@ def test_an_evaluation_that_may_skip_is_that_of_what_can_be_read(
     broken.write_bytes(b'')
     config.loader.on_unreadable = 'skip'
     result = training_run.train(config, str(tmp_path / 'skips'))
-    assert 'of 5 images, 1 unreadable ones left out' in capsys.readouterr().out
+    assert 'of 5 images, 1 left out, unreadable' in capsys.readouterr().out
+    assert f'left out: {broken}: the file is empty' in caplog.text
     broken.unlink()
     without = training_run.train(config, str(tmp_path / 'without'))
     found, expected = lines(result.folder)[-1], lines(without.folder)[-1]
@@ -488,6 +505,10 @@ TOO_FEW_BLOCKS = tiny.assigned(OptimizerConfig(), trained_blocks=-1)
         ({'seed': 'x'}, "config.seed='x': expected int"),
         ({'keep_checkpoints': 0}, 'config.keep_checkpoints=0: expected at least 1'),
         ({'evals': {'train': EvalConfig()}}, "config.evals: 'train' is no name for an evaluation"),
+        (
+            {'schedule': ScheduleConfig(learning_rate=1e-3, warmup=Duration(steps=20))},
+            'do not fit into 10 steps: --config.schedule.warmup.fraction=0.1$',
+        ),
         ({'optimizer': TOO_FEW_BLOCKS}, 'config.optimizer.trained_blocks=-1: expected at least 0'),
         ({'augmentation': tiny.assigned(Augmentation(), mixup=-0.1)}, 'augmentation.mixup=-0.1'),
     ],
@@ -656,5 +677,5 @@ def test_what_the_rules_matched_is_said(tmp_path, capsys):
     said = capsys.readouterr().out
     assert 'frozen: 1 of 24 arrays, 80 numbers: pos_embedding' in said
     assert 'weight decay 0.1: 8 of 24 arrays' in said
-    assert 'length  1 steps of 16 images' in said
+    assert 'length  1 step of 16 images' in said
     assert 'mesh data=8 x fsdp=1 x tensor=1; parameters' in said

@@ -38,15 +38,16 @@ def scan(
     done: Callable[[int], None],
     *,
     max_pixels: int,
-    seen: dict[bytes, str],
+    digests: dict[str, bytes],
 ) -> Scan:
     """Reads and decodes every image of a source once; `done(1)` is called after each.
 
-    `seen` holds the names of the images of earlier scans by digest, and gets these too.
+    `digests` holds those of the images of earlier scans by name, and gets these too.
     """
     formats: collections.Counter[str] = collections.Counter()
     counts = np.zeros(len(source.class_names), int)
     unreadable, misnamed, duplicates, sizes = [], [], [], []
+    seen = {digest: name for name, digest in reversed(digests.items())}
     names = map(source.name_of, range(len(source)))
     examine = functools.partial(_examined, source, max_pixels)
     examined = pool.map(examine, range(len(source)))
@@ -58,6 +59,7 @@ def scan(
         label, kind, size, digest = found
         if counts.size:
             counts[np.flatnonzero(label) if source.multi_label else label] += 1
+        digests[name] = digest
         if (other := seen.setdefault(digest, name)) is not name:
             duplicates.append(f'{name} = {other}')
         formats[kind] += 1

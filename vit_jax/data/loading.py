@@ -9,8 +9,10 @@ multi-label), `mask` (b), False for padding and for images that could not be rea
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Literal
@@ -36,7 +38,7 @@ class LoaderConfig(Record):
     `placement=device` reads all images once and keeps them there as one uint8 array, from which
     batches are gathered; `auto` does so if there is no random crop and they fit into `device_mb`.
     `on_unreadable=skip` leaves out what cannot be read, in training, evaluation and few-shot alike;
-    it is counted. An image of more than `max_pixels` cannot be read.
+    it is counted, and the first few are named. An image of more than `max_pixels` cannot be read.
     """
 
     placement: Literal['auto', 'host', 'device'] = 'auto'
@@ -70,6 +72,7 @@ class ImageReader:
     seed: int = 0
     on_unreadable: OnUnreadable = 'error'
     max_pixels: int = MAX_PIXELS
+    on_skipped: Callable[[str], None] | None = None  # gets the message about each that is masked
 
     def examples(self, refs: Sequence[ExampleRef | None], pool: futures.Executor) -> Batch:
         """One batch of arrays, read by the pool's threads; None is padding, which is masked.
@@ -89,6 +92,8 @@ class ImageReader:
                     except UserError as error:
                         if self.on_unreadable != 'skip':
                             raise UserError(f'{error} ({_SKIPPED})') from error
+                        if self.on_skipped is not None:
+                            self.on_skipped(str(error))
 
         rows = range(len(refs))
         list(pool.map(read, (rows[i : i + _ROWS] for i in rows[::_ROWS])))  # raises what one raised
@@ -105,6 +110,22 @@ class ImageReader:
         except (ValueError, OSError) as error:
             why = getattr(error, 'strerror', None) or error
             raise UserError(f'{self.source.name_of(ref.index)}: {why}') from error
+
+
+def make_warning(*, shown: int = 5) -> Callable[[str], None]:
+    """A function that warns of each image that is left out, once, until so many were named."""
+    named: set[str] = set()
+    lock = threading.Lock()
+
+    def warn(text: str) -> None:
+        with lock:
+            if text in named or len(named) == shown:
+                return
+            named.add(text)
+            rest = '; others are not named: vit_jax.inspect_data lists all'
+            logging.warning('left out: %s%s', text, rest if len(named) == shown else '')
+
+    return warn
 
 
 def _epochs_and_indices(refs: Sequence[ExampleRef | None]) -> dict[str, Int[np.ndarray, 'b']]:

@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from vit_jax.base import Batch, Params, UserError, records
+from vit_jax.base import Batch, Params, UserError, counted, records, refuse
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.formats.opening import Checkpoint, open_checkpoint
+from vit_jax.checkpoints.transfer import Transferred, transfer
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.image_preprocessing import Preprocessing, Size, normalize
-from vit_jax.data.loading import ImageReader, check_memory
+from vit_jax.data.loading import ImageReader, check_memory, make_warning
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.models import Model, ModelConfig, build, for_task
@@ -75,6 +76,11 @@ class Experiment(NamedTuple):
         )
         return records.to_dict(card)
 
+    def transferred(self, start: Checkpoint, fresh: Params) -> Transferred:
+        """The parameters of `start`, which are read, in this model, whose own are `fresh`."""
+        new = self.model.config
+        return transfer(start.read(), old=start.card.model, new=new, fresh=fresh)
+
 
 def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) -> Experiment:
     """The experiment of a configuration on these devices, all by default.
@@ -93,7 +99,7 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
         name: opened(one.data or config.data, one.split, one.labels)
         for name, one in config.evaluations.items()
     }
-    _check_labels(config, train, evaluated)
+    refuse(label_problems(config, train, evaluated))
     start = open_start(config)
     classes = len(train.class_names)
     model_config = trained_model(config, start, classes)
@@ -132,14 +138,23 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
     )
 
 
-def _check_labels(config: TrainConfig, train: Source, evaluated: dict[str, Source]) -> None:
+def label_problems(config: TrainConfig, train: Source, evaluated: dict[str, Source]) -> list[str]:
+    """Why the classes of these images cannot be learned and measured, with the way out."""
     data, loss = records.text_of(config.data), config.loss
-    for name, source in evaluated.items():
-        if source.class_names != train.class_names:
-            raise UserError(f'{data}: the classes of train and {name} differ')
-    if train.multi_label and isinstance(loss, LossConfig) and loss.kind == 'softmax':
+    found = [
+        f'{data}: the classes of train and {name} differ'
+        for name, source in evaluated.items()
+        if source.class_names != train.class_names
+    ]
+    if not isinstance(loss, LossConfig):
+        return found
+    if train.multi_label and loss.kind == 'softmax':
         text = 'an image may have several classes, softmax expects one'
-        raise UserError(f'{data}: {text}: --config.loss.kind=sigmoid')
+        found.append(f'{data}: {text}: --config.loss.kind=sigmoid')
+    if not train.multi_label and len(train.class_names) == 1:
+        text = f'one class alone, {train.class_names[0]!r}, so that every guess is right'
+        found.append(f'{data}: {text}: add images of another class')
+    return found
 
 
 def open_start(config: TrainConfig) -> Checkpoint | None:
@@ -172,7 +187,7 @@ def trained_model(config: TrainConfig, start: Checkpoint | None, classes: int) -
         assert start is not None  # `decide` asks for one of them
         return for_task(start.card.model, num_classes=classes, image_size=config.image_size)
     if config.model.num_classes not in (None, classes):
-        text = f'{records.text_of(config.data)} has {classes} classes'
+        text = f'{records.text_of(config.data)} has {counted(classes, "class")}'
         text += '; leave it out to take their number'
         raise UserError(f'config.model.num_classes={config.model.num_classes}, but {text}')
     image_size = config.image_size or config.model.image_size
@@ -191,6 +206,7 @@ def reader_for(
         seed=config.seed,
         on_unreadable=config.loader.on_unreadable,
         max_pixels=config.loader.max_pixels,
+        on_skipped=make_warning(),
     )
 
 

@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from vit_jax.base import UserError, records, write_json
+from vit_jax.base import UserError, counted, records, write_json
 from vit_jax.checkpoints.digests import Damaged, quarantine
 from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
-from vit_jax.checkpoints.transfer import transfer
 from vit_jax.config import TrainConfig
 from vit_jax.data import loading
 from vit_jax.data.loading import ImageReader, Loader
@@ -36,6 +35,11 @@ from vit_jax.runs.reporting import Reporter, console_of
 from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
 from vit_jax.training.metrics import StepMetrics
 from vit_jax.training.update import TrainState
+
+_COMPLETE = (
+    ', the last step: there is nothing left to train; another --workdir begins anew, a longer '
+    '--config.total with --accept_config_changes goes on'
+)
 
 
 class Result(NamedTuple):
@@ -79,7 +83,7 @@ def train(
         ledger.record('starting', None)  # a start that ends before its first step took time too
         console.print(_outline(experiment))
         with clock('start'):  # what is kept on the devices is read here
-            loader_of, unread = _loaders(experiment)
+            loader_of, unread = loaders(experiment)
         with loading.read_beside(unread, index=job.index, count=job.count) as wait:
             with clock('compile'):
                 ledger.record('compiling', None)
@@ -139,11 +143,14 @@ def _outline(experiment: Experiment) -> str:
     config, model, length = experiment.config, experiment.model.config, experiment.length
     tokens = f'{model.num_tokens} tokens, ' if isinstance(model, ViTConfig) else ''
     tested = ', '.join(f'{len(one.source):,} {name}' for name, one in experiment.evals.items())
+    images, warmup = counted(length.batch_size, 'image'), length.steps(config.schedule.warmup)
+    if length.batch_size > length.num_images:
+        images += f', more than there are (--config.batch_size): {length.num_images:,}'
     lines = [
         f'data    {records.text_of(config.data)}: {len(experiment.train.source):,} training and '
-        f'{tested} images, {model.num_classes} classes',
-        f'length  {length.total_steps:,} steps of {length.batch_size:,} images, '
-        f'{length.epochs:,.1f} epochs; warm-up {length.steps(config.schedule.warmup):,} steps',
+        f'{tested} images, {counted(len(experiment.train.source.class_names), "class")}',
+        f'length  {counted(length.total_steps, "step")} of {images}, '
+        f'{length.epochs:,.1f} epochs; warm-up {counted(warmup, "step")}',
         f'model   {parameter_count(model):,} parameters, {tokens}'
         f'{multiply_adds(model) / 1e6:,.1f} M multiply-adds an image; '
         f'compiling for {experiment.mesh.size} x {jax.devices()[0].device_kind}',
@@ -151,10 +158,13 @@ def _outline(experiment: Experiment) -> str:
     return '\n'.join([*lines, *experiment.report])
 
 
-def _loaders(
+def loaders(
     experiment: Experiment,
 ) -> tuple[Callable[[ImageReader], Loader], list[Loader]]:
-    """What makes loaders, and those of test images that must all be readable."""
+    """What makes loaders, and those of test images that must all be readable.
+
+    What is kept on the devices is read: raises UserError for an image that cannot be.
+    """
     sharding = meshes.batch_sharding(experiment.mesh)
     loader_of = loading.make_loaders(experiment.config.loader, sharding)
     loader_of(experiment.train)
@@ -211,8 +221,7 @@ def _first_state(
         where = job.from_process_0(f'set aside {step}', lambda: str(quarantine(path)))
         logging.warning('%s; moved to %s', error, where)
         return _first_state(experiment, abstract, folder, job, console)
-    left = '' if step < end else ', the last step: there is nothing left to train'
-    console.print(f'resuming at step {step} from {path}{left}')
+    console.print(f'resuming at step {step} from {path}{"" if step < end else _COMPLETE}')
     return checkpoints, TrainState.join(*parts), progress
 
 
@@ -222,9 +231,7 @@ def _new_state(experiment: Experiment, abstract: TrainState, console: Console) -
     state: TrainState = jax.jit(experiment.init, out_shardings=shardings)()
     if start is None:
         return state
-    params, report = transfer(
-        start.read(), old=start.card.model, new=experiment.model.config, fresh=state.params
-    )
+    params, report = experiment.transferred(start, state.params)
     console.print('\n'.join([f'start_from {start.path}', *start.report, *report]))
     params = meshes.put(params, shardings.params)
     ema_params = None if state.ema_params is None else jax.tree.map(jnp.copy, params)
@@ -356,10 +363,10 @@ class Run:
                     may_lack=self.experiment.evals[name].on_unreadable == 'skip',
                 )
             self.evals[name], missing = numbers, {}
-            text = f'{eval_summary({name: numbers})} of {read:,} images'
+            text = f'{eval_summary({name: numbers})} of {counted(read, "image")}'
             if read < count:
                 missing = {'unreadable': count - read}
-                text += f', {count - read:,} unreadable ones left out'
+                text += f', {count - read:,} left out, unreadable'
             self.reporter.record(name, step, numbers | {'count': read} | missing, text)
 
     def probe(self, probes: Probes, features: Features, step: int, state: TrainState) -> None:

@@ -255,7 +255,9 @@ def rows(number: int) -> dict[str, tuple[str, Callable[[], Outcome]]]:
         'pickles': row('pickles that would be executed', FORMATS, '-k=pickle'),
         'bombs': row('headers that declare too much, bombs', *READING, '-k=declares or bomb'),
         'records': row('damage to stored records', READING[1], '-k=noticed'),
-        'disks': row('full and read-only disks', RUNS, '-k=disk or be_written'),
+        'disks': row(
+            'full and read-only disks, no memory', RUNS, '-k=disk or be_written or without_memory'
+        ),
     }
 
 

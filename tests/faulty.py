@@ -12,6 +12,7 @@ import time
 import jax
 import jax.numpy as jnp
 import optax
+import psutil
 
 from vit_jax import train
 from vit_jax.checkpoints.store import Checkpoints
@@ -214,6 +215,16 @@ def full_disk(number, index):
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     Checkpoints.save = saving
+
+
+def full_memory(number, index):
+    """From that step on the process gets no more memory than it has."""
+
+    def act():
+        held = psutil.Process().memory_info().vms
+        resource.setrlimit(resource.RLIMIT_AS, (held, resource.RLIM_INFINITY))
+
+    at_tick(number, index, act)
 
 
 def other_packages(number, index):

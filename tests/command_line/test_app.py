@@ -199,7 +199,7 @@ def test_help_names_every_field_of_a_configuration_and_all_of_help_what_each_is(
     [
         (UserError('data=x: no such folder'), 1, 'error: data=x: no such folder\n'),
         (NotFinite('step 3: loss is nan'), 1, 'error: step 3: loss is nan\n'),
-        (KeyboardInterrupt(), 130, 'error: interrupted; the same command goes on'),
+        (KeyboardInterrupt(), 130, 'error: interrupted\n'),
         (ValueError('a fault of ours'), 1, None),
         (OSError('a fault of ours'), 1, None),
     ],

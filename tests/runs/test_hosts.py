@@ -137,6 +137,18 @@ def test_killed_processes_go_on_to_the_same_bits_and_the_ledger_adds_up(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize('step', [12, 23])
+def test_a_run_without_memory_ends_by_itself_and_goes_on_to_the_same_bits(step, whole, tmp_path):
+    """The system gives it none from that step on. Where jax or tensorstore need some they abort."""
+    with training(tmp_path, f'full_memory:{step},slow:20') as (host,):
+        assert host.wait(60) in (1, -signal.SIGABRT)
+    assert re.search('error: |out of memory|Fatal Python error: Aborted', host.text)
+    with training(tmp_path) as (host,):
+        assert host.wait() == 0, host.text
+    assert_same(tmp_path, whole(1))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize('seed', [0])
 def test_ten_kills_in_one_run_go_on_to_the_same_bits(whole, tmp_path, seed):
     kill_often(tmp_path, 2, 10, seed)

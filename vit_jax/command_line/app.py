@@ -115,8 +115,8 @@ def reporter(arguments: argparse.Namespace) -> Callable[[BaseException], int]:
         else:
             # Background tasks of orbax that end with the process would have the last word.
             warnings.simplefilter('ignore')
-            text = 'interrupted; the same command goes on from what is complete'
-            print(f'error: {text if interrupted else own or error}', file=sys.stderr, flush=True)
+            text = 'interrupted' if interrupted else own or error
+            print(f'error: {text}', file=sys.stderr, flush=True)
         return INTERRUPTED if interrupted else 1
 
     return report

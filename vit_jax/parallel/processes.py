@@ -33,6 +33,7 @@ from vit_jax.base import UserError, records
 from vit_jax.parallel.clusters import Launch, detect_cluster
 from vit_jax.parallel.connecting import awaiting, connect
 from vit_jax.parallel.countdown import Countdown
+from vit_jax.parallel.memory import when_exhausted
 
 REQUEUE = 75  # EX_TEMPFAIL: start the same command again
 INTERRUPTED = 130  # the code of a shell's command that Ctrl-C ended
@@ -64,6 +65,7 @@ class Job:
         self._moving = threading.Lock()  # held while it is agreed on at which tick all stop
         self._stop_at: int | None = None
         self._asked = futures.Future[None]()  # to stop
+        self._waiting = futures.ThreadPoolExecutor(1)  # one thread: without memory none can begin
         self._code = REQUEUE
         self._pace, self._since = 0.0, time.monotonic()  # the longest step, the last tick
         self._times = collections.Counter[str]()  # that each name was told or waited for
@@ -181,15 +183,7 @@ class Job:
         """
         if self._launch is None or self.count > 1:
             return wait()
-        result = futures.Future[T]()
-
-        def work() -> None:
-            try:
-                result.set_result(wait())
-            except BaseException as error:
-                result.set_exception(error)
-
-        threading.Thread(target=work, daemon=True).start()
+        result = self._waiting.submit(wait)
         first: list[futures.Future[Any]] = [result, self._asked]
         futures.wait(first, return_when=futures.FIRST_COMPLETED)
         if result.done():
@@ -299,14 +293,14 @@ class Job:
             if number not in _SIGNALS:
                 continue
             if number == signal.SIGINT and interrupted:
+                _say('ended at once: the same command goes on from the newest checkpoint')
                 os._exit(INTERRUPTED)
             interrupted |= number == signal.SIGINT
             code = INTERRUPTED if number == signal.SIGINT else REQUEUE
             if not self._saves:
                 name = signal.Signals(number).name
                 text = f'{name} before anything was kept: nothing is lost, start again'
-                _say(text)
-                self.end(code, text)
+                self._say_and_end(code, text)
             if interrupted:
                 _say('interrupted: stops after this step, and saves; Ctrl-C again ends at once')
             if self.count > 1:
@@ -322,8 +316,11 @@ class Job:
     def _on_stall(self, seconds: float) -> None:
         text = f'no step ended within {seconds:.0f} s of being asked to stop: ended without saving'
         text += '; the same command goes on from the newest checkpoint'
+        self._say_and_end(self._code, text)
+
+    def _say_and_end(self, code: int, text: str) -> NoReturn:
         _say(text)
-        self.end(self._code, text)
+        self.end(code, text)
 
     def _on_hang(self, seconds: float) -> None:
         _say(f'no sign of work for {seconds:g} s (--watchdog_seconds); what every thread does:')
@@ -353,6 +350,7 @@ def joined_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterat
     job = Job(launch)
     faulthandler.enable()  # an abort, by jax for example, shows what every thread did
     _take_signals(job)
+    when_exhausted(functools.partial(job._say_and_end, 1))
     job.reset_watchdog()
     cluster = detect_cluster(launch)
     if cluster is None or cluster.num_processes == 1:
@@ -360,6 +358,8 @@ def joined_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterat
             yield job
         except Interrupted as stop:
             job._stopped(stop)
+        except Exception as error:  # a thread that is stalled, or never began, is not waited for
+            job._leave(report(error))
         finally:
             job._watchdog.cancel()
         return

@@ -153,6 +153,14 @@ def test_a_read_that_stalls_in_mid_training_can_be_stopped(count, tmp_path):
         assert 'no step ended within' in started[0].text and steps(tmp_path) == [50]
 
 
+def test_an_error_ends_a_process_of_which_a_read_stalls(tmp_path):
+    """The interpreter's own end would wait for that."""
+    flags = [f'{PLACEMENT}host', '--config.total.steps=200']
+    with training(tmp_path, 'hang_loader:0,fail:88', flags=flags) as (host,):
+        assert host.wait(45) == 1
+    assert 'RuntimeError: the disk is on fire' in host.text
+
+
 def test_a_killed_peer_is_one_sentence(tmp_path):
     with training(tmp_path, 'slow:100', 2) as started:
         started[0].wait_for('reported', step=5)

@@ -5,6 +5,7 @@ A fault is NAME:STEP or NAME:STEP:PROCESS; it happens at that step, on that proc
 
 import os
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -225,6 +226,12 @@ def full_memory(number, index):
         resource.setrlimit(resource.RLIMIT_AS, (held, resource.RLIM_INFINITY))
 
     at_tick(number, index, act)
+
+
+def gone(number, index):
+    """The work directory is removed when that step begins."""
+    (folder,) = (text.partition('=')[2] for text in sys.argv if text.startswith('--workdir='))
+    at_tick(number, index, lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def other_packages(number, index):

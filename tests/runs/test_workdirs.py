@@ -90,6 +90,17 @@ def test_a_full_disk_is_said_within_a_logging_interval_and_the_checkpoint_before
     assert load_card(str(tmp_path / 'run'))[0]['step'] == 10
 
 
+@pytest.mark.full
+@pytest.mark.parametrize('step', [9, 10])
+def test_a_directory_that_is_removed_under_its_run_is_said(step, tmp_path):
+    """Before and while the files of a checkpoint are written, which may make it again."""
+    command = ['tests.faulty', f'gone:{step},slow:50', '--config=tests/tiny_config.py']
+    with hosts(tmp_path, [*command, f'--workdir={tmp_path}/run']) as (host,):
+        assert host.wait() == 1
+    said = host.text.splitlines()[-1]
+    assert said.startswith(f'error: workdir {tmp_path}/run was removed or renamed while its run')
+
+
 @pytest.mark.parametrize('text', ['', '[]', '{"data": ', '[' * 100_000, None])
 def test_checkpoints_whose_configuration_cannot_be_read_are_no_run_to_go_on_with(tmp_path, text):
     (tmp_path / 'checkpoints' / '5').mkdir(parents=True)

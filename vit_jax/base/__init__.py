@@ -15,6 +15,7 @@ from vit_jax.base.errors import (
     close_by,
     counted,
     refuse,
+    require_kept,
     usable,
 )
 from vit_jax.base.records import Record, require, require_between, require_pattern
@@ -30,5 +31,6 @@ __all__ += [
     'Record',
     'require',
     'require_between',
+    'require_kept',
     'require_pattern',
 ]

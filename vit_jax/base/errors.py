@@ -59,3 +59,10 @@ def usable(path: object) -> Iterator[None]:
     except OSError as error:
         kind = MissingFile if isinstance(error, FileNotFoundError) else UnusableDisk
         raise kind(f'{error.filename or path}: {error.strerror or error}') from error
+
+
+def require_kept(file: pathlib.Path) -> None:
+    """Raises MissingFile where a file of a run is there no more: its directory was removed."""
+    if not file.exists():
+        text = f'was removed or renamed while its run went on ({file.name} is gone)'
+        raise MissingFile(f'workdir {file.parent} {text}: put it back, or begin again')

@@ -25,7 +25,15 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from vit_jax.base import MissingFile, Params, UnusableDisk, UserError, sync, tree_names
+from vit_jax.base import (
+    MissingFile,
+    Params,
+    UnusableDisk,
+    UserError,
+    require_kept,
+    sync,
+    tree_names,
+)
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.digests import Damaged
 from vit_jax.parallel.sharding_rules import abstract
@@ -119,7 +127,7 @@ class Checkpoints:
             card=ocp.args.JsonSave(card),
             progress=ocp.args.JsonSave(progress),
         )
-        with _written(self._folder):
+        with _written(self._folder, self._along):
             self._manager.save(step, args=items)
         if jax.process_index() == 0:
             self._removing = threading.Thread(target=self._remove_older, daemon=True)
@@ -176,12 +184,12 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raises what went wrong in the background, if anything did."""
-        with _written(self._folder):
+        with _written(self._folder, self._along):
             self._manager.check_for_errors()
 
     def wait(self) -> None:
         """Returns when everything is on disk."""
-        with _written(self._folder):
+        with _written(self._folder, self._along):
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
         if self._removing is not None:
@@ -189,7 +197,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits, and ends the threads."""
-        with _written(self._folder):
+        with _written(self._folder, self._along):
             self._manager.close()
 
 
@@ -306,11 +314,13 @@ def _readable(folder: pathlib.Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _written(folder: pathlib.Path) -> Iterator[None]:
+def _written(folder: pathlib.Path, along: Sequence[pathlib.Path]) -> Iterator[None]:
     """An error of writing in few words: orbax and tensorstore raise many kinds, in many lines."""
     try:
         yield
     except Exception as error:
+        for path in along:
+            require_kept(path)
         reason = ' '.join(str(error).split()) or type(error).__name__
         if len(reason) > 500:  # of tensorstore, with the system's word anywhere in it
             words = (os.strerror(code) for code in errno.errorcode)

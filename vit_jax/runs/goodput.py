@@ -17,7 +17,7 @@ import pathlib
 import time
 from typing import Any
 
-from vit_jax.base import read_json_lines, usable
+from vit_jax.base import read_json_lines, require_kept, usable
 from vit_jax.training.loop import Clock
 
 LOST = 'lost by restart'
@@ -31,9 +31,10 @@ class Ledger:
         clock.settle()
         self._began = round(time.time() - sum(clock.seconds.values()), 4)
         self.run = 1 + (len({line['began'] for line in read(path)}) if path else 0)
-        if path is not None and path.exists() and not path.read_bytes().endswith(b'\n'):
+        if path is not None:
             with usable(path), path.open('a') as file:
-                file.write('\n')  # after the half line of a killed run
+                if not path.read_bytes().endswith(b'\n') and file.tell():
+                    file.write('\n')  # after the half line of a killed run
 
     def record(self, event: str, step: int | None) -> None:
         """Writes a line, while the state is that of `step`; None: there is none yet."""
@@ -42,6 +43,7 @@ class Ledger:
         self.clock.settle()
         seconds = {name: round(s, 4) for name, s in self.clock.seconds.items()}
         line = {'began': self._began, 'event': event, 'step': step, 'seconds': seconds}
+        require_kept(self._path)
         with usable(self._path), self._path.open('a') as file:
             file.write(json.dumps(line) + '\n')
 

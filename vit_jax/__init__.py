@@ -1,5 +1,7 @@
 """Vision Transformers in JAX: pre-train, fine-tune, probe with few labels, and look inside."""
 
+import signal
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = '0.1.0'
@@ -7,6 +9,12 @@ __all__ = ['load', 'save']
 
 if TYPE_CHECKING:
     from vit_jax.pretrained import load, save
+
+# `python -m vit_jax...`, which has yet to find its file: Ctrl-C ends what follows, imports, at once
+# and without a word, until a program takes it (command_line/app.py). Never so in other programs.
+if sys.argv[:1] == ['-m'] and any(text.startswith('vit_jax') for text in sys.orig_argv):
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def __dir__() -> list[str]:

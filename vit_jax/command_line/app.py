@@ -9,6 +9,7 @@ import io
 import logging
 import os
 import re
+import signal
 import sys
 import traceback
 import warnings
@@ -75,6 +76,8 @@ def run_job(
 @contextlib.contextmanager
 def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
     """The parsed arguments. An error within is reported, and ends the program."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # while importing (vit_jax/__init__.py)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     parser.add_argument('--traceback', action='store_true', help='show where any error comes from')
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files that are no Unicode
         sys.stdout.reconfigure(errors='surrogateescape')

@@ -62,7 +62,8 @@ def relative_names(names: Sequence[str], data: str) -> list[str]:
     """The names without the folder of the data, which may lie elsewhere another time."""
     path = pathlib.Path(data)
     inner, outer = (f'{folder}{os.sep}' for folder in (path, path.parent))
-    return [name.removeprefix(inner if name.startswith(inner) else outer) for name in names]
+    start = len(inner)
+    return [n[start:] if n.startswith(inner) else n.removeprefix(outer) for n in names]
 
 
 Splits = dict[str, Callable[[], Source]]

@@ -157,7 +157,7 @@ def _host_differences(theirs: dict[str, Any], listing: Listing) -> list[str]:
 
 
 def _keys(names: Sequence[str]) -> np.ndarray:
-    encoded = (name.encode(errors='surrogateescape') for name in names)
+    encoded = as_bytes(names).split(b'\0')[:-1]
     return np.fromiter(map(zlib.crc32, encoded), np.uint64, len(names))
 
 

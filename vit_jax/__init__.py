@@ -1,5 +1,6 @@
 """Vision Transformers in JAX: pre-train, fine-tune, probe with few labels, and look inside."""
 
+import itertools
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
 
 # `python -m vit_jax...`, which has yet to find its file: Ctrl-C ends what follows, imports, at once
 # and without a word, until a program takes it (command_line/app.py). Never so in other programs.
-if sys.argv[:1] == ['-m'] and any(text.startswith('vit_jax') for text in sys.orig_argv):
+_words = itertools.pairwise(sys.orig_argv)
+if sys.argv[:1] == ['-m'] and any(a == '-m' and b.split('.')[0] == 'vit_jax' for a, b in _words):
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 

@@ -2,9 +2,9 @@
 
 Started like a training (same flags, on every host) it meets the other processes, compares
 packages and code, counts devices, and adds up one number of each device, within --seconds. With
---config it does what a training does before its first step, but for compiling: it reads all test
-images and the checkpoint to start from; with --workdir it sees that the directory is shared, can be
-written and belongs to no other experiment.
+--config it does what a training does before its first step, but for compiling: where that has yet
+to begin it reads all test images and the checkpoint to start from; with --workdir it sees that the
+directory is shared, can be written and belongs to no other experiment.
 """
 
 import argparse
@@ -159,8 +159,12 @@ def _read(experiment: Experiment, job: Job, *, begun: bool) -> None:
         job.reset_watchdog()
         experiment.transferred(experiment.start, jax.eval_shape(experiment.init).params)
     skipped = experiment.config.loader.on_unreadable == 'skip'
-    found = 'may be unreadable (on_unreadable=skip)' if skipped else 'can be read'
-    _say('images', f'those to test on {found}; vit_jax.inspect_data reads those to train on too')
+    found = (
+        'were not all read: on_unreadable=skip leaves out what cannot be'
+        if skipped
+        else 'can be read'
+    )
+    _say('images', f'those to test on {found}; vit_jax.inspect_data reads all')
 
 
 def _give_up(job: Job, seconds: float) -> None:

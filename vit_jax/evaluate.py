@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from vit_jax.base import UserError, atomic_write, counted, records, usable, write_json
 from vit_jax.checkpoints.formats import array_files
-from vit_jax.command_line import app
+from vit_jax.command_line import app, output
 from vit_jax.data.sources.opening import HeldOut, Opener, make_opener
 from vit_jax.evaluation import confusion
 from vit_jax.pretrained import Loaded, load
@@ -33,6 +33,8 @@ def main(arguments: argparse.Namespace) -> int:
 
     Returns 1 where some images cannot be read, which are left out, 0 otherwise.
     """
+    if arguments.out:
+        output.outlive_readers()
     held_out = HeldOut(fraction=arguments.held_out, seed=arguments.held_out_seed)
     loaded = load(arguments.checkpoint, **app.overrides(arguments))
     print('\n'.join(loaded.report))
@@ -148,4 +150,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == '__main__':
-    app.run(main, _parser())
+    app.run(main, _parser(), only_prints=True)

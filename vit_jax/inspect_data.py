@@ -93,7 +93,9 @@ def _shared(
         source = opened(config.data, split)
         return [digests.get(name) for name in source.read_names(range(len(source)))]
 
-    found = {}
+    found: dict[str, tuple[int, int]] = {}
+    if not isinstance(config.data, str):  # whose images may have any names
+        return found
     with contextlib.suppress(UserError):  # which is among the problems
         trained = {*of(config.train_split)} - {None}
         for name, one in config.evaluations.items():

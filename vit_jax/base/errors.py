@@ -29,8 +29,10 @@ def close_by(path: str | pathlib.Path) -> str:
     """
     place = pathlib.Path(path)
     with contextlib.suppress(OSError):
-        missing = next(p for p in (*reversed(place.parents), place) if not p.exists())
-        names = [other.name for other in missing.parent.iterdir()]
+        places = *reversed(place.parents), place
+        if (missing := next((p for p in places if not p.exists()), None)) is None:
+            return ''
+        names = [other.name for other in missing.parent.iterdir() if other.exists()]
         if close := difflib.get_close_matches(missing.name, names, n=1, cutoff=0.75):
             return f'; did you mean {str(missing.with_name(close[0]))!r}?'
     return ''
@@ -62,7 +64,8 @@ def usable(path: object) -> Iterator[None]:
 
 
 def require_kept(file: pathlib.Path) -> None:
-    """Raises MissingFile where a file of a run is there no more: its directory was removed."""
+    """Raises MissingFile where a file of a run, or its whole directory, is there no more."""
     if not file.exists():
-        text = f'was removed or renamed while its run went on ({file.name} is gone)'
-        raise MissingFile(f'workdir {file.parent} {text}: put it back, or begin again')
+        gone = file if file.parent.exists() else f'workdir {file.parent}'
+        text = 'was removed or renamed while its run went on'
+        raise MissingFile(f'{gone} {text}: put it back, or begin again')

@@ -1,7 +1,7 @@
 """Records: dataclasses of plain values that check themselves and are kept as JSON.
 
-Every configuration and every checkpoint card is one. They are not frozen, because the command
-line assigns to their fields; nothing else does, and `checked` looks at what was assigned.
+Every configuration and every checkpoint card is one. They are not frozen, because configurations
+and the command line assign to their fields; `checked` looks at what was assigned.
 """
 
 import collections.abc
@@ -25,10 +25,9 @@ R = TypeVar('R')
 class Record:
     """The base of dataclasses that are checked when they are made: UserError names the field.
 
-    So it does for an assignment to a field that does not exist.
-
-    First the types, which for `Literal['adamw', 'sgd']` are the choices, then what `check` says.
-    One number for a `tuple[int, int]`, a size (height, width), is that of both sides.
+    Assigning to a field that does not exist raises UserError too. First the types are looked at,
+    which for `Literal['adamw', 'sgd']` are the choices, then what `check` says. One number for a
+    `tuple[int, int]`, a size (height, width), is that of both sides.
     """
 
     def __new__(cls, *_: Any, **values: Any) -> Any:

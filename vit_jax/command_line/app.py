@@ -49,10 +49,10 @@ def run(
     """Runs a program and exits with the code that `main` returns.
 
     With the arguments of `add_config`, `arguments.config` is the TrainConfig that was asked for.
-    The program outlives those who read what it prints, unless that is all that it makes.
+    The program outlives those who read what it prints, unless that is its only result.
     """
     if only_prints:
-        output.open_closed()
+        output.replace_missing_streams()
     else:
         output.outlive_readers()
     with _started(parser) as arguments:
@@ -146,6 +146,7 @@ class _Parser(argparse.ArgumentParser):
         paths = config_help.paths(TrainConfig) if self._takes_config else ()
         fields = [f'--{path}' for path in paths]
         same = [field for field in fields if field.endswith(f'.{flag[2:]}')]
+        same = same or [field for field in fields if config_help.initials(field) == flag[2:]]
         meant = same or difflib.get_close_matches(flag, [*known, *fields])
         return f'did you mean {meant[0]!r}?' if meant else nearest(flag, known)
 

@@ -118,8 +118,8 @@ def _parsed(text: str, options: Sequence[Any], *, where: str) -> Any:
     if tuple[int, int] in options:
         if text.isdecimal():  # a square, not a tuple of one
             return int(text)
-        sides = text.replace('x', ',')
-        require('x' not in text, f'{where}={text}: expected {sides}, or one number')
+        sides = re.fullmatch(r'(\d+)\s*[xX×]\s*(\d+)', text)
+        require(not sides, f'{where}={text}: expected {",".join(sides.groups() if sides else ())}')
     kinds = records.record_types(options)
     if len(kinds) == 1:
         kinds['build'] = next(iter(kinds.values()))  # ml_collections' word

@@ -62,6 +62,11 @@ def paths(cls: type[Record]) -> list[str]:
     return [f'{path}.{name}' for path, kind in found for name in records.hints(kind)]
 
 
+def initials(path: str) -> str:
+    """Of the words in a field's name: `lr` for `config.optimizer.learning_rate`."""
+    return ''.join(word[0] for word in path.rpartition('.')[2].split('_'))
+
+
 def nearest(cls: type[Record], name: str, here: Iterable[str]) -> str:
     """The end of an error message about a name that is none of the fields `here`.
 
@@ -71,10 +76,10 @@ def nearest(cls: type[Record], name: str, here: Iterable[str]) -> str:
     places = {
         path.rpartition('.')[2]: path for path in reversed(paths(cls))
     }  # the first of several
-    initials = {''.join(word[0] for word in field.split('_')): field for field in places}
+    by_initials = {initials(path): field for field, path in places.items()}
     known = [*here]
     meant = [name] if name in places else difflib.get_close_matches(name, known)
-    meant = meant or [initials.get(name, ''), *difflib.get_close_matches(name, places)]
+    meant = meant or [by_initials.get(name, ''), *difflib.get_close_matches(name, places)]
     there = next((places[field] for field in meant if field in places and field not in known), None)
     return f'did you mean {there!r}?' if there else records.nearest(name, known)
 

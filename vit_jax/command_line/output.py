@@ -1,5 +1,7 @@
 """Output that nobody reads any more: a closed pipe or terminal does not end a run."""
 
+import contextlib
+import errno
 import io
 import os
 import sys
@@ -11,14 +13,17 @@ class _Outlasting(io.FileIO):
     def write(self, data: object) -> int | None:  # type: ignore[override]
         try:
             return super().write(data)  # type: ignore[arg-type]
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # no reader that went away
+                with contextlib.suppress(OSError):
+                    os.write(2, f'error: output is lost: {error.strerror}\n'.encode())
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())  # for C++ code too
             os.close(null)
             return super().write(data)  # type: ignore[arg-type]
 
 
-def open_closed() -> None:
+def replace_missing_streams() -> None:
     """What the program was started without, stdout or stderr, is the null device from here on."""
     for name in 'stdout', 'stderr':
         if getattr(sys, name) is None:
@@ -27,7 +32,7 @@ def open_closed() -> None:
 
 def outlive_readers() -> None:
     """From here on stdout and stderr are dropped, each from the moment on when it breaks."""
-    open_closed()
+    replace_missing_streams()
     for name in 'stdout', 'stderr':
         stream = getattr(sys, name)
         stream.flush()

@@ -33,7 +33,7 @@ from vit_jax.base import UserError, records
 from vit_jax.parallel.clusters import Launch, detect_cluster
 from vit_jax.parallel.connecting import awaiting, connect
 from vit_jax.parallel.countdown import Countdown
-from vit_jax.parallel.memory import when_exhausted
+from vit_jax.parallel.out_of_memory import when_exhausted
 
 REQUEUE = 75  # EX_TEMPFAIL: start the same command again
 INTERRUPTED = 130  # the code of a shell's command that Ctrl-C ended
@@ -344,8 +344,8 @@ def _say(text: str) -> None:
 def joined_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterator[Job]:
     """The job that this process belongs to; when one process fails, all of them end.
 
-    Raises UserError where the coordinator cannot be reached. What is raised within one of several
-    processes is printed by `report`, which returns the exit code, and ends the job.
+    Raises UserError where the coordinator cannot be reached. What is raised within is printed by
+    `report`, whose exit code ends the process at once, and all others.
     """
     job = Job(launch)
     faulthandler.enable()  # an abort, by jax for example, shows what every thread did

@@ -33,9 +33,9 @@ class Duration(records.Record):
         records.require_between(self, 'fraction', low=0, high=1)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if value is not None and len(vars(self)) == len(UNITS):  # not while it is made
+        if name in UNITS and value is not None and len(vars(self)) == len(UNITS):  # made already
             vars(self).update(dict.fromkeys(UNITS))
-        object.__setattr__(self, name, value)
+        super().__setattr__(name, value)
 
     def __str__(self) -> str:
         unit = next(unit for unit in UNITS if getattr(self, unit) is not None)

@@ -263,7 +263,8 @@ def _safetensors(path: pathlib.Path) -> ArrayFile:
     _checked_names(shapes)
     digests = json_object(metadata.pop(DIGESTS, '{}'))
 
-    # A handle keeps all mapped that was read by it; opening costs as much as the header is long.
+    # An open handle keeps mapped what was read through it: it is opened anew after 256 MiB, not
+    # for each array, as opening reads the header, which may be long.
     opened = functools.partial(safe_open, str(path), framework='numpy')
     handle, left = opened(), _SMALL
 

@@ -101,7 +101,10 @@ def format_for(path: str | os.PathLike[str], named: str | None, own: str) -> str
         format = fitting[0]
     files = [form.name for form in FORMATS if not form.file_name]
     if ending in _ENDINGS and format not in files:
-        right = f'expected a name without {ending}, or the format {" or ".join(fitting or files)}'
+        others = fitting or [
+            f'{form.name} ({form.suffix})' for form in FORMATS if not form.file_name
+        ]
+        right = f'expected a name without {ending}, or the format {" or ".join(others)}'
         raise UserError(f'{path}: the format {format} is a directory: {right}')
     return format
 

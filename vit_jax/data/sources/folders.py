@@ -13,7 +13,7 @@ from vit_jax.data.sources.base import Source, Splits, in_fixed_order, labelled_s
 HEIC = frozenset({'.heic', '.heif', '.hif'})
 _ELSEWHERE = HEIC | {'.avif'}  # images, whether they can be read here or not
 _MISREAD = '.pfm'  # floating point, of which OpenCV makes 8 bits as if they were whole numbers
-_WAY_OUT = 'remove it, or add some'
+_WAY_OUT = 'remove the folder, or add images'
 SPLIT_NAMES = frozenset('train training test testing val valid validation'.split())
 
 
@@ -104,7 +104,9 @@ def image_files(path: pathlib.Path) -> list[str]:
         raise UserError(_nothing_in(path, others))
     if others:
         count = counted(len(others), 'file')
-        logging.warning('%s: %s left out, no image by its ending: %s', path, count, others[0])
+        logging.warning(
+            '%s: %s left out, whose ending is not that of an image: %s', path, count, others[0]
+        )
     if links:
         count = counted(len(links), 'broken link')
         logging.warning('%s: %s, to no file: %s', path, count, links[0])

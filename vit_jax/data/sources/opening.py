@@ -17,8 +17,8 @@ from vit_jax.data.sources.base import DataFunction, Source, Splits, relative_nam
 # The split `test` is the first of these that the data has.
 TEST_NAMES = 'test', 'val', 'validation', 'valid'
 _CUT = (
-    'a part of train can be tested on: '
-    "--config.train_split='train[:90%]' --config.eval_split='train[90%:]'"
+    "a part of train can be tested on: --config.train_split='train[:90%]' "
+    "--config.eval_split='train[90%:]'; of vit_jax.evaluate --split=train"
 )
 
 
@@ -99,7 +99,8 @@ def open_splits(
     if tfds.holds(data):
         return tfds.folder_splits(data, label_column)
     if data.endswith(('.npz', '.csv', '.jsonl')) and not os.path.isfile(data):
-        raise MissingFile(f'{data}: no such file{close_by(data)}')
+        wrong = 'is no file' if os.path.exists(data) else 'no such file'
+        raise MissingFile(f'{data}: {wrong}{close_by(data)}')
     if label_column is not None:
         raise UserError(f'labels={label_column!r}: expected FILE.json; {data} is no data of TFDS')
     if data == 'digits':
@@ -111,6 +112,8 @@ def open_splits(
     if not os.path.isdir(data):
         files = "FILE.csv, FILE.jsonl, FILE.npz, tfds:NAME, or 'digits'"
         expected = f'; expected a folder that holds train/CLASS/*.jpg or CLASS/*.jpg, {files}'
+        if os.path.exists(data):
+            raise UserError(f'data={data!r}: is no folder{expected}')
         raise MissingFile(f'data={data!r}: no such folder{close_by(data) or expected}')
     if imagenet.holds(data):
         return imagenet.folder_splits(data)

@@ -125,7 +125,10 @@ def _row(values: dict[str, Any], file: pathlib.Path, line: int) -> _Row | UserEr
         return error
     classes = values['labels'] if several else [values['label']]
     if not isinstance(classes, list) or not all(isinstance(c, str | int) for c in classes):
-        return UserError(f'{where}: labels={classes!r}: expected a list of names')
+        expected = (
+            'labels={!r}: expected a list of names' if several else 'label={!r}: expected a name'
+        )
+        return UserError(f'{where}: {expected.format(classes if several else classes[0])}')
     if classes == [''] or not values['path']:
         return UserError(f'{where}: an empty path or label')
     split = str(values.get('split', ''))

@@ -8,17 +8,18 @@ from typing import Any
 
 
 def when_exhausted(act: Callable[[str], object]) -> None:
-    """Calls `act` with a sentence where a thread, or a callback, finds no memory to begin.
+    """Calls `act` with a sentence where a thread finds no memory to begin, or a callback to run.
 
-    Python only prints that, and what waits for the thread would wait for ever.
+    Python only prints that, and what waits for the thread or callback would wait for ever.
     """
 
     def watch() -> None:
-        while (found := unraised.get()).exc_type is not MemoryError:
+        while not issubclass((found := unraised.get()).exc_type, MemoryError):
             sys.__unraisablehook__(found)
+            del found  # the object whose end raised it
         act(
-            'out of memory, where a thread was to begin: give this process more (ulimit -v); '
-            'the same command goes on from the newest checkpoint'
+            'out of memory, where a thread or a callback was to begin: give this process more '
+            '(ulimit -v); the same command goes on from the newest checkpoint'
         )
 
     unraised = queue.SimpleQueue[Any]()

@@ -124,12 +124,12 @@ def test_every_problem_of_a_folder_is_listed_in_one_go(photos, tmp_path, capsys,
     assert look(tiny.experiment(data=str(photos)), tmp_path / 'out') == 1
     said = capsys.readouterr().out
     found = json.loads((tmp_path / 'out' / 'data.json').read_text())
-    empty = 'no images in this folder: remove it, or add some'
+    empty = 'no images in this folder: remove the folder, or add images'
     single = 'its class has one image, none can be held out for testing; add some, or remove its'
     expected = [
         f'{photos}/ant: {empty}',
         f'{photos}/bee: no images in this folder; 1 file of other endings, such as Thumbs.db: '
-        'remove it, or add some',
+        'remove the folder, or add images',
         f'{photos}/eel/only.jpg: {single} folder',
         f'{photos}/fox/only.jpg: {single} folder',
         '3 images cannot be read: mend or remove, or leave out by '
@@ -158,7 +158,7 @@ def test_classes_that_are_not_in_all_splits_are_listed(photos, tmp_path):
     assert look(config, tmp_path / 'out') == 1
     root = tmp_path / 'splits'
     assert sorted(json.loads((tmp_path / 'out' / 'data.json').read_text())['problems']) == [
-        f'{root}/train/emu: no images in this folder: remove it, or add some',
+        f'{root}/train/emu: no images in this folder: remove the folder, or add images',
         f"{root}: class 'dog' is in train/ but not in test/",
         f"{root}: class 'emu' is in train/ but not in test/",
     ]

@@ -295,7 +295,7 @@ def test_every_program_that_makes_more_than_it_prints_outlives_its_readers(monke
     for name in programs():
         with pytest.raises(SystemExit):
             runpy.run_path(str(ROOT / f'vit_jax/{name}.py'), run_name='__main__')
-    assert {*programs()} - outliving == {'augreg', 'plan', 'predict'}
+    assert {*programs()} - outliving == {'augreg', 'evaluate', 'plan', 'predict'}
 
 
 CHECKPOINT = 'tests/reference/google_vit_token_prelogits.npz'

@@ -110,7 +110,7 @@ def test_fields_of_a_name_or_a_function_and_of_records_by_name_can_be_set():
         ('lr=1', "config.lr: no such field; did you mean 'config.schedule.learning_rate'?"),
         ('lerning_rate=1', "config.lerning_rate: no such field; did you mean 'config.schedule.le"),
         ('batchsize=1', "config.batchsize: no such field; did you mean 'batch_size'?"),
-        ('image_size=24x16', 'config.image_size=24x16: expected 24,16, or one number'),
+        ('image_size=24x16', 'config.image_size=24x16: expected 24,16'),
         (
             'evals.val.split=x',
             """config.evals.val: no such field; there is none; --config.evals="{'v""",

@@ -18,6 +18,8 @@ def test_imagenet_for_300_epochs_is_the_papers_number_of_steps():
 
 def test_to_assign_one_unit_is_to_give_up_the_other():
     duration = Duration(steps=5)
+    with pytest.raises(ValueError, match="no such field; did you mean 'epochs'"):
+        duration.epoch = 2.0
     duration.epochs = 2.0
     assert duration == Duration(epochs=2.0) and str(duration) == 'epochs=2.0'
     duration.steps = None

@@ -51,7 +51,7 @@ SINGLE = ' is a directory: expected a name without '
             'y.pth',
             None,
             'vit_jax',
-            f'y.pth: the format vit_jax{SINGLE}.pth, .* google or bigvision or timm$',
+            f'y.pth: the format vit_jax{SINGLE}.pth, .*bigvision ..npz. or timm ..safetensors.$',
         ),
         ('y', 'tim', 'timm', "format='tim'; did you mean 'timm'?"),
     ],

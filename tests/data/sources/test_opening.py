@@ -86,9 +86,15 @@ def test_what_is_not_there_is_named(root, tmp_path):
         opening.make_opener()('/no/where.npz', 'train')
     with pytest.raises(MissingFile, match="data='/no/where'"):
         opening.make_opener()('/no/where', 'train')
+    for name, why in ('file', 'is no folder; expected a folder'), ('d.npz', 'd.npz: is no file$'):
+        (tmp_path / name).mkdir() if name == 'd.npz' else (tmp_path / name).touch()
+        with pytest.raises(ValueError, match=why):
+            opening.make_opener()(str(tmp_path / name), 'train')
     with pytest.raises(ValueError, match="no split 'val'; known: test, train"):
         opening.make_opener()(str(root), 'val')
-    advice = "--config.train_split='train\\[:90%\\]' --config.eval_split='train\\[90%:\\]'$"
+    advice = (
+        "--config.train_split='train\\[:90%\\]' --config.eval_split='train\\[90%:\\]'; of vit.*$"
+    )
     shutil.rmtree(root / 'test')
     with pytest.raises(ValueError, match=f"no split 'test'; known: train; .*: {advice}"):
         opening.make_opener()(str(root), 'test')
@@ -113,17 +119,19 @@ def test_a_class_without_images_is_named(root):
         (root / split / 'fox').mkdir()
     with pytest.raises(ValueError) as refused:
         opening.make_opener()(str(root), 'train')
-    remedy = 'no images in this folder: remove it, or add some'
+    remedy = 'no images in this folder: remove the folder, or add images'
     assert str(refused.value) == f'{root}/train/emu: {remedy}\n  {root}/train/fox: {remedy}'
     (root / 'train' / 'emu' / 'notes.txt').write_text('none yet')
-    with pytest.raises(ValueError, match='1 file of other endings, such as notes.txt: remove it'):
+    with pytest.raises(
+        ValueError, match='1 file of other endings, such as notes.txt: remove the folder'
+    ):
         opening.make_opener()(str(root), 'train')
 
 
 def test_files_that_are_no_images_by_their_ending_are_left_out_with_a_warning(root, caplog):
     (root / 'train' / 'cat' / 'notes.txt').write_text('a cat')
     assert len(opening.make_opener()(str(root), 'train')) == 12
-    assert '1 file left out, no image by its ending' in caplog.text
+    assert '1 file left out, whose ending is not that of an image' in caplog.text
 
 
 def test_a_photo_counts_under_every_ending_of_a_format_that_is_read(root, caplog):
@@ -165,7 +173,7 @@ def test_heic_photos_are_counted_apart_and_what_to_do_is_said(root, caplog, monk
     photo = root / 'train' / 'cat' / 'IMG_1.HEIC'
     photo.write_bytes(b'')
     assert str(photo) in described(opening.make_opener()(str(root), 'train'))
-    assert '1 file left out, no image by its ending' in caplog.text
+    assert '1 file left out, whose ending is not that of an image' in caplog.text
     remedy = 'pip install pillow-heif to read them, or convert them to JPEG'
     assert f'1 HEIC photo; {remedy}: {photo}' in caplog.text
 

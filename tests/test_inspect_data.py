@@ -13,7 +13,8 @@ from vit_jax import inspect_data, prepare
 from vit_jax.command_line import app
 from vit_jax.data import image_headers
 from vit_jax.data.augmentation import Augmentation
-from vit_jax.data.sources.opening import HeldOut
+from vit_jax.data.sources.opening import HeldOut, make_opener
+from vit_jax.runs.experiment import label_problems
 
 
 def look(config, folder):
@@ -125,13 +126,13 @@ def test_every_problem_of_a_folder_is_listed_in_one_go(photos, tmp_path, capsys,
     said = capsys.readouterr().out
     found = json.loads((tmp_path / 'out' / 'data.json').read_text())
     empty = 'no images in this folder: remove the folder, or add images'
-    single = 'its class has one image, none can be held out for testing; add some, or remove its'
+    single = 'this is the only image, none can be held out for testing; add some, or remove its'
     expected = [
         f'{photos}/ant: {empty}',
         f'{photos}/bee: no images in this folder; 1 file of other endings, such as Thumbs.db: '
         'remove the folder, or add images',
-        f'{photos}/eel/only.jpg: {single} folder',
-        f'{photos}/fox/only.jpg: {single} folder',
+        f'{photos}/eel/only.jpg: of class {"eel"!r} {single} folder',
+        f'{photos}/fox/only.jpg: of class {"fox"!r} {single} folder',
         '3 images cannot be read: mend or remove, or leave out by '
         '--config.loader.on_unreadable=skip',
     ]
@@ -146,6 +147,28 @@ def test_every_problem_of_a_folder_is_listed_in_one_go(photos, tmp_path, capsys,
     assert split['misnamed'] == [f'{photos}/dog/1.jpg: PNG']
     copies = [f'{photos}/{name}/only.jpg = {photos}/cat/1.jpg' for name in ('eel', 'fox')]
     assert split['duplicates'] == copies
+
+
+def test_every_problem_of_a_table_is_listed_in_one_go(photos, tmp_path):
+    lines = ['path,label', 'photos/cat/1.jpg,cat', 'photos/cat/2.jpg,', 'photos/nope.jpg,cat']
+    (tmp_path / 't.csv').write_text('\n'.join([*lines, 'photos/cat/1.jpg,dog']))
+    assert look(tiny.experiment(data=str(tmp_path / 't.csv')), tmp_path / 'out') == 1
+    found = json.loads((tmp_path / 'out' / 'data.json').read_text())
+    assert 'line 3: an empty' in found['problems'][0] and 'line 5: ' in found['problems'][0]
+    assert found['problems'][1].startswith('1 image cannot be read')
+    (split,) = found['splits'].values()
+    assert split['unreadable'] == [f'{tmp_path}/photos/nope.jpg: No such file or directory']
+
+
+def test_a_class_that_is_tested_and_never_trained_on_is_said(photos, tmp_path, caplog):
+    lines = ['cat/1.jpg,cat,train', 'cat/2.jpg,dog,train', 'cat/4.jpg,emu,test']
+    text = '\n'.join(['path,label,split', *(f'photos/{line}' for line in lines)])
+    (tmp_path / 't.csv').write_text(text)
+    config = tiny.experiment(data=str(tmp_path / 't.csv'), eval_split='test')
+    opened = make_opener()
+    sources = [opened(config.data, name) for name in ('train', 'test')]
+    assert not label_problems(config, sources[0], {'test': sources[1]})
+    assert 't.csv: 1 class of test without a training image: emu' in caplog.text
 
 
 def test_classes_that_are_not_in_all_splits_are_listed(photos, tmp_path):

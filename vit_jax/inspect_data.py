@@ -27,7 +27,7 @@ from vit_jax.config import TrainConfig
 from vit_jax.data import inspection, loading
 from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.inspection import Scan
-from vit_jax.data.sources import folders
+from vit_jax.data.sources import folders, tables
 from vit_jax.data.sources.base import Label, Source
 from vit_jax.data.sources.opening import Opener, make_opener, open_splits
 from vit_jax.runs.experiment import label_problems, open_start, preprocessing_of, reader_for
@@ -108,7 +108,7 @@ def _shared(
 def _sources(config: TrainConfig, opened: Opener) -> tuple[dict[str, Source], list[str]]:
     """The splits by name, and why training would be refused.
 
-    Of a folder whose splits cannot be opened it is all images, whatever their classes.
+    Of a folder or table whose splits cannot be opened it is all images, whatever their classes.
     """
     data, problems = config.data, []
     # A function is asked for the splits of the configuration: it cannot list its own.
@@ -124,6 +124,9 @@ def _sources(config: TrainConfig, opened: Opener) -> tuple[dict[str, Source], li
             problems = known + [p for p in problems if not _is_among(p, known)]
             with contextlib.suppress(UserError):
                 sources = {'all images': folders.unlabelled([data])}
+        elif isinstance(data, str) and data.endswith(('.csv', '.jsonl')) and os.path.isfile(data):
+            with contextlib.suppress(UserError):
+                sources = {'all images': tables.unlabelled(data)}
         return sources, problems
     parts = {}
     for split in splits:
@@ -158,7 +161,7 @@ def _lines(scan: Scan) -> list[str]:
         lines.append(f'  misnamed     {len(scan.misnamed):,}, read all the same:')
         lines += [f'    {name}' for name in scan.misnamed[:_SHOWN]]
     if scan.duplicates:
-        lines.append(f'  duplicates   {len(scan.duplicates):,}, the same bytes under two names:')
+        lines.append(f'  duplicates   {len(scan.duplicates):,}, the same bytes twice:')
         lines += [f'    {name}' for name in scan.duplicates[:_SHOWN]]
     lines.append(f'  unreadable   {len(scan.unreadable):,}')
     return lines + [f'    {name}' for name in scan.unreadable[:_SHOWN]]

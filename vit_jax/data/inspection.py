@@ -27,7 +27,7 @@ class Scan:
     formats: dict[str, int]
     unreadable: list[str]  # messages that name the image
     misnamed: list[str]  # their format is not that of their ending
-    duplicates: list[str]  # NAME = OTHER: the same bytes under two names, perhaps in two splits
+    duplicates: list[str]  # NAME = OTHER: the same bytes, perhaps in two splits, or listed twice
     height: list[int]  # minimum, median, maximum, in pixels; of nothing readable, empty
     width: list[int]
 

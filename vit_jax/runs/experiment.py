@@ -7,6 +7,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from vit_jax.base import Batch, Params, UserError, counted, records, refuse
@@ -18,7 +19,7 @@ from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.image_preprocessing import Preprocessing, Size, normalize
 from vit_jax.data.loading import ImageReader, check_memory, make_warning
-from vit_jax.data.sources.base import Source
+from vit_jax.data.sources.base import Source, warn_once
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.models import Model, ModelConfig, build, for_task
 from vit_jax.parallel import meshes
@@ -139,8 +140,17 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
 
 
 def label_problems(config: TrainConfig, train: Source, evaluated: dict[str, Source]) -> list[str]:
-    """Why the classes of these images cannot be learned and measured, with the way out."""
+    """Why the classes of these images cannot be learned and measured, with the way out.
+
+    Warns of classes that are measured without being learned, if labels are at hand.
+    """
     data, loss = records.text_of(config.data), config.loss
+    for name, source in evaluated.items():
+        if source.class_names == train.class_names:
+            missing = [train.class_names[i] for i in sorted(_classes(source) - _classes(train))]
+            if missing and train.labels_at_hand:
+                count = f'{counted(len(missing), "class")} of {name} without a training image'
+                warn_once(f'{data}: {count}: {", ".join(missing[:5])}')
     found = [
         f'{data}: the classes of train and {name} differ'
         for name, source in evaluated.items()
@@ -155,6 +165,14 @@ def label_problems(config: TrainConfig, train: Source, evaluated: dict[str, Sour
         text = f'one class alone, {train.class_names[0]!r}, so that every guess is right'
         found.append(f'{data}: {text}: add images of another class')
     return found
+
+
+def _classes(source: Source) -> set[int]:
+    """The classes of its images; none if they would have to be read for that."""
+    if not source.labels_at_hand:
+        return set()
+    labels = source.labels
+    return {*np.unique(np.nonzero(labels)[1] if source.multi_label else labels).tolist()}
 
 
 def open_start(config: TrainConfig) -> Checkpoint | None:

@@ -1,3 +1,4 @@
+import os
 import pathlib
 import shutil
 
@@ -70,7 +71,7 @@ def test_slices_of_a_split_are_disjoint_complete_and_fair(root):
     assert 0 < labels.sum() < 6  # not the first class alone
 
 
-@pytest.mark.parametrize('split', ['train[', 'train[10]', 'train[:a%]', 'tr ain'])
+@pytest.mark.parametrize('split', ['train[', 'train[10]', 'train[:a%]', ''])
 def test_a_split_that_is_none_is_explained(split):
     with pytest.raises(ValueError, match='expected a name, or'):
         opening.make_opener()('digits', split)
@@ -131,7 +132,7 @@ def test_a_class_without_images_is_named(root):
 def test_files_that_are_no_images_by_their_ending_are_left_out_with_a_warning(root, caplog):
     (root / 'train' / 'cat' / 'notes.txt').write_text('a cat')
     assert len(opening.make_opener()(str(root), 'train')) == 12
-    assert '1 file left out, whose ending is not that of an image' in caplog.text
+    assert '1 file left out, whose ending or kind is not that of an image' in caplog.text
 
 
 def test_a_photo_counts_under_every_ending_of_a_format_that_is_read(root, caplog):
@@ -173,7 +174,7 @@ def test_heic_photos_are_counted_apart_and_what_to_do_is_said(root, caplog, monk
     photo = root / 'train' / 'cat' / 'IMG_1.HEIC'
     photo.write_bytes(b'')
     assert str(photo) in described(opening.make_opener()(str(root), 'train'))
-    assert '1 file left out, whose ending is not that of an image' in caplog.text
+    assert '1 file left out, whose ending or kind is not that of an image' in caplog.text
     remedy = 'pip install pillow-heif to read them, or convert them to JPEG'
     assert f'1 HEIC photo; {remedy}: {photo}' in caplog.text
 
@@ -222,7 +223,8 @@ def test_a_folder_without_splits_holds_out_a_share_of_every_class(flat, caplog):
     assert train.class_names == test.class_names == ('cat', 'dog', 'emu')
     assert set(test.labels) == set(train.labels) == {0, 1, 2}
     assert not set(described(train)) & set(described(test)) and len(train) + len(test) == 17
-    assert '0.2 of each class are held out' in caplog.text
+    said = f'about 0.2 of each class, {len(test)} of 17 images, are held out'
+    assert caplog.text.count(said) == 1
     whole = opening.make_opener(held_out)(str(flat), 'all')
     assert {*described(whole)} == {*described(train), *described(test)} and len(whole) == 17
     again = opening.make_opener(held_out)(str(flat), 'test')
@@ -261,7 +263,9 @@ def test_a_class_too_small_to_hold_out_of_is_named(flat):
     write_image(flat / 'fox' / '0.png')
     write_image(flat / 'gnu' / '0.png')
     for name in 'fox', 'gnu':
-        with pytest.raises(ValueError, match=f'(?s){name}/0.png: its class has one image'):
+        with pytest.raises(
+            ValueError, match=f"(?s){name}/0.png: of class '{name}' this is the only"
+        ):
             opening.make_opener()(str(flat), 'train')
     for fraction in 0.0, 1.0, float('nan'):
         with pytest.raises(ValueError, match='HeldOut.fraction=.*: expected more than 0'):
@@ -334,3 +338,29 @@ def test_data_of_a_mistyped_name_are_guessed_by_what_lies_beside_it(tmp_path):
     for wrong, meant in {'phtos': 'photos', 'brids.csv': 'birds.csv'}.items():
         with pytest.raises(FileNotFoundError, match=f"did you mean '{tmp_path}/{meant}'\\?$"):
             opening.open_splits(str(tmp_path / wrong))
+
+
+def test_names_that_are_no_unicode_are_held_out_too(tmp_path):
+    for name in b'bad\xff', b'good':
+        folder = os.path.join(os.fsencode(tmp_path), name)
+        os.mkdir(folder)
+        for i in range(3):
+            open(os.path.join(folder, b'%d.png' % i), 'w').close()
+    train, test = (opening.make_opener()(str(tmp_path), name) for name in ('train', 'test'))
+    assert len(train) + len(test) == 6 and train.class_names == ('bad\udcff', 'good')
+
+
+def test_a_link_to_itself_leads_to_no_file(root, caplog):
+    for link in root / 'loop', root / 'train' / 'loop', root / 'train' / 'cat' / 'self.png':
+        link.symlink_to(link.name)
+    assert len(opening.make_opener()(str(root), 'train')) == 12 + 1
+    assert '1 broken link, to no file' in caplog.text
+    assert len(folders.unlabelled([str(root)])) == 16 + 1
+
+
+def test_a_pipe_is_no_image(root, caplog):
+    os.mkfifo(pipe := root / 'train' / 'cat' / 'pipe.png')
+    assert len(opening.make_opener()(str(root), 'train')) == 12
+    assert '1 file left out' in caplog.text and str(pipe) in caplog.text
+    with pytest.raises(UserError, match='pipe.png: neither a regular file nor a folder'):
+        folders.unlabelled([str(pipe)])

@@ -64,7 +64,7 @@ def test_labels_of_a_csv_are_separated_by_semicolons(images, tmp_path):
 
 
 def test_numbers_are_classes_in_their_order(images, tmp_path):
-    lines = ['path,label'] + [f'{p},{n}' for p in images for n in (10, 9, 2)]
+    lines = ['path,label'] + [f'{p},{(10, 9, 2)[i % 3]}' for i, p in enumerate(images)]
     source = opening.make_opener()(write(tmp_path / 't.csv', lines), 'train')
     assert source.class_names == ('2', '9', '10')
 
@@ -77,6 +77,12 @@ def test_numbers_are_classes_in_their_order(images, tmp_path):
         ('t.csv', ['path,label', 'a.jpg,cat', 'b.jpg'], 't.csv, line 3: it has path; expected'),
         ('t.csv', ['path,label', 'a.jpg,'], 't.csv, line 2: an empty path or label'),
         ('t.csv', ['path,label'], 't.csv: no lines'),
+        ('t.csv', ['path,label', 'a.jpg,cat, tabby'], 'line 2: 3 fields for 2 columns: is a comma'),
+        (
+            't.csv',
+            ['path,label', 'a.jpg,cat', 'b.jpg,cat', 'a.jpg,dog'],
+            "line 4: a.jpg is 'dog', on line 2 'cat'; expected one label an image",
+        ),
         ('t.csv', ['path,label,split', 'a,b,train', 'c,d,'], 'some lines have a `split`'),
         ('t.jsonl', ['{"path": "a", "label": "b"}', '{'], 't.jsonl, line 2: not JSON'),
         ('t.csv', ['path,label', f'a,{"b" * 131_073}'], 'line 2: field larger than field limit'),
@@ -141,10 +147,39 @@ def test_paths_that_are_all_wrong_are_named_by_example(images, tmp_path):
     example = f'{path}: no such image: {tmp_path}/photos/[0-9]+.jpg; paths are absolute, or start'
     with pytest.raises(UserError, match=f'{example} in {tmp_path}'):
         opening.make_opener()(path, 'train')
-    write(tmp_path / 't.csv', ['path,label', *(f'{images[0]},{i % 2}' for i in range(9)), *rows])
+    write(tmp_path / 't.csv', ['path,label', *[f'{images[0]},0'] * 9, *rows])
     assert len(opening.make_opener()(path, 'train')) > 30  # an image that cannot be read
 
 
 def test_a_table_that_is_not_there_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match='none.csv: no such file'):
         opening.make_opener()(str(tmp_path / 'none.csv'), 'train')
+
+
+def test_white_space_around_a_name_is_no_part_of_it(images, tmp_path):
+    rows = zip(images, 'abbaab', [' train', 'train '] * 3, strict=True)
+    lines = [f'{p}, {c} ,{s}' for p, c, s in rows]
+    path = write(tmp_path / 't.csv', ['path, label ,split ', *lines])
+    source = opening.make_opener()(path, 'train')
+    assert source.class_names == ('a', 'b') and len(source) == 6
+    line = json.dumps({'path': images[0], 'labels': ['sea ', 'sea']})
+    source = opening.open_splits(write(tmp_path / 't.jsonl', [line] * 2))['train']()
+    assert source.class_names == ('sea',)
+
+
+def test_names_that_look_mistyped_are_said(images, tmp_path, caplog):
+    splits = ['train', 'trian', 'trian', 'test', 'fold 1', 'fold 1']
+    lines = [f'{p},{c},{s}' for p, c, s in zip(images, 'aabbAB', splits, strict=True)]
+    path = write(tmp_path / 't.csv', ['path,label,split', *lines])
+    for _ in range(2):
+        assert len(opening.make_opener()(path, 'fold 1')) == 2
+    assert "'trian' (2 lines), 'fold 1' (2 lines)" in caplog.text
+    assert "in case only: 'A' and 'a', 'B' and 'b'" in caplog.text and len(caplog.records) == 2
+
+
+def test_lines_that_do_not_agree_are_said_with_the_others(tmp_path):
+    lines = ['path,label,split', 'a,cat,train', 'b,,train', 'c,cat', 'a,dog,test', 'd,cat,test,x']
+    with pytest.raises(UserError) as refused:
+        opening.open_splits(write(tmp_path / 't.csv', lines))
+    said = str(refused.value)
+    assert all(f'line {number}: ' in said for number in (3, 4, 5, 6)) and 'line 2:' not in said

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -56,6 +57,12 @@ class Source:
     def labels(self) -> Int[np.ndarray, 'n'] | Int[np.ndarray, 'n k']:
         """Every label: class numbers (n), or rows of 0 and 1 (n k)."""
         return self.read_labels(range(self.count)).astype(np.int32)
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Logs a warning, once in a program, however often the data are opened."""
+    logging.warning('%s', text)
 
 
 def relative_names(names: Sequence[str], data: str) -> list[str]:

@@ -1,10 +1,11 @@
 """Images as files in folders: ROOT/SPLIT/CLASS/NAME.jpg, ROOT/CLASS/NAME.jpg, or any files."""
 
+import errno
 import functools
 import logging
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from vit_jax.base import MissingFile, UserError, counted, refuse
 from vit_jax.data.image_headers import HEIC_REMEDY, can_read, kinds_by_ending
@@ -13,6 +14,7 @@ from vit_jax.data.sources.base import Source, Splits, in_fixed_order, labelled_s
 HEIC = frozenset({'.heic', '.heif', '.hif'})
 _ELSEWHERE = HEIC | {'.avif'}  # images, whether they can be read here or not
 _MISREAD = '.pfm'  # floating point, of which OpenCV makes 8 bits as if they were whole numbers
+ALONE = '%s: of %s this is the only image, none can be held out for testing'
 _WAY_OUT = 'remove the folder, or add images'
 SPLIT_NAMES = frozenset('train training test testing val valid validation'.split())
 
@@ -62,8 +64,8 @@ def problems(root: str) -> list[str]:
             if not images:
                 found.append(f'{_nothing_in(path / split / name, others)}: {_WAY_OUT}')
             if whole and len(images) == 1:
-                text = 'its class has one image, none can be held out for testing'
-                found.append(f'{images[0]}: {text}; add some, or remove its folder')
+                alone = ALONE % (images[0], f'class {name!r}')
+                found.append(f'{alone}; add some, or remove its folder')
         for other in splits:
             for name in sorted({*classes} - {*splits[other]}):
                 found.append(f'{root}: class {name!r} is in {split}/ but not in {other}/')
@@ -89,6 +91,8 @@ def unlabelled(paths: Sequence[str]) -> Source:
     for path in map(pathlib.Path, paths):
         if not path.exists():
             raise MissingFile(f'{path}: no such image or folder')
+        if not path.is_dir() and not path.is_file():
+            raise UserError(f'{path}: neither a regular file nor a folder')
         found += image_files(path) if path.is_dir() else [str(path)]
     return labelled_source(found, [0] * len(found), ())
 
@@ -105,7 +109,10 @@ def image_files(path: pathlib.Path) -> list[str]:
     if others:
         count = counted(len(others), 'file')
         logging.warning(
-            '%s: %s left out, whose ending is not that of an image: %s', path, count, others[0]
+            '%s: %s left out, whose ending or kind is not that of an image: %s',
+            path,
+            count,
+            others[0],
         )
     if links:
         count = counted(len(links), 'broken link')
@@ -128,22 +135,37 @@ def _nothing_in(path: pathlib.Path, others: Sequence[str]) -> str:
 def _files(path: pathlib.Path) -> tuple[list[str], list[str], list[str]]:
     """Images by their ending, broken links too; other files; links that lead to no file."""
     images, others, links = list[str](), list[str](), list[str]()
-    for file, is_there in sorted(_below(path), key=lambda found: found[0].split(os.sep)):
-        (images if _is_image(file) else others).append(file)
-        if not is_there:
+    for file, kind in sorted(_below(path), key=lambda found: found[0].split(os.sep)):
+        (images if _is_image(file) and kind != 'special' else others).append(file)
+        if kind == 'link':
             links.append(file)
     return images, others, links
 
 
-def _below(folder: str | pathlib.Path) -> Iterator[tuple[str, bool]]:
-    """The files below a folder, False for a broken link; the disk is asked about folders alone."""
+def _below(folder: str | pathlib.Path) -> Iterator[tuple[str, str]]:
+    """What is below a folder: a `file`, a broken `link`, or `special`, a pipe or a device.
+
+    The disk is asked about folders alone.
+    """
     for entry in _entries(folder):
         if entry.is_dir(follow_symlinks=False):
             yield from _below(entry.path)
-        elif entry.is_file():
-            yield entry.path, True
-        elif entry.is_symlink() and not os.path.exists(entry.path):
-            yield entry.path, False
+        elif _leads(entry.is_file):
+            yield entry.path, 'file'
+        elif not entry.is_symlink():
+            yield entry.path, 'special'
+        elif not os.path.exists(entry.path):
+            yield entry.path, 'link'
+
+
+def _leads(ask: Callable[[], bool]) -> bool:
+    """What an entry says to this; False of a link that leads to itself."""
+    try:
+        return ask()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False
 
 
 def _entries(folder: str | pathlib.Path) -> Iterator[os.DirEntry[str]]:
@@ -163,8 +185,8 @@ def _suffix(file: str) -> str:
 
 def folder_names(path: pathlib.Path) -> list[str]:
     """The sorted names of the folders in it, without hidden ones."""
-    return sorted(entry.name for entry in _entries(path) if entry.is_dir())
+    return sorted(entry.name for entry in _entries(path) if _leads(entry.is_dir))
 
 
 def _has_images(path: pathlib.Path) -> bool:
-    return any(_is_image(entry.name) for entry in _entries(path) if entry.is_file())
+    return any(_is_image(entry.name) for entry in _entries(path) if _leads(entry.is_file))

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import hashlib
-import logging
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -12,7 +11,14 @@ import numpy as np
 
 from vit_jax.base import MissingFile, UserError, close_by, counted, records, refuse, usable
 from vit_jax.data.sources import arrays, folders, imagenet, relabelling, tables, tfds
-from vit_jax.data.sources.base import DataFunction, Source, Splits, relative_names, select
+from vit_jax.data.sources.base import (
+    DataFunction,
+    Source,
+    Splits,
+    relative_names,
+    select,
+    warn_once,
+)
 
 # The split `test` is the first of these that the data has.
 TEST_NAMES = 'test', 'val', 'validation', 'valid'
@@ -127,10 +133,13 @@ def _with_splits(splits: Splits, held_out: HeldOut, data: str) -> Splits:
 
     @functools.cache
     def whole() -> tuple[Source, np.ndarray]:
-        source, text = splits['all'](), '%s has no splits: %g of each class are held out (held_out)'
-        logging.warning(text, data, held_out.fraction)
+        source = splits['all']()
         names = relative_names(source.read_names(range(len(source))), data)
-        return source, _drawn(source, names, held_out)
+        is_test = _drawn(source, names, held_out)
+        share, among = f'about {held_out.fraction:g} of each class', f'{len(source):,} images'
+        count = f'{is_test.sum():,} of {among}'
+        warn_once(f'{data} has no splits: {share}, {count}, are held out for testing (held_out)')
+        return source, is_test
 
     def opened(split: str) -> Source:
         source, is_test = whole()
@@ -145,7 +154,7 @@ def _drawn(source: Source, names: Sequence[str], held_out: HeldOut) -> np.ndarra
     So an image stays where it is when others come and go; but at least one of each class, or of all
     if multi-label, is held out, the one with the smallest digest, and the greatest is not.
     """
-    keys = (f'{held_out.seed} {name}'.encode() for name in names)
+    keys = (f'{held_out.seed} {name}'.encode(errors='surrogateescape') for name in names)
     digests = (hashlib.blake2b(key, digest_size=8).digest() for key in keys)
     places = np.frombuffer(b''.join(digests), '<u8') / 2**64
     labels = np.zeros(len(source), np.int32) if source.multi_label else source.labels
@@ -153,15 +162,19 @@ def _drawn(source: Source, names: Sequence[str], held_out: HeldOut) -> np.ndarra
     by_class = np.lexsort((places, labels))
     first = np.flatnonzero(np.diff(labels[by_class], prepend=-1))
     last = np.append(first[1:], len(labels)) - 1
-    alone = source.read_names(by_class[first[first == last]].tolist())
-    refuse([f'{name}: its class has one image, none can be held out for testing' for name in alone])
+    alone = by_class[first[first == last]].tolist()
+    of = [
+        'all the data' if source.multi_label else f'class {source.class_names[labels[i]]!r}'
+        for i in alone
+    ]
+    refuse([folders.ALONE % pair for pair in zip(source.read_names(alone), of, strict=True)])
     is_test[by_class[first]], is_test[by_class[last]] = True, False
     return is_test
 
 
 def _parse_split(split: str) -> tuple[str, Callable[[int], slice]]:
     """The name, and a function from the number of images to the slice."""
-    match = re.fullmatch(r'([\w-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?', split)
+    match = re.fullmatch(r'([^\[\]]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?', split)
     if not match:
         raise UserError(f'split {split!r}: expected a name, or NAME[:90%], NAME[90%:], NAME[10:20]')
     name, *bounds = match.groups()

@@ -1,20 +1,24 @@
 """Images listed in a table: a CSV or JSONL file of paths and labels.
 
 A line has `path`, absolute or relative to the table's folder, perhaps `split`, and either `label`
-or, multi-label, `labels`: a list in JSONL, separated by `;` in CSV. Other columns are ignored.
+or, multi-label, `labels`: a list in JSONL, separated by `;` in CSV. Other columns are ignored, and
+white space around columns, labels and splits.
 """
 
+import collections
 import csv
 import functools
 import io
+import itertools
 import json
 import os
 import pathlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vit_jax.base import UserError, refuse, require
-from vit_jax.data.sources.base import Source, Splits, in_fixed_order, labelled_source
+from vit_jax.base import UserError, counted, refuse, require
+from vit_jax.data.sources.base import Source, Splits, in_fixed_order, labelled_source, warn_once
+from vit_jax.data.sources.folders import SPLIT_NAMES
 
 _MIXED = 'some lines have `label`, others `labels`'
 
@@ -30,25 +34,17 @@ class _Row(NamedTuple):
 def table_splits(path: str) -> Splits:
     """The splits of a table, or `all` if it has no column `split`. Raises UserError with the lines.
 
-    Class names are sorted, as numbers if all are.
+    Class names are sorted, as numbers if all are. Warns of names that look mistyped.
     """
     file = pathlib.Path(path)
-    rows, faults = list[_Row](), list[str]()
-    for found in _csv(file) if file.suffix == '.csv' else _jsonl(file):
-        if isinstance(found, _Row):
-            rows.append(found)
-        else:
-            faults.append(str(found))
-    others = [row for row in rows if row.several != rows[0].several]
-    refuse(faults + [f'{path}, line {row.line}: {_MIXED}' for row in others])
-    require(bool(rows), f'{path}: no lines')
+    rows, faults = _rows(file)
     names = {name for row in rows for name in row.classes}
     by_number = all(map(str.isdecimal, names))
     class_names = sorted(sorted(names), key=int if by_number else str)
-    splits = sorted({row.split for row in rows})
-    if '' in splits and len(splits) > 1:
-        lines = [row.line for row in rows if not row.split]
-        refuse([f'{path}, line {line}: some lines have a `split`, this has none' for line in lines])
+    counts = collections.Counter(row.split for row in rows)
+    _warn_of_names(path, counts, class_names)
+    refuse(faults + _contradictions(rows, path))
+    require(bool(rows), f'{path}: no lines')
     number_of = {name: index for index, name in enumerate(class_names)}
     multi_label = rows[0].several
 
@@ -60,7 +56,51 @@ def table_splits(path: str) -> Splits:
         _require_files(paths, file)
         return in_fixed_order(labelled_source(paths, labels, class_names, multi_label=multi_label))
 
-    return {split or 'all': functools.partial(opened, split) for split in splits}
+    return {split or 'all': functools.partial(opened, split) for split in sorted(counts)}
+
+
+def unlabelled(path: str) -> Source:
+    """The images of all lines that can be understood; no classes, and every label is 0."""
+    file = pathlib.Path(path)
+    paths = dict.fromkeys(str(file.parent / row.path) for row in _rows(file)[0])
+    return labelled_source([*paths], [0] * len(paths), ())
+
+
+def _rows(file: pathlib.Path) -> tuple[list[_Row], list[str]]:
+    """The rows of a table, and what is wrong with other lines."""
+    found = [*(_csv(file) if file.suffix == '.csv' else _jsonl(file))]
+    rows = [row for row in found if isinstance(row, _Row)]
+    return rows, [str(fault) for fault in found if isinstance(fault, UserError)]
+
+
+def _contradictions(rows: Sequence[_Row], path: str) -> list[str]:
+    """Lines that do not agree with others."""
+    with_split, found = any(row.split for row in rows), list[str]()
+    first = dict[str, _Row]()
+    for row in rows:
+        where, other = f'{path}, line {row.line}', first.setdefault(row.path, row)
+        if row.several != rows[0].several:
+            found.append(f'{where}: {_MIXED}')
+        elif with_split and not row.split:
+            found.append(f'{where}: some lines have a `split`, this has none')
+        elif not row.several and row.classes != other.classes:
+            (mine,), (theirs,) = row.classes, other.classes
+            text = f'{row.path} is {mine!r}, on line {other.line} {theirs!r}'
+            found.append(f'{where}: {text}; expected one label an image, or a column `labels`')
+    return found
+
+
+def _warn_of_names(path: str, counts: dict[str, int], class_names: Sequence[str]) -> None:
+    """Of splits that nobody asks for unless told so, and of classes that may be one."""
+    unusual = {name: n for name, n in counts.items() if name not in SPLIT_NAMES | {'', 'all'}}
+    if unusual:
+        found = ', '.join(f'{name!r} ({counted(n, "line")})' for name, n in unusual.items())
+        text = 'used only where asked for, as by --config.train_split=NAME'
+        warn_once(f'{path}: unusual names of splits, {text}: {found}')
+    ordered = itertools.pairwise(sorted(class_names, key=str.casefold))
+    alike = [f'{a!r} and {b!r}' for a, b in ordered if a.casefold() == b.casefold()]
+    if alike:
+        warn_once(f'{path}: classes whose names differ in case only: {", ".join(alike)}')
 
 
 def _text(file: pathlib.Path) -> str:
@@ -76,9 +116,18 @@ def _csv(file: pathlib.Path) -> Iterator[_Row | UserError]:
     """The row of each line, or what is wrong with it."""
     reader = csv.DictReader(io.StringIO(_text(file), newline=''))
     try:
-        _require_columns(reader.fieldnames or (), f'{file}, line 1')
+        columns = [name.strip() for name in reader.fieldnames or ()]
+        _require_columns(columns, f'{file}, line 1')
+        reader.fieldnames = columns
         for cells in reader:
-            values: dict[str, Any] = {k: v for k, v in cells.items() if v is not None}
+            values: dict[Any, Any] = {k: v for k, v in cells.items() if v is not None}
+            if any(surplus := values.pop(reader.restkey, ())):
+                fields = (
+                    f'{len(columns) + len(surplus)} fields for {counted(len(columns), "column")}'
+                )
+                where = f'{file}, line {reader.line_num}'
+                yield UserError(f'{where}: {fields}: is a comma not within quotation marks?')
+                continue
             if 'labels' in values:
                 parts = map(str.strip, values['labels'].split(';'))
                 values['labels'] = [part for part in parts if part]
@@ -129,7 +178,8 @@ def _row(values: dict[str, Any], file: pathlib.Path, line: int) -> _Row | UserEr
             'labels={!r}: expected a list of names' if several else 'label={!r}: expected a name'
         )
         return UserError(f'{where}: {expected.format(classes if several else classes[0])}')
-    if classes == [''] or not values['path']:
+    names = tuple(str(name).strip() for name in classes)
+    if '' in names or not values['path']:
         return UserError(f'{where}: an empty path or label')
-    split = str(values.get('split', ''))
-    return _Row(str(values['path']), tuple(map(str, classes)), split, line, several)
+    split = str(values.get('split', '')).strip()
+    return _Row(str(values['path']), names, split, line, several)

@@ -65,6 +65,9 @@ def test_the_doctor_finds_what_a_training_finds_before_its_first_step(tmp_path, 
     config.loader.on_unreadable = 'skip'
     doctor._check_training(Job(), arguments)
     assert 'those to test on can be read' in said
+    config.loss = lambda logits, targets: (logits - targets).mean()
+    with pytest.raises(UserError, match='one number for each example'):
+        doctor._check_training(Job(), arguments)
 
 
 @pytest.mark.full

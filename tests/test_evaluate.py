@@ -148,6 +148,14 @@ def test_what_is_written_is_json_whatever_the_numbers(tmp_path):
     assert result(tmp_path)['means'] == {'loss': None, 'accuracy': 0.5}
 
 
+def test_the_name_of_a_class_cannot_write_on_the_screen():
+    classes = [{'class': 'a\x1b[2J', 'images': 1, 'accuracy': 0.0}]
+    table = np.array([[0, 1], [0, 0]])
+    found = evaluation_run.Evaluation(1, {'loss': 0.0}, classes, ['a\x1b[2J', 'b\n'], table, ())
+    said = evaluate._lines(found)
+    assert said[-1].endswith(r'a\x1b[2J, taken for b\n') and '\x1b' not in ''.join(said)
+
+
 def network_with(classes, names=()):
     model = tiny.model(num_classes=classes)
     card = Card(model=model, grid=model.grid, preprocessing=Preprocessing(), class_names=names)

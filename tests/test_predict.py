@@ -16,6 +16,7 @@ import vit_jax
 from tests import tiny
 from tests.networks import loaded
 from vit_jax import evaluate, predict
+from vit_jax.base import UserError
 
 NAMES = ['a', 'b, "c"', 'd']
 
@@ -47,6 +48,20 @@ def test_an_image_without_a_likely_class_is_not_lost():
     assert predict._formatted('x', [], 'text') == 'x  nothing above 50%'
     assert predict._formatted('x', [], 'csv') == 'x,,'
     assert json.loads(predict._formatted('x', [], 'jsonl')) == {'path': 'x', 'classes': []}
+
+
+def test_a_name_cannot_write_on_the_screen():
+    name, several = 'a\x1b[2J\nb.jpg', [('cat\n\x9b', 0.5)]
+    assert predict._formatted(name, several, 'text') == r'a\x1b[2J\nb.jpg  cat\n\x9b 50.0%'
+    assert predict._formatted('caf\udce9', several, 'text').startswith('caf\udce9 ')
+
+
+def test_what_cannot_be_written_is_found_out_before_anything_is_read(tmp_path):
+    (tmp_path / 'x.npz').mkdir()
+    flag = f'--features={tmp_path / "x.npz"}'
+    with pytest.raises(UserError, match='x.npz: Is a directory'):
+        predict.main(predict._parser().parse_args(['no network', 'no photo', flag]))
+    assert [*tmp_path.rglob('*')] == [tmp_path / 'x.npz']
 
 
 def test_the_file_holds_the_names_that_the_disk_has(tmp_path):

@@ -484,8 +484,8 @@ def test_predict_names_what_it_cannot_read_and_says_so_at_the_end(tmp_path, caps
     (tmp_path / 'names.txt').write_text('a\nb')
     with pytest.raises(ValueError, match='2 lines for 10 classes'):
         run(predict, path, folder, '--class_names', tmp_path / 'names.txt')
-    with pytest.raises(FileNotFoundError, match='absent.png: no such image or folder'):
-        run(predict, path, tmp_path / 'absent.png')
+    with pytest.raises(FileNotFoundError, match='0.pgn: no such image or folder; did .*0.png'):
+        run(predict, path, folder / '0.pgn')
     for wrong in 'features.txt', 'nowhere/features.npz':
         with pytest.raises(ValueError, match='expected NAME.npz in a directory that exists'):
             run(predict, path, folder, '--features', tmp_path / wrong)
@@ -512,7 +512,7 @@ def test_convert_writes_says_and_does_not_overwrite(tmp_path, capsys):
     assert run(convert, source, target, *arguments, '--overwrite') == 0
     ours = tmp_path / 'ours', '--format=vit_jax', '--grid=4,6'
     assert run(convert, target, *ours) == run(convert, target, *ours, '--overwrite') == 0
-    with pytest.raises(ValueError, match='this format is a file whose name ends with'):
+    with pytest.raises(ValueError, match='the format timm is a file whose name ends with'):
         run(convert, target, tmp_path / 'ours', '--format=timm', '--grid=4,6', '--overwrite')
     assert vit_jax.load(tmp_path / 'ours').config.grid == (4, 6)  # still there
     assert run(convert, target, tmp_path / 'y.npz', '--grid=4,6', '--drop_head') == 0

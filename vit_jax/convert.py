@@ -23,7 +23,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.drop_head:
         changes['num_classes'] = None
     loaded = load(arguments.input, **changes)
-    format = format_for(output, arguments.format, loaded.format)
+    format = format_for(output, arguments.format, loaded.format, flag='--format=')
     notes = save(loaded, output, format, overwrite=arguments.overwrite)
     print('\n'.join([*loaded.report, *notes]))
     print(f'written: {output} ({format} layout)')

@@ -2,9 +2,10 @@
 
 Started like a training (same flags, on every host) it meets the other processes, compares
 packages and code, counts devices, and adds up one number of each device, within --seconds. With
---config it does what a training does before its first step, but for compiling: where that has yet
-to begin it reads all test images and the checkpoint to start from; with --workdir it sees that the
-directory is shared, can be written and belongs to no other experiment.
+--config it does what a training does before its first step, but for compiling: it traces the step,
+network and loss with it; where that has yet to begin it reads all test images and the checkpoint to
+start from; with --workdir it sees that the directory is shared, can be written and belongs to no
+other experiment.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from vit_jax.data import loading
 from vit_jax.models import parameter_count
 from vit_jax.parallel import clusters, meshes
 from vit_jax.parallel.processes import Job, joined_job
-from vit_jax.runs import fingerprint, training_run
+from vit_jax.runs import compilation, fingerprint, training_run
 from vit_jax.runs.experiment import Experiment, decide
 
 # The oldest NVIDIA driver of each major version of CUDA (NVIDIA, CUDA compatibility, table 1).
@@ -144,6 +145,9 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
         _say('data', f'{counted(count, "training image")}, {classes}')
         _say('model', f'{parameter_count(model):,} parameters, {meshes.describe(experiment.mesh)}')
         _say('length', counted(experiment.length.total_steps, 'step'))
+        job.reset_watchdog()
+        compilation.lower_update(experiment, compilation.abstract_state(experiment))
+        _say('step', 'network, loss and update fit each other')
         _read(experiment, job, begun=begun)
 
 

@@ -64,7 +64,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.out:
         _write(pathlib.Path(arguments.out), found, loaded, arguments)
     for index in found.unreadable:
-        print(f'unreadable: {prediction.problem(reader, index)}', file=sys.stderr)
+        problem = output.printable(prediction.problem(reader, index))
+        print(f'unreadable: {problem}', file=sys.stderr)
     if unreadable := len(found.unreadable):
         text = f'{unreadable:,} of {len(source):,} images cannot be read, left out'
         print(text, file=sys.stderr)
@@ -90,13 +91,17 @@ def _lines(found: Evaluation) -> list[str]:
     worst = sorted(found.classes, key=lambda one: one[name])[:_SHOWN]
     fewer = ', the lowest' if len(worst) < len(found.classes) else ''
     lines.append(f'\n{_label(name)} of each class{fewer}:')
-    lines += [f'  {one[name]:8.2%} of {one["images"]:,}  {one["class"]}' for one in worst]
+    lines += [
+        f'  {one[name]:8.2%} of {one["images"]:,}  {output.printable(one["class"])}'
+        for one in worst
+    ]
     if found.confusion is None:
         return lines
     wrong = confusion.confusions(found.confusion, found.names)
     lines += ['', 'most often confused:'] if wrong else []
     for one in wrong[:_SHOWN]:
-        lines.append(f'  {one["images"]:>6,}  {one["class"]}, taken for {one["taken_for"]}')
+        pair = output.printable(f'{one["class"]}, taken for {one["taken_for"]}')
+        lines.append(f'  {one["images"]:>6,}  {pair}')
     return lines
 
 

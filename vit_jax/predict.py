@@ -22,7 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from vit_jax.base import Bool, Float, UserError, atomic_write, counted, usable
+from vit_jax.base import Bool, Float, UserError, atomic_write, counted, require_writable, usable
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.command_line import app, output
 from vit_jax.data.image_preprocessing import normalize
@@ -40,6 +40,8 @@ def main(arguments: argparse.Namespace) -> int:
     kept = pathlib.Path(arguments.features or 'unused.npz')
     if kept.suffix != '.npz' or not kept.parent.is_dir():
         raise UserError(f'--features={kept}: expected NAME.npz in a directory that exists')
+    if arguments.features:
+        require_writable(kept)
     if arguments.features or arguments.output:
         output.outlive_readers()
     source = unlabelled(arguments.images)
@@ -61,7 +63,8 @@ def main(arguments: argparse.Namespace) -> int:
             for position, readable in enumerate(mask):
                 if not readable:
                     unreadable += 1
-                    print(f'unreadable: {prediction.problem(reader, index)}', file=sys.stderr)
+                    problem = output.printable(prediction.problem(reader, index))
+                    print(f'unreadable: {problem}', file=sys.stderr)
                 elif loaded.predicts:
                     shares = outputs['probabilities'][position]
                     found = _found(shares, names, arguments.top, several=several)
@@ -139,7 +142,7 @@ def _formatted(path: str, found: Found, form: str) -> str:
         table.writerows(rows or [[path, '', '']])
         return lines.getvalue().rstrip('\n')
     text = ', '.join(f'{name} {share:.1%}' for name, share in found)
-    return f'{path}  {text or f"nothing above {_LIKELY:.0%}"}'
+    return output.printable(f'{path}  {text or f"nothing above {_LIKELY:.0%}"}')
 
 
 def _class_names(loaded: Loaded, path: str | None) -> list[str]:

@@ -220,6 +220,16 @@ def test_an_error_is_one_line_where_the_user_can_mend_it(
     assert text.startswith(line or '') or flags
 
 
+@pytest.mark.parametrize('given', ['/dev/full', None])
+def test_what_a_program_only_prints_is_not_lost_in_silence(monkeypatch, capsys, given):
+    monkeypatch.setattr(sys, 'argv', ['program'])
+    monkeypatch.setattr(sys, 'stdout', given and open(given, 'w'))
+    with pytest.raises(SystemExit) as ended:
+        app.run(lambda arguments: print('98 %') or 0, app.new_parser('n', ''), only_prints=True)
+    assert ended.value.code == 1
+    assert re.fullmatch('error: standard output: [A-Z][a-z ]+\n', capsys.readouterr().err)
+
+
 def test_warnings_are_named_by_their_level(monkeypatch, capsys):
     def main(arguments):
         logging.getLogger('any').warning('careful')

@@ -8,12 +8,13 @@ import pathlib
 import sys
 import typing
 
+import jax
 import pytest
 
 from tests import tiny
 from vit_jax.base import UserError, records
 from vit_jax.command_line import app
-from vit_jax.command_line.config_files import read
+from vit_jax.command_line.config_files import raised, read
 from vit_jax.command_line.config_flags import load
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -43,6 +44,19 @@ def test_what_a_configuration_raises_is_shown_with_its_own_lines_alone(tmp_path,
     assert text.startswith(f'--config={file} raised\n  File "{file}", line 3, in get_config\n')
     assert text.splitlines()[-1].startswith(RAISING[line])
     assert str(ROOT) not in text and 'importlib' not in text
+
+
+def test_so_is_what_its_functions_raise_without_what_jax_adds(tmp_path):
+    (file := tmp_path / 'own.py').write_text('import jax\ndef loss(x):\n    return nowhere\n')
+    with pytest.raises(UserError, match='defines no get_config'):
+        read(str(file))
+    with pytest.raises(NameError) as error:
+        jax.jit(sys.modules['config_config'].loss).lower(1)
+    error.value.add_note('of its own')
+    last = "NameError: name 'nowhere' is not defined\nof its own"
+    assert raised(error.value).endswith(
+        f', line 3, in loss\n    return nowhere\n           ^^^^^^^\n{last}'
+    )
 
 
 @pytest.mark.parametrize(

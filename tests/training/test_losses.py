@@ -51,7 +51,10 @@ def test_a_function_is_its_own_loss_and_gives_one_number_an_example():
     targets = targets_of(LABELS, 3)
     np.testing.assert_array_equal(make_loss(far)(LOGITS, targets), far(LOGITS, targets))
     for wrong, shape in (jnp.mean, r'\(\)'), (jnp.abs, r'\(2, 3\)'):
-        with pytest.raises(UserError, match=f'gives shape {shape}.*one number for each example'):
+        with pytest.raises(
+            UserError,
+            match=f'test_losses.py, line .* gives shape {shape}.*one number for each example',
+        ):
             make_loss(lambda logits, targets: wrong(logits))(LOGITS, targets)  # noqa: B023
 
 

@@ -5,6 +5,7 @@ from vit_jax.base.atomic_files import (
     DAMAGED_NPZ,
     atomic_write,
     read_json_lines,
+    require_writable,
     sync,
     write_json,
 )
@@ -33,4 +34,5 @@ __all__ += [
     'require_between',
     'require_kept',
     'require_pattern',
+    'require_writable',
 ]

@@ -24,15 +24,40 @@ def atomic_write(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
     Raises UnusableDisk or MissingFile where it cannot be written.
     """
-    partial = path.with_name(path.name + '.partial')
-    with usable(path):
-        partial.touch()
+    with _naming(path) as partial:
+        _begin(partial, path)
         mode = partial.stat().st_mode
         yield partial
         partial.chmod(mode)  # safetensors makes files that only their owner can read
         sync(partial)
         partial.replace(path)
         sync(path.parent)
+
+
+def require_writable(path: pathlib.Path) -> None:
+    """Raises what `atomic_write` would, before there is anything to write; leaves no file."""
+    with _naming(path) as partial:
+        _begin(partial, path)
+        partial.unlink()
+
+
+@contextlib.contextmanager
+def _naming(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """The partial file. Errors about it name `path` instead, or its folder that is none."""
+    partial = path.with_name(path.name + '.partial')
+    with usable(path):
+        try:
+            yield partial
+        except OSError as error:
+            if error.filename == str(partial):
+                error.filename = str(path if path.parent.is_dir() else path.parent)
+            raise
+
+
+def _begin(partial: pathlib.Path, path: pathlib.Path) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    partial.touch()
 
 
 def sync(path: pathlib.Path) -> None:

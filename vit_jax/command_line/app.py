@@ -49,10 +49,11 @@ def run(
     """Runs a program and exits with the code that `main` returns.
 
     With the arguments of `add_config`, `arguments.config` is the TrainConfig that was asked for.
-    The program outlives those who read what it prints, unless that is its only result.
+    The program outlives those who read what it prints, and the disk that keeps it, unless that is
+    its only result.
     """
     if only_prints:
-        output.replace_missing_streams()
+        output.require_stdout()
     else:
         output.outlive_readers()
     with _started(parser) as arguments:

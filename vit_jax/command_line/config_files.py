@@ -108,6 +108,8 @@ def raised(error: BaseException) -> str:
 
 
 def _shown(error: BaseException, frames: list[traceback.FrameSummary]) -> str:
+    notes = getattr(error, '__notes__', [])
+    notes[:] = [note for note in notes if 'JAX has removed its internal frames' not in note]
     lines = traceback.format_list(frames) + traceback.format_exception_only(error)
     return f'raised\n{"".join(lines).rstrip()}'
 

@@ -1,10 +1,13 @@
-"""Output that nobody reads any more: a closed pipe or terminal does not end a run."""
+"""Output that nobody reads any more, that a disk has no room for, or that is text of others."""
 
 import contextlib
 import errno
 import io
 import os
+import re
 import sys
+
+from vit_jax.base.errors import UnusableDisk
 
 
 class _Outlasting(io.FileIO):
@@ -14,13 +17,37 @@ class _Outlasting(io.FileIO):
         try:
             return super().write(data)  # type: ignore[arg-type]
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):  # no reader that went away
+            # Not where a reader went away, or stdout was closed from the start.
+            if error.errno not in (errno.EPIPE, errno.EIO, errno.EBADF):
                 with contextlib.suppress(OSError):
                     os.write(2, f'error: output is lost: {error.strerror}\n'.encode())
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.fileno())  # for C++ code too
-            os.close(null)
+            _drop(self.fileno())
             return super().write(data)  # type: ignore[arg-type]
+
+
+class _Required(io.FileIO):
+    """A file descriptor that raises UnusableDisk when it cannot be written, whoever reads it."""
+
+    def write(self, data: object) -> int | None:  # type: ignore[override]
+        try:
+            return super().write(data)  # type: ignore[arg-type]
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            _drop(self.fileno())  # what is left is not tried again at the exit
+            raise UnusableDisk(f'standard output: {error.strerror}') from error
+
+
+def _drop(descriptor: int) -> None:
+    """What is written to it from here on is lost, that of C++ code too."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)
+
+
+def printable(text: str) -> str:
+    """The text with its control characters escaped: a name cannot move the cursor or add a line."""
+    return re.sub('[\x00-\x1f\x7f-\x9f]', lambda found: repr(found[0])[1:-1], text)
 
 
 def replace_missing_streams() -> None:
@@ -34,13 +61,26 @@ def outlive_readers() -> None:
     """From here on stdout and stderr are dropped, each from the moment on when it breaks."""
     replace_missing_streams()
     for name in 'stdout', 'stderr':
-        stream = getattr(sys, name)
-        stream.flush()
-        try:
-            raw = _Outlasting(stream.fileno(), 'w', closefd=False)
-        except io.UnsupportedOperation:  # kept in memory
-            continue
-        raw.replaced = stream  # type: ignore[attr-defined]  # which would close the descriptor
-        buffer = io.BufferedWriter(raw)
-        text = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True)
-        setattr(sys, name, text)
+        _replace(name, _Outlasting)
+
+
+def require_stdout() -> None:
+    """From here on it is an error that stdout cannot be written, or was closed from the start."""
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), 'r')
+    replace_missing_streams()
+    _replace('stdout', _Required)
+
+
+def _replace(name: str, kind: type[io.FileIO]) -> None:
+    """Makes stdout or stderr a stream of this kind, on the same descriptor."""
+    stream = getattr(sys, name)
+    stream.flush()
+    try:
+        raw = kind(stream.fileno(), 'w', closefd=False)
+    except io.UnsupportedOperation:  # kept in memory
+        return
+    raw.replaced = stream  # type: ignore[attr-defined]  # which would close the descriptor
+    buffer = io.BufferedWriter(raw)
+    text = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True)
+    setattr(sys, name, text)

@@ -36,10 +36,12 @@ def make_loss(config: LossConfig | Loss) -> Loss:
     def loss(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:
         if not isinstance(config, LossConfig):
             losses, expected = config(logits, targets), logits.shape[:1]
+            code = getattr(config, '__code__', None)
+            where = f' ({code.co_filename}, line {code.co_firstlineno})' if code else ''
             found = f'gives shape {jnp.shape(losses)} for logits {logits.shape}'
             wanted = f'expected one number for each example, {expected}'
             fits = jnp.shape(losses) == expected
-            records.require(fits, f'loss {records.text_of(config)} {found}: {wanted}')
+            records.require(fits, f'loss {records.text_of(config)}{where} {found}: {wanted}')
             return losses
         targets = optax.smooth_labels(targets, config.label_smoothing)
         match config.kind:

@@ -40,7 +40,13 @@ SINGLE = ' is a directory: expected a name without '
         ('y.npz', 'google', 'timm', 'google'),
         ('y', None, 'vit_jax', 'vit_jax'),
         ('y.v2', None, 'huggingface', 'huggingface'),
-        ('y.npz', None, 'timm', 'y.npz: which format has this .npz file.* google or bigvision$'),
+        (
+            'y.npz',
+            None,
+            'timm',
+            'y.npz: which format has this .npz file.* say format=google or format=bigvision$',
+        ),
+        ('y', None, 'timm', 'y: no format is given, and timm, .* .safetensors, .*format=hugging'),
         (
             'y.npz',
             'vit_jax',
@@ -245,7 +251,9 @@ def test_a_grid_that_is_no_square_and_one_that_is_nowhere_are_asked_for(tmp_path
     'path', ['https://host/B_16.npz', 'gs://host/B_16.npz', 'hf:owner/name', 'vit_base_patch16_224']
 )
 def test_what_is_not_on_this_machine_is_not_downloaded(path):
-    with pytest.raises(FileNotFoundError, match='no such file; nothing is downloaded here: .*curl'):
+    with pytest.raises(
+        FileNotFoundError, match='no such file.*; nothing is downloaded here: .*curl'
+    ):
         vit_jax.load(path)
 
 

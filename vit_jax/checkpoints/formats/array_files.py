@@ -145,8 +145,9 @@ def error_prefix(path: pathlib.Path | str) -> Iterator[None]:
     except FileNotFoundError as error:
         # A URL, or the name of a model.
         remote = re.match('(https?|gs|s3|hf):', str(path)) or not pathlib.Path(path).suffix
+        what = 'file' if pathlib.Path(path).suffix else 'file or folder'
         how = '; nothing is downloaded here: fetch it first, curl -LO URL' if remote else ''
-        raise MissingFile(f'{path}: no such file{close_by(path) or how}') from error
+        raise MissingFile(f'{path}: no such {what}{close_by(path) or how}') from error
     except IsADirectoryError as error:
         raise UserError(f'{path}: is a directory, expected a file') from error
     except ModuleNotFoundError as error:

@@ -85,25 +85,31 @@ def open_checkpoint(
         return _recognised(path, clues, own, found.ignored)
 
 
-def format_for(path: str | os.PathLike[str], named: str | None, own: str) -> str:
+def format_for(
+    path: str | os.PathLike[str], named: str | None, own: str, *, flag: str = 'format='
+) -> str:
     """The format to write at a path: the one that is named, else `own`, that of the network.
 
     A path with the ending of another format's files is of that one. Raises UserError where there is
-    no such format, where several have the ending, and where a directory would have it.
+    no such format, where several have the ending, where a directory would have it, and where a
+    file would have none; `flag` is how the caller says a format.
     """
     require(named in (None, *NAMES), f'format={named!r}; {records.nearest(str(named), NAMES)}')
     ending = pathlib.Path(path).suffix
     fitting = [form.name for form in FORMATS if form.suffix == ending and not form.file_name]
     format = named or own
     if named is None and own not in fitting and fitting:
-        choice = f'expected a format, {" or ".join(fitting)}'
-        require(len(fitting) == 1, f'{path}: which format has this {ending} file? {choice}')
+        choice = ' or '.join(flag + name for name in fitting)
+        require(len(fitting) == 1, f'{path}: which format has this {ending} file? say {choice}')
         format = fitting[0]
-    files = [form.name for form in FORMATS if not form.file_name]
+    files = {form.name: form.suffix for form in FORMATS if not form.file_name}
+    if named is None and ending != files.get(format, ending):
+        folders = ' or '.join(flag + name for name in NAMES if name not in files)
+        kept = f'no format is given, and {format}, which the network has, is a file'
+        right = f'end the name with {files[format]}, or, for a folder, say {folders}'
+        raise UserError(f'{path}: {kept}: {right}')
     if ending in _ENDINGS and format not in files:
-        others = fitting or [
-            f'{form.name} ({form.suffix})' for form in FORMATS if not form.file_name
-        ]
+        others = fitting or [f'{name} ({suffix})' for name, suffix in files.items()]
         right = f'expected a name without {ending}, or the format {" or ".join(others)}'
         raise UserError(f'{path}: the format {format} is a directory: {right}')
     return format
@@ -125,7 +131,9 @@ def write_checkpoint(
     form = next(form for form in FORMATS if form.name == format)
     target = place / form.file_name if form.file_name else place
     if target.suffix != form.suffix:
-        raise UserError(f'{target}: this format is a file whose name ends with {form.suffix}')
+        raise UserError(
+            f'{target}: the format {format} is a file whose name ends with {form.suffix}'
+        )
     config, notes = card.model, []
     if isinstance(config, ResNetConfig):
         require(form.resnets, f'the {format} layout has no such ResNet: write google or bigvision')

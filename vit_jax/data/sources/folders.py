@@ -7,7 +7,7 @@ import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 
-from vit_jax.base import MissingFile, UserError, counted, refuse
+from vit_jax.base import MissingFile, UserError, close_by, counted, refuse
 from vit_jax.data.image_headers import HEIC_REMEDY, can_read, kinds_by_ending
 from vit_jax.data.sources.base import Source, Splits, in_fixed_order, labelled_source
 
@@ -90,7 +90,7 @@ def unlabelled(paths: Sequence[str]) -> Source:
     found: list[str] = []
     for path in map(pathlib.Path, paths):
         if not path.exists():
-            raise MissingFile(f'{path}: no such image or folder')
+            raise MissingFile(f'{path}: no such image or folder{close_by(path)}')
         if not path.is_dir() and not path.is_file():
             raise UserError(f'{path}: neither a regular file nor a folder')
         found += image_files(path) if path.is_dir() else [str(path)]

@@ -485,7 +485,7 @@ def test_predict_names_what_it_cannot_read_and_says_so_at_the_end(tmp_path, caps
     with pytest.raises(ValueError, match='2 lines for 10 classes'):
         run(predict, path, folder, '--class_names', tmp_path / 'names.txt')
     with pytest.raises(FileNotFoundError, match='0.pgn: no such image or folder; did .*0.png'):
-        run(predict, path, folder / '0.pgn')
+        run(predict, path, f'{folder}/0.pgn')
     for wrong in 'features.txt', 'nowhere/features.npz':
         with pytest.raises(ValueError, match='expected NAME.npz in a directory that exists'):
             run(predict, path, folder, '--features', tmp_path / wrong)

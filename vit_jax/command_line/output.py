@@ -35,7 +35,8 @@ class _Required(io.FileIO):
             raise
         except OSError as error:
             _drop(self.fileno())  # what is left is not tried again at the exit
-            raise UnusableDisk(f'standard output: {error.strerror}') from error
+            why = 'closed' if error.errno == errno.EBADF else error.strerror
+            raise UnusableDisk(f'standard output: {why}') from error
 
 
 def _drop(descriptor: int) -> None:

@@ -124,7 +124,8 @@ def test_a_damaged_checkpoint_is_an_error_in_one_sentence(saved):
         store.load_params(str(folder))
     with pytest.raises(ValueError, match='checkpoint .*/4: (damaged|cannot be read)'):
         checkpoints.restore(4, (PARAMS, TRAINING), (shardings(PARAMS), shardings(TRAINING)))
-    for file in card.parent.iterdir():
-        file.write_text('{"step": ')
-    with pytest.raises(ValueError, match='checkpoint .*/4: (damaged|cannot be read)'):
-        store.load_card(str(folder))
+    for text in '{"step": ', '12', '[]':
+        for file in card.parent.iterdir():
+            file.write_text(text)
+        with pytest.raises(ValueError, match='checkpoint .*/4: (damaged|cannot be read)'):
+            store.load_card(str(folder))

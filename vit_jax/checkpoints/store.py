@@ -260,7 +260,10 @@ def load_card(path: str) -> tuple[dict[str, Any], pathlib.Path]:
     """The card, as JSON values, and the folder of the checkpoint at a path."""
     folder = checkpoint_folder(path)
     with _readable(folder):
-        return ocp.JsonCheckpointHandler().restore(folder / 'card'), folder
+        card = ocp.JsonCheckpointHandler().restore(folder / 'card')
+        if not isinstance(card, dict):
+            raise ValueError(f'the card is {card!r}, not a JSON object')
+        return card, folder
 
 
 def count_params(folder: pathlib.Path) -> int:

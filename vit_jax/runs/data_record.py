@@ -139,7 +139,7 @@ class DataRecord:
             card, folder = load_card(str(workdir))
         except UserError:  # damaged, which is said where it is restored
             return []
-        lines = listing.class_differences(old := card['class_names'] or new, new)
+        lines = listing.class_differences(old := card.get('class_names') or new, new)
         if len(old) != len(new):
             raise UserError(
                 f'checkpoint {folder} has {len(old):,} classes, the data {len(new):,}: {lines[0]}; '

@@ -66,6 +66,5 @@ def usable(path: object) -> Iterator[None]:
 def require_kept(file: pathlib.Path) -> None:
     """Raises MissingFile where a file of a run, or its whole directory, is there no more."""
     if not file.exists():
-        gone = file if file.parent.exists() else f'workdir {file.parent}'
-        text = 'was removed or renamed while its run went on'
-        raise MissingFile(f'{gone} {text}: put it back, or begin again')
+        gone = f'workdir {file.parent}: {file.name} is gone: it, or the directory, was removed or'
+        raise MissingFile(f'{gone} renamed while the run went on; put it back, or begin again')

@@ -314,6 +314,7 @@ def test_a_spike_of_the_loss_is_said_and_the_run_ends_as_well_as_without_it(tmp_
     assert spiked.evals['test']['loss'] < 1.01 * calm.evals['test']['loss']
 
 
+@pytest.mark.full
 def test_fine_tuning_begins_with_the_body_of_the_checkpoint(trained, tmp_path, capsys):
     config = tiny.experiment(
         model=None,
@@ -390,7 +391,8 @@ def test_a_folder_of_images_trains_and_its_classes_are_kept(photos, tmp_path):
     assert lines(result.folder)[-1]['count'] == 6
 
 
-@pytest.mark.parametrize('placement', ['device', pytest.param('host', marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize('placement', ['device', 'host'])
 def test_an_unreadable_image_stops_training_unless_it_may_be_skipped(photos, tmp_path, placement):
     broken = photos / 'train' / 'cat' / '3.jpg'
     broken.write_bytes(broken.read_bytes()[:50])
@@ -507,7 +509,7 @@ TOO_FEW_BLOCKS = tiny.assigned(OptimizerConfig(), trained_blocks=-1)
         ({'evals': {'train': EvalConfig()}}, "config.evals: 'train' is no name for an evaluation"),
         (
             {'schedule': ScheduleConfig(learning_rate=1e-3, warmup=Duration(steps=20))},
-            'do not fit into 10 steps: --config.schedule.warmup.fraction=0.1$',
+            'do not fit into 10 steps: take --config.schedule.warmup.fraction=0.1 instead$',
         ),
         ({'optimizer': TOO_FEW_BLOCKS}, 'config.optimizer.trained_blocks=-1: expected at least 0'),
         ({'augmentation': tiny.assigned(Augmentation(), mixup=-0.1)}, 'augmentation.mixup=-0.1'),
@@ -620,6 +622,7 @@ def test_data_augmentation_loss_and_head_may_be_functions_of_ones_own(trained, t
         vit_jax.load(str(tmp_path / 'own')).logits(np.zeros((1, 8, 8, 3), np.float32))
 
 
+@pytest.mark.full
 def test_several_evaluations_in_one_run_each_with_its_own_labels(photos, tmp_path):
     """The second is on relabelled images, of which one has no label and another has two."""
     names = [f'{name}/{i}.jpg' for name in ('cat', 'dog') for i in range(3)]

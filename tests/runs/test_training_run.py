@@ -235,6 +235,7 @@ def test_what_few_shot_needs_is_looked_for_before_training(tmp_path):
         training_run.train(config, str(tmp_path))
 
 
+@pytest.mark.full
 def test_accuracy_does_not_depend_on_the_evaluation_batch(trained, tmp_path):
     expected = trained.evals['test']  # in batches of 16
     folder = shutil.copytree(trained.folder, tmp_path / 'run')

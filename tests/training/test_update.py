@@ -153,6 +153,7 @@ def test_gradients_are_those_of_the_mean_loss():
     chex.assert_trees_all_close(state.params, moved, rtol=1e-7, atol=1e-6)
 
 
+@pytest.mark.full
 def test_the_step_is_taken_on_what_augmentation_leaves():
     """It is given the purpose's key, the same at every step: examples bring their own numbers."""
     model, keys = build(tiny.model()), []

@@ -70,7 +70,13 @@ def test_the_ending_of_a_path_is_that_of_its_format(name, named, own, expected):
         format_for(name, named, own)
 
 
-@pytest.mark.parametrize('name', reference.HINTS)
+@pytest.mark.parametrize(
+    'name',
+    [
+        pytest.param(name, marks=[pytest.mark.full] * (name not in reference.COMMITTED))
+        for name in reference.HINTS
+    ],
+)
 def test_logits_are_those_of_the_original_code(name):
     images, logits = reference.images_and_logits(name) if reference.path(name) else None
     network = vit_jax.load(reference.path(name), **reference.HINTS[name])

@@ -78,6 +78,7 @@ CHANGES = [
     ('model.final_norm', 'after_pool', base()),
     ('model.representation_size', 8, base()),
     ('model.positions', 'sincos2d', base()),
+    ('model.blocks_without_skips', (1,), base()),
     ('model.gelu', 'exact', base()),
     ('model.layer_norm_epsilon', 1e-3, base()),
     ('model.head_bias', -10.0, base()),

@@ -1,22 +1,25 @@
 """What `Model.capture` promises: only what is named, and logits that it does not change."""
 
+import collections
+import re
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests import tiny
 from vit_jax.base.errors import UserError
-from vit_jax.models import Backbone, Compute, ResNetConfig, build
+from vit_jax.models import Backbone, Compute, ResNetConfig, build, taps
 
 BACKBONE = Backbone(blocks=(1, 1), width=32)
 HYBRID = {'image_size': (64, 48), 'patch_size': (2, 1), 'backbone': BACKBONE}
+RESNET = ResNetConfig(image_size=(20, 14), backbone=BACKBONE, num_classes=3)
+# Networks, and the tables of all their taps.
 EVERY = {
-    'ViT': (tiny.model(pool='map'), ('tokens', 'attention/weights', 'pool/attention/weights')),
-    'hybrid': (tiny.model(**HYBRID), ('stage1', 'stage2', 'tokens', 'attention/weights')),
-    'ResNet': (
-        ResNetConfig(image_size=(20, 14), backbone=BACKBONE, num_classes=3),
-        ('stage1', 'stage2'),
-    ),
+    'ViT': (tiny.model(pool='map'), taps.VIT_TAPS),
+    'hybrid': (tiny.model(**HYBRID), taps.RESNET_TAPS | taps.VIT_TAPS),
+    'ResNet': (RESNET, taps.RESNET_TAPS),
 }
 
 
@@ -38,12 +41,140 @@ FULL.append(('ViT', 'bfloat16', 3))
     ],
 )
 def test_logits_are_those_without_capture_to_the_bit(network, dtype, unroll):
-    config, names = EVERY[network]
-    model, params, images = made(config, dtype=dtype, unroll=unroll)
+    model, params, images = made(EVERY[network][0], dtype=dtype, unroll=unroll)
+    names = names_of(model, params, images)
     logits, seen = jax.jit(model.capture, static_argnums=2)(params, images, names)
     np.testing.assert_array_equal(logits, jax.jit(model.apply)(params, images))
     assert set(seen) == set(names)
-    assert all(np.any(array) for array in seen.values())
+    assert all(np.any(array) for array in jax.tree.leaves(seen))
+
+
+def names_of(model, params, images):
+    """All taps of a network: the message for a name that there is not lists them."""
+    with pytest.raises(UserError) as refused:
+        jax.eval_shape(lambda: model.capture(params, images, ['?']))
+    return tuple(str(refused.value).partition('known: ')[2].split(', '))
+
+
+@pytest.mark.parametrize('network', EVERY)
+def test_the_tables_list_every_tap_and_no_other(network):
+    config, table = EVERY[network]
+    names = names_of(*made(config))
+    found = {re.sub(r'unit\d', 'unitU', re.sub(r'stage\d', 'stageS', name)) for name in names}
+    absent = {} if network == 'ViT' else {name for name in table if name.startswith('pool/')}
+    assert found == {*table} - {*absent}
+
+
+def test_taps_are_those_of_equations_1_to_4_in_numpy():
+    config = tiny.model(num_classes=None)
+    model, params, images = made(config)
+    names = [name for name in taps.VIT_TAPS if not name.startswith('pool/')]
+    features, seen = model.capture(params, images, names)
+    expected = equations(config, jax.tree.map(lambda x: np.asarray(x, np.float64), params), images)
+    assert set(expected) == set(seen)
+    for name, arrays in expected.items():
+        for one, other in zip(jax.tree.leaves(seen[name]), arrays, strict=True):
+            # float32 against float64, through three blocks
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5, err_msg=name)
+    np.testing.assert_allclose(features, expected['norm'][0][:, 0], rtol=1e-4, atol=1e-5)
+
+
+def equations(config, params, images):
+    """Equations 1 to 4 of the paper in float64, all that they name on the way."""
+
+    def norm(x, p):
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
+        return x * p['scale'] + p['bias']
+
+    def gelu(x):
+        return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+    p = config.patch_size[0]
+    x = np.asarray(images, np.float64)
+    rows = [x[:, i : i + p, j : j + p] for i in range(0, 8, p) for j in range(0, 8, p)]
+    kernel, bias = params['embedding']['kernel'], params['embedding']['bias']
+    patches = np.stack([np.tensordot(row, kernel, 3) + bias for row in rows], axis=1)
+    z = np.concatenate([np.tile(params['cls'], (len(x), 1, 1)), patches], axis=1)
+    z = z + params['pos_embedding']
+    seen = {'embedding': [z]}
+    blocks = collections.defaultdict(list)
+    for index in range(config.depth):
+        block = jax.tree.map(lambda leaf, i=index: leaf[i], params['encoder']['block'])
+        attention, mlp = block['attention'], block['mlp']
+        y = norm(z, block['norm1'])
+        q, k, v = (
+            np.einsum('bnd,dhk->bnhk', y, attention[name]['kernel']) + attention[name]['bias']
+            for name in ('query', 'key', 'value')
+        )
+        weights = np.exp(np.einsum('bqhk,bnhk->bhqn', q, k) / np.sqrt(q.shape[-1]))
+        weights = weights / weights.sum(-1, keepdims=True)
+        heads = np.einsum('bhqn,bnhk->bqhk', weights, v)
+        out = np.einsum('bqhk,hkd->bqd', heads, attention['out']['kernel'])
+        out = out + attention['out']['bias']
+        blocks['norm1'].append([y])
+        blocks['attention/weights'].append([weights])
+        blocks['attention/heads'].append([heads])
+        blocks['attention/out'].append([out])
+        blocks['attention/residual'].append([z, out])
+        z = z + out
+        y = norm(z, block['norm2'])
+        hidden = gelu(y @ mlp['dense1']['kernel'] + mlp['dense1']['bias'])
+        out = hidden @ mlp['dense2']['kernel'] + mlp['dense2']['bias']
+        blocks['norm2'].append([y])
+        blocks['mlp/hidden'].append([hidden])
+        blocks['mlp/out'].append([out])
+        blocks['mlp/residual'].append([z, out])
+        z = z + out
+        blocks['tokens'].append([z])
+    seen |= {
+        name: [np.stack(each) for each in zip(*rows, strict=True)] for name, rows in blocks.items()
+    }
+    return seen | {'norm': [norm(z, params['encoder']['norm'])]}
+
+
+def test_units_of_a_resnet_are_the_relu_of_shortcut_and_branch():
+    model, params, images = made(RESNET)
+    units = ['stage1/unit1', 'stage2/unit1']
+    names = [f'{unit}/{tap}' for unit in units for tap in ('norm_proj', 'norm3', 'residual', 'out')]
+    _, seen = model.capture(params, images, [*names, 'stage2'])
+    for unit in units:
+        shortcut, branch = seen[f'{unit}/residual']
+        np.testing.assert_array_equal(shortcut, seen[f'{unit}/norm_proj'])
+        np.testing.assert_array_equal(branch, seen[f'{unit}/norm3'])
+        np.testing.assert_allclose(seen[f'{unit}/out'], np.maximum(shortcut + branch, 0), rtol=1e-6)
+    np.testing.assert_array_equal(seen['stage2'], seen['stage2/unit1/out'])
+
+
+def test_functions_are_applied_within_the_blocks():
+    """What they give is stacked; the whole tokens of all blocks are never in memory together."""
+    model, params, images = made(tiny.model(depth=7))
+
+    def norms(params, images):
+        functions = {
+            'tokens': lambda x: {'first': x[:, 0], 'norm': jnp.linalg.norm(x, axis=-1)},
+            'mlp/residual': lambda pair: pair[0].sum() + pair[1].sum(),
+        }
+        return model.capture(params, images, functions)[1]
+
+    assert 'f32[7,2,5,16]' not in str(jax.make_jaxpr(norms)(params, images))
+    seen, (_, whole) = norms(params, images), model.capture(params, images, ['tokens'])
+    np.testing.assert_array_equal(seen['tokens']['first'], whole['tokens'][:, :, 0])
+    norm = np.linalg.norm(whole['tokens'], axis=-1)
+    np.testing.assert_allclose(seen['tokens']['norm'], norm, rtol=1e-6)
+    assert seen['mlp/residual'].shape == (7,)
+
+
+def test_a_block_without_skips_forgets_what_it_was_given():
+    """Its output is its MLP's alone; the other blocks keep their skip connections."""
+    config = tiny.model(blocks_without_skips=(1,))
+    model, params, images = made(config)
+    names = ['attention/out', 'attention/residual', 'mlp/out', 'mlp/residual', 'tokens']
+    _, seen = model.capture(params, images, names)
+    np.testing.assert_array_equal(seen['tokens'][1], seen['mlp/out'][1])
+    np.testing.assert_array_equal(seen['mlp/residual'][0][1], seen['attention/out'][1])
+    for index in (0, 2):
+        total = seen['mlp/residual'][0][index] + seen['mlp/out'][index]
+        np.testing.assert_allclose(seen['tokens'][index], total, rtol=1e-6)
 
 
 def test_blocks_lie_along_the_first_axis_and_the_last_one_gives_the_features():
@@ -84,8 +215,8 @@ def test_what_is_not_named_is_neither_computed_nor_kept():
     'config, name, message',
     [
         (EVERY['ViT'][0], 'token', "no 'token' here; did you mean 'tokens'"),
-        (EVERY['ViT'][0], 'params', "no 'params' here; known: attention/weights, pool"),
-        (EVERY['ResNet'][0], 'tokens', "no 'tokens' here; known: stage1, stage2"),
+        (EVERY['ViT'][0], 'params', "no 'params' here; known: attention/heads, attention/out"),
+        (EVERY['ResNet'][0], 'tokens', "no 'tokens' here; known: conv_root, norm_root"),
     ],
 )
 def test_an_unknown_name_is_refused_with_those_that_are_there(config, name, message):

@@ -1,4 +1,4 @@
-"""What networks share: the head of a classifier, branches dropped at random, and taps."""
+"""What networks share: the head of a classifier, and branches dropped at random."""
 
 import math
 from collections.abc import Callable
@@ -52,17 +52,3 @@ def drop_branch(
     keep = 1 - rate
     kept = jax.random.bernoulli(key, keep, (branch.shape[0], 1, 1))
     return jnp.where(kept, branch / keep, 0).astype(branch.dtype)
-
-
-def tap(
-    module: nn.Module, name: str, *arrays: Array, function: Callable[..., Array] = lambda x: x
-) -> None:
-    """Offers `function(*arrays)` to `Model.capture`; computed only if it is asked for by name.
-
-    It is a Flax collection of its own, whose name is the module's place in the tree, without
-    `encoder/block` and `backbone`, and `name`: `attention/weights` in every block.
-    """
-    place = [part for part in module.path if part not in ('encoder', 'block', 'backbone')]
-    collection = '/'.join((*place, name))
-    if module.is_mutable_collection(collection) and not module.is_initializing():
-        module.sow(collection, 'tapped', function(*arrays), reduce_fn=lambda _, latest: latest)

@@ -1,14 +1,13 @@
 """A network as pure functions of a plain dictionary of arrays."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from flax.core.scope import DenyList
 
 from vit_jax.base import Array, Float, Key, Params, UserError, records
+from vit_jax.models import taps
 from vit_jax.models.options import ActivationSharding, Compute, Regularization
 from vit_jax.models.resnet import ResNetClassifier, ResNetConfig
 from vit_jax.models.vit import ViT, ViTConfig
@@ -24,18 +23,16 @@ class Model(NamedTuple):
         dropout and stochastic depth on
     features(params, images) -> what the head would be given
     capture(params, images, names) -> the logits of `apply` to the bit, and an array for each name
-        `tokens`: after each block, (layers, b, n, d)
-        `attention/weights`: float32, (layers, b, heads, q, n), rows sum to one
-        `pool/attention/weights`: those of the pooling `map`, (b, heads, 1, n)
-        `stage1`, `stage2`, ...: feature maps of a ResNet or a hybrid's backbone, (b, h, w, c)
-        Only what is named is computed and kept. Raises UserError for another name.
+        of `VIT_TAPS` and `RESNET_TAPS` (models/taps.py), such as `attention/weights`; what is not
+        named is not computed. With a dictionary in place of names it is what its function makes of
+        each, one block after the other. Raises UserError for another name.
     """
 
     config: ModelConfig
     init: Callable[[Key[Array, '']], Params]
     apply: Callable[..., Float[Array, '...']]
     features: Callable[[Params, Float[Array, 'b h w c']], Float[Array, '...']]
-    capture: Callable[..., tuple[Float[Array, '...'], dict[str, Array]]]
+    capture: Callable[..., tuple[Float[Array, '...'], dict[str, Any]]]
 
 
 def build(
@@ -80,32 +77,14 @@ def build(
         return run(params, images, method=module.features)
 
     def capture(
-        params: Params, images: Float[Array, 'b h w c'], names: Iterable[str]
-    ) -> tuple[Float[Array, '...'], dict[str, Array]]:
-        taps = _taps(lambda kept: run(params, images, mutable=kept)[1], names)
-        return apply(params, images), taps
+        params: Params,
+        images: Float[Array, 'b h w c'],
+        names: Iterable[str] | Mapping[str, taps.Reduction],
+    ) -> tuple[Float[Array, '...'], dict[str, Any]]:
+        seen = taps.capture(lambda kept: run(params, images, mutable=kept)[1], names)
+        return apply(params, images), seen
 
     return Model(config, init, apply, features, capture)
-
-
-def _taps(forward: Callable[[Any], dict[str, Any]], names: Iterable[str]) -> dict[str, Array]:
-    """The taps of these names, from a forward pass that gives the collections it is asked for."""
-
-    def kept(collections: Any) -> dict[str, Array]:
-        return {name: jax.tree.leaves(v)[0] for name, v in forward(collections).items()}
-
-    every, names = jax.eval_shape(lambda: kept(DenyList('params'))), list(names)
-    for name in names:
-        if name not in every:
-            raise UserError(f'capture: no {name!r} here; {records.nearest(name, every)}')
-    # A forward pass of its own, in a branch of which the compiler cannot know that it is always
-    # taken. In one pass with the logits it changed their last bits (ResNets; unrolled blocks in
-    # bfloat16), as other operations are fused; and XLA drops optimization barriers on CPUs.
-    return jax.lax.cond(
-        jax.lax.rng_uniform(0.0, 1.0, shape=()) < 2,
-        lambda: kept(names),
-        lambda: {name: jnp.zeros(every[name].shape, every[name].dtype) for name in names},
-    )
 
 
 def for_task(

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.base import Array, Float, Record, require, require_between
-from vit_jax.models.layers import Head, check_head, make_head, tap
+from vit_jax.models.layers import Head, check_head, make_head
 from vit_jax.models.options import Compute, rematerialized
+from vit_jax.models.taps import seen, tap
 
 GROUPS = 32  # of GroupNorm
 LARGEST = 100_000  # of any size of a network: what is larger was not meant
@@ -117,14 +118,19 @@ class Unit(nn.Module):
         conv = functools.partial(StandardConv, dtype=self.dtype)
         norm = functools.partial(nn.GroupNorm, GROUPS, epsilon=1e-6, dtype=self.dtype)
         width, outputs, shortcut = self.channels, 4 * self.channels, x
+        see = functools.partial(seen, self)
         if x.shape[-1] != outputs or self.stride != 1:
-            shortcut = norm(name='norm_proj')(conv(outputs, 1, self.stride, name='conv_proj')(x))
-        y = nn.relu(norm(name='norm1')(conv(width, 1, name='conv1')(x)))
-        y = nn.relu(norm(name='norm2')(conv(width, 3, self.stride, name='conv2')(y)))
-        y = conv(outputs, 1, name='conv3')(y)
+            shortcut = see('conv_proj', conv(outputs, 1, self.stride, name='conv_proj')(x))
+            shortcut = see('norm_proj', norm(name='norm_proj')(shortcut))
+        y = see('conv1', conv(width, 1, name='conv1')(x))
+        y = see('norm1', nn.relu(norm(name='norm1')(y)))
+        y = see('conv2', conv(width, 3, self.stride, name='conv2')(y))
+        y = see('norm2', nn.relu(norm(name='norm2')(y)))
+        y = see('conv3', conv(outputs, 1, name='conv3')(y))
         # Zero scale: at the beginning every unit is its shortcut.
-        y = norm(name='norm3', scale_init=nn.initializers.zeros)(y)
-        return nn.relu(shortcut + y)
+        y = see('norm3', norm(name='norm3', scale_init=nn.initializers.zeros)(y))
+        tap(self, 'residual', lambda: (shortcut, y))
+        return see('out', nn.relu(shortcut + y))
 
 
 class Stage(nn.Module):
@@ -157,14 +163,14 @@ class ResNet(nn.Module):
     @nn.compact
     def __call__(self, images: Float[Array, 'b h w c']) -> Float[Array, 'b _ _ _']:
         width, dtype = self.backbone.width, self.compute.dtype
-        x = StandardConv(width, 7, 2, dtype, name='conv_root')(images)
-        x = nn.relu(nn.GroupNorm(GROUPS, epsilon=1e-6, dtype=dtype, name='norm_root')(x))
-        x = nn.max_pool(x, (3, 3), (2, 2), 'SAME')
+        x = seen(self, 'conv_root', StandardConv(width, 7, 2, dtype, name='conv_root')(images))
+        norm = nn.GroupNorm(GROUPS, epsilon=1e-6, dtype=dtype, name='norm_root')
+        x = seen(self, 'norm_root', nn.relu(norm(x)))
+        x = seen(self, 'root', nn.max_pool(x, (3, 3), (2, 2), 'SAME'))
         for index, units in enumerate(self.backbone.blocks):
             stride = 1 if index == 0 else 2
             stage = Stage(units, width * 2**index, stride, self.compute, name=f'stage{index + 1}')
-            x = stage(x)
-            tap(self, f'stage{index + 1}', x)
+            x = seen(self, f'stage{index + 1}', stage(x))
         return x
 
 

@@ -7,13 +7,14 @@ from typing import Literal, assert_never
 import flax.linen as nn
 import jax.numpy as jnp
 
-from vit_jax.base import Array, Float, Record, require, require_between
+from vit_jax.base import Array, Bool, Float, Record, require, require_between
 from vit_jax.models import positions
 from vit_jax.models.attention import Implementation, attend, attention_weights
-from vit_jax.models.layers import Head, check_head, drop_branch, make_head, tap
+from vit_jax.models.layers import Head, check_head, drop_branch, make_head
 from vit_jax.models.options import ActivationSharding, Compute, Regularization, rematerialized
 from vit_jax.models.positions import PositionKind
 from vit_jax.models.resnet import LARGEST, Backbone, ResNet
+from vit_jax.models.taps import seen, tap
 
 Pool = Literal['cls', 'gap', 'map', 'none']  # none: every token
 Gelu = Literal['tanh', 'exact']
@@ -42,6 +43,7 @@ class ViTConfig(Record):
     positions: PositionKind = 'learned'
     gelu: Gelu = 'tanh'
     layer_norm_epsilon: float = 1e-6  # added to the variance
+    blocks_without_skips: tuple[int, ...] = ()  # from 0 (Raghu et al., figure 8)
     head: Head = 'linear'
     head_bias: float = 0.0  # the linear head's bias at initialisation
 
@@ -53,6 +55,7 @@ class ViTConfig(Record):
         wrong = f'width={self.width} is not a multiple of num_heads={self.num_heads}'
         require(self.width % self.num_heads == 0, wrong)
         positions.check(self.positions, width=self.width)
+        require_between(self, 'blocks_without_skips', low=0, below=self.depth)
         check_head(self.head, self.head_bias)
 
     @property
@@ -89,6 +92,7 @@ class Mlp(nn.Module):
         drop = nn.Dropout(self.dropout, deterministic=False)
         approximate = {'tanh': True, 'exact': False}[self.gelu]
         hidden = nn.gelu(dense(self.mlp_dim, name='dense1')(x), approximate=approximate)
+        hidden = seen(self, 'hidden', hidden)
         return drop(dense(x.shape[-1], name='dense2')(drop(hidden)))
 
 
@@ -113,8 +117,9 @@ class Attention(nn.Module):
         query = dense(heads, name='query')(x)
         key = dense(heads, name='key')(y)
         value = dense(heads, name='value')(y)
-        tap(self, 'weights', query, key, function=attention_weights)
+        tap(self, 'weights', lambda: attention_weights(query, key))
         mixed = attend(query, key, value, implementation=self.implementation)
+        mixed = seen(self, 'heads', mixed)
         out = dense(width, axis=(-2, -1), name='out')(mixed)
         return nn.Dropout(self.dropout, deterministic=False)(out)
 
@@ -129,31 +134,38 @@ class Part(nn.Module):
 
 
 class Block(Part):
-    """A pre-LayerNorm encoder block: equations 2 and 3."""
+    """A pre-LayerNorm encoder block: equations 2 and 3, or without their skip connections."""
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, 'b n d'], drop_rate: Float[Array, '']
+        self,
+        x: Float[Array, 'b n d'],
+        drop_rate: Float[Array, ''],
+        has_skips: Bool[Array, ''] | None,  # None: as all have them
     ) -> tuple[Float[Array, 'b n d'], None]:
         config, dropout, dtype = self.config, self.regularization.dropout, self.compute.dtype
         norm = functools.partial(nn.LayerNorm, epsilon=config.layer_norm_epsilon, dtype=dtype)
 
-        def residual(branch: Float[Array, 'b n d']) -> Float[Array, 'b n d']:
-            if self.regularization.stochastic_depth == 0:
-                return branch
-            return drop_branch(branch, drop_rate, key=self.make_rng('dropout'))
+        def added(
+            x: Float[Array, 'b n d'], branch: Float[Array, 'b n d'], *, name: str
+        ) -> Float[Array, 'b n d']:
+            tap(self, f'{name}/out', lambda: branch)
+            tap(self, f'{name}/residual', lambda: (x, branch))
+            if self.regularization.stochastic_depth > 0:
+                branch = drop_branch(branch, drop_rate, key=self.make_rng('dropout'))
+            skip = x if has_skips is None else jnp.where(has_skips, x, 0)
+            return self.shard_activations(skip + branch)
 
         x = self.shard_activations(x)
-        y = norm(name='norm1')(x)
+        y = seen(self, 'norm1', norm(name='norm1')(x))
         attention = Attention(
             config.num_heads, dropout, dtype, self.compute.attention, name='attention'
         )
-        x = self.shard_activations(x + residual(attention(y, y)))
-        y = norm(name='norm2')(x)
+        x = added(x, attention(y, y), name='attention')
+        y = seen(self, 'norm2', norm(name='norm2')(x))
         mlp = Mlp(config.mlp_dim, config.gelu, dropout, dtype, name='mlp')
-        x = self.shard_activations(x + residual(mlp(y)))
-        tap(self, 'tokens', x)
-        return x, None
+        x = added(x, mlp(y), name='mlp')
+        return seen(self, 'tokens', x), None
 
 
 class Encoder(Part):
@@ -171,10 +183,15 @@ class Encoder(Part):
             unroll=unroll,
         )
         blocks = scan(config, regularization, compute, self.shard_activations, name='block')
-        x, _ = blocks(x, jnp.linspace(0, regularization.stochastic_depth, config.depth))
+        drop_rates = jnp.linspace(0, regularization.stochastic_depth, config.depth)
+        has_skips = None
+        if config.blocks_without_skips:
+            has_skips = ~jnp.isin(jnp.arange(config.depth), jnp.array(config.blocks_without_skips))
+        x, _ = blocks(x, drop_rates, has_skips)
         if config.final_norm == 'after_pool':
             return x
-        return nn.LayerNorm(epsilon=config.layer_norm_epsilon, dtype=compute.dtype, name='norm')(x)
+        norm = nn.LayerNorm(epsilon=config.layer_norm_epsilon, dtype=compute.dtype, name='norm')
+        return seen(self, 'norm', norm(x))
 
 
 class AttentionPool(Part):
@@ -225,7 +242,8 @@ class ViT(Part):
         if self.config.pool == 'cls':  # equation 1: the class token comes first
             cls = jnp.tile(self.cls.astype(x.dtype), (x.shape[0], 1, 1))
             x = jnp.concatenate([cls, x], axis=1)
-        x = self._pooled(self.encoder(self.dropout(self.positions(x))))
+        x = seen(self, 'embedding', self.dropout(self.positions(x)))
+        x = self._pooled(self.encoder(x))
         if self.config.final_norm == 'after_pool':
             x = self.norm(x)
         if self.config.representation_size is not None:

@@ -74,6 +74,19 @@ def run_job(
         main(Invocation(arguments.config, arguments.workdir, *accepted, job))
 
 
+def run_together(
+    main: Callable[[argparse.Namespace, Job], int], parser: argparse.ArgumentParser
+) -> None:
+    """Runs a program, as `run` does, as one of the processes of a job."""
+    add_launch(parser)
+    output.outlive_readers()
+    with _started(parser) as arguments:
+        with joined_job(launch(arguments), reporter(arguments)) as job:
+            code = main(arguments, job)
+        sys.stdout.flush()
+        sys.exit(code)
+
+
 @contextlib.contextmanager
 def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
     """The parsed arguments. An error within is reported, and ends the program."""

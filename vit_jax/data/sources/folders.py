@@ -28,11 +28,11 @@ def folder_splits(root: str) -> Splits:
     path = pathlib.Path(root)
     splits = {name: folder_names(path / name) for name in folder_names(path)}
     named = SPLIT_NAMES & {*splits}
-    if not named and any(_has_images(path / name) for name in splits):
+    if not named and any(has_images(path / name) for name in splits):
         return {'all': lambda: files_by_class(path)}
     for name in named:
         if not splits[name]:
-            found = '; it holds images, but no classes' if _has_images(path / name) else ''
+            found = '; it holds images, but no classes' if has_images(path / name) else ''
             raise UserError(f'{root}: {name}/ holds no folders: expected {name}/CLASS/*.jpg{found}')
     splits = {name: classes for name, classes in splits.items() if classes}
     if not splits:
@@ -55,7 +55,7 @@ def problems(root: str) -> list[str]:
     path = pathlib.Path(root)
     within = {name: folder_names(path / name) for name in folder_names(path)}
     named = SPLIT_NAMES & {*within}
-    whole = not named and any(_has_images(path / name) for name in within)
+    whole = not named and any(has_images(path / name) for name in within)
     splits = {'': [*within]} if whole else {name: within[name] for name in sorted(named)}
     found = []
     for split, classes in splits.items():
@@ -188,5 +188,6 @@ def folder_names(path: pathlib.Path) -> list[str]:
     return sorted(entry.name for entry in _entries(path) if _leads(entry.is_dir))
 
 
-def _has_images(path: pathlib.Path) -> bool:
+def has_images(path: pathlib.Path) -> bool:
+    """Are there images directly in a folder?"""
     return any(_is_image(entry.name) for entry in _entries(path) if _leads(entry.is_file))

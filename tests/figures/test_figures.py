@@ -1,0 +1,166 @@
+"""What figures are computed from: laws of their numbers, and what is left out, on tiny networks."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from tests import networks as files
+from tests import tiny
+from vit_jax.analysis import cka
+from vit_jax.base import tree_names
+from vit_jax.data.sources.opening import make_opener
+from vit_jax.figures import layers, networks, paths, probing, representations, vit_paper
+from vit_jax.figures.networks import LeftOut, Study
+from vit_jax.models import Backbone, ResNetConfig, variant
+
+VIT = tiny.model(image_size=(8, 8), patch_size=(4, 4))
+RESNET = ResNetConfig(
+    image_size=(16, 16), backbone=Backbone(blocks=(2, 1), width=32), num_classes=tiny.CLASSES
+)
+
+
+def study(*configs, images=16, batch_size=8, source=None):
+    source = source or make_opener()('digits', 'test')
+    size, mesh = networks.batch_for(images, batch_size)
+    placed = []
+    for index, config in enumerate(configs):
+        loaded = config if hasattr(config, 'params') else files.loaded(config)
+        reader = networks.reader_for(loaded, source, 2**20)
+        placed.append(networks.on_devices(f'n{index}', loaded, reader, mesh))
+    return Study(tuple(placed), np.arange(images), size, lambda batches, count: batches)
+
+
+def whole(one, *names):
+    """All taps of these names, of all batches, stacked along a first axis."""
+    network = one.networks[0]
+    capture = jax.jit(network.loaded.model.capture, static_argnums=2)
+    batches = one.batches(network)
+    return [capture(network.params, network.prepared(batch), names)[1] for batch in batches]
+
+
+def test_vit_b16_has_the_74_layers_of_the_paper():
+    assert len(layers.every(variant('B/16'))) == 74
+    assert len(layers.every(variant('R50x1'))) == 3 + 16 * 7
+
+
+def test_the_similarity_of_layers_is_the_cka_of_their_whole_arrays():
+    one = study(VIT)
+    found = representations.similarity(one)
+    batches = whole(one, 'embedding', 'mlp/hidden')
+    hidden = np.stack([batch['mlp/hidden'][1] for batch in batches])
+    first = np.stack([batch['embedding'] for batch in batches])
+    i, j = (found['layers'].tolist().index(name) for name in ('embedding', 'block1/mlp/hidden'))
+    np.testing.assert_allclose(found['cka'][i, j], cka.minibatch_cka(first, hidden), rtol=1e-4)
+    np.testing.assert_allclose(np.diag(found['cka']), 1, rtol=1e-5)
+
+
+def test_a_network_beside_itself_is_compared_as_alone():
+    found = representations.similarity(study(VIT, VIT), layers.sums)['cka']
+    n = len(found) // 2
+    np.testing.assert_allclose(found[:n, n:], found[:n, :n], rtol=1e-5)
+    amounts = representations.training_data(study(VIT, RESNET, VIT))
+    np.testing.assert_allclose(amounts['cka'], 1, rtol=1e-5)
+    assert amounts['names'].tolist() == ['n2']
+
+
+def test_ratio_and_cosine_are_means_over_tokens_of_each_kind():
+    one = study(VIT, images=8)
+    found = paths.residuals(one, one.networks[0])
+    (batch,) = whole(one, 'mlp/residual')
+    skip, branch = (np.asarray(part, np.float64) for part in batch['mlp/residual'])
+    ratio = np.linalg.norm(skip, axis=-1) / np.linalg.norm(branch, axis=-1)
+    kinds = found['kinds'].tolist()
+    patches, token = (kinds.index(f'MLP, {kind}') for kind in ('patches', 'class token'))
+    np.testing.assert_allclose(found['ratio'][token], ratio[:, :, 0].mean(axis=1), rtol=1e-4)
+    np.testing.assert_allclose(found['ratio'][patches], ratio[:, :, 1:].mean((1, 2)), rtol=1e-4)
+
+
+@pytest.mark.parametrize('pool', ['cls', 'gap', 'map'])
+def test_relevance_and_class_token_share_one(pool):
+    """Rollout's rows sum to one: without a class token all of it is on the patches."""
+    one = study(tiny.model(pool=pool))
+    relevance = vit_paper.rollout(one, one.networks[0])['relevance']
+    assert relevance.shape == (6, 2, 2)
+    totals = relevance.sum(axis=(1, 2))
+    assert (totals < 1).all() if pool == 'cls' else np.allclose(totals, 1, rtol=1e-5)
+    maps = vit_paper.attention_maps(one, one.networks[0])['maps']
+    assert len(maps) == 3 + (pool == 'map')  # that of the pooling comes last
+
+
+def test_a_patch_sees_itself_alone_before_tokens_are_mixed():
+    """Without attention the field of every block is the patch in the middle."""
+    loaded = files.loaded(VIT)
+    value = loaded.params['encoder']['block']['attention']['value']
+    loaded.params['encoder']['block']['attention']['value'] = jax.tree.map(np.zeros_like, value)
+    one = study(loaded, images=8)
+    after = paths.fields(one, one.networks[0])['after']
+    outside = np.ones((8, 8), bool)
+    outside[4:, 4:] = False
+    assert after.shape == (3, 8, 8)
+    assert (after[:, ~outside] > 0).all() and not after[:, outside].any()
+
+
+def test_subsets_of_heads_go_from_near_to_far():
+    windows = representations._windows(np.array([3.0, 1.0, 4.0, 2.0, 9.0, 6.0]))
+    assert windows.sum(axis=1).tolist() == [2] * 5
+    assert np.flatnonzero(windows[0]).tolist() == [1, 3]
+    assert np.flatnonzero(windows[-1]).tolist() == [4, 5]
+    found = representations.head_subsets(study(tiny.model(num_heads=4), RESNET))
+    assert (np.diff(found['distance']) >= 0).all()
+    assert found['layers'].tolist() == ['root', 'stage1/unit1/out']
+
+
+def test_probes_need_labels_and_a_few_images_of_each_class():
+    found = probing.probes(study(VIT, RESNET, images=80))
+    assert found['series'].tolist()[:2] == ['n0: class token', 'n0: mean of patches']
+    np.testing.assert_allclose(found['accuracy'][0, 0], 0.1, atol=0.06)  # the same for all images
+    assert np.nanmax(found['accuracy']) > 0.2
+    with pytest.raises(LeftOut, match='16 images are too few to learn 10 classes'):
+        probing.probes(study(VIT))
+    digits = make_opener()('digits', 'test')
+    with pytest.raises(LeftOut, match='no labels'):
+        probing.probes(study(VIT, source=dataclasses.replace(digits, class_names=())))
+
+
+@pytest.mark.parametrize(
+    'compute, message',
+    [
+        (representations.similarity, 'CKA needs at least 4 images; there is 1'),
+        (representations.head_subsets, 'CKA needs at least 4 images'),
+    ],
+)
+def test_one_image_has_no_cka(compute, message):
+    with pytest.raises(LeftOut, match=message):
+        compute(study(VIT, RESNET, images=1))
+
+
+def test_what_a_network_does_not_have_is_said():
+    one = study(RESNET)
+    with pytest.raises(LeftOut, match='a ResNet has neither tokens nor attention'):
+        vit_paper.attention_distance(one, one.networks[0])
+    one = study(tiny.model(positions='none'))
+    with pytest.raises(LeftOut, match='no position embeddings'):
+        vit_paper.position_embeddings(one, one.networks[0])
+    with pytest.raises(LeftOut, match='a network that was trained with .*blocks_without_skips'):
+        representations.skip_removal(one)
+
+
+@pytest.mark.parametrize(
+    'config, name, layer',
+    [
+        (VIT, 'encoder/block/mlp/dense1/bias', 'block1/mlp/hidden'),
+        (VIT, 'embedding/bias', 'embedding'),
+        (RESNET, 'backbone/stage1/unit2/norm2/scale', 'stage1/unit2/norm2'),
+    ],
+)
+def test_the_layer_where_nan_begins_is_found(config, name, layer):
+    loaded = files.loaded(config)
+    one = study(loaded)
+    assert layers.first_not_finite(one, one.networks[0]) is None
+    leaf = tree_names.named_leaves(loaded.params)[name].copy()
+    leaf[1 if leaf.ndim > 1 else slice(None)] = np.nan
+    params = tree_names.map_named(lambda n, old: leaf if n == name else old, loaded.params)
+    one = study(files.changed(loaded, params=params))
+    assert str(layers.first_not_finite(one, one.networks[0])) == layer

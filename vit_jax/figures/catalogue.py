@@ -1,0 +1,349 @@
+"""All figures: what each is called, what it says to a reader, how it is computed and drawn."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from vit_jax.figures import paths, probing, representations, vit_paper
+from vit_jax.figures.networks import Network, Numbers, Study
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One figure of a paper. `compute` raises LeftOut where it makes no sense."""
+
+    name: str  # of --figures and of its files
+    title: str
+    source: str  # where it is from
+    text: str  # how it is computed, and what to look for
+    # Numbers of a study (`of_all`), or of a study and one of its networks.
+    compute: Callable[..., Numbers]
+    of_all: bool = False
+    # What is seen in these numbers, in a sentence: of the network where it is of one.
+    finding: Callable[[Numbers, Network | None], str]
+    draw: Callable[[Any, Numbers], Sequence[Any]]  # the drawing functions, numbers -> pictures
+
+
+def _positions(numbers: Numbers, _: Any) -> str:
+    table = numbers['similarity']
+    rows, columns = table.shape[:2]
+    i, j = np.indices((rows, columns)).reshape(2, -1)
+    apart = np.abs(i[:, None] - i) + np.abs(j[:, None] - j)
+    flat = table.reshape(rows * columns, -1)
+    if not (apart > 1).any():
+        return ''
+    near, far = flat[apart == 1].mean(), flat[apart > 1].mean()
+    return f'Mean cosine of neighbours {near:.2f}, of all others {far:.2f}.'
+
+
+def _distance(numbers: Numbers, _: Any) -> str:
+    means = numbers['distance'].mean(axis=1)
+    ends = f'{means[0]:.1f} pixels in the first block, {means[-1]:.1f} in the last'
+    if len(means) < 3:
+        return f'The mean over heads is {ends}.'
+    order = stats.spearmanr(np.arange(len(means)), means).statistic
+    grows = 'grows with depth' if order > 0.5 else 'does not grow with depth at this scale'
+    return f'The mean over heads {grows}: {ends} (rank correlation with depth {order:.2f}).'
+
+
+def _choice(numbers: Numbers, network: Network | None) -> str:
+    assert network is not None
+    return {
+        'cls': 'Seen from the class token, which is what the head is given.',
+        'map': 'Seen from the attention pooling, whose weights its heads share equally.',
+        'gap': 'There is no class token: seen from all tokens alike, as the head is given their mean.',
+        'none': 'There is no class token: seen from all tokens alike.',
+    }[network.vit.pool]
+
+
+def _map_choice(numbers: Numbers, network: Network | None) -> str:
+    assert network is not None
+    if network.vit.pool == 'cls':
+        return 'Each map is the row of the class token.'
+    text = 'There is no class token: each map is the mean of the rows of all tokens.'
+    last = ' The last row of maps is the attention pooling.'
+    return text + (last if network.vit.pool == 'map' else '')
+
+
+def _ends(numbers: Numbers, _: Any) -> str:
+    names, found = numbers['networks'], numbers['cka']
+    text = []
+    for name in dict.fromkeys(names.tolist()):
+        places = np.flatnonzero(names == name)
+        first, last = places[0], places[-1]
+        text.append(f'{name}: first layer with last {found[first, last]:.2f}')
+    return '; '.join(text) + '.'
+
+
+def _skip_removal(numbers: Numbers, _: Any) -> str:
+    cut, texts = int(numbers['removed']), []
+    for name, title in (('without', 'without the skip connections'), ('whole', 'with them')):
+        found = numbers[name]
+        across = np.nanmean(found[:cut, cut:])
+        within = np.nanmean(np.concatenate([found[:cut, :cut].ravel(), found[cut:, cut:].ravel()]))
+        texts.append(f'{title} {across:.2f} (on the same side {within:.2f})')
+    where = str(numbers['layers'][cut])
+    return f'Mean CKA of layers before {where} with those from it on: ' + ', '.join(texts) + '.'
+
+
+def _heads(numbers: Numbers, _: Any) -> str:
+    near, far = numbers['cka'][0].mean(), numbers['cka'][-1].mean()
+    more = 'more' if near > far else 'not more'
+    text = f'The heads that look nearest are {more} like the lower layers of the ResNet'
+    return f'{text} than those that look farthest: mean CKA {near:.2f} and {far:.2f}.'
+
+
+def _residuals(numbers: Numbers, _: Any) -> str:
+    half = max(1, len(numbers['layers']) // 2)
+    parts = []
+    for kind, ratio in zip(numbers['kinds'].tolist(), numbers['ratio'], strict=True):
+        low, high = np.median(ratio[:half]), np.median(ratio[half:] if len(ratio) > half else ratio)
+        parts.append(f'{kind} {low:.1f} and {high:.1f}')
+    return 'Norm ratio in the first and the second half: ' + '; '.join(parts) + '.'
+
+
+def _fields(numbers: Numbers, _: Any) -> str:
+    def spread(field: np.ndarray) -> float:
+        """The share of pixels, from the strongest, that hold half of a field."""
+        total = np.sort(field.ravel())[::-1].cumsum()
+        return float((np.searchsorted(total, total[-1] / 2) + 1) / total.size)
+
+    first, last = (spread(numbers['after'][i]) for i in (0, -1))
+    before = np.mean([spread(field) for field in numbers['before']])
+    after = np.mean([spread(field) for field in numbers['after']])
+    return (
+        f'Half of the field lies in {first:.0%} of the pixels in the first of these layers, in '
+        f'{last:.0%} in the last; on average in {before:.0%} before the skip connection is added, '
+        f'in {after:.0%} after it.'
+    )
+
+
+def _localisation(numbers: Numbers, _: Any) -> str:
+    found, tokens = numbers['cka'], numbers['tokens']
+    own = [(t, tuple(place)) for t, place in enumerate(tokens.tolist()) if place[0] >= 0]
+    if found[0].size == 1:
+        return ''
+    hits = [found[t][place] >= np.nanmax(found[t]) for t, place in own]
+    return f'{np.mean(hits):.0%} of the tokens are most like the patch of their own place.'
+
+
+def _probes(numbers: Numbers, _: Any) -> str:
+    shots, parts = int(numbers['shots']), []
+    for name, row in zip(numbers['series'].tolist(), numbers['accuracy'], strict=True):
+        there = row[np.isfinite(row)]
+        parts.append(f'{name} {there[-1]:.1%} at the end, {there.max():.1%} at best')
+    return f'With {shots} images of each class: ' + '; '.join(parts) + '.'
+
+
+def _amounts(numbers: Numbers, _: Any) -> str:
+    rows = zip(numbers['names'].tolist(), numbers['cka'], strict=True)
+    parts = [f'{name} {row[0]:.2f} in the first, {row[-1]:.2f} in the last' for name, row in rows]
+    return f'CKA with {numbers["reference"]}: ' + '; '.join(parts) + '.'
+
+
+KINDS: tuple[Kind, ...] = (
+    Kind(
+        name='filters',
+        title='Filters of the patch embedding',
+        source='ViT paper, figure 7, left',
+        text='Every channel of the patch embedding is a filter, a small picture that is laid over '
+        'each patch. These are the principal components of all filters, each stretched to the '
+        'full range of colours, and the share of the variance that each explains. In a trained '
+        'network they look like smooth waves, edges and colour contrasts, from coarse to fine; '
+        'noise means that it has not been trained for long. Of a ResNet or a hybrid they are the '
+        'filters of its first convolution.',
+        compute=vit_paper.patch_filters,
+        finding=lambda numbers, _: f'Together {numbers["explained"].sum():.0%} of the variance.',
+        draw=lambda drawing, n: [drawing.filters(n['components'], n['explained'])],
+    ),
+    Kind(
+        name='positions',
+        title='Position embeddings',
+        source='ViT paper, figure 7, centre',
+        text='A vector is added to each patch to say where it is. Each tile belongs to one '
+        'position, and shows the cosine between its vector and that of every position. Where the '
+        'network has learned the grid, the tile is brightest at its own place, neighbours are '
+        'alike, and rows and columns can be seen as a cross.',
+        compute=vit_paper.position_embeddings,
+        finding=_positions,
+        draw=lambda drawing, n: [drawing.positions(n['similarity'])],
+    ),
+    Kind(
+        name='attention_distance',
+        title='Attention distance',
+        source='ViT paper, figure 7, right, and appendix D.7',
+        text='For each head: the distance in pixels from a patch to those that it attends to, '
+        'weighted by the attention, averaged over patches and images. Rows and columns of the '
+        'class token are left out, and what remains is not normalised again, so attention to the '
+        'class token counts as distance zero. It corresponds to the receptive field of a '
+        'convolution: after long training some heads of the first blocks look near and others '
+        'far, and all heads of the last blocks look far. The dashed line is a head that attends '
+        'to all patches alike.',
+        compute=vit_paper.attention_distance,
+        finding=_distance,
+        draw=lambda drawing, n: [
+            drawing.attention_distance(
+                n['distance'], uniform=float(n['uniform']), width=int(n['width'])
+            )
+        ],
+    ),
+    Kind(
+        name='rollout',
+        title='Attention rollout',
+        source='ViT paper, figures 6 and 14, appendix D.8; Abnar and Zuidema',
+        text='How much of each patch reaches the output, if attention were all that mixes tokens: '
+        'the attention of each block is averaged over its heads, the identity is added for the '
+        'skip connection, rows are normalised to sum to one, and the matrices of all blocks are '
+        'multiplied. Bright places are those that the network looks at; in a good classifier they '
+        'lie on what the picture shows.',
+        compute=vit_paper.rollout,
+        finding=_choice,
+        draw=lambda drawing, n: [
+            drawing.rollout(n['images'], n['relevance'], 'What of each image reaches the output')
+        ],
+    ),
+    Kind(
+        name='attention_maps',
+        title='Attention of each head',
+        source='ViT paper, section 4.5',
+        text='Where each head of each block looks in one image, each map on a scale of its own. '
+        'Look for heads that look at one place, at the border of things, or at all alike; maps '
+        'that are the same in all blocks mean that little is learned there.',
+        compute=vit_paper.attention_maps,
+        finding=_map_choice,
+        draw=lambda drawing, n: [drawing.attention_maps(n['image'], n['maps'])],
+    ),
+    Kind(
+        name='cka',
+        title='Similarity of all layers',
+        source='Raghu et al., figures 1 and 2',
+        text='Centred kernel alignment (CKA) compares what two layers make of the same images: 1 '
+        'where the same images are alike to both, whatever the rotation or scale of their numbers, '
+        '0 where they have nothing in common. It is estimated without bias from batches of images, '
+        'whose terms are summed before the ratio is taken. Each row and column is one layer, from '
+        'the image at the top left to the output: norms, branches, hidden layers and sums. ViTs '
+        'are alike from end to end, ResNets fall into stages; between two networks look which '
+        'layers of one do the work of which of the other.',
+        compute=representations.similarity,
+        of_all=True,
+        finding=_ends,
+        draw=lambda drawing, n: [
+            drawing.cka(n['cka'], n['layers'].tolist(), n['networks'].tolist())
+        ],
+    ),
+    Kind(
+        name='skip_removal',
+        title='Without the skip connections of a block',
+        source='Raghu et al., figure 8',
+        text='The same network, trained with and without the two skip connections of one block. '
+        'Skip connections carry what the first layers have found to the last. Without them the '
+        'picture falls into two parts: layers before the block are unlike those after it.',
+        compute=representations.skip_removal,
+        of_all=True,
+        finding=_skip_removal,
+        draw=lambda drawing, n: [
+            drawing.cka(
+                n[which],
+                n['layers'].tolist(),
+                [n['names'][i].item()] * len(n['layers']),
+                removed=[int(n['removed'])] if which == 'without' else [],
+            )
+            for i, which in enumerate(('without', 'whole'))
+        ],
+    ),
+    Kind(
+        name='head_subsets',
+        title='Heads beside a ResNet',
+        source='Raghu et al., figure 5',
+        text='The heads of the first block are sorted by how far they look; neighbours in this '
+        'order, a third of all heads at a time, are compared (CKA) with the lower layers of the '
+        'ResNet, whose convolutions look near. Where lines fall to the right, it is the heads '
+        'that look near that do what convolutions do.',
+        compute=representations.head_subsets,
+        of_all=True,
+        finding=_heads,
+        draw=lambda drawing, n: [
+            drawing.head_subsets(n['cka'], n['distance'], n['layers'].tolist())
+        ],
+    ),
+    Kind(
+        name='residuals',
+        title='Skip connections and branches',
+        source='Raghu et al., section 5, figure 7, appendix E.2',
+        text='Each block adds something to its tokens. Left: the length of what goes past it (the '
+        'skip connection) by the length of what it adds, averaged over tokens and images; above 1 '
+        'more is kept than added. Right: the cosine between what is added and the sum; near 1 the '
+        'block decides what the token becomes. In the paper the class token is passed on in the '
+        'first half and changed in the second, and patches the other way round.',
+        compute=paths.residuals,
+        finding=_residuals,
+        draw=lambda drawing, n: [
+            drawing.residuals(
+                dict(zip(n['kinds'].tolist(), n['ratio'], strict=True)),
+                dict(zip(n['kinds'].tolist(), n['cosine'], strict=True)),
+            )
+        ],
+    ),
+    Kind(
+        name='receptive_fields',
+        title='Effective receptive fields',
+        source='Raghu et al., figure 6, appendix C.4',
+        text='How much each pixel changes what is in the middle of a layer: the absolute '
+        'derivative, averaged over images, colours and some channels. Above before the skip '
+        'connection is added (of a ViT: what attention adds; of a ResNet: the last norm of a '
+        'unit), below after it (the output of the block or unit). The first layers of a ViT see '
+        'much of the image already; the skip connection keeps the place itself in sight.',
+        compute=paths.fields,
+        finding=_fields,
+        draw=lambda drawing, n: [
+            drawing.receptive_fields(n['before'], n['after'], n['layers'].tolist())
+        ],
+    ),
+    Kind(
+        name='localisation',
+        title='Which place a token is about',
+        source='Raghu et al., section 5, figures 9 and 10',
+        text='Each tile belongs to one token of the last block, or one place of the last feature '
+        'map, and shows its CKA with the pixels of each patch of the image. Where a token still '
+        'knows its place, that place is brightest. Networks with a class token keep places to the '
+        'end, those that average all tokens do less, as every token has to know the whole image.',
+        compute=representations.localisation,
+        finding=_localisation,
+        draw=lambda drawing, n: [drawing.localisation(**representations.some_tokens(n))],
+    ),
+    Kind(
+        name='probes',
+        title='What few labels can read off each layer',
+        source='Raghu et al., section 6, figures 11 to 13, appendix D',
+        text='A linear classifier in closed form (ridge regression, as few-shot evaluation here) '
+        'learns from the representation in each layer: that of the class token, the mean of the '
+        'patches, or single patches, whose accuracies are averaged. Half of the images are for '
+        'learning, a few of each class drawn three times; the other half is for testing. A network '
+        'with a class token gathers what it knows there, and single patches of its last layers '
+        'know little of the class; where tokens are averaged, each of them knows it.',
+        compute=probing.probes,
+        of_all=True,
+        finding=_probes,
+        draw=lambda drawing, n: [
+            drawing.probes(n['accuracy'], n['series'].tolist(), deviations=n['deviation'])
+        ],
+    ),
+    Kind(
+        name='training_data',
+        title='Trained on other amounts of data',
+        source='Raghu et al., section 7, figure 14',
+        text='Each block of the other networks compared (CKA) with the same block of the first '
+        'network given, for example networks of one architecture that were trained on parts of '
+        'the same data. First layers are learned from little data; last layers need more to '
+        'become what they are.',
+        compute=representations.training_data,
+        of_all=True,
+        finding=_amounts,
+        draw=lambda drawing, n: [
+            drawing.training_data(n['cka'], n['names'].tolist(), n['reference'].item())
+        ],
+    ),
+)

@@ -1,0 +1,73 @@
+"""The layers of a network in the order of the computation, as the figures name and count them."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from vit_jax.base import Array, Float
+from vit_jax.figures.networks import Network, Study
+from vit_jax.models import Backbone, ModelConfig, ResNetConfig, ViTConfig
+from vit_jax.models.taps import Reduction
+
+
+class Layer(NamedTuple):
+    """One array of a network: a tap, and of which block where it has one for each."""
+
+    tap: str
+    block: int | None = None
+
+    def __str__(self) -> str:
+        return self.tap if self.block is None else f'block{self.block}/{self.tap}'
+
+
+_BLOCK = 'norm1', 'attention/out', 'norm2', 'mlp/hidden', 'mlp/out', 'tokens'
+_UNIT = 'conv1', 'norm1', 'conv2', 'norm2', 'conv3', 'norm3', 'out'
+
+
+def every(config: ModelConfig) -> list[Layer]:
+    """Norms, branches, hidden layers and sums, as Raghu et al. compare them: 74 of ViT-B/16."""
+    backbone = [] if config.backbone is None else _backbone(config.backbone, _UNIT)
+    if isinstance(config, ResNetConfig):
+        return backbone
+    found = [*backbone, Layer('embedding')]
+    found += [Layer(tap, block) for block in range(config.depth) for tap in _BLOCK]
+    return found + ([Layer('norm')] if config.final_norm == 'before_pool' else [])
+
+
+def sums(config: ModelConfig) -> list[Layer]:
+    """The outputs alone: the embedding and each block, or the root and each unit."""
+    if isinstance(config, ResNetConfig):
+        return [layer for layer in _backbone(config.backbone, ('out',)) if '_' not in layer.tap]
+    return [Layer('embedding'), *(Layer('tokens', block) for block in range(config.depth))]
+
+
+def units(backbone: Backbone) -> list[str]:
+    """The names of all units of a ResNet."""
+    counts = enumerate(backbone.blocks, start=1)
+    return [f'stage{s}/unit{unit}' for s, count in counts for unit in range(1, count + 1)]
+
+
+def _backbone(backbone: Backbone, parts: Sequence[str]) -> list[Layer]:
+    root = [Layer(tap) for tap in ('conv_root', 'norm_root', 'root')]
+    return root + [Layer(f'{unit}/{part}') for unit in units(backbone) for part in parts]
+
+
+def wanted(layers: Sequence[Layer], reduction: Reduction) -> dict[str, Reduction]:
+    """What to ask of `Model.capture` for the same reduction of all these layers."""
+    return dict.fromkeys((layer.tap for layer in layers), reduction)
+
+
+def stacked(seen: dict[str, Any], layers: Sequence[Layer]) -> Float[Array, 't ...']:
+    """The reductions of these layers, which are arrays of one shape, along a first axis."""
+    return jnp.stack([seen[tap] if block is None else seen[tap][block] for tap, block in layers])
+
+
+def first_not_finite(study: Study, network: Network) -> Layer | None:
+    """Where a number that is none (NaN, infinity) first appears in the first batch, if anywhere."""
+    layers = every(network.loaded.config)
+    finite = wanted(layers, lambda x: jnp.isfinite(x).all())
+    (seen,) = study.over(network, finite, most=1)
+    found = jax.device_get(stacked(seen, layers))
+    return None if found.all() else layers[int(found.argmin())]

@@ -1,0 +1,108 @@
+"""The figures of the ViT paper: section 4.5, appendices D.7 and D.8."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vit_jax.analysis import attention, filters, positions
+from vit_jax.base import Array, Float
+from vit_jax.figures.networks import LeftOut, Network, Numbers, Study
+from vit_jax.models.positions import as_array
+
+_SHOWN = 6  # images of the rollout
+_COMPONENTS = 28  # of the filters, as in figure 7
+
+
+def patch_filters(study: Study, network: Network) -> Numbers:
+    """Principal components of the filters that see the image (figure 7, left): `components`
+    (count p q c) from 0 to 1, and the share of the variance that each `explained` (count)."""
+    params, config = network.loaded.params, network.loaded.config
+    root = config.backbone is not None
+    kernel = params['backbone']['conv_root']['kernel'] if root else params['embedding']['kernel']
+    if config.channels not in (1, 3):
+        raise LeftOut(f'filters of {config.channels} channels have no colours')
+    kernel = np.asarray(kernel, np.float32)
+    components = filters.principal_components(kernel, _COMPONENTS)
+    return {
+        'components': np.asarray(filters.as_picture(components)),
+        'explained': np.asarray(filters.explained_variance(kernel, _COMPONENTS)),
+    }
+
+
+def position_embeddings(study: Study, network: Network) -> Numbers:
+    """Cosine of each position embedding with all others (figure 7, centre): `similarity`
+    (rows columns rows columns)."""
+    config = network.vit
+    if config.positions == 'none':
+        raise LeftOut('the network has no position embeddings')
+    if config.positions == 'learned':
+        table = np.asarray(network.loaded.params['pos_embedding'])
+    else:
+        table = as_array(
+            config.positions, config.grid, length=config.num_tokens, width=config.width
+        )
+    return {
+        'similarity': np.asarray(positions.similarity(table, config.grid, prefix=network.prefix))
+    }
+
+
+def attention_distance(study: Study, network: Network) -> Numbers:
+    """Mean attention distance of each head (figure 7, right; D.7): `distance` (l k) in pixels, that
+    of a `uniform` attention, and the `width` of the image."""
+    grid, size = network.vit.grid, network.patch_size
+
+    def distances(weights: Float[Array, 'b k n n']) -> Float[Array, 'k']:
+        return attention.mean_distance(weights[None], grid, size, prefix=network.prefix)[0]
+
+    seen = study.over(network, {'attention/weights': distances})
+    return {
+        'distance': np.mean([each['attention/weights'] for each in seen], axis=0),
+        'uniform': np.array(attention.uniform_distance(grid, size)),
+        'width': np.array(network.vit.image_size[1]),
+    }
+
+
+def rollout(study: Study, network: Network) -> Numbers:
+    """What the output sees of the first images (figures 6 and 14; D.8): `images` (b h w 3) from 0
+    to 1, and the `relevance` of each patch (b rows columns)."""
+    pool, prefix = network.vit.pool, network.prefix
+
+    @jax.jit
+    def relevance(seen: dict[str, Array]) -> Float[Array, 'b m']:
+        rolled = attention.rollout(seen['attention/weights'][:, :, None])
+        if pool == 'cls':
+            output = rolled[:, 0]
+        elif pool == 'map':
+            output = jnp.einsum('bn,bnm->bm', seen['pool/attention/weights'], rolled)
+        else:
+            output = rolled.mean(axis=1)
+        return output[:, prefix:]
+
+    wanted = {'attention/weights': lambda weights: weights.mean(axis=1)}
+    if pool == 'map':
+        wanted['pool/attention/weights'] = lambda weights: weights.mean(axis=(1, 2))
+    found = [np.asarray(relevance(seen)) for seen in study.over(network, wanted, _SHOWN)]
+    images = study.pictures(network, _SHOWN)
+    grid = network.vit.grid
+    return {'images': images, 'relevance': np.concatenate(found)[: len(images)].reshape(-1, *grid)}
+
+
+def attention_maps(study: Study, network: Network) -> Numbers:
+    """Where each head of each block looks in the first image: `image` (h w 3) from 0 to 1, and
+    `maps` (l k rows columns). Of the class token, or of the mean of all tokens; below the blocks
+    those of attention pooling."""
+    pool, prefix = network.vit.pool, network.prefix
+
+    def of_query(weights: Float[Array, 'b k q n']) -> Float[Array, 'k m']:
+        rows = weights[0, :, 0] if pool == 'cls' else weights[0].mean(axis=1)
+        return rows[:, prefix:]
+
+    wanted = {'attention/weights': of_query}
+    if pool == 'map':
+        wanted['pool/attention/weights'] = of_query
+    (seen,) = study.over(network, wanted, most=1)
+    maps = seen['attention/weights']
+    if pool == 'map':
+        maps = np.concatenate([maps, seen['pool/attention/weights'][None]])
+    (image,) = study.pictures(network, 1)
+    return {'image': image, 'maps': maps.reshape(*maps.shape[:2], *network.vit.grid)}

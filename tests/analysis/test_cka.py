@@ -86,6 +86,20 @@ def test_all_pairs_of_layers_at_once_are_each_pair_alone():
     assert found[1, 0] == pytest.approx(1)
 
 
+@pytest.mark.full
+def test_minibatches_of_several_devices_are_summed_as_those_of_one():
+    x, y = RNG.normal(size=(2, 8, 1, 16, 5)).astype(np.float32)  # batches, layers, images
+    y += x
+
+    def terms(x, y):
+        return jax.lax.psum(cka.terms(grams(x[0]), grams(y[0])), 'data')
+
+    mesh, split = jax.sharding.Mesh(jax.devices(), 'data'), jax.P('data')
+    summed = jax.shard_map(terms, mesh=mesh, in_specs=(split, split), out_specs=jax.P())
+    expected = cka.minibatch_cka(x[:, 0], y[:, 0])
+    assert cka.ratio(*jax.jit(summed)(x, y))[0, 0] == pytest.approx(expected, abs=1e-5)
+
+
 def test_what_does_not_depend_on_the_image_has_no_cka(reference):
     """To the bit: its mean, rounded, is another number."""
     constant = np.broadcast_to(RNG.normal(size=30) * 100 + 0.1, (4, 64, 30))

@@ -36,7 +36,7 @@ def as_picture(components: Float[Array | np.ndarray, 'n p q c']) -> Float[Array,
     """Each alone stretched to [0, 1], as pictures show them; a constant one is 0."""
     components = jnp.asarray(components, jnp.float32)
     low, high = (f(axis=(1, 2, 3), keepdims=True) for f in (components.min, components.max))
-    return ((components - low) / jnp.where(high > low, high - low, 1)).clip(0, 1)
+    return (components - low) / jnp.where(high > low, high - low, 1)
 
 
 def _decomposed(

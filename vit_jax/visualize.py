@@ -1,4 +1,4 @@
-"""Draws what networks have learned: python -m vit_jax.visualize CHECKPOINT... --images=DATA --out=DIR.
+"""Draws what networks learned: python -m vit_jax.visualize CHECKPOINT... --images=DATA --out=DIR.
 
 CHECKPOINT is of any kind that vit_jax.load reads, ViT, hybrid or ResNet; DATA a folder of photos,
 or of any kind that a configuration takes. DIR/index.html has the figures of the ViT paper and of
@@ -7,6 +7,7 @@ look for; beside it are the pictures (.png) and the numbers that they are drawn 
 """
 
 import argparse
+import functools
 import importlib.util
 import os
 import pathlib
@@ -14,11 +15,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from vit_jax.base import UserError, atomic_write, close_by, counted, records, require, usable
+from vit_jax.base import UserError, atomic_write, counted, records, require, usable
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.command_line import app, output
 from vit_jax.data.sources.base import Source
@@ -96,8 +96,8 @@ def _study(arguments: argparse.Namespace, bar: Progress, job: Job) -> tuple[Stud
         return iter(bar.track(every, total=total, description=name))
 
     readers = [networks.reader_for(one, source, arguments.max_pixels) for one in loaded]
-    checked = lambda every, total: watched('reading images', every, total)  # noqa: E731
-    indices, problems = networks.readable(readers[0], arguments.num_images, checked)
+    reading = functools.partial(watched, 'reading images')
+    indices, problems = networks.readable(readers[0], arguments.num_images, reading)
     size, mesh = networks.batch_for(len(indices), arguments.batch_size)
     names = _names(arguments.checkpoints)
     placed = tuple(
@@ -156,13 +156,13 @@ def _made(kind: Kind, study: Study, faults: dict[str, str]) -> Iterator[Made]:
             yield Made(kind, None, {}, '; '.join(faults.values()))
             return
         part = Study(sound, study.indices, study.batch_size, study.watched)
-        yield computed(None, lambda: kind.compute(part))
+        yield computed(None, functools.partial(kind.compute, part))
         return
     for network in study.networks:
         if network.name in faults and kind.name not in _FROM_PARAMETERS:
             yield Made(kind, network, {}, faults[network.name])
         else:
-            yield computed(network, lambda n=network: kind.compute(study, n))
+            yield computed(network, functools.partial(kind.compute, study, network))
 
 
 def _write(

@@ -13,13 +13,19 @@ from vit_jax.models import Backbone, Compute, ModelConfig, Pool, ResNetConfig, V
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
-
 ARGUMENTS = 'cls', 'gap', 'resnet'
 
 
 def _vit(pool: Pool) -> ViTConfig:
-    sizes = {'width': 64, 'depth': 6, 'mlp_dim': 128, 'num_heads': 4}
-    return ViTConfig(image_size=(32, 32), patch_size=(4, 4), pool=pool, **sizes)
+    return ViTConfig(
+        image_size=(32, 32),
+        patch_size=(4, 4),
+        width=64,
+        depth=6,
+        mlp_dim=128,
+        num_heads=4,
+        pool=pool,
+    )
 
 
 def get_config(network: str = 'cls') -> TrainConfig:

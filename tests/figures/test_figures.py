@@ -113,7 +113,7 @@ def test_subsets_of_heads_go_from_near_to_far():
 
 
 def test_probes_need_labels_and_a_few_images_of_each_class():
-    found = probing.probes(study(VIT, RESNET, images=80))
+    found = probing.probes(study(VIT, RESNET, images=160))
     assert found['series'].tolist()[:2] == ['n0: class token', 'n0: mean of patches']
     np.testing.assert_allclose(found['accuracy'][0, 0], 0.1, atol=0.06)  # the same for all images
     assert np.nanmax(found['accuracy']) > 0.2

@@ -1,4 +1,4 @@
-"""Localisation: which patch of the image a token is about (Raghu et al. 2021, section 5)."""
+"""Localisation: which patch of the image a token is about (Raghu et al. 2021, section 7)."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
 """Effective receptive fields: which pixels change what is in the middle of a layer, and how much.
 
-Luo et al. 2016; Raghu et al. 2021, section 4 and appendix C.4.
+Luo et al. 2016; Raghu et al. 2021, section 5 and appendix C.4.
 """
 
 from collections.abc import Callable

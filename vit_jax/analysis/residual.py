@@ -13,7 +13,7 @@ from vit_jax.base import Array, Float
 def norm_ratio(
     skip: Float[Array | np.ndarray, '*n d'], branch: Float[Array | np.ndarray, '*n d']
 ) -> Float[Array, '*n']:
-    """|skip| / |branch| (Raghu et al. 2021, section 5 and figure 7), in float32.
+    """|skip| / |branch| (Raghu et al. 2021, section 6 and figure 7), in float32.
 
     Large where a token is passed on as it is; inf where the branch adds nothing, NaN where both
     are zero.

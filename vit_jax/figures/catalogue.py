@@ -8,7 +8,7 @@ import numpy as np
 from scipy import stats
 
 from vit_jax.figures import paths, probing, representations, vit_paper
-from vit_jax.figures.networks import Network, Numbers, Study
+from vit_jax.figures.networks import Network, Numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,8 @@ def _choice(numbers: Numbers, network: Network | None) -> str:
     return {
         'cls': 'Seen from the class token, which is what the head is given.',
         'map': 'Seen from the attention pooling, whose weights its heads share equally.',
-        'gap': 'There is no class token: seen from all tokens alike, as the head is given their mean.',
-        'none': 'There is no class token: seen from all tokens alike.',
+        'gap': 'No class token: seen from all tokens alike, as the head is given their mean.',
+        'none': 'No class token: seen from all tokens alike.',
     }[network.vit.pool]
 
 
@@ -219,7 +219,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         name='cka',
         title='Similarity of all layers',
-        source='Raghu et al., figures 1 and 2',
+        source='Raghu et al., section 4, figures 1 and 2',
         text='Centred kernel alignment (CKA) compares what two layers make of the same images: 1 '
         'where the same images are alike to both, whatever the rotation or scale of their numbers, '
         '0 where they have nothing in common. It is estimated without bias from batches of images, '
@@ -237,7 +237,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         name='skip_removal',
         title='Without the skip connections of a block',
-        source='Raghu et al., figure 8',
+        source='Raghu et al., section 6, figure 8',
         text='The same network, trained with and without the two skip connections of one block. '
         'Skip connections carry what the first layers have found to the last. Without them the '
         'picture falls into two parts: layers before the block are unlike those after it.',
@@ -257,7 +257,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         name='head_subsets',
         title='Heads beside a ResNet',
-        source='Raghu et al., figure 5',
+        source='Raghu et al., section 5, figure 5',
         text='The heads of the first block are sorted by how far they look; neighbours in this '
         'order, a third of all heads at a time, are compared (CKA) with the lower layers of the '
         'ResNet, whose convolutions look near. Where lines fall to the right, it is the heads '
@@ -272,7 +272,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         name='residuals',
         title='Skip connections and branches',
-        source='Raghu et al., section 5, figure 7, appendix E.2',
+        source='Raghu et al., section 6, figure 7, appendix E.2',
         text='Each block adds something to its tokens. Left: the length of what goes past it (the '
         'skip connection) by the length of what it adds, averaged over tokens and images; above 1 '
         'more is kept than added. Right: the cosine between what is added and the sum; near 1 the '
@@ -290,7 +290,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         name='receptive_fields',
         title='Effective receptive fields',
-        source='Raghu et al., figure 6, appendix C.4',
+        source='Raghu et al., section 5, figure 6, appendix C.4',
         text='How much each pixel changes what is in the middle of a layer: the absolute '
         'derivative, averaged over images, colours and some channels. Above before the skip '
         'connection is added (of a ViT: what attention adds; of a ResNet: the last norm of a '
@@ -305,7 +305,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         name='localisation',
         title='Which place a token is about',
-        source='Raghu et al., section 5, figures 9 and 10',
+        source='Raghu et al., section 7',
         text='Each tile belongs to one token of the last block, or one place of the last feature '
         'map, and shows its CKA with the pixels of each patch of the image. Where a token still '
         'knows its place, that place is brightest. Networks with a class token keep places to the '
@@ -317,7 +317,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         name='probes',
         title='What few labels can read off each layer',
-        source='Raghu et al., section 6, figures 11 to 13, appendix D',
+        source='Raghu et al., section 7, appendix D',
         text='A linear classifier in closed form (ridge regression, as few-shot evaluation here) '
         'learns from the representation in each layer: that of the class token, the mean of the '
         'patches, or single patches, whose accuracies are averaged. Half of the images are for '
@@ -334,7 +334,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         name='training_data',
         title='Trained on other amounts of data',
-        source='Raghu et al., section 7, figure 14',
+        source='Raghu et al., section 8',
         text='Each block of the other networks compared (CKA) with the same block of the first '
         'network given, for example networks of one architecture that were trained on parts of '
         'the same data. First layers are learned from little data; last layers need more to '

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from vit_jax.base import Array, Float
+from vit_jax.base import Array
 from vit_jax.figures.networks import Network, Study
-from vit_jax.models import Backbone, ModelConfig, ResNetConfig, ViTConfig
+from vit_jax.models import Backbone, ModelConfig, ResNetConfig
 from vit_jax.models.taps import Reduction
 
 
@@ -59,8 +59,8 @@ def wanted(layers: Sequence[Layer], reduction: Reduction) -> dict[str, Reduction
     return dict.fromkeys((layer.tap for layer in layers), reduction)
 
 
-def stacked(seen: dict[str, Any], layers: Sequence[Layer]) -> Float[Array, 't ...']:
-    """The reductions of these layers, which are arrays of one shape, along a first axis."""
+def stacked(seen: dict[str, Any], layers: Sequence[Layer]) -> Array:
+    """(t ...), the reductions of t layers, which are arrays of one shape."""
     return jnp.stack([seen[tap] if block is None else seen[tap][block] for tap, block in layers])
 
 

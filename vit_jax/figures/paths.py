@@ -16,7 +16,7 @@ from vit_jax.figures.layers import Layer
 from vit_jax.figures.networks import Network, Numbers, Study
 from vit_jax.models import ResNetConfig
 
-_LAYERS, _IMAGES, _CHANNELS = 6, 32, 4  # whose receptive fields are drawn, and made of what
+_LAYERS, _IMAGES, _CHANNELS = 6, 32, 2  # whose receptive fields are drawn, and made of what
 
 
 def residuals(study: Study, network: Network) -> Numbers:

@@ -16,12 +16,14 @@ _SEEDS, _MOST_SHOTS, _PATCHES, _L2 = (0, 1, 2), 10, 9, 1024.0
 
 
 def probes(study: Study) -> Numbers:
-    """Accuracy of ridge probes of each layer of all networks (figures 11 to 13, D): of the class
-    token, the mean of the patches, and single patches, whose accuracies are averaged. `accuracy`
-    and `deviation` over draws (series l, NaN where a network has fewer layers), `series`, `shots`.
+    """Accuracy of ridge probes of each layer of all networks (section 7, appendix D): of the
+    class token, the mean of the patches, and single patches, whose accuracies are averaged.
+
+    `accuracy` and `deviation` over draws (series l), NaN where a network has fewer layers; the
+    names of the `series`; the `shots`, images of each class that are learned from.
     """
-    labels, shots = _task(study)
-    learned, tested = labels[::2], labels[1::2]
+    labels, parts, shots = _task(study)
+    learned, tested = parts
     found: dict[str, list[tuple[float, float]]] = {}
     for network in study.networks:
         of_layers, kinds = _features(study, network)
@@ -29,9 +31,9 @@ def probes(study: Study) -> Numbers:
             accuracies: dict[str, list[list[float]]] = {}
             for kind, features in zip(kinds, rows, strict=True):
                 scores, _ = ridge.probe(
-                    learned,
-                    Labelled(features[1::2], tested),
-                    features_of=features[::2].__getitem__,
+                    labels[learned],
+                    Labelled(features[tested], labels[tested]),
+                    features_of=features[learned].__getitem__,
                     shots=[shots],
                     seeds=_SEEDS,
                     l2=_L2,
@@ -52,8 +54,9 @@ def probes(study: Study) -> Numbers:
     }
 
 
-def _task(study: Study) -> tuple[np.ndarray, int]:
-    """The classes of the images, and how many of each can be learned from: every other image is."""
+def _task(study: Study) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray], int]:
+    """The classes of the images; which are for learning and which for testing, half of them each,
+    at random; and how many of each class are learned from."""
     source = study.networks[0].reader.source
     if not source.class_names:
         raise LeftOut('the images have no labels')
@@ -61,13 +64,15 @@ def _task(study: Study) -> tuple[np.ndarray, int]:
         raise LeftOut('an image may have several classes; probes need one')
     count = len(study.indices) // study.batch_size * study.batch_size
     labels = source.labels[study.indices[:count]]
-    fewest = int(np.bincount(labels[::2], minlength=len(source.class_names)).min())
+    order = np.random.default_rng(0).permutation(count)
+    learned, tested = order[: count // 2], order[count // 2 :]
+    fewest = int(np.bincount(labels[learned], minlength=len(source.class_names)).min())
     if fewest < 1 or len(source.class_names) < 2:
         classes = len(source.class_names)
         raise LeftOut(
             f'{count:,} images are too few to learn {classes:,} classes from half of them'
         )
-    return labels, min(_MOST_SHOTS, fewest)
+    return labels, (learned, tested), min(_MOST_SHOTS, fewest)
 
 
 def _features(
@@ -77,25 +82,22 @@ def _features(
     config = network.loaded.config
     chosen = layers.sums(config)
     if isinstance(config, ResNetConfig):
-        of_layer, kinds = _of_map, ['mean of places'] + ['single places'] * _PATCHES
+        prefix, place = 0, 'places'
     else:
-        token = ['class token'] * network.prefix
-        of_layer = _of_tokens(network.prefix)
-        kinds = [*token, 'mean of patches', *['single patches'] * _PATCHES]
+        prefix, place = network.prefix, 'patches'
+    kinds = ['class token'] * prefix + [f'mean of {place}'] + [f'single {place}'] * _PATCHES
+    of_layer = _of_tokens(prefix)
     seen = study.over(network, layers.wanted(chosen, of_layer))
     batches = [[s[tap] if b is None else s[tap][b] for tap, b in chosen] for s in seen]
     return [np.concatenate(parts, axis=1) for parts in zip(*batches, strict=True)], kinds
 
 
 def _of_tokens(prefix: int) -> Callable[[Array], Float[Array, 'kinds b d']]:
-    def kinds(x: Float[Array, 'b n d']) -> Float[Array, 'kinds b d']:
+    def kinds(x: Float[Array, 'b ... d']) -> Float[Array, 'kinds b d']:
+        x = x.reshape(len(x), -1, x.shape[-1])  # places of a feature map as tokens
         patches = x[:, prefix:]
         some = jnp.linspace(0, patches.shape[1] - 1, _PATCHES).round().astype(int)
         every = [x[:, :prefix], patches.mean(axis=1, keepdims=True), patches[:, some]]
         return jnp.concatenate(every, axis=1).swapaxes(0, 1)
 
     return kinds
-
-
-def _of_map(x: Float[Array, 'b h w c']) -> Float[Array, 'kinds b c']:
-    return _of_tokens(0)(x.reshape(len(x), -1, x.shape[-1]))

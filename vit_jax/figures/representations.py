@@ -62,8 +62,8 @@ def _ratio(terms: Iterable[cka.Terms]) -> Float[np.ndarray, 't s']:
 
 
 def training_data(study: Study) -> Numbers:
-    """Each block of networks like the first one with the same block of that (appendix on amounts
-    of training data): `cka` (m l), `names` (m), `layers` (l), `reference`."""
+    """Each block of networks like the first one with the same block of that (section 8): `cka`
+    (m l), `names` (m), `layers` (l), `reference`."""
     first, *others = study.networks
     alike = [n for n in others if layers.sums(n.loaded.config) == layers.sums(first.loaded.config)]
     if not alike:
@@ -165,7 +165,7 @@ def _windows(distance: Float[np.ndarray, 'k']) -> Int[np.ndarray, 's k']:
 
 def localisation(study: Study, network: Network) -> Numbers:
     """Tokens of the last block, or places of the last feature map, with each patch of the image
-    (figure 10): `cka` (t rows columns), and where the `tokens` are (t 2); (-1, -1) is the class
+    (section 7): `cka` (t rows columns), and where the `tokens` are (t 2); (-1, -1) is the class
     token."""
     study.require_images(FEWEST, 'CKA')
     config = network.loaded.config

@@ -9,6 +9,7 @@ look for; beside it are the pictures (.png) and the numbers that they are drawn 
 import argparse
 import functools
 import importlib.util
+import itertools
 import os
 import pathlib
 import sys
@@ -175,33 +176,40 @@ def _write(
     """Draws all figures, and writes pictures, numbers and the page."""
     from vit_jax.figures import drawing, page, style  # here: matplotlib is an extra
 
-    sections: dict[str, page.Section] = {}
-    for one in made:
-        kind = one.kind
-        of = '' if one.network is None else f'{one.network.name}: '
-        section = sections.setdefault(
-            kind.name, page.Section(f'{kind.title} ({kind.source})', kind.text, [], [])
-        )
-        if one.left_out is not None:
-            section.left_out.append(f'{of}{one.left_out}')
-            continue
-        with usable(folder):
-            write_npz(folder / f'{one.stem}.npz', one.numbers)
-        finding = f'{of}{kind.finding(one.numbers, one.network)}'
-        pictures = kind.draw(drawing, one.numbers)
-        for index, picture in enumerate(pictures):
-            stem = one.stem if len(pictures) == 1 else f'{one.stem}-{index + 1}'
-            png = style.png(picture)
-            with usable(folder), atomic_write(folder / f'{stem}.png') as partial:
-                partial.write_bytes(png)
-            alt = f'{kind.title} {of}'.removesuffix(': ')
-            last = index == len(pictures) - 1
-            section.pictures.append(page.Picture(png, alt, finding if last else ''))
-        print(f'{one.stem}: {finding}')
+    sections = []
+    for kind, parts in itertools.groupby(made, key=lambda one: one.kind):
+        pictures: list[page.Picture] = []
+        left_out: list[str] = []
+        for one in parts:
+            of = '' if one.network is None else f'{one.network.name}: '
+            if one.left_out is not None:
+                left_out.append(f'{of}{one.left_out}.')
+                continue
+            finding = f'{of}{kind.finding(one.numbers, one.network)}'
+            print(f'{one.stem}: {finding}')
+            pngs = [style.png(drawn) for drawn in kind.draw(drawing, one.numbers)]
+            _keep(folder, one, pngs)
+            captions = [''] * (len(pngs) - 1) + [finding]  # below the last
+            alt = f'{of}{kind.title}'
+            pictures += [
+                page.Picture(png, alt, text) for png, text in zip(pngs, captions, strict=True)
+            ]
+        title = f'{kind.title} ({kind.source})'
+        sections.append(page.Section(title, kind.text, pictures, ' '.join(left_out) or None))
     text = page.page('What the networks have learned', _lines(study, arguments, faults), sections)
     with usable(folder), atomic_write(folder / PAGE) as partial:
         partial.write_text(text)
     print(f'\nwritten: {folder / PAGE}')
+
+
+def _keep(folder: pathlib.Path, one: Made, pngs: Sequence[bytes]) -> None:
+    """Writes a figure's numbers and pictures."""
+    with usable(folder):
+        write_npz(folder / f'{one.stem}.npz', one.numbers)
+    for index, png in enumerate(pngs, start=1):
+        stem = one.stem if len(pngs) == 1 else f'{one.stem}-{index}'
+        with usable(folder), atomic_write(folder / f'{stem}.png') as partial:
+            partial.write_bytes(png)
 
 
 def _lines(study: Study, arguments: argparse.Namespace, faults: dict[str, str]) -> list[str]:

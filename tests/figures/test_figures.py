@@ -35,9 +35,8 @@ def study(*configs, images=16, batch_size=8, source=None):
 def whole(one, *names):
     """All taps of these names, of all batches, stacked along a first axis."""
     network = one.networks[0]
-    capture = jax.jit(network.loaded.model.capture, static_argnums=2)
-    batches = one.batches(network)
-    return [capture(network.params, network.prepared(batch), names)[1] for batch in batches]
+    seen = network.seen(dict.fromkeys(names, lambda whole: whole))
+    return [*map(seen, one.batches(network))]
 
 
 def test_vit_b16_has_the_74_layers_of_the_paper():
@@ -45,17 +44,19 @@ def test_vit_b16_has_the_74_layers_of_the_paper():
     assert len(layers.every(variant('R50x1'))) == 3 + 16 * 7
 
 
+@pytest.mark.full
 def test_the_similarity_of_layers_is_the_cka_of_their_whole_arrays():
     one = study(VIT)
     found = representations.similarity(one)
     batches = whole(one, 'embedding', 'mlp/hidden')
     hidden = np.stack([batch['mlp/hidden'][1] for batch in batches])
     first = np.stack([batch['embedding'] for batch in batches])
-    i, j = (found['layers'].tolist().index(name) for name in ('embedding', 'block1/mlp/hidden'))
+    i, j = (found['layers'].tolist().index(name) for name in ('embedding', 'block1/mlp hidden'))
     np.testing.assert_allclose(found['cka'][i, j], cka.minibatch_cka(first, hidden), rtol=1e-4)
     np.testing.assert_allclose(np.diag(found['cka']), 1, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_a_network_beside_itself_is_compared_as_alone():
     found = representations.similarity(study(VIT, VIT), layers.sums)['cka']
     n = len(found) // 2
@@ -65,6 +66,7 @@ def test_a_network_beside_itself_is_compared_as_alone():
     assert amounts['names'].tolist() == ['n2']
 
 
+@pytest.mark.full
 def test_ratio_and_cosine_are_means_over_tokens_of_each_kind():
     one = study(VIT, images=8)
     found = paths.residuals(one, one.networks[0])
@@ -77,6 +79,7 @@ def test_ratio_and_cosine_are_means_over_tokens_of_each_kind():
     np.testing.assert_allclose(found['ratio'][patches], ratio[:, :, 1:].mean((1, 2)), rtol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('pool', ['cls', 'gap', 'map'])
 def test_relevance_and_class_token_share_one(pool):
     """Rollout's rows sum to one: without a class token all of it is on the patches."""
@@ -89,6 +92,7 @@ def test_relevance_and_class_token_share_one(pool):
     assert len(maps) == 3 + (pool == 'map')  # that of the pooling comes last
 
 
+@pytest.mark.full
 def test_a_patch_sees_itself_alone_before_tokens_are_mixed():
     """Without attention the field of every block is the patch in the middle."""
     loaded = files.loaded(VIT)
@@ -102,6 +106,7 @@ def test_a_patch_sees_itself_alone_before_tokens_are_mixed():
     assert (after[:, ~outside] > 0).all() and not after[:, outside].any()
 
 
+@pytest.mark.full
 def test_subsets_of_heads_go_from_near_to_far():
     windows = representations._windows(np.array([3.0, 1.0, 4.0, 2.0, 9.0, 6.0]))
     assert windows.sum(axis=1).tolist() == [2] * 5
@@ -112,6 +117,7 @@ def test_subsets_of_heads_go_from_near_to_far():
     assert found['layers'].tolist() == ['root', 'stage1/unit1/out']
 
 
+@pytest.mark.full
 def test_probes_need_labels_and_a_few_images_of_each_class():
     found = probing.probes(study(VIT, RESNET, images=160))
     assert found['series'].tolist()[:2] == ['n0: class token', 'n0: mean of patches']
@@ -147,10 +153,11 @@ def test_what_a_network_does_not_have_is_said():
         representations.skip_removal(one)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     'config, name, layer',
     [
-        (VIT, 'encoder/block/mlp/dense1/bias', 'block1/mlp/hidden'),
+        (VIT, 'encoder/block/mlp/dense1/bias', 'block1/mlp hidden'),
         (VIT, 'embedding/bias', 'embedding'),
         (RESNET, 'backbone/stage1/unit2/norm2/scale', 'stage1/unit2/norm2'),
     ],

@@ -1,6 +1,7 @@
 """What `Model.capture` promises: only what is named, and logits that it does not change."""
 
 import collections
+import pathlib
 import re
 
 import jax
@@ -223,3 +224,10 @@ def test_an_unknown_name_is_refused_with_those_that_are_there(config, name, mess
     model, params, images = made(config)
     with pytest.raises(UserError, match=message):
         model.capture(params, images, [name])
+
+
+def test_the_documentation_lists_the_taps():
+    text = (pathlib.Path(__file__).parents[2] / 'docs' / 'look_inside.md').read_text()
+    for table in (taps.VIT_TAPS, taps.RESNET_TAPS):
+        rows = ''.join(f'| `{name}` | {meaning} |\n' for name, meaning in table.items())
+        assert rows in text

@@ -19,7 +19,9 @@ class Layer(NamedTuple):
     block: int | None = None
 
     def __str__(self) -> str:
-        return self.tap if self.block is None else f'block{self.block}/{self.tap}'
+        if self.block is None:
+            return self.tap
+        return f'block{self.block}/{self.tap.replace("/", " ")}'
 
 
 _BLOCK = 'norm1', 'attention/out', 'norm2', 'mlp/hidden', 'mlp/out', 'tokens'

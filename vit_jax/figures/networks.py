@@ -58,17 +58,22 @@ class Network:
     def seen(self, wanted: Mapping[str, Reduction]) -> Callable[[Batch], dict[str, Any]]:
         """A compiled function from a batch to what `Model.capture` makes of it, on every device."""
 
+        def run(params: Params, images: Float[Array, 'b h w c']) -> dict[str, Any]:
+            return self.loaded.model.capture(params, images, wanted)[1]
+
+        return self.compiled(run)
+
+    def compiled(
+        self, function: Callable[[Params, Float[Array, 'b h w c']], Any]
+    ) -> Callable[[Batch], Any]:
+        """A function of parameters and prepared images as one of batches, on every device."""
+
         @functools.partial(jax.jit, out_shardings=meshes.replicated(self.mesh))
-        def run(params: Params, images: Array) -> dict[str, Any]:
-            prepared = normalize(images, self.loaded.preprocessing)
+        def run(params: Params, images: Array) -> Any:
             with jax.default_matmul_precision('highest'):  # no bfloat16, no TF32
-                return self.loaded.model.capture(params, prepared, wanted)[1]
+                return function(params, normalize(images, self.loaded.preprocessing))
 
         return lambda batch: run(self.params, batch['images'])
-
-    def prepared(self, batch: Batch) -> Float[Array, 'b h w c']:
-        """The images of a batch as the network takes them."""
-        return normalize(batch['images'], self.loaded.preprocessing)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -9,8 +9,7 @@ import numpy as np
 
 from vit_jax.analysis.receptive_field import receptive_fields
 from vit_jax.analysis.residual import cosine, norm_ratio
-from vit_jax.base import Array, Float
-from vit_jax.data.image_preprocessing import normalize
+from vit_jax.base import Array, Float, Params
 from vit_jax.figures import layers
 from vit_jax.figures.layers import Layer
 from vit_jax.figures.networks import Network, Numbers, Study
@@ -75,23 +74,18 @@ def _fields(study: Study, network: Network, chosen: Sequence[Layer]) -> Float[np
     config = network.loaded.config
     taps = layers.wanted(chosen, _centre_of(network))
 
-    def centres(params: Any, images: Float[Array, 'b h w c']) -> Float[Array, 'l b d']:
+    def centres(params: Params, images: Float[Array, 'b h w c']) -> Float[Array, 'l b d']:
         seen = network.loaded.model.capture(params, images, taps)[1]
         return layers.stacked(seen, chosen)
 
-    @jax.jit
-    def of_batch(params: Any, images: Array, channels: Array) -> Float[Array, 'l h w']:
-        with jax.default_matmul_precision('highest'):
-            prepared = normalize(images, network.loaded.preprocessing)
-            return receptive_fields(lambda x: centres(params, x), prepared, channels)
-
-    rng, found = np.random.default_rng(0), []
-    shape = (1, *config.image_size, config.channels)
-    image = jax.ShapeDtypeStruct(shape, np.float32)
+    image = jax.ShapeDtypeStruct((1, *config.image_size, config.channels), np.float32)
     width = jax.eval_shape(centres, network.params, image).shape[-1]
-    for batch in study.batches(network, _IMAGES):
-        channels = rng.integers(width, size=(study.batch_size, _CHANNELS))
-        found.append(np.asarray(of_batch(network.params, batch['images'], channels)))
+
+    def of_batch(params: Params, images: Float[Array, 'b h w c']) -> Float[Array, 'l h w']:
+        channels = jax.random.randint(jax.random.key(0), (len(images), _CHANNELS), 0, width)
+        return receptive_fields(lambda x: centres(params, x), images, channels)
+
+    found = [*map(network.compiled(of_batch), study.batches(network, _IMAGES))]
     return np.mean(found, axis=0)
 
 

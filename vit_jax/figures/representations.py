@@ -12,7 +12,7 @@ from vit_jax.analysis import cka
 from vit_jax.analysis.attention import mean_distance
 from vit_jax.analysis.localisation import localisation as terms_of_tokens
 from vit_jax.analysis.localisation import patches
-from vit_jax.base import Array, Batch, Float, Int, UserError
+from vit_jax.base import Array, Batch, Float, Int, Params, UserError
 from vit_jax.figures import layers
 from vit_jax.figures.layers import Layer
 from vit_jax.figures.networks import LeftOut, Network, Numbers, Study
@@ -174,20 +174,15 @@ def localisation(study: Study, network: Network) -> Numbers:
         tap, prefix = f'stage{len(config.backbone.blocks)}', 0
     else:
         tap, prefix = 'tokens', network.prefix
-    seen = network.seen({tap: lambda x: x.reshape(len(x), -1, x.shape[-1])})
 
-    @jax.jit
-    def terms_of(tokens: Float[Array, 'b t d'], images: Float[Array, 'b h w c']) -> cka.Terms:
-        return terms_of_tokens(tokens, patches(images, (rows, columns)))
-
-    def terms() -> Iterator[cka.Terms]:
-        for batch in study.batches(network):
-            tokens = seen(batch)[tap]
-            last = tokens if isinstance(config, ResNetConfig) else tokens[-1]
-            yield terms_of(last, network.prepared(batch))
+    def terms_of(params: Params, images: Float[Array, 'b h w c']) -> cka.Terms:
+        kept = {tap: lambda x: x.reshape(len(x), -1, x.shape[-1])}
+        tokens = network.loaded.model.capture(params, images, kept)[1][tap]
+        last = tokens if isinstance(config, ResNetConfig) else tokens[-1]
+        return terms_of_tokens(last, patches(images, (rows, columns)))
 
     try:
-        found = _ratio(terms())
+        found = _ratio(map(network.compiled(terms_of), study.batches(network)))
     except UserError as error:  # the feature map is rounded up
         raise LeftOut(str(error)) from error
     places = [(-1, -1)] * prefix + [(i, j) for i in range(rows) for j in range(columns)]

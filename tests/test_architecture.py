@@ -14,7 +14,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / 'vit_jax'
 # A folder is a layer; a layer may import those in the lines below its own, and its own folder.
 LAYERS = (
     {'programs'},
-    {'command_line', 'runs'},
+    {'command_line', 'figures', 'runs'},
     {'config', 'pretrained'},
     {'checkpoints'},
     {'evaluation', 'analysis', 'training', 'data'},

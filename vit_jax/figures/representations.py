@@ -65,9 +65,9 @@ def training_data(study: Study) -> Numbers:
     """Each block of networks like the first one with the same block of that (section 8): `cka`
     (m l), `names` (m), `layers` (l), `reference`."""
     first, *others = study.networks
-    alike = [n for n in others if layers.sums(n.loaded.config) == layers.sums(first.loaded.config)]
+    alike = [n for n in others if n.loaded.config == first.loaded.config]
     if not alike:
-        raise LeftOut(f'no other network has the layers of {first.name}, the first one given')
+        raise LeftOut(f'no other network has the architecture of {first.name}, the first one given')
     found = similarity(dataclasses.replace(study, networks=(first, *alike)), layers.sums)
     count = len(layers.sums(first.loaded.config))
     blocks = found['cka'][:count].reshape(count, -1, count)

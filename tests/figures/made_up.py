@@ -18,9 +18,16 @@ def photos(rng, count, height, width):
     return np.stack([smooth(rng, count, height, width) for _ in range(3)], axis=-1)
 
 
-def layer_names(blocks, prefix=''):
-    parts = ('norm1', 'attention', 'residual1', 'norm2', 'mlp/hidden', 'mlp/out', 'residual2')
-    return [f'{prefix}block{i}/{part.replace("/", "_")}' for i in range(blocks) for part in parts]
+def layer_names(blocks):
+    """Those of a ViT, as `figures/layers.py` has them."""
+    parts = 'norm1', 'attention/out', 'norm2', 'mlp/hidden', 'mlp/out', 'tokens'
+    return ['embedding', *(f'block{i}/{part}' for i in range(blocks) for part in parts)]
+
+
+def unit_names(units):
+    """Those of a ResNet."""
+    parts = 'conv1', 'norm1', 'conv2', 'norm2', 'conv3', 'norm3', 'out'
+    return [f'stage{1 + i // 4}/unit{1 + i % 4}/{part}' for i in range(units) for part in parts]
 
 
 def arguments(*, blocks=12, heads=12, grid=(14, 14), patch=16, networks=2, name=LONG, channels=3):
@@ -58,7 +65,7 @@ def arguments(*, blocks=12, heads=12, grid=(14, 14), patch=16, networks=2, name=
         'head_subsets': (
             rng.random((heads, networks + 3)),
             90 * rng.random(heads),
-            layers[: networks + 3],
+            unit_names(blocks + 3)[: networks + 3],
         ),
         'residuals': (
             {kind: 10 ** (curve * i) for i, kind in enumerate(kinds)},
@@ -76,7 +83,6 @@ def arguments(*, blocks=12, heads=12, grid=(14, 14), patch=16, networks=2, name=
         'probes': (
             curve - 0.1 * np.arange(networks)[:, None],
             names,
-            [f'block{i}' for i in range(blocks)],
             {'deviations': np.full((networks, blocks), 0.01)},
         ),
         'training_data': (rng.random((networks, blocks)), names, name),

@@ -68,7 +68,7 @@ def test_all_that_is_written_is_inside_the_picture_and_covers_nothing_written(
 @pytest.mark.full
 @pytest.mark.parametrize('taps', [(74, 370), (7, 370, 2), (14, 7), (70, 400, 70)])
 def test_networks_of_very_different_depth_stand_side_by_side_readably(taps, monkeypatch):
-    layers = np.concatenate([made_up.layer_names(60)[:count] for count in taps])
+    layers = np.concatenate([made_up.unit_names(60)[:count] for count in taps])
     networks = np.repeat([f'{made_up.LONG} {place}' for place in range(len(taps))], taps)
     figure = drawing.cka(np.eye(sum(taps)), layers, networks, removed=[3])
     assert_readable(figure, monkeypatch)
@@ -92,7 +92,7 @@ def test_numbers_that_are_none_leave_their_place_empty(picture, monkeypatch):
 
 def test_the_last_layer_of_every_network_stands_at_relative_depth_one():
     accuracy = np.array([[0.1, 0.2, 0.3], [0.4, 0.5, np.nan]])
-    figure = drawing.probes(accuracy, ['deep', 'shallow'], ['a', 'b', 'c'])
+    figure = drawing.probes(accuracy, ['deep', 'shallow'])
     deep, shallow = (line.get_xydata().tolist() for line in figure.axes[0].lines)
     assert deep == [[0, 10], [0.5, 20], [1, 30]] and shallow == [[0, 40], [1, 50]]
 
@@ -100,7 +100,7 @@ def test_the_last_layer_of_every_network_stands_at_relative_depth_one():
 @pytest.mark.full
 @pytest.mark.parametrize('name', ['$\\frac{$', '_hidden', '\udc80\n', '\u732b' * 200, 'W' * 200])
 def test_a_name_is_written_as_it_is(name, monkeypatch):
-    figure = drawing.probes(np.eye(2), [name, name], [name, name])
+    figure = drawing.probes(np.eye(2), [name, name])
     assert_readable(figure, monkeypatch)
     assert len(figure.legends[0].get_texts()) == 2 and style.png(figure)
 

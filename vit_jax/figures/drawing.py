@@ -5,6 +5,7 @@ Convolutional Neural Networks?". What a picture cannot hold is thinned, and its 
 Letters of shapes: l layers, h heads, r c rows and columns of patches, t taps or tokens, s series.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ _WIDTH, _HEIGHT = 8.0, 4.6  # inches, of a picture of lines
 _MOST_TILES, _MOST_LAYERS, _MOST_HEADS, _MOST_LINES = 14, 12, 16, 8
 _MOST_TICKS, _MOST_TOKENS = 24, 25
 _SHARES: dict[str, Any] = {'cmap': style.SEQUENTIAL, 'vmin': 0, 'vmax': 1}
+_IN_BLOCK = re.compile(r'block\d+|stage\d+/unit\d+')
 _REMOVED = 'here a skip connection was removed'
 _BLOCK = 'block (0 is next to the image)'
 
@@ -174,13 +176,13 @@ def cka(
 ) -> Figure:
     """CKA (0..1) of all pairs of layers, one network after the other, with lines between them.
 
-    Ticks stand where the part of a layer's name before its last slash changes: at blocks. Dashed
+    Many layers have ticks at blocks or units alone: `block0`, `stage1/unit2`. Dashed
     lines are drawn before the layers with the indices `removed`: there a skip connection was.
     """
     starts = [i for i, name in enumerate(networks) if i == 0 or networks[i - 1] != name]
-    names = [name.rpartition('/')[0] or name for name in layers]
-    if len(layers) <= _MOST_TICKS:
-        names = list(layers)
+    names = [str(name) for name in layers]
+    if len(layers) > _MOST_TICKS:
+        names = [found[0] if (found := _IN_BLOCK.match(name)) else name for name in names]
     ticks = _ticks(names, starts)
     figure = style.canvas(_WIDTH, _WIDTH, 'CKA: how alike any two layers represent the same images')
     axes = figure.subplots()
@@ -337,7 +339,6 @@ def localisation(cka: Float[np.ndarray, 't r c'], tokens: Int[np.ndarray, 't 2']
 def probes(
     accuracy: Float[np.ndarray, 's l'],
     series: Names,
-    layers: Names,
     *,
     deviations: Float[np.ndarray, 's l'] | None = None,
 ) -> Figure:
@@ -355,9 +356,8 @@ def probes(
             around = 100 * deviations[place, there]
             how = {'color': look['color'], 'alpha': 0.2, 'linewidth': 0}
             axes.fill_between(depth, percent - around, percent + around, **how)
-    ends = [style.elided(name, 20) for name in (layers[0], layers[-1])]
     axes.set_xlim(-0.02, 1.02)
-    axes.set(xlabel=f'relative depth: 0 is {ends[0]}, 1 is {ends[1]}', ylabel='accuracy (%)')
+    axes.set(xlabel='relative depth (0 is next to the image)', ylabel='accuracy (%)')
     style.legend(figure, axes)
     return figure
 

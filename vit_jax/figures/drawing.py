@@ -187,7 +187,7 @@ def cka(
     figure = style.canvas(_WIDTH, _WIDTH, 'CKA: how alike any two layers represent the same images')
     axes = figure.subplots()
     axes.imshow(similarity, cmap=style.SEQUENTIAL, vmin=0, vmax=1, interpolation='nearest')
-    shown = [style.elided(names[i], 18) for i in ticks]
+    shown = [style.elided(names[i], 22) for i in ticks]
     axes.set_xticks(ticks, shown, rotation=90)
     axes.set_yticks(ticks, shown)
     axes.set(xlabel='layer', ylabel='layer')

@@ -184,5 +184,6 @@ def tiles(
     axes.set_xticks(np.arange(len(columns)) + 0.5, [str(name) for name in columns])
     axes.set_yticks(np.arange(len(rows)) + 0.5, [str(name) for name in rows])
     axes.set_aspect(size[1] / size[0])
+    axes.set_facecolor('0.75')  # between tiles that are white themselves
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)

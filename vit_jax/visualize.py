@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -121,7 +122,8 @@ def _opened(data: str, split: str) -> Source:
 
 def _names(paths: Sequence[str]) -> list[str]:
     """As few last parts of each path as tell it from the others; characters of file names."""
-    parts = [pathlib.Path(os.path.abspath(path)).parts for path in paths]
+    whole = [pathlib.Path(os.path.abspath(path)) for path in paths]
+    parts = [(*path.parts[:-1], _without_ending(path.name)) for path in whole]
     for length in range(1, max(map(len, parts)) + 1):
         names = ['-'.join(each[-length:]).strip('/') for each in parts]
         if len({*names}) == len(names):
@@ -130,6 +132,10 @@ def _names(paths: Sequence[str]) -> list[str]:
         raise UserError(f'the same checkpoint is given twice: {", ".join(paths)}')
     kept = [''.join(c if c.isalnum() or c in '-_.+' else '_' for c in name) for name in names]
     return [name if kept.count(name) == 1 else f'{name}-{i}' for i, name in enumerate(kept)]
+
+
+def _without_ending(name: str) -> str:
+    return re.sub(r'[.](npz|safetensors|bin|pth?)(?=:|$)', '', name)
 
 
 def _faults(study: Study) -> dict[str, str]:

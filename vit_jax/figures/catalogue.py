@@ -328,12 +328,7 @@ KINDS: tuple[Kind, ...] = (
         of_all=True,
         finding=_probes,
         draw=lambda drawing, n: [
-            drawing.probes(
-                n['accuracy'],
-                n['series'].tolist(),
-                ['the input', 'the output'],
-                deviations=n['deviation'],
-            )
+            drawing.probes(n['accuracy'], n['series'].tolist(), deviations=n['deviation'])
         ],
     ),
     Kind(

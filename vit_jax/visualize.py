@@ -7,6 +7,7 @@ look for; beside it are the pictures (.png) and the numbers that they are drawn 
 """
 
 import argparse
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -14,7 +15,7 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -63,11 +64,14 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
         study, problems = _study(arguments, bar, job)
         for text in problems:
             print(f'unreadable, left out: {output.printable(text)}', file=sys.stderr)
-        made: list[Made] = []
         faults = _faults(study) if any(k.name not in _FROM_PARAMETERS for k in kinds) else {}
-        for kind in kinds:
-            bar.console.print(kind.title) if shown else None
-            made += _made(kind, study, faults)
+        wanted = [(k, n) for k in kinds for n in ([None] if k.of_all else study.networks)]
+        task, made = bar.add_task('', total=len(wanted)), list[Made]()
+        for kind, network in wanted:
+            of = '' if network is None else f', {network.name}'
+            bar.update(task, description=f'{kind.title}{of}')
+            made.append(_made(kind, network, study, faults))
+            bar.advance(task)
     if job.index == 0:
         _write(folder, made, study, arguments, faults)
     return 1 if problems else 0
@@ -95,7 +99,9 @@ def _study(arguments: argparse.Namespace, bar: Progress, job: Job) -> tuple[Stud
         loaded.append(one)
 
     def watched(name: str, every: Iterable[Any], total: int) -> Iterator[Any]:
-        return iter(bar.track(every, total=total, description=name))
+        task = bar.add_task(name, total=total)
+        yield from bar.track(every, total=total, task_id=task)
+        bar.remove_task(task)
 
     readers = [networks.reader_for(one, source, arguments.max_pixels) for one in loaded]
     reading = functools.partial(watched, 'reading images')
@@ -108,7 +114,7 @@ def _study(arguments: argparse.Namespace, bar: Progress, job: Job) -> tuple[Stud
     )
 
     def beating(batches: Iterable[Any], total: int) -> Iterator[Any]:
-        return watched('images', job.with_heartbeat(batches), total)
+        return watched('  batches of images', job.with_heartbeat(batches), total)
 
     return Study(placed, indices, size, beating), problems
 
@@ -148,28 +154,19 @@ def _faults(study: Study) -> dict[str, str]:
     }
 
 
-def _made(kind: Kind, study: Study, faults: dict[str, str]) -> Iterator[Made]:
-    """The figure of each network, or the one of all that compute numbers."""
-
-    def computed(network: Network | None, compute: Callable[[], Numbers]) -> Made:
-        try:
-            return Made(kind, network, compute())
-        except LeftOut as why:
-            return Made(kind, network, {}, str(why))
-
-    if kind.of_all:
-        sound = tuple(n for n in study.networks if n.name not in faults)
-        if not sound:
-            yield Made(kind, None, {}, '; '.join(faults.values()))
-            return
-        part = Study(sound, study.indices, study.batch_size, study.watched)
-        yield computed(None, functools.partial(kind.compute, part))
-        return
-    for network in study.networks:
+def _made(kind: Kind, network: Network | None, study: Study, faults: dict[str, str]) -> Made:
+    """The figure of a network, or the one of all that compute numbers."""
+    try:
+        if network is None:
+            sound = tuple(n for n in study.networks if n.name not in faults)
+            if not sound:
+                raise LeftOut('; '.join(faults.values()))
+            return Made(kind, None, kind.compute(dataclasses.replace(study, networks=sound)))
         if network.name in faults and kind.name not in _FROM_PARAMETERS:
-            yield Made(kind, network, {}, faults[network.name])
-        else:
-            yield computed(network, functools.partial(kind.compute, study, network))
+            raise LeftOut(faults[network.name])
+        return Made(kind, network, kind.compute(study, network))
+    except LeftOut as why:
+        return Made(kind, network, {}, str(why))
 
 
 def _write(
@@ -200,8 +197,8 @@ def _write(
             pictures += [
                 page.Picture(png, alt, text) for png, text in zip(pngs, captions, strict=True)
             ]
-        title = f'{kind.title} ({kind.source})'
-        sections.append(page.Section(title, kind.text, pictures, ' '.join(left_out) or None))
+        words = f'{kind.text} ({kind.source}.)'
+        sections.append(page.Section(kind.title, words, pictures, ' '.join(left_out) or None))
     text = page.page('What the networks have learned', _lines(study, arguments, faults), sections)
     with usable(folder), atomic_write(folder / PAGE) as partial:
         partial.write_text(text)

@@ -83,7 +83,7 @@ def attention_distance(distance: Float[np.ndarray, 'l h'], *, uniform: float, wi
     axes.plot(depth, distance.mean(axis=1), **style.line(1, 'mean of the heads'))
     axes.axhline(uniform, color='black', linestyle='--', label='uniform attention')
     axes.set(xlabel=_BLOCK, ylabel='mean attention distance (pixels)')
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * max(uniform, float(distance.max())) or 1)
     style.integers(axes)
     style.legend(figure, axes)
     return figure

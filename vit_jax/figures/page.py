@@ -105,7 +105,7 @@ a { color: var(--link) }
 p { max-width: 45rem; margin: .5rem 0 }
 header p { color: var(--faint); margin: .1rem 0 }
 nav { margin: 1.5rem 0; border: solid var(--line); border-width: 1px 0 }
-nav ol { margin: .75rem 0; padding-left: 2rem; columns: 20rem auto }
+nav ol { margin: .75rem 0; padding-left: 2rem; columns: 18rem auto; column-gap: 3rem }
 section { padding: 1.5rem 0; border-bottom: 1px solid var(--line) }
 .out { border-left: 4px solid #d55e00; padding-left: .75rem }
 figure { margin: 1.25rem 0 }

@@ -24,7 +24,7 @@ def rollout(weights: Float[Array | np.ndarray, 'l b h n n']) -> Float[Array, 'b 
 def mean_distance(
     weights: Float[Array | np.ndarray, 'l b h n n'],
     grid: tuple[int, int],
-    patch_size: tuple[float, float],
+    patch_size: tuple[int | float, int | float],
     *,
     prefix: int,
 ) -> Float[Array, 'l h']:
@@ -45,7 +45,7 @@ def mean_distance(
     return jnp.einsum('lbhqk,qk->lbhq', among, distances, precision='highest').mean(axis=(1, 3))
 
 
-def uniform_distance(grid: tuple[int, int], patch_size: tuple[float, float]) -> float:
+def uniform_distance(grid: tuple[int, int], patch_size: tuple[int | float, int | float]) -> float:
     """The mean distance of a head that attends to all patches alike, in pixels.
 
     From the number of pairs of patches that are so many rows and columns apart: along a side of s

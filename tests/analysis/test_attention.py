@@ -18,6 +18,7 @@ def test_rollout_rows_sum_to_one():
     np.testing.assert_allclose(rolled.sum(axis=-1), 1, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_rollout_of_the_identity_is_the_identity():
     weights = np.broadcast_to(np.eye(5), (3, 2, 4, 5, 5))
     np.testing.assert_allclose(attention.rollout(weights), [np.eye(5)] * 2, atol=1e-6)
@@ -29,6 +30,7 @@ def test_rollout_applies_the_first_layer_first_and_averages_heads():
     np.testing.assert_allclose(attention.rollout(weights)[0], second @ first, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_tokens_that_attend_with_half_their_weight_keep_more_of_themselves():
     """Rows that do not sum to one, as of a masked attention, are normalised with the identity."""
     rolled = attention.rollout(np.full((1, 1, 1, 2, 2), 0.25))

@@ -28,6 +28,7 @@ def test_cka_is_the_references(reference):
         assert found == pytest.approx(float(reference[f'cka_{pair}']), abs=1e-6)
 
 
+@pytest.mark.full
 def test_hsic_is_the_papers_formula(reference):
     """Raghu et al. 2021, equation 3, of Grams that nobody has centred."""
     x, y = reference['x'][0], reference['y'][0]
@@ -76,6 +77,7 @@ def test_a_centred_gram_has_rows_that_sum_to_zero_and_no_diagonal():
     np.testing.assert_allclose(gram, gram.T, atol=1e-6)
 
 
+@pytest.mark.full
 def test_all_pairs_of_layers_at_once_are_each_pair_alone():
     x = RNG.normal(size=(2, 3, 8, 5)).astype(np.float32)  # batches, layers, images, features
     x[:, 1] = np.cos(x[:, 0])

@@ -8,6 +8,7 @@ RNG = np.random.default_rng(0)
 KERNEL = RNG.normal(size=(2, 3, 2, 40)) * np.linspace(1, 5, 12).reshape(2, 3, 2, 1) + 2
 
 
+@pytest.mark.full
 def test_components_are_those_of_scikit_learn_up_to_sign():
     pca = sklearn.decomposition.PCA(5).fit(KERNEL.reshape(12, 40).T)
     found = np.asarray(filters.principal_components(KERNEL, 5))
@@ -17,6 +18,7 @@ def test_components_are_those_of_scikit_learn_up_to_sign():
     np.testing.assert_allclose(shares, pca.explained_variance_ratio_, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_a_kernel_of_the_other_sign_has_the_same_components():
     found = np.asarray(filters.principal_components(KERNEL))
     np.testing.assert_allclose(filters.principal_components(-KERNEL), found, atol=1e-5)
@@ -24,6 +26,7 @@ def test_a_kernel_of_the_other_sign_has_the_same_components():
     assert (flat.max(axis=1) == np.abs(flat).max(axis=1)).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('width, there', [(40, 12), (13, 12), (12, 11), (5, 4), (1, 0)])
 def test_there_are_no_more_components_than_differences_of_filters(width, there):
     found = np.asarray(filters.principal_components(KERNEL[..., :width], 28))

@@ -130,6 +130,7 @@ def test_probes_need_labels_and_a_few_images_of_each_class():
         probing.probes(study(VIT, source=dataclasses.replace(digits, class_names=())))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     'compute, message',
     [

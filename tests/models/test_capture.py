@@ -57,7 +57,9 @@ def names_of(model, params, images):
     return tuple(str(refused.value).partition('known: ')[2].split(', '))
 
 
-@pytest.mark.parametrize('network', EVERY)
+@pytest.mark.parametrize(
+    'network', ['ViT', 'ResNet', pytest.param('hybrid', marks=pytest.mark.full)]
+)
 def test_the_tables_list_every_tap_and_no_other(network):
     config, table = EVERY[network]
     names = names_of(*made(config))
@@ -133,6 +135,7 @@ def equations(config, params, images):
     return seen | {'norm': [norm(z, params['encoder']['norm'])]}
 
 
+@pytest.mark.full
 def test_units_of_a_resnet_are_the_relu_of_shortcut_and_branch():
     model, params, images = made(RESNET)
     units = ['stage1/unit1', 'stage2/unit1']
@@ -146,6 +149,7 @@ def test_units_of_a_resnet_are_the_relu_of_shortcut_and_branch():
     np.testing.assert_array_equal(seen['stage2'], seen['stage2/unit1/out'])
 
 
+@pytest.mark.full
 def test_functions_are_applied_within_the_blocks():
     """What they give is stacked; the whole tokens of all blocks are never in memory together."""
     model, params, images = made(tiny.model(depth=7))
@@ -178,6 +182,7 @@ def test_a_block_without_skips_forgets_what_it_was_given():
         np.testing.assert_allclose(seen['tokens'][index], total, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_blocks_lie_along_the_first_axis_and_the_last_one_gives_the_features():
     config = tiny.model(pool='none', num_classes=None, depth=4)
     model, params, images = made(config)

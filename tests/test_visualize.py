@@ -19,7 +19,7 @@ RESNET = ResNetConfig(
     image_size=(16, 16), backbone=Backbone(blocks=(1, 1), width=32), num_classes=tiny.CLASSES
 )
 SMALL = 'filters,positions,attention_distance,cka,localisation,probes'
-pytestmark = pytest.mark.full
+full = pytest.mark.full
 
 
 def run(*arguments):
@@ -49,6 +49,7 @@ def photos(folder, count=6):
     return folder
 
 
+@full
 def test_a_vit_and_a_resnet_beside_each_other(tmp_path, capsys):
     networks = saved(tmp_path, 'vit', tiny.model()), saved(tmp_path, 'resnet', RESNET)
     options = '--images=digits', '--num_images=200', '--batch_size=8', f'--out={tmp_path / "out"}'
@@ -65,6 +66,7 @@ def test_a_vit_and_a_resnet_beside_each_other(tmp_path, capsys):
         assert numbers['cka'].shape == (20 + 17, 20 + 17)
 
 
+@full
 def test_photos_without_labels_of_any_size_and_one_that_is_broken(tmp_path, capsys):
     network = saved(tmp_path, 'hybrid', HYBRID)
     out, images = tmp_path / 'out', photos(tmp_path / 'photos')
@@ -74,6 +76,7 @@ def test_photos_without_labels_of_any_size_and_one_that_is_broken(tmp_path, caps
     assert 'broken.jpg' in capsys.readouterr().err
 
 
+@full
 def test_one_image_leaves_out_what_needs_several(tmp_path):
     network = saved(tmp_path, 'vit', tiny.model(pool='gap', positions='none'))
     out, images = tmp_path / 'out', photos(tmp_path / 'photos', 1)
@@ -85,6 +88,7 @@ def test_one_image_leaves_out_what_needs_several(tmp_path):
     assert (out / 'rollout-vit.png').exists() and (out / 'receptive_fields-vit.png').exists()
 
 
+@full
 def test_where_nan_begins_is_said_and_the_parameters_are_drawn(tmp_path):
     network = loaded(tiny.model())
     name = 'encoder/block/norm2/bias'
@@ -99,6 +103,11 @@ def test_where_nan_begins_is_said_and_the_parameters_are_drawn(tmp_path):
     assert 'bad computes NaN or infinity: it begins in block2/mlp hidden' in text
     assert (out / 'filters-bad.png').exists() and (out / 'attention_distance-good.png').exists()
     assert not (out / 'attention_distance-bad.png').exists()
+    leaf[2] = np.nan
+    params = tree_names.map_named(lambda n, old: leaf if n == name else old, network.params)
+    vit_jax.save(changed(network, params=params), tmp_path / 'nan.npz', 'google')
+    run(good, tmp_path / 'nan.npz', '--images=digits', f'--out={out}', '--figures=filters')
+    assert 'nan is left out: ' in text_of(out) and 'not finite (NaN or Inf)' in text_of(out)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +124,7 @@ def test_what_cannot_be_used_is_said_in_one_sentence(options, message, tmp_path)
         run(network, '--images=digits', f'--out={tmp_path / "out"}', *options)
 
 
+@full
 def test_two_hosts_compute_what_one_does(tmp_path):
     network = saved(tmp_path, 'vit', tiny.model())
     numbers = []

@@ -6,7 +6,7 @@ import functools
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -23,6 +23,7 @@ from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.checkpoints.transfer import adapt, transfer
 from vit_jax.data.image_preprocessing import Preprocessing, decode, normalize
 from vit_jax.models import Compute, Gelu, Model, ModelConfig, ViTConfig, build, has_trained_head
+from vit_jax.models.taps import Reduction
 
 ZERO_HEAD = (
     'the head is all zeros, as in the published ImageNet-21k files: it predicts nothing; '
@@ -133,10 +134,12 @@ class Loaded:
         return _on_host(self._outputs(self.params, self._checked(images), names))
 
     def capture(
-        self, images: Array | np.ndarray, names: Sequence[str]
+        self, images: Array | np.ndarray, names: Sequence[str] | Mapping[str, Reduction]
     ) -> tuple[Any, dict[str, Any]]:
-        """The logits, or features without a head, and the intermediate arrays of these names."""
-        return _on_host(self._capture(self.params, self._checked(images), tuple(names)))
+        """The logits, or features without a head, and the intermediate arrays of these names, or
+        what these functions make of them (docs/look_inside.md lists them)."""
+        wanted = tuple(names.items()) if isinstance(names, Mapping) else tuple(names)
+        return _on_host(self._capture(self.params, self._checked(images), wanted))
 
     def _checked(self, images: Array | np.ndarray) -> Float[Array, 'b h w c']:
         """The images as float32. Raises UserError for what `prepare` does not make."""
@@ -171,7 +174,11 @@ class Loaded:
 
     @functools.cached_property
     def _capture(self) -> Callable[..., Any]:
-        return _exact(self.model.capture)
+        def capture(params: Params, images: Any, wanted: tuple[Any, ...]) -> Any:
+            functions = all(isinstance(one, tuple) for one in wanted)
+            return self.model.capture(params, images, dict(wanted) if functions else wanted)
+
+        return _exact(capture)
 
 
 @dataclasses.dataclass
@@ -341,7 +348,7 @@ def _initial(config: ModelConfig) -> Params:
 def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
     """The compiled function with float32 products: TPUs, GPUs would round to bfloat16 or TF32."""
 
-    def run(params: Params, images: Float[Array, 'b h w c'], names: tuple[str, ...]) -> Any:
+    def run(params: Params, images: Float[Array, 'b h w c'], names: tuple[Any, ...]) -> Any:
         with jax.default_matmul_precision('highest'):
             return function(params, images, names)
 

@@ -15,65 +15,78 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
 
-from vit_jax.base import UserError, atomic_write, counted, records, require, usable
-from vit_jax.checkpoints.formats.array_files import write_npz
+from vit_jax.base import (
+    UserError,
+    atomic_write,
+    counted,
+    records,
+    require,
+    require_writable,
+    usable,
+)
+from vit_jax.checkpoints.formats.array_files import NotFiniteArray, write_npz
 from vit_jax.command_line import app, output
 from vit_jax.data.sources.base import Source
-from vit_jax.data.sources.folders import has_images, unlabelled
+from vit_jax.data.sources.folders import has_images, is_image, unlabelled
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.figures import catalogue, layers, networks
 from vit_jax.figures.catalogue import Kind
 from vit_jax.figures.networks import LeftOut, Network, Numbers, Study
 from vit_jax.parallel.processes import Job
-from vit_jax.pretrained import load
+from vit_jax.pretrained import Loaded, load
 
 PAGE = 'index.html'
-_FROM_PARAMETERS = 'filters', 'positions'  # figures for which no image is shown to a network
+_LONGEST = 80  # letters of a network's name
 
 
-class Made(NamedTuple):
-    """A figure of one network or of all: its numbers, or why it was left out."""
+class Section(NamedTuple):
+    """One figure on the page: its pictures, and of which networks it was left out and why."""
 
-    kind: Kind
-    network: Network | None  # None: of all
-    numbers: Numbers
-    left_out: str | None = None
-
-    @property
-    def stem(self) -> str:
-        """The name of its files, without the ending."""
-        return self.kind.name + ('' if self.network is None else f'-{self.network.name}')
+    pictures: list[Any]  # page.Picture
+    left_out: list[str]
 
 
 def main(arguments: argparse.Namespace, job: Job) -> int:
     """Writes the page; 1 where some images cannot be read, 0 otherwise."""
     if importlib.util.find_spec('matplotlib') is None:
         raise UserError("pictures need matplotlib: pip install 'vit_jax[plots]'")
-    kinds = _kinds(arguments.figures)
-    folder = pathlib.Path(arguments.out)
-    with usable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    kinds, folder = _kinds(arguments.figures), pathlib.Path(arguments.out)
+    within = pathlib.Path(arguments.images).absolute() in (
+        folder.absolute(),
+        *folder.absolute().parents,
+    )
+    require(not within, f'--out={folder}: is in the folder of images, and would be taken for some')
+    if job.index == 0:
+        with usable(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        require_writable(folder / PAGE)
     shown = sys.stderr.isatty() and job.index == 0
     with Progress(console=Console(stderr=True), disable=not shown) as bar:
-        study, problems = _study(arguments, bar, job)
-        for text in problems:
-            print(f'unreadable, left out: {output.printable(text)}', file=sys.stderr)
-        faults = _faults(study) if any(k.name not in _FROM_PARAMETERS for k in kinds) else {}
+        study, lines, problems = _study(arguments, bar, job)
+        faults = _faults(study) if any(kind.needs_images for kind in kinds) else {}
         wanted = [(k, n) for k in kinds for n in ([None] if k.of_all else study.networks)]
-        task, made = bar.add_task('', total=len(wanted)), list[Made]()
+        task, sections = bar.add_task('', total=len(wanted)), dict[Kind, Section]()
         for kind, network in wanted:
             of = '' if network is None else f', {network.name}'
             bar.update(task, description=f'{kind.title}{of}')
-            made.append(_made(kind, network, study, faults))
+            section = sections.setdefault(kind, Section([], []))
+            try:
+                numbers = _computed(kind, network, study, faults)
+            except LeftOut as why:
+                name = '' if network is None else f'{network.name}: '
+                section.left_out.append(f'{name}{why}.')
+            else:
+                if job.index == 0:
+                    section.pictures.extend(_drawn(folder, kind, network, numbers))
             bar.advance(task)
     if job.index == 0:
-        _write(folder, made, study, arguments, faults)
+        _write_page(folder / PAGE, [*lines, *faults.values()], sections)
     return 1 if problems else 0
 
 
@@ -82,46 +95,66 @@ def _kinds(names: str | None) -> list[Kind]:
     known = {kind.name: kind for kind in catalogue.KINDS}
     if names is None:
         return [*known.values()]
-    asked = names.split(',')
+    asked = [name.strip() for name in names.split(',') if name.strip()]
     for name in asked:
         require(name in known, f'--figures: no figure {name!r}; {records.nearest(name, known)}')
     return [kind for kind in known.values() if kind.name in asked]
 
 
-def _study(arguments: argparse.Namespace, bar: Progress, job: Job) -> tuple[Study, list[str]]:
-    """The networks on the devices and the images that can be read; what is wrong with others."""
+def _study(
+    arguments: argparse.Namespace, bar: Progress, job: Job
+) -> tuple[Study, list[str], list[str]]:
+    """The networks on the devices and the images that can be read; what was found of networks and
+    images, in sentences; what is wrong with other images."""
     source = _opened(arguments.images, arguments.split)
-    loaded = []
-    for path in arguments.checkpoints:
-        one = load(path, **app.overrides(arguments))
-        if job.index == 0:
-            print('\n'.join(one.report), file=sys.stderr)
-        loaded.append(one)
+    loaded, lines = _loaded(arguments)
 
     def watched(name: str, every: Iterable[Any], total: int) -> Iterator[Any]:
         task = bar.add_task(name, total=total)
         yield from bar.track(every, total=total, task_id=task)
         bar.remove_task(task)
 
-    readers = [networks.reader_for(one, source, arguments.max_pixels) for one in loaded]
-    reading = functools.partial(watched, 'reading images')
-    indices, problems = networks.readable(readers[0], arguments.num_images, reading)
-    size, mesh = networks.batch_for(len(indices), arguments.batch_size)
-    names = _names(arguments.checkpoints)
-    placed = tuple(
-        networks.on_devices(name, one, reader, mesh)
-        for name, one, reader in zip(names, loaded, readers, strict=True)
-    )
-
     def beating(batches: Iterable[Any], total: int) -> Iterator[Any]:
         return watched('  batches of images', job.with_heartbeat(batches), total)
 
-    return Study(placed, indices, size, beating), problems
+    readers = {
+        n: networks.reader_for(one, source, arguments.max_pixels) for n, one in loaded.items()
+    }
+    reading, first = functools.partial(watched, 'reading images'), next(iter(readers.values()))
+    indices, problems = networks.readable(first, arguments.num_images, reading)
+    job.require_same('the images', {'readable': indices.tolist()})
+    size, mesh = networks.batch_for(len(indices), arguments.batch_size)
+    used = counted(len(indices) // size * size, 'image')
+    lines.insert(0, f'Images: {used} of {arguments.images}, {size} at a time.')
+    for text in problems if job.index == 0 else ():
+        print(f'unreadable, left out: {output.printable(text)}', file=sys.stderr)
+    placed = tuple(networks.on_devices(n, one, readers[n], mesh) for n, one in loaded.items())
+    return Study(placed, indices, size, arguments.probe_l2, beating), lines, problems
+
+
+def _loaded(arguments: argparse.Namespace) -> tuple[dict[str, Loaded], list[str]]:
+    """The networks by name, and what was found in each file, also where it holds NaN."""
+    loaded, lines = dict[str, Loaded](), list[str]()
+    for name, path in zip(_names(arguments.checkpoints), arguments.checkpoints, strict=True):
+        try:
+            loaded[name] = one = load(path, **app.overrides(arguments))
+        except NotFiniteArray as error:
+            if len(arguments.checkpoints) - len(lines) == 1 and not loaded:
+                raise
+            lines.append(f'{name} is left out: {error}.')
+            continue
+        height, width = one.config.image_size
+        lines.append(f'{name}: {one.report[1]}; images of {height}x{width}.')
+    print('\n'.join(lines), file=sys.stderr)
+    return loaded, lines
 
 
 def _opened(data: str, split: str) -> Source:
-    """A file or folder of photos, without labels, or the split of any other data."""
-    if data != 'digits' and (os.path.isdir(data) and has_images(pathlib.Path(data))):
+    """A photo or a folder of photos, without labels, or the split of any other data."""
+    place = pathlib.Path(data)
+    if place.is_file() and is_image(data):
+        return unlabelled([data])
+    if place.is_dir() and has_images(place) and not any(map(has_images, place.glob('*/'))):
         return unlabelled([data])
     return make_opener()(data, split)
 
@@ -136,8 +169,12 @@ def _names(paths: Sequence[str]) -> list[str]:
             break
     else:
         raise UserError(f'the same checkpoint is given twice: {", ".join(paths)}')
-    kept = [''.join(c if c.isalnum() or c in '-_.+' else '_' for c in name) for name in names]
-    return [name if kept.count(name) == 1 else f'{name}-{i}' for i, name in enumerate(kept)]
+    kept = dict[str, None]()
+    for name in names:
+        plain = re.sub(r'[^\w.+-]', '_', name)[-_LONGEST:]
+        others = (f'{plain}-{number}' for number in itertools.count(2))
+        kept[plain if plain not in kept else next(o for o in others if o not in kept)] = None
+    return [*kept]
 
 
 def _without_ending(name: str) -> str:
@@ -145,86 +182,66 @@ def _without_ending(name: str) -> str:
 
 
 def _faults(study: Study) -> dict[str, str]:
-    """Of each network that computes numbers that are none: where they begin."""
-    begins = {n.name: layers.first_not_finite(study, n) for n in study.networks}
-    return {
-        name: f'{name} computes NaN or infinity: it begins in {layer}'
-        for name, layer in begins.items()
-        if layer is not None
-    }
+    """Why networks cannot be shown these images, or where their NaN or infinity begins."""
+    faults = {}
+    for network in study.networks:
+        name, channels = network.name, network.loaded.config.channels
+        if channels != 3:
+            faults[name] = f'{name} takes images of {counted(channels, "channel")}, these have 3'
+        elif (layer := layers.first_not_finite(study, network)) is not None:
+            faults[name] = f'{name} computes NaN or infinity: it begins in {layer}'
+    return faults
 
 
-def _made(kind: Kind, network: Network | None, study: Study, faults: dict[str, str]) -> Made:
-    """The figure of a network, or the one of all that compute numbers."""
-    try:
-        if network is None:
-            sound = tuple(n for n in study.networks if n.name not in faults)
-            if not sound:
-                raise LeftOut('; '.join(faults.values()))
-            return Made(kind, None, kind.compute(dataclasses.replace(study, networks=sound)))
-        if network.name in faults and kind.name not in _FROM_PARAMETERS:
-            raise LeftOut(faults[network.name])
-        return Made(kind, network, kind.compute(study, network))
-    except LeftOut as why:
-        return Made(kind, network, {}, str(why))
+def _computed(kind: Kind, network: Network | None, study: Study, faults: dict[str, str]) -> Numbers:
+    """The numbers of a figure of a network, or of the one of all without faults; or LeftOut."""
+    if network is None:
+        sound = tuple(n for n in study.networks if n.name not in faults)
+        if not sound:
+            raise LeftOut('; '.join(faults.values()))
+        return kind.compute(dataclasses.replace(study, networks=sound))
+    if network.name in faults and kind.needs_images:
+        raise LeftOut(faults[network.name])
+    return kind.compute(study, network)
 
 
-def _write(
-    folder: pathlib.Path,
-    made: Sequence[Made],
-    study: Study,
-    arguments: argparse.Namespace,
-    faults: dict[str, str],
-) -> None:
-    """Draws all figures, and writes pictures, numbers and the page."""
+def _drawn(
+    folder: pathlib.Path, kind: Kind, network: Network | None, numbers: Numbers
+) -> list[Any]:
+    """Writes numbers and pictures of a figure, and says what is seen in them."""
     from vit_jax.figures import drawing, page, style  # here: matplotlib is an extra
 
-    sections = []
-    for kind, parts in itertools.groupby(made, key=lambda one: one.kind):
-        pictures: list[page.Picture] = []
-        left_out: list[str] = []
-        for one in parts:
-            of = '' if one.network is None else f'{one.network.name}: '
-            if one.left_out is not None:
-                left_out.append(f'{of}{one.left_out}.')
-                continue
-            finding = f'{of}{kind.finding(one.numbers, one.network)}'
-            print(f'{one.stem}: {finding}')
-            pngs = [style.png(drawn) for drawn in kind.draw(drawing, one.numbers)]
-            _keep(folder, one, pngs)
-            captions = [''] * (len(pngs) - 1) + [finding]  # below the last
-            alt = f'{of}{kind.title}'
-            pictures += [
-                page.Picture(png, alt, text) for png, text in zip(pngs, captions, strict=True)
-            ]
-        words = f'{kind.text} ({kind.source}.)'
-        sections.append(page.Section(kind.title, words, pictures, ' '.join(left_out) or None))
-    text = page.page('What the networks have learned', _lines(study, arguments, faults), sections)
-    with usable(folder), atomic_write(folder / PAGE) as partial:
-        partial.write_text(text)
-    print(f'\nwritten: {folder / PAGE}')
-
-
-def _keep(folder: pathlib.Path, one: Made, pngs: Sequence[bytes]) -> None:
-    """Writes a figure's numbers and pictures."""
+    of = '' if network is None else f'{network.name}: '
+    stem = kind.name if network is None else f'{kind.name}-{network.name}'
+    finding = f'{of}{kind.finding(numbers, network)}'.removesuffix(': ')
+    print(f'{kind.name}: {finding}')
+    pngs = [style.png(drawn) for drawn in kind.draw(drawing, numbers)]
+    names = [stem if len(pngs) == 1 else f'{stem}-{i}' for i in range(1, len(pngs) + 1)]
     with usable(folder):
-        write_npz(folder / f'{one.stem}.npz', one.numbers)
-    for index, png in enumerate(pngs, start=1):
-        stem = one.stem if len(pngs) == 1 else f'{one.stem}-{index}'
-        with usable(folder), atomic_write(folder / f'{stem}.png') as partial:
-            partial.write_bytes(png)
+        write_npz(folder / f'{stem}.npz', numbers)
+        for name, png in zip(names, pngs, strict=True):
+            with atomic_write(folder / f'{name}.png') as partial:
+                partial.write_bytes(png)
+    captions = [''] * (len(pngs) - 1) + [finding]  # below the last
+    alt = f'{of}{kind.title}'
+    return [page.Picture(png, alt, text) for png, text in zip(pngs, captions, strict=True)]
 
 
-def _lines(study: Study, arguments: argparse.Namespace, faults: dict[str, str]) -> list[str]:
-    """What was looked at, for the head of the page."""
-    used = len(study.indices) // study.batch_size * study.batch_size
-    images = f'{counted(used, "image")} of {arguments.images}, {study.batch_size} at a time'
-    lines = [f'Images: {images}.']
-    for network in study.networks:
-        config = network.loaded.config
-        height, width = config.image_size
-        lines.append(f'{network.name}: {network.loaded.report[1]}; images of {height}x{width}.')
-    return [*lines, *faults.values()]
+def _write_page(path: pathlib.Path, lines: Sequence[str], sections: Mapping[Kind, Section]) -> None:
+    from vit_jax.figures import page
+
+    parts = [
+        page.Section(
+            kind.title,
+            f'{kind.text} ({kind.source}.)',
+            section.pictures,
+            ' '.join(section.left_out) or None,
+        )
+        for kind, section in sections.items()
+    ]
+    with usable(path), atomic_write(path) as partial:
+        partial.write_text(page.page('What the networks have learned', lines, parts))
+    print(f'\nwritten: {path}')
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -239,6 +256,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('--figures', metavar='NAME,...', help=f'(all) of {names}')
     text = 'images at most, evenly spread over all (256)'
     parser.add_argument('--num_images', type=app.positive, default=256, metavar='N', help=text)
+    text = 'strength of the ridge regressions of probes (1024)'
+    parser.add_argument('--probe_l2', type=float, default=1024.0, metavar='L2', help=text)
     app.add_reading(parser)
     app.add_overrides(parser)
     return parser

@@ -29,7 +29,7 @@ def study(*configs, images=16, batch_size=8, source=None):
         loaded = config if hasattr(config, 'params') else files.loaded(config)
         reader = networks.reader_for(loaded, source, 2**20)
         placed.append(networks.on_devices(f'n{index}', loaded, reader, mesh))
-    return Study(tuple(placed), np.arange(images), size, lambda batches, count: batches)
+    return Study(tuple(placed), np.arange(images), size, 1024.0, lambda batches, count: batches)
 
 
 def whole(one, *names):
@@ -77,19 +77,86 @@ def test_ratio_and_cosine_are_means_over_tokens_of_each_kind():
     patches, token = (kinds.index(f'MLP, {kind}') for kind in ('patches', 'class token'))
     np.testing.assert_allclose(found['ratio'][token], ratio[:, :, 0].mean(axis=1), rtol=1e-4)
     np.testing.assert_allclose(found['ratio'][patches], ratio[:, :, 1:].mean((1, 2)), rtol=1e-4)
+    norms = np.linalg.norm(branch, axis=-1) * np.linalg.norm(skip + branch, axis=-1)
+    cosine = (branch * (skip + branch)).sum(axis=-1) / norms
+    np.testing.assert_allclose(found['cosine'][token], cosine[:, :, 0].mean(axis=1), rtol=1e-4)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize('pool', ['cls', 'gap', 'map'])
-def test_relevance_and_class_token_share_one(pool):
-    """Rollout's rows sum to one: without a class token all of it is on the patches."""
-    one = study(tiny.model(pool=pool))
+def test_relevance_is_that_of_what_the_head_is_given(pool):
+    """And in a block without skip connections nothing goes past attention."""
+    one = study(tiny.model(pool=pool, blocks_without_skips=(1,)), images=8)
+    names = ['attention/weights'] + ['pool/attention/weights'] * (pool == 'map')
+    (batch,) = whole(one, *names)
+    rolled = np.eye(batch['attention/weights'].shape[-1])
+    for block, weights in enumerate(np.asarray(batch['attention/weights'], np.float64)):
+        mean = weights.mean(axis=1)
+        rolled = (mean if block == 1 else (mean + np.eye(mean.shape[-1])) / 2) @ rolled
+    expected = {
+        'cls': lambda: rolled[:, 0, 1:],
+        'gap': lambda: rolled.mean(axis=1),
+        'map': lambda: np.einsum('bhqn,bnm->bhm', batch['pool/attention/weights'], rolled).mean(1),
+    }[pool]()
     relevance = vit_paper.rollout(one, one.networks[0])['relevance']
-    assert relevance.shape == (6, 2, 2)
-    totals = relevance.sum(axis=(1, 2))
-    assert (totals < 1).all() if pool == 'cls' else np.allclose(totals, 1, rtol=1e-5)
-    maps = vit_paper.attention_maps(one, one.networks[0])['maps']
-    assert len(maps) == 3 + (pool == 'map')  # that of the pooling comes last
+    np.testing.assert_allclose(relevance.reshape(6, -1), expected[:6], rtol=1e-4)
+    maps = vit_paper.attention_maps(one, one.networks[0])
+    assert maps['layers'].tolist() == ['0', '1', '2'] + ['pool'] * (pool == 'map')
+    first = np.asarray(batch['attention/weights'])[:, 0]
+    of_query = first[:, :, 0, 1:] if pool == 'cls' else first.mean(axis=2)
+    np.testing.assert_allclose(maps['maps'][:3].reshape(3, 2, -1), of_query, rtol=1e-5)
+
+
+@pytest.mark.full
+def test_distances_are_in_pixels_down_and_across():
+    """A head that sees all alike, on patches of 2 rows and 4 columns of pixels."""
+    loaded = files.loaded(tiny.model(patch_size=(2, 4), pool='gap'))
+    key = loaded.params['encoder']['block']['attention']['key']
+    loaded.params['encoder']['block']['attention']['key'] = jax.tree.map(np.zeros_like, key)
+    one = study(loaded)
+    found = vit_paper.attention_distance(one, one.networks[0])
+    places = np.array([(2 * i, 4 * j) for i in range(4) for j in range(2)])
+    mean = np.linalg.norm(places[:, None] - places, axis=-1).mean()
+    np.testing.assert_allclose(found['distance'], mean, rtol=1e-5)
+    np.testing.assert_allclose(found['uniform'], mean, rtol=1e-5)
+
+
+@pytest.mark.full
+def test_a_network_without_skips_is_shown_beside_its_whole_one():
+    cut = tiny.model(blocks_without_skips=(1,))
+    one = study(RESNET, cut, VIT)
+    found = representations.skip_removal(one)
+    assert found['names'].tolist() == ['n1', 'n2']
+    removed = found['layers'][found['removed'][0]].tolist()
+    assert removed == [str(layer) for layer in layers.every(VIT) if layer.block == 1]
+    assert not found['removed'][1].any()
+    alone = representations.similarity(dataclasses.replace(one, networks=one.networks[1:2]))
+    np.testing.assert_allclose(found['cka'][0], alone['cka'], rtol=1e-5)
+    assert not np.allclose(found['cka'][0], found['cka'][1], atol=0.1)
+    values = paths.residuals(one, one.networks[1])
+    np.testing.assert_array_equal(values['ratio'][:, 1], 0)
+    np.testing.assert_allclose(values['cosine'][:, 1], 1, rtol=1e-5)
+
+
+@pytest.mark.full
+def test_tokens_are_placed_where_their_patches_are():
+    """The tokens of a network that changes nothing are about their own patches."""
+    config = tiny.model(patch_size=(4, 2), positions='none', pool='gap', width=24, depth=1)
+    loaded = files.loaded(config)
+    eye = np.eye(24, dtype=np.float32).reshape(4, 2, 3, 24)
+    zeroed = ('attention/out/kernel', 'attention/out/bias', 'dense2/kernel', 'dense2/bias')
+
+    def simple(name, leaf):
+        if name == 'embedding/kernel':
+            return eye
+        return np.zeros_like(leaf) if name.endswith(zeroed) or name == 'embedding/bias' else leaf
+
+    one = study(files.changed(loaded, params=tree_names.map_named(simple, loaded.params)))
+    found = representations.localisation(one, one.networks[0])
+    assert found['cka'].shape == (8, 2, 4)
+    for place, own in zip(found['cka'], found['tokens'].tolist(), strict=True):
+        if np.isfinite(place[tuple(own)]):  # else the patch is the same in all digits
+            np.testing.assert_allclose(place[tuple(own)], 1, rtol=1e-5)
 
 
 @pytest.mark.full
@@ -104,6 +171,12 @@ def test_a_patch_sees_itself_alone_before_tokens_are_mixed():
     outside[4:, 4:] = False
     assert after.shape == (3, 8, 8)
     assert (after[:, ~outside] > 0).all() and not after[:, outside].any()
+
+
+def test_single_patches_are_spread_over_rows_and_columns():
+    grid = probing._spread((8, 8))
+    assert len(np.unique(grid)) == 9 and len(np.unique(grid % 8)) == 3
+    assert probing._spread((2, 1)).tolist() == [0] and probing._spread((3, 3)).tolist() == [4]
 
 
 @pytest.mark.full
@@ -123,8 +196,8 @@ def test_probes_need_labels_and_a_few_images_of_each_class():
     assert found['series'].tolist()[:2] == ['n0: class token', 'n0: mean of patches']
     np.testing.assert_allclose(found['accuracy'][0, 0], 0.1, atol=0.06)  # the same for all images
     assert np.nanmax(found['accuracy']) > 0.2
-    with pytest.raises(LeftOut, match='16 images are too few to learn 10 classes'):
-        probing.probes(study(VIT))
+    with pytest.raises(LeftOut, match='2 images are too few for probes'):
+        probing.probes(study(VIT, images=2))
     digits = make_opener()('digits', 'test')
     with pytest.raises(LeftOut, match='no labels'):
         probing.probes(study(VIT, source=dataclasses.replace(digits, class_names=())))

@@ -161,6 +161,10 @@ def test_functions_are_applied_within_the_blocks():
         }
         return model.capture(params, images, functions)[1]
 
+    def all_of_it(params, images):
+        return model.capture(params, images, ['tokens'])[1]
+
+    assert 'f32[7,2,5,16]' in str(jax.make_jaxpr(all_of_it)(params, images))
     assert 'f32[7,2,5,16]' not in str(jax.make_jaxpr(norms)(params, images))
     seen, (_, whole) = norms(params, images), model.capture(params, images, ['tokens'])
     np.testing.assert_array_equal(seen['tokens']['first'], whole['tokens'][:, :, 0])
@@ -176,7 +180,7 @@ def test_a_block_without_skips_forgets_what_it_was_given():
     names = ['attention/out', 'attention/residual', 'mlp/out', 'mlp/residual', 'tokens']
     _, seen = model.capture(params, images, names)
     np.testing.assert_array_equal(seen['tokens'][1], seen['mlp/out'][1])
-    np.testing.assert_array_equal(seen['mlp/residual'][0][1], seen['attention/out'][1])
+    assert not seen['mlp/residual'][0][1].any() and not seen['attention/residual'][0][1].any()
     for index in (0, 2):
         total = seen['mlp/residual'][0][index] + seen['mlp/out'][index]
         np.testing.assert_allclose(seen['tokens'][index], total, rtol=1e-6)

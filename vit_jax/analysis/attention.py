@@ -1,6 +1,7 @@
 """Attention maps of all layers: what flows from where (rollout), and how far heads look."""
 
 import functools
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,15 +9,19 @@ import numpy as np
 from vit_jax.base import Array, Float, require
 
 
-def rollout(weights: Float[Array | np.ndarray, 'l b h n n']) -> Float[Array, 'b n n']:
+def rollout(
+    weights: Float[Array | np.ndarray, 'l b h n n'], *, skips: Sequence[bool] | None = None
+) -> Float[Array, 'b n n']:
     """How much of each input token (last axis) is in each token after the last layer.
 
     Abnar and Zuidema 2020, as for figure 6 of the ViT paper (appendix D.8): the heads are averaged,
     the identity is added for the skip connection, rows are normalised to sum to one, and the
     layers' matrices multiplied, the first layer applied first. Of queries (fourth axis) and keys.
+    `skips` says which layers have a skip connection, where not all have: no identity elsewhere.
     """
     heads = jnp.asarray(weights, jnp.float32).mean(axis=2)
-    mixed = heads + jnp.eye(heads.shape[-1])
+    skip = jnp.ones(len(heads)) if skips is None else jnp.asarray(skips, jnp.float32)
+    mixed = heads + skip[:, None, None, None] * jnp.eye(heads.shape[-1])
     mixed = mixed / mixed.sum(axis=-1, keepdims=True)
     return functools.reduce(lambda x, layer: jnp.matmul(layer, x, precision='highest'), mixed)
 

@@ -84,17 +84,22 @@ def ratio(
 
 
 def minibatch_cka(
-    x: Float[Array | np.ndarray, '_ _ ...'], y: Float[Array | np.ndarray, '_ _ ...']
+    x: Float[Array | np.ndarray, '...'], y: Float[Array | np.ndarray, '...']
 ) -> float:
     """CKA of two representations of the same images, each (batches, images, features...).
 
     Raises UserError for other images in x than in y, and for less than one minibatch of 4.
     """
+    for z in (x, y):
+        wrong = f'an array of the shape {z.shape}: expected (batches, images, features...)'
+        require(z.ndim >= 3, wrong)
     require(
         x.shape[:2] == y.shape[:2] and len(x) > 0,
         f'x has {x.shape[0]} minibatches of {x.shape[1]} images, y {y.shape[0]} of {y.shape[1]}: '
         'expected one or more, the same in both',
     )
+    # CKA does not depend on scale, float32 does: products of very large features are infinite.
+    x, y = (z / (np.abs(z).max() or 1) for z in (np.asarray(x), np.asarray(y)))
     total = jax.tree.map(lambda *terms: sum(terms), *map(_pair, x, y))
     return float(ratio(*total)[0, 0])
 

@@ -22,6 +22,7 @@ class Kind:
     # Numbers of a study (`of_all`), or of a study and one of its networks.
     compute: Callable[..., Numbers]
     of_all: bool = False
+    needs_images: bool = True  # are images shown to the network?
     # What is seen in these numbers, in a sentence: of the network where it is of one.
     finding: Callable[[Numbers, Network | None], str]
     draw: Callable[[Any, Numbers], Sequence[Any]]  # the drawing functions, numbers -> pictures
@@ -42,18 +43,19 @@ def _positions(numbers: Numbers, _: Any) -> str:
 def _distance(numbers: Numbers, _: Any) -> str:
     means = numbers['distance'].mean(axis=1)
     ends = f'{means[0]:.1f} pixels in the first block, {means[-1]:.1f} in the last'
-    if len(means) < 3:
+    if len(means) < 3 or np.ptp(means) == 0:
         return f'The mean over heads is {ends}.'
     order = stats.spearmanr(np.arange(len(means)), means).statistic
-    grows = 'grows with depth' if order > 0.5 else 'does not grow with depth at this scale'
-    return f'The mean over heads {grows}: {ends} (rank correlation with depth {order:.2f}).'
+    grows = order > 0.5 and means[-1] > means[0]
+    how = 'grows with depth' if grows else 'does not grow with depth in this network'
+    return f'The mean over heads {how}: {ends} (rank correlation with depth {order:.2f}).'
 
 
 def _choice(numbers: Numbers, network: Network | None) -> str:
     assert network is not None
     return {
         'cls': 'Seen from the class token, which is what the head is given.',
-        'map': 'Seen from the attention pooling, whose weights its heads share equally.',
+        'map': 'Seen from the attention pooling, whose weights are averaged over its heads.',
         'gap': 'No class token: seen from all tokens alike, as the head is given their mean.',
         'none': 'No class token: seen from all tokens alike.',
     }[network.vit.pool]
@@ -79,20 +81,22 @@ def _ends(numbers: Numbers, _: Any) -> str:
 
 
 def _skip_removal(numbers: Numbers, _: Any) -> str:
-    cut, texts = int(numbers['removed']), []
-    for name, title in (('without', 'without the skip connections'), ('whole', 'with them')):
-        found = numbers[name]
-        across = np.nanmean(found[:cut, cut:])
-        within = np.nanmean(np.concatenate([found[:cut, :cut].ravel(), found[cut:, cut:].ravel()]))
-        texts.append(f'{title} {across:.2f} (on the same side {within:.2f})')
+    cut, texts = int(numbers['removed'].any(axis=0).argmax()), []
+    off_diagonal = ~np.eye(len(numbers['layers']), dtype=bool)
+    before = np.arange(len(off_diagonal)) < cut
+    same = np.equal.outer(before, before)
+    for name, found in zip(numbers['names'].tolist(), numbers['cka'], strict=True):
+        within, across = np.nanmean(found[same & off_diagonal]), np.nanmean(found[~same])
+        texts.append(f'{name} {across:.2f} ({within:.2f} on the same side)')
     where = str(numbers['layers'][cut])
-    return f'Mean CKA of layers before {where} with those from it on: ' + ', '.join(texts) + '.'
+    return f'Mean CKA of layers before {where} with layers from it on: {", ".join(texts)}.'
 
 
 def _heads(numbers: Numbers, _: Any) -> str:
     near, far = numbers['cka'][0].mean(), numbers['cka'][-1].mean()
     more = 'more' if near > far else 'not more'
-    text = f'The heads that look nearest are {more} like the lower layers of the ResNet'
+    vit, resnet = numbers['names'].tolist()
+    text = f'The heads of {vit} that look nearest are {more} like the lower layers of {resnet}'
     return f'{text} than those that look farthest: mean CKA {near:.2f} and {far:.2f}.'
 
 
@@ -126,16 +130,17 @@ def _localisation(numbers: Numbers, _: Any) -> str:
     own = [(t, tuple(place)) for t, place in enumerate(tokens.tolist()) if place[0] >= 0]
     if found[0].size == 1:
         return ''
-    hits = [found[t][place] >= np.nanmax(found[t]) for t, place in own]
-    return f'{np.mean(hits):.0%} of the tokens are most like the patch of their own place.'
+    hits = np.mean([found[t][place] >= np.nanmax(found[t]) for t, place in own])
+    chance = f'by chance {1 / found[0].size:.1%} would be'
+    return f'{hits:.0%} of {len(own)} are most like the patch of their own place; {chance}.'
 
 
 def _probes(numbers: Numbers, _: Any) -> str:
-    shots, parts = int(numbers['shots']), []
+    shots, classes, parts = int(numbers['shots']), int(numbers['classes']), []
     for name, row in zip(numbers['series'].tolist(), numbers['accuracy'], strict=True):
         there = row[np.isfinite(row)]
         parts.append(f'{name} {there[-1]:.1%} at the end, {there.max():.1%} at best')
-    return f'With {shots} images of each class: ' + '; '.join(parts) + '.'
+    return f'With {shots} images of each of {classes} classes at most: {"; ".join(parts)}.'
 
 
 def _amounts(numbers: Numbers, _: Any) -> str:
@@ -156,6 +161,7 @@ KINDS: tuple[Kind, ...] = (
         'noise means that it has not been trained for long. Of a ResNet or a hybrid they are the '
         'filters of its first convolution.',
         compute=vit_paper.patch_filters,
+        needs_images=False,
         finding=lambda numbers, _: f'Together {numbers["explained"].sum():.0%} of the variance.',
         draw=lambda drawing, n: [drawing.filters(n['components'], n['explained'])],
     ),
@@ -164,10 +170,12 @@ KINDS: tuple[Kind, ...] = (
         title='Position embeddings',
         source='ViT paper, figure 7, centre',
         text='A vector is added to each patch to say where it is. Each tile belongs to one '
-        'position, and shows the cosine between its vector and that of every position. Where the '
-        'network has learned the grid, the tile is brightest at its own place, neighbours are '
-        'alike, and rows and columns can be seen as a cross.',
+        'position, and shows the cosine between its vector and that of every position: purple '
+        'where they are alike, orange where they are opposite. Where the network has learned the '
+        'grid, a tile is darkest at its own place and neighbours are alike; in large networks '
+        'rows and columns can be seen as a cross.',
         compute=vit_paper.position_embeddings,
+        needs_images=False,
         finding=_positions,
         draw=lambda drawing, n: [drawing.positions(n['similarity'])],
     ),
@@ -179,9 +187,10 @@ KINDS: tuple[Kind, ...] = (
         'weighted by the attention, averaged over patches and images. Rows and columns of the '
         'class token are left out, and what remains is not normalised again, so attention to the '
         'class token counts as distance zero. It corresponds to the receptive field of a '
-        'convolution: after long training some heads of the first blocks look near and others '
-        'far, and all heads of the last blocks look far. The dashed line is a head that attends '
-        'to all patches alike.',
+        'convolution: in networks trained on much data some heads of the first blocks look near '
+        'and others far, and all heads of the last blocks look far; large networks that have '
+        'seen ImageNet alone have no heads that look near. The dashed line is a head that attends '
+        'to all tokens alike.',
         compute=vit_paper.attention_distance,
         finding=_distance,
         draw=lambda drawing, n: [
@@ -210,11 +219,12 @@ KINDS: tuple[Kind, ...] = (
         title='Attention of each head',
         source='ViT paper, section 4.5',
         text='Where each head of each block looks in one image, each map on a scale of its own. '
-        'Look for heads that look at one place, at the border of things, or at all alike; maps '
-        'that are the same in all blocks mean that little is learned there.',
+        'Look for heads that look at one place, at the border of things, or at all alike.',
         compute=vit_paper.attention_maps,
         finding=_map_choice,
-        draw=lambda drawing, n: [drawing.attention_maps(n['image'], n['maps'])],
+        draw=lambda drawing, n: [
+            drawing.attention_maps(n['image'], n['maps'], n['layers'].tolist())
+        ],
     ),
     Kind(
         name='cka',
@@ -238,20 +248,21 @@ KINDS: tuple[Kind, ...] = (
         name='skip_removal',
         title='Without the skip connections of a block',
         source='Raghu et al., section 6, figure 8',
-        text='The same network, trained with and without the two skip connections of one block. '
-        'Skip connections carry what the first layers have found to the last. Without them the '
-        'picture falls into two parts: layers before the block are unlike those after it.',
+        text='Networks that were trained without the two skip connections of a block (between '
+        'the dashed lines), and last the same network with all of them. Skip connections carry '
+        'what the first layers have found to the last. In the paper the picture falls into two '
+        'parts without them: layers before the block are unlike those after it.',
         compute=representations.skip_removal,
         of_all=True,
         finding=_skip_removal,
         draw=lambda drawing, n: [
             drawing.cka(
-                n[which],
+                cka,
                 n['layers'].tolist(),
-                [n['names'][i].item()] * len(n['layers']),
-                removed=[int(n['removed'])] if which == 'without' else [],
+                [name] * len(n['layers']),
+                removed=np.flatnonzero(np.diff(removed, prepend=False)),
             )
-            for i, which in enumerate(('without', 'whole'))
+            for cka, name, removed in zip(n['cka'], n['names'].tolist(), n['removed'], strict=True)
         ],
     ),
     Kind(
@@ -284,6 +295,7 @@ KINDS: tuple[Kind, ...] = (
             drawing.residuals(
                 dict(zip(n['kinds'].tolist(), n['ratio'], strict=True)),
                 dict(zip(n['kinds'].tolist(), n['cosine'], strict=True)),
+                layer='unit' if 'units' in n['kinds'] else 'block',
             )
         ],
     ),
@@ -308,8 +320,9 @@ KINDS: tuple[Kind, ...] = (
         source='Raghu et al., section 7',
         text='Each tile belongs to one token of the last block, or one place of the last feature '
         'map, and shows its CKA with the pixels of each patch of the image. Where a token still '
-        'knows its place, that place is brightest. Networks with a class token keep places to the '
-        'end, those that average all tokens do less, as every token has to know the whole image.',
+        'knows its place, that place is brightest. In the paper tokens of a network with a class '
+        'token know their places to the end, those at an edge like all edges; networks that '
+        'average all tokens, and ResNets, know them much less.',
         compute=representations.localisation,
         finding=_localisation,
         draw=lambda drawing, n: [drawing.localisation(**representations.some_tokens(n))],
@@ -319,11 +332,13 @@ KINDS: tuple[Kind, ...] = (
         title='What few labels can read off each layer',
         source='Raghu et al., section 7, appendix D',
         text='A linear classifier in closed form (ridge regression, as few-shot evaluation here) '
-        'learns from the representation in each layer: that of the class token, the mean of the '
-        'patches, or single patches, whose accuracies are averaged. Half of the images are for '
-        'learning, a few of each class drawn three times; the other half is for testing. A network '
-        'with a class token gathers what it knows there, and single patches of its last layers '
-        'know little of the class; where tokens are averaged, each of them knows it.',
+        'learns from the representation in each layer: that of one token, a mean, or single '
+        'patches (9 over the image), whose accuracies are averaged. Half of the images are for '
+        'learning, a few of each class drawn three times; the other half is for testing. The '
+        'strength of the ridge is the same for all (--probe_l2). In the paper a network with a '
+        'class token and one that averages its tokens are equally good where each is read as it '
+        'was trained; single patches of the last layers know little of the class in the first, '
+        'and much in the second and in ResNets.',
         compute=probing.probes,
         of_all=True,
         finding=_probes,

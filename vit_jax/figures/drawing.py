@@ -143,9 +143,9 @@ def _of_largest(values: Float[np.ndarray, '*n']) -> Float[np.ndarray, '*n']:
 
 @style.styled
 def attention_maps(
-    image: Float[np.ndarray, 'h w 3'], maps: Float[np.ndarray, 'l heads r c']
+    image: Float[np.ndarray, 'h w 3'], maps: Float[np.ndarray, 'l heads r c'], layers: Names
 ) -> Figure:
-    """One image, and where each head of each block looks in it; each map of its own scale."""
+    """One image, and where each head of each layer looks in it; each map of its own scale."""
     blocks = style.chosen(len(maps), _MOST_LAYERS)
     heads = style.chosen(maps.shape[1], _MOST_HEADS)
     size = style.tile_inches(len(blocks), len(heads), image.shape)
@@ -155,7 +155,8 @@ def attention_maps(
     figure = style.canvas(wide + 5.5, max(high, 2.5) + 1.2, title)
     axes = figure.subplots()
     shown = [[_of_largest(maps[i, j]) for j in heads] for i in blocks]
-    style.tiles(axes, shown, size, rows=blocks, columns=heads, **_SHARES)
+    rows = [layers[i] for i in blocks]
+    style.tiles(axes, shown, size, rows=rows, columns=heads, **_SHARES)
     side = 2.5 / max(image.shape)
     height, width = side * image.shape[0], side * image.shape[1]
     beside = axes.inset_axes((-(width + 1) / wide, 1 - height / high, width / wide, height / high))
@@ -260,7 +261,10 @@ def head_subsets(
 
 @style.styled
 def residuals(
-    ratio: Mapping[str, Float[np.ndarray, 'l']], cosine: Mapping[str, Float[np.ndarray, 'l']]
+    ratio: Mapping[str, Float[np.ndarray, 'l']],
+    cosine: Mapping[str, Float[np.ndarray, 'l']],
+    *,
+    layer: str = 'block',
 ) -> Figure:
     """Norm of the skip connection over that of its branch, and the cosine of branch and output.
 
@@ -273,7 +277,7 @@ def residuals(
         for place, kind in enumerate(kinds):
             if kind in values:
                 axes.plot(values[kind], **style.line(place, kind))
-        axes.set_xlabel(_BLOCK)
+        axes.set_xlabel(_BLOCK.replace('block', layer))
         style.integers(axes)
     style.magnitudes(left)
     left.set_ylabel('norm of the skip connection / of the branch')

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 
-from vit_jax.base import Array
+from vit_jax.base import Array, Float, Params
 from vit_jax.figures.networks import Network, Study
 from vit_jax.models import Backbone, ModelConfig, ResNetConfig
 from vit_jax.models.taps import Reduction
@@ -67,9 +67,14 @@ def stacked(seen: dict[str, Any], layers: Sequence[Layer]) -> Array:
 
 
 def first_not_finite(study: Study, network: Network) -> Layer | None:
-    """Where a number that is none (NaN, infinity) first appears in the first batch, if anywhere."""
-    layers = every(network.loaded.config)
+    """Where NaN or infinity first appears in the first batch that has some, if one has."""
+    layers, model = every(network.loaded.config), network.loaded.model
     finite = wanted(layers, lambda x: jnp.isfinite(x).all())
-    (seen,) = study.over(network, finite, most=1)
-    found = jax.device_get(stacked(seen, layers))
-    return None if found.all() else layers[int(found.argmin())]
+
+    def check(params: Params, images: Float[Array, 'b h w c']) -> Array:
+        outputs, seen = model.capture(params, images, finite)
+        return jnp.append(stacked(seen, layers), jnp.isfinite(outputs).all())
+
+    found = map(np.asarray, map(network.compiled(check), study.batches(network)))
+    wrong = next((finite for finite in found if not finite.all()), None)
+    return None if wrong is None else [*layers, Layer('output')][int(wrong.argmin())]

@@ -83,11 +83,12 @@ class Study:
     networks: tuple[Network, ...]
     indices: Int[np.ndarray, 'n']  # of images that can be read
     batch_size: int
+    probe_l2: float  # of the ridge regressions, not divided by the number of images
     # Passes on what it is given, so many, and shows how much is left.
     watched: Callable[[Iterable[Any], int], Iterable[Any]]
 
     def batches(self, network: Network, most: int | None = None) -> Iterator[Batch]:
-        """Batches of the images as this network takes them; no more than so many images."""
+        """Batches of the images as this network takes them: of so many images, but one at least."""
         count = len(self.indices) if most is None else min(most, len(self.indices))
         used = self.indices[: max(1, count // self.batch_size) * self.batch_size]
         loader = loading.make_loader(
@@ -138,14 +139,14 @@ def readable(
     with futures.ThreadPoolExecutor(loading.cores()) as pool:
         found = list(watched(pool.map(problem, indices.tolist()), len(indices)))
     problems = [text for text in found if text is not None]
-    none = f'none of {counted(len(indices), "image")} can be read; {problems[:1]}'
-    require(len(problems) < len(indices), none)
+    none = f'none of {counted(len(indices), "image")} can be read'
+    require(len(problems) < len(indices), '; '.join([none, *problems[:1]]))
     return indices[[text is None for text in found]], problems
 
 
 def batch_for(images: int, batch_size: int) -> tuple[int, Mesh]:
     """The size of full batches of so many images, and the devices that they are split over."""
-    size, devices = min(batch_size, images), jax.devices()
+    size, devices = images // -(-images // batch_size), jax.devices()  # so that few are left over
     if jax.process_count() > 1:
         size = size // len(devices) * len(devices)
         few = f'{counted(images, "image")}: fewer than the {len(devices)} devices of all processes'

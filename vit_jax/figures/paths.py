@@ -1,5 +1,6 @@
 """How a network passes its input on: skip connections, and what each layer sees of the image."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +13,8 @@ from vit_jax.analysis.residual import cosine, norm_ratio
 from vit_jax.base import Array, Float, Params
 from vit_jax.figures import layers
 from vit_jax.figures.layers import Layer
-from vit_jax.figures.networks import Network, Numbers, Study
-from vit_jax.models import ResNetConfig
+from vit_jax.figures.networks import LeftOut, Network, Numbers, Study
+from vit_jax.models import ResNetConfig, build
 
 _LAYERS, _IMAGES, _CHANNELS = 6, 32, 2  # whose receptive fields are drawn, and made of what
 
@@ -23,7 +24,7 @@ def residuals(study: Study, network: Network) -> Numbers:
     token, or by unit (figures 7, E.2): `ratio` and `cosine` (kinds l), `kinds`, `layers` (l)."""
     config = network.loaded.config
     if isinstance(config, ResNetConfig):
-        names = layers.units(config.backbone)
+        names = _units(config)
         taps = {f'{unit}/residual': 'units' for unit in names}
     else:
         names = [f'block{block}' for block in range(config.depth)]
@@ -55,7 +56,7 @@ def fields(study: Study, network: Network) -> Numbers:
     and `after` the skip connection is added (l h w), the names of the `layers` (l)."""
     config = network.loaded.config
     if isinstance(config, ResNetConfig):
-        units = _evenly(layers.units(config.backbone))
+        units = _evenly(_units(config))
         before = [Layer(f'{unit}/norm3') for unit in units]
         after = [Layer(f'{unit}/out') for unit in units]
         found = [[_fields(study, network, [each])[0] for each in part] for part in (before, after)]
@@ -73,15 +74,19 @@ def _fields(study: Study, network: Network, chosen: Sequence[Layer]) -> Float[np
     """The fields of layers that have as many channels."""
     config = network.loaded.config
     taps = layers.wanted(chosen, _centre_of(network))
+    # The backward pass computes blocks anew: their activations would not fit.
+    compute = dataclasses.replace(network.loaded.compute, remat='block')
+    model = build(config, compute=compute)
 
     def centres(params: Params, images: Float[Array, 'b h w c']) -> Float[Array, 'l b d']:
-        seen = network.loaded.model.capture(params, images, taps)[1]
+        seen = model.capture(params, images, taps)[1]
         return layers.stacked(seen, chosen)
 
     image = jax.ShapeDtypeStruct((1, *config.image_size, config.channels), np.float32)
     width = jax.eval_shape(centres, network.params, image).shape[-1]
 
     def of_batch(params: Params, images: Float[Array, 'b h w c']) -> Float[Array, 'l h w']:
+        images = images[:_IMAGES]
         channels = jax.random.randint(jax.random.key(0), (len(images), _CHANNELS), 0, width)
         return receptive_fields(lambda x: centres(params, x), images, channels)
 
@@ -96,6 +101,12 @@ def _centre_of(network: Network) -> Callable[[Array], Float[Array, 'b d']]:
     rows, columns = network.vit.grid
     middle = network.prefix + rows // 2 * columns + columns // 2
     return lambda x: x[:, middle]
+
+
+def _units(config: ResNetConfig) -> list[str]:
+    if not config.backbone.blocks:
+        raise LeftOut('the ResNet has no units: it is the root alone')
+    return layers.units(config.backbone)
 
 
 def _evenly(values: Sequence[Any]) -> list[Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from vit_jax.analysis import cka
 from vit_jax.analysis.attention import mean_distance
 from vit_jax.analysis.localisation import localisation as terms_of_tokens
 from vit_jax.analysis.localisation import patches
-from vit_jax.base import Array, Batch, Float, Int, Params, UserError
+from vit_jax.base import Array, Batch, Float, Int, Params
 from vit_jax.figures import layers
 from vit_jax.figures.layers import Layer
 from vit_jax.figures.networks import LeftOut, Network, Numbers, Study
@@ -65,7 +66,7 @@ def training_data(study: Study) -> Numbers:
     """Each block of networks like the first one with the same block of that (section 8): `cka`
     (m l), `names` (m), `layers` (l), `reference`."""
     first, *others = study.networks
-    alike = [n for n in others if n.loaded.config == first.loaded.config]
+    alike = [n for n in others if _body(n) == _body(first)]
     if not alike:
         raise LeftOut(f'no other network has the architecture of {first.name}, the first one given')
     found = similarity(dataclasses.replace(study, networks=(first, *alike)), layers.sums)
@@ -80,29 +81,28 @@ def training_data(study: Study) -> Numbers:
 
 
 def skip_removal(study: Study) -> Numbers:
-    """A network without the skip connections of a block beside one that has them (figure 8): CKA
-    of all pairs of layers of each, `without` and `whole` (t t), the names of the `layers` (t), and
-    the `removed` block's first layer."""
-    pairs = [
-        (without, whole)
-        for without in study.networks
-        for whole in study.networks
-        if _removed(without) and _are_alike(without.loaded.config, whole.loaded.config)
-    ]
+    """Networks without the skip connections of some blocks, beside one that has all (figure 8).
+
+    `cka` (p t t) of all pairs of layers of each, the last one that has all, their `names` (p), the
+    names of the `layers` (t), and by network and layer (p t) where skip connections are `removed`.
+    """
+    without = [n for n in study.networks if _removed(n)]
+    whole = [n for n in study.networks if not _removed(n)]
+    pairs = [(n, other) for n in without for other in whole if _body(n, ()) == _body(other, ())]
     if not pairs:
         raise LeftOut(
             'needs a network that was trained with config.model.blocks_without_skips, and one of '
             'the same sizes that was trained without'
         )
-    found = similarity(dataclasses.replace(study, networks=pairs[0]))
-    config = pairs[0][0].loaded.config
-    count, block = len(layers.every(config)), min(_removed(pairs[0][0]))
+    compared = (*(n for n, other in pairs if other is pairs[0][1]), pairs[0][1])
+    chosen = layers.every(compared[0].loaded.config)
+    alone = (dataclasses.replace(study, networks=(network,)) for network in compared)
+    removed = [[layer.block in _removed(n) for layer in chosen] for n in compared]
     return {
-        'without': found['cka'][:count, :count],
-        'whole': found['cka'][count:, count:],
-        'layers': found['layers'][:count],
-        'removed': np.array(layers.every(config).index(Layer('norm1', block))),
-        'names': np.array([network.name for network in pairs[0]]),
+        'cka': np.stack([similarity(one)['cka'] for one in alone]),
+        'names': np.array([network.name for network in compared]),
+        'layers': np.array([str(layer) for layer in chosen]),
+        'removed': np.array(removed),
     }
 
 
@@ -110,11 +110,12 @@ def _removed(network: Network) -> tuple[int, ...]:
     return getattr(network.loaded.config, 'blocks_without_skips', ())
 
 
-def _are_alike(without: ModelConfig, whole: ModelConfig) -> bool:
-    """Are these the same but for skip connections?"""
-    if isinstance(without, ResNetConfig):
-        return False
-    return dataclasses.replace(without, blocks_without_skips=()) == whole
+def _body(network: Network, removed: tuple[int, ...] | None = None) -> ModelConfig:
+    """The architecture but for its head; perhaps as if other blocks had no skip connections."""
+    changes: dict[str, Any] = {'num_classes': None, 'head': 'linear', 'head_bias': 0.0}
+    if removed is not None and isinstance(network.loaded.config, ViTConfig):
+        changes['blocks_without_skips'] = removed
+    return dataclasses.replace(network.loaded.config, **changes)
 
 
 def head_subsets(study: Study) -> Numbers:
@@ -122,6 +123,7 @@ def head_subsets(study: Study) -> Numbers:
     layers of a ResNet (figure 5): `cka` (s l), mean `distance` (s) in pixels, `layers` (l)."""
     study.require_images(FEWEST, 'CKA')
     vits = [n for n in study.networks if isinstance(n.loaded.config, ViTConfig)]
+    vits = [n for n in vits if n.loaded.config.backbone is None] or vits  # rather than a hybrid
     resnets = [n for n in study.networks if isinstance(n.loaded.config, ResNetConfig)]
     if not vits or not resnets:
         raise LeftOut('needs the checkpoints of a ViT and of a ResNet')
@@ -137,15 +139,16 @@ def head_subsets(study: Study) -> Numbers:
         return jax.vmap(cka.centred_gram, in_axes=2)(mixed)
 
     heads = vit.seen({'attention/weights': distances, 'attention/heads': grams_of_heads})
-    seen = [heads(batch) for batch in study.batches(vit)]
-    distance = np.mean([np.asarray(each['attention/weights'][0]) for each in seen], axis=0)
+    first = ({tap: x[0] for tap, x in heads(batch).items()} for batch in study.batches(vit))
+    seen = [jax.device_get(each) for each in first]
+    distance = np.mean([each['attention/weights'] for each in seen], axis=0)
     subsets = jnp.asarray(_windows(distance), jnp.float32)
     grams = _grams(resnet, lower)
 
     def terms() -> Iterator[cka.Terms]:
         for each, batch in zip(seen, study.batches(resnet), strict=True):
             # The Gram matrix of several heads together is the sum of theirs.
-            together = jnp.einsum('sk,kij->sij', subsets, each['attention/heads'][0])
+            together = jnp.einsum('sk,kij->sij', subsets, each['attention/heads'])
             yield _terms(together, grams(batch))
 
     return {
@@ -169,9 +172,14 @@ def localisation(study: Study, network: Network) -> Numbers:
     token."""
     study.require_images(FEWEST, 'CKA')
     config = network.loaded.config
-    rows, columns = config.grid
+    (height, width), (rows, columns) = config.image_size, config.grid
+    if height % rows or width % columns:
+        raise LeftOut(
+            f'images of {height}x{width} pixels cannot be cut into {rows}x{columns} patches'
+        )
     if isinstance(config, ResNetConfig):
-        tap, prefix = f'stage{len(config.backbone.blocks)}', 0
+        stages = len(config.backbone.blocks)
+        tap, prefix = f'stage{stages}' if stages else 'root', 0
     else:
         tap, prefix = 'tokens', network.prefix
 
@@ -181,10 +189,9 @@ def localisation(study: Study, network: Network) -> Numbers:
         last = tokens if isinstance(config, ResNetConfig) else tokens[-1]
         return terms_of_tokens(last, patches(images, (rows, columns)))
 
-    try:
-        found = _ratio(map(network.compiled(terms_of), study.batches(network)))
-    except UserError as error:  # the feature map is rounded up
-        raise LeftOut(str(error)) from error
+    found = _ratio(map(network.compiled(terms_of), study.batches(network)))
+    if np.isnan(found).all(axis=1).any():
+        raise LeftOut('a token is the same in all images')
     places = [(-1, -1)] * prefix + [(i, j) for i in range(rows) for j in range(columns)]
     return {'cka': found.reshape(-1, rows, columns), 'tokens': np.array(places)}
 

@@ -8,6 +8,7 @@ from vit_jax.analysis import attention, filters, positions
 from vit_jax.base import Array, Float
 from vit_jax.figures.networks import LeftOut, Network, Numbers, Study
 from vit_jax.models.positions import as_array
+from vit_jax.models.resnet import standardised
 
 _SHOWN = 6  # images of the rollout
 _COMPONENTS = 28  # of the filters, as in figure 7
@@ -17,16 +18,17 @@ def patch_filters(study: Study, network: Network) -> Numbers:
     """Principal components of the filters that see the image (figure 7, left): `components`
     (count p q c) from 0 to 1, and the share of the variance that each `explained` (count)."""
     params, config = network.loaded.params, network.loaded.config
-    root = config.backbone is not None
-    kernel = params['backbone']['conv_root']['kernel'] if root else params['embedding']['kernel']
     if config.channels not in (1, 3):
         raise LeftOut(f'filters of {config.channels} channels have no colours')
-    kernel = np.asarray(kernel, np.float32)
+    if config.backbone is None:
+        kernel = np.asarray(params['embedding']['kernel'], np.float32)
+    else:
+        kernel = np.asarray(standardised(jnp.asarray(params['backbone']['conv_root']['kernel'])))
+    explained = np.asarray(filters.explained_variance(kernel, _COMPONENTS))
+    if not np.isfinite(explained).all():
+        raise LeftOut('all filters are the same')
     components = filters.principal_components(kernel, _COMPONENTS)
-    return {
-        'components': np.asarray(filters.as_picture(components)),
-        'explained': np.asarray(filters.explained_variance(kernel, _COMPONENTS)),
-    }
+    return {'components': np.asarray(filters.as_picture(components)), 'explained': explained}
 
 
 def position_embeddings(study: Study, network: Network) -> Numbers:
@@ -41,9 +43,10 @@ def position_embeddings(study: Study, network: Network) -> Numbers:
         table = as_array(
             config.positions, config.grid, length=config.num_tokens, width=config.width
         )
-    return {
-        'similarity': np.asarray(positions.similarity(table, config.grid, prefix=network.prefix))
-    }
+    found = np.asarray(positions.similarity(table, config.grid, prefix=network.prefix))
+    if not np.isfinite(found).all():
+        raise LeftOut('a position embedding is zero: it has no direction')
+    return {'similarity': found}
 
 
 def attention_distance(study: Study, network: Network) -> Numbers:
@@ -55,9 +58,12 @@ def attention_distance(study: Study, network: Network) -> Numbers:
         return attention.mean_distance(weights[None], grid, size, prefix=network.prefix)[0]
 
     seen = study.over(network, {'attention/weights': distances})
+    tokens = network.vit.num_tokens
+    patches = tokens - network.prefix
     return {
         'distance': np.mean([each['attention/weights'] for each in seen], axis=0),
-        'uniform': np.array(attention.uniform_distance(grid, size)),
+        # Of all tokens alike: what goes to the class token has no distance.
+        'uniform': np.array(attention.uniform_distance(grid, size) * patches / tokens),
         'width': np.array(network.vit.image_size[1]),
     }
 
@@ -65,11 +71,12 @@ def attention_distance(study: Study, network: Network) -> Numbers:
 def rollout(study: Study, network: Network) -> Numbers:
     """What the output sees of the first images (figures 6 and 14; D.8): `images` (b h w 3) from 0
     to 1, and the `relevance` of each patch (b rows columns)."""
-    pool, prefix = network.vit.pool, network.prefix
+    pool, prefix, removed = network.vit.pool, network.prefix, network.vit.blocks_without_skips
+    skips = [block not in removed for block in range(network.vit.depth)]
 
     @jax.jit
     def relevance(seen: dict[str, Array]) -> Float[Array, 'b m']:
-        rolled = attention.rollout(seen['attention/weights'][:, :, None])
+        rolled = attention.rollout(seen['attention/weights'][:, :, None], skips=skips)
         if pool == 'cls':
             output = rolled[:, 0]
         elif pool == 'map':
@@ -82,9 +89,8 @@ def rollout(study: Study, network: Network) -> Numbers:
     if pool == 'map':
         wanted['pool/attention/weights'] = lambda weights: weights.mean(axis=(1, 2))
     found = [np.asarray(relevance(seen)) for seen in study.over(network, wanted, _SHOWN)]
-    images = study.pictures(network, _SHOWN)
-    grid = network.vit.grid
-    return {'images': images, 'relevance': np.concatenate(found)[: len(images)].reshape(-1, *grid)}
+    shown = np.concatenate(found)[:_SHOWN].reshape(-1, *network.vit.grid)
+    return {'images': study.pictures(network, len(shown)), 'relevance': shown}
 
 
 def attention_maps(study: Study, network: Network) -> Numbers:
@@ -105,4 +111,9 @@ def attention_maps(study: Study, network: Network) -> Numbers:
     if pool == 'map':
         maps = np.concatenate([maps, seen['pool/attention/weights'][None]])
     (image,) = study.pictures(network, 1)
-    return {'image': image, 'maps': maps.reshape(*maps.shape[:2], *network.vit.grid)}
+    names = [str(block) for block in range(network.vit.depth)] + ['pool'] * (pool == 'map')
+    return {
+        'image': image,
+        'maps': maps.reshape(*maps.shape[:2], *network.vit.grid),
+        'layers': np.array(names),
+    }

@@ -83,6 +83,12 @@ class ResNetConfig(Record):
         return self.backbone.map_size(self.image_size)
 
 
+def standardised(kernel: Float[Array, 'p q c d']) -> Float[Array, 'p q c d']:
+    """The kernel with mean 0 and deviation 1 in each output channel, as convolutions use it."""
+    kernel = kernel - kernel.mean((0, 1, 2), keepdims=True)
+    return kernel / (kernel.std((0, 1, 2), keepdims=True) + 1e-5)
+
+
 class StandardConv(nn.Module):
     """A convolution, SAME and without bias, whose kernel is standardised where it is used.
 
@@ -99,8 +105,7 @@ class StandardConv(nn.Module):
     def __call__(self, x: Float[Array, 'b h w c']) -> Float[Array, 'b _ _ _']:
         shape = self.size, self.size, x.shape[-1], self.features
         kernel = self.param('kernel', nn.initializers.lecun_normal(), shape)
-        kernel = kernel - kernel.mean((0, 1, 2), keepdims=True)
-        kernel = kernel / (kernel.std((0, 1, 2), keepdims=True) + 1e-5)
+        kernel = standardised(kernel)
         x, kernel, strides = x.astype(self.dtype), kernel.astype(self.dtype), (self.stride,) * 2
         layout = 'NHWC', 'HWIO', 'NHWC'
         return jax.lax.conv_general_dilated(x, kernel, strides, 'SAME', dimension_numbers=layout)

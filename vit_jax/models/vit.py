@@ -149,11 +149,11 @@ class Block(Part):
         def added(
             x: Float[Array, 'b n d'], branch: Float[Array, 'b n d'], *, name: str
         ) -> Float[Array, 'b n d']:
+            skip = x if has_skips is None else jnp.where(has_skips, x, 0)
             tap(self, f'{name}/out', lambda: branch)
-            tap(self, f'{name}/residual', lambda: (x, branch))
+            tap(self, f'{name}/residual', lambda: (skip, branch))
             if self.regularization.stochastic_depth > 0:
                 branch = drop_branch(branch, drop_rate, key=self.make_rng('dropout'))
-            skip = x if has_skips is None else jnp.where(has_skips, x, 0)
             return self.shard_activations(skip + branch)
 
         x = self.shard_activations(x)

@@ -32,6 +32,10 @@ _LONGEST_NPY_HEADER = 2**14  # bytes; numpy refuses more than 10,000
 _EXPANSION, _SMALL = 4, 2**28
 
 
+class NotFiniteArray(UserError):
+    """A file whose arrays hold NaN or infinity: which one, and how many."""
+
+
 class LazyArray(NamedTuple):
     """An array in a file, and its type there.
 
@@ -355,7 +359,7 @@ def _float32(
             raise UserError(f'{name} is {array.dtype}, not float32, float16 or bfloat16')
         values = array.astype(np.float32)
         if wrong := values.size - np.count_nonzero(np.isfinite(values)):
-            raise UserError(f'{name} holds {wrong} values that are not finite (NaN or Inf)')
+            raise NotFiniteArray(f'{name} holds {wrong} values that are not finite (NaN or Inf)')
         return values
 
     return LazyArray(shape, _as_bfloat16(dtype), checked)

@@ -136,7 +136,7 @@ def _files(path: pathlib.Path) -> tuple[list[str], list[str], list[str]]:
     """Images by their ending, broken links too; other files; links that lead to no file."""
     images, others, links = list[str](), list[str](), list[str]()
     for file, kind in sorted(_below(path), key=lambda found: found[0].split(os.sep)):
-        (images if _is_image(file) and kind != 'special' else others).append(file)
+        (images if is_image(file) and kind != 'special' else others).append(file)
         if kind == 'link':
             links.append(file)
     return images, others, links
@@ -174,7 +174,8 @@ def _entries(folder: str | pathlib.Path) -> Iterator[os.DirEntry[str]]:
         yield from (entry for entry in entries if not entry.name.startswith('.'))
 
 
-def _is_image(file: str) -> bool:
+def is_image(file: str) -> bool:
+    """Has the name of a file an ending of images?"""
     suffix = _suffix(file)
     return suffix in _ELSEWHERE or (suffix in kinds_by_ending() and suffix != _MISREAD)
 
@@ -190,4 +191,4 @@ def folder_names(path: pathlib.Path) -> list[str]:
 
 def has_images(path: pathlib.Path) -> bool:
     """Are there images directly in a folder?"""
-    return any(_is_image(entry.name) for entry in _entries(path) if _leads(entry.is_file))
+    return any(is_image(entry.name) for entry in _entries(path) if _leads(entry.is_file))

@@ -52,11 +52,18 @@ def photos(folder, count=6):
 @full
 def test_a_vit_and_a_resnet_beside_each_other(tmp_path, capsys):
     networks = saved(tmp_path, 'vit', tiny.model()), saved(tmp_path, 'resnet', RESNET)
-    options = '--images=digits', '--num_images=200', '--batch_size=8', f'--out={tmp_path / "out"}'
+    names = 'filters,positions,cka,skip_removal,head_subsets,residuals,probes,training_data'
+    options = (
+        '--images=digits',
+        '--num_images=64',
+        f'--figures={names}',
+        f'--out={tmp_path / "out"}',
+    )
     assert run(*networks, *options) == 0
     text = text_of(tmp_path / 'out')
     assert 'resnet: a ResNet has neither tokens nor attention.' in text
-    for kind in visualize.catalogue.KINDS:
+    assert 'no other network has the architecture of vit' in text
+    for kind in visualize._kinds(names):
         assert kind.text in text
     made = {path.name for path in (tmp_path / 'out').iterdir()}
     stems = {name.removesuffix('.npz') for name in made if name.endswith('.npz')}

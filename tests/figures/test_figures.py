@@ -194,8 +194,8 @@ def test_subsets_of_heads_go_from_near_to_far():
 def test_probes_need_labels_and_a_few_images_of_each_class():
     found = probing.probes(study(VIT, RESNET, images=160))
     assert found['series'].tolist()[:2] == ['n0: class token', 'n0: mean of patches']
-    np.testing.assert_allclose(found['accuracy'][0, 0], 0.1, atol=0.06)  # the same for all images
-    assert np.nanmax(found['accuracy']) > 0.2
+    assert found['accuracy'][0, 0] < 0.2  # the class token is the same for all images yet
+    assert np.nanmax(found['accuracy']) > 0.3
     with pytest.raises(LeftOut, match='2 images are too few for probes'):
         probing.probes(study(VIT, images=2))
     digits = make_opener()('digits', 'test')

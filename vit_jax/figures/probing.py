@@ -35,8 +35,7 @@ def probes(study: Study) -> Numbers:
     task = _task(study)
     found: dict[str, list[tuple[float, float]]] = {}
     for network in study.networks:
-        kinds, of_layers = _features(study, network)
-        for features in of_layers:
+        for kinds, features in _features(study, network):
             scores = [_accuracies(task, one, study.probe_l2) for one in features]
             for kind in dict.fromkeys(kinds):
                 same = [score for score, name in zip(scores, kinds, strict=True) if name == kind]
@@ -87,8 +86,8 @@ def _task(study: Study) -> _Task:
 
 def _features(
     study: Study, network: Network
-) -> tuple[list[str], list[Float[np.ndarray, 'kinds i d']]]:
-    """The kinds of what probes learn from, and that of each layer."""
+) -> list[tuple[list[str], Float[np.ndarray, 'kinds i d']]]:
+    """What probes learn from in each layer, and the kind of each."""
     config = network.loaded.config
     chosen, grid = layers.sums(config), config.grid
     if isinstance(config, ResNetConfig):
@@ -102,7 +101,7 @@ def _features(
     seen = study.over(network, layers.wanted(chosen, select), _MOST_IMAGES)
     batches = [[s[tap] if b is None else s[tap][b] for tap, b in chosen] for s in seen]
     found = [np.concatenate(parts, axis=1) for parts in zip(*batches, strict=True)]
-    return kinds + [singles] * (len(found[0]) - len(kinds)), found
+    return [(kinds + [singles] * (len(layer) - len(kinds)), layer) for layer in found]
 
 
 def _of_tokens(

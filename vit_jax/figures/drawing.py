@@ -33,7 +33,7 @@ def filters(components: Float[np.ndarray, 'k p q c'], explained: Float[np.ndarra
     count, height, width, channels = components.shape
     rows, columns = -(-count // 7), min(count, 7)
     size = style.tile_inches(rows, columns, (height, width))
-    title = f'The first {counted(count, "principal component")} of the patch filters'
+    title = f'The first {counted(count, "principal component")} of the filters'
     figure = style.canvas(size[0] * columns + 0.5, (size[1] + 0.25) * rows + 0.7, title)
     axes = figure.subplots(rows, columns, squeeze=False)
     how = {'cmap': 'gray', 'vmin': 0, 'vmax': 1} if channels == 1 else {}

@@ -21,7 +21,7 @@ from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig
 
 FEWEST = 4  # images of a minibatch: the unbiased estimator of HSIC needs as many
 _LINES = 8  # lower layers of a ResNet that heads are compared with
-_TILES = 5  # tokens along a side of the grid whose localisation is drawn
+_TILES = 4  # tokens along a side of the grid whose localisation is drawn
 _terms = jax.jit(cka.terms)
 
 

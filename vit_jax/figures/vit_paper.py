@@ -23,7 +23,7 @@ def patch_filters(study: Study, network: Network) -> Numbers:
     if config.backbone is None:
         kernel = np.asarray(params['embedding']['kernel'], np.float32)
     else:
-        kernel = np.asarray(standardised(jnp.asarray(params['backbone']['conv_root']['kernel'])))
+        kernel = np.asarray(standardised(params['backbone']['conv_root']['kernel']))
     explained = np.asarray(filters.explained_variance(kernel, _COMPONENTS))
     if not np.isfinite(explained).all():
         raise LeftOut('all filters are the same')

@@ -11,6 +11,7 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from vit_jax.base import Array, Float, Record, require, require_between
 from vit_jax.models.layers import Head, check_head, make_head
@@ -83,8 +84,8 @@ class ResNetConfig(Record):
         return self.backbone.map_size(self.image_size)
 
 
-def standardised(kernel: Float[Array, 'p q c d']) -> Float[Array, 'p q c d']:
-    """The kernel with mean 0 and deviation 1 in each output channel, as convolutions use it."""
+def standardised(kernel: Array | np.ndarray) -> Array | np.ndarray:
+    """The kernel (p q c d) with mean 0 and deviation 1 in each output channel, as convolutions use it."""
     kernel = kernel - kernel.mean((0, 1, 2), keepdims=True)
     return kernel / (kernel.std((0, 1, 2), keepdims=True) + 1e-5)
 

@@ -84,8 +84,9 @@ class ResNetConfig(Record):
         return self.backbone.map_size(self.image_size)
 
 
-def standardised(kernel: Array | np.ndarray) -> Array | np.ndarray:
-    """The kernel (p q c d) with mean 0 and deviation 1 in each output channel, as convolutions use it."""
+def standardised(kernel: Float[Array | np.ndarray, 'p q c d']) -> Float[Array, 'p q c d']:
+    """The kernel with mean 0 and deviation 1 in each output channel, as convolutions use it."""
+    kernel = jnp.asarray(kernel)
     kernel = kernel - kernel.mean((0, 1, 2), keepdims=True)
     return kernel / (kernel.std((0, 1, 2), keepdims=True) + 1e-5)
 

@@ -23,7 +23,7 @@ _MOST_TILES, _MOST_LAYERS, _MOST_HEADS, _MOST_LINES = 14, 12, 16, 8
 _MOST_TICKS, _MOST_TOKENS = 24, 25
 _SHARES: dict[str, Any] = {'cmap': style.SEQUENTIAL, 'vmin': 0, 'vmax': 1}
 _IN_BLOCK = re.compile(r'block\d+|stage\d+/unit\d+')
-_REMOVED = 'here a skip connection was removed'
+_REMOVED = 'between these, no skip connections'
 _BLOCK = 'block (0 is next to the image)'
 
 

@@ -79,7 +79,11 @@ def test_photos_without_labels_of_any_size_and_one_that_is_broken(tmp_path, caps
     out, images = tmp_path / 'out', photos(tmp_path / 'photos')
     assert run(network, f'--images={images}', f'--out={out}', f'--figures={SMALL}') == 1
     text = text_of(out)
-    assert 'the images have no labels.' in text and 'Images: 6 images of' in text
+    assert (
+        'the images have no labels.' in text
+        and 'Images: 6 images of' in text
+        and '1 cannot be read' in text
+    )
     assert 'broken.jpg' in capsys.readouterr().err
 
 

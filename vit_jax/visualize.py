@@ -7,6 +7,7 @@ look for; beside it are the pictures (.png) and the numbers that they are drawn 
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -14,6 +15,7 @@ import itertools
 import os
 import pathlib
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -81,12 +83,15 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
             except LeftOut as why:
                 name = '' if network is None else f'{network.name}: '
                 section.left_out.append(f'{name}{why}.')
+                print(f'{kind.name}: left out: {name}{why}') if job.index == 0 else None
             else:
                 if job.index == 0:
                     section.pictures.extend(_drawn(folder, kind, network, numbers))
             bar.advance(task)
     if job.index == 0:
         _write_page(folder / PAGE, [*lines, *faults.values()], sections)
+    if problems:
+        print(f'{counted(len(problems), "image")} cannot be read, left out', file=sys.stderr)
     return 1 if problems else 0
 
 
@@ -95,7 +100,8 @@ def _kinds(names: str | None) -> list[Kind]:
     known = {kind.name: kind for kind in catalogue.KINDS}
     if names is None:
         return [*known.values()]
-    asked = [name.strip() for name in names.split(',') if name.strip()]
+    asked = [name.strip().lower() for name in names.split(',') if name.strip()]
+    require(bool(asked), f'--figures={names}: expected some of {", ".join(known)}')
     for name in asked:
         require(name in known, f'--figures: no figure {name!r}; {records.nearest(name, known)}')
     return [kind for kind in known.values() if kind.name in asked]
@@ -125,7 +131,9 @@ def _study(
     job.require_same('the images', {'readable': indices.tolist()})
     size, mesh = networks.batch_for(len(indices), arguments.batch_size)
     used = counted(len(indices) // size * size, 'image')
-    lines.insert(0, f'Images: {used} of {arguments.images}, {size} at a time.')
+    images = f'{used} of {arguments.images}, {size} at a time'
+    images += f'; {len(problems):,} cannot be read' if problems else ''
+    lines = [f'Made by: vit_jax visualize {shlex.join(sys.argv[1:])}', f'Images: {images}.', *lines]
     for text in problems if job.index == 0 else ():
         print(f'unreadable, left out: {output.printable(text)}', file=sys.stderr)
     placed = tuple(networks.on_devices(n, one, readers[n], mesh) for n, one in loaded.items())
@@ -144,19 +152,28 @@ def _loaded(arguments: argparse.Namespace) -> tuple[dict[str, Loaded], list[str]
             lines.append(f'{name} is left out: {error}.')
             continue
         height, width = one.config.image_size
-        lines.append(f'{name}: {one.report[1]}; images of {height}x{width}.')
+        removed = getattr(one.config, 'blocks_without_skips', ())
+        without = f'; blocks without skip connections: {removed}' if removed else ''
+        lines.append(f'{name}: {one.report[1]}; images of {height}x{width}{without}.')
     print('\n'.join(lines), file=sys.stderr)
     return loaded, lines
 
 
-def _opened(data: str, split: str) -> Source:
-    """A photo or a folder of photos, without labels, or the split of any other data."""
+def _opened(data: str, split: str | None) -> Source:
+    """A photo or a folder of photos, without labels, or the split of any other data.
+
+    Where none is asked for it is `test`, or all images where the data have no splits.
+    """
     place = pathlib.Path(data)
     if place.is_file() and is_image(data):
         return unlabelled([data])
     if place.is_dir() and has_images(place) and not any(map(has_images, place.glob('*/'))):
         return unlabelled([data])
-    return make_opener()(data, split)
+    opened = make_opener()
+    if split is None:
+        with contextlib.suppress(UserError):  # which `test` says better
+            return opened(data, 'all')
+    return opened(data, split or 'test')
 
 
 def _names(paths: Sequence[str]) -> list[str]:
@@ -250,7 +267,7 @@ def _parser() -> argparse.ArgumentParser:
     text = 'a folder of photos; or a folder of classes, FILE.csv, FILE.npz, tfds:NAME, digits'
     parser.add_argument('--images', required=True, metavar='DATA', help=text)
     text = 'of data that has some, perhaps a slice: train[90%%:] (test)'
-    parser.add_argument('--split', default='test', metavar='NAME', help=text)
+    parser.add_argument('--split', metavar='NAME', help=text)
     parser.add_argument('--out', required=True, metavar='DIR', help='for the page and its parts')
     names = ', '.join(kind.name for kind in catalogue.KINDS)
     parser.add_argument('--figures', metavar='NAME,...', help=f'(all) of {names}')

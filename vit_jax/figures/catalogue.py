@@ -10,6 +10,8 @@ from scipy import stats
 from vit_jax.figures import paths, probing, representations, vit_paper
 from vit_jax.figures.networks import Network, Numbers
 
+_CLEAR = 0.05  # of CKA: less is within what other images would change
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
@@ -28,6 +30,12 @@ class Kind:
     draw: Callable[[Any, Numbers], Sequence[Any]]  # the drawing functions, numbers -> pictures
 
 
+def _variance(numbers: Numbers, _: Any) -> str:
+    share, noise = numbers['explained'].sum(), float(numbers['noise'])
+    count = len(numbers['explained'])
+    return f'These {count} hold {share:.0%} of the variance; of filters of noise, {noise:.0%}.'
+
+
 def _positions(numbers: Numbers, _: Any) -> str:
     table = numbers['similarity']
     rows, columns = table.shape[:2]
@@ -42,7 +50,8 @@ def _positions(numbers: Numbers, _: Any) -> str:
 
 def _distance(numbers: Numbers, _: Any) -> str:
     means = numbers['distance'].mean(axis=1)
-    ends = f'{means[0]:.1f} pixels in the first block, {means[-1]:.1f} in the last'
+    ends = f'{means[0]:.1f} pixels in the first block, {means[-1]:.1f} in the last, '
+    ends += f'{float(numbers["uniform"]):.1f} for attention to all alike'
     if len(means) < 3 or np.ptp(means) == 0:
         return f'The mean over heads is {ends}.'
     order = stats.spearmanr(np.arange(len(means)), means).statistic
@@ -81,7 +90,7 @@ def _ends(numbers: Numbers, _: Any) -> str:
 
 
 def _skip_removal(numbers: Numbers, _: Any) -> str:
-    cut, texts = int(numbers['removed'].any(axis=0).argmax()), []
+    cut, texts = int(numbers['removed'].any(axis=0).argmax()), list[str]()
     off_diagonal = ~np.eye(len(numbers['layers']), dtype=bool)
     before = np.arange(len(off_diagonal)) < cut
     same = np.equal.outer(before, before)
@@ -94,10 +103,11 @@ def _skip_removal(numbers: Numbers, _: Any) -> str:
 
 def _heads(numbers: Numbers, _: Any) -> str:
     near, far = numbers['cka'][0].mean(), numbers['cka'][-1].mean()
-    more = 'more' if near > far else 'not more'
     vit, resnet = numbers['names'].tolist()
-    text = f'The heads of {vit} that look nearest are {more} like the lower layers of {resnet}'
-    return f'{text} than those that look farthest: mean CKA {near:.2f} and {far:.2f}.'
+    closest, farthest = numbers['distance'][[0, -1]]
+    text = f'Heads of {vit} that look {closest:.1f} and {farthest:.1f} pixels far, with the lower '
+    text += f'layers of {resnet}: mean CKA {near:.2f} and {far:.2f}'
+    return f'{text}{", no clear difference" if abs(near - far) < _CLEAR else ""}.'
 
 
 def _residuals(numbers: Numbers, _: Any) -> str:
@@ -119,9 +129,9 @@ def _fields(numbers: Numbers, _: Any) -> str:
     before = np.mean([spread(field) for field in numbers['before']])
     after = np.mean([spread(field) for field in numbers['after']])
     return (
-        f'Half of the field lies in {first:.0%} of the pixels in the first of these layers, in '
-        f'{last:.0%} in the last; on average in {before:.0%} before the skip connection is added, '
-        f'in {after:.0%} after it.'
+        f'With the skip connection half of the field lies in {first:.0%} of the pixels in the '
+        f'first of these layers, in {last:.0%} in the last; on average in {before:.0%} before it '
+        f'is added, in {after:.0%} after it.'
     )
 
 
@@ -136,11 +146,14 @@ def _localisation(numbers: Numbers, _: Any) -> str:
 
 
 def _probes(numbers: Numbers, _: Any) -> str:
-    shots, classes, parts = int(numbers['shots']), int(numbers['classes']), []
+    names = 'shots', 'classes', 'learned', 'tested'
+    shots, classes, learned, tested = (int(numbers[name]) for name in names)
+    parts = []
     for name, row in zip(numbers['series'].tolist(), numbers['accuracy'], strict=True):
         there = row[np.isfinite(row)]
         parts.append(f'{name} {there[-1]:.1%} at the end, {there.max():.1%} at best')
-    return f'With {shots} images of each of {classes} classes at most: {"; ".join(parts)}.'
+    how = f'At most {shots} images of each of {classes} classes, drawn from {learned:,}, tested on '
+    return f'{how}{tested:,} others: {"; ".join(parts)}.'
 
 
 def _amounts(numbers: Numbers, _: Any) -> str:
@@ -162,7 +175,7 @@ KINDS: tuple[Kind, ...] = (
         'filters of its first convolution.',
         compute=vit_paper.patch_filters,
         needs_images=False,
-        finding=lambda numbers, _: f'Together {numbers["explained"].sum():.0%} of the variance.',
+        finding=_variance,
         draw=lambda drawing, n: [drawing.filters(n['components'], n['explained'])],
     ),
     Kind(
@@ -233,7 +246,8 @@ KINDS: tuple[Kind, ...] = (
         text='Centred kernel alignment (CKA) compares what two layers make of the same images: 1 '
         'where the same images are alike to both, whatever the rotation or scale of their numbers, '
         '0 where they have nothing in common. It is estimated without bias from batches of images, '
-        'whose terms are summed before the ratio is taken. Each row and column is one layer, from '
+        'whose terms are summed before the ratio is taken; of few images it is noisy, and may be '
+        'below 0. Each row and column is one layer, from '
         'the image at the top left to the output: norms, branches, hidden layers and sums. ViTs '
         'are alike from end to end, ResNets fall into stages; between two networks look which '
         'layers of one do the work of which of the other.',
@@ -271,8 +285,8 @@ KINDS: tuple[Kind, ...] = (
         source='Raghu et al., section 5, figure 5',
         text='The heads of the first block are sorted by how far they look; neighbours in this '
         'order, a third of all heads at a time, are compared (CKA) with the lower layers of the '
-        'ResNet, whose convolutions look near. Where lines fall to the right, it is the heads '
-        'that look near that do what convolutions do.',
+        'ResNet, whose convolutions look near. Where the lines are higher on the left, heads '
+        'that look near do what convolutions do.',
         compute=representations.head_subsets,
         of_all=True,
         finding=_heads,
@@ -319,10 +333,11 @@ KINDS: tuple[Kind, ...] = (
         title='Which place a token is about',
         source='Raghu et al., section 7',
         text='Each tile belongs to one token of the last block, or one place of the last feature '
-        'map, and shows its CKA with the pixels of each patch of the image. Where a token still '
-        'knows its place, that place is brightest. In the paper tokens of a network with a class '
-        'token know their places to the end, those at an edge like all edges; networks that '
-        'average all tokens, and ResNets, know them much less.',
+        'map, and shows its CKA with the pixels of each patch of the image, which is noisy where '
+        'there are few images. Where a token still knows its place, that place is brightest. In '
+        'the paper tokens of a network with a class token know their places to the end, and '
+        'tokens at an edge are like all edges; networks that average all tokens, and ResNets, know '
+        'them much less.',
         compute=representations.localisation,
         finding=_localisation,
         draw=lambda drawing, n: [drawing.localisation(**representations.some_tokens(n))],

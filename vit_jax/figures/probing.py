@@ -30,7 +30,8 @@ def probes(study: Study) -> Numbers:
 
     Of the class token, of means, and of single patches, whose accuracies are averaged. `accuracy`
     and `deviation` over draws (series l), NaN where a network has fewer layers; the names of the
-    `series`; the `shots`, images of each class that are learned from at most; the `classes`.
+    `series`; the `shots`, images of each class that are learned from at most; the numbers of
+    `classes`, of images that these are drawn from (`learned`) and of `tested` ones.
     """
     task = _task(study)
     found: dict[str, list[tuple[float, float]]] = {}
@@ -51,6 +52,8 @@ def probes(study: Study) -> Numbers:
         'series': np.array([*found]),
         'shots': np.array(_SHOTS),
         'classes': np.array(len(np.unique(task.labels[task.learned]))),
+        'learned': np.array(len(task.learned)),
+        'tested': np.array(len(task.tested)),
     }
 
 

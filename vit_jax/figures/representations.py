@@ -97,7 +97,9 @@ def skip_removal(study: Study) -> Numbers:
     compared = (*(n for n, other in pairs if other is pairs[0][1]), pairs[0][1])
     chosen = layers.every(compared[0].loaded.config)
     alone = (dataclasses.replace(study, networks=(network,)) for network in compared)
-    removed = [[layer.block in _removed(n) for layer in chosen] for n in compared]
+    # The first norm of a block sees what is before it.
+    within = [layer.block if layer.tap != 'norm1' else None for layer in chosen]
+    removed = [[block in _removed(n) for block in within] for n in compared]
     return {
         'cka': np.stack([similarity(one)['cka'] for one in alone]),
         'names': np.array([network.name for network in compared]),

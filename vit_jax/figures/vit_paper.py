@@ -16,7 +16,8 @@ _COMPONENTS = 28  # of the filters, as in figure 7
 
 def patch_filters(study: Study, network: Network) -> Numbers:
     """Principal components of the filters that see the image (figure 7, left): `components`
-    (count p q c) from 0 to 1, and the share of the variance that each `explained` (count)."""
+    (count p q c) from 0 to 1, the share of the variance that each `explained` (count), and what
+    as many would explain of `noise`."""
     params, config = network.loaded.params, network.loaded.config
     if config.channels not in (1, 3):
         raise LeftOut(f'filters of {config.channels} channels have no colours')
@@ -28,7 +29,12 @@ def patch_filters(study: Study, network: Network) -> Numbers:
     if not np.isfinite(explained).all():
         raise LeftOut('all filters are the same')
     components = filters.principal_components(kernel, _COMPONENTS)
-    return {'components': np.asarray(filters.as_picture(components)), 'explained': explained}
+    noise = np.random.default_rng(0).normal(size=kernel.shape)
+    return {
+        'components': np.asarray(filters.as_picture(components)),
+        'explained': explained,
+        'noise': np.asarray(filters.explained_variance(noise, _COMPONENTS)).sum(),
+    }
 
 
 def position_embeddings(study: Study, network: Network) -> Numbers:

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.analysis import cka
-from vit_jax.analysis.attention import mean_distance
 from vit_jax.analysis.localisation import localisation as terms_of_tokens
 from vit_jax.analysis.localisation import patches
 from vit_jax.base import Array, Batch, Float, Int, Params
 from vit_jax.figures import layers
 from vit_jax.figures.layers import Layer
 from vit_jax.figures.networks import LeftOut, Network, Numbers, Study
+from vit_jax.figures.vit_paper import distances_of
 from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig
 
 FEWEST = 4  # images of a minibatch: the unbiased estimator of HSIC needs as many
@@ -133,14 +133,10 @@ def head_subsets(study: Study) -> Numbers:
     lower = layers.sums(resnet.loaded.config)
     lower = lower[: max(1, len(lower) // 2)][:_LINES]
 
-    def distances(weights: Float[Array, 'b k n n']) -> Float[Array, 'k']:
-        grid, size = vit.vit.grid, vit.patch_size
-        return mean_distance(weights[None], grid, size, prefix=vit.prefix)[0]
-
     def grams_of_heads(mixed: Float[Array, 'b n k e']) -> Float[Array, 'k b b']:
         return jax.vmap(cka.centred_gram, in_axes=2)(mixed)
 
-    heads = vit.seen({'attention/weights': distances, 'attention/heads': grams_of_heads})
+    heads = vit.seen({'attention/weights': distances_of(vit), 'attention/heads': grams_of_heads})
     first = ({tap: x[0] for tap, x in heads(batch).items()} for batch in study.batches(vit))
     seen = [jax.device_get(each) for each in first]
     distance = np.mean([each['attention/weights'] for each in seen], axis=0)

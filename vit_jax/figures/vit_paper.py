@@ -9,6 +9,7 @@ from vit_jax.base import Array, Float
 from vit_jax.figures.networks import LeftOut, Network, Numbers, Study
 from vit_jax.models.positions import as_array
 from vit_jax.models.resnet import standardised
+from vit_jax.models.taps import Reduction
 
 _SHOWN = 6  # images of the rollout
 _COMPONENTS = 28  # of the filters, as in figure 7
@@ -59,11 +60,7 @@ def attention_distance(study: Study, network: Network) -> Numbers:
     """Mean attention distance of each head (figure 7, right; D.7): `distance` (l k) in pixels, that
     of a `uniform` attention, and the `width` of the image."""
     grid, size = network.vit.grid, network.patch_size
-
-    def distances(weights: Float[Array, 'b k n n']) -> Float[Array, 'k']:
-        return attention.mean_distance(weights[None], grid, size, prefix=network.prefix)[0]
-
-    seen = study.over(network, {'attention/weights': distances})
+    seen = study.over(network, {'attention/weights': distances_of(network)})
     tokens = network.vit.num_tokens
     patches = tokens - network.prefix
     return {
@@ -72,6 +69,16 @@ def attention_distance(study: Study, network: Network) -> Numbers:
         'uniform': np.array(attention.uniform_distance(grid, size) * patches / tokens),
         'width': np.array(network.vit.image_size[1]),
     }
+
+
+def distances_of(network: Network) -> Reduction:
+    """The mean distance (k) of the heads of a block, from its attention weights (b k n n)."""
+    grid, size = network.vit.grid, network.patch_size
+
+    def distances(weights: Float[Array, 'b k n n']) -> Float[Array, 'k']:
+        return attention.mean_distance(weights[None], grid, size, prefix=network.prefix)[0]
+
+    return distances
 
 
 def rollout(study: Study, network: Network) -> Numbers:

@@ -50,7 +50,7 @@ def adapt(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
     """
     named, report = tree_names.named_leaves(params), []
     if isinstance(old, ViTConfig) and isinstance(new, ViTConfig):
-        for name, resized in positions.resizers(old.positions).items():
+        for name, resized in positions.resizers(old.positions, old.position_resize).items():
             if old.grid != new.grid:
                 named[name] = resized(np.asarray(named[name]), old.grid, new.grid)
                 report.append(f'{name}: resized from {_by(old.grid)} to {_by(new.grid)} patches')

@@ -14,8 +14,8 @@ from vit_jax.base import Array, Float, Num, Record, UInt8, UserError, require, r
 from vit_jax.data.image_headers import open_with_pillow, read_header
 
 # `bilinear` is OpenCV's INTER_LINEAR, as in the paper's code: no smoothing before an image shrinks.
-# The others are Pillow's BILINEAR and BICUBIC, as in PyTorch's image processors, which smooth.
-ResizeMethod = Literal['bilinear', 'bilinear_antialias', 'bicubic_antialias']
+# The others are Pillow's, as in PyTorch's image processors, which smooth.
+ResizeMethod = Literal['bilinear', 'bilinear_antialias', 'bicubic_antialias', 'lanczos_antialias']
 
 _EXIF_WITHIN = 2**16 + 64  # bytes: the first segments of a file, of at most 64 KiB each
 # More than any camera's single shot (200 megapixels); 0.8 GB as decoded RGB.
@@ -39,24 +39,42 @@ class Resize(Record):
 
 @dataclasses.dataclass(kw_only=True)
 class CentralCrop(Record):
-    """The image resized to just cover `scale` times the size, then its middle."""
+    """The image resized to just cover `scale` times the size, then its middle.
+
+    Sizes are rounded to the nearest pixel, and the middle's place down. Other libraries round
+    sizes down; timm, as torchvision, rounds the place to the nearest even pixel.
+    """
 
     random: ClassVar[bool] = False
     scale: float = 256 / 224
     keep_aspect: bool = True  # False: resized to exactly `scale` times the size (big_vision probes)
     resize: ResizeMethod = 'bilinear'
+    rounding: Literal['nearest', 'timm', 'transformers'] = 'nearest'
 
     def check(self) -> None:
         require_between(self, 'scale', low=1, high=16)
 
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
-        if self.keep_aspect:
-            image = _covering(image, size, self.scale, self.resize)
-        else:
-            larger = round(size[0] * self.scale), round(size[1] * self.scale)
-            image = _resized(image, larger, self.resize)
-        top, left = (image.shape[0] - size[0]) // 2, (image.shape[1] - size[1]) // 2
+        image = _resized(image, self._larger(image.shape[:2], size), self.resize)
+        spare = image.shape[0] - size[0], image.shape[1] - size[1]
+        top, left = (round(n / 2) if self.rounding == 'timm' else n // 2 for n in spare)
         return image[top : top + size[0], left : left + size[1]]
+
+    def _larger(self, old: Size, size: Size) -> Size:
+        """The size to which an image of the size `old` is resized before it is cut."""
+        if self.rounding == 'nearest':
+            if self.keep_aspect:
+                return _covering_size(old, size, self.scale)
+            return round(size[0] * self.scale), round(size[1] * self.scale)
+        # The scale is a quotient: a product just below a whole number is that number.
+        height, width = (math.floor(round(side * self.scale, 6)) for side in size)
+        if not self.keep_aspect:
+            return height, width
+        if self.rounding == 'transformers':  # the shorter side, whatever the shape of the crop
+            height = width = max(min(height, width), *size)
+        if height * old[1] >= width * old[0]:
+            return height, height * old[1] // old[0]
+        return width * old[0] // old[1], width
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -72,7 +90,8 @@ class RandomCrop(Record):
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
         if rng is None:
             raise UserError('RandomCrop needs a random generator: it is for training only')
-        image = _covering(image, size, self.scale, 'bilinear')
+        covering = _covering_size(image.shape[:2], size, self.scale)
+        image = _resized(image, covering, 'bilinear')
         top, left = (rng.integers(0, h - s + 1) for h, s in zip(image.shape[:2], size, strict=True))
         return image[top : top + size[0], left : left + size[1]]
 
@@ -208,9 +227,7 @@ def _resized(image: Image, size: Size, method: ResizeMethod) -> Image:
     return np.asarray(pillow.fromarray(image).resize(size[::-1], pillow.Resampling[name]))
 
 
-def _covering(image: Image, size: Size, scale: float, method: ResizeMethod) -> Image:
-    """The image resized, its aspect kept, to just cover `scale` times the size."""
-    height, width = image.shape[:2]
-    factor = scale * max(size[0] / height, size[1] / width)
-    covering = max(size[0], round(height * factor)), max(size[1], round(width * factor))
-    return _resized(image, covering, method)
+def _covering_size(old: Size, size: Size, scale: float) -> Size:
+    """The size of an image that, its aspect kept, just covers `scale` times the size."""
+    factor = scale * max(size[0] / old[0], size[1] / old[1])
+    return max(size[0], round(old[0] * factor)), max(size[1], round(old[1] * factor))

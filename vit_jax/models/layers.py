@@ -30,6 +30,19 @@ def make_head(head: Head, num_classes: int, *, bias: float) -> nn.Module:
     return head(num_classes)
 
 
+class DistilledHead(nn.Module):
+    """The mean of two heads: of the class token, and of the distillation token beside it (DeiT)."""
+
+    make: Callable[[], nn.Module]
+
+    def setup(self) -> None:
+        self.cls, self.dist = self.make(), self.make()
+
+    def __call__(self, features: Float[Array, 'b two_d']) -> Float[Array, 'b k']:
+        cls, dist = jnp.split(features, 2, axis=-1)
+        return (self.cls(cls) + self.dist(dist)) / 2
+
+
 def head_params(params: Params) -> dict[str, Any]:
     """The parameters of the head by their whole names; none for a network without a head."""
     named = tree_names.named_leaves(params)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Literal, assert_never
 
 import flax.linen as nn
@@ -10,14 +11,22 @@ import jax.numpy as jnp
 from vit_jax.base import Array, Bool, Float, Record, require, require_between
 from vit_jax.models import positions
 from vit_jax.models.attention import Implementation, attend, attention_weights
-from vit_jax.models.layers import Head, check_head, drop_branch, make_head
+from vit_jax.models.layers import DistilledHead, Head, check_head, drop_branch, make_head
 from vit_jax.models.options import ActivationSharding, Compute, Regularization, rematerialized
-from vit_jax.models.positions import PositionKind
+from vit_jax.models.positions import PositionKind, PositionResize
 from vit_jax.models.resnet import LARGEST, Backbone, ResNet
 from vit_jax.models.taps import seen, tap
 
-Pool = Literal['cls', 'gap', 'map', 'none']  # none: every token
-Gelu = Literal['tanh', 'exact']
+# What the head is given: the class token, the mean of the patches, attention pooling, every token;
+# the class token beside the mean (DINOv2), or beside the distillation token (DeiT).
+Pool = Literal['cls', 'gap', 'map', 'none', 'cls_gap', 'cls_dist']
+_READS: dict[Pool, int] = {'cls': 1, 'cls_gap': 1, 'cls_dist': 2}  # class tokens
+Gelu = Literal['tanh', 'exact', 'quick']
+_GELUS: dict[Gelu, Callable[[Array], Array]] = {
+    'tanh': functools.partial(nn.gelu, approximate=True),
+    'exact': functools.partial(nn.gelu, approximate=False),
+    'quick': lambda x: x * nn.sigmoid(1.702 * x),
+}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -37,12 +46,18 @@ class ViTConfig(Record):
     mlp_dim: int = 3072  # width of a block's hidden layer
     num_heads: int = 12  # of attention
     num_classes: int | None = None  # None: no head, the outputs are the features
+    # Before the patches: the class token and, where there are 2, DeiT's distillation token.
+    class_tokens: int | None = None  # None: as many as the pool reads
+    registers: int = 0  # learned tokens that nothing reads ("Vision Transformers Need Registers")
+    positions: PositionKind = 'learned'
+    position_resize: PositionResize = 'bilinear'  # of learned ones, for images of another size
+    pre_norm: bool = False  # a LayerNorm before the blocks; patches then have no bias (CLIP)
+    gelu: Gelu | None = 'tanh'  # None: SwiGLU in its place
+    layer_scale: float | None = None  # LayerScale's initial value (CaiT, equation 4); None: none
+    layer_norm_epsilon: float = 1e-6  # added to the variance
     pool: Pool = 'cls'
     final_norm: Literal['before_pool', 'after_pool'] = 'before_pool'
     representation_size: int | None = None  # width of the tanh layer before the head
-    positions: PositionKind = 'learned'
-    gelu: Gelu = 'tanh'
-    layer_norm_epsilon: float = 1e-6  # added to the variance
     blocks_without_skips: tuple[int, ...] = ()  # from 0 (Raghu et al., figure 8)
     head: Head = 'linear'
     head_bias: float = 0.0  # the linear head's bias at initialisation
@@ -51,37 +66,58 @@ class ViTConfig(Record):
         """Sizes alone; whether patches fill the image is for `build`, as images may change."""
         sizes = 'image_size', 'patch_size', 'channels', 'width', 'depth', 'mlp_dim', 'num_heads'
         require_between(self, *sizes, 'num_classes', 'representation_size', low=1, high=LARGEST)
+        require_between(self, 'registers', low=0, high=LARGEST)
         require_between(self, 'layer_norm_epsilon', above=0, below=1)
+        require_between(self, 'layer_scale', low=-1, high=1)
+        require_between(self, 'class_tokens', low=_READS.get(self.pool, 0), high=2)
+        alone = self.final_norm == 'before_pool' and self.representation_size is None
+        wrong = f'pool={self.pool} has neither a norm after the pool nor a representation_size'
+        require(alone or self.pool not in ('cls_gap', 'cls_dist'), wrong)
         wrong = f'width={self.width} is not a multiple of num_heads={self.num_heads}'
         require(self.width % self.num_heads == 0, wrong)
-        positions.check(self.positions, width=self.width)
+        positions.check(self.positions, width=self.width, num_heads=self.num_heads)
         require_between(self, 'blocks_without_skips', low=0, below=self.depth)
         check_head(self.head, self.head_bias)
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Patches in (height, width). Raises UserError where they do not fill the image."""
-        (height, width), (p, q), stride = self.image_size, self.patch_size, 1
+        """Patches in (height, width): what fills no patch, below and at the right, is not read.
+
+        Raises UserError where no patch fits into the image.
+        """
+        (height, width), (p, q) = self.image_size, self.patch_size
         if self.backbone is not None:
-            stride = self.backbone.stride
             height, width = self.backbone.map_size(self.image_size)
-        wrong = f'image_size={self.image_size} is not a multiple of patch_size={self.patch_size}'
-        wrong += f' of a feature map {stride} times smaller' if stride > 1 else ''
-        near = max(1, round(height / p)) * p * stride, max(1, round(width / q)) * q * stride
-        require(height % p == 0 and width % q == 0, f'{wrong}; nearest: {near}')
+        what = 'feature map' if self.backbone is not None else 'image'
+        wrong = f'patch_size={self.patch_size}: larger than the {what}, {height}x{width} pixels'
+        require(height >= p and width >= q, wrong)
         return height // p, width // q
 
     @property
+    def positioned_prefix(self) -> int:
+        """Tokens before the patches that have positions: of the class, of the distillation."""
+        return _READS.get(self.pool, 0) if self.class_tokens is None else self.class_tokens
+
+    @property
+    def prefix(self) -> int:
+        """All tokens before the patches: of the class, of the distillation, then registers."""
+        return self.positioned_prefix + self.registers
+
+    @property
     def num_tokens(self) -> int:
-        """Length of the sequence: the patches, and the class token where there is one."""
-        return self.grid[0] * self.grid[1] + (self.pool == 'cls')
+        """Length of the sequence: the tokens before the patches, and the patches."""
+        return self.prefix + self.grid[0] * self.grid[1]
 
 
 class Mlp(nn.Module):
-    """Two dense layers with a GELU between them, applied to each token alone."""
+    """Two dense layers, applied to each token alone, with a GELU between them.
+
+    Without a GELU it is a SwiGLU ("GLU Variants Improve Transformer", equation 6, with biases): a
+    third layer, after its SiLU, multiplies what the first one gives.
+    """
 
     mlp_dim: int
-    gelu: Gelu
+    gelu: Gelu | None
     dropout: float
     dtype: str
 
@@ -90,8 +126,11 @@ class Mlp(nn.Module):
         glorot, tiny = nn.initializers.xavier_uniform(), nn.initializers.normal(1e-6)
         dense = functools.partial(nn.Dense, dtype=self.dtype, kernel_init=glorot, bias_init=tiny)
         drop = nn.Dropout(self.dropout, deterministic=False)
-        approximate = {'tanh': True, 'exact': False}[self.gelu]
-        hidden = nn.gelu(dense(self.mlp_dim, name='dense1')(x), approximate=approximate)
+        hidden = dense(self.mlp_dim, name='dense1')(x)
+        if self.gelu is None:
+            hidden = nn.silu(dense(self.mlp_dim, name='gate')(x)) * hidden
+        else:
+            hidden = _GELUS[self.gelu](hidden)
         hidden = seen(self, 'hidden', hidden)
         return drop(dense(x.shape[-1], name='dense2')(drop(hidden)))
 
@@ -109,13 +148,18 @@ class Attention(nn.Module):
     implementation: Implementation
 
     @nn.compact
-    def __call__(self, x: Float[Array, 'b q d'], y: Float[Array, 'b n d']) -> Float[Array, 'b q d']:
+    def __call__(
+        self,
+        x: Float[Array, 'b q d'],
+        y: Float[Array, 'b n d'],
+        rotate: Callable[[Array], Array] = lambda x: x,  # of queries and keys, by their positions
+    ) -> Float[Array, 'b q d']:
         width = x.shape[-1]
         glorot = nn.initializers.xavier_uniform()
         dense = functools.partial(nn.DenseGeneral, dtype=self.dtype, kernel_init=glorot)
         heads = self.num_heads, width // self.num_heads
-        query = dense(heads, name='query')(x)
-        key = dense(heads, name='key')(y)
+        query = rotate(dense(heads, name='query')(x))
+        key = rotate(dense(heads, name='key')(y))
         value = dense(heads, name='value')(y)
         tap(self, 'weights', lambda: attention_weights(query, key))
         mixed = attend(query, key, value, implementation=self.implementation)
@@ -150,6 +194,10 @@ class Block(Part):
             x: Float[Array, 'b n d'], branch: Float[Array, 'b n d'], *, name: str
         ) -> Float[Array, 'b n d']:
             skip = x if has_skips is None else jnp.where(has_skips, x, 0)
+            if config.layer_scale is not None:
+                constant = nn.initializers.constant(config.layer_scale)
+                branch = branch * self.param(f'{name}_scale', constant, (config.width,))
+                branch = branch.astype(x.dtype)
             tap(self, f'{name}/out', lambda: branch)
             tap(self, f'{name}/residual', lambda: (skip, branch))
             if self.regularization.stochastic_depth > 0:
@@ -161,7 +209,9 @@ class Block(Part):
         attention = Attention(
             config.num_heads, dropout, dtype, self.compute.attention, name='attention'
         )
-        x = added(x, attention(y, y), name='attention')
+        head = config.width // config.num_heads
+        rotate = positions.rotation(config.positions, config.grid, config.prefix, head)
+        x = added(x, attention(y, y, rotate), name='attention')
         y = seen(self, 'norm2', norm(name='norm2')(x))
         mlp = Mlp(config.mlp_dim, config.gelu, dropout, dtype, name='mlp')
         x = added(x, mlp(y), name='mlp')
@@ -211,25 +261,40 @@ class ViT(Part):
     """Images to logits: equations 1 to 4, with the head of the configuration."""
 
     def setup(self) -> None:
-        config = self.config
+        config, zeros = self.config, nn.initializers.zeros
+        norm = functools.partial(
+            nn.LayerNorm, epsilon=config.layer_norm_epsilon, dtype=self.compute.dtype
+        )
         if config.backbone is not None:
             self.backbone = ResNet(config.backbone, self.compute)
-        self.embedding = PatchEmbedding(config.patch_size, config.width, self.compute.dtype)
-        if config.pool == 'cls':
-            self.cls = self.param('cls', nn.initializers.zeros, (1, 1, config.width))
+        self.embedding = PatchEmbedding(
+            config.patch_size, config.width, self.compute.dtype, use_bias=not config.pre_norm
+        )
+        if config.positioned_prefix > 0:
+            self.cls = self.param('cls', zeros, (1, 1, config.width))
+        if config.positioned_prefix > 1:
+            self.dist = self.param('dist', zeros, (1, 1, config.width))
+        if config.registers:  # equal ones would stay equal
+            normal = nn.initializers.normal(0.02)
+            self.registers = self.param('registers', normal, (1, config.registers, config.width))
         self.positions = positions.Positions(config.positions, config.grid)
         nn.share_scope(self, self.positions)  # its parameters have no folder of their own
         self.dropout = nn.Dropout(self.regularization.dropout, deterministic=False)
+        if config.pre_norm:
+            self.pre_norm = norm()
         parts = config, self.regularization, self.compute, self.shard_activations
         self.encoder = Encoder(*parts)
         if config.pool == 'map':
             self.pool = AttentionPool(*parts)
         if config.final_norm == 'after_pool':
-            self.norm = nn.LayerNorm(epsilon=config.layer_norm_epsilon, dtype=self.compute.dtype)
+            self.norm = norm()
         if config.representation_size is not None:
             self.pre_logits = nn.Dense(config.representation_size, dtype=self.compute.dtype)
         if config.num_classes is not None:
-            self.head = make_head(config.head, config.num_classes, bias=config.head_bias)
+            head = functools.partial(
+                make_head, config.head, config.num_classes, bias=config.head_bias
+            )
+            self.head = DistilledHead(head) if config.pool == 'cls_dist' else head()
 
     def __call__(self, images: Float[Array, 'b h w c']) -> Float[Array, '...']:
         x = self.features(images)
@@ -238,28 +303,48 @@ class ViT(Part):
     def features(self, images: Float[Array, 'b h w c']) -> Float[Array, '...']:
         """What the head is given: the pooled tokens, after the tanh layer where there is one."""
         x = images if self.config.backbone is None else self.backbone(images)
-        x = self.embedding(x)
-        if self.config.pool == 'cls':  # equation 1: the class token comes first
-            cls = jnp.tile(self.cls.astype(x.dtype), (x.shape[0], 1, 1))
-            x = jnp.concatenate([cls, x], axis=1)
-        x = seen(self, 'embedding', self.dropout(self.positions(x)))
-        x = self._pooled(self.encoder(x))
+        x = self._pooled(self.encoder(self._embedded(x)))
         if self.config.final_norm == 'after_pool':
             x = self.norm(x)
         if self.config.representation_size is not None:
             x = jnp.tanh(self.pre_logits(x))
         return x.astype(jnp.float32)
 
+    def _embedded(self, x: Float[Array, 'b h w c']) -> Float[Array, 'b n d']:
+        """All tokens with their positions: equation 1. Registers come after, and have none."""
+        x = self.embedding(x)
+        before = self.config.positioned_prefix
+        for token in ('dist', 'cls')[2 - before :]:
+            x = jnp.concatenate([self._for_each(x, getattr(self, token)), x], axis=1)
+        x = self.dropout(self.positions(x))
+        if self.config.registers:
+            registers = self._for_each(x, self.registers)
+            x = jnp.concatenate([x[:, :before], registers, x[:, before:]], axis=1)
+        if self.config.pre_norm:
+            x = self.pre_norm(x)
+        return seen(self, 'embedding', x)
+
+    def _for_each(
+        self, x: Float[Array, 'b n d'], tokens: Float[Array, '1 r d']
+    ) -> Float[Array, 'b r d']:
+        """The learned tokens for each image of the batch."""
+        return jnp.tile(tokens.astype(x.dtype), (len(x), 1, 1))
+
     def _pooled(self, tokens: Float[Array, 'b n d']) -> Float[Array, '...']:
+        patches = tokens[:, self.config.prefix :]
         match self.config.pool:
             case 'cls':
                 return tokens[:, 0]  # equation 4
             case 'gap':
-                return tokens.mean(axis=1)
+                return patches.mean(axis=1)
             case 'map':
-                return self.pool(tokens)
+                return self.pool(patches)
             case 'none':
                 return tokens
+            case 'cls_gap':
+                return jnp.concatenate([tokens[:, 0], patches.mean(axis=1)], axis=-1)
+            case 'cls_dist':
+                return jnp.concatenate([tokens[:, 0], tokens[:, 1]], axis=-1)
             case other:
                 assert_never(other)
 
@@ -274,14 +359,20 @@ class PatchEmbedding(nn.Module):
     patch_size: tuple[int, int]
     width: int
     dtype: str
+    use_bias: bool
 
     @nn.compact
     def __call__(self, images: Float[Array, 'b h w c']) -> Float[Array, 'b n d']:
         batch, height, width, channels = images.shape
         p, q = self.patch_size
         kernel = self.param('kernel', nn.initializers.lecun_normal(), (p, q, channels, self.width))
-        bias = self.param('bias', nn.initializers.zeros, (self.width,))
-        patches = images.reshape(batch, height // p, p, width // q, q, channels)
+        rows, columns = height // p, width // q
+        images = images[:, : rows * p, : columns * q]
+        patches = images.reshape(batch, rows, p, columns, q, channels)
         patches, kernel = patches.astype(self.dtype), kernel.astype(self.dtype)
         tokens = jnp.einsum('bipjqc,pqcd->bijd', patches, kernel)
-        return tokens.reshape(batch, -1, self.width) + bias.astype(self.dtype)
+        tokens = tokens.reshape(batch, -1, self.width)
+        if not self.use_bias:
+            return tokens
+        bias = self.param('bias', nn.initializers.zeros, (self.width,))
+        return tokens + bias.astype(self.dtype)

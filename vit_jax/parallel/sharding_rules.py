@@ -16,7 +16,7 @@ from vit_jax.parallel.meshes import MeshConfig, Spec, describe
 _TENSOR = (
     (r'attention/(query|key|value)/(kernel|bias)', -2),
     (r'attention/out/kernel', -3),
-    (r'mlp/dense1/(kernel|bias)', -1),
+    (r'mlp/(dense1|gate)/(kernel|bias)', -1),
     (r'mlp/dense2/kernel', -2),
 )
 

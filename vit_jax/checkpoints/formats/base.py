@@ -19,6 +19,7 @@ class Layout:
     prefix: str = ''  # in front of every name
     dtype: str = 'float32'  # of the arrays in the file
     class_row: bool = True  # the position embeddings have a row for the class token
+    zeros: tuple[str, ...] = ()  # arrays that are not in the file, as they are zero; {layer0}: all
 
 
 L = TypeVar('L', bound=Layout)
@@ -55,7 +56,9 @@ class Format(Generic[L]):
     usual_layout: Callable[[ModelConfig], L]  # to write where none was read
     # What a person must be told who reads such a file, because the file does not say it.
     notes: Callable[[Any, Card, L], list[str]]
-    # A format that is a directory: the name of its file of arrays, and its JSON files by name.
+    # The config.json of the network, or what would be in it: what its arrays do not say.
+    description: Callable[[Any, Card, L], dict[str, Any]] = lambda config, card, layout: {}
+    # A format that is a directory: the name of its file of arrays, and its other JSON files.
     file_name: str | None = None
     files_beside: Callable[[Any, Card], dict[str, dict[str, Any]]] = lambda config, card: {}
     positions: tuple[str, ...] = ('learned',)  # the kinds that it has; others become an array
@@ -67,6 +70,13 @@ def described(cls: type[R], values: Any, *, where: str) -> R:
     records.require(isinstance(values, dict), f'{where}={values!r}: expected a JSON object')
     known = {name: values[name] for name in records.hints(cls) if values.get(name) is not None}
     return records.from_dict(cls, known, where=where)
+
+
+def require_equal(stated: dict[str, Any], found: dict[str, Any], *, where: str) -> None:
+    """Raises UserError for a value that is stated, and is found to be another one."""
+    for name in stated.keys() & found.keys():
+        wrong = f'{where} says {name}={stated[name]}, the arrays {found[name]}'
+        records.require(stated[name] == found[name], wrong)
 
 
 def check_scaling(record: Any, mean: str, std: str) -> None:

@@ -36,9 +36,11 @@ class Clues(NamedTuple):
     arrays: Mapping[str, LazyArray]
     hints: Hints
     image_size: tuple[int, int] | None = None  # of the images for which the network is wanted
+    declared: tuple[int, int] | None = None  # of the images that it takes, as the file says
     subtree: str = ''  # of an npz
     config_json: dict[str, Any] = {}  # beside the file; {} where there is none
     processor_json: dict[str, Any] = {}
+    open_clip_json: dict[str, Any] = {}
 
     def with_defaults(self, defaults: Hints) -> 'Clues':
         """The same with the hints of `defaults` where there are none."""
@@ -120,15 +122,17 @@ def infer_vit(
         stride, channels = backbone.stride, kernel_shape(arrays, root)[2]
     cell = p * stride, q * stride
     grid, row = infer_grid(clues, table, rows=rows, cell=cell)
+    image_size, declared = (grid[0] * cell[0], grid[1] * cell[1]), clues.declared
+    if declared and (declared[0] // cell[0], declared[1] // cell[1]) == grid:
+        image_size = declared  # its last pixels may fill no patch
     config = ViTConfig(
-        image_size=(grid[0] * cell[0], grid[1] * cell[1]),
+        image_size=image_size,
         patch_size=(p, q),
         channels=channels,
         backbone=backbone,
         width=width,
         num_heads=num_heads or infer_heads(hints, width, values['mlp_dim'], values['depth']),
-        positions='learned' if table else 'sincos2d',
-        **values,
+        **{'positions': 'learned' if table else 'sincos2d'} | values,
     )
     return config, row
 
@@ -155,28 +159,34 @@ def infer_grid(
 
     `rows` are the numbers of class tokens (0, 1) that it may hold before the patches, the usual one
     first: a square grid is taken only with that. `cell` is the size in pixels of the part of the
-    image that a patch covers. Without an array the positions are fixed. Raises NeedsHint, which
+    image that a patch covers. Without an array the positions are computed. Raises NeedsHint, which
     says what would settle it.
     """
-    size, hinted = clues.image_size, clues.hints.grid
-    wanted = (size[0] // cell[0], size[1] // cell[1]) if size else None
+    hinted = clues.hints.grid
+    wanted, declared = (
+        (size[0] // cell[0], size[1] // cell[1]) if size else None
+        for size in (clues.image_size, clues.declared)
+    )
     if table is None:
-        if grid := hinted or wanted:
+        if grid := hinted or declared or wanted:
             return grid, 0
         raise NeedsHint(
-            'positions are fixed sines and cosines, so that the grid is not in the file; '
+            'positions are computed, so that the grid is not in the file; '
             f'say it with grid=(14, 14), or with image_size={(14 * cell[0], 14 * cell[1])}'
         )
     positions = shape_of(clues.arrays, table, 3)[1]
     side = math.isqrt(positions - rows[0])
     square = (side, side) if side**2 == positions - rows[0] > 0 else None
-    grid = hinted or square or wanted
+    grid = hinted or declared or square or wanted
     for row in rows:
         if grid is not None and math.prod(grid) == positions - row:
             return grid, row
     if hinted is not None:
         patches = math.prod(hinted)
         raise UserError(f'grid={hinted} has {patches} patches, the file {positions} positions')
+    if declared is not None:
+        wrong = f'images of {clues.declared} pixels have {declared[0]}x{declared[1]} patches'
+        raise UserError(f'{table}: {positions} positions, but its {wrong}')
     offers = [grid for row in rows for grid in _near_squares(positions - row)]
     token = ' and perhaps a class token' if len(rows) > 1 else ''
     raise NeedsHint(
@@ -204,12 +214,28 @@ def summarize(config: ModelConfig, parameters: int) -> str:
         name = f'hybrid ({stages}), {name} on its feature map'
     pools: dict[Pool, str] = {'cls': 'class token', 'gap': 'mean of tokens'}
     pools |= {'map': 'attention pooling', 'none': 'all tokens'}
-    return (
-        f'{name}: {config.depth} layers of width {config.width}, {config.num_heads} heads, '
-        f'{pools[config.pool]}, grid {config.grid[0]}x{config.grid[1]} '
-        f'(images {height}x{width}), {config.gelu} GELU, epsilon {config.layer_norm_epsilon:g}, '
-        f'{head}'
+    pools |= {'cls_gap': 'class token and mean of patches'}
+    pools |= {'cls_dist': 'class and distillation token'}
+    parts = [f'{config.depth} layers of width {config.width}', f'{config.num_heads} heads']
+    parts.append(pools[config.pool])
+    parts += [f'{config.registers} registers'] * (config.registers > 0)
+    parts += ['rotated queries and keys'] * (config.positions == 'rope')
+    parts += ['a norm before the blocks'] * config.pre_norm
+    parts += ['LayerScale'] * (config.layer_scale is not None)
+    parts.append(
+        f'grid {config.grid[0]}x{config.grid[1]} (images {height}x{width}{_unread(config)})'
     )
+    parts.append('SwiGLU' if config.gelu is None else f'{config.gelu} GELU')
+    parts += [f'epsilon {config.layer_norm_epsilon:g}', head]
+    return f'{name}: {", ".join(parts)}'
+
+
+def _unread(config: ViTConfig) -> str:
+    """What is not read of an image whose sides are no multiples of the patch's."""
+    if config.backbone is not None:
+        return ''
+    read = [side * of for side, of in zip(config.grid, config.patch_size, strict=True)]
+    return '' if tuple(read) == config.image_size else f', of which {read[0]}x{read[1]} are read'
 
 
 def _near_squares(count: int) -> list[tuple[int, int]]:

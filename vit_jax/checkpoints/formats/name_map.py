@@ -17,7 +17,7 @@ that is undone.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +40,8 @@ TRANSPOSED = ArrayTransform(lambda a: a.T, lambda a: a.T)
 NO_CLASS_ROW = ArrayTransform(
     lambda a: np.concatenate([np.zeros_like(a[:, :1]), a], axis=1), lambda a: a[:, 1:]
 )
+NO_BATCH = ArrayTransform(lambda a: a[None], lambda a: a[0])  # tokens (n, d), ours (1, n, d)
+VECTOR = ArrayTransform(lambda a: a[None, None], lambda a: a[0, 0])  # a token (d), ours (1, 1, d)
 CONVOLUTION = ArrayTransform(lambda a: a.transpose(2, 3, 1, 0), lambda a: a.transpose(3, 2, 0, 1))
 
 
@@ -60,7 +62,8 @@ class NameRule(NamedTuple):
         return '{layer0}' in self.theirs
 
 
-Resolved = Mapping[NameRule, list[str]]  # rules for one network: the names of theirs, of all layers
+# Rules for one network: the names of theirs, of all layers; none of arrays that are zero.
+Resolved = Mapping[NameRule, list[str]]
 
 
 def flax_module(theirs: str, ours: str, transform: ArrayTransform = SAME) -> list[NameRule]:
@@ -69,11 +72,14 @@ def flax_module(theirs: str, ours: str, transform: ArrayTransform = SAME) -> lis
     return [NameRule(f'{theirs}/{leaf}', (f'{ours}/{leaf}',), transform) for leaf in leaves]
 
 
-def torch_module(theirs: str, *ours: str, num_heads: int = 1) -> list[NameRule]:
+def torch_module(
+    theirs: str, *ours: str, num_heads: int = 1, separator: str = '.'
+) -> list[NameRule]:
     """Weight and bias of a module of PyTorch, which may join several of ours.
 
-    The last part of our name says the transform: query, key, value and out have heads, embedding
-    and conv are convolutions, else it is a matrix. `resolve` drops leaves that a network lacks.
+    Between its name and theirs is the `separator`: `.weight`, or `_weight`. The last part of our
+    name says the transform: query, key, value and out have heads, embedding and conv are
+    convolutions, else it is a matrix. `resolve` drops leaves that a network lacks.
     """
     kernel, bias = TRANSPOSED, SAME
     name = ours[0].rpartition('/')[2]
@@ -90,7 +96,9 @@ def torch_module(theirs: str, *ours: str, num_heads: int = 1) -> list[NameRule]:
         kernel = CONVOLUTION
     leaves = ('weight', 'kernel', kernel), ('weight', 'scale', SAME), ('bias', 'bias', bias)
     return [
-        NameRule(f'{theirs}.{there}', tuple(f'{module}/{here}' for module in ours), transform)
+        NameRule(
+            f'{theirs}{separator}{there}', tuple(f'{module}/{here}' for module in ours), transform
+        )
         for there, here, transform in leaves
     ]
 
@@ -114,9 +122,14 @@ def units(config: ModelConfig) -> list[tuple[int, int]]:
 
 
 def resolve(
-    rules: Iterable[NameRule], config: ModelConfig, ours: Iterable[str], *, format: str
+    rules: Iterable[NameRule],
+    config: ModelConfig,
+    ours: Iterable[str],
+    *,
+    format: str,
+    zeros: Collection[str],
 ) -> Resolved:
-    """The rules that hold all of our arrays, each once.
+    """The rules that hold all of our arrays, each once; `zeros` are names of theirs without array.
 
     Raises UserError where the format has no place for one of them.
     """
@@ -129,7 +142,8 @@ def resolve(
     resolved = {}
     for rule in chosen:
         layers = range(getattr(config, 'depth', 0) if rule.per_layer else 1)
-        resolved[rule] = [rule.theirs.replace('{layer0}', str(i)) for i in layers]
+        names = [rule.theirs.replace('{layer0}', str(i)) for i in layers]
+        resolved[rule] = [] if rule.theirs in zeros else names
     return resolved
 
 
@@ -154,6 +168,9 @@ def to_ours(
     """Our arrays, in float32. Raises UserError for one that does not get its shape in `shapes`."""
     arrays = {}
     for rule, theirs in rules.items():
+        if not theirs:
+            arrays |= {name: np.zeros(shapes[name], np.float32) for name in rule.ours}
+            continue
         layers = [_parts(rule, name, stored[name], shapes) for name in theirs]
         for index, name in enumerate(rule.ours):
             parts = [layer[index] for layer in layers]

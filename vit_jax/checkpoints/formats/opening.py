@@ -29,6 +29,7 @@ from vit_jax.checkpoints.formats.base import Format, Layout
 from vit_jax.checkpoints.formats.google import BIGVISION, GOOGLE
 from vit_jax.checkpoints.formats.huggingface import HUGGINGFACE
 from vit_jax.checkpoints.formats.inference import Clues, Hints
+from vit_jax.checkpoints.formats.name_map import NameRule
 from vit_jax.checkpoints.formats.timm import TIMM
 from vit_jax.models import ModelConfig, ResNetConfig, build
 from vit_jax.models.positions import as_array
@@ -38,6 +39,7 @@ FORMATS: tuple[Format[Any], ...] = GOOGLE, BIGVISION, TIMM, HUGGINGFACE
 OURS = 'vit_jax'  # a directory that orbax wrote (checkpoints/store.py)
 NAMES = (*(format.name for format in FORMATS), OURS)
 _CARD = 'vit_jax.card'  # in a safetensors file's metadata: the card, as JSON
+_BESIDE = 'config', 'preprocessor_config', 'open_clip_config'  # JSON files beside weights
 _MOST_SHARDS = 1000
 _ENDINGS = '.safetensors', '.npz', '.bin', '.pth', '.pt'  # of files of weights
 _WEIGHTS = 'model.safetensors', 'pytorch_model.bin', 'open_clip_model.safetensors'
@@ -77,11 +79,11 @@ def open_checkpoint(
         return Checkpoint(path, OURS, None, card, report, (), lambda: store.load_params(path))
     found = array_files.read_array_files(files)
     beside = place if place.is_dir() else place.parent
-    described = [read_json(beside / f'{n}.json') for n in ('config', 'preprocessor_config')]
+    described = (read_json(beside / f'{name}.json') for name in _BESIDE)
     with error_prefix(path):
         embedded = found.metadata.get(_CARD)
         own = Card.read(json_object(embedded), where='card') if embedded else None
-        clues = Clues(found.arrays, hints, image_size, subtree, *described)
+        clues = Clues(found.arrays, hints, image_size, None, subtree, *described)
         return _recognised(path, clues, own, found.ignored)
 
 
@@ -145,11 +147,16 @@ def write_checkpoint(
         card = dataclasses.replace(card, model=config)
         notes.append('positions: written as an array')
     layout = layout or form.usual_layout(config)
-    beside = form.files_beside(config, card)
     named = _without_class_row(params, layout)
-    resolved = name_map.resolve(form.rules(config, layout), config, named, format=format)
+    layout = dataclasses.replace(
+        layout, zeros=_still_zero(form.rules(config, layout), layout, named)
+    )
+    description = form.description(config, card, layout)
+    resolved = name_map.resolve(
+        form.rules(config, layout), config, named, format=format, zeros=layout.zeros
+    )
     arrays, type_notes = _in_type(name_map.to_theirs(resolved, named), layout.dtype)
-    _check_comes_back(form, config, layout, arrays, beside)
+    _check_comes_back(form, config, layout, arrays, description)
     with usable(target):
         target.parent.mkdir(parents=True, exist_ok=True)
     if form.suffix == '.npz':
@@ -157,8 +164,10 @@ def write_checkpoint(
     else:
         metadata = {_CARD: json.dumps(records.to_dict(card))}
         array_files.write_safetensors(target, arrays, metadata)
-    for name, content in beside.items():
-        write_json(place / name, content)
+    if form.file_name:
+        files = {'config.json': description, **form.files_beside(config, card)}
+        for name, content in files.items():
+            write_json(place / name, content)
     return notes + type_notes + form.notes(config, card, layout)
 
 
@@ -172,14 +181,14 @@ def _recognised(path: str, clues: Clues, own: Card | None, ignored: tuple[str, .
         raise UserError(f'its {len(arrays)} arrays are those of no known ViT: {[*arrays][:3]} ...')
     ours = inference.hints_of(own.model) if own else Hints()
     found = form.recognise(clues.with_defaults(ours))
-    config = found.config
+    config = own.model if own else found.config
     for name, hint in vars(clues.hints).items():
         if hint not in (None, stored := getattr(config, name, None)):
             raise UserError(f'{name}={hint} was given, but the arrays have {stored}')
     expected = jax.eval_shape(build(config).init, jax.random.key(0))
     shapes = {name: leaf.shape for name, leaf in tree_names.named_leaves(expected).items()}
     rules = form.rules(config, found.layout)
-    resolved = name_map.resolve(rules, config, shapes, format=form.name)
+    resolved = name_map.resolve(rules, config, shapes, format=form.name, zeros=found.layout.zeros)
     ignored = *name_map.check_names(resolved, arrays, found.ignored), *ignored
     types = {arrays[name].dtype.name for names in resolved.values() for name in names}
     layout = dataclasses.replace(found.layout, dtype=types.pop() if len(types) == 1 else 'float32')
@@ -208,7 +217,7 @@ def _check_comes_back(
     config: ModelConfig,
     layout: Layout,
     arrays: Mapping[str, np.ndarray],
-    beside: Mapping[str, dict[str, Any]],
+    description: dict[str, Any],
 ) -> None:
     """Raises UserError where these arrays would be read as another network, or as none.
 
@@ -219,16 +228,32 @@ def _check_comes_back(
         name.removeprefix(layout.prefix): LazyArray(array.shape, array.dtype, array.copy)
         for name, array in arrays.items()
     }
-    description = beside.get('config.json', {})
     clues = Clues(stored, inference.hints_of(config), config.image_size, config_json=description)
-    try:  # only `init` looks at the head's bias
-        found = dataclasses.replace(form.recognise(clues).config, head_bias=config.head_bias)
+    try:
+        found = form.recognise(clues).config
     except UserError as error:
         raise UserError(f'the {form.name} layout has no such network: {error}') from error
-    if lost := records.differences(records.to_dict(config), records.to_dict(found)):
+    old, new = (records.to_dict(_function(each)) for each in (config, found))
+    if lost := records.differences(old, new):
         raise UserError(
             f'the {form.name} layout has no such network, it would come back with {lost[0]}'
         )
+
+
+def _function(config: ModelConfig) -> ModelConfig:
+    """The network, without how its parameters began and would be resized."""
+    if isinstance(config, ResNetConfig):
+        return dataclasses.replace(config, head_bias=0.0)
+    scale = None if config.layer_scale is None else 1.0
+    return dataclasses.replace(config, head_bias=0.0, layer_scale=scale, position_resize='bilinear')
+
+
+def _still_zero(
+    rules: list[NameRule], layout: Layout, ours: Mapping[str, np.ndarray]
+) -> tuple[str, ...]:
+    """Of the arrays that were not in the file, those that are still zero."""
+    absent = (rule for rule in rules if rule.theirs in layout.zeros)
+    return tuple(r.theirs for r in absent if not any(np.any(ours.get(n, 0)) for n in r.ours))
 
 
 def _without_class_row(params: Params, layout: Layout) -> dict[str, np.ndarray]:

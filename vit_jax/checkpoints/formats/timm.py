@@ -1,82 +1,83 @@
-"""The layout of timm (PyTorch image models): fused projections, fully connected `fc1` and `fc2`."""
+"""The layout of timm (PyTorch image models), and of Meta's own DINOv2: fused projections, `fc1`.
+
+Arrays alone do not say which activation, epsilon or pooling a network has. timm's config.json has
+the name of the architecture, which does, the arguments that changed it, and the preprocessing.
+"""
 
 import dataclasses
 import functools
 import re
+from collections.abc import Mapping
 from typing import Any
 
-from vit_jax.base import Record, UserError, require_between
+from vit_jax.base import UserError, require
 from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats import inference, name_map
+from vit_jax.checkpoints.formats import base, inference, name_map
+from vit_jax.checkpoints.formats.array_files import LazyArray
 from vit_jax.checkpoints.formats.base import (
-    HALF,
     Format,
-    Layout,
     Recognised,
-    Scaling,
-    check_scaling,
     described,
-    foreign_preprocessing,
+    require_equal,
 )
-from vit_jax.checkpoints.formats.inference import Clues, Hints
+from vit_jax.checkpoints.formats.inference import Clues, Hints, NeedsHint
 from vit_jax.checkpoints.formats.name_map import NO_CLASS_ROW, SAME, NameRule
-from vit_jax.data.image_preprocessing import CentralCrop, Crop, Preprocessing, Resize, ResizeMethod
-from vit_jax.models import Gelu, Pool, ViTConfig
+from vit_jax.checkpoints.formats.timm_config import (
+    GELUS,
+    NO_FUNCTION,
+    POOLS,
+    Architecture,
+    Arguments,
+    Description,
+    Pretrained,
+    architecture,
+    preprocessing,
+    unsupported,
+    was_trained_with_quick_gelu,
+)
+from vit_jax.models import Pool, ViTConfig
 
 _KNOWN = re.compile(r'(.*\.)?(patch_embed\.proj\.weight|blocks\.0\.attn\.qkv\..*)')
 _ROOTS = {True: 'patch_embed.backbone.stem', False: 'patch_embed.backbone'}
 _UNIT = 'patch_embed.backbone.stages.{stage0}.blocks.{unit0}'
-_POOLS: dict[Pool, str] = {'cls': 'token', 'gap': 'avg', 'map': 'map', 'none': ''}
-_GELUS: dict[Any, Gelu] = {'gelu_tanh': 'tanh', 'gelu': 'exact'}
 
 
-@dataclasses.dataclass
-class _Arguments(Record):
-    """What is read of `model_args`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout(base.Layout):
+    """How these files differ among themselves."""
 
-    num_heads: int | None = None
-    act_layer: str | None = None
-
-    def check(self) -> None:
-        require_between(self, 'num_heads', low=1)
-
-
-@dataclasses.dataclass
-class _Pretrained(Record):
-    """What is read of `pretrained_cfg`; by default as the converted ViTs are used."""
-
-    interpolation: str | None = None
-    crop_pct: float = 0.9
-    crop_mode: str | None = None
-    mean: Scaling = HALF
-    std: Scaling = HALF
-
-    def check(self) -> None:
-        require_between(self, 'crop_pct', low=1 / 16, high=1)
-        check_scaling(self, 'mean', 'std')
-
-
-@dataclasses.dataclass
-class _Description(Record):
-    """What else is read of a config.json."""
-
-    label_names: tuple[str, ...] = ()
+    eva: bool = False  # names of timm's class Eva: gamma_1, q_bias, fc1_g
+    split_bias: bool = False  # q_bias and v_bias, and none of keys
+    registers: str = 'reg_token'
+    gated: tuple[str, str] = ('fc1', 'fc2')  # a SwiGLU's, whose first one is gate and value
 
 
 def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     block, ours = 'blocks.{layer0}', 'encoder/block'
-    positions = NO_CLASS_ROW if config.pool == 'cls' and not layout.class_row else SAME
+    without_row = config.positioned_prefix == 1 and not layout.class_row
     module = functools.partial(name_map.torch_module, num_heads=config.num_heads)
+    projections = [f'{ours}/attention/{name}' for name in ('query', 'key', 'value')]
+    qkv = module(f'{block}.attn.qkv', *projections)
+    if layout.split_bias:
+        qkv = [rule for rule in qkv if not rule.theirs.endswith('bias')]
+        for letter, name in zip('qkv', projections, strict=True):
+            *_, bias = module('', name)
+            qkv.append(bias._replace(theirs=f'{block}.attn.{letter}_bias'))
+    scales = ('gamma_1', 'gamma_2') if layout.eva else ('ls1.gamma', 'ls2.gamma')
     rules = [
         *module('patch_embed.proj', 'embedding'),
         NameRule('cls_token', ('cls',)),
-        NameRule('pos_embed', ('pos_embedding',), positions),
+        NameRule('dist_token', ('dist',)),
+        NameRule(layout.registers, ('registers',)),
+        NameRule('pos_embed', ('pos_embedding',), NO_CLASS_ROW if without_row else SAME),
+        *module('norm_pre', 'pre_norm'),
         *module(f'{block}.norm1', f'{ours}/norm1'),
         *module(f'{block}.norm2', f'{ours}/norm2'),
-        *module(f'{block}.attn.qkv', *(f'{ours}/attention/{n}' for n in ('query', 'key', 'value'))),
+        *qkv,
         *module(f'{block}.attn.proj', f'{ours}/attention/out'),
-        *module(f'{block}.mlp.fc1', f'{ours}/mlp/dense1'),
-        *module(f'{block}.mlp.fc2', f'{ours}/mlp/dense2'),
+        NameRule(f'{block}.{scales[0]}', (f'{ours}/attention_scale',)),
+        NameRule(f'{block}.{scales[1]}', (f'{ours}/mlp_scale',)),
+        *_mlp_rules(config, layout, block),
         *module('norm', 'encoder/norm'),
         *module('fc_norm', 'norm'),
         NameRule('attn_pool.latent', ('pool/probe',)),
@@ -87,7 +88,8 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
         *module('attn_pool.mlp.fc1', 'pool/mlp/dense1'),
         *module('attn_pool.mlp.fc2', 'pool/mlp/dense2'),
         *module('pre_logits.fc', 'pre_logits'),
-        *module('head', 'head'),
+        *module('head', 'head/cls' if config.pool == 'cls_dist' else 'head'),
+        *module('head_dist', 'head/dist'),
     ]
     if config.backbone is not None:
         root = _ROOTS[bool(config.backbone.blocks)]
@@ -95,60 +97,239 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     return [rule._replace(theirs=layout.prefix + rule.theirs) for rule in rules]
 
 
+def _mlp_rules(config: ViTConfig, layout: Layout, block: str) -> list[NameRule]:
+    module, theirs, ours = name_map.torch_module, f'{block}.mlp', 'encoder/block/mlp'
+    first, second = layout.gated if config.gelu is None else ('fc1', 'fc2')
+    rules = module(f'{theirs}.{second}', f'{ours}/dense2')
+    if config.gelu is not None:
+        return rules + module(f'{theirs}.{first}', f'{ours}/dense1')
+    if layout.eva:
+        gate, value = f'{theirs}.fc1_g', f'{theirs}.fc1_x'
+        return rules + module(gate, f'{ours}/gate') + module(value, f'{ours}/dense1')
+    return rules + module(f'{theirs}.{first}', f'{ours}/gate', f'{ours}/dense1')
+
+
+def _arguments(config: ViTConfig, layout: Layout) -> dict[str, Any]:
+    """What timm's create_model is to be given for this network, where it is not a default."""
+    act = {'tanh': 'gelu_tanh', 'quick': 'quick_gelu'}.get(config.gelu or '')
+    arguments: dict[str, Any] = {'act_layer': act} if act else {}
+    if config.positioned_prefix == 1 and not layout.class_row:
+        arguments['no_embed_class'] = True
+    if config.pool not in ('cls', 'cls_dist'):
+        arguments['global_pool'] = {ours: theirs for theirs, ours in POOLS.items()}[config.pool]
+    if config.positioned_prefix == 0:
+        arguments['class_token'] = False
+    if (config.final_norm == 'after_pool') != (config.pool == 'gap'):
+        arguments['fc_norm'] = config.final_norm == 'after_pool'
+    if config.registers:
+        arguments['reg_tokens'] = config.registers
+    if config.pre_norm:
+        arguments['pre_norm'] = True
+    if config.layer_scale is not None:
+        arguments['init_values'] = config.layer_scale
+    return arguments
+
+
+def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any]:
+    if config.pool == 'cls_gap':
+        raise UserError('the timm layout has no head of the class token and the mean together')
+    arguments = _arguments(config, layout)
+    name = 'vit_base_patch16_dinov3' if config.positions == 'rope' else ''
+    pool = arguments.get('global_pool', 'token')
+    return {'architecture': name, 'global_pool': pool, 'model_args': arguments}
+
+
 def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
     """The arguments with which timm builds this network, where they are not its defaults."""
-    arguments = ["act_layer='gelu_tanh'"] if config.gelu == 'tanh' else []
+    arguments = [f'{name}={value!r}' for name, value in _arguments(config, layout).items()]
+    if config.gelu is None and not layout.eva:
+        arguments.append('mlp_layer=SwiGLUPacked, act_layer=SiLU')
     if config.layer_norm_epsilon != 1e-6:
         arguments.append(f'norm_layer=partial(LayerNorm, eps={config.layer_norm_epsilon:g})')
-    if config.pool == 'cls' and not layout.class_row:
-        arguments.append('no_embed_class=True')
-    if config.pool != 'cls':
-        arguments.append(f"global_pool='{_POOLS[config.pool]}', class_token=False")
-    if (config.final_norm == 'after_pool') != (config.pool == 'gap'):
-        arguments.append(f'fc_norm={config.final_norm == "after_pool"}')
-    return [f'in timm: create_model(..., {", ".join(arguments)})'] if arguments else []
+    of = "'vit_..._dinov3'" if config.positions == 'rope' else '...'
+    return [f'in timm: create_model({of}, {", ".join(arguments)})'] if arguments else []
 
 
 def _recognise(clues: Clues) -> Recognised[Layout]:
     declared, where = clues.config_json, 'config.json'
-    part = {name: declared.get(name, {}) for name in ('model_args', 'pretrained_cfg')}
-    arguments = described(_Arguments, part['model_args'], where=f'{where}.model_args')
-    pretrained = described(_Pretrained, part['pretrained_cfg'], where=f'{where}.pretrained_cfg')
-    names = described(_Description, declared, where=where).label_names
-    gelu = _GELUS.get(arguments.act_layer, 'exact')
-    defaults = Hints(num_heads=arguments.num_heads, gelu=gelu, layer_norm_epsilon=1e-6)
+    stated = declared.get('model_args') or {}
+    arguments = described(Arguments, stated, where=f'{where}: model_args')
+    strange = {*stated} - {*vars(arguments)}
+    strange = {n for n in strange if stated[n] is not None and not NO_FUNCTION.fullmatch(n)}
+    odd = ', '.join(f'{name}={stated[name]!r}' for name in sorted(strange))
+    require(not strange, f'{where}: model_args: {odd} is not supported')
+    described_as = declared.get('pretrained_cfg') or {}
+    pretrained = described(Pretrained, described_as, where=f'{where}: pretrained_cfg')
+    description = described(Description, declared, where=where)
     prefix = next(match[1] or '' for name in clues.arrays if (match := _KNOWN.fullmatch(name)))
     inside = {n.removeprefix(prefix): a for n, a in clues.arrays.items() if n.startswith(prefix)}
+    if what := unsupported(description.architecture, inside):
+        name = f'{description.architecture}: ' if description.architecture else ''
+        raise UserError(f'{name}{what}: not supported')
+    known = _known(clues, arguments, pretrained, description)
+    clues = clues._replace(arrays=inside, declared=_declared(inside, arguments, pretrained))
+    config, layout = _infer(clues, known, arguments, description, prefix)
+    names = description.label_names
+    fits = len(names) in (0, config.num_classes)
+    require(fits, f'{where}: {len(names)} label_names for {config.num_classes} classes')
+    ignored = re.escape(prefix) + 'mask_token'  # of masked pre-training
+    return Recognised(config, layout, preprocessing(pretrained), names, ignored)
+
+
+def _known(
+    clues: Clues, arguments: Arguments, pretrained: Pretrained, description: Description
+) -> Architecture:
+    """What the name of the architecture says, changed by the arguments."""
+    name = description.architecture
+    known = architecture(name)
+    if arguments.num_heads is not None:
+        known = known._replace(num_heads=arguments.num_heads)
+    if arguments.act_layer is not None:
+        return known._replace(gelu=GELUS[arguments.act_layer])
+    if was_trained_with_quick_gelu(name, pretrained.tag):
+        beside = clues.open_clip_json.get('model_cfg', {})
+        if beside.get('quick_gelu') is True:
+            return known._replace(gelu='quick')
+        if clues.hints.gelu is None:
+            raise NeedsHint(
+                f'{name}.{pretrained.tag} was trained with QuickGELU, but timm computes this '
+                'architecture with the exact one: say gelu=quick, as it was trained, or gelu=exact'
+            )
+    return known
+
+
+def _declared(
+    arrays: Mapping[str, LazyArray], arguments: Arguments, pretrained: Pretrained
+) -> tuple[int, int] | None:
+    """The size of images, which the preprocessing of fine-tuned networks may not say rightly."""
+    if arguments.img_size is not None:
+        size = arguments.img_size
+        return (size, size) if isinstance(size, int) else size
+    if pretrained.input_size is None:
+        return None
+    height, width = pretrained.input_size[1:]
+    p, q, _, _ = inference.kernel_shape(arrays, 'patch_embed.proj.weight')
+    patches = (height // p) * (width // q)
+    rows = arrays['pos_embed'].shape[1] - patches if 'pos_embed' in arrays else 0
+    return (height, width) if 0 <= rows <= 2 else None
+
+
+def _infer(
+    clues: Clues,
+    known: Architecture,
+    arguments: Arguments,
+    description: Description,
+    prefix: str,
+) -> tuple[ViTConfig, Layout]:
+    """The network and its layout."""
+    inside = clues.arrays
     root = next((r for r in _ROOTS.values() if f'{r}.conv.weight' in inside), '')
-    pool: Pool = 'cls' if 'cls_token' in inside else 'gap'
-    pool = 'map' if 'attn_pool.latent' in inside else pool
-    if pool == 'map' and 'cls_token' in inside or pool == 'cls' and 'fc_norm.bias' in inside:
-        raise UserError('pools over patches beside a class token, which is not supported')
+    first, second = next(
+        (
+            names
+            for names in (('w12', 'w3'), ('fc1', 'fc2'))
+            if f'blocks.0.mlp.{names[1]}.weight' in inside
+        ),
+        ('fc1', 'fc2'),
+    )
+    width, mlp_dim = inference.shape_of(inside, f'blocks.0.mlp.{second}.weight', 2)
+    eva = {'blocks.0.gamma_1', 'blocks.0.mlp.fc1_g.weight'} & {*inside} != set()
+    packed = inside.get(f'blocks.0.mlp.{first}.weight')
+    gated = packed is None or packed.shape[0] == 2 * mlp_dim
+    registers = 'register_tokens' if 'register_tokens' in inside else 'reg_token'
+    count = inside[registers].shape[1] if registers in inside else 0
+    pool, class_tokens = _pool(inside, description.global_pool or arguments.global_pool)
+    resize = known.position_resize
+    if not clues.config_json and 'mask_token' in inside:  # Meta's own DINOv2
+        resize = 'bicubic_antialias' if count else 'bicubic_offset'
+    defaults = Hints(num_heads=known.num_heads, gelu=known.gelu, layer_norm_epsilon=known.epsilon)
+    rope = known.positions == 'rope'
     config, row = inference.infer_vit(
-        clues._replace(arrays=inside).with_defaults(defaults),
+        clues.with_defaults(defaults),
         embedding=inference.kernel_shape(inside, 'patch_embed.proj.weight'),
         root=f'{root}.conv.weight',
         unit=_UNIT,
-        table='pos_embed',
-        rows=(1, 0) if pool == 'cls' else (0,),
+        table=None if rope else 'pos_embed',
+        rows=_rows(class_tokens, arguments),
         depth=inference.count_layers(inside, r'blocks\.(\d+)\.'),
-        mlp_dim=inference.shape_of(inside, 'blocks.0.mlp.fc1.bias', 1)[0],
+        mlp_dim=mlp_dim,
         num_classes=inference.length_of(inside, 'head.bias'),
         pool=pool,
+        class_tokens=class_tokens if pool not in ('cls', 'cls_dist') and class_tokens else None,
+        registers=count,
+        pre_norm='norm_pre.weight' in inside,
+        layer_scale=_layer_scale(inside, arguments),
         final_norm='after_pool' if 'fc_norm.weight' in inside else 'before_pool',
         representation_size=inference.length_of(inside, 'pre_logits.fc.bias'),
+        position_resize=resize,
+        **({'positions': 'rope'} if rope else {}),
     )
-    layout = Layout(prefix=prefix, class_row=bool(row) or pool != 'cls')
-    return Recognised(config, layout, _preprocessing(pretrained), names)
+    if gated:
+        config = dataclasses.replace(config, gelu=None)
+    _compare(config, arguments, description)
+    split_bias = 'blocks.0.attn.q_bias' in inside
+    zeros = ['blocks.{layer0}.attn.k_bias'] if split_bias else []
+    if rope and not split_bias and 'blocks.0.attn.qkv.bias' not in inside:
+        zeros.append('blocks.{layer0}.attn.qkv.bias')
+    return config, Layout(
+        prefix=prefix,
+        class_row=bool(row) or class_tokens == 0,
+        zeros=tuple(prefix + name for name in zeros),
+        eva=eva,
+        split_bias=split_bias,
+        registers=registers,
+        gated=(first, second),
+    )
 
 
-def _preprocessing(pretrained: _Pretrained) -> Preprocessing:
-    is_bilinear = pretrained.interpolation == 'bilinear'
-    resize: ResizeMethod = 'bilinear_antialias' if is_bilinear else 'bicubic_antialias'
-    crop: Crop = CentralCrop(scale=1 / pretrained.crop_pct, resize=resize)
-    if pretrained.crop_mode == 'squash':
-        crop = Resize(resize=resize)
-    return foreign_preprocessing(crop, pretrained.mean, pretrained.std)
+def _pool(arrays: Mapping[str, LazyArray], stated: str | None) -> tuple[Pool, int]:
+    """What the head reads, and the number of class tokens: of the arrays, where nothing says it."""
+    tokens = ('cls_token' in arrays) + ('dist_token' in arrays)
+    found = 'map' if 'attn_pool.latent' in arrays else 'token'
+    if found == 'token' and (not tokens or 'fc_norm.weight' in arrays):
+        found = 'avg'
+    stated = found if stated is None else stated
+    known = ', '.join(map(repr, POOLS))
+    require(stated in POOLS, f'global_pool={stated!r} is not supported: expected one of {known}')
+    fits = (stated == 'map') == (found == 'map') and (stated != 'token' or tokens > 0)
+    require(fits, f'global_pool={stated!r}: its arrays are those of global_pool={found!r}')
+    if tokens < 2:
+        return POOLS[stated], tokens
+    require(stated == 'token', f'global_pool={stated!r} beside a distillation token')
+    return 'cls_dist', 2
+
+
+def _rows(class_tokens: int, arguments: Arguments) -> tuple[int, ...]:
+    """How many positions there may be before those of the patches, the usual number first."""
+    if class_tokens == 1 and arguments.no_embed_class is None:
+        return 1, 0
+    return (0,) if arguments.no_embed_class else (class_tokens,)
+
+
+def _layer_scale(arrays: Mapping[str, LazyArray], arguments: Arguments) -> float | None:
+    scales = 'blocks.0.ls1.gamma', 'blocks.0.gamma_1'
+    found = any(name in arrays for name in scales)
+    return (arguments.init_values or 1e-5) if found else None
+
+
+def _compare(config: ViTConfig, arguments: Arguments, description: Description) -> None:
+    """Raises UserError where the config.json says other things than the arrays."""
+    classes = config.num_classes or 0
+    stated = {n: v for n, v in vars(arguments).items() if v is not None}
+    found = {
+        'in_chans': config.channels,
+        'embed_dim': config.width,
+        'depth': config.depth,
+        'num_heads': config.num_heads,
+        'num_classes': classes,
+        'class_token': config.positioned_prefix > 0,
+        'reg_tokens': config.registers,
+        'pre_norm': config.pre_norm,
+        'fc_norm': config.final_norm == 'after_pool',
+    }
+    require_equal(stated, found, where='config.json: model_args')
+    said = {} if description.num_classes is None else {'num_classes': description.num_classes}
+    require_equal(said, {'num_classes': classes}, where='config.json')
 
 
 TIMM = Format[Layout](
@@ -157,6 +338,7 @@ TIMM = Format[Layout](
     matches=lambda names: any(map(_KNOWN.fullmatch, names)),
     recognise=_recognise,
     rules=_rules,
-    usual_layout=lambda config: Layout(),
+    usual_layout=lambda config: Layout(eva=config.positions == 'rope'),
     notes=_notes,
+    description=_description,
 )

@@ -1,0 +1,170 @@
+"""What timm's config.json says: the architecture, the arguments that changed it, preprocessing.
+
+What follows from the name of an architecture was verified against timm 1.0.31, for all names that
+it publishes (tests/checkpoints/formats/test_timm_names.py).
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from vit_jax.base import Record, require, require_between
+from vit_jax.checkpoints.formats.base import HALF, Scaling, check_scaling, foreign_preprocessing
+from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing, ResizeMethod
+from vit_jax.models import Gelu, Pool
+from vit_jax.models.positions import PositionKind, PositionResize
+
+GELUS: dict[str, Gelu] = {'gelu_tanh': 'tanh', 'gelu': 'exact', 'quick_gelu': 'quick'}
+_RESIZE_METHODS: dict[str, ResizeMethod] = {'bilinear': 'bilinear_antialias'}
+_RESIZE_METHODS |= {'bicubic': 'bicubic_antialias', 'lanczos': 'lanczos_antialias'}
+_CROP_MODES = 'center', 'squash'
+# Arguments that change no function: what is dropped in training, and how parameters begin.
+NO_FUNCTION = re.compile(r'(.*_)?drop(_path)?_rate|weight_init|fix_init|dynamic_img_size')
+POOLS: dict[str, Pool] = {'token': 'cls', 'avg': 'gap', 'map': 'map', '': 'none'}  # by global_pool
+_TANH = re.compile(
+    r'vit_(base_patch32_siglip(_gap)?_256|large_patch16_siglip(_gap)?_512'
+    r'|so400m_patch16_siglip(_gap)?_(256|384|512)|giantopt_patch16_siglip(_gap)?_(256|384))'
+)
+# Published under a name whose GELU is exact, but trained with QuickGELU: timm has both names for
+# each of these networks, and one file of weights.
+_QUICK = re.compile(
+    r'vit_\w+_clip_\d+ (openai|metaclip\w*|dfn5b)|vit_large_\w+ dfn2b'
+    r'|vit_base_patch32_\w+ laion400m_e32'
+)
+_HEADS = {'vit_base_patch16_gap_224': 16, 'vit_huge_plus_patch16_dinov3': 20}
+_HEADS |= {'vit_huge_plus_patch16_dinov3_qkvb': 20}
+
+# Kinds of networks that are not read, by the names of their architectures, and by their arrays.
+_OTHER_NAMES = {
+    r'.*_rpn_.*': 'norms behind attention and MLP',
+    r'eva02_.*clip.*|eva02_.*': "EVA-02's rotation of queries and keys",
+    r'vit_pe_.*|.*_rope_.*|.*sapiens2.*': "a rotation of queries and keys that is not DINOv3's",
+    r'.*_radio_.*': "RADIO's patches",
+}
+_OTHER_ARRAYS = {
+    r'embeds\..*': 'NaFlexViT',
+    r'neck\..*': "SAM's image encoder",
+    r'(.*\.)?(relative_position_bias_table|rel_pos.*|shared_rel_pos.*)': 'relative positions',
+    r'.*\.attn\.rel_pos.*': 'relative positions',
+    r'rope\.freqs': 'a learned rotation of queries and keys',
+    r'.*\.attn\.[qk]_norm\..*': 'norms of queries and keys',
+    r'.*\.(mlp|attn)\.norm\..*': 'a norm within attention or the MLP',
+    r'.*\.lambda_[qk]\d': 'differential attention',
+    r'.*\.in_proj\.weight': 'attention and MLP side by side',
+    r'.*\.attn\.k_proj\.weight': 'queries, keys and values apart',
+    r'patch_embed\.norm\..*': 'a norm of the patches',
+    r'patch_embed\.backbone\.0\..*': "MobileCLIP's convolutions before the patches",
+}
+
+
+class Architecture(NamedTuple):
+    """What follows from the name; without one, what most networks have."""
+
+    gelu: Gelu = 'exact'
+    epsilon: float = 1e-6
+    num_heads: int | None = None
+    positions: PositionKind | None = None  # None: as the arrays say
+    position_resize: PositionResize = 'bicubic_antialias'
+
+
+def architecture(name: str) -> Architecture:
+    """The facts behind a name such as vit_base_patch16_224; '' where none is known."""
+    gelu: Gelu = 'tanh' if _TANH.fullmatch(name) else 'exact'
+    return Architecture(
+        gelu='quick' if '_quickgelu_' in name else gelu,
+        epsilon=1e-5 if '_clip_' in name or '_dinov3' in name else 1e-6,
+        num_heads=_HEADS.get(name),
+        positions='rope' if '_dinov3' in name else None,
+        position_resize='bilinear_edges' if name.startswith('flexivit') else 'bicubic_antialias',
+    )
+
+
+def was_trained_with_quick_gelu(name: str, tag: str) -> bool:
+    """Has timm this file of weights under a name whose GELU is not that of their training?"""
+    return _QUICK.fullmatch(f'{name} {tag}') is not None
+
+
+def unsupported(name: str, arrays: Iterable[str]) -> str | None:
+    """What such a network has that ours have not; None where nothing is known of it."""
+    for pattern, what in _OTHER_NAMES.items():
+        if re.fullmatch(pattern, name):
+            return what
+    for array in arrays:
+        for pattern, what in _OTHER_ARRAYS.items():
+            if re.fullmatch(pattern, array):
+                return what
+    return None
+
+
+@dataclasses.dataclass
+class Arguments(Record):
+    """`model_args`: with what the architecture was made."""
+
+    img_size: int | tuple[int, int] | None = None
+    patch_size: int | tuple[int, int] | None = None
+    in_chans: int | None = None
+    num_classes: int | None = None
+    global_pool: str | None = None
+    embed_dim: int | None = None
+    depth: int | None = None
+    num_heads: int | None = None
+    mlp_ratio: float | None = None
+    qkv_bias: bool | None = None
+    init_values: float | None = None
+    class_token: bool | None = None
+    reg_tokens: int | None = None
+    no_embed_class: bool | None = None
+    pool_include_prefix: bool = False
+    pre_norm: bool | None = None
+    fc_norm: bool | None = None
+    act_layer: str | None = None
+
+    def check(self) -> None:
+        require_between(self, 'num_heads', 'img_size', 'patch_size', low=1)
+        known = f'expected one of {", ".join(GELUS)}'
+        fits = self.act_layer in (None, *GELUS)
+        require(fits, f'act_layer={self.act_layer!r} is not supported: {known}')
+        require(not self.pool_include_prefix, 'pool_include_prefix=True is not supported')
+
+
+@dataclasses.dataclass
+class Pretrained(Record):
+    """What is read of `pretrained_cfg`; by default as the converted ViTs are used."""
+
+    input_size: tuple[int, int, int] | None = None
+    interpolation: str = 'bicubic'
+    crop_pct: float = 0.9
+    crop_mode: str = 'center'
+    mean: Scaling = HALF
+    std: Scaling = HALF
+    tag: str = ''
+
+    def check(self) -> None:
+        require_between(self, 'crop_pct', low=1 / 16, high=1)
+        require_between(self, 'input_size', low=1)
+        check_scaling(self, 'mean', 'std')
+        for name, known in {'interpolation': _RESIZE_METHODS, 'crop_mode': _CROP_MODES}.items():
+            value, right = getattr(self, name), f'expected one of {", ".join(known)}'
+            require(value in known, f'{name}={value!r} is not supported: {right}')
+
+
+@dataclasses.dataclass
+class Description(Record):
+    """What else is read of a config.json."""
+
+    architecture: str = ''
+    num_classes: int | None = None
+    global_pool: str | None = None
+    label_names: tuple[str, ...] = ()
+
+
+def preprocessing(pretrained: Pretrained) -> Preprocessing:
+    """How timm's evaluation prepares images for the network."""
+    crop = CentralCrop(
+        scale=1 / pretrained.crop_pct,
+        keep_aspect=pretrained.crop_mode != 'squash',
+        resize=_RESIZE_METHODS[pretrained.interpolation],
+        rounding='timm',
+    )
+    return foreign_preprocessing(crop, pretrained.mean, pretrained.std)

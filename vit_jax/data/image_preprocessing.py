@@ -55,12 +55,12 @@ class CentralCrop(Record):
         require_between(self, 'scale', low=1, high=16)
 
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
-        image = _resized(image, self._larger(image.shape[:2], size), self.resize)
+        image = _resized(image, self.larger(image.shape[:2], size), self.resize)
         spare = image.shape[0] - size[0], image.shape[1] - size[1]
         top, left = (round(n / 2) if self.rounding == 'timm' else n // 2 for n in spare)
         return image[top : top + size[0], left : left + size[1]]
 
-    def _larger(self, old: Size, size: Size) -> Size:
+    def larger(self, old: Size, size: Size) -> Size:
         """The size to which an image of the size `old` is resized before it is cut."""
         if self.rounding == 'nearest':
             if self.keep_aspect:

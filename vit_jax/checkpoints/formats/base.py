@@ -38,6 +38,7 @@ class Recognised(Generic[L]):
     class_names: tuple[str, ...] = ()
     ignored: str | None = None  # a pattern of names that belong to something else
     loss: str | None = None  # as on a card
+    remarks: tuple[str, ...] = ()  # what a person should know who uses the network
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,8 +57,9 @@ class Format(Generic[L]):
     usual_layout: Callable[[ModelConfig], L]  # to write where none was read
     # What a person must be told who reads such a file, because the file does not say it.
     notes: Callable[[Any, Card, L], list[str]]
-    # The config.json of the network, or what would be in it: what its arrays do not say.
+    # What the arrays do not say of the network, and the JSON file in which it is, or would be.
     description: Callable[[Any, Card, L], dict[str, Any]] = lambda config, card, layout: {}
+    described_in: Literal['config.json', 'open_clip_config.json'] = 'config.json'
     # A format that is a directory: the name of its file of arrays, and its other JSON files.
     file_name: str | None = None
     files_beside: Callable[[Any, Card], dict[str, dict[str, Any]]] = lambda config, card: {}

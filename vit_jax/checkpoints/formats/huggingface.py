@@ -7,41 +7,37 @@ the `vit-hybrid` files of transformers 4.
 import dataclasses
 import functools
 import re
+from collections.abc import Mapping
 from typing import Any
 
-from vit_jax.base import Record, UserError, require, require_between
+from vit_jax.base import UserError, require
 from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats import base, inference, name_map
-from vit_jax.checkpoints.formats.base import (
-    HALF,
-    Format,
-    Recognised,
-    Scaling,
-    check_scaling,
-    described,
-    foreign_preprocessing,
+from vit_jax.checkpoints.formats import base, huggingface_processor, inference, name_map
+from vit_jax.checkpoints.formats.array_files import LazyArray
+from vit_jax.checkpoints.formats.base import Format, Recognised, described, require_equal
+from vit_jax.checkpoints.formats.huggingface_config import (
+    FAMILIES,
+    GELUS,
+    PROBLEM_TYPES,
+    Config,
+    Family,
+    description,
+    dinov2_mlp,
+    family_for,
+    family_of,
+    vision_config,
 )
-from vit_jax.checkpoints.formats.inference import Clues, Hints
-from vit_jax.checkpoints.formats.name_map import NameRule
-from vit_jax.data.image_preprocessing import CentralCrop, Crop, Preprocessing, Resize, ResizeMethod
-from vit_jax.models import Gelu, ViTConfig
-from vit_jax.models.resnet import LARGEST
+from vit_jax.checkpoints.formats.inference import Clues, Hints, NeedsHint
+from vit_jax.checkpoints.formats.name_map import NO_BATCH, SAME, VECTOR, NameRule
+from vit_jax.models import Pool, ViTConfig
 
-# What it stores beside the network: what masked pre-training used.
-_IGNORED = r'(vit\.)?embeddings\.mask_token|decoder\..*'
-
-_GELU: dict[str, Gelu] = {'gelu': 'exact', 'gelu_pytorch_tanh': 'tanh'}
-_GELU |= {'gelu_new': 'tanh', 'gelu_fast': 'tanh'}
-_HIDDEN_ACT: dict[Gelu, str] = {'exact': 'gelu', 'tanh': 'gelu_pytorch_tanh'}
-# By the loss of the training.
-_PROBLEM_TYPE = {'softmax': 'single_label_classification'}
-_PROBLEM_TYPE |= {'sigmoid': 'multi_label_classification'}
-_PATCHES = 'embeddings.patch_embeddings'
-_KNOWN = re.compile(r'.*(patch_embeddings\.projection|layernorm_before)\.weight')
-_ROOT = f'{_PATCHES}.backbone.bit.embedder'
-_UNIT = f'{_PATCHES}.backbone.bit.encoder.stages.{{stage0}}.layers.{{unit0}}'
-# By Pillow's numbers.
-_RESIZE_METHODS: dict[int, ResizeMethod] = {2: 'bilinear_antialias', 3: 'bicubic_antialias'}
+_KNOWN = re.compile(r'.*(embeddings\.patch_embeddings?(\.projection)?|layernorm_before)\.weight')
+# What is beside the network: of masked pre-training, and of the text tower.
+_IGNORED = r'(.*\.)?embeddings\.mask_token|decoder\..*|.*\.position_ids'
+_TEXT = r'text_model\..*|text_projection\..*|logit_(scale|bias)'
+_ROOT = 'backbone.bit.embedder'
+_UNIT = 'backbone.bit.encoder.stages.{stage0}.layers.{unit0}'
+_DINOV2 = 'dinov2', 'dinov2_with_registers'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,77 +45,83 @@ class Layout(base.Layout):
     """How these files differ among themselves."""
 
     prefix: str = 'vit.'  # none: the file of a model without a head
+    family: str = 'vit'  # a key of FAMILIES
     old_names: bool = True  # those on disk
 
-
-@dataclasses.dataclass
-class _Config(Record):
-    """What is read of a config.json."""
-
-    image_size: tuple[int, int] | None = None
-    hidden_act: str = 'gelu'
-    layer_norm_eps: float = 1e-12
-    num_attention_heads: int | None = None
-    hidden_size: int | None = None
-    num_hidden_layers: int | None = None
-    intermediate_size: int | None = None
-    problem_type: str | None = None
-
-    def check(self) -> None:
-        sizes = 'hidden_size', 'num_hidden_layers', 'intermediate_size', 'num_attention_heads'
-        require_between(self, 'image_size', *sizes, low=1)
-        require_between(self, 'layer_norm_eps', above=0, below=1)
-
-
-@dataclasses.dataclass
-class _Processor(Record):
-    """What is read of a preprocessor_config.json; by default as ViT's usual image processor."""
-
-    size: dict[str, int] | tuple[int, int] | None = None
-    crop_size: dict[str, int] | tuple[int, int] | None = None
-    resample: int = 2
-    image_mean: Scaling = HALF
-    image_std: Scaling = HALF
-
-    def check(self) -> None:
-        for name in 'size', 'crop_size':
-            size = getattr(self, name)
-            sides = size.values() if isinstance(size, dict) else size or ()
-            fits = all(0 < side <= LARGEST for side in sides)
-            require(fits, f'{name}={size}: expected pixels from 1 to {LARGEST:,}')
-        require(self.resample in _RESIZE_METHODS, f'resample={self.resample} is not read')
-        check_scaling(self, 'image_mean', 'image_std')
+    @property
+    def names(self) -> Family:
+        """What the arrays are called."""
+        family = FAMILIES[self.family]
+        return family if self.old_names else family.in_memory
 
 
 def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     module = functools.partial(name_map.torch_module, num_heads=config.num_heads)
-    prefix, ours = layout.prefix, 'encoder/block'
-    if layout.old_names:
-        block = f'{prefix}encoder.layer.{{layer0}}'
-        attention, out = f'{block}.attention.attention', f'{block}.attention.output.dense'
-        names = {'query': 'query', 'key': 'key', 'value': 'value'}
-        mlp = f'{block}.intermediate.dense', f'{block}.output.dense'
-    else:
-        block = f'{prefix}layers.{{layer0}}'
-        attention, out = f'{block}.attention', f'{block}.attention.o_proj'
-        names = {'query': 'q_proj', 'key': 'k_proj', 'value': 'v_proj'}
-        mlp = f'{block}.mlp.fc1', f'{block}.mlp.fc2'
+    names, ours = layout.names, 'encoder/block'
+    block = layout.prefix + names.block
+    is_tower = names.norm == 'post_layernorm'  # CLIP's and SigLIP's have no axis for the batch
     rules = [
-        *module(f'{prefix}{_PATCHES}.projection', 'embedding'),
-        NameRule(f'{prefix}embeddings.cls_token', ('cls',)),
-        NameRule(f'{prefix}embeddings.position_embeddings', ('pos_embedding',)),
-        *module(f'{block}.layernorm_before', f'{ours}/norm1'),
-        *module(f'{block}.layernorm_after', f'{ours}/norm2'),
-        *module(out, f'{ours}/attention/out'),
-        *module(mlp[0], f'{ours}/mlp/dense1'),
-        *module(mlp[1], f'{ours}/mlp/dense2'),
-        *module(f'{prefix}layernorm', 'encoder/norm'),
-        *(module('classifier', 'head') if prefix else module('pooler.dense', 'pre_logits')),
+        *module(names.embedding, 'embedding'),
+        NameRule(names.cls, ('cls',), VECTOR if is_tower else SAME),
+        NameRule('embeddings.distillation_token', ('dist',)),
+        NameRule('embeddings.register_tokens', ('registers',)),
+        NameRule(names.positions, ('pos_embedding',), NO_BATCH if is_tower else SAME),
+        *module('pre_layrnorm', 'pre_norm'),
+        *module(names.norm, 'encoder/norm'),
+        *_map_head_rules(config),
     ]
-    for name, theirs in names.items():
-        rules += module(f'{attention}.{theirs}', f'{ours}/attention/{name}')
-    root, unit = prefix + _ROOT, prefix + _UNIT
-    return rules + name_map.torch_backbone(config, f'{root}.convolution', f'{root}.norm', unit)
+    rules = [rule._replace(theirs=layout.prefix + rule.theirs) for rule in rules]
+    for norm, theirs in enumerate(names.norms, 1):
+        rules += module(f'{block}.{theirs}', f'{ours}/norm{norm}')
+    for projection, theirs in zip(('query', 'key', 'value'), names.projections, strict=True):
+        rules += module(f'{block}.{theirs}', f'{ours}/attention/{projection}')
+    rules += module(f'{block}.{names.out}', f'{ours}/attention/out')
+    for scale, branch in enumerate(('attention', 'mlp'), 1):
+        theirs = f'{block}.layer_scale{scale}.lambda1'
+        rules.append(NameRule(theirs, (f'{ours}/{branch}_scale',)))
+    rules += _mlp_rules(config, layout, block) + _head_rules(config, layout)
+    if config.backbone is not None:
+        patches = f'{layout.prefix}embeddings.patch_embeddings.'
+        root, unit = patches + _ROOT, patches + _UNIT
+        rules += name_map.torch_backbone(config, f'{root}.convolution', f'{root}.norm', unit)
+    return rules
+
+
+def _mlp_rules(config: ViTConfig, layout: Layout, block: str) -> list[NameRule]:
+    module, ours = name_map.torch_module, 'encoder/block/mlp'
+    if config.gelu is None and layout.family in _DINOV2:
+        joined = module(f'{block}.mlp.weights_in', f'{ours}/gate', f'{ours}/dense1')
+        return joined + module(f'{block}.mlp.weights_out', f'{ours}/dense2')
+    first, second = layout.names.mlp
+    rules = module(f'{block}.{first}', f'{ours}/dense1') + module(
+        f'{block}.{second}', f'{ours}/dense2'
+    )
+    return rules + module(f'{block}.mlp.gate_proj', f'{ours}/gate')
+
+
+def _map_head_rules(config: ViTConfig) -> list[NameRule]:
+    """SigLIP's attention pooling."""
+    module = functools.partial(name_map.torch_module, num_heads=config.num_heads)
+    joined = [f'pool/attention/{name}' for name in ('query', 'key', 'value')]
+    return [
+        NameRule('head.probe', ('pool/probe',)),
+        *module('head.attention.in_proj', *joined, separator='_'),
+        *module('head.attention.out_proj', 'pool/attention/out'),
+        *module('head.layernorm', 'pool/norm'),
+        *module('head.mlp.fc1', 'pool/mlp/dense1'),
+        *module('head.mlp.fc2', 'pool/mlp/dense2'),
+    ]
+
+
+def _head_rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
+    module, head = name_map.torch_module, layout.names.head
+    if config.pool == 'cls_dist':
+        two = {'cls_classifier': 'head/cls', 'distillation_classifier': 'head/dist'}
+        return [rule for theirs, ours in two.items() for rule in module(theirs, ours)]
+    if config.num_classes is None:
+        return module(f'{layout.prefix}pooler.dense', 'pre_logits')
+    absent = {f'{head}.bias'} - {*layout.zeros} if head == 'visual_projection' else {}
+    return [rule for rule in module(head, 'head') if rule.theirs not in absent]
 
 
 def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
@@ -130,47 +132,155 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
 
 def _recognise(clues: Clues) -> Recognised[Layout]:
     arrays = clues.arrays
-    declared = described(_Config, clues.config_json, where='config.json')
-    processor = described(_Processor, clues.processor_json, where='preprocessor_config.json')
-    prefix = 'vit.' if any(name.startswith('vit.') for name in arrays) else ''
-    old_names = any(name.startswith(f'{prefix}encoder.layer.') for name in arrays)
-    block = f'{prefix}encoder.layer' if old_names else f'{prefix}layers'
-    mlp = 'intermediate.dense' if old_names else 'mlp.fc1'
-    defaults = Hints(
-        num_heads=declared.num_attention_heads,
-        gelu=_GELU.get(declared.hidden_act),
-        layer_norm_epsilon=declared.layer_norm_eps,
-    )
-    clues = clues._replace(image_size=declared.image_size).with_defaults(defaults)
-    if clues.hints.gelu is None:
-        act = f'hidden_act={declared.hidden_act!r}'
-        raise UserError(f'config.json: {act} is not one of {", ".join(_GELU)}')
-    config, _ = inference.infer_vit(
-        clues,
-        embedding=inference.kernel_shape(arrays, f'{prefix}{_PATCHES}.projection.weight'),
-        root=f'{prefix}{_ROOT}.convolution.weight',
-        unit=prefix + _UNIT,
-        table=f'{prefix}embeddings.position_embeddings',
-        rows=(1,),
-        depth=inference.count_layers(arrays, block + r'\.(\d+)\.'),
-        mlp_dim=inference.shape_of(arrays, f'{block}.0.{mlp}.bias', 1)[0],
-        num_classes=inference.length_of(arrays, 'classifier.bias'),
-        representation_size=inference.length_of(arrays, 'pooler.dense.bias'),
-    )
-    found = {'hidden_size': config.width, 'num_hidden_layers': config.depth}
-    for name, value in (found | {'intermediate_size': config.mlp_dim}).items():
-        if (given := getattr(declared, name)) not in (None, value):
-            raise UserError(f'config.json says {name}={given}, the arrays {value}')
-    layout = Layout(prefix=prefix, old_names=old_names)
-    problem = declared.problem_type
+    try:
+        family = family_of(clues.config_json, arrays)
+    except UserError as error:
+        raise UserError(f'config.json: {error}') from error
+    vision = vision_config(clues.config_json)
+    declared = described(Config, vision, where='config.json')
+    layout = _layout(family, declared, arrays)
+    config = _infer(clues, declared, vision, layout)
+    preprocessing, size = huggingface_processor.read(clues.processor_json, family.processor)
+    pool = '' if config.pool == 'map' else r'|(vision_model\.)?head\..*'
+    text = f'|{_TEXT}{pool}' if family.norm == 'post_layernorm' else ''
+    problem = clues.config_json.get('problem_type')
+    remarks = [] if clues.processor_json else ['no preprocessor_config.json: prepared as usual']
+    if clues.processor_json and size != config.image_size:
+        made = size[0] if size[0] == size[1] else size
+        remarks = [f'its processor makes images of {size[0]}x{size[1]}: image_size={made}']
     return Recognised(
         config,
         layout,
-        _preprocessing(processor),
+        preprocessing,
         class_names=_class_names(clues.config_json, config.num_classes),
-        ignored=_IGNORED,
-        loss=next((loss for loss, name in _PROBLEM_TYPE.items() if name == problem), problem),
+        ignored=_IGNORED + text,
+        loss=next((loss for loss, name in PROBLEM_TYPES.items() if name == problem), problem),
+        remarks=tuple(remarks),
     )
+
+
+def _layout(family: Family, declared: Config, arrays: Mapping[str, LazyArray]) -> Layout:
+    prefix = family.prefix if any(name.startswith(family.prefix) for name in arrays) else ''
+    first = (prefix + family.block).replace('{layer0}', '0')
+    layout = Layout(
+        prefix=prefix,
+        family=family.model_type,
+        old_names=any(name.startswith(f'{first}.') for name in arrays),
+    )
+    block = prefix + layout.names.block
+    biases = [f'{block}.{projection}.bias' for projection in layout.names.projections]
+    may_lack = not declared.qkv_bias or family.model_type == 'dinov3_vit'
+    zeros = [n for n in biases if may_lack and n.replace('{layer0}', '0') not in arrays]
+    if 'visual_projection.weight' in arrays:
+        zeros.append('visual_projection.bias')
+    return dataclasses.replace(layout, zeros=tuple(zeros))
+
+
+def _infer(clues: Clues, declared: Config, vision: dict[str, Any], layout: Layout) -> ViTConfig:
+    """The network. Raises UserError where config.json says other things than the arrays."""
+    arrays, family, names = clues.arrays, FAMILIES[layout.family], layout.names
+    prefix, said = layout.prefix, bool(clues.config_json)
+    block = (prefix + names.block).replace('{layer0}', '0')
+    hidden_act = declared.hidden_act or family.hidden_act
+    if layout.family == 'clip_vision_model' and not said and clues.hints.gelu is None:
+        raise NeedsHint('without config.json: say gelu=quick, as OpenAI trained, or gelu=exact')
+    defaults = Hints(
+        num_heads=declared.num_attention_heads or (family.num_heads if said else None),
+        gelu=GELUS.get(hidden_act, 'exact'),
+        layer_norm_epsilon=declared.layer_norm_eps or family.epsilon,
+    )
+    size = declared.image_size
+    swiglu = f'{block}.mlp.weights_out.weight'
+    gated = swiglu in arrays or f'{block}.mlp.gate_proj.weight' in arrays
+    second = swiglu if swiglu in arrays else f'{block}.{names.mlp[1]}.weight'
+    width, mlp_dim = inference.shape_of(arrays, second, 2)
+    registers, pooler = f'{prefix}embeddings.register_tokens', f'{prefix}pooler.dense.bias'
+    if pooler in arrays:
+        wrong = f'config.json: pooler_act={declared.pooler_act!r} is not supported: expected tanh'
+        require(declared.pooler_act == 'tanh', wrong)
+    rope = layout.family == 'dinov3_vit'
+    pool, tokens = _pool(arrays, layout)
+    config, _ = inference.infer_vit(
+        _in_rank_3(clues, prefix + names.positions)
+        ._replace(declared=(size, size) if isinstance(size, int) else size)
+        .with_defaults(defaults),
+        embedding=inference.kernel_shape(arrays, f'{prefix}{names.embedding}.weight'),
+        root=f'{prefix}embeddings.patch_embeddings.{_ROOT}.convolution.weight',
+        unit=f'{prefix}embeddings.patch_embeddings.{_UNIT}',
+        table=None if rope else prefix + names.positions,
+        rows=(tokens,),
+        depth=inference.count_layers(
+            arrays, re.escape(prefix + names.block).replace(r'\{layer0\}', r'(\d+)') + r'\.'
+        ),
+        mlp_dim=mlp_dim,
+        num_classes=_num_classes(arrays, names.head),
+        representation_size=inference.length_of(arrays, pooler),
+        pool=pool,
+        class_tokens=tokens if (pool, tokens) in (('cls', 2), ('gap', 1)) else None,
+        registers=inference.shape_of(arrays, registers, 3)[1] if registers in arrays else 0,
+        pre_norm=f'{prefix}pre_layrnorm.weight' in arrays,
+        layer_scale=1e-5 if f'{block}.layer_scale1.lambda1' in arrays else None,
+        position_resize='bicubic_antialias'
+        if layout.family == 'dinov2_with_registers'
+        else 'bicubic',
+        **({'positions': 'rope'} if rope else {}),
+    )
+    if gated:
+        config = dataclasses.replace(config, gelu=None)
+    _compare(config, declared, vision, layout)
+    return config
+
+
+def _in_rank_3(clues: Clues, table: str) -> Clues:
+    """The same, where the table of positions has an axis for the batch."""
+    stored = clues.arrays.get(table)
+    if stored is None or len(stored.shape) != 2:
+        return clues
+    return clues._replace(arrays={**clues.arrays, table: stored._replace(shape=(1, *stored.shape))})
+
+
+def _pool(arrays: Mapping[str, LazyArray], layout: Layout) -> tuple[Pool, int]:
+    """What the head reads, and the number of class tokens."""
+    names, prefix = layout.names, layout.prefix
+    tokens = sum(prefix + n in arrays for n in (names.cls, 'embeddings.distillation_token'))
+    has_head = 'classifier.weight' in arrays
+    if layout.family == 'siglip_vision_model' and f'{prefix}head.probe' in arrays and not has_head:
+        return 'map', tokens
+    if tokens == 0:
+        return 'gap', 0
+    if 'distillation_classifier.weight' in arrays:
+        return 'cls_dist', tokens
+    return 'cls_gap' if has_head and layout.family in _DINOV2 else 'cls', tokens
+
+
+def _num_classes(arrays: Mapping[str, LazyArray], head: str) -> int | None:
+    for name in (f'{head}.weight', 'cls_classifier.weight'):
+        if name in arrays:
+            return inference.shape_of(arrays, name, 2)[0]
+    return None
+
+
+def _compare(config: ViTConfig, declared: Config, vision: dict[str, Any], layout: Layout) -> None:
+    """Raises UserError where config.json says other things than the arrays."""
+    found: dict[str, Any] = {
+        'hidden_size': config.width,
+        'num_hidden_layers': config.depth,
+        'num_channels': config.channels,
+        'num_register_tokens': config.registers,
+    }
+    stated = {name: getattr(declared, name) for name in found if vision.get(name) is not None}
+    if config.backbone is None and declared.patch_size is not None:
+        stated['patch_size'], found['patch_size'] = declared.patch_size, config.patch_size
+        if isinstance(declared.patch_size, int):
+            stated['patch_size'] = declared.patch_size, declared.patch_size
+    if layout.family in _DINOV2:
+        ratio = vision.get('mlp_ratio', 4)
+        found['mlp_ratio'] = ratio if dinov2_mlp(config, ratio) == config.mlp_dim else None
+        stated['mlp_ratio'] = ratio
+    elif declared.intermediate_size is not None:
+        stated['intermediate_size'] = declared.intermediate_size
+        found['intermediate_size'] = config.mlp_dim
+    require_equal(stated, found, where='config.json')
 
 
 def _class_names(described: dict[str, Any], count: int | None) -> tuple[str, ...]:
@@ -184,86 +294,19 @@ def _class_names(described: dict[str, Any], count: int | None) -> tuple[str, ...
     return names
 
 
-def _preprocessing(processor: _Processor) -> Preprocessing:
-    resize = _RESIZE_METHODS[processor.resample]
-    crop: Crop = Resize(resize=resize)
-    if isinstance(processor.size, dict) and (edge := processor.size.get('shortest_edge')):
-        cut = processor.crop_size or (edge, edge)
-        scale = edge / min(cut.values() if isinstance(cut, dict) else cut)
-        crop = CentralCrop(scale=scale, resize=resize)
-    return foreign_preprocessing(crop, processor.image_mean, processor.image_std)
+def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any]:
+    absent = any('k_proj.bias' in name for name in layout.zeros)
+    return description(FAMILIES[layout.family], config, card, key_bias=not absent)
 
 
-def _description(config: ViTConfig, card: Card) -> dict[str, Any]:
-    """The config.json of a network. Raises UserError for one that transformers does not have."""
-    if config.pool != 'cls' or config.final_norm != 'before_pool':
-        raise UserError('the huggingface layout has only ViTs that read the class token')
-    if config.num_classes is not None and config.representation_size is not None:
-        raise UserError(
-            'the huggingface layout has no tanh layer between network and head: drop the head '
-            '(num_classes=None)'
-        )
-    if config.patch_size[0] != config.patch_size[1]:
-        raise UserError(f'the huggingface layout has square patches, not {config.patch_size}')
-    labels = card.class_names or tuple(f'LABEL_{i}' for i in range(config.num_classes or 0))
-    head = config.num_classes is not None
-    hybrid = 'Hybrid' if config.backbone else ''
-    square = config.image_size[0] == config.image_size[1]
-    beside: dict[str, Any] = {}
-    if (problem := _PROBLEM_TYPE.get(card.loss or '')) and head:
-        beside['problem_type'] = problem
-    if backbone := config.backbone:
-        beside['backbone_config'] = {
-            'model_type': 'bit',
-            'layer_type': 'bottleneck',
-            'global_padding': 'same',
-            'embedding_dynamic_padding': True,
-            'embedding_size': backbone.width,
-            'depths': list(backbone.blocks),
-            'hidden_sizes': [4 * backbone.width * 2**i for i in range(len(backbone.blocks))],
-            'out_features': [f'stage{len(backbone.blocks)}'],
-        }
-    return {
-        'architectures': [f'ViT{hybrid}{"ForImageClassification" if head else "Model"}'],
-        'model_type': 'vit-hybrid' if hybrid else 'vit',
-        'dtype': 'float32',
-        'hidden_size': config.width,
-        'num_hidden_layers': config.depth,
-        'num_attention_heads': config.num_heads,
-        'intermediate_size': config.mlp_dim,
-        'hidden_act': _HIDDEN_ACT[config.gelu],
-        'layer_norm_eps': config.layer_norm_epsilon,
-        'hidden_dropout_prob': 0.0,
-        'attention_probs_dropout_prob': 0.0,
-        'image_size': config.image_size[0] if square else list(config.image_size),
-        'patch_size': config.patch_size[0],
-        'num_channels': config.channels,
-        'qkv_bias': True,
-        'pooler_act': 'tanh',
-        'pooler_output_size': config.representation_size or config.width,
-        'id2label': {str(i): name for i, name in enumerate(labels)},
-        'label2id': {name: i for i, name in enumerate(labels)},
-    } | beside
-
-
-def _processor(config: ViTConfig, preprocessing: Preprocessing) -> dict[str, Any]:
-    """The preprocessor_config.json, as far as transformers has such a preprocessing."""
-    crop, (height, width) = preprocessing.crop, config.image_size
-    both = {'height': height, 'width': width}
-    size: dict[str, Any] = {'size': both}
-    if isinstance(crop, CentralCrop):
-        edge = round(crop.scale * min(height, width))
-        size = {'size': {'shortest_edge': edge}, 'do_center_crop': True, 'crop_size': both}
-    return size | {
-        'image_processor_type': 'ViTImageProcessor',
-        'do_resize': True,
-        'resample': 3 if getattr(crop, 'resize', None) == 'bicubic_antialias' else 2,
-        'do_rescale': True,
-        'rescale_factor': 1 / 255,
-        'do_normalize': True,
-        'image_mean': [value / 255 for value in preprocessing.mean],
-        'image_std': [value / 255 for value in preprocessing.std],
-    }
+def _usual_layout(config: ViTConfig) -> Layout:
+    family = family_for(config)
+    is_tower = family.norm == 'post_layernorm'
+    return Layout(
+        prefix=family.prefix if config.num_classes is not None or is_tower else '',
+        family=family.model_type,
+        zeros=('visual_projection.bias',) if family.head == 'visual_projection' else (),
+    )
 
 
 HUGGINGFACE = Format[Layout](
@@ -272,11 +315,11 @@ HUGGINGFACE = Format[Layout](
     matches=lambda names: any(map(_KNOWN.fullmatch, names)),
     recognise=_recognise,
     rules=_rules,
-    usual_layout=lambda config: Layout(prefix='vit.' if config.num_classes is not None else ''),
+    usual_layout=_usual_layout,
     notes=_notes,
+    description=_description,
     file_name='model.safetensors',
     files_beside=lambda config, card: {
-        'config.json': _description(config, card),
-        'preprocessor_config.json': _processor(config, card.preprocessing),
+        'preprocessor_config.json': huggingface_processor.written(config, card.preprocessing),
     },
 )

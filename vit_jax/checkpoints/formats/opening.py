@@ -30,16 +30,19 @@ from vit_jax.checkpoints.formats.google import BIGVISION, GOOGLE
 from vit_jax.checkpoints.formats.huggingface import HUGGINGFACE
 from vit_jax.checkpoints.formats.inference import Clues, Hints
 from vit_jax.checkpoints.formats.name_map import NameRule
+from vit_jax.checkpoints.formats.open_clip import OPEN_CLIP
 from vit_jax.checkpoints.formats.timm import TIMM
 from vit_jax.models import ModelConfig, ResNetConfig, build
 from vit_jax.models.positions import as_array
 
 # The first that matches a file's names reads it; bigvision takes what is not as google writes it.
-FORMATS: tuple[Format[Any], ...] = GOOGLE, BIGVISION, TIMM, HUGGINGFACE
+FORMATS: tuple[Format[Any], ...] = GOOGLE, BIGVISION, TIMM, HUGGINGFACE, OPEN_CLIP
 OURS = 'vit_jax'  # a directory that orbax wrote (checkpoints/store.py)
 NAMES = (*(format.name for format in FORMATS), OURS)
 _CARD = 'vit_jax.card'  # in a safetensors file's metadata: the card, as JSON
-_BESIDE = 'config', 'preprocessor_config', 'open_clip_config'  # JSON files beside weights
+# JSON files beside weights, and where their content is in Clues.
+_CLUES = {'config.json': 'config_json', 'preprocessor_config.json': 'processor_json'}
+_CLUES |= {'open_clip_config.json': 'open_clip_json'}
 _MOST_SHARDS = 1000
 _ENDINGS = '.safetensors', '.npz', '.bin', '.pth', '.pt'  # of files of weights
 _WEIGHTS = 'model.safetensors', 'pytorch_model.bin', 'open_clip_model.safetensors'
@@ -79,11 +82,11 @@ def open_checkpoint(
         return Checkpoint(path, OURS, None, card, report, (), lambda: store.load_params(path))
     found = array_files.read_array_files(files)
     beside = place if place.is_dir() else place.parent
-    described = (read_json(beside / f'{name}.json') for name in _BESIDE)
+    described = {field: read_json(beside / name) for name, field in _CLUES.items()}
     with error_prefix(path):
         embedded = found.metadata.get(_CARD)
         own = Card.read(json_object(embedded), where='card') if embedded else None
-        clues = Clues(found.arrays, hints, image_size, None, subtree, *described)
+        clues = Clues(found.arrays, hints, image_size, subtree=subtree, **described)
         return _recognised(path, clues, own, found.ignored)
 
 
@@ -165,7 +168,7 @@ def write_checkpoint(
         metadata = {_CARD: json.dumps(records.to_dict(card))}
         array_files.write_safetensors(target, arrays, metadata)
     if form.file_name:
-        files = {'config.json': description, **form.files_beside(config, card)}
+        files = {form.described_in: description, **form.files_beside(config, card)}
         for name, content in files.items():
             write_json(place / name, content)
     return notes + type_notes + form.notes(config, card, layout)
@@ -207,6 +210,7 @@ def _recognised(path: str, clues: Clues, own: Card | None, ignored: tuple[str, .
 
     count = sum(map(math.prod, shapes.values()))
     report = [f'{form.name} layout: {inference.summarize(config, count)}']
+    report += found.remarks
     if ignored:
         report.append(f'ignored: {len(ignored)} arrays, such as {ignored[0]}')
     return Checkpoint(path, form.name, layout, card, report, ignored, read)
@@ -228,7 +232,8 @@ def _check_comes_back(
         name.removeprefix(layout.prefix): LazyArray(array.shape, array.dtype, array.copy)
         for name, array in arrays.items()
     }
-    clues = Clues(stored, inference.hints_of(config), config.image_size, config_json=description)
+    clues = Clues(stored, inference.hints_of(config), config.image_size)
+    clues = clues._replace(**{_CLUES[form.described_in]: description})
     try:
         found = form.recognise(clues).config
     except UserError as error:

@@ -1,0 +1,181 @@
+"""The layout of OpenCLIP, and of OpenAI's CLIP: the image tower lies under `visual.`."""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+from vit_jax.base import Record, UserError, records, require, require_between
+from vit_jax.checkpoints.card import Card
+from vit_jax.checkpoints.formats import base, inference, name_map, timm_config
+from vit_jax.checkpoints.formats.base import Format, Recognised, Scaling, described, require_equal
+from vit_jax.checkpoints.formats.inference import Clues, Hints, NeedsHint
+from vit_jax.checkpoints.formats.name_map import NO_BATCH, VECTOR, ArrayTransform, NameRule
+from vit_jax.data.image_preprocessing import Preprocessing
+from vit_jax.models import ViTConfig
+
+_PREFIX = 'visual.'
+_BIAS = 'visual.proj.bias'  # which the projection does not have
+_MEAN: Scaling = (0.48145466, 0.4578275, 0.40821073)
+_STD: Scaling = (0.26862954, 0.26130258, 0.27577711)
+_WHERE = 'open_clip_config.json'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout(base.Layout):
+    """All files are alike, but for the type of numbers."""
+
+    prefix: str = _PREFIX
+    zeros: tuple[str, ...] = (_BIAS,)
+
+
+@dataclasses.dataclass
+class _VisionConfig(Record):
+    """`model_cfg.vision_cfg`. Other keys than these are refused."""
+
+    layers: int | None = None
+    width: int | None = None
+    head_width: int = 64
+    mlp_ratio: float = 4.0
+    patch_size: int | tuple[int, int] | None = None
+    image_size: int | tuple[int, int] = 224
+    pool_type: Literal['tok'] = 'tok'
+    patch_dropout: float = 0.0  # while training
+    output_tokens: bool = False  # to other code, beside the pooled one
+
+    def check(self) -> None:
+        require_between(self, 'layers', 'width', 'head_width', 'image_size', low=1)
+        require_between(self, 'patch_size', low=1)
+
+
+@dataclasses.dataclass
+class PreprocessConfig(Record):
+    """`preprocess_cfg`; its size is that of the network."""
+
+    mean: Scaling = _MEAN
+    std: Scaling = _STD
+    interpolation: str = 'bicubic'
+    resize_mode: Literal['shortest', 'squash'] = 'shortest'
+
+    def check(self) -> None:
+        base.check_scaling(self, 'mean', 'std')
+
+    @property
+    def as_timm(self) -> Preprocessing:
+        """The same in the words of timm."""
+        values = {'mean': self.mean, 'std': self.std, 'interpolation': self.interpolation}
+        mode = {'shortest': 'center', 'squash': 'squash'}[self.resize_mode]
+        return timm_config.preprocessing(
+            timm_config.Pretrained(crop_pct=1.0, crop_mode=mode, **values)
+        )
+
+
+def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
+    module = functools.partial(name_map.torch_module, num_heads=config.num_heads)
+    block, ours = 'transformer.resblocks.{layer0}', 'encoder/block'
+    joined = [f'{ours}/attention/{name}' for name in ('query', 'key', 'value')]
+    scales = {'ls_1.gamma': 'attention_scale', 'ls_2.gamma': 'mlp_scale'}
+    rules = [
+        *module('conv1', 'embedding'),
+        NameRule('class_embedding', ('cls',), VECTOR),
+        NameRule('positional_embedding', ('pos_embedding',), NO_BATCH),
+        *module('ln_pre', 'pre_norm'),
+        *module(f'{block}.ln_1', f'{ours}/norm1'),
+        *module(f'{block}.ln_2', f'{ours}/norm2'),
+        *module(f'{block}.attn.in_proj', *joined, separator='_'),
+        *module(f'{block}.attn.out_proj', f'{ours}/attention/out'),
+        *module(f'{block}.mlp.c_fc', f'{ours}/mlp/dense1'),
+        *module(f'{block}.mlp.c_proj', f'{ours}/mlp/dense2'),
+        *(NameRule(f'{block}.{theirs}', (f'{ours}/{name}',)) for theirs, name in scales.items()),
+        *module('ln_post', 'encoder/norm'),
+        NameRule('proj', ('head/kernel',), ArrayTransform(lambda a: a, lambda a: a)),
+        *([NameRule('proj.bias', ('head/bias',))] if _BIAS in layout.zeros else []),
+    ]
+    return [rule._replace(theirs=_PREFIX + rule.theirs) for rule in rules]
+
+
+def _recognise(clues: Clues) -> Recognised[Layout]:
+    stored = {n.removeprefix(_PREFIX): a for n, a in clues.arrays.items()}
+    model = clues.open_clip_json.get('model_cfg', {})
+    vision = model.get('vision_cfg', {})
+    odd = ', '.join(f'{n}={vision[n]!r}' for n in {*vision} - {*records.hints(_VisionConfig)})
+    require(not odd, f'{_WHERE}: vision_cfg: {odd} is not supported')
+    declared = described(_VisionConfig, vision, where=f'{_WHERE}: vision_cfg')
+    prepared = clues.open_clip_json.get('preprocess_cfg', {})
+    preprocess = described(PreprocessConfig, prepared, where=f'{_WHERE}: preprocess_cfg')
+    width, mlp_dim = inference.shape_of(stored, 'transformer.resblocks.0.mlp.c_proj.weight', 2)
+    if not model and clues.hints.gelu is None:
+        raise NeedsHint(f'without {_WHERE}: say gelu=quick, as OpenAI trained, or gelu=exact')
+    defaults = Hints(
+        num_heads=max(1, width // declared.head_width),
+        gelu='quick' if model.get('quick_gelu') else 'exact',
+        layer_norm_epsilon=1e-5,
+    )
+    size = declared.image_size
+    table = stored.get('positional_embedding')
+    if table is not None:
+        stored['positional_embedding'] = table._replace(shape=(1, *table.shape))
+    clues = clues._replace(arrays=stored)
+    if model:
+        clues = clues._replace(declared=(size, size) if isinstance(size, int) else size)
+    config, _ = inference.infer_vit(
+        clues.with_defaults(defaults),
+        embedding=inference.kernel_shape(stored, 'conv1.weight'),
+        root='',
+        unit='',
+        table='positional_embedding',
+        rows=(1,),
+        depth=inference.count_layers(stored, r'transformer\.resblocks\.(\d+)\.'),
+        mlp_dim=mlp_dim,
+        num_classes=inference.shape_of(stored, 'proj', 2)[1] if 'proj' in stored else None,
+        pre_norm='ln_pre.weight' in stored,
+        layer_scale=1e-5 if 'transformer.resblocks.0.ls_1.gamma' in stored else None,
+        position_resize='bicubic_antialias',
+    )
+    stated = {name: value for name, value in vars(declared).items() if name in vision}
+    found = {'layers': config.depth, 'width': config.width, 'patch_size': config.patch_size[0]}
+    require_equal(stated, found, where=f'{_WHERE}: vision_cfg')
+    outside = r'(?!visual\.).*'  # the text tower
+    return Recognised(config, Layout(), preprocess.as_timm, ignored=outside)
+
+
+def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any]:
+    """The open_clip_config.json, as far as it is about images."""
+    square = config.image_size[0] == config.image_size[1]
+    if config.gelu not in ('quick', 'exact') or config.layer_norm_epsilon != 1e-5:
+        found = f'gelu={config.gelu} and layer_norm_epsilon={config.layer_norm_epsilon:g}'
+        raise UserError(
+            f'the open_clip layout has QuickGELU or the exact one, and 1e-5, not {found}'
+        )
+    vision = {
+        'image_size': config.image_size[0] if square else list(config.image_size),
+        'layers': config.depth,
+        'width': config.width,
+        'head_width': config.width // config.num_heads,
+        'patch_size': config.patch_size[0],
+        'mlp_ratio': config.mlp_dim / config.width,
+    }
+    model = {'embed_dim': config.num_classes or config.width, 'vision_cfg': vision}
+    how = card.preprocessing
+    return {
+        'model_cfg': model | {'quick_gelu': config.gelu == 'quick'},
+        'preprocess_cfg': {
+            'mean': [value / 255 for value in how.mean],
+            'std': [value / 255 for value in how.std],
+            'interpolation': getattr(how.crop, 'resize', 'bilinear').removesuffix('_antialias'),
+            'resize_mode': 'shortest' if getattr(how.crop, 'keep_aspect', False) else 'squash',
+        },
+    }
+
+
+OPEN_CLIP = Format[Layout](
+    name='open_clip',
+    suffix='.safetensors',
+    matches=lambda names: {'visual.conv1.weight', 'visual.ln_post.weight'} <= {*names},
+    recognise=_recognise,
+    rules=_rules,
+    usual_layout=lambda config: Layout(),
+    notes=lambda config, card, layout: ['the image tower alone: OpenCLIP expects a text tower too'],
+    description=_description,
+    described_in='open_clip_config.json',
+    file_name='open_clip_model.safetensors',
+)

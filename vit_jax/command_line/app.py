@@ -280,7 +280,9 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     hints = parser.add_argument_group('what the file does not say of itself')
     hints.add_argument('--grid', type=_pair, metavar='H,W', help='patches of its positions')
     hints.add_argument('--num_heads', type=positive, metavar='N', help='of attention')
-    hints.add_argument('--gelu', choices=['tanh', 'exact'], help='which formula the MLPs have')
+    hints.add_argument(
+        '--gelu', choices=['tanh', 'exact', 'quick'], help='which formula the MLPs have'
+    )
     text = 'that its norms add to the variance'
     hints.add_argument('--layer_norm_epsilon', type=float, metavar='E', help=text)
     changed = parser.add_argument_group('what is changed')

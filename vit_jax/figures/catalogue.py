@@ -62,11 +62,15 @@ def _distance(numbers: Numbers, _: Any) -> str:
 
 def _choice(numbers: Numbers, network: Network | None) -> str:
     assert network is not None
+    alone, tokens = ('', 'patches') if network.prefix else ('No class token: s', 'tokens')
+    mean = f'{alone or "S"}een from all {tokens} alike'
     return {
         'cls': 'Seen from the class token, which is what the head is given.',
+        'cls_dist': 'Seen from the class and the distillation token, which the heads are given.',
+        'cls_gap': 'Seen from the class token and all patches, as the head is given their mean.',
         'map': 'Seen from the attention pooling, whose weights are averaged over its heads.',
-        'gap': 'No class token: seen from all tokens alike, as the head is given their mean.',
-        'none': 'No class token: seen from all tokens alike.',
+        'gap': f'{mean}, as the head is given their mean.',
+        'none': f'{mean}.',
     }[network.vit.pool]
 
 
@@ -74,7 +78,10 @@ def _map_choice(numbers: Numbers, network: Network | None) -> str:
     assert network is not None
     if network.vit.pool == 'cls':
         return 'Each map is the row of the class token.'
-    text = 'There is no class token: each map is the mean of the rows of all tokens.'
+    if network.prefix and network.vit.pool != 'none':
+        text = 'Each map is the mean of the rows of the tokens that the head is given.'
+    else:
+        text = 'There is no class token: each map is the mean of the rows of all tokens.'
     last = ' The last row of maps is the attention pooling.'
     return text + (last if network.vit.pool == 'map' else '')
 

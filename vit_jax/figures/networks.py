@@ -47,7 +47,12 @@ class Network:
     @property
     def prefix(self) -> int:
         """Tokens before the patches."""
-        return int(self.vit.pool == 'cls')
+        return self.vit.prefix
+
+    @property
+    def class_tokens(self) -> int:
+        """Those of them that are no registers: of the class, and of the distillation."""
+        return self.vit.positioned_prefix
 
     @property
     def patch_size(self) -> tuple[float, float]:

@@ -34,8 +34,10 @@ def residuals(study: Study, network: Network) -> Numbers:
         skip, branch = pair
         both = jnp.stack([norm_ratio(skip, branch), cosine(branch, skip + branch)])
         both = both.reshape(2, len(skip), -1)  # places of a feature map as tokens
-        prefix = 0 if isinstance(config, ResNetConfig) else network.prefix
-        parts = [both[..., prefix:]] + ([both[..., :prefix]] if prefix else [])
+        prefix, before = 0, 0
+        if not isinstance(config, ResNetConfig):
+            prefix, before = network.prefix, network.class_tokens
+        parts = [both[..., prefix:]] + ([both[..., :before]] if before else [])
         return jnp.stack([part.mean(axis=(1, 2)) for part in parts])
 
     seen = list(study.over(network, dict.fromkeys(taps, measures)))
@@ -45,7 +47,7 @@ def residuals(study: Study, network: Network) -> Numbers:
         kinds = ['units']
     else:
         found = np.concatenate([means[tap].swapaxes(0, 1) for tap in taps])
-        of = ['patches', 'class token'] if network.prefix else ['tokens']
+        of = ['patches', 'class token'] if network.class_tokens else ['tokens']
         kinds = [f'{branch}, {token}' for branch in taps.values() for token in of]
     values = {'ratio': found[..., 0], 'cosine': found[..., 1]}
     return values | {'kinds': np.array(kinds), 'layers': np.array(names)}

@@ -97,10 +97,10 @@ def _features(
         kinds, select = ['mean of places'], _of_map
         singles = 'single places'
     else:
-        prefix, singles = network.prefix, 'single patches'
+        token, singles = network.class_tokens > 0, 'single patches'
         kinds = ['class token', 'mean of patches', 'mean of all tokens']
-        kinds = kinds if prefix else ['mean of patches', 'first patch']
-        select = functools.partial(_of_tokens, grid=grid, prefix=prefix)
+        kinds = kinds if token else ['mean of patches', 'first patch']
+        select = functools.partial(_of_tokens, grid=grid, prefix=network.prefix, token=token)
     seen = study.over(network, layers.wanted(chosen, select), _MOST_IMAGES)
     batches = [[s[tap] if b is None else s[tap][b] for tap, b in chosen] for s in seen]
     found = [np.concatenate(parts, axis=1) for parts in zip(*batches, strict=True)]
@@ -108,11 +108,11 @@ def _features(
 
 
 def _of_tokens(
-    x: Float[Array, 'b n d'], *, grid: tuple[int, int], prefix: int
+    x: Float[Array, 'b n d'], *, grid: tuple[int, int], prefix: int, token: bool
 ) -> Float[Array, 'kinds b d']:
     """The class token, the means and single patches; or the mean, the first and single patches."""
     patches = x[:, prefix:]
-    if prefix:
+    if token:
         whole = [x[:, 0], patches.mean(axis=1), x.mean(axis=1)]
     else:
         whole = [patches.mean(axis=1), patches[:, 0]]

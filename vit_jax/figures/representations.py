@@ -177,20 +177,22 @@ def localisation(study: Study, network: Network) -> Numbers:
         )
     if isinstance(config, ResNetConfig):
         stages = len(config.backbone.blocks)
-        tap, prefix = f'stage{stages}' if stages else 'root', 0
+        tap, before = f'stage{stages}' if stages else 'root', 0
     else:
-        tap, prefix = 'tokens', network.prefix
+        tap, before = 'tokens', network.class_tokens
 
     def terms_of(params: Params, images: Float[Array, 'b h w c']) -> cka.Terms:
         kept = {tap: lambda x: x.reshape(len(x), -1, x.shape[-1])}
         tokens = network.loaded.model.capture(params, images, kept)[1][tap]
         last = tokens if isinstance(config, ResNetConfig) else tokens[-1]
+        if not isinstance(config, ResNetConfig):  # without registers
+            last = jnp.concatenate([last[:, :before], last[:, network.prefix :]], axis=1)
         return terms_of_tokens(last, patches(images, (rows, columns)))
 
     found = _ratio(map(network.compiled(terms_of), study.batches(network)))
     if np.isnan(found).all(axis=1).any():
         raise LeftOut('a token is the same in all images')
-    places = [(-1, -1)] * prefix + [(i, j) for i in range(rows) for j in range(columns)]
+    places = [(-1, -1)] * before + [(i, j) for i in range(rows) for j in range(columns)]
     return {'cka': found.reshape(-1, rows, columns), 'tokens': np.array(places)}
 
 

@@ -1,5 +1,7 @@
 """The figures of the ViT paper: section 4.5, appendices D.7 and D.8."""
 
+from typing import assert_never
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,15 +44,14 @@ def position_embeddings(study: Study, network: Network) -> Numbers:
     """Cosine of each position embedding with all others (figure 7, centre): `similarity`
     (rows columns rows columns)."""
     config = network.vit
-    if config.positions == 'none':
+    if config.positions in ('none', 'rope'):
         raise LeftOut('the network has no position embeddings')
     if config.positions == 'learned':
         table = np.asarray(network.loaded.params['pos_embedding'])
     else:
-        table = as_array(
-            config.positions, config.grid, length=config.num_tokens, width=config.width
-        )
-    found = np.asarray(positions.similarity(table, config.grid, prefix=network.prefix))
+        length = config.num_tokens - config.registers
+        table = as_array(config.positions, config.grid, length=length, width=config.width)
+    found = np.asarray(positions.similarity(table, config.grid, prefix=network.class_tokens))
     if not np.isfinite(found).all():
         raise LeftOut('a position embedding is zero: it has no direction')
     return {'similarity': found}
@@ -90,12 +91,11 @@ def rollout(study: Study, network: Network) -> Numbers:
     @jax.jit
     def relevance(seen: dict[str, Array]) -> Float[Array, 'b m']:
         rolled = attention.rollout(seen['attention/weights'][:, :, None], skips=skips)
-        if pool == 'cls':
-            output = rolled[:, 0]
-        elif pool == 'map':
-            output = jnp.einsum('bn,bnm->bm', seen['pool/attention/weights'], rolled)
+        if pool == 'map':
+            pooling = seen['pool/attention/weights']  # of the patches alone
+            output = jnp.einsum('bn,bnm->bm', pooling, rolled[:, prefix:])
         else:
-            output = rolled.mean(axis=1)
+            output = _of_the_output(network, rolled)
         return output[:, prefix:]
 
     wanted = {'attention/weights': lambda weights: weights.mean(axis=1)}
@@ -106,19 +106,36 @@ def rollout(study: Study, network: Network) -> Numbers:
     return {'images': study.pictures(network, len(shown)), 'relevance': shown}
 
 
+def _of_the_output(network: Network, rows: Float[Array, 'b n m']) -> Float[Array, 'b m']:
+    """Of an attention's rows, one for each token, the mean of those that the head reads."""
+    prefix = network.prefix
+    match network.vit.pool:
+        case 'cls':
+            return rows[:, 0]
+        case 'cls_dist':
+            return rows[:, :2].mean(axis=1)
+        case 'cls_gap':
+            return (rows[:, 0] + rows[:, prefix:].mean(axis=1)) / 2
+        case 'gap' | 'map':
+            return rows[:, prefix:].mean(axis=1)
+        case 'none':
+            return rows.mean(axis=1)
+        case other:
+            assert_never(other)
+
+
 def attention_maps(study: Study, network: Network) -> Numbers:
     """Where each head of each block looks in the first image: `image` (h w 3) from 0 to 1, and
-    `maps` (l k rows columns). Of the class token, or of the mean of all tokens; below the blocks
-    those of attention pooling."""
+    `maps` (l k rows columns). Of the tokens that the head reads; below the blocks those of
+    attention pooling."""
     pool, prefix = network.vit.pool, network.prefix
 
-    def of_query(weights: Float[Array, 'b k q n']) -> Float[Array, 'k m']:
-        rows = weights[0, :, 0] if pool == 'cls' else weights[0].mean(axis=1)
-        return rows[:, prefix:]
+    def of_queries(weights: Float[Array, 'b k n n']) -> Float[Array, 'k m']:
+        return _of_the_output(network, weights[0])[:, prefix:]
 
-    wanted = {'attention/weights': of_query}
+    wanted: dict[str, Reduction] = {'attention/weights': of_queries}
     if pool == 'map':
-        wanted['pool/attention/weights'] = of_query
+        wanted['pool/attention/weights'] = lambda weights: weights[0, :, 0]
     (seen,) = study.over(network, wanted, most=1)
     maps = seen['attention/weights']
     if pool == 'map':

@@ -143,8 +143,8 @@ def resize(
 def _weights(old: int, new: int, how: PositionResize) -> Float[np.ndarray, 'new old']:
     """Along one axis, what each new position takes from each old one."""
     if how == 'bilinear':
-        at = np.linspace(0, old - 1, new)[:, None]
-        return np.maximum(0, 1 - np.abs(at - np.arange(old)))
+        corners = np.linspace(0, old - 1, new)[:, None]
+        return np.maximum(0, 1 - np.abs(corners - np.arange(old)))
     step = old / (new + 0.1) if how == 'bicubic_offset' else old / new
     at = (np.arange(new)[:, None] + 0.5) * step - 0.5
     if how == 'bilinear_edges':
@@ -155,9 +155,8 @@ def _weights(old: int, new: int, how: PositionResize) -> Float[np.ndarray, 'new 
         return weights / weights.sum(axis=1, keepdims=True)
     # Beyond an edge its last row goes on, so far as the kernel reaches.
     beyond = np.arange(-2, old + 2)
-    weights = _cubic(beyond - at, a=-0.75)
     to_table = np.clip(beyond, 0, old - 1)[:, None] == np.arange(old)
-    return weights @ to_table
+    return _cubic(beyond - at, a=-0.75) @ to_table
 
 
 def _cubic(x: Float[np.ndarray, '*s'], *, a: float) -> Float[np.ndarray, '*s']:

@@ -70,9 +70,8 @@ class ViTConfig(Record):
         require_between(self, 'layer_norm_epsilon', above=0, below=1)
         require_between(self, 'layer_scale', low=-1, high=1)
         require_between(self, 'class_tokens', low=_READS.get(self.pool, 0), high=2)
-        alone = self.final_norm == 'before_pool' and self.representation_size is None
-        wrong = f'pool={self.pool} has neither a norm after the pool nor a representation_size'
-        require(alone or self.pool not in ('cls_gap', 'cls_dist'), wrong)
+        wrong = 'pool=cls_dist: each of its two heads reads one token, without a tanh layer before'
+        require(self.pool != 'cls_dist' or self.representation_size is None, wrong)
         wrong = f'width={self.width} is not a multiple of num_heads={self.num_heads}'
         require(self.width % self.num_heads == 0, wrong)
         positions.check(self.positions, width=self.width, num_heads=self.num_heads)

@@ -54,7 +54,7 @@ class Format(Generic[L]):
     recognise: Callable[[Clues], Recognised[L]]
     # Where each array of the network is in a file of this layout.
     rules: Callable[[Any, L], list[NameRule]]
-    usual_layout: Callable[[ModelConfig], L]  # to write where none was read
+    usual_layout: Callable[[Any], L]  # to write where none was read
     # What a person must be told who reads such a file, because the file does not say it.
     notes: Callable[[Any, Card, L], list[str]]
     # What the arrays do not say of the network, and the JSON file in which it is, or would be.

@@ -159,6 +159,8 @@ def _infer(clues: Clues) -> tuple[ModelConfig, dict[str, Any]]:
     heads = [head for head in ('MAPHead_0/', '') if f'{head}probe' in inside]
     pool: Pool = 'cls' if 'cls' in inside else 'map' if heads else 'gap'
     table = next((name for name in _POSITIONS if name in inside), None)
+    if table is None and before_linen:  # big_vision alone has networks without them
+        raise UserError(f'the array {_POSITIONS[1]} is missing')
     vit, row = inference.infer_vit(
         clues.with_defaults(Hints(gelu='tanh', layer_norm_epsilon=1e-6)),
         embedding=inference.kernel_shape(inside, 'embedding/kernel'),

@@ -133,26 +133,34 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
 def _recognise(clues: Clues) -> Recognised[Layout]:
     arrays = clues.arrays
     try:
-        family = family_of(clues.config_json, arrays)
+        family = family_of(clues.json('config.json'), arrays)
     except UserError as error:
         raise UserError(f'config.json: {error}') from error
-    vision = vision_config(clues.config_json)
+    vision = vision_config(clues.json('config.json'))
     declared = described(Config, vision, where='config.json')
     layout = _layout(family, declared, arrays)
     config = _infer(clues, declared, vision, layout)
-    preprocessing, size = huggingface_processor.read(clues.processor_json, family.processor)
+    processor = clues.json('preprocessor_config.json')
+    processor = processor or clues.json('processor_config.json').get('image_processor', {})
+    preprocessing, size = huggingface_processor.read(processor, family.processor)
     pool = '' if config.pool == 'map' else r'|(vision_model\.)?head\..*'
     text = f'|{_TEXT}{pool}' if family.norm == 'post_layernorm' else ''
-    problem = clues.config_json.get('problem_type')
-    remarks = [] if clues.processor_json else ['no preprocessor_config.json: prepared as usual']
-    if clues.processor_json and size != config.image_size:
+    problem = clues.json('config.json').get('problem_type')
+    remarks = (
+        []
+        if processor
+        else [
+            f'no preprocessor_config.json: images are prepared as is usual for {family.model_type}'
+        ]
+    )
+    if processor and size != config.image_size:
         made = size[0] if size[0] == size[1] else size
         remarks = [f'its processor makes images of {size[0]}x{size[1]}: image_size={made}']
     return Recognised(
         config,
         layout,
         preprocessing,
-        class_names=_class_names(clues.config_json, config.num_classes),
+        class_names=_class_names(clues.json('config.json'), config.num_classes),
         ignored=_IGNORED + text,
         loss=next((loss for loss, name in PROBLEM_TYPES.items() if name == problem), problem),
         remarks=tuple(remarks),
@@ -179,7 +187,7 @@ def _layout(family: Family, declared: Config, arrays: Mapping[str, LazyArray]) -
 def _infer(clues: Clues, declared: Config, vision: dict[str, Any], layout: Layout) -> ViTConfig:
     """The network. Raises UserError where config.json says other things than the arrays."""
     arrays, family, names = clues.arrays, FAMILIES[layout.family], layout.names
-    prefix, said = layout.prefix, bool(clues.config_json)
+    prefix, said = layout.prefix, bool(clues.json('config.json'))
     block = (prefix + names.block).replace('{layer0}', '0')
     hidden_act = declared.hidden_act or family.hidden_act
     if layout.family == 'clip_vision_model' and not said and clues.hints.gelu is None:
@@ -223,10 +231,9 @@ def _infer(clues: Clues, declared: Config, vision: dict[str, Any], layout: Layou
         position_resize='bicubic_antialias'
         if layout.family == 'dinov2_with_registers'
         else 'bicubic',
-        **({'positions': 'rope'} if rope else {}),
+        gated=gated,
+        rope=rope,
     )
-    if gated:
-        config = dataclasses.replace(config, gelu=None)
     _compare(config, declared, vision, layout)
     return config
 
@@ -318,6 +325,7 @@ HUGGINGFACE = Format[Layout](
     usual_layout=_usual_layout,
     notes=_notes,
     description=_description,
+    positions=('learned', 'rope'),
     file_name='model.safetensors',
     files_beside=lambda config, card: {
         'preprocessor_config.json': huggingface_processor.written(config, card.preprocessing),

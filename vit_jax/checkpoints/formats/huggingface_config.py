@@ -14,6 +14,7 @@ _HIDDEN_ACT = {'exact': 'gelu', 'tanh': 'gelu_pytorch_tanh', 'quick': 'quick_gel
 # By the loss of the training.
 PROBLEM_TYPES = {'softmax': 'single_label_classification'}
 PROBLEM_TYPES |= {'sigmoid': 'multi_label_classification'}
+_LETTERS = 'attention.q_proj', 'attention.k_proj', 'attention.v_proj'
 
 
 class Family(NamedTuple):
@@ -32,8 +33,10 @@ class Family(NamedTuple):
     positions: str = 'embeddings.position_embeddings'
     block: str = 'encoder.layer.{layer0}'
     norms: tuple[str, str] = ('layernorm_before', 'layernorm_after')
-    projections: tuple[str, str, str] = tuple(  # of queries, keys, values
-        f'attention.attention.{name}' for name in ('query', 'key', 'value')
+    projections: tuple[str, str, str] = (
+        'attention.attention.query',
+        'attention.attention.key',
+        'attention.attention.value',
     )
     out: str = 'attention.output.dense'
     mlp: tuple[str, str] = ('intermediate.dense', 'output.dense')
@@ -45,7 +48,7 @@ class Family(NamedTuple):
         """The names of transformers 5 in memory: those on disk are the older ones."""
         return self._replace(
             block='layers.{layer0}',
-            projections=tuple(f'attention.{letter}_proj' for letter in 'qkv'),
+            projections=_LETTERS,
             out='attention.o_proj',
             mlp=('mlp.fc1', 'mlp.fc2'),
         )
@@ -73,7 +76,7 @@ _CLIP = Family(
     positions='embeddings.position_embedding.weight',
     block='encoder.layers.{layer0}',
     norms=('layer_norm1', 'layer_norm2'),
-    projections=tuple(f'self_attn.{letter}_proj' for letter in 'qkv'),
+    projections=('self_attn.q_proj', 'self_attn.k_proj', 'self_attn.v_proj'),
     out='self_attn.out_proj',
     mlp=('mlp.fc1', 'mlp.fc2'),
     norm='post_layernorm',
@@ -127,7 +130,7 @@ FAMILIES: dict[str, Family] = {
             processor='DINOv3ViT',
             embedding='embeddings.patch_embeddings',
             block='layer.{layer0}',
-            projections=tuple(f'attention.{letter}_proj' for letter in 'qkv'),
+            projections=_LETTERS,
             out='attention.o_proj',
             mlp=('mlp.up_proj', 'mlp.down_proj'),
             norm='norm',
@@ -258,7 +261,7 @@ def _of_family(family: Family, config: ViTConfig, key_bias: bool) -> dict[str, A
             ratio = next((r for r in range(1, 65) if dinov2_mlp(config, r) == config.mlp_dim), None)
             wrong = f'the huggingface layout has no MLP of {config.mlp_dim} for {config.width}'
             require(ratio is not None, f'{wrong}: a whole multiple')
-            values = {'mlp_ratio': ratio, 'use_swiglu_ffn': gated, 'qkv_bias': True}
+            values: dict[str, Any] = {'mlp_ratio': ratio, 'use_swiglu_ffn': gated, 'qkv_bias': True}
             with_registers = family.model_type != 'dinov2'
             return dropout | values | (registers if with_registers else {'use_mask_token': False})
         case 'dinov3_vit':

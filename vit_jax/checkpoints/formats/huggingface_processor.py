@@ -75,7 +75,6 @@ def read(declared: dict[str, Any], family: str) -> tuple[Preprocessing, tuple[in
     `family` names the class of processors that a model has where no file says it. Raises UserError
     for a preprocessing that is not supported.
     """
-    declared = declared.get('image_processor', declared)  # as transformers 5 keeps it for CLIP
     where, defaults = 'preprocessor_config.json', _DEFAULTS
     name = declared.get('image_processor_type') or declared.get('feature_extractor_type')
     if not declared:
@@ -159,7 +158,7 @@ def written(config: ViTConfig, preprocessing: Preprocessing) -> dict[str, Any]:
         edge = {'shortest_edge': min(larger)}
         kind = 'Bit' if crop.keep_aspect else 'DeiT'
         values = {'size': edge if crop.keep_aspect else sides} | cut
-    method = getattr(crop, 'resize', 'bilinear')
+    method: ResizeMethod = getattr(crop, 'resize', 'bilinear')
     resample = {of: number for number, of in _RESIZE_METHODS.items()}.get(method, 2)
     return values | {
         'image_processor_type': f'{kind}ImageProcessor',

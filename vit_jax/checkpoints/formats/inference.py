@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from vit_jax.base import Record, UserError, require_between
 from vit_jax.checkpoints.formats.array_files import LazyArray
 from vit_jax.models import SIZES, Backbone, Gelu, ModelConfig, Pool, ResNetConfig, ViTConfig
+from vit_jax.models.positions import PositionKind
 
 
 class NeedsHint(UserError):
@@ -38,9 +39,11 @@ class Clues(NamedTuple):
     image_size: tuple[int, int] | None = None  # of the images for which the network is wanted
     declared: tuple[int, int] | None = None  # of the images that it takes, as the file says
     subtree: str = ''  # of an npz
-    config_json: dict[str, Any] = {}  # beside the file; {} where there is none
-    processor_json: dict[str, Any] = {}
-    open_clip_json: dict[str, Any] = {}
+    beside: Mapping[str, dict[str, Any]] = {}  # JSON objects, by the names of their files
+
+    def json(self, name: str) -> dict[str, Any]:
+        """The JSON object in a file of this name beside the arrays; {} where there is none."""
+        return self.beside.get(name, {})
 
     def with_defaults(self, defaults: Hints) -> 'Clues':
         """The same with the hints of `defaults` where there are none."""
@@ -79,6 +82,8 @@ def count_layers(names: Iterable[str], pattern: str) -> int:
 def kernel_shape(arrays: Mapping[str, LazyArray], name: str) -> tuple[int, ...]:
     """Height, width, inputs and outputs of a convolution: Flax's kernel, or PyTorch's weight."""
     axes = 'HWIO' if name.endswith('kernel') else 'OIHW'
+    if name in arrays and len(arrays[name].shape) == 5:
+        raise UserError(f'{name} has the shape {arrays[name].shape}: of videos, not of images')
     sizes = dict(zip(axes, shape_of(arrays, name, 4), strict=True))
     return tuple(sizes[axis] for axis in 'HWIO')
 
@@ -107,15 +112,21 @@ def infer_vit(
     table: str | None,
     rows: tuple[int, ...],
     num_heads: int | None = None,
+    gated: bool = False,
+    rope: bool = False,
     **values: Any,
 ) -> tuple[ViTConfig, int]:
     """The ViT of these values, the rest inferred; and whether its positions have a class row.
+
+    Its MLPs are SwiGLUs where they are `gated`, and its positions rotations with `rope`.
 
     `embedding` is the shape of the patches' kernel; `root` and `unit` are those of
     `infer_backbone`, `table` and `rows` those of `infer_grid`.
     """
     arrays, hints = clues.arrays, clues.hints
-    values |= {'gelu': hints.gelu, 'layer_norm_epsilon': hints.layer_norm_epsilon}
+    values['gelu'] = None if gated else hints.gelu
+    values['layer_norm_epsilon'] = hints.layer_norm_epsilon
+    fixed: PositionKind = 'rope' if rope else 'sincos2d'
     p, q, channels, width = embedding
     stride, backbone = 1, infer_backbone(arrays, root, unit)
     if backbone is not None:
@@ -132,7 +143,8 @@ def infer_vit(
         backbone=backbone,
         width=width,
         num_heads=num_heads or infer_heads(hints, width, values['mlp_dim'], values['depth']),
-        **{'positions': 'learned' if table else 'sincos2d'} | values,
+        positions='learned' if table else fixed,
+        **values,
     )
     return config, row
 

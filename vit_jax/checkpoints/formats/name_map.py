@@ -166,7 +166,7 @@ def to_ours(
     rules: Resolved, stored: Mapping[str, LazyArray], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, np.ndarray]:
     """Our arrays, in float32. Raises UserError for one that does not get its shape in `shapes`."""
-    arrays = {}
+    arrays: dict[str, np.ndarray] = {}
     for rule, theirs in rules.items():
         if not theirs:
             arrays |= {name: np.zeros(shapes[name], np.float32) for name in rule.ours}

@@ -62,11 +62,15 @@ class PreprocessConfig(Record):
     @property
     def as_timm(self) -> Preprocessing:
         """The same in the words of timm."""
-        values = {'mean': self.mean, 'std': self.std, 'interpolation': self.interpolation}
         mode = {'shortest': 'center', 'squash': 'squash'}[self.resize_mode]
-        return timm_config.preprocessing(
-            timm_config.Pretrained(crop_pct=1.0, crop_mode=mode, **values)
+        words = timm_config.Pretrained(
+            interpolation=self.interpolation,
+            crop_pct=1.0,
+            crop_mode=mode,
+            mean=self.mean,
+            std=self.std,
         )
+        return timm_config.preprocessing(words)
 
 
 def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
@@ -95,13 +99,13 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
 
 def _recognise(clues: Clues) -> Recognised[Layout]:
     stored = {n.removeprefix(_PREFIX): a for n, a in clues.arrays.items()}
-    model = clues.open_clip_json.get('model_cfg', {})
+    model = clues.json('open_clip_config.json').get('model_cfg', {})
     vision = model.get('vision_cfg', {})
     odd = ', '.join(f'{n}={vision[n]!r}' for n in {*vision} - {*records.hints(_VisionConfig)})
-    require(not odd, f'{_WHERE}: vision_cfg: {odd} is not supported')
-    declared = described(_VisionConfig, vision, where=f'{_WHERE}: vision_cfg')
-    prepared = clues.open_clip_json.get('preprocess_cfg', {})
-    preprocess = described(PreprocessConfig, prepared, where=f'{_WHERE}: preprocess_cfg')
+    require(not odd, f'{_WHERE}.model_cfg.vision_cfg: {odd} is not supported')
+    declared = described(_VisionConfig, vision, where=f'{_WHERE}.model_cfg.vision_cfg')
+    prepared = clues.json('open_clip_config.json').get('preprocess_cfg', {})
+    preprocess = described(PreprocessConfig, prepared, where=f'{_WHERE}.preprocess_cfg')
     width, mlp_dim = inference.shape_of(stored, 'transformer.resblocks.0.mlp.c_proj.weight', 2)
     if not model and clues.hints.gelu is None:
         raise NeedsHint(f'without {_WHERE}: say gelu=quick, as OpenAI trained, or gelu=exact')
@@ -133,7 +137,7 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     )
     stated = {name: value for name, value in vars(declared).items() if name in vision}
     found = {'layers': config.depth, 'width': config.width, 'patch_size': config.patch_size[0]}
-    require_equal(stated, found, where=f'{_WHERE}: vision_cfg')
+    require_equal(stated, found, where=f'{_WHERE}.model_cfg.vision_cfg')
     outside = r'(?!visual\.).*'  # the text tower
     return Recognised(config, Layout(), preprocess.as_timm, ignored=outside)
 
@@ -141,11 +145,10 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
 def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any]:
     """The open_clip_config.json, as far as it is about images."""
     square = config.image_size[0] == config.image_size[1]
-    if config.gelu not in ('quick', 'exact') or config.layer_norm_epsilon != 1e-5:
-        found = f'gelu={config.gelu} and layer_norm_epsilon={config.layer_norm_epsilon:g}'
-        raise UserError(
-            f'the open_clip layout has QuickGELU or the exact one, and 1e-5, not {found}'
-        )
+    found = config.gelu, config.layer_norm_epsilon, config.pre_norm
+    if found not in (('quick', 1e-5, True), ('exact', 1e-5, True)):
+        has = 'gelu=quick or exact, layer_norm_epsilon=1e-05 and pre_norm=True'
+        raise UserError(f'the open_clip layout has {has}, not {found}')
     vision = {
         'image_size': config.image_size[0] if square else list(config.image_size),
         'layers': config.depth,

@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -40,9 +40,12 @@ FORMATS: tuple[Format[Any], ...] = GOOGLE, BIGVISION, TIMM, HUGGINGFACE, OPEN_CL
 OURS = 'vit_jax'  # a directory that orbax wrote (checkpoints/store.py)
 NAMES = (*(format.name for format in FORMATS), OURS)
 _CARD = 'vit_jax.card'  # in a safetensors file's metadata: the card, as JSON
-# JSON files beside weights, and where their content is in Clues.
-_CLUES = {'config.json': 'config_json', 'preprocessor_config.json': 'processor_json'}
-_CLUES |= {'open_clip_config.json': 'open_clip_json'}
+_BESIDE = (  # JSON files beside weights
+    'config.json',
+    'preprocessor_config.json',
+    'processor_config.json',
+    'open_clip_config.json',
+)
 _MOST_SHARDS = 1000
 _ENDINGS = '.safetensors', '.npz', '.bin', '.pth', '.pt'  # of files of weights
 _WEIGHTS = 'model.safetensors', 'pytorch_model.bin', 'open_clip_model.safetensors'
@@ -82,11 +85,11 @@ def open_checkpoint(
         return Checkpoint(path, OURS, None, card, report, (), lambda: store.load_params(path))
     found = array_files.read_array_files(files)
     beside = place if place.is_dir() else place.parent
-    described = {field: read_json(beside / name) for name, field in _CLUES.items()}
+    described = {name: read_json(beside / name) for name in _BESIDE}
     with error_prefix(path):
         embedded = found.metadata.get(_CARD)
         own = Card.read(json_object(embedded), where='card') if embedded else None
-        clues = Clues(found.arrays, hints, image_size, subtree=subtree, **described)
+        clues = Clues(found.arrays, hints, image_size, subtree=subtree, beside=described)
         return _recognised(path, clues, own, found.ignored)
 
 
@@ -143,7 +146,7 @@ def write_checkpoint(
     if isinstance(config, ResNetConfig):
         require(form.resnets, f'the {format} layout has no such ResNet: write google or bigvision')
     elif config.positions not in form.positions:
-        count, width = config.num_tokens, config.width
+        count, width = config.num_tokens - config.registers, config.width
         table = as_array(config.positions, config.grid, length=count, width=width)
         params = params | {'pos_embedding': table}
         config = dataclasses.replace(config, positions='learned')
@@ -179,9 +182,7 @@ def _recognised(path: str, clues: Clues, own: Card | None, ignored: tuple[str, .
     arrays = clues.arrays
     form = next((form for form in FORMATS if form.matches(arrays)), None)
     if form is None:
-        if any('root_block/' in name for name in arrays):
-            raise UserError("of BiT's pre-activation ResNet, which is not the one of the paper")
-        raise UserError(f'its {len(arrays)} arrays are those of no known ViT: {[*arrays][:3]} ...')
+        raise UserError(_unknown(arrays))
     ours = inference.hints_of(own.model) if own else Hints()
     found = form.recognise(clues.with_defaults(ours))
     config = own.model if own else found.config
@@ -216,6 +217,15 @@ def _recognised(path: str, clues: Clues, own: Card | None, ignored: tuple[str, .
     return Checkpoint(path, form.name, layout, card, report, ignored, read)
 
 
+def _unknown(names: Iterable[str]) -> str:
+    """What is wrong with the arrays of no known format."""
+    if any('root_block/' in name for name in names):
+        return "of BiT's pre-activation ResNet, which is not the one of the paper"
+    if any(re.match(r'(text_model|text)\.|token_embedding\.', name) for name in names):
+        return 'of a text tower, without one of images'
+    return f'its {len([*names])} arrays are those of no known ViT: {[*names][:3]} ...'
+
+
 def _check_comes_back(
     form: Format[Any],
     config: ModelConfig,
@@ -232,8 +242,8 @@ def _check_comes_back(
         name.removeprefix(layout.prefix): LazyArray(array.shape, array.dtype, array.copy)
         for name, array in arrays.items()
     }
-    clues = Clues(stored, inference.hints_of(config), config.image_size)
-    clues = clues._replace(**{_CLUES[form.described_in]: description})
+    beside: dict[str, dict[str, Any]] = {form.described_in: description}
+    clues = Clues(stored, inference.hints_of(config), config.image_size, beside=beside)
     try:
         found = form.recognise(clues).config
     except UserError as error:

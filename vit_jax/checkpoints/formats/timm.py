@@ -136,6 +136,7 @@ def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any
     arguments = _arguments(config, layout)
     name = 'vit_base_patch16_dinov3' if config.positions == 'rope' else ''
     pool = arguments.get('global_pool', 'token')
+    arguments['img_size'] = config.image_size
     return {'architecture': name, 'global_pool': pool, 'model_args': arguments}
 
 
@@ -147,19 +148,22 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
     if config.layer_norm_epsilon != 1e-6:
         arguments.append(f'norm_layer=partial(LayerNorm, eps={config.layer_norm_epsilon:g})')
     of = "'vit_..._dinov3'" if config.positions == 'rope' else '...'
-    return [f'in timm: create_model({of}, {", ".join(arguments)})'] if arguments else []
+    of = "'deit_..._distilled_...'" if config.pool == 'cls_dist' else of
+    if not arguments and of == '...':
+        return []
+    return [f'in timm: create_model({", ".join([of, *arguments])})']
 
 
 def _recognise(clues: Clues) -> Recognised[Layout]:
-    declared, where = clues.config_json, 'config.json'
+    declared, where = clues.json('config.json'), 'config.json'
     stated = declared.get('model_args') or {}
-    arguments = described(Arguments, stated, where=f'{where}: model_args')
+    arguments = described(Arguments, stated, where=f'{where}.model_args')
     strange = {*stated} - {*vars(arguments)}
     strange = {n for n in strange if stated[n] is not None and not NO_FUNCTION.fullmatch(n)}
     odd = ', '.join(f'{name}={stated[name]!r}' for name in sorted(strange))
-    require(not strange, f'{where}: model_args: {odd} is not supported')
+    require(not strange, f'{where}.model_args: {odd} is not supported')
     described_as = declared.get('pretrained_cfg') or {}
-    pretrained = described(Pretrained, described_as, where=f'{where}: pretrained_cfg')
+    pretrained = described(Pretrained, described_as, where=f'{where}.pretrained_cfg')
     description = described(Description, declared, where=where)
     prefix = next(match[1] or '' for name in clues.arrays if (match := _KNOWN.fullmatch(name)))
     inside = {n.removeprefix(prefix): a for n, a in clues.arrays.items() if n.startswith(prefix)}
@@ -187,7 +191,7 @@ def _known(
     if arguments.act_layer is not None:
         return known._replace(gelu=GELUS[arguments.act_layer])
     if was_trained_with_quick_gelu(name, pretrained.tag):
-        beside = clues.open_clip_json.get('model_cfg', {})
+        beside = clues.json('open_clip_config.json').get('model_cfg', {})
         if beside.get('quick_gelu') is True:
             return known._replace(gelu='quick')
         if clues.hints.gelu is None:
@@ -240,7 +244,7 @@ def _infer(
     count = inside[registers].shape[1] if registers in inside else 0
     pool, class_tokens = _pool(inside, description.global_pool or arguments.global_pool)
     resize = known.position_resize
-    if not clues.config_json and 'mask_token' in inside:  # Meta's own DINOv2
+    if not clues.json('config.json') and 'mask_token' in inside:  # Meta's own DINOv2
         resize = 'bicubic_antialias' if count else 'bicubic_offset'
     defaults = Hints(num_heads=known.num_heads, gelu=known.gelu, layer_norm_epsilon=known.epsilon)
     rope = known.positions == 'rope'
@@ -262,10 +266,9 @@ def _infer(
         final_norm='after_pool' if 'fc_norm.weight' in inside else 'before_pool',
         representation_size=inference.length_of(inside, 'pre_logits.fc.bias'),
         position_resize=resize,
-        **({'positions': 'rope'} if rope else {}),
+        gated=gated,
+        rope=rope,
     )
-    if gated:
-        config = dataclasses.replace(config, gelu=None)
     _compare(config, arguments, description)
     split_bias = 'blocks.0.attn.q_bias' in inside
     zeros = ['blocks.{layer0}.attn.k_bias'] if split_bias else []
@@ -327,7 +330,7 @@ def _compare(config: ViTConfig, arguments: Arguments, description: Description) 
         'pre_norm': config.pre_norm,
         'fc_norm': config.final_norm == 'after_pool',
     }
-    require_equal(stated, found, where='config.json: model_args')
+    require_equal(stated, found, where='config.json.model_args')
     said = {} if description.num_classes is None else {'num_classes': description.num_classes}
     require_equal(said, {'num_classes': classes}, where='config.json')
 
@@ -338,7 +341,8 @@ TIMM = Format[Layout](
     matches=lambda names: any(map(_KNOWN.fullmatch, names)),
     recognise=_recognise,
     rules=_rules,
-    usual_layout=lambda config: Layout(eva=config.positions == 'rope'),
+    usual_layout=lambda config: Layout(eva=getattr(config, 'positions', '') == 'rope'),
     notes=_notes,
     description=_description,
+    positions=('learned', 'rope'),
 )

@@ -57,3 +57,29 @@ def images_and_logits(name: str) -> tuple[np.ndarray, np.ndarray]:
     folder = SHARED if (SHARED / f'{name}.io.npz').exists() else HERE
     with np.load(folder / f'{name}.io.npz') as file:
         return file['images'], file['logits']
+
+
+FAMILIES = 'families'  # the folder of the ViTs that people use, each a folder or a file
+COMMITTED_FAMILIES = sorted({p.name.split('.')[0] for p in (HERE / FAMILIES).glob('*.io.npz')})
+
+
+def families() -> list[tuple[str, str | None]]:
+    """The names of all that are there, and the sizes beside the network's own: None, or `48x40`."""
+    paths = [*(SHARED / FAMILIES).glob('*.io.npz'), *(HERE / FAMILIES).glob('*.io.npz')]
+    parts = {tuple(path.name.removesuffix('.io.npz').split('.')) for path in paths}
+    return sorted(((p[0], p[1] if len(p) > 1 else None) for p in parts), key=str)
+
+
+def family(name: str) -> str:
+    """The path of one of them; the test is skipped where it is not there."""
+    return path(f'{FAMILIES}/{name}')
+
+
+def family_io(name: str, size: str | None) -> dict[str, np.ndarray]:
+    """What the library was given, and what it gave."""
+    file = f'{FAMILIES}/{name}{f".{size}" if size else ""}.io.npz'
+    place = next((folder / file for folder in (SHARED, HERE) if (folder / file).exists()), None)
+    if place is None:
+        pytest.skip(f'{file} is neither committed nor in {SHARED}')
+    with np.load(place) as arrays:
+        return dict(arrays)

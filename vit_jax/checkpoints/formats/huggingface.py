@@ -281,7 +281,7 @@ def _compare(config: ViTConfig, declared: Config, vision: dict[str, Any], layout
         if isinstance(declared.patch_size, int):
             stated['patch_size'] = declared.patch_size, declared.patch_size
     if layout.family in _DINOV2:
-        ratio = vision.get('mlp_ratio', 4)
+        ratio = declared.mlp_ratio
         found['mlp_ratio'] = ratio if dinov2_mlp(config, ratio) == config.mlp_dim else None
         stated['mlp_ratio'] = ratio
     elif declared.intermediate_size is not None:

@@ -151,6 +151,7 @@ class Config(Record):
     num_hidden_layers: int | None = None
     num_attention_heads: int | None = None
     intermediate_size: int | None = None
+    mlp_ratio: float = 4.0  # DINOv2's
     num_register_tokens: int | None = None
     hidden_act: str | None = None
     layer_norm_eps: float | None = None
@@ -162,6 +163,7 @@ class Config(Record):
         sizes = 'hidden_size', 'num_hidden_layers', 'intermediate_size', 'num_attention_heads'
         require_between(self, 'image_size', 'patch_size', 'num_channels', *sizes, low=1)
         require_between(self, 'layer_norm_eps', above=0, below=1)
+        require_between(self, 'mlp_ratio', above=0, high=1024)
         require(self.rope_theta == 100, f'rope_theta={self.rope_theta:g}: only 100 is supported')
         known = f'hidden_act={self.hidden_act!r} is not one of {", ".join(GELUS)}'
         require(self.hidden_act in (None, 'silu', *GELUS), known)
@@ -258,7 +260,9 @@ def _of_family(family: Family, config: ViTConfig, key_bias: bool) -> dict[str, A
     match family.model_type:
         case 'dinov2' | 'dinov2_with_registers':
             gated = config.gelu is None
-            ratio = next((r for r in range(1, 65) if dinov2_mlp(config, r) == config.mlp_dim), None)
+            ratio = next(
+                (r for r in range(1, 65) if dinov2_mlp(config, float(r)) == config.mlp_dim), None
+            )
             wrong = f'the huggingface layout has no MLP of {config.mlp_dim} for {config.width}'
             require(ratio is not None, f'{wrong}: a whole multiple')
             values: dict[str, Any] = {'mlp_ratio': ratio, 'use_swiglu_ffn': gated, 'qkv_bias': True}

@@ -183,8 +183,12 @@ def _recognised(path: str, clues: Clues, own: Card | None, ignored: tuple[str, .
     form = next((form for form in FORMATS if form.matches(arrays)), None)
     if form is None:
         raise UserError(_unknown(arrays))
-    ours = inference.hints_of(own.model) if own else Hints()
-    found = form.recognise(clues.with_defaults(ours))
+    if own:  # which says what the arrays do not
+        clues = clues.with_defaults(inference.hints_of(own.model))
+        if not form.file_name:  # and no file of the format does
+            said = form.description(own.model, own, form.usual_layout(own.model))
+            clues = clues._replace(beside={form.described_in: said})
+    found = form.recognise(clues)
     config = own.model if own else found.config
     for name, hint in vars(clues.hints).items():
         if hint not in (None, stored := getattr(config, name, None)):

@@ -19,7 +19,7 @@ from vit_jax.models.options import Compute, rematerialized
 from vit_jax.models.taps import seen, tap
 
 GROUPS = 32  # of GroupNorm
-LARGEST = 100_000  # of any size of a network: what is larger was not meant
+LARGEST = 1_000_000  # of any size of a network: what is larger was not meant
 
 # Units of each stage by the number of layers in a ResNet's name (26 is AugReg's).
 DEPTHS = {

@@ -12,6 +12,21 @@ from vit_jax.checkpoints.formats.array_files import LazyArray
 from vit_jax.models import SIZES, Backbone, Gelu, ModelConfig, Pool, ResNetConfig, ViTConfig
 from vit_jax.models.positions import PositionKind
 
+# Heads of published networks that are none of the sizes with a name: depth, width, mlp_dim.
+_HEADS = {
+    (10, 256, 1024): 4,
+    (12, 640, 2560): 10,
+    (12, 896, 3584): 14,
+    (14, 256, 1280): 4,
+    (14, 320, 1792): 5,
+    (20, 512, 2048): 8,
+    (21, 832, 2176): 13,
+    (27, 1152, 4304): 16,
+    (40, 1536, 4096): 24,
+    (40, 1536, 6144): 16,
+    (40, 4096, 8192): 32,
+}
+
 
 class NeedsHint(UserError):
     """The file leaves open what network it is; the message names the hint that settles it."""
@@ -155,7 +170,7 @@ def infer_heads(hints: Hints, width: int, mlp_dim: int, depth: int) -> int:
         if width % hints.num_heads:
             raise UserError(f'num_heads={hints.num_heads} does not divide the width {width}')
         return hints.num_heads
-    known = {size[:3]: size[3] for size in SIZES.values()}
+    known = {size[:3]: size[3] for size in SIZES.values()} | _HEADS
     if (depth, width, mlp_dim) not in known:
         raise NeedsHint(
             f'the number of heads is not in the file, and {depth} layers of width {width} with an '

@@ -212,9 +212,12 @@ def _declared(
     if pretrained.input_size is None:
         return None
     height, width = pretrained.input_size[1:]
+    if 'patch_embed.proj.weight' not in arrays or 'pos_embed' not in arrays:
+        return height, width
     p, q, _, _ = inference.kernel_shape(arrays, 'patch_embed.proj.weight')
-    patches = (height // p) * (width // q)
-    rows = arrays['pos_embed'].shape[1] - patches if 'pos_embed' in arrays else 0
+    rows = inference.shape_of(arrays, 'pos_embed', 3)[1] - (height // p) * (width // q)
+    if 'reg_token' in arrays and rows == arrays['reg_token'].shape[1] + ('cls_token' in arrays):
+        raise UserError('its registers have positions, which is not supported')
     return (height, width) if 0 <= rows <= 2 else None
 
 
@@ -247,13 +250,12 @@ def _infer(
     if not clues.json('config.json') and 'mask_token' in inside:  # Meta's own DINOv2
         resize = 'bicubic_antialias' if count else 'bicubic_offset'
     defaults = Hints(num_heads=known.num_heads, gelu=known.gelu, layer_norm_epsilon=known.epsilon)
-    rope = known.positions == 'rope'
     config, row = inference.infer_vit(
         clues.with_defaults(defaults),
         embedding=inference.kernel_shape(inside, 'patch_embed.proj.weight'),
         root=f'{root}.conv.weight',
         unit=_UNIT,
-        table=None if rope else 'pos_embed',
+        table=None if known.rope else 'pos_embed',
         rows=_rows(class_tokens, arguments),
         depth=inference.count_layers(inside, r'blocks\.(\d+)\.'),
         mlp_dim=mlp_dim,
@@ -267,12 +269,13 @@ def _infer(
         representation_size=inference.length_of(inside, 'pre_logits.fc.bias'),
         position_resize=resize,
         gated=gated,
-        rope=rope,
+        rope=known.rope,
     )
     _compare(config, arguments, description)
     split_bias = 'blocks.0.attn.q_bias' in inside
     zeros = ['blocks.{layer0}.attn.k_bias'] if split_bias else []
-    if rope and not split_bias and 'blocks.0.attn.qkv.bias' not in inside:
+    may_lack = not known.qkv_bias or arguments.qkv_bias is False
+    if may_lack and not split_bias and 'blocks.0.attn.qkv.bias' not in inside:
         zeros.append('blocks.{layer0}.attn.qkv.bias')
     return config, Layout(
         prefix=prefix,

@@ -6,14 +6,14 @@ it publishes (tests/checkpoints/formats/test_timm_names.py).
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import NamedTuple
 
 from vit_jax.base import Record, require, require_between
 from vit_jax.checkpoints.formats.base import HALF, Scaling, check_scaling, foreign_preprocessing
 from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing, ResizeMethod
 from vit_jax.models import Gelu, Pool
-from vit_jax.models.positions import PositionKind, PositionResize
+from vit_jax.models.positions import PositionResize
 
 GELUS: dict[str, Gelu] = {'gelu_tanh': 'tanh', 'gelu': 'exact', 'quick_gelu': 'quick'}
 _RESIZE_METHODS: dict[str, ResizeMethod] = {'bilinear': 'bilinear_antialias'}
@@ -29,16 +29,20 @@ _TANH = re.compile(
 # Published under a name whose GELU is exact, but trained with QuickGELU: timm has both names for
 # each of these networks, and one file of weights.
 _QUICK = re.compile(
-    r'vit_\w+_clip_\d+ (openai|metaclip\w*|dfn5b)|vit_large_\w+ dfn2b'
-    r'|vit_base_patch32_\w+ laion400m_e32'
+    r'vit_\w+_clip_\d+ (openai|metaclip_400m|metaclip_2pt5b|dfn5b)|vit_large_\w+ dfn2b'
+    r'|vit_huge_patch14_clip_224 metaclip2_worldwide|vit_base_patch32_\w+ laion400m_e32'
 )
+_HAS_NO_QKV_BIAS = re.compile(
+    r'.*_miil|vit_giant_patch16_lingbot|vit_medium_patch16_gap_.*|vit_so150m2_.*|.*_dinov3'
+)
+_ROTATES = re.compile(r'.*_(dinov3|dinov3_qkvb|lingbot)')
 _HEADS = {'vit_base_patch16_gap_224': 16, 'vit_huge_plus_patch16_dinov3': 20}
 _HEADS |= {'vit_huge_plus_patch16_dinov3_qkvb': 20}
 
 # Kinds of networks that are not read, by the names of their architectures, and by their arrays.
 _OTHER_NAMES = {
     r'.*_rpn_.*': 'norms behind attention and MLP',
-    r'eva02_.*clip.*|eva02_.*': "EVA-02's rotation of queries and keys",
+    r'eva02_.*': "EVA-02's rotation of queries and keys",
     r'vit_pe_.*|.*_rope_.*|.*sapiens2.*': "a rotation of queries and keys that is not DINOv3's",
     r'.*_radio_.*': "RADIO's patches",
 }
@@ -64,18 +68,21 @@ class Architecture(NamedTuple):
     gelu: Gelu = 'exact'
     epsilon: float = 1e-6
     num_heads: int | None = None
-    positions: PositionKind | None = None  # None: as the arrays say
+    rope: bool = False  # as DINOv3's
+    qkv_bias: bool = True
     position_resize: PositionResize = 'bicubic_antialias'
 
 
 def architecture(name: str) -> Architecture:
     """The facts behind a name such as vit_base_patch16_224; '' where none is known."""
     gelu: Gelu = 'tanh' if _TANH.fullmatch(name) else 'exact'
+    rope = _ROTATES.fullmatch(name) is not None
     return Architecture(
         gelu='quick' if '_quickgelu_' in name else gelu,
-        epsilon=1e-5 if '_clip_' in name or '_dinov3' in name else 1e-6,
+        epsilon=1e-5 if rope or '_clip_' in name and not name.startswith('eva') else 1e-6,
         num_heads=_HEADS.get(name),
-        positions='rope' if '_dinov3' in name else None,
+        rope=rope,
+        qkv_bias=not _HAS_NO_QKV_BIAS.fullmatch(name),
         position_resize='bilinear_edges' if name.startswith('flexivit') else 'bicubic_antialias',
     )
 
@@ -85,7 +92,7 @@ def was_trained_with_quick_gelu(name: str, tag: str) -> bool:
     return _QUICK.fullmatch(f'{name} {tag}') is not None
 
 
-def unsupported(name: str, arrays: Iterable[str]) -> str | None:
+def unsupported(name: str, arrays: Collection[str]) -> str | None:
     """What such a network has that ours have not; None where nothing is known of it."""
     for pattern, what in _OTHER_NAMES.items():
         if re.fullmatch(pattern, name):
@@ -94,7 +101,8 @@ def unsupported(name: str, arrays: Iterable[str]) -> str | None:
         for pattern, what in _OTHER_ARRAYS.items():
             if re.fullmatch(pattern, array):
                 return what
-    return None
+    has_norm = {'norm.weight', 'fc_norm.weight'} & {*arrays}
+    return None if has_norm else 'no norm behind the blocks'
 
 
 @dataclasses.dataclass

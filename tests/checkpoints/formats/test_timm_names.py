@@ -1,0 +1,104 @@
+"""Every ViT that timm 1.0.31 publishes: read right, or refused by the name of what it has.
+
+`timm_names.json.gz` holds for each name what timm itself says of the network that it builds: its
+config.json on the hub, the shapes of its arrays (those of the first block), and what its modules
+compute: heads, activation, epsilon, kind of norm, block and attention.
+"""
+
+import gzip
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from tests import reference
+from vit_jax.base import tree_names
+from vit_jax.base.errors import UserError
+from vit_jax.checkpoints.formats import name_map
+from vit_jax.checkpoints.formats.array_files import LazyArray
+from vit_jax.checkpoints.formats.inference import Clues, Hints, NeedsHint
+from vit_jax.checkpoints.formats.timm import TIMM
+from vit_jax.models import build
+
+NAMES = json.loads(gzip.decompress((reference.HERE / 'timm_names.json.gz').read_bytes()))
+GELUS = {"GELU(approximate='none')": 'exact', 'GELUTanh()': 'tanh', 'QuickGELU()': 'quick'}
+POOLS = {'token': ('cls', 'cls_dist'), 'avg': ('gap',), 'map': ('map',)}
+# Blocks and attention that compute what ours do; Eva's rotates, where ours is to rotate as well.
+OURS = ('Block', 'Attention'), ('EvaBlock', 'EvaAttention')
+
+
+def arrays_of(said):
+    """The arrays of all blocks, without content."""
+    arrays = {}
+    for name, shape in said['shapes'].items():
+        first = name.startswith('blocks.0.')
+        for block in range(said['depth'] if first else 1):
+            array = LazyArray(tuple(shape), np.dtype('float32'), lambda: np.zeros(0))
+            arrays[name.replace('blocks.0.', f'blocks.{block}.') if first else name] = array
+    return arrays
+
+
+def recognised(said, hints):
+    arrays = arrays_of(said)
+    if not TIMM.matches(arrays):
+        raise UserError('the arrays of no known ViT')
+    found = TIMM.recognise(Clues(arrays, hints, beside={'config.json': said['config']}))
+    expected = jax.eval_shape(build(found.config).init, jax.random.key(0))
+    rules = TIMM.rules(found.config, found.layout)
+    ours = tree_names.named_leaves(expected)
+    zeros = found.layout.zeros
+    resolved = name_map.resolve(rules, found.config, ours, format='timm', zeros=zeros)
+    name_map.check_names(resolved, arrays, found.ignored)
+    return found
+
+
+def require_right(said, found):
+    config, declared = found.config, said['config']['pretrained_cfg']
+    assert (said['block'], said['attention']) in OURS
+    assert config.num_heads == said['heads']
+    assert config.gelu == GELUS.get(said['act'])  # None: SwiGLU
+    if config.backbone is None:  # whose norms have an epsilon of their own
+        assert said['norm'] == ['LayerNorm'] and said['eps'] == [config.layer_norm_epsilon]
+    assert config.pool in POOLS[said['config']['global_pool']]
+    assert (config.num_classes or 0) == said['config']['num_classes']
+    assert config.image_size == tuple(declared['input_size'][1:])
+    crop, how = found.preprocessing.crop, found.preprocessing
+    size = config.image_size[0]
+    assert crop.larger((size, size), (size, size))[0] == int(size / declared['crop_pct'] + 1e-9)
+    assert crop.resize == f'{declared["interpolation"]}_antialias'
+    assert crop.keep_aspect == (declared['crop_mode'] == 'center')
+    np.testing.assert_allclose(
+        [how.mean, how.std], 255 * np.array([declared['mean'], declared['std']])
+    )
+
+
+@pytest.mark.parametrize(
+    'part', [0, *(pytest.param(i, marks=pytest.mark.full) for i in range(1, 48))]
+)
+def test_every_published_name_is_read_right_or_refused(part):
+    for name in sorted(NAMES)[part::48]:
+        said = NAMES[name]
+        try:
+            found = recognised(said, Hints())
+        except NeedsHint as error:
+            assert said['quick'] or name.startswith('test_'), (name, error)
+            if said['quick']:
+                said = said | {'act': 'QuickGELU()'}
+                require_right(said, recognised(said, Hints(gelu='quick')))
+        except UserError:
+            pass
+        else:
+            require_right(said, found)
+
+
+@pytest.mark.full
+def test_most_names_are_read():
+    count = 0
+    for said in NAMES.values():
+        try:
+            recognised(said, Hints(gelu='quick') if said['quick'] else Hints())
+        except UserError:
+            continue
+        count += 1
+    assert (count, len(NAMES)) == (324, 466)

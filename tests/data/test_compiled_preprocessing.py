@@ -37,6 +37,7 @@ def compiled(image, size, preprocessing):
 def far(image, size, crop):
     """How many grey levels each number is from what the crop itself makes."""
     found = compiled(image, size, Preprocessing(crop=crop, **GREY_LEVELS))
+    np.testing.assert_array_equal(found, found.astype(np.uint8))  # whole ones, as 8 bits hold
     return np.abs(found - crop(image, size, None))
 
 

@@ -117,7 +117,10 @@ def test_where_nan_begins_is_said_and_the_parameters_are_drawn(tmp_path):
     leaf[2] = np.nan
     params = tree_names.map_named(lambda n, old: leaf if n == name else old, network.params)
     vit_jax.save(changed(network, params=params), tmp_path / 'nan.npz', 'google')
+    (out / 'notes.png').write_text('')
     run(good, tmp_path / 'nan.npz', '--images=digits', f'--out={out}', '--figures=filters')
+    made = {'index.html', 'filters-good.npz', 'filters-good.png'}  # nothing of the page before
+    assert {path.name for path in out.iterdir()} == {*made, 'notes.png'}
     assert 'nan is left out: ' in text_of(out) and 'not finite (NaN or Inf)' in text_of(out)
 
 
@@ -125,7 +128,7 @@ def test_where_nan_begins_is_said_and_the_parameters_are_drawn(tmp_path):
     'options, message',
     [
         (('--figures=ckaa',), "no figure 'ckaa'; did you mean 'cka'"),
-        (('--images=nothing',), 'no such folder'),
+        (('--images=nothing',), "data='nothing': no such folder"),
         (('--out=/dev/null/x',), '/dev/null'),
     ],
 )

@@ -2,7 +2,10 @@
 
 IN is a checkpoint of any kind: ours, an npz of vision_transformer or big_vision, a safetensors or
 PyTorch file of timm, a directory of Hugging Face. Without --format, OUT has the layout of IN,
-or the one that its ending names: timm for .safetensors.
+or the one that its ending names: timm for .safetensors, stablehlo for .stablehlo.
+
+stablehlo is a program, from photos to probabilities, that needs jax alone: it is run, and not
+read back (docs/export.md).
 """
 
 import argparse
@@ -24,7 +27,7 @@ def main(arguments: argparse.Namespace) -> int:
         changes['num_classes'] = None
     loaded = load(arguments.input, **changes)
     format = format_for(output, arguments.format, loaded.format, flag='--format=')
-    notes = save(loaded, output, format, overwrite=arguments.overwrite)
+    notes = save(loaded, output, format, overwrite=arguments.overwrite, dtype=arguments.dtype)
     print('\n'.join([*loaded.report, *notes]))
     print(f'written: {output} ({format} layout)')
     return 0
@@ -35,6 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('input', metavar='IN', help='a checkpoint of any format')
     parser.add_argument('output', metavar='OUT', help='a file; huggingface, vit_jax: a directory')
     parser.add_argument('--format', choices=NAMES, help='the layout to write')
+    text = "of the numbers in OUT (the file's; bfloat16 rounds them, and no npz says it)"
+    parser.add_argument('--dtype', choices=['float32', 'bfloat16'], help=text)
     parser.add_argument('--overwrite', action='store_true', help='replace OUT')
     app.add_overrides(parser)
     parser.add_argument('--drop_head', action='store_true', help='write it without its head')

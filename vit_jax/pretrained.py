@@ -163,10 +163,9 @@ class Loaded:
 
     @functools.cached_property
     def _outputs(self) -> Callable[..., tuple[Array, ...]]:
-        to_probabilities = jax.nn.sigmoid if self.card.loss == 'sigmoid' else jax.nn.softmax
         functions: dict[OutputName, Callable[..., Array]] = {
             'logits': self.model.apply,
-            'probabilities': lambda *values: to_probabilities(self.model.apply(*values)),
+            'probabilities': lambda *values: self.card.probabilities(self.model.apply(*values)),
             'features': self.model.features,
         }
         # The compiler computes what they have in common once.
@@ -248,13 +247,15 @@ def save(
     format: str | None = None,
     *,
     overwrite: bool = False,
+    dtype: Literal['float32', 'bfloat16'] | None = None,
 ) -> list[str]:
     """Writes the network, in the format that it was read in, or in another of `opening.NAMES`.
 
     Without a `format` the path's ending chooses one that has it, such as timm for .safetensors. In
-    its own format a file keeps the layout that was read. Returns what a reader of the file has to
-    know, line by line. Raises UserError where the format cannot hold the network, and where
-    something is there that `overwrite` does not allow to replace.
+    its own format a file keeps the layout that was read, and the type of the numbers unless a
+    `dtype` is given. Returns what a reader of the file has to know, line by line. Raises UserError
+    where the format cannot hold the network, and where something is there that `overwrite` does
+    not allow to replace.
     """
     path = _path(path)
     format = opening.format_for(path, format, loaded.format)
@@ -262,7 +263,7 @@ def save(
     layout = loaded.layout if format == loaded.format else None
     with _replacing(pathlib.Path(path), format):
         return opening.write_checkpoint(
-            path, format, card=loaded.card, params=loaded.params, layout=layout
+            path, format, card=loaded.card, params=loaded.params, layout=layout, dtype=dtype
         )
 
 

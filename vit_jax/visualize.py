@@ -34,6 +34,7 @@ from vit_jax.base import (
 )
 from vit_jax.checkpoints.formats.array_files import NotFiniteArray, write_npz
 from vit_jax.command_line import app, output
+from vit_jax.data import loading
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.folders import has_images, is_image, unlabelled
 from vit_jax.data.sources.opening import make_opener
@@ -71,6 +72,8 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
     shown = sys.stderr.isatty() and job.index == 0
     with Progress(console=Console(stderr=True), disable=not shown) as bar:
         study, lines, problems = _study(arguments, bar, job)
+        if job.index == 0:
+            _remove_former(folder)
         faults = _faults(study) if any(kind.needs_images for kind in kinds) else {}
         wanted = [(k, n) for k in kinds for n in ([None] if k.of_all else study.networks)]
         task, sections = bar.add_task('', total=len(wanted)), dict[Kind, Section]()
@@ -93,6 +96,15 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
     if problems:
         print(f'{counted(len(problems), "image")} cannot be read, left out', file=sys.stderr)
     return 1 if problems else 0
+
+
+def _remove_former(folder: pathlib.Path) -> None:
+    """Removes the parts of a page that is there, which the new one need not have."""
+    names = '|'.join(kind.name for kind in catalogue.KINDS)
+    with usable(folder):
+        for path in folder.iterdir() if (folder / PAGE).exists() else ():
+            if re.fullmatch(rf'({names})(-.+)?[.](npz|png)', path.name):
+                path.unlink()
 
 
 def _kinds(names: str | None) -> list[Kind]:
@@ -124,7 +136,10 @@ def _study(
         return watched('  batches of images', job.with_heartbeat(batches), total)
 
     readers = {
-        n: networks.reader_for(one, source, arguments.max_pixels) for n, one in loaded.items()
+        name: loading.reader_for(
+            source, one.preprocessing, one.config.image_size, max_pixels=arguments.max_pixels
+        )
+        for name, one in loaded.items()
     }
     reading, first = functools.partial(watched, 'reading images'), next(iter(readers.values()))
     indices, problems = networks.readable(first, arguments.num_images, reading)

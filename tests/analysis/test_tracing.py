@@ -25,7 +25,6 @@ CASES = {
     'rollout': (attention.rollout, (2, 3, 4, 5, 5)),
     'mean_distance': (DISTANCE, (2, 3, 4, 5, 5)),
     'principal_components': (filters.principal_components, (2, 2, 3, 9)),
-    'explained_variance': (filters.explained_variance, (2, 2, 3, 9)),
     'as_picture': (filters.as_picture, (9, 2, 2, 3)),
     'similarity': (functools.partial(positions.similarity, **TILES), (1, 5, 7)),
     'norm_ratio': (residual.norm_ratio, (2, 3, 4), (2, 3, 4)),

@@ -1,4 +1,5 @@
 import dataclasses
+import io
 import itertools
 
 import chex
@@ -6,9 +7,10 @@ import cv2
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 from vit_jax.data import loading
-from vit_jax.data.image_preprocessing import CentralCrop, RandomCrop, Resize
+from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing, RandomCrop, Resize
 from vit_jax.data.sources.arrays import array_source
 from vit_jax.parallel.meshes import MeshConfig, batch_sharding, make_mesh
 
@@ -32,6 +34,19 @@ def assert_same(left, right):
     assert len(left) == len(right)
     for a, b in zip(left, right, strict=True):
         chex.assert_trees_all_equal(a, b)
+
+
+@pytest.mark.parametrize('rotation', [False, True])
+def test_a_network_is_shown_images_as_its_preprocessing_says(rotation):
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[274] = 6  # to be turned by a quarter
+    Image.fromarray(IMAGES[0]).save(file, 'PNG', exif=exif)
+    source = dataclasses.replace(SOURCE, read=lambda index: (file.getvalue(), 0))
+    crop = CentralCrop(scale=1.5)
+    preprocessing = Preprocessing(crop=crop, exif_rotation=rotation)
+    shown, _ = loading.reader_for(source, preprocessing, (4, 3)).example(loading.ExampleRef(0))
+    turned = np.rot90(IMAGES[0], -1) if rotation else IMAGES[0]
+    np.testing.assert_array_equal(shown, crop(np.ascontiguousarray(turned), (4, 3), None))
 
 
 @pytest.mark.parametrize('crop', [Resize(), RandomCrop(scale=1.5)])

@@ -10,6 +10,7 @@ from tests import networks as files
 from tests import tiny
 from vit_jax.analysis import cka
 from vit_jax.base import tree_names
+from vit_jax.data import loading
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.figures import layers, networks, paths, probing, representations, vit_paper
 from vit_jax.figures.networks import LeftOut, Study
@@ -27,7 +28,7 @@ def study(*configs, images=16, batch_size=8, source=None):
     placed = []
     for index, config in enumerate(configs):
         loaded = config if hasattr(config, 'params') else files.loaded(config)
-        reader = networks.reader_for(loaded, source, 2**20)
+        reader = loading.reader_for(source, loaded.preprocessing, loaded.config.image_size)
         placed.append(networks.on_devices(f'n{index}', loaded, reader, mesh))
     return Study(tuple(placed), np.arange(images), size, 1024.0, lambda batches, count: batches)
 
@@ -158,6 +159,13 @@ def test_tokens_are_placed_where_their_patches_are():
     for place, own in zip(found['cka'], found['tokens'].tolist(), strict=True):
         if np.isfinite(place[tuple(own)]):  # else the patch is the same in all digits
             np.testing.assert_allclose(place[tuple(own)], 1, rtol=1e-5)
+
+
+@pytest.mark.full
+def test_images_that_cannot_be_cut_into_places_leave_localisation_out():
+    one = study(dataclasses.replace(RESNET, image_size=(20, 16)))
+    with pytest.raises(LeftOut, match='20x16 pixels cannot be cut into 3x2 equal patches'):
+        representations.localisation(one, one.networks[0])
 
 
 @pytest.mark.full

@@ -3,7 +3,9 @@
 import dataclasses
 from typing import Any
 
-from vit_jax.base import Record, records, require
+import jax
+
+from vit_jax.base import Array, Float, Record, records, require
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.models import ResNetConfig, ViTConfig
 
@@ -23,6 +25,10 @@ class Card(Record):
     def check(self) -> None:
         """The grid is the model's: it is there for readers that do not know the model."""
         require(self.grid == self.model.grid, f'grid={self.grid}: the model has {self.model.grid}')
+
+    def probabilities(self, logits: Float[Array, '... k']) -> Float[Array, '... k']:
+        """Of each class: the sigmoid where the network was trained so, else the softmax."""
+        return jax.nn.sigmoid(logits) if self.loss == 'sigmoid' else jax.nn.softmax(logits)
 
     @staticmethod
     def read(values: dict[str, Any], *, where: str) -> 'Card':

@@ -274,7 +274,7 @@ def count_params(folder: pathlib.Path) -> int:
 
 
 def load_params(path: str) -> Params:
-    """The parameters of the checkpoint at a path, in host memory.
+    """The parameters of the checkpoint at a path, float32, in host memory.
 
     Raises Damaged where its files are not as they were written.
     """
@@ -285,7 +285,8 @@ def load_params(path: str) -> Params:
         structure = reader.metadata(folder / 'params').tree
         to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), structure)
         wanted = ocp.args.PyTreeRestore(restore_args=to_host)
-        return reader.restore(folder / 'params', args=wanted)
+        params = reader.restore(folder / 'params', args=wanted)
+    return jax.tree.map(lambda leaf: leaf.astype(np.float32, copy=False), params)
 
 
 def save_alone(folder: pathlib.Path, params: Params, card: dict[str, Any]) -> None:

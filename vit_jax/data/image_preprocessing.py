@@ -6,7 +6,9 @@ What decodes and resizes is imported where it is used: the model and the update 
 import contextlib
 import dataclasses
 import math
-from typing import ClassVar, Literal, TypeVar
+import operator
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
@@ -24,6 +26,7 @@ MOST_PIXELS = 2**30  # that OpenCV decodes at all
 Image = UInt8[np.ndarray, '_ _ 3']
 NumpyOrJax = TypeVar('NumpyOrJax', np.ndarray, Array)
 Size = tuple[int, int]
+Sides = tuple[Any, Any]  # a size too, which may be one of a function that is being traced
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -35,6 +38,10 @@ class Resize(Record):
 
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
         return _resized(image, size, self.resize)
+
+    def placement(self, shape: Sides, size: Size) -> tuple[Sides, Sides]:
+        """The size that an image of this shape is resized to, and the corner of what is cut."""
+        return size, (0, 0)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -55,26 +62,28 @@ class CentralCrop(Record):
         require_between(self, 'scale', low=1, high=16)
 
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
-        image = _resized(image, self.larger(image.shape[:2], size), self.resize)
-        spare = image.shape[0] - size[0], image.shape[1] - size[1]
-        top, left = (round(n / 2) if self.rounding == 'timm' else n // 2 for n in spare)
+        resized, (top, left) = self.placement(image.shape[:2], size)
+        image = _resized(image, resized, self.resize)
         return image[top : top + size[0], left : left + size[1]]
 
-    def larger(self, old: Size, size: Size) -> Size:
+    def placement(self, shape: Sides, size: Size) -> tuple[Sides, Sides]:
+        """The size that an image of this shape is resized to, and the corner of what is cut."""
+        resized = self.larger(shape, size)
+        spare = resized[0] - size[0], resized[1] - size[1]
+        top, left = (_rounded(n, 2) if self.rounding == 'timm' else n // 2 for n in spare)
+        return resized, (top, left)
+
+    def larger(self, old: Sides, size: Size) -> Sides:
         """The size to which an image of the size `old` is resized before it is cut."""
-        if self.rounding == 'nearest':
-            if self.keep_aspect:
-                return _covering_size(old, size, self.scale)
-            return round(size[0] * self.scale), round(size[1] * self.scale)
         # The scale is a quotient: a product just below a whole number is that number.
-        height, width = (math.floor(round(side * self.scale, 6)) for side in size)
+        nearest = self.rounding == 'nearest'
+        rounded = round if nearest else lambda side: math.floor(round(side, 6))
+        height, width = rounded(size[0] * self.scale), rounded(size[1] * self.scale)
         if not self.keep_aspect:
             return height, width
         if self.rounding == 'transformers':  # the shorter side, whatever the shape of the crop
             height = width = max(min(height, width), *size)
-        if height * old[1] >= width * old[0]:
-            return height, height * old[1] // old[0]
-        return width * old[0] // old[1], width
+        return _covering(old, (height, width), _rounded if nearest else operator.floordiv)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -90,7 +99,8 @@ class RandomCrop(Record):
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
         if rng is None:
             raise UserError('RandomCrop needs a random generator: it is for training only')
-        covering = _covering_size(image.shape[:2], size, self.scale)
+        scaled = round(size[0] * self.scale), round(size[1] * self.scale)
+        covering = _covering(image.shape[:2], scaled, _rounded)
         image = _resized(image, covering, 'bilinear')
         top, left = (rng.integers(0, h - s + 1) for h, s in zip(image.shape[:2], size, strict=True))
         return image[top : top + size[0], left : left + size[1]]
@@ -227,7 +237,21 @@ def _resized(image: Image, size: Size, method: ResizeMethod) -> Image:
     return np.asarray(pillow.fromarray(image).resize(size[::-1], pillow.Resampling[name]))
 
 
-def _covering_size(old: Size, size: Size, scale: float) -> Size:
-    """The size of an image that, its aspect kept, just covers `scale` times the size."""
-    factor = scale * max(size[0] / old[0], size[1] / old[1])
-    return max(size[0], round(old[0] * factor)), max(size[1], round(old[1] * factor))
+def _covering(shape: Sides, size: Size, divided: Callable[[Any, Any], Any]) -> Sides:
+    """The smallest size of the aspect of `shape` that covers `size`."""
+    (height, width), (rows, columns) = shape, size
+    return (
+        _larger(rows, divided(columns * height, width)),
+        _larger(columns, divided(rows * width, height)),
+    )
+
+
+def _rounded(number: Any, divisor: Any) -> Any:
+    """`round` of a quotient in whole numbers, which a function that is traced rounds alike."""
+    quotient, rest = number // divisor, number % divisor
+    return quotient + (2 * rest + quotient % 2 > divisor)  # of a half: to the even one
+
+
+def _larger(one: Any, other: Any) -> Any:
+    """`max`, which traced numbers do not have."""
+    return one + (other - one) * (other > one)

@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from typing import Literal
+from typing import Any, Literal
 
 import grain
 import jax
@@ -24,7 +24,14 @@ import psutil
 from jax.sharding import NamedSharding, PartitionSpec
 
 from vit_jax.base import Batch, Int, Record, UInt8, UserError, require, require_between
-from vit_jax.data.image_preprocessing import MAX_PIXELS, MOST_PIXELS, Crop, Size, decode
+from vit_jax.data.image_preprocessing import (
+    MAX_PIXELS,
+    MOST_PIXELS,
+    Crop,
+    Preprocessing,
+    Size,
+    decode,
+)
 from vit_jax.data.sources.base import Label, Source
 from vit_jax.parallel.meshes import put, rows_here
 
@@ -110,6 +117,13 @@ class ImageReader:
         except (ValueError, OSError) as error:
             why = getattr(error, 'strerror', None) or error
             raise UserError(f'{self.source.name_of(ref.index)}: {why}') from error
+
+
+def reader_for(
+    source: Source, preprocessing: Preprocessing, size: Size, **options: Any
+) -> ImageReader:
+    """The images as a network of this preprocessing and image size is to see them."""
+    return ImageReader(source, preprocessing.crop, size, preprocessing.exif_rotation, **options)
 
 
 def make_warning(*, shown: int = 5) -> Callable[[str], None]:

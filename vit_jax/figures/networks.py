@@ -161,17 +161,6 @@ def batch_for(images: int, batch_size: int) -> tuple[int, Mesh]:
     return size, meshes.make_mesh(meshes.MeshConfig(), devices[:used])
 
 
-def reader_for(loaded: Loaded, source: Any, max_pixels: int) -> ImageReader:
-    """The images as the network is to see them."""
-    return ImageReader(
-        source,
-        loaded.preprocessing.crop,
-        loaded.config.image_size,
-        loaded.preprocessing.exif_rotation,
-        max_pixels=max_pixels,
-    )
-
-
 def on_devices(name: str, loaded: Loaded, reader: ImageReader, mesh: Mesh) -> Network:
     """The network with its parameters on each device."""
     placed = jax.tree.map(lambda _: meshes.replicated(mesh), loaded.params)

@@ -12,7 +12,7 @@ import numpy as np
 from vit_jax.analysis import cka
 from vit_jax.analysis.localisation import localisation as terms_of_tokens
 from vit_jax.analysis.localisation import patches
-from vit_jax.base import Array, Batch, Float, Int, Params
+from vit_jax.base import Array, Batch, Float, Int, Params, UserError
 from vit_jax.figures import layers
 from vit_jax.figures.layers import Layer
 from vit_jax.figures.networks import LeftOut, Network, Numbers, Study
@@ -170,11 +170,7 @@ def localisation(study: Study, network: Network) -> Numbers:
     token."""
     study.require_images(FEWEST, 'CKA')
     config = network.loaded.config
-    (height, width), (rows, columns) = config.image_size, config.grid
-    if height % rows or width % columns:
-        raise LeftOut(
-            f'images of {height}x{width} pixels cannot be cut into {rows}x{columns} patches'
-        )
+    rows, columns = config.grid
     if isinstance(config, ResNetConfig):
         stages = len(config.backbone.blocks)
         tap, before = f'stage{stages}' if stages else 'root', 0
@@ -187,7 +183,11 @@ def localisation(study: Study, network: Network) -> Numbers:
         last = tokens if isinstance(config, ResNetConfig) else tokens[-1]
         if not isinstance(config, ResNetConfig):  # without registers
             last = jnp.concatenate([last[:, :before], last[:, network.prefix :]], axis=1)
-        return terms_of_tokens(last, patches(images, (rows, columns)))
+        try:
+            pixels = patches(images, (rows, columns))
+        except UserError as why:
+            raise LeftOut(str(why)) from why
+        return terms_of_tokens(last, pixels)
 
     found = _ratio(map(network.compiled(terms_of), study.batches(network)))
     if np.isnan(found).all(axis=1).any():

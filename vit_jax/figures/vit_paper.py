@@ -28,15 +28,15 @@ def patch_filters(study: Study, network: Network) -> Numbers:
         kernel = np.asarray(params['embedding']['kernel'], np.float32)
     else:
         kernel = np.asarray(standardised(params['backbone']['conv_root']['kernel']))
-    explained = np.asarray(filters.explained_variance(kernel, _COMPONENTS))
+    components, explained = filters.principal_components(kernel, _COMPONENTS)
     if not np.isfinite(explained).all():
         raise LeftOut('all filters are the same')
-    components = filters.principal_components(kernel, _COMPONENTS)
     noise = np.random.default_rng(0).normal(size=kernel.shape)
+    _, of_noise = filters.principal_components(noise, _COMPONENTS)
     return {
         'components': np.asarray(filters.as_picture(components)),
-        'explained': explained,
-        'noise': np.asarray(filters.explained_variance(noise, _COMPONENTS)).sum(),
+        'explained': np.asarray(explained),
+        'noise': np.asarray(of_noise).sum(),
     }
 
 

@@ -327,7 +327,7 @@ class ViT(Part):
         self, x: Float[Array, 'b n d'], tokens: Float[Array, '1 r d']
     ) -> Float[Array, 'b r d']:
         """The learned tokens for each image of the batch."""
-        return jnp.tile(tokens.astype(x.dtype), (len(x), 1, 1))
+        return jnp.tile(tokens.astype(x.dtype), (x.shape[0], 1, 1))
 
     def _pooled(self, tokens: Float[Array, 'b n d']) -> Float[Array, '...']:
         patches = tokens[:, self.config.prefix :]

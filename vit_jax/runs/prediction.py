@@ -20,14 +20,8 @@ def reader_for(loaded: Loaded, source: Source, max_pixels: int) -> ImageReader:
     """
     if getattr(loaded.config, 'pool', None) == 'none':
         raise UserError('pool=none: the network has outputs for every token, not for the image')
-    return ImageReader(
-        source,
-        loaded.preprocessing.crop,
-        loaded.config.image_size,
-        loaded.preprocessing.exif_rotation,
-        on_unreadable='skip',
-        max_pixels=max_pixels,
-    )
+    options = {'on_unreadable': 'skip', 'max_pixels': max_pixels}
+    return loading.reader_for(source, loaded.preprocessing, loaded.config.image_size, **options)
 
 
 def problem(reader: ImageReader, index: int) -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from orbax.checkpoint import PyTreeCheckpointHandler
 from safetensors.numpy import save_file
 
 import vit_jax
@@ -38,6 +39,9 @@ SINGLE = ' is a directory: expected a name without '
         ('y.safetensors', None, 'huggingface', 'timm'),
         ('y.npz', None, 'bigvision', 'bigvision'),
         ('y.npz', 'google', 'timm', 'google'),
+        ('y.stablehlo', None, 'timm', 'stablehlo'),
+        ('y.stablehlo', 'timm', 'google', 'timm'),
+        ('y.stablehlo', 'vit_jax', 'timm', f'the format vit_jax{SINGLE}.stablehlo, .* stablehlo$'),
         ('y', None, 'vit_jax', 'vit_jax'),
         ('y.v2', None, 'huggingface', 'huggingface'),
         (
@@ -57,7 +61,7 @@ SINGLE = ' is a directory: expected a name without '
             'y.pth',
             None,
             'vit_jax',
-            f'y.pth: the format vit_jax{SINGLE}.pth, .*bigvision ..npz. or timm ..safetensors.$',
+            f'y.pth: the format vit_jax{SINGLE}.pth, .*timm ..safetensors. or stablehlo .*.$',
         ),
         ('y', 'tim', 'timm', "format='tim'; did you mean 'timm'?"),
     ],
@@ -163,6 +167,35 @@ def test_writing_is_the_inverse_of_reading(form, config, layout, tmp_path):
     copy = tmp_path / f'two{ENDINGS[form.name]}'
     vit_jax.save(again, str(copy))
     assert_same_arrays(contents(path), contents(copy))
+
+
+@pytest.mark.parametrize('format', ENDINGS)
+def test_numbers_are_rounded_to_bfloat16_where_a_file_can_say_so(format, tmp_path):
+    theirs = {'gelu': 'exact', 'layer_norm_epsilon': 1e-5, 'pre_norm': True, 'num_classes': None}
+    config = tiny.model(**(theirs if format == 'open_clip' else {}))
+    network, path = loaded(config), tmp_path / f'x{ENDINGS[format]}'
+    if path.suffix == '.npz':
+        able = 'npz files do not say this type; write timm or huggingface or .*stablehlo'
+        with pytest.raises(UserError, match=f'dtype=bfloat16: {able}'):
+            vit_jax.save(network, path, format, dtype='bfloat16')
+        assert not path.exists()
+        return
+    assert 'parameters: rounded to bfloat16' in vit_jax.save(
+        network, path, format, dtype='bfloat16'
+    )
+    again = vit_jax.load(path, **({} if format == 'vit_jax' else {'grid': (2, 2)}))
+    assert_same_arrays(
+        named_leaves(again.params), named_leaves(rounded(network, 'bfloat16').params)
+    )
+    if format == 'vit_jax':
+        stored = PyTreeCheckpointHandler().metadata(path / 'params').tree
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(stored)} == {'bfloat16'}
+        return
+    assert again.layout.dtype == 'bfloat16'
+    if format == 'huggingface':
+        assert json.loads((path / 'config.json').read_text())['dtype'] == 'bfloat16'
+    vit_jax.save(again, path, overwrite=True, dtype='float32')
+    assert vit_jax.load(path, grid=(2, 2)).layout.dtype == 'float32'
 
 
 @pytest.mark.parametrize('format', ENDINGS)

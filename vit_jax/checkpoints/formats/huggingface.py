@@ -303,7 +303,8 @@ def _class_names(described: dict[str, Any], count: int | None) -> tuple[str, ...
 
 def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any]:
     absent = any('k_proj.bias' in name for name in layout.zeros)
-    return description(FAMILIES[layout.family], config, card, key_bias=not absent)
+    described = description(FAMILIES[layout.family], config, card, key_bias=not absent)
+    return described | {'dtype': layout.dtype}
 
 
 def _usual_layout(config: ViTConfig) -> Layout:

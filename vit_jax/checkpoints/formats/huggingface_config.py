@@ -240,7 +240,6 @@ def description(family: Family, config: ViTConfig, card: Card, *, key_bias: bool
     return {
         'architectures': [architecture],
         'model_type': family.model_type,
-        'dtype': 'float32',
         'hidden_size': config.width,
         'num_hidden_layers': config.depth,
         'num_attention_heads': config.num_heads,

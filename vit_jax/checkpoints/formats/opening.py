@@ -10,7 +10,7 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from vit_jax.base import Params, UserError, records, require, tree_names, usable, write_json
 from vit_jax.checkpoints import store
 from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats import array_files, inference, name_map
+from vit_jax.checkpoints.formats import array_files, inference, name_map, stablehlo
 from vit_jax.checkpoints.formats.array_files import (
     LazyArray,
     error_prefix,
@@ -38,7 +38,10 @@ from vit_jax.models.positions import as_array
 # The first that matches a file's names reads it; bigvision takes what is not as google writes it.
 FORMATS: tuple[Format[Any], ...] = GOOGLE, BIGVISION, TIMM, HUGGINGFACE, OPEN_CLIP
 OURS = 'vit_jax'  # a directory that orbax wrote (checkpoints/store.py)
-NAMES = (*(format.name for format in FORMATS), OURS)
+NAMES = (*(format.name for format in FORMATS), OURS, stablehlo.NAME)
+# What the name of a format's file ends with; the others are directories.
+_SUFFIXES = {format.name: str(format.suffix) for format in FORMATS if not format.file_name}
+_SUFFIXES |= {stablehlo.NAME: stablehlo.SUFFIX}
 _CARD = 'vit_jax.card'  # in a safetensors file's metadata: the card, as JSON
 _BESIDE = (  # JSON files beside weights
     'config.json',
@@ -87,6 +90,8 @@ def open_checkpoint(
     beside = place if place.is_dir() else place.parent
     described = {name: read_json(beside / name) for name in _BESIDE}
     with error_prefix(path):
+        if {stablehlo.PROGRAM, stablehlo.CARD} <= found.arrays.keys():
+            raise UserError('a program, made to be run: load the checkpoint that it was made from')
         embedded = found.metadata.get(_CARD)
         own = Card.read(json_object(embedded), where='card') if embedded else None
         clues = Clues(found.arrays, hints, image_size, subtree=subtree, beside=described)
@@ -104,44 +109,68 @@ def format_for(
     """
     require(named in (None, *NAMES), f'format={named!r}; {records.nearest(str(named), NAMES)}')
     ending = pathlib.Path(path).suffix
-    fitting = [form.name for form in FORMATS if form.suffix == ending and not form.file_name]
+    fitting = [name for name, suffix in _SUFFIXES.items() if suffix == ending]
     format = named or own
     if named is None and own not in fitting and fitting:
         choice = ' or '.join(flag + name for name in fitting)
         require(len(fitting) == 1, f'{path}: which format has this {ending} file? say {choice}')
         format = fitting[0]
-    files = {form.name: form.suffix for form in FORMATS if not form.file_name}
-    if named is None and ending != files.get(format, ending):
-        folders = ' or '.join(flag + name for name in NAMES if name not in files)
+    if named is None and ending != _SUFFIXES.get(format, ending):
+        folders = ' or '.join(flag + name for name in NAMES if name not in _SUFFIXES)
         kept = f'no format is given, and {format}, which the network has, is a file'
-        right = f'end the name with {files[format]}, or, for a folder, say {folders}'
+        right = f'end the name with {_SUFFIXES[format]}, or, for a folder, say {folders}'
         raise UserError(f'{path}: {kept}: {right}')
-    if ending in _ENDINGS and format not in files:
-        others = fitting or [f'{name} ({suffix})' for name, suffix in files.items()]
+    if ending in {*_ENDINGS, *_SUFFIXES.values()} and format not in _SUFFIXES:
+        others = fitting or [f'{name} ({suffix})' for name, suffix in _SUFFIXES.items()]
         right = f'expected a name without {ending}, or the format {" or ".join(others)}'
         raise UserError(f'{path}: the format {format} is a directory: {right}')
     return format
 
 
 def write_checkpoint(
-    path: str, format: str, *, card: Card, params: Params, layout: Layout | None
+    path: str,
+    format: str,
+    *,
+    card: Card,
+    params: Params,
+    layout: Layout | None,
+    dtype: Literal['float32', 'bfloat16'] | None = None,
 ) -> list[str]:
     """Writes a checkpoint in a format, and returns what a reader of it has to know, line by line.
 
-    `layout` is the one that was read, to be kept, or None for the format's usual one. Raises
-    UserError where the format cannot hold the network: nothing is written that would come back as
-    another one.
+    `layout` is the one that was read, to be kept, or None for the format's usual one. Numbers are
+    rounded to a `dtype` that is given. Raises UserError where the format cannot hold the network:
+    nothing is written that would come back as another one.
     """
     place = pathlib.Path(path)
-    if format == OURS:
+    types = None, 'float32', 'bfloat16'
+    require(dtype in types, f'dtype={dtype!r}: expected float32 or bfloat16')
+    suffix = _SUFFIXES.get(format, '')
+    if suffix not in ('', place.suffix):
+        raise UserError(f'{path}: the format {format} is a file whose name ends with {suffix}')
+    if dtype == 'bfloat16' and suffix == '.npz':
+        able = ' or '.join(name for name in NAMES if _SUFFIXES.get(name) != suffix)
+        raise UserError(f'dtype={dtype}: npz files do not say this type; write {able}')
+    if format in (OURS, stablehlo.NAME):
+        params, notes = _in_type(params, dtype or 'float32', rounding=True)
+        if format == stablehlo.NAME:
+            return notes + stablehlo.write(place, card, params)
         store.save_alone(place, params, records.to_dict(card))
-        return []
+        return notes
+    return _write_arrays(place, format, card, params, layout, dtype)
+
+
+def _write_arrays(
+    place: pathlib.Path,
+    format: str,
+    card: Card,
+    params: Params,
+    layout: Layout | None,
+    dtype: str | None,
+) -> list[str]:
+    """`write_checkpoint` of a format of FORMATS."""
     form = next(form for form in FORMATS if form.name == format)
     target = place / form.file_name if form.file_name else place
-    if target.suffix != form.suffix:
-        raise UserError(
-            f'{target}: the format {format} is a file whose name ends with {form.suffix}'
-        )
     config, notes = card.model, []
     if isinstance(config, ResNetConfig):
         require(form.resnets, f'the {format} layout has no such ResNet: write google or bigvision')
@@ -154,14 +183,17 @@ def write_checkpoint(
         notes.append('positions: written as an array')
     layout = layout or form.usual_layout(config)
     named = _without_class_row(params, layout)
+    named, type_notes = _in_type(named, dtype or layout.dtype, rounding=dtype is not None)
     layout = dataclasses.replace(
-        layout, zeros=_still_zero(form.rules(config, layout), layout, named)
+        layout,
+        zeros=_still_zero(form.rules(config, layout), layout, named),
+        dtype=next(iter(named.values())).dtype.name,
     )
     description = form.description(config, card, layout)
     resolved = name_map.resolve(
         form.rules(config, layout), config, named, format=format, zeros=layout.zeros
     )
-    arrays, type_notes = _in_type(name_map.to_theirs(resolved, named), layout.dtype)
+    arrays = name_map.to_theirs(resolved, named)
     _check_comes_back(form, config, layout, arrays, description)
     with usable(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -285,13 +317,16 @@ def _without_class_row(params: Params, layout: Layout) -> dict[str, np.ndarray]:
     return named | ({'cls': named['cls'] + row} if row.any() else {})
 
 
-def _in_type(arrays: dict[str, np.ndarray], dtype: str) -> tuple[dict[str, np.ndarray], list[str]]:
-    """The arrays (float32) in the type that was read, where that loses nothing."""
+def _in_type(arrays: Params, dtype: str, *, rounding: bool) -> tuple[Params, list[str]]:
+    """The arrays (float32) in another type; without `rounding` only where that loses nothing."""
     if dtype == 'float32':
         return arrays, []
-    cast = {name: array.astype(np.dtype(dtype)) for name, array in arrays.items()}
-    if all(np.array_equal(cast[name].astype(np.float32), arrays[name]) for name in cast):
+    cast = jax.tree.map(lambda array: np.asarray(array).astype(dtype), arrays)
+    exact = jax.tree.map(lambda new, old: np.array_equal(new.astype(old.dtype), old), cast, arrays)
+    if all(jax.tree.leaves(exact)):
         return cast, []
+    if rounding:
+        return cast, [f'parameters: rounded to {dtype}']
     return arrays, [f'written as float32: {dtype} would not hold the values']
 
 

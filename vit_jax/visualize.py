@@ -154,7 +154,8 @@ def _loaded(arguments: argparse.Namespace) -> tuple[dict[str, Loaded], list[str]
         height, width = one.config.image_size
         removed = getattr(one.config, 'blocks_without_skips', ())
         without = f'; blocks without skip connections: {removed}' if removed else ''
-        lines.append(f'{name}: {one.report[1]}; images of {height}x{width}{without}.')
+        found = '; '.join(one.report[1 : len(one.origin) + 2])  # where from, and what it is
+        lines.append(f'{name}: {found}; images of {height}x{width}{without}.')
     print('\n'.join(lines), file=sys.stderr)
     return loaded, lines
 

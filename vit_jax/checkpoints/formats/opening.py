@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from vit_jax.base import Params, UserError, records, require, tree_names, usable, write_json
-from vit_jax.checkpoints import store
+from vit_jax.checkpoints import names, store
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import array_files, inference, name_map
 from vit_jax.checkpoints.formats.array_files import (
@@ -39,7 +39,6 @@ OURS = 'vit_jax'  # a directory that orbax wrote (checkpoints/store.py)
 NAMES = (*(format.name for format in FORMATS), OURS)
 _CARD = 'vit_jax.card'  # in a safetensors file's metadata: the card, as JSON
 _MOST_SHARDS = 1000
-_ENDINGS = '.safetensors', '.npz', '.bin', '.pth', '.pt'  # of files of weights
 _WEIGHTS = 'model.safetensors', 'pytorch_model.bin', 'open_clip_model.safetensors'
 
 
@@ -53,6 +52,7 @@ class Checkpoint(NamedTuple):
     report: list[str]  # what it is, for people
     ignored: tuple[str, ...]  # names of what its file holds beside the network
     read: Callable[[], Params]  # the parameters, float32, in host memory; raises UserError
+    origin: tuple[str, ...] = ()  # of one that was downloaded: from where, and what exactly
 
 
 def open_checkpoint(
@@ -60,21 +60,24 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The checkpoint at a path: a file or directory of any format, or `FILE.npz:SUBTREE`.
 
+    The name of one that is elsewhere (checkpoints/names.py) is downloaded, unless it was before.
+
     `image_size` (height, width) is that of the images for which the network is wanted; it settles
     a grid that the file leaves open. Raises UserError, in one sentence that begins with the path:
     MissingFile where nothing is there, NeedsHint where the file leaves open what network it is.
     """
-    place, subtree = pathlib.Path(path), ''
-    if not place.exists() and (match := re.fullmatch(r'(.+\.npz):(.+)', path)):
+    local, origin = names.local(path)
+    place, subtree = pathlib.Path(local), ''
+    if not place.exists() and (match := re.fullmatch(r'(.+\.npz):(.+)', local)):
         place, subtree = pathlib.Path(match[1]), match[2].strip('/')
     files = _weights(place) if place.is_dir() else [place]
     if not files:
         if given := [name for name, value in vars(hints).items() if value is not None]:
             raise UserError(f'{path}: a checkpoint of ours says all of itself; drop {given[0]}')
-        values, folder = store.load_card(path)
+        values, folder = store.load_card(local)
         card, count = Card.read(values, where=f'{path}: card'), store.count_params(folder)
         report = [f'{OURS} layout, step {card.step}: {inference.summarize(card.model, count)}']
-        return Checkpoint(path, OURS, None, card, report, (), lambda: store.load_params(path))
+        return Checkpoint(path, OURS, None, card, report, (), lambda: store.load_params(local))
     found = array_files.read_array_files(files)
     beside = place if place.is_dir() else place.parent
     described = [read_json(beside / f'{n}.json') for n in ('config', 'preprocessor_config')]
@@ -82,7 +85,8 @@ def open_checkpoint(
         embedded = found.metadata.get(_CARD)
         own = Card.read(json_object(embedded), where='card') if embedded else None
         clues = Clues(found.arrays, hints, image_size, subtree, *described)
-        return _recognised(path, clues, own, found.ignored)
+        opened = _recognised(path, clues, own, found.ignored)
+    return opened._replace(report=[*origin, *opened.report], origin=origin)
 
 
 def format_for(
@@ -108,7 +112,7 @@ def format_for(
         kept = f'no format is given, and {format}, which the network has, is a file'
         right = f'end the name with {files[format]}, or, for a folder, say {folders}'
         raise UserError(f'{path}: {kept}: {right}')
-    if ending in _ENDINGS and format not in files:
+    if ending in array_files.ENDINGS and format not in files:
         others = fitting or [f'{name} ({suffix})' for name, suffix in files.items()]
         right = f'expected a name without {ending}, or the format {" or ".join(others)}'
         raise UserError(f'{path}: the format {format} is a directory: {right}')
@@ -259,7 +263,7 @@ def _weights(folder: pathlib.Path) -> list[pathlib.Path]:
             return _shards(index)
         if (folder / name).is_file():
             return [folder / name]
-    found = sorted(p for p in folder.iterdir() if p.suffix in _ENDINGS and p.is_file())
+    found = sorted(p for p in folder.iterdir() if p.suffix in array_files.ENDINGS and p.is_file())
     if len(found) > 1:
         names = ', '.join(p.name for p in found)
         raise UserError(f'{folder}: holds several files of weights; name one of {names}')

@@ -33,6 +33,7 @@ from vit_jax.base import (
     usable,
 )
 from vit_jax.checkpoints.formats.array_files import NotFiniteArray, write_npz
+from vit_jax.checkpoints.names import as_path
 from vit_jax.command_line import app, output
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.folders import has_images, is_image, unlabelled
@@ -179,7 +180,7 @@ def _opened(data: str, split: str | None) -> Source:
 
 def _names(paths: Sequence[str]) -> list[str]:
     """As few last parts of each path as tell it from the others; characters of file names."""
-    whole = [pathlib.Path(os.path.abspath(path)) for path in paths]
+    whole = [pathlib.Path(os.path.abspath(as_path(path))) for path in paths]
     parts = [(*path.parts[:-1], _without_ending(path.name)) for path in whole]
     for length in range(1, max(map(len, parts)) + 1):
         names = ['-'.join(each[-length:]).strip('/') for each in parts]

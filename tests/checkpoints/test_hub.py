@@ -57,6 +57,8 @@ def test_a_network_of_the_hub_is_the_one_in_the_folder_that_was_uploaded(server)
     assert commit == f'{server.url}/owner/name, commit {web.commit_of(FILES)}'
     assert re.fullmatch('model.safetensors: SHA-256 [0-9a-f]{64}', digest)
     assert network.origin == (commit, digest) and layout.startswith('huggingface layout')
+    with pytest.raises(UserError, match='hf:owner/other: expected a local path to write to'):
+        vit_jax.save(network, 'hf:owner/other')
 
 
 def test_a_training_says_what_exactly_it_began_from(server):

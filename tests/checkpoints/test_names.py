@@ -1,23 +1,28 @@
 """Checkpoints by name, from servers on this machine: found, resumed, checked, refused in words."""
 
+import email.message
 import errno
 import hashlib
 import io
 import pathlib
 import socket
+import types
 
 import pytest
 
 import vit_jax
-from tests import tiny
-from tests.networks import loaded
+from tests import reference, tiny
 from tests.servers import web
+from vit_jax import convert, visualize
 from vit_jax.base.errors import MissingFile, UserError
 from vit_jax.checkpoints import download, names
+from vit_jax.checkpoints.formats.inference import Hints
+from vit_jax.checkpoints.formats.opening import open_checkpoint
 from vit_jax.checkpoints.published import FILES, published
 from vit_jax.models import parameter_count, variant
+from vit_jax.parallel.processes import Job
+from vit_jax.runs import experiment, training_run
 
-ROOT = pathlib.Path(__file__).parents[2]
 DATA = bytes(range(256)) * 20
 FILE = '/bucket/folder+x/file.npz'
 NAME = f'gs:/{FILE}'
@@ -53,14 +58,19 @@ def test_a_file_is_downloaded_once_and_said_with_its_url_and_digest(server, tmp_
     digest = hashlib.sha256(DATA).hexdigest()
     assert found.origin == (f'{server.url}{FILE}', f'SHA-256 {digest}')
     assert path.with_name('file.npz.sha256').read_text() == f'{digest}  file.npz\n'
+    assert {one.name for one in path.parent.iterdir()} == {
+        '.lock',
+        path.name,
+        f'{path.name}.sha256',
+    }
     assert names.local(NAME) == found
     assert server.asked == [('GET', FILE, None)]
 
 
-def test_a_download_that_is_cut_twice_goes_on_where_it_stopped(server):
-    server.cuts = [1000, 2000]
+def test_a_download_that_is_cut_goes_on_where_it_stopped_as_often_as_something_comes(server):
+    server.cuts = [1000, 1000, 1000, 1000]
     assert read() == DATA
-    assert [asked[2] for asked in server.asked] == [None, 'bytes=1000-', 'bytes=3000-']
+    assert [asked[2] for asked in server.asked] == [None, *(f'bytes={i}000-' for i in range(1, 5))]
 
 
 def test_a_download_goes_on_in_the_next_process(server, tmp_path):
@@ -83,11 +93,19 @@ def test_of_a_file_that_has_changed_meanwhile_no_half_is_kept(server):
     assert read() == DATA[::-1]
 
 
-def test_where_versions_cannot_be_told_apart_it_begins_again(server):
-    server.answers[FILE] = web.Answer(DATA)
+@pytest.mark.parametrize('headers', [{}, {'ETag': 'W/"weak"'}])
+def test_where_versions_cannot_be_told_apart_it_begins_again(server, headers):
+    server.answers[FILE] = web.Answer(DATA, headers)
     server.cuts = [1000]
     assert read() == DATA
     assert [asked[2] for asked in server.asked] == [None, None]
+
+
+def test_another_part_than_the_one_that_was_asked_for_is_not_taken_for_it(server):
+    server.answers[FILE] = web.Answer(DATA, {'ETag': '"x"', 'Content-Range': 'bytes 7-5119/5120'})
+    server.cuts = [1000]
+    with pytest.raises(UserError, match='answered HTTP 206'):
+        read()
 
 
 def test_a_server_that_never_gets_to_the_end_is_given_up(server):
@@ -190,6 +208,12 @@ def test_a_web_page_is_no_checkpoint(server):
         read()
 
 
+def test_what_began_with_tls_must_not_end_without():
+    answer = types.SimpleNamespace(headers=email.message.Message(), url='http://host/x.npz')
+    with pytest.raises(UserError, match='leads to http://, where anyone on the way could change'):
+        download._require_file('https://host/x.npz', answer)
+
+
 def test_offline_what_is_in_the_cache_is_enough_and_nothing_is_asked(server, monkeypatch, tmp_path):
     monkeypatch.setenv('HF_HUB_OFFLINE', '1')
     with pytest.raises(MissingFile, match='not in the cache .*, and HF_HUB_OFFLINE forbids'):
@@ -253,9 +277,37 @@ def test_a_local_path_is_itself(tmp_path):
         assert names.local(path) == names.Local(path)
 
 
-def test_a_network_is_not_written_to_a_name(tmp_path):
+def test_a_network_is_not_written_to_a_name():
     with pytest.raises(UserError, match='gs://b/x.npz: expected a local path to write to'):
-        vit_jax.save(loaded(tiny.model()), 'gs://b/x.npz')
+        convert.main(convert._parser().parse_args(['x.npz', 'gs://b/x.npz']))
+
+
+def test_what_came_and_is_no_checkpoint_is_said_with_where_it_is_and_came_from(server, tmp_path):
+    with pytest.raises(UserError) as refused:
+        vit_jax.load(NAME)
+    text = str(refused.value)
+    assert text.startswith(f'{tmp_path}/cache/') and 'neither npz, nor safetensors' in text
+    assert text.endswith(
+        f'; it came from {server.url}{FILE}: remove it to have it downloaded again'
+    )
+
+
+def test_figures_of_a_network_are_called_as_its_name_is():
+    short, hub, url = 'augreg:B/16', 'hf:owner/name', f'{NAME}:img#sha256={"0" * 64}'
+    assert visualize._names([short, hub]) == ['augreg-B-16', 'name']
+    assert visualize._names([url]) == ['file_img']
+
+
+@pytest.mark.full
+def test_all_hosts_must_begin_from_the_same_files(tmp_path, monkeypatch):
+    asked = {}
+    start = open_checkpoint(str(reference.path('hf_vit')), Hints())._replace(origin=('URL', 'SHA'))
+    monkeypatch.setattr(experiment, 'open_start', lambda config: start)
+    monkeypatch.setattr(Job, 'require_same', lambda job, name, facts: asked.update({name: facts}))
+    config = tiny.experiment(start_from='hf:owner/name', model=None)
+    with training_run.agreed(config, str(tmp_path), Job()):
+        pass
+    assert asked['start_from'] == {'origin': ['URL', 'SHA']}
 
 
 @pytest.mark.full

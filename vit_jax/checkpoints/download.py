@@ -93,18 +93,18 @@ def fetched(url: str, *, sha256: str | None = None) -> Fetched:
                     logging.warning('%s: another process downloads it; waiting', path.name)
                     locking.locked(lock, wait=True)
                 if not path.exists():
-                    _download(url, path, sha256)
-    return Fetched(path, _checked(path, sha256))
+                    _download(url, path, checked=sha256 is not None)
+    return Fetched(path, _verified(url, path, sha256))
 
 
-def _download(url: str, path: pathlib.Path, sha256: str | None) -> None:
+def _download(url: str, path: pathlib.Path, *, checked: bool) -> None:
     """Brings the file to its path, which it gets when it is whole. Its folder is locked."""
     partial, waits = _beside(path, 'partial'), list(_WAITS)
     most = _size(partial)  # that has come so far
     with _bar(path.name) as told:
         while True:
             try:
-                declared = _attempt(url, path, told, checked=sha256 is not None)
+                declared = _attempt(url, path, told, checked=checked)
                 break
             except _LOST as error:
                 if _size(partial) > most:
@@ -117,8 +117,6 @@ def _download(url: str, path: pathlib.Path, sha256: str | None) -> None:
     found = _digest(partial, hashlib.sha256())
     if 'crc32c' in declared:
         _require_same(url, path, 'CRC32C', declared['crc32c'], _crc32c(partial))
-    if sha256 is not None:
-        _require_same(url, path, 'SHA-256', sha256, found)
     _beside(path, 'sha256').write_text(_line(found, path))
     sync(partial)
     partial.replace(path)
@@ -150,7 +148,7 @@ def _attempt(url: str, path: pathlib.Path, told: Told, *, checked: bool) -> dict
             why = 'its server does not say how long it is, so that a part could be taken for all'
             raise UserError(f'{shown(url)}: {why}; add #sha256=DIGEST')
         _require_room(path, (total or have) - have)
-        while block := answer.read(_BLOCK):
+        while (total is None or have < total) and (block := answer.read1(_BLOCK)):
             with _room(path, have):
                 file.write(block)
                 file.flush()
@@ -220,7 +218,7 @@ def _room(path: pathlib.Path, have: int) -> Iterator[None]:
         raise UnusableDisk(f'{path.parent}: {text}; VIT_JAX_CACHE=DIR is another place') from error
 
 
-def _checked(path: pathlib.Path, sha256: str | None) -> str:
+def _verified(url: str, path: pathlib.Path, sha256: str | None) -> str:
     """The digest of a file in the cache. What is not as it was downloaded is removed: UserError."""
     with usable(path):
         found, noted = _digest(path, hashlib.sha256()), _beside(path, 'sha256')
@@ -229,16 +227,16 @@ def _checked(path: pathlib.Path, sha256: str | None) -> str:
             again = 'and removed; the same command downloads it again'
             raise UserError(f'{path}: damaged since it was downloaded, {again}')
     if sha256 is not None:
-        _require_same(path, path, 'SHA-256', sha256, found)
+        _require_same(url, path, 'SHA-256', sha256, found)
     return found
 
 
-def _require_same(where: Any, path: pathlib.Path, kind: str, expected: str, found: str) -> None:
+def _require_same(url: str, path: pathlib.Path, kind: str, expected: str, found: str) -> None:
     """Raises UserError for another checksum, and leaves nothing of the file."""
     if expected != found:
         _remove(path)
         text = f'expected the {kind} {expected}, what came has {found}: removed; try again'
-        raise UserError(f'{shown(str(where))}: {text}, or ask for its digest where it is from')
+        raise UserError(f'{shown(url)}: {text}, or ask for its digest where it is from')
 
 
 def _line(sha256: str, path: pathlib.Path) -> str:

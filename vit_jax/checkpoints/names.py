@@ -38,6 +38,13 @@ def is_elsewhere(name: str) -> bool:
     return re.match(rf'(?:{"|".join(_KINDS)}):|[A-Za-z][A-Za-z0-9+]+:/', name) is not None
 
 
+def as_path(name: str) -> str:
+    """The name as a path: without a digest; the short name of a published file as one word."""
+    if name in published.FILES:
+        return re.sub('[:/]', '-', name)
+    return name.partition('#')[0] if is_elsewhere(name) else name
+
+
 def local(name: str) -> Local:
     """The local path of a name, of which what is not in a cache is downloaded.
 

@@ -78,7 +78,13 @@ def open_checkpoint(
         card, count = Card.read(values, where=f'{path}: card'), store.count_params(folder)
         report = [f'{OURS} layout, step {card.step}: {inference.summarize(card.model, count)}']
         return Checkpoint(path, OURS, None, card, report, (), lambda: store.load_params(local))
-    found = array_files.read_array_files(files)
+    try:
+        found = array_files.read_array_files(files)
+    except UserError as error:
+        if not origin:
+            raise
+        text = f'it came from {origin[0]}: remove it to have it downloaded again'
+        raise type(error)(f'{error}; {text}') from error
     beside = place if place.is_dir() else place.parent
     described = [read_json(beside / f'{n}.json') for n in ('config', 'preprocessor_config')]
     with error_prefix(path):

@@ -36,7 +36,7 @@ from rich.progress import (
 from vit_jax.base import MissingFile, UnusableDisk, UserError, locking, require, sync, usable
 
 _SECONDS = 30.0  # without a byte, after which a connection is given up
-_WAITS = 1.0, 2.0, 4.0, 8.0  # seconds, after attempts in a row that brought nothing
+_WAITS = 1.0, 2.0, 4.0  # seconds, after attempts in a row that brought nothing
 _PASSING = 408, 425, 429, 500, 502, 503, 504  # statuses of servers that may soon do better
 _LOST = (
     ConnectionError,
@@ -110,8 +110,9 @@ def _download(url: str, path: pathlib.Path, *, checked: bool) -> None:
                 if _size(partial) > most:
                     most, waits = _size(partial), list(_WAITS)
                 if not waits:
-                    why = ' '.join(str(getattr(error, 'reason', None) or error).split())
-                    text = f'{why or type(error).__name__}; once it can be reached, {_AGAIN}'
+                    cause = getattr(error, 'reason', error)  # of a URLError
+                    why = getattr(cause, 'strerror', None) or str(cause) or type(cause).__name__
+                    text = f'{why}; once it can be reached, {_AGAIN}'
                     raise UserError(f'{shown(url)}: {text}') from error
             time.sleep(waits.pop(0))
     found = _digest(partial, hashlib.sha256())

@@ -5,19 +5,20 @@ import functools
 import hashlib
 import importlib.util
 import pathlib
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from vit_jax.base import MissingFile, UserError, usable
 
-# What says of weights what they are: transformers' and timm's, OpenCLIP's, the shards'.
-_DESCRIPTIONS = 'config.json', 'preprocessor_config.json', 'open_clip_config.json', '*.index.json'
+# What says of weights what they are: transformers' and timm's, OpenCLIP's.
+_DESCRIPTIONS = 'config.json', 'preprocessor_config.json', 'open_clip_config.json'
 # The first kind that a repository has is taken; pickles only where there is nothing else.
 _WEIGHTS = (
-    ('model.safetensors', 'model-*-of-*.safetensors'),
-    ('open_clip_model.safetensors', 'open_clip_model-*-of-*.safetensors'),
-    ('pytorch_model.bin', 'pytorch_model-*-of-*.bin'),
+    ('model.safetensors', 'model.safetensors.index.json', 'model-*-of-*.safetensors'),
+    ('open_clip_model.safetensors',),
+    ('pytorch_model.bin', 'pytorch_model.bin.index.json', 'pytorch_model-*-of-*.bin'),
 )
 
 
@@ -54,8 +55,8 @@ def snapshot(repository: str, revision: str | None) -> Snapshot:
             found = {path: _digests(path) for path in [*weights, *_of_kind(folder, _DESCRIPTIONS)]}
             _refuse_damaged([path for path, (_, right) in found.items() if not right], url)
             return Snapshot(folder, url, revision, {path.name: found[path][0] for path in weights})
-    expected = 'model.safetensors, open_clip_model.safetensors or pytorch_model.bin, or shards'
-    raise MissingFile(f'{url}: no weights at commit {revision}: expected {expected} of one of them')
+    expected = 'model.safetensors, open_clip_model.safetensors or pytorch_model.bin'
+    raise MissingFile(f'{url}: no weights at commit {revision}: expected {expected}')
 
 
 def _bar() -> Any:
@@ -99,7 +100,7 @@ def _refuse_damaged(paths: list[pathlib.Path], url: str) -> None:
 @contextlib.contextmanager
 def _in_one_sentence(url: str, revision: str | None) -> Iterator[None]:
     """What went wrong, and what to do."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     login = '`hf auth login`, or HF_TOKEN=...'
     try:
@@ -113,25 +114,29 @@ def _in_one_sentence(url: str, revision: str | None) -> Iterator[None]:
         text = f'no revision {revision!r}: expected a branch, a tag or a commit, as in'
         raise MissingFile(f'{url}: {text} {url}/commits') from error
     except errors.LocalEntryNotFoundError as error:
-        raise MissingFile(f'{url}: not in the cache, and {_reason(error.__cause__)}') from error
+        why = f'the hub cannot be reached: {_reason(error.__cause__ or error)}'
+        if constants.HF_HUB_OFFLINE:
+            why = 'HF_HUB_OFFLINE forbids to download it'
+        absent = f'not whole in the cache ({constants.HF_HUB_CACHE})'
+        raise MissingFile(f'{url}: {absent}, and {why}') from error
     except Exception as error:  # a hub may answer anything, for which its client raises many kinds
         raise UserError(f'{url}: {_reason(error)}') from error
 
 
-def _reason(error: BaseException | None) -> str:
+def _reason(error: BaseException) -> str:
     """Why nothing came, as a part of a sentence."""
     from huggingface_hub import constants
 
     status = getattr(getattr(error, 'response', None), 'status_code', None)
-    if constants.HF_HUB_OFFLINE:
-        return f'HF_HUB_OFFLINE forbids to download it ({constants.HF_HUB_CACHE} is the cache)'
     if status in (401, 403):
         return f'HTTP {status}: not for everybody: `hf auth login`, or HF_TOKEN=...'
     if status is not None:
         return f'the hub answers HTTP {status}'
     if isinstance(error, OSError) and error.strerror:
         return f'{error.strerror}: {error.filename or constants.HF_HUB_CACHE}'
-    text = ' '.join(str(error).split())[:300] or type(error).__name__
+    text = (
+        ' '.join(re.sub(r'^\[Errno [-\d]+\]', '', str(error)).split())[:300] or type(error).__name__
+    )
     return (
         f'what came cannot be used: {text}' if isinstance(error, ValueError | TypeError) else text
     )

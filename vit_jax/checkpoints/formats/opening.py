@@ -39,7 +39,7 @@ OURS = 'vit_jax'  # a directory that orbax wrote (checkpoints/store.py)
 NAMES = (*(format.name for format in FORMATS), OURS)
 _CARD = 'vit_jax.card'  # in a safetensors file's metadata: the card, as JSON
 _MOST_SHARDS = 1000
-_WEIGHTS = 'model.safetensors', 'pytorch_model.bin', 'open_clip_model.safetensors'
+_WEIGHTS = 'model.safetensors', 'open_clip_model.safetensors', 'pytorch_model.bin'
 
 
 class Checkpoint(NamedTuple):

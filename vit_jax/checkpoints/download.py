@@ -73,6 +73,11 @@ def shown(url: str) -> str:
     return url.partition('?')[0]
 
 
+def place(url: str) -> pathlib.Path:
+    """Where the file behind a URL is kept, if it is."""
+    return cache() / hashlib.sha256(url.encode()).hexdigest()[:16] / shown(url).rpartition('/')[2]
+
+
 def fetched(url: str, *, sha256: str | None = None) -> Fetched:
     """The file behind a URL, from the cache, or else downloaded.
 
@@ -80,15 +85,14 @@ def fetched(url: str, *, sha256: str | None = None) -> Fetched:
     is given; what has not is removed. Of several processes one downloads. Raises UserError, in one
     sentence: MissingFile where nothing is there, UnusableDisk where there is no room.
     """
-    folder = cache() / hashlib.sha256(url.encode()).hexdigest()[:16]
-    path = folder / shown(url).rpartition('/')[2]
+    path = place(url)
     if not path.exists():
         if is_offline():
             why = 'and HF_HUB_OFFLINE forbids to download it'
             raise MissingFile(f'{shown(url)}: not in the cache ({cache()}), {why}')
-        with usable(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            with (folder / '.lock').open('a') as lock:
+        with usable(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with (path.parent / '.lock').open('a') as lock:
                 if not locking.locked(lock):
                     logging.warning('%s: another process downloads it; waiting', path.name)
                     locking.locked(lock, wait=True)

@@ -189,6 +189,7 @@ def test_without_a_length_only_a_checksum_says_what_is_whole(server):
 def test_a_full_disk_is_said_with_what_to_do(server, tmp_path, monkeypatch):
     class Full(io.FileIO):
         def write(self, block):
+            super().write(block[:100])
             raise OSError(errno.ENOSPC, 'No space left on device')
 
     def opened(path, mode='r', **how):
@@ -196,10 +197,18 @@ def test_a_full_disk_is_said_with_what_to_do(server, tmp_path, monkeypatch):
 
     open_as = pathlib.Path.open
     monkeypatch.setattr(pathlib.Path, 'open', opened)
-    said = 'No space left on device after 0 bytes of file.npz; make room, and .*; VIT_JAX_CACHE=DIR'
+    said = (
+        'No space left on device after 100 bytes of file.npz; make room, and .*; VIT_JAX_CACHE=DIR'
+    )
     with pytest.raises(OSError, match=said):
         read()
     assert len(server.asked) == 1 and not whole(tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_said_with_what_to_do(server, monkeypatch):
+    monkeypatch.setenv('VIT_JAX_CACHE', '/dev/null')
+    with pytest.raises(OSError, match='/dev/null/.*: Not a directory; VIT_JAX_CACHE=DIR is'):
+        read()
 
 
 def test_a_web_page_is_no_checkpoint(server):
@@ -249,6 +258,7 @@ def test_a_subtree_and_a_digest_may_stand_behind_a_file(server):
         ('hf:name', 'expected hf:OWNER/NAME or hf:OWNER/NAME@REVISION'),
         ('hf://owner/name', 'expected hf:OWNER/NAME'),
         ('hf:owner/name@', 'expected hf:OWNER/NAME'),
+        ('augreg:b/16', "did you mean 'augreg:B/16'?"),
         ('augreg:B/17', "did you mean 'augreg:B/16'?"),
         ('vit:L/16-in22k', "did you mean 'vit:L/16-in21k'?"),
         ('s3://bucket/file.npz', '`aws s3 cp s3://bucket/file.npz FILE`, and name that file'),

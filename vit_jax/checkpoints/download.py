@@ -90,7 +90,7 @@ def fetched(url: str, *, sha256: str | None = None) -> Fetched:
         if is_offline():
             why = 'and HF_HUB_OFFLINE forbids to download it'
             raise MissingFile(f'{shown(url)}: not in the cache ({cache()}), {why}')
-        with usable(path.parent):
+        with _kept(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with (path.parent / '.lock').open('a') as lock:
                 if not locking.locked(lock):
@@ -154,9 +154,8 @@ def _attempt(url: str, path: pathlib.Path, told: Told, *, checked: bool) -> dict
             raise UserError(f'{shown(url)}: {why}; add #sha256=DIGEST')
         _require_room(path, (total or have) - have)
         while (total is None or have < total) and (block := answer.read1(_BLOCK)):
-            with _room(path, have):
-                file.write(block)
-                file.flush()
+            file.write(block)
+            file.flush()
             have += len(block)
             told(have, total)
         if total is not None and have < total:
@@ -215,12 +214,17 @@ def _require_room(path: pathlib.Path, more: int) -> None:
 
 
 @contextlib.contextmanager
-def _room(path: pathlib.Path, have: int) -> Iterator[None]:
+def _kept(path: pathlib.Path) -> Iterator[None]:
+    """Around what is written to the cache, of which an OSError becomes UnusableDisk."""
     try:
         yield
+    except UserError:
+        raise
     except OSError as error:
-        text = f'{error.strerror} after {have:,} bytes of {path.name}; make room, and {_AGAIN}'
-        raise UnusableDisk(f'{path.parent}: {text}; VIT_JAX_CACHE=DIR is another place') from error
+        have = _size(_beside(path, 'partial'))
+        came = f' after {have:,} bytes of {path.name}; make room, and {_AGAIN}' if have else ''
+        place = 'VIT_JAX_CACHE=DIR is another place'
+        raise UnusableDisk(f'{path.parent}: {error.strerror}{came}; {place}') from error
 
 
 def _verified(url: str, path: pathlib.Path, sha256: str | None) -> str:

@@ -133,7 +133,8 @@ def _reason(error: BaseException) -> str:
     if status is not None:
         return f'the hub answers HTTP {status}'
     if isinstance(error, OSError) and error.strerror:
-        return f'{error.strerror}: {error.filename or constants.HF_HUB_CACHE}'
+        where = error.filename or constants.HF_HUB_CACHE
+        return f'{where}: {error.strerror}; HF_HOME=DIR is another place'
     text = (
         ' '.join(re.sub(r'^\[Errno [-\d]+\]', '', str(error)).split())[:300] or type(error).__name__
     )

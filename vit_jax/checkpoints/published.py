@@ -83,7 +83,7 @@ def published(name: str) -> Published:
     """The file of a short name. Raises MissingFile for one that is not in the table."""
     if name not in FILES:
         listing = '`python -m vit_jax.augreg` lists all'
-        raise MissingFile(
-            f'{name}: no such published file; {records.nearest(name, FILES)}; {listing}'
-        )
+        same = next((known for known in FILES if known.lower() == name.lower()), name)
+        meant = records.nearest(same, FILES)
+        raise MissingFile(f'{name}: no such published file; {meant}; {listing}')
     return FILES[name]

@@ -282,6 +282,14 @@ def test_a_name_that_cannot_be_meant_is_refused_with_what_would_be_right(name, m
     assert not server.asked
 
 
+@pytest.mark.parametrize('name', ['s3://bucket/index.csv', 'hf:owner/name', 'http://h/x.csv'])
+def test_an_index_is_a_local_file_or_one_of_a_bucket(name, server):
+    server.answers['/bucket/index.csv'] = web.stored(b'1')
+    assert pathlib.Path(names.local_file('gs://bucket/index.csv')).read_bytes() == b'1'
+    with pytest.raises(UserError, match=f'{name}: expected a local file, or one of gs:// or https'):
+        names.local_file(name)
+
+
 def test_a_local_path_is_itself(tmp_path):
     for path in 'x.npz', '/a/b', 'C:\\x', 'C:/x', 'x.npz:img', 'x.npz:/img', 'a/b', '', 'vit', 'hf':
         assert names.local(path) == names.Local(path)

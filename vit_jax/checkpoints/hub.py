@@ -71,19 +71,20 @@ def _of_kind(folder: pathlib.Path, patterns: tuple[str, ...]) -> list[pathlib.Pa
 
 
 def _digests(path: pathlib.Path) -> tuple[str, bool]:
-    """The SHA-256 of a file, and whether it has the digest that the hub declared.
+    """The SHA-256 of a file, and whether it has the digest that the hub declared, if any.
 
     The file is a link to one that the hub's client named so: by the SHA-256 of what is in LFS,
-    else by git's SHA-1. Where links cannot be made nothing is declared.
+    else by git's SHA-1. Where links cannot be made, or a mirror has other names, none is declared.
     """
     blob = path.resolve()
+    declared = path.is_symlink() and re.fullmatch('[0-9a-f]{40}|[0-9a-f]{64}', blob.name)
     with usable(path), blob.open('rb') as file:
         sha256 = found = hashlib.file_digest(file, 'sha256').hexdigest()
         if len(blob.name) == 40:
             file.seek(0)
             header = b'blob %d\0' % blob.stat().st_size
             found = hashlib.file_digest(file, lambda: hashlib.sha1(header)).hexdigest()
-    return sha256, found == blob.name or not path.is_symlink()
+    return sha256, not declared or found == blob.name
 
 
 def _refuse_damaged(paths: list[pathlib.Path], url: str) -> None:
@@ -135,9 +136,6 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = error.filename or constants.HF_HUB_CACHE
         return f'{where}: {error.strerror}; HF_HOME=DIR is another place'
-    text = (
-        ' '.join(re.sub(r'^\[Errno [-\d]+\]', '', str(error)).split())[:300] or type(error).__name__
-    )
-    return (
-        f'what came cannot be used: {text}' if isinstance(error, ValueError | TypeError) else text
-    )
+    text = ' '.join(re.sub(r'^\[Errno [-\d]+\]', '', str(error)).split())[:300]
+    unfit = 'what came cannot be used: ' if isinstance(error, ValueError | TypeError) else ''
+    return unfit + (text or type(error).__name__)

@@ -64,8 +64,12 @@ def local(name: str) -> Local:
 
 
 def local_file(name: str) -> str:
-    """The local path of a file of any ending: as `local`, where it is none of weights."""
-    return str(download.fetched(_https(name)).path) if is_elsewhere(name) else name
+    """The local path of a file that holds no weights, and may have any ending."""
+    if not is_elsewhere(name):
+        return name
+    fits = name.startswith(('gs://', 'https://'))
+    require(fits, f'{name}: expected a local file, or one of gs:// or https://')
+    return str(download.fetched(_https(name)).path)
 
 
 def require_here(path: str) -> None:

@@ -16,6 +16,7 @@ import optax
 import psutil
 
 from vit_jax import train
+from vit_jax.checkpoints import download
 from vit_jax.checkpoints.store import Checkpoints
 from vit_jax.command_line import app
 from vit_jax.data import loading
@@ -245,6 +246,12 @@ def other_packages(number, index):
         return facts
 
     fingerprint.of_run = other
+
+
+def own_downloads(number, index):
+    """Each process has a cache of its own, as hosts have."""
+    cache = download.cache
+    download.cache = lambda: cache() / str(jax.process_index())
 
 
 def other_labels(number, index):

@@ -576,7 +576,7 @@ def test_the_published_rule_picks_the_best_of_imagenet_21k(tmp_path, capsys):
     ]
     assert [row.adapt_ds for row in fine_tuned(rows, 'B_16-i21k-a')] == ['cifar100', 'imagenet2012']
     assert run(augreg, index(tmp_path), 'B/16') == 0
-    assert 'picked    B_16-i21k-b.npz' in capsys.readouterr().out
+    assert 'picked    gs://vit_models/augreg/B_16-i21k-b.npz' in capsys.readouterr().out
     with pytest.raises(ValueError, match="no variant 'B/17' in the index; did you mean"):
         pick(rows, 'B/17')
     with pytest.raises(ValueError, match="no file 'B_16-i21k-x' in the index; did you mean"):

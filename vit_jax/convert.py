@@ -13,6 +13,7 @@ import pathlib
 
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.formats.opening import NAMES, format_for
+from vit_jax.checkpoints.names import require_here
 from vit_jax.command_line import app
 from vit_jax.pretrained import is_free, load, save
 
@@ -20,6 +21,7 @@ from vit_jax.pretrained import is_free, load, save
 def main(arguments: argparse.Namespace) -> int:
     """Reads, says what it found, writes, says what a reader of it has to know."""
     output = pathlib.Path(arguments.output)
+    require_here(arguments.output)
     if not (arguments.overwrite or is_free(output)):
         raise UserError(f'{output}: exists already; --overwrite replaces it')
     changes = app.overrides(arguments)

@@ -115,6 +115,7 @@ def _write(
     """Writes all that was found, and what was evaluated how."""
     asked = 'checkpoint', 'data', 'split', 'labels'
     values = {name: getattr(arguments, name) for name in asked} | {
+        'origin': loaded.origin,
         'image_size': list(loaded.config.image_size),
         'preprocessing': records.to_dict(loaded.preprocessing),
         'images': found.images,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base import Array, Float, Params, Record, UInt8, UserError, require, tree_names, usable
-from vit_jax.checkpoints import store
+from vit_jax.checkpoints import names, store
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import opening
 from vit_jax.checkpoints.formats.array_files import error_prefix
@@ -53,6 +53,7 @@ class Loaded:
     format: str  # one of opening.NAMES
     layout: Layout | None
     compute: Compute = dataclasses.field(default_factory=Compute)
+    origin: tuple[str, ...] = ()  # of one that was downloaded: URL, commit, digest
 
     def __repr__(self) -> str:
         return '\n'.join(self.report)
@@ -207,6 +208,8 @@ def load(
 ) -> Loaded:
     """The network at a path: a file or directory of any format of `opening.NAMES`.
 
+    Or of a name: `hf:OWNER/NAME`, `https://...`, `gs://...`, `augreg:B/16` (checkpoints/names.py),
+    which is downloaded unless it was before; the report begins with what exactly that was.
     The first four are for what its file does not say of itself: the grid (height, width) of the
     position embeddings in patches, the number of heads, and so on. The others change the network:
     the size of images and patches (height, width, or one number), the channels of images, and the
@@ -238,6 +241,7 @@ def load(
         format=checkpoint.format,
         layout=checkpoint.layout,
         compute=compute,
+        origin=checkpoint.origin,
     )
 
 
@@ -258,6 +262,7 @@ def save(
     not allow to replace.
     """
     path = _path(path)
+    names.require_here(path)
     format = opening.format_for(path, format, loaded.format)
     require(overwrite or is_free(path), f'{path}: exists already; overwrite=True replaces it')
     layout = loaded.layout if format == loaded.format else None

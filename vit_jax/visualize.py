@@ -33,6 +33,7 @@ from vit_jax.base import (
     usable,
 )
 from vit_jax.checkpoints.formats.array_files import NotFiniteArray, write_npz
+from vit_jax.checkpoints.names import as_path
 from vit_jax.command_line import app, output
 from vit_jax.data import loading
 from vit_jax.data.sources.base import Source
@@ -169,7 +170,8 @@ def _loaded(arguments: argparse.Namespace) -> tuple[dict[str, Loaded], list[str]
         height, width = one.config.image_size
         removed = getattr(one.config, 'blocks_without_skips', ())
         without = f'; blocks without skip connections: {removed}' if removed else ''
-        lines.append(f'{name}: {one.report[1]}; images of {height}x{width}{without}.')
+        found = '; '.join(one.report[1 : len(one.origin) + 2])  # where from, and what it is
+        lines.append(f'{name}: {found}; images of {height}x{width}{without}.')
     print('\n'.join(lines), file=sys.stderr)
     return loaded, lines
 
@@ -193,7 +195,7 @@ def _opened(data: str, split: str | None) -> Source:
 
 def _names(paths: Sequence[str]) -> list[str]:
     """As few last parts of each path as tell it from the others; characters of file names."""
-    whole = [pathlib.Path(os.path.abspath(path)) for path in paths]
+    whole = [pathlib.Path(os.path.abspath(as_path(path))) for path in paths]
     parts = [(*path.parts[:-1], _without_ending(path.name)) for path in whole]
     for length in range(1, max(map(len, parts)) + 1):
         names = ['-'.join(each[-length:]).strip('/') for each in parts]

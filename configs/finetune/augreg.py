@@ -6,7 +6,7 @@ Result: B/16 from ImageNet-21k reaches 98.6 % on CIFAR-10 and 89 % on CIFAR-100 
 (vision_transformer's README, for the checkpoint before AugReg; 84.6 % on ImageNet in 20,000).
 Cost: 500 steps of B/16 at 384 pixels are 0.09 exaFLOPs.
 Command: python -m vit_jax.finetune --config=configs/finetune/augreg.py:cifar10 --workdir=DIR \
-             --config.start_from=CHECKPOINT
+             --config.start_from=augreg:B/16-in21k
 """
 
 from vit_jax.config import TrainConfig

@@ -10,7 +10,7 @@ CIFAR-100 91.7, 93.4; Pets 94.4, 94.7; Flowers 99.4, 99.6 %. Table 2: L/16 from 
 from JFT 87.8; H/14 from JFT 88.6 %.
 Cost: 20,000 steps of B/16 at 384 pixels are 3.4 exaFLOPs.
 Command: python -m vit_jax.finetune --config=configs/finetune/vit.py:cifar10,0.01 --workdir=DIR \
-             --config.start_from=CHECKPOINT
+             --config.start_from=vit:B/16-in21k
 """
 
 from vit_jax.config import TrainConfig

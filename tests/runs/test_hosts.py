@@ -3,6 +3,7 @@
 The rest: python -m pytest -m full tests/runs/test_hosts.py
 """
 
+import hashlib
 import random
 import re
 import signal
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 
 import vit_jax
+from tests import tiny
 from tests.hosts import hosts, result
-from vit_jax.checkpoints import digests
+from tests.networks import loaded
+from vit_jax.checkpoints import digests, download
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.parallel.processes import REQUEUE
 from vit_jax.runs.goodput import read, totals
@@ -259,6 +262,26 @@ def test_hosts_of_an_evaluation_that_differ_are_told_too(tmp_path):
     with hosts(tmp_path, command, 2, each=flags.get) as started:
         assert [host.wait(60) for host in started] == [1, 1]
     assert 'config.seed: 0 -> 1 here' in started[0].text
+
+
+@pytest.mark.full
+def test_hosts_whose_downloads_differ_are_refused_with_both_digests(tmp_path, monkeypatch):
+    monkeypatch.setenv('STORAGE_EMULATOR_HOST', 'http://127.0.0.1:9')
+    for index in 0, 1:
+        file = tmp_path / f'{index}.npz'
+        vit_jax.save(loaded(tiny.model(num_classes=10 + index)), str(file))
+        monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / str(index)))
+        kept = download.place('http://127.0.0.1:9/bucket/file.npz')
+        kept.parent.mkdir(parents=True)
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        kept.with_name('file.npz.sha256').write_text(f'{digest}  file.npz\n')
+        file.rename(kept)
+    monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path))
+    flags = ['--config.start_from=gs://bucket/file.npz']
+    with training(tmp_path, 'own_downloads:0', 2, flags) as started:
+        assert [host.wait(60) for host in started] == [1, 1]
+    assert 'start_from: process 1' in started[0].text and digest in started[0].text
+    assert not (tmp_path / 'run').exists()
 
 
 def test_a_work_directory_that_is_not_shared_is_refused(tmp_path):

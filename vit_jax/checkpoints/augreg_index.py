@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from vit_jax.base import MissingFile, UserError, records, require, usable
+from vit_jax.checkpoints import names
 
 
 class Row(NamedTuple):
@@ -23,8 +24,8 @@ class Row(NamedTuple):
 
 
 def read_index(path: str) -> list[Row]:
-    """The rows of a copy of the index. Raises UserError where it is another file."""
-    place = pathlib.Path(path)
+    """The rows of a copy of the index, a local one or a name. UserError for another file."""
+    place = pathlib.Path(names.local_file(path))
     if not place.is_file():
         raise MissingFile(f'{path}: no such file')
     with usable(path), place.open(newline='', encoding='utf-8', errors='replace') as file:

@@ -107,6 +107,7 @@ def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
     # Of each array that orbax cannot write these say so; the first is raised, which is enough.
     for name in 'absl', 'asyncio':
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    logging.getLogger('huggingface_hub').propagate = False  # it prints its warnings itself
     try:
         if getattr(arguments, 'config', None) is not None:
             arguments.config = config_flags.load(arguments.config, overrides)

@@ -7,6 +7,7 @@ from importlib import metadata
 from typing import Any
 
 from vit_jax.base import records
+from vit_jax.checkpoints.formats.opening import Checkpoint
 from vit_jax.config import TrainConfig
 
 _HERE = pathlib.Path(__file__).parent.parent
@@ -17,6 +18,11 @@ def of_run(config: TrainConfig, path: str) -> dict[str, Any]:
     """Settings, code and packages of a run in the work directory `path`."""
     where = str(pathlib.Path(path).absolute())
     return {'config': records.to_dict(config), 'workdir': where} | installed()
+
+
+def of_start(start: Checkpoint | None) -> dict[str, Any]:
+    """What exactly a run begins from, where each host has downloaded it."""
+    return {} if start is None else {'origin': list(start.origin)}
 
 
 def installed() -> dict[str, Any]:

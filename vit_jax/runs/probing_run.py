@@ -35,6 +35,7 @@ def probe(
     start = open_start(config)
     if start is None:
         raise UserError('config.start_from is none: expected the checkpoint to evaluate')
+    job.require_same('start_from', fingerprint.of_start(start))
     preprocessing = start.card.preprocessing
     config = dataclasses.replace(config, preprocessing=preprocessing)
     size = config.image_size or start.card.model.image_size
@@ -64,6 +65,7 @@ def probe(
             features_of = feature_cache.cached(features_of, cache, network)
         result = probing.evaluate(features_of, sets, preprocessing)
         result |= {'step': start.card.step, 'checkpoint': config.start_from}
+        result |= fingerprint.of_start(start)
         if job.index == 0:
             write_json(folder / workdirs.FEWSHOT, result)
     return result, folder / workdirs.FEWSHOT

@@ -130,6 +130,7 @@ def agreed(
     """
     job.require_same('this run', fingerprint.of_run(config, path))
     experiment = decide(config)
+    job.require_same('start_from', fingerprint.of_start(experiment.start))
     readers = {'train': experiment.train} | experiment.evals
     splits = data_record.agreed_splits(experiment.config, readers, experiment.probes, job)
     values = records.to_dict(experiment.config)

@@ -2,17 +2,15 @@
 
 import contextlib
 import datetime
-import errno
 import json
-import logging
 import os
 import pathlib
 import socket
 import uuid
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
-from vit_jax.base import UnusableDisk, UserError, records, sync, write_json
+from vit_jax.base import UnusableDisk, UserError, locking, records, sync, write_json
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.config import FREE, TrainConfig, modernized
@@ -84,7 +82,7 @@ def _keep_config(folder: pathlib.Path, config: dict[str, Any], *, accept_changes
 def _locked(path: pathlib.Path) -> Iterator[None]:
     """Holds the lock file, which says who does; the system frees it when the process is gone."""
     with path.open('a+') as file:
-        if not _flock(file):
+        if not locking.locked(file):
             file.seek(0)
             holder = file.read().strip() or 'another run'
             raise UserError(f'workdir {path.parent} is in use by {holder}')
@@ -93,23 +91,6 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
         file.write(f'process {os.getpid()} on {host} since {now}, run {uuid.uuid4()}\n')
         file.flush()
         yield
-
-
-def _flock(file: IO[str]) -> bool:
-    """Was the file locked? True, with a warning, where that is not possible."""
-    try:
-        import fcntl  # not on Windows
-    except ImportError:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
-            raise
-        logging.warning('%s: no locks here; see that no other run writes there', file.name)
-    return True
 
 
 def _read_config(path: pathlib.Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import numpy as np
 from vit_jax.base import MissingFile, UserError, atomic_write, close_by
 from vit_jax.checkpoints.formats.pickles import check_pickle, plain_tensors
 
+ENDINGS = '.safetensors', '.npz', '.bin', '.pth', '.pt'  # of names of files of weights
 DIGESTS = 'vit_jax.sha256'  # in a safetensors file's metadata: digests by name
 # The largest published ViT has under 1,000 arrays, 22 billion parameters, and 100 kB of names.
 _MOST_ARRAYS = 10_000
@@ -147,10 +148,10 @@ def error_prefix(path: pathlib.Path | str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        # A URL, or the name of a model.
-        remote = re.match('(https?|gs|s3|hf):', str(path)) or not pathlib.Path(path).suffix
-        what = 'file' if pathlib.Path(path).suffix else 'file or folder'
-        how = '; nothing is downloaded here: fetch it first, curl -LO URL' if remote else ''
+        what, how = 'file', ''
+        if not pathlib.Path(path).suffix:  # the name of a model?
+            what = 'file or folder'
+            how = '; what is elsewhere begins with hf:, augreg:, vit:, https:// or gs://'
         raise MissingFile(f'{path}: no such {what}{close_by(path) or how}') from error
     except IsADirectoryError as error:
         raise UserError(f'{path}: is a directory, expected a file') from error

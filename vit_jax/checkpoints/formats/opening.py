@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from vit_jax.base import Params, UserError, records, require, tree_names, usable, write_json
-from vit_jax.checkpoints import store
+from vit_jax.checkpoints import names, store
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import array_files, inference, name_map, stablehlo
 from vit_jax.checkpoints.formats.array_files import (
@@ -50,8 +50,7 @@ _BESIDE = (  # JSON files beside weights
     'open_clip_config.json',
 )
 _MOST_SHARDS = 1000
-_ENDINGS = '.safetensors', '.npz', '.bin', '.pth', '.pt'  # of files of weights
-_WEIGHTS = 'model.safetensors', 'pytorch_model.bin', 'open_clip_model.safetensors'
+_WEIGHTS = 'model.safetensors', 'open_clip_model.safetensors', 'pytorch_model.bin'
 
 
 class Checkpoint(NamedTuple):
@@ -64,6 +63,7 @@ class Checkpoint(NamedTuple):
     report: list[str]  # what it is, for people
     ignored: tuple[str, ...]  # names of what its file holds beside the network
     read: Callable[[], Params]  # the parameters, float32, in host memory; raises UserError
+    origin: tuple[str, ...] = ()  # of one that was downloaded: from where, and what exactly
 
 
 def open_checkpoint(
@@ -71,22 +71,31 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The checkpoint at a path: a file or directory of any format, or `FILE.npz:SUBTREE`.
 
+    The name of one that is elsewhere (checkpoints/names.py) is downloaded, unless it was before.
+
     `image_size` (height, width) is that of the images for which the network is wanted; it settles
     a grid that the file leaves open. Raises UserError, in one sentence that begins with the path:
     MissingFile where nothing is there, NeedsHint where the file leaves open what network it is.
     """
-    place, subtree = pathlib.Path(path), ''
-    if not place.exists() and (match := re.fullmatch(r'(.+\.npz):(.+)', path)):
+    local, origin = names.local(path)
+    place, subtree = pathlib.Path(local), ''
+    if not place.exists() and (match := re.fullmatch(r'(.+\.npz):(.+)', local)):
         place, subtree = pathlib.Path(match[1]), match[2].strip('/')
     files = _weights(place) if place.is_dir() else [place]
     if not files:
         if given := [name for name, value in vars(hints).items() if value is not None]:
             raise UserError(f'{path}: a checkpoint of ours says all of itself; drop {given[0]}')
-        values, folder = store.load_card(path)
+        values, folder = store.load_card(local)
         card, count = Card.read(values, where=f'{path}: card'), store.count_params(folder)
         report = [f'{OURS} layout, step {card.step}: {inference.summarize(card.model, count)}']
-        return Checkpoint(path, OURS, None, card, report, (), lambda: store.load_params(path))
-    found = array_files.read_array_files(files)
+        return Checkpoint(path, OURS, None, card, report, (), lambda: store.load_params(local))
+    try:
+        found = array_files.read_array_files(files)
+    except UserError as error:
+        if not origin:
+            raise
+        text = f'it came from {origin[0]}: remove it to have it downloaded again'
+        raise type(error)(f'{error}; {text}') from error
     beside = place if place.is_dir() else place.parent
     described = {name: read_json(beside / name) for name in _BESIDE}
     with error_prefix(path):
@@ -95,7 +104,8 @@ def open_checkpoint(
         embedded = found.metadata.get(_CARD)
         own = Card.read(json_object(embedded), where='card') if embedded else None
         clues = Clues(found.arrays, hints, image_size, subtree=subtree, beside=described)
-        return _recognised(path, clues, own, found.ignored)
+        opened = _recognised(path, clues, own, found.ignored)
+    return opened._replace(report=[*origin, *opened.report], origin=origin)
 
 
 def format_for(
@@ -120,7 +130,7 @@ def format_for(
         kept = f'no format is given, and {format}, which the network has, is a file'
         right = f'end the name with {_SUFFIXES[format]}, or, for a folder, say {folders}'
         raise UserError(f'{path}: {kept}: {right}')
-    if ending in {*_ENDINGS, *_SUFFIXES.values()} and format not in _SUFFIXES:
+    if ending in {*array_files.ENDINGS, *_SUFFIXES.values()} and format not in _SUFFIXES:
         others = fitting or [f'{name} ({suffix})' for name, suffix in _SUFFIXES.items()]
         right = f'expected a name without {ending}, or the format {" or ".join(others)}'
         raise UserError(f'{path}: the format {format} is a directory: {right}')
@@ -338,7 +348,7 @@ def _weights(folder: pathlib.Path) -> list[pathlib.Path]:
             return _shards(index)
         if (folder / name).is_file():
             return [folder / name]
-    found = sorted(p for p in folder.iterdir() if p.suffix in _ENDINGS and p.is_file())
+    found = sorted(p for p in folder.iterdir() if p.suffix in array_files.ENDINGS and p.is_file())
     if len(found) > 1:
         names = ', '.join(p.name for p in found)
         raise UserError(f'{folder}: holds several files of weights; name one of {names}')

@@ -1,0 +1,136 @@
+"""Names of checkpoints that are elsewhere, and the local copies that they become.
+
+    hf:OWNER/NAME[@REVISION]               a repository of the Hugging Face Hub
+    https://HOST/FILE[#sha256=DIGEST]      a file, which is checked where its digest is given
+    gs://BUCKET/FILE[:SUBTREE]             a public file of Google Cloud Storage
+    augreg:B/16, vit:L/16-in21k            files of the papers (checkpoints/published.py)
+
+Everything else is a local path, for which the network is not touched.
+"""
+
+import os
+import re
+import urllib.parse
+from typing import NamedTuple
+
+from vit_jax.base import UserError, require
+from vit_jax.checkpoints import download, hub, published
+from vit_jax.checkpoints.formats.array_files import ENDINGS
+
+_KINDS = 'hf', 'augreg', 'vit'
+_HUB = re.compile(r'hf:([\w.-]+/[\w.-]+)(?:@([^@\s]+))?')
+_ENDS = '|'.join(re.escape(ending) for ending in ENDINGS)
+_FILE = re.compile(
+    rf'(?P<address>(?:https?|gs)://[^/?#\s]+/[^?#\s]*?(?:{_ENDS})(?:[?][^#:\s]*)?)'
+    r'(?::(?P<subtree>[^#?\s]+))?(?:#sha256=(?P<sha256>[0-9a-fA-F]{64}))?'
+)
+
+
+class Local(NamedTuple):
+    """What a name stands for."""
+
+    path: str  # on this machine
+    origin: tuple[str, ...] = ()  # where it was downloaded from and what exactly, line by line
+
+
+def is_elsewhere(name: str) -> bool:
+    """Is it a name of something that is not on this machine?"""
+    return re.match(rf'(?:{"|".join(_KINDS)}):|[A-Za-z][A-Za-z0-9+]+:/', name) is not None
+
+
+def as_path(name: str) -> str:
+    """The name as a path: without a digest; the short name of a published file as one word."""
+    if name in published.FILES:
+        return re.sub('[:/]', '-', name)
+    return name.partition('#')[0] if is_elsewhere(name) else name
+
+
+def local(name: str) -> Local:
+    """The local path of a name, of which what is not in a cache is downloaded.
+
+    A local path is itself. Raises UserError in one sentence that begins with the name.
+    """
+    if not is_elsewhere(name):
+        return Local(name)
+    try:
+        if name.startswith('hf:'):
+            return _of_hub(name)
+        if name.partition(':')[0] in _KINDS:
+            return _file(published.published(name).address)
+        return _file(name)
+    except UserError as error:
+        text = str(error).removeprefix(f'{name}: ')
+        raise type(error)(f'{name}: {text}') from error
+
+
+def local_file(name: str) -> str:
+    """The local path of a file that holds no weights, and may have any ending."""
+    if not is_elsewhere(name):
+        return name
+    fits = name.startswith(('gs://', 'https://'))
+    require(fits, f'{name}: expected a local file, or one of gs:// or https://')
+    return str(download.fetched(_https(name)).path)
+
+
+def require_here(path: str) -> None:
+    """Raises UserError for a name where only a local path can be written."""
+    require(not is_elsewhere(path), f'{path}: expected a local path to write to')
+
+
+def _of_hub(name: str) -> Local:
+    match = _HUB.fullmatch(name)
+    if match is None:
+        raise UserError('expected hf:OWNER/NAME or hf:OWNER/NAME@REVISION')
+    found = hub.snapshot(match[1], match[2])
+    digests = (f'{file}: SHA-256 {digest}' for file, digest in found.weights.items())
+    return Local(str(found.folder), (f'{found.url}, commit {found.commit}', *digests))
+
+
+def _file(name: str) -> Local:
+    """The copy of the file that a URL names."""
+    match = _FILE.fullmatch(name)
+    if match is None:
+        raise UserError(_what_is_wrong(name))
+    address, subtree, sha256 = match['address'], match['subtree'], match['sha256']
+    plain = address.startswith('http://') and sha256 is None
+    require(not plain, 'anyone on the way could change it: https://, or #sha256=DIGEST at the end')
+    url = _https(address)
+    found = download.fetched(url, sha256=sha256 and sha256.lower())
+    path = f'{found.path}:{subtree}' if subtree else str(found.path)
+    return Local(path, (download.shown(url), f'SHA-256 {found.sha256}'))
+
+
+def _https(address: str) -> str:
+    """The URL of an address: of gs://BUCKET/FILE where anyone can read it.
+
+    STORAGE_EMULATOR_HOST is another server for these, as in Google's own clients.
+    """
+    if not address.startswith('gs://'):
+        return urllib.parse.quote(address, safe="!#$%&'()*+,/:;=?@[]~")
+    server = os.environ.get('STORAGE_EMULATOR_HOST') or 'https://storage.googleapis.com'
+    server = server if '://' in server else f'http://{server}'
+    return f'{server.rstrip("/")}/{urllib.parse.quote(address.removeprefix("gs://"), safe="/+")}'
+
+
+def _what_is_wrong(name: str) -> str:
+    """Why a name with `:/` in it is none that can be read, and what would be right."""
+    scheme, address = name.split(':/', 1)
+    address = address.removeprefix('/')
+    if not name.startswith(f'{scheme}://'):
+        return f'expected {scheme}://{address}, as text: a pathlib.Path takes one / away'
+    if scheme == 's3':
+        return f'not read from there: `aws s3 cp {name} FILE`, and name that file'
+    if scheme == 'file':
+        return f'a local path has no file://: {address}'
+    if scheme not in ('https', 'http', 'gs'):
+        return 'expected hf:OWNER/NAME, https://HOST/FILE, gs://BUCKET/FILE or a local path'
+    if '#' in name and re.search('#sha256=[0-9a-fA-F]{64}$', name) is None:
+        return 'after # there is only sha256= and its 64 hexadecimal digits'
+    if match := re.match(r'https://huggingface\.co/([\w.-]+/[\w.-]+)/?$', name):
+        return f'expected hf:{match[1]}'
+    expected = f'expected a file that ends with {", ".join(ENDINGS)}'
+    if scheme == 'gs':  # where work directories on buckets will be found
+        return (
+            f'{expected}; of a work directory, `gcloud storage cp -r {name} .`, and name the copy'
+        )
+    return expected

@@ -1,0 +1,89 @@
+"""The files that two papers published, by short names: `augreg:B/16`, `vit:L/16-in21k`.
+
+-in21k is a network that was pre-trained on ImageNet-21k; without it, one that was then fine-tuned
+on ImageNet, at 384 pixels or those of its name. The addresses are of vision_transformer's README.
+"""
+
+from typing import NamedTuple
+
+from vit_jax.base import MissingFile, records
+
+AUGREG_FOLDER = 'gs://vit_models/augreg'
+
+
+class Published(NamedTuple):
+    """A file that anyone can download."""
+
+    address: str
+    mebibytes: int  # 4 bytes a parameter, as the README has them
+
+
+# "How to train your ViT?" (Steiner et al.): how each was pre-trained, and its size; the learning
+# rate that it was fine-tuned with, and the size then.
+_AUGREG: dict[str, tuple[str, int, tuple[str, int] | None]] = {
+    'Ti/16': ('aug_none-wd_0.03-do_0.0-sd_0.0', 37, ('0.03', 22)),
+    'S/16': ('aug_light1-wd_0.03-do_0.0-sd_0.0', 115, ('0.03', 85)),
+    'S/32': ('aug_none-wd_0.1-do_0.0-sd_0.0', 118, ('0.01', 87)),
+    'B/8': ('aug_medium2-wd_0.1-do_0.0-sd_0.0', 391, None),
+    'B/16': ('aug_medium1-wd_0.1-do_0.0-sd_0.0', 391, ('0.03', 331)),
+    'B/32': ('aug_light1-wd_0.1-do_0.0-sd_0.0', 398, ('0.01', 337)),
+    'L/16': ('aug_strong1-wd_0.1-do_0.0-sd_0.0', 1243, ('0.01', 1162)),
+    'R+Ti/16': ('aug_none-wd_0.03-do_0.0-sd_0.0', 40, ('0.03', 24)),
+    'R26+S/32': ('aug_light1-wd_0.1-do_0.0-sd_0.0', 170, ('0.01', 139)),
+    'R50+L/32': ('aug_medium1-wd_0.1-do_0.1-sd_0.1', 1337, ('0.01', 1255)),
+}
+# "An Image is Worth 16x16 Words" (Dosovitskiy et al.): files by their own names.
+_VIT = {
+    'imagenet21k': {
+        'ViT-B_8': 394,
+        'ViT-B_16': 394,
+        'ViT-B_32': 400,
+        'ViT-L_16': 1246,
+        'ViT-L_32': 1255,
+        'ViT-H_14': 2519,
+        'R26+ViT-B_32': 450,
+        'R50+ViT-B_16': 440,
+        'R50+ViT-L_32': 1341,
+    },
+    'imagenet21k+imagenet2012': {
+        'ViT-B_8': 335,
+        'ViT-B_16': 331,
+        'ViT-B_16-224': 330,
+        'ViT-B_32': 337,
+        'ViT-L_16': 1162,
+        'ViT-L_16-224': 1161,
+        'ViT-L_32': 1170,
+        'R50+ViT-B_16': 378,
+    },
+}
+
+
+def _files() -> dict[str, Published]:
+    found = {}
+    for variant, (recipe, size, tuned) in _AUGREG.items():
+        stem = variant.translate(str.maketrans('/+', '__'))
+        address = f'{AUGREG_FOLDER}/{stem}-i21k-300ep-lr_0.001-{recipe}'
+        found[f'augreg:{variant}-in21k'] = Published(f'{address}.npz', size)
+        if tuned is not None:
+            rate, size = tuned
+            address += f'--imagenet2012-steps_20k-lr_{rate}-res_384.npz'
+            found[f'augreg:{variant}'] = Published(address, size)
+    for data, sizes_by_file in _VIT.items():
+        for file, size in sizes_by_file.items():
+            name = file.replace('ViT-', '').replace('_', '/')
+            name += '-in21k' if data == 'imagenet21k' else ''
+            found[f'vit:{name}'] = Published(f'gs://vit_models/{data}/{file}.npz', size)
+    return found
+
+
+FILES = _files()  # by name
+
+
+def published(name: str) -> Published:
+    """The file of a short name. Raises MissingFile for one that is not in the table."""
+    if name not in FILES:
+        listing = '`python -m vit_jax.augreg` lists all'
+        same = next((known for known in FILES if known.lower() == name.lower()), name)
+        meant = records.nearest(same, FILES)
+        raise MissingFile(f'{name}: no such published file; {meant}; {listing}')
+    return FILES[name]

@@ -16,6 +16,7 @@ import optax
 import psutil
 
 from vit_jax import train
+from vit_jax.base import held_objects
 from vit_jax.checkpoints.store import Checkpoints
 from vit_jax.command_line import app
 from vit_jax.data import loading
@@ -232,6 +233,13 @@ def gone(number, index):
     """The work directory is removed when that step begins."""
     (folder,) = (text.partition('=')[2] for text in sys.argv if text.startswith('--workdir='))
     at_tick(number, index, lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def hurried_store(number, index):
+    """A lease of so many milliseconds, and lines that are on the store after a tenth of them."""
+    seconds = number / 1000
+    held_objects.LEASE, held_objects.HEARTBEAT = seconds, seconds / 4
+    held_objects.UPLOAD = seconds / 10
 
 
 def other_packages(number, index):

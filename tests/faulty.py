@@ -235,11 +235,14 @@ def gone(number, index):
     at_tick(number, index, lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
-def hurried_store(number, index):
-    """A lease of so many milliseconds, and lines that are on the store after a tenth of them."""
-    seconds = number / 1000
-    held_objects.LEASE, held_objects.HEARTBEAT = seconds, seconds / 4
-    held_objects.UPLOAD = seconds / 10
+def lease(number, index):
+    """That of a store is for so many milliseconds."""
+    held_objects.LEASE, held_objects.HEARTBEAT = number / 1000, number / 4000
+
+
+def upload(number, index):
+    """Lines are on a store after so many milliseconds."""
+    held_objects.UPLOAD = number / 1000
 
 
 def other_packages(number, index):

@@ -1,5 +1,6 @@
 """What a store of objects has instead of renaming, appending and locking."""
 
+import argparse
 import importlib.util
 import json
 import re
@@ -14,10 +15,13 @@ from vit_jax.base import (
     UserError,
     appending,
     held_objects,
+    records,
     storage,
     write_json,
 )
 from vit_jax.base.atomic_files import atomic_write
+from vit_jax.command_line import app
+from vit_jax.config import FewshotConfig
 from vit_jax.data.sources.opening import make_opener
 
 
@@ -68,6 +72,14 @@ def test_a_file_on_a_store_is_written_whole_or_not_at_all(bucket):
     assert json.loads(path.read_text()) == {'a': 1} and bucket.names() == ['run/config.json']
 
 
+def test_what_others_write_there_is_seen_at_once(bucket):
+    folder = storage.folder('gs://bucket/run')
+    write_json(folder / 'a', {})
+    assert [path.name for path in folder.iterdir()] == ['a']
+    bucket.put('run/b', b'', {})
+    assert (folder / 'b').exists() and {path.name for path in folder.glob('*')} == {'a', 'b'}
+
+
 def test_what_cannot_be_written_is_one_sentence_with_its_path(bucket):
     bucket.fault = lambda method, path: 403
     with pytest.raises(UnusableDisk, match='^gs://bucket/run/config.json: Forbidden[^\n]*$'):
@@ -115,6 +127,15 @@ def test_what_is_held_is_refused_and_what_was_released_is_free_at_once(lock, hur
     assert bucket.names() == []
     held_objects.LEASE = 1000.0
     held_objects.Lease(lock, 'run 3').release()
+
+
+def test_what_is_released_while_it_is_waited_for_is_taken_at_once(lock, hurried, bucket):
+    held_objects.LEASE = 1000.0
+    lock.write_text('run 1')
+    threading.Timer(0.1, bucket.remove, ('run/.lock', {})).start()
+    lease = held_objects.Lease(lock, 'run 2')
+    assert bucket.text('run/.lock') == 'run 2'
+    lease.release()
 
 
 def test_of_those_that_wait_for_a_dead_run_exactly_one_takes_over(lock, hurried, bucket):
@@ -200,3 +221,10 @@ def test_a_store_without_conditions_is_refused(bucket, monkeypatch):
     monkeypatch.setattr(bucket, 'require', lambda name, conditions: None)
     with pytest.raises(UserError, match='does not write on conditions'):
         storage.require_usable(storage.folder('gs://bucket/run'))
+
+
+def test_what_can_only_be_on_a_disk_is_refused_on_a_store():
+    with pytest.raises(UserError, match="feature_cache='gs://bucket/cache': expected a folder on"):
+        records.checked(FewshotConfig(feature_cache='gs://bucket/cache'), where='fewshot')
+    with pytest.raises(argparse.ArgumentTypeError, match="'gs://bucket/x': expected a path on a"):
+        app.local_path('gs://bucket/x')

@@ -21,7 +21,7 @@ LEASE = 4000  # milliseconds
 
 
 def training(folder, where=STORE, faults='slow:0', count=1, flags=()):
-    command = ['tests.faulty', f'hurried_store:{LEASE},{faults}', '--config=tests/tiny_config.py']
+    command = ['tests.faulty', f'lease:{LEASE},{faults}', '--config=tests/tiny_config.py']
     command += ['--config.checkpoint_every_steps=20', f'--workdir={where}/run', *flags]
     return hosts(folder, command, count)
 
@@ -117,7 +117,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_to_the_same_bits(
 
 
 def test_a_second_run_is_refused_and_the_first_goes_on(bucket, whole, tmp_path):
-    with training(tmp_path, faults='slow:100') as (first,):
+    with training(tmp_path, faults='slow:100,upload:200') as (first,):
         first.wait_for('reported', step=5)
         with training(tmp_path) as (second,):
             assert second.wait() == 1
@@ -128,7 +128,7 @@ def test_a_second_run_is_refused_and_the_first_goes_on(bucket, whole, tmp_path):
 
 
 def test_a_run_that_lost_its_lease_ends_with_a_sentence_and_leaves_it_alone(bucket, tmp_path):
-    with training(tmp_path, faults='slow:100') as (host,):
+    with training(tmp_path, faults='slow:100,upload:200') as (host,):
         host.wait_for('reported', step=5)
         (storage.folder(STORE) / 'run/.lock').write_text('process 1 on another\n')
         assert host.wait(60) == 1
@@ -140,7 +140,7 @@ def test_a_run_that_lost_its_lease_ends_with_a_sentence_and_leaves_it_alone(buck
 def test_sigterm_saves_and_releases_so_that_the_next_start_waits_for_nothing(
     bucket, whole, tmp_path
 ):
-    with training(tmp_path, faults='slow:100') as (host,):
+    with training(tmp_path, faults='slow:100,upload:200') as (host,):
         host.wait_for('reported', step=5)
         host.signal(signal.SIGTERM)
         assert host.wait() == REQUEUE, host.text
@@ -199,7 +199,7 @@ def test_two_hosts_of_which_one_dies_go_on_to_the_same_bits(bucket, whole, tmp_p
 
 def test_hosts_with_other_stores_are_told(bucket, tmp_path):
     flags = {0: f'--workdir={STORE}/run', 1: f'--workdir={STORE}/other'}
-    command = ['tests.faulty', f'hurried_store:{LEASE}', '--config=tests/tiny_config.py']
+    command = ['tests.faulty', f'lease:{LEASE}', '--config=tests/tiny_config.py']
     with hosts(tmp_path, command, 2, each=lambda index: [flags[index]]) as started:
         assert 0 not in [host.wait() for host in started]
     assert 'workdir' in started[1].text and 'differs from process 0' in started[1].text

@@ -6,6 +6,7 @@ written whole or not at all; for the rest of what a run needs there is something
 
 import contextlib
 import importlib.util
+import logging
 import os
 import pathlib
 import re
@@ -45,6 +46,7 @@ def folder(path: str | os.PathLike[str]) -> Path:
         raise UserError(f"{text}: Google Cloud Storage needs: pip install 'vit_jax[gs]'")
     import fsspec.config
 
+    logging.getLogger('gcsfs').setLevel(logging.CRITICAL)  # what it logs it raises too
     os.environ.setdefault('EPATH_USE_TF', 'false')  # or it would go through TensorFlow if installed
     # Listings are not kept: orbax and other hosts write there too.
     fsspec.config.conf.setdefault('gcs', {})['use_listings_cache'] = False
@@ -61,7 +63,7 @@ def reaching(path: str | os.PathLike[str]) -> Iterator[None]:
     except Exception as error:  # there are three clients, each with kinds of its own
         if not is_remote(path):
             raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        reason = ' '.join(str(error).split())[:300] or type(error).__name__
         raise UnusableDisk(f'{path}: {reason}') from error
 
 

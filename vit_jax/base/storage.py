@@ -20,9 +20,7 @@ from vit_jax.base.errors import MissingFile, UnusableDisk, UserError
 
 Path: TypeAlias = pathlib.Path | epath.Path  # of a file or folder, here or on a store
 
-_COMMITTED = (
-    'commit_success.txt'  # that orbax writes last, as a checkpoint there has its name at once
-)
+_COMMITTED = 'commit_success.txt'  # of orbax, in each of its folders there: the last to be written
 _ROLES = 'roles/storage.objectAdmin and roles/storage.legacyBucketReader have all that is needed'
 _ELSEWHERE = (
     'only gs://BUCKET/FOLDER (Google Cloud Storage) can be used like a folder; in place of S3 take '
@@ -148,5 +146,6 @@ def require_usable(folder: Path) -> None:
             except exceptions.NotFound as error:
                 raise MissingFile(f'{folder}: there is no bucket {bucket}') from error
             except exceptions.Forbidden as error:
-                missing = f'permission storage.{permission} is missing on {bucket}'
-                raise UnusableDisk(f'{folder}: {missing}; {_ROLES}') from error
+                missing = f'permission storage.{permission} is missing on {bucket}; {_ROLES}'
+                said = error.message.partition(': ')[2][:200]  # after method and URL
+                raise UnusableDisk(f'{folder}: {missing} ({said})') from error

@@ -113,6 +113,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_to_the_same_bits(
     said, found = finish(tmp_path, flags=flags)
     assert f'resuming at step {step} from {STORE}/run/checkpoints/{step}\n' in said
     assert 'waiting 4 s for a sign of life' in said
+    assert bucket.names('of/run/damaged/') == []  # what is half-written is not damaged
     assert_same(found, whole())
 
 
@@ -128,13 +129,14 @@ def test_a_second_run_is_refused_and_the_first_goes_on(bucket, whole, tmp_path):
 
 
 def test_a_run_that_lost_its_lease_ends_with_a_sentence_and_leaves_it_alone(bucket, tmp_path):
-    with training(tmp_path, faults='slow:100,upload:200') as (host,):
+    with training(tmp_path, faults='slow:400,upload:200') as (host,):
         host.wait_for('reported', step=5)
         (storage.folder(STORE) / 'run/.lock').write_text('process 1 on another\n')
         assert host.wait(60) == 1
     said = host.text.splitlines()[-1]
     assert said.startswith(f'error: workdir {STORE}/run: was lost to process 1 on another, as')
     assert bucket.text('of/run/.lock') == 'process 1 on another\n' and 'Traceback' not in host.text
+    assert 'step 20/60' not in host.text  # where it would have been noticed by the save
 
 
 def test_sigterm_saves_and_releases_so_that_the_next_start_waits_for_nothing(

@@ -13,6 +13,7 @@ import pytest
 import vit_jax
 from tests.hosts import hosts, result
 from vit_jax.base import UserError, storage
+from vit_jax.checkpoints.store import load_card
 from vit_jax.parallel.processes import REQUEUE
 
 pytestmark = pytest.mark.full
@@ -110,6 +111,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_to_the_same_bits(
         at_request(bucket, pattern, lambda: host.signal(signal.SIGKILL))
         assert host.wait() == -signal.SIGKILL
     assert bucket.names('of/run/.lock')  # nobody has released it
+    assert load_card(f'{STORE}/run')[0]['step'] == step
     said, found = finish(tmp_path, flags=flags)
     assert f'resuming at step {step} from {STORE}/run/checkpoints/{step}\n' in said
     assert 'waiting 4 s for a sign of life' in said

@@ -6,6 +6,8 @@ import pathlib
 import pkgutil
 import sys
 
+import pytest
+
 # Before jax is imported. Tests that want another number of devices start a process of their own.
 # Eight devices share few threads, and a thread that waits in a collective is not free for the
 # device that it waits for. Two cores' worth of threads stopped dead in about every other run of
@@ -50,3 +52,23 @@ def pytest_collection_modifyitems(items):
     """The longest files first: each goes whole to one worker, and all shall end together."""
     rank = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
+@pytest.fixture(scope='session')
+def _bucket():
+    """One for all tests of a process: clients keep the address of the first that they meet."""
+    from tests.servers.gcs import serving
+
+    with serving() as bucket, pytest.MonkeyPatch.context() as patch:
+        for name, value in bucket.environment().items():
+            patch.setenv(name, value)
+        yield bucket
+
+
+@pytest.fixture
+def bucket(_bucket):
+    """An empty gs://bucket, for this process and those that it starts."""
+    _bucket.objects.clear()
+    _bucket.asked.clear()
+    _bucket.fault = lambda method, path: None
+    return _bucket

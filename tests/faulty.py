@@ -16,6 +16,7 @@ import optax
 import psutil
 
 from vit_jax import train
+from vit_jax.base import held_objects
 from vit_jax.checkpoints import download
 from vit_jax.checkpoints.store import Checkpoints
 from vit_jax.command_line import app
@@ -233,6 +234,16 @@ def gone(number, index):
     """The work directory is removed when that step begins."""
     (folder,) = (text.partition('=')[2] for text in sys.argv if text.startswith('--workdir='))
     at_tick(number, index, lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def lease(number, index):
+    """That of a store is for so many milliseconds."""
+    held_objects.LEASE, held_objects.HEARTBEAT = number / 1000, number / 4000
+
+
+def upload(number, index):
+    """Lines are on a store after so many milliseconds."""
+    held_objects.UPLOAD = number / 1000
 
 
 def other_packages(number, index):

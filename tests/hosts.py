@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 
+from vit_jax.base import storage
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.checkpoints.store import load_params
 from vit_jax.runs import goodput, workdirs
@@ -58,7 +59,7 @@ class Host:
     def __init__(self, module, arguments, path, env):
         self.path = path
         workdir = next((a for a in arguments if a.startswith('--workdir=')), '=nowhere')
-        self.ledger = pathlib.Path(workdir.partition('=')[2]) / workdirs.LEDGER
+        self.ledger = storage.folder(workdir.partition('=')[2]) / workdirs.LEDGER
         self._earlier = len(goodput.read(self.ledger))
         self.process = _context.Process(
             target=_become, args=(module, arguments, str(path), env), daemon=True
@@ -116,7 +117,8 @@ def hosts(folder, command, count=1, *, devices=1, each=lambda index: ()):
 
 def result(folder):
     """The final parameters of FOLDER/run, by name, and what was measured on the way."""
-    lines = [json.loads(line) for line in (folder / 'run/metrics.jsonl').read_text().splitlines()]
+    text = (storage.folder(folder) / 'run/metrics.jsonl').read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
     clocked = 'time', 'run', 'seconds', 'images_per_second', 'skipped'
     measured = [{k: v for k, v in line.items() if k not in clocked} for line in lines]
-    return named_leaves(load_params(str(folder / 'run'))), measured
+    return named_leaves(load_params(f'{folder}/run')), measured

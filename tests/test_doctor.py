@@ -44,6 +44,22 @@ def test_the_doctor_does_what_a_training_does_before_it_compiles(tmp_path):
 
 
 @pytest.mark.full
+def test_the_doctor_tries_a_bucket_with_and_without_an_experiment(bucket, tmp_path):
+    workdir = '--workdir=gs://bucket/run'
+    codes, text = asked(tmp_path, workdir)
+    assert codes == [0] and bucket.names() == [], text
+    assert (
+        '\nworkdir     gs://bucket/run: objects can be written, read, listed and removed\n' in text
+    )
+    codes, text = asked(tmp_path, workdir, TINY)
+    assert codes == [0] and bucket.names() == ['run/config.json'], text
+    bucket.fault = lambda method, path: 403 if method == 'DELETE' else None
+    for flags in [workdir], [workdir, TINY]:
+        codes, text = asked(tmp_path, *flags)
+        assert codes == [1] and 'permission storage.objects.delete is missing on bucket;' in text
+
+
+@pytest.mark.full
 def test_the_doctor_finds_what_a_training_finds_before_its_first_step(tmp_path, capsys):
     for path in itertools.product(['train', 'test'], ['cat', 'dog'], '01'):
         file = tmp_path.joinpath('photos', *path)

@@ -5,7 +5,7 @@ import dataclasses
 import re
 from typing import Any
 
-from vit_jax.base import Record, require, require_between
+from vit_jax.base import Record, require, require_between, storage
 from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.data.augmentation import Augmentation, AugmentFunction
 from vit_jax.data.image_preprocessing import Crop, Preprocessing
@@ -81,6 +81,8 @@ class FewshotConfig(Record):
             require(distinct, f'{name}={values}: expected at least one, each once')
         random = self.crop is not None and self.crop.random
         require(not random, 'crop: a random crop is for training only')
+        remote = storage.is_remote(self.feature_cache or '')
+        require(not remote, f'feature_cache={self.feature_cache!r}: expected a folder on a disk')
 
 
 @dataclasses.dataclass(kw_only=True)

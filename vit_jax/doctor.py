@@ -5,7 +5,7 @@ packages and code, counts devices, and adds up one number of each device, within
 --config it does what a training does before its first step, but for compiling: it traces the step,
 network and loss with it; where that has yet to begin it reads all test images and the checkpoint to
 start from; with --workdir it sees that the directory is shared, can be written and belongs to no
-other experiment.
+other experiment. --workdir=gs://BUCKET/FOLDER alone tries there all that a run would need.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import UserError, counted, records
+from vit_jax.base import UserError, counted, records, storage
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.command_line import app
@@ -44,7 +44,8 @@ _LEAST_DRIVER = {'12': 525, '13': 580}
 def main(arguments: argparse.Namespace) -> int:
     """Prints what was found. Raises UserError with the first thing that is wrong."""
     launch = app.launch(arguments)
-    if arguments.workdir is not None and arguments.config is None:
+    alone = arguments.workdir is not None and arguments.config is None
+    if alone and not storage.is_remote(arguments.workdir):
         raise UserError(f'--workdir={arguments.workdir}: of which experiment? --config is missing')
     _say('host', f'{socket.gethostname()}, {platform.system()}, {os.cpu_count()} cores')
     _say('versions', ', '.join(f'{name} {v}' for name, v in fingerprint.packages().items()))
@@ -59,6 +60,10 @@ def main(arguments: argparse.Namespace) -> int:
         _check_together(job, arguments.seconds, gpus)
         if arguments.config is not None:
             _check_training(job, arguments)
+        elif alone:
+            folder = storage.folder(arguments.workdir)
+            storage.require_usable(folder)
+            _say('workdir', f'{folder}: objects can be written, read, listed and removed')
     _say('result', 'all is well')
     return 0
 
@@ -137,7 +142,7 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
                 accept_changes=arguments.accept_config_changes,
                 accept_data=arguments.accept_data_changes,
             )
-            experiment, folder, _ = stack.enter_context(opened)
+            experiment, (folder, _), _ = stack.enter_context(opened)
             _say('workdir', f'{folder}: can be written')
             begun = bool(digests.steps(folder / FOLDER))
         model, count = experiment.model.config, len(experiment.train.source)

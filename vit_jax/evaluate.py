@@ -149,7 +149,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('--held_out', type=float, default=0.1, metavar='FRACTION', help=text)
     text = 'which ones (0)'
     parser.add_argument('--held_out_seed', type=int, default=0, metavar='N', help=text)
-    parser.add_argument('--out', metavar='DIR', help='keep all numbers and the picture')
+    text = 'keep all numbers and the picture'
+    parser.add_argument('--out', type=app.local_path, metavar='DIR', help=text)
     app.add_reading(parser)
     app.add_overrides(parser)
     return parser

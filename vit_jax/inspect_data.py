@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import pathlib
 import sys
 from concurrent import futures
 
@@ -20,7 +19,7 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import Progress
 
-from vit_jax.base import UserError, atomic_write, counted, usable, write_json
+from vit_jax.base import UserError, atomic_write, counted, storage, usable, write_json
 from vit_jax.base.records import text_of
 from vit_jax.command_line import app
 from vit_jax.config import TrainConfig
@@ -42,9 +41,10 @@ _NEW = 'their accuracy is not that of new images'
 
 def main(arguments: argparse.Namespace) -> int:
     """Scans every split, prints a summary, draws images; 1 where training would be refused."""
-    config, folder = arguments.config, pathlib.Path(arguments.workdir)
-    with usable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    config, folder = arguments.config, storage.folder(arguments.workdir)
+    if not storage.is_remote(folder):
+        with usable(folder):
+            folder.mkdir(parents=True, exist_ok=True)
     opened = make_opener(config.held_out)
     sources, problems = _sources(config, opened)
     found: dict[str, Scan] = {}

@@ -164,9 +164,11 @@ def _parser() -> argparse.ArgumentParser:
     text = 'classes of each image (5; after training with sigmoid those above 50%%)'
     parser.add_argument('--top', type=app.positive, metavar='N', help=text)
     parser.add_argument('--format', choices=['text', 'csv', 'jsonl'], default='text', help='(text)')
-    parser.add_argument('--output', metavar='FILE', help='the standard output')
+    text = 'the standard output'
+    parser.add_argument('--output', type=app.local_path, metavar='FILE', help=text)
     parser.add_argument('--class_names', metavar='FILE', help="a name a line; the checkpoint's")
-    parser.add_argument('--features', metavar='OUT.npz', help='keep paths and features')
+    text = 'keep paths and features'
+    parser.add_argument('--features', type=app.local_path, metavar='OUT.npz', help=text)
     app.add_reading(parser)
     app.add_overrides(parser)
     return parser

@@ -285,7 +285,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('--images', required=True, metavar='DATA', help=text)
     text = 'of data that has some, perhaps a slice: train[90%%:] (test)'
     parser.add_argument('--split', metavar='NAME', help=text)
-    parser.add_argument('--out', required=True, metavar='DIR', help='for the page and its parts')
+    text = 'for the page and its parts'
+    parser.add_argument('--out', required=True, type=app.local_path, metavar='DIR', help=text)
     names = ', '.join(kind.name for kind in catalogue.KINDS)
     parser.add_argument('--figures', metavar='NAME,...', help=f'(all) of {names}')
     text = 'images at most, evenly spread over all (256)'

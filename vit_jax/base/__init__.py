@@ -16,10 +16,11 @@ from vit_jax.base.errors import (
     close_by,
     counted,
     refuse,
-    require_kept,
     usable,
 )
+from vit_jax.base.held_objects import appending
 from vit_jax.base.records import Record, require, require_between, require_pattern
+from vit_jax.base.storage import Path, require_kept
 
 __all__ = ['Array', 'Batch', 'Bool', 'Float', 'Int', 'Key', 'Num', 'Params', 'UInt8']
 __all__ += ['MissingFile', 'UnusableDisk', 'UserError', 'close_by', 'counted', 'refuse', 'usable']
@@ -29,7 +30,9 @@ __all__ += [
     'sync',
     'read_json_lines',
     'write_json',
+    'Path',
     'Record',
+    'appending',
     'require',
     'require_between',
     'require_kept',

@@ -6,12 +6,14 @@ import json
 import logging
 import os
 import pathlib
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
 from vit_jax.base.errors import usable
+from vit_jax.base.storage import Path, is_remote, reaching
 
 # What numpy and zipfile raise for an npz that is damaged, wherever it is.
 DAMAGED_NPZ: tuple[type[Exception], ...] = (OSError, EOFError, ValueError, KeyError, RuntimeError)
@@ -19,11 +21,19 @@ DAMAGED_NPZ += zipfile.BadZipFile, zlib.error
 
 
 @contextlib.contextmanager
-def atomic_write(path: pathlib.Path) -> Iterator[pathlib.Path]:
+def atomic_write(path: Path) -> Iterator[pathlib.Path]:
     """The file to write; it takes the place of `path` when nothing went wrong, and is on the disk.
 
     Raises UnusableDisk or MissingFile where it cannot be written.
     """
+    if is_remote(path):
+        with tempfile.TemporaryDirectory() as here:
+            partial = pathlib.Path(here) / path.name
+            partial.touch()
+            yield partial
+            with reaching(path):
+                path.write_bytes(partial.read_bytes())
+        return
     with _naming(path) as partial:
         _begin(partial, path)
         mode = partial.stat().st_mode
@@ -60,12 +70,13 @@ def _begin(partial: pathlib.Path, path: pathlib.Path) -> None:
     partial.touch()
 
 
-def sync(path: pathlib.Path) -> None:
+def sync(path: Path) -> None:
     """Returns when the bytes of a file, or the names in a folder, are on the disk.
 
-    Nothing is promised where the system has no such thing. Raises OSError.
+    Nothing is promised where the system has no such thing; a store has it when it is written.
+    Raises OSError.
     """
-    if os.name == 'nt':
+    if os.name == 'nt' or is_remote(path):
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -77,13 +88,13 @@ def sync(path: pathlib.Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: pathlib.Path, values: Any) -> None:
+def write_json(path: Path, values: Any) -> None:
     """Writes JSON, to be read by people too."""
     with atomic_write(path) as partial:
         partial.write_text(json.dumps(values, indent=2) + '\n')
 
 
-def read_json_lines(path: pathlib.Path, **fields: Any) -> list[dict[str, Any]]:
+def read_json_lines(path: Path, **fields: Any) -> list[dict[str, Any]]:
     """The lines of a file of JSON objects which have these fields, of these types.
 
     There are none where there is no file. The last line of a killed run may be half a line; any

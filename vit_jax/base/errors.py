@@ -61,10 +61,3 @@ def usable(path: object) -> Iterator[None]:
     except OSError as error:
         kind = MissingFile if isinstance(error, FileNotFoundError) else UnusableDisk
         raise kind(f'{error.filename or path}: {error.strerror or error}') from error
-
-
-def require_kept(file: pathlib.Path) -> None:
-    """Raises MissingFile where a file of a run, or its whole directory, is there no more."""
-    if not file.exists():
-        gone = f'workdir {file.parent}: {file.name} is gone: it, or the directory, was removed or'
-        raise MissingFile(f'{gone} renamed while the run went on; put it back, or begin again')

@@ -11,7 +11,7 @@ import pathlib
 import socket
 import time
 
-from vit_jax.base import UnusableDisk, UserError, sync, usable, write_json
+from vit_jax.base import Path, UnusableDisk, UserError, storage, sync, usable, write_json
 
 FILE = 'digests.json'
 DAMAGED = 'damaged'  # the folder to which damaged checkpoints are moved
@@ -22,20 +22,22 @@ class Damaged(UserError):
     """A checkpoint that cannot be read, or not as it was written."""
 
 
-def write_digests(folder: pathlib.Path) -> None:
+def write_digests(folder: Path) -> None:
     """Writes the digests of a complete checkpoint, when all its files are on the disk."""
-    with usable(folder):
-        for path in folder.rglob('*'):
-            sync(path)
+    if not storage.is_remote(folder):
+        with usable(folder):
+            for path in folder.rglob('*'):
+                sync(path)
     write_json(folder / FILE, _digests(folder))
 
 
-def is_sealed(folder: pathlib.Path) -> bool:
+def is_sealed(folder: Path) -> bool:
     """Has it digests? Until then its files are trusted as they are."""
-    return (folder / FILE).exists()
+    with storage.reaching(folder):
+        return (folder / FILE).exists()
 
 
-def verify_digests(folder: pathlib.Path) -> None:
+def verify_digests(folder: Path) -> None:
     """Raises Damaged with the names of files that are not as they were written.
 
     A checkpoint without digests passes. Hidden files that came later (`.DS_Store`) are warned of. A
@@ -44,7 +46,9 @@ def verify_digests(folder: pathlib.Path) -> None:
     if not is_sealed(folder):
         return
     try:
-        written = json.loads((folder / FILE).read_bytes())
+        with storage.reaching(folder):
+            text = (folder / FILE).read_bytes()
+        written = json.loads(text)
     except (ValueError, RecursionError, IsADirectoryError):
         written = None
     if not isinstance(written, dict) or not written:
@@ -60,7 +64,9 @@ def verify_digests(folder: pathlib.Path) -> None:
         raise Damaged(f'checkpoint {folder}: damaged since it was written: {names}')
 
 
-def _digests(folder: pathlib.Path) -> dict[str, str]:
+def _digests(folder: Path) -> dict[str, str]:
+    if storage.is_remote(folder):
+        return {name: one for name, one in storage.checksums(folder).items() if name != FILE}
     files = (p for p in sorted(folder.rglob('*')) if p.is_file() and p != folder / FILE)
     return {str(path.relative_to(folder)): _digest(path) for path in files}
 
@@ -78,16 +84,25 @@ def _digest(path: pathlib.Path) -> str:
             time.sleep(waits.pop(0))
 
 
-def steps(folder: pathlib.Path) -> list[int]:
-    """The steps that have a folder, complete or not, the newest first."""
-    names = (path.name for path in folder.glob('*') if path.name.isdecimal())
+def steps(folder: Path) -> list[int]:
+    """The steps that have a folder, complete or not, the newest first; on a store the complete."""
+    with storage.reaching(folder):
+        found = [path for path in folder.glob('*') if path.name.isdecimal()]
+    names = [p.name for p in found if not storage.is_remote(p) or storage.is_committed(p)]
     return sorted((int(name) for name in names if name == str(int(name))), reverse=True)
 
 
-def quarantine(folder: pathlib.Path) -> pathlib.Path:
-    """Moves a damaged checkpoint to the folder `damaged` beside it; returns its new path."""
+def quarantine(folder: Path) -> Path:
+    """Moves a damaged checkpoint to the folder `damaged` beside it; returns its new path.
+
+    On a store that is beside its folder: orbax removes from there what is not complete.
+    """
     parent = folder.parent / DAMAGED
     name = f'{folder.name}-{time.time_ns()}-{socket.gethostname()}'
+    if storage.is_remote(folder):
+        target = folder.parent.parent / DAMAGED / name
+        storage.move(folder, target)
+        return target
     with usable(parent):
         parent.mkdir(exist_ok=True)
         return folder.rename(parent / name)

@@ -3,6 +3,7 @@
     hf:OWNER/NAME[@REVISION]               a repository of the Hugging Face Hub
     https://HOST/FILE[#sha256=DIGEST]      a file, which is checked where its digest is given
     gs://BUCKET/FILE[:SUBTREE]             a public file of Google Cloud Storage
+    gs://BUCKET/FOLDER                     a work directory of ours, which is read in place
     augreg:B/16, vit:L/16-in21k            files of the papers (checkpoints/published.py)
 
 Everything else is a local path, for which the network is not touched.
@@ -38,6 +39,11 @@ def is_elsewhere(name: str) -> bool:
     return re.match(rf'(?:{"|".join(_KINDS)}):|[A-Za-z][A-Za-z0-9+]+:/', name) is not None
 
 
+def _is_folder(name: str) -> bool:
+    """Is it a work directory of ours on a bucket, which is read in place (base/storage.py)?"""
+    return re.fullmatch(r'gs://[^/]+/[^#:]*', name) is not None and not name.endswith(ENDINGS)
+
+
 def as_path(name: str) -> str:
     """The name as a path: without a digest; the short name of a published file as one word."""
     if name in published.FILES:
@@ -50,7 +56,7 @@ def local(name: str) -> Local:
 
     A local path is itself. Raises UserError in one sentence that begins with the name.
     """
-    if not is_elsewhere(name):
+    if not is_elsewhere(name) or _is_folder(name):
         return Local(name)
     try:
         if name.startswith('hf:'):
@@ -128,9 +134,4 @@ def _what_is_wrong(name: str) -> str:
         return 'after # there is only sha256= and its 64 hexadecimal digits'
     if match := re.match(r'https://huggingface\.co/([\w.-]+/[\w.-]+)/?$', name):
         return f'expected hf:{match[1]}'
-    expected = f'expected a file that ends with {", ".join(ENDINGS)}'
-    if scheme == 'gs':  # where work directories on buckets will be found
-        return (
-            f'{expected}; of a work directory, `gcloud storage cp -r {name} .`, and name the copy'
-        )
-    return expected
+    return f'expected a file that ends with {", ".join(ENDINGS)}'

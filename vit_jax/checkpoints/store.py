@@ -28,9 +28,11 @@ import orbax.checkpoint as ocp
 from vit_jax.base import (
     MissingFile,
     Params,
+    Path,
     UnusableDisk,
     UserError,
     require_kept,
+    storage,
     sync,
     tree_names,
 )
@@ -71,6 +73,19 @@ class _Sealed(ocp.path.atomicity.AtomicRenameTemporaryPath):
             sync(written.parent)
 
 
+class _Committed(ocp.path.atomicity.CommitFileTemporaryPath):
+    """A checkpoint on a store, which has its name at once: it gets its digests when it is complete.
+
+    One that was killed in between is trusted as it is, like those of earlier versions.
+    """
+
+    async def finalize(self) -> None:
+        """As that of _Sealed."""
+        await super().finalize()
+        if self._final_path.parent.name == FOLDER:  # not one of its items
+            digests.write_digests(self._final_path)
+
+
 class Checkpoints:
     """The checkpoints of the run in a work directory; the newest `keep` of them are kept.
 
@@ -81,10 +96,8 @@ class Checkpoints:
     and with it what the files `along` held when it was saved. Raises UnusableDisk (an OSError).
     """
 
-    def __init__(
-        self, workdir: str | pathlib.Path, *, keep: int, along: Sequence[pathlib.Path] = ()
-    ):
-        self._folder = pathlib.Path(workdir).absolute() / FOLDER
+    def __init__(self, workdir: str | Path, *, keep: int, along: Sequence[Path] = ()):
+        self._folder = storage.folder(workdir) / FOLDER
         self._removing: threading.Thread | None = None
         self._emptying = threading.Lock()
         self._along = along
@@ -95,7 +108,7 @@ class Checkpoints:
             cleanup_tmp_directories=True,
             # Removed by renaming first: a kill in between leaves no listed, half-empty step.
             todelete_subdir=_TRASH,
-            temporary_path_class=_Sealed,
+            temporary_path_class=_Committed if storage.is_remote(workdir) else _Sealed,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._sync_along),
         )
         handlers = {
@@ -113,7 +126,7 @@ class Checkpoints:
         """The step of the newest checkpoint; it may still be being written, until `wait`."""
         return self._manager.latest_step()
 
-    def path(self, step: int) -> pathlib.Path:
+    def path(self, step: int) -> Path:
         """The folder of the checkpoint of a step."""
         return self._folder / str(step)
 
@@ -201,7 +214,7 @@ class Checkpoints:
             self._manager.close()
 
 
-def quarantine_damaged(workdir: pathlib.Path) -> list[str]:
+def quarantine_damaged(workdir: Path) -> list[str]:
     """Moves damaged checkpoints away, from the newest back to the first sound one.
 
     Returns a line about each; they are then in checkpoints/damaged. Raises UserError where the
@@ -222,41 +235,42 @@ def quarantine_damaged(workdir: pathlib.Path) -> list[str]:
     return lines
 
 
-def _check_step(folder: pathlib.Path) -> None:
+def _check_step(folder: Path) -> None:
     step = load_card(str(folder))[0].get('step')
     if step not in (None, int(folder.name)):
         text = 'renamed or copied: name it so, or move it out of this folder'
         raise UserError(f'checkpoint {folder} is of step {step}; it was {text}')
 
 
-def is_complete(folder: pathlib.Path) -> bool:
+def is_complete(folder: Path) -> bool:
     """Is it a checkpoint of ours? Orbax gives the folder its name when all items are written."""
-    return (folder / 'card').is_dir() and (folder / 'params').is_dir()
+    return all(map(storage.is_committed, (folder, folder / 'card', folder / 'params')))
 
 
-def checkpoint_folder(path: str) -> pathlib.Path:
+def checkpoint_folder(path: str) -> Path:
     """The folder of the checkpoint at a path: the path itself, or the newest in a work directory.
 
     Raises MissingFile that says what is there instead.
     """
-    given = pathlib.Path(path).absolute()
-    if is_complete(given):
-        return given
-    if not given.exists():
-        raise MissingFile(f'checkpoint {path}: no such folder')
-    if 'orbax-checkpoint-tmp' in given.name:
-        raise MissingFile(f'checkpoint {path}: half-written; its run did not finish saving it')
-    for folder in (given / FOLDER, given):
-        for step in digests.steps(folder):
-            if is_complete(folder / str(step)):
-                return folder / str(step)
+    given = storage.folder(path)
+    with storage.reaching(given):
+        if is_complete(given):
+            return given
+        if not given.exists():
+            raise MissingFile(f'checkpoint {path}: no such folder')
+        if 'orbax-checkpoint-tmp' in given.name:
+            raise MissingFile(f'checkpoint {path}: half-written; its run did not finish saving it')
+        for folder in (given / FOLDER, given):
+            for step in digests.steps(folder):
+                if is_complete(folder / str(step)):
+                    return folder / str(step)
     raise MissingFile(
         f'checkpoint {path}: neither a checkpoint (params/, card/) nor a work directory with a '
         f'complete one under {FOLDER}/'
     )
 
 
-def load_card(path: str) -> tuple[dict[str, Any], pathlib.Path]:
+def load_card(path: str) -> tuple[dict[str, Any], Path]:
     """The card, as JSON values, and the folder of the checkpoint at a path."""
     folder = checkpoint_folder(path)
     with _readable(folder):
@@ -266,7 +280,7 @@ def load_card(path: str) -> tuple[dict[str, Any], pathlib.Path]:
         return card, folder
 
 
-def count_params(folder: pathlib.Path) -> int:
+def count_params(folder: Path) -> int:
     """How many parameters a checkpoint has, whatever made its head; no array is read."""
     with _readable(folder):
         structure = ocp.PyTreeCheckpointHandler().metadata(folder / 'params').tree
@@ -289,7 +303,7 @@ def load_params(path: str) -> Params:
     return jax.tree.map(lambda leaf: leaf.astype(np.float32, copy=False), params)
 
 
-def save_alone(folder: pathlib.Path, params: Params, card: dict[str, Any]) -> None:
+def save_alone(folder: Path, params: Params, card: dict[str, Any]) -> None:
     """Writes a checkpoint outside of a run: parameters and card.
 
     An empty folder may be there. Raises UserError where something else is.
@@ -307,7 +321,7 @@ def save_alone(folder: pathlib.Path, params: Params, card: dict[str, Any]) -> No
 
 
 @contextlib.contextmanager
-def _readable(folder: pathlib.Path) -> Iterator[None]:
+def _readable(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # orbax and tensorstore raise many kinds for damaged files
@@ -318,7 +332,7 @@ def _readable(folder: pathlib.Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _written(folder: pathlib.Path, along: Sequence[pathlib.Path]) -> Iterator[None]:
+def _written(folder: Path, along: Sequence[Path]) -> Iterator[None]:
     """An error of writing in few words: orbax and tensorstore raise many kinds, in many lines."""
     try:
         yield

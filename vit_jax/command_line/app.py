@@ -20,6 +20,7 @@ from absl import flags
 
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import nearest
+from vit_jax.base.storage import is_remote
 from vit_jax.command_line import config_files, config_flags, config_help, output
 from vit_jax.config import TrainConfig
 from vit_jax.data.image_preprocessing import MAX_PIXELS, MOST_PIXELS
@@ -305,6 +306,13 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f'{text!r} is not a whole number of at least 1')
     return int(text)
+
+
+def local_path(text: str) -> str:
+    """A path on a disk, where results can be written."""
+    if is_remote(text):
+        raise argparse.ArgumentTypeError(f'{text!r}: expected a path on a disk')
+    return text
 
 
 def _pixels(text: str) -> int:

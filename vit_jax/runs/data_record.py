@@ -5,14 +5,13 @@ import dataclasses
 import functools
 import json
 import logging
-import pathlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import DAMAGED_NPZ, UserError, atomic_write, records
+from vit_jax.base import DAMAGED_NPZ, Path, UserError, atomic_write, records
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER, load_card
 from vit_jax.config import EvalConfig, TrainConfig
@@ -82,9 +81,7 @@ def _text(data: Any) -> str | None:
     return None if data is None else records.text_of(data)
 
 
-def compared(
-    folder: pathlib.Path, splits: dict[str, Split], job: Job, *, accept: bool
-) -> 'DataRecord':
+def compared(folder: Path, splits: dict[str, Split], job: Job, *, accept: bool) -> 'DataRecord':
     """The record of a work directory; process 0 compares the splits with it, and keeps it."""
     record = DataRecord(folder, splits if job.index == 0 else {}, accept=accept)
     record.compare()
@@ -98,7 +95,7 @@ class DataRecord:
     are looked at in the background, within `begun`; `check` raises what is found there.
     """
 
-    def __init__(self, folder: pathlib.Path, splits: dict[str, Split], *, accept: bool):
+    def __init__(self, folder: Path, splits: dict[str, Split], *, accept: bool):
         self._path = folder / FILE
         self._splits = splits
         self._accept = accept
@@ -229,7 +226,7 @@ class _Kept(NamedTuple):
         return not listing.replaced(self.stamps, now.stamps).any()
 
 
-def _write(path: pathlib.Path, splits: dict[str, Split]) -> None:
+def _write(path: Path, splits: dict[str, Split]) -> None:
     numbers: dict[int, int] = {}
     header, arrays = {}, {}
     for name, (_, one, asked) in splits.items():
@@ -243,10 +240,10 @@ def _write(path: pathlib.Path, splits: dict[str, Split]) -> None:
         np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
-def _read(path: pathlib.Path) -> dict[str, _Kept]:
+def _read(path: Path) -> dict[str, _Kept]:
     """The splits of the record by name; none, with a warning, where it cannot be read."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open('rb') as opened, np.load(opened, allow_pickle=False) as file:
             header = json.loads(file['splits'].tobytes())
             stamps = {one['number']: file[f'{one["number"]}.stamps'] for one in header.values()}
         return {
@@ -266,8 +263,8 @@ def _read(path: pathlib.Path) -> dict[str, _Kept]:
         return {}
 
 
-def _read_listing(path: pathlib.Path, one: dict[str, Any]) -> Listing:
-    with np.load(path, allow_pickle=False) as file:
+def _read_listing(path: Path, one: dict[str, Any]) -> Listing:
+    with path.open('rb') as opened, np.load(opened, allow_pickle=False) as file:
         names, labels, stamps = (
             file[f'{one["number"]}.{array}'] for array in ('names', 'labels', 'stamps')
         )

@@ -6,7 +6,7 @@ import platform
 from importlib import metadata
 from typing import Any
 
-from vit_jax.base import records
+from vit_jax.base import records, storage
 from vit_jax.checkpoints.formats.opening import Checkpoint
 from vit_jax.config import TrainConfig
 
@@ -16,7 +16,7 @@ _PACKAGES = 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'nump
 
 def of_run(config: TrainConfig, path: str) -> dict[str, Any]:
     """Settings, code and packages of a run in the work directory `path`."""
-    where = str(pathlib.Path(path).absolute())
+    where = str(storage.folder(path))
     return {'config': records.to_dict(config), 'workdir': where} | installed()
 
 

@@ -13,11 +13,10 @@ same one is right, and what the lines themselves say is lost is the least.
 """
 
 import json
-import pathlib
 import time
 from typing import Any
 
-from vit_jax.base import read_json_lines, require_kept, usable
+from vit_jax.base import Path, appending, read_json_lines, require_kept, usable
 from vit_jax.training.loop import Clock
 
 LOST = 'lost by restart'
@@ -26,15 +25,17 @@ LOST = 'lost by restart'
 class Ledger:
     """Writes the ledger of one start, number `run` of its directory; none where `path` is None."""
 
-    def __init__(self, path: pathlib.Path | None, clock: Clock):
+    def __init__(self, path: Path | None, clock: Clock):
         self._path, self.clock = path, clock
         clock.settle()
         self._began = round(time.time() - sum(clock.seconds.values()), 4)
         self.run = 1 + (len({line['began'] for line in read(path)}) if path else 0)
         if path is not None:
-            with usable(path), path.open('a') as file:
-                if not path.read_bytes().endswith(b'\n') and file.tell():
-                    file.write('\n')  # after the half line of a killed run
+            with usable(path):
+                half = path.exists() and path.read_bytes()[-1:] not in (b'', b'\n')
+                self._file = appending(path)
+                if half:  # of a killed run
+                    self._file.write('\n')
 
     def record(self, event: str, step: int | None) -> None:
         """Writes a line, while the state is that of `step`; None: there is none yet."""
@@ -44,8 +45,14 @@ class Ledger:
         seconds = {name: round(s, 4) for name, s in self.clock.seconds.items()}
         line = {'began': self._began, 'event': event, 'step': step, 'seconds': seconds}
         require_kept(self._path)
-        with usable(self._path), self._path.open('a') as file:
-            file.write(json.dumps(line) + '\n')
+        with usable(self._path):
+            self._file.write(json.dumps(line) + '\n')
+
+    def close(self) -> None:
+        """Returns when all lines are where they are kept."""
+        if self._path is not None:
+            with usable(self._path):
+                self._file.close()
 
     def totals(self) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds by name of this start, and of all before it with what was lost by them."""
@@ -57,7 +64,7 @@ class Ledger:
         return own, {name: s for name, s in before.items() if s > 1e-3}
 
 
-def read(path: pathlib.Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[dict[str, Any]]:
     """The lines of a ledger, those of one start after those of the start before."""
     return read_json_lines(path, began=float, step=int | None, seconds=dict)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from vit_jax.base import UserError, records, write_json
+from vit_jax.base import Path, UserError, records, write_json
 from vit_jax.checkpoints.transfer import transfer
 from vit_jax.config import TrainConfig
 from vit_jax.data.loading import make_loaders
@@ -22,7 +22,7 @@ from vit_jax.runs.reporting import console_of
 
 def probe(
     config: TrainConfig, path: str, *, accept_changes: bool = False, job: Job | None = None
-) -> tuple[dict[str, Any], pathlib.Path]:
+) -> tuple[dict[str, Any], Path]:
     """The result for the checkpoint `start_from`, and the file in `path` that it is written to.
 
     The preprocessing is the checkpoint's, whatever the configuration would train with.
@@ -47,7 +47,7 @@ def probe(
     if job.count > 1:
         data_record.agreed_splits(config, {}, sets, job)
     values, console = records.to_dict(config), console_of(job)
-    with workdirs.opened(path, values, job, accept_changes=accept_changes) as folder:
+    with workdirs.opened(path, values, job, accept_changes=accept_changes) as workdir:
         fresh = jax.eval_shape(model.init, jax.random.key(0))
         shardings = sharding_rules.shardings_for(fresh, mesh, config.mesh)
         abstract = sharding_rules.abstract(fresh, shardings)
@@ -67,5 +67,5 @@ def probe(
         result |= {'step': start.card.step, 'checkpoint': config.start_from}
         result |= fingerprint.of_start(start)
         if job.index == 0:
-            write_json(folder / workdirs.FEWSHOT, result)
-    return result, folder / workdirs.FEWSHOT
+            write_json(workdir.folder / workdirs.FEWSHOT, result)
+    return result, workdir.folder / workdirs.FEWSHOT

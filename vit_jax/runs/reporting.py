@@ -10,7 +10,6 @@ import collections
 import datetime
 import json
 import math
-import pathlib
 import statistics
 import time
 from collections.abc import Collection
@@ -19,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vit_jax.base import atomic_write, read_json_lines, usable
+from vit_jax.base import Path, appending, atomic_write, read_json_lines, usable
 from vit_jax.parallel.processes import Job
 from vit_jax.runs import workdirs
 from vit_jax.training.loop import Clock
@@ -43,7 +42,7 @@ class Reporter:
 
     def __init__(
         self,
-        folder: pathlib.Path,
+        folder: Path,
         *,
         steps: range,
         log_every_steps: int,
@@ -70,7 +69,7 @@ class Reporter:
                 lines = _cut(folder / workdirs.METRICS, steps.start, again)
                 now = (line['kind'] for line in lines if line['step'] == steps.start)
                 self.evaluated = [kind for kind in now if kind in evaluations]
-                self._file = (folder / workdirs.METRICS).open('a')
+                self._file = appending(folder / workdirs.METRICS)
             if tensorboard:
                 from tensorboardX import SummaryWriter
 
@@ -98,6 +97,12 @@ class Reporter:
             for sink in (self._file, self._board):
                 if sink is not None:
                     sink.close()
+
+    def flush(self) -> None:
+        """Returns when all lines of the file are where they are kept, on a store too."""
+        if self._file is not None:
+            with usable(self._file.name):
+                self._file.flush()
 
     @property
     def progress(self) -> dict[str, Any]:
@@ -168,13 +173,12 @@ class Reporter:
             line |= {name: None if _is_no_json(value) else value for name, value in numbers.items()}
             with usable(self._file.name):
                 self._file.write(json.dumps(line) + '\n')
-                self._file.flush()
         if self._board is not None:
             for name, value in numbers.items():
                 self._board.add_scalar(f'{kind}/{name}', float(value), step)
 
 
-def _cut(path: pathlib.Path, step: int, again: Collection[str]) -> list[dict[str, Any]]:
+def _cut(path: Path, step: int, again: Collection[str]) -> list[dict[str, Any]]:
     """Cuts a metrics file down to the lines that a run from this step will not write again."""
     before = (line for line in read_json_lines(path, kind=str, step=int) if line['step'] <= step)
     lines = [line for line in before if line['step'] < step or line['kind'] not in again]

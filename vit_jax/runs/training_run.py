@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import json
 import logging
-import pathlib
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from vit_jax.base import UserError, counted, records, write_json
+from vit_jax.base import Path, UserError, counted, records, write_json
 from vit_jax.checkpoints.digests import Damaged, quarantine
 from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
 from vit_jax.config import TrainConfig
@@ -32,6 +31,7 @@ from vit_jax.runs.experiment import Experiment, decide
 from vit_jax.runs.goodput import Ledger
 from vit_jax.runs.probing import Probes
 from vit_jax.runs.reporting import Reporter, console_of
+from vit_jax.runs.workdirs import Workdir
 from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
 from vit_jax.training.metrics import StepMetrics
 from vit_jax.training.update import TrainState
@@ -49,8 +49,8 @@ class Result(NamedTuple):
     state: TrainState
     evals: dict[str, dict[str, float]]  # the newest numbers of each evaluation, by name
     fewshot: dict[str, Any] | None
-    checkpoint: pathlib.Path
-    folder: pathlib.Path
+    checkpoint: Path
+    folder: Path
     skipped: int  # uses of unreadable training images, over all starts of this run
     seconds: dict[str, float]  # of the wall time of this start, by name
     earlier: dict[str, float]  # likewise of the starts before, with what was lost by them
@@ -77,9 +77,10 @@ def train(
             opened = agreed(
                 config, path, job, accept_changes=accept_changes, accept_data=accept_data
             )
-            experiment, folder, record = stack.enter_context(opened)
+            experiment, (folder, check), record = stack.enter_context(opened)
             config = experiment.config
         ledger = Ledger(folder / workdirs.LEDGER if job.index == 0 else None, clock)
+        stack.enter_context(contextlib.closing(ledger))
         ledger.record('starting', None)  # a start that ends before its first step took time too
         console.print(_outline(experiment))
         with clock('start'):  # what is kept on the devices is read here
@@ -109,7 +110,7 @@ def train(
         stack.enter_context(reporter)
         stack.enter_context(record.begun())
         parts = experiment, update, eval_steps, features, loader_of, checkpoints, reporter
-        run = Run(*parts, ledger, record, job)
+        run = Run(*parts, ledger, record, check, job)
         state = run.to_the_end(state)
     reached = state, run.evals, run.fewshot, checkpoints.path(int(state.step)), folder
     return Result(experiment, *reached, reporter.skipped, *ledger.totals())
@@ -123,7 +124,7 @@ def agreed(
     *,
     accept_changes: bool = False,
     accept_data: bool = False,
-) -> Iterator[tuple[Experiment, pathlib.Path, DataRecord]]:
+) -> Iterator[tuple[Experiment, Workdir, DataRecord]]:
     """What all processes are about to train, the work directory, which is held, and its record.
 
     Raises UserError as `train` does before it compiles.
@@ -134,9 +135,9 @@ def agreed(
     readers = {'train': experiment.train} | experiment.evals
     splits = data_record.agreed_splits(experiment.config, readers, experiment.probes, job)
     values = records.to_dict(experiment.config)
-    with workdirs.opened(path, values, job, accept_changes=accept_changes) as folder:
-        record = data_record.compared(folder, splits, job, accept=accept_data)
-        yield experiment, folder, record
+    with workdirs.opened(path, values, job, accept_changes=accept_changes) as workdir:
+        record = data_record.compared(workdir.folder, splits, job, accept=accept_data)
+        yield experiment, workdir, record
 
 
 def _outline(experiment: Experiment) -> str:
@@ -192,7 +193,7 @@ def _compiled(
 
 
 def _first_state(
-    experiment: Experiment, abstract: TrainState, folder: pathlib.Path, job: Job, console: Console
+    experiment: Experiment, abstract: TrainState, folder: Path, job: Job, console: Console
 ) -> tuple[Checkpoints, TrainState, dict[str, Any]]:
     """The newest sound state of the work directory, or one that begins, and its reports' progress.
 
@@ -252,6 +253,7 @@ class Run:
     reporter: Reporter
     ledger: Ledger
     record: DataRecord
+    check: Callable[[], None]  # that the work directory is held
     job: Job
     evals: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     fewshot: dict[str, Any] | None = None
@@ -328,6 +330,7 @@ class Run:
 
     def _on_metrics(self, step: int, metrics: StepMetrics) -> None:
         if self.reporter.step(step, metrics):
+            self.check()
             self.checkpoints.check()
             self.record.check()
             self.ledger.record('reported', step)
@@ -336,7 +339,9 @@ class Run:
         """Begins to save a checkpoint."""
         with self.ledger.clock('save stall'):
             self.job.reset_watchdog()
+            self.check()
             self.ledger.record('saving', step)
+            self.reporter.flush()
             card, progress = self.experiment.card(step), self.reporter.progress
             self.checkpoints.save(step, *state.split(), card, progress)
 

@@ -7,10 +7,20 @@ import os
 import pathlib
 import socket
 import uuid
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
-from vit_jax.base import UnusableDisk, UserError, locking, records, sync, write_json
+from vit_jax.base import (
+    Path,
+    UnusableDisk,
+    UserError,
+    held_objects,
+    locking,
+    records,
+    storage,
+    sync,
+    write_json,
+)
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.config import FREE, TrainConfig, modernized
@@ -20,44 +30,53 @@ CONFIG, METRICS, FEWSHOT = 'config.json', 'metrics.jsonl', 'fewshot.json'
 LEDGER, LOCK = 'ledger.jsonl', '.lock'
 
 
+class Workdir(NamedTuple):
+    """The directory of a run; `check` raises UserError where that holds it no more."""
+
+    folder: Path
+    check: Callable[[], None] = lambda: None  # the system keeps a lock while the process is there
+
+
 @contextlib.contextmanager
 def opened(
     path: str, config: dict[str, Any], job: Job, *, accept_changes: bool = False
-) -> Iterator[pathlib.Path]:
+) -> Iterator[Workdir]:
     """The directory of an experiment with this configuration, made where there is none, and held.
 
     Raises UserError with the differences where it holds checkpoints of another configuration,
     unless the changes are accepted, where it cannot be written, where another run holds it, and
     where the processes of this job do not see the same directory.
     """
-    folder = pathlib.Path(path).absolute()
+    folder = storage.folder(path)
+    workdir = Workdir(folder)
     with contextlib.ExitStack() as stack:
         if job.index == 0:
             try:
-                new = [place for place in (folder, *folder.parents) if not place.exists()]
-                folder.mkdir(parents=True, exist_ok=True)
-                for place in new:
-                    sync(place.parent)
-                stack.enter_context(_locked(folder / LOCK))
-                _keep_config(folder, config, accept_changes=accept_changes)
+                hold = _leased if storage.is_remote(folder) else _locked
+                with storage.reaching(folder):
+                    workdir = stack.enter_context(hold(folder))
+                    _keep_config(folder, config, accept_changes=accept_changes)
             except OSError as error:
+                if storage.is_remote(folder):
+                    raise
                 reason = error.strerror or error  # of an UnusableDisk its own words
                 raise UnusableDisk(f'workdir {folder}: cannot be written: {reason}') from error
         if job.count > 1:
             job.barrier('workdir is made')
             try:
                 lock = folder / LOCK
-                text = lock.read_text() if lock.exists() else 'absent'
+                with storage.reaching(lock):
+                    text = lock.read_text() if lock.exists() else 'absent'
                 job.require_same('workdir', {'lock': text})
             except Differs as error:
                 raise UserError(
                     f'workdir {folder} is another directory here than on process 0: all '
                     f'processes need one that they share'
                 ) from error
-        yield folder
+        yield workdir
 
 
-def _keep_config(folder: pathlib.Path, config: dict[str, Any], *, accept_changes: bool) -> None:
+def _keep_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) -> None:
     """Writes config.json; where changes are accepted, `train` does, when they proved possible.
 
     Raises UserError where a run with other values of fields that are not FREE has begun.
@@ -79,21 +98,40 @@ def _keep_config(folder: pathlib.Path, config: dict[str, Any], *, accept_changes
 
 
 @contextlib.contextmanager
-def _locked(path: pathlib.Path) -> Iterator[None]:
+def _locked(folder: pathlib.Path) -> Iterator[Workdir]:
     """Holds the lock file, which says who does; the system frees it when the process is gone."""
-    with path.open('a+') as file:
+    new = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for place in new:
+        sync(place.parent)
+    with (folder / LOCK).open('a+') as file:
         if not locking.locked(file):
             file.seek(0)
             holder = file.read().strip() or 'another run'
-            raise UserError(f'workdir {path.parent} is in use by {holder}')
+            raise UserError(f'workdir {folder} is in use by {holder}')
         file.truncate(0)
-        now, host = datetime.datetime.now().isoformat(' ', 'seconds'), socket.gethostname()
-        file.write(f'process {os.getpid()} on {host} since {now}, run {uuid.uuid4()}\n')
+        file.write(_holder())
         file.flush()
-        yield
+        yield Workdir(folder)
 
 
-def _read_config(path: pathlib.Path) -> dict[str, Any]:
+@contextlib.contextmanager
+def _leased(folder: Path) -> Iterator[Workdir]:
+    """Holds a folder on a store, when all that a run needs there was tried."""
+    storage.require_usable(folder)
+    lease = held_objects.Lease(folder / LOCK, _holder())
+    try:
+        yield Workdir(folder, lease.check)
+    finally:
+        lease.release()
+
+
+def _holder() -> str:
+    now, host = datetime.datetime.now().isoformat(' ', 'seconds'), socket.gethostname()
+    return f'process {os.getpid()} on {host} since {now}, run {uuid.uuid4()}\n'
+
+
+def _read_config(path: Path) -> dict[str, Any]:
     """The configuration of an earlier run under today's names, with defaults of later fields."""
     read = json.loads(path.read_bytes())
     records.require(isinstance(read, dict), 'it is no JSON object')

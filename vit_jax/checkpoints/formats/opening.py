@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from vit_jax.base import Params, UserError, records, require, tree_names, usable, write_json
+from vit_jax.base.storage import is_remote
 from vit_jax.checkpoints import names, store
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import array_files, inference, name_map, stablehlo
@@ -81,7 +82,7 @@ def open_checkpoint(
     place, subtree = pathlib.Path(local), ''
     if not place.exists() and (match := re.fullmatch(r'(.+\.npz):(.+)', local)):
         place, subtree = pathlib.Path(match[1]), match[2].strip('/')
-    files = _weights(place) if place.is_dir() else [place]
+    files = [] if is_remote(local) else _weights(place) if place.is_dir() else [place]
     if not files:
         if given := [name for name, value in vars(hints).items() if value is not None]:
             raise UserError(f'{path}: a checkpoint of ours says all of itself; drop {given[0]}')

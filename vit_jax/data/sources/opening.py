@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from vit_jax.base import MissingFile, UserError, close_by, counted, records, refuse, usable
+from vit_jax.base import MissingFile, UserError, close_by, counted, records, refuse, storage, usable
 from vit_jax.data.sources import arrays, folders, imagenet, relabelling, tables, tfds
 from vit_jax.data.sources.base import (
     DataFunction,
@@ -25,6 +25,11 @@ TEST_NAMES = 'test', 'val', 'validation', 'valid'
 _CUT = (
     "a part of train can be tested on: --config.train_split='train[:90%]' "
     "--config.eval_split='train[90%:]'; of vit_jax.evaluate --split=train"
+)
+
+_REMOTE = (
+    'images on a store are not read from there: copy them to a disk of every host (gcloud storage '
+    'rsync -r), or mount the bucket read-only (gcsfuse -o ro --implicit-dirs), and name that folder'
 )
 
 
@@ -100,6 +105,8 @@ def open_splits(
     columns of labels. Data without splits is `all`, and of that `train` and `test` as `held_out`
     says.
     """
+    if storage.is_remote(data):
+        raise UserError(f'data={data!r}: {_REMOTE}')
     if data.startswith('tfds:'):
         return tfds.named_splits(data.removeprefix('tfds:'), label_column)
     if tfds.holds(data):

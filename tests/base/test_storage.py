@@ -1,0 +1,230 @@
+"""What a store of objects has instead of renaming, appending and locking."""
+
+import argparse
+import importlib.util
+import json
+import re
+import threading
+import time
+
+import pytest
+
+from vit_jax.base import (
+    MissingFile,
+    UnusableDisk,
+    UserError,
+    appending,
+    held_objects,
+    records,
+    storage,
+    write_json,
+)
+from vit_jax.base.atomic_files import atomic_write
+from vit_jax.command_line import app
+from vit_jax.config import FewshotConfig
+from vit_jax.data.sources.opening import make_opener
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    """A lease of a quarter of a second."""
+    for name, seconds in {'LEASE': 0.25, 'HEARTBEAT': 0.06, 'UPLOAD': 0.05}.items():
+        monkeypatch.setattr(held_objects, name, seconds)
+
+
+@pytest.fixture
+def lock(bucket):
+    return storage.folder('gs://bucket/run') / '.lock'
+
+
+def wait_until(condition, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize('path', ['s3://bucket/run', 'hdfs://host/run', 'gs://bucket', 'gs:///run'])
+def test_another_store_is_refused_with_what_to_do(path):
+    with pytest.raises(UserError, match=f'{path}: only gs://BUCKET/FOLDER .* FSx for Lustre'):
+        storage.folder(path)
+
+
+def test_without_its_client_a_store_is_refused_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    with pytest.raises(UserError, match=r"gs://bucket/run: .* pip install 'vit_jax\[gs\]'"):
+        storage.folder('gs://bucket/run')
+
+
+@pytest.mark.parametrize('data', ['gs://bucket/data', 's3://bucket/data/train.csv'])
+def test_images_on_a_store_are_refused_with_what_to_do(data):
+    with pytest.raises(UserError, match=f'{data}.*rsync.*gcsfuse'):
+        make_opener()(data, 'train')
+
+
+def test_a_file_on_a_store_is_written_whole_or_not_at_all(bucket):
+    path = storage.folder('gs://bucket/run/') / 'config.json'
+    write_json(path, {'a': 1})
+    assert json.loads(bucket.text('run/config.json')) == {'a': 1}
+    with pytest.raises(RuntimeError), atomic_write(path) as partial:
+        partial.write_text('half')
+        raise RuntimeError
+    assert json.loads(path.read_text()) == {'a': 1} and bucket.names() == ['run/config.json']
+
+
+def test_what_others_write_there_is_seen_at_once(bucket):
+    folder = storage.folder('gs://bucket/run')
+    write_json(folder / 'a', {})
+    assert [path.name for path in folder.iterdir()] == ['a']
+    bucket.put('run/b', b'', {})
+    assert (folder / 'b').exists() and {path.name for path in folder.glob('*')} == {'a', 'b'}
+
+
+def test_what_cannot_be_written_is_one_sentence_with_its_path(bucket):
+    bucket.fault = lambda method, path: 403
+    with pytest.raises(UnusableDisk, match='^gs://bucket/run/config.json: Forbidden[^\n]*$'):
+        write_json(storage.folder('gs://bucket/run') / 'config.json', {})
+
+
+def test_lines_are_added_in_the_background_and_all_are_there_when_flushed(bucket, hurried):
+    path = storage.folder('gs://bucket/run') / 'metrics.jsonl'
+    path.write_text('before\n')
+    file = appending(path)
+    file.write('first\n')
+    wait_until(lambda: bucket.text('run/metrics.jsonl') == 'before\nfirst\n')
+    file.write('second\n')
+    file.flush()
+    assert bucket.text('run/metrics.jsonl') == 'before\nfirst\nsecond\n'
+    bucket.fault = lambda method, path: 403
+    file.write('third\n')
+    with pytest.raises(UnusableDisk, match='^gs://bucket/run/metrics.jsonl: PERMISSION_DENIED'):
+        file.flush()
+    bucket.fault = lambda method, path: None
+    file.close()
+    assert bucket.text('run/metrics.jsonl').endswith('second\nthird\n')
+
+
+def test_a_run_that_was_taken_over_writes_over_nothing(bucket, hurried):
+    path = storage.folder('gs://bucket/run') / 'metrics.jsonl'
+    first = appending(path)
+    first.write('first\n')
+    first.flush()
+    second = appending(path)
+    first.write('of a run that was away\n')
+    with pytest.raises(UserError, match='^gs://bucket/run/metrics.jsonl: another run writes it'):
+        first.close()
+    second.write('second\n')
+    second.close()
+    assert bucket.text('run/metrics.jsonl') == 'first\nsecond\n'
+
+
+def test_what_is_held_is_refused_and_what_was_released_is_free_at_once(lock, hurried, bucket):
+    first = held_objects.Lease(lock, 'run 1')
+    with pytest.raises(UserError, match='workdir gs://bucket/run is in use by run 1'):
+        held_objects.Lease(lock, 'run 2')
+    first.check()
+    first.release()
+    assert bucket.names() == []
+    held_objects.LEASE = 1000.0
+    held_objects.Lease(lock, 'run 3').release()
+
+
+def test_what_is_released_while_it_is_waited_for_is_taken_at_once(lock, hurried, bucket):
+    held_objects.LEASE = 1000.0
+    lock.write_text('run 1')
+    threading.Timer(0.1, bucket.remove, ('run/.lock', {})).start()
+    lease = held_objects.Lease(lock, 'run 2')
+    assert bucket.text('run/.lock') == 'run 2'
+    lease.release()
+
+
+def test_of_those_that_wait_for_a_dead_run_exactly_one_takes_over(lock, hurried, bucket):
+    lock.write_text('a dead run')
+    taken, refused, together = [], [], threading.Barrier(4)
+
+    def start(name):
+        together.wait()
+        try:
+            taken.append(held_objects.Lease(lock, name))
+        except UserError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=start, args=(f'run {n}',)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(taken) == 1 and len(refused) == 3
+    assert {line.partition('in use by ')[2] for line in refused} == {bucket.text('run/.lock')}
+    taken[0].check()
+    taken[0].release()
+
+
+@pytest.mark.parametrize('removed', [False, True])
+def test_a_lease_that_was_lost_is_said_and_not_released(removed, lock, hurried, bucket):
+    lease = held_objects.Lease(lock, 'run 1')
+    lock.unlink() if removed else lock.write_text('run 2')
+    wait_until(lambda: lease._lost)
+    other = 'nobody: its lock was removed' if removed else 'run 2'
+    with pytest.raises(UserError, match=f'workdir gs://bucket/run: was lost to {other}, as'):
+        lease.check()
+    lease.release()
+    assert removed or bucket.text('run/.lock') == 'run 2'
+
+
+def test_a_renewal_whose_answer_was_lost_is_no_loss(lock, hurried, bucket):
+    """The client repeats it, and is refused by its own first one."""
+    lease, put, lost = held_objects.Lease(lock, 'run 1'), bucket.put, []
+
+    def failing(*arguments):
+        put(*arguments)
+        lost.append(arguments)
+        bucket.put = put
+        raise ConnectionError
+
+    bucket.put = failing
+    wait_until(lambda: lost)
+    generation = bucket.objects['run/.lock'].generation
+    wait_until(lambda: bucket.objects['run/.lock'].generation > generation)
+    lease.check()
+    lease.release()
+
+
+NEEDED = [
+    ('storage.buckets.get', 'GET', r'/b/bucket\?'),
+    ('storage.objects.create', 'POST', '/upload/'),
+    ('storage.objects.get', 'GET', '/download/|alt=media'),
+    ('storage.objects.list', 'GET', r'/o\?'),
+    ('storage.objects.delete', 'DELETE', '/o/'),
+]
+
+
+@pytest.mark.parametrize('permission, method, path', NEEDED, ids=[need[0] for need in NEEDED])
+def test_a_permission_that_is_missing_is_named(permission, method, path, bucket):
+    bucket.fault = lambda m, p: 403 if m == method and re.search(path, p) else None
+    expected = f'^gs://bucket/run: permission {permission} is missing on bucket; roles/[^\n]*$'
+    with pytest.raises(UnusableDisk, match=expected):
+        storage.require_usable(storage.folder('gs://bucket/run'))
+
+
+def test_a_bucket_where_nothing_is_missing_is_left_as_it_was(bucket):
+    storage.require_usable(storage.folder('gs://bucket/run'))
+    assert bucket.names() == [] and {method for method, _ in bucket.asked} > {'GET', 'DELETE'}
+
+
+def test_a_bucket_that_is_not_there_is_said(bucket):
+    with pytest.raises(MissingFile, match='^gs://other/run: there is no bucket other$'):
+        storage.require_usable(storage.folder('gs://other/run'))
+
+
+def test_a_store_without_conditions_is_refused(bucket, monkeypatch):
+    monkeypatch.setattr(bucket, 'require', lambda name, conditions: None)
+    with pytest.raises(UserError, match='does not write on conditions'):
+        storage.require_usable(storage.folder('gs://bucket/run'))
+
+
+def test_what_can_only_be_on_a_disk_is_refused_on_a_store():
+    with pytest.raises(UserError, match="feature_cache='gs://bucket/cache': expected a folder on"):
+        records.checked(FewshotConfig(feature_cache='gs://bucket/cache'), where='fewshot')
+    with pytest.raises(argparse.ArgumentTypeError, match="'gs://bucket/x': expected a path on a"):
+        app.local_path('gs://bucket/x')

@@ -78,6 +78,11 @@ CHANGES = [
     ('model.final_norm', 'after_pool', base()),
     ('model.representation_size', 8, base()),
     ('model.positions', 'sincos2d', base()),
+    ('model.class_tokens', 2, base()),
+    ('model.registers', 2, base()),
+    ('model.pre_norm', True, base()),
+    ('model.layer_scale', 0.1, base()),
+    ('model.gelu', None, base()),
     ('model.blocks_without_skips', (1,), base()),
     ('model.gelu', 'exact', base()),
     ('model.layer_norm_epsilon', 1e-3, base()),
@@ -98,6 +103,11 @@ CHANGES = [
         'preprocessing.crop.keep_aspect',
         False,
         base(image_size=(16, 8), preprocessing=Preprocessing(crop=CentralCrop(scale=1.5))),
+    ),
+    (
+        'preprocessing.crop.rounding',
+        'timm',
+        base(image_size=(16, 8), preprocessing=Preprocessing(crop=CentralCrop(scale=1.45))),
     ),
     (
         'preprocessing.crop.resize',
@@ -210,6 +220,12 @@ ELSEWHERE = [
         'channels',
         'tests/test_pretrained.py',
         'test_grey_images_give_the_same_logits_with_one_channel_or_five',
+    ),
+    (
+        'ViTConfig',
+        'position_resize',
+        'tests/models/test_positions.py',
+        'test_each_way_of_resizing_is_that_of_its_library',
     ),
     (
         'ViTConfig ResNetConfig',

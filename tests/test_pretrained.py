@@ -255,7 +255,7 @@ def _twice(images):
 @pytest.mark.parametrize(
     'overrides, message',
     [
-        ({'image_size': 30}, 'image_size=.30, 30. is not a multiple of patch_size'),
+        ({'image_size': 3}, 'patch_size=.16, 16.: larger than the image, 3x3 pixels'),
         ({'new_channels': 'none'}, 'new_channels'),
         ({'num_heads': 2.5}, 'num_heads'),
         ({'gelu': 'erf'}, 'gelu'),

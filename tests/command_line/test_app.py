@@ -56,7 +56,8 @@ def test_a_mistake_on_the_command_line_is_one_line_and_no_traceback(tmp_path):
     cases = {
         ('--config.modle.depth=2',): "error: config.modle: no such field; did you mean 'model'?\n",
         ('--config.model.pool=max',): (
-            "error: config.model.pool='max': expected one of cls, gap, map, none\n"
+            "error: config.model.pool='max': expected one of cls, gap, map, none, cls_gap, "
+            'cls_dist\n'
         ),
         ('--config.eval_every_steps=none', '--config.seed=none'): (
             'error: config.seed=none: this field needs a value\n'

@@ -181,6 +181,7 @@ def test_each_way_to_resize_is_a_function_of_a_library(size):
         'bilinear': cv2.resize(image, size[::-1], interpolation=cv2.INTER_LINEAR),
         'bilinear_antialias': pillow.resize(size[::-1], Image.Resampling.BILINEAR),
         'bicubic_antialias': pillow.resize(size[::-1], Image.Resampling.BICUBIC),
+        'lanczos_antialias': pillow.resize(size[::-1], Image.Resampling.LANCZOS),
     }
     assert {*expected} == {*typing.get_args(image_preprocessing.ResizeMethod)}
     for method, result in expected.items():

@@ -1,15 +1,26 @@
+import itertools
 import typing
 
+import cv2
 import jax
 import numpy as np
 import pytest
 import scipy.ndimage
+from PIL import Image
 
 from tests import tiny
 from vit_jax.base import tree_names
 from vit_jax.base.errors import UserError
 from vit_jax.models import build
-from vit_jax.models.positions import PositionKind, as_array, resize, resizers, sincos2d
+from vit_jax.models.positions import (
+    PositionKind,
+    PositionResize,
+    as_array,
+    resize,
+    resizers,
+    rotation,
+    sincos2d,
+)
 
 TABLE = np.random.default_rng(0).normal(size=(1, 1 + 6 * 6, 5)).astype(np.float32)
 
@@ -21,6 +32,45 @@ def test_resizing_is_scipys_zoom_and_keeps_the_class_token(new):
     expected = scipy.ndimage.zoom(grid, (new[0] / 6, new[1] / 6, 1), order=1)
     np.testing.assert_allclose(resized[0, 1:].reshape(*new, 5), expected, atol=1e-6)
     np.testing.assert_array_equal(resized[:, 0], TABLE[:, 0])
+
+
+def by_library(grid, new, how):
+    """The grid (h w d) resized by OpenCV, or by Pillow, which widens its kernel where it shrinks.
+
+    DINOv2's own way, which no other library has, is among tests/reference/families.
+    """
+    if how == 'bicubic_antialias':
+        channels = [Image.fromarray(grid[..., i]) for i in range(grid.shape[-1])]
+        resized = [channel.resize(new[::-1], Image.Resampling.BICUBIC) for channel in channels]
+        return np.stack([np.asarray(channel) for channel in resized], axis=-1)
+    method = {'bicubic': cv2.INTER_CUBIC, 'bilinear_edges': cv2.INTER_LINEAR}[how]
+    return cv2.resize(grid, new[::-1], interpolation=method)
+
+
+@pytest.mark.parametrize('how', ['bicubic', 'bicubic_antialias', 'bilinear_edges'])
+@pytest.mark.parametrize('new', [(12, 12), (4, 4), (9, 5), (2, 13)])
+def test_each_way_of_resizing_is_that_of_its_library(how, new):
+    resized = resize(TABLE, (6, 6), new, how=how)
+    expected = by_library(TABLE[0, 1:].reshape(6, 6, 5), new, how)
+    np.testing.assert_allclose(resized[0, 1:].reshape(*new, 5), expected, atol=1e-5)
+    np.testing.assert_array_equal(resized[:, 0], TABLE[:, 0])
+
+
+def test_rotated_queries_and_keys_know_how_far_apart_they_are_and_no_more():
+    """Their products are the same for all pairs of patches as far apart (RoFormer, 3.2)."""
+    grid, prefix = (3, 4), 2
+    rotate = rotation('rope', grid, prefix, 8)
+    query, key = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
+    queries, keys = (jax.numpy.tile(x, (1, prefix + 12, 1, 1)) for x in (query, key))
+    rotated = [np.asarray(rotate(x))[0, :, 0] for x in (queries, keys)]
+    products = np.einsum('qk,nk->qn', *rotated)
+    np.testing.assert_allclose(products[:prefix, :prefix], query @ key, rtol=1e-5)
+    places = np.argwhere(np.ones(grid))
+    among = products[prefix:, prefix:]
+    for apart in (0, 0), (1, 0), (0, 2), (-1, 3):
+        same = (places[None] - places[:, None] == apart).all(axis=-1)
+        assert np.ptp(among[same]) < 1e-5
+    assert np.ptp(among) > 0.1
 
 
 def test_square_to_oblong_and_back_is_the_identity():
@@ -72,9 +122,11 @@ def test_every_parameter_of_a_kind_can_be_resized(kind):
         tree_names.named_leaves(old_shapes).items(), jax.tree.leaves(new_shapes), strict=True
     )
     changed = {name: (leaf, target) for (name, leaf), target in named if leaf.shape != target.shape}
-    assert set(resizers(kind)) == set(changed)
-    for name, (leaf, target) in changed.items():
-        resized = resizers(kind)[name](np.zeros(leaf.shape, leaf.dtype), old.grid, new.grid)
+    assert set(resizers(kind, 'bilinear')) == set(changed)
+    for how, (name, (leaf, target)) in itertools.product(
+        typing.get_args(PositionResize), changed.items()
+    ):
+        resized = resizers(kind, how)[name](np.zeros(leaf.shape, leaf.dtype), old.grid, new.grid)
         assert resized.shape == target.shape
 
 

@@ -229,7 +229,12 @@ def test_features_are_what_the_head_is_given():
 @pytest.mark.parametrize(
     'changes, message',
     [
-        ({'image_size': (9, 8)}, r'image_size=\(9, 8\) is not a multiple .* nearest: \(8, 8\)'),
+        ({'image_size': (3, 8)}, r'patch_size=\(4, 4\): larger than the image, 3x8 pixels'),
+        ({'class_tokens': 0}, 'class_tokens=0: expected at least 1 and at most 2'),
+        ({'pool': 'cls_dist', 'class_tokens': 1}, 'class_tokens=1: expected at least 2'),
+        ({'pool': 'cls_dist', 'representation_size': 4}, 'pool=cls_dist: each of its two heads'),
+        ({'positions': 'rope', 'num_heads': 8}, 'width / num_heads=2 is not a multiple of 4'),
+        ({'registers': -1}, 'registers=-1: expected at least 0'),
         ({'num_heads': 3}, 'width=16 is not a multiple of num_heads=3'),
         ({'width': 18, 'positions': 'sincos2d'}, 'width=18 is not a multiple of 4'),
         ({'depth': 0}, 'depth=0: expected at least 1'),
@@ -262,7 +267,7 @@ def test_what_was_assigned_is_checked_when_the_network_is_built():
     """As the command line does it."""
     for part, name, value in (
         ('model', 'pool', 'mean'),
-        ('model', 'positions', 'rope'),
+        ('model', 'positions', 'alibi'),
         ('model', 'head', 'mlp'),
         ('model', 'num_heads', 3),
         ('compute', 'remat', 'all'),

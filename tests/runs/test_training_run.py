@@ -496,7 +496,7 @@ TOO_FEW_BLOCKS = tiny.assigned(OptimizerConfig(), trained_blocks=-1)
         ({'total': Duration(steps=0)}, 'total.steps=0: less than one step of batch_size=16'),
         ({'model': None}, 'config.model is none: give a model, or start_from'),
         ({'model': tiny.model(num_classes=7)}, 'num_classes=7, but digits has 10 classes'),
-        ({'image_size': (9, 8)}, r'image_size=\(9, 8\) is not a multiple'),
+        ({'image_size': (3, 8)}, r'patch_size=\(4, 4\): larger than the image'),
         ({'batch_size': 20}, 'batch_size=20 is not a multiple of 8 devices'),
         (
             {'batch_size': 8 * 10**10},

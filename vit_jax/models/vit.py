@@ -7,6 +7,7 @@ from typing import Literal, assert_never
 
 import flax.linen as nn
 import jax.numpy as jnp
+import numpy as np
 
 from vit_jax.base import Array, Bool, Float, Record, require, require_between
 from vit_jax.models import positions
@@ -93,6 +94,15 @@ class ViTConfig(Record):
         return height // p, width // q
 
     @property
+    def unread(self) -> str:
+        """What fills no patch, in words; '' where the patches fill the image."""
+        used = [side * of for side, of in zip(self.grid, self.patch_size, strict=True)]
+        size = self.image_size if self.backbone is None else self.backbone.map_size(self.image_size)
+        of = '' if self.backbone is None else ' of the feature map'
+        read = f'{used[0]}x{used[1]}{of} are read, the rest fills no patch'
+        return '' if tuple(used) == size else read
+
+    @property
     def positioned_prefix(self) -> int:
         """Tokens before the patches that have positions: of the class, of the distillation."""
         return _READS.get(self.pool, 0) if self.class_tokens is None else self.class_tokens
@@ -106,6 +116,11 @@ class ViTConfig(Record):
     def num_tokens(self) -> int:
         """Length of the sequence: the tokens before the patches, and the patches."""
         return self.prefix + self.grid[0] * self.grid[1]
+
+    @property
+    def sequence(self) -> str:
+        """Its length in words, and what of the image is not in it."""
+        return f'{self.num_tokens} tokens' + (f' ({self.unread})' if self.unread else '')
 
 
 class Mlp(nn.Module):
@@ -324,7 +339,7 @@ class ViT(Part):
         return seen(self, 'embedding', x)
 
     def _for_each(
-        self, x: Float[Array, 'b n d'], tokens: Float[Array, '1 r d']
+        self, x: Float[Array, 'b n d'], tokens: Float[Array | np.ndarray, '1 r d']
     ) -> Float[Array, 'b r d']:
         """The learned tokens for each image of the batch."""
         return jnp.tile(tokens.astype(x.dtype), (x.shape[0], 1, 1))

@@ -143,7 +143,7 @@ def agreed(
 def _outline(experiment: Experiment) -> str:
     """What is about to be done, and what the rules over parameters matched."""
     config, model, length = experiment.config, experiment.model.config, experiment.length
-    tokens = f'{model.num_tokens} tokens, ' if isinstance(model, ViTConfig) else ''
+    tokens = f'{model.sequence}, ' if isinstance(model, ViTConfig) else ''
     tested = ', '.join(f'{len(one.source):,} {name}' for name, one in experiment.evals.items())
     images, warmup = counted(length.batch_size, 'image'), length.steps(config.schedule.warmup)
     if length.batch_size > length.num_images:

@@ -198,15 +198,13 @@ def test_numbers_are_rounded_to_bfloat16_where_a_file_can_say_so(format, tmp_pat
     assert vit_jax.load(path, grid=(2, 2)).layout.dtype == 'float32'
 
 
-@pytest.mark.parametrize('format', ENDINGS)
+@pytest.mark.parametrize('format', [f for f in ENDINGS if f != 'open_clip'])  # which holds CLIP
 @pytest.mark.parametrize(
     'config',
     [tiny.model(image_size=(12, 8)), pytest.param(HYBRID, marks=pytest.mark.full)],
     ids=['vit', 'hybrid'],
 )
 def test_another_format_gives_the_same_logits(format, config, tmp_path):
-    if format == 'open_clip':
-        config = replace(config, gelu='quick', layer_norm_epsilon=1e-5, pre_norm=True)
     network = loaded(config)
     path = str(tmp_path / f'other{ENDINGS[format]}')
     vit_jax.save(network, path, format)

@@ -243,26 +243,17 @@ def summarize(config: ModelConfig, parameters: int) -> str:
     pools |= {'map': 'attention pooling', 'none': 'all tokens'}
     pools |= {'cls_gap': 'class token and mean of patches'}
     pools |= {'cls_dist': 'class and distillation token'}
+    unread = f', of which {config.unread}' if config.unread else ''
     parts = [f'{config.depth} layers of width {config.width}', f'{config.num_heads} heads']
     parts.append(pools[config.pool])
     parts += [f'{config.registers} registers'] * (config.registers > 0)
     parts += ['rotated queries and keys'] * (config.positions == 'rope')
     parts += ['a norm before the blocks'] * config.pre_norm
     parts += ['LayerScale'] * (config.layer_scale is not None)
-    parts.append(
-        f'grid {config.grid[0]}x{config.grid[1]} (images {height}x{width}{_unread(config)})'
-    )
+    parts.append(f'grid {config.grid[0]}x{config.grid[1]} (images {height}x{width}{unread})')
     parts.append('SwiGLU' if config.gelu is None else f'{config.gelu} GELU')
     parts += [f'epsilon {config.layer_norm_epsilon:g}', head]
     return f'{name}: {", ".join(parts)}'
-
-
-def _unread(config: ViTConfig) -> str:
-    """What is not read of an image whose sides are no multiples of the patch's."""
-    if config.backbone is not None:
-        return ''
-    read = [side * of for side, of in zip(config.grid, config.patch_size, strict=True)]
-    return '' if tuple(read) == config.image_size else f', of which {read[0]}x{read[1]} are read'
 
 
 def _near_squares(count: int) -> list[tuple[int, int]]:

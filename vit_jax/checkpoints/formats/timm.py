@@ -172,7 +172,8 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
         raise UserError(f'{name}{what}: not supported')
     known = _known(clues, arguments, pretrained, description)
     clues = clues._replace(arrays=inside, declared=_declared(inside, arguments, pretrained))
-    config, layout = _infer(clues, known, arguments, description, prefix)
+    layout = _layout(inside, known, arguments, prefix)
+    config, layout = _infer(clues, layout, known, arguments, description)
     names = description.label_names
     fits = len(names) in (0, config.num_classes)
     require(fits, f'{where}: {len(names)} label_names for {config.num_classes} classes')
@@ -221,34 +222,43 @@ def _declared(
     return (height, width) if 0 <= rows <= 2 else None
 
 
+def _layout(
+    arrays: Mapping[str, LazyArray], known: Architecture, arguments: Arguments, prefix: str
+) -> Layout:
+    """How the arrays are named; whether positions have a class row is not known yet."""
+    split_bias = 'blocks.0.attn.q_bias' in arrays
+    zeros = ['blocks.{layer0}.attn.k_bias'] if split_bias else []
+    may_lack = not known.qkv_bias or arguments.qkv_bias is False
+    if may_lack and not split_bias and 'blocks.0.attn.qkv.bias' not in arrays:
+        zeros.append('blocks.{layer0}.attn.qkv.bias')
+    return Layout(
+        prefix=prefix,
+        zeros=tuple(prefix + name for name in zeros),
+        eva=bool({'blocks.0.gamma_1', 'blocks.0.mlp.fc1_g.weight'} & arrays.keys()),
+        split_bias=split_bias,
+        registers='register_tokens' if 'register_tokens' in arrays else 'reg_token',
+        gated=('w12', 'w3') if 'blocks.0.mlp.w12.weight' in arrays else ('fc1', 'fc2'),
+    )
+
+
 def _infer(
     clues: Clues,
+    layout: Layout,
     known: Architecture,
     arguments: Arguments,
     description: Description,
-    prefix: str,
 ) -> tuple[ViTConfig, Layout]:
-    """The network and its layout."""
+    """The network, and the layout with what its positions show."""
     inside = clues.arrays
     root = next((r for r in _ROOTS.values() if f'{r}.conv.weight' in inside), '')
-    first, second = next(
-        (
-            names
-            for names in (('w12', 'w3'), ('fc1', 'fc2'))
-            if f'blocks.0.mlp.{names[1]}.weight' in inside
-        ),
-        ('fc1', 'fc2'),
-    )
-    width, mlp_dim = inference.shape_of(inside, f'blocks.0.mlp.{second}.weight', 2)
-    eva = {'blocks.0.gamma_1', 'blocks.0.mlp.fc1_g.weight'} & {*inside} != set()
-    packed = inside.get(f'blocks.0.mlp.{first}.weight')
-    gated = packed is None or packed.shape[0] == 2 * mlp_dim
-    registers = 'register_tokens' if 'register_tokens' in inside else 'reg_token'
-    count = inside[registers].shape[1] if registers in inside else 0
+    first, second = (f'blocks.0.mlp.{name}.weight' for name in layout.gated)
+    _, mlp_dim = inference.shape_of(inside, second, 2)
+    gated = first not in inside or inside[first].shape[0] == 2 * mlp_dim
+    registers = inside[layout.registers].shape[1] if layout.registers in inside else 0
     pool, class_tokens = _pool(inside, description.global_pool or arguments.global_pool)
     resize = known.position_resize
     if not clues.json('config.json') and 'mask_token' in inside:  # Meta's own DINOv2
-        resize = 'bicubic_antialias' if count else 'bicubic_offset'
+        resize = 'bicubic_antialias' if registers else 'bicubic_offset'
     defaults = Hints(num_heads=known.num_heads, gelu=known.gelu, layer_norm_epsilon=known.epsilon)
     config, row = inference.infer_vit(
         clues.with_defaults(defaults),
@@ -262,7 +272,7 @@ def _infer(
         num_classes=inference.length_of(inside, 'head.bias'),
         pool=pool,
         class_tokens=class_tokens if pool not in ('cls', 'cls_dist') and class_tokens else None,
-        registers=count,
+        registers=registers,
         pre_norm='norm_pre.weight' in inside,
         layer_scale=_layer_scale(inside, arguments),
         final_norm='after_pool' if 'fc_norm.weight' in inside else 'before_pool',
@@ -272,20 +282,7 @@ def _infer(
         rope=known.rope,
     )
     _compare(config, arguments, description)
-    split_bias = 'blocks.0.attn.q_bias' in inside
-    zeros = ['blocks.{layer0}.attn.k_bias'] if split_bias else []
-    may_lack = not known.qkv_bias or arguments.qkv_bias is False
-    if may_lack and not split_bias and 'blocks.0.attn.qkv.bias' not in inside:
-        zeros.append('blocks.{layer0}.attn.qkv.bias')
-    return config, Layout(
-        prefix=prefix,
-        class_row=bool(row) or class_tokens == 0,
-        zeros=tuple(prefix + name for name in zeros),
-        eva=eva,
-        split_bias=split_bias,
-        registers=registers,
-        gated=(first, second),
-    )
+    return config, dataclasses.replace(layout, class_row=bool(row) or class_tokens == 0)
 
 
 def _pool(arrays: Mapping[str, LazyArray], stated: str | None) -> tuple[Pool, int]:

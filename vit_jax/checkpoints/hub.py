@@ -13,7 +13,12 @@ from typing import Any, NamedTuple
 from vit_jax.base import MissingFile, UserError, usable
 
 # What says of weights what they are: transformers' and timm's, OpenCLIP's.
-_DESCRIPTIONS = 'config.json', 'preprocessor_config.json', 'open_clip_config.json'
+_DESCRIPTIONS = (
+    'config.json',
+    'preprocessor_config.json',
+    'processor_config.json',
+    'open_clip_config.json',
+)
 # The first kind that a repository has is taken; pickles only where there is nothing else.
 _WEIGHTS = (
     ('model.safetensors', 'model.safetensors.index.json', 'model-*-of-*.safetensors'),

@@ -1,10 +1,12 @@
 """The ViTs that people use: networks of timm, transformers, OpenCLIP and DINOv2's own code."""
 
+import json
 import pathlib
 import re
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import vit_jax
 from tests import reference
@@ -102,3 +104,25 @@ def test_a_processor_for_other_images_is_told_of():
     network = load('dinov2_hf', None)
     assert network.config.image_size == (42, 42)
     assert 'its processor makes images of 28x28: image_size=28' in network.report
+
+
+def test_a_tower_of_timm_within_open_clip_is_that_network(tmp_path):
+    alone = load('siglip_timm_remainder', None)
+    arrays = load_file(f'{reference.family("siglip_timm_remainder")}/model.safetensors')
+    tower = {f'visual.trunk.{name}': array for name, array in arrays.items()}
+    text = {'text.token_embedding.weight': np.zeros((3, 2)), 'logit_scale': np.zeros(1)}
+    save_file(tower | text, tmp_path / 'open_clip_model.safetensors')
+    vision = {'timm_model_name': 'vit_so400m_patch14_siglip_384', 'timm_pool': 'map'}
+    model = {'vision_cfg': vision | {'image_size': 36, 'timm_proj': 'none'}}
+    prepared = {'mean': [0.5] * 3, 'std': [0.5] * 3, 'resize_mode': 'squash'}
+    described = tmp_path / 'open_clip_config.json'
+    described.write_text(json.dumps({'model_cfg': model, 'preprocess_cfg': prepared}))
+    network = vit_jax.load(tmp_path, num_heads=4)
+    assert network.config == alone.config and network.params.keys() == alone.params.keys()
+    assert set(network.ignored) == {*text}
+    crop = network.preprocessing.crop
+    assert (crop.scale, crop.keep_aspect, crop.resize) == (1.0, False, 'bicubic_antialias')
+    model['vision_cfg'] |= {'timm_proj': 'linear'}
+    described.write_text(json.dumps({'model_cfg': model}))
+    with pytest.raises(UserError, match="timm_proj='linear' is not supported"):
+        vit_jax.load(tmp_path, num_heads=4)

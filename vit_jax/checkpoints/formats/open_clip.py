@@ -18,6 +18,7 @@ _BIAS = 'visual.proj.bias'  # which the projection does not have
 _MEAN: Scaling = (0.48145466, 0.4578275, 0.40821073)
 _STD: Scaling = (0.26862954, 0.26130258, 0.27577711)
 _WHERE = 'open_clip_config.json'
+_CROP_MODES = {'shortest': 'center', 'squash': 'squash'}  # of timm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,15 +63,41 @@ class PreprocessConfig(Record):
     @property
     def as_timm(self) -> Preprocessing:
         """The same in the words of timm."""
-        mode = {'shortest': 'center', 'squash': 'squash'}[self.resize_mode]
         words = timm_config.Pretrained(
             interpolation=self.interpolation,
             crop_pct=1.0,
-            crop_mode=mode,
+            crop_mode=_CROP_MODES[self.resize_mode],
             mean=self.mean,
             std=self.std,
         )
         return timm_config.preprocessing(words)
+
+
+def timm_tower(clues: Clues) -> dict[str, Any]:
+    """The config.json that timm would write of its network within OpenCLIP's; {} without one."""
+    declared = clues.json(_WHERE)
+    model = declared.get('model_cfg') or {}
+    vision = model.get('vision_cfg') or {}
+    if not vision.get('timm_model_name'):
+        return {}
+    projection = vision.get('timm_proj') or 'none'
+    wrong = f'{_WHERE}: timm_proj={projection!r} is not supported: expected none'
+    require(projection == 'none', wrong)
+    how = described(PreprocessConfig, declared.get('preprocess_cfg', {}), where=_WHERE)
+    size = vision.get('image_size', 224)
+    preparation = {
+        'input_size': [3, size, size] if isinstance(size, int) else [3, *size],
+        'crop_pct': 1.0,
+        'crop_mode': _CROP_MODES[how.resize_mode],
+        'interpolation': how.interpolation,
+        'mean': how.mean,
+        'std': how.std,
+    }
+    return {
+        'architecture': vision['timm_model_name'],
+        'global_pool': vision.get('timm_pool') or None,
+        'pretrained_cfg': preparation,
+    }
 
 
 def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:

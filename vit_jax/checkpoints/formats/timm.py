@@ -12,7 +12,7 @@ from typing import Any
 
 from vit_jax.base import UserError, require
 from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats import base, inference, name_map
+from vit_jax.checkpoints.formats import base, inference, name_map, open_clip
 from vit_jax.checkpoints.formats.array_files import LazyArray
 from vit_jax.checkpoints.formats.base import (
     Format,
@@ -156,6 +156,8 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
 
 def _recognise(clues: Clues) -> Recognised[Layout]:
     declared, where = clues.json('config.json'), 'config.json'
+    if tower := open_clip.timm_tower(clues):
+        declared, where = tower, 'open_clip_config.json'
     stated = declared.get('model_args') or {}
     arguments = described(Arguments, stated, where=f'{where}.model_args')
     strange = {*stated} - {*vars(arguments)}
@@ -178,6 +180,8 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     fits = len(names) in (0, config.num_classes)
     require(fits, f'{where}: {len(names)} label_names for {config.num_classes} classes')
     ignored = re.escape(prefix) + 'mask_token'  # of masked pre-training
+    if tower:  # beside that of text
+        ignored += r'|(?!visual\.).*'
     return Recognised(config, layout, preprocessing(pretrained), names, ignored)
 
 

@@ -6,7 +6,7 @@ import hashlib
 import io
 import pathlib
 import socket
-import types
+import urllib.request
 
 import pytest
 
@@ -218,9 +218,11 @@ def test_a_web_page_is_no_checkpoint(server):
 
 
 def test_what_began_with_tls_must_not_end_without():
-    answer = types.SimpleNamespace(headers=email.message.Message(), url='http://host/x.npz')
+    asked, none = urllib.request.Request('https://host/x.npz'), email.message.Message()
+    follow = download._Redirects().redirect_request
+    assert follow(asked, None, 302, 'Found', none, 'https://other/x.npz') is not None
     with pytest.raises(UserError, match='leads to http://, where anyone on the way could change'):
-        download._require_file('https://host/x.npz', answer)
+        follow(asked, None, 302, 'Found', none, 'http://host/x.npz')
 
 
 def test_offline_what_is_in_the_cache_is_enough_and_nothing_is_asked(server, monkeypatch, tmp_path):

@@ -30,9 +30,12 @@ def read_index(path: str) -> list[Row]:
         raise MissingFile(f'{path}: no such file')
     with usable(path), place.open(newline='', encoding='utf-8', errors='replace') as file:
         reader = csv.DictReader(file)
-        absent = [name for name in Row._fields if name not in (reader.fieldnames or ())]
-        require(not absent, f'{path}: not the AugReg index: no column {", ".join(absent)}')
-        return [_row(values, f'{path}, line {line}') for line, values in enumerate(reader, 2)]
+        try:
+            absent = [name for name in Row._fields if name not in (reader.fieldnames or ())]
+            require(not absent, f'{path}: not the AugReg index: no column {", ".join(absent)}')
+            return [_row(values, f'{path}, line {line}') for line, values in enumerate(reader, 2)]
+        except csv.Error as error:
+            raise UserError(f'{path}: not the AugReg index: {error}') from error
 
 
 def listed(rows: Sequence[Row], name: str) -> list[Row]:

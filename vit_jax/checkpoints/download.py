@@ -97,18 +97,23 @@ def fetched(url: str, *, sha256: str | None = None) -> Fetched:
                     logging.warning('%s: another process downloads it; waiting', path.name)
                     locking.locked(lock, wait=True)
                 if not path.exists():
-                    _download(url, path, checked=sha256 is not None)
-    return Fetched(path, _verified(url, path, sha256))
+                    _download(url, path, sha256)
+    found = _verified(path)
+    if sha256 not in (None, found):
+        text = f'the copy in the cache has {found}; is the digest right? else remove {path}'
+        raise UserError(f'{shown(url)}: expected the SHA-256 {sha256}, {text}')
+    return Fetched(path, found)
 
 
-def _download(url: str, path: pathlib.Path, *, checked: bool) -> None:
+def _download(url: str, path: pathlib.Path, sha256: str | None) -> None:
     """Brings the file to its path, which it gets when it is whole. Its folder is locked."""
     partial, waits = _beside(path, 'partial'), list(_WAITS)
+    declared: dict[str, str] = {}  # checksums of the version that comes
     most = _size(partial)  # that has come so far
     with _bar(path.name) as told:
         while True:
             try:
-                declared = _attempt(url, path, told, checked=checked)
+                _attempt(url, path, told, declared, checked=sha256 is not None)
                 break
             except _LOST as error:
                 if _size(partial) > most:
@@ -122,14 +127,18 @@ def _download(url: str, path: pathlib.Path, *, checked: bool) -> None:
     found = _digest(partial, hashlib.sha256())
     if 'crc32c' in declared:
         _require_same(url, path, 'CRC32C', declared['crc32c'], _crc32c(partial))
+    if sha256 is not None:
+        _require_same(url, path, 'SHA-256', sha256, found)
     _beside(path, 'sha256').write_text(_line(found, path))
     sync(partial)
     partial.replace(path)
     _beside(path, 'etag').unlink()
 
 
-def _attempt(url: str, path: pathlib.Path, told: Told, *, checked: bool) -> dict[str, str]:
-    """Appends to the partial file what is missing of it; the checksums that the server declares.
+def _attempt(
+    url: str, path: pathlib.Path, told: Told, declared: dict[str, str], *, checked: bool
+) -> None:
+    """Appends to the partial file what is missing of it, and notes the `declared` checksums.
 
     `checked`: another checksum is known. Raises one of _LOST where that may be tried again, which
     then goes on with what has come.
@@ -141,15 +150,16 @@ def _attempt(url: str, path: pathlib.Path, told: Told, *, checked: bool) -> dict
     headers |= {'Range': f'bytes={have}-', 'If-Range': version} if have else {}
     with _answer(url, headers, partial) as answer, partial.open('ab') as file:
         _require_file(url, answer)
-        declared = _declared(answer)
         part = answer.headers.get('Content-Range', '')
         if answer.status != 206 or not (have and part.startswith(f'bytes {have}-')):
             file.truncate(0)
             have = 0
+            declared.clear()
             require(answer.status == 200, f'{shown(url)}: answered HTTP {answer.status}')
+        declared |= _declared(answer)
         etag.write_text(_strong(answer.headers.get('ETag', '')))
         total = None if answer.length is None else have + answer.length
-        if total is None and not (declared or checked):
+        if total is None and not ('crc32c' in declared or checked):
             why = 'its server does not say how long it is, so that a part could be taken for all'
             raise UserError(f'{shown(url)}: {why}; add #sha256=DIGEST')
         _require_room(path, (total or have) - have)
@@ -160,14 +170,16 @@ def _attempt(url: str, path: pathlib.Path, told: Told, *, checked: bool) -> dict
             told(have, total)
         if total is not None and have < total:
             raise ConnectionError(f'ended after {have:,} of {total:,} bytes')
-    return declared
+    if _size(partial) != have:  # locks do nothing on this disk, and another process wrote as well
+        partial.unlink()
+        raise ConnectionError('another process downloads it to the same place')
 
 
 def _answer(url: str, headers: dict[str, str], partial: pathlib.Path) -> Any:
     """The open connection. Raises UserError where trying again is of no use."""
     try:
         request = urllib.request.Request(url, headers=headers)
-        return urllib.request.urlopen(request, timeout=_SECONDS)
+        return urllib.request.build_opener(_Redirects).open(request, timeout=_SECONDS)
     except urllib.error.HTTPError as error:
         if error.code in _PASSING:
             raise ConnectionError(f'HTTP {error.code} {error.reason}') from error
@@ -187,12 +199,21 @@ def _answer(url: str, headers: dict[str, str], partial: pathlib.Path) -> Any:
         raise UserError(f'{shown(url)}: not a URL: {error}') from error
 
 
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Raises UserError where https:// leads to http://, at whichever step."""
+
+    def redirect_request(self, req: Any, *answer: Any) -> Any:
+        *_, url = answer
+        if req.full_url.startswith('https:') and not url.startswith('https:'):
+            text = 'leads to http://, where anyone on the way could change it'
+            raise UserError(f'{shown(req.full_url)}: {text}')
+        return super().redirect_request(req, *answer)
+
+
 def _require_file(url: str, answer: Any) -> None:
-    """Raises UserError for an answer that is no file, or that anyone on the way could change."""
+    """Raises UserError for an answer that is no file."""
     if answer.headers.get_content_type() == 'text/html':
         raise UserError(f'{shown(url)}: a web page; take the link that downloads the file')
-    if url.startswith('https:') and not answer.url.startswith('https:'):
-        raise UserError(f'{shown(url)}: leads to http://, where anyone on the way could change it')
 
 
 def _declared(answer: Any) -> dict[str, str]:
@@ -227,7 +248,7 @@ def _kept(path: pathlib.Path) -> Iterator[None]:
         raise UnusableDisk(f'{path.parent}: {error.strerror}{came}; {place}') from error
 
 
-def _verified(url: str, path: pathlib.Path, sha256: str | None) -> str:
+def _verified(path: pathlib.Path) -> str:
     """The digest of a file in the cache. What is not as it was downloaded is removed: UserError."""
     with usable(path):
         found, noted = _digest(path, hashlib.sha256()), _beside(path, 'sha256')
@@ -235,8 +256,6 @@ def _verified(url: str, path: pathlib.Path, sha256: str | None) -> str:
             _remove(path)
             again = 'and removed; the same command downloads it again'
             raise UserError(f'{path}: damaged since it was downloaded, {again}')
-    if sha256 is not None:
-        _require_same(url, path, 'SHA-256', sha256, found)
     return found
 
 

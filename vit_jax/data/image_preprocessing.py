@@ -83,6 +83,8 @@ class CentralCrop(Record):
             return height, width
         if self.rounding == 'transformers':  # the shorter side, whatever the shape of the crop
             height = width = max(min(height, width), *size)
+        # timm's ResizeKeepRatio, for images that are to be no squares, rounds to the nearest.
+        nearest |= self.rounding == 'timm' and height != width
         return _covering(old, (height, width), _rounded if nearest else operator.floordiv)
 
 

@@ -97,7 +97,7 @@ def rotation(
         return lambda x: x
     y, x = np.mgrid[: grid[0], : grid[1]]
     middles = [(2 * at + 1) / side - 1 for at, side in zip((y, x), grid, strict=True)]
-    frequencies = 100.0 ** -np.arange(0, 1, 4 / head)
+    frequencies = 100.0 ** (-np.arange(head // 4) * 4 / head)
     angles = [2 * math.pi * middle.reshape(-1, 1) * frequencies for middle in middles]
     turned = np.pad(np.tile(np.concatenate(angles, axis=1), 2), ((prefix, 0), (0, 0)))
     cos, sin = (f(turned)[:, None].astype(np.float32) for f in (np.cos, np.sin))

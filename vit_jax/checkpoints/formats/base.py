@@ -74,6 +74,14 @@ def described(cls: type[R], values: Any, *, where: str) -> R:
     return records.from_dict(cls, known, where=where)
 
 
+def part(declared: dict[str, Any], name: str, *, where: str) -> dict[str, Any]:
+    """The JSON object under a name; {} where there is none. Raises UserError for other values."""
+    values = declared.get(name)
+    wrong = f'{where}.{name}={values!r}: expected a JSON object'
+    records.require(values is None or isinstance(values, dict), wrong)
+    return values or {}
+
+
 def require_equal(stated: dict[str, Any], found: dict[str, Any], *, where: str) -> None:
     """Raises UserError for a value that is stated, and is found to be another one."""
     for name in stated.keys() & found.keys():

@@ -14,7 +14,7 @@ from vit_jax.base import UserError, require
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import base, huggingface_processor, inference, name_map
 from vit_jax.checkpoints.formats.array_files import LazyArray
-from vit_jax.checkpoints.formats.base import Format, Recognised, described, require_equal
+from vit_jax.checkpoints.formats.base import Format, Recognised, described, part, require_equal
 from vit_jax.checkpoints.formats.huggingface_config import (
     FAMILIES,
     GELUS,
@@ -140,12 +140,15 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     declared = described(Config, vision, where='config.json')
     layout = _layout(family, declared, arrays)
     config = _infer(clues, declared, vision, layout)
-    processor = clues.json('preprocessor_config.json')
-    processor = processor or clues.json('processor_config.json').get('image_processor', {})
+    where = 'processor_config.json'  # which transformers reads first
+    processor = part(clues.json(where), 'image_processor', where=where)
+    processor = processor or clues.json('preprocessor_config.json')
     preprocessing, size = huggingface_processor.read(processor, family.processor)
     pool = '' if config.pool == 'map' else r'|(vision_model\.)?head\..*'
     text = f'|{_TEXT}{pool}' if family.norm == 'post_layernorm' else ''
     problem = clues.json('config.json').get('problem_type')
+    if family.head == 'visual_projection' and config.num_classes is not None:
+        problem = 'contrastive'  # a projection, and no classifier
     remarks = (
         []
         if processor
@@ -203,6 +206,10 @@ def _infer(clues: Clues, declared: Config, vision: dict[str, Any], layout: Layou
     second = swiglu if swiglu in arrays else f'{block}.{names.mlp[1]}.weight'
     width, mlp_dim = inference.shape_of(arrays, second, 2)
     registers, pooler = f'{prefix}embeddings.register_tokens', f'{prefix}pooler.dense.bias'
+    silu = hidden_act == 'silu'
+    wrong = f'config.json: hidden_act={hidden_act!r}, but the arrays are those of '
+    require(gated or not silu, f'{wrong}a plain MLP')
+    require(silu or not gated or layout.family in _DINOV2, f'{wrong}a SwiGLU')
     if pooler in arrays:
         wrong = f'config.json: pooler_act={declared.pooler_act!r} is not supported: expected tanh'
         require(declared.pooler_act == 'tanh', wrong)
@@ -302,8 +309,8 @@ def _class_names(described: dict[str, Any], count: int | None) -> tuple[str, ...
 
 
 def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any]:
-    absent = any('k_proj.bias' in name for name in layout.zeros)
-    described = description(FAMILIES[layout.family], config, card, key_bias=not absent)
+    absent = [n for n in layout.names.projections if any(f'.{n}.bias' in z for z in layout.zeros)]
+    described = description(FAMILIES[layout.family], config, card, without_bias=absent)
     return described | {'dtype': layout.dtype}
 
 

@@ -1,11 +1,12 @@
 """The config.json of transformers' ViTs: what each kind of model says, and what it leaves out."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from vit_jax.base import Record, UserError, require, require_between
 from vit_jax.checkpoints.card import Card
+from vit_jax.checkpoints.formats.base import part
 from vit_jax.models import Gelu, ViTConfig
 
 GELUS: dict[str, Gelu] = {'gelu': 'exact', 'gelu_pytorch_tanh': 'tanh', 'quick_gelu': 'quick'}
@@ -14,6 +15,7 @@ _HIDDEN_ACT = {'exact': 'gelu', 'tanh': 'gelu_pytorch_tanh', 'quick': 'quick_gel
 # By the loss of the training.
 PROBLEM_TYPES = {'softmax': 'single_label_classification'}
 PROBLEM_TYPES |= {'sigmoid': 'multi_label_classification'}
+_QKV = 'query', 'key', 'value'
 _LETTERS = 'attention.q_proj', 'attention.k_proj', 'attention.v_proj'
 
 
@@ -137,6 +139,7 @@ FAMILIES: dict[str, Family] = {
         ),
     )
 }
+_VISION = 'vision_config', 'vision_config_dict'  # the second changes the first
 _TOWERS = {'clip': 'clip_vision_model', 'siglip': 'siglip_vision_model'}  # of two
 
 
@@ -171,9 +174,10 @@ class Config(Record):
 
 def vision_config(declared: dict[str, Any]) -> dict[str, Any]:
     """The part of a config.json that is about images."""
-    part = declared.get('vision_config', declared)
-    require(isinstance(part, dict), f'vision_config={part!r}: expected a JSON object')
-    return part
+    if declared.get('model_type') not in _TOWERS and 'vision_config' not in declared:
+        return declared
+    named = (part(declared, name, where='config.json') for name in _VISION)
+    return {name: value for values in named for name, value in values.items()}
 
 
 def family_of(declared: dict[str, Any], arrays: Iterable[str]) -> Family:
@@ -184,10 +188,13 @@ def family_of(declared: dict[str, Any], arrays: Iterable[str]) -> Family:
     name = declared.get('model_type')
     if name is None:
         return FAMILIES[_found('\n'.join(arrays))]
+    require(isinstance(name, str), f'model_type={name!r}: expected a name')
     name = _TOWERS.get(name, name)
     known = ', '.join(sorted({*FAMILIES, *_TOWERS}))
     require(name in FAMILIES, f'model_type={name!r} is not supported: expected one of {known}')
-    architecture = next(iter(declared.get('architectures') or ()), '')
+    named = declared.get('architectures') or []
+    require(isinstance(named, list), f'architectures={named!r}: expected a list of names')
+    architecture = next(iter(named), '')
     wrong = f'{architecture}: its head reads the mean of tokens before their norm'
     require(architecture != 'CLIPForImageClassification', f'{wrong}, which is not supported')
     return FAMILIES[name]
@@ -223,8 +230,15 @@ def family_for(config: ViTConfig) -> Family:
     return FAMILIES['deit' if config.positioned_prefix == 2 else 'vit']
 
 
-def description(family: Family, config: ViTConfig, card: Card, *, key_bias: bool) -> dict[str, Any]:
-    """The config.json of a network. Raises UserError for one that transformers does not have."""
+def description(
+    family: Family, config: ViTConfig, card: Card, *, without_bias: Collection[str]
+) -> dict[str, Any]:
+    """The config.json of a network, of whose `projections` these have no bias.
+
+    Raises UserError for a network that transformers does not have.
+    """
+    if config.num_classes is not None and family.models[0] == family.models[1]:
+        raise UserError(f'the huggingface layout has no head for {family.model_type}: drop it')
     if config.num_classes is not None and config.representation_size is not None:
         raise UserError(
             'the huggingface layout has no tanh layer between network and head: drop the head '
@@ -236,7 +250,7 @@ def description(family: Family, config: ViTConfig, card: Card, *, key_bias: bool
     architecture = family.models[config.num_classes is not None]
     if config.pool == 'cls_dist':
         architecture = 'DeiTForImageClassificationWithTeacher'
-    beside = _of_family(family, config, key_bias) | _of_head(config, card)
+    beside = _of_family(family, config, without_bias) | _of_head(config, card)
     return {
         'architectures': [architecture],
         'model_type': family.model_type,
@@ -251,8 +265,9 @@ def description(family: Family, config: ViTConfig, card: Card, *, key_bias: bool
     } | beside
 
 
-def _of_family(family: Family, config: ViTConfig, key_bias: bool) -> dict[str, Any]:
+def _of_family(family: Family, config: ViTConfig, without_bias: Collection[str]) -> dict[str, Any]:
     """What only this kind of model says."""
+    qkv_bias = not without_bias
     dropout = {'hidden_dropout_prob': 0.0, 'attention_probs_dropout_prob': 0.0}
     intermediate = {'intermediate_size': config.mlp_dim}
     registers = {'num_register_tokens': config.registers}
@@ -264,12 +279,18 @@ def _of_family(family: Family, config: ViTConfig, key_bias: bool) -> dict[str, A
             )
             wrong = f'the huggingface layout has no MLP of {config.mlp_dim} for {config.width}'
             require(ratio is not None, f'{wrong}: a whole multiple')
-            values: dict[str, Any] = {'mlp_ratio': ratio, 'use_swiglu_ffn': gated, 'qkv_bias': True}
+            values: dict[str, Any] = {
+                'mlp_ratio': ratio,
+                'use_swiglu_ffn': gated,
+                'qkv_bias': qkv_bias,
+            }
             with_registers = family.model_type != 'dinov2'
             return dropout | values | (registers if with_registers else {'use_mask_token': False})
         case 'dinov3_vit':
             gated = config.gelu is None
-            values = {'use_gated_mlp': gated, 'rope_theta': 100.0, 'key_bias': key_bias}
+            values = {'use_gated_mlp': gated, 'rope_theta': 100.0}
+            for name, projection in zip(_QKV, family.projections, strict=True):
+                values[f'{name}_bias'] = projection not in without_bias
             return intermediate | registers | values
         case 'clip_vision_model':
             return intermediate | {'projection_dim': config.num_classes or 512}
@@ -290,7 +311,7 @@ def _of_family(family: Family, config: ViTConfig, key_bias: bool) -> dict[str, A
             'hidden_sizes': [4 * backbone.width * 2**i for i in range(len(backbone.blocks))],
             'out_features': [f'stage{len(backbone.blocks)}'],
         }
-    return dropout | intermediate | {'qkv_bias': True} | values
+    return dropout | intermediate | {'qkv_bias': qkv_bias} | values
 
 
 def dinov2_mlp(config: ViTConfig, ratio: float) -> int:

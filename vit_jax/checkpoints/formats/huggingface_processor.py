@@ -55,6 +55,7 @@ class _Processor(Record):
     do_rescale: bool = True
     rescale_factor: float = 1 / 255
     do_normalize: bool = True
+    do_pad: bool = False
     shorter: bool = False  # of the class, not of the file
 
     def check(self) -> None:
@@ -66,6 +67,7 @@ class _Processor(Record):
             require(fits, f'{name}={size}: expected pixels from 1 to {LARGEST:,}')
         require(self.resample in _RESIZE_METHODS, f'resample={self.resample} is not supported')
         require(0 < self.rescale_factor <= 1, f'rescale_factor={self.rescale_factor}')
+        require(not self.do_pad, 'do_pad=True is not supported')
         check_scaling(self, 'image_mean', 'image_std')
 
 
@@ -153,6 +155,8 @@ def written(config: ViTConfig, preprocessing: Preprocessing) -> dict[str, Any]:
     kind: Literal['ViT', 'DeiT', 'Bit'] = 'ViT'
     if isinstance(crop, CentralCrop):
         cut = {'do_center_crop': True, 'crop_size': both}
+        if crop.keep_aspect and height != width:  # the shorter side covers both
+            crop = dataclasses.replace(crop, rounding='transformers')
         larger = crop.larger(config.image_size, config.image_size)
         sides: dict[str, int] = dict(zip(both, larger, strict=True))
         edge = {'shortest_edge': min(larger)}

@@ -7,14 +7,21 @@ from typing import Any, Literal
 from vit_jax.base import Record, UserError, records, require, require_between
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import base, inference, name_map, timm_config
-from vit_jax.checkpoints.formats.base import Format, Recognised, Scaling, described, require_equal
+from vit_jax.checkpoints.formats.base import (
+    Format,
+    Recognised,
+    Scaling,
+    described,
+    part,
+    require_equal,
+)
 from vit_jax.checkpoints.formats.inference import Clues, Hints, NeedsHint
-from vit_jax.checkpoints.formats.name_map import NO_BATCH, VECTOR, ArrayTransform, NameRule
+from vit_jax.checkpoints.formats.name_map import NO_BATCH, SAME, VECTOR, NameRule
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.models import ViTConfig
 
 _PREFIX = 'visual.'
-_BIAS = 'visual.proj.bias'  # which the projection does not have
+_BIAS = 'proj.bias'  # which the projection does not have
 _MEAN: Scaling = (0.48145466, 0.4578275, 0.40821073)
 _STD: Scaling = (0.26862954, 0.26130258, 0.27577711)
 _WHERE = 'open_clip_config.json'
@@ -26,7 +33,7 @@ class Layout(base.Layout):
     """All files are alike, but for the type of numbers."""
 
     prefix: str = _PREFIX
-    zeros: tuple[str, ...] = (_BIAS,)
+    zeros: tuple[str, ...] = (_PREFIX + _BIAS,)
 
 
 @dataclasses.dataclass
@@ -39,6 +46,7 @@ class _VisionConfig(Record):
     mlp_ratio: float = 4.0
     patch_size: int | tuple[int, int] | None = None
     image_size: int | tuple[int, int] = 224
+    ls_init_value: float | None = None  # LayerScale's
     pool_type: Literal['tok'] = 'tok'
     patch_dropout: float = 0.0  # while training
     output_tokens: bool = False  # to other code, beside the pooled one
@@ -76,15 +84,17 @@ class PreprocessConfig(Record):
 def timm_tower(clues: Clues) -> dict[str, Any]:
     """The config.json that timm would write of its network within OpenCLIP's; {} without one."""
     declared = clues.json(_WHERE)
-    model = declared.get('model_cfg') or {}
-    vision = model.get('vision_cfg') or {}
+    model = part(declared, 'model_cfg', where=_WHERE)
+    vision = part(model, 'vision_cfg', where=f'{_WHERE}.model_cfg')
     if not vision.get('timm_model_name'):
         return {}
-    projection = vision.get('timm_proj') or 'none'
+    projection = vision.get('timm_proj', 'linear')
     wrong = f'{_WHERE}: timm_proj={projection!r} is not supported: expected none'
     require(projection == 'none', wrong)
-    how = described(PreprocessConfig, declared.get('preprocess_cfg', {}), where=_WHERE)
-    size = vision.get('image_size', 224)
+    prepared = part(declared, 'preprocess_cfg', where=_WHERE)
+    how = described(PreprocessConfig, prepared, where=f'{_WHERE}.preprocess_cfg')
+    image = {name: vision[name] for name in ('image_size',) if name in vision}
+    size = described(_VisionConfig, image, where=f'{_WHERE}.model_cfg.vision_cfg').image_size
     preparation = {
         'input_size': [3, size, size] if isinstance(size, int) else [3, *size],
         'crop_pct': 1.0,
@@ -95,7 +105,7 @@ def timm_tower(clues: Clues) -> dict[str, Any]:
     }
     return {
         'architecture': vision['timm_model_name'],
-        'global_pool': vision.get('timm_pool') or None,
+        'global_pool': vision.get('timm_pool', 'avg'),
         'pretrained_cfg': preparation,
     }
 
@@ -118,27 +128,31 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
         *module(f'{block}.mlp.c_proj', f'{ours}/mlp/dense2'),
         *(NameRule(f'{block}.{theirs}', (f'{ours}/{name}',)) for theirs, name in scales.items()),
         *module('ln_post', 'encoder/norm'),
-        NameRule('proj', ('head/kernel',), ArrayTransform(lambda a: a, lambda a: a)),
-        *([NameRule('proj.bias', ('head/bias',))] if _BIAS in layout.zeros else []),
+        NameRule('proj', ('head/kernel',), SAME),
+        *([NameRule(_BIAS, ('head/bias',))] if layout.prefix + _BIAS in layout.zeros else []),
     ]
-    return [rule._replace(theirs=_PREFIX + rule.theirs) for rule in rules]
+    return [rule._replace(theirs=layout.prefix + rule.theirs) for rule in rules]
 
 
 def _recognise(clues: Clues) -> Recognised[Layout]:
-    stored = {n.removeprefix(_PREFIX): a for n, a in clues.arrays.items()}
-    model = clues.json('open_clip_config.json').get('model_cfg', {})
-    vision = model.get('vision_cfg', {})
+    prefix = _PREFIX if any(name.startswith(_PREFIX) for name in clues.arrays) else ''
+    stored = {n.removeprefix(prefix): a for n, a in clues.arrays.items() if n.startswith(prefix)}
+    whole = clues.json(_WHERE)
+    model = part(whole, 'model_cfg', where=_WHERE)
+    vision = part(model, 'vision_cfg', where=f'{_WHERE}.model_cfg')
+    quick = model.get('quick_gelu', False)
+    require(isinstance(quick, bool), f'{_WHERE}.model_cfg.quick_gelu={quick!r}: true or false')
     odd = ', '.join(f'{n}={vision[n]!r}' for n in {*vision} - {*records.hints(_VisionConfig)})
     require(not odd, f'{_WHERE}.model_cfg.vision_cfg: {odd} is not supported')
     declared = described(_VisionConfig, vision, where=f'{_WHERE}.model_cfg.vision_cfg')
-    prepared = clues.json('open_clip_config.json').get('preprocess_cfg', {})
+    prepared = part(whole, 'preprocess_cfg', where=_WHERE)
     preprocess = described(PreprocessConfig, prepared, where=f'{_WHERE}.preprocess_cfg')
     width, mlp_dim = inference.shape_of(stored, 'transformer.resblocks.0.mlp.c_proj.weight', 2)
     if not model and clues.hints.gelu is None:
         raise NeedsHint(f'without {_WHERE}: say gelu=quick, as OpenAI trained, or gelu=exact')
     defaults = Hints(
         num_heads=max(1, width // declared.head_width),
-        gelu='quick' if model.get('quick_gelu') else 'exact',
+        gelu='quick' if quick else 'exact',
         layer_norm_epsilon=1e-5,
     )
     size = declared.image_size
@@ -166,7 +180,9 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     found = {'layers': config.depth, 'width': config.width, 'patch_size': config.patch_size[0]}
     require_equal(stated, found, where=f'{_WHERE}.model_cfg.vision_cfg')
     outside = r'(?!visual\.).*'  # the text tower
-    return Recognised(config, Layout(), preprocess.as_timm, ignored=outside)
+    loss = 'contrastive' if config.num_classes is not None else None  # the head is no classifier
+    layout = Layout(prefix=prefix, zeros=(prefix + _BIAS,))
+    return Recognised(config, layout, preprocess.as_timm, ignored=outside, loss=loss)
 
 
 def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any]:

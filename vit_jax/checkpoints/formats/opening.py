@@ -89,7 +89,9 @@ def open_checkpoint(
         values, folder = store.load_card(local)
         card, count = Card.read(values, where=f'{path}: card'), store.count_params(folder)
         report = [f'{OURS} layout, step {card.step}: {inference.summarize(card.model, count)}']
-        return Checkpoint(path, OURS, None, card, report, (), lambda: store.load_params(local))
+        return Checkpoint(
+            path, OURS, None, card, report, (), lambda: store.load_params(str(folder))
+        )
     try:
         found = array_files.read_array_files(files)
     except UserError as error:
@@ -258,7 +260,7 @@ def _recognised(path: str, clues: Clues, own: Card | None, ignored: tuple[str, .
 
     count = sum(map(math.prod, shapes.values()))
     report = [f'{form.name} layout: {inference.summarize(config, count)}']
-    report += found.remarks
+    report += [] if own else found.remarks
     if ignored:
         report.append(f'ignored: {len(ignored)} arrays, such as {ignored[0]}')
     return Checkpoint(path, form.name, layout, card, report, ignored, read)
@@ -292,7 +294,20 @@ def _check_comes_back(
     beside: dict[str, dict[str, Any]] = {form.described_in: description}
     clues = Clues(stored, inference.hints_of(config), config.image_size, beside=beside)
     try:
-        found = form.recognise(clues).config
+        recognised = form.recognise(clues)
+        found = recognised.config
+        named = jax.eval_shape(build(found).init, jax.random.key(0))
+        name_map.check_names(
+            name_map.resolve(
+                form.rules(found, recognised.layout),
+                found,
+                tree_names.named_leaves(named),
+                format=form.name,
+                zeros=recognised.layout.zeros,
+            ),
+            stored,
+            recognised.ignored,
+        )
     except UserError as error:
         raise UserError(f'the {form.name} layout has no such network: {error}') from error
     old, new = (records.to_dict(_function(each)) for each in (config, found))

@@ -18,6 +18,7 @@ from vit_jax.checkpoints.formats.base import (
     Format,
     Recognised,
     described,
+    part,
     require_equal,
 )
 from vit_jax.checkpoints.formats.inference import Clues, Hints, NeedsHint
@@ -50,6 +51,9 @@ class Layout(base.Layout):
     split_bias: bool = False  # q_bias and v_bias, and none of keys
     registers: str = 'reg_token'
     gated: tuple[str, str] = ('fc1', 'fc2')  # a SwiGLU's, whose first one is gate and value
+
+
+_DINOV3 = Layout(eva=True, split_bias=True, zeros=('blocks.{layer0}.attn.k_bias',))
 
 
 def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
@@ -113,16 +117,19 @@ def _arguments(config: ViTConfig, layout: Layout) -> dict[str, Any]:
     """What timm's create_model is to be given for this network, where it is not a default."""
     act = {'tanh': 'gelu_tanh', 'quick': 'quick_gelu'}.get(config.gelu or '')
     arguments: dict[str, Any] = {'act_layer': act} if act else {}
-    if config.positioned_prefix == 1 and not layout.class_row:
+    if config.positioned_prefix == 1 and not layout.class_row and not layout.eva:
         arguments['no_embed_class'] = True
-    if config.pool not in ('cls', 'cls_dist'):
-        arguments['global_pool'] = {ours: theirs for theirs, ours in POOLS.items()}[config.pool]
+    if config.pool not in ('cls', 'cls_dist') or layout.eva:
+        pools = {ours: theirs for theirs, ours in POOLS.items()}
+        arguments['global_pool'] = pools.get(config.pool, 'token')
     if config.positioned_prefix == 0:
         arguments['class_token'] = False
     if (config.final_norm == 'after_pool') != (config.pool == 'gap'):
         arguments['fc_norm'] = config.final_norm == 'after_pool'
     if config.registers:
-        arguments['reg_tokens'] = config.registers
+        arguments['num_reg_tokens' if layout.eva else 'reg_tokens'] = config.registers
+    if f'{layout.prefix}blocks.{{layer0}}.attn.qkv.bias' in layout.zeros:
+        arguments['qkv_bias'] = False
     if config.pre_norm:
         arguments['pre_norm'] = True
     if config.layer_scale is not None:
@@ -134,6 +141,8 @@ def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any
     if config.pool == 'cls_gap':
         raise UserError('the timm layout has no head of the class token and the mean together')
     arguments = _arguments(config, layout)
+    if config.gelu is None:
+        arguments['act_layer'] = 'silu'
     name = 'vit_base_patch16_dinov3' if config.positions == 'rope' else ''
     pool = arguments.get('global_pool', 'token')
     arguments['img_size'] = config.image_size
@@ -147,7 +156,9 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
         arguments.append('mlp_layer=SwiGLUPacked, act_layer=SiLU')
     if config.layer_norm_epsilon != 1e-6:
         arguments.append(f'norm_layer=partial(LayerNorm, eps={config.layer_norm_epsilon:g})')
-    of = "'vit_..._dinov3'" if config.positions == 'rope' else '...'
+    of = '...'
+    if config.positions == 'rope':
+        of = f"'vit_..._dinov3{'_qkvb' if layout.split_bias else ''}'"
     of = "'deit_..._distilled_...'" if config.pool == 'cls_dist' else of
     if not arguments and of == '...':
         return []
@@ -156,18 +167,20 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
 
 def _recognise(clues: Clues) -> Recognised[Layout]:
     declared, where = clues.json('config.json'), 'config.json'
-    if tower := open_clip.timm_tower(clues):
+    prefix = next(match[1] or '' for name in clues.arrays if (match := _KNOWN.fullmatch(name)))
+    tower = open_clip.timm_tower(clues) if prefix.startswith('visual.') else {}
+    if tower:
         declared, where = tower, 'open_clip_config.json'
-    stated = declared.get('model_args') or {}
+    stated = part(declared, 'model_args', where=where)
     arguments = described(Arguments, stated, where=f'{where}.model_args')
     strange = {*stated} - {*vars(arguments)}
     strange = {n for n in strange if stated[n] is not None and not NO_FUNCTION.fullmatch(n)}
     odd = ', '.join(f'{name}={stated[name]!r}' for name in sorted(strange))
     require(not strange, f'{where}.model_args: {odd} is not supported')
-    described_as = declared.get('pretrained_cfg') or {}
-    pretrained = described(Pretrained, described_as, where=f'{where}.pretrained_cfg')
+    pretrained = Pretrained.read(declared, where=where)
     description = described(Description, declared, where=where)
-    prefix = next(match[1] or '' for name in clues.arrays if (match := _KNOWN.fullmatch(name)))
+    architecture, _, tag = description.architecture.partition('.')
+    description.architecture, pretrained.tag = architecture, pretrained.tag or tag
     inside = {n.removeprefix(prefix): a for n, a in clues.arrays.items() if n.startswith(prefix)}
     if what := unsupported(description.architecture, inside):
         name = f'{description.architecture}: ' if description.architecture else ''
@@ -176,13 +189,16 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     clues = clues._replace(arrays=inside, declared=_declared(inside, arguments, pretrained))
     layout = _layout(inside, known, arguments, prefix)
     config, layout = _infer(clues, layout, known, arguments, description)
-    names = description.label_names
+    names = description.label_names or description.labels
     fits = len(names) in (0, config.num_classes)
     require(fits, f'{where}: {len(names)} label_names for {config.num_classes} classes')
     ignored = re.escape(prefix) + 'mask_token'  # of masked pre-training
     if tower:  # beside that of text
         ignored += r'|(?!visual\.).*'
-    return Recognised(config, layout, preprocessing(pretrained), names, ignored)
+    remarks = () if declared else ('no config.json: images are prepared as is usual for ViTs',)
+    return Recognised(
+        config, layout, preprocessing(pretrained), names, ignored=ignored, remarks=remarks
+    )
 
 
 def _known(
@@ -193,10 +209,11 @@ def _known(
     known = architecture(name)
     if arguments.num_heads is not None:
         known = known._replace(num_heads=arguments.num_heads)
-    if arguments.act_layer is not None:
+    if arguments.act_layer in GELUS:
         return known._replace(gelu=GELUS[arguments.act_layer])
     if was_trained_with_quick_gelu(name, pretrained.tag):
-        beside = clues.json('open_clip_config.json').get('model_cfg', {})
+        described_as = clues.json('open_clip_config.json')
+        beside = part(described_as, 'model_cfg', where='open_clip_config.json')
         if beside.get('quick_gelu') is True:
             return known._replace(gelu='quick')
         if clues.hints.gelu is None:
@@ -321,7 +338,12 @@ def _layer_scale(arrays: Mapping[str, LazyArray], arguments: Arguments) -> float
 
 def _compare(config: ViTConfig, arguments: Arguments, description: Description) -> None:
     """Raises UserError where the config.json says other things than the arrays."""
-    classes = config.num_classes or 0
+    act, classes = arguments.act_layer, config.num_classes or 0
+    wrong = f'config.json.model_args says act_layer={act}, the arrays a {{}} MLP'
+    require(
+        act is None or (act == 'silu') == (config.gelu is None),
+        wrong.format('SwiGLU' if config.gelu is None else 'plain'),
+    )
     stated = {n: v for n, v in vars(arguments).items() if v is not None}
     found = {
         'in_chans': config.channels,
@@ -331,6 +353,7 @@ def _compare(config: ViTConfig, arguments: Arguments, description: Description) 
         'num_classes': classes,
         'class_token': config.positioned_prefix > 0,
         'reg_tokens': config.registers,
+        'num_reg_tokens': config.registers,
         'pre_norm': config.pre_norm,
         'fc_norm': config.final_norm == 'after_pool',
     }
@@ -345,7 +368,7 @@ TIMM = Format[Layout](
     matches=lambda names: any(map(_KNOWN.fullmatch, names)),
     recognise=_recognise,
     rules=_rules,
-    usual_layout=lambda config: Layout(eva=getattr(config, 'positions', '') == 'rope'),
+    usual_layout=lambda config: _DINOV3 if config.positions == 'rope' else Layout(),
     notes=_notes,
     description=_description,
     positions=('learned', 'rope'),

@@ -7,10 +7,17 @@ it publishes (tests/checkpoints/formats/test_timm_names.py).
 import dataclasses
 import re
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from vit_jax.base import Record, require, require_between
-from vit_jax.checkpoints.formats.base import HALF, Scaling, check_scaling, foreign_preprocessing
+from vit_jax.base import Record, records, require, require_between
+from vit_jax.checkpoints.formats.base import (
+    HALF,
+    Scaling,
+    check_scaling,
+    described,
+    foreign_preprocessing,
+    part,
+)
 from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing, ResizeMethod
 from vit_jax.models import Gelu, Pool
 from vit_jax.models.positions import PositionResize
@@ -122,6 +129,7 @@ class Arguments(Record):
     init_values: float | None = None
     class_token: bool | None = None
     reg_tokens: int | None = None
+    num_reg_tokens: int | None = None  # of the class Eva
     no_embed_class: bool | None = None
     pool_include_prefix: bool = False
     pre_norm: bool | None = None
@@ -130,15 +138,19 @@ class Arguments(Record):
 
     def check(self) -> None:
         require_between(self, 'num_heads', 'img_size', 'patch_size', low=1)
-        known = f'expected one of {", ".join(GELUS)}'
-        fits = self.act_layer in (None, *GELUS)
+        known = f'expected one of {", ".join(GELUS)}, silu'
+        fits = self.act_layer in (None, 'silu', *GELUS)
         require(fits, f'act_layer={self.act_layer!r} is not supported: {known}')
         require(not self.pool_include_prefix, 'pool_include_prefix=True is not supported')
 
 
+# Of timm, where a pretrained_cfg leaves them out.
+_DEFAULTS = {'mean': (0.485, 0.456, 0.406), 'std': (0.229, 0.224, 0.225), 'crop_pct': 0.875}
+
+
 @dataclasses.dataclass
 class Pretrained(Record):
-    """What is read of `pretrained_cfg`; by default as the converted ViTs are used."""
+    """What is read of `pretrained_cfg`; without one, how the converted ViTs are used."""
 
     input_size: tuple[int, int, int] | None = None
     interpolation: str = 'bicubic'
@@ -156,6 +168,15 @@ class Pretrained(Record):
             value, right = getattr(self, name), f'expected one of {", ".join(known)}'
             require(value in known, f'{name}={value!r} is not supported: {right}')
 
+    @staticmethod
+    def read(declared: dict[str, Any], *, where: str) -> 'Pretrained':
+        """That of a config.json; the oldest have its fields among their own. timm's defaults."""
+        values = part(declared, 'pretrained_cfg', where=where)
+        if not values:
+            values = {n: declared[n] for n in records.hints(Pretrained) if n in declared}
+        values = _DEFAULTS | values if values else {}
+        return described(Pretrained, values, where=f'{where}.pretrained_cfg')
+
 
 @dataclasses.dataclass
 class Description(Record):
@@ -165,6 +186,7 @@ class Description(Record):
     num_classes: int | None = None
     global_pool: str | None = None
     label_names: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()  # its older name
 
 
 def preprocessing(pretrained: Pretrained) -> Preprocessing:

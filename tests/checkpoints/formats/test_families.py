@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -126,3 +127,90 @@ def test_a_tower_of_timm_within_open_clip_is_that_network(tmp_path):
     described.write_text(json.dumps({'model_cfg': model}))
     with pytest.raises(UserError, match="timm_proj='linear' is not supported"):
         vit_jax.load(tmp_path, num_heads=4)
+
+
+SAID = [
+    ('dinov3_hf', 'config.json', {'hidden_act': 'silu'}, "hidden_act='silu', but .* a plain MLP"),
+    ('dinov3_hf', 'config.json', {'rope_theta': 10.0}, 'rope_theta=10: only 100 is supported'),
+    ('dinov3_hf', 'config.json', {'patch_size': 16}, r'says patch_size=\(16, 16\), the arrays'),
+    ('dinov3_hf', 'config.json', {'model_type': []}, r'model_type=\[\]: expected a name'),
+    ('dinov3_hf', 'config.json', {'architectures': 3}, 'architectures=3: expected a list of names'),
+    ('dinov3_hf', 'preprocessor_config.json', {'do_resize': False}, 'do_resize=False is not supp'),
+    ('dinov3_hf', 'preprocessor_config.json', {'do_pad': True}, 'do_pad=True is not supported'),
+    (
+        'dinov3_hf',
+        'preprocessor_config.json',
+        {'image_processor_type': 'CLIPImageProcessor', 'do_center_crop': False, 'size': 32},
+        'without do_center_crop is not supported',
+    ),
+    (
+        'dinov3_hf',
+        'preprocessor_config.json',
+        {'image_processor_type': 'ConvNextImageProcessor'},
+        'ConvNextImageProcessor is not supported: expected one of ViTImageProcessor',
+    ),
+    ('siglip_hf_linear', 'config.json', {'vision_config': []}, r'config.json.vision_config=\[\]'),
+    ('deit_hf_dist', 'config.json', {'num_hidden_layers': 3}, 'says num_hidden_layers=3'),
+    ('clip_openclip', 'open_clip_config.json', {'model_cfg': 3}, 'model_cfg=3: expected a JSON'),
+    (
+        'clip_openclip',
+        'open_clip_config.json',
+        {'model_cfg': {'quick_gelu': 'false'}},
+        "quick_gelu='false': true or false",
+    ),
+    (
+        'clip_openclip',
+        'open_clip_config.json',
+        {'model_cfg': {'vision_cfg': {'attentional_pool': True}}},
+        'attentional_pool=True is not supported',
+    ),
+    *(
+        ('siglip_timm_remainder', 'config.json', {part: changes}, message)
+        for part, changes, message in (
+            ('global_pool', 'avgmax', "global_pool='avgmax' is not supported"),
+            ('global_pool', 'token', "global_pool='token': its arrays are those of .*'map'"),
+            ('num_classes', 3, 'config.json says num_classes=3, the arrays 0'),
+            ('model_args', [], r'config.json.model_args=\[\]: expected a JSON object'),
+            ('model_args', {'act_layer': 'relu'}, "act_layer='relu' is not supported"),
+            ('model_args', {'act_layer': 'silu'}, 'says act_layer=silu, the arrays a plain MLP'),
+            ('model_args', {'pool_include_prefix': True}, 'pool_include_prefix=True is not supp'),
+            ('model_args', {'depth': 3}, 'config.json.model_args says depth=3, the arrays 2'),
+            ('model_args', {'qk_norm': True}, 'model_args: qk_norm=True is not supported'),
+            ('pretrained_cfg', {'crop_mode': 'border'}, "crop_mode='border' is not supported"),
+            ('pretrained_cfg', {'interpolation': 'random'}, "interpolation='random' is not supp"),
+            ('architecture', 'eva02_base_patch14_448', 'EVA-02.s rotation .* not supported'),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize('name, file, changes, message', SAID)
+def test_what_a_file_says_that_is_odd_or_not_supported_is_refused(
+    name, file, changes, message, tmp_path
+):
+    folder = tmp_path / 'copy'
+    shutil.copytree(reference.family(name), folder, copy_function=shutil.copyfile)
+    folder.chmod(0o755)
+    said = json.loads((folder / file).read_text())
+    for key, value in changes.items():
+        merged = isinstance(value, dict) and isinstance(said.get(key), dict)
+        said[key] = said[key] | value if merged else value
+    (folder / file).write_text(json.dumps(said))
+    with pytest.raises(UserError, match=message) as caught:
+        vit_jax.load(folder)
+    assert str(caught.value).startswith(str(folder)) and '\n' not in str(caught.value)
+
+
+def test_preparation_counts_what_the_processor_says(tmp_path):
+    folder = tmp_path / 'copy'
+    shutil.copytree(reference.family('dinov3_hf'), folder, copy_function=shutil.copyfile)
+    folder.chmod(0o755)
+    path = folder / 'preprocessor_config.json'
+    usual = vit_jax.load(folder).preprocessing
+    path.write_text(json.dumps(json.loads(path.read_text()) | {'do_normalize': False}))
+    assert vit_jax.load(folder).preprocessing.std == (255, 255, 255)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {'do_rescale': False}))
+    assert vit_jax.load(folder).preprocessing.std == (1, 1, 1)
+    first = {'image_processor': {'image_processor_type': 'SiglipImageProcessor', 'size': 32}}
+    (folder / 'processor_config.json').write_text(json.dumps(first))
+    assert vit_jax.load(folder).preprocessing.mean == (127.5, 127.5, 127.5) != usual.mean

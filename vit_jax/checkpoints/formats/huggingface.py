@@ -149,16 +149,13 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     problem = clues.json('config.json').get('problem_type')
     if family.head == 'visual_projection' and config.num_classes is not None:
         problem = 'contrastive'  # a projection, and no classifier
-    remarks = (
-        []
-        if processor
-        else [
-            f'no preprocessor_config.json: images are prepared as is usual for {family.model_type}'
-        ]
-    )
-    if processor and size != config.image_size:
+    remarks = []
+    if not processor:
+        usual = f'images are prepared as is usual for {family.model_type}'
+        remarks.append(f'no preprocessor_config.json: {usual}')
+    elif size != config.image_size:
         made = size[0] if size[0] == size[1] else size
-        remarks = [f'its processor makes images of {size[0]}x{size[1]}: image_size={made}']
+        remarks.append(f'its processor makes images of {size[0]}x{size[1]}: image_size={made}')
     return Recognised(
         config,
         layout,

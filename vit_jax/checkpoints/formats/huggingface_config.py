@@ -25,7 +25,7 @@ class Family(NamedTuple):
     model_type: str
     models: tuple[str, str]  # their classes: without a head, with one
     prefix: str  # in front of all names but the head's, in a model with a head
-    # What a config.json means that does not say it, where it is not 12 heads and images of 224.
+    # What a config.json means that does not say it.
     epsilon: float
     hidden_act: str = 'gelu'
     num_heads: int = 12

@@ -26,7 +26,7 @@ from vit_jax.checkpoints.formats.array_files import (
     json_object,
     read_json,
 )
-from vit_jax.checkpoints.formats.base import Format, Layout
+from vit_jax.checkpoints.formats.base import Format, Layout, Recognised
 from vit_jax.checkpoints.formats.google import BIGVISION, GOOGLE
 from vit_jax.checkpoints.formats.huggingface import HUGGINGFACE
 from vit_jax.checkpoints.formats.inference import Clues, Hints
@@ -238,11 +238,9 @@ def _recognised(path: str, clues: Clues, own: Card | None, ignored: tuple[str, .
     for name, hint in vars(clues.hints).items():
         if hint not in (None, stored := getattr(config, name, None)):
             raise UserError(f'{name}={hint} was given, but the arrays have {stored}')
-    expected = jax.eval_shape(build(config).init, jax.random.key(0))
+    expected, resolved, skipped = _matched(form, config, found, arrays)
     shapes = {name: leaf.shape for name, leaf in tree_names.named_leaves(expected).items()}
-    rules = form.rules(config, found.layout)
-    resolved = name_map.resolve(rules, config, shapes, format=form.name, zeros=found.layout.zeros)
-    ignored = *name_map.check_names(resolved, arrays, found.ignored), *ignored
+    ignored = *skipped, *ignored
     types = {arrays[name].dtype.name for names in resolved.values() for name in names}
     layout = dataclasses.replace(found.layout, dtype=types.pop() if len(types) == 1 else 'float32')
     card = Card(
@@ -264,6 +262,20 @@ def _recognised(path: str, clues: Clues, own: Card | None, ignored: tuple[str, .
     if ignored:
         report.append(f'ignored: {len(ignored)} arrays, such as {ignored[0]}')
     return Checkpoint(path, form.name, layout, card, report, ignored, read)
+
+
+def _matched(
+    form: Format[Any], config: ModelConfig, found: Recognised[Any], arrays: Mapping[str, LazyArray]
+) -> tuple[Params, name_map.Resolved, list[str]]:
+    """The parameters as shapes, where each is among the arrays, and the names that are ignored.
+
+    Raises UserError for arrays that are missing, and for others that are not known.
+    """
+    expected = jax.eval_shape(build(config).init, jax.random.key(0))
+    rules, zeros = form.rules(config, found.layout), found.layout.zeros
+    ours = tree_names.named_leaves(expected)
+    resolved = name_map.resolve(rules, config, ours, format=form.name, zeros=zeros)
+    return expected, resolved, name_map.check_names(resolved, arrays, found.ignored)
 
 
 def _unknown(names: Iterable[str]) -> str:
@@ -296,18 +308,7 @@ def _check_comes_back(
     try:
         recognised = form.recognise(clues)
         found = recognised.config
-        named = jax.eval_shape(build(found).init, jax.random.key(0))
-        name_map.check_names(
-            name_map.resolve(
-                form.rules(found, recognised.layout),
-                found,
-                tree_names.named_leaves(named),
-                format=form.name,
-                zeros=recognised.layout.zeros,
-            ),
-            stored,
-            recognised.ignored,
-        )
+        _matched(form, found, recognised, stored)
     except UserError as error:
         raise UserError(f'the {form.name} layout has no such network: {error}') from error
     old, new = (records.to_dict(_function(each)) for each in (config, found))

@@ -17,6 +17,7 @@ from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.parallel.processes import Job
 from vit_jax.runs import data_record
+from vit_jax.runs.workdirs import Workdir
 
 
 def make_folder(root: pathlib.Path, images: int) -> None:
@@ -52,7 +53,7 @@ def measure(data: str, workdir: pathlib.Path) -> None:
         readers = {'train': ImageReader(source, Resize(), (224, 224), exif_rotation=False)}
         splits = data_record.agreed_splits(config, readers, None, Job())
         clock('names, labels and some sizes listed')
-        record = data_record.compared(workdir, splits, Job(), accept=False)
+        record = data_record.compared(Workdir(workdir), splits, Job(), accept=False)
         clock('compared with the record')
         splits['train'].listing.facts()
         clock('facts for other hosts, if any')

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 import vit_jax
+from tests import reference
 from tests.networks import assert_same_arrays, changed, loaded
+from vit_jax.base import UserError
 from vit_jax.base.tree_names import map_named, named_leaves
 from vit_jax.models import build, variant
 
@@ -165,3 +167,33 @@ def test_transformers_gives_the_same_logits_and_its_files_are_read(network, tmp_
         again = vit_jax.load(str(tmp_path / file), **hints)
         assert again.config == ours.config
         assert_same_arrays(named_leaves(ours.params), named_leaves(again.params))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('name', sorted({n.partition('.')[0] for n in reference.timm_names()}))
+def test_one_block_of_what_timm_publishes_computes_the_same(name, timm, tmp_path):
+    """With parameters that are drawn; what is not supported is skipped, in its own words."""
+    torch.manual_seed(0)
+    try:
+        model = timm.create_model(name, depth=1, num_classes=5)
+    except TypeError as error:
+        assert 'depth' in str(error)
+        pytest.skip('its depth is its own')
+    size = model.pretrained_cfg['input_size'][1:]
+    images = torch.randn(1, 3, *size)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+        expected = model.eval()(images).numpy()
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    attention = next((m for name, m in model.named_modules() if name.endswith('.attn')), None)
+    hints = {} if attention is None else {'num_heads': attention.num_heads}
+    try:
+        network = vit_jax.load(tmp_path, **hints)
+    except UserError as refused:
+        assert 'not supported' in str(refused)
+        pytest.skip(str(refused).partition(': ')[2])
+    ours = jax.numpy.asarray(images.numpy().transpose(0, 2, 3, 1))
+    logits = network.model.apply(network.params, ours)
+    # float32 rounding, of up to 26 residual units where it is a hybrid
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=5e-5 * max(1, abs(expected).max()))

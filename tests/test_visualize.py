@@ -113,7 +113,9 @@ def test_where_nan_begins_is_said_and_the_parameters_are_drawn(tmp_path):
     text = text_of(out)
     assert 'bad computes NaN or infinity: it begins in block2/mlp hidden' in text
     assert (out / 'filters-bad.png').exists() and (out / 'attention_distance-good.png').exists()
-    assert not (out / 'attention_distance-bad.png').exists()
+    assert not (out / 'localisation-bad.png').exists()
+    assert (out / 'attention_distance-bad.png').exists()  # it is computed before
+    assert {*np.load(out / 'cka.npz')['networks']} == {'good'}
     leaf[2] = np.nan
     params = tree_names.map_named(lambda n, old: leaf if n == name else old, network.params)
     vit_jax.save(changed(network, params=params), tmp_path / 'nan.npz', 'google')

@@ -10,6 +10,7 @@ INDEX.csv is another copy of the index, a local one or a name; alone it lists it
 import argparse
 import os
 
+from vit_jax.base import require
 from vit_jax.checkpoints import augreg_index, names
 from vit_jax.checkpoints.augreg_index import Row
 from vit_jax.checkpoints.published import AUGREG_FOLDER, FILES
@@ -23,6 +24,8 @@ def main(arguments: argparse.Namespace) -> int:
     index, name = arguments.index, arguments.name
     if name is None and index is not None and not _is_index(index):
         index, name = None, index
+    if name is None:
+        require(not arguments.download, '--download: of which? give a NAME, such as B/16')
     if index is None and name is None:
         for short, file in FILES.items():
             print(f'{short:<22}{file.mebibytes:>6,} MiB  {file.address}')

@@ -17,6 +17,7 @@ from rich.progress import Progress
 
 from vit_jax.base import UserError, atomic_write, counted, records, usable, write_json
 from vit_jax.checkpoints.formats import array_files
+from vit_jax.checkpoints.names import shown
 from vit_jax.command_line import app, output
 from vit_jax.data.sources.opening import HeldOut, Opener, make_opener
 from vit_jax.evaluation import confusion
@@ -113,8 +114,9 @@ def _write(
     folder: pathlib.Path, found: Evaluation, loaded: Loaded, arguments: argparse.Namespace
 ) -> None:
     """Writes all that was found, and what was evaluated how."""
-    asked = 'checkpoint', 'data', 'split', 'labels'
+    asked = 'data', 'split', 'labels'
     values = {name: getattr(arguments, name) for name in asked} | {
+        'checkpoint': shown(arguments.checkpoint),
         'origin': loaded.origin,
         'image_size': list(loaded.config.image_size),
         'preprocessing': records.to_dict(loaded.preprocessing),

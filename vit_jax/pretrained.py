@@ -29,6 +29,7 @@ ZERO_HEAD = (
     'the head is all zeros, as in the published ImageNet-21k files: it predicts nothing; '
     'fine-tune it, or use the features'
 )
+_PROJECTS = 'its head is a projection, for comparison with texts: it has no classes'
 OutputName = Literal['logits', 'probabilities', 'features']
 # Images may be this many times brighter than any that `prepare` makes: noise is, 0 to 255 is more.
 _HEADROOM = 8
@@ -94,14 +95,16 @@ class Loaded:
 
     @functools.cached_property
     def predicts(self) -> bool:
-        """Has it a head that was trained?"""
-        return has_trained_head(self.params)
+        """Has it a head that was trained, for classes?"""
+        return has_trained_head(self.params) and not self.card.projects
 
-    def require_head(self) -> None:
-        """Raises UserError for a network that has no head, or one that was not trained."""
+    def require_head(self, *, of_classes: bool = True) -> None:
+        """Raises UserError without a trained head; `of_classes`: for CLIP's projection too."""
         if self.config.num_classes is None:
             raise UserError('the checkpoint has no head: use the features, or fine-tune it')
-        if not self.predicts:
+        if self.card.projects:
+            require(not of_classes, f'{_PROJECTS}: use logits, the features, or fine-tune it')
+        elif not self.predicts:
             raise UserError(ZERO_HEAD)
 
     def prepare(self, image: Any) -> Float[np.ndarray, 'h w c']:
@@ -120,7 +123,7 @@ class Loaded:
 
     def probabilities(self, images: Array | np.ndarray) -> Float[Array | np.ndarray, '...']:
         """(b k), of each class: the sigmoid of its logit where the network was trained so, else
-        the softmax. Raises UserError for a network without a trained head.
+        the softmax. Raises UserError for a network without a trained head of classes.
         """
         return self.outputs(images, 'probabilities')[0]
 
@@ -131,7 +134,7 @@ class Loaded:
     def outputs(self, images: Array | np.ndarray, *names: OutputName) -> tuple[Any, ...]:
         """Several of these at once, for the price of one. Images may be split over devices."""
         if set(names) - {'features'}:
-            self.require_head()
+            self.require_head(of_classes='probabilities' in names)
         return _on_host(self._outputs(self.params, self._checked(images), names))
 
     def capture(
@@ -231,12 +234,14 @@ def load(
         card = dataclasses.replace(card, class_names=(), loss=None)
     if new.num_classes is not None and not has_trained_head(params):
         lines.append(ZERO_HEAD)
-    if card.loss not in (None, 'softmax', 'sigmoid'):
+    if card.projects:
+        lines.append(_PROJECTS)
+    elif card.loss not in (None, 'softmax', 'sigmoid'):
         lines.append(f'trained with {card.loss}: probabilities are the softmax of its logits')
     return Loaded(
         card=dataclasses.replace(card, model=new, grid=new.grid),
         params=params,
-        report=(path, *checkpoint.report, *lines),
+        report=(checkpoint.path, *checkpoint.report, *lines),
         ignored=checkpoint.ignored,
         format=checkpoint.format,
         layout=checkpoint.layout,

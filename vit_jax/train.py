@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from vit_jax.base import counted
 from vit_jax.command_line import app
-from vit_jax.runs import probing, training_run
+from vit_jax.runs import probing, reporting, training_run
 from vit_jax.runs.experiment import Experiment
 from vit_jax.runs.following import after_pretraining
 from vit_jax.runs.reporting import spent
@@ -29,7 +29,7 @@ def run(
     )
     if job.index != 0:
         return
-    reached = training_run.eval_summary(result.evals)
+    reached = reporting.eval_summary(result.evals)
     if result.fewshot:
         reached += f'; {probing.summary(result.fewshot)}'
     lines = {'reached': reached}

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
@@ -33,7 +34,7 @@ from vit_jax.base import (
     usable,
 )
 from vit_jax.checkpoints.formats.array_files import NotFiniteArray, write_npz
-from vit_jax.checkpoints.names import as_path
+from vit_jax.checkpoints.names import as_path, shown
 from vit_jax.command_line import app, output
 from vit_jax.data import loading
 from vit_jax.data.sources.base import Source
@@ -75,7 +76,7 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
         study, lines, problems = _study(arguments, bar, job)
         if job.index == 0:
             _remove_former(folder)
-        faults = _faults(study) if any(kind.needs_images for kind in kinds) else {}
+        faults = _Faults(study)
         wanted = [(k, n) for k in kinds for n in ([None] if k.of_all else study.networks)]
         task, sections = bar.add_task('', total=len(wanted)), dict[Kind, Section]()
         for kind, network in wanted:
@@ -93,7 +94,7 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
                     section.pictures.extend(_drawn(folder, kind, network, numbers))
             bar.advance(task)
     if job.index == 0:
-        _write_page(folder / PAGE, [*lines, *faults.values()], sections)
+        _write_page(folder / PAGE, [*lines, *faults.found], sections)
     if problems:
         print(f'{counted(len(problems), "image")} cannot be read, left out', file=sys.stderr)
     return 1 if problems else 0
@@ -149,7 +150,11 @@ def _study(
     used = counted(len(indices) // size * size, 'image')
     images = f'{used} of {arguments.images}, {size} at a time'
     images += f'; {len(problems):,} cannot be read' if problems else ''
-    lines = [f'Made by: vit_jax visualize {shlex.join(sys.argv[1:])}', f'Images: {images}.', *lines]
+    lines = [
+        f'Made by: vit_jax visualize {shlex.join(map(shown, sys.argv[1:]))}',
+        f'Images: {images}.',
+        *lines,
+    ]
     for text in problems if job.index == 0 else ():
         print(f'unreadable, left out: {output.printable(text)}', file=sys.stderr)
     placed = tuple(networks.on_devices(n, one, readers[n], mesh) for n, one in loaded.items())
@@ -215,28 +220,54 @@ def _without_ending(name: str) -> str:
     return re.sub(r'[.](npz|safetensors|bin|pth?)(?=:|$)', '', name)
 
 
-def _faults(study: Study) -> dict[str, str]:
-    """Why networks cannot be shown these images, or where their NaN or infinity begins."""
-    faults = {}
-    for network in study.networks:
+class _Faults:
+    """Why figures of networks are left out; whether one computes NaN is looked for once."""
+
+    def __init__(self, study: Study):
+        self._study = study
+        self._nan: dict[str, str | None] = {}
+
+    @property
+    def found(self) -> list[str]:
+        """All that was found so far, in sentences."""
+        of_images = (self.of(network) for network in self._study.networks)
+        return [text for text in (*of_images, *self._nan.values()) if text is not None]
+
+    def of(self, network: Network, *, look: bool = False) -> str | None:
+        """The fault of a network, if it has one; `look`: for NaN too, in all batches."""
         name, channels = network.name, network.loaded.config.channels
         if channels != 3:
-            faults[name] = f'{name} takes images of {counted(channels, "channel")}, these have 3'
-        elif (layer := layers.first_not_finite(study, network)) is not None:
-            faults[name] = f'{name} computes NaN or infinity: it begins in {layer}'
-    return faults
+            return f'{name} takes images of {counted(channels, "channel")}, these have 3'
+        if look and name not in self._nan:
+            layer = layers.first_not_finite(self._study, network)
+            text = f'{name} computes NaN or infinity: it begins in {layer}'
+            self._nan[name] = None if layer is None else text
+        return self._nan[name] if look else None
 
 
-def _computed(kind: Kind, network: Network | None, study: Study, faults: dict[str, str]) -> Numbers:
-    """The numbers of a figure of a network, or of the one of all without faults; or LeftOut."""
-    if network is None:
-        sound = tuple(n for n in study.networks if n.name not in faults)
+def _computed(kind: Kind, network: Network | None, study: Study, faults: _Faults) -> Numbers:
+    """The numbers of a figure of a network, or of the one of all without faults; or LeftOut.
+
+    Whether a network computes NaN is looked for where the numbers have some, or would hide it.
+    """
+    if not kind.needs_images:
+        return kind.compute(study, network)
+    networks = study.networks if network is None else (network,)
+
+    def computed(*, look: bool) -> Numbers:
+        found = {each: faults.of(each, look=look) for each in networks}
+        sound = tuple(each for each, fault in found.items() if fault is None)
         if not sound:
-            raise LeftOut('; '.join(faults.values()))
+            raise LeftOut('; '.join(filter(None, found.values())))
+        if network is not None:
+            return kind.compute(study, network)
         return kind.compute(dataclasses.replace(study, networks=sound))
-    if network.name in faults and kind.needs_images:
-        raise LeftOut(faults[network.name])
-    return kind.compute(study, network)
+
+    numbers = computed(look=kind.hides_nan)
+    finite = all(np.isfinite(each).all() for each in numbers.values() if each.dtype.kind == 'f')
+    if not finite and any([faults.of(each, look=True) for each in networks]):
+        return computed(look=True)
+    return numbers
 
 
 def _drawn(

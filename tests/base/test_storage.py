@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.servers import gcs
 from vit_jax.base import (
     MissingFile,
     UnusableDisk,
@@ -42,6 +43,11 @@ def wait_until(condition, seconds=10):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_path_that_has_lost_a_slash_is_refused():
+    with pytest.raises(UserError, match='^gs:/bucket/run: expected gs://, as text: a pathlib'):
+        storage.folder('gs:/bucket/run')
 
 
 @pytest.mark.parametrize('path', ['s3://bucket/run', 'hdfs://host/run', 'gs://bucket', 'gs:///run'])
@@ -104,7 +110,7 @@ def test_lines_are_added_in_the_background_and_all_are_there_when_flushed(bucket
     assert bucket.text('run/metrics.jsonl').endswith('second\nthird\n')
 
 
-def test_a_run_that_was_taken_over_writes_over_nothing(bucket, hurried):
+def test_a_run_that_was_taken_over_writes_over_nothing(bucket, hurried, caplog):
     path = storage.folder('gs://bucket/run') / 'metrics.jsonl'
     first = appending(path)
     first.write('first\n')
@@ -112,7 +118,9 @@ def test_a_run_that_was_taken_over_writes_over_nothing(bucket, hurried):
     second = appending(path)
     first.write('of a run that was away\n')
     with pytest.raises(UserError, match='^gs://bucket/run/metrics.jsonl: another run writes it'):
-        first.close()
+        first.flush()
+    first.close()  # where something else has gone wrong that is what is told
+    assert 'metrics.jsonl: another run writes it' in caplog.text
     second.write('second\n')
     second.close()
     assert bucket.text('run/metrics.jsonl') == 'first\nsecond\n'
@@ -188,6 +196,81 @@ def test_a_renewal_whose_answer_was_lost_is_no_loss(lock, hurried, bucket):
     wait_until(lambda: bucket.objects['run/.lock'].generation > generation)
     lease.check()
     lease.release()
+
+
+def test_lines_whose_answer_was_lost_are_no_other_run(bucket):
+    """The client has given up, and more lines have come since."""
+    path, put = storage.folder('gs://bucket/run') / 'metrics.jsonl', bucket.put
+    file = appending(path)
+
+    def failing(*arguments):
+        put(*arguments)
+        raise gcs.Refused(403, 'forbidden')
+
+    bucket.put = failing
+    for line in 'first\n', 'second\n':
+        file.write(line)
+        with pytest.raises(UnusableDisk):
+            file.flush()
+    bucket.put = put
+    file.write('third\n')
+    file.flush()
+    assert bucket.text('run/metrics.jsonl') == 'first\nsecond\nthird\n'
+
+
+def test_a_process_that_was_stopped_for_long_looks_before_it_writes(lock, monkeypatch, bucket):
+    lease = held_objects.Lease(lock, 'run 1')
+    lock.write_text('run 2')
+    lease.check()  # it was renewed a moment ago
+    monkeypatch.setattr(held_objects, 'LEASE', 0.0)  # which is too long ago
+    lease.check(known=True)
+    with pytest.raises(UserError, match='workdir gs://bucket/run: was lost to run 2, as'):
+        lease.check()
+    lease.release()
+
+
+def test_a_renewal_that_is_overdue_is_made_before_anything_is_written(lock, monkeypatch, bucket):
+    lease = held_objects.Lease(lock, 'run 1')
+    generation = bucket.objects['run/.lock'].generation
+    monkeypatch.setattr(held_objects, 'LEASE', 0.0)
+    lease.check()
+    assert bucket.objects['run/.lock'].generation > generation
+    lease.release()
+
+
+def test_what_a_successor_has_written_again_is_not_taken_back(lock, monkeypatch, bucket):
+    """It is the same text: only the lease tells whose it is."""
+    lease, put = held_objects.Lease(lock, 'run 1'), bucket.put
+    path = storage.folder('gs://bucket/run') / 'metrics.jsonl'
+    file = appending(path, lease.check)
+
+    def failing(*arguments):
+        put(*arguments)
+        raise gcs.Refused(403, 'forbidden')
+
+    monkeypatch.setattr(bucket, 'put', failing)
+    file.write('first\n')
+    with pytest.raises(UnusableDisk):
+        file.flush()
+    monkeypatch.setattr(bucket, 'put', put)
+    lock.write_text('run 2')
+    second = appending(path)
+    monkeypatch.setattr(held_objects, 'LEASE', 0.0)
+    with pytest.raises(UserError, match='was lost to run 2'):
+        file.flush()
+    second.write('second\n')
+    second.flush()
+    assert bucket.text('run/metrics.jsonl') == 'first\nsecond\n'
+    lease.release()
+    with pytest.raises(UserError, match='was lost to run 2'):
+        lease.check()
+
+
+def test_a_lease_that_was_given_up_is_held_no_more(lock):
+    lease = held_objects.Lease(lock, 'run 1')
+    lease.release()
+    with pytest.raises(UserError, match='lost to nobody: this run has given it up'):
+        lease.check(known=True)
 
 
 NEEDED = [

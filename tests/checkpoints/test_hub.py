@@ -160,7 +160,7 @@ def test_a_refusal_is_one_sentence(server, answer, message):
 def test_a_repository_without_weights_is_refused(server):
     add(server, {'main': {'README.md': b'1', 'config.json': b'{}'}})
     with pytest.raises(
-        MissingFile, match=r'no weights at commit \w+: expected model.safetensors, '
+        MissingFile, match=r'no weights at commit \w+: expected one of model.safetensors, '
     ):
         names.local('hf:owner/name')
 

@@ -3,9 +3,12 @@
 import email.message
 import errno
 import hashlib
+import http.client
 import io
 import pathlib
 import socket
+import ssl
+import urllib.error
 import urllib.request
 
 import pytest
@@ -211,6 +214,45 @@ def test_a_cache_that_cannot_be_written_is_said_with_what_to_do(server, monkeypa
         read()
 
 
+def test_what_a_network_loses_is_no_fault_of_the_disk(server, monkeypatch):
+    def unreachable(*_):
+        raise OSError(errno.EHOSTUNREACH, 'No route to host')
+
+    monkeypatch.setattr(http.client.HTTPResponse, 'read1', unreachable)
+    with pytest.raises(UserError, match='No route to host; once it can be reached, the same'):
+        read()
+
+
+def test_a_certificate_that_is_not_accepted_is_said_at_once(server, monkeypatch):
+    asked = []
+
+    def refused(*_, **__):
+        asked.append(_)
+        error = ssl.SSLCertVerificationError(1, 'certificate verify failed')
+        error.verify_message = 'self-signed certificate'  # as the system sets it
+        raise urllib.error.URLError(error)
+
+    monkeypatch.setattr(urllib.request.OpenerDirector, 'open', refused)
+    with pytest.raises(UserError, match='is not accepted: self-signed certificate; SSL_CERT_FILE='):
+        read()
+    assert len(asked) == 1
+
+
+def test_the_secret_in_a_url_is_said_and_kept_nowhere(server, tmp_path):
+    data = pathlib.Path(reference.path('google_vit_token_prelogits.npz')).read_bytes()
+    server.answers['/a.npz'] = web.stored(data)
+    name = f'{server.url}/a.npz?key=secret#sha256={hashlib.sha256(data).hexdigest()}'
+    network = vit_jax.load(name)
+    assert network.report[0] == name.replace('?key=secret', '')
+    vit_jax.save(network, tmp_path / 'b.safetensors', 'timm')
+    assert b'secret' not in (tmp_path / 'b.safetensors').read_bytes()
+    decided = experiment.decide(tiny.experiment(start_from=name, model=None))
+    assert decided.config.start_from == network.report[0]
+    with pytest.raises(UserError) as error:
+        names.local(f'{server.url}/b.npz?key=secret#sha256={"0" * 64}')
+    assert 'secret' not in str(error.value)
+
+
 def test_a_web_page_is_no_checkpoint(server):
     server.answers[FILE] = web.Answer(b'<html>', {'Content-Type': 'text/html; charset=utf-8'})
     with pytest.raises(UserError, match='a web page; take the link that downloads the file'):
@@ -234,6 +276,8 @@ def test_offline_what_is_in_the_cache_is_enough_and_nothing_is_asked(server, mon
     asked = len(server.asked)
     monkeypatch.setenv('HF_HUB_OFFLINE', '1')
     assert read() == DATA and len(server.asked) == asked == 1
+    with pytest.raises(UserError, match='^gs://bucket/run: HF_HUB_OFFLINE forbids to read it$'):
+        names.local('gs://bucket/run')
 
 
 def test_where_no_server_can_be_reached_one_sentence_says_so(server, monkeypatch):
@@ -286,6 +330,8 @@ def test_a_name_that_cannot_be_meant_is_refused_with_what_would_be_right(name, m
 def test_an_index_is_a_local_file_or_one_of_a_bucket(name, server):
     server.answers['/bucket/index.csv'] = web.stored(b'1')
     assert pathlib.Path(names.local_file('gs://bucket/index.csv')).read_bytes() == b'1'
+    with pytest.raises(UserError, match='expected the SHA-256 0000'):
+        names.local_file(f'gs://bucket/index.csv#sha256={"0" * 64}')
     with pytest.raises(UserError, match=f'{name}: expected a local file, or one of gs:// or https'):
         names.local_file(name)
 
@@ -303,6 +349,7 @@ def test_a_local_path_is_itself(tmp_path):
         'vit',
         'hf',
         'gs://b/run',
+        'gs://b/run:1',
     ):
         assert names.local(path) == names.Local(path)
 

@@ -1,3 +1,4 @@
+import re
 import shutil
 import threading
 import time
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vit_jax.checkpoints import store
+from vit_jax.base import UnusableDisk, storage
+from vit_jax.checkpoints import digests, store
 from vit_jax.parallel.meshes import MeshConfig, make_mesh
 from vit_jax.parallel.sharding_rules import shardings_for
 
@@ -129,3 +131,18 @@ def test_a_damaged_checkpoint_is_an_error_in_one_sentence(saved):
             file.write_text(text)
         with pytest.raises(ValueError, match='checkpoint .*/4: (damaged|cannot be read)'):
             store.load_card(str(folder))
+
+
+def test_a_store_that_cannot_be_reached_is_no_damage(bucket):
+    """Of a checkpoint that was killed before it had its digests."""
+    for folder in '20', '20/card', '20/params':
+        bucket.put(f'run[1]/checkpoints/{folder}/commit_success.txt', b'', {})
+    bucket.put('run[1]/checkpoints/20/card/metadata', b'{"step": 20}', {})
+    assert store.load_card('gs://bucket/run[1]')[0] == {'step': 20}
+    bucket.fault = lambda method, path: 403 if re.search(r'/o[?]', path) else None
+    with pytest.raises(UnusableDisk):
+        digests.steps(storage.folder('gs://bucket/run[1]/checkpoints'))
+    bucket.fault = lambda method, path: 403 if 'card%2Fmetadata' in path else None
+    where = re.escape('gs://bucket/run[1]/checkpoints/20: cannot be read: ')
+    with pytest.raises(UnusableDisk, match=where):
+        store.load_card('gs://bucket/run[1]')

@@ -242,6 +242,7 @@ def test_what_a_network_does_not_have_is_said():
     [
         (VIT, 'encoder/block/mlp/dense1/bias', 'block1/mlp hidden'),
         (VIT, 'embedding/bias', 'embedding'),
+        (tiny.model(pool='map'), 'pool/mlp/dense1/bias', 'pool/mlp/hidden'),
         (RESNET, 'backbone/stage1/unit2/norm2/scale', 'stage1/unit2/norm2'),
     ],
 )

@@ -4,6 +4,8 @@ Those beside this file are committed, with one image each; all of them are in ..
 or in the directory that VIT_JAX_REFERENCES names, where that is present.
 """
 
+import gzip
+import json
 import os
 import pathlib
 
@@ -61,6 +63,11 @@ def images_and_logits(name: str) -> tuple[np.ndarray, np.ndarray]:
 
 FAMILIES = 'families'  # the folder of the ViTs that people use, each a folder or a file
 COMMITTED_FAMILIES = sorted({p.name.split('.')[0] for p in (HERE / FAMILIES).glob('*.io.npz')})
+
+
+def timm_names() -> dict[str, dict]:
+    """What timm 1.0.31 says of each network that it publishes, by name."""
+    return json.loads(gzip.decompress((HERE / 'timm_names.json.gz').read_bytes()))
 
 
 def families() -> list[tuple[str, str | None]]:

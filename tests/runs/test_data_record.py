@@ -11,7 +11,7 @@ import pytest
 
 from tests import tiny
 from tests.hosts import hosts
-from vit_jax.base.errors import UserError
+from vit_jax.base.errors import UnusableDisk, UserError
 from vit_jax.checkpoints.store import save_alone
 from vit_jax.data.image_preprocessing import Resize
 from vit_jax.data.loading import ImageReader
@@ -20,6 +20,7 @@ from vit_jax.data.sources.listing import Listing
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.parallel.processes import Job
 from vit_jax.runs import data_record, training_run
+from vit_jax.runs.workdirs import Workdir
 from vit_jax.training.duration import Duration
 
 CLASSES = 'ant', 'bee', 'cat'
@@ -130,7 +131,7 @@ def splits_of(root, **changes):
 def start(folder, splits, accept=False):
     """A start of a run, to its end; it leaves a checkpoint."""
     folder.mkdir(exist_ok=True)
-    record = data_record.compared(folder, splits, Job(), accept=accept)
+    record = data_record.compared(Workdir(folder), splits, Job(), accept=accept)
     with record.begun():
         record.check(wait=60.0)
     (folder / 'checkpoints' / '5').mkdir(parents=True, exist_ok=True)
@@ -251,13 +252,13 @@ def test_more_files_than_are_looked_at_first_are_compared_while_training(
     start(tmp_path / 'run', splits_of(photos))
     with open(order[1], 'ab') as file:  # 0, 5, 10 and 15 are looked at first
         file.write(b'more')
-    record = data_record.compared(tmp_path / 'run', splits_of(photos), Job(), accept=False)
+    record = data_record.compared(Workdir(tmp_path / 'run'), splits_of(photos), Job(), accept=False)
     with record.begun(), pytest.raises(UserError, match='1 image replaced'):
         record.check(wait=60.0)
     with open(order[5], 'ab') as file:
         file.write(b'more')
     with pytest.raises(UserError, match='1 image replaced'):
-        data_record.compared(tmp_path / 'run', splits_of(photos), Job(), accept=False)
+        data_record.compared(Workdir(tmp_path / 'run'), splits_of(photos), Job(), accept=False)
 
 
 def test_a_run_that_ends_before_all_files_are_looked_at_keeps_what_is_known(
@@ -275,7 +276,7 @@ def test_a_run_that_ends_before_all_files_are_looked_at_keeps_what_is_known(
 
     train = splits['train']
     splits['train'] = train._replace(source=dataclasses.replace(train.source, read_stamps=stall))
-    record = data_record.compared(tmp_path, splits, Job(), accept=False)
+    record = data_record.compared(Workdir(tmp_path), splits, Job(), accept=False)
     with record.begun():
         looking.wait()
     assert record._thread.is_alive()
@@ -288,11 +289,20 @@ def test_a_run_that_ends_before_all_files_are_looked_at_keeps_what_is_known(
 
 def test_a_first_save_that_a_kill_cut_short_is_no_run_that_began(photos, tmp_path):
     (tmp_path / 'checkpoints/5.orbax-checkpoint-tmp-0').mkdir(parents=True)
-    record = data_record.compared(tmp_path, splits_of(photos), Job(), accept=False)
+    record = data_record.compared(Workdir(tmp_path), splits_of(photos), Job(), accept=False)
     with record.begun():
         record.check(wait=60.0)
     (photos / 'train/dog/3.jpg').unlink()
-    data_record.compared(tmp_path, splits_of(photos), Job(), accept=False)
+    data_record.compared(Workdir(tmp_path), splits_of(photos), Job(), accept=False)
+
+
+def test_a_record_that_cannot_be_read_is_not_taken_for_a_damaged_one(photos, tmp_path):
+    """Which would be written over."""
+    start(tmp_path, splits_of(photos))
+    (tmp_path / 'data.zip').unlink()
+    (tmp_path / 'data.zip').mkdir()
+    with pytest.raises(UnusableDisk, match='data.zip: Is a directory'):
+        data_record.compared(Workdir(tmp_path), splits_of(photos), Job(), accept=True)
 
 
 def test_the_record_is_a_list_of_every_image(photos, tmp_path):

@@ -292,6 +292,7 @@ def test_a_work_directory_that_is_not_shared_is_refused(tmp_path):
     assert f"workdir: '{tmp_path}/a' -> '{tmp_path}/b' here" in started[0].text
 
 
+@pytest.mark.full
 def test_a_process_that_fails_ends_the_job_which_says_who_and_why(tmp_path):
     with training(tmp_path, 'slow:100,fail:15:1', 2) as started:
         assert started[1].wait() == 1

@@ -100,7 +100,8 @@ def read_json_lines(path: Path, **fields: Any) -> list[dict[str, Any]]:
     There are none where there is no file. The last line of a killed run may be half a line; any
     other that is left out is warned of.
     """
-    texts = path.read_bytes().splitlines() if path.exists() else []
+    with reaching(path):
+        texts = path.read_bytes().splitlines() if path.exists() else []
     lines = []
     for number, text in enumerate(texts, 1):
         try:

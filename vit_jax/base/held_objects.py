@@ -5,9 +5,11 @@ runs has a lease, and one that was away and has lost it writes over nothing of i
 """
 
 import contextlib
+import hashlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import IO
 
 from vit_jax.base.errors import UnusableDisk, UserError
@@ -20,13 +22,14 @@ HEARTBEAT, LEASE = 15.0, 60.0  # seconds: a lease that was not renewed for so lo
 class _Object:
     """An object on a store, and its generation when it was last seen."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, check: Callable[[], None] = lambda: None):
         import tensorstore
 
-        self._name = path.name
+        self._name, self._check = path.name, check
         with reaching(path):
             self._store = tensorstore.KvStore.open(f'{path.parent}/').result()
         self.generation = b''
+        self._unanswered = set[bytes]()  # digests of what was sent, and may or may not have come
 
     def look(self) -> bytes | None:
         """What it holds now; None: it is not there."""
@@ -35,11 +38,24 @@ class _Object:
         return found.value if found.state == 'value' else None
 
     def write(self, data: bytes) -> bool:
-        """Writes it, unless it has changed since it was seen. Was it written?"""
-        new = self._store.write(self._name, data, if_equal=self.generation).result().generation
-        if not new:  # or the answer was lost, and the client has repeated the same
+        """Writes it, unless another has changed it since it was seen. Was it written?
+
+        Where what is there may be its own, `check` is asked: a successor has written it once more.
+        """
+        self._unanswered.add(hashlib.sha256(data).digest())
+        written = self._put(data)
+        if not written:  # or one was, whose answer was lost
             found = self._store.read(self._name).result()
-            new = found.stamp.generation if found.state == 'value' and found.value == data else b''
+            sent = found.state == 'value' and hashlib.sha256(found.value).digest()
+            if sent in self._unanswered:
+                self._check()
+                self.generation = found.stamp.generation
+                written = found.value == data or self._put(data)
+        self._unanswered.clear()
+        return written
+
+    def _put(self, data: bytes) -> bool:
+        new = self._store.write(self._name, data, if_equal=self.generation).result().generation
         self.generation = new or self.generation
         return bool(new)
 
@@ -57,17 +73,26 @@ class Lease:
 
     def __init__(self, path: Path, text: str):
         self._folder, self._text, self._lost = path.parent, text.encode(), ''
+        self._renewing = threading.Lock()
         with reaching(path):
             self._object = _Object(path)
             self._wait_for_holder()
+            self._renewed = _now()
             if not self._object.write(self._text):
                 raise UserError(f'workdir {self._folder} is in use by {self._holder()}')
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew, daemon=True)
+        self._thread = threading.Thread(target=self._keep, daemon=True)
         self._thread.start()
 
-    def check(self) -> None:
-        """Raises UserError where another run has taken it over, or somebody has removed it."""
+    def check(self, *, known: bool = False) -> None:
+        """Raises UserError where another run has taken it over, or somebody has removed it.
+
+        It looks, and waits for the store, where a renewal is overdue, as this process may have been
+        stopped for long; `known`: only what is known is said.
+        """
+        if not known and _now() - self._renewed > LEASE / 2:
+            with reaching(self._folder):
+                self._renew()
         if self._lost:
             text = f'was lost to {self._lost}, as this run did not reach it for {LEASE:g} s or more'
             raise UserError(f'workdir {self._folder}: {text}; this one ends')
@@ -79,6 +104,7 @@ class Lease:
         if not self._lost:
             with contextlib.suppress(Exception):  # the next run will wait for it
                 self._object.remove()
+            self._lost = 'nobody: this run has given it up'  # should something still write
 
     def _wait_for_holder(self) -> None:
         """Returns when nobody renews the object; raises UserError where somebody does."""
@@ -94,37 +120,51 @@ class Lease:
             if self._object.generation != seen:
                 raise UserError(f'workdir {self._folder} is in use by {_said(text)}')
 
-    def _renew(self) -> None:
-        while not self._ended.wait(HEARTBEAT):
+    def _keep(self) -> None:
+        while not (self._lost or self._ended.wait(HEARTBEAT)):
             with contextlib.suppress(Exception):  # no connection: a later one will tell
-                if not self._object.write(self._text):
-                    self._lost = self._holder()
-                    return
+                self._renew()
+
+    def _renew(self) -> None:
+        with self._renewing:
+            began = _now()
+            if not self._lost and not self._object.write(self._text):
+                self._lost = self._holder()
+            self._renewed = began
 
     def _holder(self) -> str:
         text = self._object.look()
         return 'nobody: its lock was removed' if text is None else _said(text)
 
 
+def _now() -> float:
+    """Seconds; on Linux those in which the machine was suspended count too."""
+    clock = getattr(time, 'CLOCK_BOOTTIME', None)
+    return time.monotonic() if clock is None else time.clock_gettime(clock)
+
+
 def _said(text: bytes) -> str:
     return text.decode(errors='replace').strip() or 'another run'
 
 
-def appending(path: Path) -> 'IO[str] | GrowingObject':
-    """A file to which lines are added: there at once, or on a store when GrowingObject says."""
-    return GrowingObject(path) if is_remote(path) else path.open('a', buffering=1)
+def appending(path: Path, check: Callable[[], None] = lambda: None) -> 'IO[str] | GrowingObject':
+    """A file to which lines are added: there at once, or on a store when GrowingObject says.
+
+    `check` raises where the folder is held no more.
+    """
+    return GrowingObject(path, check) if is_remote(path) else path.open('a', buffering=1)
 
 
 class GrowingObject:
     """A text on a store to which lines are added; it is put there whole, in the background.
 
-    A line is there UPLOAD seconds after it was written, and when `flush` or `close` have returned.
+    A line is there UPLOAD seconds after it was written, and when `flush` has returned.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, check: Callable[[], None] = lambda: None):
         self.name = str(path)
         with reaching(path):
-            self._object = _Object(path)
+            self._object = _Object(path, check)
             there = self._object.look() or b''
             while not self._object.write(there):  # from here on no earlier run can write it
                 there = self._object.look() or b''
@@ -146,9 +186,13 @@ class GrowingObject:
                 self._there = text
 
     def close(self) -> None:
-        """Ends the thread; returns when all lines are on the store, as `flush`."""
+        """Ends the thread. Lines that it could not write are warned of, as a run ends then that has
+        called `flush`, or fails, and says why."""
         self._closed.set()
-        self.flush()
+        try:
+            self.flush()
+        except UserError as error:
+            logging.warning('%s', error)
 
     def _upload(self) -> None:
         while not self._closed.wait(UPLOAD):

@@ -36,6 +36,9 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 def folder(path: str | os.PathLike[str]) -> Path:
     """The absolute path of a folder. Raises UserError for a store that cannot be used."""
     text = os.fspath(path)
+    if match := re.match('(gs|s3|https?):/(?!/)', text):
+        lost = f'expected {match[1]}://, as text: a pathlib.Path takes one / away'
+        raise UserError(f'{text}: {lost}')
     if not is_remote(text):
         return pathlib.Path(text).absolute()
     if not re.fullmatch(r'gs://[^/]+/+[^/].*', text):
@@ -117,7 +120,7 @@ def require_usable(folder: Path) -> None:
 
     bucket, _, name = os.fspath(folder).removeprefix('gs://').partition('/')
     with reaching(folder):
-        client = storage.Client()
+        client = storage.Client(project=None)  # which objects do not need
         probe = client.bucket(bucket).blob(f'{name}/.probe-{uuid.uuid4()}')
 
     def write() -> None:

@@ -19,12 +19,18 @@ class Card(Record):
     grid: tuple[int, int]  # (height, width) in patches, or of a ResNet's last feature map
     preprocessing: Preprocessing
     class_names: tuple[str, ...] = ()
-    loss: str | None = None  # of the training: softmax, sigmoid, MODULE:FUNCTION; None: not known
+    # Of the training: softmax, sigmoid, contrastive, MODULE:FUNCTION; None: not known.
+    loss: str | None = None
     software: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def check(self) -> None:
         """The grid is the model's: it is there for readers that do not know the model."""
         require(self.grid == self.model.grid, f'grid={self.grid}: the model has {self.model.grid}')
+
+    @property
+    def projects(self) -> bool:
+        """Is the head CLIP's projection, whose outputs are compared with those for texts?"""
+        return self.loss == 'contrastive' and self.model.num_classes is not None
 
     def probabilities(self, logits: Float[Array, '... k']) -> Float[Array, '... k']:
         """Of each class: the sigmoid where the network was trained so, else the softmax."""

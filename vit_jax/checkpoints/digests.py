@@ -87,7 +87,10 @@ def _digest(path: pathlib.Path) -> str:
 def steps(folder: Path) -> list[int]:
     """The steps that have a folder, complete or not, the newest first; on a store the complete."""
     with storage.reaching(folder):
-        found = [path for path in folder.glob('*') if path.name.isdecimal()]
+        try:
+            found = [path for path in folder.iterdir() if path.name.isdecimal()]
+        except (FileNotFoundError, NotADirectoryError):
+            found = []
     names = [p.name for p in found if not storage.is_remote(p) or storage.is_committed(p)]
     return sorted((int(name) for name in names if name == str(int(name))), reverse=True)
 

@@ -86,11 +86,11 @@ def fetched(url: str, *, sha256: str | None = None) -> Fetched:
     sentence: MissingFile where nothing is there, UnusableDisk where there is no room.
     """
     path = place(url)
-    if not path.exists():
-        if is_offline():
-            why = 'and HF_HUB_OFFLINE forbids to download it'
-            raise MissingFile(f'{shown(url)}: not in the cache ({cache()}), {why}')
-        with _kept(path):
+    with _kept(path):
+        if not path.exists():
+            if is_offline():
+                why = 'and HF_HUB_OFFLINE forbids to download it'
+                raise MissingFile(f'{shown(url)}: not in the cache ({cache()}), {why}')
             path.parent.mkdir(parents=True, exist_ok=True)
             with (path.parent / '.lock').open('a') as lock:
                 if not locking.locked(lock):
@@ -163,7 +163,7 @@ def _attempt(
             why = 'its server does not say how long it is, so that a part could be taken for all'
             raise UserError(f'{shown(url)}: {why}; add #sha256=DIGEST')
         _require_room(path, (total or have) - have)
-        while (total is None or have < total) and (block := answer.read1(_BLOCK)):
+        while (total is None or have < total) and (block := _received(answer)):
             file.write(block)
             file.flush()
             have += len(block)
@@ -173,6 +173,14 @@ def _attempt(
     if _size(partial) != have:  # locks do nothing on this disk, and another process wrote as well
         partial.unlink()
         raise ConnectionError('another process downloads it to the same place')
+
+
+def _received(answer: Any) -> bytes:
+    """What has come. Raises one of _LOST, whatever the network's error is: none is of the disk."""
+    try:
+        return bytes(answer.read1(_BLOCK))
+    except OSError as error:
+        raise ConnectionError(error.strerror or str(error)) from error
 
 
 def _answer(url: str, headers: dict[str, str], partial: pathlib.Path) -> Any:
@@ -195,8 +203,15 @@ def _answer(url: str, headers: dict[str, str], partial: pathlib.Path) -> Any:
             text += ': download it with what has access, and name that file'
         kind = MissingFile if error.code == 404 else UserError
         raise kind(f'{shown(url)}: HTTP {error.code}: {text}') from error
+    except urllib.error.URLError as error:
+        if not isinstance(error.reason, ssl.SSLCertVerificationError):
+            raise
+        text = f'its certificate is not accepted: {error.reason.verify_message}'
+        raise UserError(f'{shown(url)}: {text}; SSL_CERT_FILE=FILE names your own') from error
     except (http.client.InvalidURL, ValueError) as error:
         raise UserError(f'{shown(url)}: not a URL: {error}') from error
+    except OSError as error:  # while it waits for an answer
+        raise ConnectionError(error.strerror or str(error)) from error
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):

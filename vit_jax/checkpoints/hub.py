@@ -11,20 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from vit_jax.base import MissingFile, UserError, usable
-
-# What says of weights what they are: transformers' and timm's, OpenCLIP's.
-_DESCRIPTIONS = (
-    'config.json',
-    'preprocessor_config.json',
-    'processor_config.json',
-    'open_clip_config.json',
-)
-# The first kind that a repository has is taken; pickles only where there is nothing else.
-_WEIGHTS = (
-    ('model.safetensors', 'model.safetensors.index.json', 'model-*-of-*.safetensors'),
-    ('open_clip_model.safetensors',),
-    ('pytorch_model.bin', 'pytorch_model.bin.index.json', 'pytorch_model-*-of-*.bin'),
-)
+from vit_jax.checkpoints.formats.array_files import DESCRIPTIONS, INDEX, WEIGHTS
 
 
 class Snapshot(NamedTuple):
@@ -45,23 +32,27 @@ def snapshot(repository: str, revision: str | None) -> Snapshot:
     """
     if importlib.util.find_spec('huggingface_hub') is None:
         raise UserError("this needs the hub's client: pip install 'vit_jax[hub]'")
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import HfApi, constants, snapshot_download
 
     url = f'{constants.ENDPOINT}/{repository}'
-    for kind in _WEIGHTS:
+    for file in WEIGHTS:  # the first that the repository has
+        stem, dot, ending = file.partition('.')
+        kind = file, f'{file}{INDEX}', f'{stem}-*-of-*{dot}{ending}'
         with _in_one_sentence(url, revision):
-            wanted = [*_DESCRIPTIONS, *kind]
+            wanted = [*DESCRIPTIONS, *kind]
             place = snapshot_download(
                 repository, revision=revision, allow_patterns=wanted, tqdm_class=_bar()
             )
         folder = pathlib.Path(place)
         revision = folder.name  # that commit, which may be main no more
         if weights := _of_kind(folder, kind):
-            found = {path: _digests(path) for path in [*weights, *_of_kind(folder, _DESCRIPTIONS)]}
+            found = {path: _digests(path) for path in [*weights, *_of_kind(folder, DESCRIPTIONS)]}
             _refuse_damaged([path for path, (_, right) in found.items() if not right], url)
             return Snapshot(folder, url, revision, {path.name: found[path][0] for path in weights})
-    expected = 'model.safetensors, open_clip_model.safetensors or pytorch_model.bin'
-    raise MissingFile(f'{url}: no weights at commit {revision}: expected {expected}')
+    with _in_one_sentence(url, revision):  # the cache may hold a part, and the hub be out of reach
+        there = HfApi().list_repo_files(repository, revision=revision)
+    text = f'no weights at commit {revision}: expected one of {", ".join(WEIGHTS)}'
+    raise MissingFile(f'{url}: {text}; it holds {", ".join(there[:5])}')
 
 
 def _bar() -> Any:

@@ -41,14 +41,19 @@ def is_elsewhere(name: str) -> bool:
 
 def _is_folder(name: str) -> bool:
     """Is it a work directory of ours on a bucket, which is read in place (base/storage.py)?"""
-    return re.fullmatch(r'gs://[^/]+/[^#:]*', name) is not None and not name.endswith(ENDINGS)
+    return re.fullmatch(r'gs://[^/]+/[^#]*', name) is not None and _FILE.fullmatch(name) is None
 
 
 def as_path(name: str) -> str:
-    """The name as a path: without a digest; the short name of a published file as one word."""
+    """The name as a path: `shown`, no digest; the short name of a published file as one word."""
     if name in published.FILES:
         return re.sub('[:/]', '-', name)
-    return name.partition('#')[0] if is_elsewhere(name) else name
+    return shown(name).partition('#')[0] if is_elsewhere(name) else name
+
+
+def shown(name: str) -> str:
+    """The name without the query of a URL, which may hold a secret."""
+    return re.sub('[?][^#:]*', '', name) if is_elsewhere(name) else name
 
 
 def local(name: str) -> Local:
@@ -56,26 +61,30 @@ def local(name: str) -> Local:
 
     A local path is itself. Raises UserError in one sentence that begins with the name.
     """
-    if not is_elsewhere(name) or _is_folder(name):
+    if not is_elsewhere(name):
         return Local(name)
     try:
+        if _is_folder(name):
+            require(not download.is_offline(), 'HF_HUB_OFFLINE forbids to read it')
+            return Local(name)
         if name.startswith('hf:'):
             return _of_hub(name)
         if name.partition(':')[0] in _KINDS:
             return _file(published.published(name).address)
         return _file(name)
     except UserError as error:
-        text = str(error).removeprefix(f'{name}: ')
-        raise type(error)(f'{name}: {text}') from error
+        text = str(error).removeprefix(f'{shown(name)}: ')
+        raise type(error)(f'{shown(name)}: {text}') from error
 
 
 def local_file(name: str) -> str:
-    """The local path of a file that holds no weights, and may have any ending."""
+    """The local path of a file that holds no weights, and may have any ending; `#sha256=` too."""
     if not is_elsewhere(name):
         return name
     fits = name.startswith(('gs://', 'https://'))
     require(fits, f'{name}: expected a local file, or one of gs:// or https://')
-    return str(download.fetched(_https(name)).path)
+    address, mark, digest = name.partition('#sha256=')
+    return str(download.fetched(_https(address), sha256=digest.lower() if mark else None).path)
 
 
 def require_here(path: str) -> None:

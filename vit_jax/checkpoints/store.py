@@ -18,7 +18,7 @@ import pathlib
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -79,8 +79,11 @@ class _Committed(ocp.path.atomicity.CommitFileTemporaryPath):
     One that was killed in between is trusted as it is, like those of earlier versions.
     """
 
+    check: Callable[[], None]  # of the Checkpoints that write it
+
     async def finalize(self) -> None:
         """As that of _Sealed."""
+        self.check()
         await super().finalize()
         if self._final_path.parent.name == FOLDER:  # not one of its items
             digests.write_digests(self._final_path)
@@ -93,14 +96,27 @@ class Checkpoints:
     arrays that it holds. `save` returns once these are copied from the devices, and the files are
     written in the background; what goes wrong there is raised by the next `save`, `check` or
     `wait`. A checkpoint is complete when it is on the disk, where a failure of power leaves it,
-    and with it what the files `along` held when it was saved. Raises UnusableDisk (an OSError).
+    and with it what the files `along` held when it was saved. Raises UnusableDisk (an OSError), and
+    what `check` raises where the work directory is held no more.
     """
 
-    def __init__(self, workdir: str | Path, *, keep: int, along: Sequence[Path] = ()):
+    def __init__(
+        self,
+        workdir: str | Path,
+        *,
+        keep: int,
+        along: Sequence[Path] = (),
+        check: Callable[[], None] = lambda: None,
+    ):
         self._folder = storage.folder(workdir) / FOLDER
         self._removing: threading.Thread | None = None
         self._emptying = threading.Lock()
-        self._along = along
+        self._along, self._check = along, check
+        remote = storage.is_remote(workdir)
+        if remote:
+            kind: Any = type('_Held', (_Committed,), {'check': staticmethod(check)})
+        else:
+            kind = _Sealed
         if jax.process_index() == 0:
             self._empty_trash()  # of a run that was killed
         options = ocp.CheckpointManagerOptions(
@@ -108,7 +124,7 @@ class Checkpoints:
             cleanup_tmp_directories=True,
             # Removed by renaming first: a kill in between leaves no listed, half-empty step.
             todelete_subdir=_TRASH,
-            temporary_path_class=_Committed if storage.is_remote(workdir) else _Sealed,
+            temporary_path_class=kind,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._sync_along),
         )
         handlers = {
@@ -117,7 +133,10 @@ class Checkpoints:
             'card': ocp.JsonCheckpointHandler(),
             'progress': ocp.JsonCheckpointHandler(),
         }
-        self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
+        with storage.reaching(self._folder):
+            self._manager = ocp.CheckpointManager(
+                self._folder, options=options, item_handlers=handlers
+            )
         if jax.process_index() == 0:
             sync(self._folder.parent)
 
@@ -132,6 +151,7 @@ class Checkpoints:
 
     def save(self, step: int, params: Params, training: Any, card: Json, progress: Json) -> None:
         """Begins to save a step, unless that step was the last to be saved."""
+        self._check()
         if step == self.latest_step:
             return
         items = ocp.args.Composite(
@@ -156,7 +176,9 @@ class Checkpoints:
         self._empty_trash()
 
     def _empty_trash(self) -> None:
-        """Frees the disk of old checkpoints, which orbax only renames."""
+        """Frees the disk of old checkpoints, which orbax renames; on a store it removes them."""
+        if storage.is_remote(self._folder):
+            return
         with self._emptying:  # that of the save before may still go on
             old = list((self._folder / _TRASH).glob('*'))
             if old:
@@ -326,7 +348,9 @@ def _readable(folder: Path) -> Iterator[None]:
         yield
     except Exception as error:  # orbax and tensorstore raise many kinds for damaged files
         digests.verify_digests(folder)
-        kind = UnusableDisk if digests.is_sealed(folder) else Damaged  # whole, and yet not read
+        # On a store it is whole when it is complete, before it is sealed.
+        whole = storage.is_remote(folder) or digests.is_sealed(folder)
+        kind = UnusableDisk if whole else Damaged
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         raise kind(f'checkpoint {folder}: cannot be read: {reason}') from error
 
@@ -337,6 +361,8 @@ def _written(folder: Path, along: Sequence[Path]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if isinstance(error, UserError) and not isinstance(error, OSError):
+            raise  # the work directory is held no more
         for path in along:
             require_kept(path)
         reason = ' '.join(str(error).split()) or type(error).__name__

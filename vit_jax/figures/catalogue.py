@@ -25,6 +25,7 @@ class Kind:
     compute: Callable[..., Numbers]
     of_all: bool = False
     needs_images: bool = True  # are images shown to the network?
+    hides_nan: bool = False  # are the numbers finite though what the network computes is not?
     # What is seen in these numbers, in a sentence: of the network where it is of one.
     finding: Callable[[Numbers, Network | None], str]
     draw: Callable[[Any, Numbers], Sequence[Any]]  # the drawing functions, numbers -> pictures
@@ -70,7 +71,7 @@ def _choice(numbers: Numbers, network: Network | None) -> str:
         'cls_gap': 'Seen from the class token and all patches, as the head is given their mean.',
         'map': 'Seen from the attention pooling, whose weights are averaged over its heads.',
         'gap': f'{mean}, as the head is given their mean.',
-        'none': f'{mean}.',
+        'none': 'Seen from all tokens alike, as the head is given each.',
     }[network.vit.pool]
 
 
@@ -78,10 +79,13 @@ def _map_choice(numbers: Numbers, network: Network | None) -> str:
     assert network is not None
     if network.vit.pool == 'cls':
         return 'Each map is the row of the class token.'
-    if network.prefix and network.vit.pool != 'none':
+    all_tokens = 'ach map is the mean of the rows of all tokens.'
+    if network.vit.pool == 'none':
+        text = f'E{all_tokens}'
+    elif network.prefix:
         text = 'Each map is the mean of the rows of the tokens that the head is given.'
     else:
-        text = 'There is no class token: each map is the mean of the rows of all tokens.'
+        text = f'There is no class token: e{all_tokens}'
     last = ' The last row of maps is the attention pooling.'
     return text + (last if network.vit.pool == 'map' else '')
 
@@ -346,6 +350,7 @@ KINDS: tuple[Kind, ...] = (
         'tokens at an edge are like all edges; networks that average all tokens, and ResNets, know '
         'them much less.',
         compute=representations.localisation,
+        hides_nan=True,
         finding=_localisation,
         draw=lambda drawing, n: [drawing.localisation(**representations.some_tokens(n))],
     ),
@@ -362,6 +367,7 @@ KINDS: tuple[Kind, ...] = (
         'was trained; single patches of the last layers know little of the class in the first, '
         'and much in the second and in ResNets.',
         compute=probing.probes,
+        hides_nan=True,
         of_all=True,
         finding=_probes,
         draw=lambda drawing, n: [

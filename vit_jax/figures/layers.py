@@ -1,14 +1,14 @@
 """The layers of a network in the order of the computation, as the figures name and count them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Float, Params
+from vit_jax.base import Array, Batch, Bool
 from vit_jax.figures.networks import Network, Study
-from vit_jax.models import Backbone, ModelConfig, ResNetConfig
+from vit_jax.models import Backbone, ModelConfig, ResNetConfig, ViTConfig
 from vit_jax.models.taps import Reduction
 
 
@@ -67,14 +67,20 @@ def stacked(seen: dict[str, Any], layers: Sequence[Layer]) -> Array:
 
 
 def first_not_finite(study: Study, network: Network) -> Layer | None:
-    """Where NaN or infinity first appears in the first batch that has some, if one has."""
-    layers, model = every(network.loaded.config), network.loaded.model
-    finite = wanted(layers, lambda x: jnp.isfinite(x).all())
+    """Where NaN or infinity first appears in the first batch that has some, if one has.
 
-    def check(params: Params, images: Float[Array, 'b h w c']) -> Array:
-        outputs, seen = model.capture(params, images, finite)
-        return jnp.append(stacked(seen, layers), jnp.isfinite(outputs).all())
+    One that has some has it in its last layer too, as sums pass it on: that, and what is behind
+    it, are looked at in all batches.
+    """
+    config = network.loaded.config
+    is_pooled = isinstance(config, ViTConfig) and config.pool == 'map'
+    behind = [Layer(tap) for tap in ('pool/attention/heads', 'pool/mlp/hidden') if is_pooled]
+    layers = [*every(config), *behind]
 
-    found = map(np.asarray, map(network.compiled(check), study.batches(network)))
-    wrong = next((finite for finite in found if not finite.all()), None)
-    return None if wrong is None else [*layers, Layer('output')][int(wrong.argmin())]
+    def finite(looked_at: Sequence[Layer]) -> Callable[[Batch], Bool[np.ndarray, 't']]:
+        seen = network.seen(wanted(looked_at, lambda x: jnp.isfinite(x).all()))
+        return lambda batch: np.asarray(stacked(seen(batch), looked_at))
+
+    last, each = finite(layers[-1 - len(behind) :]), finite(layers)
+    wrong = next((batch for batch in study.batches(network) if not last(batch).all()), None)
+    return None if wrong is None else layers[int(each(wrong).argmin())]

@@ -47,7 +47,11 @@ def residuals(study: Study, network: Network) -> Numbers:
         kinds = ['units']
     else:
         found = np.concatenate([means[tap].swapaxes(0, 1) for tap in taps])
-        of = ['patches', 'class token'] if network.class_tokens else ['tokens']
+        of = {
+            0: ['tokens'],
+            1: ['patches', 'class token'],
+            2: ['patches', 'class and distillation token'],
+        }[network.class_tokens]
         kinds = [f'{branch}, {token}' for branch in taps.values() for token in of]
     values = {'ratio': found[..., 0], 'cosine': found[..., 1]}
     return values | {'kinds': np.array(kinds), 'layers': np.array(names)}

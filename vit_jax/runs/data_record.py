@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import io
 import json
 import logging
 import threading
@@ -11,7 +12,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import DAMAGED_NPZ, Path, UserError, atomic_write, records
+from vit_jax.base import (
+    DAMAGED_NPZ,
+    MissingFile,
+    Path,
+    UserError,
+    atomic_write,
+    records,
+    storage,
+    usable,
+)
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER, load_card
 from vit_jax.config import EvalConfig, TrainConfig
@@ -21,6 +31,7 @@ from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.listing import Listing
 from vit_jax.parallel.processes import Job
 from vit_jax.runs.probing import Probes
+from vit_jax.runs.workdirs import Workdir
 
 FILE = 'data.zip'
 LAST = 5.0  # seconds, for which the end of a run waits: a look at a disk may stall
@@ -81,9 +92,9 @@ def _text(data: Any) -> str | None:
     return None if data is None else records.text_of(data)
 
 
-def compared(folder: Path, splits: dict[str, Split], job: Job, *, accept: bool) -> 'DataRecord':
+def compared(workdir: Workdir, splits: dict[str, Split], job: Job, *, accept: bool) -> 'DataRecord':
     """The record of a work directory; process 0 compares the splits with it, and keeps it."""
-    record = DataRecord(folder, splits if job.index == 0 else {}, accept=accept)
+    record = DataRecord(workdir, splits if job.index == 0 else {}, accept=accept)
     record.compare()
     return record
 
@@ -95,12 +106,12 @@ class DataRecord:
     are looked at in the background, within `begun`; `check` raises what is found there.
     """
 
-    def __init__(self, folder: Path, splits: dict[str, Split], *, accept: bool):
-        self._path = folder / FILE
+    def __init__(self, workdir: Workdir, splits: dict[str, Split], *, accept: bool):
+        self._path, self._check_held = workdir.folder / FILE, workdir.check
         self._splits = splits
         self._accept = accept
         self._kept = _read(self._path) if splits else {}
-        self._begun = bool(digests.steps(folder / FOLDER))
+        self._begun = bool(digests.steps(workdir.folder / FOLDER))
         self._error: Exception | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._complete, daemon=True)
@@ -108,7 +119,7 @@ class DataRecord:
     def compare(self) -> None:
         """Raises UserError with what has changed since the run began, unless that is accepted."""
         if self._begun and self._splits:
-            if not self._path.exists():
+            if not _exists(self._path):
                 logging.warning('%s: no %s: %s', self._path.parent, FILE, _UNKNOWN)
             self._refuse_or_say(self._changes(self._splits, self._class_changes()))
 
@@ -134,7 +145,7 @@ class DataRecord:
         new, workdir = self._splits['train'].listing.class_names, self._path.parent
         try:
             card, folder = load_card(str(workdir))
-        except UserError:  # damaged, which is said where it is restored
+        except (digests.Damaged, MissingFile):  # which is said where it is restored
             return []
         lines = listing.class_differences(old := card.get('class_names') or new, new)
         if len(old) != len(new):
@@ -170,7 +181,7 @@ class DataRecord:
     def _complete(self) -> None:
         try:
             if self._splits and not self._kept:  # should the run end before the look does
-                _write(self._path, self._splits)
+                self._write(self._splits)
             listings = {}
             for split in self._splits.values():
                 if id(split.listing) not in listings:
@@ -185,9 +196,13 @@ class DataRecord:
             if self._begun and looked:
                 self._refuse_or_say(self._changes(splits))
             if (looked or self._kept) and splits and not self._is_of(splits):
-                _write(self._path, splits)
+                self._write(splits)
         except Exception as error:  # raised by `check`
             self._error = error
+
+    def _write(self, splits: dict[str, Split]) -> None:
+        self._check_held()
+        _write(self._path, splits)
 
     def _is_of(self, splits: dict[str, Split]) -> bool:
         """Is this what the record says?"""
@@ -241,9 +256,14 @@ def _write(path: Path, splits: dict[str, Split]) -> None:
 
 
 def _read(path: Path) -> dict[str, _Kept]:
-    """The splits of the record by name; none, with a warning, where it cannot be read."""
+    """The splits of the record by name; none where there is none, of an earlier version.
+
+    None, with a warning, where it is damaged. Raises UserError where it cannot be read.
+    """
+    if not _exists(path):
+        return {}
     try:
-        with path.open('rb') as opened, np.load(opened, allow_pickle=False) as file:
+        with _opened(path) as file:
             header = json.loads(file['splits'].tobytes())
             stamps = {one['number']: file[f'{one["number"]}.stamps'] for one in header.values()}
         return {
@@ -255,16 +275,30 @@ def _read(path: Path) -> dict[str, _Kept]:
             )
             for name, one in header.items()
         }
-    except FileNotFoundError:  # of an earlier version
-        return {}
+    except UserError:
+        raise
     except DAMAGED_NPZ as error:
         text = '%s: cannot be read, so that data which changed is not noticed: %s'
         logging.warning(text, path, error)
         return {}
 
 
+def _exists(path: Path) -> bool:
+    with usable(path), storage.reaching(path):
+        return path.exists()
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The arrays of the record, which is read whole: an error of the disk is told from damage."""
+    with usable(path), storage.reaching(path):
+        data = path.read_bytes()
+    with np.load(io.BytesIO(data), allow_pickle=False) as file:
+        yield file
+
+
 def _read_listing(path: Path, one: dict[str, Any]) -> Listing:
-    with path.open('rb') as opened, np.load(opened, allow_pickle=False) as file:
+    with _opened(path) as file:
         names, labels, stamps = (
             file[f'{one["number"]}.{array}'] for array in ('names', 'labels', 'stamps')
         )

@@ -123,7 +123,7 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
     init, update, report = _training_functions(config, model, loss_sums, length, classes)
     crop = host_crop(config.augmentation, preprocessing)
     return Experiment(
-        config=config,
+        config=dataclasses.replace(config, start_from=start and start.path),  # no secret of a URL
         start=start,
         mesh=mesh,
         model=model,

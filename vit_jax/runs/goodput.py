@@ -14,9 +14,11 @@ same one is right, and what the lines themselves say is lost is the least.
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vit_jax.base import Path, appending, read_json_lines, require_kept, usable
+from vit_jax.base.storage import reaching
 from vit_jax.training.loop import Clock
 
 LOST = 'lost by restart'
@@ -25,15 +27,17 @@ LOST = 'lost by restart'
 class Ledger:
     """Writes the ledger of one start, number `run` of its directory; none where `path` is None."""
 
-    def __init__(self, path: Path | None, clock: Clock):
+    def __init__(
+        self, path: Path | None, clock: Clock, *, check: Callable[[], None] = lambda: None
+    ):
         self._path, self.clock = path, clock
         clock.settle()
         self._began = round(time.time() - sum(clock.seconds.values()), 4)
         self.run = 1 + (len({line['began'] for line in read(path)}) if path else 0)
         if path is not None:
-            with usable(path):
+            with usable(path), reaching(path):
                 half = path.exists() and path.read_bytes()[-1:] not in (b'', b'\n')
-                self._file = appending(path)
+                self._file = appending(path, check)
                 if half:  # of a killed run
                     self._file.write('\n')
 
@@ -48,8 +52,14 @@ class Ledger:
         with usable(self._path):
             self._file.write(json.dumps(line) + '\n')
 
+    def flush(self) -> None:
+        """Returns when all lines are where they are kept, on a store too."""
+        if self._path is not None:
+            with usable(self._path):
+                self._file.flush()
+
     def close(self) -> None:
-        """Returns when all lines are where they are kept."""
+        """Ends the file: on a store, lines that cannot be written by now are warned of."""
         if self._path is not None:
             with usable(self._path):
                 self._file.close()

@@ -12,7 +12,7 @@ from vit_jax.models import Remat
 from vit_jax.parallel import ahead_of_time, meshes, sharding_rules
 from vit_jax.parallel.ahead_of_time import DoesNotFit, Topology
 from vit_jax.runs import compilation
-from vit_jax.runs.experiment import decide
+from vit_jax.runs.experiment import decide, open_start, trained_model
 
 POLICIES: tuple[Remat, ...] = 'none', 'dots', 'block'  # of rematerialisation, fastest first
 _TRIALS = 4  # compilations to find the largest batch
@@ -38,9 +38,11 @@ def without_data(
 
     Numbers that are not given are those of the data. Raises UserError where it is not there.
     """
-    if config.total is None or config.model is None:
-        raise UserError('a plan needs config.model and config.total: it compiles a training step')
-    num_classes = num_classes or config.model.num_classes
+    if config.total is None or (config.model is None and config.start_from is None):
+        text = 'a plan needs config.total, and config.model or config.start_from'
+        raise UserError(f'{text}: it compiles a training step')
+    start = open_start(config) if config.model is None else None
+    num_classes = num_classes or (config.model.num_classes if config.model else None)
     if num_classes is None or num_images is None:
         try:
             source = make_opener(config.held_out)(config.data, config.train_split)
@@ -49,6 +51,9 @@ def without_data(
             raise UserError(f'{error}\n{advice}') from error
         num_classes = num_classes or len(source.class_names)
         num_images = num_images or len(source)
+
+    if start is not None:
+        config = dataclasses.replace(config, model=trained_model(config, start, num_classes))
 
     def unread(_: Any) -> Any:
         raise AssertionError('a plan reads no images')

@@ -37,7 +37,7 @@ def probe(
         raise UserError('config.start_from is none: expected the checkpoint to evaluate')
     job.require_same('start_from', fingerprint.of_start(start))
     preprocessing = start.card.preprocessing
-    config = dataclasses.replace(config, preprocessing=preprocessing)
+    config = dataclasses.replace(config, preprocessing=preprocessing, start_from=start.path)
     size = config.image_size or start.card.model.image_size
     headless = dataclasses.replace(start.card.model, num_classes=None, image_size=size)
     model = build(headless, compute=config.compute)
@@ -67,5 +67,6 @@ def probe(
         result |= {'step': start.card.step, 'checkpoint': config.start_from}
         result |= fingerprint.of_start(start)
         if job.index == 0:
+            workdir.check()
             write_json(workdir.folder / workdirs.FEWSHOT, result)
     return result, workdir.folder / workdirs.FEWSHOT

@@ -12,13 +12,14 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vit_jax.base import Path, appending, atomic_write, read_json_lines, usable
+from vit_jax.base.storage import reaching
 from vit_jax.parallel.processes import Job
 from vit_jax.runs import workdirs
 from vit_jax.training.loop import Clock
@@ -53,6 +54,7 @@ class Reporter:
         progress: dict[str, Any],
         evaluations: Collection[str],
         run: int,
+        check: Callable[[], None] = lambda: None,
     ):
         self.folder, self.console, is_main_process = folder, console, not console.quiet
         self._steps, self._log_every_steps, self._batch_size = steps, log_every_steps, batch_size
@@ -69,11 +71,12 @@ class Reporter:
                 lines = _cut(folder / workdirs.METRICS, steps.start, again)
                 now = (line['kind'] for line in lines if line['step'] == steps.start)
                 self.evaluated = [kind for kind in now if kind in evaluations]
-                self._file = appending(folder / workdirs.METRICS)
+                self._file = appending(folder / workdirs.METRICS, check)
             if tensorboard:
                 from tensorboardX import SummaryWriter
 
-                self._board = SummaryWriter(str(folder / 'tensorboard'), purge_step=steps.start)
+                with reaching(board := folder / 'tensorboard'):
+                    self._board = SummaryWriter(str(board), purge_step=steps.start)
         self._bar = Progress(
             TextColumn('{task.completed}/{task.total}'),
             BarColumn(bar_width=30),
@@ -200,3 +203,13 @@ def spent(seconds: dict[str, float]) -> str:
     """The wall time and its parts, as `0:01:02: start 3 s, compile 10 s, ...`."""
     parts = ', '.join(f'{name} {s:.1f} s' for name, s in seconds.items() if s >= 0.05)
     return f'{duration(sum(seconds.values()))}: {parts}'
+
+
+def eval_summary(evals: dict[str, dict[str, float]]) -> str:
+    """The results of evaluations in one line."""
+    parts = []
+    for name, numbers in evals.items():
+        precision = numbers.get('mean_average_precision')
+        more = '' if precision is None else f', mean average precision {precision:.2%}'
+        parts.append(f'{name} accuracy {numbers["accuracy"]:.2%}{more}')
+    return '; '.join(parts)

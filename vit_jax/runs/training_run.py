@@ -30,7 +30,7 @@ from vit_jax.runs.data_record import DataRecord
 from vit_jax.runs.experiment import Experiment, decide
 from vit_jax.runs.goodput import Ledger
 from vit_jax.runs.probing import Probes
-from vit_jax.runs.reporting import Reporter, console_of
+from vit_jax.runs.reporting import Reporter, console_of, eval_summary
 from vit_jax.runs.workdirs import Workdir
 from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
 from vit_jax.training.metrics import StepMetrics
@@ -77,9 +77,10 @@ def train(
             opened = agreed(
                 config, path, job, accept_changes=accept_changes, accept_data=accept_data
             )
-            experiment, (folder, check), record = stack.enter_context(opened)
-            config = experiment.config
-        ledger = Ledger(folder / workdirs.LEDGER if job.index == 0 else None, clock)
+            experiment, workdir, record = stack.enter_context(opened)
+            config, folder = experiment.config, workdir.folder
+        kept = folder / workdirs.LEDGER if job.index == 0 else None
+        ledger = Ledger(kept, clock, check=workdir.check)
         stack.enter_context(contextlib.closing(ledger))
         ledger.record('starting', None)  # a start that ends before its first step took time too
         console.print(_outline(experiment))
@@ -90,7 +91,7 @@ def train(
                 ledger.record('compiling', None)
                 abstract, update, eval_steps, features = _compiled(experiment, console)
             with clock('start'):
-                restored = _first_state(experiment, abstract, folder, job, console)
+                restored = _first_state(experiment, abstract, workdir, job, console)
                 checkpoints, state, progress = restored
                 stack.enter_context(contextlib.closing(checkpoints))
                 if not int(state.step):
@@ -106,11 +107,12 @@ def train(
             progress=progress,
             evaluations=[*experiment.evals, 'fewshot'],
             run=ledger.run,
+            check=workdir.check,
         )
         stack.enter_context(reporter)
         stack.enter_context(record.begun())
         parts = experiment, update, eval_steps, features, loader_of, checkpoints, reporter
-        run = Run(*parts, ledger, record, check, job)
+        run = Run(*parts, ledger, record, workdir.check, job)
         state = run.to_the_end(state)
     reached = state, run.evals, run.fewshot, checkpoints.path(int(state.step)), folder
     return Result(experiment, *reached, reporter.skipped, *ledger.totals())
@@ -136,7 +138,7 @@ def agreed(
     splits = data_record.agreed_splits(experiment.config, readers, experiment.probes, job)
     values = records.to_dict(experiment.config)
     with workdirs.opened(path, values, job, accept_changes=accept_changes) as workdir:
-        record = data_record.compared(workdir.folder, splits, job, accept=accept_data)
+        record = data_record.compared(workdir, splits, job, accept=accept_data)
         yield experiment, workdir, record
 
 
@@ -193,7 +195,7 @@ def _compiled(
 
 
 def _first_state(
-    experiment: Experiment, abstract: TrainState, folder: Path, job: Job, console: Console
+    experiment: Experiment, abstract: TrainState, workdir: Workdir, job: Job, console: Console
 ) -> tuple[Checkpoints, TrainState, dict[str, Any]]:
     """The newest sound state of the work directory, or one that begins, and its reports' progress.
 
@@ -201,11 +203,13 @@ def _first_state(
     """
     job.barrier('compiled')  # devices meet in what follows, and gloo would wait for 30 s only
     job.reset_watchdog()
+    folder, check = workdir
+    check()  # before anything is moved or removed
     damaged = job.from_process_0('damaged', lambda: json.dumps(quarantine_damaged(folder)))
     for line in json.loads(damaged):
         logging.warning('%s', line)
     keep, along = experiment.config.keep_checkpoints, [folder / workdirs.METRICS]
-    checkpoints = Checkpoints(folder, keep=keep, along=along)
+    checkpoints = Checkpoints(folder, keep=keep, along=along, check=check)
     step, end = checkpoints.latest_step, experiment.length.total_steps
     job.require_same('the step to go on from', {'step': step})
     if step is None:
@@ -222,7 +226,7 @@ def _first_state(
         checkpoints.close()
         where = job.from_process_0(f'set aside {step}', lambda: str(quarantine(path)))
         logging.warning('%s; moved to %s', error, where)
-        return _first_state(experiment, abstract, folder, job, console)
+        return _first_state(experiment, abstract, workdir, job, console)
     console.print(f'resuming at step {step} from {path}{"" if step < end else _COMPLETE}')
     return checkpoints, TrainState.join(*parts), progress
 
@@ -253,7 +257,7 @@ class Run:
     reporter: Reporter
     ledger: Ledger
     record: DataRecord
-    check: Callable[[], None]  # that the work directory is held
+    check: Callable[..., None]  # that the work directory is held
     job: Job
     evals: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     fewshot: dict[str, Any] | None = None
@@ -264,6 +268,7 @@ class Run:
         self.ledger.record('training', steps.start)
         if self.job.index == 0:  # changes that were accepted have proved possible
             values = records.to_dict(self.experiment.config)
+            self.check()
             write_json(self.reporter.folder / workdirs.CONFIG, values)
         self.job.stop_gracefully_from_here()
         try:
@@ -280,11 +285,14 @@ class Run:
             self.save(step, state)
             self._wait()
             self.ledger.record('stopped', step)
+            self.ledger.flush()
             where = self.checkpoints.path(step)
             raise Interrupted(f'stopped at step {step}, saved in {where}') from None
         self._wait()
         self.record.check(wait=data_record.LAST)
+        self.reporter.flush()
         self.ledger.record('complete', steps.stop)
+        self.ledger.flush()
         return state
 
     def _trained(self, state: TrainState, steps: range) -> TrainState:
@@ -330,7 +338,7 @@ class Run:
 
     def _on_metrics(self, step: int, metrics: StepMetrics) -> None:
         if self.reporter.step(step, metrics):
-            self.check()
+            self.check(known=True)
             self.checkpoints.check()
             self.record.check()
             self.ledger.record('reported', step)
@@ -385,16 +393,7 @@ class Run:
             self.fewshot = probing.evaluate(features_of, probes, self.experiment.preprocessing)
             self.fewshot |= {'step': step, 'checkpoint': str(folder)}
             if self.job.index == 0:
+                self.check()
                 write_json(folder / workdirs.FEWSHOT, self.fewshot)
         text = probing.summary(self.fewshot)
         self.reporter.record('fewshot', step, probing.numbers(self.fewshot), text)
-
-
-def eval_summary(evals: dict[str, dict[str, float]]) -> str:
-    """The results of evaluations in one line."""
-    parts = []
-    for name, numbers in evals.items():
-        precision = numbers.get('mean_average_precision')
-        more = '' if precision is None else f', mean average precision {precision:.2%}'
-        parts.append(f'{name} accuracy {numbers["accuracy"]:.2%}{more}')
-    return '; '.join(parts)

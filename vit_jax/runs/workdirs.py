@@ -21,7 +21,7 @@ from vit_jax.base import (
     sync,
     write_json,
 )
-from vit_jax.checkpoints import digests
+from vit_jax.checkpoints import digests, names
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.config import FREE, TrainConfig, modernized
 from vit_jax.parallel.processes import Differs, Job
@@ -31,10 +31,13 @@ LEDGER, LOCK = 'ledger.jsonl', '.lock'
 
 
 class Workdir(NamedTuple):
-    """The directory of a run; `check` raises UserError where that holds it no more."""
+    """The directory of a run; `check` raises UserError where that holds it no more.
+
+    It may take long, where it has to look; with `known=True` only what is known is said.
+    """
 
     folder: Path
-    check: Callable[[], None] = lambda: None  # the system keeps a lock while the process is there
+    check: Callable[..., None] = lambda *, known=False: None  # the system keeps a file's lock
 
 
 @contextlib.contextmanager
@@ -136,6 +139,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     read = json.loads(path.read_bytes())
     records.require(isinstance(read, dict), 'it is no JSON object')
     values = modernized(read)
+    if isinstance(start := values.get('start_from'), str):
+        values['start_from'] = names.shown(start)  # earlier versions kept the query of a URL
     try:
         return modernized(records.to_dict(records.from_dict(TrainConfig, values, where='config')))
     except UserError:  # a field that is gone, which the difference then shows

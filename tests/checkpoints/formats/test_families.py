@@ -1,5 +1,6 @@
 """The ViTs that people use: networks of timm, transformers, OpenCLIP and DINOv2's own code."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -14,6 +15,7 @@ from tests import reference
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.formats import array_files
 from vit_jax.checkpoints.formats.inference import NeedsHint
+from vit_jax.data.image_preprocessing import Preprocessing
 
 # What a file does not say of itself.
 HINTS = {
@@ -129,10 +131,29 @@ def test_a_tower_of_timm_within_open_clip_is_that_network(tmp_path):
         vit_jax.load(tmp_path, num_heads=4)
 
 
+def test_a_projection_gives_what_is_compared_with_texts_and_no_probabilities(tmp_path):
+    network = load('clip_openclip', None)
+    assert f'a projection to {network.config.num_classes};' in network.report[1]
+    assert 'it has no classes' in network.report[-1]
+    images = np.zeros((1, *network.config.image_size, 3), np.float32)
+    assert network.logits(images).shape == (1, network.config.num_classes)
+    with pytest.raises(UserError, match='its head is a projection, .*: use logits, the features'):
+        network.probabilities(images)
+    with pytest.raises(UserError, match='its head is a projection'):
+        network.require_head()
+    changed = dataclasses.replace(network.card, preprocessing=Preprocessing())
+    other = dataclasses.replace(network, card=changed)
+    assert len(vit_jax.save(network, tmp_path / 'a', 'open_clip')) == 1
+    assert 'prepares images otherwise' in vit_jax.save(other, tmp_path / 'b', 'open_clip')[1]
+    vit_jax.save(network, tmp_path / 'c', 'huggingface')
+    assert 'LABEL' not in (tmp_path / 'c' / 'config.json').read_text()
+
+
 SAID = [
     ('dinov3_hf', 'config.json', {'hidden_act': 'silu'}, "hidden_act='silu', but .* a plain MLP"),
     ('dinov3_hf', 'config.json', {'rope_theta': 10.0}, 'rope_theta=10: only 100 is supported'),
     ('dinov3_hf', 'config.json', {'patch_size': 16}, r'says patch_size=\(16, 16\), the arrays'),
+    ('dinov3_hf', 'config.json', {'image_size': 20_000}, 'a grid of 2,500x2,500: more than 1,048,'),
     ('dinov3_hf', 'config.json', {'model_type': []}, r'model_type=\[\]: expected a name'),
     ('dinov3_hf', 'config.json', {'architectures': 3}, 'architectures=3: expected a list of names'),
     ('dinov3_hf', 'preprocessor_config.json', {'do_resize': False}, 'do_resize=False is not supp'),
@@ -164,6 +185,18 @@ SAID = [
         {'model_cfg': {'vision_cfg': {'attentional_pool': True}}},
         'attentional_pool=True is not supported',
     ),
+    (
+        'clip_openclip',
+        'open_clip_config.json',
+        {'model_cfg': {'embed_dim': 3}},
+        'model_cfg says embed_dim=3, the arrays',
+    ),
+    (
+        'clip_openclip',
+        'open_clip_config.json',
+        {'model_cfg': {'vision_cfg': {'image_size': 32, 'mlp_ratio': 3.0}}},
+        r'vision_cfg says mlp_ratio=3.0, the arrays ',
+    ),
     *(
         ('siglip_timm_remainder', 'config.json', {part: changes}, message)
         for part, changes, message in (
@@ -175,6 +208,8 @@ SAID = [
             ('model_args', {'act_layer': 'silu'}, 'says act_layer=silu, the arrays a plain MLP'),
             ('model_args', {'pool_include_prefix': True}, 'pool_include_prefix=True is not supp'),
             ('model_args', {'depth': 3}, 'config.json.model_args says depth=3, the arrays 2'),
+            ('model_args', {'patch_size': 3}, r'says patch_size=\(3, 3\), the arrays'),
+            ('model_args', {'mlp_ratio': 1.0}, 'says mlp_ratio=1.0, the arrays'),
             ('model_args', {'qk_norm': True}, 'model_args: qk_norm=True is not supported'),
             ('pretrained_cfg', {'crop_mode': 'border'}, "crop_mode='border' is not supported"),
             ('pretrained_cfg', {'interpolation': 'random'}, "interpolation='random' is not supp"),

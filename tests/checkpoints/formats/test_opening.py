@@ -220,8 +220,9 @@ def test_what_a_file_cannot_say_is_said_when_it_is_written(tmp_path):
     config = tiny.model(gelu='exact', layer_norm_epsilon=1e-12, image_size=(12, 8))
     (note,) = vit_jax.save(loaded(config), str(tmp_path / 'x.npz'), 'google', overwrite=True)
     assert "gelu='exact', layer_norm_epsilon=1e-12, grid=(3, 2)" in note
-    (note,) = vit_jax.save(loaded(tiny.model()), str(tmp_path / 'x.safetensors'), 'timm')
+    note, other = vit_jax.save(loaded(tiny.model()), str(tmp_path / 'x.safetensors'), 'timm')
     assert "act_layer='gelu_tanh'" in note
+    assert other.endswith('its readers resize positions by bicubic_antialias, not bilinear')
     network = loaded(RESNET, class_names=tuple('abcdefghij'), loss='sigmoid')
     notes = vit_jax.save(network, str(tmp_path / 'x.npz'), 'google', overwrite=True)
     assert 'load this one with image_size=(64, 64)' in notes[0]
@@ -388,7 +389,12 @@ def test_preprocessing_survives_in_the_words_of_transformers(kind, resize, tmp_p
     preprocessing = image_preprocessing.Preprocessing(
         crop=kind(resize=resize), exif_rotation=False, mean=(1.0, 2.0, 3.0), std=(4.0, 5.0, 6.0)
     )
-    config = tiny.model(gelu='exact', image_size=(224, 224), patch_size=(112, 112))
+    config = tiny.model(
+        gelu='exact',
+        image_size=(224, 224),
+        patch_size=(112, 112),
+        position_resize='bicubic',
+    )
     network = loaded(config, huggingface.HUGGINGFACE, preprocessing=preprocessing)
     assert not vit_jax.save(network, str(tmp_path / 'hf'))
     save_file(contents(tmp_path / 'hf'), tmp_path / 'hf' / 'model.safetensors')  # no card of ours

@@ -5,9 +5,6 @@ config.json on the hub, the shapes of its arrays (those of the first block), and
 compute: heads, activation, epsilon, kind of norm, block and attention.
 """
 
-import gzip
-import json
-
 import jax
 import numpy as np
 import pytest
@@ -21,7 +18,7 @@ from vit_jax.checkpoints.formats.inference import Clues, Hints, NeedsHint
 from vit_jax.checkpoints.formats.timm import TIMM
 from vit_jax.models import build
 
-NAMES = json.loads(gzip.decompress((reference.HERE / 'timm_names.json.gz').read_bytes()))
+NAMES = reference.timm_names()
 GELUS = {"GELU(approximate='none')": 'exact', 'GELUTanh()': 'tanh', 'QuickGELU()': 'quick'}
 POOLS = {'token': ('cls', 'cls_dist'), 'avg': ('gap',), 'map': ('map',)}
 # Blocks and attention that compute what ours do; Eva's rotates, where ours is to rotate as well.

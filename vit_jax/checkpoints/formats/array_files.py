@@ -24,6 +24,16 @@ from vit_jax.base import MissingFile, UserError, atomic_write, close_by
 from vit_jax.checkpoints.formats.pickles import check_pickle, plain_tensors
 
 ENDINGS = '.safetensors', '.npz', '.bin', '.pth', '.pt'  # of names of files of weights
+# Of a directory or repository: JSON files beside weights, transformers' and timm's, OpenCLIP's, and
+# files of weights, the first that is there; pickles only where there is nothing else.
+DESCRIPTIONS = (
+    'config.json',
+    'preprocessor_config.json',
+    'processor_config.json',
+    'open_clip_config.json',
+)
+WEIGHTS = 'model.safetensors', 'open_clip_model.safetensors', 'pytorch_model.bin'
+INDEX = '.index.json'  # after the name of one that is in several files
 DIGESTS = 'vit_jax.sha256'  # in a safetensors file's metadata: digests by name
 # The largest published ViT has under 1,000 arrays, 22 billion parameters, and 100 kB of names.
 _MOST_ARRAYS = 10_000

@@ -9,7 +9,7 @@ from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats.inference import Clues
 from vit_jax.checkpoints.formats.name_map import NameRule
 from vit_jax.data.image_preprocessing import Crop, Preprocessing
-from vit_jax.models import ModelConfig
+from vit_jax.models import ModelConfig, ViTConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,13 @@ class Layout:
 L = TypeVar('L', bound=Layout)
 R = TypeVar('R', bound=records.Record)
 Scaling = tuple[float, float, float]  # by channel
-HALF: Scaling = (0.5, 0.5, 0.5)  # values from -1 to 1, as published ViTs take them
+# Mean and std of pixel values: to -1 and 1, as published ViTs take them; of ImageNet; of CLIP.
+HALF: Scaling = (0.5, 0.5, 0.5)
+IMAGENET: tuple[Scaling, Scaling] = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CLIP: tuple[Scaling, Scaling] = (
+    (0.48145466, 0.4578275, 0.40821073),
+    (0.26862954, 0.26130258, 0.27577711),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +93,15 @@ def require_equal(stated: dict[str, Any], found: dict[str, Any], *, where: str) 
     for name in stated.keys() & found.keys():
         wrong = f'{where} says {name}={stated[name]}, the arrays {found[name]}'
         records.require(stated[name] == found[name], wrong)
+
+
+def mlp_ratio(config: ViTConfig, stated: float, *, halves: int = 1) -> float:
+    """The ratio of a block's hidden layer to its width: the stated one where it means the same.
+
+    A SwiGLU's may be that of its gate and value together, which are `halves` of a hidden layer.
+    """
+    hidden = config.mlp_dim * halves
+    return stated if int(config.width * stated) == hidden else hidden / config.width
 
 
 def check_scaling(record: Any, mean: str, std: str) -> None:

@@ -136,10 +136,9 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
         family = family_of(clues.json('config.json'), arrays)
     except UserError as error:
         raise UserError(f'config.json: {error}') from error
-    vision = vision_config(clues.json('config.json'))
-    declared = described(Config, vision, where='config.json')
+    declared = described(Config, vision_config(clues.json('config.json')), where='config.json')
     layout = _layout(family, declared, arrays)
-    config = _infer(clues, declared, vision, layout)
+    config = _infer(clues, declared, layout)
     where = 'processor_config.json'  # which transformers reads first
     processor = part(clues.json(where), 'image_processor', where=where)
     processor = processor or clues.json('preprocessor_config.json')
@@ -184,7 +183,7 @@ def _layout(family: Family, declared: Config, arrays: Mapping[str, LazyArray]) -
     return dataclasses.replace(layout, zeros=tuple(zeros))
 
 
-def _infer(clues: Clues, declared: Config, vision: dict[str, Any], layout: Layout) -> ViTConfig:
+def _infer(clues: Clues, declared: Config, layout: Layout) -> ViTConfig:
     """The network. Raises UserError where config.json says other things than the arrays."""
     arrays, family, names = clues.arrays, FAMILIES[layout.family], layout.names
     prefix, said = layout.prefix, bool(clues.json('config.json'))
@@ -197,7 +196,6 @@ def _infer(clues: Clues, declared: Config, vision: dict[str, Any], layout: Layou
         gelu=GELUS.get(hidden_act, 'exact'),
         layer_norm_epsilon=declared.layer_norm_eps or family.epsilon,
     )
-    size = declared.image_size
     swiglu = f'{block}.mlp.weights_out.weight'
     gated = swiglu in arrays or f'{block}.mlp.gate_proj.weight' in arrays
     second = swiglu if swiglu in arrays else f'{block}.{names.mlp[1]}.weight'
@@ -214,7 +212,7 @@ def _infer(clues: Clues, declared: Config, vision: dict[str, Any], layout: Layou
     pool, tokens = _pool(arrays, layout)
     config, _ = inference.infer_vit(
         _in_rank_3(clues, prefix + names.positions)
-        ._replace(declared=(size, size) if isinstance(size, int) else size)
+        ._replace(declared=declared.image_size)
         .with_defaults(defaults),
         embedding=inference.kernel_shape(arrays, f'{prefix}{names.embedding}.weight'),
         root=f'{prefix}embeddings.patch_embeddings.{_ROOT}.convolution.weight',
@@ -238,7 +236,7 @@ def _infer(clues: Clues, declared: Config, vision: dict[str, Any], layout: Layou
         gated=gated,
         rope=rope,
     )
-    _compare(config, declared, vision, layout)
+    _compare(config, declared, layout)
     return config
 
 
@@ -271,7 +269,7 @@ def _num_classes(arrays: Mapping[str, LazyArray], head: str) -> int | None:
     return None
 
 
-def _compare(config: ViTConfig, declared: Config, vision: dict[str, Any], layout: Layout) -> None:
+def _compare(config: ViTConfig, declared: Config, layout: Layout) -> None:
     """Raises UserError where config.json says other things than the arrays."""
     found: dict[str, Any] = {
         'hidden_size': config.width,
@@ -279,11 +277,10 @@ def _compare(config: ViTConfig, declared: Config, vision: dict[str, Any], layout
         'num_channels': config.channels,
         'num_register_tokens': config.registers,
     }
-    stated = {name: getattr(declared, name) for name in found if vision.get(name) is not None}
+    stated = {name: value for name, value in vars(declared).items() if value is not None}
+    stated = {name: stated[name] for name in found.keys() & stated.keys()}
     if config.backbone is None and declared.patch_size is not None:
         stated['patch_size'], found['patch_size'] = declared.patch_size, config.patch_size
-        if isinstance(declared.patch_size, int):
-            stated['patch_size'] = declared.patch_size, declared.patch_size
     if layout.family in _DINOV2:
         ratio = declared.mlp_ratio
         found['mlp_ratio'] = ratio if dinov2_mlp(config, ratio) == config.mlp_dim else None

@@ -147,8 +147,8 @@ _TOWERS = {'clip': 'clip_vision_model', 'siglip': 'siglip_vision_model'}  # of t
 class Config(Record):
     """What is read of a config.json, or of its `vision_config`. None: it does not say it."""
 
-    image_size: int | tuple[int, int] | None = None
-    patch_size: int | tuple[int, int] | None = None
+    image_size: tuple[int, int] | None = None
+    patch_size: tuple[int, int] | None = None
     num_channels: int | None = None
     hidden_size: int | None = None
     num_hidden_layers: int | None = None
@@ -321,6 +321,8 @@ def dinov2_mlp(config: ViTConfig, ratio: float) -> int:
 
 
 def _of_head(config: ViTConfig, card: Card) -> dict[str, Any]:
+    if card.projects:
+        return {}
     labels = card.class_names or tuple(f'LABEL_{i}' for i in range(config.num_classes or 0))
     names = {
         'id2label': {str(i): name for i, name in enumerate(labels)},

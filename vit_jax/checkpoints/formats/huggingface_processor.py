@@ -5,7 +5,14 @@ import re
 from typing import Any, Literal
 
 from vit_jax.base import Record, UserError, require
-from vit_jax.checkpoints.formats.base import HALF, Scaling, check_scaling, described
+from vit_jax.checkpoints.formats.base import (
+    CLIP,
+    HALF,
+    IMAGENET,
+    Scaling,
+    check_scaling,
+    described,
+)
 from vit_jax.data.image_preprocessing import (
     CentralCrop,
     Crop,
@@ -16,14 +23,8 @@ from vit_jax.data.image_preprocessing import (
 from vit_jax.models import ViTConfig
 from vit_jax.models.resnet import LARGEST
 
-_IMAGENET: dict[str, Scaling] = {
-    'image_mean': (0.485, 0.456, 0.406),
-    'image_std': (0.229, 0.224, 0.225),
-}
-_CLIP: dict[str, Scaling] = {
-    'image_mean': (0.48145466, 0.4578275, 0.40821073),
-    'image_std': (0.26862954, 0.26130258, 0.27577711),
-}
+_IMAGENET = dict(zip(('image_mean', 'image_std'), IMAGENET, strict=True))
+_CLIP = dict(zip(('image_mean', 'image_std'), CLIP, strict=True))
 # By Pillow's numbers.
 _RESIZE_METHODS: dict[int, ResizeMethod] = {1: 'lanczos_antialias'}
 _RESIZE_METHODS |= {2: 'bilinear_antialias', 3: 'bicubic_antialias'}

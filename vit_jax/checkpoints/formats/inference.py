@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from vit_jax.base import Record, UserError, require_between
+from vit_jax.base import Record, UserError, require, require_between
 from vit_jax.checkpoints.formats.array_files import LazyArray
 from vit_jax.models import SIZES, Backbone, Gelu, ModelConfig, Pool, ResNetConfig, ViTConfig
 from vit_jax.models.positions import PositionKind
@@ -26,6 +26,9 @@ _HEADS = {
     (40, 1536, 6144): 16,
     (40, 4096, 8192): 32,
 }
+
+
+_MOST_PATCHES = 2**20  # whose positions are computed when a file is opened
 
 
 class NeedsHint(UserError):
@@ -131,7 +134,7 @@ def infer_vit(
     rope: bool = False,
     **values: Any,
 ) -> tuple[ViTConfig, int]:
-    """The ViT of these values, the rest inferred; and whether its positions have a class row.
+    """The ViT of these values, the rest inferred; and how many of its positions no patch has.
 
     Its MLPs are SwiGLUs where they are `gated`, and its positions rotations with `rope`.
 
@@ -182,12 +185,12 @@ def infer_heads(hints: Hints, width: int, mlp_dim: int, depth: int) -> int:
 def infer_grid(
     clues: Clues, table: str | None, *, rows: tuple[int, ...], cell: tuple[int, int]
 ) -> tuple[tuple[int, int], int]:
-    """The grid (height, width) of an array of position embeddings, and whether it has a class row.
+    """The grid (height, width) of an array of position embeddings, and how many rows are before it.
 
-    `rows` are the numbers of class tokens (0, 1) that it may hold before the patches, the usual one
-    first: a square grid is taken only with that. `cell` is the size in pixels of the part of the
-    image that a patch covers. Without an array the positions are computed. Raises NeedsHint, which
-    says what would settle it.
+    `rows` are the numbers of such rows, of class and distillation token, that it may have, the
+    usual one first: a square grid is taken only with that. `cell` is the size in pixels of the part
+    of the image that a patch covers. Without an array the positions are computed. Raises NeedsHint,
+    which says what would settle it.
     """
     hinted = clues.hints.grid
     wanted, declared = (
@@ -196,6 +199,8 @@ def infer_grid(
     )
     if table is None:
         if grid := hinted or declared or wanted:
+            wrong = f'a grid of {grid[0]:,}x{grid[1]:,}: more than {_MOST_PATCHES:,} patches'
+            require(math.prod(grid) <= _MOST_PATCHES, wrong)
             return grid, 0
         raise NeedsHint(
             'positions are computed, so that the grid is not in the file; '
@@ -222,9 +227,10 @@ def infer_grid(
     )
 
 
-def summarize(config: ModelConfig, parameters: int) -> str:
-    """The network, and the number of its parameters, in one line."""
+def summarize(config: ModelConfig, parameters: int, *, projects: bool) -> str:
+    """The network, and the number of its parameters, in one line; `projects` as a card has it."""
     head = 'no head' if config.num_classes is None else f'{config.num_classes} classes'
+    head = f'a projection to {config.num_classes}' if projects else head
     head += f'; {parameters:,} parameters'
     height, width = config.image_size
     if isinstance(config, ResNetConfig):

@@ -8,6 +8,7 @@ from vit_jax.base import Record, UserError, records, require, require_between
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import base, inference, name_map, timm_config
 from vit_jax.checkpoints.formats.base import (
+    CLIP,
     Format,
     Recognised,
     Scaling,
@@ -22,8 +23,6 @@ from vit_jax.models import ViTConfig
 
 _PREFIX = 'visual.'
 _BIAS = 'proj.bias'  # which the projection does not have
-_MEAN: Scaling = (0.48145466, 0.4578275, 0.40821073)
-_STD: Scaling = (0.26862954, 0.26130258, 0.27577711)
 _WHERE = 'open_clip_config.json'
 _CROP_MODES = {'shortest': 'center', 'squash': 'squash'}  # of timm
 
@@ -44,8 +43,8 @@ class _VisionConfig(Record):
     width: int | None = None
     head_width: int = 64
     mlp_ratio: float = 4.0
-    patch_size: int | tuple[int, int] | None = None
-    image_size: int | tuple[int, int] = 224
+    patch_size: tuple[int, int] | None = None
+    image_size: tuple[int, int] = (224, 224)
     ls_init_value: float | None = None  # LayerScale's
     pool_type: Literal['tok'] = 'tok'
     patch_dropout: float = 0.0  # while training
@@ -60,8 +59,8 @@ class _VisionConfig(Record):
 class PreprocessConfig(Record):
     """`preprocess_cfg`; its size is that of the network."""
 
-    mean: Scaling = _MEAN
-    std: Scaling = _STD
+    mean: Scaling = CLIP[0]
+    std: Scaling = CLIP[1]
     interpolation: str = 'bicubic'
     resize_mode: Literal['shortest', 'squash'] = 'shortest'
 
@@ -96,7 +95,7 @@ def timm_tower(clues: Clues) -> dict[str, Any]:
     image = {name: vision[name] for name in ('image_size',) if name in vision}
     size = described(_VisionConfig, image, where=f'{_WHERE}.model_cfg.vision_cfg').image_size
     preparation = {
-        'input_size': [3, size, size] if isinstance(size, int) else [3, *size],
+        'input_size': [3, *size],
         'crop_pct': 1.0,
         'crop_mode': _CROP_MODES[how.resize_mode],
         'interpolation': how.interpolation,
@@ -155,13 +154,12 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
         gelu='quick' if quick else 'exact',
         layer_norm_epsilon=1e-5,
     )
-    size = declared.image_size
     table = stored.get('positional_embedding')
     if table is not None:
         stored['positional_embedding'] = table._replace(shape=(1, *table.shape))
     clues = clues._replace(arrays=stored)
     if model:
-        clues = clues._replace(declared=(size, size) if isinstance(size, int) else size)
+        clues = clues._replace(declared=declared.image_size)
     config, _ = inference.infer_vit(
         clues.with_defaults(defaults),
         embedding=inference.kernel_shape(stored, 'conv1.weight'),
@@ -177,8 +175,11 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
         position_resize='bicubic_antialias',
     )
     stated = {name: value for name, value in vars(declared).items() if name in vision}
-    found = {'layers': config.depth, 'width': config.width, 'patch_size': config.patch_size[0]}
+    found = {'layers': config.depth, 'width': config.width, 'patch_size': config.patch_size}
+    found['mlp_ratio'] = base.mlp_ratio(config, declared.mlp_ratio)
     require_equal(stated, found, where=f'{_WHERE}.model_cfg.vision_cfg')
+    if config.num_classes is not None:
+        require_equal(model, {'embed_dim': config.num_classes}, where=f'{_WHERE}.model_cfg')
     outside = r'(?!visual\.).*'  # the text tower
     loss = 'contrastive' if config.num_classes is not None else None  # the head is no classifier
     layout = Layout(prefix=prefix, zeros=(prefix + _BIAS,))
@@ -213,6 +214,14 @@ def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any
     }
 
 
+def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
+    notes = ['the image tower alone: OpenCLIP expects a text tower too']
+    scale = getattr(card.preprocessing.crop, 'scale', 1.0)
+    if scale != 1:
+        notes.append(f'OpenCLIP cuts nothing off; here images are {scale:g} times as large before')
+    return notes
+
+
 OPEN_CLIP = Format[Layout](
     name='open_clip',
     suffix='.safetensors',
@@ -220,7 +229,7 @@ OPEN_CLIP = Format[Layout](
     recognise=_recognise,
     rules=_rules,
     usual_layout=lambda config: Layout(),
-    notes=lambda config, card, layout: ['the image tower alone: OpenCLIP expects a text tower too'],
+    notes=_notes,
     description=_description,
     described_in='open_clip_config.json',
     file_name='open_clip_model.safetensors',

@@ -44,14 +44,7 @@ NAMES = (*(format.name for format in FORMATS), OURS, stablehlo.NAME)
 _SUFFIXES = {format.name: str(format.suffix) for format in FORMATS if not format.file_name}
 _SUFFIXES |= {stablehlo.NAME: stablehlo.SUFFIX}
 _CARD = 'vit_jax.card'  # in a safetensors file's metadata: the card, as JSON
-_BESIDE = (  # JSON files beside weights
-    'config.json',
-    'preprocessor_config.json',
-    'processor_config.json',
-    'open_clip_config.json',
-)
 _MOST_SHARDS = 1000
-_WEIGHTS = 'model.safetensors', 'open_clip_model.safetensors', 'pytorch_model.bin'
 
 
 class Checkpoint(NamedTuple):
@@ -79,6 +72,7 @@ def open_checkpoint(
     MissingFile where nothing is there, NeedsHint where the file leaves open what network it is.
     """
     local, origin = names.local(path)
+    path = names.shown(path)
     place, subtree = pathlib.Path(local), ''
     if not place.exists() and (match := re.fullmatch(r'(.+\.npz):(.+)', local)):
         place, subtree = pathlib.Path(match[1]), match[2].strip('/')
@@ -88,7 +82,8 @@ def open_checkpoint(
             raise UserError(f'{path}: a checkpoint of ours says all of itself; drop {given[0]}')
         values, folder = store.load_card(local)
         card, count = Card.read(values, where=f'{path}: card'), store.count_params(folder)
-        report = [f'{OURS} layout, step {card.step}: {inference.summarize(card.model, count)}']
+        summary = inference.summarize(card.model, count, projects=card.projects)
+        report = [f'{OURS} layout, step {card.step}: {summary}']
         return Checkpoint(
             path, OURS, None, card, report, (), lambda: store.load_params(str(folder))
         )
@@ -100,7 +95,7 @@ def open_checkpoint(
         text = f'it came from {origin[0]}: remove it to have it downloaded again'
         raise type(error)(f'{error}; {text}') from error
     beside = place if place.is_dir() else place.parent
-    described = {name: read_json(beside / name) for name in _BESIDE}
+    described = {name: read_json(beside / name) for name in array_files.DESCRIPTIONS}
     with error_prefix(path):
         if {stablehlo.PROGRAM, stablehlo.CARD} <= found.arrays.keys():
             raise UserError('a program, made to be run: load the checkpoint that it was made from')
@@ -207,7 +202,7 @@ def _write_arrays(
         form.rules(config, layout), config, named, format=format, zeros=layout.zeros
     )
     arrays = name_map.to_theirs(resolved, named)
-    _check_comes_back(form, config, layout, arrays, description)
+    resized = _check_comes_back(form, config, layout, arrays, description)
     with usable(target):
         target.parent.mkdir(parents=True, exist_ok=True)
     if form.suffix == '.npz':
@@ -219,7 +214,7 @@ def _write_arrays(
         files = {form.described_in: description, **form.files_beside(config, card)}
         for name, content in files.items():
             write_json(place / name, content)
-    return notes + type_notes + form.notes(config, card, layout)
+    return notes + type_notes + form.notes(config, card, layout) + resized
 
 
 def _recognised(path: str, clues: Clues, own: Card | None, ignored: tuple[str, ...]) -> Checkpoint:
@@ -257,7 +252,8 @@ def _recognised(path: str, clues: Clues, own: Card | None, ignored: tuple[str, .
             return tree_names.map_named(lambda name, _: values[name], expected)
 
     count = sum(map(math.prod, shapes.values()))
-    report = [f'{form.name} layout: {inference.summarize(config, count)}']
+    summary = inference.summarize(config, count, projects=card.projects)
+    report = [f'{form.name} layout: {summary}']
     report += [] if own else found.remarks
     if ignored:
         report.append(f'ignored: {len(ignored)} arrays, such as {ignored[0]}')
@@ -293,10 +289,11 @@ def _check_comes_back(
     layout: Layout,
     arrays: Mapping[str, np.ndarray],
     description: dict[str, Any],
-) -> None:
-    """Raises UserError where these arrays would be read as another network, or as none.
+) -> list[str]:
+    """What a reader of these arrays does otherwise with images of another size, line by line.
 
-    Arrays do not say all of a network: with pool=none and with pool=gap they are the same.
+    Raises UserError where they would be read as another network, or as none: arrays do not say all
+    of a network; with pool=none and with pool=gap they are the same.
     """
     # A prefix says nothing of the network, and may hold the name of a subtree.
     stored = {
@@ -316,6 +313,11 @@ def _check_comes_back(
         raise UserError(
             f'the {form.name} layout has no such network, it would come back with {lost[0]}'
         )
+    if isinstance(config, ResNetConfig) or config.positions != 'learned':
+        return []
+    theirs, ours = getattr(found, 'position_resize', ''), config.position_resize
+    text = f'for images of another size its readers resize positions by {theirs}, not {ours}'
+    return [text] if theirs != ours else []
 
 
 def _function(config: ModelConfig) -> ModelConfig:
@@ -359,8 +361,8 @@ def _in_type(arrays: Params, dtype: str, *, rounding: bool) -> tuple[Params, lis
 
 def _weights(folder: pathlib.Path) -> list[pathlib.Path]:
     """The files of weights in a directory, as other systems lay them out."""
-    for name in _WEIGHTS:
-        index = folder / f'{name}.index.json'
+    for name in array_files.WEIGHTS:
+        index = folder / f'{name}{array_files.INDEX}'
         if index.is_file():
             return _shards(index)
         if (folder / name).is_file():

@@ -60,6 +60,7 @@ def write(path: pathlib.Path, card: Card, params: Params) -> list[str]:
         raise UserError("stablehlo needs flatbuffers: pip install 'vit_jax[export]'") from error
     kind = 'sigmoid' if card.loss == 'sigmoid' else 'softmax'
     outputs = f'probabilities ({kind})' if has_head else 'features'
+    outputs = 'projections' if card.projects else outputs
     about = {
         'inputs': ['parameters by name', f'images: {exported.in_avals[-1].str_short()}'],
         'outputs': f'{outputs}: {exported.out_avals[0].str_short()}',
@@ -93,7 +94,8 @@ def _exported(card: Card, arrays: dict[str, np.ndarray]) -> export.Exported:
         with jax.default_matmul_precision('highest'):
             prepared = prepare(images, card.model.image_size, card.preprocessing)
             found = model.apply(tree_names.map_named(parameter, expected), prepared)
-        return found if card.model.num_classes is None else card.probabilities(found)
+        has_classes = card.model.num_classes is not None and not card.projects
+        return card.probabilities(found) if has_classes else found
 
     shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in arrays.items()}
     images = jax.ShapeDtypeStruct(export.symbolic_shape('b, h, w, 3'), np.uint8)

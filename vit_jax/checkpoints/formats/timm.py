@@ -228,19 +228,15 @@ def _declared(
     arrays: Mapping[str, LazyArray], arguments: Arguments, pretrained: Pretrained
 ) -> tuple[int, int] | None:
     """The size of images, which the preprocessing of fine-tuned networks may not say rightly."""
-    if arguments.img_size is not None:
-        size = arguments.img_size
-        return (size, size) if isinstance(size, int) else size
-    if pretrained.input_size is None:
-        return None
-    height, width = pretrained.input_size[1:]
-    if 'patch_embed.proj.weight' not in arrays or 'pos_embed' not in arrays:
-        return height, width
+    size = arguments.img_size or (pretrained.input_size and pretrained.input_size[1:])
+    if size is None or not {'patch_embed.proj.weight', 'pos_embed'} <= arrays.keys():
+        return size
+    height, width = size
     p, q, _, _ = inference.kernel_shape(arrays, 'patch_embed.proj.weight')
     rows = inference.shape_of(arrays, 'pos_embed', 3)[1] - (height // p) * (width // q)
     if 'reg_token' in arrays and rows == arrays['reg_token'].shape[1] + ('cls_token' in arrays):
         raise UserError('its registers have positions, which is not supported')
-    return (height, width) if 0 <= rows <= 2 else None
+    return size if 0 <= rows <= 2 or arguments.img_size else None
 
 
 def _layout(
@@ -302,7 +298,7 @@ def _infer(
         gated=gated,
         rope=known.rope,
     )
-    _compare(config, arguments, description)
+    _compare(config, arguments, description, halves=2 if gated and not layout.eva else 1)
     return config, dataclasses.replace(layout, class_row=bool(row) or class_tokens == 0)
 
 
@@ -336,7 +332,9 @@ def _layer_scale(arrays: Mapping[str, LazyArray], arguments: Arguments) -> float
     return (arguments.init_values or 1e-5) if found else None
 
 
-def _compare(config: ViTConfig, arguments: Arguments, description: Description) -> None:
+def _compare(
+    config: ViTConfig, arguments: Arguments, description: Description, *, halves: int
+) -> None:
     """Raises UserError where the config.json says other things than the arrays."""
     act, classes = arguments.act_layer, config.num_classes or 0
     wrong = f'config.json.model_args says act_layer={act}, the arrays a {{}} MLP'
@@ -347,6 +345,8 @@ def _compare(config: ViTConfig, arguments: Arguments, description: Description) 
     stated = {n: v for n, v in vars(arguments).items() if v is not None}
     found = {
         'in_chans': config.channels,
+        'patch_size': config.patch_size,
+        'mlp_ratio': base.mlp_ratio(config, arguments.mlp_ratio or 4.0, halves=halves),
         'embed_dim': config.width,
         'depth': config.depth,
         'num_heads': config.num_heads,

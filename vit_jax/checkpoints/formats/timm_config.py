@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from vit_jax.base import Record, records, require, require_between
 from vit_jax.checkpoints.formats.base import (
     HALF,
+    IMAGENET,
     Scaling,
     check_scaling,
     described,
@@ -116,8 +117,8 @@ def unsupported(name: str, arrays: Collection[str]) -> str | None:
 class Arguments(Record):
     """`model_args`: with what the architecture was made."""
 
-    img_size: int | tuple[int, int] | None = None
-    patch_size: int | tuple[int, int] | None = None
+    img_size: tuple[int, int] | None = None
+    patch_size: tuple[int, int] | None = None
     in_chans: int | None = None
     num_classes: int | None = None
     global_pool: str | None = None
@@ -145,7 +146,7 @@ class Arguments(Record):
 
 
 # Of timm, where a pretrained_cfg leaves them out.
-_DEFAULTS = {'mean': (0.485, 0.456, 0.406), 'std': (0.229, 0.224, 0.225), 'crop_pct': 0.875}
+_DEFAULTS = {'mean': IMAGENET[0], 'std': IMAGENET[1], 'crop_pct': 0.875}
 
 
 @dataclasses.dataclass

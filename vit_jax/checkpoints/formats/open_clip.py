@@ -202,23 +202,29 @@ def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any
         'mlp_ratio': config.mlp_dim / config.width,
     }
     model = {'embed_dim': config.num_classes or config.width, 'vision_cfg': vision}
-    how = card.preprocessing
     return {
         'model_cfg': model | {'quick_gelu': config.gelu == 'quick'},
-        'preprocess_cfg': {
-            'mean': [value / 255 for value in how.mean],
-            'std': [value / 255 for value in how.std],
-            'interpolation': getattr(how.crop, 'resize', 'bilinear').removesuffix('_antialias'),
-            'resize_mode': 'shortest' if getattr(how.crop, 'keep_aspect', False) else 'squash',
-        },
+        'preprocess_cfg': _prepared(card.preprocessing),
+    }
+
+
+def _prepared(how: Preprocessing) -> dict[str, Any]:
+    """The `preprocess_cfg` that is nearest to this."""
+    return {
+        'mean': [value / 255 for value in how.mean],
+        'std': [value / 255 for value in how.std],
+        'interpolation': getattr(how.crop, 'resize', 'bilinear').removesuffix('_antialias'),
+        'resize_mode': 'shortest' if getattr(how.crop, 'keep_aspect', False) else 'squash',
     }
 
 
 def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
     notes = ['the image tower alone: OpenCLIP expects a text tower too']
-    scale = getattr(card.preprocessing.crop, 'scale', 1.0)
-    if scale != 1:
-        notes.append(f'OpenCLIP cuts nothing off; here images are {scale:g} times as large before')
+    written = described(PreprocessConfig, _prepared(card.preprocessing), where=_WHERE)
+    ours, theirs = card.preprocessing.crop, written.as_timm.crop
+    steps = {'scale': 1.0, 'keep_aspect': False, 'resize': None}
+    if any(getattr(ours, n, usual) != getattr(theirs, n) for n, usual in steps.items()):
+        notes.append(f'OpenCLIP prepares images otherwise: {theirs}, not {ours}')
     return notes
 
 

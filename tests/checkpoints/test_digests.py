@@ -75,6 +75,7 @@ def test_a_file_that_is_cut_or_missing_is_noticed_and_named(run, tmp_path):
         shutil.rmtree(copy)
 
 
+@pytest.mark.full
 def test_a_file_that_came_later_is_a_warning_and_no_damage(run, tmp_path, caplog):
     folder = tmp_path / 'run'
     shutil.copytree(run.folder, folder)
@@ -151,6 +152,7 @@ def test_a_run_falls_back_loudly_to_the_checkpoint_before(run, tmp_path, caplog)
     verify_digests(folder / 'checkpoints' / '10')
 
 
+@pytest.mark.full
 def test_what_is_unreadable_without_digests_is_passed_over_too(run, tmp_path, caplog):
     """As a run is left that was killed between the last file and the digests."""
     folder = tmp_path / 'run'
@@ -165,6 +167,7 @@ def test_what_is_unreadable_without_digests_is_passed_over_too(run, tmp_path, ca
     chex.assert_trees_all_equal(again.state, run.state)
 
 
+@pytest.mark.full
 def test_a_checkpoint_whose_run_was_killed_before_its_digests_is_used(run, tmp_path, caplog):
     folder = tmp_path / 'run'
     shutil.copytree(run.folder, folder)

@@ -72,6 +72,7 @@ def test_the_strength_is_chosen_on_a_part_of_the_training_images():
     assert chosen == probes.logistic(*data, LogisticConfig(l2=(300.0,)))
 
 
+@pytest.mark.full
 def test_a_fit_that_was_stopped_says_so():
     config = LogisticConfig(l2=(1.0,), max_iterations=3, tolerance=1e-9)
     found = probes.logistic(TRAIN, TEST, config)

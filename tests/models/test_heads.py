@@ -59,6 +59,7 @@ def initial(config):
     return jax.device_get(jax.jit(build(config).init)(jax.random.key(0)))
 
 
+@pytest.mark.full
 def test_the_parameters_of_a_head_are_found_whatever_they_are_called():
     params = initial(NETWORKS['ViT'])
     assert {name: leaf.shape for name, leaf in head_params(params).items()} == PARAMS

@@ -4,6 +4,7 @@ import importlib
 import os
 import pathlib
 import pkgutil
+import signal
 import sys
 
 import pytest
@@ -24,6 +25,14 @@ if 'PYTEST_XDIST_WORKER' not in os.environ:  # a worker has them from the proces
 os.environ['NPROC'] = '32'
 os.environ['JAX_CPU_ENABLE_ASYNC_DISPATCH'] = '0'
 os.environ['JAX_PLATFORMS'] = 'cpu'
+# Behind nohup, and in the background of a script, these are ignored, and the processes that the
+# tests start would ignore them too.
+for number, usual in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, usual)
 ROOT = pathlib.Path(__file__).parent.parent
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(ROOT / '.cache' / 'jax'))
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'

@@ -43,20 +43,41 @@ def test_a_class_with_few_images_gives_all_of_them():
     assert sorted(ridge.draw(labels, shots=(3,), seeds=(0,))[0, 3])[-1] == 4
 
 
-@pytest.mark.parametrize('examples', [12, 60])  # fewer, and more, than the 30 features
-def test_ridge_is_the_minimum_whichever_matrix_is_decomposed(examples):
-    x, y = RNG.normal(size=(examples, 30)), RNG.normal(size=(examples, 4))
-    for l2 in 0.1, 10.0:
-        weights = ridge.ridge(x, y, l2=l2)
-        gradient = x.T @ (x @ weights - y) + l2 * weights
-        np.testing.assert_allclose(gradient, 0, atol=1e-9)
+@pytest.mark.parametrize('images', [12, 60, 5000])  # fewer, and more, than the 30 features; slices
+@pytest.mark.parametrize('l2', [0.1, 1024.0])
+def test_the_classifier_is_the_minimum_whichever_matrix_is_decomposed(images, l2):
+    """Of the problem as the protocol states it, with the constant feature of 100."""
+    x, labels = 50 + RNG.normal(size=(images, 30)), RNG.permutation(np.arange(images) % 4)
+    found = ridge.fit(Labelled(x, 7 * labels), l2=l2)
+    assert found.classes.tolist() == [0, 7, 14, 21]
+    scale = x.std(axis=0) + 1e-5
+    x = with_constant((x - x.mean(axis=0)) / scale, 100.0)
+    weights = np.vstack([found.weights * scale[:, None], found.bias / 100])
+    gradient = x.T @ (x @ weights - (2.0 * (labels[:, None] == range(4)) - 1)) + l2 * weights
+    np.testing.assert_allclose(gradient, 0, atol=1e-7)  # of sums up to 5e5, in float64
 
 
 def test_the_bias_is_hardly_regularised():
     """50 images that look the same: the prediction is the mean target, shrunk by 0.2 %."""
-    x, y = with_constant(np.zeros((50, 3)), ridge.BIAS), RNG.normal(size=(50, 4))
-    weights = ridge.ridge(x, y, l2=1024.0)
-    np.testing.assert_allclose(x[0] @ weights, y.mean(axis=0) * 50e4 / (50e4 + 1024))
+    labels = np.arange(50) % 5 // 4  # one in five
+    found = ridge.fit(Labelled(np.ones((50, 3)), labels), l2=1024.0)
+    np.testing.assert_allclose(found.bias, np.array([0.6, -0.6]) * 50e4 / (50e4 + 1024))
+    assert not found.weights.any()
+
+
+def test_features_far_from_zero_are_scored_by_what_differs():
+    """What differs is a hundred thousandth of what they have in common."""
+    labels = np.arange(40) % 2
+    features = (1000 + 0.01 * labels[:, None] * np.ones((40, 6))).astype(np.float32)
+    data = Labelled(features, labels)
+    assert ridge.accuracy(data, data, l2=1.0) == 1.0
+
+
+@pytest.mark.parametrize('images', [12, 60])
+def test_a_strength_below_all_rounding_is_solved_as_well(images):
+    labels = np.arange(images) % 3
+    data = Labelled(np.repeat(RNG.normal(size=(images, 1)), 30, axis=1), labels)  # rank one
+    assert np.isfinite(ridge.fit(data, l2=1e-300).weights).all()
 
 
 def test_planted_clusters_are_told_apart_and_shuffled_labels_are_not():

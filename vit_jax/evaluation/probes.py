@@ -12,6 +12,7 @@ import optax
 from vit_jax.base import Array, Float, Int, UserError, records
 
 TEMPERATURE = 0.07  # of a neighbour's vote, as in DINO (Caron et al. 2021)
+EPSILON = 1e-5  # added to deviations of features
 _CHUNK = 1024  # test images that are compared with all training images at once
 
 
@@ -153,7 +154,7 @@ def standardised(
     train: Float[np.ndarray, 'n d'], test: Float[np.ndarray, 'm d'], *, constant: float
 ) -> tuple[Float[np.ndarray, 'n e'], Float[np.ndarray, 'm e']]:
     """Both by mean and deviation of the training features, with a constant feature at the end."""
-    mean, std = train.mean(axis=0), train.std(axis=0) + 1e-5
+    mean, std = train.mean(axis=0), train.std(axis=0) + EPSILON
     train, test = (with_constant((x - mean) / std, constant) for x in (train, test))
     return train, test
 

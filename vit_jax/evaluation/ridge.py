@@ -6,14 +6,16 @@ standardisation, bias, l2 and seeds open; they are those of big_vision's `fewsho
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import scipy.linalg
 
 from vit_jax.base import Float, Int, UserError
-from vit_jax.evaluation.probes import Labelled, standardised
+from vit_jax.evaluation.probes import EPSILON, Labelled
 
 BIAS = 100.0  # a constant feature this large is hardly regularised: lambda / 100^2
+_SLICE = 2048  # images
 Accuracies = dict[tuple[int, int], float]  # by seed and shots
 Draws = dict[tuple[int, int], Int[np.ndarray, '_']]
 
@@ -62,34 +64,79 @@ def probe(
 
 def accuracy(train: Labelled, test: Labelled, *, l2: float) -> float:
     """Test accuracy of the ridge classifier of the training images."""
-    classes = np.unique(train.labels)
-    targets = 2.0 * (train.labels[:, None] == classes) - 1
-    learned, tested = standardised(train.features, test.features, constant=BIAS)
-    found = classes[(tested @ ridge(learned, targets, l2=l2)).argmax(axis=1)]
-    return float((found == test.labels).mean())
+    classifier = fit(train, l2=l2)
+    rows = (slice(start, start + _SLICE) for start in range(0, len(test.labels), _SLICE))
+    hits = (classifier.predict(test.features[i]) == test.labels[i] for i in rows)
+    return sum(int(hit.sum()) for hit in hits) / len(test.labels)
 
 
-# The protocol is that of big_vision's evaluators/fewshot_lsr.py. With X (n d) the features and Y
-# (n k) the targets, -1 or 1 for each class as in the paper, the gradient of |XW - Y|^2 + l2 |W|^2
-# is zero where
+class Classifier(NamedTuple):
+    """A linear classifier; the score of each class is (features - mean) weights + bias."""
+
+    classes: Int[np.ndarray, 'k']
+    mean: Float[np.ndarray, 'd']  # of the training features
+    weights: Float[np.ndarray, 'd k']
+    bias: Float[np.ndarray, 'k']
+
+    def predict(self, features: Float[np.ndarray, 'n d']) -> Int[np.ndarray, 'n']:
+        """The class of the largest score, in float32. The mean is taken off first: added to the
+        bias it would cost the digits of features that are far from zero."""
+        mean, weights, bias = (part.astype(np.float32) for part in self[1:])
+        scores = (features.astype(np.float32, copy=False) - mean) @ weights
+        scores += bias
+        return self.classes[scores.argmax(axis=1)]
+
+
+# The protocol is that of big_vision's evaluators/fewshot_lsr.py. With X (n d) the standardised
+# features and Y (n k) the targets, -1 or 1 for each class as in the paper, the gradient of
+# |XW - Y|^2 + l2 |W|^2 is zero where
 #     (X'X + l2) W = X'Y.
 # That is a d x d system. With few images n < d, and a smaller one does: from
 #     (X'X + l2) X' = X' (XX' + l2)
-# follows W = X' (XX' + l2)^-1 Y, which is n x n. Both matrices are symmetric: V E V' gives the
-# inverse V (E + l2)^-1 V', which exists for any l2 > 0, however few the images.
+# follows W = X' (XX' + l2)^-1 Y, which is n x n. Both matrices are symmetric, and positive definite
+# for any l2 > 0, however few the images.
 #
 # The bias is the weight of a constant feature of 100: a bias of b needs a weight of b / 100, whose
 # penalty is l2 b^2 / 10,000. So it is nearly free, as it should be: nothing is known of the mean of
-# the targets, which is far from 0 where there are many classes.
-def ridge(
-    x: Float[np.ndarray, 'n d'], y: Float[np.ndarray, 'n k'], *, l2: float
-) -> Float[np.ndarray, 'd k']:
-    """Weights W of least |XW - Y|^2 + l2 |W|^2, in float64."""
-    x, y = x.astype(np.float64), y.astype(np.float64)
-    few = len(x) < x.shape[1]
-    eigenvalues, vectors = np.linalg.eigh(x @ x.T if few else x.T @ x)
-    projected = vectors.T @ (y if few else x.T @ y) / (eigenvalues + l2)[:, None]
-    return x.T @ vectors @ projected if few else vectors @ projected
+# the targets, which is far from 0 where there are many classes. As the mean of each standardised
+# feature is zero, X'1 = 0: the bias is a system of its own, 100^2 sum(Y) / (100^2 n + l2), and X'Y
+# is twice the sum of the features of each class.
+def fit(train: Labelled, *, l2: float) -> Classifier:
+    """The ridge classifier, in float64. Features are standardised slice by slice, so that no copy
+    of all of them is made.
+    """
+    features, count = train.features, len(train.labels)
+    classes, labels = np.unique(train.labels, return_inverse=True)
+    mean = features.mean(axis=0, dtype=np.float64)
+    bias = BIAS**2 * (2.0 * np.bincount(labels) - count) / (BIAS**2 * count + l2)
+    if count < len(mean):
+        x = features - mean
+        scale = np.sqrt((x**2).mean(axis=0)) + EPSILON
+        x /= scale
+        weights = x.T @ _solve(x @ x.T, 2.0 * (labels[:, None] == range(len(classes))), l2=l2)
+    else:
+        gram, sums = np.zeros((len(mean), len(mean))), np.zeros((len(classes), len(mean)))
+        in_order = np.argsort(labels, kind='stable')
+        for start in range(0, count, _SLICE):
+            rows = in_order[start : start + _SLICE]
+            x = features[rows] - mean
+            gram += x.T @ x
+            first = np.flatnonzero(np.diff(labels[rows], prepend=-1))  # of each class
+            sums[labels[rows[first]]] += np.add.reduceat(x, first)
+        scale = np.sqrt(gram.diagonal() / count) + EPSILON
+        gram /= scale[:, None] * scale
+        weights = _solve(gram, 2.0 * sums.T / scale[:, None], l2=l2)
+    return Classifier(classes, mean, weights / scale[:, None], bias)
+
+
+def _solve(
+    gram: Float[np.ndarray, 'm m'], right: Float[np.ndarray, 'm k'], *, l2: float
+) -> Float[np.ndarray, 'm k']:
+    """(gram + l2)^-1 right; an l2 that gram's own rounding hides is taken as large as that is."""
+    rounding = len(gram) * np.finfo(np.float64).eps * gram.diagonal().max()
+    gram[np.diag_indices_from(gram)] += max(l2, rounding)
+    factor = scipy.linalg.cho_factor(gram, overwrite_a=True)
+    return scipy.linalg.cho_solve(factor, right, overwrite_b=True)
 
 
 def report(

@@ -57,6 +57,7 @@ def main(arguments: argparse.Namespace) -> int:
     _say('cluster', text)
     gpus = _check_accelerator()
     with joined_job(launch, app.reporter(arguments)) as job:
+        _say('compiled', f'programs are kept: {app.keep_programs(arguments, job)}')
         _check_together(job, arguments.seconds, gpus)
         if arguments.config is not None:
             _check_training(job, arguments)

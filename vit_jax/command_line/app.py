@@ -8,6 +8,7 @@ import functools
 import io
 import logging
 import os
+import pathlib
 import re
 import signal
 import sys
@@ -16,14 +17,17 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
+import jax
 from absl import flags
 
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import nearest
 from vit_jax.base.storage import is_remote
+from vit_jax.checkpoints.download import cache
 from vit_jax.command_line import config_files, config_flags, config_help, output
 from vit_jax.config import TrainConfig
 from vit_jax.data.image_preprocessing import MAX_PIXELS, MOST_PIXELS
+from vit_jax.parallel import compiled_programs
 from vit_jax.parallel.clusters import Launch
 from vit_jax.parallel.processes import INTERRUPTED, Job, joined_job
 from vit_jax.training.loop import NotFinite
@@ -58,6 +62,8 @@ def run(
     else:
         output.outlive_readers()
     with _started(parser) as arguments:
+        if 'distributed' not in arguments:  # else when the job is known
+            keep_programs(arguments)
         code = main(arguments)
         sys.stdout.flush()
         sys.exit(code)
@@ -71,6 +77,7 @@ def run_job(
     add_job(parser, trains=trains)
     output.outlive_readers()
     with _started(parser) as arguments, joined_job(launch(arguments), reporter(arguments)) as job:
+        keep_programs(arguments, job)
         accepted = arguments.accept_config_changes, trains and arguments.accept_data_changes
         main(Invocation(arguments.config, arguments.workdir, *accepted, job))
 
@@ -83,6 +90,7 @@ def run_together(
     output.outlive_readers()
     with _started(parser) as arguments:
         with joined_job(launch(arguments), reporter(arguments)) as job:
+            keep_programs(arguments, job)
             code = main(arguments, job)
         sys.stdout.flush()
         sys.exit(code)
@@ -94,6 +102,8 @@ def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # while importing (vit_jax/__init__.py)
         signal.signal(signal.SIGINT, signal.default_int_handler)
     parser.add_argument('--traceback', action='store_true', help='show where any error comes from')
+    text = 'keep compiled programs there; none: nowhere (~/.cache/vit_jax/compiled)'
+    parser.add_argument('--compiled', action=_Once, metavar='DIR', help=text)
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files that are no Unicode
         sys.stdout.reconfigure(errors='surrogateescape')
     overrides, others = config_flags.split(sys.argv[1:])
@@ -120,6 +130,26 @@ def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
         os._exit(INTERRUPTED)  # no thread that compiles or waits for a disk is waited for
     except Exception as error:
         sys.exit(reporter(arguments)(error))
+
+
+def keep_programs(arguments: argparse.Namespace, job: Job | None = None) -> str:
+    """Where compiled programs are kept, in words: --compiled, JAX_COMPILATION_CACHE_DIR, or the
+    user's own folder.
+
+    Of several processes one alone would find them, unless all share the folder: they keep nothing
+    that was not asked for, as those that compile may wait for the others while doing so.
+    """
+    asked, of_jax = arguments.compiled, jax.config.values['jax_compilation_cache_dir']
+    if asked == 'none':
+        jax.config.update('jax_enable_compilation_cache', False)
+    if not jax.config.values['jax_enable_compilation_cache']:
+        return 'nowhere, as was asked'
+    if asked is None and of_jax is not None:
+        return f'{of_jax}, as jax was told'
+    if asked is None and job is not None and job.count > 1:
+        return 'nowhere, of several processes; --compiled=DIR that all share keeps them'
+    folder = compiled_programs.keep(pathlib.Path(asked) if asked else cache() / 'compiled')
+    return 'nowhere' if folder is None else str(folder)
 
 
 def reporter(arguments: argparse.Namespace) -> Callable[[BaseException], int]:

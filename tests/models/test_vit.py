@@ -207,6 +207,15 @@ def test_bfloat16_stays_near_float32_with_float32_parameters_and_logits():
     assert 1e-4 < error < 3e-2  # bfloat16 has 8 bits: 0.4 % each, over a dozen layers of sums
 
 
+def test_the_first_parameters_come_from_one_program_however_the_network_is_computed():
+    fast = Compute(dtype='bfloat16', remat='block', unroll=3)
+    programs = [
+        str(jax.make_jaxpr(build(tiny.model(), compute=compute).init)(KEY))
+        for compute in (Compute(), fast)
+    ]
+    assert programs[0] == programs[1]
+
+
 def test_the_program_does_not_grow_with_depth():
     def lines(depth):
         model = build(tiny.model(depth=depth))

@@ -54,10 +54,12 @@ def build(
     if isinstance(config, ViTConfig):  # outside training nothing is dropped
         module = ViT(config, Regularization(), compute, shard_activations)
         training = ViT(config, regularization, compute, shard_activations)
+        # Parameters do not depend on how the network is computed; a rolled loop compiles at once.
+        initial = ViT(config, Regularization(), Compute(), lambda x: x)
     else:
         unknown = f'a ResNet has neither dropout nor stochastic depth: {regularization}'
         records.require(regularization == Regularization(), unknown)
-        module = training = ResNetClassifier(config, compute)
+        module = training = initial = ResNetClassifier(config, compute)
 
     def run(params: Params, images: Float[Array, 'b h w c'], **options: Any) -> Any:
         if images.shape[1:] != shape:
@@ -66,7 +68,7 @@ def build(
         return network.apply({'params': params}, images, **options)
 
     def init(key: Key[Array, '']) -> Params:
-        return module.init(key, jnp.zeros((1, *shape), jnp.float32))['params']
+        return initial.init(key, jnp.zeros((1, *shape), jnp.float32))['params']
 
     def apply(
         params: Params, images: Float[Array, 'b h w c'], key: Key[Array, ''] | None = None

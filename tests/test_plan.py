@@ -1,6 +1,8 @@
 """Compiling for devices that are not here. What needs a compiler is skipped where there is none."""
 
+import argparse
 import dataclasses
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -10,11 +12,14 @@ import pytest
 
 from tests import tiny
 from tests.hosts import ROOT, environment
+from vit_jax import plan
 from vit_jax.models import Compute
 from vit_jax.parallel import ahead_of_time
 from vit_jax.parallel.ahead_of_time import DoesNotFit, Topology
 from vit_jax.parallel.meshes import MeshConfig
 from vit_jax.runs import memory_plan
+from vit_jax.runs.experiment import decide
+from vit_jax.training.duration import Duration
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec('libtpu') is None, reason="no TPU compiler: pip install -e '.[tpu]'"
@@ -127,13 +132,32 @@ def test_where_nothing_fits_a_smaller_batch_is_looked_for():
     assert 1000 < best <= 9_900 / 7
 
 
+def test_a_batch_that_grows_does_not_shorten_the_training_below_its_warm_up(monkeypatch, capsys):
+    def step(config, where):
+        decide(config, devices=where.devices)  # raises where durations do not fit
+        return fake_step({'none': 1})(config, where)
+
+    where = Topology('test', jax.devices(), 10_000)
+    monkeypatch.setattr(plan.ahead_of_time, 'find_topology', lambda name: where)
+    for name in 'tried_policies', 'largest_batch':
+        function = functools.partial(getattr(memory_plan, name), compile_step=step)
+        monkeypatch.setattr(memory_plan, name, function)
+    config = tiny.experiment(total=Duration(epochs=1.0))  # 90 steps
+    config.schedule.warmup = Duration(steps=80)
+    asked = argparse.Namespace(
+        config=config, topology='test', num_classes=None, num_images=None, largest=True
+    )
+    assert plan.main(asked) == 0
+    assert 'largest     9,896 images' in capsys.readouterr().out
+
+
 @pytest.mark.full
 @needs_compiler
 def test_the_program_says_what_fits_and_what_lies_where(tmp_path):
     command = ['-m', 'vit_jax.plan', '--config=tests/tiny_config.py', '--topology=v5e:2x2']
     command += ['--config.batch_size=16', '--config.mesh.fsdp=4', '--config.mesh.fsdp_min_mb=0']
     done = subprocess.run(
-        [sys.executable, *command, '--config.mesh.max_replicated_fraction=0.5', '--nolargest'],
+        [sys.executable, *command, '--config.mesh.max_replicated_fraction=0.5'],
         env=environment(),
         cwd=ROOT,
         capture_output=True,

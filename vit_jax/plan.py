@@ -4,11 +4,12 @@
 
 needs no accelerator: `pip install 'vit_jax[tpu]'` brings the compiler of TPUs. What is compiled is
 the step that `vit_jax.train` would run on such devices. A topology is KIND:SHAPE (v5e:4x4,
-v6e:16x16, v5p:4x4x8), or 2*v5e:16x16 for two slices. Without --nolargest it also looks for the
-largest batch that fits, which takes minutes.
+v6e:16x16, v5p:4x4x8), or 2*v5e:16x16 for two slices. With --largest it also looks for the largest
+batch that fits, which takes minutes.
 """
 
 import argparse
+import dataclasses
 import sys
 import time
 
@@ -21,6 +22,7 @@ from vit_jax.parallel.ahead_of_time import GIB, DoesNotFit
 from vit_jax.runs import memory_plan
 from vit_jax.runs.experiment import decide
 from vit_jax.runs.memory_plan import StepMemory
+from vit_jax.training.duration import Duration
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -43,11 +45,14 @@ def main(arguments: argparse.Namespace) -> int:
         print(f'remat       {policy:<6}{_verdict(result)}', flush=True)
     best = (batch_size, result) if isinstance(result, StepMemory) else None
     if arguments.largest:
-        text = 'looking for the largest batch, which takes minutes (--nolargest: not)'
-        print(text, file=sys.stderr, flush=True)
-        best = memory_plan.largest_batch(memory_plan.with_policy(config, policy), where, result)
+        print('looking for the largest batch, which takes minutes', file=sys.stderr, flush=True)
+        # As many steps: of fewer, in as many epochs, the warm-up could be more than all.
+        steps = Duration(steps=experiment.length.total_steps)
+        growing = dataclasses.replace(memory_plan.with_policy(config, policy), total=steps)
+        best = memory_plan.largest_batch(growing, where, result)
     if best is None:
-        print('no batch was found that fits: it takes more devices, or config.mesh.fsdp')
+        smaller = 'or smaller batches' if arguments.largest else 'or a smaller batch: --largest'
+        print(f'nothing fits: it takes more devices, config.mesh.fsdp, {smaller}')
         return 1
     memory = best[1]
     sent = ', '.join(f'{n} {kind}' for kind, n in memory.collectives.items()) or 'none'
@@ -76,6 +81,5 @@ if __name__ == '__main__':
     for name, text in ('num_classes', 'classes'), ('num_images', 'images to train on'):
         text = f'{text}, in place of those of the data'
         parser.add_argument(f'--{name}', type=app.positive, metavar='N', help=text)
-    text = 'look for the largest batch too: minutes more'
-    app.add_boolean(parser, 'largest', text, default=True)
+    app.add_boolean(parser, 'largest', 'look for the largest batch too: minutes more')
     app.run(main, parser, only_prints=True)

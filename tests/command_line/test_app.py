@@ -292,7 +292,7 @@ def test_help_names_every_flag_of_every_program_with_its_meaning(monkeypatch):
         'fewshot': job,
         'doctor': training | {'--seconds'},
         'inspect_data': with_config | {'--workdir'},
-        'plan': with_config | {'--topology', '--num_classes', '--num_images', '--nolargest'},
+        'plan': with_config | {'--topology', '--num_classes', '--num_images', '--largest'},
     }.items():
         said = {
             *re.findall(r'--[\w.]+', parsers[name].format_usage() + parsers[name].format_help())

@@ -12,7 +12,8 @@ import argparse
 import pathlib
 
 from vit_jax.base.errors import UserError
-from vit_jax.checkpoints.formats.opening import NAMES, format_for
+from vit_jax.checkpoints.formats.opening import NAMES
+from vit_jax.checkpoints.formats.writing import format_for
 from vit_jax.checkpoints.names import require_here
 from vit_jax.command_line import app
 from vit_jax.pretrained import is_free, load, save

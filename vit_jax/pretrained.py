@@ -16,7 +16,7 @@ import numpy as np
 from vit_jax.base import Array, Float, Params, Record, UInt8, UserError, require, tree_names, usable
 from vit_jax.checkpoints import names, store
 from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats import opening
+from vit_jax.checkpoints.formats import opening, writing
 from vit_jax.checkpoints.formats.array_files import error_prefix
 from vit_jax.checkpoints.formats.base import Layout
 from vit_jax.checkpoints.formats.inference import Hints
@@ -268,11 +268,11 @@ def save(
     """
     path = _path(path)
     names.require_here(path)
-    format = opening.format_for(path, format, loaded.format)
+    format = writing.format_for(path, format, loaded.format)
     require(overwrite or is_free(path), f'{path}: exists already; overwrite=True replaces it')
     layout = loaded.layout if format == loaded.format else None
     with _replacing(pathlib.Path(path), format):
-        return opening.write_checkpoint(
+        return writing.write_checkpoint(
             path, format, card=loaded.card, params=loaded.params, layout=layout, dtype=dtype
         )
 

@@ -24,7 +24,8 @@ from tests.networks import (
 from vit_jax.base.errors import UserError
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.checkpoints.formats import google, huggingface, timm
-from vit_jax.checkpoints.formats.opening import NAMES, format_for
+from vit_jax.checkpoints.formats.opening import NAMES
+from vit_jax.checkpoints.formats.writing import format_for
 from vit_jax.data import image_preprocessing
 from vit_jax.models import ResNetConfig
 from vit_jax.pretrained import Loaded
@@ -449,6 +450,7 @@ NONSENSE = [
 TIMM_NONSENSE = [
     *(('model_args', {'num_heads': value}) for value in (0, -3, '12', 2.0)),
     ('model_args', {'act_layer': ['gelu']}),
+    *(('model_args', {'mlp_ratio': value}) for value in (NAN, -1, 1e300)),
     *(('pretrained_cfg', {'crop_pct': value}) for value in (-1, 1e-9, 7, NAN, 'all')),
     *(('pretrained_cfg', {'mean': value}) for value in ([0.5], 'mean', [NAN] * 3, [128] * 3)),
     *(('pretrained_cfg', {'std': value}) for value in ([0, 0, 0], [-1, 1, 1], [1e30] * 3)),
@@ -473,7 +475,8 @@ def test_numbers_of_timm_that_make_no_sense_are_refused_by_file_and_field(tmp_pa
     save_file(contents(tmp_path / 'model.safetensors'), tmp_path / 'model.safetensors')
     for part, values in [*TIMM_NONSENSE, ('model_args', 3), ('label_names', 'abc')]:
         field = f'{part}.{next(iter(values))}' if isinstance(values, dict) else part
-        (tmp_path / 'config.json').write_text(json.dumps({part: values}))
+        said = {'architecture': 'vit_base_patch16_224', part: values}
+        (tmp_path / 'config.json').write_text(json.dumps(said))
         with pytest.raises(ValueError, match=rf'config\.json\.{field}'):
             vit_jax.load(tmp_path)
 

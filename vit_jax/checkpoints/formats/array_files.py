@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vit_jax.base import MissingFile, UserError, atomic_write, close_by
+from vit_jax.checkpoints.formats.json_files import check_length, json_object
 from vit_jax.checkpoints.formats.pickles import check_pickle, plain_tensors
 
 ENDINGS = '.safetensors', '.npz', '.bin', '.pth', '.pt'  # of names of files of weights
@@ -37,7 +38,6 @@ INDEX = '.index.json'  # after the name of one that is in several files
 DIGESTS = 'vit_jax.sha256'  # in a safetensors file's metadata: digests by name
 # The largest published ViT has under 1,000 arrays, 22 billion parameters, and 100 kB of names.
 _MOST_ARRAYS = 10_000
-_LONGEST_HEADER = 2**23  # bytes
 _LONGEST_NPY_HEADER = 2**14  # bytes; numpy refuses more than 10,000
 # The arrays of a file may be this many times larger than the file, or have so many bytes.
 _EXPANSION, _SMALL = 4, 2**28
@@ -88,7 +88,7 @@ def read_array_file(path: pathlib.Path) -> ArrayFile:
             pickles = [member for member in members if member.filename.endswith('/data.pkl')]
             return _torch_zip(path, archive, pickles) if pickles else _npz(archive)
         if start[8:9] == b'{':
-            _check_header(int.from_bytes(start[:8], 'little'))
+            check_length(int.from_bytes(start[:8], 'little'))
             return _safetensors(path)
         if start[:1] == b'\x80':  # a pickle, as PyTorch wrote it before 1.6
             return _torch_legacy(path)
@@ -110,23 +110,6 @@ def read_array_files(paths: Iterable[pathlib.Path]) -> ArrayFile:
         merged.metadata.update(file.metadata)
         merged = merged._replace(ignored=merged.ignored + file.ignored)
     return merged
-
-
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The JSON object in a file beside arrays; {} where there is no such file."""
-    if not path.is_file():
-        return {}
-    with error_prefix(path):
-        _check_header(path.stat().st_size)
-        return json_object(path.read_text())
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """The JSON object that a text holds. Raises UserError for other values."""
-    values = json.loads(text)
-    if not isinstance(values, dict):
-        raise UserError(f'expected a JSON object, not {values!r}')
-    return values
 
 
 def write_npz(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -181,12 +164,6 @@ def _checked_names(names: Iterable[str]) -> None:
             raise UserError(f'the name {name!r} is absolute, leads upwards or holds a NUL')
 
 
-def _check_header(size: int) -> None:
-    """Raises UserError for a description that is too long to be one of a network."""
-    if size > _LONGEST_HEADER:
-        raise UserError(f'describes itself in {size:,} bytes, at most {_LONGEST_HEADER:,} are read')
-
-
 def _check_count(names: Collection[str]) -> None:
     """Raises UserError for more arrays than a network has."""
     if len(names) > _MOST_ARRAYS:
@@ -203,7 +180,7 @@ class _BoundedReads(io.FileIO):
     """Refuses long reads: zipfile reads the list of members at once, whatever its length."""
 
     def read(self, size: int | None = -1, /) -> bytes:
-        _check_header(size or 0)
+        check_length(size or 0)
         return super().read(size) or b''
 
 

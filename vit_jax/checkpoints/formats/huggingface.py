@@ -18,15 +18,16 @@ from vit_jax.checkpoints.formats.base import Format, Recognised, described, part
 from vit_jax.checkpoints.formats.huggingface_config import (
     FAMILIES,
     GELUS,
-    PROBLEM_TYPES,
     Config,
     Family,
+    check_backbone,
     description,
     dinov2_mlp,
     family_for,
     family_of,
     vision_config,
 )
+from vit_jax.checkpoints.formats.huggingface_labels import PROBLEM_TYPES, class_names
 from vit_jax.checkpoints.formats.inference import Clues, Hints, NeedsHint
 from vit_jax.checkpoints.formats.name_map import NO_BATCH, SAME, VECTOR, NameRule
 from vit_jax.models import Pool, ViTConfig
@@ -131,21 +132,26 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
 
 
 def _recognise(clues: Clues) -> Recognised[Layout]:
-    arrays = clues.arrays
+    arrays, said = clues.arrays, clues.json('config.json')
     try:
-        family = family_of(clues.json('config.json'), arrays)
+        family = family_of(said, arrays)
+        values = vision_config(said, family)
     except UserError as error:
         raise UserError(f'config.json: {error}') from error
-    declared = described(Config, vision_config(clues.json('config.json')), where='config.json')
+    declared = described(Config, values, where='config.json')
     layout = _layout(family, declared, arrays)
     config = _infer(clues, declared, layout)
+    if config.backbone is not None:
+        check_backbone(config.backbone, values)
+    if config.num_classes is not None and family.head == 'visual_projection':
+        require_equal(said, {'projection_dim': config.num_classes}, where='config.json')
     where = 'processor_config.json'  # which transformers reads first
     processor = part(clues.json(where), 'image_processor', where=where)
     processor = processor or clues.json('preprocessor_config.json')
     preprocessing, size = huggingface_processor.read(processor, family.processor)
     pool = '' if config.pool == 'map' else r'|(vision_model\.)?head\..*'
     text = f'|{_TEXT}{pool}' if family.norm == 'post_layernorm' else ''
-    problem = clues.json('config.json').get('problem_type')
+    problem = said.get('problem_type')
     if family.head == 'visual_projection' and config.num_classes is not None:
         problem = 'contrastive'  # a projection, and no classifier
     remarks = []
@@ -159,7 +165,7 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
         config,
         layout,
         preprocessing,
-        class_names=_class_names(clues.json('config.json'), config.num_classes),
+        class_names=class_names(said, config.num_classes),
         ignored=_IGNORED + text,
         loss=next((loss for loss, name in PROBLEM_TYPES.items() if name == problem), problem),
         remarks=tuple(remarks),
@@ -178,9 +184,23 @@ def _layout(family: Family, declared: Config, arrays: Mapping[str, LazyArray]) -
     biases = [f'{block}.{projection}.bias' for projection in layout.names.projections]
     may_lack = not declared.qkv_bias or family.model_type == 'dinov3_vit'
     zeros = [n for n in biases if may_lack and n.replace('{layer0}', '0') not in arrays]
+    _check_biases(declared, layout, first=block.replace('{layer0}', '0'), arrays=arrays)
     if 'visual_projection.weight' in arrays:
         zeros.append('visual_projection.bias')
     return dataclasses.replace(layout, zeros=tuple(zeros))
+
+
+def _check_biases(
+    declared: Config, layout: Layout, *, first: str, arrays: Mapping[str, LazyArray]
+) -> None:
+    """Raises UserError for biases of the first block that config.json says it has not."""
+    names = layout.names
+    said = dict(zip(('query_bias', 'key_bias', 'value_bias'), names.projections, strict=True))
+    said |= {'proj_bias': names.out, 'mlp_bias': names.mlp[0]}
+    off = {of for name, of in said.items() if getattr(declared, name) is False}
+    off |= {*names.projections} if not declared.qkv_bias else set()
+    there = sorted(f'{first}.{of}.bias' for of in off if f'{first}.{of}.bias' in arrays)
+    require(not there, f'config.json says that there is no bias, but {"".join(there[:1])} is there')
 
 
 def _infer(clues: Clues, declared: Config, layout: Layout) -> ViTConfig:
@@ -208,6 +228,12 @@ def _infer(clues: Clues, declared: Config, layout: Layout) -> ViTConfig:
     if pooler in arrays:
         wrong = f'config.json: pooler_act={declared.pooler_act!r} is not supported: expected tanh'
         require(declared.pooler_act == 'tanh', wrong)
+    for name in 'use_swiglu_ffn', 'use_gated_mlp':
+        require_equal(
+            vars(declared),
+            {name: gated if getattr(declared, name) is not None else None},
+            where='config.json',
+        )
     rope = layout.family == 'dinov3_vit'
     pool, tokens = _pool(arrays, layout)
     config, _ = inference.infer_vit(
@@ -281,7 +307,11 @@ def _compare(config: ViTConfig, declared: Config, layout: Layout) -> None:
     stated = {name: stated[name] for name in found.keys() & stated.keys()}
     if config.backbone is None and declared.patch_size is not None:
         stated['patch_size'], found['patch_size'] = declared.patch_size, config.patch_size
-    if layout.family in _DINOV2:
+    wrong = 'config.json says model_type=dinov2, the arrays have registers'
+    require(layout.family != 'dinov2' or not config.registers, wrong)
+    wrong = 'config.json says vision_use_head=False, the arrays have such a head'
+    require(declared.vision_use_head is not False or config.pool != 'map', wrong)
+    if layout.family in _DINOV2 and declared.hidden_size is not None:
         ratio = declared.mlp_ratio
         found['mlp_ratio'] = ratio if dinov2_mlp(config, ratio) == config.mlp_dim else None
         stated['mlp_ratio'] = ratio
@@ -289,17 +319,6 @@ def _compare(config: ViTConfig, declared: Config, layout: Layout) -> None:
         stated['intermediate_size'] = declared.intermediate_size
         found['intermediate_size'] = config.mlp_dim
     require_equal(stated, found, where='config.json')
-
-
-def _class_names(described: dict[str, Any], count: int | None) -> tuple[str, ...]:
-    """The names in `id2label`, unless they are the placeholders that stand for none."""
-    labels = described.get('id2label')
-    if not isinstance(labels, dict) or count is None:
-        return ()
-    names = tuple(str(labels.get(str(i))) for i in range(count))
-    if len(labels) != count or all(name == f'LABEL_{i}' for i, name in enumerate(names)):
-        return ()
-    return names
 
 
 def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any]:

@@ -6,15 +6,14 @@ from typing import Any, NamedTuple
 
 from vit_jax.base import Record, UserError, require, require_between
 from vit_jax.checkpoints.card import Card
+from vit_jax.checkpoints.formats import base
 from vit_jax.checkpoints.formats.base import part
-from vit_jax.models import Gelu, ViTConfig
+from vit_jax.checkpoints.formats.huggingface_labels import of_head
+from vit_jax.models import Backbone, Gelu, ViTConfig
 
 GELUS: dict[str, Gelu] = {'gelu': 'exact', 'gelu_pytorch_tanh': 'tanh', 'quick_gelu': 'quick'}
 GELUS |= {'gelu_new': 'tanh', 'gelu_fast': 'tanh'}
 _HIDDEN_ACT = {'exact': 'gelu', 'tanh': 'gelu_pytorch_tanh', 'quick': 'quick_gelu'}
-# By the loss of the training.
-PROBLEM_TYPES = {'softmax': 'single_label_classification'}
-PROBLEM_TYPES |= {'sigmoid': 'multi_label_classification'}
 _QKV = 'query', 'key', 'value'
 _LETTERS = 'attention.q_proj', 'attention.k_proj', 'attention.v_proj'
 
@@ -139,7 +138,6 @@ FAMILIES: dict[str, Family] = {
         ),
     )
 }
-_VISION = 'vision_config', 'vision_config_dict'  # the second changes the first
 _TOWERS = {'clip': 'clip_vision_model', 'siglip': 'siglip_vision_model'}  # of two
 
 
@@ -160,24 +158,84 @@ class Config(Record):
     layer_norm_eps: float | None = None
     pooler_act: str = 'tanh'
     rope_theta: float = 100.0
+    rope_parameters: dict[str, Any] = dataclasses.field(default_factory=dict)
+    rope_scaling: dict[str, Any] | None = None
     qkv_bias: bool = True
+    query_bias: bool | None = None  # these five of DINOv3
+    key_bias: bool | None = None
+    value_bias: bool | None = None
+    proj_bias: bool | None = None
+    mlp_bias: bool | None = None
+    use_swiglu_ffn: bool | None = None
+    use_gated_mlp: bool | None = None
+    vision_use_head: bool | None = None
+    quantization_config: dict[str, Any] | None = None
 
     def check(self) -> None:
         sizes = 'hidden_size', 'num_hidden_layers', 'intermediate_size', 'num_attention_heads'
         require_between(self, 'image_size', 'patch_size', 'num_channels', *sizes, low=1)
         require_between(self, 'layer_norm_eps', above=0, below=1)
         require_between(self, 'mlp_ratio', above=0, high=1024)
-        require(self.rope_theta == 100, f'rope_theta={self.rope_theta:g}: only 100 is supported')
+        theta = self.rope_parameters.get('rope_theta', self.rope_theta)
+        require(theta == 100, f'rope_theta={str(theta).removesuffix(".0")}: only 100 is supported')
+        for name in 'rope_scaling', 'quantization_config':
+            value = getattr(self, name)
+            require(value is None, f'{name}={value} is not supported')
         known = f'hidden_act={self.hidden_act!r} is not one of {", ".join(GELUS)}'
         require(self.hidden_act in (None, 'silu', *GELUS), known)
 
 
-def vision_config(declared: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config.json that is about images."""
-    if declared.get('model_type') not in _TOWERS and 'vision_config' not in declared:
+def vision_config(declared: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The part of a config.json that is about images: all of it, or that of a model of two towers.
+
+    CLIP's may have a second one, `vision_config_dict`, which with its own defaults takes the place
+    of the first. UserError where that changes what the arrays do not show.
+    """
+    if declared.get('model_type') not in _TOWERS:
         return declared
-    named = (part(declared, name, where='config.json') for name in _VISION)
-    return {name: value for values in named for name, value in values.items()}
+    values = part(declared, 'vision_config', where='config.json')
+    other = values.get('model_type', family.model_type)
+    wrong = f'vision_config.model_type={other!r} within model_type={declared["model_type"]!r}'
+    require(other == family.model_type, wrong)
+    later = part(declared, 'vision_config_dict', where='config.json')
+    if not later or declared['model_type'] != 'clip':
+        return values
+    usual = {
+        'hidden_act': family.hidden_act,
+        'layer_norm_eps': family.epsilon,
+        'num_attention_heads': family.num_heads,
+    }
+    for name, value in usual.items():
+        now = later.get(name, value)
+        wrong = f'vision_config says {name}={values.get(name)}, vision_config_dict means {now}'
+        require(values.get(name, now) == now, wrong)
+    return values | later
+
+
+def check_backbone(backbone: Backbone, declared: dict[str, Any]) -> None:
+    """Raises UserError where a config.json says another backbone than the arrays have."""
+    stated = part(declared, 'backbone_config', where='config.json')
+    require(not declared.get('use_timm_backbone'), 'use_timm_backbone=True is not supported')
+    found = _backbone_config(backbone) | {
+        'hidden_act': 'relu',
+        'num_groups': 32,
+        'output_stride': 32,
+        'width_factor': 1,
+    }
+    base.require_equal(stated, found, where='config.json.backbone_config')
+
+
+def _backbone_config(backbone: Backbone) -> dict[str, Any]:
+    return {
+        'model_type': 'bit',
+        'layer_type': 'bottleneck',
+        'global_padding': 'same',
+        'embedding_dynamic_padding': True,
+        'embedding_size': backbone.width,
+        'depths': list(backbone.blocks),
+        'hidden_sizes': [4 * backbone.width * 2**i for i in range(len(backbone.blocks))],
+        'out_features': [f'stage{len(backbone.blocks)}'],
+    }
 
 
 def family_of(declared: dict[str, Any], arrays: Iterable[str]) -> Family:
@@ -185,10 +243,13 @@ def family_of(declared: dict[str, Any], arrays: Iterable[str]) -> Family:
 
     Raises UserError for one that is not read.
     """
-    name = declared.get('model_type')
-    if name is None:
+    if not declared:
         return FAMILIES[_found('\n'.join(arrays))]
-    require(isinstance(name, str), f'model_type={name!r}: expected a name')
+    name = declared.get('model_type')
+    right = "is not transformers', as the arrays are: it has no model_type"
+    require(name is not None, right)
+    if not isinstance(name, str):
+        raise UserError(f'model_type={name!r}: expected a name')
     name = _TOWERS.get(name, name)
     known = ', '.join(sorted({*FAMILIES, *_TOWERS}))
     require(name in FAMILIES, f'model_type={name!r} is not supported: expected one of {known}')
@@ -250,7 +311,7 @@ def description(
     architecture = family.models[config.num_classes is not None]
     if config.pool == 'cls_dist':
         architecture = 'DeiTForImageClassificationWithTeacher'
-    beside = _of_family(family, config, without_bias) | _of_head(config, card)
+    beside = _of_family(family, config, without_bias) | of_head(config, card)
     return {
         'architectures': [architecture],
         'model_type': family.model_type,
@@ -301,16 +362,7 @@ def _of_family(family: Family, config: ViTConfig, without_bias: Collection[str])
         'pooler_output_size': config.representation_size or config.width,
     }
     if backbone := config.backbone:
-        values['backbone_config'] = {
-            'model_type': 'bit',
-            'layer_type': 'bottleneck',
-            'global_padding': 'same',
-            'embedding_dynamic_padding': True,
-            'embedding_size': backbone.width,
-            'depths': list(backbone.blocks),
-            'hidden_sizes': [4 * backbone.width * 2**i for i in range(len(backbone.blocks))],
-            'out_features': [f'stage{len(backbone.blocks)}'],
-        }
+        values['backbone_config'] = _backbone_config(backbone)
     return dropout | intermediate | {'qkv_bias': qkv_bias} | values
 
 
@@ -318,15 +370,3 @@ def dinov2_mlp(config: ViTConfig, ratio: float) -> int:
     """The width of the hidden layer that an `mlp_ratio` means: a SwiGLU's has two thirds of it."""
     plain = int(config.width * ratio)
     return plain if config.gelu else (int(plain * 2 / 3) + 7) // 8 * 8
-
-
-def _of_head(config: ViTConfig, card: Card) -> dict[str, Any]:
-    if card.projects:
-        return {}
-    labels = card.class_names or tuple(f'LABEL_{i}' for i in range(config.num_classes or 0))
-    names = {
-        'id2label': {str(i): name for i, name in enumerate(labels)},
-        'label2id': {name: i for i, name in enumerate(labels)},
-    }
-    problem = PROBLEM_TYPES.get(card.loss or '') if config.num_classes is not None else None
-    return names | ({'problem_type': problem} if problem else {})

@@ -87,6 +87,10 @@ def read(declared: dict[str, Any], family: str) -> tuple[Preprocessing, tuple[in
     known = ', '.join(f'{each}ImageProcessor' for each in defaults)
     require(family in defaults, f'{where}: {name} is not supported: expected one of {known}')
     processor = described(_Processor, defaults[family] | _stated(declared), where=where)
+    square = declared.get('default_to_square')
+    wrong = f'{where}: default_to_square={square} is not supported for {family}ImageProcessor'
+    plain = isinstance(processor.size, int)
+    require(square is None or not plain or square is not processor.shorter, wrong)
     try:
         crop, size = _crop(processor)
     except UserError as error:
@@ -141,7 +145,7 @@ def _pair(size: int | dict[str, int] | tuple[int, int], *, shorter: bool) -> tup
             return size if shorter else (size, size)
         case {'shortest_edge': edge} if len(size) == 1:
             return edge
-        case {'height': height, 'width': width}:
+        case {'height': height, 'width': width} if len(size) == 2:
             return height, width
         case tuple():
             return size

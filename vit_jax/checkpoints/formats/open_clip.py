@@ -24,6 +24,9 @@ from vit_jax.models import ViTConfig
 _PREFIX = 'visual.'
 _BIAS = 'proj.bias'  # which the projection does not have
 _WHERE = 'open_clip_config.json'
+# Of a tower of timm's: what is read, and what is dropped in training or was there before it.
+_TIMM_TOWER = 'timm_model_name', 'timm_proj', 'timm_pool', 'image_size'
+_ONLY_TRAINING = 'timm_model_pretrained', 'timm_drop', 'timm_drop_path', 'timm_proj_bias'
 _CROP_MODES = {'shortest': 'center', 'squash': 'squash'}  # of timm
 
 
@@ -53,6 +56,7 @@ class _VisionConfig(Record):
     def check(self) -> None:
         require_between(self, 'layers', 'width', 'head_width', 'image_size', low=1)
         require_between(self, 'patch_size', low=1)
+        require_between(self, 'mlp_ratio', above=0, high=1024)
 
 
 @dataclasses.dataclass
@@ -87,6 +91,9 @@ def timm_tower(clues: Clues) -> dict[str, Any]:
     vision = part(model, 'vision_cfg', where=f'{_WHERE}.model_cfg')
     if not vision.get('timm_model_name'):
         return {}
+    known = {'patch_dropout', 'output_tokens', *_TIMM_TOWER, *_ONLY_TRAINING}
+    odd = ', '.join(f'{n}={vision[n]!r}' for n in {*vision} - known if vision[n] is not None)
+    require(not odd, f'{_WHERE}.model_cfg.vision_cfg: {odd} is not supported')
     projection = vision.get('timm_proj', 'linear')
     wrong = f'{_WHERE}: timm_proj={projection!r} is not supported: expected none'
     require(projection == 'none', wrong)

@@ -7,7 +7,7 @@ the name of the architecture, which does, the arguments that changed it, and the
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from vit_jax.base import UserError, require
@@ -32,8 +32,10 @@ from vit_jax.checkpoints.formats.timm_config import (
     Description,
     Pretrained,
     architecture,
+    is_of_meta,
     preprocessing,
     unsupported,
+    usual,
     was_trained_with_quick_gelu,
 )
 from vit_jax.models import Pool, ViTConfig
@@ -171,21 +173,27 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     tower = open_clip.timm_tower(clues) if prefix.startswith('visual.') else {}
     if tower:
         declared, where = tower, 'open_clip_config.json'
+    right = f"{where} is not timm's, as the arrays are: it has no architecture"
+    require(not declared or isinstance(declared.get('architecture'), str), right)
     stated = part(declared, 'model_args', where=where)
     arguments = described(Arguments, stated, where=f'{where}.model_args')
     strange = {*stated} - {*vars(arguments)}
     strange = {n for n in strange if stated[n] is not None and not NO_FUNCTION.fullmatch(n)}
     odd = ', '.join(f'{name}={stated[name]!r}' for name in sorted(strange))
     require(not strange, f'{where}.model_args: {odd} is not supported')
-    pretrained = Pretrained.read(declared, where=where)
+    inside = {n.removeprefix(prefix): a for n, a in clues.arrays.items() if n.startswith(prefix)}
+    pretrained, taken = Pretrained.read(declared, where=where), ''
+    if not declared:
+        pretrained, taken = usual(inside)
     description = described(Description, declared, where=where)
     architecture, _, tag = description.architecture.partition('.')
     description.architecture, pretrained.tag = architecture, pretrained.tag or tag
-    inside = {n.removeprefix(prefix): a for n, a in clues.arrays.items() if n.startswith(prefix)}
     if what := unsupported(description.architecture, inside):
         name = f'{description.architecture}: ' if description.architecture else ''
         raise UserError(f'{name}{what}: not supported')
-    known = _known(clues, arguments, pretrained, description)
+    right = "no positions are among the arrays: DINOv3's need the config.json beside them"
+    require(bool(declared) or 'pos_embed' in inside, right)
+    known = _known(clues, inside, arguments, pretrained, description)
     clues = clues._replace(arrays=inside, declared=_declared(inside, arguments, pretrained))
     layout = _layout(inside, known, arguments, prefix)
     config, layout = _infer(clues, layout, known, arguments, description)
@@ -195,18 +203,33 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     ignored = re.escape(prefix) + 'mask_token'  # of masked pre-training
     if tower:  # beside that of text
         ignored += r'|(?!visual\.).*'
-    remarks = () if declared else ('no config.json: images are prepared as is usual for ViTs',)
+    # CLIP's projection has no bias: timm gives it one of zeros.
+    projects = config.pre_norm and config.num_classes and not inside['head.bias'].read().any()
     return Recognised(
-        config, layout, preprocessing(pretrained), names, ignored=ignored, remarks=remarks
+        config,
+        layout,
+        preprocessing(pretrained),
+        names,
+        ignored=ignored,
+        loss='contrastive' if projects else None,
+        remarks=(f'no config.json: {taken}',) if taken else (),
     )
 
 
 def _known(
-    clues: Clues, arguments: Arguments, pretrained: Pretrained, description: Description
+    clues: Clues,
+    arrays: Collection[str],
+    arguments: Arguments,
+    pretrained: Pretrained,
+    description: Description,
 ) -> Architecture:
     """What the name of the architecture says, changed by the arguments."""
     name = description.architecture
     known = architecture(name)
+    if not name and 'norm_pre.weight' in arrays:
+        known = known._replace(epsilon=1e-5)
+        if clues.hints.gelu is None:
+            raise NeedsHint('without config.json: say gelu=quick, as OpenAI trained, or gelu=exact')
     if arguments.num_heads is not None:
         known = known._replace(num_heads=arguments.num_heads)
     if arguments.act_layer in GELUS:
@@ -272,9 +295,12 @@ def _infer(
     _, mlp_dim = inference.shape_of(inside, second, 2)
     gated = first not in inside or inside[first].shape[0] == 2 * mlp_dim
     registers = inside[layout.registers].shape[1] if layout.registers in inside else 0
-    pool, class_tokens = _pool(inside, description.global_pool or arguments.global_pool)
+    pools = [p for p in (description.global_pool, arguments.global_pool) if p is not None]
+    pool, class_tokens = _pool(inside, next(iter(pools), None))
+    wrong = f'config.json says global_pool={pools}, once for itself and once within model_args'
+    require(len({*pools}) < 2, wrong)
     resize = known.position_resize
-    if not clues.json('config.json') and 'mask_token' in inside:  # Meta's own DINOv2
+    if not clues.json('config.json') and is_of_meta(inside):
         resize = 'bicubic_antialias' if registers else 'bicubic_offset'
     defaults = Hints(num_heads=known.num_heads, gelu=known.gelu, layer_norm_epsilon=known.epsilon)
     config, row = inference.infer_vit(
@@ -329,6 +355,8 @@ def _rows(class_tokens: int, arguments: Arguments) -> tuple[int, ...]:
 def _layer_scale(arrays: Mapping[str, LazyArray], arguments: Arguments) -> float | None:
     scales = 'blocks.0.ls1.gamma', 'blocks.0.gamma_1'
     found = any(name in arrays for name in scales)
+    wrong = f'config.json.model_args says init_values={arguments.init_values}, no array has them'
+    require(found or not arguments.init_values, wrong)
     return (arguments.init_values or 1e-5) if found else None
 
 

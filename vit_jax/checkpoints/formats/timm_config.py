@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from vit_jax.base import Record, records, require, require_between
 from vit_jax.checkpoints.formats.base import (
+    CLIP,
     HALF,
     IMAGENET,
     Scaling,
@@ -139,6 +140,7 @@ class Arguments(Record):
 
     def check(self) -> None:
         require_between(self, 'num_heads', 'img_size', 'patch_size', low=1)
+        require_between(self, 'mlp_ratio', above=0, high=1024)
         known = f'expected one of {", ".join(GELUS)}, silu'
         fits = self.act_layer in (None, 'silu', *GELUS)
         require(fits, f'act_layer={self.act_layer!r} is not supported: {known}')
@@ -177,6 +179,22 @@ class Pretrained(Record):
             values = {n: declared[n] for n in records.hints(Pretrained) if n in declared}
         values = _DEFAULTS | values if values else {}
         return described(Pretrained, values, where=f'{where}.pretrained_cfg')
+
+
+def usual(arrays: Collection[str]) -> tuple[Pretrained, str]:
+    """How images are prepared where nothing says it, and what is taken for granted, in words."""
+    if is_of_meta(arrays):
+        mean, std = IMAGENET
+        return Pretrained(mean=mean, std=std, crop_pct=0.875), 'images are prepared as for DINOv2'
+    if 'norm_pre.weight' in arrays:
+        mean, std = CLIP
+        return Pretrained(mean=mean, std=std), 'images are prepared as for CLIP'
+    return Pretrained(), 'GELU, epsilon, pooling and preparation are taken to be those of most ViTs'
+
+
+def is_of_meta(arrays: Collection[str]) -> bool:
+    """Are these, beside which there is no config.json, as Meta itself publishes DINOv2?"""
+    return 'mask_token' in arrays
 
 
 @dataclasses.dataclass

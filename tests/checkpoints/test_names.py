@@ -439,6 +439,19 @@ def test_what_began_with_tls_must_not_end_without():
     assert follow(asked, None, 302, 'Found', none, 'https://other/x.npz') is not None
     with pytest.raises(UserError, match='leads to http://, where anyone on the way could change'):
         follow(asked, None, 302, 'Found', none, 'http://host/x.npz')
+    plain = urllib.request.Request('http://host/x.npz')
+    assert follow(plain, None, 302, 'Found', none, 'HTTPS://other/x.npz') is not None
+    with pytest.raises(UserError, match='http://host/x.npz: leads to no https:// address$'):
+        follow(plain, None, 302, 'Found', none, 'ftp://host/x.npz?secret')
+
+
+def test_of_a_note_that_was_not_written_whole_the_download_begins_again(server, tmp_path):
+    server.cuts = [1000, 0, 0]
+    with pytest.raises(UserError):
+        read()
+    next((tmp_path / 'cache').rglob('*.etag')).write_bytes(b'"\xff')
+    server.asked.clear()
+    assert read() == DATA and server.asked == [('GET', FILE, None)]
 
 
 def test_offline_what_is_in_the_cache_is_enough_and_nothing_is_asked(server, monkeypatch, tmp_path):

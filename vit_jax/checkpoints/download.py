@@ -163,8 +163,10 @@ def _attempt(
 def _noted(path: pathlib.Path) -> http_answers.Version:
     """The version that the partial file is of."""
     note = _beside(path, 'etag')
-    etag, _, total = (note.read_text() if note.exists() else '').partition('\n')
-    return http_answers.Version(etag, int(total) if total.isdecimal() else None)
+    etag, _, total = (note.read_text(errors='replace') if note.exists() else '').partition('\n')
+    return http_answers.Version(
+        http_answers.strong(etag), int(total) if total.isdecimal() else None
+    )
 
 
 @contextlib.contextmanager

@@ -114,13 +114,15 @@ def why(error: BaseException) -> str:
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Raises UserError where https:// leads to http://, at whichever step."""
+    """Raises UserError where https:// leads to http://, or either to another scheme."""
 
     def redirect_request(self, req: Any, *answer: Any) -> Any:
         *_, url = answer
-        if req.full_url.startswith('https:') and not url.startswith('https:'):
+        if req.full_url.startswith('https:') and not url.lower().startswith('https:'):
             text = 'leads to http://, where anyone on the way could change it'
             raise UserError(f'{shown_url(req.full_url)}: {text}')
+        if not url.lower().startswith(('https:', 'http:')):  # urllib itself would take ftp:
+            raise UserError(f'{shown_url(req.full_url)}: leads to no https:// address')
         return super().redirect_request(req, *answer)
 
 
@@ -133,7 +135,7 @@ def part(url: str, answer: Any, have: int, version: Version) -> Part:
     _require_file(url, answer)
     length, etag = _length(url, answer), answer.headers.get('ETag', '').strip()
     if answer.status == 200:
-        return Part(0, length, Version(_strong(etag), length))
+        return Part(0, length, Version(strong(etag), length))
     match = _RANGE.fullmatch(answer.headers.get('Content-Range', '').strip())
     if answer.status != 206 or not have or match is None:
         raise Unfit(f'{shown_url(url)}: answered HTTP {answer.status}, not with what is missing')
@@ -182,6 +184,6 @@ def _length(url: str, answer: Any) -> int | None:
     return int(min(lengths))
 
 
-def _strong(etag: str) -> str:
+def strong(etag: str) -> str:
     """The ETag if it tells every byte (RFC 9110, 8.8.1); else nothing can be resumed: ''."""
     return etag if re.fullmatch('"[\x21\x23-\x7e\x80-\xff]*"', etag) else ''

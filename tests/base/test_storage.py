@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import logging
 import re
 import threading
 import time
@@ -90,6 +91,31 @@ def test_what_cannot_be_written_is_one_sentence_with_its_path(bucket):
     bucket.fault = lambda method, path: 403
     with pytest.raises(UnusableDisk, match='^gs://bucket/run/config.json: Forbidden[^\n]*$'):
         write_json(storage.folder('gs://bucket/run') / 'config.json', {})
+
+
+def test_of_what_is_removed_while_it_is_read_one_sentence_is_said(bucket, caplog, monkeypatch):
+    for name in 'fsspec', 'gcsfs':  # as they are at first
+        monkeypatch.setattr(logging.getLogger(name), 'level', logging.NOTSET)
+        logging.getLogger().manager._clear_cache()
+    bucket.put('run/data', bytes(2**24), {})
+    path = storage.folder('gs://bucket/run') / 'data'
+    with pytest.raises(UnusableDisk, match='^gs://bucket/run/data: [^\n]*$'):
+        with storage.reaching(path), path.open('rb') as file:
+            file.read(10)
+            bucket.objects.clear()
+            while file.read(2**20):
+                pass
+    assert not [one for one in caplog.records if one.name.startswith(('fsspec', 'gcsfs'))]
+
+
+def test_an_address_is_shown_without_what_may_be_a_secret():
+    for path in 's3://b/run?sig=secret', 'https://me:secret@h/run', 'https:/h/run?secret':
+        with pytest.raises(UserError) as refused:
+            storage.folder(path)
+        assert 'secret' not in str(refused.value)
+    with pytest.raises(UnusableDisk, match='^gs://b: of https://h/x of gs://b$'):
+        with storage.reaching('gs://b'):
+            raise RuntimeError('of https://me:secret@h/x?secret of gs://b')
 
 
 def test_lines_are_added_in_the_background_and_all_are_there_when_flushed(bucket, hurried):

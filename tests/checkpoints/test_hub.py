@@ -199,6 +199,18 @@ def test_where_the_hub_cannot_be_reached_the_cache_is_enough(server, monkeypatch
             names.local('hf:owner/other')
 
 
+def test_the_user_and_the_query_of_an_address_are_said_nowhere(server, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, 'ENDPOINT', server.url.replace('//', '//me:secret@'))
+    try:
+        assert 'secret' not in str(names.local('hf:owner/name').origin)
+    except UserError as error:
+        assert 'secret' not in str(error)
+    error = RuntimeError("Client error for url 'https://cdn/x?sig=secret'")
+    assert hub._reason(error) == "Client error for url 'https://cdn/x'"
+
+
 def test_without_the_hubs_client_it_is_said_how_to_get_it(monkeypatch):
     monkeypatch.setattr(hub.importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(UserError, match=r"hf:o/n: this needs .*: pip install 'vit_jax\[hub\]'"):

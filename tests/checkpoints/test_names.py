@@ -18,7 +18,7 @@ from tests import reference, tiny
 from tests.servers import web
 from vit_jax import convert, visualize
 from vit_jax.base.errors import MissingFile, UserError
-from vit_jax.checkpoints import download, names
+from vit_jax.checkpoints import download, http_answers, names
 from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.checkpoints.formats.opening import open_checkpoint
 from vit_jax.checkpoints.published import FILES, published
@@ -94,6 +94,88 @@ def test_of_a_file_that_has_changed_meanwhile_no_half_is_kept(server):
         read()
     server.answers[FILE] = web.stored(DATA[::-1])
     assert read() == DATA[::-1]
+
+
+def cut(**headers):
+    """The first 1,000 bytes of a file that is to be longer."""
+    return web.raw(200, DATA[:1000], ETag='"v1"', Content_Length=len(DATA), **headers)
+
+
+def rest(start=1000, stop=5120, total=5120, *, body=None, etag='"v1"', **headers):
+    """A part of the file."""
+    headers = {'Content_Range': f'bytes {start}-{stop - 1}/{total}', 'ETag': etag} | headers
+    return web.raw(206, DATA[start:stop] if body is None else body, **headers)
+
+
+@pytest.mark.parametrize(
+    'part',
+    [
+        rest(body=DATA[:0:-1][: len(DATA) - 1000], etag='"v2"'),
+        rest(etag='W/"v1"'),
+        rest(total=len(DATA) + 1),
+    ],
+)
+def test_a_part_of_another_version_is_not_appended(server, part):
+    server.raw = [cut(), part]
+    assert read() == DATA
+    assert [asked[2] for asked in server.asked] == [None, 'bytes=1000-', None]
+
+
+def test_a_server_may_give_less_than_is_asked_for_until_all_is_there(server, monkeypatch):
+    monkeypatch.setattr(download, '_WAITS', (0.0,))  # for the one that is cut
+    server.raw = [
+        cut(),
+        rest(1000, 1500, Content_Length=500),
+        rest(1500, 1600),
+        rest(1600, total='*'),
+    ]
+    assert read() == DATA
+    assert [asked[2] for asked in server.asked[1:]] == [f'bytes={i}-' for i in (1000, 1500, 1600)]
+
+
+@pytest.mark.parametrize(
+    'part',
+    [
+        rest(1001),
+        rest(999),
+        rest(Content_Range='bytes 1000-1499'),
+        rest(1000, 1500, Content_Length=4120, body=DATA[1000:]),
+        rest(1000, 1500, body=DATA[1000:]),
+        rest(1000, len(DATA) + 1),
+        rest(1000, 1000, body=b''),
+    ],
+)
+def test_a_part_that_contradicts_itself_is_refused_and_nothing_is_kept(server, tmp_path, part):
+    server.raw = [cut(), part]
+    with pytest.raises(UserError, match='answered HTTP 206|more came than was declared'):
+        read()
+    assert not whole(tmp_path) and read() == DATA
+    assert server.asked[-1] == ('GET', FILE, None)
+
+
+@pytest.mark.parametrize(
+    ('headers', 'message'),
+    [
+        ({'Content_Encoding': 'gzip'}, r'comes encoded \(Content-Encoding\)'),
+        ({'Content_Encoding': ['identity', 'br']}, r'comes encoded \(Content-Encoding\)'),
+        ({'Transfer_Encoding': 'gzip'}, r'comes encoded \(Transfer-Encoding\)'),
+        ({'Transfer_Encoding': 'gzip, chunked'}, r'comes encoded \(Transfer-Encoding\)'),
+        ({'Content_Length': [100, len(DATA)]}, 'declares no length .*: expected one number'),
+        ({'Content_Length': '5_120'}, 'declares no length'),
+        ({'Content_Length': '+5120'}, 'declares no length'),
+        ({'Content_Length': '-1'}, 'declares no length'),
+        ({'Content_Length': '9' * 5000}, 'declares no length'),
+    ],
+)
+def test_an_answer_in_another_form_or_without_one_length_is_refused(
+    server, tmp_path, headers, message
+):
+    server.raw = [web.raw(200, DATA, **({'Content_Length': len(DATA)} | headers))]
+    with pytest.raises(UserError, match=message):
+        read()
+    assert len(server.asked) == 1 and not [*tmp_path.rglob('file.npz*')]
+    server.raw = [web.raw(200, DATA, Content_Encoding='identity', Content_Length=[5120, 5120])]
+    assert read() == DATA
 
 
 @pytest.mark.parametrize('headers', [{}, {'ETag': 'W/"weak"'}])
@@ -253,6 +335,98 @@ def test_the_secret_in_a_url_is_said_and_kept_nowhere(server, tmp_path):
     assert 'secret' not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    'answer',
+    [
+        b'HTTP/1.1 418 secret\r\n\r\n',
+        b'HTTP/1.1 999 secret\r\n\r\n',
+        b'lalala secret\r\n\r\n',
+        b'HTTP/9 secret\r\n\r\n',
+        web.raw(302, Location='foo://x/?secret', Content_Length=0),
+        web.raw(302, Location='http://[::1/?secret', Content_Length=0),
+        web.raw(302, Location='http://host:secret/', Content_Length=0),
+        web.raw(302, Location='/b.npz?secret', Content_Length=0),
+    ],
+)
+def test_what_a_server_says_in_words_is_not_repeated(server, answer):
+    server.raw = [answer] * 20
+    with pytest.raises(UserError) as refused:
+        names.local(f'{server.url}/b.npz?key=secret#sha256={"0" * 64}')
+    text = str(refused.value)
+    assert 'secret' not in text and '\n' not in text and f'{server.url}/b.npz' in text
+
+
+SECRETS = [
+    'https://127.0.0.1:1/f.npz?se=2027-01-01T00:00:00Z&sig=secret',
+    'https://127.0.0.1:1/f.npz?a=1?sig=secret:secret',
+    'https://127.0.0.1:1/f.npz?sig=secret#secret',
+    'https://127.0.0.1:1/f.npz?sig=secret#sha256=secret',
+    'https:/h/f.npz?sig=secret',
+    'https://user:secret@127.0.0.1:1/f.npz',
+    'https://user:secret?x@h/f.npz',
+    'https:/user:secret@h/f.npz',
+    'https://127.0.0.1:secret/f.npz',
+    'https://127.0.0.1:1/f.zip?sig=secret',
+    's3://bucket/f.npz?sig=secret:secret',
+    'file:///tmp/f.npz?secret',
+    'ftp://user:secret@h/x?secret',
+    'hf:a/b?x:secret',
+    'hf:a/b@main?x:secret',
+    'gs://b/work?k=1:secret',
+    'gs://b/f.npz?k=1:secret',
+    'augreg:B/16?secret',
+]
+
+
+@pytest.mark.parametrize('name', SECRETS)
+def test_what_may_be_a_secret_in_a_name_is_shown_nowhere(name, server, monkeypatch):
+    monkeypatch.setattr(download, '_WAITS', ())
+    for said in (
+        names.shown(name),
+        names.as_path(name),
+        refusal(names.local, name),
+        refusal(names.require_here, name),
+        refusal(names.local_file, name),
+    ):
+        assert 'secret' not in said and '\n' not in said
+    assert not server.asked
+
+
+def refusal(function, name):
+    with pytest.raises(UserError) as refused:
+        function(name)
+    return str(refused.value)
+
+
+def test_a_subtree_stands_before_a_query_which_may_hold_colons(server):
+    server.answers['/a.npz'] = web.stored(DATA)
+    digest = f'#sha256={hashlib.sha256(DATA).hexdigest()}'
+    name = f'{server.url}/a.npz:img?se=00:00:00Z&sig=secret'
+    assert names.local(name + digest).path.endswith('/a.npz:img')
+    assert names.shown(name + digest) == f'{server.url}/a.npz:img{digest}'
+    assert names.as_path(name + digest) == f'{server.url}/a.npz:img'
+    asked = []
+    fetched = download.fetched
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(download, 'fetched', lambda url, **_: asked.append(url) or fetched(url))
+        names.local(f'{server.url}/a.npz?se=00:00:00Z{digest}')
+    assert asked == [f'{server.url}/a.npz?se=00:00:00Z']
+
+
+def test_a_name_that_is_too_long_for_a_disk_is_downloaded(server):
+    file = f'/bucket/{"a" * 300}.npz'
+    server.answers[file] = web.stored(DATA)
+    assert read(f'gs:/{file}') == DATA
+    with pytest.raises(MissingFile, match='nothing is there'):
+        read(f'gs://bucket/{"b" * 300}.npz')
+
+
+def test_a_cache_whose_name_is_too_long_is_said_with_what_to_do(server, monkeypatch, tmp_path):
+    monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / ('a' * 300)))
+    with pytest.raises(OSError, match='File name too long; VIT_JAX_CACHE=DIR is another place'):
+        read()
+
+
 def test_a_web_page_is_no_checkpoint(server):
     server.answers[FILE] = web.Answer(b'<html>', {'Content-Type': 'text/html; charset=utf-8'})
     with pytest.raises(UserError, match='a web page; take the link that downloads the file'):
@@ -261,10 +435,23 @@ def test_a_web_page_is_no_checkpoint(server):
 
 def test_what_began_with_tls_must_not_end_without():
     asked, none = urllib.request.Request('https://host/x.npz'), email.message.Message()
-    follow = download._Redirects().redirect_request
+    follow = http_answers._Redirects().redirect_request
     assert follow(asked, None, 302, 'Found', none, 'https://other/x.npz') is not None
     with pytest.raises(UserError, match='leads to http://, where anyone on the way could change'):
         follow(asked, None, 302, 'Found', none, 'http://host/x.npz')
+    plain = urllib.request.Request('http://host/x.npz')
+    assert follow(plain, None, 302, 'Found', none, 'HTTPS://other/x.npz') is not None
+    with pytest.raises(UserError, match='http://host/x.npz: leads to no https:// address$'):
+        follow(plain, None, 302, 'Found', none, 'ftp://host/x.npz?secret')
+
+
+def test_of_a_note_that_was_not_written_whole_the_download_begins_again(server, tmp_path):
+    server.cuts = [1000, 0, 0]
+    with pytest.raises(UserError):
+        read()
+    next((tmp_path / 'cache').rglob('*.etag')).write_bytes(b'"\xff')
+    server.asked.clear()
+    assert read() == DATA and server.asked == [('GET', FILE, None)]
 
 
 def test_offline_what_is_in_the_cache_is_enough_and_nothing_is_asked(server, monkeypatch, tmp_path):

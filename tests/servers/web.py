@@ -36,6 +36,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.asked = list[tuple[str, str, str | None]]()  # method, path, range
         self.cuts = list[int]()  # files end after so many bytes; each of these is used once
         self.refusals = list[int]()  # statuses of the next answers
+        self.raw = list[bytes]()  # the next answers, byte for byte, after which it hangs up
         self.flipped = False  # the last bit of every file
         self.claims = 0  # bytes by which every file is said to be longer than it is
         self.seconds = 0.0  # that every file takes
@@ -62,6 +63,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         server, path = self.server, urllib.parse.unquote(self.path.partition('?')[0])
         server.asked.append((self.command, path, self.headers.get('Range')))
+        if server.raw:
+            self.wfile.write(server.raw.pop(0))
+            self.close_connection = True
+            return
         answer = server.answers.get(path, server.absent(path))
         if server.refusals:
             answer = Answer(status=server.refusals.pop(0))
@@ -112,6 +117,15 @@ def stored(data: bytes) -> Answer:
     crc = base64.b64encode(google_crc32c.Checksum(data).digest()).decode()
     etag = f'"{hashlib.md5(data).hexdigest()}"'
     return Answer(data, {'ETag': etag, 'x-goog-hash': f'crc32c={crc}, md5=none'})
+
+
+def raw(status: int, body: bytes = b'', **headers: object) -> bytes:
+    """An answer byte for byte: a header whose value is a list comes as often."""
+    lines = [f'HTTP/1.1 {status} said by the server']
+    for name, values in headers.items():
+        values = values if isinstance(values, list) else [values]
+        lines += [f'{name.replace("_", "-")}: {value}' for value in values]
+    return '\r\n'.join([*lines, '', '']).encode() + body
 
 
 def repository(name: str, revisions: dict[str, dict[str, bytes]]) -> dict[str, Answer]:

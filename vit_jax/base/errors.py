@@ -7,6 +7,7 @@ host. Every other exception is a fault of the program, and is shown with its tra
 import contextlib
 import difflib
 import pathlib
+import re
 from collections.abc import Iterator, Sequence
 
 
@@ -20,6 +21,18 @@ class MissingFile(UserError, FileNotFoundError):
 
 class UnusableDisk(UserError, OSError):
     """A place that cannot be read or written: a full disk, a read-only directory."""
+
+
+def shown_url(url: str) -> str:
+    """A URL without its user, password and query, which may be secrets; other text as it is."""
+    text = re.sub(r'^([A-Za-z][A-Za-z0-9+.-]*:/+)[^/?#]*@', r'\1', url.partition('?')[0])
+    no_port = r'(?<=[^/:]):(?![0-9]*(?:[/#]|$))[^/#]*'  # but a password, cut at its question mark
+    return re.sub(rf'^([A-Za-z][A-Za-z0-9+.-]*:/+[^/#:\[]*){no_port}', r'\1', text)
+
+
+def shown_text(text: str) -> str:
+    """A text in which every URL is as `shown_url` has it."""
+    return re.sub(r'[A-Za-z][A-Za-z0-9+.-]*://[^\s\'"<>]+', lambda match: shown_url(match[0]), text)
 
 
 def close_by(path: str | pathlib.Path) -> str:

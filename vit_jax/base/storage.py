@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from etils import epath
 
-from vit_jax.base.errors import MissingFile, UnusableDisk, UserError
+from vit_jax.base.errors import MissingFile, UnusableDisk, UserError, shown_text, shown_url
 
 Path: TypeAlias = pathlib.Path | epath.Path  # of a file or folder, here or on a store
 
@@ -38,16 +38,17 @@ def folder(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path)
     if match := re.match('(gs|s3|https?):/(?!/)', text):
         lost = f'expected {match[1]}://, as text: a pathlib.Path takes one / away'
-        raise UserError(f'{text}: {lost}')
+        raise UserError(f'{shown_url(text)}: {lost}')
     if not is_remote(text):
         return pathlib.Path(text).absolute()
     if not re.fullmatch(r'gs://[^/]+/+[^/].*', text):
-        raise UserError(f'{text}: {_ELSEWHERE}')
+        raise UserError(f'{shown_url(text)}: {_ELSEWHERE}')
     if importlib.util.find_spec('gcsfs') is None:
         raise UserError(f"{text}: Google Cloud Storage needs: pip install 'vit_jax[gs]'")
     import fsspec.config
 
-    logging.getLogger('gcsfs').setLevel(logging.CRITICAL)  # what it logs it raises too
+    for name in 'gcsfs', 'fsspec':  # what they log they raise too
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault('EPATH_USE_TF', 'false')  # or it would go through TensorFlow if installed
     # Listings are not kept: orbax and other hosts write there too.
     fsspec.config.conf.setdefault('gcs', {})['use_listings_cache'] = False
@@ -64,7 +65,7 @@ def reaching(path: str | os.PathLike[str]) -> Iterator[None]:
     except Exception as error:  # there are three clients, each with kinds of its own
         if not is_remote(path):
             raise
-        reason = ' '.join(str(error).split())[:300] or type(error).__name__
+        reason = ' '.join(shown_text(str(error)).split())[:300] or type(error).__name__
         raise UnusableDisk(f'{path}: {reason}') from error
 
 

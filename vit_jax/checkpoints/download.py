@@ -3,22 +3,18 @@
 CACHE/DIGEST-OF-URL/NAME             a file that is whole
                    /NAME.sha256      its digest, as `sha256sum --check` takes it
                    /NAME.partial     the bytes that have come of another one
-                   /NAME.etag        the version that they are of
+                   /NAME.etag        the version that they are of: its ETag, its length
 """
 
 import base64
 import contextlib
 import hashlib
-import http.client
 import logging
 import os
 import pathlib
 import shutil
-import ssl
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -33,19 +29,13 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from vit_jax.base import MissingFile, UnusableDisk, UserError, locking, require, sync, usable
+from vit_jax.base import MissingFile, UnusableDisk, UserError, locking, sync, usable
+from vit_jax.base.errors import shown_url
+from vit_jax.checkpoints import http_answers
 
-_SECONDS = 30.0  # without a byte, after which a connection is given up
 _WAITS = 1.0, 2.0, 4.0  # seconds, after attempts in a row that brought nothing
-_PASSING = 408, 425, 429, 500, 502, 503, 504  # statuses of servers that may soon do better
-_LOST = (
-    ConnectionError,
-    TimeoutError,
-    ssl.SSLError,
-    urllib.error.URLError,
-    http.client.HTTPException,
-)
 _BLOCK = 2**20  # bytes
+_LONGEST = 255 - len('.partial')  # bytes of a name in the cache: a disk takes 255
 _AGAIN = 'the same command goes on where it stopped'
 
 Told = Callable[[int, int | None], None]  # how many bytes have come, of how many
@@ -68,14 +58,10 @@ def is_offline() -> bool:
     return os.environ.get('HF_HUB_OFFLINE', '').upper() in ('1', 'ON', 'YES', 'TRUE')
 
 
-def shown(url: str) -> str:
-    """A URL without its query, which may hold a secret."""
-    return url.partition('?')[0]
-
-
 def place(url: str) -> pathlib.Path:
     """Where the file behind a URL is kept, if it is."""
-    return cache() / hashlib.sha256(url.encode()).hexdigest()[:16] / shown(url).rpartition('/')[2]
+    name = shown_url(url).rpartition('/')[2][-_LONGEST:]  # in ASCII
+    return cache() / hashlib.sha256(url.encode()).hexdigest()[:16] / name
 
 
 def fetched(url: str, *, sha256: str | None = None) -> Fetched:
@@ -90,7 +76,7 @@ def fetched(url: str, *, sha256: str | None = None) -> Fetched:
         if not path.exists():
             if is_offline():
                 why = 'and HF_HUB_OFFLINE forbids to download it'
-                raise MissingFile(f'{shown(url)}: not in the cache ({cache()}), {why}')
+                raise MissingFile(f'{shown_url(url)}: not in the cache ({cache()}), {why}')
             path.parent.mkdir(parents=True, exist_ok=True)
             with (path.parent / '.lock').open('a') as lock:
                 if not locking.locked(lock):
@@ -101,7 +87,7 @@ def fetched(url: str, *, sha256: str | None = None) -> Fetched:
     found = _verified(path)
     if sha256 not in (None, found):
         text = f'the copy in the cache has {found}; is the digest right? else remove {path}'
-        raise UserError(f'{shown(url)}: expected the SHA-256 {sha256}, {text}')
+        raise UserError(f'{shown_url(url)}: expected the SHA-256 {sha256}, {text}')
     return Fetched(path, found)
 
 
@@ -113,16 +99,15 @@ def _download(url: str, path: pathlib.Path, sha256: str | None) -> None:
     with _bar(path.name) as told:
         while True:
             try:
-                _attempt(url, path, told, declared, checked=sha256 is not None)
-                break
-            except _LOST as error:
+                if _attempt(url, path, told, declared, checked=sha256 is not None):
+                    break
+                continue
+            except http_answers.LOST as error:
                 if _size(partial) > most:
                     most, waits = _size(partial), list(_WAITS)
                 if not waits:
-                    cause = getattr(error, 'reason', error)  # of a URLError
-                    why = getattr(cause, 'strerror', None) or str(cause) or type(cause).__name__
-                    text = f'{why}; once it can be reached, {_AGAIN}'
-                    raise UserError(f'{shown(url)}: {text}') from error
+                    text = f'{http_answers.why(error)}; once it can be reached, {_AGAIN}'
+                    raise UserError(f'{shown_url(url)}: {text}') from error
             time.sleep(waits.pop(0))
     found = _digest(partial, hashlib.sha256())
     if 'crc32c' in declared:
@@ -137,109 +122,62 @@ def _download(url: str, path: pathlib.Path, sha256: str | None) -> None:
 
 def _attempt(
     url: str, path: pathlib.Path, told: Told, declared: dict[str, str], *, checked: bool
-) -> None:
-    """Appends to the partial file what is missing of it, and notes the `declared` checksums.
+) -> bool:
+    """Appends to the partial file what comes of the rest, and notes the `declared` checksums.
 
-    `checked`: another checksum is known. Raises one of _LOST where that may be tried again, which
-    then goes on with what has come.
+    `checked`: another checksum is known. Is the file whole then? A server may give less than was
+    asked for. Raises one of LOST where that may be tried again, which goes on with what has come.
     """
-    partial, etag = _beside(path, 'partial'), _beside(path, 'etag')
-    version = etag.read_text() if etag.exists() else ''
-    have = _size(partial) if version else 0
-    headers = {'User-Agent': 'vit_jax', 'Accept-Encoding': 'identity'}
-    headers |= {'Range': f'bytes={have}-', 'If-Range': version} if have else {}
-    with _answer(url, headers, partial) as answer, partial.open('ab') as file:
-        _require_file(url, answer)
-        part = answer.headers.get('Content-Range', '')
-        if answer.status != 206 or not (have and part.startswith(f'bytes {have}-')):
-            file.truncate(0)
-            have = 0
+    partial, version = _beside(path, 'partial'), _noted(path)
+    have = _size(partial) if version.etag else 0
+    with _forgetting(path), http_answers.opened(url, have, version) as answer:
+        start, stop, version = http_answers.part(url, answer, have, version)
+        if not start:
             declared.clear()
-            require(answer.status == 200, f'{shown(url)}: answered HTTP {answer.status}')
-        declared |= _declared(answer)
-        etag.write_text(_strong(answer.headers.get('ETag', '')))
-        total = None if answer.length is None else have + answer.length
+        declared |= http_answers.checksums(answer)
+        total = version.total
         if total is None and not ('crc32c' in declared or checked):
             why = 'its server does not say how long it is, so that a part could be taken for all'
-            raise UserError(f'{shown(url)}: {why}; add #sha256=DIGEST')
-        _require_room(path, (total or have) - have)
-        while (total is None or have < total) and (block := _received(answer)):
-            file.write(block)
-            file.flush()
-            have += len(block)
-            told(have, total)
-        if total is not None and have < total:
-            raise ConnectionError(f'ended after {have:,} of {total:,} bytes')
+            raise UserError(f'{shown_url(url)}: {why}; add #sha256=DIGEST')
+        with partial.open('ab') as file:
+            if not start:
+                file.truncate(0)
+            _beside(path, 'etag').write_text(f'{version.etag}\n{total or ""}')
+            _require_room(path, (total or start) - start)
+            have = start
+            while block := http_answers.received(answer):
+                if stop is not None and have + len(block) > stop:
+                    raise http_answers.Unfit(f'{shown_url(url)}: more came than was declared')
+                file.write(block)
+                file.flush()
+                have += len(block)
+                told(have, total)
+    if stop is not None and have < stop:
+        raise ConnectionError(f'ended after {have:,} of {total:,} bytes')
     if _size(partial) != have:  # locks do nothing on this disk, and another process wrote as well
         partial.unlink()
         raise ConnectionError('another process downloads it to the same place')
+    return total in (None, have)
 
 
-def _received(answer: Any) -> bytes:
-    """What has come. Raises one of _LOST, whatever the network's error is: none is of the disk."""
+def _noted(path: pathlib.Path) -> http_answers.Version:
+    """The version that the partial file is of."""
+    note = _beside(path, 'etag')
+    etag, _, total = (note.read_text(errors='replace') if note.exists() else '').partition('\n')
+    return http_answers.Version(
+        http_answers.strong(etag), int(total) if total.isdecimal() else None
+    )
+
+
+@contextlib.contextmanager
+def _forgetting(path: pathlib.Path) -> Iterator[None]:
+    """Around an attempt: removes what has come where nothing that comes can be appended to it."""
     try:
-        return bytes(answer.read1(_BLOCK))
-    except OSError as error:
-        raise ConnectionError(error.strerror or str(error)) from error
-
-
-def _answer(url: str, headers: dict[str, str], partial: pathlib.Path) -> Any:
-    """The open connection. Raises UserError where trying again is of no use."""
-    try:
-        request = urllib.request.Request(url, headers=headers)
-        return urllib.request.build_opener(_Redirects).open(request, timeout=_SECONDS)
-    except urllib.error.HTTPError as error:
-        if error.code in _PASSING:
-            raise ConnectionError(f'HTTP {error.code} {error.reason}') from error
-        if error.code == 416:  # what has come is no part of what is there
-            partial.unlink()
-            raise ConnectionError('ended before the length that its server had declared') from error
-        text = {
-            401: 'it is not public',
-            403: 'it is not public, or not there',
-            404: 'nothing is there; is the name right?',
-        }.get(error.code, f'the server says {error.reason!r}')
-        if error.code in (401, 403):
-            text += ': download it with what has access, and name that file'
-        kind = MissingFile if error.code == 404 else UserError
-        raise kind(f'{shown(url)}: HTTP {error.code}: {text}') from error
-    except urllib.error.URLError as error:
-        if not isinstance(error.reason, ssl.SSLCertVerificationError):
-            raise
-        text = f'its certificate is not accepted: {error.reason.verify_message}'
-        raise UserError(f'{shown(url)}: {text}; SSL_CERT_FILE=FILE names your own') from error
-    except (http.client.InvalidURL, ValueError) as error:
-        raise UserError(f'{shown(url)}: not a URL: {error}') from error
-    except OSError as error:  # while it waits for an answer
-        raise ConnectionError(error.strerror or str(error)) from error
-
-
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Raises UserError where https:// leads to http://, at whichever step."""
-
-    def redirect_request(self, req: Any, *answer: Any) -> Any:
-        *_, url = answer
-        if req.full_url.startswith('https:') and not url.startswith('https:'):
-            text = 'leads to http://, where anyone on the way could change it'
-            raise UserError(f'{shown(req.full_url)}: {text}')
-        return super().redirect_request(req, *answer)
-
-
-def _require_file(url: str, answer: Any) -> None:
-    """Raises UserError for an answer that is no file."""
-    if answer.headers.get_content_type() == 'text/html':
-        raise UserError(f'{shown(url)}: a web page; take the link that downloads the file')
-
-
-def _declared(answer: Any) -> dict[str, str]:
-    """The checksums of the whole file, in base64, by name."""
-    values = ','.join(answer.headers.get_all('x-goog-hash', []))
-    return dict(one.strip().split('=', 1) for one in values.split(',') if '=' in one)
-
-
-def _strong(etag: str) -> str:
-    """The ETag if it tells every byte (RFC 9110, 8.8.1); else nothing can be resumed: ''."""
-    return etag if etag.startswith('"') else ''
+        yield
+    except (http_answers.Anew, http_answers.Unfit):
+        _beside(path, 'partial').unlink(missing_ok=True)
+        _beside(path, 'etag').unlink(missing_ok=True)
+        raise
 
 
 def _require_room(path: pathlib.Path, more: int) -> None:
@@ -257,7 +195,9 @@ def _kept(path: pathlib.Path) -> Iterator[None]:
     except UserError:
         raise
     except OSError as error:
-        have = _size(_beside(path, 'partial'))
+        have = 0
+        with contextlib.suppress(OSError):  # the same may be raised again
+            have = _size(_beside(path, 'partial'))
         came = f' after {have:,} bytes of {path.name}; make room, and {_AGAIN}' if have else ''
         place = 'VIT_JAX_CACHE=DIR is another place'
         raise UnusableDisk(f'{path.parent}: {error.strerror}{came}; {place}') from error
@@ -279,7 +219,7 @@ def _require_same(url: str, path: pathlib.Path, kind: str, expected: str, found:
     if expected != found:
         _remove(path)
         text = f'expected the {kind} {expected}, what came has {found}: removed; try again'
-        raise UserError(f'{shown(url)}: {text}, or ask for its digest where it is from')
+        raise UserError(f'{shown_url(url)}: {text}, or ask for its digest where it is from')
 
 
 def _line(sha256: str, path: pathlib.Path) -> str:

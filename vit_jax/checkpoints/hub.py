@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from vit_jax.base import MissingFile, UserError, usable
+from vit_jax.base.errors import shown_text, shown_url
 from vit_jax.checkpoints.formats.array_files import DESCRIPTIONS, INDEX, WEIGHTS
 
 
@@ -34,7 +35,7 @@ def snapshot(repository: str, revision: str | None) -> Snapshot:
         raise UserError("this needs the hub's client: pip install 'vit_jax[hub]'")
     from huggingface_hub import HfApi, constants, snapshot_download
 
-    url = f'{constants.ENDPOINT}/{repository}'
+    url = shown_url(f'{constants.ENDPOINT}/{repository}')
     for file in WEIGHTS:  # the first that the repository has
         stem, dot, ending = file.partition('.')
         kind = file, f'{file}{INDEX}', f'{stem}-*-of-*{dot}{ending}'
@@ -132,6 +133,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = error.filename or constants.HF_HUB_CACHE
         return f'{where}: {error.strerror}; HF_HOME=DIR is another place'
-    text = ' '.join(re.sub(r'^\[Errno [-\d]+\]', '', str(error)).split())[:300]
+    text = shown_text(re.sub(r'^\[Errno [-\d]+\]', '', str(error)))
+    text = ' '.join(text.split())[:300]
     unfit = 'what came cannot be used: ' if isinstance(error, ValueError | TypeError) else ''
     return unfit + (text or type(error).__name__)

@@ -1,7 +1,8 @@
 """Names of checkpoints that are elsewhere, and the local copies that they become.
 
     hf:OWNER/NAME[@REVISION]               a repository of the Hugging Face Hub
-    https://HOST/FILE[#sha256=DIGEST]      a file, which is checked where its digest is given
+    https://HOST/FILE[:SUBTREE][?QUERY][#sha256=DIGEST]
+                                           a file, which is checked where its digest is given
     gs://BUCKET/FILE[:SUBTREE]             a public file of Google Cloud Storage
     gs://BUCKET/FOLDER                     a work directory of ours, which is read in place
     augreg:B/16, vit:L/16-in21k            files of the papers (checkpoints/published.py)
@@ -15,16 +16,20 @@ import urllib.parse
 from typing import NamedTuple
 
 from vit_jax.base import UserError, require
+from vit_jax.base.errors import shown_url
 from vit_jax.checkpoints import download, hub, published
 from vit_jax.checkpoints.formats.array_files import ENDINGS
 
 _KINDS = 'hf', 'augreg', 'vit'
-_HUB = re.compile(r'hf:([\w.-]+/[\w.-]+)(?:@([^@\s]+))?')
+_HUB = re.compile(r'hf:([\w.-]+/[\w.-]+)(?:@([^@?\s]+))?')
 _ENDS = '|'.join(re.escape(ending) for ending in ENDINGS)
-_FILE = re.compile(
-    rf'(?P<address>(?:https?|gs)://[^/?#\s]+/[^?#\s]*?(?:{_ENDS})(?:[?][^#:\s]*)?)'
-    r'(?::(?P<subtree>[^#?\s]+))?(?:#sha256=(?P<sha256>[0-9a-fA-F]{64}))?'
+_DIGEST = '#sha256=(?P<sha256>[0-9a-fA-F]{64})'
+_FILE = re.compile(  # a subtree stands before the query, which may hold colons
+    rf'(?P<address>(?:https?|gs)://[^/?#\s@]+/[^?#\s]*?(?:{_ENDS}))(?::(?P<subtree>[^#?\s]+))?'
+    rf'(?P<query>[?][^#\s]*)?(?:{_DIGEST})?'
 )
+
+_NO_QUERY = 'expected gs://BUCKET/FILE, without a question mark'
 
 
 class Local(NamedTuple):
@@ -41,7 +46,7 @@ def is_elsewhere(name: str) -> bool:
 
 def _is_folder(name: str) -> bool:
     """Is it a work directory of ours on a bucket, which is read in place (base/storage.py)?"""
-    return re.fullmatch(r'gs://[^/]+/[^#]*', name) is not None and _FILE.fullmatch(name) is None
+    return re.fullmatch(r'gs://[^/?@]+/[^#?]*', name) is not None and _FILE.fullmatch(name) is None
 
 
 def as_path(name: str) -> str:
@@ -52,8 +57,11 @@ def as_path(name: str) -> str:
 
 
 def shown(name: str) -> str:
-    """The name without the query of a URL, which may hold a secret."""
-    return re.sub('[?][^#:]*', '', name) if is_elsewhere(name) else name
+    """The name without the query and the user of a URL, which may be secrets; its digest stays."""
+    if not is_elsewhere(name):
+        return name
+    digest = re.search(f'{_DIGEST}$', name) if '?' in name else None
+    return shown_url(name) + (digest[0] if digest else '')
 
 
 def local(name: str) -> Local:
@@ -82,14 +90,14 @@ def local_file(name: str) -> str:
     if not is_elsewhere(name):
         return name
     fits = name.startswith(('gs://', 'https://'))
-    require(fits, f'{name}: expected a local file, or one of gs:// or https://')
+    require(fits, f'{shown(name)}: expected a local file, or one of gs:// or https://')
     address, mark, digest = name.partition('#sha256=')
     return str(download.fetched(_https(address), sha256=digest.lower() if mark else None).path)
 
 
 def require_here(path: str) -> None:
     """Raises UserError for a name where only a local path can be written."""
-    require(not is_elsewhere(path), f'{path}: expected a local path to write to')
+    require(not is_elsewhere(path), f'{shown(path)}: expected a local path to write to')
 
 
 def _of_hub(name: str) -> Local:
@@ -109,10 +117,10 @@ def _file(name: str) -> Local:
     address, subtree, sha256 = match['address'], match['subtree'], match['sha256']
     plain = address.startswith('http://') and sha256 is None
     require(not plain, 'anyone on the way could change it: https://, or #sha256=DIGEST at the end')
-    url = _https(address)
+    url = _https(address + (match['query'] or ''))
     found = download.fetched(url, sha256=sha256 and sha256.lower())
     path = f'{found.path}:{subtree}' if subtree else str(found.path)
-    return Local(path, (download.shown(url), f'SHA-256 {found.sha256}'))
+    return Local(path, (shown_url(url), f'SHA-256 {found.sha256}'))
 
 
 def _https(address: str) -> str:
@@ -122,6 +130,7 @@ def _https(address: str) -> str:
     """
     if not address.startswith('gs://'):
         return urllib.parse.quote(address, safe="!#$%&'()*+,/:;=?@[]~")
+    require('?' not in address, f'{shown(address)}: {_NO_QUERY}')
     server = os.environ.get('STORAGE_EMULATOR_HOST') or 'https://storage.googleapis.com'
     server = server if '://' in server else f'http://{server}'
     return f'{server.rstrip("/")}/{urllib.parse.quote(address.removeprefix("gs://"), safe="/+")}'
@@ -129,17 +138,22 @@ def _https(address: str) -> str:
 
 def _what_is_wrong(name: str) -> str:
     """Why a name with `:/` in it is none that can be read, and what would be right."""
-    scheme, address = name.split(':/', 1)
+    plain = shown(name)
+    scheme, address = plain.split(':/', 1)
     address = address.removeprefix('/')
     if not name.startswith(f'{scheme}://'):
         return f'expected {scheme}://{address}, as text: a pathlib.Path takes one / away'
     if scheme == 's3':
-        return f'not read from there: `aws s3 cp {name} FILE`, and name that file'
+        return f'not read from there: `aws s3 cp {plain} FILE`, and name that file'
     if scheme == 'file':
         return f'a local path has no file://: {address}'
     if scheme not in ('https', 'http', 'gs'):
         return 'expected hf:OWNER/NAME, https://HOST/FILE, gs://BUCKET/FILE or a local path'
-    if '#' in name and re.search('#sha256=[0-9a-fA-F]{64}$', name) is None:
+    if re.match('[a-z]+://[^/?#]*@', name):
+        return 'no user is sent: download it with what has access, and name that file'
+    if scheme == 'gs' and '?' in name:
+        return _NO_QUERY
+    if '#' in name and re.search(f'{_DIGEST}$', name) is None:
         return 'after # there is only sha256= and its 64 hexadecimal digits'
     if match := re.match(r'https://huggingface\.co/([\w.-]+/[\w.-]+)/?$', name):
         return f'expected hf:{match[1]}'

@@ -7,6 +7,7 @@ on ImageNet, at 384 pixels or those of its name. The addresses are of vision_tra
 from typing import NamedTuple
 
 from vit_jax.base import MissingFile, records
+from vit_jax.base.errors import shown_url
 
 AUGREG_FOLDER = 'gs://vit_models/augreg'
 
@@ -85,5 +86,5 @@ def published(name: str) -> Published:
         listing = '`python -m vit_jax.augreg` lists all'
         same = next((known for known in FILES if known.lower() == name.lower()), name)
         meant = records.nearest(same, FILES)
-        raise MissingFile(f'{name}: no such published file; {meant}; {listing}')
+        raise MissingFile(f'{shown_url(name)}: no such published file; {meant}; {listing}')
     return FILES[name]

@@ -25,7 +25,7 @@ class Row(NamedTuple):
 
 def read_index(path: str) -> list[Row]:
     """The rows of a copy of the index, a local one or a name. UserError for another file."""
-    place = pathlib.Path(names.local_file(path))
+    place, path = pathlib.Path(names.local_file(path)), names.shown(path)
     if not place.is_file():
         raise MissingFile(f'{path}: no such file')
     with usable(path), place.open(newline='', encoding='utf-8', errors='replace') as file:

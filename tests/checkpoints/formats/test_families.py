@@ -172,6 +172,56 @@ SAID = [
     ),
     ('siglip_hf_linear', 'config.json', {'vision_config': []}, r'config.json.vision_config=\[\]'),
     ('deit_hf_dist', 'config.json', {'num_hidden_layers': 3}, 'says num_hidden_layers=3'),
+    (
+        'deit_hf_dist',
+        'config.json',
+        {'qkv_bias': False},
+        'says that there is no bias, but .*key.bias is',
+    ),
+    (
+        'deit_hf_dist',
+        'config.json',
+        {'model_type': None},
+        'is not transformers',
+    ),
+    (
+        'deit_hf_dist',
+        'config.json',
+        {'id2label': {'7': 'a'}},
+        'a name for each number from "0"',
+    ),
+    ('deit_hf_dist', 'config.json', {'id2label': {'0': '\ud800'}}, 'half of a character'),
+    ('deit_hf_dist', 'config.json', {'quantization_config': {'bits': 4}}, 'quantization_config='),
+    (
+        'deit_hf_dist',
+        'preprocessor_config.json',
+        {'size': {'height': 32, 'width': 32, 'shortest_edge': 32}},
+        'size=.* is not supported',
+    ),
+    (
+        'deit_hf_dist',
+        'preprocessor_config.json',
+        {'image_processor_type': 'CLIPImageProcessor', 'size': 32, 'default_to_square': True},
+        'default_to_square=True is not supported for CLIPImageProcessor',
+    ),
+    ('dinov2_timm_swiglu', 'config.json', {'global_pool': 'avg'}, "global_pool=.'avg', 'token'"),
+    ('dinov3_hf', 'config.json', {'value_bias': False}, 'no bias, but layer.0.attention.v_proj'),
+    ('dinov3_hf', 'config.json', {'mlp_bias': False}, 'no bias, but layer.0.mlp.up_proj.bias is'),
+    ('dinov3_hf', 'config.json', {'use_gated_mlp': True}, 'says use_gated_mlp=True, the arrays'),
+    ('dinov3_hf', 'config.json', {'rope_parameters': {'rope_theta': 9}}, 'rope_theta=9: only 100'),
+    ('dinov3_hf', 'config.json', {'rope_scaling': {'factor': 2}}, 'rope_scaling=.* is not supp'),
+    (
+        'siglip_hf_linear',
+        'config.json',
+        {'vision_config': {'model_type': 'clip_vision_model'}},
+        "vision_config.model_type='clip_vision_model' within model_type='siglip'",
+    ),
+    (
+        'clip_openclip',
+        'open_clip_config.json',
+        {'model_cfg': {'vision_cfg': {'image_size': 32, 'mlp_ratio': float('nan')}}},
+        'mlp_ratio',
+    ),
     ('clip_openclip', 'open_clip_config.json', {'model_cfg': 3}, 'model_cfg=3: expected a JSON'),
     (
         'clip_openclip',
@@ -202,6 +252,8 @@ SAID = [
         for part, changes, message in (
             ('global_pool', 'avgmax', "global_pool='avgmax' is not supported"),
             ('global_pool', 'token', "global_pool='token': its arrays are those of .*'map'"),
+            ('architecture', None, 'is not timm.s, as the arrays are: it has no architecture'),
+            ('model_args', {'init_values': 1e-5}, 'says init_values=1e-05, no array has them'),
             ('num_classes', 3, 'config.json says num_classes=3, the arrays 0'),
             ('model_args', [], r'config.json.model_args=\[\]: expected a JSON object'),
             ('model_args', {'act_layer': 'relu'}, "act_layer='relu' is not supported"),
@@ -249,3 +301,41 @@ def test_preparation_counts_what_the_processor_says(tmp_path):
     first = {'image_processor': {'image_processor_type': 'SiglipImageProcessor', 'size': 32}}
     (folder / 'processor_config.json').write_text(json.dumps(first))
     assert vit_jax.load(folder).preprocessing.mean == (127.5, 127.5, 127.5) != usual.mean
+
+
+def alone(name, folder):
+    """The arrays of a reference in a file of its own, without what describes them."""
+    path = pathlib.Path(reference.family(name))
+    path = path if path.is_file() else path / 'model.safetensors'
+    return shutil.copyfile(path, folder / 'alone.safetensors')
+
+
+def test_arrays_alone_are_asked_for_or_taken_as_their_authors_use_them(tmp_path):
+    path = alone('clip_timm_openai', tmp_path)
+    with pytest.raises(NeedsHint, match='without config.json: say gelu=quick'):
+        vit_jax.load(path, num_heads=4)
+    network = vit_jax.load(path, num_heads=4, gelu='quick')
+    described = load('clip_timm_openai', None, gelu='quick')
+    assert network.config.layer_norm_epsilon == described.config.layer_norm_epsilon == 1e-5
+    assert network.preprocessing.mean == described.preprocessing.mean
+    assert 'no config.json: images are prepared as for CLIP' in network.report
+    of_meta = load('dinov2_orig', None)
+    assert of_meta.preprocessing.mean == pytest.approx((123.675, 116.28, 103.53))
+    with pytest.raises(UserError, match="DINOv3's need the config.json beside them"):
+        path = alone('dinov3_hf', tmp_path)  # transformers' says which it is; timm's does not
+        arrays = {'patch_embed.proj.weight': np.zeros((8, 3, 4, 4), np.float32)}
+        save_file(arrays | {'norm.weight': np.ones(8, np.float32)}, path)
+        vit_jax.load(path, num_heads=2)
+
+
+def test_the_head_of_timms_clip_is_a_projection_unless_it_was_trained(tmp_path):
+    network = load('clip_timm_openai', None)
+    assert network.params['head']['bias'].any() != network.card.projects
+    arrays = load_file(pathlib.Path(reference.family('clip_timm_openai')) / 'model.safetensors')
+    for bias, projects in (0, True), (1, False):
+        save_file(
+            arrays | {'head.bias': np.full_like(arrays['head.bias'], bias)},
+            tmp_path / 'x.safetensors',
+        )
+        network = vit_jax.load(tmp_path / 'x.safetensors', num_heads=4, gelu='quick')
+        assert network.card.projects is projects

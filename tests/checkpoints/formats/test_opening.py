@@ -511,3 +511,72 @@ def test_formats_are_told_apart_by_content_not_by_name(tmp_path):
     assert vit_jax.load(str(tmp_path / 'weights.safetensors')).format == 'google'
     shutil.move(saved(tmp_path, tiny.model(), timm.TIMM), tmp_path / 'weights.npz')
     assert vit_jax.load(str(tmp_path / 'weights.npz')).format == 'timm'
+
+
+def test_a_card_and_the_files_beside_it_agree_or_are_refused(tmp_path):
+    """Other programs believe the files; names of classes may have been written into them."""
+    names = [f'class {i}' for i in range(tiny.CLASSES)]
+    vit_jax.save(loaded(tiny.model(gelu='exact'), huggingface.HUGGINGFACE), tmp_path)
+    for file, changes, lost in (
+        ('config.json', {'num_attention_heads': 4}, 'model.num_heads: 2 -> 4'),
+        ('config.json', {'hidden_act': 'gelu_new'}, "model.gelu: 'exact' -> 'tanh'"),
+        ('preprocessor_config.json', {'image_mean': [0.1, 0.1, 0.1]}, 'preprocessing.mean'),
+        ('config.json', {'id2label': dict(enumerate(names))}, None),
+    ):
+        path = tmp_path / file
+        said = path.read_text()
+        path.write_text(json.dumps(json.loads(said) | changes))
+        if lost is None:
+            assert vit_jax.load(tmp_path).class_names == tuple(names)
+            continue
+        with pytest.raises(UserError, match=f'files beside it do not agree: {lost}'):
+            vit_jax.load(tmp_path)
+        path.write_text(said)
+
+
+@pytest.mark.parametrize('file', ['config.json', 'preprocessor_config.json'])
+@pytest.mark.parametrize('kind', ['link', 'folder'])
+def test_a_description_that_is_no_file_is_not_taken_for_none(kind, file, tmp_path):
+    vit_jax.save(loaded(tiny.model(gelu='exact'), huggingface.HUGGINGFACE), tmp_path)
+    path = tmp_path / file
+    path.unlink()
+    path.symlink_to('gone') if kind == 'link' else path.mkdir()
+    with pytest.raises(UserError, match=f'{file}: expected a file, but it is a folder, or a link'):
+        vit_jax.load(tmp_path)
+
+
+def test_one_file_of_weights_is_read_before_several(tmp_path):
+    """As transformers does it."""
+    network = loaded(tiny.model(gelu='exact'), huggingface.HUGGINGFACE)
+    vit_jax.save(network, tmp_path)
+    index = tmp_path / 'model.safetensors.index.json'
+    index.write_text(json.dumps({'weight_map': {'a': 'model-1-of-1.safetensors'}}))
+    assert_same_arrays(named_leaves(vit_jax.load(tmp_path).params), named_leaves(network.params))
+
+
+@pytest.mark.parametrize(
+    'key, value',
+    [
+        ('num_groups', 8),
+        ('hidden_act', 'gelu'),
+        ('global_padding', None),
+        ('embedding_dynamic_padding', False),
+        ('layer_type', 'preactivation'),
+        ('out_features', ['stage1']),
+        ('depths', [9, 9, 9]),
+    ],
+)
+def test_a_backbone_is_the_one_that_the_description_says(key, value, tmp_path):
+    vit_jax.save(loaded(replace(HYBRID, gelu='exact'), huggingface.HUGGINGFACE), tmp_path)
+    save_file(contents(tmp_path), tmp_path / 'model.safetensors')  # no card of ours
+    path = tmp_path / 'config.json'
+    said = json.loads(path.read_text())
+    said['backbone_config'][key] = value
+    path.write_text(json.dumps(said))
+    with pytest.raises(UserError, match=f'config.json.backbone_config says {key}='):
+        vit_jax.load(tmp_path)
+
+
+def test_a_name_that_is_too_long_is_one_sentence():
+    with pytest.raises(UserError, match='[Nn]ame too long'):
+        vit_jax.load(f'/tmp/{"x" * 300}.npz')

@@ -25,6 +25,7 @@ from vit_jax.checkpoints.formats.huggingface_config import (
     dinov2_mlp,
     family_for,
     family_of,
+    require_supported,
     vision_config,
 )
 from vit_jax.checkpoints.formats.huggingface_labels import PROBLEM_TYPES, class_names
@@ -136,6 +137,7 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     try:
         family = family_of(said, arrays)
         values = vision_config(said, family)
+        require_supported(values)
     except UserError as error:
         raise UserError(f'config.json: {error}') from error
     declared = described(Config, values, where='config.json')
@@ -228,12 +230,6 @@ def _infer(clues: Clues, declared: Config, layout: Layout) -> ViTConfig:
     if pooler in arrays:
         wrong = f'config.json: pooler_act={declared.pooler_act!r} is not supported: expected tanh'
         require(declared.pooler_act == 'tanh', wrong)
-    for name in 'use_swiglu_ffn', 'use_gated_mlp':
-        require_equal(
-            vars(declared),
-            {name: gated if getattr(declared, name) is not None else None},
-            where='config.json',
-        )
     rope = layout.family == 'dinov3_vit'
     pool, tokens = _pool(arrays, layout)
     config, _ = inference.infer_vit(
@@ -302,6 +298,8 @@ def _compare(config: ViTConfig, declared: Config, layout: Layout) -> None:
         'num_hidden_layers': config.depth,
         'num_channels': config.channels,
         'num_register_tokens': config.registers,
+        'use_swiglu_ffn': config.gelu is None,  # DINOv2's word, and DINOv3's
+        'use_gated_mlp': config.gelu is None,
     }
     stated = {name: value for name, value in vars(declared).items() if value is not None}
     stated = {name: stated[name] for name in found.keys() & stated.keys()}

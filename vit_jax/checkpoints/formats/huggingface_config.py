@@ -158,8 +158,6 @@ class Config(Record):
     layer_norm_eps: float | None = None
     pooler_act: str = 'tanh'
     rope_theta: float = 100.0
-    rope_parameters: dict[str, Any] = dataclasses.field(default_factory=dict)
-    rope_scaling: dict[str, Any] | None = None
     qkv_bias: bool = True
     query_bias: bool | None = None  # these five of DINOv3
     key_bias: bool | None = None
@@ -169,18 +167,13 @@ class Config(Record):
     use_swiglu_ffn: bool | None = None
     use_gated_mlp: bool | None = None
     vision_use_head: bool | None = None
-    quantization_config: dict[str, Any] | None = None
 
     def check(self) -> None:
         sizes = 'hidden_size', 'num_hidden_layers', 'intermediate_size', 'num_attention_heads'
         require_between(self, 'image_size', 'patch_size', 'num_channels', *sizes, low=1)
         require_between(self, 'layer_norm_eps', above=0, below=1)
         require_between(self, 'mlp_ratio', above=0, high=1024)
-        theta = self.rope_parameters.get('rope_theta', self.rope_theta)
-        require(theta == 100, f'rope_theta={str(theta).removesuffix(".0")}: only 100 is supported')
-        for name in 'rope_scaling', 'quantization_config':
-            value = getattr(self, name)
-            require(value is None, f'{name}={value} is not supported')
+        require(self.rope_theta == 100, f'rope_theta={self.rope_theta:g}: only 100 is supported')
         known = f'hidden_act={self.hidden_act!r} is not one of {", ".join(GELUS)}'
         require(self.hidden_act in (None, 'silu', *GELUS), known)
 
@@ -210,6 +203,14 @@ def vision_config(declared: dict[str, Any], family: Family) -> dict[str, Any]:
         wrong = f'vision_config says {name}={values.get(name)}, vision_config_dict means {now}'
         require(values.get(name, now) == now, wrong)
     return values | later
+
+
+def require_supported(values: dict[str, Any]) -> None:
+    """Raises UserError for what no array shows, and other networks have."""
+    for name in 'rope_scaling', 'quantization_config':
+        require(values.get(name) is None, f'{name}={values.get(name)} is not supported')
+    theta = part(values, 'rope_parameters', where='config.json').get('rope_theta', 100)
+    require(theta == 100, f'rope_parameters.rope_theta={theta}: only 100 is supported')
 
 
 def check_backbone(backbone: Backbone, declared: dict[str, Any]) -> None:

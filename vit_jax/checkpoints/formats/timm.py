@@ -34,7 +34,7 @@ from vit_jax.checkpoints.formats.timm_config import (
     architecture,
     is_of_meta,
     preprocessing,
-    unsupported,
+    require_supported,
     usual,
     was_trained_with_quick_gelu,
 )
@@ -188,11 +188,7 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     description = described(Description, declared, where=where)
     architecture, _, tag = description.architecture.partition('.')
     description.architecture, pretrained.tag = architecture, pretrained.tag or tag
-    if what := unsupported(description.architecture, inside):
-        name = f'{description.architecture}: ' if description.architecture else ''
-        raise UserError(f'{name}{what}: not supported')
-    right = "no positions are among the arrays: DINOv3's need the config.json beside them"
-    require(bool(declared) or 'pos_embed' in inside, right)
+    require_supported(description.architecture, inside)
     known = _known(clues, inside, arguments, pretrained, description)
     clues = clues._replace(arrays=inside, declared=_declared(inside, arguments, pretrained))
     layout = _layout(inside, known, arguments, prefix)

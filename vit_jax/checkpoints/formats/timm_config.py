@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from vit_jax.base import Record, records, require, require_between
+from vit_jax.base import Record, UserError, records, require, require_between
 from vit_jax.checkpoints.formats.base import (
     CLIP,
     HALF,
@@ -112,6 +112,15 @@ def unsupported(name: str, arrays: Collection[str]) -> str | None:
                 return what
     has_norm = {'norm.weight', 'fc_norm.weight'} & {*arrays}
     return None if has_norm else 'no norm behind the blocks'
+
+
+def require_supported(name: str, arrays: Collection[str]) -> None:
+    """Raises UserError for an architecture that is not read, whether its name or its arrays say it,
+    and for one that its name alone would say."""
+    if what := unsupported(name, arrays):
+        raise UserError(f'{name}{": " if name else ""}{what}: not supported')
+    right = "no positions are among the arrays: DINOv3's need the config.json beside them"
+    require(name != '' or 'pos_embed' in arrays, right)
 
 
 @dataclasses.dataclass

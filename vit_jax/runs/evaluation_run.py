@@ -42,7 +42,8 @@ def matched(source: Source, loaded: Loaded, *, by_number: bool) -> Source:
         try:
             return renumbered(source, names)
         except UserError as error:
-            same = '; --by_number takes them in their order' if len(names) == count else ''
+            fits = len(source.class_names) == count
+            same = '; --by_number takes them in their order' if fits else ''
             raise UserError(f'{error}{same}') from error
     if len(source.class_names) != count:
         why = 'of which is not known which is which class' if not names else 'by their order'

@@ -97,7 +97,8 @@ def make_rules(config: RulesConfig, params: Any) -> Rules:
         factors = multiply_matched(pattern, factor, f'learning rate x {factor:g}')
     if (blocks := config.trained_blocks) is not None:
         factors = _times(factors, _last_blocks(params, blocks))
-        what = f'the head, the final norm and the last {blocks} blocks' if blocks else 'the head'
+        last = 'the last block' if blocks == 1 else f'the last {blocks} blocks'
+        what = f'the head, the final norm and {last}' if blocks else 'the head'
         learned = jax.tree.map(lambda leaf, f: leaf.size * float(np.mean(f != 0)), params, factors)
         report.append(f'learned: {what}, {round(sum(jax.tree.leaves(learned))):,} numbers')
     for pattern in config.frozen:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from vit_jax.base import Params, UserError, records, require, tree_names, usable
+from vit_jax.base import Params, UserError, counted, records, require, tree_names, usable
 from vit_jax.base.storage import is_remote
 from vit_jax.checkpoints import names, store
 from vit_jax.checkpoints.card import Card
@@ -141,7 +141,7 @@ def _recognised(path: str, clues: Clues, own: Card | None, ignored: tuple[str, .
     report = [f'{form.name} layout: {summary}']
     report += [] if own else found.remarks
     if ignored:
-        report.append(f'ignored: {len(ignored)} arrays, such as {ignored[0]}')
+        report.append(f'not of it, ignored: {counted(len(ignored), "array")}, such as {ignored[0]}')
     return Checkpoint(path, form.name, layout, card, report, ignored, read)
 
 

@@ -72,6 +72,7 @@ def test_each_image_is_moved_by_its_own_whole_pixels():
     assert len(corners) > 15  # of 25
 
 
+@pytest.mark.full
 def test_an_example_changes_alike_in_every_batch_and_otherwise_in_every_epoch():
     config = Augmentation(shift_pixels=2, flip=True, randaugment=RandAugment(layers=2), erasing=0.5)
     whole = augmented(batch(), config)['images']
@@ -120,12 +121,14 @@ def test_an_image_and_its_label_are_mixed_with_the_neighbour_alike(kind):
         assert set(np.unique(result['images']).tolist()) <= set(values.tolist())
 
 
+@pytest.mark.full
 def test_with_both_kinds_of_mixing_each_example_has_one_of_them():
     result = augmented(batch(plain_images()), Augmentation(mixup=1.0, cutmix=1.0))['images']
     whole_values = (result % 10 == 0).all(axis=(1, 2, 3))
     assert 3 <= whole_values.sum() <= 17
 
 
+@pytest.mark.full
 def test_an_image_that_could_not_be_read_is_mixed_into_none():
     partly = batch(plain_images())
     partly['mask'] = partly['mask'].at[4].set(False)

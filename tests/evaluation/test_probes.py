@@ -32,7 +32,7 @@ def test_an_image_is_its_own_neighbour_at_any_length():
             probes.nearest_neighbours(TRAIN, TEST, neighbours=neighbours)
 
 
-@pytest.mark.parametrize('l2', [0.1, 30.0])
+@pytest.mark.parametrize('l2', [pytest.param(0.1, marks=pytest.mark.full), 30.0])
 def test_logistic_weights_are_scikit_learns(l2):
     x = (TRAIN.features - TRAIN.features.mean(axis=0)) / TRAIN.features.std(axis=0)
     reference = LogisticRegression(C=1 / l2, tol=1e-8, max_iter=5000).fit(x, TRAIN.labels)
@@ -58,6 +58,7 @@ def test_logistic_weights_are_scikit_learns(l2):
     assert found.accuracy == pytest.approx(standardised.score(test, TEST.labels), abs=1 / 300)
 
 
+@pytest.mark.full
 def test_the_strength_is_chosen_on_a_part_of_the_training_images():
     """Many useless features: only strong regularisation generalises."""
     rng = np.random.default_rng(0)

@@ -66,6 +66,7 @@ def test_the_parameters_of_a_head_are_found_whatever_they_are_called():
     assert head_params(initial(tiny.model(num_classes=None))) == {}
 
 
+@pytest.mark.full
 def test_a_head_is_trained_when_no_matrix_of_it_is_zero():
     for config in NETWORKS['ViT'], tiny.model(head_bias=-3.0):
         params = initial(config)

@@ -261,6 +261,7 @@ def test_nothing_is_compiled_after_the_first_evaluation(tmp_path):
     assert counts[half] == counts[-1]  # after two evaluations of 50 images and of few-shot
 
 
+@pytest.mark.full
 def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(tmp_path):
     config = tiny.experiment(
         optimizer=OptimizerConfig(kind='sgd'),

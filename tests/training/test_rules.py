@@ -49,6 +49,7 @@ def test_without_rules_everything_learns_alike_and_nothing_is_said():
     assert rules().report == [] and set(map(float, lr_multipliers().values())) == {1.0}
 
 
+@pytest.mark.full
 def test_layers_learn_slower_the_further_they_are_from_the_head():
     found = moved(layer_decay=0.5)
     tolerance = {'atol': 1e-5}  # float32 parameters of size 1 were subtracted

@@ -123,6 +123,7 @@ def test_a_state_is_what_its_two_parts_make(polyak_decay):
     assert joined.eval_params is state.eval_params
 
 
+@pytest.mark.full
 def test_dropout_differs_by_step_and_seed_only():
     def losses(**options):
         return step(BATCH, dropout=0.5, **options)[1].means['loss']

@@ -201,9 +201,12 @@ def test_subsets_of_heads_go_from_near_to_far():
 
 @pytest.mark.full
 def test_probes_need_labels_and_a_few_images_of_each_class():
-    found = probing.probes(study(VIT, RESNET, images=160))
+    both = study(VIT, RESNET, images=160)
+    found, task = probing.probes(both), probing._task(both)
+    largest = np.bincount(task.labels[task.tested]).max() / len(task.tested)
     assert found['series'].tolist()[:2] == ['n0: class token', 'n0: mean of patches']
-    assert found['accuracy'][0, 0] < 0.2  # the class token is the same for all images yet
+    # The class token is the same for all images yet, so that all are said to be of one class.
+    assert found['accuracy'][0, 0] <= largest < 0.25
     assert np.nanmax(found['accuracy']) > 0.3
     with pytest.raises(LeftOut, match='2 images are too few for probes'):
         probing.probes(study(VIT, images=2))

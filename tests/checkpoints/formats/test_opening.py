@@ -24,7 +24,8 @@ from tests.networks import (
 from vit_jax.base.errors import UserError
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.checkpoints.formats import google, huggingface, timm
-from vit_jax.checkpoints.formats.opening import NAMES
+from vit_jax.checkpoints.formats.inference import Hints
+from vit_jax.checkpoints.formats.opening import NAMES, open_checkpoint
 from vit_jax.checkpoints.formats.writing import format_for
 from vit_jax.data import image_preprocessing
 from vit_jax.models import ResNetConfig
@@ -580,3 +581,16 @@ def test_a_backbone_is_the_one_that_the_description_says(key, value, tmp_path):
 def test_a_name_that_is_too_long_is_one_sentence():
     with pytest.raises(UserError, match='[Nn]ame too long'):
         vit_jax.load(f'/tmp/{"x" * 300}.npz')
+
+
+def test_a_run_that_goes_on_is_read_as_it_was_opened_and_another_network_is_refused(tmp_path):
+    steps = tmp_path / 'checkpoints'
+    networks = [loaded(tiny.model(gelu=gelu)) for gelu in ('exact', 'tanh')]
+    vit_jax.save(networks[0], steps / '1', 'vit_jax')
+    opened = open_checkpoint(str(tmp_path), Hints())
+    vit_jax.save(networks[1], steps / '2', 'vit_jax')  # the newest, from here on
+    assert_same_arrays(named_leaves(opened.read()), named_leaves(networks[0].params))
+    shutil.rmtree(steps / '1')
+    shutil.copytree(steps / '2', steps / '1')
+    with pytest.raises(UserError, match='another checkpoint took its place while it was read'):
+        opened.read()

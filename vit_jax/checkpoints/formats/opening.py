@@ -77,7 +77,7 @@ def open_checkpoint(
 
         def read() -> Params:
             params = store.load_params(str(folder))
-            same = store.load_card(local)[0] == values
+            same = store.load_card(str(folder))[0] == values
             require(same, f'{path}: another checkpoint took its place while it was read')
             return params
 

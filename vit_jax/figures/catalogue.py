@@ -79,13 +79,12 @@ def _map_choice(numbers: Numbers, network: Network | None) -> str:
     assert network is not None
     if network.vit.pool == 'cls':
         return 'Each map is the row of the class token.'
-    all_tokens = 'ach map is the mean of the rows of all tokens.'
     if network.vit.pool == 'none':
-        text = f'E{all_tokens}'
+        text = 'Each map is the mean of the rows of all tokens.'
     elif network.prefix:
         text = 'Each map is the mean of the rows of the tokens that the head is given.'
     else:
-        text = f'There is no class token: e{all_tokens}'
+        text = 'There is no class token: each map is the mean of the rows of all tokens.'
     last = ' The last row of maps is the attention pooling.'
     return text + (last if network.vit.pool == 'map' else '')
 

@@ -202,7 +202,8 @@ def _check_biases(
     off = {of for name, of in said.items() if getattr(declared, name) is False}
     off |= {*names.projections} if not declared.qkv_bias else set()
     there = sorted(f'{first}.{of}.bias' for of in off if f'{first}.{of}.bias' in arrays)
-    require(not there, f'config.json says that there is no bias, but {"".join(there[:1])} is there')
+    if there:
+        raise UserError(f'config.json says that there is no bias, but {there[0]} is there')
 
 
 def _infer(clues: Clues, declared: Config, layout: Layout) -> ViTConfig:

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 from vit_jax.base import Record, UserError, require, require_between
 from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats import base
-from vit_jax.checkpoints.formats.base import part
+from vit_jax.checkpoints.formats.base import part, require_equal
 from vit_jax.checkpoints.formats.huggingface_labels import of_head
 from vit_jax.models import Backbone, Gelu, ViTConfig
 
@@ -223,7 +222,7 @@ def check_backbone(backbone: Backbone, declared: dict[str, Any]) -> None:
         'output_stride': 32,
         'width_factor': 1,
     }
-    base.require_equal(stated, found, where='config.json.backbone_config')
+    require_equal(stated, found, where='config.json.backbone_config')
 
 
 def _backbone_config(backbone: Backbone) -> dict[str, Any]:

@@ -163,7 +163,8 @@ def _as_beside(form: Format[Any], clues: Clues, own: Card) -> Card:
     if all(clues.json(name) for name in beside):
         old, new = (records.to_dict(one.preprocessing) for one in (written, found))
         lost += records.differences(old, new, where='preprocessing')
-    require(not lost, f'its own card and the files beside it do not agree: {"".join(lost[:1])}')
+    if lost:
+        raise UserError(f'its own card and the files beside it do not agree: {lost[0]}')
     return dataclasses.replace(own, class_names=found.class_names or own.class_names)
 
 

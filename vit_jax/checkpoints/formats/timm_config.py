@@ -101,7 +101,7 @@ def was_trained_with_quick_gelu(name: str, tag: str) -> bool:
     return _QUICK.fullmatch(f'{name} {tag}') is not None
 
 
-def unsupported(name: str, arrays: Collection[str]) -> str | None:
+def _unsupported(name: str, arrays: Collection[str]) -> str | None:
     """What such a network has that ours have not; None where nothing is known of it."""
     for pattern, what in _OTHER_NAMES.items():
         if re.fullmatch(pattern, name):
@@ -117,7 +117,7 @@ def unsupported(name: str, arrays: Collection[str]) -> str | None:
 def require_supported(name: str, arrays: Collection[str]) -> None:
     """Raises UserError for an architecture that is not read, whether its name or its arrays say it,
     and for one that its name alone would say."""
-    if what := unsupported(name, arrays):
+    if what := _unsupported(name, arrays):
         raise UserError(f'{name}{": " if name else ""}{what}: not supported')
     right = "no positions are among the arrays: DINOv3's need the config.json beside them"
     require(name != '' or 'pos_embed' in arrays, right)

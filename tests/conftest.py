@@ -5,7 +5,6 @@ import os
 import pathlib
 import pkgutil
 import signal
-import sys
 
 import pytest
 
@@ -16,10 +15,10 @@ import pytest
 flags = [
     '--xla_force_host_platform_device_count=8',
     '--xla_cpu_enable_concurrency_optimized_scheduler=false',
+    # Half of the time went into compiling. LLVM does not optimize; XLA does.
+    '--xla_backend_optimization_level=0',
+    '--xla_llvm_disable_expensive_passes=true',
 ]
-# Half of the time goes into compiling. In the quick tests LLVM does not optimize; XLA does.
-if 'full' not in sys.argv:
-    flags += ['--xla_backend_optimization_level=0', '--xla_llvm_disable_expensive_passes=true']
 if 'PYTEST_XDIST_WORKER' not in os.environ:  # a worker has them from the process that began it
     os.environ['XLA_FLAGS'] = ' '.join(flags)
 os.environ['NPROC'] = '32'

@@ -128,8 +128,8 @@ class Checkpoints:
             async_options=ocp.AsyncOptions(post_finalization_callback=self._sync_along),
         )
         handlers = {
-            'params': ocp.StandardCheckpointHandler(),
-            'training': ocp.StandardCheckpointHandler(),
+            'params': _array_handler(),
+            'training': _array_handler(),
             'card': ocp.JsonCheckpointHandler(),
             'progress': ocp.JsonCheckpointHandler(),
         }
@@ -155,8 +155,8 @@ class Checkpoints:
         if step == self.latest_step:
             return
         items = ocp.args.Composite(
-            params=ocp.args.StandardSave(params),
-            training=ocp.args.StandardSave(tree_names.named_leaves(training)),
+            params=ocp.args.PyTreeSave(params),
+            training=ocp.args.PyTreeSave(tree_names.named_leaves(training)),
             card=ocp.args.JsonSave(card),
             progress=ocp.args.JsonSave(progress),
         )
@@ -201,7 +201,10 @@ class Checkpoints:
         for item, target in wanted.items():
             where = f'checkpoint {self.path(step)}/{item}'
             tree_names.compare_names(saved[item], tree_names.named_leaves(target), where=where)
-        arguments = {item: ocp.args.StandardRestore(value) for item, value in wanted.items()}
+        arguments = {
+            item: ocp.args.PyTreeRestore(value, ocp.checkpoint_utils.construct_restore_args(value))
+            for item, value in wanted.items()
+        }
         with _readable(self.path(step)):
             restored = self._manager.restore(step, args=ocp.args.Composite(**arguments))
         progress = self._progress(step)
@@ -323,6 +326,18 @@ def load_params(path: str) -> Params:
         wanted = ocp.args.PyTreeRestore(restore_args=to_host)
         params = reader.restore(folder / 'params', args=wanted)
     return jax.tree.map(lambda leaf: leaf.astype(np.float32, copy=False), params)
+
+
+def _array_handler() -> ocp.PyTreeCheckpointHandler:
+    """What writes the arrays of a run.
+
+    Of an array that several devices hold, each writes a piece, where the pieces have a megabyte:
+    cutting smaller ones takes longer than writing them whole, while training waits.
+    """
+    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20)
+    return ocp.PyTreeCheckpointHandler(
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    )
 
 
 def save_alone(folder: Path, params: Params, card: dict[str, Any]) -> None:

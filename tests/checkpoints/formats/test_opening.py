@@ -344,10 +344,16 @@ def test_shards_are_one_checkpoint(tmp_path):
     assert_same_arrays(
         named_leaves(vit_jax.load(str(folder)).params), named_leaves(vit_jax.load(whole).params)
     )
-    index['weight_map'][names[0]] = '../a.safetensors'
-    (folder / 'model.safetensors.index.json').write_text(json.dumps(index))
-    with pytest.raises(ValueError, match='names files outside of its directory'):
-        vit_jax.load(str(folder))
+    named = index['weight_map']
+    others = {name: file for name, file in named.items() if name != names[0]}
+    for changed, wrong in [
+        (named | {names[0]: '../a.safetensors'}, 'names files outside of its directory'),
+        (named | {'more': 'a.safetensors'}, 'names more, which is in none of its files'),
+        (others, f'does not name {names[0]}, which is in one of its files'),
+    ]:
+        (folder / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': changed}))
+        with pytest.raises(ValueError, match=f'safetensors.index.json: {wrong}'):
+            vit_jax.load(str(folder))
 
 
 def test_class_names_and_preprocessing_of_a_hugging_face_directory(tmp_path):
@@ -422,6 +428,7 @@ def test_a_description_that_contradicts_the_arrays_is_refused(tmp_path):
         ('num_hidden_layers', 4, 'says num_hidden_layers=4, the arrays 3'),
         ('hidden_act', 'swish', "hidden_act='swish' is not one of"),
         ('num_attention_heads', 2.5, r'config.json.num_attention_heads=2.5: expected int'),
+        ('auto_map', {'AutoModel': 'mine.Mine'}, 'config.json: auto_map names code of its own'),
     ]:
         changed = json.dumps(described | {name: value})
         (tmp_path / 'hf' / 'config.json').write_text(changed)
@@ -480,6 +487,27 @@ def test_numbers_of_timm_that_make_no_sense_are_refused_by_file_and_field(tmp_pa
         (tmp_path / 'config.json').write_text(json.dumps(said))
         with pytest.raises(ValueError, match=rf'config\.json\.{field}'):
             vit_jax.load(tmp_path)
+
+
+def test_a_timm_description_that_contradicts_the_arrays_is_refused(tmp_path):
+    vit_jax.save(loaded(tiny.model(gelu='exact'), timm.TIMM), tmp_path / 'model.safetensors')
+    save_file(contents(tmp_path / 'model.safetensors'), tmp_path / 'model.safetensors')
+    size = tiny.model().image_size
+    for architecture, said, wrong in [
+        ('resnet50', {}, 'resnet50: none of the ViTs of timm: not supported'),
+        ('vit_tiny', {'num_classes': 9}, 'json.pretrained_cfg says num_classes=9, the arrays 10'),
+        ('vit_tiny', {'input_size': (1, *size)}, 'input_size says channels=1, the arrays 3'),
+    ]:
+        config = {'architecture': architecture, 'model_args': {'num_heads': 2}}
+        (tmp_path / 'config.json').write_text(json.dumps(config | {'pretrained_cfg': said}))
+        with pytest.raises(UserError, match=wrong):
+            vit_jax.load(tmp_path)
+    # timm overrides what pretrained_cfg says by what stands beside it.
+    stated = {'num_classes': tiny.CLASSES, 'model_args': {'in_chans': 3, 'num_heads': 2}}
+    said = {'pretrained_cfg': {'num_classes': 9, 'input_size': (1, *size)}}
+    config = {'architecture': 'vit_tiny'} | stated | said
+    (tmp_path / 'config.json').write_text(json.dumps(config))
+    assert vit_jax.load(tmp_path).config.num_classes == tiny.CLASSES
 
 
 def test_a_timm_directory_says_what_images_it_was_trained_on(tmp_path):

@@ -66,7 +66,7 @@ def open_checkpoint(
     with usable(path):
         if not place.exists() and (match := re.fullmatch(r'(.+\.npz):(.+)', local)):
             place, subtree = pathlib.Path(match[1]), match[2].strip('/')
-        files = [] if is_remote(local) else _weights(place) if place.is_dir() else [place]
+        files, index = ([], None) if is_remote(local) else _weights(place)
     if not files:
         if given := [name for name, value in vars(hints).items() if value is not None]:
             raise UserError(f'{path}: a checkpoint of ours says all of itself; drop {given[0]}')
@@ -84,6 +84,8 @@ def open_checkpoint(
         return Checkpoint(path, OURS, None, card, report, (), read)
     try:
         found = array_files.read_array_files(files)
+        if index:
+            _check_index(index, found.arrays)
     except UserError as error:
         if not origin:
             raise
@@ -199,19 +201,24 @@ def function_of(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, head_bias=0.0, layer_scale=scale, position_resize='bilinear')
 
 
-def _weights(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The files of weights in a directory, as other systems lay them out."""
+def _weights(folder: pathlib.Path) -> tuple[list[pathlib.Path], pathlib.Path | None]:
+    """The files of weights in a directory, as other systems lay them out, and their index.
+
+    Where it is a file, that one.
+    """
+    if not folder.is_dir():
+        return [folder], None
     for name in array_files.WEIGHTS:  # transformers, too, prefers one file to several
         if os.path.lexists(folder / name):
-            return [folder / name]
+            return [folder / name], None
         index = folder / f'{name}{array_files.INDEX}'
         if os.path.lexists(index):
-            return _shards(index)
+            return sorted({folder / shard for shard in _read_index(index).values()}), index
     found = sorted(p for p in folder.iterdir() if p.suffix in array_files.ENDINGS and p.is_file())
     if len(found) > 1:
         names = ', '.join(p.name for p in found)
         raise UserError(f'{folder}: holds several files of weights; name one of {names}')
-    return found
+    return found, None
 
 
 def _json_beside(path: pathlib.Path) -> dict[str, Any]:
@@ -219,15 +226,24 @@ def _json_beside(path: pathlib.Path) -> dict[str, Any]:
         return read_json(path)
 
 
-def _shards(index: pathlib.Path) -> list[pathlib.Path]:
-    """The files that an index names. Raises UserError for an index that names others, or none."""
+def _read_index(index: pathlib.Path) -> dict[str, str]:
+    """Files of its directory by names of arrays. Raises UserError for other files, or none."""
     with error_prefix(index):
         named = read_json(index).get('weight_map')
         if not isinstance(named, dict) or not all(isinstance(v, str) for v in named.values()):
             raise UserError('weight_map: expected names of files by names of arrays')
-        shards = {*named.values()}
+        shards = set(named.values())
         if any(pathlib.PurePath(shard).name != shard for shard in shards) or not shards:
             raise UserError('names files outside of its directory, or none')
         if len(shards) > _MOST_SHARDS:
             raise UserError(f'names {len(shards):,} files, at most {_MOST_SHARDS:,} are read')
-    return sorted(index.parent / shard for shard in shards)
+    return named
+
+
+def _check_index(index: pathlib.Path, arrays: Iterable[str]) -> None:
+    """Raises UserError where an index names other arrays than its files hold."""
+    named, there = set(_read_index(index)), set(arrays)
+    if missing := named - there:
+        raise UserError(f'{index}: names {min(missing)}, which is in none of its files')
+    if strange := there - named:
+        raise UserError(f'{index}: does not name {min(strange)}, which is in one of its files')

@@ -19,7 +19,6 @@ from vit_jax.checkpoints.formats.base import (
     Recognised,
     described,
     part,
-    require_equal,
 )
 from vit_jax.checkpoints.formats.inference import Clues, Hints, NeedsHint
 from vit_jax.checkpoints.formats.name_map import NO_CLASS_ROW, SAME, NameRule
@@ -34,6 +33,7 @@ from vit_jax.checkpoints.formats.timm_config import (
     architecture,
     is_of_meta,
     preprocessing,
+    require_same,
     require_supported,
     usual,
     was_trained_with_quick_gelu,
@@ -193,6 +193,8 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     clues = clues._replace(arrays=inside, declared=_declared(inside, arguments, pretrained))
     layout = _layout(inside, known, arguments, prefix)
     config, layout = _infer(clues, layout, known, arguments, description)
+    halves = 2 if config.gelu is None and not layout.eva else 1
+    require_same(config, arguments, pretrained, description, halves=halves)
     names = description.label_names or description.labels
     fits = len(names) in (0, config.num_classes)
     require(fits, f'{where}: {len(names)} label_names for {config.num_classes} classes')
@@ -320,7 +322,6 @@ def _infer(
         gated=gated,
         rope=known.rope,
     )
-    _compare(config, arguments, description, halves=2 if gated and not layout.eva else 1)
     return config, dataclasses.replace(layout, class_row=bool(row) or class_tokens == 0)
 
 
@@ -354,36 +355,6 @@ def _layer_scale(arrays: Mapping[str, LazyArray], arguments: Arguments) -> float
     wrong = f'config.json.model_args says init_values={arguments.init_values}, no array has them'
     require(found or not arguments.init_values, wrong)
     return (arguments.init_values or 1e-5) if found else None
-
-
-def _compare(
-    config: ViTConfig, arguments: Arguments, description: Description, *, halves: int
-) -> None:
-    """Raises UserError where the config.json says other things than the arrays."""
-    act, classes = arguments.act_layer, config.num_classes or 0
-    wrong = f'config.json.model_args says act_layer={act}, the arrays a {{}} MLP'
-    require(
-        act is None or (act == 'silu') == (config.gelu is None),
-        wrong.format('SwiGLU' if config.gelu is None else 'plain'),
-    )
-    stated = {n: v for n, v in vars(arguments).items() if v is not None}
-    found = {
-        'in_chans': config.channels,
-        'patch_size': config.patch_size,
-        'mlp_ratio': base.mlp_ratio(config, arguments.mlp_ratio or 4.0, halves=halves),
-        'embed_dim': config.width,
-        'depth': config.depth,
-        'num_heads': config.num_heads,
-        'num_classes': classes,
-        'class_token': config.positioned_prefix > 0,
-        'reg_tokens': config.registers,
-        'num_reg_tokens': config.registers,
-        'pre_norm': config.pre_norm,
-        'fc_norm': config.final_norm == 'after_pool',
-    }
-    require_equal(stated, found, where='config.json.model_args')
-    said = {} if description.num_classes is None else {'num_classes': description.num_classes}
-    require_equal(said, {'num_classes': classes}, where='config.json')
 
 
 TIMM = Format[Layout](

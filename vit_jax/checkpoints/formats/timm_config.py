@@ -18,10 +18,12 @@ from vit_jax.checkpoints.formats.base import (
     check_scaling,
     described,
     foreign_preprocessing,
+    mlp_ratio,
     part,
+    require_equal,
 )
 from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing, ResizeMethod
-from vit_jax.models import Gelu, Pool
+from vit_jax.models import Gelu, Pool, ViTConfig
 from vit_jax.models.positions import PositionResize
 
 GELUS: dict[str, Gelu] = {'gelu_tanh': 'tanh', 'gelu': 'exact', 'quick_gelu': 'quick'}
@@ -45,6 +47,7 @@ _HAS_NO_QKV_BIAS = re.compile(
     r'.*_miil|vit_giant_patch16_lingbot|vit_medium_patch16_gap_.*|vit_so150m2_.*|.*_dinov3'
 )
 _ROTATES = re.compile(r'.*_(dinov3|dinov3_qkvb|lingbot)')
+_VIT = re.compile(r'(aimv2|beit(v2|3)?|deit3?|eva(02)?|(flexi|naflex|sam)?vit|test_vit\d?)(_.*)?')
 _HEADS = {'vit_base_patch16_gap_224': 16, 'vit_huge_plus_patch16_dinov3': 20}
 _HEADS |= {'vit_huge_plus_patch16_dinov3_qkvb': 20}
 
@@ -106,6 +109,8 @@ def _unsupported(name: str, arrays: Collection[str]) -> str | None:
     for pattern, what in _OTHER_NAMES.items():
         if re.fullmatch(pattern, name):
             return what
+    if name and not _VIT.fullmatch(name):
+        return 'none of the ViTs of timm'
     for array in arrays:
         for pattern, what in _OTHER_ARRAYS.items():
             if re.fullmatch(pattern, array):
@@ -164,7 +169,8 @@ _DEFAULTS = {'mean': IMAGENET[0], 'std': IMAGENET[1], 'crop_pct': 0.875}
 class Pretrained(Record):
     """What is read of `pretrained_cfg`; without one, how the converted ViTs are used."""
 
-    input_size: tuple[int, int, int] | None = None
+    input_size: tuple[int, int, int] | None = None  # channels, height, width
+    num_classes: int | None = None
     interpolation: str = 'bicubic'
     crop_pct: float = 0.9
     crop_mode: str = 'center'
@@ -215,6 +221,51 @@ class Description(Record):
     global_pool: str | None = None
     label_names: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()  # its older name
+
+
+def require_same(
+    config: ViTConfig,
+    arguments: Arguments,
+    pretrained: Pretrained,
+    description: Description,
+    *,
+    halves: int,
+) -> None:
+    """Raises UserError where the config.json says other things than the arrays.
+
+    What `pretrained_cfg` says of classes and channels counts where nothing else says it, as in timm.
+    """
+    act, classes = arguments.act_layer, config.num_classes or 0
+    wrong = f'config.json.model_args says act_layer={act}, the arrays a {{}} MLP'
+    require(
+        act is None or (act == 'silu') == (config.gelu is None),
+        wrong.format('SwiGLU' if config.gelu is None else 'plain'),
+    )
+    stated = {n: v for n, v in vars(arguments).items() if v is not None}
+    found = {
+        'in_chans': config.channels,
+        'patch_size': config.patch_size,
+        'mlp_ratio': mlp_ratio(config, arguments.mlp_ratio or 4.0, halves=halves),
+        'embed_dim': config.width,
+        'depth': config.depth,
+        'num_heads': config.num_heads,
+        'num_classes': classes,
+        'class_token': config.positioned_prefix > 0,
+        'reg_tokens': config.registers,
+        'num_reg_tokens': config.registers,
+        'pre_norm': config.pre_norm,
+        'fc_norm': config.final_norm == 'after_pool',
+    }
+    require_equal(stated, found, where='config.json.model_args')
+    if description.num_classes is not None:
+        stated = {'num_classes': description.num_classes}
+        require_equal(stated, {'num_classes': classes}, where='config.json')
+    elif arguments.num_classes is None and pretrained.num_classes is not None:
+        stated = {'num_classes': pretrained.num_classes}
+        require_equal(stated, {'num_classes': classes}, where='config.json.pretrained_cfg')
+    if arguments.in_chans is None and pretrained.input_size is not None:
+        stated, found = {'channels': pretrained.input_size[0]}, {'channels': config.channels}
+        require_equal(stated, found, where='config.json.pretrained_cfg.input_size')
 
 
 def preprocessing(pretrained: Pretrained) -> Preprocessing:

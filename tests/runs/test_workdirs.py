@@ -30,6 +30,10 @@ def test_two_runs_in_one_directory_are_refused_and_the_first_is_not_disturbed(tm
             with workdirs.opened(str(tmp_path), VALUES, Job()):
                 pass
         assert (tmp_path / '.lock').read_text() == held
+        (tmp_path / '.lock').write_text('\x1b[2J of a terminal')
+        with pytest.raises(ValueError, match='is in use by another run$'):
+            with workdirs.opened(str(tmp_path), VALUES, Job()):
+                pass
     with workdirs.opened(str(tmp_path), VALUES, Job()):  # free again
         assert (tmp_path / '.lock').read_text() != held
 

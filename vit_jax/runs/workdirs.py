@@ -110,7 +110,8 @@ def _locked(folder: pathlib.Path) -> Iterator[Workdir]:
     with (folder / LOCK).open('a+') as file:
         if not locking.locked(file):
             file.seek(0)
-            holder = file.read().strip() or 'another run'
+            holder = file.read(500).strip()
+            holder = holder if holder and holder.isprintable() else 'another run'
             raise UserError(f'workdir {folder} is in use by {holder}')
         file.truncate(0)
         file.write(_holder())

@@ -346,12 +346,12 @@ def test_shards_are_one_checkpoint(tmp_path):
     )
     named = index['weight_map']
     others = {name: file for name, file in named.items() if name != names[0]}
-    for changed, wrong in [
+    for values, wrong in [
         (named | {names[0]: '../a.safetensors'}, 'names files outside of its directory'),
         (named | {'more': 'a.safetensors'}, 'names more, which is in none of its files'),
         (others, f'does not name {names[0]}, which is in one of its files'),
     ]:
-        (folder / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': changed}))
+        (folder / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': values}))
         with pytest.raises(ValueError, match=f'safetensors.index.json: {wrong}'):
             vit_jax.load(str(folder))
 
@@ -435,6 +435,21 @@ def test_a_description_that_contradicts_the_arrays_is_refused(tmp_path):
         save_file(contents(tmp_path / 'hf'), tmp_path / 'hf' / 'model.safetensors')
         with pytest.raises(ValueError, match=message):
             vit_jax.load(str(tmp_path / 'hf'))
+
+
+@pytest.mark.parametrize(
+    'registers, other, wrong',
+    [(0, 'dinov2_with_registers', 'arrays have none'), (2, 'dinov2', 'arrays have registers')],
+)
+def test_registers_are_there_where_the_kind_of_model_has_them(registers, other, wrong, tmp_path):
+    config = tiny.model(gelu='exact', layer_scale=1e-5, registers=registers, num_classes=None)
+    vit_jax.save(loaded(config, huggingface.HUGGINGFACE), tmp_path)
+    save_file(contents(tmp_path), tmp_path / 'model.safetensors')  # no card of ours
+    assert vit_jax.load(tmp_path).config.registers == registers
+    said = json.loads((tmp_path / 'config.json').read_text())
+    (tmp_path / 'config.json').write_text(json.dumps(said | {'model_type': other}))
+    with pytest.raises(UserError, match=f'config.json says model_type={other}, the {wrong}'):
+        vit_jax.load(tmp_path)
 
 
 NAN, SIZES = float('nan'), ('hidden_size', 'num_hidden_layers', 'intermediate_size')

@@ -308,6 +308,8 @@ def _compare(config: ViTConfig, declared: Config, layout: Layout) -> None:
         stated['patch_size'], found['patch_size'] = declared.patch_size, config.patch_size
     wrong = 'config.json says model_type=dinov2, the arrays have registers'
     require(layout.family != 'dinov2' or not config.registers, wrong)
+    wrong = 'config.json says model_type=dinov2_with_registers, the arrays have none'
+    require(layout.family != 'dinov2_with_registers' or config.registers > 0, wrong)
     wrong = 'config.json says vision_use_head=False, the arrays have such a head'
     require(declared.vision_use_head is not False or config.pool != 'map', wrong)
     if layout.family in _DINOV2 and declared.hidden_size is not None:

@@ -233,7 +233,7 @@ def require_same(
 ) -> None:
     """Raises UserError where the config.json says other things than the arrays.
 
-    What `pretrained_cfg` says of classes and channels counts where nothing else says it, as in timm.
+    As in timm, `pretrained_cfg` counts for classes and channels where nothing else says them.
     """
     act, classes = arguments.act_layer, config.num_classes or 0
     wrong = f'config.json.model_args says act_layer={act}, the arrays a {{}} MLP'

@@ -1,5 +1,6 @@
 """Eight devices on one CPU, one compilation cache, and every shape annotation checked."""
 
+import faulthandler
 import importlib
 import os
 import pathlib
@@ -41,6 +42,9 @@ def pytest_configure(config):
     """The hook comes before what it checks; a process that only waits for workers needs neither."""
     if config.getoption('numprocesses', None) and not hasattr(config, 'workerinput'):
         return
+    # Under the hook whatever is imported would be compiled anew, other people's code too.
+    for name in ('flax', 'grain', 'matplotlib.pyplot', 'optax', 'orbax.checkpoint', 'scipy.stats'):
+        importlib.import_module(name)
     import jaxtyping
 
     with jaxtyping.install_import_hook('vit_jax', 'beartype.beartype'):
@@ -61,6 +65,14 @@ def pytest_collection_modifyitems(items):
     """The longest files first: each goes whole to one worker, and all shall end together."""
     rank = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
+@pytest.fixture(autouse=True)
+def _ends():
+    """A test that hangs ends its process, which says where each thread was."""
+    faulthandler.dump_traceback_later(900, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope='session')

@@ -140,10 +140,11 @@ def slow_save(number, index):
 
 
 def slow_wait(number, index):
-    """Waiting for what is saved takes so many milliseconds more."""
+    """Waiting for what is saved takes so many milliseconds more, and is said."""
     wait = Checkpoints.wait
 
     def waiting(checkpoints):
+        print('waiting for the last save', flush=True)
         time.sleep(number / 1000)
         wait(checkpoints)
 

@@ -75,13 +75,22 @@ class Host:
 
         Events of earlier starts in the same work directory do not count.
         """
+
+        def happened():
+            lines = goodput.read(self.ledger)[self._earlier :]
+            return any(x['event'] == event and step in (None, x['step']) for x in lines)
+
+        self._wait_until(happened, event, seconds)
+
+    def wait_for_text(self, text, seconds=KILL_AFTER):
+        """Returns when the process has said so; fails where it ends before."""
+        self._wait_until(lambda: text in self.text, text, seconds)
+
+    def _wait_until(self, happened, what, seconds):
         deadline = time.monotonic() + seconds
-        while not any(
-            line['event'] == event and step in (None, line['step'])
-            for line in goodput.read(self.ledger)[self._earlier :]
-        ):
-            assert self.process.exitcode is None, f'ended without {event!r}:\n{self.text}'
-            assert time.monotonic() < deadline, f'no {event!r}:\n{self.text}'
+        while not happened():
+            assert self.process.exitcode is None, f'ended without {what!r}:\n{self.text}'
+            assert time.monotonic() < deadline, f'no {what!r}:\n{self.text}'
             time.sleep(0.02)
 
     def signal(self, number=signal.SIGTERM):

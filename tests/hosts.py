@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 KILL_AFTER = 300  # seconds, whatever happens
 
 _context = multiprocessing.get_context('forkserver')
-_context.set_forkserver_preload(['vit_jax.train', 'tests.tiny'])
+_context.set_forkserver_preload(['vit_jax.train', 'tests.tiny', 'cv2'])
 
 
 def free_port():

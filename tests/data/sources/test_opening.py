@@ -5,6 +5,7 @@ import shutil
 import cv2
 import numpy as np
 import pytest
+from sklearn.datasets import load_digits
 
 from vit_jax.base.errors import MissingFile, UserError
 from vit_jax.data import loading
@@ -32,6 +33,14 @@ def root(tmp_path):
             for i in range(count):
                 write_image(tmp_path / split / name / f'{i}.png', 100 * label + i)
     return tmp_path
+
+
+def test_digits_are_those_that_scikit_learn_gives():
+    images, labels = load_digits(return_X_y=True)
+    test = opening.make_opener()('digits', 'test')
+    np.testing.assert_array_equal(test.labels, labels[4::5])
+    read = np.stack([test.read(i)[0] for i in range(len(test))])
+    np.testing.assert_array_equal(read, np.rint(images[4::5].reshape(-1, 8, 8) * (255 / 16)))
 
 
 def test_digits_are_all_there_once():

@@ -1,6 +1,8 @@
 """Images in memory: arrays, npz files, scikit-learn's digits."""
 
 import functools
+import importlib.util
+import pathlib
 import zlib
 from collections.abc import Sequence
 
@@ -49,10 +51,15 @@ def array_source(
 
 def digits_splits() -> Splits:
     """scikit-learn's 1,797 handwritten digits of 8x8 pixels; every fifth one is in `test`."""
-    from sklearn import datasets
+    # Found, not imported: all of scikit-learn and scipy would be, which takes a second and a half.
+    package = importlib.util.find_spec('sklearn')
+    if package is None or package.origin is None:
+        raise UserError('digits: they are in scikit-learn, which is not installed')
+    file = pathlib.Path(package.origin).parent / 'datasets' / 'data' / 'digits.csv.gz'
 
     def opened(split: str) -> Source:
-        images, labels = datasets.load_digits(return_X_y=True)
+        table = np.loadtxt(file, int, delimiter=',')
+        images, labels = table[:, :-1], table[:, -1]
         chosen = (np.arange(len(labels)) % 5 == 4) == (split == 'test')
         pixels = np.rint(images.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
         return array_source(pixels[chosen], labels[chosen], '0123456789', name=f'digits/{split}')

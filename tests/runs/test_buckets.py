@@ -92,9 +92,7 @@ def test_a_run_on_a_store_is_that_in_a_directory_and_is_started_from(bucket, who
 
 # Requests while checkpoint 40 is written, and the step from which a run goes on that they end.
 MOMENTS = {
-    'the first object': (r'(POST|PUT) .*checkpoints(%2F|/)40(%2F|/)', 20),
     'arrays': (r'POST .*40(%2F|/)training(%2F|/)ocdbt', 20),
-    'the end of an item': (r'POST .*40(%2F|/)params(%2F|/)commit_success', 20),
     'the end': (r'POST .*checkpoints(%2F|/)40(%2F|/)commit_success', 20),
     'digests': (r'POST .*checkpoints(%2F|/)40(%2F|/)digests', 40),
     'an old one removed': (r'DELETE .*20(%2F|/)_CHECKPOINT_METADATA', 40),

@@ -70,10 +70,10 @@ PHASES = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('count', [1, 2])
-def test_sigterm_in_any_phase_stops_at_one_step_and_loses_none(count, whole, tmp_path):
+@pytest.mark.parametrize('count, phases', [(1, [*PHASES]), (2, ['compile', 'evaluate', 'save'])])
+def test_sigterm_in_any_phase_stops_at_one_step_and_loses_none(count, phases, whole, tmp_path):
     """The last process alone is told, twice; both stop. The next start goes on from there."""
-    for phase in PHASES:
+    for phase in phases:
         faults, event = PHASES[phase]
         before = steps(tmp_path)
         flags = ['--config.eval_every_steps=30', '--accept_config_changes']
@@ -121,7 +121,7 @@ def kill_often(folder, count, kills, seed):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('count, kills', [(1, 1), (2, 2)])
+@pytest.mark.parametrize('count, kills', [(1, 1), (2, 3)])
 def test_killed_processes_go_on_to_the_same_bits_and_the_ledger_adds_up(
     count, kills, whole, tmp_path
 ):
@@ -143,13 +143,6 @@ def test_a_run_without_memory_ends_by_itself_and_goes_on_to_the_same_bits(step, 
     with training(tmp_path) as (host,):
         assert host.wait() == 0, host.text
     assert_same(tmp_path, whole(1))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize('seed', [0])
-def test_ten_kills_in_one_run_go_on_to_the_same_bits(whole, tmp_path, seed):
-    kill_often(tmp_path, 2, 10, seed)
-    assert_same(tmp_path, whole(2))
 
 
 @pytest.mark.full
@@ -181,13 +174,12 @@ def test_what_is_not_finite_in_one_process_is_skipped_by_all(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('index', [0, 1])
-def test_parameters_that_are_not_finite_in_one_process_are_never_saved(index, whole, tmp_path):
+def test_parameters_that_are_not_finite_in_one_process_are_never_saved(whole, tmp_path):
     """The job stops; without the fault it goes on to the bits of a run that never had it."""
-    with training(tmp_path, f'nan_memory:15:{index}', 2) as started:
+    with training(tmp_path, 'nan_memory:15:1', 2) as started:
         assert [host.wait() for host in started] == [1, 1]
     said = f'error: step 16: .*parameter_norm is nan; last good checkpoint: {tmp_path}.*/10'
-    assert re.search(said, started[index].text)
+    assert re.search(said, started[1].text)
     assert steps(tmp_path) == [10]
     with training(tmp_path, count=2) as started:
         assert [host.wait() for host in started] == [0, 0]
@@ -195,10 +187,9 @@ def test_parameters_that_are_not_finite_in_one_process_are_never_saved(index, wh
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('index', [0, 1])
-def test_a_host_whose_clock_is_an_hour_ahead_trains_to_the_same_bits(index, whole, tmp_path):
+def test_a_host_whose_clock_is_an_hour_ahead_trains_to_the_same_bits(whole, tmp_path):
     began = time.time()
-    with training(tmp_path, f'clock:3600:{index}', 2) as started:
+    with training(tmp_path, 'clock:3600:1', 2) as started:
         assert [host.wait() for host in started] == [0, 0]
     assert_same(tmp_path, whole(2))
     seconds = totals(read(tmp_path / 'run/ledger.jsonl')).values()

@@ -6,7 +6,7 @@ Command: python -m vit_jax.train --config=configs/quickstart.py --workdir=/tmp/v
 
 from vit_jax.config import FewshotConfig, TrainConfig
 from vit_jax.data.augmentation import Augmentation
-from vit_jax.models import Compute, ViTConfig
+from vit_jax.models import ViTConfig
 from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
@@ -35,5 +35,4 @@ def get_config() -> TrainConfig:
         eval_every_steps=300,
         checkpoint_every_steps=300,
         fewshot=FewshotConfig(shots=(1, 5, 10), every_steps=300),
-        compute=Compute(remat='dots'),  # on CPUs faster than keeping everything
     )

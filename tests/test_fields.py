@@ -177,6 +177,7 @@ CHANGES = [
     ('compute.dtype', 'bfloat16', base()),
     ('compute.remat', 'dots', base()),
     ('compute.unroll', 2, base()),
+    ('compute.layout', 'batched', base()),
     ('mesh.data', 8, with_mesh(data=4, fsdp=-1)),
     ('mesh.fsdp', 4, with_mesh(fsdp=2)),
     ('mesh.tensor', 2, base(mesh=MeshConfig(max_replicated_fraction=1.0))),

@@ -7,7 +7,7 @@ Command: python -m vit_jax.train --config=configs/pretrain/cifar10.py --workdir=
 
 from vit_jax.config import FewshotConfig, TrainConfig
 from vit_jax.data.augmentation import Augmentation
-from vit_jax.models import Compute, ViTConfig
+from vit_jax.models import ViTConfig
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
@@ -35,7 +35,4 @@ def get_config() -> TrainConfig:
         eval_every_steps=1000,
         checkpoint_every_steps=1000,
         fewshot=FewshotConfig(every_steps=7000),
-        compute=Compute(
-            remat='dots'
-        ),  # on CPUs faster than keeping everything: less memory to touch
     )

@@ -12,7 +12,7 @@ import dataclasses
 
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import AUGREG, augreg
-from vit_jax.models import Compute, ViTConfig
+from vit_jax.models import ViTConfig
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
@@ -45,5 +45,4 @@ def get_config(level: str = 'mild') -> TrainConfig:
         eval_batch_size=512,
         optimizer=OptimizerConfig(weight_decay=0.1, clip_norm=1.0),
         schedule=ScheduleConfig(learning_rate=1e-3, warmup=Duration(steps=300)),
-        compute=Compute(remat='dots'),  # on CPUs faster than keeping everything
     )

@@ -9,7 +9,7 @@ Command: python -m vit_jax.train --config=configs/studies/look_inside.py:cls --c
 
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import Augmentation
-from vit_jax.models import Backbone, Compute, ModelConfig, Pool, ResNetConfig, ViTConfig
+from vit_jax.models import Backbone, ModelConfig, Pool, ResNetConfig, ViTConfig
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
@@ -45,5 +45,4 @@ def get_config(network: str = 'cls') -> TrainConfig:
         optimizer=OptimizerConfig(weight_decay=0.05, clip_norm=1.0),
         schedule=ScheduleConfig(learning_rate=1e-3, warmup=Duration(steps=300)),
         checkpoint_every_steps=500,
-        compute=Compute(remat='dots'),
     )

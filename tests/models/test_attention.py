@@ -1,3 +1,7 @@
+import functools
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +17,31 @@ def test_attend_is_the_weights_times_the_values():
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
     expected = jnp.einsum('bhqn,bnhk->bqhk', weights, VALUE)
     np.testing.assert_allclose(attention.attend(QUERY, KEY, VALUE), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize('implementation', ['head_major', 'blockwise'])
+def test_each_way_to_compute_it_gives_the_same_result_and_gradient(implementation, monkeypatch):
+    monkeypatch.setattr(attention, '_BLOCK', 2)  # 5 queries: two blocks, and one in a third
+    ways = [functools.partial(attention.attend, implementation=i) for i in (implementation, 'xla')]
+    results = [way(QUERY, KEY, VALUE) for way in ways]
+    np.testing.assert_allclose(*results, atol=1e-6)
+    gradients = [
+        jax.grad(lambda *a, f=f: f(*a).std(), argnums=(0, 1, 2))(QUERY, KEY, VALUE) for f in ways
+    ]
+    for expected, actual in zip(*gradients, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize('queries, keys', [(2048, 2048), (2049, 1025)])
+def test_no_program_for_a_long_sequence_has_all_queries_by_all_keys(queries, keys):
+    query, key = (jax.ShapeDtypeStruct((1, n, 2, 4), 'float32') for n in (queries, keys))
+
+    def total(query, key, value):
+        return attention.attend(query, key, value).sum()
+
+    program = str(jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2)))(query, key, key))
+    sizes = [math.prod(map(int, s.split(','))) for s in re.findall(r'f32\[([\d,]+)\]', program)]
+    assert max(sizes) < queries * keys
 
 
 @pytest.mark.full

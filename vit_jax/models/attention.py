@@ -10,7 +10,9 @@ import jax.numpy as jnp
 
 from vit_jax.base.array_types import Array, Float
 
-Implementation = Literal['auto', 'xla', 'cudnn']
+Implementation = Literal['auto', 'xla', 'cudnn', 'head_major', 'blockwise']
+LONG = 1024  # tokens; from there on the weights of all queries together would fill the memory
+_BLOCK = 256  # queries
 
 
 def attend(
@@ -23,14 +25,47 @@ def attend(
     """softmax(Q K^T / sqrt(k)) V for each head (equations 6 and 7 of the paper's appendix A).
 
     `xla` lets the compiler fuse what it can, `cudnn` calls the fused GPU kernel, and `auto` takes
-    cuDNN where it compiles for these shapes, forward and backward, and XLA otherwise.
+    cuDNN where it compiles for these shapes, forward and backward, and XLA otherwise. `head_major`
+    is XLA with the tokens of a head side by side in memory, for CPUs: elsewhere it is slower.
+    `blockwise` is XLA for some queries after the other, so that there never is an array of all
+    queries by all keys: `auto` takes it in place of `xla` for long sequences.
     """
     if implementation == 'auto':
         fused = cudnn_compiles(query.shape[1:], key.shape[1:], query.dtype.name)
-        implementation = 'cudnn' if fused else 'xla'
+        implementation = 'cudnn' if fused else 'blockwise' if key.shape[1] > LONG else 'xla'
     if implementation == 'cudnn':
         return attend_at_even_lengths(query, key, value, implementation='cudnn')
+    if implementation == 'head_major':
+        return _attend_head_major(query, key, value)
+    if implementation == 'blockwise':
+        return _attend_blockwise(query, key, value)
     return jax.nn.dot_product_attention(query, key, value, implementation='xla')
+
+
+def _attend_head_major(
+    query: Float[Array, 'b q h k'], key: Float[Array, 'b n h k'], value: Float[Array, 'b n h k']
+) -> Float[Array, 'b q h k']:
+    query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
+    query = query * jnp.asarray(1 / math.sqrt(query.shape[-1]), query.dtype)
+    logits = jnp.einsum('bhqk,bhnk->bhqn', query, key, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
+    return jnp.einsum('bhqn,bhnk->bhqk', weights, value).transpose(0, 2, 1, 3)
+
+
+def _attend_blockwise(
+    query: Float[Array, 'b q h k'], key: Float[Array, 'b n h k'], value: Float[Array, 'b n h k']
+) -> Float[Array, 'b q h k']:
+    batch, queries, *head = query.shape
+    count = -(-queries // _BLOCK)
+    query = jnp.pad(query, ((0, 0), (0, count * _BLOCK - queries), (0, 0), (0, 0)))
+    blocks = jnp.moveaxis(query.reshape(batch, count, _BLOCK, *head), 1, 0)
+
+    @jax.checkpoint  # the backward pass makes the weights of a block again
+    def mixed(block: Float[Array, 'b q h k']) -> Float[Array, 'b q h k']:
+        return jax.nn.dot_product_attention(block, key, value, implementation='xla')
+
+    found = jnp.moveaxis(jax.lax.map(mixed, blocks), 0, 1)
+    return found.reshape(batch, count * _BLOCK, *head)[:, :queries]
 
 
 def attention_weights(

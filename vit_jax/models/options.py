@@ -11,6 +11,8 @@ from vit_jax.base import Array, Record, require_between
 from vit_jax.models.attention import Implementation
 
 Remat = Literal['none', 'dots', 'block']
+POLICIES: tuple[Remat, ...] = 'none', 'dots', 'block'  # of rematerialisation, fastest first
+Layout = Literal['flat', 'batched']
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -36,15 +38,18 @@ class Compute(Record):
     Parameters, statistics of the norms, softmax and logits are float32 whatever the dtype. `remat`
     decides what the backward pass recomputes: nothing, all but the large matrix products and
     convolutions (`dots`), or the whole block. Unrolled blocks run faster on GPUs, compile longer.
+    What is `auto` is chosen for the devices (models/choices.py).
     """
 
     dtype: Literal['float32', 'bfloat16'] = 'float32'
-    remat: Remat = 'none'
-    unroll: int = 1  # blocks in one iteration of the scan
+    remat: Remat | Literal['auto'] = 'auto'
+    unroll: int | Literal['auto'] = 'auto'  # blocks in one iteration of the scan
     attention: Implementation = 'auto'
+    layout: Layout | Literal['auto'] = 'auto'  # of tokens in the layers that treat each alone
 
     def check(self) -> None:
-        require_between(self, 'unroll', low=1)
+        if self.unroll != 'auto':
+            require_between(self, 'unroll', low=1)
 
 
 # Keeps an activation (b ...) split over the batch; why says `parallel/meshes.py`, which has meshes.

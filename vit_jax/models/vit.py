@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base import Array, Bool, Float, Record, require, require_between
-from vit_jax.models import positions
-from vit_jax.models.attention import Implementation, attend, attention_weights
+from vit_jax.models import ops, positions
+from vit_jax.models.attention import attend, attention_weights
 from vit_jax.models.layers import DistilledHead, Head, check_head, drop_branch, make_head
 from vit_jax.models.options import ActivationSharding, Compute, Regularization, rematerialized
 from vit_jax.models.positions import PositionKind, PositionResize
@@ -133,20 +133,20 @@ class Mlp(nn.Module):
     mlp_dim: int
     gelu: Gelu | None
     dropout: float
-    dtype: str
+    compute: Compute
 
     @nn.compact
     def __call__(self, x: Float[Array, 'b n d']) -> Float[Array, 'b n d']:
-        glorot, tiny = nn.initializers.xavier_uniform(), nn.initializers.normal(1e-6)
-        dense = functools.partial(nn.Dense, dtype=self.dtype, kernel_init=glorot, bias_init=tiny)
+        tiny = nn.initializers.normal(1e-6)
+        dense = functools.partial(ops.Dense, compute=self.compute, bias_init=tiny)
         drop = nn.Dropout(self.dropout, deterministic=False)
-        hidden = dense(self.mlp_dim, name='dense1')(x)
+        hidden = dense((self.mlp_dim,), name='dense1')(x)
         if self.gelu is None:
-            hidden = nn.silu(dense(self.mlp_dim, name='gate')(x)) * hidden
+            hidden = nn.silu(dense((self.mlp_dim,), name='gate')(x)) * hidden
         else:
-            hidden = _GELUS[self.gelu](hidden)
+            hidden = ops.recomputed(_GELUS[self.gelu], self.compute)(hidden)
         hidden = seen(self, 'hidden', hidden)
-        return drop(dense(x.shape[-1], name='dense2')(drop(hidden)))
+        return drop(dense((x.shape[-1],), name='dense2')(drop(hidden)))
 
 
 class Attention(nn.Module):
@@ -158,8 +158,7 @@ class Attention(nn.Module):
 
     num_heads: int
     dropout: float
-    dtype: str
-    implementation: Implementation
+    compute: Compute
 
     @nn.compact
     def __call__(
@@ -169,16 +168,18 @@ class Attention(nn.Module):
         rotate: Callable[[Array], Array] = lambda x: x,  # of queries and keys, by their positions
     ) -> Float[Array, 'b q d']:
         width = x.shape[-1]
-        glorot = nn.initializers.xavier_uniform()
-        dense = functools.partial(nn.DenseGeneral, dtype=self.dtype, kernel_init=glorot)
+        dense = functools.partial(ops.Dense, compute=self.compute)
         heads = self.num_heads, width // self.num_heads
-        query = rotate(dense(heads, name='query')(x))
-        key = rotate(dense(heads, name='key')(y))
-        value = dense(heads, name='value')(y)
+        layers = [dense(heads, name=name) for name in ('query', 'key', 'value')]
+        if x is y and self.compute.attention == 'head_major':
+            query, key, value = ops.side_by_side(x, layers)
+        else:
+            query, key, value = (layer(of) for layer, of in zip(layers, (x, y, y), strict=True))
+        query, key = rotate(query), rotate(key)
         tap(self, 'weights', lambda: attention_weights(query, key))
-        mixed = attend(query, key, value, implementation=self.implementation)
+        mixed = attend(query, key, value, implementation=self.compute.attention)
         mixed = seen(self, 'heads', mixed)
-        out = dense(width, axis=(-2, -1), name='out')(mixed)
+        out = dense((width,), axes=2, name='out')(mixed)
         return nn.Dropout(self.dropout, deterministic=False)(out)
 
 
@@ -201,8 +202,8 @@ class Block(Part):
         drop_rate: Float[Array, ''],
         has_skips: Bool[Array, ''] | None,  # None: as all have them
     ) -> tuple[Float[Array, 'b n d'], None]:
-        config, dropout, dtype = self.config, self.regularization.dropout, self.compute.dtype
-        norm = functools.partial(nn.LayerNorm, epsilon=config.layer_norm_epsilon, dtype=dtype)
+        config, dropout, compute = self.config, self.regularization.dropout, self.compute
+        norm = functools.partial(ops.layer_norm, compute, config.layer_norm_epsilon)
 
         def added(
             x: Float[Array, 'b n d'], branch: Float[Array, 'b n d'], *, name: str
@@ -220,14 +221,12 @@ class Block(Part):
 
         x = self.shard_activations(x)
         y = seen(self, 'norm1', norm(name='norm1')(x))
-        attention = Attention(
-            config.num_heads, dropout, dtype, self.compute.attention, name='attention'
-        )
+        attention = Attention(config.num_heads, dropout, compute, name='attention')
         head = config.width // config.num_heads
         rotate = positions.rotation(config.positions, config.grid, config.prefix, head)
         x = added(x, attention(y, y, rotate), name='attention')
         y = seen(self, 'norm2', norm(name='norm2')(x))
-        mlp = Mlp(config.mlp_dim, config.gelu, dropout, dtype, name='mlp')
+        mlp = Mlp(config.mlp_dim, config.gelu, dropout, compute, name='mlp')
         x = added(x, mlp(y), name='mlp')
         return seen(self, 'tokens', x), None
 
@@ -238,6 +237,7 @@ class Encoder(Part):
     @nn.compact
     def __call__(self, x: Float[Array, 'b n d']) -> Float[Array, 'b n d']:
         config, compute, regularization = self.config, self.compute, self.regularization
+        assert compute.unroll != 'auto'  # `build` chose
         unroll = min(compute.unroll, config.depth)
         scan = nn.scan(
             rematerialized(Block, compute, in_loop=unroll == 1),
@@ -254,7 +254,7 @@ class Encoder(Part):
         x, _ = blocks(x, drop_rates, has_skips)
         if config.final_norm == 'after_pool':
             return x
-        norm = nn.LayerNorm(epsilon=config.layer_norm_epsilon, dtype=compute.dtype, name='norm')
+        norm = ops.layer_norm(compute, config.layer_norm_epsilon, name='norm')
         return seen(self, 'norm', norm(x))
 
 
@@ -263,12 +263,13 @@ class AttentionPool(Part):
 
     @nn.compact
     def __call__(self, tokens: Float[Array, 'b n d']) -> Float[Array, 'b d']:
-        config, dtype = self.config, self.compute.dtype
+        config, compute = self.config, self.compute
         probe = self.param('probe', nn.initializers.xavier_uniform(), (1, 1, config.width))
         probe = jnp.tile(probe, (tokens.shape[0], 1, 1)).astype(tokens.dtype)
-        x = Attention(config.num_heads, 0.0, dtype, 'xla', name='attention')(probe, tokens)
-        y = nn.LayerNorm(epsilon=config.layer_norm_epsilon, dtype=dtype, name='norm')(x)
-        return (x + Mlp(config.mlp_dim, config.gelu, 0.0, dtype, name='mlp')(y))[:, 0]
+        xla = dataclasses.replace(compute, attention='xla')  # of one query
+        x = Attention(config.num_heads, 0.0, xla, name='attention')(probe, tokens)
+        y = ops.layer_norm(compute, config.layer_norm_epsilon, name='norm')(x)
+        return (x + Mlp(config.mlp_dim, config.gelu, 0.0, compute, name='mlp')(y))[:, 0]
 
 
 class ViT(Part):
@@ -276,9 +277,7 @@ class ViT(Part):
 
     def setup(self) -> None:
         config, zeros = self.config, nn.initializers.zeros
-        norm = functools.partial(
-            nn.LayerNorm, epsilon=config.layer_norm_epsilon, dtype=self.compute.dtype
-        )
+        norm = functools.partial(ops.layer_norm, self.compute, config.layer_norm_epsilon)
         if config.backbone is not None:
             self.backbone = ResNet(config.backbone, self.compute)
         self.embedding = PatchEmbedding(

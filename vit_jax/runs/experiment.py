@@ -21,7 +21,8 @@ from vit_jax.data.image_preprocessing import Preprocessing, Size, normalize
 from vit_jax.data.loading import ImageReader, check_memory, make_warning
 from vit_jax.data.sources.base import Source, warn_once
 from vit_jax.data.sources.opening import make_opener
-from vit_jax.models import Model, ModelConfig, build, for_task
+from vit_jax.models import Model, ModelConfig, build, for_task, parameter_count
+from vit_jax.models.choices import Choice, Training, choose
 from vit_jax.parallel import meshes
 from vit_jax.runs.probing import Probes, open_probes
 from vit_jax.training.duration import TrainLength, make_train_length
@@ -47,6 +48,7 @@ class Experiment(NamedTuple):
     config: TrainConfig
     start: Checkpoint | None  # start_from; its arrays are not read yet
     mesh: Mesh
+    choice: Choice  # how the model is computed
     model: Model
     preprocessing: Preprocessing
     length: TrainLength
@@ -106,10 +108,11 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
     model_config = trained_model(config, start, classes)
     length = make_train_length(config.total, batch_size=config.batch_size, num_images=len(train))
     mesh = make_mesh(config, devices)
+    choice = choose_compute(config, model_config, mesh, planned=devices is not None)
     model = build(
         model_config,
         regularization=config.regularization,
-        compute=config.compute,
+        compute=choice.compute,
         shard_activations=functools.partial(meshes.shard_activations, mesh),
     )
     preprocessing = preprocessing_of(config, start)
@@ -126,6 +129,7 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
         config=dataclasses.replace(config, start_from=start and start.path),  # no secret of a URL
         start=start,
         mesh=mesh,
+        choice=choice,
         model=model,
         preprocessing=preprocessing,
         length=length,
@@ -192,6 +196,19 @@ def make_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None) 
     if config.eval_batch_size is not None:
         meshes.check_batch_size(config.eval_batch_size, mesh, accumulation_steps=1)
     return mesh
+
+
+def choose_compute(config: TrainConfig, model: ModelConfig, mesh: Mesh, *, planned: bool) -> Choice:
+    """How to compute the model on a mesh; that of a plan is not attached, its memory not known."""
+    device = mesh.local_devices[0] if not planned else mesh.devices.flat[0]
+    stats = None if planned else device.memory_stats()  # None on CPUs
+    memory = None
+    if stats and 'bytes_limit' in stats:  # parameters, their gradients and two moments, float32
+        state = 16 * parameter_count(model) // (mesh.shape['fsdp'] * mesh.shape['tensor'])
+        memory = stats['bytes_limit'] - state
+    parts = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
+    training = Training(images=config.batch_size // parts, memory=memory)
+    return choose(config.compute, model, platform=device.platform, training=training)
 
 
 def preprocessing_of(config: TrainConfig, start: Checkpoint | None) -> Preprocessing:

@@ -9,12 +9,12 @@ from vit_jax.config import TrainConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.models import Remat
+from vit_jax.models.options import POLICIES
 from vit_jax.parallel import ahead_of_time, meshes, sharding_rules
 from vit_jax.parallel.ahead_of_time import DoesNotFit, Topology
 from vit_jax.runs import compilation
 from vit_jax.runs.experiment import decide, open_start, trained_model
 
-POLICIES: tuple[Remat, ...] = 'none', 'dots', 'block'  # of rematerialisation, fastest first
 _TRIALS = 4  # compilations to find the largest batch
 
 
@@ -93,7 +93,8 @@ def tried_policies(
     config: TrainConfig, where: Topology, *, compile_step: CompileStep = compile_step
 ) -> Iterator[tuple[Remat, StepMemory | DoesNotFit]]:
     """Every rematerialisation policy from the configuration's own on, until one fits."""
-    for policy in POLICIES[POLICIES.index(config.compute.remat) :]:
+    remat = config.compute.remat
+    for policy in POLICIES[0 if remat == 'auto' else POLICIES.index(remat) :]:
         try:
             yield policy, compile_step(with_policy(config, policy), where)
             return

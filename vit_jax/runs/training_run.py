@@ -158,6 +158,7 @@ def _outline(experiment: Experiment) -> str:
         f'model   {parameter_count(model):,} parameters, {tokens}'
         f'{multiply_adds(model) / 1e6:,.1f} M multiply-adds an image; '
         f'compiling for {experiment.mesh.size} x {jax.devices()[0].device_kind}',
+        f'compute {experiment.choice}',
     ]
     return '\n'.join([*lines, *experiment.report])
 

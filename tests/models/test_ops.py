@@ -1,0 +1,73 @@
+"""Layers on tokens as rows against Flax's own."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import tiny
+from vit_jax.base.tree_names import named_leaves
+from vit_jax.models import Compute, build, ops
+
+KEY = jax.random.key(0)
+TOKENS = jax.random.normal(KEY, (2, 5, 6))
+FLAT, BATCHED = Compute(layout='flat'), Compute(layout='batched')
+
+
+def applied(layer, x, params=None):
+    """The parameters, what the layer gives, and its gradients by parameters and input."""
+    params = layer.init(KEY, x) if params is None else params
+
+    def total(params, x):
+        return (layer.apply(params, x) ** 2).sum()
+
+    return params, layer.apply(params, x), jax.grad(total, argnums=(0, 1))(params, x)
+
+
+@pytest.mark.parametrize('compute', [FLAT, BATCHED])
+@pytest.mark.parametrize('shape, features, axes', [((2, 5, 6), (3, 4), 1), ((2, 5, 2, 3), (8,), 2)])
+def test_a_dense_layer_is_flaxs(compute, shape, features, axes):
+    x, bias = jax.random.normal(KEY, shape), nn.initializers.normal(1.0)
+    own = ops.Dense(features, compute, axes=axes, bias_init=bias)
+    glorot = nn.initializers.xavier_uniform()
+    flax = nn.DenseGeneral(features, axis=range(-axes, 0), kernel_init=glorot, bias_init=bias)
+    params, *results = applied(own, x)
+    expected, *others = applied(flax, x)
+    for name, leaf in named_leaves(expected).items():  # to the bit: a seed means the same network
+        np.testing.assert_array_equal(named_leaves(params)[name], leaf)
+    for one, other in zip(jax.tree.leaves(results), jax.tree.leaves(others), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_norm_is_flaxs():
+    params = {'params': {'scale': jnp.arange(6.0), 'bias': jnp.arange(6.0) / 7}}
+    own = applied(ops.layer_norm(FLAT, 1e-6), TOKENS, params)
+    flax = applied(nn.LayerNorm(epsilon=1e-6), TOKENS, params)
+    for one, other in zip(jax.tree.leaves(own), jax.tree.leaves(flax), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+class Several(nn.Module):
+    at_once: bool
+
+    @nn.compact
+    def __call__(self, x):
+        layers = [ops.Dense((2, size), FLAT, name=f'layer{size}') for size in (3, 1, 4)]
+        return ops.side_by_side(x, layers) if self.at_once else [layer(x) for layer in layers]
+
+
+def test_layers_side_by_side_are_those_apart():
+    params = Several(at_once=False).init(KEY, TOKENS)
+    apart, together = (Several(at_once).apply(params, TOKENS) for at_once in (False, True))
+    for one, other in zip(together, apart, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_forward_derivatives_are_there_as_well():
+    """What keeps little for the backward pass is no obstacle to a Hessian or a Jacobian."""
+    model = build(tiny.model(), compute=FLAT)
+    params, image = model.init(KEY), tiny.images(1)
+    _, along = jax.jvp(lambda x: model.features(params, x), (image,), (image,))
+    near = model.features(params, image * 1.001) - model.features(params, image * 0.999)
+    np.testing.assert_allclose(along, near / 0.002, atol=1e-2)

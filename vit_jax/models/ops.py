@@ -1,0 +1,87 @@
+"""The layers of a block, in the shapes that compilers do well. They compute what Flax's compute.
+
+With `layout='flat'` a layer that treats each token alone is given the tokens of all images as the
+rows of one matrix. XLA then sums the gradients of biases and scales over one axis; over two, it
+first writes the tokens transposed, in float32. With `batched` they are as in Flax: TPUs tile the
+last two axes, so that there a reshape of these is a copy.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from vit_jax.base import Array, Float
+from vit_jax.models.options import Compute
+
+Initializer = Callable[..., Array]
+
+
+def layer_norm(compute: Compute, epsilon: float, *, name: str | None = None) -> nn.LayerNorm:
+    """Normalises each token."""
+    kind = _LayerNorm if compute.layout == 'flat' else nn.LayerNorm
+    return kind(epsilon=epsilon, dtype=compute.dtype, name=name)
+
+
+class _LayerNorm(nn.LayerNorm):
+    def __call__(self, x: Float[Array, '... d']) -> Float[Array, '... d']:
+        return super().__call__(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+
+
+class Dense(nn.Module):
+    """`nn.DenseGeneral` from the last `axes` of its input to `features`."""
+
+    features: tuple[int, ...]
+    compute: Compute
+    axes: int = 1
+    kernel_init: Initializer = nn.initializers.xavier_uniform()
+    bias_init: Initializer = nn.initializers.zeros
+
+    @nn.compact
+    def parameters(self, inputs: tuple[int, ...]) -> tuple[Array, Array]:
+        """The kernel (*inputs, *features) and the bias (*features), in the type of computation."""
+        size = math.prod(inputs), math.prod(self.features)
+
+        def initial(key: Array) -> Array:  # as of a matrix, which the rule for its size assumes
+            return self.kernel_init(key, size).reshape(*inputs, *self.features)
+
+        kernel = self.param('kernel', initial)
+        bias = self.param('bias', self.bias_init, self.features)
+        return kernel.astype(self.compute.dtype), bias.astype(self.compute.dtype)
+
+    def __call__(self, x: Float[Array, '...']) -> Float[Array, '...']:
+        return side_by_side(x, [self])[0]
+
+
+def side_by_side(x: Float[Array, '...'], layers: list[Dense]) -> list[Float[Array, '...']]:
+    """What each of these layers gives for the same input: flat, by one matrix product."""
+    axes, compute = layers[0].axes, layers[0].compute
+    tokens, inputs = x.shape[:-axes], x.shape[-axes:]
+    x = x.astype(compute.dtype)
+    made = [layer.parameters(inputs) for layer in layers]
+    if compute.layout == 'batched':
+        return [jnp.tensordot(x, kernel, axes) + bias for kernel, bias in made]
+    rows = math.prod(inputs)
+    kernels = [kernel.reshape(rows, -1) for kernel, _ in made]
+    biases = [bias.reshape(-1) for _, bias in made]
+    ends = [0, *itertools.accumulate(map(len, biases))]
+    y = x.reshape(-1, rows) @ _joined(kernels) + _joined(biases)
+    return [
+        y[:, start:end].reshape(*tokens, *layer.features)
+        for layer, (start, end) in zip(layers, itertools.pairwise(ends), strict=True)
+    ]
+
+
+def _joined(arrays: list[Array]) -> Array:
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
+
+
+def recomputed(function: Callable[[Array], Array], compute: Compute) -> Callable[[Array], Array]:
+    """The same function; flat, its backward pass keeps the input alone, and begins from it again.
+
+    XLA would otherwise write several arrays of the size of an MLP's hidden layer.
+    """
+    return jax.checkpoint(function) if compute.layout == 'flat' else function

@@ -20,6 +20,7 @@ from vit_jax.training.duration import Duration
 pytestmark = pytest.mark.full
 # Which differ by what tokens there are and which are pooled.
 FIGURES = 'filters,positions,attention_distance,rollout,attention_maps,residuals,localisation'
+TPU = Compute(remat='block', layout='batched', attention='xla')  # as on a TPU
 NAMES = {
     'clip_openclip': 'a norm before the blocks, QuickGELU, a projection',
     'deit_hf_dist': 'a distillation token, two heads',
@@ -39,9 +40,7 @@ def test_a_fine_tuning_is_the_same_on_devices_that_share_everything(name, tmp_pa
     """Batch, parameters, heads and hidden layers; what was trained is loaded as any network."""
     alone = training_run.train(experiment(name, mesh=MeshConfig(data=8)), str(tmp_path / 'alone'))
     mesh = MeshConfig(data=2, fsdp=2, tensor=2, fsdp_min_mb=0.0)
-    shared = training_run.train(
-        experiment(name, mesh=mesh, compute=Compute(remat='block')), str(tmp_path / 'shared')
-    )
+    shared = training_run.train(experiment(name, mesh=mesh, compute=TPU), str(tmp_path / 'shared'))
     loss, same = (result.evals['test']['loss'] for result in (alone, shared))
     assert np.isfinite(loss) and abs(loss - same) < 1e-4  # sums in another order
     network = vit_jax.load(tmp_path / 'shared')

@@ -38,7 +38,8 @@ def main(arguments: argparse.Namespace) -> int:
     parts = mesh.shape['data'] * mesh.shape['fsdp']
     print(f'topology    {where.name}: {count} x {kind}, {_gib(where.memory)} each')
     print(f'mesh        {meshes.describe(mesh)}')
-    compute = f'{config.compute.dtype}, attention {config.compute.attention}'
+    chosen = experiment.choice.compute
+    compute = f'{chosen.dtype}, attention {chosen.attention}'
     print(f'model       {parameter_count(model):,} parameters, {compute}')
     print(f'batch       {batch_size:,} images, {batch_size // parts} a device', flush=True)
     for policy, result in memory_plan.tried_policies(config, where):

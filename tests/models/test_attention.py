@@ -10,6 +10,7 @@ import pytest
 from vit_jax.models import attention
 
 QUERY, KEY, VALUE = jax.random.normal(jax.random.key(0), (3, 2, 5, 4, 8))
+QUERY_72 = jax.random.normal(jax.random.key(1), (3, 2, 5, 4, 72))
 
 
 def test_attend_is_the_weights_times_the_values():
@@ -30,6 +31,13 @@ def test_each_way_to_compute_it_gives_the_same_result_and_gradient(implementatio
     ]
     for expected, actual in zip(*gradients, strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+
+def test_logits_are_scaled_in_float32_where_the_scale_is_no_power_of_two():
+    query, key, value = (x.astype(jnp.bfloat16) for x in 9 * QUERY_72)
+    ways = [attention.attend(query, key, value, implementation=i) for i in ('head_major', 'xla')]
+    one, other = (np.asarray(way, np.float32) for way in ways)
+    assert np.abs(one - other).max() < 0.01 * np.abs(other).max()  # bfloat16 has 8 bits
 
 
 @pytest.mark.parametrize('queries, keys', [(2048, 2048), (2049, 1025)])

@@ -137,11 +137,21 @@ def test_a_token_changes_others_only_through_attention():
 
 
 OTHERS = Compute(remat='block'), Compute(unroll=3), Compute(remat='block', unroll=2)
+TPU = Compute(layout='batched', attention='xla')
+GPU = Compute(layout='flat', attention='xla', unroll=3)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize('others', [(Compute(remat='dots'),), OTHERS])
-def test_remat_and_unroll_give_the_same_gradients(others):
+@pytest.mark.parametrize(
+    'others',
+    [
+        (TPU, GPU),
+        pytest.param(
+            (Compute(remat='dots'), Compute(attention='blockwise')), marks=pytest.mark.full
+        ),
+        pytest.param(OTHERS, marks=pytest.mark.full),
+    ],
+)
+def test_every_way_to_compute_gives_the_same_gradients(others):
     config = tiny.model()
     regularization = Regularization(dropout=0.1, stochastic_depth=0.2)
     gradients = []

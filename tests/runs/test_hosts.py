@@ -265,7 +265,7 @@ def test_hosts_whose_downloads_differ_are_refused_with_both_digests(tmp_path, mo
     flags = ['--config.start_from=gs://bucket/file.npz']
     with training(tmp_path, 'own_downloads:0', 2, flags) as started:
         assert [host.wait(60) for host in started] == [1, 1]
-    assert 'start_from: process 1' in started[0].text and digest in started[0].text
+    assert 'what is decided: process 1' in started[0].text and digest in started[0].text
     assert not (tmp_path / 'run').exists()
 
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from vit_jax.base.array_types import Array, Float
 
 Implementation = Literal['auto', 'xla', 'cudnn', 'head_major', 'blockwise']
-LONG = 1024  # tokens; from there on the weights of all queries together would fill the memory
-_BLOCK = 256  # queries
+LONG = 1024  # tokens; for more, the weights of all queries together would fill the memory
+_BLOCK = 256  # queries at most
 
 
 def attend(
@@ -46,9 +46,8 @@ def _attend_head_major(
     query: Float[Array, 'b q h k'], key: Float[Array, 'b n h k'], value: Float[Array, 'b n h k']
 ) -> Float[Array, 'b q h k']:
     query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
-    query = query * jnp.asarray(1 / math.sqrt(query.shape[-1]), query.dtype)
     logits = jnp.einsum('bhqk,bhnk->bhqn', query, key, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
+    weights = jax.nn.softmax(logits / math.sqrt(query.shape[-1]), axis=-1).astype(value.dtype)
     return jnp.einsum('bhqn,bhnk->bhqk', weights, value).transpose(0, 2, 1, 3)
 
 
@@ -57,15 +56,16 @@ def _attend_blockwise(
 ) -> Float[Array, 'b q h k']:
     batch, queries, *head = query.shape
     count = -(-queries // _BLOCK)
-    query = jnp.pad(query, ((0, 0), (0, count * _BLOCK - queries), (0, 0), (0, 0)))
-    blocks = jnp.moveaxis(query.reshape(batch, count, _BLOCK, *head), 1, 0)
+    size = -(-queries // count)  # as even as can be, so that little is padded
+    query = jnp.pad(query, ((0, 0), (0, count * size - queries), (0, 0), (0, 0)))
+    blocks = jnp.moveaxis(query.reshape(batch, count, size, *head), 1, 0)
 
     @jax.checkpoint  # the backward pass makes the weights of a block again
     def mixed(block: Float[Array, 'b q h k']) -> Float[Array, 'b q h k']:
         return jax.nn.dot_product_attention(block, key, value, implementation='xla')
 
     found = jnp.moveaxis(jax.lax.map(mixed, blocks), 0, 1)
-    return found.reshape(batch, count * _BLOCK, *head)[:, :queries]
+    return found.reshape(batch, count * size, *head)[:, :queries]
 
 
 def attention_weights(

@@ -1,6 +1,6 @@
 """What `auto` means in `Compute`: chosen for the devices, the network and the batch.
 
-The reasons were measured: `python -m benchmarks.step`.
+The reasons were measured: `python -m benchmarks.step_speed`, `python -m benchmarks.step_program`.
 """
 
 import dataclasses
@@ -11,20 +11,14 @@ from vit_jax.models.options import POLICIES, Compute, Remat
 from vit_jax.models.resnet import ResNetConfig
 from vit_jax.models.vit import ViTConfig
 
-# Of the memory that the state leaves, activations that are kept may take this: the compiler needs
-# some for one block, and its arrays do not fill memory without gaps.
+# Of the memory that the state leaves, activations may take this: the compiler's arrays do not fill
+# memory without gaps.
 _SHARE = 0.8
 _BYTES = {'float32': 4, 'bfloat16': 2}
 
 
-_WHY = {
-    'cpu': 'a CPU is fastest where little is kept in memory',
-    'gpu': 'a GPU is fastest where no loop copies what it keeps',
-}
-
-
-class Training(NamedTuple):
-    """What is trained on one device."""
+class Load(NamedTuple):
+    """What one device has to train on."""
 
     images: int  # at once
     memory: int | None  # bytes that activations may take; None where it is not known
@@ -34,7 +28,7 @@ class Choice(NamedTuple):
     """How a network is computed, with nothing left `auto` but the kernel of attention on a GPU."""
 
     compute: Compute
-    why: str  # in a few words; '' where everything was said
+    why: str  # in a few words; '' where nothing was left to choose
 
     def __str__(self) -> str:
         fields = ', '.join(f'{name}={value}' for name, value in vars(self.compute).items())
@@ -46,54 +40,63 @@ def choose(
     model: ViTConfig | ResNetConfig,
     *,
     platform: str,
-    training: Training | None = None,
+    load: Load | None = None,
 ) -> Choice:
-    """What is fastest on such devices and fits into their memory; `training` None: no gradients."""
+    """What is fastest on such devices and fits into their memory; `load` None: without training."""
     platform = 'gpu' if platform in ('cuda', 'rocm') else platform
-    unrolled, attention = 1, {'cpu': 'head_major', 'gpu': 'auto'}.get(platform, 'xla')
-    if isinstance(model, ViTConfig):
-        unrolled = model.depth if platform == 'gpu' else 1
-        attention = 'blockwise' if attention != 'auto' and model.num_tokens > LONG else attention
+    attention = {'cpu': 'head_major', 'gpu': 'auto'}.get(platform, 'xla')
     best: dict[str, Any] = {
         'layout': 'batched' if platform == 'tpu' else 'flat',
-        'unroll': unrolled,
+        'unroll': 1,
         'attention': attention,
-        'remat': 'none',
     }
-    why = [_WHY[platform]] if platform in _WHY else []
-    if training is not None and isinstance(model, ViTConfig):
-        best['remat'] = _least_remat(model, compute, training)
-        if best['remat'] != 'none':
-            why.append('activations must fit into its memory')
-        elif platform == 'cpu':
-            best['remat'] = 'dots'
-    open_ = {name: value for name, value in best.items() if getattr(compute, name) == 'auto'}
-    return Choice(dataclasses.replace(compute, **open_), ', '.join(why) if open_ else '')
+    if isinstance(model, ViTConfig):
+        best['unroll'] = model.depth if platform == 'gpu' else 1
+        long = model.num_tokens > LONG and attention != 'auto'
+        best['attention'] = 'blockwise' if long else attention
+    left = [name for name in (*best, 'remat') if getattr(compute, name) == 'auto']
+    chosen = dataclasses.replace(compute, **{n: v for n, v in best.items() if n in left})
+    why = []
+    if platform == 'gpu' and 'unroll' in left:
+        why.append('a GPU is fastest where no loop copies what it keeps')
+    if 'remat' in left:
+        fits: Remat = 'none'
+        if load is not None and isinstance(model, ViTConfig):
+            fits = _least_remat(model, chosen, load)
+        if fits != 'none':
+            why.append('activations have to fit into memory')
+        elif platform == 'cpu' and load is not None:
+            fits = 'dots'
+            why.append('a CPU is fastest where little is kept in memory')
+        chosen = dataclasses.replace(chosen, remat=fits)
+    return Choice(chosen, ', '.join(why))
 
 
-def _least_remat(model: ViTConfig, compute: Compute, training: Training) -> Remat:
+def _least_remat(model: ViTConfig, compute: Compute, load: Load) -> Remat:
     """The one that recomputes least, of those whose activations fit into memory."""
-    kept = activations(model, compute)
+    needed = activations(model, compute)
     for remat in POLICIES[:-1]:
-        needed = kept[remat] * training.images
-        if training.memory is None or needed <= _SHARE * training.memory:
+        if load.memory is None or needed[remat] * load.images <= _SHARE * load.memory:
             return remat
     return POLICIES[-1]
 
 
 def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
-    """Bytes of one image's activations when the backward pass begins: an estimate.
+    """Bytes of one image's activations when the backward pass begins: an estimate, by `remat`.
 
     Each block keeps vectors of the width of a token and of the MLP's hidden layer; without a fused
-    kernel also the weights of attention, before and after the softmax. The last block has all of
-    its own, whatever is kept.
+    kernel also the weights of attention, before, in and after the softmax. With tokens that are no
+    rows, norms and GELU keep what they compute on the way. The last block has all of its own,
+    whatever is kept. What a hybrid's convolutions keep is not counted.
     """
-    size, tokens = _BYTES[compute.dtype], model.num_tokens
-    width, hidden = model.width, model.mlp_dim * (2 if model.gelu is None else 1)
-    fused = compute.attention in ('cudnn', 'auto') and size == 2
-    fused = fused or compute.attention == 'blockwise' or tokens > LONG
-    weights = 0 if fused else model.num_heads * tokens**2 * (4 + size)
-    all_of_it = tokens * (8 * width + 2 * hidden) * size + weights
-    products, tokens_alone = tokens * (6 * width + hidden) * size, tokens * width * size
-    each = {'none': all_of_it, 'dots': products, 'block': tokens_alone}
-    return {remat: model.depth * kept + all_of_it for remat, kept in each.items()}
+    size, tokens, width = _BYTES[compute.dtype], model.num_tokens, model.width
+    hidden = model.mlp_dim * (2 if model.gelu is None else 1)
+    fused = compute.attention == 'auto' and size == 2  # on a GPU; elsewhere it was chosen
+    fused = fused or compute.attention in ('cudnn', 'blockwise')
+    weights = 0 if fused else model.num_heads * tokens**2 * (8 + size)
+    flat = compute.layout == 'flat'
+    all_of_it = 8 * width + 2 * hidden if flat else 17 * width + 5 * hidden
+    one_block = tokens * all_of_it * size + weights
+    products, block_input = tokens * (6 * width + hidden) * size, tokens * width * size
+    each = {'none': one_block, 'dots': products, 'block': block_input}
+    return {remat: model.depth * kept + one_block for remat, kept in each.items()}

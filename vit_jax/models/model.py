@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from vit_jax.base import Array, Float, Key, Params, UserError, records
 from vit_jax.models import taps
 from vit_jax.models.choices import choose
-from vit_jax.models.options import ActivationSharding, Compute, Regularization
+from vit_jax.models.options import ANYWHERE, ActivationSharding, Compute, Regularization
 from vit_jax.models.resnet import ResNetClassifier, ResNetConfig
 from vit_jax.models.vit import ViT, ViTConfig
 
@@ -43,15 +43,17 @@ def build(
     regularization: Regularization | None = None,
     compute: Compute | None = None,
     shard_activations: ActivationSharding = lambda x: x,
+    platform: str | None = None,
 ) -> Model:
     """The network of a configuration. Raises UserError where the sizes do not fit together.
 
     `shard_activations` is applied to the tokens (b n d) between the blocks. What `compute` leaves
-    `auto` is chosen for the devices that jax uses by default (models/choices.py).
+    `auto` is chosen for devices of this platform (models/choices.py), the one that jax uses unless
+    it is said.
     """
     config = records.checked(config, where='model')  # fields may have been assigned since
     compute = records.checked(compute or Compute(), where='compute')
-    compute = choose(compute, config, platform=jax.default_backend()).compute
+    compute = choose(compute, config, platform=platform or jax.default_backend()).compute
     regularization = records.checked(regularization or Regularization(), where='regularization')
     _ = config.grid  # raises where the patches do not fill the image
     shape = *config.image_size, config.channels
@@ -59,8 +61,7 @@ def build(
         module = ViT(config, Regularization(), compute, shard_activations)
         training = ViT(config, regularization, compute, shard_activations)
         # Parameters do not depend on how the network is computed; a rolled loop compiles at once.
-        rolled = Compute(remat='none', unroll=1, attention='xla', layout='flat')
-        initial = ViT(config, Regularization(), rolled, lambda x: x)
+        initial = ViT(config, Regularization(), ANYWHERE, lambda x: x)
     else:
         unknown = f'a ResNet has neither dropout nor stochastic depth: {regularization}'
         records.require(regularization == Regularization(), unknown)

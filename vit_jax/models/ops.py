@@ -62,7 +62,7 @@ def side_by_side(x: Float[Array, '...'], layers: list[Dense]) -> list[Float[Arra
     tokens, inputs = x.shape[:-axes], x.shape[-axes:]
     x = x.astype(compute.dtype)
     made = [layer.parameters(inputs) for layer in layers]
-    if compute.layout == 'batched':
+    if compute.layout != 'flat':
         return [jnp.tensordot(x, kernel, axes) + bias for kernel, bias in made]
     rows = math.prod(inputs)
     kernels = [kernel.reshape(rows, -1) for kernel, _ in made]

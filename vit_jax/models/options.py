@@ -52,6 +52,10 @@ class Compute(Record):
             require_between(self, 'unroll', low=1)
 
 
+# Of a program that any device may be given, or none: nothing is chosen for one.
+ANYWHERE = Compute(remat='none', unroll=1, attention='xla', layout='batched')
+
+
 # Keeps an activation (b ...) split over the batch; why says `parallel/meshes.py`, which has meshes.
 ActivationSharding = Callable[[Array], Array]
 

@@ -22,7 +22,7 @@ from vit_jax.data.loading import ImageReader, check_memory, make_warning
 from vit_jax.data.sources.base import Source, warn_once
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.models import Model, ModelConfig, build, for_task, parameter_count
-from vit_jax.models.choices import Choice, Training, choose
+from vit_jax.models.choices import Choice, Load, choose
 from vit_jax.parallel import meshes
 from vit_jax.runs.probing import Probes, open_probes
 from vit_jax.training.duration import TrainLength, make_train_length
@@ -59,6 +59,11 @@ class Experiment(NamedTuple):
     update: Update
     eval_steps: dict[str, EvalStep]
     report: list[str]  # what the rules over parameters matched
+
+    @property
+    def readers(self) -> dict[str, ImageReader]:
+        """Of all images that are trained on, as `train`, and evaluated."""
+        return {'train': self.train} | self.evals
 
     @property
     def eval_batch_size(self) -> int:
@@ -114,6 +119,7 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
         regularization=config.regularization,
         compute=choice.compute,
         shard_activations=functools.partial(meshes.shard_activations, mesh),
+        platform=mesh.devices.flat[0].platform,
     )
     preprocessing = preprocessing_of(config, start)
     if devices is None:  # else they may be those of other machines, for which a run is planned
@@ -199,16 +205,25 @@ def make_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None) 
 
 
 def choose_compute(config: TrainConfig, model: ModelConfig, mesh: Mesh, *, planned: bool) -> Choice:
-    """How to compute the model on a mesh; that of a plan is not attached, its memory not known."""
-    device = mesh.local_devices[0] if not planned else mesh.devices.flat[0]
-    stats = None if planned else device.memory_stats()  # None on CPUs
-    memory = None
-    if stats and 'bytes_limit' in stats:  # parameters, their gradients and two moments, float32
-        state = 16 * parameter_count(model) // (mesh.shape['fsdp'] * mesh.shape['tensor'])
-        memory = stats['bytes_limit'] - state
+    """How to compute the model on a mesh. The memory of devices of a plan is not asked for."""
+    device = mesh.devices.flat[0] if planned else mesh.local_devices[0]
+    memory = None if planned else _memory(device)
+    if memory is not None:
+        optimizer, copies = config.optimizer, [config.polyak_decay, config.accumulation_steps > 1]
+        numbers = 3 + (optimizer.kind == 'adamw') + sum(map(bool, copies))  # float32, a parameter
+        split = mesh.shape['fsdp'] * mesh.shape['tensor']
+        memory -= 4 * numbers * parameter_count(model) // split
     parts = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
-    training = Training(images=config.batch_size // parts, memory=memory)
-    return choose(config.compute, model, platform=device.platform, training=training)
+    load = Load(images=config.batch_size // parts, memory=memory)
+    return choose(config.compute, model, platform=device.platform, load=load)
+
+
+def _memory(device: jax.Device) -> int | None:
+    """Bytes that jax may use on a device; None where that is not known, as on CPUs."""
+    try:
+        return (device.memory_stats() or {}).get('bytes_limit')
+    except (RuntimeError, NotImplementedError):  # not every platform has such numbers
+        return None
 
 
 def preprocessing_of(config: TrainConfig, start: Checkpoint | None) -> Preprocessing:

@@ -9,6 +9,7 @@ from typing import Any
 from vit_jax.base import records, storage
 from vit_jax.checkpoints.formats.opening import Checkpoint
 from vit_jax.config import TrainConfig
+from vit_jax.runs.experiment import Experiment
 
 _HERE = pathlib.Path(__file__).parent.parent
 _PACKAGES = 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy'
@@ -23,6 +24,11 @@ def of_run(config: TrainConfig, path: str) -> dict[str, Any]:
 def of_start(start: Checkpoint | None) -> dict[str, Any]:
     """What exactly a run begins from, where each host has downloaded it."""
     return {} if start is None else {'origin': list(start.origin)}
+
+
+def of_decisions(experiment: Experiment) -> dict[str, Any]:
+    """What each host decided by what it has: the file to begin from, the memory of its devices."""
+    return of_start(experiment.start) | {'compute': records.to_dict(experiment.choice.compute)}
 
 
 def installed() -> dict[str, Any]:

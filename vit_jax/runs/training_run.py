@@ -133,10 +133,10 @@ def agreed(
     """
     job.require_same('this run', fingerprint.of_run(config, path))
     experiment = decide(config)
-    job.require_same('start_from', fingerprint.of_start(experiment.start))
-    readers = {'train': experiment.train} | experiment.evals
-    splits = data_record.agreed_splits(experiment.config, readers, experiment.probes, job)
-    values = records.to_dict(experiment.config)
+    job.require_same('what is decided', fingerprint.of_decisions(experiment))
+    config, readers = experiment.config, experiment.readers
+    splits = data_record.agreed_splits(config, readers, experiment.probes, job)
+    values = records.to_dict(config)
     with workdirs.opened(path, values, job, accept_changes=accept_changes) as workdir:
         record = data_record.compared(workdir, splits, job, accept=accept_data)
         yield experiment, workdir, record

@@ -428,7 +428,11 @@ def test_a_description_that_contradicts_the_arrays_is_refused(tmp_path):
         ('num_hidden_layers', 4, 'says num_hidden_layers=4, the arrays 3'),
         ('hidden_act', 'swish', "hidden_act='swish' is not one of"),
         ('num_attention_heads', 2.5, r'config.json.num_attention_heads=2.5: expected int'),
-        ('auto_map', {'AutoModel': 'mine.Mine'}, 'config.json: auto_map names code of its own'),
+        (
+            'auto_map',
+            {'AutoModel': 'mine.Mine'},
+            'config.json: auto_map: the network is computed by code of its own',
+        ),
     ]:
         changed = json.dumps(described | {name: value})
         (tmp_path / 'hf' / 'config.json').write_text(changed)
@@ -517,6 +521,11 @@ def test_a_timm_description_that_contradicts_the_arrays_is_refused(tmp_path):
         (tmp_path / 'config.json').write_text(json.dumps(config | {'pretrained_cfg': said}))
         with pytest.raises(UserError, match=wrong):
             vit_jax.load(tmp_path)
+    # The number of classes alone is no way to prepare images.
+    for said in {}, {'num_classes': tiny.CLASSES}:
+        config = {'architecture': 'vit_tiny', 'model_args': {'num_heads': 2}} | said
+        (tmp_path / 'config.json').write_text(json.dumps(config))
+        assert vit_jax.load(tmp_path).preprocessing.mean == (127.5, 127.5, 127.5)
     # timm overrides what pretrained_cfg says by what stands beside it.
     stated = {'num_classes': tiny.CLASSES, 'model_args': {'in_chans': 3, 'num_heads': 2}}
     said = {'pretrained_cfg': {'num_classes': 9, 'input_size': (1, *size)}}

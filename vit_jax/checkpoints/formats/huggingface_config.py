@@ -253,7 +253,7 @@ def family_of(declared: dict[str, Any], arrays: Iterable[str]) -> Family:
     name = _TOWERS.get(name, name)
     known = ', '.join(sorted({*FAMILIES, *_TOWERS}))
     require(name in FAMILIES, f'model_type={name!r} is not supported: expected one of {known}')
-    own_code = 'auto_map names code of its own that computes it, which is not supported'
+    own_code = 'auto_map: the network is computed by code of its own, which is not supported'
     require(not declared.get('auto_map'), own_code)
     named = declared.get('architectures') or []
     require(isinstance(named, list), f'architectures={named!r}: expected a list of names')

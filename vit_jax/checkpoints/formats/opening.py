@@ -201,13 +201,11 @@ def function_of(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, head_bias=0.0, layer_scale=scale, position_resize='bilinear')
 
 
-def _weights(folder: pathlib.Path) -> tuple[list[pathlib.Path], pathlib.Path | None]:
-    """The files of weights in a directory, as other systems lay them out, and their index.
-
-    Where it is a file, that one.
-    """
-    if not folder.is_dir():
-        return [folder], None
+def _weights(place: pathlib.Path) -> tuple[list[pathlib.Path], pathlib.Path | None]:
+    """A file, or those of weights in a directory as other systems lay them out; and their index."""
+    if not place.is_dir():
+        return [place], None
+    folder = place
     for name in array_files.WEIGHTS:  # transformers, too, prefers one file to several
         if os.path.lexists(folder / name):
             return [folder / name], None
@@ -227,7 +225,10 @@ def _json_beside(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _read_index(index: pathlib.Path) -> dict[str, str]:
-    """Files of its directory by names of arrays. Raises UserError for other files, or none."""
+    """What it says: the file of its directory in which each array is, by names of arrays.
+
+    Raises UserError for files elsewhere, and for none.
+    """
     with error_prefix(index):
         named = read_json(index).get('weight_map')
         if not isinstance(named, dict) or not all(isinstance(v, str) for v in named.values()):

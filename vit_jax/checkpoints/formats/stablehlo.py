@@ -27,7 +27,8 @@ from vit_jax.base import (
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.data.compiled_preprocessing import prepare
-from vit_jax.models import Compute, build, has_trained_head
+from vit_jax.models import build, has_trained_head
+from vit_jax.models.options import ANYWHERE
 
 NAME, SUFFIX = 'stablehlo', '.stablehlo'
 PROGRAM, CARD = 'program', 'card'  # arrays of bytes in the file
@@ -81,7 +82,7 @@ def write(path: pathlib.Path, card: Card, params: Params) -> list[str]:
 
 def _exported(card: Card, arrays: dict[str, np.ndarray]) -> export.Exported:
     """The program of parameters by name and images (b h w 3), of any number and size."""
-    model = build(card.model, compute=Compute(attention='xla'))
+    model = build(card.model, compute=ANYWHERE)
     expected = jax.eval_shape(model.init, jax.random.key(0))
 
     def outputs(arrays: dict[str, Array], images: UInt8[Array, 'b h w 3']) -> Float[Array, 'b ...']:

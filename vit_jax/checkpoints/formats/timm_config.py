@@ -191,7 +191,8 @@ class Pretrained(Record):
         """That of a config.json; the oldest have its fields among their own. timm's defaults."""
         values = part(declared, 'pretrained_cfg', where=where)
         if not values:
-            values = {n: declared[n] for n in records.hints(Pretrained) if n in declared}
+            own = {*records.hints(Pretrained)} - {'num_classes'}  # which is of the network
+            values = {name: declared[name] for name in own if name in declared}
         values = _DEFAULTS | values if values else {}
         return described(Pretrained, values, where=f'{where}.pretrained_cfg')
 

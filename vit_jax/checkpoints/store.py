@@ -335,9 +335,9 @@ def _array_handler() -> ocp.PyTreeCheckpointHandler:
     cutting smaller ones takes longer than writing them whole, while training waits.
     """
     arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20)
-    return ocp.PyTreeCheckpointHandler(
-        type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
-    )
+    kinds = (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+    registry = ocp.type_handlers.create_type_handler_registry(*kinds)
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
 def save_alone(folder: Path, params: Params, card: dict[str, Any]) -> None:

@@ -131,7 +131,7 @@ def test_killed_processes_go_on_to_the_same_bits_and_the_ledger_adds_up(
     assert spent['lost by restart'] > 0
     # The ledger ends before the last lines are printed and the processes have gone, which may take
     # seconds where other tests have the cores.
-    assert sum(spent.values()) == pytest.approx(seconds, rel=0.01, abs=5.0)
+    assert sum(spent.values()) == pytest.approx(seconds, rel=0.01, abs=10.0)
 
 
 @pytest.mark.full

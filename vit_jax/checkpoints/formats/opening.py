@@ -34,6 +34,7 @@ OURS = 'vit_jax'  # a directory that orbax wrote (checkpoints/store.py)
 NAMES = (*(format.name for format in FORMATS), OURS, stablehlo.NAME)
 CARD = 'vit_jax.card'  # in a safetensors file's metadata: the card, as JSON
 _MOST_SHARDS = 1000
+_Index = tuple[pathlib.Path, dict[str, str]]  # where it is, and files by names of arrays
 
 
 class Checkpoint(NamedTuple):
@@ -85,7 +86,7 @@ def open_checkpoint(
     try:
         found = array_files.read_array_files(files)
         if index:
-            _check_index(index, found.arrays)
+            _check_index(*index, found.arrays)
     except UserError as error:
         if not origin:
             raise
@@ -201,21 +202,21 @@ def function_of(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, head_bias=0.0, layer_scale=scale, position_resize='bilinear')
 
 
-def _weights(place: pathlib.Path) -> tuple[list[pathlib.Path], pathlib.Path | None]:
+def _weights(place: pathlib.Path) -> tuple[list[pathlib.Path], _Index | None]:
     """A file, or those of weights in a directory as other systems lay them out; and their index."""
     if not place.is_dir():
         return [place], None
-    folder = place
     for name in array_files.WEIGHTS:  # transformers, too, prefers one file to several
-        if os.path.lexists(folder / name):
-            return [folder / name], None
-        index = folder / f'{name}{array_files.INDEX}'
+        if os.path.lexists(place / name):
+            return [place / name], None
+        index = place / f'{name}{array_files.INDEX}'
         if os.path.lexists(index):
-            return sorted({folder / shard for shard in _read_index(index).values()}), index
-    found = sorted(p for p in folder.iterdir() if p.suffix in array_files.ENDINGS and p.is_file())
+            named = _read_index(index)
+            return sorted({place / shard for shard in named.values()}), (index, named)
+    found = sorted(p for p in place.iterdir() if p.suffix in array_files.ENDINGS and p.is_file())
     if len(found) > 1:
         names = ', '.join(p.name for p in found)
-        raise UserError(f'{folder}: holds several files of weights; name one of {names}')
+        raise UserError(f'{place}: holds several files of weights; name one of {names}')
     return found, None
 
 
@@ -241,10 +242,10 @@ def _read_index(index: pathlib.Path) -> dict[str, str]:
     return named
 
 
-def _check_index(index: pathlib.Path, arrays: Iterable[str]) -> None:
+def _check_index(index: pathlib.Path, named: Iterable[str], arrays: Iterable[str]) -> None:
     """Raises UserError where an index names other arrays than its files hold."""
-    named, there = set(_read_index(index)), set(arrays)
-    if missing := named - there:
+    in_index, there = set(named), set(arrays)
+    if missing := in_index - there:
         raise UserError(f'{index}: names {min(missing)}, which is in none of its files')
-    if strange := there - named:
+    if strange := there - in_index:
         raise UserError(f'{index}: does not name {min(strange)}, which is in one of its files')

@@ -571,7 +571,7 @@ def test_all_hosts_must_begin_from_the_same_files(tmp_path, monkeypatch):
     config = tiny.experiment(start_from='hf:owner/name', model=None)
     with training_run.agreed(config, str(tmp_path), Job()):
         pass
-    assert asked['start_from'] == {'origin': ['URL', 'SHA']}
+    assert asked['what is decided']['origin'] == ['URL', 'SHA']
 
 
 @pytest.mark.full

@@ -1,0 +1,327 @@
+"""The same train step by different programs; `benchmarks.peers` runs each in processes of its own.
+
+A program is given the sizes of a network, a batch and a precision, and makes steps on random images
+that lie on the device: forward, backward, clipped gradients, optimizer. It prints a line of JSON.
+"""
+
+import importlib
+import json
+import os
+import resource
+import sys
+import time
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+CLASSES, PIXELS, RATE = 1000, 224, 1e-3
+OURS: dict[str, dict[str, Any]] = {  # what `compute` says
+    'ours': {},
+    'ours, as in Flax': {'layout': 'batched', 'attention': 'xla'},
+    'ours, nothing recomputed': {'remat': 'none'},
+}
+SCAN = 'big_vision, scan'
+
+
+class Work(NamedTuple):
+    """What every program does."""
+
+    width: int
+    depth: int
+    mlp_dim: int
+    heads: int
+    patch: int
+    pool: str  # cls or gap
+    batch: int
+    precision: str  # float32 or bfloat16: of matrix products; parameters are float32
+    optimizer: str  # sgd, with momentum, or adamw
+    steps: int
+
+
+def ours(work: Work, compute: dict[str, Any]) -> Any:
+    """The program of `vit_jax.train`: its update, traced, and what makes its state and a batch."""
+    import jax
+    import numpy as np
+
+    from vit_jax.config import TrainConfig
+    from vit_jax.models import Compute, ViTConfig
+    from vit_jax.parallel import meshes
+    from vit_jax.runs import compilation
+    from vit_jax.runs.experiment import decide
+    from vit_jax.runs.memory_plan import without_data
+    from vit_jax.training.duration import Duration
+    from vit_jax.training.optimizer import OptimizerConfig
+
+    kind: Any = 'adam' if work.optimizer == 'adamw' else 'sgd'
+    config = TrainConfig(
+        data='digits',
+        model=ViTConfig(
+            width=work.width,
+            depth=work.depth,
+            mlp_dim=work.mlp_dim,
+            num_heads=work.heads,
+            patch_size=(work.patch, work.patch),
+            pool=work.pool,  # type: ignore[arg-type]
+        ),
+        total=Duration(steps=1000),
+        batch_size=work.batch,
+        optimizer=OptimizerConfig(
+            kind=kind, clip_norm=1.0, weight_decay=0.1 if kind == 'adam' else 0.0
+        ),
+        compute=Compute(dtype=work.precision, **compute),  # type: ignore[arg-type]
+    )
+    config = without_data(config, num_classes=CLASSES, num_images=8 * work.batch)
+    experiment = decide(config)
+    state = compilation.abstract_state(experiment)
+    lowered = compilation.lower_update(experiment, state)
+    shardings = compilation.shardings_of(state)
+
+    def first() -> tuple[Any, Any]:
+        rng, order = np.random.default_rng(0), np.arange(work.batch, dtype=np.int32)
+        images = {
+            'images': rng.integers(0, 256, (work.batch, PIXELS, PIXELS, 3), dtype=np.uint8),
+            'labels': rng.integers(0, CLASSES, work.batch).astype(np.int32),
+            'mask': np.ones(work.batch, bool),
+            'epoch': 0 * order,
+            'example': order,
+        }
+        made = jax.jit(experiment.init, out_shardings=shardings)()
+        return made, jax.device_put(images, meshes.batch_sharding(experiment.mesh))
+
+    return lowered, first
+
+
+def by_optax(apply: Callable[..., Any], init: Callable[..., Any], work: Work) -> Any:
+    """What the programs of both JAX peers do in a step."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    kinds = {'sgd': optax.sgd(RATE, momentum=0.9), 'adamw': optax.adamw(RATE, weight_decay=1e-4)}
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), kinds[work.optimizer])
+
+    def loss(params: Any, images: Any, targets: Any, key: Any) -> Any:
+        logits = jax.nn.log_softmax(apply(params, images, key).astype(jnp.float32))
+        return -jnp.mean(jnp.sum(logits * targets, axis=1))
+
+    def update(state: Any, data: Any) -> Any:
+        params, moments, key = state
+        key, now = jax.random.split(key)
+        value, gradient = jax.value_and_grad(loss)(params, *data, now)
+        changes, moments = optimizer.update(gradient, moments, params)
+        return (optax.apply_updates(params, changes), moments, key), value
+
+    def start() -> Any:
+        params = init(jax.random.key(0), jnp.zeros((1, PIXELS, PIXELS, 3)))['params']
+        return params, optimizer.init(params), jax.random.key(1)
+
+    def first() -> tuple[Any, Any]:
+        rng = np.random.default_rng(0)
+        images = rng.standard_normal((work.batch, PIXELS, PIXELS, 3), np.float32)
+        targets = np.eye(CLASSES, dtype=np.float32)[rng.integers(0, CLASSES, work.batch)]
+        return jax.jit(start)(), jax.device_put((images, targets))
+
+    data = (work.batch, PIXELS, PIXELS, 3), (work.batch, CLASSES)
+    shapes = tuple(jax.ShapeDtypeStruct(shape, np.float32) for shape in data)
+    return jax.jit(update, donate_argnums=0).lower(jax.eval_shape(start), shapes), first
+
+
+def vision_transformer(path: str, work: Work) -> Any:
+    """Its network as its own programs build it."""
+    sys.path.insert(0, path)
+    models_vit: Any = importlib.import_module('vit_jax.models_vit')
+    model = models_vit.VisionTransformer(
+        num_classes=CLASSES,
+        patches=types.SimpleNamespace(size=(work.patch, work.patch)),
+        hidden_size=work.width,
+        transformer={
+            'num_layers': work.depth,
+            'mlp_dim': work.mlp_dim,
+            'num_heads': work.heads,
+            'dropout_rate': 0.0,
+            'attention_dropout_rate': 0.0,
+        },
+        classifier='token' if work.pool == 'cls' else 'gap',
+    )
+
+    def apply(params: Any, images: Any, key: Any) -> Any:
+        return model.apply({'params': params}, images, train=True, rngs={'dropout': key})
+
+    return by_optax(apply, lambda key, x: model.init(key, x, train=False), work)
+
+
+def big_vision(path: str, work: Work, *, scan: bool) -> Any:
+    """Its network; modules of TensorFlow that its utilities import, and a step does not use, are
+    stand-ins.
+    """
+    sys.path.insert(0, path)
+    importlib.import_module('flax.training.checkpoints')  # looks whether TensorFlow is there
+    for name in ('tensorflow', 'tensorflow.io', 'tensorflow.io.gfile'):
+        sys.modules[name] = types.ModuleType(name)
+    sys.modules['tensorflow'].io = sys.modules['tensorflow.io']  # type: ignore[attr-defined]
+    sys.modules['tensorflow.io'].gfile = sys.modules[name]  # type: ignore[attr-defined]
+    vit: Any = importlib.import_module('big_vision.models.vit')
+    model = vit._Model(
+        CLASSES,
+        patch_size=(work.patch, work.patch),
+        width=work.width,
+        depth=work.depth,
+        mlp_dim=work.mlp_dim,
+        num_heads=work.heads,
+        pool_type='tok' if work.pool == 'cls' else 'gap',
+        scan=scan,
+        remat_policy='dots_with_no_batch_dims_saveable',
+        dtype_mm=work.precision,
+    )
+
+    def apply(params: Any, images: Any, key: Any) -> Any:
+        return model.apply({'params': params}, images, train=True, rngs={'dropout': key})[0]
+
+    return by_optax(apply, model.init, work)
+
+
+def run_in_jax(name: str, path: str, work: Work) -> dict[str, Any]:
+    """Compiles one of the programs above, and makes the steps."""
+    began = time.process_time()
+    if name in OURS:
+        lowered, first = ours(work, OURS[name])
+    elif name == 'vision_transformer':
+        lowered, first = vision_transformer(path, work)
+    else:
+        lowered, first = big_vision(path, work, scan=name == SCAN)
+    traced = time.process_time()
+    step = lowered.compile()
+    compiled = time.process_time()
+    import jax
+
+    state, data = first()
+    carry = [state]
+
+    def make(steps: int) -> None:
+        for _ in range(steps):
+            carry[0], _ = step(carry[0], data)
+        jax.block_until_ready(carry[0])
+
+    del state  # its memory is the first step's
+    device = jax.devices()[0]
+    seconds = timed(make, work.steps, on_cpu=device.platform == 'cpu')
+    stats = device.memory_stats() or {}
+    return {
+        'seconds': seconds,
+        'trace_seconds': traced - began,
+        'compile_seconds': compiled - traced,
+        'temporary_bytes': step.memory_analysis().temp_size_in_bytes,
+        'peak_bytes': stats.get('peak_bytes_in_use', resident()),
+        'device': device.device_kind,
+        'versions': {'jax': jax.__version__},
+    }
+
+
+def run_timm(work: Work) -> dict[str, Any]:
+    """timm's network, compiled by torch."""
+    timm, torch = _imported('timm'), _imported('torch')
+    networks = _imported('timm.models.vision_transformer')
+    has_gpu = torch.cuda.is_available()
+    device = torch.device('cuda' if has_gpu else 'cpu')
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_float32_matmul_precision('high')  # TF32, which jax takes too
+    model = networks.VisionTransformer(
+        img_size=PIXELS,
+        patch_size=work.patch,
+        num_classes=CLASSES,
+        embed_dim=work.width,
+        depth=work.depth,
+        num_heads=work.heads,
+        mlp_ratio=work.mlp_dim / work.width,
+        class_token=work.pool == 'cls',
+        global_pool='token' if work.pool == 'cls' else 'avg',
+    ).to(device)
+    kinds: dict[str, Any] = {
+        'sgd': lambda p: torch.optim.SGD(p, RATE, momentum=0.9),
+        'adamw': lambda p: torch.optim.AdamW(p, RATE, weight_decay=1e-4, fused=has_gpu),
+    }
+    optimizer = kinds[work.optimizer](model.parameters())
+    images = torch.randn(work.batch, 3, PIXELS, PIXELS, device=device)
+    labels = torch.randint(0, CLASSES, (work.batch,), device=device)
+    network = torch.compile(model)
+    lower = torch.autocast(device.type, torch.bfloat16, enabled=work.precision == 'bfloat16')
+
+    def make(steps: int) -> None:
+        for _ in range(steps):
+            with lower:
+                logits = network(images)
+            loss = torch.nn.functional.cross_entropy(logits.float(), labels)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        if has_gpu:
+            torch.cuda.synchronize()
+
+    began = time.process_time()
+    make(1)
+    compiled = time.process_time()
+    return {
+        'seconds': timed(make, work.steps, on_cpu=not has_gpu),
+        'trace_seconds': 0.0,
+        'compile_seconds': compiled - began,  # and the first step
+        'temporary_bytes': None,
+        'peak_bytes': torch.cuda.max_memory_allocated() if has_gpu else resident(),
+        'device': torch.cuda.get_device_name() if has_gpu else 'cpu',
+        'versions': {'torch': torch.__version__, 'timm': timm.__version__},
+    }
+
+
+def run_matmul(work: Work) -> dict[str, Any]:
+    """Products of large square matrices, which no train step outruns: operations a second."""
+    import jax
+    import jax.numpy as jnp
+
+    platform = jax.devices()[0].platform
+    on_cpu = platform == 'cpu'
+    side, count = (1024, 8) if on_cpu else (8192, 32)
+    dtype = jnp.dtype(work.precision)
+    matrix = jax.random.normal(jax.random.key(0), (side, side), jnp.float32).astype(dtype)
+
+    @jax.jit
+    def chain(left: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, count, lambda _, x: (x @ matrix) / side**0.5, left)
+
+    def make(steps: int) -> None:
+        x = matrix
+        for _ in range(steps):
+            x = chain(x)
+        jax.block_until_ready(x)
+
+    seconds = timed(make, work.steps, on_cpu=on_cpu)
+    return {'platform': platform, 'operations_per_second': 2 * side**3 * count / seconds}
+
+
+def _imported(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def timed(make: Callable[[int], None], steps: int, *, on_cpu: bool) -> float:
+    """Seconds of a step; on a CPU processor time, which other work on it changes little."""
+    clock = time.process_time if on_cpu else time.perf_counter
+    make(1 if on_cpu else 3)  # the first is slower: memory is found, kernels are loaded
+    began = clock()
+    make(steps)
+    return (clock() - began) / steps
+
+
+def resident() -> int:
+    """The most memory that this process had, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == '__main__':
+    program, folder, asked = sys.argv[1], sys.argv[2], Work(**json.loads(sys.argv[3]))
+    if program == 'timm':
+        result = run_timm(asked)
+    elif program == 'matmul':
+        result = run_matmul(asked)
+    else:
+        result = run_in_jax(program, folder, asked)
+    print(json.dumps(result))

@@ -35,7 +35,7 @@ from vit_jax.models import parameter_count
 from vit_jax.parallel import clusters, meshes
 from vit_jax.parallel.processes import Job, joined_job
 from vit_jax.runs import compilation, fingerprint, training_run
-from vit_jax.runs.experiment import Experiment, decide
+from vit_jax.runs.experiment import Experiment, decide, loaders
 
 # The oldest NVIDIA driver of each major version of CUDA (NVIDIA, CUDA compatibility, table 1).
 _LEAST_DRIVER = {'12': 525, '13': 580}
@@ -160,7 +160,7 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
 def _read(experiment: Experiment, job: Job, *, begun: bool) -> None:
     """Reads what a training reads before its first step: test images, the arrays of start_from."""
     job.reset_watchdog()
-    _, unread = training_run.loaders(experiment)
+    _, unread = loaders(experiment)
     if begun:
         return
     with loading.read_beside(unread, index=job.index, count=job.count) as wait:

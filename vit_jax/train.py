@@ -26,6 +26,7 @@ def run(
         accept_changes=asked.accept_changes,
         accept_data=asked.accept_data_changes,
         job=job,
+        profile=asked.profile,
     )
     if job.index != 0:
         return

@@ -15,7 +15,7 @@ from vit_jax.training.loop import Clock
 from vit_jax.training.metrics import StepMetrics
 
 
-def report(folder, losses, skipped=()):
+def report(folder, losses, skipped=(), **options):
     """The lines of the metrics file of these losses, those steps skipped."""
     reporter = Reporter(
         folder,
@@ -28,6 +28,7 @@ def report(folder, losses, skipped=()):
         progress={},
         evaluations=(),
         run=3,
+        **options,
     )
     with reporter:
         for step, loss in enumerate(losses, start=1):
@@ -64,6 +65,14 @@ def test_lines_have_the_wall_clock_in_utc_and_the_number_of_the_start(tmp_path):
     assert (line['run'], line['seconds'] < 60) == (3, True)
     written = datetime.datetime.fromisoformat(line['time'])
     assert began.replace(microsecond=0) <= written <= datetime.datetime.now(datetime.UTC)
+
+
+def test_the_share_of_the_peak_is_said_where_that_is_known(tmp_path, capsys):
+    (line,) = report(tmp_path, [1.0] * 20, images_at_peak=1e12)
+    assert line['mfu'] == line['images_per_second'] / 1e12
+    assert 'images/s, MFU ' in capsys.readouterr().out
+    (line,) = report(tmp_path, [1.0] * 20)
+    assert 'mfu' not in line and 'MFU' not in capsys.readouterr().out
 
 
 def test_skipped_updates_are_counted_said_and_part_of_no_mean(tmp_path, capsys):

@@ -43,6 +43,7 @@ class Invocation(NamedTuple):
     accept_changes: bool  # go on in a work directory of another configuration
     accept_data_changes: bool  # go on in that of a run on other data
     job: Job
+    profile: range | None = None  # steps to watch
 
 
 def run(
@@ -79,7 +80,8 @@ def run_job(
     with _started(parser) as arguments, joined_job(launch(arguments), reporter(arguments)) as job:
         keep_programs(arguments, job)
         accepted = arguments.accept_config_changes, trains and arguments.accept_data_changes
-        main(Invocation(arguments.config, arguments.workdir, *accepted, job))
+        profile = arguments.profile_steps if trains else None
+        main(Invocation(arguments.config, arguments.workdir, *accepted, job, profile))
 
 
 def run_together(
@@ -256,6 +258,9 @@ def add_job(parser: argparse.ArgumentParser, *, required: bool = True, trains: b
     add_boolean(parser, 'accept_config_changes', 'go on in a directory of another configuration')
     if trains:
         add_boolean(parser, 'accept_data_changes', 'go on in a directory of a run on other data')
+        text = 'write a profile of steps N to M into WORKDIR/profile, for TensorBoard and Perfetto'
+        add_once = functools.partial(parser.add_argument, action=_Once, type=_steps)
+        add_once('--profile_steps', metavar='N:M', help=text)
     add_launch(parser)
 
 
@@ -349,6 +354,14 @@ def _pixels(text: str) -> int:
     if positive(text) > MOST_PIXELS:
         raise argparse.ArgumentTypeError(f'{text}: expected at most {MOST_PIXELS:,}')
     return int(text)
+
+
+def _steps(text: str) -> range:
+    """`10:15`, the five steps from the state after step 10 to that after step 15."""
+    first, _, last = text.partition(':')
+    if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise argparse.ArgumentTypeError(f'{text!r}: expected two numbers of steps, such as 10:15')
+    return range(int(first), int(last))
 
 
 def _pair(text: str) -> tuple[int, int]:

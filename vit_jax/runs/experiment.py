@@ -18,12 +18,21 @@ from vit_jax.checkpoints.transfer import Transferred, transfer
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.image_preprocessing import Preprocessing, Size, normalize
-from vit_jax.data.loading import ImageReader, check_memory, make_warning
+from vit_jax.data.loading import ImageReader, Loader, check_memory, make_loaders, make_warning
 from vit_jax.data.sources.base import Source, warn_once
 from vit_jax.data.sources.opening import make_opener
-from vit_jax.models import Model, ModelConfig, build, for_task, parameter_count
+from vit_jax.models import (
+    Model,
+    ModelConfig,
+    ViTConfig,
+    build,
+    for_task,
+    multiply_adds,
+    parameter_count,
+)
 from vit_jax.models.choices import Choice, Load, choose
 from vit_jax.parallel import meshes
+from vit_jax.parallel.peaks import peak_of
 from vit_jax.runs.probing import Probes, open_probes
 from vit_jax.training.duration import TrainLength, make_train_length
 from vit_jax.training.losses import LossConfig, make_loss, of_any, targets_of
@@ -289,3 +298,50 @@ def _eval_step(config: TrainConfig, loss_sums: LossSums, train: Source, source: 
     relabelled = source.multi_label and not train.multi_label
     rows_of = scores if train.multi_label else None
     return loss_sums(of_any(loss) if relabelled else loss, rows_of=rows_of)
+
+
+def loaders(
+    experiment: Experiment,
+) -> tuple[Callable[[ImageReader], Loader], list[Loader]]:
+    """What makes loaders, and those of test images that must all be readable.
+
+    What is kept on the devices is read: raises UserError for an image that cannot be.
+    """
+    sharding = meshes.batch_sharding(experiment.mesh)
+    loader_of = make_loaders(experiment.config.loader, sharding)
+    loader_of(experiment.train)
+    tested = [(reader, loader_of(reader)) for reader in experiment.evals.values()]
+    return loader_of, [loader for reader, loader in tested if reader.on_unreadable != 'skip']
+
+
+def outline(experiment: Experiment) -> str:
+    """What is about to be done, and what the rules over parameters matched."""
+    config, model, length = experiment.config, experiment.model.config, experiment.length
+    tokens = f'{model.sequence}, ' if isinstance(model, ViTConfig) else ''
+    tested = ', '.join(f'{len(one.source):,} {name}' for name, one in experiment.evals.items())
+    images, warmup = counted(length.batch_size, 'image'), length.steps(config.schedule.warmup)
+    if length.batch_size > length.num_images:
+        images += f', more than there are (--config.batch_size): {length.num_images:,}'
+    lines = [
+        f'data    {records.text_of(config.data)}: {len(experiment.train.source):,} training and '
+        f'{tested} images, {counted(len(experiment.train.source.class_names), "class")}',
+        f'length  {counted(length.total_steps, "step")} of {images}, '
+        f'{length.epochs:,.1f} epochs; warm-up {counted(warmup, "step")}',
+        f'model   {parameter_count(model):,} parameters, {tokens}'
+        f'{multiply_adds(model) / 1e6:,.1f} M multiply-adds an image; '
+        f'compiling for {experiment.mesh.size} x {jax.devices()[0].device_kind}',
+        f'compute {experiment.choice}',
+    ]
+    return '\n'.join([*lines, *experiment.report])
+
+
+def images_at_peak(experiment: Experiment) -> float | None:
+    """Images a second that the devices would train, did they nothing but multiply, at their peak.
+
+    The backward pass costs two forward ones, a multiply-add is two operations (table 6). None: the
+    peak is not known, as of CPUs.
+    """
+    mesh = experiment.mesh
+    peak = peak_of(mesh.devices.flat[0].device_kind)
+    cost = 6 * multiply_adds(experiment.model.config) if peak else 0
+    return mesh.size * peak / cost if peak else None

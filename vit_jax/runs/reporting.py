@@ -55,10 +55,13 @@ class Reporter:
         evaluations: Collection[str],
         run: int,
         check: Callable[[], None] = lambda: None,
+        images_at_peak: float | None = None,
     ):
+        """`images_at_peak`: images a second that the devices could train at their peak."""
         self.folder, self.console, is_main_process = folder, console, not console.quiet
         self._steps, self._log_every_steps, self._batch_size = steps, log_every_steps, batch_size
         self._clock, self._began, self._run = clock, time.monotonic(), run
+        self._images_at_peak = images_at_peak
         self._recent = [StepMetrics(**metrics) for metrics in progress.get('recent', [])]
         self._losses = collections.deque[float](progress.get('losses', []), maxlen=_WINDOW)
         self._busy_before = self._busy_seconds()
@@ -156,8 +159,11 @@ class Reporter:
         images = sum(m.num_examples for m in self._recent)
         numbers['images_per_second'] = images / max(1e-9, busy - self._busy_before)
         self._recent, self._busy_before = [], busy
-        self._write('train', step, numbers)
         speed = f'{numbers["images_per_second"]:,.0f} images/s'
+        if self._images_at_peak is not None:
+            numbers['mfu'] = numbers['images_per_second'] / self._images_at_peak
+            speed += f', MFU {numbers["mfu"]:.1%}'
+        self._write('train', step, numbers)
         text = f'loss {numbers["loss"]:.4f}  accuracy {numbers["accuracy"]:.1%}  {speed}'
         self._bar.update(self._task, numbers=text)
         if not self.console.is_terminal:

@@ -20,14 +20,13 @@ from vit_jax.config import TrainConfig
 from vit_jax.data import loading
 from vit_jax.data.loading import ImageReader, Loader
 from vit_jax.evaluation import classification
-from vit_jax.models import ViTConfig, multiply_adds, parameter_count
 from vit_jax.parallel import meshes
 from vit_jax.parallel.processes import Interrupted, Job
 from vit_jax.parallel.sharding_rules import sharding_report
-from vit_jax.runs import compilation, data_record, fingerprint, probing, workdirs
+from vit_jax.runs import compilation, data_record, fingerprint, probing, profiling, workdirs
 from vit_jax.runs.compilation import Features, shardings_of
 from vit_jax.runs.data_record import DataRecord
-from vit_jax.runs.experiment import Experiment, decide
+from vit_jax.runs.experiment import Experiment, decide, images_at_peak, loaders, outline
 from vit_jax.runs.goodput import Ledger
 from vit_jax.runs.probing import Probes
 from vit_jax.runs.reporting import Reporter, console_of, eval_summary
@@ -63,8 +62,11 @@ def train(
     accept_changes: bool = False,
     accept_data: bool = False,
     job: Job | None = None,
+    profile: range | None = None,
 ) -> Result:
     """Trains to the end of the configuration, from where the work directory `path` stands.
+
+    The steps in `profile` are watched by a profiler, on the first process.
 
     Raises UserError, before anything is compiled where that is possible, for input that does not
     fit, NotFinite, with the last good checkpoint, when the training breaks down, and Interrupted,
@@ -79,11 +81,12 @@ def train(
             )
             experiment, workdir, record = stack.enter_context(opened)
             config, folder = experiment.config, workdir.folder
+            profiling.require_within(profile, experiment.length.total_steps)
         kept = folder / workdirs.LEDGER if job.index == 0 else None
         ledger = Ledger(kept, clock, check=workdir.check)
         stack.enter_context(contextlib.closing(ledger))
         ledger.record('starting', None)  # a start that ends before its first step took time too
-        console.print(_outline(experiment))
+        console.print(outline(experiment))
         with clock('start'):  # what is kept on the devices is read here
             loader_of, unread = loaders(experiment)
         with loading.read_beside(unread, index=job.index, count=job.count) as wait:
@@ -96,26 +99,40 @@ def train(
                 stack.enter_context(contextlib.closing(checkpoints))
                 if not int(state.step):
                     wait()
-        reporter = Reporter(
-            folder,
-            steps=range(int(state.step), experiment.length.total_steps),
-            log_every_steps=config.log_every_steps,
-            batch_size=config.batch_size,
-            clock=clock,
-            tensorboard=config.tensorboard,
-            console=console,
-            progress=progress,
-            evaluations=[*experiment.evals, 'fewshot'],
-            run=ledger.run,
-            check=workdir.check,
-        )
+        steps = range(int(state.step), experiment.length.total_steps)
+        reporter = _reporter(experiment, steps, progress, workdir, ledger, console)
         stack.enter_context(reporter)
         stack.enter_context(record.begun())
         parts = experiment, update, eval_steps, features, loader_of, checkpoints, reporter
-        run = Run(*parts, ledger, record, workdir.check, job)
+        run = Run(*parts, ledger, record, workdir.check, job, profile)
         state = run.to_the_end(state)
     reached = state, run.evals, run.fewshot, checkpoints.path(int(state.step)), folder
     return Result(experiment, *reached, reporter.skipped, *ledger.totals())
+
+
+def _reporter(
+    experiment: Experiment,
+    steps: range,
+    progress: dict[str, Any],
+    workdir: Workdir,
+    ledger: Ledger,
+    console: Console,
+) -> Reporter:
+    config = experiment.config
+    return Reporter(
+        workdir.folder,
+        steps=steps,
+        log_every_steps=config.log_every_steps,
+        batch_size=config.batch_size,
+        clock=ledger.clock,
+        tensorboard=config.tensorboard,
+        console=console,
+        progress=progress,
+        evaluations=[*experiment.evals, 'fewshot'],
+        run=ledger.run,
+        check=workdir.check,
+        images_at_peak=images_at_peak(experiment),
+    )
 
 
 @contextlib.contextmanager
@@ -140,41 +157,6 @@ def agreed(
     with workdirs.opened(path, values, job, accept_changes=accept_changes) as workdir:
         record = data_record.compared(workdir, splits, job, accept=accept_data)
         yield experiment, workdir, record
-
-
-def _outline(experiment: Experiment) -> str:
-    """What is about to be done, and what the rules over parameters matched."""
-    config, model, length = experiment.config, experiment.model.config, experiment.length
-    tokens = f'{model.sequence}, ' if isinstance(model, ViTConfig) else ''
-    tested = ', '.join(f'{len(one.source):,} {name}' for name, one in experiment.evals.items())
-    images, warmup = counted(length.batch_size, 'image'), length.steps(config.schedule.warmup)
-    if length.batch_size > length.num_images:
-        images += f', more than there are (--config.batch_size): {length.num_images:,}'
-    lines = [
-        f'data    {records.text_of(config.data)}: {len(experiment.train.source):,} training and '
-        f'{tested} images, {counted(len(experiment.train.source.class_names), "class")}',
-        f'length  {counted(length.total_steps, "step")} of {images}, '
-        f'{length.epochs:,.1f} epochs; warm-up {counted(warmup, "step")}',
-        f'model   {parameter_count(model):,} parameters, {tokens}'
-        f'{multiply_adds(model) / 1e6:,.1f} M multiply-adds an image; '
-        f'compiling for {experiment.mesh.size} x {jax.devices()[0].device_kind}',
-        f'compute {experiment.choice}',
-    ]
-    return '\n'.join([*lines, *experiment.report])
-
-
-def loaders(
-    experiment: Experiment,
-) -> tuple[Callable[[ImageReader], Loader], list[Loader]]:
-    """What makes loaders, and those of test images that must all be readable.
-
-    What is kept on the devices is read: raises UserError for an image that cannot be.
-    """
-    sharding = meshes.batch_sharding(experiment.mesh)
-    loader_of = loading.make_loaders(experiment.config.loader, sharding)
-    loader_of(experiment.train)
-    tested = [(reader, loader_of(reader)) for reader in experiment.evals.values()]
-    return loader_of, [loader for reader, loader in tested if reader.on_unreadable != 'skip']
 
 
 def _compiled(
@@ -260,6 +242,7 @@ class Run:
     record: DataRecord
     check: Callable[..., None]  # that the work directory is held
     job: Job
+    profile: range | None  # steps to watch
     evals: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     fewshot: dict[str, Any] | None = None
 
@@ -302,17 +285,24 @@ class Run:
         batches = loading.training_batches(
             loader, steps=steps, batch_size=config.batch_size, seed=config.seed
         )
-        return fit(
+        with profiling.profiled(
             self.update,
-            state,
-            self.job.awaited(batches),
-            steps=steps,
-            on_metrics=self._on_metrics,
-            observers=[Every(config.checkpoint_every_steps, self.save), *self._observers()],
-            clock=self.ledger.clock,
-            tick=self.job.heartbeat,
-            max_skipped_steps=config.max_skipped_steps,
-        )
+            self.profile if self.job.index == 0 else None,
+            first=steps.start,
+            folder=self.reporter.folder,
+            console=self.reporter.console,
+        ) as update:
+            return fit(
+                update,
+                state,
+                self.job.awaited(batches),
+                steps=steps,
+                on_metrics=self._on_metrics,
+                observers=[Every(config.checkpoint_every_steps, self.save), *self._observers()],
+                clock=self.ledger.clock,
+                tick=self.job.heartbeat,
+                max_skipped_steps=config.max_skipped_steps,
+            )
 
     def _observers(self, without: Collection[str] = ()) -> list[Every]:
         """The evaluations, each at its own interval, but those of some names."""

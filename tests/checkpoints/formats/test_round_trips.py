@@ -60,14 +60,14 @@ def same_arrays(one, other):
     return one.keys() == other.keys() and all(np.array_equal(one[n], other[n]) for n in one)
 
 
-# Every 19th of the combinations has every choice; our own format takes its time to write. A GELU is
-# said apart from all else: one in 19 shows it.
+# Every 19th of the combinations has every choice, every 5th most pairs of them; our own format is
+# slow to write. A GELU is said apart from all else: one in 19 shows it.
 @pytest.mark.parametrize(
     'gelu, every',
     [
         ('tanh', 19),
         *(pytest.param(*each, marks=pytest.mark.full) for each in (('exact', 19), ('quick', 19))),
-        pytest.param('tanh', 1, marks=pytest.mark.full),
+        pytest.param('tanh', 5, marks=pytest.mark.full),
     ],
 )
 @pytest.mark.parametrize(  # open_clip holds CLIP
@@ -107,4 +107,4 @@ def test_a_network_comes_back_the_same_or_is_refused(format, gelu, every, tmp_pa
             close = np.allclose(outputs(again), expected(), rtol=0, atol=1e-5)
             wrong += [] if close else [(config, again.config)]
     assert not wrong, (len(wrong), wrong[0])
-    assert kept > (8 if every == 1 else 0)
+    assert kept > (3 if every == 5 else 0)

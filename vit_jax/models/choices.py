@@ -1,6 +1,6 @@
 """What `auto` means in `Compute`: chosen for the devices, the network and the batch.
 
-The reasons were measured: `python -m benchmarks.step_speed`, `python -m benchmarks.step_program`.
+The reasons were measured: `python -m benchmarks.peers`, `python -m benchmarks.step_program`.
 """
 
 import dataclasses

@@ -189,6 +189,7 @@ CHANGES = [
 RUN, PROBING = 'tests/runs/test_training_run.py', 'tests/runs/test_probing.py'
 OPENING, FORMATS = 'tests/data/sources/test_opening.py', 'tests/checkpoints/formats/test_opening.py'
 LOADING, PROBES = 'tests/data/test_loading.py', 'tests/evaluation/test_probes.py'
+EPISODES = 'tests/evaluation/test_episodes.py'
 PROTOCOL = 'test_the_few_shot_file_holds_the_whole_protocol'
 SETS = 'test_every_set_has_its_result_and_one_that_is_missing_is_named'
 EVALS = 'test_several_evaluations_in_one_run_each_with_its_own_labels'
@@ -281,7 +282,25 @@ ELSEWHERE = [
     ('LoaderConfig', 'max_pixels', RUN, 'test_an_image_above_the_bound_cannot_be_read'),
     ('FewshotConfig', 'shots seeds l2', RUN, PROTOCOL),
     ('FewshotConfig', 'every_steps', RUN, 'test_nothing_is_compiled_after_the_first_evaluation'),
-    ('FewshotConfig', 'sets neighbours logistic', PROBING, SETS),
+    ('FewshotConfig', 'sets neighbours logistic episodes', PROBING, SETS),
+    (
+        'EpisodesConfig',
+        'ways shots queries episodes classes',
+        EPISODES,
+        'test_a_report_draws_from_the_classes_that_are_named',
+    ),
+    (
+        'EpisodesConfig',
+        'seed',
+        EPISODES,
+        'test_the_first_episodes_of_many_are_those_of_few_and_a_seed_changes_them',
+    ),
+    (
+        'EpisodesConfig',
+        'classifier',
+        EPISODES,
+        'test_what_is_apart_is_told_apart_and_what_is_not_is_chance',
+    ),
     ('FewshotConfig', 'crop', PROBING, 'test_the_crop_of_the_evaluation_is_told'),
     (
         'FewshotConfig',

@@ -12,6 +12,7 @@ from vit_jax.data.image_preprocessing import Crop, Preprocessing
 from vit_jax.data.loading import LoaderConfig
 from vit_jax.data.sources.base import DataFunction
 from vit_jax.data.sources.opening import HeldOut
+from vit_jax.evaluation.episodes import EpisodesConfig
 from vit_jax.evaluation.probes import LogisticConfig
 from vit_jax.models import Compute, Regularization, ResNetConfig, ViTConfig
 from vit_jax.parallel.meshes import MeshConfig
@@ -58,8 +59,9 @@ class FewshotConfig(Record):
     """Which images, how many of each class, drawn how often; and which other probes.
 
     `sets` are data sets by the names of their results; none: the data of the experiment. Nearest
-    neighbours and a logistic regression learn from all training images. `feature_cache` is where
-    the features of whole splits are kept, when a checkpoint is evaluated alone.
+    neighbours and a logistic regression learn from all training images, episodes from test images
+    alone. `feature_cache` is where the features of whole splits are kept, when a checkpoint is
+    evaluated alone.
     """
 
     sets: dict[str, ProbeSet] = _default(dict)
@@ -69,6 +71,7 @@ class FewshotConfig(Record):
     l2: float = 1024.0  # not divided by the number of images: strong where they are few
     neighbours: int | None = None  # that vote on a test image; None: no such evaluation
     logistic: LogisticConfig | None = None
+    episodes: EpisodesConfig | None = None
     feature_cache: str | None = None
     every_steps: int | None = None  # while training; None: at the end only
 

@@ -25,6 +25,13 @@ def run(asked: app.Invocation) -> None:
             stopped = f', stopped after {linear["iterations"]} iterations'
             more = '' if linear['converged'] else stopped
             print(f'logistic    {linear["accuracy"]:6.2%} (l2 {linear["l2"]:g}{more})')
+        if 'episodes' in values:
+            drawn = values['episodes']
+            for shots, mean in drawn['mean'].items():
+                interval = (
+                    f'{drawn["interval"][shots]:.2%} (95 % of {drawn["episodes"]:,} episodes)'
+                )
+                print(f'{drawn["ways"]}-way {shots}-shot {mean:.2%} +- {interval}')
     for name, reason in result['missing'].items():
         print(f'{name}: left out: {reason}')
     print(f'protocol and accuracies: {path}')

@@ -14,12 +14,14 @@ from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources import opening
 from vit_jax.data.sources.arrays import array_source
 from vit_jax.data.sources.base import select
+from vit_jax.evaluation.episodes import EpisodesConfig
 from vit_jax.evaluation.probes import LogisticConfig
 from vit_jax.parallel.clusters import Launch
 from vit_jax.parallel.processes import Interrupted, Job
 from vit_jax.runs import feature_cache, probing, probing_run, training_run
 
 LOGISTIC = LogisticConfig(l2=(1.0, 100.0))
+EPISODES = EpisodesConfig(shots=(1,), queries=2, episodes=20)
 
 
 @pytest.fixture(scope='module')
@@ -56,7 +58,8 @@ def test_every_set_has_its_result_and_one_that_is_missing_is_named(checkpoint, t
         'gone': ProbeSet(data='/no/where'),
     }
     result, path = probing_run.probe(
-        config(checkpoint, sets=sets, neighbours=5, logistic=LOGISTIC), str(tmp_path)
+        config(checkpoint, sets=sets, neighbours=5, logistic=LOGISTIC, episodes=EPISODES),
+        str(tmp_path),
     )
     assert json.loads(path.read_text()) == json.loads(json.dumps(result))
     assert list(result['sets']) == ['first', 'second']
@@ -67,7 +70,10 @@ def test_every_set_has_its_result_and_one_that_is_missing_is_named(checkpoint, t
     )
     said = probing.summary(result)
     assert said.startswith('first: 2-shot') and '; second: 2-shot' in said
-    assert set(probing.numbers(result)) == {'first/2_shot_accuracy', 'second/2_shot_accuracy'}
+    assert set(probing.numbers(result)) == {
+        f'{name}/{kind}_shot_accuracy' for name in ('first', 'second') for kind in ('2', '5_way_1')
+    }
+    assert ', 5-way 1-shot ' in said
     second = result['sets']['second']
     assert second['nearest_neighbours']['accuracy'] > 0.5 < second['logistic']['accuracy']
 

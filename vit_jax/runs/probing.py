@@ -15,7 +15,7 @@ from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.loading import ImageReader, Loader
 from vit_jax.data.sources.base import Source
-from vit_jax.evaluation import probes, ridge
+from vit_jax.evaluation import episodes, probes, ridge
 from vit_jax.evaluation.probes import Labelled
 from vit_jax.parallel.processes import Job
 
@@ -58,6 +58,8 @@ def open_probes(
         try:
             train, test = (opened(data, s) for s in (splits.train_split, splits.test_split))
             _require_one_class(records.text_of(data), splits, train, test)
+            if fewshot.episodes is not None:
+                episodes.require_possible(test.labels, test.class_names, fewshot.episodes)
         except UserError as error:
             if len(missing) == len(wanted) - 1:
                 raise
@@ -109,6 +111,8 @@ def _result(
             more['nearest_neighbours'] = {'neighbours': config.neighbours, 'accuracy': nearest}
         if config.logistic is not None:
             more['logistic'] = probes.logistic(learned, tested, config.logistic)._asdict()
+    if config.episodes is not None:
+        more['episodes'] = episodes.report(tested, test.class_names, config.episodes)
     seeds, l2, classes = config.seeds, config.l2, len(train.class_names)
     shots, left_out = _possible(config.shots, train)
     accuracies, draws = ridge.probe(
@@ -174,6 +178,11 @@ def summary(result: dict[str, Any]) -> str:
             for shots, mean in values['mean'].items()
         )
         shots += f', {values["left_out"]}' if 'left_out' in values else ''
+        if (drawn := values.get('episodes')) is not None:
+            shots += ''.join(
+                f', {drawn["ways"]}-way {count}-shot {mean:.1%} +- {drawn["interval"][count]:.1%}'
+                for count, mean in drawn['mean'].items()
+            )
         parts.append(shots if len(sets) == 1 else f'{name}: {shots}')
     return '; '.join(parts)
 
@@ -181,8 +190,12 @@ def summary(result: dict[str, Any]) -> str:
 def numbers(result: dict[str, Any]) -> dict[str, float]:
     """The few-shot accuracies by name, for the metrics file."""
     sets = result['sets']
-    return {
-        (f'{name}/' if len(sets) > 1 else '') + f'{shots}_shot_accuracy': accuracy
-        for name, values in sets.items()
-        for shots, accuracy in values['mean'].items()
-    }
+    found = {}
+    for name, values in sets.items():
+        where = f'{name}/' if len(sets) > 1 else ''
+        for shots, accuracy in values['mean'].items():
+            found[f'{where}{shots}_shot_accuracy'] = accuracy
+        drawn = values.get('episodes', {'mean': {}})
+        for shots, accuracy in drawn['mean'].items():
+            found[f'{where}{drawn["ways"]}_way_{shots}_shot_accuracy'] = accuracy
+    return found

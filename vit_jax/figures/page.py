@@ -14,13 +14,21 @@ class Picture(NamedTuple):
     caption: str
 
 
+class Table(NamedTuple):
+    """Texts in rows, under the names of the columns; those of the first column name the rows."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
 class Section(NamedTuple):
-    """Pictures under a title, with one paragraph; or a sentence why there are none or not all."""
+    """Pictures and a table under a title, with one paragraph; or why there are none or not all."""
 
     title: str
     paragraph: str
     pictures: Sequence[Picture] = ()
     left_out: str | None = None
+    table: Table | None = None
 
 
 def page(title: str, lines: Sequence[str], sections: Sequence[Section]) -> str:
@@ -57,8 +65,19 @@ def _section(place: int, section: Section) -> str:
     left_out = [f'<p class="out">{_text(section.left_out)}</p>'] if section.left_out else []
     head = f'<section id="s{place}">', f'<h2>{_text(section.title)}</h2>'
     paragraph = f'<p>{_text(section.paragraph)}</p>'
+    table = [] if section.table is None else [_table(section.table)]
     pictures = map(_figure, section.pictures)
-    return '\n'.join([*head, paragraph, *left_out, *pictures, '</section>'])
+    return '\n'.join([*head, paragraph, *left_out, *table, *pictures, '</section>'])
+
+
+def _table(table: Table) -> str:
+    """A table that scrolls by itself where the window is narrow."""
+    names = ''.join(f'<th scope="col">{_text(name)}</th>' for name in table.columns)
+    rows = [f'<tr>{names}</tr>']
+    for first, *others in table.rows:
+        cells = ''.join(f'<td>{_text(cell)}</td>' for cell in others)
+        rows.append(f'<tr><th scope="row">{_text(first)}</th>{cells}</tr>')
+    return '\n'.join(['<div class="table" tabindex="0"><table>', *rows, '</table></div>'])
 
 
 def _figure(picture: Picture) -> str:
@@ -111,6 +130,11 @@ section { padding: 1.5rem 0; border-bottom: 1px solid var(--line) }
 figure { margin: 1.25rem 0 }
 figcaption { color: var(--faint); max-width: 45rem; font-size: .9rem }
 img { display: block; max-width: 100%; height: auto; margin: 0 auto }
+.table { overflow-x: auto; margin: 1rem 0 }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums }
+th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line);
+  overflow-wrap: normal; vertical-align: top }
+th { font-weight: 600 }
 label span { display: block; padding: .5rem; border-radius: .4rem; background: #fff;
   border: 1px solid var(--line); cursor: zoom-in }
 input { position: absolute; opacity: 0; pointer-events: none }

@@ -87,7 +87,7 @@ def _keep_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) 
     kept, changes = folder / CONFIG, list[str]()
     if digests.steps(folder / FOLDER):
         try:
-            changes = records.differences(_read_config(kept), modernized(config))
+            changes = records.differences(read_config(kept), modernized(config))
         except Exception as error:  # damaged text may be anything
             changes = [f'which is not known, as {CONFIG} cannot be read: {error}']
     free = tuple(f'{name}.' for name in FREE)  # and all fields within
@@ -135,7 +135,7 @@ def _holder() -> str:
     return f'process {os.getpid()} on {host} since {now}, run {uuid.uuid4()}\n'
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """The configuration of an earlier run under today's names, with defaults of later fields."""
     read = json.loads(path.read_bytes())
     records.require(isinstance(read, dict), 'it is no JSON object')

@@ -1,0 +1,77 @@
+"""Pictures of runs: numbers over steps or time, and where the time went."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from vit_jax.base import Float
+from vit_jax.figures import style
+
+_WIDTH, _HEIGHT = 8.0, 4.2  # inches
+_MOST_POINTS = 1500  # of a line: more cannot be seen
+_MARKED = 40  # a line of so few points, or fewer, has a marker at each
+
+
+class Curve(NamedTuple):
+    """A line, or single points: the run that it is of, by its place, and what it is called."""
+
+    name: str
+    place: int
+    x: Float[np.ndarray, 'n']
+    y: Float[np.ndarray, 'n']
+    style: str = '-'  # of the line: '-', '--', ':'; '' for points alone
+
+
+@style.styled
+def curves(
+    title: str, drawn: Sequence[Curve], *, x: str, y: str, magnitudes: bool = False
+) -> Figure:
+    """The lines, each run in its colour, of numbers called `y` over what is called `x`.
+
+    Values that are not finite are gaps; with `magnitudes` the y axis is logarithmic. A line of many
+    points is thinned.
+    """
+    figure = style.canvas(_WIDTH, _HEIGHT, title)
+    axes = figure.subplots()
+    for curve in drawn:
+        kept = style.chosen(len(curve.x), _MOST_POINTS)
+        how = style.line(curve.place, curve.name) | {'linestyle': curve.style or 'none'}
+        if curve.style and len(kept) > _MARKED:
+            how['marker'] = ''
+        if not curve.style:
+            how |= {'marker': 'x', 'markersize': 9, 'markeredgewidth': 2}
+        axes.plot(curve.x[kept], curve.y[kept], **how)
+    axes.set(xlabel=x, ylabel=y)
+    axes.margins(x=0.02)
+    if magnitudes:
+        style.magnitudes(axes)
+    axes.grid(axis='y', color='0.9')
+    style.legend(figure, axes)
+    return figure
+
+
+@style.styled
+def where_time_went(seconds: Mapping[str, Mapping[str, float]]) -> Figure:
+    """A bar for each run, by name, of the shares of its wall time."""
+    names = [style.elided(name, 32) for name in seconds]
+    figure = style.canvas(_WIDTH, 1.6 + 0.45 * len(names), 'Where the wall time went')
+    axes = figure.subplots()
+    parts = dict.fromkeys(part for each in seconds.values() for part in each)
+    totals = np.array([sum(each.values()) for each in seconds.values()])
+    left = np.zeros(len(names))
+    for place, part in enumerate(parts):
+        share = np.array([each.get(part, 0.0) for each in seconds.values()]) / totals
+        colour = style.COLOURS[place % len(style.COLOURS)]
+        hatch = '' if place < len(style.COLOURS) else '//'
+        axes.barh(
+            range(len(names)), share, left=left, color=colour, hatch=hatch, label=part, height=0.6
+        )
+        left += share
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.xaxis.set_major_formatter(lambda share, _: f'{share:.0%}')
+    axes.set(xlim=(0, 1), xlabel='share of the wall time, over all starts')
+    style.legend(figure, axes)
+    return figure

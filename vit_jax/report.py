@@ -1,0 +1,273 @@
+"""What runs have done, on one page: python -m vit_jax.report WORKDIR... --out=FILE.html.
+
+The page has loss, accuracy, learning rate, gradient norm, speed and few-shot accuracies of all runs
+in one picture each, skipped steps and spikes, what was reached, where the time went, and in which
+values of their configurations they differ. It is one file, needs no network and no script, and can
+be made while the runs go on.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vit_jax.base import (
+    UserError,
+    atomic_write,
+    counted,
+    require,
+    require_writable,
+    usable,
+)
+from vit_jax.command_line import app
+from vit_jax.runs import goodput, history, reporting
+from vit_jax.runs.history import History, Line
+
+OVER = {'steps': 'step', 'time': 'hours of running'}
+_DASHES = '-', '--', '-.'
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Writes the page."""
+    if importlib.util.find_spec('matplotlib') is None:
+        raise UserError("pictures need matplotlib: pip install 'vit_jax[plots]'")
+    path = pathlib.Path(arguments.out)
+    require(path.suffix == '.html', f'--out={path}: expected the name of a file, FILE.html')
+    runs = history.read_all(arguments.workdirs)
+    require_writable(path)
+    from vit_jax.figures import page  # here: matplotlib is an extra
+
+    sections = [_reached(runs), *_numbers(runs, arguments.over), _events(runs), _time(runs)]
+    if len(runs) > 1:
+        sections.append(_differences(runs))
+    lines = [f'{run.name}: {run.folder}, {_state(run)}' for run in runs]
+    with usable(path), atomic_write(path) as partial:
+        partial.write_text(page.page('What the runs have done', lines, sections))
+    print(f'written: {path}')
+    return 0
+
+
+def _state(run: History) -> str:
+    """How far a run is, in words."""
+    steps = max((line['step'] for line in run.lines), default=0)
+    ended = {'complete': 'complete', 'stopped': 'stopped'}.get(run.event, 'not complete')
+    return f'{ended} at step {steps:,}' if run.lines else 'no numbers yet'
+
+
+def _reached(runs: Sequence[History]) -> Any:
+    from vit_jax.figures.page import Section, Table
+
+    kinds = dict.fromkeys(kind for run in runs for kind in run.evaluations)
+    shots = dict.fromkeys(
+        name for run in runs for line in run.of_kind('fewshot') for name in _shots(line)
+    )
+    columns = ['run', 'state', 'training loss', *(f'{kind} accuracy' for kind in kinds)]
+    columns += [*map(_in_words, shots), 'images/s', 'wall time']
+    rows = []
+    for run in runs:
+        trained = run.of_kind('train')
+        few = run.of_kind('fewshot')
+        speed = history.values(trained, 'images_per_second')
+        row = [run.name, _state(run), _last(trained, 'loss', '{:.4f}')]
+        row += [_last(run.of_kind(kind), 'accuracy', '{:.2%}') for kind in kinds]
+        row += [_last(few, name, '{:.2%}') for name in shots]
+        row.append(f'{np.nanmedian(speed):,.0f}' if np.isfinite(speed).any() else '')
+        rows.append([*row, reporting.duration(sum(run.seconds.values(), 0.0))])
+    text = (
+        'The last number of each kind; images a second are the median over the reports. The wall '
+        'time is that of all starts, with what was lost between them.'
+    )
+    return Section('What was reached', text, table=Table(columns, rows))
+
+
+def _last(lines: Sequence[dict[str, Any]], name: str, form: str) -> str:
+    numbers = history.values(lines, name)
+    return form.format(numbers[-1]) if len(numbers) and np.isfinite(numbers[-1]) else ''
+
+
+def _shots(line: dict[str, Any]) -> list[str]:
+    return [name for name in line if name.endswith('_shot_accuracy')]
+
+
+def _in_words(name: str) -> str:
+    return name.removesuffix('_accuracy').replace('_', '-')
+
+
+class _Curves(NamedTuple):
+    """Makes the curves of one run, which is in such a place of all, over steps or time."""
+
+    run: History
+    place: int
+    label: Callable[[str], str]  # of what is drawn, with the run's name where there are several
+    over: str
+
+    def x(self, lines: Sequence[Line]) -> Any:
+        if self.over == 'time':
+            return history.seconds_since(lines, self.run) / 3600
+        return np.array([line['step'] for line in lines], float)
+
+    def curve(self, kind: str, name: str, label: str, dashes: str = '-') -> Any:
+        from vit_jax.figures.curves import Curve
+
+        lines = self.run.of_kind(kind)
+        numbers = history.values(lines, name)
+        return Curve(self.label(label), self.place, self.x(lines), numbers, dashes)
+
+    def classified(self, name: str) -> list[Any]:
+        """Of training images, and of each evaluation of the classifier."""
+        evaluations = zip(self.run.evaluations, itertools.cycle(_DASHES))
+        found = [self.curve(kind, name, kind, dashes) for kind, dashes in evaluations]
+        return [self.curve('train', name, 'training', ':'), *found]
+
+    def loss(self) -> list[Any]:
+        """With a mark on the training loss at each step that was skipped, or had a spike."""
+        from vit_jax.figures.curves import Curve
+
+        training, *evaluated = self.classified('loss')
+        marked = [training, *evaluated]
+        for kind, label in {'skipped': 'skipped', 'spike': 'spike'}.items():
+            lines = self.run.of_kind(kind)
+            if lines and len(training.x):
+                x = self.x(lines)
+                y = np.interp(x, training.x, training.y)
+                marked.append(Curve(self.label(label), self.place, x, y, ''))
+        return marked
+
+    def fewshot(self) -> list[Any]:
+        names = dict.fromkeys(n for line in self.run.of_kind('fewshot') for n in _shots(line))
+        numbers = zip(names, itertools.cycle(_DASHES))
+        return [self.curve('fewshot', name, _in_words(name), line) for name, line in numbers]
+
+    def trained(self, name: str) -> list[Any]:
+        return [self.curve('train', name, '')]
+
+
+def _numbers(runs: Sequence[History], over: str) -> list[Any]:
+    """A section for each number that any run has."""
+    from vit_jax.figures import curves, style
+    from vit_jax.figures.page import Picture, Section
+
+    def label_of(run: History) -> Callable[[str], str]:
+        named = [run.name] if len(runs) > 1 else []
+        return lambda text: ', '.join([*named, *filter(None, [text])]) or run.name
+
+    makers = [_Curves(run, i, label_of(run), over) for i, run in enumerate(runs)]
+    sections = []
+    for title, text, drawn, magnitudes in _PICTURES:
+        found = [curve for maker in makers for curve in drawn(maker)]
+        found = [curve for curve in found if np.isfinite(curve.y).any()]
+        if found:
+            x = OVER[over]
+            drawing = curves.curves(title, found, x=x, y=title.lower(), magnitudes=magnitudes)
+            picture = Picture(style.png(drawing), f'{title} over {x}', '')
+            sections.append(Section(title, text, [picture]))
+    return sections
+
+
+def _events(runs: Sequence[History]) -> Any:
+    from vit_jax.figures.page import Section, Table
+
+    rows = []
+    for run in runs:
+        for line in run.lines:
+            if line['kind'] == 'skipped':
+                told = f'loss {line.get("loss")}, gradient norm {line.get("gradient_norm")}'
+                rows.append([run.name, f'{line["step"]:,}', f'update skipped: {told}'])
+            elif line['kind'] == 'spike':
+                told = f'loss {line.get("loss")}, after {line.get("mean_before")} on average'
+                rows.append([run.name, f'{line["step"]:,}', f'spike: {told}'])
+    shown = rows[:_MOST_EVENTS]
+    more = f' The first {_MOST_EVENTS} of {len(rows):,}.' if len(rows) > _MOST_EVENTS else ''
+    table = Table(['run', 'step', 'what happened'], shown) if rows else None
+    text = _EVENTS + more if rows else f'{_EVENTS} There were none.'
+    return Section('Skipped steps and spikes', text, table=table)
+
+
+def _time(runs: Sequence[History]) -> Any:
+    from vit_jax.figures import curves, style
+    from vit_jax.figures.page import Picture, Section
+
+    spent = {run.name: run.seconds for run in runs if sum(run.seconds.values())}
+    if not spent:
+        return Section('Where the time went', _TIME, left_out='No run has a ledger yet.')
+    caption = '; '.join(f'{name}: {reporting.spent(s)}' for name, s in spent.items())
+    png = style.png(curves.where_time_went(spent))
+    picture = Picture(png, 'shares of the wall time by what was done', caption)
+    return Section('Where the time went', _TIME, [picture])
+
+
+def _differences(runs: Sequence[History]) -> Any:
+    from vit_jax.figures.page import Section, Table
+
+    title, rows = 'How the configurations differ', history.differences(runs)
+    if not rows:
+        return Section(title, f'All {counted(len(runs), "run")} have the same configuration.')
+    columns = ['field', *(run.name for run in runs)]
+    text = 'Every field of config.json that is not the same in all runs, defaults included.'
+    return Section(title, text, table=Table(columns, [[name, *texts] for name, texts in rows]))
+
+
+_MOST_EVENTS = 100
+_LOSS = (
+    'Dotted: the mean over the training images of each report, with augmentation and dropout; '
+    'solid: evaluations on whole splits. Where the training loss falls on while that of the '
+    'evaluation rises, the network learns its training images by heart. Crosses: skipped steps '
+    'and spikes.'
+)
+_ACCURACY = (
+    'Dotted: training images as they are trained on; solid: evaluations on whole splits. With '
+    'MixUp the accuracy on training images is that on mixed ones, and below the other.'
+)
+_FEWSHOT = (
+    'The mean over seeds of the linear few-shot evaluation of the frozen features: how much they '
+    'are worth with few labels, whatever the head has learned.'
+)
+_RATE = 'The learning rate of each report: warm-up, then the schedule of the configuration.'
+_GRADIENT = (
+    'The norm of the gradient of all parameters before it is clipped. It falls after the first '
+    'steps; a climb over many steps comes before a training breaks down.'
+)
+_SPEED = (
+    'Training images a second, waiting for data included, evaluating and saving left out. A dip '
+    'is another program on the machine, or a slow disk.'
+)
+_MFU = (
+    'The multiply-adds of the network, three times those of its forward pass, beside what the '
+    'devices could do at their peak in bfloat16.'
+)
+_EVENTS = (
+    'An update whose gradient is not finite is skipped; a loss far above those before is a spike '
+    '(six deviations of the last 128 steps).'
+)
+_TIME = (
+    'Wall time of all starts: compiling, waiting for data, computing steps, evaluating, waiting '
+    f'for a checkpoint to be saved; "{goodput.LOST}" is what was done again or waited after a kill.'
+)
+
+
+# Title, text, the curves of a run, whether the axis is logarithmic.
+_PICTURES: list[tuple[str, str, Callable[[_Curves], list[Any]], bool]] = [
+    ('Loss', _LOSS, _Curves.loss, False),
+    ('Accuracy', _ACCURACY, lambda curves: curves.classified('accuracy'), False),
+    ('Few-shot accuracy', _FEWSHOT, _Curves.fewshot, False),
+    ('Learning rate', _RATE, lambda curves: curves.trained('learning_rate'), False),
+    ('Gradient norm', _GRADIENT, lambda curves: curves.trained('gradient_norm'), True),
+    ('Images per second', _SPEED, lambda curves: curves.trained('images_per_second'), False),
+    ('Share of the peak (MFU)', _MFU, lambda curves: curves.trained('mfu'), False),
+]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = app.new_parser('report', __doc__)
+    parser.add_argument('workdirs', metavar='WORKDIR', nargs='+')
+    parser.add_argument('--out', required=True, type=app.local_path, metavar='FILE.html')
+    parser.add_argument('--over', choices=OVER, default='steps', help='(steps)')
+    return parser
+
+
+if __name__ == '__main__':
+    app.run(main, _parser())

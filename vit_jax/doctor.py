@@ -30,7 +30,7 @@ from vit_jax.base import UserError, counted, records, storage
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.command_line import app
-from vit_jax.data import loading
+from vit_jax.data import jpeg_regions, loading
 from vit_jax.models import parameter_count
 from vit_jax.parallel import clusters, meshes
 from vit_jax.parallel.processes import Job, joined_job
@@ -49,6 +49,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError(f'--workdir={arguments.workdir}: of which experiment? --config is missing')
     _say('host', f'{socket.gethostname()}, {platform.system()}, {os.cpu_count()} cores')
     _say('versions', ', '.join(f'{name} {v}' for name, v in fingerprint.packages().items()))
+    _say('decoding', jpeg_regions.described())
     text = 'none recognised: one process'
     if cluster := clusters.detect_cluster(launch):
         text = f'{cluster.kind}: process {cluster.process_id} of {cluster.num_processes}'

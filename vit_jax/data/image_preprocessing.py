@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Literal, TypeVar
 import numpy as np
 
 from vit_jax.base import Array, Float, Num, Record, UInt8, UserError, require, require_between
-from vit_jax.data.image_headers import open_with_pillow, read_header
+from vit_jax.data import jpeg_regions
+from vit_jax.data.image_headers import Header, open_with_pillow, read_header
 
 # `bilinear` is OpenCV's INTER_LINEAR, as in the paper's code: no smoothing before an image shrinks.
 # The others are Pillow's, as in PyTorch's image processors, which smooth.
@@ -189,15 +190,10 @@ def decode(
     if isinstance(stored, np.ndarray):
         image = stored[..., None] if stored.ndim == 2 else stored
         return np.repeat(image, 3, axis=-1) if image.shape[-1] == 1 else image
-    require(len(stored) > 0, 'the file is empty')
-    kind, height, width = read_header(stored)
-    if height * width > max_pixels:
-        size = f'{width:,} x {height:,} pixels'
-        raise UserError(f'{size}, more than max_pixels={max_pixels:,}: set that higher to read it')
+    kind = _bounded_header(stored, max_pixels).kind
     if kind in ('AVIF', 'HEIF'):
         return _decoded_by_pillow(stored, kind, exif_rotation)
-    may_turn = exif_rotation and b'Exif\0' in stored[:_EXIF_WITHIN]
-    if kind == 'JPEG' and not may_turn:
+    if kind == 'JPEG' and not (exif_rotation and _may_be_turned(stored)):
         import simplejpeg
 
         # The same bits as OpenCV's in 0.9 of the time. What it cannot read, OpenCV judges.
@@ -213,6 +209,61 @@ def decode(
     if decoded is None:
         raise UserError('not a whole image of a known format')
     return decoded
+
+
+def decode_and_crop(
+    stored: bytes | np.ndarray,
+    crop: Crop,
+    size: Size,
+    rng: np.random.Generator | None,
+    *,
+    exif_rotation: bool,
+    max_pixels: int = MAX_PIXELS,
+) -> Image:
+    """The crop of the decoded image, to the bit and with its errors.
+
+    Of a JPEG no more is decoded than an InceptionCrop keeps, where jpeg_regions.py can.
+    """
+    if isinstance(stored, bytes) and isinstance(crop, InceptionCrop) and rng is not None:
+        before = rng.bit_generator.state
+        part = _region(stored, crop, rng, exif_rotation=exif_rotation, max_pixels=max_pixels)
+        if part is not None:
+            return _resized(part, size, 'bilinear')
+        rng.bit_generator.state = before
+    image = decode(stored, exif_rotation=exif_rotation, max_pixels=max_pixels)
+    return crop(image, size, rng)
+
+
+def _region(
+    stored: bytes,
+    crop: InceptionCrop,
+    rng: np.random.Generator,
+    *,
+    exif_rotation: bool,
+    max_pixels: int,
+) -> Image | None:
+    """What the crop cuts from a JPEG; None of what has to be decoded whole."""
+    if jpeg_regions.decoder() is None or not stored.startswith(b'\xff\xd8'):
+        return None
+    header = _bounded_header(stored, max_pixels)
+    turned = jpeg_regions.orientation(stored) if exif_rotation and _may_be_turned(stored) else 1
+    if turned is None:
+        return None
+    shape = jpeg_regions.upright((header.height, header.width), turned)
+    return jpeg_regions.decode_region(stored, crop.region(shape, rng), shape, turned)
+
+
+def _bounded_header(stored: bytes, max_pixels: int) -> Header:
+    require(len(stored) > 0, 'the file is empty')
+    header = read_header(stored)
+    if header.height * header.width > max_pixels:
+        size = f'{header.width:,} x {header.height:,} pixels'
+        raise UserError(f'{size}, more than max_pixels={max_pixels:,}: set that higher to read it')
+    return header
+
+
+def _may_be_turned(stored: bytes) -> bool:
+    return stored.find(b'Exif\0', 0, _EXIF_WITHIN) >= 0
 
 
 def _decoded_by_pillow(stored: bytes, kind: str, exif_rotation: bool) -> Image:

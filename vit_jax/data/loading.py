@@ -30,7 +30,7 @@ from vit_jax.data.image_preprocessing import (
     Crop,
     Preprocessing,
     Size,
-    decode,
+    decode_and_crop,
 )
 from vit_jax.data.sources.base import Label, Source
 from vit_jax.parallel.meshes import put, rows_here
@@ -112,8 +112,15 @@ class ImageReader:
         rng = np.random.default_rng(key) if self.crop.random else None
         try:
             stored, label = self.source.read(ref.index)
-            image = decode(stored, exif_rotation=self.exif_rotation, max_pixels=self.max_pixels)
-            return self.crop(image, self.size, rng), label
+            image = decode_and_crop(
+                stored,
+                self.crop,
+                self.size,
+                rng,
+                exif_rotation=self.exif_rotation,
+                max_pixels=self.max_pixels,
+            )
+            return image, label
         except (ValueError, OSError) as error:
             why = getattr(error, 'strerror', None) or error
             raise UserError(f'{self.source.name_of(ref.index)}: {why}') from error

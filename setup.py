@@ -1,0 +1,13 @@
+"""Builds the decoder of parts of JPEGs where there are a C compiler and libjpeg-turbo's headers."""
+
+from setuptools import Extension, setup
+
+REGIONS = Extension(
+    'vit_jax.data.jpeg_region',
+    ['vit_jax/data/jpeg_region.c'],
+    libraries=['jpeg'],
+    optional=True,  # whole images are decoded without it
+)
+
+if __name__ == '__main__':
+    setup(ext_modules=[REGIONS])

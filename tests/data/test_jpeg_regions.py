@@ -1,0 +1,147 @@
+import importlib.util
+import io
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax.data import jpeg_regions
+from vit_jax.data.image_preprocessing import InceptionCrop, decode, decode_and_crop
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+NOISE = np.random.default_rng(0).integers(0, 256, (12, 17, 3))
+PHOTO = np.kron(NOISE, np.ones((11, 9, 1))).astype(np.uint8)  # of no whole number of blocks
+SIZE = (24, 20)
+
+
+@pytest.fixture(scope='module')
+def built(tmp_path_factory):
+    """The decoder of regions, as `pip install` builds it here."""
+    folder = tmp_path_factory.mktemp('built')
+    options = [f'--build-{kind}={folder}' for kind in ('lib', 'temp')]
+    command = [sys.executable, 'setup.py', '-q', 'build_ext', *options]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    files = [*folder.rglob('jpeg_region.*.so')]
+    if not files:
+        pytest.skip("no C compiler or headers of libjpeg-turbo's here")
+    spec = importlib.util.spec_from_file_location('jpeg_region', files[0])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def with_decoder(monkeypatch, built):
+    return lambda there: monkeypatch.setattr(
+        jpeg_regions, 'decoder', lambda: built if there else None
+    )
+
+
+def encoded(mode='RGB', **options):
+    file = io.BytesIO()
+    Image.fromarray(PHOTO).convert(mode).save(file, 'JPEG', **options)
+    return file.getvalue()
+
+
+def turned(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+def crops(stored, count=30, exif_rotation=True):
+    """Crops, or what is said where there are none, and what the generator gives after each."""
+    found = []
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        try:
+            cut = decode_and_crop(stored, InceptionCrop(), SIZE, rng, exif_rotation=exif_rotation)
+        except ValueError as error:
+            cut = str(error)
+        found.append((cut if isinstance(cut, str) else cut.tobytes(), rng.random()))
+    return found
+
+
+KINDS = {
+    '4:4:4': {'subsampling': 0},
+    '4:2:2': {'subsampling': 1},
+    '4:2:0': {'subsampling': 2},
+    'progressive': {'progressive': True},
+    'with restarts': {'restart_marker_blocks': 3},
+    'grey': {'mode': 'L'},
+    'grey and progressive': {'mode': 'L', 'progressive': True},
+    'CMYK': {'mode': 'CMYK'},
+    'RGB': {'keep_rgb': True},
+    **{f'turned by {k}': {'exif': turned(k)} for k in range(10)},
+}
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('exif_rotation', [True, False])
+def test_crops_are_those_of_the_whole_image_to_the_bit(kind, exif_rotation, with_decoder):
+    stored = encoded(**KINDS[kind])
+    with_decoder(True)
+    found = crops(stored, exif_rotation=exif_rotation)
+    with_decoder(False)
+    assert found == crops(stored, exif_rotation=exif_rotation)
+
+
+@pytest.mark.parametrize('kind', ['4:2:0', 'progressive', 'with restarts', 'turned by 6'])
+def test_a_region_alone_is_decoded_of_every_kind_that_photos_have(kind, with_decoder):
+    stored, k = encoded(**KINDS[kind]), 6 if kind == 'turned by 6' else 1
+    with_decoder(True)
+    assert jpeg_regions.orientation(stored) == k
+    whole = decode(stored, exif_rotation=True)
+    part = jpeg_regions.decode_region(stored, (31, 40, 50, 37), whole.shape[:2], k)
+    np.testing.assert_array_equal(part, whole[31:81, 40:77])
+
+
+@pytest.mark.parametrize('kind', ['4:2:0', 'progressive'])
+def test_damage_anywhere_in_a_file_is_met_as_by_the_decoder_of_whole_images(kind, with_decoder):
+    stored, rng, refused = encoded(**KINDS[kind]), np.random.default_rng(1), 0
+    for _ in range(60):
+        damaged = bytearray(stored)
+        place = int(rng.integers(620, len(stored)))
+        if rng.random() < 0.3:
+            del damaged[place:]
+        else:
+            damaged[place] ^= 1 << int(rng.integers(8))
+        with_decoder(True)
+        found = crops(bytes(damaged), count=2)
+        with_decoder(False)
+        assert found == crops(bytes(damaged), count=2)
+        refused += isinstance(found[0][0], str)
+    assert refused > 5
+
+
+@pytest.mark.parametrize('region', [(-1, 0, 5, 5), (0, 0, 0, 5), (0, 0, 133, 5), (0, 150, 9, 9)])
+def test_a_region_that_is_not_in_the_image_is_not_decoded(region, built):
+    rows, columns = (max(1, side) for side in region[2:])
+    assert not built.decode_into(encoded(), bytearray(3 * rows * columns), region)
+
+
+def test_memory_of_another_size_than_the_region_is_not_written(built):
+    assert not built.decode_into(encoded(), bytearray(3 * 5 * 5 - 1), (0, 0, 5, 5))
+
+
+def test_an_image_of_too_many_pixels_is_refused_before_a_region_of_it_is_decoded(with_decoder):
+    with_decoder(True)
+    with pytest.raises(ValueError, match='more than max_pixels=9'):
+        decode_and_crop(
+            encoded(),
+            InceptionCrop(),
+            SIZE,
+            np.random.default_rng(0),
+            exif_rotation=True,
+            max_pixels=9,
+        )
+
+
+def test_what_decodes_is_said_with_what_is_missing(with_decoder):
+    with_decoder(True)
+    assert 'only the crop is decoded, by libjpeg-turbo ' in jpeg_regions.described()
+    with_decoder(False)
+    assert 'decoded whole: with a C compiler and the headers' in jpeg_regions.described()

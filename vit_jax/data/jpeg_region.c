@@ -1,0 +1,114 @@
+/* A region of a JPEG by libjpeg-turbo, which computes no pixel outside of it: jpeg_regions.py. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <setjmp.h>
+#include <stdio.h>
+
+#include <jpeglib.h>
+
+#if !defined(LIBJPEG_TURBO_VERSION_NUMBER) || LIBJPEG_TURBO_VERSION_NUMBER < 2001000
+#error "expected libjpeg-turbo 2.1 or newer, whose pixels are those of simplejpeg"
+#endif
+
+#define TEXT(number) #number
+#define VERSION(number) TEXT(number)
+
+/* Columns beside the region: the smooth upsampling of colours looks at neighbours. */
+#define MARGIN 16
+
+typedef struct {
+  struct jpeg_error_mgr base;
+  jmp_buf out;
+} Errors;
+
+static void leave(j_common_ptr info) { longjmp(((Errors *)info->err)->out, 1); }
+
+/* Levels below 0 are warnings: the file is damaged, whatever libjpeg would make of it. */
+static void on_message(j_common_ptr info, int level) {
+  if (level < 0) leave(info);
+}
+
+typedef struct {
+  int top, left, rows, columns;
+} Region;
+
+/* 1 if the region was decoded, and the file is of a plain kind and whole; else 0.
+
+   `line` is memory for one row, which the caller frees. */
+static int decode(const Py_buffer *stored, Region region, JSAMPROW pixels, JSAMPROW volatile *line) {
+  struct jpeg_decompress_struct info;
+  Errors errors;
+  info.err = jpeg_std_error(&errors.base);
+  errors.base.error_exit = leave;
+  errors.base.emit_message = on_message;
+  if (setjmp(errors.out)) {
+    jpeg_destroy_decompress(&info);
+    return 0;
+  }
+  jpeg_create_decompress(&info);
+  jpeg_mem_src(&info, stored->buf, (unsigned long)stored->len);
+  jpeg_read_header(&info, TRUE);
+  J_COLOR_SPACE kind = info.jpeg_color_space;
+  int plain = kind == JCS_YCbCr || kind == JCS_GRAYSCALE || kind == JCS_RGB;
+  if (!plain || info.data_precision != 8) leave((j_common_ptr)&info);
+  info.out_color_space = JCS_RGB;
+  jpeg_start_decompress(&info);
+  JDIMENSION top = region.top, left = region.left, right = region.left + region.columns;
+  JDIMENSION height = info.output_height, width = info.output_width;
+  if (top + region.rows > height || right > width) leave((j_common_ptr)&info);
+  JDIMENSION start = left > MARGIN ? left - MARGIN : 0;
+  JDIMENSION read_columns = (right + MARGIN < width ? right + MARGIN : width) - start;
+  if (read_columns < width) jpeg_crop_scanline(&info, &start, &read_columns);
+  *line = PyMem_RawMalloc(3 * (size_t)read_columns);
+  if (*line == NULL) leave((j_common_ptr)&info);
+  JSAMPROW row = *line;
+  size_t row_bytes = 3 * (size_t)region.columns;
+  if (top > 0) jpeg_skip_scanlines(&info, top);
+  for (int i = 0; i < region.rows; i++) {
+    jpeg_read_scanlines(&info, &row, 1);
+    memcpy(pixels + i * row_bytes, row + 3 * (left - start), row_bytes);
+  }
+  /* What is below is read for its damages. Skipping to the very end would read nothing. */
+  JDIMENSION below = height - info.output_scanline;
+  if (below > 1) jpeg_skip_scanlines(&info, below - 1);
+  if (below > 0) jpeg_read_scanlines(&info, &row, 1);
+  jpeg_finish_decompress(&info);
+  jpeg_destroy_decompress(&info);
+  return 1;
+}
+
+static PyObject *decode_into(PyObject *Py_UNUSED(module), PyObject *arguments) {
+  Py_buffer stored, pixels;
+  Region region;
+  int done = 0;
+  if (!PyArg_ParseTuple(arguments, "y*w*(iiii)", &stored, &pixels, &region.top, &region.left,
+                        &region.rows, &region.columns))
+    return NULL;
+  int fits = region.top >= 0 && region.left >= 0 && region.rows > 0 && region.columns > 0;
+  if (fits && pixels.len == 3 * (Py_ssize_t)region.rows * region.columns) {
+    JSAMPROW volatile line = NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    done = decode(&stored, region, pixels.buf, &line);
+    PyMem_RawFree(line);
+    Py_END_ALLOW_THREADS;
+  }
+  PyBuffer_Release(&stored);
+  PyBuffer_Release(&pixels);
+  return PyBool_FromLong(done);
+}
+
+static PyMethodDef functions[] = {
+    {"decode_into", decode_into, METH_VARARGS,
+     "decode_into(stored, pixels, (top, left, rows, columns)) -> bool"},
+    {NULL, NULL, 0, NULL}};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "jpeg_region", NULL, 0, functions,
+                                    NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit_jpeg_region(void) {
+  PyObject *made = PyModule_Create(&module);
+  if (made != NULL)
+    PyModule_AddStringConstant(made, "version", VERSION(LIBJPEG_TURBO_VERSION));
+  return made;
+}

@@ -1,0 +1,88 @@
+"""Decodes a region of a JPEG, where that was built: the pixels that a whole image would have there.
+
+What lies outside is read, not computed. jpeg_region.c is built by `pip install` where there are a C
+compiler and the headers of libjpeg-turbo 2.1 or newer. No package on PyPI does the same: of those
+that cut while they decode, nvImageCodec 0.9 makes grey pixels of damaged data without an error.
+"""
+
+import functools
+import importlib
+import importlib.util
+from typing import Any
+
+import numpy as np
+
+from vit_jax.base.array_types import UInt8
+from vit_jax.data.image_headers import open_with_pillow
+
+_ORIENTATION = 274  # the tag of EXIF: how an upright image was stored, 1 to 8
+_MODULE = 'vit_jax.data.jpeg_region'
+# By orientation: an image that is stored so is transposed, then its rows or columns reversed.
+_TRANSPOSED, _ROWS_REVERSED, _COLUMNS_REVERSED = {5, 6, 7, 8}, {3, 4, 7, 8}, {2, 3, 6, 7}
+Region = tuple[int, int, int, int]  # top, left, height and width
+
+
+@functools.cache
+def decoder() -> Any:
+    """The module that decodes regions; None where it was not built, or does not load."""
+    if importlib.util.find_spec(_MODULE) is None:
+        return None
+    try:
+        return importlib.import_module(_MODULE)
+    except ImportError:  # the library that it was built with is gone
+        return None
+
+
+def described() -> str:
+    """What decodes the crops of JPEGs for training here, in words."""
+    if decoder() is not None:
+        return f'of a JPEG only the crop is decoded, by libjpeg-turbo {decoder().version}'
+    needs = 'a C compiler and the headers of libjpeg-turbo 2.1 (Debian: libjpeg62-turbo-dev)'
+    return f'JPEGs are decoded whole: with {needs} pip install builds what decodes crops alone'
+
+
+def orientation(stored: bytes) -> int | None:
+    """How an image was stored by its EXIF, 1 (upright) to 8; None where that is not plain."""
+    try:
+        from PIL import Image
+
+        exif = Image.Exif()
+        exif.load(open_with_pillow(stored, 'JPEG').info.get('exif', b''))
+        found = exif.get(_ORIENTATION, 1)
+    except Exception:  # of many kinds
+        return None
+    return found if type(found) is int and 1 <= found <= 8 else None
+
+
+def upright(shape: tuple[int, int], turned: int) -> tuple[int, int]:
+    """The height and width, seen upright, of an image that is stored with these."""
+    return shape[::-1] if turned in _TRANSPOSED else shape
+
+
+def decode_region(
+    stored: bytes, region: Region, shape: tuple[int, int], turned: int
+) -> UInt8[np.ndarray, 'h w 3'] | None:
+    """The region of the upright image; `shape` is the size that it has when it is upright.
+
+    None where it cannot be told to be right: there is no decoder, the file is damaged anywhere, or
+    it is of a kind (CMYK, 12 bits) that others decode.
+    """
+    if decoder() is None:
+        return None
+    top, left, rows, columns = region
+    if turned in _ROWS_REVERSED:
+        top = shape[0] - top - rows
+    if turned in _COLUMNS_REVERSED:
+        left = shape[1] - left - columns
+    if turned in _TRANSPOSED:
+        top, left, rows, columns = left, top, columns, rows
+    pixels = np.empty((rows, columns, 3), np.uint8)
+    if not decoder().decode_into(stored, pixels, (top, left, rows, columns)):
+        return None
+    if turned in _TRANSPOSED:
+        pixels = pixels.swapaxes(0, 1)
+    if turned in _ROWS_REVERSED:
+        pixels = pixels[::-1]
+    if turned in _COLUMNS_REVERSED:
+        pixels = pixels[:, ::-1]
+    return np.ascontiguousarray(pixels)

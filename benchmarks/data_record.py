@@ -13,7 +13,7 @@ import time
 
 from vit_jax.config import TrainConfig
 from vit_jax.data.image_preprocessing import Resize
-from vit_jax.data.loading import ImageReader
+from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.parallel.processes import Job
 from vit_jax.runs import data_record

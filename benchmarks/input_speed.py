@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from typing import Any
 
 import cv2
 import jax
@@ -27,7 +28,9 @@ from vit_jax.base.array_types import Batch
 from vit_jax.config import TrainConfig
 from vit_jax.data import loading
 from vit_jax.data.augmentation import Augmentation, augment, augreg
-from vit_jax.data.image_preprocessing import InceptionCrop
+from vit_jax.data.image_preprocessing import InceptionCrop, RandomCrop
+from vit_jax.data.reading import ExampleRef, ImageReader, cores
+from vit_jax.data.reading_processes import ReadingProcesses
 from vit_jax.data.sources.base import Source, labelled_source
 from vit_jax.data.sources.folders import unlabelled
 from vit_jax.models import variant
@@ -38,6 +41,7 @@ from vit_jax.runs.memory_plan import without_data
 from vit_jax.training.duration import Duration
 from vit_jax.training.losses import targets_of
 
+SIMULATED = 1 / 600  # seconds that an image takes on a core that is simulated
 TURNS = 3  # of ours and tf.data, one after the other: a machine is not always alike
 
 
@@ -68,14 +72,30 @@ def tiny_images(count: int) -> Source:
     return labelled_source(range(count), [0] * count, ('a',), read=lambda i: image)
 
 
-def reading(reader: loading.ImageReader, threads: int, batch_size: int) -> Callable[[], int]:
-    """A step that reads, decodes and crops one batch."""
+def slow_images(count: int, seconds: float) -> Source:
+    """Images that take so long, and none of a core, as if one of another machine decoded them."""
+    image = np.zeros((224, 224, 3), np.uint8)
+
+    def read(index: int) -> np.ndarray:
+        time.sleep(seconds)
+        return image
+
+    return labelled_source(range(count), [0] * count, ('a',), read=read)
+
+
+def reading(
+    reader: ImageReader, threads: int, batch_size: int, processes: ReadingProcesses | None = None
+) -> Callable[[], int]:
+    """A step that reads, decodes and crops one batch, in threads or in processes."""
     pool = futures.ThreadPoolExecutor(threads)
     rng = np.random.default_rng(0)
+    how: dict[str, Any] = {}
+    if processes is not None:
+        how = {'fill': processes.fill, 'rows': processes.rows}
 
     def step() -> int:
         drawn = rng.integers(0, len(reader.source), batch_size)
-        reader.examples([loading.ExampleRef(int(i), epoch=1) for i in drawn], pool)
+        reader.examples([ExampleRef(int(i), epoch=1) for i in drawn], pool, **how)
         return batch_size
 
     return step
@@ -119,18 +139,38 @@ def timed(name: str, step: Callable[[], int], seconds: float) -> Rate:
     return found
 
 
-def on_the_host(reader: loading.ImageReader, batch_size: int, seconds: float) -> None:
+def on_the_host(reader: ImageReader, batch_size: int, seconds: float) -> None:
     """Reading, decoding and cropping alone."""
     ceiling = dataclasses.replace(reader, source=tiny_images(len(reader.source)))
     timed('our Python alone', reading(ceiling, 1, batch_size), seconds / 2)
-    for threads in sorted({1, 2, loading.cores()}):
+    for threads in sorted({1, 2, cores()}):
         name = f'decode and crop, {threads} threads'
         timed(name, reading(reader, threads, batch_size), seconds)
 
 
-def augmentation(reader: loading.ImageReader, batch_size: int, seconds: float) -> None:
+def in_processes(reader: ImageReader, seconds: float) -> None:
+    """Growth with processes, as far as there are cores, and then with cores that are simulated.
+
+    `per core` counts the time of this process alone: it bounds what all processes together bring.
+    """
+    for count in sorted({1, 2, cores()}):
+        processes = ReadingProcesses(reader, count)
+        timed(
+            f'decode and crop, {count} processes', reading(reader, count, 1024, processes), seconds
+        )
+    simulated = dataclasses.replace(
+        reader, crop=RandomCrop(scale=1.0), source=slow_images(10_000, SIMULATED)
+    )
+    for count in 4, 8, 16, 32, 64:
+        name = f'{count} cores of {1 / SIMULATED:.0f} images/s,'
+        timed(f'{name} threads', reading(simulated, count, 1024), seconds)
+        processes = ReadingProcesses(simulated, count)
+        timed(f'{name} processes', reading(simulated, count, 1024, processes), seconds)
+
+
+def augmentation(reader: ImageReader, batch_size: int, seconds: float) -> None:
     """Augmentation on the device, at the level medium2."""
-    refs = [loading.ExampleRef(i) for i in range(batch_size)]
+    refs = [ExampleRef(i) for i in range(batch_size)]
     images = reader.examples(refs, futures.ThreadPoolExecutor(1))
     key, targets = jax.random.key(0), functools.partial(targets_of, num_classes=1000)
     changed = jax.jit(functools.partial(augment, key, config=augreg('medium2'), targets_of=targets))
@@ -143,7 +183,7 @@ def augmentation(reader: loading.ImageReader, batch_size: int, seconds: float) -
 
 
 def with_a_network(
-    reader: loading.ImageReader, name: str, batch_size: int, seconds: float
+    reader: ImageReader, name: str, batch_size: int, seconds: float
 ) -> Callable[[], int]:
     """Times the pipeline to the device, a training step, and both; returns the pipeline's step."""
     model = variant(name, num_classes=1000)
@@ -208,10 +248,11 @@ def main() -> None:
     size, batch_size, seconds = (224, 224), arguments.batch_size, arguments.seconds
     source = unlabelled([arguments.photos])
     stored = [len(source.read(i)[0]) for i in range(len(source))]
-    print(f'{len(source)} photos of {np.mean(stored) / 1e3:.0f} kB; {loading.cores()} cores')
+    print(f'{len(source)} photos of {np.mean(stored) / 1e3:.0f} kB; {cores()} cores')
     cv2.setNumThreads(1)  # as the pipeline does
-    reader = loading.ImageReader(source, InceptionCrop(), size, exif_rotation=True)
+    reader = ImageReader(source, InceptionCrop(), size, exif_rotation=True)
     on_the_host(reader, batch_size, seconds)
+    in_processes(reader, seconds)
     augmentation(reader, batch_size, seconds)
     to_device = with_a_network(reader, arguments.variant, batch_size, seconds)
     if importlib.util.find_spec('tensorflow'):

@@ -190,6 +190,7 @@ RUN, PROBING = 'tests/runs/test_training_run.py', 'tests/runs/test_probing.py'
 OPENING, FORMATS = 'tests/data/sources/test_opening.py', 'tests/checkpoints/formats/test_opening.py'
 LOADING, PROBES = 'tests/data/test_loading.py', 'tests/evaluation/test_probes.py'
 EPISODES = 'tests/evaluation/test_episodes.py'
+PROCESSES = 'tests/data/test_reading_processes.py'
 PROTOCOL = 'test_the_few_shot_file_holds_the_whole_protocol'
 SETS = 'test_every_set_has_its_result_and_one_that_is_missing_is_named'
 EVALS = 'test_several_evaluations_in_one_run_each_with_its_own_labels'
@@ -273,6 +274,7 @@ ELSEWHERE = [
         LOADING,
         'test_batches_gathered_on_the_device_are_those_read_on_the_host',
     ),
+    ('LoaderConfig', 'processes', PROCESSES, 'test_batches_are_those_of_threads'),
     (
         'LoaderConfig',
         'on_unreadable',

@@ -23,7 +23,7 @@ from vit_jax.base import UserError, atomic_write, counted, storage, usable, writ
 from vit_jax.base.records import text_of
 from vit_jax.command_line import app
 from vit_jax.config import TrainConfig
-from vit_jax.data import inspection, loading
+from vit_jax.data import inspection, reading
 from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.inspection import Scan
 from vit_jax.data.sources import folders, tables
@@ -50,7 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
     found: dict[str, Scan] = {}
     digests: dict[str, bytes] = {}
     progress = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
-    with futures.ThreadPoolExecutor(loading.cores()) as pool, progress as bar:
+    with futures.ThreadPoolExecutor(reading.cores()) as pool, progress as bar:
         for split, source in sources.items():
             done = functools.partial(bar.advance, bar.add_task(split, total=len(source)))
             pixels = config.loader.max_pixels
@@ -183,7 +183,7 @@ def _sheet(config: TrainConfig, opened: Opener) -> Image.Image:
     key = purpose_key(config.seed, AUGMENT)
     with futures.ThreadPoolExecutor() as pool:
         for epoch in range(_EPOCHS):
-            refs = [loading.ExampleRef(i, epoch) for i in examples]
+            refs = [reading.ExampleRef(i, epoch) for i in examples]
             batch = changed(key, trained.examples(refs, pool))
             columns.append(list(np.asarray(batch['images']).round().astype(np.uint8)))
     numbers = [np.flatnonzero(x) if source.multi_label else [int(x)] for _, x in examples.values()]
@@ -192,12 +192,12 @@ def _sheet(config: TrainConfig, opened: Opener) -> Image.Image:
     return inspection.contact_sheet(rows, ['evaluation', *(f'epoch {e}' for e in range(_EPOCHS))])
 
 
-def _readable(reader: loading.ImageReader) -> dict[int, tuple[np.ndarray, Label]]:
+def _readable(reader: reading.ImageReader) -> dict[int, tuple[np.ndarray, Label]]:
     """The first few examples that can be read, by index. UserError if there are none."""
     found: dict[int, tuple[np.ndarray, Label]] = {}
     for index in range(len(reader.source)):
         with contextlib.suppress(UserError):
-            found[index] = reader.example(loading.ExampleRef(index))
+            found[index] = reader.example(reading.ExampleRef(index))
         if len(found) == _ROWS:
             break
     if not found:

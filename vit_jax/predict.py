@@ -26,7 +26,7 @@ from vit_jax.base import Bool, Float, UserError, atomic_write, counted, require_
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.command_line import app, output
 from vit_jax.data.image_preprocessing import normalize
-from vit_jax.data.loading import ImageReader
+from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.folders import unlabelled
 from vit_jax.pretrained import Loaded, OutputName, load
 from vit_jax.runs import prediction

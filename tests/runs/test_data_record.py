@@ -14,7 +14,7 @@ from tests.hosts import hosts
 from vit_jax.base.errors import UnusableDisk, UserError
 from vit_jax.checkpoints.store import save_alone
 from vit_jax.data.image_preprocessing import Resize
-from vit_jax.data.loading import ImageReader
+from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources import listing
 from vit_jax.data.sources.listing import Listing
 from vit_jax.data.sources.opening import make_opener

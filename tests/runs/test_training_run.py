@@ -22,7 +22,7 @@ from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.store import load_card, load_params
 from vit_jax.config import EvalConfig, FewshotConfig, ProbeSet
-from vit_jax.data import loading
+from vit_jax.data import loading, reading
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.image_preprocessing import InceptionCrop
 from vit_jax.data.randaugment import RandAugment
@@ -417,10 +417,10 @@ def test_an_image_above_the_bound_cannot_be_read(photos):
         for i in range(len(reader.source)):
             if '/7.jpg' not in reader.source.name_of(i):
                 small += 1
-                reader.example(loading.ExampleRef(i))
+                reader.example(reading.ExampleRef(i))
             else:
                 with pytest.raises(ValueError, match='12 x 16 pixels, more than max_pixels=180'):
-                    reader.example(loading.ExampleRef(i))
+                    reader.example(reading.ExampleRef(i))
     assert small == 2 * (7 + 3)
 
 

@@ -8,11 +8,11 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
-from vit_jax.base import Array, Float, Num, Record, UInt8, UserError, require, require_between
+from vit_jax.base import Float, Num, Record, UInt8, UserError, require, require_between
 from vit_jax.data import jpeg_regions
 from vit_jax.data.image_headers import Header, open_with_pillow, read_header
 
@@ -25,7 +25,12 @@ _EXIF_WITHIN = 2**16 + 64  # bytes: the first segments of a file, of at most 64 
 MAX_PIXELS = 2**28
 MOST_PIXELS = 2**30  # that OpenCV decodes at all
 Image = UInt8[np.ndarray, '_ _ 3']
-NumpyOrJax = TypeVar('NumpyOrJax', np.ndarray, Array)
+if TYPE_CHECKING:
+    from vit_jax.base import Array
+
+    NumpyOrJax = TypeVar('NumpyOrJax', np.ndarray, Array)
+else:  # processes that only read images have no jax
+    NumpyOrJax = Any
 Size = tuple[int, int]
 Sides = tuple[Any, Any]  # a size too, which may be one of a function that is being traced
 

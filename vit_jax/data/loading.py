@@ -12,10 +12,9 @@ import functools
 import logging
 import math
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from typing import Any, Literal
+from typing import Literal
 
 import grain
 import jax
@@ -23,19 +22,12 @@ import numpy as np
 import psutil
 from jax.sharding import NamedSharding, PartitionSpec
 
-from vit_jax.base import Batch, Int, Record, UInt8, UserError, require, require_between
-from vit_jax.data.image_preprocessing import (
-    MAX_PIXELS,
-    MOST_PIXELS,
-    Crop,
-    Preprocessing,
-    Size,
-    decode_and_crop,
-)
-from vit_jax.data.sources.base import Label, Source
+from vit_jax.base import Batch, Int, Record, UserError, require, require_between
+from vit_jax.data.image_preprocessing import MAX_PIXELS, MOST_PIXELS, Size
+from vit_jax.data.reading import ExampleRef, ImageReader, OnUnreadable, cores, epochs_and_indices
+from vit_jax.data.reading_processes import ReadingProcesses, Unsendable
+from vit_jax.data.sources.base import Source
 from vit_jax.parallel.meshes import put, rows_here
-
-OnUnreadable = Literal['error', 'skip']
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -46,11 +38,16 @@ class LoaderConfig(Record):
     batches are gathered; `auto` does so if there is no random crop and they fit into `device_mb`.
     `on_unreadable=skip` leaves out what cannot be read, in training, evaluation and few-shot alike;
     it is counted, and the first few are named. An image of more than `max_pixels` cannot be read.
+    `processes` read beside this one for training, in place of its threads: where Python, which runs
+    in one thread at a time, would keep cores waiting. They need a source that can be sent to them,
+    and each holds its own list of the images. None is one per core for random crops of 20,000
+    images or more, where there are 16 cores and 4 devices or more; 0 is none. Batches are the same.
     """
 
     placement: Literal['auto', 'host', 'device'] = 'auto'
     device_mb: float = 1024.0
     threads: int | None = None  # for decoding; None: one per core
+    processes: int | None = None  # beside this one; None: decided by cores
     on_unreadable: OnUnreadable = 'error'
     max_pixels: int = MAX_PIXELS  # height x width as it is stored
 
@@ -58,104 +55,7 @@ class LoaderConfig(Record):
         require_between(self, 'max_pixels', low=1, high=MOST_PIXELS)
         require_between(self, 'device_mb', low=0)
         require_between(self, 'threads', low=1)
-
-
-@dataclasses.dataclass(frozen=True)
-class ExampleRef:
-    """An example by its index in the source and its epoch, from 0."""
-
-    index: int
-    epoch: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class ImageReader:
-    """Reads, decodes and crops examples to one size; random crops by (seed, epoch, index)."""
-
-    source: Source
-    crop: Crop
-    size: Size
-    exif_rotation: bool
-    seed: int = 0
-    on_unreadable: OnUnreadable = 'error'
-    max_pixels: int = MAX_PIXELS
-    on_skipped: Callable[[str], None] | None = None  # gets the message about each that is masked
-
-    def examples(self, refs: Sequence[ExampleRef | None], pool: futures.Executor) -> Batch:
-        """One batch of arrays, read by the pool's threads; None is padding, which is masked.
-
-        Raises UserError for an unreadable image; with on_unreadable='skip' it is masked.
-        """
-        images = _aligned((len(refs), *self.size, 3))
-        labels = np.zeros((len(refs), *self.source.label_shape), np.int32)
-        mask = np.zeros(len(refs), bool)
-
-        def read(rows: range) -> None:
-            for row in rows:
-                if (ref := refs[row]) is not None:
-                    try:
-                        images[row], labels[row] = self.example(ref)
-                        mask[row] = True
-                    except UserError as error:
-                        if self.on_unreadable != 'skip':
-                            raise UserError(f'{error} ({_SKIPPED})') from error
-                        if self.on_skipped is not None:
-                            self.on_skipped(str(error))
-
-        rows = range(len(refs))
-        list(pool.map(read, (rows[i : i + _ROWS] for i in rows[::_ROWS])))  # raises what one raised
-        return {'images': images, 'labels': labels, 'mask': mask} | _epochs_and_indices(refs)
-
-    def example(self, ref: ExampleRef) -> tuple[UInt8[np.ndarray, 'h w 3'], Label]:
-        """One image, cropped to the size, and its label. UserError names one that is unreadable."""
-        key = self.seed, ref.epoch, ref.index
-        rng = np.random.default_rng(key) if self.crop.random else None
-        try:
-            stored, label = self.source.read(ref.index)
-            image = decode_and_crop(
-                stored,
-                self.crop,
-                self.size,
-                rng,
-                exif_rotation=self.exif_rotation,
-                max_pixels=self.max_pixels,
-            )
-            return image, label
-        except (ValueError, OSError) as error:
-            why = getattr(error, 'strerror', None) or error
-            raise UserError(f'{self.source.name_of(ref.index)}: {why}') from error
-
-
-def reader_for(
-    source: Source, preprocessing: Preprocessing, size: Size, **options: Any
-) -> ImageReader:
-    """The images as a network of this preprocessing and image size is to see them."""
-    return ImageReader(source, preprocessing.crop, size, preprocessing.exif_rotation, **options)
-
-
-def make_warning(*, shown: int = 5) -> Callable[[str], None]:
-    """A function that warns of each image that is left out, once, until so many were named."""
-    named: set[str] = set()
-    lock = threading.Lock()
-
-    def warn(text: str) -> None:
-        with lock:
-            if text in named or len(named) == shown:
-                return
-            named.add(text)
-            rest = '; others are not named: vit_jax.inspect_data lists all'
-            logging.warning('left out: %s%s', text, rest if len(named) == shown else '')
-
-    return warn
-
-
-def _epochs_and_indices(refs: Sequence[ExampleRef | None]) -> dict[str, Int[np.ndarray, 'b']]:
-    """`epoch` and `example` of a batch; both are 0 for padding."""
-    of_row = [ref or ExampleRef(0) for ref in refs]
-    return {
-        'epoch': np.array([ref.epoch for ref in of_row], np.int32),
-        'example': np.array([ref.index for ref in of_row], np.int32),
-    }
+        require_between(self, 'processes', low=0)
 
 
 def check_memory(batch_size: int, size: Size, *, name: str) -> None:
@@ -167,23 +67,7 @@ def check_memory(batch_size: int, size: Size, *, name: str) -> None:
     require(needed <= held, f'{name}={batch_size}: {text}')
 
 
-def cores() -> int:
-    """Processor cores that this process may use."""
-    allowed = getattr(os, 'sched_getaffinity', None)  # not on macOS and Windows
-    return len(allowed(0)) if allowed else os.cpu_count() or 1
-
-
-def _aligned(shape: tuple[int, ...]) -> UInt8[np.ndarray, '...']:
-    """Zeros at an address divisible by 64, which jax takes on a CPU without a copy."""
-    size = math.prod(shape)
-    memory = np.zeros(size + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + size].reshape(shape)
-
-
 Sampler = Callable[[int], ExampleRef | None]  # by position in the stream of examples, from 0
-_SKIPPED = '--config.loader.on_unreadable=skip leaves out what cannot be read'
-_ROWS = 4  # of a batch that one thread reads at a time: few, so that all end together
 
 
 def shuffled(count: int, *, seed: int) -> Sampler:
@@ -213,12 +97,45 @@ def make_loader(reader: ImageReader, config: LoaderConfig, sharding: NamedShardi
     import cv2  # imported here: who only imports this module need not have it
 
     cv2.setNumThreads(1)  # the pool's threads suffice; OpenCV releases the interpreter lock
+    processes = None if on_device else _processes(reader, config, sharding)
+    if processes is not None:
+        pool = futures.ThreadPoolExecutor(processes.count)
+        load = functools.partial(
+            reader.examples, pool=pool, fill=processes.fill, rows=processes.rows
+        )
+        return Loader(reader.source, load, lambda batch: batch, sharding)
     pool = futures.ThreadPoolExecutor(config.threads or cores())
     if on_device:
         with pool:
             return _kept_on_device(reader, pool, sharding)
     load = functools.partial(reader.examples, pool=pool)
     return Loader(reader.source, load, lambda batch: batch, sharding)
+
+
+def _processes(
+    reader: ImageReader, config: LoaderConfig, sharding: NamedSharding
+) -> ReadingProcesses | None:
+    """Processes to read with; None where threads do as well, or no process can have the source."""
+    count = _process_count(reader, config, devices=len(sharding.mesh.local_devices))
+    if count == 0:
+        return None
+    try:
+        return ReadingProcesses(reader, count)
+    except Unsendable as error:
+        if config.processes is not None:
+            raise UserError(f'loader.processes={count}: {error}') from error
+        logging.warning('images are read in threads alone, not in processes: %s', error)
+        return None
+
+
+def _process_count(reader: ImageReader, config: LoaderConfig, *, devices: int) -> int:
+    if not reader.crop.random:
+        return 0
+    if config.processes is not None:
+        return config.processes
+    # A process with fewer devices is one of several on its host, or threads feed them.
+    many = devices >= 4 and cores() >= 16 and len(reader.source) >= 20_000
+    return cores() if many and os.name == 'posix' else 0
 
 
 def make_loaders(config: LoaderConfig, sharding: NamedSharding) -> Callable[[ImageReader], Loader]:
@@ -247,7 +164,7 @@ def _kept_on_device(reader: ImageReader, pool: futures.Executor, sharding: Named
         return jax.lax.with_sharding_constraint(batch | drawn, sharding)
 
     def load(refs: Sequence[ExampleRef | None]) -> Batch:
-        return _epochs_and_indices(refs) | {'mask': np.array([ref is not None for ref in refs])}
+        return epochs_and_indices(refs) | {'mask': np.array([ref is not None for ref in refs])}
 
     return Loader(reader.source, load, functools.partial(gather, stored), sharding)
 

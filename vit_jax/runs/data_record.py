@@ -25,7 +25,7 @@ from vit_jax.base import (
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER, load_card
 from vit_jax.config import EvalConfig, TrainConfig
-from vit_jax.data.loading import ImageReader
+from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources import listing
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.listing import Listing

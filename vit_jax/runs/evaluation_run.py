@@ -9,7 +9,7 @@ import numpy as np
 
 from vit_jax.base import Array, Batch, Float, Int, UserError, require
 from vit_jax.data.image_preprocessing import normalize
-from vit_jax.data.loading import ImageReader
+from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.relabelling import renumbered
 from vit_jax.evaluation import classification, confusion

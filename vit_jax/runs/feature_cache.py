@@ -16,7 +16,7 @@ import numpy as np
 from vit_jax.base import DAMAGED_NPZ, Float, Int, Params, UserError, records, tree_names, usable
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.data.image_preprocessing import Preprocessing
-from vit_jax.data.loading import ImageReader, cores
+from vit_jax.data.reading import ImageReader, cores
 from vit_jax.models import ModelConfig
 from vit_jax.runs.probing import FeaturesOf
 

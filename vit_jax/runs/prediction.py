@@ -6,8 +6,9 @@ import jax
 import numpy as np
 
 from vit_jax.base import Batch, Params, UserError
-from vit_jax.data import loading
-from vit_jax.data.loading import ImageReader, LoaderConfig
+from vit_jax.data import loading, reading
+from vit_jax.data.loading import LoaderConfig
+from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.base import Source
 from vit_jax.parallel import meshes
 from vit_jax.pretrained import Loaded
@@ -21,13 +22,13 @@ def reader_for(loaded: Loaded, source: Source, max_pixels: int) -> ImageReader:
     if getattr(loaded.config, 'pool', None) == 'none':
         raise UserError('pool=none: the network has outputs for every token, not for the image')
     options = {'on_unreadable': 'skip', 'max_pixels': max_pixels}
-    return loading.reader_for(source, loaded.preprocessing, loaded.config.image_size, **options)
+    return reading.reader_for(source, loaded.preprocessing, loaded.config.image_size, **options)
 
 
 def problem(reader: ImageReader, index: int) -> str:
     """Why an image cannot be read, which is tried once more."""
     try:
-        reader.example(loading.ExampleRef(index))
+        reader.example(reading.ExampleRef(index))
     except ValueError as error:
         return str(error)
     return f'{reader.source.name_of(index)}: readable now'

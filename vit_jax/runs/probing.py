@@ -13,7 +13,8 @@ from vit_jax.base import Array, Batch, Bool, Float, Int, Params, UserError, reco
 from vit_jax.config import FewshotConfig, ProbeSet, TrainConfig
 from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import Preprocessing
-from vit_jax.data.loading import ImageReader, Loader
+from vit_jax.data.loading import Loader
+from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.base import Source
 from vit_jax.evaluation import episodes, probes, ridge
 from vit_jax.evaluation.probes import Labelled

@@ -17,8 +17,8 @@ from vit_jax.base import Path, UserError, counted, records, write_json
 from vit_jax.checkpoints.digests import Damaged, quarantine
 from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
 from vit_jax.config import TrainConfig
-from vit_jax.data import loading
-from vit_jax.data.loading import ImageReader, Loader
+from vit_jax.data import loading, reading
+from vit_jax.data.loading import Loader
 from vit_jax.evaluation import classification
 from vit_jax.parallel import meshes
 from vit_jax.parallel.processes import Interrupted, Job
@@ -235,7 +235,7 @@ class Run:
     update: Callable[..., Any]
     eval_steps: dict[str, Callable[..., Any]]
     features: Features | None  # for the few-shot evaluation
-    loader_of: Callable[[ImageReader], Loader]
+    loader_of: Callable[[reading.ImageReader], Loader]
     checkpoints: Checkpoints
     reporter: Reporter
     ledger: Ledger

@@ -8,7 +8,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from vit_jax.base.errors import MissingFile, UserError
-from vit_jax.data import loading
+from vit_jax.data import reading
 from vit_jax.data.image_preprocessing import Resize
 from vit_jax.data.sources import folders, opening
 from vit_jax.data.sources.arrays import array_source
@@ -172,9 +172,9 @@ def test_a_link_to_no_file_is_said_and_an_image_that_cannot_be_read(root, caplog
     source = opening.make_opener()(str(root), 'train')
     assert len(source) == 12 + 2 and str(link) in described(source)
     assert f'1 broken link, to no file: {link}' in caplog.text
-    reader = loading.ImageReader(source, Resize(), (8, 8), exif_rotation=True)
+    reader = reading.ImageReader(source, Resize(), (8, 8), exif_rotation=True)
     with pytest.raises(ValueError, match=f'^{link}: No such file or directory$'):
-        reader.example(loading.ExampleRef(described(source).index(str(link))))
+        reader.example(reading.ExampleRef(described(source).index(str(link))))
 
 
 def test_heic_photos_are_counted_apart_and_what_to_do_is_said(root, caplog, monkeypatch):

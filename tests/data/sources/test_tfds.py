@@ -47,7 +47,7 @@ def prepared(tmp_path_factory):
 
 
 def batches(data):
-    reader = loading.ImageReader(
+    reader = reading.ImageReader(
         source=opening.make_opener()(str(data), 'train'),
         crop=InceptionCrop(),
         size=(8, 8),

@@ -1,0 +1,163 @@
+"""Reads, decodes and crops images to parts of a batch: what needs no jax, here or in processes."""
+
+import dataclasses
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from typing import Any, Literal
+
+import numpy as np
+
+from vit_jax.base import Batch, Bool, Int, UInt8, UserError
+from vit_jax.data.image_preprocessing import (
+    MAX_PIXELS,
+    Crop,
+    Preprocessing,
+    Size,
+    decode_and_crop,
+)
+from vit_jax.data.sources.base import Label, Source
+
+OnUnreadable = Literal['error', 'skip']
+_SKIPPED = '--config.loader.on_unreadable=skip leaves out what cannot be read'
+ROWS = 4  # of a batch that one thread reads at a time: few, so that all end together
+
+
+@dataclasses.dataclass(frozen=True)
+class ExampleRef:
+    """An example by its index in the source and its epoch, from 0."""
+
+    index: int
+    epoch: int = 0
+
+
+# Labels and mask of a few rows of a batch, and what is wrong with those that were left out.
+Filled = tuple[Int[np.ndarray, 'r ...'], Bool[np.ndarray, 'r'], list[str]]
+# What reads examples into these rows of a batch, see ImageReader.fill.
+Fill = Callable[[Sequence[ExampleRef | None], UInt8[np.ndarray, 'r h w 3']], Filled]
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageReader:
+    """Reads, decodes and crops examples to one size; random crops by (seed, epoch, index)."""
+
+    source: Source
+    crop: Crop
+    size: Size
+    exif_rotation: bool
+    seed: int = 0
+    on_unreadable: OnUnreadable = 'error'
+    max_pixels: int = MAX_PIXELS
+    on_skipped: Callable[[str], None] | None = None  # gets the message about each that is masked
+
+    def examples(
+        self,
+        refs: Sequence[ExampleRef | None],
+        pool: futures.Executor,
+        *,
+        fill: Fill | None = None,
+        rows: int = ROWS,
+    ) -> Batch:
+        """One batch of arrays, read by the pool's threads; None is padding, which is masked.
+
+        Each thread has so many `rows` read at a time, by `fill` if not by itself. Raises UserError
+        for an unreadable image; with on_unreadable='skip' it is masked.
+        """
+        images = _aligned((len(refs), *self.size, 3))
+        labels = np.zeros((len(refs), *self.source.label_shape), np.int32)
+        mask = np.zeros(len(refs), bool)
+
+        def read(part: slice) -> None:
+            labels[part], mask[part], left_out = (fill or self.fill)(refs[part], images[part])
+            for text in left_out:
+                if self.on_skipped is not None:
+                    self.on_skipped(text)
+
+        parts = [slice(start, start + rows) for start in range(0, len(refs), rows)]
+        list(pool.map(read, parts))  # raises what one raised
+        return {'images': images, 'labels': labels, 'mask': mask} | epochs_and_indices(refs)
+
+    def fill(
+        self, refs: Sequence[ExampleRef | None], images: UInt8[np.ndarray, 'r h w 3']
+    ) -> Filled:
+        """Reads examples into these rows, which are zero; None, and what is left out, stays so."""
+        labels = np.zeros((len(refs), *self.source.label_shape), np.int32)
+        mask, left_out = np.zeros(len(refs), bool), list[str]()
+        for row, ref in enumerate(refs):
+            if ref is not None:
+                try:
+                    images[row], labels[row] = self.example(ref)
+                    mask[row] = True
+                except UserError as error:
+                    if self.on_unreadable != 'skip':
+                        raise UserError(f'{error} ({_SKIPPED})') from error
+                    left_out.append(str(error))
+        return labels, mask, left_out
+
+    def example(self, ref: ExampleRef) -> tuple[UInt8[np.ndarray, 'h w 3'], Label]:
+        """One image, cropped to the size, and its label. UserError names one that is unreadable."""
+        key = self.seed, ref.epoch, ref.index
+        rng = np.random.default_rng(key) if self.crop.random else None
+        try:
+            stored, label = self.source.read(ref.index)
+            image = decode_and_crop(
+                stored,
+                self.crop,
+                self.size,
+                rng,
+                exif_rotation=self.exif_rotation,
+                max_pixels=self.max_pixels,
+            )
+            return image, label
+        except (ValueError, OSError) as error:
+            why = getattr(error, 'strerror', None) or error
+            raise UserError(f'{self.source.name_of(ref.index)}: {why}') from error
+
+
+def reader_for(
+    source: Source, preprocessing: Preprocessing, size: Size, **options: Any
+) -> ImageReader:
+    """The images as a network of this preprocessing and image size is to see them."""
+    return ImageReader(source, preprocessing.crop, size, preprocessing.exif_rotation, **options)
+
+
+def make_warning(*, shown: int = 5) -> Callable[[str], None]:
+    """A function that warns of each image that is left out, once, until so many were named."""
+    named: set[str] = set()
+    lock = threading.Lock()
+
+    def warn(text: str) -> None:
+        with lock:
+            if text in named or len(named) == shown:
+                return
+            named.add(text)
+            rest = '; others are not named: vit_jax.inspect_data lists all'
+            logging.warning('left out: %s%s', text, rest if len(named) == shown else '')
+
+    return warn
+
+
+def epochs_and_indices(refs: Sequence[ExampleRef | None]) -> dict[str, Int[np.ndarray, 'b']]:
+    """`epoch` and `example` of a batch; both are 0 for padding."""
+    of_row = [ref or ExampleRef(0) for ref in refs]
+    return {
+        'epoch': np.array([ref.epoch for ref in of_row], np.int32),
+        'example': np.array([ref.index for ref in of_row], np.int32),
+    }
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    allowed = getattr(os, 'sched_getaffinity', None)  # not on macOS and Windows
+    return len(allowed(0)) if allowed else os.cpu_count() or 1
+
+
+def _aligned(shape: tuple[int, ...]) -> UInt8[np.ndarray, '...']:
+    """Zeros at an address divisible by 64, which jax takes on a CPU without a copy."""
+    size = math.prod(shape)
+    memory = np.zeros(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].reshape(shape)

@@ -26,12 +26,12 @@ import numpy as np
 
 from vit_jax.base.array_types import Batch
 from vit_jax.config import TrainConfig
-from vit_jax.data import loading
+from vit_jax.data import jpeg_regions, loading
 from vit_jax.data.augmentation import Augmentation, augment, augreg
 from vit_jax.data.image_preprocessing import InceptionCrop, RandomCrop
 from vit_jax.data.reading import ExampleRef, ImageReader, cores
 from vit_jax.data.reading_processes import ReadingProcesses
-from vit_jax.data.sources.base import Source, labelled_source
+from vit_jax.data.sources.base import Source, labelled_source, select
 from vit_jax.data.sources.folders import unlabelled
 from vit_jax.models import variant
 from vit_jax.parallel import meshes
@@ -42,6 +42,7 @@ from vit_jax.training.duration import Duration
 from vit_jax.training.losses import targets_of
 
 SIMULATED = 1 / 600  # seconds that an image takes on a core that is simulated
+DATA_SET = 100_000  # images, of which photos are repeated: an order of few takes longer to draw
 TURNS = 3  # of ours and tf.data, one after the other: a machine is not always alike
 
 
@@ -141,7 +142,7 @@ def timed(name: str, step: Callable[[], int], seconds: float) -> Rate:
 
 def on_the_host(reader: ImageReader, batch_size: int, seconds: float) -> None:
     """Reading, decoding and cropping alone."""
-    ceiling = dataclasses.replace(reader, source=tiny_images(len(reader.source)))
+    ceiling = dataclasses.replace(reader, source=tiny_images(250))
     timed('our Python alone', reading(ceiling, 1, batch_size), seconds / 2)
     for threads in sorted({1, 2, cores()}):
         name = f'decode and crop, {threads} threads'
@@ -249,6 +250,8 @@ def main() -> None:
     source = unlabelled([arguments.photos])
     stored = [len(source.read(i)[0]) for i in range(len(source))]
     print(f'{len(source)} photos of {np.mean(stored) / 1e3:.0f} kB; {cores()} cores')
+    print(jpeg_regions.described())
+    source = select(source, np.arange(DATA_SET) % len(source))
     cv2.setNumThreads(1)  # as the pipeline does
     reader = ImageReader(source, InceptionCrop(), size, exif_rotation=True)
     on_the_host(reader, batch_size, seconds)

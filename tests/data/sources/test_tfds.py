@@ -12,7 +12,7 @@ import pytest
 tfds_sets = pytest.importorskip('tests.tfds_sets', reason='tensorflow-datasets is not installed')
 
 from vit_jax.base import UserError  # noqa: E402
-from vit_jax.data import loading  # noqa: E402
+from vit_jax.data import loading, reading  # noqa: E402
 from vit_jax.data.image_preprocessing import InceptionCrop  # noqa: E402
 from vit_jax.data.sources import opening, tfds, tfrecord  # noqa: E402
 from vit_jax.parallel.meshes import MeshConfig, batch_sharding, make_mesh  # noqa: E402

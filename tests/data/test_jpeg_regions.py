@@ -10,6 +10,8 @@ from PIL import Image
 
 from vit_jax.data import jpeg_regions
 from vit_jax.data.image_preprocessing import InceptionCrop, decode, decode_and_crop
+from vit_jax.data.reading import ExampleRef, ImageReader
+from vit_jax.data.sources.base import labelled_source
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 NOISE = np.random.default_rng(0).integers(0, 256, (12, 17, 3))
@@ -94,9 +96,10 @@ def test_a_region_alone_is_decoded_of_every_kind_that_photos_have(kind, with_dec
     stored, k = encoded(**KINDS[kind]), 6 if kind == 'turned by 6' else 1
     with_decoder(True)
     assert jpeg_regions.orientation(stored) == k
-    whole = decode(stored, exif_rotation=True)
-    part = jpeg_regions.decode_region(stored, (31, 40, 50, 37), whole.shape[:2], k)
-    np.testing.assert_array_equal(part, whole[31:81, 40:77])
+    whole, region = decode(stored, exif_rotation=True), (31, 40, 50, 37)
+    for to_end in True, False:
+        part = jpeg_regions.decode_region(stored, region, whole.shape[:2], k, to_end=to_end)
+        np.testing.assert_array_equal(part, whole[31:81, 40:77])
 
 
 @pytest.mark.parametrize('kind', ['4:2:0', 'progressive'])
@@ -117,14 +120,31 @@ def test_damage_anywhere_in_a_file_is_met_as_by_the_decoder_of_whole_images(kind
     assert refused > 5
 
 
+@pytest.mark.parametrize('on_unreadable', ['error', 'skip'])
+def test_a_file_is_read_to_its_end_until_it_is_known_to_be_whole(on_unreadable, with_decoder):
+    """Known from the first epoch, where an unreadable image ends the training."""
+    with_decoder(True)
+    short = encoded(quality=95)[:-300]
+    source = labelled_source([short], [0], ['a'], read=lambda stored: stored)
+    crop = InceptionCrop(area=(0.05, 0.1))
+    reader = ImageReader(source, crop, SIZE, True, on_unreadable=on_unreadable)
+    read = []
+    for epoch in range(20):
+        try:
+            read.append(reader.example(ExampleRef(0, epoch))[0].any())
+        except ValueError:
+            read.append(False)
+    assert not read[0] and any(read) == (on_unreadable == 'error')
+
+
 @pytest.mark.parametrize('region', [(-1, 0, 5, 5), (0, 0, 0, 5), (0, 0, 133, 5), (0, 150, 9, 9)])
 def test_a_region_that_is_not_in_the_image_is_not_decoded(region, built):
     rows, columns = (max(1, side) for side in region[2:])
-    assert not built.decode_into(encoded(), bytearray(3 * rows * columns), region)
+    assert not built.decode_into(encoded(), bytearray(3 * rows * columns), region, True)
 
 
 def test_memory_of_another_size_than_the_region_is_not_written(built):
-    assert not built.decode_into(encoded(), bytearray(3 * 5 * 5 - 1), (0, 0, 5, 5))
+    assert not built.decode_into(encoded(), bytearray(3 * 5 * 5 - 1), (0, 0, 5, 5), True)
 
 
 def test_an_image_of_too_many_pixels_is_refused_before_a_region_of_it_is_decoded(with_decoder):

@@ -224,14 +224,16 @@ def decode_and_crop(
     *,
     exif_rotation: bool,
     max_pixels: int = MAX_PIXELS,
+    to_end: bool = True,
 ) -> Image:
     """The crop of the decoded image, to the bit and with its errors.
 
-    Of a JPEG no more is decoded than an InceptionCrop keeps, where jpeg_regions.py can.
+    Of a JPEG no more is decoded than an InceptionCrop keeps, where jpeg_regions.py can. A file that
+    is known to be whole need not be read to its end.
     """
     if isinstance(stored, bytes) and isinstance(crop, InceptionCrop) and rng is not None:
         before = rng.bit_generator.state
-        part = _region(stored, crop, rng, exif_rotation=exif_rotation, max_pixels=max_pixels)
+        part = _region(stored, crop, rng, exif_rotation, max_pixels, to_end=to_end)
         if part is not None:
             return _resized(part, size, 'bilinear')
         rng.bit_generator.state = before
@@ -243,9 +245,10 @@ def _region(
     stored: bytes,
     crop: InceptionCrop,
     rng: np.random.Generator,
-    *,
     exif_rotation: bool,
     max_pixels: int,
+    *,
+    to_end: bool,
 ) -> Image | None:
     """What the crop cuts from a JPEG; None of what has to be decoded whole."""
     if jpeg_regions.decoder() is None or not stored.startswith(b'\xff\xd8'):
@@ -255,7 +258,8 @@ def _region(
     if turned is None:
         return None
     shape = jpeg_regions.upright((header.height, header.width), turned)
-    return jpeg_regions.decode_region(stored, crop.region(shape, rng), shape, turned)
+    region = crop.region(shape, rng)
+    return jpeg_regions.decode_region(stored, region, shape, turned, to_end=to_end)
 
 
 def _bounded_header(stored: bytes, max_pixels: int) -> Header:

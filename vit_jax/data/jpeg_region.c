@@ -35,8 +35,10 @@ typedef struct {
 
 /* 1 if the region was decoded, and the file is of a plain kind and whole; else 0.
 
-   `line` is memory for one row, which the caller frees. */
-static int decode(const Py_buffer *stored, Region region, JSAMPROW pixels, JSAMPROW volatile *line) {
+   What is below the region is looked at only `to_end`. `line` is memory for one row, which the
+   caller frees. */
+static int decode(const Py_buffer *stored, Region region, int to_end, JSAMPROW pixels,
+                  JSAMPROW volatile *line) {
   struct jpeg_decompress_struct info;
   Errors errors;
   info.err = jpeg_std_error(&errors.base);
@@ -69,11 +71,12 @@ static int decode(const Py_buffer *stored, Region region, JSAMPROW pixels, JSAMP
     jpeg_read_scanlines(&info, &row, 1);
     memcpy(pixels + i * row_bytes, row + 3 * (left - start), row_bytes);
   }
-  /* What is below is read for its damages. Skipping to the very end would read nothing. */
-  JDIMENSION below = height - info.output_scanline;
-  if (below > 1) jpeg_skip_scanlines(&info, below - 1);
-  if (below > 0) jpeg_read_scanlines(&info, &row, 1);
-  jpeg_finish_decompress(&info);
+  if (to_end) { /* Skipping to the very end would read nothing. */
+    JDIMENSION below = height - info.output_scanline;
+    if (below > 1) jpeg_skip_scanlines(&info, below - 1);
+    if (below > 0) jpeg_read_scanlines(&info, &row, 1);
+    jpeg_finish_decompress(&info);
+  }
   jpeg_destroy_decompress(&info);
   return 1;
 }
@@ -81,15 +84,15 @@ static int decode(const Py_buffer *stored, Region region, JSAMPROW pixels, JSAMP
 static PyObject *decode_into(PyObject *Py_UNUSED(module), PyObject *arguments) {
   Py_buffer stored, pixels;
   Region region;
-  int done = 0;
-  if (!PyArg_ParseTuple(arguments, "y*w*(iiii)", &stored, &pixels, &region.top, &region.left,
-                        &region.rows, &region.columns))
+  int to_end, done = 0;
+  if (!PyArg_ParseTuple(arguments, "y*w*(iiii)p", &stored, &pixels, &region.top, &region.left,
+                        &region.rows, &region.columns, &to_end))
     return NULL;
   int fits = region.top >= 0 && region.left >= 0 && region.rows > 0 && region.columns > 0;
   if (fits && pixels.len == 3 * (Py_ssize_t)region.rows * region.columns) {
     JSAMPROW volatile line = NULL;
     Py_BEGIN_ALLOW_THREADS;
-    done = decode(&stored, region, pixels.buf, &line);
+    done = decode(&stored, region, to_end, pixels.buf, &line);
     PyMem_RawFree(line);
     Py_END_ALLOW_THREADS;
   }
@@ -100,7 +103,7 @@ static PyObject *decode_into(PyObject *Py_UNUSED(module), PyObject *arguments) {
 
 static PyMethodDef functions[] = {
     {"decode_into", decode_into, METH_VARARGS,
-     "decode_into(stored, pixels, (top, left, rows, columns)) -> bool"},
+     "decode_into(stored, pixels, (top, left, rows, columns), to_end) -> bool"},
     {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "jpeg_region", NULL, 0, functions,

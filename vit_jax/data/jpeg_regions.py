@@ -1,6 +1,6 @@
 """Decodes a region of a JPEG, where that was built: the pixels that a whole image would have there.
 
-What lies outside is read, not computed. jpeg_region.c is built by `pip install` where there are a C
+What lies outside is not computed. jpeg_region.c is built by `pip install` where there are a C
 compiler and the headers of libjpeg-turbo 2.1 or newer. No package on PyPI does the same: of those
 that cut while they decode, nvImageCodec 0.9 makes grey pixels of damaged data without an error.
 """
@@ -60,12 +60,13 @@ def upright(shape: tuple[int, int], turned: int) -> tuple[int, int]:
 
 
 def decode_region(
-    stored: bytes, region: Region, shape: tuple[int, int], turned: int
+    stored: bytes, region: Region, shape: tuple[int, int], turned: int, *, to_end: bool = True
 ) -> UInt8[np.ndarray, 'h w 3'] | None:
     """The region of the upright image; `shape` is the size that it has when it is upright.
 
     None where it cannot be told to be right: there is no decoder, the file is damaged anywhere, or
-    it is of a kind (CMYK, 12 bits) that others decode.
+    it is of a kind (CMYK, 12 bits) that others decode. Damages below the region are looked for
+    only `to_end`, which takes an eighth of the time of a photo of 0.1 MB.
     """
     if decoder() is None:
         return None
@@ -77,7 +78,7 @@ def decode_region(
     if turned in _TRANSPOSED:
         top, left, rows, columns = left, top, columns, rows
     pixels = np.empty((rows, columns, 3), np.uint8)
-    if not decoder().decode_into(stored, pixels, (top, left, rows, columns)):
+    if not decoder().decode_into(stored, pixels, (top, left, rows, columns), to_end):
         return None
     if turned in _TRANSPOSED:
         pixels = pixels.swapaxes(0, 1)

@@ -110,6 +110,8 @@ class ImageReader:
                 rng,
                 exif_rotation=self.exif_rotation,
                 max_pixels=self.max_pixels,
+                # All were read to their ends in the first epoch, and none was damaged.
+                to_end=ref.epoch == 0 or self.on_unreadable == 'skip',
             )
             return image, label
         except (ValueError, OSError) as error:

@@ -3,7 +3,9 @@
 python benchmarks/input_speed.py --photos=FOLDER [--variant=Ti/16] [--batch_size=64] [--seconds=5]
 
 `per core` divides by the processor time that was spent, so other work on the machine counts little.
-With the extra `tf` installed, tf.data does the same work beside it, from a TFRecord file.
+With the extra `tf` installed, tf.data does the same work beside it, from a TFRecord file; with
+`--alone=tf.data`, and `--alone=pipeline`, each in a process of its own, whose threads the other's
+do not disturb. The pipeline is timed in the second epoch, in which files are known to be whole.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from typing import Any
 import cv2
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from vit_jax.base.array_types import Batch
 from vit_jax.config import TrainConfig
@@ -183,6 +186,34 @@ def augmentation(reader: ImageReader, batch_size: int, seconds: float) -> None:
     timed('RandAugment and MixUp on the device', augmented, seconds)
 
 
+def second_epoch(reader: ImageReader, sharding: NamedSharding, batch_size: int) -> Iterator[Batch]:
+    """Batches on the devices, from the second epoch on."""
+    loader = loading.make_loader(reader, loading.LoaderConfig(), sharding)
+    steps = range(len(reader.source) // batch_size + 1, 10**9)
+    return loading.training_batches(loader, steps=steps, batch_size=batch_size, seed=0)
+
+
+def one_alone(name: str, reader: ImageReader, photos: str, batch_size: int, seconds: float) -> None:
+    """The pipeline, or tf.data's, in a process that does nothing else."""
+    if name == 'tf.data':
+        counts = tf_data(files(photos), reader.size, batch_size)
+        timed('tf.data, end to end', lambda: next(counts), seconds)
+        return
+    mesh = meshes.make_mesh(meshes.MeshConfig())
+    batches = second_epoch(reader, meshes.batch_sharding(mesh), batch_size)
+
+    def to_device() -> int:
+        jax.block_until_ready(next(batches))
+        return batch_size
+
+    timed('pipeline to the device', to_device, seconds)
+
+
+def files(folder: str) -> list[pathlib.Path]:
+    """All files below a folder."""
+    return sorted(path for path in pathlib.Path(folder).rglob('*') if path.is_file())
+
+
 def with_a_network(
     reader: ImageReader, name: str, batch_size: int, seconds: float
 ) -> Callable[[], int]:
@@ -200,10 +231,7 @@ def with_a_network(
     step = compilation.lower_update(experiment, abstract).compile()
     sharding = meshes.batch_sharding(experiment.mesh)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    loader = loading.make_loader(reader, config.loader, sharding)
-    later = len(reader.source) // batch_size + 1  # in the second epoch files are known to be whole
-    steps = range(later, 10**9)
-    batches = loading.training_batches(loader, steps=steps, batch_size=batch_size, seed=0)
+    batches = second_epoch(reader, sharding, batch_size)
 
     def to_device() -> int:
         jax.block_until_ready(next(batches))
@@ -247,6 +275,7 @@ def main() -> None:
     parser.add_argument('--variant', default='Ti/16')
     parser.add_argument('--batch_size', type=int, default=64)
     parser.add_argument('--seconds', type=float, default=5.0)
+    parser.add_argument('--alone', choices=['pipeline', 'tf.data'])
     arguments = parser.parse_args()
     size, batch_size, seconds = (224, 224), arguments.batch_size, arguments.seconds
     source = unlabelled([arguments.photos])
@@ -256,13 +285,15 @@ def main() -> None:
     source = select(source, np.arange(DATA_SET) % len(source))
     cv2.setNumThreads(1)  # as the pipeline does
     reader = ImageReader(source, InceptionCrop(), size, exif_rotation=True)
+    if arguments.alone:
+        return one_alone(arguments.alone, reader, arguments.photos, batch_size, seconds)
     on_the_host(reader, batch_size, seconds)
     in_processes(reader, seconds)
     augmentation(reader, batch_size, seconds)
     to_device = with_a_network(reader, arguments.variant, batch_size, seconds)
     if importlib.util.find_spec('tensorflow'):
-        paths = sorted(p for p in pathlib.Path(arguments.photos).rglob('*') if p.is_file())
-        beside_tf_data(to_device, tf_data(paths, size, batch_size), seconds)
+        counts = tf_data(files(arguments.photos), size, batch_size)
+        beside_tf_data(to_device, counts, seconds)
     versions = ', '.join(
         f'{name} {importlib.metadata.version(name)}' for name in ('jax', 'opencv-python-headless')
     )

@@ -1,4 +1,3 @@
-import dataclasses
 import gc
 import io
 import os
@@ -16,7 +15,7 @@ from PIL import Image
 from vit_jax.data import loading, reading, reading_processes
 from vit_jax.data.image_preprocessing import CentralCrop, InceptionCrop
 from vit_jax.data.reading_processes import ReadingProcesses, Unsendable
-from vit_jax.data.sources.base import OpenFile, Source, select
+from vit_jax.data.sources.base import OpenFile, Source
 from vit_jax.parallel.meshes import MeshConfig, batch_sharding, make_mesh
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -115,6 +114,17 @@ def test_a_process_that_is_killed_is_an_error_of_one_sentence_and_no_image_is_bl
 
 
 @pytest.mark.full
+def test_processes_go_on_where_all_of_a_job_are_told_to_stop():
+    """As Slurm and terminals do: the process that trains has to save first."""
+    asked = loader(2)
+    asked.load(REFS)
+    for worker in workers_of(os.getpid()):
+        for told in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
+            worker.send_signal(told)
+    assert asked.load(REFS)['mask'].any()
+
+
+@pytest.mark.full
 def test_a_fault_of_ours_keeps_its_traceback():
     with pytest.raises(RuntimeError, match='Traceback(.|\n)*KeyError'):
         processes = ReadingProcesses(reader(source(read=lambda i: ({0: STORED[0]}[i], 0))), 1)
@@ -185,15 +195,9 @@ def unsendable():
     return source(multi_label=False, read=read)
 
 
-def test_data_that_cannot_be_sent_are_read_in_threads_unless_processes_were_asked_for(
-    monkeypatch, caplog
-):
+def test_data_that_cannot_be_sent_are_refused():
     with pytest.raises(ValueError, match='^loader.processes=2: these data are read by what cannot'):
         loader(2, unsendable())
-    monkeypatch.setattr(loading, 'cores', lambda: 16)
-    many = select(unsendable(), np.arange(20_000) % len(STORED))
-    assert loader(None, many).load(REFS[:5])['mask'].all()
-    assert 'images are read in threads alone, not in processes: these data' in caplog.text
 
 
 @pytest.mark.full
@@ -213,26 +217,8 @@ def test_an_open_file_is_opened_again_where_it_is_sent(tmp_path):
     assert again.descriptor != file.descriptor and os.pread(again.descriptor, 3, 0) == b'abc'
 
 
-@pytest.mark.parametrize(
-    'crop, images, cores, devices, given, count',
-    [
-        (InceptionCrop(), 20_000, 16, 4, None, 16),
-        (InceptionCrop(), 20_000, 16, 3, None, 0),
-        (InceptionCrop(), 20_000, 15, 8, None, 0),
-        (InceptionCrop(), 19_999, 64, 8, None, 0),
-        (CentralCrop(), 20_000, 64, 8, None, 0),
-        (InceptionCrop(), 20_000, 64, 8, 0, 0),
-        (InceptionCrop(), 20, 2, 1, 3, 3),
-        (CentralCrop(), 20_000, 64, 8, 3, 0),
-    ],
-)
-def test_processes_are_for_many_cores_and_many_images_to_train_on(
-    crop, images, cores, devices, given, count, monkeypatch
-):
-    monkeypatch.setattr(loading, 'cores', lambda: cores)
-    many = reader(dataclasses.replace(source(), count=images), crop)
-    config = loading.LoaderConfig(processes=given)
-    assert loading._process_count(many, config, devices=devices) == count
+def test_what_is_evaluated_is_read_by_threads():
+    assert loading._processes(reader(crop=CentralCrop()), loading.LoaderConfig(processes=2)) is None
 
 
 def test_where_there_can_be_no_processes_that_is_said(monkeypatch):

@@ -9,9 +9,7 @@ multi-label), `mask` (b), False for padding and for images that could not be rea
 import contextlib
 import dataclasses
 import functools
-import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Literal
@@ -39,15 +37,15 @@ class LoaderConfig(Record):
     `on_unreadable=skip` leaves out what cannot be read, in training, evaluation and few-shot alike;
     it is counted, and the first few are named. An image of more than `max_pixels` cannot be read.
     `processes` read beside this one for training, in place of its threads: where Python, which runs
-    in one thread at a time, would keep cores waiting. They need a source that can be sent to them,
-    and each holds its own list of the images. None is one per core for random crops of 20,000
-    images or more, where there are 16 cores and 4 devices or more; 0 is none. Batches are the same.
+    in one thread at a time, would keep cores waiting, as where one host feeds eight GPUs. They need
+    a source that can be sent to them, each holds its own list of the images, and what is evaluated
+    is read by threads. Batches are the same.
     """
 
     placement: Literal['auto', 'host', 'device'] = 'auto'
     device_mb: float = 1024.0
     threads: int | None = None  # for decoding; None: one per core
-    processes: int | None = None  # beside this one; None: decided by cores
+    processes: int = 0  # beside this one
     on_unreadable: OnUnreadable = 'error'
     max_pixels: int = MAX_PIXELS  # height x width as it is stored
 
@@ -97,7 +95,7 @@ def make_loader(reader: ImageReader, config: LoaderConfig, sharding: NamedShardi
     import cv2  # imported here: who only imports this module need not have it
 
     cv2.setNumThreads(1)  # the pool's threads suffice; OpenCV releases the interpreter lock
-    processes = None if on_device else _processes(reader, config, sharding)
+    processes = None if on_device else _processes(reader, config)
     if processes is not None:
         pool = futures.ThreadPoolExecutor(processes.count)
         load = functools.partial(
@@ -112,30 +110,14 @@ def make_loader(reader: ImageReader, config: LoaderConfig, sharding: NamedShardi
     return Loader(reader.source, load, lambda batch: batch, sharding)
 
 
-def _processes(
-    reader: ImageReader, config: LoaderConfig, sharding: NamedSharding
-) -> ReadingProcesses | None:
-    """Processes to read with; None where threads do as well, or no process can have the source."""
-    count = _process_count(reader, config, devices=len(sharding.mesh.local_devices))
-    if count == 0:
+def _processes(reader: ImageReader, config: LoaderConfig) -> ReadingProcesses | None:
+    """Processes to read training images with, where they are asked for."""
+    if config.processes == 0 or not reader.crop.random:
         return None
     try:
-        return ReadingProcesses(reader, count)
+        return ReadingProcesses(reader, config.processes)
     except Unsendable as error:
-        if config.processes is not None:
-            raise UserError(f'loader.processes={count}: {error}') from error
-        logging.warning('images are read in threads alone, not in processes: %s', error)
-        return None
-
-
-def _process_count(reader: ImageReader, config: LoaderConfig, *, devices: int) -> int:
-    if not reader.crop.random:
-        return 0
-    if config.processes is not None:
-        return config.processes
-    # A process with fewer devices is one of several on its host, or threads feed them.
-    many = devices >= 4 and cores() >= 16 and len(reader.source) >= 20_000
-    return cores() if many and os.name == 'posix' else 0
+        raise UserError(f'loader.processes={config.processes}: {error}') from error
 
 
 def make_loaders(config: LoaderConfig, sharding: NamedSharding) -> Callable[[ImageReader], Loader]:

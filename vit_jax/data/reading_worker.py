@@ -18,7 +18,8 @@ import numpy as np
 
 def main(descriptor: int) -> None:
     """Answers every list of examples with (what ImageReader.fill returns, error, fault of ours)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it too: the parent decides
+    for told in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:  # a terminal and Slurm tell all
+        signal.signal(told, signal.SIG_IGN)  # the parent decides
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), 'wb')
     os.dup2(2, 1)  # what a library prints is no answer
     import cv2

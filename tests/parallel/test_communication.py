@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from vit_jax.parallel.communication import Sent, sent
+from vit_jax.parallel import meshes
+from vit_jax.parallel.communication import Sent, least, sent
+from vit_jax.parallel.meshes import MeshConfig
 
 STEPS, SIZE = 5, 4 * 64
 COLLECTIVES = {
@@ -91,3 +93,14 @@ def test_a_program_for_tpus_is_read():
         'all-gather': Sent(1, 3 * 128),
         'reduce-scatter': Sent(10, 10 * 3 / 4 * 256),
     }
+
+
+@pytest.mark.parametrize(
+    'data, fsdp, expected', [(8, 1, 2 * 7 / 8), (1, 8, 3 * 7 / 8), (2, 4, 3 * 3 / 4 + 1 / 4)]
+)
+def test_the_least_is_that_of_rings(data, fsdp, expected):
+    """Of a kernel that fsdp splits: two gathers, a scatter, and the sum over data of a part."""
+    mesh = meshes.make_mesh(MeshConfig(data=data, fsdp=fsdp))
+    split = NamedSharding(mesh, PartitionSpec(None, 'fsdp' if fsdp > 1 else None))
+    kernel = jax.ShapeDtypeStruct((16, 64), 'float32', sharding=split)
+    assert least([kernel], mesh, itemsize=2) == expected * 16 * 64 * 2

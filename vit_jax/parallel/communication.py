@@ -1,7 +1,11 @@
 """What one device sends to the others in a compiled program, and the least that a mesh demands."""
 
+import math
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
 
 from vit_jax.parallel.program_text import Instruction, computations, size
 
@@ -69,6 +73,26 @@ def sent(text: str, devices: int) -> dict[str, Sent]:
         kind: Sent(sum(one.times for one in ones), round(sum(one.size for one in ones)))
         for kind, ones in every.items()
     }
+
+
+def least(params: Any, mesh: Mesh, *, itemsize: int) -> int:
+    """Bytes that each device has to send in a training step, in numbers of `itemsize` bytes.
+
+    `params` are abstract, with shardings. The gradient of what every device has whole is summed
+    over all that split the batch. What fsdp splits is gathered for the forward and again for the
+    backward pass; its gradient is scattered, and then summed over data. What tensor exchanges is
+    not counted.
+    """
+    data, fsdp = mesh.shape['data'], mesh.shape['fsdp']
+    total = 0.0
+    for leaf in jax.tree.leaves(params):
+        here = math.prod(leaf.sharding.shard_shape(leaf.shape)) * itemsize
+        if 'fsdp' in leaf.sharding.spec:
+            rings = 2 * _RING['all-gather'](fsdp) + fsdp * _RING['reduce-scatter'](fsdp)
+            total += here * (rings + _RING['all-reduce'](data))
+        else:
+            total += here * _RING['all-reduce'](data * fsdp)
+    return round(total)
 
 
 def _group_size(rest: str, devices: int) -> int:

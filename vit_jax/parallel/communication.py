@@ -97,7 +97,7 @@ def least(params: Any, mesh: Mesh, *, itemsize: int) -> int:
 
 def _group_size(rest: str, devices: int) -> int:
     """The number of devices that take part together."""
-    if named := re.search(r'replica_groups=mesh\[(.*?)\] \{(.*?)\}', rest):
+    if named := re.search(r'replica_groups=mesh\[(.*?)\][^{]*\{(.*?)\}', rest):
         sizes = {name: int(n) for name, n in re.findall(r"('\w+')=(\d+)", named[1])}
         count = 1
         for name, part in re.findall(r"('\w+')(?::\(\d+\)(\d+))?", named[2]):

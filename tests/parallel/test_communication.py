@@ -48,7 +48,7 @@ TPU = """\
 
 %start (y: bf16[64]) -> bf16[512] {
   %y = bf16[64]{0:T(256)} parameter(0)
-  ROOT %all = bf16[512] all-gather(%y), channel_id=2, replica_groups=mesh['b'=4], device_ids=([4]) {'b'}
+  %all = bf16[512] all-gather(%y), channel_id=2, replica_groups=mesh['b'=4], device_ids=([4]) {'b'}
 }
 
 %overlapped (y.1: bf16[64]) -> bf16[512] {

@@ -10,10 +10,9 @@ ones; fused attention is taken to be there (cuDNN), unless `--compute attention=
 
 import argparse
 import collections
-import math
 import re
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax._src.cudnn.fused_attention_stablehlo as cudnn
@@ -21,59 +20,17 @@ import jax._src.cudnn.fused_attention_stablehlo as cudnn
 from vit_jax.config import TrainConfig
 from vit_jax.models import Compute, variant
 from vit_jax.parallel import ahead_of_time
+from vit_jax.parallel.program_text import Instruction, computations, size
 from vit_jax.runs import compilation, memory_plan
 from vit_jax.runs.experiment import decide
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig
 
-_BYTES = {'pred': 1, 's8': 1, 'u8': 1, 'bf16': 2, 'f16': 2, 'f32': 4, 's32': 4, 'u32': 4, 'f64': 8}
-_BYTES |= {'s64': 8, 'u64': 8, 'u16': 2, 's16': 2}
-_HEADER = re.compile(r'(ENTRY )?%?([\w.-]+) \(.*\) -> .* \{')
-_INSTRUCTION = re.compile(r'\s*(?:ROOT )?%?([\w.-]+) = (.+?) ([a-z][\w-]*)\((.*)')
 # What is no kernel: names for memory that is there already.
 _FREE = 'parameter constant get-tuple-element tuple bitcast after-all opt-barrier iota'.split()
 _FREE += ['partition-id', 'replica-id', 'async-done']
 _CALLS = 'conditional', 'call', 'async-start'
 _PRODUCTS = re.compile(r'gemm|matmul|fmha|convolution|cudnn')
-
-
-class Instruction(NamedTuple):
-    """A line of a program: what it makes, of what type, by which operation, from what."""
-
-    name: str
-    type: str
-    operation: str
-    operands: list[str]
-    rest: str  # attributes, and the names of computations that it calls
-
-
-def size(types: str) -> int:
-    """Bytes of all arrays in a type."""
-    found = re.findall(r'(\w+)\[([\d,]*)\]', types)
-    return sum(_BYTES.get(t, 0) * math.prod(map(int, filter(None, s.split(',')))) for t, s in found)
-
-
-def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """The computations of a program by name, and the name of the one that is run."""
-    found: dict[str, list[Instruction]] = collections.defaultdict(list)
-    entry = inside = ''
-    for line in text.splitlines():
-        if header := _HEADER.fullmatch(line):
-            inside = header[2]
-            entry = inside if header[1] else entry
-        elif line.startswith('}'):
-            inside = ''
-        elif inside and (match := _INSTRUCTION.match(re.sub(r'/\*.*?\*/', '', line))):
-            name, kind, operation, rest = match.groups()
-            operands = re.findall(r'%([\w.-]+)', rest.partition('), ')[0])
-            found[inside].append(Instruction(name, kind, operation, operands, rest))
-    return found, entry
-
-
-def called(instruction: Instruction, label: str) -> str:
-    """The name of the computation that an instruction calls by this attribute."""
-    match = re.search(rf'{label}=%?([\w.-]+)', instruction.rest)
-    return match[1] if match else ''
 
 
 def traffic(body: list[Instruction], result: str) -> int:
@@ -121,13 +78,12 @@ def count(text: str) -> tuple[int, int]:
         types = {one.name: one.type for one in found[name]}
         for one in found[name]:
             if one.operation == 'while':
-                trips = re.search(r'known_trip_count":\{"n":"(\d+)"', one.rest)
-                walk(called(one, 'body'), times * int(trips[1] if trips else 1))
+                walk(one.called('body'), times * one.trips)
             elif one.operation in _CALLS:
-                walk(called(one, '(?:to_apply|calls)'), times)
+                walk(one.called('(?:to_apply|calls)'), times)
             elif one.operation not in _FREE:
                 kernels += times
-                body = found[called(one, 'calls')] if one.operation == 'fusion' else []
+                body = found[one.called('calls')] if one.operation == 'fusion' else []
                 if any(_is_product(part) for part in body or [one]):
                     continue
                 if body:

@@ -1,6 +1,8 @@
+import jax
 import pytest
 
-from vit_jax.models import SIZES, multiply_adds, parameter_count, variant
+from vit_jax.base.tree_names import named_leaves
+from vit_jax.models import SIZES, build, multiply_adds, parameter_count, variant
 
 # Without a head, and with a linear one of 1000 classes: the paper's table 1 and the public models.
 PARAMETERS = {
@@ -73,6 +75,25 @@ def test_every_size_builds_with_any_patch():
         assert config.grid == (2, 3)
         assert parameter_count(config) > 12 * config.depth * config.width**2 * 0.6
     assert variant('B/16x8').patch_size == (16, 8)
+
+
+def test_vit_22b_is_the_papers():
+    """21,743 M parameters (table 1) in the kernels of blocks; of biases and norms there are few."""
+    config = variant('22B/14')
+    shapes = jax.eval_shape(build(config).init, jax.random.key(0))
+    block = named_leaves(shapes['encoder']['block'])
+    kernels = sum(leaf.size for name, leaf in block.items() if name.endswith('kernel'))
+    assert round(kernels / 1e6) == 21_743
+    others = {name: leaf.shape for name, leaf in block.items() if not name.endswith('kernel')}
+    assert others == {
+        'attention/key_norm/scale': (48, 128),
+        'attention/out/bias': (48, 6144),
+        'attention/query_norm/scale': (48, 128),
+        'mlp/dense1/bias': (48, 24576),
+        'mlp/dense2/bias': (48, 6144),
+        'norm1/scale': (48, 6144),
+    }
+    assert config.pool == 'map' and config.num_tokens == 256
 
 
 @pytest.mark.parametrize(

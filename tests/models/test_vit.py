@@ -24,9 +24,9 @@ def by_the_paper(params, images, config):
     (rows, columns), (ph, pw) = config.grid, config.patch_size
 
     def norm(x, layer):
-        x = x - x.mean(-1, keepdims=True)
+        x = x - x.mean(-1, keepdims=True) * (config.norm == 'layer')
         x = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.layer_norm_epsilon)
-        return x * layer['scale'] + layer['bias']
+        return x * layer['scale'] + layer.get('bias', 0)
 
     def gelu(x):
         if config.gelu == 'exact':
@@ -37,9 +37,12 @@ def by_the_paper(params, images, config):
         total = layer['out']['bias']
         for head in range(config.num_heads):
             q, k, v = (
-                x @ layer[name]['kernel'][:, head] + layer[name]['bias'][head]
+                x @ layer[name]['kernel'][:, head]
+                + (layer[name]['bias'][head] if config.qkv_bias else 0)
                 for name in ('query', 'key', 'value')
             )
+            if config.qk_norm:
+                q, k = norm(q, layer['query_norm']), norm(k, layer['key_norm'])
             weights = np.exp(q @ k.T / math.sqrt(q.shape[-1]))
             weights /= weights.sum(-1, keepdims=True)
             total = total + weights @ v @ layer['out']['kernel'][head]
@@ -59,8 +62,9 @@ def by_the_paper(params, images, config):
         z = z + p['pos_embedding'][0]
         for layer in range(config.depth):
             block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], p['encoder']['block'])
-            z = z + self_attention(norm(z, block['norm1']), block['attention'])
-            y, mlp = norm(z, block['norm2']), block['mlp']
+            y, mlp = norm(z, block['norm1']), block['mlp']
+            z = z + self_attention(y, block['attention'])
+            y = y if config.parallel else norm(z, block['norm2'])
             hidden = gelu(y @ mlp['dense1']['kernel'] + mlp['dense1']['bias'])
             z = z + hidden @ mlp['dense2']['kernel'] + mlp['dense2']['bias']
         z = norm(z, p['encoder']['norm'])
@@ -77,6 +81,8 @@ def by_the_paper(params, images, config):
         {},
         {'pool': 'gap', 'gelu': 'exact', 'layer_norm_epsilon': 1e-2},
         {'representation_size': 5, 'image_size': (6, 12), 'patch_size': (2, 3)},
+        {'qk_norm': True},
+        {'parallel': True, 'qk_norm': True, 'norm': 'rms', 'qkv_bias': False},
     ],
 )
 def test_logits_are_those_of_the_papers_equations(changes):
@@ -136,6 +142,7 @@ def test_a_token_changes_others_only_through_attention():
     assert moved.tolist() == [True, False, False, False]
 
 
+SCALED = {'parallel': True, 'qk_norm': True, 'norm': 'rms', 'qkv_bias': False}
 OTHERS = Compute(remat='block'), Compute(unroll=3), Compute(remat='block', unroll=2)
 TPU = Compute(layout='batched', attention='xla')
 GPU = Compute(layout='flat', attention='xla', unroll=3)
@@ -151,8 +158,9 @@ GPU = Compute(layout='flat', attention='xla', unroll=3)
         pytest.param(OTHERS, marks=pytest.mark.full),
     ],
 )
-def test_every_way_to_compute_gives_the_same_gradients(others):
-    config = tiny.model()
+@pytest.mark.parametrize('of', [{}, pytest.param(SCALED, marks=pytest.mark.full)])
+def test_every_way_to_compute_gives_the_same_gradients(others, of):
+    config = tiny.model(**of)
     regularization = Regularization(dropout=0.1, stochastic_depth=0.2)
     gradients = []
     for compute in (Compute(), *others):
@@ -253,6 +261,7 @@ def test_features_are_what_the_head_is_given():
         ({'pool': 'cls_dist', 'class_tokens': 1}, 'class_tokens=1: expected at least 2'),
         ({'pool': 'cls_dist', 'representation_size': 4}, 'pool=cls_dist: each of its two heads'),
         ({'positions': 'rope', 'num_heads': 8}, 'width / num_heads=2 is not a multiple of 4'),
+        ({'parallel': True, 'blocks_without_skips': (1,)}, 'have one connection'),
         ({'registers': -1}, 'registers=-1: expected at least 0'),
         ({'num_heads': 3}, 'width=16 is not a multiple of num_heads=3'),
         ({'width': 18, 'positions': 'sincos2d'}, 'width=18 is not a multiple of 4'),

@@ -9,6 +9,7 @@ last two axes, so that there a reshape of these is a copy.
 import itertools
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import flax.linen as nn
 import jax
@@ -18,15 +19,22 @@ from vit_jax.base import Array, Float
 from vit_jax.models.options import Compute
 
 Initializer = Callable[..., Array]
+Norm = Literal['layer', 'rms']  # LayerNorm, or RMSNorm (Zhang and Sennrich): not centred, no bias
 
 
-def layer_norm(compute: Compute, epsilon: float, *, name: str | None = None) -> nn.LayerNorm:
-    """Normalises each token."""
-    kind = _LayerNorm if compute.layout == 'flat' else nn.LayerNorm
-    return kind(epsilon=epsilon, dtype=compute.dtype, name=name)
+def norm(kind: Norm, compute: Compute, epsilon: float, *, name: str | None = None) -> nn.Module:
+    """Normalises each vector of the last axis."""
+    flat = compute.layout == 'flat'
+    layers = (_RMSNorm, nn.RMSNorm) if kind == 'rms' else (_LayerNorm, nn.LayerNorm)
+    return layers[0 if flat else 1](epsilon=epsilon, dtype=compute.dtype, name=name)
 
 
 class _LayerNorm(nn.LayerNorm):
+    def __call__(self, x: Float[Array, '... d']) -> Float[Array, '... d']:
+        return super().__call__(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+
+
+class _RMSNorm(nn.RMSNorm):
     def __call__(self, x: Float[Array, '... d']) -> Float[Array, '... d']:
         return super().__call__(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
@@ -37,20 +45,22 @@ class Dense(nn.Module):
     features: tuple[int, ...]
     compute: Compute
     axes: int = 1
+    use_bias: bool = True
     kernel_init: Initializer = nn.initializers.xavier_uniform()
     bias_init: Initializer = nn.initializers.zeros
 
     @nn.compact
-    def parameters(self, inputs: tuple[int, ...]) -> tuple[Array, Array]:
+    def parameters(self, inputs: tuple[int, ...]) -> tuple[Array, Array | None]:
         """The kernel (*inputs, *features) and the bias (*features), in the type of computation."""
         size = math.prod(inputs), math.prod(self.features)
 
         def initial(key: Array) -> Array:  # as of a matrix, which the rule for its size assumes
             return self.kernel_init(key, size).reshape(*inputs, *self.features)
 
-        kernel = self.param('kernel', initial)
-        bias = self.param('bias', self.bias_init, self.features)
-        return kernel.astype(self.compute.dtype), bias.astype(self.compute.dtype)
+        kernel = self.param('kernel', initial).astype(self.compute.dtype)
+        if not self.use_bias:
+            return kernel, None
+        return kernel, self.param('bias', self.bias_init, self.features).astype(self.compute.dtype)
 
     def __call__(self, x: Float[Array, '...']) -> Float[Array, '...']:
         return side_by_side(x, [self])[0]
@@ -63,12 +73,14 @@ def side_by_side(x: Float[Array, '...'], layers: list[Dense]) -> list[Float[Arra
     x = x.astype(compute.dtype)
     made = [layer.parameters(inputs) for layer in layers]
     if compute.layout != 'flat':
-        return [jnp.tensordot(x, kernel, axes) + bias for kernel, bias in made]
+        products = [jnp.tensordot(x, kernel, axes) for kernel, _ in made]
+        return [y if b is None else y + b for y, (_, b) in zip(products, made, strict=True)]
     rows = math.prod(inputs)
     kernels = [kernel.reshape(rows, -1) for kernel, _ in made]
-    biases = [bias.reshape(-1) for _, bias in made]
-    ends = [0, *itertools.accumulate(map(len, biases))]
-    y = x.reshape(-1, rows) @ _joined(kernels) + _joined(biases)
+    biases = [bias.reshape(-1) for _, bias in made if bias is not None]
+    ends = [0, *itertools.accumulate(math.prod(layer.features) for layer in layers)]
+    y = x.reshape(-1, rows) @ _joined(kernels)
+    y = y + _joined(biases) if biases else y
     return [
         y[:, start:end].reshape(*tokens, *layer.features)
         for layer, (start, end) in zip(layers, itertools.pairwise(ends), strict=True)

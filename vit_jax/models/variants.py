@@ -10,7 +10,8 @@ from vit_jax.models.resnet import DEPTHS, Backbone, ResNetConfig
 from vit_jax.models.vit import ViTConfig
 
 # depth, width, mlp_dim, num_heads. B, L, H: table 1 of the paper; Ti, S: "How to train your
-# ViT?"; g, G: "Scaling Vision Transformers", table 2; M: big_vision.
+# ViT?"; g, G: "Scaling Vision Transformers", table 2; M: big_vision; 22B: "Scaling Vision
+# Transformers to 22 Billion Parameters" (arXiv:2302.05442), table 1.
 SIZES = {
     'Ti': (12, 192, 768, 3),
     'S': (12, 384, 1536, 6),
@@ -20,6 +21,11 @@ SIZES = {
     'H': (32, 1280, 5120, 16),
     'g': (40, 1408, 6144, 16),
     'G': (48, 1664, 8192, 16),
+    '22B': (48, 6144, 24576, 48),
+}
+# What else is theirs (section 2 of the paper).
+_OPTIONS: dict[str, dict[str, Any]] = {
+    '22B': {'parallel': True, 'qk_norm': True, 'norm': 'rms', 'qkv_bias': False, 'pool': 'map'}
 }
 
 
@@ -44,6 +50,7 @@ def variant(name: str, **changes: Any) -> ModelConfig:
         raise UserError(f'variant {name!r}: no size {size!r}; {nearest(size, SIZES)}')
     values: dict[str, Any] = {'patch_size': (int(height), int(width or height))}
     values |= zip(('depth', 'width', 'mlp_dim', 'num_heads'), SIZES[size], strict=True)
+    values |= _OPTIONS.get(size, {})
     if layers is not None:
         values |= _hybrid(name, layers, reduction=patch)
     return ViTConfig(**(values | changes))

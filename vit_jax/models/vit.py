@@ -12,7 +12,14 @@ import numpy as np
 from vit_jax.base import Array, Bool, Float, Record, require, require_between
 from vit_jax.models import ops, positions
 from vit_jax.models.attention import attend, attention_weights
-from vit_jax.models.layers import DistilledHead, Head, check_head, drop_branch, make_head
+from vit_jax.models.layers import (
+    DistilledHead,
+    Head,
+    PatchEmbedding,
+    check_head,
+    drop_branch,
+    make_head,
+)
 from vit_jax.models.options import ActivationSharding, Compute, Regularization, rematerialized
 from vit_jax.models.positions import PositionKind, PositionResize
 from vit_jax.models.resnet import LARGEST, Backbone, ResNet
@@ -55,7 +62,11 @@ class ViTConfig(Record):
     pre_norm: bool = False  # a LayerNorm before the blocks; patches then have no bias (CLIP)
     gelu: Gelu | None = 'tanh'  # None: SwiGLU in its place
     layer_scale: float | None = None  # LayerScale's initial value (CaiT, equation 4); None: none
+    norm: ops.Norm = 'layer'
     layer_norm_epsilon: float = 1e-6  # added to the variance
+    qkv_bias: bool = True  # of queries, keys and values
+    qk_norm: bool = False  # a norm of the queries and of the keys of each head (ViT-22B)
+    parallel: bool = False  # attention and MLP of the same tokens, side by side (ViT-22B)
     pool: Pool = 'cls'
     final_norm: Literal['before_pool', 'after_pool'] = 'before_pool'
     representation_size: int | None = None  # width of the tanh layer before the head
@@ -77,6 +88,8 @@ class ViTConfig(Record):
         require(self.width % self.num_heads == 0, wrong)
         positions.check(self.positions, width=self.width, num_heads=self.num_heads)
         require_between(self, 'blocks_without_skips', low=0, below=self.depth)
+        wrong = 'blocks_without_skips: in a parallel block attention and MLP have one connection'
+        require(not (self.parallel and self.blocks_without_skips), wrong)
         check_head(self.head, self.head_bias)
 
     @property
@@ -153,12 +166,15 @@ class Attention(nn.Module):
     """Multi-head attention from one sequence to another.
 
     Flax's own MultiHeadDotProductAttention has the same parameters; here queries and keys are at
-    hand for taps, and the kernel is chosen by `attend`.
+    hand for taps, and the kernel is chosen by `attend`. With norms of queries and keys logits
+    cannot grow without end (ViT-22B, section 2).
     """
 
     num_heads: int
     dropout: float
     compute: Compute
+    use_bias: bool = True  # of queries, keys and values
+    qk_norm: Callable[..., nn.Module] | None = None
 
     @nn.compact
     def __call__(
@@ -170,11 +186,15 @@ class Attention(nn.Module):
         width = x.shape[-1]
         dense = functools.partial(ops.Dense, compute=self.compute)
         heads = self.num_heads, width // self.num_heads
-        layers = [dense(heads, name=name) for name in ('query', 'key', 'value')]
+        names = 'query', 'key', 'value'
+        layers = [dense(heads, use_bias=self.use_bias, name=name) for name in names]
         if x is y and self.compute.attention == 'head_major':
             query, key, value = ops.side_by_side(x, layers)
         else:
             query, key, value = (layer(of) for layer, of in zip(layers, (x, y, y), strict=True))
+        if self.qk_norm is not None:
+            query = self.qk_norm(name='query_norm')(query)
+            key = self.qk_norm(name='key_norm')(key)
         query, key = rotate(query), rotate(key)
         tap(self, 'weights', lambda: attention_weights(query, key))
         mixed = attend(query, key, value, implementation=self.compute.attention)
@@ -191,9 +211,19 @@ class Part(nn.Module):
     compute: Compute
     shard_activations: ActivationSharding
 
+    @property
+    def norm_layer(self) -> Callable[..., nn.Module]:
+        """Makes its norms, by name."""
+        return functools.partial(
+            ops.norm, self.config.norm, self.compute, self.config.layer_norm_epsilon
+        )
+
 
 class Block(Part):
-    """A pre-LayerNorm encoder block: equations 2 and 3, or without their skip connections."""
+    """A pre-LayerNorm encoder block: equations 2 and 3, or without their skip connections.
+
+    The parallel one is y = LN(x), x + Attention(y) + MLP(y) (ViT-22B, section 2).
+    """
 
     @nn.compact
     def __call__(
@@ -203,7 +233,7 @@ class Block(Part):
         has_skips: Bool[Array, ''] | None,  # None: as all have them
     ) -> tuple[Float[Array, 'b n d'], None]:
         config, dropout, compute = self.config, self.regularization.dropout, self.compute
-        norm = functools.partial(ops.layer_norm, compute, config.layer_norm_epsilon)
+        norm = self.norm_layer
 
         def added(
             x: Float[Array, 'b n d'], branch: Float[Array, 'b n d'], *, name: str
@@ -221,11 +251,14 @@ class Block(Part):
 
         x = self.shard_activations(x)
         y = seen(self, 'norm1', norm(name='norm1')(x))
-        attention = Attention(config.num_heads, dropout, compute, name='attention')
+        qk_norm = norm if config.qk_norm else None
+        heads = config.num_heads, dropout, compute, config.qkv_bias, qk_norm
+        attention = Attention(*heads, name='attention')
         head = config.width // config.num_heads
         rotate = positions.rotation(config.positions, config.grid, config.prefix, head)
         x = added(x, attention(y, y, rotate), name='attention')
-        y = seen(self, 'norm2', norm(name='norm2')(x))
+        if not config.parallel:
+            y = seen(self, 'norm2', norm(name='norm2')(x))
         mlp = Mlp(config.mlp_dim, config.gelu, dropout, compute, name='mlp')
         x = added(x, mlp(y), name='mlp')
         return seen(self, 'tokens', x), None
@@ -254,8 +287,7 @@ class Encoder(Part):
         x, _ = blocks(x, drop_rates, has_skips)
         if config.final_norm == 'after_pool':
             return x
-        norm = ops.layer_norm(compute, config.layer_norm_epsilon, name='norm')
-        return seen(self, 'norm', norm(x))
+        return seen(self, 'norm', self.norm_layer(name='norm')(x))
 
 
 class AttentionPool(Part):
@@ -267,8 +299,9 @@ class AttentionPool(Part):
         probe = self.param('probe', nn.initializers.xavier_uniform(), (1, 1, config.width))
         probe = jnp.tile(probe, (tokens.shape[0], 1, 1)).astype(tokens.dtype)
         xla = dataclasses.replace(compute, attention='xla')  # of one query
-        x = Attention(config.num_heads, 0.0, xla, name='attention')(probe, tokens)
-        y = ops.layer_norm(compute, config.layer_norm_epsilon, name='norm')(x)
+        attention = Attention(config.num_heads, 0.0, xla, config.qkv_bias, name='attention')
+        x = attention(probe, tokens)
+        y = self.norm_layer(name='norm')(x)
         return (x + Mlp(config.mlp_dim, config.gelu, 0.0, compute, name='mlp')(y))[:, 0]
 
 
@@ -276,8 +309,7 @@ class ViT(Part):
     """Images to logits: equations 1 to 4, with the head of the configuration."""
 
     def setup(self) -> None:
-        config, zeros = self.config, nn.initializers.zeros
-        norm = functools.partial(ops.layer_norm, self.compute, config.layer_norm_epsilon)
+        config, zeros, norm = self.config, nn.initializers.zeros, self.norm_layer
         if config.backbone is not None:
             self.backbone = ResNet(config.backbone, self.compute)
         self.embedding = PatchEmbedding(
@@ -360,32 +392,3 @@ class ViT(Part):
                 return jnp.concatenate([tokens[:, 0], tokens[:, 1]], axis=-1)
             case other:
                 assert_never(other)
-
-
-class PatchEmbedding(nn.Module):
-    """Each patch of an image or a feature map projected to one token: the E of equation 1.
-
-    A convolution whose stride is its size (the kernel has the shape of `nn.Conv`'s), written as the
-    one matrix product that it is: as fast on CPUs, and no matter of cuDNN's convolutions on GPUs.
-    """
-
-    patch_size: tuple[int, int]
-    width: int
-    dtype: str
-    use_bias: bool
-
-    @nn.compact
-    def __call__(self, images: Float[Array, 'b h w c']) -> Float[Array, 'b n d']:
-        batch, height, width, channels = images.shape
-        p, q = self.patch_size
-        kernel = self.param('kernel', nn.initializers.lecun_normal(), (p, q, channels, self.width))
-        rows, columns = height // p, width // q
-        images = images[:, : rows * p, : columns * q]
-        patches = images.reshape(batch, rows, p, columns, q, channels)
-        patches, kernel = patches.astype(self.dtype), kernel.astype(self.dtype)
-        tokens = jnp.einsum('bipjqc,pqcd->bijd', patches, kernel)
-        tokens = tokens.reshape(batch, -1, self.width)
-        if not self.use_bias:
-            return tokens
-        bias = self.param('bias', nn.initializers.zeros, (self.width,))
-        return tokens + bias.astype(self.dtype)

@@ -103,6 +103,12 @@ def sharding_report(state: Any, shardings: Any, mesh: Mesh) -> list[str]:
     return [*lines, f'state, optimizer included: {total}, of which {size} on each device']
 
 
+def bytes_here(abstract: Any) -> int:
+    """Bytes of a tree of abstract arrays on one device."""
+    leaves = jax.tree.leaves(abstract)
+    return sum(_bytes(leaf, leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
+
+
 def check_split(state: Any, shardings: Any, mesh: Mesh, config: MeshConfig) -> None:
     """Raises UserError where more of the state is replicated than allowed."""
     if mesh.shape['fsdp'] * mesh.shape['tensor'] == 1:  # no axis is there to split it

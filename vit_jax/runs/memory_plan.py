@@ -8,14 +8,21 @@ from vit_jax.base.errors import UserError
 from vit_jax.config import TrainConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import make_opener
-from vit_jax.models import Remat
+from vit_jax.models import Remat, ViTConfig
+from vit_jax.models.choices import activations
 from vit_jax.models.options import POLICIES
-from vit_jax.parallel import ahead_of_time, meshes, sharding_rules
+from vit_jax.parallel import ahead_of_time, communication, meshes, sharding_rules
 from vit_jax.parallel.ahead_of_time import DoesNotFit, Topology
+from vit_jax.parallel.communication import Sent
 from vit_jax.runs import compilation
-from vit_jax.runs.experiment import decide, open_start, trained_model
+from vit_jax.runs.experiment import Experiment, decide, open_start, trained_model
+from vit_jax.training.update import TrainState
 
 _TRIALS = 4  # compilations to find the largest batch
+# The estimate of activations is within a third of what programs take (tests/models/test_choices.py)
+_FAR = 1.5
+# What a quickly compiled program needs tells what the other does where it is not so near the limit.
+_NEAR = 0.15
 
 
 class StepMemory(NamedTuple):
@@ -23,8 +30,9 @@ class StepMemory(NamedTuple):
 
     state: int  # and batch
     peak: int  # the most that is needed at once
-    collectives: dict[str, int]
+    sent: dict[str, Sent]  # by a device in one step
     sharding: list[str]  # how the state is split, in lines
+    quickly: bool = False  # compiled quickly: a little less than the step of a training needs
 
 
 # (config, where) -> the memory of its step. DoesNotFit where the devices have less.
@@ -71,17 +79,50 @@ def without_data(
 
 
 def compile_step(config: TrainConfig, where: Topology) -> StepMemory:
-    """The memory of the compiled training step. DoesNotFit, or UserError for sizes that do not."""
+    """The memory of the compiled training step. DoesNotFit, or UserError for sizes that do not.
+
+    What is far too large is not compiled, and what is near the limit is compiled with care.
+    """
     experiment = decide(config, devices=where.devices)
     state = compilation.abstract_state(experiment)
-    compiled = ahead_of_time.compile_for(where, compilation.lower_update(experiment, state))
+    _check_estimate(experiment, state, where)
+    lowered = compilation.lower_update(experiment, state)
+    compiled, quickly = compile_carefully_near_the_limit(lowered, where)
     memory = compiled.memory_analysis()
     return StepMemory(
         memory.argument_size_in_bytes,
         memory.peak_memory_in_bytes,
-        ahead_of_time.collectives(compiled),
+        communication.sent(compiled.as_text(), len(where.devices)),
         sharding_rules.sharding_report(state, compilation.shardings_of(state), experiment.mesh),
+        quickly,
     )
+
+
+def _check_estimate(experiment: Experiment, state: TrainState, where: Topology) -> None:
+    """Raises DoesNotFit where the estimate says it, even if it is too high."""
+    config, model, compute = experiment.config, experiment.model.config, experiment.choice.compute
+    if not isinstance(model, ViTConfig):
+        return
+    batch_parts = experiment.mesh.shape['data'] * experiment.mesh.shape['fsdp']
+    images = config.batch_size // batch_parts // config.accumulation_steps
+    kept = activations(model, compute)[compute.remat] * images // experiment.mesh.shape['tensor']
+    split = sharding_rules.bytes_here(state)
+    if split + kept / _FAR > where.memory:
+        raise DoesNotFit(split + kept, estimated=True)
+
+
+def compile_carefully_near_the_limit(lowered: Any, where: Topology) -> tuple[Any, bool]:
+    """The program, and whether it was compiled quickly."""
+    try:
+        compiled = ahead_of_time.compile_for(where, lowered, quickly=True)
+        needed = compiled.memory_analysis().peak_memory_in_bytes
+    except DoesNotFit as error:
+        if error.needed is None or error.needed > (1 + _NEAR) * where.memory:
+            raise
+        needed = error.needed
+    if needed < (1 - _NEAR) * where.memory:
+        return compiled, True
+    return ahead_of_time.compile_for(where, lowered), False
 
 
 def with_policy(config: TrainConfig, remat: Remat) -> TrainConfig:
@@ -117,29 +158,35 @@ def largest_batch(
     mesh = meshes.make_mesh(config.mesh, where.devices)
     unit = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
     batch_size, result, aim = config.batch_size, first, 1.0
-    best: tuple[int, StepMemory] | None = None
+    fits: list[tuple[int, StepMemory]] = []  # growing
     too_large = None
     for trial in range(_TRIALS + 1):
         if isinstance(result, StepMemory):
-            best = batch_size, result
-            guess = _by_growth(batch_size, result, aim * where.memory)
+            fits.append((batch_size, result))
+            guess = _by_growth(fits, aim * where.memory)
         else:
             too_large, aim = batch_size, aim * 0.95
             guess = int(batch_size * (aim * where.memory / result.needed if result.needed else 0.5))
-        if best is not None and too_large is not None:
-            grown = _by_growth(*best, aim * where.memory)
-            guess = min(grown, (best[0] + too_large) // 2)
+        largest = fits[-1][0] if fits else 0
+        if fits and too_large is not None:
+            guess = min(_by_growth(fits, aim * where.memory), (largest + too_large) // 2)
         guess = guess // unit * unit
-        if trial == _TRIALS or guess <= (best[0] if best else 0):
+        if trial == _TRIALS or guess <= largest:
             break
         batch_size = guess
         try:
             result = compile_step(dataclasses.replace(config, batch_size=batch_size), where)
         except DoesNotFit as error:
             result = error
-    return best
+    return fits[-1] if fits else None
 
 
-def _by_growth(batch_size: int, found: StepMemory, memory: float) -> int:
-    """The batch that would need `memory`, where all but the state grows with the batch."""
-    return int(batch_size * (memory - found.state) / max(1, found.peak - found.state))
+def _by_growth(fits: list[tuple[int, StepMemory]], memory: float) -> int:
+    """The batch that would need `memory`: on the line through the two largest that were found.
+
+    Of one alone, all but the state grows with the batch.
+    """
+    batch_size, found = fits[-1]
+    before, least = (fits[-2][0], fits[-2][1].peak) if len(fits) > 1 else (0, found.state)
+    per_image = (found.peak - least) / (batch_size - before)
+    return int(batch_size + (memory - found.peak) / max(per_image, 1.0))

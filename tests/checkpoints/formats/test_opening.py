@@ -264,6 +264,33 @@ def test_what_a_format_cannot_hold_is_refused(config, format, message, tmp_path)
     assert not path.exists()
 
 
+@pytest.mark.parametrize('format', ['google', 'bigvision', 'timm', 'huggingface'])
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        ({'parallel': True}, 'parallel=False, not True'),
+        ({'qk_norm': True}, 'qk_norm=False, not True'),
+        ({'norm': 'rms'}, 'norm=layer, not rms'),
+        ({'qkv_bias': False}, 'qkv_bias=True, not False'),
+    ],
+)
+def test_what_vit_22b_alone_has_is_refused_by_name(format, changes, message, tmp_path):
+    network, path = loaded(tiny.model(**changes), google.GOOGLE), tmp_path / f'x{ENDINGS[format]}'
+    with pytest.raises(ValueError, match=f'the {format} layout has {message}: write vit_jax'):
+        vit_jax.save(network, str(path), format)
+    assert not path.exists()
+
+
+def test_what_vit_22b_alone_has_comes_back_in_our_format(tmp_path):
+    config = tiny.model(parallel=True, qk_norm=True, norm='rms', qkv_bias=False, pool='map')
+    network = loaded(config)
+    vit_jax.save(network, str(tmp_path / 'x'), 'vit_jax')
+    again = vit_jax.load(str(tmp_path / 'x'))
+    images = np.asarray(tiny.images(config=config))
+    assert again.config == config
+    np.testing.assert_array_equal(again.logits(images), network.logits(images))
+
+
 def saved(tmp_path, config, form):
     path = tmp_path / f'file{ENDINGS[form.name]}'
     vit_jax.save(loaded(config, form), str(path), overwrite=True)

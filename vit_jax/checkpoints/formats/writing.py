@@ -19,12 +19,14 @@ from vit_jax.checkpoints.formats.base import Format, Layout
 from vit_jax.checkpoints.formats.inference import Clues
 from vit_jax.checkpoints.formats.name_map import NameRule
 from vit_jax.checkpoints.formats.opening import CARD, FORMATS, NAMES, OURS, function_of, matched
-from vit_jax.models import ModelConfig, ResNetConfig
+from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig
 from vit_jax.models.positions import as_array
 
 # What the name of a format's file ends with; the others are directories.
 _SUFFIXES = {format.name: str(format.suffix) for format in FORMATS if not format.file_name}
 _SUFFIXES |= {stablehlo.NAME: stablehlo.SUFFIX}
+# What the networks of every other layout have: no layout holds ViT-22B.
+_ELSEWHERE = {'parallel': False, 'qk_norm': False, 'norm': 'layer', 'qkv_bias': True}
 
 
 def format_for(
@@ -103,7 +105,10 @@ def _write_arrays(
     config, notes = card.model, []
     if isinstance(config, ResNetConfig):
         require(form.resnets, f'the {format} layout has no such ResNet: write google or bigvision')
-    elif config.positions not in form.positions:
+    for name, usual in _ELSEWHERE.items():
+        if (value := getattr(config, name, usual)) != usual:
+            raise UserError(f'the {format} layout has {name}={usual}, not {value}: write {OURS}')
+    if isinstance(config, ViTConfig) and config.positions not in form.positions:
         count, width = config.num_tokens - config.registers, config.width
         table = as_array(config.positions, config.grid, length=count, width=width)
         params = params | {'pos_embedding': table}

@@ -1,0 +1,144 @@
+"""What one device sends to the others in a compiled program, and the least that a mesh demands."""
+
+import math
+import re
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from vit_jax.parallel.program_text import Instruction, computations, size
+
+# Bytes that one of n devices in a ring sends, of each byte of its operand.
+_RING = {
+    'all-gather': lambda n: n - 1,
+    'all-reduce': lambda n: 2 * (n - 1) / n,
+    'reduce-scatter': lambda n: (n - 1) / n,
+    'all-to-all': lambda n: (n - 1) / n,
+    'collective-permute': lambda n: 1,
+}
+_CALLS = 'body', 'condition', 'calls', 'to_apply', 'branch_computations'
+
+
+class Sent(NamedTuple):
+    """All collectives of one kind in one run of a program."""
+
+    times: int
+    size: int  # bytes that each device sends in all of them
+
+
+class _Collective(NamedTuple):
+    kind: str
+    times: int
+    size: float
+
+
+def sent(text: str, devices: int) -> dict[str, Sent]:
+    """What each device sends in one run of the program, by kind of collective.
+
+    The bytes are those of an algorithm on a ring. The body of a loop counts as often as it runs,
+    where the program says it, and once elsewhere.
+    """
+    found, entry = computations(text)
+    seen: dict[str, _Collective] = {}
+
+    def walk(name: str, times: int) -> None:
+        body = found[name]
+        by_name = {one.name: one for one in body}
+        sliced = any(one.operation == 'dynamic-slice' for one in body)
+        for one in body:
+            kind = one.operation.removesuffix('-start')
+            if kind in _RING:
+                # TPUs: the fusion of an all-reduce and the slice of it is a reduce-scatter.
+                kind = 'reduce-scatter' if kind == 'all-reduce' and sliced else kind
+                operand = sum(size(by_name[x].type) for x in one.operands if x in by_name)
+                ring = _RING[kind](_group_size(one.rest, devices))
+                # What overlaps with other work stands in a chain of fusions, in loops as well.
+                channel = re.search(r'channel_id=(\d+)', one.rest)
+                key = f'channel {channel[1]}' if channel else f'{name} {one.name}'
+                if key not in seen or seen[key].times > times:
+                    seen[key] = _Collective(kind, times, times * ring * operand)
+            elif one.operation == 'while':
+                trips = _trips(one, by_name, found)
+                walk(one.called('condition'), times * trips)
+                walk(one.called('body'), times * trips)
+            else:
+                for called in filter(None, map(one.called, _CALLS)):
+                    walk(called, times)
+
+    walk(entry, 1)
+    kinds = [kind for kind in _RING if any(one.kind == kind for one in seen.values())]
+    every = {kind: [one for one in seen.values() if one.kind == kind] for kind in kinds}
+    return {
+        kind: Sent(sum(one.times for one in ones), round(sum(one.size for one in ones)))
+        for kind, ones in every.items()
+    }
+
+
+def least(params: Any, mesh: Mesh, *, itemsize: int) -> int:
+    """Bytes that each device has to send in a training step, in numbers of `itemsize` bytes.
+
+    `params` are abstract, with shardings. The gradient of what every device has whole is summed
+    over all that split the batch. What fsdp splits is gathered for the forward and again for the
+    backward pass; its gradient is scattered, and then summed over data. What tensor exchanges is
+    not counted.
+    """
+    data, fsdp = mesh.shape['data'], mesh.shape['fsdp']
+    total = 0.0
+    for leaf in jax.tree.leaves(params):
+        here = math.prod(leaf.sharding.shard_shape(leaf.shape)) * itemsize
+        if 'fsdp' in leaf.sharding.spec:
+            rings = 2 * _RING['all-gather'](fsdp) + fsdp * _RING['reduce-scatter'](fsdp)
+            total += here * (rings + _RING['all-reduce'](data))
+        else:
+            total += here * _RING['all-reduce'](data * fsdp)
+    return round(total)
+
+
+def _group_size(rest: str, devices: int) -> int:
+    """The number of devices that take part together."""
+    if named := re.search(r'replica_groups=mesh\[(.*?)\][^{]*\{(.*?)\}', rest):
+        sizes = {name: int(n) for name, n in re.findall(r"('\w+')=(\d+)", named[1])}
+        count = 1
+        for name, part in re.findall(r"('\w+')(?::\(\d+\)(\d+))?", named[2]):
+            count *= int(part) if part else sizes[name]
+        return count
+    if counted := re.search(r'replica_groups=\[\d+,(\d+)\]', rest):
+        return int(counted[1])
+    if listed := re.search(r'replica_groups=\{\{([\d,]+)\}', rest):
+        return len(listed[1].split(','))
+    return devices
+
+
+def _trips(
+    loop: Instruction, before: dict[str, Instruction], found: dict[str, list[Instruction]]
+) -> int:
+    """How often a loop runs its body: it counts from a constant, by a constant, up to a constant.
+
+    1 where it is of another form, and where the program does not say it.
+    """
+    if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
+        return int(known[1])
+    condition, body = found[loop.called('condition')], found[loop.called('body')]
+    inside, test = {one.name: one for one in condition}, condition[-1]
+    if test.operation != 'compare' or 'direction=LT' not in test.rest:
+        return 1
+    counter, limit = (inside[name] for name in test.operands)
+    position = re.search(r'index=(\d+)', counter.rest)
+    if position is None or (end := _constant(limit.name, inside)) is None:
+        return 1
+    results = {one.name: one for one in body}
+    steps = results[body[-1].operands[int(position[1])]].operands
+    step = next((n for name in steps if (n := _constant(name, results)) is not None), 1)
+    first = before[before[loop.operands[0]].operands[int(position[1])]]
+    return -(-(end - (_constant(first.name, before) or 0)) // step)
+
+
+def _constant(name: str, inside: dict[str, Instruction]) -> int | None:
+    """The number that a name stands for, behind copies."""
+    while name in inside and inside[name].operation == 'copy':
+        name = inside[name].operands[0]
+    if name not in inside or inside[name].operation != 'constant':
+        return None
+    value = re.match(r'(\d+)\)', inside[name].rest)
+    return int(value[1]) if value else None

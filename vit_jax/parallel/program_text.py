@@ -1,0 +1,60 @@
+"""The text of a compiled program (HLO) as computations of instructions."""
+
+import collections
+import math
+import re
+from typing import NamedTuple
+
+_BYTES = {'pred': 1, 's8': 1, 'u8': 1, 'bf16': 2, 'f16': 2, 'f32': 4, 's32': 4, 'u32': 4, 'f64': 8}
+_BYTES |= {'s64': 8, 'u64': 8, 's16': 2, 'u16': 2}
+_HEADER = re.compile(r'(ENTRY )?%?([\w.-]+) \(.*\) -> .* \{')
+_INSTRUCTION = re.compile(r'\s*(?:ROOT )?%?([\w.-]+) = (.+?) ([a-z][\w-]*)\((.*)')
+
+
+class Instruction(NamedTuple):
+    """A line of a program: what it makes, of what type, by which operation, from what."""
+
+    name: str
+    type: str
+    operation: str
+    operands: list[str]
+    rest: str  # attributes, and the names of computations that it calls
+
+    def called(self, label: str) -> str:
+        """The name of the computation that it calls by this attribute; '' where there is none."""
+        match = re.search(rf'{label}=%?([\w.-]+)', self.rest)
+        return match[1] if match else ''
+
+    @property
+    def trips(self) -> int:
+        """How often a loop runs its body; 1 where the program does not say it."""
+        match = re.search(r'known_trip_count":\{"n":"(\d+)"', self.rest)
+        return int(match[1]) if match else 1
+
+
+def size(types: str) -> int:
+    """Bytes of all arrays in a type."""
+    return sum(sizes(types))
+
+
+def sizes(types: str) -> list[int]:
+    """Bytes of each array in a type."""
+    found = re.findall(r'(\w+)\[([\d,]*)\]', types)
+    return [_BYTES.get(t, 0) * math.prod(map(int, filter(None, s.split(',')))) for t, s in found]
+
+
+def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    """The computations of a program by name, and the name of the one that is run."""
+    found: dict[str, list[Instruction]] = collections.defaultdict(list)
+    entry = inside = ''
+    for line in text.splitlines():
+        if header := _HEADER.fullmatch(line):
+            inside = header[2]
+            entry = inside if header[1] else entry
+        elif line.startswith('}'):
+            inside = ''
+        elif inside and (match := _INSTRUCTION.match(re.sub(r'/\*.*?\*/', '', line))):
+            name, kind, operation, rest = match.groups()
+            operands = re.findall(r'%([\w.-]+)', rest.partition('), ')[0])
+            found[inside].append(Instruction(name, kind, operation, operands, rest))
+    return found, entry

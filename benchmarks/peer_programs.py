@@ -52,7 +52,7 @@ def ours(work: Work, compute: dict[str, Any]) -> Any:
     from vit_jax.training.duration import Duration
     from vit_jax.training.optimizer import OptimizerConfig
 
-    kind: Any = 'adam' if work.optimizer == 'adamw' else 'sgd'
+    kind: Any = work.optimizer
     config = TrainConfig(
         data='digits',
         model=ViTConfig(
@@ -66,7 +66,7 @@ def ours(work: Work, compute: dict[str, Any]) -> Any:
         total=Duration(steps=1000),
         batch_size=work.batch,
         optimizer=OptimizerConfig(
-            kind=kind, clip_norm=1.0, weight_decay=0.1 if kind == 'adam' else 0.0
+            kind=kind, clip_norm=1.0, weight_decay=0.1 if kind == 'adamw' else 0.0
         ),
         compute=Compute(dtype=work.precision, **compute),  # type: ignore[arg-type]
     )

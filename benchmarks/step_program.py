@@ -1,26 +1,34 @@
-"""What a train step is to a GPU: kernels, memory traffic, memory. Compiled; no GPU is needed.
+"""What a train step is to a GPU or a TPU: a program compiled for one, none is needed.
 
-    python -m benchmarks.step_program --gpu=h200:1x1 --model=B/16 --batch=256 [--compute remat=dots]
+    python -m benchmarks.step_program --topology=h200:1x1 --model=B/16 --batch=256
+    python -m benchmarks.step_program --topology=v5e:2x2 --model=B/16 --batch=64 --depth=2
 
-Prints, of the program that XLA makes for bfloat16 and AdamW: the kernels that are launched, the
-megabytes of an image that others than matrix products and fused attention read and write, and the
-temporary memory. Kernels are not timed where there is no GPU, so that XLA's choices are the usual
-ones; fused attention is taken to be there (cuDNN), unless `--compute attention=xla`.
+Of the program that XLA makes for one device, bfloat16, AdamW and clipped gradients it prints, for a
+GPU, the kernels that are launched and the megabytes of an image that others than matrix products
+and fused attention read and write; for a TPU the cycles that the compiler estimates, of all
+instructions; for both the temporary memory. Nothing is timed. `--compute remat=dots unroll=2` says
+what is `auto` otherwise. Without a GPU XLA's choices of kernels are the usual ones, and cuDNN's
+attention is taken to be there, unless `--compute attention=xla`. `--big_vision=FOLDER`, which holds
+that repository, compiles its step (`benchmarks.peer_programs`) instead, with `--scan` its loop.
 """
 
 import argparse
 import collections
+import dataclasses
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax._src.cudnn.fused_attention_stablehlo as cudnn
 
+from benchmarks import peer_programs
 from vit_jax.config import TrainConfig
-from vit_jax.models import Compute, variant
+from vit_jax.data.augmentation import AUGREG, augreg
+from vit_jax.models import Compute, ViTConfig, variant
 from vit_jax.parallel import ahead_of_time
-from vit_jax.parallel.program_text import Instruction, computations, size
+from vit_jax.parallel.program_text import Instruction, computations, size, trips
 from vit_jax.runs import compilation, memory_plan
 from vit_jax.runs.experiment import decide
 from vit_jax.training.duration import Duration
@@ -68,35 +76,48 @@ def _uses(name: str, users: dict[str, list[Instruction]]) -> list[Instruction]:
     return found
 
 
+def executed(
+    found: dict[str, list[Instruction]], name: str, times: int = 1
+) -> Iterator[tuple[Instruction, int, dict[str, str]]]:
+    """Each instruction that a computation runs, how often, and the types around it by name."""
+    by_name = {one.name: one for one in found[name]}
+    types = {one.name: one.type for one in found[name]}
+    for one in found[name]:
+        if one.operation == 'while':
+            yield from executed(found, one.called('body'), times * trips(one, by_name, found))
+        elif one.operation in _CALLS:
+            yield from executed(found, one.called('(?:to_apply|calls)'), times)
+        elif one.operation not in _FREE:
+            yield one, times, types
+
+
+def cycles(text: str) -> int:
+    """What a TPU's compiler estimates, of all instructions of its program one after the other."""
+    estimates = (
+        (re.search(r'estimated_cycles":"(\d+)"', one.rest), times)
+        for one, times, _ in executed(*computations(text))
+    )
+    return sum(int(found[1]) * times for found, times in estimates if found)
+
+
 def count(text: str) -> tuple[int, int]:
     """Kernels of a program, and bytes that others than products read and write."""
     found, entry = computations(text)
     kernels = total = 0
-
-    def walk(name: str, times: int) -> None:
-        nonlocal kernels, total
-        types = {one.name: one.type for one in found[name]}
-        for one in found[name]:
-            if one.operation == 'while':
-                walk(one.called('body'), times * one.trips)
-            elif one.operation in _CALLS:
-                walk(one.called('(?:to_apply|calls)'), times)
-            elif one.operation not in _FREE:
-                kernels += times
-                body = found[one.called('calls')] if one.operation == 'fusion' else []
-                if any(_is_product(part) for part in body or [one]):
-                    continue
-                if body:
-                    total += times * traffic(body, one.type)
-                elif 'slice' in one.operation:
-                    updates = one.operation == 'dynamic-update-slice'
-                    moved = types.get(one.operands[1], '') if updates else one.type
-                    total += 2 * times * size(moved)
-                else:
-                    read = sum(size(types.get(operand, '')) for operand in one.operands)
-                    total += times * (read + size(one.type))
-
-    walk(entry, 1)
+    for one, times, types in executed(found, entry):
+        kernels += times
+        body = found[one.called('calls')] if one.operation == 'fusion' else []
+        if any(_is_product(part) for part in body or [one]):
+            continue
+        if body:
+            total += times * traffic(body, one.type)
+        elif 'slice' in one.operation:
+            updates = one.operation == 'dynamic-update-slice'
+            moved = types.get(one.operands[1], '') if updates else one.type
+            total += 2 * times * size(moved)
+        else:
+            read = sum(size(types.get(operand, '')) for operand in one.operands)
+            total += times * (read + size(one.type))
     return kernels, total
 
 
@@ -105,44 +126,85 @@ def _is_product(one: Instruction) -> bool:
     return one.operation in ('dot', 'convolution') or is_call
 
 
+def network(asked: argparse.Namespace) -> ViTConfig:
+    """The network that is asked for."""
+    model = variant(asked.model, pool=asked.pool)
+    assert isinstance(model, ViTConfig)
+    return dataclasses.replace(model, depth=asked.depth or model.depth)
+
+
+def our_step(asked: argparse.Namespace, device: jax.Device) -> Any:
+    """The update of `vit_jax.train` for a device, traced."""
+    fields: dict[str, Any] = {'dtype': 'bfloat16'}
+    fields |= {} if device.platform == 'tpu' else {'attention': 'cudnn'}
+    fields |= dict(text.split('=') for text in asked.compute)
+    fields |= {'unroll': int(fields['unroll'])} if 'unroll' in fields else {}
+    config = TrainConfig(
+        data='digits',
+        model=network(asked),
+        total=Duration(steps=1000),
+        batch_size=asked.batch,
+        optimizer=OptimizerConfig(weight_decay=0.1, clip_norm=1.0),
+        compute=Compute(**fields),
+    )
+    if asked.augreg is not None:
+        config = dataclasses.replace(config, augmentation=augreg(asked.augreg))
+    config = memory_plan.without_data(config, num_classes=1000, num_images=10**6)
+    experiment = decide(config, devices=[device])
+    print(experiment.choice)
+    return compilation.lower_update(experiment, compilation.abstract_state(experiment))
+
+
+def their_step(asked: argparse.Namespace, device: jax.Device) -> Any:
+    """big_vision's, of the same network and batch."""
+    model = network(asked)
+    work = peer_programs.Work(
+        width=model.width,
+        depth=model.depth,
+        mlp_dim=model.mlp_dim,
+        heads=model.num_heads,
+        patch=model.patch_size[0],
+        pool=asked.pool,
+        batch=asked.batch,
+        precision='bfloat16',
+        optimizer='adamw',
+        steps=1,
+    )
+    with jax.default_device(device):
+        return peer_programs.big_vision(asked.big_vision, work, scan=asked.scan)[0]
+
+
 def main() -> None:
     """Prints one line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--gpu', default='h200:1x1', help='as --topology of vit_jax.plan')
+    parser.add_argument('--topology', default='h200:1x1', help='as of vit_jax.plan: one of it')
     parser.add_argument('--model', default='B/16')
+    parser.add_argument('--depth', type=int, help='another than the model has')
     parser.add_argument('--pool', default='gap')
     parser.add_argument('--batch', type=int, default=256)
     parser.add_argument('--compute', nargs='*', default=[], help='fields, such as remat=dots')
+    parser.add_argument('--augreg', choices=AUGREG, help='a level of AugReg; none: no augmentation')
+    parser.add_argument('--big_vision')
+    parser.add_argument('--scan', action='store_true')
     asked = parser.parse_args()
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_enable_compilation_cache', False)
     for name in 'check_cudnn_version', 'check_compute_capability':  # they ask the GPU
         setattr(cudnn, name, lambda *_, **__: 91000)
     cudnn.is_cuda_compute_capability_equal = lambda *_: False
-    fields: dict[str, Any] = {'dtype': 'bfloat16', 'attention': 'cudnn'}
-    fields |= dict(text.split('=') for text in asked.compute)
-    fields |= {'unroll': int(fields['unroll'])} if 'unroll' in fields else {}
-    config = TrainConfig(
-        data='digits',
-        model=variant(asked.model, pool=asked.pool),
-        total=Duration(steps=1000),
-        batch_size=asked.batch,
-        optimizer=OptimizerConfig(weight_decay=0.1, clip_norm=1.0),
-        compute=Compute(**fields),
-    )
-    config = memory_plan.without_data(config, num_classes=1000, num_images=10**6)
-    where = ahead_of_time.find_topology(asked.gpu)
-    experiment = decide(config, devices=where.devices)
-    lowered = compilation.lower_update(experiment, compilation.abstract_state(experiment))
-    began = time.monotonic()
+    where = ahead_of_time.find_topology(asked.topology)
+    lowered = (their_step if asked.big_vision else our_step)(asked, where.devices[0])
+    began = time.process_time()
     program = ahead_of_time.compile_for(where, lowered)
-    kernels, others = count(program.as_text())
-    temporary = program.memory_analysis().temp_size_in_bytes
-    print(
-        f'{asked.model} {asked.pool} batch {asked.batch} {" ".join(asked.compute)}: '
-        f'{kernels:,} kernels, {others / asked.batch / 1e6:,.0f} MB an image beside products, '
-        f'{temporary / 1e9:.1f} GB of temporaries, compiled in {time.monotonic() - began:.0f} s'
-    )
+    taken, text = time.process_time() - began, program.as_text()
+    if where.devices[0].platform == 'tpu':
+        found = f'{cycles(text) / 1e6:,.1f} M cycles'
+    else:
+        kernels, others = count(text)
+        megabytes = others / asked.batch / 1e6
+        found = f'{kernels:,} kernels, {megabytes:,.0f} MB an image beside products'
+    temporary = program.memory_analysis().temp_size_in_bytes / 1e9
+    print(f'{found}, {temporary:.1f} GB of temporaries, compiled in {taken:.0f} CPU s')
 
 
 if __name__ == '__main__':

@@ -13,6 +13,7 @@ from vit_jax.base.array_types import Array, Float
 Implementation = Literal['auto', 'xla', 'cudnn', 'head_major', 'blockwise']
 LONG = 1024  # tokens; for more, the weights of all queries together would fill the memory
 _BLOCK = 256  # queries at most
+_BQHK, _BHQK = 'bqhk,bnhk->bhqn', 'bhqk,bhnk->bhqn'  # logits of queries and keys
 
 
 def attend(
@@ -35,19 +36,18 @@ def attend(
         implementation = 'cudnn' if fused else 'blockwise' if key.shape[1] > LONG else 'xla'
     if implementation == 'cudnn':
         return attend_at_even_lengths(query, key, value, implementation='cudnn')
-    if implementation == 'head_major':
-        return _attend_head_major(query, key, value)
     if implementation == 'blockwise':
         return _attend_blockwise(query, key, value)
-    return jax.nn.dot_product_attention(query, key, value, implementation='xla')
+    if implementation == 'head_major':
+        return _attend_head_major(query, key, value)
+    return jnp.einsum('bhqn,bnhk->bqhk', _weights(query, key, _BQHK), value)
 
 
 def _attend_head_major(
     query: Float[Array, 'b q h k'], key: Float[Array, 'b n h k'], value: Float[Array, 'b n h k']
 ) -> Float[Array, 'b q h k']:
     query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
-    logits = jnp.einsum('bhqk,bhnk->bhqn', query, key, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(logits / math.sqrt(query.shape[-1]), axis=-1).astype(value.dtype)
+    weights = _weights(query, key, _BHQK)
     return jnp.einsum('bhqn,bhnk->bhqk', weights, value).transpose(0, 2, 1, 3)
 
 
@@ -62,7 +62,7 @@ def _attend_blockwise(
 
     @jax.checkpoint  # the backward pass makes the weights of a block again
     def mixed(block: Float[Array, 'b q h k']) -> Float[Array, 'b q h k']:
-        return jax.nn.dot_product_attention(block, key, value, implementation='xla')
+        return attend(block, key, value, implementation='xla')
 
     found = jnp.moveaxis(jax.lax.map(mixed, blocks), 0, 1)
     return found.reshape(batch, count * size, *head)[:, :queries]
@@ -72,8 +72,45 @@ def attention_weights(
     query: Float[Array, 'b q h k'], key: Float[Array, 'b n h k']
 ) -> Float[Array, 'b h q n']:
     """The weights that `attend` gives to each key: float32, every row sums to one."""
-    logits = jnp.einsum('bqhk,bnhk->bhqn', query, key, preferred_element_type=jnp.float32)
+    return _softmax(jnp.einsum(_BQHK, query, key, preferred_element_type=jnp.float32), query)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _weights(
+    query: Float[Array, '...'], key: Float[Array, '...'], product: str
+) -> Float[Array, 'b h q n']:
+    """The weights in the type of the query, and so are they kept for the backward pass.
+
+    Derivatives of the logits are rounded to that type before the products that they enter, as
+    fused kernels do; sums are float32.
+    """
+    logits = jnp.einsum(product, query, key, preferred_element_type=jnp.float32)
+    return _softmax(logits, query).astype(query.dtype)
+
+
+@_weights.defjvp
+def _(
+    product: str, primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    (query, key), (of_query, of_key) = primals, tangents
+    logits = jnp.einsum(product, of_query, key) + jnp.einsum(product, query, of_key)
+    weights = _weights(query, key, product)
+    return weights, _softmax_derivative(weights, logits, math.sqrt(query.shape[-1]))
+
+
+def _softmax(
+    logits: Float[Array, 'b h q n'], query: Float[Array, '...']
+) -> Float[Array, 'b h q n']:
     return jax.nn.softmax(logits / math.sqrt(query.shape[-1]), axis=-1)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)  # or float32 were kept
+def _softmax_derivative(
+    weights: Float[Array, 'b h q n'], logits: Float[Array, 'b h q n'], scale: float
+) -> Float[Array, 'b h q n']:
+    dtype, weights = weights.dtype, weights.astype(jnp.float32)
+    logits = logits.astype(jnp.float32) / scale
+    return (weights * (logits - (weights * logits).sum(-1, keepdims=True))).astype(dtype)
 
 
 def attend_at_even_lengths(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from vit_jax.parallel.program_text import Instruction, computations, size
+from vit_jax.parallel.program_text import computations, size, trips
 
 # Bytes that one of n devices in a ring sends, of each byte of its operand.
 _RING = {
@@ -59,9 +59,9 @@ def sent(text: str, devices: int) -> dict[str, Sent]:
                 if key not in seen or seen[key].times > times:
                     seen[key] = _Collective(kind, times, times * ring * operand)
             elif one.operation == 'while':
-                trips = _trips(one, by_name, found)
-                walk(one.called('condition'), times * trips)
-                walk(one.called('body'), times * trips)
+                often = times * trips(one, by_name, found)
+                walk(one.called('condition'), often)
+                walk(one.called('body'), often)
             else:
                 for called in filter(None, map(one.called, _CALLS)):
                     walk(called, times)
@@ -108,37 +108,3 @@ def _group_size(rest: str, devices: int) -> int:
     if listed := re.search(r'replica_groups=\{\{([\d,]+)\}', rest):
         return len(listed[1].split(','))
     return devices
-
-
-def _trips(
-    loop: Instruction, before: dict[str, Instruction], found: dict[str, list[Instruction]]
-) -> int:
-    """How often a loop runs its body: it counts from a constant, by a constant, up to a constant.
-
-    1 where it is of another form, and where the program does not say it.
-    """
-    if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
-        return int(known[1])
-    condition, body = found[loop.called('condition')], found[loop.called('body')]
-    inside, test = {one.name: one for one in condition}, condition[-1]
-    if test.operation != 'compare' or 'direction=LT' not in test.rest:
-        return 1
-    counter, limit = (inside[name] for name in test.operands)
-    position = re.search(r'index=(\d+)', counter.rest)
-    if position is None or (end := _constant(limit.name, inside)) is None:
-        return 1
-    results = {one.name: one for one in body}
-    steps = results[body[-1].operands[int(position[1])]].operands
-    step = next((n for name in steps if (n := _constant(name, results)) is not None), 1)
-    first = before[before[loop.operands[0]].operands[int(position[1])]]
-    return -(-(end - (_constant(first.name, before) or 0)) // step)
-
-
-def _constant(name: str, inside: dict[str, Instruction]) -> int | None:
-    """The number that a name stands for, behind copies."""
-    while name in inside and inside[name].operation == 'copy':
-        name = inside[name].operands[0]
-    if name not in inside or inside[name].operation != 'constant':
-        return None
-    value = re.match(r'(\d+)\)', inside[name].rest)
-    return int(value[1]) if value else None

@@ -25,12 +25,6 @@ class Instruction(NamedTuple):
         match = re.search(rf'{label}=%?([\w.-]+)', self.rest)
         return match[1] if match else ''
 
-    @property
-    def trips(self) -> int:
-        """How often a loop runs its body; 1 where the program does not say it."""
-        match = re.search(r'known_trip_count":\{"n":"(\d+)"', self.rest)
-        return int(match[1]) if match else 1
-
 
 def size(types: str) -> int:
     """Bytes of all arrays in a type."""
@@ -58,3 +52,37 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
             operands = re.findall(r'%([\w.-]+)', rest.partition('), ')[0])
             found[inside].append(Instruction(name, kind, operation, operands, rest))
     return found, entry
+
+
+def trips(
+    loop: Instruction, before: dict[str, Instruction], found: dict[str, list[Instruction]]
+) -> int:
+    """How often a loop runs its body: it counts from a constant, by a constant, up to a constant.
+
+    1 where it is of another form, and where the program does not say it.
+    """
+    if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
+        return int(known[1])
+    condition, body = found[loop.called('condition')], found[loop.called('body')]
+    inside, test = {one.name: one for one in condition}, condition[-1]
+    if test.operation != 'compare' or 'direction=LT' not in test.rest:
+        return 1
+    counter, limit = (inside[name] for name in test.operands)
+    position = re.search(r'index=(\d+)', counter.rest)
+    if position is None or (end := _constant(limit.name, inside)) is None:
+        return 1
+    results = {one.name: one for one in body}
+    steps = results[body[-1].operands[int(position[1])]].operands
+    step = next((n for name in steps if (n := _constant(name, results)) is not None), 1)
+    first = before[before[loop.operands[0]].operands[int(position[1])]]
+    return -(-(end - (_constant(first.name, before) or 0)) // step)
+
+
+def _constant(name: str, inside: dict[str, Instruction]) -> int | None:
+    """The number that a name stands for, behind copies."""
+    while name in inside and inside[name].operation == 'copy':
+        name = inside[name].operands[0]
+    if name not in inside or inside[name].operation != 'constant':
+        return None
+    value = re.match(r'(\d+)\)', inside[name].rest)
+    return int(value[1]) if value else None

@@ -40,12 +40,16 @@ def test_a_dense_layer_is_flaxs(compute, shape, features, axes):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_a_layer_norm_is_flaxs():
-    params = {'params': {'scale': jnp.arange(6.0), 'bias': jnp.arange(6.0) / 7}}
-    own = applied(ops.layer_norm(FLAT, 1e-6), TOKENS, params)
-    flax = applied(nn.LayerNorm(epsilon=1e-6), TOKENS, params)
-    for one, other in zip(jax.tree.leaves(own), jax.tree.leaves(flax), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize(
+    ('kind', 'flax', 'names'),
+    [('layer', nn.LayerNorm, ('scale', 'bias')), ('rms', nn.RMSNorm, ('scale',))],
+)
+def test_a_norm_is_flaxs(kind, flax, names):
+    params = {'params': {name: jnp.arange(6.0) / (1 + i) for i, name in enumerate(names)}}
+    own = applied(ops.norm(kind, FLAT, 1e-6), TOKENS, params)
+    other = applied(flax(epsilon=1e-6), TOKENS, params)
+    for one, expected in zip(jax.tree.leaves(own), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-5)
 
 
 class Several(nn.Module):

@@ -1,0 +1,97 @@
+"""What the linear few-shot evaluation costs: CPU seconds and memory of one (shots, seed).
+
+    python -m benchmarks.fewshot_speed [--big_vision=FOLDER]
+
+10,000 images to draw from, 1,000 classes, 50,000 to test on, 768 features, on one core. FOLDER
+holds that repository: its solver (evaluators/fewshot_lsr.py) does the same.
+"""
+
+import argparse
+import functools
+import importlib
+import os
+import resource
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from vit_jax.evaluation import ridge
+from vit_jax.evaluation.probes import Labelled
+
+CLASSES, WIDTH, POOL, TESTED, L2 = 1000, 768, 10_000, 50_000, 1024.0
+
+
+def features(count: int, seed: int) -> Labelled:
+    """Features around the mean of each class, which are not far apart; made without a copy."""
+    means = 0.15 * np.random.default_rng(0).standard_normal((CLASSES, WIDTH), np.float32)
+    found = np.random.default_rng(seed).standard_normal((count, WIDTH), np.float32)
+    for start in range(0, count, CLASSES):
+        found[start : start + CLASSES] += means
+    return Labelled(found, np.arange(count) % CLASSES)
+
+
+def ours(train: Labelled, test: Labelled) -> float:
+    """Test accuracy."""
+    return ridge.accuracy(train, test, l2=L2)
+
+
+def theirs(folder: str) -> Callable[[Labelled, Labelled], float]:
+    """big_vision's; what it imports besides, and a solve does not use, are stand-ins."""
+    sys.path.insert(0, folder)
+    parts = 'datasets', 'datasets.core', 'input_pipeline', 'pp', 'pp.builder', 'utils'
+    for name in (f'big_vision.{part}' for part in parts):
+        sys.modules[name] = types.ModuleType(name)
+    compiled: Any = lambda **options: functools.partial(jax.jit, **options)  # noqa: E731
+    sys.modules['big_vision.utils'].jit_cpu = compiled  # type: ignore[attr-defined]
+    lsr: Any = importlib.import_module('big_vision.evaluators.fewshot_lsr')
+
+    def accuracy(train: Labelled, test: Labelled) -> float:
+        cache = lsr._precompute_cache(train.features, train.labels, CLASSES)
+        return float(lsr._eig_fewshot_acc_fn(cache, test.features, test.labels, L2))
+
+    return accuracy
+
+
+def main() -> None:
+    """Prints a line for each solver and number of shots; each solver has a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('--big_vision')
+    parser.add_argument('--solver', choices=['ours', 'big_vision'], help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.solver is None:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # which they inherit
+        for solver in ['ours', *(['big_vision'] if asked.big_vision else [])]:
+            command = [sys.executable, '-m', 'benchmarks.fewshot_speed', *sys.argv[1:]]
+            subprocess.run([*command, f'--solver={solver}'], check=True)
+        return
+    jax.config.update('jax_platforms', 'cpu')
+    solve = ours if asked.solver == 'ours' else theirs(asked.big_vision)
+    pool, test = features(POOL, 1), features(TESTED, 2)
+    before = peak()
+    for shots in 10, 5, 1:  # the first takes the most memory
+        train = Labelled(pool.features[: shots * CLASSES], pool.labels[: shots * CLASSES])
+        solve(train, test)  # the first compiles
+        memory = f', {peak() - before:,.0f} MB more' if shots == 10 else ''
+        best = float('inf')
+        for _ in range(3):
+            began = time.process_time()
+            accuracy = solve(train, test)
+            best = min(best, time.process_time() - began)
+        print(
+            f'{asked.solver:<12}{shots:>2} shots{best:6.2f} CPU s, accuracy {accuracy:.4f}{memory}'
+        )
+
+
+def peak() -> float:
+    """The most memory that this process had, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+if __name__ == '__main__':
+    main()

@@ -264,8 +264,9 @@ _PICTURES: list[tuple[str, str, Callable[[_Curves], list[Any]], bool]] = [
 def _parser() -> argparse.ArgumentParser:
     parser = app.new_parser('report', __doc__)
     parser.add_argument('workdirs', metavar='WORKDIR', nargs='+')
-    parser.add_argument('--out', required=True, type=app.local_path, metavar='FILE.html')
-    parser.add_argument('--over', choices=OVER, default='steps', help='(steps)')
+    add, text = parser.add_argument, 'the page to write'
+    add('--out', required=True, type=app.local_path, metavar='FILE.html', help=text)
+    add('--over', choices=OVER, default='steps', help='what numbers are drawn over (steps)')
     return parser
 
 

@@ -29,11 +29,11 @@ class EpisodesConfig(records.Record):
     trained on; none: all.
     """
 
-    ways: int = 5
-    shots: tuple[int, ...] = (1, 5)
-    queries: int = 15  # of each class
-    episodes: int = 600
-    seed: int = 0
+    ways: int = 5  # classes
+    shots: tuple[int, ...] = (1, 5)  # images of each to learn from
+    queries: int = 15  # images of each to test on
+    episodes: int = 600  # for each number of shots
+    seed: int = 0  # of the draws
     classifier: ByEpisode = 'centroid'
     classes: tuple[str, ...] = ()
 

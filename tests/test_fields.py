@@ -278,6 +278,12 @@ ELSEWHERE = [
         LOADING,
         'test_batches_gathered_on_the_device_are_those_read_on_the_host',
     ),
+    (
+        'InceptionCrop',
+        'reduced',
+        'tests/data/test_jpeg_regions.py',
+        'test_a_large_image_is_decoded_at_a_fraction_that_leaves_two_pixels_for_each',
+    ),
     ('LoaderConfig', 'processes', PROCESSES, 'test_batches_are_those_of_threads'),
     (
         'LoaderConfig',

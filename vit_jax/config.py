@@ -196,6 +196,10 @@ def modernized(values: dict[str, Any]) -> dict[str, Any]:
         holder, name = _within(values, field)
         if holder.get(name) == default:
             holder[name] = None
+    augmentation = values.get('augmentation')
+    crop = augmentation.get('crop') if isinstance(augmentation, dict) else None
+    if crop and crop.get('kind') == 'InceptionCrop':
+        crop.setdefault('reduced', False)  # no version decoded reduced that did not say so
     return values
 
 

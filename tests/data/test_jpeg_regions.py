@@ -54,13 +54,13 @@ def turned(orientation):
     return exif
 
 
-def crops(stored, count=30, exif_rotation=True):
+def crops(stored, count=30, exif_rotation=True, size=SIZE, reduced=True):
     """Crops, or what is said where there are none, and what the generator gives after each."""
-    found = []
+    found, crop = [], InceptionCrop(reduced=reduced)
     for seed in range(count):
         rng = np.random.default_rng(seed)
         try:
-            cut = decode_and_crop(stored, InceptionCrop(), SIZE, rng, exif_rotation=exif_rotation)
+            cut = decode_and_crop(stored, crop, size, rng, exif_rotation=exif_rotation)
         except ValueError as error:
             cut = str(error)
         found.append((cut if isinstance(cut, str) else cut.tobytes(), rng.random()))
@@ -83,12 +83,55 @@ KINDS = {
 
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('exif_rotation', [True, False])
-def test_crops_are_those_of_the_whole_image_to_the_bit(kind, exif_rotation, with_decoder):
+@pytest.mark.parametrize('size', [SIZE, (4, 5)])  # of the other all reductions are wanted
+def test_crops_are_those_of_the_whole_image_to_the_bit(kind, exif_rotation, size, with_decoder):
     stored = encoded(**KINDS[kind])
     with_decoder(True)
-    found = crops(stored, exif_rotation=exif_rotation)
+    found = crops(stored, exif_rotation=exif_rotation, size=size)
     with_decoder(False)
-    assert found == crops(stored, exif_rotation=exif_rotation)
+    assert found == crops(stored, exif_rotation=exif_rotation, size=size)
+    whole = decode(stored, exif_rotation=exif_rotation)
+    for seed, (cut, _) in enumerate(crops(stored, 5, exif_rotation, size, reduced=False)):
+        expected = InceptionCrop()(whole, size, np.random.default_rng(seed))
+        assert cut == expected.tobytes()
+
+
+def test_a_large_image_is_decoded_at_a_fraction_that_leaves_two_pixels_for_each():
+    crop, size = InceptionCrop(), (224, 200)
+    found = {
+        region: crop.reduction(region, size)
+        for region in [
+            (895, 3000),
+            (896, 799),
+            (896, 800),
+            (1791, 2000),
+            (1792, 1600),
+            (5000, 3200),
+        ]
+    }
+    assert [*found.values()] == [1, 1, 2, 2, 4, 8]
+    assert InceptionCrop(reduced=False).reduction((5000, 5000), size) == 1
+
+
+@pytest.mark.parametrize('kind', ['4:2:0', 'progressive', 'grey', 'turned by 6', 'turned by 3'])
+def test_a_fraction_shows_the_same_part(kind, with_decoder):
+    """Of a picture without detail it is the same within two grey levels, at every edge."""
+    across = np.linspace(0, 255, 643)
+    smooth = np.stack(np.broadcast_arrays(across, across[:501, None], 128), axis=-1)
+    file, options = io.BytesIO(), KINDS[kind] | {'quality': 98}
+    image = Image.fromarray(smooth.astype(np.uint8)).convert(options.pop('mode', 'RGB'))
+    image.save(file, 'JPEG', **options)
+    stored = file.getvalue()
+    with_decoder(True)
+    shape = decode(stored, exif_rotation=True).shape[:2]
+    turned_by = jpeg_regions.orientation(stored)
+    region = 96, 160, 256, 128  # whole pixels of an eighth, in either direction
+    whole = jpeg_regions.decode_region(stored, region, shape, turned_by)
+    for n in 2, 4, 8:
+        part = jpeg_regions.decode_region(stored, region, shape, turned_by, reduction=n)
+        means = whole.reshape(256 // n, n, 128 // n, n, 3).mean(axis=(1, 3))
+        # Where the image was turned, an eighth begins at the other end: less than a pixel off.
+        assert abs(part[: 256 // n, : 128 // n] - means).max() <= 2 + 0.5 * n
 
 
 @pytest.mark.parametrize('kind', ['4:2:0', 'progressive', 'with restarts', 'turned by 6'])
@@ -140,11 +183,11 @@ def test_a_file_is_read_to_its_end_until_it_is_known_to_be_whole(on_unreadable, 
 @pytest.mark.parametrize('region', [(-1, 0, 5, 5), (0, 0, 0, 5), (0, 0, 133, 5), (0, 150, 9, 9)])
 def test_a_region_that_is_not_in_the_image_is_not_decoded(region, built):
     rows, columns = (max(1, side) for side in region[2:])
-    assert not built.decode_into(encoded(), bytearray(3 * rows * columns), region, True)
+    assert not built.decode_into(encoded(), bytearray(3 * rows * columns), region, 1, True)
 
 
 def test_memory_of_another_size_than_the_region_is_not_written(built):
-    assert not built.decode_into(encoded(), bytearray(3 * 5 * 5 - 1), (0, 0, 5, 5), True)
+    assert not built.decode_into(encoded(), bytearray(3 * 5 * 5 - 1), (0, 0, 5, 5), 1, True)
 
 
 def test_an_image_of_too_many_pixels_is_refused_before_a_region_of_it_is_decoded(with_decoder):

@@ -14,7 +14,8 @@ from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.digests import verify_digests
 from vit_jax.checkpoints.store import load_card
 from vit_jax.config import FewshotConfig, ProbeSet, TrainConfig, modernized
-from vit_jax.data.image_preprocessing import CentralCrop
+from vit_jax.data.augmentation import Augmentation
+from vit_jax.data.image_preprocessing import CentralCrop, InceptionCrop
 from vit_jax.parallel.meshes import MeshConfig
 from vit_jax.parallel.processes import Job
 from vit_jax.runs import training_run, workdirs
@@ -135,8 +136,10 @@ def test_a_configuration_of_an_earlier_version_is_read_under_todays_names():
             crop=CentralCrop(scale=2.0), sets={'x': ProbeSet(data='x', test_split='test[:5]')}
         ),
         optimizer=OptimizerConfig(lr_multipliers=(('head/.*', 2.0),)),
+        augmentation=Augmentation(crop=InceptionCrop(reduced=False)),
     )
     then = records.to_dict(now)
+    del then['augmentation']['crop']['reduced']
     fewshot, optimizer = then['fewshot'], then['optimizer']
     then['test_split'], then['fewshot_crop'] = then.pop('eval_split'), fewshot.pop('crop')
     fewshot |= {'sets': {}, 'data': 'x', 'train_split': 'train', 'test_split': 'test[:5]'}

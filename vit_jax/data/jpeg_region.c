@@ -35,10 +35,10 @@ typedef struct {
 
 /* 1 if the region was decoded, and the file is of a plain kind and whole; else 0.
 
-   What is below the region is looked at only `to_end`. `line` is memory for one row, which the
-   caller frees. */
-static int decode(const Py_buffer *stored, Region region, int to_end, JSAMPROW pixels,
-                  JSAMPROW volatile *line) {
+   The region is one of the image at 1 / `reduction` of its size. What is below it is looked at only
+   `to_end`. `line` is memory for one row, which the caller frees. */
+static int decode(const Py_buffer *stored, Region region, int reduction, int to_end,
+                  JSAMPROW pixels, JSAMPROW volatile *line) {
   struct jpeg_decompress_struct info;
   Errors errors;
   info.err = jpeg_std_error(&errors.base);
@@ -55,6 +55,8 @@ static int decode(const Py_buffer *stored, Region region, int to_end, JSAMPROW p
   int plain = kind == JCS_YCbCr || kind == JCS_GRAYSCALE || kind == JCS_RGB;
   if (!plain || info.data_precision != 8) leave((j_common_ptr)&info);
   info.out_color_space = JCS_RGB;
+  info.scale_num = 1;
+  info.scale_denom = reduction;
   jpeg_start_decompress(&info);
   JDIMENSION top = region.top, left = region.left, right = region.left + region.columns;
   JDIMENSION height = info.output_height, width = info.output_width;
@@ -84,15 +86,16 @@ static int decode(const Py_buffer *stored, Region region, int to_end, JSAMPROW p
 static PyObject *decode_into(PyObject *Py_UNUSED(module), PyObject *arguments) {
   Py_buffer stored, pixels;
   Region region;
-  int to_end, done = 0;
-  if (!PyArg_ParseTuple(arguments, "y*w*(iiii)p", &stored, &pixels, &region.top, &region.left,
-                        &region.rows, &region.columns, &to_end))
+  int reduction, to_end, done = 0;
+  if (!PyArg_ParseTuple(arguments, "y*w*(iiii)ip", &stored, &pixels, &region.top, &region.left,
+                        &region.rows, &region.columns, &reduction, &to_end))
     return NULL;
   int fits = region.top >= 0 && region.left >= 0 && region.rows > 0 && region.columns > 0;
+  fits = fits && (reduction == 1 || reduction == 2 || reduction == 4 || reduction == 8);
   if (fits && pixels.len == 3 * (Py_ssize_t)region.rows * region.columns) {
     JSAMPROW volatile line = NULL;
     Py_BEGIN_ALLOW_THREADS;
-    done = decode(&stored, region, to_end, pixels.buf, &line);
+    done = decode(&stored, region, reduction, to_end, pixels.buf, &line);
     PyMem_RawFree(line);
     Py_END_ALLOW_THREADS;
   }
@@ -103,7 +106,7 @@ static PyObject *decode_into(PyObject *Py_UNUSED(module), PyObject *arguments) {
 
 static PyMethodDef functions[] = {
     {"decode_into", decode_into, METH_VARARGS,
-     "decode_into(stored, pixels, (top, left, rows, columns), to_end) -> bool"},
+     "decode_into(stored, pixels, (top, left, rows, columns), reduction, to_end) -> bool"},
     {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "jpeg_region", NULL, 0, functions,

@@ -55,6 +55,9 @@ def compare(programs: dict[str, str], work: Work, rounds: int) -> dict[str, dict
     """The result of each program: the first round's, with the seconds of the fastest."""
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as cache:
+        platform = turn('matmul', '', work._replace(steps=1), cache).get('platform')
+        if platform == 'cpu' and hasattr(os, 'sched_setaffinity'):  # which all others inherit
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         for number in range(rounds):
             for name, where in programs.items():
                 if 'error' in results.get(name, {}):
@@ -66,8 +69,6 @@ def compare(programs: dict[str, str], work: Work, rounds: int) -> dict[str, dict
                     first['seconds'] = min(first['seconds'], result['seconds'])
                 elif 'operations_per_second' in result:
                     first |= max(first, result, key=lambda one: one['operations_per_second'])
-                if result.get('platform') == 'cpu':  # and all that follow, which inherit it
-                    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     return results
 
 

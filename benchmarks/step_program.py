@@ -37,7 +37,7 @@ from vit_jax.training.optimizer import OptimizerConfig
 # What is no kernel: names for memory that is there already.
 _FREE = 'parameter constant get-tuple-element tuple bitcast after-all opt-barrier iota'.split()
 _FREE += ['partition-id', 'replica-id', 'async-done']
-_CALLS = 'conditional', 'call', 'async-start'
+_CALLS = 'call', 'async-start'
 _PRODUCTS = re.compile(r'gemm|matmul|fmha|convolution|cudnn')
 
 
@@ -85,6 +85,8 @@ def executed(
     for one in found[name]:
         if one.operation == 'while':
             yield from executed(found, one.called('body'), times * trips(one, by_name, found))
+        elif one.operation == 'conditional':
+            yield from executed(found, one.branches[-1], times)  # one of them
         elif one.operation in _CALLS:
             yield from executed(found, one.called('(?:to_apply|calls)'), times)
         elif one.operation not in _FREE:

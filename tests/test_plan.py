@@ -119,8 +119,16 @@ def test_what_is_far_too_large_is_not_compiled(monkeypatch):
     assert error.value.estimated and error.value.needed > here.memory
 
 
-@pytest.mark.parametrize('peak, compiled', [(500, 1), (900, 2), (1100, 2), (1300, 1)])
-def test_near_the_limit_the_program_that_trains_is_compiled(monkeypatch, peak, compiled):
+@pytest.mark.parametrize(
+    'platform, peak, expected',
+    [
+        ('tpu', 500, [True]),
+        ('tpu', 900, [True, False]),
+        ('tpu', 1100, [True]),
+        ('cuda', 500, [False]),
+    ],
+)
+def test_near_the_limit_the_program_that_trains_is_compiled(monkeypatch, platform, peak, expected):
     """In thousandths of the limit: what is compiled quickly needs up to a tenth less."""
     asked = []
 
@@ -131,9 +139,10 @@ def test_near_the_limit_the_program_that_trains_is_compiled(monkeypatch, peak, c
         return mock.Mock(**{'memory_analysis.return_value.peak_memory_in_bytes': peak})
 
     monkeypatch.setattr(ahead_of_time, 'compile_for', compile_for)
+    where = Topology('test', [mock.Mock(platform=platform)], 1000)
     with contextlib.suppress(DoesNotFit):
-        memory_plan.compile_carefully_near_the_limit(None, Topology('test', jax.devices(), 1000))
-    assert asked == [True, False][:compiled]
+        memory_plan._compiled_carefully_near_the_limit(None, where)
+    assert asked == expected
 
 
 @pytest.mark.parametrize('batch_size, expected', [(64, 'none'), (256, 'dots'), (1024, 'block')])
@@ -162,7 +171,7 @@ def test_where_nothing_fits_a_smaller_batch_is_looked_for():
 def test_a_batch_that_grows_does_not_shorten_the_training_below_its_warm_up(monkeypatch, capsys):
     def step(config, where):
         decide(config, devices=where.devices)  # raises where durations do not fit
-        return fake_step({'none': 1})(config, where)
+        return fake_step({'dots': 1})(config, where)  # what CPUs take first
 
     where = Topology('test', jax.devices(), 10_000)
     monkeypatch.setattr(plan.ahead_of_time, 'find_topology', lambda name: where)
@@ -195,7 +204,7 @@ def test_the_program_says_what_fits_and_what_lies_where(tmp_path):
     for line in (
         'topology    v5e:2x2: 4 x TPU v5 lite, 15.75 GiB each',
         'mesh        data=1 x fsdp=4 x tensor=1',
-        'remat       none  fits: ',
+        'remat       dots  fits: ',  # what trains on TPUs, whatever fits
         'sent        by each device in a step: ',
         'encoder/block/mlp/dense1/kernel',
         'state, optimizer included: ',

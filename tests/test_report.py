@@ -95,6 +95,33 @@ def test_time_counts_the_starts_of_a_run_one_after_the_other(tmp_path):
     assert run.evaluations == ['test']
 
 
+def test_damaged_files_have_a_page(tmp_path):
+    strange = [
+        '{"kind": "train", "step": 3, "run": "x", "seconds": null, "loss": 1.0}',
+        '{"kind": "train", "step": 4, "run": 1, "seconds": 1.0, "loss": []}',
+        '{"kind": "fewshot", "step": 4, "1_shot_accuracy": null}',
+        '[1]',
+    ]
+    folder = run_of(tmp_path / 'run', lines=[*strange, *LINES])
+    for name, text in {
+        'config.json': '{"fewshot": 5}',
+        'ledger.jsonl': '{"began": 1.0, "event": 3, "step": 1, "seconds": {"step": null}}\n',
+    }.items():
+        (tmp_path / 'run' / name).write_text(text)
+    assert '<h2>Loss</h2>' in page_of(tmp_path, folder, over='time')
+
+
+@pytest.mark.full
+def test_many_runs_can_be_told_apart():
+    from vit_jax.figures import curves
+
+    x = np.arange(100.0)
+    drawn = [curves.Curve(f'run {i}', i, x, x + i) for i in range(15)]
+    figure = curves.curves('title', drawn, x='x', y='y')
+    looks = {(one.get_color(), one.get_marker()) for one in figure.axes[0].lines}
+    assert len(looks) == 15
+
+
 def test_what_is_no_work_directory_is_refused_by_name(tmp_path):
     (tmp_path / 'empty').mkdir()
     run = run_of(tmp_path / 'run')

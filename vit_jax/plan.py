@@ -43,6 +43,8 @@ def main(arguments: argparse.Namespace) -> int:
     compute = f'{chosen.dtype}, attention {chosen.attention}'
     print(f'model       {parameter_count(model):,} parameters, {compute}')
     print(f'batch       {batch_size:,} images, {batch_size // parts} a device', flush=True)
+    assert chosen.remat != 'auto'
+    config = memory_plan.with_policy(config, chosen.remat)  # the first that a training would take
     for policy, result in memory_plan.tried_policies(config, where):
         print(f'remat       {policy:<6}{_verdict(result)}', flush=True)
     best = (batch_size, result) if isinstance(result, StepMemory) else None
@@ -58,7 +60,7 @@ def main(arguments: argparse.Namespace) -> int:
         return 1
     memory = best[1]
     if arguments.largest:
-        print(f'largest     {best[0]:,} images with remat={policy}: {_gib(memory.peak)}')
+        print(f'largest     {best[0]:,} images with remat={policy}: {_peak(memory)}')
     print(f'sent        by each device in a step: {_sent(memory)}')
     print(f'compiled in {time.monotonic() - began:.0f} s')
     print('\n'.join(memory.sharding))
@@ -67,13 +69,14 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _verdict(result: StepMemory | DoesNotFit) -> str:
     if isinstance(result, StepMemory):
-        about = 'about ' if result.quickly else ''
-        return (
-            f'fits: {about}{_gib(result.peak)} at once, {_gib(result.state)} of it state and batch'
-        )
+        return f'fits: {_peak(result)} at once, {_gib(result.state)} of it state and batch'
     if result.estimated:
         return f'does not fit: about {_gib(result.needed or 0)} needed, by estimate'
     return f'does not fit: {_gib(result.needed) if result.needed else "more"} needed'
+
+
+def _peak(memory: StepMemory) -> str:
+    return f'about {_gib(memory.peak)}' if memory.quickly else _gib(memory.peak)
 
 
 def _sent(memory: StepMemory) -> str:

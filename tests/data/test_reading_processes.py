@@ -200,6 +200,20 @@ def test_data_that_cannot_be_sent_are_refused():
         loader(2, unsendable())
 
 
+class Fatal:
+    """What ends the process that unpickles it."""
+
+    def __reduce__(self):
+        return sys.exit, (3,)
+
+
+@pytest.mark.full
+def test_a_process_that_ends_at_its_start_says_how():
+    fatal = Fatal()
+    with pytest.raises(ValueError, match=r'^a process that reads images ended \(3\)'):
+        ReadingProcesses(reader(source(read=lambda i: (STORED[i], fatal))), 1)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize('seen', ['np.zeros((8, 8, 3), np.uint8)', 'missing[0]'])
 def test_data_that_another_process_sees_differently_are_not_read_there(seen):

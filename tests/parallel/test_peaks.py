@@ -10,6 +10,8 @@ from vit_jax.parallel.peaks import peak_of
     [
         ('TPU v5 lite', 197e12),
         ('TPU v5', 459e12),
+        ('TPU v5p', 459e12),
+        ('NVIDIA A100-SXM4-40GB MIG 1g.5gb', None),
         ('NVIDIA A100-SXM4-80GB', 312e12),
         ('NVIDIA A100 80GB PCIe', 312e12),
         ('NVIDIA A10', 125e12),

@@ -28,7 +28,7 @@ from vit_jax.data.image_preprocessing import InceptionCrop
 from vit_jax.data.randaugment import RandAugment
 from vit_jax.models import Regularization, build
 from vit_jax.parallel.processes import Job
-from vit_jax.runs import probing_run, training_run, workdirs
+from vit_jax.runs import probing_run, reporting, training_run, workdirs
 from vit_jax.training.duration import Duration
 from vit_jax.training.loop import NotFinite
 from vit_jax.training.losses import LossConfig
@@ -434,7 +434,7 @@ def test_one_class_alone_is_refused(photos):
 @pytest.mark.full
 def test_a_batch_of_more_images_than_there_are_is_said(photos):
     few, many = (folder_config(photos, batch_size=size) for size in (16, 64))
-    said = [training_run._outline(training_run.decide(config)) for config in (few, many)]
+    said = [reporting.outline(training_run.decide(config)) for config in (few, many)]
     assert 'steps of 16 images, 3.0 epochs' in said[0]
     assert 'steps of 64 images, more than there are (--config.batch_size): 16, 12.0' in said[1]
 

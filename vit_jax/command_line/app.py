@@ -258,7 +258,7 @@ def add_job(parser: argparse.ArgumentParser, *, required: bool = True, trains: b
     add_boolean(parser, 'accept_config_changes', 'go on in a directory of another configuration')
     if trains:
         add_boolean(parser, 'accept_data_changes', 'go on in a directory of a run on other data')
-        text = 'write a profile of steps N to M into WORKDIR/profile, for TensorBoard and Perfetto'
+        text = 'write a profile of the M - N steps after step N into WORKDIR/profile'
         add_once = functools.partial(parser.add_argument, action=_Once, type=_steps)
         add_once('--profile_steps', metavar='N:M', help=text)
     add_launch(parser)

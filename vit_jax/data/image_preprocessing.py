@@ -242,8 +242,8 @@ def decode_and_crop(
     """The crop of the decoded image, to the bit and with its errors; of large JPEGs, see
     InceptionCrop, that of a smaller one.
 
-    Of a JPEG no more is decoded than an InceptionCrop keeps, where jpeg_regions.py can. A file that
-    is known to be whole need not be read to its end.
+    Of a JPEG no more is decoded than an InceptionCrop keeps, where jpeg_regions.py can. Unless it
+    is read `to_end`, which one that is known to be whole need not be, damage below it is not met.
     """
     if isinstance(stored, bytes) and isinstance(crop, InceptionCrop) and rng is not None:
         before = rng.bit_generator.state

@@ -7,6 +7,7 @@ compiler and the headers of libjpeg-turbo 2.1 or newer. No package on PyPI does 
 that cut while they decode, nvImageCodec 0.9 makes grey pixels of damaged data without an error.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -29,16 +30,17 @@ def decoder() -> Any:
     """The module that decodes regions; None where it was not built, or does not load."""
     if importlib.util.find_spec(_MODULE) is None:
         return None
-    try:
+    with contextlib.suppress(ImportError):  # the library that it was built with is gone
         return importlib.import_module(_MODULE)
-    except ImportError:  # the library that it was built with is gone
-        return None
+    return None
 
 
 def described() -> str:
     """What decodes the crops of JPEGs for training here, in words."""
     if decoder() is not None:
         return f'of a JPEG only the crop is decoded, by libjpeg-turbo {decoder().version}'
+    if importlib.util.find_spec(_MODULE) is not None:
+        return 'JPEGs are decoded whole: what decodes crops alone was built, and does not load here'
     needs = 'a C compiler and the headers of libjpeg-turbo 2.1 (Debian: libjpeg62-turbo-dev)'
     return f'JPEGs are decoded whole: with {needs} pip install builds what decodes crops alone'
 

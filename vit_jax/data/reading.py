@@ -110,7 +110,7 @@ class ImageReader:
                 rng,
                 exif_rotation=self.exif_rotation,
                 max_pixels=self.max_pixels,
-                # All were read to their ends in the first epoch, and none was damaged.
+                # In the first epoch all were read to their ends, and a damaged one ended the run.
                 to_end=ref.epoch == 0 or self.on_unreadable == 'skip',
             )
             return image, label

@@ -29,6 +29,10 @@ class Unsendable(UserError):
     """A source that no other process can have."""
 
 
+class Gone(UserError):
+    """A process has ended that was to read images."""
+
+
 class ReadingProcesses:
     """So many processes, each of which reads a few rows of a batch at a time, as `reader` would.
 
@@ -97,7 +101,7 @@ class _Worker:
         try:
             filled, error, fault = pickle.load(self.process.stdout)
         except (EOFError, pickle.UnpicklingError) as cause:
-            raise UserError(self._gone()) from cause
+            raise Gone(self._gone()) from cause
         if fault is not None:
             raise RuntimeError(fault)
         if error is not None:
@@ -112,7 +116,7 @@ class _Worker:
             self.process.stdin.write(text)
             self.process.stdin.flush()
         except BrokenPipeError as cause:
-            raise UserError(self._gone()) from cause
+            raise Gone(self._gone()) from cause
 
     def _gone(self) -> str:
         try:
@@ -132,6 +136,8 @@ def _first(reader: ImageReader, fill: Fill) -> tuple[str, bytes, bytes]:
         labels, _, left_out = fill([ExampleRef(0)], images)
     except RuntimeError as fault:
         raise Unsendable(f'another process cannot read these data: {fault}') from fault
+    except Gone:
+        raise
     except UserError as error:
         return str(error), b'', b''
     return ' '.join(left_out), images.tobytes(), labels.tobytes()

@@ -11,7 +11,7 @@ from vit_jax.figures import style
 
 _WIDTH, _HEIGHT = 8.0, 4.2  # inches
 _MOST_POINTS = 1500  # of a line: more cannot be seen
-_MARKED = 40  # a line of so few points, or fewer, has a marker at each
+_MARKED = 40  # a line of so few points has a marker at each, one of more has twelve
 
 
 class Curve(NamedTuple):
@@ -38,8 +38,8 @@ def curves(
     for curve in drawn:
         kept = style.chosen(len(curve.x), _MOST_POINTS)
         how = style.line(curve.place, curve.name) | {'linestyle': curve.style or 'none'}
-        if curve.style and len(kept) > _MARKED:
-            how['marker'] = ''
+        if len(kept) > _MARKED:  # markers tell runs apart that have one colour
+            how['markevery'] = len(kept) // 12
         if not curve.style:
             how |= {'marker': 'x', 'markersize': 9, 'markeredgewidth': 2}
         axes.plot(curve.x[kept], curve.y[kept], **how)

@@ -34,7 +34,8 @@ def every(config: ModelConfig) -> list[Layer]:
     if isinstance(config, ResNetConfig):
         return backbone
     found = [*backbone, Layer('embedding')]
-    found += [Layer(tap, block) for block in range(config.depth) for tap in _BLOCK]
+    taps = [tap for tap in _BLOCK if not (config.parallel and tap == 'norm2')]  # one norm of both
+    found += [Layer(tap, block) for block in range(config.depth) for tap in taps]
     return found + ([Layer('norm')] if config.final_norm == 'before_pool' else [])
 
 

@@ -1,6 +1,7 @@
 """What `auto` means in `Compute`: chosen for the devices, the network and the batch.
 
-The reasons were measured: `python -m benchmarks.peers`, `python -m benchmarks.step_program`.
+The reasons were measured on CPUs (`python -m benchmarks.peers`), and counted or estimated in
+programs for GPUs and TPUs (`python -m benchmarks.step_program`).
 """
 
 import dataclasses

@@ -39,7 +39,7 @@ VIT_TAPS = {
     'attention/heads': '(l b n k d/k), what each head makes of the values, before they are mixed',
     'attention/out': '(l b n d), what attention adds: MSA(LN(z))',
     'attention/residual': 'two of (l b n d): z (0 without skip connection), and what is added',
-    'norm2': "(l b n d), the LayerNorm before the MLP: LN(z') of equation 3",
+    'norm2': "(l b n d), the LayerNorm before the MLP: LN(z') of equation 3; not if parallel",
     'mlp/hidden': '(l b n m), after the GELU',
     'mlp/out': "(l b n d), what the MLP adds: MLP(LN(z'))",
     'mlp/residual': "two of (l b n d): z' (likewise), and what the MLP adds to it",

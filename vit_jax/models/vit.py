@@ -65,7 +65,7 @@ class ViTConfig(Record):
     norm: ops.Norm = 'layer'
     layer_norm_epsilon: float = 1e-6  # added to the variance
     qkv_bias: bool = True  # of queries, keys and values
-    qk_norm: bool = False  # a norm of the queries and of the keys of each head (ViT-22B)
+    qk_norm: bool = False  # norms of queries and keys of each head, in blocks (ViT-22B)
     parallel: bool = False  # attention and MLP of the same tokens, side by side (ViT-22B)
     pool: Pool = 'cls'
     final_norm: Literal['before_pool', 'after_pool'] = 'before_pool'

@@ -17,7 +17,7 @@ _RING = {
     'all-to-all': lambda n: (n - 1) / n,
     'collective-permute': lambda n: 1,
 }
-_CALLS = 'body', 'condition', 'calls', 'to_apply', 'branch_computations'
+_CALLS = 'body', 'condition', 'calls', 'to_apply'
 
 
 class Sent(NamedTuple):
@@ -63,7 +63,7 @@ def sent(text: str, devices: int) -> dict[str, Sent]:
                 walk(one.called('condition'), often)
                 walk(one.called('body'), often)
             else:
-                for called in filter(None, map(one.called, _CALLS)):
+                for called in filter(None, [*map(one.called, _CALLS), *one.branches]):
                     walk(called, times)
 
     walk(entry, 1)

@@ -7,9 +7,12 @@ _PEAKS = {
     'TPU v2': 23e12,
     'TPU v3': 61.5e12,
     'TPU v4': 275e12,
-    'TPU v5 lite': 197e12,  # v5e
+    'TPU v5 lite': 197e12,
+    'TPU v5e': 197e12,
     'TPU v5': 459e12,  # v5p
-    'TPU v6 lite': 918e12,  # v6e
+    'TPU v5p': 459e12,
+    'TPU v6 lite': 918e12,
+    'TPU v6e': 918e12,
     'TPU7x': 1153.5e12,
     'NVIDIA A10': 125e12,
     'NVIDIA A100': 312e12,
@@ -29,8 +32,10 @@ def peak_of(device_kind: str) -> float | None:
     """Operations a second of a device of this kind (`jax.Device.device_kind`); None: not known.
 
     What follows a name in the table, such as the memory in `NVIDIA A100-SXM4-80GB`, is no other
-    device.
+    device; a part of one (MIG) is.
     """
+    if ' MIG ' in device_kind:
+        return None
     for name, peak in _PEAKS.items():
         rest = device_kind.removeprefix(name)
         if rest != device_kind and not rest[:1].isalnum() and (rest[:1] != ' ' or 'GB' in rest):

@@ -25,6 +25,13 @@ class Instruction(NamedTuple):
         match = re.search(rf'{label}=%?([\w.-]+)', self.rest)
         return match[1] if match else ''
 
+    @property
+    def branches(self) -> list[str]:
+        """The names of the computations of which a conditional runs one."""
+        listed = re.search(r'branch_computations=\{(.*?)\}', self.rest)
+        pair = re.findall(r'(?:true|false)_computation=%?([\w.-]+)', self.rest)
+        return re.findall(r'[\w.-]+', listed[1]) if listed else pair
+
 
 def size(types: str) -> int:
     """Bytes of all arrays in a type."""
@@ -64,18 +71,19 @@ def trips(
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
         return int(known[1])
     condition, body = found[loop.called('condition')], found[loop.called('body')]
-    inside, test = {one.name: one for one in condition}, condition[-1]
-    if test.operation != 'compare' or 'direction=LT' not in test.rest:
+    try:
+        inside, test = {one.name: one for one in condition}, condition[-1]
+        counter, limit = (inside[name] for name in test.operands)
+        position, end = re.search(r'index=(\d+)', counter.rest), _constant(limit.name, inside)
+        if test.operation != 'compare' or 'direction=LT' not in test.rest or not position:
+            return 1
+        results = {one.name: one for one in body}
+        steps = results[body[-1].operands[int(position[1])]].operands
+        step = next((n for name in steps if (n := _constant(name, results)) is not None), 1)
+        first = before[before[loop.operands[0]].operands[int(position[1])]]
+    except (LookupError, ValueError):  # of another form
         return 1
-    counter, limit = (inside[name] for name in test.operands)
-    position = re.search(r'index=(\d+)', counter.rest)
-    if position is None or (end := _constant(limit.name, inside)) is None:
-        return 1
-    results = {one.name: one for one in body}
-    steps = results[body[-1].operands[int(position[1])]].operands
-    step = next((n for name in steps if (n := _constant(name, results)) is not None), 1)
-    first = before[before[loop.operands[0]].operands[int(position[1])]]
-    return -(-(end - (_constant(first.name, before) or 0)) // step)
+    return 1 if end is None else -(-(end - (_constant(first.name, before) or 0)) // step)
 
 
 def _constant(name: str, inside: dict[str, Instruction]) -> int | None:

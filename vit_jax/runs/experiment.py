@@ -1,4 +1,4 @@
-"""What is decided of a training before anything is compiled or written."""
+"""What is decided of a training before anything is compiled or written, and opened for it."""
 
 import dataclasses
 import functools
@@ -25,7 +25,6 @@ from vit_jax.data.sources.opening import make_opener
 from vit_jax.models import (
     Model,
     ModelConfig,
-    ViTConfig,
     build,
     for_task,
     multiply_adds,
@@ -313,27 +312,6 @@ def loaders(
     loader_of(experiment.train)
     tested = [(reader, loader_of(reader)) for reader in experiment.evals.values()]
     return loader_of, [loader for reader, loader in tested if reader.on_unreadable != 'skip']
-
-
-def outline(experiment: Experiment) -> str:
-    """What is about to be done, and what the rules over parameters matched."""
-    config, model, length = experiment.config, experiment.model.config, experiment.length
-    tokens = f'{model.sequence}, ' if isinstance(model, ViTConfig) else ''
-    tested = ', '.join(f'{len(one.source):,} {name}' for name, one in experiment.evals.items())
-    images, warmup = counted(length.batch_size, 'image'), length.steps(config.schedule.warmup)
-    if length.batch_size > length.num_images:
-        images += f', more than there are (--config.batch_size): {length.num_images:,}'
-    lines = [
-        f'data    {records.text_of(config.data)}: {len(experiment.train.source):,} training and '
-        f'{tested} images, {counted(len(experiment.train.source.class_names), "class")}',
-        f'length  {counted(length.total_steps, "step")} of {images}, '
-        f'{length.epochs:,.1f} epochs; warm-up {counted(warmup, "step")}',
-        f'model   {parameter_count(model):,} parameters, {tokens}'
-        f'{multiply_adds(model) / 1e6:,.1f} M multiply-adds an image; '
-        f'compiling for {experiment.mesh.size} x {jax.devices()[0].device_kind}',
-        f'compute {experiment.choice}',
-    ]
-    return '\n'.join([*lines, *experiment.report])
 
 
 def images_at_peak(experiment: Experiment) -> float | None:

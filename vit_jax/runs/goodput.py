@@ -76,7 +76,8 @@ class Ledger:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The lines of a ledger, those of one start after those of the start before."""
-    return read_json_lines(path, began=float, step=int | None, seconds=dict)
+    lines = read_json_lines(path, began=float, step=int | None, seconds=dict)
+    return [x for x in lines if all(isinstance(s, int | float) for s in x['seconds'].values())]
 
 
 def totals(lines: list[dict[str, Any]]) -> dict[str, float]:

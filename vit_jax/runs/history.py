@@ -57,7 +57,7 @@ def _read(folder: Path, name: str) -> History:
         lines = read_json_lines(folder / workdirs.METRICS, kind=str, step=int)
         try:
             config = workdirs.read_config(folder / workdirs.CONFIG)
-        except (OSError, ValueError, UserError):  # of a run that has not begun yet
+        except Exception:  # there is none yet, or damaged text, which may be anything
             config = {}
         ledger = goodput.read(folder / workdirs.LEDGER)
     event = str(ledger[-1].get('event', '')) if ledger else ''
@@ -75,12 +75,12 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def seconds_since(lines: Sequence[Line], history: History) -> Float[np.ndarray, 'n']:
     """When each line was written: seconds of running, the starts of the run one after the other."""
-    longest: dict[int, float] = {}
-    for line in history.lines:
-        run = int(line.get('run', 1))
-        longest[run] = max(longest.get(run, 0.0), float(line.get('seconds', 0.0)))
-    before = {run: sum(s for r, s in longest.items() if r < run) for run in longest}
-    return np.array([before[int(x.get('run', 1))] + float(x.get('seconds', 0.0)) for x in lines])
+    starts, seconds = (values(history.lines, name) for name in ('run', 'seconds'))
+    known = np.unique(starts[np.isfinite(starts)])
+    longest = {start: np.nan_to_num(seconds[starts == start]).max() for start in known}
+    before = {start: sum(s for r, s in longest.items() if r < start) for start in longest}
+    earlier = [before.get(start, np.nan) for start in values(lines, 'run')]
+    return np.array(earlier, float) + values(lines, 'seconds')
 
 
 def values(lines: Sequence[Line], name: str) -> Float[np.ndarray, 'n']:

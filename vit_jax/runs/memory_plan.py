@@ -87,7 +87,7 @@ def compile_step(config: TrainConfig, where: Topology) -> StepMemory:
     state = compilation.abstract_state(experiment)
     _check_estimate(experiment, state, where)
     lowered = compilation.lower_update(experiment, state)
-    compiled, quickly = compile_carefully_near_the_limit(lowered, where)
+    compiled, quickly = _compiled_carefully_near_the_limit(lowered, where)
     memory = compiled.memory_analysis()
     return StepMemory(
         memory.argument_size_in_bytes,
@@ -111,17 +111,12 @@ def _check_estimate(experiment: Experiment, state: TrainState, where: Topology) 
         raise DoesNotFit(split + kept, estimated=True)
 
 
-def compile_carefully_near_the_limit(lowered: Any, where: Topology) -> tuple[Any, bool]:
-    """The program, and whether it was compiled quickly."""
-    try:
+def _compiled_carefully_near_the_limit(lowered: Any, where: Topology) -> tuple[Any, bool]:
+    """The program, and whether it was compiled quickly, which a TPU's compiler alone can do."""
+    if where.devices[0].platform == 'tpu':
         compiled = ahead_of_time.compile_for(where, lowered, quickly=True)
-        needed = compiled.memory_analysis().peak_memory_in_bytes
-    except DoesNotFit as error:
-        if error.needed is None or error.needed > (1 + _NEAR) * where.memory:
-            raise
-        needed = error.needed
-    if needed < (1 - _NEAR) * where.memory:
-        return compiled, True
+        if compiled.memory_analysis().peak_memory_in_bytes < (1 - _NEAR) * where.memory:
+            return compiled, True
     return ahead_of_time.compile_for(where, lowered), False
 
 

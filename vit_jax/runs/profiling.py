@@ -30,6 +30,8 @@ def profiled(
 ) -> Iterator[Update]:
     """The same update, watched in some steps; its first call takes the state after step `first`.
 
+    `steps` 3, 4 and 5 are those from the state after step 3 to that after step 6, as which reports
+    count them: 4, 5 and 6.
     The profile is written to `folder`/profile, for TensorBoard (with its plugin `xprof`) and, as
     perfetto_trace.json.gz, for ui.perfetto.dev. What fails is a warning: the run is worth more.
     """
@@ -47,9 +49,9 @@ def profiled(
             if step == max(steps.start, first):
                 jax.block_until_ready(state)  # what came before is not in the picture
                 watching.enter_context(_watched(folder / FOLDER, console))
+            step += 1
             with jax.profiler.StepTraceAnnotation('train', step_num=step):
                 state, metrics = update(state, batch)
-            step += 1
             if step == steps.stop:
                 jax.block_until_ready(metrics)
                 watching.close()

@@ -15,13 +15,24 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vit_jax.base import Path, appending, atomic_write, read_json_lines, usable
+from vit_jax.base import (
+    Path,
+    appending,
+    atomic_write,
+    counted,
+    read_json_lines,
+    records,
+    usable,
+)
 from vit_jax.base.storage import reaching
+from vit_jax.models import ViTConfig, multiply_adds, parameter_count
 from vit_jax.parallel.processes import Job
 from vit_jax.runs import workdirs
+from vit_jax.runs.experiment import Experiment
 from vit_jax.training.loop import Clock
 from vit_jax.training.metrics import StepMetrics
 
@@ -198,6 +209,27 @@ def _cut(path: Path, step: int, again: Collection[str]) -> list[dict[str, Any]]:
 
 def _is_no_json(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
+
+
+def outline(experiment: Experiment) -> str:
+    """What is about to be done, and what the rules over parameters matched."""
+    config, model, length = experiment.config, experiment.model.config, experiment.length
+    tokens = f'{model.sequence}, ' if isinstance(model, ViTConfig) else ''
+    tested = ', '.join(f'{len(one.source):,} {name}' for name, one in experiment.evals.items())
+    images, warmup = counted(length.batch_size, 'image'), length.steps(config.schedule.warmup)
+    if length.batch_size > length.num_images:
+        images += f', more than there are (--config.batch_size): {length.num_images:,}'
+    lines = [
+        f'data    {records.text_of(config.data)}: {len(experiment.train.source):,} training and '
+        f'{tested} images, {counted(len(experiment.train.source.class_names), "class")}',
+        f'length  {counted(length.total_steps, "step")} of {images}, '
+        f'{length.epochs:,.1f} epochs; warm-up {counted(warmup, "step")}',
+        f'model   {parameter_count(model):,} parameters, {tokens}'
+        f'{multiply_adds(model) / 1e6:,.1f} M multiply-adds an image; '
+        f'compiling for {experiment.mesh.size} x {jax.devices()[0].device_kind}',
+        f'compute {experiment.choice}',
+    ]
+    return '\n'.join([*lines, *experiment.report])
 
 
 def duration(seconds: float) -> str:

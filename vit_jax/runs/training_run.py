@@ -26,10 +26,10 @@ from vit_jax.parallel.sharding_rules import sharding_report
 from vit_jax.runs import compilation, data_record, fingerprint, probing, profiling, workdirs
 from vit_jax.runs.compilation import Features, shardings_of
 from vit_jax.runs.data_record import DataRecord
-from vit_jax.runs.experiment import Experiment, decide, images_at_peak, loaders, outline
+from vit_jax.runs.experiment import Experiment, decide, images_at_peak, loaders
 from vit_jax.runs.goodput import Ledger
 from vit_jax.runs.probing import Probes
-from vit_jax.runs.reporting import Reporter, console_of, eval_summary
+from vit_jax.runs.reporting import Reporter, console_of, eval_summary, outline
 from vit_jax.runs.workdirs import Workdir
 from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
 from vit_jax.training.metrics import StepMetrics

@@ -14,7 +14,7 @@ from vit_jax.data import reading
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.figures import layers, networks, paths, probing, representations, vit_paper
 from vit_jax.figures.networks import LeftOut, Study
-from vit_jax.models import Backbone, ResNetConfig, variant
+from vit_jax.models import Backbone, ResNetConfig, build, variant
 
 VIT = tiny.model(image_size=(8, 8), patch_size=(4, 4))
 RESNET = ResNetConfig(
@@ -258,3 +258,13 @@ def test_the_layer_where_nan_begins_is_found(config, name, layer):
     params = tree_names.map_named(lambda n, old: leaf if n == name else old, loaded.params)
     one = study(files.changed(loaded, params=params))
     assert str(layers.first_not_finite(one, one.networks[0])) == layer
+
+
+@pytest.mark.parametrize('changes', [{}, {'parallel': True, 'qk_norm': True, 'norm': 'rms'}])
+def test_every_layer_is_there_to_be_seen(changes):
+    config = tiny.model(depth=1, **changes)
+    model = build(config)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    names = {layer.tap for layer in layers.every(config)}
+    _, seen = jax.eval_shape(lambda p, x: model.capture(p, x, names), shapes, tiny.images())
+    assert seen.keys() == names

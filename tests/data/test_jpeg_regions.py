@@ -22,6 +22,7 @@ SIZE = (24, 20)
 @pytest.fixture(scope='module')
 def built(tmp_path_factory):
     """The decoder of regions, as `pip install` builds it here."""
+    pytest.importorskip('setuptools')  # which Python 3.12 does not bring
     folder = tmp_path_factory.mktemp('built')
     options = [f'--build-{kind}={folder}' for kind in ('lib', 'temp')]
     command = [sys.executable, 'setup.py', '-q', 'build_ext', *options]

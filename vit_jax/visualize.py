@@ -36,7 +36,7 @@ from vit_jax.base import (
 from vit_jax.checkpoints.formats.array_files import NotFiniteArray, write_npz
 from vit_jax.checkpoints.names import as_path, shown
 from vit_jax.command_line import app, output
-from vit_jax.data import reading
+from vit_jax.data.reading import reader_for
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.folders import has_images, is_image, unlabelled
 from vit_jax.data.sources.opening import make_opener
@@ -138,7 +138,7 @@ def _study(
         return watched('  batches of images', job.with_heartbeat(batches), total)
 
     readers = {
-        name: reading.reader_for(
+        name: reader_for(
             source, one.preprocessing, one.config.image_size, max_pixels=arguments.max_pixels
         )
         for name, one in loaded.items()

@@ -3,6 +3,7 @@ import io
 import pathlib
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -202,6 +203,14 @@ def test_an_image_of_too_many_pixels_is_refused_before_a_region_of_it_is_decoded
             exif_rotation=True,
             max_pixels=9,
         )
+
+
+@pytest.mark.parametrize('arguments', [1, 3])
+def test_a_module_that_was_built_from_other_code_is_not_used(arguments, monkeypatch):
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: True)
+    other = types.SimpleNamespace(arguments=arguments)
+    monkeypatch.setattr(importlib, 'import_module', lambda name: other)
+    assert jpeg_regions.decoder.__wrapped__() is None
 
 
 def test_what_decodes_is_said_with_what_is_missing(with_decoder, monkeypatch):

@@ -114,7 +114,9 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "jpeg_region", NULL, 
 
 PyMODINIT_FUNC PyInit_jpeg_region(void) {
   PyObject *made = PyModule_Create(&module);
-  if (made != NULL)
+  if (made != NULL) {
     PyModule_AddStringConstant(made, "version", VERSION(LIBJPEG_TURBO_VERSION));
+    PyModule_AddIntConstant(made, "arguments", 2); /* as of jpeg_regions.py, which are counted up */
+  }
   return made;
 }

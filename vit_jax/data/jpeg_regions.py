@@ -20,6 +20,7 @@ from vit_jax.data.image_headers import open_with_pillow
 
 _ORIENTATION = 274  # the tag of EXIF: how an upright image was stored, 1 to 8
 _MODULE = 'vit_jax.data.jpeg_region'
+_ARGUMENTS = 2  # which the module takes; one that was built from earlier code takes others
 # By orientation: an image that is stored so is transposed, then its rows or columns reversed.
 _TRANSPOSED, _ROWS_REVERSED, _COLUMNS_REVERSED = {5, 6, 7, 8}, {3, 4, 7, 8}, {2, 3, 6, 7}
 Region = tuple[int, int, int, int]  # top, left, height and width
@@ -31,7 +32,8 @@ def decoder() -> Any:
     if importlib.util.find_spec(_MODULE) is None:
         return None
     with contextlib.suppress(ImportError):  # the library that it was built with is gone
-        return importlib.import_module(_MODULE)
+        module = importlib.import_module(_MODULE)
+        return module if getattr(module, 'arguments', 1) == _ARGUMENTS else None
     return None
 
 
@@ -40,7 +42,8 @@ def described() -> str:
     if decoder() is not None:
         return f'of a JPEG only the crop is decoded, by libjpeg-turbo {decoder().version}'
     if importlib.util.find_spec(_MODULE) is not None:
-        return 'JPEGs are decoded whole: what decodes crops alone was built, and does not load here'
+        text = 'JPEGs are decoded whole: what decodes crops alone was built, and does not load here'
+        return f'{text}, or is of an earlier version: pip install again'
     needs = 'a C compiler and the headers of libjpeg-turbo 2.1 (Debian: libjpeg62-turbo-dev)'
     return f'JPEGs are decoded whole: with {needs} pip install builds what decodes crops alone'
 

@@ -1,11 +1,14 @@
-"""The typed experiment: what a file in configs/ returns, composed of what the parts own."""
+"""The typed experiment, and the study of several: what files in configs/ return.
+
+Both are composed of what the parts own.
+"""
 
 import copy
 import dataclasses
 import re
 from typing import Any
 
-from vit_jax.base import Record, require, require_between, storage
+from vit_jax.base import Record, records, require, require_between, storage
 from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.data.augmentation import Augmentation, AugmentFunction
 from vit_jax.data.image_preprocessing import Crop, Preprocessing
@@ -153,6 +156,73 @@ class TrainConfig(Record):
         return self.evals or {'test': EvalConfig(split=self.eval_split)}
 
 
+@dataclasses.dataclass(kw_only=True)
+class Grid(Record):
+    """Experiments that differ in the values of some axes: every combination, with every seed.
+
+    `axes` name, for each value of an axis, the fields that it changes and their new values, as
+    {'depth': {'6': {'model.depth': 6}, '12': {'model.depth': 12}}}. Where `start_from` names an
+    earlier grid, each of its runs is gone on from, with its own values and seed: the network is
+    that of its checkpoint, at the step where `best` says that it was best.
+    """
+
+    changes: dict[str, Any] = _default(dict)  # of the study's base, for all of them
+    axes: dict[str, dict[str, dict[str, Any]]] = _default(dict)
+    start_from: str | None = None
+    best: str | None = None  # NAME/NUMBER: numbers are of the step where it is highest; None: last
+    measures: tuple[str, ...] = ('test/accuracy',)  # NAME/NUMBER as in metrics.jsonl, or `compute`
+    published: dict[str, float] = _default(dict)  # by VALUE-VALUE, of the first measure
+    means: dict[str, tuple[str, ...]] = _default(dict)  # over some values of the last axis
+
+    def check(self) -> None:
+        for axis, values in self.axes.items():
+            for name in (axis, *values):
+                fits = re.fullmatch(r'[\w.+%@=-]+', name) is not None
+                require(fits, f'axes: {name!r}: expected letters, digits and any of .+%@=-')
+            require(bool(values), f'axes: {axis!r} has no values')
+        last = [*self.axes.values()][-1:]
+        for name, of in self.means.items():
+            unknown = [value for value in of if not last or value not in last[0]]
+            require(not unknown, f'means: {name}: {unknown[:1]} is no value of the last axis')
+
+
+@dataclasses.dataclass(kw_only=True)
+class Drawing(Record):
+    """The picture of a study: a measure over the values of an axis, a line for each other."""
+
+    x: str  # an axis, or `compute`: exaFLOPs, from the network's multiply-adds
+    y: str = 'test/accuracy'  # one of the measures
+    logarithmic: bool = False  # the axis x
+
+
+@dataclasses.dataclass(kw_only=True)
+class Study(Record):
+    """Experiments beside each other, and what is drawn of them (python -m vit_jax.study)."""
+
+    title: str
+    base: TrainConfig
+    grids: dict[str, Grid]
+    seeds: tuple[int, ...] = (0,)  # of each experiment
+    draw: Drawing | None = None
+
+    def check(self) -> None:
+        require(bool(self.grids), 'grids: expected at least one')
+        require_between(self, 'seeds', low=0, below=2**32)
+        distinct = len({*self.seeds}) == len(self.seeds) > 0
+        require(distinct, f'seeds={self.seeds}: expected at least one, each once')
+        earlier: list[str] = []
+        for name, grid in self.grids.items():
+            fits = re.fullmatch(r'[\w.+-]+', name) is not None
+            require(fits, f'grids: {name!r} is no name for a folder')
+            known = grid.start_from is None or grid.start_from in earlier
+            wanted = ', '.join(earlier) or 'none'
+            require(
+                known,
+                f'grids.{name}.start_from={grid.start_from!r}: expected an earlier one: {wanted}',
+            )
+            earlier.append(name)
+
+
 # What a run may go on with other values of: it changes speed, memory, rounding, or what is
 # observed, and not what is learned.
 _SPEED = 'mesh', 'compute.remat', 'compute.unroll', 'compute.attention', 'compute.layout'
@@ -160,6 +230,14 @@ _LOADING = 'loader.placement', 'loader.device_mb', 'loader.threads', 'loader.pro
 _OBSERVED = 'evals', 'eval_split', 'eval_every_steps', 'eval_batch_size', 'fewshot', 'tensorboard'
 _WRITTEN = 'log_every_steps', 'checkpoint_every_steps', 'keep_checkpoints'
 FREE = *_SPEED, *_LOADING, *_OBSERVED, *_WRITTEN
+
+
+def differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """One line for each value, of two configurations as JSON, that changes what is learned."""
+    free = tuple(f'{name}.' for name in FREE)  # and all fields within
+    lines = records.differences(old, new)
+    return [line for line in lines if not f'{line.partition(":")[0]}.'.startswith(free)]
+
 
 RENAMED = {  # names that fields had in earlier versions
     'test_split': 'eval_split',

@@ -14,7 +14,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 from vit_jax.base.errors import UserError
@@ -140,6 +140,30 @@ def checked(record: R, *, where: str) -> R:
     return from_dict(type(record), vars(record), where=where)
 
 
+def with_values(record: R, values: Mapping[str, Any], *, where: str) -> R:
+    """A copy with other values of fields, which are named from the record on: `model.depth`.
+
+    Raises UserError, with the nearest name, for a field that is not there or a value that it
+    cannot have.
+    """
+    copy = checked(record, where=where)
+    for path, value in values.items():
+        holder, at = copy, where
+        *parents, name = path.split('.')
+        for parent in parents:
+            _hint(holder, parent, at)
+            holder, at = getattr(holder, parent), f'{at}.{parent}'
+        setattr(holder, name, read(_hint(holder, name, at), value, f'{at}.{name}'))
+    return checked(copy, where=where)
+
+
+def _hint(holder: Any, name: str, where: str) -> Any:
+    """The type of a field. Raises UserError where there is none of this name."""
+    require(isinstance(holder, Record), f'{where}={holder!r} has no field {name!r}')
+    _require_known([name], hints(type(holder)), where)
+    return hints(type(holder))[name]
+
+
 def differences(old: Any, new: Any, where: str = '') -> list[str]:
     """One line `field: old -> new` for each leaf in which two `to_dict` results differ."""
     if not isinstance(old, dict) or not isinstance(new, dict):
@@ -212,6 +236,8 @@ def read(hint: Any, value: Any, where: str) -> Any:
             kind, value = value.get('kind', kind), {k: v for k, v in value.items() if k != 'kind'}
             require(kind in kinds, f'{where}.kind={kind!r}: expected one of {", ".join(kinds)}')
         return from_dict(kinds[kind], value, where=where)
+    if hint is Any:
+        return value
     for option in options:
         origin, items = typing.get_origin(option), typing.get_args(option)
         if items == (int, int) and origin is tuple and type(value) is int:

@@ -25,7 +25,7 @@ from vit_jax.base.records import nearest
 from vit_jax.base.storage import is_remote
 from vit_jax.checkpoints.download import cache
 from vit_jax.command_line import config_files, config_flags, config_help, output
-from vit_jax.config import TrainConfig
+from vit_jax.config import Study, TrainConfig
 from vit_jax.data.image_preprocessing import MAX_PIXELS, MOST_PIXELS
 from vit_jax.parallel import compiled_programs
 from vit_jax.parallel.clusters import Launch
@@ -54,7 +54,7 @@ def run(
 ) -> None:
     """Runs a program and exits with the code that `main` returns.
 
-    With the arguments of `add_config`, `arguments.config` is the TrainConfig that was asked for.
+    With the arguments of `add_config`, `arguments.config` is what was asked for.
     The program outlives those who read what it prints, and the disk that keeps it, unless that is
     its only result.
     """
@@ -123,7 +123,7 @@ def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
     logging.getLogger('huggingface_hub').propagate = False  # it prints its warnings itself
     try:
         if getattr(arguments, 'config', None) is not None:
-            arguments.config = config_flags.load(arguments.config, overrides)
+            arguments.config = config_flags.load(arguments.config, overrides, arguments.config_kind)
         yield arguments
     except BrokenPipeError:  # as in `| head`: enough was read
         os._exit(_UNREAD)
@@ -191,7 +191,7 @@ class _Parser(argparse.ArgumentParser):
     def _nearest(self, flag: str) -> str:
         """Which flag was meant, or which field of the configuration."""
         known = {name for name in self._option_string_actions if name.startswith('--')}
-        paths = config_help.paths(TrainConfig) if self._takes_config else ()
+        paths = config_help.paths(self.get_default('config_kind')) if self._takes_config else ()
         fields = [f'--{path}' for path in paths]
         same = [field for field in fields if field.endswith(f'.{flag[2:]}')]
         same = same or [field for field in fields if config_help.initials(field) == flag[2:]]
@@ -221,7 +221,7 @@ class _HelpFull(argparse.Action):
     """Prints the help with all fields of the configuration, and ends the program."""
 
     def __call__(self, parser: Any, *_: Any) -> None:
-        parser.epilog = config_help.meanings(TrainConfig)
+        parser.epilog = config_help.meanings(parser.get_default('config_kind'))
         parser.print_help()
         parser.exit()
 
@@ -237,10 +237,16 @@ def new_parser(name: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def add_config(
-    parser: argparse.ArgumentParser, *, workdir: bool = True, required: bool = True
+    parser: argparse.ArgumentParser,
+    kind: type[TrainConfig] | type[Study] = TrainConfig,
+    *,
+    workdir: bool = True,
+    required: bool = True,
 ) -> None:
     """The arguments of a program with a configuration, and a directory for its results."""
-    text = 'the experiment: a file that defines get_config(), and an argument for that'
+    parser.set_defaults(config_kind=kind)
+    what = 'study' if kind is Study else 'experiment'
+    text = f'the {what}: a file that defines get_config(), and an argument for that'
     add = functools.partial(parser.add_argument, action=_Once, required=required)
     add('--config', metavar='FILE[:ARGUMENT]', help=text)
     text = 'any field of it, such as --config.model.depth=6; none: no value'
@@ -249,7 +255,7 @@ def add_config(
         add('--workdir', metavar='DIR', help='for the results')
     text = 'this help, with type, default and meaning of all fields'
     parser.add_argument('--helpfull', action=_HelpFull, nargs=0, help=text)
-    parser.epilog = f'fields of a configuration:\n{config_help.names(TrainConfig)}'
+    parser.epilog = f'fields of a configuration:\n{config_help.names(kind)}'
 
 
 def add_job(parser: argparse.ArgumentParser, *, required: bool = True, trains: bool = True) -> None:

@@ -9,24 +9,26 @@ import sys
 import traceback
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from vit_jax.base import MissingFile, UserError, records, usable
-from vit_jax.config import TrainConfig, modernized
+from vit_jax.config import Study, modernized
+
+R = TypeVar('R')
 
 _PACKAGE = pathlib.Path(__file__).parents[1]  # which has configs/ too
 _MODULE = 'config_config'  # as ml_collections names it
 
 
-def read(given: str) -> TrainConfig:
-    """The configuration of FILE.py, FILE.py:ARGUMENT or the config.json of a work directory.
+def read(given: str, kind: type[R]) -> R:
+    """The TrainConfig or Study of FILE.py, FILE.py:ARGUMENT or a work directory's config.json.
 
     Raises UserError where there is none; of an error of the file itself, with its own lines alone.
     """
     path, *argument = given.split(':', 1)
     file = _found(path)
     if file.suffix == '.json' and not argument:
-        return _recorded(file)
+        return _recorded(file, kind)
     with _errors_of(path, file):
         module = _executed(file)
     get_config = getattr(module, 'get_config', None)
@@ -42,10 +44,10 @@ def read(given: str) -> TrainConfig:
             nearest = records.nearest(argument[0], known)
             raise UserError(f'--config={given}: no {argument[0]!r}; {nearest}') from error
         raise
-    if not isinstance(config, TrainConfig):
-        raise UserError(
-            f'--config={path}: get_config() gave {type(config).__name__}, no TrainConfig'
-        )
+    if not isinstance(config, kind):
+        program = '; python -m vit_jax.study runs it' if isinstance(config, Study) else ''
+        gave = f'get_config() gave {type(config).__name__}, no {kind.__name__}'
+        raise UserError(f'--config={path}: {gave}{program}')
     with _errors_of(path, file):
         return records.checked(config, where='config')
 
@@ -122,7 +124,7 @@ def _frames(error: BaseException, file: pathlib.Path) -> list[traceback.FrameSum
     return [f for f in begun if f.filename == str(file) or not f.filename.startswith(ours)]
 
 
-def _recorded(file: pathlib.Path) -> TrainConfig:
+def _recorded(file: pathlib.Path, kind: type[R]) -> R:
     """The configuration that a work directory keeps, where it names no functions."""
 
     def refuse_function(values: dict[str, Any]) -> dict[str, Any]:
@@ -135,6 +137,6 @@ def _recorded(file: pathlib.Path) -> TrainConfig:
         with usable(file):
             values = json.loads(file.read_bytes(), object_hook=refuse_function)
         records.require(isinstance(values, dict), 'it is no JSON object')
-        return records.from_dict(TrainConfig, modernized(values), where='config')
+        return records.from_dict(kind, modernized(values), where='config')
     except (ValueError, RecursionError) as error:
         raise UserError(f'--config={file}: {error}') from error

@@ -18,7 +18,7 @@ from ml_collections.config_flags.tuple_parser import TupleParser
 
 from vit_jax.base import UserError, records, require
 from vit_jax.command_line import config_files, config_help
-from vit_jax.config import RENAMED, TrainConfig
+from vit_jax.config import RENAMED
 from vit_jax.training.duration import Duration
 
 R = TypeVar('R')
@@ -52,12 +52,12 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return overrides, others
 
 
-def load(file: str, overrides: Sequence[str]) -> TrainConfig:
-    """The configuration of `FILE` or `FILE:ARGUMENT`, with each `FIELD=VALUE` set in this order.
+def load(file: str, overrides: Sequence[str], kind: type[R]) -> R:
+    """What `FILE` or `FILE:ARGUMENT` describes, with each `FIELD=VALUE` set in this order.
 
     Raises UserError that names a wrong field or value, or shows what the file itself raised.
     """
-    return overridden(config_files.read(file), overrides, where='config')
+    return overridden(config_files.read(file, kind), overrides, where='config')
 
 
 def overridden(record: R, overrides: Sequence[str], *, where: str) -> R:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator, PercentFormatter
 
 from vit_jax.base import Float
 from vit_jax.figures import style
@@ -47,6 +48,52 @@ def curves(
     axes.margins(x=0.02)
     if magnitudes:
         style.magnitudes(axes)
+    axes.grid(axis='y', color='0.9')
+    style.legend(figure, axes)
+    return figure
+
+
+class Measured(NamedTuple):
+    """A line of means along x, with their deviations, and what it is called."""
+
+    name: str
+    x: Float[np.ndarray, 'n']
+    mean: Float[np.ndarray, 'n']
+    deviation: Float[np.ndarray, 'n']
+
+
+@style.styled
+def measured(
+    title: str,
+    drawn: Sequence[Measured],
+    *,
+    x: str,
+    y: str,
+    ticks: Mapping[float, str] | None = None,
+    joined: bool = True,
+    percent: bool = False,
+    logarithmic: bool = False,
+) -> Figure:
+    """Means with bars of their deviations, over what is called `x`, with `ticks` by name there.
+
+    Points that are not `joined`, as nothing lies between them, stand beside each other.
+    """
+    figure = style.canvas(_WIDTH, _HEIGHT, title)
+    axes = figure.subplots()
+    for place, line in enumerate(drawn):
+        order = np.argsort(line.x)
+        how = style.line(place, line.name) | ({} if joined else {'linestyle': 'none'})
+        apart = 0.0 if joined else 0.08 * (place - (len(drawn) - 1) / 2)
+        bars = None if not line.deviation.any() else line.deviation[order]
+        axes.errorbar(line.x[order] + apart, line.mean[order], yerr=bars, capsize=3, **how)
+    axes.set(xlabel=x, ylabel=y)
+    if logarithmic:
+        axes.set_xscale('log')
+    if ticks:
+        axes.set_xticks([*ticks], [style.elided(name, 16) for name in ticks.values()], minor=False)
+        axes.xaxis.set_minor_locator(NullLocator())
+    if percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.grid(axis='y', color='0.9')
     style.legend(figure, axes)
     return figure

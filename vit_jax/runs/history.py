@@ -43,10 +43,11 @@ def read_all(paths: Sequence[str]) -> list[History]:
     for number, folder in enumerate(folders):
         if folder in folders[:number]:
             raise UserError(f'{paths[number]}: is given twice')
-    return [_read(f, name) for f, name in zip(folders, _names(folders), strict=True)]
+    return [read(f, name) for f, name in zip(folders, _names(folders), strict=True)]
 
 
-def _read(folder: Path, name: str) -> History:
+def read(folder: Path, name: str) -> History:
+    """The history of one work directory. Raises UserError where it is none."""
     with reaching(folder):
         if not (folder / workdirs.METRICS).exists():
             what = (

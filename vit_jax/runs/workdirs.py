@@ -23,7 +23,7 @@ from vit_jax.base import (
 )
 from vit_jax.checkpoints import digests, names
 from vit_jax.checkpoints.store import FOLDER
-from vit_jax.config import FREE, TrainConfig, modernized
+from vit_jax.config import TrainConfig, differing, modernized
 from vit_jax.parallel.processes import Differs, Job
 
 CONFIG, METRICS, FEWSHOT = 'config.json', 'metrics.jsonl', 'fewshot.json'
@@ -87,11 +87,9 @@ def _keep_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) 
     kept, changes = folder / CONFIG, list[str]()
     if digests.steps(folder / FOLDER):
         try:
-            changes = records.differences(read_config(kept), modernized(config))
+            changes = differing(read_config(kept), modernized(config))
         except Exception as error:  # damaged text may be anything
             changes = [f'which is not known, as {CONFIG} cannot be read: {error}']
-    free = tuple(f'{name}.' for name in FREE)  # and all fields within
-    changes = [line for line in changes if not f'{line.partition(":")[0]}.'.startswith(free)]
     if changes and not accept_changes:
         text = f'workdir {folder} holds a run of another configuration:'
         advice = 'take another --workdir, or go on with --accept_config_changes'
@@ -139,7 +137,12 @@ def read_config(path: Path) -> dict[str, Any]:
     """The configuration of an earlier run under today's names, with defaults of later fields."""
     read = json.loads(path.read_bytes())
     records.require(isinstance(read, dict), 'it is no JSON object')
-    values = modernized(read)
+    return upgraded(read)
+
+
+def upgraded(values: dict[str, Any]) -> dict[str, Any]:
+    """A configuration that an earlier version wrote, as JSON, as this one would write it."""
+    values = modernized(values)
     if isinstance(start := values.get('start_from'), str):
         values['start_from'] = names.shown(start)  # earlier versions kept the query of a URL
     try:

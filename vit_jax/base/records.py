@@ -37,7 +37,7 @@ class Record:
     def __post_init__(self) -> None:
         for name, hint in hints(type(self)).items():
             where = f'{type(self).__name__}.{name}'
-            setattr(self, name, read(hint, getattr(self, name), where))
+            setattr(self, name, read(hint, getattr(self, name), where, again=False))
         try:
             self.check()
         except UserError as error:
@@ -225,8 +225,11 @@ def _to_plain(value: Any, hint: Any) -> Any:
     return {'function': text_of(value)} if callable(value) else value
 
 
-def read(hint: Any, value: Any, where: str) -> Any:
-    """The value of a field of this type from its JSON value. UserError where it cannot be one."""
+def read(hint: Any, value: Any, where: str, *, again: bool = True) -> Any:
+    """The value of a field of this type from its JSON value. UserError where it cannot be one.
+
+    Records are checked `again`, as their fields may have been assigned since they were made.
+    """
     options = alternatives(hint)
     kinds = record_types(options)
     named = isinstance(value, dict) and [*value] == ['function']
@@ -245,14 +248,16 @@ def read(hint: Any, value: Any, where: str) -> Any:
         if origin is tuple and isinstance(value, tuple | list):
             items = (items[0],) * len(value) if items[-1] is Ellipsis else items
             require(len(items) == len(value), f'{where}={tuple(value)!r}: expected {option}')
-            return tuple(read(items[i], v, f'{where}[{i}]') for i, v in enumerate(value))
+            places = ((items[i], v, f'{where}[{i}]') for i, v in enumerate(value))
+            return tuple(read(*place, again=again) for place in places)
         if origin is dict and isinstance(value, dict):
             key, item = items
-            return {read(key, k, where): read(item, v, f'{where}.{k}') for k, v in value.items()}
+            own = {k: read(item, v, f'{where}.{k}', again=again) for k, v in value.items()}
+            return {read(key, k, where): v for k, v in own.items()}
         if option is float and type(value) is int:
             return float(value)
         if type(value) is option:  # NoneType too
-            return checked(value, where=where) if option in kinds.values() else value
+            return checked(value, where=where) if again and option in kinds.values() else value
         if origin is Literal and type(value) in map(type, items) and value in items:
             return value
         if origin is collections.abc.Callable and (named or callable(value)):

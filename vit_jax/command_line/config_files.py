@@ -9,18 +9,16 @@ import sys
 import traceback
 import types
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from vit_jax.base import MissingFile, UserError, records, usable
-from vit_jax.config import Study, modernized
-
-R = TypeVar('R')
+from vit_jax.config import Study, TrainConfig, modernized
 
 _PACKAGE = pathlib.Path(__file__).parents[1]  # which has configs/ too
 _MODULE = 'config_config'  # as ml_collections names it
 
 
-def read(given: str, kind: type[R]) -> R:
+def read(given: str, kind: type[Any] = TrainConfig) -> Any:
     """The TrainConfig or Study of FILE.py, FILE.py:ARGUMENT or a work directory's config.json.
 
     Raises UserError where there is none; of an error of the file itself, with its own lines alone.
@@ -124,7 +122,7 @@ def _frames(error: BaseException, file: pathlib.Path) -> list[traceback.FrameSum
     return [f for f in begun if f.filename == str(file) or not f.filename.startswith(ours)]
 
 
-def _recorded(file: pathlib.Path, kind: type[R]) -> R:
+def _recorded(file: pathlib.Path, kind: type[Any]) -> Any:
     """The configuration that a work directory keeps, where it names no functions."""
 
     def refuse_function(values: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ml_collections.config_flags.tuple_parser import TupleParser
 
 from vit_jax.base import UserError, records, require
 from vit_jax.command_line import config_files, config_help
-from vit_jax.config import RENAMED
+from vit_jax.config import RENAMED, TrainConfig
 from vit_jax.training.duration import Duration
 
 R = TypeVar('R')
@@ -52,7 +52,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return overrides, others
 
 
-def load(file: str, overrides: Sequence[str], kind: type[R]) -> R:
+def load(file: str, overrides: Sequence[str], kind: type[Any] = TrainConfig) -> Any:
     """What `FILE` or `FILE:ARGUMENT` describes, with each `FIELD=VALUE` set in this order.
 
     Raises UserError that names a wrong field or value, or shows what the file itself raised.

@@ -1,0 +1,227 @@
+"""Which runs a study has, in which order, and what their numbers are together."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests import golden, tiny
+from vit_jax.base import records
+from vit_jax.base.errors import UserError
+from vit_jax.config import Grid, Study, TrainConfig
+from vit_jax.models import multiply_adds
+from vit_jax.runs import studies
+
+DEPTHS = {'1': {'model.depth': 1}, '2': {'model.depth': 2}}
+POOLS = {'gap': {'model.pool': 'gap'}, 'cls': {}}
+TASKS = {'a': {}, 'b': {'loss.label_smoothing': 0.1}, 'c': {'data': 'elsewhere'}}
+
+
+def study(**changes):
+    values = {
+        'title': 'depth',
+        'base': tiny.experiment(),
+        'grids': {'train': Grid(axes={'depth': DEPTHS, 'pool': POOLS})},
+    }
+    return Study(**(values | changes))
+
+
+def two_grids(**first):
+    tune = Grid(start_from='train', axes={'task': TASKS}, means={'near': ('a', 'b')})
+    grids = {'train': Grid(axes={'depth': DEPTHS}, **first), 'tune': tune}
+    return study(grids=grids, seeds=(0, 1))
+
+
+def run_of(folder, *lines, step=10, config=None):
+    """What a complete training leaves behind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = [{'kind': 'test', 'step': step, 'run': 1, 'seconds': 1.0} | line for line in lines]
+    (folder / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in texts))
+    last = {'began': 1.0, 'event': 'complete', 'step': step, 'seconds': {'step': 2.0}}
+    (folder / 'ledger.jsonl').write_text(json.dumps(last) + '\n')
+
+
+def test_a_grid_has_every_combination_with_the_values_of_its_axes():
+    runs = studies.planned(study(seeds=(3, 4)))
+    pairs = [f'{depth}-{pool}' for depth in DEPTHS for pool in POOLS]
+    assert [run.name for run in runs] == [f'train/{p}-seed{s}' for s in (3, 4) for p in pairs]
+    assert [(r.config.model.depth, r.config.model.pool) for r in runs[:4]] == [
+        (1, 'gap'),
+        (1, 'cls'),
+        (2, 'gap'),
+        (2, 'cls'),
+    ]
+    assert [run.config.seed for run in runs] == [3] * 4 + [4] * 4
+
+
+def test_the_base_is_left_as_it_is():
+    one = study()
+    before = records.to_dict(one)
+    studies.planned(one)
+    assert records.to_dict(one) == before
+
+
+def test_what_follows_has_the_values_and_the_seed_of_the_run_it_starts_from():
+    runs = studies.planned(two_grids())
+    names = [run.name for run in runs]
+    for run in runs:
+        if run.grid == 'tune':
+            assert run.after is not None and names.index(run.after.name) < names.index(run.name)
+            assert run.values == run.after.values | {'task': run.values['task']}
+            assert run.seed == run.after.seed
+            assert run.config.model is None  # that of the checkpoint
+    assert [run.name for run in runs if run.grid == 'tune'][:2] == [
+        'tune/1-a-seed0',
+        'tune/1-b-seed0',
+    ]
+
+
+@pytest.mark.parametrize(
+    'axes, said',
+    [
+        ({'depth': {'1': {'model.depht': 1}}}, "model.depht: no such field; did you mean 'depth'"),
+        ({'depth': {'1': {'model.depth': 0}}}, 'depth=0: expected at least 1'),
+        ({'depth': {'1': {'model.depth': 'one'}}}, "depth='one': expected int"),
+        ({'rate': {'1': {'total.steps.x': 1}}}, "config.total.steps=10 has no field 'x'"),
+        ({'a': {'b-c': {}, 'b': {}}, 'd': {'e': {}, 'c-e': {}}}, 'two runs would be named'),
+        ({'a': {'x': {}, 'X': {}}}, 'two runs would be named train/X-seed0: a=x; a=X'),
+    ],
+)
+def test_a_study_that_cannot_be_is_one_sentence(axes, said):
+    with pytest.raises(UserError, match='') as error:
+        studies.planned(study(grids={'train': Grid(axes=axes)}))
+    assert said.replace('config.total', 'grids.train.axes.rate.1.total') in str(error.value)
+
+
+@pytest.mark.parametrize(
+    'values, said',
+    [
+        ({'seeds': (1, 1)}, 'each once'),
+        ({'grids': {}}, 'at least one'),
+        ({'grids': {'a/b': Grid()}}, "'a/b' is no name for a folder"),
+        ({'grids': {'a': Grid(start_from='b'), 'b': Grid()}}, 'expected an earlier one: none'),
+    ],
+)
+def test_records_of_a_study_check_themselves(values, said):
+    with pytest.raises(UserError, match=said):
+        study(**values)
+    with pytest.raises(UserError, match='letters, digits'):
+        Grid(axes={'a': {'b c': {}}})
+    with pytest.raises(UserError, match='no value of the last axis'):
+        Grid(axes={'a': {'b': {}}}, means={'all': ('c',)})
+
+
+def test_a_study_may_grow_but_not_change(tmp_path):
+    first = study()
+    studies.agree(tmp_path, studies.planned(first))
+    before = (tmp_path / studies.STUDY).read_bytes()
+    changed = study(base=tiny.experiment(batch_size=32))
+    with pytest.raises(
+        UserError, match='with other values: train/1-gap-seed0: batch_size: 16 -> 32'
+    ):
+        studies.agree(tmp_path, studies.planned(changed))
+    other = study(grids={'pre': Grid()})
+    with pytest.raises(UserError, match='of a study with a run train/1-gap-seed0'):
+        studies.agree(tmp_path, studies.planned(other))
+    assert (tmp_path / studies.STUDY).read_bytes() == before
+    studies.agree(tmp_path, studies.planned(study(base=tiny.experiment(log_every_steps=1))))
+    studies.agree(tmp_path, studies.planned(study(seeds=(0, 1))))
+    (tmp_path / studies.STUDY).write_text('[]')
+    with pytest.raises(UserError, match='cannot be read as a list of runs'):
+        studies.agree(tmp_path, studies.planned(first))
+
+
+def test_rows_have_the_numbers_of_complete_runs_by_seed(tmp_path):
+    grid = Grid(
+        axes={'depth': DEPTHS},
+        measures=('test/accuracy', 'fewshot/5_shot_accuracy'),
+        published={'1': 0.5},
+    )
+    one = study(grids={'train': grid}, seeds=(0, 1))
+    runs = studies.planned(one)
+    shots = {'kind': 'fewshot', '5_shot_accuracy': 0.25}
+    run_of(tmp_path / 'train/1-seed0', {'accuracy': 0.5, 'step': 5}, {'accuracy': 0.75}, shots)
+    run_of(tmp_path / 'train/1-seed1', {'accuracy': 0.25})
+    run_of(tmp_path / 'train/2-seed0', {'accuracy': 0.9})
+    (tmp_path / 'train/2-seed0/ledger.jsonl').write_text('')  # not complete
+    first, second = studies.rows(tmp_path, one, runs)
+    assert first.numbers == {
+        'test/accuracy': {0: 0.75, 1: 0.25},
+        'fewshot/5_shot_accuracy': {0: 0.25},
+    }
+    assert (first.values, first.planned, first.published) == ({'depth': '1'}, 2, 0.5)
+    assert second.numbers == {'test/accuracy': {}, 'fewshot/5_shot_accuracy': {}}
+
+
+def test_numbers_and_checkpoint_are_of_the_step_that_was_best(tmp_path):
+    one = two_grids(best='held/accuracy')
+    runs = {run.name: run for run in studies.planned(one)}
+    folder = tmp_path / 'train/1-seed0'
+    lines = [
+        {'kind': kind, 'step': step, 'accuracy': accuracy}
+        for step, *both in [(5, 0.5, 0.1), (10, 0.75, 0.2), (15, 0.7, 0.9)]
+        for kind, accuracy in zip(('held', 'test'), both, strict=True)
+    ]
+    run_of(folder, *lines)
+    assert studies.reached(tmp_path, one.grids['train'], runs['train/1-seed0']) == {
+        'test/accuracy': 0.2
+    }
+    (folder / 'checkpoints/15').mkdir(parents=True)
+    with pytest.raises(UserError, match='step 10 was best, but has no checkpoint'):
+        studies.write_config(tmp_path, one, runs['tune/1-a-seed0'])
+    (folder / 'checkpoints/10').mkdir()
+    path = studies.write_config(tmp_path, one, runs['tune/1-a-seed0'])
+    assert json.loads(path.read_text())['start_from'] == str(folder / 'checkpoints/10')
+
+
+def test_means_are_over_the_seeds_that_all_have(tmp_path):
+    one = two_grids()
+    runs = studies.planned(one)
+    for seed, task, accuracy in [(0, 'a', 0.5), (0, 'b', 0.7), (1, 'a', 0.1), (0, 'c', 0.9)]:
+        run_of(tmp_path / f'tune/1-{task}-seed{seed}', {'accuracy': accuracy})
+    near = studies.means(one, studies.rows(tmp_path, one, runs))
+    assert [row.values for row in near] == [{'depth': d, 'task': 'near'} for d in '12']
+    np.testing.assert_allclose(near[0].numbers['test/accuracy'][0], 0.6)
+    assert near[0].numbers['test/accuracy'].keys() == {0}
+    assert near[1].numbers == {'test/accuracy': {}}
+
+
+def test_compute_is_that_of_table_6_of_the_first_training(tmp_path):
+    grids = {
+        'train': Grid(axes={'depth': DEPTHS}, measures=('compute',)),
+        'tune': Grid(start_from='train', measures=('compute',), changes={'batch_size': 4}),
+    }
+    one = study(grids=grids)
+    runs = studies.planned(one)
+    for run in runs:
+        run_of(tmp_path / run.name, {'accuracy': 0.5}, step=10 if run.grid == 'train' else 3)
+    rows = studies.rows(tmp_path, one, runs)
+    for row, depth in zip(rows, (1, 2, 1, 2), strict=True):
+        expected = 6 * multiply_adds(tiny.model(depth=depth, num_classes=None)) * 16 * 10 / 1e18
+        np.testing.assert_allclose(row.numbers['compute'][0], expected)
+
+
+STUDIES = [
+    (path, argument)
+    for path in golden.FILES
+    for argument in golden.arguments(path)
+    if isinstance(golden.config(path, argument), Study)
+]
+
+
+@pytest.mark.parametrize('path, argument', STUDIES, ids=lambda x: getattr(x, 'stem', x))
+def test_the_runs_of_a_study_here_are_those_of_configurations(path, argument):
+    one = golden.config(path, argument)
+    runs = studies.planned(one)
+    for run in runs:
+        values = records.to_dict(run.config)
+        assert (
+            records.from_dict(TrainConfig, json.loads(json.dumps(values)), where='c') == run.config
+        )
+    if one.draw is not None:
+        axes = {axis for run in runs for axis in run.values}
+        measures = {measure for grid in one.grids.values() for measure in grid.measures}
+        assert one.draw.x in axes | measures and one.draw.y in measures
+    for name, grid in one.grids.items():
+        values = {'-'.join(run.values.values()) for run in runs if run.grid == name}
+        assert {*grid.published} <= values

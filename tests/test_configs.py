@@ -15,7 +15,12 @@ from vit_jax.runs.experiment import decide
 from vit_jax.runs.memory_plan import without_data
 
 ROOT = pathlib.Path(__file__).parent.parent
-RUNS = [(path, argument) for path in golden.FILES for argument in golden.arguments(path)]
+RUNS = [
+    (path, argument)
+    for path in golden.FILES
+    for argument in golden.arguments(path)
+    if isinstance(golden.config(path, argument), TrainConfig)  # others: tests/runs/test_studies.py
+]
 IMAGES = {'JFT-300M': 303_000_000, 'tfds:imagenet21k': 12_743_321}  # else ImageNet's
 
 

@@ -188,10 +188,15 @@ class Grid(Record):
 
 @dataclasses.dataclass(kw_only=True)
 class Drawing(Record):
-    """The picture of a study: a measure over the values of an axis, a line for each other."""
+    """The picture of a study: a measure over the values of an axis, a line for each of the others.
 
-    x: str  # an axis, or `compute`: exaFLOPs, from the network's multiply-adds
+    Over `compute`, exaFLOPs from the multiply-adds of networks, a line is a grid, or, of the only
+    one, a value of its first axis.
+    """
+
+    x: str  # an axis, or `compute`
     y: str = 'test/accuracy'  # one of the measures
+    mean: str | None = None  # one of the grids' means, in place of the values of the last axis
     logarithmic: bool = False  # the axis x
 
 

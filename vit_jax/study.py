@@ -61,7 +61,7 @@ def main(arguments: argparse.Namespace) -> int:
             code = _trained(folder, study, run, arguments.compiled)
         except UserError as error:
             code = 1
-            print(f'left out: {error}', flush=True)
+            print(f'cannot start: {error}', flush=True)
         if code in (INTERRUPTED, REQUEUE):
             stopped = code
             print('stopped; the same command goes on')
@@ -160,10 +160,10 @@ def _tell(folder: pathlib.Path, study: Study, runs: Sequence[PlannedRun]) -> Non
     rows = studies.rows(folder, study, runs)
     if not any(numbers for row in rows for numbers in row.numbers.values()):
         return
-    all_rows = rows + studies.means(study, rows)
+    averaged = studies.means(study, rows)
     texts = [f'# {study.title}', '']
     for name, grid in study.grids.items():
-        own = [row for row in all_rows if row.grid == name]
+        own = [row for row in rows + averaged if row.grid == name]
         if grid.measures:
             texts += [f'## {name}', '', *_table(own, grid.measures), '']
     text = '\n'.join(texts)
@@ -172,11 +172,11 @@ def _tell(folder: pathlib.Path, study: Study, runs: Sequence[PlannedRun]) -> Non
         with atomic_write(folder / f'{RESULTS}.md') as partial:
             partial.write_text(text, encoding='utf-8')
         with atomic_write(folder / f'{RESULTS}.csv') as partial:
-            partial.write_text(_csv(all_rows), encoding='utf-8')
+            partial.write_text(_csv(rows + averaged), encoding='utf-8')
         if study.draw is not None and importlib.util.find_spec('matplotlib') is not None:
             from vit_jax.figures import style  # matplotlib is an extra
 
-            png = style.png(_picture(study, study.draw, rows))
+            png = style.png(_picture(study, study.draw, rows, averaged))
             with atomic_write(folder / f'{RESULTS}.png') as partial:
                 partial.write_bytes(png)
             written.append(f'{RESULTS}.png')
@@ -235,21 +235,24 @@ def _csv(rows: Sequence[Row]) -> str:
     return file.getvalue()
 
 
-def _picture(study: Study, drawing: Drawing, rows: Sequence[Row]) -> Any:
-    """The drawing's measure of all grids that have it: a line for each value of the other axes, or
-    over `compute` of the first axis.
-    """
+def _picture(
+    study: Study, drawing: Drawing, rows: Sequence[Row], averaged: Sequence[Row] = ()
+) -> Any:
+    """The measure of all grids that have it, in lines as `Drawing` says."""
     from vit_jax.figures import curves
 
-    by_compute = drawing.x == studies.COMPUTE
+    by_compute, several = drawing.x == studies.COMPUTE, len(study.grids) > 1
+    if drawing.mean is not None:
+        rows = [row for row in averaged if drawing.mean in [*row.values.values()][-1:]]
     lines: dict[str, list[Row]] = {}
     for row in rows:
         has_x = row.numbers.get(studies.COMPUTE) if by_compute else drawing.x in row.values
         if not row.numbers.get(drawing.y) or not has_x:
             continue
         others = [value for axis, value in row.values.items() if axis != drawing.x]
-        others = others[:1] if by_compute else others
-        label = ', '.join([row.grid, *others] if len(study.grids) > 1 else others)
+        if by_compute:
+            others = [] if several else others[:1]
+        label = ', '.join([row.grid, *others] if several else others)
         lines.setdefault(label or row.grid, []).append(row)
     every = (row for own in lines.values() for row in own)
     names = list(dict.fromkeys(row.values.get(drawing.x, '') for row in every))

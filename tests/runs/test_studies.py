@@ -1,5 +1,6 @@
 """Which runs a study has, in which order, and what their numbers are together."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -88,7 +89,7 @@ def test_what_follows_has_the_values_and_the_seed_of_the_run_it_starts_from():
     ],
 )
 def test_a_study_that_cannot_be_is_one_sentence(axes, said):
-    with pytest.raises(UserError, match='') as error:
+    with pytest.raises(UserError) as error:
         studies.planned(study(grids={'train': Grid(axes=axes)}))
     assert said.replace('config.total', 'grids.train.axes.rate.1.total') in str(error.value)
 
@@ -209,9 +210,10 @@ STUDIES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('path, argument', STUDIES, ids=lambda x: getattr(x, 'stem', x))
 def test_the_runs_of_a_study_here_are_those_of_configurations(path, argument):
-    one = golden.config(path, argument)
+    one = dataclasses.replace(golden.config(path, argument), seeds=(0,))
     runs = studies.planned(one)
     for run in runs:
         values = records.to_dict(run.config)

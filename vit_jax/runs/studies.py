@@ -130,10 +130,11 @@ def is_complete(folder: Path, run: PlannedRun) -> bool:
 def write_config(folder: Path, study: Study, run: PlannedRun) -> Path:
     """Writes the configuration of a run into its work directory, for `train --config=`.
 
-    Raises UserError where the checkpoint that it starts from is not there.
+    Raises UserError where the run that it starts from is not complete.
     """
     values = records.to_dict(run.config)
     if run.after is not None:
+        records.require(is_complete(folder, run.after), f'{run.after.name} is not complete')
         best = study.grids[run.after.grid].best
         values['start_from'] = str(_checkpoint(folder / run.after.name, best))
     path = folder / run.name / workdirs.CONFIG

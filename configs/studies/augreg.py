@@ -1,0 +1,61 @@
+"""Augmentation against data against the size of the network.
+
+Paper: "How to train your ViT?": the less data and the larger the network, the more augmentation
+helps; the levels that were best for each network are in configs/pretrain/augreg.py.
+Result: docs/studies.md. Cost of `small`: 36 trainings of 3 to 6 minutes on one CPU core.
+Command: python -m vit_jax.study --config=configs/studies/augreg.py:small \
+             --config.base.data=DATA --workdir=DIR
+"""
+
+import dataclasses
+from typing import Any
+
+from vit_jax.config import Drawing, Grid, Study
+from vit_jax.configs.pretrain import augreg
+from vit_jax.configs.studies import base
+from vit_jax.data.augmentation import AUGREG, Augmentation
+from vit_jax.data.augmentation import augreg as augmentation
+
+ARGUMENTS = 'small', 'full'
+
+
+def get_config(size: str = 'small') -> Study:
+    """Levels by networks by data."""
+    config = base.get_config(size)
+    levels: dict[str, Augmentation] = {
+        level: augmentation(level) for level in (AUGREG if size == 'full' else SMALL)
+    }
+    networks: dict[str, dict[str, Any]]
+    if size == 'full':
+        config = augreg.get_config('i1k,B/16')
+        networks = {
+            name.replace('/', ''): {'model': augreg.get_config(f'i1k,{name}').model}
+            for name in ('Ti/16', 'S/32', 'S/16', 'B/32', 'B/16', 'L/16')
+        }
+        i21k = augreg.get_config('i21k,B/16')
+        data = {'i1k': {}, 'i21k': {n: getattr(i21k, n) for n in ('data', 'eval_split')}}
+    else:
+        # Shifts in place of the Inception crop: then the images lie on the device.
+        levels = {
+            name: dataclasses.replace(one, crop=None, shift_pixels=2)
+            for name, one in levels.items()
+        }
+        networks = {'narrow': {}, 'wide': {'model.width': 128, 'model.mlp_dim': 256}}
+        data = {share: {'train_split': f'train[:{share}]'} for share in ('5%', '100%')}
+    grid = Grid(
+        axes={
+            'network': networks,
+            'data': data,
+            'level': {name: {'augmentation': one} for name, one in levels.items()},
+        }
+    )
+    return Study(
+        title='Augmentation, data, networks',
+        base=config,
+        grids={'train': grid},
+        seeds=(0, 1, 2) if size == 'small' else (0,),
+        draw=Drawing(x='level'),
+    )
+
+
+SMALL = 'none', 'light2', 'strong2'

@@ -1,0 +1,73 @@
+"""Adam or SGD: with which one are ResNets fine-tuned?
+
+Paper: "An Image is Worth 16x16 Words", appendix D.1, table 7: ResNets that Adam pre-trained on
+JFT-300M, fine-tuned by both; Adam is the better one on most tasks. JFT is not public: `full` names
+it.
+Result: table 7 is PUBLISHED below. Cost of `small`: 3 trainings of 4 minutes on one CPU core, and 6
+fine-tunings of 2.
+Command: python -m vit_jax.study --config=configs/studies/optimizers.py:small \
+             --config.base.data=DATA --workdir=DIR
+"""
+
+import dataclasses
+from typing import Any
+
+from vit_jax.config import Drawing, Grid, Study
+from vit_jax.configs.pretrain import vit
+from vit_jax.configs.studies import base
+from vit_jax.training.optimizer import OptimizerConfig
+
+# Accuracies in percent by adamw and sgd, in the order of base.TASKS.
+PUBLISHED = {
+    'R50x1': {
+        'adamw': (77.54, 97.67, 86.07, 91.11, 94.26),
+        'sgd': (78.24, 97.46, 85.17, 91.00, 92.06),
+    },
+    'R152x2': {
+        'adamw': (84.97, 99.06, 92.05, 95.37, 98.62),
+        'sgd': (84.37, 99.07, 91.06, 94.79, 99.32),
+    },
+}
+# The rates of Adam are ours: the paper does not state them.
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    'adamw': {
+        'optimizer': OptimizerConfig(kind='adamw', clip_norm=1.0),
+        'schedule.learning_rate': 3e-4,
+    },
+    'sgd': {},
+}
+ARGUMENTS = 'small', 'full'
+
+
+def get_config(size: str = 'small') -> Study:
+    """ResNets, each fine-tuned on each task by both."""
+    config = base.get_config(size)
+    if size == 'small':
+        networks: dict[str, Any] = {'resnet': {'model': base.SMALL['resnet']}}
+        tasks: dict[str, Any] = {'digits': base.fine_tuning('small')}
+    else:
+        config = dataclasses.replace(vit.get_config('jft,R50x1'), fewshot=config.fewshot)
+        rows = {name: vit.get_config(f'jft,{name}') for name in PUBLISHED}
+        names = 'model', 'total', 'schedule'
+        networks = {row: {n: getattr(one, n) for n in names} for row, one in rows.items()}
+        tasks = base.TASKS
+    return Study(
+        title='Fine-tuning ResNets',
+        base=config,
+        grids={
+            'train': Grid(axes={'network': networks}),
+            'tune': Grid(
+                start_from='train',
+                axes={'task': tasks, 'optimizer': OPTIMIZERS},
+                published={
+                    f'{network}-{task}-{optimizer}': percent / 100
+                    for network, by_optimizer in PUBLISHED.items()
+                    for optimizer, values in by_optimizer.items()
+                    for task, percent in zip(base.TASKS, values, strict=True)
+                    if size == 'full'
+                },
+            ),
+        },
+        seeds=(0, 1, 2),
+        draw=Drawing(x='optimizer'),
+    )

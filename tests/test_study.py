@@ -1,0 +1,157 @@
+"""The program that runs studies, as users type it."""
+
+import argparse
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests import tiny
+from vit_jax import study
+from vit_jax.config import Drawing, Grid, Study
+from vit_jax.runs.studies import Row
+
+ROOT = pathlib.Path(__file__).parent.parent
+FILE = """
+from tests import tiny
+from vit_jax.config import Drawing, Grid, Study
+
+def get_config():
+    return Study(
+        title='Pooling',
+        base=tiny.experiment(checkpoint_every_steps=5),
+        grids={
+            'train': Grid(axes={'pool': {'gap': {'model.pool': 'gap'}, 'no': {'data': 'nowhere'}}}),
+            'tune': Grid(start_from='train', changes={'total.steps': 2}, axes={'on': {'a': {}}}),
+        },
+        draw=Drawing(x='pool'),
+    )
+"""
+
+
+def program(folder, *flags, **how):
+    file = folder / 'study.py'
+    file.write_text(FILE)
+    command = [sys.executable, '-m', 'vit_jax.study', f'--config={file}']
+    command += [f'--workdir={folder / "out"}', *flags]
+    environment = os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
+    return subprocess.Popen(command, env=environment, cwd=ROOT, **pipes, **how)
+
+
+def output(folder, *flags):
+    process = program(folder, *flags)
+    text, _ = process.communicate(timeout=600)
+    return process.returncode, text.splitlines()
+
+
+@pytest.mark.full
+def test_a_run_that_fails_is_named_and_the_others_go_on_and_are_not_done_twice(tmp_path):
+    code, lines = output(tmp_path, '--list')
+    assert code == 0 and len(lines) == 4
+    command = f'python -m vit_jax.train --config={tmp_path}/out/train/gap-seed0/config.json'
+    assert lines[0] == f'{command} --workdir={tmp_path}/out/train/gap-seed0'
+    assert lines[2] == '# tune/gap-a-seed0 starts from train/gap-seed0: list it again after that'
+    code, lines = output(tmp_path)
+    assert code == 1
+    assert lines[0] == 'Pooling: 4 runs, 0 complete'
+    assert lines[1].startswith('1 of 4  train/gap-seed0  test/accuracy ')
+    assert lines[2].startswith(
+        "2 of 4  train/no-seed0  failed with code 1: data='nowhere': no such"
+    )
+    assert lines[3].startswith('3 of 4  tune/gap-a-seed0  test/accuracy ')
+    assert lines[4].startswith('4 of 4  tune/no-a-seed0  cannot start: train/no-seed0 is not ')
+    assert lines[-1] == 'failed: train/no-seed0, tune/no-a-seed0'
+    assert {file.name for file in (tmp_path / 'out').glob('results.*')} == {
+        'results.md',
+        'results.csv',
+        'results.png',
+    }
+    code, lines = output(tmp_path, '--only=gap')
+    assert code == 0 and lines[0] == 'Pooling: 2 runs, 2 complete'
+    code, lines = output(tmp_path, '--only=nothing')
+    assert code == 1 and lines == [
+        'error: --only=nothing: none of 4 runs, such as train/gap-seed0, train/no-seed0, '
+        'tune/gap-a-seed0'
+    ]
+
+
+@pytest.mark.full
+def test_who_stops_the_study_stops_the_training_which_is_saved(tmp_path):
+    process = program(
+        tmp_path, '--config.base.total.steps=100000', '--only=train/gap', start_new_session=True
+    )
+    metrics = tmp_path / 'out/train/gap-seed0/metrics.jsonl'
+    until = time.monotonic() + 300
+    while not (metrics.exists() and metrics.read_text()) and time.monotonic() < until:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    text, _ = process.communicate(timeout=300)
+    assert process.returncode == 130, text
+    assert 'stopped; the same command goes on' in text
+    steps = [*(metrics.parent / 'checkpoints').iterdir()]
+    assert steps  # saved, and nobody trains any more
+    assert 'stopped at step' in (metrics.parent / 'output.txt').read_text()
+
+
+ROWS = [
+    Row(
+        'train', {'depth': '1'}, 3, {'test/accuracy': {0: 0.5, 1: 0.7}, 'compute': {0: 2.0}}, 0.614
+    ),
+    Row('train', {'depth': '2'}, 3, {'test/accuracy': {0: 0.25}, 'compute': {}}, None),
+]
+
+
+def test_tables_have_means_deviations_published_values_and_how_many_seeds():
+    assert study._table(ROWS, ('test/accuracy', 'compute')) == [
+        '| depth | test/accuracy | compute | published | seeds |',
+        '| --- | --- | --- | --- | --- |',
+        '| 1 | 60.00% ± 14.14% | 2 | 61.40% | 2 of 3 |',
+        '| 2 | 25.00% |  |  | 1 of 3 |',
+    ]
+    assert study._csv(ROWS).splitlines() == [
+        'grid,depth,measure,mean,deviation,runs,planned,published',
+        'train,1,test/accuracy,0.6,0.141421,2,3,0.614',
+        'train,1,compute,2,,1,3,',
+        'train,2,test/accuracy,0.25,,1,3,',
+    ]
+
+
+def lines_of(drawing, rows, grids=('train',)):
+    config = Study(title='T', base=tiny.experiment(), grids=dict.fromkeys(grids, Grid()))
+    figure = study._picture(config, drawing, rows)
+    axes = figure.axes[0]
+    found = {c.get_label(): c.lines[0].get_xydata().tolist() for c in axes.containers}
+    return axes, found
+
+
+def test_a_picture_has_a_line_for_each_value_of_the_other_axes():
+    pytest.importorskip('matplotlib')
+    rows = [
+        Row('train', {'depth': depth, 'pool': pool}, 1, {'test/accuracy': {0: accuracy}}, None)
+        for depth, pool, accuracy in [('2', 'gap', 0.2), ('1', 'gap', 0.1), ('1', 'cls', 0.3)]
+    ]
+    axes, found = lines_of(Drawing(x='depth'), rows)
+    assert found == {'gap': [[1, 0.1], [2, 0.2]], 'cls': [[1, 0.3]]}
+    _, found = lines_of(Drawing(x='pool'), rows)  # nothing lies between names
+    assert {name: [y for _, y in points] for name, points in found.items()} == {
+        '2': [0.2],
+        '1': [0.1, 0.3],
+    }
+
+
+def test_over_compute_a_line_is_of_the_first_axis():
+    pytest.importorskip('matplotlib')
+    numbers = {'test/accuracy': {0: 0.5}, 'compute': {0: 4.0}}
+    rows = [Row('train', {'kind': 'vit', 'size': 'B'}, 1, numbers, None), *ROWS]
+    _, found = lines_of(Drawing(x='compute', logarithmic=True), rows)
+    assert found == {'vit': [[4.0, 0.5]], '1': [[2.0, pytest.approx(0.6)]]}
+
+
+def test_a_pattern_that_is_none_is_said():
+    with pytest.raises(argparse.ArgumentTypeError, match='no regular expression'):
+        study._pattern('(')

@@ -27,7 +27,8 @@ from typing import IO, Any
 import numpy as np
 from rich.console import Console
 
-from vit_jax.base import UserError, atomic_write, counted, usable
+from vit_jax.base import UserError, atomic_write, counted, require, usable
+from vit_jax.base.storage import is_remote
 from vit_jax.command_line import app
 from vit_jax.config import Drawing, Study
 from vit_jax.parallel.processes import INTERRUPTED, REQUEUE
@@ -40,6 +41,8 @@ OUTPUT, RESULTS = 'output.txt', 'results'
 def main(arguments: argparse.Namespace) -> int:
     """Trains what is left, or lists it; 1 where a run failed, 130 or 75 where it was stopped."""
     study, folder = arguments.config, pathlib.Path(arguments.workdir).absolute()
+    remote = is_remote(arguments.workdir)
+    require(not remote, f'--workdir={arguments.workdir}: expected a folder on a disk')
     runs = studies.planned(study)
     chosen = [run for run in runs if re.search(arguments.only, run.name)]
     if not chosen:

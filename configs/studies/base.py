@@ -68,9 +68,9 @@ def get_config(size: str = 'small') -> TrainConfig:
 def fine_tuning(size: str, task: str = 'digits') -> dict[str, Any]:
     """What the transfer of section 4.1 changes, on a row of configs/finetune/vit.py or `digits`."""
     config = transfer.get_config() if size == 'small' else finetuning.get_config(task)
-    names = 'data', 'eval_split', 'image_size', 'augmentation', 'total', 'batch_size'
-    names += 'loss', 'optimizer', 'schedule', 'regularization', 'polyak_decay', 'fewshot'
-    return {name: getattr(config, name) for name in names}
+    what = 'data', 'eval_split', 'image_size', 'augmentation', 'total', 'batch_size'
+    how = 'loss', 'optimizer', 'schedule', 'regularization', 'polyak_decay', 'fewshot'
+    return {name: getattr(config, name) for name in (*what, *how)}
 
 
 # The tasks of table 6 at one of the paper's rates, by the names of their runs.

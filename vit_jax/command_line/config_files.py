@@ -43,9 +43,11 @@ def read(given: str, kind: type[Any] = TrainConfig) -> Any:
             raise UserError(f'--config={given}: no {argument[0]!r}; {nearest}') from error
         raise
     if not isinstance(config, kind):
-        program = '; python -m vit_jax.study runs it' if isinstance(config, Study) else ''
+        programs = {Study: 'study', TrainConfig: 'train'}
+        own = programs.get(type(config))
         gave = f'get_config() gave {type(config).__name__}, no {kind.__name__}'
-        raise UserError(f'--config={path}: {gave}{program}')
+        takes = f'; python -m vit_jax.{own} takes it' if own else ''
+        raise UserError(f'--config={path}: {gave}{takes}')
     with _errors_of(path, file):
         return records.checked(config, where='config')
 

@@ -100,9 +100,10 @@ class TrainConfig(Record):
 
     # What is learned from, and by what.
     data: str | DataFunction  # 'digits', tfds:NAME, FILE.npz|csv|jsonl, a folder, f(split's name)
-    train_split: str = 'train'  # a part of it: train[:98%]
+    train_split: str = 'train'  # a part of it, or several: train[:98%], train+validation
     eval_split: str = 'test'  # of the evaluation `test`, where `evals` names no others
     held_out: HeldOut = _default(HeldOut)  # for testing, of data without splits
+    classes: tuple[str, ...] = ()  # names of those to train and evaluate on alone; none: all
     model: ViTConfig | ResNetConfig | None = None  # None: the model of start_from
     image_size: tuple[int, int] | None = None  # (height, width); None: the model's own
     start_from: str | None = None  # a checkpoint, of any format, with the first parameters
@@ -144,6 +145,8 @@ class TrainConfig(Record):
         require_between(self, *names, *every, 'eval_batch_size', 'image_size', low=1)
         require_between(self, 'polyak_decay', low=0, below=1)
         require_between(self, 'seed', low=0, below=2**32)
+        distinct = len({*self.classes}) == len(self.classes)
+        require(distinct, f'classes={self.classes}: expected each once')
         for name in self.evals:
             fits = re.fullmatch(r'[\w-]+', name) is not None and name not in _RESERVED
             require(fits, f'evals: {name!r} is no name for an evaluation')

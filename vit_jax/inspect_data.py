@@ -90,7 +90,7 @@ def _shared(
     """Of each evaluation that has any, the images whose bytes are trained on too, and all."""
 
     def of(split: str) -> list[bytes | None]:
-        source = opened(config.data, split)
+        source = opened(config.data, split, classes=config.classes)
         return [digests.get(name) for name in source.read_names(range(len(source)))]
 
     found: dict[str, tuple[int, int]] = {}
@@ -131,7 +131,7 @@ def _sources(config: TrainConfig, opened: Opener) -> tuple[dict[str, Source], li
     parts = {}
     for split in splits:
         try:
-            parts[split] = opened(data, split)
+            parts[split] = opened(data, split, classes=config.classes)
         except UserError as error:
             problems.append(str(error))
     if (train := parts.pop(config.train_split, None)) is not None:
@@ -169,7 +169,7 @@ def _lines(scan: Scan) -> list[str]:
 
 def _sheet(config: TrainConfig, opened: Opener) -> Image.Image:
     """Training images as evaluation sees them, and as training does in its first epochs."""
-    source = opened(config.data, config.train_split)
+    source = opened(config.data, config.train_split, classes=config.classes)
     origin = open_start(config)
     model = config.model or (origin.card.model if origin else None)
     preprocessing = preprocessing_of(config, origin)

@@ -26,6 +26,7 @@ from vit_jax.data import loading, reading
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.image_preprocessing import InceptionCrop
 from vit_jax.data.randaugment import RandAugment
+from vit_jax.evaluation.episodes import EpisodesConfig
 from vit_jax.models import Regularization, build
 from vit_jax.parallel.processes import Job
 from vit_jax.runs import probing_run, reporting, training_run, workdirs
@@ -439,6 +440,23 @@ def test_a_batch_of_more_images_than_there_are_is_said(photos):
     assert 'steps of 64 images, more than there are (--config.batch_size): 16, 12.0' in said[1]
 
 
+@pytest.mark.parametrize(
+    'trained, said',
+    [('012', 'none of them is trained on'), ('827', 'trained on are 8')],
+)
+def test_some_classes_are_trained_on_and_episodes_say_which_of_these_they_draw(trained, said):
+    episodes = EpisodesConfig(classes=('9', '8', '3'), ways=2)
+    fewshot = FewshotConfig(episodes=episodes)
+    experiment = training_run.decide(tiny.experiment(classes=tuple(trained), fewshot=fewshot))
+    assert experiment.model.config.num_classes == 3
+    for reader in experiment.readers.values():
+        assert reader.source.class_names == tuple(trained)
+        assert set(reader.source.labels) == {0, 1, 2}
+    probe = experiment.probes.found['digits']
+    assert set(probe.test.source.labels) == set(range(10))
+    assert f'episodes of digits draw from 3 classes: {said}' in reporting.outline(experiment)
+
+
 @pytest.mark.full
 def test_a_test_image_that_cannot_be_read_is_known_before_training(photos, tmp_path):
     broken = photos / 'test' / 'dog' / '1.jpg'
@@ -514,6 +532,8 @@ TOO_FEW_BLOCKS = tiny.assigned(OptimizerConfig(), trained_blocks=-1)
             {'schedule': ScheduleConfig(learning_rate=1e-3, warmup=Duration(steps=20))},
             'do not fit into 10 steps: take --config.schedule.warmup.fraction=0.1 instead$',
         ),
+        ({'classes': ('3', 'x')}, "classes: digits has no class 'x'; known: 0, 1"),
+        ({'classes': ('3', '3')}, r"config.classes=\('3', '3'\): expected each once"),
         ({'optimizer': TOO_FEW_BLOCKS}, 'config.optimizer.trained_blocks=-1: expected at least 0'),
         ({'augmentation': tiny.assigned(Augmentation(), mixup=-0.1)}, 'augmentation.mixup=-0.1'),
     ],

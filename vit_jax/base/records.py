@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 from vit_jax.base.errors import UserError
 
 R = TypeVar('R')
+_LISTED = 20  # of the names that are known, in a message about another
 
 
 class Record:
@@ -110,7 +111,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error message about an unknown name: what was probably meant."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1)
-    return f'did you mean {close[0]!r}?' if close else f'known: {", ".join(known) or "none"}'
+    listed = [*known[:_LISTED], *(['...'] if len(known) > _LISTED else [])]
+    return f'did you mean {close[0]!r}?' if close else f'known: {", ".join(listed) or "none"}'
 
 
 def to_dict(record: Any) -> dict[str, Any]:

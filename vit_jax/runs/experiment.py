@@ -111,9 +111,9 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
     if config.total is None:
         raise UserError('config.total is none: expected how long to train')
     opened = make_opener(config.held_out)
-    train = opened(config.data, config.train_split)
+    train = opened(config.data, config.train_split, classes=config.classes)
     evaluated = {
-        name: opened(one.data or config.data, one.split, one.labels)
+        name: opened(one.data or config.data, one.split, one.labels, config.classes)
         for name, one in config.evaluations.items()
     }
     refuse(label_problems(config, train, evaluated))

@@ -19,6 +19,7 @@ def after_pretraining(experiment: Experiment, workdir: str) -> str | None:
         'data': (config.data, None),
         'train_split': (config.train_split, usual.train_split),
         'eval_split': (_evaluated(config).split, usual.eval_split),
+        'classes': (config.classes, usual.classes),
         'held_out.fraction': (config.held_out.fraction, usual.held_out.fraction),
         'held_out.seed': (config.held_out.seed, usual.held_out.seed),
         'loss.kind': (own or ('sigmoid' if several else 'softmax'), 'softmax'),

@@ -53,7 +53,8 @@ def without_data(
     num_classes = num_classes or (config.model.num_classes if config.model else None)
     if num_classes is None or num_images is None:
         try:
-            source = make_opener(config.held_out)(config.data, config.train_split)
+            opened = make_opener(config.held_out)
+            source = opened(config.data, config.train_split, classes=config.classes)
         except UserError as error:
             advice = 'without the data: --num_classes=1000 --num_images=1281167'
             raise UserError(f'{error}\n{advice}') from error
@@ -75,7 +76,7 @@ def without_data(
         read_labels=unread,
     )
     config = dataclasses.replace(config, evals={}, eval_split='test', fewshot=None, start_from=None)
-    return dataclasses.replace(config, data=lambda split: source)
+    return dataclasses.replace(config, classes=(), data=lambda split: source)
 
 
 def compile_step(config: TrainConfig, where: Topology) -> StepMemory:

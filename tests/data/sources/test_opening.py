@@ -80,7 +80,54 @@ def test_slices_of_a_split_are_disjoint_complete_and_fair(root):
     assert 0 < labels.sum() < 6  # not the first class alone
 
 
-@pytest.mark.parametrize('split', ['train[', 'train[10]', 'train[:a%]', ''])
+def test_parts_of_splits_are_joined_in_their_order(root):
+    def of_function(split):
+        return opening.make_opener()('digits', split)
+
+    for data in str(root), 'digits', of_function:
+        opened = opening.make_opener()
+        both = opened(data, 'test[1:4] + train[:25%]+test[:1]')
+        parts = [opened(data, split) for split in ('test[1:4]', 'train[:25%]', 'test[:1]')]
+        assert len(both) == sum(map(len, parts)) == 4 + len(parts[1])
+        assert described(both) == [name for part in parts for name in described(part)]
+        labels = np.concatenate([part.labels for part in parts])
+        np.testing.assert_array_equal(both.labels, labels)
+        order = [len(both) - 1, 0, 3, 2]
+        np.testing.assert_array_equal(both.read_labels(order), labels[order])
+        stamps = np.concatenate([part.read_stamps(range(len(part))) for part in parts])
+        np.testing.assert_array_equal(both.read_stamps(order), stamps[order])
+        (one, label), (same, _) = both.read(3), parts[1].read(0)
+        assert np.array_equal(one, same) and label == labels[3]
+
+
+def test_parts_of_other_classes_are_not_joined():
+    def own(split):
+        images, labels = np.zeros((4, 2, 2), np.uint8), np.zeros(4, int)
+        return array_source(images, labels, ['a', split], name=split)
+
+    with pytest.raises(UserError, match=r"split 'train\+test' of .* different classes"):
+        opening.make_opener()(own, 'train+test')
+
+
+def test_images_of_some_classes_alone_get_the_numbers_of_their_order(root):
+    write_image(root / 'train' / 'emu' / '0.png')
+    write_image(root / 'test' / 'emu' / '0.png')
+    opened, both = opening.make_opener(), ('emu', 'dog')
+    every, some = opened(str(root), 'train'), opened(str(root), 'train', classes=both)
+    assert some.class_names == both and sorted(some.labels) == [0] + [1] * 6
+    assert some.read(2)[1] == some.labels[2]
+    names = [name for name in described(every) if '/cat/' not in name]
+    assert described(some) == names
+    with pytest.raises(UserError, match="classes: .* has no class 'dgo'; did you mean 'dog'"):
+        opened(str(root), 'train', classes=('dgo', 'cat'))
+    cat = int(np.argmin(every.labels))
+    with pytest.raises(UserError, match="no image has one of the classes 'dog'"):
+        opened(str(root), f'train[{cat}:{cat + 1}]', classes=('dog',))
+
+
+@pytest.mark.parametrize(
+    'split', ['train[', 'train[10]', 'train[:a%]', '', 'train+', 'train[:2]+[2:]', 'train++test']
+)
 def test_a_split_that_is_none_is_explained(split):
     with pytest.raises(ValueError, match='expected a name, or'):
         opening.make_opener()('digits', split)

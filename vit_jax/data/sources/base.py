@@ -106,6 +106,33 @@ def select(source: Source, indices: Sequence[int] | np.ndarray) -> Source:
     )
 
 
+def joined(sources: Sequence[Source]) -> Source:
+    """The images of all sources, one source after the other; their classes are the same."""
+    lengths = [len(source) for source in sources]
+    number_of = np.repeat(np.arange(len(sources)), lengths)
+    index_within = np.concatenate([np.arange(length) for length in lengths])
+
+    def gathered(name: str, indices: Sequence[int]) -> list[Any]:
+        places, found = np.asarray(indices, int), dict[int, Any]()
+        for number, source in enumerate(sources):
+            rows = np.flatnonzero(number_of[places] == number).tolist()
+            if rows:
+                values = getattr(source, name)(index_within[places[rows]].tolist())
+                found.update(zip(rows, values, strict=True))
+        return [found[row] for row in range(len(places))]
+
+    return dataclasses.replace(
+        sources[0],
+        count=len(number_of),
+        read=lambda i: sources[number_of[i]].read(int(index_within[i])),
+        read_names=lambda indices: gathered('read_names', indices),
+        read_labels=lambda indices: np.array(gathered('read_labels', indices)),
+        read_stamps=lambda indices: np.array(gathered('read_stamps', indices), np.int64),
+        labels_at_hand=all(source.labels_at_hand for source in sources),
+        stamps_at_hand=all(source.stamps_at_hand for source in sources),
+    )
+
+
 def in_fixed_order(source: Source) -> Source:
     """The source in one random order, the same every time, so that a slice is a fair sample."""
     return select(source, np.random.default_rng(0).permutation(len(source)))

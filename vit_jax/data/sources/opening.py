@@ -4,12 +4,11 @@ import dataclasses
 import functools
 import hashlib
 import os
-import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from vit_jax.base import MissingFile, UserError, close_by, counted, records, refuse, storage, usable
+from vit_jax.base import MissingFile, UserError, close_by, records, refuse, storage, usable
 from vit_jax.data.sources import arrays, folders, imagenet, relabelling, tables, tfds
 from vit_jax.data.sources.base import (
     DataFunction,
@@ -19,6 +18,7 @@ from vit_jax.data.sources.base import (
     select,
     warn_once,
 )
+from vit_jax.data.sources.splits import taken
 
 # The split `test` is the first of these that the data has.
 TEST_NAMES = 'test', 'val', 'validation', 'valid'
@@ -44,16 +44,18 @@ class HeldOut(records.Record):
         records.require_between(self, 'fraction', above=0, below=1)
 
 
-Opener = Callable[..., Source]  # (data, split, labels=None), see `make_opener`
+Opener = Callable[..., Source]  # (data, split, labels=None, classes=()), see `make_opener`
 
 
 def make_opener(held_out: HeldOut | None = None) -> Opener:
-    """A function `(data, split, labels=None) -> Source` that opens everything once.
+    """A function `(data, split, labels=None, classes=()) -> Source` that opens everything once.
 
     `data` is one of the kinds of `open_splits`, or a function from the name of a split to a Source.
     `split` is a name and perhaps a slice, `train[:90%]` or `test[100:200]`: of files a random
-    sample with a fixed seed. `labels` is a JSON file (see `relabelled`) or a column of TFDS data
-    that replaces the labels; images to which it gives no class are left out, with a warning.
+    sample with a fixed seed; or several, `train[:800]+validation[:200]`. `labels` is a JSON file
+    (see `relabelled`) or a column of TFDS data that replaces the labels; images to which it gives
+    no class are left out, with a warning. `classes` are the names of those whose images alone are
+    kept; none: all.
     """
 
     @functools.cache
@@ -61,9 +63,7 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
         splits = open_splits(data, held_out, label_column=label_column)
         return {name: functools.cache(opened) for name, opened in splits.items()}
 
-    @functools.cache
-    def opened(data: str | DataFunction, split: str, labels: str | None = None) -> Source:
-        name, part = _parse_split(split)
+    def whole(data: str | DataFunction, labels: str | None, name: str) -> Source:
         column = None if labels is None or labels.endswith('.json') else labels
         if isinstance(data, str):
             with usable(data):
@@ -81,16 +81,29 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
             source = data(name)
             if not isinstance(source, Source):
                 raise UserError(f'{records.text_of(data)}({name!r}) is no Source: {source!r}')
-        if labels is not None and column is None:
-            source = relabelling.relabelled(source, labels)
-        selected = range(len(source))[part(len(source))]
-        if not selected:
-            where = f'split {split!r} of {records.text_of(data)}'
-            raise UserError(f'{where} is empty: {name} has {counted(len(source), "image")}')
-        if len(selected) < len(source):
-            source = select(source, selected)
+        return source if labels is None or column else relabelling.relabelled(source, labels)
+
+    @functools.cache
+    def chosen(
+        data: str | DataFunction, split: str, labels: str | None, classes: tuple[str, ...]
+    ) -> Source:
+        name = records.text_of(data)
+        source = taken(split, functools.partial(whole, data, labels), of=name)
         # After the slice, so that a split names the same images with any labels.
-        return source if labels is None else relabelling.with_labels(source)
+        source = source if labels is None else relabelling.with_labels(source)
+        for one in classes:
+            if one not in source.class_names:
+                nearest = records.nearest(one, source.class_names)
+                raise UserError(f'classes: {name} has no class {one!r}; {nearest}')
+        return relabelling.of_classes(source, classes) if classes else source
+
+    def opened(
+        data: str | DataFunction,
+        split: str,
+        labels: str | None = None,
+        classes: tuple[str, ...] = (),
+    ) -> Source:
+        return chosen(data, split, labels, classes)
 
     return opened
 
@@ -101,9 +114,9 @@ def open_splits(
     """The splits of a data set by name, each a function that opens it.
 
     `data` is `digits`; a `.npz`, `.csv` or `.jsonl` file; a folder (of splits, of classes, the
-    ImageNet tree or its tar files, a data set that TFDS prepared); or `tfds:NAME`, which alone have
-    columns of labels. Data without splits is `all`, and of that `train` and `test` as `held_out`
-    says.
+    ImageNet tree or its tar files, a data set that TFDS prepared); or `tfds:NAME`.
+    TFDS's sets alone have columns of labels. Data without splits is `all`, and of that `train` and
+    `test` as `held_out` says.
     """
     if storage.is_remote(data):
         raise UserError(f'data={data!r}: {_REMOTE}')
@@ -177,20 +190,3 @@ def _drawn(source: Source, names: Sequence[str], held_out: HeldOut) -> np.ndarra
     refuse([folders.ALONE % pair for pair in zip(source.read_names(alone), of, strict=True)])
     is_test[by_class[first]], is_test[by_class[last]] = True, False
     return is_test
-
-
-def _parse_split(split: str) -> tuple[str, Callable[[int], slice]]:
-    """The name, and a function from the number of images to the slice."""
-    match = re.fullmatch(r'([^\[\]]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?', split)
-    if not match:
-        raise UserError(f'split {split!r}: expected a name, or NAME[:90%], NAME[90%:], NAME[10:20]')
-    name, *bounds = match.groups()
-
-    def part(length: int) -> slice:
-        ends = (
-            None if b is None else round(int(b[:-1]) * length / 100) if b[-1] == '%' else int(b)
-            for b in bounds
-        )
-        return slice(*ends)
-
-    return name, part

@@ -79,15 +79,31 @@ def renumbered(source: Source, class_names: Sequence[str]) -> Source:
     """
     if source.class_names == tuple(class_names):
         return source
-    number = {name: index for index, name in enumerate(class_names)}
-    numbers = np.array([number.get(name, -1) for name in source.class_names])
-    unknown = [name for name in source.class_names if name not in number]
-    if len(unknown) == len(numbers):
+    known = {*class_names}
+    unknown = [name for name in source.class_names if name not in known]
+    if len(unknown) == len(source.class_names):
         both = f'{_listed(source.class_names)}; the network has {_listed(class_names)}'
         raise UserError(f'no class of the data is one of the network: the data have {both}')
     for name, uses in collections.Counter(class_names).items():
         twice = uses > 1 and name in source.class_names
         require(not twice, f'{uses} classes of the network have the name {name!r}')
+    found = of_classes(source, class_names)
+    if unknown:
+        text = "%d of %d classes are not among the network's: %s; %s of these left out"
+        left_out = counted(len(source) - len(found), 'image')
+        listed = len(unknown), len(source.class_names), _listed(unknown)
+        logging.warning(text, *listed, left_out)
+    return found
+
+
+def of_classes(source: Source, class_names: Sequence[str]) -> Source:
+    """The images of these classes alone, each with the number that its class has here.
+
+    Of an image with several classes those remain that are here; one without any stays. Raises
+    UserError where no image is left.
+    """
+    number = {name: index for index, name in enumerate(class_names)}
+    numbers = np.array([number.get(name, -1) for name in source.class_names])
 
     def of(labels: np.ndarray) -> np.ndarray:
         if not source.multi_label:
@@ -106,15 +122,12 @@ def renumbered(source: Source, class_names: Sequence[str]) -> Source:
         read=read,
         read_labels=lambda indices: of(source.read_labels(indices)),
     )
-    if not unknown:
+    if (numbers >= 0).all():
         return found
     has_class = found.labels.any(axis=1) if source.multi_label else found.labels >= 0
     if source.multi_label:  # an image without any class is one that the network may know as such
         has_class |= ~source.labels.any(axis=1)
-    text = "%d of %d classes are not among the network's: %s; %s of these left out"
-    listed = len(unknown), len(numbers), _listed(unknown)
-    logging.warning(text, *listed, counted(int((~has_class).sum()), 'image'))
-    require(bool(has_class.any()), 'no image is of a class of the network')
+    require(bool(has_class.any()), f'no image has one of the classes {_listed(class_names)}')
     return select(found, np.flatnonzero(has_class))
 
 

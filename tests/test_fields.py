@@ -67,6 +67,7 @@ SIGMA = Duration(fraction=0.5)
 CHANGES = [
     ('train_split', 'train[:100]', base()),
     ('eval_split', 'test[:8]', base()),
+    ('classes', ('3', '5'), base()),
     ('model', RESNET, base()),
     ('model.image_size', (16, 8), base()),
     ('model.patch_size', (2, 4), base()),
@@ -129,6 +130,11 @@ CHANGES = [
     ('augmentation.crop.area', (0.9, 1.0), with_augmentation(crop=InceptionCrop())),
     ('augmentation.crop.aspect', (1.0, 1.0), with_augmentation(crop=InceptionCrop())),
     ('augmentation.crop.scale', 2.0, with_augmentation(crop=RandomCrop())),
+    (
+        'augmentation.crop.keep_aspect',
+        False,
+        base(image_size=(16, 8), augmentation=Augmentation(crop=RandomCrop())),
+    ),
     ('augmentation.shift_pixels', 1, base()),
     ('augmentation.flip', True, base()),
     ('augmentation.randaugment.layers', 1, base()),

@@ -4,24 +4,27 @@ import json
 import pathlib
 import struct
 
-import numpy as np
 import tensorflow_datasets as tfds
 
 from vit_jax.data.sources.tfrecord import masked_crc
 
 
-def array_record(root, splits, class_names, *, columns=('label',)) -> pathlib.Path:
+def array_record(
+    root, splits, class_names, *, columns=('label',), features=None, named='made_here:1.2.0'
+) -> pathlib.Path:
     """A set of splits {name: [(encoded image, label), ...]} in that order, as ArrayRecord.
 
     Columns that end with `s` are multi-label. With other columns than `label`, a dictionary takes
-    the label's place.
+    the label's place; `features` are those that are no labels of `class_names`.
     """
     kind = tfds.features.ClassLabel(names=list(class_names))
     kinds = {name: tfds.features.Sequence(kind) if name[-1] == 's' else kind for name in columns}
+    kinds |= features or {}
+    set_name, _, version = named.partition(':')
 
     class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-        name = 'made_here'
-        VERSION = tfds.core.Version('1.2.0')
+        name = set_name
+        VERSION = tfds.core.Version(version)
 
         def _info(self):
             features = {'image': tfds.features.Image(), 'id': tfds.features.Text()} | kinds
@@ -34,9 +37,9 @@ def array_record(root, splits, class_names, *, columns=('label',)) -> pathlib.Pa
 
         def _generate_examples(self, split):
             for i, (stored, label) in enumerate(splits[split]):
-                pixels = stored if isinstance(stored, np.ndarray) else _Encoded(stored)
-                labels = label if isinstance(label, dict) else {'label': label}
-                yield i, {'image': pixels, 'id': str(i)} | labels
+                values = {'image': stored, 'id': str(i)}
+                values |= label if isinstance(label, dict) else {'label': label}
+                yield i, {k: _Encoded(v) if isinstance(v, bytes) else v for k, v in values.items()}
 
     builder = Builder(data_dir=str(root), file_format='array_record')
     builder.download_and_prepare(file_format='array_record')

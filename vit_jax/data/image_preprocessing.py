@@ -100,6 +100,7 @@ class RandomCrop(Record):
 
     random: ClassVar[bool] = True
     scale: float = 448 / 384  # of the resized image to the crop
+    keep_aspect: bool = True  # False: resized to exactly `scale` times the size, as in BiT
 
     def check(self) -> None:
         require_between(self, 'scale', low=1)
@@ -108,8 +109,9 @@ class RandomCrop(Record):
         if rng is None:
             raise UserError('RandomCrop needs a random generator: it is for training only')
         scaled = round(size[0] * self.scale), round(size[1] * self.scale)
-        covering = _covering(image.shape[:2], scaled, _rounded)
-        image = _resized(image, covering, 'bilinear')
+        if self.keep_aspect:
+            scaled = _covering(image.shape[:2], scaled, _rounded)
+        image = _resized(image, scaled, 'bilinear')
         top, left = (rng.integers(0, h - s + 1) for h, s in zip(image.shape[:2], size, strict=True))
         return image[top : top + size[0], left : left + size[1]]
 

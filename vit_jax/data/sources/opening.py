@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from vit_jax.base import MissingFile, UserError, close_by, records, refuse, storage, usable
-from vit_jax.data.sources import arrays, folders, imagenet, relabelling, tables, tfds
+from vit_jax.data.sources import arrays, folders, imagenet, relabelling, tables, tfds, vtab
 from vit_jax.data.sources.base import (
     DataFunction,
     Source,
@@ -114,14 +114,14 @@ def open_splits(
     """The splits of a data set by name, each a function that opens it.
 
     `data` is `digits`; a `.npz`, `.csv` or `.jsonl` file; a folder (of splits, of classes, the
-    ImageNet tree or its tar files, a data set that TFDS prepared); or `tfds:NAME`.
+    ImageNet tree or its tar files, a data set that TFDS prepared); `tfds:NAME`; or `vtab:TASK`.
     TFDS's sets alone have columns of labels. Data without splits is `all`, and of that `train` and
     `test` as `held_out` says.
     """
     if storage.is_remote(data):
         raise UserError(f'data={data!r}: {_REMOTE}')
     if data.startswith('tfds:'):
-        return tfds.named_splits(data.removeprefix('tfds:'), label_column)
+        return tfds.folder_splits(tfds.named_folder(data.removeprefix('tfds:')), label_column)
     if tfds.holds(data):
         return tfds.folder_splits(data, label_column)
     if data.endswith(('.npz', '.csv', '.jsonl')) and not os.path.isfile(data):
@@ -129,6 +129,8 @@ def open_splits(
         raise MissingFile(f'{data}: {wrong}{close_by(data)}')
     if label_column is not None:
         raise UserError(f'labels={label_column!r}: expected FILE.json; {data} is no data of TFDS')
+    if data.startswith('vtab:'):
+        return vtab.task_splits(data.removeprefix('vtab:'))
     if data == 'digits':
         return arrays.digits_splits()
     if data.endswith('.npz'):
@@ -136,7 +138,7 @@ def open_splits(
     if data.endswith(('.csv', '.jsonl')):
         return _with_splits(tables.table_splits(data), held_out or HeldOut(), data)
     if not os.path.isdir(data):
-        files = "FILE.csv, FILE.jsonl, FILE.npz, tfds:NAME, or 'digits'"
+        files = "FILE.csv, FILE.jsonl, FILE.npz, tfds:NAME, vtab:TASK, or 'digits'"
         expected = f'; expected a folder that holds train/CLASS/*.jpg or CLASS/*.jpg, {files}'
         if os.path.exists(data):
             raise UserError(f'data={data!r}: is no folder{expected}')

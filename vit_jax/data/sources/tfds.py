@@ -5,12 +5,13 @@ offset (tfrecord.py). Images stay encoded: image_preprocessing.py decodes them.
 """
 
 import functools
+import operator
 import os
 import pathlib
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,14 @@ from vit_jax.data.sources import tfrecord
 from vit_jax.data.sources.base import EncodedImage, Label, Source, Splits
 
 INFO = 'dataset_info.json'
+_BOTH = 'an image and a label'
+
+
+class ComputedLabel(NamedTuple):
+    """A label that is computed of the other columns of an example."""
+
+    class_names: tuple[str, ...]
+    number_of: Callable[[dict[str, Any]], Any]
 
 
 def holds(root: str) -> bool:
@@ -26,8 +35,12 @@ def holds(root: str) -> bool:
     return os.path.isfile(os.path.join(root, INFO))
 
 
-def named_splits(full_name: str, label_column: str | None = None) -> Splits:
-    """The splits of `NAME`, `NAME:VERSION` or `NAME/CONFIG:VERSION`, prepared in `data_dir`."""
+def named_folder(full_name: str) -> str:
+    """The folder of `NAME`, `NAME:VERSION` or `NAME/CONFIG:VERSION`, prepared in `data_dir`.
+
+    Without a version the newest; `3.*.*` is the newest that begins so. Raises UserError where there
+    is none.
+    """
     library = _library()
     name, _, version = full_name.partition(':')
     root = data_dir() / name
@@ -40,18 +53,19 @@ def named_splits(full_name: str, label_column: str | None = None) -> Splits:
         except Exception as error:  # of many kinds
             cause = error
     if folder is not None and holds(str(folder)):
-        return folder_splits(str(folder), label_column)
+        return str(folder)
     others = sorted(str(p.parent.relative_to(root)) for p in root.glob(f'**/{INFO}'))
     known = f'there is {", ".join(others)}; ' if others else ''
     remedy = f'{known}prepare it with python -m vit_jax.prepare {name}'
     raise UserError(f'tfds:{full_name} is not in {data_dir()}: {remedy}') from cause
 
 
-def folder_splits(root: str, label_column: str | None = None) -> Splits:
+def folder_splits(root: str, label: str | ComputedLabel | None = None) -> Splits:
     """The splits of a prepared folder.
 
-    Labels are those of `label_column`; without one of `label`, or of `labels` (multi-label), or of
-    the only column of one of the two kinds. Raises UserError for unknown file formats and columns.
+    `label` is a column, or computes the labels of the others; without it they are those of the
+    column `label`, or of `labels` (multi-label), or of the only column of one of the two kinds.
+    Raises UserError for unknown file formats and columns.
     """
     library = _library()
     builder = library.builder_from_directory(root)
@@ -66,12 +80,12 @@ def folder_splits(root: str, label_column: str | None = None) -> Splits:
             stored = builder.as_data_source(split, decoders=decoders)
             stamps = _shard_stamps(info.splits[split])
             undamaged = functools.partial(_undamaged, stored.__getitem__)
-            return _source(info, split, label_column, stamps, undamaged)
+            return _source(info, split, label, stamps, undamaged)
         checksums, read = tfrecord.read_tfrecords(info.splits[split].filepaths)
         if (count := len(checksums)) != (expected := info.splits[split].num_examples):
             raise UserError(f'{root}: {split} has {count} records, {INFO} says {expected}')
         decode = functools.partial(info.features.deserialize_example_np, decoders=decoders)
-        return _source(info, split, label_column, checksums, lambda index: decode(read(index)))
+        return _source(info, split, label, checksums, lambda index: decode(read(index)))
 
     return {split: functools.partial(opened, split) for split in info.splits}
 
@@ -107,21 +121,21 @@ def data_dir() -> pathlib.Path:
 def _source(
     info: Any,
     split: str,
-    label_column: str | None,
+    label: str | ComputedLabel | None,
     stamps: Int[np.ndarray, 'n'],
     example: Callable[[int], Any],
 ) -> Source:
     name = f'tfds:{info.full_name}/{split}'
     count = len(stamps)
-    image_column, label_column, multi_label = _columns(info.features, name, label_column)
-    feature = info.features[label_column]
-    names = (feature.feature if multi_label else feature).names
+    image_column = _image_column(info.features, name)
+    names, multi_label, label_of = _labels(info.features, name, label)
 
     def read(index: int) -> tuple[EncodedImage, Label]:
         values = example(index)
-        if values[image_column] is None or values[label_column] is None:
+        found = label_of(values)
+        if values[image_column] is None or found is None:
             raise UserError('damaged: the record has no image or no label')
-        numbers = np.atleast_1d(np.asarray(values[label_column], int))
+        numbers = np.atleast_1d(np.asarray(found, int))
         for number in numbers[(numbers < 0) | (numbers >= len(names))]:
             raise UserError(f'label {number}, of {len(names)} classes: has {name} labels?')
         if not multi_label:
@@ -136,7 +150,7 @@ def _source(
 
     return Source(
         count=count,
-        class_names=tuple(names),
+        class_names=names,
         read=read,
         read_names=lambda indices: [f'{name}[{i}]' for i in indices],
         read_labels=read_labels,
@@ -159,21 +173,32 @@ def _shard_stamps(info: Any) -> Int[np.ndarray, 'n']:
     return np.concatenate(stamps) if stamps else np.zeros(0, np.int64)
 
 
-def _columns(features: Any, name: str, label_column: str | None) -> tuple[str, str, bool]:
-    """The names of the image's and the label's column, and whether that is multi-label."""
+def _image_column(features: Any, name: str) -> str:
+    images = [n for n, kind in features.items() if isinstance(kind, _library().features.Image)]
+    image = _preferred('image', images)
+    if image is None:
+        raise UserError(f'{name}: expected {_BOTH} among {", ".join(features)}')
+    return image
+
+
+def _labels(
+    features: Any, name: str, label: str | ComputedLabel | None
+) -> tuple[tuple[str, ...], bool, Callable[[dict[str, Any]], Any]]:
+    """The names of the classes, whether an image may have several, and the label of an example."""
+    if isinstance(label, ComputedLabel):
+        return label.class_names, False, label.number_of
     kinds = _library().features
-    images = [n for n, kind in features.items() if isinstance(kind, kinds.Image)]
     single = [n for n, kind in features.items() if isinstance(kind, kinds.ClassLabel)]
     lists = [n for n, kind in features.items() if isinstance(kind, kinds.Sequence)]
     multi = [n for n in lists if isinstance(features[n].feature, kinds.ClassLabel)]
-    image = _preferred('image', images)
-    label = label_column or _preferred('label', single) or _preferred('labels', multi)
-    if image is None or label is None:
-        raise UserError(f'{name}: expected an image and a label among {", ".join(features)}')
-    if label not in (*single, *multi):
-        near = records.nearest(label, (*single, *multi))
-        raise UserError(f'{name}: no column of labels {label!r}; {near}')
-    return image, label, label in multi
+    column = label or _preferred('label', single) or _preferred('labels', multi)
+    if column is None:
+        raise UserError(f'{name}: expected {_BOTH} among {", ".join(features)}')
+    if column not in (*single, *multi):
+        near = records.nearest(column, (*single, *multi))
+        raise UserError(f'{name}: no column of labels {column!r}; {near}')
+    kind = features[column].feature if column in multi else features[column]
+    return tuple(kind.names), column in multi, operator.itemgetter(column)
 
 
 def _preferred(column: str, columns: Sequence[str]) -> str | None:

@@ -1,0 +1,146 @@
+"""The 19 tasks of the Visual Task Adaptation Benchmark, as data `vtab:TASK` of prepared TFDS sets.
+
+Paper: Zhai et al. 2019, "A Large-scale Study of Representation Learning with the Visual Task
+Adaptation Benchmark"; sets, splits and labels are those of its code, google-research's
+task_adaptation. Each task has the splits `train`, `validation` and `test`; the 1,000 images of
+VTAB-1k are `train[:800]+validation[:200]`, in TFDS's order.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from vit_jax.base import UserError, records
+from vit_jax.data.image_preprocessing import decode
+from vit_jax.data.sources import tfds
+from vit_jax.data.sources.base import EncodedImage, Label, Source, Splits, warn_once
+from vit_jax.data.sources.splits import taken
+from vit_jax.data.sources.tfds import ComputedLabel
+
+THOUSAND = 'train[:800]+validation[:200]'  # the training images of VTAB-1k
+Example = dict[str, Any]
+
+
+class Task(NamedTuple):
+    """One task: images of a TFDS set, and their labels.
+
+    Cropping or flipping an image may change its label: of which tasks is in Kolesnikov et al. 2020,
+    "Big Transfer (BiT)", appendix F, whose preprocessing the ViT paper takes over.
+    """
+
+    group: Literal['natural', 'specialized', 'structured']
+    data: str  # its name in TFDS
+    version: int  # the major one: within that TFDS keeps all images in their order
+    train: str = 'train'  # the benchmark's splits, as parts of the set's
+    validation: str = 'validation'
+    test: str = 'test'
+    label: str | ComputedLabel = 'label'
+    crop: bool = True  # leaves the label as it was
+    flip: bool = True
+
+
+def _binned(
+    bounds: Sequence[float], class_names: Sequence[str], value: Callable[[Example], Any]
+) -> ComputedLabel:
+    """The number of bounds below a value."""
+    return ComputedLabel(tuple(class_names), lambda e: np.searchsorted(bounds, value(e)))
+
+
+def _grouped(column: str, old: int, new: int) -> ComputedLabel:
+    """Numbers below `old` in as many groups of neighbours as `new` says."""
+    return ComputedLabel(tuple(map(str, range(new))), lambda e: int(e[column]) * new // old)
+
+
+def _nearest_object(example: Example) -> Any:
+    """Distance from the camera, the third of CLEVR's coordinates in the picture."""
+    return min(coordinates[2] for coordinates in example['objects']['pixel_coords'])
+
+
+def _nearest_vehicle(example: Example) -> Any:
+    """Metres along the camera's axis; infinity where there is no car, van or truck."""
+    types, places = (example['objects'][column] for column in ('type', 'location'))
+    ahead = (place[2] for kind, place in zip(types, places, strict=True) if kind < 3)
+    return min(ahead, default=np.inf)
+
+
+_OBJECTS = ComputedLabel(
+    tuple(f'{count} objects' for count in range(3, 11)), lambda e: len(e['objects']['size']) - 3
+)
+_DISTANCES = 'to 8', '8 to 8.5', '8.5 to 9', '9 to 9.5', '9.5 to 10', 'over 10'
+_CLEVR_DISTANCE = _binned((8.0, 8.5, 9.0, 9.5, 10.0), _DISTANCES, _nearest_object)
+_VEHICLES = 'to 8 m', '8 to 20 m', 'over 20 m', 'no vehicle'
+_KITTI_DISTANCE = _binned((8.0, 20.0, 999.0), _VEHICLES, _nearest_vehicle)
+
+_SPLIT_90 = 'train[:90%]', 'train[90%:]'
+_SPLIT_80 = 'train[:80%]', 'train[80%:]'
+_SPLIT_60_20 = 'train[:60%]', 'train[60%:80%]', 'train[80%:]'
+_SPLIT_80_10 = 'train[:80%]', 'train[80%:90%]', 'train[90%:]'
+_CLEVR = Task('structured', 'clevr', 3, *_SPLIT_90, 'validation', crop=False)
+_DSPRITES = Task('structured', 'dsprites', 2, *_SPLIT_80_10, flip=False)
+_SMALLNORB = Task('structured', 'smallnorb', 2, 'train', 'test[:50%]', 'test[50%:]')
+
+TASKS = {
+    'caltech101': Task('natural', 'caltech101', 3, *_SPLIT_90),
+    'cifar100': Task('natural', 'cifar100', 3, *_SPLIT_90),
+    'dtd': Task('natural', 'dtd', 3),
+    'flowers102': Task('natural', 'oxford_flowers102', 2),
+    'pets': Task('natural', 'oxford_iiit_pet', 3, *_SPLIT_80),
+    'sun397': Task('natural', 'sun397/tfds', 4),
+    'svhn': Task('natural', 'svhn_cropped', 3, *_SPLIT_90),
+    'camelyon': Task('specialized', 'patch_camelyon', 2),
+    'eurosat': Task('specialized', 'eurosat/rgb', 2, *_SPLIT_60_20),
+    'resisc45': Task('specialized', 'resisc45', 3, *_SPLIT_60_20),
+    'retinopathy': Task('specialized', 'diabetic_retinopathy_detection/btgraham-300', 3),
+    'clevr_count': _CLEVR._replace(label=_OBJECTS),
+    'clevr_distance': _CLEVR._replace(label=_CLEVR_DISTANCE),
+    'dmlab': Task('structured', 'dmlab', 2, crop=False),
+    'dsprites_location': _DSPRITES._replace(label=_grouped('label_x_position', 32, 16), crop=False),
+    'dsprites_orientation': _DSPRITES._replace(label=_grouped('label_orientation', 40, 16)),
+    'kitti_distance': Task('structured', 'kitti', 3, label=_KITTI_DISTANCE, crop=False),
+    'smallnorb_azimuth': _SMALLNORB._replace(label='label_azimuth', flip=False),
+    'smallnorb_elevation': _SMALLNORB._replace(label='label_elevation'),
+}
+
+
+def task_splits(name: str) -> Splits:
+    """The splits of a task. Raises UserError for an unknown one, and where its set is not there."""
+    if name not in TASKS:
+        raise UserError(f'vtab:{name}: no such task; {records.nearest(name, TASKS)}')
+    task = TASKS[name]
+    splits = tfds.folder_splits(_folder(name, task), task.label)
+
+    def whole(split: str) -> Source:
+        if split not in splits:
+            raise UserError(f'vtab:{name}: {task.data} has no split {split!r}')
+        source = splits[split]()
+        return _brightened(source) if task.data == 'dsprites' else source
+
+    parts = {'train': task.train, 'validation': task.validation, 'test': task.test}
+    of = f'vtab:{name}'
+    return {split: functools.partial(taken, part, whole, of=of) for split, part in parts.items()}
+
+
+def _folder(name: str, task: Task) -> str:
+    """The folder of the task's set, of another version with a warning."""
+    try:
+        return tfds.named_folder(f'{task.data}:{task.version}.*.*')
+    except UserError:
+        folder = tfds.named_folder(task.data)
+    version = pathlib.Path(folder).name
+    used = f"the benchmark's is {task.version}: its images may be others"
+    warn_once(f'vtab:{name}: version {version} of tfds:{task.data}, {used}')
+    return folder
+
+
+def _brightened(source: Source) -> Source:
+    """The images of dSprites, stored as 0 and 1, with white as 255."""
+
+    def read(index: int) -> tuple[EncodedImage, Label]:
+        stored, label = source.read(index)
+        return decode(stored, exif_rotation=False) * np.uint8(255), label
+
+    return dataclasses.replace(source, read=read)

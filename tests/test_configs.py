@@ -1,6 +1,7 @@
 """Every file in configs/: its header, its values, and one traced update; nothing is computed."""
 
 import ast
+import dataclasses
 import pathlib
 
 import jax
@@ -9,7 +10,9 @@ import pytest
 from tests import golden, tiny
 from vit_jax.base import records, tree_names
 from vit_jax.config import TrainConfig
+from vit_jax.data.sources.vtab import TASKS
 from vit_jax.models import ViTConfig
+from vit_jax.runs import studies
 from vit_jax.runs.compilation import abstract_batch
 from vit_jax.runs.experiment import decide
 from vit_jax.runs.memory_plan import without_data
@@ -90,3 +93,22 @@ def test_every_row_of_table_3_is_there():
         if isinstance(config.model, ViTConfig):
             assert config.model.representation_size == config.model.width
     assert counts == rows
+
+
+@pytest.mark.full
+def test_the_study_of_vtab_runs_its_tasks_beside_the_papers_table_9():
+    found = golden.module(ROOT / 'configs/studies/vtab.py')
+    means = {n: round(sum(row) / len(row), 1) for n, row in found.PUBLISHED.items() if row}
+    assert means == {'L/16-in21k': 72.7, 'L/16-jft': 76.3, 'H/14-jft': 77.6}
+    rows = (ROOT / 'docs/vtab.md').read_text().splitlines()
+    for number, (task, facts) in enumerate(TASKS.items()):
+        (row,) = (
+            row for row in rows if row.startswith(f'| {task} | {facts.data} {facts.version} ')
+        )
+        assert row.endswith(' | '.join(f'{found.PUBLISHED[n][number]}' for n in means) + ' |')
+    study = dataclasses.replace(found.get_config('L/16-in21k'), seeds=(0,))
+    runs = {run.values['task']: run.config for run in studies.planned(study)}
+    assert list(runs) == list(TASKS)
+    for task, config in runs.items():
+        alone = golden.config(ROOT / 'configs/finetune/vtab.py', task)
+        assert config == dataclasses.replace(alone, start_from='vit:L/16-in21k')

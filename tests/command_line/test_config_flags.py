@@ -53,6 +53,20 @@ def test_a_field_takes_what_its_type_says_and_the_last_of_several_wins():
     assert config.optimizer.lr_multipliers == (('head/.*', 10.0),) and config.tensorboard is True
 
 
+@pytest.mark.parametrize(
+    'text, expected',
+    [
+        ('cat,emu', ('cat', 'emu')),
+        ('3, 5', ('3', '5')),
+        ('cat', ('cat',)),
+        ("('a, b', 'c')", ('a, b', 'c')),
+        ('', ()),
+    ],
+)
+def test_names_are_separated_by_commas_or_a_tuple(text, expected):
+    assert load(TINY, [f'classes={text}']).classes == expected
+
+
 def test_a_record_is_made_by_its_name_and_one_among_others_by_its_own():
     config = load(TINY, ['fewshot=none', 'fewshot=build', 'fewshot.shots=1,', 'model=none'])
     assert config.fewshot.shots == (1,) and config.model is None

@@ -120,6 +120,8 @@ def _parsed(text: str, options: Sequence[Any], *, where: str) -> Any:
             return int(text)
         sides = re.fullmatch(r'(\d+)\s*[xX×]\s*(\d+)', text)
         require(not sides, f'{where}={text}: expected {",".join(sides.groups() if sides else ())}')
+    if tuple[str, ...] in options and not text.startswith(('(', '[', '"', "'")):
+        return tuple(name.strip() for name in text.split(',') if name.strip())
     kinds = records.record_types(options)
     if len(kinds) == 1:
         kinds['build'] = next(iter(kinds.values()))  # ml_collections' word

@@ -97,6 +97,21 @@ def test_shots_that_a_class_does_not_have_are_left_out_and_said():
     assert set(probing.numbers(result)) == {'1_shot_accuracy', '9_shot_accuracy'}
 
 
+def test_classes_of_episodes_that_a_network_knows_are_said_where_it_does_not_know_all():
+    source = array_source(np.zeros((3, 8, 8), np.uint8), np.arange(3), 'abc', name='data')
+    reader = ImageReader(source, Preprocessing().crop, (8, 8), exif_rotation=False)
+    one = {'data': probing.Probe('data', ProbeSet(), reader, reader)}
+
+    def said(trained, *classes):
+        fewshot = FewshotConfig(episodes=EpisodesConfig(classes=classes))
+        return probing.episodes_outline(probing.Probes(fewshot, one, {}), trained)
+
+    assert said('xab', 'a', 'c') == ['episodes of data draw from 2 classes: trained on are a']
+    assert said('ab')[0].endswith('3 classes: trained on are a, b')
+    assert said('ab', 'c')[0].endswith('1 class: none of these names is trained on')
+    assert said('abc') == said('') == []
+
+
 def test_where_no_set_is_there_it_is_an_error(checkpoint, tmp_path):
     sets = {'one': ProbeSet(data='/no/where'), 'other': ProbeSet(data='/not/here')}
     with pytest.raises(FileNotFoundError, match="data='/not/here'"):

@@ -442,7 +442,7 @@ def test_a_batch_of_more_images_than_there_are_is_said(photos):
 
 @pytest.mark.parametrize(
     'trained, said',
-    [('012', 'none of them is trained on'), ('827', 'trained on are 8')],
+    [('012', 'none of these names is trained on'), ('827', 'trained on are 8')],
 )
 def test_some_classes_are_trained_on_and_episodes_say_which_of_these_they_draw(trained, said):
     episodes = EpisodesConfig(classes=('9', '8', '3'), ways=2)

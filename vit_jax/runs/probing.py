@@ -9,7 +9,18 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from vit_jax.base import Array, Batch, Bool, Float, Int, Params, UserError, records, require
+from vit_jax.base import (
+    Array,
+    Batch,
+    Bool,
+    Float,
+    Int,
+    Params,
+    UserError,
+    counted,
+    records,
+    require,
+)
 from vit_jax.config import FewshotConfig, ProbeSet, TrainConfig
 from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import Preprocessing
@@ -78,6 +89,26 @@ def _require_one_class(data: str, splits: ProbeSet, train: Source, test: Source)
         raise UserError(f'{data}: the classes of {both} differ')
     if train.multi_label:
         raise UserError(f'{data}: an image may have several classes; probes need one')
+
+
+def episodes_outline(sets: Probes, trained: Sequence[str]) -> list[str]:
+    """Which classes that episodes draw from are trained on, by name, where that is not every one.
+
+    The names in `trained` may not be known; then there is nothing to say.
+    """
+    lines: list[str] = []
+    if sets.config.episodes is None or not trained:
+        return lines
+    for probe in sets.found.values():
+        every, known = probe.test.source.class_names, {*trained}
+        drawn = sets.config.episodes.classes or every
+        both = [name for name in drawn if name in known]
+        listed = ', '.join([*both[:5], *(['...'] if len(both) > 5 else [])])
+        said = f'trained on are {listed}' if both else 'none of these names is trained on'
+        if len(both) < len(every):
+            classes = counted(len(drawn), 'class')
+            lines.append(f'episodes of {probe.data} draw from {classes}: {said}')
+    return lines
 
 
 def evaluate(features_of: FeaturesOf, sets: Probes, preprocessing: Preprocessing) -> dict[str, Any]:

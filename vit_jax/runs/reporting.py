@@ -31,7 +31,7 @@ from vit_jax.base import (
 from vit_jax.base.storage import reaching
 from vit_jax.models import ViTConfig, multiply_adds, parameter_count
 from vit_jax.parallel.processes import Job
-from vit_jax.runs import workdirs
+from vit_jax.runs import probing, workdirs
 from vit_jax.runs.experiment import Experiment
 from vit_jax.training.loop import Clock
 from vit_jax.training.metrics import StepMetrics
@@ -229,21 +229,9 @@ def outline(experiment: Experiment) -> str:
         f'compiling for {experiment.mesh.size} x {jax.devices()[0].device_kind}',
         f'compute {experiment.choice}',
     ]
-    return '\n'.join([*lines, *_episodes(experiment), *experiment.report])
-
-
-def _episodes(experiment: Experiment) -> list[str]:
-    """Of a training on some classes: which of those that episodes draw from are among them."""
-    trained, probes = experiment.config.classes, experiment.probes
-    lines: list[str] = []
-    if not trained or probes is None or probes.config.episodes is None:
-        return lines
-    for probe in probes.found.values():
-        drawn = probes.config.episodes.classes or probe.test.source.class_names
-        both = [name for name in drawn if name in trained]
-        seen = f'trained on are {", ".join(both)}' if both else 'none of them is trained on'
-        lines.append(f'episodes of {probe.data} draw from {counted(len(drawn), "class")}: {seen}')
-    return lines
+    if experiment.probes is not None:
+        lines += probing.episodes_outline(experiment.probes, experiment.train.source.class_names)
+    return '\n'.join([*lines, *experiment.report])
 
 
 def duration(seconds: float) -> str:

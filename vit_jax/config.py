@@ -99,7 +99,7 @@ class TrainConfig(Record):
     """
 
     # What is learned from, and by what.
-    data: str | DataFunction  # 'digits', tfds:NAME, FILE.npz|csv|jsonl, a folder, f(split's name)
+    data: str | DataFunction  # digits, tfds:NAME, vtab:TASK, FILE.npz|csv|jsonl, a folder, f(split)
     train_split: str = 'train'  # a part of it, or several: train[:98%], train+validation
     eval_split: str = 'test'  # of the evaluation `test`, where `evals` names no others
     held_out: HeldOut = _default(HeldOut)  # for testing, of data without splits

@@ -246,7 +246,7 @@ def _picture(
 
     by_compute, several = drawing.x == studies.COMPUTE, len(study.grids) > 1
     if drawing.mean is not None:
-        rows = [row for row in averaged if drawing.mean in [*row.values.values()][-1:]]
+        rows = [r for r in averaged if [*r.values.values()][-1].split(' ')[0] == drawing.mean]
     lines: dict[str, list[Row]] = {}
     for row in rows:
         has_x = row.numbers.get(studies.COMPUTE) if by_compute else drawing.x in row.values

@@ -182,6 +182,7 @@ def test_means_are_over_the_seeds_that_all_have(tmp_path):
         run_of(tmp_path / f'tune/1-{task}-seed{seed}', {'accuracy': accuracy})
     near = studies.means(one, studies.rows(tmp_path, one, runs))
     assert [row.values for row in near] == [{'depth': d, 'task': 'near'} for d in '12']
+
     np.testing.assert_allclose(near[0].numbers['test/accuracy'][0], 0.6)
     assert near[0].numbers['test/accuracy'].keys() == {0}
     assert near[1].numbers == {'test/accuracy': {}}
@@ -227,3 +228,16 @@ def test_the_runs_of_a_study_here_are_those_of_configurations(path, argument):
     for name, grid in one.grids.items():
         values = {'-'.join(run.values.values()) for run in runs if run.grid == name}
         assert {*grid.published} <= values
+
+
+def test_a_mean_of_some_says_of_how_many_and_has_their_published_values(tmp_path):
+    tune = Grid(
+        axes={'task': TASKS}, means={'all': ('a', 'b', 'c')}, published={'a': 0.5, 'c': 0.9}
+    )
+    one = study(grids={'tune': tune})
+    for task, accuracy in {'a': 0.25, 'c': 0.75}.items():
+        run_of(tmp_path / f'tune/{task}-seed0', {'accuracy': accuracy})
+    (row,) = studies.means(one, studies.rows(tmp_path, one, studies.planned(one)))
+    assert row.values == {'task': 'all (2 of 3)'}
+    assert row.numbers == {'test/accuracy': {0: 0.5}}
+    np.testing.assert_allclose(row.published, 0.7)

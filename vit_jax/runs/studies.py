@@ -205,19 +205,24 @@ def _exaflops(folder: Path, run: PlannedRun) -> float:
 
 
 def means(study: Study, found: Sequence[Row]) -> list[Row]:
-    """The means that grids ask for, over some values of the last axis."""
+    """The means that grids ask for, over those of some values of the last axis that have numbers.
+
+    Where others have none, the name of the mean says how many it is of.
+    """
     averaged = []
     for name, grid in study.grids.items():
         own = [row for row in found if row.grid == name]
-        last = [*own[0].values][-1:] if own else []
+        *_, last = [*own[0].values] if grid.means else ['']
         others = {tuple([*r.values.values()][:-1]): r.values for r in own}.values()
         for values, (label, of) in itertools.product(others, grid.means.items()):
-            fixed = {axis: value for axis, value in values.items() if axis not in last}
-            group = [r for r in own if r.values in [fixed | {last[0]: value} for value in of]]
-            numbers = {name: _means(row.numbers[name] for row in group) for name in grid.measures}
-            told = [row.published for row in group if row.published is not None]
-            mean = float(np.mean(told)) if len(told) == len(group) else None
-            averaged.append(Row(name, fixed | {last[0]: label}, group[0].planned, numbers, mean))
+            group = [r for r in own if r.values in [values | {last: value} for value in of]]
+            there = [row for row in group if any(row.numbers.values())] or group
+            if len(there) < len(of):
+                label = f'{label} ({len(there)} of {len(of)})'
+            numbers = {name: _means(row.numbers[name] for row in there) for name in grid.measures}
+            told = [row.published for row in there if row.published is not None]
+            mean = float(np.mean(told)) if len(told) == len(there) else None
+            averaged.append(Row(name, values | {last: label}, there[0].planned, numbers, mean))
     return averaged
 
 

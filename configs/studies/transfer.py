@@ -1,0 +1,65 @@
+"""Which part of a pre-trained network to train: the four cases of transfer learning.
+
+Little or much target data, near to or far from what was learned before: the head alone, all with a
+tenth of the rate, the last two blocks, or all. Common advice: the head for little near data, all
+for much; the paper (section 4.1) trains all, always. `small` learns five classes of CIFAR-10: near
+are the other five, far are scikit-learn's digits. `full` begins with B/16 of ImageNet-21k; near are
+pets, far is EuroSAT.
+Result: docs/studies.md. Cost of `small`: 3 trainings of 3 minutes on one CPU core, and 48
+fine-tunings of 1.
+Command: python -m vit_jax.study --config=configs/studies/transfer.py:small \
+             --config.base.data=DATA --workdir=DIR
+"""
+
+import dataclasses
+from typing import Any
+
+from vit_jax.config import Drawing, Grid, Study
+from vit_jax.configs.studies import base
+
+LEARNED = 'airplane', 'automobile', 'bird', 'cat', 'deer'
+NEAR = 'dog', 'frog', 'horse', 'ship', 'truck'
+TRAINED: dict[str, dict[str, Any]] = {
+    'head': {'optimizer.trained_blocks': 0},
+    'small-rate': {'schedule.learning_rate': 0.003},
+    'last-blocks': {'optimizer.trained_blocks': 2},
+    'all': {},
+}
+SHARES: dict[str, dict[str, dict[str, Any]]] = {
+    'small': {
+        'little': {'train_split': 'train[:3%]'},
+        'much': {'train_split': 'train'},
+    },
+    'full': {
+        'little': {'train_split': 'train[:5%]'},
+        'much': {'train_split': 'train[:90%]'},
+    },
+}
+ARGUMENTS = 'small', 'full'
+
+
+def get_config(size: str = 'small') -> Study:
+    """What is trained, by how much data of which kind."""
+    how = base.fine_tuning('small')
+    own = {name: value for name, value in how.items() if name not in ('data', 'eval_split')}
+    tasks: dict[str, dict[str, Any]]
+    if size == 'small':
+        config = dataclasses.replace(base.get_config('small'), classes=LEARNED)
+        tasks = {'near': own | {'classes': NEAR}, 'far': how | {'classes': ()}}
+        before = {'train': Grid()}
+        start: dict[str, Any] = {'start_from': 'train'}
+    else:
+        config = dataclasses.replace(
+            base.get_config('full'), model=None, start_from='vit:B/16-in21k'
+        )
+        near = base.fine_tuning('full', 'pets,0.01')
+        far = near | {'data': 'tfds:eurosat/rgb', 'eval_split': 'train[90%:]'}
+        tasks, before, start = {'near': near, 'far': far}, {}, {}
+    tune = Grid(axes={'target': tasks, 'data': SHARES[size], 'trained': TRAINED}, **start)
+    return Study(
+        title='What to train of a pre-trained network',
+        base=config,
+        grids=before | {'tune': tune},
+        seeds=(0, 1, 2),
+        draw=Drawing(x='trained'),
+    )

@@ -79,6 +79,7 @@ CHANGES = [
     ('model.final_norm', 'after_pool', base()),
     ('model.representation_size', 8, base()),
     ('model.positions', 'sincos2d', base()),
+    ('model.positions_at', 'every_layer', base()),
     ('model.class_tokens', 2, base()),
     ('model.registers', 2, base()),
     ('model.pre_norm', True, base()),

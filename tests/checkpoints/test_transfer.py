@@ -50,6 +50,33 @@ def test_another_resolution_resizes_the_positions_and_nothing_else():
     assert build(new).apply(result.params, tiny.images(config=new)).shape == (2, tiny.CLASSES)
 
 
+@pytest.mark.parametrize(
+    'options, names',
+    [
+        ({'positions': 'learned2d'}, ['pos_embedding_x', 'pos_embedding_y']),
+        ({'positions_at': 'every_layer'}, ['encoder/block/pos_embedding']),
+        ({'positions_at': 'every_layer_shared'}, ['pos_embedding']),
+    ],
+)
+def test_every_kind_of_learned_positions_goes_to_another_resolution(options, names):
+    old = changed(**options)
+    new = dataclasses.replace(old, image_size=(12, 20), num_classes=3)
+    fresh = jax.device_get(jax.jit(build(new).init)(jax.random.key(5)))
+    result = transfer(made(old), old=old, new=new, fresh=fresh)
+    told = [line for line in result.report if 'patches' in line]
+    assert told == [f'{name}: resized from 2x2 to 3x5 patches' for name in names]
+    assert build(new).apply(result.params, tiny.images(config=new)).shape == (2, 3)
+
+
+def test_relative_positions_stay_with_their_grid():
+    old = changed(positions='relative')
+    smaller = dataclasses.replace(old, image_size=(4, 4), patch_size=(2, 2))
+    result = transfer(made(old), old=old, new=smaller, fresh=made(smaller))
+    assert result.params['encoder']['block']['attention']['relative'].shape == (3, 9, 2, 8)
+    with pytest.raises(ValueError, match='relative positions of 2x2 patches .* resized to 3x2: an'):
+        transfer(made(old), old=old, new=dataclasses.replace(old, image_size=(12, 8)), fresh={})
+
+
 def test_other_patches_and_channels_change_the_projection():
     new, result = moved(patch_size=(2, 4), channels=1)
     assert new.grid == (4, 2)

@@ -232,9 +232,14 @@ def test_what_a_network_does_not_have_is_said():
     one = study(RESNET)
     with pytest.raises(LeftOut, match='a ResNet has neither tokens nor attention'):
         vit_paper.attention_distance(one, one.networks[0])
-    one = study(tiny.model(positions='none'))
-    with pytest.raises(LeftOut, match='no position embeddings'):
-        vit_paper.position_embeddings(one, one.networks[0])
+    for options, message in (
+        ({'positions': 'none'}, 'no position embeddings'),
+        ({'positions': 'relative'}, 'no position embeddings'),
+        ({'positions_at': 'every_layer'}, 'each layer has position embeddings of its own'),
+    ):
+        one = study(tiny.model(**options))
+        with pytest.raises(LeftOut, match=message):
+            vit_paper.position_embeddings(one, one.networks[0])
     with pytest.raises(LeftOut, match='a network that was trained with .*blocks_without_skips'):
         representations.skip_removal(one)
 

@@ -1,4 +1,3 @@
-import functools
 import math
 import re
 
@@ -10,6 +9,7 @@ import pytest
 from vit_jax.models import attention
 
 QUERY, KEY, VALUE = jax.random.normal(jax.random.key(0), (3, 2, 5, 4, 8))
+OFFSETS = jax.random.normal(jax.random.key(2), (9, 4, 8))
 QUERY_72 = jax.random.normal(jax.random.key(1), (3, 2, 5, 4, 72))
 
 
@@ -20,43 +20,102 @@ def test_attend_is_the_weights_times_the_values():
     np.testing.assert_allclose(attention.attend(QUERY, KEY, VALUE), expected, atol=1e-6)
 
 
+def by_definition(query, key, value, offsets):
+    """q . (k + r) of every pair, with the vector r of its offset: an array (q n h k)."""
+    queries, keys = query.shape[1], key.shape[1]
+    of_pairs = offsets[np.arange(keys) - np.arange(queries)[:, None] + queries - 1]
+    logits = jnp.einsum('bqhk,bqnhk->bhqn', query, key[:, None] + of_pairs)
+    weights = jax.nn.softmax(logits / math.sqrt(query.shape[-1]), axis=-1)
+    return jnp.einsum('bhqn,bnhk->bqhk', weights, value)
+
+
+@pytest.mark.parametrize('queries', [5, pytest.param(3, marks=pytest.mark.full)])
+def test_a_query_has_logits_of_the_offsets_to_all_keys(queries):
+    query, offsets = QUERY[:, :queries], OFFSETS[: queries + 4]
+    expected = by_definition(query, KEY, VALUE, offsets)
+    found = attention.attend(query, KEY, VALUE, relative=offsets)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    weights = attention.attention_weights(query, KEY, offsets)
+    mixed = jnp.einsum('bhqn,bnhk->bqhk', weights, VALUE)
+    np.testing.assert_allclose(mixed, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize('relative', [None, OFFSETS], ids=['', 'relative'])
 @pytest.mark.parametrize('implementation', ['head_major', 'blockwise'])
-def test_each_way_to_compute_it_gives_the_same_result_and_gradient(implementation, monkeypatch):
+def test_each_way_to_compute_it_gives_the_same_result_and_gradient(
+    implementation, relative, monkeypatch
+):
     monkeypatch.setattr(attention, '_BLOCK', 2)  # 5 queries: two blocks, and one in a third
-    ways = [functools.partial(attention.attend, implementation=i) for i in (implementation, 'xla')]
-    results = [way(QUERY, KEY, VALUE) for way in ways]
-    np.testing.assert_allclose(*results, atol=1e-6)
-    gradients = [
-        jax.grad(lambda *a, f=f: f(*a).std(), argnums=(0, 1, 2))(QUERY, KEY, VALUE) for f in ways
+    arguments = QUERY, KEY, VALUE, relative
+
+    def of(implementation):
+        def total(query, key, value, relative):
+            options = {'relative': relative, 'implementation': implementation}
+            mixed = attention.attend(query, key, value, **options)
+            return mixed.std(), mixed
+
+        wanted = range(4 if relative is not None else 3)
+        return jax.grad(total, argnums=tuple(wanted), has_aux=True)(*arguments)
+
+    (gradients, mixed), (expected, same) = of(implementation), of('xla')
+    np.testing.assert_allclose(mixed, same, atol=1e-6)
+    for one, other in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_the_gradient_of_relative_logits_is_that_of_their_definition():
+    of_ways = [
+        jax.grad(lambda *a, f=f: f(*a).std(), argnums=(0, 1, 2, 3))(QUERY, KEY, VALUE, OFFSETS)
+        for f in (lambda q, k, v, r: attention.attend(q, k, v, relative=r), by_definition)
     ]
-    for expected, actual in zip(*gradients, strict=True):
+    for actual, expected in zip(*of_ways, strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
+OFFSETS_72 = 9 * jax.random.normal(jax.random.key(2), (9, 4, 72))
+
+
+@pytest.mark.parametrize('relative', [None, OFFSETS_72], ids=['', 'relative'])
 @pytest.mark.parametrize('implementation', ['head_major', 'xla'])
-def test_logits_are_made_and_scaled_in_float32(implementation):
+def test_logits_are_made_and_scaled_in_float32(implementation, relative):
     """Half a percent of bfloat16's rounding of weights and result; rounded logits give 3 %."""
     low = [x.astype(jnp.bfloat16) for x in 9 * QUERY_72]
-    exact = attention.attend(*(x.astype(jnp.float32) for x in low), implementation='xla')
-    result = attention.attend(*low, implementation=implementation).astype(jnp.float32)
+    low += [] if relative is None else [relative.astype(jnp.bfloat16)]
+
+    def attend(query, key, value, relative=None, *, implementation):
+        return attention.attend(
+            query, key, value, relative=relative, implementation=implementation
+        ).astype(jnp.float32)
+
+    exact = attend(*(x.astype(jnp.float32) for x in low), implementation='xla')
+    result = attend(*low, implementation=implementation)
     assert jnp.abs(result - exact).max() < 0.005 * jnp.abs(exact).max()
 
 
-def test_the_backward_pass_keeps_nothing_of_all_queries_by_all_keys_in_float32():
-    low = [x.astype(jnp.bfloat16) for x in QUERY_72]
-    pull = jax.vjp(functools.partial(attention.attend, implementation='xla'), *low)[1]
-    kept = [x.dtype.name for x in jax.tree.leaves(pull) if x.shape[-2:] == (5, 5)]
+@pytest.mark.parametrize('relative', [False, True])
+def test_the_backward_pass_keeps_nothing_of_all_queries_by_all_keys_in_float32(relative):
+    low = [x.astype(jnp.bfloat16) for x in (*QUERY_72, *([OFFSETS_72] if relative else []))]
+
+    def attend(query, key, value, relative=None):
+        return attention.attend(query, key, value, relative=relative, implementation='xla')
+
+    pull = jax.vjp(attend, *low)[1]
+    kept = [x.dtype.name for x in jax.tree.leaves(pull) if x.shape[:-1] == (2, 4, 5)]
     assert kept == ['bfloat16']
 
 
+@pytest.mark.parametrize('relative', [False, True])
 @pytest.mark.parametrize('queries, keys', [(2048, 2048), (2049, 1025)])
-def test_no_program_for_a_long_sequence_has_all_queries_by_all_keys(queries, keys):
+def test_no_program_for_a_long_sequence_has_all_queries_by_all_keys(queries, keys, relative):
     query, key = (jax.ShapeDtypeStruct((1, n, 2, 4), 'float32') for n in (queries, keys))
+    offsets = jax.ShapeDtypeStruct((queries + keys - 1, 2, 4), 'float32')
+    arguments = (query, key, key, offsets)[: 3 + relative]
 
-    def total(query, key, value):
-        return attention.attend(query, key, value).sum()
+    def total(query, key, value, relative=None):
+        return attention.attend(query, key, value, relative=relative).sum()
 
-    program = str(jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2)))(query, key, key))
+    every = tuple(range(len(arguments)))
+    program = str(jax.make_jaxpr(jax.grad(total, argnums=every))(*arguments))
     sizes = [math.prod(map(int, s.split(','))) for s in re.findall(r'f32\[([\d,]+)\]', program)]
     assert max(sizes) < queries * keys
 

@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from tests import tiny
+from vit_jax.base.errors import UserError
 from vit_jax.models import Compute, build, variant
 from vit_jax.models.choices import Load, activations, choose
 from vit_jax.models.resnet import ResNetConfig
@@ -33,6 +34,20 @@ def test_a_tpu_recomputes_where_its_loop_is_rolled_alone():
     load = Load(images=64, memory=None)
     for compute, model in (Compute(unroll=12), B16), (Compute(), ResNetConfig()):
         assert choose(compute, model, platform='tpu', load=load).compute.remat == 'none'
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])
+def test_relative_positions_have_no_fused_kernel(platform):
+    model = dataclasses.replace(B16, positions='relative')
+    found = choose(Compute(dtype='bfloat16'), model, platform=platform)
+    assert found.compute.attention == ('head_major' if platform == 'cpu' else 'xla')
+    assert ('no fused kernel' in found.why) == (platform == 'gpu')
+    long = dataclasses.replace(model, image_size=(640, 640))
+    assert choose(Compute(), long, platform=platform).compute.attention == 'blockwise'
+    fused = choose(Compute(dtype='bfloat16'), B16, platform='gpu').compute
+    assert activations(model, found.compute)['none'] > activations(B16, fused)['none']
+    with pytest.raises(UserError, match='attention=cudnn: it has no relative positions'):
+        build(model, compute=Compute(attention='cudnn'), platform=platform)
 
 
 @pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])

@@ -15,6 +15,7 @@ from vit_jax.models import build
 from vit_jax.models.positions import (
     PositionKind,
     PositionResize,
+    PositionsAt,
     as_array,
     resize,
     resizers,
@@ -93,28 +94,68 @@ def test_sincos_neighbours_are_more_alike_than_strangers():
 
 
 @pytest.mark.parametrize('pool', ['cls', pytest.param('gap', marks=pytest.mark.full)])
-@pytest.mark.parametrize('kind', ['sincos2d', 'none'])
-def test_a_kind_without_parameters_is_the_learned_one_with_its_array(kind, pool):
+@pytest.mark.parametrize('kind', ['sincos2d', 'learned2d', 'none'])
+def test_every_kind_that_is_added_is_the_learned_one_with_its_array(kind, pool):
     config = tiny.model(positions=kind, pool=pool, image_size=(8, 12))
     fixed, learned = build(config), build(tiny.model(pool=pool, image_size=(8, 12)))
     params = tiny.random_params(jax.eval_shape(fixed.init, jax.random.key(0)))
     images = tiny.images(config=config)
     expected = fixed.apply(params, images)
-    table = as_array(config.positions, config.grid, length=config.num_tokens, width=config.width)
+    table = as_array(kind, config.grid, params, length=config.num_tokens, width=config.width)
     assert table.dtype == np.float32 and table.shape == (1, config.num_tokens, config.width)
     patches = config.grid[0] * config.grid[1]
     assert not table[0, :-patches].any()  # the class token's row
     if kind == 'sincos2d':
         np.testing.assert_array_equal(table[0, -patches:], sincos2d(config.grid, config.width))
+    if kind == 'learned2d':  # of each patch the vector of its column and that of its row
+        x, y = params['pos_embedding_x'][0], params['pos_embedding_y'][0]
+        expected_rows = [np.concatenate([x[c], y[r]]) for r, c in np.ndindex(config.grid)]
+        np.testing.assert_array_equal(table[0, -patches:], expected_rows)
     np.testing.assert_array_equal(
         learned.apply(params | {'pos_embedding': table}, images), expected
     )
 
 
-@pytest.mark.parametrize('kind', typing.get_args(PositionKind))
-def test_every_parameter_of_a_kind_can_be_resized(kind):
+ADDED = 'learned', 'learned2d', 'sincos2d'
+
+
+@pytest.mark.parametrize(
+    'kind, at',
+    [
+        ('learned', 'every_layer'),
+        pytest.param('sincos2d', 'every_layer', marks=pytest.mark.full),
+        pytest.param('learned2d', 'every_layer_shared', marks=pytest.mark.full),
+    ],
+)
+def test_what_is_added_in_every_layer_is_seen_between_the_layers(kind, at):
+    config = tiny.model(positions=kind, positions_at=at, registers=2, depth=2)
+    model = build(config)
+    params = tiny.random_params(jax.eval_shape(model.init, jax.random.key(0)))
+    names = 'embedding', 'tokens', 'attention/residual'
+    seen = model.capture(params, tiny.images(), names)[1]
+    before = np.stack([seen['embedding'], seen['tokens'][0]])
+    added = np.asarray(seen['attention/residual'][0] - before)
+    sizes = {'length': config.num_tokens - config.registers, 'width': config.width}
+    for layer in range(config.depth):
+        own = jax.tree.map(lambda leaf, n=layer: leaf[n], params['encoder']['block'])
+        found = own if at == 'every_layer' else params
+        table = as_array(kind, config.grid, found, **sizes)
+        expected = np.insert(table[0], [1, 1], 0, axis=0)  # registers have no positions
+        np.testing.assert_allclose(added[layer, 0], expected, atol=1e-6)
+
+
+PLACED = [
+    (kind, at)
+    for kind, at in itertools.product(typing.get_args(PositionKind), typing.get_args(PositionsAt))
+    if kind in ADDED or at == 'stem'
+]
+
+
+@pytest.mark.parametrize('kind, at', PLACED)
+def test_every_parameter_of_a_kind_can_be_resized(kind, at):
     """And no other: to add a kind is to say which parameters are its own."""
-    old, new = (tiny.model(positions=kind, image_size=size) for size in ((8, 8), (12, 20)))
+    sizes = (8, 8), (12, 20)
+    old, new = (tiny.model(positions=kind, positions_at=at, image_size=size) for size in sizes)
     old_shapes, new_shapes = (
         jax.eval_shape(build(config).init, jax.random.key(0)) for config in (old, new)
     )
@@ -122,14 +163,37 @@ def test_every_parameter_of_a_kind_can_be_resized(kind):
         tree_names.named_leaves(old_shapes).items(), jax.tree.leaves(new_shapes), strict=True
     )
     changed = {name: (leaf, target) for (name, leaf), target in named if leaf.shape != target.shape}
-    assert set(resizers(kind, 'bilinear')) == set(changed)
+    assert set(resizers(kind, at, 'bilinear')) == set(changed)
+    if kind == 'relative':
+        return
     for how, (name, (leaf, target)) in itertools.product(
         typing.get_args(PositionResize), changed.items()
     ):
-        resized = resizers(kind, how)[name](np.zeros(leaf.shape, leaf.dtype), old.grid, new.grid)
-        assert resized.shape == target.shape
+        resized = resizers(kind, at, how)[name]
+        assert resized(np.zeros(leaf.shape, leaf.dtype), old.grid, new.grid).shape == target.shape
 
 
-def test_a_kind_that_is_no_fixed_array_is_refused():
-    with pytest.raises(UserError, match='learned positions are parameters'):
-        as_array('learned', (2, 2), length=4, width=16)
+@pytest.mark.parametrize('how', typing.get_args(PositionResize))
+def test_resizing_columns_and_rows_is_resizing_the_table_that_they_make(how):
+    old, new = (6, 4), (3, 9)
+    rng = np.random.default_rng(0)
+    params = {'pos_embedding_x': rng.normal(size=(1, 4, 5)).astype(np.float32)}
+    params['pos_embedding_y'] = rng.normal(size=(1, 6, 5)).astype(np.float32)
+    adapt = resizers('learned2d', 'stem', how)
+    resized = {name: adapt[name](leaf, old, new) for name, leaf in params.items()}
+    whole = as_array('learned2d', old, params, length=25, width=10)
+    found = as_array('learned2d', new, resized, length=28, width=10)
+    np.testing.assert_allclose(found, resize(whole, old, new, how=how), atol=1e-6)
+
+
+def test_positions_of_each_layer_are_resized_like_those_of_the_stem():
+    layers = np.stack([TABLE, 2 * TABLE])
+    found = resizers('learned', 'every_layer', 'bicubic')['encoder/block/pos_embedding']
+    one = resize(TABLE, (6, 6), (9, 5), how='bicubic')
+    np.testing.assert_allclose(found(layers, (6, 6), (9, 5)), [one, 2 * one], rtol=1e-6)
+
+
+@pytest.mark.parametrize('kind', ['relative', 'rope'])
+def test_a_kind_that_adds_nothing_to_tokens_is_no_array(kind):
+    with pytest.raises(UserError, match=f'{kind} positions are no array'):
+        as_array(kind, (2, 2), {}, length=4, width=16)

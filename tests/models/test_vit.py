@@ -123,7 +123,7 @@ def test_permuted_patches_give_permuted_tokens_where_there_are_no_positions():
 
 
 def test_positions_tell_permuted_patches_apart():
-    for positions in 'learned', 'sincos2d':
+    for positions in 'learned', 'learned2d', 'sincos2d', 'relative':
         config = tiny.model(pool='gap', positions=positions)
         model, params = made(config)
         images = tiny.images()
@@ -158,7 +158,16 @@ GPU = Compute(layout='flat', attention='xla', unroll=3)
         pytest.param(OTHERS, marks=pytest.mark.full),
     ],
 )
-@pytest.mark.parametrize('of', [{}, pytest.param(SCALED, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    'of',
+    [
+        {},
+        pytest.param(SCALED, marks=pytest.mark.full),
+        pytest.param({'positions': 'relative'}, marks=pytest.mark.full),
+        pytest.param({'positions_at': 'every_layer'}, marks=pytest.mark.full),
+        pytest.param({'positions_at': 'every_layer_shared'}, marks=pytest.mark.full),
+    ],
+)
 def test_every_way_to_compute_gives_the_same_gradients(others, of):
     config = tiny.model(**of)
     regularization = Regularization(dropout=0.1, stochastic_depth=0.2)
@@ -177,10 +186,18 @@ IMAGES, KEY = tiny.images(4), jax.random.key(3)
 
 
 @pytest.mark.parametrize(
-    'pool', ['cls', *(pytest.param(pool, marks=pytest.mark.full) for pool in ('gap', 'map'))]
+    'of',
+    [
+        {'pool': 'cls'},
+        pytest.param({'pool': 'gap'}, marks=pytest.mark.full),
+        pytest.param({'pool': 'map', 'positions': 'relative'}, marks=pytest.mark.full),
+        pytest.param(
+            {'positions': 'learned2d', 'positions_at': 'every_layer'}, marks=pytest.mark.full
+        ),
+    ],
 )
-def test_every_leaf_learns(pool):
-    model, params = made(tiny.model(pool=pool, representation_size=6))
+def test_every_leaf_learns(of):
+    model, params = made(tiny.model(representation_size=6, **of))
     gradient = jax.jit(jax.grad(lambda p: model.apply(p, IMAGES).std()))(params)
     for name, leaf in named_leaves(gradient).items():
         if name.endswith('key/bias'):  # moves all logits of a query alike: softmax ignores it
@@ -265,6 +282,9 @@ def test_features_are_what_the_head_is_given():
         ({'registers': -1}, 'registers=-1: expected at least 0'),
         ({'num_heads': 3}, 'width=16 is not a multiple of num_heads=3'),
         ({'width': 18, 'positions': 'sincos2d'}, 'width=18 is not a multiple of 4'),
+        ({'width': 15, 'num_heads': 1, 'positions': 'learned2d'}, 'width=15 is not even'),
+        ({'positions_at': 'every_layer', 'positions': 'relative'}, 'acts in every layer anyway'),
+        ({'positions_at': 'every_layer', 'positions': 'none'}, 'there are no positions'),
         ({'depth': 0}, 'depth=0: expected at least 1'),
         ({'patch_size': (4, 0)}, r'patch_size=\(4, 0\): expected at least 1'),
         ({'num_classes': 0}, 'num_classes=0: expected at least 1'),

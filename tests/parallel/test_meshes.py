@@ -121,6 +121,7 @@ STATE = {
                 'attention': {
                     'query': {'kernel': (4, 8, 2, 4), 'bias': (4, 2, 4)},
                     'out': {'kernel': (4, 2, 4, 8), 'bias': (4, 8)},
+                    'relative': (4, 9, 2, 4),
                 },
                 'mlp': {
                     'dense1': {'kernel': (4, 8, 16), 'bias': (4, 16)},
@@ -154,6 +155,7 @@ def test_tensor_splits_heads_and_hidden_layers_and_fsdp_what_is_left():
     assert found[f'{block}/attention/query/kernel'] == (None, 'fsdp', 'tensor')
     assert found[f'{block}/attention/query/bias'] == (None, 'tensor', 'fsdp')
     assert found[f'{block}/attention/out/kernel'] == (None, 'tensor', None, 'fsdp')
+    assert found[f'{block}/attention/relative'] == (None, None, 'tensor', 'fsdp')
     assert found[f'{block}/mlp/dense1/kernel'] == (None, 'fsdp', 'tensor')
     assert found[f'{block}/mlp/dense2/kernel'] == (None, 'tensor', 'fsdp')
     assert found['params/head/kernel'] == found['opt_state/mu/head/kernel'] == (None, 'fsdp')

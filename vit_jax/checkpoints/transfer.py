@@ -46,11 +46,13 @@ def adapt(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
     """The same network for other images: of another size, patch size or number of channels.
 
     Position embeddings are resized to the new grid, the patch projection to the new patches (the
-    pseudo-inverse of FlexiViT), and its channels are summed or repeated.
+    pseudo-inverse of FlexiViT), and its channels are summed or repeated. Raises UserError for a
+    kind of positions that no other grid can have.
     """
     named, report = tree_names.named_leaves(params), []
     if isinstance(old, ViTConfig) and isinstance(new, ViTConfig):
-        for name, resized in positions.resizers(old.positions, old.position_resize).items():
+        options = old.positions, old.positions_at, old.position_resize
+        for name, resized in positions.resizers(*options).items():
             if old.grid != new.grid:
                 named[name] = resized(np.asarray(named[name]), old.grid, new.grid)
                 report.append(f'{name}: resized from {_by(old.grid)} to {_by(new.grid)} patches')

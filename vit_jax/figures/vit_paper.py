@@ -44,13 +44,12 @@ def position_embeddings(study: Study, network: Network) -> Numbers:
     """Cosine of each position embedding with all others (figure 7, centre): `similarity`
     (rows columns rows columns)."""
     config = network.vit
-    if config.positions in ('none', 'rope'):
+    if config.positions in ('none', 'rope', 'relative'):
         raise LeftOut('the network has no position embeddings')
-    if config.positions == 'learned':
-        table = np.asarray(network.loaded.params['pos_embedding'])
-    else:
-        length = config.num_tokens - config.registers
-        table = as_array(config.positions, config.grid, length=length, width=config.width)
+    if config.positions_at == 'every_layer' and config.positions != 'sincos2d':
+        raise LeftOut('each layer has position embeddings of its own')
+    sizes = {'length': config.num_tokens - config.registers, 'width': config.width}
+    table = as_array(config.positions, config.grid, network.loaded.params, **sizes)
     found = np.asarray(positions.similarity(table, config.grid, prefix=network.class_tokens))
     if not np.isfinite(found).all():
         raise LeftOut('a position embedding is zero: it has no direction')

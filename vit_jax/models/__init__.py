@@ -1,12 +1,12 @@
 """What a network computes. The only place that imports flax."""
 
 from vit_jax.models.flops import multiply_adds, parameter_count
-from vit_jax.models.layers import has_trained_head, head_params
+from vit_jax.models.layers import Gelu, has_trained_head, head_params
 from vit_jax.models.model import Model, ModelConfig, build, for_task
 from vit_jax.models.options import Compute, Regularization, Remat
 from vit_jax.models.resnet import Backbone, ResNetConfig
 from vit_jax.models.variants import SIZES, variant
-from vit_jax.models.vit import Gelu, Pool, ViTConfig
+from vit_jax.models.vit import Pool, ViTConfig
 
 __all__ = ['Model', 'ModelConfig', 'SIZES', 'build', 'for_task', 'variant']
 __all__ += ['Backbone', 'Gelu', 'Pool', 'ResNetConfig', 'ViTConfig']  # which network it is

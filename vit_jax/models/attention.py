@@ -8,12 +8,15 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from vit_jax.base.array_types import Array, Float
+from vit_jax.base.array_types import Array, Float, Int
 
 Implementation = Literal['auto', 'xla', 'cudnn', 'head_major', 'blockwise']
 LONG = 1024  # tokens; for more, the weights of all queries together would fill the memory
 _BLOCK = 256  # queries at most
-_BQHK, _BHQK = 'bqhk,bnhk->bhqn', 'bhqk,bhnk->bhqn'  # logits of queries and keys
+# Logits of queries and keys, and of queries and offsets; by how queries and keys lie in memory.
+_Products = tuple[str, str]
+_BQHK: _Products = ('bqhk,bnhk->bhqn', 'bqhk,ohk->bhqo')
+_BHQK: _Products = ('bhqk,bhnk->bhqn', 'bhqk,ohk->bhqo')
 
 
 def attend(
@@ -21,9 +24,14 @@ def attend(
     key: Float[Array, 'b n h k'],
     value: Float[Array, 'b n h k'],
     *,
+    relative: Float[Array, 'o h k'] | None = None,
     implementation: Implementation = 'auto',
 ) -> Float[Array, 'b q h k']:
     """softmax(Q K^T / sqrt(k)) V for each head (equations 6 and 7 of the paper's appendix A).
+
+    With `relative` positions a query i has the logit q . r before that division besides q . k, with
+    the vector r of the offset from it to the key j (appendix D.4): `relative` holds q + n - 1, of
+    which number j - i + q - 1 is that one. No fused kernel has them.
 
     `xla` lets the compiler fuse what it can, `cudnn` calls the fused GPU kernel, and `auto` takes
     cuDNN where it compiles for these shapes, forward and backward, and XLA otherwise. `head_major`
@@ -32,70 +40,126 @@ def attend(
     queries by all keys: `auto` takes it in place of `xla` for long sequences.
     """
     if implementation == 'auto':
-        fused = cudnn_compiles(query.shape[1:], key.shape[1:], query.dtype.name)
+        shapes = query.shape[1:], key.shape[1:]
+        fused = relative is None and cudnn_compiles(*shapes, query.dtype.name)
         implementation = 'cudnn' if fused else 'blockwise' if key.shape[1] > LONG else 'xla'
     if implementation == 'cudnn':
+        assert relative is None  # `choose` refused it
         return attend_at_even_lengths(query, key, value, implementation='cudnn')
     if implementation == 'blockwise':
-        return _attend_blockwise(query, key, value)
+        return _attend_blockwise(query, key, value, relative)
     if implementation == 'head_major':
-        return _attend_head_major(query, key, value)
-    return jnp.einsum('bhqn,bnhk->bqhk', _weights(query, key, _BQHK), value)
+        return _attend_head_major(query, key, value, relative)
+    return jnp.einsum('bhqn,bnhk->bqhk', _weights(query, key, relative, _BQHK), value)
 
 
 def _attend_head_major(
-    query: Float[Array, 'b q h k'], key: Float[Array, 'b n h k'], value: Float[Array, 'b n h k']
+    query: Float[Array, 'b q h k'],
+    key: Float[Array, 'b n h k'],
+    value: Float[Array, 'b n h k'],
+    relative: Float[Array, 'o h k'] | None,
 ) -> Float[Array, 'b q h k']:
     query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
-    weights = _weights(query, key, _BHQK)
+    weights = _weights(query, key, relative, _BHQK)
     return jnp.einsum('bhqn,bhnk->bhqk', weights, value).transpose(0, 2, 1, 3)
 
 
 def _attend_blockwise(
-    query: Float[Array, 'b q h k'], key: Float[Array, 'b n h k'], value: Float[Array, 'b n h k']
+    query: Float[Array, 'b q h k'],
+    key: Float[Array, 'b n h k'],
+    value: Float[Array, 'b n h k'],
+    relative: Float[Array, 'o h k'] | None,
 ) -> Float[Array, 'b q h k']:
     batch, queries, *head = query.shape
     count = -(-queries // _BLOCK)
     size = -(-queries // count)  # as even as can be, so that little is padded
-    query = jnp.pad(query, ((0, 0), (0, count * size - queries), (0, 0), (0, 0)))
+    padding = (0, count * size - queries)
+    query = jnp.pad(query, ((0, 0), padding, (0, 0), (0, 0)))
     blocks = jnp.moveaxis(query.reshape(batch, count, size, *head), 1, 0)
+    starts = None
+    if relative is not None:  # where its offsets begin: the later the queries, the earlier
+        relative = jnp.pad(relative, (padding[::-1], (0, 0), (0, 0)))
+        starts = jnp.arange(count)[::-1] * size
 
     @jax.checkpoint  # the backward pass makes the weights of a block again
-    def mixed(block: Float[Array, 'b q h k']) -> Float[Array, 'b q h k']:
-        return attend(block, key, value, implementation='xla')
+    def mixed(
+        block: Float[Array, 'b q h k'], start: Int[Array, ''] | None
+    ) -> Float[Array, 'b q h k']:
+        offsets = None
+        if relative is not None and start is not None:
+            offsets = jax.lax.dynamic_slice_in_dim(relative, start, size + key.shape[1] - 1)
+        return attend(block, key, value, relative=offsets, implementation='xla')
 
-    found = jnp.moveaxis(jax.lax.map(mixed, blocks), 0, 1)
+    found = jnp.moveaxis(jax.lax.map(lambda each: mixed(*each), (blocks, starts)), 0, 1)
     return found.reshape(batch, count * size, *head)[:, :queries]
 
 
 def attention_weights(
-    query: Float[Array, 'b q h k'], key: Float[Array, 'b n h k']
+    query: Float[Array, 'b q h k'],
+    key: Float[Array, 'b n h k'],
+    relative: Float[Array, 'o h k'] | None = None,
 ) -> Float[Array, 'b h q n']:
     """The weights that `attend` gives to each key: float32, every row sums to one."""
-    return _softmax(jnp.einsum(_BQHK, query, key, preferred_element_type=jnp.float32), query)
+    return _softmax(_logits(query, key, relative, _BQHK), query)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _weights(
-    query: Float[Array, '...'], key: Float[Array, '...'], product: str
+    query: Float[Array, '...'],
+    key: Float[Array, '...'],
+    relative: Float[Array, 'o h k'] | None,
+    products: _Products,
 ) -> Float[Array, 'b h q n']:
     """The weights in the type of the query, and so are they kept for the backward pass.
 
     Derivatives of the logits are rounded to that type before the products that they enter, as
     fused kernels do; sums are float32.
     """
-    logits = jnp.einsum(product, query, key, preferred_element_type=jnp.float32)
-    return _softmax(logits, query).astype(query.dtype)
+    return _softmax(_logits(query, key, relative, products), query).astype(query.dtype)
 
 
 @_weights.defjvp
 def _(
-    product: str, primals: tuple[Array, Array], tangents: tuple[Array, Array]
+    products: _Products,
+    primals: tuple[Array, Array, Array | None],
+    tangents: tuple[Array, Array, Array | None],
 ) -> tuple[Array, Array]:
-    (query, key), (of_query, of_key) = primals, tangents
+    (query, key, relative), (of_query, of_key, of_relative) = primals, tangents
+    product, with_offsets = products
     logits = jnp.einsum(product, of_query, key) + jnp.einsum(product, query, of_key)
-    weights = _weights(query, key, product)
+    if relative is not None:
+        offsets = jnp.einsum(with_offsets, of_query, relative)
+        logits += _by_key(offsets + jnp.einsum(with_offsets, query, of_relative))
+    weights = _weights(query, key, relative, products)
     return weights, _softmax_derivative(weights, logits, math.sqrt(query.shape[-1]))
+
+
+def _logits(
+    query: Float[Array, '...'],
+    key: Float[Array, '...'],
+    relative: Float[Array, 'o h k'] | None,
+    products: _Products,
+) -> Float[Array, 'b h q n']:
+    """Before they are divided, float32."""
+    product, with_offsets = products
+    logits = jnp.einsum(product, query, key, preferred_element_type=jnp.float32)
+    if relative is None:
+        return logits
+    return logits + _by_key(
+        jnp.einsum(with_offsets, query, relative, preferred_element_type=jnp.float32)
+    )
+
+
+def _by_key(by_offset: Float[Array, 'b h q o']) -> Float[Array, 'b h q n']:
+    """From each query's logits of all q + n - 1 offsets those of the n keys: x[i, j - i + q - 1].
+
+    Where one column is added and q - 1 numbers are left out at the beginning, rows of the length of
+    before begin one number earlier in each row.
+    """
+    *outer, queries, offsets = by_offset.shape
+    padded = jnp.pad(by_offset, ((0, 0), (0, 0), (0, 0), (0, 1))).reshape(*outer, -1)
+    moved = padded[..., queries - 1 : queries - 1 + queries * offsets]
+    return moved.reshape(*outer, queries, offsets)[..., : offsets - queries + 1]
 
 
 def _softmax(

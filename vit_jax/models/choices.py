@@ -7,6 +7,7 @@ programs for GPUs and TPUs (`python -m benchmarks.step_program`).
 import dataclasses
 from typing import Any, NamedTuple
 
+from vit_jax.base import require
 from vit_jax.models.attention import LONG
 from vit_jax.models.options import POLICIES, Compute, Remat
 from vit_jax.models.resnet import ResNetConfig
@@ -43,9 +44,15 @@ def choose(
     platform: str,
     load: Load | None = None,
 ) -> Choice:
-    """What is fastest on such devices and fits into their memory; `load` None: without training."""
+    """What is fastest on such devices and fits into their memory; `load` None: without training.
+
+    Raises UserError for a way to compute attention that the network cannot have.
+    """
     platform = 'gpu' if platform in ('cuda', 'rocm') else platform
-    attention = {'cpu': 'head_major', 'gpu': 'auto'}.get(platform, 'xla')
+    relative = isinstance(model, ViTConfig) and model.positions == 'relative'
+    wrong = 'compute.attention=cudnn: it has no relative positions; say auto, xla or blockwise'
+    require(not (relative and compute.attention == 'cudnn'), wrong)
+    attention = {'cpu': 'head_major', 'gpu': 'xla' if relative else 'auto'}.get(platform, 'xla')
     best: dict[str, Any] = {
         'layout': 'batched' if platform == 'tpu' else 'flat',
         'unroll': 1,
@@ -60,6 +67,8 @@ def choose(
     why = []
     if platform == 'gpu' and 'unroll' in left:
         why.append('a GPU is fastest where no loop copies what it keeps')
+    if platform == 'gpu' and 'attention' in left and relative:
+        why.append('no fused kernel has relative positions')
     if 'remat' in left:
         fits: Remat = 'none'
         if load is not None and isinstance(model, ViTConfig):

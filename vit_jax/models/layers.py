@@ -1,5 +1,6 @@
-"""The ends of a network, patches and the head of a classifier; branches dropped at random."""
+"""Layers around attention: patches, the MLP of a block, heads; branches dropped at random."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -10,10 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base import Array, Float, Key, Params, require, tree_names
+from vit_jax.models import ops
+from vit_jax.models.options import Compute
+from vit_jax.models.taps import seen
 
 # `linear`, or a function: the number of classes -> a Flax module from features to logits, without
 # a name. Its parameters are whatever lies below `head/`.
 Head = Literal['linear'] | Callable[..., Any]
+Gelu = Literal['tanh', 'exact', 'quick']
+_GELUS: dict[Gelu, Callable[[Array], Array]] = {
+    'tanh': functools.partial(nn.gelu, approximate=True),
+    'exact': functools.partial(nn.gelu, approximate=False),
+    'quick': lambda x: x * nn.sigmoid(1.702 * x),
+}
 
 
 def check_head(head: Head, bias: float) -> None:
@@ -65,6 +75,32 @@ def drop_branch(
     keep = 1 - rate
     kept = jax.random.bernoulli(key, keep, (branch.shape[0], 1, 1))
     return jnp.where(kept, branch / keep, 0).astype(branch.dtype)
+
+
+class Mlp(nn.Module):
+    """Two dense layers, applied to each token alone, with a GELU between them.
+
+    Without a GELU it is a SwiGLU ("GLU Variants Improve Transformer", equation 6, with biases): a
+    third layer, after its SiLU, multiplies what the first one gives.
+    """
+
+    mlp_dim: int
+    gelu: Gelu | None
+    dropout: float
+    compute: Compute
+
+    @nn.compact
+    def __call__(self, x: Float[Array, 'b n d']) -> Float[Array, 'b n d']:
+        tiny = nn.initializers.normal(1e-6)
+        dense = functools.partial(ops.Dense, compute=self.compute, bias_init=tiny)
+        drop = nn.Dropout(self.dropout, deterministic=False)
+        hidden = dense((self.mlp_dim,), name='dense1')(x)
+        if self.gelu is None:
+            hidden = nn.silu(dense((self.mlp_dim,), name='gate')(x)) * hidden
+        else:
+            hidden = ops.recomputed(_GELUS[self.gelu], self.compute)(hidden)
+        hidden = seen(self, 'hidden', hidden)
+        return drop(dense((x.shape[-1],), name='dense2')(drop(hidden)))
 
 
 class PatchEmbedding(nn.Module):

@@ -20,8 +20,9 @@ class Regularization(Record):
     """What is dropped at random while training.
 
     Dropout follows every dense layer but the query, key and value projections, and the addition
-    of positions (appendix B.1). Stochastic depth drops a residual branch of an example with a
-    probability that grows linearly from 0 in the first block to the given one in the last.
+    of positions before the blocks (appendix B.1). Stochastic depth drops a residual branch of an
+    example with a probability that grows linearly from 0 in the first block to the given one in
+    the last.
     """
 
     dropout: float = 0.0  # the probability

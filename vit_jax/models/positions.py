@@ -1,21 +1,27 @@
-"""Position embeddings: all that is known of each kind is in this file.
+"""Position embeddings: what each kind adds to the tokens, and how it becomes that of other images.
 
-To add a kind, add it to `PositionKind`, `Positions`, `check`, `as_array` and `resizers`. One that
-acts on queries and keys, inside the blocks, is in `rotation`.
+To add a kind, add it to `PositionKind`, `table`, `check` and `resizers`. One that turns queries and
+keys is in `rotation`; one that adds to the logits of attention is in `attention.py`.
 """
 
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal, assert_never
+from typing import Any, Literal, assert_never
 
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Float, require
+from vit_jax.base import Array, Float, Params, UserError, require
 
-PositionKind = Literal['learned', 'sincos2d', 'rope', 'none']
+# `learned` is the paper's: a vector for each place in the sequence; `learned2d` two of half the
+# width, of the column and of the row; `relative` a vector for each offset between two places, with
+# which a query has logits besides those with keys (appendix D.4).
+PositionKind = Literal['learned', 'learned2d', 'sincos2d', 'relative', 'rope', 'none']
+# Where they are added: once, before the blocks; or at the beginning of each, parameters of its own
+# or the same for all.
+PositionsAt = Literal['stem', 'every_layer', 'every_layer_shared']
 # How learned positions become those of another grid. `bilinear` keeps corners on corners, as the
 # paper's code; the others keep the edges of images on edges, each as a library does: `bicubic` as
 # transformers, `bicubic_offset` as DINO and DINOv2 of Meta, `bicubic_antialias` as timm, OpenCLIP,
@@ -24,51 +30,77 @@ PositionResize = Literal[
     'bilinear', 'bicubic', 'bicubic_offset', 'bicubic_antialias', 'bilinear_edges'
 ]
 Grid = tuple[int, int]  # patches in (height, width)
+Table = Float[Array | np.ndarray, '1 m d']  # of the tokens that have positions
+Resizer = Callable[[np.ndarray, Grid, Grid], np.ndarray]  # a parameter of an old grid, of a new one
+_BLOCK = 'encoder/block/'  # whose parameters are stacked: the depth in front
 
 
-class Positions(nn.Module):
-    """Adds positions to the tokens (equation 1). Its parameters lie where the caller's do."""
+def table(
+    kind: PositionKind, grid: Grid, param: Callable[..., Any], *, length: int, width: int
+) -> Table | None:
+    """What is added to `length` tokens, of which the last are the patches; None: nothing.
 
-    kind: PositionKind
-    grid: Grid
+    `param` makes or finds a parameter, as that of a Flax module: by name, initializer and shape.
+    """
+    normal, (rows, columns) = nn.initializers.normal(0.02), grid
+    before = (0, 0), (length - rows * columns, 0), (0, 0)  # rows of zeros for what is no patch
+    match kind:
+        case 'learned':
+            return param('pos_embedding', normal, (1, length, width))
+        case 'learned2d':
+            x = param('pos_embedding_x', normal, (1, columns, width // 2))
+            y = param('pos_embedding_y', normal, (1, rows, width // 2))
+            of_each = jnp.tile(x, (1, rows, 1)), jnp.repeat(y, columns, axis=1)
+            return jnp.pad(jnp.concatenate(of_each, axis=-1), before)
+        case 'sincos2d':
+            return np.pad(sincos2d(grid, width)[None], before)
+        case 'relative' | 'rope' | 'none':
+            return None
+        case other:
+            assert_never(other)
 
-    @nn.compact
-    def __call__(self, tokens: Float[Array, 'b n d']) -> Float[Array, 'b n d']:
-        _, length, width = tokens.shape
-        match self.kind:
-            case 'learned':
-                normal = nn.initializers.normal(0.02)
-                table = self.param('pos_embedding', normal, (1, length, width))
-            case 'sincos2d':
-                table = jnp.asarray(as_array(self.kind, self.grid, length=length, width=width))
-            case 'none' | 'rope':
-                return tokens
-            case other:
-                assert_never(other)
-        return tokens + table.astype(tokens.dtype)
+
+def add(
+    tokens: Float[Array, 'b n d'], table: Table | None, *, before: int
+) -> Float[Array, 'b n d']:
+    """The tokens with their positions (equation 1).
+
+    Registers, which follow the first `before` tokens where there are any, have none.
+    """
+    if table is None:
+        return tokens
+    if registers := tokens.shape[1] - table.shape[1]:
+        zeros = jnp.zeros((1, registers, table.shape[2]), table.dtype)
+        table = jnp.concatenate([table[:, :before], zeros, table[:, before:]], axis=1)
+    return tokens + jnp.asarray(table).astype(tokens.dtype)
 
 
-def check(kind: PositionKind, *, width: int, num_heads: int) -> None:
-    """Raises UserError for a width, or that of a head, that the kind of positions cannot fill."""
+def check(kind: PositionKind, at: PositionsAt, *, width: int, num_heads: int) -> None:
+    """Raises UserError for a width, or that of a head, that the kind of positions cannot fill, and
+    for a place where it is not added."""
     fits = kind != 'sincos2d' or width % 4 == 0
     require(fits, f'width={width} is not a multiple of 4, as sincos2d positions need')
+    fits = kind != 'learned2d' or width % 2 == 0
+    require(fits, f'width={width} is not even, as learned2d positions need')
     fits = kind != 'rope' or width // num_heads % 4 == 0
     require(fits, f'width / num_heads={width // num_heads} is not a multiple of 4, as rope needs')
+    if at != 'stem' and kind in ('relative', 'rope', 'none'):
+        acts = 'there are no positions' if kind == 'none' else f'{kind} acts in every layer anyway'
+        raise UserError(f'positions_at={at}: {acts}; the kinds that are added have a place')
 
 
 def as_array(
-    kind: PositionKind, grid: Grid, *, length: int, width: int
+    kind: PositionKind, grid: Grid, params: Params, *, length: int, width: int
 ) -> Float[np.ndarray, '1 n d']:
-    """What a kind without parameters adds to `length` tokens, for files that hold arrays only.
+    """What is added to `length` tokens as one array, made of parameters that are found by name.
 
-    The class token's row is zero. Raises UserError for a kind that is no fixed array.
+    Rows of tokens before the patches are zero but where they are learned. Raises UserError for a
+    kind that adds nothing and acts elsewhere.
     """
-    require(kind != 'rope', 'rope positions are no array: they turn queries and keys')
-    if kind == 'none':
-        return np.zeros((1, length, width), np.float32)
-    require(kind == 'sincos2d', f'{kind} positions are parameters already')
-    table = sincos2d(grid, width)
-    return np.pad(table, ((length - len(table), 0), (0, 0)))[None]
+    wrong = 'they turn queries and keys' if kind == 'rope' else 'they are logits of attention'
+    require(kind not in ('relative', 'rope'), f'{kind} positions are no array: {wrong}')
+    found = table(kind, grid, lambda name, *_: params[name], length=length, width=width)
+    return np.zeros((1, length, width), np.float32) if found is None else np.asarray(found)
 
 
 def sincos2d(grid: Grid, width: int) -> Float[np.ndarray, 'n d']:
@@ -109,17 +141,36 @@ def rotation(
     return rotate
 
 
-def resizers(
-    kind: PositionKind, how: PositionResize
-) -> dict[str, Callable[[np.ndarray, Grid, Grid], np.ndarray]]:
+def resizers(kind: PositionKind, at: PositionsAt, how: PositionResize) -> dict[str, Resizer]:
     """What adapts each parameter of a kind, by name, from an old grid to a new one."""
+    found: dict[str, Resizer]
     match kind:
         case 'learned':
-            return {'pos_embedding': functools.partial(resize, how=how)}
+            found = {'pos_embedding': functools.partial(resize, how=how)}
+        case 'learned2d':
+            found = {
+                'pos_embedding_x': lambda x, old, new: resize(x, (1, old[1]), (1, new[1]), how=how),
+                'pos_embedding_y': lambda y, old, new: resize(y, (old[0], 1), (new[0], 1), how=how),
+            }
+        case 'relative':
+            return {f'{_BLOCK}attention/relative': _refuse}
         case 'sincos2d' | 'rope' | 'none':
             return {}
         case other:
             assert_never(other)
+    if at != 'every_layer':
+        return found
+    return {f'{_BLOCK}{name}': _of_each_layer(resized) for name, resized in found.items()}
+
+
+def _of_each_layer(resized: Resizer) -> Resizer:
+    return lambda stacked, old, new: np.stack([resized(layer, old, new) for layer in stacked])
+
+
+def _refuse(_: np.ndarray, old: Grid, new: Grid) -> np.ndarray:
+    sizes = f'of {old[0]}x{old[1]} patches cannot be resized to {new[0]}x{new[1]}'
+    why = 'an offset in the sequence is no distance in the image, nothing lies between two of them'
+    raise UserError(f'relative positions {sizes}: {why}')
 
 
 def resize(

@@ -33,7 +33,7 @@ RESNET_TAPS = {
 }
 # Of a Vision Transformer, and of a hybrid behind its backbone:
 VIT_TAPS = {
-    'embedding': '(b n d), patches, class token and positions: z_0 of equation 1',
+    'embedding': '(b n d), patches, class token and positions at the stem: z_0 of equation 1',
     'norm1': '(l b n d), the LayerNorm before attention: LN(z) of equation 2',
     'attention/weights': '(l b k n n), float32, of each query to all keys; rows sum to one',
     'attention/heads': '(l b n k d/k), what each head makes of the values, before they are mixed',

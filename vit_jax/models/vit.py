@@ -14,14 +14,16 @@ from vit_jax.models import ops, positions
 from vit_jax.models.attention import attend, attention_weights
 from vit_jax.models.layers import (
     DistilledHead,
+    Gelu,
     Head,
+    Mlp,
     PatchEmbedding,
     check_head,
     drop_branch,
     make_head,
 )
 from vit_jax.models.options import ActivationSharding, Compute, Regularization, rematerialized
-from vit_jax.models.positions import PositionKind, PositionResize
+from vit_jax.models.positions import PositionKind, PositionResize, PositionsAt, Table
 from vit_jax.models.resnet import LARGEST, Backbone, ResNet
 from vit_jax.models.taps import seen, tap
 
@@ -29,12 +31,6 @@ from vit_jax.models.taps import seen, tap
 # the class token beside the mean (DINOv2), or beside the distillation token (DeiT).
 Pool = Literal['cls', 'gap', 'map', 'none', 'cls_gap', 'cls_dist']
 _READS: dict[Pool, int] = {'cls': 1, 'cls_gap': 1, 'cls_dist': 2}  # class tokens
-Gelu = Literal['tanh', 'exact', 'quick']
-_GELUS: dict[Gelu, Callable[[Array], Array]] = {
-    'tanh': functools.partial(nn.gelu, approximate=True),
-    'exact': functools.partial(nn.gelu, approximate=False),
-    'quick': lambda x: x * nn.sigmoid(1.702 * x),
-}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -58,6 +54,7 @@ class ViTConfig(Record):
     class_tokens: int | None = None  # None: as many as the pool reads
     registers: int = 0  # learned tokens that nothing reads ("Vision Transformers Need Registers")
     positions: PositionKind = 'learned'
+    positions_at: PositionsAt = 'stem'  # where they are added (appendix D.4)
     position_resize: PositionResize = 'bilinear'  # of learned ones, for images of another size
     pre_norm: bool = False  # a LayerNorm before the blocks; patches then have no bias (CLIP)
     gelu: Gelu | None = 'tanh'  # None: SwiGLU in its place
@@ -86,7 +83,8 @@ class ViTConfig(Record):
         require(self.pool != 'cls_dist' or self.representation_size is None, wrong)
         wrong = f'width={self.width} is not a multiple of num_heads={self.num_heads}'
         require(self.width % self.num_heads == 0, wrong)
-        positions.check(self.positions, width=self.width, num_heads=self.num_heads)
+        at, num_heads = self.positions_at, self.num_heads
+        positions.check(self.positions, at, width=self.width, num_heads=num_heads)
         require_between(self, 'blocks_without_skips', low=0, below=self.depth)
         wrong = 'blocks_without_skips: in a parallel block attention and MLP have one connection'
         require(not (self.parallel and self.blocks_without_skips), wrong)
@@ -136,32 +134,6 @@ class ViTConfig(Record):
         return f'{self.num_tokens} tokens' + (f' ({self.unread})' if self.unread else '')
 
 
-class Mlp(nn.Module):
-    """Two dense layers, applied to each token alone, with a GELU between them.
-
-    Without a GELU it is a SwiGLU ("GLU Variants Improve Transformer", equation 6, with biases): a
-    third layer, after its SiLU, multiplies what the first one gives.
-    """
-
-    mlp_dim: int
-    gelu: Gelu | None
-    dropout: float
-    compute: Compute
-
-    @nn.compact
-    def __call__(self, x: Float[Array, 'b n d']) -> Float[Array, 'b n d']:
-        tiny = nn.initializers.normal(1e-6)
-        dense = functools.partial(ops.Dense, compute=self.compute, bias_init=tiny)
-        drop = nn.Dropout(self.dropout, deterministic=False)
-        hidden = dense((self.mlp_dim,), name='dense1')(x)
-        if self.gelu is None:
-            hidden = nn.silu(dense((self.mlp_dim,), name='gate')(x)) * hidden
-        else:
-            hidden = ops.recomputed(_GELUS[self.gelu], self.compute)(hidden)
-        hidden = seen(self, 'hidden', hidden)
-        return drop(dense((x.shape[-1],), name='dense2')(drop(hidden)))
-
-
 class Attention(nn.Module):
     """Multi-head attention from one sequence to another.
 
@@ -175,6 +147,7 @@ class Attention(nn.Module):
     compute: Compute
     use_bias: bool = True  # of queries, keys and values
     qk_norm: Callable[..., nn.Module] | None = None
+    relative: bool = False  # are there logits of offsets?
 
     @nn.compact
     def __call__(
@@ -196,8 +169,14 @@ class Attention(nn.Module):
             query = self.qk_norm(name='query_norm')(query)
             key = self.qk_norm(name='key_norm')(key)
         query, key = rotate(query), rotate(key)
-        tap(self, 'weights', lambda: attention_weights(query, key))
-        mixed = attend(query, key, value, implementation=self.compute.attention)
+        offsets = None
+        if self.relative:
+            shape = x.shape[1] + y.shape[1] - 1, *heads
+            offsets = self.param('relative', nn.initializers.normal(0.02), shape)
+            offsets = offsets.astype(query.dtype)
+        tap(self, 'weights', lambda: attention_weights(query, key, offsets))
+        kernel = self.compute.attention
+        mixed = attend(query, key, value, relative=offsets, implementation=kernel)
         mixed = seen(self, 'heads', mixed)
         out = dense((width,), axes=2, name='out')(mixed)
         return nn.Dropout(self.dropout, deterministic=False)(out)
@@ -218,6 +197,14 @@ class Part(nn.Module):
             ops.norm, self.config.norm, self.compute, self.config.layer_norm_epsilon
         )
 
+    def position_table(self, at: PositionsAt) -> Table | None:
+        """What is added there, of parameters of this module; None: nothing."""
+        config = self.config
+        if config.positions_at != at:
+            return None
+        sizes = {'length': config.num_tokens - config.registers, 'width': config.width}
+        return positions.table(config.positions, config.grid, self.param, **sizes)
+
 
 class Block(Part):
     """A pre-LayerNorm encoder block: equations 2 and 3, or without their skip connections.
@@ -231,6 +218,7 @@ class Block(Part):
         x: Float[Array, 'b n d'],
         drop_rate: Float[Array, ''],
         has_skips: Bool[Array, ''] | None,  # None: as all have them
+        shared: Table | None,  # positions of every layer; None: not the same
     ) -> tuple[Float[Array, 'b n d'], None]:
         config, dropout, compute = self.config, self.regularization.dropout, self.compute
         norm = self.norm_layer
@@ -249,10 +237,12 @@ class Block(Part):
                 branch = drop_branch(branch, drop_rate, key=self.make_rng('dropout'))
             return self.shard_activations(skip + branch)
 
+        for table in shared, self.position_table('every_layer'):
+            x = positions.add(x, table, before=config.positioned_prefix)
         x = self.shard_activations(x)
         y = seen(self, 'norm1', norm(name='norm1')(x))
-        qk_norm = norm if config.qk_norm else None
-        heads = config.num_heads, dropout, compute, config.qkv_bias, qk_norm
+        qk_norm, relative = norm if config.qk_norm else None, config.positions == 'relative'
+        heads = config.num_heads, dropout, compute, config.qkv_bias, qk_norm, relative
         attention = Attention(*heads, name='attention')
         head = config.width // config.num_heads
         rotate = positions.rotation(config.positions, config.grid, config.prefix, head)
@@ -268,7 +258,7 @@ class Encoder(Part):
     """The blocks: one set of stacked parameters, applied by a scan; then the final LayerNorm."""
 
     @nn.compact
-    def __call__(self, x: Float[Array, 'b n d']) -> Float[Array, 'b n d']:
+    def __call__(self, x: Float[Array, 'b n d'], shared: Table | None) -> Float[Array, 'b n d']:
         config, compute, regularization = self.config, self.compute, self.regularization
         assert compute.unroll != 'auto'  # `build` chose
         unroll = min(compute.unroll, config.depth)
@@ -276,6 +266,7 @@ class Encoder(Part):
             rematerialized(Block, compute, in_loop=unroll == 1),
             variable_axes={True: 0},  # every collection, taps as well: the depth in front
             split_rngs={'params': True, 'dropout': True},
+            in_axes=(0, 0, nn.broadcast),
             length=config.depth,
             unroll=unroll,
         )
@@ -284,7 +275,7 @@ class Encoder(Part):
         has_skips = None
         if config.blocks_without_skips:
             has_skips = ~jnp.isin(jnp.arange(config.depth), jnp.array(config.blocks_without_skips))
-        x, _ = blocks(x, drop_rates, has_skips)
+        x, _ = blocks(x, drop_rates, has_skips, shared)
         if config.final_norm == 'after_pool':
             return x
         return seen(self, 'norm', self.norm_layer(name='norm')(x))
@@ -322,8 +313,8 @@ class ViT(Part):
         if config.registers:  # equal ones would stay equal
             normal = nn.initializers.normal(0.02)
             self.registers = self.param('registers', normal, (1, config.registers, config.width))
-        self.positions = positions.Positions(config.positions, config.grid)
-        nn.share_scope(self, self.positions)  # its parameters have no folder of their own
+        self.positions = self.position_table('stem')
+        self.shared = self.position_table('every_layer_shared')
         self.dropout = nn.Dropout(self.regularization.dropout, deterministic=False)
         if config.pre_norm:
             self.pre_norm = norm()
@@ -348,7 +339,7 @@ class ViT(Part):
     def features(self, images: Float[Array, 'b h w c']) -> Float[Array, '...']:
         """What the head is given: the pooled tokens, after the tanh layer where there is one."""
         x = images if self.config.backbone is None else self.backbone(images)
-        x = self._pooled(self.encoder(self._embedded(x)))
+        x = self._pooled(self.encoder(self._embedded(x), self.shared))
         if self.config.final_norm == 'after_pool':
             x = self.norm(x)
         if self.config.representation_size is not None:
@@ -361,7 +352,7 @@ class ViT(Part):
         before = self.config.positioned_prefix
         for token in ('dist', 'cls')[2 - before :]:
             x = jnp.concatenate([self._for_each(x, getattr(self, token)), x], axis=1)
-        x = self.dropout(self.positions(x))
+        x = self.dropout(positions.add(x, self.positions, before=before))
         if self.config.registers:
             registers = self._for_each(x, self.registers)
             x = jnp.concatenate([x[:, :before], registers, x[:, before:]], axis=1)

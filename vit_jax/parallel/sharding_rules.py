@@ -14,7 +14,7 @@ from vit_jax.parallel.meshes import MeshConfig, Spec, describe
 # pair is split along its output and the second along its input, so that nothing is exchanged
 # between the two (Megatron-LM, arXiv:1909.08053, section 3).
 _TENSOR = (
-    (r'attention/(query|key|value)/(kernel|bias)', -2),
+    (r'attention/((query|key|value)/(kernel|bias)|relative)', -2),
     (r'attention/out/kernel', -3),
     (r'mlp/(dense1|gate)/(kernel|bias)', -1),
     (r'mlp/dense2/kernel', -2),

@@ -253,6 +253,7 @@ def test_what_a_file_cannot_say_is_said_when_it_is_written(tmp_path):
         (tiny.model(pool='cls_gap'), 'timm', 'no head of the class token and the mean together'),
         (tiny.model(), 'open_clip', 'has gelu=quick or exact, .* not .*tanh'),
         (tiny.model(positions='rope'), 'google', 'rope positions are no array'),
+        (tiny.model(positions='relative'), 'google', 'relative positions are no array'),
         (RESNET, 'timm', 'the timm layout has no such ResNet'),
         (tiny.model(), 'flax', "format='flax'; known: bigvision, google"),
     ],
@@ -272,17 +273,24 @@ def test_what_a_format_cannot_hold_is_refused(config, format, message, tmp_path)
         ({'qk_norm': True}, 'qk_norm=False, not True'),
         ({'norm': 'rms'}, 'norm=layer, not rms'),
         ({'qkv_bias': False}, 'qkv_bias=True, not False'),
+        ({'positions_at': 'every_layer'}, 'positions_at=stem, not every_layer'),
     ],
 )
-def test_what_vit_22b_alone_has_is_refused_by_name(format, changes, message, tmp_path):
+def test_what_our_format_alone_has_is_refused_by_name(format, changes, message, tmp_path):
     network, path = loaded(tiny.model(**changes), google.GOOGLE), tmp_path / f'x{ENDINGS[format]}'
     with pytest.raises(ValueError, match=f'the {format} layout has {message}: write vit_jax'):
         vit_jax.save(network, str(path), format)
     assert not path.exists()
 
 
-def test_what_vit_22b_alone_has_comes_back_in_our_format(tmp_path):
-    config = tiny.model(parallel=True, qk_norm=True, norm='rms', qkv_bias=False, pool='map')
+@pytest.mark.parametrize(
+    'options',
+    [{'positions': 'relative'}, {'positions': 'learned2d', 'positions_at': 'every_layer'}],
+)
+def test_what_our_format_alone_has_comes_back_in_it(options, tmp_path):
+    config = tiny.model(
+        parallel=True, qk_norm=True, norm='rms', qkv_bias=False, pool='map', **options
+    )
     network = loaded(config)
     vit_jax.save(network, str(tmp_path / 'x'), 'vit_jax')
     again = vit_jax.load(str(tmp_path / 'x'))

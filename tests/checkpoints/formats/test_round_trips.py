@@ -32,11 +32,15 @@ def networks():
             continue
         config = {'pool': pool, 'final_norm': norm, 'representation_size': size, 'num_classes': 3}
         full = loaded(tiny.model(depth=1, **config))
+        in_two = loaded(dataclasses.replace(full.config, positions='learned2d')).params
+        relative = loaded(dataclasses.replace(full.config, positions='relative')).params
+        of = {'learned': full.params, 'learned2d': in_two, 'relative': relative}
         for positions, classes in itertools.product(choices('positions'), (None, 3)):
             model = dataclasses.replace(full.config, positions=positions, num_classes=classes)
             absent = {'head'} if classes is None else set()
-            absent |= set() if positions == 'learned' else {'pos_embedding'}
-            params = {name: leaf for name, leaf in full.params.items() if name not in absent}
+            absent |= set() if positions in of else {'pos_embedding'}
+            params = of.get(positions, full.params)
+            params = {name: leaf for name, leaf in params.items() if name not in absent}
             network = changed(full, model=model, params=params)
             found.append((network, functools.cache(functools.partial(outputs, network))))
     return found

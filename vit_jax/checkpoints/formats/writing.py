@@ -19,14 +19,14 @@ from vit_jax.checkpoints.formats.base import Format, Layout
 from vit_jax.checkpoints.formats.inference import Clues
 from vit_jax.checkpoints.formats.name_map import NameRule
 from vit_jax.checkpoints.formats.opening import CARD, FORMATS, NAMES, OURS, function_of, matched
-from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig
-from vit_jax.models.positions import as_array
+from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig, positions
 
 # What the name of a format's file ends with; the others are directories.
 _SUFFIXES = {format.name: str(format.suffix) for format in FORMATS if not format.file_name}
 _SUFFIXES |= {stablehlo.NAME: stablehlo.SUFFIX}
-# What the networks of every other layout have: no layout holds ViT-22B.
+# What the networks of every other layout have: none holds ViT-22B, or positions in every layer.
 _ELSEWHERE = {'parallel': False, 'qk_norm': False, 'norm': 'layer', 'qkv_bias': True}
+_ELSEWHERE |= {'positions_at': 'stem'}
 
 
 def format_for(
@@ -109,9 +109,11 @@ def _write_arrays(
         if (value := getattr(config, name, usual)) != usual:
             raise UserError(f'the {format} layout has {name}={usual}, not {value}: write {OURS}')
     if isinstance(config, ViTConfig) and config.positions not in form.positions:
-        count, width = config.num_tokens - config.registers, config.width
-        table = as_array(config.positions, config.grid, length=count, width=width)
-        params = params | {'pos_embedding': table}
+        sizes = {'length': config.num_tokens - config.registers, 'width': config.width}
+        table = positions.as_array(config.positions, config.grid, params, **sizes)
+        own = positions.resizers(config.positions, config.positions_at, config.position_resize)
+        kept = {name: leaf for name, leaf in params.items() if name not in own}
+        params = kept | {'pos_embedding': table}
         config = dataclasses.replace(config, positions='learned')
         card = dataclasses.replace(card, model=config)
         notes.append('positions: written as an array')

@@ -253,7 +253,10 @@ def summarize(config: ModelConfig, parameters: int, *, projects: bool) -> str:
     parts = [f'{config.depth} layers of width {config.width}', f'{config.num_heads} heads']
     parts.append(pools[config.pool])
     parts += [f'{config.registers} registers'] * (config.registers > 0)
-    parts += ['rotated queries and keys'] * (config.positions == 'rope')
+    named = {'rope': 'rotated queries and keys', 'relative': 'relative positions'}
+    named |= {'learned2d': 'positions of rows and columns'}
+    parts += [named[config.positions]] * (config.positions in named)
+    parts += ['positions in every layer'] * (config.positions_at != 'stem')
     parts += ['a norm before the blocks'] * config.pre_norm
     parts += ['LayerScale'] * (config.layer_scale is not None)
     parts.append(f'grid {config.grid[0]}x{config.grid[1]} (images {height}x{width}{unread})')

@@ -244,6 +244,16 @@ def test_what_a_network_does_not_have_is_said():
         representations.skip_removal(one)
 
 
+def test_positions_of_rows_and_columns_are_shown_of_each_patch():
+    options = {'positions': 'learned2d', 'positions_at': 'every_layer_shared'}
+    one = study(tiny.model(image_size=(8, 12), **options))
+    similarity = vit_paper.position_embeddings(one, one.networks[0])['similarity']
+    x, y = (one.networks[0].loaded.params[f'pos_embedding_{axis}'][0] for axis in 'xy')
+    first, other = (np.concatenate([x[c], y[r]]) for r, c in ((0, 0), (1, 2)))
+    cosine = first @ other / np.linalg.norm(first) / np.linalg.norm(other)
+    np.testing.assert_allclose(similarity[0, 0, 1, 2], cosine, rtol=1e-5)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     'config, name, layer',

@@ -299,6 +299,16 @@ def test_what_our_format_alone_has_comes_back_in_it(options, tmp_path):
     np.testing.assert_array_equal(again.logits(images), network.logits(images))
 
 
+@pytest.mark.parametrize('kind', ['learned2d', 'sincos2d'])
+def test_positions_that_a_layout_does_not_have_are_written_as_an_array(kind, tmp_path):
+    network, path = loaded(tiny.model(positions=kind)), str(tmp_path / 'x.npz')
+    assert 'positions: written as an array' in vit_jax.save(network, path, 'google')
+    again = vit_jax.load(path, num_heads=2)
+    images = np.asarray(tiny.images())
+    assert again.config == replace(network.config, positions='learned')
+    np.testing.assert_array_equal(again.logits(images), network.logits(images))
+
+
 def saved(tmp_path, config, form):
     path = tmp_path / f'file{ENDINGS[form.name]}'
     vit_jax.save(loaded(config, form), str(path), overwrite=True)

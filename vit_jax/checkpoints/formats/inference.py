@@ -253,9 +253,9 @@ def summarize(config: ModelConfig, parameters: int, *, projects: bool) -> str:
     parts = [f'{config.depth} layers of width {config.width}', f'{config.num_heads} heads']
     parts.append(pools[config.pool])
     parts += [f'{config.registers} registers'] * (config.registers > 0)
-    named = {'rope': 'rotated queries and keys', 'relative': 'relative positions'}
-    named |= {'learned2d': 'positions of rows and columns'}
-    parts += [named[config.positions]] * (config.positions in named)
+    parts += ['rotated queries and keys'] * (config.positions == 'rope')
+    parts += ['relative positions'] * (config.positions == 'relative')
+    parts += ['positions of rows and columns'] * (config.positions == 'learned2d')
     parts += ['positions in every layer'] * (config.positions_at != 'stem')
     parts += ['a norm before the blocks'] * config.pre_norm
     parts += ['LayerScale'] * (config.layer_scale is not None)

@@ -72,24 +72,22 @@ def test_the_gradient_of_relative_logits_is_that_of_their_definition():
         np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
-OFFSETS_72 = 9 * jax.random.normal(jax.random.key(2), (9, 4, 72))
-
-
-@pytest.mark.parametrize('relative', [None, OFFSETS_72], ids=['', 'relative'])
 @pytest.mark.parametrize('implementation', ['head_major', 'xla'])
-def test_logits_are_made_and_scaled_in_float32(implementation, relative):
+def test_logits_are_made_and_scaled_in_float32(implementation):
     """Half a percent of bfloat16's rounding of weights and result; rounded logits give 3 %."""
     low = [x.astype(jnp.bfloat16) for x in 9 * QUERY_72]
-    low += [] if relative is None else [relative.astype(jnp.bfloat16)]
-
-    def attend(query, key, value, relative=None, *, implementation):
-        return attention.attend(
-            query, key, value, relative=relative, implementation=implementation
-        ).astype(jnp.float32)
-
-    exact = attend(*(x.astype(jnp.float32) for x in low), implementation='xla')
-    result = attend(*low, implementation=implementation)
+    exact = attention.attend(*(x.astype(jnp.float32) for x in low), implementation='xla')
+    result = attention.attend(*low, implementation=implementation).astype(jnp.float32)
     assert jnp.abs(result - exact).max() < 0.005 * jnp.abs(exact).max()
+
+
+OFFSETS_72 = jax.random.normal(jax.random.key(2), (9, 4, 72))
+
+
+def test_logits_of_offsets_are_float32_too():
+    low = [x.astype(jnp.bfloat16) for x in (*QUERY_72[:2], OFFSETS_72)]
+    exact = attention.attention_weights(*(x.astype(jnp.float32) for x in low))
+    np.testing.assert_allclose(attention.attention_weights(*low), exact, atol=1e-5)
 
 
 @pytest.mark.parametrize('relative', [False, True])
@@ -139,6 +137,15 @@ def test_padding_to_an_even_length_changes_neither_result_nor_gradient(queries):
     ]
     for expected, actual in zip(*gradients, strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+
+def test_auto_is_no_fused_kernel_where_positions_are_relative(monkeypatch):
+    monkeypatch.setattr(attention, 'cudnn_compiles', lambda *_: True)
+    found, expected = (
+        attention.attend(QUERY, KEY, VALUE, relative=OFFSETS, implementation=implementation)
+        for implementation in ('auto', 'xla')
+    )
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_auto_falls_back_aloud_where_cudnn_does_not_compile(monkeypatch, caplog):

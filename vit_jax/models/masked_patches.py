@@ -61,5 +61,5 @@ class MaskedViT(ViT):
         patches = self._patches(images)
         if corruption is not None:
             patches = self.masked.corrupted(patches, corruption)
-        tokens = self.encoder(self._embedded(patches))[:, self.config.prefix :]
+        tokens = self._encoded(patches)[:, self.config.prefix :]
         return self.masked(self.norm(tokens) if self.config.final_norm == 'after_pool' else tokens)

@@ -349,7 +349,7 @@ class ViT(Part):
 
     def features(self, images: Float[Array, 'b h w c']) -> Float[Array, '...']:
         """What the head is given: the pooled tokens, after the tanh layer where there is one."""
-        x = self._pooled(self.encoder(self._embedded(self._patches(images))))
+        x = self._pooled(self._encoded(self._patches(images)))
         if self.config.final_norm == 'after_pool':
             x = self.norm(x)
         if self.config.representation_size is not None:
@@ -358,6 +358,9 @@ class ViT(Part):
 
     def _patches(self, images: Float[Array, 'b h w c']) -> Float[Array, 'b n d']:
         return self.embedding(images if self.config.backbone is None else self.backbone(images))
+
+    def _encoded(self, patches: Float[Array, 'b n d']) -> Float[Array, 'b m d']:
+        return self.encoder(self._embedded(patches))
 
     def _embedded(self, x: Float[Array, 'b n d']) -> Float[Array, 'b m d']:
         """All tokens with their positions: equation 1. Registers come after, and have none."""

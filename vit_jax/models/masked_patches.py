@@ -62,4 +62,6 @@ class MaskedViT(ViT):
         if corruption is not None:
             patches = self.masked.corrupted(patches, corruption)
         tokens = self._encoded(patches)[:, self.config.prefix :]
-        return self.masked(self.norm(tokens) if self.config.final_norm == 'after_pool' else tokens)
+        if self.config.final_norm == 'after_pool':
+            tokens = self.norm(tokens)
+        return self.shard_activations(self.masked(tokens))

@@ -35,6 +35,7 @@ from vit_jax.parallel.meshes import MeshConfig
 from vit_jax.runs import compilation
 from vit_jax.runs.experiment import decide
 from vit_jax.training.duration import Duration
+from vit_jax.training.masked_patches import MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -55,6 +56,10 @@ def with_optimizer(**values):
 
 def with_augmentation(**values):
     return base(augmentation=Augmentation(**values))
+
+
+def with_objective():
+    return base(objective=MaskedPatches())
 
 
 def with_mesh(**values):
@@ -157,6 +162,11 @@ CHANGES = [
     ('schedule.warmup.fraction', 0.5, base()),
     ('batch_size', 24, base()),
     ('accumulation_steps', 2, base()),
+    ('objective', MaskedPatches(), base()),
+    ('objective.fraction', 0.25, with_objective()),
+    ('objective.masked', 0.5, with_objective()),
+    ('objective.replaced', 0.2, with_objective()),
+    ('objective.target', 'pixels', with_objective()),
     ('loss.kind', 'sigmoid', base()),
     ('loss.label_smoothing', 0.1, base()),
     ('optimizer.kind', 'sgd', base()),
@@ -234,6 +244,12 @@ ELSEWHERE = [
         'channels',
         'tests/test_pretrained.py',
         'test_grey_images_give_the_same_logits_with_one_channel_or_five',
+    ),
+    (
+        'ViTConfig',
+        'patch_outputs',
+        'tests/models/test_masked_patches.py',
+        'test_a_head_of_patches_and_a_mask_token_leave_features_and_logits_as_they_are',
     ),
     (
         'ViTConfig',

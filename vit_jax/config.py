@@ -21,6 +21,7 @@ from vit_jax.models import Compute, Regularization, ResNetConfig, ViTConfig
 from vit_jax.parallel.meshes import MeshConfig
 from vit_jax.training.duration import Duration
 from vit_jax.training.losses import Loss, LossConfig
+from vit_jax.training.masked_patches import MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 # Kinds of lines in metrics.jsonl that are no evaluations by name.
@@ -33,7 +34,7 @@ def _default(kind: type) -> Any:
 
 @dataclasses.dataclass(kw_only=True)
 class EvalConfig(Record):
-    """One evaluation of the classifier, on all images of a split.
+    """One evaluation of what is learned, on all images of a split.
 
     `labels` replaces the data's own: a JSON file of lists of class numbers, as ReaL's real.json
     ("Are we done with ImageNet?"), or a column of a TFDS data set. Images without any are left out.
@@ -115,6 +116,7 @@ class TrainConfig(Record):
     total: Duration | None = None  # None: nothing is trained, few-shot evaluation alone
     batch_size: int = 256  # images of a step, on all devices together
     accumulation_steps: int = 1  # parts of a batch, one after the other, to need less memory
+    objective: MaskedPatches | None = None  # None: classification, with this loss:
     loss: LossConfig | Loss = _default(LossConfig)
     optimizer: OptimizerConfig = _default(OptimizerConfig)
     schedule: ScheduleConfig = _default(ScheduleConfig)
@@ -152,6 +154,11 @@ class TrainConfig(Record):
             require(fits, f'evals: {name!r} is no name for an evaluation')
         both = self.evals and self.eval_split != 'test'
         require(not both, f'eval_split={self.eval_split!r}: evals name their own splits')
+        if self.objective is not None:
+            require(self.loss == LossConfig(), 'loss: the objective has its own; leave it out')
+            labelled = [name for name, one in self.evals.items() if one.labels is not None]
+            wrong = f'evals.{"".join(labelled[:1])}.labels: the objective has no use for labels'
+            require(not labelled, wrong)
 
     @property
     def evaluations(self) -> dict[str, EvalConfig]:

@@ -113,3 +113,32 @@ def test_what_does_not_fit_is_named_and_never_skipped(changes, message):
     new = changed(**changes)
     with pytest.raises(ValueError, match=f'(?s)start_from: the arrays do not fit.*{message}'):
         transfer(made(OLD), old=OLD, new=new, fresh=made(new))
+
+
+def test_a_mask_token_and_a_head_of_patches_are_kept_where_both_networks_have_them():
+    old, new = (tiny.model(num_classes=n, patch_outputs=7) for n in (None, 3))
+    fresh = jax.device_get(jax.jit(build(new).init)(jax.random.key(5)))
+    params, report = transfer(made(old), old=old, new=new, fresh=fresh)
+    assert not any('mask token' in line for line in report)
+    expected = named_leaves(made(old)['masked'])
+    for name, leaf in named_leaves(params['masked']).items():
+        np.testing.assert_array_equal(leaf, expected[name])
+
+
+@pytest.mark.parametrize(
+    'old, new, line',
+    [
+        (7, None, 'dropped (masked/head/bias, masked/head/kernel, masked/token)'),
+        (None, 7, 'begin anew (masked/head/bias, masked/head/kernel, masked/token)'),
+        (7, 9, 'begin anew (masked/head/bias, masked/head/kernel)'),  # of another target
+    ],
+)
+def test_where_they_do_not_fit_they_are_dropped_or_begin_anew(old, new, line):
+    old, new = (tiny.model(patch_outputs=n) for n in (old, new))
+    fresh = made(new)
+    params, report = transfer(made(old), old=old, new=new, fresh=fresh)
+    assert f'mask token and head of patches: {line}' in report
+    assert jax.tree.structure(params) == jax.tree.structure(fresh)
+    found, expected = named_leaves(params), named_leaves(fresh)
+    if 'begin anew' in line:
+        np.testing.assert_array_equal(found['masked/head/bias'], expected['masked/head/bias'])

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from vit_jax.base import UnusableDisk
-from vit_jax.runs.reporting import Reporter
+from vit_jax.runs.reporting import Reporter, eval_summary
 from vit_jax.training.loop import Clock
 from vit_jax.training.metrics import StepMetrics
 
@@ -94,3 +94,9 @@ def test_steps_that_were_all_skipped_have_no_loss(tmp_path):
     first, second = (line for line in map(json.loads, texts) if line['kind'] == 'train')
     assert (first['loss'], first['accuracy'], first['skipped']) == (None, None, 20)
     assert (second['loss'], second['skipped']) == (2.0, 0)
+
+
+def test_what_is_not_right_or_wrong_has_its_loss_alone():
+    with_accuracy = {'loss': 2.0, 'accuracy': 0.5}
+    evaluated = {'test': with_accuracy, 'pixels': {'loss': 0.25}}
+    assert eval_summary(evaluated) == 'test accuracy 50.00%; pixels loss 0.2500'

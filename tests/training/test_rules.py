@@ -191,3 +191,14 @@ def test_rules_about_layers_need_layers():
             make_rules(OptimizerConfig(**changes), shapes)
     said = make_rules(OptimizerConfig(trained_blocks=0), shapes).report
     assert said[0].startswith('learned: the head')
+
+
+def test_the_head_of_patches_is_a_head_and_the_mask_token_an_input():
+    masked = build(tiny.model(num_classes=None, patch_outputs=7))
+    shapes = jax.eval_shape(masked.init, jax.random.key(0))
+    slower = make_rules(OptimizerConfig(layer_decay=0.5), shapes).lr_multipliers
+    assert slower['masked']['head']['kernel'] == 1 and slower['masked']['token'] == 0.5**4
+    alone = make_rules(OptimizerConfig(trained_blocks=0), shapes)
+    assert alone.report == ['learned: the head, 119 numbers']
+    decayed = make_rules(OptimizerConfig(head_weight_decay=3.0), shapes)
+    assert decayed.report[0].endswith('masked/head/kernel')

@@ -8,6 +8,7 @@ import numpy as np
 from vit_jax.base import Params, tree_names
 from vit_jax.checkpoints import resize
 from vit_jax.models import ModelConfig, ViTConfig, head_params, positions
+from vit_jax.models.masked_patches import MASKED
 
 
 class Transferred(NamedTuple):
@@ -21,16 +22,18 @@ def transfer(params: Params, *, old: ModelConfig, new: ModelConfig, fresh: Param
     """The parameters of `old` in the network `new`, whose own initial ones are `fresh`.
 
     The head is always the new network's, and a tanh layer before it that the new one does not
-    have is dropped (section 3.2). The rest is adapted to the new images as `adapt` says; raises
-    UserError with the names where it does not fit.
+    have is dropped (section 3.2), as are the mask token and the head of patches; where the old one
+    has no such, they are the new network's. The rest is adapted to the new images as `adapt` says;
+    raises UserError with the names where it does not fit.
     """
     found, expected = tree_names.named_leaves(params), tree_names.named_leaves(fresh)
     head = head_params(fresh)
     tanh = [n for n in found if n.startswith('pre_logits/') and n not in expected]
-    dropped = {*head_params(params), *tanh}
+    masked = _unlike(found, expected, f'{MASKED}/')
+    dropped = {*head_params(params), *tanh, *masked}
     body = {name: leaf for name, leaf in found.items() if name not in dropped}
     body, report = adapt(body, old=old, new=new)  # a dictionary by whole names is a tree too
-    wanted = {name: leaf for name, leaf in expected.items() if name not in head}
+    wanted = {name: leaf for name, leaf in expected.items() if name not in {*head, *masked}}
     tree_names.compare_names(body, wanted, where='start_from')
     numbers = sum(math.prod(leaf.shape) for leaf in body.values())
     report.insert(0, f'{len(body)} of {len(wanted)} parameter arrays loaded, {numbers:,} numbers')
@@ -39,7 +42,18 @@ def transfer(params: Params, *, old: ModelConfig, new: ModelConfig, fresh: Param
         report.append(f'head: reset{to_zero}, for {new.num_classes} classes')
     if tanh:
         report.append('pre_logits: dropped with the pre-trained head')
+    if masked:
+        new_ones = any(name in expected for name in masked)
+        what = 'begin anew' if new_ones else 'dropped'
+        report.append(f'mask token and head of patches: {what} ({", ".join(sorted(masked))})')
     return Transferred(tree_names.map_named(lambda name, leaf: body.get(name, leaf), fresh), report)
+
+
+def _unlike(found: Params, expected: Params, folder: str) -> set[str]:
+    """The parameters in a folder that are not in both networks, or not of the same shape."""
+    names = {name for name in {*found, *expected} if name.startswith(folder)}
+    both = names & found.keys() & expected.keys()
+    return names - {name for name in both if found[name].shape == expected[name].shape}
 
 
 def adapt(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from vit_jax.figures import layers
 from vit_jax.figures.layers import Layer
 from vit_jax.figures.networks import LeftOut, Network, Numbers, Study
 from vit_jax.figures.vit_paper import distances_of
-from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig
+from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig, headless
 
 FEWEST = 4  # images of a minibatch: the unbiased estimator of HSIC needs as many
 _LINES = 8  # lower layers of a ResNet that heads are compared with
@@ -114,10 +113,10 @@ def _removed(network: Network) -> tuple[int, ...]:
 
 def _body(network: Network, removed: tuple[int, ...] | None = None) -> ModelConfig:
     """The architecture but for its head; perhaps as if other blocks had no skip connections."""
-    changes: dict[str, Any] = {'num_classes': None, 'head': 'linear', 'head_bias': 0.0}
-    if removed is not None and isinstance(network.loaded.config, ViTConfig):
-        changes['blocks_without_skips'] = removed
-    return dataclasses.replace(network.loaded.config, **changes)
+    body = headless(network.loaded.config)
+    if removed is not None and isinstance(body, ViTConfig):
+        return dataclasses.replace(body, blocks_without_skips=removed)
+    return body
 
 
 def head_subsets(study: Study) -> Numbers:

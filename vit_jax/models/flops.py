@@ -21,12 +21,15 @@ def multiply_adds(config: ModelConfig) -> int:
     """Multiply-adds of one image's forward pass, in matrix products and convolutions only.
 
     Table 6 is epochs * images * 3 * 2 times as many operations: the backward pass costs two forward
-    ones, a multiply-add two. Counted in the traced program: a new layer needs no formula here.
+    ones, a multiply-add two. Counted in the traced program: a new layer needs no formula here. With
+    a head of each patch it is the pass that predicts these.
     """
     model = build(config, compute=ANYWHERE)  # a fused kernel would hide its own
     params = jax.eval_shape(model.init, jax.random.key(0))
     image = jax.ShapeDtypeStruct((1, *config.image_size, config.channels), np.float32)
-    return _count(jax.make_jaxpr(model.apply)(params, image).jaxpr)
+    predicts_patches = getattr(config, 'patch_outputs', None) is not None
+    forward = model.predict_patches if predicts_patches else model.apply
+    return _count(jax.make_jaxpr(forward)(params, image).jaxpr)
 
 
 def _count(jaxpr: Any) -> int:

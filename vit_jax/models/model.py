@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from vit_jax.base import Array, Float, Key, Params, UserError, records
 from vit_jax.models import taps
 from vit_jax.models.choices import choose
+from vit_jax.models.masked_patches import Corruption, MaskedViT
 from vit_jax.models.options import ANYWHERE, ActivationSharding, Compute, Regularization
 from vit_jax.models.resnet import ResNetClassifier, ResNetConfig
 from vit_jax.models.vit import ViT, ViTConfig
@@ -24,6 +25,8 @@ class Model(NamedTuple):
     apply(params, images, key=None) -> logits, or features without a head; a key switches
         dropout and stochastic depth on
     features(params, images) -> what the head would be given
+    predict_patches(params, images, corruption=None, key=None) -> what the head of each patch gives
+        (b n k), where these corrupted ones are seen; of a ViT with `patch_outputs`
     capture(params, images, names) -> the logits of `apply` to the bit, and an array for each name
         of `VIT_TAPS` and `RESNET_TAPS` (models/taps.py), such as `attention/weights`; what is not
         named is not computed. With a dictionary in place of names it is what its function makes of
@@ -34,6 +37,7 @@ class Model(NamedTuple):
     init: Callable[[Key[Array, '']], Params]
     apply: Callable[..., Float[Array, '...']]
     features: Callable[[Params, Float[Array, 'b h w c']], Float[Array, '...']]
+    predict_patches: Callable[..., Float[Array, 'b n k']]
     capture: Callable[..., tuple[Float[Array, '...'], dict[str, Any]]]
 
 
@@ -57,21 +61,16 @@ def build(
     regularization = records.checked(regularization or Regularization(), where='regularization')
     _ = config.grid  # raises where the patches do not fill the image
     shape = *config.image_size, config.channels
-    if isinstance(config, ViTConfig):  # outside training nothing is dropped
-        module = ViT(config, Regularization(), compute, shard_activations)
-        training = ViT(config, regularization, compute, shard_activations)
-        # Parameters do not depend on how the network is computed; a rolled loop compiles at once.
-        initial = ViT(config, Regularization(), ANYWHERE, lambda x: x)
-    else:
-        unknown = f'a ResNet has neither dropout nor stochastic depth: {regularization}'
-        records.require(regularization == Regularization(), unknown)
-        module = training = initial = ResNetClassifier(config, compute)
+    module, training, initial = _modules(config, regularization, compute, shard_activations)
 
-    def run(params: Params, images: Float[Array, 'b h w c'], **options: Any) -> Any:
+    def run(
+        params: Params, images: Float[Array, 'b h w c'], key: Any = None, **options: Any
+    ) -> Any:
         if images.shape[1:] != shape:
             raise UserError(f'images are {images.shape[1:]}, the model takes {shape}')
-        network = training if 'rngs' in options else module
-        return network.apply({'params': params}, images, **options)
+        if key is None:
+            return module.apply({'params': params}, images, **options)
+        return training.apply({'params': params}, images, rngs={'dropout': key}, **options)
 
     def init(key: Key[Array, '']) -> Params:
         return initial.init(key, jnp.zeros((1, *shape), jnp.float32))['params']
@@ -79,10 +78,18 @@ def build(
     def apply(
         params: Params, images: Float[Array, 'b h w c'], key: Key[Array, ''] | None = None
     ) -> Float[Array, '...']:
-        return run(params, images, **({} if key is None else {'rngs': {'dropout': key}}))
+        return run(params, images, key)
 
     def features(params: Params, images: Float[Array, 'b h w c']) -> Float[Array, '...']:
         return run(params, images, method=module.features)
+
+    def predict_patches(
+        params: Params,
+        images: Float[Array, 'b h w c'],
+        corruption: Corruption | None = None,
+        key: Key[Array, ''] | None = None,
+    ) -> Float[Array, 'b n k']:
+        return run(params, images, key, corruption=corruption, method='predict_patches')
 
     def capture(
         params: Params,
@@ -92,7 +99,35 @@ def build(
         seen = taps.capture(lambda kept: run(params, images, mutable=kept)[1], names)
         return apply(params, images), seen
 
-    return Model(config, init, apply, features, capture)
+    return Model(config, init, apply, features, predict_patches, capture)
+
+
+def _modules(
+    config: ModelConfig,
+    regularization: Regularization,
+    compute: Compute,
+    shard_activations: ActivationSharding,
+) -> tuple[Any, Any, Any]:
+    """The network outside training, where nothing is dropped; in it; to make parameters with."""
+    if not isinstance(config, ViTConfig):
+        unknown = f'a ResNet has neither dropout nor stochastic depth: {regularization}'
+        records.require(regularization == Regularization(), unknown)
+        return (ResNetClassifier(config, compute),) * 3
+    network = ViT if config.patch_outputs is None else MaskedViT
+    return (
+        network(config, Regularization(), compute, shard_activations),
+        network(config, regularization, compute, shard_activations),
+        # Parameters do not depend on how the network is computed; a rolled loop compiles at once.
+        network(config, Regularization(), ANYWHERE, lambda x: x),
+    )
+
+
+def headless(config: ModelConfig) -> ModelConfig:
+    """The network without any head: its outputs are the features."""
+    changes: dict[str, Any] = {'num_classes': None, 'head': 'linear', 'head_bias': 0.0}
+    if isinstance(config, ViTConfig):
+        changes['patch_outputs'] = None
+    return dataclasses.replace(config, **changes)
 
 
 def for_task(
@@ -101,5 +136,5 @@ def for_task(
     """The network to fine-tune: its whole head is a single linear layer (section 3.2)."""
     changes: dict[str, Any] = {'num_classes': num_classes, 'head': 'linear'}
     if isinstance(config, ViTConfig):
-        changes['representation_size'] = None
+        changes |= {'representation_size': None, 'patch_outputs': None}
     return dataclasses.replace(config, image_size=image_size or config.image_size, **changes)

@@ -50,6 +50,7 @@ class ViTConfig(Record):
     mlp_dim: int = 3072  # width of a block's hidden layer
     num_heads: int = 12  # of attention
     num_classes: int | None = None  # None: no head, the outputs are the features
+    patch_outputs: int | None = None  # of a head of each patch (masked_patches.py); None: no such
     # Before the patches: the class token and, where there are 2, DeiT's distillation token.
     class_tokens: int | None = None  # None: as many as the pool reads
     registers: int = 0  # learned tokens that nothing reads ("Vision Transformers Need Registers")
@@ -75,6 +76,7 @@ class ViTConfig(Record):
         """Sizes alone; whether patches fill the image is for `build`, as images may change."""
         sizes = 'image_size', 'patch_size', 'channels', 'width', 'depth', 'mlp_dim', 'num_heads'
         require_between(self, *sizes, 'num_classes', 'representation_size', low=1, high=LARGEST)
+        require_between(self, 'patch_outputs', low=1, high=LARGEST)
         require_between(self, 'registers', low=0, high=LARGEST)
         require_between(self, 'layer_norm_epsilon', above=0, below=1)
         require_between(self, 'layer_scale', low=-1, high=1)
@@ -338,17 +340,21 @@ class ViT(Part):
 
     def features(self, images: Float[Array, 'b h w c']) -> Float[Array, '...']:
         """What the head is given: the pooled tokens, after the tanh layer where there is one."""
-        x = images if self.config.backbone is None else self.backbone(images)
-        x = self._pooled(self.encoder(self._embedded(x), self.shared))
+        x = self._pooled(self._encoded(self._patches(images)))
         if self.config.final_norm == 'after_pool':
             x = self.norm(x)
         if self.config.representation_size is not None:
             x = jnp.tanh(self.pre_logits(x))
         return x.astype(jnp.float32)
 
-    def _embedded(self, x: Float[Array, 'b h w c']) -> Float[Array, 'b n d']:
+    def _patches(self, images: Float[Array, 'b h w c']) -> Float[Array, 'b n d']:
+        return self.embedding(images if self.config.backbone is None else self.backbone(images))
+
+    def _encoded(self, patches: Float[Array, 'b n d']) -> Float[Array, 'b m d']:
+        return self.encoder(self._embedded(patches), self.shared)
+
+    def _embedded(self, x: Float[Array, 'b n d']) -> Float[Array, 'b m d']:
         """All tokens with their positions: equation 1. Registers come after, and have none."""
-        x = self.embedding(x)
         before = self.config.positioned_prefix
         for token in ('dist', 'cls')[2 - before :]:
             x = jnp.concatenate([self._for_each(x, getattr(self, token)), x], axis=1)

@@ -16,7 +16,7 @@ from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.formats.opening import Checkpoint, open_checkpoint
 from vit_jax.checkpoints.transfer import Transferred, transfer
 from vit_jax.config import TrainConfig
-from vit_jax.data.augmentation import augment, host_crop
+from vit_jax.data.augmentation import augment, example_keys, host_crop
 from vit_jax.data.image_preprocessing import Preprocessing, Size, normalize
 from vit_jax.data.loading import Loader, check_memory, make_loaders
 from vit_jax.data.reading import ImageReader, make_warning
@@ -25,8 +25,10 @@ from vit_jax.data.sources.opening import make_opener
 from vit_jax.models import (
     Model,
     ModelConfig,
+    ViTConfig,
     build,
     for_task,
+    headless,
     multiply_adds,
     parameter_count,
 )
@@ -36,14 +38,22 @@ from vit_jax.parallel.peaks import peak_of
 from vit_jax.runs.probing import Probes, open_probes
 from vit_jax.training.duration import TrainLength, make_train_length
 from vit_jax.training.losses import LossConfig, make_loss, of_any, targets_of
+from vit_jax.training.masked_patches import for_patches, make_patch_sums
 from vit_jax.training.metrics import BatchSums, StepMetrics, scores
 from vit_jax.training.optimizer import make_optimizer, make_schedule
 from vit_jax.training.rules import make_rules
-from vit_jax.training.update import TrainState, make_init, make_loss_sums, make_update
+from vit_jax.training.update import (
+    CORRUPT,
+    TrainState,
+    make_init,
+    make_loss_sums,
+    make_update,
+    purpose_key,
+)
 
 Update = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
 EvalStep = Callable[[Params, Batch], BatchSums]
-LossSums = Callable[..., EvalStep]  # of a loss
+LossSums = Callable[..., BatchSums]  # (params, batch, key=None) -> sums
 
 
 class Experiment(NamedTuple):
@@ -82,13 +92,15 @@ class Experiment(NamedTuple):
     def card(self, step: int) -> dict[str, Any]:
         """The card of the checkpoint at a step, as JSON values."""
         model, loss = self.model.config, self.config.loss
+        kind = loss.kind if isinstance(loss, LossConfig) else records.text_of(loss)
+        has_classes = self.config.objective is None
         card = Card(
             step=step,
             model=model,
             grid=model.grid,
             preprocessing=self.preprocessing,
-            class_names=self.train.source.class_names,
-            loss=loss.kind if isinstance(loss, LossConfig) else records.text_of(loss),
+            class_names=self.train.source.class_names if has_classes else (),
+            loss=kind if has_classes else None,
             software={name: metadata.version(name) for name in ('jax', 'flax', 'optax')},
         )
         return records.to_dict(card)
@@ -136,9 +148,8 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
             size = getattr(config, name) or 0
             check_memory(size, model_config.image_size, name=f'config.{name}')
     reader = reader_for(config, preprocessing, model_config.image_size)
-    as_input = functools.partial(normalize, preprocessing=preprocessing)
-    loss_sums = functools.partial(make_loss_sums, model.apply, normalize=as_input)
-    init, update, report = _training_functions(config, model, loss_sums, length, classes)
+    trained, evaluations = _objective(config, model, preprocessing, train, evaluated)
+    init, update, report = _training_functions(config, model, trained, length, classes)
     crop = host_crop(config.augmentation, preprocessing)
     return Experiment(
         config=dataclasses.replace(config, start_from=start and start.path),  # no secret of a URL
@@ -153,7 +164,7 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
         probes=open_probes(config, opened, reader) if config.fewshot else None,
         init=init,
         update=update,
-        eval_steps={name: _eval_step(config, loss_sums, train, s) for name, s in evaluated.items()},
+        eval_steps=evaluations,
         report=report,
     )
 
@@ -163,6 +174,8 @@ def label_problems(config: TrainConfig, train: Source, evaluated: dict[str, Sour
 
     Warns of classes that are measured without being learned, if labels are at hand.
     """
+    if config.objective is not None:  # which does not look at them
+        return []
     data, loss = records.text_of(config.data), config.loss
     for name, source in evaluated.items():
         if source.class_names == train.class_names:
@@ -241,16 +254,30 @@ def preprocessing_of(config: TrainConfig, start: Checkpoint | None) -> Preproces
 
 
 def trained_model(config: TrainConfig, start: Checkpoint | None, classes: int) -> ModelConfig:
-    """The model to train, the configuration's or the checkpoint's, for so many classes."""
-    if config.model is None:
+    """The model to train, the configuration's or the checkpoint's, for so many classes.
+
+    To predict patches it has no classes.
+    """
+    size, model = config.image_size, config.model
+    if config.objective is not None:
+        if model is None:
+            assert start is not None
+            model = headless(start.card.model)
+            if isinstance(model, ViTConfig):
+                model.representation_size = None
+        model = dataclasses.replace(model, image_size=size or model.image_size)
+        return for_patches(model, config.objective)
+    if model is None:
         assert start is not None  # `decide` asks for one of them
-        return for_task(start.card.model, num_classes=classes, image_size=config.image_size)
-    if config.model.num_classes not in (None, classes):
+        return for_task(start.card.model, num_classes=classes, image_size=size)
+    if model.num_classes not in (None, classes):
         text = f'{records.text_of(config.data)} has {counted(classes, "class")}'
         text += '; leave it out to take their number'
-        raise UserError(f'config.model.num_classes={config.model.num_classes}, but {text}')
-    image_size = config.image_size or config.model.image_size
-    return dataclasses.replace(config.model, num_classes=classes, image_size=image_size)
+        raise UserError(f'config.model.num_classes={model.num_classes}, but {text}')
+    if isinstance(model, ViTConfig) and model.patch_outputs is not None:
+        text = 'only config.objective=MaskedPatches trains them; leave it out'
+        raise UserError(f'config.model.patch_outputs={model.patch_outputs}: {text}')
+    return dataclasses.replace(model, num_classes=classes, image_size=size or model.image_size)
 
 
 def reader_for(
@@ -280,7 +307,7 @@ def _training_functions(
     init = make_init(model.init, optimizer, seed=config.seed, averaged=averaged)
     targets = functools.partial(targets_of, num_classes=classes)
     update = make_update(
-        loss_sums(make_loss(config.loss)),
+        loss_sums,
         optimizer,
         schedule,
         augment=functools.partial(augment, config=config.augmentation, targets_of=targets),
@@ -292,12 +319,35 @@ def _training_functions(
     return init, update, rules.report
 
 
-def _eval_step(config: TrainConfig, loss_sums: LossSums, train: Source, source: Source) -> EvalStep:
+def _objective(
+    config: TrainConfig,
+    model: Model,
+    preprocessing: Preprocessing,
+    train: Source,
+    evaluated: dict[str, Source],
+) -> tuple[LossSums, dict[str, EvalStep]]:
+    """What is summed over the examples of a batch: to train by, and of each evaluation."""
+    as_input = functools.partial(normalize, preprocessing=preprocessing)
+    if config.objective is not None:
+        assert isinstance(model.config, ViTConfig)  # `trained_model` refuses others
+        loss_sums = make_patch_sums(
+            model.predict_patches,
+            config.objective,
+            as_input,
+            model=model.config,
+            keys_of=lambda batch: example_keys(purpose_key(config.seed, CORRUPT), batch),
+        )
+        return loss_sums, dict.fromkeys(evaluated, loss_sums)
+    sums_of = functools.partial(make_loss_sums, model.apply, normalize=as_input)
     loss = make_loss(config.loss)
-    # A network that was trained for one class an image, on images of which several are right.
-    relabelled = source.multi_label and not train.multi_label
-    rows_of = scores if train.multi_label else None
-    return loss_sums(of_any(loss) if relabelled else loss, rows_of=rows_of)
+
+    def eval_step(source: Source) -> EvalStep:
+        # A network that was trained for one class an image, on images of which several are right.
+        relabelled = source.multi_label and not train.multi_label
+        rows_of = scores if train.multi_label else None
+        return sums_of(of_any(loss) if relabelled else loss, rows_of=rows_of)
+
+    return sums_of(loss), {name: eval_step(source) for name, source in evaluated.items()}
 
 
 def loaders(

@@ -14,7 +14,8 @@ def after_pretraining(experiment: Experiment, workdir: str) -> str | None:
     if not isinstance(config.data, str):
         return None
     several = experiment.train.source.multi_label
-    own = config.loss.kind if isinstance(config.loss, LossConfig) else None
+    loss = config.loss if config.objective is None else None
+    own = loss.kind if isinstance(loss, LossConfig) else None
     fields = {
         'data': (config.data, None),
         'train_split': (config.train_split, usual.train_split),
@@ -32,7 +33,12 @@ def after_pretraining(experiment: Experiment, workdir: str) -> str | None:
 
 
 def after_fine_tuning(experiment: Experiment, workdir: str) -> str | None:
-    """Predicts a test image; measures all that are no files; None for data without a name."""
+    """Predicts a test image; measures all that are no files; None for data without a name.
+
+    What has no classes is fine-tuned.
+    """
+    if experiment.config.objective is not None:
+        return after_pretraining(experiment, workdir)
     config, one = experiment.config, _evaluated(experiment.config)
     image = next(iter(experiment.evals.values())).source.name_of(0)
     if os.path.isfile(image):

@@ -29,9 +29,9 @@ class History(NamedTuple):
 
     @property
     def evaluations(self) -> list[str]:
-        """The kinds of lines that are evaluations of the classifier, in order of appearance."""
-        kinds = dict.fromkeys(line['kind'] for line in self.lines if 'accuracy' in line)
-        return [kind for kind in kinds if kind != 'train']
+        """The kinds of lines that are evaluations of what is learned, in order of appearance."""
+        kinds = dict.fromkeys(line['kind'] for line in self.lines if 'loss' in line)
+        return [kind for kind in kinds if kind not in ('train', 'skipped', 'spike')]
 
 
 def read_all(paths: Sequence[str]) -> list[History]:

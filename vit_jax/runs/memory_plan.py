@@ -51,6 +51,8 @@ def without_data(
         raise UserError(f'{text}: it compiles a training step')
     start = open_start(config) if config.model is None else None
     num_classes = num_classes or (config.model.num_classes if config.model else None)
+    if config.objective is not None:  # which has no classes
+        num_classes = 1
     if num_classes is None or num_images is None:
         try:
             opened = make_opener(config.held_out)

@@ -11,7 +11,7 @@ from vit_jax.checkpoints.transfer import transfer
 from vit_jax.config import TrainConfig
 from vit_jax.data.loading import make_loaders
 from vit_jax.data.sources.opening import make_opener
-from vit_jax.models import build
+from vit_jax.models import build, headless
 from vit_jax.parallel import meshes, sharding_rules
 from vit_jax.parallel.processes import Job
 from vit_jax.runs import data_record, feature_cache, fingerprint, probing, workdirs
@@ -39,8 +39,8 @@ def probe(
     preprocessing = start.card.preprocessing
     config = dataclasses.replace(config, preprocessing=preprocessing, start_from=start.path)
     size = config.image_size or start.card.model.image_size
-    headless = dataclasses.replace(start.card.model, num_classes=None, image_size=size)
-    model = build(headless, compute=config.compute)
+    body = dataclasses.replace(headless(start.card.model), image_size=size)
+    model = build(body, compute=config.compute)
     mesh, batch_size = make_mesh(config), config.eval_batch_size or config.batch_size
     reader = reader_for(config, preprocessing, size)
     sets = probing.open_probes(config, make_opener(config.held_out), reader)

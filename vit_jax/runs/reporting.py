@@ -175,7 +175,8 @@ class Reporter:
             numbers['mfu'] = numbers['images_per_second'] / self._images_at_peak
             speed += f', MFU {numbers["mfu"]:.1%}'
         self._write('train', step, numbers)
-        text = f'loss {numbers["loss"]:.4f}  accuracy {numbers["accuracy"]:.1%}  {speed}'
+        accuracy = f'  accuracy {numbers["accuracy"]:.1%}' if 'accuracy' in numbers else ''
+        text = f'loss {numbers["loss"]:.4f}{accuracy}  {speed}'
         self._bar.update(self._task, numbers=text)
         if not self.console.is_terminal:
             pace = (time.monotonic() - self._began) / max(1, step - self._steps.start)
@@ -229,6 +230,8 @@ def outline(experiment: Experiment) -> str:
         f'compiling for {experiment.mesh.size} x {jax.devices()[0].device_kind}',
         f'compute {experiment.choice}',
     ]
+    if (objective := config.objective) is not None and isinstance(model, ViTConfig):
+        lines.append(f'predict {objective.outline(math.prod(model.grid))}')
     if experiment.probes is not None:
         lines += probing.episodes_outline(experiment.probes, experiment.train.source.class_names)
     return '\n'.join([*lines, *experiment.report])
@@ -251,5 +254,7 @@ def eval_summary(evals: dict[str, dict[str, float]]) -> str:
     for name, numbers in evals.items():
         precision = numbers.get('mean_average_precision')
         more = '' if precision is None else f', mean average precision {precision:.2%}'
-        parts.append(f'{name} accuracy {numbers["accuracy"]:.2%}{more}')
+        loss = f'loss {numbers["loss"]:.4f}'  # of what is not right or wrong
+        found = f'accuracy {numbers["accuracy"]:.2%}' if 'accuracy' in numbers else loss
+        parts.append(f'{name} {found}{more}')
     return '; '.join(parts)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from vit_jax.base.array_types import Array, Float, Num
+from vit_jax.base.array_types import Array, Bool, Float, Num
 
 
 class BatchSums(NamedTuple):
@@ -15,6 +15,16 @@ class BatchSums(NamedTuple):
     sums: dict[str, Array]  # by name: the loss, and each of `example_metrics`
     num_examples: Array
     rows: dict[str, Array]  # (b ...) by name, and their `mask` (b), where some were asked for
+
+
+def summed(
+    values: dict[str, Float[Array, 'b']],
+    mask: Bool[Array, 'b'],
+    rows: dict[str, Array] | None = None,
+) -> BatchSums:
+    """Values of examples, by name, as sums; `rows` are given with their mask."""
+    sums = {name: jnp.where(mask, value, 0).sum() for name, value in values.items()}
+    return BatchSums(sums, mask.sum(dtype=jnp.int32), rows | {'mask': mask} if rows else {})
 
 
 # Rows (b ...) of logits (b k) and targets (b k), by name.

@@ -15,9 +15,10 @@ import numpy as np
 from vit_jax.base import UserError, records, tree_names
 
 BLOCKS = 'encoder/block/'  # stacked: the first axis of these is the depth
+_HEAD = r'(masked/)?head/.*'  # of the classes, or of each patch
 # The layer of the head. Whatever has another name and is no block is an input, the lowest layer, so
 # that a new kind of embedding is never taken for a part of the head.
-_LAST_LAYER = re.compile(r'(encoder/norm|norm|pool|pre_logits|head)/.*')
+_LAST_LAYER = re.compile(rf'(encoder/norm|norm|pool|pre_logits)/.*|{_HEAD}')
 _times = functools.partial(jax.tree.map, operator.mul)
 
 
@@ -107,7 +108,7 @@ def make_rules(config: RulesConfig, params: Any) -> Rules:
     body = config.weight_decay
     parts = [('', body, '.*')]
     if (own := config.head_weight_decay) is not None:
-        parts = [(' of the body', body, '(?!head/).*'), (' of the head', own, 'head/.*')]
+        parts = [(' of the body', body, f'(?!{_HEAD}).*'), (' of the head', own, _HEAD)]
     decays = []
     for part, amount, where in parts:
         if amount:
@@ -123,7 +124,7 @@ def make_rules(config: RulesConfig, params: Any) -> Rules:
 def _last_blocks(params: Any, count: int) -> Any:
     """1 for what is learned: the head alone, or what follows from the last blocks on."""
     if count == 0:
-        return jax.tree.map(np.float32, tree_names.mask_of(params, 'head/.*'))
+        return jax.tree.map(np.float32, tree_names.mask_of(params, _HEAD))
     layers, head = _layers(params, 'trained_blocks')
     if count >= head:
         raise UserError(f'optimizer.trained_blocks={count}: the network has {head - 1} blocks')

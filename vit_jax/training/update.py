@@ -10,15 +10,15 @@ import optax
 
 from vit_jax.base.array_types import Array, Batch, Float, Int, Key, Params
 from vit_jax.training.losses import Loss, targets_of
-from vit_jax.training.metrics import BatchSums, RowsOf, StepMetrics, example_metrics
+from vit_jax.training.metrics import BatchSums, RowsOf, StepMetrics, example_metrics, summed
 from vit_jax.training.optimizer import Schedule
 
 Gradients = Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]]
 
 # What a key is for: no key serves two purposes. DROP folds in the step, and with accumulation the
-# part of the batch; AUGMENT the epoch and the number of each example, so that an example does not
-# depend on the batch that it falls into.
-INITIALISE, AUGMENT, DROP = range(3)
+# part of the batch; AUGMENT and CORRUPT fold in the epoch and the number of each example, so that
+# an example does not depend on the batch that it falls into.
+INITIALISE, AUGMENT, DROP, CORRUPT = range(4)
 
 
 class TrainState(NamedTuple):
@@ -93,9 +93,7 @@ def make_loss_sums(
         logits = apply(params, normalize(batch['images']), key)
         targets, mask = targets_of(batch['labels'], logits.shape[-1]), batch['mask']
         values = {'loss': loss(logits, targets)} | example_metrics(logits, targets)
-        sums = {name: jnp.where(mask, value, 0).sum() for name, value in values.items()}
-        rows = rows_of(logits, targets) | {'mask': mask} if rows_of else {}
-        return BatchSums(sums, mask.sum(dtype=jnp.int32), rows)
+        return summed(values, mask, rows_of(logits, targets) if rows_of else None)
 
     return loss_sums
 

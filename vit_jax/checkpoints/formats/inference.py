@@ -261,7 +261,9 @@ def summarize(config: ModelConfig, parameters: int, *, projects: bool) -> str:
     parts += ['LayerScale'] * (config.layer_scale is not None)
     parts.append(f'grid {config.grid[0]}x{config.grid[1]} (images {height}x{width}{unread})')
     parts.append('SwiGLU' if config.gelu is None else f'{config.gelu} GELU')
-    parts += [f'epsilon {config.layer_norm_epsilon:g}', head]
+    parts += [f'epsilon {config.layer_norm_epsilon:g}']
+    parts += [f'{config.patch_outputs} outputs for each patch'] * (config.patch_outputs is not None)
+    parts.append(head)
     return f'{name}: {", ".join(parts)}'
 
 

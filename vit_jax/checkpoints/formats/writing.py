@@ -20,6 +20,7 @@ from vit_jax.checkpoints.formats.inference import Clues
 from vit_jax.checkpoints.formats.name_map import NameRule
 from vit_jax.checkpoints.formats.opening import CARD, FORMATS, NAMES, OURS, function_of, matched
 from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig, positions
+from vit_jax.models.masked_patches import MASKED
 
 # What the name of a format's file ends with; the others are directories.
 _SUFFIXES = {format.name: str(format.suffix) for format in FORMATS if not format.file_name}
@@ -82,13 +83,24 @@ def write_checkpoint(
     if dtype == 'bfloat16' and suffix == '.npz':
         able = ' or '.join(name for name in NAMES if _SUFFIXES.get(name) != suffix)
         raise UserError(f'dtype={dtype}: npz files do not say this type; write {able}')
-    if format in (OURS, stablehlo.NAME):
+    if format == OURS:
         params, notes = _in_type(params, dtype or 'float32', rounding=True)
-        if format == stablehlo.NAME:
-            return notes + stablehlo.write(place, card, params)
         store.save_alone(place, params, records.to_dict(card))
         return notes
-    return _write_arrays(place, format, card, params, layout, dtype)
+    card, params, left_out = _without_masked(card, params)
+    if format == stablehlo.NAME:
+        params, notes = _in_type(params, dtype or 'float32', rounding=True)
+        return left_out + notes + stablehlo.write(place, card, params)
+    return left_out + _write_arrays(place, format, card, params, layout, dtype)
+
+
+def _without_masked(card: Card, params: Params) -> tuple[Card, Params, list[str]]:
+    """The network without what only masked patch prediction needs, and a line where that was."""
+    if not isinstance(card.model, ViTConfig) or MASKED not in params:
+        return card, params, []
+    card = dataclasses.replace(card, model=dataclasses.replace(card.model, patch_outputs=None))
+    params = {name: part for name, part in params.items() if name != MASKED}
+    return card, params, ['mask token and head of patches: left out']
 
 
 def _write_arrays(

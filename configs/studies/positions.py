@@ -1,0 +1,50 @@
+"""Where patches lie: which kind of position embedding, and where is it added?
+
+Paper: "An Image is Worth 16x16 Words", appendix D.4, table 8: B/16 without positions is 3 % below
+all kinds, which are within 0.5 % of each other wherever they are added.
+Result: docs/studies.md; table 8 is PUBLISHED below. Cost of `small`: 24 trainings of 3 minutes on
+one CPU core.
+Command: python -m vit_jax.study --config=configs/studies/positions.py:small \
+             --config.base.data=DATA --workdir=DIR
+"""
+
+from typing import Any
+
+from vit_jax.config import Drawing, Grid, Study
+from vit_jax.configs.studies import base
+
+# Linear 5-shot accuracy on ImageNet of B/16, trained on JFT-300M.
+PUBLISHED = {
+    'none': 0.61382,
+    'learned': 0.64206,
+    'learned-every_layer': 0.63964,
+    'learned-every_layer_shared': 0.64292,
+    'learned2d': 0.64001,
+    'learned2d-every_layer': 0.64046,
+    'learned2d-every_layer_shared': 0.64022,
+    'relative': 0.64032,
+}
+ARGUMENTS = 'small', 'full'
+
+
+def get_config(size: str = 'small') -> Study:
+    """The rows of table 8."""
+    measure = base.MEASURES[size]
+    return Study(
+        title='Position embeddings',
+        base=base.get_config(size),
+        grids={
+            'train': Grid(
+                axes={'positions': {name: _changes(name) for name in PUBLISHED}},
+                measures=(measure,),
+                published=PUBLISHED if size == 'full' else {},
+            )
+        },
+        seeds=(0, 1, 2),
+        draw=Drawing(x='positions', y=measure),
+    )
+
+
+def _changes(name: str) -> dict[str, Any]:
+    kind, _, where = name.partition('-')
+    return {'model.positions': kind, 'model.positions_at': where or 'stem'}

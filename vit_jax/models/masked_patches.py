@@ -1,0 +1,67 @@
+"""A Vision Transformer some of whose patches are corrupted, and that predicts what each shows."""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from vit_jax.base import Array, Bool, Float, Int
+from vit_jax.models.layers import make_head
+from vit_jax.models.vit import ViT
+
+MASKED = 'masked'  # the folder of the parameters that nothing else has a use for
+
+
+class Corruption(NamedTuple):
+    """What takes the place of each patch's embedding."""
+
+    masked: Bool[Array, 'b n']  # the mask token, where it is True
+    source: Int[Array, 'b n']  # elsewhere the embedding of the patch of this number, or its own
+
+
+class MaskedPatches(nn.Module):
+    """The mask token, and the linear head that all patches share (appendix B.1.2)."""
+
+    outputs: int
+    width: int
+
+    def setup(self) -> None:
+        self.token = self.param('token', nn.initializers.normal(0.02), (1, 1, self.width))
+        self.head = make_head('linear', self.outputs, bias=0.0)
+
+    def __call__(self, tokens: Float[Array, 'b n d']) -> Float[Array, 'b n k']:
+        return self.head(tokens.astype(jnp.float32))
+
+    def corrupted(
+        self, patches: Float[Array, 'b n d'], corruption: Corruption
+    ) -> Float[Array, 'b n d']:
+        """The patches as the encoder is to see them."""
+        taken = jnp.take_along_axis(patches, corruption.source[..., None], axis=1)
+        token = self.token.astype(patches.dtype)
+        return jnp.where(corruption.masked[..., None], token, taken)
+
+
+class MaskedViT(ViT):
+    """A ViT with a head of every patch; its features and logits are those of a ViT."""
+
+    def setup(self) -> None:
+        super().setup()
+        assert self.config.patch_outputs is not None
+        self.masked = MaskedPatches(self.config.patch_outputs, self.config.width)
+
+    def __call__(self, images: Float[Array, 'b h w c']) -> Float[Array, '...']:
+        if self.is_initializing():  # parameters are made where they are used
+            self.predict_patches(images, None)
+        return super().__call__(images)
+
+    def predict_patches(
+        self, images: Float[Array, 'b h w c'], corruption: Corruption | None
+    ) -> Float[Array, 'b n k']:
+        """The outputs for every patch, where the encoder saw the corrupted ones in their places."""
+        patches = self._patches(images)
+        if corruption is not None:
+            patches = self.masked.corrupted(patches, corruption)
+        tokens = self._encoded(patches)[:, self.config.prefix :]
+        if self.config.final_norm == 'after_pool':
+            tokens = self.norm(tokens)
+        return self.shard_activations(self.masked(tokens))

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 from vit_jax.base.errors import UserError
 
 R = TypeVar('R')
-_LISTED = 20  # of the names that are known, in a message about another
+_LISTED = 60  # names in a message: all taps of a network, not a thousand classes
 
 
 class Record:

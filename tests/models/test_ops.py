@@ -52,6 +52,32 @@ def test_a_norm_is_flaxs(kind, flax, names):
         np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize('sides', [(6, 8), (7, 5)])
+@pytest.mark.parametrize('function', ['pointwise', 'pointwise, every second', 'pool'])
+def test_what_is_flat_in_a_resnet_is_xlas_convolution_and_pooling(function, sides):
+    images = jax.random.normal(KEY, (2, *sides, 3))
+    kernel = jax.random.normal(jax.random.key(1), (1, 1, 3, 4))
+
+    def run(images, kernel, compute):
+        if function == 'pool':
+            return ops.max_pool(images, compute)
+        return ops.convolution(images, kernel, 2 if 'second' in function else 1, compute)
+
+    def both(compute):
+        gradients = jax.grad(lambda *x: (run(*x, compute) ** 2).sum(), argnums=(0, 1))
+        return run(images, kernel, compute), gradients(images, kernel)
+
+    for one, other in zip(*map(jax.tree.leaves, (both(FLAT), both(BATCHED))), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_pixel_that_is_not_finite_is_not_lost_in_pooling():
+    image = jnp.zeros((1, 4, 4, 1)).at[0, 2, 2].set(jnp.nan)
+    np.testing.assert_array_equal(
+        jnp.isnan(ops.max_pool(image, FLAT))[0, :, :, 0], [[True, True], [True, True]]
+    )
+
+
 class Several(nn.Module):
     at_once: bool
 

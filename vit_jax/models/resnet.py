@@ -9,11 +9,11 @@ import dataclasses
 import functools
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base import Array, Float, Record, require, require_between
+from vit_jax.models import ops
 from vit_jax.models.layers import Head, check_head, make_head
 from vit_jax.models.options import Compute, rematerialized
 from vit_jax.models.taps import seen, tap
@@ -100,38 +100,37 @@ class StandardConv(nn.Module):
 
     features: int
     size: int
+    compute: Compute
     stride: int = 1
-    dtype: str = 'float32'
 
     @nn.compact
     def __call__(self, x: Float[Array, 'b h w c']) -> Float[Array, 'b _ _ _']:
         shape = self.size, self.size, x.shape[-1], self.features
         kernel = self.param('kernel', nn.initializers.lecun_normal(), shape)
         kernel = standardised(kernel)
-        x, kernel, strides = x.astype(self.dtype), kernel.astype(self.dtype), (self.stride,) * 2
-        layout = 'NHWC', 'HWIO', 'NHWC'
-        return jax.lax.conv_general_dilated(x, kernel, strides, 'SAME', dimension_numbers=layout)
+        x, kernel = x.astype(self.compute.dtype), kernel.astype(self.compute.dtype)
+        return ops.convolution(x, kernel, self.stride, self.compute)
 
 
 class Unit(nn.Module):
     """A bottleneck: 1x1, 3x3 and 1x1 convolutions beside a shortcut, activation last."""
 
     channels: int  # of the 3x3 convolution
-    dtype: str
+    compute: Compute
     stride: int
 
     @nn.compact
     def __call__(self, x: Float[Array, 'b h w c']) -> Float[Array, 'b _ _ _']:
-        conv = functools.partial(StandardConv, dtype=self.dtype)
-        norm = functools.partial(nn.GroupNorm, GROUPS, epsilon=1e-6, dtype=self.dtype)
+        conv = functools.partial(StandardConv, compute=self.compute)
+        norm = functools.partial(nn.GroupNorm, GROUPS, epsilon=1e-6, dtype=self.compute.dtype)
         width, outputs, shortcut = self.channels, 4 * self.channels, x
         see = functools.partial(seen, self)
         if x.shape[-1] != outputs or self.stride != 1:
-            shortcut = see('conv_proj', conv(outputs, 1, self.stride, name='conv_proj')(x))
+            shortcut = see('conv_proj', conv(outputs, 1, stride=self.stride, name='conv_proj')(x))
             shortcut = see('norm_proj', norm(name='norm_proj')(shortcut))
         y = see('conv1', conv(width, 1, name='conv1')(x))
         y = see('norm1', nn.relu(norm(name='norm1')(y)))
-        y = see('conv2', conv(width, 3, self.stride, name='conv2')(y))
+        y = see('conv2', conv(width, 3, stride=self.stride, name='conv2')(y))
         y = see('norm2', nn.relu(norm(name='norm2')(y)))
         y = see('conv3', conv(outputs, 1, name='conv3')(y))
         # Zero scale: at the beginning every unit is its shortcut.
@@ -157,7 +156,7 @@ class Stage(nn.Module):
         unit = rematerialized(Unit, self.compute)
         for index in range(self.units):
             stride = self.stride if index == 0 else 1
-            x = unit(self.channels, self.compute.dtype, stride, name=f'unit{index + 1}')(x)
+            x = unit(self.channels, self.compute, stride, name=f'unit{index + 1}')(x)
         return x
 
 
@@ -169,14 +168,14 @@ class ResNet(nn.Module):
 
     @nn.compact
     def __call__(self, images: Float[Array, 'b h w c']) -> Float[Array, 'b _ _ _']:
-        width, dtype = self.backbone.width, self.compute.dtype
-        x = seen(self, 'conv_root', StandardConv(width, 7, 2, dtype, name='conv_root')(images))
-        norm = nn.GroupNorm(GROUPS, epsilon=1e-6, dtype=dtype, name='norm_root')
+        width, compute = self.backbone.width, self.compute
+        x = seen(self, 'conv_root', StandardConv(width, 7, compute, 2, name='conv_root')(images))
+        norm = nn.GroupNorm(GROUPS, epsilon=1e-6, dtype=compute.dtype, name='norm_root')
         x = seen(self, 'norm_root', nn.relu(norm(x)))
-        x = seen(self, 'root', nn.max_pool(x, (3, 3), (2, 2), 'SAME'))
+        x = seen(self, 'root', ops.max_pool(x, compute))
         for index, units in enumerate(self.backbone.blocks):
             stride = 1 if index == 0 else 2
-            stage = Stage(units, width * 2**index, stride, self.compute, name=f'stage{index + 1}')
+            stage = Stage(units, width * 2**index, stride, compute, name=f'stage{index + 1}')
             x = seen(self, f'stage{index + 1}', stage(x))
         return x
 

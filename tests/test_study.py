@@ -13,7 +13,8 @@ import pytest
 from tests import tiny
 from vit_jax import study
 from vit_jax.config import Drawing, Grid, Study
-from vit_jax.runs.studies import Row
+from vit_jax.runs import study_results, workdirs
+from vit_jax.runs.study_results import Row
 
 ROOT = pathlib.Path(__file__).parent.parent
 FILE = """
@@ -98,6 +99,23 @@ def test_who_stops_the_study_stops_the_training_which_is_saved(tmp_path):
     assert 'stopped at step' in (metrics.parent / 'output.txt').read_text()
 
 
+@pytest.mark.full
+def test_a_training_ends_with_its_study_and_no_second_one_begins_beside_it(tmp_path):
+    flags = '--config.base.total.steps=100000', '--only=train/gap'
+    process = program(tmp_path, *flags)
+    workdir = tmp_path / 'out/train/gap-seed0'
+    until = time.monotonic() + 300
+    while not (workdir / 'metrics.jsonl').exists() and time.monotonic() < until:
+        time.sleep(0.2)
+    code, lines = output(tmp_path, *flags)
+    assert code == 1 and lines[0].startswith(f'error: workdir {tmp_path}/out is in use by process ')
+    process.kill()
+    process.communicate(timeout=60)
+    while workdirs.holder(workdir) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert 'stopped at step' in (workdir / 'output.txt').read_text()
+
+
 ROWS = [
     Row(
         'train', {'depth': '1'}, 3, {'test/accuracy': {0: 0.5, 1: 0.7}, 'compute': {0: 2.0}}, 0.614
@@ -107,13 +125,13 @@ ROWS = [
 
 
 def test_tables_have_means_deviations_published_values_and_how_many_seeds():
-    assert study._table(ROWS, ('test/accuracy', 'compute')) == [
+    assert study_results.table(ROWS, ('test/accuracy', 'compute')) == [
         '| depth | test/accuracy | compute | published | seeds |',
         '| --- | --- | --- | --- | --- |',
         '| 1 | 60.00% ± 14.14% | 2 | 61.40% | 2 of 3 |',
         '| 2 | 25.00% |  |  | 1 of 3 |',
     ]
-    assert study._csv(ROWS).splitlines() == [
+    assert study_results.comma_separated(ROWS).splitlines() == [
         'grid,depth,measure,mean,deviation,runs,planned,published',
         'train,1,test/accuracy,0.6,0.141421,2,3,0.614',
         'train,1,compute,2,,1,3,',
@@ -123,33 +141,48 @@ def test_tables_have_means_deviations_published_values_and_how_many_seeds():
 
 def lines_of(drawing, rows, grids=('train',)):
     config = Study(title='T', base=tiny.experiment(), grids=dict.fromkeys(grids, Grid()))
-    figure = study._picture(config, drawing, rows)
-    axes = figure.axes[0]
-    found = {c.get_label(): c.lines[0].get_xydata().tolist() for c in axes.containers}
-    return axes, found
+    found = study_results.lines(config, drawing, rows)
+    return {line.name: [*zip(line.x, line.mean, strict=True)] for line in found.lines}
 
 
 def test_a_picture_has_a_line_for_each_value_of_the_other_axes():
-    pytest.importorskip('matplotlib')
     rows = [
         Row('train', {'depth': depth, 'pool': pool}, 1, {'test/accuracy': {0: accuracy}}, None)
         for depth, pool, accuracy in [('2', 'gap', 0.2), ('1', 'gap', 0.1), ('1', 'cls', 0.3)]
     ]
-    axes, found = lines_of(Drawing(x='depth'), rows)
-    assert found == {'gap': [[1, 0.1], [2, 0.2]], 'cls': [[1, 0.3]]}
-    _, found = lines_of(Drawing(x='pool'), rows)  # nothing lies between names
-    assert {name: [y for _, y in points] for name, points in found.items()} == {
-        '2': [0.2],
-        '1': [0.1, 0.3],
+    assert lines_of(Drawing(x='depth'), rows) == {
+        'pool gap': [(2, 0.2), (1, 0.1)],
+        'pool cls': [(1, 0.3)],
+    }
+    by_pool = lines_of(Drawing(x='pool'), rows)  # nothing lies between names
+    assert {name: [y for _, y in points] for name, points in by_pool.items()} == {
+        'depth 2': [0.2],
+        'depth 1': [0.1, 0.3],
     }
 
 
 def test_over_compute_a_line_is_of_the_first_axis():
-    pytest.importorskip('matplotlib')
     numbers = {'test/accuracy': {0: 0.5}, 'compute': {0: 4.0}}
     rows = [Row('train', {'kind': 'vit', 'size': 'B'}, 1, numbers, None), *ROWS]
-    _, found = lines_of(Drawing(x='compute', logarithmic=True), rows)
-    assert found == {'vit': [[4.0, 0.5]], '1': [[2.0, pytest.approx(0.6)]]}
+    assert lines_of(Drawing(x='compute'), rows) == {
+        'kind vit': [(4.0, 0.5)],
+        'depth 1': [(2.0, pytest.approx(0.6))],
+    }
+
+
+def test_a_mean_is_drawn_in_place_of_what_it_is_of():
+    one = {'test/accuracy': {0: 0.5}}
+    rows = [Row('tune', {'size': 'B', 'task': 'a'}, 1, one, None)]
+    rows.append(Row('tune', {'size': 'B', 'task': 'all (1 of 2)'}, 1, one, None, 'all'))
+    assert lines_of(Drawing(x='size', mean='all'), rows) == {'tune': [(0.0, 0.5)]}
+    assert lines_of(Drawing(x='size'), rows) == {'task a': [(0.0, 0.5)]}
+
+
+def test_before_there_is_something_to_draw_there_is_no_picture(capsys):
+    grids = {'train': Grid(axes={'depth': {'1': {}}}), 'tune': Grid(axes={'on': {'a': {}}})}
+    one = Study(title='T', base=tiny.experiment(), grids=grids, draw=Drawing(x='on'))
+    assert study._picture(one, ROWS) is None
+    assert 'no picture yet: nothing has test/accuracy over on' in capsys.readouterr().out
 
 
 def test_a_pattern_that_is_none_is_said():

@@ -6,6 +6,7 @@ Both are composed of what the parts own.
 import copy
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from vit_jax.base import Record, records, require, require_between, storage
@@ -166,6 +167,9 @@ class TrainConfig(Record):
         return self.evals or {'test': EvalConfig(split=self.eval_split)}
 
 
+COMPUTE = 'compute'  # the measure: exaFLOPs of the training that all began with
+
+
 @dataclasses.dataclass(kw_only=True)
 class Grid(Record):
     """Experiments that differ in the values of some axes: every combination, with every seed.
@@ -185,11 +189,17 @@ class Grid(Record):
     means: dict[str, tuple[str, ...]] = _default(dict)  # over some values of the last axis
 
     def check(self) -> None:
+        before: dict[str, set[str]] = {}  # what each of the axes before changes
         for axis, values in self.axes.items():
             for name in (axis, *values):
-                fits = re.fullmatch(r'[\w.+%@=-]+', name) is not None
-                require(fits, f'axes: {name!r}: expected letters, digits and any of .+%@=-')
+                fits = re.fullmatch(r'[\w.+%@=-]{1,64}', name) is not None
+                wanted = 'expected 1 to 64 letters, digits and any of .+%@=-'
+                require(fits, f'axes: {name!r}: {wanted}')
             require(bool(values), f'axes: {axis!r} has no values')
+            always = set.intersection(*(set(changes) for changes in values.values()))
+            gone = [name for name, fields in before.items() if fields and fields <= always]
+            require(not gone, f'axes: {axis!r} overwrites all that {gone[:1]} changes')
+            before[axis] = set().union(*values.values())
         last = [*self.axes.values()][-1:]
         for name, of in self.means.items():
             unknown = [value for value in of if not last or value not in last[0]]
@@ -227,8 +237,8 @@ class Study(Record):
         require(distinct, f'seeds={self.seeds}: expected at least one, each once')
         earlier: list[str] = []
         for name, grid in self.grids.items():
-            fits = re.fullmatch(r'[\w.+-]+', name) is not None
-            require(fits, f'grids: {name!r} is no name for a folder')
+            fits = re.fullmatch(r'[\w+-]{1,64}', name) is not None  # no dot: results.md lies beside
+            require(fits, f'grids: {name!r}: expected 1 to 64 letters, digits and any of +-')
             known = grid.start_from is None or grid.start_from in earlier
             wanted = ', '.join(earlier) or 'none'
             require(
@@ -236,6 +246,20 @@ class Study(Record):
                 f'grids.{name}.start_from={grid.start_from!r}: expected an earlier one: {wanted}',
             )
             earlier.append(name)
+        seed = self.base.seed
+        require(seed == TrainConfig.seed, f'base.seed={seed}: the seeds of all runs are `seeds`')
+        if self.draw is not None:
+            self._check_drawing(self.draw)
+
+    def _check_drawing(self, draw: Drawing) -> None:
+        grids = self.grids.values()
+        measures = {measure for grid in grids for measure in grid.measures}
+        xs = {axis for grid in grids for axis in grid.axes} | ({COMPUTE} & measures)
+        means = {name for grid in grids for name in grid.means}
+        for name, value, known in ('x', draw.x, xs), ('y', draw.y, measures):
+            there = ', '.join(sorted(known)) or 'none'
+            require(value in known, f'draw.{name}={value!r}: the grids have {there}')
+        require(draw.mean is None or draw.mean in means, f'draw.mean={draw.mean!r}: no grid has it')
 
 
 # What a run may go on with other values of: it changes speed, memory, rounding, or what is
@@ -245,13 +269,15 @@ _LOADING = 'loader.placement', 'loader.device_mb', 'loader.threads', 'loader.pro
 _OBSERVED = 'evals', 'eval_split', 'eval_every_steps', 'eval_batch_size', 'fewshot', 'tensorboard'
 _WRITTEN = 'log_every_steps', 'checkpoint_every_steps', 'keep_checkpoints'
 FREE = *_SPEED, *_LOADING, *_OBSERVED, *_WRITTEN
+# Less than that: what changes no number that is reported at the end.
+UNMEASURED = *_SPEED, *_LOADING, *_WRITTEN, 'eval_every_steps', 'eval_batch_size', 'tensorboard'
 
 
-def differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """One line for each value, of two configurations as JSON, that changes what is learned."""
-    free = tuple(f'{name}.' for name in FREE)  # and all fields within
+def differing(old: dict[str, Any], new: dict[str, Any], *, free: Sequence[str] = FREE) -> list[str]:
+    """One line for each value in which two configurations, as JSON, differ, but for `free` ones."""
+    within = tuple(f'{name}.' for name in free)  # and all fields within
     lines = records.differences(old, new)
-    return [line for line in lines if not f'{line.partition(":")[0]}.'.startswith(free)]
+    return [line for line in lines if not f'{line.partition(":")[0]}.'.startswith(within)]
 
 
 RENAMED = {  # names that fields had in earlier versions

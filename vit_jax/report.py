@@ -102,7 +102,6 @@ class _Curves(NamedTuple):
 
     run: History
     place: int
-    label: Callable[[str], str]  # of what is drawn, with the run's name where there are several
     over: str
 
     def x(self, lines: Sequence[Line]) -> Any:
@@ -115,7 +114,7 @@ class _Curves(NamedTuple):
 
         lines = self.run.of_kind(kind)
         numbers = history.values(lines, name)
-        return Curve(self.label(label), self.place, self.x(lines), numbers, dashes)
+        return Curve(label, self.place, self.x(lines), numbers, dashes)
 
     def classified(self, name: str) -> list[Any]:
         """Of training images, and of each evaluation of the classifier."""
@@ -134,7 +133,7 @@ class _Curves(NamedTuple):
             if lines and len(training.x):
                 x = self.x(lines)
                 y = np.interp(x, training.x, training.y)
-                marked.append(Curve(self.label(label), self.place, x, y, ''))
+                marked.append(Curve(label, self.place, x, y, ''))
         return marked
 
     def fewshot(self) -> list[Any]:
@@ -151,21 +150,35 @@ def _numbers(runs: Sequence[History], over: str) -> list[Any]:
     from vit_jax.figures import curves, style
     from vit_jax.figures.page import Picture, Section
 
-    def label_of(run: History) -> Callable[[str], str]:
-        named = [run.name] if len(runs) > 1 else []
-        return lambda text: ', '.join([*named, *filter(None, [text])]) or run.name
-
-    makers = [_Curves(run, i, label_of(run), over) for i, run in enumerate(runs)]
+    makers = [_Curves(run, place, over) for place, run in enumerate(runs)]
     sections = []
     for title, text, drawn, magnitudes in _PICTURES:
         found = [curve for maker in makers for curve in drawn(maker)]
         found = [curve for curve in found if np.isfinite(curve.y).any()]
         if found:
             x = OVER[over]
+            found = _named(found, [run.name for run in runs])
             drawing = curves.curves(title, found, x=x, y=title.lower(), magnitudes=magnitudes)
             picture = Picture(style.png(drawing), f'{title} over {x}', '')
             sections.append(Section(title, text, [picture]))
     return sections
+
+
+def _named(drawn: Sequence[Any], runs: Sequence[str]) -> list[Any]:
+    """Each run named once in its colour, and where there are several kinds, each once in grey."""
+    kinds = {curve.name: curve.style for curve in drawn}
+    if len(runs) == 1:
+        return [curve._replace(name=curve.name or runs[0]) for curve in drawn]
+    first = {curve.place: index for index, curve in reversed([*enumerate(drawn)])}
+    named = [
+        curve._replace(name=runs[curve.place] if first[curve.place] == index else '')
+        for index, curve in enumerate(drawn)
+    ]
+    gone = np.array([np.nan])
+    keys = [
+        drawn[0]._replace(name=k, place=None, x=gone, y=gone, style=s) for k, s in kinds.items()
+    ]
+    return [*named, *(keys if len(kinds) > 1 else [])]
 
 
 def _events(runs: Sequence[History]) -> Any:

@@ -33,7 +33,8 @@ def get_config(size: str = 'small') -> Study:
             for name in ('Ti/16', 'S/32', 'S/16', 'B/32', 'B/16', 'L/16')
         }
         i21k = augreg.get_config('i21k,B/16')
-        data = {'i1k': {}, 'i21k': {n: getattr(i21k, n) for n in ('data', 'eval_split')}}
+        of_i21k = {name: getattr(i21k, name) for name in ('data', 'eval_split')}
+        data = {'i1k': {}, 'i21k': of_i21k | {'model.head_bias': i21k.model.head_bias}}
     else:
         # Shifts in place of the Inception crop: then the images lie on the device.
         levels = {

@@ -2,7 +2,8 @@
 
 Paper: "An Image is Worth 16x16 Words", section 4.4, figure 5 and table 6: Vision Transformers need
 2 to 4 times less than ResNets for the same accuracy (the mean of five tasks); hybrids are above
-them at small budgets alone. `full` are the rows of table 6 on JFT-300M, by name.
+them at small budgets alone. `full` are rows of table 6 on JFT-300M, by name: all but R152x2 for 14
+epochs and R200x3, which the paper's table 3 does not list.
 Result: docs/studies.md; table 6 is PUBLISHED below. Cost: table 6 has it, in exaFLOPs.
 Command: python -m vit_jax.study --config=configs/studies/compute.py:small \
              --config.base.data=DATA --workdir=DIR

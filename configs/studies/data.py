@@ -3,7 +3,7 @@
 Paper: "An Image is Worth 16x16 Words", section 4.3, figures 3 and 4: on 9 M images of JFT B/32 is
 far below R50x1, on 90 M and more above it, and so are L/16 and R152x2; no regularisation is
 changed, and the network is that of the step of best accuracy on held-out images. JFT is not public:
-`full` has parts of ImageNet-21k, 12.7 M images. Its splits are random and nested in each other.
+`full` has parts of ImageNet-21k. Its splits are random and nested in each other.
 Result: docs/studies.md. Cost of `small`: 36 trainings of 3 to 6 minutes on one CPU core, and as
 many fine-tunings.
 Command: python -m vit_jax.study --config=configs/studies/data.py:small \

@@ -3,7 +3,7 @@
 Paper: "An Image is Worth 16x16 Words", appendix D.2, figure 8: of a network of 8 blocks, width
 1024, an MLP of 2048 and patches of 32, more depth helps most, up to 64 blocks, width least, and
 smaller patches help robustly without a parameter more.
-Result: docs/studies.md. Cost of `small`: 33 trainings of 1 to 14 minutes on one CPU core.
+Result: docs/studies.md. Cost of `small`: 36 trainings of 1 to 14 minutes on one CPU core.
 Command: python -m vit_jax.study --config=configs/studies/scaling.py:small \
              --config.base.data=DATA --workdir=DIR
 """

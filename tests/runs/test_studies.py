@@ -9,9 +9,9 @@ import pytest
 from tests import golden, tiny
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
-from vit_jax.config import Grid, Study, TrainConfig
+from vit_jax.config import Drawing, EvalConfig, FewshotConfig, Grid, Study, TrainConfig
 from vit_jax.models import multiply_adds
-from vit_jax.runs import studies
+from vit_jax.runs import studies, study_results
 
 DEPTHS = {'1': {'model.depth': 1}, '2': {'model.depth': 2}}
 POOLS = {'gap': {'model.pool': 'gap'}, 'cls': {}}
@@ -27,10 +27,10 @@ def study(**changes):
     return Study(**(values | changes))
 
 
-def two_grids(**first):
+def two_grids(*, base=None, **first):
     tune = Grid(start_from='train', axes={'task': TASKS}, means={'near': ('a', 'b')})
     grids = {'train': Grid(axes={'depth': DEPTHS}, **first), 'tune': tune}
-    return study(grids=grids, seeds=(0, 1))
+    return study(base=base or tiny.experiment(), grids=grids, seeds=(0, 1))
 
 
 def run_of(folder, *lines, step=10, config=None):
@@ -99,7 +99,13 @@ def test_a_study_that_cannot_be_is_one_sentence(axes, said):
     [
         ({'seeds': (1, 1)}, 'each once'),
         ({'grids': {}}, 'at least one'),
-        ({'grids': {'a/b': Grid()}}, "'a/b' is no name for a folder"),
+        ({'grids': {'a/b': Grid()}}, "'a/b': expected 1 to 64 letters"),
+        ({'grids': {'..': Grid()}}, "'..': expected 1 to 64 letters"),
+        ({'base': tiny.experiment(seed=5)}, 'base.seed=5: the seeds of all runs are `seeds`'),
+        ({'draw': Drawing(x='width')}, "draw.x='width': the grids have depth, pool"),
+        ({'draw': Drawing(x='compute')}, "draw.x='compute': the grids have depth, pool"),
+        ({'draw': Drawing(x='depth', y='test/loss')}, 'the grids have test/accuracy'),
+        ({'draw': Drawing(x='depth', mean='all')}, "draw.mean='all': no grid has it"),
         ({'grids': {'a': Grid(start_from='b'), 'b': Grid()}}, 'expected an earlier one: none'),
     ],
 )
@@ -108,28 +114,69 @@ def test_records_of_a_study_check_themselves(values, said):
         study(**values)
     with pytest.raises(UserError, match='letters, digits'):
         Grid(axes={'a': {'b c': {}}})
+    with pytest.raises(UserError, match='expected 1 to 64 letters'):
+        Grid(axes={'a': {65 * 'b': {}}})
+    with pytest.raises(UserError, match="'b' overwrites all that ..a.. changes"):
+        Grid(axes={'a': DEPTHS, 'b': {'3': {'model.depth': 3}}})
     with pytest.raises(UserError, match='no value of the last axis'):
         Grid(axes={'a': {'b': {}}}, means={'all': ('c',)})
 
 
-def test_a_study_may_grow_but_not_change(tmp_path):
+@pytest.mark.parametrize(
+    'values, said',
+    [
+        (
+            {'measures': ('tset/accuracy',)},
+            "'tset/accuracy': train/1-seed0 has train/..., test/...",
+        ),
+        ({'best': 'held_out/accuracy'}, "'held_out/accuracy': train/1-seed0 has train/..., test/"),
+        ({'measures': ('fewshot/5_shot_accuracy',)}, 'has train/..., test/...'),
+        ({'published': {'3': 0.5}}, "published: ['3'] is none of the runs, such as 1, 2"),
+    ],
+)
+def test_what_no_run_will_have_is_said_before_any_begins(values, said):
+    base = tiny.experiment(fewshot=None)
+    one = study(base=base, grids={'train': Grid(axes={'depth': DEPTHS}, **values)})
+    with pytest.raises(UserError) as error:
+        studies.planned(one)
+    assert said in str(error.value)
+
+
+def begin(folder, name):
+    (folder / name).mkdir(parents=True)
+    (folder / name / 'ledger.jsonl').touch()
+
+
+def test_a_study_may_grow_and_shrink_but_what_has_begun_may_not_change(tmp_path):
     first = study()
     studies.agree(tmp_path, studies.planned(first))
+    changed = studies.planned(study(base=tiny.experiment(batch_size=32)))
+    studies.agree(tmp_path, changed)  # none has begun
+    studies.agree(tmp_path, studies.planned(first))
+    begin(tmp_path, 'train/1-gap-seed0')
     before = (tmp_path / studies.STUDY).read_bytes()
-    changed = study(base=tiny.experiment(batch_size=32))
-    with pytest.raises(
-        UserError, match='with other values: train/1-gap-seed0: batch_size: 16 -> 32'
-    ):
-        studies.agree(tmp_path, studies.planned(changed))
+    said = 'begun with other values: train/1-gap-seed0: batch_size: 16 -> 32'
+    with pytest.raises(UserError, match=said):
+        studies.agree(tmp_path, changed)
+    with pytest.raises(UserError, match='begun with other values: .*: eval_split'):
+        studies.agree(tmp_path, studies.planned(study(base=tiny.experiment(eval_split='train'))))
     other = study(grids={'pre': Grid()})
-    with pytest.raises(UserError, match='of a study with a run train/1-gap-seed0'):
+    with pytest.raises(UserError, match='of another study, with a run train/1-gap-seed0'):
         studies.agree(tmp_path, studies.planned(other))
     assert (tmp_path / studies.STUDY).read_bytes() == before
     studies.agree(tmp_path, studies.planned(study(base=tiny.experiment(log_every_steps=1))))
+    begin(tmp_path, 'train/1-gap-seed1')
     studies.agree(tmp_path, studies.planned(study(seeds=(0, 1))))
+    studies.agree(tmp_path, studies.planned(first))  # the other seed is kept in mind
+    other = study(base=tiny.experiment(batch_size=32), seeds=(1,))
+    with pytest.raises(UserError, match='1-gap-seed1: batch_size'):
+        studies.agree(tmp_path, studies.planned(other))
+
+
+def test_a_list_of_runs_that_is_damaged_is_named_with_what_to_do(tmp_path):
     (tmp_path / studies.STUDY).write_text('[]')
-    with pytest.raises(UserError, match='cannot be read as a list of runs'):
-        studies.agree(tmp_path, studies.planned(first))
+    with pytest.raises(UserError, match='cannot be read as a list of runs .* take it away'):
+        studies.agree(tmp_path, studies.planned(study()))
 
 
 def test_rows_have_the_numbers_of_complete_runs_by_seed(tmp_path):
@@ -138,24 +185,40 @@ def test_rows_have_the_numbers_of_complete_runs_by_seed(tmp_path):
         measures=('test/accuracy', 'fewshot/5_shot_accuracy'),
         published={'1': 0.5},
     )
-    one = study(grids={'train': grid}, seeds=(0, 1))
+    base = tiny.experiment(fewshot=FewshotConfig())
+    one = study(base=base, grids={'train': grid}, seeds=(0, 1))
     runs = studies.planned(one)
     shots = {'kind': 'fewshot', '5_shot_accuracy': 0.25}
     run_of(tmp_path / 'train/1-seed0', {'accuracy': 0.5, 'step': 5}, {'accuracy': 0.75}, shots)
     run_of(tmp_path / 'train/1-seed1', {'accuracy': 0.25})
     run_of(tmp_path / 'train/2-seed0', {'accuracy': 0.9})
     (tmp_path / 'train/2-seed0/ledger.jsonl').write_text('')  # not complete
-    first, second = studies.rows(tmp_path, one, runs)
+    first, second = study_results.rows(tmp_path, one, runs)
     assert first.numbers == {
         'test/accuracy': {0: 0.75, 1: 0.25},
         'fewshot/5_shot_accuracy': {0: 0.25},
     }
     assert (first.values, first.planned, first.published) == ({'depth': '1'}, 2, 0.5)
     assert second.numbers == {'test/accuracy': {}, 'fewshot/5_shot_accuracy': {}}
+    (said,) = study_results.missing(tmp_path, one, runs)
+    metrics = tmp_path / 'train/1-seed1/metrics.jsonl'
+    assert said == f'train/1-seed1: no fewshot/5_shot_accuracy of step 10 in {metrics}'
+
+
+def test_an_earlier_evaluation_is_not_taken_for_the_last_that_is_lost(tmp_path):
+    one = study(grids={'train': Grid(axes={'depth': DEPTHS})})
+    runs = studies.planned(one)
+    run_of(tmp_path / 'train/1-seed0', {'accuracy': 0.5, 'step': 5})
+    run_of(tmp_path / 'train/2-seed0', {'accuracy': 0.5})
+    (tmp_path / 'train/2-seed0/metrics.jsonl').unlink()
+    numbers = [row.numbers for row in study_results.rows(tmp_path, one, runs)]
+    assert numbers == [{'test/accuracy': {}}] * 2
+    assert len(study_results.missing(tmp_path, one, runs)) == 2
 
 
 def test_numbers_and_checkpoint_are_of_the_step_that_was_best(tmp_path):
-    one = two_grids(best='held/accuracy')
+    evals = {name: EvalConfig() for name in ('test', 'held')}
+    one = two_grids(base=tiny.experiment(evals=evals, eval_split='test'), best='held/accuracy')
     runs = {run.name: run for run in studies.planned(one)}
     folder = tmp_path / 'train/1-seed0'
     lines = [
@@ -164,9 +227,7 @@ def test_numbers_and_checkpoint_are_of_the_step_that_was_best(tmp_path):
         for kind, accuracy in zip(('held', 'test'), both, strict=True)
     ]
     run_of(folder, *lines)
-    assert studies.reached(tmp_path, one.grids['train'], runs['train/1-seed0']) == {
-        'test/accuracy': 0.2
-    }
+    assert study_results.reached(tmp_path, one, runs['train/1-seed0']) == {'test/accuracy': 0.2}
     (folder / 'checkpoints/15').mkdir(parents=True)
     with pytest.raises(UserError, match='step 10 was best, but has no checkpoint'):
         studies.write_config(tmp_path, one, runs['tune/1-a-seed0'])
@@ -180,7 +241,7 @@ def test_means_are_over_the_seeds_that_all_have(tmp_path):
     runs = studies.planned(one)
     for seed, task, accuracy in [(0, 'a', 0.5), (0, 'b', 0.7), (1, 'a', 0.1), (0, 'c', 0.9)]:
         run_of(tmp_path / f'tune/1-{task}-seed{seed}', {'accuracy': accuracy})
-    near = studies.means(one, studies.rows(tmp_path, one, runs))
+    near = study_results.means(one, study_results.rows(tmp_path, one, runs))
     assert [row.values for row in near] == [{'depth': d, 'task': 'near'} for d in '12']
 
     np.testing.assert_allclose(near[0].numbers['test/accuracy'][0], 0.6)
@@ -197,7 +258,7 @@ def test_compute_is_that_of_table_6_of_the_first_training(tmp_path):
     runs = studies.planned(one)
     for run in runs:
         run_of(tmp_path / run.name, {'accuracy': 0.5}, step=10 if run.grid == 'train' else 3)
-    rows = studies.rows(tmp_path, one, runs)
+    rows = study_results.rows(tmp_path, one, runs)
     for row, depth in zip(rows, (1, 2, 1, 2), strict=True):
         expected = 6 * multiply_adds(tiny.model(depth=depth, num_classes=None)) * 16 * 10 / 1e18
         np.testing.assert_allclose(row.numbers['compute'][0], expected)
@@ -221,13 +282,6 @@ def test_the_runs_of_a_study_here_are_those_of_configurations(path, argument):
         assert (
             records.from_dict(TrainConfig, json.loads(json.dumps(values)), where='c') == run.config
         )
-    if one.draw is not None:
-        axes = {axis for run in runs for axis in run.values}
-        measures = {measure for grid in one.grids.values() for measure in grid.measures}
-        assert one.draw.x in axes | measures and one.draw.y in measures
-    for name, grid in one.grids.items():
-        values = {'-'.join(run.values.values()) for run in runs if run.grid == name}
-        assert {*grid.published} <= values
 
 
 def test_a_mean_of_some_says_of_how_many_and_has_their_published_values(tmp_path):
@@ -237,7 +291,7 @@ def test_a_mean_of_some_says_of_how_many_and_has_their_published_values(tmp_path
     one = study(grids={'tune': tune})
     for task, accuracy in {'a': 0.25, 'c': 0.75}.items():
         run_of(tmp_path / f'tune/{task}-seed0', {'accuracy': accuracy})
-    (row,) = studies.means(one, studies.rows(tmp_path, one, studies.planned(one)))
+    (row,) = study_results.means(one, study_results.rows(tmp_path, one, studies.planned(one)))
     assert row.values == {'task': 'all (2 of 3)'}
     assert row.numbers == {'test/accuracy': {0: 0.5}}
     np.testing.assert_allclose(row.published, 0.7)

@@ -249,7 +249,8 @@ def add_config(
     text = f'the {what}: a file that defines get_config(), and an argument for that'
     add = functools.partial(parser.add_argument, action=_Once, required=required)
     add('--config', metavar='FILE[:ARGUMENT]', help=text)
-    text = 'any field of it, such as --config.model.depth=6; none: no value'
+    example = 'base.model.depth=6' if kind is Study else 'model.depth=6'
+    text = f'any field of it, such as --config.{example}; none: no value'
     parser.add_argument('--config.FIELD', default=argparse.SUPPRESS, metavar='VALUE', help=text)
     if workdir:
         add('--workdir', metavar='DIR', help='for the results')

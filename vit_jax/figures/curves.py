@@ -16,10 +16,13 @@ _MARKED = 40  # a line of so few points has a marker at each, one of more has tw
 
 
 class Curve(NamedTuple):
-    """A line, or single points: the run that it is of, by its place, and what it is called."""
+    """A line, or single points: what it is called, and its place, which gives its colour.
+
+    Without a name it is not in the legend; without a place it is grey.
+    """
 
     name: str
-    place: int
+    place: int | None
     x: Float[np.ndarray, 'n']
     y: Float[np.ndarray, 'n']
     style: str = '-'  # of the line: '-', '--', ':'; '' for points alone
@@ -38,7 +41,11 @@ def curves(
     axes = figure.subplots()
     for curve in drawn:
         kept = style.chosen(len(curve.x), _MOST_POINTS)
-        how = style.line(curve.place, curve.name) | {'linestyle': curve.style or 'none'}
+        how = style.line(curve.place or 0, curve.name) | {'linestyle': curve.style or 'none'}
+        if curve.place is None:
+            how |= {'color': '0.4', 'marker': ''}
+        if not curve.name:
+            del how['label']
         if len(kept) > _MARKED:  # markers tell runs apart that have one colour
             how['markevery'] = len(kept) // 12
         if not curve.style:
@@ -85,7 +92,9 @@ def measured(
         how = style.line(place, line.name) | ({} if joined else {'linestyle': 'none'})
         apart = 0.0 if joined else 0.08 * (place - (len(drawn) - 1) / 2)
         bars = None if not line.deviation.any() else line.deviation[order]
-        axes.errorbar(line.x[order] + apart, line.mean[order], yerr=bars, capsize=3, **how)
+        axes.errorbar(
+            line.x[order] + apart, line.mean[order], yerr=bars, capsize=3, capthick=1.2, **how
+        )
     axes.set(xlabel=x, ylabel=y)
     if logarithmic:
         axes.set_xscale('log')

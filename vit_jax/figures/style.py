@@ -34,6 +34,7 @@ COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#000000', '#56B4E9', '#E
 MARKERS, DASHES = 'osD^vP*X', ('-', '--', ':', '-.')
 
 _LETTER_INCHES = 0.085  # the width of a letter of 10 points, on average
+_LEGEND_ROWS, _ROW_INCHES = 3, 0.22  # that every picture has room for; the height of one more
 _SETTINGS: dict[str, Any] = {
     'font.family': 'sans-serif',
     'font.sans-serif': ['DejaVu Sans'],  # comes with matplotlib: the same bytes on every machine
@@ -129,7 +130,10 @@ def legend(figure: Figure, axes: Axes) -> None:
     """What each line of the axes is, below them."""
     lines, names = axes.get_legend_handles_labels()
     fit = int(figure.get_figwidth() / (max(map(_cells, names)) * _LETTER_INCHES + 0.7))
-    figure.legend(lines, names, loc='outside lower center', ncols=min(max(fit, 1), len(names)))
+    columns = min(max(fit, 1), len(names))
+    more_rows = -(-len(names) // columns) - _LEGEND_ROWS
+    figure.set_figheight(figure.get_figheight() + max(0, more_rows) * _ROW_INCHES)
+    figure.legend(lines, names, loc='outside lower center', ncols=columns)
 
 
 def magnitudes(axes: Axes) -> None:

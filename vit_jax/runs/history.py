@@ -1,6 +1,7 @@
 """What the files of a work directory tell of a run, while it goes on or afterwards."""
 
 import json
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,25 +38,30 @@ class History(NamedTuple):
 def read_all(paths: Sequence[str]) -> list[History]:
     """The histories of work directories, each with a name of its own.
 
-    Raises UserError for one that is none, or that is named twice.
+    Raises UserError for one that is none, that is named twice, and where no run has begun.
     """
     folders = [storage.folder(path) for path in paths]
-    for number, folder in enumerate(folders):
-        if folder in folders[:number]:
+    real = [os.path.realpath(folder) for folder in folders]
+    for number, folder in enumerate(real):
+        if folder in real[:number]:
             raise UserError(f'{paths[number]}: is given twice')
-    return [read(f, name) for f, name in zip(folders, _names(folders), strict=True)]
+    found = [read(f, name) for f, name in zip(folders, _names(folders), strict=True)]
+    if not any((run.folder / workdirs.METRICS).exists() for run in found):
+        raise UserError(f'{folders[0]}: no {workdirs.METRICS}: the run has not begun')
+    return found
 
 
 def read(folder: Path, name: str) -> History:
-    """The history of one work directory. Raises UserError where it is none."""
+    """The history of one work directory, empty before it begins. Raises UserError for another."""
     with reaching(folder):
-        if not (folder / workdirs.METRICS).exists():
+        metrics = folder / workdirs.METRICS
+        if not metrics.exists() and not (folder / workdirs.CONFIG).exists():
             what = (
                 'the work directory of a training' if folder.exists() else 'there is no such folder'
             )
             expected = f'expected {what}' if folder.exists() else what
             raise UserError(f'{folder}: no {workdirs.METRICS}: {expected}')
-        lines = read_json_lines(folder / workdirs.METRICS, kind=str, step=int)
+        lines = read_json_lines(metrics, kind=str, step=int) if metrics.exists() else []
         try:
             config = workdirs.read_config(folder / workdirs.CONFIG)
         except Exception:  # there is none yet, or damaged text, which may be anything

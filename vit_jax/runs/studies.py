@@ -1,4 +1,4 @@
-"""The runs of a study: which there are, which are done, and what their numbers say together.
+"""The runs of a study: which there are, and which are done.
 
 A study's directory holds `study.json`, the configuration of every run, and GRID/VALUE-VALUE-seedN
 for each, the work directory of its training.
@@ -9,17 +9,13 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from vit_jax.base import Path, UserError, records, write_json
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
-from vit_jax.config import Grid, Study, TrainConfig, differing
-from vit_jax.models import multiply_adds
+from vit_jax.config import COMPUTE, UNMEASURED, Grid, Study, TrainConfig, differing
 from vit_jax.runs import goodput, history, workdirs
 
 STUDY = 'study.json'
-COMPUTE = 'compute'  # the measure: exaFLOPs of the training that all began with
 
 
 class PlannedRun(NamedTuple):
@@ -38,21 +34,11 @@ class PlannedRun(NamedTuple):
         return self if self.after is None else self.after.first
 
 
-class Row(NamedTuple):
-    """What the runs of one experiment reached, those of all seeds together."""
-
-    grid: str
-    values: dict[str, str]
-    planned: int  # runs
-    numbers: dict[str, dict[int, float]]  # of each measure, by the seed of the runs that have it
-    published: float | None  # of the first measure
-
-
 def planned(study: Study) -> list[PlannedRun]:
     """All runs, those of the first seed first, each behind the one that it starts from.
 
-    Raises UserError for an axis that names a field that does not exist, and for two runs whose
-    folders would have one name.
+    Raises UserError for an axis that names a field that does not exist, for two runs whose folders
+    would have one name, for a measure that none of them writes, and for a published value of none.
     """
     runs: list[PlannedRun] = []
     for seed in study.seeds:
@@ -63,6 +49,8 @@ def planned(study: Study) -> list[PlannedRun]:
                 run for start in starts for run in _of_grid(study, name, grid, start, seed)
             ]
             runs += of_grid[name]
+    for name, grid in study.grids.items():
+        _check_measures(name, grid, [run for run in runs if run.grid == name])
     names: dict[str, PlannedRun] = {}
     for run in runs:
         other = names.setdefault(run.name.casefold(), run)  # as disks are that tell no cases apart
@@ -91,40 +79,74 @@ def _of_grid(
         yield PlannedRun(folder, name, values, seed, config, start)
 
 
+def _check_measures(name: str, grid: Grid, runs: Sequence[PlannedRun]) -> None:
+    for run in runs:
+        kinds = ['train', *run.config.evaluations, *(['fewshot'] if run.config.fewshot else [])]
+        for measure in (*grid.measures, *([grid.best] if grid.best else [])):
+            known = measure == COMPUTE or measure.partition('/')[0] in kinds
+            there = ', '.join(f'{kind}/...' for kind in kinds)
+            records.require(known, f'grids.{name}: {measure!r}: {run.name} has {there}')
+    combinations = {'-'.join(run.values.values()) for run in runs}
+    unknown = [key for key in grid.published if key not in combinations]
+    there = ', '.join([*combinations][:3])
+    records.require(
+        not unknown, f'grids.{name}.published: {unknown[:1]} is none of the runs, such as {there}'
+    )
+
+
 def _in_words(values: Mapping[str, str]) -> str:
     return ', '.join(f'{axis}={value}' for axis, value in values.items())
 
 
 def agree(folder: Path, runs: Sequence[PlannedRun]) -> None:
-    """Writes down which runs there are.
+    """Writes down which runs there are, and keeps those that have begun.
 
-    Raises UserError where the directory is that of a study with other runs, or with other values
-    of what they learn; further runs may be added.
+    Raises UserError where a run has begun with other values of what it learns or is measured by,
+    and where others than these alone have.
     """
     path = folder / STUDY
     found = {run.name: records.to_dict(run.config) for run in runs}
-    if path.exists():
-        try:
-            kept = json.loads(path.read_bytes())['runs']
-            gone = [name for name in kept if name not in found]
-            both = {name: workdirs.upgraded(kept[name]) for name in kept if name in found}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f'{path}: cannot be read as a list of runs: {error}') from error
-        advice = 'take another --workdir'
-        if gone:
-            raise UserError(f'{folder} is the directory of a study with a run {gone[0]}: {advice}')
-        changed = {name: differing(values, found[name]) for name, values in both.items()}
-        if lines := [f'{name}: {line}' for name, each in changed.items() for line in each]:
-            text = f'{folder} is the directory of a study with other values: {lines[0]}'
-            more = f' and {len(lines) - 1:,} more' if len(lines) > 1 else ''
-            raise UserError(f'{text}{more}; {advice}')
-    write_json(path, {'runs': found})
+    begun = {name: values for name, values in _kept(path).items() if _has_begun(folder / name)}
+    both = [name for name in begun if name in found]
+    advice = 'take another --workdir'
+    if begun and not both:
+        other = next(iter(begun))
+        raise UserError(f'{folder} is the directory of another study, with a run {other}: {advice}')
+    changed = {name: differing(begun[name], found[name], free=UNMEASURED) for name in both}
+    if lines := [f'{name}: {line}' for name, each in changed.items() for line in each]:
+        text = f'{folder}: a run of this study has begun with other values: {lines[0]}'
+        more = f' and {len(lines) - 1:,} more' if len(lines) > 1 else ''
+        raise UserError(f'{text}{more}; {advice}')
+    write_json(path, {'runs': begun | found})
+
+
+def _kept(path: Path) -> dict[str, dict[str, Any]]:
+    """The runs that were written down, and their configurations as this version writes them."""
+    if not path.exists():
+        return {}
+    try:
+        kept = json.loads(path.read_bytes())['runs']
+        return {name: workdirs.upgraded(values) for name, values in kept.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        advice = 'take it away, if the runs beside it are those of this study'
+        raise UserError(f'{path}: cannot be read as a list of runs ({error}): {advice}') from error
+
+
+def _has_begun(folder: Path) -> bool:
+    return (folder / workdirs.LEDGER).exists()
 
 
 def is_complete(folder: Path, run: PlannedRun) -> bool:
     """Has the run come to its end?"""
+    return last_step(folder, run) is not None
+
+
+def last_step(folder: Path, run: PlannedRun) -> int | None:
+    """The step at which a run has come to its end; None where it has not."""
     lines = goodput.read(folder / run.name / workdirs.LEDGER)
-    return bool(lines) and lines[-1].get('event') == 'complete'
+    if not lines or lines[-1].get('event') != 'complete':
+        return None
+    return int(lines[-1]['step'])
 
 
 def write_config(folder: Path, study: Study, run: PlannedRun) -> Path:
@@ -148,86 +170,15 @@ def _checkpoint(folder: Path, best: str | None) -> Path:
     steps = digests.steps(folder / FOLDER)
     if best is None or not steps:
         return folder
-    step = _best_step(history.read(folder, folder.name), best)
+    step = best_step(history.read(folder, folder.name), best)
     if step not in steps:
         kept = 'checkpoint_every_steps=eval_every_steps and a higher keep_checkpoints keep it'
         raise UserError(f'{folder}: step {step} was best, but has no checkpoint ({kept})')
     return folder / FOLDER / str(step)
 
 
-def _best_step(run: history.History, best: str) -> int | None:
+def best_step(run: history.History, best: str) -> int | None:
+    """The step at which the number NAME/NUMBER was highest; None where there is none."""
     kind, _, number = best.partition('/')
     lines = [line for line in run.of_kind(kind) if number in line]
     return max(lines, key=lambda line: line[number])['step'] if lines else None
-
-
-def rows(folder: Path, study: Study, runs: Sequence[PlannedRun]) -> list[Row]:
-    """What was reached by now: a row for each experiment, of its runs that are complete."""
-    found: list[Row] = []
-    for name, grid in study.grids.items():
-        own = [run for run in runs if run.grid == name]
-        for values in {tuple(run.values.values()): run.values for run in own}.values():
-            same = [run for run in own if run.values == values]
-            done = {r.seed: reached(folder, grid, r) for r in same if is_complete(folder, r)}
-            numbers = {
-                measure: {seed: each[measure] for seed, each in done.items() if measure in each}
-                for measure in grid.measures
-            }
-            published = grid.published.get('-'.join(values.values()))
-            found.append(Row(name, values, len(same), numbers, published))
-    return found
-
-
-def reached(folder: Path, grid: Grid, run: PlannedRun) -> dict[str, float]:
-    """The measures of a run, of its last step or its best one."""
-    told, found = history.read(folder / run.name, run.name), {}
-    step = None if grid.best is None else _best_step(told, grid.best)
-    for measure in grid.measures:
-        if measure == COMPUTE:
-            found[measure] = _exaflops(folder, run.first)
-            continue
-        kind, _, number = measure.partition('/')
-        lines = [line for line in told.of_kind(kind) if number in line]
-        lines = [line for line in lines if grid.best is None or line['step'] == step]
-        if lines:
-            found[measure] = float(lines[-1][number])
-    return found
-
-
-def _exaflops(folder: Path, run: PlannedRun) -> float:
-    """What a training computed: six operations for each multiply-add of the forward pass, image
-    and step (table 6: the backward pass costs two forward ones).
-    """
-    if run.config.model is None:  # that of a checkpoint
-        return float('nan')
-    steps = max(line['step'] for line in history.read(folder / run.name, run.name).lines)
-    return 6 * multiply_adds(run.config.model) * run.config.batch_size * steps / 1e18
-
-
-def means(study: Study, found: Sequence[Row]) -> list[Row]:
-    """The means that grids ask for, over those of some values of the last axis that have numbers.
-
-    Where others have none, the name of the mean says how many it is of.
-    """
-    averaged = []
-    for name, grid in study.grids.items():
-        own = [row for row in found if row.grid == name]
-        *_, last = [*own[0].values] if grid.means else ['']
-        others = {tuple([*r.values.values()][:-1]): r.values for r in own}.values()
-        for values, (label, of) in itertools.product(others, grid.means.items()):
-            group = [r for r in own if r.values in [values | {last: value} for value in of]]
-            there = [row for row in group if any(row.numbers.values())] or group
-            if len(there) < len(of):
-                label = f'{label} ({len(there)} of {len(of)})'
-            numbers = {name: _means(row.numbers[name] for row in there) for name in grid.measures}
-            told = [row.published for row in there if row.published is not None]
-            mean = float(np.mean(told)) if len(told) == len(there) else None
-            averaged.append(Row(name, values | {last: label}, there[0].planned, numbers, mean))
-    return averaged
-
-
-def _means(numbers: Iterable[dict[int, float]]) -> dict[int, float]:
-    """By seed, of those that all have."""
-    each = [*numbers]
-    seeds = [seed for seed in each[0] if all(seed in one for one in each)]
-    return {seed: float(np.mean([one[seed] for one in each])) for seed in seeds}

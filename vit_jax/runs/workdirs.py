@@ -8,7 +8,7 @@ import pathlib
 import socket
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from vit_jax.base import (
     Path,
@@ -55,7 +55,7 @@ def opened(
     with contextlib.ExitStack() as stack:
         if job.index == 0:
             try:
-                hold = _leased if storage.is_remote(folder) else _locked
+                hold = _leased if storage.is_remote(folder) else locked
                 with storage.reaching(folder):
                     workdir = stack.enter_context(hold(folder))
                     _keep_config(folder, config, accept_changes=accept_changes)
@@ -99,22 +99,39 @@ def _keep_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) 
 
 
 @contextlib.contextmanager
-def _locked(folder: pathlib.Path) -> Iterator[Workdir]:
-    """Holds the lock file, which says who does; the system frees it when the process is gone."""
+def locked(folder: pathlib.Path) -> Iterator[Workdir]:
+    """Holds the lock file, which says who does; the system frees it when the process is gone.
+
+    Raises UserError where another process holds it.
+    """
     new = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for place in new:
         sync(place.parent)
     with (folder / LOCK).open('a+') as file:
-        if not locking.locked(file):
-            file.seek(0)
-            holder = file.read(500).strip()
-            holder = holder if holder and holder.isprintable() else 'another run'
+        if holder := _other_holder(file):
             raise UserError(f'workdir {folder} is in use by {holder}')
         file.truncate(0)
         file.write(_holder())
         file.flush()
         yield Workdir(folder)
+
+
+def holder(folder: pathlib.Path) -> str | None:
+    """Who holds a directory on a disk, in words; None where nobody does."""
+    if not (folder / LOCK).exists():
+        return None
+    with (folder / LOCK).open('a+') as file:
+        return _other_holder(file)
+
+
+def _other_holder(file: IO[str]) -> str | None:
+    """Who has locked the file; None where this process has now."""
+    if locking.locked(file):
+        return None
+    file.seek(0)
+    text = file.read(500).strip()
+    return text if text and text.isprintable() else 'another run'
 
 
 @contextlib.contextmanager

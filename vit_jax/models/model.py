@@ -21,16 +21,16 @@ ModelConfig = ViTConfig | ResNetConfig
 class Model(NamedTuple):
     """A network as pure functions of a plain dictionary of float32 arrays.
 
-    init(key) -> params
-    apply(params, images, key=None) -> logits, or features without a head; a key switches
-        dropout and stochastic depth on
-    features(params, images) -> what the head would be given
-    predict_patches(params, images, corruption=None, key=None) -> what the head of each patch gives
-        (b n k), where these corrupted ones are seen; of a ViT with `patch_outputs`
-    capture(params, images, names) -> the logits of `apply` to the bit, and an array for each name
-        of `VIT_TAPS` and `RESNET_TAPS` (models/taps.py), such as `attention/weights`; what is not
-        named is not computed. With a dictionary in place of names it is what its function makes of
-        each, one block after the other. Raises UserError for another name.
+    - init(key) -> params
+    - apply(params, images, key=None) -> logits, or features without a head; a key switches
+      dropout and stochastic depth on
+    - features(params, images) -> what the head would be given
+    - predict_patches(params, images, corruption=None, key=None) -> what the head of each patch
+      gives (b n k), where these corrupted ones are seen; of a ViT with `patch_outputs`
+    - capture(params, images, names) -> the logits of `apply` to the bit, and an array for each
+      name of `VIT_TAPS` and `RESNET_TAPS` (models/taps.py), such as `attention/weights`; what is
+      not named is not computed. With a dictionary in place of names it is what its function makes
+      of each, one block after the other. Raises UserError for another name.
     """
 
     config: ModelConfig

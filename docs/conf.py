@@ -1,0 +1,42 @@
+"""The documentation as a site: python -m sphinx -W --keep-going docs build/docs."""
+
+import importlib.metadata
+import pathlib
+import re
+
+project = 'vit_jax'
+author = 'The vit_jax authors'
+release = importlib.metadata.version('vit_jax')
+
+extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'sphinx.ext.viewcode']
+
+html_theme = 'sphinx_book_theme'
+html_title = 'vit_jax'
+
+# Links name headings as GitHub does, so that the pages can be read there too.
+myst_heading_anchors = 4
+
+# Notebooks are executed when they have changed; -D nb_execution_mode=off shows them as they are.
+nb_execution_mode = 'cache'
+nb_execution_raise_on_error = True
+nb_execution_timeout = 600
+
+_OUTSIDE = re.compile(r'\[([^]]*)\]\(((?:\.\./)+[\w./-]*)\)')
+
+
+def link_files(app, docname, source):
+    """Lets links to files outside docs/ lead to copies of them; a folder is its name alone."""
+    here = pathlib.Path(app.env.doc2path(docname)).parent
+
+    def linked(match):
+        text, path = match.groups()
+        if (here / path).resolve().is_relative_to(app.srcdir):
+            return match[0]
+        return text if (here / path).is_dir() else f'[{text}](path:{path})'
+
+    source[0] = _OUTSIDE.sub(linked, source[0])
+
+
+def setup(app):
+    """Called by Sphinx."""
+    app.connect('source-read', link_files)

@@ -1,0 +1,169 @@
+"""The site is whole, and what README and documentation tell people to type works."""
+
+import ast
+import configparser
+import contextlib
+import functools
+import html.parser
+import re
+import runpy
+import subprocess
+import sys
+import urllib.parse
+
+import pytest
+
+from tests.pages import PAGES, ROOT, blocks, commands, inline
+from vit_jax.__main__ import programs
+from vit_jax.command_line import app, config_help, output
+from vit_jax.config import Study, TrainConfig
+
+
+def name(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture
+def parse(monkeypatch, capsys):
+    """What is wrong with the arguments of a program, or None; nothing is run."""
+    started = app._started
+    parsers = {}
+
+    @contextlib.contextmanager
+    def parsed(parser):
+        parsers['last'] = parser
+        with started(parser):
+            pass
+        sys.exit(0)
+        yield
+
+    monkeypatch.setattr(app, '_started', parsed)
+    monkeypatch.setattr(output, 'outlive_readers', lambda: None)
+    monkeypatch.setattr(output, 'require_stdout', lambda: None)
+
+    def error(program, arguments):
+        if program not in programs():
+            return f'no program {program!r}'
+        monkeypatch.setattr(sys, 'argv', [program, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / f'vit_jax/{program}.py'), run_name='__main__')
+        text = capsys.readouterr().err
+        return None if ended.value.code == 0 else text
+
+    error.parsers = parsers
+    return error
+
+
+def program_of(words):
+    """The program of vit_jax that a command starts, and its arguments; None for other commands."""
+    if words[0] == 'vit_jax':
+        return words[1], words[2:]
+    if words[0] == 'flags':  # for any training
+        return 'train', ['--config=configs/quickstart.py', '--workdir=DIR', *words[1:]]
+    for place, word in enumerate(words[1:]):
+        if words[place] == '-m' and word.startswith('vit_jax'):
+            rest = words[place + 2 :]
+            return (word.removeprefix('vit_jax.'), rest) if '.' in word else (rest[0], rest[1:])
+    return None
+
+
+def extras(words):
+    """The extras of this project that a command installs."""
+    installed = re.findall(r'\.\[([\w,]+)\]', ' '.join(words)) if 'pip' in words[0] else []
+    return {extra for names in installed for extra in names.split(',')}
+
+
+def module_problem(words):
+    """Of `python -m MODULE` or `python FILE` of this checkout: what is not there."""
+    own = re.match(r'-m (benchmarks|tests|docs)\.([\w.]+)', ' '.join(words[1:]))
+    path = f'{own[1]}/{own[2].replace(".", "/")}' if own else words[1] if words[1:] else ''
+    places = [ROOT / path, ROOT / f'{path}.py']
+    mine = path.startswith(('benchmarks/', 'tests/', 'docs/'))
+    return f'{path}: no such module' if mine and not any(p.exists() for p in places) else None
+
+
+@pytest.mark.parametrize('page', PAGES, ids=name)
+def test_every_command_of_a_page_can_be_typed(page, parse, tmp_path):
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / 'setup.cfg')
+    wrong = []
+    for block in blocks(page):
+        if block.language == 'python':
+            ast.parse(block.text, str(block))
+        for words in commands(block.text, tmp_path) if block.language == 'sh' else ():
+            found = program_of(words)
+            error = parse(*found) if found else None
+            error = error or module_problem(words)
+            if unknown := extras(words) - {*setup['options.extras_require']}:
+                error = f'no extras {unknown}'
+            if error:
+                wrong.append(f'{block}: {" ".join(words)}\n{error}')
+    assert not wrong, '\n'.join(wrong)
+
+
+@functools.cache
+def fields():
+    """All fields of configurations, and the records that hold them; NAME is any name in a dict."""
+    found = {*config_help.paths(TrainConfig), *config_help.paths(Study)}
+    return found | {path.rpartition('.')[0] for path in found}
+
+
+def is_field(path):
+    """Is there a field of this path, where a word may be a name that somebody gave, or FIELD?"""
+    words = [word for word in path.split('.') if not word.isupper()]
+    named = (['NAME' if i == place else word for i, word in enumerate(words)] for place in range(9))
+    return any('.'.join(one) in fields() for one in named)
+
+
+@pytest.mark.parametrize('page', PAGES, ids=name)
+def test_what_a_sentence_names_is_there(page, parse):
+    wrong = []
+    for place, text in inline(page):
+        own = re.match(r'(?:python -m vit_jax\.|vit_jax )(\w+)', text)
+        if own and own[1] not in programs():
+            wrong.append(f'{place}: no program {own[1]!r}')
+        elif own:
+            parse(own[1], ['--no-such-flag'])
+            known = parse.parsers['last']._option_string_actions
+            flags = re.findall(r'(?<= )--(?!config\.)[a-z_]+', text)
+            wrong += [f'{place}: {own[1]} has no {flag}' for flag in flags if flag not in known]
+        for path in re.findall(r'--(config\.[a-z][\w.]*\w)', text):
+            if not is_field(path):
+                wrong.append(f'{place}: no field {path}')
+    assert not wrong, '\n'.join(wrong)
+
+
+class Links(html.parser.HTMLParser):
+    """Where a page of the site leads, what it shows, and the places in it that can be led to."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.targets, self.places = [], {''}
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        self.places |= {values[key] for key in ('id', 'name') if values.get(key)}
+        self.targets += [values[key] for key in ('href', 'src') if values.get(key)]
+
+
+@pytest.mark.full
+def test_the_site_is_built_without_a_warning_and_all_its_links_lead_somewhere(tmp_path):
+    site = tmp_path / 'site'
+    build = [sys.executable, '-m', 'sphinx', '-W', '--keep-going', '-q', ROOT / 'docs', site]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    read = functools.cache(Links)
+    dead = []
+    for page in site.rglob('*.html'):
+        if page.relative_to(site).parts[0] in ('_downloads', '_static'):  # not written by Sphinx
+            continue
+        for target in read(page).targets:
+            url = urllib.parse.urlsplit(target)
+            file = page.parent / urllib.parse.unquote(url.path) if url.path else page
+            alive = url.scheme or url.netloc or file.is_file()
+            if file.suffix == '.html' and alive and not url.scheme:
+                alive = url.fragment in read(file.resolve()).places
+            if not alive:
+                dead.append(f'{page.relative_to(site)}: {target}')
+    assert not dead, '\n'.join(dead)

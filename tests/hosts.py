@@ -24,8 +24,8 @@ from vit_jax.runs import goodput, workdirs
 ROOT = pathlib.Path(__file__).parent.parent
 KILL_AFTER = 300  # seconds, whatever happens
 
-_context = multiprocessing.get_context('forkserver')
-_context.set_forkserver_preload(['vit_jax.train', 'tests.tiny', 'cv2'])
+context = multiprocessing.get_context('forkserver')
+context.set_forkserver_preload(['vit_jax.train', 'tests.tiny', 'cv2'])
 
 
 def free_port():
@@ -40,9 +40,9 @@ def environment(devices=1):
     return os.environ | {'XLA_FLAGS': flags, 'PYTHONPATH': str(ROOT)}
 
 
-def _become(module, arguments, path, env):
-    """`python -m module arguments`, with what it says in a file."""
-    os.chdir(ROOT)
+def _become(module, arguments, path, env, folder):
+    """`python -m module arguments` in a folder, with what it says in a file."""
+    os.chdir(folder)
     os.environ.update(env)
     file = os.open(path, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
@@ -56,13 +56,13 @@ def _become(module, arguments, path, env):
 class Host:
     """One process, and what it says."""
 
-    def __init__(self, module, arguments, path, env):
+    def __init__(self, module, arguments, path, env, folder=ROOT):
         self.path = path
         workdir = next((a for a in arguments if a.startswith('--workdir=')), '=nowhere')
         self.ledger = storage.folder(workdir.partition('=')[2]) / workdirs.LEDGER
         self._earlier = len(goodput.read(self.ledger))
-        self.process = _context.Process(
-            target=_become, args=(module, arguments, str(path), env), daemon=True
+        self.process = context.Process(
+            target=_become, args=(module, arguments, str(path), env, str(folder)), daemon=True
         )
         self.process.start()
 

@@ -14,6 +14,7 @@ import urllib.parse
 import pytest
 
 from tests.pages import PAGES, ROOT, blocks, commands, inline
+from tests.workplace import workplace
 from vit_jax.__main__ import programs
 from vit_jax.command_line import app, config_help, output
 from vit_jax.config import Study, TrainConfig
@@ -167,3 +168,20 @@ def test_the_site_is_built_without_a_warning_and_all_its_links_lead_somewhere(tm
             if not alive:
                 dead.append(f'{page.relative_to(site)}: {target}')
     assert not dead, '\n'.join(dead)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('page', PAGES, ids=name)
+def test_what_a_page_shows_runs(page, tmp_path):
+    """In small, from its top to its end, but for what the page says why it is not."""
+    languages = {'sh', 'python'}
+    shown = [block for block in blocks(page) if block.language in languages and not block.excuse]
+    if not shown:
+        return
+    with workplace(tmp_path) as place:
+        for block in shown:
+            if block.language == 'python':
+                error = place.python(block.text, str(block))
+            else:
+                error = place.shell(block.text)
+            assert error is None, f'{block}\n{block.text}\n{error}'

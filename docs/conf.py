@@ -3,6 +3,7 @@
 import importlib.metadata
 import pathlib
 import re
+from typing import Any
 
 project = 'vit_jax'
 author = 'The vit_jax authors'
@@ -24,11 +25,11 @@ nb_execution_timeout = 600
 _OUTSIDE = re.compile(r'\[([^]]*)\]\(((?:\.\./)+[\w./-]*)\)')
 
 
-def link_files(app, docname, source):
+def link_files(app: Any, docname: str, source: list[str]) -> None:
     """Lets links to files outside docs/ lead to copies of them; a folder is its name alone."""
     here = pathlib.Path(app.env.doc2path(docname)).parent
 
-    def linked(match):
+    def linked(match: re.Match[str]) -> str:
         text, path = match.groups()
         if (here / path).resolve().is_relative_to(app.srcdir):
             return match[0]
@@ -37,6 +38,6 @@ def link_files(app, docname, source):
     source[0] = _OUTSIDE.sub(linked, source[0])
 
 
-def setup(app):
+def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect('source-read', link_files)

@@ -13,6 +13,7 @@ import urllib.parse
 
 import pytest
 
+from docs import configuration, readers
 from tests.pages import PAGES, ROOT, blocks, commands, inline
 from tests.workplace import workplace
 from vit_jax.__main__ import programs
@@ -132,6 +133,19 @@ def test_what_a_sentence_names_is_there(page, parse):
             if not is_field(path):
                 wrong.append(f'{place}: no field {path}')
     assert not wrong, '\n'.join(wrong)
+
+
+def test_the_page_of_the_configuration_says_what_its_records_say():
+    message = 'python -m docs.configuration writes it anew'
+    assert configuration.PAGE.read_text() == configuration.page(), message
+
+
+def test_programs_read_what_they_are_for():
+    read = readers.readers()
+    assert read['tensorboard'] == ['train', 'finetune'] == read['keep_checkpoints']
+    assert read['optimizer'] == ['train', 'finetune', 'plan', 'doctor']
+    assert read['data'] == list(readers.PROGRAMS) and all(read.values())
+    assert 'fewshot' in read['fewshot'] and 'inspect_data' not in read['fewshot']
 
 
 class Links(html.parser.HTMLParser):

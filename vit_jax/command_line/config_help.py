@@ -24,7 +24,7 @@ _WIDTH = 96
 def names(cls: type[Record]) -> str:
     """The names of all fields, a paragraph for each kind of record."""
     parts = []
-    for kind, paths in _places(cls).items():
+    for kind, paths in places(cls).items():
         fields = f'{", ".join(paths)} ({kind.__name__}): {", ".join(records.hints(kind))}'
         parts.append(textwrap.fill(fields, _WIDTH, initial_indent='  ', subsequent_indent=' ' * 6))
     return '\n'.join(parts)
@@ -32,7 +32,7 @@ def names(cls: type[Record]) -> str:
 
 def meanings(cls: type[Record]) -> str:
     """Types, defaults and meanings of all fields, a section for each kind of record."""
-    return '\n\n'.join(_section(kind, paths) for kind, paths in _places(cls).items())
+    return '\n\n'.join(_section(kind, paths) for kind, paths in places(cls).items())
 
 
 def comments(cls: type[Record]) -> dict[str, str]:
@@ -58,7 +58,7 @@ def _parsed(module: str) -> tuple[ast.Module, dict[int, str]]:
 
 def paths(cls: type[Record]) -> list[str]:
     """Where each field within a record is: `FIELD.FIELD`."""
-    found = [(path, kind) for kind, places in _places(cls).items() for path in places]
+    found = [(path, kind) for kind, places in places(cls).items() for path in places]
     return [f'{path}.{name}' for path, kind in found for name in records.hints(kind)]
 
 
@@ -84,7 +84,7 @@ def nearest(cls: type[Record], name: str, here: Iterable[str]) -> str:
     return f'did you mean {there!r}?' if there else records.nearest(name, known)
 
 
-def _places(cls: type[Record]) -> dict[type[Record], list[str]]:
+def places(cls: type[Record]) -> dict[type[Record], list[str]]:
     """Each kind of record within this one, itself first, with the fields that may hold it."""
     found = {cls: ['config']}
     waiting = [(cls, 'config')]
@@ -111,17 +111,17 @@ def _section(kind: Any, paths: list[str]) -> str:
     lines += [textwrap.indent(f'{kind.__name__}: {meaning}', '  ')]
     meant, hints = comments(kind), records.hints(kind)
     for field in dataclasses.fields(kind):
-        text = f'    {field.name}: {_type(hints[field.name])}{_default(field)}'
+        text = f'    {field.name}: {type_text(hints[field.name])}{_default(field)}'
         lines.append(f'{text:<44}  {meant[field.name]}'.rstrip())
     return '\n'.join(lines)
 
 
-def _type(hint: Any) -> str:
+def type_text(hint: Any) -> str:
     """A type as the command line takes it."""
     if hint is type(None):
         return 'none'
     if len(options := records.alternatives(hint)) > 1:
-        return ' or '.join(map(_type, options))
+        return ' or '.join(map(type_text, options))
     origin = typing.get_origin(hint)
     if origin is typing.Literal:
         return '|'.join(map(str, typing.get_args(hint)))

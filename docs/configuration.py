@@ -1,0 +1,124 @@
+"""Writes configuration.md from the records that it describes: python -m docs.configuration."""
+
+import dataclasses
+import inspect
+import pathlib
+import re
+import textwrap
+from typing import Any
+
+from docs.readers import PROGRAMS, readers
+from vit_jax.base import records
+from vit_jax.base.records import Record
+from vit_jax.command_line import config_help
+from vit_jax.config import Study, TrainConfig
+
+PAGE = pathlib.Path(__file__).with_suffix('.md')
+_INTRODUCTION = """\
+# Configuration
+
+<!-- Written by `python -m docs.configuration`: change the records, not this page. -->
+
+Every value of an experiment, with its type, its default and its meaning. A file in
+[configs/](../configs) returns an experiment, a [TrainConfig](#trainconfig), or several, a
+[Study](#study). The command line changes any field:
+
+```sh
+python -m vit_jax.train --config=configs/quickstart.py --workdir=/tmp/vit/changed \\
+  --config.model.depth=2 --config.total.epochs=3 --config.fewshot=none
+```
+
+- `none` is no value, where the type says that there may be none.
+- A record is chosen by its name, before its fields: `--config.fewshot=FewshotConfig`.
+- A tuple is written with commas: `--config.image_size=384,384`, or one number for both sides.
+- A [Duration](#duration) has one unit: `--config.total.steps=1000`, `--config.total.epochs=3`.
+
+`--helpfull` of any program says the same. *Read by* names the programs whose code comes to a value.
+Training is `train`, `finetune` and what `study` starts. `doctor` and `plan` decide what a training
+would, `inspect_data` looks at its data, `fewshot` evaluates a checkpoint alone.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    places = config_help.places(TrainConfig)
+    places |= {k: p for k, p in config_help.places(Study).items() if k not in places}
+    read = readers()
+    sections = [_section(kind, paths, read) for kind, paths in places.items()]
+    return '\n'.join([_INTRODUCTION, *sections])
+
+
+def _section(kind: type[Record], paths: list[str], read: dict[str, list[str]]) -> str:
+    """A record: where it stands, what its source says of it, its fields."""
+    own = read if kind is TrainConfig else {}
+    head = ['field', 'type', 'default', 'meaning', *(['read by'] if own else [])]
+    rows = [head, ['---'] * len(head)]
+    meant, hints = config_help.comments(kind), records.hints(kind)
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        row = [f'`{field.name}`', _type(hints[field.name]), _default(field)]
+        row.append(_markdown(meant[field.name]))
+        rows.append(row + ([_programs(own[field.name])] if own else []))
+    owners = [o for o in kind.__mro__ if issubclass(o, Record) and o is not Record]
+    said = [_markdown(inspect.cleandoc(owner.__doc__ or '')) for owner in owners]
+    table = '\n'.join(f'| {" | ".join(row)} |' for row in rows)
+    return '\n\n'.join([f'## {kind.__name__}', _where(kind, paths, read), *said, table]) + '\n'
+
+
+def _where(kind: type[Record], paths: list[str], read: dict[str, list[str]]) -> str:
+    """Which flags set a record, and which programs read it."""
+    if kind is TrainConfig:
+        return 'What a file returns: `--config=FILE`.'
+    if kind is Study:
+        return 'What a file returns for `python -m vit_jax.study`, the one program that reads it.'
+    flags = ', '.join(f'`--{path}`' for path in paths)
+    fields = {path.split('.')[1] for path in paths}
+    programs = [p for p in PROGRAMS if any(p in read.get(field, ()) for field in fields)]
+    by = _programs(programs) if programs else '`study`'
+    return '\n'.join(textwrap.wrap(f'{flags}. Read by {by}.', 110, break_on_hyphens=False))
+
+
+def _programs(names: list[str]) -> str:
+    if names == [*PROGRAMS]:
+        return 'all'
+    training = names[:2] == ['train', 'finetune']
+    return ', '.join(['training', *names[2:]] if training else names)
+
+
+def _type(hint: Any) -> str:
+    """A type as the command line takes it; records lead to their sections."""
+    kinds = [kind.__name__ for kind in _records(hint)]
+    texts = []
+    for text in config_help.type_text(hint).split(' or '):
+        inner = next((kind for kind in kinds if kind in text and kind != text), None)
+        code = f'`{text}`'.replace('|', '\\|')
+        texts.append(f'[{text}](#{text.lower()})' if text in kinds else code)
+        texts[-1] += f' of [{inner}](#{inner.lower()})' if inner else ''
+    return ' or '.join(texts)
+
+
+def _records(hint: Any) -> list[type[Record]]:
+    inner = [i for option in records.alternatives(hint) for i in getattr(option, '__args__', ())]
+    return [*records.record_types([*records.alternatives(hint), *inner]).values()]
+
+
+def _default(field: 'dataclasses.Field[Any]') -> str:
+    if field.default is not dataclasses.MISSING:
+        return f'`{"none" if field.default is None else field.default}`'
+    if field.default_factory is dataclasses.MISSING:
+        return 'required'
+    value = field.default_factory()
+    if not isinstance(value, Record):
+        return f'`{value!r}`'
+    values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}  # type: ignore
+    plain = {f.name: f.default for f in dataclasses.fields(value)}  # type: ignore[arg-type]
+    given = (f'{n}={v!r}' for n, v in values.items() if plain[n] not in (v, dataclasses.MISSING))
+    return f'`{type(value).__name__}({", ".join(given)})`'
+
+
+def _markdown(text: str) -> str:
+    """A docstring or comment, whose signs are no markup."""
+    return re.sub(r'([*<|])', r'\\\1', text)
+
+
+if __name__ == '__main__':
+    PAGE.write_text(page())

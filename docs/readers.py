@@ -1,0 +1,120 @@
+"""Which programs read a field of an experiment, as far as the code shows it.
+
+From the functions of a program those are followed that they name, in whatever module: what they
+read of a variable or attribute `config`, a program reads.
+"""
+
+import ast
+import functools
+import pathlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from vit_jax.base import records
+from vit_jax.config import TrainConfig
+
+PACKAGE = pathlib.Path(__file__).parent.parent / 'vit_jax'
+PROGRAMS = 'train', 'finetune', 'fewshot', 'inspect_data', 'plan', 'doctor'
+# Read together (TrainConfig.evaluations).
+_EVALUATIONS = 'evals', 'eval_split'
+# What has configurations of its own, or takes one as a whole.
+_OTHERS = 'vit_jax.models', 'vit_jax.figures', 'vit_jax.command_line', 'vit_jax.config'
+
+
+class Definition(NamedTuple):
+    """A function or class, and the module that it stands in."""
+
+    module: str
+    node: ast.FunctionDef | ast.ClassDef
+
+
+class Module(NamedTuple):
+    """What a module defines, and what its imports name."""
+
+    definitions: dict[str, Definition]
+    imports: dict[str, str]
+
+
+def readers() -> dict[str, list[str]]:
+    """The programs that read each field of TrainConfig."""
+    read = {program: _read_by(program) for program in PROGRAMS}
+    for fields in read.values():
+        fields.update(_EVALUATIONS if 'evaluations' in fields else ())
+    return {
+        field: [program for program in PROGRAMS if field in read[program]]
+        for field in records.hints(TrainConfig)
+    }
+
+
+def _read_by(program: str) -> set[str]:
+    waiting = [*_modules()[f'vit_jax.{program}'].definitions.values()]
+    seen, fields = set(), set[str]()
+    while waiting:
+        one = waiting.pop()
+        if one.node in seen or one.module.startswith(_OTHERS):
+            continue
+        seen.add(one.node)
+        fields |= _fields(one.node)
+        waiting += _named(one)
+    return fields
+
+
+def _fields(node: ast.AST) -> set[str]:
+    """The attributes of `config`, unless that is said to be of another type, and of `X.config`."""
+    arguments = [a for f in ast.walk(node) if isinstance(f, ast.arguments) for a in f.args]
+    kinds = {a.arg: ast.unparse(a.annotation) for a in arguments if a.annotation}
+    own = kinds.get('config', 'TrainConfig') == 'TrainConfig'
+    attributes = [x for x in ast.walk(node) if isinstance(x, ast.Attribute)]
+    return {
+        x.attr
+        for x in attributes
+        if (isinstance(x.value, ast.Name) and x.value.id == 'config' and own)
+        or (isinstance(x.value, ast.Attribute) and x.value.attr == 'config')
+    }
+
+
+def _named(one: Definition) -> Iterator[Definition]:
+    """The functions and classes that one names: NAME, or MODULE.NAME."""
+    module = _modules()[one.module]
+    for node in ast.walk(one.node):
+        if isinstance(node, ast.Name):
+            name = f'{one.module}.{node.id}'
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            name = f'{module.imports.get(node.value.id, "")}.{node.attr}'
+        else:
+            continue
+        if (found := _found(name)) is not None:
+            yield found
+
+
+def _found(name: str) -> Definition | None:
+    """What MODULE.NAME is, through whatever imports it has come there."""
+    path, _, last = name.rpartition('.')
+    if (module := _modules().get(path)) is None:
+        return None
+    if last in module.imports:
+        return _found(module.imports[last])
+    return module.definitions.get(last)
+
+
+@functools.cache
+def _modules() -> dict[str, Module]:
+    found = {}
+    for file in sorted(PACKAGE.rglob('*.py')):
+        parts = file.relative_to(PACKAGE.parent).with_suffix('').parts
+        name = '.'.join(parts).removesuffix('.__init__')
+        tree = ast.parse(file.read_text())
+        found[name] = Module(
+            {
+                node.name: Definition(name, node)
+                for node in tree.body
+                if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            },
+            {
+                alias.asname or alias.name: f'{node.module}.{alias.name}'
+                for node in ast.walk(tree)
+                if isinstance(node, ast.ImportFrom)
+                for alias in node.names
+            },
+        )
+    return found

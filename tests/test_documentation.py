@@ -13,7 +13,7 @@ import urllib.parse
 
 import pytest
 
-from docs import configuration, readers
+from docs import configuration, layers, readers
 from tests.pages import PAGES, ROOT, blocks, commands, inline
 from tests.workplace import workplace
 from vit_jax.__main__ import programs
@@ -138,6 +138,10 @@ def test_what_a_sentence_names_is_there(page, parse):
 def test_the_page_of_the_configuration_says_what_its_records_say():
     message = 'python -m docs.configuration writes it anew'
     assert configuration.PAGE.read_text() == configuration.page(), message
+
+
+def test_the_picture_of_the_layers_is_that_of_the_allowed_imports():
+    assert layers.PICTURE.read_text() == layers.picture(), 'python -m docs.layers draws it anew'
 
 
 def test_programs_read_what_they_are_for():

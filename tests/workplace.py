@@ -39,8 +39,9 @@ SMALL = {
     'finetune': _TRAINING,
     'study': [*_STUDYING, '--config.seeds=0,'],
     'visualize': ['--num_images=8'],
-    'plan': [*_TINY_MODEL, '--config.batch_size=64'],
 }
+# The same, of flags that a page gives.
+SMALLER = {'--profile_steps': '--profile_steps=1:2'}
 # Models that are built, not loaded, and are large.
 LARGE = 'configs/pretrain/vit.py', 'configs/pretrain/augreg.py', 'configs/pretrain/better_plain'
 
@@ -58,6 +59,9 @@ sys.exit(code)
 def small(program, arguments):
     """The arguments of a program with those that make its work small."""
     added = list(SMALL.get(program, []))
+    added += [flag for name, flag in SMALLER.items() if any(a.startswith(name) for a in arguments)]
+    if any('configs/studies/look_inside.py' in argument for argument in arguments):
+        added.append('--config.fewshot=none')
     if program in ('train', 'finetune') and any(name in a for a in arguments for name in LARGE):
         added += _TINY_MODEL
     if program == 'study' and not any(argument.startswith('--only') for argument in arguments):
@@ -106,7 +110,7 @@ class Workplace:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=600,
+            timeout=850,  # tests/conftest.py ends a test after 900
         )
         return done.stdout if done.returncode != 0 else None
 
@@ -134,7 +138,10 @@ class Workplace:
             return done.returncode, (done.stdout + done.stderr).decode()
         arguments = small(module.removeprefix('vit_jax.'), arguments)
         host = hosts.Host(module, arguments, path, self._environment, cwd)
-        code = host.wait()
+        try:
+            code = host.wait()
+        except AssertionError as error:  # it does not end
+            return 1, str(error)
         return code, f'$ python -m {module} {" ".join(arguments)}\n{host.text}'
 
     def _own(self, text):

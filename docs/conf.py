@@ -13,6 +13,8 @@ extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'sphinx.ex
 
 html_theme = 'sphinx_book_theme'
 html_title = 'vit_jax'
+html_static_path = ['_static']
+html_css_files = ['site.css']
 
 # Links name headings as GitHub does, so that the pages can be read there too.
 myst_heading_anchors = 4

@@ -33,9 +33,10 @@ python -m vit_jax.train --config=configs/quickstart.py --workdir=/tmp/vit/change
 - A tuple is written with commas: `--config.image_size=384,384`, or one number for both sides.
 - A [Duration](#duration) has one unit: `--config.total.steps=1000`, `--config.total.epochs=3`.
 
-`--helpfull` of any program says the same. *Read by* names the programs whose code comes to a value.
-Training is `train`, `finetune` and what `study` starts. `doctor` and `plan` decide what a training
-would, `inspect_data` looks at its data, `fewshot` evaluates a checkpoint alone.
+`--helpfull` of any program says the same. The names in *italics* are the programs whose code comes
+to a value, where these are not all. Training is `train`, `finetune` and what `study` starts.
+`doctor` and `plan` decide what a training would, `inspect_data` looks at its data, `fewshot`
+evaluates a checkpoint.
 """
 
 
@@ -50,18 +51,18 @@ def page() -> str:
 
 def _section(kind: type[Record], paths: list[str], read: dict[str, list[str]]) -> str:
     """A record: where it stands, what its source says of it, its fields."""
-    own = read if kind is TrainConfig else {}
-    head = ['field', 'type', 'default', 'meaning', *(['read by'] if own else [])]
-    rows = [head, ['---'] * len(head)]
+    rows = ['| field | value | meaning |', '| --- | --- | --- |']
     meant, hints = config_help.comments(kind), records.hints(kind)
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        row = [f'`{field.name}`', _type(hints[field.name]), _default(field)]
-        row.append(_markdown(meant[field.name]))
-        rows.append(row + ([_programs(own[field.name])] if own else []))
+        meaning = _markdown(meant[field.name])
+        if kind is TrainConfig and (programs := _programs(read[field.name])) != 'all':
+            meaning += f'{"<br>" if meaning else ""}*{programs}*'
+        hint = hints[field.name]
+        rows.append(f'| `{field.name}` | {_type(hint)}{_default(field, hint)} | {meaning} |')
     owners = [o for o in kind.__mro__ if issubclass(o, Record) and o is not Record]
     said = [_markdown(inspect.cleandoc(owner.__doc__ or '')) for owner in owners]
-    table = '\n'.join(f'| {" | ".join(row)} |' for row in rows)
-    return '\n\n'.join([f'## {kind.__name__}', _where(kind, paths, read), *said, table]) + '\n'
+    parts = [f'## {kind.__name__}', _where(kind, paths, read), *said, '\n'.join(rows)]
+    return '\n\n'.join(parts) + '\n'
 
 
 def _where(kind: type[Record], paths: list[str], read: dict[str, list[str]]) -> str:
@@ -73,8 +74,8 @@ def _where(kind: type[Record], paths: list[str], read: dict[str, list[str]]) -> 
     flags = ', '.join(f'`--{path}`' for path in paths)
     fields = {path.split('.')[1] for path in paths}
     programs = [p for p in PROGRAMS if any(p in read.get(field, ()) for field in fields)]
-    by = _programs(programs) if programs else '`study`'
-    return '\n'.join(textwrap.wrap(f'{flags}. Read by {by}.', 110, break_on_hyphens=False))
+    by = _programs(programs) if programs else 'study'
+    return '\n'.join(textwrap.wrap(f'{flags}. Read by *{by}*.', 110, break_on_hyphens=False))
 
 
 def _programs(names: list[str]) -> str:
@@ -101,18 +102,21 @@ def _records(hint: Any) -> list[type[Record]]:
     return [*records.record_types([*records.alternatives(hint), *inner]).values()]
 
 
-def _default(field: 'dataclasses.Field[Any]') -> str:
+def _default(field: 'dataclasses.Field[Any]', hint: Any) -> str:
+    """What a field is where nothing is said; nothing, of a record that is as its section says."""
     if field.default is not dataclasses.MISSING:
-        return f'`{"none" if field.default is None else field.default}`'
+        return f' = `{"none" if field.default is None else field.default}`'
     if field.default_factory is dataclasses.MISSING:
-        return 'required'
+        return ', required'
     value = field.default_factory()
     if not isinstance(value, Record):
-        return f'`{value!r}`'
+        return f' = `{value!r}`'
     values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}  # type: ignore
     plain = {f.name: f.default for f in dataclasses.fields(value)}  # type: ignore[arg-type]
-    given = (f'{n}={v!r}' for n, v in values.items() if plain[n] not in (v, dataclasses.MISSING))
-    return f'`{type(value).__name__}({", ".join(given)})`'
+    given = [f'{n}={v!r}' for n, v in values.items() if plain[n] not in (v, dataclasses.MISSING)]
+    several = len(_records(hint)) > 1
+    name = type(value).__name__
+    return f' = `{name}({", ".join(given)})`' if given or several else ''
 
 
 def _markdown(text: str) -> str:

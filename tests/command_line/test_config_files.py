@@ -174,6 +174,7 @@ def test_a_configuration_that_came_with_the_package_is_found_from_any_folder(tmp
     text = message('configs/quikstart.py')
     assert 'no such file, here or in ' in text
     assert text.endswith("did you mean 'configs/quickstart.py'?")
+    assert read('quickstart.py') == read('configs/quickstart.py')
     own = tmp_path / 'configs/quickstart.py'
     own.parent.mkdir()
     own.write_text('from tests import tiny\ndef get_config(): return tiny.experiment()')

@@ -53,8 +53,8 @@ def read(given: str, kind: type[Any] = TrainConfig) -> Any:
 
 
 def _found(path: str) -> pathlib.Path:
-    """The file of this name here, else the one that came with this package."""
-    for file in (pathlib.Path(path), _PACKAGE / path):
+    """The file of this name here, else the one that came with this package, in its configs/."""
+    for file in (pathlib.Path(path), _PACKAGE / path, _PACKAGE / 'configs' / path):
         if file.is_file():
             return file
     near = pathlib.Path(path) if pathlib.Path(path).is_dir() else pathlib.Path(path).parent

@@ -1,0 +1,53 @@
+"""What is installed from a wheel works in a folder where there is no checkout."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+PARTS = 'setup.cfg', 'setup.py', 'pyproject.toml', 'README.md', 'configs', 'vit_jax'
+
+
+@pytest.mark.full
+def test_an_installed_wheel_works_away_from_the_checkout(tmp_path):
+    pytest.importorskip('pip')
+    source, empty, installed = (tmp_path / name for name in ('source', 'empty', 'installed'))
+    packages = [path for path in sys.path if path.endswith('site-packages')]
+    source.mkdir()
+    empty.mkdir()
+    for part in PARTS:
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+        copy(ROOT / part, source / part)
+
+    def python(*arguments, folder=empty):
+        """What it says, with the packages that are here, of which vit_jax is no longer one."""
+        environment = os.environ | {'PYTHONPATH': os.pathsep.join([str(installed), *packages])}
+        command = [sys.executable, '-S', *map(str, arguments)]
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    alone = '--no-deps', '--no-index', '--no-build-isolation'
+    code, text = python('-m', 'pip', 'install', *alone, '--target', installed, source)
+    assert code == 0, text
+    shutil.rmtree(source)
+
+    code, text = python('-c', 'import vit_jax; print(vit_jax.__file__)')
+    assert code == 0 and text.startswith(str(installed)), text
+    code, text = python(installed / 'bin/vit_jax')
+    assert code == 0 and '  train ' in text
+    code, text = python('-m', 'vit_jax')
+    assert code == 0 and '  train ' in text
+    short = '--config.total.steps=2', '--config.schedule.warmup.steps=1', '--config.batch_size=8'
+    quick = '--config=configs/quickstart.py', '--workdir=run', *short, '--config.fewshot=none'
+    code, text = python(installed / 'bin/vit_jax', 'train', *quick)
+    assert code == 0 and '\nreached ' in text, text
+    for name in 'configs/pretrain/vit.py', 'pretrain/vit.py':
+        command = '-m', 'vit_jax.train', f'--config={name}:imagenet,B/16', '--workdir=other'
+        code, text = python(*command, '--config.data=nowhere')
+        assert code == 1 and text.startswith("error: data='nowhere': no such folder"), text

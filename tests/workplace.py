@@ -32,12 +32,11 @@ _SHORT = {'total.steps': 2, 'schedule.warmup.steps': 1, 'batch_size': 8, 'eval_b
 _TINY = {'depth': 1, 'width': 16, 'mlp_dim': 16, 'num_heads': 2}
 # Flags that make a program's work small, in place of those of their names that a page gives.
 _TRAINING = [f'--config.{name}={value}' for name, value in _SHORT.items()]
-_STUDYING = [f'--config.base.{name}={value}' for name, value in _SHORT.items()]
 _TINY_MODEL = [f'--config.model.{name}={value}' for name, value in _TINY.items()]
 SMALL = {
     'train': _TRAINING,
     'finetune': _TRAINING,
-    'study': [*_STUDYING, '--config.seeds=0,'],
+    'study': ['--list'],  # tests/test_study.py runs some
     'visualize': ['--num_images=8'],
 }
 # The same, of flags that a page gives.
@@ -64,8 +63,6 @@ def small(program, arguments):
         added.append('--config.fewshot=none')
     if program in ('train', 'finetune') and any(name in a for a in arguments for name in LARGE):
         added += _TINY_MODEL
-    if program == 'study' and not any(argument.startswith('--only') for argument in arguments):
-        added.append('--list')
     units = '.steps', '.epochs', '.examples', '.fraction'
     replaced = tuple(flag.partition('=')[0].removesuffix('.steps') for flag in added)
     kept = []

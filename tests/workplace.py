@@ -58,6 +58,8 @@ sys.exit(code)
 def small(program, arguments):
     """The arguments of a program with those that make its work small."""
     added = list(SMALL.get(program, []))
+    if program == 'visualize' and not any(a.startswith('--figures') for a in arguments):
+        added.append('--figures=filters,positions,rollout')  # each compiles a program
     added += [flag for name, flag in SMALLER.items() if any(a.startswith(name) for a in arguments)]
     if any('configs/studies/look_inside.py' in argument for argument in arguments):
         added.append('--config.fewshot=none')

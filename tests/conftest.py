@@ -55,7 +55,8 @@ def pytest_configure(config):
 
 
 LONGEST = (
-    *('test_hosts.py', 'test_stopping.py', 'test_training_run.py', 'test_app.py'),
+    *('test_documentation.py', 'test_hosts.py', 'test_stopping.py', 'test_training_run.py'),
+    'test_app.py',
     *('test_buckets.py', 'test_topologies.py', 'test_pretrained.py', 'test_following.py'),
     *('test_round_trips.py', 'test_families_in_use.py', 'test_figures.py'),
 )

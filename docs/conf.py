@@ -3,13 +3,19 @@
 import importlib.metadata
 import pathlib
 import re
+import sys
 from typing import Any
 
 project = 'vit_jax'
 author = 'The vit_jax authors'
 release = importlib.metadata.version('vit_jax')
 
-extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'sphinx.ext.viewcode']
+sys.path.insert(0, str(pathlib.Path(__file__).parent / 'api'))
+extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.viewcode', 'as_written']
+default_role = 'literal'  # `x` in a docstring is code
+autodoc_member_order = 'bysource'
+autodoc_inherit_docstrings = False
+maximum_signature_line_length = 88
 
 html_theme = 'sphinx_book_theme'
 html_title = 'vit_jax'

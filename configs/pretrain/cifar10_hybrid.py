@@ -1,0 +1,43 @@
+"""A small hybrid, convolutions before a ViT, from scratch on CIFAR-10, on two CPU cores.
+
+Paper: "An Image is Worth 16x16 Words", section 4.4, figure 5: hybrids are above the ViT where
+little is computed. Images are enlarged to 48 pixels: 12x12 places in the first stage, 36 tokens.
+Result: 79.9 % test accuracy (10,000 images). Cost: 73 minutes on 2 busy CPU cores.
+Command: python -m vit_jax.train --config=configs/pretrain/cifar10_hybrid.py --workdir=DIR \
+             --config.data=DATA
+"""
+
+from vit_jax.config import FewshotConfig, TrainConfig
+from vit_jax.data.augmentation import Augmentation
+from vit_jax.models import Backbone, ViTConfig
+from vit_jax.training.duration import Duration
+from vit_jax.training.losses import LossConfig
+from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
+
+
+def get_config() -> TrainConfig:
+    """The experiment; --config.data names the folder."""
+    return TrainConfig(
+        data='cifar10',
+        model=ViTConfig(
+            image_size=(48, 48),
+            patch_size=(1, 1),
+            backbone=Backbone(blocks=(2, 2), width=32),
+            width=96,
+            depth=3,
+            mlp_dim=192,
+            num_heads=3,
+            pool='gap',
+        ),
+        augmentation=Augmentation(shift_pixels=4, flip=True),
+        total=Duration(epochs=15.0),
+        batch_size=100,
+        eval_batch_size=500,
+        loss=LossConfig(label_smoothing=0.1),
+        optimizer=OptimizerConfig(weight_decay=0.05, clip_norm=1.0),
+        schedule=ScheduleConfig(learning_rate=2e-3, warmup=Duration(steps=300)),
+        polyak_decay=0.998,
+        eval_every_steps=1000,
+        checkpoint_every_steps=1000,
+        fewshot=FewshotConfig(every_steps=7500),
+    )

@@ -3,13 +3,16 @@
 import importlib.metadata
 import pathlib
 import re
+import sys
 from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # docs.api
 
 project = 'vit_jax'
 author = 'The vit_jax authors'
 release = importlib.metadata.version('vit_jax')
 
-extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'sphinx.ext.viewcode']
+extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.viewcode', 'docs.api.as_written']
 
 html_theme = 'sphinx_book_theme'
 html_title = 'vit_jax'

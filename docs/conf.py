@@ -6,12 +6,13 @@ import re
 import sys
 from typing import Any
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # docs.api
+
 project = 'vit_jax'
 author = 'The vit_jax authors'
 release = importlib.metadata.version('vit_jax')
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent / 'api'))
-extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.viewcode', 'as_written']
+extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.viewcode', 'docs.api.as_written']
 default_role = 'literal'  # `x` in a docstring is code
 autodoc_member_order = 'bysource'
 autodoc_inherit_docstrings = False

@@ -86,7 +86,7 @@ def _check_measures(name: str, grid: Grid, runs: Sequence[PlannedRun]) -> None:
             known = measure == COMPUTE or measure.partition('/')[0] in kinds
             there = ', '.join(f'{kind}/...' for kind in kinds)
             records.require(known, f'grids.{name}: {measure!r}: {run.name} has {there}')
-    combinations = {'-'.join(run.values.values()) for run in runs}
+    combinations = dict.fromkeys('-'.join(run.values.values()) for run in runs)
     unknown = [key for key in grid.published if key not in combinations]
     there = ', '.join([*combinations][:3])
     records.require(

@@ -210,6 +210,7 @@ def test_other_images_change_what_they_must_and_nothing_else(tmp_path):
     assert network.logits(np.zeros((1, 12, 8, 1), np.float32)).shape == (1, tiny.CLASSES)
 
 
+@pytest.mark.full
 def test_grey_images_give_the_same_logits_with_one_channel_or_five(tmp_path):
     path = saved(tmp_path, tiny.model())
     grey = np.asarray(tiny.images())[..., :1]
@@ -466,6 +467,7 @@ def test_predict_prints_the_classes_that_the_logits_say(tmp_path, capsys):
         np.testing.assert_allclose(stored['features'][index], features, atol=1e-5)
 
 
+@pytest.mark.full
 def test_predict_names_what_it_cannot_read_and_says_so_at_the_end(tmp_path, capsys):
     path, folder = saved(tmp_path, tiny.model()), photos(tmp_path)
     (tmp_path / 'photos' / '2.png').write_bytes(b'no image')
@@ -497,6 +499,7 @@ def test_predict_names_what_it_cannot_read_and_says_so_at_the_end(tmp_path, caps
         run(predict, zero_headed(tmp_path), folder)
 
 
+@pytest.mark.full
 def test_convert_writes_says_and_does_not_overwrite(tmp_path, capsys):
     source = reference.path('timm_token_nonsquare')
     target = tmp_path / 'x.npz'

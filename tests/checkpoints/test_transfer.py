@@ -50,6 +50,7 @@ def test_another_resolution_resizes_the_positions_and_nothing_else():
     assert build(new).apply(result.params, tiny.images(config=new)).shape == (2, tiny.CLASSES)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     'options, names',
     [
@@ -115,6 +116,7 @@ def test_what_does_not_fit_is_named_and_never_skipped(changes, message):
         transfer(made(OLD), old=OLD, new=new, fresh=made(new))
 
 
+@pytest.mark.full
 def test_a_mask_token_and_a_head_of_patches_are_kept_where_both_networks_have_them():
     old, new = (tiny.model(num_classes=n, patch_outputs=7) for n in (None, 3))
     fresh = jax.device_get(jax.jit(build(new).init)(jax.random.key(5)))

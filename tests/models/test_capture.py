@@ -199,6 +199,7 @@ def test_blocks_lie_along_the_first_axis_and_the_last_one_gives_the_features():
     np.testing.assert_allclose(last * norm['scale'] + norm['bias'], features, atol=1e-5)
 
 
+@pytest.mark.full
 def test_the_weights_are_those_that_mix_the_values():
     """Zero keys: every query sees every token alike."""
     model, params, images = made(tiny.model())

@@ -44,6 +44,7 @@ PARAMS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('config', NETWORKS.values(), ids=NETWORKS)
 def test_a_function_gives_the_head_and_logits_are_what_it_computes(config):
     model = build(config)
@@ -81,6 +82,7 @@ def test_the_cost_of_any_head_is_counted():
     assert multiply_adds(NETWORKS['ViT']) - without == 16 * 7 + 7 * 10
 
 
+@pytest.mark.full
 def test_fine_tuning_replaces_any_head_by_a_linear_one():
     old = NETWORKS['ViT']
     new = for_task(old, num_classes=4, image_size=None)

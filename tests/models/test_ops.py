@@ -97,6 +97,7 @@ def test_layers_side_by_side_are_those_apart():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 def test_forward_derivatives_are_there_as_well():
     """What keeps little for the backward pass is no obstacle to a Hessian or a Jacobian."""
     model = build(tiny.model(), compute=FLAT)

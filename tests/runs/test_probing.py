@@ -112,6 +112,7 @@ def test_classes_of_episodes_that_a_network_knows_are_said_where_it_does_not_kno
     assert said('abc') == said('') == []
 
 
+@pytest.mark.full
 def test_where_no_set_is_there_it_is_an_error(checkpoint, tmp_path):
     sets = {'one': ProbeSet(data='/no/where'), 'other': ProbeSet(data='/not/here')}
     with pytest.raises(FileNotFoundError, match="data='/not/here'"):

@@ -184,6 +184,7 @@ def test_only_as_many_checkpoints_are_kept_as_asked_for(tmp_path):
     assert size(tmp_path / 'checkpoints') == kept  # and nothing else, hidden or not
 
 
+@pytest.mark.full
 def test_a_run_that_is_complete_says_so_again_and_changes_nothing(trained, capsys):
     config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True)
     again = training_run.train(config, str(trained.folder))

@@ -104,6 +104,7 @@ def test_a_batch_of_masked_examples_only_moves_nothing():
     chex.assert_trees_all_close(state.params, tiny.random_params(state.params), rtol=0)
 
 
+@pytest.mark.full
 def test_the_average_of_the_parameters_follows_its_formula():
     states = [step(BATCH, steps=n, polyak_decay=0.75)[0] for n in (1, 2)]
     init = make_init(build(tiny.model()).init, optax.sgd(0.1), seed=0, averaged=True)

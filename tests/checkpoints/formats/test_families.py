@@ -77,6 +77,7 @@ def stored(path):
     return {name: (array.dtype, array.read().tobytes()) for name, array in arrays.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('name', [marked(name) for name in READ])
 def test_what_is_written_back_are_the_same_arrays(name, tmp_path):
     network = load(name, None)

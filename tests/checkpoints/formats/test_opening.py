@@ -177,6 +177,7 @@ def test_writing_is_the_inverse_of_reading(form, config, layout, tmp_path):
     assert_same_arrays(contents(path), contents(copy))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('format', ENDINGS)
 def test_numbers_are_rounded_to_bfloat16_where_a_file_can_say_so(format, tmp_path):
     theirs = {'gelu': 'exact', 'layer_norm_epsilon': 1e-5, 'pre_norm': True, 'num_classes': None}
@@ -283,6 +284,7 @@ def test_what_our_format_alone_has_is_refused_by_name(format, changes, message, 
     assert not path.exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     'options',
     [{'positions': 'relative'}, {'positions': 'learned2d', 'positions_at': 'every_layer'}],
@@ -299,6 +301,7 @@ def test_what_our_format_alone_has_comes_back_in_it(options, tmp_path):
     np.testing.assert_array_equal(again.logits(images), network.logits(images))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('kind', ['learned2d', 'sincos2d'])
 def test_positions_that_a_layout_does_not_have_are_written_as_an_array(kind, tmp_path):
     network, path = loaded(tiny.model(positions=kind)), str(tmp_path / 'x.npz')
@@ -652,6 +655,7 @@ def test_one_file_of_weights_is_read_before_several(tmp_path):
     assert_same_arrays(named_leaves(vit_jax.load(tmp_path).params), named_leaves(network.params))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     'key, value',
     [

@@ -32,9 +32,8 @@ def get_config(size: str = 'small') -> Study:
             name.replace('/', ''): {'model': augreg.get_config(f'i1k,{name}').model}
             for name in ('Ti/16', 'S/32', 'S/16', 'B/32', 'B/16', 'L/16')
         }
-        i21k = augreg.get_config('i21k,B/16')
-        of_i21k = {name: getattr(i21k, name) for name in ('data', 'eval_split')}
-        data = {'i1k': {}, 'i21k': of_i21k | {'model.head_bias': i21k.model.head_bias}}
+        fields = 'data', 'eval_split', 'model.head_bias'
+        data = {'i1k': {}, 'i21k': dict(zip(fields, augreg.DATA['i21k'], strict=True))}
     else:
         # Shifts in place of the Inception crop: then the images lie on the device.
         levels = {

@@ -40,6 +40,8 @@ def test_the_example_of_the_docs_runs_where_this_package_cannot_be_imported(tmp_
     assert any('turned as their camera says' in note for note in notes)
     Image.fromarray(PHOTO).save(tmp_path / 'photo.jpg')
     example = re.search('```python\n(.*?)```', PAGE.read_text(), re.DOTALL)[1]
+    assert "'/tmp/vit/" in example
+    example = example.replace('/tmp/vit/', f'{tmp_path}/')
     refuse = "import sys\nsys.modules |= dict.fromkeys(['vit_jax', 'flax', 'cv2', 'orbax'])\n"
     run = subprocess.run(
         [sys.executable, '-c', refuse + example],

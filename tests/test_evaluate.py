@@ -14,6 +14,7 @@ from tests.networks import changed, loaded
 from vit_jax import evaluate
 from vit_jax.checkpoints.card import Card
 from vit_jax.config import EvalConfig, TrainConfig
+from vit_jax.data import imagenet_classes
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.sources.arrays import array_source
 from vit_jax.data.sources.opening import make_opener
@@ -184,6 +185,15 @@ def test_images_of_classes_that_the_network_does_not_have_are_left_out_and_said(
     )
     assert found.labels.tolist() == [2, 1, 2]
     assert "1 of 3 classes are not among the network's: 'x'; 1 image of" in caplog.text
+
+
+def test_wordnet_ids_are_those_of_the_network_whose_names_are_imagenets():
+    ids, names = imagenet_classes.ids(), imagenet_classes.names()
+    some = [ids[517], ids[3], ids[134]]  # two of them are called crane
+    found = evaluation_run.matched(data_of(some), network_with(1000, names), by_number=False)
+    assert found.labels.tolist() == [517, 3, 134, 517]
+    with pytest.raises(ValueError, match="no class of the data .* 'n01440764'; .* has 'a', 'b'"):
+        evaluation_run.matched(data_of(ids[:1]), network_with(2, ('a', 'b')), by_number=False)
 
 
 def test_without_names_classes_are_matched_by_number_or_not_at_all():

@@ -44,6 +44,12 @@ def test_every_form_says_the_same():
     assert predict._formatted('x', several, 'text') == 'x  b, "c" 50.0%, a 25.0%, d 12.5%'
 
 
+def test_of_names_with_synonyms_people_are_told_the_first_where_it_is_of_one_class():
+    names = ['tabby, tabby cat', 'crane', 'maillot', 'maillot, tank suit', 'tench']
+    told = ['tabby', 'crane', 'maillot', 'maillot, tank suit', 'tench']
+    assert predict._first_words(names) == told
+
+
 def test_an_image_without_a_likely_class_is_not_lost():
     assert predict._formatted('x', [], 'text') == 'x  nothing above 50%'
     assert predict._formatted('x', [], 'csv') == 'x,,'

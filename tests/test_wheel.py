@@ -9,7 +9,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-PARTS = 'setup.cfg', 'setup.py', 'pyproject.toml', 'README.md', 'configs', 'vit_jax'
+PARTS = 'setup.cfg', 'setup.py', 'pyproject.toml', 'README.md', 'LICENSE', 'configs', 'vit_jax'
 
 
 @pytest.mark.full

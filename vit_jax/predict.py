@@ -8,6 +8,7 @@ of the images that could be read.
 """
 
 import argparse
+import collections
 import contextlib
 import csv
 import dataclasses
@@ -49,6 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
     print('\n'.join(loaded.report), file=sys.stderr)
     reader = prediction.reader_for(loaded, source, arguments.max_pixels)
     names = _class_names(loaded, arguments.class_names)
+    names = _first_words(names) if arguments.format == 'text' else names
     if not arguments.features:
         loaded.require_head()
     several = loaded.card.loss == 'sigmoid'
@@ -155,6 +157,13 @@ def _class_names(loaded: Loaded, path: str | None) -> list[str]:
     if len(names) != count:
         raise UserError(f'--class_names={path}: {len(names)} lines for {count} classes')
     return names
+
+
+def _first_words(names: Sequence[str]) -> list[str]:
+    """Of names such as `tabby, tabby cat` what stands first, where no other begins with it."""
+    first = [name.partition(', ')[0] for name in names]
+    uses = collections.Counter(first)
+    return [one if uses[one] == 1 else name for one, name in zip(first, names, strict=True)]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -27,7 +27,7 @@ from vit_jax.checkpoints.formats import google, huggingface, timm
 from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.checkpoints.formats.opening import NAMES, open_checkpoint
 from vit_jax.checkpoints.formats.writing import format_for
-from vit_jax.data import image_preprocessing
+from vit_jax.data import image_preprocessing, imagenet_classes
 from vit_jax.models import ResNetConfig
 from vit_jax.pretrained import Loaded
 
@@ -429,6 +429,27 @@ def test_class_names_and_preprocessing_of_a_hugging_face_directory(tmp_path):
     assert again.preprocessing.mean == pytest.approx((102, 127.5, 153))
     assert again.preprocessing.std == pytest.approx((51, 51, 51))
     assert not again.preprocessing.exif_rotation
+
+
+@pytest.mark.parametrize(
+    'file, classes, known',
+    [
+        ('B_16--imagenet2012-res_8.npz', 1000, True),
+        ('vit.augreg_in21k_ft_in1k.safetensors', 1000, True),
+        ('B_16.npz', 1000, False),
+        ('B_16--imagenet2012-res_8.npz', 100, False),
+    ],
+)
+def test_a_file_whose_name_says_imagenet_has_the_names_of_its_classes(
+    file, classes, known, tmp_path
+):
+    network = loaded(tiny.model(num_classes=classes, gelu='exact'))
+    vit_jax.save(network, str(tmp_path / file))
+    if file.endswith('.safetensors'):  # without the card that ours has
+        save_file(contents(tmp_path / file), tmp_path / file)
+    again = vit_jax.load(str(tmp_path / file), num_heads=network.config.num_heads)
+    assert again.class_names == (imagenet_classes.names() if known else ())
+    assert any("classes: ImageNet's 1,000, as" in line for line in again.report) == known
 
 
 def test_the_loss_of_a_hugging_face_directory_is_its_problem_type(tmp_path):

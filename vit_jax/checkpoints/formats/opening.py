@@ -26,6 +26,7 @@ from vit_jax.checkpoints.formats.inference import Clues, Hints
 from vit_jax.checkpoints.formats.json_files import json_object, read_json
 from vit_jax.checkpoints.formats.open_clip import OPEN_CLIP
 from vit_jax.checkpoints.formats.timm import TIMM
+from vit_jax.data import imagenet_classes
 from vit_jax.models import ModelConfig, ResNetConfig, build
 
 # The first that matches a file's names reads it; bigvision takes what is not as google writes it.
@@ -101,7 +102,19 @@ def open_checkpoint(
         own = Card.read(json_object(embedded), where='card') if embedded else None
         clues = Clues(found.arrays, hints, image_size, subtree=subtree, beside=described)
         opened = _recognised(path, clues, own, found.ignored)
+    if own is None:
+        opened = _with_imagenet_names(opened, ' '.join([path, *origin]))
     return opened._replace(report=[*origin, *opened.report], origin=origin)
+
+
+def _with_imagenet_names(opened: Checkpoint, said: str) -> Checkpoint:
+    """With names for its classes where the file has none, but is said to have ImageNet's."""
+    card, found = opened.card, imagenet_classes.names()
+    fits = card.model.num_classes == len(found) and imagenet_classes.is_said_by(said)
+    if card.class_names or not fits:
+        return opened
+    report = [*opened.report, f"classes: ImageNet's {len(found):,}, as its name says"]
+    return opened._replace(card=dataclasses.replace(card, class_names=found), report=report)
 
 
 def _recognised(path: str, clues: Clues, own: Card | None, ignored: tuple[str, ...]) -> Checkpoint:

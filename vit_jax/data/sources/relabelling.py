@@ -5,12 +5,14 @@ import dataclasses
 import json
 import logging
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from vit_jax.base import MissingFile, UserError, counted, require
+from vit_jax.data import imagenet_classes
 from vit_jax.data.sources.base import EncodedImage, Label, Source, labelled_source, select
 
 _OF_IMAGES = 'read_names', 'read_stamps', 'stamps_at_hand'  # of a source: the labels are others
@@ -74,9 +76,12 @@ def with_labels(source: Source) -> Source:
 def renumbered(source: Source, class_names: Sequence[str]) -> Source:
     """The images with the numbers that their classes have among `class_names`, matched by name.
 
+    Names that are WordNet ids (n01440764) are found among ImageNet's classes by these.
     Images of other classes alone are left out, with a warning. UserError where all are, and where
     a name stands for two classes.
     """
+    if all(re.fullmatch(r'n\d{8}', name) for name in source.class_names):
+        class_names = imagenet_classes.ids() if imagenet_classes.are(class_names) else class_names
     if source.class_names == tuple(class_names):
         return source
     known = {*class_names}

@@ -111,7 +111,7 @@ def _default(field: 'dataclasses.Field[Any]', hint: Any) -> str:
     value = field.default_factory()
     if not isinstance(value, Record):
         return f' = `{value!r}`'
-    values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}  # type: ignore
+    values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}  # type: ignore[arg-type]
     plain = {f.name: f.default for f in dataclasses.fields(value)}  # type: ignore[arg-type]
     given = [f'{n}={v!r}' for n, v in values.items() if plain[n] not in (v, dataclasses.MISSING)]
     several = len(_records(hint)) > 1

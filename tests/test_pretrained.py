@@ -467,6 +467,23 @@ def test_predict_prints_the_classes_that_the_logits_say(tmp_path, capsys):
         np.testing.assert_allclose(stored['features'][index], features, atol=1e-5)
 
 
+def test_a_network_with_other_parameters_computes_with_these_and_keeps_nothing_of_the_old():
+    network = changed(loaded(tiny.model()), loss='sigmoid', class_names=tuple('abcdefghij'))
+    network = dataclasses.replace(network, origin=('https://x.org/a.npz',))
+    doubled = jax.tree.map(lambda leaf: jnp.asarray(2 * leaf), network.params)
+    other = network.with_params(doubled, class_names=tuple('klmnopqrst'), loss='softmax')
+    assert (other.card.loss, other.class_names[0], other.origin) == ('softmax', 'k', ())
+    shape = 2, *network.config.image_size, 3
+    images = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
+    expected = network.model.apply(doubled, jnp.asarray(images))
+    np.testing.assert_allclose(other.logits(images), expected, rtol=1e-5, atol=1e-5)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(other.params))
+    with pytest.raises(
+        ValueError, match=r'params: the arrays do not fit:\n  missing embedding/bias'
+    ):
+        network.with_params({k: v for k, v in doubled.items() if k != 'embedding'})
+
+
 @pytest.mark.full
 def test_predict_names_what_it_cannot_read_and_says_so_at_the_end(tmp_path, capsys):
     path, folder = saved(tmp_path, tiny.model()), photos(tmp_path)

@@ -14,13 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base import Array, Float, Params, Record, UInt8, UserError, require, tree_names, usable
-from vit_jax.checkpoints import names, store
+from vit_jax.checkpoints import names, store, transfer
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import opening, writing
 from vit_jax.checkpoints.formats.array_files import error_prefix
 from vit_jax.checkpoints.formats.base import Layout
 from vit_jax.checkpoints.formats.inference import Hints
-from vit_jax.checkpoints.transfer import adapt, transfer
 from vit_jax.data.image_preprocessing import Preprocessing, decode, normalize
 from vit_jax.models import Compute, Gelu, Model, ModelConfig, ViTConfig, build, has_trained_head
 from vit_jax.models.taps import Reduction
@@ -92,6 +91,27 @@ class Loaded:
     def model(self) -> Model:
         """The network's functions."""
         return build(self.config, compute=self.compute)
+
+    def with_params(
+        self,
+        params: Params,
+        *,
+        class_names: Sequence[str] | None = None,
+        loss: str | None = None,
+    ) -> 'Loaded':
+        """The network with other parameters, such as those that were trained from its own.
+
+        `class_names` and `loss` are as before where they are not given. Raises UserError for
+        parameters that have other names or shapes than its own.
+        """
+        given, own = (tree_names.named_leaves(each) for each in (params, self.params))
+        tree_names.compare_names(given, own, where='params')
+        card = self.card
+        if class_names is not None:
+            card = dataclasses.replace(card, class_names=tuple(class_names))
+        card = dataclasses.replace(card, loss=loss or card.loss)
+        host = jax.tree.map(np.asarray, params)
+        return dataclasses.replace(self, card=card, params=host, origin=())
 
     @functools.cached_property
     def predicts(self) -> bool:
@@ -229,7 +249,8 @@ def load(
     changes = Changes(*sizes, channels, num_classes, new_channels)
     checkpoint = opening.open_checkpoint(path, hints, image_size=changes.image_size)
     card, new = checkpoint.card, _changed_config(checkpoint.card.model, changes)
-    params, lines = _changed_params(checkpoint.read(), card.model, new, changes.new_channels)
+    was, how = card.model, changes.new_channels
+    params, lines = transfer.changed(checkpoint.read(), old=was, new=new, new_channels=how)
     if new.num_classes != card.model.num_classes:  # what was said of the old head
         card = dataclasses.replace(card, class_names=(), loss=None)
     if new.num_classes is not None and not has_trained_head(params):
@@ -329,31 +350,6 @@ def _changed_config(old: ModelConfig, changes: Changes) -> ModelConfig:
     if changes.num_classes != 'keep':
         values['num_classes'] = changes.num_classes
     return dataclasses.replace(old, **values)
-
-
-def _changed_params(
-    params: Params, old: ModelConfig, new: ModelConfig, new_channels: Literal['adapt', 'fresh']
-) -> tuple[Params, list[str]]:
-    """The parameters of the changed network, and a line about each change."""
-    report: list[str] = []
-    if new.num_classes != old.num_classes:
-        # Only the head is taken from `fresh`: without one, names and shapes will do.
-        shapes = jax.eval_shape(build(new).init, jax.random.key(0))
-        fresh = shapes if new.num_classes is None else _initial(new)
-        params, report = transfer(params, old=old, new=new, fresh=fresh)
-    elif new != old:
-        params, report = adapt(params, old=old, new=new)
-    if new_channels == 'fresh' and new.channels != old.channels:
-        drawn, root = tree_names.named_leaves(_initial(new)), 'backbone/conv_root/kernel'
-        first = root if root in drawn else 'embedding/kernel'
-        params = tree_names.map_named(lambda n, leaf: drawn[n] if n == first else leaf, params)
-        report.append(f'{first}: drawn anew, for {new.channels} channels')
-    return params, report
-
-
-def _initial(config: ModelConfig) -> Params:
-    """First parameters of a network, in host memory."""
-    return jax.device_get(jax.jit(build(config).init)(jax.random.key(0)))
 
 
 def _exact(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -64,11 +64,11 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.list:
             _list(folder, study, chosen, arguments.compiled)
             return 0
-        done = sum(studies.is_complete(folder, run) for run in chosen)
-        print(f'{study.title}: {counted(len(chosen), "run")}, {done:,} complete', flush=True)
+        complete = sum(studies.is_complete(folder, run) for run in chosen)
+        print(f'{study.title}: {counted(len(chosen), "run")}, {complete:,} complete', flush=True)
         failed, stopped = _train(folder, study, chosen, arguments.compiled)
-        lost = study_results.missing(folder, study, runs)
-        _tell(folder, study, runs)
+        done, lost = study_results.reached(folder, study, runs)
+        _tell(folder, study, study_results.rows(study, runs, done))
     for sentence in lost:
         print(f'warning: {sentence}', flush=True)
     if failed:
@@ -149,8 +149,9 @@ def _trained(
         errors = [line for line in told if line.startswith('error: ')] or told or ['no word']
         reason = errors[-1].removeprefix('error: ')
         return Outcome(code, f'failed with code {code}: {reason} ({output})')
-    found = study_results.reached(folder, study, run)
-    numbers = ', '.join(f'{name} {study_results.written(name, x)}' for name, x in found.items())
+    found, _ = study_results.reached(folder, study, [run])
+    measured = found.get(run.name, {})
+    numbers = ', '.join(f'{name} {study_results.written(name, x)}' for name, x in measured.items())
     seconds = sum(history.read(folder / run.name, run.name).seconds.values())
     return Outcome(0, f'{numbers}  in {reporting.duration(seconds)}')
 
@@ -206,12 +207,11 @@ def _progress(workdir: pathlib.Path) -> str:
     return 'starting'
 
 
-def _tell(folder: pathlib.Path, study: Study, runs: Sequence[PlannedRun]) -> None:
-    """Prints and writes the tables, and draws the picture, of what is complete by now."""
-    rows = study_results.rows(folder, study, runs)
-    if not any(numbers for row in rows for numbers in row.numbers.values()):
+def _tell(folder: pathlib.Path, study: Study, found: Sequence[study_results.Row]) -> None:
+    """Prints and writes the tables, and draws the picture, of what was found by now."""
+    if not any(numbers for row in found for numbers in row.numbers.values()):
         return
-    rows += study_results.means(study, rows)
+    rows = [*found, *study_results.means(study, found)]
     text = study_results.text(study, rows)
     print(f'\n{text}')
     texts = {'md': text, 'csv': study_results.comma_separated(rows)}

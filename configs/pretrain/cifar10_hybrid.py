@@ -30,7 +30,7 @@ def get_config() -> TrainConfig:
             pool='gap',
         ),
         augmentation=Augmentation(shift_pixels=4, flip=True),
-        total=Duration(epochs=12.0),
+        total=Duration(epochs=12.5),
         batch_size=64,
         eval_batch_size=500,
         loss=LossConfig(label_smoothing=0.1),
@@ -39,5 +39,5 @@ def get_config() -> TrainConfig:
         polyak_decay=0.9985,
         eval_every_steps=1000,
         checkpoint_every_steps=1000,
-        fewshot=FewshotConfig(every_steps=9372),
+        fewshot=FewshotConfig(every_steps=9765),
     )

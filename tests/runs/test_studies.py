@@ -193,14 +193,14 @@ def test_rows_have_the_numbers_of_complete_runs_by_seed(tmp_path):
     run_of(tmp_path / 'train/1-seed1', {'accuracy': 0.25})
     run_of(tmp_path / 'train/2-seed0', {'accuracy': 0.9})
     (tmp_path / 'train/2-seed0/ledger.jsonl').write_text('')  # not complete
-    first, second = study_results.rows(tmp_path, one, runs)
+    done, (said,) = study_results.reached(tmp_path, one, runs)
+    first, second = study_results.rows(one, runs, done)
     assert first.numbers == {
         'test/accuracy': {0: 0.75, 1: 0.25},
         'fewshot/5_shot_accuracy': {0: 0.25},
     }
     assert (first.values, first.planned, first.published) == ({'depth': '1'}, 2, 0.5)
     assert second.numbers == {'test/accuracy': {}, 'fewshot/5_shot_accuracy': {}}
-    (said,) = study_results.missing(tmp_path, one, runs)
     metrics = tmp_path / 'train/1-seed1/metrics.jsonl'
     assert said == f'train/1-seed1: no fewshot/5_shot_accuracy of step 10 in {metrics}'
 
@@ -211,9 +211,9 @@ def test_an_earlier_evaluation_is_not_taken_for_the_last_that_is_lost(tmp_path):
     run_of(tmp_path / 'train/1-seed0', {'accuracy': 0.5, 'step': 5})
     run_of(tmp_path / 'train/2-seed0', {'accuracy': 0.5})
     (tmp_path / 'train/2-seed0/metrics.jsonl').unlink()
-    numbers = [row.numbers for row in study_results.rows(tmp_path, one, runs)]
-    assert numbers == [{'test/accuracy': {}}] * 2
-    assert len(study_results.missing(tmp_path, one, runs)) == 2
+    done, lost = study_results.reached(tmp_path, one, runs)
+    numbers = [row.numbers for row in study_results.rows(one, runs, done)]
+    assert numbers == [{'test/accuracy': {}}] * 2 and len(lost) == 2
 
 
 def test_numbers_and_checkpoint_are_of_the_step_that_was_best(tmp_path):
@@ -227,7 +227,8 @@ def test_numbers_and_checkpoint_are_of_the_step_that_was_best(tmp_path):
         for kind, accuracy in zip(('held', 'test'), both, strict=True)
     ]
     run_of(folder, *lines)
-    assert study_results.reached(tmp_path, one, runs['train/1-seed0']) == {'test/accuracy': 0.2}
+    done, _ = study_results.reached(tmp_path, one, [*runs.values()])
+    assert done == {'train/1-seed0': {'test/accuracy': 0.2}}
     (folder / 'checkpoints/15').mkdir(parents=True)
     with pytest.raises(UserError, match='step 10 was best, but has no checkpoint'):
         studies.write_config(tmp_path, one, runs['tune/1-a-seed0'])
@@ -236,12 +237,17 @@ def test_numbers_and_checkpoint_are_of_the_step_that_was_best(tmp_path):
     assert json.loads(path.read_text())['start_from'] == str(folder / 'checkpoints/10')
 
 
+def rows_of(folder, one, runs):
+    done, _ = study_results.reached(folder, one, runs)
+    return study_results.rows(one, runs, done)
+
+
 def test_means_are_over_the_seeds_that_all_have(tmp_path):
     one = two_grids()
     runs = studies.planned(one)
     for seed, task, accuracy in [(0, 'a', 0.5), (0, 'b', 0.7), (1, 'a', 0.1), (0, 'c', 0.9)]:
         run_of(tmp_path / f'tune/1-{task}-seed{seed}', {'accuracy': accuracy})
-    near = study_results.means(one, study_results.rows(tmp_path, one, runs))
+    near = study_results.means(one, rows_of(tmp_path, one, runs))
     assert [row.values for row in near] == [{'depth': d, 'task': 'near'} for d in '12']
 
     np.testing.assert_allclose(near[0].numbers['test/accuracy'][0], 0.6)
@@ -258,7 +264,7 @@ def test_compute_is_that_of_table_6_of_the_first_training(tmp_path):
     runs = studies.planned(one)
     for run in runs:
         run_of(tmp_path / run.name, {'accuracy': 0.5}, step=10 if run.grid == 'train' else 3)
-    rows = study_results.rows(tmp_path, one, runs)
+    rows = rows_of(tmp_path, one, runs)
     for row, depth in zip(rows, (1, 2, 1, 2), strict=True):
         expected = 6 * multiply_adds(tiny.model(depth=depth, num_classes=None)) * 16 * 10 / 1e18
         np.testing.assert_allclose(row.numbers['compute'][0], expected)
@@ -291,7 +297,7 @@ def test_a_mean_of_some_says_of_how_many_and_has_their_published_values(tmp_path
     one = study(grids={'tune': tune})
     for task, accuracy in {'a': 0.25, 'c': 0.75}.items():
         run_of(tmp_path / f'tune/{task}-seed0', {'accuracy': accuracy})
-    (row,) = study_results.means(one, study_results.rows(tmp_path, one, studies.planned(one)))
+    (row,) = study_results.means(one, rows_of(tmp_path, one, studies.planned(one)))
     assert row.values == {'task': 'all (2 of 3)'}
     assert row.numbers == {'test/accuracy': {0: 0.5}}
     np.testing.assert_allclose(row.published, 0.7)

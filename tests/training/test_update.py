@@ -44,8 +44,6 @@ def step(batch, *, parts=1, dropout=0.0, steps=1, polyak_decay=None, seed=0):
         loss_sums_of(model),
         optimizer,
         lambda step: jnp.asarray(0.1),
-        augment=lambda key, batch: batch,
-        stop_frozen_gradients=lambda params: params,
         seed=seed,
         accumulation_steps=parts,
         polyak_decay=polyak_decay,
@@ -171,8 +169,6 @@ def test_the_step_is_taken_on_what_augmentation_leaves():
         optimizer,
         lambda step: jnp.asarray(0.1),
         augment=augment,
-        stop_frozen_gradients=lambda params: params,
-        seed=0,
     )
     state, metrics = update(state, BATCH)
     assert metrics.num_examples == 3
@@ -197,14 +193,11 @@ def test_an_update_that_is_not_finite_changes_the_number_of_the_step_alone(poiso
             loss_sums,
             optimizer,
             lambda step: jnp.asarray(0.1),
-            augment=lambda key, batch: batch,
-            stop_frozen_gradients=lambda params: params,
-            seed=0,
             polyak_decay=0.5,
         )
     )
     params = {'w': jnp.ones(3)}
-    state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), params)
+    state = TrainState.initial(params, optimizer, averaged=True)
     good, bad = ({'x': jnp.arange(3.0), 'bad': jnp.asarray(bad)} for bad in (False, True))
     state, metrics = update(state, good)
     assert metrics.scalars['skipped'] == 0

@@ -1,13 +1,14 @@
 """A network that begins with another one's parameters: other images, another head."""
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+import jax
 import numpy as np
 
 from vit_jax.base import Params, tree_names
 from vit_jax.checkpoints import resize
-from vit_jax.models import ModelConfig, ViTConfig, head_params, positions
+from vit_jax.models import ModelConfig, ViTConfig, build, head_params, positions
 from vit_jax.models.masked_patches import MASKED
 
 
@@ -86,3 +87,35 @@ def adapt(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
 
 def _by(pair: tuple[int, int]) -> str:
     return f'{pair[0]}x{pair[1]}'
+
+
+def changed(
+    params: Params,
+    *,
+    old: ModelConfig,
+    new: ModelConfig,
+    new_channels: Literal['adapt', 'fresh'] = 'adapt',
+) -> Transferred:
+    """The network for other images, with another head, or none.
+
+    `new_channels`: its first layer is the old one for another number, or is drawn anew.
+    """
+    report: list[str] = []
+    if new.num_classes != old.num_classes:
+        # Only the head is taken from `fresh`: without one, names and shapes will do.
+        shapes = jax.eval_shape(build(new).init, jax.random.key(0))
+        fresh = shapes if new.num_classes is None else _initial(new)
+        params, report = transfer(params, old=old, new=new, fresh=fresh)
+    elif new != old:
+        params, report = adapt(params, old=old, new=new)
+    if new_channels == 'fresh' and new.channels != old.channels:
+        drawn, root = tree_names.named_leaves(_initial(new)), 'backbone/conv_root/kernel'
+        first = root if root in drawn else 'embedding/kernel'
+        params = tree_names.map_named(lambda n, leaf: drawn[n] if n == first else leaf, params)
+        report.append(f'{first}: drawn anew, for {new.channels} channels')
+    return Transferred(params, report)
+
+
+def _initial(config: ModelConfig) -> Params:
+    """First parameters of a network, in host memory."""
+    return jax.device_get(jax.jit(build(config).init)(jax.random.key(0)))

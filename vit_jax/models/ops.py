@@ -5,7 +5,7 @@ rows of one matrix. XLA then sums the gradients of biases and scales over one ax
 first writes the tokens transposed, in float32. With `batched` they are as in Flax: TPUs tile the
 last two axes, so that there a reshape of these is a copy.
 
-Of the convolutions of a ResNet the same is so for those of 1x1, and for what follows the root.
+The convolutions of 1x1 of a ResNet, and the pooling after its root, are computed flat as well.
 """
 
 import functools

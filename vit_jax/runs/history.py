@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import Float, Path, UserError, read_json_lines, storage
+from vit_jax.base import Float, Path, UserError, read_json_lines, require, storage
 from vit_jax.base.storage import reaching
 from vit_jax.runs import goodput, workdirs
 
@@ -56,11 +56,9 @@ def read(folder: Path, name: str) -> History:
     with reaching(folder):
         metrics = folder / workdirs.METRICS
         if not metrics.exists() and not (folder / workdirs.CONFIG).exists():
-            what = (
-                'the work directory of a training' if folder.exists() else 'there is no such folder'
-            )
-            expected = f'expected {what}' if folder.exists() else what
-            raise UserError(f'{folder}: no {workdirs.METRICS}: {expected}')
+            absent = f'{folder}: no {workdirs.METRICS}'
+            require(folder.exists(), f'{absent}: there is no such folder')
+            raise UserError(f'{absent}: expected the work directory of a training')
         lines = read_json_lines(metrics, kind=str, step=int) if metrics.exists() else []
         try:
             config = workdirs.read_config(folder / workdirs.CONFIG)

@@ -102,7 +102,7 @@ def agree(folder: Path, runs: Sequence[PlannedRun]) -> None:
     """Writes down which runs there are, and keeps those that have begun.
 
     Raises UserError where a run has begun with other values of what it learns or is measured by,
-    and where others than these alone have.
+    and where runs have begun of which none is one of these.
     """
     path = folder / STUDY
     found = {run.name: records.to_dict(run.config) for run in runs}

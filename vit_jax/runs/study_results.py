@@ -14,6 +14,8 @@ from vit_jax.models import multiply_adds
 from vit_jax.runs import history
 from vit_jax.runs.studies import PlannedRun, best_step, last_step
 
+Measures = dict[str, float]  # by name: `test/accuracy`
+
 
 class Row(NamedTuple):
     """What the runs of one experiment reached, those of all seeds together."""
@@ -43,16 +45,16 @@ class Lines(NamedTuple):
     joined: bool  # something lies between the places
 
 
-def rows(folder: Path, study: Study, runs: Sequence[PlannedRun]) -> list[Row]:
-    """What was reached by now: a row for each experiment, of its runs that are complete."""
+def rows(study: Study, runs: Sequence[PlannedRun], done: Mapping[str, Measures]) -> list[Row]:
+    """What was reached by now: a row for each experiment, of its runs that are `done`, by name."""
     found: list[Row] = []
     for name, grid in study.grids.items():
         own = [run for run in runs if run.grid == name]
         for values in {tuple(run.values.values()): run.values for run in own}.values():
             same = [run for run in own if run.values == values]
-            done = {run.seed: reached(folder, study, run) for run in same}
+            by_seed = {run.seed: done.get(run.name, {}) for run in same}
             numbers = {
-                measure: {seed: each[measure] for seed, each in done.items() if measure in each}
+                measure: {seed: each[measure] for seed, each in by_seed.items() if measure in each}
                 for measure in grid.measures
             }
             published = grid.published.get('-'.join(values.values()))
@@ -60,17 +62,33 @@ def rows(folder: Path, study: Study, runs: Sequence[PlannedRun]) -> list[Row]:
     return found
 
 
-def reached(folder: Path, study: Study, run: PlannedRun) -> dict[str, float]:
-    """The measures of a complete run, at its last step or its best one, as far as it has them."""
-    grid, last = study.grids[run.grid], last_step(folder, run)
-    if last is None:
-        return {}
+def reached(
+    folder: Path, study: Study, runs: Sequence[PlannedRun]
+) -> tuple[dict[str, Measures], list[str]]:
+    """The measures of each run that is complete, by its name; a sentence for each that lacks some.
+
+    They are of its last step, or of the best one where the grid has `best`.
+    """
+    found, lost = dict[str, Measures](), list[str]()
+    for run in runs:
+        if (last := last_step(folder, run)) is None:
+            continue
+        found[run.name] = _measures(folder, study, run, last)
+        if absent := [n for n in study.grids[run.grid].measures if n not in found[run.name]]:
+            path = folder / run.name / 'metrics.jsonl'
+            lost.append(f'{run.name}: no {", ".join(absent)} of step {last:,} in {path}')
+    return found, lost
+
+
+def _measures(folder: Path, study: Study, run: PlannedRun, last: int) -> Measures:
+    """Those of the grid that a run has, whose last step is `last`."""
+    grid = study.grids[run.grid]
     try:
         told = history.read(folder / run.name, run.name)
     except UserError:  # it was taken away
         return {}
     step = last if grid.best is None else best_step(told, grid.best)
-    found = {}
+    found = Measures()
     for measure in grid.measures:
         kind, _, number = measure.partition('/')
         at = [line for line in told.of_kind(kind) if line['step'] == step and number in line]
@@ -79,19 +97,6 @@ def reached(folder: Path, study: Study, run: PlannedRun) -> dict[str, float]:
         elif at:
             found[measure] = float(at[-1][number])
     return found
-
-
-def missing(folder: Path, study: Study, runs: Sequence[PlannedRun]) -> list[str]:
-    """A sentence for each complete run that does not have all measures."""
-    sentences = []
-    for run in runs:
-        if (last := last_step(folder, run)) is None:
-            continue
-        found = reached(folder, study, run)
-        if lost := [name for name in study.grids[run.grid].measures if name not in found]:
-            path = folder / run.name / 'metrics.jsonl'
-            sentences.append(f'{run.name}: no {", ".join(lost)} of step {last:,} in {path}')
-    return sentences
 
 
 def _exaflops(folder: Path, run: PlannedRun) -> float:

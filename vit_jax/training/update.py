@@ -29,6 +29,17 @@ class TrainState(NamedTuple):
     opt_state: Any
     ema_params: Params | None  # Polyak average of the parameters, where it is asked for
 
+    @staticmethod
+    def initial(
+        params: Params, optimizer: optax.GradientTransformation, *, averaged: bool = False
+    ) -> 'TrainState':
+        """The state before the first step; `averaged`: with the average that `polyak_decay` moves.
+
+        The parameters are arrays of jax.
+        """
+        average = jax.tree.map(jnp.copy, params) if averaged else None
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), average)
+
     @property
     def eval_params(self) -> Params:
         """The parameters to evaluate and to keep: the average where there is one."""
@@ -69,9 +80,7 @@ def make_init(
     """The state before the first step, as a function to be compiled into its place."""
 
     def initial_state() -> TrainState:
-        params = init(key_for(seed, INITIALISE, 0))
-        average = jax.tree.map(jnp.copy, params) if averaged else None
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), average)
+        return TrainState.initial(init(key_for(seed, INITIALISE, 0)), optimizer, averaged=averaged)
 
     return initial_state
 
@@ -103,14 +112,15 @@ def make_update(
     optimizer: optax.GradientTransformation,
     schedule: Schedule,
     *,
-    augment: Callable[[Key[Array, ''], Batch], Batch],
-    stop_frozen_gradients: Callable[[Params], Params],
-    seed: int,
+    augment: Callable[[Key[Array, ''], Batch], Batch] = lambda key, batch: batch,
+    stop_frozen_gradients: Callable[[Params], Params] = lambda params: params,
+    seed: int = 0,
     accumulation_steps: int = 1,
     polyak_decay: float | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The update step: gradients of the mean loss over the unmasked examples, one optimizer step.
 
+    `schedule` is that of the optimizer, to report the rate. `augment` is applied to each batch;
     `stop_frozen_gradients` gives the parameters without a gradient for those that are frozen. A
     step whose loss or gradient is not finite leaves all but the number of the step as it was, and
     the metric `skipped` is 1. With `accumulation_steps=k` the gradients of k parts of the batch are

@@ -43,7 +43,10 @@ def pytest_configure(config):
     if config.getoption('numprocesses', None) and not hasattr(config, 'workerinput'):
         return
     # Under the hook whatever is imported would be compiled anew, other people's code too.
-    for name in ('flax', 'grain', 'matplotlib.pyplot', 'optax', 'orbax.checkpoint', 'scipy.stats'):
+    theirs = 'flax', 'grain', 'matplotlib.pyplot', 'optax', 'orbax.checkpoint', 'scipy.stats'
+    # Records check what they are given themselves, at each assignment: checked twice, the
+    # configurations alone took ten seconds of each process.
+    for name in (*theirs, 'vit_jax.base.records'):
         importlib.import_module(name)
     import jaxtyping
 

@@ -93,12 +93,17 @@ def require_pattern(pattern: str) -> None:
         raise UserError(f'{pattern!r} is no regular expression: {error}') from error
 
 
-_every_hint: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
-
-
-def hints(cls: Any) -> dict[str, Any]:
+def hints(cls: Any) -> Mapping[str, Any]:
     """The type of each field of a record, by name."""
-    return {field.name: _every_hint(cls)[field.name] for field in dataclasses.fields(cls)}
+    return _hints(cls)
+
+
+def _hints_of(cls: Any) -> Mapping[str, Any]:
+    known = typing.get_type_hints(cls)
+    return types.MappingProxyType({each.name: known[each.name] for each in dataclasses.fields(cls)})
+
+
+_hints: Callable[[Any], Mapping[str, Any]] = functools.cache(_hints_of)
 
 
 def _require_known(names: Iterable[str], known: Collection[str], where: str) -> None:

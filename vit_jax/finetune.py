@@ -12,7 +12,8 @@ from vit_jax.runs.following import after_fine_tuning
 def run(asked: app.Invocation) -> None:
     """Trains from the parameters of another run. Raises UserError where none is named."""
     if asked.config.start_from is None:
-        raise UserError('fine-tuning needs a checkpoint: --config.start_from=FILE or WORKDIR')
+        how = '--config.start_from=FILE, WORKDIR or a name such as augreg:S/16-in21k'
+        raise UserError(f'fine-tuning needs a checkpoint: {how}')
     train.run(asked, following=after_fine_tuning)
 
 

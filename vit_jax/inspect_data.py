@@ -151,7 +151,8 @@ def _lines(scan: Scan) -> list[str]:
     lines = [f'  classes      {len(names)}: {", ".join(names[:_SHOWN])}{more}'] if names else []
     if counts:
         (fewest, few), (most, many) = counts[0], counts[-1]
-        lines.append(f'  a class has  {counted(few, "image")} ({fewest}) to {many:,} ({most})')
+        images = f'{counted(few, "image")} ({fewest}) to {many:,} ({most})'
+        lines.append(f'  a class has  {counted(few, "image") if few == many else images}')
     formats = ', '.join(f'{count:,} {kind}' for kind, count in scan.formats.items())
     lines.append(f'  stored as    {formats or "nothing that can be read"}')
     if scan.height:

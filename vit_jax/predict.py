@@ -82,6 +82,8 @@ def main(arguments: argparse.Namespace) -> int:
         arrays = {'paths': np.array(paths, str), 'features': np.concatenate(rows)}
         write_npz(pathlib.Path(arguments.features), arrays)
         print(f'features of {counted(len(paths), "image")}: {arguments.features}', file=sys.stderr)
+    if arguments.output:
+        print(f'written: {arguments.output}', file=sys.stderr)
     if unreadable:
         print(f'{unreadable:,} of {len(source):,} images cannot be read', file=sys.stderr)
     return 1 if unreadable else 0

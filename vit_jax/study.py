@@ -239,7 +239,10 @@ def _picture(study: Study, rows: Sequence[study_results.Row]) -> bytes | None:
         return None
     from vit_jax.figures import curves, style  # matplotlib is an extra
 
-    spread = f', mean ± deviation of {len(study.seeds)} seeds' if len(study.seeds) > 1 else ''
+    seeds = {len(row.numbers.get(draw.y, ())) for row in rows} - {0}  # of an experiment
+    fewest, most = min(seeds), max(seeds)
+    of = f'{most}' if fewest == most else f'{fewest} to {most}'
+    spread = f', mean ± deviation of {of} seeds' if most > 1 else ''
     figure = curves.measured(
         study.title,
         [curves.Measured(*line) for line in lines],

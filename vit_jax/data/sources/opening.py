@@ -160,7 +160,8 @@ def _with_splits(splits: Splits, held_out: HeldOut, data: str) -> Splits:
         is_test = _drawn(source, names, held_out)
         share, among = f'about {held_out.fraction:g} of each class', f'{len(source):,} images'
         count = f'{is_test.sum():,} of {among}'
-        warn_once(f'{data} has no splits: {share}, {count}, are held out for testing (held_out)')
+        how = "(held_out); the split 'all' is every image"
+        warn_once(f'{data} has no splits: {share}, {count}, are held out for testing {how}')
         return source, is_test
 
     def opened(split: str) -> Source:

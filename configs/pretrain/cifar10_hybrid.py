@@ -33,7 +33,7 @@ def get_config() -> TrainConfig:
         augmentation=Augmentation(shift_pixels=4, flip=True),
         total=Duration(epochs=15.0),
         batch_size=96,
-        eval_batch_size=500,
+        eval_batch_size=512,
         loss=LossConfig(label_smoothing=0.1),
         optimizer=OptimizerConfig(weight_decay=0.05, clip_norm=1.0),
         schedule=ScheduleConfig(learning_rate=2e-3, warmup=Duration(steps=300)),

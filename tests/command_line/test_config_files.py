@@ -174,6 +174,8 @@ def test_a_configuration_that_came_with_the_package_is_found_from_any_folder(tmp
     text = message('configs/quikstart.py')
     assert 'no such file, here or in ' in text
     assert text.endswith("did you mean 'configs/quickstart.py'?")
+    (tmp_path / 'setup.py').write_text('pass')
+    assert 'setup.py' not in message('mine.py')
     assert read('quickstart.py') == read('configs/quickstart.py')
     own = tmp_path / 'configs/quickstart.py'
     own.parent.mkdir()

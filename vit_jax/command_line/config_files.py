@@ -58,10 +58,18 @@ def _found(path: str) -> pathlib.Path:
         if file.is_file():
             return file
     near = pathlib.Path(path) if pathlib.Path(path).is_dir() else pathlib.Path(path).parent
-    known = [str(file) for file in near.glob('*.py')]
+    known = [str(file) for file in near.glob('*.py') if _may_be_one(file)]
     known += [str(file.relative_to(_PACKAGE)) for file in (_PACKAGE / 'configs').rglob('*.py')]
     nearest = records.nearest(path, {*known})
     raise MissingFile(f'--config={path}: no such file, here or in {_PACKAGE}; {nearest}')
+
+
+def _may_be_one(file: pathlib.Path) -> bool:
+    """Does it look like a configuration? Others need not be proposed."""
+    try:
+        return b'def get_config' in file.read_bytes()
+    except OSError:
+        return False
 
 
 def _executed(file: pathlib.Path) -> types.ModuleType:

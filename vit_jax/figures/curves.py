@@ -12,6 +12,7 @@ from vit_jax.figures import style
 
 _WIDTH, _HEIGHT = 8.0, 4.2  # inches
 _MOST_POINTS = 1500  # of a line: more cannot be seen
+_LETTERS, _LONGEST = 80, 28  # that fit below the x axis side by side; of one name
 _MARKED = 40  # a line of so few points has a marker at each, one of more has twelve
 
 
@@ -99,12 +100,17 @@ def measured(
     if logarithmic:
         axes.set_xscale('log')
     if ticks:
-        axes.set_xticks([*ticks], [style.elided(name, 16) for name in ticks.values()], minor=False)
+        names = [style.elided(name, _LONGEST) for name in ticks.values()]
+        slanted = {'rotation': 25, 'ha': 'right', 'rotation_mode': 'anchor'}
+        crowded = max(map(len, names)) * len(names) > _LETTERS
+        axes.set_xticks([*ticks], names, minor=False, **(slanted if crowded else {}))
+        figure.set_figheight(figure.get_figheight() + 0.8 * crowded)
         axes.xaxis.set_minor_locator(NullLocator())
     if percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.grid(axis='y', color='0.9')
-    style.legend(figure, axes)
+    if len(drawn) > 1:
+        style.legend(figure, axes)
     return figure
 
 

@@ -2,8 +2,7 @@
 
 Paper: "An Image is Worth 16x16 Words", section 4.4, figure 5: hybrids are above the ViT where
 little is computed. Images are enlarged to 48 pixels: 12x12 places in the first stage, 36 tokens.
-Result: 79.9 % test accuracy (10,000 images), with batches of 100. Cost: 73 minutes on 2 busy CPU
-cores.
+Result: 80.8 % test accuracy (10,000 images), seed 0. Cost: 43 minutes on 2 CPU cores.
 Command: python -m vit_jax.train --config=configs/pretrain/cifar10_hybrid.py --workdir=DIR \
              --config.data=DATA
 """
@@ -32,13 +31,13 @@ def get_config() -> TrainConfig:
         ),
         augmentation=Augmentation(shift_pixels=4, flip=True),
         total=Duration(epochs=15.0),
-        batch_size=96,
+        batch_size=64,
         eval_batch_size=512,
         loss=LossConfig(label_smoothing=0.1),
-        optimizer=OptimizerConfig(weight_decay=0.05, clip_norm=1.0),
-        schedule=ScheduleConfig(learning_rate=2e-3, warmup=Duration(steps=300)),
-        polyak_decay=0.998,
-        eval_every_steps=1000,
-        checkpoint_every_steps=1000,
-        fewshot=FewshotConfig(every_steps=7812),
+        optimizer=OptimizerConfig(weight_decay=0.2, clip_norm=1.0),
+        schedule=ScheduleConfig(learning_rate=2e-3, warmup=Duration(steps=500)),
+        polyak_decay=0.9985,
+        eval_every_steps=2500,
+        checkpoint_every_steps=2500,
+        fewshot=FewshotConfig(every_steps=11718),
     )

@@ -1,8 +1,8 @@
-"""What must not depend on the topology: python -m tests.topology OUT.json FSDP TENSOR STEPS FLAGS.
+"""What must not depend on the topology: python -m tests.topology OUT.json FSDP TENSOR FLAGS.
 
-Writes digests of the first parameters and of ten batches, the losses of the steps, and what an
-evaluation counted of uneven numbers of images. With --save=DIR it leaves a state there, and with
---restore=DIR,... it writes the digest of each that is there.
+Trains, and writes digests of the first parameters and of ten batches, the losses of the steps, what
+an evaluation counted of uneven numbers of images, and the digest of the state that it leaves in
+--save=DIR. With --restore=DIR,... it trains nothing and writes the digest of the state of each.
 """
 
 import hashlib
@@ -23,9 +23,10 @@ from vit_jax.parallel import meshes
 from vit_jax.parallel.meshes import MeshConfig
 from vit_jax.parallel.processes import joined_job
 from vit_jax.runs import compilation
+from vit_jax.runs.experiment import decide
 from vit_jax.training.duration import Duration
 
-COUNTS, TOTAL = (1, 7, 50, 65), 200
+COUNTS, STEPS = (1, 7, 50, 65), 100
 
 
 def digest(tree, mesh):
@@ -37,15 +38,7 @@ def digest(tree, mesh):
     return total.hexdigest()
 
 
-def measure(job, mesh_config, steps, save, restore):
-    config = tiny.experiment(
-        mesh=mesh_config,
-        polyak_decay=0.9,
-        regularization=Regularization(dropout=0.1),
-        total=Duration(steps=TOTAL),
-        eval_batch_size=8,
-        eval_split='test',
-    )
+def trained(job, config, folder):
     experiment, state, update = tiny.compiled(config)
     abstract = compilation.abstract_state(experiment)
     (eval_step,) = compilation.compile_eval_steps(experiment, abstract.eval_params).values()
@@ -54,7 +47,7 @@ def measure(job, mesh_config, steps, save, restore):
     found = {'initial': digest(state, experiment.mesh), 'batches': [], 'losses': []}
     for step, batch in enumerate(
         loading.training_batches(
-            loader_of(experiment.train), steps=range(steps), batch_size=config.batch_size, seed=0
+            loader_of(experiment.train), steps=range(STEPS), batch_size=config.batch_size, seed=0
         )
     ):
         if step < 10:
@@ -72,30 +65,47 @@ def measure(job, mesh_config, steps, save, restore):
         * count
         for count in COUNTS
     }
-    if save:
-        checkpoints = Checkpoints(save, keep=1)
-        checkpoints.save(TOTAL, *state.split(), {'step': TOTAL}, {})
-        checkpoints.wait()
-        checkpoints.close()
-        found['saved'] = digest(state.split(), experiment.mesh)
-    found['restored'] = {}
-    for folder in filter(None, restore.split(',')):
+    checkpoints = Checkpoints(folder, keep=1)
+    checkpoints.save(STEPS, *state.split(), {'step': STEPS}, {})
+    checkpoints.wait()
+    checkpoints.close()
+    found['saved'] = digest(state.split(), experiment.mesh)
+    return found
+
+
+def restored(job, config, folders):
+    experiment = decide(config)
+    abstract = compilation.abstract_state(experiment)
+    found = {}
+    for folder in folders:
         checkpoints = Checkpoints(folder, keep=1)
         params, training, _ = checkpoints.restore(
-            TOTAL, abstract.split(), compilation.shardings_of(abstract).split()
+            STEPS, abstract.split(), compilation.shardings_of(abstract).split()
         )
-        found['restored'][folder] = digest((params, training), experiment.mesh)
+        job.barrier('restored')
+        found[folder] = digest((params, training), experiment.mesh)
         checkpoints.close()
     return found
 
 
 def main(arguments):
-    config = MeshConfig(
+    mesh = MeshConfig(
         fsdp=arguments.fsdp, tensor=arguments.tensor, fsdp_min_mb=0.0, max_replicated_fraction=0.5
+    )
+    config = tiny.experiment(
+        mesh=mesh,
+        polyak_decay=0.9,
+        regularization=Regularization(dropout=0.1),
+        total=Duration(steps=2 * STEPS),
+        eval_batch_size=8,
+        eval_split='test',
     )
     with joined_job(app.launch(arguments), app.reporter(arguments)) as job:
         assert jnp.zeros(()).dtype == jnp.float32
-        found = measure(job, config, arguments.steps, arguments.save, arguments.restore)
+        if arguments.save:
+            found = trained(job, config, arguments.save)
+        else:
+            found = restored(job, config, arguments.restore.split(','))
         if job.index == 0:
             pathlib.Path(arguments.out).write_text(json.dumps(found))
     return 0
@@ -104,9 +114,9 @@ def main(arguments):
 if __name__ == '__main__':
     parser = app.new_parser('topology', __doc__)
     parser.add_argument('out')
-    for name in 'fsdp', 'tensor', 'steps':
+    for name in 'fsdp', 'tensor':
         parser.add_argument(name, type=int)
     parser.add_argument('--save')
-    parser.add_argument('--restore', default='')
+    parser.add_argument('--restore')
     app.add_launch(parser)
     app.run(main, parser)

@@ -54,7 +54,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _state(run: History) -> str:
     """How far a run is, in words."""
     steps = max((line['step'] for line in run.lines), default=0)
-    ended = {'complete': 'complete', 'stopped': 'stopped'}.get(run.event, 'not complete')
+    ended = run.event if run.event in ('complete', 'stopped', 'diverged') else 'not complete'
     return f'{ended} at step {steps:,}' if run.lines else 'no numbers yet'
 
 

@@ -13,6 +13,8 @@ import sys
 import typing
 
 import cv2
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -203,6 +205,7 @@ def test_help_names_every_field_of_a_configuration_and_all_of_help_what_each_is(
         (KeyboardInterrupt(), 130, 'error: interrupted\n'),
         (ValueError('a fault of ours'), 1, None),
         (OSError('a fault of ours'), 1, None),
+        (RuntimeError('a fault of ours'), 1, None),
     ],
 )
 def test_an_error_is_one_line_where_the_user_can_mend_it(
@@ -219,6 +222,26 @@ def test_an_error_is_one_line_where_the_user_can_mend_it(
     assert ended.value.code == code
     assert ('Traceback' in text and 'in main' in text) == (line is None or bool(flags))
     assert text.startswith(line or '') or flags
+
+
+@pytest.mark.parametrize(
+    'add, given, less',
+    [
+        (app.add_config, [QUICK, '--workdir=DIR'], '; .*--config.batch_size .*--config.compute.'),
+        (app.add_reading, [], '; .* a smaller --batch_size'),
+        (lambda parser: None, [], ''),
+    ],
+)
+def test_a_device_with_too_little_memory_is_one_line_with_what_needs_less(
+    monkeypatch, capsys, add, given, less
+):
+    parser = app.new_parser('name', '')
+    add(parser)
+    monkeypatch.setattr(sys, 'argv', ['program', *given])
+    with pytest.raises(SystemExit) as ended:
+        app.run(lambda arguments: jax.jit(lambda: jnp.zeros(2**45, jnp.int8))(), parser)
+    assert ended.value.code == 1
+    assert re.match(f'error: RESOURCE_EXHAUSTED: [^;\n]*{less}[^\n]*\n$', capsys.readouterr().err)
 
 
 @pytest.mark.parametrize('given', ['/dev/full', None])

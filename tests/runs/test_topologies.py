@@ -8,11 +8,10 @@ import pytest
 from tests.hosts import hosts
 
 
-def measured(folder, count, devices, fsdp=1, tensor=1, save=None, restore=(), steps=1):
-    out = folder / f'{count}-{devices}-{fsdp}-{tensor}-{len(restore)}.json'
-    command = ['tests.topology', str(out), str(fsdp), str(tensor), str(steps)]
-    command += [f'--save={save}'] * (save is not None)
-    command += [f'--restore={",".join(map(str, restore))}']
+def written(folder, flag, count, devices, fsdp=1, tensor=1):
+    """What the processes of this topology write with --save or --restore."""
+    out = folder / f'{count}-{devices}-{fsdp}-{tensor}.json'
+    command = ['tests.topology', str(out), str(fsdp), str(tensor), flag]
     with hosts(folder, command, count, devices=devices) as started:
         assert [host.wait(400) for host in started] == [0] * count, started[0].text
     return json.loads(out.read_text())
@@ -32,11 +31,11 @@ def test_every_topology_trains_alike_and_restores_what_every_other_saved(tmp_pat
     kinds = {'a': (1, 1), 'b': (1, 8, 8), 'c': (2, 2, 2, 2), 'd': (4, 1, 1, 2)}
     folders = {name: tmp_path / name for name in kinds}
     saved = {
-        name: measured(tmp_path, *kind, save=folders[name], steps=100)
-        for name, kind in kinds.items()
+        name: written(tmp_path, f'--save={folders[name]}', *kind) for name, kind in kinds.items()
     }
+    everything = f'--restore={",".join(map(str, folders.values()))}'
     for name, kind in kinds.items():
         assert_alike(saved[name], saved['a'])
-        found = measured(tmp_path, *kind, restore=folders.values())
+        restored = written(tmp_path, everything, *kind)
         for other, folder in folders.items():
-            assert found['restored'][str(folder)] == saved[other]['saved'], (name, other)
+            assert restored[str(folder)] == saved[other]['saved'], (name, other)

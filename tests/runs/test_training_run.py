@@ -29,7 +29,7 @@ from vit_jax.data.randaugment import RandAugment
 from vit_jax.evaluation.episodes import EpisodesConfig
 from vit_jax.models import Regularization, build
 from vit_jax.parallel.processes import Job
-from vit_jax.runs import probing_run, reporting, training_run, workdirs
+from vit_jax.runs import history, probing_run, reporting, training_run, workdirs
 from vit_jax.training.duration import Duration
 from vit_jax.training.loop import NotFinite
 from vit_jax.training.losses import LossConfig
@@ -274,6 +274,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
         training_run.train(config, str(tmp_path))
     params = load_params(str(tmp_path))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+    assert history.read(tmp_path, '').event == 'diverged'  # which the report says
 
 
 @pytest.mark.full

@@ -23,6 +23,11 @@ class UnusableDisk(UserError, OSError):
     """A place that cannot be read or written: a full disk, a read-only directory."""
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Is it jax's error for a device with too little memory, or for a program that needs more?"""
+    return isinstance(error, RuntimeError) and 'RESOURCE_EXHAUSTED' in str(error)
+
+
 def shown_url(url: str) -> str:
     """A URL without its user, password and query, which may be secrets; other text as it is."""
     text = re.sub(r'^([A-Za-z][A-Za-z0-9+.-]*:/+)[^/?#]*@', r'\1', url.partition('?')[0])

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 from absl import flags
 
-from vit_jax.base.errors import UserError
+from vit_jax.base.errors import UserError, lacks_memory
 from vit_jax.base.records import nearest
 from vit_jax.base.storage import is_remote
 from vit_jax.checkpoints.download import cache
@@ -32,6 +32,11 @@ from vit_jax.parallel.clusters import Launch
 from vit_jax.parallel.processes import INTERRUPTED, Job, joined_job
 from vit_jax.training.loop import NotFinite
 
+_NEEDS_LESS = {  # memory, of a program with such an argument
+    'config': 'less is needed with a smaller --config.batch_size or --config.eval_batch_size, '
+    '--config.accumulation_steps=2 or --config.compute.remat=block',
+    'batch_size': 'less is needed with a smaller --batch_size',
+}
 _UNREAD = 141  # the code of a shell's command whose output nobody reads (SIGPIPE)
 
 
@@ -160,7 +165,7 @@ def reporter(arguments: argparse.Namespace) -> Callable[[BaseException], int]:
     def report(error: BaseException) -> int:
         interrupted = isinstance(error, KeyboardInterrupt)
         mendable = isinstance(error, UserError | NotFinite | KeyboardInterrupt)
-        own = '' if mendable else config_files.raised(error)
+        own = '' if mendable else _lacking_memory(error, arguments) or config_files.raised(error)
         if arguments.traceback or not (mendable or own):
             traceback.print_exception(error)
         else:
@@ -171,6 +176,14 @@ def reporter(arguments: argparse.Namespace) -> Callable[[BaseException], int]:
         return INTERRUPTED if interrupted else 1
 
     return report
+
+
+def _lacking_memory(error: BaseException, arguments: argparse.Namespace) -> str:
+    """What jax says of a device with too little memory, and what needs less; '' of other errors."""
+    if not lacks_memory(error):
+        return ''
+    less = (text for name, text in _NEEDS_LESS.items() if name in arguments)
+    return '; '.join([str(error).splitlines()[0], *less])
 
 
 class _Parser(argparse.ArgumentParser):

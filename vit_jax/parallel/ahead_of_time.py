@@ -14,9 +14,9 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from vit_jax.base import UserError, require
+from vit_jax.base.errors import lacks_memory
 
 GIB = 2**30
-_EXHAUSTED = 'RESOURCE_EXHAUSTED'
 _SIZE = r'([0-9.]+)([BKMGT])'
 
 # What the compiler asks of a GPU (NVIDIA's data sheets and CUDA's limits of the architecture):
@@ -107,7 +107,7 @@ def _memory(device: jax.Device) -> int:
         jax.jit(lambda x: x * 2).lower(huge).compile()
     except jax.errors.JaxRuntimeError as error:
         limit = re.search(rf'(?:available HBM \(| of ){_SIZE}', str(error))
-        assert _EXHAUSTED in str(error) and limit, error
+        assert lacks_memory(error) and limit, error
         return _bytes(limit)
     raise AssertionError('a program with 32 TiB of arguments was compiled')
 
@@ -129,7 +129,7 @@ def compile_for(topology: Topology, lowered: Any, *, quickly: bool = False) -> A
     try:
         compiled = lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
-        if _EXHAUSTED not in str(error):
+        if not lacks_memory(error):
             raise
         needed = re.search(rf'(?:Used |required for[^(]*\(){_SIZE}', str(error))
         raise DoesNotFit(_bytes(needed) if needed else None) from error

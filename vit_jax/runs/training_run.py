@@ -260,6 +260,8 @@ class Run:
             state = self._trained(state, steps) if steps else state
         except NotFinite as error:
             self._wait()
+            self.ledger.record('diverged', None)
+            self.ledger.flush()
             last = self.checkpoints.latest_step
             good = 'there is none yet' if last is None else self.checkpoints.path(last)
             raise NotFinite(f'{error}; last good checkpoint: {good}') from error

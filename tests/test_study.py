@@ -26,7 +26,10 @@ def get_config():
         title='Pooling',
         base=tiny.experiment(checkpoint_every_steps=5),
         grids={
-            'train': Grid(axes={'pool': {'gap': {'model.pool': 'gap'}, 'no': {'data': 'nowhere'}}}),
+            'train': Grid(
+                axes={'pool': {'gap': {'model.pool': 'gap'}, 'no': {'data': 'nowhere'}}},
+                measures=('test/accuracy', 'compute'),
+            ),
             'tune': Grid(start_from='train', changes={'total.steps': 2}, axes={'on': {'a': {}}}),
         },
         draw=Drawing(x='pool'),

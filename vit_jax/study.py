@@ -11,8 +11,6 @@ have means and deviations over the seeds, DIR/results.png the picture.
 
 import argparse
 import contextlib
-import ctypes
-import functools
 import importlib.util
 import pathlib
 import re
@@ -21,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import IO, NamedTuple
 
 from rich.console import Console
@@ -35,6 +33,14 @@ from vit_jax.runs import history, reporting, studies, study_results, workdirs
 from vit_jax.runs.studies import PlannedRun
 
 OUTPUT, RESULTS = 'output.txt', 'results'
+# `-m vit_jax.train`, which SIGTERM tells that its study was killed: on Linux, PR_SET_PDEATHSIG.
+# Where Popen is given a function that does so, it forks, and jax warns of that.
+_TRAIN = """
+import ctypes, runpy, signal, sys
+if sys.platform == 'linux':
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+runpy.run_module('vit_jax.train', run_name='__main__', alter_sys=True)
+"""
 _FREED_SECONDS = 30.0  # until a training whose study was killed has saved, and is gone
 
 
@@ -118,15 +124,14 @@ def _list(
             print(f'# {run.name} starts from {run.after.name}: list it again after that')
             continue
         with usable(folder):
-            print(shlex.join(['python', *_command(folder, study, run, compiled)]))
+            command = ['python', '-m', 'vit_jax.train', *_flags(folder, study, run, compiled)]
+            print(shlex.join(command))
 
 
-def _command(
-    folder: pathlib.Path, study: Study, run: PlannedRun, compiled: str | None
-) -> list[str]:
-    """What trains a run, behind the name of the interpreter. Writes its configuration."""
+def _flags(folder: pathlib.Path, study: Study, run: PlannedRun, compiled: str | None) -> list[str]:
+    """The flags of the program that trains a run. Writes its configuration."""
     config = studies.write_config(folder, study, run)
-    words = ['-m', 'vit_jax.train', f'--config={config}', f'--workdir={folder / run.name}']
+    words = [f'--config={config}', f'--workdir={folder / run.name}']
     return words + ([f'--compiled={compiled}'] if compiled else [])
 
 
@@ -135,10 +140,11 @@ def _trained(
 ) -> Outcome:
     """Trains a run in a process of its own."""
     with usable(folder):
-        words, output = _command(folder, study, run, compiled), folder / run.name / OUTPUT
+        words, output = _flags(folder, study, run, compiled), folder / run.name / OUTPUT
         with output.open('ab') as file:
             began = file.tell()
-            code = _finished([sys.executable, *words], file, folder / run.name, label)
+            command = [sys.executable, '-c', _TRAIN, *words]
+            code = _finished(command, file, folder / run.name, label)
     if code in (INTERRUPTED, REQUEUE):
         return Outcome(code, 'stopped; the same command goes on')
     if code < 0:
@@ -170,7 +176,6 @@ def _finished(command: Sequence[str], output: IO[bytes], workdir: pathlib.Path, 
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # so that Ctrl-C reaches it once, by us
-                preexec_fn=_end_with_parent(),
             )
         )
 
@@ -189,13 +194,6 @@ def _finished(command: Sequence[str], output: IO[bytes], workdir: pathlib.Path, 
     if asked and code:
         return INTERRUPTED if asked[0] == signal.SIGINT else REQUEUE
     return code
-
-
-def _end_with_parent() -> Callable[[], None] | None:
-    """On Linux: what has a process told, SIGTERM, when the one that started it was killed."""
-    if sys.platform != 'linux':
-        return None
-    return functools.partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _progress(workdir: pathlib.Path) -> str:

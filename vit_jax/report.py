@@ -158,7 +158,8 @@ def _numbers(runs: Sequence[History], over: str) -> list[Any]:
         if found:
             x = OVER[over]
             found = _named(found, [run.name for run in runs])
-            drawing = curves.curves(title, found, x=x, y=title.lower(), magnitudes=magnitudes)
+            how = {'magnitudes': magnitudes, 'percent': title in _SHARES}
+            drawing = curves.curves(title, found, x=x, y=title[0].lower() + title[1:], **how)
             picture = Picture(style.png(drawing), f'{title} over {x}', '')
             sections.append(Section(title, text, [picture]))
     return sections
@@ -262,6 +263,7 @@ _TIME = (
 )
 
 
+_SHARES = 'Accuracy', 'Few-shot accuracy', 'Share of the peak (MFU)'
 # Title, text, the curves of a run, whether the axis is logarithmic.
 _PICTURES: list[tuple[str, str, Callable[[_Curves], list[Any]], bool]] = [
     ('Loss', _LOSS, _Curves.loss, False),

@@ -31,12 +31,18 @@ class Curve(NamedTuple):
 
 @style.styled
 def curves(
-    title: str, drawn: Sequence[Curve], *, x: str, y: str, magnitudes: bool = False
+    title: str,
+    drawn: Sequence[Curve],
+    *,
+    x: str,
+    y: str,
+    magnitudes: bool = False,
+    percent: bool = False,
 ) -> Figure:
     """The lines, each run in its colour, of numbers called `y` over what is called `x`.
 
-    Values that are not finite are gaps; with `magnitudes` the y axis is logarithmic. A line of many
-    points is thinned.
+    Values that are not finite are gaps; with `magnitudes` the y axis is logarithmic, with `percent`
+    1 is 100 %. A line of many points is thinned.
     """
     figure = style.canvas(_WIDTH, _HEIGHT, title)
     axes = figure.subplots()
@@ -56,6 +62,8 @@ def curves(
     axes.margins(x=0.02)
     if magnitudes:
         style.magnitudes(axes)
+    if percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.grid(axis='y', color='0.9')
     style.legend(figure, axes)
     return figure

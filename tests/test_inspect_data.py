@@ -62,6 +62,16 @@ def test_counts_defects_and_a_picture(photos, tmp_path, capsys):
     assert sheet.shape == (24 + rows * (96 + 4), 170 + columns * (96 + 4), 3)
 
 
+def test_the_split_of_training_comes_first(photos, tmp_path):
+    splits = {'a_test': 'cat', 'train': 'dog'}
+    for split, name in splits.items():
+        shutil.copytree(photos / name, tmp_path / 'data' / split / 'animal')
+    config = tiny.experiment(data=str(tmp_path / 'data'), eval_split='a_test')
+    look(config, tmp_path / 'out')
+    found = json.loads((tmp_path / 'out' / 'data.json').read_text())['splits']
+    assert list(found) == ['train', 'a_test']
+
+
 def test_the_first_column_is_what_evaluation_sees(photos, tmp_path):
     config = tiny.experiment(data=str(photos), augmentation=Augmentation(erasing=0.9))
     look(config, tmp_path / 'out')

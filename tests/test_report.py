@@ -122,6 +122,29 @@ def test_many_runs_can_be_told_apart():
     assert len(looks) == 15
 
 
+@pytest.mark.full
+def test_a_legend_names_each_run_once_and_each_kind_of_line_once():
+    from vit_jax.figures.curves import Curve
+
+    x = np.arange(3.0)
+
+    def legend(runs, kinds):
+        drawn = [Curve(k, i, x, x, s) for i in range(len(runs)) for k, s in kinds.items()]
+        named = report._named(drawn, runs)
+        assert sorted(np.isfinite(each.y).sum() for each in named)[-len(drawn) :] == [3] * len(
+            drawn
+        )
+        return [(each.name, each.place, each.style) for each in named if each.name]
+
+    kinds = {'training': ':', 'test': '-'}
+    of_one = legend(['a'], kinds)
+    assert of_one == [('training', 0, ':'), ('test', 0, '-')]
+    of_two = legend(['a', 'b'], kinds)
+    assert [(name, place) for name, place, _ in of_two[:2]] == [('a', 0), ('b', 1)]
+    assert of_two[2:] == [('training', None, ':'), ('test', None, '-')]
+    assert legend(['a', 'b'], {'': '-'}) == [('a', 0, '-'), ('b', 1, '-')]
+
+
 def test_what_is_no_work_directory_is_refused_by_name(tmp_path):
     (tmp_path / 'empty').mkdir()
     run = run_of(tmp_path / 'run')

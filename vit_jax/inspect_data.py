@@ -106,7 +106,7 @@ def _shared(
 
 
 def _sources(config: TrainConfig, opened: Opener) -> tuple[dict[str, Source], list[str]]:
-    """The splits by name, and why training would be refused.
+    """The splits by name, that of training first, and why training would be refused.
 
     Of a folder or table whose splits cannot be opened it is all images, whatever their classes.
     """
@@ -116,6 +116,7 @@ def _sources(config: TrainConfig, opened: Opener) -> tuple[dict[str, Source], li
     splits = [config.train_split, *(one.split for one in own)]
     try:
         names = open_splits(data, config.held_out) if isinstance(data, str) else splits
+        names = sorted(names, key=lambda name: not config.train_split.startswith(name))
         sources = {name: opened(data, name) for name in names if name != 'all'}  # its parts
     except UserError as error:
         sources, problems = {}, [str(error)]

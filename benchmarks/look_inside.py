@@ -37,7 +37,7 @@ def main() -> None:
         config = variant('B/16', num_classes=10)
         params = jax.device_get(jax.jit(build(config).init)(jax.random.key(0)))
         card = Card(model=config, grid=config.grid, preprocessing=Preprocessing())
-        network = Loaded(card, params, (), (), 'vit_jax', None)
+        network = Loaded(card, params)
         vit_jax.save(network, folder / 'B_16', 'vit_jax')
         images, rng = folder / 'images', np.random.default_rng(0)
         images.mkdir()

@@ -21,7 +21,6 @@ from vit_jax.data import loading, reading
 from vit_jax.data.augmentation import augment, augreg
 from vit_jax.data.image_preprocessing import InceptionCrop
 from vit_jax.data.sources.opening import make_opener
-from vit_jax.parallel.meshes import MeshConfig, batch_sharding, make_mesh
 from vit_jax.training.losses import targets_of
 
 
@@ -29,8 +28,7 @@ def digest(data: str, steps: int) -> str:
     """A digest of training batches of 128 images, before and after augmentation."""
     source = make_opener()(data, 'train')
     reader = reading.ImageReader(source, InceptionCrop(), (32, 32), exif_rotation=True)
-    sharding = batch_sharding(make_mesh(MeshConfig()))
-    loader = loading.make_loader(reader, loading.LoaderConfig(), sharding)
+    loader = loading.make_loader(reader)
     targets = functools.partial(targets_of, num_classes=len(source.class_names))
     changed = jax.jit(functools.partial(augment, config=augreg('light2'), targets_of=targets))
     total = hashlib.sha256()

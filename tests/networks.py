@@ -37,7 +37,7 @@ def loaded(config, format=google.GOOGLE, layout=None, **card) -> Loaded:
     card = {'preprocessing': Preprocessing(exif_rotation=False)} | card
     card = Card(model=config, grid=config.grid, **card)
     layout = layout or format.usual_layout(config)
-    return Loaded(card, params, report=(), ignored=(), format=format.name, layout=layout)
+    return Loaded(card, params, format=format.name, layout=layout)
 
 
 def changed(network: Loaded, *, params=None, **card) -> Loaded:

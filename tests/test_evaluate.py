@@ -160,7 +160,7 @@ def test_the_name_of_a_class_cannot_write_on_the_screen():
 def network_with(classes, names=()):
     model = tiny.model(num_classes=classes)
     card = Card(model=model, grid=model.grid, preprocessing=Preprocessing(), class_names=names)
-    return Loaded(card, params={}, report=(), ignored=(), format='', layout=None)
+    return Loaded(card, params={})
 
 
 def data_of(names):

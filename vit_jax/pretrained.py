@@ -48,10 +48,10 @@ class Loaded:
 
     card: Card
     params: Params  # in host memory
-    report: tuple[str, ...]  # what was found in the file, and what was changed
-    ignored: tuple[str, ...]  # names of what the file holds beside the network
-    format: str  # one of opening.NAMES
-    layout: Layout | None
+    report: tuple[str, ...] = ('a network that is in no file',)  # what was found and changed
+    ignored: tuple[str, ...] = ()  # names of what the file holds beside the network
+    format: str = opening.OURS  # one of opening.NAMES
+    layout: Layout | None = None
     compute: Compute = dataclasses.field(default_factory=Compute)
     origin: tuple[str, ...] = ()  # of one that was downloaded: URL, commit, digest
 

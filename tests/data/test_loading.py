@@ -12,7 +12,6 @@ from PIL import Image
 from vit_jax.data import loading, reading
 from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing, RandomCrop, Resize
 from vit_jax.data.sources.arrays import array_source
-from vit_jax.parallel.meshes import MeshConfig, batch_sharding, make_mesh
 
 N = 37
 IMAGES = np.random.default_rng(0).integers(0, 256, (N, 6, 6, 3), np.uint8)
@@ -22,7 +21,7 @@ SOURCE = array_source(IMAGES, np.arange(N) % 5, list('abcde'), name='test')
 def loader(crop=None, *, placement='host', source=SOURCE, threads=3, **options):
     reader = reading.ImageReader(source, crop or Resize(), (6, 6), exif_rotation=True, **options)
     config = loading.LoaderConfig(placement=placement, threads=threads)
-    return loading.make_loader(reader, config, batch_sharding(make_mesh(MeshConfig())))
+    return loading.make_loader(reader, config)
 
 
 def taken(loader, *, start=0, stop=8, seed=3):

@@ -25,7 +25,7 @@ from vit_jax.data.image_preprocessing import MAX_PIXELS, MOST_PIXELS, Size
 from vit_jax.data.reading import ExampleRef, ImageReader, OnUnreadable, cores, epochs_and_indices
 from vit_jax.data.reading_processes import ReadingProcesses, Unsendable
 from vit_jax.data.sources.base import Source
-from vit_jax.parallel.meshes import put, rows_here
+from vit_jax.parallel.meshes import MeshConfig, batch_sharding, make_mesh, put, rows_here
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -84,8 +84,15 @@ class Loader:
     sharding: NamedSharding
 
 
-def make_loader(reader: ImageReader, config: LoaderConfig, sharding: NamedSharding) -> Loader:
-    """A loader that keeps the examples on the host, or on the device (but no random crops)."""
+def make_loader(
+    reader: ImageReader, config: LoaderConfig | None = None, sharding: NamedSharding | None = None
+) -> Loader:
+    """A loader that keeps the examples on the host, or on the device (but no random crops).
+
+    Its batches are split over all devices unless a `sharding` says otherwise.
+    """
+    config = config or LoaderConfig()
+    sharding = sharding or batch_sharding(make_mesh(MeshConfig()))
     if config.placement == 'device' and reader.crop.random:
         crop = type(reader.crop).__name__
         raise UserError(f'placement=device cannot keep {crop}, which differs at every draw')

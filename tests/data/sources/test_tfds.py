@@ -15,7 +15,6 @@ from vit_jax.base import UserError  # noqa: E402
 from vit_jax.data import loading, reading  # noqa: E402
 from vit_jax.data.image_preprocessing import InceptionCrop  # noqa: E402
 from vit_jax.data.sources import opening, tfds, tfrecord  # noqa: E402
-from vit_jax.parallel.meshes import MeshConfig, batch_sharding, make_mesh  # noqa: E402
 
 RNG = np.random.default_rng(0)
 ENCODED = [
@@ -54,7 +53,7 @@ def batches(data):
         exif_rotation=True,
     )
     config = loading.LoaderConfig(placement='host')
-    loader = loading.make_loader(reader, config, batch_sharding(make_mesh(MeshConfig())))
+    loader = loading.make_loader(reader, config)
     found = loading.training_batches(loader, steps=range(6), batch_size=8, seed=5)
     return [{name: np.asarray(array) for name, array in batch.items()} for batch in found]
 

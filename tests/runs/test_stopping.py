@@ -110,7 +110,7 @@ def test_ctrl_c_while_compiling_is_one_sentence_and_no_crash(after, tmp_path):
     run = subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    while 'compiling for' not in run.stdout.readline():
+    while 'compile for' not in run.stdout.readline():
         assert run.poll() is None, run.stderr.read()
     time.sleep(after)
     run.send_signal(signal.SIGINT)

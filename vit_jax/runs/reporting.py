@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -226,8 +225,7 @@ def outline(experiment: Experiment) -> str:
         f'length  {counted(length.total_steps, "step")} of {images}, '
         f'{length.epochs:,.1f} epochs; warm-up {counted(warmup, "step")}',
         f'model   {parameter_count(model):,} parameters, {tokens}'
-        f'{multiply_adds(model) / 1e6:,.1f} M multiply-adds an image; '
-        f'compiling for {experiment.mesh.size} x {jax.devices()[0].device_kind}',
+        f'{multiply_adds(model) / 1e6:,.1f} M multiply-adds an image',
         f'compute {experiment.choice}',
     ]
     if (objective := config.objective) is not None and isinstance(model, ViTConfig):

@@ -93,6 +93,7 @@ def train(
             with clock('compile'):
                 ledger.record('compiling', None)
                 abstract, update, eval_steps, features = _compiled(experiment, console)
+            console.print(f'compiled in {clock.seconds["compile"]:.1f} s')
             with clock('start'):
                 restored = _first_state(experiment, abstract, workdir, job, console)
                 checkpoints, state, progress = restored
@@ -166,6 +167,7 @@ def _compiled(
     abstract, mesh = compilation.abstract_state(experiment), experiment.mesh
     for line in sharding_report(abstract, shardings_of(abstract), mesh):
         console.print(line)
+    console.print(f'compile for {mesh.size} x {mesh.devices.flat[0].device_kind}')
     update = compilation.lower_update(experiment, abstract).compile()
     eval_steps = compilation.compile_eval_steps(experiment, abstract.eval_params)
     features = None

@@ -129,7 +129,7 @@ ROWS = [
 
 def test_tables_have_means_deviations_published_values_and_how_many_seeds():
     assert study_results.table(ROWS, ('test/accuracy', 'compute')) == [
-        '| depth | test/accuracy | compute | published | seeds |',
+        '| depth | test/accuracy | compute (exaFLOPs) | published | seeds |',
         '| --- | --- | --- | --- | --- |',
         '| 1 | 60.00% ± 14.14% | 2 | 61.40% | 2 of 3 |',
         '| 2 | 25.00% |  |  | 1 of 3 |',

@@ -241,12 +241,15 @@ def _picture(study: Study, rows: Sequence[study_results.Row]) -> bytes | None:
     fewest, most = min(seeds), max(seeds)
     of = f'{most}' if fewest == most else f'{fewest} to {most}'
     spread = f', mean ± deviation of {of} seeds' if most > 1 else ''
+    if computed := places is None:  # x are exaFLOPs
+        lines = [line._replace(x=line.x * 1e18) for line in lines]
     figure = curves.measured(
         study.title,
         [curves.Measured(*line) for line in lines],
-        x='exaFLOPs of training' if places is None else draw.x,
+        x='computed in training' if computed else draw.x,
         y=draw.y + spread,
-        ticks=None if places is None else {place: name for name, place in places.items()},
+        ticks={place: name for name, place in (places or {}).items()},
+        unit='FLOPs' if computed else '',
         joined=joined,
         percent=study_results.is_share(draw.y),
         logarithmic=draw.logarithmic,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator, PercentFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, NullLocator, PercentFormatter
 
 from vit_jax.base import Float
 from vit_jax.figures import style
@@ -86,12 +86,14 @@ def measured(
     x: str,
     y: str,
     ticks: Mapping[float, str] | None = None,
+    unit: str = '',
     joined: bool = True,
     percent: bool = False,
     logarithmic: bool = False,
 ) -> Figure:
-    """Means with bars of their deviations, over what is called `x`, with `ticks` by name there.
+    """Means with bars of their deviations, over what is called `x`.
 
+    It has `ticks` by name there, or numbers of a `unit`, with prefixes: 3 TFLOPs.
     Points that are not `joined`, as nothing lies between them, stand beside each other.
     """
     figure = style.canvas(_WIDTH, _HEIGHT, title)
@@ -114,6 +116,12 @@ def measured(
         axes.set_xticks([*ticks], names, minor=False, **(slanted if crowded else {}))
         figure.set_figheight(figure.get_figheight() + 0.8 * crowded)
         axes.xaxis.set_minor_locator(NullLocator())
+    if unit:
+        axes.xaxis.set_major_formatter(EngFormatter(unit))
+        if logarithmic:
+            low, high = axes.get_xlim()
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1e3 * low else (1,)))
+            axes.xaxis.set_minor_locator(NullLocator())
     if percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.grid(axis='y', color='0.9')

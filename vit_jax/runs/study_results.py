@@ -152,7 +152,8 @@ def _mean(measure: str, numbers: Sequence[float]) -> str:
         return ''
     if wrong := int(np.sum(~np.isfinite(numbers))):
         return f'{wrong} of {len(numbers)} not finite'
-    deviation = f' ± {written(measure, _deviation(numbers))}' if len(numbers) > 1 else ''
+    varies = len(numbers) > 1 and measure != COMPUTE
+    deviation = f' ± {written(measure, _deviation(numbers))}' if varies else ''
     return written(measure, float(np.mean(numbers))) + deviation
 
 
@@ -174,7 +175,8 @@ def text(study: Study, rows: Sequence[Row]) -> str:
 def table(rows: Sequence[Row], measures: Sequence[str]) -> list[str]:
     """A table in Markdown: the values of the axes, mean and deviation of each measure."""
     told = any(row.published is not None for row in rows)
-    columns = [*rows[0].values, *measures, *(['published'] if told else []), 'seeds']
+    named = [f'{name} (exaFLOPs)' if name == COMPUTE else name for name in measures]
+    columns = [*rows[0].values, *named, *(['published'] if told else []), 'seeds']
     lines = [columns, ['---'] * len(columns)]
     for row in rows:
         cells = [_mean(name, [*row.numbers[name].values()]) for name in measures]

@@ -63,13 +63,20 @@ def test_counts_defects_and_a_picture(photos, tmp_path, capsys):
 
 
 def test_the_split_of_training_comes_first(photos, tmp_path):
-    splits = {'a_test': 'cat', 'train': 'dog'}
+    splits = {'a_test': 'cat', 'train': 'dog', 'train_extra': 'dog'}
     for split, name in splits.items():
         shutil.copytree(photos / name, tmp_path / 'data' / split / 'animal')
-    config = tiny.experiment(data=str(tmp_path / 'data'), eval_split='a_test')
-    look(config, tmp_path / 'out')
-    found = json.loads((tmp_path / 'out' / 'data.json').read_text())['splits']
-    assert list(found) == ['train', 'a_test']
+    for split, expected in {
+        'train': ['train', 'a_test', 'train_extra'],
+        'train_extra[:50%]': ['train_extra', 'a_test', 'train'],
+        'train[:2] + train_extra': ['train', 'train_extra', 'a_test'],
+    }.items():
+        config = tiny.experiment(
+            data=str(tmp_path / 'data'), train_split=split, eval_split='a_test'
+        )
+        look(config, tmp_path / 'out')
+        found = json.loads((tmp_path / 'out' / 'data.json').read_text())['splits']
+        assert list(found) == expected
 
 
 def test_the_first_column_is_what_evaluation_sees(photos, tmp_path):

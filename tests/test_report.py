@@ -95,6 +95,20 @@ def test_time_counts_the_starts_of_a_run_one_after_the_other(tmp_path):
     assert run.evaluations == ['test']
 
 
+def test_numbers_alone_have_a_page_that_claims_nothing_else(tmp_path):
+    """As files of an earlier version, or of somebody else: no ledger, configuration or `run`."""
+    folders = [run_of(tmp_path / name) for name in ('one', 'two')]
+    for path in tmp_path.rglob('metrics.jsonl'):
+        path.write_text(path.read_text().replace('"run": 1, ', '').replace('"run": 2, ', ''))
+        (path.parent / 'ledger.jsonl').unlink()
+        (path.parent / 'config.json').unlink()
+    page = page_of(tmp_path, *folders, over='time')
+    assert cells(page)[1] == 'one | at step 30 |  | 43.75% | 37.50% | 200 | '
+    assert 'the same configuration' not in page and 'Without config.json: one, two.' in page
+    (run, _) = history.read_all(folders)
+    assert history.seconds_since(run.of_kind('test'), run).tolist() == [2.0]
+
+
 def test_damaged_files_have_a_page(tmp_path):
     strange = [
         '{"kind": "train", "step": 3, "run": "x", "seconds": null, "loss": 1.0}',
@@ -122,7 +136,6 @@ def test_many_runs_can_be_told_apart():
     assert len(looks) == 15
 
 
-@pytest.mark.full
 def test_a_legend_names_each_run_once_and_each_kind_of_line_once():
     from vit_jax.figures.curves import Curve
 
@@ -131,9 +144,7 @@ def test_a_legend_names_each_run_once_and_each_kind_of_line_once():
     def legend(runs, kinds):
         drawn = [Curve(k, i, x, x, s) for i in range(len(runs)) for k, s in kinds.items()]
         named = report._named(drawn, runs)
-        assert sorted(np.isfinite(each.y).sum() for each in named)[-len(drawn) :] == [3] * len(
-            drawn
-        )
+        assert len([each for each in named if np.isfinite(each.y).any()]) == len(drawn)
         return [(each.name, each.place, each.style) for each in named if each.name]
 
     kinds = {'training': ':', 'test': '-'}

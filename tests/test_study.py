@@ -121,7 +121,7 @@ def test_a_training_ends_with_its_study_and_no_second_one_begins_beside_it(tmp_p
 
 ROWS = [
     Row(
-        'train', {'depth': '1'}, 3, {'test/accuracy': {0: 0.5, 1: 0.7}, 'compute': {0: 2.0}}, 0.614
+        'train', {'depth': '1'}, 3, {'test/accuracy': {0: 0.5, 1: 0.7}, 'compute': {0: 2e18}}, 0.614
     ),
     Row('train', {'depth': '2'}, 3, {'test/accuracy': {0: 0.25}, 'compute': {}}, None),
 ]
@@ -129,15 +129,15 @@ ROWS = [
 
 def test_tables_have_means_deviations_published_values_and_how_many_seeds():
     assert study_results.table(ROWS, ('test/accuracy', 'compute')) == [
-        '| depth | test/accuracy | compute (exaFLOPs) | published | seeds |',
+        '| depth | test/accuracy | compute | published | seeds |',
         '| --- | --- | --- | --- | --- |',
-        '| 1 | 60.00% ± 14.14% | 2 | 61.40% | 2 of 3 |',
+        '| 1 | 60.00% ± 14.14% | 2 exaFLOP | 61.40% | 2 of 3 |',
         '| 2 | 25.00% |  |  | 1 of 3 |',
     ]
     assert study_results.comma_separated(ROWS).splitlines() == [
         'grid,depth,measure,mean,deviation,runs,planned,published',
         'train,1,test/accuracy,0.6,0.141421,2,3,0.614',
-        'train,1,compute,2,,1,3,',
+        'train,1,compute,2e+18,,1,3,',
         'train,2,test/accuracy,0.25,,1,3,',
     ]
 
@@ -169,7 +169,7 @@ def test_over_compute_a_line_is_of_the_first_axis():
     rows = [Row('train', {'kind': 'vit', 'size': 'B'}, 1, numbers, None), *ROWS]
     assert lines_of(Drawing(x='compute'), rows) == {
         'kind vit': [(4.0, 0.5)],
-        'depth 1': [(2.0, pytest.approx(0.6))],
+        'depth 1': [(2e18, pytest.approx(0.6))],
     }
 
 

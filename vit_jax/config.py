@@ -167,7 +167,7 @@ class TrainConfig(Record):
         return self.evals or {'test': EvalConfig(split=self.eval_split)}
 
 
-COMPUTE = 'compute'  # the measure: exaFLOPs of the training that all began with
+COMPUTE = 'compute'  # the measure: floating-point operations of the training that all began with
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -210,8 +210,8 @@ class Grid(Record):
 class Drawing(Record):
     """The picture of a study: a measure over the values of an axis, a line for each of the others.
 
-    Over `compute`, exaFLOPs from the multiply-adds of networks, a line is a grid, or, of the only
-    one, a value of its first axis.
+    Over `compute`, floating-point operations counted from the multiply-adds of networks, a line is
+    a grid, or, of the only one, a value of its first axis.
     """
 
     x: str  # an axis, or `compute`

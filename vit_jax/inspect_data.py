@@ -29,6 +29,7 @@ from vit_jax.data.inspection import Scan
 from vit_jax.data.sources import folders, tables
 from vit_jax.data.sources.base import Label, Source
 from vit_jax.data.sources.opening import Opener, make_opener, open_splits
+from vit_jax.data.sources.splits import split_names
 from vit_jax.runs.experiment import label_problems, open_start, preprocessing_of, reader_for
 from vit_jax.training.losses import targets_of
 from vit_jax.training.update import AUGMENT, purpose_key
@@ -106,7 +107,7 @@ def _shared(
 
 
 def _sources(config: TrainConfig, opened: Opener) -> tuple[dict[str, Source], list[str]]:
-    """The splits by name, that of training first, and why training would be refused.
+    """The splits by name, those of training first, and why training would be refused.
 
     Of a folder or table whose splits cannot be opened it is all images, whatever their classes.
     """
@@ -116,7 +117,7 @@ def _sources(config: TrainConfig, opened: Opener) -> tuple[dict[str, Source], li
     splits = [config.train_split, *(one.split for one in own)]
     try:
         names = open_splits(data, config.held_out) if isinstance(data, str) else splits
-        names = sorted(names, key=lambda name: not config.train_split.startswith(name))
+        names = sorted(names, key=lambda name: name not in split_names(config.train_split))
         sources = {name: opened(data, name) for name in names if name != 'all'}  # its parts
     except UserError as error:
         sources, problems = {}, [str(error)]

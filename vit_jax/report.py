@@ -11,7 +11,7 @@ import importlib.util
 import itertools
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -55,7 +55,8 @@ def _state(run: History) -> str:
     """How far a run is, in words."""
     steps = max((line['step'] for line in run.lines), default=0)
     ended = run.event if run.event in ('complete', 'stopped', 'diverged') else 'not complete'
-    return f'{ended} at step {steps:,}' if run.lines else 'no numbers yet'
+    ended = f'{ended} at' if run.event else 'at'  # without a ledger it is not known
+    return f'{ended} step {steps:,}' if run.lines else 'no numbers yet'
 
 
 def _reached(runs: Sequence[History]) -> Any:
@@ -76,7 +77,7 @@ def _reached(runs: Sequence[History]) -> Any:
         row += [_last(run.of_kind(kind), 'accuracy', '{:.2%}') for kind in kinds]
         row += [_last(few, name, '{:.2%}') for name in shots]
         row.append(f'{np.nanmedian(speed):,.0f}' if np.isfinite(speed).any() else '')
-        rows.append([*row, reporting.duration(sum(run.seconds.values(), 0.0))])
+        rows.append([*row, reporting.duration(sum(run.seconds.values())) if run.seconds else ''])
     text = (
         'The last number of each kind; images a second are the median over the reports. The wall '
         'time is that of all starts, with what was lost between them.'
@@ -152,14 +153,13 @@ def _numbers(runs: Sequence[History], over: str) -> list[Any]:
 
     makers = [_Curves(run, place, over) for place, run in enumerate(runs)]
     sections = []
-    for title, text, drawn, magnitudes in _PICTURES:
+    for title, text, drawn, scale in _PICTURES:
         found = [curve for maker in makers for curve in drawn(maker)]
-        found = [curve for curve in found if np.isfinite(curve.y).any()]
+        found = [curve for curve in found if np.isfinite(curve.x + curve.y).any()]
         if found:
             x = OVER[over]
             found = _named(found, [run.name for run in runs])
-            how = {'magnitudes': magnitudes, 'percent': title in _SHARES}
-            drawing = curves.curves(title, found, x=x, y=title[0].lower() + title[1:], **how)
+            drawing = curves.curves(title, found, x=x, y=title[0].lower() + title[1:], scale=scale)
             picture = Picture(style.png(drawing), f'{title} over {x}', '')
             sections.append(Section(title, text, [picture]))
     return sections
@@ -217,12 +217,17 @@ def _time(runs: Sequence[History]) -> Any:
 def _differences(runs: Sequence[History]) -> Any:
     from vit_jax.figures.page import Section, Table
 
-    title, rows = 'How the configurations differ', history.differences(runs)
+    title, known = 'How the configurations differ', [run for run in runs if run.config]
+    unknown = [run.name for run in runs if not run.config]
+    without = f' Without config.json: {", ".join(unknown)}.' if unknown else ''
+    rows = history.differences(known)
     if not rows:
-        return Section(title, f'All {counted(len(runs), "run")} have the same configuration.')
-    columns = ['field', *(run.name for run in runs)]
+        same = f'{counted(len(known), "run")} have the same configuration.' if known[1:] else ''
+        return Section(title, (same + without).strip())
+    columns = ['field', *(run.name for run in known)]
     text = 'Every field of config.json that is not the same in all runs, defaults included.'
-    return Section(title, text, table=Table(columns, [[name, *texts] for name, texts in rows]))
+    table = Table(columns, [[name, *texts] for name, texts in rows])
+    return Section(title, text + without, table=table)
 
 
 _MOST_EVENTS = 100
@@ -263,16 +268,16 @@ _TIME = (
 )
 
 
-_SHARES = 'Accuracy', 'Few-shot accuracy', 'Share of the peak (MFU)'
-# Title, text, the curves of a run, whether the axis is logarithmic.
-_PICTURES: list[tuple[str, str, Callable[[_Curves], list[Any]], bool]] = [
-    ('Loss', _LOSS, _Curves.loss, False),
-    ('Accuracy', _ACCURACY, lambda curves: curves.classified('accuracy'), False),
-    ('Few-shot accuracy', _FEWSHOT, _Curves.fewshot, False),
-    ('Learning rate', _RATE, lambda curves: curves.trained('learning_rate'), False),
-    ('Gradient norm', _GRADIENT, lambda curves: curves.trained('gradient_norm'), True),
-    ('Images per second', _SPEED, lambda curves: curves.trained('images_per_second'), False),
-    ('Share of the peak (MFU)', _MFU, lambda curves: curves.trained('mfu'), False),
+Scale = Literal['linear', 'magnitudes', 'percent']
+# Title, text, the curves of a run, the scale of their axis.
+_PICTURES: list[tuple[str, str, Callable[[_Curves], list[Any]], Scale]] = [
+    ('Loss', _LOSS, _Curves.loss, 'linear'),
+    ('Accuracy', _ACCURACY, lambda curves: curves.classified('accuracy'), 'percent'),
+    ('Few-shot accuracy', _FEWSHOT, _Curves.fewshot, 'percent'),
+    ('Learning rate', _RATE, lambda curves: curves.trained('learning_rate'), 'linear'),
+    ('Gradient norm', _GRADIENT, lambda curves: curves.trained('gradient_norm'), 'magnitudes'),
+    ('Images per second', _SPEED, lambda curves: curves.trained('images_per_second'), 'linear'),
+    ('Share of the peak (MFU)', _MFU, lambda curves: curves.trained('mfu'), 'percent'),
 ]
 
 

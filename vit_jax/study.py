@@ -12,6 +12,7 @@ have means and deviations over the seeds, DIR/results.png the picture.
 import argparse
 import contextlib
 import importlib.util
+import os
 import pathlib
 import re
 import shlex
@@ -33,14 +34,7 @@ from vit_jax.runs import history, reporting, studies, study_results, workdirs
 from vit_jax.runs.studies import PlannedRun
 
 OUTPUT, RESULTS = 'output.txt', 'results'
-# `-m vit_jax.train`, which SIGTERM tells that its study was killed: on Linux, PR_SET_PDEATHSIG.
-# Where Popen is given a function that does so, it forks, and jax warns of that.
-_TRAIN = """
-import ctypes, runpy, signal, sys
-if sys.platform == 'linux':
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-runpy.run_module('vit_jax.train', run_name='__main__', alter_sys=True)
-"""
+_TRAIN = 'vit_jax.command_line.child'  # in place of Popen's preexec_fn: jax warns where it forks
 _FREED_SECONDS = 30.0  # until a training whose study was killed has saved, and is gone
 
 
@@ -143,7 +137,7 @@ def _trained(
         words, output = _flags(folder, study, run, compiled), folder / run.name / OUTPUT
         with output.open('ab') as file:
             began = file.tell()
-            command = [sys.executable, '-c', _TRAIN, *words]
+            command = [sys.executable, '-m', _TRAIN, str(os.getpid()), *words]
             code = _finished(command, file, folder / run.name, label)
     if code in (INTERRUPTED, REQUEUE):
         return Outcome(code, 'stopped; the same command goes on')
@@ -153,7 +147,7 @@ def _trained(
     if code:
         told = output.read_bytes()[began:].decode(errors='replace').splitlines()
         errors = [line for line in told if line.startswith('error: ')] or told or ['no word']
-        reason = errors[-1].removeprefix('error: ')
+        reason = errors[-1].removeprefix('error: ').replace('--config.', '--config.base.')
         return Outcome(code, f'failed with code {code}: {reason} ({output})')
     found, _ = study_results.reached(folder, study, [run])
     measured = found.get(run.name, {})
@@ -241,15 +235,14 @@ def _picture(study: Study, rows: Sequence[study_results.Row]) -> bytes | None:
     fewest, most = min(seeds), max(seeds)
     of = f'{most}' if fewest == most else f'{fewest} to {most}'
     spread = f', mean ± deviation of {of} seeds' if most > 1 else ''
-    if computed := places is None:  # x are exaFLOPs
-        lines = [line._replace(x=line.x * 1e18) for line in lines]
+    computed = places is None
     figure = curves.measured(
         study.title,
         [curves.Measured(*line) for line in lines],
-        x='computed in training' if computed else draw.x,
+        x='floating-point operations of training' if computed else draw.x,
         y=draw.y + spread,
         ticks={place: name for name, place in (places or {}).items()},
-        unit='FLOPs' if computed else '',
+        unit='FLOP' if computed else '',
         joined=joined,
         percent=study_results.is_share(draw.y),
         logarithmic=draw.logarithmic,

@@ -1,5 +1,6 @@
 """What the programs take and say."""
 
+import functools
 import io
 import json
 import logging
@@ -227,7 +228,12 @@ def test_an_error_is_one_line_where_the_user_can_mend_it(
 @pytest.mark.parametrize(
     'add, given, less',
     [
-        (app.add_config, [QUICK, '--workdir=DIR'], '; .*--config.batch_size .*--config.compute.'),
+        (app.add_job, [QUICK, '--workdir=DIR'], '; .*--config.compute.* smaller --config.batch_'),
+        (
+            functools.partial(app.add_job, trains=False),
+            [QUICK, '--workdir=DIR'],
+            '; less is needed with a smaller --config.eval_batch_size',
+        ),
         (app.add_reading, [], '; .* a smaller --batch_size'),
         (lambda parser: None, [], ''),
     ],

@@ -99,14 +99,14 @@ def test_the_values_of_a_study_stand_beside_each_other_below_its_picture(names, 
 def test_what_trainings_computed_is_told_in_words_that_can_be_read(least, decades):
     x = np.geomspace(least, least * 10**decades, 5)
     line = curves.Measured('train', x, np.arange(5.0), np.zeros(5))
-    how = {'unit': 'FLOPs', 'logarithmic': True}
+    how = {'unit': 'FLOP', 'logarithmic': True}
     figure = curves.measured('Study', [line], x='computed', y='accuracy', **how)
     figure.canvas.draw()
     low, high = figure.axes[0].get_xlim()
     places = zip(figure.axes[0].get_xticks(), figure.axes[0].get_xticklabels(), strict=True)
     labels = [label for place, label in places if low <= place <= high]
     assert len(labels) >= 2
-    assert all(re.fullmatch(r'\d+ [TPEZ]FLOPs', label.get_text()) for label in labels)
+    assert all(re.fullmatch(r'\d+ [TPEZ]FLOP', label.get_text()) for label in labels)
     boxes = [label.get_window_extent() for label in labels]
     assert all(common(one, other) < 1 for one, other in itertools.pairwise(boxes))
 

@@ -32,11 +32,11 @@ from vit_jax.parallel.clusters import Launch
 from vit_jax.parallel.processes import INTERRUPTED, Job, joined_job
 from vit_jax.training.loop import NotFinite
 
-_NEEDS_LESS = {  # memory, of a program with such an argument
-    'config': 'less is needed with a smaller --config.batch_size or --config.eval_batch_size, '
-    '--config.accumulation_steps=2 or --config.compute.remat=block',
-    'batch_size': 'less is needed with a smaller --batch_size',
-}
+# What needs less memory, of a program that trains.
+_SMALLER = (
+    '--config.compute.remat=block, --config.accumulation_steps=2, or a smaller '
+    '--config.batch_size or --config.eval_batch_size'
+)
 _UNREAD = 141  # the code of a shell's command whose output nobody reads (SIGPIPE)
 
 
@@ -182,8 +182,9 @@ def _lacking_memory(error: BaseException, arguments: argparse.Namespace) -> str:
     """What jax says of a device with too little memory, and what needs less; '' of other errors."""
     if not lacks_memory(error):
         return ''
-    less = (text for name, text in _NEEDS_LESS.items() if name in arguments)
-    return '; '.join([str(error).splitlines()[0], *less])
+    smaller = getattr(arguments, 'smaller', '')
+    less = f'; less is needed with {smaller}' if smaller else ''
+    return str(error).splitlines()[0] + less
 
 
 class _Parser(argparse.ArgumentParser):
@@ -275,6 +276,7 @@ def add_config(
 def add_job(parser: argparse.ArgumentParser, *, required: bool = True, trains: bool = True) -> None:
     """The arguments of a program that is one of the processes of a job."""
     add_config(parser, required=required)
+    parser.set_defaults(smaller=_SMALLER if trains else 'a smaller --config.eval_batch_size')
     add_boolean(parser, 'accept_config_changes', 'go on in a directory of another configuration')
     if trains:
         add_boolean(parser, 'accept_data_changes', 'go on in a directory of a run on other data')
@@ -327,6 +329,7 @@ def launch(arguments: argparse.Namespace) -> Launch:
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
     """The arguments of a program that shows images to a network."""
+    parser.set_defaults(smaller='a smaller --batch_size')
     parser.add_argument('--batch_size', type=positive, default=32, metavar='N', help='(32)')
     text = f'pixels of an image at most ({MAX_PIXELS:,})'
     parser.add_argument('--max_pixels', type=_pixels, default=MAX_PIXELS, metavar='N', help=text)

@@ -1,7 +1,7 @@
 """Pictures of runs: numbers over steps or time, and where the time went."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -36,13 +36,12 @@ def curves(
     *,
     x: str,
     y: str,
-    magnitudes: bool = False,
-    percent: bool = False,
+    scale: Literal['linear', 'magnitudes', 'percent'] = 'linear',
 ) -> Figure:
     """The lines, each run in its colour, of numbers called `y` over what is called `x`.
 
-    Values that are not finite are gaps; with `magnitudes` the y axis is logarithmic, with `percent`
-    1 is 100 %. A line of many points is thinned.
+    Values that are not finite are gaps; on the scale `magnitudes` the y axis is logarithmic, on
+    `percent` 1 is 100 %. A line of many points is thinned.
     """
     figure = style.canvas(_WIDTH, _HEIGHT, title)
     axes = figure.subplots()
@@ -60,9 +59,9 @@ def curves(
         axes.plot(curve.x[kept], curve.y[kept], **how)
     axes.set(xlabel=x, ylabel=y)
     axes.margins(x=0.02)
-    if magnitudes:
+    if scale == 'magnitudes':
         style.magnitudes(axes)
-    if percent:
+    elif scale == 'percent':
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.grid(axis='y', color='0.9')
     style.legend(figure, axes)
@@ -93,7 +92,7 @@ def measured(
 ) -> Figure:
     """Means with bars of their deviations, over what is called `x`.
 
-    It has `ticks` by name there, or numbers of a `unit`, with prefixes: 3 TFLOPs.
+    It has `ticks` by name there, or numbers of a `unit`, with prefixes: 3 TFLOP.
     Points that are not `joined`, as nothing lies between them, stand beside each other.
     """
     figure = style.canvas(_WIDTH, _HEIGHT, title)

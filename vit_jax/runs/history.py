@@ -80,12 +80,15 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def seconds_since(lines: Sequence[Line], history: History) -> Float[np.ndarray, 'n']:
     """When each line was written: seconds of running, the starts of the run one after the other."""
-    starts, seconds = (values(history.lines, name) for name in ('run', 'seconds'))
-    known = np.unique(starts[np.isfinite(starts)])
-    longest = {start: np.nan_to_num(seconds[starts == start]).max() for start in known}
+    starts, seconds = _starts(history.lines), values(history.lines, 'seconds')
+    longest = {start: np.nan_to_num(seconds[starts == start]).max() for start in np.unique(starts)}
     before = {start: sum(s for r, s in longest.items() if r < start) for start in longest}
-    earlier = [before.get(start, np.nan) for start in values(lines, 'run')]
-    return np.array(earlier, float) + values(lines, 'seconds')
+    return np.array([before[start] for start in _starts(lines)]) + values(lines, 'seconds')
+
+
+def _starts(lines: Sequence[Line]) -> Float[np.ndarray, 'n']:
+    """Of each line the number of its start: 1 in files of versions that did not count them."""
+    return np.nan_to_num(values(lines, 'run'), nan=1.0)
 
 
 def values(lines: Sequence[Line], name: str) -> Float[np.ndarray, 'n']:

@@ -93,20 +93,20 @@ def _measures(folder: Path, study: Study, run: PlannedRun, last: int) -> Measure
         kind, _, number = measure.partition('/')
         at = [line for line in told.of_kind(kind) if line['step'] == step and number in line]
         if measure == COMPUTE:
-            found[measure] = _exaflops(folder, run.first)
+            found[measure] = _operations(folder, run.first)
         elif at:
             found[measure] = float(at[-1][number])
     return found
 
 
-def _exaflops(folder: Path, run: PlannedRun) -> float:
-    """What a training computed: six operations for each multiply-add of the forward pass, image
-    and step (table 6: the backward pass costs two forward ones).
+def _operations(folder: Path, run: PlannedRun) -> float:
+    """The floating-point operations of a training: six for each multiply-add of the forward pass,
+    image and step (table 6: the backward pass costs two forward ones).
     """
     steps = last_step(folder, run)
     if run.config.model is None or steps is None:  # that of a checkpoint
         return float('nan')
-    return 6 * multiply_adds(run.config.model) * run.config.batch_size * steps / 1e18
+    return 6.0 * multiply_adds(run.config.model) * run.config.batch_size * steps
 
 
 def means(study: Study, found: Sequence[Row]) -> list[Row]:
@@ -144,6 +144,8 @@ def is_share(measure: str) -> bool:
 
 def written(measure: str, value: float) -> str:
     """A number as tables have it."""
+    if measure == COMPUTE:
+        return f'{value / 1e18:.4g} exaFLOP'  # the unit of the ViT paper's table 6
     return f'{value:.2%}' if is_share(measure) else f'{value:.4g}'
 
 
@@ -175,8 +177,7 @@ def text(study: Study, rows: Sequence[Row]) -> str:
 def table(rows: Sequence[Row], measures: Sequence[str]) -> list[str]:
     """A table in Markdown: the values of the axes, mean and deviation of each measure."""
     told = any(row.published is not None for row in rows)
-    named = [f'{name} (exaFLOPs)' if name == COMPUTE else name for name in measures]
-    columns = [*rows[0].values, *named, *(['published'] if told else []), 'seeds']
+    columns = [*rows[0].values, *measures, *(['published'] if told else []), 'seeds']
     lines = [columns, ['---'] * len(columns)]
     for row in rows:
         cells = [_mean(name, [*row.numbers[name].values()]) for name in measures]

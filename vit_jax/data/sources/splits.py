@@ -22,6 +22,11 @@ def taken(split: str, whole: Callable[[str], Source], *, of: str) -> Source:
     return joined(parts) if len(parts) > 1 else parts[0]
 
 
+def split_names(split: str) -> list[str]:
+    """The names in it, without their slices."""
+    return [text.partition('[')[0].strip() for text in split.split('+')]
+
+
 def _part(text: str, split: str, whole: Callable[[str], Source], of: str) -> Source:
     match = re.fullmatch(r'([^\[\]]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?', text)
     if not match:

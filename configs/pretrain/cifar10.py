@@ -34,5 +34,5 @@ def get_config() -> TrainConfig:
         schedule=ScheduleConfig(learning_rate=1e-3, warmup=Duration(steps=300)),
         eval_every_steps=1000,
         checkpoint_every_steps=1000,
-        fewshot=FewshotConfig(every_steps=7000),
+        fewshot=FewshotConfig(),
     )

@@ -3,7 +3,7 @@
 Paper: "How to train your ViT?". 2,500 images of CIFAR-10, 120 epochs, a ViT of 0.8 M parameters,
 all 10,000 test images; without augmentation but shifts and flips (`none`), with one layer of
 RandAugment and MixUp at the level light2 (`mild`), or at one of AugReg's seven levels.
-Result: see the README's table. Cost: 8 minutes on one CPU core.
+Result: docs/training.md. Cost: 8 minutes on one CPU core.
 Command: python -m vit_jax.train --config=configs/pretrain/cifar10_augreg.py:mild \
              --config.data=DATA --workdir=DIR
 """

@@ -39,5 +39,5 @@ def get_config() -> TrainConfig:
         polyak_decay=0.9985,
         eval_every_steps=2500,
         checkpoint_every_steps=2500,
-        fewshot=FewshotConfig(every_steps=11718),
+        fewshot=FewshotConfig(),
     )

@@ -2,7 +2,7 @@
 
 Paper: "How to train your ViT?": the less data and the larger the network, the more augmentation
 helps; the levels that were best for each network are in configs/pretrain/augreg.py.
-Result: docs/studies.md. Cost of `small`: 36 trainings of 3 to 6 minutes on one CPU core.
+Result: not run here yet. Cost of `small`: 36 trainings of 3 to 6 minutes on one CPU core.
 Command: python -m vit_jax.study --config=configs/studies/augreg.py:small \
              --config.base.data=DATA --workdir=DIR
 """

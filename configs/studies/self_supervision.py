@@ -4,7 +4,7 @@ Paper: "An Image is Worth 16x16 Words", section 4.6: B/16 that predicted masked 
 % on ImageNet, 2 % more than from scratch, 4 % less than with supervised pre-training. Here each
 network is fine-tuned on a part of the labels; `supervised` has learned from the labels of all
 images.
-Result: docs/studies.md. Cost of `small`: 6 trainings of 6 minutes on one CPU core, 18 of 3.
+Result: docs/studies.md. Cost of `small`: 3 trainings of 6 minutes on one CPU core, 21 of 3.
 Command: python -m vit_jax.study --config=configs/studies/self_supervision.py:small \
              --config.base.data=DATA --workdir=DIR
 """

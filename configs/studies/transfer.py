@@ -5,7 +5,7 @@ tenth of the rate, the last two blocks, or all. Common advice: the head for litt
 for much; the paper (section 4.1) trains all, always. `small` learns five classes of CIFAR-10: near
 are the other five, far are scikit-learn's digits. `full` begins with B/16 of ImageNet-21k; near are
 pets, far is EuroSAT.
-Result: docs/studies.md. Cost of `small`: 3 trainings of 3 minutes on one CPU core, and 48
+Result: not run here yet. Cost of `small`: 3 trainings of 3 minutes on one CPU core, and 48
 fine-tunings of 1.
 Command: python -m vit_jax.study --config=configs/studies/transfer.py:small \
              --config.base.data=DATA --workdir=DIR

@@ -362,6 +362,17 @@ def test_heads_that_the_arrays_do_not_show_are_asked_for(tmp_path):
     assert vit_jax.load(str(tmp_path / 'bare.safetensors'), num_heads=2).config.num_heads == 2
 
 
+def test_all_that_is_not_in_a_file_is_asked_for_at_once(tmp_path):
+    config = tiny.model(pool='gap', image_size=(12, 20), gelu='exact')
+    path = saved(tmp_path, config, timm.TIMM)
+    save_file(contents(path), tmp_path / 'bare.safetensors')
+    path = str(tmp_path / 'bare.safetensors')
+    with pytest.raises(ValueError, match=r'grid=\(3, 5\) or .*; the number of heads .*num_heads=N'):
+        vit_jax.load(path)
+    found = vit_jax.load(path, grid=(3, 5), num_heads=2).config
+    assert (found.grid, found.num_heads) == (config.grid, config.num_heads)
+
+
 def test_a_subtree_of_an_npz_is_read_and_the_rest_is_listed(tmp_path):
     config, form = MAP, google.BIGVISION
     tower = contents(saved(tmp_path, config, form))

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from vit_jax.base import Record, UserError, require, require_between
@@ -150,7 +150,10 @@ def infer_vit(
     if backbone is not None:
         stride, channels = backbone.stride, kernel_shape(arrays, root)[2]
     cell = p * stride, q * stride
-    grid, row = infer_grid(clues, table, rows=rows, cell=cell)
+    (grid, row), heads = _all_of(
+        lambda: infer_grid(clues, table, rows=rows, cell=cell),
+        lambda: num_heads or infer_heads(hints, width, values['mlp_dim'], values['depth']),
+    )
     image_size, declared = (grid[0] * cell[0], grid[1] * cell[1]), clues.declared
     if declared and (declared[0] // cell[0], declared[1] // cell[1]) == grid:
         image_size = declared  # its last pixels may fill no patch
@@ -160,11 +163,24 @@ def infer_vit(
         channels=channels,
         backbone=backbone,
         width=width,
-        num_heads=num_heads or infer_heads(hints, width, values['mlp_dim'], values['depth']),
+        num_heads=heads,
         positions='learned' if table else fixed,
         **values,
     )
     return config, row
+
+
+def _all_of(*inferred: Callable[[], Any]) -> list[Any]:
+    """What each infers. Raises one NeedsHint for all that raise one."""
+    found, asked = [], []
+    for infer in inferred:
+        try:
+            found.append(infer())
+        except NeedsHint as error:
+            asked.append(str(error))
+    if asked:
+        raise NeedsHint('; '.join(asked))
+    return found
 
 
 def infer_heads(hints: Hints, width: int, mlp_dim: int, depth: int) -> int:

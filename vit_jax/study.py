@@ -236,8 +236,9 @@ def _picture(study: Study, rows: Sequence[study_results.Row]) -> bytes | None:
     of = f'{most}' if fewest == most else f'{fewest} to {most}'
     spread = f', mean ± deviation of {of} seeds' if most > 1 else ''
     computed = places is None
+    several = len({line.name for line in lines}) > 1 or len(study.grids) == 1
     figure = curves.measured(
-        study.title,
+        study.title if several else f'{study.title}: {lines[0].name}',
         [curves.Measured(*line) for line in lines],
         x='floating-point operations of training' if computed else draw.x,
         y=draw.y + spread,

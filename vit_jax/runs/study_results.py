@@ -170,7 +170,9 @@ def text(study: Study, rows: Sequence[Row]) -> str:
     for name, grid in study.grids.items():
         if grid.measures:
             own = [row for row in rows if row.grid == name]
-            texts += [f'## {name}', '', *table(own, grid.measures), '']
+            begun = any(numbers for row in own for numbers in row.numbers.values())
+            told = table(own, grid.measures) if begun else ['No run of it is complete.']
+            texts += [f'## {name}', '', *told, '']
     return '\n'.join(texts)
 
 

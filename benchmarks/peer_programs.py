@@ -4,6 +4,7 @@ A program is given the sizes of a network, a batch and a precision, and makes st
 that lie on the device: forward, backward, clipped gradients, optimizer. It prints a line of JSON.
 """
 
+import functools
 import importlib
 import json
 import os
@@ -91,8 +92,10 @@ def ours(work: Work, compute: dict[str, Any]) -> Any:
     return lowered, first
 
 
-def by_optax(apply: Callable[..., Any], init: Callable[..., Any], work: Work) -> Any:
-    """What the programs of both JAX peers do in a step."""
+def by_optax(
+    apply: Callable[..., Any], init: Callable[..., Any], work: Work, *, with_norms: bool
+) -> Any:
+    """What the programs of both JAX peers do in a step; big_vision's measures norms as well."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -110,7 +113,9 @@ def by_optax(apply: Callable[..., Any], init: Callable[..., Any], work: Work) ->
         key, now = jax.random.split(key)
         value, gradient = jax.value_and_grad(loss)(params, *data, now)
         changes, moments = optimizer.update(gradient, moments, params)
-        return (optax.apply_updates(params, changes), moments, key), value
+        params = optax.apply_updates(params, changes)
+        measured = (gradient, params, changes) if with_norms else ()
+        return (params, moments, key), (value, *map(optax.tree.norm, measured))
 
     def start() -> Any:
         params = init(jax.random.key(0), jnp.zeros((1, PIXELS, PIXELS, 3)))['params']
@@ -148,7 +153,8 @@ def vision_transformer(path: str, work: Work) -> Any:
     def apply(params: Any, images: Any, key: Any) -> Any:
         return model.apply({'params': params}, images, train=True, rngs={'dropout': key})
 
-    return by_optax(apply, lambda key, x: model.init(key, x, train=False), work)
+    init = functools.partial(model.init, train=False)
+    return by_optax(apply, init, work, with_norms=False)
 
 
 def big_vision(path: str, work: Work, *, scan: bool) -> Any:
@@ -178,7 +184,7 @@ def big_vision(path: str, work: Work, *, scan: bool) -> Any:
     def apply(params: Any, images: Any, key: Any) -> Any:
         return model.apply({'params': params}, images, train=True, rngs={'dropout': key})[0]
 
-    return by_optax(apply, model.init, work)
+    return by_optax(apply, model.init, work, with_norms=True)
 
 
 def run_in_jax(name: str, path: str, work: Work) -> dict[str, Any]:

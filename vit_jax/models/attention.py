@@ -3,20 +3,30 @@
 import functools
 import logging
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from vit_jax.base.array_types import Array, Float, Int
 
 Implementation = Literal['auto', 'xla', 'cudnn', 'head_major', 'blockwise']
 LONG = 1024  # tokens; for more, the weights of all queries together would fill the memory
 _BLOCK = 256  # queries at most
-# Logits of queries and keys, and of queries and offsets; by how queries and keys lie in memory.
-_Products = tuple[str, str]
-_BQHK: _Products = ('bqhk,bnhk->bhqn', 'bqhk,ohk->bhqo')
-_BHQK: _Products = ('bhqk,bhnk->bhqn', 'bhqk,ohk->bhqo')
+MIXED = 'mixed'  # the name by which rematerialisation may keep what XLA's attention gives
+
+
+class _Products(NamedTuple):
+    """The sums over queries, keys and values, by how these lie in memory."""
+
+    logits: str
+    by_offset: str  # logits of queries and vectors of offsets
+    mixed: str  # of weights and values
+
+
+_BQHK = _Products('bqhk,bnhk->bhqn', 'bqhk,ohk->bhqo', 'bhqn,bnhk->bhqk')
+_BHQK = _Products('bhqk,bhnk->bhqn', 'bhqk,ohk->bhqo', 'bhqn,bhnk->bhqk')
 
 
 def attend(
@@ -49,19 +59,9 @@ def attend(
     if implementation == 'blockwise':
         return _attend_blockwise(query, key, value, relative)
     if implementation == 'head_major':
-        return _attend_head_major(query, key, value, relative)
-    return jnp.einsum('bhqn,bnhk->bqhk', _weights(query, key, relative, _BQHK), value)
-
-
-def _attend_head_major(
-    query: Float[Array, 'b q h k'],
-    key: Float[Array, 'b n h k'],
-    value: Float[Array, 'b n h k'],
-    relative: Float[Array, 'o h k'] | None,
-) -> Float[Array, 'b q h k']:
-    query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
-    weights = _weights(query, key, relative, _BHQK)
-    return jnp.einsum('bhqn,bhnk->bhqk', weights, value).transpose(0, 2, 1, 3)
+        query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
+    products = _BHQK if implementation == 'head_major' else _BQHK
+    return _mixed(query, key, value, relative, products).transpose(0, 2, 1, 3)
 
 
 def _attend_blockwise(
@@ -100,38 +100,89 @@ def attention_weights(
     relative: Float[Array, 'o h k'] | None = None,
 ) -> Float[Array, 'b h q n']:
     """The weights that `attend` gives to each key: float32, every row sums to one."""
-    return _softmax(_logits(query, key, relative, _BQHK), query)
+    logits = _logits(query, key, relative, _BQHK) / math.sqrt(query.shape[-1])
+    return jax.nn.softmax(logits, axis=-1)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
-def _weights(
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
+def _mixed(
     query: Float[Array, '...'],
     key: Float[Array, '...'],
+    value: Float[Array, '...'],
     relative: Float[Array, 'o h k'] | None,
     products: _Products,
-) -> Float[Array, 'b h q n']:
-    """The weights in the type of the query, and so are they kept for the backward pass.
+) -> Float[Array, 'b h q k']:
+    """The values, mixed by the weights; by XLA, in the rounding of fused kernels.
 
-    Derivatives of the logits are rounded to that type before the products that they enter, as
-    fused kernels do; sums are float32.
+    Exponentials, and derivatives of logits, are rounded to the type of the query before the
+    products that they enter; sums are float32. The division by the sum of the exponentials comes
+    last: k numbers of each query are divided in place of n.
     """
-    return _softmax(_logits(query, key, relative, products), query).astype(query.dtype)
+    return _mixed_by(query, key, value, relative, products)[0]
 
 
-@_weights.defjvp
+def _mixed_by(
+    query: Float[Array, '...'],
+    key: Float[Array, '...'],
+    value: Float[Array, '...'],
+    relative: Float[Array, 'o h k'] | None,
+    products: _Products,
+) -> tuple[Float[Array, 'b h q k'], Float[Array, 'b h q n'], Float[Array, 'b h q 1']]:
+    """The mixed values, the exponentials, and the sum of these over the keys."""
+    logits = _logits(query, key, relative, products) / math.sqrt(query.shape[-1])
+    largest = jax.lax.stop_gradient(logits.max(-1, keepdims=True))  # it cancels
+    exponentials = jnp.exp(logits - largest).astype(query.dtype)
+    total = exponentials.sum(-1, keepdims=True, dtype=jnp.float32)
+    mixed = jnp.einsum(products.mixed, exponentials, value, preferred_element_type=jnp.float32)
+    mixed = (mixed / total).astype(query.dtype)
+    return checkpoint_name(mixed, MIXED), exponentials, total
+
+
+@_mixed.defjvp
 def _(
     products: _Products,
-    primals: tuple[Array, Array, Array | None],
-    tangents: tuple[Array, Array, Array | None],
+    primals: tuple[Array, Array, Array, Array | None],
+    tangents: tuple[Array, Array, Array, Array | None],
 ) -> tuple[Array, Array]:
-    (query, key, relative), (of_query, of_key, of_relative) = primals, tangents
-    product, with_offsets = products
-    logits = jnp.einsum(product, of_query, key) + jnp.einsum(product, query, of_key)
+    """Of sum_j e_j v_j / s, with e the exponentials of logits l, s their sum and m the quotient:
+    (sum_j e_j (v_j dl_j + dv_j) - m sum_j e_j dl_j) / s.
+    """
+    (query, key, value, relative), (of_query, of_key, of_value, of_relative) = primals, tangents
+    mixed, exponentials, total = _mixed_by(query, key, value, relative, products)
+    logits = jnp.einsum(products.logits, of_query, key)
+    logits += jnp.einsum(products.logits, query, of_key)
     if relative is not None:
-        offsets = jnp.einsum(with_offsets, of_query, relative)
-        logits += _by_key(offsets + jnp.einsum(with_offsets, query, of_relative))
-    weights = _weights(query, key, relative, products)
-    return weights, _softmax_derivative(weights, logits, math.sqrt(query.shape[-1]))
+        offsets = jnp.einsum(products.by_offset, of_query, relative)
+        logits += _by_key(offsets + jnp.einsum(products.by_offset, query, of_relative))
+    of_exponentials, of_total = _of_exponentials(exponentials, logits, math.sqrt(query.shape[-1]))
+    of_sums = [
+        jnp.einsum(products.mixed, of_exponentials, value),
+        jnp.einsum(products.mixed, exponentials, of_value),
+    ]
+    return mixed, _of_quotient(mixed, of_sums, total, of_total)
+
+
+# What the next two are given is kept for the backward pass, not what they make float32 of it.
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def _of_exponentials(
+    exponentials: Float[Array, 'b h q n'], logits: Float[Array, 'b h q n'], scale: float
+) -> tuple[Float[Array, 'b h q n'], Float[Array, 'b h q 1']]:
+    """Derivatives of the exponentials, and of their sum, from those of logits before `scale`."""
+    change = exponentials.astype(jnp.float32) * (logits.astype(jnp.float32) / scale)
+    return change.astype(exponentials.dtype), change.sum(-1, keepdims=True)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _of_quotient(
+    quotient: Float[Array, 'b h q k'],
+    of_dividend: list[Float[Array, 'b h q k']],
+    divisor: Float[Array, 'b h q 1'],
+    of_divisor: Float[Array, 'b h q 1'],
+) -> Float[Array, 'b h q k']:
+    """The derivative of a quotient, from those of the summands of its dividend."""
+    total = sum(part.astype(jnp.float32) for part in of_dividend)
+    change = (total - quotient.astype(jnp.float32) * of_divisor) / divisor
+    return change.astype(quotient.dtype)
 
 
 def _logits(
@@ -141,13 +192,11 @@ def _logits(
     products: _Products,
 ) -> Float[Array, 'b h q n']:
     """Before they are divided, float32."""
-    product, with_offsets = products
-    logits = jnp.einsum(product, query, key, preferred_element_type=jnp.float32)
+    einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    logits = einsum(products.logits, query, key)
     if relative is None:
         return logits
-    return logits + _by_key(
-        jnp.einsum(with_offsets, query, relative, preferred_element_type=jnp.float32)
-    )
+    return logits + _by_key(einsum(products.by_offset, query, relative))
 
 
 def _by_key(by_offset: Float[Array, 'b h q o']) -> Float[Array, 'b h q n']:
@@ -160,21 +209,6 @@ def _by_key(by_offset: Float[Array, 'b h q o']) -> Float[Array, 'b h q n']:
     padded = jnp.pad(by_offset, ((0, 0), (0, 0), (0, 0), (0, 1))).reshape(*outer, -1)
     moved = padded[..., queries - 1 : queries - 1 + queries * offsets]
     return moved.reshape(*outer, queries, offsets)[..., : offsets - queries + 1]
-
-
-def _softmax(
-    logits: Float[Array, 'b h q n'], query: Float[Array, '...']
-) -> Float[Array, 'b h q n']:
-    return jax.nn.softmax(logits / math.sqrt(query.shape[-1]), axis=-1)
-
-
-@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)  # or float32 were kept
-def _softmax_derivative(
-    weights: Float[Array, 'b h q n'], logits: Float[Array, 'b h q n'], scale: float
-) -> Float[Array, 'b h q n']:
-    dtype, weights = weights.dtype, weights.astype(jnp.float32)
-    logits = logits.astype(jnp.float32) / scale
-    return (weights * (logits - (weights * logits).sum(-1, keepdims=True))).astype(dtype)
 
 
 def attend_at_even_lengths(

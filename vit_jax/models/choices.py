@@ -104,11 +104,13 @@ def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
     size, tokens, width = _BYTES[compute.dtype], model.num_tokens, model.width
     hidden = model.mlp_dim * (2 if model.gelu is None else 1)
     fused = compute.attention == 'auto' and size == 2  # on a GPU; elsewhere it was chosen
-    fused = fused or compute.attention in ('cudnn', 'blockwise')
-    weights = 0 if fused else model.num_heads * tokens**2 * (8 + size)
+    fused = fused or compute.attention == 'cudnn'
+    of_all = not fused and compute.attention != 'blockwise'
+    weights = model.num_heads * tokens**2 * (8 + size) if of_all else 0
     flat = compute.layout == 'flat'
     all_of_it = 8 * width + 2 * hidden if flat else 17 * width + 5 * hidden
     one_block = tokens * all_of_it * size + weights
-    products, block_input = tokens * (6 * width + hidden) * size, tokens * width * size
+    products = tokens * ((6 if fused else 7) * width + hidden) * size  # and what attention gives
+    block_input = tokens * width * size
     each = {'none': one_block, 'dots': products, 'block': block_input}
     return {remat: model.depth * kept + one_block for remat, kept in each.items()}

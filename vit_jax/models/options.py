@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 
 from vit_jax.base import Array, Record, require_between
-from vit_jax.models.attention import Implementation
+from vit_jax.models.attention import MIXED, Implementation
 
 Remat = Literal['none', 'dots', 'block']
 POLICIES: tuple[Remat, ...] = 'none', 'dots', 'block'  # of rematerialisation, fastest first
@@ -76,6 +76,11 @@ def rematerialized(
 
 
 def _keep_products(primitive: Any, *operands: Any, **params: Any) -> Any:
-    """Keeps convolutions and matrix products with parameters; attention's have batch dimensions."""
-    dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return primitive.name == 'conv_general_dilated' or dots(primitive, *operands, **params)
+    """Keeps convolutions, matrix products with parameters, and what attention gives.
+
+    Attention's own products have batch dimensions. Its weights are computed again.
+    """
+    policies = jax.checkpoint_policies
+    dots, named = policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(MIXED)
+    is_kept = dots(primitive, *operands, **params) or named(primitive, *operands, **params)
+    return primitive.name == 'conv_general_dilated' or is_kept

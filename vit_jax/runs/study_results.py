@@ -145,7 +145,8 @@ def is_share(measure: str) -> bool:
 def written(measure: str, value: float) -> str:
     """A number as tables have it."""
     if measure == COMPUTE:
-        return f'{value / 1e18:.4g} exaFLOP'  # the unit of the ViT paper's table 6
+        large = value >= 1e15  # exaFLOPs are the unit of the ViT paper's table 6
+        return f'{value / 1e18:.4g} exaFLOP' if large else f'{value / 1e12:.4g} TFLOP'
     return f'{value:.2%}' if is_share(measure) else f'{value:.4g}'
 
 

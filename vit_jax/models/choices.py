@@ -73,7 +73,7 @@ def choose(
         fits: Remat = 'none'
         if load is not None and isinstance(model, ViTConfig):
             fits = _least_remat(model, chosen, load)
-        # Of a step of B/16 on a v5e, 207 M estimated cycles; with `dots` 150 M.
+        # Of a step of B/16 on a v5e, 207 M estimated cycles; with `dots` 142 M.
         slow_loop = platform == 'tpu' and isinstance(model, ViTConfig) and chosen.unroll == 1
         if fits != 'none':
             why.append('activations have to fit into memory')

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from vit_jax.base.errors import UserError
 from vit_jax.config import Drawing, EvalConfig, FewshotConfig, Grid, Study, TrainConfig
 from vit_jax.models import multiply_adds
 from vit_jax.runs import studies, study_results
+from vit_jax.training.duration import make_train_length
+from vit_jax.training.optimizer import make_schedule
 
 DEPTHS = {'1': {'model.depth': 1}, '2': {'model.depth': 2}}
 POOLS = {'gap': {'model.pool': 'gap'}, 'cls': {}}
@@ -301,3 +304,31 @@ def test_a_mean_of_some_says_of_how_many_and_has_their_published_values(tmp_path
     assert row.values == {'task': 'all (2 of 3)'}
     assert row.numbers == {'test/accuracy': {0: 0.5}}
     np.testing.assert_allclose(row.published, 0.7)
+
+
+IMAGES = {  # of training, as TFDS tells; JFT's as the paper does
+    'tfds:imagenet21k': 14_197_122,
+    'tfds:imagenet2012': 1_281_167,
+    'JFT-300M': 303_000_000,
+    'tfds:cifar10': 50_000,
+    'tfds:cifar100': 50_000,
+    'tfds:oxford_iiit_pet': 3_680,
+    'tfds:oxford_flowers102': 1_020,
+    'tfds:eurosat/rgb': 27_000,
+    'cifar10': 50_000,
+    'digits': 1_438,
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('path, argument', STUDIES, ids=lambda x: getattr(x, 'stem', x))
+def test_the_warm_up_of_each_run_of_a_study_here_ends_before_it(path, argument):
+    """Of shares of the data too, whose epochs are shorter."""
+    one = dataclasses.replace(golden.config(path, argument), seeds=(0,))
+    for config in {repr(run.config): run.config for run in studies.planned(one)}.values():
+        if config.data.startswith('vtab:') or config.total is None:
+            continue  # of a fixed number of steps; evaluated alone
+        shares = re.findall(r':(\d+)%', config.train_split)
+        images = round(IMAGES[config.data] * min(map(int, shares or ['100'])) / 100)
+        length = make_train_length(config.total, batch_size=config.batch_size, num_images=images)
+        make_schedule(config.schedule, length)

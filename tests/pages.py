@@ -10,6 +10,7 @@ from markdown_it import MarkdownIt
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md'))]
+NOTEBOOKS = sorted((ROOT / 'docs/notebooks').glob('*.ipynb'))
 
 # What the shell does not find it reports, word by word; it looks for no program at all.
 _REPORT = r"""

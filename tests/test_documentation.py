@@ -15,9 +15,10 @@ import urllib.parse
 import pytest
 
 from docs import configuration, layers, readers
-from tests.pages import PAGES, ROOT, blocks, commands, inline
+from tests.pages import NOTEBOOKS, PAGES, ROOT, blocks, commands, inline
 from tests.workplace import workplace
 from vit_jax.__main__ import programs
+from vit_jax.checkpoints import published
 from vit_jax.command_line import app, config_help, output
 from vit_jax.config import Study, TrainConfig
 
@@ -133,6 +134,18 @@ def test_what_a_sentence_names_is_there(page, parse):
         for path in re.findall(r'--(config\.[a-z][\w.]*\w)', text):
             if not is_field(path):
                 wrong.append(f'{place}: no field {path}')
+    assert not wrong, '\n'.join(wrong)
+
+
+def test_published_checkpoints_that_are_named_exist():
+    """In sentences, blocks and notebooks; a row of the table of all is both kinds of a network."""
+    wrong = []
+    for page in (*PAGES, *NOTEBOOKS):
+        for line in page.read_text().splitlines():
+            for found in re.findall(r'\b(?:augreg|vit):[A-Z][\w+/-]*', line):
+                row = f'{found}-in21k' in published.FILES and line.startswith(f'| `{found}` |')
+                if found not in published.FILES and not row:
+                    wrong.append(f'{name(page)}: {found}')
     assert not wrong, '\n'.join(wrong)
 
 

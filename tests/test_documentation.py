@@ -149,6 +149,13 @@ def test_published_checkpoints_that_are_named_exist():
     assert not wrong, '\n'.join(wrong)
 
 
+def test_no_message_speaks_of_the_checkout():
+    """Of a wheel there is none: no `pip install -e .`, no pages of docs/."""
+    wrong = re.compile(r"-e '?\.|\bdocs/")
+    files = {path: path.read_text() for path in (ROOT / 'vit_jax').rglob('*.py')}
+    assert not [name(path) for path, text in files.items() if wrong.search(text)]
+
+
 def test_the_page_of_the_configuration_says_what_its_records_say():
     message = 'python -m docs.configuration writes it anew'
     assert configuration.PAGE.read_text() == configuration.page(), message

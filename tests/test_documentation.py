@@ -18,6 +18,7 @@ from docs import configuration, layers, readers
 from tests.pages import NOTEBOOKS, PAGES, ROOT, blocks, commands, inline
 from tests.workplace import workplace
 from vit_jax.__main__ import programs
+from vit_jax.base import records
 from vit_jax.checkpoints import published
 from vit_jax.command_line import app, config_help, output
 from vit_jax.config import Study, TrainConfig
@@ -154,6 +155,18 @@ def test_no_message_speaks_of_the_checkout():
     wrong = re.compile(r"-e '?\.|\bdocs/")
     files = {path: path.read_text() for path in (ROOT / 'vit_jax').rglob('*.py')}
     assert not [name(path) for path, text in files.items() if wrong.search(text)]
+
+
+def test_every_field_of_a_configuration_has_a_meaning():
+    """A whole one: none that goes on in the next field's."""
+    kinds = {**config_help.places(TrainConfig), **config_help.places(Study)}
+    meant = {
+        f'{kind.__name__}.{field}': config_help.comments(kind)[field]
+        for kind in kinds
+        for field in records.hints(kind)
+    }
+    assert len(meant) > 150
+    assert not [path for path, text in meant.items() if len(text) < 4 or text.endswith(':')]
 
 
 def test_the_page_of_the_configuration_says_what_its_records_say():

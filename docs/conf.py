@@ -21,6 +21,7 @@ maximum_signature_line_length = 88
 
 html_theme = 'sphinx_book_theme'
 html_title = 'vit_jax'
+html_theme_options: dict[str, Any] = {'navbar_persistent': []}  # the one search is in the sidebar
 html_static_path = ['_static']
 html_css_files = ['site.css']
 

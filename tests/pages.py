@@ -9,7 +9,8 @@ from typing import NamedTuple
 from markdown_it import MarkdownIt
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md'))]
+PAGES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs').rglob('*.md'))]
+NOTEBOOKS = sorted((ROOT / 'docs/notebooks').glob('*.ipynb'))
 
 # What the shell does not find it reports, word by word; it looks for no program at all.
 _REPORT = r"""
@@ -69,7 +70,7 @@ def commands(text: str, folder: pathlib.Path) -> list[list[str]]:
     """
     report = folder / 'commands'
     report.write_text('')
-    text = text.replace('.venv/bin/', '').replace('/tmp/vit', str(folder))
+    text = text.replace('.venv/bin/', '').replace('.ci/', '').replace('/tmp/vit', str(folder))
     text = re.sub('^(?=--config[.])', 'flags ', text, flags=re.MULTILINE)
     environment = os.environ | {'COMMANDS': str(report)}
     shell = ['/bin/bash', '-c', f'{_REPORT}\n{text}']

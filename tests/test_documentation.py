@@ -15,11 +15,23 @@ import urllib.parse
 import pytest
 
 from docs import configuration, layers, readers
-from tests.pages import PAGES, ROOT, blocks, commands, inline
+from tests.pages import NOTEBOOKS, PAGES, ROOT, blocks, commands, inline
 from tests.workplace import workplace
 from vit_jax.__main__ import programs
-from vit_jax.command_line import app, config_help, output
+from vit_jax.base import UserError, records
+from vit_jax.checkpoints import published
+from vit_jax.command_line import app, config_files, config_help, output
 from vit_jax.config import Study, TrainConfig
+
+LANGUAGES = (
+    'sh',
+    'python',
+    'text',
+    'yaml',
+    '{eval-rst}',
+    '{toctree}',
+    '{include} ../CONTRIBUTING.md',
+)
 
 
 def name(page):
@@ -91,6 +103,7 @@ def test_every_command_of_a_page_can_be_typed(page, parse, tmp_path):
     setup.read(ROOT / 'setup.cfg')
     wrong = []
     for block in blocks(page):
+        assert block.language in LANGUAGES, f'{block}: as what would this be checked?'
         if block.language == 'python':
             ast.parse(block.text, str(block))
         for words in commands(block.text, tmp_path) if block.language == 'sh' else ():
@@ -134,6 +147,63 @@ def test_what_a_sentence_names_is_there(page, parse):
             if not is_field(path):
                 wrong.append(f'{place}: no field {path}')
     assert not wrong, '\n'.join(wrong)
+
+
+@pytest.mark.parametrize('page', PAGES, ids=name)
+def test_configurations_that_a_table_or_a_sentence_names_can_be_read(page):
+    wrong = []
+    for given in (*under_config(page), *in_flags(page)):
+        try:
+            config_files.read(given, records.Record)
+        except UserError as error:
+            wrong.append(f'{name(page)}: {error}')
+    assert not wrong, '\n'.join(wrong)
+
+
+def under_config(page):
+    """The values in the first column of tables that begin with `--config=`."""
+    found, inside = [], False
+    for line in page.read_text().splitlines():
+        inside = line.startswith('| `--config=` |') or (inside and line.startswith('|'))
+        found += re.findall('`([^`]+)`', line.split('|')[1]) if inside else []
+    return [given for given in found if given != '--config=']
+
+
+def in_flags(page):
+    """What stands after `--config=` within sentences, of a file in configs/."""
+    found = (re.search(r'--config=(configs/[\w./]+\.py\S*)', text) for _, text in inline(page))
+    return [match[1] for match in found if match]
+
+
+def test_published_checkpoints_that_are_named_exist():
+    """In sentences, blocks and notebooks; a row of the table of all is both kinds of a network."""
+    wrong = []
+    for page in (*PAGES, *NOTEBOOKS):
+        for line in page.read_text().splitlines():
+            for found in re.findall(r'\b(?:augreg|vit):[A-Z][\w+/-]*', line):
+                row = f'{found}-in21k' in published.FILES and line.startswith(f'| `{found}` |')
+                if found not in published.FILES and not row:
+                    wrong.append(f'{name(page)}: {found}')
+    assert not wrong, '\n'.join(wrong)
+
+
+def test_no_message_speaks_of_the_checkout():
+    """Of a wheel there is none: no `pip install -e .`, no pages of docs/."""
+    wrong = re.compile(r"-e '?\.|\bdocs/")
+    files = {path: path.read_text() for path in (ROOT / 'vit_jax').rglob('*.py')}
+    assert not [name(path) for path, text in files.items() if wrong.search(text)]
+
+
+def test_every_field_of_a_configuration_has_a_meaning():
+    """A whole one: none that goes on in the next field's."""
+    kinds = {**config_help.places(TrainConfig), **config_help.places(Study)}
+    meant = {
+        f'{kind.__name__}.{field}': config_help.comments(kind)[field]
+        for kind in kinds
+        for field in records.hints(kind)
+    }
+    assert len(meant) > 150
+    assert not [path for path, text in meant.items() if len(text) < 4 or text.endswith(':')]
 
 
 def test_the_page_of_the_configuration_says_what_its_records_say():

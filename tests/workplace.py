@@ -36,10 +36,21 @@ _TINY_MODEL = [f'--config.model.{name}={value}' for name, value in _TINY.items()
 SMALL = {
     'train': _TRAINING,
     'finetune': _TRAINING,
-    'study': ['--list'],  # tests/test_study.py runs some
+    'study': ['--list'],
     'visualize': ['--num_images=8'],
 }
-# The same, of flags that a page gives.
+# One run of one study; the others would be many, and are listed. tests/test_study.py has more.
+ONE_STUDY = (
+    'configs/studies/pooling.py',
+    [f'--config.base.{name}={value}' for name, value in _SHORT.items()] + ['--only=cls-1e-3-seed0'],
+)
+# What is not done here, and why.
+STUBS = {
+    'venv': 'the environment of the tests is there',
+    'pip': 'nothing is downloaded; that extras exist is looked up where commands are parsed',
+    'pytest': 'this is a test, which would start all tests',
+}
+# In place of those that a page gives.
 SMALLER = {'--profile_steps': '--profile_steps=1:2'}
 # Models that are built, not loaded, and are large.
 LARGE = 'configs/pretrain/vit.py', 'configs/pretrain/augreg.py', 'configs/pretrain/better_plain'
@@ -58,6 +69,8 @@ sys.exit(code)
 def small(program, arguments):
     """The arguments of a program with those that make its work small."""
     added = list(SMALL.get(program, []))
+    if program == 'study' and any(ONE_STUDY[0] in argument for argument in arguments):
+        added = list(ONE_STUDY[1])
     if program == 'visualize' and not any(a.startswith('--figures') for a in arguments):
         added.append('--figures=filters,positions,rollout')  # each compiles a program
     added += [flag for name, flag in SMALLER.items() if any(a.startswith(name) for a in arguments)]
@@ -125,7 +138,7 @@ class Workplace:
     def run(self, cwd, words):
         """The exit code of `python WORDS`, and what it says."""
         module, *arguments = words[1:] if words[:1] == ['-m'] else ['', *words]
-        if module in ('venv', 'pip', 'pytest'):
+        if module in STUBS:
             return 0, ''
         if module == 'vit_jax':
             module = f'vit_jax.{arguments.pop(0)}'

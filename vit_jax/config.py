@@ -42,8 +42,8 @@ class EvalConfig(Record):
     """
 
     data: str | DataFunction | None = None  # None: the data of the experiment
-    split: str = 'test'
-    labels: str | None = None
+    split: str = 'test'  # of these data; a part or several, as train_split
+    labels: str | None = None  # a JSON file, or a column of TFDS data; None: the data's own
     every_steps: int | None = None  # None: eval_every_steps
 
     def check(self) -> None:
@@ -69,15 +69,15 @@ class FewshotConfig(Record):
     evaluated alone.
     """
 
-    sets: dict[str, ProbeSet] = _default(dict)
+    sets: dict[str, ProbeSet] = _default(dict)  # by name; none: the data of the experiment
     crop: Crop | None = None  # None: the preprocessing's
     shots: tuple[int, ...] = (1, 5, 10, 25)  # images of each class
     seeds: tuple[int, ...] = (0, 1, 2)  # of the draws, whose mean is told
     l2: float = 1024.0  # not divided by the number of images: strong where they are few
     neighbours: int | None = None  # that vote on a test image; None: no such evaluation
-    logistic: LogisticConfig | None = None
-    episodes: EpisodesConfig | None = None
-    feature_cache: str | None = None
+    logistic: LogisticConfig | None = None  # None: no logistic regression
+    episodes: EpisodesConfig | None = None  # None: no episodes
+    feature_cache: str | None = None  # a folder, for features of whole splits; None: not kept
     every_steps: int | None = None  # while training; None: at the end only
 
     def check(self) -> None:
@@ -111,17 +111,17 @@ class TrainConfig(Record):
     start_from: str | None = None  # a checkpoint, of any format, with the first parameters
     hints: Hints = _default(Hints)  # what the checkpoint's file does not say of itself
     preprocessing: Preprocessing | None = None  # None: that of start_from, or the usual one
-    augmentation: Augmentation | AugmentFunction = _default(Augmentation)
+    augmentation: Augmentation | AugmentFunction = _default(Augmentation)  # of training images
 
     # How.
     total: Duration | None = None  # None: nothing is trained, few-shot evaluation alone
     batch_size: int = 256  # images of a step, on all devices together
     accumulation_steps: int = 1  # parts of a batch, one after the other, to need less memory
-    objective: MaskedPatches | None = None  # None: classification, with this loss:
-    loss: LossConfig | Loss = _default(LossConfig)
-    optimizer: OptimizerConfig = _default(OptimizerConfig)
-    schedule: ScheduleConfig = _default(ScheduleConfig)
-    regularization: Regularization = _default(Regularization)
+    objective: MaskedPatches | None = None  # None: classification, with `loss`
+    loss: LossConfig | Loss = _default(LossConfig)  # of logits and classes
+    optimizer: OptimizerConfig = _default(OptimizerConfig)  # which, and for which parameters
+    schedule: ScheduleConfig = _default(ScheduleConfig)  # the learning rate over the steps
+    regularization: Regularization = _default(Regularization)  # what is dropped at random
     polyak_decay: float | None = None  # of the average of parameters; None: no average
     max_skipped_steps: int = 10  # in a row, whose gradient was not finite; then training stops
     seed: int = 0  # of all that is random
@@ -133,14 +133,14 @@ class TrainConfig(Record):
     eval_batch_size: int | None = None  # None: batch_size
     checkpoint_every_steps: int | None = None  # None: at the end only
     keep_checkpoints: int = 2  # the newest
-    fewshot: FewshotConfig | None = None
+    fewshot: FewshotConfig | None = None  # evaluation with few labels; None: none
     tensorboard: bool = False  # the numbers as its event files too
 
     # On what. All but compute.dtype, loader.on_unreadable and loader.max_pixels change speed
     # and memory alone.
-    compute: Compute = _default(Compute)
-    mesh: MeshConfig = _default(MeshConfig)
-    loader: LoaderConfig = _default(LoaderConfig)
+    compute: Compute = _default(Compute)  # precision, memory, kernels
+    mesh: MeshConfig = _default(MeshConfig)  # how devices share batch and parameters
+    loader: LoaderConfig = _default(LoaderConfig)  # how images are read
 
     def check(self) -> None:
         names = 'batch_size', 'accumulation_steps', 'max_skipped_steps', 'keep_checkpoints'
@@ -181,8 +181,8 @@ class Grid(Record):
     """
 
     changes: dict[str, Any] = _default(dict)  # of the study's base, for all of them
-    axes: dict[str, dict[str, dict[str, Any]]] = _default(dict)
-    start_from: str | None = None
+    axes: dict[str, dict[str, dict[str, Any]]] = _default(dict)  # AXIS: VALUE: FIELD: new value
+    start_from: str | None = None  # an earlier grid; None: what `base` says
     best: str | None = None  # NAME/NUMBER: numbers are of the step where it is highest; None: last
     measures: tuple[str, ...] = ('test/accuracy',)  # NAME/NUMBER as in metrics.jsonl, or `compute`
     published: dict[str, float] = _default(dict)  # by VALUE-VALUE, of the first measure
@@ -224,11 +224,11 @@ class Drawing(Record):
 class Study(Record):
     """Experiments beside each other, and what is drawn of them (python -m vit_jax.study)."""
 
-    title: str
-    base: TrainConfig
-    grids: dict[str, Grid]
+    title: str  # of the table and the picture
+    base: TrainConfig  # the experiment that all others change
+    grids: dict[str, Grid]  # by name, in the order in which they run
     seeds: tuple[int, ...] = (0,)  # of each experiment
-    draw: Drawing | None = None
+    draw: Drawing | None = None  # None: no picture
 
     def check(self) -> None:
         require(bool(self.grids), 'grids: expected at least one')

@@ -5,7 +5,7 @@ PyTorch file of timm, a directory of Hugging Face. Without --format, OUT has the
 or the one that its ending names: timm for .safetensors, stablehlo for .stablehlo.
 
 stablehlo is a program, from photos to probabilities, that needs jax alone: it is run, and not
-read back (docs/export.md).
+read back (the page "A network as a program" of the documentation).
 """
 
 import argparse

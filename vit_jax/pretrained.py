@@ -161,7 +161,7 @@ class Loaded:
         self, images: Array | np.ndarray, names: Sequence[str] | Mapping[str, Reduction]
     ) -> tuple[Any, dict[str, Any]]:
         """The logits, or features without a head, and the intermediate arrays of these names, or
-        what these functions make of them (docs/look_inside.md lists them)."""
+        what these functions make of them (the page "Look inside" lists them)."""
         wanted = tuple(names.items()) if isinstance(names, Mapping) else tuple(names)
         return _on_host(self._capture(self.params, self._checked(images), wanted))
 

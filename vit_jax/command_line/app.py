@@ -304,7 +304,7 @@ def boolean(text: str) -> bool:
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say which process of which job this is (docs/many_hosts.md)."""
+    """The arguments that say which process of which job this is (see "Many hosts")."""
     group = parser.add_argument_group('several hosts: their place in a cluster is found, or given')
     text = 'off: one process alone'
     group.add_argument('--distributed', choices=['auto', 'off'], default='auto', help=text)

@@ -36,14 +36,16 @@ def meanings(cls: type[Record]) -> str:
 
 
 def comments(cls: type[Record]) -> dict[str, str]:
-    """The comment behind each field of a record in its source, inherited fields too."""
+    """The comments on the lines of each field of a record in its source, inherited fields too."""
     found: dict[str, str] = {}
     for owner in reversed(cls.__mro__[:-1]):
         tree, texts = _parsed(owner.__module__)
         classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
         for node in classes[owner.__name__].body:
             if isinstance(node, ast.AnnAssign):
-                found[ast.unparse(node.target)] = texts.get(node.end_lineno or 0, '')
+                lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                said = [texts[line] for line in lines if line in texts]
+                found[ast.unparse(node.target)] = ' '.join(said)
     return found
 
 

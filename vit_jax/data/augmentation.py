@@ -45,13 +45,13 @@ class Augmentation(Record):
     another image and its label is drawn; 0 is none. With both, a coin decides for each example.
     """
 
-    crop: Crop | None = None
+    crop: Crop | None = None  # None: the preprocessing's
     shift_pixels: int = 0  # at most so many, in each direction
     flip: bool = False  # left to right, with probability 1/2
-    randaugment: RandAugment = dataclasses.field(default_factory=RandAugment)
-    erasing: float = 0.0
-    mixup: float = 0.0
-    cutmix: float = 0.0
+    randaugment: RandAugment = dataclasses.field(default_factory=RandAugment)  # 0 layers: none
+    erasing: float = 0.0  # the probability that a rectangle becomes noise
+    mixup: float = 0.0  # alpha of Beta(alpha, alpha), the weight of another image; 0: none
+    cutmix: float = 0.0  # likewise, of the area of another image; 0: none
 
     def check(self) -> None:
         require_between(self, 'erasing', low=0, high=1)

@@ -40,7 +40,7 @@ class Resize(Record):
     """The whole image resized without keeping its aspect, as in the paper's evaluation."""
 
     random: ClassVar[bool] = False
-    resize: ResizeMethod = 'bilinear'
+    resize: ResizeMethod = 'bilinear'  # the others average what is made smaller
 
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
         return _resized(image, size, self.resize)
@@ -59,10 +59,10 @@ class CentralCrop(Record):
     """
 
     random: ClassVar[bool] = False
-    scale: float = 256 / 224
+    scale: float = 256 / 224  # of the resized image to the crop
     keep_aspect: bool = True  # False: resized to exactly `scale` times the size (big_vision probes)
-    resize: ResizeMethod = 'bilinear'
-    rounding: Literal['nearest', 'timm', 'transformers'] = 'nearest'
+    resize: ResizeMethod = 'bilinear'  # the others average what is made smaller
+    rounding: Literal['nearest', 'timm', 'transformers'] = 'nearest'  # of sizes to pixels
 
     def check(self) -> None:
         require_between(self, 'scale', low=1, high=16)
@@ -128,7 +128,7 @@ class InceptionCrop(Record):
     random: ClassVar[bool] = True
     area: tuple[float, float] = (0.05, 1.0)  # as a fraction of the image's
     aspect: tuple[float, float] = (3 / 4, 4 / 3)  # width / height
-    reduced: bool = True
+    reduced: bool = True  # decode a large JPEG at a half, a quarter or an eighth of its size
 
     def check(self) -> None:
         require_between(self, 'area', above=0, high=1)
@@ -179,7 +179,7 @@ Crop = Resize | CentralCrop | RandomCrop | InceptionCrop
 class Preprocessing(Record):
     """How a stored image becomes the model's input, see `normalize`; saved with a checkpoint."""
 
-    crop: Crop = dataclasses.field(default_factory=Resize)
+    crop: Crop = dataclasses.field(default_factory=Resize)  # how it gets the model's size
     exif_rotation: bool = True  # False: the camera's rotation is ignored, as in the original code
     mean: tuple[float, float, float] = (127.5, 127.5, 127.5)  # of 0..255, subtracted
     std: tuple[float, float, float] = (127.5, 127.5, 127.5)  # then divided by

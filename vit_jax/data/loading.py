@@ -42,11 +42,11 @@ class LoaderConfig(Record):
     is read by threads. Batches are the same.
     """
 
-    placement: Literal['auto', 'host', 'device'] = 'auto'
-    device_mb: float = 1024.0
+    placement: Literal['auto', 'host', 'device'] = 'auto'  # host: read for each batch
+    device_mb: float = 1024.0  # that `auto` gives the images, in MiB
     threads: int | None = None  # for decoding; None: one per core
     processes: int = 0  # beside this one
-    on_unreadable: OnUnreadable = 'error'
+    on_unreadable: OnUnreadable = 'error'  # the run ends; skip: it is left out, and counted
     max_pixels: int = MAX_PIXELS  # height x width as it is stored
 
     def check(self) -> None:

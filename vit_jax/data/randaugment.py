@@ -43,7 +43,7 @@ class RandAugment(Record):
     """Number and magnitude of the operations, which the paper writes as (2, 15)."""
 
     layers: int = 0  # operations on an image
-    magnitude: float = 10.0
+    magnitude: float = 10.0  # of each operation; rotate: up to 3 degrees for each 1
     contrast: Contrast = (
         'mean'  # from the mean grey, as Pillow, or from pixels / 256, as the original
     )

@@ -34,8 +34,8 @@ class EpisodesConfig(records.Record):
     queries: int = 15  # images of each to test on
     episodes: int = 600  # for each number of shots
     seed: int = 0  # of the draws
-    classifier: ByEpisode = 'centroid'
-    classes: tuple[str, ...] = ()
+    classifier: ByEpisode = 'centroid'  # the nearest mean; ridge: that of the few-shot evaluation
+    classes: tuple[str, ...] = ()  # names of those to draw from; none: all
 
     def check(self) -> None:
         records.require_between(self, 'ways', 'episodes', low=2)

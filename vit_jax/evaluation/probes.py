@@ -25,7 +25,7 @@ class LogisticConfig(records.Record):
     is taken, and all of these are fitted again with it.
     """
 
-    l2: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0, 10000.0)
+    l2: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0, 10000.0)  # of half the squared weights
     validation_fraction: float = 0.1  # of the training images
     max_iterations: int = 1000  # of L-BFGS
     tolerance: float = 1e-4  # of the gradient of the mean loss, by its largest entry

@@ -42,10 +42,10 @@ class Compute(Record):
     What is `auto` is chosen for the devices (models/choices.py).
     """
 
-    dtype: Literal['float32', 'bfloat16'] = 'float32'
-    remat: Remat | Literal['auto'] = 'auto'
+    dtype: Literal['float32', 'bfloat16'] = 'float32'  # of activations and products
+    remat: Remat | Literal['auto'] = 'auto'  # dots: all but products is recomputed; block: all
     unroll: int | Literal['auto'] = 'auto'  # blocks in one iteration of the scan
-    attention: Implementation = 'auto'
+    attention: Implementation = 'auto'  # cudnn: GPUs; head_major: CPUs; blockwise: long sequences
     layout: Layout | Literal['auto'] = 'auto'  # of tokens in the layers that treat each alone
 
     def check(self) -> None:

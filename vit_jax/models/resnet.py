@@ -69,9 +69,9 @@ class ResNetConfig(Record):
 
     image_size: tuple[int, int] = (224, 224)  # in pixels
     channels: int = 3  # of an image
-    backbone: Backbone = dataclasses.field(default_factory=Backbone)
+    backbone: Backbone = dataclasses.field(default_factory=Backbone)  # all but the head
     num_classes: int | None = None  # None: no head, the outputs are the features
-    head: Head = 'linear'
+    head: Head = 'linear'  # or a function of your own, f(num_classes) -> flax module
     head_bias: float = 0.0  # the linear head's bias at initialisation
 
     def check(self) -> None:

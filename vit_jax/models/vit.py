@@ -44,7 +44,7 @@ class ViTConfig(Record):
     image_size: tuple[int, int] = (224, 224)  # in pixels
     patch_size: tuple[int, int] = (16, 16)  # in pixels of the image, or of the feature map
     channels: int = 3  # of an image
-    backbone: Backbone | None = None
+    backbone: Backbone | None = None  # of a hybrid; None: patches are cut from the image
     width: int = 768  # of a token
     depth: int = 12  # blocks
     mlp_dim: int = 3072  # width of a block's hidden layer
@@ -54,22 +54,28 @@ class ViTConfig(Record):
     # Before the patches: the class token and, where there are 2, DeiT's distillation token.
     class_tokens: int | None = None  # None: as many as the pool reads
     registers: int = 0  # learned tokens that nothing reads ("Vision Transformers Need Registers")
-    positions: PositionKind = 'learned'
+    positions: PositionKind = (
+        'learned'  # one vector a place; learned2d: of row and of column; sincos2d: fixed ones;
+        # relative: of offsets, in attention; rope: queries and keys are turned; none
+    )
     positions_at: PositionsAt = 'stem'  # where they are added (appendix D.4)
     position_resize: PositionResize = 'bilinear'  # of learned ones, for images of another size
     pre_norm: bool = False  # a LayerNorm before the blocks; patches then have no bias (CLIP)
     gelu: Gelu | None = 'tanh'  # None: SwiGLU in its place
     layer_scale: float | None = None  # LayerScale's initial value (CaiT, equation 4); None: none
-    norm: ops.Norm = 'layer'
+    norm: ops.Norm = 'layer'  # LayerNorm; rms: RMSNorm
     layer_norm_epsilon: float = 1e-6  # added to the variance
     qkv_bias: bool = True  # of queries, keys and values
     qk_norm: bool = False  # norms of queries and keys of each head, in blocks (ViT-22B)
     parallel: bool = False  # attention and MLP of the same tokens, side by side (ViT-22B)
-    pool: Pool = 'cls'
-    final_norm: Literal['before_pool', 'after_pool'] = 'before_pool'
+    pool: Pool = (
+        'cls'  # the class token; gap: the mean of patches; map: attention pooling; none: every
+        # token; cls_gap: class token and mean (DINOv2); cls_dist: and distillation token (DeiT)
+    )
+    final_norm: Literal['before_pool', 'after_pool'] = 'before_pool'  # where the last norm is
     representation_size: int | None = None  # width of the tanh layer before the head
     blocks_without_skips: tuple[int, ...] = ()  # from 0 (Raghu et al., figure 8)
-    head: Head = 'linear'
+    head: Head = 'linear'  # or a function of your own, f(num_classes) -> flax module
     head_bias: float = 0.0  # the linear head's bias at initialisation
 
     def check(self) -> None:

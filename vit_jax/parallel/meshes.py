@@ -25,9 +25,9 @@ class MeshConfig(Record):
     which communicates least. `sharding_rules.py` decides how each array is split.
     """
 
-    data: int = -1
-    fsdp: int = 1
-    tensor: int = 1
+    data: int = -1  # devices that split the batch; -1: all that the others leave
+    fsdp: int = 1  # devices that split the batch, and parameters and optimizer state
+    tensor: int = 1  # devices that split heads of attention and hidden layers
     fsdp_min_mb: float = 1.0  # smaller arrays are replicated
     max_replicated_fraction: float = 0.1  # of the state's bytes, with fsdp or tensor; else an error
     rules: tuple[tuple[str, Spec], ...] = ()  # (pattern of names, axes): before all other rules

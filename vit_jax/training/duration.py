@@ -16,10 +16,10 @@ class Duration(records.Record):
     another unit clears the first: the command line can turn steps=500 into epochs=3.
     """
 
-    steps: int | None = None
-    epochs: float | None = None
-    examples: int | None = None
-    fraction: float | None = None
+    steps: int | None = None  # updates, of a batch each
+    epochs: float | None = None  # times the number of training images
+    examples: int | None = None  # images, however often each
+    fraction: float | None = None  # of all steps, 0 to 1; not of `total` itself
 
     def __post_init__(self) -> None:
         given = {unit: value for unit, value in vars(self).items() if value is not None}

@@ -19,7 +19,7 @@ LossKind = Literal['softmax', 'sigmoid']
 class LossConfig(records.Record):
     """Softmax: one class an image. Sigmoid: yes or no for each class, summed over classes."""
 
-    kind: LossKind = 'softmax'
+    kind: LossKind = 'softmax'  # one class an image; sigmoid: each class is yes or no
     label_smoothing: float = 0.0  # the share of the target that is spread over all classes
 
     def check(self) -> None:

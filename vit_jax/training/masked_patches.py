@@ -48,7 +48,7 @@ class MaskedPatches(Record):
     fraction: float = 0.5  # of the patches of an image, which are corrupted
     masked: float = 0.8  # the probability that one of these becomes the mask token
     replaced: float = 0.1  # that it becomes another patch of the image; the rest stay as they are
-    target: Target = 'mean_colour'
+    target: Target = 'mean_colour'  # one of 512; colours_4x4: of 16 cells; pixels: their values
 
     def check(self) -> None:
         require_between(self, 'fraction', above=0, high=1)

@@ -40,12 +40,12 @@ def _require_kind(config: Any, users: list[str], option: str) -> None:
 class ScheduleConfig(records.Record):
     """The learning rate over the steps: linear warm-up from 0, then a decay."""
 
-    kind: Decay = 'cosine'
+    kind: Decay = 'cosine'  # to 0; linear: to linear_end; rsqrt: 1/sqrt of steps; constant
     learning_rate: float = 1e-3  # the peak
-    warmup: Duration = _steps(0)
+    warmup: Duration = _steps(0)  # from 0 to the peak, linear
     linear_end: float | None = None  # where a linear decay ends; None: at 1e-5, as in ViT's code
     # Not None, so that a command line can assign its `steps`, `epochs`, ...
-    rsqrt_timescale: Duration = _steps(_RSQRT_TIMESCALE)
+    rsqrt_timescale: Duration = _steps(_RSQRT_TIMESCALE)  # t of peak / sqrt(1 + n/t), of rsqrt
     cooldown: Duration = _steps(0)  # linear to 0 at the end, after any decay
 
     def check(self) -> None:
@@ -62,7 +62,7 @@ class OptimizerConfig(RulesConfig):
     """AdamW, SGD with momentum, or the Adafactor of Scaling Vision Transformers."""
 
     # The rules are inherited so that the command line has short names, optimizer.weight_decay.
-    kind: Literal['adamw', 'sgd', 'adafactor'] = 'adamw'
+    kind: Literal['adamw', 'sgd', 'adafactor'] = 'adamw'  # adafactor: ViT-g's
     b1: float | None = None  # None, of this and the next three: the optimizer's own default
     b2: float | None = None  # of the second moment
     epsilon: float | None = None  # of AdamW, added to the root

@@ -36,10 +36,10 @@ class RulesConfig(records.Record):
     weight_decay: float = 0.0  # of the parameters that decay_pattern names
     head_weight_decay: float | None = None  # None: that of the body
     decay_pattern: str = r'(.*/)?kernel'  # what weight_decay applies to
-    layer_decay: float | None = None
-    lr_multipliers: tuple[tuple[str, float], ...] = ()
-    trained_blocks: int | None = None
-    frozen: tuple[str, ...] = ()
+    layer_decay: float | None = None  # factor of the rate, a layer further down; None: 1
+    lr_multipliers: tuple[tuple[str, float], ...] = ()  # (pattern of names, factor of the rate)
+    trained_blocks: int | None = None  # the last so many, and what follows; 0: the head; None: all
+    frozen: tuple[str, ...] = ()  # patterns of names of what is not learned
 
     def check(self) -> None:
         records.require_between(self, 'weight_decay', 'head_weight_decay', 'trained_blocks', low=0)

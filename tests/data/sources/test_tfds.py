@@ -174,7 +174,9 @@ def test_neither_format_imports_tensorflow(prepared):
 
 def test_preparing_without_tensorflow_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, 'tensorflow', None)
-    with pytest.raises(ValueError, match=r"preparing needs TensorFlow: pip install -e '.\[tf\]'"):
+    with pytest.raises(
+        ValueError, match=r"preparing needs TensorFlow: pip install 'vit_jax\[tf\]'"
+    ):
         tfds.download_and_prepare('cifar10', None)
 
 

@@ -41,7 +41,7 @@ class Hints(Record):
 
     grid: tuple[int, int] | None = None  # of the position embeddings, in patches (height, width)
     num_heads: int | None = None  # of attention
-    gelu: Gelu | None = None
+    gelu: Gelu | None = None  # tanh, its approximation; exact; quick: x sigmoid(1.702 x)
     layer_norm_epsilon: float | None = None  # added to the variance
 
     def check(self) -> None:

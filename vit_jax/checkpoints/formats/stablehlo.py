@@ -3,7 +3,7 @@
 `numpy.load` opens the file: `program` is what `jax.export.deserialize` takes, `card` is JSON, and
 every other array is a parameter, which the program is given together with the images. Parameters
 are no part of the program: each size of images would compile and hold them anew, and a program of
-more than 2 GiB cannot be stored. docs/export.md has an example.
+more than 2 GiB cannot be stored. The page "A network as a program" has an example.
 """
 
 import json

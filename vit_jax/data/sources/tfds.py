@@ -103,7 +103,7 @@ def download_and_prepare(name: str, folder: str | None) -> str:
     try:
         import tensorflow as tf
     except ImportError as error:
-        raise UserError("preparing needs TensorFlow: pip install -e '.[tf]'") from error
+        raise UserError("preparing needs TensorFlow: pip install 'vit_jax[tf]'") from error
     tf.config.set_visible_devices([], 'GPU')
     try:
         builder = library.builder(name, data_dir=folder, file_format='array_record')
@@ -214,6 +214,6 @@ def _library() -> Any:
     try:
         import tensorflow_datasets
     except ImportError as error:
-        text = f"data of TFDS needs tensorflow-datasets: pip install -e '.[tfds]' ({error})"
+        text = f"data of TFDS needs tensorflow-datasets: pip install 'vit_jax[tfds]' ({error})"
         raise UserError(text) from error
     return tensorflow_datasets

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-PARTS = 'setup.cfg', 'setup.py', 'pyproject.toml', 'README.md', 'LICENSE', 'configs', 'vit_jax'
+PARTS = 'setup.cfg', 'setup.py', 'pyproject.toml', 'README.md', 'LICENSE', 'configs', 'docs', 'vit_jax'
 
 
 @pytest.mark.full
@@ -43,6 +44,12 @@ def test_an_installed_wheel_works_away_from_the_checkout(tmp_path):
     assert code == 0 and '  train ' in text
     code, text = python('-m', 'vit_jax')
     assert code == 0 and '  train ' in text
+    page = pathlib.Path(text.partition('\nDocumentation: ')[2].strip())
+    assert page == installed / 'share/doc/vit_jax/index.md'
+    for other in page.parent.glob('*.md'):
+        links = re.findall(r'\]\(([^)#:]+)(?:#[^)]*)?\)', other.read_text())
+        within = [link for link in links if not link.startswith('..')]
+        assert [link for link in within if not (page.parent / link).is_file()] == []
     short = '--config.total.steps=2', '--config.schedule.warmup.steps=1', '--config.batch_size=8'
     quick = '--config=configs/quickstart.py', '--workdir=run', *short, '--config.fewshot=none'
     code, text = python(installed / 'bin/vit_jax', 'train', *quick)

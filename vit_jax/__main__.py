@@ -18,6 +18,13 @@ def programs() -> dict[str, str]:
     }
 
 
+def documentation() -> pathlib.Path | None:
+    """Its first page: of a checkout, or as installed in the environment or beside the package."""
+    beside, page = pathlib.Path(__file__).parent.parent, 'share/doc/vit_jax/index.md'
+    pages = beside / 'docs/index.md', pathlib.Path(sys.prefix, page), beside / page
+    return next((page for page in pages if page.is_file()), None)
+
+
 def main() -> None:
     """Runs the program that the first argument names with the others."""
     known = programs()
@@ -27,6 +34,8 @@ def main() -> None:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has read enough
         print('vit_jax PROGRAM ..., or python -m vit_jax.PROGRAM ...; each has --help\n')
         print('\n'.join(f'  {name:<14}{text}' for name, text in known.items()))
+        if (page := documentation()) is not None:
+            print(f'\nDocumentation: {page}')
     elif name not in known:
         from vit_jax.base.records import nearest
 

@@ -10,7 +10,8 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-PARTS = 'setup.cfg', 'setup.py', 'pyproject.toml', 'README.md', 'LICENSE', 'configs', 'docs', 'vit_jax'
+FILES = 'setup.cfg', 'setup.py', 'pyproject.toml', 'README.md', 'LICENSE'
+FOLDERS = 'configs', 'docs', 'vit_jax'
 
 
 @pytest.mark.full
@@ -20,7 +21,7 @@ def test_an_installed_wheel_works_away_from_the_checkout(tmp_path):
     packages = [path for path in sys.path if path.endswith('site-packages')]
     source.mkdir()
     empty.mkdir()
-    for part in PARTS:
+    for part in FILES + FOLDERS:
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
         copy(ROOT / part, source / part)
 

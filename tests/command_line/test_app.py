@@ -283,7 +283,9 @@ assert 'jax' not in sys.modules
 """
     done = subprocess.run([sys.executable, '-c', listed], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()[2:]]
+    *listed, _, page = done.stdout.splitlines()[2:]
+    assert page == f'Documentation: {ROOT / "docs/index.md"}'
+    lines = [line.split(maxsplit=1) for line in listed]
     files = [path.stem for path in (ROOT / 'vit_jax').glob('*.py')]
     doors = {'__init__', '__main__', 'config', 'pretrained'}
     assert [name for name, _ in lines] == sorted({*files} - doors)

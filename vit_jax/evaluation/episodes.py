@@ -71,20 +71,12 @@ def evaluate(
     fewer images than `shots + queries` is not drawn. Raises UserError where fewer than `ways`
     classes are left, and for values that `EpisodesConfig` does not take.
     """
-    _check(
-        ways=ways,
-        shots=shots,
-        queries=queries,
-        episodes=episodes,
-        seed=seed,
-        classifier=classifier,
-    )
+    task = dict(ways=ways, shots=shots, queries=queries, episodes=episodes, seed=seed)
+    _check(**task, classifier=classifier)
     records.require(l2 > 0, f'l2={l2!r}: expected more than 0')
     predict = _nearest_centroid if classifier == 'centroid' else functools.partial(_ridge, l2=l2)
     found = []
-    for learned, tested in draw(
-        labels, ways=ways, shots=shots, queries=queries, episodes=episodes, seed=seed
-    ):
+    for learned, tested in draw(labels, **task):
         train = Labelled(features[learned], labels[learned])
         found.append(float((predict(train, features[tested]) == labels[tested]).mean()))
     accuracies = np.array(found)
@@ -115,8 +107,8 @@ def draw(
 def _check(**values: Any) -> None:
     """Raises UserError that names the argument, for what `EpisodesConfig` does not take."""
     plain = {name: x.item() if isinstance(x, np.integer) else x for name, x in values.items()}
+    plain['shots'] = (plain['shots'],)
     try:
-        plain['shots'] = (plain['shots'],)
         records.from_dict(EpisodesConfig, plain, where='')
     except UserError as error:
         raise UserError(str(error).removeprefix('.')) from error

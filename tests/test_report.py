@@ -87,6 +87,16 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path):
     assert 'No run has a ledger yet.' in page
 
 
+def test_a_run_that_diverged_before_its_first_number_says_so(tmp_path):
+    folder = run_of(tmp_path / 'run', lines=[])
+    last = LEDGER[-1] | {'event': 'diverged', 'step': None}
+    with (tmp_path / 'run' / 'ledger.jsonl').open('a') as file:
+        file.write(json.dumps(last) + '\n')
+    assert cells(page_of(tmp_path, folder))[1].startswith(
+        'run | diverged before there were numbers'
+    )
+
+
 def test_time_counts_the_starts_of_a_run_one_after_the_other(tmp_path):
     (run,) = history.read_all([run_of(tmp_path / 'run')])
     lines = run.of_kind('train')
@@ -134,6 +144,45 @@ def test_many_runs_can_be_told_apart():
     figure = curves.curves('title', drawn, x='x', y='y')
     looks = {(one.get_color(), one.get_marker()) for one in figure.axes[0].lines}
     assert len(looks) == 15
+
+
+def drawn_in(maker, title):
+    from vit_jax.figures import curves
+
+    (of_title,) = (drawn for name, _, drawn, _ in report._PICTURES if name == title)
+    drawn = report._named(report._told_apart(of_title(maker)), ['run'])
+    lines = curves.curves(title, drawn, x='step', y='y').axes[0].lines
+    return {one.get_label(): one for one in lines}
+
+
+def test_all_that_is_drawn_of_one_run_can_be_told_apart_by_its_markers(tmp_path):
+    """As of a number that exists at one step only there is no line."""
+    shots = {f'{name}_shot_accuracy': 0.5 for name in (1, 5, 10, 25, '4_way_1', 'set/20_way_5')}
+    at_once = [LINES[0], line('held_out', 20, loss=1.0), line('fewshot', 20, **shots)]
+    (run,) = history.read_all([run_of(tmp_path / 'run', lines=[*LINES[1:5], *at_once])])
+    maker = report._Curves(run, 0, 'steps')
+    looks = {
+        title: {name: (x.get_marker(), x.get_fillstyle()) for name, x in drawn.items()}
+        for title in ('Loss', 'Few-shot accuracy', 'Accuracy of episodes')
+        if (drawn := drawn_in(maker, title))
+    }
+    assert [[*each] for each in looks.values()] == [
+        ['training', 'test', 'held_out', 'skipped', 'spike'],
+        ['1-shot', '5-shot', '10-shot', '25-shot'],
+        ['4-way-1-shot', 'set/20-way-5-shot'],
+    ]
+    for each in looks.values():
+        assert len({*each.values()}) == len(each)
+
+
+def test_a_kind_of_line_looks_the_same_in_all_runs():
+    from vit_jax.figures.curves import Curve
+
+    x = np.arange(3.0)
+    drawn = [Curve('1', 0, x, x), *(Curve(str(i), 1, x, x) for i in range(12, 0, -1))]
+    found = report._told_apart(drawn)
+    looks = [(each.style, each.fill) for each in found]
+    assert looks[0] == looks[-1] and len({*looks}) == 12
 
 
 def test_a_legend_names_each_run_once_and_each_kind_of_line_once():

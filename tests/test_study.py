@@ -12,6 +12,7 @@ import pytest
 
 from tests import tiny
 from vit_jax import study
+from vit_jax.base import UserError
 from vit_jax.config import Drawing, Grid, Study
 from vit_jax.runs import study_results, workdirs
 from vit_jax.runs.study_results import Row
@@ -186,6 +187,14 @@ def test_before_there_is_something_to_draw_there_is_no_picture(capsys):
     one = Study(title='T', base=tiny.experiment(), grids=grids, draw=Drawing(x='on'))
     assert study._picture(one, ROWS) is None
     assert 'no picture yet: nothing has test/accuracy over on' in capsys.readouterr().out
+
+
+def test_a_file_is_no_work_directory(tmp_path):
+    (tmp_path / 'file').touch()
+    one = Study(title='T', base=tiny.experiment(), grids={'train': Grid()})
+    wrong = argparse.Namespace(config=one, workdir=str(tmp_path / 'file'), only='', list=True)
+    with pytest.raises(UserError, match='/file: expected a folder, but it is a file$'):
+        study.main(wrong)
 
 
 def test_a_pattern_that_is_none_is_said():

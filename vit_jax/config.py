@@ -16,6 +16,7 @@ from vit_jax.data.image_preprocessing import Crop, Preprocessing
 from vit_jax.data.loading import LoaderConfig
 from vit_jax.data.sources.base import DataFunction
 from vit_jax.data.sources.opening import HeldOut
+from vit_jax.evaluation import ridge
 from vit_jax.evaluation.episodes import EpisodesConfig
 from vit_jax.evaluation.probes import LogisticConfig
 from vit_jax.models import Compute, Regularization, ResNetConfig, ViTConfig
@@ -73,7 +74,7 @@ class FewshotConfig(Record):
     crop: Crop | None = None  # None: the preprocessing's
     shots: tuple[int, ...] = (1, 5, 10, 25)  # images of each class
     seeds: tuple[int, ...] = (0, 1, 2)  # of the draws, whose mean is told
-    l2: float = 1024.0  # not divided by the number of images: strong where they are few
+    l2: float = ridge.L2  # not divided by the number of images; of ridge episodes too
     neighbours: int | None = None  # that vote on a test image; None: no such evaluation
     logistic: LogisticConfig | None = None  # None: no logistic regression
     episodes: EpisodesConfig | None = None  # None: no episodes

@@ -8,8 +8,8 @@ be made while the runs go on.
 
 import argparse
 import importlib.util
-import itertools
 import pathlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -28,7 +28,11 @@ from vit_jax.runs import goodput, history, reporting
 from vit_jax.runs.history import History, Line
 
 OVER = {'steps': 'step', 'time': 'hours of running'}
-_DASHES = '-', '--', '-.'
+# How kinds of lines are told apart, which have the colour of their run: dashes, fill of markers.
+_TRAINING = (':', 'none')
+_DASHES = '-', '--', '-.', (0, (6, 1.5, 1, 1.5, 1, 1.5))
+_FILLS = 'full', 'left', 'top', 'right', 'bottom'
+_OF_EPISODES = re.compile(r'(^|/)\d+_way_\d+_shot_accuracy$')
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -54,9 +58,11 @@ def main(arguments: argparse.Namespace) -> int:
 def _state(run: History) -> str:
     """How far a run is, in words."""
     steps = max((line['step'] for line in run.lines), default=0)
-    ended = run.event if run.event in ('complete', 'stopped', 'diverged') else 'not complete'
-    ended = f'{ended} at' if run.event else 'at'  # without a ledger it is not known
-    return f'{ended} step {steps:,}' if run.lines else 'no numbers yet'
+    ended = run.event if run.event in ('complete', 'stopped', 'diverged') else ''
+    if not run.lines:
+        return f'{ended} before there were numbers' if ended else 'no numbers yet'
+    ended = ended or ('not complete' if run.event else '')  # without a ledger it is not known
+    return f'{ended} at step {steps:,}'.strip()
 
 
 def _reached(runs: Sequence[History]) -> Any:
@@ -110,18 +116,18 @@ class _Curves(NamedTuple):
             return history.seconds_since(lines, self.run) / 3600
         return np.array([line['step'] for line in lines], float)
 
-    def curve(self, kind: str, name: str, label: str, dashes: str = '-') -> Any:
+    def curve(self, kind: str, name: str, label: str) -> Any:
         from vit_jax.figures.curves import Curve
 
         lines = self.run.of_kind(kind)
         numbers = history.values(lines, name)
-        return Curve(label, self.place, self.x(lines), numbers, dashes)
+        return Curve(label, self.place, self.x(lines), numbers)
 
     def classified(self, name: str) -> list[Any]:
         """Of training images, and of each evaluation of the classifier."""
-        evaluations = zip(self.run.evaluations, itertools.cycle(_DASHES))
-        found = [self.curve(kind, name, kind, dashes) for kind, dashes in evaluations]
-        return [self.curve('train', name, 'training', ':'), *found]
+        dashes, fill = _TRAINING
+        training = self.curve('train', name, 'training')._replace(style=dashes, fill=fill)
+        return [training, *(self.curve(kind, name, kind) for kind in self.run.evaluations)]
 
     def loss(self) -> list[Any]:
         """With a mark on the training loss at each step that was skipped, or had a spike."""
@@ -129,18 +135,19 @@ class _Curves(NamedTuple):
 
         training, *evaluated = self.classified('loss')
         marked = [training, *evaluated]
-        for kind, label in {'skipped': 'skipped', 'spike': 'spike'}.items():
+        for kind, marker in {'skipped': 'x', 'spike': '^'}.items():
             lines = self.run.of_kind(kind)
             if lines and len(training.x):
                 x = self.x(lines)
                 y = np.interp(x, training.x, training.y)
-                marked.append(Curve(label, self.place, x, y, ''))
+                marked.append(Curve(kind, self.place, x, y, '', marker=marker))
         return marked
 
-    def fewshot(self) -> list[Any]:
+    def fewshot(self, *, episodes: bool) -> list[Any]:
+        """Of the linear evaluation, or of episodes."""
         names = dict.fromkeys(n for line in self.run.of_kind('fewshot') for n in _shots(line))
-        numbers = zip(names, itertools.cycle(_DASHES))
-        return [self.curve('fewshot', name, _in_words(name), line) for name, line in numbers]
+        chosen = [name for name in names if bool(_OF_EPISODES.search(name)) == episodes]
+        return [self.curve('fewshot', name, _in_words(name)) for name in chosen]
 
     def trained(self, name: str) -> list[Any]:
         return [self.curve('train', name, '')]
@@ -158,16 +165,27 @@ def _numbers(runs: Sequence[History], over: str) -> list[Any]:
         found = [curve for curve in found if np.isfinite(curve.x + curve.y).any()]
         if found:
             x = OVER[over]
-            found = _named(found, [run.name for run in runs])
+            found = _named(_told_apart(found), [run.name for run in runs])
             drawing = curves.curves(title, found, x=x, y=title[0].lower() + title[1:], scale=scale)
             picture = Picture(style.png(drawing), f'{title} over {x}', '')
             sections.append(Section(title, text, [picture]))
     return sections
 
 
+def _told_apart(drawn: Sequence[Any]) -> list[Any]:
+    """The same curves: those that have no look of their own, one for each kind, in all runs."""
+    names = dict.fromkeys(curve.name for curve in drawn if curve.style == '-')
+    looks = {
+        name: (_DASHES[place % len(_DASHES)], _FILLS[place % len(_FILLS)])
+        for place, name in enumerate(names)
+    }
+    plain = [(curve, looks.get(curve.name, (curve.style, curve.fill))) for curve in drawn]
+    return [curve._replace(style=dashes, fill=fill) for curve, (dashes, fill) in plain]
+
+
 def _named(drawn: Sequence[Any], runs: Sequence[str]) -> list[Any]:
     """Each run named once in its colour, and where there are several kinds, each once in grey."""
-    kinds = {curve.name: curve.style for curve in drawn}
+    kinds = {curve.name: curve for curve in drawn}
     if len(runs) == 1:
         return [curve._replace(name=curve.name or runs[0]) for curve in drawn]
     first = {curve.place: index for index, curve in reversed([*enumerate(drawn)])}
@@ -176,9 +194,7 @@ def _named(drawn: Sequence[Any], runs: Sequence[str]) -> list[Any]:
         for index, curve in enumerate(drawn)
     ]
     gone = np.array([np.nan])
-    keys = [
-        drawn[0]._replace(name=k, place=None, x=gone, y=gone, style=s) for k, s in kinds.items()
-    ]
+    keys = [curve._replace(place=None, x=gone, y=gone) for curve in kinds.values()]
     return [*named, *(keys if len(kinds) > 1 else [])]
 
 
@@ -232,18 +248,23 @@ def _differences(runs: Sequence[History]) -> Any:
 
 _MOST_EVENTS = 100
 _LOSS = (
-    'Dotted: the mean over the training images of each report, with augmentation and dropout; '
-    'solid: evaluations on whole splits. Where the training loss falls on while that of the '
-    'evaluation rises, the network learns its training images by heart. Crosses: skipped steps '
-    'and spikes.'
+    'Dotted, hollow markers: the mean over the training images of each report, with augmentation '
+    'and dropout; the others: evaluations on whole splits. Where the training loss falls on while '
+    'that of the evaluation rises, the network learns its training images by heart. Crosses: '
+    'skipped steps; triangles: spikes.'
 )
 _ACCURACY = (
-    'Dotted: training images as they are trained on; solid: evaluations on whole splits. With '
-    'MixUp the accuracy on training images is that on mixed ones, and below the other.'
+    'Dotted, hollow markers: training images as they are trained on; the others: evaluations on '
+    'whole splits. With MixUp the accuracy on training images is that on mixed ones, and below the '
+    'others.'
 )
 _FEWSHOT = (
     'The mean over seeds of the linear few-shot evaluation of the frozen features: how much they '
     'are worth with few labels, whatever the head has learned.'
+)
+_EPISODES = (
+    'The mean over episodes on the test images: each draws some of their classes, and of each so '
+    'many images (shots) to learn from, and others to test on.'
 )
 _RATE = 'The learning rate of each report: warm-up, then the schedule of the configuration.'
 _GRADIENT = (
@@ -273,7 +294,8 @@ Scale = Literal['linear', 'magnitudes', 'percent']
 _PICTURES: list[tuple[str, str, Callable[[_Curves], list[Any]], Scale]] = [
     ('Loss', _LOSS, _Curves.loss, 'linear'),
     ('Accuracy', _ACCURACY, lambda curves: curves.classified('accuracy'), 'percent'),
-    ('Few-shot accuracy', _FEWSHOT, _Curves.fewshot, 'percent'),
+    ('Few-shot accuracy', _FEWSHOT, lambda curves: curves.fewshot(episodes=False), 'percent'),
+    ('Accuracy of episodes', _EPISODES, lambda curves: curves.fewshot(episodes=True), 'percent'),
     ('Learning rate', _RATE, lambda curves: curves.trained('learning_rate'), 'linear'),
     ('Gradient norm', _GRADIENT, lambda curves: curves.trained('gradient_norm'), 'magnitudes'),
     ('Images per second', _SPEED, lambda curves: curves.trained('images_per_second'), 'linear'),

@@ -50,6 +50,9 @@ def main(arguments: argparse.Namespace) -> int:
     study, folder = arguments.config, pathlib.Path(arguments.workdir).absolute()
     remote = is_remote(arguments.workdir)
     require(not remote, f'--workdir={arguments.workdir}: expected a folder on a disk')
+    with usable(folder):
+        is_file = folder.exists() and not folder.is_dir()
+        require(not is_file, f'--workdir={arguments.workdir}: expected a folder, but it is a file')
     runs = studies.planned(study)
     chosen = [run for run in runs if re.search(arguments.only, run.name)]
     if not chosen:

@@ -68,6 +68,44 @@ def test_what_cannot_be_drawn_is_refused():
         episodes.evaluate(np.ones((80, 2)), LABELS, **TASK | {'queries': 23})
 
 
+@pytest.mark.parametrize(
+    'values, why',
+    [
+        ({'ways': 1}, 'ways=1: expected at least 2'),
+        ({'shots': 0}, r'shots=\(0,\): expected at least 1'),
+        ({'queries': 0}, 'queries=0: expected at least 1'),
+        ({'episodes': 0}, 'episodes=0: expected at least 2'),
+        ({'episodes': 1}, 'episodes=1: expected at least 2'),
+        ({'seed': -1}, 'seed=-1: expected at least 0'),
+        ({'l2': 0.0}, 'l2=0.0: expected more than 0'),
+    ],
+)
+def test_an_argument_that_makes_no_sense_is_one_sentence(values, why):
+    with pytest.raises(UserError, match=f'^{why}$'):
+        episodes.evaluate(np.ones((80, 2)), LABELS, **TASK | values)
+    if 'l2' not in values:
+        with pytest.raises(UserError, match=f'^{why}$'):
+            episodes.draw(LABELS, **TASK | values)
+
+
+def test_a_classifier_there_is_none_of_is_named_and_numbers_of_numpy_are_numbers():
+    """Behind the functions that are called, whose types tests check."""
+    with pytest.raises(UserError, match=r"^classifier='svm': expected one of centroid, ridge$"):
+        episodes._check(**TASK, classifier='svm')
+    episodes._check(**{name: np.int64(value) for name, value in TASK.items()})
+
+
+def test_the_l2_of_the_ridge_classifier_is_asked_for_and_a_centroid_has_none():
+    noise, names = RNG.normal(size=(len(LABELS), 9)), tuple('abcdefghi')
+
+    def found(classifier, l2):
+        config = EpisodesConfig(ways=3, shots=(2,), episodes=50, queries=4, classifier=classifier)
+        return episodes.report(Labelled(noise, LABELS), names, config, l2=l2)['accuracy']
+
+    assert found('ridge', 1e-3) != found('ridge', 1024.0)
+    assert found('centroid', 1e-3) == found('centroid', 1024.0)
+
+
 def test_a_report_draws_from_the_classes_that_are_named():
     names = tuple('abcdefghi')
     test = Labelled(np.eye(9)[LABELS], LABELS)

@@ -97,6 +97,23 @@ def test_shots_that_a_class_does_not_have_are_left_out_and_said():
     assert set(probing.numbers(result)) == {'1_shot_accuracy', '9_shot_accuracy'}
 
 
+def test_episodes_have_the_l2_of_the_configuration():
+    rng, labels = np.random.default_rng(0), np.repeat([0, 1, 2], 20)
+    features = rng.normal(size=(60, 9)).astype(np.float32)
+    source = array_source(np.zeros((60, 8, 8), np.uint8), labels, 'abc', name='data')
+    reader = ImageReader(source, Preprocessing().crop, (8, 8), exif_rotation=False)
+    one = probing.Probe('data', ProbeSet(), reader, reader)
+    drawn = dataclasses.replace(EPISODES, ways=3, shots=(5,), classifier='ridge')
+
+    def found(l2):
+        fewshot = FewshotConfig(shots=(1,), seeds=(0,), l2=l2, episodes=drawn)
+        sets = probing.Probes(fewshot, {'data': one}, {})
+        result = probing.evaluate(lambda _, indices: features[indices], sets, Preprocessing())
+        return result['sets']['data']['episodes']['accuracy']
+
+    assert found(1e-3) != found(1024.0)
+
+
 def test_classes_of_episodes_that_a_network_knows_are_said_where_it_does_not_know_all():
     source = array_source(np.zeros((3, 8, 8), np.uint8), np.arange(3), 'abc', name='data')
     reader = ImageReader(source, Preprocessing().crop, (8, 8), exif_rotation=False)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -174,6 +175,18 @@ def test_a_study_may_grow_and_shrink_but_what_has_begun_may_not_change(tmp_path)
     other = study(base=tiny.experiment(batch_size=32), seeds=(1,))
     with pytest.raises(UserError, match='1-gap-seed1: batch_size'):
         studies.agree(tmp_path, studies.planned(other))
+
+
+def test_a_run_whose_folder_is_removed_may_begin_with_other_values(tmp_path):
+    changed = studies.planned(study(base=tiny.experiment(batch_size=32)))
+    studies.agree(tmp_path, studies.planned(study()))
+    begin(tmp_path, 'train/1-gap-seed0')
+    with pytest.raises(UserError, match='batch_size: .*another --workdir, or remove the folder of'):
+        studies.agree(tmp_path, changed)
+    shutil.rmtree(tmp_path / 'train/1-gap-seed0')
+    studies.agree(tmp_path, changed)
+    begin(tmp_path, 'train/1-gap-seed0')
+    studies.agree(tmp_path, changed)
 
 
 def test_a_list_of_runs_that_is_damaged_is_named_with_what_to_do(tmp_path):

@@ -6,6 +6,7 @@ mean accuracy of many episodes, and its 95 % interval.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +17,6 @@ from vit_jax.evaluation import ridge
 from vit_jax.evaluation.probes import Labelled
 
 ByEpisode = Literal['centroid', 'ridge']
-L2 = 1024.0  # of the ridge classifier, as in the linear few-shot evaluation
 _NORMAL = 1.96  # deviations of a normal distribution on either side that hold 95 % of it
 
 
@@ -63,18 +63,20 @@ def evaluate(
     episodes: int,
     seed: int,
     classifier: ByEpisode = 'centroid',
+    l2: float = ridge.L2,
 ) -> Episodes:
-    """The accuracies of episodes drawn from these images.
+    """The accuracies of episodes drawn from these images; `l2` is of the classifier `ridge`.
 
     Episode i is a function of (seed, i): the first ones of many are those of few. A class with
     fewer images than `shots + queries` is not drawn. Raises UserError where fewer than `ways`
-    classes are left.
+    classes are left, and for values that `EpisodesConfig` does not take.
     """
-    predict = {'centroid': _nearest_centroid, 'ridge': _ridge}[classifier]
+    task = dict(ways=ways, shots=shots, queries=queries, episodes=episodes, seed=seed)
+    _check(**task, classifier=classifier)
+    records.require(l2 > 0, f'l2={l2!r}: expected more than 0')
+    predict = _nearest_centroid if classifier == 'centroid' else functools.partial(_ridge, l2=l2)
     found = []
-    for learned, tested in draw(
-        labels, ways=ways, shots=shots, queries=queries, episodes=episodes, seed=seed
-    ):
+    for learned, tested in draw(labels, **task):
         train = Labelled(features[learned], labels[learned])
         found.append(float((predict(train, features[tested]) == labels[tested]).mean()))
     accuracies = np.array(found)
@@ -86,7 +88,10 @@ def evaluate(
 def draw(
     labels: Int[np.ndarray, 'n'], *, ways: int, shots: int, queries: int, episodes: int, seed: int
 ) -> Iterator[tuple[Int[np.ndarray, 'u'], Int[np.ndarray, 'v']]]:
-    """For each episode the images to learn from and those to test on, as indices."""
+    """For each episode the images to learn from and those to test on, as indices; UserError, as
+    `evaluate`.
+    """
+    _check(ways=ways, shots=shots, queries=queries, episodes=episodes, seed=seed)
     possible = _possible(labels, ways=ways, shots=shots, queries=queries)
 
     def one(number: int) -> tuple[Any, Any]:
@@ -97,6 +102,16 @@ def draw(
         return np.concatenate(learned), np.concatenate(tested)
 
     return map(one, range(episodes))
+
+
+def _check(**values: Any) -> None:
+    """Raises UserError that names the argument, for what `EpisodesConfig` does not take."""
+    plain = {name: x.item() if isinstance(x, np.integer) else x for name, x in values.items()}
+    plain['shots'] = (plain['shots'],)
+    try:
+        records.from_dict(EpisodesConfig, plain, where='')
+    except UserError as error:
+        raise UserError(str(error).removeprefix('.')) from error
 
 
 def _possible(
@@ -124,11 +139,13 @@ def _nearest_centroid(train: Labelled, tested: Float[np.ndarray, 'm d']) -> Int[
     return classes[distances.argmin(axis=1)]
 
 
-def _ridge(train: Labelled, tested: Float[np.ndarray, 'm d']) -> Int[np.ndarray, 'm']:
-    return ridge.fit(train, l2=L2).predict(tested)
+def _ridge(train: Labelled, tested: Float[np.ndarray, 'm d'], *, l2: float) -> Int[np.ndarray, 'm']:
+    return ridge.fit(train, l2=l2).predict(tested)
 
 
-def report(test: Labelled, class_names: tuple[str, ...], config: EpisodesConfig) -> dict[str, Any]:
+def report(
+    test: Labelled, class_names: tuple[str, ...], config: EpisodesConfig, *, l2: float = ridge.L2
+) -> dict[str, Any]:
     """Protocol, accuracies, mean and interval for each number of shots, as JSON; UserError, as
     `require_possible`.
     """
@@ -144,6 +161,7 @@ def report(test: Labelled, class_names: tuple[str, ...], config: EpisodesConfig)
             episodes=config.episodes,
             seed=config.seed,
             classifier=config.classifier,
+            l2=l2,
         )
         for shots in config.shots
     }

@@ -15,6 +15,7 @@ from vit_jax.base import Float, Int, UserError
 from vit_jax.evaluation.probes import EPSILON, Labelled
 
 BIAS = 100.0  # a constant feature this large is hardly regularised: lambda / 100^2
+L2 = 1024.0  # not divided by the number of images: strong where they are few
 _SLICE = 2048  # images
 Accuracies = dict[tuple[int, int], float]  # by seed and shots
 Draws = dict[tuple[int, int], Int[np.ndarray, '_']]

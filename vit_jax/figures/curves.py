@@ -1,7 +1,7 @@
 """Pictures of runs: numbers over steps or time, and where the time went."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -26,7 +26,9 @@ class Curve(NamedTuple):
     place: int | None
     x: Float[np.ndarray, 'n']
     y: Float[np.ndarray, 'n']
-    style: str = '-'  # of the line: '-', '--', ':'; '' for points alone
+    style: Any = '-'  # of the line: '-', '--', ':', what matplotlib takes; '' for points alone
+    fill: str = 'full'  # of its markers, 'none' for hollow ones, 'left' for a half
+    marker: str = 'x'  # of points alone
 
 
 @style.styled
@@ -48,14 +50,17 @@ def curves(
     for curve in drawn:
         kept = style.chosen(len(curve.x), _MOST_POINTS)
         how = style.line(curve.place or 0, curve.name) | {'linestyle': curve.style or 'none'}
+        how |= {'fillstyle': curve.fill, 'markeredgewidth': 1, 'markerfacecoloralt': 'white'}
         if curve.place is None:
-            how |= {'color': '0.4', 'marker': ''}
+            how['color'] = '0.4'
         if not curve.name:
             del how['label']
-        if len(kept) > _MARKED:  # markers tell runs apart that have one colour
+        if np.isfinite(curve.x + curve.y).sum() == 1:  # there is no line to tell it by
+            how['markersize'] = 8
+        elif len(kept) > _MARKED:  # markers tell runs apart that have one colour
             how['markevery'] = len(kept) // 12
         if not curve.style:
-            how |= {'marker': 'x', 'markersize': 9, 'markeredgewidth': 2}
+            how |= {'marker': curve.marker, 'markersize': 9, 'markeredgewidth': 2}
         axes.plot(curve.x[kept], curve.y[kept], **how)
     axes.set(xlabel=x, ylabel=y)
     axes.margins(x=0.02)

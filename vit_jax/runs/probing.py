@@ -144,7 +144,8 @@ def _result(
         if config.logistic is not None:
             more['logistic'] = probes.logistic(learned, tested, config.logistic)._asdict()
     if config.episodes is not None:
-        more['episodes'] = episodes.report(tested, test.class_names, config.episodes)
+        drawn = episodes.report(tested, test.class_names, config.episodes, l2=config.l2)
+        more['episodes'] = drawn
     seeds, l2, classes = config.seeds, config.l2, len(train.class_names)
     shots, left_out = _possible(config.shots, train)
     accuracies, draws = ridge.probe(

@@ -116,7 +116,8 @@ def agree(folder: Path, runs: Sequence[PlannedRun]) -> None:
     if lines := [f'{name}: {line}' for name, each in changed.items() for line in each]:
         text = f'{folder}: a run of this study has begun with other values: {lines[0]}'
         more = f' and {len(lines) - 1:,} more' if len(lines) > 1 else ''
-        raise UserError(f'{text}{more}; {advice}')
+        anew = 'remove the folder of the run, and of those that start from it, to train it anew'
+        raise UserError(f'{text}{more}; {advice}, or {anew}')
     write_json(path, {'runs': begun | found})
 
 

@@ -21,7 +21,7 @@ def programs() -> dict[str, str]:
 def documentation() -> pathlib.Path | None:
     """Its first page: of a checkout, or as installed in the environment or beside the package."""
     beside, page = pathlib.Path(__file__).parent.parent, 'share/doc/vit_jax/index.md'
-    pages = beside / 'docs/index.md', pathlib.Path(sys.prefix, page), beside / page
+    pages = beside / 'docs' / 'index.md', pathlib.Path(sys.prefix, page), beside / page
     return next((page for page in pages if page.is_file()), None)
 
 

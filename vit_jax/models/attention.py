@@ -58,10 +58,11 @@ def attend(
         return attend_at_even_lengths(query, key, value, implementation='cudnn')
     if implementation == 'blockwise':
         return _attend_blockwise(query, key, value, relative)
+    query, divisor = _divided(query)
     if implementation == 'head_major':
         query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
     products = _BHQK if implementation == 'head_major' else _BQHK
-    return _mixed(query, key, value, relative, products).transpose(0, 2, 1, 3)
+    return _mixed(query, key, value, relative, products, divisor)
 
 
 def _attend_blockwise(
@@ -100,25 +101,36 @@ def attention_weights(
     relative: Float[Array, 'o h k'] | None = None,
 ) -> Float[Array, 'b h q n']:
     """The weights that `attend` gives to each key: float32, every row sums to one."""
-    logits = _logits(query, key, relative, _BQHK) / math.sqrt(query.shape[-1])
-    return jax.nn.softmax(logits, axis=-1)
+    query, divisor = _divided(query)
+    return jax.nn.softmax(_logits(query, key, relative, _BQHK) / divisor, axis=-1)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
+def _divided(query: Float[Array, '... k']) -> tuple[Float[Array, '... k'], float]:
+    """The queries divided by a power of two, and what is left of sqrt(k) to divide logits by.
+
+    The power of two takes no rounding, and k numbers of a query in place of n. What is left is 1
+    for the usual 64 features of a head, else less than 2.
+    """
+    mantissa, exponent = math.frexp(math.sqrt(query.shape[-1]))
+    return query / 2 ** (exponent - 1), 2 * mantissa
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5))
 def _mixed(
     query: Float[Array, '...'],
     key: Float[Array, '...'],
     value: Float[Array, '...'],
     relative: Float[Array, 'o h k'] | None,
     products: _Products,
-) -> Float[Array, 'b h q k']:
+    divisor: float,
+) -> Float[Array, 'b q h k']:
     """The values, mixed by the weights; by XLA, in the rounding of fused kernels.
 
     Exponentials, and derivatives of logits, are rounded to the type of the query before the
     products that they enter; sums are float32. The division by the sum of the exponentials comes
     last: k numbers of each query are divided in place of n.
     """
-    return _mixed_by(query, key, value, relative, products)[0]
+    return _mixed_by(query, key, value, relative, products, divisor)[0]
 
 
 def _mixed_by(
@@ -127,20 +139,22 @@ def _mixed_by(
     value: Float[Array, '...'],
     relative: Float[Array, 'o h k'] | None,
     products: _Products,
-) -> tuple[Float[Array, 'b h q k'], Float[Array, 'b h q n'], Float[Array, 'b h q 1']]:
+    divisor: float,
+) -> tuple[Float[Array, 'b q h k'], Float[Array, 'b h q n'], Float[Array, 'b h q 1']]:
     """The mixed values, the exponentials, and the sum of these over the keys."""
-    logits = _logits(query, key, relative, products) / math.sqrt(query.shape[-1])
+    logits = _logits(query, key, relative, products) / divisor
     largest = jax.lax.stop_gradient(logits.max(-1, keepdims=True))  # it cancels
     exponentials = jnp.exp(logits - largest).astype(query.dtype)
     total = exponentials.sum(-1, keepdims=True, dtype=jnp.float32)
     mixed = jnp.einsum(products.mixed, exponentials, value, preferred_element_type=jnp.float32)
-    mixed = (mixed / total).astype(query.dtype)
+    mixed = (mixed / total).astype(query.dtype).transpose(0, 2, 1, 3)
     return checkpoint_name(mixed, MIXED), exponentials, total
 
 
 @_mixed.defjvp
 def _(
     products: _Products,
+    divisor: float,
     primals: tuple[Array, Array, Array, Array | None],
     tangents: tuple[Array, Array, Array, Array | None],
 ) -> tuple[Array, Array]:
@@ -148,27 +162,29 @@ def _(
     (sum_j e_j (v_j dl_j + dv_j) - m sum_j e_j dl_j) / s.
     """
     (query, key, value, relative), (of_query, of_key, of_value, of_relative) = primals, tangents
-    mixed, exponentials, total = _mixed_by(query, key, value, relative, products)
+    mixed, exponentials, total = _mixed_by(query, key, value, relative, products, divisor)
     logits = jnp.einsum(products.logits, of_query, key)
     logits += jnp.einsum(products.logits, query, of_key)
     if relative is not None:
         offsets = jnp.einsum(products.by_offset, of_query, relative)
         logits += _by_key(offsets + jnp.einsum(products.by_offset, query, of_relative))
-    of_exponentials, of_total = _of_exponentials(exponentials, logits, math.sqrt(query.shape[-1]))
+    of_exponentials, of_total = _of_exponentials(exponentials, logits, divisor)
     of_sums = [
         jnp.einsum(products.mixed, of_exponentials, value),
         jnp.einsum(products.mixed, exponentials, of_value),
     ]
-    return mixed, _of_quotient(mixed, of_sums, total, of_total)
+    # Of `mixed` as it is, what is kept would be kept twice, once for the checkpoint within.
+    of_mixed = _of_quotient(mixed.transpose(0, 2, 1, 3), of_sums, total, of_total)
+    return mixed, of_mixed.transpose(0, 2, 1, 3)
 
 
 # What the next two are given is kept for the backward pass, not what they make float32 of it.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def _of_exponentials(
-    exponentials: Float[Array, 'b h q n'], logits: Float[Array, 'b h q n'], scale: float
+    exponentials: Float[Array, 'b h q n'], logits: Float[Array, 'b h q n'], divisor: float
 ) -> tuple[Float[Array, 'b h q n'], Float[Array, 'b h q 1']]:
-    """Derivatives of the exponentials, and of their sum, from those of logits before `scale`."""
-    change = exponentials.astype(jnp.float32) * (logits.astype(jnp.float32) / scale)
+    """Derivatives of the exponentials, and of their sum, from those of logits."""
+    change = exponentials.astype(jnp.float32) * (logits.astype(jnp.float32) / divisor)
     return change.astype(exponentials.dtype), change.sum(-1, keepdims=True)
 
 

@@ -48,6 +48,11 @@ class Compute(Record):
     attention: Implementation = 'auto'  # cudnn: GPUs; head_major: CPUs; blockwise: long sequences
     layout: Layout | Literal['auto'] = 'auto'  # of tokens in the layers that treat each alone
 
+    @property
+    def is_for_cpu(self) -> bool:
+        """Is all computed as CPUs do it best? Where attention is: that way of it is theirs."""
+        return self.attention == 'head_major'
+
     def check(self) -> None:
         if self.unroll != 'auto':
             require_between(self, 'unroll', low=1)

@@ -169,7 +169,7 @@ class Attention(nn.Module):
         heads = self.num_heads, width // self.num_heads
         names = 'query', 'key', 'value'
         layers = [dense(heads, use_bias=self.use_bias, name=name) for name in names]
-        if x is y and self.compute.attention == 'head_major':
+        if x is y and self.compute.is_for_cpu:
             query, key, value = ops.side_by_side(x, layers)
         else:
             query, key, value = (layer(of) for layer, of in zip(layers, (x, y, y), strict=True))

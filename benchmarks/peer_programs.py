@@ -86,7 +86,8 @@ def ours(work: Work, compute: dict[str, Any]) -> Any:
             'epoch': 0 * order,
             'example': order,
         }
-        made = jax.jit(experiment.init, out_shardings=shardings)()
+        made = jax.block_until_ready(jax.jit(experiment.init, out_shardings=shardings)())
+        compilation.give_back_memory()
         return made, jax.device_put(images, meshes.batch_sharding(experiment.mesh))
 
     return lowered, first

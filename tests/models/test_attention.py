@@ -102,6 +102,20 @@ def test_the_backward_pass_keeps_nothing_of_all_queries_by_all_keys_in_float32(r
     assert kept == ['bfloat16']
 
 
+@pytest.mark.parametrize('implementation', ['head_major', 'xla'])
+def test_what_it_gives_is_kept_once(implementation):
+    keep = jax.checkpoint_policies.save_only_these_names(attention.MIXED)
+
+    def attend(query, key, value):
+        return attention.attend(query, key, value, implementation=implementation)
+
+    pull = jax.vjp(jax.checkpoint(attend, policy=keep), QUERY, KEY, VALUE)[1]
+    mixed = attend(QUERY, KEY, VALUE)
+    kept = [x for x in jax.tree.leaves(pull) if x.size == mixed.size]
+    assert len(kept) == 4  # queries, keys, values, and what it gives
+    assert any(x.shape == mixed.shape and (x == mixed).all() for x in kept)
+
+
 @pytest.mark.parametrize('relative', [False, True])
 @pytest.mark.parametrize('queries, keys', [(2048, 2048), (2049, 1025)])
 def test_no_program_for_a_long_sequence_has_all_queries_by_all_keys(queries, keys, relative):

@@ -1,5 +1,7 @@
 """Layers on tokens as rows against Flax's own."""
 
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from vit_jax.models import Compute, build, ops
 KEY = jax.random.key(0)
 TOKENS = jax.random.normal(KEY, (2, 5, 6))
 FLAT, BATCHED = Compute(layout='flat'), Compute(layout='batched')
+FOR_CPU = Compute(layout='flat', attention='head_major')
 
 
 def applied(layer, x, params=None):
@@ -25,8 +28,10 @@ def applied(layer, x, params=None):
     return params, layer.apply(params, x), jax.grad(total, argnums=(0, 1))(params, x)
 
 
-@pytest.mark.parametrize('compute', [FLAT, BATCHED])
-@pytest.mark.parametrize('shape, features, axes', [((2, 5, 6), (3, 4), 1), ((2, 5, 2, 3), (8,), 2)])
+@pytest.mark.parametrize('compute', [FLAT, BATCHED, FOR_CPU])
+@pytest.mark.parametrize(
+    'shape, features, axes', [((2, 5, 6), (3, 4), 1), ((2, 5, 2, 3), (8,), 2), ((2, 5, 6), (4,), 1)]
+)
 def test_a_dense_layer_is_flaxs(compute, shape, features, axes):
     x, bias = jax.random.normal(KEY, shape), nn.initializers.normal(1.0)
     own = ops.Dense(features, compute, axes=axes, bias_init=bias)
@@ -97,10 +102,22 @@ def test_layers_side_by_side_are_those_apart():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+def test_the_gradient_of_a_kernel_that_narrows_is_made_transposed_on_a_cpu():
+    def shapes_of_products(compute):
+        layer = ops.Dense((4,), compute, use_bias=False)
+        params, x = layer.init(KEY, TOKENS), TOKENS.reshape(-1, 6)
+        program = jax.jit(jax.grad(lambda p: layer.apply(p, x).std())).lower(params).compile()
+        return re.findall(r'f32\[(\d+,\d+)\]\S* dot\(', program.as_text())
+
+    assert '4,6' in shapes_of_products(FOR_CPU)
+    assert '6,4' in shapes_of_products(FLAT)
+
+
 @pytest.mark.full
-def test_forward_derivatives_are_there_as_well():
+@pytest.mark.parametrize('compute', [FLAT, FOR_CPU])
+def test_forward_derivatives_are_there_as_well(compute):
     """What keeps little for the backward pass is no obstacle to a Hessian or a Jacobian."""
-    model = build(tiny.model(), compute=FLAT)
+    model = build(tiny.model(), compute=compute)
     params, image = model.init(KEY), tiny.images(1)
     _, along = jax.jvp(lambda x: model.features(params, x), (image,), (image,))
     near = model.features(params, image * 1.001) - model.features(params, image * 0.999)

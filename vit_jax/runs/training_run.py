@@ -98,6 +98,7 @@ def train(
                 restored = _first_state(experiment, abstract, workdir, job, console)
                 checkpoints, state, progress = restored
                 stack.enter_context(contextlib.closing(checkpoints))
+                compilation.give_back_memory()
                 if not int(state.step):
                     wait()
         steps = range(int(state.step), experiment.length.total_steps)

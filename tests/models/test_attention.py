@@ -41,12 +41,14 @@ def test_a_query_has_logits_of_the_offsets_to_all_keys(queries):
 
 
 @pytest.mark.parametrize('relative', [None, OFFSETS], ids=['', 'relative'])
-@pytest.mark.parametrize('implementation', ['head_major', 'blockwise'])
+@pytest.mark.parametrize('queries', [5, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize('implementation', ['head_major', 'blockwise', 'padded'])
 def test_each_way_to_compute_it_gives_the_same_result_and_gradient(
-    implementation, relative, monkeypatch
+    implementation, queries, relative, monkeypatch
 ):
     monkeypatch.setattr(attention, '_BLOCK', 2)  # 5 queries: two blocks, and one in a third
-    arguments = QUERY, KEY, VALUE, relative
+    relative = None if relative is None else relative[: queries + 4]
+    arguments = QUERY[:, :queries], KEY, VALUE, relative
 
     def of(implementation):
         def total(query, key, value, relative):
@@ -72,7 +74,7 @@ def test_the_gradient_of_relative_logits_is_that_of_their_definition():
         np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize('implementation', ['head_major', 'xla'])
+@pytest.mark.parametrize('implementation', ['head_major', 'xla', 'padded'])
 def test_logits_are_made_and_scaled_in_float32(implementation):
     """Half a percent of bfloat16's rounding of weights and result; rounded logits give 3 %."""
     low = [x.astype(jnp.bfloat16) for x in 9 * QUERY_72]

@@ -11,22 +11,25 @@ from jax.ad_checkpoint import checkpoint_name
 
 from vit_jax.base.array_types import Array, Float, Int
 
-Implementation = Literal['auto', 'xla', 'cudnn', 'head_major', 'blockwise']
+Implementation = Literal['auto', 'xla', 'cudnn', 'padded', 'head_major', 'blockwise']
 LONG = 1024  # tokens; for more, the weights of all queries together would fill the memory
 _BLOCK = 256  # queries at most
 MIXED = 'mixed'  # the name by which rematerialisation may keep what XLA's attention gives
 
 
-class _Products(NamedTuple):
-    """The sums over queries, keys and values, by how these lie in memory."""
+class _Way(NamedTuple):
+    """How XLA computes it: first the sums, by how queries, keys and values lie in memory."""
 
     logits: str
     by_offset: str  # logits of queries and vectors of offsets
     mixed: str  # of weights and values
+    divisor: float = 1.0  # of logits
+    keys: int | None = None  # those after them are padding; None: none is
+    writes: bool = False  # exponentials, in the type of the query, before anything reads them
 
 
-_BQHK = _Products('bqhk,bnhk->bhqn', 'bqhk,ohk->bhqo', 'bhqn,bnhk->bhqk')
-_BHQK = _Products('bhqk,bhnk->bhqn', 'bhqk,ohk->bhqo', 'bhqn,bhnk->bhqk')
+_BQHK = _Way('bqhk,bnhk->bhqn', 'bqhk,ohk->bhqo', 'bhqn,bnhk->bhqk')
+_BHQK = _Way('bhqk,bhnk->bhqn', 'bhqk,ohk->bhqo', 'bhqn,bhnk->bhqk')
 
 
 def attend(
@@ -44,25 +47,51 @@ def attend(
     which number j - i + q - 1 is that one. No fused kernel has them.
 
     `xla` lets the compiler fuse what it can, `cudnn` calls the fused GPU kernel, and `auto` takes
-    cuDNN where it compiles for these shapes, forward and backward, and XLA otherwise. `head_major`
-    is XLA with the tokens of a head side by side in memory, for CPUs: elsewhere it is slower.
-    `blockwise` is XLA for some queries after the other, so that there never is an array of all
-    queries by all keys: `auto` takes it in place of `xla` for long sequences.
+    cuDNN where it compiles for these shapes, forward and backward, and XLA otherwise: on GPUs
+    `padded`, XLA for lengths that are multiples of 8, as products of matrices need them there.
+    `head_major` is XLA with the tokens of a head side by side in memory, for CPUs: elsewhere it is
+    slower. `blockwise` is XLA for some queries after the other, so that there never is an array of
+    all queries by all keys: `auto` takes it for long sequences.
     """
     if implementation == 'auto':
         shapes = query.shape[1:], key.shape[1:]
         fused = relative is None and cudnn_compiles(*shapes, query.dtype.name)
-        implementation = 'cudnn' if fused else 'blockwise' if key.shape[1] > LONG else 'xla'
+        short: Implementation = 'padded' if jax.default_backend() == 'gpu' else 'xla'
+        implementation = 'cudnn' if fused else 'blockwise' if key.shape[1] > LONG else short
     if implementation == 'cudnn':
         assert relative is None  # `choose` refused it
         return attend_at_even_lengths(query, key, value, implementation='cudnn')
     if implementation == 'blockwise':
         return _attend_blockwise(query, key, value, relative)
     query, divisor = _divided(query)
-    if implementation == 'head_major':
-        query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
-    products = _BHQK if implementation == 'head_major' else _BQHK
-    return _mixed(query, key, value, relative, products, divisor)
+    if implementation == 'xla':
+        return _mixed(query, key, value, relative, _BQHK._replace(divisor=divisor))
+    way, queries = _BHQK._replace(divisor=divisor), query.shape[1]
+    if implementation == 'padded':
+        way = way._replace(keys=key.shape[1], writes=True)
+        query, key, value, relative = _padded(query, key, value, relative)
+    query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
+    return _mixed(query, key, value, relative, way)[:, :queries]
+
+
+def _padded(
+    query: Float[Array, 'b q h k'],
+    key: Float[Array, 'b n h k'],
+    value: Float[Array, 'b n h k'],
+    relative: Float[Array, 'o h k'] | None,
+) -> tuple[Array, Array, Array, Array | None]:
+    """Lengths filled up to multiples of 8 with zeros, and 8 features of ones after the values'.
+
+    A GPU's products of matrices have such sides; XLA would fill up each operand anew. Of ones, the
+    weights' product is the sum of the weights.
+    """
+    if relative is not None:  # offsets begin at that of the last query to the first key
+        relative = jnp.pad(relative, ((-query.shape[1] % 8, -key.shape[1] % 8), (0, 0), (0, 0)))
+    query, key, value = (
+        jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, 0))) for x in (query, key, value)
+    )
+    value = jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, 8)), constant_values=1)
+    return query, key, value, relative
 
 
 def _attend_blockwise(
@@ -102,7 +131,8 @@ def attention_weights(
 ) -> Float[Array, 'b h q n']:
     """The weights that `attend` gives to each key: float32, every row sums to one."""
     query, divisor = _divided(query)
-    return jax.nn.softmax(_logits(query, key, relative, _BQHK) / divisor, axis=-1)
+    way = _BQHK._replace(divisor=divisor)
+    return jax.nn.softmax(_logits(query, key, relative, way), axis=-1)
 
 
 def _divided(query: Float[Array, '... k']) -> tuple[Float[Array, '... k'], float]:
@@ -115,14 +145,13 @@ def _divided(query: Float[Array, '... k']) -> tuple[Float[Array, '... k'], float
     return query / 2 ** (exponent - 1), 2 * mantissa
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
 def _mixed(
     query: Float[Array, '...'],
     key: Float[Array, '...'],
     value: Float[Array, '...'],
     relative: Float[Array, 'o h k'] | None,
-    products: _Products,
-    divisor: float,
+    way: _Way,
 ) -> Float[Array, 'b q h k']:
     """The values, mixed by the weights; by XLA, in the rounding of fused kernels.
 
@@ -130,7 +159,7 @@ def _mixed(
     products that they enter; sums are float32. The division by the sum of the exponentials comes
     last: k numbers of each query are divided in place of n.
     """
-    return _mixed_by(query, key, value, relative, products, divisor)[0]
+    return _mixed_by(query, key, value, relative, way)[0]
 
 
 def _mixed_by(
@@ -138,23 +167,26 @@ def _mixed_by(
     key: Float[Array, '...'],
     value: Float[Array, '...'],
     relative: Float[Array, 'o h k'] | None,
-    products: _Products,
-    divisor: float,
+    way: _Way,
 ) -> tuple[Float[Array, 'b q h k'], Float[Array, 'b h q n'], Float[Array, 'b h q 1']]:
     """The mixed values, the exponentials, and the sum of these over the keys."""
-    logits = _logits(query, key, relative, products) / divisor
+    logits = _logits(query, key, relative, way)
     largest = jax.lax.stop_gradient(logits.max(-1, keepdims=True))  # it cancels
     exponentials = jnp.exp(logits - largest).astype(query.dtype)
-    total = exponentials.sum(-1, keepdims=True, dtype=jnp.float32)
-    mixed = jnp.einsum(products.mixed, exponentials, value, preferred_element_type=jnp.float32)
-    mixed = (mixed / total).astype(query.dtype).transpose(0, 2, 1, 3)
+    if way.writes:  # else a GPU writes them in float32 too, and reads them again for the sum
+        exponentials = jax.lax.optimization_barrier(exponentials)
+    sums = jnp.einsum(way.mixed, exponentials, value, preferred_element_type=jnp.float32)
+    if way.writes:
+        total = sums[..., -1:]
+    else:
+        total = exponentials.sum(-1, keepdims=True, dtype=jnp.float32)
+    mixed = (sums[..., : query.shape[-1]] / total).astype(query.dtype).transpose(0, 2, 1, 3)
     return checkpoint_name(mixed, MIXED), exponentials, total
 
 
 @_mixed.defjvp
 def _(
-    products: _Products,
-    divisor: float,
+    way: _Way,
     primals: tuple[Array, Array, Array, Array | None],
     tangents: tuple[Array, Array, Array, Array | None],
 ) -> tuple[Array, Array]:
@@ -162,18 +194,19 @@ def _(
     (sum_j e_j (v_j dl_j + dv_j) - m sum_j e_j dl_j) / s.
     """
     (query, key, value, relative), (of_query, of_key, of_value, of_relative) = primals, tangents
-    mixed, exponentials, total = _mixed_by(query, key, value, relative, products, divisor)
-    logits = jnp.einsum(products.logits, of_query, key)
-    logits += jnp.einsum(products.logits, query, of_key)
+    mixed, exponentials, total = _mixed_by(query, key, value, relative, way)
+    logits = jnp.einsum(way.logits, of_query, key)
+    logits += jnp.einsum(way.logits, query, of_key)
     if relative is not None:
-        offsets = jnp.einsum(products.by_offset, of_query, relative)
-        logits += _by_key(offsets + jnp.einsum(products.by_offset, query, of_relative))
-    of_exponentials, of_total = _of_exponentials(exponentials, logits, divisor)
+        offsets = jnp.einsum(way.by_offset, of_query, relative)
+        logits += _by_key(offsets + jnp.einsum(way.by_offset, query, of_relative))
+    of_exponentials, of_total = _of_exponentials(exponentials, logits, way.divisor)
     of_sums = [
-        jnp.einsum(products.mixed, of_exponentials, value),
-        jnp.einsum(products.mixed, exponentials, of_value),
+        jnp.einsum(way.mixed, of_exponentials, value),
+        jnp.einsum(way.mixed, exponentials, of_value),
     ]
     # Of `mixed` as it is, what is kept would be kept twice, once for the checkpoint within.
+    of_sums = [x[..., : query.shape[-1]] for x in of_sums]
     of_mixed = _of_quotient(mixed.transpose(0, 2, 1, 3), of_sums, total, of_total)
     return mixed, of_mixed.transpose(0, 2, 1, 3)
 
@@ -205,14 +238,17 @@ def _logits(
     query: Float[Array, '...'],
     key: Float[Array, '...'],
     relative: Float[Array, 'o h k'] | None,
-    products: _Products,
+    way: _Way,
 ) -> Float[Array, 'b h q n']:
-    """Before they are divided, float32."""
+    """Of queries that are divided by the other part of sqrt(k); float32, -inf for padding."""
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    logits = einsum(products.logits, query, key)
-    if relative is None:
+    logits = einsum(way.logits, query, key)
+    if relative is not None:
+        logits += _by_key(einsum(way.by_offset, query, relative))
+    logits /= way.divisor
+    if way.keys is None or way.keys == logits.shape[-1]:
         return logits
-    return logits + _by_key(einsum(products.by_offset, query, relative))
+    return jnp.where(jnp.arange(logits.shape[-1]) < way.keys, logits, -jnp.inf)
 
 
 def _by_key(by_offset: Float[Array, 'b h q o']) -> Float[Array, 'b h q n']:

@@ -50,9 +50,9 @@ def choose(
     """
     platform = 'gpu' if platform in ('cuda', 'rocm') else platform
     relative = isinstance(model, ViTConfig) and model.positions == 'relative'
-    wrong = 'compute.attention=cudnn: it has no relative positions; say auto, xla or blockwise'
+    wrong = 'compute.attention=cudnn: it has no relative positions; say auto, padded or blockwise'
     require(not (relative and compute.attention == 'cudnn'), wrong)
-    attention = {'cpu': 'head_major', 'gpu': 'xla' if relative else 'auto'}.get(platform, 'xla')
+    attention = {'cpu': 'head_major', 'gpu': 'padded' if relative else 'auto'}.get(platform, 'xla')
     best: dict[str, Any] = {
         'layout': 'batched' if platform == 'tpu' else 'flat',
         'unroll': 1,

@@ -22,10 +22,10 @@ class _Way(NamedTuple):
 
     logits: str
     by_offset: str  # logits of queries and vectors of offsets
-    mixed: str  # of weights and values
+    mixed: str  # of exponentials and values
     divisor: float = 1.0  # of logits
     keys: int | None = None  # those after them are padding; None: none is
-    writes: bool = False  # exponentials, in the type of the query, before anything reads them
+    writes: bool = False  # exponentials, once, before they are read; the values' last column is 1
 
 
 _BQHK = _Way('bqhk,bnhk->bhqn', 'bqhk,ohk->bhqo', 'bhqn,bnhk->bhqk')
@@ -82,8 +82,8 @@ def _padded(
 ) -> tuple[Array, Array, Array, Array | None]:
     """Lengths filled up to multiples of 8 with zeros, and 8 features of ones after the values'.
 
-    A GPU's products of matrices have such sides; XLA would fill up each operand anew. Of ones, the
-    weights' product is the sum of the weights.
+    A GPU's products of matrices have such sides: XLA would fill up each operand anew. The product
+    with ones is the sum of the exponentials.
     """
     if relative is not None:  # offsets begin at that of the last query to the first key
         relative = jnp.pad(relative, ((-query.shape[1] % 8, -key.shape[1] % 8), (0, 0), (0, 0)))
@@ -205,8 +205,8 @@ def _(
         jnp.einsum(way.mixed, of_exponentials, value),
         jnp.einsum(way.mixed, exponentials, of_value),
     ]
-    # Of `mixed` as it is, what is kept would be kept twice, once for the checkpoint within.
     of_sums = [x[..., : query.shape[-1]] for x in of_sums]
+    # Given `mixed` as it is, the checkpoint within would keep a second copy of it.
     of_mixed = _of_quotient(mixed.transpose(0, 2, 1, 3), of_sums, total, of_total)
     return mixed, of_mixed.transpose(0, 2, 1, 3)
 

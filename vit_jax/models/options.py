@@ -45,9 +45,7 @@ class Compute(Record):
     dtype: Literal['float32', 'bfloat16'] = 'float32'  # of activations and products
     remat: Remat | Literal['auto'] = 'auto'  # dots: all but products is recomputed; block: all
     unroll: int | Literal['auto'] = 'auto'  # blocks in one iteration of the scan
-    attention: Implementation = (
-        'auto'  # cudnn, padded: GPUs; head_major: CPUs; blockwise: long
-    )
+    attention: Implementation = 'auto'  # cudnn, padded: GPUs; head_major: CPUs; blockwise: long
     layout: Layout | Literal['auto'] = 'auto'  # of tokens in the layers that treat each alone
 
     @property

@@ -24,8 +24,7 @@ class _Way(NamedTuple):
     by_offset: str  # logits of queries and vectors of offsets
     mixed: str  # of exponentials and values
     divisor: float = 1.0  # of logits
-    keys: int | None = None  # those after them are padding; None: none is
-    writes: bool = False  # exponentials, once, before they are read; the values' last column is 1
+    lengths: tuple[int, int] | None = None  # `padded`: of queries and keys without the padding
 
 
 _BQHK = _Way('bqhk,bnhk->bhqn', 'bqhk,ohk->bhqo', 'bhqn,bnhk->bhqk')
@@ -66,12 +65,12 @@ def attend(
     query, divisor = _divided(query)
     if implementation == 'xla':
         return _mixed(query, key, value, relative, _BQHK._replace(divisor=divisor))
-    way, queries = _BHQK._replace(divisor=divisor), query.shape[1]
+    way = _BHQK._replace(divisor=divisor)
     if implementation == 'padded':
-        way = way._replace(keys=key.shape[1], writes=True)
+        way = way._replace(lengths=(query.shape[1], key.shape[1]))
         query, key, value, relative = _padded(query, key, value, relative)
     query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
-    return _mixed(query, key, value, relative, way)[:, :queries]
+    return _mixed(query, key, value, relative, way)
 
 
 def _padded(
@@ -168,19 +167,25 @@ def _mixed_by(
     value: Float[Array, '...'],
     relative: Float[Array, 'o h k'] | None,
     way: _Way,
-) -> tuple[Float[Array, 'b q h k'], Float[Array, 'b h q n'], Float[Array, 'b h q 1']]:
-    """The mixed values, the exponentials, and the sum of these over the keys."""
+) -> tuple[Float[Array, 'b q h k'], Float[Array, 'b h p n'], Float[Array, 'b h q 1']]:
+    """The mixed values, the exponentials (of p queries: with padding, where there is one), and the
+    sum of these over the keys.
+    """
     logits = _logits(query, key, relative, way)
     largest = jax.lax.stop_gradient(logits.max(-1, keepdims=True))  # it cancels
     exponentials = jnp.exp(logits - largest).astype(query.dtype)
-    if way.writes:  # else a GPU writes them in float32 too, and reads them again for the sum
+    if way.lengths is not None:  # else a GPU writes them in float32 too, to read them for the sum
         exponentials = jax.lax.optimization_barrier(exponentials)
     sums = jnp.einsum(way.mixed, exponentials, value, preferred_element_type=jnp.float32)
-    if way.writes:
-        total = sums[..., -1:]
-    else:
+    if way.lengths is None:
         total = exponentials.sum(-1, keepdims=True, dtype=jnp.float32)
+    else:
+        sums = sums[:, :, : way.lengths[0]]
+        total = sums[..., -1:]  # the product with the column of ones
     mixed = (sums[..., : query.shape[-1]] / total).astype(query.dtype).transpose(0, 2, 1, 3)
+    if way.lengths is not None:  # else the backward pass reads the sums, in float32
+        rows = mixed.reshape(-1, math.prod(mixed.shape[2:]))  # in the order that is read next
+        mixed = jax.lax.optimization_barrier(rows).reshape(mixed.shape)
     return checkpoint_name(mixed, MIXED), exponentials, total
 
 
@@ -205,7 +210,9 @@ def _(
         jnp.einsum(way.mixed, of_exponentials, value),
         jnp.einsum(way.mixed, exponentials, of_value),
     ]
-    of_sums = [x[..., : query.shape[-1]] for x in of_sums]
+    queries, features = mixed.shape[1], mixed.shape[3]
+    of_sums = [x[:, :, :queries, :features] for x in of_sums]
+    of_total = of_total[:, :, :queries]
     # Given `mixed` as it is, the checkpoint within would keep a second copy of it.
     of_mixed = _of_quotient(mixed.transpose(0, 2, 1, 3), of_sums, total, of_total)
     return mixed, of_mixed.transpose(0, 2, 1, 3)
@@ -246,9 +253,10 @@ def _logits(
     if relative is not None:
         logits += _by_key(einsum(way.by_offset, query, relative))
     logits /= way.divisor
-    if way.keys is None or way.keys == logits.shape[-1]:
+    keys = logits.shape[-1] if way.lengths is None else way.lengths[1]
+    if keys == logits.shape[-1]:
         return logits
-    return jnp.where(jnp.arange(logits.shape[-1]) < way.keys, logits, -jnp.inf)
+    return jnp.where(jnp.arange(logits.shape[-1]) < keys, logits, -jnp.inf)
 
 
 def _by_key(by_offset: Float[Array, 'b h q o']) -> Float[Array, 'b h q n']:

@@ -152,3 +152,25 @@ def recomputed(function: Callable[[Array], Array], compute: Compute) -> Callable
     XLA would otherwise write several arrays of the size of an MLP's hidden layer.
     """
     return jax.checkpoint(function) if compute.layout == 'flat' else function
+
+
+def apart(x: Float[Array, '... d'], compute: Compute) -> Float[Array, '... d']:
+    """The same numbers; on a GPU what is added to them is not added by the product they come from.
+
+    XLA has cuBLAS add in place, to a copy where what is added is kept, as a residual stream is.
+    Apart, the sum is one pass with the statistics of the norm that follows it. Not so where blocks
+    are recomputed.
+    """
+    if compute.layout != 'flat' or compute.is_for_cpu or compute.remat != 'none':
+        return x
+    return _written(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+
+
+@jax.custom_jvp
+def _written(rows: Float[Array, 'n d']) -> Float[Array, 'n d']:
+    return jax.lax.optimization_barrier(rows)
+
+
+@_written.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return _written(*primals), tangents[0]  # backwards nothing is held up

@@ -243,7 +243,7 @@ class Block(Part):
             tap(self, f'{name}/residual', lambda: (skip, branch))
             if self.regularization.stochastic_depth > 0:
                 branch = drop_branch(branch, drop_rate, key=self.make_rng('dropout'))
-            return self.shard_activations(skip + branch)
+            return self.shard_activations(skip + ops.apart(branch, compute))
 
         for table in shared, self.position_table('every_layer'):
             x = positions.add(x, table, before=config.positioned_prefix)

@@ -5,7 +5,8 @@ python benchmarks/input_speed.py --photos=FOLDER [--variant=Ti/16] [--batch_size
 `per core` divides by the processor time that was spent, so other work on the machine counts little.
 With the extra `tf` installed, tf.data does the same work beside it, from a TFRecord file; with
 `--alone=tf.data`, and `--alone=pipeline`, each in a process of its own, whose threads the other's
-do not disturb. The pipeline is timed in the second epoch, in which files are known to be whole.
+do not disturb. The pipeline is timed in the second epoch, in which files are known to be whole;
+with `--alone=first-epoch` in the first.
 """
 
 import argparse
@@ -186,10 +187,12 @@ def augmentation(reader: ImageReader, batch_size: int, seconds: float) -> None:
     timed('RandAugment and MixUp on the device', augmented, seconds)
 
 
-def second_epoch(reader: ImageReader, sharding: NamedSharding, batch_size: int) -> Iterator[Batch]:
-    """Batches on the devices, from the second epoch on."""
+def batches_of(
+    reader: ImageReader, sharding: NamedSharding, batch_size: int, *, epoch: int = 1
+) -> Iterator[Batch]:
+    """Batches on the devices, from this epoch on; epochs count from 0."""
     loader = loading.make_loader(reader, loading.LoaderConfig(), sharding)
-    steps = range(len(reader.source) // batch_size + 1, 10**9)
+    steps = range(epoch * (len(reader.source) // batch_size + 1), 10**9)
     return loading.training_batches(loader, steps=steps, batch_size=batch_size, seed=0)
 
 
@@ -200,13 +203,14 @@ def one_alone(name: str, reader: ImageReader, photos: str, batch_size: int, seco
         timed('tf.data, end to end', lambda: next(counts), seconds)
         return
     mesh = meshes.make_mesh(meshes.MeshConfig())
-    batches = second_epoch(reader, meshes.batch_sharding(mesh), batch_size)
+    epoch = 0 if name == 'first-epoch' else 1
+    batches = batches_of(reader, meshes.batch_sharding(mesh), batch_size, epoch=epoch)
 
     def to_device() -> int:
         jax.block_until_ready(next(batches))
         return batch_size
 
-    timed('pipeline to the device', to_device, seconds)
+    timed(f'{name} to the device'.replace('-', ' '), to_device, seconds)
 
 
 def large(photos: str, size: tuple[int, int]) -> None:
@@ -269,7 +273,7 @@ def with_a_network(
     step = compilation.lower_update(experiment, abstract).compile()
     sharding = meshes.batch_sharding(experiment.mesh)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    batches = second_epoch(reader, sharding, batch_size)
+    batches = batches_of(reader, sharding, batch_size)
 
     def to_device() -> int:
         jax.block_until_ready(next(batches))
@@ -313,7 +317,7 @@ def main() -> None:
     parser.add_argument('--variant', default='Ti/16')
     parser.add_argument('--batch_size', type=int, default=64)
     parser.add_argument('--seconds', type=float, default=5.0)
-    parser.add_argument('--alone', choices=['pipeline', 'tf.data', 'large'])
+    parser.add_argument('--alone', choices=['pipeline', 'first-epoch', 'tf.data', 'large'])
     arguments = parser.parse_args()
     size, batch_size, seconds = (224, 224), arguments.batch_size, arguments.seconds
     source = unlabelled([arguments.photos])

@@ -1,46 +1,105 @@
-"""Seconds to compile a train step at two depths, and their ratio: blocks are stacked and scanned.
+"""Processor seconds to compile a train step at two depths, to make parameters, and to start.
 
-Command: python benchmarks/compile_time.py
+    python -m benchmarks.compile_time [--big_vision=FOLDER]
+
+The step of Ti/16, batch 8, float32, momentum, clipped gradients: traced and compiled, nothing
+cached, on one core, the best of some turns; with a folder that holds big_vision's repository, its
+step as a loop beside it. Parameters at depth 32 are made with the loop over blocks rolled and
+unrolled. The quickstart runs to the end of one step, with evaluation and a checkpoint, twice in
+processes of their own: the second finds what the first compiled.
 """
 
+import argparse
 import importlib.metadata
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
-from vit_jax.config import TrainConfig
-from vit_jax.models import variant
-from vit_jax.runs import compilation
-from vit_jax.runs.experiment import decide
-from vit_jax.runs.memory_plan import without_data
-from vit_jax.training.duration import Duration
+from benchmarks import peer_programs
 
-DEPTHS, REPEATS = (8, 32), 3
+DEPTHS, TURNS = (8, 32), 5
 
 
-def compile_seconds(depth: int) -> float:
-    """Of a train step of Ti/16 at this depth: tracing and compiling, nothing cached."""
-    model = variant('Ti/16', depth=depth)
-    config = TrainConfig(data='digits', model=model, batch_size=8, total=Duration(steps=10))
-    experiment = decide(without_data(config, num_classes=2, num_images=80))
+def work(depth: int) -> peer_programs.Work:
+    """The step that is compiled."""
+    return peer_programs.Work(
+        width=192,
+        depth=depth,
+        mlp_dim=768,
+        heads=3,
+        patch=16,
+        pool='cls',
+        batch=8,
+        precision='float32',
+        optimizer='sgd',
+        steps=1,
+    )
+
+
+def compile_seconds(program: Callable[[peer_programs.Work], Any], depth: int) -> float:
+    """Of a train step at this depth: tracing and compiling."""
     jax.clear_caches()
-    began = time.perf_counter()
-    state = compilation.abstract_state(experiment)
-    compilation.lower_update(experiment, state).compile()
-    compilation.compile_eval_steps(experiment, state.eval_params)
-    return time.perf_counter() - began
+    began = time.process_time()
+    program(work(depth))[0].compile()
+    return time.process_time() - began
+
+
+def init_seconds(unroll: int) -> float:
+    """To compile, and to run, what makes the parameters at the larger depth."""
+    _, first = peer_programs.ours(work(DEPTHS[-1]), {'unroll': unroll})
+    jax.clear_caches()
+    began = time.process_time()
+    first()
+    return time.process_time() - began
+
+
+def start_seconds(folder: str, number: int) -> float:
+    """Of a process that trains the quickstart for one step."""
+    command = [sys.executable, '-m', 'vit_jax.train', '--config=configs/quickstart.py']
+    command += ['--config.total.steps=1', '--config.schedule.warmup.steps=0']
+    command += [f'--workdir={folder}/{number}', f'--compiled={folder}/compiled']
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cwd = pathlib.Path(__file__).parents[1]
+    subprocess.run(command, cwd=cwd, stdout=subprocess.DEVNULL, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main() -> None:
-    """Prints the best of some repetitions, taken in turns, and the ratio."""
+    """Prints a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('--big_vision', help='a folder that holds that repository')
+    folder = parser.parse_args().big_vision
+    with tempfile.TemporaryDirectory() as cache:
+        for number, which in enumerate(('first', 'second')):
+            print(f'{which} start of the quickstart: {start_seconds(cache, number):.1f} s')
     jax.config.update('jax_enable_compilation_cache', False)
-    best = dict.fromkeys(DEPTHS, float('inf'))
-    for _ in range(REPEATS):
+    if hasattr(os, 'sched_setaffinity'):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    programs: dict[str, Callable[[peer_programs.Work], Any]] = {
+        'vit_jax': lambda work: peer_programs.ours(work, {}),
+    }
+    if folder is not None:
+        programs['big_vision'] = lambda work: peer_programs.big_vision(folder, work, scan=True)
+    taken: dict[tuple[str, int], list[float]] = {}
+    for turn in range(TURNS + 1):
         for depth in DEPTHS:
-            best[depth] = min(best[depth], compile_seconds(depth))
-    for depth, seconds in best.items():
-        print(f'depth {depth:>2}: {seconds:.2f} s')
-    print(f'ratio: {best[DEPTHS[1]] / best[DEPTHS[0]]:.2f}')
+            for name, program in programs.items():
+                seconds = compile_seconds(program, depth)
+                if turn:  # the first imports
+                    taken.setdefault((name, depth), []).append(seconds)
+    for (name, depth), each in taken.items():
+        print(f'compile, depth {depth:>2}, {name}: {min(each):.2f} s')
+    for unroll in 1, DEPTHS[-1]:
+        print(f'parameters, depth {DEPTHS[-1]}, unroll={unroll}: {init_seconds(unroll):.1f} s')
     versions = ', '.join(f'{n} {importlib.metadata.version(n)}' for n in ('jax', 'flax'))
     print(f'{jax.devices()[0].device_kind}, {versions}')
 

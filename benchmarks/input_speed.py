@@ -283,7 +283,8 @@ def with_a_network(
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     one = batch_size * math.prod(reader.size) * 3 / 2**20
     print(f'  memory {peak:,.0f} MiB more at its peak; a batch is {one:.0f} MiB, up to 5 are held')
-    init = jax.jit(experiment.init, out_shardings=compilation.shardings_of(abstract))
+    shardings = compilation.shardings_of(abstract)
+    init = compilation.jitted(experiment.init, experiment.mesh, out_shardings=shardings)
     state, batch = init(), next(batches)
 
     def update(batch: Batch) -> int:

@@ -51,7 +51,7 @@ def ours(work: Work, compute: dict[str, Any]) -> Any:
     from vit_jax.runs.experiment import decide
     from vit_jax.runs.memory_plan import without_data
     from vit_jax.training.duration import Duration
-    from vit_jax.training.optimizer import OptimizerConfig
+    from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
     kind: Any = work.optimizer
     config = TrainConfig(
@@ -69,6 +69,7 @@ def ours(work: Work, compute: dict[str, Any]) -> Any:
         optimizer=OptimizerConfig(
             kind=kind, clip_norm=1.0, weight_decay=0.1 if kind == 'adamw' else 0.0
         ),
+        schedule=ScheduleConfig(kind='constant'),  # as the others have it here
         compute=Compute(dtype=work.precision, **compute),  # type: ignore[arg-type]
     )
     config = without_data(config, num_classes=CLASSES, num_images=8 * work.batch)
@@ -86,7 +87,8 @@ def ours(work: Work, compute: dict[str, Any]) -> Any:
             'epoch': 0 * order,
             'example': order,
         }
-        made = jax.block_until_ready(jax.jit(experiment.init, out_shardings=shardings)())
+        init = compilation.jitted(experiment.init, experiment.mesh, out_shardings=shardings)
+        made = jax.block_until_ready(init())
         compilation.give_back_memory()
         return made, jax.device_put(images, meshes.batch_sharding(experiment.mesh))
 

@@ -290,6 +290,21 @@ def test_a_full_disk_is_said_with_what_to_do(server, tmp_path, monkeypatch):
     assert len(server.asked) == 1 and not whole(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ('own', 'users', 'expected'),
+    [
+        ('/own', '/users', '/own'),
+        ('', '/users', '/users/vit_jax'),
+        ('', '', '/home/she/.cache/vit_jax'),
+    ],
+)
+def test_the_cache_is_where_it_was_said_or_in_the_users_own(own, users, expected, monkeypatch):
+    monkeypatch.setenv('HOME', '/home/she')
+    monkeypatch.setenv('VIT_JAX_CACHE', own)
+    monkeypatch.setenv('XDG_CACHE_HOME', users)
+    assert download.cache() == pathlib.Path(expected)
+
+
 def test_a_cache_that_cannot_be_written_is_said_with_what_to_do(server, monkeypatch):
     monkeypatch.setenv('VIT_JAX_CACHE', '/dev/null')
     with pytest.raises(OSError, match='/dev/null/.*: Not a directory; VIT_JAX_CACHE=DIR is'):

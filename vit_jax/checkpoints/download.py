@@ -49,8 +49,11 @@ class Fetched(NamedTuple):
 
 
 def cache() -> pathlib.Path:
-    """The folder of all downloads but the hub's: VIT_JAX_CACHE, or ~/.cache/vit_jax."""
-    return pathlib.Path(os.environ.get('VIT_JAX_CACHE') or '~/.cache/vit_jax').expanduser()
+    """The folder of all downloads but the hub's: VIT_JAX_CACHE, or vit_jax in the user's own cache,
+    which is XDG_CACHE_HOME, or ~/.cache.
+    """
+    users = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache')
+    return pathlib.Path(os.environ.get('VIT_JAX_CACHE') or users / 'vit_jax').expanduser()
 
 
 def is_offline() -> bool:

@@ -50,12 +50,24 @@ def abstract_batch(
     return {name: jax.ShapeDtypeStruct(*x, sharding=sharding) for name, x in shapes.items()}
 
 
+def jitted(function: Callable[..., Any], mesh: Mesh, **given: Any) -> Any:
+    """`jax.jit`, with what the compiler is told for the devices of this mesh.
+
+    For CPUs, to leave out its highest level of optimization: it takes a fifth of the time to
+    compile, and no step is faster for it.
+    """
+    on_cpu = mesh.devices.flat[0].platform == 'cpu'
+    options = {'xla_backend_optimization_level': 2} if on_cpu else None
+    return jax.jit(function, compiler_options=options, **given)
+
+
 def lower_update(experiment: Experiment, state: TrainState) -> Any:
     """The update step, traced and not compiled yet; it takes over the memory of its state."""
     size, reader = experiment.config.batch_size, experiment.train
     batch = abstract_batch(experiment.mesh, size, reader.size, reader.source.label_shape)
     out_shardings = shardings_of(state), meshes.replicated(experiment.mesh)
-    update = jax.jit(experiment.update, donate_argnums=0, out_shardings=out_shardings)
+    donated = {'donate_argnums': 0, 'out_shardings': out_shardings}
+    update = jitted(experiment.update, experiment.mesh, **donated)
     return update.lower(state, batch)
 
 
@@ -67,7 +79,8 @@ def compile_eval_steps(experiment: Experiment, params: Params) -> dict[str, Call
         shape = reader.source.label_shape
         if shape not in by_shape:
             batch = abstract_batch(mesh, size, reader.size, shape)
-            step = jax.jit(experiment.eval_steps[name], out_shardings=meshes.replicated(mesh))
+            function, whole = experiment.eval_steps[name], meshes.replicated(mesh)
+            step = jitted(function, mesh, out_shardings=whole)
             by_shape[shape] = step.lower(params, batch).compile()
     return {name: by_shape[r.source.label_shape] for name, r in experiment.evals.items()}
 
@@ -83,7 +96,7 @@ def compile_features(
         return model.features(params, normalize(batch['images'], preprocessing)), batch['mask']
 
     batch = abstract_batch(mesh, batch_size, model.config.image_size)
-    program = jax.jit(features, out_shardings=meshes.replicated(mesh))
+    program = jitted(features, mesh, out_shardings=meshes.replicated(mesh))
     return program.lower(params, batch).compile()
 
 

@@ -301,10 +301,11 @@ def _training_functions(
 ) -> tuple[Callable[[], TrainState], Update, list[str]]:
     """`init`, `update`, and what the rules matched. Raises UserError where they do not fit."""
     schedule = make_schedule(config.schedule, length)
-    rules = make_rules(config.optimizer, jax.eval_shape(model.init, jax.random.key(0)))
+    first = jax.jit(model.init)  # traced once
+    rules = make_rules(config.optimizer, jax.eval_shape(first, jax.random.key(0)))
     optimizer = make_optimizer(config.optimizer, schedule, rules)
     averaged = config.polyak_decay is not None
-    init = make_init(model.init, optimizer, seed=config.seed, averaged=averaged)
+    init = make_init(first, optimizer, seed=config.seed, averaged=averaged)
     targets = functools.partial(targets_of, num_classes=classes)
     update = make_update(
         loss_sums,

@@ -220,7 +220,8 @@ def _first_state(
 def _new_state(experiment: Experiment, abstract: TrainState, console: Console) -> TrainState:
     """The state before the first step, with the parameters of `start_from` where there is one."""
     shardings, start = shardings_of(abstract), experiment.start
-    state: TrainState = jax.jit(experiment.init, out_shardings=shardings)()
+    init = compilation.jitted(experiment.init, experiment.mesh, out_shardings=shardings)
+    state: TrainState = init()
     if start is None:
         return state
     params, report = experiment.transferred(start, state.params)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Literal
 
-import grain
 import jax
 import numpy as np
 import psutil
@@ -70,6 +69,8 @@ Sampler = Callable[[int], ExampleRef | None]  # by position in the stream of exa
 
 def shuffled(count: int, *, seed: int) -> Sampler:
     """Every example once per epoch, each epoch in another random order, without end."""
+    import grain  # here, as it takes a quarter of a second, and only who trains needs it
+
     indices = grain.MapDataset.range(count).seed(seed).shuffle().repeat(None)
     return lambda position: ExampleRef(int(indices[position]), position // count)
 
@@ -192,6 +193,8 @@ def host_batches(
     loader: Loader, sampler: Sampler, *, steps: range, rows: Int[np.ndarray, 'r'], batch_size: int
 ) -> Iterator[Batch]:
     """These rows of the global batch of each step, in host memory, loaded ahead of their use."""
+
+    import grain
 
     def load(step: int) -> Batch:
         return loader.load([sampler(int(step) * batch_size + int(row)) for row in rows])

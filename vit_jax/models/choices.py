@@ -97,20 +97,23 @@ def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
     """Bytes of one image's activations when the backward pass begins: an estimate, by `remat`.
 
     Each block keeps vectors of the width of a token and of the MLP's hidden layer; without a fused
-    kernel also the weights of attention, before, in and after the softmax. With tokens that are no
+    kernel also the weights of attention, before, in and after the softmax; `padded` keeps them once
+    for all blocks but the one that is at work. With tokens that are no
     rows, norms and GELU keep what they compute on the way. The last block has all of its own,
     whatever is kept. What a hybrid's convolutions keep is not counted.
     """
     size, tokens, width = _BYTES[compute.dtype], model.num_tokens, model.width
     hidden = model.mlp_dim * (2 if model.gelu is None else 1)
-    fused = compute.attention == 'auto' and size == 2  # on a GPU; elsewhere it was chosen
-    fused = fused or compute.attention == 'cudnn'
-    of_all = not fused and compute.attention != 'blockwise'
-    weights = model.num_heads * tokens**2 * (8 + size) if of_all else 0
+    way = compute.attention
+    if way == 'auto':  # on a GPU; elsewhere it was chosen
+        way = 'cudnn' if size == 2 else 'padded'
+    fused = way == 'cudnn'
+    weights = 0 if fused or way == 'blockwise' else model.num_heads * tokens**2
     flat = compute.layout == 'flat'
     all_of_it = 8 * width + 2 * hidden if flat else 17 * width + 5 * hidden
-    one_block = tokens * all_of_it * size + weights
+    one_block = tokens * all_of_it * size + weights * (8 + size)
+    kept_block = one_block - 8 * weights if way == 'padded' else one_block
     products = tokens * ((6 if fused else 7) * width + hidden) * size  # and what attention gives
     block_input = tokens * width * size
-    each = {'none': one_block, 'dots': products, 'block': block_input}
+    each = {'none': kept_block, 'dots': products, 'block': block_input}
     return {remat: model.depth * kept + one_block for remat, kept in each.items()}

@@ -107,6 +107,7 @@ def _product_that_narrows(
 def _(
     primals: tuple[Array, Array], tangents: tuple[Array, Array]
 ) -> tuple[Float[Array, 'n narrow'], Float[Array, 'n narrow']]:
+    """dx W + x dW, with dW read transposed, so that the gradient of W is written transposed."""
     (x, kernel), (of_x, of_kernel) = primals, tangents
     transposed = jax.lax.optimization_barrier(of_kernel.T)  # or XLA would undo it
     by_kernel = jax.lax.dot_general(x, transposed, (((1,), (1,)), ((), ())))

@@ -50,7 +50,7 @@ class Compute(Record):
 
     @property
     def is_for_cpu(self) -> bool:
-        """Is all computed as CPUs do it best? Where attention is: that way of it is theirs."""
+        """Is this computed in the ways that only CPUs are fast at? `head_major` says so."""
         return self.attention == 'head_major'
 
     def check(self) -> None:

@@ -63,6 +63,8 @@ TPU = """\
   %two = u32[] constant(2)
   %next = u32[] add(%count, %two)
   %reduced = f32[16]{0} fusion(%value), kind=kCustom, calls=%scatter
+  %whole = f32[64]{0} all-reduce(%value), channel_id=3, replica_groups=[4,2]<=[8], to_apply=%a
+  %other = f32[16]{0} dynamic-slice(%value, %count), dynamic_slice_sizes={16}
   %hidden = bf16[512]{0} fusion(%value), kind=kCustom, calls=%overlapped
   ROOT %after = (f32[64]{0}, u32[]) tuple(%value, %next)
 }
@@ -88,9 +90,12 @@ ENTRY %main (input: f32[64], part: bf16[64]) -> f32[64] {
 
 
 def test_a_program_for_tpus_is_read():
-    """Loops that count by two, a reduce-scatter in two halves, a gather that overlaps a loop."""
+    """Loops that count by two, a reduce-scatter in two halves, a gather that overlaps a loop, and a
+    sum beside which something else is sliced.
+    """
     assert sent(TPU, 8) == {
         'all-gather': Sent(1, 3 * 128),
+        'all-reduce': Sent(10, 10 * 2 * 1 / 2 * 256),
         'reduce-scatter': Sent(10, 10 * 3 / 4 * 256),
     }
 
@@ -104,3 +109,11 @@ def test_the_least_is_that_of_rings(data, fsdp, expected):
     split = NamedSharding(mesh, PartitionSpec(None, 'fsdp' if fsdp > 1 else None))
     kernel = jax.ShapeDtypeStruct((16, 64), 'float32', sharding=split)
     assert least([kernel], mesh, itemsize=2) == expected * 16 * 64 * 2
+
+
+def test_the_least_over_tensor_is_a_sum_of_each_branch_forward_and_backward():
+    mesh = meshes.make_mesh(MeshConfig(data=2, tensor=4))
+    kernel = jax.ShapeDtypeStruct((16,), 'float32', sharding=NamedSharding(mesh, PartitionSpec()))
+    of_gradient = 2 * 1 / 2 * 16 * 2  # over data
+    of_branches = 2 * (2 * 3 / 4) * 1000 * 2
+    assert least([kernel], mesh, itemsize=2, branches=1000) == of_gradient + of_branches

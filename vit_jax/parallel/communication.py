@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from vit_jax.parallel.program_text import computations, size, trips
+from vit_jax.parallel.program_text import Instruction, computations, size, trips
 
 # Bytes that one of n devices in a ring sends, of each byte of its operand.
 _RING = {
@@ -45,12 +45,13 @@ def sent(text: str, devices: int) -> dict[str, Sent]:
     def walk(name: str, times: int) -> None:
         body = found[name]
         by_name = {one.name: one for one in body}
-        sliced = any(one.operation == 'dynamic-slice' for one in body)
+        slices = [one for one in body if one.operation == 'dynamic-slice']
+        sliced = {_origin(one.operands[0], by_name) for one in slices}
         for one in body:
             kind = one.operation.removesuffix('-start')
             if kind in _RING:
                 # TPUs: the fusion of an all-reduce and the slice of it is a reduce-scatter.
-                kind = 'reduce-scatter' if kind == 'all-reduce' and sliced else kind
+                kind = 'reduce-scatter' if kind == 'all-reduce' and one.name in sliced else kind
                 operand = sum(size(by_name[x].type) for x in one.operands if x in by_name)
                 ring = _RING[kind](_group_size(one.rest, devices))
                 # What overlaps with other work stands in a chain of fusions, in loops as well.
@@ -75,16 +76,17 @@ def sent(text: str, devices: int) -> dict[str, Sent]:
     }
 
 
-def least(params: Any, mesh: Mesh, *, itemsize: int) -> int:
+def least(params: Any, mesh: Mesh, *, itemsize: int, branches: int = 0) -> int:
     """Bytes that each device has to send in a training step, in numbers of `itemsize` bytes.
 
     `params` are abstract, with shardings. The gradient of what every device has whole is summed
     over all that split the batch. What fsdp splits is gathered for the forward and again for the
-    backward pass; its gradient is scattered, and then summed over data. What tensor exchanges is
-    not counted.
+    backward pass; its gradient is scattered, and then summed over data. Over tensor each device has
+    a part of the sum that a branch of a block gives, and of the gradient of what it is given
+    ("Megatron-LM", section 3): `branches` is how many numbers all branches give on one device.
     """
     data, fsdp = mesh.shape['data'], mesh.shape['fsdp']
-    total = 0.0
+    total = 2.0 * branches * itemsize * _RING['all-reduce'](mesh.shape['tensor'])
     for leaf in jax.tree.leaves(params):
         here = math.prod(leaf.sharding.shard_shape(leaf.shape)) * itemsize
         if 'fsdp' in leaf.sharding.spec:
@@ -93,6 +95,13 @@ def least(params: Any, mesh: Mesh, *, itemsize: int) -> int:
         else:
             total += here * _RING['all-reduce'](data * fsdp)
     return round(total)
+
+
+def _origin(name: str, by_name: dict[str, Instruction]) -> str:
+    """Whose result this is, but for its shape."""
+    while name in by_name and by_name[name].operation in ('bitcast', 'reshape'):
+        name = by_name[name].operands[0]
+    return name
 
 
 def _group_size(rest: str, devices: int) -> int:

@@ -296,6 +296,7 @@ def test_a_full_disk_is_said_with_what_to_do(server, tmp_path, monkeypatch):
         ('/own', '/users', '/own'),
         ('', '/users', '/users/vit_jax'),
         ('', '', '/home/she/.cache/vit_jax'),
+        ('', 'users', '/home/she/.cache/vit_jax'),  # the standard: absolute, or ignored
     ],
 )
 def test_the_cache_is_where_it_was_said_or_in_the_users_own(own, users, expected, monkeypatch):

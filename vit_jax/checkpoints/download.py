@@ -52,7 +52,9 @@ def cache() -> pathlib.Path:
     """The folder of all downloads but the hub's: VIT_JAX_CACHE, or vit_jax in the user's own cache,
     which is XDG_CACHE_HOME, or ~/.cache.
     """
-    users = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache')
+    users = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or '')
+    if not users.is_absolute():  # such a one has to be ignored
+        users = pathlib.Path('~/.cache')
     return pathlib.Path(os.environ.get('VIT_JAX_CACHE') or users / 'vit_jax').expanduser()
 
 

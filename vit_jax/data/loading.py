@@ -69,7 +69,7 @@ Sampler = Callable[[int], ExampleRef | None]  # by position in the stream of exa
 
 def shuffled(count: int, *, seed: int) -> Sampler:
     """Every example once per epoch, each epoch in another random order, without end."""
-    import grain  # here, as it takes a quarter of a second, and only who trains needs it
+    import grain  # here, as it takes a quarter of a second, and not all programs read batches
 
     indices = grain.MapDataset.range(count).seed(seed).shuffle().repeat(None)
     return lambda position: ExampleRef(int(indices[position]), position // count)

@@ -168,8 +168,9 @@ def _mixed_by(
     relative: Float[Array, 'o h k'] | None,
     way: _Way,
 ) -> tuple[Float[Array, 'b q h k'], Float[Array, 'b h p n'], Float[Array, 'b h q 1']]:
-    """The mixed values, the exponentials (of p queries: with padding, where there is one), and the
-    sum of these over the keys.
+    """The mixed values, the exponentials, and the sum of these over the keys.
+
+    Of the exponentials p and n count padded queries and keys too.
     """
     logits = _logits(query, key, relative, way)
     largest = jax.lax.stop_gradient(logits.max(-1, keepdims=True))  # it cancels

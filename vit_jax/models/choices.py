@@ -97,8 +97,8 @@ def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
     """Bytes of one image's activations when the backward pass begins: an estimate, by `remat`.
 
     Each block keeps vectors of the width of a token and of the MLP's hidden layer; without a fused
-    kernel also the weights of attention, before, in and after the softmax; `padded` keeps them once
-    for all blocks but the one that is at work. With tokens that are no
+    kernel also the weights of attention, before, in and after the softmax; `padded` keeps them in
+    one of these forms, but in the block that the backward pass is at. With tokens that are no
     rows, norms and GELU keep what they compute on the way. The last block has all of its own,
     whatever is kept. What a hybrid's convolutions keep is not counted.
     """
@@ -106,7 +106,7 @@ def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
     hidden = model.mlp_dim * (2 if model.gelu is None else 1)
     way = compute.attention
     if way == 'auto':  # on a GPU; elsewhere it was chosen
-        way = 'cudnn' if size == 2 else 'padded'
+        way = 'cudnn' if size == 2 else 'blockwise' if tokens > LONG else 'padded'
     fused = way == 'cudnn'
     weights = 0 if fused or way == 'blockwise' else model.num_heads * tokens**2
     flat = compute.layout == 'flat'

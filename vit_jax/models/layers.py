@@ -100,7 +100,8 @@ class Mlp(nn.Module):
         else:
             hidden = ops.recomputed(_GELUS[self.gelu], self.compute)(hidden)
         hidden = seen(self, 'hidden', hidden)
-        return drop(dense((x.shape[-1],), name='dense2')(drop(hidden)))
+        out = dense((x.shape[-1],), name='dense2')(drop(hidden))
+        return drop(ops.apart(out, self.compute))
 
 
 class PatchEmbedding(nn.Module):

@@ -156,11 +156,11 @@ def recomputed(function: Callable[[Array], Array], compute: Compute) -> Callable
 
 
 def apart(x: Float[Array, '... d'], compute: Compute) -> Float[Array, '... d']:
-    """The same numbers; on a GPU what is added to them is not added by the product they come from.
+    """The same numbers, of a matrix product; keeps XLA for GPUs from adding to them within it.
 
-    XLA has cuBLAS add in place, to a copy where what is added is kept, as a residual stream is.
-    Apart, the sum is one pass with the statistics of the norm that follows it. Not so where blocks
-    are recomputed.
+    cuBLAS adds in place: to a copy, where what is added is kept, as a residual stream is. Apart,
+    the sum is one pass with the statistics of the norm that follows it. Where blocks are recomputed
+    that costs more than it gives.
     """
     if compute.layout != 'flat' or compute.is_for_cpu or compute.remat != 'none':
         return x

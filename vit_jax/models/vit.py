@@ -186,7 +186,7 @@ class Attention(nn.Module):
         kernel = self.compute.attention
         mixed = attend(query, key, value, relative=offsets, implementation=kernel)
         mixed = seen(self, 'heads', mixed)
-        out = dense((width,), axes=2, name='out')(mixed)
+        out = ops.apart(dense((width,), axes=2, name='out')(mixed), self.compute)
         return nn.Dropout(self.dropout, deterministic=False)(out)
 
 
@@ -243,7 +243,7 @@ class Block(Part):
             tap(self, f'{name}/residual', lambda: (skip, branch))
             if self.regularization.stochastic_depth > 0:
                 branch = drop_branch(branch, drop_rate, key=self.make_rng('dropout'))
-            return self.shard_activations(skip + ops.apart(branch, compute))
+            return self.shard_activations(skip + branch)
 
         for table in shared, self.position_table('every_layer'):
             x = positions.add(x, table, before=config.positioned_prefix)

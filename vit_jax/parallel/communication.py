@@ -99,7 +99,7 @@ def least(params: Any, mesh: Mesh, *, itemsize: int, branches: int = 0) -> int:
 
 def _origin(name: str, by_name: dict[str, Instruction]) -> str:
     """Whose result this is, but for its shape."""
-    while name in by_name and by_name[name].operation in ('bitcast', 'reshape'):
+    while name in by_name and by_name[name].operation in ('bitcast', 'reshape', 'all-reduce-done'):
         name = by_name[name].operands[0]
     return name
 

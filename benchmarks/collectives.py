@@ -3,7 +3,8 @@
 Counted in programs that the TPU's compiler makes (`pip install -e '.[tpu]'`), no TPU is needed;
 bfloat16, AdamW, 16 images a chip, of which chips of `tensor` share one batch; blocks are recomputed
 unless --remat says otherwise. Names of rows choose some of them. With --quickly the compiler looks
-less for the fastest program, which takes a fifth of the time; L-fsdp-8 sends as much then.
+less for the fastest program, which takes a fifth of the time; L-fsdp-8 sends as much then. Of sums
+that other work may hide it says how many fusions and products stand between their start and end.
 """
 
 import argparse
@@ -16,16 +17,19 @@ from vit_jax.models import Compute, ViTConfig, variant
 from vit_jax.models.options import POLICIES, Remat
 from vit_jax.parallel import ahead_of_time, communication
 from vit_jax.parallel.meshes import MeshConfig
+from vit_jax.parallel.program_text import computations
 from vit_jax.runs import compilation, memory_plan
 from vit_jax.runs.experiment import decide
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig
 
+_WORK = 'fusion', 'custom-call', 'convolution', 'dot'
 IMAGES = 16  # of a chip; all chips of `tensor` have the same
 
 # Network, topology, data x fsdp x tensor.
 ROWS = {
     'B-data-8': ('B/16', 'v5e:2x4', 8, 1, 1),
+    'B-data-8-gpu': ('B/16', 'h200:1x8', 8, 1, 1),
     'B-data-256': ('B/16', 'v5e:16x16', 256, 1, 1),
     'L-data-1024': ('L/16', 'v5p:8x8x16', 1024, 1, 1),
     'L-fsdp-8': ('L/16', 'v5e:2x4', 1, 8, 1),
@@ -86,7 +90,20 @@ def _measured(
     parts = ', '.join(f'{kind} {one.size / 1e6:,.1f}' for kind, one in sent.items())
     where_split = f'{topology} data={data} fsdp={fsdp} tensor={tensor} remat={remat}'
     beside = f'{total / 1e6:,.1f} MB sent, at least {least / 1e6:,.1f}: {total / least:.3f}'
-    return f'{network} {where_split}: {beside} ({parts}); {seconds:.0f} CPU s'
+    hidden = f'; work beside sums: {between}' if (between := _beside_sums(text)) else ''
+    return f'{network} {where_split}: {beside} ({parts}){hidden}; {seconds:.0f} CPU s'
+
+
+def _beside_sums(text: str) -> list[int]:
+    """For each all-reduce that runs beside other work, the fusions and products scheduled there."""
+    found = []
+    for body in computations(text)[0].values():
+        at = {one.name: index for index, one in enumerate(body)}
+        for one in body:
+            if one.operation == 'all-reduce-done':
+                there = body[at[one.operands[0]] : at[one.name]]
+                found.append(sum(one.operation in _WORK for one in there))
+    return found
 
 
 if __name__ == '__main__':

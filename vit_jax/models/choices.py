@@ -97,10 +97,9 @@ def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
     """Bytes of one image's activations when the backward pass begins: an estimate, by `remat`.
 
     Each block keeps vectors of the width of a token and of the MLP's hidden layer; without a fused
-    kernel also the weights of attention, before, in and after the softmax; `padded` keeps them in
-    one of these forms, but in the block that the backward pass is at. With tokens that are no
-    rows, norms and GELU keep what they compute on the way. The last block has all of its own,
-    whatever is kept. What a hybrid's convolutions keep is not counted.
+    kernel also the weights of attention, before, in and after the softmax; of `padded` only after
+    it. With tokens that are no rows, norms and GELU keep what they compute on the way. The last
+    block has all of its own, whatever is kept. What a hybrid's convolutions keep is not counted.
     """
     size, tokens, width = _BYTES[compute.dtype], model.num_tokens, model.width
     hidden = model.mlp_dim * (2 if model.gelu is None else 1)

@@ -22,8 +22,8 @@ LAYERS = (
     {'base'},
 )
 DOORS = {'config', 'pretrained'}  # the only modules at the root that are no programs
-# What has no other public door (a compiler for devices that are not here).
-EXPERIMENTAL = {'ahead_of_time.py'}
+# What has no other public door: a compiler for devices that are not here, kernels of TPUs.
+EXPERIMENTAL = {'ahead_of_time.py', 'fused_attention.py'}
 
 FILES = sorted(PACKAGE.rglob('*.py'))
 

@@ -47,8 +47,28 @@ def test_relative_positions_have_no_fused_kernel(platform):
     assert choose(Compute(), long, platform=platform).compute.attention == 'blockwise'
     fused = choose(Compute(dtype='bfloat16'), B16, platform='gpu').compute
     assert activations(model, found.compute)['none'] > activations(B16, fused)['none']
-    with pytest.raises(UserError, match='attention=cudnn: it has no relative positions'):
-        build(model, compute=Compute(attention='cudnn'), platform=platform)
+
+
+@pytest.mark.parametrize('attention, platform', [('cudnn', 'gpu'), ('splash', 'tpu')])
+def test_a_fused_kernel_is_of_one_kind_of_device_without_relative_positions(attention, platform):
+    said = Compute(attention=attention)
+    assert choose(said, B16, platform=platform).compute.attention == attention
+    relative = dataclasses.replace(B16, positions='relative')
+    with pytest.raises(UserError, match=f'attention={attention}: it has no relative positions'):
+        build(relative, compute=said, platform=platform)
+    with pytest.raises(UserError, match=f'a kernel of {platform.upper()}s, here is a CPU; say'):
+        build(B16, compute=said, platform='cpu')
+
+
+@pytest.mark.parametrize(
+    'platform, attention', [('cpu', 'blockwise'), ('gpu', 'auto'), ('tpu', 'splash')]
+)
+def test_a_long_sequence_has_a_fused_kernel_where_there_is_one(platform, attention):
+    long = dataclasses.replace(B16, image_size=(640, 640))
+    compute = choose(Compute(dtype='bfloat16'), long, platform=platform).compute
+    assert compute.attention == attention
+    without = dataclasses.replace(compute, attention='blockwise')
+    assert activations(long, compute)['none'] == activations(long, without)['none']
 
 
 @pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])

@@ -1,7 +1,6 @@
 """Scaled dot-product attention: one function, several ways to compute it."""
 
 import functools
-import logging
 import math
 from typing import Literal, NamedTuple
 
@@ -10,11 +9,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from vit_jax.base.array_types import Array, Float, Int
+from vit_jax.models import fused_attention, on_mesh
 
-Implementation = Literal['auto', 'xla', 'cudnn', 'padded', 'head_major', 'blockwise']
+Implementation = Literal['auto', 'xla', 'cudnn', 'padded', 'head_major', 'splash', 'blockwise']
 LONG = 1024  # tokens; for more, the weights of all queries together would fill the memory
 _BLOCK = 256  # queries at most
-MIXED = 'mixed'  # the name by which rematerialisation may keep what XLA's attention gives
+MIXED = 'mixed'  # the name by which rematerialisation may keep what attention gives
 
 
 class _Way(NamedTuple):
@@ -50,16 +50,22 @@ def attend(
     `padded`, XLA for lengths that are multiples of 8, as products of matrices need them there.
     `head_major` is XLA with the tokens of a head side by side in memory, for CPUs: elsewhere it is
     slower. `blockwise` is XLA for some queries after the other, so that there never is an array of
-    all queries by all keys: `auto` takes it for long sequences.
+    all queries by all keys: `auto` takes it for long sequences. `splash` is jax's fused kernel for
+    TPUs, or `blockwise` on several devices without a mesh (models/on_mesh.py).
     """
     if implementation == 'auto':
         shapes = query.shape[1:], key.shape[1:]
-        fused = relative is None and cudnn_compiles(*shapes, query.dtype.name)
+        fused = relative is None and fused_attention.cudnn_compiles(*shapes, query.dtype.name)
         short: Implementation = 'padded' if jax.default_backend() == 'gpu' else 'xla'
         implementation = 'cudnn' if fused else 'blockwise' if key.shape[1] > LONG else short
     if implementation == 'cudnn':
         assert relative is None  # `choose` refused it
-        return attend_at_even_lengths(query, key, value, implementation='cudnn')
+        return fused_attention.attend_at_even_lengths(query, key, value, implementation='cudnn')
+    if implementation == 'splash':
+        assert relative is None
+        if on_mesh.is_known():
+            return fused_attention.splash(query, key, value, kept_as=MIXED)
+        implementation = 'blockwise'
     if implementation == 'blockwise':
         return _attend_blockwise(query, key, value, relative)
     query, divisor = _divided(query)
@@ -270,44 +276,3 @@ def _by_key(by_offset: Float[Array, 'b h q o']) -> Float[Array, 'b h q n']:
     padded = jnp.pad(by_offset, ((0, 0), (0, 0), (0, 0), (0, 1))).reshape(*outer, -1)
     moved = padded[..., queries - 1 : queries - 1 + queries * offsets]
     return moved.reshape(*outer, queries, offsets)[..., : offsets - queries + 1]
-
-
-def attend_at_even_lengths(
-    query: Float[Array, 'b q h k'],
-    key: Float[Array, 'b n h k'],
-    value: Float[Array, 'b n h k'],
-    *,
-    implementation: Literal['xla', 'cudnn'],  # xla: so that a machine without a GPU can test it
-) -> Float[Array, 'b q h k']:
-    """Attention over sequences padded to an even length: cuDNN does not train at odd ones.
-
-    The padding is hidden by sequence lengths, not by a mask, which the kernel would have to read.
-    """
-    attention = functools.partial(jax.nn.dot_product_attention, implementation=implementation)
-    (batch, queries), keys = query.shape[:2], key.shape[1]
-    if queries % 2 == 0 and keys % 2 == 0:
-        return attention(query, key, value)
-    even = [jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0))) for x in (query, key, value)]
-    lengths = [jnp.full(batch, length, jnp.int32) for length in (queries, keys)]
-    mixed = attention(*even, query_seq_lengths=lengths[0], key_value_seq_lengths=lengths[1])
-    return mixed[:, :queries]
-
-
-@functools.cache
-def cudnn_compiles(query_shape: tuple[int, ...], key_shape: tuple[int, ...], dtype: str) -> bool:
-    """Does the fused kernel, with its gradient, compile here? Says so once where it does not."""
-    if jax.default_backend() != 'gpu' or dtype == 'float32':
-        return False
-    query, key = (jax.ShapeDtypeStruct((1, *shape), dtype) for shape in (query_shape, key_shape))
-
-    def total(query: Array, key: Array, value: Array) -> Array:
-        return attend_at_even_lengths(query, key, value, implementation='cudnn').sum()
-
-    try:
-        jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(query, key, key).compile()
-    except Exception as error:  # jax raises several kinds; any of them means: not here
-        reason = str(error).strip().splitlines()[0]
-        logging.warning('attention: no cuDNN for queries %s, using XLA: %s', query_shape, reason)
-        return False
-    logging.info('attention: cuDNN for queries %s, %s', query_shape, dtype)
-    return True

@@ -16,6 +16,7 @@ from vit_jax.models.vit import ViTConfig
 # Of the memory that the state leaves, activations may take this: the compiler's arrays do not fill
 # memory without gaps.
 _SHARE = 0.8
+_KERNELS = {'cudnn': 'gpu', 'splash': 'tpu'}  # the devices that each fused kernel is for
 _BYTES = {'float32': 4, 'bfloat16': 2}
 
 
@@ -50,8 +51,7 @@ def choose(
     """
     platform = 'gpu' if platform in ('cuda', 'rocm') else platform
     relative = isinstance(model, ViTConfig) and model.positions == 'relative'
-    wrong = 'compute.attention=cudnn: it has no relative positions; say auto, padded or blockwise'
-    require(not (relative and compute.attention == 'cudnn'), wrong)
+    _check_attention(compute, platform, relative=relative)
     attention = {'cpu': 'head_major', 'gpu': 'padded' if relative else 'auto'}.get(platform, 'xla')
     best: dict[str, Any] = {
         'layout': 'batched' if platform == 'tpu' else 'flat',
@@ -60,8 +60,8 @@ def choose(
     }
     if isinstance(model, ViTConfig):
         best['unroll'] = model.depth if platform == 'gpu' else 1
-        long = model.num_tokens > LONG and attention != 'auto'
-        best['attention'] = 'blockwise' if long else attention
+        if model.num_tokens > LONG and attention != 'auto':
+            best['attention'] = 'splash' if platform == 'tpu' and not relative else 'blockwise'
     left = [name for name in (*best, 'remat') if getattr(compute, name) == 'auto']
     chosen = dataclasses.replace(compute, **{n: v for n, v in best.items() if n in left})
     why = []
@@ -82,6 +82,14 @@ def choose(
             why.append(f'a {platform.upper()} is fastest where little is kept in memory')
         chosen = dataclasses.replace(chosen, remat=fits)
     return Choice(chosen, ', '.join(why))
+
+
+def _check_attention(compute: Compute, platform: str, *, relative: bool) -> None:
+    wrong, needed = f'compute.attention={compute.attention}: ', _KERNELS.get(compute.attention)
+    if needed is not None:
+        no_such = f'a kernel of {needed.upper()}s, here is a {platform.upper()}; say auto'
+        require(platform == needed, wrong + no_such)
+        require(not relative, f'{wrong}it has no relative positions; say auto or blockwise')
 
 
 def _least_remat(model: ViTConfig, compute: Compute, load: Load) -> Remat:
@@ -106,13 +114,14 @@ def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
     way = compute.attention
     if way == 'auto':  # on a GPU; elsewhere it was chosen
         way = 'cudnn' if size == 2 else 'blockwise' if tokens > LONG else 'padded'
-    fused = way == 'cudnn'
-    weights = 0 if fused or way == 'blockwise' else model.num_heads * tokens**2
+    has_weights = way not in (*_KERNELS, 'blockwise')
+    weights = model.num_heads * tokens**2 if has_weights else 0
     flat = compute.layout == 'flat'
     all_of_it = 8 * width + 2 * hidden if flat else 17 * width + 5 * hidden
     one_block = tokens * all_of_it * size + weights * (8 + size)
     kept_block = one_block - 8 * weights if way == 'padded' else one_block
-    products = tokens * ((6 if fused else 7) * width + hidden) * size  # and what attention gives
+    vectors = 6 if way == 'cudnn' else 7  # the seventh is what attention gives
+    products = tokens * (vectors * width + hidden) * size
     block_input = tokens * width * size
     each = {'none': kept_block, 'dots': products, 'block': block_input}
     return {remat: model.depth * kept + one_block for remat, kept in each.items()}

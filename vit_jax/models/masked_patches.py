@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax.base import Array, Bool, Float, Int
+from vit_jax.models import on_mesh
 from vit_jax.models.layers import make_head
 from vit_jax.models.vit import ViT
 
@@ -64,4 +65,4 @@ class MaskedViT(ViT):
         tokens = self._encoded(patches)[:, self.config.prefix :]
         if self.config.final_norm == 'after_pool':
             tokens = self.norm(tokens)
-        return self.shard_activations(self.masked(tokens))
+        return on_mesh.keep_split(self.masked(tokens))

@@ -11,7 +11,7 @@ from vit_jax.base import Array, Float, Key, Params, UserError, records
 from vit_jax.models import taps
 from vit_jax.models.choices import choose
 from vit_jax.models.masked_patches import Corruption, MaskedViT
-from vit_jax.models.options import ANYWHERE, ActivationSharding, Compute, Regularization
+from vit_jax.models.options import ANYWHERE, Compute, Regularization
 from vit_jax.models.resnet import ResNetClassifier, ResNetConfig
 from vit_jax.models.vit import ViT, ViTConfig
 
@@ -46,14 +46,13 @@ def build(
     *,
     regularization: Regularization | None = None,
     compute: Compute | None = None,
-    shard_activations: ActivationSharding = lambda x: x,
     platform: str | None = None,
 ) -> Model:
     """The network of a configuration. Raises UserError where the sizes do not fit together.
 
-    `shard_activations` is applied to the tokens (b n d) between the blocks. What `compute` leaves
-    `auto` is chosen for devices of this platform (models/choices.py), the one that jax uses unless
-    it is said.
+    What `compute` leaves `auto` is chosen for devices of this platform (models/choices.py), the one
+    that jax uses unless it is said. How activations lie on several devices says the mesh for which
+    a program is traced (models/on_mesh.py).
     """
     config = records.checked(config, where='model')  # fields may have been assigned since
     compute = records.checked(compute or Compute(), where='compute')
@@ -61,7 +60,7 @@ def build(
     regularization = records.checked(regularization or Regularization(), where='regularization')
     _ = config.grid  # raises where the patches do not fill the image
     shape = *config.image_size, config.channels
-    module, training, initial = _modules(config, regularization, compute, shard_activations)
+    module, training, initial = _modules(config, regularization, compute)
 
     def run(
         params: Params, images: Float[Array, 'b h w c'], key: Any = None, **options: Any
@@ -106,7 +105,6 @@ def _modules(
     config: ModelConfig,
     regularization: Regularization,
     compute: Compute,
-    shard_activations: ActivationSharding,
 ) -> tuple[Any, Any, Any]:
     """The network outside training, where nothing is dropped; in it; to make parameters with."""
     if not isinstance(config, ViTConfig):
@@ -115,10 +113,10 @@ def _modules(
         return (ResNetClassifier(config, compute),) * 3
     network = ViT if config.patch_outputs is None else MaskedViT
     return (
-        network(config, Regularization(), compute, shard_activations),
-        network(config, regularization, compute, shard_activations),
+        network(config, Regularization(), compute),
+        network(config, regularization, compute),
         # Parameters do not depend on how the network is computed; a rolled loop compiles at once.
-        network(config, Regularization(), ANYWHERE, lambda x: x),
+        network(config, Regularization(), ANYWHERE),
     )
 
 

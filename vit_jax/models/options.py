@@ -1,13 +1,12 @@
 """What does not change which network it is: how it is computed, and what training drops."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 
-from vit_jax.base import Array, Record, require_between
+from vit_jax.base import Record, require_between
 from vit_jax.models.attention import MIXED, Implementation
 
 Remat = Literal['none', 'dots', 'block']
@@ -45,7 +44,7 @@ class Compute(Record):
     dtype: Literal['float32', 'bfloat16'] = 'float32'  # of activations and products
     remat: Remat | Literal['auto'] = 'auto'  # dots: all but products is recomputed; block: all
     unroll: int | Literal['auto'] = 'auto'  # blocks in one iteration of the scan
-    attention: Implementation = 'auto'  # cudnn, padded: GPUs; head_major: CPUs; blockwise: long
+    attention: Implementation = 'auto'  # cudnn, padded: GPUs; head_major: CPUs; splash: TPUs
     layout: Layout | Literal['auto'] = 'auto'  # of tokens in the layers that treat each alone
 
     @property
@@ -60,10 +59,6 @@ class Compute(Record):
 
 # Of a program that any device may be given, or none: nothing is chosen for one.
 ANYWHERE = Compute(remat='none', unroll=1, attention='xla', layout='batched')
-
-
-# Keeps an activation (b ...) split over the batch; why says `parallel/meshes.py`, which has meshes.
-ActivationSharding = Callable[[Array], Array]
 
 
 def rematerialized(

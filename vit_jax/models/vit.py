@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base import Array, Bool, Float, Record, require, require_between
-from vit_jax.models import ops, positions
+from vit_jax.models import on_mesh, ops, positions
 from vit_jax.models.attention import attend, attention_weights
 from vit_jax.models.layers import (
     DistilledHead,
@@ -22,7 +22,7 @@ from vit_jax.models.layers import (
     drop_branch,
     make_head,
 )
-from vit_jax.models.options import ActivationSharding, Compute, Regularization, rematerialized
+from vit_jax.models.options import Compute, Regularization, rematerialized
 from vit_jax.models.positions import PositionKind, PositionResize, PositionsAt, Table
 from vit_jax.models.resnet import LARGEST, Backbone, ResNet
 from vit_jax.models.taps import seen, tap
@@ -196,7 +196,6 @@ class Part(nn.Module):
     config: ViTConfig
     regularization: Regularization
     compute: Compute
-    shard_activations: ActivationSharding
 
     @property
     def norm_layer(self) -> Callable[..., nn.Module]:
@@ -243,11 +242,11 @@ class Block(Part):
             tap(self, f'{name}/residual', lambda: (skip, branch))
             if self.regularization.stochastic_depth > 0:
                 branch = drop_branch(branch, drop_rate, key=self.make_rng('dropout'))
-            return self.shard_activations(skip + branch)
+            return on_mesh.keep_split(skip + branch)
 
         for table in shared, self.position_table('every_layer'):
             x = positions.add(x, table, before=config.positioned_prefix)
-        x = self.shard_activations(x)
+        x = on_mesh.keep_split(x)
         y = seen(self, 'norm1', norm(name='norm1')(x))
         qk_norm, relative = norm if config.qk_norm else None, config.positions == 'relative'
         heads = config.num_heads, dropout, compute, config.qkv_bias, qk_norm, relative
@@ -278,7 +277,7 @@ class Encoder(Part):
             length=config.depth,
             unroll=unroll,
         )
-        blocks = scan(config, regularization, compute, self.shard_activations, name='block')
+        blocks = scan(config, regularization, compute, name='block')
         drop_rates = jnp.linspace(0, regularization.stochastic_depth, config.depth)
         has_skips = None
         if config.blocks_without_skips:
@@ -326,7 +325,7 @@ class ViT(Part):
         self.dropout = nn.Dropout(self.regularization.dropout, deterministic=False)
         if config.pre_norm:
             self.pre_norm = norm()
-        parts = config, self.regularization, self.compute, self.shard_activations
+        parts = config, self.regularization, self.compute
         self.encoder = Encoder(*parts)
         if config.pool == 'map':
             self.pool = AttentionPool(*parts)

@@ -2,15 +2,16 @@
 
 import collections
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from vit_jax.base import Array, Int, Record, UserError, require, require_between, require_pattern
+from vit_jax.base import Int, Record, UserError, require, require_between, require_pattern
 
 AXES = 'data', 'fsdp', 'tensor'
 Spec = tuple[str | None, ...]  # the mesh axis that splits each axis of an array, None: none
@@ -86,14 +87,15 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(('data', 'fsdp')))
 
 
-def shard_activations(mesh: Mesh, x: Array) -> Array:
-    """The same activations (b ...), with a hint for the compiler to keep examples split.
+def traced_on(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, for `jax.jit`, traced for these devices: models/on_mesh.py says what for."""
 
-    Without it the compiler may gather the batch rather than the parameters, and run out of memory.
-    """
-    if x.shape[0] % (mesh.shape['data'] * mesh.shape['fsdp']):  # the one image of `init`
-        return x
-    return jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
+    @functools.wraps(function)
+    def traced(*arguments: Any, **named: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return function(*arguments, **named)
+
+    return traced
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

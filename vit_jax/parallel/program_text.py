@@ -52,7 +52,7 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
         if header := _HEADER.fullmatch(line):
             inside = header[2]
             entry = inside if header[1] else entry
-        elif line.startswith('}'):
+        elif line == '}':  # a kernel's configuration has lines that begin so
             inside = ''
         elif inside and (match := _INSTRUCTION.match(re.sub(r'/\*.*?\*/', '', line))):
             name, kind, operation, rest = match.groups()

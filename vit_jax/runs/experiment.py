@@ -139,7 +139,6 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
         model_config,
         regularization=config.regularization,
         compute=choice.compute,
-        shard_activations=functools.partial(meshes.shard_activations, mesh),
         platform=mesh.devices.flat[0].platform,
     )
     preprocessing = preprocessing_of(config, start)

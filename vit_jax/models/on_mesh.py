@@ -1,0 +1,65 @@
+"""How activations lie on devices: by the mesh of the program that is being traced.
+
+It is that of jax's context, where `parallel.meshes.traced_on` or `jax.set_mesh` put it. Its axes
+data and fsdp split the batch, tensor the heads of attention. Without such a mesh nothing is said.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from vit_jax.base import Array, Float
+
+_BATCH, _HEADS = ('data', 'fsdp'), ('tensor',)
+
+
+def keep_split(x: Float[Array, 'b ...']) -> Float[Array, 'b ...']:
+    """The same activations, with a hint for the compiler to keep examples split.
+
+    Without it the compiler may gather the batch rather than the parameters, and run out of memory.
+    """
+    mesh = _mesh()
+    if mesh is None or _split_over(mesh, _BATCH, x.shape[0]) is None:  # the one image of `init`
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(_BATCH))
+
+
+def is_known() -> bool:
+    """Is it known which part of the activations each device has? Where there is one, it is all."""
+    return _mesh() is not None or jax.device_count() == 1
+
+
+def platform() -> str:
+    """What kind of devices the program is for: those of the mesh, else the ones that jax uses."""
+    mesh = _mesh()
+    device = None if mesh is None else mesh.abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def on_each_device(
+    function: Callable[..., Array], *arrays: Float[Array, '...']
+) -> Float[Array, 'b q h k']:
+    """The function of these arrays (b n h k), called by each device for its examples and heads."""
+    mesh = _mesh()
+    if mesh is None:
+        return function(*arrays)
+    batch, _, heads, _ = arrays[0].shape
+    spec = PartitionSpec(
+        _split_over(mesh, _BATCH, batch), None, _split_over(mesh, _HEADS, heads), None
+    )
+    split = jax.shard_map(function, in_specs=spec, out_specs=spec, check_vma=False)
+    return split(*arrays)
+
+
+def _mesh() -> AbstractMesh | None:
+    """The mesh of the context, if it has these axes and leaves to the compiler what is not said."""
+    mesh = jax.sharding.get_abstract_mesh()
+    is_ours = {*_BATCH, *_HEADS} <= {*mesh.axis_names}
+    return mesh if is_ours and {*mesh.axis_types} == {AxisType.Auto} else None
+
+
+def _split_over(mesh: AbstractMesh, axes: tuple[str, ...], size: int) -> tuple[str, ...] | None:
+    """These axes, if an array's axis of this size can be split over them."""
+    return None if size % math.prod(mesh.shape[axis] for axis in axes) else axes

@@ -29,6 +29,7 @@ from vit_jax.command_line import app, output
 from vit_jax.data.image_preprocessing import normalize
 from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.folders import unlabelled
+from vit_jax.parallel import meshes
 from vit_jax.pretrained import Loaded, OutputName, load
 from vit_jax.runs import prediction
 
@@ -93,7 +94,8 @@ def _outputs(
     loaded: Loaded, reader: ImageReader, wanted: Sequence[OutputName], batch_size: int
 ) -> Iterator[tuple[Bool[np.ndarray, 'b'], dict[OutputName, np.ndarray]]]:
     """Batch by batch, under a bar: which images could be read, and the outputs by name."""
-    params, batches = prediction.on_devices(loaded, reader, batch_size)
+    mesh = meshes.make_mesh(meshes.MeshConfig())
+    params, batches = prediction.on_devices(loaded, reader, batch_size, mesh)
     on_devices, left = dataclasses.replace(loaded, params=params), len(reader.source)
     # Lines go to the screen through the bar, and past it where they are piped elsewhere.
     console = Console(stderr=True, highlight=False, soft_wrap=True)

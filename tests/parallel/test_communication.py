@@ -62,6 +62,9 @@ TPU = """\
   %value = f32[64]{0} get-tuple-element(%before), index=0
   %two = u32[] constant(2)
   %next = u32[] add(%count, %two)
+  %kernel = f32[64]{0} custom-call(%value), frontend_attributes={kernel_metadata={
+"block": 512
+}}, custom_call_target="tpu_custom_call"
   %reduced = f32[16]{0} fusion(%value), kind=kCustom, calls=%scatter
   %whole = f32[64]{0} all-reduce(%value), channel_id=3, replica_groups=[4,2]<=[8], to_apply=%a
   %other = f32[16]{0} dynamic-slice(%value, %count), dynamic_slice_sizes={16}
@@ -90,8 +93,8 @@ ENTRY %main (input: f32[64], part: bf16[64]) -> f32[64] {
 
 
 def test_a_program_for_tpus_is_read():
-    """Loops that count by two, a reduce-scatter in two halves, a gather that overlaps a loop, and a
-    sum beside which something else is sliced.
+    """Loops that count by two, a reduce-scatter in two halves, a gather that overlaps a loop, a sum
+    beside which something else is sliced, and a kernel whose configuration takes several lines.
     """
     assert sent(TPU, 8) == {
         'all-gather': Sent(1, 3 * 128),

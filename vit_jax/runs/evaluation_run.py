@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from vit_jax.base import Array, Batch, Float, Int, UserError, require
@@ -13,8 +12,9 @@ from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.relabelling import renumbered
 from vit_jax.evaluation import classification, confusion
+from vit_jax.parallel import meshes
 from vit_jax.pretrained import Loaded
-from vit_jax.runs import prediction
+from vit_jax.runs import compilation, prediction
 from vit_jax.training.losses import LossConfig, make_loss, of_any
 from vit_jax.training.metrics import predictions, scores
 from vit_jax.training.update import make_loss_sums
@@ -81,7 +81,8 @@ def evaluate(
         functools.partial(normalize, preprocessing=loaded.preprocessing),
         rows_of=_rows_of_several if several else predictions,
     )
-    params, batches = prediction.on_devices(loaded, reader, batch_size)
+    mesh = meshes.make_mesh(meshes.MeshConfig())
+    params, batches = prediction.on_devices(loaded, reader, batch_size, mesh)
     masks: list[np.ndarray] = []
 
     def noted() -> Iterator[Batch]:
@@ -90,7 +91,7 @@ def evaluate(
             yield batch
 
     means, read, rows = classification.measure(
-        jax.jit(step), params, noted(), count=len(source), may_lack=True
+        compilation.jitted(step, mesh), params, noted(), count=len(source), may_lack=True
     )
     unreadable = np.flatnonzero(~np.concatenate(masks)[: len(source)]).tolist()
     classes = len(source.class_names)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from vit_jax.base import Batch, Params, UserError
 from vit_jax.data import loading, reading
@@ -35,13 +36,12 @@ def problem(reader: ImageReader, index: int) -> str:
 
 
 def on_devices(
-    loaded: Loaded, reader: ImageReader, batch_size: int
+    loaded: Loaded, reader: ImageReader, batch_size: int, mesh: Mesh
 ) -> tuple[Params, Iterator[Batch]]:
     """The parameters on each device, and all images in order, `batch_size` or a few more at once.
 
     The batches are split over the devices.
     """
-    mesh = meshes.make_mesh(meshes.MeshConfig())
     batch_size = -(-batch_size // mesh.size) * mesh.size
     loader = loading.make_loader(
         reader, LoaderConfig(placement='host'), meshes.batch_sharding(mesh)

@@ -266,7 +266,7 @@ ELSEWHERE = [
     (
         'Compute',
         'attention',
-        'tests/models/test_attention.py',
+        'tests/models/test_fused_attention.py',
         'test_auto_falls_back_aloud_where_cudnn_does_not_compile',
     ),
     (

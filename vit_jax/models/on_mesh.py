@@ -28,7 +28,9 @@ def keep_split(x: Float[Array, 'b ...']) -> Float[Array, 'b ...']:
 
 def is_known() -> bool:
     """Is it known which part of the activations each device has? Where there is one, it is all."""
-    return _mesh() is not None or jax.device_count() == 1
+    return _mesh() is not None or (
+        jax.device_count() == 1 and jax.sharding.get_abstract_mesh().empty
+    )
 
 
 def platform() -> str:

@@ -113,6 +113,15 @@ def test_without_a_mesh_several_devices_have_no_kernel():
     assert without == blockwise
 
 
+def test_a_higher_precision_of_products_has_no_kernel():
+    """A TPU's compiler refuses it in bfloat16."""
+    splash = functools.partial(attention.attend, implementation='splash')
+    traced = meshes.traced_on(mesh_of(1), splash)
+    with jax.default_matmul_precision('highest'):
+        assert 'pallas_call' not in str(jax.make_jaxpr(traced)(*[QUERY] * 3))
+    assert 'pallas_call' in str(jax.make_jaxpr(traced)(*[QUERY] * 3))
+
+
 @pytest.mark.parametrize(
     'length, most', [(5, 128), (1025, 1280), (1601, 1792), (2048, 2048), (4097, 4480)]
 )

@@ -51,7 +51,8 @@ def attend(
     `head_major` is XLA with the tokens of a head side by side in memory, for CPUs: elsewhere it is
     slower. `blockwise` is XLA for some queries after the other, so that there never is an array of
     all queries by all keys: `auto` takes it for long sequences. `splash` is jax's fused kernel for
-    TPUs, or `blockwise` on several devices without a mesh (models/on_mesh.py).
+    TPUs, without forward derivatives; on several devices without a mesh (models/on_mesh.py), and
+    where another precision of products is asked for, it is `blockwise`.
     """
     if implementation == 'auto':
         shapes = query.shape[1:], key.shape[1:]
@@ -63,7 +64,8 @@ def attend(
         return fused_attention.attend_at_even_lengths(query, key, value, implementation='cudnn')
     if implementation == 'splash':
         assert relative is None
-        if on_mesh.is_known():
+        # The kernel has no bfloat16 products of a higher precision, and would be told it too.
+        if on_mesh.is_known() and jax.config.jax_default_matmul_precision is None:
             return fused_attention.splash(query, key, value, kept_as=MIXED)
         implementation = 'blockwise'
     if implementation == 'blockwise':

@@ -71,6 +71,11 @@ def test_a_long_sequence_has_a_fused_kernel_where_there_is_one(platform, attenti
     assert activations(long, compute)['none'] == activations(long, without)['none']
 
 
+def test_a_resnet_has_no_attention_to_refuse():
+    said = Compute(attention='cudnn')
+    assert choose(said, ResNetConfig(), platform='cpu').compute.attention == 'cudnn'
+
+
 @pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])
 def test_what_is_said_stays(platform):
     said = Compute(remat='block', unroll=3, attention='xla', layout='batched')

@@ -46,6 +46,11 @@ def test_auto_falls_back_aloud_where_cudnn_does_not_compile(monkeypatch, caplog)
     fused_attention.cudnn_compiles.cache_clear()
 
 
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setattr(fused_attention, '_INTERPRET', True)
+
+
 def mesh_of(data, fsdp=1, tensor=1):
     config = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
     return meshes.make_mesh(config, jax.devices()[: data * fsdp * tensor])
@@ -72,6 +77,7 @@ def with_gradients(implementation, mesh, arguments):
         pytest.param(5, 5, (1, 1, 8), marks=pytest.mark.full),  # more devices than heads
     ],
 )
+@pytest.mark.usefixtures('interpreted')
 def test_splash_gives_what_xla_does_on_every_mesh(queries, keys, shape, monkeypatch):
     monkeypatch.setattr(fused_attention, '_BLOCK', 128)
     arguments = [
@@ -85,8 +91,9 @@ def test_splash_gives_what_xla_does_on_every_mesh(queries, keys, shape, monkeypa
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
+@pytest.mark.usefixtures('interpreted')
 def test_splash_makes_logits_in_float32():
-    """Half a percent of bfloat16's rounding of weights and result; rounded logits give 3 %."""
+    """Half a percent of bfloat16's rounding of the result; rounded logits give 3 %."""
     low = 9 * jax.random.normal(jax.random.key(1), (3, 2, 5, 4, 64), jnp.bfloat16)
     exact = attention.attend(*(x.astype(jnp.float32) for x in low), implementation='xla')
     splash = functools.partial(fused_attention.splash, kept_as='')
@@ -94,6 +101,7 @@ def test_splash_makes_logits_in_float32():
     assert jnp.abs(result - exact).max() < 0.005 * jnp.abs(exact).max()
 
 
+@pytest.mark.usefixtures('interpreted')
 def test_each_device_mixes_its_own_examples_and_heads():
     mesh, split = mesh_of(2, 2, 2), jax.sharding.PartitionSpec(('data', 'fsdp'), None, 'tensor')
     sharding = jax.sharding.NamedSharding(mesh, split)
@@ -150,4 +158,4 @@ def test_a_network_of_long_sequences_is_trained_on_tpus_by_their_kernel(remat):
     loss = meshes.traced_on(mesh, jax.grad(lambda p, x: model.apply(p, x).std()))
     text = ahead_of_time.compile_for(chips, jax.jit(loss).lower(params, images)).as_text()
     assert text.count('"tpu_custom_call"') == (4 if remat == 'block' else 3)
-    assert f'{tokens},{tokens}' not in text
+    assert f'{tokens},{tokens}' not in text and '1536,1536' not in text  # nor as filled up

@@ -1,6 +1,7 @@
 """Networks beside the same images, and one pass of these images through a network."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
@@ -73,13 +74,12 @@ class Network:
     ) -> Callable[[Batch], Any]:
         """A function of parameters and prepared images as one of batches, on every device."""
 
+        @functools.partial(jax.jit, out_shardings=meshes.replicated(self.mesh))
         def run(params: Params, images: Array) -> Any:
             with jax.default_matmul_precision('highest'):  # no bfloat16, no TF32
                 return function(params, normalize(images, self.loaded.preprocessing))
 
-        everywhere = meshes.replicated(self.mesh)
-        compiled = jax.jit(meshes.traced_on(self.mesh, run), out_shardings=everywhere)
-        return lambda batch: compiled(self.params, batch['images'])
+        return lambda batch: run(self.params, batch['images'])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -65,7 +65,7 @@ def attend(
     if implementation == 'splash':
         assert relative is None
         # The kernel has no bfloat16 products of a higher precision, and would be told it too.
-        if on_mesh.is_known() and jax.config.jax_default_matmul_precision is None:
+        if on_mesh.is_known() and jax.default_matmul_precision.value is None:
             return fused_attention.splash(query, key, value, kept_as=MIXED)
         implementation = 'blockwise'
     if implementation == 'blockwise':

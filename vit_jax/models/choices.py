@@ -51,7 +51,6 @@ def choose(
     """
     platform = 'gpu' if platform in ('cuda', 'rocm') else platform
     relative = isinstance(model, ViTConfig) and model.positions == 'relative'
-    _check_attention(compute, platform, relative=relative)
     attention = {'cpu': 'head_major', 'gpu': 'padded' if relative else 'auto'}.get(platform, 'xla')
     best: dict[str, Any] = {
         'layout': 'batched' if platform == 'tpu' else 'flat',
@@ -59,6 +58,7 @@ def choose(
         'attention': attention,
     }
     if isinstance(model, ViTConfig):
+        _check_attention(compute, platform, relative=relative)
         best['unroll'] = model.depth if platform == 'gpu' else 1
         if model.num_tokens > LONG and attention != 'auto':
             best['attention'] = 'splash' if platform == 'tpu' and not relative else 'blockwise'

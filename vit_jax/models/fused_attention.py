@@ -13,6 +13,7 @@ from vit_jax.models import on_mesh
 
 _LANES = 128  # of a TPU's vector registers: what splash takes is a multiple of it
 _BLOCK = 1024  # queries and keys at most in one block of splash
+_INTERPRET = False  # tests on a CPU set it: the kernel is for TPUs alone
 
 
 def attend_at_even_lengths(
@@ -67,10 +68,10 @@ def splash(
 
     The compiler cannot split a kernel: each device calls it with its own examples and heads. It
     takes queries that are divided by sqrt(k), and so these are rounded once more, where k is no
-    power of 4. Elsewhere than on a TPU it is interpreted, which is slow: for tests.
+    power of 4.
     """
     query = query / math.sqrt(query.shape[-1])
-    mixed = functools.partial(_splash, kept_as=kept_as, interpret=on_mesh.platform() != 'tpu')
+    mixed = functools.partial(_splash, kept_as=kept_as)
     return on_mesh.on_each_device(mixed, query, key, value)
 
 
@@ -80,9 +81,8 @@ def _splash(
     value: Float[Array, 'b n h k'],
     *,
     kept_as: str,
-    interpret: bool,
 ) -> Float[Array, 'b q h k']:
-    # Here, as only TPUs need it. jax has no other door to its kernels.
+    # Imported here, as only TPUs need it. jax has no public way to its kernels.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -100,7 +100,8 @@ def _splash(
             block_kv_dkv_compute=of_keys,
             block_q_dq=of_queries,
             block_kv_dq=of_keys,
-            # Of 64 features side by side half of each register, and of the memory, would be empty.
+            # With 64 features side by side half of each register, and of the memory that queries,
+            # keys and values take, would be empty.
             q_layout=kernels.QKVLayout.SEQ_MINOR,
             k_layout=kernels.QKVLayout.SEQ_MINOR,
             v_layout=kernels.QKVLayout.SEQ_MINOR,
@@ -108,7 +109,7 @@ def _splash(
         head_shards=1,
         q_seq_shards=1,
         residual_checkpoint_name=kept_as,
-        interpret=interpret,
+        interpret=_INTERPRET,
     )
     segments = None
     if padded_keys > keys:  # the keys of another segment than the queries' are not seen

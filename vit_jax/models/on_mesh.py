@@ -27,17 +27,10 @@ def keep_split(x: Float[Array, 'b ...']) -> Float[Array, 'b ...']:
 
 
 def is_known() -> bool:
-    """Is it known which part of the activations each device has? Where there is one, it is all."""
+    """Is it known which part of the activations each device has? A single device has them all."""
     return _mesh() is not None or (
         jax.device_count() == 1 and jax.sharding.get_abstract_mesh().empty
     )
-
-
-def platform() -> str:
-    """What kind of devices the program is for: those of the mesh, else the ones that jax uses."""
-    mesh = _mesh()
-    device = None if mesh is None else mesh.abstract_device
-    return jax.default_backend() if device is None else device.platform
 
 
 def on_each_device(
@@ -56,7 +49,7 @@ def on_each_device(
 
 
 def _mesh() -> AbstractMesh | None:
-    """The mesh of the context, if it has these axes and leaves to the compiler what is not said."""
+    """The mesh of the context, if it has these axes, all of the type Auto, which takes hints."""
     mesh = jax.sharding.get_abstract_mesh()
     is_ours = {*_BATCH, *_HEADS} <= {*mesh.axis_names}
     return mesh if is_ours and {*mesh.axis_types} == {AxisType.Auto} else None

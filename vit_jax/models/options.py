@@ -38,6 +38,7 @@ class Compute(Record):
     Parameters, statistics of the norms, softmax and logits are float32 whatever the dtype. `remat`
     decides what the backward pass recomputes: nothing, all but the large matrix products and
     convolutions (`dots`), or the whole block. Unrolled blocks run faster on GPUs, compile longer.
+    `attention=blockwise` is for long sequences on any device.
     What is `auto` is chosen for the devices (models/choices.py).
     """
 

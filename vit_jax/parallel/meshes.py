@@ -88,7 +88,9 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def traced_on(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, for `jax.jit`, traced for these devices: models/on_mesh.py says what for."""
+    """The function, for `jax.jit`, traced with this mesh in jax's context: what it is given has to
+    lie on these devices. models/on_mesh.py reads the mesh there.
+    """
 
     @functools.wraps(function)
     def traced(*arguments: Any, **named: Any) -> Any:

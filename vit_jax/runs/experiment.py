@@ -44,7 +44,9 @@ from vit_jax.training.optimizer import make_optimizer, make_schedule
 from vit_jax.training.rules import make_rules
 from vit_jax.training.update import (
     CORRUPT,
+    INITIALISE,
     TrainState,
+    key_for,
     make_init,
     make_loss_sums,
     make_update,
@@ -148,7 +150,7 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
             check_memory(size, model_config.image_size, name=f'config.{name}')
     reader = reader_for(config, preprocessing, model_config.image_size)
     trained, evaluations = _objective(config, model, preprocessing, train, evaluated)
-    init, update, report = _training_functions(config, model, trained, length, classes)
+    init, update, report = _training_functions(config, model, mesh, trained, length, classes)
     crop = host_crop(config.augmentation, preprocessing)
     return Experiment(
         config=dataclasses.replace(config, start_from=start and start.path),  # no secret of a URL
@@ -296,15 +298,22 @@ def reader_for(
 
 
 def _training_functions(
-    config: TrainConfig, model: Model, loss_sums: LossSums, length: TrainLength, classes: int
+    config: TrainConfig,
+    model: Model,
+    mesh: Mesh,
+    loss_sums: LossSums,
+    length: TrainLength,
+    classes: int,
 ) -> tuple[Callable[[], TrainState], Update, list[str]]:
     """`init`, `update`, and what the rules matched. Raises UserError where they do not fit."""
     schedule = make_schedule(config.schedule, length)
-    first = jax.jit(model.init)  # traced once
-    rules = make_rules(config.optimizer, jax.eval_shape(first, jax.random.key(0)))
+    first = jax.jit(model.init)  # traced once: always on this mesh, with the same key
+    shapes = meshes.traced_on(mesh, lambda: first(key_for(config.seed, INITIALISE, 0)))
+    rules = make_rules(config.optimizer, jax.eval_shape(shapes))
     optimizer = make_optimizer(config.optimizer, schedule, rules)
     averaged = config.polyak_decay is not None
     init = make_init(first, optimizer, seed=config.seed, averaged=averaged)
+    init = meshes.traced_on(mesh, init)
     targets = functools.partial(targets_of, num_classes=classes)
     update = make_update(
         loss_sums,

@@ -1,0 +1,70 @@
+"""What a network says of its activations, by the mesh in jax's context."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+
+from tests import tiny
+from vit_jax.models import on_mesh
+from vit_jax.models.vit import ViT
+from vit_jax.parallel import meshes
+from vit_jax.parallel.meshes import MeshConfig
+from vit_jax.runs import compilation
+from vit_jax.runs.experiment import decide
+
+
+def mesh_of(shape, names=meshes.AXES, kind=AxisType.Auto):
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+
+
+def test_the_axes_are_those_of_the_mesh():
+    assert (*on_mesh._BATCH, *on_mesh._HEADS) == meshes.AXES
+
+
+@pytest.mark.parametrize(
+    'mesh, batch, is_said',
+    [
+        (mesh_of((2, 2, 2)), 8, True),
+        (mesh_of((2, 2, 2)), 6, False),  # four parts cannot be made of it
+        (mesh_of((8,), ('x',)), 8, False),  # another's mesh
+        (mesh_of((2, 2, 2), kind=AxisType.Explicit), 8, False),
+    ],
+)
+def test_examples_are_kept_split_where_the_mesh_can_split_them(mesh, batch, is_said):
+    keep = meshes.traced_on(mesh, lambda x: on_mesh.keep_split(x))
+    program = str(jax.make_jaxpr(keep)(jnp.zeros((batch, 5, 3))))
+    assert ('sharding_constraint' in program) == is_said
+
+
+def test_without_a_mesh_nothing_is_said():
+    program = str(jax.make_jaxpr(on_mesh.keep_split)(jnp.zeros((8, 5, 3))))
+    assert 'sharding_constraint' not in program
+
+
+def test_a_program_of_a_run_is_traced_for_its_mesh():
+    """Of trainings, evaluations and features alike."""
+    mesh, seen = meshes.make_mesh(MeshConfig(fsdp=2)), []
+
+    def function(x):
+        seen.append(dict(jax.sharding.get_abstract_mesh().shape))
+        return x
+
+    compilation.jitted(function, mesh)(jax.device_put(jnp.zeros(8), meshes.replicated(mesh)))
+    assert seen == [{'data': 4, 'fsdp': 2, 'tensor': 1}]
+
+
+def test_the_making_of_parameters_is_traced_once(monkeypatch):
+    """For their shapes, for those of the state, and for the program that makes them."""
+    made, call = [], ViT.__call__
+
+    def counted(self, images):
+        if self.is_initializing():
+            made.append(images.shape)
+        return call(self, images)
+
+    monkeypatch.setattr(ViT, '__call__', counted)
+    experiment = decide(tiny.experiment())
+    shardings = compilation.shardings_of(compilation.abstract_state(experiment))
+    compilation.jitted(experiment.init, experiment.mesh, out_shardings=shardings).lower()
+    assert len(made) == 1

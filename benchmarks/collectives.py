@@ -3,9 +3,10 @@
 Counted in programs that the TPU's compiler makes (`pip install -e '.[tpu]'`), no TPU is needed;
 bfloat16, AdamW, 16 images a chip, of which chips of `tensor` share one batch; blocks are recomputed
 unless --remat says otherwise. Names of rows choose some of them. With --quickly the compiler looks
-less for the fastest program, which takes a fifth of the time; L-fsdp-8 sends as much then. Of sums
-that other work may hide it says how many fusions and products stand between their start and end.
-B-data-8-gpu is counted where it is named: it needs jax's part for GPUs.
+less for the fastest program, which takes a fifth of the time; L-fsdp-8 and g-fsdp-64 send as much
+then. Of sums that other work may hide it says how many fusions and products stand between their
+start and end. LIBTPU_INIT_ARGS gives the compiler options. B-data-8-gpu is counted where it is
+named: it needs jax's part for GPUs.
 """
 
 import argparse
@@ -30,16 +31,21 @@ IMAGES = 16  # of a chip; all chips of `tensor` have the same
 # Network, topology, data x fsdp x tensor.
 ROWS = {
     'B-data-8': ('B/16', 'v5e:2x4', 8, 1, 1),
+    'B-data-8-v6e': ('B/16', 'v6e:2x4', 8, 1, 1),
     'B-data-8-gpu': ('B/16', 'h200:1x8', 8, 1, 1),
     'B-data-256': ('B/16', 'v5e:16x16', 256, 1, 1),
     'L-data-1024': ('L/16', 'v5p:8x8x16', 1024, 1, 1),
     'L-fsdp-8': ('L/16', 'v5e:2x4', 1, 8, 1),
+    'L-fsdp-32': ('L/16', 'v5e:4x8', 1, 32, 1),
+    'L-fsdp-64': ('L/16', 'v5e:8x8', 1, 64, 1),
+    'L-data-2-fsdp-64': ('L/16', 'v5e:8x16', 2, 64, 1),
     'L-tensor-8': ('L/16', 'v5e:2x4', 1, 1, 8),
     'L-data-8-tensor-2': ('L/16', 'v5e:4x4', 8, 1, 2),
     'H-fsdp-4-tensor-4': ('H/14', 'v5e:4x4', 1, 4, 4),
     'H-fsdp-16': ('H/14', 'v5e:4x4', 1, 16, 1),
     'g-data-4-fsdp-16': ('g/14', 'v5p:4x4x4', 4, 16, 1),
     'g-fsdp-64': ('g/14', 'v5p:4x4x4', 1, 64, 1),
+    'g-data-2-fsdp-64': ('g/14', 'v5p:4x4x8', 2, 64, 1),
     'g-data-4-fsdp-64': ('g/14', 'v5p:4x8x8', 4, 64, 1),
 }
 
@@ -96,15 +102,22 @@ def _measured(
 
 
 def _beside_sums(text: str) -> list[int]:
-    """For each all-reduce that runs beside other work, the fusions and products scheduled there."""
-    found = []
-    for body in computations(text)[0].values():
+    """For each all-reduce that runs beside other work, the fusions and products scheduled there.
+
+    Those of a TPU's SparseCores are calls of computations that hold one.
+    """
+    found, started = computations(text)[0], []
+    for body in found.values():
         at = {one.name: index for index, one in enumerate(body)}
         for one in body:
-            if one.operation == 'all-reduce-done':
-                there = body[at[one.operands[0]] : at[one.name]]
-                found.append(sum(one.operation in _WORK for one in there))
-    return found
+            if one.operation in ('all-reduce-done', 'call-done'):
+                began = at[one.operands[0]]
+                called = found.get(body[began].called('to_apply'), [])
+                sums = any(inner.operation == 'all-reduce' for inner in called)
+                if sums or one.operation == 'all-reduce-done':
+                    there = body[began : at[one.name]]
+                    started.append(sum(inner.operation in _WORK for inner in there))
+    return started
 
 
 if __name__ == '__main__':

@@ -18,7 +18,7 @@ from vit_jax import plan
 from vit_jax.models import Compute
 from vit_jax.parallel import ahead_of_time
 from vit_jax.parallel.ahead_of_time import DoesNotFit, Topology
-from vit_jax.parallel.meshes import MeshConfig
+from vit_jax.parallel.meshes import MeshConfig, make_mesh
 from vit_jax.runs import memory_plan
 from vit_jax.runs.experiment import decide
 from vit_jax.training.duration import Duration
@@ -55,6 +55,7 @@ def with_images(config, batch_size):
         ('v5e', 'expected KIND:SHAPE such as v5e:4x4'),
         ('a100:8', 'expected KIND:SHAPE'),
         ('v5e:4', 'expected KIND:SHAPE'),
+        ('v4:2x2x2', 'without a chip the compiler makes two devices of a v4'),
     ],
 )
 def test_a_topology_that_is_no_name_says_what_one_is(name, message):
@@ -69,6 +70,16 @@ def test_the_chip_says_its_memory(slice_of_eight):
     for name in 'v5e:3x5', 'v9:2x2':
         with pytest.raises(ValueError, match=f'--topology={name}: .*; expected KIND:SHAPE such'):
             ahead_of_time.find_topology(name)
+
+
+@needs_compiler
+def test_axes_may_share_a_side_of_the_torus():
+    devices = ahead_of_time.find_topology('v5p:4x4x4').devices
+    mesh = make_mesh(MeshConfig(data=2, fsdp=32), devices)
+    assert {*mesh.devices.flat} == {*devices}
+    for half in mesh.devices:  # 4 x 4 x 2 chips beside each other
+        places = [{device.coords[side] for device in half.flat} for side in range(3)]
+        assert sorted(max(p) - min(p) + 1 for p in places) == [2, 4, 4]
 
 
 @needs_compiler

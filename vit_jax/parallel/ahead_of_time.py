@@ -59,6 +59,8 @@ def find_topology(name: str) -> Topology:
     found = re.fullmatch(r'(?:(\d+)\*)?(v\d\w*|tpu7x):(\d+(?:x\d+)+)', name)
     if found is None:
         raise UserError(f'--topology={name}: {_EXPECTED}')
+    wrong = f'--topology={name}: without a chip the compiler makes two devices of a v4, not one'
+    require(found[2] != 'v4', wrong)
     # Of the machine that compiles, so that the library does not look for a TPU in the network.
     os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
     os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')  # it opens no chip

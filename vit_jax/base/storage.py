@@ -18,6 +18,11 @@ from etils import epath
 
 from vit_jax.base.errors import MissingFile, UnusableDisk, UserError, shown_text, shown_url
 
+if importlib.util.find_spec('gcsfs') is not None:
+    # Else stores are reached through TensorFlow where it is installed. Read at the first use of any
+    # epath, by anybody.
+    os.environ.setdefault('EPATH_USE_TF', 'false')
+
 Path: TypeAlias = pathlib.Path | epath.Path  # of a file or folder, here or on a store
 
 _COMMITTED = 'commit_success.txt'  # of orbax, in each of its folders there: the last to be written
@@ -49,7 +54,6 @@ def folder(path: str | os.PathLike[str]) -> Path:
 
     for name in 'gcsfs', 'fsspec':  # what they log they raise too
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ.setdefault('EPATH_USE_TF', 'false')  # or it would go through TensorFlow if installed
     # Listings are not kept: orbax and other hosts write there too.
     fsspec.config.conf.setdefault('gcs', {})['use_listings_cache'] = False
     return epath.Path(text)

@@ -38,12 +38,16 @@ ROWS = {
     'L-fsdp-8': ('L/16', 'v5e:2x4', 1, 8, 1),
     'L-fsdp-32': ('L/16', 'v5e:4x8', 1, 32, 1),
     'L-fsdp-64': ('L/16', 'v5e:8x8', 1, 64, 1),
+    'L-data-2-fsdp-32': ('L/16', 'v5e:8x8', 2, 32, 1),
     'L-data-2-fsdp-64': ('L/16', 'v5e:8x16', 2, 64, 1),
+    'L-2-slices-fsdp-64': ('L/16', '2*v5e:8x8', 2, 64, 1),
+    'L-2-slices-fsdp-32': ('L/16', '2*v5e:8x8', 4, 32, 1),
     'L-tensor-8': ('L/16', 'v5e:2x4', 1, 1, 8),
     'L-data-8-tensor-2': ('L/16', 'v5e:4x4', 8, 1, 2),
     'H-fsdp-4-tensor-4': ('H/14', 'v5e:4x4', 1, 4, 4),
     'H-fsdp-16': ('H/14', 'v5e:4x4', 1, 16, 1),
     'g-data-4-fsdp-16': ('g/14', 'v5p:4x4x4', 4, 16, 1),
+    'g-data-2-fsdp-32': ('g/14', 'v5p:4x4x4', 2, 32, 1),
     'g-fsdp-64': ('g/14', 'v5p:4x4x4', 1, 64, 1),
     'g-data-2-fsdp-64': ('g/14', 'v5p:4x4x8', 2, 64, 1),
     'g-data-4-fsdp-64': ('g/14', 'v5p:4x8x8', 4, 64, 1),
@@ -104,20 +108,20 @@ def _measured(
 def _beside_sums(text: str) -> list[int]:
     """For each all-reduce that runs beside other work, the fusions and products scheduled there.
 
-    Those of a TPU's SparseCores are calls of computations that hold one.
+    On a TPU's SparseCores it is a call of a computation that holds it.
     """
-    found, started = computations(text)[0], []
-    for body in found.values():
+    bodies, counts = computations(text)[0], []
+    for body in bodies.values():
         at = {one.name: index for index, one in enumerate(body)}
-        for one in body:
-            if one.operation in ('all-reduce-done', 'call-done'):
-                began = at[one.operands[0]]
-                called = found.get(body[began].called('to_apply'), [])
-                sums = any(inner.operation == 'all-reduce' for inner in called)
-                if sums or one.operation == 'all-reduce-done':
-                    there = body[began : at[one.name]]
-                    started.append(sum(inner.operation in _WORK for inner in there))
-    return started
+        for done in body:
+            if done.operation in ('all-reduce-done', 'call-done'):
+                start = at[done.operands[0]]
+                called = bodies.get(body[start].called('to_apply'), [])
+                sums = any(one.operation == 'all-reduce' for one in called)
+                if sums or done.operation == 'all-reduce-done':
+                    between = body[start : at[done.name]]
+                    counts.append(sum(one.operation in _WORK for one in between))
+    return counts
 
 
 if __name__ == '__main__':

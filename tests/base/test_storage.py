@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from etils import epath
 
 from tests.servers import gcs
 from vit_jax.base import (
@@ -337,3 +338,17 @@ def test_what_can_only_be_on_a_disk_is_refused_on_a_store():
         records.checked(FewshotConfig(feature_cache='gs://bucket/cache'), where='fewshot')
     with pytest.raises(argparse.ArgumentTypeError, match="'gs://bucket/x': expected a path on a"):
         app.local_path('gs://bucket/x')
+
+
+def test_a_store_is_not_reached_through_tensorflow_whoever_used_epath_first(monkeypatch):
+    pytest.importorskip('gcsfs')
+    find = importlib.util.find_spec
+    with_tensorflow = {'tensorflow': find('json')}
+    monkeypatch.setattr(
+        importlib.util, 'find_spec', lambda name: with_tensorflow.get(name) or find(name)
+    )
+    monkeypatch.delenv('EPATH_USE_TF', raising=False)
+    epath.gpath._is_tf_installed.cache_clear()
+    path = epath.Path('gs://bucket/run')
+    assert path._backend is epath.backend.tf_backend  # as in a notebook that has read TFDS
+    assert storage.folder('gs://bucket/run')._backend is epath.backend.fsspec_backend

@@ -18,11 +18,6 @@ from etils import epath
 
 from vit_jax.base.errors import MissingFile, UnusableDisk, UserError, shown_text, shown_url
 
-if importlib.util.find_spec('gcsfs') is not None:
-    # Else stores are reached through TensorFlow where it is installed. Read at the first use of any
-    # epath, by anybody.
-    os.environ.setdefault('EPATH_USE_TF', 'false')
-
 Path: TypeAlias = pathlib.Path | epath.Path  # of a file or folder, here or on a store
 
 _COMMITTED = 'commit_success.txt'  # of orbax, in each of its folders there: the last to be written
@@ -54,6 +49,10 @@ def folder(path: str | os.PathLike[str]) -> Path:
 
     for name in 'gcsfs', 'fsspec':  # what they log they raise too
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    # Else epath goes through TensorFlow if that is installed; it may have been asked before.
+    os.environ.setdefault('EPATH_USE_TF', 'false')
+    with contextlib.suppress(AttributeError):  # there is no public way
+        epath.gpath._is_tf_installed.cache_clear()
     # Listings are not kept: orbax and other hosts write there too.
     fsspec.config.conf.setdefault('gcs', {})['use_listings_cache'] = False
     return epath.Path(text)

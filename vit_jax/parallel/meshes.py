@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils  # jax.make_mesh splits no side of a 3-d torus
+from jax.experimental import mesh_utils  # jax.make_mesh divides a side of the torus on v5e alone
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vit_jax.base import Int, Record, UserError, require, require_between, require_pattern
@@ -61,18 +61,12 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         slices[slice_of(device)].append(device)
     wrong = f'mesh: data={data} is not a multiple of {len(slices)} slices'
     require(data % len(slices) == 0, f'{wrong}, over which only data is spread')
-    parts = [_laid(part, (data // len(slices), *others)) for part in slices.values()]
+    one = data // len(slices), *others
+    parts = [
+        mesh_utils.create_device_mesh(one, part, allow_split_physical_axes=True)
+        for part in slices.values()
+    ]
     return Mesh(np.concatenate(parts), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def _laid(devices: Sequence[jax.Device], sizes: tuple[int, ...]) -> np.ndarray:
-    """The devices of a slice in an array of these sizes: along each axis neighbours in the TPU's
-    torus, where its sides allow that.
-    """
-    try:
-        return jax.make_mesh(sizes, AXES, devices=devices).devices
-    except NotImplementedError:  # a side of the torus has to be shared by two axes
-        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 
 def slice_of(device: jax.Device) -> int:

@@ -10,6 +10,7 @@ named: it needs jax's part for GPUs.
 """
 
 import argparse
+import re
 import time
 
 import jax
@@ -19,13 +20,14 @@ from vit_jax.models import Compute, ViTConfig, variant
 from vit_jax.models.options import POLICIES, Remat
 from vit_jax.parallel import ahead_of_time, communication
 from vit_jax.parallel.meshes import MeshConfig
-from vit_jax.parallel.program_text import computations
+from vit_jax.parallel.program_text import Instruction, computations
 from vit_jax.runs import compilation, memory_plan
 from vit_jax.runs.experiment import decide
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig
 
-_WORK = 'fusion', 'custom-call', 'convolution', 'dot'
+_WORK = 'fusion', 'convolution', 'dot'
+_LIBRARIES = re.compile(r'custom_call_target="(__cu|tpu_custom_call)')  # cuBLAS, cuDNN, kernels
 IMAGES = 16  # of a chip; all chips of `tensor` have the same
 
 # Network, topology, data x fsdp x tensor.
@@ -120,8 +122,12 @@ def _beside_sums(text: str) -> list[int]:
                 sums = any(one.operation == 'all-reduce' for one in called)
                 if sums or done.operation == 'all-reduce-done':
                     between = body[start : at[done.name]]
-                    counts.append(sum(one.operation in _WORK for one in between))
+                    counts.append(sum(map(_is_work, between)))
     return counts
+
+
+def _is_work(one: Instruction) -> bool:
+    return one.operation in _WORK or bool(_LIBRARIES.search(one.rest))
 
 
 if __name__ == '__main__':

@@ -347,7 +347,7 @@ def test_a_store_is_not_reached_through_tensorflow_whoever_used_epath_first(monk
     monkeypatch.setattr(
         importlib.util, 'find_spec', lambda name: with_tensorflow.get(name) or find(name)
     )
-    monkeypatch.delenv('EPATH_USE_TF', raising=False)
+    monkeypatch.setenv('EPATH_USE_TF', 'true')
     epath.gpath._is_tf_installed.cache_clear()
     path = epath.Path('gs://bucket/run')
     assert path._backend is epath.backend.tf_backend  # as in a notebook that has read TFDS

@@ -50,7 +50,7 @@ def folder(path: str | os.PathLike[str]) -> Path:
     for name in 'gcsfs', 'fsspec':  # what they log they raise too
         logging.getLogger(name).setLevel(logging.CRITICAL)
     # Else epath goes through TensorFlow if that is installed; it may have been asked before.
-    os.environ.setdefault('EPATH_USE_TF', 'false')
+    os.environ['EPATH_USE_TF'] = 'false'
     with contextlib.suppress(AttributeError):  # there is no public way
         epath.gpath._is_tf_installed.cache_clear()
     # Listings are not kept: orbax and other hosts write there too.

@@ -127,7 +127,8 @@ def compile_for(topology: Topology, lowered: Any, *, quickly: bool = False) -> A
     if topology.devices[0].platform in ('gpu', 'cuda'):
         options = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
     elif quickly:
-        options = {'exec_time_optimization_effort': -1.0}
+        older = jax.__version_info__ < (0, 11)
+        options = {'exec_time_optimization_effort': -1.0} if older else {'optimization_level': 'O1'}
     try:
         compiled = lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:

@@ -62,10 +62,14 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     wrong = f'mesh: data={data} is not a multiple of {len(slices)} slices'
     require(data % len(slices) == 0, f'{wrong}, over which only data is spread')
     one = data // len(slices), *others
-    parts = [
-        mesh_utils.create_device_mesh(one, part, allow_split_physical_axes=True)
-        for part in slices.values()
-    ]
+    try:
+        parts = [
+            mesh_utils.create_device_mesh(one, part, allow_split_physical_axes=True)
+            for part in slices.values()
+        ]
+    # Of a TPU's torus; with a side such as 20 jax 0.10.2 makes mistakes of its own.
+    except (NotImplementedError, AssertionError, ValueError, TypeError) as error:
+        raise UserError(f'mesh: {_text(sizes)} cannot be laid on these chips: {error}') from error
     return Mesh(np.concatenate(parts), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

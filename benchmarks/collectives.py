@@ -27,6 +27,7 @@ from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig
 
 _WORK = 'fusion', 'convolution', 'dot'
+_SUMS = 'all-reduce', 'all-reduce-start'
 _LIBRARIES = re.compile(r'custom_call_target="(__cu|tpu_custom_call)')  # cuBLAS, cuDNN, kernels
 IMAGES = 16  # of a chip; all chips of `tensor` have the same
 
@@ -116,12 +117,10 @@ def _beside_sums(text: str) -> list[int]:
     for body in bodies.values():
         at = {one.name: index for index, one in enumerate(body)}
         for done in body:
-            if done.operation in ('all-reduce-done', 'call-done'):
-                start = at[done.operands[0]]
-                called = bodies.get(body[start].called('to_apply'), [])
-                sums = any(one.operation == 'all-reduce' for one in called)
-                if sums or done.operation == 'all-reduce-done':
-                    between = body[start : at[done.name]]
+            if done.operation.endswith('-done'):
+                between = body[at[done.operands[0]] : at[done.name]]
+                begun = between[0], *bodies.get(between[0].called('to_apply'), [])
+                if any(one.operation in _SUMS for one in begun):
                     counts.append(sum(map(_is_work, between)))
     return counts
 

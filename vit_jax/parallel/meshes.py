@@ -67,9 +67,10 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             mesh_utils.create_device_mesh(one, part, allow_split_physical_axes=True)
             for part in slices.values()
         ]
-    # Of a TPU's torus; with a side such as 20 jax 0.10.2 makes mistakes of its own.
+    # Of a TPU's torus: jax 0.10.2 loses prime factors of a side such as 20.
     except (NotImplementedError, AssertionError, ValueError, TypeError) as error:
-        raise UserError(f'mesh: {_text(sizes)} cannot be laid on these chips: {error}') from error
+        wrong = f'mesh: {_text(sizes)} cannot be laid on these chips; take other sizes'
+        raise UserError(f'{wrong} (jax {jax.__version__}: {error})') from error
     return Mesh(np.concatenate(parts), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

@@ -20,6 +20,7 @@ OURS: dict[str, dict[str, Any]] = {  # what `compute` says
     'ours': {},
     'ours, as in Flax': {'layout': 'batched', 'attention': 'xla'},
     'ours, nothing recomputed': {'remat': 'none'},
+    'ours, last block whole': {'last_block': 'whole'},
 }
 SCAN = 'big_vision, scan'
 

@@ -23,7 +23,8 @@ from typing import Any
 import jax
 
 from benchmarks.peer_programs import OURS, SCAN, Work
-from vit_jax.models import ViTConfig, multiply_adds, variant
+from vit_jax.models import Compute, ViTConfig, multiply_adds, variant
+from vit_jax.models.choices import choose
 from vit_jax.parallel.peaks import peak_of
 
 _PROGRAM = pathlib.Path(__file__).with_name('peer_programs.py')
@@ -72,9 +73,18 @@ def compare(programs: dict[str, str], work: Work, rounds: int) -> dict[str, dict
     return results
 
 
-def table(results: dict[str, dict[str, Any]], work: Work, operations: float) -> list[str]:
-    """The lines to print; `operations` are those of an image."""
-    measured = results.get('matmul', {}).get('operations_per_second')
+def operations(name: str, config: ViTConfig, platform: str) -> int:
+    """Those of an image in a train step of the program, in products and convolutions."""
+    if name not in OURS:
+        return 6 * multiply_adds(config)
+    choice = choose(Compute(**OURS[name]), config, platform=platform)
+    return 6 * multiply_adds(config, choice.compute)
+
+
+def table(results: dict[str, dict[str, Any]], work: Work, config: ViTConfig) -> list[str]:
+    """The lines to print."""
+    product = results.get('matmul', {})
+    measured, platform = product.get('operations_per_second'), product.get('platform', 'cpu')
     done = {name: one for name, one in results.items() if 'seconds' in one}
     base = next(iter(done.values()), {}).get('seconds')
     lines = []
@@ -83,11 +93,12 @@ def table(results: dict[str, dict[str, Any]], work: Work, operations: float) -> 
             lines.append(f'{name:<26}{one["error"]}')
         elif name in done:
             speed = work.batch / one['seconds']
+            rate = speed * operations(name, config, platform)
             share, peak = [], peak_of(one['device'])
             if peak is not None:
-                share.append(f'{speed * operations / peak:5.1%} of the peak')
+                share.append(f'{rate / peak:5.1%} of the peak')
             if measured is not None:
-                share.append(f'{speed * operations / measured:5.1%} of a product')
+                share.append(f'{rate / measured:5.1%} of a product')
             temporary = one['temporary_bytes']
             kept = '?' if temporary is None else f'{temporary / 1e6:,.0f}'
             lines.append(
@@ -137,7 +148,7 @@ def main() -> None:
     programs = {'matmul': ''} | {name: where for name, where in peers.items() if where}
     programs |= dict.fromkeys(asked.only or OURS, '')
     results = compare(programs, work, asked.rounds)
-    lines = table(results, work, 6 * multiply_adds(config))
+    lines = table(results, work, config)
     versions: dict[str, str] = {}
     for one in results.values():
         versions |= one.get('versions', {})

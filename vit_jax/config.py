@@ -265,7 +265,8 @@ class Study(Record):
 
 # What a run may go on with other values of: it changes speed, memory, rounding, or what is
 # observed, and not what is learned.
-_SPEED = 'mesh', 'compute.remat', 'compute.unroll', 'compute.attention', 'compute.layout'
+_COMPUTE = 'remat', 'unroll', 'attention', 'layout', 'last_block'
+_SPEED = 'mesh', *(f'compute.{name}' for name in _COMPUTE)
 _LOADING = 'loader.placement', 'loader.device_mb', 'loader.threads', 'loader.processes'
 _OBSERVED = 'evals', 'eval_split', 'eval_every_steps', 'eval_batch_size', 'fewshot', 'tensorboard'
 _WRITTEN = 'log_every_steps', 'checkpoint_every_steps', 'keep_checkpoints'

@@ -210,7 +210,8 @@ def test_the_weights_are_those_that_mix_the_values():
 
 
 def test_what_is_not_named_is_neither_computed_nor_kept():
-    model, params, images = made(tiny.model(depth=7))  # a number that nothing else has
+    config = tiny.model(depth=7)  # a number that nothing else has
+    model, params, images = made(config, last_block='whole')
 
     def program(names):
         return str(jax.make_jaxpr(lambda p, x: model.capture(p, x, names))(params, images))

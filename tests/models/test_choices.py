@@ -5,7 +5,7 @@ import pytest
 
 from tests import tiny
 from vit_jax.base.errors import UserError
-from vit_jax.models import Compute, build, variant
+from vit_jax.models import Compute, Regularization, build, variant
 from vit_jax.models.choices import Load, activations, choose
 from vit_jax.models.resnet import ResNetConfig
 
@@ -25,7 +25,8 @@ GIB = 2**30
 def test_each_kind_of_device_has_its_own_way(platform, layout, unroll, attention, remat):
     load = Load(images=64, memory=None)
     chosen = choose(Compute(), B16, platform=platform, load=load).compute
-    assert chosen == Compute(layout=layout, unroll=unroll, attention=attention, remat=remat)
+    expected = Compute(layout=layout, unroll=unroll, attention=attention, remat=remat)
+    assert chosen == dataclasses.replace(expected, last_block='read')
     forward = choose(Compute(), B16, platform=platform).compute
     assert forward == dataclasses.replace(chosen, remat='none')
 
@@ -71,6 +72,39 @@ def test_a_long_sequence_has_a_fused_kernel_where_there_is_one(platform, attenti
     assert activations(long, compute)['none'] == activations(long, without)['none']
 
 
+@pytest.mark.parametrize(
+    'of, last_block',
+    [
+        ({'pool': 'cls', 'depth': 16}, 'read'),
+        ({'pool': 'cls', 'depth': 17}, 'whole'),
+        ({'pool': 'cls_dist'}, 'read'),
+        ({'pool': 'cls_gap'}, 'whole'),
+        ({'pool': 'gap', 'class_tokens': 1}, 'whole'),
+        ({'pool': 'map'}, 'whole'),
+        ({'pool': 'none'}, 'whole'),
+    ],
+)
+def test_no_patch_is_left_out_that_the_head_reads(of, last_block):
+    """On a CPU a block of its own is for networks of few blocks."""
+    model = dataclasses.replace(B16, **of)
+    assert choose(Compute(), model, platform='cpu').compute.last_block == last_block
+    assert choose(Compute(), model, platform='gpu').compute.last_block == (
+        'whole' if model.read_alone is None else 'read'
+    )
+    if model.read_alone is None:
+        with pytest.raises(UserError, match=f'pool={model.pool} the head reads every token'):
+            choose(Compute(last_block='read'), model, platform='cpu')
+
+
+@pytest.mark.parametrize('drawn', ['dropout', 'stochastic_depth'])
+def test_what_is_drawn_at_random_is_left_as_it_was(drawn):
+    regularization = Regularization(**{drawn: 0.1})
+    for said, chosen in ('auto', 'whole'), ('read', 'read'):
+        compute = Compute(last_block=said)
+        found = choose(compute, B16, platform='tpu', regularization=regularization)
+        assert found.compute.last_block == chosen
+
+
 def test_a_resnet_has_no_attention_to_refuse():
     said = Compute(attention='cudnn')
     assert choose(said, ResNetConfig(), platform='cpu').compute.attention == 'cudnn'
@@ -78,7 +112,7 @@ def test_a_resnet_has_no_attention_to_refuse():
 
 @pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])
 def test_what_is_said_stays(platform):
-    said = Compute(remat='block', unroll=3, attention='xla', layout='batched')
+    said = Compute(remat='block', unroll=3, attention='xla', layout='batched', last_block='whole')
     load = Load(images=10**6, memory=1)
     assert choose(said, B16, platform=platform, load=load) == (said, '')
 
@@ -116,9 +150,10 @@ def test_the_estimate_is_what_programs_for_gpus_without_cudnn_take(name, megabyt
 
 def test_reasons_are_given_for_what_was_chosen_alone():
     full = Load(images=4096, memory=GIB)
-    of_memory, of_loops = choose(Compute(), B16, platform='gpu', load=full).why.split(', ')[::-1]
-    assert choose(Compute(remat='dots'), B16, platform='gpu', load=full).why == of_loops
-    assert choose(Compute(unroll=1), B16, platform='gpu', load=full).why == of_memory
+    reasons = choose(Compute(), B16, platform='gpu', load=full).why.split(', ')
+    for i, said in enumerate([{'unroll': 1}, {'last_block': 'whole'}, {'remat': 'dots'}]):
+        others = choose(Compute(**said), B16, platform='gpu', load=full).why.split(', ')
+        assert others == reasons[:i] + reasons[i + 1 :]
 
 
 def test_a_program_for_devices_that_are_not_here_is_theirs():

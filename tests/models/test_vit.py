@@ -258,7 +258,7 @@ def test_the_program_does_not_grow_with_depth():
         step = jax.grad(lambda p, x: model.apply(p, x).sum())
         return len(jax.jit(step).lower(params, IMAGES).as_text().splitlines())
 
-    assert lines(32) == lines(8)
+    assert lines(16) == lines(4)
 
 
 def test_features_are_what_the_head_is_given():

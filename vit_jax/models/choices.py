@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from vit_jax.base import require
 from vit_jax.models.attention import LONG
-from vit_jax.models.options import POLICIES, Compute, Remat
+from vit_jax.models.options import POLICIES, Compute, Regularization, Remat
 from vit_jax.models.resnet import ResNetConfig
 from vit_jax.models.vit import ViTConfig
 
@@ -17,6 +17,8 @@ from vit_jax.models.vit import ViTConfig
 # memory without gaps.
 _SHARE = 0.8
 _KERNELS = {'cudnn': 'gpu', 'splash': 'tpu'}  # the devices that each fused kernel is for
+# A block of its own takes a third longer to compile, and saves less the more blocks there are.
+_FEW_BLOCKS = 16
 _BYTES = {'float32': 4, 'bfloat16': 2}
 
 
@@ -44,8 +46,11 @@ def choose(
     *,
     platform: str,
     load: Load | None = None,
+    regularization: Regularization | None = None,
 ) -> Choice:
     """What is fastest on such devices and fits into their memory; `load` None: without training.
+
+    It draws the same numbers for dropout and stochastic depth on all devices.
 
     Raises UserError for a way to compute attention that the network cannot have.
     """
@@ -56,10 +61,17 @@ def choose(
         'layout': 'batched' if platform == 'tpu' else 'flat',
         'unroll': 1,
         'attention': attention,
+        'last_block': 'whole',
     }
     if isinstance(model, ViTConfig):
         _check_attention(compute, platform, relative=relative)
+        all_read = f'compute.last_block=read: with pool={model.pool} the head reads every token'
+        require(compute.last_block != 'read' or model.read_alone is not None, all_read)
         best['unroll'] = model.depth if platform == 'gpu' else 1
+        draws = regularization not in (None, Regularization())
+        is_worth_it = platform != 'cpu' or model.depth <= _FEW_BLOCKS
+        if model.read_alone is not None and is_worth_it and not draws:
+            best['last_block'] = 'read'
         if model.num_tokens > LONG and attention != 'auto':
             best['attention'] = 'splash' if platform == 'tpu' and not relative else 'blockwise'
     left = [name for name in (*best, 'remat') if getattr(compute, name) == 'auto']
@@ -69,6 +81,8 @@ def choose(
         why.append('a GPU is fastest where no loop copies what it keeps')
     if platform == 'gpu' and 'attention' in left and relative:
         why.append('no fused kernel has relative positions')
+    if 'last_block' in left and chosen.last_block == 'read':
+        why.append('the head reads no patches')
     if 'remat' in left:
         fits: Remat = 'none'
         if load is not None and isinstance(model, ViTConfig):
@@ -124,4 +138,5 @@ def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
     products = tokens * (vectors * width + hidden) * size
     block_input = tokens * width * size
     each = {'none': kept_block, 'dots': products, 'block': block_input}
-    return {remat: model.depth * kept + one_block for remat, kept in each.items()}
+    blocks = model.depth if compute.last_block == 'whole' else model.depth - 1
+    return {remat: blocks * kept + one_block for remat, kept in each.items()}

@@ -56,8 +56,9 @@ def build(
     """
     config = records.checked(config, where='model')  # fields may have been assigned since
     compute = records.checked(compute or Compute(), where='compute')
-    compute = choose(compute, config, platform=platform or jax.default_backend()).compute
     regularization = records.checked(regularization or Regularization(), where='regularization')
+    platform = platform or jax.default_backend()
+    compute = choose(compute, config, platform=platform, regularization=regularization).compute
     _ = config.grid  # raises where the patches do not fill the image
     shape = *config.image_size, config.channels
     module, training, initial = _modules(config, regularization, compute)

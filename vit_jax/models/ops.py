@@ -155,6 +155,17 @@ def recomputed(function: Callable[[Array], Array], compute: Compute) -> Callable
     return jax.checkpoint(function) if compute.layout == 'flat' else function
 
 
+def first_tokens(x: Float[Array, 'b n d'], count: int, compute: Compute) -> Float[Array, 'b r d']:
+    """The first of the tokens of each sequence.
+
+    Flat, between barriers: XLA for GPUs would otherwise keep the tokens of every block transposed,
+    with those of the batch side by side, and write them anew for each product.
+    """
+    if compute.layout == 'flat' and not compute.is_for_cpu:
+        x = jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+    return x[:, :count]
+
+
 def apart(x: Float[Array, '... d'], compute: Compute) -> Float[Array, '... d']:
     """The same numbers, of a matrix product; keeps XLA for GPUs from adding to them within it.
 

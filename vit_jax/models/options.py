@@ -1,6 +1,7 @@
 """What does not change which network it is: how it is computed, and what training drops."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -12,6 +13,7 @@ from vit_jax.models.attention import MIXED, Implementation
 Remat = Literal['none', 'dots', 'block']
 POLICIES: tuple[Remat, ...] = 'none', 'dots', 'block'  # of rematerialisation, fastest first
 Layout = Literal['flat', 'batched']
+LastBlock = Literal['whole', 'read']
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -38,7 +40,9 @@ class Compute(Record):
     Parameters, statistics of the norms, softmax and logits are float32 whatever the dtype. `remat`
     decides what the backward pass recomputes: nothing, all but the large matrix products and
     convolutions (`dots`), or the whole block. Unrolled blocks run faster on GPUs, compile longer.
-    `attention=blockwise` is for long sequences on any device.
+    `attention=blockwise` is for long sequences on any device. Where the head reads the class token
+    alone, `last_block=read` computes the last block's queries, mixing and MLP for that token only;
+    where something is dropped at random, it drops other numbers than `whole`.
     What is `auto` is chosen for the devices (models/choices.py).
     """
 
@@ -47,11 +51,17 @@ class Compute(Record):
     unroll: int | Literal['auto'] = 'auto'  # blocks in one iteration of the scan
     attention: Implementation = 'auto'  # cudnn, padded: GPUs; head_major: CPUs; splash: TPUs
     layout: Layout | Literal['auto'] = 'auto'  # of tokens in the layers that treat each alone
+    last_block: LastBlock | Literal['auto'] = 'auto'  # read: only of tokens that the head reads
 
     @property
     def is_for_cpu(self) -> bool:
         """Is this computed in the ways that only CPUs are fast at? `head_major` says so."""
         return self.attention == 'head_major'
+
+    @property
+    def of_few_queries(self) -> 'Compute':
+        """For attention of few queries, which no fused kernel is made for."""
+        return self if self.is_for_cpu else dataclasses.replace(self, attention='xla')
 
     def check(self) -> None:
         if self.unroll != 'auto':
@@ -59,13 +69,15 @@ class Compute(Record):
 
 
 # Of a program that any device may be given, or none: nothing is chosen for one.
-ANYWHERE = Compute(remat='none', unroll=1, attention='xla', layout='batched')
+ANYWHERE = Compute(remat='none', unroll=1, attention='xla', layout='batched', last_block='whole')
 
 
 def rematerialized(
-    block: type[nn.Module], compute: Compute, *, in_loop: bool = False
-) -> type[nn.Module]:
+    block: Any, compute: Compute, *, in_loop: bool = False, by: Callable[..., Any] = nn.remat
+) -> Any:
     """The block with the backward pass that `compute.remat` asks for.
+
+    It is a class of modules, or a pure function with `by=jax.checkpoint`.
 
     XLA would merge the recomputation with the original one (common subexpressions) and keep what
     remat frees. Barriers prevent it; a rolled loop needs none: the two lie in different loops.
@@ -73,7 +85,7 @@ def rematerialized(
     if compute.remat == 'none':
         return block
     policies = {'dots': _keep_products, 'block': jax.checkpoint_policies.nothing_saveable}
-    return nn.remat(block, prevent_cse=not in_loop, policy=policies[compute.remat])
+    return by(block, prevent_cse=not in_loop, policy=policies[compute.remat])
 
 
 def _keep_products(primitive: Any, *operands: Any, **params: Any) -> Any:

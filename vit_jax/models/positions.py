@@ -119,7 +119,8 @@ def rotation(
     kind: PositionKind, grid: Grid, prefix: int, head: int
 ) -> Callable[[Float[Array, 'b n h k']], Float[Array, 'b n h k']]:
     """What the kind of positions does to queries and keys, whose heads are `head` wide: rope
-    rotates those of the patches (DINOv3, section 3.1), not those of the `prefix` tokens before.
+    rotates those of the patches (DINOv3, section 3.1), not those of the `prefix` tokens before. It
+    may be given the first of them alone.
 
     Numbers i and i + k/2 of a head are turned by the same angle: 2 pi y w for the first quarter of
     them, 2 pi x w for the second. y and x are the middle of the patch, from -1 to 1 along the
@@ -136,7 +137,8 @@ def rotation(
 
     def rotate(x: Float[Array, 'b n h k']) -> Float[Array, 'b n h k']:
         first, second = jnp.split(x, 2, axis=-1)
-        return (x * cos + jnp.concatenate([-second, first], axis=-1) * sin).astype(x.dtype)
+        at = slice(x.shape[1])
+        return (x * cos[at] + jnp.concatenate([-second, first], axis=-1) * sin[at]).astype(x.dtype)
 
     return rotate
 

@@ -68,6 +68,11 @@ def tap(module: nn.Module, name: str, value: Callable[[], Any]) -> None:
         module.sow(collection, 'tapped', kept, reduce_fn=lambda _, latest: latest)
 
 
+def is_tapped(module: nn.Module) -> bool:
+    """Are parameters made, or may any tap be asked for, so that everything has to be computed?"""
+    return module.is_initializing() or any(map(module.is_mutable_collection, VIT_TAPS))
+
+
 def seen(module: nn.Module, name: str, x: Array) -> Array:
     """The array itself, offered as a tap."""
     tap(module, name, lambda: x)

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal, assert_never
+from typing import Any, Literal, assert_never
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Bool, Float, Record, require, require_between
+from vit_jax.base import Array, Bool, Float, Int, Record, require, require_between
 from vit_jax.models import on_mesh, ops, positions
 from vit_jax.models.attention import attend, attention_weights
 from vit_jax.models.layers import (
@@ -25,12 +26,13 @@ from vit_jax.models.layers import (
 from vit_jax.models.options import Compute, Regularization, rematerialized
 from vit_jax.models.positions import PositionKind, PositionResize, PositionsAt, Table
 from vit_jax.models.resnet import LARGEST, Backbone, ResNet
-from vit_jax.models.taps import seen, tap
+from vit_jax.models.taps import is_tapped, seen, tap
 
 # What the head is given: the class token, the mean of the patches, attention pooling, every token;
 # the class token beside the mean (DINOv2), or beside the distillation token (DeiT).
 Pool = Literal['cls', 'gap', 'map', 'none', 'cls_gap', 'cls_dist']
 _READS: dict[Pool, int] = {'cls': 1, 'cls_gap': 1, 'cls_dist': 2}  # class tokens
+_READS_ALONE: tuple[Pool, ...] = 'cls', 'cls_dist'  # nothing else
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -132,6 +134,11 @@ class ViTConfig(Record):
         return self.positioned_prefix + self.registers
 
     @property
+    def read_alone(self) -> int | None:
+        """How many tokens, the first, are all that the head reads; None: it reads patches too."""
+        return _READS[self.pool] if self.pool in _READS_ALONE else None
+
+    @property
     def num_tokens(self) -> int:
         """Length of the sequence: the tokens before the patches, and the patches."""
         return self.prefix + self.grid[0] * self.grid[1]
@@ -143,7 +150,7 @@ class ViTConfig(Record):
 
 
 class Attention(nn.Module):
-    """Multi-head attention from one sequence to another.
+    """Multi-head attention from one sequence to another, or from its first tokens to all.
 
     Flax's own MultiHeadDotProductAttention has the same parameters; here queries and keys are at
     hand for taps, and the kernel is chosen by `attend`. With norms of queries and keys logits
@@ -179,9 +186,9 @@ class Attention(nn.Module):
         query, key = rotate(query), rotate(key)
         offsets = None
         if self.relative:
-            shape = x.shape[1] + y.shape[1] - 1, *heads
+            shape = 2 * y.shape[1] - 1, *heads
             offsets = self.param('relative', nn.initializers.normal(0.02), shape)
-            offsets = offsets.astype(query.dtype)
+            offsets = offsets[y.shape[1] - x.shape[1] :].astype(query.dtype)
         tap(self, 'weights', lambda: attention_weights(query, key, offsets))
         kernel = self.compute.attention
         mixed = attend(query, key, value, relative=offsets, implementation=kernel)
@@ -219,6 +226,8 @@ class Block(Part):
     The parallel one is y = LN(x), x + Attention(y) + MLP(y) (ViT-22B, section 2).
     """
 
+    count: int | None = None  # of so many tokens, the first, it is computed; None: of all
+
     @nn.compact
     def __call__(
         self,
@@ -226,7 +235,7 @@ class Block(Part):
         drop_rate: Float[Array, ''],
         has_skips: Bool[Array, ''] | None,  # None: as all have them
         shared: Table | None,  # positions of every layer; None: not the same
-    ) -> tuple[Float[Array, 'b n d'], None]:
+    ) -> tuple[Float[Array, 'b r d'], None]:
         config, dropout, compute = self.config, self.regularization.dropout, self.compute
         norm = self.norm_layer
 
@@ -248,44 +257,105 @@ class Block(Part):
             x = positions.add(x, table, before=config.positioned_prefix)
         x = on_mesh.keep_split(x)
         y = seen(self, 'norm1', norm(name='norm1')(x))
+        z = y
+        if self.count is not None:
+            x, z = (ops.first_tokens(of, self.count, compute) for of in (x, y))
         qk_norm, relative = norm if config.qk_norm else None, config.positions == 'relative'
         heads = config.num_heads, dropout, compute, config.qkv_bias, qk_norm, relative
         attention = Attention(*heads, name='attention')
         head = config.width // config.num_heads
         rotate = positions.rotation(config.positions, config.grid, config.prefix, head)
-        x = added(x, attention(y, y, rotate), name='attention')
+        x = added(x, attention(z, y, rotate), name='attention')
         if not config.parallel:
-            y = seen(self, 'norm2', norm(name='norm2')(x))
+            z = seen(self, 'norm2', norm(name='norm2')(x))
         mlp = Mlp(config.mlp_dim, config.gelu, dropout, compute, name='mlp')
-        x = added(x, mlp(y), name='mlp')
+        x = added(x, mlp(z), name='mlp')
         return seen(self, 'tokens', x), None
 
 
 class Encoder(Part):
-    """The blocks: one set of stacked parameters, applied by a scan; then the final LayerNorm."""
+    """The blocks, of one set of stacked parameters, in a scan; then the final LayerNorm.
+
+    It may leave out all but the first `read` tokens, where nothing else is read of what it gives.
+    """
 
     @nn.compact
-    def __call__(self, x: Float[Array, 'b n d'], shared: Table | None) -> Float[Array, 'b n d']:
-        config, compute, regularization = self.config, self.compute, self.regularization
-        assert compute.unroll != 'auto'  # `build` chose
-        unroll = min(compute.unroll, config.depth)
-        scan = nn.scan(
-            rematerialized(Block, compute, in_loop=unroll == 1),
-            variable_axes={True: 0},  # every collection, taps as well: the depth in front
-            split_rngs={'params': True, 'dropout': True},
-            in_axes=(0, 0, nn.broadcast),
-            length=config.depth,
-            unroll=unroll,
-        )
-        blocks = scan(config, regularization, compute, name='block')
-        drop_rates = jnp.linspace(0, regularization.stochastic_depth, config.depth)
+    def __call__(
+        self, x: Float[Array, 'b n d'], shared: Table | None, *, read: int | None = None
+    ) -> Float[Array, 'b r d']:
+        config = self.config
+        drop_rates = jnp.linspace(0, self.regularization.stochastic_depth, config.depth)
         has_skips = None
         if config.blocks_without_skips:
             has_skips = ~jnp.isin(jnp.arange(config.depth), jnp.array(config.blocks_without_skips))
-        x, _ = blocks(x, drop_rates, has_skips, shared)
+        if read is None or self.compute.last_block == 'whole' or is_tapped(self):
+            x = self._all_tokens(x, drop_rates, has_skips, shared)
+        else:
+            x = self._first_tokens(x, drop_rates, has_skips, shared, read)
         if config.final_norm == 'after_pool':
             return x
         return seen(self, 'norm', self.norm_layer(name='norm')(x))
+
+    @property
+    def _unroll(self) -> int:
+        assert self.compute.unroll != 'auto'  # `build` chose
+        return min(self.compute.unroll, self.config.depth)
+
+    def _all_tokens(
+        self,
+        x: Float[Array, 'b n d'],
+        drop_rates: Float[Array, 'l'],
+        has_skips: Bool[Array, 'l'] | None,
+        shared: Table | None,
+    ) -> Float[Array, 'b n d']:
+        scan = nn.scan(
+            rematerialized(Block, self.compute, in_loop=self._unroll == 1),
+            variable_axes={True: 0},  # every collection, taps as well: the depth in front
+            split_rngs={'params': True, 'dropout': True},
+            in_axes=(0, 0, nn.broadcast),
+            length=self.config.depth,
+            unroll=self._unroll,
+        )
+        blocks = scan(self.config, self.regularization, self.compute, name='block')
+        return blocks(x, drop_rates, has_skips, shared)[0]
+
+    def _first_tokens(
+        self,
+        x: Float[Array, 'b n d'],
+        drop_rates: Float[Array, 'l'],
+        has_skips: Bool[Array, 'l'] | None,
+        shared: Table | None,
+        count: int,
+    ) -> Float[Array, 'b r d']:
+        """The first of the tokens above: the last block computes no others.
+
+        Each block takes its own of the stacked parameters by its number, which the loop carries: of
+        a slice of them, without the last, XLA would make a copy, and of the gradients two sums.
+        """
+        parts, last = (self.config, self.regularization), self.config.depth - 1
+        keys = None
+        if self.has_rng('dropout'):
+            keys = jax.random.split(self.make_rng('dropout'), self.config.depth)
+        stacked = self.variables['params']['block'], drop_rates, has_skips, keys
+
+        def apply(block: Block, x: Float[Array, 'b n d'], i: Int[Array, '']) -> Any:
+            take = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
+            params, rate, skips, key = jax.tree.map(take, stacked)
+            rngs = None if key is None else {'dropout': key}
+            return block.apply({'params': params}, x, rate, skips, shared, rngs=rngs)[0]
+
+        whole = functools.partial(apply, Block(*parts, self.compute, parent=None))
+        in_loop = self._unroll == 1
+        step = rematerialized(whole, self.compute, in_loop=in_loop, by=jax.checkpoint)
+
+        def iteration(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
+            return (step(*carry), carry[1] + 1), None
+
+        carry = x, jnp.int32(0)
+        if last:
+            unroll = min(self._unroll, last)
+            carry, _ = jax.lax.scan(iteration, carry, length=last, unroll=unroll)
+        return apply(Block(*parts, self.compute.of_few_queries, count, parent=None), *carry)
 
 
 class AttentionPool(Part):
@@ -296,8 +366,8 @@ class AttentionPool(Part):
         config, compute = self.config, self.compute
         probe = self.param('probe', nn.initializers.xavier_uniform(), (1, 1, config.width))
         probe = jnp.tile(probe, (tokens.shape[0], 1, 1)).astype(tokens.dtype)
-        xla = dataclasses.replace(compute, attention='xla')  # of one query
-        attention = Attention(config.num_heads, 0.0, xla, config.qkv_bias, name='attention')
+        few = compute.of_few_queries
+        attention = Attention(config.num_heads, 0.0, few, config.qkv_bias, name='attention')
         x = attention(probe, tokens)
         y = self.norm_layer(name='norm')(x)
         return (x + Mlp(config.mlp_dim, config.gelu, 0.0, compute, name='mlp')(y))[:, 0]
@@ -345,7 +415,8 @@ class ViT(Part):
 
     def features(self, images: Float[Array, 'b h w c']) -> Float[Array, '...']:
         """What the head is given: the pooled tokens, after the tanh layer where there is one."""
-        x = self._pooled(self._encoded(self._patches(images)))
+        read = self.config.read_alone
+        x = self._pooled(self._encoded(self._patches(images), read=read))
         if self.config.final_norm == 'after_pool':
             x = self.norm(x)
         if self.config.representation_size is not None:
@@ -355,8 +426,10 @@ class ViT(Part):
     def _patches(self, images: Float[Array, 'b h w c']) -> Float[Array, 'b n d']:
         return self.embedding(images if self.config.backbone is None else self.backbone(images))
 
-    def _encoded(self, patches: Float[Array, 'b n d']) -> Float[Array, 'b m d']:
-        return self.encoder(self._embedded(patches), self.shared)
+    def _encoded(
+        self, patches: Float[Array, 'b n d'], *, read: int | None = None
+    ) -> Float[Array, 'b r d']:
+        return self.encoder(self._embedded(patches), self.shared, read=read)
 
     def _embedded(self, x: Float[Array, 'b n d']) -> Float[Array, 'b m d']:
         """All tokens with their positions: equation 1. Registers come after, and have none."""

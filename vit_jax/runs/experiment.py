@@ -238,7 +238,8 @@ def choose_compute(config: TrainConfig, model: ModelConfig, mesh: Mesh, *, plann
         memory -= 4 * numbers * parameter_count(model) // split
     parts = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
     load = Load(images=config.batch_size // parts, memory=memory)
-    return choose(config.compute, model, platform=device.platform, load=load)
+    drawn = config.regularization
+    return choose(config.compute, model, platform=device.platform, load=load, regularization=drawn)
 
 
 def _memory(device: jax.Device) -> int | None:
@@ -381,5 +382,6 @@ def images_at_peak(experiment: Experiment) -> float | None:
     """
     mesh = experiment.mesh
     peak = peak_of(mesh.devices.flat[0].device_kind)
-    cost = 6 * multiply_adds(experiment.model.config) if peak else 0
+    operations = multiply_adds(experiment.model.config, experiment.choice.compute)
+    cost = 6 * operations if peak else 0
     return mesh.size * peak / cost if peak else None

@@ -1,0 +1,109 @@
+"""Where the head reads the class token alone, the last block is computed for it alone."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests import tiny
+from vit_jax.base.tree_names import named_leaves
+from vit_jax.models import Compute, Regularization, build, multiply_adds
+
+PARALLEL = {'parallel': True, 'qk_norm': True, 'norm': 'rms', 'qkv_bias': False}
+OFTEN = [
+    {},
+    {'positions': 'rope', 'registers': 2, 'pool': 'cls_dist'},
+    {'blocks_without_skips': (2,), 'positions': 'relative', 'layer_scale': 0.1, 'gelu': None},
+]
+SELDOM = [
+    {'depth': 1},
+    {'pre_norm': True, 'class_tokens': 2, 'final_norm': 'after_pool'},
+    {'positions_at': 'every_layer_shared', 'representation_size': 6},
+    {'positions_at': 'every_layer', **PARALLEL},
+]
+
+
+@pytest.mark.parametrize(
+    'of, compute',
+    [
+        *((of, {}) for of in OFTEN),
+        *(pytest.param(of, {}, marks=pytest.mark.full) for of in SELDOM),
+        *(
+            pytest.param({}, compute, marks=pytest.mark.full)
+            for compute in (
+                {'layout': 'batched', 'attention': 'xla', 'remat': 'dots'},
+                {'layout': 'flat', 'attention': 'padded', 'unroll': 3},
+                {'attention': 'blockwise', 'unroll': 2, 'remat': 'block'},
+            )
+        ),
+    ],
+)
+def test_what_is_read_and_all_gradients_are_those_of_the_whole_block(of, compute):
+    """Within rounding, as products of other numbers of rows are summed in another order."""
+    images, found = tiny.images(4), []
+    for last_block in 'whole', 'read':
+        model = build(tiny.model(**of), compute=Compute(last_block=last_block, **compute))
+        params = tiny.random_params(jax.eval_shape(model.init, jax.random.key(0)))
+
+        def loss(params, model=model):
+            logits = model.apply(params, images)
+            return logits.std(), logits
+
+        gradient, logits = jax.jit(jax.grad(loss, has_aux=True))(params)
+        found.append({'logits': logits, **named_leaves(gradient)})
+    whole, read = found
+    for name, leaf in read.items():
+        np.testing.assert_allclose(leaf, whole[name], rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+def test_of_the_last_block_the_keys_and_values_alone_are_of_all_tokens():
+    config = tiny.model()
+    left_out = multiply_adds(config) - multiply_adds(config, Compute(last_block='read'))
+    n, d, hidden = config.num_tokens, config.width, config.mlp_dim
+    query_and_out, mlp, mixing = 2 * d * d, 2 * d * hidden, 2 * n * d
+    assert left_out == (n - 1) * (query_and_out + mlp + mixing)
+
+
+def test_a_loop_keeps_no_second_copy_of_parameters_or_gradients():
+    """For the sake of the block that is not in it. Most of this program's memory are those."""
+    config = tiny.model(width=64, mlp_dim=256, depth=8)
+    taken = []
+    for last_block in 'whole', 'read':
+        model = build(config, compute=Compute(last_block=last_block, remat='dots'))
+        params = jax.eval_shape(model.init, jax.random.key(0))
+        gradient = jax.grad(lambda p, x, m=model: m.apply(p, x).std())
+        step = jax.jit(lambda p, x, g=gradient: optax.tree.norm(g(p, x)))
+        program = step.lower(params, tiny.images(2)).compile()
+        taken.append(program.memory_analysis().temp_size_in_bytes)
+    size = sum(math.prod(leaf.shape) * 4 for leaf in jax.tree.leaves(params))
+    assert taken[1] - taken[0] < 0.1 * size < taken[0]
+
+
+def test_what_is_dropped_in_the_last_block_is_what_may_be_dropped_of_the_whole_one():
+    """Both of the last block's branches, each of an image alone, none of the first block's."""
+    keys, images = jax.random.split(jax.random.key(0), 128), tiny.images(1)
+    seen = []
+    for last_block in 'whole', 'read':
+        model = build(
+            tiny.model(depth=2),
+            compute=Compute(last_block=last_block),
+            regularization=Regularization(stochastic_depth=0.5),
+        )
+        params = tiny.random_params(jax.eval_shape(model.init, jax.random.key(0)))
+        logits = jax.jit(jax.vmap(functools.partial(model.apply, params, images)))(keys)
+        seen.append(np.unique(np.asarray(logits)[:, 0].round(4), axis=0))
+    assert len(seen[0]) == 4
+    np.testing.assert_allclose(seen[1], seen[0], atol=2e-4)
+
+
+def test_dropout_of_the_last_block_depends_on_the_key():
+    compute, dropout = Compute(last_block='read'), Regularization(dropout=0.5)
+    model = build(tiny.model(depth=1), compute=compute, regularization=dropout)
+    params = tiny.random_params(jax.eval_shape(model.init, jax.random.key(0)))
+    keys = jax.random.split(jax.random.key(0), 64)
+    logits = jax.vmap(lambda key: model.apply(params, tiny.images(1), key)[0, 0])(keys)
+    assert len(jnp.unique(logits)) == 64

@@ -199,6 +199,7 @@ CHANGES = [
     ('compute.remat', 'block', base()),  # dots is what a CPU has anyway
     ('compute.unroll', 2, base()),
     ('compute.layout', 'batched', base()),
+    ('compute.last_block', 'whole', base()),
     ('mesh.data', 8, with_mesh(data=4, fsdp=-1)),
     ('mesh.fsdp', 4, with_mesh(fsdp=2)),
     ('mesh.tensor', 2, base(mesh=MeshConfig(max_replicated_fraction=1.0))),

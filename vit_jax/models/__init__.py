@@ -7,7 +7,7 @@ from vit_jax.models.model import Model, ModelConfig, build, for_task, headless
 from vit_jax.models.options import Compute, Regularization, Remat
 from vit_jax.models.resnet import Backbone, ResNetConfig
 from vit_jax.models.variants import SIZES, variant
-from vit_jax.models.vit import Pool, ViTConfig
+from vit_jax.models.vit_config import Pool, ViTConfig
 
 __all__ = ['Corruption', 'Model', 'ModelConfig', 'SIZES', 'build', 'variant']
 __all__ += ['for_task', 'headless']  # the same network, with another head

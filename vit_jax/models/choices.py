@@ -11,7 +11,7 @@ from vit_jax.base import require
 from vit_jax.models.attention import LONG
 from vit_jax.models.options import POLICIES, Compute, Regularization, Remat
 from vit_jax.models.resnet import ResNetConfig
-from vit_jax.models.vit import ViTConfig
+from vit_jax.models.vit_config import ViTConfig
 
 # Of the memory that the state leaves, activations may take this: the compiler's arrays do not fill
 # memory without gaps.

@@ -13,7 +13,8 @@ from vit_jax.models.choices import choose
 from vit_jax.models.masked_patches import Corruption, MaskedViT
 from vit_jax.models.options import ANYWHERE, Compute, Regularization
 from vit_jax.models.resnet import ResNetClassifier, ResNetConfig
-from vit_jax.models.vit import ViT, ViTConfig
+from vit_jax.models.vit import ViT
+from vit_jax.models.vit_config import ViTConfig
 
 ModelConfig = ViTConfig | ResNetConfig
 

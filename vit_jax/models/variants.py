@@ -7,7 +7,7 @@ from vit_jax.base.errors import UserError
 from vit_jax.base.records import nearest, require
 from vit_jax.models.model import ModelConfig
 from vit_jax.models.resnet import DEPTHS, Backbone, ResNetConfig
-from vit_jax.models.vit import ViTConfig
+from vit_jax.models.vit_config import ViTConfig
 
 # depth, width, mlp_dim, num_heads. B, L, H: table 1 of the paper; Ti, S: "How to train your
 # ViT?"; g, G: "Scaling Vision Transformers", table 2; M: big_vision; 22B: "Scaling Vision

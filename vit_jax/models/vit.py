@@ -1,152 +1,29 @@
 """The Vision Transformer: what it computes from images, and nothing about training it."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, assert_never
+from typing import Any, assert_never
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Bool, Float, Int, Record, require, require_between
+from vit_jax.base import Array, Bool, Float
 from vit_jax.models import on_mesh, ops, positions
 from vit_jax.models.attention import attend, attention_weights
 from vit_jax.models.layers import (
     DistilledHead,
-    Gelu,
-    Head,
     Mlp,
     PatchEmbedding,
-    check_head,
     drop_branch,
     make_head,
 )
 from vit_jax.models.options import Compute, Regularization, rematerialized
-from vit_jax.models.positions import PositionKind, PositionResize, PositionsAt, Table
-from vit_jax.models.resnet import LARGEST, Backbone, ResNet
+from vit_jax.models.positions import PositionsAt, Table
+from vit_jax.models.resnet import ResNet
 from vit_jax.models.taps import is_tapped, seen, tap
-
-# What the head is given: the class token, the mean of the patches, attention pooling, every token;
-# the class token beside the mean (DINOv2), or beside the distillation token (DeiT).
-Pool = Literal['cls', 'gap', 'map', 'none', 'cls_gap', 'cls_dist']
-_READS: dict[Pool, int] = {'cls': 1, 'cls_gap': 1, 'cls_dist': 2}  # class tokens
-_READS_ALONE: tuple[Pool, ...] = 'cls', 'cls_dist'  # nothing else
-
-
-@dataclasses.dataclass(kw_only=True)
-class ViTConfig(Record):
-    """The architecture: all that decides which parameters there are and what they compute.
-
-    Lengths in pixels are (height, width). The defaults are those of the paper's models. With a
-    backbone it is the hybrid of section 3.1: patches are cut from its feature map.
-    """
-
-    image_size: tuple[int, int] = (224, 224)  # in pixels
-    patch_size: tuple[int, int] = (16, 16)  # in pixels of the image, or of the feature map
-    channels: int = 3  # of an image
-    backbone: Backbone | None = None  # of a hybrid; None: patches are cut from the image
-    width: int = 768  # of a token
-    depth: int = 12  # blocks
-    mlp_dim: int = 3072  # width of a block's hidden layer
-    num_heads: int = 12  # of attention
-    num_classes: int | None = None  # None: no head, the outputs are the features
-    patch_outputs: int | None = None  # of a head of each patch (masked_patches.py); None: no such
-    # Before the patches: the class token and, where there are 2, DeiT's distillation token.
-    class_tokens: int | None = None  # None: as many as the pool reads
-    registers: int = 0  # learned tokens that nothing reads ("Vision Transformers Need Registers")
-    positions: PositionKind = (
-        'learned'  # one vector a place; learned2d: of row and of column; sincos2d: fixed ones;
-        # relative: of offsets, in attention; rope: queries and keys are turned; none
-    )
-    positions_at: PositionsAt = 'stem'  # where they are added (appendix D.4)
-    position_resize: PositionResize = 'bilinear'  # of learned ones, for images of another size
-    pre_norm: bool = False  # a LayerNorm before the blocks; patches then have no bias (CLIP)
-    gelu: Gelu | None = 'tanh'  # None: SwiGLU in its place
-    layer_scale: float | None = None  # LayerScale's initial value (CaiT, equation 4); None: none
-    norm: ops.Norm = 'layer'  # LayerNorm; rms: RMSNorm
-    layer_norm_epsilon: float = 1e-6  # added to the variance
-    qkv_bias: bool = True  # of queries, keys and values
-    qk_norm: bool = False  # norms of queries and keys of each head, in blocks (ViT-22B)
-    parallel: bool = False  # attention and MLP of the same tokens, side by side (ViT-22B)
-    pool: Pool = (
-        'cls'  # the class token; gap: the mean of patches; map: attention pooling; none: every
-        # token; cls_gap: class token and mean (DINOv2); cls_dist: and distillation token (DeiT)
-    )
-    final_norm: Literal['before_pool', 'after_pool'] = 'before_pool'  # where the last norm is
-    representation_size: int | None = None  # width of the tanh layer before the head
-    blocks_without_skips: tuple[int, ...] = ()  # from 0 (Raghu et al., figure 8)
-    head: Head = 'linear'  # or a function of your own, f(num_classes) -> flax module
-    head_bias: float = 0.0  # the linear head's bias at initialisation
-
-    def check(self) -> None:
-        """Sizes alone; whether patches fill the image is for `build`, as images may change."""
-        sizes = 'image_size', 'patch_size', 'channels', 'width', 'depth', 'mlp_dim', 'num_heads'
-        require_between(self, *sizes, 'num_classes', 'representation_size', low=1, high=LARGEST)
-        require_between(self, 'patch_outputs', low=1, high=LARGEST)
-        require_between(self, 'registers', low=0, high=LARGEST)
-        require_between(self, 'layer_norm_epsilon', above=0, below=1)
-        require_between(self, 'layer_scale', low=-1, high=1)
-        require_between(self, 'class_tokens', low=_READS.get(self.pool, 0), high=2)
-        wrong = 'pool=cls_dist: each of its two heads reads one token, without a tanh layer before'
-        require(self.pool != 'cls_dist' or self.representation_size is None, wrong)
-        wrong = f'width={self.width} is not a multiple of num_heads={self.num_heads}'
-        require(self.width % self.num_heads == 0, wrong)
-        at, num_heads = self.positions_at, self.num_heads
-        positions.check(self.positions, at, width=self.width, num_heads=num_heads)
-        require_between(self, 'blocks_without_skips', low=0, below=self.depth)
-        wrong = 'blocks_without_skips: in a parallel block attention and MLP have one connection'
-        require(not (self.parallel and self.blocks_without_skips), wrong)
-        check_head(self.head, self.head_bias)
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Patches in (height, width): what fills no patch, below and at the right, is not read.
-
-        Raises UserError where no patch fits into the image.
-        """
-        (height, width), (p, q) = self.image_size, self.patch_size
-        if self.backbone is not None:
-            height, width = self.backbone.map_size(self.image_size)
-        what = 'feature map' if self.backbone is not None else 'image'
-        wrong = f'patch_size={self.patch_size}: larger than the {what}, {height}x{width} pixels'
-        require(height >= p and width >= q, wrong)
-        return height // p, width // q
-
-    @property
-    def unread(self) -> str:
-        """What fills no patch, in words; '' where the patches fill the image."""
-        used = [side * of for side, of in zip(self.grid, self.patch_size, strict=True)]
-        size = self.image_size if self.backbone is None else self.backbone.map_size(self.image_size)
-        of = '' if self.backbone is None else ' of the feature map'
-        read = f'{used[0]}x{used[1]}{of} are read, the rest fills no patch'
-        return '' if tuple(used) == size else read
-
-    @property
-    def positioned_prefix(self) -> int:
-        """Tokens before the patches that have positions: of the class, of the distillation."""
-        return _READS.get(self.pool, 0) if self.class_tokens is None else self.class_tokens
-
-    @property
-    def prefix(self) -> int:
-        """All tokens before the patches: of the class, of the distillation, then registers."""
-        return self.positioned_prefix + self.registers
-
-    @property
-    def read_alone(self) -> int | None:
-        """How many tokens, the first, are all that the head reads; None: it reads patches too."""
-        return _READS[self.pool] if self.pool in _READS_ALONE else None
-
-    @property
-    def num_tokens(self) -> int:
-        """Length of the sequence: the tokens before the patches, and the patches."""
-        return self.prefix + self.grid[0] * self.grid[1]
-
-    @property
-    def sequence(self) -> str:
-        """Its length in words, and what of the image is not in it."""
-        return f'{self.num_tokens} tokens' + (f' ({self.unread})' if self.unread else '')
+from vit_jax.models.vit_config import ViTConfig
 
 
 class Attention(nn.Module):
@@ -327,35 +204,22 @@ class Encoder(Part):
         shared: Table | None,
         count: int,
     ) -> Float[Array, 'b r d']:
-        """The first of the tokens above: the last block computes no others.
-
-        Each block takes its own of the stacked parameters by its number, which the loop carries: of
-        a slice of them, without the last, XLA would make a copy, and of the gradients two sums.
-        """
-        parts, last = (self.config, self.regularization), self.config.depth - 1
+        """The first of the tokens above: the last block computes no others."""
         keys = None
         if self.has_rng('dropout'):
             keys = jax.random.split(self.make_rng('dropout'), self.config.depth)
         stacked = self.variables['params']['block'], drop_rates, has_skips, keys
 
-        def apply(block: Block, x: Float[Array, 'b n d'], i: Int[Array, '']) -> Any:
-            take = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
-            params, rate, skips, key = jax.tree.map(take, stacked)
+        def apply(block: Block, x: Float[Array, 'b n d'], own: Any) -> Float[Array, 'b r d']:
+            params, rate, skips, key = own
             rngs = None if key is None else {'dropout': key}
             return block.apply({'params': params}, x, rate, skips, shared, rngs=rngs)[0]
 
-        whole = functools.partial(apply, Block(*parts, self.compute, parent=None))
-        in_loop = self._unroll == 1
-        step = rematerialized(whole, self.compute, in_loop=in_loop, by=jax.checkpoint)
-
-        def iteration(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
-            return (step(*carry), carry[1] + 1), None
-
-        carry = x, jnp.int32(0)
-        if last:
-            unroll = min(self._unroll, last)
-            carry, _ = jax.lax.scan(iteration, carry, length=last, unroll=unroll)
-        return apply(Block(*parts, self.compute.of_few_queries, count, parent=None), *carry)
+        parts, compute = (self.config, self.regularization), self.compute
+        each = Block(*parts, compute, parent=None)
+        last = Block(*parts, compute.of_few_queries, count, parent=None)
+        of_each, of_last = (functools.partial(apply, block) for block in (each, last))
+        return ops.last_apart(of_each, of_last, x, stacked, compute)
 
 
 class AttentionPool(Part):

@@ -82,6 +82,7 @@ def test_a_long_sequence_has_a_fused_kernel_where_there_is_one(platform, attenti
         ({'pool': 'gap', 'class_tokens': 1}, 'whole'),
         ({'pool': 'map'}, 'whole'),
         ({'pool': 'none'}, 'whole'),
+        ({'patch_outputs': 8}, 'whole'),
     ],
 )
 def test_no_patch_is_left_out_that_the_head_reads(of, last_block):
@@ -92,17 +93,17 @@ def test_no_patch_is_left_out_that_the_head_reads(of, last_block):
         'whole' if model.read_alone is None else 'read'
     )
     if model.read_alone is None:
-        with pytest.raises(UserError, match=f'pool={model.pool} the head reads every token'):
+        with pytest.raises(UserError, match=f'heads read patches too .pool={model.pool}'):
             choose(Compute(last_block='read'), model, platform='cpu')
 
 
 @pytest.mark.parametrize('drawn', ['dropout', 'stochastic_depth'])
 def test_what_is_drawn_at_random_is_left_as_it_was(drawn):
     regularization = Regularization(**{drawn: 0.1})
-    for said, chosen in ('auto', 'whole'), ('read', 'read'):
-        compute = Compute(last_block=said)
-        found = choose(compute, B16, platform='tpu', regularization=regularization)
-        assert found.compute.last_block == chosen
+    found = choose(Compute(), B16, platform='tpu', regularization=regularization)
+    assert found.compute.last_block == 'whole'
+    with pytest.raises(UserError, match='drawn for whole blocks; say auto'):
+        build(B16, compute=Compute(last_block='read'), regularization=regularization)
 
 
 def test_a_resnet_has_no_attention_to_refuse():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from vit_jax.models import Corruption, build, multiply_adds, parameter_count
+from vit_jax.models import Compute, Corruption, build, multiply_adds, parameter_count
 
 CONFIG = tiny.model(num_classes=None, image_size=(8, 16), patch_outputs=5)  # a grid 2x4
 OWN = jnp.tile(jnp.arange(8), (2, 1))
@@ -20,7 +20,8 @@ def predicted(corruption, config=CONFIG, images=None):
 
 @pytest.mark.full
 def test_a_head_of_patches_and_a_mask_token_leave_features_and_logits_as_they_are():
-    plain, masked = build(tiny.model()), build(tiny.model(patch_outputs=5))
+    whole = Compute(last_block='whole')  # a head of patches reads all of it
+    plain, masked = build(tiny.model(), compute=whole), build(tiny.model(patch_outputs=5))
     params = jax.jit(masked.init)(jax.random.key(0))
     assert jax.tree.map(jnp.shape, params.pop('masked')) == {
         'token': (1, 1, 16),

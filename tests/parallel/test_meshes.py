@@ -21,13 +21,13 @@ from vit_jax.training.duration import Duration
 STEPS, ALL = 20, jax.devices()
 
 
-def trained(mesh: MeshConfig, devices: int):
+def trained(mesh: MeshConfig, devices: int, dropout: float):
     """Initial parameters and the losses of some steps on a mesh of some of the eight devices."""
     config = tiny.experiment(
         mesh=mesh,
         polyak_decay=0.9,
         total=Duration(steps=STEPS),
-        regularization=Regularization(dropout=0.1),
+        regularization=Regularization(dropout=dropout),
     )
     experiment, state, update = tiny.compiled(config, ALL[:devices])
     initial = jax.tree.map(np.asarray, state.params)
@@ -43,13 +43,20 @@ def trained(mesh: MeshConfig, devices: int):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('shapes', [((2, 2, 2),), ((1, 8, 1), (8, 1, 1))])
-def test_every_mesh_begins_with_the_same_bits_and_trains_alike(shapes):
-    initial, losses, whole = trained(MeshConfig(), 1)
+@pytest.mark.parametrize(
+    'shapes, dropout',
+    [
+        (((2, 2, 2),), 0.1),
+        (((1, 8, 1), (8, 1, 1)), 0.1),
+        (((2, 2, 2),), 0.0),  # the last block is computed for the class token alone
+    ],
+)
+def test_every_mesh_begins_with_the_same_bits_and_trains_alike(shapes, dropout):
+    initial, losses, whole = trained(MeshConfig(), 1, dropout)
     assert losses[-1] < losses[0]
     for data, fsdp, tensor in shapes:
         config = MeshConfig(data=data, fsdp=fsdp, tensor=tensor, fsdp_min_mb=0.0)
-        other, found, sizes = trained(config, 8)
+        other, found, sizes = trained(config, 8, dropout)
         chex.assert_trees_all_equal(other, initial)
         np.testing.assert_allclose(found, losses, rtol=1e-6)
         for copy in 'params', 'ema_params', 'opt_state/1/mu', 'opt_state/1/nu':

@@ -17,7 +17,7 @@ from vit_jax.models.vit_config import ViTConfig
 # memory without gaps.
 _SHARE = 0.8
 _KERNELS = {'cudnn': 'gpu', 'splash': 'tpu'}  # the devices that each fused kernel is for
-# A block of its own takes a third longer to compile, and saves less the more blocks there are.
+# On a CPU: a last block of its own takes a third longer to compile, and saves less of more blocks.
 _FEW_BLOCKS = 16
 _BYTES = {'float32': 4, 'bfloat16': 2}
 
@@ -50,7 +50,8 @@ def choose(
 ) -> Choice:
     """What is fastest on such devices and fits into their memory; `load` None: without training.
 
-    It draws the same numbers for dropout and stochastic depth on all devices.
+    Where something is dropped at random the last block is `whole`, so that the same is dropped on
+    all devices, and was by earlier versions.
 
     Raises UserError for a way to compute attention that the network cannot have.
     """
@@ -65,10 +66,9 @@ def choose(
     }
     if isinstance(model, ViTConfig):
         _check_attention(compute, platform, relative=relative)
-        all_read = f'compute.last_block=read: with pool={model.pool} the head reads every token'
-        require(compute.last_block != 'read' or model.read_alone is not None, all_read)
         best['unroll'] = model.depth if platform == 'gpu' else 1
         draws = regularization not in (None, Regularization())
+        _check_last_block(compute, model, draws=draws)
         is_worth_it = platform != 'cpu' or model.depth <= _FEW_BLOCKS
         if model.read_alone is not None and is_worth_it and not draws:
             best['last_block'] = 'read'
@@ -106,6 +106,15 @@ def _check_attention(compute: Compute, platform: str, *, relative: bool) -> None
         require(not relative, f'{wrong}it has no relative positions; say auto or blockwise')
 
 
+def _check_last_block(compute: Compute, model: ViTConfig, *, draws: bool) -> None:
+    if compute.last_block == 'read':
+        wrong = 'compute.last_block=read: '
+        heads = f'heads read patches too (pool={model.pool}, patch_outputs={model.patch_outputs})'
+        require(model.read_alone is not None, f'{wrong}{heads}; say auto')
+        dropped = 'dropout and stochastic depth are drawn for whole blocks; say auto'
+        require(not draws, wrong + dropped)
+
+
 def _least_remat(model: ViTConfig, compute: Compute, load: Load) -> Remat:
     """The one that recomputes least, of those whose activations fit into memory."""
     needed = activations(model, compute)
@@ -138,5 +147,5 @@ def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
     products = tokens * (vectors * width + hidden) * size
     block_input = tokens * width * size
     each = {'none': kept_block, 'dots': products, 'block': block_input}
-    blocks = model.depth if compute.last_block == 'whole' else model.depth - 1
+    blocks = model.depth - 1 if compute.last_block == 'read' else model.depth
     return {remat: blocks * kept + one_block for remat, kept in each.items()}

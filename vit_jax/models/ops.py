@@ -12,14 +12,14 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from vit_jax.base import Array, Float, Int
-from vit_jax.models.options import Compute, rematerialized
+from vit_jax.base import Array, Float
+from vit_jax.models.options import Compute
 
 Initializer = Callable[..., Array]
 Norm = Literal['layer', 'rms']  # LayerNorm, or RMSNorm (Zhang and Sennrich): not centred, no bias
@@ -156,49 +156,14 @@ def recomputed(function: Callable[[Array], Array], compute: Compute) -> Callable
 
 
 def first_tokens(x: Float[Array, 'b n d'], count: int, compute: Compute) -> Float[Array, 'b r d']:
-    """The first of the tokens of each sequence.
+    """The first tokens of each sequence.
 
-    Flat, between barriers: XLA for GPUs would otherwise keep the tokens of every block transposed,
-    with those of the batch side by side, and write them anew for each product.
+    Flat, behind a barrier: XLA for GPUs would otherwise keep the tokens of all blocks transposed,
+    the images side by side, and write them anew for each product.
     """
     if compute.layout == 'flat' and not compute.is_for_cpu:
         x = jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1])).reshape(x.shape)
     return x[:, :count]
-
-
-def last_apart(
-    each: Callable[[Array, Any], Array],
-    last: Callable[[Array, Any], Array],
-    x: Float[Array, 'b n d'],
-    stacked: Any,
-    compute: Compute,
-) -> Float[Array, 'b r d']:
-    """`x` through `each` in a loop, once for all of the stacked arrays but their last; then `last`.
-
-    Both are given their own of the arrays, by a number that the loop carries. Of the arrays without
-    their last XLA would make a copy, and sum their gradients in two: S/16, batch 8, takes 419 MB of
-    temporaries on a CPU, 574 with slices.
-    """
-    count = len(jax.tree.leaves(stacked)[0]) - 1
-    assert compute.unroll != 'auto'  # `build` chose
-
-    def own(i: Int[Array, '']) -> Any:
-        take = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
-        return jax.tree.map(take, stacked)
-
-    in_loop = compute.unroll == 1
-    step = rematerialized(lambda x, i: each(x, own(i)), compute, in_loop=in_loop, by=jax.checkpoint)
-
-    def iteration(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
-        x, i = carry
-        return (step(x, i), i + 1), None
-
-    carry = x, jnp.int32(0)
-    if count:
-        unroll = min(compute.unroll, count)
-        carry, _ = jax.lax.scan(iteration, carry, length=count, unroll=unroll)
-    x, i = carry
-    return last(x, own(i))
 
 
 def apart(x: Float[Array, '... d'], compute: Compute) -> Float[Array, '... d']:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import flax.linen as nn
 import jax
 
-from vit_jax.base import Record, require_between
+from vit_jax.base import Array, Record, require_between
 from vit_jax.models.attention import MIXED, Implementation
 
 Remat = Literal['none', 'dots', 'block']
@@ -41,8 +41,7 @@ class Compute(Record):
     decides what the backward pass recomputes: nothing, all but the large matrix products and
     convolutions (`dots`), or the whole block. Unrolled blocks run faster on GPUs, compile longer.
     `attention=blockwise` is for long sequences on any device. Where the head reads the class token
-    alone, `last_block=read` computes the last block's queries, mixing and MLP for that token only;
-    where something is dropped at random, it drops other numbers than `whole`.
+    alone, `last_block=read` computes the last block's queries, mixing and MLP for that token only.
     What is `auto` is chosen for the devices (models/choices.py).
     """
 
@@ -60,7 +59,7 @@ class Compute(Record):
 
     @property
     def of_few_queries(self) -> 'Compute':
-        """For attention of few queries, which no fused kernel is made for."""
+        """The same, with attention by XLA: fused kernels are made for many queries."""
         return self if self.is_for_cpu else dataclasses.replace(self, attention='xla')
 
     def check(self) -> None:
@@ -73,19 +72,31 @@ ANYWHERE = Compute(remat='none', unroll=1, attention='xla', layout='batched', la
 
 
 def rematerialized(
-    block: Any, compute: Compute, *, in_loop: bool = False, by: Callable[..., Any] = nn.remat
-) -> Any:
-    """The block with the backward pass that `compute.remat` asks for.
+    block: type[nn.Module], compute: Compute, *, in_loop: bool = False
+) -> type[nn.Module]:
+    """The block with the backward pass that `compute.remat` asks for."""
+    rule = _recomputing(compute, in_loop)
+    return block if rule is None else nn.remat(block, **rule)
 
-    It is a class of modules, or a pure function with `by=jax.checkpoint`.
+
+def rematerialized_function(
+    function: Callable[..., Array], compute: Compute, *, in_loop: bool = False
+) -> Callable[..., Array]:
+    """The same of a pure function."""
+    rule = _recomputing(compute, in_loop)
+    return function if rule is None else jax.checkpoint(function, **rule)
+
+
+def _recomputing(compute: Compute, in_loop: bool) -> dict[str, Any] | None:
+    """What remat is told; None: nothing is recomputed.
 
     XLA would merge the recomputation with the original one (common subexpressions) and keep what
     remat frees. Barriers prevent it; a rolled loop needs none: the two lie in different loops.
     """
     if compute.remat == 'none':
-        return block
+        return None
     policies = {'dots': _keep_products, 'block': jax.checkpoint_policies.nothing_saveable}
-    return by(block, prevent_cse=not in_loop, policy=policies[compute.remat])
+    return {'prevent_cse': not in_loop, 'policy': policies[compute.remat]}
 
 
 def _keep_products(primitive: Any, *operands: Any, **params: Any) -> Any:

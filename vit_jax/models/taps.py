@@ -68,8 +68,8 @@ def tap(module: nn.Module, name: str, value: Callable[[], Any]) -> None:
         module.sow(collection, 'tapped', kept, reduce_fn=lambda _, latest: latest)
 
 
-def is_tapped(module: nn.Module) -> bool:
-    """Are parameters made, or may any tap be asked for, so that everything has to be computed?"""
+def needs_everything(module: nn.Module) -> bool:
+    """Are parameters made, or taps asked for? Then nothing may be left out."""
     return module.is_initializing() or any(map(module.is_mutable_collection, VIT_TAPS))
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, assert_never
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -22,7 +21,8 @@ from vit_jax.models.layers import (
 from vit_jax.models.options import Compute, Regularization, rematerialized
 from vit_jax.models.positions import PositionsAt, Table
 from vit_jax.models.resnet import ResNet
-from vit_jax.models.taps import is_tapped, seen, tap
+from vit_jax.models.stacked import in_turn
+from vit_jax.models.taps import needs_everything, seen, tap
 from vit_jax.models.vit_config import ViTConfig
 
 
@@ -103,7 +103,7 @@ class Block(Part):
     The parallel one is y = LN(x), x + Attention(y) + MLP(y) (ViT-22B, section 2).
     """
 
-    count: int | None = None  # of so many tokens, the first, it is computed; None: of all
+    count: int | None = None  # of the first so many tokens it is computed; None: of all tokens
 
     @nn.compact
     def __call__(
@@ -153,7 +153,7 @@ class Block(Part):
 class Encoder(Part):
     """The blocks, of one set of stacked parameters, in a scan; then the final LayerNorm.
 
-    It may leave out all but the first `read` tokens, where nothing else is read of what it gives.
+    With `read`, the first so many tokens are all that it has to give.
     """
 
     @nn.compact
@@ -165,18 +165,13 @@ class Encoder(Part):
         has_skips = None
         if config.blocks_without_skips:
             has_skips = ~jnp.isin(jnp.arange(config.depth), jnp.array(config.blocks_without_skips))
-        if read is None or self.compute.last_block == 'whole' or is_tapped(self):
+        if read is None or self.compute.last_block == 'whole' or needs_everything(self):
             x = self._all_tokens(x, drop_rates, has_skips, shared)
         else:
             x = self._first_tokens(x, drop_rates, has_skips, shared, read)
         if config.final_norm == 'after_pool':
             return x
         return seen(self, 'norm', self.norm_layer(name='norm')(x))
-
-    @property
-    def _unroll(self) -> int:
-        assert self.compute.unroll != 'auto'  # `build` chose
-        return min(self.compute.unroll, self.config.depth)
 
     def _all_tokens(
         self,
@@ -185,13 +180,15 @@ class Encoder(Part):
         has_skips: Bool[Array, 'l'] | None,
         shared: Table | None,
     ) -> Float[Array, 'b n d']:
+        assert self.compute.unroll != 'auto'  # `build` chose
+        unroll = min(self.compute.unroll, self.config.depth)
         scan = nn.scan(
-            rematerialized(Block, self.compute, in_loop=self._unroll == 1),
+            rematerialized(Block, self.compute, in_loop=unroll == 1),
             variable_axes={True: 0},  # every collection, taps as well: the depth in front
             split_rngs={'params': True, 'dropout': True},
             in_axes=(0, 0, nn.broadcast),
             length=self.config.depth,
-            unroll=self._unroll,
+            unroll=unroll,
         )
         blocks = scan(self.config, self.regularization, self.compute, name='block')
         return blocks(x, drop_rates, has_skips, shared)[0]
@@ -204,22 +201,21 @@ class Encoder(Part):
         shared: Table | None,
         count: int,
     ) -> Float[Array, 'b r d']:
-        """The first of the tokens above: the last block computes no others."""
-        keys = None
-        if self.has_rng('dropout'):
-            keys = jax.random.split(self.make_rng('dropout'), self.config.depth)
-        stacked = self.variables['params']['block'], drop_rates, has_skips, keys
+        """As `_all_tokens`, but only the first `count`: the last block computes no others.
+
+        Flax's scan would have all blocks do the same. Here nothing is dropped at random.
+        """
 
         def apply(block: Block, x: Float[Array, 'b n d'], own: Any) -> Float[Array, 'b r d']:
-            params, rate, skips, key = own
-            rngs = None if key is None else {'dropout': key}
-            return block.apply({'params': params}, x, rate, skips, shared, rngs=rngs)[0]
+            params, rate, skips = own
+            return block.apply({'params': params}, x, rate, skips, shared)[0]
 
-        parts, compute = (self.config, self.regularization), self.compute
-        each = Block(*parts, compute, parent=None)
-        last = Block(*parts, compute.of_few_queries, count, parent=None)
-        of_each, of_last = (functools.partial(apply, block) for block in (each, last))
-        return ops.last_apart(of_each, of_last, x, stacked, compute)
+        parts, compute, depth = (self.config, self.regularization), self.compute, self.config.depth
+        each = functools.partial(apply, Block(*parts, compute, parent=None))
+        few = compute.of_few_queries
+        last = functools.partial(apply, Block(*parts, few, count, parent=None))
+        stacked = self.variables['params']['block'], drop_rates, has_skips
+        return in_turn(each, last, x, stacked, depth=depth, compute=compute)
 
 
 class AttentionPool(Part):

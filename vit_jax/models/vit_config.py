@@ -13,7 +13,6 @@ from vit_jax.models.resnet import LARGEST, Backbone
 # the class token beside the mean (DINOv2), or beside the distillation token (DeiT).
 Pool = Literal['cls', 'gap', 'map', 'none', 'cls_gap', 'cls_dist']
 _READS: dict[Pool, int] = {'cls': 1, 'cls_gap': 1, 'cls_dist': 2}  # class tokens
-_READS_ALONE: tuple[Pool, ...] = 'cls', 'cls_dist'  # nothing else
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -116,8 +115,10 @@ class ViTConfig(Record):
 
     @property
     def read_alone(self) -> int | None:
-        """How many tokens, the first, are all that the head reads; None: it reads patches too."""
-        return _READS[self.pool] if self.pool in _READS_ALONE else None
+        """The first so many tokens are all that heads read; None: patches are read too."""
+        if self.pool not in ('cls', 'cls_dist') or self.patch_outputs is not None:
+            return None
+        return _READS[self.pool]
 
     @property
     def num_tokens(self) -> int:

@@ -86,7 +86,7 @@ def test_a_long_sequence_has_a_fused_kernel_where_there_is_one(platform, attenti
     ],
 )
 def test_no_patch_is_left_out_that_the_head_reads(of, last_block):
-    """On a CPU a block of its own is for networks of few blocks."""
+    """In a loop a block of its own is for networks of few blocks."""
     model = dataclasses.replace(B16, **of)
     assert choose(Compute(), model, platform='cpu').compute.last_block == last_block
     assert choose(Compute(), model, platform='gpu').compute.last_block == (

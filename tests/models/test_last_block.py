@@ -29,12 +29,12 @@ SELDOM = [
     'of, compute',
     [
         *((of, {}) for of in OFTEN),
+        ({}, {'layout': 'flat', 'attention': 'padded', 'unroll': 3}),
         *(pytest.param(of, {}, marks=pytest.mark.full) for of in SELDOM),
         *(
             pytest.param({}, compute, marks=pytest.mark.full)
             for compute in (
                 {'layout': 'batched', 'attention': 'xla', 'remat': 'dots'},
-                {'layout': 'flat', 'attention': 'padded', 'unroll': 3},
                 {'attention': 'blockwise', 'unroll': 2, 'remat': 'block'},
             )
         ),

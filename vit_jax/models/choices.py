@@ -132,7 +132,8 @@ def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
     Each block keeps vectors of the width of a token and of the MLP's hidden layer; without a fused
     kernel also the weights of attention, before, in and after the softmax; of `padded` only after
     it. With tokens that are no rows, norms and GELU keep what they compute on the way. The last
-    block has all of its own, whatever is kept. What a hybrid's convolutions keep is not counted.
+    block of all tokens has all of its own, whatever is kept. What a hybrid's convolutions keep is
+    not counted, nor the last block with `last_block=read`.
     """
     size, tokens, width = _BYTES[compute.dtype], model.num_tokens, model.width
     hidden = model.mlp_dim * (2 if model.gelu is None else 1)

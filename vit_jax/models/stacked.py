@@ -30,8 +30,6 @@ def in_turn(
     require(not others, f'encoder/block: parameters of {others} blocks, the network has {depth}')
     assert compute.unroll != 'auto'  # `build` chose
     unroll = min(compute.unroll, depth)
-    if depth == 1:
-        return last(x, jax.tree.map(lambda leaf: leaf[0], stacked))
     if unroll == depth:
         return _cut(rematerialized_function(each, compute), last, x, stacked, depth)
 
@@ -64,5 +62,5 @@ def _cut(
     leaves, structure = jax.tree.flatten(stacked)
     cut = [jax.lax.split(leaf, (depth - 1, 1)) for leaf in leaves]
     first, own = (jax.tree.unflatten(structure, part) for part in zip(*cut, strict=True))
-    x, _ = jax.lax.scan(lambda x, own: (each(x, own), None), x, first, unroll=depth - 1)
+    x, _ = jax.lax.scan(lambda x, own: (each(x, own), None), x, first, unroll=True)
     return last(x, jax.tree.map(lambda leaf: leaf[0], own))

@@ -150,6 +150,10 @@ class Block(Part):
         return seen(self, 'tokens', x), None
 
 
+# Drop rates of all blocks (l), and which have skip connections (l; None: all have).
+OfEach = tuple[Float[Array, 'l'], Bool[Array, 'l'] | None]
+
+
 class Encoder(Part):
     """The blocks, of one set of stacked parameters, in a scan; then the final LayerNorm.
 
@@ -165,20 +169,17 @@ class Encoder(Part):
         has_skips = None
         if config.blocks_without_skips:
             has_skips = ~jnp.isin(jnp.arange(config.depth), jnp.array(config.blocks_without_skips))
+        own = drop_rates, has_skips
         if read is None or self.compute.last_block == 'whole' or needs_everything(self):
-            x = self._all_tokens(x, drop_rates, has_skips, shared)
+            x = self._all_tokens(x, own, shared)
         else:
-            x = self._first_tokens(x, drop_rates, has_skips, shared, read)
+            x = self._first_tokens(x, own, shared, read)
         if config.final_norm == 'after_pool':
             return x
         return seen(self, 'norm', self.norm_layer(name='norm')(x))
 
     def _all_tokens(
-        self,
-        x: Float[Array, 'b n d'],
-        drop_rates: Float[Array, 'l'],
-        has_skips: Bool[Array, 'l'] | None,
-        shared: Table | None,
+        self, x: Float[Array, 'b n d'], own: OfEach, shared: Table | None
     ) -> Float[Array, 'b n d']:
         assert self.compute.unroll != 'auto'  # `build` chose
         unroll = min(self.compute.unroll, self.config.depth)
@@ -191,15 +192,10 @@ class Encoder(Part):
             unroll=unroll,
         )
         blocks = scan(self.config, self.regularization, self.compute, name='block')
-        return blocks(x, drop_rates, has_skips, shared)[0]
+        return blocks(x, *own, shared)[0]
 
     def _first_tokens(
-        self,
-        x: Float[Array, 'b n d'],
-        drop_rates: Float[Array, 'l'],
-        has_skips: Bool[Array, 'l'] | None,
-        shared: Table | None,
-        count: int,
+        self, x: Float[Array, 'b n d'], own: OfEach, shared: Table | None, count: int
     ) -> Float[Array, 'b r d']:
         """As `_all_tokens`, but only the first `count`: the last block computes no others.
 
@@ -207,15 +203,15 @@ class Encoder(Part):
         """
 
         def apply(block: Block, x: Float[Array, 'b n d'], own: Any) -> Float[Array, 'b r d']:
-            params, rate, skips = own
-            return block.apply({'params': params}, x, rate, skips, shared)[0]
+            params, *others = own
+            return block.apply({'params': params}, x, *others, shared)[0]
 
         parts, compute, depth = (self.config, self.regularization), self.compute, self.config.depth
-        each = functools.partial(apply, Block(*parts, compute, parent=None))
-        few = compute.of_few_queries
-        last = functools.partial(apply, Block(*parts, few, count, parent=None))
-        stacked = self.variables['params']['block'], drop_rates, has_skips
-        return in_turn(each, last, x, stacked, depth=depth, compute=compute)
+        each = Block(*parts, compute, parent=None)
+        last = Block(*parts, compute.of_few_queries, count, parent=None)
+        steps = functools.partial(apply, each), functools.partial(apply, last)
+        stacked = self.variables['params']['block'], *own
+        return in_turn(*steps, x, stacked, depth=depth, compute=compute)
 
 
 class AttentionPool(Part):

@@ -57,8 +57,10 @@ def compare(programs: dict[str, str], work: Work, rounds: int) -> dict[str, dict
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as cache:
         platform = turn('matmul', '', work._replace(steps=1), cache).get('platform')
-        if platform == 'cpu' and hasattr(os, 'sched_setaffinity'):  # which all others inherit
-            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        if platform == 'cpu':  # all others inherit what is set here
+            os.environ['JAX_PLATFORMS'] = 'cpu'  # else libtpu, where installed, takes 100 MB
+            if hasattr(os, 'sched_setaffinity'):
+                os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         for number in range(rounds):
             for name, where in programs.items():
                 if 'error' in results.get(name, {}):

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import re
 import subprocess
 import sys
 from unittest import mock
@@ -56,10 +57,14 @@ def with_images(config, batch_size):
         ('v5e', 'expected KIND:SHAPE such as v5e:4x4'),
         ('a100:8', 'expected KIND:SHAPE'),
         ('v5e:4', 'expected KIND:SHAPE'),
+        ('0*v5e:2x2', 'expected KIND:SHAPE'),
+        ('\N{ARABIC-INDIC DIGIT TWO}*v5e:2x2', 'expected KIND:SHAPE'),
+        ('h100:0x8', 'expected KIND:SHAPE'),
+        ('v5e:16x32', 'a slice of v5e has at most 16x16 chips'),  # libtpu aborts
     ],
 )
 def test_a_topology_that_is_no_name_says_what_one_is(name, message):
-    with pytest.raises(ValueError, match=f'--topology={name}: {message}'):
+    with pytest.raises(ValueError, match=f'--topology={re.escape(name)}: {message}'):
         ahead_of_time.find_topology(name)
 
 

@@ -54,11 +54,15 @@ def find_topology(name: str) -> Topology:
 
     Raises UserError where there is none or where its compiler is not installed.
     """
-    if gpus := re.fullmatch(rf'({"|".join(_GPUS)}):(\d+x\d+)', name):
+    if gpus := re.fullmatch(rf'({"|".join(_GPUS)}):([1-9]\d*x[1-9]\d*)', name, re.ASCII):
         return _gpus(name, *gpus.groups())
-    found = re.fullmatch(r'(?:(\d+)\*)?(v\d\w*|tpu7x):(\d+(?:x\d+)+)', name)
+    found = re.fullmatch(r'(?:([1-9]\d*)\*)?(v\d\w*|tpu7x):(\d+(?:x\d+)+)', name, re.ASCII)
     if found is None:
         raise UserError(f'--topology={name}: {_EXPECTED}')
+    # libtpu would end the process.
+    too_large = found[2] == 'v5e' and any(int(side) > 16 for side in found[3].split('x'))
+    several = 'a slice of v5e has at most 16x16 chips; of several: 2*v5e:16x16'
+    require(not too_large, f'--topology={name}: {several}')
     # Of the machine that compiles, so that the library does not look for a TPU in the network.
     os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
     os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')  # it opens no chip

@@ -24,24 +24,15 @@ from typing import Any
 import jax
 
 from benchmarks import peer_programs
+from vit_jax.models import variant
 
 DEPTHS, TURNS = (8, 32), 5
 
 
 def work(depth: int) -> peer_programs.Work:
     """The step that is compiled."""
-    return peer_programs.Work(
-        width=192,
-        depth=depth,
-        mlp_dim=768,
-        heads=3,
-        patch=16,
-        pool='cls',
-        batch=8,
-        precision='float32',
-        optimizer='sgd',
-        steps=1,
-    )
+    model = variant('Ti/16', depth=depth)
+    return peer_programs.Work.of(model, batch=8, precision='float32', optimizer='sgd')
 
 
 def compile_seconds(program: Callable[[peer_programs.Work], Any], depth: int) -> float:
@@ -86,6 +77,7 @@ def main() -> None:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     programs: dict[str, Callable[[peer_programs.Work], Any]] = {
         'vit_jax': lambda work: peer_programs.ours(work, {}),
+        'vit_jax, last block whole': lambda work: peer_programs.ours(work, {'last_block': 'whole'}),
     }
     if folder is not None:
         programs['big_vision'] = lambda work: peer_programs.big_vision(folder, work, scan=True)

@@ -39,6 +39,14 @@ class Work(NamedTuple):
     optimizer: str  # sgd, with momentum, or adamw
     steps: int
 
+    @classmethod
+    def of(
+        cls, model: Any, *, batch: int, precision: str, optimizer: str, steps: int = 1
+    ) -> 'Work':
+        """That of a ViTConfig, whose class the interpreter of a peer may not have."""
+        sizes = model.width, model.depth, model.mlp_dim, model.num_heads, model.patch_size[0]
+        return cls(*sizes, model.pool, batch, precision, optimizer, steps)
+
 
 def ours(work: Work, compute: dict[str, Any]) -> Any:
     """The program of `vit_jax.train`: its update, traced, and what makes its state and a batch."""

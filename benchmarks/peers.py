@@ -79,8 +79,9 @@ def operations(name: str, config: ViTConfig, platform: str) -> int:
     """Those of an image in a train step of the program, in products and convolutions."""
     if name not in OURS:
         return 6 * multiply_adds(config)
-    choice = choose(Compute(**OURS[name]), config, platform=platform)
-    return 6 * multiply_adds(config, choice.compute)
+    compute = choose(Compute(**OURS[name]), config, platform=platform).compute
+    assert compute.last_block != 'auto'  # `choose` chose
+    return 6 * multiply_adds(config, last_block=compute.last_block)
 
 
 def table(results: dict[str, dict[str, Any]], work: Work, config: ViTConfig) -> list[str]:
@@ -135,14 +136,8 @@ def main() -> None:
     jax.config.update('jax_platforms', 'cpu')  # of this process, which only counts
     config = variant(asked.model, pool=asked.pool, num_classes=1000)
     assert isinstance(config, ViTConfig), 'the peers have no such network'
-    work = Work(
-        config.width,
-        config.depth,
-        config.mlp_dim,
-        config.num_heads,
-        config.patch_size[0],
-        *(asked.pool, asked.batch, asked.precision, asked.optimizer, asked.steps),
-    )
+    given = {name: getattr(asked, name) for name in ('batch', 'precision', 'optimizer', 'steps')}
+    work = Work.of(config, **given)
     peers = {'vision_transformer': asked.vision_transformer, 'big_vision': asked.big_vision}
     peers |= {SCAN: asked.big_vision, 'timm': asked.timm}
     if asked.precision == 'bfloat16' and peers.pop('vision_transformer'):

@@ -160,24 +160,13 @@ def our_step(asked: argparse.Namespace, device: jax.Device) -> Any:
 def their_step(asked: argparse.Namespace, device: jax.Device) -> Any:
     """big_vision's, of the same network and batch."""
     model = network(asked)
-    work = peer_programs.Work(
-        width=model.width,
-        depth=model.depth,
-        mlp_dim=model.mlp_dim,
-        heads=model.num_heads,
-        patch=model.patch_size[0],
-        pool=asked.pool,
-        batch=asked.batch,
-        precision='bfloat16',
-        optimizer='adamw',
-        steps=1,
-    )
+    work = peer_programs.Work.of(model, batch=asked.batch, precision='bfloat16', optimizer='adamw')
     with jax.default_device(device):
         return peer_programs.big_vision(asked.big_vision, work, scan=asked.scan)[0]
 
 
 def main() -> None:
-    """Prints one line."""
+    """Prints what was chosen, and what was counted."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('--topology', default='h200:1x1', help='as of vit_jax.plan: one of it')
     parser.add_argument('--model', default='B/16')

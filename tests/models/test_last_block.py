@@ -43,7 +43,7 @@ SELDOM = [
 def test_what_is_read_and_all_gradients_are_those_of_the_whole_block(of, compute):
     """Within rounding, as products of other numbers of rows are summed in another order."""
     images, found = tiny.images(4), []
-    for last_block in 'whole', 'read':
+    for last_block in 'whole', 'class_tokens':
         model = build(tiny.model(**of), compute=Compute(last_block=last_block, **compute))
         params = tiny.random_params(jax.eval_shape(model.init, jax.random.key(0)))
 
@@ -60,17 +60,17 @@ def test_what_is_read_and_all_gradients_are_those_of_the_whole_block(of, compute
 
 def test_of_the_last_block_the_keys_and_values_alone_are_of_all_tokens():
     config = tiny.model()
-    left_out = multiply_adds(config) - multiply_adds(config, Compute(last_block='read'))
+    left_out = multiply_adds(config) - multiply_adds(config, last_block='class_tokens')
     n, d, hidden = config.num_tokens, config.width, config.mlp_dim
     query_and_out, mlp, mixing = 2 * d * d, 2 * d * hidden, 2 * n * d
     assert left_out == (n - 1) * (query_and_out + mlp + mixing)
 
 
 def test_a_loop_keeps_no_second_copy_of_parameters_or_gradients():
-    """For the sake of the block that is not in it. Most of this program's memory are those."""
+    """Nor for the block after it. Gradients are most of this program's memory."""
     config = tiny.model(width=64, mlp_dim=256, depth=8)
     taken = []
-    for last_block in 'whole', 'read':
+    for last_block in 'whole', 'class_tokens':
         model = build(config, compute=Compute(last_block=last_block, remat='dots'))
         params = jax.eval_shape(model.init, jax.random.key(0))
         gradient = jax.grad(lambda p, x, m=model: m.apply(p, x).std())
@@ -78,12 +78,25 @@ def test_a_loop_keeps_no_second_copy_of_parameters_or_gradients():
         program = step.lower(params, tiny.images(2)).compile()
         taken.append(program.memory_analysis().temp_size_in_bytes)
     size = sum(math.prod(leaf.shape) * 4 for leaf in jax.tree.leaves(params))
-    assert taken[1] - taken[0] < 0.1 * size < taken[0]
+    assert size < taken[0] < 2 * size
+    assert taken[1] - taken[0] < 0.5 * size
 
 
-@pytest.mark.parametrize('last_block', ['whole', 'read'])
-def test_parameters_of_another_depth_are_refused(last_block):
+def test_without_a_loop_stacked_parameters_are_split_once():
+    """So that no gradient of one block is added to an array of those of all blocks."""
+    compute = Compute(last_block='class_tokens', unroll=3, layout='flat', attention='padded')
+    model = build(tiny.model(), compute=compute)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    gradient = jax.grad(lambda p: model.apply(p, tiny.images(2)).std())
+    assert 'dynamic_slice' not in str(jax.make_jaxpr(gradient)(params))
+
+
+@pytest.mark.parametrize(
+    'last_block, message',
+    [('whole', r'\b4\b'), ('class_tokens', 'parameters of 4 blocks, the network has 2')],
+)
+def test_parameters_of_another_depth_are_refused(last_block, message):
     model = build(tiny.model(depth=2), compute=Compute(last_block=last_block))
     deeper = build(tiny.model(depth=4)).init(jax.random.key(0))
-    with pytest.raises(ValueError, match=r'\b4\b'):
+    with pytest.raises(ValueError, match=message):
         model.apply(deeper, tiny.images(1))

@@ -41,9 +41,9 @@ def attend(
 ) -> Float[Array, 'b q h k']:
     """softmax(Q K^T / sqrt(k)) V for each head (equations 6 and 7 of the paper's appendix A).
 
-    With `relative` positions a query i has the logit q . r before that division besides q . k, with
-    the vector r of the offset from it to the key j (appendix D.4): `relative` holds q + n - 1, of
-    which number j - i + q - 1 is that one. No fused kernel has them.
+    With `relative` positions (appendix D.4) the logit of query i and key j is
+    (Q_i . K_j + Q_i . R[j - i + q - 1]) / sqrt(k): `relative` is R, a vector for each of the
+    q + n - 1 offsets. No fused kernel has them.
 
     `xla` lets the compiler fuse what it can, `cudnn` calls the fused GPU kernel, and `auto` takes
     cuDNN where it compiles for these shapes, forward and backward, and XLA otherwise: on GPUs

@@ -17,8 +17,8 @@ from vit_jax.models.vit_config import ViTConfig
 # memory without gaps.
 _SHARE = 0.8
 _KERNELS = {'cudnn': 'gpu', 'splash': 'tpu'}  # the devices that each fused kernel is for
-# In a loop a last block of its own takes a third longer to compile, and saves less of more blocks:
-# B/16 takes 6 % fewer estimated cycles of a v5e, L/16 3 % more.
+# After a loop, a last block of its own takes a third longer to compile, and saves the less the
+# more blocks there are: on a v5e 6 % of the estimated cycles of B/16; L/16 takes 3 % more.
 _FEW_BLOCKS = 16
 _BYTES = {'float32': 4, 'bfloat16': 2}
 
@@ -52,7 +52,7 @@ def choose(
     """What is fastest on such devices and fits into their memory; `load` None: without training.
 
     Where something is dropped at random the last block is `whole`, so that the same is dropped on
-    all devices, and was by earlier versions.
+    all devices, and as by earlier versions.
 
     Raises UserError for a way to compute attention that the network cannot have.
     """
@@ -72,18 +72,18 @@ def choose(
         _check_last_block(compute, model, draws=draws)
         unroll = best['unroll'] if compute.unroll == 'auto' else compute.unroll
         is_worth_it = model.depth <= max(_FEW_BLOCKS, unroll)
-        if model.read_alone is not None and is_worth_it and not draws:
-            best['last_block'] = 'read'
+        if model.num_tokens_read is not None and is_worth_it and not draws:
+            best['last_block'] = 'class_tokens'
         if model.num_tokens > LONG and attention != 'auto':
             best['attention'] = 'splash' if platform == 'tpu' and not relative else 'blockwise'
     left = [name for name in (*best, 'remat') if getattr(compute, name) == 'auto']
     chosen = dataclasses.replace(compute, **{n: v for n, v in best.items() if n in left})
     why = []
-    if platform == 'gpu' and 'unroll' in left:
+    if 'unroll' in left and chosen.unroll != 1:
         why.append('a GPU is fastest where no loop copies what it keeps')
     if platform == 'gpu' and 'attention' in left and relative:
         why.append('no fused kernel has relative positions')
-    if 'last_block' in left and chosen.last_block == 'read':
+    if 'last_block' in left and chosen.last_block == 'class_tokens':
         why.append('the head reads no patches')
     if 'remat' in left:
         fits: Remat = 'none'
@@ -109,10 +109,10 @@ def _check_attention(compute: Compute, platform: str, *, relative: bool) -> None
 
 
 def _check_last_block(compute: Compute, model: ViTConfig, *, draws: bool) -> None:
-    if compute.last_block == 'read':
-        wrong = 'compute.last_block=read: '
+    if compute.last_block == 'class_tokens':
+        wrong = 'compute.last_block=class_tokens: '
         heads = f'heads read patches too (pool={model.pool}, patch_outputs={model.patch_outputs})'
-        require(model.read_alone is not None, f'{wrong}{heads}; say auto')
+        require(model.num_tokens_read is not None, f'{wrong}{heads}; say auto')
         dropped = 'dropout and stochastic depth are drawn for whole blocks; say auto'
         require(not draws, wrong + dropped)
 
@@ -131,9 +131,9 @@ def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
 
     Each block keeps vectors of the width of a token and of the MLP's hidden layer; without a fused
     kernel also the weights of attention, before, in and after the softmax; of `padded` only after
-    it. With tokens that are no rows, norms and GELU keep what they compute on the way. The last
-    block of all tokens has all of its own, whatever is kept. What a hybrid's convolutions keep is
-    not counted, nor the last block with `last_block=read`.
+    it. With tokens that are no rows, norms and GELU keep what they compute on the way. Whatever is
+    kept, all of one block is there too: the backward pass begins with it. What a hybrid's
+    convolutions keep is not counted.
     """
     size, tokens, width = _BYTES[compute.dtype], model.num_tokens, model.width
     hidden = model.mlp_dim * (2 if model.gelu is None else 1)
@@ -150,5 +150,5 @@ def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
     products = tokens * (vectors * width + hidden) * size
     block_input = tokens * width * size
     each = {'none': kept_block, 'dots': products, 'block': block_input}
-    blocks = model.depth - 1 if compute.last_block == 'read' else model.depth
+    blocks = model.depth - 1 if compute.last_block == 'class_tokens' else model.depth
     return {remat: blocks * kept + one_block for remat, kept in each.items()}

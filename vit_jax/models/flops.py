@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 from vit_jax.models.model import ModelConfig, build
-from vit_jax.models.options import ANYWHERE, Compute
+from vit_jax.models.options import ANYWHERE, LastBlock
 
 
 def parameter_count(config: ModelConfig) -> int:
@@ -18,15 +18,15 @@ def parameter_count(config: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
-def multiply_adds(config: ModelConfig, compute: Compute = ANYWHERE) -> int:
+def multiply_adds(config: ModelConfig, *, last_block: LastBlock = 'whole') -> int:
     """Multiply-adds of one image's forward pass, in matrix products and convolutions only.
 
     Table 6 is epochs * images * 3 * 2 times as many operations: the backward pass costs two forward
     ones, a multiply-add two. Counted in the traced program: a new layer needs no formula here. With
-    a head of each patch it is the pass that predicts these. Of `compute` only `last_block` matters:
-    with `read`, what nothing reads is not counted.
+    a head of each patch it is the pass that predicts these. With `last_block=class_tokens` what
+    such a last block leaves out is not counted.
     """
-    counted = dataclasses.replace(ANYWHERE, last_block=compute.last_block)
+    counted = dataclasses.replace(ANYWHERE, last_block=last_block)
     model = build(config, compute=counted)  # a fused kernel would hide its own
     params = jax.eval_shape(model.init, jax.random.key(0))
     image = jax.ShapeDtypeStruct((1, *config.image_size, config.channels), np.float32)

@@ -60,7 +60,7 @@ def build(
     regularization = records.checked(regularization or Regularization(), where='regularization')
     platform = platform or jax.default_backend()
     compute = choose(compute, config, platform=platform, regularization=regularization).compute
-    _ = config.grid  # raises where the patches do not fill the image
+    _ = config.grid  # raises where no patch fits into the image
     shape = *config.image_size, config.channels
     module, training, initial = _modules(config, regularization, compute)
 

@@ -34,12 +34,16 @@ def norm(kind: Norm, compute: Compute, epsilon: float, *, name: str | None = Non
 
 class _LayerNorm(nn.LayerNorm):
     def __call__(self, x: Float[Array, '... d']) -> Float[Array, '... d']:
-        return super().__call__(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+        return _on_rows(super().__call__, x)
 
 
 class _RMSNorm(nn.RMSNorm):
     def __call__(self, x: Float[Array, '... d']) -> Float[Array, '... d']:
-        return super().__call__(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+        return _on_rows(super().__call__, x)
+
+
+def _on_rows(function: Callable[[Array], Array], x: Float[Array, '... d']) -> Float[Array, '... d']:
+    return function(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
 
 class Dense(nn.Module):
@@ -162,20 +166,20 @@ def first_tokens(x: Float[Array, 'b n d'], count: int, compute: Compute) -> Floa
     the images side by side, and write them anew for each product.
     """
     if compute.layout == 'flat' and not compute.is_for_cpu:
-        x = jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+        x = _on_rows(jax.lax.optimization_barrier, x)
     return x[:, :count]
 
 
 def apart(x: Float[Array, '... d'], compute: Compute) -> Float[Array, '... d']:
-    """The same numbers, of a matrix product; keeps XLA for GPUs from adding to them within it.
+    """The output of a matrix product, unchanged; flat, behind a barrier.
 
-    cuBLAS adds in place: to a copy, where what is added is kept, as a residual stream is. Apart,
-    the sum is one pass with the statistics of the norm that follows it. Where blocks are recomputed
-    that costs more than it gives.
+    XLA for GPUs would otherwise have cuBLAS add the residual stream within the product: in place,
+    to a copy, since the stream is kept. Apart, the sum is one pass with the statistics of the norm
+    that follows it. Where blocks are recomputed that costs more than it gives.
     """
     if compute.layout != 'flat' or compute.is_for_cpu or compute.remat != 'none':
         return x
-    return _written(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+    return _on_rows(_written, x)
 
 
 @jax.custom_jvp

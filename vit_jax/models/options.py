@@ -2,18 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
-import flax.linen as nn
 import jax
 
-from vit_jax.base import Array, Record, require_between
+from vit_jax.base import Record, require_between
 from vit_jax.models.attention import MIXED, Implementation
 
 Remat = Literal['none', 'dots', 'block']
-POLICIES: tuple[Remat, ...] = 'none', 'dots', 'block'  # of rematerialisation, fastest first
+POLICIES: tuple[Remat, ...] = get_args(Remat)  # what recomputes least comes first
 Layout = Literal['flat', 'batched']
-LastBlock = Literal['whole', 'read']
+LastBlock = Literal['whole', 'class_tokens']
+_T = TypeVar('_T', bound=Callable[..., Any])
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -39,18 +39,19 @@ class Compute(Record):
 
     Parameters, statistics of the norms, softmax and logits are float32 whatever the dtype. `remat`
     decides what the backward pass recomputes: nothing, all but the large matrix products and
-    convolutions (`dots`), or the whole block. Unrolled blocks run faster on GPUs, compile longer.
-    `attention=blockwise` is for long sequences on any device. Where the head reads the class token
-    alone, `last_block=read` computes the last block's queries, mixing and MLP for that token only.
-    What is `auto` is chosen for the devices (models/choices.py).
+    convolutions (`dots`), or the whole block. Unrolled blocks run faster on GPUs and take longer to
+    compile. `attention=blockwise` is for long sequences on any device. Where the head reads class
+    tokens alone, `last_block=class_tokens` computes the last block's queries, attention and MLP for
+    these only; its keys and values are those of all tokens. What is `auto` is chosen for the
+    devices (models/choices.py).
     """
 
     dtype: Literal['float32', 'bfloat16'] = 'float32'  # of activations and products
-    remat: Remat | Literal['auto'] = 'auto'  # dots: all but products is recomputed; block: all
+    remat: Remat | Literal['auto'] = 'auto'  # dots: all but products are recomputed; block: all
     unroll: int | Literal['auto'] = 'auto'  # blocks in one iteration of the scan
     attention: Implementation = 'auto'  # cudnn, padded: GPUs; head_major: CPUs; splash: TPUs
     layout: Layout | Literal['auto'] = 'auto'  # of tokens in the layers that treat each alone
-    last_block: LastBlock | Literal['auto'] = 'auto'  # read: only of tokens that the head reads
+    last_block: LastBlock | Literal['auto'] = 'auto'  # class_tokens: for these alone
 
     @property
     def is_for_cpu(self) -> bool:
@@ -58,7 +59,7 @@ class Compute(Record):
         return self.attention == 'head_major'
 
     @property
-    def of_few_queries(self) -> 'Compute':
+    def for_few_queries(self) -> 'Compute':
         """The same, with attention by XLA: fused kernels are made for many queries."""
         return self if self.is_for_cpu else dataclasses.replace(self, attention='xla')
 
@@ -72,31 +73,21 @@ ANYWHERE = Compute(remat='none', unroll=1, attention='xla', layout='batched', la
 
 
 def rematerialized(
-    block: type[nn.Module], compute: Compute, *, in_loop: bool = False
-) -> type[nn.Module]:
-    """The block with the backward pass that `compute.remat` asks for."""
-    rule = _recomputing(compute, in_loop)
-    return block if rule is None else nn.remat(block, **rule)
+    block: _T, compute: Compute, *, in_loop: bool = False, by: Any = jax.checkpoint
+) -> _T:
+    """The block, a function, with the backward pass that `compute.remat` asks for.
 
-
-def rematerialized_function(
-    function: Callable[..., Array], compute: Compute, *, in_loop: bool = False
-) -> Callable[..., Array]:
-    """The same of a pure function."""
-    rule = _recomputing(compute, in_loop)
-    return function if rule is None else jax.checkpoint(function, **rule)
-
-
-def _recomputing(compute: Compute, in_loop: bool) -> dict[str, Any] | None:
-    """What remat is told; None: nothing is recomputed.
+    A module by `nn.remat`.
 
     XLA would merge the recomputation with the original one (common subexpressions) and keep what
     remat frees. Barriers prevent it; a rolled loop needs none: the two lie in different loops.
     """
     if compute.remat == 'none':
-        return None
+        return block
     policies = {'dots': _keep_products, 'block': jax.checkpoint_policies.nothing_saveable}
-    return {'prevent_cse': not in_loop, 'policy': policies[compute.remat]}
+    policy = policies[compute.remat]
+    rematerialized_block: _T = by(block, prevent_cse=not in_loop, policy=policy)
+    return rematerialized_block
 
 
 def _keep_products(primitive: Any, *operands: Any, **params: Any) -> Any:

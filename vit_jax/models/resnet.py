@@ -153,7 +153,7 @@ class Stage(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, 'b h w c']) -> Float[Array, 'b _ _ _']:
-        unit = rematerialized(Unit, self.compute)
+        unit = rematerialized(Unit, self.compute, by=nn.remat)
         for index in range(self.units):
             stride = self.stride if index == 0 else 1
             x = unit(self.channels, self.compute, stride, name=f'unit{index + 1}')(x)

@@ -21,7 +21,7 @@ from vit_jax.models.layers import (
 from vit_jax.models.options import Compute, Regularization, rematerialized
 from vit_jax.models.positions import PositionsAt, Table
 from vit_jax.models.resnet import ResNet
-from vit_jax.models.stacked import in_turn
+from vit_jax.models.stacked import Step, in_turn
 from vit_jax.models.taps import needs_everything, seen, tap
 from vit_jax.models.vit_config import ViTConfig
 
@@ -65,6 +65,7 @@ class Attention(nn.Module):
         if self.relative:
             shape = 2 * y.shape[1] - 1, *heads
             offsets = self.param('relative', nn.initializers.normal(0.02), shape)
+            # Fewer queries are the first ones: R begins at the offset of the last of them to key 0.
             offsets = offsets[y.shape[1] - x.shape[1] :].astype(query.dtype)
         tap(self, 'weights', lambda: attention_weights(query, key, offsets))
         kernel = self.compute.attention
@@ -103,7 +104,7 @@ class Block(Part):
     The parallel one is y = LN(x), x + Attention(y) + MLP(y) (ViT-22B, section 2).
     """
 
-    count: int | None = None  # of the first so many tokens it is computed; None: of all tokens
+    num_outputs: int | None = None  # only the first so many tokens are computed; None: all
 
     @nn.compact
     def __call__(
@@ -111,7 +112,7 @@ class Block(Part):
         x: Float[Array, 'b n d'],
         drop_rate: Float[Array, ''],
         has_skips: Bool[Array, ''] | None,  # None: as all have them
-        shared: Table | None,  # positions of every layer; None: not the same
+        shared: Table | None,  # positions that every block adds, the same; None: there are none
     ) -> tuple[Float[Array, 'b r d'], None]:
         config, dropout, compute = self.config, self.regularization.dropout, self.compute
         norm = self.norm_layer
@@ -135,8 +136,8 @@ class Block(Part):
         x = on_mesh.keep_split(x)
         y = seen(self, 'norm1', norm(name='norm1')(x))
         z = y
-        if self.count is not None:
-            x, z = (ops.first_tokens(of, self.count, compute) for of in (x, y))
+        if self.num_outputs is not None:
+            x, z = (ops.first_tokens(of, self.num_outputs, compute) for of in (x, y))
         qk_norm, relative = norm if config.qk_norm else None, config.positions == 'relative'
         heads = config.num_heads, dropout, compute, config.qkv_bias, qk_norm, relative
         attention = Attention(*heads, name='attention')
@@ -150,14 +151,15 @@ class Block(Part):
         return seen(self, 'tokens', x), None
 
 
-# Drop rates of all blocks (l), and which have skip connections (l; None: all have).
-OfEach = tuple[Float[Array, 'l'], Bool[Array, 'l'] | None]
+# What each of the l blocks has of its own besides parameters: the rate at which its branches are
+# dropped, and whether it has skip connections (None: all have).
+PerBlock = tuple[Float[Array, 'l'], Bool[Array, 'l'] | None]
 
 
 class Encoder(Part):
-    """The blocks, of one set of stacked parameters, in a scan; then the final LayerNorm.
+    """The blocks, whose parameters are stacked, in a scan; then the final norm, if before pooling.
 
-    With `read`, the first so many tokens are all that it has to give.
+    With `read`, the caller uses the first so many tokens alone, and is perhaps given no others.
     """
 
     @nn.compact
@@ -169,22 +171,22 @@ class Encoder(Part):
         has_skips = None
         if config.blocks_without_skips:
             has_skips = ~jnp.isin(jnp.arange(config.depth), jnp.array(config.blocks_without_skips))
-        own = drop_rates, has_skips
+        per_block = drop_rates, has_skips
         if read is None or self.compute.last_block == 'whole' or needs_everything(self):
-            x = self._all_tokens(x, own, shared)
+            x = self._all_tokens(x, per_block, shared)
         else:
-            x = self._first_tokens(x, own, shared, read)
+            x = self._first_tokens(x, per_block, shared, read)
         if config.final_norm == 'after_pool':
             return x
         return seen(self, 'norm', self.norm_layer(name='norm')(x))
 
     def _all_tokens(
-        self, x: Float[Array, 'b n d'], own: OfEach, shared: Table | None
+        self, x: Float[Array, 'b n d'], per_block: PerBlock, shared: Table | None
     ) -> Float[Array, 'b n d']:
         assert self.compute.unroll != 'auto'  # `build` chose
         unroll = min(self.compute.unroll, self.config.depth)
         scan = nn.scan(
-            rematerialized(Block, self.compute, in_loop=unroll == 1),
+            rematerialized(Block, self.compute, in_loop=unroll == 1, by=nn.remat),
             variable_axes={True: 0},  # every collection, taps as well: the depth in front
             split_rngs={'params': True, 'dropout': True},
             in_axes=(0, 0, nn.broadcast),
@@ -192,26 +194,28 @@ class Encoder(Part):
             unroll=unroll,
         )
         blocks = scan(self.config, self.regularization, self.compute, name='block')
-        return blocks(x, *own, shared)[0]
+        return blocks(x, *per_block, shared)[0]
 
     def _first_tokens(
-        self, x: Float[Array, 'b n d'], own: OfEach, shared: Table | None, count: int
+        self, x: Float[Array, 'b n d'], per_block: PerBlock, shared: Table | None, count: int
     ) -> Float[Array, 'b r d']:
         """As `_all_tokens`, but only the first `count`: the last block computes no others.
 
         Flax's scan would have all blocks do the same. Here nothing is dropped at random.
         """
 
-        def apply(block: Block, x: Float[Array, 'b n d'], own: Any) -> Float[Array, 'b r d']:
-            params, *others = own
-            return block.apply({'params': params}, x, *others, shared)[0]
+        def step(compute: Compute, num_outputs: int | None = None) -> Step:
+            block = Block(self.config, self.regularization, compute, num_outputs, parent=None)
 
-        parts, compute, depth = (self.config, self.regularization), self.compute, self.config.depth
-        each = Block(*parts, compute, parent=None)
-        last = Block(*parts, compute.of_few_queries, count, parent=None)
-        steps = functools.partial(apply, each), functools.partial(apply, last)
-        stacked = self.variables['params']['block'], *own
-        return in_turn(*steps, x, stacked, depth=depth, compute=compute)
+            def apply(x: Float[Array, 'b n d'], own: Any) -> Float[Array, 'b r d']:
+                params, *others = own
+                return block.apply({'params': params}, x, *others, shared)[0]
+
+            return apply
+
+        each, last = step(self.compute), step(self.compute.for_few_queries, count)
+        stacked = self.variables['params']['block'], *per_block
+        return in_turn(each, last, x, stacked, depth=self.config.depth, compute=self.compute)
 
 
 class AttentionPool(Part):
@@ -222,7 +226,7 @@ class AttentionPool(Part):
         config, compute = self.config, self.compute
         probe = self.param('probe', nn.initializers.xavier_uniform(), (1, 1, config.width))
         probe = jnp.tile(probe, (tokens.shape[0], 1, 1)).astype(tokens.dtype)
-        few = compute.of_few_queries
+        few = compute.for_few_queries
         attention = Attention(config.num_heads, 0.0, few, config.qkv_bias, name='attention')
         x = attention(probe, tokens)
         y = self.norm_layer(name='norm')(x)
@@ -271,7 +275,7 @@ class ViT(Part):
 
     def features(self, images: Float[Array, 'b h w c']) -> Float[Array, '...']:
         """What the head is given: the pooled tokens, after the tanh layer where there is one."""
-        read = self.config.read_alone
+        read = self.config.num_tokens_read
         x = self._pooled(self._encoded(self._patches(images), read=read))
         if self.config.final_norm == 'after_pool':
             x = self.norm(x)

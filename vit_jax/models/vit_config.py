@@ -61,7 +61,7 @@ class ViTConfig(Record):
     head_bias: float = 0.0  # the linear head's bias at initialisation
 
     def check(self) -> None:
-        """Sizes alone; whether patches fill the image is for `build`, as images may change."""
+        """Sizes alone; whether a patch fits into the image is for `build`, as images may change."""
         sizes = 'image_size', 'patch_size', 'channels', 'width', 'depth', 'mlp_dim', 'num_heads'
         require_between(self, *sizes, 'num_classes', 'representation_size', low=1, high=LARGEST)
         require_between(self, 'patch_outputs', low=1, high=LARGEST)
@@ -114,8 +114,8 @@ class ViTConfig(Record):
         return self.positioned_prefix + self.registers
 
     @property
-    def read_alone(self) -> int | None:
-        """The first so many tokens are all that heads read; None: patches are read too."""
+    def num_tokens_read(self) -> int | None:
+        """How many tokens, the first ones, heads read; None: they read patches too."""
         if self.pool not in ('cls', 'cls_dist') or self.patch_outputs is not None:
             return None
         return _READS[self.pool]

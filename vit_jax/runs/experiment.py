@@ -382,6 +382,8 @@ def images_at_peak(experiment: Experiment) -> float | None:
     """
     mesh = experiment.mesh
     peak = peak_of(mesh.devices.flat[0].device_kind)
-    operations = multiply_adds(experiment.model.config, experiment.choice.compute)
-    cost = 6 * operations if peak else 0
-    return mesh.size * peak / cost if peak else None
+    if peak is None:
+        return None
+    last_block = experiment.choice.compute.last_block
+    assert last_block != 'auto'  # `choose` chose
+    return mesh.size * peak / (6 * multiply_adds(experiment.model.config, last_block=last_block))

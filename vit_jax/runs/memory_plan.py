@@ -72,7 +72,7 @@ def without_data(
     names = tuple(map(str, range(num_classes)))
     source = Source(
         count=num_images,
-        class_names=tuple(names),
+        class_names=names,
         read=unread,
         read_names=unread,
         read_labels=unread,

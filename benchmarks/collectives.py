@@ -59,7 +59,9 @@ ROWS = {
 
 def main() -> None:
     """Prints a line for each row."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('rows', nargs='*', help=', '.join(ROWS))
     parser.add_argument('--quickly', action='store_true')
     parser.add_argument('--remat', choices=POLICIES, default='block')

@@ -66,7 +66,9 @@ def start_seconds(folder: str, number: int) -> float:
 
 def main() -> None:
     """Prints a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('--big_vision', help='a folder that holds that repository')
     folder = parser.parse_args().big_vision
     with tempfile.TemporaryDirectory() as cache:

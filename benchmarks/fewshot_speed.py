@@ -60,7 +60,9 @@ def theirs(folder: str) -> Callable[[Labelled, Labelled], float]:
 
 def main() -> None:
     """Prints a line for each solver and number of shots; each solver has a process of its own."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('--big_vision')
     parser.add_argument('--solver', choices=['ours', 'big_vision'], help=argparse.SUPPRESS)
     asked = parser.parse_args()

@@ -313,7 +313,9 @@ def beside_tf_data(to_device: Callable[[], int], counts: Iterator[int], seconds:
 
 def main() -> None:
     """Prints the rates and the bottleneck."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('--photos', required=True)
     parser.add_argument('--variant', default='Ti/16')
     parser.add_argument('--batch_size', type=int, default=64)

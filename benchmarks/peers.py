@@ -1,4 +1,4 @@
-"""Train steps of one network by us and by others, in one run: how fast each is beside the others.
+r"""Train steps of one network by us and by others, in one run: how fast each is beside the others.
 
     python -m benchmarks.peers --vision_transformer=FOLDER --big_vision=FOLDER --timm=PYTHON \
         --model=S/16 --batch=8 --out=FILE.jsonl

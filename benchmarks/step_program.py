@@ -167,7 +167,9 @@ def their_step(asked: argparse.Namespace, device: jax.Device) -> Any:
 
 def main() -> None:
     """Prints what was chosen, and what was counted."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('--topology', default='h200:1x1', help='as of vit_jax.plan: one of it')
     parser.add_argument('--model', default='B/16')
     parser.add_argument('--depth', type=int, help='another than the model has')

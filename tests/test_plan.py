@@ -58,6 +58,7 @@ def with_images(config, batch_size):
         ('a100:8', 'expected KIND:SHAPE'),
         ('v5e:4', 'expected KIND:SHAPE'),
         ('0*v5e:2x2', 'expected KIND:SHAPE'),
+        ('v5e:0x2', 'expected KIND:SHAPE'),
         ('\N{ARABIC-INDIC DIGIT TWO}*v5e:2x2', 'expected KIND:SHAPE'),
         ('h100:0x8', 'expected KIND:SHAPE'),
         ('v5e:16x32', 'a slice of v5e has at most 16x16 chips'),  # libtpu aborts
@@ -66,6 +67,12 @@ def with_images(config, batch_size):
 def test_a_topology_that_is_no_name_says_what_one_is(name, message):
     with pytest.raises(ValueError, match=f'--topology={re.escape(name)}: {message}'):
         ahead_of_time.find_topology(name)
+
+
+@needs_compiler
+@pytest.mark.parametrize('name, count', [('v5e:1x1', 1), ('v6e:1x2', 2), ('v5p:1x1x1', 1)])
+def test_a_host_may_have_few_chips(name, count):
+    assert len(ahead_of_time.find_topology(name).devices) == count
 
 
 @needs_compiler

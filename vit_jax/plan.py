@@ -4,8 +4,9 @@
 
 needs no accelerator: `pip install 'vit_jax[tpu]'` brings the compiler of TPUs. What is compiled is
 the step that `vit_jax.train` would run on such devices. A topology is KIND:SHAPE (v5e:4x4,
-v6e:16x16, v5p:4x4x8), or 2*v5e:16x16 for two slices. With --largest it also looks for the largest
-batch that fits, which takes minutes. Where the limit is far, the program is compiled quickly: its
+v6e:16x16, v5p:4x4x8), or 2*v5e:16x16 for two slices; of GPUs KIND:HOSTSxGPUS (h100:1x8), whose
+compiler docs/many_hosts.md says how to install. With --largest it also looks for the largest batch
+that fits, which takes minutes. Where the limit is far, the program is compiled quickly: its
 memory is then `about` that of the program that trains, up to a tenth less.
 """
 
@@ -55,8 +56,9 @@ def main(arguments: argparse.Namespace) -> int:
         growing = dataclasses.replace(memory_plan.with_policy(config, policy), total=steps)
         best = memory_plan.largest_batch(growing, where, result)
     if best is None:
-        smaller = 'or smaller batches' if arguments.largest else 'or a smaller batch: --largest'
-        print(f'nothing fits: it takes more devices, config.mesh.fsdp, {smaller}')
+        smaller = 'smaller batches' if arguments.largest else 'a smaller batch (--largest)'
+        others = 'config.accumulation_steps' + (', config.mesh.fsdp' if count > 1 else '')
+        print(f'nothing fits: it takes {others}, {smaller} or more devices')
         return 1
     memory = best[1]
     if arguments.largest:

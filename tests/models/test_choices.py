@@ -154,9 +154,9 @@ def test_the_estimate_is_what_programs_for_gpus_without_cudnn_take(name, last_bl
 
 def test_reasons_are_given_for_what_was_chosen_alone():
     full = Load(images=4096, memory=GIB)
-    reasons = choose(Compute(), B16, platform='gpu', load=full).why.split(', ')
+    reasons = choose(Compute(), B16, platform='gpu', load=full).why.split('; ')
     for i, said in enumerate([{'unroll': 1}, {'last_block': 'whole'}, {'remat': 'dots'}]):
-        others = choose(Compute(**said), B16, platform='gpu', load=full).why.split(', ')
+        others = choose(Compute(**said), B16, platform='gpu', load=full).why.split('; ')
         assert others == reasons[:i] + reasons[i + 1 :]
 
 

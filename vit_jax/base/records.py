@@ -269,15 +269,25 @@ def read(hint: Any, value: Any, where: str, *, again: bool = True) -> Any:
             return value
         if origin is collections.abc.Callable and (named or callable(value)):
             return Elsewhere(value['function']) if named else value
-    raise UserError(f'{where}={value!r}: expected {" or ".join(map(_name, options))}')
+    raise UserError(f'{where}={value!r}: expected {_names(options)}')
+
+
+def _names(options: Iterable[Any]) -> str:
+    values: list[str] = []
+    kinds: list[str] = []
+    for hint in options:
+        if typing.get_origin(hint) is Literal:
+            values += map(str, typing.get_args(hint))
+        else:
+            kinds.append(_name(hint))
+    listed = f'one of {", ".join(values)}' if len(values) > 1 else ''.join(values)
+    return ' or '.join([listed, *kinds] if values else kinds)
 
 
 def _name(hint: Any) -> str:
     if hint is type(None):
         return 'nothing'
     origin = typing.get_origin(hint)
-    if origin is Literal:
-        return f'one of {", ".join(map(str, typing.get_args(hint)))}'
     if origin is collections.abc.Callable:
         return 'a function'
     return str(hint) if origin else hint.__name__

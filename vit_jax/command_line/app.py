@@ -383,7 +383,7 @@ def _steps(text: str) -> range:
     """`10:15`, the five steps from the state after step 10 to that after step 15."""
     first, _, last = text.partition(':')
     if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
-        raise argparse.ArgumentTypeError(f'{text!r}: expected two numbers of steps, such as 10:15')
+        raise argparse.ArgumentTypeError(f'{text!r}: expected FIRST:LAST step, such as 10:15')
     return range(int(first), int(last))
 
 

@@ -34,11 +34,11 @@ class Choice(NamedTuple):
     """How a network is computed, with nothing left `auto` but the kernel of attention on a GPU."""
 
     compute: Compute
-    why: str  # in a few words; '' where nothing was left to choose
+    why: str  # of some of them, in a few words; '' where nothing was left to choose
 
     def __str__(self) -> str:
         fields = ', '.join(f'{name}={value}' for name, value in vars(self.compute).items())
-        return fields + (f': {self.why}' if self.why else '')
+        return fields + (f' ({self.why})' if self.why else '')
 
 
 def choose(
@@ -80,11 +80,11 @@ def choose(
     chosen = dataclasses.replace(compute, **{n: v for n, v in best.items() if n in left})
     why = []
     if 'unroll' in left and chosen.unroll != 1:
-        why.append('a GPU is fastest where no loop copies what it keeps')
+        why.append('unroll: a GPU is fastest where no loop copies what it keeps')
     if platform == 'gpu' and 'attention' in left and relative:
-        why.append('no fused kernel has relative positions')
+        why.append('attention: no fused kernel has relative positions')
     if 'last_block' in left and chosen.last_block == 'class_tokens':
-        why.append('the head reads no patches')
+        why.append('last_block: the head reads no patches')
     if 'remat' in left:
         fits: Remat = 'none'
         if load is not None and isinstance(model, ViTConfig):
@@ -92,12 +92,12 @@ def choose(
         # Of a step of B/16 on a v5e, 207 M estimated cycles; with `dots` 142 M.
         slow_loop = platform == 'tpu' and isinstance(model, ViTConfig) and chosen.unroll == 1
         if fits != 'none':
-            why.append('activations have to fit into memory')
+            why.append('remat: activations have to fit into memory')
         elif load is not None and (platform == 'cpu' or slow_loop):
             fits = 'dots'
-            why.append(f'a {platform.upper()} is fastest where little is kept in memory')
+            why.append(f'remat: a {platform.upper()} is fastest where little is kept in memory')
         chosen = dataclasses.replace(chosen, remat=fits)
-    return Choice(chosen, ', '.join(why))
+    return Choice(chosen, '; '.join(why))
 
 
 def _check_attention(compute: Compute, platform: str, *, relative: bool) -> None:

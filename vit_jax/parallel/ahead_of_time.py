@@ -1,6 +1,7 @@
 """Ahead-of-time compilation: programs for a TPU slice or GPU cluster that is not attached."""
 
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from vit_jax.base.errors import lacks_memory
 
 GIB = 2**30
 _SIZE = r'([0-9.]+)([BKMGT])'
+_SIDE = r'[1-9]\d*'
 
 # What the compiler asks of a GPU (NVIDIA's data sheets and CUDA's limits of the architecture):
 # compute capability, multiprocessors, L2 cache in bytes, bytes/s, GHz, shared memory of a
@@ -54,13 +56,13 @@ def find_topology(name: str) -> Topology:
 
     Raises UserError where there is none or where its compiler is not installed.
     """
-    if gpus := re.fullmatch(rf'({"|".join(_GPUS)}):([1-9]\d*x[1-9]\d*)', name, re.ASCII):
+    if gpus := re.fullmatch(rf'({"|".join(_GPUS)}):({_SIDE}x{_SIDE})', name, re.ASCII):
         return _gpus(name, *gpus.groups())
-    found = re.fullmatch(r'(?:([1-9]\d*)\*)?(v\d\w*|tpu7x):(\d+(?:x\d+)+)', name, re.ASCII)
+    found = re.fullmatch(rf'(?:({_SIDE})\*)?(v\d\w*|tpu7x):({_SIDE}(?:x{_SIDE})+)', name, re.ASCII)
     if found is None:
         raise UserError(f'--topology={name}: {_EXPECTED}')
-    # libtpu would end the process.
-    too_large = found[2] == 'v5e' and any(int(side) > 16 for side in found[3].split('x'))
+    sides = [int(side) for side in found[3].split('x')]
+    too_large = found[2] == 'v5e' and max(sides) > 16  # libtpu would end the process
     several = 'a slice of v5e has at most 16x16 chips; of several: 2*v5e:16x16'
     require(not too_large, f'--topology={name}: {several}')
     # Of the machine that compiles, so that the library does not look for a TPU in the network.
@@ -72,6 +74,8 @@ def find_topology(name: str) -> Topology:
     installed = importlib.util.find_spec('libtpu') is not None
     require(installed, f'--topology={name}: the TPU compiler is not installed: {how}')
     options: dict[str, Any] = {'num_slices': int(found[1])} if found[1] else {}
+    if math.prod(sides) < 4:  # else a host is taken to have four
+        options['chips_per_host_bounds'] = [*sides, 1][:3]
     if found[2] == 'v4':
         options['chip_config_name'] = 'megacore'  # both cores as one device, as programs have them
     devices = _devices(name, f'{found[2]}:{found[3]}', platform='tpu', **options)
@@ -98,7 +102,8 @@ def _gpus(name: str, kind: str, shape: str) -> Topology:
         memory_bandwidth: {bandwidth:.0f} clock_rate_ghz: {clock} device_memory_size: {memory}
         }} platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}
         device_description_str: "{title}" """
-    how = 'pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt, of the version of jax'
+    how = 'pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt, of the version of jax, into an '
+    how += 'environment of its own, as without a GPU jax complains at each start'
     installed = any(importlib.util.find_spec(f'jax_cuda{n}_plugin') for n in (12, 13))
     missing = f"--topology={name}: jax's compiler for GPUs is not installed"
     require(installed, f'{missing}: {how} (no GPU is needed)')

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from vit_jax.base.errors import UserError
+from vit_jax.base import UserError, require
 from vit_jax.config import TrainConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import make_opener
@@ -46,9 +46,10 @@ def without_data(
 
     Numbers that are not given are those of the data. Raises UserError where it is not there.
     """
-    if config.total is None or (config.model is None and config.start_from is None):
-        text = 'a plan needs config.total, and config.model or config.start_from'
-        raise UserError(f'{text}: it compiles a training step')
+    compiled = 'a plan compiles a training step, and needs'
+    require(config.total is not None, f'{compiled} its length, such as --config.total.epochs=7')
+    known = config.model is not None or config.start_from is not None
+    require(known, f'{compiled} config.model, or the network of --config.start_from=CHECKPOINT')
     start = open_start(config) if config.model is None else None
     num_classes = num_classes or (config.model.num_classes if config.model else None)
     if config.objective is not None:  # which has no classes
@@ -58,7 +59,7 @@ def without_data(
             opened = make_opener(config.held_out)
             source = opened(config.data, config.train_split, classes=config.classes)
         except UserError as error:
-            advice = 'without the data: --num_classes=1000 --num_images=1281167'
+            advice = 'without the data: --num_classes=N --num_images=N (ImageNet: 1000, 1281167)'
             raise UserError(f'{error}\n{advice}') from error
         num_classes = num_classes or len(source.class_names)
         num_images = num_images or len(source)

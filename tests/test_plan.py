@@ -59,6 +59,7 @@ def with_images(config, batch_size):
         ('v5e:4', 'expected KIND:SHAPE'),
         ('0*v5e:2x2', 'expected KIND:SHAPE'),
         ('v5e:0x2', 'expected KIND:SHAPE'),
+        ('v5e:2x2x2', 'chips of v5e lie in two directions'),
         ('\N{ARABIC-INDIC DIGIT TWO}*v5e:2x2', 'expected KIND:SHAPE'),
         ('h100:0x8', 'expected KIND:SHAPE'),
         ('v5e:16x32', 'a slice of v5e has at most 16x16 chips'),  # libtpu aborts

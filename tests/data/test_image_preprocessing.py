@@ -256,8 +256,16 @@ def test_no_inception_crop_is_smaller_than_its_least_area():
         ('InceptionCrop', {'aspect': (0.0, 1.0)}, 'aspect=.*: expected more than 0'),
         ('InceptionCrop', {'aspect': (2.0, 1.0)}, 'aspect=.*: expected the smaller number first'),
         ('Preprocessing', {'std': (1.0, 0.0, 1.0)}, 'std=.*: expected at least 0.1'),
-        ('Preprocessing', {'std': (1.0, float('inf'), 1.0)}, 'std=.*: expected at least'),
-        ('Preprocessing', {'mean': (1.0, float('nan'), 1.0)}, 'mean=.*: expected at least 0'),
+        (
+            'Preprocessing',
+            {'std': (1.0, float('inf'), 1.0)},
+            'std=.*: expected a finite number, at least',
+        ),
+        (
+            'Preprocessing',
+            {'mean': (1.0, float('nan'), 1.0)},
+            'mean=.*: expected a finite number, at least 0',
+        ),
     ],
 )
 def test_preprocessing_that_makes_no_sense_is_refused(record, values, message):

@@ -1,6 +1,7 @@
 import importlib.util
 import io
 import pathlib
+import struct
 import subprocess
 import sys
 import types
@@ -56,6 +57,14 @@ def turned(orientation):
     return exif
 
 
+def turned_by_six(order, *, kind=3, count=1):
+    """As `turned(6)`, in either order of bytes, perhaps of another type than 16 bits."""
+    begin, form = {'<': b'II*\0', '>': b'MM\0*'}[order], 'Hxx' if kind == 3 else 'I'
+    entry = struct.pack(f'{order}HHI{form}', 0x0112, kind, count, 6)
+    rest = struct.pack(f'{order}IH', 8, 1) + entry + bytes(4)
+    return b'Exif\0\0' + begin + rest
+
+
 def crops(stored, count=30, exif_rotation=True, size=SIZE, reduced=True):
     """Crops, or what is said where there are none, and what the generator gives after each."""
     found, crop = [], InceptionCrop(reduced=reduced)
@@ -80,6 +89,9 @@ KINDS = {
     'CMYK': {'mode': 'CMYK'},
     'RGB': {'keep_rgb': True},
     **{f'turned by {k}': {'exif': turned(k)} for k in range(10)},
+    **{f'turned in order {order}': {'exif': turned_by_six(order)} for order in '<>'},
+    **{f'turned by 32 bits {o}': {'exif': turned_by_six(o, kind=4)} for o in '<>'},
+    'turned by two': {'exif': turned_by_six('>', count=2)},
 }
 
 

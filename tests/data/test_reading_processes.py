@@ -1,3 +1,4 @@
+import errno
 import gc
 import io
 import os
@@ -233,6 +234,22 @@ def test_an_open_file_is_opened_again_where_it_is_sent(tmp_path):
 
 def test_what_is_evaluated_is_read_by_threads():
     assert loading._processes(reader(crop=CentralCrop()), loading.LoaderConfig(processes=2)) is None
+
+
+def test_more_processes_than_there_can_be_is_one_sentence_and_those_that_began_end(monkeypatch):
+    start, begun = subprocess.Popen, []
+
+    def popen(*arguments, **options):
+        if len(begun) == 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        begun.append(start(*arguments, **options))
+        return begun[0]
+
+    monkeypatch.setattr(reading_processes.subprocess, 'Popen', popen)
+    message = 'loader.processes=2: Too many open files after 1 of them; take fewer'
+    with pytest.raises(ValueError, match=message):
+        loader(2)
+    assert begun[0].poll() is not None
 
 
 def test_where_there_can_be_no_processes_that_is_said(monkeypatch):

@@ -65,6 +65,15 @@ def test_the_bias_is_hardly_regularised():
     assert not found.weights.any()
 
 
+@pytest.mark.parametrize('images', [12, 60])
+def test_where_features_lie_changes_nothing_however_small_the_l2(images):
+    labels = np.arange(images) % 3
+    x = np.round(RNG.normal(size=(images, 30)), 4)
+    there, far = (ridge.fit(Labelled(at + x, labels), l2=1e-9) for at in (0, 1e4))
+    # 1e4 has 4 digits less after the point than 1: of 1e-16, and of d terms of each sum.
+    np.testing.assert_allclose(far.weights, there.weights, atol=1e-8 * abs(there.weights).max())
+
+
 def test_features_far_from_zero_are_scored_by_what_differs():
     """What differs is a hundred thousandth of what they have in common."""
     labels = np.arange(40) % 2

@@ -328,6 +328,12 @@ def test_what_was_assigned_is_checked_when_the_network_is_built():
             build(parts.pop('model'), **parts)
 
 
+def test_a_batch_may_be_empty():
+    params = jax.eval_shape(build(tiny.model()).init, jax.random.key(0))
+    logits = jax.eval_shape(build(tiny.model()).apply, params, tiny.images(2)[:0])
+    assert logits.shape == (0, tiny.CLASSES)
+
+
 def test_images_of_another_size_are_refused():
     model, params = made(tiny.model())
     with pytest.raises(ValueError, match=r'images are \(4, 8, 3\), the model takes \(8, 8, 3\)'):

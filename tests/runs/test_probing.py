@@ -97,6 +97,16 @@ def test_shots_that_a_class_does_not_have_are_left_out_and_said():
     assert set(probing.numbers(result)) == {'1_shot_accuracy', '9_shot_accuracy'}
 
 
+def test_fewer_images_than_the_least_shots_are_said():
+    source = array_source(
+        np.zeros((5, 8, 8), np.uint8), np.array([0, 0, 0, 1, 1]), ['a', 'b'], name='data'
+    )
+    assert probing._possible((4, 3), source) == (
+        [3],
+        {'left_out': "4-shot left out, 3-shot takes all that there are: class 'b' has 2 images"},
+    )
+
+
 def test_episodes_have_the_l2_of_the_configuration():
     rng, labels = np.random.default_rng(0), np.repeat([0, 1, 2], 20)
     features = rng.normal(size=(60, 9)).astype(np.float32)

@@ -149,7 +149,10 @@ def test_an_option_that_the_optimizer_does_not_have_is_refused(values, message):
         ({'linear_end': 0.0}, 'linear_end=0.0: kind=cosine has no such option, it is of linear'),
         ({'rsqrt_timescale': Duration(steps=5)}, 'rsqrt_timescale: kind=cosine has no'),
         ({'learning_rate': -1e-3}, 'learning_rate=-0.001: expected at least 0'),
-        ({'learning_rate': float('inf')}, 'learning_rate=inf: expected at least 0'),
+        (
+            {'learning_rate': float('inf')},
+            'learning_rate=inf: expected a finite number, at least 0',
+        ),
         ({'kind': 'linear', 'linear_end': -1.0}, 'linear_end=-1.0: expected at least 0'),
     ],
 )

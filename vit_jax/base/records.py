@@ -11,6 +11,7 @@ import difflib
 import functools
 import hashlib
 import inspect
+import math
 import re
 import types
 import typing
@@ -82,7 +83,9 @@ def require_between(
         value = getattr(record, name)
         numbers = value if isinstance(value, tuple) else () if value is None else (value,)
         fits = all(low <= n <= high and above < n < below for n in numbers)
-        require(fits, f'{name}={value!r}: expected {wanted}')
+        infinite = any(isinstance(n, float) and not math.isfinite(n) for n in numbers)
+        expected = 'a finite number, ' * infinite + wanted
+        require(fits, f'{name}={value!r}: expected {expected}')
 
 
 def require_pattern(pattern: str) -> None:

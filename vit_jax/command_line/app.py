@@ -110,7 +110,7 @@ def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     parser.add_argument('--traceback', action='store_true', help='show where any error comes from')
     text = 'keep compiled programs there; none: nowhere (~/.cache/vit_jax/compiled)'
-    parser.add_argument('--compiled', action=_Once, metavar='DIR', help=text)
+    parser.add_argument('--compiled', action=_Once, type=local_path, metavar='DIR', help=text)
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files that are no Unicode
         sys.stdout.reconfigure(errors='surrogateescape')
     overrides, others = config_flags.split(sys.argv[1:])
@@ -382,8 +382,10 @@ def _pixels(text: str) -> int:
 def _steps(text: str) -> range:
     """`10:15`, the five steps from the state after step 10 to that after step 15."""
     first, _, last = text.partition(':')
-    if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
-        raise argparse.ArgumentTypeError(f'{text!r}: expected FIRST:LAST step, such as 10:15')
+    if not (re.fullmatch('[0-9]+:[0-9]+', text) and int(first) < int(last)):
+        raise argparse.ArgumentTypeError(
+            f'{text!r}: expected FIRST:LAST, two steps of which the first is smaller, such as 10:15'
+        )
     return range(int(first), int(last))
 
 

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import struct
 from typing import Any
 
 import numpy as np
@@ -49,16 +50,27 @@ def described() -> str:
 
 
 def orientation(stored: bytes) -> int | None:
-    """How an image was stored by its EXIF, 1 (upright) to 8; None where that is not plain."""
-    try:
-        from PIL import Image
+    """How an image was stored by its EXIF, 1 (upright) to 8; None where that is not plain.
 
-        exif = Image.Exif()
-        exif.load(open_with_pillow(stored, 'JPEG').info.get('exif', b''))
-        found = exif.get(_ORIENTATION, 1)
+    Plain is one number of 16 bits: of others, Pillow and OpenCV, which turns images that are
+    decoded whole, make different things.
+    """
+    try:
+        exif = open_with_pillow(stored, 'JPEG').info.get('exif', b'').removeprefix(b'Exif\0\0')
+        if not exif:
+            return 1
+        order = {b'MM\0*': '>', b'II*\0': '<'}[exif[:4]]
+        (start,) = struct.unpack_from(f'{order}I', exif, 4)
+        (count,) = struct.unpack_from(f'{order}H', exif, start)
+        tags = [struct.unpack_from(f'{order}HHIH', exif, start + 2 + 12 * n) for n in range(count)]
     except Exception:  # of many kinds
         return None
-    return found if type(found) is int and 1 <= found <= 8 else None
+    match [found for tag, *found in tags if tag == _ORIENTATION]:
+        case []:
+            return 1
+        case [[3, 1, turned]] if 1 <= turned <= 8:
+            return turned
+    return None
 
 
 def upright(shape: tuple[int, int], turned: int) -> tuple[int, int]:

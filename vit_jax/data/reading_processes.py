@@ -52,8 +52,17 @@ class ReadingProcesses:
             raise Unsendable(' '.join(text.split())) from error
         self.count = count
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        workers = [_Worker(reader, self.rows) for _ in range(count)]
-        weakref.finalize(self, _end, [worker.process for worker in workers])
+        workers: list[_Worker] = []
+        processes: list[subprocess.Popen[bytes]] = []
+        weakref.finalize(self, _end, processes)
+        for _ in range(count):
+            try:
+                workers.append(_Worker(reader, self.rows))
+            except OSError as error:  # no more files, processes or memory
+                _end(processes)
+                text = f'{error.strerror} after {len(processes)} of them; take fewer'
+                raise Unsendable(text) from error
+            processes.append(workers[-1].process)
         for worker in workers:
             worker.tell(sent)
             self._idle.put(worker)

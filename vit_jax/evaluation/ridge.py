@@ -114,7 +114,9 @@ def fit(train: Labelled, *, l2: float) -> Classifier:
         x = features - mean
         scale = np.sqrt((x**2).mean(axis=0)) + EPSILON
         x /= scale
-        weights = x.T @ _solve(x @ x.T, 2.0 * (labels[:, None] == range(len(classes))), l2=l2)
+        targets = 2.0 * (labels[:, None] == range(len(classes)))
+        targets -= targets.mean(axis=0)  # as X'1 = 0, it would leave its rounding alone, over l2
+        weights = x.T @ _solve(x @ x.T, targets, l2=l2)
     else:
         gram, sums = np.zeros((len(mean), len(mean))), np.zeros((len(classes), len(mean)))
         in_order = np.argsort(labels, kind='stable')

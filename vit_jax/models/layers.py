@@ -126,7 +126,7 @@ class PatchEmbedding(nn.Module):
         patches = images.reshape(batch, rows, p, columns, q, channels)
         patches, kernel = patches.astype(self.dtype), kernel.astype(self.dtype)
         tokens = jnp.einsum('bipjqc,pqcd->bijd', patches, kernel)
-        tokens = tokens.reshape(batch, -1, self.width)
+        tokens = tokens.reshape(batch, rows * columns, self.width)
         if not self.use_bias:
             return tokens
         bias = self.param('bias', nn.initializers.zeros, (self.width,))

@@ -156,14 +156,16 @@ def _result(
 
 
 def _possible(shots: Sequence[int], train: Source) -> tuple[list[int], dict[str, Any]]:
-    """The shots that every class has, at least the least; and, for people, why not the others."""
+    """The shots that every class has, at least the least; and, in words, what classes lack."""
     images = np.bincount(train.labels)
     fewest = int(images[images > 0].min())
     possible = [count for count in shots if count <= max(fewest, min(shots))]
     others = ', '.join(f'{count}-shot' for count in shots if count not in possible)
     rare = train.class_names[int(np.flatnonzero(images == fewest)[0])]
-    why = f'{others} left out: class {rare!r} has {fewest:,} images'
-    return possible, {'left_out': why} if others else {}
+    lacks = [f'{others} left out'] if others else []
+    lacks += [f'{min(shots)}-shot takes all that there are'] if fewest < min(shots) else []
+    why = f'{", ".join(lacks)}: class {rare!r} has {counted(fewest, "image")}'
+    return possible, {'left_out': why} if lacks else {}
 
 
 def _readable(reader: ImageReader, features: Float[np.ndarray, 'n d']) -> Labelled:

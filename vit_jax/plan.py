@@ -4,10 +4,10 @@
 
 needs no accelerator: `pip install 'vit_jax[tpu]'` brings the compiler of TPUs. What is compiled is
 the step that `vit_jax.train` would run on such devices. A topology is KIND:SHAPE (v5e:4x4,
-v6e:16x16, v5p:4x4x8), or 2*v5e:16x16 for two slices; of GPUs KIND:HOSTSxGPUS (h100:1x8), whose
-compiler docs/many_hosts.md says how to install. With --largest it also looks for the largest batch
-that fits, which takes minutes. Where the limit is far, the program is compiled quickly: its
-memory is then `about` that of the program that trains, up to a tenth less.
+v6e:16x16, v5p:4x4x8), or 2*v5e:16x16 for two slices; of GPUs it is KIND:HOSTSxGPUS (h100:1x8). With
+--largest it also looks for the largest batch that fits, which takes minutes. Where the limit is
+far, the program is compiled quickly: its memory is then `about` that of the program that trains, up
+to a tenth less.
 """
 
 import argparse

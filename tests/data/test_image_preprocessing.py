@@ -259,12 +259,12 @@ def test_no_inception_crop_is_smaller_than_its_least_area():
         (
             'Preprocessing',
             {'std': (1.0, float('inf'), 1.0)},
-            'std=.*: expected a finite number, at least',
+            'std=.*: expected at least .*, a finite number',
         ),
         (
             'Preprocessing',
             {'mean': (1.0, float('nan'), 1.0)},
-            'mean=.*: expected a finite number, at least 0',
+            'mean=.*: expected at least 0 .*, a finite number',
         ),
     ],
 )

@@ -151,7 +151,7 @@ def test_an_option_that_the_optimizer_does_not_have_is_refused(values, message):
         ({'learning_rate': -1e-3}, 'learning_rate=-0.001: expected at least 0'),
         (
             {'learning_rate': float('inf')},
-            'learning_rate=inf: expected a finite number, at least 0',
+            'learning_rate=inf: expected at least 0, a finite number',
         ),
         ({'kind': 'linear', 'linear_end': -1.0}, 'linear_end=-1.0: expected at least 0'),
     ],

@@ -84,8 +84,8 @@ def require_between(
         numbers = value if isinstance(value, tuple) else () if value is None else (value,)
         fits = all(low <= n <= high and above < n < below for n in numbers)
         infinite = any(isinstance(n, float) and not math.isfinite(n) for n in numbers)
-        expected = 'a finite number, ' * infinite + wanted
-        require(fits, f'{name}={value!r}: expected {expected}')
+        finite = ', a finite number' if infinite else ''
+        require(fits, f'{name}={value!r}: expected {wanted}{finite}')
 
 
 def require_pattern(pattern: str) -> None:

@@ -74,7 +74,8 @@ class FewshotConfig(Record):
     crop: Crop | None = None  # None: the preprocessing's
     shots: tuple[int, ...] = (1, 5, 10, 25)  # images of each class
     seeds: tuple[int, ...] = (0, 1, 2)  # of the draws, whose mean is told
-    l2: float = ridge.L2  # not divided by the number of images; of ridge episodes too
+    # Not divided by the number of images; of ridge episodes too. Of several the best is taken.
+    l2: float | tuple[float, ...] = ridge.L2
     neighbours: int | None = None  # that vote on a test image; None: no such evaluation
     logistic: LogisticConfig | None = None  # None: no logistic regression
     episodes: EpisodesConfig | None = None  # None: no episodes
@@ -84,6 +85,7 @@ class FewshotConfig(Record):
     def check(self) -> None:
         require_between(self, 'shots', 'neighbours', 'every_steps', low=1)
         require_between(self, 'seeds', low=0)
+        require(self.l2 != (), 'l2=(): expected one or more numbers')
         require_between(self, 'l2', above=0)
         for name, values in {'shots': self.shots, 'seeds': self.seeds}.items():
             distinct = len({*values}) == len(values) > 0

@@ -13,7 +13,7 @@ REFERENCE = pathlib.Path(__file__).parent.parent / 'fixtures' / 'fewshot.npz'
 def test_accuracies_are_those_of_big_visions_solver_to_the_example():
     with np.load(REFERENCE, allow_pickle=False) as file:
         z = dict(file)
-    found, _ = ridge.probe(
+    found, *_ = ridge.probe(
         z['train_labels'],
         Labelled(z['test_features'], z['test_labels']),
         features_of=z['train_features'].__getitem__,
@@ -55,6 +55,27 @@ def test_the_classifier_is_the_minimum_whichever_matrix_is_decomposed(images, l2
     weights = np.vstack([found.weights * scale[:, None], found.bias / 100])
     gradient = x.T @ (x @ weights - (2.0 * (labels[:, None] == range(4)) - 1)) + l2 * weights
     np.testing.assert_allclose(gradient, 0, atol=1e-7)  # of sums up to 5e5, in float64
+
+
+@pytest.mark.parametrize('images', [12, 60, 5000])
+@pytest.mark.parametrize('noise', [0.1, 3.0])  # a small l2 is best, or a large one
+def test_of_several_strengths_the_one_of_least_generalized_cross_validation_is_taken(images, noise):
+    """By the hat matrix itself, of the problem as the protocol states it; uneven classes."""
+    labels = RNG.permutation(np.arange(images) % 7 % 4)
+    x = 50 + RNG.normal(size=(4, 30))[labels] + noise * RNG.normal(size=(images, 30))
+    strengths, errors = (1e-3, 0.1, 10.0, 1e3, 1e5), []
+    full = with_constant((x - x.mean(axis=0)) / (x.std(axis=0) + 1e-5), 100.0)
+    targets = 2.0 * (labels[:, None] == range(4)) - 1
+    for l2 in strengths:
+        inverse = np.linalg.inv(full.T @ full + l2 * np.eye(31))
+        residual = targets - full @ (inverse @ (full.T @ targets))
+        trace = images - np.einsum('ij,jk,ik->', full, inverse, full)
+        errors.append((residual**2).sum() / trace**2)
+    found = ridge.fit(Labelled(x, labels), l2=strengths)
+    assert found.l2 == strengths[int(np.argmin(errors))]
+    alone = ridge.fit(Labelled(x, labels), l2=found.l2)
+    np.testing.assert_allclose(found.weights, alone.weights, rtol=1e-6, atol=1e-12)
+    np.testing.assert_array_equal(found.bias, alone.bias)
 
 
 def test_the_bias_is_hardly_regularised():
@@ -107,9 +128,10 @@ def test_features_are_computed_only_for_images_that_some_draw_uses():
         asked.extend(indices.tolist())
         return features[indices]
 
-    found, draws = ridge.probe(
+    found, draws, taken = ridge.probe(
         labels, test, features_of=features_of, shots=(1, 3), seeds=(0, 1), l2=10.0
     )
+    assert set(taken.values()) == {10.0} and taken.keys() == draws.keys()
     assert len(asked) == len(set(asked)) <= 3 * 5 * 2
     assert set(asked) == set(np.concatenate(list(draws.values())).tolist())
     assert found == {

@@ -63,7 +63,7 @@ def evaluate(
     episodes: int,
     seed: int,
     classifier: ByEpisode = 'centroid',
-    l2: float = ridge.L2,
+    l2: ridge.Strengths = ridge.L2,
 ) -> Episodes:
     """The accuracies of episodes drawn from these images; `l2` is of the classifier `ridge`.
 
@@ -73,7 +73,7 @@ def evaluate(
     """
     task = dict(ways=ways, shots=shots, queries=queries, episodes=episodes, seed=seed)
     _check(**task, classifier=classifier)
-    records.require(l2 > 0, f'l2={l2!r}: expected more than 0')
+    records.require(bool(np.all(np.asarray(l2) > 0)), f'l2={l2!r}: expected more than 0')
     predict = _nearest_centroid if classifier == 'centroid' else functools.partial(_ridge, l2=l2)
     found = []
     for learned, tested in draw(labels, **task):
@@ -139,12 +139,18 @@ def _nearest_centroid(train: Labelled, tested: Float[np.ndarray, 'm d']) -> Int[
     return classes[distances.argmin(axis=1)]
 
 
-def _ridge(train: Labelled, tested: Float[np.ndarray, 'm d'], *, l2: float) -> Int[np.ndarray, 'm']:
+def _ridge(
+    train: Labelled, tested: Float[np.ndarray, 'm d'], *, l2: ridge.Strengths
+) -> Int[np.ndarray, 'm']:
     return ridge.fit(train, l2=l2).predict(tested)
 
 
 def report(
-    test: Labelled, class_names: tuple[str, ...], config: EpisodesConfig, *, l2: float = ridge.L2
+    test: Labelled,
+    class_names: tuple[str, ...],
+    config: EpisodesConfig,
+    *,
+    l2: ridge.Strengths = ridge.L2,
 ) -> dict[str, Any]:
     """Protocol, accuracies, mean and interval for each number of shots, as JSON; UserError, as
     `require_possible`.

@@ -18,6 +18,7 @@ BIAS = 100.0  # a constant feature this large is hardly regularised: lambda / 10
 L2 = 1024.0  # not divided by the number of images: strong where they are few
 _SLICE = 2048  # images
 Accuracies = dict[tuple[int, int], float]  # by seed and shots
+Strengths = float | Sequence[float]  # an l2, or several to choose from
 Draws = dict[tuple[int, int], Int[np.ndarray, '_']]
 
 
@@ -43,9 +44,11 @@ def probe(
     features_of: Callable[[Int[np.ndarray, 'u']], Float[np.ndarray, 'u d']],
     shots: Sequence[int],
     seeds: Sequence[int],
-    l2: float,
-) -> tuple[Accuracies, Draws]:
-    """Test accuracy of each draw, and the draws; `features_of(indices)` is asked once, for all.
+    l2: Strengths,
+) -> tuple[Accuracies, Draws, dict[tuple[int, int], float]]:
+    """Test accuracy of each draw, the draws, and the l2 that each took of several.
+
+    `features_of(indices)` is asked once, for all.
 
     Images whose features are NaN, as of one that cannot be read, are left out of their draws.
     """
@@ -56,19 +59,17 @@ def probe(
     draws = {drawn: images[there[np.searchsorted(used, images)]] for drawn, images in draws.items()}
     if not all(map(len, draws.values())):
         raise UserError(f'none of the images that were drawn can be read, of {len(train_labels):,}')
-    accuracies = {}
+    accuracies, taken = {}, {}
     for drawn, indices in draws.items():
         train = Labelled(features[np.searchsorted(used, indices)], train_labels[indices])
-        accuracies[drawn] = accuracy(train, test, l2=l2)
-    return accuracies, draws
+        classifier = fit(train, l2=l2)
+        accuracies[drawn], taken[drawn] = classifier.accuracy(test), classifier.l2
+    return accuracies, draws, taken
 
 
-def accuracy(train: Labelled, test: Labelled, *, l2: float) -> float:
+def accuracy(train: Labelled, test: Labelled, *, l2: Strengths) -> float:
     """Test accuracy of the ridge classifier of the training images."""
-    classifier = fit(train, l2=l2)
-    rows = (slice(start, start + _SLICE) for start in range(0, len(test.labels), _SLICE))
-    hits = (classifier.predict(test.features[i]) == test.labels[i] for i in rows)
-    return sum(int(hit.sum()) for hit in hits) / len(test.labels)
+    return fit(train, l2=l2).accuracy(test)
 
 
 class Classifier(NamedTuple):
@@ -78,11 +79,18 @@ class Classifier(NamedTuple):
     mean: Float[np.ndarray, 'd']  # of the training features
     weights: Float[np.ndarray, 'd k']
     bias: Float[np.ndarray, 'k']
+    l2: float
+
+    def accuracy(self, test: Labelled) -> float:
+        """The share of these images that are classified right."""
+        rows = (slice(start, start + _SLICE) for start in range(0, len(test.labels), _SLICE))
+        hits = (self.predict(test.features[i]) == test.labels[i] for i in rows)
+        return sum(int(hit.sum()) for hit in hits) / len(test.labels)
 
     def predict(self, features: Float[np.ndarray, 'n d']) -> Int[np.ndarray, 'n']:
         """The class of the largest score, in float32. The mean is taken off first: added to the
         bias it would cost the digits of features that are far from zero."""
-        mean, weights, bias = (part.astype(np.float32) for part in self[1:])
+        mean, weights, bias = (part.astype(np.float32) for part in self[1:4])
         scores = (features.astype(np.float32, copy=False) - mean) @ weights
         scores += bias
         return self.classes[scores.argmax(axis=1)]
@@ -102,21 +110,30 @@ class Classifier(NamedTuple):
 # the targets, which is far from 0 where there are many classes. As the mean of each standardised
 # feature is zero, X'1 = 0: the bias is a system of its own, 100^2 sum(Y) / (100^2 n + l2), and X'Y
 # is twice the sum of the features of each class.
-def fit(train: Labelled, *, l2: float) -> Classifier:
-    """The ridge classifier, in float64. Features are standardised slice by slice, so that no copy
-    of all of them is made.
+#
+# Of several l2 the one is taken whose generalized cross-validation (Golub, Heath and Wahba 1979) is
+# least: an estimate of the squared error on other images, from the training images alone,
+#     |(I - H)Y|^2 / tr(I - H)^2,   H the matrix that makes predictions for these of their targets.
+# In the basis of eigenvectors of XX' and of 1, I - H is diagonal: l2 / (eigenvalue + l2), where the
+# eigenvalue of 1 is 100^2 n, and of what features do not span it is 0. So one eigendecomposition
+# serves all l2, and the test images are scored once.
+def fit(train: Labelled, *, l2: Strengths) -> Classifier:
+    """The ridge classifier, in float64, with the best of several l2.
+
+    Features are standardised slice by slice, so that no copy of all of them is made.
     """
     features, count = train.features, len(train.labels)
     classes, labels = np.unique(train.labels, return_inverse=True)
-    mean = features.mean(axis=0, dtype=np.float64)
-    bias = BIAS**2 * (2.0 * np.bincount(labels) - count) / (BIAS**2 * count + l2)
+    sizes, mean = np.bincount(labels), features.mean(axis=0, dtype=np.float64)
+    strengths = [float(each) for each in np.atleast_1d(l2)]
     if count < len(mean):
         x = features - mean
         scale = np.sqrt((x**2).mean(axis=0)) + EPSILON
         x /= scale
         targets = 2.0 * (labels[:, None] == range(len(classes)))
         targets -= targets.mean(axis=0)  # as X'1 = 0, it would leave its rounding alone, over l2
-        weights = x.T @ _solve(x @ x.T, targets, l2=l2)
+        solved, taken = _solve(x @ x.T, targets, strengths, sizes)
+        weights = x.T @ solved
     else:
         gram, sums = np.zeros((len(mean), len(mean))), np.zeros((len(classes), len(mean)))
         in_order = np.argsort(labels, kind='stable')
@@ -128,24 +145,63 @@ def fit(train: Labelled, *, l2: float) -> Classifier:
             sums[labels[rows[first]]] += np.add.reduceat(x, first)
         scale = np.sqrt(gram.diagonal() / count) + EPSILON
         gram /= scale[:, None] * scale
-        weights = _solve(gram, 2.0 * sums.T / scale[:, None], l2=l2)
-    return Classifier(classes, mean, weights / scale[:, None], bias)
+        right = 2.0 * sums.T / scale[:, None]
+        weights, taken = _solve(gram, right, strengths, sizes, of_features=True)
+    bias = BIAS**2 * (2.0 * sizes - count) / (BIAS**2 * count + taken)
+    return Classifier(classes, mean, weights / scale[:, None], bias, taken)
 
 
 def _solve(
-    gram: Float[np.ndarray, 'm m'], right: Float[np.ndarray, 'm k'], *, l2: float
-) -> Float[np.ndarray, 'm k']:
-    """(gram + l2)^-1 right; an l2 that gram's own rounding hides is taken as large as that is."""
+    gram: Float[np.ndarray, 'm m'],
+    right: Float[np.ndarray, 'm k'],
+    strengths: list[float],
+    sizes: Int[np.ndarray, 'k'],
+    *,
+    of_features: bool = False,
+) -> tuple[Float[np.ndarray, 'm k'], float]:
+    """(gram + l2)^-1 right, and the best l2; the matrix is X'X of features, or XX'.
+
+    An l2 that gram's own rounding hides is taken as large as that is.
+    """
     rounding = len(gram) * np.finfo(np.float64).eps * gram.diagonal().max()
-    gram[np.diag_indices_from(gram)] += max(l2, rounding)
-    factor = scipy.linalg.cho_factor(gram, overwrite_a=True)
-    return scipy.linalg.cho_solve(factor, right, overwrite_b=True)
+    if len(strengths) == 1:
+        gram[np.diag_indices_from(gram)] += max(strengths[0], rounding)
+        factor = scipy.linalg.cho_factor(gram, overwrite_a=True)
+        return scipy.linalg.cho_solve(factor, right, overwrite_b=True), strengths[0]
+    values, vectors = scipy.linalg.eigh(gram, overwrite_a=True)
+    values, parts = values.clip(rounding), vectors.T @ right
+    squares = (parts**2).sum(axis=1) / (values if of_features else 1.0)  # of Y along eigenvectors
+    errors = [_cross_validation(values, squares, sizes, max(l2, rounding)) for l2 in strengths]
+    taken = strengths[int(np.argmin(errors))]
+    return vectors @ (parts / (values + max(taken, rounding))[:, None]), taken
+
+
+def _cross_validation(
+    values: Float[np.ndarray, 'm'],
+    squares: Float[np.ndarray, 'm'],
+    sizes: Int[np.ndarray, 'k'],
+    l2: float,
+) -> float:
+    """The generalized cross-validation of an l2; `sizes` counts the images of each class."""
+    count, left, left_of_bias = sizes.sum(), l2 / (values + l2), l2 / (BIAS**2 * sizes.sum() + l2)
+    total = 4 * (sizes * (1 - sizes / count)).sum()  # |Y|^2 without its mean
+    along_one = ((2 * sizes - count) ** 2).sum() / count
+    residual = (squares * left**2).sum() + max(total - squares.sum(), 0.0)
+    trace = left.sum() + (count - len(values) - 1) + left_of_bias
+    return float((residual + along_one * left_of_bias**2) / trace**2)
 
 
 def report(
-    accuracies: Accuracies, draws: Draws, *, l2: float, name_of: Callable[[int], str], classes: int
+    accuracies: Accuracies,
+    draws: Draws,
+    taken: dict[tuple[int, int], float],
+    *,
+    l2: Strengths,
+    name_of: Callable[[int], str],
+    classes: int,
 ) -> dict[str, Any]:
     """Protocol, accuracies, means, deviations as JSON; `name_of(index)` names a training image."""
+    several = {'l2_taken': {f'seed {s}, {k} shots': each for (s, k), each in taken.items()}}
     seeds, shots = (list(dict.fromkeys(values)) for values in zip(*draws, strict=True))
     by_shots = {k: [accuracies[seed, k] for seed in seeds] for k in shots}
     return {
@@ -163,4 +219,5 @@ def report(
             f'seed {s}, {k} shots': [name_of(index) for index in drawn.tolist()]
             for (s, k), drawn in draws.items()
         },
+        **(several if np.ndim(l2) else {}),
     }

@@ -59,7 +59,7 @@ def probes(study: Study) -> Numbers:
 
 def _accuracies(task: _Task, features: Float[np.ndarray, 'i d'], l2: float) -> list[float]:
     """Of each draw."""
-    scores, _ = ridge.probe(
+    scores, *_ = ridge.probe(
         task.labels[task.learned],
         Labelled(features[task.tested], task.labels[task.tested]),
         features_of=features[task.learned].__getitem__,

@@ -148,10 +148,10 @@ def _result(
         more['episodes'] = drawn
     seeds, l2, classes = config.seeds, config.l2, len(train.class_names)
     shots, left_out = _possible(config.shots, train)
-    accuracies, draws = ridge.probe(
+    probed = ridge.probe(
         train.labels, tested, features_of=of_drawn, shots=shots, seeds=seeds, l2=l2
     )
-    report = ridge.report(accuracies, draws, l2=l2, name_of=train.name_of, classes=classes)
+    report = ridge.report(*probed, l2=l2, name_of=train.name_of, classes=classes)
     return protocol | more | left_out | report
 
 

@@ -85,11 +85,15 @@ def test_shots_that_a_class_does_not_have_are_left_out_and_said():
     source = array_source(images, labels, ['few', 'many'], name='data')
     reader = ImageReader(source, Preprocessing().crop, (8, 8), exif_rotation=False)
     one = probing.Probe('data', ProbeSet(), reader, reader)
-    sets = probing.Probes(FewshotConfig(shots=(1, 9, 10, 25), seeds=(0,)), {'data': one}, {})
+    config = FewshotConfig(shots=(1, 9, 10, 25), seeds=(0,), l2=(1.0, 1024.0))
+    sets = probing.Probes(config, {'data': one}, {})
     result = probing.evaluate(
         lambda reader, indices: images[indices, 0, :2].astype(np.float32), sets, Preprocessing()
     )
-    assert list(result['sets']['data']['mean']) == ['1', '9']
+    found = result['sets']['data']
+    assert list(found['mean']) == ['1', '9'] and found['l2'] == [1.0, 1024.0]
+    assert found['l2_taken'].keys() == found['accuracy'].keys()
+    assert {*found['l2_taken'].values()} <= {1.0, 1024.0}
     said = probing.summary(result)
     assert said.endswith(
         "9-shot 100.0% +- 0.0%, 10-shot, 25-shot left out: class 'few' has 9 images"

@@ -208,7 +208,7 @@ def report(
         'classes': classes,
         'shots': shots,
         'seeds': seeds,
-        'l2': l2,
+        'l2': np.asarray(l2).tolist(),
         'bias': BIAS,
         'targets': [-1, 1],
         'standardised': 'by mean and deviation of the drawn images',

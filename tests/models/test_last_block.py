@@ -91,6 +91,14 @@ def test_without_a_loop_stacked_parameters_are_split_once():
     assert 'dynamic_slice' not in str(jax.make_jaxpr(gradient)(params))
 
 
+def test_one_block_is_the_last_without_compiling_too():
+    model = build(tiny.model(depth=1), compute=Compute(last_block='class_tokens'))
+    params, images = model.init(jax.random.key(0)), tiny.images(1)
+    with jax.disable_jit():
+        logits = model.apply(params, images)
+    np.testing.assert_allclose(logits, model.apply(params, images), atol=1e-6)
+
+
 @pytest.mark.parametrize(
     'last_block, message',
     [('whole', r'\b4\b'), ('class_tokens', 'parameters of 4 blocks, the network has 2')],

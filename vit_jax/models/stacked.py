@@ -32,6 +32,8 @@ def in_turn(
     require(not others, wrong)
     assert compute.unroll != 'auto'  # `build` chose
     unroll = min(compute.unroll, depth)
+    if depth == 1:  # `jax.disable_jit` has no scan of nothing
+        return last(x, jax.tree.map(lambda leaf: leaf[0], stacked))
     if unroll == depth:
         return _without_loop(rematerialized(each, compute), last, x, stacked, depth)
 

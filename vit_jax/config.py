@@ -66,16 +66,16 @@ class FewshotConfig(Record):
 
     `sets` are data sets by the names of their results; none: the data of the experiment. Nearest
     neighbours and a logistic regression learn from all training images, episodes from test images
-    alone. `feature_cache` is where the features of whole splits are kept, when a checkpoint is
-    evaluated alone.
+    alone. `l2` is of ridge episodes too; of several, each draw takes that of least generalized
+    cross-validation. `feature_cache` is where the features of whole splits are kept, when a
+    checkpoint is evaluated alone.
     """
 
     sets: dict[str, ProbeSet] = _default(dict)  # by name; none: the data of the experiment
     crop: Crop | None = None  # None: the preprocessing's
     shots: tuple[int, ...] = (1, 5, 10, 25)  # images of each class
     seeds: tuple[int, ...] = (0, 1, 2)  # of the draws, whose mean is told
-    # Not divided by the number of images; of ridge episodes too. Of several the best is taken.
-    l2: float | tuple[float, ...] = ridge.L2
+    l2: float | tuple[float, ...] = ridge.L2  # the best of several; not divided by the images
     neighbours: int | None = None  # that vote on a test image; None: no such evaluation
     logistic: LogisticConfig | None = None  # None: no logistic regression
     episodes: EpisodesConfig | None = None  # None: no episodes

@@ -17,7 +17,7 @@ def run(asked: app.Invocation) -> None:
             print(f'{shots:>3} shots  {mean:7.2%} +- {values["deviation"][shots]:.2%}')
         if 'l2_taken' in values:
             taken = values['l2_taken'].values()
-            print(f'l2 {min(taken):g} to {max(taken):g} taken')
+            print(f'l2 of the draws: {min(taken):g} to {max(taken):g}')
         if 'left_out' in values:
             print(values['left_out'])
         if 'nearest_neighbours' in values:

@@ -283,8 +283,9 @@ def _names(options: Iterable[Any]) -> str:
             values += map(str, typing.get_args(hint))
         else:
             kinds.append(_name(hint))
-    listed = f'one of {", ".join(values)}' if len(values) > 1 else ''.join(values)
-    return ' or '.join([listed, *kinds] if values else kinds)
+    if values:
+        kinds.insert(0, f'one of {", ".join(values)}' if len(values) > 1 else values[0])
+    return ' or '.join(kinds)
 
 
 def _name(hint: Any) -> str:

@@ -52,8 +52,8 @@ def described() -> str:
 def orientation(stored: bytes) -> int | None:
     """How an image was stored by its EXIF, 1 (upright) to 8; None where that is not plain.
 
-    Plain is one number of 16 bits: of others, Pillow and OpenCV, which turns images that are
-    decoded whole, make different things.
+    Plain is one number of 16 bits. Of anything else Pillow and OpenCV make different things, and
+    OpenCV decodes the images that are decoded whole.
     """
     try:
         exif = open_with_pillow(stored, 'JPEG').info.get('exif', b'').removeprefix(b'Exif\0\0')

@@ -53,16 +53,14 @@ class ReadingProcesses:
         self.count = count
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         workers: list[_Worker] = []
-        processes: list[subprocess.Popen[bytes]] = []
-        weakref.finalize(self, _end, processes)
-        for _ in range(count):
-            try:
+        weakref.finalize(self, _end, workers)
+        try:
+            for _ in range(count):
                 workers.append(_Worker(reader, self.rows))
-            except OSError as error:  # no more files, processes or memory
-                _end(processes)
-                text = f'{error.strerror} after {len(processes)} of them; take fewer'
-                raise Unsendable(text) from error
-            processes.append(workers[-1].process)
+        except OSError as error:  # no more files, processes or memory
+            _end(workers)
+            text = f'{error.strerror} after {len(workers)} of them; take fewer'
+            raise Unsendable(text) from error
         for worker in workers:
             worker.tell(sent)
             self._idle.put(worker)
@@ -167,8 +165,9 @@ def _import_path() -> str:
     return os.pathsep.join([root, *filter(None, sys.path)])
 
 
-def _end(processes: Sequence['subprocess.Popen[bytes]']) -> None:
-    """Lets processes end, by closing what they read, and waits until they have."""
+def _end(workers: Sequence[_Worker]) -> None:
+    """Lets their processes end, by closing what they read, and waits until they have."""
+    processes = [worker.process for worker in workers]
     for process in processes:
         assert process.stdin is not None
         with contextlib.suppress(OSError):

@@ -5,7 +5,7 @@ A frozen network's features, k labelled images a class, and a ridge regression t
 standardisation, bias, l2 and seeds open; they are those of big_vision's `fewshot_lsr`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +17,8 @@ from vit_jax.evaluation.probes import EPSILON, Labelled
 BIAS = 100.0  # a constant feature this large is hardly regularised: lambda / 100^2
 L2 = 1024.0  # not divided by the number of images: strong where they are few
 _SLICE = 2048  # images
-Accuracies = dict[tuple[int, int], float]  # by seed and shots
 Strengths = float | Sequence[float]  # an l2, or several to choose from
+Numbers = dict[tuple[int, int], float]  # by seed and shots
 Draws = dict[tuple[int, int], Int[np.ndarray, '_']]
 
 
@@ -45,12 +45,11 @@ def probe(
     shots: Sequence[int],
     seeds: Sequence[int],
     l2: Strengths,
-) -> tuple[Accuracies, Draws, dict[tuple[int, int], float]]:
+) -> tuple[Numbers, Draws, Numbers]:
     """Test accuracy of each draw, the draws, and the l2 that each took of several.
 
-    `features_of(indices)` is asked once, for all.
-
-    Images whose features are NaN, as of one that cannot be read, are left out of their draws.
+    `features_of(indices)` is asked once, for all. Images whose features are NaN, as of one that
+    cannot be read, are left out of their draws.
     """
     draws = draw(train_labels, shots=shots, seeds=seeds)
     used = np.unique(np.concatenate(list(draws.values())))
@@ -164,16 +163,16 @@ def _solve(
     An l2 that gram's own rounding hides is taken as large as that is.
     """
     rounding = len(gram) * np.finfo(np.float64).eps * gram.diagonal().max()
+    added = [max(l2, rounding) for l2 in strengths]
     if len(strengths) == 1:
-        gram[np.diag_indices_from(gram)] += max(strengths[0], rounding)
+        gram[np.diag_indices_from(gram)] += added[0]
         factor = scipy.linalg.cho_factor(gram, overwrite_a=True)
         return scipy.linalg.cho_solve(factor, right, overwrite_b=True), strengths[0]
     values, vectors = scipy.linalg.eigh(gram, overwrite_a=True)
     values, parts = values.clip(rounding), vectors.T @ right
     squares = (parts**2).sum(axis=1) / (values if of_features else 1.0)  # of Y along eigenvectors
-    errors = [_cross_validation(values, squares, sizes, max(l2, rounding)) for l2 in strengths]
-    taken = strengths[int(np.argmin(errors))]
-    return vectors @ (parts / (values + max(taken, rounding))[:, None]), taken
+    best = int(np.argmin([_cross_validation(values, squares, sizes, l2) for l2 in added]))
+    return vectors @ (parts / (values + added[best])[:, None]), strengths[best]
 
 
 def _cross_validation(
@@ -192,16 +191,19 @@ def _cross_validation(
 
 
 def report(
-    accuracies: Accuracies,
+    accuracies: Numbers,
     draws: Draws,
-    taken: dict[tuple[int, int], float],
+    taken: Numbers,
     *,
     l2: Strengths,
     name_of: Callable[[int], str],
     classes: int,
 ) -> dict[str, Any]:
     """Protocol, accuracies, means, deviations as JSON; `name_of(index)` names a training image."""
-    several = {'l2_taken': {f'seed {s}, {k} shots': each for (s, k), each in taken.items()}}
+
+    def by_draw(values: Mapping[tuple[int, int], Any]) -> dict[str, Any]:
+        return {f'seed {seed}, {count} shots': each for (seed, count), each in values.items()}
+
     seeds, shots = (list(dict.fromkeys(values)) for values in zip(*draws, strict=True))
     by_shots = {k: [accuracies[seed, k] for seed in seeds] for k in shots}
     return {
@@ -214,10 +216,7 @@ def report(
         'standardised': 'by mean and deviation of the drawn images',
         'mean': {str(k): float(np.mean(a)) for k, a in by_shots.items()},
         'deviation': {str(k): float(np.std(a)) for k, a in by_shots.items()},
-        'accuracy': {f'seed {s}, {k} shots': a for (s, k), a in accuracies.items()},
-        'train_images': {
-            f'seed {s}, {k} shots': [name_of(index) for index in drawn.tolist()]
-            for (s, k), drawn in draws.items()
-        },
-        **(several if np.ndim(l2) else {}),
+        'accuracy': by_draw(accuracies),
+        'train_images': by_draw({k: [*map(name_of, v.tolist())] for k, v in draws.items()}),
+        **({'l2_taken': by_draw(taken)} if np.ndim(l2) else {}),
     }

@@ -51,8 +51,8 @@ def choose(
 ) -> Choice:
     """What is fastest on such devices and fits into their memory; `load` None: without training.
 
-    Where something is dropped at random the last block is `whole`, so that the same is dropped on
-    all devices, and as by earlier versions.
+    Where something is dropped at random the last block is `whole`: what is dropped is then the
+    same on all devices, and the same as in earlier versions.
 
     Raises UserError for a way to compute attention that the network cannot have.
     """

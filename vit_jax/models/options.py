@@ -75,9 +75,9 @@ ANYWHERE = Compute(remat='none', unroll=1, attention='xla', layout='batched', la
 def rematerialized(
     block: _T, compute: Compute, *, in_loop: bool = False, by: Any = jax.checkpoint
 ) -> _T:
-    """The block, a function, with the backward pass that `compute.remat` asks for.
+    """The block with the backward pass that `compute.remat` asks for.
 
-    A module by `nn.remat`.
+    A block is a function; where it is a module, `by` is `nn.remat`.
 
     XLA would merge the recomputation with the original one (common subexpressions) and keep what
     remat frees. Barriers prevent it; a rolled loop needs none: the two lie in different loops.

@@ -62,11 +62,11 @@ def find_topology(name: str) -> Topology:
     if found is None:
         raise UserError(f'--topology={name}: {_EXPECTED}')
     sides = [int(side) for side in found[3].split('x')]
-    too_large = found[2] == 'v5e' and max(sides) > 16  # libtpu would end the process
-    flat = len(sides) == 2 or found[2] not in ('v5e', 'v6e')
-    require(flat, f'--topology={name}: chips of {found[2]} lie in two directions; {_EXPECTED}')
+    fits = found[2] not in ('v5e', 'v6e') or len(sides) == 2
+    require(fits, f'--topology={name}: chips of {found[2]} lie in two directions; {_EXPECTED}')
+    fits = found[2] != 'v5e' or max(sides) <= 16  # else libtpu would end the process
     several = 'a slice of v5e has at most 16x16 chips; of several: 2*v5e:16x16'
-    require(not too_large, f'--topology={name}: {several}')
+    require(fits, f'--topology={name}: {several}')
     # Of the machine that compiles, so that the library does not look for a TPU in the network.
     os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
     os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')  # it opens no chip

@@ -3,13 +3,15 @@
     python -m benchmarks.step_program --topology=h200:1x1 --model=B/16 --batch=256
     python -m benchmarks.step_program --topology=v5e:2x2 --model=B/16 --batch=64 --depth=2
 
-Of the program that XLA makes for one device, bfloat16, AdamW and clipped gradients it prints, for a
-GPU, the kernels that are launched and the megabytes of an image that others than matrix products
-and fused attention read and write; for a TPU the cycles that the compiler estimates, of all
-instructions; for both the temporary memory. Nothing is timed. `--compute remat=dots unroll=2` says
-what is `auto` otherwise. Without a GPU XLA's choices of kernels are the usual ones, and cuDNN's
-attention is taken to be there, unless `--compute attention=xla`. `--big_vision=FOLDER`, which holds
-that repository, compiles its step (`benchmarks.peer_programs`) instead, with `--scan` its loop.
+It compiles the train step (AdamW, clipped gradients, all else as `vit_jax.train` chooses it, unless
+`--compute remat=dots unroll=2` sets it) with the options of a real run. For a GPU it prints the
+kernels that are launched, and the megabytes per image that kernels other than matrix products and
+fused attention read and write; for a TPU the cycles that the compiler estimates for all
+instructions; for both the temporary memory. Nothing is timed. A GPU times each matrix product as a
+Triton kernel and by cuBLAS, and runs the faster; without one XLA takes Triton for all of them, and
+with `--xla xla_gpu_enable_triton_gemm=false` cuBLAS: a run lies between. cuDNN's attention is
+assumed to compile. `--big_vision=FOLDER`, which holds that repository, compiles its step
+(`benchmarks.peer_programs`) instead, with `--scan` its loop.
 """
 
 import argparse
@@ -21,7 +23,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax._src.cudnn.fused_attention_stablehlo as cudnn
 
 from benchmarks import peer_programs
 from vit_jax.config import TrainConfig
@@ -137,9 +138,7 @@ def network(asked: argparse.Namespace) -> ViTConfig:
 
 def our_step(asked: argparse.Namespace, device: jax.Device) -> Any:
     """The update of `vit_jax.train` for a device, traced."""
-    fields: dict[str, Any] = {'dtype': 'bfloat16'}
-    fields |= {} if device.platform == 'tpu' else {'attention': 'cudnn'}
-    fields |= dict(text.split('=') for text in asked.compute)
+    fields: dict[str, Any] = dict(text.split('=') for text in asked.compute)
     fields |= {'unroll': int(fields['unroll'])} if 'unroll' in fields else {}
     config = TrainConfig(
         data='digits',
@@ -176,19 +175,19 @@ def main() -> None:
     parser.add_argument('--pool', default='gap')
     parser.add_argument('--batch', type=int, default=256)
     parser.add_argument('--compute', nargs='*', default=[], help='fields, such as remat=dots')
+    parser.add_argument('--xla', nargs='*', default=[], metavar='OPTION=VALUE', help='of XLA')
     parser.add_argument('--augreg', choices=AUGREG, help='a level of AugReg; none: no augmentation')
     parser.add_argument('--big_vision')
     parser.add_argument('--scan', action='store_true')
     asked = parser.parse_args()
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_enable_compilation_cache', False)
-    for name in 'check_cudnn_version', 'check_compute_capability':  # they ask the GPU
-        setattr(cudnn, name, lambda *_, **__: 91000)
-    cudnn.is_cuda_compute_capability_equal = lambda *_: False
     where = ahead_of_time.find_topology(asked.topology)
-    lowered = (their_step if asked.big_vision else our_step)(asked, where.devices[0])
+    with ahead_of_time.assumed_cudnn():
+        lowered = (their_step if asked.big_vision else our_step)(asked, where.devices[0])
     began = time.process_time()
-    program = ahead_of_time.compile_for(where, lowered)
+    xla: dict[str, Any] = dict(text.split('=') for text in asked.xla)
+    program = ahead_of_time.compile_for(where, lowered, options=xla)
     taken, text = time.process_time() - began, program.as_text()
     if where.devices[0].platform == 'tpu':
         found = f'{cycles(text) / 1e6:,.1f} M cycles'

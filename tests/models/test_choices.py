@@ -25,10 +25,35 @@ GIB = 2**30
 def test_each_kind_of_device_has_its_own_way(platform, layout, unroll, attention, remat):
     load = Load(images=64, memory=None)
     chosen = choose(Compute(), B16, platform=platform, load=load).compute
-    expected = Compute(layout=layout, unroll=unroll, attention=attention, remat=remat)
-    assert chosen == dataclasses.replace(expected, last_block='class_tokens')
+    assert chosen == Compute(
+        dtype='float32',
+        layout=layout,
+        unroll=unroll,
+        attention=attention,
+        remat=remat,
+        last_block='class_tokens',
+    )
     forward = choose(Compute(), B16, platform=platform).compute
     assert forward == dataclasses.replace(chosen, remat='none')
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])
+@pytest.mark.parametrize('has_bfloat16', [True, False])
+def test_training_computes_in_bfloat16_where_the_device_has_it(platform, has_bfloat16):
+    load = Load(images=64, memory=None, has_bfloat16=has_bfloat16)
+    choice = choose(Compute(), B16, platform=platform, load=load)
+    assert choice.compute.dtype == ('bfloat16' if has_bfloat16 else 'float32')
+    assert 'bfloat16' in choice.why
+    for dtype in 'float32', 'bfloat16':
+        choice = choose(Compute(dtype=dtype), B16, platform=platform, load=load)
+        assert choice.compute.dtype == dtype
+        assert 'bfloat16' not in choice.why
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])
+@pytest.mark.parametrize('model', [B16, ResNetConfig()])
+def test_a_model_that_is_not_trained_computes_in_float32(platform, model):
+    assert choose(Compute(), model, platform=platform).compute.dtype == 'float32'
 
 
 def test_a_tpu_recomputes_where_its_loop_is_rolled_alone():
@@ -113,7 +138,14 @@ def test_a_resnet_has_no_attention_to_refuse():
 
 @pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])
 def test_what_is_said_stays(platform):
-    said = Compute(remat='block', unroll=3, attention='xla', layout='batched', last_block='whole')
+    said = Compute(
+        dtype='float32',
+        remat='block',
+        unroll=3,
+        attention='xla',
+        layout='batched',
+        last_block='whole',
+    )
     load = Load(images=10**6, memory=1)
     assert choose(said, B16, platform=platform, load=load) == (said, '')
 
@@ -155,7 +187,8 @@ def test_the_estimate_is_what_programs_for_gpus_without_cudnn_take(name, last_bl
 def test_reasons_are_given_for_what_was_chosen_alone():
     full = Load(images=4096, memory=GIB)
     reasons = choose(Compute(), B16, platform='gpu', load=full).why.split('; ')
-    for i, said in enumerate([{'unroll': 1}, {'last_block': 'whole'}, {'remat': 'dots'}]):
+    fields = {'dtype': 'float32'}, {'unroll': 1}, {'last_block': 'whole'}, {'remat': 'dots'}
+    for i, said in enumerate(fields):
         others = choose(Compute(**said), B16, platform='gpu', load=full).why.split('; ')
         assert others == reasons[:i] + reasons[i + 1 :]
 

@@ -1,5 +1,6 @@
 """Layers on tokens as rows against Flax's own."""
 
+import dataclasses
 import functools
 import re
 
@@ -15,8 +16,9 @@ from vit_jax.models import Compute, build, ops
 
 KEY = jax.random.key(0)
 TOKENS = jax.random.normal(KEY, (2, 5, 6))
-FLAT, BATCHED = Compute(layout='flat', remat='none'), Compute(layout='batched')
-FOR_CPU = Compute(layout='flat', attention='head_major')
+FLAT = Compute(dtype='float32', layout='flat', remat='none')
+BATCHED = Compute(dtype='float32', layout='batched')
+FOR_CPU = dataclasses.replace(FLAT, attention='head_major')
 
 
 def applied(layer, x, params=None):

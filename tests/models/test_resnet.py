@@ -89,7 +89,7 @@ def test_the_resnet_is_the_one_of_the_papers_code():
 
 def test_scale_and_shift_of_a_kernel_are_gone_before_any_norm():
     kernel = np.random.default_rng(0).normal(size=(3, 3, 2, 4)).astype(np.float32)
-    convolution = StandardConv(features=4, size=3, compute=Compute())
+    convolution = StandardConv(features=4, size=3, compute=Compute(dtype='float32', layout='flat'))
     images = jnp.asarray(np.random.default_rng(1).normal(size=(1, 5, 4, 2)), jnp.float32)
     one, other = (
         convolution.apply({'params': {'kernel': changed}}, images)
@@ -103,7 +103,7 @@ def test_the_epsilon_is_added_to_the_deviation():
     """Not to the variance, which would be 11 times larger with it here."""
     kernel = 1e-3 * np.random.default_rng(0).normal(size=(3, 3, 2, 4)).astype(np.float32)
     image = np.random.default_rng(1).normal(size=(5, 4, 2)).astype(np.float32)
-    convolution = StandardConv(features=4, size=3, compute=Compute())
+    convolution = StandardConv(features=4, size=3, compute=Compute(dtype='float32', layout='flat'))
     result = convolution.apply({'params': {'kernel': kernel}}, jnp.asarray(image)[None])[0]
     np.testing.assert_allclose(result, conv(image, kernel.astype(np.float64), 1), rtol=1e-4)
 

@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from vit_jax.base import require
-from vit_jax.models.attention import LONG
+from vit_jax.models.attention import LONG, Implementation
 from vit_jax.models.options import POLICIES, Compute, Regularization, Remat
 from vit_jax.models.resnet import ResNetConfig
 from vit_jax.models.vit_config import ViTConfig
@@ -24,10 +24,11 @@ _BYTES = {'float32': 4, 'bfloat16': 2}
 
 
 class Load(NamedTuple):
-    """What one device has to train on."""
+    """What one device trains on, and what it can do."""
 
     images: int  # at once
     memory: int | None  # bytes that activations may take; None where it is not known
+    has_bfloat16: bool = False  # does it multiply bfloat16 faster than float32?
 
 
 class Choice(NamedTuple):
@@ -51,8 +52,9 @@ def choose(
 ) -> Choice:
     """What is fastest on such devices and fits into their memory; `load` None: without training.
 
-    Where something is dropped at random the last block is `whole`: what is dropped is then the
-    same on all devices, and the same as in earlier versions.
+    Training computes in bfloat16 where the device has it, everything else in float32. Where
+    something is dropped at random the last block is `whole`: what is dropped is then the same on
+    all devices, and the same as in earlier versions.
 
     Raises UserError for a way to compute attention that the network cannot have.
     """
@@ -60,6 +62,7 @@ def choose(
     relative = isinstance(model, ViTConfig) and model.positions == 'relative'
     attention = {'cpu': 'head_major', 'gpu': 'padded' if relative else 'auto'}.get(platform, 'xla')
     best: dict[str, Any] = {
+        'dtype': 'bfloat16' if load is not None and load.has_bfloat16 else 'float32',
         'layout': 'batched' if platform == 'tpu' else 'flat',
         'unroll': 1,
         'attention': attention,
@@ -79,6 +82,9 @@ def choose(
     left = [name for name in (*best, 'remat') if getattr(compute, name) == 'auto']
     chosen = dataclasses.replace(compute, **{n: v for n, v in best.items() if n in left})
     why = []
+    if 'dtype' in left and load is not None:
+        is_faster = 'has fast' if load.has_bfloat16 else 'has no fast'
+        why.append(f'dtype: this {platform.upper()} {is_faster} bfloat16 products')
     if 'unroll' in left and chosen.unroll != 1:
         why.append('unroll: a GPU is fastest where no loop copies what it keeps')
     if platform == 'gpu' and 'attention' in left and relative:
@@ -126,6 +132,16 @@ def _least_remat(model: ViTConfig, compute: Compute, load: Load) -> Remat:
     return POLICIES[-1]
 
 
+def with_cudnn(compute: Compute, model: ViTConfig | ResNetConfig) -> Compute:
+    """What `attention=auto` becomes on a GPU whose cuDNN has fused attention."""
+    if compute.attention != 'auto' or not isinstance(model, ViTConfig):
+        return compute
+    attention: Implementation = 'blockwise' if model.num_tokens > LONG else 'padded'
+    if compute.dtype == 'bfloat16':
+        attention = 'cudnn'
+    return dataclasses.replace(compute, attention=attention)
+
+
 def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
     """Bytes of one image's activations when the backward pass begins: an estimate, by `remat`.
 
@@ -137,9 +153,7 @@ def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
     """
     size, tokens, width = _BYTES[compute.dtype], model.num_tokens, model.width
     hidden = model.mlp_dim * (2 if model.gelu is None else 1)
-    way = compute.attention
-    if way == 'auto':  # on a GPU; elsewhere it was chosen
-        way = 'cudnn' if size == 2 else 'blockwise' if tokens > LONG else 'padded'
+    way = with_cudnn(compute, model).attention
     has_weights = way not in (*_KERNELS, 'blockwise')
     weights = model.num_heads * tokens**2 if has_weights else 0
     flat = compute.layout == 'flat'

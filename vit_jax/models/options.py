@@ -37,7 +37,9 @@ class Regularization(Record):
 class Compute(Record):
     """How the same function is computed: precision, memory, kernels.
 
-    Parameters, statistics of the norms, softmax and logits are float32 whatever the dtype. `remat`
+    Parameters, statistics of the norms, softmax and logits are float32 whatever the dtype. With
+    `auto`, training computes in bfloat16 on TPUs and on NVIDIA GPUs that have its products (Ampere
+    and later), and in float32 on other devices; a given checkpoint is used in float32. `remat`
     decides what the backward pass recomputes: nothing, all but the large matrix products and
     convolutions (`dots`), or the whole block. Unrolled blocks run faster on GPUs and take longer to
     compile. `attention=blockwise` is for long sequences on any device. Where the head reads class
@@ -46,7 +48,7 @@ class Compute(Record):
     devices (models/choices.py).
     """
 
-    dtype: Literal['float32', 'bfloat16'] = 'float32'  # of activations and products
+    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of activations and products
     remat: Remat | Literal['auto'] = 'auto'  # dots: all but products are recomputed; block: all
     unroll: int | Literal['auto'] = 'auto'  # blocks in one iteration of the scan
     attention: Implementation = 'auto'  # cudnn, padded: GPUs; head_major: CPUs; splash: TPUs
@@ -69,7 +71,14 @@ class Compute(Record):
 
 
 # Of a program that any device may be given, or none: nothing is chosen for one.
-ANYWHERE = Compute(remat='none', unroll=1, attention='xla', layout='batched', last_block='whole')
+ANYWHERE = Compute(
+    dtype='float32',
+    remat='none',
+    unroll=1,
+    attention='xla',
+    layout='batched',
+    last_block='whole',
+)
 
 
 def rematerialized(

@@ -32,7 +32,7 @@ from vit_jax.models import (
     multiply_adds,
     parameter_count,
 )
-from vit_jax.models.choices import Choice, Load, choose
+from vit_jax.models.choices import Choice, Load, choose, with_cudnn
 from vit_jax.parallel import meshes
 from vit_jax.parallel.peaks import peak_of
 from vit_jax.runs.probing import Probes, open_probes
@@ -153,7 +153,11 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
     init, update, report = _training_functions(config, model, mesh, trained, length, classes)
     crop = host_crop(config.augmentation, preprocessing)
     return Experiment(
-        config=dataclasses.replace(config, start_from=start and start.path),  # no secret of a URL
+        config=dataclasses.replace(
+            config,
+            start_from=start and start.path,  # without the secrets of a URL
+            compute=dataclasses.replace(config.compute, dtype=choice.compute.dtype),
+        ),
         start=start,
         mesh=mesh,
         choice=choice,
@@ -237,9 +241,23 @@ def choose_compute(config: TrainConfig, model: ModelConfig, mesh: Mesh, *, plann
         split = mesh.shape['fsdp'] * mesh.shape['tensor']
         memory -= 4 * numbers * parameter_count(model) // split
     parts = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
-    load = Load(images=config.batch_size // parts, memory=memory)
+    load = Load(config.batch_size // parts, memory, has_bfloat16(device))
     drawn = config.regularization
-    return choose(config.compute, model, platform=device.platform, load=load, regularization=drawn)
+    platform = device.platform
+    choice = choose(config.compute, model, platform=platform, load=load, regularization=drawn)
+    if planned:  # a run on a GPU tries whether cuDNN compiles, a plan assumes it
+        return choice._replace(compute=with_cudnn(choice.compute, model))
+    return choice
+
+
+def has_bfloat16(device: Any) -> bool:
+    """Does the device multiply bfloat16 faster than float32?
+
+    True for TPUs and for NVIDIA's GPUs from Ampere (compute capability 8.0) on; of AMD's GPUs it is
+    not known here.
+    """
+    major = str(getattr(device, 'compute_capability', '')).partition('.')[0]
+    return device.platform == 'tpu' or (major.isdecimal() and int(major) >= 8)
 
 
 def _memory(device: jax.Device) -> int | None:

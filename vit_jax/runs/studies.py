@@ -161,6 +161,8 @@ def write_config(folder: Path, study: Study, run: PlannedRun) -> Path:
         best = study.grids[run.after.grid].best
         values['start_from'] = str(_checkpoint(folder / run.after.name, best))
     path = folder / run.name / workdirs.CONFIG
+    if values['compute']['dtype'] == 'auto':
+        values['compute']['dtype'] = workdirs.kept_dtype(str(path.parent))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, values)
     return path

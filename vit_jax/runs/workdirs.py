@@ -98,6 +98,18 @@ def _keep_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) 
         write_json(kept, config)
 
 
+def kept_dtype(path: str) -> Any:
+    """The `compute.dtype` of the run that has begun in a work directory; `auto` where none has."""
+    folder = storage.folder(path)
+    with storage.reaching(folder):
+        if not digests.steps(folder / FOLDER):
+            return 'auto'
+        try:
+            return read_config(folder / CONFIG)['compute']['dtype']
+        except Exception:  # `opened` rejects a configuration that cannot be read
+            return 'auto'
+
+
 @contextlib.contextmanager
 def locked(folder: pathlib.Path) -> Iterator[Workdir]:
     """Holds the lock file, which says who does; the system frees it when the process is gone.

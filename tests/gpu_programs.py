@@ -1,0 +1,219 @@
+"""Compiles the programs of many models for one H200, without a GPU; prints a line for each.
+
+    PYTHONPATH=.:.cache/gpu_compiler python -m tests.gpu_programs [NAME ...]
+
+XLA aborts the process where a check of its own fails, so each program is compiled in a forked
+child. `test_gpu_programs.py` runs this. The folder in PYTHONPATH holds jax's plugin for GPUs:
+
+    pip install --no-deps --target .cache/gpu_compiler jax-cuda13-plugin==V jax-cuda13-pjrt==V
+
+where V is the version of jax.
+"""
+
+import dataclasses
+import os
+import re
+import sys
+import tempfile
+import time
+import traceback
+from typing import Literal, NamedTuple
+
+import jax
+
+from vit_jax.config import FewshotConfig, TrainConfig
+from vit_jax.data.augmentation import augreg
+from vit_jax.models import Backbone, Compute, Regularization, ResNetConfig, ViTConfig
+from vit_jax.parallel import ahead_of_time
+from vit_jax.runs import compilation, memory_plan
+from vit_jax.runs.experiment import decide
+from vit_jax.training.duration import Duration
+from vit_jax.training.masked_patches import MaskedPatches
+from vit_jax.training.optimizer import OptimizerConfig
+
+WORKERS, SECONDS = 2, 300  # children at once, and the most that one may take
+Step = Literal['train', 'eval', 'features']
+
+
+class Program(NamedTuple):
+    """One step of one model."""
+
+    model: ViTConfig | ResNetConfig
+    compute: Compute = Compute()
+    step: Step = 'train'
+    changes: dict = {}  # of the experiment
+
+
+VIT = ViTConfig(
+    image_size=(48, 48),  # 36 patches and the class token
+    patch_size=(8, 8),
+    width=96,
+    depth=2,
+    mlp_dim=192,
+    num_heads=3,
+)
+PAIR = Backbone(blocks=(1, 1), width=32)
+HYBRID = dataclasses.replace(VIT, backbone=PAIR, patch_size=(1, 1), depth=1, pool='gap')
+RESNET = ResNetConfig(image_size=(48, 48), backbone=PAIR)
+
+
+def vit(**changes):
+    return dataclasses.replace(VIT, **changes)
+
+
+def hybrid(blocks, **changes):
+    return dataclasses.replace(HYBRID, backbone=Backbone(blocks=blocks, width=32), **changes)
+
+
+def odd(model):
+    """The feature map of its first stage is 9x9 in place of 12x12."""
+    return dataclasses.replace(model, image_size=(36, 36))
+
+
+FLOAT32, BATCHED = Compute(dtype='float32'), Compute(layout='batched')
+DINO = {'gelu': None, 'layer_scale': 1e-5, 'registers': 4, 'pool': 'cls_gap'}
+VIT_22B = {'norm': 'rms', 'qk_norm': True, 'parallel': True, 'positions': 'learned2d'}
+NOISE = {
+    'regularization': Regularization(dropout=0.1, stochastic_depth=0.1),
+    'augmentation': augreg('medium2'),
+}
+PROGRAMS = {
+    **{
+        f'vit, attention={way}': Program(VIT, Compute(attention=way))
+        for way in ('cudnn', 'padded', 'xla', 'head_major', 'blockwise')
+    },
+    'vit, float32': Program(VIT, FLOAT32),
+    'vit, eval': Program(VIT, step='eval'),
+    'vit, features': Program(VIT, step='features'),
+    'vit, remat=dots': Program(VIT, Compute(remat='dots')),
+    'vit, dropout and RandAugment': Program(VIT, changes=NOISE),
+    'vit, masked patches': Program(VIT, changes={'objective': MaskedPatches()}),
+    'vit, attention pooling': Program(vit(pool='map')),
+    'vit, relative positions': Program(vit(positions='relative')),
+    'vit, rope': Program(vit(positions='rope')),
+    'vit, as in DINOv2': Program(vit(**DINO)),
+    'vit, as in ViT-22B': Program(vit(**VIT_22B)),
+    'hybrid': Program(HYBRID),
+    'hybrid, odd': Program(odd(HYBRID)),
+    'hybrid, batched': Program(HYBRID, BATCHED),
+    'hybrid, float32': Program(HYBRID, FLOAT32),
+    'hybrid, as on a CPU': Program(HYBRID, Compute(attention='head_major')),
+    'hybrid, eval': Program(HYBRID, step='eval'),
+    'hybrid, features': Program(odd(HYBRID), step='features'),
+    'hybrid of a root': Program(hybrid((), patch_size=(2, 2))),
+    'hybrid of one stage': Program(hybrid((1,), patch_size=(2, 2))),
+    'resnet': Program(RESNET),
+    'resnet, odd, remat=dots': Program(odd(RESNET), Compute(remat='dots')),
+    'resnet, batched': Program(RESNET, BATCHED),
+    'resnet, float32': Program(RESNET, FLOAT32),
+    'resnet, as on a CPU': Program(odd(RESNET), Compute(attention='head_major')),
+    'resnet, eval': Program(odd(RESNET), step='eval'),
+    'resnet, features': Program(RESNET, step='features'),
+}
+
+
+def lowered_update(program: Program, devices):
+    """The train step of a program, traced for these devices."""
+    experiment, state = prepared(program, devices)
+    with ahead_of_time.assumed_cudnn():
+        return compilation.lower_update(experiment, state)
+
+
+def prepared(program: Program, devices):
+    """The experiment of a program on these devices, and its abstract state."""
+    config = TrainConfig(
+        data='digits',
+        model=program.model,
+        total=Duration(steps=100),
+        batch_size=32,
+        optimizer=OptimizerConfig(weight_decay=0.1, clip_norm=1.0),
+        compute=program.compute,
+        fewshot=FewshotConfig(),
+        **program.changes,
+    )
+    config = memory_plan.without_data(config, num_classes=10, num_images=1000)
+    experiment = decide(config, devices=devices)
+    return experiment, compilation.abstract_state(experiment)
+
+
+def compile_program(program: Program, where: ahead_of_time.Topology) -> None:
+    """Compiles a program with the options of a run."""
+    if program.step == 'train':
+        ahead_of_time.compile_for(where, lowered_update(program, where.devices))
+        return
+    experiment, state = prepared(program, where.devices)
+    with ahead_of_time.assumed_cudnn():
+        if program.step == 'eval':
+            compilation.compile_eval_steps(experiment, state.eval_params)
+        else:
+            compilation.compile_features(
+                experiment.model,
+                experiment.preprocessing,
+                experiment.mesh,
+                experiment.eval_batch_size,
+                state.eval_params,
+            )
+
+
+def in_child(program: Program, path: str) -> int:
+    """Starts a forked process that compiles; what it says goes to a file."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        compile_program(program, ahead_of_time.find_topology('h200:1x1'))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def ended(pid: int, started: float) -> int | None:
+    """The exit status of a child, negative for a signal; None while it runs in its time."""
+    found, status = os.waitpid(pid, os.WNOHANG)
+    if found:
+        return os.waitstatus_to_exitcode(status)
+    if time.monotonic() - started > SECONDS:
+        os.kill(pid, 9)
+    return None
+
+
+def reason(path: str) -> str:
+    """The failed check of XLA, or the end of the traceback."""
+    with open(path, errors='replace') as file:
+        text = file.read()
+    failed = re.search(r'^.*Check failed.*$', text, re.MULTILINE)
+    return failed[0] if failed else text[-2000:]
+
+
+def main(names: list[str]) -> None:
+    jax.config.update('jax_platforms', 'cpu')
+    jax.config.update('jax_enable_compilation_cache', False)  # it asks the devices
+    waiting = list(names or PROGRAMS)
+    running: dict[int, tuple[str, str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            while waiting and len(running) < WORKERS:
+                name, now = waiting.pop(0), time.monotonic()
+                path = f'{folder}/{len(waiting)}'
+                running[in_child(PROGRAMS[name], path)] = name, path, now
+            for pid, (name, path, started) in list(running.items()):
+                if (code := ended(pid, started)) is None:
+                    continue
+                del running[pid]
+                taken = time.monotonic() - started
+                print('ok  ' if code == 0 else 'FAIL', f'{name}: {taken:.0f} s', flush=True)
+                if code:
+                    print(f'exit {code}:', reason(path), flush=True)
+            time.sleep(0.05)
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])

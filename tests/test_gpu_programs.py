@@ -1,0 +1,112 @@
+"""Programs for GPUs, on a machine without one.
+
+XLA for GPUs pulls a strided slice into the matrix product that reads it, and aborts the process
+while it compiles (openxla/xla issue 47381).
+"""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests import gpu_programs, tiny
+from tests.gpu_programs import HYBRID, PROGRAMS, RESNET
+from tests.hosts import ROOT
+from vit_jax.models import Compute, build
+
+PLUGIN = ROOT / '.cache' / 'gpu_compiler'
+PRODUCTS = 'stablehlo.dot', 'stablehlo.dot_general'
+# XLA fuses nothing through these: their result is written to memory.
+WRITTEN = *PRODUCTS, 'stablehlo.convolution', 'stablehlo.optimization_barrier'
+
+
+def products_of_strided_slices(module):
+    """Names of the matrix products of a StableHLO module that read a strided slice."""
+    functions = {op.attributes['sym_name'].value: op for op in module.body.operations}
+    found = []
+
+    def strided_results(function, arguments):
+        """Which results of a function are strided, where these of its arguments are."""
+        (block,) = function.regions[0].blocks
+        strided = {
+            a for a, is_strided in zip(block.arguments, arguments, strict=True) if is_strided
+        }
+        for op in block.operations:
+            op = getattr(op, 'operation', op)
+            reads = [value in strided for value in op.operands]
+            if op.name == 'func.return':
+                return reads
+            if op.name == 'func.call':
+                callee = functions[op.attributes['callee'].value]
+                strided |= {
+                    result
+                    for result, is_strided in zip(
+                        op.results, strided_results(callee, reads), strict=True
+                    )
+                    if is_strided
+                }
+                continue
+            if any(reads) and op.name in PRODUCTS:
+                found.append(str(op.location))
+            has_stride = op.name == 'stablehlo.slice' and max(op.attributes['strides']) > 1
+            if has_stride or (any(reads) and op.name not in WRITTEN):
+                strided |= {*op.results}
+        raise AssertionError('a function without a return')
+
+    main = functions['main']
+    strided_results(main, [False] * len(main.regions[0].blocks[0].arguments))
+    return found
+
+
+def lowered_for_gpus(function, *arguments):
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=('cuda',))
+
+
+def strided_products_of(function, *arguments):
+    return products_of_strided_slices(lowered_for_gpus(function, *arguments).compiler_ir())
+
+
+def test_a_strided_slice_is_seen_through_functions_and_elementwise_operations():
+    x, kernel = jnp.ones((2, 6, 6, 4)), jnp.ones((4, 4))
+
+    @jax.jit
+    def halved(x):
+        return jnp.maximum(x[:, ::2, ::2], 0).reshape(-1, 4)
+
+    assert len(strided_products_of(lambda x: halved(x) @ kernel, x)) == 1
+    assert not strided_products_of(lambda x: jax.lax.optimization_barrier(halved(x)) @ kernel, x)
+    assert not strided_products_of(lambda x: halved(x @ kernel), x)
+
+
+@pytest.mark.parametrize('attention', ['auto', 'head_major'])
+@pytest.mark.parametrize('config', [HYBRID, RESNET, gpu_programs.hybrid((), patch_size=(2, 2))])
+def test_no_matrix_product_reads_a_strided_slice(config, attention):
+    config = dataclasses.replace(config, num_classes=3)
+    compute = Compute(attention=attention, unroll=1)
+    model = build(config, compute=compute, platform='gpu')
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    gradient = jax.grad(lambda params, images: model.apply(params, images).std())
+    assert not strided_products_of(gradient, params, tiny.images(2, config))
+
+
+@pytest.mark.full
+@pytest.mark.skipif(
+    not PLUGIN.exists(), reason='no GPU compiler; tests/gpu_programs.py installs it'
+)
+def test_every_program_compiles_for_a_gpu():
+    """As a run compiles it, but that no kernel is timed. An abort ends a child, not the test."""
+    environment = os.environ | {
+        'PYTHONPATH': f'{ROOT}{os.pathsep}{PLUGIN}',
+        'TF_CPP_MIN_LOG_LEVEL': '2',
+    }
+    command = [sys.executable, '-m', 'tests.gpu_programs']
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, text=True, capture_output=True, timeout=1200
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert sum(line.startswith('ok ') for line in lines) == len(PROGRAMS), done.stdout

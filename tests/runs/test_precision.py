@@ -8,13 +8,24 @@ import jax
 import numpy as np
 import pytest
 
+import vit_jax
 from tests import tiny
+from tests.networks import loaded
 from vit_jax.base import UserError
-from vit_jax.config import Grid, Study
+from vit_jax.config import FewshotConfig, Grid, Study
 from vit_jax.data import loading
-from vit_jax.models import Backbone, Compute
+from vit_jax.data.sources.opening import make_opener
+from vit_jax.models import Backbone, Compute, attention, vit
 from vit_jax.parallel import meshes
-from vit_jax.runs import experiment, studies, training_run, workdirs
+from vit_jax.runs import (
+    evaluation_run,
+    experiment,
+    prediction,
+    probing_run,
+    studies,
+    training_run,
+    workdirs,
+)
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import ScheduleConfig
 
@@ -115,3 +126,28 @@ def test_state_and_losses_are_float32_whatever_the_precision():
         leaf.dtype for leaf in jax.tree.leaves(state) if np.issubdtype(leaf.dtype, np.inexact)
     ]
     assert {*floats} == {np.dtype('float32')}
+
+
+def test_a_given_checkpoint_is_used_with_exact_products(tmp_path, monkeypatch, has_bfloat16):
+    """GPUs and TPUs would otherwise round the operands of float32 products."""
+    config = tiny.experiment(model=None, total=None, start_from=str(tmp_path / 'network'))
+    config.fewshot = FewshotConfig(shots=(1,), seeds=(0,))
+    network = loaded(tiny.model(num_classes=10))
+    vit_jax.save(network, config.start_from, 'vit_jax')
+    source = make_opener()('digits', 'test[:20]')
+    reader = prediction.reader_for(network, source, max_pixels=10**6)
+    seen = []
+
+    def attend(*args, **options):
+        seen.append((args[0].dtype.name, jax.default_matmul_precision.value))
+        return attention.attend(*args, **options)
+
+    monkeypatch.setattr(vit, 'attend', attend)
+    for use in (
+        lambda: evaluation_run.evaluate(network, reader, batch_size=16),
+        lambda: probing_run.probe(config, str(tmp_path / 'fewshot')),
+        lambda: vit_jax.load(config.start_from).features(np.zeros((1, 8, 8, 3))),
+    ):
+        seen.clear()
+        use()
+        assert {*seen} == {('float32', 'highest')}

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from vit_jax.base import Array, Batch, Float, Int, UserError, require
@@ -75,8 +76,13 @@ def evaluate(
     loss = make_loss(LossConfig(kind='sigmoid' if loaded.card.loss == 'sigmoid' else 'softmax'))
     several = source.multi_label
     any_right = several and (relabelled or loaded.card.loss == 'softmax')
+
+    def apply(*inputs: Any) -> Float[Array, 'b k']:
+        with jax.default_matmul_precision('highest'):  # no bfloat16, no TF32
+            return loaded.model.apply(*inputs)
+
     step = make_loss_sums(
-        loaded.model.apply,
+        apply,
         of_any(loss) if any_right else loss,
         functools.partial(normalize, preprocessing=loaded.preprocessing),
         rows_of=_rows_of_several if several else predictions,

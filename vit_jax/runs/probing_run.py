@@ -12,6 +12,7 @@ from vit_jax.config import TrainConfig
 from vit_jax.data.loading import make_loaders
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.models import build, headless
+from vit_jax.models.choices import choose
 from vit_jax.parallel import meshes, sharding_rules
 from vit_jax.parallel.processes import Job
 from vit_jax.runs import data_record, feature_cache, fingerprint, probing, workdirs
@@ -40,7 +41,8 @@ def probe(
     config = dataclasses.replace(config, preprocessing=preprocessing, start_from=start.path)
     size = config.image_size or start.card.model.image_size
     body = dataclasses.replace(headless(start.card.model), image_size=size)
-    model = build(body, compute=config.compute)
+    compute = choose(config.compute, body, platform=jax.default_backend()).compute
+    model = build(body, compute=compute)
     mesh, batch_size = make_mesh(config), config.eval_batch_size or config.batch_size
     reader = reader_for(config, preprocessing, size)
     sets = probing.open_probes(config, make_opener(config.held_out), reader)
@@ -51,7 +53,9 @@ def probe(
         fresh = jax.eval_shape(model.init, jax.random.key(0))
         shardings = sharding_rules.shardings_for(fresh, mesh, config.mesh)
         abstract = sharding_rules.abstract(fresh, shardings)
-        features = compile_features(model, preprocessing, mesh, batch_size, abstract)
+        # GPUs and TPUs would round float32 to TF32 or bfloat16.
+        with jax.default_matmul_precision('highest' if compute.dtype == 'float32' else None):
+            features = compile_features(model, preprocessing, mesh, batch_size, abstract)
         params, report = transfer(start.read(), old=start.card.model, new=model.config, fresh=fresh)
         said = probing.episodes_outline(sets, start.card.class_names)
         console.print('\n'.join([f'start_from {start.path}', *start.report, *report, *said]))
@@ -60,7 +64,7 @@ def probe(
         features_of = probing.make_features_of(features, placed, loader_of, batch_size, job)
         if fewshot.feature_cache is not None and job.count == 1:
             network = feature_cache.digest_of_network(
-                model.config, params, preprocessing=preprocessing, dtype=config.compute.dtype
+                model.config, params, preprocessing=preprocessing, dtype=compute.dtype
             )
             cache = pathlib.Path(fewshot.feature_cache)
             features_of = feature_cache.cached(features_of, cache, network)

@@ -139,14 +139,15 @@ def test_a_given_checkpoint_is_used_with_exact_products(tmp_path, monkeypatch, h
     seen = []
 
     def attend(*args, **options):
-        seen.append((args[0].dtype.name, jax.default_matmul_precision.value))
+        if len(args[0]) > 1:  # else the one image of `init`
+            seen.append((args[0].dtype.name, jax.default_matmul_precision.value))
         return attention.attend(*args, **options)
 
     monkeypatch.setattr(vit, 'attend', attend)
     for use in (
         lambda: evaluation_run.evaluate(network, reader, batch_size=16),
         lambda: probing_run.probe(config, str(tmp_path / 'fewshot')),
-        lambda: vit_jax.load(config.start_from).features(np.zeros((1, 8, 8, 3))),
+        lambda: vit_jax.load(config.start_from).features(np.zeros((2, 8, 8, 3))),
     ):
         seen.clear()
         use()

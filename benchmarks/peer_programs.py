@@ -50,15 +50,9 @@ class Work(NamedTuple):
 
 def ours(work: Work, compute: dict[str, Any]) -> Any:
     """The program of `vit_jax.train`: its update, traced, and what makes its state and a batch."""
-    import jax
-    import numpy as np
-
+    from benchmarks.our_step import trace_step
     from vit_jax.config import TrainConfig
     from vit_jax.models import Compute, ViTConfig
-    from vit_jax.parallel import meshes
-    from vit_jax.runs import compilation
-    from vit_jax.runs.experiment import decide
-    from vit_jax.runs.memory_plan import without_data
     from vit_jax.training.duration import Duration
     from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
@@ -81,27 +75,8 @@ def ours(work: Work, compute: dict[str, Any]) -> Any:
         schedule=ScheduleConfig(kind='constant'),  # as the others have it here
         compute=Compute(dtype=work.precision, **compute),  # type: ignore[arg-type]
     )
-    config = without_data(config, num_classes=CLASSES, num_images=8 * work.batch)
-    experiment = decide(config)
-    state = compilation.abstract_state(experiment)
-    lowered = compilation.lower_update(experiment, state)
-    shardings = compilation.shardings_of(state)
-
-    def first() -> tuple[Any, Any]:
-        rng, order = np.random.default_rng(0), np.arange(work.batch, dtype=np.int32)
-        images = {
-            'images': rng.integers(0, 256, (work.batch, PIXELS, PIXELS, 3), dtype=np.uint8),
-            'labels': rng.integers(0, CLASSES, work.batch).astype(np.int32),
-            'mask': np.ones(work.batch, bool),
-            'epoch': 0 * order,
-            'example': order,
-        }
-        init = compilation.jitted(experiment.init, experiment.mesh, out_shardings=shardings)
-        made = jax.block_until_ready(init())
-        compilation.give_back_memory()
-        return made, jax.device_put(images, meshes.batch_sharding(experiment.mesh))
-
-    return lowered, first
+    step = trace_step(config, num_classes=CLASSES)
+    return step.lowered, step.first
 
 
 def by_optax(

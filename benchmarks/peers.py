@@ -43,8 +43,9 @@ def turn(name: str, where: str, work: Work, cache: str) -> dict[str, Any]:
         'TORCHINDUCTOR_CACHE_DIR': f'{cache}/torch',
         'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.92',
     }
-    if name in OURS:
-        told['PYTHONPATH'] = str(_PROGRAM.parents[1])
+    if name in OURS:  # packages may lie in the folders of PYTHONPATH
+        folders = [str(_PROGRAM.parents[1]), *filter(None, [os.environ.get('PYTHONPATH')])]
+        told['PYTHONPATH'] = os.pathsep.join(folders)
     done = subprocess.run(command, env=os.environ | told, text=True, capture_output=True)
     if done.returncode:
         return {'error': (done.stderr.strip().splitlines() or [f'exit {done.returncode}'])[-1]}

@@ -17,21 +17,21 @@ assumed to compile. `--big_vision=FOLDER`, which holds that repository, compiles
 import argparse
 import collections
 import dataclasses
+import math
 import re
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from benchmarks import peer_programs
+from benchmarks.our_step import trace_step
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import AUGREG, augreg
 from vit_jax.models import Compute, ViTConfig, variant
 from vit_jax.parallel import ahead_of_time
 from vit_jax.parallel.program_text import Instruction, computations, size, trips
-from vit_jax.runs import compilation, memory_plan
-from vit_jax.runs.experiment import decide
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig
 
@@ -103,25 +103,55 @@ def cycles(text: str) -> int:
     return sum(int(found[1]) * times for found, times in estimates if found)
 
 
-def count(text: str) -> tuple[int, int]:
-    """Kernels of a program, and bytes that others than products read and write."""
+class Kernel(NamedTuple):
+    """One kernel of a program."""
+
+    name: str
+    result: str  # its type, with shapes
+    times: int  # in one step
+    moved: int | None  # bytes that it reads and writes; None for a product
+    operations: int | None  # of a product of matrices; None where they are not known
+
+
+def kernels(text: str) -> Iterator[Kernel]:
+    """The kernels of a GPU's program, in their order."""
     found, entry = computations(text)
-    kernels = total = 0
     for one, times, types in executed(found, entry):
-        kernels += times
         body = found[one.called('calls')] if one.operation == 'fusion' else []
+        moved = operations = None
         if any(_is_product(part) for part in body or [one]):
-            continue
-        if body:
-            total += times * traffic(body, one.type)
+            inside = {part.name: part.type for part in body} or types
+            operations = sum(_operations(part, inside) or 0 for part in body or [one]) or None
+        elif body:
+            moved = traffic(body, one.type)
         elif 'slice' in one.operation:
             updates = one.operation == 'dynamic-update-slice'
-            moved = types.get(one.operands[1], '') if updates else one.type
-            total += 2 * times * size(moved)
+            moved = 2 * size(types.get(one.operands[1], '') if updates else one.type)
         else:
-            read = sum(size(types.get(operand, '')) for operand in one.operands)
-            total += times * (read + size(one.type))
-    return kernels, total
+            moved = sum(size(types.get(operand, '')) for operand in one.operands) + size(one.type)
+        yield Kernel(one.name, one.type, times, moved, operations)
+
+
+def _operations(one: Instruction, types: dict[str, str]) -> int | None:
+    """Floating-point operations of a product of matrices; None for other instructions."""
+    axes = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d",]+)', one.rest)
+    if axes is None or not one.operands:
+        return None
+    left = _shape(types.get(one.operands[0], ''))
+    summed = [left[int(axis)] for axis in re.findall(r'\d+', axes[1]) if int(axis) < len(left)]
+    return 2 * math.prod(_shape(one.type)) * math.prod(summed)
+
+
+def _shape(kind: str) -> list[int]:
+    found = re.search(r'\w+\[([\d,]*)\]', kind)
+    return [int(side) for side in found[1].split(',') if side] if found else []
+
+
+def count(text: str) -> tuple[int, int]:
+    """Kernels of a program, and bytes that others than products read and write."""
+    all_of_it = [*kernels(text)]
+    moved = sum(one.times * one.moved for one in all_of_it if one.moved is not None)
+    return sum(one.times for one in all_of_it), moved
 
 
 def _is_product(one: Instruction) -> bool:
@@ -150,10 +180,9 @@ def our_step(asked: argparse.Namespace, device: jax.Device) -> Any:
     )
     if asked.augreg is not None:
         config = dataclasses.replace(config, augmentation=augreg(asked.augreg))
-    config = memory_plan.without_data(config, num_classes=1000, num_images=10**6)
-    experiment = decide(config, devices=[device])
-    print(experiment.choice)
-    return compilation.lower_update(experiment, compilation.abstract_state(experiment))
+    step = trace_step(config, num_classes=1000, devices=[device])
+    print(step.experiment.choice)
+    return step.lowered
 
 
 def their_step(asked: argparse.Namespace, device: jax.Device) -> Any:
@@ -183,10 +212,10 @@ def main() -> None:
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_enable_compilation_cache', False)
     where = ahead_of_time.find_topology(asked.topology)
-    with ahead_of_time.assumed_cudnn():
-        lowered = (their_step if asked.big_vision else our_step)(asked, where.devices[0])
+    lowered = (their_step if asked.big_vision else our_step)(asked, where.devices[0])
     began = time.process_time()
-    xla: dict[str, Any] = dict(text.split('=') for text in asked.xla)
+    switches = {'true': True, 'false': False}
+    xla = {name: switches.get(value, value) for name, value in (o.split('=') for o in asked.xla)}
     program = ahead_of_time.compile_for(where, lowered, options=xla)
     taken, text = time.process_time() - began, program.as_text()
     if where.devices[0].platform == 'tpu':

@@ -1,0 +1,61 @@
+"""The train step of `vit_jax.train` for a configuration, on images that are made up."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from vit_jax.config import TrainConfig
+from vit_jax.parallel import ahead_of_time, meshes
+from vit_jax.runs import compilation, memory_plan
+from vit_jax.runs.experiment import Experiment, decide
+
+
+class Step(NamedTuple):
+    """A train step that is traced and not compiled yet."""
+
+    experiment: Experiment
+    lowered: Any
+    first: Callable[[], tuple[Any, Any]]  # makes the first state and a batch, on the devices
+
+
+def trace_step(
+    config: TrainConfig, *, num_classes: int, devices: Sequence[jax.Device] | None = None
+) -> Step:
+    """Traces the step of a configuration, whose data are not read.
+
+    Args:
+      config: The experiment.
+      num_classes: Number of classes to train for.
+      devices: Devices to compile for, which need not be attached; by default all attached ones.
+
+    Returns:
+      The step for these devices.
+    """
+    config = memory_plan.without_data(config, num_classes=num_classes, num_images=10**6)
+    experiment = decide(config, devices=devices)
+    state = compilation.abstract_state(experiment)
+    if devices is None:
+        lowered = compilation.lower_update(experiment, state)
+    else:
+        with ahead_of_time.assumed_cudnn():
+            lowered = compilation.lower_update(experiment, state)
+
+    def first() -> tuple[Any, Any]:
+        rng, order = np.random.default_rng(0), np.arange(config.batch_size, dtype=np.int32)
+        shape = config.batch_size, *experiment.model.config.image_size, 3
+        batch = {
+            'images': rng.integers(0, 256, shape, dtype=np.uint8),
+            'labels': rng.integers(0, num_classes, config.batch_size).astype(np.int32),
+            'mask': np.ones(config.batch_size, bool),
+            'epoch': 0 * order,
+            'example': order,
+        }
+        shardings = compilation.shardings_of(state)
+        init = compilation.jitted(experiment.init, experiment.mesh, out_shardings=shardings)
+        made = jax.block_until_ready(init())
+        compilation.give_back_memory()
+        return made, jax.device_put(batch, meshes.batch_sharding(experiment.mesh))
+
+    return Step(experiment, lowered, first)

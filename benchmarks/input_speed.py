@@ -196,6 +196,18 @@ def batches_of(
     return loading.training_batches(loader, steps=steps, batch_size=batch_size, seed=0)
 
 
+def pipeline(
+    photos: str, size: tuple[int, int], batch_size: int, config: loading.LoaderConfig
+) -> Iterator[Batch]:
+    """Random crops of the photos of a folder, in batches on the devices, without end."""
+    source = unlabelled([photos])
+    source = select(source, np.arange(DATA_SET) % len(source))
+    reader = ImageReader(source, InceptionCrop(), size, exif_rotation=True)
+    sharding = meshes.batch_sharding(meshes.make_mesh(meshes.MeshConfig()))
+    loader = loading.make_loader(reader, config, sharding)
+    return loading.training_batches(loader, steps=range(10**9), batch_size=batch_size, seed=0)
+
+
 def one_alone(name: str, reader: ImageReader, photos: str, batch_size: int, seconds: float) -> None:
     """The pipeline, or tf.data's, in a process that does nothing else."""
     if name == 'tf.data':

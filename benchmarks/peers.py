@@ -53,11 +53,13 @@ def turn(name: str, where: str, work: Work, cache: str) -> dict[str, Any]:
     return result
 
 
-def compare(programs: dict[str, str], work: Work, rounds: int) -> dict[str, dict[str, Any]]:
+def compare(
+    programs: dict[str, str], work: Work, rounds: int, *, platform: str | None = None
+) -> dict[str, dict[str, Any]]:
     """The result of each program: the first round's, with the seconds of the fastest."""
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as cache:
-        platform = turn('matmul', '', work._replace(steps=1), cache).get('platform')
+        platform = platform or turn('matmul', '', work._replace(steps=1), cache).get('platform')
         if platform == 'cpu':  # all others inherit what is set here
             os.environ['JAX_PLATFORMS'] = 'cpu'  # else libtpu, where installed, takes 100 MB
             if hasattr(os, 'sched_setaffinity'):

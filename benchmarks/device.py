@@ -1,0 +1,130 @@
+"""Measures training on this device in a few minutes, the most valuable part first.
+
+    python -m benchmarks.device [--minutes=6] [--only=PART] [--out=FILE.jsonl]
+
+The parts, in their order:
+
+- compile: a hybrid, a ResNet, and a ViT with each way to compute attention: 20 steps of each
+- peers: B/16, L/16, S/16, H/14, next to timm (--timm=PYTHON) and big_vision (--big_vision=FOLDER)
+- profile: the 30 longest kernels of a step of B/16, with bytes and operations where they are known
+- files: B/16 from JPEG files (--photos=FOLDER; others are made), by threads and by processes
+- cifar10: the hybrid on CIFAR-10 (--cifar10=FOLDER), and the accuracy that it reaches
+- options: B/16 with options of XLA, one at a time
+- attention: cuDNN in bfloat16 against XLA in float32, forward and backward, at eight lengths
+
+Each part is a process with a time limit, so that nothing that fails or hangs ends the others. Each
+line is printed, and appended to --out (benchmarks/results/device.jsonl) when it is measured. With
+--only one part runs, and has all the time. On a CPU the models are tiny, which tests the program
+and measures nothing of interest. Nothing else should run on the machine.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[1]
+# The most seconds that each part may take of 6 minutes. Together they are more, as most end early.
+LIMITS = {
+    'compile': 150,
+    'peers': 150,
+    'profile': 60,
+    'files': 60,
+    'cifar10': 100,
+    'options': 100,
+    'attention': 60,
+}
+MINUTES = 6.0
+
+
+class Results:
+    """The lines that were measured: printed, and kept in a file."""
+
+    def __init__(self, path: pathlib.Path):
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(self, part: str, line: dict[str, Any]) -> None:
+        """Prints the text of a line, and appends all of it to the file."""
+        print(f'{part:<10}{line.get("text", "")}', flush=True)
+        now = datetime.datetime.now().isoformat(' ', 'seconds')
+        with self._path.open('a') as file:
+            file.write(json.dumps({'part': part, 'date': now} | line) + '\n')
+
+
+def run_part(part: str, options: dict[str, Any], seconds: float, results: Results) -> None:
+    """Runs one part in a process group of its own, which is killed at the end of its time."""
+    command = [sys.executable, '-m', 'benchmarks.device_parts', part, json.dumps(options)]
+    folders = [str(ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
+    environment = os.environ | {'PYTHONPATH': os.pathsep.join(folders)}
+    began = time.monotonic()
+    with tempfile.TemporaryFile('w+') as errors:
+        child = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+        timer = threading.Timer(seconds, os.killpg, (child.pid, signal.SIGKILL))
+        timer.start()
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith('{'):
+                results.add(part, json.loads(line))
+        code = child.wait()
+        timer.cancel()
+        taken = time.monotonic() - began
+        if code == 0:
+            return
+        errors.seek(0)
+        last = errors.read()[-4000:]
+    if code == -signal.SIGKILL and taken >= seconds:
+        results.add(part, {'text': f'stopped after its {seconds:.0f} s', 'stopped': True})
+        return
+    lines = last.strip().splitlines() or ['']
+    reason = next((line for line in lines if 'Check failed' in line), lines[-1])
+    results.add(part, {'text': f'failed with exit code {code}: {reason}', 'error': last})
+
+
+def main() -> None:
+    """Runs the parts for which there is time."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument('--minutes', type=float, default=MINUTES)
+    parser.add_argument('--only', choices=LIMITS, metavar='PART', help=', '.join(LIMITS))
+    parser.add_argument('--out', default=ROOT / 'benchmarks' / 'results' / 'device.jsonl')
+    parser.add_argument('--timm', metavar='PYTHON', help='has torch and timm')
+    parser.add_argument('--big_vision', metavar='FOLDER', help='holds that repository')
+    parser.add_argument('--photos', metavar='FOLDER', help='of JPEG files')
+    parser.add_argument('--cifar10', metavar='FOLDER', help='as vit_jax.prepare writes it')
+    arguments = parser.parse_args()
+    end = time.monotonic() + 60 * arguments.minutes
+    results = Results(pathlib.Path(arguments.out))
+    options = {
+        name: getattr(arguments, name) for name in ('timm', 'big_vision', 'photos', 'cifar10')
+    }
+    command = shlex.join(['python', '-m', 'benchmarks.device', *sys.argv[1:]])
+    run_part('device', options | {'command': command}, end - time.monotonic(), results)
+    for part in [arguments.only] if arguments.only else LIMITS:
+        left = end - time.monotonic()
+        limit = left if arguments.only else min(left, LIMITS[part] * arguments.minutes / MINUTES)
+        if left < 5:
+            results.add(part, {'text': 'not measured: no time is left; --minutes gives more'})
+            continue
+        run_part(part, options | {'seconds': limit}, limit, results)
+
+
+if __name__ == '__main__':
+    main()

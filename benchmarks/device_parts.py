@@ -1,0 +1,456 @@
+"""The parts of `benchmarks.device`, one in each process: prints a line of JSON for each number.
+
+python -m benchmarks.device_parts PART '{"seconds": 60}'
+"""
+
+import collections
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cv2
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import peers
+from benchmarks.input_speed import pipeline
+from benchmarks.our_step import Step, trace_step
+from benchmarks.peer_programs import SCAN, Work
+from benchmarks.step_program import Kernel, kernels
+from configs.pretrain import cifar10_hybrid
+from vit_jax.base.array_types import Array
+from vit_jax.config import TrainConfig
+from vit_jax.data.augmentation import Augmentation
+from vit_jax.data.image_preprocessing import InceptionCrop
+from vit_jax.data.loading import LoaderConfig
+from vit_jax.data.reading import cores
+from vit_jax.models import Backbone, Compute, ModelConfig, ResNetConfig, ViTConfig, variant
+from vit_jax.models.attention import Implementation, attend
+from vit_jax.models.fused_attention import cudnn_compiles
+from vit_jax.training.duration import Duration
+from vit_jax.training.optimizer import OptimizerConfig
+
+ROOT = pathlib.Path(__file__).parents[1]
+CLASSES = 1000
+STEPS = 20
+PROFILED = 3  # steps
+LONGEST = 30  # kernels
+TINY = ViTConfig(image_size=(32, 32), patch_size=(8, 8), width=48, depth=2, mlp_dim=96, num_heads=3)
+TINY_PAIR = Backbone(blocks=(1, 1), width=32)
+# One at a time, next to none. What an older or newer XLA does not know is said and passed over.
+XLA_OPTIONS: list[dict[str, Any]] = [
+    {'xla_gpu_enable_triton_gemm': False},
+    {'xla_gpu_enable_cublaslt': True},
+    {'xla_gpu_cudnn_gemm_fusion_level': 2},
+    {'xla_gpu_exhaustive_tiling_search': True},
+    {'xla_gpu_enable_latency_hiding_scheduler': True},
+    {'xla_gpu_graph_min_graph_size': 1},
+    {'xla_gpu_enable_command_buffer': ''},
+]
+
+
+def emit(text: str, **numbers: Any) -> None:
+    """Prints a line: its text for people, its numbers for programs."""
+    print(json.dumps({'text': text} | numbers), flush=True)
+
+
+def on_cpu() -> bool:
+    """Is there no accelerator?"""
+    return jax.default_backend() == 'cpu'
+
+
+def experiment(model: ModelConfig, batch_size: int, **changes: Any) -> TrainConfig:
+    """A pre-training with AdamW; nothing is set that decides how it is computed."""
+    return TrainConfig(
+        data='photos',
+        model=model,
+        total=Duration(steps=10_000),
+        batch_size=batch_size,
+        optimizer=OptimizerConfig(weight_decay=0.1, clip_norm=1.0),
+        **changes,
+    )
+
+
+def b16() -> tuple[ViTConfig, int]:
+    """The model and the batch of most parts."""
+    if on_cpu():
+        return TINY, 8
+    model = variant('B/16', pool='gap')
+    assert isinstance(model, ViTConfig)
+    return model, 256
+
+
+@dataclasses.dataclass
+class Running:
+    """A compiled step and its newest state."""
+
+    step: Any
+    state: Any
+    metrics: Any = None
+
+    def make(self, steps: int, batches: Iterator[Any]) -> float:
+        """Makes some steps; returns the seconds of one."""
+        began = time.perf_counter()
+        for _ in range(steps):
+            self.state, self.metrics = self.step(self.state, next(batches))
+        jax.block_until_ready(self.metrics)
+        return (time.perf_counter() - began) / steps
+
+
+def repeated(batch: Any) -> Iterator[Any]:
+    """The same batch without end."""
+    while True:
+        yield batch
+
+
+def measured(traced: Step, steps: int = STEPS, options: dict[str, Any] | None = None) -> dict:
+    """Compiles a step and makes some: the numbers, and what is running."""
+    began = time.perf_counter()
+    compiled = traced.lowered.compile(options)
+    compile_seconds = time.perf_counter() - began
+    state, batch = traced.first()
+    running, batches = Running(compiled, state), repeated(batch)
+    running.make(3, batches)
+    seconds = min(running.make(max(1, steps // 2), batches) for _ in range(2))
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return {
+        'compile_seconds': round(compile_seconds, 2),
+        'step_ms': round(1e3 * seconds, 3),
+        'images_per_second': round(traced.experiment.config.batch_size / seconds, 1),
+        'loss': running.metrics.means['loss'],
+        'temporary_bytes': compiled.memory_analysis().temp_size_in_bytes,
+        'peak_bytes': stats.get('peak_bytes_in_use'),
+    }
+
+
+def in_words(numbers: dict[str, Any]) -> str:
+    """The numbers of `measured` in one line."""
+    return (
+        f'{numbers["images_per_second"]:>10,.1f} images/s, {numbers["step_ms"]:,.2f} ms a step, '
+        f'compiled in {numbers["compile_seconds"]:.1f} s, loss {numbers["loss"]:.3f}'
+    )
+
+
+def part_device(options: dict[str, Any]) -> None:
+    """Which device, software and command the lines that follow are of."""
+    device = jax.devices()[0]
+    names = 'jax', 'jaxlib', 'flax', 'optax', 'numpy'
+    versions = {name: importlib.metadata.version(name) for name in names}
+    head = subprocess.run(
+        ['git', 'rev-parse', '--short', 'HEAD'], cwd=ROOT, text=True, capture_output=True
+    )
+    said = ', '.join(f'{name} {version}' for name, version in versions.items())
+    emit(
+        f'{device.device_kind}, {cores()} cores; {said}',
+        device=device.device_kind,
+        platform_version=getattr(device.client, 'platform_version', ''),
+        cores=cores(),
+        versions=versions,
+        commit=head.stdout.strip(),
+        command=options['command'],
+    )
+
+
+def part_compile(options: dict[str, Any]) -> None:
+    """Models that abort, or do not train, would be seen here."""
+    ways: tuple[Implementation, ...] = ('xla', 'head_major', 'blockwise')
+    hybrid = dataclasses.replace(cifar10_hybrid.get_config(), data='photos', batch_size=256)
+    programs = {'hybrid of CIFAR-10': dataclasses.replace(hybrid, fewshot=None)}
+    if on_cpu():
+        model = dataclasses.replace(TINY, backbone=TINY_PAIR, patch_size=(1, 1))
+        programs = {'hybrid': experiment(model, 8)}
+        resnet: ModelConfig = ResNetConfig(image_size=(32, 32), backbone=TINY_PAIR)
+        vit: ModelConfig = TINY
+        batch_size = 8
+    else:
+        ways = ('cudnn', 'padded', 'xla', 'blockwise')
+        resnet, vit, batch_size = variant('R50x1'), variant('B/16'), 128
+    programs['ResNet'] = experiment(resnet, batch_size)
+    for way in ways:
+        programs[f'ViT, {way}'] = experiment(vit, batch_size, compute=Compute(attention=way))
+    for name, config in programs.items():
+        try:
+            numbers = measured(trace_step(config, num_classes=10))
+        except Exception as error:  # the others may do
+            emit(f'{name}: failed: {first_line(error)}', name=name, error=str(error)[:2000])
+            continue
+        emit(f'{name:<22}{in_words(numbers)}', name=name, batch=config.batch_size, **numbers)
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in a line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def part_peers(options: dict[str, Any]) -> None:
+    """As `benchmarks.peers`, whose processes need the device: this one takes none of it."""
+    platform = platform_of_another_process()
+    jax.config.update('jax_platforms', 'cpu')
+    sizes = {'B/16': 256, 'L/16': 128, 'S/16': 512, 'H/14': 64}
+    if platform == 'cpu':
+        sizes = {'Ti/16': 2}
+    where = {'big_vision': options['big_vision'], SCAN: options['big_vision']}
+    where['timm'] = options['timm']
+    programs = {'ours': ''} | {name: path for name, path in where.items() if path}
+    product: dict[str, dict[str, Any]] = {}
+    for name, batch in sizes.items():
+        model = variant(name, pool='gap', num_classes=CLASSES)
+        assert isinstance(model, ViTConfig)
+        steps = 1 if platform == 'cpu' else 30
+        precision = 'float32' if platform == 'cpu' else 'bfloat16'
+        work = Work.of(model, batch=batch, precision=precision, optimizer='adamw', steps=steps)
+        if not product:  # the same for all sizes
+            product = peers.compare({'matmul': ''}, work, rounds=1, platform=platform)
+        results = product | peers.compare(programs, work, rounds=1, platform=platform)
+        lines = peers.table(results, work, model)
+        for line in lines[:-1]:
+            emit(f'{name} {line}')
+        emit(f'{name} {lines[-1]}', model=name, work=work._asdict(), results=results)
+
+
+def platform_of_another_process() -> str:
+    """jax's platform, asked for without taking the device's memory."""
+    command = [sys.executable, '-c', 'import jax; print(jax.default_backend())']
+    return subprocess.run(command, text=True, capture_output=True).stdout.split()[-1]
+
+
+def part_profile(options: dict[str, Any]) -> None:
+    """Where the time of a step goes, by kernel."""
+    model, batch_size = b16()
+    traced = trace_step(experiment(model, batch_size), num_classes=CLASSES)
+    compiled = traced.lowered.compile()
+    state, batch = traced.first()
+    running = Running(compiled, state)
+    running.make(3, repeated(batch))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            seconds = running.make(PROFILED, repeated(batch))
+        taken = durations(next(pathlib.Path(folder).rglob('*.xplane.pb')))
+    total = sum(taken.values())
+    emit(
+        f'{1e3 * seconds:.2f} ms a step while watched, {total / 1e6 / PROFILED:.2f} ms in kernels',
+        step_ms=1e3 * seconds,
+        kernels_ms=total / 1e6 / PROFILED,
+    )
+    for kind, group in longest(taken, compiled.as_text()):
+        share = group['ms'] * 1e6 * PROFILED / total
+        rates = [f'{group[unit]:8,.1f} {unit}' for unit in ('TFLOP/s', 'GB/s') if group[unit]]
+        said = f'{group["ms"]:8.3f} ms {share:6.1%} {group["times"]:>5.0f} x {kind:<60}'
+        emit(said + ' '.join(rates), kind=kind, share=share, **group)
+
+
+def durations(profile: pathlib.Path) -> dict[str, float]:
+    """Nanoseconds of each operation of the programs in a profile, by its name."""
+    taken: dict[str, float] = collections.defaultdict(float)
+    planes = [*jax.profiler.ProfileData.from_file(str(profile)).planes]
+    of_devices = [plane for plane in planes if plane.name.startswith('/device:GPU')]
+    for plane in of_devices or planes:
+        for line in plane.lines:
+            for event in line.events:
+                name = dict(event.stats).get('hlo_op')
+                if name is not None:
+                    taken[str(name)] += event.duration_ns
+    return taken
+
+
+def longest(taken: dict[str, float], text: str) -> list[tuple[str, dict[str, float]]]:
+    """The longest kernels of a step, those of all blocks together, with their rates."""
+    known: dict[str, Kernel] = {one.name: one for one in kernels(text)}
+    groups: dict[str, dict[str, float]] = {}
+    for name, nanoseconds in taken.items():
+        one = known.get(name)
+        result = '' if one is None else re.sub(r'\{.*?\}', '', one.result)[:48]
+        kind = f'{re.sub(r"[.0-9]+$", "", name)} {result}'.strip()
+        empty = {'ms': 0.0, 'times': 0.0, 'bytes': 0.0, 'operations': 0.0}
+        group = groups.setdefault(kind, empty)
+        group['ms'] += nanoseconds / 1e6 / PROFILED
+        if one is not None:
+            group['times'] += one.times
+            group['bytes'] += one.times * (one.moved or 0)
+            group['operations'] += one.times * (one.operations or 0)
+    for group in groups.values():
+        seconds = max(group['ms'], 1e-9) / 1e3
+        group['GB/s'] = group['bytes'] / seconds / 1e9
+        group['TFLOP/s'] = group['operations'] / seconds / 1e12
+    return sorted(groups.items(), key=lambda item: -item[1]['ms'])[:LONGEST]
+
+
+def part_files(options: dict[str, Any]) -> None:
+    """Training from JPEG files, and how long a step waits for its batch."""
+    model, batch_size = b16()
+    crop = Augmentation(crop=InceptionCrop(), flip=True)
+    config = experiment(model, batch_size, augmentation=crop)
+    traced = trace_step(config, num_classes=CLASSES)
+    compiled = traced.lowered.compile()
+    state, batch = traced.first()
+    running = Running(compiled, state)
+    running.make(3, repeated(batch))
+    alone = running.make(STEPS, repeated(batch))
+    emit(f'the step alone {batch_size / alone:,.0f} images/s', step_ms=1e3 * alone)
+    with tempfile.TemporaryDirectory() as folder:
+        photos = options['photos'] or made_photos(folder)
+        said = 'the given photos' if options['photos'] else 'photos that were made, 500x375'
+        for name, processes in {'threads': 0, 'processes': cores()}.items():
+            loader = LoaderConfig(placement='host', processes=processes)
+            batches = pipeline(photos, model.image_size, batch_size, loader)
+            waited: list[float] = []
+            running.make(3, batches)
+            seconds = running.make(STEPS, timed(batches, waited))
+            wait = sum(waited) / STEPS
+            emit(
+                f'{cores()} {name:<10}{batch_size / seconds:>8,.0f} images/s, '
+                f'{wait / seconds:6.1%} of it waiting for data; {said}',
+                name=name,
+                count=cores(),
+                images_per_second=batch_size / seconds,
+                wait_share=wait / seconds,
+            )
+            del batches
+
+
+def made_photos(folder: str) -> str:
+    """64 JPEG files of smooth noise, about 60 kB each."""
+    rng = np.random.default_rng(0)
+    for number in range(64):
+        coarse = rng.integers(0, 256, (47, 63, 3), dtype=np.uint8)
+        pixels = cv2.resize(coarse, (500, 375), interpolation=cv2.INTER_CUBIC)
+        noisy = np.clip(pixels + rng.normal(0, 8, pixels.shape), 0, 255).astype(np.uint8)
+        cv2.imwrite(f'{folder}/{number}.jpg', noisy)
+    return folder
+
+
+def timed(batches: Iterator[Any], waited: list[float]) -> Iterator[Any]:
+    """The same batches; the seconds until each is there go to a list."""
+    while True:
+        began = time.perf_counter()
+        batch = next(batches)
+        waited.append(time.perf_counter() - began)
+        yield batch
+
+
+def part_cifar10(options: dict[str, Any]) -> None:
+    """The recipe of the hybrid, with a larger batch: how far it comes in its time."""
+    if options['cifar10'] is None:
+        emit('not measured: --cifar10=FOLDER names the images')
+        return
+    tiny = platform_of_another_process() == 'cpu'
+    steps, every = (6, 3) if tiny else (2930, 293)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, '-m', 'vit_jax.train', f'--workdir={folder}/run']
+        command += ['--config=configs/pretrain/cifar10_hybrid.py']
+        command += [f'--config.data={options["cifar10"]}', '--config.fewshot=None']
+        command += [f'--config.total.steps={steps}', f'--config.eval_every_steps={every}']
+        command += [f'--config.checkpoint_every_steps={steps}']
+        command += [f'--config.batch_size={8 if tiny else 256}']
+        command += ['--config.schedule.warmup.fraction=0.05', '--config.polyak_decay=0.99']
+        began = time.monotonic()
+        child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+        seen = 0
+        while child.poll() is None or seen < len(evaluations(folder)):
+            for line in evaluations(folder)[seen:]:
+                seen += 1
+                emit(
+                    f'{line["accuracy"]:.2%} of the test images after {line["step"]:,} of '
+                    f'{steps:,} steps, {time.monotonic() - began:.0f} s with start and compiling',
+                    step=line['step'],
+                    steps=steps,
+                    accuracy=line['accuracy'],
+                    seconds=time.monotonic() - began,
+                )
+            time.sleep(0.2)
+        if child.returncode:
+            raise SystemExit(child.returncode)  # it has said why
+
+
+def evaluations(folder: str) -> list[dict[str, Any]]:
+    """The evaluations of a run so far."""
+    path = pathlib.Path(folder, 'run', 'metrics.jsonl')
+    if not path.exists():
+        return []
+    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith('\n')]
+    return [one for one in map(json.loads, lines) if one['kind'] == 'test']
+
+
+def part_options(options: dict[str, Any]) -> None:
+    """Whether an option of XLA makes the step faster; ratios are of one process."""
+    model, batch_size = b16()
+    traced = trace_step(experiment(model, batch_size), num_classes=CLASSES)
+    tried = [{'xla_backend_optimization_level': 1}] if on_cpu() else XLA_OPTIONS
+    base = None
+    for xla in [{}, *tried]:
+        name = ', '.join(f'{option}={value}' for option, value in xla.items()) or 'no option'
+        try:
+            numbers = measured(traced, options=xla)
+        except Exception as error:  # an option that this XLA does not know
+            emit(f'{name}: failed: {first_line(error)}', name=name, error=str(error)[:2000])
+            continue
+        base = base or numbers['images_per_second']
+        ratio = numbers['images_per_second'] / base
+        emit(f'{name:<50}{ratio:6.3f} {in_words(numbers)}', name=name, ratio=ratio, **numbers)
+
+
+def part_attention(options: dict[str, Any]) -> None:
+    """How far bfloat16 attention is from float32, and how long each way takes."""
+    lengths = (17, 36) if on_cpu() else (36, 50, 196, 197, 256, 257, 577, 1025)
+    batch, heads, size = (2, 3, 8) if on_cpu() else (64, 12, 64)
+    ways: tuple[Implementation, ...] = ('xla', 'blockwise')
+    for length in lengths:
+        keys = jax.random.split(jax.random.key(length), 4)
+        exact = [jax.random.normal(key, (batch, length, heads, size)) for key in keys]
+        rounded = [x.astype(jnp.bfloat16) for x in exact]
+        with jax.default_matmul_precision('highest'):
+            expected = jax.block_until_ready(both('xla')(*exact))
+        if not on_cpu():
+            fused = cudnn_compiles(*2 * [(length, heads, size)], 'bfloat16')
+            ways = ('cudnn', 'padded') if fused else ('padded',)
+            if not fused:
+                emit(f'{length:>5} tokens: cuDNN does not compile', tokens=length, name='cudnn')
+        for way in ways:
+            function = both(way)
+            found = jax.block_until_ready(function(*rounded))
+            began = time.perf_counter()
+            for _ in range(STEPS):
+                found = function(*rounded)
+            jax.block_until_ready(found)
+            ms = 1e3 * (time.perf_counter() - began) / STEPS
+            errors = [distance(*pair) for pair in zip(found, expected, strict=True)]
+            emit(
+                f'{length:>5} tokens {way:<10}{ms:8.3f} ms forward and backward; relative error '
+                f'{errors[0]:.4f}, of gradients {max(errors[1:]):.4f}',
+                tokens=length,
+                name=way,
+                ms=ms,
+                errors=errors,
+            )
+
+
+@functools.cache
+def both(way: Implementation) -> Callable[..., tuple[Array, ...]]:
+    """Attention and its three gradients, compiled."""
+
+    def run(query: Array, key: Array, value: Array, change: Array) -> tuple[Array, ...]:
+        mix = functools.partial(attend, implementation=way)
+        mixed, pull = jax.vjp(mix, query, key, value)
+        return mixed, *pull(change)
+
+    return jax.jit(run)
+
+
+def distance(found: Array, expected: Array) -> float:
+    """The relative distance of two arrays, in the Euclidean norm."""
+    difference = found.astype(jnp.float32) - expected
+    return float(jnp.linalg.norm(difference) / jnp.linalg.norm(expected))
+
+
+if __name__ == '__main__':
+    globals()[f'part_{sys.argv[1]}'](json.loads(sys.argv[2]))

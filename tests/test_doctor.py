@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+from importlib import metadata
 
 import cv2
 import numpy as np
@@ -41,6 +42,33 @@ def test_the_doctor_does_what_a_training_does_before_it_compiles(tmp_path):
     assert codes == [1] and "error: data='nowhere': no such folder" in text
     codes, text = asked(tmp_path, workdir)
     assert codes == [1] and '--config is missing' in text
+
+
+@pytest.mark.parametrize(
+    'driver, plugin, version, wrong',
+    [
+        ('550.54', None, None, r"pip install 'vit_jax\[cuda\]' \(CUDA 12\) or 'vit_jax\[cuda13"),
+        ('520.61', '12', None, 'driver 520.61 is too old for CUDA 12: 525 or newer'),
+        ('550.54', '13', None, 'driver 550.54 is too old for CUDA 13: 580 or newer'),
+        ('580.65', '12', '0.1.2', r"0.1.2 does not .*: pip install -U 'vit_jax\[cuda\]'"),
+        ('580.65', '13', '0.1.2', r"0.1.2 does not .*: pip install -U 'vit_jax\[cuda13\]'"),
+        ('580.65', '13', metadata.version('jaxlib'), None),
+    ],
+)
+def test_the_doctor_names_the_extra_of_the_cuda_that_is_here(
+    monkeypatch, driver, plugin, version, wrong
+):
+    monkeypatch.setattr(doctor, '_nvidia_gpus', lambda: [f'{driver}, a GPU'])
+    monkeypatch.setattr(
+        doctor.importlib.util, 'find_spec', lambda name: name == f'jax_cuda{plugin}_plugin' or None
+    )
+    ours = {f'jax-cuda{plugin}-plugin': version, 'jaxlib': metadata.version('jaxlib')}
+    monkeypatch.setattr(doctor.metadata, 'version', ours.get)
+    if wrong is None:
+        assert doctor._check_accelerator() == 1
+    else:
+        with pytest.raises(UserError, match=wrong):
+            doctor._check_accelerator()
 
 
 @pytest.mark.full

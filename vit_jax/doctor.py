@@ -39,6 +39,7 @@ from vit_jax.runs.experiment import Experiment, decide, loaders
 
 # The oldest NVIDIA driver of each major version of CUDA (NVIDIA, CUDA compatibility, table 1).
 _LEAST_DRIVER = {'12': 525, '13': 580}
+_EXTRAS = {'12': 'cuda', '13': 'cuda13'}
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -82,14 +83,15 @@ def _check_accelerator() -> int:
         _say('driver', f'NVIDIA {driver}: {len(gpus)} x {name}')
         plugins = [n for n in _LEAST_DRIVER if importlib.util.find_spec(f'jax_cuda{n}_plugin')]
         if not plugins:
-            raise UserError("a GPU is here, jax's part for it is not: pip install 'vit_jax[cuda]'")
+            how = "pip install 'vit_jax[cuda]' (CUDA 12) or 'vit_jax[cuda13]'"
+            raise UserError(f"a GPU is here, jax's part for it is not: {how}")
         cuda, least = plugins[-1], _LEAST_DRIVER[plugins[-1]]
         if int(driver.split('.')[0]) < least:
             raise UserError(f'driver {driver} is too old for CUDA {cuda}: {least} or newer')
         plugin, jaxlib = metadata.version(f'jax-cuda{cuda}-plugin'), metadata.version('jaxlib')
         if plugin.split('.')[:2] != jaxlib.split('.')[:2]:
             wrong = f'jax-cuda{cuda}-plugin {plugin} does not belong to jaxlib {jaxlib}'
-            raise UserError(f"{wrong}: pip install -U 'vit_jax[cuda]'")
+            raise UserError(f"{wrong}: pip install -U 'vit_jax[{_EXTRAS[cuda]}]'")
     tpus = [*glob.glob('/dev/accel*'), *glob.glob('/dev/vfio/[0-9]*')]
     if tpus and importlib.util.find_spec('libtpu') is None and not gpus:
         _say('devices', f'{tpus[0]} may be a TPU; libtpu is not installed (vit_jax[tpu])')

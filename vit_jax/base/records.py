@@ -209,7 +209,8 @@ class Elsewhere:
 def text_of(value: str | Callable[..., Any]) -> str:
     """A text as it is, of a function MODULE:NAME, for people and for comparisons.
 
-    A function without a name of its own (a lambda) is told from others by a digest of its source.
+    A function without a name of its own (a lambda) is told from others by a digest of its source,
+    where it has one. One of eval has none: Python 3.13 would give the text of python -c.
     """
     if isinstance(value, str):
         return value
@@ -220,7 +221,8 @@ def text_of(value: str | Callable[..., Any]) -> str:
     if '<' not in name:
         return name
     with contextlib.suppress(OSError, TypeError):  # typed in, or computed
-        name += '#' + hashlib.sha256(inspect.getsource(owner).encode()).hexdigest()[:8]
+        if inspect.getfile(owner) != '<string>':
+            name += '#' + hashlib.sha256(inspect.getsource(owner).encode()).hexdigest()[:8]
     return name
 
 

@@ -24,6 +24,7 @@ def patch_filters(study: Study, network: Network) -> Numbers:
     params, config = network.loaded.params, network.loaded.config
     if config.channels not in (1, 3):
         raise LeftOut(f'filters of {config.channels} channels have no colours')
+    kernel: np.ndarray
     if config.backbone is None:
         kernel = np.asarray(params['embedding']['kernel'], np.float32)
     else:

@@ -21,7 +21,16 @@ from vit_jax.checkpoints.formats.array_files import error_prefix
 from vit_jax.checkpoints.formats.base import Layout
 from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.data.image_preprocessing import Preprocessing, decode, normalize
-from vit_jax.models import Compute, Gelu, Model, ModelConfig, ViTConfig, build, has_trained_head
+from vit_jax.models import (
+    Compute,
+    Gelu,
+    Model,
+    ModelConfig,
+    ViTConfig,
+    build,
+    has_trained_head,
+    with_exact_products,
+)
 from vit_jax.models.taps import Reduction
 
 ZERO_HEAD = (
@@ -193,7 +202,12 @@ class Loaded:
             'features': self.model.features,
         }
         # The compiler computes what they have in common once.
-        return _exact(lambda p, images, names: tuple(functions[n](p, images) for n in names))
+        return jax.jit(
+            with_exact_products(
+                lambda p, images, names: tuple(functions[n](p, images) for n in names)
+            ),
+            static_argnums=2,
+        )
 
     @functools.cached_property
     def _capture(self) -> Callable[..., Any]:
@@ -201,7 +215,7 @@ class Loaded:
             functions = all(isinstance(one, tuple) for one in wanted)
             return self.model.capture(params, images, dict(wanted) if functions else wanted)
 
-        return _exact(capture)
+        return jax.jit(with_exact_products(capture), static_argnums=2)
 
 
 @dataclasses.dataclass
@@ -350,16 +364,6 @@ def _changed_config(old: ModelConfig, changes: Changes) -> ModelConfig:
     if changes.num_classes != 'keep':
         values['num_classes'] = changes.num_classes
     return dataclasses.replace(old, **values)
-
-
-def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled function with float32 products: TPUs, GPUs would round to bfloat16 or TF32."""
-
-    def run(params: Params, images: Float[Array, 'b h w c'], names: tuple[Any, ...]) -> Any:
-        with jax.default_matmul_precision('highest'):
-            return function(params, images, names)
-
-    return jax.jit(run, static_argnums=2)
 
 
 def _on_host(outputs: Any) -> Any:

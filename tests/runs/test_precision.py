@@ -16,7 +16,7 @@ from vit_jax.config import FewshotConfig, Grid, Study
 from vit_jax.data import loading
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.models import Backbone, Compute, attention, vit
-from vit_jax.parallel import meshes
+from vit_jax.parallel import meshes, peaks
 from vit_jax.runs import (
     evaluation_run,
     experiment,
@@ -61,7 +61,7 @@ def test_tpus_and_recent_gpus_have_bfloat16(platform, capability, expected):
     device = types.SimpleNamespace(platform=platform)
     if capability is not None:
         device.compute_capability = capability
-    assert experiment.has_bfloat16(device) == expected
+    assert peaks.has_bfloat16(device) == expected
 
 
 def test_a_run_keeps_the_precision_that_it_began_with(tmp_path, monkeypatch, capsys):

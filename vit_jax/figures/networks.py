@@ -16,7 +16,7 @@ from vit_jax.data import loading, reading
 from vit_jax.data.image_preprocessing import normalize
 from vit_jax.data.loading import LoaderConfig
 from vit_jax.data.reading import ExampleRef, ImageReader
-from vit_jax.models import ResNetConfig, ViTConfig
+from vit_jax.models import ResNetConfig, ViTConfig, with_exact_products
 from vit_jax.models.taps import Reduction
 from vit_jax.parallel import meshes
 from vit_jax.pretrained import Loaded
@@ -76,8 +76,8 @@ class Network:
 
         @functools.partial(jax.jit, out_shardings=meshes.replicated(self.mesh))
         def run(params: Params, images: Array) -> Any:
-            with jax.default_matmul_precision('highest'):  # no bfloat16, no TF32
-                return function(params, normalize(images, self.loaded.preprocessing))
+            prepared = normalize(images, self.loaded.preprocessing)
+            return with_exact_products(function)(params, prepared)
 
         return lambda batch: run(self.params, batch['images'])
 

@@ -1,7 +1,7 @@
 """What `auto` means in `Compute`: chosen for the devices, the network and the batch.
 
-The reasons were measured on CPUs (`python -m benchmarks.peers`), and counted or estimated in
-programs for GPUs and TPUs (`python -m benchmarks.step_program`).
+The reasons were measured on CPUs and on one GPU (`python -m benchmarks.peers`), and counted or
+estimated in programs for GPUs and TPUs (`python -m benchmarks.step_program`).
 """
 
 import dataclasses
@@ -92,17 +92,9 @@ def choose(
     if 'last_block' in left and chosen.last_block == 'class_tokens':
         why.append('last_block: the head reads no patches')
     if 'remat' in left:
-        fits: Remat = 'none'
-        if load is not None and isinstance(model, ViTConfig):
-            fits = _least_remat(model, chosen, load)
-        # Of a step of B/16 on a v5e, 207 M estimated cycles; with `dots` 142 M.
-        slow_loop = platform == 'tpu' and isinstance(model, ViTConfig) and chosen.unroll == 1
-        if fits != 'none':
-            why.append('remat: activations have to fit into memory')
-        elif load is not None and (platform == 'cpu' or slow_loop):
-            fits = 'dots'
-            why.append(f'remat: a {platform.upper()} is fastest where little is kept in memory')
-        chosen = dataclasses.replace(chosen, remat=fits)
+        remat, reason = _choose_remat(model, chosen, platform, load)
+        chosen = dataclasses.replace(chosen, remat=remat)
+        why += [f'remat: {reason}'] if reason else []
     return Choice(chosen, '; '.join(why))
 
 
@@ -121,6 +113,23 @@ def _check_last_block(compute: Compute, model: ViTConfig, *, draws: bool) -> Non
         require(model.num_tokens_read is not None, f'{wrong}{heads}; say auto')
         dropped = 'dropout and stochastic depth are drawn for whole blocks; say auto'
         require(not draws, wrong + dropped)
+
+
+def _choose_remat(
+    model: ViTConfig | ResNetConfig, compute: Compute, platform: str, load: Load | None
+) -> tuple[Remat, str]:
+    """What the backward pass recomputes, and why; without training, nothing."""
+    if load is None:
+        return 'none', ''
+    slow_loop = False
+    if isinstance(model, ViTConfig):
+        if (fits := _least_remat(model, compute, load)) != 'none':
+            return fits, 'activations have to fit into memory'
+        # A step of B/16 on a v5e takes 207 M estimated cycles; with `dots` 142 M.
+        slow_loop = platform == 'tpu' and compute.unroll == 1
+    if platform == 'cpu' or slow_loop:
+        return 'dots', f'a {platform.upper()} is fastest where little is kept in memory'
+    return 'none', ''
 
 
 def _least_remat(model: ViTConfig, compute: Compute, load: Load) -> Remat:

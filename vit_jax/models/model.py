@@ -122,6 +122,16 @@ def _modules(
     )
 
 
+def with_exact_products(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, with exact float32 products: GPUs would use TF32, and TPUs bfloat16."""
+
+    def run(*inputs: Any) -> Any:
+        with jax.default_matmul_precision('highest'):
+            return function(*inputs)
+
+    return run
+
+
 def headless(config: ModelConfig) -> ModelConfig:
     """The network without any head: its outputs are the features."""
     changes: dict[str, Any] = {'num_classes': None, 'head': 'linear', 'head_bias': 0.0}

@@ -1,5 +1,7 @@
 """How fast devices can multiply at most, to say what share of that a program reaches."""
 
+from typing import Any
+
 # Operations a second of one device, as jax counts devices and names their kinds: bfloat16,
 # dense, accumulated in float32; from the makers' data sheets. Of TPU v2, v3 and 7x a device is half
 # a chip.
@@ -41,3 +43,12 @@ def peak_of(device_kind: str) -> float | None:
         if rest != device_kind and not rest[:1].isalnum() and (rest[:1] != ' ' or 'GB' in rest):
             return peak
     return None
+
+
+def has_bfloat16(device: Any) -> bool:
+    """Does the device multiply bfloat16 faster than float32?
+
+    TPUs do, and NVIDIA GPUs from Ampere (compute capability 8.0) on. AMD GPUs were never tried.
+    """
+    major = str(getattr(device, 'compute_capability', '')).partition('.')[0]
+    return device.platform == 'tpu' or (major.isdecimal() and int(major) >= 8)

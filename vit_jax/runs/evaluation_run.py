@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from vit_jax.base import Array, Batch, Float, Int, UserError, require
@@ -13,6 +12,7 @@ from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.relabelling import renumbered
 from vit_jax.evaluation import classification, confusion
+from vit_jax.models import with_exact_products
 from vit_jax.parallel import meshes
 from vit_jax.pretrained import Loaded
 from vit_jax.runs import compilation, prediction
@@ -76,13 +76,8 @@ def evaluate(
     loss = make_loss(LossConfig(kind='sigmoid' if loaded.card.loss == 'sigmoid' else 'softmax'))
     several = source.multi_label
     any_right = several and (relabelled or loaded.card.loss == 'softmax')
-
-    def apply(*inputs: Any) -> Float[Array, 'b k']:
-        with jax.default_matmul_precision('highest'):  # no bfloat16, no TF32
-            return loaded.model.apply(*inputs)
-
     step = make_loss_sums(
-        apply,
+        with_exact_products(loaded.model.apply),
         of_any(loss) if any_right else loss,
         functools.partial(normalize, preprocessing=loaded.preprocessing),
         rows_of=_rows_of_several if several else predictions,

@@ -34,7 +34,7 @@ from vit_jax.models import (
 )
 from vit_jax.models.choices import Choice, Load, choose, with_cudnn
 from vit_jax.parallel import meshes
-from vit_jax.parallel.peaks import peak_of
+from vit_jax.parallel.peaks import has_bfloat16, peak_of
 from vit_jax.runs.probing import Probes, open_probes
 from vit_jax.training.duration import TrainLength, make_train_length
 from vit_jax.training.losses import LossConfig, make_loss, of_any, targets_of
@@ -248,16 +248,6 @@ def choose_compute(config: TrainConfig, model: ModelConfig, mesh: Mesh, *, plann
     if planned:  # a run on a GPU tries whether cuDNN compiles, a plan assumes it
         return choice._replace(compute=with_cudnn(choice.compute, model))
     return choice
-
-
-def has_bfloat16(device: Any) -> bool:
-    """Does the device multiply bfloat16 faster than float32?
-
-    True for TPUs and for NVIDIA's GPUs from Ampere (compute capability 8.0) on; of AMD's GPUs it is
-    not known here.
-    """
-    major = str(getattr(device, 'compute_capability', '')).partition('.')[0]
-    return device.platform == 'tpu' or (major.isdecimal() and int(major) >= 8)
 
 
 def _memory(device: jax.Device) -> int | None:

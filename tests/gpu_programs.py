@@ -1,13 +1,13 @@
 """Compiles the programs of many models for one H200, without a GPU; prints a line for each.
 
-    PYTHONPATH=.:.cache/gpu_compiler python -m tests.gpu_programs [NAME ...]
+    PYTHONPATH=.:.cache/gpu_compiler-VERSION python -m tests.gpu_programs [NAME ...]
 
 XLA aborts the process where a check of its own fails, so each program is compiled in a forked
-child. `test_gpu_programs.py` runs this. The folder in PYTHONPATH holds jax's plugin for GPUs:
+child. `test_gpu_programs.py` runs this. The folder in PYTHONPATH holds jax's plugin for GPUs, in
+the VERSION of jax; `.ci/run` makes it with
 
-    pip install --no-deps --target .cache/gpu_compiler jax-cuda13-plugin==V jax-cuda13-pjrt==V
-
-where V is the version of jax.
+    pip install --no-deps --target .cache/gpu_compiler-VERSION \
+      jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION
 """
 
 import dataclasses

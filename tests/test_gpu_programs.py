@@ -18,7 +18,7 @@ from tests.gpu_programs import HYBRID, PROGRAMS, RESNET
 from tests.hosts import ROOT
 from vit_jax.models import Compute, build
 
-PLUGIN = ROOT / '.cache' / 'gpu_compiler'
+PLUGIN = ROOT / '.cache' / f'gpu_compiler-{jax.__version__}'
 PRODUCTS = 'stablehlo.dot', 'stablehlo.dot_general'
 # XLA fuses nothing through these: their result is written to memory.
 WRITTEN = *PRODUCTS, 'stablehlo.convolution', 'stablehlo.optimization_barrier'
@@ -95,7 +95,8 @@ def test_no_matrix_product_reads_a_strided_slice(config, attention):
 
 @pytest.mark.full
 @pytest.mark.skipif(
-    not PLUGIN.exists(), reason='no GPU compiler; tests/gpu_programs.py installs it'
+    not PLUGIN.exists(),
+    reason=f'no compiler for GPUs in {PLUGIN}: tests/gpu_programs.py says how to install it',
 )
 def test_every_program_compiles_for_a_gpu():
     """As a run compiles it, but that no kernel is timed. An abort ends a child, not the test."""

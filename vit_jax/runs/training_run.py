@@ -151,6 +151,7 @@ def agreed(
     Raises UserError as `train` does before it compiles.
     """
     job.require_same('this run', fingerprint.of_run(config, path))
+    config = records.checked(config, where='config')
     if config.compute.dtype == 'auto':  # a run that has begun keeps its dtype, on any device
         kept: Any = job.from_process_0('dtype', lambda: workdirs.kept_dtype(path))
         compute = dataclasses.replace(config.compute, dtype=kept)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.device [--minutes=6] [--only=PART] [--out=FILE.jsonl]
 
-The parts, in their order:
+The parts run in this order:
 
 - compile: a hybrid, a ResNet, and a ViT with each way to compute attention: 20 steps of each
 - peers: B/16, L/16, S/16, H/14, next to timm (--timm=PYTHON) and big_vision (--big_vision=FOLDER)
@@ -12,13 +12,14 @@ The parts, in their order:
 - options: B/16 with options of XLA, one at a time
 - attention: cuDNN in bfloat16 against XLA in float32, forward and backward, at eight lengths
 
-Each part is a process with a time limit, so that nothing that fails or hangs ends the others. Each
-line is printed, and appended to --out (benchmarks/results/device.jsonl) when it is measured. With
---only one part runs, and has all the time. On a CPU the models are tiny, which tests the program
-and measures nothing of interest. Nothing else should run on the machine.
+Each part is a process with a time limit, so a part that fails or hangs does not stop the others.
+Each line is printed, and appended to --out (benchmarks/results/device.jsonl) when it is measured.
+With --only one part runs, and has all the time. On a CPU the models are tiny, which tests the
+program and measures nothing of interest. Nothing else should run on the machine.
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -32,8 +33,11 @@ import threading
 import time
 from typing import Any
 
+from benchmarks.peer_programs import python_path
+
 ROOT = pathlib.Path(__file__).parents[1]
-# The most seconds that each part may take of 6 minutes. Together they are more, as most end early.
+# Time limit of each part in seconds, for a total of 6 minutes. The sum is larger because most parts
+# finish early.
 LIMITS = {
     'compile': 150,
     'peers': 150,
@@ -52,6 +56,7 @@ class Results:
     def __init__(self, path: pathlib.Path):
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.open('a').close()  # a path that cannot be written fails here
 
     def add(self, part: str, line: dict[str, Any]) -> None:
         """Prints the text of a line, and appends all of it to the file."""
@@ -61,11 +66,16 @@ class Results:
             file.write(json.dumps({'part': part, 'date': now} | line) + '\n')
 
 
+def kill_group(number: int) -> None:
+    """Kills the processes of a group, if any are left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(number, signal.SIGKILL)
+
+
 def run_part(part: str, options: dict[str, Any], seconds: float, results: Results) -> None:
     """Runs one part in a process group of its own, which is killed at the end of its time."""
     command = [sys.executable, '-m', 'benchmarks.device_parts', part, json.dumps(options)]
-    folders = [str(ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
-    environment = os.environ | {'PYTHONPATH': os.pathsep.join(folders)}
+    environment = os.environ | {'PYTHONPATH': python_path(ROOT)}
     began = time.monotonic()
     with tempfile.TemporaryFile('w+') as errors:
         child = subprocess.Popen(
@@ -76,14 +86,17 @@ def run_part(part: str, options: dict[str, Any], seconds: float, results: Result
             text=True,
             start_new_session=True,
         )
-        timer = threading.Timer(seconds, os.killpg, (child.pid, signal.SIGKILL))
+        timer = threading.Timer(seconds, kill_group, [child.pid])
         timer.start()
-        assert child.stdout is not None
-        for line in child.stdout:
-            if line.startswith('{'):
-                results.add(part, json.loads(line))
-        code = child.wait()
-        timer.cancel()
+        try:
+            assert child.stdout is not None
+            for line in child.stdout:
+                if line.startswith('{'):
+                    results.add(part, json.loads(line))
+            code = child.wait()
+        finally:  # also where this process is interrupted
+            timer.cancel()
+            kill_group(child.pid)
         taken = time.monotonic() - began
         if code == 0:
             return
@@ -110,6 +123,7 @@ def main() -> None:
     parser.add_argument('--photos', metavar='FOLDER', help='of JPEG files')
     parser.add_argument('--cifar10', metavar='FOLDER', help='as vit_jax.prepare writes it')
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     end = time.monotonic() + 60 * arguments.minutes
     results = Results(pathlib.Path(arguments.out))
     options = {

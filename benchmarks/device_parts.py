@@ -23,13 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import peers
-from benchmarks.input_speed import pipeline
-from benchmarks.our_step import Step, trace_step
+from benchmarks.input_speed import make_batches
+from benchmarks.our_step import Step, make_config, trace_step
 from benchmarks.peer_programs import SCAN, Work
 from benchmarks.step_program import Kernel, kernels
 from configs.pretrain import cifar10_hybrid
 from vit_jax.base.array_types import Array
-from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.image_preprocessing import InceptionCrop
 from vit_jax.data.loading import LoaderConfig
@@ -37,8 +36,6 @@ from vit_jax.data.reading import cores
 from vit_jax.models import Backbone, Compute, ModelConfig, ResNetConfig, ViTConfig, variant
 from vit_jax.models.attention import Implementation, attend
 from vit_jax.models.fused_attention import cudnn_compiles
-from vit_jax.training.duration import Duration
-from vit_jax.training.optimizer import OptimizerConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 CLASSES = 1000
@@ -47,7 +44,8 @@ PROFILED = 3  # steps
 LONGEST = 30  # kernels
 TINY = ViTConfig(image_size=(32, 32), patch_size=(8, 8), width=48, depth=2, mlp_dim=96, num_heads=3)
 TINY_PAIR = Backbone(blocks=(1, 1), width=32)
-# One at a time, next to none. What an older or newer XLA does not know is said and passed over.
+# Each option is tried alone and compared with no option. An option that this XLA does not have is
+# reported and skipped.
 XLA_OPTIONS: list[dict[str, Any]] = [
     {'xla_gpu_enable_triton_gemm': False},
     {'xla_gpu_enable_cublaslt': True},
@@ -69,19 +67,7 @@ def on_cpu() -> bool:
     return jax.default_backend() == 'cpu'
 
 
-def experiment(model: ModelConfig, batch_size: int, **changes: Any) -> TrainConfig:
-    """A pre-training with AdamW; nothing is set that decides how it is computed."""
-    return TrainConfig(
-        data='photos',
-        model=model,
-        total=Duration(steps=10_000),
-        batch_size=batch_size,
-        optimizer=OptimizerConfig(weight_decay=0.1, clip_norm=1.0),
-        **changes,
-    )
-
-
-def b16() -> tuple[ViTConfig, int]:
+def model_and_batch() -> tuple[ViTConfig, int]:
     """The model and the batch of most parts."""
     if on_cpu():
         return TINY, 8
@@ -98,7 +84,7 @@ class Running:
     state: Any
     metrics: Any = None
 
-    def make(self, steps: int, batches: Iterator[Any]) -> float:
+    def run_steps(self, steps: int, batches: Iterator[Any]) -> float:
         """Makes some steps; returns the seconds of one."""
         began = time.perf_counter()
         for _ in range(steps):
@@ -107,34 +93,32 @@ class Running:
         return (time.perf_counter() - began) / steps
 
 
-def repeated(batch: Any) -> Iterator[Any]:
+def repeat(batch: Any) -> Iterator[Any]:
     """The same batch without end."""
     while True:
         yield batch
 
 
-def measured(traced: Step, steps: int = STEPS, options: dict[str, Any] | None = None) -> dict:
+def measure(traced: Step, steps: int = STEPS, options: dict[str, Any] | None = None) -> dict:
     """Compiles a step and makes some: the numbers, and what is running."""
     began = time.perf_counter()
     compiled = traced.lowered.compile(options)
     compile_seconds = time.perf_counter() - began
-    state, batch = traced.first()
-    running, batches = Running(compiled, state), repeated(batch)
-    running.make(3, batches)
-    seconds = min(running.make(max(1, steps // 2), batches) for _ in range(2))
-    stats = jax.local_devices()[0].memory_stats() or {}
+    state, batch = traced.make_inputs()
+    running, batches = Running(compiled, state), repeat(batch)
+    running.run_steps(3, batches)
+    seconds = min(running.run_steps(max(1, steps // 2), batches) for _ in range(2))
     return {
         'compile_seconds': round(compile_seconds, 2),
         'step_ms': round(1e3 * seconds, 3),
         'images_per_second': round(traced.experiment.config.batch_size / seconds, 1),
         'loss': running.metrics.means['loss'],
         'temporary_bytes': compiled.memory_analysis().temp_size_in_bytes,
-        'peak_bytes': stats.get('peak_bytes_in_use'),
     }
 
 
-def in_words(numbers: dict[str, Any]) -> str:
-    """The numbers of `measured` in one line."""
+def describe(numbers: dict[str, Any]) -> str:
+    """The numbers of `measure` in one line."""
     return (
         f'{numbers["images_per_second"]:>10,.1f} images/s, {numbers["step_ms"]:,.2f} ms a step, '
         f'compiled in {numbers["compile_seconds"]:.1f} s, loss {numbers["loss"]:.3f}'
@@ -142,7 +126,7 @@ def in_words(numbers: dict[str, Any]) -> str:
 
 
 def part_device(options: dict[str, Any]) -> None:
-    """Which device, software and command the lines that follow are of."""
+    """Reports the device, software and command of this run."""
     device = jax.devices()[0]
     names = 'jax', 'jaxlib', 'flax', 'optax', 'numpy'
     versions = {name: importlib.metadata.version(name) for name in names}
@@ -162,29 +146,29 @@ def part_device(options: dict[str, Any]) -> None:
 
 
 def part_compile(options: dict[str, Any]) -> None:
-    """Models that abort, or do not train, would be seen here."""
+    """Compiles and trains each model, to find models that abort or do not train."""
     ways: tuple[Implementation, ...] = ('xla', 'head_major', 'blockwise')
     hybrid = dataclasses.replace(cifar10_hybrid.get_config(), data='photos', batch_size=256)
     programs = {'hybrid of CIFAR-10': dataclasses.replace(hybrid, fewshot=None)}
     if on_cpu():
         model = dataclasses.replace(TINY, backbone=TINY_PAIR, patch_size=(1, 1))
-        programs = {'hybrid': experiment(model, 8)}
+        programs = {'hybrid': make_config(model, 8)}
         resnet: ModelConfig = ResNetConfig(image_size=(32, 32), backbone=TINY_PAIR)
         vit: ModelConfig = TINY
         batch_size = 8
     else:
         ways = ('cudnn', 'padded', 'xla', 'blockwise')
         resnet, vit, batch_size = variant('R50x1'), variant('B/16'), 128
-    programs['ResNet'] = experiment(resnet, batch_size)
+    programs['ResNet'] = make_config(resnet, batch_size)
     for way in ways:
-        programs[f'ViT, {way}'] = experiment(vit, batch_size, compute=Compute(attention=way))
+        programs[f'ViT, {way}'] = make_config(vit, batch_size, compute=Compute(attention=way))
     for name, config in programs.items():
         try:
-            numbers = measured(trace_step(config, num_classes=10))
-        except Exception as error:  # the others may do
+            numbers = measure(trace_step(config, num_classes=10))
+        except Exception as error:  # the other models may still work
             emit(f'{name}: failed: {first_line(error)}', name=name, error=str(error)[:2000])
             continue
-        emit(f'{name:<22}{in_words(numbers)}', name=name, batch=config.batch_size, **numbers)
+        emit(f'{name:<22}{describe(numbers)}', name=name, batch=config.batch_size, **numbers)
 
 
 def first_line(error: Exception) -> str:
@@ -193,7 +177,10 @@ def first_line(error: Exception) -> str:
 
 
 def part_peers(options: dict[str, Any]) -> None:
-    """As `benchmarks.peers`, whose processes need the device: this one takes none of it."""
+    """Runs the programs of `benchmarks.peers`.
+
+    This process uses the CPU, so that its children have the whole GPU.
+    """
     platform = platform_of_another_process()
     jax.config.update('jax_platforms', 'cpu')
     sizes = {'B/16': 256, 'L/16': 128, 'S/16': 512, 'H/14': 64}
@@ -211,11 +198,14 @@ def part_peers(options: dict[str, Any]) -> None:
         work = Work.of(model, batch=batch, precision=precision, optimizer='adamw', steps=steps)
         if not product:  # the same for all sizes
             product = peers.compare({'matmul': ''}, work, rounds=1, platform=platform)
-        results = product | peers.compare(programs, work, rounds=1, platform=platform)
-        lines = peers.table(results, work, model)
-        for line in lines[:-1]:
-            emit(f'{name} {line}')
-        emit(f'{name} {lines[-1]}', model=name, work=work._asdict(), results=results)
+        results = dict(product)
+        for program, path in programs.items():
+            results |= peers.compare({program: path}, work, rounds=1, platform=platform)
+            line = peers.table(results, work, model)[-2]  # the last one is the product's
+            emit(
+                f'{name} {line}', model=name, work=work._asdict(), name=program, **results[program]
+            )
+    emit(f'product of matrices: {product["matmul"]}', **product)
 
 
 def platform_of_another_process() -> str:
@@ -226,30 +216,30 @@ def platform_of_another_process() -> str:
 
 def part_profile(options: dict[str, Any]) -> None:
     """Where the time of a step goes, by kernel."""
-    model, batch_size = b16()
-    traced = trace_step(experiment(model, batch_size), num_classes=CLASSES)
+    model, batch_size = model_and_batch()
+    traced = trace_step(make_config(model, batch_size), num_classes=CLASSES)
     compiled = traced.lowered.compile()
-    state, batch = traced.first()
+    state, batch = traced.make_inputs()
     running = Running(compiled, state)
-    running.make(3, repeated(batch))
+    running.run_steps(3, repeat(batch))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            seconds = running.make(PROFILED, repeated(batch))
-        taken = durations(next(pathlib.Path(folder).rglob('*.xplane.pb')))
+            seconds = running.run_steps(PROFILED, repeat(batch))
+        taken = read_durations(next(pathlib.Path(folder).rglob('*.xplane.pb')))
     total = sum(taken.values())
     emit(
         f'{1e3 * seconds:.2f} ms a step while watched, {total / 1e6 / PROFILED:.2f} ms in kernels',
         step_ms=1e3 * seconds,
         kernels_ms=total / 1e6 / PROFILED,
     )
-    for kind, group in longest(taken, compiled.as_text()):
+    for kind, group in group_kernels(taken, compiled.as_text()):
         share = group['ms'] * 1e6 * PROFILED / total
         rates = [f'{group[unit]:8,.1f} {unit}' for unit in ('TFLOP/s', 'GB/s') if group[unit]]
         said = f'{group["ms"]:8.3f} ms {share:6.1%} {group["times"]:>5.0f} x {kind:<60}'
         emit(said + ' '.join(rates), kind=kind, share=share, **group)
 
 
-def durations(profile: pathlib.Path) -> dict[str, float]:
+def read_durations(profile: pathlib.Path) -> dict[str, float]:
     """Nanoseconds of each operation of the programs in a profile, by its name."""
     taken: dict[str, float] = collections.defaultdict(float)
     planes = [*jax.profiler.ProfileData.from_file(str(profile)).planes]
@@ -263,7 +253,7 @@ def durations(profile: pathlib.Path) -> dict[str, float]:
     return taken
 
 
-def longest(taken: dict[str, float], text: str) -> list[tuple[str, dict[str, float]]]:
+def group_kernels(taken: dict[str, float], text: str) -> list[tuple[str, dict[str, float]]]:
     """The longest kernels of a step, those of all blocks together, with their rates."""
     known: dict[str, Kernel] = {one.name: one for one in kernels(text)}
     groups: dict[str, dict[str, float]] = {}
@@ -287,25 +277,25 @@ def longest(taken: dict[str, float], text: str) -> list[tuple[str, dict[str, flo
 
 def part_files(options: dict[str, Any]) -> None:
     """Training from JPEG files, and how long a step waits for its batch."""
-    model, batch_size = b16()
+    model, batch_size = model_and_batch()
     crop = Augmentation(crop=InceptionCrop(), flip=True)
-    config = experiment(model, batch_size, augmentation=crop)
+    config = make_config(model, batch_size, augmentation=crop)
     traced = trace_step(config, num_classes=CLASSES)
     compiled = traced.lowered.compile()
-    state, batch = traced.first()
+    state, batch = traced.make_inputs()
     running = Running(compiled, state)
-    running.make(3, repeated(batch))
-    alone = running.make(STEPS, repeated(batch))
+    running.run_steps(3, repeat(batch))
+    alone = running.run_steps(STEPS, repeat(batch))
     emit(f'the step alone {batch_size / alone:,.0f} images/s', step_ms=1e3 * alone)
     with tempfile.TemporaryDirectory() as folder:
         photos = options['photos'] or made_photos(folder)
         said = 'the given photos' if options['photos'] else 'photos that were made, 500x375'
         for name, processes in {'threads': 0, 'processes': cores()}.items():
             loader = LoaderConfig(placement='host', processes=processes)
-            batches = pipeline(photos, model.image_size, batch_size, loader)
+            batches = make_batches(photos, model.image_size, batch_size, loader)
             waited: list[float] = []
-            running.make(3, batches)
-            seconds = running.make(STEPS, timed(batches, waited))
+            running.run_steps(3, batches)
+            seconds = running.run_steps(STEPS, time_waits(batches, waited))
             wait = sum(waited) / STEPS
             emit(
                 f'{cores()} {name:<10}{batch_size / seconds:>8,.0f} images/s, '
@@ -329,7 +319,7 @@ def made_photos(folder: str) -> str:
     return folder
 
 
-def timed(batches: Iterator[Any], waited: list[float]) -> Iterator[Any]:
+def time_waits(batches: Iterator[Any], waited: list[float]) -> Iterator[Any]:
     """The same batches; the seconds until each is there go to a list."""
     while True:
         began = time.perf_counter()
@@ -339,7 +329,7 @@ def timed(batches: Iterator[Any], waited: list[float]) -> Iterator[Any]:
 
 
 def part_cifar10(options: dict[str, Any]) -> None:
-    """The recipe of the hybrid, with a larger batch: how far it comes in its time."""
+    """Trains the hybrid recipe with a larger batch and reports the accuracy of each evaluation."""
     if options['cifar10'] is None:
         emit('not measured: --cifar10=FOLDER names the images')
         return
@@ -369,7 +359,7 @@ def part_cifar10(options: dict[str, Any]) -> None:
                 )
             time.sleep(0.2)
         if child.returncode:
-            raise SystemExit(child.returncode)  # it has said why
+            raise SystemExit(child.returncode)  # the child printed the reason
 
 
 def evaluations(folder: str) -> list[dict[str, Any]]:
@@ -383,20 +373,20 @@ def evaluations(folder: str) -> list[dict[str, Any]]:
 
 def part_options(options: dict[str, Any]) -> None:
     """Whether an option of XLA makes the step faster; ratios are of one process."""
-    model, batch_size = b16()
-    traced = trace_step(experiment(model, batch_size), num_classes=CLASSES)
+    model, batch_size = model_and_batch()
+    traced = trace_step(make_config(model, batch_size), num_classes=CLASSES)
     tried = [{'xla_backend_optimization_level': 1}] if on_cpu() else XLA_OPTIONS
     base = None
     for xla in [{}, *tried]:
         name = ', '.join(f'{option}={value}' for option, value in xla.items()) or 'no option'
         try:
-            numbers = measured(traced, options=xla)
+            numbers = measure(traced, options=xla)
         except Exception as error:  # an option that this XLA does not know
             emit(f'{name}: failed: {first_line(error)}', name=name, error=str(error)[:2000])
             continue
         base = base or numbers['images_per_second']
         ratio = numbers['images_per_second'] / base
-        emit(f'{name:<50}{ratio:6.3f} {in_words(numbers)}', name=name, ratio=ratio, **numbers)
+        emit(f'{name:<50}{ratio:6.3f} {describe(numbers)}', name=name, ratio=ratio, **numbers)
 
 
 def part_attention(options: dict[str, Any]) -> None:
@@ -409,21 +399,21 @@ def part_attention(options: dict[str, Any]) -> None:
         exact = [jax.random.normal(key, (batch, length, heads, size)) for key in keys]
         rounded = [x.astype(jnp.bfloat16) for x in exact]
         with jax.default_matmul_precision('highest'):
-            expected = jax.block_until_ready(both('xla')(*exact))
+            expected = jax.block_until_ready(attention_and_gradients('xla')(*exact))
         if not on_cpu():
             fused = cudnn_compiles(*2 * [(length, heads, size)], 'bfloat16')
             ways = ('cudnn', 'padded') if fused else ('padded',)
             if not fused:
                 emit(f'{length:>5} tokens: cuDNN does not compile', tokens=length, name='cudnn')
         for way in ways:
-            function = both(way)
+            function = attention_and_gradients(way)
             found = jax.block_until_ready(function(*rounded))
             began = time.perf_counter()
             for _ in range(STEPS):
                 found = function(*rounded)
             jax.block_until_ready(found)
             ms = 1e3 * (time.perf_counter() - began) / STEPS
-            errors = [distance(*pair) for pair in zip(found, expected, strict=True)]
+            errors = [relative_error(*pair) for pair in zip(found, expected, strict=True)]
             emit(
                 f'{length:>5} tokens {way:<10}{ms:8.3f} ms forward and backward; relative error '
                 f'{errors[0]:.4f}, of gradients {max(errors[1:]):.4f}',
@@ -435,7 +425,7 @@ def part_attention(options: dict[str, Any]) -> None:
 
 
 @functools.cache
-def both(way: Implementation) -> Callable[..., tuple[Array, ...]]:
+def attention_and_gradients(way: Implementation) -> Callable[..., tuple[Array, ...]]:
     """Attention and its three gradients, compiled."""
 
     def run(query: Array, key: Array, value: Array, change: Array) -> tuple[Array, ...]:
@@ -446,7 +436,7 @@ def both(way: Implementation) -> Callable[..., tuple[Array, ...]]:
     return jax.jit(run)
 
 
-def distance(found: Array, expected: Array) -> float:
+def relative_error(found: Array, expected: Array) -> float:
     """The relative distance of two arrays, in the Euclidean norm."""
     difference = found.astype(jnp.float32) - expected
     return float(jnp.linalg.norm(difference) / jnp.linalg.norm(expected))

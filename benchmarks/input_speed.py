@@ -196,7 +196,7 @@ def batches_of(
     return loading.training_batches(loader, steps=steps, batch_size=batch_size, seed=0)
 
 
-def pipeline(
+def make_batches(
     photos: str, size: tuple[int, int], batch_size: int, config: loading.LoaderConfig
 ) -> Iterator[Batch]:
     """Random crops of the photos of a folder, in batches on the devices, without end."""

@@ -1,4 +1,4 @@
-"""The train step of `vit_jax.train` for a configuration, on images that are made up."""
+"""The train step of `vit_jax.train` for a configuration, on random images."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -7,9 +7,12 @@ import jax
 import numpy as np
 
 from vit_jax.config import TrainConfig
+from vit_jax.models import ModelConfig
 from vit_jax.parallel import ahead_of_time, meshes
 from vit_jax.runs import compilation, memory_plan
 from vit_jax.runs.experiment import Experiment, decide
+from vit_jax.training.duration import Duration
+from vit_jax.training.optimizer import OptimizerConfig
 
 
 class Step(NamedTuple):
@@ -17,7 +20,19 @@ class Step(NamedTuple):
 
     experiment: Experiment
     lowered: Any
-    first: Callable[[], tuple[Any, Any]]  # makes the first state and a batch, on the devices
+    make_inputs: Callable[[], tuple[Any, Any]]  # the initial state and a batch, on the devices
+
+
+def make_config(model: ModelConfig, batch_size: int, **changes: Any) -> TrainConfig:
+    """A pre-training with AdamW; nothing is set that decides how it is computed."""
+    return TrainConfig(
+        data='photos',
+        model=model,
+        total=Duration(steps=10_000),
+        batch_size=batch_size,
+        optimizer=OptimizerConfig(weight_decay=0.1, clip_norm=1.0),
+        **changes,
+    )
 
 
 def trace_step(
@@ -39,10 +54,10 @@ def trace_step(
     if devices is None:
         lowered = compilation.lower_update(experiment, state)
     else:
-        with ahead_of_time.assumed_cudnn():
+        with ahead_of_time.assume_cudnn():
             lowered = compilation.lower_update(experiment, state)
 
-    def first() -> tuple[Any, Any]:
+    def make_inputs() -> tuple[Any, Any]:
         rng, order = np.random.default_rng(0), np.arange(config.batch_size, dtype=np.int32)
         shape = config.batch_size, *experiment.model.config.image_size, 3
         batch = {
@@ -58,4 +73,4 @@ def trace_step(
         compilation.give_back_memory()
         return made, jax.device_put(batch, meshes.batch_sharding(experiment.mesh))
 
-    return Step(experiment, lowered, first)
+    return Step(experiment, lowered, make_inputs)

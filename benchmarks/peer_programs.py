@@ -25,6 +25,11 @@ OURS: dict[str, dict[str, Any]] = {  # what `compute` says
 SCAN = 'big_vision, scan'
 
 
+def python_path(folder: str | os.PathLike[str]) -> str:
+    """PYTHONPATH with a folder in front; packages may lie in the folders that it has already."""
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get('PYTHONPATH')])])
+
+
 class Work(NamedTuple):
     """What every program does."""
 
@@ -76,7 +81,7 @@ def ours(work: Work, compute: dict[str, Any]) -> Any:
         compute=Compute(dtype=work.precision, **compute),  # type: ignore[arg-type]
     )
     step = trace_step(config, num_classes=CLASSES)
-    return step.lowered, step.first
+    return step.lowered, step.make_inputs
 
 
 def by_optax(

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.peer_programs import OURS, SCAN, Work
+from benchmarks.peer_programs import OURS, SCAN, Work, python_path
 from vit_jax.models import Compute, ViTConfig, multiply_adds, variant
 from vit_jax.models.choices import choose
 from vit_jax.parallel.peaks import peak_of
@@ -43,10 +43,12 @@ def turn(name: str, where: str, work: Work, cache: str) -> dict[str, Any]:
         'TORCHINDUCTOR_CACHE_DIR': f'{cache}/torch',
         'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.92',
     }
-    if name in OURS:  # packages may lie in the folders of PYTHONPATH
-        folders = [str(_PROGRAM.parents[1]), *filter(None, [os.environ.get('PYTHONPATH')])]
-        told['PYTHONPATH'] = os.pathsep.join(folders)
-    done = subprocess.run(command, env=os.environ | told, text=True, capture_output=True)
+    if name in OURS:
+        told['PYTHONPATH'] = python_path(_PROGRAM.parents[1])
+    try:
+        done = subprocess.run(command, env=os.environ | told, text=True, capture_output=True)
+    except OSError as error:  # the interpreter
+        return {'error': str(error)}
     if done.returncode:
         return {'error': (done.stderr.strip().splitlines() or [f'exit {done.returncode}'])[-1]}
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""What a train step is to a GPU or a TPU: a program compiled for one, none is needed.
+"""Counts what a train step costs a GPU or a TPU that is not attached.
 
     python -m benchmarks.step_program --topology=h200:1x1 --model=B/16 --batch=256
     python -m benchmarks.step_program --topology=v5e:2x2 --model=B/16 --batch=64 --depth=2
@@ -8,10 +8,10 @@ It compiles the train step (AdamW, clipped gradients, all else as `vit_jax.train
 kernels that are launched, and the megabytes per image that kernels other than matrix products and
 fused attention read and write; for a TPU the cycles that the compiler estimates for all
 instructions; for both the temporary memory. Nothing is timed. A GPU times each matrix product as a
-Triton kernel and by cuBLAS, and runs the faster; without one XLA takes Triton for all of them, and
-with `--xla xla_gpu_enable_triton_gemm=false` cuBLAS: a run lies between. cuDNN's attention is
-assumed to compile. `--big_vision=FOLDER`, which holds that repository, compiles its step
-(`benchmarks.peer_programs`) instead, with `--scan` its loop.
+Triton kernel and by cuBLAS, and runs the faster. Without a GPU, XLA uses Triton for all products;
+`--xla xla_gpu_enable_triton_gemm=false` gives cuBLAS for all. A run lies between the two. cuDNN's
+attention is assumed to compile. `--big_vision=FOLDER`, which holds that repository, compiles its
+step (`benchmarks.peer_programs`) instead, with `--scan` its loop.
 """
 
 import argparse
@@ -26,14 +26,11 @@ from typing import Any, NamedTuple
 import jax
 
 from benchmarks import peer_programs
-from benchmarks.our_step import trace_step
-from vit_jax.config import TrainConfig
+from benchmarks.our_step import make_config, trace_step
 from vit_jax.data.augmentation import AUGREG, augreg
 from vit_jax.models import Compute, ViTConfig, variant
 from vit_jax.parallel import ahead_of_time
 from vit_jax.parallel.program_text import Instruction, computations, size, trips
-from vit_jax.training.duration import Duration
-from vit_jax.training.optimizer import OptimizerConfig
 
 # What is no kernel: names for memory that is there already.
 _FREE = 'parameter constant get-tuple-element tuple bitcast after-all opt-barrier iota'.split()
@@ -170,14 +167,7 @@ def our_step(asked: argparse.Namespace, device: jax.Device) -> Any:
     """The update of `vit_jax.train` for a device, traced."""
     fields: dict[str, Any] = dict(text.split('=') for text in asked.compute)
     fields |= {'unroll': int(fields['unroll'])} if 'unroll' in fields else {}
-    config = TrainConfig(
-        data='digits',
-        model=network(asked),
-        total=Duration(steps=1000),
-        batch_size=asked.batch,
-        optimizer=OptimizerConfig(weight_decay=0.1, clip_norm=1.0),
-        compute=Compute(**fields),
-    )
+    config = make_config(network(asked), asked.batch, compute=Compute(**fields))
     if asked.augreg is not None:
         config = dataclasses.replace(config, augmentation=augreg(asked.augreg))
     step = trace_step(config, num_classes=1000, devices=[device])

@@ -83,6 +83,8 @@ PROGRAMS = {
         for way in ('cudnn', 'padded', 'xla', 'head_major', 'blockwise')
     },
     'vit, float32': Program(VIT, FLOAT32),
+    'vit, batched, xla': Program(VIT, Compute(layout='batched', attention='xla')),
+    'vit, heads of 12': Program(vit(width=48, num_heads=4)),
     'vit, eval': Program(VIT, step='eval'),
     'vit, features': Program(VIT, step='features'),
     'vit, remat=dots': Program(VIT, Compute(remat='dots')),
@@ -115,7 +117,7 @@ PROGRAMS = {
 def lowered_update(program: Program, devices):
     """The train step of a program, traced for these devices."""
     experiment, state = prepared(program, devices)
-    with ahead_of_time.assumed_cudnn():
+    with ahead_of_time.assume_cudnn():
         return compilation.lower_update(experiment, state)
 
 
@@ -142,7 +144,7 @@ def compile_program(program: Program, where: ahead_of_time.Topology) -> None:
         ahead_of_time.compile_for(where, lowered_update(program, where.devices))
         return
     experiment, state = prepared(program, where.devices)
-    with ahead_of_time.assumed_cudnn():
+    with ahead_of_time.assume_cudnn():
         if program.step == 'eval':
             compilation.compile_eval_steps(experiment, state.eval_params)
         else:

@@ -25,40 +25,37 @@ WRITTEN = *PRODUCTS, 'stablehlo.convolution', 'stablehlo.optimization_barrier'
 
 
 def products_of_strided_slices(module):
-    """Names of the matrix products of a StableHLO module that read a strided slice."""
+    """Locations of the matrix products of a StableHLO module that read a strided slice."""
     functions = {op.attributes['sym_name'].value: op for op in module.body.operations}
-    found = []
+    strided, found = set(), []
 
-    def strided_results(function, arguments):
-        """Which results of a function are strided, where these of its arguments are."""
-        (block,) = function.regions[0].blocks
-        strided = {
-            a for a, is_strided in zip(block.arguments, arguments, strict=True) if is_strided
-        }
+    def read(block, arguments):
+        """Follows a block whose arguments are strided or not; returns that of its results."""
+        strided.update(a for a, marked in zip(block.arguments, arguments, strict=False) if marked)
+        reads = []
         for op in block.operations:
             op = getattr(op, 'operation', op)
             reads = [value in strided for value in op.operands]
-            if op.name == 'func.return':
-                return reads
+            marks = [any(reads) and op.name not in WRITTEN] * len(op.results)
             if op.name == 'func.call':
-                callee = functions[op.attributes['callee'].value]
-                strided |= {
-                    result
-                    for result, is_strided in zip(
-                        op.results, strided_results(callee, reads), strict=True
-                    )
-                    if is_strided
-                }
-                continue
-            if any(reads) and op.name in PRODUCTS:
+                (body,) = functions[op.attributes['callee'].value].regions[0].blocks
+                marks = read(body, reads)
+            elif op.name == 'stablehlo.slice':
+                marks = [any(reads) or max(op.attributes['strides']) > 1]
+            elif any(reads) and op.name in PRODUCTS:
                 found.append(str(op.location))
-            has_stride = op.name == 'stablehlo.slice' and max(op.attributes['strides']) > 1
-            if has_stride or (any(reads) and op.name not in WRITTEN):
-                strided |= {*op.results}
-        raise AssertionError('a function without a return')
+            for region in op.regions:  # of loops and branches; twice, as a loop feeds itself
+                for body in [*region.blocks] * 2:
+                    after = read(body, reads)
+                    if len(after) == len(reads):
+                        reads = [x or y for x, y in zip(reads, after, strict=True)]
+                    if len(after) == len(marks):
+                        marks = [x or y for x, y in zip(marks, after, strict=True)]
+            strided.update(r for r, marked in zip(op.results, marks, strict=True) if marked)
+        return reads
 
-    main = functions['main']
-    strided_results(main, [False] * len(main.regions[0].blocks[0].arguments))
+    (body,) = functions['main'].regions[0].blocks
+    read(body, [False] * len(body.arguments))
     return found
 
 
@@ -80,6 +77,22 @@ def test_a_strided_slice_is_seen_through_functions_and_elementwise_operations():
     assert len(strided_products_of(lambda x: halved(x) @ kernel, x)) == 1
     assert not strided_products_of(lambda x: jax.lax.optimization_barrier(halved(x)) @ kernel, x)
     assert not strided_products_of(lambda x: halved(x @ kernel), x)
+
+
+@pytest.mark.parametrize('loop', ['scan', 'fori_loop', 'cond', 'map'])
+def test_a_strided_slice_is_seen_in_loops_and_branches(loop):
+    x, kernel = jnp.ones((2, 6, 6, 4)), jnp.ones((4, 4))
+
+    def product(x):
+        return (x[:, ::2, ::2].reshape(-1, 4) @ kernel).sum()
+
+    uses = {
+        'scan': lambda x: jax.lax.scan(lambda c, y: (c + product(y), None), 0.0, x[None])[0],
+        'fori_loop': lambda x: jax.lax.fori_loop(0, 2, lambda i, c: c + product(x), 0.0),
+        'cond': lambda x: jax.lax.cond(x.sum() > 0, product, jnp.sum, x),
+        'map': lambda x: jax.lax.map(lambda y: (y @ kernel).sum(), x[:, ::2]),
+    }
+    assert strided_products_of(uses[loop], x)
 
 
 @pytest.mark.parametrize('attention', ['auto', 'head_major'])

@@ -6,7 +6,7 @@ import pytest
 from tests import tiny
 from vit_jax.base.errors import UserError
 from vit_jax.models import Compute, Regularization, build, variant
-from vit_jax.models.choices import Load, activations, choose
+from vit_jax.models.choices import Load, activations, choose, resolve_gpu_attention
 from vit_jax.models.resnet import ResNetConfig
 
 B16 = variant('B/16')
@@ -38,16 +38,29 @@ def test_each_kind_of_device_has_its_own_way(platform, layout, unroll, attention
 
 
 @pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])
-@pytest.mark.parametrize('has_bfloat16', [True, False])
-def test_training_computes_in_bfloat16_where_the_device_has_it(platform, has_bfloat16):
-    load = Load(images=64, memory=None, has_bfloat16=has_bfloat16)
+@pytest.mark.parametrize('has_fast_bfloat16', [True, False])
+def test_training_computes_in_bfloat16_where_the_device_has_it(platform, has_fast_bfloat16):
+    load = Load(images=64, memory=None, has_fast_bfloat16=has_fast_bfloat16)
     choice = choose(Compute(), B16, platform=platform, load=load)
-    assert choice.compute.dtype == ('bfloat16' if has_bfloat16 else 'float32')
+    assert choice.compute.dtype == ('bfloat16' if has_fast_bfloat16 else 'float32')
     assert 'bfloat16' in choice.why
     for dtype in 'float32', 'bfloat16':
         choice = choose(Compute(dtype=dtype), B16, platform=platform, load=load)
         assert choice.compute.dtype == dtype
         assert 'bfloat16' not in choice.why
+
+
+@pytest.mark.parametrize(
+    'heads, dtype, attention',
+    [(12, 'bfloat16', 'cudnn'), (12, 'float32', 'padded'), (64, 'bfloat16', 'padded')],
+)
+def test_a_plan_takes_cudnn_where_it_has_heads_of_that_size(heads, dtype, attention):
+    """It takes sizes that are multiples of 8; 64 heads of 768 features have 12 each."""
+    model = dataclasses.replace(B16, num_heads=heads)
+    assert resolve_gpu_attention(Compute(dtype=dtype), model).attention == attention
+    said = Compute(attention='xla')
+    assert resolve_gpu_attention(said, model) == said
+    assert resolve_gpu_attention(Compute(), ResNetConfig()) == Compute()
 
 
 @pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])

@@ -40,9 +40,9 @@ STEPS = 30
 
 
 @pytest.fixture
-def has_bfloat16(monkeypatch):
+def has_fast_bfloat16(monkeypatch):
     """This CPU, as if it were an accelerator."""
-    monkeypatch.setattr(experiment, 'has_bfloat16', lambda device: True)
+    monkeypatch.setattr(experiment, 'has_fast_bfloat16', lambda device: True)
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,13 @@ def test_tpus_and_recent_gpus_have_bfloat16(platform, capability, expected):
     device = types.SimpleNamespace(platform=platform)
     if capability is not None:
         device.compute_capability = capability
-    assert peaks.has_bfloat16(device) == expected
+    assert peaks.has_fast_bfloat16(device) == expected
 
 
 def test_a_run_keeps_the_precision_that_it_began_with(tmp_path, monkeypatch, capsys):
     folder, short = str(tmp_path), tiny.experiment(total=Duration(steps=2))
     with monkeypatch.context() as here:
-        here.setattr(experiment, 'has_bfloat16', lambda device: True)
+        here.setattr(experiment, 'has_fast_bfloat16', lambda device: True)
         training_run.train(short, folder)
     assert 'compute dtype=bfloat16' in capsys.readouterr().out
     longer = tiny.experiment(total=Duration(steps=4))
@@ -80,7 +80,7 @@ def test_a_run_keeps_the_precision_that_it_began_with(tmp_path, monkeypatch, cap
         training_run.train(other, folder)
 
 
-def test_a_run_of_a_study_keeps_the_precision_that_it_began_with(tmp_path, has_bfloat16):
+def test_a_run_of_a_study_keeps_the_precision_that_it_began_with(tmp_path, has_fast_bfloat16):
     base = tiny.experiment(total=Duration(steps=3))
     study = Study(title='a study', base=base, grids={'grid': Grid()})
     (run,) = studies.planned(study)
@@ -128,7 +128,7 @@ def test_state_and_losses_are_float32_whatever_the_precision():
     assert {*floats} == {np.dtype('float32')}
 
 
-def test_a_given_checkpoint_is_used_with_exact_products(tmp_path, monkeypatch, has_bfloat16):
+def test_a_given_checkpoint_is_used_with_exact_products(tmp_path, monkeypatch, has_fast_bfloat16):
     """GPUs and TPUs would otherwise round the operands of float32 products."""
     config = tiny.experiment(model=None, total=None, start_from=str(tmp_path / 'network'))
     config.fewshot = FewshotConfig(shots=(1,), seeds=(0,))

@@ -210,7 +210,8 @@ def text_of(value: str | Callable[..., Any]) -> str:
     """A text as it is, of a function MODULE:NAME, for people and for comparisons.
 
     A function without a name of its own (a lambda) is told from others by a digest of its source,
-    where it has one. One of eval has none: Python 3.13 would give the text of python -c.
+    if its source is available. A function from `eval` has no source: Python 3.13 would return that
+    of `python -c`.
     """
     if isinstance(value, str):
         return value

@@ -24,11 +24,11 @@ _BYTES = {'float32': 4, 'bfloat16': 2}
 
 
 class Load(NamedTuple):
-    """What one device trains on, and what it can do."""
+    """The images and memory of one device, and whether it has fast bfloat16 products."""
 
     images: int  # at once
     memory: int | None  # bytes that activations may take; None where it is not known
-    has_bfloat16: bool = False  # does it multiply bfloat16 faster than float32?
+    has_fast_bfloat16: bool = False
 
 
 class Choice(NamedTuple):
@@ -52,9 +52,9 @@ def choose(
 ) -> Choice:
     """What is fastest on such devices and fits into their memory; `load` None: without training.
 
-    Training computes in bfloat16 where the device has it, everything else in float32. Where
-    something is dropped at random the last block is `whole`: what is dropped is then the same on
-    all devices, and the same as in earlier versions.
+    Training uses bfloat16 on devices with fast bfloat16 products. All other computation uses
+    float32. Where something is dropped at random the last block is `whole`: what is dropped is then
+    the same on all devices, and the same as in earlier versions.
 
     Raises UserError for a way to compute attention that the network cannot have.
     """
@@ -62,7 +62,7 @@ def choose(
     relative = isinstance(model, ViTConfig) and model.positions == 'relative'
     attention = {'cpu': 'head_major', 'gpu': 'padded' if relative else 'auto'}.get(platform, 'xla')
     best: dict[str, Any] = {
-        'dtype': 'bfloat16' if load is not None and load.has_bfloat16 else 'float32',
+        'dtype': 'bfloat16' if load is not None and load.has_fast_bfloat16 else 'float32',
         'layout': 'batched' if platform == 'tpu' else 'flat',
         'unroll': 1,
         'attention': attention,
@@ -83,8 +83,8 @@ def choose(
     chosen = dataclasses.replace(compute, **{n: v for n, v in best.items() if n in left})
     why = []
     if 'dtype' in left and load is not None:
-        is_faster = 'has fast' if load.has_bfloat16 else 'has no fast'
-        why.append(f'dtype: this {platform.upper()} {is_faster} bfloat16 products')
+        is_faster = 'is' if load.has_fast_bfloat16 else 'is not known to be'
+        why.append(f'dtype: this {platform.upper()} {is_faster} faster with bfloat16')
     if 'unroll' in left and chosen.unroll != 1:
         why.append('unroll: a GPU is fastest where no loop copies what it keeps')
     if platform == 'gpu' and 'attention' in left and relative:
@@ -141,12 +141,16 @@ def _least_remat(model: ViTConfig, compute: Compute, load: Load) -> Remat:
     return POLICIES[-1]
 
 
-def with_cudnn(compute: Compute, model: ViTConfig | ResNetConfig) -> Compute:
-    """What `attention=auto` becomes on a GPU whose cuDNN has fused attention."""
+def resolve_gpu_attention(compute: Compute, model: ViTConfig | ResNetConfig) -> Compute:
+    """Replaces `attention=auto` by what a GPU with cuDNN's attention would run.
+
+    cuDNN takes heads whose size is a multiple of 8, on every GPU up to 128.
+    """
     if compute.attention != 'auto' or not isinstance(model, ViTConfig):
         return compute
     attention: Implementation = 'blockwise' if model.num_tokens > LONG else 'padded'
-    if compute.dtype == 'bfloat16':
+    head_size = model.width // model.num_heads
+    if compute.dtype == 'bfloat16' and head_size % 8 == 0 and head_size <= 128:
         attention = 'cudnn'
     return dataclasses.replace(compute, attention=attention)
 
@@ -162,7 +166,7 @@ def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
     """
     size, tokens, width = _BYTES[compute.dtype], model.num_tokens, model.width
     hidden = model.mlp_dim * (2 if model.gelu is None else 1)
-    way = with_cudnn(compute, model).attention
+    way = resolve_gpu_attention(compute, model).attention
     has_weights = way not in (*_KERNELS, 'blockwise')
     weights = model.num_heads * tokens**2 if has_weights else 0
     flat = compute.layout == 'flat'

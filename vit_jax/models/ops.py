@@ -5,9 +5,9 @@ rows of one matrix. XLA then sums the gradients of biases and scales over one ax
 first writes the tokens transposed, in float32. With `batched` they are as in Flax: TPUs tile the
 last two axes, so that there a reshape of these is a copy.
 
-The 1x1 convolutions of a ResNet and the pooling after its root are computed flat as well. There no
-strided slice may reach a matrix product: XLA for GPUs fuses the slice into the product, and aborts
-the process while it compiles (openxla/xla issue 47381, open with jax 0.12.0).
+The 1x1 convolutions of a ResNet and the pooling after its root are computed flat as well. In these
+layers no strided slice may feed a matrix product: XLA for GPUs fuses the slice into the product,
+and aborts the process while it compiles (openxla/xla issue 47381, open with jax 0.12.0).
 """
 
 import functools
@@ -130,8 +130,8 @@ def convolution(
     """A SAME convolution without bias.
 
     In the flat layout a 1x1 convolution is a matrix product, which is 10 times as fast backwards on
-    a CPU. With a stride that holds for CPUs alone (there a step of the CIFAR-10 hybrid takes a
-    tenth less): on a GPU the convolution of cuDNN moves fewer bytes.
+    a CPU. A strided one is a product on CPUs only, where it makes a step of the CIFAR-10 hybrid a
+    tenth faster. On a GPU the convolution of cuDNN moves fewer bytes.
     """
     is_pointwise = compute.layout == 'flat' and kernel.shape[:2] == (1, 1)
     if is_pointwise and (stride == 1 or compute.is_for_cpu):

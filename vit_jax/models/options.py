@@ -38,14 +38,14 @@ class Compute(Record):
     """How the same function is computed: precision, memory, kernels.
 
     Parameters, statistics of the norms, softmax and logits are float32 whatever the dtype. With
-    `auto`, training computes in bfloat16 on TPUs and on NVIDIA GPUs that have its products (Ampere
-    and later), and in float32 on other devices; a given checkpoint is used in float32. `remat`
-    decides what the backward pass recomputes: nothing, all but the large matrix products and
-    convolutions (`dots`), or the whole block. Unrolled blocks run faster on GPUs and take longer to
-    compile. `attention=blockwise` is for long sequences on any device. Where the head reads class
-    tokens alone, `last_block=class_tokens` computes the last block's queries, attention and MLP for
-    these only; its keys and values are those of all tokens. What is `auto` is chosen for the
-    devices (models/choices.py).
+    `auto`, training computes in bfloat16 on TPUs and on NVIDIA GPUs of compute capability 8.0
+    (Ampere) or newer, and in float32 on other devices; `load`, `evaluate`, `predict` and `fewshot`
+    compute in float32. `remat` decides what the backward pass recomputes: nothing, all but the
+    large matrix products and convolutions (`dots`), or the whole block. Unrolled blocks run faster
+    on GPUs and take longer to compile. `attention=blockwise` is for long sequences on any device.
+    Where the head reads class tokens alone, `last_block=class_tokens` computes the last block's
+    queries, attention and MLP for these only; its keys and values are those of all tokens. What is
+    `auto` is chosen for the devices (models/choices.py).
     """
 
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of activations and products

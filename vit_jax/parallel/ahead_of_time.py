@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
-import jax._src.cudnn.fused_attention_stablehlo as cudnn  # has no public switch of its checks
 import jax.numpy as jnp
 
 # There is no other way to a compiler without devices.
@@ -129,8 +128,11 @@ def _memory(device: jax.Device) -> int:
 
 
 @contextlib.contextmanager
-def assumed_cudnn() -> Iterator[None]:
-    """Lets programs with cuDNN's attention be traced on a machine that has no GPU to ask for it."""
+def assume_cudnn() -> Iterator[None]:
+    """Lets programs with cuDNN's attention be traced without a GPU."""
+    # jax has no public way to turn off the checks that ask the GPU.
+    import jax._src.cudnn.fused_attention_stablehlo as cudnn
+
     answers: dict[str, Any] = {
         'check_cudnn_version': lambda: 91000,
         'check_compute_capability': lambda least: True,
@@ -151,8 +153,8 @@ def compile_for(
 
     With `quickly` a TPU's compiler looks less for the fastest program. That took a quarter of the
     time for L/16 on v5e:4x4, and the memory of the program was 6 to 11 % less than of the other.
-    A GPU's program is compiled with the options of a run: where no kernel can be timed, XLA takes
-    the first one of those that it would have timed. `options` are further ones of the compiler.
+    A GPU's program is compiled with the options of a run. Without a device XLA cannot time kernels,
+    and takes its first candidate. `options` adds options of the compiler.
     """
     cached = jax.config.values['jax_enable_compilation_cache']
     jax.config.update('jax_enable_compilation_cache', False)  # which cannot be read without devices
@@ -161,7 +163,7 @@ def compile_for(
         effort = {'exec_time_optimization_effort': -1.0} if older else {'optimization_level': 'O1'}
         options = effort | (options or {})
     try:
-        compiled = lowered.compile(options)
+        compiled = _compiled(lowered, options or {})
     except jax.errors.JaxRuntimeError as error:
         if not lacks_memory(error):
             raise
@@ -173,6 +175,16 @@ def compile_for(
     if memory.peak_memory_in_bytes > topology.memory:  # GPUs' compiler does not look
         raise DoesNotFit(memory.peak_memory_in_bytes)
     return compiled
+
+
+def _compiled(lowered: Any, options: dict[str, Any]) -> Any:
+    """Compiles; without Triton where XLA of jax 0.10 cannot tile a product that it did not time."""
+    try:
+        return lowered.compile(options)
+    except jax.errors.JaxRuntimeError as error:
+        if 'output tile sizes' not in str(error):
+            raise
+    return lowered.compile(options | {'xla_gpu_enable_triton_gemm': False})
 
 
 def _bytes(found: re.Match[str]) -> int:

@@ -45,10 +45,11 @@ def peak_of(device_kind: str) -> float | None:
     return None
 
 
-def has_bfloat16(device: Any) -> bool:
+def has_fast_bfloat16(device: Any) -> bool:
     """Does the device multiply bfloat16 faster than float32?
 
-    TPUs do, and NVIDIA GPUs from Ampere (compute capability 8.0) on. AMD GPUs were never tried.
+    True for TPUs and for NVIDIA GPUs of compute capability 8.0 (Ampere) or newer. AMD GPUs return
+    False because they were not tested.
     """
     major = str(getattr(device, 'compute_capability', '')).partition('.')[0]
     return device.platform == 'tpu' or (major.isdecimal() and int(major) >= 8)

@@ -32,9 +32,9 @@ from vit_jax.models import (
     multiply_adds,
     parameter_count,
 )
-from vit_jax.models.choices import Choice, Load, choose, with_cudnn
+from vit_jax.models.choices import Choice, Load, choose, resolve_gpu_attention
 from vit_jax.parallel import meshes
-from vit_jax.parallel.peaks import has_bfloat16, peak_of
+from vit_jax.parallel.peaks import has_fast_bfloat16, peak_of
 from vit_jax.runs.probing import Probes, open_probes
 from vit_jax.training.duration import TrainLength, make_train_length
 from vit_jax.training.losses import LossConfig, make_loss, of_any, targets_of
@@ -241,12 +241,12 @@ def choose_compute(config: TrainConfig, model: ModelConfig, mesh: Mesh, *, plann
         split = mesh.shape['fsdp'] * mesh.shape['tensor']
         memory -= 4 * numbers * parameter_count(model) // split
     parts = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
-    load = Load(config.batch_size // parts, memory, has_bfloat16(device))
+    load = Load(config.batch_size // parts, memory, has_fast_bfloat16(device))
     drawn = config.regularization
     platform = device.platform
     choice = choose(config.compute, model, platform=platform, load=load, regularization=drawn)
-    if planned:  # a run on a GPU tries whether cuDNN compiles, a plan assumes it
-        return choice._replace(compute=with_cudnn(choice.compute, model))
+    if planned:  # a run tests whether cuDNN compiles, a plan assumes that it does
+        return choice._replace(compute=resolve_gpu_attention(choice.compute, model))
     return choice
 
 

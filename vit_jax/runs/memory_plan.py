@@ -90,7 +90,7 @@ def compile_step(config: TrainConfig, where: Topology) -> StepMemory:
     experiment = decide(config, devices=where.devices)
     state = compilation.abstract_state(experiment)
     _check_estimate(experiment, state, where)
-    with ahead_of_time.assumed_cudnn():
+    with ahead_of_time.assume_cudnn():
         lowered = compilation.lower_update(experiment, state)
     compiled, quickly = _compiled_carefully_near_the_limit(lowered, where)
     memory = compiled.memory_analysis()

@@ -41,7 +41,8 @@ def probe(
     config = dataclasses.replace(config, preprocessing=preprocessing, start_from=start.path)
     size = config.image_size or start.card.model.image_size
     body = dataclasses.replace(headless(start.card.model), image_size=size)
-    compute = choose(config.compute, body, platform=jax.default_backend()).compute
+    choice = choose(config.compute, body, platform=jax.default_backend())
+    compute = choice.compute
     model = build(body, compute=compute)
     mesh, batch_size = make_mesh(config), config.eval_batch_size or config.batch_size
     reader = reader_for(config, preprocessing, size)
@@ -58,7 +59,8 @@ def probe(
             features = compile_features(model, preprocessing, mesh, batch_size, abstract)
         params, report = transfer(start.read(), old=start.card.model, new=model.config, fresh=fresh)
         said = probing.episodes_outline(sets, start.card.class_names)
-        console.print('\n'.join([f'start_from {start.path}', *start.report, *report, *said]))
+        lines = [f'start_from {start.path}', *start.report, *report, f'compute {choice}', *said]
+        console.print('\n'.join(lines))
         loader_of = make_loaders(config.loader, meshes.batch_sharding(mesh))
         placed = meshes.put(params, shardings)
         features_of = probing.make_features_of(features, placed, loader_of, batch_size, job)

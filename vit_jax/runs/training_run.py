@@ -152,10 +152,7 @@ def agreed(
     """
     job.require_same('this run', fingerprint.of_run(config, path))
     config = records.checked(config, where='config')
-    if config.compute.dtype == 'auto':  # a run that has begun keeps its dtype, on any device
-        kept: Any = job.from_process_0('dtype', lambda: workdirs.kept_dtype(path))
-        compute = dataclasses.replace(config.compute, dtype=kept)
-        config = dataclasses.replace(config, compute=compute)
+    config = workdirs.with_kept_dtype(config, path, job)
     experiment = decide(config)
     job.require_same('what is decided', fingerprint.of_decisions(experiment))
     config, readers = experiment.config, experiment.readers

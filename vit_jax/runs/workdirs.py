@@ -1,6 +1,7 @@
 """The work directory: one experiment, one run at a time, its configuration, its numbers."""
 
 import contextlib
+import dataclasses
 import datetime
 import json
 import os
@@ -98,16 +99,26 @@ def _keep_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) 
         write_json(kept, config)
 
 
-def kept_dtype(path: str) -> Any:
-    """The `compute.dtype` of the run that has begun in a work directory; `auto` where none has."""
+def kept_dtype(path: str) -> str:
+    """The `compute.dtype` that the run in a work directory uses; `auto` if no run has started."""
     folder = storage.folder(path)
     with storage.reaching(folder):
         if not digests.steps(folder / FOLDER):
             return 'auto'
         try:
-            return read_config(folder / CONFIG)['compute']['dtype']
+            dtype = read_config(folder / CONFIG)['compute']['dtype']
         except Exception:  # `opened` rejects a configuration that cannot be read
             return 'auto'
+    return dtype if dtype in ('float32', 'bfloat16') else 'auto'
+
+
+def with_kept_dtype(config: TrainConfig, path: str, job: Job) -> TrainConfig:
+    """Replaces the dtype `auto` by that of the run in the work directory, on any device."""
+    if config.compute.dtype != 'auto':
+        return config
+    kept: Any = job.from_process_0('dtype', lambda: kept_dtype(path))
+    compute = dataclasses.replace(config.compute, dtype=kept)
+    return dataclasses.replace(config, compute=compute)
 
 
 @contextlib.contextmanager

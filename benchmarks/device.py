@@ -54,7 +54,7 @@ class Results:
     """The lines that were measured: printed, and kept in a file."""
 
     def __init__(self, path: pathlib.Path):
-        self._path = path
+        self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open('a').close()  # a path that cannot be written fails here
 
@@ -62,7 +62,7 @@ class Results:
         """Prints the text of a line, and appends all of it to the file."""
         print(f'{part:<10}{line.get("text", "")}', flush=True)
         now = datetime.datetime.now().isoformat(' ', 'seconds')
-        with self._path.open('a') as file:
+        with self.path.open('a') as file:
             file.write(json.dumps({'part': part, 'date': now} | line) + '\n')
 
 
@@ -87,8 +87,9 @@ def run_part(part: str, options: dict[str, Any], seconds: float, results: Result
             start_new_session=True,
         )
         timer = threading.Timer(seconds, kill_group, [child.pid])
-        timer.start()
+        timer.daemon = True
         try:
+            timer.start()
             assert child.stdout is not None
             for line in child.stdout:
                 if line.startswith('{'):

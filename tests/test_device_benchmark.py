@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import cv2
 import numpy as np
@@ -54,18 +55,40 @@ def test_every_part_measures_something(tmp_path):
 @pytest.mark.full
 def test_a_part_that_fails_or_takes_too_long_is_said(tmp_path, capsys):
     results = Results(tmp_path / 'lines.jsonl')
-    device.run_part('compile', {}, 0.2, results)
-    device.run_part('nonsense', {}, 100, results)
+    options = {'photos': str(tmp_path)}
+    device.run_part('compile', options, 0.2, results)
+    device.run_part('nonsense', options, 100, results)
     slow, wrong = read(tmp_path / 'lines.jsonl')
     assert slow['stopped']
     assert 'part_nonsense' in wrong['error']
     assert capsys.readouterr().out.count('\n') == 2
-    assert not [
-        pid for pid in os.listdir('/proc') if pid.isdecimal() and 'device_parts' in said(pid)
-    ]
+    assert not parts_of(results)
 
 
-def said(pid):
+@pytest.mark.full
+def test_a_measurement_that_is_ended_leaves_no_process(tmp_path):
+    results = Results(tmp_path / 'lines.jsonl')
+    command = [sys.executable, '-m', 'benchmarks.device', '--only=compile']
+    command += [f'--out={tmp_path}/lines.jsonl', f'--photos={tmp_path}']
+    parent = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 100
+    while not results.path.read_text() and time.monotonic() < deadline:  # the first part has ended
+        time.sleep(0.1)
+    time.sleep(1)
+    assert parts_of(results)
+    parent.terminate()
+    assert parent.wait(timeout=20) == 143
+    assert not parts_of(results)
+
+
+def parts_of(results):
+    """Processes that measure for these results: the folder of the file is in their options."""
+    folder = str(results.path.parent)
+    lines = map(command_line, filter(str.isdecimal, os.listdir('/proc')))
+    return [line for line in lines if 'device_parts' in line and folder in line]
+
+
+def command_line(pid):
     try:
         return open(f'/proc/{pid}/cmdline').read()
     except OSError:

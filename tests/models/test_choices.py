@@ -222,7 +222,7 @@ def test_a_program_for_devices_that_are_not_here_is_theirs():
 def test_the_estimate_of_memory_is_what_a_program_takes(remat):
     """Within a third, as the compiler shares and copies memory in its own ways."""
     config = tiny.model(image_size=(32, 32), width=64, mlp_dim=256, depth=24, num_classes=2)
-    compute = Compute(remat=remat, unroll=1, attention='xla', layout='flat')
+    compute = Compute(dtype='float32', remat=remat, unroll=1, attention='xla', layout='flat')
     model = build(config, compute=compute)
 
     def peak(images):

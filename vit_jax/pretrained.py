@@ -61,7 +61,7 @@ class Loaded:
     ignored: tuple[str, ...] = ()  # names of what the file holds beside the network
     format: str = opening.OURS  # one of opening.NAMES
     layout: Layout | None = None
-    compute: Compute = dataclasses.field(default_factory=Compute)
+    compute: Compute = dataclasses.field(default_factory=lambda: Compute(dtype='float32'))
     origin: tuple[str, ...] = ()  # of one that was downloaded: URL, commit, digest
 
     def __repr__(self) -> str:

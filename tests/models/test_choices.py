@@ -7,6 +7,7 @@ from tests import tiny
 from vit_jax.base.errors import UserError
 from vit_jax.models import Compute, Regularization, build, variant
 from vit_jax.models.choices import Load, activations, choose, resolve_gpu_attention
+from vit_jax.models.options import ANYWHERE
 from vit_jax.models.resnet import ResNetConfig
 
 B16 = variant('B/16')
@@ -151,14 +152,7 @@ def test_a_resnet_has_no_attention_to_refuse():
 
 @pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])
 def test_what_is_said_stays(platform):
-    said = Compute(
-        dtype='float32',
-        remat='block',
-        unroll=3,
-        attention='xla',
-        layout='batched',
-        last_block='whole',
-    )
+    said = dataclasses.replace(ANYWHERE, remat='block', unroll=3)
     load = Load(images=10**6, memory=1)
     assert choose(said, B16, platform=platform, load=load) == (said, '')
 

@@ -136,7 +136,7 @@ def convolution(
     is_pointwise = compute.layout == 'flat' and kernel.shape[:2] == (1, 1)
     if is_pointwise and (stride == 1 or compute.is_for_cpu):
         if stride > 1:
-            x = _on_rows(jax.lax.optimization_barrier, x[:, ::stride, ::stride])
+            x = _written_first(x[:, ::stride, ::stride])
         y = x.reshape(-1, x.shape[-1]) @ kernel[0, 0]
         return y.reshape(*x.shape[:3], -1)
     layout = 'NHWC', 'HWIO', 'NHWC'
@@ -158,7 +158,12 @@ def max_pool(x: Float[Array, 'b h w c'], compute: Compute) -> Float[Array, 'b _ 
     pooled = functools.reduce(
         jnp.maximum, (padded[:, i : i + rows : 2, j : j + columns : 2] for i, j in shifts)
     )
-    return _on_rows(jax.lax.optimization_barrier, pooled)
+    return _written_first(pooled)
+
+
+def _written_first(x: Float[Array, '... d']) -> Float[Array, '... d']:
+    """The same array, behind a barrier: XLA writes it to memory before anything reads it."""
+    return _on_rows(jax.lax.optimization_barrier, x)
 
 
 def recomputed(function: Callable[[Array], Array], compute: Compute) -> Callable[[Array], Array]:
@@ -176,7 +181,7 @@ def first_tokens(x: Float[Array, 'b n d'], count: int, compute: Compute) -> Floa
     the images side by side, and write them anew for each product.
     """
     if compute.layout == 'flat' and not compute.is_for_cpu:
-        x = _on_rows(jax.lax.optimization_barrier, x)
+        x = _written_first(x)
     return x[:, :count]
 
 

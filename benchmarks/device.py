@@ -73,7 +73,7 @@ def kill_group(number: int) -> None:
 
 
 def run_part(part: str, options: dict[str, Any], seconds: float, results: Results) -> None:
-    """Runs one part in a process group of its own, which is killed at the end of its time."""
+    """Runs one part in its own process group, and kills the group after its time limit."""
     command = [sys.executable, '-m', 'benchmarks.device_parts', part, json.dumps(options)]
     environment = os.environ | {'PYTHONPATH': python_path(ROOT)}
     began = time.monotonic()
@@ -136,7 +136,9 @@ def main() -> None:
         left = end - time.monotonic()
         limit = left if arguments.only else min(left, LIMITS[part] * arguments.minutes / MINUTES)
         if left < 5:
-            results.add(part, {'text': 'not measured: no time is left; --minutes gives more'})
+            results.add(
+                part, {'text': 'not measured: the time limit is reached; increase --minutes'}
+            )
             continue
         run_part(part, options | {'seconds': limit}, limit, results)
 

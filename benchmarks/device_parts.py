@@ -100,7 +100,7 @@ def repeat(batch: Any) -> Iterator[Any]:
 
 
 def measure(traced: Step, steps: int = STEPS, options: dict[str, Any] | None = None) -> dict:
-    """Compiles a step and makes some: the numbers, and what is running."""
+    """Compiles a step, runs it several times, and returns the measurements."""
     began = time.perf_counter()
     compiled = traced.lowered.compile(options)
     compile_seconds = time.perf_counter() - began
@@ -209,13 +209,13 @@ def part_peers(options: dict[str, Any]) -> None:
 
 
 def platform_of_another_process() -> str:
-    """jax's platform, asked for without taking the device's memory."""
+    """Returns jax's platform without reserving device memory."""
     command = [sys.executable, '-c', 'import jax; print(jax.default_backend())']
     return subprocess.run(command, text=True, capture_output=True).stdout.split()[-1]
 
 
 def part_profile(options: dict[str, Any]) -> None:
-    """Where the time of a step goes, by kernel."""
+    """Shows how much of the time of a step each kernel takes."""
     model, batch_size = model_and_batch()
     traced = trace_step(make_config(model, batch_size), num_classes=CLASSES)
     compiled = traced.lowered.compile()
@@ -254,7 +254,7 @@ def read_durations(profile: pathlib.Path) -> dict[str, float]:
 
 
 def group_kernels(taken: dict[str, float], text: str) -> list[tuple[str, dict[str, float]]]:
-    """The longest kernels of a step, those of all blocks together, with their rates."""
+    """Returns the slowest kinds of kernels and their throughput; adds up equal ones of all blocks."""
     known: dict[str, Kernel] = {one.name: one for one in kernels(text)}
     groups: dict[str, dict[str, float]] = {}
     for name, nanoseconds in taken.items():
@@ -320,7 +320,7 @@ def made_photos(folder: str) -> str:
 
 
 def time_waits(batches: Iterator[Any], waited: list[float]) -> Iterator[Any]:
-    """The same batches; the seconds until each is there go to a list."""
+    """Yields the same batches, and appends the seconds that each took to a list."""
     while True:
         began = time.perf_counter()
         batch = next(batches)

@@ -30,7 +30,7 @@ def products_of_strided_slices(module):
     strided, found = set(), []
 
     def read(block, arguments):
-        """Follows a block whose arguments are strided or not; returns that of its results."""
+        """Marks what is strided in a block, given its arguments; returns it for its results."""
         strided.update(a for a, marked in zip(block.arguments, arguments, strict=False) if marked)
         reads = []
         for op in block.operations:

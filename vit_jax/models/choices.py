@@ -24,11 +24,11 @@ _BYTES = {'float32': 4, 'bfloat16': 2}
 
 
 class Load(NamedTuple):
-    """The images and memory of one device, and whether it has fast bfloat16 products."""
+    """What one device trains on: its number of images and its memory in bytes."""
 
     images: int  # at once
     memory: int | None  # bytes that activations may take; None where it is not known
-    has_fast_bfloat16: bool = False
+    has_fast_bfloat16: bool = False  # are bfloat16 products faster than float32 ones?
 
 
 class Choice(NamedTuple):
@@ -84,7 +84,7 @@ def choose(
     why = []
     if 'dtype' in left and load is not None:
         is_faster = 'is' if load.has_fast_bfloat16 else 'is not known to be'
-        why.append(f'dtype: this {platform.upper()} {is_faster} faster with bfloat16')
+        why.append(f'dtype: bfloat16 {is_faster} faster on this {platform.upper()}')
     if 'unroll' in left and chosen.unroll != 1:
         why.append('unroll: a GPU is fastest where no loop copies what it keeps')
     if platform == 'gpu' and 'attention' in left and relative:
@@ -118,7 +118,7 @@ def _check_last_block(compute: Compute, model: ViTConfig, *, draws: bool) -> Non
 def _choose_remat(
     model: ViTConfig | ResNetConfig, compute: Compute, platform: str, load: Load | None
 ) -> tuple[Remat, str]:
-    """What the backward pass recomputes, and why; without training, nothing."""
+    """Chooses what the backward pass recomputes; returns it and the reason, '' if there is none."""
     if load is None:
         return 'none', ''
     slow_loop = False
@@ -142,9 +142,9 @@ def _least_remat(model: ViTConfig, compute: Compute, load: Load) -> Remat:
 
 
 def resolve_gpu_attention(compute: Compute, model: ViTConfig | ResNetConfig) -> Compute:
-    """Replaces `attention=auto` by what a GPU with cuDNN's attention would run.
+    """Replaces `attention=auto` with the kind that a GPU with cuDNN's attention would use.
 
-    cuDNN takes heads whose size is a multiple of 8, on every GPU up to 128.
+    cuDNN requires a head size that is a multiple of 8. All GPUs support sizes up to 128.
     """
     if compute.attention != 'auto' or not isinstance(model, ViTConfig):
         return compute

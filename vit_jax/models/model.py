@@ -123,7 +123,10 @@ def _modules(
 
 
 def with_exact_products(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, with exact float32 products: GPUs would use TF32, and TPUs bfloat16."""
+    """Returns the same function with its matrix products in full float32 precision.
+
+    By default GPUs use TF32, and TPUs bfloat16.
+    """
 
     def run(*inputs: Any) -> Any:
         with jax.default_matmul_precision('highest'):

@@ -178,7 +178,10 @@ def compile_for(
 
 
 def _compiled(lowered: Any, options: dict[str, Any]) -> Any:
-    """Compiles; without Triton where XLA of jax 0.10 cannot tile a product that it did not time."""
+    """Compiles the program, and disables Triton if XLA cannot tile a product without autotuning.
+
+    That happens in jax 0.10, with `layout=batched` and `attention=xla`.
+    """
     try:
         return lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:

@@ -100,7 +100,7 @@ def _keep_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) 
 
 
 def kept_dtype(path: str) -> str:
-    """The `compute.dtype` that the run in a work directory uses; `auto` if no run has started."""
+    """Returns the `compute.dtype` of the run in a work directory, or `auto` if none has started."""
     folder = storage.folder(path)
     with storage.reaching(folder):
         if not digests.steps(folder / FOLDER):
@@ -113,7 +113,7 @@ def kept_dtype(path: str) -> str:
 
 
 def with_kept_dtype(config: TrainConfig, path: str, job: Job) -> TrainConfig:
-    """Replaces the dtype `auto` by that of the run in the work directory, on any device."""
+    """Replaces the dtype `auto` with the dtype of the run in the work directory."""
     if config.compute.dtype != 'auto':
         return config
     kept: Any = job.from_process_0('dtype', lambda: kept_dtype(path))

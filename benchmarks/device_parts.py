@@ -254,7 +254,7 @@ def read_durations(profile: pathlib.Path) -> dict[str, float]:
 
 
 def group_kernels(taken: dict[str, float], text: str) -> list[tuple[str, dict[str, float]]]:
-    """Returns the slowest kinds of kernels and their throughput; adds up equal ones of all blocks."""
+    """Returns the slowest kinds of kernels and their throughput, summed over blocks."""
     known: dict[str, Kernel] = {one.name: one for one in kernels(text)}
     groups: dict[str, dict[str, float]] = {}
     for name, nanoseconds in taken.items():

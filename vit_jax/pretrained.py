@@ -20,7 +20,7 @@ from vit_jax.checkpoints.formats import opening, writing
 from vit_jax.checkpoints.formats.array_files import error_prefix
 from vit_jax.checkpoints.formats.base import Layout
 from vit_jax.checkpoints.formats.inference import Hints
-from vit_jax.data.image_preprocessing import Preprocessing, decode, normalize
+from vit_jax.data.image_preprocessing import Preprocessing, decode, normalize, to_rgb
 from vit_jax.models import (
     Compute,
     Gelu,
@@ -373,7 +373,7 @@ def _on_host(outputs: Any) -> Any:
 
 
 def _decoded(image: Any, *, exif_rotation: bool) -> UInt8[np.ndarray, 'h w 3']:
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     if isinstance(image, str | os.PathLike):
         with error_prefix(os.fspath(image)):
@@ -381,10 +381,7 @@ def _decoded(image: Any, *, exif_rotation: bool) -> UInt8[np.ndarray, 'h w 3']:
     if isinstance(image, bytes):
         return decode(image, exif_rotation=exif_rotation)
     if isinstance(image, Image.Image):
-        wide = image.mode == 'F' or image.mode.startswith('I')
-        require(not wide, f'a PIL image of mode {image.mode}: expected 8 bits, such as L or RGB')
-        image = ImageOps.exif_transpose(image) if exif_rotation else image
-        return np.asarray(image.convert('RGB'))
+        return to_rgb(image, exif_rotation=exif_rotation)
     kind, expected = type(image).__name__, 'expected uint8 of the shape (h, w), (h, w, 1 or 3)'
     is_array = isinstance(image, np.ndarray | jax.Array)
     require(is_array, f'{kind}: expected a path, bytes, a PIL image, or a uint8 array')

@@ -18,6 +18,7 @@ from vit_jax.base.errors import (
     UserError,
     close_by,
     counted,
+    parsing,
     refuse,
     usable,
 )
@@ -39,6 +40,7 @@ __all__ += [
     'Path',
     'Record',
     'appending',
+    'parsing',
     'require',
     'require_between',
     'require_kept',

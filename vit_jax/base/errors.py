@@ -79,3 +79,17 @@ def usable(path: object) -> Iterator[None]:
     except OSError as error:
         kind = MissingFile if isinstance(error, FileNotFoundError) else UnusableDisk
         raise kind(f'{error.filename or path}: {error.strerror or error}') from error
+
+
+@contextlib.contextmanager
+def parsing(path: object, expected: str) -> Iterator[None]:
+    """Around the parsing of a user's file: any exception of a parser becomes a UserError."""
+    try:
+        with usable(path):
+            yield
+    except UserError:
+        raise
+    except Exception as error:  # parsers raise many kinds for damaged bytes
+        why = ' '.join(str(error).split())[:200]
+        why = f'{type(error).__name__}: {why}' if why else type(error).__name__
+        raise UserError(f'{path}: cannot be read ({why}); expected {expected}') from error

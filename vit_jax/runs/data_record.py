@@ -92,6 +92,12 @@ def _text(data: Any) -> str | None:
     return None if data is None else records.text_of(data)
 
 
+def training_images(folder: Path) -> Listing | None:
+    """Returns the training images of the run in a work directory; None if there is no record."""
+    kept = _read(folder / FILE).get('train')
+    return kept.read() if kept else None
+
+
 def compared(workdir: Workdir, splits: dict[str, Split], job: Job, *, accept: bool) -> 'DataRecord':
     """The record of a work directory; process 0 compares the splits with it, and keeps it."""
     record = DataRecord(workdir, splits if job.index == 0 else {}, accept=accept)

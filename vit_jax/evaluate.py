@@ -27,8 +27,9 @@ from vit_jax.command_line import app, output
 from vit_jax.data.sources.opening import HeldOut, Opener, make_opener
 from vit_jax.evaluation import confusion
 from vit_jax.pretrained import Loaded, load
-from vit_jax.runs import evaluation_run, prediction
-from vit_jax.runs.evaluation_run import Evaluation, Origin
+from vit_jax.runs import data_record, evaluation_run, prediction
+from vit_jax.runs.data_record import Origin
+from vit_jax.runs.evaluation_run import Evaluation
 
 NUMBERS, MATRIX, PICTURE = 'evaluation.json', 'confusion.npz', 'confusion.png'
 _SHOWN = 10  # classes, and confusions, on the screen
@@ -41,7 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
     """
     if arguments.out:
         output.outlive_readers()
-    origin = evaluation_run.origin_of(arguments.checkpoint)
+    origin = data_record.origin_of(arguments.checkpoint)
     held_out, split = _default_part(arguments, origin)
     loaded = load(arguments.checkpoint, **app.overrides(arguments))
     print('\n'.join(loaded.report))

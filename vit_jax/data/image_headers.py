@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,7 +43,9 @@ def read_header(stored: bytes) -> Header:
                 width, height = opened(io.BytesIO(stored), '').size
                 return Header(kind, height, width)
         except Exception as error:  # of many kinds
-            if 'mode' in str(error):  # which Pillow does not have, of a file that may be whole
+            if re.search(
+                'mode|samples', str(error)
+            ):  # unknown to Pillow, in a file that may be whole
                 channels = 'expected 1, 3 or 4 channels of 8 or 16 bits'
                 known = f'a {kind} image of a kind that is not supported ({error}); {channels}'
     kind = _BRANDS.get(stored[8:12], '') if stored[4:8] == b'ftyp' else ''

@@ -84,8 +84,8 @@ def scan(
     by_class = dict(zip(source.class_names, counts.tolist(), strict=True))
     by_count = dict(formats.most_common())
     sides = np.percentile(sizes, [0, 50, 100], axis=0).astype(int).T.tolist() if sizes else ([], [])
-    found = unreadable, misnamed, duplicates, contradictory
-    return Scan(len(source), by_class, by_count, *found, *sides)
+    lists = unreadable, misnamed, duplicates, contradictory
+    return Scan(len(source), by_class, by_count, *lists, *sides)
 
 
 def _examined(reader: ImageReader, index: int) -> tuple[Label, str, tuple[int, ...], bytes] | str:

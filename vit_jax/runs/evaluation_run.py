@@ -1,89 +1,24 @@
 """Evaluates a checkpoint's own head on labelled images: as while training, and class by class."""
 
 import functools
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import Array, Batch, Float, Int, UserError, parsing, records, require
-from vit_jax.checkpoints import store
+from vit_jax.base import Array, Batch, Float, Int, UserError, require
 from vit_jax.data.image_preprocessing import normalize
 from vit_jax.data.reading import ImageReader
-from vit_jax.data.sources import listing
 from vit_jax.data.sources.base import Source
-from vit_jax.data.sources.listing import Listing
-from vit_jax.data.sources.opening import HeldOut
 from vit_jax.data.sources.relabelling import renumbered
 from vit_jax.evaluation import classification, confusion
 from vit_jax.models import with_exact_products
 from vit_jax.parallel import meshes
 from vit_jax.pretrained import Loaded
-from vit_jax.runs import compilation, data_record, prediction, workdirs
+from vit_jax.runs import compilation, prediction
 from vit_jax.training.losses import LossConfig, make_loss, of_any
 from vit_jax.training.metrics import predictions, scores
 from vit_jax.training.update import make_loss_sums
-
-
-class Origin(NamedTuple):
-    """The run that wrote a checkpoint: its configuration and its training images."""
-
-    config: dict[str, Any]
-    images: Listing | None
-
-    @property
-    def held_out(self) -> HeldOut:
-        """Which part of data without splits the run held out."""
-        return records.from_dict(HeldOut, self.config['held_out'], where='config.held_out')
-
-    def split_of(self, data: str) -> str:
-        """Returns the split that the run was tested on, or `test` for other data."""
-        if _place(self.config['data']) != _place(data):
-            return 'test'
-        own = [one['split'] for one in self.config['evals'].values() if one['data'] is None]
-        return own[0] if own else self.config['eval_split']
-
-    def count_trained(self, source: Source, data: str) -> int:
-        """Counts the images of a source of this data that are training images of the run.
-
-        Those are images of the same name within the data, or of the same path, and of equal size.
-        """
-        if self.images is None:
-            return 0
-        old = dict(zip(self.images.names, self.images.stamps.tolist(), strict=True))
-        old |= {_path(name, self.config['data']): stamp for name, stamp in old.items()}
-        now = listing.listed(source, data)
-        return sum(
-            stamp == other or -1 in (stamp, other)
-            for name, stamp in zip(now.names, now.stamps.tolist(), strict=True)
-            if (other := old.get(name, old.get(_path(name, data)))) is not None
-        )
-
-
-def origin_of(checkpoint: str) -> Origin | None:
-    """Returns the run that wrote a checkpoint; None if it is in no work directory."""
-    try:
-        folder = store.checkpoint_folder(checkpoint)
-    except UserError:
-        return None
-    workdir = folder.parent.parent
-    path = workdir / workdirs.CONFIG
-    if folder.parent.name != store.FOLDER or not path.exists():
-        return None
-    with parsing(path, 'the configuration of a run'):
-        config = workdirs.read_config(path)
-    return Origin(config, data_record.training_images(workdir))
-
-
-def _place(data: Any) -> str:
-    return os.path.realpath(data) if os.path.exists(str(data)) else str(data)
-
-
-def _path(name: str, data: str) -> str:
-    """Returns the path of an image from its name within the data."""
-    root = _place(data)
-    return os.path.join(root if os.path.isdir(root) else os.path.dirname(root), name)
 
 
 class Evaluation(NamedTuple):

@@ -111,7 +111,7 @@ def _as_read(name: str) -> str:
     text = unicodedata.normalize('NFKC', name).casefold().translate(_LATIN)
     text = ''.join(c for c in text if c.isspace() or unicodedata.category(c)[0] != 'C')
     text = {'true': '1', 'false': '0'}.get(text, ' '.join(text.split()))
-    return str(decimal.Decimal(text).normalize()) if _NUMBER.fullmatch(text) else text
+    return str((decimal.Decimal(text) + 0).normalize()) if _NUMBER.fullmatch(text) else text
 
 
 def relative_names(names: Sequence[str], data: str) -> list[str]:

@@ -28,7 +28,7 @@ _CUT = (
     "--config.eval_split='train[90%:]'; of vit_jax.evaluate --split=train"
 )
 
-_BALANCED = 100  # images of a class, of which the held-out share is exact or more
+_BALANCED = 100  # images of a class, of which exactly the fraction is held out
 _REMOTE = (
     'images on a store are not read from there: copy them to a disk of every host (gcloud storage '
     'rsync -r), or mount the bucket read-only (gcsfuse -o ro --implicit-dirs), and name that folder'
@@ -39,7 +39,7 @@ _REMOTE = (
 class HeldOut(records.Record):
     """The part of data without splits that becomes `test`."""
 
-    fraction: float = 0.1  # of each class, about; at least this share of its first 100 images
+    fraction: float = 0.1  # of each class; at least one image
     seed: int = 0  # of the digests
 
     def check(self) -> None:
@@ -184,9 +184,9 @@ def _with_splits(splits: Splits, held_out: HeldOut, data: str) -> Splits:
 def _drawn(source: Source, names: Sequence[str], held_out: HeldOut) -> np.ndarray:
     """Returns a mask of the held-out images, those whose digest of the name is below the fraction.
 
-    So an image keeps its split when others are added or removed. Small classes are balanced: the
-    share of a class, of at most 100 of its images and at least one image, is held out in any case,
-    by the smallest digests, and the greatest digest never is. Multi-label data is one class.
+    So an image of a large class keeps its split when others are added or removed. Of a class of at
+    most 100 images it is exactly the fraction, rounded, with the smallest digests. The smallest
+    digest of a class is always held out, the greatest never. Multi-label data is one class.
     """
     keys = (f'{held_out.seed} {name}'.encode(errors='surrogateescape') for name in names)
     digests = (hashlib.blake2b(key, digest_size=8).digest() for key in keys)
@@ -202,8 +202,9 @@ def _drawn(source: Source, names: Sequence[str], held_out: HeldOut) -> np.ndarra
         for i in alone
     ]
     refuse([folders.ALONE % pair for pair in zip(source.read_names(alone), of, strict=True)])
-    for start, end in zip(first.tolist(), last.tolist(), strict=True):
-        least = max(1, round(held_out.fraction * min(end + 1 - start, _BALANCED)))
-        is_test[by_class[start : start + least]] = True
-    is_test[by_class[last]] = False
+    for start, end in zip(first.tolist(), (last + 1).tolist(), strict=True):
+        if end - start <= _BALANCED:
+            share = round(held_out.fraction * (end - start))
+            is_test[by_class[start:end]] = np.arange(end - start) < share
+    is_test[by_class[first]], is_test[by_class[last]] = True, False
     return is_test

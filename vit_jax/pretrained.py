@@ -142,6 +142,8 @@ class Loaded:
         It is the path of a file, its bytes, a PIL image, or a uint8 array (h w), (h w 1) or
         (h w 3). Raises UserError for anything else.
         """
+        channels = f'the network takes {self.config.channels} channels, which you have to prepare'
+        require(self.config.channels == 3, f'{channels}; `prepare` makes 3')
         decoded = _decoded(image, exif_rotation=self.preprocessing.exif_rotation)
         cut = self.preprocessing.crop(decoded, self.config.image_size, None)
         return np.asarray(normalize(cut, self.preprocessing))

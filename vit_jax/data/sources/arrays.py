@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib.util
 import pathlib
+import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -99,11 +100,10 @@ def npz_splits(path: str) -> Splits:
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[Any]:
-    with parsing(path, 'an .npz file of arrays without Python objects'):
-        file = np.load(path, allow_pickle=False)
-        require(isinstance(file, np.lib.npyio.NpzFile), f'{path}: one array; expected an .npz file')
-        with file:
-            yield file
+    require(zipfile.is_zipfile(path), f'{path}: not a whole .npz file, which is a zip archive')
+    expected = 'an .npz file of arrays without Python objects'
+    with parsing(path, expected), np.load(path, allow_pickle=False) as file:
+        yield file
 
 
 def _count_classes(labels: np.ndarray) -> int:

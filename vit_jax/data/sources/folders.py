@@ -2,7 +2,6 @@
 
 import errno
 import functools
-import logging
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -173,20 +172,14 @@ def image_files(path: pathlib.Path) -> list[str]:
         raise UserError(_nothing_in(path, others))
     if others:
         count = counted(len(others), 'file')
-        logging.warning(
-            '%s: %s left out, whose ending or kind is not that of an image: %s',
-            path,
-            count,
-            others[0],
-        )
+        text = f'{count} left out, whose ending or kind is not that of an image'
+        warn_once(f'{path}: {text}: {others[0]}')
     if links:
         count = counted(len(links), 'broken link')
-        text = '%s: %s, to no file or to a folder around the link: %s'
-        logging.warning(text, path, count, links[0])
+        warn_once(f'{path}: {count}, to no file or to a folder around the link: {links[0]}')
     heic = [] if can_read('HEIF') else [file for file in images if _suffix(file) in HEIC]
     if heic:
-        count = counted(len(heic), 'HEIC photo')
-        logging.warning('%s: %s; %s: %s', path, count, HEIC_REMEDY, heic[0])
+        warn_once(f'{path}: {counted(len(heic), "HEIC photo")}; {HEIC_REMEDY}: {heic[0]}')
     return images
 
 

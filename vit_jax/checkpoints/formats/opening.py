@@ -17,7 +17,7 @@ from vit_jax.base import Params, UserError, counted, records, require, tree_name
 from vit_jax.base.storage import is_remote
 from vit_jax.checkpoints import names, store
 from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats import array_files, inference, name_map, stablehlo
+from vit_jax.checkpoints.formats import array_files, inference, name_map, stablehlo, wrappers
 from vit_jax.checkpoints.formats.array_files import LazyArray, error_prefix
 from vit_jax.checkpoints.formats.base import Format, Layout, Recognised
 from vit_jax.checkpoints.formats.google import BIGVISION, GOOGLE
@@ -35,6 +35,7 @@ OURS = 'vit_jax'  # a directory that orbax wrote (checkpoints/store.py)
 NAMES = (*(format.name for format in FORMATS), OURS, stablehlo.NAME)
 CARD = 'vit_jax.card'  # in a safetensors file's metadata: the card, as JSON
 _MOST_SHARDS = 1000
+_PART = re.compile(rf'(.+(?:{"|".join(map(re.escape, array_files.ENDINGS))})):(.+)')
 _Index = tuple[pathlib.Path, dict[str, str]]  # where it is, and files by names of arrays
 
 
@@ -54,7 +55,7 @@ class Checkpoint(NamedTuple):
 def open_checkpoint(
     path: str, hints: Hints, *, image_size: tuple[int, int] | None = None
 ) -> Checkpoint:
-    """The checkpoint at a path: a file or directory of any format, or `FILE.npz:SUBTREE`.
+    """The checkpoint at a path: a file or directory of any format, or `FILE:KEY`, a part of a file.
 
     The name of one that is elsewhere (checkpoints/names.py) is downloaded, unless it was before.
 
@@ -66,7 +67,7 @@ def open_checkpoint(
     path = names.shown(path)
     place, subtree = pathlib.Path(local), ''
     with usable(path):
-        if not place.exists() and (match := re.fullmatch(r'(.+\.npz):(.+)', local)):
+        if not place.exists() and (match := _PART.fullmatch(local)):
             place, subtree = pathlib.Path(match[1]), match[2].strip('/')
         files, index = ([], None) if is_remote(local) else _weights(place)
     if not files:
@@ -85,7 +86,7 @@ def open_checkpoint(
 
         return Checkpoint(path, OURS, None, card, report, (), read)
     try:
-        found = array_files.read_array_files(files)
+        found = array_files.read_array_files(files, subtree)
         if index:
             _check_index(*index, found.arrays)
     except UserError as error:
@@ -101,10 +102,15 @@ def open_checkpoint(
         embedded = found.metadata.get(CARD)
         own = Card.read(json_object(embedded), where='card') if embedded else None
         clues = Clues(found.arrays, hints, image_size, subtree=subtree, beside=described)
+        if not BIGVISION.matches(found.arrays) and (found.wanted or not own):
+            arrays, ignored, remarks, _ = wrappers.by_prefix(found.arrays, found.wanted)
+            clues = clues._replace(arrays=arrays)
+            ignored, remarks = found.ignored + ignored, found.remarks + remarks
+            found = found._replace(ignored=ignored, remarks=remarks)
         opened = _recognised(path, clues, own, found.ignored)
     if own is None:
         opened = _with_imagenet_names(opened, ' '.join([path, *origin]))
-    return opened._replace(report=[*origin, *opened.report], origin=origin)
+    return opened._replace(report=[*origin, *found.remarks, *opened.report], origin=origin)
 
 
 def _with_imagenet_names(opened: Checkpoint, said: str) -> Checkpoint:

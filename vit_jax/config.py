@@ -112,6 +112,7 @@ class TrainConfig(Record):
     model: ViTConfig | ResNetConfig | None = None  # None: the model of start_from
     image_size: tuple[int, int] | None = None  # (height, width); None: the model's own
     start_from: str | None = None  # a checkpoint, of any format, with the first parameters
+    reuse_head: bool = False  # for classes that start_from knows by name; false: a new head
     hints: Hints = _default(Hints)  # what the checkpoint's file does not say of itself
     preprocessing: Preprocessing | None = None  # None: that of start_from, or the usual one
     augmentation: Augmentation | AugmentFunction = _default(Augmentation)  # of training images

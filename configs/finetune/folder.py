@@ -18,6 +18,7 @@ def get_config() -> TrainConfig:
     """The experiment; the command line says from what and on what."""
     return TrainConfig(
         data='DATA',
+        reuse_head=True,
         augmentation=Augmentation(crop=InceptionCrop(area=(0.25, 1.0)), flip=True),
         total=Duration(epochs=20.0),
         batch_size=64,

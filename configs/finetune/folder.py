@@ -24,6 +24,6 @@ def get_config() -> TrainConfig:
         batch_size=64,
         optimizer=OptimizerConfig(kind='sgd', clip_norm=1.0),
         schedule=ScheduleConfig(learning_rate=0.01, warmup=Duration(fraction=0.1)),
-        eval_every_steps=200,
+        eval_every_steps='epoch',
         checkpoint_every_steps=200,
     )

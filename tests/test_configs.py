@@ -95,6 +95,18 @@ def test_every_row_of_table_3_is_there():
     assert counts == rows
 
 
+@pytest.mark.parametrize('num_images', [20, 226, 344, 1_000])
+def test_a_small_folder_is_not_trained_in_silence(num_images):
+    config = golden.config(ROOT / 'configs/finetune/folder.py', None)
+    config.model = tiny.model(num_classes=None)
+    length = decide(without_data(config, num_classes=6, num_images=num_images)).length
+    intervals = (
+        length.log_interval(config.log_every_steps),
+        length.interval(config.eval_every_steps),
+    )
+    assert max(intervals) * config.batch_size <= max(num_images, config.batch_size)
+
+
 @pytest.mark.full
 def test_the_study_of_vtab_runs_its_tasks_beside_the_papers_table_9():
     found = golden.module(ROOT / 'configs/studies/vtab.py')

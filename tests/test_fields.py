@@ -221,6 +221,12 @@ ELSEWHERE = [
     ('TrainConfig', 'start_from', RUN, 'test_fine_tuning_begins_with_the_body_of_the_checkpoint'),
     (
         'TrainConfig',
+        'reuse_head',
+        RUN,
+        'test_more_photos_and_a_new_class_start_from_the_head_of_the_old_ones',
+    ),
+    (
+        'TrainConfig',
         'fewshot log_every_steps eval_every_steps tensorboard',
         RUN,
         'test_a_run_leaves_its_numbers_its_configuration_and_a_card',

@@ -21,7 +21,7 @@ from vit_jax.evaluation.episodes import EpisodesConfig
 from vit_jax.evaluation.probes import LogisticConfig
 from vit_jax.models import Compute, Regularization, ResNetConfig, ViTConfig
 from vit_jax.parallel.meshes import MeshConfig
-from vit_jax.training.duration import Duration
+from vit_jax.training.duration import Duration, Interval
 from vit_jax.training.losses import Loss, LossConfig
 from vit_jax.training.masked_patches import MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
@@ -45,7 +45,7 @@ class EvalConfig(Record):
     data: str | DataFunction | None = None  # None: the data of the experiment
     split: str = 'test'  # of these data; a part or several, as train_split
     labels: str | None = None  # a JSON file, or a column of TFDS data; None: the data's own
-    every_steps: int | None = None  # None: eval_every_steps
+    every_steps: Interval | None = None  # None: eval_every_steps
 
     def check(self) -> None:
         require_between(self, 'every_steps', low=1)
@@ -80,7 +80,7 @@ class FewshotConfig(Record):
     logistic: LogisticConfig | None = None  # None: no logistic regression
     episodes: EpisodesConfig | None = None  # None: no episodes
     feature_cache: str | None = None  # a folder, for features of whole splits; None: not kept
-    every_steps: int | None = None  # while training; None: at the end only
+    every_steps: Interval | None = None  # while training; None: at the end only
 
     def check(self) -> None:
         require_between(self, 'shots', 'neighbours', 'every_steps', low=1)
@@ -112,6 +112,7 @@ class TrainConfig(Record):
     model: ViTConfig | ResNetConfig | None = None  # None: the model of start_from
     image_size: tuple[int, int] | None = None  # (height, width); None: the model's own
     start_from: str | None = None  # a checkpoint, of any format, with the first parameters
+    reuse_head: bool = False  # for classes that start_from knows by name; false: a new head
     hints: Hints = _default(Hints)  # what the checkpoint's file does not say of itself
     preprocessing: Preprocessing | None = None  # None: that of start_from, or the usual one
     augmentation: Augmentation | AugmentFunction = _default(Augmentation)  # of training images
@@ -130,11 +131,11 @@ class TrainConfig(Record):
     seed: int = 0  # of all that is random
 
     # What is measured and kept on the way.
-    log_every_steps: int = 50  # a line of numbers
+    log_every_steps: Interval | None = None  # lines of numbers; None: 50, or fewer if it is short
     evals: dict[str, EvalConfig] = _default(dict)  # by name; none: `test`, on eval_split
-    eval_every_steps: int | None = None  # None: at the end only
+    eval_every_steps: Interval | None = None  # None: at the end only
     eval_batch_size: int | None = None  # None: batch_size
-    checkpoint_every_steps: int | None = None  # None: at the end only
+    checkpoint_every_steps: Interval | None = None  # None: at the end only
     keep_checkpoints: int = 2  # the newest
     fewshot: FewshotConfig | None = None  # evaluation with few labels; None: none
     tensorboard: bool = False  # the numbers as its event files too

@@ -281,7 +281,7 @@ _MFU = (
 )
 _EVENTS = (
     'An update whose gradient is not finite is skipped; a loss far above those before is a spike '
-    '(six deviations of the last 128 steps).'
+    '(six deviations of the last 128 steps, and 20 %).'
 )
 _TIME = (
     'Wall time of all starts: compiling, waiting for data, computing steps, evaluating, waiting '

@@ -18,11 +18,12 @@ def get_config() -> TrainConfig:
     """The experiment; the command line says from what and on what."""
     return TrainConfig(
         data='DATA',
+        reuse_head=True,
         augmentation=Augmentation(crop=InceptionCrop(area=(0.25, 1.0)), flip=True),
         total=Duration(epochs=20.0),
         batch_size=64,
         optimizer=OptimizerConfig(kind='sgd', clip_norm=1.0),
         schedule=ScheduleConfig(learning_rate=0.01, warmup=Duration(fraction=0.1)),
-        eval_every_steps=200,
+        eval_every_steps='epoch',
         checkpoint_every_steps=200,
     )

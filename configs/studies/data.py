@@ -19,6 +19,7 @@ from typing import Any
 from vit_jax.config import Drawing, EvalConfig, FewshotConfig, Grid, Study
 from vit_jax.configs.pretrain import vit
 from vit_jax.configs.studies import base
+from vit_jax.models import ModelConfig, Regularization, ViTConfig
 from vit_jax.training.duration import Duration
 
 IMAGENET_21K = 14_197_122  # images
@@ -43,7 +44,7 @@ ARGUMENTS = 'small', 'full', 'sets'
 
 
 def _networks(size: str) -> dict[str, Any]:
-    """Those of figure 4, b/32 with half of B/32's sizes, and a hybrid."""
+    """The networks of figure 4 (b/32 has half of B/32's sizes) and a hybrid."""
     if size == 'small':
         return base.SMALL
     rows = 'L/16,7', 'L/32', 'B/32', 'R50+B/32', 'R50x1', 'R152x2'
@@ -52,6 +53,12 @@ def _networks(size: str) -> dict[str, Any]:
     }
     half = {'width': 384, 'mlp_dim': 1536, 'num_heads': 6, 'representation_size': 384}
     return found | {'half-B32': dataclasses.replace(found['B32'], **half)}
+
+
+def _changes(model: ModelConfig) -> dict[str, Any]:
+    """The network; a ResNet has no dropout."""
+    without = {} if isinstance(model, ViTConfig) else {'regularization': Regularization()}
+    return {'model': model} | without
 
 
 def get_config(size: str = 'small') -> Study:
@@ -83,7 +90,7 @@ def get_config(size: str = 'small') -> Study:
         grids={
             'train': Grid(
                 axes={
-                    'network': {name: {'model': m} for name, m in _networks(size).items()},
+                    'network': {name: _changes(m) for name, m in _networks(size).items()},
                     'data': {share: {'train_split': f'train[:{share}]'} for share in SHARES[size]},
                 },
                 best='held_out/accuracy',

@@ -1,5 +1,6 @@
 import dataclasses
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from tests import tiny
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.checkpoints.transfer import transfer
-from vit_jax.models import build
+from vit_jax.models import build, head_params
 
 OLD = tiny.model(representation_size=6)
 
@@ -98,6 +99,65 @@ def test_the_same_resolution_gives_the_same_features():
         build(new).features(result.params, tiny.images()),
         build(without).features(params, tiny.images()),
     )
+
+
+OWN = tiny.model(num_classes=3)
+CATS = 'cat', 'dog', 'ship'
+
+
+def with_names(old_names, new_names, *, old=OWN, **changes):
+    new = dataclasses.replace(old, num_classes=len(new_names), **changes)
+    fresh = jax.device_get(jax.jit(build(new).init)(jax.random.key(5)))
+    result = transfer(made(old), old=old, new=new, fresh=fresh, class_names=(old_names, new_names))
+    (line,) = [line for line in result.report if line.startswith('head')]
+    return named_leaves(result.params), named_leaves(fresh), line
+
+
+@pytest.mark.parametrize(
+    'names',
+    [
+        CATS,
+        ('ship', 'cat', 'dog'),  # in another order
+        ('bird', 'cat', 'dog', 'ship'),  # a new one, which moves the others
+        ('cat', 'dog', 'ship', 'zebra', 'yak', 'x'),  # half of them
+        ('dog', 'ship'),  # one less
+        ('ship',),
+        ('ant', 'dog'),  # some come, some go
+    ],
+)
+@pytest.mark.parametrize('options', [{}, {'image_size': (12, 8)}, {'head_bias': -3.0}])
+def test_classes_of_the_same_name_keep_their_part_of_the_head(names, options):
+    leaves, fresh, line = with_names(CATS, names, **options)
+    known = [name for name in names if name in CATS]
+    assert f'kept for {len(known)} of {len(names)} classes (by name)' in line
+    assert all((repr(name) in line) == (name not in CATS) for name in names)
+    old = named_leaves(made(OWN))
+    for leaf in 'head/kernel', 'head/bias':
+        for column, name in enumerate(names):
+            expected = (
+                old[leaf][..., CATS.index(name)] if name in CATS else fresh[leaf][..., column]
+            )
+            np.testing.assert_array_equal(leaves[leaf][..., column], expected)
+
+
+@pytest.mark.parametrize(
+    'old_names, new_names, changes',
+    [
+        ((), CATS, {}),  # a file that names no classes
+        (CATS, ('Cat', 'DOG', 'tall ship'), {}),
+        (CATS, ('ant', 'bee', 'cat'), {}),  # one name is the same by chance
+        (('cat', 'dog'), CATS, {}),  # fewer names than the head has outputs
+        # The old head was given what a tanh layer makes, the new one is not.
+        (CATS, CATS, {'old': tiny.model(num_classes=3, representation_size=6)}),
+        (CATS, CATS, {'head': nn.Dense}),
+    ],
+)
+def test_a_head_that_does_not_know_the_classes_is_new(old_names, new_names, changes):
+    tanh = {'representation_size': None} if 'old' in changes else {}
+    leaves, fresh, line = with_names(old_names, new_names, **changes, **tanh)
+    assert line.startswith('head: reset')
+    for name in head_params(fresh):
+        np.testing.assert_array_equal(leaves[name], fresh[name])
 
 
 @pytest.mark.parametrize(

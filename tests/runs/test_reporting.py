@@ -38,6 +38,28 @@ def report(folder, losses, skipped=(), **options):
     return [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
 
 
+@pytest.mark.parametrize(
+    'mean, deviation, loss, is_spike',
+    [
+        (2.0, 0.1, 4.0, True),
+        (2.0, 0.1, 2.5, False),  # five deviations
+        (0.5031, 0.004, 0.5292, False),  # the digits of the README, learned by then
+        (0.5031, 0.004, 0.62, True),
+        (7.0, 0.001, 8.3, False),  # at the start of a large vocabulary of classes
+        (7.0, 0.001, 8.5, True),
+        (-3.0, 0.01, -2.5, False),  # a loss of one's own
+        (-3.0, 0.01, -2.0, True),
+    ],
+)
+def test_a_spike_is_far_and_a_fifth_above_the_losses_before(
+    tmp_path, mean, deviation, loss, is_spike
+):
+    losses = list(mean + deviation * np.random.default_rng(0).normal(size=200))
+    losses[150] = loss
+    found = [line['step'] for line in report(tmp_path, losses) if line['kind'] == 'spike']
+    assert found == [151] * is_spike
+
+
 def test_a_spike_of_the_loss_is_said_and_noise_is_not(tmp_path, capsys):
     losses = list(2.0 + 0.1 * np.random.default_rng(0).normal(size=200))
     losses[150] = 4.0

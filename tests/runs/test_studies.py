@@ -12,10 +12,10 @@ from tests import golden, tiny
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.config import Drawing, EvalConfig, FewshotConfig, Grid, Study, TrainConfig
-from vit_jax.models import multiply_adds
+from vit_jax.models import build, multiply_adds
 from vit_jax.runs import studies, study_results
-from vit_jax.training.duration import make_train_length
-from vit_jax.training.optimizer import make_schedule
+from vit_jax.runs.experiment import decide
+from vit_jax.runs.memory_plan import without_data
 
 DEPTHS = {'1': {'model.depth': 1}, '2': {'model.depth': 2}}
 POOLS = {'gap': {'model.pool': 'gap'}, 'cls': {}}
@@ -294,18 +294,6 @@ STUDIES = [
 ]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize('path, argument', STUDIES, ids=lambda x: getattr(x, 'stem', x))
-def test_the_runs_of_a_study_here_are_those_of_configurations(path, argument):
-    one = dataclasses.replace(golden.config(path, argument), seeds=(0,))
-    runs = studies.planned(one)
-    for run in runs:
-        values = records.to_dict(run.config)
-        assert (
-            records.from_dict(TrainConfig, json.loads(json.dumps(values)), where='c') == run.config
-        )
-
-
 def test_a_mean_of_some_says_of_how_many_and_has_their_published_values(tmp_path):
     tune = Grid(
         axes={'task': TASKS}, means={'all': ('a', 'b', 'c')}, published={'a': 0.5, 'c': 0.9}
@@ -333,15 +321,39 @@ IMAGES = {  # of training, as TFDS tells; JFT's as the paper does
 }
 
 
+def distinct_runs(path, argument):
+    """The runs of the first seed that differ, each with the network that it will have."""
+    one = dataclasses.replace(golden.config(path, argument), seeds=(0,))
+    found = {}
+    for run in studies.planned(one):
+        config = dataclasses.replace(run.config, model=run.config.model or run.first.config.model)
+        if config.model is None:  # of a published checkpoint
+            patch = 14 if config.image_size == (518, 518) else 16
+            size = config.image_size or (32, 32)
+            config.model = tiny.model(image_size=size, patch_size=(patch, patch))
+        found.setdefault(repr((config, run.first.config.model)), (run, config))
+    return found.values()
+
+
+@pytest.mark.parametrize('path, argument', STUDIES, ids=lambda x: getattr(x, 'stem', x))
+def test_the_network_of_each_run_of_a_study_here_is_built(path, argument):
+    for _, config in distinct_runs(path, argument):
+        build(config.model, regularization=config.regularization, compute=config.compute)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize('path, argument', STUDIES, ids=lambda x: getattr(x, 'stem', x))
-def test_the_warm_up_of_each_run_of_a_study_here_ends_before_it(path, argument):
-    """Of shares of the data too, whose epochs are shorter."""
-    one = dataclasses.replace(golden.config(path, argument), seeds=(0,))
-    for config in {repr(run.config): run.config for run in studies.planned(one)}.values():
-        if config.data.startswith('vtab:') or config.total is None:
-            continue  # of a fixed number of steps; evaluated alone
+def test_each_run_of_a_study_here_can_start(path, argument):
+    """Also on a share of the data, whose epochs are shorter. Nothing is computed."""
+    for run, config in distinct_runs(path, argument):
+        values = records.to_dict(run.config)
+        assert (
+            records.from_dict(TrainConfig, json.loads(json.dumps(values)), where='c') == run.config
+        )
+        if config.total is None:
+            continue  # evaluated alone
         shares = re.findall(r':(\d+)%', config.train_split)
-        images = round(IMAGES[config.data] * min(map(int, shares or ['100'])) / 100)
-        length = make_train_length(config.total, batch_size=config.batch_size, num_images=images)
-        make_schedule(config.schedule, length)
+        images = 1_000 if config.data.startswith('vtab:') else IMAGES[config.data]
+        images = round(images * min(map(int, shares or ['100'])) / 100)
+        config.model = dataclasses.replace(config.model, num_classes=None)
+        decide(without_data(config, num_classes=10, num_images=images))

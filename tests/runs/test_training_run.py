@@ -398,6 +398,24 @@ def test_a_folder_of_images_trains_and_its_classes_are_kept(photos, tmp_path):
 
 
 @pytest.mark.full
+def test_more_photos_and_a_new_class_start_from_the_head_of_the_old_ones(photos, tmp_path, capsys):
+    first = training_run.train(folder_config(photos), str(tmp_path / 'first'))
+    for split in 'train', 'test':
+        shutil.copytree(photos / split / 'cat', photos / split / 'ape')
+    (photos / 'train' / 'dog' / '7.jpg').rename(photos / 'train' / 'dog' / 'new.jpg')
+    config = folder_config(photos, model=None, start_from=str(first.folder), reuse_head=True)
+    with pytest.raises(UserError, match='3: .*start_from='):  # not the run of two classes
+        training_run.train(folder_config(photos), str(first.folder))
+    config.total = config.schedule.warmup = Duration(steps=1)  # whose rate is 0
+    second = training_run.train(config, str(tmp_path / 'second'))
+    assert "head: kept for 2 of 3 classes (by name); new: 'ape'" in capsys.readouterr().out
+    old, new = load_params(str(first.folder))['head'], second.state.params['head']
+    for name, leaf in new.items():
+        np.testing.assert_array_equal(leaf[..., 1:], old[name])
+        assert not leaf[..., 0].any()
+
+
+@pytest.mark.full
 @pytest.mark.parametrize('placement', ['device', 'host'])
 def test_an_unreadable_image_stops_training_unless_it_may_be_skipped(photos, tmp_path, placement):
     broken = photos / 'train' / 'cat' / '3.jpg'

@@ -71,7 +71,7 @@ def require_between(
 ) -> None:
     """Raises UserError unless low <= number <= high, above < number < below in these fields.
 
-    None and numbers in tuples are allowed; NaN is not.
+    None, words and numbers in tuples are allowed; NaN is not.
     """
     bounds = {'at least': low, 'more than': above, 'at most': high, 'less than': below}
     wanted = ' and '.join(
@@ -81,7 +81,8 @@ def require_between(
     )
     for name in names:
         value = getattr(record, name)
-        numbers = value if isinstance(value, tuple) else () if value is None else (value,)
+        values = value if isinstance(value, tuple) else (value,)
+        numbers = [n for n in values if n is not None and not isinstance(n, str)]
         fits = all(low <= n <= high and above < n < below for n in numbers)
         infinite = any(isinstance(n, float) and not math.isfinite(n) for n in numbers)
         finite = ', a finite number' if infinite else ''

@@ -1,9 +1,11 @@
 """A network that begins with another one's parameters: other images, another head."""
 
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base import Params, tree_names
@@ -19,13 +21,21 @@ class Transferred(NamedTuple):
     report: list[str]
 
 
-def transfer(params: Params, *, old: ModelConfig, new: ModelConfig, fresh: Params) -> Transferred:
+def transfer(
+    params: Params,
+    *,
+    old: ModelConfig,
+    new: ModelConfig,
+    fresh: Params,
+    class_names: tuple[Sequence[str], Sequence[str]] | None = None,
+) -> Transferred:
     """The parameters of `old` in the network `new`, whose own initial ones are `fresh`.
 
-    The head is always the new network's, and a tanh layer before it that the new one does not
-    have is dropped (section 3.2), as are the mask token and the head of patches; where the old one
-    has no such, they are the new network's. The rest is adapted to the new images as `adapt` says;
-    raises UserError with the names where it does not fit.
+    The head is the new network's, but for the classes whose names are in both parts of
+    `class_names`, the old network's and the new one's: see `_with_known_classes`. A tanh layer
+    before it that the new one does not have is dropped (section 3.2), as are the mask token and the
+    head of patches; where the old one has no such, they are the new network's. The rest is adapted
+    to the new images as `adapt` says; raises UserError with the names where it does not fit.
     """
     found, expected = tree_names.named_leaves(params), tree_names.named_leaves(fresh)
     head = head_params(fresh)
@@ -39,8 +49,12 @@ def transfer(params: Params, *, old: ModelConfig, new: ModelConfig, fresh: Param
     numbers = sum(math.prod(leaf.shape) for leaf in body.values())
     report.insert(0, f'{len(body)} of {len(wanted)} parameter arrays loaded, {numbers:,} numbers')
     if head:
+        linear = old.head == new.head == 'linear' and not tanh
+        names = class_names if class_names and linear else ((), ())
+        kept, line = _with_known_classes(found, head, *names)
         to_zero = ' to zero' if new.head == 'linear' else ''
-        report.append(f'head: reset{to_zero}, for {new.num_classes} classes')
+        report.append(line or f'head: reset{to_zero}, for {new.num_classes} classes')
+        body |= kept
     if tanh:
         report.append('pre_logits: dropped with the pre-trained head')
     if masked:
@@ -48,6 +62,36 @@ def transfer(params: Params, *, old: ModelConfig, new: ModelConfig, fresh: Param
         what = 'begin anew' if new_ones else 'dropped'
         report.append(f'mask token and head of patches: {what} ({", ".join(sorted(masked))})')
     return Transferred(tree_names.map_named(lambda name, leaf: body.get(name, leaf), fresh), report)
+
+
+def _with_known_classes(
+    found: Params, fresh: Params, old: Sequence[str], new: Sequence[str]
+) -> tuple[Params, str | None]:
+    """The linear head in which classes that the old network knows by name keep their columns.
+
+    Returns no head, and why if there is something to say, unless it knows at least half of the new
+    classes: names that are equal by chance are no reason to start with a head that is partly new.
+    """
+    columns = {name: column for column, name in enumerate(old)}
+    known = [column for column, name in enumerate(new) if name in columns]
+    fits = found.keys() >= fresh.keys() and all(
+        found[name].shape == (*leaf.shape[:-1], len(old)) for name, leaf in fresh.items()
+    )
+    if not known or not fits:
+        return {}, None
+    count = f'{len(known)} of {len(new)} classes'
+    if 2 * len(known) < len(new):
+        return {}, f'head: reset to zero; only {count} are known by name'
+    taken = [columns[new[column]] for column in known]
+    kept = {
+        name: jnp.asarray(leaf).at[..., np.array(known)].set(np.asarray(found[name])[..., taken])
+        for name, leaf in fresh.items()
+        if not isinstance(leaf, jax.ShapeDtypeStruct)  # else names and shapes will do
+    }
+    others = [repr(name) for name in new if name not in columns]
+    more = f', and {len(others) - 5:,} more' if len(others) > 5 else ''
+    added = f'; new: {", ".join(others[:5])}{more}' if others else ''
+    return kept, f'head: kept for {count} (by name){added}'
 
 
 def _unlike(found: Params, expected: Params, folder: str) -> set[str]:

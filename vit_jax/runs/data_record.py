@@ -42,7 +42,10 @@ _UNKNOWN = (
     'an earlier version began this run: images that changed before now are not noticed, and of '
     'data without splits others are held out for testing'
 )
-_ADVICE = 'put the data back, take another --workdir, or go on with --accept_data_changes'
+_ADVICE = (
+    'put the data back; train again from this network (--config.start_from=%s --workdir=ANOTHER); '
+    'or go on with --accept_data_changes'
+)
 
 
 class Split(NamedTuple):
@@ -178,7 +181,8 @@ class DataRecord:
             return
         workdir, lines = self._path.parent, '\n  '.join(changes)
         if not self._accept:
-            raise UserError(f'workdir {workdir} holds a run on other data:\n  {lines}\n{_ADVICE}')
+            advice = _ADVICE % workdir
+            raise UserError(f'workdir {workdir} holds a run on other data:\n  {lines}\n{advice}')
         logging.warning('%s goes on with other data:\n  %s', workdir, lines)
 
     def _complete(self) -> None:

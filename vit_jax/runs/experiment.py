@@ -109,8 +109,9 @@ class Experiment(NamedTuple):
 
     def transferred(self, start: Checkpoint, fresh: Params) -> Transferred:
         """The parameters of `start`, which are read, in this model, whose own are `fresh`."""
-        new = self.model.config
-        return transfer(start.read(), old=start.card.model, new=new, fresh=fresh)
+        old, new = start.card, self.model.config
+        names = (old.class_names, self.train.source.class_names) if self.config.reuse_head else None
+        return transfer(start.read(), old=old.model, new=new, fresh=fresh, class_names=names)
 
 
 def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) -> Experiment:

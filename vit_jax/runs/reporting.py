@@ -35,8 +35,8 @@ from vit_jax.runs.experiment import Experiment
 from vit_jax.training.loop import Clock
 from vit_jax.training.metrics import StepMetrics
 
-# A loss so many standard deviations above the mean of the steps before is a spike.
-_WINDOW, _SIGMAS, _LEAST = 128, 6.0, 32
+# A spike is a loss so many standard deviations, and this share, above the mean of the steps before.
+_WINDOW, _SIGMAS, _SHARE, _LEAST = 128, 6.0, 0.2, 32
 
 
 def console_of(job: Job) -> Console:
@@ -147,7 +147,7 @@ class Reporter:
             return
         if len(before) >= _LEAST:
             mean, deviation = statistics.fmean(before), statistics.pstdev(before)
-            if loss > mean + _SIGMAS * deviation:
+            if loss > mean + max(_SIGMAS * deviation, _SHARE * abs(mean)):
                 numbers = {'loss': loss, 'mean_before': mean, 'deviation_before': deviation}
                 self.record('spike', step, numbers, f'loss {loss:.4f}, after {mean:.4f} on average')
         before.append(loss)

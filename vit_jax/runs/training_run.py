@@ -124,7 +124,7 @@ def _reporter(
     return Reporter(
         workdir.folder,
         steps=steps,
-        log_every_steps=config.log_every_steps,
+        log_every_steps=experiment.length.log_interval(config.log_every_steps),
         batch_size=config.batch_size,
         clock=ledger.clock,
         tensorboard=config.tensorboard,
@@ -289,6 +289,7 @@ class Run:
 
     def _trained(self, state: TrainState, steps: range) -> TrainState:
         config, reader = self.experiment.config, self.experiment.train
+        every = self.experiment.length.interval(config.checkpoint_every_steps)
         loader = self.job.interruptibly(functools.partial(self.loader_of, reader))
         batches = loading.training_batches(
             loader, steps=steps, batch_size=config.batch_size, seed=config.seed
@@ -306,7 +307,7 @@ class Run:
                 self.job.awaited(batches),
                 steps=steps,
                 on_metrics=self._on_metrics,
-                observers=[Every(config.checkpoint_every_steps, self.save), *self._observers()],
+                observers=[Every(every, self.save), *self._observers()],
                 clock=self.ledger.clock,
                 tick=self.job.heartbeat,
                 max_skipped_steps=config.max_skipped_steps,
@@ -314,16 +315,17 @@ class Run:
 
     def _observers(self, without: Collection[str] = ()) -> list[Every]:
         """The evaluations, each at its own interval, but those of some names."""
-        config = self.experiment.config
+        config, every = self.experiment.config, self.experiment.length.interval
         due: dict[int | None, list[str]] = {}
         for name, one in config.evaluations.items():
             if name not in without:
-                due.setdefault(one.every_steps or config.eval_every_steps, []).append(name)
+                steps = every(one.every_steps or config.eval_every_steps)
+                due.setdefault(steps, []).append(name)
         observers = [Every(n, functools.partial(self.evaluate, names)) for n, names in due.items()]
         probes = self.experiment.probes if 'fewshot' not in without else None
         if probes is not None and self.features is not None:
             evaluate = functools.partial(self.probe, probes, self.features)
-            observers.append(Every(probes.config.every_steps, evaluate))
+            observers.append(Every(every(probes.config.every_steps), evaluate))
         return observers
 
     def _evaluated(self, state: TrainState, steps: range) -> None:

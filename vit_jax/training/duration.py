@@ -1,11 +1,15 @@
 """How long something lasts while training: in steps, epochs, examples, or as a fraction."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from vit_jax.base import UserError, counted, records
 
 UNITS = 'steps', 'epochs', 'examples', 'fraction'
+Interval = int | Literal['epoch']  # every so many steps, or once an epoch
+
+# Lines of numbers are written every so many steps, or as often as this in a shorter training.
+_LOG_STEPS, _LOG_LINES = 50, 20
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -59,6 +63,17 @@ class TrainLength(NamedTuple):
             return round(duration.examples / self.batch_size)
         assert duration.steps is not None
         return duration.steps
+
+    def interval(self, every: Interval | None) -> int | None:
+        """The interval in steps, at least one."""
+        if every != 'epoch':
+            return every
+        return max(1, self.num_images // self.batch_size)
+
+    def log_interval(self, every: Interval | None) -> int:
+        """The interval in steps; by default such that no epoch of a short training is silent."""
+        rarely = max(self.interval('epoch') or 1, self.total_steps // _LOG_LINES)
+        return self.interval(every) or min(_LOG_STEPS, rarely)
 
     @property
     def epochs(self) -> float:

@@ -46,6 +46,7 @@ from vit_jax.parallel.sharding_rules import abstract
 FOLDER = 'checkpoints'
 Json = dict[str, Any]
 Pieces = dict[str, list[tuple[Any, np.ndarray]]]  # of each array parts, and where they lie in it
+_MOST_COMPARED = 2**33  # bytes of parameters
 _TRASH = '.trash'  # what is renamed to there, and then removed
 
 
@@ -161,7 +162,9 @@ class Checkpoints:
     def save(self, step: int, params: Params, training: Any, card: Json, progress: Json) -> None:
         """Begins to save a step, unless that step was the last to be saved.
 
-        The first one is read again and compared, in the background, before `wait` returns.
+        The first one is read again and compared, in the background, before `wait` returns: by
+        process 0, with the parts of arrays that it holds. Of more than 8 GiB, which a host may not
+        have room for twice, only the manifests are looked at, as of later checkpoints.
         """
         self._check()
         if step == self.latest_step:
@@ -176,7 +179,9 @@ class Checkpoints:
         with _written(self._folder, self._along):
             self._manager.save(step, args=items)
         if jax.process_index() == 0:
-            expected = None if self._compared else _pieces(params)
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+            compared = self._compared or size > _MOST_COMPARED
+            expected = None if compared else _pieces(params)
             self._compared = True
             follow = functools.partial(self._follow, step, expected)
             self._finishing = threading.Thread(target=follow, daemon=True)

@@ -166,9 +166,6 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     if not processor:
         usual = f'images are prepared as is usual for {family.model_type}'
         remarks.append(f'no preprocessor_config.json: {usual}')
-    elif size != config.image_size:
-        made = size[0] if size[0] == size[1] else size
-        remarks.append(f'its processor makes images of {size[0]}x{size[1]}: image_size={made}')
     return Recognised(
         config,
         layout,
@@ -177,6 +174,7 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
         ignored=_IGNORED + text,
         loss=next((loss for loss, name in PROBLEM_TYPES.items() if name == problem), problem),
         remarks=tuple(remarks),
+        made_size=size if processor else None,
     )
 
 

@@ -19,6 +19,7 @@ from vit_jax.base.errors import (
     close_by,
     counted,
     refuse,
+    require_regular,
     usable,
 )
 from vit_jax.base.held_objects import appending
@@ -43,6 +44,7 @@ __all__ += [
     'require_between',
     'require_kept',
     'require_pattern',
+    'require_regular',
     'require_writable',
 ]
 

@@ -6,8 +6,10 @@ host. Every other exception is a fault of the program, and is shown with its tra
 
 import contextlib
 import difflib
+import os
 import pathlib
 import re
+import stat
 from collections.abc import Iterator, Sequence
 
 
@@ -67,6 +69,19 @@ def counted(count: int, noun: str) -> str:
     """`1 image`, `2,000 images`; `1 class`, `2 classes`."""
     plural = f'{noun}es' if noun.endswith('s') else f'{noun}s'
     return f'{count:,} {noun if count == 1 else plural}'
+
+
+def require_regular(path: str | os.PathLike[str]) -> None:
+    """Raises UserError where a folder, a pipe or a device is: reading that may never end.
+
+    Where nothing is, whatever opens the path says so.
+    """
+    kinds = {stat.S_IFDIR: 'a folder', stat.S_IFIFO: 'a pipe', stat.S_IFSOCK: 'a socket'}
+    with contextlib.suppress(OSError):
+        mode = pathlib.Path(path).stat().st_mode
+        if not stat.S_ISREG(mode):
+            kind = kinds.get(stat.S_IFMT(mode), 'a device')
+            raise UserError(f'{path}: {kind}; expected a file')
 
 
 @contextlib.contextmanager

@@ -31,9 +31,8 @@ from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.listing import Listing
 from vit_jax.parallel.processes import Job
 from vit_jax.runs.probing import Probes
-from vit_jax.runs.workdirs import Workdir
+from vit_jax.runs.workdirs import DATA, Workdir
 
-FILE = 'data.zip'
 LAST = 5.0  # seconds, for which the end of a run waits: a look at a disk may stall
 _UNKNOWN = (
     'an earlier version began this run: images that changed before now are not noticed, and of '
@@ -107,7 +106,7 @@ class DataRecord:
     """
 
     def __init__(self, workdir: Workdir, splits: dict[str, Split], *, accept: bool):
-        self._path, self._check_held = workdir.folder / FILE, workdir.check
+        self._path, self._check_held = workdir.folder / DATA, workdir.check
         self._splits = splits
         self._accept = accept
         self._kept = _read(self._path) if splits else {}
@@ -120,7 +119,7 @@ class DataRecord:
         """Raises UserError with what has changed since the run began, unless that is accepted."""
         if self._begun and self._splits:
             if not _exists(self._path):
-                logging.warning('%s: no %s: %s', self._path.parent, FILE, _UNKNOWN)
+                logging.warning('%s: no %s: %s', self._path.parent, DATA, _UNKNOWN)
             self._refuse_or_say(self._changes(self._splits, self._class_changes()))
 
     @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from vit_jax.base.array_types import Int
+from vit_jax.base.errors import require_regular
 
 Label = int | np.integer | np.ndarray  # a class number, or multi-label: a row of 0 and 1
 EncodedImage = bytes | np.ndarray  # an encoded file, or uint8 pixels
@@ -186,6 +187,7 @@ def labelled_source(
 
 
 def _read_file(path: str | pathlib.Path) -> bytes:
+    require_regular(path)
     return pathlib.Path(path).read_bytes()
 
 

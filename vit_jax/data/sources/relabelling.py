@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.base import MissingFile, UserError, counted, require
+from vit_jax.base import MissingFile, UserError, counted, require, require_regular
 from vit_jax.data import imagenet_classes
 from vit_jax.data.sources.base import EncodedImage, Label, Source, labelled_source, select
 
@@ -26,6 +26,7 @@ def relabelled(source: Source, path: str) -> Source:
     which folders and ending may be left out: `{"val/n01440764/ILSVRC2012_val_00000293.JPEG": [0]}`.
     UserError names the image without an entry, or the entry that is no list of classes.
     """
+    require_regular(path)
     try:
         entries = json.loads(pathlib.Path(path).read_bytes())
     except FileNotFoundError as error:

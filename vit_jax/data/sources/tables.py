@@ -16,7 +16,7 @@ import pathlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vit_jax.base import UserError, counted, refuse, require
+from vit_jax.base import UserError, counted, refuse, require, require_regular
 from vit_jax.data.sources.base import Source, Splits, in_fixed_order, labelled_source, warn_once
 from vit_jax.data.sources.folders import SPLIT_NAMES
 
@@ -104,6 +104,7 @@ def _warn_of_names(path: str, counts: dict[str, int], class_names: Sequence[str]
 
 
 def _text(file: pathlib.Path) -> str:
+    require_regular(file)
     data = file.read_bytes()
     try:
         return data.decode('utf-8-sig')

@@ -13,7 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Float, Params, Record, UInt8, UserError, require, tree_names, usable
+from vit_jax.base import (
+    Array,
+    Float,
+    Params,
+    Record,
+    UInt8,
+    UserError,
+    require,
+    require_regular,
+    tree_names,
+    usable,
+)
 from vit_jax.checkpoints import names, store, transfer
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import opening, writing
@@ -378,6 +389,7 @@ def _decoded(image: Any, *, exif_rotation: bool) -> UInt8[np.ndarray, 'h w 3']:
     from PIL import Image
 
     if isinstance(image, str | os.PathLike):
+        require_regular(os.fspath(image))
         with error_prefix(os.fspath(image)):
             return decode(pathlib.Path(image).read_bytes(), exif_rotation=exif_rotation)
     if isinstance(image, bytes):

@@ -20,6 +20,7 @@ from vit_jax.base.errors import (
     counted,
     parsing,
     refuse,
+    require_regular,
     usable,
 )
 from vit_jax.base.held_objects import appending
@@ -45,6 +46,7 @@ __all__ += [
     'require_between',
     'require_kept',
     'require_pattern',
+    'require_regular',
     'require_writable',
 ]
 

@@ -34,9 +34,8 @@ from vit_jax.data.sources.listing import Listing
 from vit_jax.data.sources.opening import HeldOut
 from vit_jax.parallel.processes import Job
 from vit_jax.runs.probing import Probes
-from vit_jax.runs.workdirs import CONFIG, Workdir, read_config
+from vit_jax.runs.workdirs import CONFIG, DATA, Workdir, read_config
 
-FILE = 'data.zip'
 LAST = 5.0  # seconds, for which the end of a run waits: a look at a disk may stall
 _UNKNOWN = (
     'an earlier version began this run: images that changed before now are not noticed, and of '
@@ -113,7 +112,7 @@ class DataRecord:
     """
 
     def __init__(self, workdir: Workdir, splits: dict[str, Split], *, accept: bool):
-        self._path, self._check_held = workdir.folder / FILE, workdir.check
+        self._path, self._check_held = workdir.folder / DATA, workdir.check
         self._splits = splits
         self._accept = accept
         self._kept = _read(self._path) if splits else {}
@@ -126,7 +125,7 @@ class DataRecord:
         """Raises UserError with what has changed since the run began, unless that is accepted."""
         if self._begun and self._splits:
             if not _exists(self._path):
-                logging.warning('%s: no %s: %s', self._path.parent, FILE, _UNKNOWN)
+                logging.warning('%s: no %s: %s', self._path.parent, DATA, _UNKNOWN)
             self._refuse_or_say(self._changes(self._splits, self._class_changes()))
 
     @contextlib.contextmanager
@@ -283,7 +282,7 @@ def origin_of(checkpoint: str) -> Origin | None:
         return None
     with parsing(path, 'the configuration of a run'):
         config = read_config(path)
-    kept = _read(workdir / FILE).get('train')
+    kept = _read(workdir / DATA).get('train')
     trained_on = [(config['data'], kept.read())] if kept else []
     earlier = origin_of(config['start_from']) if config['start_from'] else None
     return Origin(config, trained_on + (earlier.trained_on if earlier else []))

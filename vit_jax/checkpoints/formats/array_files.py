@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import MissingFile, UserError, atomic_write, close_by
+from vit_jax.base import MissingFile, UserError, atomic_write, close_by, require_regular
 from vit_jax.checkpoints.formats import wrappers
 from vit_jax.checkpoints.formats.json_files import check_length, json_object
 from vit_jax.checkpoints.formats.pickles import check_pickle, plain_tensors
@@ -86,6 +86,7 @@ def read_array_file(path: pathlib.Path, key: str = '') -> ArrayFile:
 
     Raises UserError, in one sentence that names the file, for anything else.
     """
+    require_regular(path)
     with error_prefix(path):
         with path.open('rb') as file:
             start = file.read(16)

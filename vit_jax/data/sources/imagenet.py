@@ -132,7 +132,7 @@ def _kit(root: pathlib.Path) -> dict[str, str] | None:
         return None
     from scipy import io as scipy_io
 
-    with parsing(root / KIT, "the development kit's two files, undamaged"):
+    with parsing(f'{root}: {KIT}', "the development kit's two files, undamaged"):
         synsets = scipy_io.loadmat(io.BytesIO(table), squeeze_me=True)['synsets']
         wordnet = {int(row['ILSVRC2012_ID']): str(row['WNID']) for row in np.atleast_1d(synsets)}
         numbers = map(int, truth.split())

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import json
 import logging
-import os
 import pathlib
 import re
 from collections.abc import Sequence
@@ -27,7 +26,6 @@ def relabelled(source: Source, path: str) -> Source:
     which folders and ending may be left out: `{"val/n01440764/ILSVRC2012_val_00000293.JPEG": [0]}`.
     UserError names the image without an entry, or the entry that is no list of classes.
     """
-    require(not os.path.exists(path) or os.path.isfile(path), f'labels={path}: is no file')
     with parsing(path, 'a JSON file of labels'):
         entries = json.loads(pathlib.Path(path).read_bytes())
     names = [_path(source.name_of(i)) for i in range(len(source))]

@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vit_jax.base import UserError, counted, refuse, require
+from vit_jax.base import UserError, counted, refuse, require, require_regular
 from vit_jax.data.sources.base import (
     Source,
     Splits,
@@ -114,6 +114,7 @@ def _warn_of_splits(path: str, counts: dict[str, int]) -> None:
 
 
 def _text(file: pathlib.Path) -> str:
+    require_regular(file)
     data = file.read_bytes()
     try:
         return data.decode('utf-8-sig')

@@ -68,7 +68,7 @@ def folder_splits(root: str, label: str | ComputedLabel | None = None) -> Splits
     Raises UserError for unknown file formats and columns.
     """
     library = _library()
-    with parsing(root, f'a data set that TFDS prepared: {INFO}, features.json and its shards'):
+    with parsing(f'{root}/{INFO}', 'a data set that TFDS prepared, with features.json'):
         builder = library.builder_from_directory(root)
         info, file_format = builder.info, builder.info.file_format.value
     if file_format not in ('array_record', 'tfrecord'):

@@ -77,13 +77,13 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
                     known = records.nearest(name, splits)
                     raise UserError(f'{data}: no split {name!r}; {known}{advice}')
                 source = splits[name]()
-            warn_of_similar_classes(data, source.class_names)
         elif column is not None:
             raise UserError(f'labels={labels!r}: expected FILE.json for data of a function')
         else:
             source = data(name)
             if not isinstance(source, Source):
                 raise UserError(f'{records.text_of(data)}({name!r}) is no Source: {source!r}')
+        warn_of_similar_classes(records.text_of(data), source.class_names)
         return source if labels is None or column else relabelling.relabelled(source, labels)
 
     @functools.cache

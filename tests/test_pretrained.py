@@ -1,7 +1,9 @@
 import csv
 import dataclasses
+import json
 import pathlib
 import pickle
+import shutil
 import subprocess
 import sys
 
@@ -16,9 +18,11 @@ import vit_jax
 from tests import reference, tiny
 from tests.networks import HYBRID, RESNET, changed, contents, loaded
 from vit_jax import augreg, convert, predict, pretrained
+from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.checkpoints.augreg_index import fine_tuned, listed, pick, read_index
+from vit_jax.checkpoints.card import Card
 from vit_jax.command_line import app
 from vit_jax.config import FewshotConfig
 from vit_jax.data.image_preprocessing import Preprocessing
@@ -114,6 +118,31 @@ def test_what_is_no_image_is_refused_with_what_would_be_right(tmp_path):
     ]:
         with pytest.raises(UserError, match=message):
             network.prepare(image)
+
+
+@pytest.mark.parametrize('count', [1, 2, tiny.CLASSES - 1, tiny.CLASSES + 1])
+@pytest.mark.parametrize('door', ['with_params', 'changed', 'card', 'huggingface'])
+def test_there_are_as_many_class_names_as_outputs_or_none(door, count, tmp_path):
+    vit, names = loaded(tiny.model()), [f'class {i}' for i in range(count)]
+    with pytest.raises(UserError, match='class_names|id2label'):
+        if door == 'with_params':
+            vit.with_params(vit.params, class_names=names)
+        elif door == 'changed':
+            changed(vit, class_names=tuple(names))
+        elif door == 'card':
+            Card.read(records.to_dict(vit.card) | {'class_names': names}, where='card')
+        else:
+            folder = shutil.copytree(reference.path('hf_vit'), tmp_path / 'hf')
+            said = json.loads((folder / 'config.json').read_text())
+            said['id2label'] = {str(i): name for i, name in enumerate(names)}
+            (folder / 'config.json').write_text(json.dumps(said))
+            vit_jax.load(folder)
+
+
+def test_class_names_are_for_a_head():
+    vit = loaded(tiny.model(num_classes=None))
+    with pytest.raises(UserError, match='class_names: got 2; expected one for each of the 0'):
+        vit.with_params(vit.params, class_names=['a', 'b'])
 
 
 def test_numbers_that_cannot_be_meant_are_refused():

@@ -24,8 +24,11 @@ class Card(Record):
     software: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def check(self) -> None:
-        """The grid is the model's: it is there for readers that do not know the model."""
+        """The grid is the model's, for readers that do not know the model; so are the classes."""
         require(self.grid == self.model.grid, f'grid={self.grid}: the model has {self.model.grid}')
+        count, outputs = len(self.class_names), self.model.num_classes or 0
+        right = f'expected one for each of the {outputs:,} outputs, or none'
+        require(count in (0, outputs), f'class_names: got {count:,}; {right}')
 
     @property
     def projects(self) -> bool:

@@ -25,6 +25,10 @@ from vit_jax.models.masked_patches import MASKED
 # What the name of a format's file ends with; the others are directories.
 _SUFFIXES = {format.name: str(format.suffix) for format in FORMATS if not format.file_name}
 _SUFFIXES |= {stablehlo.NAME: stablehlo.SUFFIX}
+# Endings of files that other programs take: no folder is given such a name. All other dots are
+# part of a name, as in run.v2 and lr0.1.
+_FOREIGN = {*'.onnx .h5 .hdf5 .keras .tflite .pb .msgpack .pkl .pickle .joblib .mlmodel'.split()}
+_FOREIGN |= {*'.mlpackage .gguf .ot .mar .engine .trt .zip .gz .tgz .7z .npy .json'.split()}
 # What the networks of every other layout have: none holds ViT-22B, or positions in every layer.
 _ELSEWHERE = {'parallel': False, 'qk_norm': False, 'norm': 'layer', 'qkv_bias': True}
 _ELSEWHERE |= {'positions_at': 'stem'}
@@ -52,7 +56,12 @@ def format_for(
         kept = f'no format is given, and {format}, which the network has, is a file'
         right = f'end the name with {_SUFFIXES[format]}, or, for a folder, say {folders}'
         raise UserError(f'{path}: {kept}: {right}')
-    if ending in {*array_files.ENDINGS, *_SUFFIXES.values()} and format not in _SUFFIXES:
+    if format in _SUFFIXES:
+        return format
+    known = ', '.join(f'{name} ({_SUFFIXES.get(name, "a folder")})' for name in NAMES)
+    is_foreign = ending.lower() in _FOREIGN
+    require(not is_foreign, f'{path}: no {ending} files are written; expected one of {known}')
+    if ending.lower() in {*array_files.ENDINGS, *_SUFFIXES.values()}:
         others = fitting or [f'{name} ({suffix})' for name, suffix in _SUFFIXES.items()]
         right = f'expected a name without {ending}, or the format {" or ".join(others)}'
         raise UserError(f'{path}: the format {format} is a directory: {right}')

@@ -19,7 +19,8 @@ class Card(Record):
     grid: tuple[int, int]  # (height, width) in patches, or of a ResNet's last feature map
     preprocessing: Preprocessing
     class_names: tuple[str, ...] = ()
-    # Of the training: softmax, sigmoid, contrastive, MODULE:FUNCTION; None: not known.
+    # Of the training: softmax, sigmoid, contrastive, regression (transformers'), MODULE:FUNCTION;
+    # None: not known.
     loss: str | None = None
     software: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -34,6 +35,12 @@ class Card(Record):
     def projects(self) -> bool:
         """Is the head CLIP's projection, whose outputs are compared with those for texts?"""
         return self.loss == 'contrastive' and self.model.num_classes is not None
+
+    @property
+    def regresses(self) -> bool:
+        """Are its outputs numbers, and not classes? A single one is, unless something says it."""
+        one = self.loss is None and self.model.num_classes == 1
+        return self.loss == 'regression' or one
 
     def probabilities(self, logits: Float[Array, '... k']) -> Float[Array, '... k']:
         """Of each class: the sigmoid where the network was trained so, else the softmax."""

@@ -1,10 +1,12 @@
 """Checkpoints written for any system: nothing that would come back as another network."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -66,6 +68,37 @@ def format_for(
         right = f'expected a name without {ending}, or the format {" or ".join(others)}'
         raise UserError(f'{path}: the format {format} is a directory: {right}')
     return format
+
+
+@contextlib.contextmanager
+def replacing(place: pathlib.Path, format: str) -> Iterator[None]:
+    """What cannot be written over is put aside, and back where its successor fails.
+
+    That is a checkpoint of ours, a directory, and a file where one of ours goes.
+    """
+    old = place.with_name(f'{place.name}.replaced')
+    aside = store.is_complete(place) or (format == OURS and place.is_file())
+    if aside:
+        with usable(place):
+            _remove(old)  # left by one that was killed
+            place.rename(old)
+    try:
+        yield
+    except BaseException:
+        if aside:
+            _remove(place)
+            old.rename(place)
+        raise
+    if aside or store.is_complete(old):
+        _remove(old)
+
+
+def _remove(path: pathlib.Path) -> None:
+    """Removes a file, or a directory as far as that can be done."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_checkpoint(

@@ -16,7 +16,7 @@ from vit_jax.data.image_preprocessing import Resize
 from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.parallel.processes import Job
-from vit_jax.runs import data_record
+from vit_jax.runs import data_record, workdirs
 from vit_jax.runs.workdirs import Workdir
 
 
@@ -61,7 +61,7 @@ def measure(data: str, workdir: pathlib.Path) -> None:
             record.check(wait=3600.0)
         clock('in the background: all sizes, and the record')
         (workdir / 'checkpoints' / '1').mkdir(parents=True, exist_ok=True)
-    print(f'the record has {(workdir / data_record.FILE).stat().st_size / 1e6:.1f} MB')
+    print(f'the record has {(workdir / workdirs.DATA).stat().st_size / 1e6:.1f} MB')
 
 
 def main() -> None:

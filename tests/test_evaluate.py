@@ -1,6 +1,9 @@
 """A checkpoint held against labelled images, without training."""
 
+import dataclasses
 import json
+import os
+import shutil
 
 import cv2
 import jax
@@ -17,7 +20,7 @@ from vit_jax.config import EvalConfig, TrainConfig
 from vit_jax.data import imagenet_classes
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.sources.arrays import array_source
-from vit_jax.data.sources.opening import make_opener
+from vit_jax.data.sources.opening import HeldOut, make_opener
 from vit_jax.pretrained import Loaded
 from vit_jax.runs import evaluation_run, training_run
 from vit_jax.training.losses import LossConfig
@@ -143,7 +146,7 @@ def test_what_is_written_is_json_whatever_the_numbers(tmp_path):
     numbers = {'loss': float('nan'), 'accuracy': 0.5}
     found = evaluation_run.Evaluation(1, numbers, [], [], None, ())
     arguments = evaluate._parser().parse_args(['network', '--data=data'])
-    evaluate._write(tmp_path, found, network_with(3), arguments)
+    evaluate._write(tmp_path, found, network_with(3), arguments, {})
     assert result(tmp_path)['means'] == {'loss': None, 'accuracy': 0.5}
 
 
@@ -236,3 +239,41 @@ def test_images_that_cannot_be_read_are_left_out_and_counted(tmp_path, capsys):
     assert {one['class']: one['images'] for one in found['classes']} == {'cat': 2, 'dog': 3}
     with np.load(out / 'confusion.npz') as file:
         assert file['confusion'].sum() == 5
+
+
+@pytest.mark.full
+def test_a_run_is_measured_on_what_it_held_out_and_training_images_are_counted(tmp_path, capsys):
+    data = tmp_path / 'data'
+    for label in range(3):
+        (data / str(label)).mkdir(parents=True)
+        for i in range(10):
+            image = np.full((8, 8, 3), 80 * label + i, np.uint8)
+            cv2.imwrite(str(data / str(label) / f'{i}.png'), image)
+    first = tiny.experiment(
+        data=str(data),
+        model=tiny.model(num_classes=None, depth=1),
+        held_out=HeldOut(fraction=0.3, seed=1),
+        batch_size=8,
+    )
+    reported = training_run.train(first, str(tmp_path / 'first')).evals['test']
+    second = dataclasses.replace(first, held_out=HeldOut(), start_from=str(tmp_path / 'first'))
+    training_run.train(second, str(tmp_path / 'second'))
+    assert 'warning: test: start_from was trained on' in capsys.readouterr().out
+    copy = shutil.copytree(data, tmp_path / 'copy')
+    alone = shutil.copytree(data / '2', tmp_path / 'alone' / '2')
+
+    def measured(network, data, *flags):
+        run(tmp_path / network, f'--data={data}', f'--out={tmp_path / "out"}', *flags)
+        return result(tmp_path / 'out')
+
+    for place in data, copy:
+        found = measured('first', place)
+        assert found['means'] == reported and found['images'] == 9 and found['trained_on'] == 0
+    assert measured('first', data, '--held_out_seed=0', '--held_out=0.5')['trained_on'] > 0
+    assert measured('first', copy, '--split=all')['trained_on'] == 21
+    assert 'trained on 21 of these 30 images' in capsys.readouterr().out
+    assert measured('first', data, '--split=train')['trained_on'] == 21
+    assert measured('second', data, '--split=all')['trained_on'] > 27  # by one run or the other
+    os.replace(alone / '0.png', alone / 'other.png')
+    seen = measured('first', alone.parent, '--split=all')['trained_on']
+    assert seen in (6, 7)  # of 7 training images of the class, one may have another name

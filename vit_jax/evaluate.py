@@ -1,15 +1,20 @@
 """Measures a checkpoint on labelled images: python -m vit_jax.evaluate CHECKPOINT --data=DATA.
 
 CHECKPOINT is of any kind that vit_jax.load reads, DATA of any kind that a configuration takes; no
-training is done. Classes are matched by name where the checkpoint has names. --out=DIR keeps
-evaluation.json (all numbers, of each class too), confusion.npz and its picture, confusion.png.
+training is done. Classes are matched by name where the checkpoint has names. A checkpoint in the
+work directory of a run is measured on the images that the run held out, unless flags say otherwise.
+--out=DIR keeps evaluation.json (all numbers, of each class too), confusion.npz and its picture,
+confusion.png.
 """
 
 import argparse
+import dataclasses
 import functools
 import math
 import pathlib
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -23,7 +28,8 @@ from vit_jax.data.sources.opening import HeldOut, Opener, make_opener
 from vit_jax.evaluation import confusion
 from vit_jax.figures import bitmaps
 from vit_jax.pretrained import Loaded, load
-from vit_jax.runs import evaluation_run, prediction
+from vit_jax.runs import data_record, evaluation_run, prediction
+from vit_jax.runs.data_record import Origin
 from vit_jax.runs.evaluation_run import Evaluation
 
 NUMBERS, MATRIX, PICTURE = 'evaluation.json', 'confusion.npz', 'confusion.png'
@@ -37,12 +43,14 @@ def main(arguments: argparse.Namespace) -> int:
     """
     if arguments.out:
         output.outlive_readers()
-    held_out = HeldOut(fraction=arguments.held_out, seed=arguments.held_out_seed)
+    origin = data_record.origin_of(arguments.checkpoint)
+    held_out, split = _default_part(arguments, origin)
     loaded = load(arguments.checkpoint, **app.overrides(arguments))
     print('\n'.join(loaded.report))
     loaded.require_head()
     opened = make_opener(held_out)
-    source = opened(arguments.data, arguments.split, arguments.labels)
+    source = opened(arguments.data, split, arguments.labels)
+    trained = origin.count_trained(source, arguments.data) if origin else 0
     source = evaluation_run.matched(source, loaded, by_number=arguments.by_number)
     if arguments.out:
         with usable(arguments.out):
@@ -54,17 +62,24 @@ def main(arguments: argparse.Namespace) -> int:
             loaded,
             reader,
             batch_size=size,
-            relabelled=_are_relabelled(opened, arguments),
+            relabelled=_are_relabelled(opened, arguments, split),
             watched=functools.partial(
                 bar.track, total=-(-len(source) // size), description='batches'
             ),
         )
-    what = f'{arguments.data}, {arguments.split}'
+    what = f'{arguments.data}, {split}'
     classes = counted(len(found.classes), 'class')
-    print(f'{what}: {counted(found.images, "image")} of {classes}\n')
+    print(f'{what}: {counted(found.images, "image")} of {classes}')
+    if arguments.by_number or not loaded.class_names:
+        print(f'classes matched by order: {_order(source.class_names)}')
+    if trained:
+        text = 'the run was trained on %s of these %s: their accuracy is not that of new images'
+        print(f'warning: {text % (f"{trained:,}", counted(len(source), "image"))}')
+    print()
     print('\n'.join(_lines(found)))
     if arguments.out:
-        _write(pathlib.Path(arguments.out), found, loaded, arguments)
+        measured = {'split': split, 'trained_on': trained if origin else None}
+        _write(pathlib.Path(arguments.out), found, loaded, arguments, measured)
     for index in found.unreadable:
         problem = output.printable(prediction.problem(reader, index))
         print(f'unreadable: {problem}', file=sys.stderr)
@@ -74,12 +89,29 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if unreadable else 0
 
 
-def _are_relabelled(opened: Opener, arguments: argparse.Namespace) -> bool:
+def _default_part(arguments: argparse.Namespace, origin: Origin | None) -> tuple[HeldOut, str]:
+    """Returns what is held out, and the split: the given ones, else those of the run."""
+    held_out = origin.held_out if origin else HeldOut()
+    if arguments.held_out is not None:
+        held_out = dataclasses.replace(held_out, fraction=arguments.held_out)
+    if arguments.held_out_seed is not None:
+        held_out = dataclasses.replace(held_out, seed=arguments.held_out_seed)
+    split = origin.split_of(arguments.data) if origin else 'test'
+    return held_out, arguments.split or split
+
+
+def _order(class_names: Sequence[str]) -> str:
+    """The first classes and the last one with their outputs."""
+    pairs = [f'{number} = {output.printable(name)}' for number, name in enumerate(class_names)]
+    return ', '.join([*pairs[:3], '...', pairs[-1]] if len(pairs) > 4 else pairs)
+
+
+def _are_relabelled(opened: Opener, arguments: argparse.Namespace, split: str) -> bool:
     """Are these other labels for images of one class each, as far as their own are known?"""
     if arguments.labels is None:
         return False
     try:
-        return not opened(arguments.data, arguments.split).multi_label
+        return not opened(arguments.data, split).multi_label
     except UserError:  # data of TFDS whose labels must be chosen
         return True
 
@@ -112,11 +144,14 @@ def _label(name: str) -> str:
 
 
 def _write(
-    folder: pathlib.Path, found: Evaluation, loaded: Loaded, arguments: argparse.Namespace
+    folder: pathlib.Path,
+    found: Evaluation,
+    loaded: Loaded,
+    arguments: argparse.Namespace,
+    measured: dict[str, Any],
 ) -> None:
     """Writes all that was found, and what was evaluated how."""
-    asked = 'data', 'split', 'labels'
-    values = {name: getattr(arguments, name) for name in asked} | {
+    values = {'data': arguments.data, 'labels': arguments.labels, **measured} | {
         'checkpoint': shown(arguments.checkpoint),
         'origin': loaded.origin,
         'image_size': list(loaded.config.image_size),
@@ -142,16 +177,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('checkpoint', metavar='CHECKPOINT')
     text = 'a folder, FILE.csv, FILE.jsonl, FILE.npz, tfds:NAME, digits'
     parser.add_argument('--data', required=True, metavar='DATA', help=text)
-    text = 'its images, perhaps a slice of them: train[90%%:] (test)'
-    parser.add_argument('--split', default='test', metavar='NAME', help=text)
+    text = "its images, perhaps a slice: train[90%%:] (the run's own test split, else test)"
+    parser.add_argument('--split', metavar='NAME', help=text)
     text = "other labels for them, such as ReaL's real.json"
     parser.add_argument('--labels', metavar='FILE.json', help=text)
     text = "the data's first class is output 0, and so on, whatever their names"
     app.add_boolean(parser, 'by_number', text)
-    text = 'of each class of data without splits, for the split test (0.1)'
-    parser.add_argument('--held_out', type=float, default=0.1, metavar='FRACTION', help=text)
-    text = 'which ones (0)'
-    parser.add_argument('--held_out_seed', type=int, default=0, metavar='N', help=text)
+    text = "of each class of data without splits, for the split test (the run's own, else 0.1)"
+    parser.add_argument('--held_out', type=float, metavar='FRACTION', help=text)
+    text = "which ones (the run's own, else 0)"
+    parser.add_argument('--held_out_seed', type=int, metavar='N', help=text)
     text = 'keep all numbers and the picture'
     parser.add_argument('--out', type=app.local_path, metavar='DIR', help=text)
     app.add_reading(parser)

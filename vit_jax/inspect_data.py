@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import os
 import sys
+from collections.abc import Callable
 from concurrent import futures
 
 import jax
@@ -25,7 +26,8 @@ from vit_jax.command_line import app
 from vit_jax.config import TrainConfig
 from vit_jax.data import inspection, reading
 from vit_jax.data.augmentation import augment, host_crop
-from vit_jax.data.inspection import Scan
+from vit_jax.data.image_preprocessing import Preprocessing
+from vit_jax.data.inspection import Known, Scan
 from vit_jax.data.sources import folders, tables
 from vit_jax.data.sources.base import Label, Source
 from vit_jax.data.sources.opening import Opener, make_opener, open_splits
@@ -50,13 +52,13 @@ def main(arguments: argparse.Namespace) -> int:
     opened = make_opener(config.held_out)
     sources, problems = _sources(config, opened)
     found: dict[str, Scan] = {}
-    digests: dict[str, bytes] = {}
+    known: dict[str, Known] = {}
+    reader_of = _make_readers(config)
     progress = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
     with futures.ThreadPoolExecutor(reading.cores()) as pool, progress as bar:
         for split, source in sources.items():
             done = functools.partial(bar.advance, bar.add_task(split, total=len(source)))
-            pixels = config.loader.max_pixels
-            scan = inspection.scan(source, pool, done, max_pixels=pixels, digests=digests)
+            scan = inspection.scan(reader_of(source), pool, done, known=known)
             print(f'{split}: {counted(len(source), "image")}\n' + '\n'.join(_lines(scan)))
             found[split] = scan
     unreadable = sum(len(scan.unreadable) for scan in found.values())
@@ -71,7 +73,7 @@ def main(arguments: argparse.Namespace) -> int:
             print(f'pictures       {folder / SHEET}')
         except UserError as error:
             problems.append(str(error))
-    shared = _shared(config, opened, digests)
+    shared = _shared(config, opened, known)
     for name, (count, total) in shared.items():
         print(
             f'shared         {count:,} of {total:,} {name} images are also training images: {_NEW}'
@@ -87,13 +89,14 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _shared(
-    config: TrainConfig, opened: Opener, digests: dict[str, bytes]
+    config: TrainConfig, opened: Opener, known: dict[str, Known]
 ) -> dict[str, tuple[int, int]]:
     """Of each evaluation that has any, the images whose bytes are trained on too, and all."""
 
     def of(split: str) -> list[bytes | None]:
         source = opened(config.data, split, classes=config.classes)
-        return [digests.get(name) for name in source.read_names(range(len(source)))]
+        names = source.read_names(range(len(source)))
+        return [known[name].digest if name in known else None for name in names]
 
     found: dict[str, tuple[int, int]] = {}
     if not isinstance(config.data, str):  # whose images may have any names
@@ -167,18 +170,33 @@ def _lines(scan: Scan) -> list[str]:
     if scan.duplicates:
         lines.append(f'  duplicates   {len(scan.duplicates):,}, the same bytes twice:')
         lines += [f'    {name}' for name in scan.duplicates[:_SHOWN]]
+    if scan.contradictory:
+        text = f'{len(scan.contradictory):,}, the same bytes in two classes:'
+        lines.append(f'  contradiction {text}')
+        lines += [f'    {name}' for name in scan.contradictory[:_SHOWN]]
     lines.append(f'  unreadable   {len(scan.unreadable):,}')
     return lines + [f'    {name}' for name in scan.unreadable[:_SHOWN]]
+
+
+def _make_readers(config: TrainConfig) -> Callable[..., reading.ImageReader]:
+    """Returns what makes readers of images as the configuration's evaluations see them.
+
+    If the checkpoint that training starts from cannot be read, images are only resized.
+    """
+    try:
+        origin = open_start(config)
+    except UserError:  # `_sheet` raises it
+        return reader_for(config, config.preprocessing or Preprocessing(), _DEFAULT_SIZE)
+    model = config.model or (origin.card.model if origin else None)
+    size = config.image_size or (model.image_size if model else _DEFAULT_SIZE)
+    return reader_for(config, preprocessing_of(config, origin), size)
 
 
 def _sheet(config: TrainConfig, opened: Opener) -> Image.Image:
     """Training images as evaluation sees them, and as training does in its first epochs."""
     source = opened(config.data, config.train_split, classes=config.classes)
-    origin = open_start(config)
-    model = config.model or (origin.card.model if origin else None)
-    preprocessing = preprocessing_of(config, origin)
-    size = config.image_size or (model.image_size if model else _DEFAULT_SIZE)
-    reader = reader_for(config, preprocessing, size)
+    preprocessing = preprocessing_of(config, open_start(config))
+    reader = _make_readers(config)
     trained = reader(source, crop=host_crop(config.augmentation, preprocessing))
     examples = _readable(reader(source))
     columns = [[image for image, _ in examples.values()]]

@@ -23,7 +23,16 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from vit_jax.base import Bool, Float, UserError, atomic_write, counted, require_writable, usable
+from vit_jax.base import (
+    Bool,
+    Float,
+    UserError,
+    atomic_write,
+    counted,
+    require_regular,
+    require_writable,
+    usable,
+)
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.command_line import app, output
 from vit_jax.data.image_preprocessing import normalize
@@ -177,6 +186,7 @@ def _class_names(loaded: Loaded, path: str | None) -> list[str]:
     if path is None:
         return list(loaded.class_names) or [f'class {i}' for i in range(count)]
     with usable(path):
+        require_regular(path)
         names = pathlib.Path(path).read_text().splitlines()
     if len(names) != count:
         raise UserError(f'--class_names={path}: {len(names)} lines for {count} classes')

@@ -13,14 +13,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Float, Params, Record, UInt8, UserError, require, tree_names, usable
+from vit_jax.base import (
+    Array,
+    Float,
+    Params,
+    Record,
+    UInt8,
+    UserError,
+    require,
+    require_regular,
+    tree_names,
+    usable,
+)
 from vit_jax.checkpoints import names, store, transfer
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import opening, writing
 from vit_jax.checkpoints.formats.array_files import error_prefix
 from vit_jax.checkpoints.formats.base import Layout
 from vit_jax.checkpoints.formats.inference import Hints
-from vit_jax.data.image_preprocessing import Preprocessing, decode, normalize
+from vit_jax.data.image_preprocessing import Preprocessing, decode, normalize, to_rgb
 from vit_jax.models import (
     Compute,
     Gelu,
@@ -142,6 +153,8 @@ class Loaded:
         It is the path of a file, its bytes, a PIL image, or a uint8 array (h w), (h w 1) or
         (h w 3). Raises UserError for anything else.
         """
+        channels = f'the network takes {self.config.channels} channels, which you have to prepare'
+        require(self.config.channels == 3, f'{channels}; `prepare` makes 3')
         decoded = _decoded(image, exif_rotation=self.preprocessing.exif_rotation)
         cut = self.preprocessing.crop(decoded, self.config.image_size, None)
         return np.asarray(normalize(cut, self.preprocessing))
@@ -373,18 +386,16 @@ def _on_host(outputs: Any) -> Any:
 
 
 def _decoded(image: Any, *, exif_rotation: bool) -> UInt8[np.ndarray, 'h w 3']:
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     if isinstance(image, str | os.PathLike):
+        require_regular(os.fspath(image))
         with error_prefix(os.fspath(image)):
             return decode(pathlib.Path(image).read_bytes(), exif_rotation=exif_rotation)
     if isinstance(image, bytes):
         return decode(image, exif_rotation=exif_rotation)
     if isinstance(image, Image.Image):
-        wide = image.mode == 'F' or image.mode.startswith('I')
-        require(not wide, f'a PIL image of mode {image.mode}: expected 8 bits, such as L or RGB')
-        image = ImageOps.exif_transpose(image) if exif_rotation else image
-        return np.asarray(image.convert('RGB'))
+        return to_rgb(image, exif_rotation=exif_rotation)
     kind, expected = type(image).__name__, 'expected uint8 of the shape (h, w), (h, w, 1 or 3)'
     is_array = isinstance(image, np.ndarray | jax.Array)
     require(is_array, f'{kind}: expected a path, bytes, a PIL image, or a uint8 array')

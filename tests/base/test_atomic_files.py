@@ -1,11 +1,18 @@
 """What a disk refuses is the user's to mend, and is named."""
 
+import contextlib
 import errno
+import os
+import socket
 
+import numpy as np
 import pytest
 
-from vit_jax.base.atomic_files import atomic_write, write_json
-from vit_jax.base.errors import MissingFile, UnusableDisk, usable
+from tests import networks, tiny
+from vit_jax.base.atomic_files import atomic_write, read_json_lines, write_json
+from vit_jax.base.errors import MissingFile, UnusableDisk, UserError, usable
+from vit_jax.checkpoints.formats import array_files
+from vit_jax.data.sources import arrays, base, relabelling, tables
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
@@ -28,3 +35,30 @@ def test_other_errors_pass_as_they_are():
         with pytest.raises(type(error)) as raised, usable('here'):
             raise error
         assert raised.value is error
+
+
+@pytest.mark.parametrize('kind', ['folder', 'device', 'pipe', 'socket'])
+@pytest.mark.parametrize('reader', ['image', 'photo', 'table', 'labels', 'checkpoint', 'lines'])
+def test_what_is_no_file_is_named_by_whatever_reads_it(tmp_path, reader, kind):
+    """Reading a pipe would wait for ever, and /dev/zero fill the memory."""
+    path = tmp_path / 'given'
+    one = arrays.array_source(np.zeros((1, 8, 8), np.uint8), np.zeros(1, int), ['a'], name='one')
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as listening:
+        if kind == 'socket':
+            listening.bind(str(path))
+        elif kind == 'pipe':
+            os.mkfifo(path)
+        elif kind == 'device':
+            path.symlink_to('/dev/zero')
+        else:
+            path.mkdir()
+        read = {
+            'image': lambda: base._read_file(path),
+            'photo': lambda: networks.loaded(tiny.model()).prepare(str(path)),
+            'table': lambda: tables.unlabelled(str(path)),
+            'labels': lambda: relabelling.relabelled(one, str(path)),
+            'checkpoint': lambda: array_files.read_array_file(path),
+            'lines': lambda: read_json_lines(path),
+        }
+        with pytest.raises(UserError, match='given: .*; expected a f'):
+            read[reader]()

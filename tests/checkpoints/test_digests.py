@@ -1,7 +1,7 @@
 """Damage and sudden death: what a checkpoint's files may suffer, and what is left to go on from."""
 
 import errno
-import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -15,7 +15,7 @@ import pytest
 
 from tests import tiny
 from tests.hosts import environment
-from vit_jax.base.errors import UnusableDisk, UserError
+from vit_jax.base import UnusableDisk, UserError, storage
 from vit_jax.checkpoints import digests, store
 from vit_jax.checkpoints.digests import Damaged, verify_digests, write_digests
 from vit_jax.runs import training_run
@@ -92,13 +92,13 @@ def test_a_disk_that_cannot_be_read_is_no_damage(run, tmp_path, monkeypatch, cap
     folder, attempts = tmp_path / 'run', []
     shutil.copytree(run.folder, folder)
 
-    def failing(file, kind, digest=hashlib.file_digest):
-        attempts.append(file.name)
+    def failing(path, digest=digests.crc32c):
+        attempts.append(path)
         if len(attempts) in errors:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return digest(file, kind)
+        return digest(path)
 
-    monkeypatch.setattr(hashlib, 'file_digest', failing)
+    monkeypatch.setattr(digests, 'crc32c', failing)
     monkeypatch.setattr(digests, '_WAITS', (0.0, 0.0))
     errors = {2}
     assert store.quarantine_damaged(folder) == []
@@ -127,16 +127,59 @@ def test_digests_that_are_no_json_are_damage(run, tmp_path):
             verify_digests(copy)
 
 
-@pytest.mark.full
-def test_a_run_whose_checkpoints_are_all_damaged_begins_anew_and_ends(run, tmp_path, caplog):
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_trained_again_without_a_word(run, tmp_path):
+    """It says how to start from step 0, each time it is started, until that is done."""
     folder = tmp_path / 'run'
-    config = tiny.experiment(checkpoint_every_steps=2, eval_every_steps=None)
-    training_run.train(config, str(folder))
-    for step in '8', '10':
+    shutil.copytree(run.folder, folder)
+    for step in '5', '10':
         flip(files(folder / 'checkpoints' / step / 'params')[0], 0)
-    again = training_run.train(config, str(folder))
-    assert caplog.text.count('moved to') == 2
-    chex.assert_trees_all_equal(again.state, run.state)
+    config = tiny.experiment(checkpoint_every_steps=5)
+    for names in ['checkpoints/10: damaged', 'checkpoints/5: damaged'], []:
+        with pytest.raises(UserError, match=f'remove {folder}/checkpoints/damaged') as error:
+            training_run.train(config, str(folder))
+        assert all(name in str(error.value) for name in names)
+    shutil.rmtree(folder / 'checkpoints/damaged')
+    chex.assert_trees_all_equal(training_run.train(config, str(folder)).state, run.state)
+
+
+@pytest.mark.parametrize('kind', ['device', 'pipe', 'nothing'])
+def test_a_checkpoint_with_something_else_than_files_is_damaged(run, tmp_path, kind):
+    """Whether or not it has digests: a pipe would never end, and /dev/zero fill the memory."""
+    for number, sealed in itertools.product(range(3), [True, False]):
+        copy = tmp_path / f'{number}-{sealed}/10'
+        shutil.copytree(run.checkpoint, copy)
+        inside = 'params/manifest.ocdbt', 'card/metadata', 'digests.json' if sealed else 'new'
+        path = copy / inside[number]
+        path.unlink(missing_ok=True)
+        if not sealed:
+            (copy / 'digests.json').unlink()
+        if kind == 'pipe':
+            os.mkfifo(path)
+        else:
+            path.symlink_to('/dev/zero' if kind == 'device' else 'gone')
+        for read in store.load_card, store.load_params:
+            with pytest.raises(Damaged, match=inside[number]):
+                read(str(copy))
+
+
+@pytest.mark.full
+def test_a_run_goes_on_where_it_is_copied_to_from_a_disk_to_a_bucket_and_back(
+    run, tmp_path, bucket, caplog
+):
+    there, back = storage.folder('gs://bucket/run'), tmp_path / 'back'
+    for path in run.folder.rglob('*'):
+        if path.is_file() and path.name != '.lock':
+            (there / path.relative_to(run.folder)).write_bytes(path.read_bytes())
+    config = tiny.experiment(checkpoint_every_steps=5)
+    for folder in there, back:
+        assert store.load_card(str(folder))[0]['step'] == 10
+        chex.assert_trees_all_equal(training_run.train(config, str(folder)).state, run.state)
+        assert digests.steps(folder / 'checkpoints') == [10, 5]
+        for name in bucket.names() if folder == there else ():
+            path = back / name.removeprefix('run/')
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(bucket.objects[name].data)
+    assert 'damaged' not in caplog.text
 
 
 def test_a_run_falls_back_loudly_to_the_checkpoint_before(run, tmp_path, caplog):
@@ -217,9 +260,8 @@ def test_a_crash_at_any_file_operation_of_saving_leaves_what_can_be_restored(tmp
 
 def test_digests_are_of_all_files_but_their_own(tmp_path):
     (tmp_path / 'a').mkdir()
-    (tmp_path / 'a' / 'b').write_text('abc')
+    (tmp_path / 'a' / 'b').write_bytes(bytes(32))
     write_digests(tmp_path)
     digests = json.loads((tmp_path / 'digests.json').read_text())
-    # FIPS 180-2, appendix B.1
-    sha = 'ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad'
-    assert digests == {'a/b': sha}
+    # RFC 3720, appendix B.4: the CRC-32C of 32 zero bytes is aa 36 91 8a, the lowest byte first.
+    assert digests == {'a/b': '32 bytes, CRC-32C ipE2qg=='}

@@ -1,7 +1,5 @@
+import os
 import re
-import shutil
-import threading
-import time
 
 import chex
 import jax
@@ -9,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vit_jax.base import UnusableDisk, storage
+from vit_jax.base import UnusableDisk, UserError, storage
 from vit_jax.checkpoints import digests, store
 from vit_jax.parallel.meshes import MeshConfig, make_mesh
 from vit_jax.parallel.sharding_rules import shardings_for
@@ -61,26 +59,103 @@ def test_only_the_newest_are_kept(saved):
     assert sorted(p.name for p in (folder / 'checkpoints').glob('[0-9]*')) == ['2', '4']
 
 
-def test_what_two_threads_remove_is_removed_once(saved, monkeypatch):
-    """By the thread of a save, and that of the save before, which overlap."""
-    folder, checkpoints = saved
-    (folder / 'checkpoints/.trash/1/params').mkdir(parents=True)
-    running, removals, remove = [], [], shutil.rmtree
+# Of folders, which a file system allows.
+NAMES = ['lr=[0.1,0.2]', 'a*b', 'a\\b', os.fsdecode(b'caf\xe9'), 'a' * 200]
+MORE = ['[a-z]', 'a?b', '{a}', 'a%20b', '%', 'a#b', "it's", 'a"b', '~', '~x', ' a ', 'a\nb', 'a:b']
+MORE += ['\u00e9', 'e\u0301', 'a|b', '$HOME', 'a&b;c', '..a', '-a', 'logs:/a', 'logs:']
+NAMES += [pytest.param(name, marks=pytest.mark.full) for name in MORE]
 
-    def remove_slowly(path, **options):
-        running.append(path)
-        removals.append(len(running))
-        time.sleep(0.1)
-        remove(path, **options)
-        running.remove(path)
 
-    monkeypatch.setattr(store.shutil, 'rmtree', remove_slowly)
-    threads = [threading.Thread(target=checkpoints._empty_trash) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert removals == [1] and not list((folder / 'checkpoints/.trash').iterdir())
+@pytest.mark.parametrize('name', NAMES)
+def test_a_checkpoint_is_read_and_resumed_whatever_its_folder_is_called(tmp_path, name):
+    folder = tmp_path / name
+    for step in 1, 2:
+        checkpoints = store.Checkpoints(folder, keep=1)
+        checkpoints.save(step, PARAMS, TRAINING, CARD | {'step': step}, {})
+        checkpoints.wait()
+        checkpoints.close()
+    assert not store.quarantine_damaged(folder) and digests.steps(folder / 'checkpoints') == [2]
+    checkpoints = store.Checkpoints(folder, keep=1)
+    like = PARAMS, TRAINING
+    params, training, _ = checkpoints.restore(2, like, (shardings(PARAMS), shardings(TRAINING)))
+    checkpoints.close()
+    chex.assert_trees_all_equal((params, training), like)
+    alone = tmp_path / 'alone' / name
+    store.save_alone(alone, PARAMS, CARD)
+    for path in folder, alone:
+        chex.assert_trees_all_equal(store.load_params(str(path)), PARAMS)
+        assert store.count_params(store.checkpoint_folder(str(path))) == 72
+    files = [path for path in tmp_path.rglob('*') if path.is_file()]
+    assert all({folder, alone} & {*path.parents} for path in files)
+
+
+def test_a_folder_whose_name_is_a_pattern_is_not_that_of_others(tmp_path):
+    for name in 'a*b', 'axb':
+        zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+        store.save_alone(tmp_path / name / '1', zeros if name == 'axb' else PARAMS, CARD)
+    chex.assert_trees_all_equal(store.load_params(str(tmp_path / 'a*b/1')), PARAMS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('name', ['[1]', 'a*b', 'a%20b', 'a|b', 'a\\b', '\u00e9', ' a '])
+def test_a_folder_on_a_store_may_be_called_so_too(bucket, name):
+    folder = storage.folder(f'gs://bucket/x/{name}')
+    checkpoints = store.Checkpoints(folder, keep=1)
+    for step in 1, 2:
+        checkpoints.save(step, PARAMS, TRAINING, CARD | {'step': step}, {})
+    checkpoints.wait()
+    checkpoints.close()
+    assert digests.steps(folder / 'checkpoints') == [2]
+    chex.assert_trees_all_equal(store.load_params(str(folder)), PARAMS)
+    assert bucket.names(f'x/{name}/') == bucket.names()
+
+
+@pytest.mark.parametrize('sign', '?#\n\t')
+def test_what_no_folder_on_a_store_may_contain_is_named(bucket, sign):
+    with pytest.raises(UserError, match=re.escape(repr(sign))):
+        storage.folder(f'gs://bucket/a{sign}b')
+
+
+@pytest.mark.parametrize('damage', ['arrays', 'card', 'nothing'])
+def test_the_first_checkpoint_is_read_again_before_it_counts_as_saved(
+    tmp_path, monkeypatch, damage
+):
+    reads, load = [], store.load_params
+
+    def load_params(path):
+        reads.append(path)
+        params = load(path)
+        return params | {'head': params['head'] | {'bias': np.zeros(8)}}
+
+    def load_card(path):
+        raise digests.Damaged(f'{path}: the card cannot be read')
+
+    monkeypatch.setattr(store, 'load_params', load_params if damage == 'arrays' else load)
+    if damage == 'card':
+        monkeypatch.setattr(store, 'load_card', load_card)
+    checkpoints = store.Checkpoints(tmp_path, keep=3)
+    checkpoints.save(1, PARAMS, TRAINING, CARD, {})
+    if damage == 'nothing':
+        checkpoints.save(2, PARAMS, TRAINING, CARD, {})
+        checkpoints.wait()
+        assert digests.steps(tmp_path / 'checkpoints') == [2, 1]
+    else:
+        expected = 'head/bias' if damage == 'arrays' else 'card'
+        with pytest.raises(UnusableDisk, match=f'1: read again after saving: .*{expected}'):
+            checkpoints.wait()
+        assert not digests.steps(tmp_path / 'checkpoints')
+    checkpoints.close()
+    assert len(reads) <= 1
+
+
+def test_a_checkpoint_whose_arrays_orbax_has_lost_gets_no_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage._Literal, 'glob', lambda self, pattern: iter(()))
+    checkpoints = store.Checkpoints(tmp_path, keep=3)
+    checkpoints.save(1, PARAMS, TRAINING, CARD, {})
+    with pytest.raises(UnusableDisk, match='manifest.ocdbt'):
+        checkpoints.wait()
+    checkpoints.close()
+    assert not digests.steps(tmp_path / 'checkpoints')
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import simplejpeg
 from PIL import Image
 
+from vit_jax.base import UserError
 from vit_jax.data import image_headers, image_preprocessing
 
 PHOTO = np.kron(np.random.default_rng(0).integers(0, 256, (6, 9, 3)), np.ones((8, 8, 1))).astype(
@@ -35,9 +36,62 @@ def test_png_of_any_mode_is_the_rgb_that_pillow_reads(mode):
 @pytest.mark.parametrize('mode', ['RGB', 'L', 'CMYK'])
 def test_jpeg_of_any_mode_is_what_pillow_reads(mode):
     stored = encoded(Image.fromarray(PHOTO).convert(mode), 'JPEG', quality=95)
-    expected = np.asarray(Image.open(io.BytesIO(stored)).convert('RGB')).astype(int)
-    # CMYK has no one way to RGB without a colour profile; the two differ by rounding
-    np.testing.assert_allclose(decoded(stored), expected, atol=2 if mode == 'CMYK' else 0)
+    expected = np.asarray(Image.open(io.BytesIO(stored)).convert('RGB'))
+    np.testing.assert_array_equal(decoded(stored), expected)
+
+
+LOSSLESS = {'PNG': {}, 'TIFF': {}, 'GIF': {}, 'BMP': {}, 'PPM': {}, 'JPEG2000': {}}
+LOSSLESS['WEBP'] = {'lossless': True, 'exact': True}
+LZW = {'compression': 'tiff_lzw'}
+
+
+@pytest.mark.parametrize('alpha', [0, 1, 128, 255])
+@pytest.mark.parametrize(
+    'kind, options', [*LOSSLESS.items(), ('TIFF', LZW)], ids=lambda part: str(part)
+)
+def test_each_door_gives_the_stored_color_whatever_the_transparency(kind, options, alpha, tmp_path):
+    rgba = np.concatenate([PHOTO, np.full_like(PHOTO[..., :1], alpha)], -1)
+    image = Image.fromarray(rgba)
+    if kind == 'GIF':  # one color of a palette, which is transparent or not
+        image = Image.new('P', (8, 8), 0)
+        image.putpalette([200, 100, 50, 255, 0, 0] + [0] * 762)
+        options = {'background': 1} | ({'transparency': 0} if alpha < 255 else {})
+    elif kind in ('BMP', 'PPM'):
+        image = image.convert('RGB')
+    stored = encoded(image, kind, **options)
+    expected = np.full((8, 8, 3), (200, 100, 50)) if kind == 'GIF' else PHOTO
+    np.testing.assert_array_equal(decoded(stored), expected)
+    opened = Image.open(io.BytesIO(stored))
+    np.testing.assert_array_equal(image_preprocessing.to_rgb(opened, exif_rotation=True), expected)
+
+
+@pytest.mark.parametrize('kind', ['PNG', 'TIFF', 'JPEG2000'])
+def test_16_bits_are_the_high_byte_through_each_door(kind):
+    stored = encoded(Image.fromarray((PHOTO[..., 0].astype(np.uint16) << 8) + 200), kind)
+    opened = Image.open(io.BytesIO(stored))
+    for found in decoded(stored), image_preprocessing.to_rgb(opened, exif_rotation=True):
+        np.testing.assert_array_equal(found, np.repeat(PHOTO[..., :1], 3, axis=-1))
+
+
+@pytest.mark.parametrize('kind', [np.float32, np.int32, np.int16])
+def test_what_is_not_supported_is_told_from_what_is_damaged(kind):
+    stored = encoded(Image.fromarray(PHOTO[..., 0].astype(np.int32).astype(kind)), 'TIFF')
+    with pytest.raises(UserError, match='not supported; expected 8 or 16 bits'):
+        decoded(stored)
+    with pytest.raises(UserError, match='not a whole image'):
+        decoded(encoded(Image.fromarray(PHOTO), 'TIFF')[:-100])
+
+
+@pytest.mark.parametrize('channels, bits', [(5, 8), (2, 32), (1, 64), (3, 32), (7, 16)])
+def test_tiffs_of_kinds_that_pillow_does_not_have_are_not_called_damaged(channels, bits):
+    """One pixel, of tags as in the specification: size, bits, no compression, where it is."""
+    tags = {256: 1, 257: 1, 258: bits, 259: 1, 262: 1, 273: 8, 277: channels, 278: 1, 279: 99}
+    entries = b''.join(struct.pack('<HHII', tag, 4, 1, value) for tag, value in tags.items())
+    pixels = bytes(channels * bits // 8)
+    header = b'II*\0' + struct.pack('<I', 8 + len(pixels))
+    stored = header + pixels + struct.pack('<H', len(tags)) + entries + bytes(4)
+    with pytest.raises(UserError, match='TIFF image of a kind that is not supported'):
+        decoded(stored)
 
 
 def test_16_bit_png_keeps_the_high_byte():
@@ -217,6 +271,26 @@ def test_inception_crops_have_areas_and_aspects_of_their_range_and_lie_anywhere(
     assert 0.095 < min(shares) < 0.13 and 0.5 < max(shares) < 0.62
     assert 0.72 < min(aspects) < 0.79 and 1.28 < max(aspects) < 1.37
     assert 0.4 < np.mean(tops) < 0.6 and min(tops) < 0.1 and max(tops) > 0.9
+
+
+@pytest.mark.parametrize('shape', [(1, 65_500), (65_500, 1), (1, 10**6), (3, 10**5), (10**6, 2)])
+@pytest.mark.parametrize('size', [(224, 224), (16, 512)])
+@pytest.mark.parametrize('kind', ['Resize', 'CentralCrop', 'RandomCrop', 'InceptionCrop'])
+def test_no_shape_makes_a_crop_take_all_memory(kind, size, shape, monkeypatch):
+    resized, resize = [], cv2.resize
+
+    def noted(image, size, **options):
+        resized.append(size[0] * size[1])
+        return resize(image, size, **options)
+
+    monkeypatch.setattr(cv2, 'resize', noted)
+    crop = getattr(image_preprocessing, kind)()
+    try:
+        cut = crop(np.zeros((*shape, 3), np.uint8), size, np.random.default_rng(0))
+        assert cut.shape == (*size, 3)
+    except UserError as error:
+        assert kind in ('CentralCrop', 'RandomCrop') and 'too long and thin' in str(error)
+    assert max(resized, default=0) <= image_preprocessing.MOST_RESIZED
 
 
 @pytest.mark.parametrize('shape', [(1, 1), (2, 300), (300, 2), (1, 500), (7, 5)])

@@ -85,8 +85,17 @@ CHANGES = {  # one of 180 images each, and what is said of it between starts, an
             labels=(np.arange(180) % 3)[::-1],
             stamps=(1000 + np.arange(180))[::-1],
         ),
-        ['the same images in another order, or some of them twice'],
+        ['the same images in another order'],
         ['the images have another order'],
+    ),
+    'twice': (
+        listed(
+            names=[f'{i % 180}.jpg' for i in range(181)],
+            labels=np.arange(181) % 180 % 3,
+            stamps=1000 + np.arange(181) % 180,
+        ),
+        ["1 image listed a different number of times: '0.jpg'"],
+        ['180 images there, 181 here', "other names among 2 images here: '0.jpg', '0.jpg'"],
     ),
 }
 
@@ -158,6 +167,11 @@ def test_the_order_of_test_images_is_no_change_that_of_training_images_is(photos
         else:
             with pytest.raises(UserError, match='train: the same images in another order'):
                 start(tmp_path / 'run', other)
+        twice = {key: [*value, value[0]] for key, value in vars(one).items() if key in turned}
+        twice |= {key: np.array(twice[key]) for key in ('labels', 'stamps')}
+        other = splits | {name: splits[name]._replace(listing=dataclasses.replace(one, **twice))}
+        with pytest.raises(UserError, match=f'{name}: 1 image listed a different number of times'):
+            start(tmp_path / 'run', other)
 
 
 def test_files_that_come_go_or_change_are_refused_by_name_or_accepted_once(

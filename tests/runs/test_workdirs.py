@@ -18,7 +18,7 @@ from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.image_preprocessing import CentralCrop, InceptionCrop
 from vit_jax.parallel.meshes import MeshConfig
 from vit_jax.parallel.processes import Job
-from vit_jax.runs import training_run, workdirs
+from vit_jax.runs import history, training_run, workdirs
 from vit_jax.training.optimizer import OptimizerConfig
 
 VALUES = records.to_dict(tiny.experiment())
@@ -46,6 +46,32 @@ def test_a_second_process_is_refused(tmp_path):
             assert host.wait() == 1
     assert f'error: workdir {tmp_path}/run is in use by process {os.getpid()}' in host.text
     assert 'Traceback' not in host.text
+
+
+FILES = 'config.json', 'metrics.jsonl', 'ledger.jsonl', 'fewshot.json', 'data.zip', '.lock'
+
+
+@pytest.mark.parametrize('kind', ['folder', 'device', 'pipe'])
+@pytest.mark.parametrize('name', [*FILES, 'checkpoints'])
+def test_something_else_under_the_name_of_a_file_of_a_run_is_named(tmp_path, name, kind):
+    """Reading a pipe or /dev/zero would never end."""
+    path = tmp_path / name
+    if kind == 'folder' and name == 'checkpoints':
+        path.touch()
+    elif kind == 'folder':
+        path.mkdir()
+    elif kind == 'pipe':
+        os.mkfifo(path)
+    else:
+        path.symlink_to('/dev/zero')
+    with pytest.raises(UserError, match=f'{name}: .*; expected a f'):
+        with workdirs.opened(str(tmp_path), VALUES, Job()):
+            pass
+    if name in ('metrics.jsonl', 'ledger.jsonl'):  # which a report reads without opening the rest
+        if name == 'ledger.jsonl':
+            (tmp_path / 'metrics.jsonl').touch()
+        with pytest.raises(UserError, match=name):
+            history.read(tmp_path, 'run')
 
 
 def test_another_mesh_or_loader_is_no_other_experiment(tmp_path):

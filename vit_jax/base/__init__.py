@@ -18,7 +18,9 @@ from vit_jax.base.errors import (
     UserError,
     close_by,
     counted,
+    parsing,
     refuse,
+    require_regular,
     usable,
 )
 from vit_jax.base.held_objects import appending
@@ -39,10 +41,12 @@ __all__ += [
     'Path',
     'Record',
     'appending',
+    'parsing',
     'require',
     'require_between',
     'require_kept',
     'require_pattern',
+    'require_regular',
     'require_writable',
 ]
 

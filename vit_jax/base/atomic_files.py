@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from vit_jax.base.errors import usable
+from vit_jax.base.errors import require_regular, usable
 from vit_jax.base.storage import Path, is_remote, reaching
 
 # What numpy and zipfile raise for an npz that is damaged, wherever it is.
@@ -101,6 +101,7 @@ def read_json_lines(path: Path, **fields: Any) -> list[dict[str, Any]]:
     other that is left out is warned of.
     """
     with reaching(path):
+        require_regular(path)
         texts = path.read_bytes().splitlines() if path.exists() else []
     lines = []
     for number, text in enumerate(texts, 1):

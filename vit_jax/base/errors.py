@@ -6,8 +6,10 @@ host. Every other exception is a fault of the program, and is shown with its tra
 
 import contextlib
 import difflib
+import os
 import pathlib
 import re
+import stat
 from collections.abc import Iterator, Sequence
 
 
@@ -69,6 +71,19 @@ def counted(count: int, noun: str) -> str:
     return f'{count:,} {noun if count == 1 else plural}'
 
 
+def require_regular(path: str | os.PathLike[str]) -> None:
+    """Raises UserError where a folder, a pipe or a device is: reading that may never end.
+
+    Where nothing is, whatever opens the path says so.
+    """
+    kinds = {stat.S_IFDIR: 'a folder', stat.S_IFIFO: 'a pipe', stat.S_IFSOCK: 'a socket'}
+    with contextlib.suppress(OSError):
+        mode = pathlib.Path(path).stat().st_mode
+        if not stat.S_ISREG(mode):
+            kind = kinds.get(stat.S_IFMT(mode), 'a device')
+            raise UserError(f'{path}: {kind}; expected a file')
+
+
 @contextlib.contextmanager
 def usable(path: object) -> Iterator[None]:
     """Around the use of a file or directory that the user named: OSError becomes a UserError."""
@@ -79,3 +94,18 @@ def usable(path: object) -> Iterator[None]:
     except OSError as error:
         kind = MissingFile if isinstance(error, FileNotFoundError) else UnusableDisk
         raise kind(f'{error.filename or path}: {error.strerror or error}') from error
+
+
+@contextlib.contextmanager
+def parsing(path: object, expected: str) -> Iterator[None]:
+    """Around the parsing of a user's file: any exception of a parser becomes a UserError."""
+    require_regular(str(path))
+    try:
+        with usable(path):
+            yield
+    except UserError:
+        raise
+    except Exception as error:  # parsers raise many kinds for damaged bytes
+        why = ' '.join(str(error).split())[:200]
+        why = f'{type(error).__name__}: {why}' if why else type(error).__name__
+        raise UserError(f'{path}: cannot be read ({why}); expected {expected}') from error

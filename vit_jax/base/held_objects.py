@@ -7,6 +7,7 @@ runs has a lease, and one that was away and has lost it writes over nothing of i
 import contextlib
 import hashlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -27,7 +28,9 @@ class _Object:
 
         self._name, self._check = path.name, check
         with reaching(path):
-            self._store = tensorstore.KvStore.open(f'{path.parent}/').result()
+            bucket, _, folder = os.fspath(path.parent).removeprefix('gs://').partition('/')
+            spec = {'driver': 'gcs', 'bucket': bucket, 'path': f'{folder}/'}  # in a URL % is no %
+            self._store = tensorstore.KvStore.open(spec).result()
         self.generation = b''
         self._unanswered = set[bytes]()  # digests of what was sent, and may or may not have come
 

@@ -5,6 +5,7 @@ written whole or not at all; for the rest of what a run needs there is something
 """
 
 import contextlib
+import glob
 import importlib.util
 import logging
 import os
@@ -16,12 +17,21 @@ from typing import Any, TypeAlias
 
 from etils import epath
 
-from vit_jax.base.errors import MissingFile, UnusableDisk, UserError, shown_text, shown_url
+from vit_jax.base.errors import (
+    MissingFile,
+    UnusableDisk,
+    UserError,
+    shown_text,
+    shown_url,
+    usable,
+)
 
 Path: TypeAlias = pathlib.Path | epath.Path  # of a file or folder, here or on a store
 
-_COMMITTED = 'commit_success.txt'  # of orbax, in each of its folders there: the last to be written
+COMMITTED = 'commit_success.txt'  # of orbax, in each of its folders there: the last to be written
 _ROLES = 'roles/storage.objectAdmin and roles/storage.legacyBucketReader have all that is needed'
+# What orbax and tensorstore take as it is: for them a backslash is a slash, and /gs/ a store.
+_PLAIN = re.compile(r'(?!/(gs|s3|az|hf)(/|$))(?!.*:(/|$))[^\\\ud800-\udfff]*', re.DOTALL)
 _ELSEWHERE = (
     'only gs://BUCKET/FOLDER (Google Cloud Storage) can be used like a folder; in place of S3 take '
     'a file system that all hosts mount, such as FSx for Lustre or EFS'
@@ -41,8 +51,10 @@ def folder(path: str | os.PathLike[str]) -> Path:
         raise UserError(f'{shown_url(text)}: {lost}')
     if not is_remote(text):
         return pathlib.Path(text).absolute()
-    if not re.fullmatch(r'gs://[^/]+/+[^/].*', text):
+    if not re.fullmatch(r'gs://[^/]+/+[^/].*', text, re.DOTALL):
         raise UserError(f'{shown_url(text)}: {_ELSEWHERE}')
+    if wrong := re.search(r'[?#\x00-\x1f\x7f]', text):
+        raise UserError(f'{text!r}: expected a path without {wrong[0]!r}, which orbax cuts there')
     if importlib.util.find_spec('gcsfs') is None:
         raise UserError(f"{text}: Google Cloud Storage needs: pip install 'vit_jax[gs]'")
     import fsspec.config
@@ -56,6 +68,37 @@ def folder(path: str | os.PathLike[str]) -> Path:
     # Listings are not kept: orbax and other hosts write there too.
     fsspec.config.conf.setdefault('gcs', {})['use_listings_cache'] = False
     return epath.Path(text)
+
+
+class _Literal(epath.gpath.PosixGPath):
+    """A path that is no pattern, for orbax: epath and fsspec would take `run[1]` for one."""
+
+    def glob(self, pattern: str) -> Iterator[Any]:
+        return map(type(self), epath.Path(glob.escape(os.fspath(self))).glob(pattern))
+
+    def rmtree(self, missing_ok: bool = False) -> None:
+        name = os.fspath(self)
+        epath.Path(glob.escape(name) if is_remote(self) else name).rmtree(missing_ok=missing_ok)
+
+
+@contextlib.contextmanager
+def named_plainly(folder: Path) -> Iterator[epath.Path]:
+    """Another path of a folder that is there, which orbax does not misread.
+
+    Raises UserError where the system has none.
+    """
+    if is_remote(folder) or _PLAIN.fullmatch(os.fspath(folder)):
+        yield _Literal(folder)
+        return
+    with usable(folder):
+        descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        alias = _Literal(f'/proc/self/fd/{descriptor}')
+        if not alias.exists():  # not Linux
+            raise UserError(f'{folder}: expected a path without backslash or ":/" for checkpoints')
+        yield alias
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -85,7 +128,14 @@ def require_kept(file: Path) -> None:
 def is_committed(folder: Path) -> bool:
     """Is a folder of orbax there, and complete? On a store it has its name from the beginning."""
     with reaching(folder):
-        return (folder / _COMMITTED).exists() if is_remote(folder) else folder.is_dir()
+        return (folder / COMMITTED).exists() if is_remote(folder) else folder.is_dir()
+
+
+def commit(folder: Path) -> None:
+    """Makes a folder of orbax on a store complete, and the folders in it."""
+    with reaching(folder):
+        for place in (*(item for item in folder.iterdir() if item.is_dir()), folder):
+            (place / COMMITTED).write_text('')
 
 
 def checksums(folder: Path) -> dict[str, str]:
@@ -94,18 +144,24 @@ def checksums(folder: Path) -> dict[str, str]:
         system, root = _file_system(folder)
         found = system.find(root, detail=True)
         return {
-            name.removeprefix(f'{root}/'): f'{one["size"]} bytes, CRC-32C {one["crc32c"]}'
+            name.removeprefix(f'{root}/'): digest_of(one['size'], one['crc32c'])
             for name, one in found.items()
         }
+
+
+def digest_of(size: int, crc32c: str) -> str:
+    """What is kept of a file, here and on a store, to notice damage."""
+    return f'{size} bytes, CRC-32C {crc32c}'
 
 
 def move(source: Path, target: Path) -> None:
     """Moves a folder of orbax on a store, object by object; at once it is complete no more."""
     with reaching(source):
-        (source / _COMMITTED).unlink(missing_ok=True)
+        (source / COMMITTED).unlink(missing_ok=True)
         system, root = _file_system(source)
-        system.copy(root, _file_system(target)[1], recursive=True)
-        system.rm(root, recursive=True)
+        for name in system.find(root):  # `copy` and `rm` would take `run[1]` for a pattern
+            system.cp_file(name, _file_system(target)[1] + name.removeprefix(root))
+            system.rm_file(name)
 
 
 def _file_system(path: Path) -> tuple[Any, str]:

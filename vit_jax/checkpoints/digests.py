@@ -1,20 +1,24 @@
 """Digests of the files of a checkpoint: orbax would restore a flipped bit as a wrong number.
 
-`digests.json` in a checkpoint's folder has the SHA-256 of every other file in it. It is written
-last, before the folder gets its name. Those of earlier versions may have none.
+`digests.json` in a checkpoint's folder has the size and CRC-32C of every other file in it. Google's
+buckets state both of each object, so that a run can be copied from a disk to a bucket and back.
+It is written last, before the folder gets its name. Those of earlier versions may have none.
 """
 
-import hashlib
+import base64
 import json
 import logging
 import pathlib
 import socket
 import time
 
+import google_crc32c
+
 from vit_jax.base import Path, UnusableDisk, UserError, storage, sync, usable, write_json
 
 FILE = 'digests.json'
 DAMAGED = 'damaged'  # the folder to which damaged checkpoints are moved
+_BLOCK = 2**20  # bytes
 _WAITS = 1.0, 5.0  # seconds, before a file that could not be read is tried again
 
 
@@ -23,12 +27,20 @@ class Damaged(UserError):
 
 
 def write_digests(folder: Path) -> None:
-    """Writes the digests of a complete checkpoint, when all its files are on the disk."""
+    """Writes the digests of a complete checkpoint, when all its files are on the disk.
+
+    Raises UnusableDisk where orbax has lost the arrays of an item, which its manifest lists.
+    """
     if not storage.is_remote(folder):
         with usable(folder):
             for path in folder.rglob('*'):
                 sync(path)
-    write_json(folder / FILE, _digests(folder))
+    found = _digests(folder)
+    for name in found:
+        item, _, file = name.rpartition('/')
+        if file == '_METADATA' and f'{item}/manifest.ocdbt' not in found:
+            raise UnusableDisk(f'{folder}: {item} has no manifest.ocdbt: its arrays cannot be read')
+    write_json(folder / FILE, found)
 
 
 def is_sealed(folder: Path) -> bool:
@@ -37,12 +49,18 @@ def is_sealed(folder: Path) -> bool:
         return (folder / FILE).exists()
 
 
+def is_whole(folder: Path) -> bool:
+    """Was all of it written? On a store, one that was copied there has only its digests."""
+    return is_sealed(folder) or storage.is_committed(folder)
+
+
 def verify_digests(folder: Path) -> None:
     """Raises Damaged with the names of files that are not as they were written.
 
     A checkpoint without digests passes. Hidden files that came later (`.DS_Store`) are warned of. A
     disk that cannot be read is no damage: UnusableDisk, after some attempts.
     """
+    require_regular_files(folder)
     if not is_sealed(folder):
         return
     try:
@@ -64,19 +82,40 @@ def verify_digests(folder: Path) -> None:
         raise Damaged(f'checkpoint {folder}: damaged since it was written: {names}')
 
 
+def require_regular_files(folder: Path) -> None:
+    """Raises Damaged where a pipe or a device is among the files: reading it might never end."""
+    if storage.is_remote(folder):
+        return
+    for path in folder.rglob('*'):
+        if not (path.is_file() or path.is_dir()):
+            name = path.relative_to(folder)
+            raise Damaged(f'checkpoint {folder}: damaged since it was written: {name} is no file')
+
+
 def _digests(folder: Path) -> dict[str, str]:
     if storage.is_remote(folder):
-        return {name: one for name, one in storage.checksums(folder).items() if name != FILE}
-    files = (p for p in sorted(folder.rglob('*')) if p.is_file() and p != folder / FILE)
-    return {str(path.relative_to(folder)): _digest(path) for path in files}
+        found = storage.checksums(folder)
+    else:
+        paths = (path for path in sorted(folder.rglob('*')) if path.is_file())
+        found = {str(path.relative_to(folder)): _digest(path) for path in paths}
+    ours = FILE, storage.COMMITTED  # which a checkpoint that was copied to a bucket lacks
+    return {name: one for name, one in found.items() if name.rpartition('/')[2] not in ours}
+
+
+def crc32c(path: pathlib.Path) -> str:
+    """The CRC-32C of a file, as Google's stores write it."""
+    checksum = google_crc32c.Checksum()
+    with path.open('rb') as file:
+        while block := file.read(_BLOCK):
+            checksum.update(block)
+    return base64.b64encode(checksum.digest()).decode()
 
 
 def _digest(path: pathlib.Path) -> str:
     waits = list(_WAITS)
     while True:
         try:
-            with path.open('rb') as file:
-                return hashlib.file_digest(file, 'sha256').hexdigest()
+            return storage.digest_of(path.stat().st_size, crc32c(path))
         except OSError as error:
             if not waits:
                 raise UnusableDisk(f'{path}: cannot be read: {error.strerror}') from error
@@ -91,7 +130,7 @@ def steps(folder: Path) -> list[int]:
             found = [path for path in folder.iterdir() if path.name.isdecimal()]
         except (FileNotFoundError, NotADirectoryError):
             found = []
-    names = [p.name for p in found if not storage.is_remote(p) or storage.is_committed(p)]
+    names = [p.name for p in found if not storage.is_remote(p) or is_whole(p)]
     return sorted((int(name) for name in names if name == str(int(name))), reverse=True)
 
 
@@ -100,12 +139,16 @@ def quarantine(folder: Path) -> Path:
 
     On a store that is beside its folder: orbax removes from there what is not complete.
     """
-    parent = folder.parent / DAMAGED
+    parent = damaged_folder(folder.parent)
     name = f'{folder.name}-{time.time_ns()}-{socket.gethostname()}'
     if storage.is_remote(folder):
-        target = folder.parent.parent / DAMAGED / name
-        storage.move(folder, target)
-        return target
+        storage.move(folder, parent / name)
+        return parent / name
     with usable(parent):
         parent.mkdir(exist_ok=True)
         return folder.rename(parent / name)
+
+
+def damaged_folder(checkpoints: Path) -> Path:
+    """Where the damaged checkpoints of a folder are moved to."""
+    return (checkpoints.parent if storage.is_remote(checkpoints) else checkpoints) / DAMAGED

@@ -6,7 +6,6 @@ CACHE/DIGEST-OF-URL/NAME             a file that is whole
                    /NAME.etag        the version that they are of: its ETag, its length
 """
 
-import base64
 import contextlib
 import hashlib
 import logging
@@ -18,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import google_crc32c
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -31,7 +29,7 @@ from rich.progress import (
 
 from vit_jax.base import MissingFile, UnusableDisk, UserError, locking, sync, usable
 from vit_jax.base.errors import shown_url
-from vit_jax.checkpoints import http_answers
+from vit_jax.checkpoints import digests, http_answers
 
 _WAITS = 1.0, 2.0, 4.0  # seconds, after attempts in a row that brought nothing
 _BLOCK = 2**20  # bytes
@@ -116,7 +114,7 @@ def _download(url: str, path: pathlib.Path, sha256: str | None) -> None:
             time.sleep(waits.pop(0))
     found = _digest(partial, hashlib.sha256())
     if 'crc32c' in declared:
-        _require_same(url, path, 'CRC32C', declared['crc32c'], _crc32c(partial))
+        _require_same(url, path, 'CRC32C', declared['crc32c'], digests.crc32c(partial))
     if sha256 is not None:
         _require_same(url, path, 'SHA-256', sha256, found)
     _beside(path, 'sha256').write_text(_line(found, path))
@@ -247,14 +245,6 @@ def _size(path: pathlib.Path) -> int:
 def _digest(path: pathlib.Path, empty: Any) -> str:
     with path.open('rb') as file:
         return hashlib.file_digest(file, lambda: empty).hexdigest()
-
-
-def _crc32c(path: pathlib.Path) -> str:
-    checksum = google_crc32c.Checksum()
-    with path.open('rb') as file:
-        while block := file.read(_BLOCK):
-            checksum.update(block)
-    return base64.b64encode(checksum.digest()).decode()
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ Parameters are an item of their own, so that using them needs no optimizer.
 
 import contextlib
 import errno
+import functools
 import logging
 import math
 import os
@@ -18,6 +19,7 @@ import pathlib
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,6 +37,7 @@ from vit_jax.base import (
     storage,
     sync,
     tree_names,
+    usable,
 )
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.digests import Damaged
@@ -42,6 +45,8 @@ from vit_jax.parallel.sharding_rules import abstract
 
 FOLDER = 'checkpoints'
 Json = dict[str, Any]
+Pieces = dict[str, list[tuple[Any, np.ndarray]]]  # of each array parts, and where they lie in it
+_MOST_COMPARED = 2**33  # bytes of parameters
 _TRASH = '.trash'  # what is renamed to there, and then removed
 
 
@@ -109,8 +114,8 @@ class Checkpoints:
         check: Callable[[], None] = lambda: None,
     ):
         self._folder = storage.folder(workdir) / FOLDER
-        self._removing: threading.Thread | None = None
-        self._emptying = threading.Lock()
+        self._finishing: threading.Thread | None = None
+        self._compared, self._error = False, list[Exception]()
         self._along, self._check = along, check
         remote = storage.is_remote(workdir)
         if remote:
@@ -119,6 +124,9 @@ class Checkpoints:
             kind = _Sealed
         if jax.process_index() == 0:
             self._empty_trash()  # of a run that was killed
+            for step in digests.steps(self._folder) if remote else ():
+                if not storage.is_committed(self.path(step)):  # it was copied there from a disk
+                    storage.commit(self.path(step))
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             cleanup_tmp_directories=True,
@@ -133,10 +141,12 @@ class Checkpoints:
             'card': ocp.JsonCheckpointHandler(),
             'progress': ocp.JsonCheckpointHandler(),
         }
+        self._resources = contextlib.ExitStack()
         with storage.reaching(self._folder):
-            self._manager = ocp.CheckpointManager(
-                self._folder, options=options, item_handlers=handlers
-            )
+            if not remote:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            plain = self._resources.enter_context(storage.named_plainly(self._folder))
+            self._manager = ocp.CheckpointManager(plain, options=options, item_handlers=handlers)
         if jax.process_index() == 0:
             sync(self._folder.parent)
 
@@ -150,10 +160,16 @@ class Checkpoints:
         return self._folder / str(step)
 
     def save(self, step: int, params: Params, training: Any, card: Json, progress: Json) -> None:
-        """Begins to save a step, unless that step was the last to be saved."""
+        """Begins to save a step, unless that step was the last to be saved.
+
+        The first one is read again and compared, in the background, before `wait` returns: by
+        process 0, with the parts of arrays that it holds. Of more than 8 GiB, which a host may not
+        have room for twice, only the manifests are looked at, as of later checkpoints.
+        """
         self._check()
         if step == self.latest_step:
             return
+        self._finish()
         items = ocp.args.Composite(
             params=ocp.args.PyTreeSave(params),
             training=ocp.args.PyTreeSave(tree_names.named_leaves(training)),
@@ -163,30 +179,50 @@ class Checkpoints:
         with _written(self._folder, self._along):
             self._manager.save(step, args=items)
         if jax.process_index() == 0:
-            self._removing = threading.Thread(target=self._remove_older, daemon=True)
-            self._removing.start()
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+            compared = self._compared or size > _MOST_COMPARED
+            expected = None if compared else _pieces(params)
+            self._compared = True
+            follow = functools.partial(self._follow, step, expected)
+            self._finishing = threading.Thread(target=follow, daemon=True)
+            self._finishing.start()
 
     def _sync_along(self) -> None:
         for path in self._along:
             sync(path)
 
-    def _remove_older(self) -> None:
+    def _follow(self, step: int, expected: Pieces | None) -> None:
+        """Does what follows a save: compares what was written, and frees the disk."""
         while self._manager.is_saving_in_progress():  # orbax renames the old ones last
             time.sleep(0.05)
+        try:
+            if expected is not None and is_complete(self.path(step)):  # else the save has failed
+                _compare(self.path(step), expected)
+        except Exception as error:  # raised by `check`
+            self._error.append(error)
         self._empty_trash()
+
+    def _finish(self) -> None:
+        """Returns when what follows the last save is done."""
+        if self._finishing is not None:
+            self._finishing.join()
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._error:
+            raise self._error[0]
 
     def _empty_trash(self) -> None:
         """Frees the disk of old checkpoints, which orbax renames; on a store it removes them."""
         if storage.is_remote(self._folder):
             return
-        with self._emptying:  # that of the save before may still go on
-            old = list((self._folder / _TRASH).glob('*'))
-            if old:
-                sync(self._folder)  # they are listed no more, whatever happens
-            for path in old:
-                shutil.rmtree(path, ignore_errors=True)
-                if path.exists():
-                    logging.warning('%s: could not be removed', path)
+        old = list((self._folder / _TRASH).glob('*'))
+        if old:
+            sync(self._folder)  # they are listed no more, whatever happens
+        for path in old:
+            shutil.rmtree(path, ignore_errors=True)
+            if path.exists():
+                logging.warning('%s: could not be removed', path)
 
     def restore(self, step: int, like: tuple[Params, Any], shardings: tuple[Any, Any]) -> Any:
         """(params, training, progress) of a step: as `like` and placed by `shardings`, and JSON.
@@ -216,34 +252,64 @@ class Checkpoints:
 
     def _progress(self, step: int) -> Json:
         """What was saved of the run's reports with a step; {} of an earlier version."""
-        folder = self.path(step) / 'progress'
-        with _readable(self.path(step)):
-            return ocp.JsonCheckpointHandler().restore(folder) if folder.exists() else {}
+        with _readable(self.path(step)) as folder:
+            there = (folder / 'progress').exists()
+            return ocp.JsonCheckpointHandler().restore(folder / 'progress') if there else {}
 
     def check(self) -> None:
         """Raises what went wrong in the background, if anything did."""
         with _written(self._folder, self._along):
             self._manager.check_for_errors()
+        self._raise_error()
 
     def wait(self) -> None:
         """Returns when everything is on disk."""
         with _written(self._folder, self._along):
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
-        if self._removing is not None:
-            self._removing.join()
+        self._finish()
 
     def close(self) -> None:
         """Waits, and ends the threads."""
         with _written(self._folder, self._along):
             self._manager.close()
+        self._resources.close()
+
+
+def _pieces(params: Params) -> Pieces:
+    """A copy of the arrays, or of the parts of them that this process holds."""
+    return {
+        name: [(part.index, np.array(part.data)) for part in leaf.addressable_shards]
+        if isinstance(leaf, jax.Array)
+        else [(..., np.array(leaf))]
+        for name, leaf in tree_names.named_leaves(params).items()
+    }
+
+
+def _compare(folder: Path, expected: Pieces) -> None:
+    """Raises UnusableDisk where a checkpoint is not read as it was saved; it is moved away then."""
+    try:
+        load_card(str(folder))
+        found = tree_names.named_leaves(load_params(str(folder)))
+        wrong = sorted(found.keys() ^ expected.keys()) or [
+            name
+            for name, pieces in expected.items()
+            if not all(np.array_equal(found[name][index], piece) for index, piece in pieces)
+        ]
+        reason = f'other arrays than were saved: {", ".join(wrong[:3])}' if wrong else ''
+    except Damaged as error:
+        reason = str(error)
+    if reason:
+        moved = digests.quarantine(folder)
+        raise UnusableDisk(f'{folder}: read again after saving: {reason}; moved to {moved}')
 
 
 def quarantine_damaged(workdir: Path) -> list[str]:
     """Moves damaged checkpoints away, from the newest back to the first sound one.
 
-    Returns a line about each; they are then in checkpoints/damaged. Raises UserError where the
-    first sound one has the name of another step.
+    Returns a line about each; they are then in checkpoints/damaged. Raises UserError where none is
+    sound, so that nothing is trained again without a word, and where the first sound one has the
+    name of another step.
     """
     lines = []
     for step in digests.steps(workdir / FOLDER):
@@ -256,7 +322,14 @@ def quarantine_damaged(workdir: Path) -> list[str]:
         except Damaged as error:
             lines.append(f'{error}; moved to {digests.quarantine(folder)}')
         else:
-            break
+            return lines
+    aside = digests.damaged_folder(workdir / FOLDER)
+    with storage.reaching(aside):
+        none_sound = aside.is_dir() and any(aside.iterdir())
+    if none_sound:
+        text = f'workdir {workdir}: every checkpoint is damaged; they are in {aside}'
+        advice = f'to train again from step 0, remove {aside}, or choose another --workdir'
+        raise UserError('\n  '.join([text, *lines]) + f'\n{advice}')
     return lines
 
 
@@ -269,7 +342,8 @@ def _check_step(folder: Path) -> None:
 
 def is_complete(folder: Path) -> bool:
     """Is it a checkpoint of ours? Orbax gives the folder its name when all items are written."""
-    return all(map(storage.is_committed, (folder, folder / 'card', folder / 'params')))
+    parts = folder, folder / 'card', folder / 'params'
+    return digests.is_sealed(folder) or all(map(storage.is_committed, parts))
 
 
 def checkpoint_folder(path: str) -> Path:
@@ -298,8 +372,8 @@ def checkpoint_folder(path: str) -> Path:
 def load_card(path: str) -> tuple[dict[str, Any], Path]:
     """The card, as JSON values, and the folder of the checkpoint at a path."""
     folder = checkpoint_folder(path)
-    with _readable(folder):
-        card = ocp.JsonCheckpointHandler().restore(folder / 'card')
+    with _readable(folder) as plain:
+        card = ocp.JsonCheckpointHandler().restore(plain / 'card')
         if not isinstance(card, dict):
             raise ValueError(f'the card is {card!r}, not a JSON object')
         return card, folder
@@ -307,8 +381,8 @@ def load_card(path: str) -> tuple[dict[str, Any], Path]:
 
 def count_params(folder: Path) -> int:
     """How many parameters a checkpoint has, whatever made its head; no array is read."""
-    with _readable(folder):
-        structure = ocp.PyTreeCheckpointHandler().metadata(folder / 'params').tree
+    with _readable(folder) as plain:
+        structure = ocp.PyTreeCheckpointHandler().metadata(plain / 'params').tree
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(structure))
 
 
@@ -319,12 +393,12 @@ def load_params(path: str) -> Params:
     """
     folder = checkpoint_folder(path)
     digests.verify_digests(folder)
-    with _readable(folder):
+    with _readable(folder) as plain:
         reader = ocp.PyTreeCheckpointHandler()
-        structure = reader.metadata(folder / 'params').tree
+        structure = reader.metadata(plain / 'params').tree
         to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), structure)
         wanted = ocp.args.PyTreeRestore(restore_args=to_host)
-        params = reader.restore(folder / 'params', args=wanted)
+        params = reader.restore(plain / 'params', args=wanted)
     return jax.tree.map(lambda leaf: leaf.astype(np.float32, copy=False), params)
 
 
@@ -352,15 +426,26 @@ def save_alone(folder: Path, params: Params, card: dict[str, Any]) -> None:
     handler = ocp.CompositeCheckpointHandler(
         params=ocp.StandardCheckpointHandler(), card=ocp.JsonCheckpointHandler()
     )
-    with ocp.Checkpointer(handler, temporary_path_class=_Sealed) as writer:
-        items = {'params': ocp.args.StandardSave(params), 'card': ocp.args.JsonSave(card)}
-        writer.save(folder.absolute(), args=ocp.args.Composite(**items))
+    items = {'params': ocp.args.StandardSave(params), 'card': ocp.args.JsonSave(card)}
+    with usable(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        storage.named_plainly(folder.parent.absolute()) as parent,
+        ocp.Checkpointer(handler, temporary_path_class=_Sealed) as writer,
+    ):
+        saved = parent / f'.{uuid.uuid4()}'  # while the name may be one that orbax misreads
+        writer.save(saved, args=ocp.args.Composite(**items))
+        os.rename(saved, folder)
+        sync(folder.parent)
 
 
 @contextlib.contextmanager
-def _readable(folder: Path) -> Iterator[None]:
+def _readable(folder: Path) -> Iterator[Any]:
+    """The folder as orbax can name it, to read a checkpoint in."""
+    digests.require_regular_files(folder)
     try:
-        yield
+        with storage.named_plainly(folder) as plain:
+            yield plain
     except Exception as error:  # orbax and tensorstore raise many kinds for damaged files
         digests.verify_digests(folder)
         # On a store it is whole when it is complete, before it is sealed.

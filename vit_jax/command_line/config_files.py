@@ -67,7 +67,7 @@ def _found(path: str) -> pathlib.Path:
 def _may_be_one(file: pathlib.Path) -> bool:
     """Does it look like a configuration? Others need not be proposed."""
     try:
-        return b'def get_config' in file.read_bytes()
+        return file.is_file() and b'def get_config' in file.read_bytes()
     except OSError:
         return False
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,14 +35,20 @@ def read_header(stored: bytes) -> Header:
 
         with contextlib.suppress(ValueError):  # Pillow judges what it cannot read
             return Header('JPEG', *simplejpeg.decode_jpeg_header(stored)[:2])
+    known = 'not a whole image of a known format'
     for kind, (opened, accepts) in _openers().items():
         # Not Image.open: its own bound on pixels cannot be set for one image alone.
-        with contextlib.suppress(Exception):  # of many kinds
+        try:
             if accepts(stored[:16]):
                 width, height = opened(io.BytesIO(stored), '').size
                 return Header(kind, height, width)
+        except Exception as error:  # of many kinds
+            if re.search(
+                'mode|samples', str(error)
+            ):  # unknown to Pillow, in a file that may be whole
+                channels = 'expected 1, 3 or 4 channels of 8 or 16 bits'
+                known = f'a {kind} image of a kind that is not supported ({error}); {channels}'
     kind = _BRANDS.get(stored[8:12], '') if stored[4:8] == b'ftyp' else ''
-    known = 'not a whole image of a known format'
     raise UserError(known if kind in _openers() else _MISSING.get(kind, known))
 
 

@@ -3,7 +3,6 @@
 What decodes and resizes is imported where it is used: the model and the update step need none.
 """
 
-import contextlib
 import dataclasses
 import math
 import operator
@@ -20,12 +19,19 @@ from vit_jax.data.image_headers import Header, open_with_pillow, read_header
 # The others are Pillow's, as in PyTorch's image processors, which smooth.
 ResizeMethod = Literal['bilinear', 'bilinear_antialias', 'bicubic_antialias', 'lanczos_antialias']
 
+# OpenCV multiplies the colors of TIFF by the transparency, replaces those of transparent pixels of
+# GIF, and reads no CMYK of JPEG 2000; Pillow gives them as they are stored.
+_BY_PILLOW = frozenset({'AVIF', 'HEIF', 'TIFF', 'GIF', 'JPEG2000'})
 _EXIF_WITHIN = 2**16 + 64  # bytes: the first segments of a file, of at most 64 KiB each
 # More than any camera's single shot (200 megapixels); 0.8 GB as decoded RGB.
 MAX_PIXELS = 2**28
 MOST_PIXELS = 2**30  # that OpenCV decodes at all
+# Larger than any crop of a photo; a strip of 1 x 65,500 pixels would be resized to 4 billion.
+MOST_RESIZED = 2**26
 Image = UInt8[np.ndarray, '_ _ 3']
 if TYPE_CHECKING:
+    from PIL.Image import Image as PillowImage
+
     from vit_jax.base import Array
 
     NumpyOrJax = TypeVar('NumpyOrJax', np.ndarray, Array)
@@ -203,22 +209,25 @@ def decode(
 ) -> Image:
     """The RGB image, 8 bits a channel, of an encoded file's bytes or of a uint8 array.
 
-    Grey, CMYK, 16-bit and palette images become RGB; transparency is dropped. The format is taken
-    from the bytes, not from a file name. Raises UserError for bytes that are not a complete image,
-    and, before anything is decoded, for one of more than `max_pixels`.
+    Gray, CMYK, 16-bit and palette images become RGB; transparency is dropped, and the color of a
+    transparent pixel is the stored one. The format is taken from the bytes, not from a file name.
+    Raises UserError for bytes that are not a complete image, and, before anything is decoded, for
+    one of more than `max_pixels`.
     """
     if isinstance(stored, np.ndarray):
         image = stored[..., None] if stored.ndim == 2 else stored
         return np.repeat(image, 3, axis=-1) if image.shape[-1] == 1 else image
     kind = _bounded_header(stored, max_pixels).kind
-    if kind in ('AVIF', 'HEIF'):
-        return _decoded_by_pillow(stored, kind, exif_rotation)
+    if kind in _BY_PILLOW or (kind == 'JPEG' and jpeg_regions.is_cmyk(stored)):
+        return _decode_with_pillow(stored, kind, exif_rotation)
     if kind == 'JPEG' and not (exif_rotation and _may_be_turned(stored)):
         import simplejpeg
 
-        # The same bits as OpenCV's in 0.9 of the time. What it cannot read, OpenCV judges.
-        with contextlib.suppress(ValueError):
+        # The same bits as OpenCV's in 0.9 of the time. What it cannot read, Pillow judges.
+        try:
             return simplejpeg.decode_jpeg(stored)
+        except ValueError:
+            return _decode_with_pillow(stored, kind, exif_rotation)
     import cv2
 
     flags = cv2.IMREAD_COLOR_RGB | (0 if exif_rotation else cv2.IMREAD_IGNORE_ORIENTATION)
@@ -295,20 +304,36 @@ def _may_be_turned(stored: bytes) -> bool:
     return stored.find(b'Exif\0', 0, _EXIF_WITHIN) >= 0
 
 
-def _decoded_by_pillow(stored: bytes, kind: str, exif_rotation: bool) -> Image:
+def _decode_with_pillow(stored: bytes, kind: str, exif_rotation: bool) -> Image:
+    try:
+        return to_rgb(open_with_pillow(stored, kind), exif_rotation=exif_rotation)
+    except UserError:
+        raise
+    except Exception as error:  # of many kinds
+        or_else = ', or a compression that is not supported' if kind == 'TIFF' else ''
+        raise UserError(f'not a whole image{or_else}: {error}') from error
+
+
+def to_rgb(image: 'PillowImage', *, exif_rotation: bool) -> Image:
+    """The RGB pixels of a Pillow image, by the rules of `decode`."""
     from PIL import ImageOps
 
-    try:
-        image = open_with_pillow(stored, kind)
-        image = ImageOps.exif_transpose(image) if exif_rotation else image
-        return np.asarray(image.convert('RGB'))
-    except Exception as error:  # of many kinds
-        raise UserError(f'not a whole image: {error}') from error
+    if image.mode == 'F' or image.mode.startswith('I') and not image.mode.startswith('I;16'):
+        kind = f"float, signed or 32-bit numbers (Pillow's mode {image.mode})"
+        raise UserError(f'{kind} are not supported; expected 8 or 16 bits a channel, unsigned')
+    image = ImageOps.exif_transpose(image) if exif_rotation else image
+    if image.mode.startswith('I;16'):  # whose `convert` makes white of all that is above 255
+        high = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
+        return np.repeat(high[..., None], 3, axis=-1)
+    return np.asarray(image.convert('RGB'))
 
 
 def _resized(image: Image, size: Size, method: ResizeMethod) -> Image:
     if image.shape[:2] == size:
         return image
+    if size[0] * size[1] > MOST_RESIZED:
+        shape, resized = (f'{width:,} x {height:,}' for height, width in (image.shape[:2], size))
+        raise UserError(f'{shape} pixels are too long and thin; the crop would resize to {resized}')
     if method == 'bilinear':
         import cv2
 

@@ -125,13 +125,22 @@ def decode_region(
     return np.ascontiguousarray(pixels)
 
 
+def is_cmyk(stored: bytes) -> bool:
+    """Returns whether a JPEG has four colors, which each library turns into other RGB."""
+    import simplejpeg
+
+    with contextlib.suppress(ValueError):
+        return simplejpeg.decode_jpeg_header(stored)[2] in ('CMYK', 'YCCK')
+    return False
+
+
 def _reduced(stored: bytes, shape: tuple[int, int]) -> UInt8[np.ndarray, 'h w 3'] | None:
     """The whole image, as it is stored, at the size that has just this shape."""
     import simplejpeg
 
     height, width = shape
     try:
-        if simplejpeg.decode_jpeg_header(stored)[2] in ('CMYK', 'YCCK'):
+        if is_cmyk(stored):
             return None
         image = simplejpeg.decode_jpeg(stored, 'RGB', min_height=height, min_width=width)
     except ValueError:

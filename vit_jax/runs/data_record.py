@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,22 +19,23 @@ from vit_jax.base import (
     Path,
     UserError,
     atomic_write,
+    parsing,
     records,
     storage,
     usable,
 )
 from vit_jax.checkpoints import digests
-from vit_jax.checkpoints.store import FOLDER, load_card
+from vit_jax.checkpoints.store import FOLDER, checkpoint_folder, load_card
 from vit_jax.config import EvalConfig, TrainConfig
 from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources import listing
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.listing import Listing
+from vit_jax.data.sources.opening import HeldOut
 from vit_jax.parallel.processes import Job
 from vit_jax.runs.probing import Probes
-from vit_jax.runs.workdirs import Workdir
+from vit_jax.runs.workdirs import CONFIG, DATA, Workdir, read_config
 
-FILE = 'data.zip'
 LAST = 5.0  # seconds, for which the end of a run waits: a look at a disk may stall
 _UNKNOWN = (
     'an earlier version began this run: images that changed before now are not noticed, and of '
@@ -110,7 +112,7 @@ class DataRecord:
     """
 
     def __init__(self, workdir: Workdir, splits: dict[str, Split], *, accept: bool):
-        self._path, self._check_held = workdir.folder / FILE, workdir.check
+        self._path, self._check_held = workdir.folder / DATA, workdir.check
         self._splits = splits
         self._accept = accept
         self._kept = _read(self._path) if splits else {}
@@ -123,7 +125,7 @@ class DataRecord:
         """Raises UserError with what has changed since the run began, unless that is accepted."""
         if self._begun and self._splits:
             if not _exists(self._path):
-                logging.warning('%s: no %s: %s', self._path.parent, FILE, _UNKNOWN)
+                logging.warning('%s: no %s: %s', self._path.parent, DATA, _UNKNOWN)
             self._refuse_or_say(self._changes(self._splits, self._class_changes()))
 
     @contextlib.contextmanager
@@ -228,6 +230,72 @@ class DataRecord:
                 break
             stamps[part] = split.source.read_stamps(part)
         return dataclasses.replace(split.listing, stamps=stamps)
+
+
+class Origin(NamedTuple):
+    """The run that wrote a checkpoint, and what it and the runs before it were trained on."""
+
+    config: dict[str, Any]
+    trained_on: list[tuple[str, Listing]]  # data, and the images of the training split
+
+    @property
+    def held_out(self) -> HeldOut:
+        """Which part of data without splits the run held out."""
+        return records.from_dict(HeldOut, self.config['held_out'], where='config.held_out')
+
+    def split_of(self, data: str) -> str:
+        """Returns the split that the run was tested on, or `test` for other data."""
+        if _place(self.config['data']) != _place(data):
+            return 'test'
+        own = [one['split'] for one in self.config['evals'].values() if one['data'] is None]
+        return own[0] if own else self.config['eval_split']
+
+    def count_trained(self, source: Source, data: str) -> int:
+        """Counts the images of a source of this data that were trained on.
+
+        Those are images of the same name within the data, or of the same path, and of equal size.
+        """
+        old: dict[str, int] = {}
+        for place, images in self.trained_on:
+            stamps = dict(zip(images.names, images.stamps.tolist(), strict=True))
+            old |= stamps | {_path(name, place): stamp for name, stamp in stamps.items()}
+        now = listing.listed(source, data)
+        return sum(
+            stamp == other or -1 in (stamp, other)
+            for name, stamp in zip(now.names, now.stamps.tolist(), strict=True)
+            if (other := old.get(name, old.get(_path(name, data)))) is not None
+        )
+
+
+def origin_of(checkpoint: str) -> Origin | None:
+    """Returns the run that wrote a checkpoint; None if it is in no work directory.
+
+    Runs before it are those that it, or one of these, started from.
+    """
+    try:
+        folder = checkpoint_folder(checkpoint)
+    except UserError:
+        return None
+    workdir = folder.parent.parent
+    path = workdir / CONFIG
+    if folder.parent.name != FOLDER or not path.exists():
+        return None
+    with parsing(path, 'the configuration of a run'):
+        config = read_config(path)
+    kept = _read(workdir / DATA).get('train')
+    trained_on = [(config['data'], kept.read())] if kept else []
+    earlier = origin_of(config['start_from']) if config['start_from'] else None
+    return Origin(config, trained_on + (earlier.trained_on if earlier else []))
+
+
+def _place(data: Any) -> str:
+    return os.path.realpath(data) if os.path.exists(str(data)) else str(data)
+
+
+def _path(name: str, data: str) -> str:
+    """Returns the path of an image from its name within the data."""
+    root = _place(data)
+    return os.path.join(root if os.path.isdir(root) else os.path.dirname(root), name)
 
 
 class _Kept(NamedTuple):

@@ -218,7 +218,8 @@ def open_start(config: TrainConfig) -> Checkpoint | None:
     if config.start_from is None:
         return None
     try:
-        return open_checkpoint(config.start_from, config.hints, image_size=config.image_size)
+        size = config.image_size or (config.model.image_size if config.model else None)
+        return open_checkpoint(config.start_from, config.hints, image_size=size)
     except NeedsHint as error:
         raise UserError(f'{error} (in a configuration: --config.hints.NAME=VALUE)') from error
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vit_jax.base import Path, UserError, records, write_json
+from vit_jax.base import Path, UserError, records, require_regular, write_json
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.config import COMPUTE, UNMEASURED, Grid, Study, TrainConfig, differing
@@ -125,6 +125,7 @@ def _kept(path: Path) -> dict[str, dict[str, Any]]:
     """The runs that were written down, and their configurations as this version writes them."""
     if not path.exists():
         return {}
+    require_regular(path)
     try:
         kept = json.loads(path.read_bytes())['runs']
         return {name: workdirs.upgraded(values) for name, values in kept.items()}

@@ -18,6 +18,7 @@ from vit_jax.base import (
     held_objects,
     locking,
     records,
+    require_regular,
     storage,
     sync,
     write_json,
@@ -28,7 +29,7 @@ from vit_jax.config import TrainConfig, differing, modernized
 from vit_jax.parallel.processes import Differs, Job
 
 CONFIG, METRICS, FEWSHOT = 'config.json', 'metrics.jsonl', 'fewshot.json'
-LEDGER, LOCK = 'ledger.jsonl', '.lock'
+LEDGER, LOCK, DATA = 'ledger.jsonl', '.lock', 'data.zip'
 
 
 class Workdir(NamedTuple):
@@ -58,6 +59,7 @@ def opened(
             try:
                 hold = _leased if storage.is_remote(folder) else locked
                 with storage.reaching(folder):
+                    _require_own_files(folder)
                     workdir = stack.enter_context(hold(folder))
                     _keep_config(folder, config, accept_changes=accept_changes)
             except OSError as error:
@@ -78,6 +80,15 @@ def opened(
                     f'processes need one that they share'
                 ) from error
         yield workdir
+
+
+def _require_own_files(folder: Path) -> None:
+    """Raises UserError where something else has the name of a file of a run, or of a folder."""
+    for name in CONFIG, METRICS, FEWSHOT, LEDGER, DATA, LOCK:
+        require_regular(folder / name)
+    for place in folder, folder / FOLDER:
+        if place.exists() and not place.is_dir():
+            raise UserError(f'{place}: a file; expected a folder')
 
 
 def _keep_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) -> None:
@@ -175,6 +186,7 @@ def _holder() -> str:
 
 def read_config(path: Path) -> dict[str, Any]:
     """The configuration of an earlier run under today's names, with defaults of later fields."""
+    require_regular(path)
     read = json.loads(path.read_bytes())
     records.require(isinstance(read, dict), 'it is no JSON object')
     return upgraded(read)

@@ -11,17 +11,20 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import vit_jax
-from tests import reference
+from tests import reference, tiny
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.formats import array_files
 from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.data.image_preprocessing import Preprocessing
+from vit_jax.runs.experiment import open_start
 
 # What a file does not say of itself.
 HINTS = {
     'clip_timm_openai': {'gelu': 'exact'},
     'dinov2_orig': {'num_heads': 4, 'grid': (4, 4)},
 }
+# Sizes for which positions are stored, where the processor makes images of another size.
+STORED = {'dinov2_hf': 42, 'dinov2_hf_linear': 48, 'dinov2_hf_reg4': 48}
 NOT_SUPPORTED = {
     'beit_hf': "config.json: model_type='beit' is not supported",
     'beit_timm': 'beitv2_base_patch16_224: relative positions: not supported',
@@ -80,7 +83,7 @@ def stored(path):
 @pytest.mark.full
 @pytest.mark.parametrize('name', [marked(name) for name in READ])
 def test_what_is_written_back_are_the_same_arrays(name, tmp_path):
-    network = load(name, None)
+    network = load(name, STORED.get(name))
     end = '.safetensors' if network.format == 'timm' else ''
     vit_jax.save(network, tmp_path / f'copy{end}', network.format)
     original = stored(reference.family(name))
@@ -104,10 +107,34 @@ def test_weights_of_quick_gelu_under_the_plain_name_ask_which():
     np.testing.assert_allclose(found, io['features_quickgelu'], rtol=0, atol=2e-5)
 
 
-def test_a_processor_for_other_images_is_told_of():
-    network = load('dinov2_hf', None)
-    assert network.config.image_size == (42, 42)
-    assert 'its processor makes images of 28x28: image_size=28' in network.report
+def test_images_have_the_size_that_the_processor_of_the_checkpoint_makes():
+    path, io = reference.family('dinov2_hf'), reference.family_io('dinov2_hf', '28x28')
+    network = vit_jax.load(path)
+    assert network == vit_jax.load(path, image_size=28) and network.config.image_size == (28, 28)
+    assert any('28x28, as its own processor makes them' in line for line in network.report)
+    np.testing.assert_allclose(network.features(io['images']), io['features'], rtol=0, atol=2e-5)
+    assert network.prepare(np.zeros((40, 50, 3), np.uint8)).shape == (28, 28, 3)
+    stored = vit_jax.load(path, image_size=42)
+    assert stored.config.image_size == (42, 42)
+    assert stored.params['pos_embedding'].shape[1] == 1 + 3 * 3
+
+
+@pytest.mark.parametrize('sizes', [{'size': 48}, {'size': 64, 'crop_size': 24}])
+def test_any_processor_of_transformers_says_the_size(sizes, tmp_path):
+    folder = shutil.copytree(reference.path('hf_vit'), tmp_path / 'net')
+    crops = {'do_center_crop': 'crop_size' in sizes, 'image_processor_type': 'DeiTImageProcessor'}
+    (folder / 'preprocessor_config.json').write_text(json.dumps(sizes | crops))
+    network, made = vit_jax.load(folder), [*sizes.values()][-1]
+    assert network.config.image_size == (made, made)
+    assert network == vit_jax.load(folder, image_size=made)
+    assert vit_jax.load(folder, image_size=32).config.image_size == (32, 32)
+
+
+def test_a_training_takes_the_size_of_the_processor_unless_it_names_one():
+    path = reference.family('dinov2_hf')
+    for size, expected in ((None, (28, 28)), ((42, 56), (42, 42))):
+        start = open_start(tiny.experiment(start_from=path, model=None, image_size=size))
+        assert start.card.model.image_size == expected
 
 
 def test_a_tower_of_timm_within_open_clip_is_that_network(tmp_path):

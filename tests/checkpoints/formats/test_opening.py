@@ -131,6 +131,7 @@ LAYOUTS = [
     (timm.TIMM, replace(HYBRID, gelu='exact'), timm.Layout()),
     (timm.TIMM, replace(ROOT_ALONE, gelu='exact'), timm.Layout()),
     (huggingface.HUGGINGFACE, tiny.model(), huggingface.Layout(old_names=False)),
+    (huggingface.HUGGINGFACE, tiny.model(), huggingface.Layout(bare_blocks=True)),
     (
         huggingface.HUGGINGFACE,
         tiny.model(num_classes=None, representation_size=16, gelu='exact'),

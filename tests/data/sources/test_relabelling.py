@@ -71,7 +71,7 @@ def test_images_without_a_class_are_left_out_after_the_slice(root, caplog):
 @pytest.mark.parametrize(
     'entries, message',
     [
-        ('[1', 'labels.json: not JSON'),
+        ('[1', 'labels.json: cannot be read .*JSON'),
         ('3', 'labels.json: expected a list, or an object by file name'),
         ([[0]] * 3, 'labels.json: a list of 3 entries for 4 images'),
         ([[0], [3], [1], [1]], r'entry 1 is \[3\]: expected a list of class numbers, 0 to 2'),
@@ -104,7 +104,7 @@ def test_a_list_by_file_names_is_refused_for_images_that_are_no_files(tmp_path):
 
 
 def test_a_file_that_is_not_there_is_named(root):
-    with pytest.raises(MissingFile, match='labels=none.json: no such file'):
+    with pytest.raises(MissingFile, match='none.json: No such file'):
         opening.make_opener()(str(root), 'val', 'none.json')
     with pytest.raises(UserError, match="labels='real': expected FILE.json"):
         opening.make_opener()(lambda split: None, 'val', 'real')

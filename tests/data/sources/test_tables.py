@@ -77,7 +77,7 @@ def test_numbers_are_classes_in_their_order(images, tmp_path):
         ('t.csv', ['path,label', 'a.jpg,cat', 'b.jpg'], 't.csv, line 3: it has path; expected'),
         ('t.csv', ['path,label', 'a.jpg,'], 't.csv, line 2: an empty path or label'),
         ('t.csv', ['path,label'], 't.csv: no lines'),
-        ('t.csv', ['path,label', 'a.jpg,cat, tabby'], 'line 2: 3 fields for 2 columns: is a comma'),
+        ('t.csv', ['path,label', 'a.jpg,cat, tabby'], 'line 2: 3 fields for 2 columns'),
         (
             't.csv',
             ['path,label', 'a.jpg,cat', 'b.jpg,cat', 'a.jpg,dog'],
@@ -174,7 +174,28 @@ def test_names_that_look_mistyped_are_said(images, tmp_path, caplog):
     for _ in range(2):
         assert len(opening.make_opener()(path, 'fold 1')) == 2
     assert "'trian' (2 lines), 'fold 1' (2 lines)" in caplog.text
-    assert "in case only: 'A' and 'a', 'B' and 'b'" in caplog.text and len(caplog.records) == 2
+    assert "look the same: 'A' and 'a', 'B' and 'b'" in caplog.text and len(caplog.records) == 2
+
+
+@pytest.mark.parametrize('delimiter', [',', ';', '\t'])
+@pytest.mark.parametrize('columns', [['path', 'label', 'split'], ['Path', 'LABEL', 'Split']])
+def test_tables_are_as_spreadsheets_write_them(delimiter, columns, images, tmp_path):
+    rows = [columns, [images[0], 'a', 'Train'], [images[1], 'b', 'TEST'], [images[2], 'a', 'train']]
+    path = write(tmp_path / 't.csv', [delimiter.join(row) for row in rows])
+    splits = opening.open_splits(path)
+    assert {name: len(split()) for name, split in splits.items()} == {'train': 2, 'test': 1}
+
+
+@pytest.mark.parametrize(
+    'lines, message',
+    [
+        (['path,label,Label,label'], "several columns 'label'"),
+        (['path,label', *(f'{i}.jpg,{i / 7:.3f}' for i in range(30))], 'regression is not supp'),
+    ],
+)
+def test_columns_and_labels_of_other_tasks_are_named(lines, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        opening.open_splits(write(tmp_path / 't.csv', lines))
 
 
 def test_lines_that_do_not_agree_are_said_with_the_others(tmp_path):

@@ -20,11 +20,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import MissingFile, UserError, atomic_write, close_by
+from vit_jax.base import MissingFile, UserError, atomic_write, close_by, require_regular
+from vit_jax.checkpoints.formats import wrappers
 from vit_jax.checkpoints.formats.json_files import check_length, json_object
 from vit_jax.checkpoints.formats.pickles import check_pickle, plain_tensors
 
-ENDINGS = '.safetensors', '.npz', '.bin', '.pth', '.pt'  # of names of files of weights
+ENDINGS = (
+    '.safetensors',
+    '.npz',
+    '.bin',
+    '.pth',
+    '.pt',
+    '.ckpt',
+    '.tar',
+)  # of names of files of weights
 # Of a directory or repository: JSON files beside weights, transformers' and timm's, OpenCLIP's, and
 # files of weights, the first that is there; pickles only where there is nothing else.
 DESCRIPTIONS = (
@@ -66,13 +75,18 @@ class ArrayFile(NamedTuple):
     arrays: dict[str, LazyArray]
     metadata: dict[str, str]  # text in the header of a safetensors file
     ignored: tuple[str, ...] = ()  # names of values that are not arrays
+    remarks: tuple[str, ...] = ()  # which of several copies of the weights these are
+    wanted: str = ''  # what no key of the file is
 
 
-def read_array_file(path: pathlib.Path) -> ArrayFile:
+def read_array_file(path: pathlib.Path, key: str = '') -> ArrayFile:
     """The arrays of an npz, safetensors or PyTorch file, told apart by content, not by name.
+
+    `key` is that of the weights to take of a PyTorch file with several; others keep it as `wanted`.
 
     Raises UserError, in one sentence that names the file, for anything else.
     """
+    require_regular(path)
     with error_prefix(path):
         with path.open('rb') as file:
             start = file.read(16)
@@ -86,29 +100,34 @@ def read_array_file(path: pathlib.Path) -> ArrayFile:
             archive = zipfile.ZipFile(path)
             members = _checked_members(archive, path.stat().st_size)
             pickles = [member for member in members if member.filename.endswith('/data.pkl')]
-            return _torch_zip(path, archive, pickles) if pickles else _npz(archive)
+            if not pickles:
+                return _npz(archive)._replace(wanted=key)
+            return _torch_zip(path, archive, pickles, key)
         if start[8:9] == b'{':
             check_length(int.from_bytes(start[:8], 'little'))
-            return _safetensors(path)
+            return _safetensors(path)._replace(wanted=key)
         if start[:1] == b'\x80':  # a pickle, as PyTorch wrote it before 1.6
-            return _torch_legacy(path)
+            return _torch_legacy(path, key)
         raise UserError(
             f'begins with {start[:8]!r}: neither npz, nor safetensors, nor a PyTorch file'
         )
 
 
-def read_array_files(paths: Iterable[pathlib.Path]) -> ArrayFile:
+def read_array_files(paths: Iterable[pathlib.Path], key: str = '') -> ArrayFile:
     """Several files as one. Raises UserError where a name is in two of them."""
     merged = ArrayFile({}, {})
     for path in paths:
-        file = read_array_file(path)
+        file = read_array_file(path, key)
         with error_prefix(path):
             if twice := merged.arrays.keys() & file.arrays.keys():
                 raise UserError(f'{min(twice)} is in another file too')
             merged.arrays.update(file.arrays)
             _check_count(merged.arrays)
         merged.metadata.update(file.metadata)
-        merged = merged._replace(ignored=merged.ignored + file.ignored)
+        both = {
+            name: getattr(merged, name) + getattr(file, name) for name in ('ignored', 'remarks')
+        }
+        merged = merged._replace(wanted=file.wanted, **both)
     return merged
 
 
@@ -279,37 +298,31 @@ def _safetensors(path: pathlib.Path) -> ArrayFile:
 
 
 def _torch_zip(
-    path: pathlib.Path, archive: zipfile.ZipFile, pickles: Iterable[zipfile.ZipInfo]
+    path: pathlib.Path, archive: zipfile.ZipFile, pickles: Iterable[zipfile.ZipInfo], key: str
 ) -> ArrayFile:
     for pickle in pickles:
         with archive.open(pickle) as file:
             check_pickle(file)
     if damaged := archive.testzip():  # torch itself does not look at the checksums
         raise UserError(f'{damaged} is damaged: its checksum is not the stored one')
-    return _torch(path)
+    return _torch(path, key)
 
 
-def _torch_legacy(path: pathlib.Path) -> ArrayFile:
+def _torch_legacy(path: pathlib.Path, key: str) -> ArrayFile:
     with path.open('rb') as file:
         for _ in range(5):  # magic number, version, platform, tensors, names of their storages
             check_pickle(file)
-    return _torch(path)
+    return _torch(path, key)
 
 
-def _torch(path: pathlib.Path) -> ArrayFile:
+def _torch(path: pathlib.Path, key: str) -> ArrayFile:
     import torch
 
     with plain_tensors():
         loaded = torch.load(path, map_location='cpu', weights_only=True)
-    ignored: list[str] = []
-    for wrapper in ('state_dict', 'model_state_dict', 'model'):
-        if isinstance(loaded, dict) and isinstance(loaded.get(wrapper), dict):
-            ignored += [_name(key) for key in loaded if key != wrapper]
-            loaded = loaded[wrapper]
     if not isinstance(loaded, dict):
         raise UserError(f'holds a {type(loaded).__name__}, not tensors by name')
-    tensors = {_name(key): v for key, v in loaded.items() if isinstance(v, torch.Tensor)}
-    ignored += [_name(key) for key in loaded if _name(key) not in tensors]
+    tensors, ignored, remarks, wanted = wrappers.by_key(loaded, key, torch.Tensor)
     _check_count(tensors)
     _checked_names(tensors)
     # Several tensors may share numbers, and a small one be expanded to any size.
@@ -327,12 +340,7 @@ def _torch(path: pathlib.Path) -> ArrayFile:
         dtype = array(tensor[:0] if tensor.ndim else tensor).dtype
         read = functools.partial(array, tensor)
         arrays[name] = _float32(name, tuple(tensor.shape), dtype, read)
-    return ArrayFile(arrays, {}, tuple(ignored))
-
-
-def _name(key: Any) -> str:
-    """The name that a key of a PyTorch file is; text of other kinds may be of any length."""
-    return str(key) if isinstance(key, str | int) else type(key).__name__
+    return ArrayFile(arrays, {}, ignored, remarks, wanted)
 
 
 def _float32(

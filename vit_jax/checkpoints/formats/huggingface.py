@@ -49,6 +49,7 @@ class Layout(base.Layout):
     prefix: str = 'vit.'  # none: the file of a model without a head
     family: str = 'vit'  # a key of FAMILIES
     old_names: bool = True  # those on disk
+    bare_blocks: bool = False  # blocks without the prefix, as transformers 5 writes ViTMSN
 
     @property
     def names(self) -> Family:
@@ -56,11 +57,16 @@ class Layout(base.Layout):
         family = FAMILIES[self.family]
         return family if self.old_names else family.in_memory
 
+    @property
+    def block(self) -> str:
+        """What the names of a block begin with; {layer0} is its number."""
+        return self.names.block if self.bare_blocks else self.prefix + self.names.block
+
 
 def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     module = functools.partial(name_map.torch_module, num_heads=config.num_heads)
     names, ours = layout.names, 'encoder/block'
-    block = layout.prefix + names.block
+    block = layout.block
     is_tower = names.norm == 'post_layernorm'  # CLIP's and SigLIP's have no axis for the batch
     rules = [
         *module(names.embedding, 'embedding'),
@@ -160,9 +166,6 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     if not processor:
         usual = f'images are prepared as is usual for {family.model_type}'
         remarks.append(f'no preprocessor_config.json: {usual}')
-    elif size != config.image_size:
-        made = size[0] if size[0] == size[1] else size
-        remarks.append(f'its processor makes images of {size[0]}x{size[1]}: image_size={made}')
     return Recognised(
         config,
         layout,
@@ -171,18 +174,20 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
         ignored=_IGNORED + text,
         loss=next((loss for loss, name in PROBLEM_TYPES.items() if name == problem), problem),
         remarks=tuple(remarks),
+        made_size=size if processor else None,
     )
 
 
 def _layout(family: Family, declared: Config, arrays: Mapping[str, LazyArray]) -> Layout:
     prefix = family.prefix if any(name.startswith(family.prefix) for name in arrays) else ''
-    first = (prefix + family.block).replace('{layer0}', '0')
-    layout = Layout(
-        prefix=prefix,
-        family=family.model_type,
-        old_names=any(name.startswith(f'{first}.') for name in arrays),
-    )
-    block = prefix + layout.names.block
+    usual = Layout(prefix=prefix, family=family.model_type)
+    bare = dataclasses.replace(usual, bare_blocks=True)
+    layout = usual
+    for possible in usual, dataclasses.replace(usual, old_names=False), bare:
+        first = f'{possible.block}.{possible.names.projections[0]}.weight'
+        if first.replace('{layer0}', '0') in arrays:
+            layout = possible
+    block = layout.block
     biases = [f'{block}.{projection}.bias' for projection in layout.names.projections]
     may_lack = not declared.qkv_bias or family.model_type == 'dinov3_vit'
     zeros = [n for n in biases if may_lack and n.replace('{layer0}', '0') not in arrays]
@@ -210,7 +215,7 @@ def _infer(clues: Clues, declared: Config, layout: Layout) -> ViTConfig:
     """The network. Raises UserError where config.json says other things than the arrays."""
     arrays, family, names = clues.arrays, FAMILIES[layout.family], layout.names
     prefix, said = layout.prefix, bool(clues.json('config.json'))
-    block = (prefix + names.block).replace('{layer0}', '0')
+    block = layout.block.replace('{layer0}', '0')
     hidden_act = declared.hidden_act or family.hidden_act
     if layout.family == 'clip_vision_model' and not said and clues.hints.gelu is None:
         raise NeedsHint('without config.json: say gelu=quick, as OpenAI trained, or gelu=exact')
@@ -243,7 +248,7 @@ def _infer(clues: Clues, declared: Config, layout: Layout) -> ViTConfig:
         table=None if rope else prefix + names.positions,
         rows=(tokens,),
         depth=inference.count_layers(
-            arrays, re.escape(prefix + names.block).replace(r'\{layer0\}', r'(\d+)') + r'\.'
+            arrays, re.escape(layout.block).replace(r'\{layer0\}', r'(\d+)') + r'\.'
         ),
         mlp_dim=mlp_dim,
         num_classes=_num_classes(arrays, names.head),

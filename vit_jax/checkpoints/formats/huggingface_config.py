@@ -47,7 +47,7 @@ class Family(NamedTuple):
     def in_memory(self) -> 'Family':
         """The names of transformers 5 in memory: those on disk are the older ones."""
         return self._replace(
-            block='layers.{layer0}',
+            block=self.block if self.model_type.startswith('dinov2') else 'layers.{layer0}',
             projections=_LETTERS,
             out='attention.o_proj',
             mlp=('mlp.fc1', 'mlp.fc2'),

@@ -187,10 +187,14 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     require_equal(stated, found, where=f'{_WHERE}.model_cfg.vision_cfg')
     if config.num_classes is not None:
         require_equal(model, {'embed_dim': config.num_classes}, where=f'{_WHERE}.model_cfg')
-    outside = r'(?!visual\.).*'  # the text tower
+    outside = r'(?!visual\.).*' if prefix else None  # the text tower
     loss = 'contrastive' if config.num_classes is not None else None  # the head is no classifier
     layout = Layout(prefix=prefix, zeros=(prefix + _BIAS,))
-    return Recognised(config, layout, preprocess.as_timm, ignored=outside, loss=loss)
+    assumed = f'no {_WHERE}: the class token is pooled, heads have a width of {declared.head_width}'
+    remarks = () if model else (f"{assumed}, and images are prepared as for OpenAI's CLIP",)
+    return Recognised(
+        config, layout, preprocess.as_timm, ignored=outside, loss=loss, remarks=remarks
+    )
 
 
 def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any]:
@@ -238,7 +242,9 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
 OPEN_CLIP = Format[Layout](
     name='open_clip',
     suffix='.safetensors',
-    matches=lambda names: {'visual.conv1.weight', 'visual.ln_post.weight'} <= {*names},
+    matches=lambda names: any(
+        {f'{prefix}conv1.weight', f'{prefix}ln_post.weight'} <= {*names} for prefix in (_PREFIX, '')
+    ),
     recognise=_recognise,
     rules=_rules,
     usual_layout=lambda config: Layout(),

@@ -15,9 +15,9 @@ import jax
 
 from vit_jax.base import Params, UserError, counted, records, require, tree_names, usable
 from vit_jax.base.storage import is_remote
-from vit_jax.checkpoints import names, store
+from vit_jax.checkpoints import names, store, transfer
 from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats import array_files, inference, name_map, stablehlo
+from vit_jax.checkpoints.formats import array_files, inference, name_map, stablehlo, wrappers
 from vit_jax.checkpoints.formats.array_files import LazyArray, error_prefix
 from vit_jax.checkpoints.formats.base import Format, Layout, Recognised
 from vit_jax.checkpoints.formats.google import BIGVISION, GOOGLE
@@ -35,6 +35,8 @@ OURS = 'vit_jax'  # a directory that orbax wrote (checkpoints/store.py)
 NAMES = (*(format.name for format in FORMATS), OURS, stablehlo.NAME)
 CARD = 'vit_jax.card'  # in a safetensors file's metadata: the card, as JSON
 _MOST_SHARDS = 1000
+_LARGER = 8  # times may images be, for which positions are resized, than those of the network
+_PART = re.compile(rf'(.+(?:{"|".join(map(re.escape, array_files.ENDINGS))})):(.+)')
 _Index = tuple[pathlib.Path, dict[str, str]]  # where it is, and files by names of arrays
 
 
@@ -54,19 +56,22 @@ class Checkpoint(NamedTuple):
 def open_checkpoint(
     path: str, hints: Hints, *, image_size: tuple[int, int] | None = None
 ) -> Checkpoint:
-    """The checkpoint at a path: a file or directory of any format, or `FILE.npz:SUBTREE`.
+    """The checkpoint at a path: a file or directory of any format, or `FILE:KEY`, a part of a file.
 
     The name of one that is elsewhere (checkpoints/names.py) is downloaded, unless it was before.
 
     `image_size` (height, width) is that of the images for which the network is wanted; it settles
-    a grid that the file leaves open. Raises UserError, in one sentence that begins with the path:
-    MissingFile where nothing is there, NeedsHint where the file leaves open what network it is.
+    a grid that the file leaves open. None: the size that the checkpoint's own processor makes, to
+    which positions are resized, or the stored one.
+
+    Raises UserError, in one sentence that begins with the path: MissingFile where nothing is there,
+    NeedsHint where the file leaves open what network it is.
     """
     local, origin = names.local(path)
     path = names.shown(path)
     place, subtree = pathlib.Path(local), ''
     with usable(path):
-        if not place.exists() and (match := re.fullmatch(r'(.+\.npz):(.+)', local)):
+        if not place.exists() and (match := _PART.fullmatch(local)):
             place, subtree = pathlib.Path(match[1]), match[2].strip('/')
         files, index = ([], None) if is_remote(local) else _weights(place)
     if not files:
@@ -85,7 +90,7 @@ def open_checkpoint(
 
         return Checkpoint(path, OURS, None, card, report, (), read)
     try:
-        found = array_files.read_array_files(files)
+        found = array_files.read_array_files(files, subtree)
         if index:
             _check_index(*index, found.arrays)
     except UserError as error:
@@ -101,10 +106,15 @@ def open_checkpoint(
         embedded = found.metadata.get(CARD)
         own = Card.read(json_object(embedded), where='card') if embedded else None
         clues = Clues(found.arrays, hints, image_size, subtree=subtree, beside=described)
+        if not BIGVISION.matches(found.arrays) and (found.wanted or not own):
+            arrays, ignored, remarks, _ = wrappers.by_prefix(found.arrays, found.wanted)
+            clues = clues._replace(arrays=arrays)
+            ignored, remarks = found.ignored + ignored, found.remarks + remarks
+            found = found._replace(ignored=ignored, remarks=remarks)
         opened = _recognised(path, clues, own, found.ignored)
     if own is None:
         opened = _with_imagenet_names(opened, ' '.join([path, *origin]))
-    return opened._replace(report=[*origin, *opened.report], origin=origin)
+    return opened._replace(report=[*origin, *found.remarks, *opened.report], origin=origin)
 
 
 def _with_imagenet_names(opened: Checkpoint, said: str) -> Checkpoint:
@@ -139,6 +149,15 @@ def _recognised(path: str, clues: Clues, own: Card | None, ignored: tuple[str, .
     ignored = *skipped, *ignored
     types = {arrays[name].dtype.name for names in resolved.values() for name in names}
     layout = dataclasses.replace(found.layout, dtype=types.pop() if len(types) == 1 else 'float32')
+    stored, remarks = config, found.remarks
+    made = found.made_size
+    if made not in (None, stored.image_size) and not own and clues.image_size is None:
+        other = f'image_size={",".join(map(str, stored.image_size))} is that of its config.json'
+        text = f'images of {made[0]}x{made[1]}, as its own processor makes them; {other}'
+        fits = all(new <= _LARGER * old for new, old in zip(made, stored.image_size, strict=True))
+        require(fits, f'{text}, {_LARGER} times smaller')
+        config = dataclasses.replace(stored, image_size=made)
+        remarks = *remarks, text
     card = Card(
         model=config,
         grid=config.grid,
@@ -150,12 +169,13 @@ def _recognised(path: str, clues: Clues, own: Card | None, ignored: tuple[str, .
     def read() -> Params:
         with error_prefix(path):
             values = name_map.to_ours(resolved, arrays, shapes)
-            return tree_names.map_named(lambda name, _: values[name], expected)
+            params = tree_names.map_named(lambda name, _: values[name], expected)
+            return transfer.adapt(params, old=stored, new=config).params
 
     count = sum(map(math.prod, shapes.values()))
     summary = inference.summarize(config, count, projects=card.projects)
     report = [f'{form.name} layout: {summary}']
-    report += [] if own else found.remarks
+    report += [] if own else remarks
     if ignored:
         report.append(f'not of it, ignored: {counted(len(ignored), "array")}, such as {ignored[0]}')
     return Checkpoint(path, form.name, layout, card, report, ignored, read)

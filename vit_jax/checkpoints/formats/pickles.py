@@ -2,6 +2,7 @@
 
 import contextlib
 import pickletools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,7 +54,10 @@ def plain_tensors() -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # of many kinds
+        other = re.search(r'GLOBAL ([\w.]+)', str(error))
+        held = f'it holds {other[1]}' if other else type(error).__name__
+        saved = "torch.save(torch.load('FILE', weights_only=False)['state_dict'], 'weights.pth')"
+        way = f'if you trust it: python -c "import torch; {saved}"'
         raise UserError(
-            f'not a PyTorch file of plain tensors, and nothing else is unpickled: '
-            f'{type(error).__name__}'
+            f'not a PyTorch file of plain tensors ({held}), and nothing else is unpickled; {way}'
         ) from error

@@ -1,15 +1,20 @@
 """Images in memory: arrays, npz files, scikit-learn's digits."""
 
+import contextlib
 import functools
 import importlib.util
 import pathlib
+import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from vit_jax.base import UserError, require
+from vit_jax.base import UserError, parsing, require
 from vit_jax.data.sources.base import Source, Splits
+
+_MOST_CLASSES = 100_000  # of labels without names; more than any published set has
 
 
 def array_source(
@@ -17,13 +22,16 @@ def array_source(
 ) -> Source:
     """A source of uint8 images (n, height, width) or (n, height, width, 1 or 3).
 
-    Labels are class numbers (n), or multi-label, 0 and 1 (n, classes). `name` stands for the data
-    in messages. Raises UserError for other shapes and types, and for labels out of range.
+    Labels are class numbers, (n) or (n, 1), or multi-label, 0 and 1 (n, classes). `name` stands
+    for the data in messages. Raises UserError for other shapes and types, for labels out of range,
+    and for no images.
     """
+    labels = labels[:, 0] if labels.shape[1:] == (1,) and len(class_names) != 1 else labels
     shape_fits = images.ndim in (3, 4) and images.shape[3:] in ((), (1,), (3,))
     found = f'{name}: images are {images.dtype}{list(images.shape)}'
     expected = 'expected uint8 of (n, height, width) or (n, height, width, 1 or 3)'
     require(images.dtype == np.uint8 and shape_fits, f'{found}, {expected}')
+    require(images.size > 0, f'{found}; expected at least one image')
     flat, rows = (len(images),), (len(images), len(class_names))
     multi_label = labels.shape == rows and labels.dtype.kind in 'iub'
     single_label = labels.shape == flat and labels.dtype.kind in 'iu'
@@ -69,7 +77,7 @@ def digits_splits() -> Splits:
 
 def npz_splits(path: str) -> Splits:
     """The splits of a file of arrays `SPLIT_images`, `SPLIT_labels` and perhaps `class_names`."""
-    with np.load(path, allow_pickle=False) as file:
+    with _opened(path) as file:
         names = [n.removesuffix('_images') for n in file.files if n.endswith('_images')]
         needed = [f'{name}_labels' for name in names] or ['SPLIT_images']
         if absent := [name for name in needed if name not in file]:
@@ -77,13 +85,30 @@ def npz_splits(path: str) -> Splits:
         if 'class_names' in file:
             class_names = [str(name) for name in file['class_names']]
         else:
-            labels = [file[f'{name}_labels'] for name in names]
-            count = max(a.shape[1] if a.ndim == 2 else int(a.max()) + 1 for a in labels)
+            count = max(_count_classes(file[f'{name}_labels']) for name in names)
+            more = f'{path}: labels up to {count - 1:,}; expected class numbers from 0'
+            require(count <= _MOST_CLASSES, f'{more}, or an array class_names')
             class_names = [str(label) for label in range(count)]
 
     def opened(split: str) -> Source:
-        with np.load(path, allow_pickle=False) as file:
+        with _opened(path) as file:
             images, labels = file[f'{split}_images'], file[f'{split}_labels']
         return array_source(images, labels, class_names, name=f'{path}:{split}')
 
     return {name: functools.partial(opened, name) for name in names}
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[Any]:
+    require(zipfile.is_zipfile(path), f'{path}: not a whole .npz file, which is a zip archive')
+    expected = 'an .npz file of arrays without Python objects'
+    with parsing(path, expected), np.load(path, allow_pickle=False) as file:
+        yield file
+
+
+def _count_classes(labels: np.ndarray) -> int:
+    """Returns the number of classes of labels that have no names."""
+    if labels.ndim == 2 and labels.shape[1] > 1:
+        return labels.shape[1]
+    # `array_source` rejects other types.
+    return int(labels.max()) + 1 if labels.size and labels.dtype.kind in 'iu' else 1

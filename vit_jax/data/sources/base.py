@@ -1,17 +1,23 @@
 """What every kind of stored data becomes: a `Source`, labelled images at random access."""
 
 import dataclasses
+import decimal
 import functools
+import itertools
 import logging
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+import re
+import stat
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from typing import Any
 
 import numpy as np
 
 from vit_jax.base.array_types import Int
+from vit_jax.base.records import require
 
 Label = int | np.integer | np.ndarray  # a class number, or multi-label: a row of 0 and 1
 EncodedImage = bytes | np.ndarray  # an encoded file, or uint8 pixels
@@ -74,6 +80,38 @@ class OpenFile:
 def warn_once(text: str) -> None:
     """Logs a warning, once in a program, however often the data are opened."""
     logging.warning('%s', text)
+
+
+_NUMBER = re.compile(r'[+-]?\d+(\.\d+)?')
+# Greek and Cyrillic letters that look like Latin ones, after `casefold`.
+_LATIN = str.maketrans('ονρаеорсухіѕјһ', 'ovpaeopcyxisjh')
+
+
+def class_order(names: Iterable[str]) -> list[str]:
+    """Sorts the names of classes: as numbers if all are numbers, else as text."""
+    ordered = sorted(names)
+    return sorted(ordered, key=float) if all(map(_NUMBER.fullmatch, ordered)) else ordered
+
+
+def warn_of_similar_classes(where: str, names: Sequence[str]) -> None:
+    """Warns of classes whose names a person reads as the same name.
+
+    Such names differ in case, in their Unicode form, in characters that are not visible, in white
+    space, in letters that look alike, or in how one number is written.
+    """
+    pairs = itertools.pairwise(sorted(names, key=_as_read))
+    similar = [f'{a!a} and {b!a}' for a, b in pairs if _as_read(a) == _as_read(b)]
+    if similar:
+        more = f' and {len(similar) - 5:,} more pairs' if len(similar) > 5 else ''
+        text = f'{where}: classes with names that look the same: {", ".join(similar[:5])}{more}'
+        warn_once(f'{text}; expected one spelling for each class')
+
+
+def _as_read(name: str) -> str:
+    text = unicodedata.normalize('NFKC', name).casefold().translate(_LATIN)
+    text = ''.join(c for c in text if c.isspace() or unicodedata.category(c)[0] != 'C')
+    text = {'true': '1', 'false': '0'}.get(text, ' '.join(text.split()))
+    return str((decimal.Decimal(text) + 0).normalize()) if _NUMBER.fullmatch(text) else text
 
 
 def relative_names(names: Sequence[str], data: str) -> list[str]:
@@ -186,7 +224,14 @@ def labelled_source(
 
 
 def _read_file(path: str | pathlib.Path) -> bytes:
-    return pathlib.Path(path).read_bytes()
+    """Returns the bytes of a regular file. A pipe or a device is rejected, not waited for."""
+    with open(path, 'rb', opener=_open_at_once) as file:
+        require(stat.S_ISREG(os.fstat(file.fileno()).st_mode), 'not a regular file')
+        return file.read()
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, 'O_NONBLOCK', 0))  # which Windows has not
 
 
 _LOOKS = 16  # at once: a file system in a network takes its time over each

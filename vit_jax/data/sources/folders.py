@@ -2,14 +2,20 @@
 
 import errno
 import functools
-import logging
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 
 from vit_jax.base import MissingFile, UserError, close_by, counted, refuse
 from vit_jax.data.image_headers import HEIC_REMEDY, can_read, kinds_by_ending
-from vit_jax.data.sources.base import Source, Splits, in_fixed_order, labelled_source
+from vit_jax.data.sources.base import (
+    Source,
+    Splits,
+    class_order,
+    in_fixed_order,
+    labelled_source,
+    warn_once,
+)
 
 HEIC = frozenset({'.heic', '.heif', '.hif'})
 _ELSEWHERE = HEIC | {'.avif'}  # images, whether they can be read here or not
@@ -17,58 +23,115 @@ _MISREAD = '.pfm'  # floating point, of which OpenCV makes 8 bits as if they wer
 ALONE = '%s: of %s this is the only image, none can be held out for testing'
 _WAY_OUT = 'remove the folder, or add images'
 SPLIT_NAMES = frozenset('train training test testing val valid validation'.split())
+# Folders that operating systems and network disks put next to images: thumbnails, removed files.
+_OF_SYSTEMS = frozenset(
+    ['__MACOSX', '@eaDir', '#recycle', '$RECYCLE.BIN', 'System Volume Information', 'lost+found']
+)
 
 
 def folder_splits(root: str) -> Splits:
-    """ROOT/train/CLASS and so on are splits; a ROOT of classes is one split, `all`.
+    """Opens ROOT/train/CLASS and so on as splits, and a ROOT of classes as one split, `all`.
 
-    Class names are the sorted names of the folders. Opening a split raises UserError for an empty
-    class, and for classes other than those of the other splits.
+    Images may lie deeper within a class. Class names are the names of the folders, in the order of
+    `class_order`. Opening a split raises UserError for an empty class, and for classes other than
+    those of the other splits. Images outside of classes are counted in a warning.
     """
-    path = pathlib.Path(root)
-    splits = {name: folder_names(path / name) for name in folder_names(path)}
-    named = SPLIT_NAMES & {*splits}
-    if not named and any(has_images(path / name) for name in splits):
-        return {'all': lambda: files_by_class(path)}
-    for name in named:
-        if not splits[name]:
-            found = '; it holds images, but no classes' if has_images(path / name) else ''
-            raise UserError(f'{root}: {name}/ holds no folders: expected {name}/CLASS/*.jpg{found}')
-    splits = {name: classes for name, classes in splits.items() if classes}
+    path = _without_wrapper(pathlib.Path(root))
+    splits = _split_folders(path)
     if not splits:
-        expected = f'{root}/train/CLASS/*.jpg or {root}/CLASS/*.jpg'
-        raise UserError(f'{root}: no images found: expected {expected}')
+        if not folder_names(path):
+            expected = f'{root}/train/CLASS/*.jpg or {root}/CLASS/*.jpg'
+            raise UserError(f'{root}: no images found: expected {expected}')
+        _warn_of_equal_folders(path)
+        return {'all': lambda: files_by_class(path)}
+    for name, folder in splits.items():
+        if not folder_names(folder):
+            found = '; it holds images, but no classes' if has_images(folder) else ''
+            raise UserError(
+                f'{path}: {folder.name}/ holds no folders: expected {name}/CLASS/*.jpg{found}'
+            )
+    _warn_of_loose_images(path, within=[path / name for name in folder_names(path)])
+    classes = {name: folder_names(folder) for name, folder in splits.items()}
 
     def opened(split: str) -> Source:
-        for other, classes in splits.items():
-            different = sorted({*classes} ^ {*splits[split]})
-            if different and {*classes} & {*splits[split]}:  # else it is no split of the same data
-                has, lacks = (split, other) if different[0] in splits[split] else (other, split)
-                raise UserError(f'{root}: class {different[0]!r} is in {has}/ but not in {lacks}/')
-        return files_by_class(path / split)
+        for other, names in classes.items():
+            different = sorted({*names} ^ {*classes[split]})
+            if different and {*names} & {*classes[split]}:  # else it is no split of the same data
+                has, lacks = (split, other) if different[0] in classes[split] else (other, split)
+                raise UserError(f'{path}: class {different[0]!r} is in {has}/ but not in {lacks}/')
+        return files_by_class(splits[split])
 
     return {name: functools.partial(opened, name) for name in splits}
 
 
+def _without_wrapper(path: pathlib.Path) -> pathlib.Path:
+    """Returns the folder that holds splits or classes, where ROOT holds nothing but one folder."""
+    names = folder_names(path)
+    if len(names) != 1 or names[0].casefold() in SPLIT_NAMES or has_images(path):
+        return path
+    inner = path / names[0]
+    if has_images(inner) or not folder_names(inner):
+        return path
+    warn_once(f'{path}: its only folder is {names[0]}/; using the folders in that')
+    return _without_wrapper(inner)
+
+
+def _split_folders(path: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Returns the folders of splits by lower-case name; none where the folders are classes."""
+    names = folder_names(path)
+    if not any(name.casefold() in SPLIT_NAMES for name in names):
+        return {}
+    splits: dict[str, pathlib.Path] = {}
+    for name in names:
+        split = name.casefold() if name.casefold() in SPLIT_NAMES else name
+        if split in splits:
+            raise UserError(
+                f'{path}: {splits[split].name}/ and {name}/ are one split; expected one'
+            )
+        if split in SPLIT_NAMES or folder_names(path / name):
+            splits[split] = path / name
+    return splits
+
+
+def _warn_of_equal_folders(path: pathlib.Path) -> None:
+    """Warns where all classes hold the same folders, which may be the classes of splits."""
+    names = folder_names(path)
+    inner = {tuple(folder_names(path / name)) for name in names}
+    if len(names) > 1 and len(inner) == 1 and not any(has_images(path / name) for name in names):
+        outer, classes = (', '.join(some[:3]) for some in (names, inner.pop()))
+        text = f'the classes are {outer}, each with the folders {classes}; if these are the classes'
+        warn_once(f'{path}: {text}, name the outer folders train and test')
+
+
+def _warn_of_loose_images(folder: pathlib.Path, within: Sequence[pathlib.Path] = ()) -> None:
+    """Warns of images next to the folders of classes, or of splits and `within` those."""
+    for place in folder, *within:
+        if images := _images_directly_in(place):
+            count = counted(len(images), 'image')
+            warn_once(f'{place}: {count} in no folder of a class left out: {min(images)}')
+
+
 def problems(root: str) -> list[str]:
     """Everything that keeps the splits of a folder from being opened, each with the way out."""
-    path = pathlib.Path(root)
-    within = {name: folder_names(path / name) for name in folder_names(path)}
-    named = SPLIT_NAMES & {*within}
-    whole = not named and any(has_images(path / name) for name in within)
-    splits = {'': [*within]} if whole else {name: within[name] for name in sorted(named)}
+    path = _without_wrapper(pathlib.Path(root))
+    splits = _split_folders(path)
+    whole = not splits
+    named = {name: folder for name, folder in splits.items() if name in SPLIT_NAMES}
+    folders = named or {'': path}
+    classes = {split: folder_names(folder) for split, folder in folders.items()}
     found = []
-    for split, classes in splits.items():
-        for name in classes:
-            images, others, _ = _files(path / split / name)
+    for split, names in classes.items():
+        for name in names:
+            folder = folders[split] / name
+            images, others, _ = _files(folder)
             if not images:
-                found.append(f'{_nothing_in(path / split / name, others)}: {_WAY_OUT}')
+                found.append(f'{_nothing_in(folder, others)}: {_WAY_OUT}')
             if whole and len(images) == 1:
                 alone = ALONE % (images[0], f'class {name!r}')
                 found.append(f'{alone}; add some, or remove its folder')
-        for other in splits:
-            for name in sorted({*classes} - {*splits[other]}):
-                found.append(f'{root}: class {name!r} is in {split}/ but not in {other}/')
+        for other in classes:
+            for name in sorted({*names} - {*classes[other]}):
+                found.append(f'{path}: class {name!r} is in {split}/ but not in {other}/')
     return found
 
 
@@ -81,6 +144,7 @@ def files_by_class(root: pathlib.Path) -> Source:
         except UserError as error:
             faults.append(f'{error}: {_WAY_OUT}')
     refuse(faults)
+    _warn_of_loose_images(root)
     paths, labels = [path for path, _ in found], [label for _, label in found]
     return in_fixed_order(labelled_source(paths, labels, class_names))
 
@@ -98,7 +162,7 @@ def unlabelled(paths: Sequence[str]) -> Source:
 
 
 def image_files(path: pathlib.Path) -> list[str]:
-    """The images below a folder, sorted, without files and folders that begin with a dot.
+    """The images below a folder, sorted, without hidden files and folders.
 
     Warns of other files, and of what cannot be read as its name or link shows. Raises UserError if
     there are no images.
@@ -108,19 +172,14 @@ def image_files(path: pathlib.Path) -> list[str]:
         raise UserError(_nothing_in(path, others))
     if others:
         count = counted(len(others), 'file')
-        logging.warning(
-            '%s: %s left out, whose ending or kind is not that of an image: %s',
-            path,
-            count,
-            others[0],
-        )
+        text = f'{count} left out, whose ending or kind is not that of an image'
+        warn_once(f'{path}: {text}: {others[0]}')
     if links:
         count = counted(len(links), 'broken link')
-        logging.warning('%s: %s, to no file: %s', path, count, links[0])
+        warn_once(f'{path}: {count}, to no file or to a folder around the link: {links[0]}')
     heic = [] if can_read('HEIF') else [file for file in images if _suffix(file) in HEIC]
     if heic:
-        count = counted(len(heic), 'HEIC photo')
-        logging.warning('%s: %s; %s: %s', path, count, HEIC_REMEDY, heic[0])
+        warn_once(f'{path}: {counted(len(heic), "HEIC photo")}; {HEIC_REMEDY}: {heic[0]}')
     return images
 
 
@@ -133,23 +192,33 @@ def _nothing_in(path: pathlib.Path, others: Sequence[str]) -> str:
 
 
 def _files(path: pathlib.Path) -> tuple[list[str], list[str], list[str]]:
-    """Images by their ending, broken links too; other files; links that lead to no file."""
+    """Images by their ending, broken links too; other files; links that lead nowhere new."""
     images, others, links = list[str](), list[str](), list[str]()
     for file, kind in sorted(_below(path), key=lambda found: found[0].split(os.sep)):
-        (images if is_image(file) and kind != 'special' else others).append(file)
-        if kind == 'link':
+        if kind != 'loop':
+            (images if is_image(file) and kind != 'special' else others).append(file)
+        if kind in ('link', 'loop'):
             links.append(file)
     return images, others, links
 
 
-def _below(folder: str | pathlib.Path) -> Iterator[tuple[str, str]]:
-    """What is below a folder: a `file`, a broken `link`, or `special`, a pipe or a device.
+def _below(
+    folder: str | pathlib.Path, around: frozenset[tuple[int, int]] = frozenset()
+) -> Iterator[tuple[str, str]]:
+    """Yields the paths below a folder, each with its kind; links to folders are followed.
 
-    The disk is asked about folders alone.
+    A kind is `file`; `link`, which leads to no file; `loop`, a link to one of the folders `around`
+    it; or `special`, a pipe or a device. Only folders are looked up on the disk.
     """
+    status = os.stat(folder)
+    around |= {(status.st_dev, status.st_ino)}
     for entry in _entries(folder):
-        if entry.is_dir(follow_symlinks=False):
-            yield from _below(entry.path)
+        if _leads(entry.is_dir):
+            target = os.stat(entry.path) if entry.is_symlink() else None
+            if target and (target.st_dev, target.st_ino) in around:
+                yield entry.path, 'loop'
+            else:
+                yield from _below(entry.path, around)
         elif _leads(entry.is_file):
             yield entry.path, 'file'
         elif not entry.is_symlink():
@@ -169,9 +238,11 @@ def _leads(ask: Callable[[], bool]) -> bool:
 
 
 def _entries(folder: str | pathlib.Path) -> Iterator[os.DirEntry[str]]:
-    """What is in a folder, without what begins with a dot."""
+    """What is in a folder, without names that begin with a dot and folders of systems."""
     with os.scandir(folder) as entries:
-        yield from (entry for entry in entries if not entry.name.startswith('.'))
+        for entry in entries:
+            if not entry.name.startswith('.') and entry.name not in _OF_SYSTEMS:
+                yield entry
 
 
 def is_image(file: str) -> bool:
@@ -185,10 +256,14 @@ def _suffix(file: str) -> str:
 
 
 def folder_names(path: pathlib.Path) -> list[str]:
-    """The sorted names of the folders in it, without hidden ones."""
-    return sorted(entry.name for entry in _entries(path) if _leads(entry.is_dir))
+    """The names of the folders in it, without hidden ones, in the order of classes."""
+    return class_order(entry.name for entry in _entries(path) if _leads(entry.is_dir))
 
 
 def has_images(path: pathlib.Path) -> bool:
     """Are there images directly in a folder?"""
-    return any(is_image(entry.name) for entry in _entries(path) if _leads(entry.is_file))
+    return bool(_images_directly_in(path))
+
+
+def _images_directly_in(path: pathlib.Path) -> list[str]:
+    return [e.name for e in _entries(path) if is_image(e.name) and _leads(e.is_file)]

@@ -15,11 +15,12 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from vit_jax.base.errors import UserError
+from vit_jax.base.errors import UserError, parsing
 from vit_jax.data.sources.base import OpenFile, Source, Splits, in_fixed_order, labelled_source
 from vit_jax.data.sources.folders import files_by_class, image_files
 
 TRAIN_TAR, VAL_TAR = 'ILSVRC2012_img_train.tar', 'ILSVRC2012_img_val.tar'
+_WHOLE = 'a whole tar file, as it is distributed'
 KIT, SOLUTION = 'ILSVRC2012_devkit_t12', 'LOC_val_solution.csv'
 
 
@@ -59,7 +60,7 @@ def _members(file: IO[bytes], start: int = 0) -> Iterator[_Member]:
 
 def _train_tar(path: pathlib.Path) -> Source:
     """A tar file of tar files, one for each class: `n01440764.tar`."""
-    with path.open('rb') as file:
+    with parsing(path, _WHOLE), path.open('rb') as file:
         classes = sorted(_members(file))
         found = [sorted(_members(file, inner.offset)) for inner in classes]
     labels = [label for label, of_class in enumerate(found) for _ in of_class]
@@ -68,7 +69,7 @@ def _train_tar(path: pathlib.Path) -> Source:
 
 
 def _val_tar(path: pathlib.Path) -> Source:
-    with path.open('rb') as file:
+    with parsing(path, _WHOLE), path.open('rb') as file:
         members = sorted(_members(file))
     labels, names = _labels_of([member.name for member in members], path.parent)
     return _in_tar(path, members, labels, names)
@@ -114,9 +115,12 @@ def _solution(root: pathlib.Path) -> dict[str, str] | None:
     """Kaggle's: `ILSVRC2012_val_00048981,n03995372 85 1 499 272`."""
     for place in (root, *list(root.resolve().parents)[:3]):
         if (place / SOLUTION).is_file():
-            with (place / SOLUTION).open(newline='') as file:
+            with (
+                parsing(place / SOLUTION, 'columns ImageId and PredictionString'),
+                (place / SOLUTION).open(newline='') as file,
+            ):
                 rows = list(csv.DictReader(file))
-            return {row['ImageId']: row['PredictionString'].split()[0] for row in rows}
+                return {row['ImageId']: row['PredictionString'].split()[0] for row in rows}
     return None
 
 
@@ -128,10 +132,11 @@ def _kit(root: pathlib.Path) -> dict[str, str] | None:
         return None
     from scipy import io as scipy_io
 
-    synsets = scipy_io.loadmat(io.BytesIO(table), squeeze_me=True)['synsets']
-    wordnet = {int(row['ILSVRC2012_ID']): str(row['WNID']) for row in np.atleast_1d(synsets)}
-    numbers = map(int, truth.split())
-    return {f'ILSVRC2012_val_{i:08}': wordnet[number] for i, number in enumerate(numbers, 1)}
+    with parsing(f'{root}: {KIT}', "the development kit's two files, undamaged"):
+        synsets = scipy_io.loadmat(io.BytesIO(table), squeeze_me=True)['synsets']
+        wordnet = {int(row['ILSVRC2012_ID']): str(row['WNID']) for row in np.atleast_1d(synsets)}
+        numbers = map(int, truth.split())
+        return {f'ILSVRC2012_val_{i:08}': wordnet[number] for i, number in enumerate(numbers, 1)}
 
 
 def _kit_file(root: pathlib.Path, name: str) -> bytes | None:
@@ -139,6 +144,6 @@ def _kit_file(root: pathlib.Path, name: str) -> bytes | None:
         return unpacked.read_bytes()
     if not (packed := root / f'{KIT}.tar.gz').is_file():
         return None
-    with tarfile.open(packed) as tar:
+    with parsing(packed, _WHOLE), tarfile.open(packed) as tar:
         file = tar.extractfile(f'{KIT}/data/{name}')
         return file.read() if file else None

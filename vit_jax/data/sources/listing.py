@@ -1,5 +1,6 @@
 """Every image of a split by name, label and stamp: how two of them differ, by example."""
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -15,7 +16,7 @@ from vit_jax.base import Bool, Int, counted
 from vit_jax.data.sources.base import Source, relative_names
 
 LOOKS = 16_384  # at files, before anything is computed
-ORDER = 'the same images in another order, or some of them twice'
+ORDER = 'the same images in another order'
 _BLOCKS = 1024  # of images, by a checksum of their names
 
 
@@ -107,6 +108,9 @@ def differences(old: Listing, new: Listing) -> list[str]:
     lines += _some('removed', [repr(name) for name in was if name not in now])
     lines += _some('relabelled', relabelled, label)
     lines += _some('replaced', others, lambda index: repr(new.names[index]))
+    times = collections.Counter(old.names), collections.Counter(new.names)
+    repeated = [repr(name) for name in now if name in was and times[0][name] != times[1][name]]
+    lines += _some('listed a different number of times', repeated)
     same = old.digest == new.digest
     return lines if lines or same else [ORDER]
 

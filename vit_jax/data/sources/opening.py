@@ -16,6 +16,7 @@ from vit_jax.data.sources.base import (
     Splits,
     relative_names,
     select,
+    warn_of_similar_classes,
     warn_once,
 )
 from vit_jax.data.sources.splits import taken
@@ -28,6 +29,7 @@ _CUT = (
     "--config.eval_split='train[90%:]'; of vit_jax.evaluate --split=train"
 )
 
+_BALANCED = 100  # images of a class, of which exactly the fraction is held out
 _REMOTE = (
     'images on a store are not read from there: copy them to a disk of every host (gcloud storage '
     'rsync -r), or mount the bucket read-only (gcsfuse -o ro --implicit-dirs), and name that folder'
@@ -38,7 +40,7 @@ _REMOTE = (
 class HeldOut(records.Record):
     """The part of data without splits that becomes `test`."""
 
-    fraction: float = 0.1  # of each class, about; at least one image
+    fraction: float = 0.1  # of each class; at least one image
     seed: int = 0  # of the digests
 
     def check(self) -> None:
@@ -81,6 +83,7 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
             source = data(name)
             if not isinstance(source, Source):
                 raise UserError(f'{records.text_of(data)}({name!r}) is no Source: {source!r}')
+        warn_of_similar_classes(records.text_of(data), source.class_names)
         return source if labels is None or column else relabelling.relabelled(source, labels)
 
     @functools.cache
@@ -166,10 +169,17 @@ def _with_splits(splits: Splits, held_out: HeldOut, data: str) -> Splits:
         source = splits['all']()
         names = relative_names(source.read_names(range(len(source))), data)
         is_test = _drawn(source, names, held_out)
-        share, among = f'about {held_out.fraction:g} of each class', f'{len(source):,} images'
-        count = f'{is_test.sum():,} of {among}'
-        how = "(held_out); the split 'all' is every image"
-        warn_once(f'{data} has no splits: {share}, {count}, are held out for testing {how}')
+        count = f'{is_test.sum():,} of {len(source):,} images are held out for testing'
+        if not source.multi_label:
+            by_class = np.bincount(source.labels[is_test]).tolist()
+            least, most = min(by_class), max(by_class)
+            count += (
+                f', {least:,} of each class'
+                if least == most
+                else f', {least:,} to {most:,} of each class'
+            )
+        how = '--config.held_out.fraction sets the share'
+        warn_once(f'{data}: no train/ and test/ splits: {count}; {how}')
         return source, is_test
 
     def opened(split: str) -> Source:
@@ -180,10 +190,11 @@ def _with_splits(splits: Splits, held_out: HeldOut, data: str) -> Splits:
 
 
 def _drawn(source: Source, names: Sequence[str], held_out: HeldOut) -> np.ndarray:
-    """A mask of images held out, those of which a digest of the name is below the fraction.
+    """Returns a mask of the held-out images, those whose digest of the name is below the fraction.
 
-    So an image stays where it is when others come and go; but at least one of each class, or of all
-    if multi-label, is held out, the one with the smallest digest, and the greatest is not.
+    So an image of a large class keeps its split when others are added or removed. Of a class of at
+    most 100 images it is exactly the fraction, rounded, with the smallest digests. The smallest
+    digest of a class is always held out, the greatest never. Multi-label data is one class.
     """
     keys = (f'{held_out.seed} {name}'.encode(errors='surrogateescape') for name in names)
     digests = (hashlib.blake2b(key, digest_size=8).digest() for key in keys)
@@ -199,5 +210,9 @@ def _drawn(source: Source, names: Sequence[str], held_out: HeldOut) -> np.ndarra
         for i in alone
     ]
     refuse([folders.ALONE % pair for pair in zip(source.read_names(alone), of, strict=True)])
+    for start, end in zip(first.tolist(), (last + 1).tolist(), strict=True):
+        if end - start <= _BALANCED:
+            share = round(held_out.fraction * (end - start))
+            is_test[by_class[start:end]] = np.arange(end - start) < share
     is_test[by_class[first]], is_test[by_class[last]] = True, False
     return is_test

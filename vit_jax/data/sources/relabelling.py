@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.base import MissingFile, UserError, counted, require
+from vit_jax.base import UserError, counted, parsing, require
 from vit_jax.data import imagenet_classes
 from vit_jax.data.sources.base import EncodedImage, Label, Source, labelled_source, select
 
@@ -26,12 +26,8 @@ def relabelled(source: Source, path: str) -> Source:
     which folders and ending may be left out: `{"val/n01440764/ILSVRC2012_val_00000293.JPEG": [0]}`.
     UserError names the image without an entry, or the entry that is no list of classes.
     """
-    try:
+    with parsing(path, 'a JSON file of labels'):
         entries = json.loads(pathlib.Path(path).read_bytes())
-    except FileNotFoundError as error:
-        raise MissingFile(f'labels={path}: no such file') from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f'{path}: not JSON: {error}') from error
     names = [_path(source.name_of(i)) for i in range(len(source))]
     if isinstance(entries, list):
         keys: list[Any] = _positions(names, len(entries), path)

@@ -2,25 +2,37 @@
 
 A line has `path`, absolute or relative to the table's folder, perhaps `split`, and either `label`
 or, multi-label, `labels`: a list in JSONL, separated by `;` in CSV. Other columns are ignored, and
-white space around columns, labels and splits.
+white space around columns, labels and splits. A CSV file may have semicolons or tabs between its
+columns, as spreadsheets write it in some countries.
 """
 
 import collections
 import csv
 import functools
 import io
-import itertools
 import json
 import os
 import pathlib
+import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vit_jax.base import UserError, counted, refuse, require
-from vit_jax.data.sources.base import Source, Splits, in_fixed_order, labelled_source, warn_once
+from vit_jax.base import UserError, counted, refuse, require, require_regular
+from vit_jax.data.sources.base import (
+    Source,
+    Splits,
+    class_order,
+    in_fixed_order,
+    labelled_source,
+    warn_once,
+)
 from vit_jax.data.sources.folders import SPLIT_NAMES
 
+_COLUMNS = 'path', 'label', 'labels', 'split'
 _MIXED = 'some lines have `label`, others `labels`'
+
+
+_MEASURED = re.compile(r'[+-]?\d*\.\d+(e[+-]?\d+)?', re.IGNORECASE)
 
 
 class _Row(NamedTuple):
@@ -39,12 +51,14 @@ def table_splits(path: str) -> Splits:
     file = pathlib.Path(path)
     rows, faults = _rows(file)
     names = {name for row in rows for name in row.classes}
-    by_number = all(map(str.isdecimal, names))
-    class_names = sorted(sorted(names), key=int if by_number else str)
+    class_names = class_order(names)
     counts = collections.Counter(row.split for row in rows)
-    _warn_of_names(path, counts, class_names)
+    _warn_of_splits(path, counts)
     refuse(faults + _contradictions(rows, path))
     require(bool(rows), f'{path}: no lines')
+    if len(names) > len(rows) / 2 and all(map(_MEASURED.fullmatch, names)):
+        text = f'{len(names):,} different numbers with fractions as labels of {len(rows):,} images'
+        raise UserError(f'{path}: {text}; regression is not supported, expected classes')
     number_of = {name: index for index, name in enumerate(class_names)}
     multi_label = rows[0].several
 
@@ -90,33 +104,34 @@ def _contradictions(rows: Sequence[_Row], path: str) -> list[str]:
     return found
 
 
-def _warn_of_names(path: str, counts: dict[str, int], class_names: Sequence[str]) -> None:
-    """Of splits that nobody asks for unless told so, and of classes that may be one."""
+def _warn_of_splits(path: str, counts: dict[str, int]) -> None:
+    """Warns of splits that are used only where they are requested."""
     unusual = {name: n for name, n in counts.items() if name not in SPLIT_NAMES | {'', 'all'}}
     if unusual:
         found = ', '.join(f'{name!r} ({counted(n, "line")})' for name, n in unusual.items())
         text = 'used only where asked for, as by --config.train_split=NAME'
         warn_once(f'{path}: unusual names of splits, {text}: {found}')
-    ordered = itertools.pairwise(sorted(class_names, key=str.casefold))
-    alike = [f'{a!r} and {b!r}' for a, b in ordered if a.casefold() == b.casefold()]
-    if alike:
-        warn_once(f'{path}: classes whose names differ in case only: {", ".join(alike)}')
 
 
 def _text(file: pathlib.Path) -> str:
+    require_regular(file)
     data = file.read_bytes()
     try:
         return data.decode('utf-8-sig')
     except UnicodeDecodeError as error:
         line = data.count(b'\n', 0, error.start) + 1
-        raise UserError(f'{file}, line {line}: not UTF-8: save the table in that') from error
+        raise UserError(f'{file}, line {line}: not UTF-8; save the table as UTF-8') from error
 
 
 def _csv(file: pathlib.Path) -> Iterator[_Row | UserError]:
     """The row of each line, or what is wrong with it."""
-    reader = csv.DictReader(io.StringIO(_text(file), newline=''))
+    text = _text(file)
+    head = text.partition('\n')[0]
+    delimiter = next((d for d in ',;\t' if d in head), ',')  # spreadsheets write all three
+    reader = csv.DictReader(io.StringIO(text, newline=''), delimiter=delimiter)
     try:
-        columns = [name.strip() for name in reader.fieldnames or ()]
+        names = [name.strip() for name in reader.fieldnames or ()]
+        columns = [name if name.casefold() in names else name.casefold() for name in names]
         _require_columns(columns, f'{file}, line 1')
         reader.fieldnames = columns
         for cells in reader:
@@ -126,7 +141,9 @@ def _csv(file: pathlib.Path) -> Iterator[_Row | UserError]:
                     f'{len(columns) + len(surplus)} fields for {counted(len(columns), "column")}'
                 )
                 where = f'{file}, line {reader.line_num}'
-                yield UserError(f'{where}: {fields}: is a comma not within quotation marks?')
+                yield UserError(
+                    f'{where}: {fields}: is a {delimiter!r} not within quotation marks?'
+                )
                 continue
             if 'labels' in values:
                 parts = map(str.strip, values['labels'].split(';'))
@@ -156,6 +173,8 @@ def _require_columns(names: Collection[str], where: str) -> None:
     if ('label' in names) == ('labels' in names) or 'path' not in names:
         found = ', '.join(names) or 'nothing'
         raise UserError(f'{where}: it has {found}; expected path and label, or path and labels')
+    if twice := [name for name in _COLUMNS if [*names].count(name) > 1]:
+        raise UserError(f'{where}: several columns {twice[0]!r}; expected one')
 
 
 def _require_files(paths: Sequence[str], file: pathlib.Path) -> None:
@@ -182,4 +201,5 @@ def _row(values: dict[str, Any], file: pathlib.Path, line: int) -> _Row | UserEr
     if '' in names or not values['path']:
         return UserError(f'{where}: an empty path or label')
     split = str(values.get('split', '')).strip()
+    split = split.casefold() if split.casefold() in SPLIT_NAMES else split
     return _Row(str(values['path']), names, split, line, several)

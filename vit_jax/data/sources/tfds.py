@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import Int, UserError, records
+from vit_jax.base import Int, UserError, parsing, records
 from vit_jax.data.sources import tfrecord
 from vit_jax.data.sources.base import EncodedImage, Label, Source, Splits
 
@@ -68,8 +68,9 @@ def folder_splits(root: str, label: str | ComputedLabel | None = None) -> Splits
     Raises UserError for unknown file formats and columns.
     """
     library = _library()
-    builder = library.builder_from_directory(root)
-    info, file_format = builder.info, builder.info.file_format.value
+    with parsing(f'{root}/{INFO}', 'a data set that TFDS prepared, with features.json'):
+        builder = library.builder_from_directory(root)
+        info, file_format = builder.info, builder.info.file_format.value
     if file_format not in ('array_record', 'tfrecord'):
         raise UserError(f'{root}: file format {file_format}; expected array_record or tfrecord')
     images = [n for n, kind in info.features.items() if isinstance(kind, library.features.Image)]
@@ -77,8 +78,9 @@ def folder_splits(root: str, label: str | ComputedLabel | None = None) -> Splits
 
     def opened(split: str) -> Source:
         if file_format == 'array_record':
-            stored = builder.as_data_source(split, decoders=decoders)
-            stamps = _shard_stamps(info.splits[split])
+            with parsing(f'{root}: {split}', 'whole ArrayRecord files'):
+                stored = builder.as_data_source(split, decoders=decoders)
+                stamps = _shard_stamps(info.splits[split])
             undamaged = functools.partial(_undamaged, stored.__getitem__)
             return _source(info, split, label, stamps, undamaged)
         checksums, read = tfrecord.read_tfrecords(info.splits[split].filepaths)

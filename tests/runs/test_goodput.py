@@ -135,7 +135,6 @@ def test_a_start_that_was_rejected_is_not_told_of(tmp_path):
     for event, step in ('starting', None), ('saving', 5):
         book.record(event, step)
         assert book.totals()[1] == {}
-    assert Ledger(path, Clock()).totals()[1]
 
 
 def test_half_a_line_of_a_killed_run_is_passed_over(tmp_path):

@@ -21,13 +21,11 @@ from vit_jax.data import imagenet_classes
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.sources.arrays import array_source
 from vit_jax.data.sources.opening import HeldOut, make_opener
-from vit_jax.evaluation import confusion
 from vit_jax.pretrained import Loaded
 from vit_jax.runs import evaluation_run, training_run
 from vit_jax.training.losses import LossConfig
 
 NAMES = tuple('0123456789')
-FULL, LARGE = pytest.mark.full, [(100, 20), (1000, 2), (5000, 1)]
 IMAGES = np.zeros((4, 8, 8), np.uint8)
 
 
@@ -220,26 +218,6 @@ def test_a_head_of_zeros_is_not_evaluated(tmp_path):
     vit_jax.save(changed(network, params=network.params | {'head': head}), path)
     with pytest.raises(ValueError, match='the head is all zeros'):
         run(path, '--data=digits')
-
-
-@pytest.mark.parametrize(
-    'classes, cell', [(1, 48), (10, 48), *(pytest.param(*c, marks=FULL) for c in LARGE)]
-)
-def test_the_picture_shows_every_class_and_every_error(classes, cell):
-    """On the diagonal dark, one error of one image visible, elsewhere white."""
-    matrix = 20 * np.eye(classes, dtype=int)
-    matrix[0, -1] += 1
-    image = confusion.picture(matrix, [f'class {i}' for i in range(classes)])
-    assert max(image.size) < 2300
-    pixels = np.asarray(image).astype(int)
-    side = cell * -(-classes // max(1, -(-classes // 2000)))
-    margin = 8 + 7 * len(f'class {classes - 1}' if classes < 5000 else 'class 4998')
-    inside = pixels[margin : margin + side, margin : margin + side, 0]
-    assert inside.shape == (side, side)
-    assert inside[1 % cell, 1 % cell] < 40
-    if classes > 1:
-        assert 40 < inside[1 % cell, side - 1] < 200
-        assert inside[side - 1, 1 % cell] == 255
 
 
 @pytest.mark.full

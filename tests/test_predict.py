@@ -78,17 +78,71 @@ def test_the_file_holds_the_names_that_the_disk_has(tmp_path):
 
 
 def test_a_pipe_is_written_to_and_stays_one(tmp_path):
-    os.mkfifo(tmp_path / 'pipe')
-    reader = os.open(tmp_path / 'pipe', os.O_RDONLY | os.O_NONBLOCK)
-    with predict._opened(str(tmp_path / 'pipe')) as file:
+    os.mkfifo(tmp_path / 'pipe.csv')
+    reader = os.open(tmp_path / 'pipe.csv', os.O_RDONLY | os.O_NONBLOCK)
+    with predict._opened(str(tmp_path / 'pipe.csv')) as file:
         file.write('here')
-    assert (tmp_path / 'pipe').is_fifo() and os.read(reader, 9) == b'here'
+    assert (tmp_path / 'pipe.csv').is_fifo() and os.read(reader, 9) == b'here'
     os.close(reader)
     (tmp_path / 'file').write_text('old')
     (tmp_path / 'link').symlink_to('file')
     with predict._opened(str(tmp_path / 'link')) as file:
         file.write('new')
     assert (tmp_path / 'link').is_symlink() and (tmp_path / 'file').read_text() == 'new'
+
+
+@pytest.mark.parametrize(
+    'given, output, expected',
+    [
+        (None, None, 'text'),
+        ('csv', None, 'csv'),
+        (None, 'x.csv', 'csv'),
+        (None, 'X.CSV', 'csv'),
+        (None, 'x.jsonl', 'jsonl'),
+        (None, 'x.txt', 'text'),
+        (None, '/dev/stderr', 'text'),
+        (None, 'folder.d/x', 'text'),
+        ('csv', 'x.csv', 'csv'),
+        ('csv', 'x.tsv', 'csv'),
+        ('jsonl', 'x', 'jsonl'),
+    ],
+)
+def test_the_ending_of_the_file_decides_the_format(given, output, expected):
+    assert predict._format(given, output) == expected
+
+
+@pytest.mark.parametrize(
+    'flags, said',
+    [
+        (['--output=x.csv', '--format=text'], 'x.csv: expected csv; got --format=text'),
+        (['--output=x.jsonl', '--format=csv'], 'x.jsonl: expected jsonl; got --format=csv'),
+        (['--output=x.txt', '--format=csv'], 'x.txt: expected text'),
+        (['--output=x.json'], 'x.json: expected FILE.csv, FILE.jsonl or FILE.txt'),
+        (['--output=x.xlsx'], 'x.xlsx: expected FILE.csv'),
+        (['--output=there.csv'], 'there.csv: exists already; --overwrite'),
+        (['--output=link.csv'], 'link.csv: exists already; --overwrite'),
+        (['--features=there.npz'], 'there.npz: exists already; --overwrite'),
+    ],
+)
+def test_what_is_contradictory_or_there_is_not_written(flags, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in 'there.csv', 'there.npz':
+        (tmp_path / name).write_text('mine')
+    (tmp_path / 'link.csv').symlink_to('there.csv')
+    with pytest.raises(UserError, match=said):
+        predict.main(predict._parser().parse_args(['no network', 'no photo', *flags]))
+    assert (tmp_path / 'there.csv').read_text() == (tmp_path / 'there.npz').read_text() == 'mine'
+    with pytest.raises(UserError, match='no photo'):
+        replaced = [flag for flag in flags if 'there' in flag] + ['--overwrite']
+        predict.main(predict._parser().parse_args(['no network', 'no photo', *replaced]))
+
+
+def test_a_table_says_its_encoding_to_excel_and_a_pipe_does_not(tmp_path):
+    for name in 'x.csv', 'x.txt':
+        with predict._opened(str(tmp_path / name)) as file:
+            print('Straßenbahn', file=file)
+        mark = b'\xef\xbb\xbf' * (name == 'x.csv')
+        assert (tmp_path / name).read_bytes() == mark + 'Straßenbahn\n'.encode()
 
 
 @pytest.mark.parametrize('program, images', [(predict, 'x.jpg'), (evaluate, '--data=x')])
@@ -118,7 +172,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly_and_a_file_is_written_who
     ended = subprocess.run([*command, *asked], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (1, '')
     assert '1 of 3 images cannot be read' in ended.stderr
-    with out.open(newline='') as file:
+    with out.open(newline='', encoding='utf-8-sig') as file:
         rows = list(csv.DictReader(file))
     assert [row['path'][-5:] for row in rows] == ['0.png', '0.png', '2.png', '2.png']
     network = vit_jax.load(tmp_path / 'net')

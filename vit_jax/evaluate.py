@@ -26,6 +26,7 @@ from vit_jax.checkpoints.names import shown
 from vit_jax.command_line import app, output
 from vit_jax.data.sources.opening import HeldOut, Opener, make_opener
 from vit_jax.evaluation import confusion
+from vit_jax.figures import bitmaps
 from vit_jax.pretrained import Loaded, load
 from vit_jax.runs import data_record, evaluation_run, prediction
 from vit_jax.runs.data_record import Origin
@@ -165,7 +166,7 @@ def _write(
         matrix = {'confusion': found.confusion, 'class_names': np.array(found.names)}
         array_files.write_npz(folder / MATRIX, matrix)
         with atomic_write(folder / PICTURE) as partial:
-            confusion.picture(found.confusion, found.names).save(partial, 'PNG')
+            bitmaps.confusion_matrix(found.confusion, found.names).save(partial, 'PNG')
         written += [MATRIX, PICTURE]
     write_json(folder / NUMBERS, values)
     print(f'\nwritten: {", ".join(str(folder / name) for name in written)}')

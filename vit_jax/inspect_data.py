@@ -33,6 +33,7 @@ from vit_jax.data.sources import folders, tables
 from vit_jax.data.sources.base import Label, Source
 from vit_jax.data.sources.opening import Opener, make_opener, open_splits
 from vit_jax.data.sources.splits import split_names
+from vit_jax.figures import bitmaps
 from vit_jax.runs import workdirs
 from vit_jax.runs.experiment import label_problems, open_start, preprocessing_of, reader_for
 from vit_jax.training.losses import targets_of
@@ -213,7 +214,7 @@ def _sheet(config: TrainConfig, opened: Opener) -> Image.Image:
     numbers = [np.flatnonzero(x) if source.multi_label else [int(x)] for _, x in examples.values()]
     names = [', '.join(source.class_names[n] for n in of_image) for of_image in numbers]
     rows = list(zip(names, zip(*columns, strict=True), strict=True))
-    return inspection.contact_sheet(rows, ['evaluation', *(f'epoch {e}' for e in range(_EPOCHS))])
+    return bitmaps.contact_sheet(rows, ['evaluation', *(f'epoch {e}' for e in range(_EPOCHS))])
 
 
 def _readable(reader: reading.ImageReader) -> dict[int, tuple[np.ndarray, Label]]:

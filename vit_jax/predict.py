@@ -2,9 +2,9 @@
 
 CHECKPOINT is of any kind that vit_jax.load reads, an IMAGE is a file or a folder. Every image gets
 its most probable classes: the first five, or, of a network that was trained with sigmoid, all above
-50 %. --format=csv gives lines of path, class, probability, one for each of these classes,
---format=jsonl an object an image. --features=OUT.npz keeps what the head is given, with the paths
-of the images that could be read.
+50 %. --output=FILE.csv or --format=csv gives lines of path, class, probability, one for each of
+these classes, FILE.jsonl or --format=jsonl an object an image. --features=OUT.npz keeps what the
+head is given, with the paths of the images that could be read.
 """
 
 import argparse
@@ -35,6 +35,7 @@ from vit_jax.base import (
 )
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.command_line import app, output
+from vit_jax.data.image_headers import kinds_by_ending
 from vit_jax.data.image_preprocessing import normalize
 from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.folders import unlabelled
@@ -48,19 +49,26 @@ _MANY, _LIKELY = 5, 0.5  # classes, where one is right; a probability, where sev
 
 def main(arguments: argparse.Namespace) -> int:
     """Says what is in each image; 1 where some cannot be read, 0 otherwise."""
+    form = _format(arguments.format, arguments.output)
     kept = pathlib.Path(arguments.features or 'unused.npz')
     if kept.suffix != '.npz' or not kept.parent.is_dir():
         raise UserError(f'--features={kept}: expected NAME.npz in a directory that exists')
     if arguments.features:
         require_writable(kept)
+    for path in filter(None, (arguments.output, arguments.features)):
+        if pathlib.Path(path).is_file() and not arguments.overwrite:
+            raise UserError(f'{path}: exists already; --overwrite replaces it')
     if arguments.features or arguments.output:
         output.outlive_readers()
+    first = pathlib.Path(arguments.checkpoint)
+    if first.suffix.lower() in kinds_by_ending() and first.is_file():
+        raise UserError(f'{first} is an image; expected the checkpoint first: CHECKPOINT IMAGE...')
     source = unlabelled(arguments.images)
     loaded = load(arguments.checkpoint, **app.overrides(arguments))
     print('\n'.join(loaded.report), file=sys.stderr)
     reader = prediction.reader_for(loaded, source, arguments.max_pixels)
     names = _class_names(loaded, arguments.class_names)
-    names = _first_words(names) if arguments.format == 'text' else names
+    names = _first_words(names) if form == 'text' else names
     if not arguments.features:
         loaded.require_head()
     several = loaded.card.loss == 'sigmoid'
@@ -69,7 +77,7 @@ def main(arguments: argparse.Namespace) -> int:
     paths: list[str] = []
     rows, unreadable, index = [], 0, 0
     with _opened(arguments.output) as file:
-        if arguments.format == 'csv':
+        if form == 'csv':
             print('path,class,probability', file=file)
         for mask, outputs in _outputs(loaded, reader, wanted, arguments.batch_size):
             for position, readable in enumerate(mask):
@@ -80,7 +88,7 @@ def main(arguments: argparse.Namespace) -> int:
                 elif loaded.predicts:
                     shares = outputs['probabilities'][position]
                     found = _found(shares, names, arguments.top, several=several)
-                    print(_formatted(source.name_of(index), found, arguments.format), file=file)
+                    print(_formatted(source.name_of(index), found, form), file=file)
                 index += 1
             if arguments.features:
                 rows.append(outputs['features'][mask])
@@ -120,11 +128,25 @@ def _outputs(
             bar.update(task, advance=len(mask))
 
 
+def _format(given: str | None, output: str | None) -> str:
+    """The format that is given, or that of the ending of the file."""
+    ending = pathlib.Path(output or '').suffix.lower()
+    formats = {'': 'text', '.txt': 'text', '.csv': 'csv', '.jsonl': 'jsonl'}
+    if given is None and ending not in formats:
+        raise UserError(
+            f'--output={output}: expected FILE.csv, FILE.jsonl or FILE.txt, or --format'
+        )
+    if given and ending and given != formats.get(ending, given):
+        raise UserError(f'--output={output}: expected {formats[ending]}; got --format={given}')
+    return given or formats[ending]
+
+
 @contextlib.contextmanager
 def _opened(path: str | None) -> Iterator[TextIO | None]:
     """The file that takes the place of `path` when all is written; None: the standard output.
 
-    A pipe, a device or a link stays what it is.
+    A pipe, a device or a link stays what it is. A .csv file begins with a byte order mark: without
+    it Excel does not read UTF-8.
     """
     if path is None:
         yield None
@@ -132,8 +154,10 @@ def _opened(path: str | None) -> Iterator[TextIO | None]:
     place = pathlib.Path(path)
     special = place.exists() and not place.is_file()
     written = contextlib.nullcontext(place) if special else atomic_write(place.resolve())
-    with usable(path), written as target, target.open('w', errors='surrogateescape') as file:
-        yield file
+    encoding = 'utf-8-sig' if place.suffix.lower() == '.csv' and not special else 'utf-8'
+    with usable(path), written as target:
+        with target.open('w', encoding=encoding, errors='surrogateescape') as file:
+            yield file
 
 
 def _found(
@@ -186,12 +210,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('images', metavar='IMAGE', nargs='+', help='files or folders')
     text = 'classes of each image (5; after training with sigmoid those above 50%%)'
     parser.add_argument('--top', type=app.positive, metavar='N', help=text)
-    parser.add_argument('--format', choices=['text', 'csv', 'jsonl'], default='text', help='(text)')
-    text = 'the standard output'
+    text = "(that of FILE's ending, or text)"
+    parser.add_argument('--format', choices=['text', 'csv', 'jsonl'], help=text)
+    text = 'default: standard output'
     parser.add_argument('--output', type=app.local_path, metavar='FILE', help=text)
-    parser.add_argument('--class_names', metavar='FILE', help="a name a line; the checkpoint's")
+    text = "one name a line; default: the checkpoint's"
+    parser.add_argument('--class_names', metavar='FILE', help=text)
     text = 'keep paths and features'
     parser.add_argument('--features', type=app.local_path, metavar='OUT.npz', help=text)
+    text = 'replace FILE and OUT.npz where they exist'
+    parser.add_argument('--overwrite', action='store_true', help=text)
     app.add_reading(parser)
     app.add_overrides(parser)
     return parser

@@ -1,18 +1,17 @@
 """Checkpoints of any origin as networks that can be used: `load`, look, `save`."""
 
-import contextlib
 import dataclasses
 import functools
 import os
 import pathlib
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+<<<<<<< HEAD
 from vit_jax.base import (
     Array,
     Float,
@@ -23,9 +22,12 @@ from vit_jax.base import (
     require,
     require_regular,
     tree_names,
-    usable,
 )
-from vit_jax.checkpoints import names, store, transfer
+=======
+from vit_jax.base import Array, Float, Params, Record, UInt8, UserError, require, tree_names
+from vit_jax.base.records import Elsewhere
+>>>>>>> b742bf72f3b10c17b34f97b664a35ad409e8241e
+from vit_jax.checkpoints import names, transfer
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import opening, writing
 from vit_jax.checkpoints.formats.array_files import error_prefix
@@ -40,6 +42,7 @@ from vit_jax.models import (
     ViTConfig,
     build,
     has_trained_head,
+    head_params,
     with_exact_products,
 )
 from vit_jax.models.taps import Reduction
@@ -49,6 +52,7 @@ ZERO_HEAD = (
     'fine-tune it, or use the features'
 )
 _PROJECTS = 'its head is a projection, for comparison with texts: it has no classes'
+_REGRESSES = 'its head is a regression: its outputs are numbers and not classes; use logits'
 OutputName = Literal['logits', 'probabilities', 'features']
 # Images may be this many times brighter than any that `prepare` makes: noise is, 0 to 255 is more.
 _HEADROOM = 8
@@ -109,7 +113,11 @@ class Loaded:
 
     @functools.cached_property
     def model(self) -> Model:
-        """The network's functions."""
+        """The network's functions. Raises UserError for a head that only its name is known of."""
+        head = self.config.head
+        way = 'load(..., head=FUNCTION), or --head=FILE.py:FUNCTION, hands it over'
+        named = f'its head is the function {getattr(head, "name", "")}, which no checkpoint holds'
+        require(not isinstance(head, Elsewhere), f'{named}: {way}')
         return build(self.config, compute=self.compute)
 
     def with_params(
@@ -136,7 +144,8 @@ class Loaded:
     @functools.cached_property
     def predicts(self) -> bool:
         """Has it a head that was trained, for classes?"""
-        return has_trained_head(self.params) and not self.card.projects
+        of_classes = not (self.card.projects or self.card.regresses)
+        return of_classes and has_trained_head(self.params)
 
     def require_head(self, *, of_classes: bool = True) -> None:
         """Raises UserError without a trained head; `of_classes`: for CLIP's projection too."""
@@ -144,6 +153,8 @@ class Loaded:
             raise UserError('the checkpoint has no head: use the features, or fine-tune it')
         if self.card.projects:
             require(not of_classes, f'{_PROJECTS}: use logits, the features, or fine-tune it')
+        elif self.card.regresses:
+            require(not of_classes, _REGRESSES)
         elif not self.predicts:
             raise UserError(ZERO_HEAD)
 
@@ -254,6 +265,7 @@ def load(
     channels: int | None = None,
     num_classes: int | Literal['keep'] | None = 'keep',
     new_channels: Literal['adapt', 'fresh'] = 'adapt',
+    head: Callable[[int], Any] | None = None,
     dtype: Literal['float32', 'bfloat16'] = 'float32',
 ) -> Loaded:
     """The network at a path: a file or directory of any format of `opening.NAMES`.
@@ -264,8 +276,9 @@ def load(
     position embeddings in patches, the number of heads, and so on. The others change the network:
     the size of images and patches (height, width, or one number), the channels of images, and the
     head, which `num_classes=None` drops and another number replaces by one of zeros. The patch
-    projection is adapted to other channels, or drawn anew with `new_channels='fresh'`. The network
-    computes in `dtype`; parameters, norms and outputs stay float32. Raises UserError or
+    projection is adapted to other channels, or drawn anew with `new_channels='fresh'`. `head` is
+    the function that made a head of one's own: no checkpoint holds it. The network computes in
+    `dtype`; parameters, norms and outputs stay float32. Raises UserError or
     MissingFile, in one sentence, where the file or a value cannot be used.
     """
     path, compute = _path(path), Compute(dtype=dtype)
@@ -275,6 +288,8 @@ def load(
     sizes = _pair(image_size), _pair(patch_size)
     changes = Changes(*sizes, channels, num_classes, new_channels)
     checkpoint = opening.open_checkpoint(path, hints, image_size=changes.image_size)
+    if head is not None:
+        checkpoint = _with_head(checkpoint, head)
     card, new = checkpoint.card, _changed_config(checkpoint.card.model, changes)
     was, how = card.model, changes.new_channels
     params, lines = transfer.changed(checkpoint.read(), old=was, new=new, new_channels=how)
@@ -284,6 +299,8 @@ def load(
         lines.append(ZERO_HEAD)
     if card.projects:
         lines.append(_PROJECTS)
+    elif card.regresses:
+        lines.append(_REGRESSES)
     elif card.loss not in (None, 'softmax', 'sigmoid'):
         lines.append(f'trained with {card.loss}: probabilities are the softmax of its logits')
     return Loaded(
@@ -319,7 +336,7 @@ def save(
     format = writing.format_for(path, format, loaded.format)
     require(overwrite or is_free(path), f'{path}: exists already; overwrite=True replaces it')
     layout = loaded.layout if format == loaded.format else None
-    with _replacing(pathlib.Path(path), format):
+    with writing.replacing(pathlib.Path(path), format):
         return writing.write_checkpoint(
             path, format, card=loaded.card, params=loaded.params, layout=layout, dtype=dtype
         )
@@ -329,37 +346,6 @@ def is_free(path: str | os.PathLike[str]) -> bool:
     """Is nothing there, or an empty directory?"""
     place = pathlib.Path(path)
     return not any(place.iterdir()) if place.is_dir() else not place.exists()
-
-
-@contextlib.contextmanager
-def _replacing(place: pathlib.Path, format: str) -> Iterator[None]:
-    """What cannot be written over is put aside, and back where its successor fails.
-
-    That is a checkpoint of ours, a directory, and a file where one of ours goes.
-    """
-    old = place.with_name(f'{place.name}.replaced')
-    aside = store.is_complete(place) or (format == opening.OURS and place.is_file())
-    if aside:
-        with usable(place):
-            _remove(old)  # left by one that was killed
-            place.rename(old)
-    try:
-        yield
-    except BaseException:
-        if aside:
-            _remove(place)
-            old.rename(place)
-        raise
-    if aside or store.is_complete(old):
-        _remove(old)
-
-
-def _remove(path: pathlib.Path) -> None:
-    """Removes a file, or a directory as far as that can be done."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _path(path: Any) -> str:
@@ -377,6 +363,17 @@ def _changed_config(old: ModelConfig, changes: Changes) -> ModelConfig:
     if changes.num_classes != 'keep':
         values['num_classes'] = changes.num_classes
     return dataclasses.replace(old, **values)
+
+
+def _with_head(checkpoint: opening.Checkpoint, head: Callable[[int], Any]) -> opening.Checkpoint:
+    """The checkpoint with the function of its head. Raises UserError for other parameters."""
+    model = dataclasses.replace(checkpoint.card.model, head=head)
+    params, where = checkpoint.read(), f'{checkpoint.path}: head'
+    require(model.num_classes is not None, f'{where}: the checkpoint has no head')
+    expected = jax.eval_shape(build(model).init, jax.random.key(0))
+    tree_names.compare_names(head_params(params), head_params(expected), where=where)
+    card = dataclasses.replace(checkpoint.card, model=model)
+    return checkpoint._replace(card=card, read=lambda: params)
 
 
 def _on_host(outputs: Any) -> Any:

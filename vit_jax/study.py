@@ -216,7 +216,10 @@ def _tell(folder: pathlib.Path, study: Study, found: Sequence[study_results.Row]
     with usable(folder):
         for ending, content in texts.items():
             with atomic_write(folder / f'{RESULTS}.{ending}') as partial:
-                partial.write_text(content, encoding='utf-8')
+                encoding = (
+                    'utf-8-sig' if ending == 'csv' else 'utf-8'
+                )  # without the mark Excel errs
+                partial.write_text(content, encoding=encoding)
         if png := _picture(study, rows):
             with atomic_write(folder / f'{RESULTS}.png') as partial:
                 partial.write_bytes(png)

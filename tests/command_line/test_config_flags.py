@@ -5,11 +5,12 @@ from collections.abc import Callable
 
 import pytest
 
+from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record
-from vit_jax.command_line import config_flags
+from vit_jax.command_line import config_flags, config_help
 from vit_jax.command_line.config_flags import load, overridden, split
-from vit_jax.config import EvalConfig
+from vit_jax.config import EvalConfig, Study, TrainConfig
 from vit_jax.data.image_preprocessing import InceptionCrop
 from vit_jax.training.duration import Duration
 
@@ -137,6 +138,95 @@ def test_what_is_wrong_is_named(override, message):
     with pytest.raises(UserError) as error:
         load(TINY, [override])
     assert str(error.value).startswith(message)
+
+
+HINTS = {  # another program's name: the field, or words of the sentence that says what to do
+    'drop_path': 'regularization.stochastic_depth',
+    'model.drop_path_rate': 'regularization.stochastic_depth',
+    'freeze_backbone': 'optimizer.trained_blocks=0',
+    'ema': 'polyak_decay',
+    'num_workers': 'loader.threads',
+    'schedule.decay': 'schedule.kind',
+    'optimizer.lr': 'schedule.learning_rate',
+    'evaluation_strategy': 'eval_every_steps',
+    'mixed_precision': 'compute.dtype=bfloat16',
+    'max_epochs': 'total.epochs',
+    'epochs': 'total.epochs',
+    'weight_decay': 'optimizer.weight_decay',
+    'label_smoothing': 'loss.label_smoothing',
+    'warmup_ratio': 'schedule.warmup.fraction',
+    'grad_clip': 'optimizer.clip_norm',
+    'Gradient-Accumulation-Steps': 'accumulation_steps',
+    'img_size': 'image_size',
+    'mixup': 'augmentation.mixup',
+    'layer_lr_decay': 'optimizer.layer_decay',
+    'pretrained': 'start_from',
+    'hidden_size': 'model.width',
+    'validation_split': 'held_out.fraction',
+    'num_classes': 'leave it out',
+    'resume': 'same command',
+    'class_weights': 'no class weights',
+    'early_stopping': 'no early stopping',
+    'save_best': 'no best checkpoint',
+    'wandb': 'tensorboard=true',
+    'k_fold': 'no cross-validation',
+    'gpus': 'CUDA_VISIBLE_DEVICES',
+}
+
+
+@pytest.mark.parametrize('name, meant', HINTS.items())
+def test_the_names_of_other_programs_lead_to_the_field_that_does_it(name, meant):
+    with pytest.raises(UserError) as error:
+        load(TINY, [f'{name}=1'])
+    is_field = ' ' not in meant and '.' in meant or meant in records.hints(TrainConfig)
+    said = f"did you mean 'config.{meant}'?" if is_field else meant
+    assert str(error.value).startswith(f'config.{name}: no such field; ')
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize('kind, base', [(TrainConfig, 'config'), (Study, 'config.base')])
+def test_what_a_synonym_leads_to_is_a_field_with_that_value(kind, base):
+    known = {*config_help.paths(kind)}
+    words = [word for texts in config_help.SYNONYMS.values() for word in texts.split()]
+    for target, texts in config_help.SYNONYMS.items():
+        for word in texts.split():
+            assert f'{base}.{target}' in config_help.synonym(kind, word)
+        field, _, value = target.partition('=')
+        assert f'{base}.{field}' in known
+        if value:
+            load(TINY, [target])
+    assert [word for word in {*words} if words.count(word) > 1] == ['decay']
+    fields = {path.rpartition('.')[2] for path in known}
+    assert not fields & {*words}  # which would be understood as they are
+
+
+@pytest.mark.parametrize(
+    'override, example',
+    [
+        ('total=3', '.epochs=3'),
+        ('total=0.5', '.fraction=0.5'),
+        ('schedule.warmup=500', 'its units: steps, epochs'),
+        ('optimizer=adam', '.kind=adamw'),
+        ('schedule=linear', '.kind=linear'),
+        ('loss=bce', 'its fields: kind, label_smoothing'),
+        ('model=B/16', "vit_jax.models.variant('B/16')"),
+        ('model=vit', '=ViTConfig'),
+        ('augmentation.crop=inception', '=InceptionCrop'),
+        ('augmentation.randaugment=2', '.layers=2'),
+        ('fewshot=5', '.shots=5'),
+        ('regularization=0.1', '.dropout=0.1'),
+        ('held_out=0.2', '.fraction=0.2'),
+        ('compute=bf16', '.dtype=bfloat16'),
+        ('mesh=2', '.data=2'),
+        ('loader=host', '.placement=host'),
+    ],
+)
+def test_a_record_given_as_one_value_says_which_field_to_set(override, example):
+    with pytest.raises(UserError) as error:
+        load(TINY, [override])
+    name = override.partition('=')[0]
+    said = f'for example --config.{name}{example}' if example[0] in '.=' else example
+    assert str(error.value).startswith(f'config.{name}=') and said in str(error.value)
 
 
 def test_one_unit_of_a_duration_is_given():

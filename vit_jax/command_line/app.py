@@ -247,6 +247,8 @@ class _Parser(argparse.ArgumentParser):
         known = {name for name in self._option_string_actions if name.startswith('--')}
         paths = config_help.paths(self.get_default('config_kind')) if self._takes_config else ()
         fields = [f'--{path}' for path in paths]
+        if paths and (text := config_help.synonym(self.get_default('config_kind'), flag[2:])):
+            return text
         same = [field for field in fields if field.endswith(f'.{flag[2:]}')]
         same = same or [field for field in fields if config_help.initials(field) == flag[2:]]
         meant = same or difflib.get_close_matches(flag, [*known, *fields])
@@ -385,6 +387,8 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     )
     text = 'that its norms add to the variance'
     hints.add_argument('--layer_norm_epsilon', type=float, metavar='E', help=text)
+    text = "of a head of one's own, as it was trained"
+    hints.add_argument('--head', metavar='FILE.py:FUNCTION', help=text)
     changed = parser.add_argument_group('what is changed')
     text = 'in pixels; positions are resized'
     changed.add_argument('--image_size', type=_pair, metavar='H,W', help=text)
@@ -396,6 +400,7 @@ def overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     """Those of `add_overrides` that were given."""
     names = 'grid', 'num_heads', 'gelu', 'layer_norm_epsilon', 'image_size', 'patch_size'
     values = {name: getattr(arguments, name) for name in names}
+    values['head'] = arguments.head and config_files.function(arguments.head)
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -71,7 +71,12 @@ def overridden(record: R, overrides: Sequence[str], *, where: str) -> R:
                 path = new + path.removeprefix(old)
         holder, options = _field(record, path, where=where)
         value = _parsed(text, options, where=f'{where}.{path}')
-        value = records.read(typing.Union[options], value, f'{where}.{path}')  # noqa: UP007
+        try:
+            value = records.read(typing.Union[options], value, f'{where}.{path}')  # noqa: UP007
+        except UserError as error:
+            kinds = [] if isinstance(value, dict) else [*records.record_types(options).values()]
+            more = config_help.instead(value, kinds, f'{where}.{path}') if kinds else ''
+            raise UserError(f'{error}{more}') from error
         parent, _, name = path.rpartition('.')
         if isinstance(holder, Duration):
             other = units.setdefault(parent, name)

@@ -1,23 +1,20 @@
-"""Inspects stored images before training: counts per class, defects, a contact sheet."""
+"""Inspects stored images before training: counts per class, defects."""
 
 import collections
 import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent import futures
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageDraw
 
 from vit_jax.data.image_headers import kinds_by_ending, read_header
 from vit_jax.data.image_preprocessing import decode
 from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.base import Label
-
-_NAME_WIDTH, _HEAD_HEIGHT, _LEAST_SIDE, _FRAME = 170, 24, 96, 2  # pixels of the contact sheet
 
 
 class Known(NamedTuple):
@@ -102,24 +99,3 @@ def _examined(reader: ImageReader, index: int) -> tuple[Label, str, tuple[int, .
     else:
         kind, data = read_header(stored).kind, stored
     return label, kind, size, hashlib.blake2b(data, digest_size=16).digest()
-
-
-def contact_sheet(
-    rows: Sequence[tuple[str, Sequence[np.ndarray]]], heads: Sequence[str]
-) -> Image.Image:
-    """A picture of named rows of images of one size, small ones enlarged, under titles `heads`."""
-    height, width = rows[0][1][0].shape[:2]
-    scale = max(1, -(-_LEAST_SIDE // min(height, width)))
-    height, width = scale * height + 2 * _FRAME, scale * width + 2 * _FRAME
-    size = _NAME_WIDTH + len(heads) * width, _HEAD_HEIGHT + len(rows) * height
-    sheet = Image.new('RGB', size, 'white')
-    draw = ImageDraw.Draw(sheet)
-    for column, head in enumerate(heads):
-        draw.text((_NAME_WIDTH + column * width + 4, 8), head, 'black')
-    for row, (name, images) in enumerate(rows):
-        top = _HEAD_HEIGHT + row * height
-        draw.text((4, top + height // 2 - 6), name[: _NAME_WIDTH // 7], 'black')
-        for column, image in enumerate(images):
-            tile = Image.fromarray(image.repeat(scale, axis=0).repeat(scale, axis=1))
-            sheet.paste(tile, (_NAME_WIDTH + column * width + _FRAME, top + _FRAME))
-    return sheet

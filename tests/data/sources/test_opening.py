@@ -149,8 +149,9 @@ def test_what_is_not_there_is_named(root, tmp_path):
         (tmp_path / name).mkdir() if name == 'd.npz' else (tmp_path / name).touch()
         with pytest.raises(ValueError, match=why):
             opening.make_opener()(str(tmp_path / name), 'train')
-    with pytest.raises(ValueError, match="no split 'val'; known: test, train"):
-        opening.make_opener()(str(root), 'val')
+    for name in 'val', 'vall', 'valid', 'validation', 'dev', 'eval', 'testing', 'held_out', 'Test':
+        with pytest.raises(ValueError, match=f"no split '{name}'; did you mean 'test'"):
+            opening.make_opener()(str(root), name)
     advice = (
         "--config.train_split='train\\[:90%\\]' --config.eval_split='train\\[90%:\\]'; of vit.*$"
     )

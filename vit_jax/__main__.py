@@ -29,7 +29,13 @@ def main() -> None:
     """Runs the program that the first argument names with the others."""
     known = programs()
     name, *arguments = sys.argv[1:] or ['--help']
-    if name in ('-h', '--help'):
+    if name == 'help' and arguments:
+        name, arguments = arguments[0], ['--help']
+    if name in ('-V', '--version', 'version'):
+        from vit_jax import __version__
+
+        print(f'vit_jax {__version__}')
+    elif name in ('-h', '--help', 'help'):
         if hasattr(signal, 'SIGPIPE'):  # not on Windows
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has read enough
         print('vit_jax PROGRAM ..., or python -m vit_jax.PROGRAM ...; each has --help\n')

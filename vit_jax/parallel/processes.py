@@ -299,8 +299,7 @@ class Job:
             code = INTERRUPTED if number == signal.SIGINT else REQUEUE
             if not self._saves:
                 name = signal.Signals(number).name
-                text = f'{name} before anything was kept: nothing is lost, start again'
-                self._say_and_end(code, text)
+                self._say_and_end(code, f'{name} before the first step: run the same command again')
             if interrupted:
                 _say('interrupted: stops after this step, and saves; Ctrl-C again ends at once')
             if self.count > 1:

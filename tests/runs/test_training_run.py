@@ -457,7 +457,7 @@ def test_a_batch_of_more_images_than_there_are_is_said(photos):
     few, many = (folder_config(photos, batch_size=size) for size in (16, 64))
     said = [reporting.outline(training_run.decide(config)) for config in (few, many)]
     assert 'steps of 16 images, 3.0 epochs' in said[0]
-    assert 'steps of 64 images, more than there are (--config.batch_size): 16, 12.0' in said[1]
+    assert 'steps of 64 images, which is more than the 16 training images, 12.0' in said[1]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 from importlib import metadata
 
 import cv2
+import jax
 import numpy as np
 import pytest
 
@@ -69,6 +70,23 @@ def test_the_doctor_names_the_extra_of_the_cuda_that_is_here(
     else:
         with pytest.raises(UserError, match=wrong):
             doctor._check_accelerator()
+
+
+@pytest.mark.parametrize('plugin, missing', [(None, r'vit_jax\[cuda13\].* and '), ('13', '')])
+def test_the_doctor_says_what_a_gpu_that_was_asked_for_lacks(monkeypatch, plugin, missing):
+    monkeypatch.setattr(doctor, '_nvidia_gpus', lambda: [])
+    monkeypatch.setattr(
+        doctor.importlib.util, 'find_spec', lambda name: name == f'jax_cuda{plugin}_plugin' or None
+    )
+    before = jax.config.jax_platforms
+    try:
+        for platforms in 'cuda', 'gpu', 'cuda,tpu':
+            jax.config.update('jax_platforms', platforms)
+            with pytest.raises(UserError, match=f'lacks .*{missing}the NVIDIA driver'):
+                doctor._check_accelerator()
+    finally:
+        jax.config.update('jax_platforms', before)
+    assert doctor._check_accelerator() == 0
 
 
 @pytest.mark.full

@@ -1,7 +1,9 @@
 import csv
 import dataclasses
+import json
 import pathlib
 import pickle
+import shutil
 import subprocess
 import sys
 
@@ -16,9 +18,12 @@ import vit_jax
 from tests import reference, tiny
 from tests.networks import HYBRID, RESNET, changed, contents, loaded
 from vit_jax import augreg, convert, predict, pretrained
+from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.checkpoints.augreg_index import fine_tuned, listed, pick, read_index
+from vit_jax.checkpoints.card import Card
+from vit_jax.checkpoints.formats import huggingface
 from vit_jax.command_line import app
 from vit_jax.config import FewshotConfig
 from vit_jax.data.image_preprocessing import Preprocessing
@@ -114,6 +119,73 @@ def test_what_is_no_image_is_refused_with_what_would_be_right(tmp_path):
     ]:
         with pytest.raises(UserError, match=message):
             network.prepare(image)
+
+
+@pytest.mark.parametrize('count', [1, 2, tiny.CLASSES - 1, tiny.CLASSES + 1])
+@pytest.mark.parametrize('door', ['with_params', 'changed', 'card', 'huggingface'])
+def test_there_are_as_many_class_names_as_outputs_or_none(door, count, tmp_path):
+    vit, names = loaded(tiny.model()), [f'class {i}' for i in range(count)]
+    with pytest.raises(UserError, match='class_names|id2label'):
+        if door == 'with_params':
+            vit.with_params(vit.params, class_names=names)
+        elif door == 'changed':
+            changed(vit, class_names=tuple(names))
+        elif door == 'card':
+            Card.read(records.to_dict(vit.card) | {'class_names': names}, where='card')
+        else:
+            folder = shutil.copytree(reference.path('hf_vit'), tmp_path / 'hf')
+            said = json.loads((folder / 'config.json').read_text())
+            said['id2label'] = {str(i): name for i, name in enumerate(names)}
+            (folder / 'config.json').write_text(json.dumps(said))
+            vit_jax.load(folder)
+
+
+def test_class_names_are_for_a_head():
+    vit = loaded(tiny.model(num_classes=None))
+    with pytest.raises(UserError, match='class_names: got 2; expected one for each of the 0'):
+        vit.with_params(vit.params, class_names=['a', 'b'])
+
+
+@pytest.mark.parametrize(
+    ('name', 'meant'),
+    [
+        ('B/16', 'augreg:B/16 or vit:B/16'),
+        ('ViT-L_16', 'augreg:L/16 or vit:L/16'),
+        ('Ti/16-in21k', 'augreg:Ti/16-in21k'),
+        ('google/vit-base-patch16-224', 'hf:google/vit-base-patch16-224'),
+        ('timm/vit_base_patch16_224.augreg_in21k', 'hf:timm/vit_base_patch16_224.augreg_in21k'),
+        ('vit_base_patch16_224', 'hf:timm/vit_base_patch16_224'),
+        ('deit3_small_patch16_224.fb_in1k', 'hf:timm/deit3_small_patch16_224.fb_in1k'),
+        ('nothing', None),
+        ('a/b/c', None),
+        ('tests/nothing', None),
+    ],
+)
+def test_a_name_without_its_kind_is_guessed(name, meant):
+    with pytest.raises(UserError) as error:
+        vit_jax.load(name)
+    assert (f'did you mean {meant}?' if meant else 'begins with hf:') in str(error.value)
+
+
+@pytest.mark.parametrize('count', [1, 3])
+def test_a_regression_has_no_classes_to_predict(count, tmp_path, capsys):
+    vit = loaded(tiny.model(num_classes=count, gelu='exact'), huggingface.HUGGINGFACE)
+    vit_jax.save(changed(vit, loss='regression'), tmp_path / 'x')
+    said = json.loads((tmp_path / 'x/config.json').read_text())
+    assert said['problem_type'] == 'regression'
+    again = vit_jax.load(tmp_path / 'x')
+    assert again.logits(np.asarray(tiny.images())).shape[1] == count
+    with pytest.raises(UserError, match='regression: its outputs are numbers'):
+        again.probabilities(np.asarray(tiny.images()))
+    cv2.imwrite(str(tmp_path / '1.png'), np.zeros((9, 9, 3), np.uint8))
+    with pytest.raises(UserError, match='regression'):
+        run(predict, tmp_path / 'x', tmp_path / '1.png')
+
+
+def test_swapped_arguments_of_predict_are_said(tmp_path):
+    cv2.imwrite(str(tmp_path / '1.PNG'), np.zeros((9, 9, 3), np.uint8))
+    with pytest.raises(UserError, match='1.PNG is an image; expected the checkpoint first'):
+        run(predict, tmp_path / '1.PNG', reference.path('hf_vit'))
 
 
 def test_numbers_that_cannot_be_meant_are_refused():

@@ -28,7 +28,8 @@ def main(arguments: argparse.Namespace) -> int:
         require(not arguments.download, '--download: of which? give a NAME, such as B/16')
     if index is None and name is None:
         for short, file in FILES.items():
-            print(f'{short:<22}{file.mebibytes:>6,} MiB  {file.address}')
+            copy = f' or {file.copy}' if file.copy else ''
+            print(f'{short:<22}{file.mebibytes:>6,} MiB  {file.address}{copy}')
         return 0
     rows = augreg_index.read_index(index or INDEX)
     if name is None:
@@ -53,7 +54,8 @@ def _say_picked(rows: list[Row], picked: Row, *, download: bool) -> None:
         where = f'{row.adapt_ds} {row.adapt_resolution}'
         print(f'  tuned   {where}: {accuracies}  {row.adapt_filename}')
     if download:
-        local = names.local(address)
+        short = {file.address: short for short, file in FILES.items()}
+        local = names.local(short.get(address, address))
         print('\n'.join([*local.origin, f'local     {local.path}']))
 
 

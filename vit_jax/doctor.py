@@ -59,6 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
     _say('cluster', text)
     gpus = _check_accelerator()
     with joined_job(launch, app.reporter(arguments)) as job:
+        app.require_devices()
         _say('compiled', f'programs are kept: {app.keep_programs(arguments, job)}')
         _check_together(job, arguments.seconds, gpus)
         if arguments.config is not None:
@@ -76,14 +77,21 @@ def _say(name: str, text: str) -> None:
 
 
 def _check_accelerator() -> int:
-    """The number of GPUs. Raises UserError where jax can make no use of one."""
-    gpus = _nvidia_gpus()
+    """The number of GPUs. Raises UserError where jax can use none, and one is here or requested."""
+    gpus, platforms = _nvidia_gpus(), jax.config.values['jax_platforms'] or ''
+    plugins = [n for n in _LEAST_DRIVER if importlib.util.find_spec(f'jax_cuda{n}_plugin')]
+    how = "pip install 'vit_jax[cuda]' (CUDA 12) or 'vit_jax[cuda13]'"
+    if not gpus and {'cuda', 'gpu'} & {*platforms.split(',')}:
+        missing = [] if plugins else [f"jax's part for CUDA ({how})"]
+        if os.path.exists('/proc/driver/nvidia/version'):
+            missing.append('a GPU: the NVIDIA driver is loaded, but nvidia-smi lists none')
+        else:
+            missing.append('the NVIDIA driver (nvidia-smi, /proc/driver/nvidia)')
+        raise UserError(f'JAX_PLATFORMS={platforms}: this host lacks {" and ".join(missing)}')
     if gpus:
         driver, _, name = gpus[0].partition(', ')
         _say('driver', f'NVIDIA {driver}: {len(gpus)} x {name}')
-        plugins = [n for n in _LEAST_DRIVER if importlib.util.find_spec(f'jax_cuda{n}_plugin')]
         if not plugins:
-            how = "pip install 'vit_jax[cuda]' (CUDA 12) or 'vit_jax[cuda13]'"
             raise UserError(f"a GPU is here, jax's part for it is not: {how}")
         cuda, least = plugins[-1], _LEAST_DRIVER[plugins[-1]]
         if int(driver.split('.')[0]) < least:

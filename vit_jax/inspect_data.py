@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from vit_jax.base import UserError, atomic_write, counted, storage, usable, write_json
-from vit_jax.base.records import text_of
+from vit_jax.base.records import text_of, to_dict
 from vit_jax.command_line import app
 from vit_jax.config import TrainConfig
 from vit_jax.data import inspection, reading
@@ -33,6 +33,7 @@ from vit_jax.data.sources.base import Label, Source
 from vit_jax.data.sources.opening import Opener, make_opener, open_splits
 from vit_jax.data.sources.splits import split_names
 from vit_jax.figures import bitmaps
+from vit_jax.runs import workdirs
 from vit_jax.runs.experiment import label_problems, open_start, preprocessing_of, reader_for
 from vit_jax.training.losses import targets_of
 from vit_jax.training.update import AUGMENT, purpose_key
@@ -46,6 +47,7 @@ _NEW = 'their accuracy is not that of new images'
 def main(arguments: argparse.Namespace) -> int:
     """Scans every split, prints a summary, draws images; 1 where training would be refused."""
     config, folder = arguments.config, storage.folder(arguments.workdir)
+    workdirs.require_apart(arguments.workdir, to_dict(config))
     if not storage.is_remote(folder):
         with usable(folder):
             folder.mkdir(parents=True, exist_ok=True)

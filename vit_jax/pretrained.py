@@ -1,12 +1,10 @@
 """Checkpoints of any origin as networks that can be used: `load`, look, `save`."""
 
-import contextlib
 import dataclasses
 import functools
 import os
 import pathlib
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -23,9 +21,8 @@ from vit_jax.base import (
     require,
     require_regular,
     tree_names,
-    usable,
 )
-from vit_jax.checkpoints import names, store, transfer
+from vit_jax.checkpoints import names, transfer
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import opening, writing
 from vit_jax.checkpoints.formats.array_files import error_prefix
@@ -49,6 +46,7 @@ ZERO_HEAD = (
     'fine-tune it, or use the features'
 )
 _PROJECTS = 'its head is a projection, for comparison with texts: it has no classes'
+_REGRESSES = 'its head is a regression: its outputs are numbers and not classes; use logits'
 OutputName = Literal['logits', 'probabilities', 'features']
 # Images may be this many times brighter than any that `prepare` makes: noise is, 0 to 255 is more.
 _HEADROOM = 8
@@ -136,7 +134,8 @@ class Loaded:
     @functools.cached_property
     def predicts(self) -> bool:
         """Has it a head that was trained, for classes?"""
-        return has_trained_head(self.params) and not self.card.projects
+        of_classes = not (self.card.projects or self.card.regresses)
+        return of_classes and has_trained_head(self.params)
 
     def require_head(self, *, of_classes: bool = True) -> None:
         """Raises UserError without a trained head; `of_classes`: for CLIP's projection too."""
@@ -144,6 +143,8 @@ class Loaded:
             raise UserError('the checkpoint has no head: use the features, or fine-tune it')
         if self.card.projects:
             require(not of_classes, f'{_PROJECTS}: use logits, the features, or fine-tune it')
+        elif self.card.regresses:
+            require(not of_classes, _REGRESSES)
         elif not self.predicts:
             raise UserError(ZERO_HEAD)
 
@@ -284,6 +285,8 @@ def load(
         lines.append(ZERO_HEAD)
     if card.projects:
         lines.append(_PROJECTS)
+    elif card.regresses:
+        lines.append(_REGRESSES)
     elif card.loss not in (None, 'softmax', 'sigmoid'):
         lines.append(f'trained with {card.loss}: probabilities are the softmax of its logits')
     return Loaded(
@@ -319,7 +322,7 @@ def save(
     format = writing.format_for(path, format, loaded.format)
     require(overwrite or is_free(path), f'{path}: exists already; overwrite=True replaces it')
     layout = loaded.layout if format == loaded.format else None
-    with _replacing(pathlib.Path(path), format):
+    with writing.replacing(pathlib.Path(path), format):
         return writing.write_checkpoint(
             path, format, card=loaded.card, params=loaded.params, layout=layout, dtype=dtype
         )
@@ -329,37 +332,6 @@ def is_free(path: str | os.PathLike[str]) -> bool:
     """Is nothing there, or an empty directory?"""
     place = pathlib.Path(path)
     return not any(place.iterdir()) if place.is_dir() else not place.exists()
-
-
-@contextlib.contextmanager
-def _replacing(place: pathlib.Path, format: str) -> Iterator[None]:
-    """What cannot be written over is put aside, and back where its successor fails.
-
-    That is a checkpoint of ours, a directory, and a file where one of ours goes.
-    """
-    old = place.with_name(f'{place.name}.replaced')
-    aside = store.is_complete(place) or (format == opening.OURS and place.is_file())
-    if aside:
-        with usable(place):
-            _remove(old)  # left by one that was killed
-            place.rename(old)
-    try:
-        yield
-    except BaseException:
-        if aside:
-            _remove(place)
-            old.rename(place)
-        raise
-    if aside or store.is_complete(old):
-        _remove(old)
-
-
-def _remove(path: pathlib.Path) -> None:
-    """Removes a file, or a directory as far as that can be done."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _path(path: Any) -> str:

@@ -1,5 +1,6 @@
 """Checkpoints of the Hugging Face Hub by name, from a hub on this machine."""
 
+import json
 import os
 import pathlib
 import re
@@ -7,18 +8,23 @@ import socket
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 import vit_jax
 from tests import reference, tiny
+from tests.networks import contents, loaded
 from tests.servers import web
 from vit_jax.base.errors import MissingFile, UserError
-from vit_jax.checkpoints import hub, names
+from vit_jax.checkpoints import hub, names, published
+from vit_jax.checkpoints.formats import google
 from vit_jax.runs.experiment import open_start
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = pathlib.Path(reference.path('hf_vit'))
 FILES = {path.name: path.read_bytes() for path in FOLDER.iterdir()}
+IMAGES = np.random.default_rng(0).normal(size=(2, 8, 8, 3)).astype(np.float32)
 WEIGHTS = FILES['model.safetensors']
 REST = {name: data for name, data in FILES.items() if name != 'model.safetensors'}
 
@@ -293,3 +299,67 @@ def ran(command, server, tmp_path):
     return subprocess.run(
         command, env=environment(server, tmp_path), capture_output=True, text=True, timeout=120
     )
+
+
+def twins(folder):
+    """One small network as each place holds it: a bucket, timm's repository, transformers' one."""
+    vit = loaded(tiny.model(representation_size=None), google.GOOGLE)
+    vit_jax.save(vit, folder / 'paper.npz')
+    vit_jax.save(vit, folder / 'x.safetensors', 'timm')
+    vit_jax.save(vit, folder / 'hf', 'huggingface')
+    said = json.loads((folder / 'hf/config.json').read_text())
+    # As in the published repositories: not what the paper's network was trained with.
+    said |= {'hidden_act': 'gelu', 'layer_norm_eps': 1e-12}
+    prepared = {'input_size': [3, 8, 8], 'mean': [0.5] * 3, 'std': [0.5] * 3, 'crop_pct': 0.9}
+    arguments = {'num_heads': vit.config.num_heads, 'img_size': 8}
+    timm = {'architecture': 'vit_small_patch16_384', 'model_args': arguments}
+    timm |= {'pretrained_cfg': prepared, 'num_classes': tiny.CLASSES}
+    repositories = {}
+    for owner, path, config in (
+        ('timm', folder / 'x.safetensors', timm),
+        ('google', folder / 'hf/model.safetensors', said),
+    ):
+        bare = safetensors.numpy.save(contents(path))  # without our card
+        files = {'config.json': json.dumps(config).encode(), 'model.safetensors': bare}
+        repositories[owner] = files
+    return (folder / 'paper.npz').read_bytes(), repositories
+
+
+@pytest.mark.parametrize('status', [401, 403, 404])
+@pytest.mark.parametrize('name', ['augreg:S/16', 'augreg:Ti/16-in21k', 'vit:B/16-224', 'vit:L/16'])
+def test_a_published_name_is_the_same_network_from_every_address(
+    server, name, status, tmp_path, monkeypatch
+):
+    paper, repositories = twins(tmp_path)
+    file, bucket = published.FILES[name], '/' + published.FILES[name].address.removeprefix('gs://')
+    monkeypatch.setenv('STORAGE_EMULATOR_HOST', server.url)
+    monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
+    repository, at, _ = file.copy.removeprefix('hf:').partition('@')
+    files = repositories[repository.partition('/')[0]]
+    add(server, {'main': files}, repository)
+    if at:  # the commit of the files here
+        file = file._replace(copy=f'hf:{repository}@{web.commit_of(files)}')
+        monkeypatch.setitem(published.FILES, name, file)
+    server.answers[bucket] = web.refused(status, '')
+    copy = vit_jax.load(name)
+    assert file.address in copy.report[1] and file.copy in copy.report[1]
+    assert f'{server.url}/{repository}, commit' in copy.report[2]
+    server.answers[bucket] = web.stored(paper)
+    original = vit_jax.load(name)
+    assert original == copy and original.origin != copy.origin
+    np.testing.assert_array_equal(original.logits(IMAGES), copy.logits(IMAGES))
+
+
+def test_a_published_name_without_a_copy_says_which_have_one(server, monkeypatch, tmp_path):
+    monkeypatch.setenv('STORAGE_EMULATOR_HOST', server.url)
+    monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
+    with pytest.raises(MissingFile, match='augreg:B/16: .*HTTP 404.*no copy .*augreg:S/16'):
+        names.local('augreg:B/16')
+    with pytest.raises(MissingFile, match='augreg:S/16: .*HTTP 404.*and its copy.*no such repos'):
+        names.local('augreg:S/16')
+
+
+def test_the_page_of_names_lists_the_copies():
+    page = (ROOT / 'docs/names.md').read_text()
+    rows = dict(re.findall(r'^\| `((?:augreg|vit):[^`]+)` \| `(hf:[^`]+)`', page, re.MULTILINE))
+    assert rows == {name: file.copy for name, file in published.FILES.items() if file.copy}

@@ -126,6 +126,31 @@ def test_a_boolean_is_given_in_any_spelling_of_absl(monkeypatch, spelling, value
     assert (code, found.largest, app.launch(found).process_id) == (0, value, 1)
 
 
+@pytest.mark.parametrize(
+    'given, meant',
+    [
+        ('--compiled=~/x', '--compiled=/home/me/x'),
+        ('-compiled=~', '-compiled=/home/me'),
+        ('--config.data=~/photos', '--config.data=/home/me/photos'),
+        ('--config.evaluations.real.labels=~/real.json', None),
+        ('~/photo.jpg', '/home/me/photo.jpg'),
+        ('~root/x', f'{os.path.expanduser("~root")}/x'),
+        ('--workdir=~root/run', f'--workdir={os.path.expanduser("~root")}/run'),
+        ('--workdir=~nobody-of-this-name/run', '--workdir=~nobody-of-this-name/run'),
+        ('--workdir=./~', '--workdir=./~'),
+        ('--workdir=a/~/b', '--workdir=a/~/b'),
+        ('--workdir=run~', '--workdir=run~'),
+        ('a=~/x', 'a=~/x'),
+    ],
+)
+def test_a_tilde_is_the_home_wherever_a_path_begins(monkeypatch, given, meant):
+    monkeypatch.setenv('HOME', '/home/me')
+    assert app._at_home(given) == (meant or given.replace('~', '/home/me'))
+    if given == '--compiled=~/x':
+        monkeypatch.setattr(app, 'keep_programs', lambda arguments: '')
+        assert started(monkeypatch, app.new_parser('n', ''), given)[1].compiled == '/home/me/x'
+
+
 def test_a_flag_that_a_program_would_ignore_is_refused(monkeypatch, capsys):
     for flag in '--config.seed=1', '--accept_config_changes', '--num_processes=2':
         assert started(monkeypatch, app.new_parser('name', ''), flag) == (2,)
@@ -248,6 +273,28 @@ def test_a_device_with_too_little_memory_is_one_line_with_what_needs_less(
         app.run(lambda arguments: jax.jit(lambda: jnp.zeros(2**45, jnp.int8))(), parser)
     assert ended.value.code == 1
     assert re.match(f'error: RESOURCE_EXHAUSTED: [^;\n]*{less}[^\n]*\n$', capsys.readouterr().err)
+
+
+ABSENT = ['cuda', *(pytest.param(x, marks=pytest.mark.full) for x in ('gpu', 'rocm', 'tpu', 'no'))]
+
+
+@pytest.mark.parametrize('platform', ABSENT)
+@pytest.mark.parametrize(
+    'command',
+    [
+        'predict tests/reference/bigvision_map.npz tests/reference',
+        'train --config=tests/tiny_config.py --workdir=/no/where',
+        'doctor',
+    ],
+)
+def test_a_device_that_was_asked_for_and_is_not_here_is_one_sentence(
+    monkeypatch, platform, command
+):
+    monkeypatch.setenv('JAX_PLATFORMS', platform)
+    name, *arguments = command.split()
+    code, _, err = said(*arguments, name=name)
+    (line,) = (line for line in err.splitlines() if line.startswith('error: '))
+    assert code == 1 and f'JAX_PLATFORMS={platform}: ' in line and 'Traceback' not in err
 
 
 @pytest.mark.parametrize('given', ['/dev/full', None])

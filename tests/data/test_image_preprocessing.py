@@ -330,6 +330,10 @@ def test_no_inception_crop_is_smaller_than_its_least_area():
         ('InceptionCrop', {'aspect': (0.0, 1.0)}, 'aspect=.*: expected more than 0'),
         ('InceptionCrop', {'aspect': (2.0, 1.0)}, 'aspect=.*: expected the smaller number first'),
         ('Preprocessing', {'std': (1.0, 0.0, 1.0)}, 'std=.*: expected at least 0.1'),
+        ('Preprocessing', {'mean': (0.485, 0.456, 0.406)}, 'mean=.*multiply by 255'),
+        ('Preprocessing', {'mean': (0.5, 0.0, 0.0)}, 'mean=.*multiply by 255'),
+        ('Preprocessing', {'std': (0.229, 0.224, 0.225)}, 'std=.*multiply by 255'),
+        ('Preprocessing', {'std': (0.99, 0.5, 0.5)}, 'std=.*multiply by 255'),
         (
             'Preprocessing',
             {'std': (1.0, float('inf'), 1.0)},

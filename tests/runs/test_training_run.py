@@ -1,9 +1,11 @@
 """Whole runs: trained, killed, resumed, fine-tuned, probed."""
 
+import argparse
 import dataclasses
 import json
 import pathlib
 import shutil
+import types
 
 import chex
 import cv2
@@ -15,21 +17,25 @@ import optax
 import pytest
 
 import vit_jax
-from tests import tiny
+from tests import networks, tiny
+from vit_jax import inspect_data, study
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.store import load_card, load_params
-from vit_jax.config import EvalConfig, FewshotConfig, ProbeSet
+from vit_jax.config import EvalConfig, FewshotConfig, Grid, ProbeSet, Study
 from vit_jax.data import loading, reading
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.image_preprocessing import InceptionCrop
 from vit_jax.data.randaugment import RandAugment
+from vit_jax.data.sources.folders import unlabelled
+from vit_jax.data.sources.opening import make_opener
 from vit_jax.evaluation.episodes import EpisodesConfig
 from vit_jax.models import Regularization, build
+from vit_jax.parallel import meshes
 from vit_jax.parallel.processes import Job
-from vit_jax.runs import history, probing_run, reporting, training_run, workdirs
+from vit_jax.runs import history, prediction, probing_run, reporting, training_run, workdirs
 from vit_jax.training.duration import Duration
 from vit_jax.training.loop import NotFinite
 from vit_jax.training.losses import LossConfig
@@ -457,7 +463,7 @@ def test_a_batch_of_more_images_than_there_are_is_said(photos):
     few, many = (folder_config(photos, batch_size=size) for size in (16, 64))
     said = [reporting.outline(training_run.decide(config)) for config in (few, many)]
     assert 'steps of 16 images, 3.0 epochs' in said[0]
-    assert 'steps of 64 images, which is more than the 16 training images, 12.0' in said[1]
+    assert 'steps of 64 images (--config.batch_size), more than the 16 training images' in said[1]
 
 
 @pytest.mark.parametrize(
@@ -526,6 +532,83 @@ def test_an_evaluation_that_may_skip_is_that_of_what_can_be_read(
     assert found['accuracy'] == expected['accuracy']
 
 
+@pytest.mark.parametrize(
+    'program, flag',
+    [
+        ('train', 'config.batch_size=64'),
+        ('evaluations', 'config.eval_batch_size=64'),
+        ('fewshot', 'config.eval_batch_size=64'),
+        ('predict', '--batch_size=64'),
+    ],
+)
+def test_a_batch_whose_images_do_not_fit_into_memory_is_rejected(
+    tmp_path, monkeypatch, program, flag
+):
+    """Its pixels would, but one is read while another is used, and a CPU has numbers too."""
+    memory = types.SimpleNamespace(total=64 * 8 * 8 * 3 * 5)
+    monkeypatch.setattr(loading.psutil, 'virtual_memory', lambda: memory)
+    size = {'batch_size': 64} if program == 'train' else {'eval_batch_size': 64}
+    with pytest.raises(UserError, match=f'{flag}: 64 images of 8x8 pixels need'):
+        if program == 'predict':
+            loaded, source = networks.loaded(tiny.model()), make_opener()('digits', 'test')
+            reader = prediction.reader_for(loaded, source, 10**6)
+            prediction.on_devices(loaded, reader, 64, meshes.make_mesh(meshes.MeshConfig()))
+        elif program == 'fewshot':
+            vit_jax.save(networks.loaded(tiny.model()), tmp_path / 'x.npz')
+            start = {'start_from': str(tmp_path / 'x.npz'), 'model': None, 'fewshot': FEWSHOT}
+            probing_run.probe(tiny.experiment(**start, **size), str(tmp_path / 'run'))
+        else:
+            training_run.decide(tiny.experiment(**size))
+
+
+def test_a_batch_of_few_images_to_predict_is_no_larger_than_they_are(photos):
+    loaded = networks.loaded(tiny.model())
+    reader = prediction.reader_for(loaded, unlabelled([str(photos)]), 10**6)
+    mesh = meshes.make_mesh(meshes.MeshConfig())
+    for size, rows in (8, 8), (10**6, 32):
+        _, batches = prediction.on_devices(loaded, reader, size, mesh)
+        assert len(next(iter(batches))['images']) == rows
+
+
+@pytest.mark.parametrize('inside', ['.', 'train/run', 'deeper/than/this', 'link'])
+@pytest.mark.parametrize('program', ['train', 'evaluation', 'fewshot', 'inspect_data', 'study'])
+def test_a_work_directory_among_the_images_is_rejected_before_it_is_made(
+    photos, tmp_path, program, inside
+):
+    before = sorted(photos.rglob('*'))
+    path = photos / inside
+    if inside == 'link':
+        (tmp_path / 'link').symlink_to(photos)
+        path = tmp_path / 'link/run'
+    config = folder_config(photos)
+    if program == 'evaluation':
+        config = tiny.experiment(eval_split='test', evals={'photos': EvalConfig(data=str(photos))})
+    with pytest.raises(UserError, match='--workdir=.*: lies in the data, .*; expected'):
+        if program in ('evaluation', 'fewshot'):
+            with workdirs.opened(str(path), records.to_dict(config), Job()):
+                pass
+        elif program == 'inspect_data':
+            inspect_data.main(argparse.Namespace(config=config, workdir=str(path)))
+        elif program == 'study':
+            given = Study(title='x', base=config, grids={'all': Grid()})
+            study.main(argparse.Namespace(config=given, workdir=str(path), only='', list=False))
+        else:
+            training_run.train(config, str(path))
+    assert sorted(photos.rglob('*')) == before
+
+
+def test_a_run_that_lies_among_the_images_is_called_one(photos):
+    """As an earlier version made it: advice to remove it would cost a network."""
+    for folder in photos / 'train', photos / 'train/run':
+        (folder / 'checkpoints').mkdir(parents=True, exist_ok=True)
+        (folder / 'ledger.jsonl').touch()
+        with pytest.raises(UserError, match=f'{folder} is the work directory of a run; ') as error:
+            training_run.decide(folder_config(photos / 'train'))
+        assert 'remove' not in str(error.value)
+        shutil.rmtree(folder / 'checkpoints')
+        (folder / 'ledger.jsonl').unlink()
+
+
 TOO_FEW_BLOCKS = tiny.assigned(OptimizerConfig(), trained_blocks=-1)
 
 
@@ -540,7 +623,7 @@ TOO_FEW_BLOCKS = tiny.assigned(OptimizerConfig(), trained_blocks=-1)
         ({'batch_size': 20}, 'batch_size=20 is not a multiple of 8 devices'),
         (
             {'batch_size': 8 * 10**10},
-            r'config.batch_size=80000000000: .* images of 8x8 pixels are 14,305 GiB, this machine',
+            r'config.batch_size=80000000000: .* images of 8x8 pixels need 85,831 GiB; expected at',
         ),
         ({'eval_batch_size': 8 * 10**10}, 'config.eval_batch_size=80000000000: 80,000,000,000 im'),
         ({'accumulation_steps': 3}, 'batch_size=16 is not a multiple of 8 devices .* x 3'),

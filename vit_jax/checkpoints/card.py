@@ -19,18 +19,28 @@ class Card(Record):
     grid: tuple[int, int]  # (height, width) in patches, or of a ResNet's last feature map
     preprocessing: Preprocessing
     class_names: tuple[str, ...] = ()
-    # Of the training: softmax, sigmoid, contrastive, MODULE:FUNCTION; None: not known.
+    # Of the training: softmax, sigmoid, contrastive, regression (transformers'), MODULE:FUNCTION;
+    # None: not known.
     loss: str | None = None
     software: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def check(self) -> None:
-        """The grid is the model's: it is there for readers that do not know the model."""
+        """The grid is the model's, for readers that do not know the model; so are the classes."""
         require(self.grid == self.model.grid, f'grid={self.grid}: the model has {self.model.grid}')
+        count, outputs = len(self.class_names), self.model.num_classes or 0
+        right = f'expected one for each of the {outputs:,} outputs, or none'
+        require(count in (0, outputs), f'class_names: got {count:,}; {right}')
 
     @property
     def projects(self) -> bool:
         """Is the head CLIP's projection, whose outputs are compared with those for texts?"""
         return self.loss == 'contrastive' and self.model.num_classes is not None
+
+    @property
+    def regresses(self) -> bool:
+        """Are its outputs numbers, and not classes? A single one is, unless something says it."""
+        one = self.loss is None and self.model.num_classes == 1
+        return self.loss == 'regression' or one
 
     def probabilities(self, logits: Float[Array, '... k']) -> Float[Array, '... k']:
         """Of each class: the sigmoid where the network was trained so, else the softmax."""

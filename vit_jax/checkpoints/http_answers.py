@@ -94,7 +94,7 @@ def _refusal(url: str, code: int) -> Exception:
         text = (
             'it leads in a circle, or to no https:// address; take the link that it is to lead to'
         )
-    kind = MissingFile if code == 404 else UserError
+    kind = MissingFile if code in (401, 403, 404) else UserError
     return kind(f'{shown_url(url)}: HTTP {code}: {text}')
 
 

@@ -10,12 +10,13 @@
 Everything else is a local path, for which the network is not touched.
 """
 
+import logging
 import os
 import re
 import urllib.parse
 from typing import NamedTuple
 
-from vit_jax.base import UserError, require
+from vit_jax.base import MissingFile, UserError, require
 from vit_jax.base.errors import shown_url
 from vit_jax.checkpoints import download, hub, published
 from vit_jax.checkpoints.formats.array_files import ENDINGS
@@ -78,7 +79,7 @@ def local(name: str) -> Local:
         if name.startswith('hf:'):
             return _of_hub(name)
         if name.partition(':')[0] in _KINDS:
-            return _file(published.published(name).address)
+            return _published(name)
         return _file(name)
     except UserError as error:
         text = str(error).removeprefix(f'{shown(name)}: ')
@@ -98,6 +99,25 @@ def local_file(name: str) -> str:
 def require_here(path: str) -> None:
     """Raises UserError for a name where only a local path can be written."""
     require(not is_elsewhere(path), f'{shown(path)}: expected a local path to write to')
+
+
+def _published(name: str) -> Local:
+    """The file of a paper, or its copy where the server of the first is closed, and says so."""
+    file = published.published(name)
+    try:
+        return _file(file.address)
+    except MissingFile as error:
+        if file.copy is None:
+            able = ', '.join(other for other, one in published.FILES.items() if one.copy)
+            raise MissingFile(f'{error}; no copy of it is known, as there are of {able}') from error
+        why = f'{file.address}: {str(error).split(": ")[1]}'  # HTTP 403, or not in the cache
+    logging.warning('%s; trying %s', why, file.copy)
+    try:
+        found = _of_hub(file.copy)
+    except UserError as error:
+        raise type(error)(f'{why}; and its copy, {file.copy}: {error}') from error
+    text = f'{file.address} does not answer: {file.copy} is a copy, not compared with that file'
+    return found._replace(origin=(text, *found.origin))
 
 
 def _of_hub(name: str) -> Local:

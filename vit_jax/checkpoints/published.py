@@ -2,6 +2,8 @@
 
 -in21k is a network that was pre-trained on ImageNet-21k; without it, one that was then fine-tuned
 on ImageNet, at 384 pixels or those of its name. The addresses are of vision_transformer's README.
+The bucket has answered 403 to everybody since February 2026 (vision_transformer issue 321), so that
+a name also has the address of a copy in timm's or transformers' layout, where one is known.
 """
 
 from typing import NamedTuple
@@ -17,6 +19,7 @@ class Published(NamedTuple):
 
     address: str
     mebibytes: int  # 4 bytes a parameter, as the README has them
+    copy: str | None = None  # a repository of the hub with the same network; no digest is known
 
 
 # "How to train your ViT?" (Steiner et al.): how each was pre-trained, and its size; the learning
@@ -59,6 +62,36 @@ _VIT = {
 }
 
 
+# Copies on the Hugging Face Hub. Of AugReg those that timm converted from exactly these files, as
+# its source says (timm 1.0.31); its other ones were trained with other values. A commit is there
+# where a page of the hub shows that it holds the weights.
+_COPIES = {
+    'augreg:Ti/16': 'timm/vit_tiny_patch16_384.augreg_in21k_ft_in1k',
+    'augreg:Ti/16-in21k': 'timm/vit_tiny_patch16_224.augreg_in21k',
+    'augreg:S/16': 'timm/vit_small_patch16_384.augreg_in21k_ft_in1k'
+    '@3fe0b849c2d906a2bbcd18e064f37bc2872aaf69',
+    'augreg:S/16-in21k': 'timm/vit_small_patch16_224.augreg_in21k',
+    'augreg:B/16-in21k': 'timm/vit_base_patch16_224.augreg_in21k',
+    'augreg:R+Ti/16': 'timm/vit_tiny_r_s16_p8_384.augreg_in21k_ft_in1k',
+    'augreg:R+Ti/16-in21k': 'timm/vit_tiny_r_s16_p8_224.augreg_in21k',
+    'vit:B/16': 'timm/vit_base_patch16_384.orig_in21k_ft_in1k'
+    '@a9c045638f0ae6090b6e601ea6e4965ef52cd140',
+    'vit:B/16-224': 'google/vit-base-patch16-224@8a8c79fdc0b3073f653ccf0f0932e3cc0977e16a',
+    'vit:B/32': 'google/vit-base-patch32-384',
+    'vit:L/16': 'google/vit-large-patch16-384',
+    'vit:L/16-224': 'google/vit-large-patch16-224',
+    'vit:L/32': 'google/vit-large-patch32-384',
+    'vit:R50+B/16': 'timm/vit_base_r50_s16_384.orig_in21k_ft_in1k'
+    '@de1802dabe5c370db01958230454061757dea669',
+    # These have no head: that of the papers' files is all zeros.
+    'vit:B/16-in21k': 'google/vit-base-patch16-224-in21k@8146525ca503690e7719cca453d932123c9c1eaa',
+    'vit:B/32-in21k': 'google/vit-base-patch32-224-in21k',
+    'vit:L/16-in21k': 'google/vit-large-patch16-224-in21k',
+    'vit:L/32-in21k': 'google/vit-large-patch32-224-in21k',
+    'vit:H/14-in21k': 'google/vit-huge-patch14-224-in21k',
+}
+
+
 def _files() -> dict[str, Published]:
     found = {}
     for variant, (recipe, size, tuned) in _AUGREG.items():
@@ -74,6 +107,8 @@ def _files() -> dict[str, Published]:
             name = file.replace('ViT-', '').replace('_', '/')
             name += '-in21k' if data == 'imagenet21k' else ''
             found[f'vit:{name}'] = Published(f'gs://vit_models/{data}/{file}.npz', size)
+    for name, repository in _COPIES.items():
+        found[name] = found[name]._replace(copy=f'hf:{repository}')
     return found
 
 

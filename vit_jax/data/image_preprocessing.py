@@ -194,6 +194,10 @@ class Preprocessing(Record):
         require(not self.crop.random, 'crop: random crops are for augmentation.crop')
         require_between(self, 'mean', low=0, high=255)
         require_between(self, 'std', low=0.1, high=10_000)
+        for name in 'mean', 'std':  # of pixels: at least 1, or 0 where nothing is subtracted
+            values = getattr(self, name)
+            right = 'these are of 0..1, expected those of 0..255: multiply by 255'
+            require(max(values) >= 1 or not any(values), f'{name}={values}: {right}')
 
 
 def normalize(

@@ -55,12 +55,16 @@ class LoaderConfig(Record):
         require_between(self, 'processes', low=0)
 
 
-def check_memory(batch_size: int, size: Size, *, name: str) -> None:
-    """Raises UserError where the rows of a batch that are here exceed the machine's memory."""
+def check_memory(batch_size: int, size: Size, *, name: str, accumulation_steps: int = 1) -> None:
+    """Raises UserError where the images of batches that are here exceed the machine's memory.
+
+    One batch is read while another is used. A CPU has the images as float32 numbers too.
+    """
     rows, (height, width) = -(-batch_size // jax.process_count()), size
-    needed, held = rows * height * width * 3, psutil.virtual_memory().total
-    text = f'{rows:,} images of {height}x{width} pixels are {needed / 2**30:,.0f} GiB'
-    text += f', this machine has {held / 2**30:,.0f} GiB of memory'
+    copies = 2 + (4 / accumulation_steps if jax.default_backend() == 'cpu' else 0)
+    needed, held = copies * rows * height * width * 3, psutil.virtual_memory().total
+    text = f'{rows:,} images of {height}x{width} pixels need {needed / 2**30:,.0f} GiB'
+    text += f'; expected at most {held / 2**30:,.0f} GiB, the memory of this machine'
     require(needed <= held, f'{name}={batch_size}: {text}')
 
 

@@ -146,9 +146,9 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
     )
     preprocessing = preprocessing_of(config, start)
     if devices is None:  # else they may be those of other machines, for which a run is planned
-        for name in 'batch_size', 'eval_batch_size':
-            size = getattr(config, name) or 0
-            check_memory(size, model_config.image_size, name=f'config.{name}')
+        for name, steps in ('batch_size', config.accumulation_steps), ('eval_batch_size', 1):
+            size, pixels = getattr(config, name) or 0, model_config.image_size
+            check_memory(size, pixels, name=f'config.{name}', accumulation_steps=steps)
     reader = reader_for(config, preprocessing, model_config.image_size)
     trained, evaluations = _objective(config, model, preprocessing, train, evaluated)
     init, update, report = _training_functions(config, model, mesh, trained, length, classes)

@@ -14,6 +14,8 @@ from vit_jax.data.sources.base import Source
 from vit_jax.parallel import meshes
 from vit_jax.pretrained import Loaded
 
+_FEW = 32  # images: below, networks for all counts are one compiled program
+
 
 def reader_for(loaded: Loaded, source: Source, max_pixels: int) -> ImageReader:
     """The images as the network is to see them; those that cannot be read are masked.
@@ -40,8 +42,10 @@ def on_devices(
 ) -> tuple[Params, Iterator[Batch]]:
     """The parameters on each device, and all images in order, `batch_size` or a few more at once.
 
-    The batches are split over the devices.
+    The batches are split over the devices. Raises UserError where they exceed the memory.
     """
+    batch_size = min(batch_size, max(_FEW, len(reader.source)))
+    loading.check_memory(batch_size, reader.size, name='--batch_size')
     batch_size = -(-batch_size // mesh.size) * mesh.size
     loader = loading.make_loader(
         reader, LoaderConfig(placement='host'), meshes.batch_sharding(mesh)

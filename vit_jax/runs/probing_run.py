@@ -9,7 +9,7 @@ import jax
 from vit_jax.base import Path, UserError, records, write_json
 from vit_jax.checkpoints.transfer import transfer
 from vit_jax.config import TrainConfig
-from vit_jax.data.loading import make_loaders
+from vit_jax.data.loading import check_memory, make_loaders
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.models import build, headless
 from vit_jax.models.choices import choose
@@ -45,6 +45,7 @@ def probe(
     compute = choice.compute
     model = build(body, compute=compute)
     mesh, batch_size = make_mesh(config), config.eval_batch_size or config.batch_size
+    check_memory(batch_size, size, name='config.eval_batch_size')
     reader = reader_for(config, preprocessing, size)
     sets = probing.open_probes(config, make_opener(config.held_out), reader)
     if job.count > 1:

@@ -218,7 +218,7 @@ def outline(experiment: Experiment) -> str:
     tested = ', '.join(f'{len(one.source):,} {name}' for name, one in experiment.evals.items())
     images, warmup = counted(length.batch_size, 'image'), length.steps(config.schedule.warmup)
     if length.batch_size > length.num_images:
-        images += f', which is more than the {length.num_images:,} training images'
+        images += f' (--config.batch_size), more than the {length.num_images:,} training images'
     lines = [
         f'data    {records.text_of(config.data)}: {len(experiment.train.source):,} training and '
         f'{tested} images, {counted(len(experiment.train.source.class_names), "class")}',

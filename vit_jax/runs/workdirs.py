@@ -56,6 +56,7 @@ def opened(
     workdir = Workdir(folder)
     with contextlib.ExitStack() as stack:
         if job.index == 0:
+            require_apart(path, config)
             try:
                 hold = _leased if storage.is_remote(folder) else locked
                 with storage.reaching(folder):
@@ -80,6 +81,22 @@ def opened(
                     f'processes need one that they share'
                 ) from error
         yield workdir
+
+
+def require_apart(path: str, config: Any) -> None:
+    """Raises UserError where a directory would lie in a folder of images that `config` reads.
+
+    The next program would take it for a class without images.
+    """
+    if not isinstance(config, dict) or storage.is_remote(path):
+        return
+    for name, value in config.items():
+        require_apart(path, value)
+        if name == 'data' and isinstance(value, str) and os.path.isdir(value):
+            folder, data = pathlib.Path(path).resolve(), pathlib.Path(value).resolve()
+            if data in (folder, *folder.parents):
+                text = f'lies in the data, {value}; expected a folder outside of it'
+                raise UserError(f'--workdir={path}: {text}, such as {data.parent / "run"}')
 
 
 def _require_own_files(folder: Path) -> None:

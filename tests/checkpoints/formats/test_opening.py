@@ -76,6 +76,23 @@ def test_the_ending_of_a_path_is_that_of_its_format(name, named, own, expected):
         format_for(name, named, own)
 
 
+@pytest.mark.parametrize('format', [None, 'huggingface', 'vit_jax'])
+@pytest.mark.parametrize('own', ['huggingface', 'vit_jax', 'open_clip'])
+@pytest.mark.parametrize(
+    'name', 'x.onnx x.h5 x.tflite x.pb x.keras x.msgpack x.onnx.zip X.ONNX a.b/x.gguf x.pkl'.split()
+)
+def test_no_folder_has_the_name_of_a_file_of_another_program(name, own, format):
+    with pytest.raises(UserError, match=r'no \.\w+ files are written; .*timm \(\.safetensors\)'):
+        format_for(name, format, own)
+
+
+@pytest.mark.parametrize(
+    'name', 'run.v2 vit-b16_lr0.1 x.best a.onnx/x x.2026-11-26 .x x.onnx.2'.split()
+)
+def test_a_folder_may_have_a_dot_in_its_name(name):
+    assert format_for(name, None, 'huggingface') == 'huggingface'
+
+
 @pytest.mark.parametrize(
     'name',
     [

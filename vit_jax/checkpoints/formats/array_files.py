@@ -24,6 +24,7 @@ from vit_jax.base import MissingFile, UserError, atomic_write, close_by, require
 from vit_jax.checkpoints.formats import wrappers
 from vit_jax.checkpoints.formats.json_files import check_length, json_object
 from vit_jax.checkpoints.formats.pickles import check_pickle, plain_tensors
+from vit_jax.checkpoints.published import FILES
 
 ENDINGS = (
     '.safetensors',
@@ -161,9 +162,8 @@ def error_prefix(path: pathlib.Path | str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         what, how = 'file', ''
-        if not pathlib.Path(path).suffix:  # the name of a model?
-            what = 'file or folder'
-            how = '; what is elsewhere begins with hf:, augreg:, vit:, https:// or gs://'
+        if not str(path).endswith(ENDINGS):  # the name of a model?
+            what, how = 'file or folder', _meant(str(path))
         raise MissingFile(f'{path}: no such {what}{close_by(path) or how}') from error
     except IsADirectoryError as error:
         raise UserError(f'{path}: is a directory, expected a file') from error
@@ -173,6 +173,19 @@ def error_prefix(path: pathlib.Path | str) -> Iterator[None]:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         kind = type(error) if isinstance(error, UserError) else UserError
         raise kind(f'{path}: {lines[0][:300]}') from error
+
+
+def _meant(name: str) -> str:
+    """The end of an error message: the name of something elsewhere that was meant."""
+    bare = name.replace('ViT-', '').replace('_', '/')
+    found = [known for known in FILES if known.partition(':')[2] == bare]
+    if not (found or pathlib.Path(name).parent.exists()) and re.fullmatch(r'[\w-]+/[\w.-]+', name):
+        found = [f'hf:{name}']
+    elif re.fullmatch(r'(vit|deit3?|eva|beit)_\w+(\.\w+)?', name):  # as timm calls its own
+        found = [f'hf:timm/{name}']
+    if found:
+        return f'; did you mean {" or ".join(found)}?'
+    return '; what is elsewhere begins with hf:, augreg:, vit:, https:// or gs://'
 
 
 def _checked_names(names: Iterable[str]) -> None:

@@ -21,7 +21,8 @@ from vit_jax.models import ModelConfig, Pool, ResNetConfig, ViTConfig
 
 _POSITIONS = tuple(f'{p}pos_embedding' for p in ('', 'Transformer/posembed_input/', 'Transformer/'))
 # Squeezed to the size, the camera's rotation ignored, values from -1 to 1.
-_PREPROCESSING = Preprocessing(crop=Resize(), exif_rotation=False)
+PREPROCESSING = Preprocessing(crop=Resize(), exif_rotation=False)
+HINTS = Hints(gelu='tanh', layer_norm_epsilon=1e-6)
 _ATTENTION = 'query', 'key', 'value', 'out'
 _KNOWN = re.compile(r'(?!.*root_block/)(.*/)?(embedding/kernel|conv_root/kernel|Transformer/.*)')
 _UNIT = 'block{stage}/unit{unit}'
@@ -102,6 +103,14 @@ def _rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
     return [rule._replace(theirs=layout.prefix + rule.theirs) for rule in rules]
 
 
+def as_published(card: Card) -> Card:
+    """The card of a network of the papers as their own file has it, if others converted it."""
+    model = card.model
+    if isinstance(model, ViTConfig):
+        model = dataclasses.replace(model, position_resize='bilinear')
+    return dataclasses.replace(card, model=model, preprocessing=PREPROCESSING, class_names=())
+
+
 def _notes(config: ModelConfig, card: Card, layout: Layout) -> list[str]:
     usual = {'gelu': 'tanh', 'layer_norm_epsilon': 1e-6}
     if isinstance(config, ResNetConfig):
@@ -112,7 +121,7 @@ def _notes(config: ModelConfig, card: Card, layout: Layout) -> list[str]:
             lost.append(f'grid={config.grid}')
     notes = [f'npz files do not say it: load this one with {", ".join(lost)}'] if lost else []
     # What is read for it, whatever was written.
-    read = {'preprocessing': (_PREPROCESSING,), 'class_names': ((),), 'loss': (None, 'softmax')}
+    read = {'preprocessing': (PREPROCESSING,), 'class_names': ((),), 'loss': (None, 'softmax')}
     gone = [name for name, values in read.items() if getattr(card, name) not in values]
     return notes + ([f'npz files do not keep: {", ".join(gone)}'] if gone else [])
 
@@ -133,7 +142,7 @@ def _recognise(usual: Layout, clues: Clues) -> Recognised[Layout]:
     # What is outside belongs to the training of such a file, or to another tower of it.
     outside = f'(?!{re.escape(prefix)}).*' if prefix else None
     layout = dataclasses.replace(usual, prefix=prefix, **changes)
-    return Recognised(config, layout, _PREPROCESSING, ignored=outside)
+    return Recognised(config, layout, PREPROCESSING, ignored=outside)
 
 
 def _infer(clues: Clues) -> tuple[ModelConfig, dict[str, Any]]:
@@ -162,7 +171,7 @@ def _infer(clues: Clues) -> tuple[ModelConfig, dict[str, Any]]:
     if table is None and before_linen:  # big_vision alone has networks without them
         raise UserError(f'the array {_POSITIONS[1]} is missing')
     vit, row = inference.infer_vit(
-        clues.with_defaults(Hints(gelu='tanh', layer_norm_epsilon=1e-6)),
+        clues.with_defaults(HINTS),
         embedding=inference.kernel_shape(inside, 'embedding/kernel'),
         root=root,
         unit=_UNIT,

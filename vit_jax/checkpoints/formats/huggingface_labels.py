@@ -8,7 +8,7 @@ from vit_jax.models import ViTConfig
 
 # By the loss of the training.
 PROBLEM_TYPES = {'softmax': 'single_label_classification'}
-PROBLEM_TYPES |= {'sigmoid': 'multi_label_classification'}
+PROBLEM_TYPES |= {'sigmoid': 'multi_label_classification', 'regression': 'regression'}
 
 
 def class_names(declared: dict[str, Any], count: int | None) -> tuple[str, ...]:

@@ -15,9 +15,16 @@ import jax
 
 from vit_jax.base import Params, UserError, counted, records, require, tree_names, usable
 from vit_jax.base.storage import is_remote
-from vit_jax.checkpoints import names, store, transfer
+from vit_jax.checkpoints import names, published, store, transfer
 from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats import array_files, inference, name_map, stablehlo, wrappers
+from vit_jax.checkpoints.formats import (
+    array_files,
+    google,
+    inference,
+    name_map,
+    stablehlo,
+    wrappers,
+)
 from vit_jax.checkpoints.formats.array_files import LazyArray, error_prefix
 from vit_jax.checkpoints.formats.base import Format, Layout, Recognised
 from vit_jax.checkpoints.formats.google import BIGVISION, GOOGLE
@@ -68,7 +75,9 @@ def open_checkpoint(
     NeedsHint where the file leaves open what network it is.
     """
     local, origin = names.local(path)
-    path = names.shown(path)
+    is_of_paper, path = path in published.FILES, names.shown(path)
+    if is_of_paper:  # their code has the GELU and the epsilon, whoever converted the file
+        hints = Clues({}, hints).with_defaults(google.HINTS).hints
     place, subtree = pathlib.Path(local), ''
     with usable(path):
         if not place.exists() and (match := _PART.fullmatch(local)):
@@ -112,6 +121,8 @@ def open_checkpoint(
             ignored, remarks = found.ignored + ignored, found.remarks + remarks
             found = found._replace(ignored=ignored, remarks=remarks)
         opened = _recognised(path, clues, own, found.ignored)
+    if is_of_paper:
+        opened = opened._replace(card=google.as_published(opened.card))
     if own is None:
         opened = _with_imagenet_names(opened, ' '.join([path, *origin]))
     return opened._replace(report=[*origin, *found.remarks, *opened.report], origin=origin)
@@ -149,15 +160,10 @@ def _recognised(path: str, clues: Clues, own: Card | None, ignored: tuple[str, .
     ignored = *skipped, *ignored
     types = {arrays[name].dtype.name for names in resolved.values() for name in names}
     layout = dataclasses.replace(found.layout, dtype=types.pop() if len(types) == 1 else 'float32')
-    stored, remarks = config, found.remarks
-    made = found.made_size
-    if made not in (None, stored.image_size) and not own and clues.image_size is None:
-        other = f'image_size={",".join(map(str, stored.image_size))} is that of its config.json'
-        text = f'images of {made[0]}x{made[1]}, as its own processor makes them; {other}'
-        fits = all(new <= _LARGER * old for new, old in zip(made, stored.image_size, strict=True))
-        require(fits, f'{text}, {_LARGER} times smaller')
-        config = dataclasses.replace(stored, image_size=made)
-        remarks = *remarks, text
+    stored, remarks = config, [] if own else [*found.remarks]
+    if not own and clues.image_size is None:
+        config, lines = _for_made_images(config, found.made_size)
+        remarks += lines
     card = Card(
         model=config,
         grid=config.grid,
@@ -175,10 +181,26 @@ def _recognised(path: str, clues: Clues, own: Card | None, ignored: tuple[str, .
     count = sum(map(math.prod, shapes.values()))
     summary = inference.summarize(config, count, projects=card.projects)
     report = [f'{form.name} layout: {summary}']
-    report += [] if own else remarks
+    report += remarks
     if ignored:
         report.append(f'not of it, ignored: {counted(len(ignored), "array")}, such as {ignored[0]}')
     return Checkpoint(path, form.name, layout, card, report, ignored, read)
+
+
+def _for_made_images(
+    stored: ModelConfig, made: tuple[int, int] | None
+) -> tuple[ModelConfig, list[str]]:
+    """The network for images of the size that its own processor makes, and a line that says so.
+
+    Raises UserError for a size that is not meant: positions would fill the memory.
+    """
+    if made in (None, stored.image_size):
+        return stored, []
+    other = f'image_size={",".join(map(str, stored.image_size))} is that of its config.json'
+    text = f'images of {made[0]}x{made[1]}, as its own processor makes them; {other}'
+    fits = all(new <= _LARGER * old for new, old in zip(made, stored.image_size, strict=True))
+    require(fits, f'{text}, {_LARGER} times smaller')
+    return dataclasses.replace(stored, image_size=made), [text]
 
 
 def _as_beside(form: Format[Any], clues: Clues, own: Card) -> Card:

@@ -1,10 +1,12 @@
 """Checkpoints written for any system: nothing that would come back as another network."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -25,6 +27,10 @@ from vit_jax.models.masked_patches import MASKED
 # What the name of a format's file ends with; the others are directories.
 _SUFFIXES = {format.name: str(format.suffix) for format in FORMATS if not format.file_name}
 _SUFFIXES |= {stablehlo.NAME: stablehlo.SUFFIX}
+# Endings of files that other programs take: no folder is given such a name. All other dots are
+# part of a name, as in run.v2 and lr0.1.
+_FOREIGN = {*'.onnx .h5 .hdf5 .keras .tflite .pb .msgpack .pkl .pickle .joblib .mlmodel'.split()}
+_FOREIGN |= {*'.mlpackage .gguf .ot .mar .engine .trt .zip .gz .tgz .7z .npy .json'.split()}
 # What the networks of every other layout have: none holds ViT-22B, or positions in every layer.
 _ELSEWHERE = {'parallel': False, 'qk_norm': False, 'norm': 'layer', 'qkv_bias': True}
 _ELSEWHERE |= {'positions_at': 'stem'}
@@ -52,11 +58,47 @@ def format_for(
         kept = f'no format is given, and {format}, which the network has, is a file'
         right = f'end the name with {_SUFFIXES[format]}, or, for a folder, say {folders}'
         raise UserError(f'{path}: {kept}: {right}')
-    if ending in {*array_files.ENDINGS, *_SUFFIXES.values()} and format not in _SUFFIXES:
+    if format in _SUFFIXES:
+        return format
+    known = ', '.join(f'{name} ({_SUFFIXES.get(name, "a folder")})' for name in NAMES)
+    is_foreign = ending.lower() in _FOREIGN
+    require(not is_foreign, f'{path}: no {ending} files are written; expected one of {known}')
+    if ending.lower() in {*array_files.ENDINGS, *_SUFFIXES.values()}:
         others = fitting or [f'{name} ({suffix})' for name, suffix in _SUFFIXES.items()]
         right = f'expected a name without {ending}, or the format {" or ".join(others)}'
         raise UserError(f'{path}: the format {format} is a directory: {right}')
     return format
+
+
+@contextlib.contextmanager
+def replacing(place: pathlib.Path, format: str) -> Iterator[None]:
+    """What cannot be written over is put aside, and back where its successor fails.
+
+    That is a checkpoint of ours, a directory, and a file where one of ours goes.
+    """
+    old = place.with_name(f'{place.name}.replaced')
+    aside = store.is_complete(place) or (format == OURS and place.is_file())
+    if aside:
+        with usable(place):
+            _remove(old)  # left by one that was killed
+            place.rename(old)
+    try:
+        yield
+    except BaseException:
+        if aside:
+            _remove(place)
+            old.rename(place)
+        raise
+    if aside or store.is_complete(old):
+        _remove(old)
+
+
+def _remove(path: pathlib.Path) -> None:
+    """Removes a file, or a directory as far as that can be done."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_checkpoint(

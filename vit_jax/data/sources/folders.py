@@ -21,7 +21,6 @@ HEIC = frozenset({'.heic', '.heif', '.hif'})
 _ELSEWHERE = HEIC | {'.avif'}  # images, whether they can be read here or not
 _MISREAD = '.pfm'  # floating point, of which OpenCV makes 8 bits as if they were whole numbers
 ALONE = '%s: of %s this is the only image, none can be held out for testing'
-_WAY_OUT = 'remove the folder, or add images'
 SPLIT_NAMES = frozenset('train training test testing val valid validation'.split())
 # Folders that operating systems and network disks put next to images: thumbnails, removed files.
 _OF_SYSTEMS = frozenset(
@@ -125,7 +124,7 @@ def problems(root: str) -> list[str]:
             folder = folders[split] / name
             images, others, _ = _files(folder)
             if not images:
-                found.append(f'{_nothing_in(folder, others)}: {_WAY_OUT}')
+                found.append(f'{_nothing_in(folder, others)}: {_way_out(folder)}')
             if whole and len(images) == 1:
                 alone = ALONE % (images[0], f'class {name!r}')
                 found.append(f'{alone}; add some, or remove its folder')
@@ -142,7 +141,7 @@ def files_by_class(root: pathlib.Path) -> Source:
         try:
             found += [(path, i) for path in image_files(root / name)]
         except UserError as error:
-            faults.append(f'{error}: {_WAY_OUT}')
+            faults.append(f'{error}: {_way_out(root / name)}')
     refuse(faults)
     _warn_of_loose_images(root)
     paths, labels = [path for path, _ in found], [label for _, label in found]
@@ -189,6 +188,14 @@ def _nothing_in(path: pathlib.Path, others: Sequence[str]) -> str:
         return text
     name = os.path.basename(others[0])
     return f'{text}; {counted(len(others), "file")} of other endings, such as {name}'
+
+
+def _way_out(folder: pathlib.Path) -> str:
+    """What to do about a folder without images, which may be what a run has written."""
+    for place in folder, folder.parent:
+        if (place / 'ledger.jsonl').exists():
+            return f'{place} is the work directory of a run; expected it outside of the data'
+    return 'remove the folder, or add images'
 
 
 def _files(path: pathlib.Path) -> tuple[list[str], list[str], list[str]]:

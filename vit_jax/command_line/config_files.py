@@ -60,8 +60,10 @@ def _found(path: str) -> pathlib.Path:
     near = pathlib.Path(path) if pathlib.Path(path).is_dir() else pathlib.Path(path).parent
     known = [str(file) for file in near.glob('*.py') if _may_be_one(file)]
     known += [str(file.relative_to(_PACKAGE)) for file in (_PACKAGE / 'configs').rglob('*.py')]
+    same = [repr(name) for name in known if pathlib.Path(name).stem == pathlib.Path(path).stem]
     nearest = records.nearest(path, {*known})
-    raise MissingFile(f'--config={path}: no such file, here or in {_PACKAGE}; {nearest}')
+    meant = f'did you mean {" or ".join(sorted(same))}?' if same else nearest
+    raise MissingFile(f'--config={path}: no such file, here or in {_PACKAGE}; {meant}')
 
 
 def _may_be_one(file: pathlib.Path) -> bool:

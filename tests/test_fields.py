@@ -231,6 +231,12 @@ ELSEWHERE = [
         RUN,
         'test_a_run_leaves_its_numbers_its_configuration_and_a_card',
     ),
+    (
+        'TrainConfig',
+        'head',
+        'tests/test_pretrained.py',
+        'test_a_head_of_ones_own_is_trained_from_a_checkpoint_and_handed_over_to_use_it',
+    ),
     ('TrainConfig', 'checkpoint_every_steps', RUN, 'test_ten_steps_are_five_and_crashes_and_five'),
     ('TrainConfig', 'keep_checkpoints', RUN, 'test_only_as_many_checkpoints_are_kept_as_asked_for'),
     (

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import cv2
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,12 +25,12 @@ from vit_jax.base.tree_names import named_leaves
 from vit_jax.checkpoints.augreg_index import fine_tuned, listed, pick, read_index
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import huggingface
-from vit_jax.command_line import app
+from vit_jax.command_line import app, config_files
 from vit_jax.config import FewshotConfig
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.models import Compute
 from vit_jax.pretrained import ZERO_HEAD
-from vit_jax.runs import probing_run, training_run
+from vit_jax.runs import following, probing_run, training_run
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import ScheduleConfig
 
@@ -186,6 +187,59 @@ def test_swapped_arguments_of_predict_are_said(tmp_path):
     cv2.imwrite(str(tmp_path / '1.PNG'), np.zeros((9, 9, 3), np.uint8))
     with pytest.raises(UserError, match='1.PNG is an image; expected the checkpoint first'):
         run(predict, tmp_path / '1.PNG', reference.path('hf_vit'))
+
+
+OWN_HEAD = """
+import flax.linen as nn
+
+
+def two_layers(num_classes):
+    return nn.Sequential([nn.Dense(5), nn.gelu, nn.Dense(num_classes)])
+
+
+def wider(num_classes):
+    return nn.Sequential([nn.Dense(6), nn.gelu, nn.Dense(num_classes)])
+"""
+
+
+@pytest.mark.full
+def test_a_head_of_ones_own_is_trained_from_a_checkpoint_and_handed_over_to_use_it(
+    tmp_path, capsys
+):
+    file = tmp_path / 'mine.py'
+    file.write_text(OWN_HEAD)
+    two_layers, wider = (config_files.function(f'{file}:{n}') for n in ('two_layers', 'wider'))
+    start, work = saved(tmp_path, tiny.model()), tmp_path / 'run'
+    config = tiny.experiment(start_from=start, model=None, head=two_layers, total=Duration(steps=2))
+    result = training_run.train(config, str(work))
+    command = following.after_fine_tuning(result.experiment, str(work))
+    assert command.endswith(f'--head={file}:two_layers') and str(work) in command
+    images = np.asarray(tiny.images())
+    vit = vit_jax.load(work, head=two_layers)
+    assert vit.logits(images).shape == (len(images), tiny.CLASSES)
+    again = vit_jax.load(work, image_size=16, head=two_layers)
+    assert again.config.image_size == (16, 16)
+    with pytest.raises(UserError, match='two_layers, which no checkpoint holds: load'):
+        vit_jax.load(work).logits(images)
+    with pytest.raises(UserError, match='head: the arrays do not fit'):
+        vit_jax.load(work, head=wider)
+    cv2.imwrite(str(tmp_path / '1.png'), np.zeros((9, 9, 3), np.uint8))
+    assert run(predict, work, tmp_path / '1.png', f'--head={file}:two_layers') == 0
+    assert '1.png' in capsys.readouterr().out
+    with pytest.raises(UserError, match="two_layer: no such function; did you mean 'two_layers'"):
+        run(predict, work, tmp_path / '1.png', f'--head={file}:two_layer')
+    with pytest.raises(UserError, match='expected FILE.py:FUNCTION'):
+        run(predict, work, tmp_path / '1.png', '--head=mine:two_layers')
+    fewshot = tiny.experiment(
+        start_from=str(work), model=None, fewshot=FewshotConfig(shots=(1,), seeds=(0,))
+    )
+    assert probing_run.probe(fewshot, str(tmp_path / 'probe'))
+
+
+def test_a_linear_checkpoint_takes_no_other_head(tmp_path):
+    path = saved(tmp_path, tiny.model())
+    with pytest.raises(UserError, match='head: the arrays do not fit'):
+        vit_jax.load(path, head=lambda n: nn.Sequential([nn.Dense(5), nn.Dense(n)]))
 
 
 def test_numbers_that_cannot_be_meant_are_refused():

@@ -20,6 +20,7 @@ from vit_jax.evaluation import ridge
 from vit_jax.evaluation.episodes import EpisodesConfig
 from vit_jax.evaluation.probes import LogisticConfig
 from vit_jax.models import Compute, Regularization, ResNetConfig, ViTConfig
+from vit_jax.models.layers import Head
 from vit_jax.parallel.meshes import MeshConfig
 from vit_jax.training.duration import Duration, Interval
 from vit_jax.training.losses import Loss, LossConfig
@@ -100,7 +101,7 @@ class FewshotConfig(Record):
 class TrainConfig(Record):
     """One experiment: pre-training, fine-tuning and few-shot evaluation are values of this.
 
-    `data`, `augmentation`, `loss`, `model.head` may be one's own functions: config.json names them.
+    `data`, `augmentation`, `loss`, `head` may be one's own functions: config.json names them.
     """
 
     # What is learned from, and by what.
@@ -111,6 +112,7 @@ class TrainConfig(Record):
     classes: tuple[str, ...] = ()  # names of those to train and evaluate on alone; none: all
     model: ViTConfig | ResNetConfig | None = None  # None: the model of start_from
     image_size: tuple[int, int] | None = None  # (height, width); None: the model's own
+    head: Head | None = None  # f(num_classes) -> flax module; None: model.head, or a linear one
     start_from: str | None = None  # a checkpoint, of any format, with the first parameters
     reuse_head: bool = False  # for classes that start_from knows by name; false: a new head
     hints: Hints = _default(Hints)  # what the checkpoint's file does not say of itself

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+<<<<<<< HEAD
 from vit_jax.base import (
     Array,
     Float,
@@ -22,6 +23,10 @@ from vit_jax.base import (
     require_regular,
     tree_names,
 )
+=======
+from vit_jax.base import Array, Float, Params, Record, UInt8, UserError, require, tree_names
+from vit_jax.base.records import Elsewhere
+>>>>>>> b742bf72f3b10c17b34f97b664a35ad409e8241e
 from vit_jax.checkpoints import names, transfer
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import opening, writing
@@ -37,6 +42,7 @@ from vit_jax.models import (
     ViTConfig,
     build,
     has_trained_head,
+    head_params,
     with_exact_products,
 )
 from vit_jax.models.taps import Reduction
@@ -107,7 +113,11 @@ class Loaded:
 
     @functools.cached_property
     def model(self) -> Model:
-        """The network's functions."""
+        """The network's functions. Raises UserError for a head that only its name is known of."""
+        head = self.config.head
+        way = 'load(..., head=FUNCTION), or --head=FILE.py:FUNCTION, hands it over'
+        named = f'its head is the function {getattr(head, "name", "")}, which no checkpoint holds'
+        require(not isinstance(head, Elsewhere), f'{named}: {way}')
         return build(self.config, compute=self.compute)
 
     def with_params(
@@ -255,6 +265,7 @@ def load(
     channels: int | None = None,
     num_classes: int | Literal['keep'] | None = 'keep',
     new_channels: Literal['adapt', 'fresh'] = 'adapt',
+    head: Callable[[int], Any] | None = None,
     dtype: Literal['float32', 'bfloat16'] = 'float32',
 ) -> Loaded:
     """The network at a path: a file or directory of any format of `opening.NAMES`.
@@ -265,8 +276,9 @@ def load(
     position embeddings in patches, the number of heads, and so on. The others change the network:
     the size of images and patches (height, width, or one number), the channels of images, and the
     head, which `num_classes=None` drops and another number replaces by one of zeros. The patch
-    projection is adapted to other channels, or drawn anew with `new_channels='fresh'`. The network
-    computes in `dtype`; parameters, norms and outputs stay float32. Raises UserError or
+    projection is adapted to other channels, or drawn anew with `new_channels='fresh'`. `head` is
+    the function that made a head of one's own: no checkpoint holds it. The network computes in
+    `dtype`; parameters, norms and outputs stay float32. Raises UserError or
     MissingFile, in one sentence, where the file or a value cannot be used.
     """
     path, compute = _path(path), Compute(dtype=dtype)
@@ -276,6 +288,8 @@ def load(
     sizes = _pair(image_size), _pair(patch_size)
     changes = Changes(*sizes, channels, num_classes, new_channels)
     checkpoint = opening.open_checkpoint(path, hints, image_size=changes.image_size)
+    if head is not None:
+        checkpoint = _with_head(checkpoint, head)
     card, new = checkpoint.card, _changed_config(checkpoint.card.model, changes)
     was, how = card.model, changes.new_channels
     params, lines = transfer.changed(checkpoint.read(), old=was, new=new, new_channels=how)
@@ -349,6 +363,17 @@ def _changed_config(old: ModelConfig, changes: Changes) -> ModelConfig:
     if changes.num_classes != 'keep':
         values['num_classes'] = changes.num_classes
     return dataclasses.replace(old, **values)
+
+
+def _with_head(checkpoint: opening.Checkpoint, head: Callable[[int], Any]) -> opening.Checkpoint:
+    """The checkpoint with the function of its head. Raises UserError for other parameters."""
+    model = dataclasses.replace(checkpoint.card.model, head=head)
+    params, where = checkpoint.read(), f'{checkpoint.path}: head'
+    require(model.num_classes is not None, f'{where}: the checkpoint has no head')
+    expected = jax.eval_shape(build(model).init, jax.random.key(0))
+    tree_names.compare_names(head_params(params), head_params(expected), where=where)
+    card = dataclasses.replace(checkpoint.card, model=model)
+    return checkpoint._replace(card=card, read=lambda: params)
 
 
 def _on_host(outputs: Any) -> Any:

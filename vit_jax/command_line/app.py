@@ -387,6 +387,8 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     )
     text = 'that its norms add to the variance'
     hints.add_argument('--layer_norm_epsilon', type=float, metavar='E', help=text)
+    text = "of a head of one's own, as it was trained"
+    hints.add_argument('--head', metavar='FILE.py:FUNCTION', help=text)
     changed = parser.add_argument_group('what is changed')
     text = 'in pixels; positions are resized'
     changed.add_argument('--image_size', type=_pair, metavar='H,W', help=text)
@@ -398,6 +400,7 @@ def overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     """Those of `add_overrides` that were given."""
     names = 'grid', 'num_heads', 'gelu', 'layer_norm_epsilon', 'image_size', 'patch_size'
     values = {name: getattr(arguments, name) for name in names}
+    values['head'] = arguments.head and config_files.function(arguments.head)
     return {name: value for name, value in values.items() if value is not None}
 
 

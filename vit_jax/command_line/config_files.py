@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from vit_jax.base import MissingFile, UserError, records, usable
+from vit_jax.base import MissingFile, UserError, records, require, usable
 from vit_jax.config import Study, TrainConfig, modernized
 
 _PACKAGE = pathlib.Path(__file__).parents[1]  # which has configs/ too
@@ -50,6 +50,18 @@ def read(given: str, kind: type[Any] = TrainConfig) -> Any:
         raise UserError(f'--config={path}: {gave}{takes}')
     with _errors_of(path, file):
         return records.checked(config, where='config')
+
+
+def function(given: str) -> Any:
+    """The function of `FILE.py:FUNCTION`. Raises UserError where there is none."""
+    path, _, name = given.rpartition(':')
+    file = pathlib.Path(path)
+    require(file.is_file(), f'--head={given}: expected FILE.py:FUNCTION, of a file that exists')
+    with _errors_of(path, file):
+        found = vars(_executed(file))
+    own = [known for known, value in found.items() if callable(value)]
+    require(name in own, f'--head={given}: no such function; {records.nearest(name, own)}')
+    return found[name]
 
 
 def _found(path: str) -> pathlib.Path:

@@ -281,7 +281,8 @@ def trained_model(config: TrainConfig, start: Checkpoint | None, classes: int) -
         return for_patches(model, config.objective)
     if model is None:
         assert start is not None  # `decide` asks for one of them
-        return for_task(start.card.model, num_classes=classes, image_size=size)
+        model = for_task(start.card.model, num_classes=classes, image_size=size)
+        return dataclasses.replace(model, head=config.head or model.head)
     if model.num_classes not in (None, classes):
         text = f'{records.text_of(config.data)} has {counted(classes, "class")}'
         text += '; leave it out to take their number'
@@ -289,7 +290,8 @@ def trained_model(config: TrainConfig, start: Checkpoint | None, classes: int) -
     if isinstance(model, ViTConfig) and model.patch_outputs is not None:
         text = 'only config.objective=MaskedPatches trains them; leave it out'
         raise UserError(f'config.model.patch_outputs={model.patch_outputs}: {text}')
-    return dataclasses.replace(model, num_classes=classes, image_size=size or model.image_size)
+    size, head = size or model.image_size, config.head or model.head
+    return dataclasses.replace(model, num_classes=classes, image_size=size, head=head)
 
 
 def reader_for(

@@ -4,6 +4,7 @@ import os
 import shlex
 
 from vit_jax.config import EvalConfig, TrainConfig
+from vit_jax.models.layers import Head
 from vit_jax.runs.experiment import Experiment
 from vit_jax.training.losses import LossConfig
 
@@ -41,12 +42,22 @@ def after_fine_tuning(experiment: Experiment, workdir: str) -> str | None:
         return after_pretraining(experiment, workdir)
     config, one = experiment.config, _evaluated(experiment.config)
     image = next(iter(experiment.evals.values())).source.name_of(0)
+    head = _own_head(experiment.model.config.head)
     if os.path.isfile(image):
-        return _command('predict', workdir, image)
+        return _command('predict', workdir, image, *head)
     if not isinstance(config.data, str):
         return None
     words = [f'--data={config.data}', f'--split={one.split}']
-    return _command('evaluate', workdir, *words)
+    return _command('evaluate', workdir, *words, *head)
+
+
+def _own_head(head: Head) -> list[str]:
+    """The flag that hands over a head of one's own, which no checkpoint holds."""
+    if not callable(head):
+        return []
+    file = getattr(getattr(head, '__code__', None), 'co_filename', 'FILE.py')
+    name = getattr(head, '__name__', '<lambda>')
+    return [f'--head={file}:{"FUNCTION" if name.startswith("<") else name}']
 
 
 def _evaluated(config: TrainConfig) -> EvalConfig:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-<<<<<<< HEAD
 from vit_jax.base import (
     Array,
     Float,
@@ -23,10 +22,7 @@ from vit_jax.base import (
     require_regular,
     tree_names,
 )
-=======
-from vit_jax.base import Array, Float, Params, Record, UInt8, UserError, require, tree_names
 from vit_jax.base.records import Elsewhere
->>>>>>> b742bf72f3b10c17b34f97b664a35ad409e8241e
 from vit_jax.checkpoints import names, transfer
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import opening, writing

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 
+from vit_jax.command_line import app
 from vit_jax.config import TrainConfig
 from vit_jax.data.image_preprocessing import Resize
 from vit_jax.data.reading import ImageReader
@@ -67,7 +68,7 @@ def measure(data: str, workdir: pathlib.Path) -> None:
 def main() -> None:
     """Measures on a folder that is given, or made."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--images', type=int, default=1_281_167)
+    parser.add_argument('--images', type=app.positive, default=1_281_167)
     parser.add_argument('--folder')
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

@@ -111,12 +111,19 @@ def run_part(part: str, options: dict[str, Any], seconds: float, results: Result
     results.add(part, {'text': f'failed with exit code {code}: {reason}', 'error': last})
 
 
+def minutes(text: str) -> float:
+    """A time that is left to measure in."""
+    if not 0 < float(text) < float('inf'):
+        raise argparse.ArgumentTypeError(f'{text}: expected more than 0')
+    return float(text)
+
+
 def main() -> None:
     """Runs the parts for which there is time."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument('--minutes', type=float, default=MINUTES)
+    parser.add_argument('--minutes', type=minutes, default=MINUTES)
     parser.add_argument('--only', choices=LIMITS, metavar='PART', help=', '.join(LIMITS))
     parser.add_argument('--out', default=ROOT / 'benchmarks' / 'results' / 'device.jsonl')
     parser.add_argument('--timm', metavar='PYTHON', help='has torch and timm')

@@ -29,6 +29,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from vit_jax.base.array_types import Batch
+from vit_jax.command_line import app
 from vit_jax.config import TrainConfig
 from vit_jax.data import jpeg_regions, loading
 from vit_jax.data.augmentation import Augmentation, augment, augreg
@@ -330,7 +331,7 @@ def main() -> None:
     )
     parser.add_argument('--photos', required=True)
     parser.add_argument('--variant', default='Ti/16')
-    parser.add_argument('--batch_size', type=int, default=64)
+    parser.add_argument('--batch_size', type=app.positive, default=64)
     parser.add_argument('--seconds', type=float, default=5.0)
     parser.add_argument('--alone', choices=['pipeline', 'first-epoch', 'tf.data', 'large'])
     arguments = parser.parse_args()

@@ -20,6 +20,7 @@ import numpy as np
 
 import vit_jax
 from vit_jax.checkpoints.card import Card
+from vit_jax.command_line import app
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.models import build, variant
 from vit_jax.pretrained import Loaded
@@ -30,7 +31,7 @@ VIT_PAPER = 'filters,positions,attention_distance,rollout,attention_maps'
 def main() -> None:
     """Prints a line for each command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--cka_images', type=int, default=96)
+    parser.add_argument('--cka_images', type=app.positive, default=96)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)

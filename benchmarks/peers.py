@@ -23,6 +23,7 @@ from typing import Any
 import jax
 
 from benchmarks.peer_programs import OURS, SCAN, Work, python_path
+from vit_jax.command_line import app
 from vit_jax.models import Compute, ViTConfig, multiply_adds, variant
 from vit_jax.models.choices import choose
 from vit_jax.parallel.peaks import peak_of
@@ -130,11 +131,11 @@ def main() -> None:
     parser.add_argument('--timm', metavar='PYTHON')
     parser.add_argument('--model', default='S/16', help='SIZE/PATCH, as in the papers')
     parser.add_argument('--pool', choices=['cls', 'gap'], default='cls')
-    parser.add_argument('--batch', type=int, default=8)
+    parser.add_argument('--batch', type=app.positive, default=8)
     parser.add_argument('--precision', choices=['float32', 'bfloat16'], default='float32')
     parser.add_argument('--optimizer', choices=['sgd', 'adamw'], default='sgd')
-    parser.add_argument('--steps', type=int, default=1, help='in a round')
-    parser.add_argument('--rounds', type=int, default=3)
+    parser.add_argument('--steps', type=app.positive, default=1, help='in a round')
+    parser.add_argument('--rounds', type=app.positive, default=3)
     parser.add_argument('--only', nargs='*', metavar='NAME', help='of: ' + '; '.join(OURS))
     parser.add_argument('--out', metavar='FILE.jsonl')
     asked = parser.parse_args()

@@ -27,6 +27,7 @@ import jax
 
 from benchmarks import peer_programs
 from benchmarks.our_step import make_config, trace_step
+from vit_jax.command_line import app
 from vit_jax.data.augmentation import AUGREG, augreg
 from vit_jax.models import Compute, ViTConfig, variant
 from vit_jax.parallel import ahead_of_time
@@ -183,6 +184,13 @@ def their_step(asked: argparse.Namespace, device: jax.Device) -> Any:
         return peer_programs.big_vision(asked.big_vision, work, scan=asked.scan)[0]
 
 
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition('=')
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f'{text!r}: expected OPTION=VALUE')
+    return name, {'true': True, 'false': False}.get(value, value)
+
+
 def main() -> None:
     """Prints what was chosen, and what was counted."""
     parser = argparse.ArgumentParser(
@@ -190,11 +198,12 @@ def main() -> None:
     )
     parser.add_argument('--topology', default='h200:1x1', help='as of vit_jax.plan: one of it')
     parser.add_argument('--model', default='B/16')
-    parser.add_argument('--depth', type=int, help='another than the model has')
+    parser.add_argument('--depth', type=app.positive, help='another than the model has')
     parser.add_argument('--pool', default='gap')
-    parser.add_argument('--batch', type=int, default=256)
+    parser.add_argument('--batch', type=app.positive, default=256)
     parser.add_argument('--compute', nargs='*', default=[], help='fields, such as remat=dots')
-    parser.add_argument('--xla', nargs='*', default=[], metavar='OPTION=VALUE', help='of XLA')
+    add = parser.add_argument
+    add('--xla', nargs='*', type=_option, default=[], metavar='OPTION=VALUE', help='of XLA')
     parser.add_argument('--augreg', choices=AUGREG, help='a level of AugReg; none: no augmentation')
     parser.add_argument('--big_vision')
     parser.add_argument('--scan', action='store_true')
@@ -204,9 +213,7 @@ def main() -> None:
     where = ahead_of_time.find_topology(asked.topology)
     lowered = (their_step if asked.big_vision else our_step)(asked, where.devices[0])
     began = time.process_time()
-    switches = {'true': True, 'false': False}
-    xla = {name: switches.get(value, value) for name, value in (o.split('=') for o in asked.xla)}
-    program = ahead_of_time.compile_for(where, lowered, options=xla)
+    program = ahead_of_time.compile_for(where, lowered, options=dict(asked.xla))
     taken, text = time.process_time() - began, program.as_text()
     if where.devices[0].platform == 'tpu':
         found = f'{cycles(text) / 1e6:,.1f} M cycles'

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from tests import tfds_sets
+from vit_jax.command_line import app
 from vit_jax.data import loading, reading
 from vit_jax.data.augmentation import augment, augreg
 from vit_jax.data.image_preprocessing import InceptionCrop
@@ -42,7 +43,7 @@ def main() -> None:
     """Prints the three digests, and whether they are equal."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('folder')
-    parser.add_argument('--steps', type=int, default=400)
+    parser.add_argument('--steps', type=app.positive, default=400)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         root = pathlib.Path(temporary)

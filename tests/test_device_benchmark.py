@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 import pytest
 
-from benchmarks import device
+from benchmarks import device, step_program
 from benchmarks.device import LIMITS, Results
 from tests.hosts import ROOT, environment
 
@@ -28,6 +28,22 @@ def make_images(folder):
                 image = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
                 cv2.imwrite(str(folder / split / name / f'{i}.jpg'), image)
     return folder
+
+
+@pytest.mark.parametrize(
+    'program, flag, said',
+    [
+        *((device, f'--minutes={text}', text) for text in ('-1', '0', 'nan', 'inf', 'x')),
+        (step_program, '--xla=foo', 'expected OPTION=VALUE'),
+        (step_program, '--xla==x', 'expected OPTION=VALUE'),
+        (step_program, '--batch=0', 'at least 1'),
+    ],
+)
+def test_a_flag_that_makes_no_sense_is_one_sentence(program, flag, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', ['program', flag])
+    with pytest.raises(SystemExit, match='2'):
+        program.main()
+    assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.full

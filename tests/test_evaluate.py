@@ -108,6 +108,16 @@ def test_every_number_is_the_one_that_the_logits_give(tmp_path):
     assert sum(one['images'] for one in found['confusions']) == (labels != predicted).sum()
 
 
+@pytest.mark.parametrize('num_classes, images', [(2, 5), (19, 9), (20, 10), (1000, 50)])
+def test_people_are_told_what_means_something(num_classes, images):
+    one = {'class': 'cat', 'images': images, 'accuracy': 0.0}
+    means = {'accuracy': 0.0, 'top5_accuracy': 1.0, 'loss': 1.0}
+    found = evaluation_run.Evaluation(images, means, [one], ['cat'], None, ())
+    said = '\n'.join(evaluate._lines(found, num_classes))
+    assert ('top-5' in said) == (num_classes >= 20)
+    assert ('says little' in said) == (images < 10)
+
+
 @pytest.mark.full
 def test_other_labels_count_any_that_is_right(tmp_path):
     network = loaded(tiny.model(), class_names=NAMES)
@@ -154,7 +164,7 @@ def test_the_name_of_a_class_cannot_write_on_the_screen():
     classes = [{'class': 'a\x1b[2J', 'images': 1, 'accuracy': 0.0}]
     table = np.array([[0, 1], [0, 0]])
     found = evaluation_run.Evaluation(1, {'loss': 0.0}, classes, ['a\x1b[2J', 'b\n'], table, ())
-    said = evaluate._lines(found)
+    said = evaluate._lines(found, num_classes=2)
     assert said[-1].endswith(r'a\x1b[2J, taken for b\n') and '\x1b' not in ''.join(said)
 
 

@@ -63,6 +63,11 @@ def test_a_run_that_fails_is_named_and_the_others_go_on_and_are_not_done_twice(t
     assert lines[2] == '# tune/gap-a-seed0 starts from train/gap-seed0: list it again after that'
     code, lines = output(tmp_path)
     assert code == 1
+    names = 'train/gap-seed0', 'train/no-seed0', 'tune/gap-a-seed0', 'tune/no-a-seed0'
+    started = [f'{number} of 4  {name}  starts' for number, name in enumerate(names, 1)]
+    assert [line for line in lines if line.endswith('starts')] == started
+    lines = [line for line in lines if line not in started]
+    assert lines[5].startswith('2 of 4 runs complete, after 0:0')
     assert lines[0] == 'Pooling: 4 runs, 0 complete'
     assert lines[1].startswith('1 of 4  train/gap-seed0  test/accuracy ')
     assert lines[2].startswith(

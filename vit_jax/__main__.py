@@ -31,17 +31,17 @@ def main() -> None:
     name, *arguments = sys.argv[1:] or ['--help']
     if name == 'help' and arguments:
         name, arguments = arguments[0], ['--help']
-    if name in ('-V', '--version', 'version'):
-        from vit_jax import __version__
-
-        print(f'vit_jax {__version__}')
-    elif name in ('-h', '--help', 'help'):
+    if name in ('-h', '--help', 'help'):
         if hasattr(signal, 'SIGPIPE'):  # not on Windows
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has read enough
         print('vit_jax PROGRAM ..., or python -m vit_jax.PROGRAM ...; each has --help\n')
         print('\n'.join(f'  {name:<14}{text}' for name, text in known.items()))
         if (page := documentation()) is not None:
             print(f'\nDocumentation: {page}')
+    elif name in ('-V', '--version', 'version'):
+        from vit_jax import __version__
+
+        print(f'vit_jax {__version__}')
     elif name not in known:
         from vit_jax.base.records import nearest
 

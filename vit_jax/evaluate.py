@@ -34,6 +34,8 @@ from vit_jax.runs.evaluation_run import Evaluation
 
 NUMBERS, MATRIX, PICTURE = 'evaluation.json', 'confusion.npz', 'confusion.png'
 _SHOWN = 10  # classes, and confusions, on the screen
+_TOP5_CLASSES = 20  # of fewer classes the accuracy of five guesses says little
+_FEW = 10  # images of a class, whose accuracy one image changes by 10 % or more
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -76,7 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
         text = 'the run was trained on %s of these %s: their accuracy is not that of new images'
         print(f'warning: {text % (f"{trained:,}", counted(len(source), "image"))}')
     print()
-    print('\n'.join(_lines(found)))
+    print('\n'.join(_lines(found, loaded.config.num_classes or 0)))
     if arguments.out:
         measured = {'split': split, 'trained_on': trained if origin else None}
         _write(pathlib.Path(arguments.out), found, loaded, arguments, measured)
@@ -116,9 +118,10 @@ def _are_relabelled(opened: Opener, arguments: argparse.Namespace, split: str) -
         return True
 
 
-def _lines(found: Evaluation) -> list[str]:
+def _lines(found: Evaluation, num_classes: int) -> list[str]:
     """The means, the classes with the lowest numbers, the most frequent confusions."""
-    means = {name: value for name, value in found.means.items() if name != 'loss'}
+    left_out = {'loss', *(['top5_accuracy'] if num_classes < _TOP5_CLASSES else [])}
+    means = {name: value for name, value in found.means.items() if name not in left_out}
     lines = [f'{_label(name):<24}{value:8.2%}' for name, value in means.items()]
     lines.append(f'{"loss":<24}{found.means["loss"]:8.4f}')
     name = 'average_precision' if 'average_precision' in found.classes[0] else 'accuracy'
@@ -129,6 +132,8 @@ def _lines(found: Evaluation) -> list[str]:
         f'  {one[name]:8.2%} of {one["images"]:,}  {output.printable(one["class"])}'
         for one in worst
     ]
+    if any(one['images'] < _FEW for one in worst):
+        lines.append(f'  (of fewer than {_FEW} images such a share says little)')
     if found.confusion is None:
         return lines
     wrong = confusion.confusions(found.confusion, found.names)

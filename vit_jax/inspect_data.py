@@ -1,7 +1,7 @@
 """Looks at images before training: python -m vit_jax.inspect_data --config=... --config.data=DATA.
 
-Prints splits, classes, counts, sizes, files that cannot be read, and all else because of which
-training would be refused. Writes it to WORKDIR/data.json, and to WORKDIR/data.png some images as
+Prints splits, classes, counts, sizes, files that cannot be read, and everything that would stop a
+training. Writes it to WORKDIR/data.json, and to WORKDIR/data.png some images as
 evaluation and as training see them.
 """
 

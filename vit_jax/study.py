@@ -70,9 +70,11 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.list:
             _list(folder, study, chosen, arguments.compiled)
             return 0
-        complete = sum(studies.is_complete(folder, run) for run in chosen)
-        print(f'{study.title}: {counted(len(chosen), "run")}, {complete:,} complete', flush=True)
+        began, count = time.monotonic(), counted(len(chosen), 'run')
+        print(f'{study.title}: {count}, {_complete(folder, chosen):,} complete', flush=True)
         failed, stopped = _train(folder, study, chosen, arguments.compiled)
+        spent = reporting.duration(time.monotonic() - began)
+        print(f'{_complete(folder, chosen):,} of {count} complete, after {spent}', flush=True)
         done, lost = study_results.reached(folder, study, runs)
         _tell(folder, study, study_results.rows(study, runs, done))
     for sentence in lost:
@@ -80,6 +82,10 @@ def main(arguments: argparse.Namespace) -> int:
     if failed:
         print(f'failed: {", ".join(failed)}', flush=True)
     return stopped or int(bool(failed or lost))
+
+
+def _complete(folder: pathlib.Path, runs: Sequence[PlannedRun]) -> int:
+    return sum(studies.is_complete(folder, run) for run in runs)
 
 
 def _train(
@@ -94,6 +100,7 @@ def _train(
         if holder := _holder(folder / run.name):
             print(f'{label}  is being trained by {holder}: left to it', flush=True)
             continue
+        print(f'{label}  starts', flush=True)
         try:
             outcome = _trained(folder, study, run, compiled, label=label)
         except UserError as error:

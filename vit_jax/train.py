@@ -35,15 +35,14 @@ def run(
         reached += f'; {probing.summary(result.fewshot)}'
     lines = {'reached': reached}
     if result.skipped:
-        lines['skipped'] = (
-            f'{counted(result.skipped, "use")} of training images that cannot be read'
-        )
+        times = counted(result.skipped, 'time')
+        lines['skipped'] = f'training images that cannot be read were skipped {times}'
     lines |= {
         'checkpoint': str(result.checkpoint),
         'metrics': str(result.folder / METRICS),
         'time': spent(result.seconds),
     }
-    if result.earlier:
+    if result.earlier.get('step'):  # not of starts that were rejected
         lines['earlier'] = spent(result.earlier)
     if (command := following(result.experiment, str(result.folder))) is not None:
         lines['next'] = command

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import vit_jax
 from tests.hosts import hosts
 from vit_jax.__main__ import programs
 from vit_jax.base import records
@@ -342,6 +343,8 @@ assert 'jax' not in sys.modules
     assert done.stderr == ''
     with hosts(tmp_path, ['vit_jax', 'plan', '--help']) as (host,):
         assert host.wait() == 0 and '--topology' in host.text
+    with hosts(tmp_path, ['vit_jax', '--version']) as (host,):
+        assert host.wait() == 0 and f'vit_jax {vit_jax.__version__}' in host.text
     with hosts(tmp_path, ['vit_jax', 'trian']) as (host,):
         assert host.wait() == 2 and "did you mean 'train'?" in host.text
 

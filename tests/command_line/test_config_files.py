@@ -174,6 +174,10 @@ def test_a_configuration_that_came_with_the_package_is_found_from_any_folder(tmp
     text = message('configs/quikstart.py')
     assert 'no such file, here or in ' in text
     assert text.endswith("did you mean 'configs/quickstart.py'?")
+    assert message('folder.py').endswith("did you mean 'configs/finetune/folder.py'?")
+    assert message('pretrain/vit_22b').endswith("did you mean 'configs/pretrain/vit_22b.py'?")
+    both = "did you mean 'configs/finetune/vit.py' or 'configs/pretrain/vit.py'?"
+    assert message('vit.py').endswith(both)
     (tmp_path / 'setup.py').write_text('pass')
     assert 'setup.py' not in message('mine.py')
     assert read('quickstart.py') == read('configs/quickstart.py')

@@ -116,14 +116,14 @@ def test_ctrl_c_while_compiling_is_one_sentence_and_no_crash(after, tmp_path):
     run.send_signal(signal.SIGINT)
     assert run.wait(5) == INTERRUPTED
     said = run.stderr.read().splitlines()
-    assert len(said) == 1 and 'SIGINT before the first step' in said[0]
+    assert len(said) == 1 and 'SIGINT: stopped before the first step' in said[0]
 
 
 @pytest.mark.parametrize(
     'placement, event, said',
     [
         ('host', 'training', 'stopped at step 0, saved in'),
-        ('device', 'starting', 'SIGTERM before the first step: run the same'),
+        ('device', 'starting', 'SIGTERM: stopped before the first step'),
     ],
 )
 def test_a_run_that_waits_for_images_can_be_stopped(placement, event, said, tmp_path):

@@ -208,7 +208,7 @@ class _Parser(argparse.ArgumentParser):
         paths = config_help.paths(self.get_default('config_kind')) if self._takes_config else ()
         fields = [f'--{path}' for path in paths]
         if paths and (text := config_help.synonym(self.get_default('config_kind'), flag[2:])):
-            return text
+            return text.replace("'config.", "'--config.")
         same = [field for field in fields if field.endswith(f'.{flag[2:]}')]
         same = same or [field for field in fields if config_help.initials(field) == flag[2:]]
         meant = same or difflib.get_close_matches(flag, [*known, *fields])

@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import functools
 import io
-import logging
 import os
 import pathlib
 import re
@@ -122,10 +121,7 @@ def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
     if overrides and getattr(arguments, 'config', None) is None:
         why = '--config=FILE is missing' if 'config' in arguments else 'there is no configuration'
         parser.error(f'unrecognized arguments: --config.{overrides[0]}; {why}')
-    for level in logging.WARNING, logging.ERROR, logging.CRITICAL:
-        logging.addLevelName(level, logging.getLevelName(level).lower())
-    logging.basicConfig(level=logging.WARNING, format='%(levelname)s: %(message)s', force=True)
-    output.quiet_libraries()
+    output.log_in_lines()
     try:
         if getattr(arguments, 'config', None) is not None:
             arguments.config = config_flags.load(arguments.config, overrides, arguments.config_kind)

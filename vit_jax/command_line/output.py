@@ -53,8 +53,11 @@ def printable(text: str) -> str:
     return re.sub('[\x00-\x1f\x7f-\x9f]', lambda found: repr(found[0])[1:-1], text)
 
 
-def quiet_libraries() -> None:
-    """Leaves of what libraries say what no error of this program says."""
+def log_in_lines() -> None:
+    """A warning is a line on stderr; libraries leave errors to this program."""
+    for level in logging.WARNING, logging.ERROR, logging.CRITICAL:
+        logging.addLevelName(level, logging.getLevelName(level).lower())
+    logging.basicConfig(level=logging.WARNING, format='%(levelname)s: %(message)s', force=True)
     # Of each array that orbax cannot write these say so; the first is raised, which is enough.
     for name in 'absl', 'asyncio':
         logging.getLogger(name).setLevel(logging.CRITICAL)

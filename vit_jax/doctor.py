@@ -59,7 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
     _say('cluster', text)
     gpus = _check_accelerator()
     with joined_job(launch, app.reporter(arguments)) as job:
-        app.require_devices()
+        clusters.require_devices()
         _say('compiled', f'programs are kept: {app.keep_programs(arguments, job)}')
         _check_together(job, arguments.seconds, gpus)
         if arguments.config is not None:

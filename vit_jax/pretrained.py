@@ -11,17 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import (
-    Array,
-    Float,
-    Params,
-    Record,
-    UInt8,
-    UserError,
-    require,
-    require_regular,
-    tree_names,
-)
+from vit_jax.base import Array, Float, Params, Record, UInt8, UserError, require, tree_names
 from vit_jax.base.records import Elsewhere
 from vit_jax.checkpoints import names, transfer
 from vit_jax.checkpoints.card import Card
@@ -30,6 +20,7 @@ from vit_jax.checkpoints.formats.array_files import error_prefix
 from vit_jax.checkpoints.formats.base import Layout
 from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.data.image_preprocessing import Preprocessing, decode, normalize, to_rgb
+from vit_jax.data.sources.base import read_file
 from vit_jax.models import (
     Compute,
     Gelu,
@@ -382,9 +373,8 @@ def _decoded(image: Any, *, exif_rotation: bool) -> UInt8[np.ndarray, 'h w 3']:
     from PIL import Image
 
     if isinstance(image, str | os.PathLike):
-        require_regular(os.fspath(image))
         with error_prefix(os.fspath(image)):
-            return decode(pathlib.Path(image).read_bytes(), exif_rotation=exif_rotation)
+            return decode(read_file(image), exif_rotation=exif_rotation)
     if isinstance(image, bytes):
         return decode(image, exif_rotation=exif_rotation)
     if isinstance(image, Image.Image):

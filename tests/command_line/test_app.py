@@ -24,7 +24,7 @@ from tests.hosts import hosts
 from vit_jax.__main__ import programs
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
-from vit_jax.command_line import app, config_files, output
+from vit_jax.command_line import app, config_files, config_flags, output
 from vit_jax.config import TrainConfig
 from vit_jax.parallel.clusters import Launch
 from vit_jax.training.loop import NotFinite
@@ -146,7 +146,7 @@ def test_a_boolean_is_given_in_any_spelling_of_absl(monkeypatch, spelling, value
 )
 def test_a_tilde_is_the_home_wherever_a_path_begins(monkeypatch, given, meant):
     monkeypatch.setenv('HOME', '/home/me')
-    assert app._at_home(given) == (meant or given.replace('~', '/home/me'))
+    assert config_flags.at_home(given) == (meant or given.replace('~', '/home/me'))
     if given == '--compiled=~/x':
         monkeypatch.setattr(app, 'keep_programs', lambda arguments: '')
         assert started(monkeypatch, app.new_parser('n', ''), given)[1].compiled == '/home/me/x'

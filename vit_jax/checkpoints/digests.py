@@ -17,6 +17,7 @@ import google_crc32c
 from vit_jax.base import Path, UnusableDisk, UserError, storage, sync, usable, write_json
 
 FILE = 'digests.json'
+CHECKPOINTS = 'checkpoints'  # the folder of a run with all of them
 DAMAGED = 'damaged'  # the folder to which damaged checkpoints are moved
 _BLOCK = 2**20  # bytes
 _WAITS = 1.0, 5.0  # seconds, before a file that could not be read is tried again

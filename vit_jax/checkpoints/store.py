@@ -10,12 +10,10 @@ Parameters are an item of their own, so that using them needs no optimizer.
 """
 
 import contextlib
-import errno
 import functools
 import logging
 import math
 import os
-import pathlib
 import shutil
 import threading
 import time
@@ -33,65 +31,20 @@ from vit_jax.base import (
     Path,
     UnusableDisk,
     UserError,
-    require_kept,
     storage,
     sync,
     tree_names,
     usable,
 )
-from vit_jax.checkpoints import digests
+from vit_jax.checkpoints import digests, orbax_parts
 from vit_jax.checkpoints.digests import Damaged
 from vit_jax.parallel.sharding_rules import abstract
 
-FOLDER = 'checkpoints'
+FOLDER = digests.CHECKPOINTS
 Json = dict[str, Any]
 Pieces = dict[str, list[tuple[Any, np.ndarray]]]  # of each array parts, and where they lie in it
 _MOST_COMPARED = 2**33  # bytes of parameters
 _TRASH = '.trash'  # what is renamed to there, and then removed
-
-
-class _Sealed(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """A checkpoint that gets its name when its files and their digests are on the disk.
-
-    Orbax makes one of each item too; those have theirs within a checkpoint without a name.
-    """
-
-    def __init__(self, temporary_path: Any, final_path: Any, **options: Any):
-        self._final = final_path
-        self._is_item = ocp.path.atomicity_types.TMP_DIR_SUFFIX in final_path.parent.name
-        if not self._is_item:
-            # Orbax renames when it has written its last file: to a name that still is not listed.
-            final_path = temporary_path.with_name(f'{temporary_path.name}-written')
-        super().__init__(temporary_path, final_path, **options)
-
-    def get_final(self) -> Any:
-        """The folder that the checkpoint gets."""
-        return self._final
-
-    async def finalize(self) -> None:
-        """Called by process 0 when all have written; what it raises is the error of the save."""
-        await super().finalize()
-        if not self._is_item:
-            written = pathlib.Path(super().get_final())
-            digests.write_digests(written)
-            written.rename(self._final)
-            sync(written.parent)
-
-
-class _Committed(ocp.path.atomicity.CommitFileTemporaryPath):
-    """A checkpoint on a store, which has its name at once: it gets its digests when it is complete.
-
-    One that was killed in between is trusted as it is, like those of earlier versions.
-    """
-
-    check: Callable[[], None]  # of the Checkpoints that write it
-
-    async def finalize(self) -> None:
-        """As that of _Sealed."""
-        self.check()
-        await super().finalize()
-        if self._final_path.parent.name == FOLDER:  # not one of its items
-            digests.write_digests(self._final_path)
 
 
 class Checkpoints:
@@ -119,9 +72,9 @@ class Checkpoints:
         self._along, self._check = along, check
         remote = storage.is_remote(workdir)
         if remote:
-            kind: Any = type('_Held', (_Committed,), {'check': staticmethod(check)})
+            kind: Any = type('_Held', (orbax_parts.Committed,), {'check': staticmethod(check)})
         else:
-            kind = _Sealed
+            kind = orbax_parts.Sealed
         if jax.process_index() == 0:
             self._empty_trash()  # of a run that was killed
             for step in digests.steps(self._folder) if remote else ():
@@ -136,8 +89,8 @@ class Checkpoints:
             async_options=ocp.AsyncOptions(post_finalization_callback=self._sync_along),
         )
         handlers = {
-            'params': _array_handler(),
-            'training': _array_handler(),
+            'params': orbax_parts.array_handler(),
+            'training': orbax_parts.array_handler(),
             'card': ocp.JsonCheckpointHandler(),
             'progress': ocp.JsonCheckpointHandler(),
         }
@@ -176,7 +129,7 @@ class Checkpoints:
             card=ocp.args.JsonSave(card),
             progress=ocp.args.JsonSave(progress),
         )
-        with _written(self._folder, self._along):
+        with orbax_parts.writing(self._folder, self._along):
             self._manager.save(step, args=items)
         if jax.process_index() == 0:
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -258,20 +211,20 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raises what went wrong in the background, if anything did."""
-        with _written(self._folder, self._along):
+        with orbax_parts.writing(self._folder, self._along):
             self._manager.check_for_errors()
         self._raise_error()
 
     def wait(self) -> None:
         """Returns when everything is on disk."""
-        with _written(self._folder, self._along):
+        with orbax_parts.writing(self._folder, self._along):
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
         self._finish()
 
     def close(self) -> None:
         """Waits, and ends the threads."""
-        with _written(self._folder, self._along):
+        with orbax_parts.writing(self._folder, self._along):
             self._manager.close()
         self._resources.close()
 
@@ -402,18 +355,6 @@ def load_params(path: str) -> Params:
     return jax.tree.map(lambda leaf: leaf.astype(np.float32, copy=False), params)
 
 
-def _array_handler() -> ocp.PyTreeCheckpointHandler:
-    """What writes the arrays of a run.
-
-    Of an array that several devices hold, each writes a piece, where the pieces have a megabyte:
-    cutting smaller ones takes longer than writing them whole, while training waits.
-    """
-    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20)
-    kinds = (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
-    registry = ocp.type_handlers.create_type_handler_registry(*kinds)
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-
-
 def save_alone(folder: Path, params: Params, card: dict[str, Any]) -> None:
     """Writes a checkpoint outside of a run: parameters and card.
 
@@ -431,7 +372,7 @@ def save_alone(folder: Path, params: Params, card: dict[str, Any]) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
     with (
         storage.named_plainly(folder.parent.absolute()) as parent,
-        ocp.Checkpointer(handler, temporary_path_class=_Sealed) as writer,
+        ocp.Checkpointer(handler, temporary_path_class=orbax_parts.Sealed) as writer,
     ):
         saved = parent / f'.{uuid.uuid4()}'  # while the name may be one that orbax misreads
         writer.save(saved, args=ocp.args.Composite(**items))
@@ -453,20 +394,3 @@ def _readable(folder: Path) -> Iterator[Any]:
         kind = UnusableDisk if whole else Damaged
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         raise kind(f'checkpoint {folder}: cannot be read: {reason}') from error
-
-
-@contextlib.contextmanager
-def _written(folder: Path, along: Sequence[Path]) -> Iterator[None]:
-    """An error of writing in few words: orbax and tensorstore raise many kinds, in many lines."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, UserError) and not isinstance(error, OSError):
-            raise  # the work directory is held no more
-        for path in along:
-            require_kept(path)
-        reason = ' '.join(str(error).split()) or type(error).__name__
-        if len(reason) > 500:  # of tensorstore, with the system's word anywhere in it
-            words = (os.strerror(code) for code in errno.errorcode)
-            reason = next((word for word in words if word in reason), f'{reason[:400]} ...')
-        raise UnusableDisk(f'{folder}: a checkpoint could not be written: {reason}') from error

@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import functools
 import io
-import logging
 import os
 import pathlib
 import re
@@ -27,7 +26,7 @@ from vit_jax.checkpoints.download import cache
 from vit_jax.command_line import config_files, config_flags, config_help, output
 from vit_jax.config import Study, TrainConfig
 from vit_jax.data.image_preprocessing import MAX_PIXELS, MOST_PIXELS
-from vit_jax.parallel import compiled_programs
+from vit_jax.parallel import clusters, compiled_programs
 from vit_jax.parallel.clusters import Launch
 from vit_jax.parallel.processes import INTERRUPTED, Job, joined_job
 from vit_jax.training.loop import NotFinite
@@ -69,7 +68,7 @@ def run(
         output.outlive_readers()
     with _started(parser) as arguments:
         if 'distributed' not in arguments:  # else when the job is known
-            require_devices()
+            clusters.require_devices()
             keep_programs(arguments)
         code = main(arguments)
         sys.stdout.flush()
@@ -84,7 +83,7 @@ def run_job(
     add_job(parser, trains=trains)
     output.outlive_readers()
     with _started(parser) as arguments, joined_job(launch(arguments), reporter(arguments)) as job:
-        require_devices()
+        clusters.require_devices()
         keep_programs(arguments, job)
         accepted = arguments.accept_config_changes, trains and arguments.accept_data_changes
         profile = arguments.profile_steps if trains else None
@@ -99,7 +98,7 @@ def run_together(
     output.outlive_readers()
     with _started(parser) as arguments:
         with joined_job(launch(arguments), reporter(arguments)) as job:
-            require_devices()
+            clusters.require_devices()
             keep_programs(arguments, job)
             code = main(arguments, job)
         sys.stdout.flush()
@@ -116,21 +115,13 @@ def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
     parser.add_argument('--compiled', action=_Once, type=local_path, metavar='DIR', help=text)
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files that are no Unicode
         sys.stdout.reconfigure(errors='surrogateescape')
-    overrides, others = config_flags.split([_at_home(text) for text in sys.argv[1:]])
+    overrides, others = config_flags.split([config_flags.at_home(text) for text in sys.argv[1:]])
     # absl, which read the arguments once, takes one dash for two.
     arguments = parser.parse_args([re.sub('^-(?=[a-z_]{2})', '--', text) for text in others])
     if overrides and getattr(arguments, 'config', None) is None:
         why = '--config=FILE is missing' if 'config' in arguments else 'there is no configuration'
         parser.error(f'unrecognized arguments: --config.{overrides[0]}; {why}')
-    for level in logging.WARNING, logging.ERROR, logging.CRITICAL:
-        logging.addLevelName(level, logging.getLevelName(level).lower())
-    logging.basicConfig(level=logging.WARNING, format='%(levelname)s: %(message)s', force=True)
-    # Of each array that orbax cannot write these say so; the first is raised, which is enough.
-    for name in 'absl', 'asyncio':
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    logging.getLogger('jax._src.xla_bridge').addFilter(_without_stack)
-    sys.unraisablehook = _said_unless_late
-    logging.getLogger('huggingface_hub').propagate = False  # it prints its warnings itself
+    output.log_in_lines()
     try:
         if getattr(arguments, 'config', None) is not None:
             arguments.config = config_flags.load(arguments.config, overrides, arguments.config_kind)
@@ -142,35 +133,6 @@ def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
         os._exit(INTERRUPTED)  # no thread that compiles or waits for a disk is waited for
     except Exception as error:
         sys.exit(reporter(arguments)(error))
-
-
-def _at_home(argument: str) -> str:
-    """The argument with ~ replaced at its start, and after `--FLAG=`, where bash leaves it."""
-    flag = re.match(r'(--?[\w.]+=)?', argument)
-    end = flag.end() if flag else 0
-    return argument[:end] + os.path.expanduser(argument[end:])
-
-
-def require_devices() -> None:
-    """Raises UserError where JAX_PLATFORMS names devices that jax cannot use."""
-    if not (platforms := jax.config.values['jax_platforms']):
-        return
-    try:
-        jax.devices()
-    except (RuntimeError, AssertionError) as error:  # of CUDA's plugin without a driver
-        reason = str(error).partition(' (set JAX_')[0]
-        known = 'list of known backends' in reason  # in which jax looks for `gpu` as rocm
-        why = f' ({reason})' if reason and not known else ''
-        advice = 'python -m vit_jax.doctor says what is missing, and JAX_PLATFORMS=cpu uses the CPU'
-        raise UserError(
-            f'JAX_PLATFORMS={platforms}: jax finds no such device{why}; {advice}'
-        ) from error
-
-
-def _without_stack(record: logging.LogRecord) -> bool:
-    """Leaves a line of what jax says about a plugin that cannot be loaded."""
-    record.exc_info = record.exc_text = None
-    return True
 
 
 def keep_programs(arguments: argparse.Namespace, job: Job | None = None) -> str:
@@ -191,12 +153,6 @@ def keep_programs(arguments: argparse.Namespace, job: Job | None = None) -> str:
         return 'nowhere, of several processes; --compiled=DIR that all share keeps them'
     folder = compiled_programs.keep(pathlib.Path(asked) if asked else cache() / 'compiled')
     return 'nowhere' if folder is None else str(folder)
-
-
-def _said_unless_late(error: Any) -> None:
-    """Shows what nobody can catch, but for reads of tensorstore that end after one has failed."""
-    if 'Event loop is closed' not in str(error.exc_value):
-        sys.__unraisablehook__(error)
 
 
 def reporter(arguments: argparse.Namespace) -> Callable[[BaseException], int]:

@@ -7,6 +7,7 @@ value". Whether a value makes sense, records check.
 import ast
 import contextlib
 import logging
+import os
 import re
 import typing
 from collections.abc import Callable, Sequence
@@ -31,6 +32,13 @@ _PARSERS: dict[Any, Callable[[str], Any]] = {
     typing.Literal: str,
     str: str,
 }
+
+
+def at_home(argument: str) -> str:
+    """The argument with ~ replaced at its start, and after `--FLAG=`, where bash leaves it."""
+    flag = re.match(r'(--?[\w.]+=)?', argument)
+    end = flag.end() if flag else 0
+    return argument[:end] + os.path.expanduser(argument[end:])
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -3,9 +3,11 @@
 import contextlib
 import errno
 import io
+import logging
 import os
 import re
 import sys
+from typing import Any
 
 from vit_jax.base.errors import UnusableDisk
 
@@ -49,6 +51,31 @@ def _drop(descriptor: int) -> None:
 def printable(text: str) -> str:
     """The text with its control characters escaped: a name cannot move the cursor or add a line."""
     return re.sub('[\x00-\x1f\x7f-\x9f]', lambda found: repr(found[0])[1:-1], text)
+
+
+def log_in_lines() -> None:
+    """A warning is a line on stderr; libraries leave errors to this program."""
+    for level in logging.WARNING, logging.ERROR, logging.CRITICAL:
+        logging.addLevelName(level, logging.getLevelName(level).lower())
+    logging.basicConfig(level=logging.WARNING, format='%(levelname)s: %(message)s', force=True)
+    # Of each array that orbax cannot write these say so; the first is raised, which is enough.
+    for name in 'absl', 'asyncio':
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    logging.getLogger('jax._src.xla_bridge').addFilter(_without_stack)
+    logging.getLogger('huggingface_hub').propagate = False  # it prints its warnings itself
+    sys.unraisablehook = _said_unless_late
+
+
+def _without_stack(record: logging.LogRecord) -> bool:
+    """Leaves a line of what jax says about a plugin that cannot be loaded."""
+    record.exc_info = record.exc_text = None
+    return True
+
+
+def _said_unless_late(error: Any) -> None:
+    """Shows what nobody can catch, but for reads of tensorstore that end after one has failed."""
+    if 'Event loop is closed' not in str(error.exc_value):
+        sys.__unraisablehook__(error)
 
 
 def replace_missing_streams() -> None:

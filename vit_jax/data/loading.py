@@ -55,7 +55,7 @@ class LoaderConfig(Record):
         require_between(self, 'processes', low=0)
 
 
-def check_memory(batch_size: int, size: Size, *, name: str, accumulation_steps: int = 1) -> None:
+def check_memory(batch_size: int, size: Size, name: str, accumulation_steps: int = 1) -> None:
     """Raises UserError where the images of batches that are here exceed the machine's memory.
 
     One batch is read while another is used. A CPU has the images as float32 numbers too.

@@ -12,6 +12,8 @@ import socket
 import time
 from typing import Any, NamedTuple
 
+import jax
+
 # Not public: `jax.distributed.initialize` reads the environment and acts on it in one call.
 from jax._src import clusters as of_jax
 
@@ -246,3 +248,19 @@ def _wait_for(ip: str, port: int, address: str, seconds: float) -> None:
         time.sleep(0.1)
     why = f'nothing answers there after {seconds:g} s; is process 0 started, and the port open?'
     raise UserError(f'coordinator_address={address}: {why}')
+
+
+def require_devices() -> None:
+    """Raises UserError where JAX_PLATFORMS names devices that jax cannot use."""
+    if not (platforms := jax.config.values['jax_platforms']):
+        return
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # of CUDA's plugin without a driver
+        reason = str(error).partition(' (set JAX_')[0]
+        known = 'list of known backends' in reason  # in which jax looks for `gpu` as rocm
+        why = f' ({reason})' if reason and not known else ''
+        advice = 'python -m vit_jax.doctor says what is missing, and JAX_PLATFORMS=cpu uses the CPU'
+        raise UserError(
+            f'JAX_PLATFORMS={platforms}: jax finds no such device{why}; {advice}'
+        ) from error

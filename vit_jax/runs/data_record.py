@@ -19,6 +19,7 @@ from vit_jax.base import (
     Path,
     UserError,
     atomic_write,
+    counted,
     parsing,
     records,
     storage,
@@ -296,6 +297,19 @@ def _path(name: str, data: str) -> str:
     """Returns the path of an image from its name within the data."""
     root = _place(data)
     return os.path.join(root if os.path.isdir(root) else os.path.dirname(root), name)
+
+
+def trained_before(config: TrainConfig, evals: dict[str, ImageReader], start: str) -> list[str]:
+    """Returns a line for each evaluation with images that the network at the start has learned."""
+    origin, lines = origin_of(start), list[str]()
+    if origin is None:
+        return lines
+    for name, reader in evals.items():
+        data = records.text_of(config.evaluations[name].data or config.data)
+        if count := origin.count_trained(reader.source, data):
+            total = counted(len(reader.source), 'image')
+            lines.append(f'warning: {name}: start_from was trained on {count:,} of its {total}')
+    return lines
 
 
 class _Kept(NamedTuple):

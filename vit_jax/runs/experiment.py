@@ -136,7 +136,7 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
     classes = len(train.class_names)
     model_config = trained_model(config, start, classes)
     length = make_train_length(config.total, batch_size=config.batch_size, num_images=len(train))
-    mesh = make_mesh(config, devices)
+    mesh, pixels = make_mesh(config, devices), model_config.image_size
     choice = choose_compute(config, model_config, mesh, planned=devices is not None)
     model = build(
         model_config,
@@ -146,10 +146,9 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
     )
     preprocessing = preprocessing_of(config, start)
     if devices is None:  # else they may be those of other machines, for which a run is planned
-        for name, steps in ('batch_size', config.accumulation_steps), ('eval_batch_size', 1):
-            size, pixels = getattr(config, name) or 0, model_config.image_size
-            check_memory(size, pixels, name=f'config.{name}', accumulation_steps=steps)
-    reader = reader_for(config, preprocessing, model_config.image_size)
+        check_memory(config.batch_size, pixels, 'config.batch_size', config.accumulation_steps)
+        check_memory(config.eval_batch_size or 0, pixels, 'config.eval_batch_size')
+    reader = reader_for(config, preprocessing, pixels)
     trained, evaluations = _objective(config, model, preprocessing, train, evaluated)
     init, update, report = _training_functions(config, model, mesh, trained, length, classes)
     crop = host_crop(config.augmentation, preprocessing)

@@ -45,7 +45,7 @@ def on_devices(
     The batches are split over the devices. Raises UserError where they exceed the memory.
     """
     batch_size = min(batch_size, max(_FEW, len(reader.source)))
-    loading.check_memory(batch_size, reader.size, name='--batch_size')
+    loading.check_memory(batch_size, reader.size, '--batch_size')
     batch_size = -(-batch_size // mesh.size) * mesh.size
     loader = loading.make_loader(
         reader, LoaderConfig(placement='host'), meshes.batch_sharding(mesh)

@@ -45,7 +45,7 @@ def probe(
     compute = choice.compute
     model = build(body, compute=compute)
     mesh, batch_size = make_mesh(config), config.eval_batch_size or config.batch_size
-    check_memory(batch_size, size, name='config.eval_batch_size')
+    check_memory(batch_size, size, 'config.eval_batch_size')
     reader = reader_for(config, preprocessing, size)
     sets = probing.open_probes(config, make_opener(config.held_out), reader)
     if job.count > 1:

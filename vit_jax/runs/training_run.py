@@ -227,24 +227,11 @@ def _new_state(experiment: Experiment, abstract: TrainState, console: Console) -
     if start is None:
         return state
     params, report = experiment.transferred(start, state.params)
-    tested = _tested_after_training(experiment, start.path)
+    tested = data_record.trained_before(experiment.config, experiment.evals, start.path)
     console.print('\n'.join([f'start_from {start.path}', *start.report, *report, *tested]))
     params = meshes.put(params, shardings.params)
     ema_params = None if state.ema_params is None else jax.tree.map(jnp.copy, params)
     return state._replace(params=params, ema_params=ema_params)
-
-
-def _tested_after_training(experiment: Experiment, start: str) -> list[str]:
-    """Returns a line for each evaluation with images that the network at the start has learned."""
-    origin, config, lines = data_record.origin_of(start), experiment.config, list[str]()
-    if origin is None:
-        return lines
-    for name, reader in experiment.evals.items():
-        data = records.text_of(config.evaluations[name].data or config.data)
-        if count := origin.count_trained(reader.source, data):
-            total = counted(len(reader.source), 'image')
-            lines.append(f'warning: {name}: start_from was trained on {count:,} of its {total}')
-    return lines
 
 
 @dataclasses.dataclass
@@ -333,8 +320,7 @@ class Run:
         due: dict[int | None, list[str]] = {}
         for name, one in config.evaluations.items():
             if name not in without:
-                steps = every(one.every_steps or config.eval_every_steps)
-                due.setdefault(steps, []).append(name)
+                due.setdefault(every(one.every_steps or config.eval_every_steps), []).append(name)
         observers = [Every(n, functools.partial(self.evaluate, names)) for n, names in due.items()]
         probes = self.experiment.probes if 'fewshot' not in without else None
         if probes is not None and self.features is not None:

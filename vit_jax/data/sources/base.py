@@ -191,7 +191,7 @@ def labelled_source(
     Images are paths of files, of which the stamps are sizes, or what `read` and `stamp_of` take.
     """
     numbers = None if multi_label else np.array(labels, np.int32)
-    read_image = read or _read_file
+    read_image = read or read_file
 
     def label(i: int) -> Label:
         if not multi_label:
@@ -223,7 +223,7 @@ def labelled_source(
     )
 
 
-def _read_file(path: str | pathlib.Path) -> bytes:
+def read_file(path: str | os.PathLike[str]) -> bytes:
     """Returns the bytes of a regular file. A pipe or a device is rejected, not waited for."""
     with open(path, 'rb', opener=_open_at_once) as file:
         require(stat.S_ISREG(os.fstat(file.fileno()).st_mode), 'not a regular file')

@@ -29,6 +29,8 @@ def main() -> None:
     """Runs the program that the first argument names with the others."""
     known = programs()
     name, *arguments = sys.argv[1:] or ['--help']
+    if name == 'help' and arguments:
+        name, arguments = arguments[0], ['--help']
     if name in ('-h', '--help', 'help'):
         if hasattr(signal, 'SIGPIPE'):  # not on Windows
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has read enough

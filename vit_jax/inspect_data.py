@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from PIL import Image
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from vit_jax.base import UserError, atomic_write, counted, storage, usable, write_json
@@ -59,7 +60,7 @@ def main(arguments: argparse.Namespace) -> int:
     progress = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
     with futures.ThreadPoolExecutor(reading.cores()) as pool, progress as bar:
         for split, source in sources.items():
-            done = functools.partial(bar.advance, bar.add_task(split, total=len(source)))
+            done = functools.partial(bar.advance, bar.add_task(escape(split), total=len(source)))
             scan = inspection.scan(reader_of(source), pool, done, known=known)
             print(f'{split}: {counted(len(source), "image")}\n' + '\n'.join(_lines(scan)))
             found[split] = scan

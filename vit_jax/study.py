@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from typing import IO, NamedTuple
 
 from rich.console import Console
+from rich.markup import escape
 
 from vit_jax.base import UserError, atomic_write, counted, records, require, usable
 from vit_jax.base.storage import is_remote
@@ -191,12 +192,12 @@ def _finished(command: Sequence[str], output: IO[bytes], workdir: pathlib.Path, 
 
         for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
             stack.callback(signal.signal, number, signal.signal(number, hand_on))
-        status = stack.enter_context(Console(stderr=True).status(label))
+        status = stack.enter_context(Console(stderr=True).status(escape(label)))
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = process.wait(timeout=1)
                 break
-            status.update(f'{label}  {_progress(workdir)}')
+            status.update(escape(f'{label}  {_progress(workdir)}'))
     if asked and code:
         return INTERRUPTED if asked[0] == signal.SIGINT else REQUEUE
     return code

@@ -24,7 +24,7 @@ from tests.hosts import hosts
 from vit_jax.__main__ import programs
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
-from vit_jax.command_line import app, output
+from vit_jax.command_line import app, config_files, output
 from vit_jax.config import TrainConfig
 from vit_jax.parallel.clusters import Launch
 from vit_jax.training.loop import NotFinite
@@ -347,6 +347,31 @@ assert 'jax' not in sys.modules
         assert host.wait() == 0 and f'vit_jax {vit_jax.__version__}' in host.text
     with hosts(tmp_path, ['vit_jax', 'trian']) as (host,):
         assert host.wait() == 2 and "did you mean 'train'?" in host.text
+
+
+@pytest.mark.parametrize(
+    'given, told',
+    [
+        ('--version', 'vit_jax 0'),
+        ('-V', 'vit_jax 0'),
+        ('version', 'vit_jax 0'),
+        ('--help', 'vit_jax PROGRAM'),
+        ('help', 'vit_jax PROGRAM'),
+        ('help nothing', ''),
+        ('help doctor', 'usage: '),
+    ],
+)
+def test_help_and_version_are_there_in_any_spelling(given, told):
+    words = [sys.executable, '-m', 'vit_jax', *given.split()]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.startswith(told) and (done.returncode == 0) == bool(told)
+
+
+@pytest.mark.parametrize('given', ['folder.py', 'folder', 'finetune/folder', 'foldr.py'])
+def test_the_file_of_a_configuration_is_found_by_its_name(tmp_path, given):
+    with pytest.raises(UserError, match='configs/finetune/folder.py') as error:
+        config_files.read(str(tmp_path / given) if given == 'folder.py' else given)
+    assert str(error.value).count('.py') <= 3
 
 
 def test_help_names_every_flag_of_every_program_with_its_meaning(monkeypatch):

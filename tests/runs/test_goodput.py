@@ -126,6 +126,17 @@ def test_the_time_of_a_start_is_its_own_and_the_rest_is_apart(tmp_path, monkeypa
     assert book.totals() == ({'start': 6.0}, {'start': 3.0, LOST: 10.0})
 
 
+def test_a_start_that_was_rejected_is_not_told_of(tmp_path):
+    path = tmp_path / 'ledger.jsonl'
+    rejected = Ledger(path, Clock())
+    rejected.record('starting', None)
+    rejected.close()
+    book = Ledger(path, Clock())
+    for event, step in ('starting', None), ('saving', 5):
+        book.record(event, step)
+        assert book.totals()[1] == {}
+
+
 def test_half_a_line_of_a_killed_run_is_passed_over(tmp_path):
     path = tmp_path / 'ledger.jsonl'
     path.write_text(json.dumps(line(1.0, 0, start=2.0)) + '\n{"began": 1.0, "st')

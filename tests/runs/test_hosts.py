@@ -70,6 +70,19 @@ PHASES = {
 
 
 @pytest.mark.full
+def test_two_processes_save_and_go_on_in_a_folder_of_any_name(whole, tmp_path):
+    """Each has its own path of it for orbax, which is none of the names that they agree on."""
+    folder = tmp_path / 'lr=[0.1] a\\b*?%#'
+    folder.mkdir()
+    for faults, code in ('die:30:1', -signal.SIGKILL), ('slow:0', 0):
+        flags = ['--heartbeat_seconds=10', '--config.checkpoint_every_steps=20']
+        with training(folder, faults, count=2, flags=flags) as started:
+            assert [host.wait() for host in started][1] == code, started[0].text
+    assert f'from {folder}/run/checkpoints/20' in started[0].text
+    assert_same(folder, whole(2))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize('count, phases', [(1, [*PHASES]), (2, ['compile', 'evaluate', 'save'])])
 def test_sigterm_in_any_phase_stops_at_one_step_and_loses_none(count, phases, whole, tmp_path):
     """The last process alone is told, twice; both stop. The next start goes on from there."""

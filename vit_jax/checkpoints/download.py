@@ -250,7 +250,7 @@ def _digest(path: pathlib.Path, empty: Any) -> str:
 @contextlib.contextmanager
 def _bar(name: str) -> Iterator[Told]:
     """A bar on a terminal, and a function that moves it."""
-    columns = TextColumn('{task.description}'), BarColumn(), DownloadColumn()
+    columns = TextColumn('{task.description}', markup=False), BarColumn(), DownloadColumn()
     more = TransferSpeedColumn(), TimeRemainingColumn()
     hidden = not sys.stderr.isatty()
     with Progress(*columns, *more, console=Console(stderr=True), disable=hidden) as bar:

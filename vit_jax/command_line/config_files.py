@@ -1,6 +1,7 @@
 """The file of `--config=FILE:ARGUMENT`: found from any folder, executed, its errors its own."""
 
 import contextlib
+import difflib
 import inspect
 import itertools
 import json
@@ -72,10 +73,11 @@ def _found(path: str) -> pathlib.Path:
     near = pathlib.Path(path) if pathlib.Path(path).is_dir() else pathlib.Path(path).parent
     known = [str(file) for file in near.glob('*.py') if _may_be_one(file)]
     known += [str(file.relative_to(_PACKAGE)) for file in (_PACKAGE / 'configs').rglob('*.py')]
-    same = [repr(name) for name in known if pathlib.Path(name).stem == pathlib.Path(path).stem]
-    nearest = records.nearest(path, {*known})
-    meant = f'did you mean {" or ".join(sorted(same))}?' if same else nearest
-    raise MissingFile(f'--config={path}: no such file, here or in {_PACKAGE}; {meant}')
+    stems = {name: pathlib.Path(name).stem for name in known}
+    close = difflib.get_close_matches(pathlib.Path(path).stem, stems.values(), n=1)
+    alike = {name for name in known if stems[name] in close}
+    nearest = records.nearest(path, alike or {*known})
+    raise MissingFile(f'--config={path}: no such file, here or in {_PACKAGE}; {nearest}')
 
 
 def _may_be_one(file: pathlib.Path) -> bool:

@@ -299,7 +299,7 @@ class Job:
             code = INTERRUPTED if number == signal.SIGINT else REQUEUE
             if not self._saves:
                 name = signal.Signals(number).name
-                text = f'{name}: stopped before the first step; nothing is lost, run it again'
+                text = f'{name}: stopped before the first step; run the same command again'
                 self._say_and_end(code, text)
             if interrupted:
                 _say('interrupted: stops after this step, and saves; Ctrl-C again ends at once')

@@ -65,11 +65,16 @@ class Ledger:
                 self._file.close()
 
     def totals(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Seconds by name of this start, and of all before it with what was lost by them."""
+        """Seconds by name of this start, and of all before it with what was lost by them.
+
+        Starts that had no state yet, as where a configuration was rejected, are not worth a word.
+        """
         if self._path is None:
             return dict(self.clock.seconds), {}
         lines = read(self._path)
         own = totals([line for line in lines if line['began'] == self._began])
+        if all(line['step'] is None or line['began'] == self._began for line in lines):
+            return own, {}
         before = {name: s - own.get(name, 0.0) for name, s in totals(lines).items()}
         return own, {name: s for name, s in before.items() if s > 1e-3}
 

@@ -159,6 +159,20 @@ def test_a_tower_of_timm_within_open_clip_is_that_network(tmp_path):
         vit_jax.load(tmp_path, num_heads=4)
 
 
+@pytest.mark.parametrize('prefix', ['', 'module.', 'model.', 'clip_model.', 'alone'])
+def test_a_clip_without_a_description_says_what_is_assumed(prefix, tmp_path):
+    described = load('clip_openclip', None)
+    arrays = load_file(f'{reference.family("clip_openclip")}/open_clip_model.safetensors')
+    if prefix == 'alone':  # the image tower by itself
+        arrays = {n.removeprefix('visual.'): a for n, a in arrays.items() if 'visual.' in n}
+    else:
+        arrays = {f'{prefix}{name}': array for name, array in arrays.items()}
+    save_file(arrays, tmp_path / 'x.safetensors')
+    network = vit_jax.load(tmp_path / 'x.safetensors', gelu='quick', num_heads=4)
+    assert network == described
+    assert any('the class token is pooled' in line for line in network.report)
+
+
 def test_a_projection_gives_what_is_compared_with_texts_and_no_probabilities(tmp_path):
     network = load('clip_openclip', None)
     assert f'a projection to {network.config.num_classes};' in network.report[1]

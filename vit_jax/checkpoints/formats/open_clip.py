@@ -190,7 +190,8 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     outside = r'(?!visual\.).*' if prefix else None  # the text tower
     loss = 'contrastive' if config.num_classes is not None else None  # the head is no classifier
     layout = Layout(prefix=prefix, zeros=(prefix + _BIAS,))
-    assumed = f'no {_WHERE}: the class token is pooled, heads have a width of {declared.head_width}'
+    heads = '' if clues.hints.num_heads else f', heads have a width of {declared.head_width}'
+    assumed = f'no {_WHERE}: the class token is pooled{heads}'
     remarks = () if model else (f"{assumed}, and images are prepared as for OpenAI's CLIP",)
     return Recognised(
         config, layout, preprocess.as_timm, ignored=outside, loss=loss, remarks=remarks

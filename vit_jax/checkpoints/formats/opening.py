@@ -84,20 +84,7 @@ def open_checkpoint(
             place, subtree = pathlib.Path(match[1]), match[2].strip('/')
         files, index = ([], None) if is_remote(local) else _weights(place)
     if not files:
-        if given := [name for name, value in vars(hints).items() if value is not None]:
-            raise UserError(f'{path}: a checkpoint of ours says all of itself; drop {given[0]}')
-        values, folder = store.load_card(local)
-        card, count = Card.read(values, where=f'{path}: card'), store.count_params(folder)
-        summary = inference.summarize(card.model, count, projects=card.projects)
-        report = [f'{OURS} layout, step {card.step}: {summary}']
-
-        def read() -> Params:
-            params = store.load_params(str(folder))
-            same = store.load_card(str(folder))[0] == values
-            require(same, f'{path}: another checkpoint took its place while it was read')
-            return params
-
-        return Checkpoint(path, OURS, None, card, report, (), read)
+        return _of_ours(path, local, hints)
     try:
         found = array_files.read_array_files(files, subtree)
         if index:
@@ -126,6 +113,24 @@ def open_checkpoint(
     if own is None:
         opened = _with_imagenet_names(opened, ' '.join([path, *origin]))
     return opened._replace(report=[*origin, *found.remarks, *opened.report], origin=origin)
+
+
+def _of_ours(path: str, local: str, hints: Hints) -> Checkpoint:
+    """The newest checkpoint of a work directory, or the one of a step."""
+    if given := [name for name, value in vars(hints).items() if value is not None]:
+        raise UserError(f'{path}: a checkpoint of ours says all of itself; drop {given[0]}')
+    values, folder = store.load_card(local)
+    card, count = Card.read(values, where=f'{path}: card'), store.count_params(folder)
+    summary = inference.summarize(card.model, count, projects=card.projects)
+    report = [f'{OURS} layout, step {card.step}: {summary}']
+
+    def read() -> Params:
+        params = store.load_params(str(folder))
+        same = store.load_card(str(folder))[0] == values
+        require(same, f'{path}: another checkpoint took its place while it was read')
+        return params
+
+    return Checkpoint(path, OURS, None, card, report, (), read)
 
 
 def _with_imagenet_names(opened: Checkpoint, said: str) -> Checkpoint:

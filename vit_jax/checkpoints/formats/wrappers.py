@@ -28,7 +28,8 @@ _PLAIN = (
 _PREFERRED = {'teacher': 'student', 'base_encoder': 'momentum_encoder'}
 _PREFIX = re.compile(
     r'(?:(?:\d+|module|model|model_ema|ema|net|network|backbone|encoder|trunk|teacher|student'
-    r'|(?:base|momentum|target|teacher|student|ema)_(?:encoder|model|backbone))\.)*'
+    r'|(?:base|momentum|target|teacher|student|ema)_(?:encoder|model|backbone)'
+    r'|(?:visual|vision|image)_encoder|clip|clip_model)\.)*'
 )
 # Wrappers of modules, anywhere in a name; and the chunks in which DINOv2 trains its blocks.
 _MODULES = re.compile(r'\b(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.')

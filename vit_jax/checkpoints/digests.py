@@ -72,6 +72,9 @@ def verify_digests(folder: Path) -> None:
         written = None
     if not isinstance(written, dict) or not written:
         raise Damaged(f'checkpoint {folder}: damaged since it was written: {FILE}')
+    if not all('CRC-32C' in str(digest) for digest in written.values()):
+        text = 'written by an earlier version of vit_jax; expected one that this version wrote'
+        raise UserError(f'checkpoint {folder}: {text}')
     found = _digests(folder)
     for name in [name for name in found.keys() - written.keys() if '/.' in f'/{name}']:
         del found[name]  # of another program: orbax hides no file

@@ -82,9 +82,7 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
         elif column is not None:
             raise UserError(f'labels={labels!r}: expected FILE.json for data of a function')
         else:
-            source = data(name)
-            if not isinstance(source, Source):
-                raise UserError(f'{records.text_of(data)}({name!r}) is no Source: {source!r}')
+            source = _returned_by(data, name)
         warn_of_similar_classes(records.text_of(data), source.class_names)
         return source if labels is None or column else relabelling.relabelled(source, labels)
 
@@ -111,6 +109,13 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
         return chosen(data, split, labels, classes)
 
     return opened
+
+
+def _returned_by(data: DataFunction, name: str) -> Source:
+    source = data(name)
+    if not isinstance(source, Source):
+        raise UserError(f'{records.text_of(data)}({name!r}) is no Source: {source!r}')
+    return source
 
 
 def _nearest_split(name: str, splits: Splits) -> str:

@@ -188,7 +188,7 @@ def test_with_the_coordinator_on_loopback_everything_listens_there_alone(tmp_pat
 def test_ctrl_c_in_a_program_without_a_job_ends_it_at_once(tmp_path):
     """The checkpoint never comes."""
     with socket.create_server(('127.0.0.1', 0)) as server:
-        name = f'http://127.0.0.1:{server.getsockname()[1]}/stalled.npz'
+        name = f'http://127.0.0.1:{server.getsockname()[1]}/stalled.npz#sha256={"0" * 64}'
         command = [sys.executable, '-m', 'vit_jax.convert', name, str(tmp_path / 'out.npz')]
         place = {'cwd': ROOT, 'env': environment() | {'VIT_JAX_CACHE': str(tmp_path)}}
         run = subprocess.Popen(command, **place, stderr=subprocess.PIPE, text=True)

@@ -115,7 +115,7 @@ def test_people_are_told_what_means_something(num_classes, images):
     found = evaluation_run.Evaluation(images, means, [one], ['cat'], None, ())
     said = '\n'.join(evaluate._lines(found, num_classes))
     assert ('top-5' in said) == (num_classes >= 20)
-    assert ('says little' in said) == (images < 10)
+    assert ('is rough' in said) == (images < 10)
 
 
 @pytest.mark.full

@@ -108,7 +108,7 @@ def test_a_pipe_is_written_to_and_stays_one(tmp_path):
     ],
 )
 def test_the_ending_of_the_file_decides_the_format(given, output, expected):
-    assert predict._format(given, output) == expected
+    assert predict._choose_format(given, output) == expected
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ from vit_jax.runs.evaluation_run import Evaluation
 
 NUMBERS, MATRIX, PICTURE = 'evaluation.json', 'confusion.npz', 'confusion.png'
 _SHOWN = 10  # classes, and confusions, on the screen
-_TOP5_CLASSES = 20  # of fewer classes the accuracy of five guesses says little
-_FEW = 10  # images of a class, whose accuracy one image changes by 10 % or more
+_TOP5_CLASSES = 20  # five guesses among fewer classes are too easy to report
+_FEW = 10  # images of a class: one image changes the accuracy by 10 % or more
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -133,7 +133,7 @@ def _lines(found: Evaluation, num_classes: int) -> list[str]:
         for one in worst
     ]
     if any(one['images'] < _FEW for one in worst):
-        lines.append(f'  (of fewer than {_FEW} images such a share says little)')
+        lines.append(f'  (the percentage of fewer than {_FEW} images is rough)')
     if found.confusion is None:
         return lines
     wrong = confusion.confusions(found.confusion, found.names)

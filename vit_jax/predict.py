@@ -49,7 +49,7 @@ _MANY, _LIKELY = 5, 0.5  # classes, where one is right; a probability, where sev
 
 def main(arguments: argparse.Namespace) -> int:
     """Says what is in each image; 1 where some cannot be read, 0 otherwise."""
-    form = _format(arguments.format, arguments.output)
+    form = _choose_format(arguments.format, arguments.output)
     kept = pathlib.Path(arguments.features or 'unused.npz')
     if kept.suffix != '.npz' or not kept.parent.is_dir():
         raise UserError(f'--features={kept}: expected NAME.npz in a directory that exists')
@@ -128,8 +128,8 @@ def _outputs(
             bar.update(task, advance=len(mask))
 
 
-def _format(given: str | None, output: str | None) -> str:
-    """The format that is given, or that of the ending of the file."""
+def _choose_format(given: str | None, output: str | None) -> str:
+    """Returns the given format, or the one that the file's ending names."""
     ending = pathlib.Path(output or '').suffix.lower()
     formats = {'': 'text', '.txt': 'text', '.csv': 'csv', '.jsonl': 'jsonl'}
     if given is None and ending not in formats:

@@ -190,7 +190,7 @@ def test_what_a_synonym_leads_to_is_a_field_with_that_value(kind, base):
     words = [word for texts in config_help.SYNONYMS.values() for word in texts.split()]
     for target, texts in config_help.SYNONYMS.items():
         for word in texts.split():
-            assert f'{base}.{target}' in config_help.synonym(kind, word)
+            assert f'{base}.{target}' in config_help.synonym_hint(kind, word)
         field, _, value = target.partition('=')
         assert f'{base}.{field}' in known
         if value:

@@ -39,7 +39,9 @@ def test_any_name_is_drawn_within_its_room(name):
     frame = bitmaps._HEAD_HEIGHT + bitmaps._FRAME
     assert (sheet[frame:, bitmaps._NAME_WIDTH - 4 : bitmaps._NAME_WIDTH] == 255).all()
     assert (sheet[frame + 2 : -frame, bitmaps._NAME_WIDTH + bitmaps._FRAME :][:50, :50] == 0).all()
-    assert (np.argwhere(drawn(name) < 255)[:, 1] <= 5 + bitmaps._width(name)).all() or name == '🐈'
+    assert (
+        np.argwhere(drawn(name) < 255)[:, 1] <= 5 + bitmaps._text_width(name)
+    ).all() or name == '🐈'
     bitmaps.confusion_matrix(np.eye(2, dtype=int), [name, 'Straßenbahn'])
 
 

@@ -31,11 +31,11 @@ def transfer(
 ) -> Transferred:
     """The parameters of `old` in the network `new`, whose own initial ones are `fresh`.
 
-    The head is the new network's, but for the classes whose names are in both parts of
-    `class_names`, the old network's and the new one's: see `_with_known_classes`. A tanh layer
-    before it that the new one does not have is dropped (section 3.2), as are the mask token and the
-    head of patches; where the old one has no such, they are the new network's. The rest is adapted
-    to the new images as `adapt` says; raises UserError with the names where it does not fit.
+    The head is the new network's. If `class_names` has the names of the old and the new classes,
+    classes with the same name keep their part of a linear head. A tanh layer before the head that
+    the new network does not have is dropped (section 3.2), as are the mask token and the head of
+    patches; where the old one has no such, they are the new network's. The rest is adapted to the
+    new images as `adapt` says; raises UserError with the names where it does not fit.
     """
     found, expected = tree_names.named_leaves(params), tree_names.named_leaves(fresh)
     head = head_params(fresh)
@@ -51,7 +51,7 @@ def transfer(
     if head:
         linear = old.head == new.head == 'linear' and not tanh
         names = class_names if class_names and linear else ((), ())
-        kept, line = _with_known_classes(found, head, *names)
+        kept, line = _keep_known_classes(found, head, *names)
         to_zero = ' to zero' if new.head == 'linear' else ''
         report.append(line or f'head: reset{to_zero}, for {new.num_classes} classes')
         body |= kept
@@ -64,13 +64,13 @@ def transfer(
     return Transferred(tree_names.map_named(lambda name, leaf: body.get(name, leaf), fresh), report)
 
 
-def _with_known_classes(
+def _keep_known_classes(
     found: Params, fresh: Params, old: Sequence[str], new: Sequence[str]
 ) -> tuple[Params, str | None]:
-    """The linear head in which classes that the old network knows by name keep their columns.
+    """Returns the linear head in which classes of the same name keep their columns, and a report.
 
-    Returns no head, and why if there is something to say, unless it knows at least half of the new
-    classes: names that are equal by chance are no reason to start with a head that is partly new.
+    The head is empty unless the old network knows at least half of the new classes: a few equal
+    names may be chance, and a head that is mostly new is better entirely new.
     """
     columns = {name: column for column, name in enumerate(old)}
     known = [column for column, name in enumerate(new) if name in columns]

@@ -203,7 +203,7 @@ class _Parser(argparse.ArgumentParser):
         known = {name for name in self._option_string_actions if name.startswith('--')}
         paths = config_help.paths(self.get_default('config_kind')) if self._takes_config else ()
         fields = [f'--{path}' for path in paths]
-        if paths and (text := config_help.synonym(self.get_default('config_kind'), flag[2:])):
+        if paths and (text := config_help.synonym_hint(self.get_default('config_kind'), flag[2:])):
             return text.replace("'config.", "'--config.")
         same = [field for field in fields if field.endswith(f'.{flag[2:]}')]
         same = same or [field for field in fields if config_help.initials(field) == flag[2:]]

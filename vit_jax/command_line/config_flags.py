@@ -83,7 +83,7 @@ def overridden(record: R, overrides: Sequence[str], *, where: str) -> R:
             value = records.read(typing.Union[options], value, f'{where}.{path}')  # noqa: UP007
         except UserError as error:
             kinds = [] if isinstance(value, dict) else [*records.record_types(options).values()]
-            more = config_help.instead(value, kinds, f'{where}.{path}') if kinds else ''
+            more = config_help.field_hint(value, kinds, f'{where}.{path}') if kinds else ''
             raise UserError(f'{error}{more}') from error
         parent, _, name = path.rpartition('.')
         if isinstance(holder, Duration):

@@ -22,7 +22,7 @@ from vit_jax.models import ViTConfig
 from vit_jax.training.duration import Duration
 
 _WIDTH = 96
-# What timm, transformers, keras, big_vision and Lightning call a field, or a value of it.
+# Names that timm, transformers, keras, big_vision and Lightning have for a field or its value.
 SYNONYMS = {
     'start_from': 'pretrained model_name arch checkpoint init_from model_init finetune weights',
     'data': 'dataset data_dir data_path train_dir train_data_dir',
@@ -77,7 +77,7 @@ _NO_BEST = (
     '--config.checkpoint_every_steps=epoch --config.keep_checkpoints=1000 keep all of them, and '
     'WORKDIR/checkpoints/STEP is used as a checkpoint'
 )
-# What is not a field at all, and what to do instead.
+# Names for which there is no field, and what to do instead.
 _NO_FIELD = {
     'resume resume_from resume_from_checkpoint auto_resume restore': 'run the same command again '
     'to resume',
@@ -146,10 +146,10 @@ def initials(path: str) -> str:
     return ''.join(word[0] for word in path.rpartition('.')[2].split('_'))
 
 
-def synonym(cls: type[Record], name: str, here: Iterable[str] = ()) -> str | None:
-    """The end of an error message about another program's name for a field, or for none.
+def synonym_hint(cls: type[Record], name: str, here: Iterable[str] = ()) -> str | None:
+    """Ends an error message about a name that another program has; None for other names.
 
-    Of several fields it is the one that is `here`, if any.
+    If several fields are meant, those in `here` are preferred.
     """
     word = name.lower().replace('-', '_')
     for words, text in _NO_FIELD.items():
@@ -177,7 +177,7 @@ def nearest(cls: type[Record], name: str, here: Iterable[str]) -> str:
     }  # the first of several
     by_initials = {initials(path): field for field, path in places.items()}
     known = [*here]
-    if (name not in places or name == 'num_classes') and (text := synonym(cls, name, known)):
+    if (name not in places or name == 'num_classes') and (text := synonym_hint(cls, name, known)):
         return text
     meant = [name] if name in places else difflib.get_close_matches(name, known)
     meant = meant or [by_initials.get(name, ''), *difflib.get_close_matches(name, places)]
@@ -185,8 +185,8 @@ def nearest(cls: type[Record], name: str, here: Iterable[str]) -> str:
     return f'did you mean {there!r}?' if there else records.nearest(name, known)
 
 
-def instead(value: Any, kinds: Sequence[type[Record]], where: str) -> str:
-    """The end of an error message about a number or a word in place of a record: what sets it."""
+def field_hint(value: Any, kinds: Sequence[type[Record]], where: str) -> str:
+    """Ends an error message about a number or a word in place of a record: which field to set."""
     text = str(value)
     if ViTConfig in kinds and re.fullmatch(r'[A-Za-z]+/\d+', text):  # a variant
         name = f'--config.start_from=augreg:{text}-in21k'

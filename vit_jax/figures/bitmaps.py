@@ -24,7 +24,7 @@ Pixels = UInt8[np.ndarray, 'h w 3']
 def contact_sheet(
     rows: Sequence[tuple[str, Sequence[np.ndarray]]], heads: Sequence[str]
 ) -> Image.Image:
-    """A picture of named rows of images of one size, small ones enlarged, under titles `heads`."""
+    """Draws named rows of images of one size, small ones enlarged, under the titles `heads`."""
     height, width = rows[0][1][0].shape[:2]
     scale = max(1, -(-_LEAST_SIDE // min(height, width)))
     height, width = scale * height + 2 * _FRAME, scale * width + 2 * _FRAME
@@ -33,7 +33,7 @@ def contact_sheet(
         _write(sheet, head, (_NAME_WIDTH + column * width + 4, _HEAD_HEIGHT // 2))
     for row, (name, images) in enumerate(rows):
         top = _HEAD_HEIGHT + row * height
-        _write(sheet, _fitted(name, _NAME_WIDTH - 8), (4, top + height // 2))
+        _write(sheet, _shorten(name, _NAME_WIDTH - 8), (4, top + height // 2))
         for column, image in enumerate(images):
             tile = image.repeat(scale, axis=0).repeat(scale, axis=1)
             y, x = top + _FRAME, _NAME_WIDTH + column * width + _FRAME
@@ -42,10 +42,10 @@ def contact_sheet(
 
 
 def confusion_matrix(matrix: Int[np.ndarray, 'k k'], names: Sequence[str]) -> Image.Image:
-    """The matrix with a cell for each pair of classes, dark where many of a row's images are.
+    """Draws a cell for each pair of classes, the darker the larger its share of the row.
 
-    Few classes have their names and percentages; of many, every so many-th has its name, and of
-    more than 2,000 neighbors share a cell.
+    Cells have percentages if they are large enough. If not all names fit, every so many-th is
+    written. More than 2,000 classes share cells with their neighbors.
     """
     together = -(-len(matrix) // _LONGEST)
     starts = np.arange(0, len(matrix), together)
@@ -54,13 +54,14 @@ def confusion_matrix(matrix: Int[np.ndarray, 'k k'], names: Sequence[str]) -> Im
     cell = max(1, min(48, _LONGEST // len(cells)))
     every = -(-_LINE // cell)
     shown = [
-        (cell * i, _fitted(names[int(starts[i])], _NAME_WIDTH)) for i in range(0, len(cells), every)
+        (cell * i, _shorten(names[int(starts[i])], _NAME_WIDTH))
+        for i in range(0, len(cells), every)
     ]
-    margin = 12 + max(_width(name) for _, name in shown)
+    margin = 12 + max(_text_width(name) for _, name in shown)
     side, has_numbers = cell * len(cells), cell >= 30
     numbers = 'numbers: percent of the row' if has_numbers else 'dark: a large share of the row'
     text = f'rows: true class; columns: prediction; {numbers}'
-    image = _blank(margin + side + 2 * _LINE, max(margin + side, _width(text)) + 8)
+    image = _blank(margin + side + 2 * _LINE, max(margin + side, _text_width(text)) + 8)
     above = _blank(side, margin)
     for at, name in shown:
         middle = at + (cell if cell >= _LINE else _LINE) // 2
@@ -81,7 +82,7 @@ def confusion_matrix(matrix: Int[np.ndarray, 'k k'], names: Sequence[str]) -> Im
 
 
 def _colored(shares: Float[np.ndarray, 'k k'], cell: int) -> Pixels:
-    """Squares of so many pixels, white for nothing at all; the least share can be seen."""
+    """Returns squares of `cell` pixels: white for zero, visibly darker for the smallest share."""
     depth = np.where(shares > 0, 0.3 + 0.7 * np.sqrt(shares), 0)[..., None]
     pixels: Pixels = np.rint(_WHITE + depth * (_DARK - _WHITE)).astype(np.uint8)
     return pixels.repeat(cell, axis=0).repeat(cell, axis=1)
@@ -91,21 +92,21 @@ def _blank(height: int, width: int) -> Pixels:
     return np.full((height, width, 3), 255, np.uint8)
 
 
-def _shown(text: str) -> str:
-    """The text without characters that cannot be drawn, as of names that are no UTF-8."""
+def _printable(text: str) -> str:
+    """Replaces characters that cannot be drawn, such as bytes of a name that is not UTF-8."""
     return ''.join(letter if letter.isprintable() else '?' for letter in text)
 
 
-def _width(text: str) -> int:
-    """How wide a text is drawn, in pixels."""
+def _text_width(text: str) -> int:
+    """Returns the width of the drawn text in pixels."""
     font = cv2.FontFace('sans')
-    return int(cv2.getTextSize((0, 0), _shown(text), (0, 0), font, _TEXT, _WEIGHT)[2])
+    return int(cv2.getTextSize((0, 0), _printable(text), (0, 0), font, _TEXT, _WEIGHT)[2])
 
 
-def _fitted(text: str, width: int) -> str:
-    """The text, or its beginning and three dots, in so many pixels at most."""
+def _shorten(text: str, width: int) -> str:
+    """Returns the text, cut and ended with three dots if it is wider than `width` pixels."""
     kept = len(text)
-    while kept and _width(text[:kept] + '...' * (kept < len(text))) > width:
+    while kept and _text_width(text[:kept] + '...' * (kept < len(text))) > width:
         kept -= 1
     return text[:kept] + '...' * (kept < len(text))
 
@@ -117,8 +118,8 @@ def _write(
     align: Literal['left', 'center', 'right'] = 'left',
     color: int = 0,
 ) -> None:
-    """Writes into the image; `place` is (x, y) of the middle of the line where it is aligned."""
-    x = place[0] - {'left': 0, 'center': _width(text) // 2, 'right': _width(text)}[align]
+    """Writes into the image at `place`: (x, y), with y the middle of the line."""
+    x = place[0] - {'left': 0, 'center': _text_width(text) // 2, 'right': _text_width(text)}[align]
     baseline = place[1] + _TEXT // 3
     font = cv2.FontFace('sans')
-    cv2.putText(image, _shown(text), (x, baseline), (color,) * 3, font, _TEXT, _WEIGHT)
+    cv2.putText(image, _printable(text), (x, baseline), (color,) * 3, font, _TEXT, _WEIGHT)

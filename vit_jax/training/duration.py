@@ -8,7 +8,7 @@ from vit_jax.base import UserError, counted, records
 UNITS = 'steps', 'epochs', 'examples', 'fraction'
 Interval = int | Literal['epoch']  # every so many steps, or once an epoch
 
-# Lines of numbers are written every so many steps, or as often as this in a shorter training.
+# Numbers are logged every 50 steps; a shorter training logs once an epoch, at most 20 times.
 _LOG_STEPS, _LOG_LINES = 50, 20
 
 
@@ -71,7 +71,7 @@ class TrainLength(NamedTuple):
         return max(1, self.num_images // self.batch_size)
 
     def log_interval(self, every: Interval | None) -> int:
-        """The interval in steps; by default such that no epoch of a short training is silent."""
+        """The interval in steps of the logged numbers; the default depends on the length."""
         rarely = max(self.interval('epoch') or 1, self.total_steps // _LOG_LINES)
         return self.interval(every) or min(_LOG_STEPS, rarely)
 

@@ -15,6 +15,7 @@ _AVERAGED = (
     'model_ema',  # DeiT, torchvision
     'ema_state_dict',
     'model_ema_state_dict',
+    'params_ema',
     'ema_model',
     'ema',
     'target_encoder',  # I-JEPA, MSN

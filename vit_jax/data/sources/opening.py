@@ -23,7 +23,7 @@ from vit_jax.data.sources.splits import taken
 
 # The split `test` is the first of these that the data has.
 TEST_NAMES = 'test', 'val', 'validation', 'valid'
-_MEASURED = 'test', 'val', 'dev', 'eval', 'held', 'hold'  # the beginning of names for it
+_MEASURED = 'test', 'val', 'dev', 'eval', 'held', 'hold'  # how names of such splits begin
 _CUT = (
     "a part of train can be tested on: --config.train_split='train[:90%]' "
     "--config.eval_split='train[90%:]'; of vit_jax.evaluate --split=train"
@@ -75,7 +75,9 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
                     name = next((other for other in TEST_NAMES if other in splits), name)
                 if name not in splits:
                     advice = f'; {_CUT}' if name == 'test' and 'train' in splits else ''
-                    raise UserError(f'{data}: no split {name!r}; {_meant(name, splits)}{advice}')
+                    raise UserError(
+                        f'{data}: no split {name!r}; {_nearest_split(name, splits)}{advice}'
+                    )
                 source = splits[name]()
         elif column is not None:
             raise UserError(f'labels={labels!r}: expected FILE.json for data of a function')
@@ -111,8 +113,8 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
     return opened
 
 
-def _meant(name: str, splits: Splits) -> str:
-    """The end of an error message about an unknown split: training images are not tested on."""
+def _nearest_split(name: str, splits: Splits) -> str:
+    """Ends an error message about an unknown split; never leads from tests to training images."""
     tested = [other for other in TEST_NAMES if other in splits]
     if tested and name.lower().startswith(_MEASURED):
         return f'did you mean {tested[0]!r}?'

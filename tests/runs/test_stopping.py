@@ -3,11 +3,11 @@
 Processes of their own, as users have them: python -m pytest -m full tests/runs/test_stopping.py
 """
 
-import contextlib
 import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -187,16 +187,16 @@ def test_with_the_coordinator_on_loopback_everything_listens_there_alone(tmp_pat
 
 def test_ctrl_c_in_a_program_without_a_job_ends_it_at_once(tmp_path):
     """The checkpoint never comes."""
-    os.mkfifo(tmp_path / 'stalled.npz')
-    command = [sys.executable, '-m', 'vit_jax.convert', str(tmp_path / 'stalled.npz'), 'out']
-    run = subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
-    while (writer := _opened(tmp_path / 'stalled.npz')) is None:
-        assert run.poll() is None, run.stderr.read()
-        time.sleep(0.1)
-    time.sleep(0.5)
-    run.send_signal(signal.SIGINT)
-    assert run.wait(10) == INTERRUPTED
-    os.close(writer)
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        name = f'http://127.0.0.1:{server.getsockname()[1]}/stalled.npz#sha256={"0" * 64}'
+        command = [sys.executable, '-m', 'vit_jax.convert', name, str(tmp_path / 'out.npz')]
+        place = {'cwd': ROOT, 'env': environment() | {'VIT_JAX_CACHE': str(tmp_path)}}
+        run = subprocess.Popen(command, **place, stderr=subprocess.PIPE, text=True)
+        server.settimeout(60)
+        with server.accept()[0]:
+            time.sleep(0.5)
+            run.send_signal(signal.SIGINT)
+            assert run.wait(10) == INTERRUPTED
     assert run.stderr.read() == 'error: interrupted\n'
 
 
@@ -209,10 +209,3 @@ def test_ctrl_c_while_a_program_is_imported_ends_it_without_a_word(program):
     run.send_signal(signal.SIGINT)
     assert run.wait(10) == -signal.SIGINT
     assert run.stderr.read() == ''
-
-
-def _opened(fifo):
-    """The end to write to, once there is somebody who reads."""
-    with contextlib.suppress(OSError):
-        return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
-    return None

@@ -135,7 +135,8 @@ def commit(folder: Path) -> None:
     """Makes a folder of orbax on a store complete, and the folders in it."""
     with reaching(folder):
         for place in (*(item for item in folder.iterdir() if item.is_dir()), folder):
-            (place / COMMITTED).write_text('')
+            if not (place / COMMITTED).exists():
+                (place / COMMITTED).write_text('')
 
 
 def checksums(folder: Path) -> dict[str, str]:

@@ -76,6 +76,11 @@ def verify_digests(folder: Path) -> None:
         text = 'written by an earlier version of vit_jax; expected one that this version wrote'
         raise UserError(f'checkpoint {folder}: {text}')
     found = _digests(folder)
+    for name in found.keys() ^ written.keys():
+        path = folder / name  # of a checkpoint that was copied to a bucket, or back to a disk
+        if path.name == storage.COMMITTED and path.parent.is_dir():
+            found.pop(name, None)
+            written.pop(name, None)
     for name in [name for name in found.keys() - written.keys() if '/.' in f'/{name}']:
         del found[name]  # of another program: orbax hides no file
         logging.warning('checkpoint %s: not written with it: %s', folder, name)
@@ -102,8 +107,7 @@ def _digests(folder: Path) -> dict[str, str]:
     else:
         paths = (path for path in sorted(folder.rglob('*')) if path.is_file())
         found = {str(path.relative_to(folder)): _digest(path) for path in paths}
-    ours = FILE, storage.COMMITTED  # which a checkpoint that was copied to a bucket lacks
-    return {name: one for name, one in found.items() if name.rpartition('/')[2] not in ours}
+    return {name: one for name, one in found.items() if name != FILE}
 
 
 def crc32c(path: pathlib.Path) -> str:

@@ -75,9 +75,9 @@ def _found(path: str) -> pathlib.Path:
     known += [str(file.relative_to(_PACKAGE)) for file in (_PACKAGE / 'configs').rglob('*.py')]
     stems = {name: pathlib.Path(name).stem for name in known}
     close = difflib.get_close_matches(pathlib.Path(path).stem, stems.values(), n=1)
-    alike = {name for name in known if stems[name] in close}
-    nearest = records.nearest(path, alike or {*known})
-    raise MissingFile(f'--config={path}: no such file, here or in {_PACKAGE}; {nearest}')
+    alike = sorted({repr(name) for name in known if stems[name] in close})
+    meant = f'did you mean {" or ".join(alike)}?' if alike else records.nearest(path, {*known})
+    raise MissingFile(f'--config={path}: no such file, here or in {_PACKAGE}; {meant}')
 
 
 def _may_be_one(file: pathlib.Path) -> bool:

@@ -76,8 +76,9 @@ def _found(path: str) -> pathlib.Path:
     stems = {name: pathlib.Path(name).stem for name in known}
     close = difflib.get_close_matches(pathlib.Path(path).stem, stems.values(), n=1)
     alike = {name for name in known if stems[name] in close}
-    nearest = records.nearest(path, alike or {*known})
-    raise MissingFile(f'--config={path}: no such file, here or in {_PACKAGE}; {nearest}')
+    meant = f'did you mean {" or ".join(map(repr, sorted(alike)))}?' if alike else ''
+    text = meant or records.nearest(path, {*known})
+    raise MissingFile(f'--config={path}: no such file, here or in {_PACKAGE}; {text}')
 
 
 def _may_be_one(file: pathlib.Path) -> bool:

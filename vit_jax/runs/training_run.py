@@ -333,8 +333,7 @@ class Run:
         due: dict[int | None, list[str]] = {}
         for name, one in config.evaluations.items():
             if name not in without:
-                steps = every(one.every_steps or config.eval_every_steps)
-                due.setdefault(steps, []).append(name)
+                due.setdefault(every(one.every_steps or config.eval_every_steps), []).append(name)
         observers = [Every(n, functools.partial(self.evaluate, names)) for n, names in due.items()]
         probes = self.experiment.probes if 'fewshot' not in without else None
         if probes is not None and self.features is not None:

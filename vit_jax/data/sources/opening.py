@@ -74,10 +74,7 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
                 if name == 'test':
                     name = next((other for other in TEST_NAMES if other in splits), name)
                 if name not in splits:
-                    advice = f'; {_CUT}' if name == 'test' and 'train' in splits else ''
-                    raise UserError(
-                        f'{data}: no split {name!r}; {_nearest_split(name, splits)}{advice}'
-                    )
+                    raise UserError(f'{data}: no split {name!r}; {_nearest_split(name, splits)}')
                 source = splits[name]()
         elif column is not None:
             raise UserError(f'labels={labels!r}: expected FILE.json for data of a function')
@@ -118,7 +115,8 @@ def _nearest_split(name: str, splits: Splits) -> str:
     tested = [other for other in TEST_NAMES if other in splits]
     if tested and name.lower().startswith(_MEASURED):
         return f'did you mean {tested[0]!r}?'
-    return records.nearest(name, splits)
+    advice = f'; {_CUT}' if name == 'test' and 'train' in splits else ''
+    return f'{records.nearest(name, splits)}{advice}'
 
 
 def open_splits(

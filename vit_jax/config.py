@@ -166,6 +166,14 @@ class TrainConfig(Record):
             labelled = [name for name, one in self.evals.items() if one.labels is not None]
             wrong = f'evals.{"".join(labelled[:1])}.labels: the objective has no use for labels'
             require(not labelled, wrong)
+            has_head = self.head is not None or self.reuse_head
+            require(
+                not has_head, 'head, reuse_head: the objective has its own head; leave them out'
+            )
+        own = self.model is not None and self.model.head != 'linear'
+        require(not (own and self.head), 'head: model.head is set too; leave one out')
+        without = self.reuse_head and self.start_from is None
+        require(not without, 'reuse_head=True: expected start_from=CHECKPOINT, which has a head')
 
     @property
     def evaluations(self) -> dict[str, EvalConfig]:

@@ -28,7 +28,7 @@ def main(arguments: argparse.Namespace) -> int:
     changes = app.overrides(arguments)
     if arguments.drop_head:
         changes['num_classes'] = None
-    loaded = load(arguments.input, **changes)
+    loaded = load(arguments.input, **{'image_size': 'stored'} | changes)
     format = format_for(output, arguments.format, loaded.format, flag='--format=')
     notes = save(loaded, output, format, overwrite=arguments.overwrite, dtype=arguments.dtype)
     print('\n'.join([*loaded.report, *notes]))

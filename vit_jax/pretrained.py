@@ -39,7 +39,7 @@ ZERO_HEAD = (
     'fine-tune it, or use the features'
 )
 _PROJECTS = 'its head is a projection, for comparison with texts: it has no classes'
-_REGRESSES = 'its head is a regression: its outputs are numbers and not classes; use logits'
+_REGRESSES = 'its head is a regression, or has one output of unknown meaning: use logits'
 OutputName = Literal['logits', 'probabilities', 'features']
 # Images may be this many times brighter than any that `prepare` makes: noise is, 0 to 255 is more.
 _HEADROOM = 8
@@ -247,7 +247,7 @@ def load(
     num_heads: int | None = None,
     gelu: Gelu | None = None,
     layer_norm_epsilon: float | None = None,
-    image_size: int | tuple[int, int] | None = None,
+    image_size: int | tuple[int, int] | Literal['stored'] | None = None,
     patch_size: int | tuple[int, int] | None = None,
     channels: int | None = None,
     num_classes: int | Literal['keep'] | None = 'keep',
@@ -272,9 +272,10 @@ def load(
     hints = Hints(
         grid=_pair(grid), num_heads=num_heads, gelu=gelu, layer_norm_epsilon=layer_norm_epsilon
     )
-    sizes = _pair(image_size), _pair(patch_size)
+    sizes = None if image_size == 'stored' else _pair(image_size), _pair(patch_size)
     changes = Changes(*sizes, channels, num_classes, new_channels)
-    checkpoint = opening.open_checkpoint(path, hints, image_size=changes.image_size)
+    size: Any = image_size if image_size == 'stored' else changes.image_size
+    checkpoint = opening.open_checkpoint(path, hints, image_size=size)
     if head is not None:
         checkpoint = _with_head(checkpoint, head)
     card, new = checkpoint.card, _changed_config(checkpoint.card.model, changes)

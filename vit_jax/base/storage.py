@@ -160,7 +160,8 @@ def move(source: Path, target: Path) -> None:
     with reaching(source):
         (source / COMMITTED).unlink(missing_ok=True)
         system, root = _file_system(source)
-        for name in system.find(root):  # `copy` and `rm` would take `run[1]` for a pattern
+        # First what says that it is complete, at the top. `copy` would take `run[1]` for a pattern.
+        for name in sorted(system.find(root), key=lambda name: name.count('/')):
             system.cp_file(name, _file_system(target)[1] + name.removeprefix(root))
             system.rm_file(name)
 

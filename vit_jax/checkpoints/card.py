@@ -38,7 +38,7 @@ class Card(Record):
 
     @property
     def regresses(self) -> bool:
-        """Are its outputs numbers, and not classes? A single one is, unless something says it."""
+        """Whether the head is a regression: stated, or one output without a stated loss."""
         one = self.loss is None and self.model.num_classes == 1
         return self.loss == 'regression' or one
 

@@ -16,7 +16,7 @@ import re
 import urllib.parse
 from typing import NamedTuple
 
-from vit_jax.base import MissingFile, UserError, require
+from vit_jax.base import UnusableDisk, UserError, require
 from vit_jax.base.errors import shown_url
 from vit_jax.checkpoints import download, hub, published
 from vit_jax.checkpoints.formats.array_files import ENDINGS
@@ -106,17 +106,19 @@ def _published(name: str) -> Local:
     file = published.published(name)
     try:
         return _file(file.address)
-    except MissingFile as error:
+    except UnusableDisk:
+        raise
+    except UserError as error:  # it is closed, cannot be reached, or is not in the cache
         if file.copy is None:
-            able = ', '.join(other for other, one in published.FILES.items() if one.copy)
-            raise MissingFile(f'{error}; no copy of it is known, as there are of {able}') from error
-        why = f'{file.address}: {str(error).split(": ")[1]}'  # HTTP 403, or not in the cache
+            text = 'no copy of it is known; docs/names.md lists the names that have one'
+            raise type(error)(f'{error}; {text}') from error
+        why = f'{file.address}: {str(error).partition(": ")[2]}'
     logging.warning('%s; trying %s', why, file.copy)
     try:
         found = _of_hub(file.copy)
     except UserError as error:
         raise type(error)(f'{why}; and its copy, {file.copy}: {error}') from error
-    text = f'{file.address} does not answer: {file.copy} is a copy, not compared with that file'
+    text = f'{why}; used the copy {file.copy}, which was not compared with that file'
     return found._replace(origin=(text, *found.origin))
 
 

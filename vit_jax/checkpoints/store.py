@@ -151,8 +151,10 @@ class Checkpoints:
         try:
             if expected is not None and is_complete(self.path(step)):  # else the save has failed
                 _compare(self.path(step), expected)
-        except Exception as error:  # raised by `check`
+        except UnusableDisk as error:  # raised by `check`
             self._error.append(error)
+        except Exception as error:  # of a disk that may be read later
+            logging.warning('%s: not compared with what was saved: %s', self.path(step), error)
         self._empty_trash()
 
     def _finish(self) -> None:
@@ -232,11 +234,17 @@ class Checkpoints:
 def _pieces(params: Params) -> Pieces:
     """A copy of the arrays, or of the parts of them that this process holds."""
     return {
-        name: [(part.index, np.array(part.data)) for part in leaf.addressable_shards]
+        name: [(index, np.array(data)) for index, data in _distinct(leaf)]
         if isinstance(leaf, jax.Array)
         else [(..., np.array(leaf))]
         for name, leaf in tree_names.named_leaves(params).items()
     }
+
+
+def _distinct(leaf: jax.Array) -> list[tuple[Any, Any]]:
+    """The parts of an array on this process, each once where several devices hold it."""
+    parts = {str(part.index): (part.index, part.data) for part in leaf.addressable_shards}
+    return list(parts.values())
 
 
 def _compare(folder: Path, expected: Pieces) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from vit_jax.base import Params, tree_names
 from vit_jax.checkpoints import resize
+from vit_jax.data.sources.base import matched_names
 from vit_jax.models import ModelConfig, ViTConfig, build, head_params, positions
 from vit_jax.models.masked_patches import MASKED
 
@@ -73,6 +74,8 @@ def _keep_known_classes(
     names may be chance, and a head that is mostly new is better entirely new.
     """
     columns = {name: column for column, name in enumerate(old)}
+    meant = matched_names(new, old)
+    new = [meant.get(name, name) for name in new]
     known = [column for column, name in enumerate(new) if name in columns]
     fits = found.keys() >= fresh.keys() and all(
         found[name].shape == (*leaf.shape[:-1], len(old)) for name, leaf in fresh.items()

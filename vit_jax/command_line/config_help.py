@@ -18,6 +18,7 @@ from typing import Any
 
 from vit_jax.base import UserError, records
 from vit_jax.base.records import Record
+from vit_jax.checkpoints.published import FILES
 from vit_jax.models import ViTConfig
 from vit_jax.training.duration import Duration
 
@@ -189,8 +190,9 @@ def field_hint(value: Any, kinds: Sequence[type[Record]], where: str) -> str:
     """Ends an error message about a number or a word in place of a record: which field to set."""
     text = str(value)
     if ViTConfig in kinds and re.fullmatch(r'[A-Za-z]+/\d+', text):  # a variant
-        name = f'--config.start_from=augreg:{text}-in21k'
-        return f'; {name} takes its network, vit_jax.models.variant({text!r}) in a file its sizes'
+        names = [name for name in FILES if name.endswith(f':{text}-in21k')]
+        weights = f'--config.start_from={names[0]} starts from published weights; ' if names else ''
+        return f'; {weights}in a file, model=vit_jax.models.variant({text!r}) sets the architecture'
     if len(kinds) > 1:
         names = [kind.__name__ for kind in kinds]
         meant = [name for name in names if text.lower() in name.lower()]

@@ -197,7 +197,7 @@ class Preprocessing(Record):
         for name in 'mean', 'std':  # of pixels: at least 1, or 0 where nothing is subtracted
             values = getattr(self, name)
             right = 'these are of 0..1, expected those of 0..255: multiply by 255'
-            require(max(values) >= 1 or not any(values), f'{name}={values}: {right}')
+            require(max(values) > 0.95 or not any(values), f'{name}={values}: {right}')
 
 
 def normalize(

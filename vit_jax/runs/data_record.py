@@ -30,7 +30,8 @@ from vit_jax.checkpoints.store import FOLDER, checkpoint_folder, load_card
 from vit_jax.config import EvalConfig, TrainConfig
 from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources import listing
-from vit_jax.data.sources.base import Source
+from vit_jax.data.sources.base import Source, relative_names
+from vit_jax.data.sources.folders import SPLIT_NAMES
 from vit_jax.data.sources.listing import Listing
 from vit_jax.data.sources.opening import HeldOut
 from vit_jax.parallel.processes import Job
@@ -254,24 +255,27 @@ class Origin(NamedTuple):
     def count_trained(self, source: Source, data: str) -> int:
         """Counts the images of a source of this data that were trained on.
 
-        Those are images of the same name within the data, or of the same path, and of equal size.
+        Those are images of the same name within the data or a split of it, or of the same path, and
+        of equal size.
+        Images of unknown size are not counted.
         """
-        old: dict[str, int] = {}
+        old: dict[str, set[int]] = {}
         for place, images in self.trained_on:
-            stamps = dict(zip(images.names, images.stamps.tolist(), strict=True))
-            old |= stamps | {_path(name, place): stamp for name, stamp in stamps.items()}
-        now = listing.listed(source, data)
-        return sum(
-            stamp == other or -1 in (stamp, other)
-            for name, stamp in zip(now.names, now.stamps.tolist(), strict=True)
-            if (other := old.get(name, old.get(_path(name, data)))) is not None
-        )
+            for name, stamp in zip(images.names, images.stamps.tolist(), strict=True):
+                for key in _within_split(name), _path(name, place):
+                    old.setdefault(key, set()).add(stamp)
+        names = relative_names(source.read_names(range(len(source))), data)
+        keys = [(_within_split(name), _path(name, data)) for name in names]
+        stamps = [old.get(one, set()) | old.get(other, set()) for one, other in keys]
+        known = [index for index, found in enumerate(stamps) if found - {-1}]
+        now = source.read_stamps(known).tolist()
+        return sum(stamp in stamps[i] - {-1} for i, stamp in zip(known, now, strict=True))
 
 
-def origin_of(checkpoint: str) -> Origin | None:
+def origin_of(checkpoint: str, later: frozenset[Path] = frozenset()) -> Origin | None:
     """Returns the run that wrote a checkpoint; None if it is in no work directory.
 
-    Runs before it are those that it, or one of these, started from.
+    Runs before it are those that it, or one of these, started from, but for the `later` ones.
     """
     try:
         folder = checkpoint_folder(checkpoint)
@@ -279,18 +283,25 @@ def origin_of(checkpoint: str) -> Origin | None:
         return None
     workdir = folder.parent.parent
     path = workdir / CONFIG
-    if folder.parent.name != FOLDER or not path.exists():
+    if folder.parent.name != FOLDER or not path.exists() or workdir in later:
         return None
     with parsing(path, 'the configuration of a run'):
         config = read_config(path)
     kept = _read(workdir / DATA).get('train')
     trained_on = [(config['data'], kept.read())] if kept else []
-    earlier = origin_of(config['start_from']) if config['start_from'] else None
+    start = config['start_from']
+    earlier = origin_of(start, later | {workdir}) if start else None
     return Origin(config, trained_on + (earlier.trained_on if earlier else []))
 
 
 def _place(data: Any) -> str:
     return os.path.realpath(data) if os.path.exists(str(data)) else str(data)
+
+
+def _within_split(name: str) -> str:
+    """Returns the name of an image without the folder of its split: photos may be split later."""
+    first, _, rest = name.partition(os.sep)
+    return rest if rest and first.casefold() in SPLIT_NAMES else name
 
 
 def _path(name: str, data: str) -> str:
@@ -308,7 +319,7 @@ def trained_before(config: TrainConfig, evals: dict[str, ImageReader], start: st
         data = records.text_of(config.evaluations[name].data or config.data)
         if count := origin.count_trained(reader.source, data):
             total = counted(len(reader.source), 'image')
-            lines.append(f'warning: {name}: start_from was trained on {count:,} of its {total}')
+            lines.append(f'warning: {name}: {count:,} of {total} were trained on by start_from')
     return lines
 
 

@@ -68,7 +68,7 @@ class TrainLength(NamedTuple):
         """The interval in steps, at least one."""
         if every != 'epoch':
             return every
-        return max(1, self.num_images // self.batch_size)
+        return max(1, self.steps(Duration(epochs=1.0)))
 
     def log_interval(self, every: Interval | None) -> int:
         """The interval in steps of the logged numbers; the default depends on the length."""
@@ -87,5 +87,6 @@ def make_train_length(total: Duration, *, batch_size: int, num_images: int) -> T
         raise UserError(f'total.fraction={total.fraction}: of what? give steps, epochs or examples')
     steps = TrainLength(batch_size, num_images, total_steps=0).steps(total)
     per_step = f'batch_size={batch_size} ({counted(num_images, "image")})'
-    records.require(steps >= 1, f'total.{total}: less than one step of {per_step}')
+    way_out = 'expected a smaller --config.batch_size, or a longer --config.total'
+    records.require(steps >= 1, f'total.{total}: less than one step of {per_step}; {way_out}')
     return TrainLength(batch_size, num_images, steps)

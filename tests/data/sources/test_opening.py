@@ -162,7 +162,7 @@ def test_what_is_not_there_is_named(root, tmp_path):
         opening.make_opener()('digits', 'trian')
     empty = tmp_path / 'empty'
     empty.mkdir()
-    with pytest.raises(ValueError, match='no images found: expected .*train/CLASS'):
+    with pytest.raises(ValueError, match='no folders of classes; expected .*train/CLASS'):
         opening.make_opener()(str(empty), 'train')
 
 
@@ -221,7 +221,7 @@ def test_a_link_to_no_file_is_said_and_an_image_that_cannot_be_read(root, caplog
     (root / 'train' / 'dog' / 'more').symlink_to(root / 'train' / 'cat')  # followed
     source = opening.make_opener()(str(root), 'train')
     assert len(source) == 12 + 2 + 8 and str(link) in described(source)
-    assert 'cat: 1 broken link' in caplog.text and str(link) in caplog.text
+    assert 'cat: 1 useless link' in caplog.text and str(link) in caplog.text
     reader = reading.ImageReader(source, Resize(), (8, 8), exif_rotation=True)
     with pytest.raises(ValueError, match=f'^{link}: No such file or directory$'):
         reader.example(reading.ExampleRef(described(source).index(str(link))))
@@ -563,7 +563,7 @@ def test_folders_that_may_be_splits_or_classes_are_said(tmp_path, caplog):
         for name in 'cat', 'dog':
             write_image(tmp_path / fold / name / '1.jpg')
     assert opening.make_opener()(str(tmp_path), 'train').class_names == ('fold1', 'fold2')
-    assert 'each with the folders cat, dog' in caplog.text
+    assert 'all of its 2 classes hold the same folders (cat, dog)' in caplog.text
 
 
 def test_links_are_followed_but_not_in_circles(root, caplog):
@@ -573,7 +573,7 @@ def test_links_are_followed_but_not_in_circles(root, caplog):
     (root / 'train' / 'cat' / 'self').symlink_to(root / 'train' / 'cat')
     (root / 'elsewhere' / 'deep' / 'up').symlink_to('..')
     assert len(opening.make_opener()(str(root), 'train')) == 13
-    assert 'cat: 2 broken links' in caplog.text
+    assert 'cat: 2 useless links' in caplog.text
 
 
 IMAGES = RNG.integers(0, 256, (12, 4, 4, 3), np.uint8)
@@ -626,3 +626,26 @@ def test_a_file_of_arrays_that_cannot_be_used_is_named(tmp_path):
         with pytest.raises(UserError, match=f'{name}.npz') as refused:
             opening.make_opener()(str(tmp_path / f'{name}.npz'), 'train')
         assert '\n' not in str(refused.value)
+
+
+def test_a_photo_that_is_reached_by_links_counts_once(root, caplog):
+    (root / 'train' / 'cat' / 'a').mkdir()
+    write_image(root / 'train' / 'cat' / 'a' / 'x.png')
+    for name in 'bcdef':
+        (root / 'train' / 'cat' / name).symlink_to('a')
+    assert len(opening.make_opener()(str(root), 'train')) == 13
+    assert 'useless link' in caplog.text
+
+
+def test_capitalized_folders_are_splits_only_among_splits(tmp_path):
+    for name in 'Train', 'Bus', 'Car':
+        for i in range(3):
+            write_image(tmp_path / name / f'{i}.png')
+    assert opening.make_opener()(str(tmp_path), 'train').class_names == ('Bus', 'Car', 'Train')
+
+
+@pytest.mark.parametrize('names', [('Training', 'Testing'), ('train', 'testing')])
+def test_splits_may_have_longer_names(names, root):
+    for old, new in zip(('train', 'test'), names, strict=True):
+        (root / old).rename(root / new)
+    assert [len(opening.make_opener()(str(root), split)) for split in ('train', 'test')] == [12, 4]

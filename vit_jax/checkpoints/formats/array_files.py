@@ -162,8 +162,8 @@ def error_prefix(path: pathlib.Path | str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         what, how = 'file', ''
-        if not str(path).endswith(ENDINGS):  # the name of a model?
-            what, how = 'file or folder', _meant(str(path))
+        if not pathlib.Path(path).suffix or not pathlib.Path(path).parent.exists():
+            what, how = 'file or folder', _meant(str(path))  # the name of a model?
         raise MissingFile(f'{path}: no such {what}{close_by(path) or how}') from error
     except IsADirectoryError as error:
         raise UserError(f'{path}: is a directory, expected a file') from error
@@ -179,7 +179,9 @@ def _meant(name: str) -> str:
     """The end of an error message: the name of something elsewhere that was meant."""
     bare = name.replace('ViT-', '').replace('_', '/')
     found = [known for known in FILES if known.partition(':')[2] == bare]
-    if not (found or pathlib.Path(name).parent.exists()) and re.fullmatch(r'[\w-]+/[\w.-]+', name):
+    is_image = re.search(r'\.(jpe?g|png|webp|tiff?|gif|bmp)$', name, re.IGNORECASE)
+    is_name = re.fullmatch(r'[\w-]+/[\w.-]+', name) and not is_image
+    if is_name and not (found or pathlib.Path(name).parent.exists()):
         found = [f'hf:{name}']
     elif re.fullmatch(r'(vit|deit3?|eva|beit)_\w+(\.\w+)?', name):  # as timm calls its own
         found = [f'hf:timm/{name}']

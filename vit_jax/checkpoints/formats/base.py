@@ -45,7 +45,7 @@ class Recognised(Generic[L]):
     ignored: str | None = None  # a pattern of names that belong to something else
     loss: str | None = None  # as on a card
     remarks: tuple[str, ...] = ()  # what a person should know who uses the network
-    made_size: tuple[int, int] | None = None  # of the images that its own processor makes
+    processor_size: tuple[int, int] | None = None  # of the images that its own processor makes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -174,7 +174,7 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
         ignored=_IGNORED + text,
         loss=next((loss for loss, name in PROBLEM_TYPES.items() if name == problem), problem),
         remarks=tuple(remarks),
-        made_size=size if processor else None,
+        processor_size=size if processor else None,
     )
 
 

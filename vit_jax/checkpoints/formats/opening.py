@@ -9,7 +9,7 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -42,7 +42,7 @@ OURS = 'vit_jax'  # a directory that orbax wrote (checkpoints/store.py)
 NAMES = (*(format.name for format in FORMATS), OURS, stablehlo.NAME)
 CARD = 'vit_jax.card'  # in a safetensors file's metadata: the card, as JSON
 _MOST_SHARDS = 1000
-_LARGER = 8  # times may images be, for which positions are resized, than those of the network
+_LARGER = 8  # largest ratio of the processor's image size to the stored one
 _PART = re.compile(rf'(.+(?:{"|".join(map(re.escape, array_files.ENDINGS))})):(.+)')
 _Index = tuple[pathlib.Path, dict[str, str]]  # where it is, and files by names of arrays
 
@@ -58,18 +58,19 @@ class Checkpoint(NamedTuple):
     ignored: tuple[str, ...]  # names of what its file holds beside the network
     read: Callable[[], Params]  # the parameters, float32, in host memory; raises UserError
     origin: tuple[str, ...] = ()  # of one that was downloaded: from where, and what exactly
+    processor_size: tuple[int, int] | None = None  # of the images that its own processor makes
 
 
 def open_checkpoint(
-    path: str, hints: Hints, *, image_size: tuple[int, int] | None = None
+    path: str, hints: Hints, *, image_size: tuple[int, int] | Literal['stored'] | None = None
 ) -> Checkpoint:
     """The checkpoint at a path: a file or directory of any format, or `FILE:KEY`, a part of a file.
 
     The name of one that is elsewhere (checkpoints/names.py) is downloaded, unless it was before.
 
     `image_size` (height, width) is that of the images for which the network is wanted; it settles
-    a grid that the file leaves open. None: the size that the checkpoint's own processor makes, to
-    which positions are resized, or the stored one.
+    a grid that the file leaves open. `stored` is the size of the file's positions. None is the size
+    that the checkpoint's own processor makes, to which positions are resized, or the stored one.
 
     Raises UserError, in one sentence that begins with the path: MissingFile where nothing is there,
     NeedsHint where the file leaves open what network it is.
@@ -101,13 +102,16 @@ def open_checkpoint(
             raise UserError('a program, made to be run: load the checkpoint that it was made from')
         embedded = found.metadata.get(CARD)
         own = Card.read(json_object(embedded), where='card') if embedded else None
-        clues = Clues(found.arrays, hints, image_size, subtree=subtree, beside=described)
+        size = None if image_size == 'stored' else image_size
+        clues = Clues(found.arrays, hints, size, subtree=subtree, beside=described)
         if not BIGVISION.matches(found.arrays) and (found.wanted or not own):
             arrays, ignored, remarks, _ = wrappers.by_prefix(found.arrays, found.wanted)
             clues = clues._replace(arrays=arrays)
             ignored, remarks = found.ignored + ignored, found.remarks + remarks
             found = found._replace(ignored=ignored, remarks=remarks)
         opened = _recognised(path, clues, own, found.ignored)
+        if image_size is None and opened.processor_size and not own:
+            opened = _resized(opened, opened.processor_size)
     if is_of_paper:
         opened = opened._replace(card=google.as_published(opened.card))
     if own is None:
@@ -165,10 +169,6 @@ def _recognised(path: str, clues: Clues, own: Card | None, ignored: tuple[str, .
     ignored = *skipped, *ignored
     types = {arrays[name].dtype.name for names in resolved.values() for name in names}
     layout = dataclasses.replace(found.layout, dtype=types.pop() if len(types) == 1 else 'float32')
-    stored, remarks = config, [] if own else [*found.remarks]
-    if not own and clues.image_size is None:
-        config, lines = _for_made_images(config, found.made_size)
-        remarks += lines
     card = Card(
         model=config,
         grid=config.grid,
@@ -180,32 +180,37 @@ def _recognised(path: str, clues: Clues, own: Card | None, ignored: tuple[str, .
     def read() -> Params:
         with error_prefix(path):
             values = name_map.to_ours(resolved, arrays, shapes)
-            params = tree_names.map_named(lambda name, _: values[name], expected)
-            return transfer.adapt(params, old=stored, new=config).params
+            return tree_names.map_named(lambda name, _: values[name], expected)
 
     count = sum(map(math.prod, shapes.values()))
     summary = inference.summarize(config, count, projects=card.projects)
     report = [f'{form.name} layout: {summary}']
-    report += remarks
+    report += [] if own else found.remarks
     if ignored:
         report.append(f'not of it, ignored: {counted(len(ignored), "array")}, such as {ignored[0]}')
-    return Checkpoint(path, form.name, layout, card, report, ignored, read)
+    opened = Checkpoint(path, form.name, layout, card, report, ignored, read)
+    return opened._replace(processor_size=found.processor_size)
 
 
-def _for_made_images(
-    stored: ModelConfig, made: tuple[int, int] | None
-) -> tuple[ModelConfig, list[str]]:
-    """The network for images of the size that its own processor makes, and a line that says so.
+def _resized(opened: Checkpoint, size: tuple[int, int]) -> Checkpoint:
+    """The checkpoint for images of another size, and a line that says so.
 
     Raises UserError for a size that is not meant: positions would fill the memory.
     """
-    if made in (None, stored.image_size):
-        return stored, []
-    other = f'image_size={",".join(map(str, stored.image_size))} is that of its config.json'
-    text = f'images of {made[0]}x{made[1]}, as its own processor makes them; {other}'
-    fits = all(new <= _LARGER * old for new, old in zip(made, stored.image_size, strict=True))
+    old = opened.card.model
+    if size == old.image_size:
+        return opened
+    stored = ','.join(map(str, old.image_size))
+    text = f'images of {size[0]}x{size[1]}, as its own processor makes them'
+    fits = all(new <= _LARGER * side for new, side in zip(size, old.image_size, strict=True))
+    text = f'{text}; image_size={stored} is that of its config.json'
     require(fits, f'{text}, {_LARGER} times smaller')
-    return dataclasses.replace(stored, image_size=made), [text]
+    new = dataclasses.replace(old, image_size=size)
+    return opened._replace(
+        card=dataclasses.replace(opened.card, model=new, grid=new.grid),
+        report=[*opened.report, text],
+        read=lambda: transfer.adapt(opened.read(), old=old, new=new).params,
+    )
 
 
 def _as_beside(form: Format[Any], clues: Clues, own: Card) -> Card:

@@ -62,6 +62,7 @@ def by_key(loaded: Mapping[Any, Any], wanted: str, tensor: type) -> Unwrapped:
     """
     ignored, remarks = list[str](), list[str]()
     for _ in range(_DEEPEST):
+        loaded = {key_name(key): value for key, value in loaded.items()}
         copies = [key for key, value in loaded.items() if _holds(value, tensor)]
         usual = [key for key in copies if key in (*_AVERAGED, *_PLAIN)]
         if wanted in copies:
@@ -73,12 +74,13 @@ def by_key(loaded: Mapping[Any, Any], wanted: str, tensor: type) -> Unwrapped:
             require(bool(usual), text)
             key = _chosen(usual)
         remarks += _remark(key, [copy for copy in copies if copy != key])
-        ignored += [text_of(other) for other in loaded if other != key]
+        ignored += [other for other in loaded if other != key]
         loaded = loaded[key]
-    found = {text_of(key): value for key, value in loaded.items() if isinstance(value, tensor)}
-    keys = ', '.join([*map(text_of, loaded)][:8]) or 'none'
+    loaded = {key_name(key): value for key, value in loaded.items()}
+    found = {key: value for key, value in loaded.items() if isinstance(value, tensor)}
+    keys = ', '.join([*loaded][:8]) or 'none'
     require(bool(found), f'expected tensors by name; its keys are {keys}')
-    ignored += [text_of(key) for key in loaded if text_of(key) not in found]
+    ignored += [key for key in loaded if key not in found]
     return Unwrapped(found, tuple(ignored), tuple(remarks), wanted)
 
 
@@ -116,7 +118,7 @@ def by_prefix(arrays: Mapping[str, Any], wanted: str = '') -> Unwrapped:
     return Unwrapped(kept, tuple(ignored), tuple(remarks))
 
 
-def text_of(key: Any) -> str:
+def key_name(key: Any) -> str:
     """The name that a key of a PyTorch file is; text of other kinds may be of any length."""
     return str(key) if isinstance(key, str | int) else type(key).__name__
 

@@ -99,15 +99,35 @@ def warn_of_similar_classes(where: str, names: Sequence[str]) -> None:
     Such names differ in case, in their Unicode form, in characters that are not visible, in white
     space, in letters that look alike, or in how one number is written.
     """
-    pairs = itertools.pairwise(sorted(names, key=_as_read))
-    similar = [f'{a!a} and {b!a}' for a, b in pairs if _as_read(a) == _as_read(b)]
+    pairs = itertools.pairwise(sorted(names, key=canonical_name))
+    similar = [_both(*pair) for pair in pairs if len({*map(canonical_name, pair)}) == 1]
     if similar:
         more = f' and {len(similar) - 5:,} more pairs' if len(similar) > 5 else ''
         text = f'{where}: classes with names that look the same: {", ".join(similar[:5])}{more}'
         warn_once(f'{text}; expected one spelling for each class')
 
 
-def _as_read(name: str) -> str:
+def _both(one: str, other: str) -> str:
+    """Shows two names, and their characters where they cannot be told apart."""
+    text = f'{one!r} and {other!r}'
+    return text if text.isascii() else f'{text} ({one!a}, {other!a})'
+
+
+def matched_names(names: Iterable[str], known: Sequence[str]) -> dict[str, str]:
+    """Returns for each name the known one that a person reads as the same, if there is just one."""
+    by_form: dict[str, list[str]] = {}
+    for name in known:
+        by_form.setdefault(canonical_name(name), []).append(name)
+    exact, found = {*known}, dict[str, str]()
+    for name in names:
+        meant = [name] if name in exact else by_form.get(canonical_name(name), [])
+        if len(meant) == 1:
+            found[name] = meant[0]
+    return found
+
+
+def canonical_name(name: str) -> str:
+    """Returns a name in one form for all names that a person reads as the same."""
     text = unicodedata.normalize('NFKC', name).casefold().translate(_LATIN)
     text = ''.join(c for c in text if c.isspace() or unicodedata.category(c)[0] != 'C')
     text = {'true': '1', 'false': '0'}.get(text, ' '.join(text.split()))

@@ -1,5 +1,6 @@
 """Images as files in folders: ROOT/SPLIT/CLASS/NAME.jpg, ROOT/CLASS/NAME.jpg, or any files."""
 
+import collections
 import errno
 import functools
 import os
@@ -40,7 +41,7 @@ def folder_splits(root: str) -> Splits:
     if not splits:
         if not folder_names(path):
             expected = f'{root}/train/CLASS/*.jpg or {root}/CLASS/*.jpg'
-            raise UserError(f'{root}: no images found: expected {expected}')
+            raise UserError(f'{root}: no folders of classes; expected {expected}')
         _warn_of_equal_folders(path)
         return {'all': lambda: files_by_class(path)}
     for name, folder in splits.items():
@@ -76,13 +77,17 @@ def _without_wrapper(path: pathlib.Path) -> pathlib.Path:
 
 
 def _split_folders(path: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Returns the folders of splits by lower-case name; none where the folders are classes."""
+    """Returns the folders of splits by lower-case name; none where the folders are classes.
+
+    Capitalized names are splits if all folders have such names: `Train` may be a class of vehicles.
+    """
     names = folder_names(path)
-    if not any(name.casefold() in SPLIT_NAMES for name in names):
+    all_splits = all(name.casefold() in SPLIT_NAMES for name in names)
+    if not names or not (all_splits or SPLIT_NAMES & {*names}):
         return {}
     splits: dict[str, pathlib.Path] = {}
     for name in names:
-        split = name.casefold() if name.casefold() in SPLIT_NAMES else name
+        split = name.casefold() if all_splits else name
         if split in splits:
             raise UserError(
                 f'{path}: {splits[split].name}/ and {name}/ are one split; expected one'
@@ -97,9 +102,12 @@ def _warn_of_equal_folders(path: pathlib.Path) -> None:
     names = folder_names(path)
     inner = {tuple(folder_names(path / name)) for name in names}
     if len(names) > 1 and len(inner) == 1 and not any(has_images(path / name) for name in names):
-        outer, classes = (', '.join(some[:3]) for some in (names, inner.pop()))
-        text = f'the classes are {outer}, each with the folders {classes}; if these are the classes'
-        warn_once(f'{path}: {text}, name the outer folders train and test')
+        parts = [*inner.pop()]
+        shown = ', '.join([*parts[:3], '...'] if len(parts) > 3 else parts)
+        text = f'all of its {len(names)} classes hold the same folders ({shown})'
+        warn_once(
+            f'{path}: {text}; if those are the classes, name the outer folders train and test'
+        )
 
 
 def _warn_of_loose_images(folder: pathlib.Path, within: Sequence[pathlib.Path] = ()) -> None:
@@ -107,7 +115,7 @@ def _warn_of_loose_images(folder: pathlib.Path, within: Sequence[pathlib.Path] =
     for place in folder, *within:
         if images := _images_directly_in(place):
             count = counted(len(images), 'image')
-            warn_once(f'{place}: {count} in no folder of a class left out: {min(images)}')
+            warn_once(f'{place}: {count} in no folder of a class left out, such as {min(images)}')
 
 
 def problems(root: str) -> list[str]:
@@ -172,10 +180,10 @@ def image_files(path: pathlib.Path) -> list[str]:
     if others:
         count = counted(len(others), 'file')
         text = f'{count} left out, whose ending or kind is not that of an image'
-        warn_once(f'{path}: {text}: {others[0]}')
+        warn_once(f'{path}: {text}, such as {others[0]}')
     if links:
-        count = counted(len(links), 'broken link')
-        warn_once(f'{path}: {count}, to no file or to a folder around the link: {links[0]}')
+        count = counted(len(links), 'useless link')
+        warn_once(f'{path}: {count}, to nothing or to a folder that is read anyway: {links[0]}')
     heic = [] if can_read('HEIF') else [file for file in images if _suffix(file) in HEIC]
     if heic:
         warn_once(f'{path}: {counted(len(heic), "HEIC photo")}; {HEIC_REMEDY}: {heic[0]}')
@@ -202,30 +210,41 @@ def _files(path: pathlib.Path) -> tuple[list[str], list[str], list[str]]:
     """Images by their ending, broken links too; other files; links that lead nowhere new."""
     images, others, links = list[str](), list[str](), list[str]()
     for file, kind in sorted(_below(path), key=lambda found: found[0].split(os.sep)):
-        if kind != 'loop':
+        if kind != 'again':
             (images if is_image(file) and kind != 'special' else others).append(file)
-        if kind in ('link', 'loop'):
+        if kind in ('link', 'again'):
             links.append(file)
     return images, others, links
 
 
-def _below(
-    folder: str | pathlib.Path, around: frozenset[tuple[int, int]] = frozenset()
-) -> Iterator[tuple[str, str]]:
+def _below(folder: str | pathlib.Path) -> Iterator[tuple[str, str]]:
     """Yields the paths below a folder, each with its kind; links to folders are followed.
 
-    A kind is `file`; `link`, which leads to no file; `loop`, a link to one of the folders `around`
-    it; or `special`, a pipe or a device. Only folders are looked up on the disk.
+    A kind is `file`; `link`, which leads to no file; `again`, a link to a folder whose files are
+    yielded anyway; or `special`, a pipe or a device. Only folders are looked up on the disk.
     """
-    status = os.stat(folder)
-    around |= {(status.st_dev, status.st_ino)}
+    seen, waiting = set[tuple[int, int]](), collections.deque([os.fspath(folder)])
+    links = list[str]()  # to folders: looked at last, so that a file has its own path
+    while waiting or links:
+        place = waiting.popleft() if waiting else links.pop(0)
+        status = os.stat(place)
+        if (status.st_dev, status.st_ino) in seen:
+            yield place, 'again'
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        for path, kind in _directly_in(place):
+            if kind == 'folder':
+                waiting.append(path)
+            elif kind == 'linked folder':
+                links.append(path)
+            else:
+                yield path, kind
+
+
+def _directly_in(folder: str) -> Iterator[tuple[str, str]]:
     for entry in _entries(folder):
         if _leads(entry.is_dir):
-            target = os.stat(entry.path) if entry.is_symlink() else None
-            if target and (target.st_dev, target.st_ino) in around:
-                yield entry.path, 'loop'
-            else:
-                yield from _below(entry.path, around)
+            yield entry.path, 'linked folder' if entry.is_symlink() else 'folder'
         elif _leads(entry.is_file):
             yield entry.path, 'file'
         elif not entry.is_symlink():

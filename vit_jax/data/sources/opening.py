@@ -22,7 +22,7 @@ from vit_jax.data.sources.base import (
 from vit_jax.data.sources.splits import taken
 
 # The split `test` is the first of these that the data has.
-TEST_NAMES = 'test', 'val', 'validation', 'valid'
+TEST_NAMES = 'test', 'testing', 'val', 'validation', 'valid'
 _MEASURED = 'test', 'val', 'dev', 'eval', 'held', 'hold'  # how names of such splits begin
 _CUT = (
     "a part of train can be tested on: --config.train_split='train[:90%]' "
@@ -71,13 +71,10 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
         if isinstance(data, str):
             with usable(data):
                 splits = splits_of(data, column)
-                if name == 'test':
-                    name = next((other for other in TEST_NAMES if other in splits), name)
+                names = {'test': TEST_NAMES, 'train': ('train', 'training')}.get(name, (name,))
+                name = next((other for other in names if other in splits), name)
                 if name not in splits:
-                    advice = f'; {_CUT}' if name == 'test' and 'train' in splits else ''
-                    raise UserError(
-                        f'{data}: no split {name!r}; {_nearest_split(name, splits)}{advice}'
-                    )
+                    raise UserError(f'{data}: no split {name!r}; {_nearest_split(name, splits)}')
                 source = splits[name]()
         elif column is not None:
             raise UserError(f'labels={labels!r}: expected FILE.json for data of a function')
@@ -123,7 +120,8 @@ def _nearest_split(name: str, splits: Splits) -> str:
     tested = [other for other in TEST_NAMES if other in splits]
     if tested and name.lower().startswith(_MEASURED):
         return f'did you mean {tested[0]!r}?'
-    return records.nearest(name, splits)
+    advice = f'; {_CUT}' if name == 'test' and 'train' in splits else ''
+    return f'{records.nearest(name, splits)}{advice}'
 
 
 def open_splits(

@@ -13,7 +13,14 @@ import numpy as np
 
 from vit_jax.base import UserError, counted, parsing, require
 from vit_jax.data import imagenet_classes
-from vit_jax.data.sources.base import EncodedImage, Label, Source, labelled_source, select
+from vit_jax.data.sources.base import (
+    EncodedImage,
+    Label,
+    Source,
+    labelled_source,
+    matched_names,
+    select,
+)
 
 _OF_IMAGES = 'read_names', 'read_stamps', 'stamps_at_hand'  # of a source: the labels are others
 
@@ -80,6 +87,12 @@ def renumbered(source: Source, class_names: Sequence[str]) -> Source:
         class_names = imagenet_classes.ids() if imagenet_classes.are(class_names) else class_names
     if source.class_names == tuple(class_names):
         return source
+    meant = matched_names(source.class_names, class_names)
+    respelled = [f'{a!r} for {b!r}' for a, b in meant.items() if a != b]
+    if len({*meant.values()}) == len(meant) and respelled:
+        logging.warning('classes matched in another spelling: %s', ', '.join(respelled[:5]))
+        names = tuple(meant.get(name, name) for name in source.class_names)
+        source = dataclasses.replace(source, class_names=names)
     known = {*class_names}
     unknown = [name for name in source.class_names if name not in known]
     if len(unknown) == len(source.class_names):

@@ -120,7 +120,7 @@ def _text(file: pathlib.Path) -> str:
         return data.decode('utf-8-sig')
     except UnicodeDecodeError as error:
         line = data.count(b'\n', 0, error.start) + 1
-        raise UserError(f'{file}, line {line}: not UTF-8; save the table as UTF-8') from error
+        raise UserError(f'{file}, line {line}: not UTF-8; save the table as CSV UTF-8') from error
 
 
 def _csv(file: pathlib.Path) -> Iterator[_Row | UserError]:

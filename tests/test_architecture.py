@@ -69,7 +69,7 @@ def test_imports_point_down(path):
 def test_files_and_functions_can_be_taken_in_at_one_look(path):
     tree = ast.parse(path.read_text())
     assert ast.get_docstring(tree), 'a file says in its first line what it owns'
-    assert len(path.read_text().splitlines()) <= 400
+    assert len(path.read_text().splitlines()) <= 500
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno - node.lineno < 60, node.name

@@ -13,10 +13,10 @@ import pathlib
 
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.formats.opening import NAMES
-from vit_jax.checkpoints.formats.writing import format_for
+from vit_jax.checkpoints.formats.writing import format_for, is_free
 from vit_jax.checkpoints.names import require_here
 from vit_jax.command_line import app
-from vit_jax.pretrained import is_free, load, save
+from vit_jax.pretrained import load, save
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -28,9 +28,9 @@ from vit_jax.data.sources.opening import HeldOut, Opener, make_opener
 from vit_jax.evaluation import confusion
 from vit_jax.figures import bitmaps
 from vit_jax.pretrained import Loaded, load
-from vit_jax.runs import data_record, evaluation_run, prediction
-from vit_jax.runs.data_record import Origin
+from vit_jax.runs import evaluation_run, prediction, source_run
 from vit_jax.runs.evaluation_run import Evaluation
+from vit_jax.runs.source_run import SourceRun
 
 NUMBERS, MATRIX, PICTURE = 'evaluation.json', 'confusion.npz', 'confusion.png'
 _SHOWN = 10  # classes, and confusions, on the screen
@@ -45,7 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
     """
     if arguments.out:
         output.outlive_readers()
-    origin = data_record.origin_of(arguments.checkpoint)
+    origin = source_run.find_source_run(arguments.checkpoint)
     held_out, split = _default_part(arguments, origin)
     loaded = load(arguments.checkpoint, **app.overrides(arguments))
     print('\n'.join(loaded.report))
@@ -74,6 +74,8 @@ def main(arguments: argparse.Namespace) -> int:
     print(f'{what}: {counted(found.images, "image")} of {classes}')
     if arguments.by_number or not loaded.class_names:
         print(f'classes matched by order: {_order(source.class_names)}')
+    for reason in origin.unknown if origin else ():
+        print(f'warning: images that were trained on may not be counted: {reason}')
     if trained:
         text = 'the run was trained on %s of these %s: their accuracy is not that of new images'
         print(f'warning: {text % (f"{trained:,}", counted(len(source), "image"))}')
@@ -91,7 +93,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if unreadable else 0
 
 
-def _default_part(arguments: argparse.Namespace, origin: Origin | None) -> tuple[HeldOut, str]:
+def _default_part(arguments: argparse.Namespace, origin: SourceRun | None) -> tuple[HeldOut, str]:
     """Returns what is held out, and the split: the given ones, else those of the run."""
     held_out = origin.held_out if origin else HeldOut()
     if arguments.held_out is not None:

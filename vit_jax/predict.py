@@ -191,7 +191,7 @@ def _class_names(loaded: Loaded, path: str | None) -> list[str]:
         return list(loaded.class_names) or [f'class {i}' for i in range(count)]
     with usable(path):
         require_regular(path)
-        names = pathlib.Path(path).read_text().splitlines()
+        names = pathlib.Path(path).read_text('utf-8-sig').rstrip().splitlines()
     if len(names) != count:
         raise UserError(f'--class_names={path}: {len(names)} lines for {count} classes')
     return names

@@ -11,7 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Float, Params, Record, UInt8, UserError, require, tree_names
+from vit_jax.base import (
+    Array,
+    Float,
+    Params,
+    Record,
+    UInt8,
+    UserError,
+    parsing,
+    require,
+    tree_names,
+)
 from vit_jax.base.records import Elsewhere
 from vit_jax.checkpoints import names, transfer
 from vit_jax.checkpoints.card import Card
@@ -261,12 +271,11 @@ def load(
     which is downloaded unless it was before; the report begins with what exactly that was.
     The first four are for what its file does not say of itself: the grid (height, width) of the
     position embeddings in patches, the number of heads, and so on. The others change the network:
-    the size of images and patches (height, width, or one number), the channels of images, and the
+    the size of images ('stored': that of the file's positions) and patches, the channels, and the
     head, which `num_classes=None` drops and another number replaces by one of zeros. The patch
     projection is adapted to other channels, or drawn anew with `new_channels='fresh'`. `head` is
     the function that made a head of one's own: no checkpoint holds it. The network computes in
-    `dtype`; parameters, norms and outputs stay float32. Raises UserError or
-    MissingFile, in one sentence, where the file or a value cannot be used.
+    `dtype`; parameters, norms and outputs stay float32. Raises UserError or MissingFile.
     """
     path, compute = _path(path), Compute(dtype=dtype)
     hints = Hints(
@@ -274,7 +283,7 @@ def load(
     )
     sizes = None if image_size == 'stored' else _pair(image_size), _pair(patch_size)
     changes = Changes(*sizes, channels, num_classes, new_channels)
-    size: Any = image_size if image_size == 'stored' else changes.image_size
+    size: Any = 'stored' if image_size == 'stored' else changes.image_size
     checkpoint = opening.open_checkpoint(path, hints, image_size=size)
     if head is not None:
         checkpoint = _with_head(checkpoint, head)
@@ -322,18 +331,14 @@ def save(
     path = _path(path)
     names.require_here(path)
     format = writing.format_for(path, format, loaded.format)
-    require(overwrite or is_free(path), f'{path}: exists already; overwrite=True replaces it')
+    require(
+        overwrite or writing.is_free(path), f'{path}: exists already; overwrite=True replaces it'
+    )
     layout = loaded.layout if format == loaded.format else None
     with writing.replacing(pathlib.Path(path), format):
         return writing.write_checkpoint(
             path, format, card=loaded.card, params=loaded.params, layout=layout, dtype=dtype
         )
-
-
-def is_free(path: str | os.PathLike[str]) -> bool:
-    """Is nothing there, or an empty directory?"""
-    place = pathlib.Path(path)
-    return not any(place.iterdir()) if place.is_dir() else not place.exists()
 
 
 def _path(path: Any) -> str:
@@ -355,10 +360,14 @@ def _changed_config(old: ModelConfig, changes: Changes) -> ModelConfig:
 
 def _with_head(checkpoint: opening.Checkpoint, head: Callable[[int], Any]) -> opening.Checkpoint:
     """The checkpoint with the function of its head. Raises UserError for other parameters."""
-    model = dataclasses.replace(checkpoint.card.model, head=head)
+    old = checkpoint.card.model
     params, where = checkpoint.read(), f'{checkpoint.path}: head'
-    require(model.num_classes is not None, f'{where}: the checkpoint has no head')
-    expected = jax.eval_shape(build(model).init, jax.random.key(0))
+    require(old.num_classes is not None, f'{where}: the checkpoint has no head')
+    own = isinstance(old.head, Elsewhere)
+    require(own, f'{checkpoint.path} has a {old.head} head; leave out head=FUNCTION')
+    model = dataclasses.replace(old, head=head)
+    with parsing('head', 'a function from the number of classes to a flax module'):
+        expected = jax.eval_shape(build(model).init, jax.random.key(0))
     tree_names.compare_names(head_params(params), head_params(expected), where=where)
     card = dataclasses.replace(checkpoint.card, model=model)
     return checkpoint._replace(card=card, read=lambda: params)

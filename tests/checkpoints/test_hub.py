@@ -353,7 +353,7 @@ def test_a_published_name_is_the_same_network_from_every_address(
 def test_a_published_name_without_a_copy_says_which_have_one(server, monkeypatch, tmp_path):
     monkeypatch.setenv('STORAGE_EMULATOR_HOST', server.url)
     monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
-    with pytest.raises(MissingFile, match='augreg:B/16: .*HTTP 404.*no copy .*augreg:S/16'):
+    with pytest.raises(MissingFile, match='augreg:B/16: .*HTTP 404.*no copy of it is known'):
         names.local('augreg:B/16')
     with pytest.raises(MissingFile, match='augreg:S/16: .*HTTP 404.*and its copy.*no such repos'):
         names.local('augreg:S/16')

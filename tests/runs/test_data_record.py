@@ -11,7 +11,7 @@ import pytest
 
 from tests import tiny
 from tests.hosts import hosts
-from vit_jax.base.errors import UnusableDisk, UserError
+from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.store import save_alone
 from vit_jax.data.image_preprocessing import Resize
 from vit_jax.data.reading import ImageReader
@@ -315,7 +315,7 @@ def test_a_record_that_cannot_be_read_is_not_taken_for_a_damaged_one(photos, tmp
     start(tmp_path, splits_of(photos))
     (tmp_path / 'data.zip').unlink()
     (tmp_path / 'data.zip').mkdir()
-    with pytest.raises(UnusableDisk, match='data.zip: Is a directory'):
+    with pytest.raises(UserError, match='data.zip: a folder; expected a file'):
         data_record.compared(Workdir(tmp_path), splits_of(photos), Job(), accept=True)
 
 

@@ -11,8 +11,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from vit_jax.base import Path, UnusableDisk, UserError, require_kept, sync
+from vit_jax.base import Params, Path, UnusableDisk, UserError, require_kept, sync, tree_names
 from vit_jax.checkpoints import digests
+
+Pieces = dict[str, list[tuple[Any, np.ndarray]]]  # of each array parts, and where they lie in it
 
 
 class Sealed(ocp.path.atomicity.AtomicRenameTemporaryPath):
@@ -86,3 +88,19 @@ def writing(folder: Path, along: Sequence[Path]) -> Iterator[None]:
             words = (os.strerror(code) for code in errno.errorcode)
             reason = next((word for word in words if word in reason), f'{reason[:400]} ...')
         raise UnusableDisk(f'{folder}: a checkpoint could not be written: {reason}') from error
+
+
+def pieces(params: Params) -> Pieces:
+    """A copy of the arrays, or of the parts of them that this process holds."""
+    return {
+        name: [(index, np.array(data)) for index, data in _distinct(leaf)]
+        if isinstance(leaf, jax.Array)
+        else [(..., np.array(leaf))]
+        for name, leaf in tree_names.named_leaves(params).items()
+    }
+
+
+def _distinct(leaf: jax.Array) -> list[tuple[Any, Any]]:
+    """The parts of an array on this process, each once where several devices hold it."""
+    parts = {str(part.index): (part.index, part.data) for part in leaf.addressable_shards}
+    return list(parts.values())

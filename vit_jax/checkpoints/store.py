@@ -42,7 +42,6 @@ from vit_jax.parallel.sharding_rules import abstract
 
 FOLDER = digests.CHECKPOINTS
 Json = dict[str, Any]
-Pieces = dict[str, list[tuple[Any, np.ndarray]]]  # of each array parts, and where they lie in it
 _MOST_COMPARED = 2**33  # bytes of parameters
 _TRASH = '.trash'  # what is renamed to there, and then removed
 
@@ -134,7 +133,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
             compared = self._compared or size > _MOST_COMPARED
-            expected = None if compared else _pieces(params)
+            expected = None if compared else orbax_parts.pieces(params)
             self._compared = True
             follow = functools.partial(self._follow, step, expected)
             self._finishing = threading.Thread(target=follow, daemon=True)
@@ -144,7 +143,7 @@ class Checkpoints:
         for path in self._along:
             sync(path)
 
-    def _follow(self, step: int, expected: Pieces | None) -> None:
+    def _follow(self, step: int, expected: orbax_parts.Pieces | None) -> None:
         """Does what follows a save: compares what was written, and frees the disk."""
         while self._manager.is_saving_in_progress():  # orbax renames the old ones last
             time.sleep(0.05)
@@ -231,23 +230,7 @@ class Checkpoints:
         self._resources.close()
 
 
-def _pieces(params: Params) -> Pieces:
-    """A copy of the arrays, or of the parts of them that this process holds."""
-    return {
-        name: [(index, np.array(data)) for index, data in _distinct(leaf)]
-        if isinstance(leaf, jax.Array)
-        else [(..., np.array(leaf))]
-        for name, leaf in tree_names.named_leaves(params).items()
-    }
-
-
-def _distinct(leaf: jax.Array) -> list[tuple[Any, Any]]:
-    """The parts of an array on this process, each once where several devices hold it."""
-    parts = {str(part.index): (part.index, part.data) for part in leaf.addressable_shards}
-    return list(parts.values())
-
-
-def _compare(folder: Path, expected: Pieces) -> None:
+def _compare(folder: Path, expected: orbax_parts.Pieces) -> None:
     """Raises UnusableDisk where a checkpoint is not read as it was saved; it is moved away then."""
     try:
         load_card(str(folder))

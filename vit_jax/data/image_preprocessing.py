@@ -21,7 +21,9 @@ ResizeMethod = Literal['bilinear', 'bilinear_antialias', 'bicubic_antialias', 'l
 
 # OpenCV multiplies the colors of TIFF by the transparency, replaces those of transparent pixels of
 # GIF, and reads no CMYK of JPEG 2000; Pillow gives them as they are stored.
-_BY_PILLOW = frozenset({'AVIF', 'HEIF', 'TIFF', 'GIF', 'JPEG2000'})
+# OpenCV scales no PPM whose largest value is not 255 either.
+_BY_PILLOW = frozenset({'AVIF', 'HEIF', 'TIFF', 'GIF', 'JPEG2000', 'PPM'})
+_ORIENTATION, _BITS, _PHOTOMETRIC, _PLANAR = 0x0112, 258, 262, 284  # tags of EXIF and TIFF
 _EXIF_WITHIN = 2**16 + 64  # bytes: the first segments of a file, of at most 64 KiB each
 # More than any camera's single shot (200 megapixels); 0.8 GB as decoded RGB.
 MAX_PIXELS = 2**28
@@ -322,11 +324,20 @@ def to_rgb(image: 'PillowImage', *, exif_rotation: bool) -> Image:
     """The RGB pixels of a Pillow image, by the rules of `decode`."""
     from PIL import ImageOps
 
-    if image.mode == 'F' or image.mode.startswith('I') and not image.mode.startswith('I;16'):
+    is_16_bit = image.mode.startswith('I;16') or (image.mode == 'I' and image.format == 'PPM')
+    if image.mode == 'F' or (image.mode.startswith('I') and not is_16_bit):
         kind = f"float, signed or 32-bit numbers (Pillow's mode {image.mode})"
         raise UserError(f'{kind} are not supported; expected 8 or 16 bits a channel, unsigned')
+    if image.format == 'TIFF':
+        tags: Any = image.tag_v2  # type: ignore[attr-defined]
+        misread = tags.get(_PLANAR) == 2 or tags.get(_PHOTOMETRIC) == 0
+        if misread and max(tags.get(_BITS, (8,))) == 16:
+            text = 'with 16 bits a channel, and separate planes or 0 for white'
+            raise UserError(f'TIFF {text}, is not supported; expected chunky RGB, or 8 bits')
+        if not exif_rotation:  # Pillow turns it when it loads the pixels
+            image.getexif().pop(_ORIENTATION, None)
     image = ImageOps.exif_transpose(image) if exif_rotation else image
-    if image.mode.startswith('I;16'):  # whose `convert` makes white of all that is above 255
+    if is_16_bit:  # `convert` makes white of all that is above 255
         high = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
         return np.repeat(high[..., None], 3, axis=-1)
     return np.asarray(image.convert('RGB'))

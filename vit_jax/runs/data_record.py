@@ -6,7 +6,6 @@ import functools
 import io
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,24 +18,21 @@ from vit_jax.base import (
     Path,
     UserError,
     atomic_write,
-    counted,
-    parsing,
     records,
+    require_regular,
     storage,
     usable,
 )
 from vit_jax.checkpoints import digests
-from vit_jax.checkpoints.store import FOLDER, checkpoint_folder, load_card
+from vit_jax.checkpoints.store import FOLDER, load_card
 from vit_jax.config import EvalConfig, TrainConfig
 from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources import listing
-from vit_jax.data.sources.base import Source, relative_names
-from vit_jax.data.sources.folders import SPLIT_NAMES
+from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.listing import Listing
-from vit_jax.data.sources.opening import HeldOut
 from vit_jax.parallel.processes import Job
 from vit_jax.runs.probing import Probes
-from vit_jax.runs.workdirs import CONFIG, DATA, Workdir, read_config
+from vit_jax.runs.workdirs import DATA, Workdir
 
 LAST = 5.0  # seconds, for which the end of a run waits: a look at a disk may stall
 _UNKNOWN = (
@@ -234,93 +230,10 @@ class DataRecord:
         return dataclasses.replace(split.listing, stamps=stamps)
 
 
-class Origin(NamedTuple):
-    """The run that wrote a checkpoint, and what it and the runs before it were trained on."""
-
-    config: dict[str, Any]
-    trained_on: list[tuple[str, Listing]]  # data, and the images of the training split
-
-    @property
-    def held_out(self) -> HeldOut:
-        """Which part of data without splits the run held out."""
-        return records.from_dict(HeldOut, self.config['held_out'], where='config.held_out')
-
-    def split_of(self, data: str) -> str:
-        """Returns the split that the run was tested on, or `test` for other data."""
-        if _place(self.config['data']) != _place(data):
-            return 'test'
-        own = [one['split'] for one in self.config['evals'].values() if one['data'] is None]
-        return own[0] if own else self.config['eval_split']
-
-    def count_trained(self, source: Source, data: str) -> int:
-        """Counts the images of a source of this data that were trained on.
-
-        Those are images of the same name within the data or a split of it, or of the same path, and
-        of equal size.
-        Images of unknown size are not counted.
-        """
-        old: dict[str, set[int]] = {}
-        for place, images in self.trained_on:
-            for name, stamp in zip(images.names, images.stamps.tolist(), strict=True):
-                for key in _within_split(name), _path(name, place):
-                    old.setdefault(key, set()).add(stamp)
-        names = relative_names(source.read_names(range(len(source))), data)
-        keys = [(_within_split(name), _path(name, data)) for name in names]
-        stamps = [old.get(one, set()) | old.get(other, set()) for one, other in keys]
-        known = [index for index, found in enumerate(stamps) if found - {-1}]
-        now = source.read_stamps(known).tolist()
-        return sum(stamp in stamps[i] - {-1} for i, stamp in zip(known, now, strict=True))
-
-
-def origin_of(checkpoint: str, later: frozenset[Path] = frozenset()) -> Origin | None:
-    """Returns the run that wrote a checkpoint; None if it is in no work directory.
-
-    Runs before it are those that it, or one of these, started from, but for the `later` ones.
-    """
-    try:
-        folder = checkpoint_folder(checkpoint)
-    except UserError:
-        return None
-    workdir = folder.parent.parent
-    path = workdir / CONFIG
-    if folder.parent.name != FOLDER or not path.exists() or workdir in later:
-        return None
-    with parsing(path, 'the configuration of a run'):
-        config = read_config(path)
-    kept = _read(workdir / DATA).get('train')
-    trained_on = [(config['data'], kept.read())] if kept else []
-    start = config['start_from']
-    earlier = origin_of(start, later | {workdir}) if start else None
-    return Origin(config, trained_on + (earlier.trained_on if earlier else []))
-
-
-def _place(data: Any) -> str:
-    return os.path.realpath(data) if os.path.exists(str(data)) else str(data)
-
-
-def _within_split(name: str) -> str:
-    """Returns the name of an image without the folder of its split: photos may be split later."""
-    first, _, rest = name.partition(os.sep)
-    return rest if rest and first.casefold() in SPLIT_NAMES else name
-
-
-def _path(name: str, data: str) -> str:
-    """Returns the path of an image from its name within the data."""
-    root = _place(data)
-    return os.path.join(root if os.path.isdir(root) else os.path.dirname(root), name)
-
-
-def trained_before(config: TrainConfig, evals: dict[str, ImageReader], start: str) -> list[str]:
-    """Returns a line for each evaluation with images that the network at the start has learned."""
-    origin, lines = origin_of(start), list[str]()
-    if origin is None:
-        return lines
-    for name, reader in evals.items():
-        data = records.text_of(config.evaluations[name].data or config.data)
-        if count := origin.count_trained(reader.source, data):
-            total = counted(len(reader.source), 'image')
-            lines.append(f'warning: {name}: {count:,} of {total} were trained on by start_from')
-    return lines
+def training_images(folder: Path) -> Listing | None:
+    """Returns the training images of the run in a work directory; None without a record."""
+    kept = _read(folder / DATA).get('train')
+    return kept.read() if kept else None
 
 
 class _Kept(NamedTuple):
@@ -389,6 +302,7 @@ def _exists(path: Path) -> bool:
 def _opened(path: Path) -> Iterator[Any]:
     """The arrays of the record, which is read whole: an error of the disk is told from damage."""
     with usable(path), storage.reaching(path):
+        require_regular(path)
         data = path.read_bytes()
     with np.load(io.BytesIO(data), allow_pickle=False) as file:
         yield file

@@ -30,6 +30,7 @@ from vit_jax.runs.experiment import Experiment, decide, images_at_peak, loaders
 from vit_jax.runs.goodput import Ledger
 from vit_jax.runs.probing import Probes
 from vit_jax.runs.reporting import Reporter, console_of, eval_summary, outline
+from vit_jax.runs.source_run import trained_before
 from vit_jax.runs.workdirs import Workdir
 from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
 from vit_jax.training.metrics import StepMetrics
@@ -227,7 +228,7 @@ def _new_state(experiment: Experiment, abstract: TrainState, console: Console) -
     if start is None:
         return state
     params, report = experiment.transferred(start, state.params)
-    tested = data_record.trained_before(experiment.config, experiment.evals, start.path)
+    tested = trained_before(experiment.config, experiment.evals, start.path)
     console.print('\n'.join([f'start_from {start.path}', *start.report, *report, *tested]))
     params = meshes.put(params, shardings.params)
     ema_params = None if state.ema_params is None else jax.tree.map(jnp.copy, params)

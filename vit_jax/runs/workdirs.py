@@ -52,6 +52,8 @@ def opened(
     unless the changes are accepted, where it cannot be written, where another run holds it, and
     where the processes of this job do not see the same directory.
     """
+    if not storage.is_remote(path):
+        names.require_here(path)  # else no program could name its checkpoints
     folder = storage.folder(path)
     workdir = Workdir(folder)
     with contextlib.ExitStack() as stack:
@@ -205,7 +207,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """The configuration of an earlier run under today's names, with defaults of later fields."""
     require_regular(path)
     read = json.loads(path.read_bytes())
-    records.require(isinstance(read, dict), 'it is no JSON object')
+    records.require(isinstance(read, dict), f'{path}: no JSON object')
     return upgraded(read)
 
 

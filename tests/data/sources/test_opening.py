@@ -421,7 +421,7 @@ def test_a_link_to_itself_leads_to_no_file(root, caplog):
     for link in root / 'loop', root / 'train' / 'loop', root / 'train' / 'cat' / 'self.png':
         link.symlink_to(link.name)
     assert len(opening.make_opener()(str(root), 'train')) == 12 + 1
-    assert '1 broken link, to no file' in caplog.text
+    assert '1 useless link, to nothing' in caplog.text
     assert len(folders.unlabelled([str(root)])) == 16 + 1
 
 
@@ -494,6 +494,12 @@ SIMILAR = [
     ('ship', 'sh\u00adip'),
     ('1', True),
     ('-0', '0'),
+    ("Alzheimer's", 'Alzheimer\u2019s'),
+    ('x-ray', 'x\u2013ray'),
+    ('ТОМ', 'TOM'),
+    ('.5', '0.5'),
+    ('1.', '1'),
+    ('1e3', '1000'),
 ]
 
 
@@ -554,7 +560,8 @@ def test_images_outside_of_classes_are_counted(loose, root, caplog):
     write_image(root / loose)
     assert [len(opening.make_opener()(str(root), split)) for split in ('train', 'test')] == [12, 4]
     assert (
-        f'{(root / loose).parent}: 1 image in no folder of a class left out: a.jpg' in caplog.text
+        f'{(root / loose).parent}: 1 image in no folder of a class left out, such as a.jpg'
+        in caplog.text
     )
 
 
@@ -649,3 +656,44 @@ def test_splits_may_have_longer_names(names, root):
     for old, new in zip(('train', 'test'), names, strict=True):
         (root / old).rename(root / new)
     assert [len(opening.make_opener()(str(root), split)) for split in ('train', 'test')] == [12, 4]
+
+
+@pytest.mark.parametrize('kind', ['lines', 'paths', 'links'])
+def test_a_file_that_is_there_twice_is_on_one_side(kind, tmp_path):
+    for name in 'cat', 'dog':
+        for i in range(12):
+            write_image(tmp_path / name / f'{i}.png', i)
+        if kind == 'links':
+            (tmp_path / name / 'best').mkdir()
+            for i in range(12):
+                (tmp_path / name / 'best' / f'{i}.png').symlink_to(f'../{i}.png')
+    data = tmp_path
+    if kind != 'links':
+        again = {'lines': '', 'paths': '../cat/'}[kind]
+        paths = [(f'cat/{i}.png', f'cat/{again}{i}.png') for i in range(12)]
+        lines = [f'{path},cat' for pair in paths for path in pair]
+        lines += [f'dog/{i}.png,dog' for i in range(12)]
+        data = tmp_path / 't.csv'
+        data.write_text('\n'.join(['path,label', *lines]))
+    opened = opening.make_opener(opening.HeldOut(fraction=0.3))
+    train, test = ({*map(os.path.realpath, described(opened(str(data), s)))} for s in SPLITS)
+    assert not train & test and len(train | test) == 24
+
+
+SPLITS = 'train', 'test'
+
+
+def test_class_names_of_arrays_may_be_bytes(tmp_path):
+    names = np.array([b'x', b'y ', b'z'])
+    np.savez(tmp_path / 'a.npz', **ARRAYS, class_names=names)
+    source = opening.open_splits(str(tmp_path / 'a.npz'))['train']()
+    assert source.class_names == ('x', 'y', 'z')
+    np.savez(tmp_path / 'a.npz', **ARRAYS, class_names=names[:, None])
+    with pytest.raises(UserError, match='a.npz: class_names are'):
+        opening.open_splits(str(tmp_path / 'a.npz'))
+
+
+def test_numbers_of_classes_without_images_are_said(tmp_path, caplog):
+    np.savez(tmp_path / 'a.npz', train_images=IMAGES, train_labels=LABELS + 1)
+    opening.open_splits(str(tmp_path / 'a.npz'))
+    assert '1 class without images, such as 0' in caplog.text

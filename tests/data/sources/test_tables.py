@@ -162,8 +162,8 @@ def test_white_space_around_a_name_is_no_part_of_it(images, tmp_path):
     path = write(tmp_path / 't.csv', ['path, label ,split ', *lines])
     source = opening.make_opener()(path, 'train')
     assert source.class_names == ('a', 'b') and len(source) == 6
-    line = json.dumps({'path': images[0], 'labels': ['sea ', 'sea']})
-    source = opening.open_splits(write(tmp_path / 't.jsonl', [line] * 2))['train']()
+    lines = [json.dumps({'path': path, 'labels': ['sea ', 'sea']}) for path in images]
+    source = opening.open_splits(write(tmp_path / 't.jsonl', lines))['train']()
     assert source.class_names == ('sea',)
 
 

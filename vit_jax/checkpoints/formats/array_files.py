@@ -35,6 +35,7 @@ ENDINGS = (
     '.ckpt',
     '.tar',
 )  # of names of files of weights
+_IMAGES = '.jpg', '.jpeg', '.png', '.webp', '.tif', '.tiff', '.gif', '.bmp'
 # Of a directory or repository: JSON files beside weights, transformers' and timm's, OpenCLIP's, and
 # files of weights, the first that is there; pickles only where there is nothing else.
 DESCRIPTIONS = (
@@ -162,8 +163,8 @@ def error_prefix(path: pathlib.Path | str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         what, how = 'file', ''
-        if not pathlib.Path(path).suffix or not pathlib.Path(path).parent.exists():
-            what, how = 'file or folder', _meant(str(path))  # the name of a model?
+        if not str(path).lower().endswith((*ENDINGS, *_IMAGES)):  # the name of a model?
+            what, how = 'file or folder', _meant(str(path))
         raise MissingFile(f'{path}: no such {what}{close_by(path) or how}') from error
     except IsADirectoryError as error:
         raise UserError(f'{path}: is a directory, expected a file') from error
@@ -179,8 +180,7 @@ def _meant(name: str) -> str:
     """The end of an error message: the name of something elsewhere that was meant."""
     bare = name.replace('ViT-', '').replace('_', '/')
     found = [known for known in FILES if known.partition(':')[2] == bare]
-    is_image = re.search(r'\.(jpe?g|png|webp|tiff?|gif|bmp)$', name, re.IGNORECASE)
-    is_name = re.fullmatch(r'[\w-]+/[\w.-]+', name) and not is_image
+    is_name = re.fullmatch(r'[\w-]+/[\w.-]+', name)
     if is_name and not (found or pathlib.Path(name).parent.exists()):
         found = [f'hf:{name}']
     elif re.fullmatch(r'(vit|deit3?|eva|beit)_\w+(\.\w+)?', name):  # as timm calls its own
@@ -347,8 +347,14 @@ def _torch(path: pathlib.Path, key: str) -> ArrayFile:
 
     def array(tensor: Any) -> np.ndarray:
         if tensor.dtype == torch.bfloat16:  # which numpy() does not know
-            return tensor.contiguous().view(torch.int16).numpy().view(_as_bfloat16(np.dtype('V2')))
-        return tensor.numpy()
+            return (
+                tensor.detach()
+                .contiguous()
+                .view(torch.int16)
+                .numpy()
+                .view(_as_bfloat16(np.dtype('V2')))
+            )
+        return tensor.detach().numpy()
 
     arrays = {}
     for name, tensor in tensors.items():

@@ -23,7 +23,7 @@ _AVERAGED = (
 _PLAIN = (
     *('state_dict', 'model_state_dict', 'model_state', 'model', 'model_weights'),
     *('net', 'net_state_dict', 'network', 'module', 'params', 'weights'),
-    *('encoder', 'backbone', 'teacher', 'student'),
+    *('encoder', 'backbone', 'teacher', 'student', 'shadow', 'shadow_params'),
 )
 # Of two networks of self-supervised training the one that its authors evaluate.
 _PREFERRED = {'teacher': 'student', 'base_encoder': 'momentum_encoder'}

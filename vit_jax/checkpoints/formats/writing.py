@@ -70,6 +70,12 @@ def format_for(
     return format
 
 
+def is_free(path: str | os.PathLike[str]) -> bool:
+    """Is nothing there, or an empty directory?"""
+    place = pathlib.Path(path)
+    return not any(place.iterdir()) if place.is_dir() else not place.exists()
+
+
 @contextlib.contextmanager
 def replacing(place: pathlib.Path, format: str) -> Iterator[None]:
     """What cannot be written over is put aside, and back where its successor fails.

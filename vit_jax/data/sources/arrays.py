@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.base import UserError, parsing, require
-from vit_jax.data.sources.base import Source, Splits
+from vit_jax.base import UserError, counted, parsing, require
+from vit_jax.data.sources.base import Source, Splits, warn_once
 
 _MOST_CLASSES = 100_000  # of labels without names; more than any published set has
 
@@ -83,11 +83,18 @@ def npz_splits(path: str) -> Splits:
         if absent := [name for name in needed if name not in file]:
             raise UserError(f'{path}: no array {absent[0]!r}; it holds {", ".join(file.files)}')
         if 'class_names' in file:
-            class_names = [str(name) for name in file['class_names']]
+            given = file['class_names']
+            fits = given.ndim == 1 and given.dtype.kind in 'SUiu'
+            require(
+                fits, f'{path}: class_names are {given.dtype}{list(given.shape)}, expected text'
+            )
+            texts = [n.decode() if isinstance(n, bytes) else str(n) for n in given.tolist()]
+            class_names = [text.strip() for text in texts]
         else:
             count = max(_count_classes(file[f'{name}_labels']) for name in names)
             more = f'{path}: labels up to {count - 1:,}; expected class numbers from 0'
             require(count <= _MOST_CLASSES, f'{more}, or an array class_names')
+            _warn_of_gaps(path, count, [file[f'{name}_labels'] for name in names])
             class_names = [str(label) for label in range(count)]
 
     def opened(split: str) -> Source:
@@ -112,3 +119,12 @@ def _count_classes(labels: np.ndarray) -> int:
         return labels.shape[1]
     # `array_source` rejects other types.
     return int(labels.max()) + 1 if labels.size and labels.dtype.kind in 'iu' else 1
+
+
+def _warn_of_gaps(path: str, count: int, labels: Sequence[np.ndarray]) -> None:
+    """Warns of class numbers below the largest one that no image has."""
+    single = [one.ravel().tolist() for one in labels if one.ndim == 1 or one.shape[1:] == (1,)]
+    absent = sorted({*range(count)} - set[Any]().union(*single)) if single else []
+    if absent:
+        text = f'{counted(len(absent), "class")} without images, such as {absent[0]}'
+        warn_once(f'{path}: {text}; expected labels from 0 without gaps')

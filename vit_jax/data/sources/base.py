@@ -83,8 +83,9 @@ def warn_once(text: str) -> None:
 
 
 _NUMBER = re.compile(r'[+-]?\d+(\.\d+)?')
-# Greek and Cyrillic letters that look like Latin ones, after `casefold`.
-_LATIN = str.maketrans('ονρаеорсухіѕјһ', 'ovpaeopcyxisjh')
+_AMOUNT = re.compile(r'[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?')
+# Greek and Cyrillic letters that look like Latin ones, in either case; apostrophes and dashes.
+_LATIN = str.maketrans('ονρаеорсухіѕјһтмквн’‘´`–—‑‒−', 'ovpaeopcyxisjhtmkbh' + "'" * 4 + '-' * 5)
 
 
 def class_order(names: Iterable[str]) -> list[str]:
@@ -131,7 +132,7 @@ def canonical_name(name: str) -> str:
     text = unicodedata.normalize('NFKC', name).casefold().translate(_LATIN)
     text = ''.join(c for c in text if c.isspace() or unicodedata.category(c)[0] != 'C')
     text = {'true': '1', 'false': '0'}.get(text, ' '.join(text.split()))
-    return str((decimal.Decimal(text) + 0).normalize()) if _NUMBER.fullmatch(text) else text
+    return str((decimal.Decimal(text) + 0).normalize()) if _AMOUNT.fullmatch(text) else text
 
 
 def relative_names(names: Sequence[str], data: str) -> list[str]:

@@ -8,7 +8,17 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from vit_jax.base import MissingFile, UserError, close_by, records, refuse, storage, usable
+from vit_jax.base import (
+    Float,
+    Int,
+    MissingFile,
+    UserError,
+    close_by,
+    records,
+    refuse,
+    storage,
+    usable,
+)
 from vit_jax.data.sources import arrays, folders, imagenet, relabelling, tables, tfds, vtab
 from vit_jax.data.sources.base import (
     DataFunction,
@@ -199,25 +209,40 @@ def _drawn(source: Source, names: Sequence[str], held_out: HeldOut) -> np.ndarra
 
     So an image of a large class keeps its split when others are added or removed. Of a class of at
     most 100 images it is exactly the fraction, rounded, with the smallest digests. The smallest
-    digest of a class is always held out, the greatest never. Multi-label data is one class.
+    digest of a class is always held out, the greatest never. Multi-label data is one class. A file
+    that is there several times, by links or lines of a table, is one image.
     """
-    keys = (f'{held_out.seed} {name}'.encode(errors='surrogateescape') for name in names)
-    digests = (hashlib.blake2b(key, digest_size=8).digest() for key in keys)
-    places = np.frombuffer(b''.join(digests), '<u8') / 2**64
     labels = np.zeros(len(source), np.int32) if source.multi_label else source.labels
-    is_test = places < held_out.fraction
-    by_class = np.lexsort((places, labels))
-    first = np.flatnonzero(np.diff(labels[by_class], prepend=-1))
-    last = np.append(first[1:], len(labels)) - 1
-    alone = by_class[first[first == last]].tolist()
+    paths = source.read_names(range(len(source)))
+    name_of: dict[str, str] = {}
+    for name, path in sorted(zip(names, map(os.path.realpath, paths), strict=True)):
+        name_of.setdefault(path, name)
+    files, first, file_of = np.unique(
+        [os.path.realpath(path) for path in paths], return_index=True, return_inverse=True
+    )
+    keys = (f'{held_out.seed} {name_of[str(file)]}' for file in files)
+    encoded = (key.encode(errors='surrogateescape') for key in keys)
+    digests = (hashlib.blake2b(key, digest_size=8).digest() for key in encoded)
+    places = np.frombuffer(b''.join(digests), '<u8') / 2**64
+    is_test = _smallest(places, labels[first], held_out.fraction)
+    alone = first[is_test < 0]
     of = [
         'all the data' if source.multi_label else f'class {source.class_names[labels[i]]!r}'
         for i in alone
     ]
-    refuse([folders.ALONE % pair for pair in zip(source.read_names(alone), of, strict=True)])
-    for start, end in zip(first.tolist(), (last + 1).tolist(), strict=True):
-        if end - start <= _BALANCED:
-            share = round(held_out.fraction * (end - start))
-            is_test[by_class[start:end]] = np.arange(end - start) < share
-    is_test[by_class[first]], is_test[by_class[last]] = True, False
-    return is_test
+    refuse([folders.ALONE % (paths[i], text) for i, text in zip(alone, of, strict=True)])
+    return is_test[file_of] > 0
+
+
+def _smallest(
+    places: Float[np.ndarray, 'n'], labels: Int[np.ndarray, 'n'], fraction: float
+) -> Int[np.ndarray, 'n']:
+    """Returns 1 for what is held out by its place, from 0 to 1; -1 for what is alone in a class."""
+    held = (places < fraction).astype(int)
+    for label in np.unique(labels):
+        order = np.flatnonzero(labels == label)
+        order = order[np.argsort(places[order], kind='stable')]
+        if len(order) <= _BALANCED:
+            held[order] = np.arange(len(order)) < round(fraction * len(order))
+        held[order[0]], held[order[-1]] = 1, 0 if len(order) > 1 else -1
+    return held

@@ -200,6 +200,6 @@ def _row(values: dict[str, Any], file: pathlib.Path, line: int) -> _Row | UserEr
     names = tuple(str(name).strip() for name in classes)
     if '' in names or not values['path']:
         return UserError(f'{where}: an empty path or label')
-    split = str(values.get('split', '')).strip()
+    split = str(values.get('split') or '').strip()
     split = split.casefold() if split.casefold() in SPLIT_NAMES else split
     return _Row(str(values['path']), names, split, line, several)

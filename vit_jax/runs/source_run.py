@@ -1,0 +1,113 @@
+"""The run that wrote a checkpoint: what it held out, and which images it was trained on."""
+
+import os
+from typing import Any, NamedTuple
+
+from vit_jax.base import Path, UserError, counted, parsing, records
+from vit_jax.checkpoints import names
+from vit_jax.checkpoints.store import FOLDER, checkpoint_folder
+from vit_jax.config import TrainConfig
+from vit_jax.data.reading import ImageReader
+from vit_jax.data.sources.base import Source, relative_names
+from vit_jax.data.sources.folders import SPLIT_NAMES
+from vit_jax.data.sources.listing import Listing
+from vit_jax.data.sources.opening import HeldOut
+from vit_jax.runs.data_record import training_images
+from vit_jax.runs.workdirs import CONFIG, DATA, read_config
+
+
+class SourceRun(NamedTuple):
+    """The run that wrote a checkpoint, and what it and the runs before it were trained on."""
+
+    data: str
+    held_out: HeldOut  # of data without splits
+    split: str  # that the run was tested on
+    trained_on: list[tuple[str, Listing]]  # data, and the images of the training split
+    unknown: list[str]  # why images that were trained on may not be counted
+
+    def split_of(self, data: str) -> str:
+        """Returns the split that the run was tested on, or `test` for other data."""
+        return self.split if _place(self.data) == _place(data) else 'test'
+
+    def count_trained(self, source: Source, data: str) -> int:
+        """Counts the images of a source of this data that were trained on.
+
+        Those are images of the same name within the data, also if one of them is in the folder of a
+        split and the other is not, or of the same path, and of equal size. Arrays are compared by
+        their checksums. Images of unknown size are not counted.
+        """
+        trained: dict[str, set[int]] = {}
+        whole = set[str]()
+        for place, images in self.trained_on:
+            whole.update(images.names)
+            for name, stamp in zip(images.names, images.stamps.tolist(), strict=True):
+                for key in {name, _without_split(name), _absolute(name, place)}:
+                    trained.setdefault(key, set()).add(stamp)
+        stamps = []
+        for name in relative_names(source.read_names(range(len(source))), data):
+            without = {_without_split(name)} & whole  # a name of data that had no splits yet
+            keys = {name, _absolute(name, data), *without}
+            stamps.append(set[int]().union(*(trained.get(key, ()) for key in keys)) - {-1})
+        known = [index for index, found in enumerate(stamps) if found]
+        now = source.read_stamps(known).tolist()
+        return sum(stamp in stamps[i] for i, stamp in zip(known, now, strict=True))
+
+
+def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> SourceRun | None:
+    """Returns the run that wrote a checkpoint; None if it is in no work directory.
+
+    Runs before it are those that it, or one of these, started from, but for the `later` ones.
+    """
+    try:
+        folder = checkpoint_folder(checkpoint)
+    except UserError:
+        return None
+    workdir = folder.parent.parent
+    path = workdir / CONFIG
+    if folder.parent.name != FOLDER or not path.exists() or workdir in later:
+        return None
+    with parsing(path, 'the configuration of a run'):
+        config = read_config(path)
+        held_out = records.from_dict(HeldOut, config['held_out'], where='config.held_out')
+        own = [one['split'] for one in config['evals'].values() if one['data'] is None]
+        split, start = own[0] if own else config['eval_split'], config['start_from']
+        place = str(config['data'])
+    images = training_images(workdir)
+    trained_on = [(place, images)] if images else []
+    unknown = [] if images else [f'{workdir / DATA} is missing']
+    earlier = find_source_run(start, later | {workdir}) if start else None
+    if earlier:
+        trained_on, unknown = trained_on + earlier.trained_on, unknown + earlier.unknown
+    elif start and not names.is_elsewhere(start) and not os.path.exists(start):
+        unknown.append(f'start_from={start} of {workdir} is not there')
+    return SourceRun(place, held_out, split, trained_on, unknown)
+
+
+def trained_before(config: TrainConfig, evals: dict[str, ImageReader], start: str) -> list[str]:
+    """Returns a line for each evaluation with images that the network at the start has learned."""
+    run, lines = find_source_run(start), list[str]()
+    for name, reader in evals.items() if run else ():
+        data = records.text_of(config.evaluations[name].data or config.data)
+        if run and (count := run.count_trained(reader.source, data)):
+            total = counted(len(reader.source), 'image')
+            lines.append(f'warning: {name}: {count:,} of {total} were trained on by start_from')
+    return lines
+
+
+def _place(data: Any) -> str:
+    return os.path.realpath(data) if os.path.exists(str(data)) else str(data)
+
+
+def _without_split(name: str) -> str:
+    """Returns the name of an image without the folder of its split."""
+    first, _, rest = name.partition(os.sep)
+    return rest if rest and first.casefold() in SPLIT_NAMES else name
+
+
+def _absolute(name: str, data: str) -> str:
+    """Returns the path of an image within the data; one key for all arrays."""
+    if data.endswith('.npz'):
+        return ''
+    root = _place(data)
+    folder = root if os.path.isdir(root) else os.path.dirname(root)
+    return os.path.normpath(os.path.join(folder, name))

@@ -172,8 +172,6 @@ class TrainConfig(Record):
             )
         own = self.model is not None and self.model.head != 'linear'
         require(not (own and self.head), 'head: model.head is set too; leave one out')
-        without = self.reuse_head and self.start_from is None
-        require(not without, 'reuse_head=True: expected start_from=CHECKPOINT, which has a head')
 
     @property
     def evaluations(self) -> dict[str, EvalConfig]:

@@ -104,7 +104,8 @@ def test_a_small_folder_is_not_trained_in_silence(num_images):
         length.log_interval(config.log_every_steps),
         length.interval(config.eval_every_steps),
     )
-    assert max(intervals) * config.batch_size <= max(num_images, config.batch_size)
+    one = config.batch_size  # an epoch is rounded to steps
+    assert max(intervals) * one <= max(num_images, one) + one / 2
 
 
 @pytest.mark.full

@@ -110,7 +110,7 @@ def _published(name: str) -> Local:
         raise
     except UserError as error:  # it is closed, cannot be reached, or is not in the cache
         if file.copy is None:
-            text = 'no copy of it is known; docs/names.md lists the names that have one'
+            text = 'no copy of it is known; python -m vit_jax.augreg lists the names that have one'
             raise type(error)(f'{error}; {text}') from error
         why = f'{file.address}: {str(error).partition(": ")[2]}'
     logging.warning('%s; trying %s', why, file.copy)

@@ -127,6 +127,7 @@ def test_digests_that_are_no_json_are_damage(run, tmp_path):
             verify_digests(copy)
 
 
+@pytest.mark.full
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_trained_again_without_a_word(run, tmp_path):
     """It says how to start from step 0, each time it is started, until that is done."""
     folder = tmp_path / 'run'

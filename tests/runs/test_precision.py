@@ -64,6 +64,7 @@ def test_tpus_and_recent_gpus_have_bfloat16(platform, capability, expected):
     assert peaks.has_fast_bfloat16(device) == expected
 
 
+@pytest.mark.full
 def test_a_run_keeps_the_precision_that_it_began_with(tmp_path, monkeypatch, capsys):
     folder, short = str(tmp_path), tiny.experiment(total=Duration(steps=2))
     with monkeypatch.context() as here:

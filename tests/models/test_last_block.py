@@ -66,6 +66,7 @@ def test_of_the_last_block_the_keys_and_values_alone_are_of_all_tokens():
     assert left_out == (n - 1) * (query_and_out + mlp + mixing)
 
 
+@pytest.mark.full
 def test_a_loop_keeps_no_second_copy_of_parameters_or_gradients():
     """Nor for the block after it. Gradients are most of this program's memory."""
     config = tiny.model(width=64, mlp_dim=256, depth=8)
@@ -91,6 +92,7 @@ def test_without_a_loop_stacked_parameters_are_split_once():
     assert 'dynamic_slice' not in str(jax.make_jaxpr(gradient)(params))
 
 
+@pytest.mark.full
 def test_one_block_is_the_last_without_compiling_too():
     model = build(tiny.model(depth=1), compute=Compute(last_block='class_tokens'))
     params, images = model.init(jax.random.key(0)), tiny.images(1)

@@ -81,6 +81,7 @@ def test_a_run_keeps_the_precision_that_it_began_with(tmp_path, monkeypatch, cap
         training_run.train(other, folder)
 
 
+@pytest.mark.full
 def test_a_run_of_a_study_keeps_the_precision_that_it_began_with(tmp_path, has_fast_bfloat16):
     base = tiny.experiment(total=Duration(steps=3))
     study = Study(title='a study', base=base, grids={'grid': Grid()})

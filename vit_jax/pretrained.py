@@ -110,7 +110,7 @@ class Loaded:
 
     @functools.cached_property
     def model(self) -> Model:
-        """The network's functions. Raises UserError for a head that only its name is known of."""
+        """The network's functions. Raises UserError if only the name of its head is stored."""
         head = self.config.head
         way = 'load(..., head=FUNCTION), or --head=FILE.py:FUNCTION, hands it over'
         named = f'its head is the function {getattr(head, "name", "")}, which no checkpoint holds'

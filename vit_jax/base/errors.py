@@ -74,7 +74,7 @@ def counted(count: int, noun: str) -> str:
 def require_regular(path: str | os.PathLike[str]) -> None:
     """Raises UserError where a folder, a pipe or a device is: reading that may never end.
 
-    Where nothing is, whatever opens the path says so.
+    A missing path passes; opening it reports the error.
     """
     kinds = {stat.S_IFDIR: 'a folder', stat.S_IFIFO: 'a pipe', stat.S_IFSOCK: 'a socket'}
     with contextlib.suppress(OSError):

@@ -83,7 +83,7 @@ class _Literal(epath.gpath.PosixGPath):
 
 @contextlib.contextmanager
 def named_plainly(folder: Path) -> Iterator[epath.Path]:
-    """Another path of a folder that is there, which orbax does not misread.
+    """Yields an alias of an existing folder that orbax parses correctly.
 
     Raises UserError where the system has none.
     """

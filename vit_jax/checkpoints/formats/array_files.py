@@ -78,7 +78,7 @@ class ArrayFile(NamedTuple):
     metadata: dict[str, str]  # text in the header of a safetensors file
     ignored: tuple[str, ...] = ()  # names of values that are not arrays
     remarks: tuple[str, ...] = ()  # which of several copies of the weights these are
-    wanted: str = ''  # what no key of the file is
+    wanted: str = ''  # the requested key, if the file does not have it
 
 
 def read_array_file(path: pathlib.Path, key: str = '') -> ArrayFile:

@@ -15,6 +15,7 @@ from vit_jax.data import image_headers
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.sources.opening import HeldOut, make_opener
 from vit_jax.runs.experiment import label_problems
+from vit_jax.training.duration import Duration
 
 
 def look(config, folder):
@@ -205,6 +206,14 @@ def test_classes_that_are_not_in_all_splits_are_listed(photos, tmp_path):
 
 
 @pytest.mark.full
+def test_a_training_of_less_than_one_step_is_a_problem(photos, tmp_path, capsys):
+    (photos / 'cat' / '3.jpg').unlink()
+    config = tiny.experiment(data=str(photos), batch_size=1000)
+    config.total = Duration(epochs=1.0)
+    assert look(config, tmp_path / 'out') == 1
+    assert 'less than one step' in capsys.readouterr().out
+
+
 def test_what_training_may_skip_is_no_reason_to_refuse_it(photos, tmp_path):
     config = tiny.experiment(data=str(photos), eval_split='test')
     assert look(config, tmp_path / 'out') == 1

@@ -36,6 +36,7 @@ from vit_jax.data.sources.splits import split_names
 from vit_jax.figures import bitmaps
 from vit_jax.runs import workdirs
 from vit_jax.runs.experiment import label_problems, open_start, preprocessing_of, reader_for
+from vit_jax.training.duration import make_train_length
 from vit_jax.training.losses import targets_of
 from vit_jax.training.update import AUGMENT, purpose_key
 
@@ -145,6 +146,12 @@ def _sources(config: TrainConfig, opened: Opener) -> tuple[dict[str, Source], li
             problems.append(str(error))
     if (train := parts.pop(config.train_split, None)) is not None:
         problems += label_problems(config, train, parts)
+        if config.total is not None:
+            size, images = config.batch_size, len(train)
+            try:
+                make_train_length(config.total, batch_size=size, num_images=images)
+            except UserError as error:
+                problems.append(str(error))
     return sources, problems
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import io as scipy_io
 
+from vit_jax.base import UserError
 from vit_jax.data.sources import opening
 
 CLASSES = 'n01440764', 'n01443537', 'n02000001'
@@ -120,3 +121,35 @@ def test_validation_images_in_folders_of_classes_need_no_table(tmp_path):
             for file, data in files.items():
                 (tmp_path / split / name / file).write_bytes(data)
     assert opening.make_opener()(str(tmp_path), 'test').class_names == CLASSES
+
+
+DAMAGES = {
+    'cut': lambda data: data[: len(data) // 2],
+    'empty': lambda data: b'',
+    'a web page': lambda data: b'<html>',
+    'zeros': lambda data: bytes(len(data)),
+}
+
+
+@pytest.mark.parametrize('damage', DAMAGES)
+def test_a_damaged_file_is_named_in_one_sentence(root, damage):
+    write_kit(root, 'kit.tar.gz')
+    for file in sorted(root.glob('*.tar*')):
+        whole = file.read_bytes()
+        file.write_bytes(DAMAGES[damage](whole))
+        for split in 'train', 'val':
+            try:
+                source = opening.make_opener()(str(root), split)
+                assert 'img_train' not in file.name or len(source) == 6 or split == 'val'
+            except UserError as error:
+                assert str(root) in str(error) and '\n' not in str(error)
+        file.write_bytes(whole)
+    for name in 'LOC_val_solution.csv', 'ILSVRC2012_devkit_t12/data/meta.mat':
+        (root / 'ILSVRC2012_devkit_t12.tar.gz').unlink(missing_ok=True)
+        kind = 'solution' if name.endswith('.csv') else 'kit'
+        write_kit(root, kind)
+        (root / name).write_bytes(DAMAGES[damage]((root / name).read_bytes()))
+        with pytest.raises(UserError, match=f'{root}') as refused:
+            opening.make_opener()(str(root), 'val')
+        assert '\n' not in str(refused.value)
+        (root / name).unlink()

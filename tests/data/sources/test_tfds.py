@@ -312,3 +312,20 @@ def test_a_file_that_ends_early_is_noticed(tmp_path, length):
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(ValueError, match='the file ends within the record at byte'):
         tfrecord.read_tfrecords([path])
+
+
+@pytest.mark.parametrize('kind', ['array_record', 'tfrecord'])
+def test_a_damaged_file_of_a_prepared_set_is_named_in_one_sentence(prepared, kind, tmp_path):
+    folder = shutil.copytree(prepared[kind], tmp_path / 'set' / prepared[kind].name)
+    for file in sorted(path for path in folder.rglob('*') if path.is_file()):
+        whole = file.read_bytes()
+        for data in whole[: len(whole) // 2], b'', b'<html>':
+            file.write_bytes(data)
+            try:
+                for split in 'train', 'test':
+                    source = opening.make_opener()(str(folder), split)
+                    for i in range(len(source)):
+                        source.read(i)
+            except UserError as error:
+                assert '\n' not in str(error)
+        file.write_bytes(whole)

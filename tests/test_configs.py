@@ -72,7 +72,10 @@ def test_a_config_fits_together(path, argument):
         size = config.image_size or (32, 32)
         config.model = tiny.model(num_classes=None, image_size=size, patch_size=(patch, patch))
     images = IMAGES.get(config.data, 1_281_167)
-    experiment = decide(without_data(config, num_classes=1000, num_images=images))
+    experiment = decide(
+        without_data(config, num_classes=1000, num_images=images),
+        devices=jax.devices(),  # as if of another machine: this one may have too little memory
+    )
     state = jax.eval_shape(experiment.init)
     size = experiment.model.config.image_size
     batch = abstract_batch(experiment.mesh, config.batch_size, size)

@@ -269,7 +269,7 @@ def test_a_run_is_measured_on_what_it_held_out_and_training_images_are_counted(t
     reported = training_run.train(first, str(tmp_path / 'first')).evals['test']
     second = dataclasses.replace(first, held_out=HeldOut(), start_from=str(tmp_path / 'first'))
     training_run.train(second, str(tmp_path / 'second'))
-    assert 'warning: test: start_from was trained on' in capsys.readouterr().out
+    assert 'were trained on by start_from' in capsys.readouterr().out
     copy = shutil.copytree(data, tmp_path / 'copy')
     alone = shutil.copytree(data / '2', tmp_path / 'alone' / '2')
 

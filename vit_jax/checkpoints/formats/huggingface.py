@@ -183,7 +183,8 @@ def _layout(family: Family, declared: Config, arrays: Mapping[str, LazyArray]) -
     usual = Layout(prefix=prefix, family=family.model_type)
     bare = dataclasses.replace(usual, bare_blocks=True)
     layout = usual
-    for possible in usual, dataclasses.replace(usual, old_names=False), bare:
+    others = (bare,) if prefix else ()  # without a prefix these are the usual ones
+    for possible in usual, dataclasses.replace(usual, old_names=False), *others:
         first = f'{possible.block}.{possible.names.projections[0]}.weight'
         if first.replace('{layer0}', '0') in arrays:
             layout = possible

@@ -223,9 +223,8 @@ def _tell(folder: pathlib.Path, study: Study, found: Sequence[study_results.Row]
     with usable(folder):
         for ending, content in texts.items():
             with atomic_write(folder / f'{RESULTS}.{ending}') as partial:
-                encoding = (
-                    'utf-8-sig' if ending == 'csv' else 'utf-8'
-                )  # without the mark Excel errs
+                # Excel reads UTF-8 only with the mark.
+                encoding = 'utf-8-sig' if ending == 'csv' else 'utf-8'
                 partial.write_text(content, encoding=encoding)
         if png := _picture(study, rows):
             with atomic_write(folder / f'{RESULTS}.png') as partial:

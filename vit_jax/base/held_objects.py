@@ -29,11 +29,8 @@ class _Object:
         self._name, self._check = path.name, check
         with reaching(path):
             bucket, _, folder = os.fspath(path.parent).removeprefix('gs://').partition('/')
-            spec = {
-                'driver': 'gcs',
-                'bucket': bucket,
-                'path': f'{folder}/',
-            }  # a URL would decode the %
+            # Not as a URL, which would decode a %.
+            spec = {'driver': 'gcs', 'bucket': bucket, 'path': f'{folder}/'}
             self._store = tensorstore.KvStore.open(spec).result()
         self.generation = b''
         self._unanswered = set[bytes]()  # digests of what was sent, and may or may not have come

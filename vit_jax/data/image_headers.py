@@ -43,9 +43,8 @@ def read_header(stored: bytes) -> Header:
                 width, height = opened(io.BytesIO(stored), '').size
                 return Header(kind, height, width)
         except Exception as error:  # of many kinds
-            if re.search(
-                'mode|samples', str(error)
-            ):  # unknown to Pillow, in a file that may be whole
+            # Of a mode that Pillow does not have, in a file that may be whole.
+            if re.search('mode|samples', str(error)):
                 channels = 'expected 1, 3 or 4 channels of 8 or 16 bits'
                 known = f'a {kind} image of a kind that is not supported ({error}); {channels}'
     kind = _BRANDS.get(stored[8:12], '') if stored[4:8] == b'ftyp' else ''

@@ -85,10 +85,12 @@ def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> So
 
 def trained_before(config: TrainConfig, evals: dict[str, ImageReader], start: str) -> list[str]:
     """Returns a line for each evaluation with images that the network at the start has learned."""
-    run, lines = find_source_run(start), list[str]()
-    for name, reader in evals.items() if run else ():
+    lines = list[str]()
+    if (run := find_source_run(start)) is None:
+        return lines
+    for name, reader in evals.items():
         data = records.text_of(config.evaluations[name].data or config.data)
-        if run and (count := run.count_trained(reader.source, data)):
+        if count := run.count_trained(reader.source, data):
             total = counted(len(reader.source), 'image')
             lines.append(f'warning: {name}: {count:,} of {total} were trained on by start_from')
     return lines

@@ -26,15 +26,8 @@ from vit_jax.checkpoints.formats.json_files import check_length, json_object
 from vit_jax.checkpoints.formats.pickles import check_pickle, plain_tensors
 from vit_jax.checkpoints.published import FILES
 
-ENDINGS = (
-    '.safetensors',
-    '.npz',
-    '.bin',
-    '.pth',
-    '.pt',
-    '.ckpt',
-    '.tar',
-)  # of names of files of weights
+# Of names of files of weights.
+ENDINGS = '.safetensors', '.npz', '.bin', '.pth', '.pt', '.ckpt', '.tar'
 _IMAGES = '.jpg', '.jpeg', '.png', '.webp', '.tif', '.tiff', '.gif', '.bmp'
 # Of a directory or repository: JSON files beside weights, transformers' and timm's, OpenCLIP's, and
 # files of weights, the first that is there; pickles only where there is nothing else.
@@ -126,10 +119,8 @@ def read_array_files(paths: Iterable[pathlib.Path], key: str = '') -> ArrayFile:
             merged.arrays.update(file.arrays)
             _check_count(merged.arrays)
         merged.metadata.update(file.metadata)
-        both = {
-            name: getattr(merged, name) + getattr(file, name) for name in ('ignored', 'remarks')
-        }
-        merged = merged._replace(wanted=file.wanted, **both)
+        ignored, remarks = merged.ignored + file.ignored, merged.remarks + file.remarks
+        merged = merged._replace(ignored=ignored, remarks=remarks, wanted=file.wanted)
     return merged
 
 

@@ -85,16 +85,16 @@ def npz_splits(path: str) -> Splits:
         if 'class_names' in file:
             given = file['class_names']
             fits = given.ndim == 1 and given.dtype.kind in 'SUiu'
-            require(
-                fits, f'{path}: class_names are {given.dtype}{list(given.shape)}, expected text'
-            )
+            found = f'{path}: class_names are {given.dtype}{list(given.shape)}'
+            require(fits, f'{found}, expected text')
             texts = [n.decode() if isinstance(n, bytes) else str(n) for n in given.tolist()]
             class_names = [text.strip() for text in texts]
         else:
-            count = max(_count_classes(file[f'{name}_labels']) for name in names)
+            labels = [file[f'{name}_labels'] for name in names]
+            count = max(map(_count_classes, labels))
             more = f'{path}: labels up to {count - 1:,}; expected class numbers from 0'
             require(count <= _MOST_CLASSES, f'{more}, or an array class_names')
-            _warn_of_gaps(path, count, [file[f'{name}_labels'] for name in names])
+            _warn_of_gaps(path, count, labels)
             class_names = [str(label) for label in range(count)]
 
     def opened(split: str) -> Source:

@@ -20,7 +20,7 @@ from vit_jax.data.sources.base import (
 
 HEIC = frozenset({'.heic', '.heif', '.hif'})
 _ELSEWHERE = HEIC | {'.avif'}  # images, whether they can be read here or not
-_MISREAD = '.pfm'  # floating point, of which OpenCV makes 8 bits as if they were whole numbers
+_MISREAD = '.pfm'  # floating point, which is not supported
 ALONE = '%s: of %s this is the only image, none can be held out for testing'
 SPLIT_NAMES = frozenset('train training test testing val valid validation'.split())
 # Folders that operating systems and network disks put next to images: thumbnails, removed files.

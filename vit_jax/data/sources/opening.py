@@ -188,11 +188,7 @@ def _with_splits(splits: Splits, held_out: HeldOut, data: str) -> Splits:
         if not source.multi_label:
             by_class = np.bincount(source.labels[is_test]).tolist()
             least, most = min(by_class), max(by_class)
-            count += (
-                f', {least:,} of each class'
-                if least == most
-                else f', {least:,} to {most:,} of each class'
-            )
+            count += f', {least:,}{"" if least == most else f" to {most:,}"} of each class'
         how = '--config.held_out.fraction sets the share'
         warn_once(f'{data}: no train/ and test/ splits: {count}; {how}')
         return source, is_test
@@ -214,24 +210,23 @@ def _drawn(source: Source, names: Sequence[str], held_out: HeldOut) -> np.ndarra
     """
     labels = np.zeros(len(source), np.int32) if source.multi_label else source.labels
     paths = source.read_names(range(len(source)))
-    name_of: dict[str, str] = {}
-    for name, path in sorted(zip(names, map(os.path.realpath, paths), strict=True)):
-        name_of.setdefault(path, name)
-    files, first, file_of = np.unique(
-        [os.path.realpath(path) for path in paths], return_index=True, return_inverse=True
-    )
-    keys = (f'{held_out.seed} {name_of[str(file)]}' for file in files)
-    encoded = (key.encode(errors='surrogateescape') for key in keys)
-    digests = (hashlib.blake2b(key, digest_size=8).digest() for key in encoded)
+    by_name = np.argsort(names, kind='stable')
+    files = [os.path.realpath(paths[i]) for i in by_name]
+    _, first, file_of = np.unique(files, return_index=True, return_inverse=True)
+    chosen = by_name[first]  # of each file the image with the first name
+    keys = (f'{held_out.seed} {names[i]}'.encode(errors='surrogateescape') for i in chosen)
+    digests = (hashlib.blake2b(key, digest_size=8).digest() for key in keys)
     places = np.frombuffer(b''.join(digests), '<u8') / 2**64
-    is_test = _smallest(places, labels[first], held_out.fraction)
-    alone = first[is_test < 0]
+    held = _smallest(places, labels[chosen], held_out.fraction)
+    alone = chosen[held < 0]
     of = [
         'all the data' if source.multi_label else f'class {source.class_names[labels[i]]!r}'
         for i in alone
     ]
     refuse([folders.ALONE % (paths[i], text) for i, text in zip(alone, of, strict=True)])
-    return is_test[file_of] > 0
+    is_test = np.zeros(len(source), bool)
+    is_test[by_name] = held[file_of] > 0
+    return is_test
 
 
 def _smallest(

@@ -269,7 +269,7 @@ def test_a_run_is_measured_on_what_it_held_out_and_training_images_are_counted(t
     reported = training_run.train(first, str(tmp_path / 'first')).evals['test']
     second = dataclasses.replace(first, held_out=HeldOut(), start_from=str(tmp_path / 'first'))
     training_run.train(second, str(tmp_path / 'second'))
-    assert 'were trained on by start_from' in capsys.readouterr().out
+    assert 'the start_from model was already trained on' in capsys.readouterr().out
     copy = shutil.copytree(data, tmp_path / 'copy')
     alone = shutil.copytree(data / '2', tmp_path / 'alone' / '2')
 
@@ -296,7 +296,7 @@ def test_a_run_is_measured_on_what_it_held_out_and_training_images_are_counted(t
     assert measured('first', parted.parent, '--split=train+test')['trained_on'] == 21
     os.replace(tmp_path / 'first', tmp_path / 'gone')
     assert measured('second', data, '--split=all')['trained_on'] == 27
-    assert 'first of ' in capsys.readouterr().out  # is not there
+    assert '/first, the start_from of ' in capsys.readouterr().out  # is not there
     os.replace(tmp_path / 'second', tmp_path / 'first')  # which started from itself now
     assert measured('first', data, '--split=all')['trained_on'] == 27
     os.replace(tmp_path / 'first', tmp_path / 'second')

@@ -176,7 +176,7 @@ def test_a_regression_has_no_classes_to_predict(count, tmp_path, capsys):
     assert said['problem_type'] == 'regression'
     again = vit_jax.load(tmp_path / 'x')
     assert again.logits(np.asarray(tiny.images())).shape[1] == count
-    with pytest.raises(UserError, match='regression, or has one output'):
+    with pytest.raises(UserError, match='has no classes: its head is a regression'):
         again.probabilities(np.asarray(tiny.images()))
     cv2.imwrite(str(tmp_path / '1.png'), np.zeros((9, 9, 3), np.uint8))
     with pytest.raises(UserError, match='regression'):

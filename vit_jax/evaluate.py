@@ -75,7 +75,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.by_number or not loaded.class_names:
         print(f'classes matched by order: {_order(source.class_names)}')
     for reason in origin.unknown if origin else ():
-        print(f'warning: images that were trained on may not be counted: {reason}')
+        print(f'warning: {reason}; the count of images already trained on may be too low')
     if trained:
         text = 'the run was trained on %s of these %s: their accuracy is not that of new images'
         print(f'warning: {text % (f"{trained:,}", counted(len(source), "image"))}')

@@ -50,8 +50,8 @@ ZERO_HEAD = (
 )
 _PROJECTS = 'its head is a projection, for comparison with texts: it has no classes'
 _REGRESSES = (
-    'its head is a regression, or has one output of unknown meaning: there are no classes; '
-    'in Python, `logits` gives its numbers'
+    'this model has no classes: its head is a regression, or has one output of unknown meaning; '
+    'call `logits` in Python to get its numbers'
 )
 OutputName = Literal['logits', 'probabilities', 'features']
 # Images may be this many times brighter than any that `prepare` makes: noise is, 0 to 255 is more.

@@ -73,7 +73,10 @@ def _without_stack(record: logging.LogRecord) -> bool:
 
 
 def _said_unless_late(error: Any) -> None:
-    """Shows what nobody can catch, but for reads of tensorstore that end after one has failed."""
+    """Prints exceptions that no code can catch.
+
+    Skips errors of tensorstore reads that finish after another read has failed.
+    """
     if 'Event loop is closed' not in str(error.exc_value):
         sys.__unraisablehook__(error)
 

@@ -30,11 +30,12 @@ class SourceRun(NamedTuple):
         return self.split if _place(self.data) == _place(data) else 'test'
 
     def count_trained(self, source: Source, data: str) -> int:
-        """Counts the images of a source of this data that were trained on.
+        """Counts the images in the source that the model was trained on.
 
-        Those are images of the same name within the data, also if one of them is in the folder of a
-        split and the other is not, or of the same path, and of equal size. Arrays are compared by
-        their checksums. Images of unknown size are not counted.
+        Two images count as the same if their files have the same number of bytes, and either the
+        same path or the same name within the data. If only one of them is in the folder of a split
+        (such as train/), that folder is ignored. Arrays are compared by their checksums. Images
+        without a known size are not counted.
         """
         trained: dict[str, set[int]] = {}
         whole = set[str]()
@@ -54,9 +55,10 @@ class SourceRun(NamedTuple):
 
 
 def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> SourceRun | None:
-    """Returns the run that wrote a checkpoint; None if it is in no work directory.
+    """Returns the run that wrote a checkpoint, or None if it is not in a work directory.
 
-    Runs before it are those that it, or one of these, started from, but for the `later` ones.
+    Also follows `start_from` back through earlier runs. Skips the work directories in `later`,
+    which were visited already: a run may have been replaced by one that started from it.
     """
     try:
         folder = checkpoint_folder(checkpoint)
@@ -79,7 +81,7 @@ def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> So
     if earlier:
         trained_on, unknown = trained_on + earlier.trained_on, unknown + earlier.unknown
     elif start and not names.is_elsewhere(start) and not os.path.exists(start):
-        unknown.append(f'start_from={start} of {workdir} is not there')
+        unknown.append(f'cannot find {start}, the start_from of {workdir}')
     return SourceRun(place, held_out, split, trained_on, unknown)
 
 
@@ -92,7 +94,8 @@ def trained_before(config: TrainConfig, evals: dict[str, ImageReader], start: st
         data = records.text_of(config.evaluations[name].data or config.data)
         if count := run.count_trained(reader.source, data):
             total = counted(len(reader.source), 'image')
-            lines.append(f'warning: {name}: {count:,} of {total} were trained on by start_from')
+            text = 'the start_from model was already trained on'
+            lines.append(f'warning: {name}: {text} {count:,} of these {total}')
     return lines
 
 

@@ -115,7 +115,10 @@ def _both(one: str, other: str) -> str:
 
 
 def matched_names(names: Iterable[str], known: Sequence[str]) -> dict[str, str]:
-    """Returns for each name the known one that a person reads as the same, if there is just one."""
+    """Maps names to the known names that look the same to a person (see `canonical_name`).
+
+    A name has no entry if none of the known names, or more than one, looks the same.
+    """
     by_form: dict[str, list[str]] = {}
     for name in known:
         by_form.setdefault(canonical_name(name), []).append(name)

@@ -104,10 +104,9 @@ def _warn_of_equal_folders(path: pathlib.Path) -> None:
     if len(names) > 1 and len(inner) == 1 and not any(has_images(path / name) for name in names):
         parts = [*inner.pop()]
         shown = ', '.join([*parts[:3], '...'] if len(parts) > 3 else parts)
-        text = f'all of its {len(names)} classes hold the same folders ({shown})'
-        warn_once(
-            f'{path}: {text}; if those are the classes, name the outer folders train and test'
-        )
+        text = f'all {len(names)} class folders contain the same folders ({shown})'
+        remedy = 'if these inner folders are the classes, rename the outer ones to train and test'
+        warn_once(f'{path}: {text}; {remedy}')
 
 
 def _warn_of_loose_images(folder: pathlib.Path, within: Sequence[pathlib.Path] = ()) -> None:
@@ -182,8 +181,9 @@ def image_files(path: pathlib.Path) -> list[str]:
         text = f'{count} left out, whose ending or kind is not that of an image'
         warn_once(f'{path}: {text}, such as {others[0]}')
     if links:
-        count = counted(len(links), 'useless link')
-        warn_once(f'{path}: {count}, to nothing or to a folder that is read anyway: {links[0]}')
+        count = counted(len(links), 'link')
+        text = 'whose target is missing or already read from another place'
+        warn_once(f'{path}: {count} {text}, such as {links[0]}')
     heic = [] if can_read('HEIF') else [file for file in images if _suffix(file) in HEIC]
     if heic:
         warn_once(f'{path}: {counted(len(heic), "HEIC photo")}; {HEIC_REMEDY}: {heic[0]}')

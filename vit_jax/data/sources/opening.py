@@ -201,12 +201,14 @@ def _with_splits(splits: Splits, held_out: HeldOut, data: str) -> Splits:
 
 
 def _drawn(source: Source, names: Sequence[str], held_out: HeldOut) -> np.ndarray:
-    """Returns a mask of the held-out images, those whose digest of the name is below the fraction.
+    """Returns a mask of the held-out images.
 
-    So an image of a large class keeps its split when others are added or removed. Of a class of at
-    most 100 images it is exactly the fraction, rounded, with the smallest digests. The smallest
-    digest of a class is always held out, the greatest never. Multi-label data is one class. A file
-    that is there several times, by links or lines of a table, is one image.
+    Holds out an image if the digest of its name is below the fraction. Adding or removing other
+    images of a large class therefore does not change the split of an image. In a class of at most
+    100 images, holds out exactly the rounded fraction, by the smallest digests. Always holds out
+    the image with the smallest digest of a class, and never the one with the largest. Multi-label
+    data counts as one class, and a file as one image even if several links or lines of a table
+    point to it. Raises UserError for a class of one image.
     """
     labels = np.zeros(len(source), np.int32) if source.multi_label else source.labels
     paths = source.read_names(range(len(source)))

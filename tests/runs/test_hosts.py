@@ -98,7 +98,7 @@ def test_sigterm_in_any_phase_stops_at_one_step_and_loses_none(count, phases, wh
             assert [host.wait() for host in started] == [REQUEUE] * count, phase
         if phase in ('start', 'compile'):
             assert steps(tmp_path) == before
-            assert 'nothing is lost' in started[-1].text
+            assert 'stopped before the first step' in started[-1].text
         else:
             stopped = steps(tmp_path)[-1]
             assert f'stopped at step {stopped}, saved in' in started[0].text

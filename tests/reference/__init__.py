@@ -36,6 +36,10 @@ HINTS = {
     'timm_token_nonsquare': {'num_heads': 3, 'grid': (4, 6)},
     'hf_vit': {},
 }
+FAMILY_HINTS = {
+    'clip_timm_openai': {'gelu': 'exact'},
+    'dinov2_orig': {'num_heads': 4, 'grid': (4, 4)},
+}
 _ENDINGS = '', '.npz', '.safetensors'
 COMMITTED = sorted(path.name.removesuffix('.io.npz') for path in HERE.glob('*.io.npz'))
 

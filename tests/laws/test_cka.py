@@ -9,7 +9,7 @@ from vit_jax.analysis import cka
 from vit_jax.base import UserError
 
 RNG = np.random.default_rng(0)
-REFERENCE = pathlib.Path(__file__).parent.parent / 'fixtures' / 'cka.npz'
+REFERENCE = pathlib.Path(__file__).parents[1] / 'fixtures' / 'cka.npz'
 
 
 @pytest.fixture(scope='module')

@@ -1,0 +1,83 @@
+"""Checkpoints of other systems: their logits here, and what is written back."""
+
+import re
+
+import numpy as np
+import pytest
+
+import vit_jax
+from tests import reference
+
+REJECTED = 'beit_hf', 'beit_timm'  # relative positions are not supported
+ENDINGS = {
+    'vit_jax': '',
+    'google': '.npz',
+    'bigvision': '.npz',
+    'timm': '.safetensors',
+    'huggingface': '',
+    'open_clip': '',
+}
+
+
+def committed_first(names, committed):
+    full = pytest.mark.full
+    return [pytest.param(name, marks=[] if name in committed else full) for name in names]
+
+
+REFERENCES = committed_first(reference.HINTS, reference.COMMITTED)
+
+
+@pytest.mark.parametrize('name', REFERENCES)
+def test_logits_equal_the_logits_of_the_original_code(name):
+    path = reference.path(name)
+    images, logits = reference.images_and_logits(name)
+    found = vit_jax.load(path, **reference.HINTS[name]).logits(images)
+    # float32 rounding; hybrids are deeper and standardize their kernels.
+    tolerance = 1e-4 if 'hybrid' in name else 1e-5
+    np.testing.assert_allclose(found, logits, rtol=0, atol=tolerance)
+
+
+FAMILIES = [
+    pytest.param(name, size, marks=[] if name in reference.COMMITTED_FAMILIES else pytest.mark.full)
+    for name, size in reference.families()
+    if name not in REJECTED
+]
+
+
+@pytest.mark.parametrize('name, size', FAMILIES)
+def test_features_and_logits_of_a_family_equal_the_library_at_every_size(name, size):
+    io = reference.family_io(name, size)
+    options = reference.FAMILY_HINTS.get(name, {}) | {'image_size': io['images'].shape[1:3]}
+    loaded = vit_jax.load(reference.family(name), **options)
+    found, expected = loaded.features(io['images']), io['features']
+    if 'features_dist' in io:
+        expected = np.concatenate([expected, io['features_dist']], axis=1)
+    elif name == 'deit_timm_dist':  # timm returns the mean of the two tokens
+        found = np.mean(np.split(found, 2, axis=1), axis=0)
+    # A wrong epsilon changes them by 6e-5 at least, a wrong GELU by 1.8e-4.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+    if 'logits' in io:
+        np.testing.assert_allclose(loaded.logits(io['images']), io['logits'], rtol=0, atol=2e-5)
+
+
+def arguments_named_by(notes):
+    """Returns the arguments that a reader of the file is told to add."""
+    told = [match[1] for note in notes if (match := re.search('load this one with (.*)', note))]
+    return eval(f'dict({", ".join(told)})')  # as a reader would type them
+
+
+@pytest.mark.parametrize('name', REFERENCES)
+def test_every_format_that_holds_a_network_returns_its_logits(name, tmp_path):
+    loaded = vit_jax.load(reference.path(name), **reference.HINTS[name])
+    images, _ = reference.images_and_logits(name)
+    expected, kept = loaded.logits(images), []
+    for format, ending in ENDINGS.items():
+        path = tmp_path / f'{format}{ending}'
+        try:
+            notes = vit_jax.save(loaded, path, format)
+        except ValueError:
+            continue
+        kept.append(format)
+        found = vit_jax.load(path, **arguments_named_by(notes))
+        np.testing.assert_allclose(found.logits(images), expected, rtol=0, atol=1e-5)
+    assert 'vit_jax' in kept and len(kept) > 1

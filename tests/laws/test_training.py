@@ -1,0 +1,87 @@
+"""The step is the state: kills, signals, devices and processes do not change a training."""
+
+import signal
+
+import chex
+import numpy as np
+import pytest
+
+from tests.laws.programs import losses, metrics, params, train, training, wait_for_step
+
+REQUEUE, INTERRUPTED = 75, 130  # exit codes: "start the same command again", and after Ctrl-C
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    """An uninterrupted training on one device."""
+    workdir = tmp_path_factory.mktemp('laws') / 'whole'
+    train(workdir)
+    return workdir
+
+
+def assert_equal_runs(workdir, expected):
+    """Asserts that parameters and metrics are equal to the last bit."""
+    chex.assert_trees_all_equal(params(workdir), params(expected))
+    assert metrics(workdir) == metrics(expected)
+
+
+def interrupt(workdir, number, step, processes=1):
+    """Sends a signal to the last process at a step; returns the exit codes."""
+    with training(workdir, processes=processes, flags=['--heartbeat_seconds=10']) as started:
+        wait_for_step(workdir, step, started[0])
+        started[-1].signal(number)
+        return [process.wait() for process in started]
+
+
+def test_a_run_that_is_killed_and_stopped_ends_with_the_same_bits(whole, tmp_path):
+    workdir = tmp_path / 'run'
+    for number, step, code in [
+        (signal.SIGKILL, 2, -9),
+        (signal.SIGTERM, 30, REQUEUE),
+        (signal.SIGKILL, 50, -9),
+        (signal.SIGINT, 70, INTERRUPTED),
+        (signal.SIGHUP, 90, REQUEUE),
+    ]:
+        assert interrupt(workdir, number, step) == [code]
+    train(workdir)
+    assert_equal_runs(workdir, whole)
+
+
+def test_two_processes_stop_together_and_resume_with_the_same_bits(tmp_path):
+    expected, workdir = tmp_path / 'whole', tmp_path / 'run'
+    train(expected, processes=2)
+    assert interrupt(workdir, signal.SIGTERM, 10, processes=2) == [REQUEUE, REQUEUE]
+    assert interrupt(workdir, signal.SIGKILL, 50, processes=2)[1] == -9
+    train(workdir, processes=2)
+    assert_equal_runs(workdir, expected)
+
+
+@pytest.mark.parametrize(
+    'processes, devices, mesh',
+    [(1, 8, {}), (1, 8, {'fsdp': 2, 'tensor': 2, 'fsdp_min_mb': 0.0}), (2, 2, {})],
+)
+def test_losses_do_not_depend_on_devices_and_processes(processes, devices, mesh, whole, tmp_path):
+    values = {f'mesh.{name}': value for name, value in mesh.items()}
+    train(tmp_path / 'run', processes=processes, devices=devices, values=values)
+    found, expected = losses(tmp_path / 'run'), losses(whole)
+    assert found.keys() == expected.keys()
+    # Sums over devices are taken in another order: rounding, which grows from step to step.
+    for until, rtol in (20, 1e-6), (max(expected), 1e-4):
+        kept = [step for step in expected if step <= until]
+        np.testing.assert_allclose(
+            [found[step] for step in kept], [expected[step] for step in kept], rtol=rtol
+        )
+
+
+def test_batches_depend_on_seed_and_step_alone(tmp_path):
+    """The schedule depends on the length of a run, its first batches and draws do not."""
+    constant = {'schedule.kind': 'constant', 'log_every_steps': 1}
+    train(tmp_path / 'short', values=constant | {'total.steps': 20})
+    train(tmp_path / 'seed', values=constant | {'total.steps': 20, 'seed': 1})
+    train(tmp_path / 'long', values=constant | {'eval_every_steps': 7})
+    short, long, seed = (losses(tmp_path / name) for name in ('short', 'long', 'seed'))
+    assert [long[step] for step in short] == [*short.values()]
+    # The head is zero until the warmup's first step above 0, whatever the seed.
+    assert all(short[step] != seed[step] for step in short if step > 2)

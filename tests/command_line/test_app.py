@@ -152,6 +152,38 @@ def test_a_tilde_is_the_home_wherever_a_path_begins(monkeypatch, given, meant):
         assert started(monkeypatch, app.new_parser('n', ''), given)[1].compiled == '/home/me/x'
 
 
+CACHED = """
+import sys, jax
+from vit_jax.command_line import app
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append('/cache_hits' in event))
+def main(arguments):
+    assert jax.jit(lambda x: x * 3)(2.0) == 6.0
+    print(sum(hits))
+    return 0
+app.run(main, app.new_parser('name', ''))
+"""
+
+
+@pytest.mark.full
+def test_the_next_start_loads_what_was_compiled_and_compiles_what_is_damaged(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if 'CACHE' not in k}
+    environment['VIT_JAX_CACHE'] = str(tmp_path)
+
+    def hits(*flags):
+        command = [sys.executable, '-c', CACHED, *flags]
+        return int(subprocess.check_output(command, env=environment, text=True, timeout=100))
+
+    assert hits('--compiled=none') == 0 and not [*tmp_path.iterdir()]
+    assert hits() == 0
+    assert hits() > 0
+    for path in (tmp_path / 'compiled').glob('*-cache'):
+        path.write_bytes(path.read_bytes()[:-3])
+    assert hits() == 0
+    assert hits(f'--compiled={tmp_path / "other"}') == 0
+    assert [*(tmp_path / 'other').glob('*-cache')]
+
+
 def test_a_flag_that_a_program_would_ignore_is_refused(monkeypatch, capsys):
     for flag in '--config.seed=1', '--accept_config_changes', '--num_processes=2':
         assert started(monkeypatch, app.new_parser('name', ''), flag) == (2,)

@@ -7,7 +7,6 @@ import difflib
 import functools
 import io
 import os
-import pathlib
 import re
 import signal
 import sys
@@ -26,7 +25,7 @@ from vit_jax.checkpoints.download import cache
 from vit_jax.command_line import config_files, config_flags, config_help, output
 from vit_jax.config import Study, TrainConfig
 from vit_jax.data.image_preprocessing import MAX_PIXELS, MOST_PIXELS
-from vit_jax.parallel import clusters, compiled_programs
+from vit_jax.parallel import clusters
 from vit_jax.parallel.clusters import Launch
 from vit_jax.parallel.processes import INTERRUPTED, Job, joined_job
 from vit_jax.training.loop import NotFinite
@@ -36,6 +35,7 @@ _SMALLER = (
     '--config.compute.remat=block, --config.accumulation_steps=2, or a smaller '
     '--config.batch_size or --config.eval_batch_size'
 )
+_MAX_COMPILED_BYTES = 4 * 2**30  # jax evicts the least recently used programs
 _UNREAD = 141  # the code of a shell's command whose output nobody reads (SIGPIPE)
 
 
@@ -111,7 +111,7 @@ def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # while importing (vit_jax/__init__.py)
         signal.signal(signal.SIGINT, signal.default_int_handler)
     parser.add_argument('--traceback', action='store_true', help='show where any error comes from')
-    text = 'keep compiled programs there; none: nowhere (~/.cache/vit_jax/compiled)'
+    text = 'folder of compiled programs; none: do not keep them (~/.cache/vit_jax/compiled)'
     parser.add_argument('--compiled', action=_Once, type=local_path, metavar='DIR', help=text)
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files that are no Unicode
         sys.stdout.reconfigure(errors='surrogateescape')
@@ -136,23 +136,26 @@ def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
 
 
 def keep_programs(arguments: argparse.Namespace, job: Job | None = None) -> str:
-    """Where compiled programs are kept, in words: --compiled, JAX_COMPILATION_CACHE_DIR, or the
-    user's own folder.
+    """Sets jax's compilation cache; returns its folder, or why there is none.
 
-    Of several processes one alone would find them, unless all share the folder: they keep nothing
-    that was not asked for, as those that compile may wait for the others while doing so.
+    The folder is --compiled, JAX_COMPILATION_CACHE_DIR, or one in the user's own cache. Several
+    processes use the last only on request: a process that loads a program does not wait for the
+    others, which compile it.
     """
-    asked, of_jax = arguments.compiled, jax.config.values['jax_compilation_cache_dir']
-    if asked == 'none':
+    requested, preset = arguments.compiled, jax.config.values['jax_compilation_cache_dir']
+    if requested == 'none':
         jax.config.update('jax_enable_compilation_cache', False)
     if not jax.config.values['jax_enable_compilation_cache']:
-        return 'nowhere, as was asked'
-    if asked is None and of_jax is not None:
-        return f'{of_jax}, as jax was told'
-    if asked is None and job is not None and job.count > 1:
-        return 'nowhere, of several processes; --compiled=DIR that all share keeps them'
-    folder = compiled_programs.keep(pathlib.Path(asked) if asked else cache() / 'compiled')
-    return 'nowhere' if folder is None else str(folder)
+        return 'none (disabled)'
+    if requested is None and preset is not None:
+        return f'{preset} (JAX_COMPILATION_CACHE_DIR)'
+    if requested is None and job is not None and job.count > 1:
+        return 'none with several processes; --compiled=DIR sets a folder that all of them share'
+    folder = requested or str(cache() / 'compiled')
+    jax.config.update('jax_compilation_cache_dir', folder)
+    jax.config.update('jax_compilation_cache_max_size', _MAX_COMPILED_BYTES)
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)  # most programs are small
+    return folder
 
 
 def reporter(arguments: argparse.Namespace) -> Callable[[BaseException], int]:

@@ -8,7 +8,6 @@ import functools
 import io
 import os
 import re
-import signal
 import sys
 import traceback
 import warnings
@@ -59,19 +58,16 @@ def run(
     """Runs a program and exits with the code that `main` returns.
 
     With the arguments of `add_config`, `arguments.config` is what was asked for.
-    The program outlives those who read what it prints, and the disk that keeps it, unless that is
-    its only result.
+    A closed pipe does not end the program, unless it `only_prints`.
     """
-    if only_prints:
-        output.require_stdout()
-    else:
+    if not only_prints:
         output.outlive_readers()
     with _started(parser) as arguments:
         if 'distributed' not in arguments:  # else when the job is known
             clusters.require_devices()
             keep_programs(arguments)
         code = main(arguments)
-        sys.stdout.flush()
+        print(end='', flush=True)  # stdout may be closed
         sys.exit(code)
 
 
@@ -108,8 +104,6 @@ def run_together(
 @contextlib.contextmanager
 def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
     """The parsed arguments. An error within is reported, and ends the program."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # while importing (vit_jax/__init__.py)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     parser.add_argument('--traceback', action='store_true', help='show where any error comes from')
     text = 'folder of compiled programs; none: do not keep them (~/.cache/vit_jax/compiled)'
     parser.add_argument('--compiled', action=_Once, type=local_path, metavar='DIR', help=text)

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import functools
 import io
 import os
@@ -29,10 +28,9 @@ from vit_jax.parallel.clusters import Launch
 from vit_jax.parallel.processes import INTERRUPTED, Job, joined_job
 from vit_jax.training.loop import NotFinite
 
-# What needs less memory, of a program that trains.
-_SMALLER = (
-    '--config.compute.remat=block, --config.accumulation_steps=2, or a smaller '
-    '--config.batch_size or --config.eval_batch_size'
+_LESS_MEMORY = (
+    'less is needed with a smaller batch (--batch_size, --config.batch_size, '
+    '--config.eval_batch_size), --config.compute.remat=block or --config.accumulation_steps=2'
 )
 _MAX_COMPILED_BYTES = 4 * 2**30  # jax evicts the least recently used programs
 _UNREAD = 141  # the code of a shell's command whose output nobody reads (SIGPIPE)
@@ -75,29 +73,35 @@ def run_job(
     main: Callable[[Invocation], None], *, name: str, description: str | None, trains: bool = True
 ) -> None:
     """Runs a program with configuration and work directory, as one of the processes of a job."""
+
+    def start(arguments: argparse.Namespace, job: Job) -> int:
+        invocation = Invocation(
+            config=arguments.config,
+            workdir=arguments.workdir,
+            accept_changes=arguments.accept_config_changes,
+            accept_data_changes=trains and arguments.accept_data_changes,
+            job=job,
+            profile=arguments.profile_steps if trains else None,
+        )
+        main(invocation)
+        return 0
+
     parser = new_parser(name, description)
     add_job(parser, trains=trains)
-    output.outlive_readers()
-    with _started(parser) as arguments, joined_job(launch(arguments), reporter(arguments)) as job:
-        clusters.require_devices()
-        keep_programs(arguments, job)
-        accepted = arguments.accept_config_changes, trains and arguments.accept_data_changes
-        profile = arguments.profile_steps if trains else None
-        main(Invocation(arguments.config, arguments.workdir, *accepted, job, profile))
+    run_together(start, parser)
 
 
 def run_together(
     main: Callable[[argparse.Namespace, Job], int], parser: argparse.ArgumentParser
 ) -> None:
-    """Runs a program, as `run` does, as one of the processes of a job."""
-    add_launch(parser)
+    """Runs a program, as `run` does, as one of the processes of a job (see `add_launch`)."""
     output.outlive_readers()
     with _started(parser) as arguments:
         with joined_job(launch(arguments), reporter(arguments)) as job:
             clusters.require_devices()
             keep_programs(arguments, job)
             code = main(arguments, job)
-        sys.stdout.flush()
+        print(end='', flush=True)
         sys.exit(code)
 
 
@@ -153,31 +157,26 @@ def keep_programs(arguments: argparse.Namespace, job: Job | None = None) -> str:
 
 
 def reporter(arguments: argparse.Namespace) -> Callable[[BaseException], int]:
-    """Prints an error, in one line where the user can mend it; returns the exit code."""
+    """Returns a function that prints an error and returns the exit code.
+
+    An error that the user can fix is one line, all others have a traceback.
+    """
 
     def report(error: BaseException) -> int:
         interrupted = isinstance(error, KeyboardInterrupt)
-        mendable = isinstance(error, UserError | NotFinite | KeyboardInterrupt)
-        own = '' if mendable else _lacking_memory(error, arguments) or config_files.raised(error)
-        if arguments.traceback or not (mendable or own):
+        text = 'interrupted' if interrupted else str(error)
+        fixable = isinstance(error, UserError | NotFinite | KeyboardInterrupt)
+        if lacks_memory(error):
+            fixable, text = True, f'{text.splitlines()[0]}; {_LESS_MEMORY}'
+        if arguments.traceback or not fixable:
             traceback.print_exception(error)
         else:
             # Background tasks of orbax that end with the process would have the last word.
             warnings.simplefilter('ignore')
-            text = 'interrupted' if interrupted else own or error
             print(f'error: {text}', file=sys.stderr, flush=True)
         return INTERRUPTED if interrupted else 1
 
     return report
-
-
-def _lacking_memory(error: BaseException, arguments: argparse.Namespace) -> str:
-    """What jax says of a device with too little memory, and what needs less; '' of other errors."""
-    if not lacks_memory(error):
-        return ''
-    smaller = getattr(arguments, 'smaller', '')
-    less = f'; less is needed with {smaller}' if smaller else ''
-    return str(error).splitlines()[0] + less
 
 
 class _Parser(argparse.ArgumentParser):
@@ -188,24 +187,21 @@ class _Parser(argparse.ArgumentParser):
         for text in args or ():
             flag = text.partition('=')[0]
             if flag.startswith('--') and flag not in self._option_string_actions:
-                self.error(f'unrecognized arguments: {text}; {self._nearest(flag)}')
+                self.error(f'unrecognized arguments: {text}; {self._suggest(flag)}')
             follows = re.fullmatch('-[^=]+', before)  # the flag whose value it is
             if re.match(r'[^-].*\.py(:|$)', text) and not follows and self._takes_config:
                 self.error(f'unrecognized arguments: {text}; did you mean --config={text}?')
             before = text
         return super().parse_args(args, namespace)
 
-    def _nearest(self, flag: str) -> str:
-        """Which flag was meant, or which field of the configuration."""
-        known = {name for name in self._option_string_actions if name.startswith('--')}
-        paths = config_help.paths(self.get_default('config_kind')) if self._takes_config else ()
-        fields = [f'--{path}' for path in paths]
-        if paths and (text := config_help.synonym_hint(self.get_default('config_kind'), flag[2:])):
-            return text.replace("'config.", "'--config.")
-        same = [field for field in fields if field.endswith(f'.{flag[2:]}')]
-        same = same or [field for field in fields if config_help.initials(field) == flag[2:]]
-        meant = same or difflib.get_close_matches(flag, [*known, *fields])
-        return f'did you mean {meant[0]!r}?' if meant else nearest(flag, known)
+    def _suggest(self, flag: str) -> str:
+        """Ends an error message about an unknown flag: the flag or the field that was meant."""
+        known = [name[2:] for name in self._option_string_actions if name.startswith('--')]
+        if not self._takes_config:
+            return nearest(flag, [f'--{name}' for name in known])
+        field = flag[2:].rpartition('.')[2]
+        text = config_help.suggest(self.get_default('config_kind'), field, known)
+        return re.sub(r"'([\w.=]+)'", r"'--\1'", text)
 
     @property
     def _takes_config(self) -> bool:
@@ -271,7 +267,6 @@ def add_config(
 def add_job(parser: argparse.ArgumentParser, *, required: bool = True, trains: bool = True) -> None:
     """The arguments of a program that is one of the processes of a job."""
     add_config(parser, required=required)
-    parser.set_defaults(smaller=_SMALLER if trains else 'a smaller --config.eval_batch_size')
     add_boolean(parser, 'accept_config_changes', 'go on in a directory of another configuration')
     if trains:
         add_boolean(parser, 'accept_data_changes', 'go on in a directory of a run on other data')
@@ -324,7 +319,6 @@ def launch(arguments: argparse.Namespace) -> Launch:
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
     """The arguments of a program that shows images to a network."""
-    parser.set_defaults(smaller='a smaller --batch_size')
     parser.add_argument('--batch_size', type=positive, default=32, metavar='N', help='(32)')
     text = f'pixels of an image at most ({MAX_PIXELS:,})'
     parser.add_argument('--max_pixels', type=_pixels, default=MAX_PIXELS, metavar='N', help=text)

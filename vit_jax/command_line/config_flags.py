@@ -83,7 +83,7 @@ def overridden(record: R, overrides: Sequence[str], *, where: str) -> R:
             value = records.read(typing.Union[options], value, f'{where}.{path}')  # noqa: UP007
         except UserError as error:
             kinds = [] if isinstance(value, dict) else [*records.record_types(options).values()]
-            more = config_help.field_hint(value, kinds, f'{where}.{path}') if kinds else ''
+            more = config_help.suggest_field(value, kinds, f'{where}.{path}') if kinds else ''
             raise UserError(f'{error}{more}') from error
         parent, _, name = path.rpartition('.')
         if isinstance(holder, Duration):
@@ -106,7 +106,7 @@ def _field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, ...]]
         if isinstance(holder, dict):
             known = {key: type(item) for key, item in holder.items()}
         if name not in known:
-            text = config_help.nearest(type(record), name, known)
+            text = config_help.suggest(type(record), name, known)
             if holder == {}:
                 text = f"""there is none; --{where}="{{{name!r}: {{}}}}" makes one"""
             raise UserError(f'{where}.{name}: no such field; {text}')

@@ -1,8 +1,7 @@
-"""The fields of a configuration as text: what stands in the source of its records."""
+"""Help about the fields of a configuration, and hints for wrong names and values."""
 
 import ast
 import collections.abc
-import contextlib
 import dataclasses
 import difflib
 import functools
@@ -13,12 +12,11 @@ import sys
 import textwrap
 import tokenize
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from vit_jax.base import UserError, records
+from vit_jax.base import records
 from vit_jax.base.records import Record
-from vit_jax.checkpoints.published import FILES
 from vit_jax.models import ViTConfig
 from vit_jax.training.duration import Duration
 
@@ -142,24 +140,37 @@ def paths(cls: type[Record]) -> list[str]:
     return [f'{path}.{name}' for path, kind in found for name in records.hints(kind)]
 
 
-def initials(path: str) -> str:
-    """Of the words in a field's name: `lr` for `config.optimizer.learning_rate`."""
-    return ''.join(word[0] for word in path.rpartition('.')[2].split('_'))
+def suggest(cls: type[Record], name: str, here: Collection[str]) -> str:
+    """Ends an error message about a name that is none of the fields `here`.
+
+    It may be another program's name for a field, a field elsewhere in the record, a misspelled
+    one, or the initials of one (`wd`).
+    """
+    # Of several fields with the same name, the first.
+    fields = {path.rpartition('.')[2]: path for path in reversed(paths(cls))}
+    if name not in fields or name == 'num_classes':
+        if text := translate_synonym(cls, name, here):
+            return text
+    close = [name] if name in fields else difflib.get_close_matches(name, here)
+    if not close:
+        close = [field for field in fields if _initials(field) == name]
+        close += difflib.get_close_matches(name, fields)
+    elsewhere = next((fields[one] for one in close if one in fields and one not in here), None)
+    return f'did you mean {elsewhere!r}?' if elsewhere else records.nearest(name, here)
 
 
-def synonym_hint(cls: type[Record], name: str, here: Iterable[str] = ()) -> str | None:
-    """Ends an error message about a name that another program has; None for other names.
+def translate_synonym(cls: type[Record], name: str, here: Collection[str] = ()) -> str | None:
+    """Ends an error message about another program's name for a field; None for other names.
 
-    If several fields are meant, those in `here` are preferred.
+    If a name has several meanings, fields in `here` are preferred.
     """
     word = name.lower().replace('-', '_')
     for words, text in _NO_FIELD.items():
         if word in words.split():
             return text
     targets = [target for target, words in SYNONYMS.items() if word in words.split()]
-    near = [t for t in targets if t.partition('=')[0].rpartition('.')[2] in {*here}]
-    known = paths(cls)
-    meant = []
+    near = [t for t in targets if t.partition('=')[0].rpartition('.')[2] in here]
+    known, meant = paths(cls), []
     for target in near or targets:
         field, equals, value = target.partition('=')
         path = next((path for path in known if path.endswith(f'.{field}')), None)
@@ -167,54 +178,23 @@ def synonym_hint(cls: type[Record], name: str, here: Iterable[str] = ()) -> str 
     return f'did you mean {" or ".join(meant)}?' if meant else None
 
 
-def nearest(cls: type[Record], name: str, here: Iterable[str]) -> str:
-    """The end of an error message about a name that is none of the fields `here`.
-
-    What was meant may be anywhere in the record: a field of that name, of these initials (`wd`),
-    that another program calls so, or, where none here is close, of a name that is.
-    """
-    places = {
-        path.rpartition('.')[2]: path for path in reversed(paths(cls))
-    }  # the first of several
-    by_initials = {initials(path): field for field, path in places.items()}
-    known = [*here]
-    if (name not in places or name == 'num_classes') and (text := synonym_hint(cls, name, known)):
-        return text
-    meant = [name] if name in places else difflib.get_close_matches(name, known)
-    meant = meant or [by_initials.get(name, ''), *difflib.get_close_matches(name, places)]
-    there = next((places[field] for field in meant if field in places and field not in known), None)
-    return f'did you mean {there!r}?' if there else records.nearest(name, known)
+def _initials(field: str) -> str:
+    return ''.join(word[0] for word in field.split('_'))
 
 
-def field_hint(value: Any, kinds: Sequence[type[Record]], where: str) -> str:
-    """Ends an error message about a number or a word in place of a record: which field to set."""
-    text = str(value)
-    if ViTConfig in kinds and re.fullmatch(r'[A-Za-z]+/\d+', text):  # a variant
-        names = [name for name in FILES if name.endswith(f':{text}-in21k')]
-        weights = f'--config.start_from={names[0]} starts from published weights; ' if names else ''
-        return f'; {weights}in a file, model=vit_jax.models.variant({text!r}) sets the architecture'
+def suggest_field(value: Any, kinds: Sequence[type[Record]], where: str) -> str:
+    """Ends an error message about a number or a word in place of a record: what to set instead."""
     if len(kinds) > 1:
         names = [kind.__name__ for kind in kinds]
-        meant = [name for name in names if text.lower() in name.lower()]
-        return f', for example --{where}={(meant or names)[0]}'
-    fields = records.hints(kinds[0])
+        meant = [name for name in names if str(value).lower() in name.lower()]
+        example = f', for example --{where}={(meant or names)[0]}'
+        variant = '; in a file, model=vit_jax.models.variant(NAME) sets the architecture'
+        return example + (variant if ViTConfig in kinds else '')
+    fields = ', '.join(records.hints(kinds[0]))
     if kinds[0] is Duration:
-        name = 'fraction' if text.startswith('0.') else 'epochs'
-        return f', for example --{where}.{name}={text}; its units: {", ".join(fields)}'
-    literals = {
-        name: [str(c) for option in records.alternatives(hint) for c in typing.get_args(option)]
-        for name, hint in fields.items()
-        if any(typing.get_origin(o) is typing.Literal for o in records.alternatives(hint))
-    }
-    for name, choices in literals.items():
-        if close := difflib.get_close_matches(text, choices, n=1):
-            return f', for example --{where}.{name}={close[0]}'
-    for name, hint in fields.items() if not isinstance(value, str) else ():
-        for one in value, (value,):
-            with contextlib.suppress(UserError):
-                records.read(hint, one, name)
-                return f', for example --{where}.{name}={text}'
-    return f'; its fields: {", ".join(fields)}'
+        unit = 'fraction' if str(value).startswith('0.') else 'epochs'
+        return f', for example --{where}.{unit}={value}; its units: {fields}'
+    return f'; its fields, as in --{where}.FIELD=VALUE: {fields}'
 
 
 def places(cls: type[Record]) -> dict[type[Record], list[str]]:

@@ -82,5 +82,6 @@ if __name__ == '__main__':
     for name, text in ('num_classes', 'classes'), ('num_images', 'images to train on'):
         text = f'{text}, in place of those of the data'
         parser.add_argument(f'--{name}', type=app.positive, metavar='N', help=text)
-    app.add_boolean(parser, 'largest', 'look for the largest batch too: minutes more')
+    text = 'look for the largest batch too: minutes more'
+    parser.add_argument('--largest', action='store_true', help=text)
     app.run(main, parser, only_prints=True)

@@ -108,25 +108,6 @@ def started(monkeypatch, parser, *arguments):
 
 
 @pytest.mark.parametrize(
-    'spelling, value',
-    [
-        ([], True),
-        (['--nolargest'], False),
-        (['-nolargest'], False),
-        (['--largest=false'], False),
-        (['--nolargest', '--largest'], True),
-        (['--largest', 'true'], True),
-    ],
-)
-def test_a_boolean_is_given_in_any_spelling_of_absl(monkeypatch, spelling, value):
-    parser = app.new_parser('name', 'What it does.')
-    app.add_boolean(parser, 'largest', 'look for it', default=True)
-    app.add_launch(parser)
-    code, found = started(monkeypatch, parser, *spelling, '-process_id', '1')
-    assert (code, found.largest, app.launch(found).process_id) == (0, value, 1)
-
-
-@pytest.mark.parametrize(
     'given, meant',
     [
         ('--compiled=~/x', '--compiled=/home/me/x'),

@@ -54,7 +54,7 @@ def get_config(*names):
             "line 8: TrainConfig.batchsize: .*'batch_size'?",
         ),
         ('made()\ndef made():\n  c.batch_size = "3"\n  return c', ": config.batch_size='3': exp"),
-        ('3', r'get_config\(\) gave int, no TrainConfig'),
+        ('3', r'get_config\(\) returned int; expected TrainConfig'),
         ('3\ndel get_config', r'it defines no get_config\(\)'),
         ('3\nget_config = lambda: 3', r'get_config\(\) takes no argument'),
     ],

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import jax
-from absl import flags
 
 from vit_jax.base.errors import UserError, lacks_memory
 from vit_jax.base.records import nearest
@@ -114,8 +113,7 @@ def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files that are no Unicode
         sys.stdout.reconfigure(errors='surrogateescape')
     overrides, others = config_flags.split([config_flags.at_home(text) for text in sys.argv[1:]])
-    # absl, which read the arguments once, takes one dash for two.
-    arguments = parser.parse_args([re.sub('^-(?=[a-z_]{2})', '--', text) for text in others])
+    arguments = parser.parse_args(others)
     if overrides and getattr(arguments, 'config', None) is None:
         why = '--config=FILE is missing' if 'config' in arguments else 'there is no configuration'
         parser.error(f'unrecognized arguments: --config.{overrides[0]}; {why}')
@@ -267,30 +265,15 @@ def add_config(
 def add_job(parser: argparse.ArgumentParser, *, required: bool = True, trains: bool = True) -> None:
     """The arguments of a program that is one of the processes of a job."""
     add_config(parser, required=required)
-    add_boolean(parser, 'accept_config_changes', 'go on in a directory of another configuration')
+    text = 'resume in a directory of another configuration'
+    parser.add_argument('--accept_config_changes', action='store_true', help=text)
     if trains:
-        add_boolean(parser, 'accept_data_changes', 'go on in a directory of a run on other data')
+        text = 'resume in a directory of a run on other data'
+        parser.add_argument('--accept_data_changes', action='store_true', help=text)
         text = 'write a profile of the M - N steps after step N into WORKDIR/profile'
         add_once = functools.partial(parser.add_argument, action=_Once, type=_steps)
         add_once('--profile_steps', metavar='N:M', help=text)
     add_launch(parser)
-
-
-def add_boolean(
-    parser: argparse.ArgumentParser, name: str, text: str, *, default: bool = False
-) -> None:
-    """A flag that is given as --NAME, --NAME=true, --NAME=false or --noNAME."""
-    other = f'; --no{name}: not' if default else ''
-    flag, text = f'--{name}', f'{text} ({str(default).lower()}{other})'
-    parser.add_argument(
-        flag, type=boolean, nargs='?', const=True, default=default, metavar='true|false', help=text
-    )
-    parser.add_argument(f'--no{name}', dest=name, action='store_false', help=argparse.SUPPRESS)
-
-
-def boolean(text: str) -> bool:
-    """true or false, in any of absl's spellings."""
-    return flags.BooleanParser().parse(text)
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vit_jax.base import MissingFile, UserError, records, require, usable
-from vit_jax.config import Study, TrainConfig, modernized
+from vit_jax.config import TrainConfig, modernized
 
 _PACKAGE = pathlib.Path(__file__).parents[1]  # which has configs/ too
 _MODULE = 'config_config'  # as ml_collections names it
@@ -43,11 +43,8 @@ def read(given: str, kind: type[Any] = TrainConfig) -> Any:
             raise UserError(f'--config={given}: no {argument[0]!r}; {nearest}') from error
         raise
     if not isinstance(config, kind):
-        programs = {Study: 'study', TrainConfig: 'train'}
-        own = programs.get(type(config))
-        gave = f'get_config() gave {type(config).__name__}, no {kind.__name__}'
-        takes = f'; python -m vit_jax.{own} takes it' if own else ''
-        raise UserError(f'--config={path}: {gave}{takes}')
+        text = f'get_config() returned {type(config).__name__}; expected {kind.__name__}'
+        raise UserError(f'--config={path}: {text}')
     with _add_line(path, file):
         return records.checked(config, where='config')
 

@@ -42,21 +42,21 @@ def at_home(argument: str) -> str:
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The overrides among these arguments, as `FIELD=VALUE`, and all others.
+    """Separates overrides, as `FIELD=VALUE`, from all other arguments.
 
-    absl's other spellings of overrides are understood: `--config.FIELD VALUE`, `--config.FIELD`
-    and `--noconfig.FIELD` for booleans, and one dash instead of two.
+    An override is `--config.FIELD=VALUE`, `--config.FIELD VALUE`, or `--config.FIELD` for true.
     """
     overrides, others, rest = [], [], list(arguments)
     while rest:
         argument = rest.pop(0)
-        if found := re.fullmatch(r'--?(no)?config\.([^=]+)(=.*)?', argument, re.DOTALL):
-            negated, path, value = found.groups()
-            if not value and not negated and rest and not re.match('--?[a-z]', rest[0]):
-                value = f'={rest.pop(0)}'
-            overrides.append(path + (value or ('=false' if negated else '=true')))
-        else:
+        if not argument.startswith('--config.'):
             others.append(argument)
+            continue
+        override = argument.removeprefix('--config.')
+        if '=' not in override:
+            has_value = rest and not rest[0].startswith('--')
+            override += f'={rest.pop(0) if has_value else "true"}'
+        overrides.append(override)
     return overrides, others
 
 

@@ -8,7 +8,7 @@ import pytest
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record
-from vit_jax.command_line import config_flags, config_help
+from vit_jax.command_line import config_flags, config_help, synonyms
 from vit_jax.command_line.config_flags import load, overridden, split
 from vit_jax.config import EvalConfig, Study, TrainConfig
 from vit_jax.data.image_preprocessing import InceptionCrop
@@ -184,17 +184,17 @@ def test_the_names_of_other_programs_lead_to_the_field_that_does_it(name, meant)
 
 @pytest.mark.parametrize('kind, base', [(TrainConfig, 'config'), (Study, 'config.base')])
 def test_what_a_synonym_leads_to_is_a_field_with_that_value(kind, base):
-    known = {*config_help.paths(kind)}
-    words = [word for texts in config_help.SYNONYMS.values() for word in texts.split()]
-    for target, texts in config_help.SYNONYMS.items():
+    paths = config_help.paths(kind)
+    words = [word for texts in synonyms.SYNONYMS.values() for word in texts.split()]
+    for target, texts in synonyms.SYNONYMS.items():
         for word in texts.split():
-            assert f'{base}.{target}' in config_help.translate_synonym(kind, word)
+            assert f'{base}.{target}' in synonyms.translate(word, paths)
         field, _, value = target.partition('=')
-        assert f'{base}.{field}' in known
+        assert f'{base}.{field}' in paths
         if value:
             load(TINY, [target])
     assert [word for word in {*words} if words.count(word) > 1] == ['decay']
-    fields = {path.rpartition('.')[2] for path in known}
+    fields = {path.rpartition('.')[2] for path in paths}
     assert not fields & {*words}  # which would be understood as they are
 
 

@@ -36,14 +36,14 @@ _UNREAD = 141  # the code of a shell's command whose output nobody reads (SIGPIP
 
 
 class Invocation(NamedTuple):
-    """What a program was asked to do, as one process of a job."""
+    """The arguments of a program that is one process of a job."""
 
     config: TrainConfig
     workdir: str
-    accept_changes: bool  # go on in a work directory of another configuration
-    accept_data_changes: bool  # go on in that of a run on other data
+    accept_changes: bool  # resume in a work directory of another configuration
+    accept_data_changes: bool  # resume in a work directory of a run on other data
     job: Job
-    profile: range | None = None  # steps to watch
+    profile: range | None = None  # steps
 
 
 def run(
@@ -54,13 +54,13 @@ def run(
 ) -> None:
     """Runs a program and exits with the code that `main` returns.
 
-    With the arguments of `add_config`, `arguments.config` is what was asked for.
-    A closed pipe does not end the program, unless it `only_prints`.
+    With the arguments of `add_config`, `arguments.config` is the configuration. A closed pipe does
+    not end the program, unless it `only_prints`.
     """
     if not only_prints:
         output.outlive_readers()
     with _started(parser) as arguments:
-        if 'distributed' not in arguments:  # else when the job is known
+        if 'distributed' not in arguments:  # else `main` does it when the job is known
             clusters.require_devices()
             keep_programs(arguments)
         code = main(arguments)
@@ -106,11 +106,11 @@ def run_together(
 
 @contextlib.contextmanager
 def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
-    """The parsed arguments. An error within is reported, and ends the program."""
+    """Yields the parsed arguments. Reports an error in the body, and exits."""
     parser.add_argument('--traceback', action='store_true', help='show where any error comes from')
     text = 'folder of compiled programs; none: do not keep them (~/.cache/vit_jax/compiled)'
     parser.add_argument('--compiled', action=_Once, type=local_path, metavar='DIR', help=text)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files that are no Unicode
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names need not be Unicode
         sys.stdout.reconfigure(errors='surrogateescape')
     overrides, others = config_flags.split([config_flags.at_home(text) for text in sys.argv[1:]])
     arguments = parser.parse_args(others)
@@ -122,11 +122,11 @@ def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
         if getattr(arguments, 'config', None) is not None:
             arguments.config = config_flags.load(arguments.config, overrides, arguments.config_kind)
         yield arguments
-    except BrokenPipeError:  # as in `| head`: enough was read
+    except BrokenPipeError:  # as in `| head -1`
         os._exit(_UNREAD)
     except KeyboardInterrupt as error:
         reporter(arguments)(error)
-        os._exit(INTERRUPTED)  # no thread that compiles or waits for a disk is waited for
+        os._exit(INTERRUPTED)  # without waiting for threads that compile or write
     except Exception as error:
         sys.exit(reporter(arguments)(error))
 

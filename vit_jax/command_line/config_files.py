@@ -19,9 +19,9 @@ _MODULE = 'config_config'  # as ml_collections names it
 
 
 def read(given: str, kind: type[Any] = TrainConfig) -> Any:
-    """The TrainConfig or Study of FILE.py, FILE.py:ARGUMENT or a work directory's config.json.
+    """Reads the TrainConfig or Study of FILE.py, FILE.py:ARGUMENT or WORKDIR/config.json.
 
-    Raises UserError where there is none, and for wrong fields and values in it.
+    Raises UserError if there is none, and for wrong fields and values in it.
     """
     path, *argument = given.split(':', 1)
     file = _found(path)
@@ -50,7 +50,7 @@ def read(given: str, kind: type[Any] = TrainConfig) -> Any:
 
 
 def function(given: str) -> Any:
-    """The function of `FILE.py:FUNCTION`. Raises UserError where there is none."""
+    """Returns the function of `FILE.py:FUNCTION`. Raises UserError if there is none."""
     path, _, name = given.rpartition(':')
     file = pathlib.Path(path)
     require(file.is_file(), f'--head={given}: expected FILE.py:FUNCTION, of a file that exists')
@@ -62,7 +62,7 @@ def function(given: str) -> Any:
 
 
 def _found(path: str) -> pathlib.Path:
-    """The file of this name here, else the one that came with this package, in its configs/."""
+    """Finds a file in the current folder, or in the configs/ of this package."""
     for file in (pathlib.Path(path), _PACKAGE / path, _PACKAGE / 'configs' / path):
         if file.is_file():
             return file
@@ -77,19 +77,19 @@ def _found(path: str) -> pathlib.Path:
 
 
 def _executed(file: pathlib.Path) -> types.ModuleType:
-    """The module of a configuration, which may import what lies beside it."""
+    """Executes a configuration as a module, which may import files of its folder."""
     module = types.ModuleType(_MODULE)
     module.__file__ = str(file)
-    sys.modules[module.__name__] = module  # where dataclasses and typing look for names
+    sys.modules[module.__name__] = module  # dataclasses and typing look for names there
     sys.path += {str(file.parent.absolute())} - {*sys.path}
-    # Not by an import, which would write beside it.
+    # An import would write byte code into the folder.
     code = compile(file.read_bytes(), str(file), 'exec', dont_inherit=True)
     exec(code, vars(module))
     return module
 
 
 def _check_argument(get_config: Any, argument: list[str], where: str, known: Any) -> None:
-    """Raises UserError where get_config() takes no argument, or needs one."""
+    """Raises UserError if get_config() takes no argument, or needs one."""
     try:
         inspect.signature(get_config).bind(*argument)
     except TypeError as error:

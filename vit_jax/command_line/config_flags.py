@@ -35,7 +35,7 @@ _PARSERS: dict[Any, Callable[[str], Any]] = {
 
 
 def at_home(argument: str) -> str:
-    """The argument with ~ replaced at its start, and after `--FLAG=`, where bash leaves it."""
+    """Expands ~ at the start of an argument, and after `--FLAG=`, where bash does not."""
     flag = re.match(r'(--?[\w.]+=)?', argument)
     end = flag.end() if flag else 0
     return argument[:end] + os.path.expanduser(argument[end:])
@@ -61,15 +61,15 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def load(file: str, overrides: Sequence[str], kind: type[Any] = TrainConfig) -> Any:
-    """What `FILE` or `FILE:ARGUMENT` describes, with each `FIELD=VALUE` set in this order.
+    """Reads the configuration `FILE` or `FILE:ARGUMENT`, and sets each `FIELD=VALUE` in this order.
 
-    Raises UserError that names a wrong field or value, or shows what the file itself raised.
+    Raises UserError that names a wrong field or value.
     """
     return overridden(config_files.read(file, kind), overrides, where='config')
 
 
 def overridden(record: R, overrides: Sequence[str], *, where: str) -> R:
-    """The same record, checked, after each `FIELD=VALUE` was set."""
+    """Sets each `FIELD=VALUE` in a record, and returns it checked."""
     units: dict[str, str] = {}  # that are given of each duration
     for override in overrides:
         path, _, text = override.partition('=')
@@ -94,9 +94,9 @@ def overridden(record: R, overrides: Sequence[str], *, where: str) -> R:
 
 
 def _field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, ...]]:
-    """What holds a field, a record or a dict, and the types that the field may have.
+    """Returns the holder of a field, a record or a dict, and the possible types of the field.
 
-    Raises UserError with the nearest name where there is no such field.
+    Raises UserError with the nearest name if there is no such field.
     """
     value, options = record, (type(record),)
     for name in path.split('.'):
@@ -122,7 +122,7 @@ def _field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, ...]]
 
 
 def _parsed(text: str, options: Sequence[Any], *, where: str) -> Any:
-    """The value that a text stands for, in a field of one of these types."""
+    """Parses the text of a field that has one of these types."""
     choices = [name for option in options for name in typing.get_args(option)]
     if text.lower() == 'none' and 'none' not in choices:
         if type(None) not in options:

@@ -15,12 +15,13 @@ import time
 
 import jax
 
+from benchmarks import communication
+from benchmarks.program_text import Instruction, computations
 from vit_jax.config import TrainConfig
 from vit_jax.models import Compute, ViTConfig, variant
 from vit_jax.models.options import POLICIES, Remat
-from vit_jax.parallel import ahead_of_time, communication
+from vit_jax.parallel import ahead_of_time
 from vit_jax.parallel.meshes import MeshConfig
-from vit_jax.parallel.program_text import Instruction, computations
 from vit_jax.runs import compilation, memory_plan
 from vit_jax.runs.experiment import decide
 from vit_jax.training.duration import Duration
@@ -67,6 +68,7 @@ def main() -> None:
     parser.add_argument('--remat', choices=POLICIES, default='block')
     asked = parser.parse_args()
     jax.config.update('jax_platforms', 'cpu')
+    jax.config.update('jax_enable_compilation_cache', False)
     for row in asked.rows or [row for row in ROWS if not row.endswith('-gpu')]:
         print(row, _measured(*ROWS[row], asked.remat, quickly=asked.quickly), flush=True)
 

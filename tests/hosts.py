@@ -47,8 +47,8 @@ def _become(module, arguments, path, env, folder):
     file = os.open(path, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    sys.stdout = os.fdopen(1, 'w', buffering=1)
-    sys.stderr = os.fdopen(2, 'w', buffering=1)
+    sys.stdout = open(1, 'w', buffering=1, closefd=False)
+    sys.stderr = open(2, 'w', buffering=1, closefd=False)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name='__main__', alter_sys=True)
 

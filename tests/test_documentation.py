@@ -54,7 +54,6 @@ def parse(monkeypatch, capsys):
 
     monkeypatch.setattr(app, '_started', parsed)
     monkeypatch.setattr(output, 'outlive_readers', lambda: None)
-    monkeypatch.setattr(output, 'require_stdout', lambda: None)
 
     def error(program, arguments):
         if program not in programs():

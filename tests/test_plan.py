@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import re
 import subprocess
@@ -17,7 +16,6 @@ from tests import tiny
 from tests.hosts import ROOT, environment
 from vit_jax import plan
 from vit_jax.base import UserError
-from vit_jax.models import Compute
 from vit_jax.parallel import ahead_of_time
 from vit_jax.parallel.ahead_of_time import DoesNotFit, Topology
 from vit_jax.parallel.meshes import MeshConfig, make_mesh
@@ -59,7 +57,8 @@ def with_images(config, batch_size):
         ('v5e:4', 'expected KIND:SHAPE'),
         ('0*v5e:2x2', 'expected KIND:SHAPE'),
         ('v5e:0x2', 'expected KIND:SHAPE'),
-        ('v5e:2x2x2', 'chips of v5e lie in two directions'),
+        ('v5e:2x2x2', 'a slice of v5e has at most 16x16 chips'),
+        ('v9:2x2', 'expected KIND:SHAPE'),
         ('\N{ARABIC-INDIC DIGIT TWO}*v5e:2x2', 'expected KIND:SHAPE'),
         ('h100:0x8', 'expected KIND:SHAPE'),
         ('v5e:16x32', 'a slice of v5e has at most 16x16 chips'),  # libtpu aborts
@@ -77,12 +76,10 @@ def test_a_host_may_have_few_chips(name, count):
 
 
 @needs_compiler
-def test_the_chip_says_its_memory(slice_of_eight):
+def test_a_slice_that_no_one_builds_is_one_sentence(slice_of_eight):
     assert len(slice_of_eight.devices) == 8
-    assert slice_of_eight.memory == 15.75 * ahead_of_time.GIB  # as the compiler names it for v5e
-    for name in 'v5e:3x5', 'v9:2x2':
-        with pytest.raises(ValueError, match=f'--topology={name}: .*; expected KIND:SHAPE such'):
-            ahead_of_time.find_topology(name)
+    with pytest.raises(UserError, match='--topology=v5e:3x5: .*; expected KIND:SHAPE such'):
+        ahead_of_time.find_topology('v5e:3x5')
 
 
 @needs_compiler
@@ -117,7 +114,7 @@ def test_a_step_that_needs_more_than_the_chip_has_does_not_fit(slice_of_eight):
 def test_what_is_computed_again_is_not_kept(whole, slice_of_eight):
     block = memory_plan.compile_step(memory_plan.with_policy(task(), 'block'), slice_of_eight)
     assert whole.peak > 1.5 * block.peak
-    assert whole.state == block.state and whole.sent['all-reduce'].times >= 1
+    assert whole.state == block.state
 
 
 @needs_compiler
@@ -128,7 +125,6 @@ def test_fsdp_splits_the_state_and_leaves_the_activations_split(whole, slice_of_
     fsdp = memory_plan.compile_step(task(mesh=mesh), slice_of_eight)
     assert fsdp.state < whole.state / 4
     assert fsdp.peak - fsdp.state < 1.2 * (whole.peak - whole.state)
-    assert fsdp.sent['all-gather'].times >= 1
 
 
 def fake_step(memory_per_image, state=100):
@@ -138,17 +134,9 @@ def fake_step(memory_per_image, state=100):
         needed = state + memory_per_image[config.compute.remat] * config.batch_size
         if needed > where.memory:
             raise DoesNotFit(needed)
-        return memory_plan.StepMemory(state, needed, {}, [])
+        return memory_plan.StepMemory(state, needed, [])
 
     return step
-
-
-def test_what_is_far_too_large_is_not_compiled(monkeypatch):
-    monkeypatch.setattr(ahead_of_time, 'compile_for', None)
-    here = Topology('test', jax.devices(), 2**30)
-    with pytest.raises(DoesNotFit) as error:
-        memory_plan.compile_step(with_images(task(), 2**20), here)
-    assert error.value.estimated and error.value.needed > here.memory
 
 
 @pytest.mark.parametrize(
@@ -157,46 +145,50 @@ def test_what_is_far_too_large_is_not_compiled(monkeypatch):
         ('tpu', 500, [True]),
         ('tpu', 900, [True, False]),
         ('tpu', 1100, [True]),
-        ('cuda', 500, [False]),
+        ('cuda', 900, [False]),
     ],
 )
 def test_near_the_limit_the_program_that_trains_is_compiled(monkeypatch, platform, peak, expected):
     """In thousandths of the limit: what is compiled quickly needs up to a tenth less."""
-    asked = []
+    compiled_quickly = []
 
     def compile_for(where, lowered, *, quickly=False):
-        asked.append(quickly)
+        compiled_quickly.append(quickly)
         if peak > where.memory:
             raise DoesNotFit(peak)
         return mock.Mock(**{'memory_analysis.return_value.peak_memory_in_bytes': peak})
 
     monkeypatch.setattr(ahead_of_time, 'compile_for', compile_for)
+    monkeypatch.setattr(memory_plan, 'decide', lambda config, devices: decide(config))
     where = Topology('test', [mock.Mock(platform=platform)], 1000)
     with contextlib.suppress(DoesNotFit):
-        memory_plan._compiled_carefully_near_the_limit(None, where)
-    assert asked == expected
+        memory_plan.compile_step(task(), where)
+    assert compiled_quickly == expected
 
 
 @pytest.mark.parametrize('batch_size, expected', [(64, 'none'), (256, 'dots'), (1024, 'block')])
-def test_the_first_policy_that_fits_is_found_and_the_largest_batch(batch_size, expected):
+def test_the_first_policy_that_fits_is_found_and_the_largest_batch(
+    monkeypatch, batch_size, expected
+):
     per_image = {'none': 100, 'dots': 30, 'block': 7}
-    step, where = fake_step(per_image), Topology('test', jax.devices(), 10_000)
-    small = with_images(task(compute=Compute()), batch_size)
-    tried = list(memory_plan.tried_policies(small, where, compile_step=step))
+    monkeypatch.setattr(memory_plan, 'compile_step', fake_step(per_image))
+    where, small = Topology('test', jax.devices(), 10_000), with_images(task(), batch_size)
+    tried = list(memory_plan.try_policies(small, 'none', where))
     policy, result = tried[-1]
     assert policy == expected and isinstance(result, memory_plan.StepMemory)
     assert all(isinstance(result, DoesNotFit) for _, result in tried[:-1])
     chosen = memory_plan.with_policy(small, policy)
-    best, fit = memory_plan.largest_batch(chosen, where, result, compile_step=step)
+    best, fit = memory_plan.find_largest_batch(chosen, where, result)
     limit = (10_000 - 100) / per_image[expected]
     assert best % 8 == 0 and limit - 8 < best <= limit and fit.peak <= 10_000
 
 
-def test_where_nothing_fits_a_smaller_batch_is_looked_for():
-    step, where = fake_step({'block': 7}), Topology('test', jax.devices(), 10_000)
-    large = with_images(task(compute=Compute(remat='block')), 4096)
-    ((_, result),) = memory_plan.tried_policies(large, where, compile_step=step)
-    best, _ = memory_plan.largest_batch(large, where, result, compile_step=step)
+def test_where_nothing_fits_a_smaller_batch_is_looked_for(monkeypatch):
+    monkeypatch.setattr(memory_plan, 'compile_step', fake_step({'block': 7}))
+    where, large = Topology('test', jax.devices(), 10_000), with_images(task(), 4096)
+    ((policy, result),) = memory_plan.try_policies(large, 'block', where)
+    chosen = memory_plan.with_policy(large, policy)
+    best, _ = memory_plan.find_largest_batch(chosen, where, result)
     assert 1000 < best <= 9_900 / 7
 
 
@@ -206,16 +198,18 @@ def test_a_batch_that_grows_does_not_shorten_the_training_below_its_warm_up(monk
         return fake_step({'dots': 1})(config, where)  # what CPUs take first
 
     where = Topology('test', jax.devices(), 10_000)
-    monkeypatch.setattr(plan.ahead_of_time, 'find_topology', lambda name: where)
-    for name in 'tried_policies', 'largest_batch':
-        function = functools.partial(getattr(memory_plan, name), compile_step=step)
-        monkeypatch.setattr(memory_plan, name, function)
+    monkeypatch.setattr(ahead_of_time, 'find_topology', lambda name: where)
+    monkeypatch.setattr(memory_plan, 'compile_step', step)
     config = tiny.experiment(total=Duration(epochs=1.0))  # 90 steps
     config.schedule.warmup = Duration(steps=80)
-    asked = argparse.Namespace(
+    arguments = argparse.Namespace(
         config=config, topology='test', num_classes=None, num_images=None, largest=True
     )
-    assert plan.main(asked) == 0
+    cached = jax.config.values['jax_enable_compilation_cache']
+    try:
+        assert plan.main(arguments) == 0
+    finally:
+        jax.config.update('jax_enable_compilation_cache', cached)
     assert 'largest     9,896 images' in capsys.readouterr().out
 
 
@@ -237,7 +231,6 @@ def test_the_program_says_what_fits_and_what_lies_where(tmp_path):
         'topology    v5e:2x2: 4 x TPU v5 lite, 15.75 GiB each',
         'mesh        data=1 x fsdp=4 x tensor=1',
         'remat       dots  fits: ',  # what trains on TPUs, whatever fits
-        'sent        by each device in a step: ',
         'encoder/block/mlp/dense1/kernel',
         'state, optimizer included: ',
     ):

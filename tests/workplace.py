@@ -205,7 +205,7 @@ def _published():
     """What the hub and the buckets answer: small networks under the published names."""
     files = {path.name: path.read_bytes() for path in (REFERENCE / 'hf_vit').iterdir()}
     answers = web.repository('google/vit-base-patch16-224', {'main': files})
-    network = web.stored((REFERENCE / 'google_vit_token_prelogits.npz').read_bytes())
+    network = web.Answer((REFERENCE / 'google_vit_token_prelogits.npz').read_bytes())
     for one in published.FILES.values():
         answers['/' + one.address.removeprefix('gs://')] = network
     return answers

@@ -67,7 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = app.new_parser('augreg', __doc__)
     parser.add_argument('index', nargs='?', metavar='INDEX.csv', help=f'({INDEX})')
     parser.add_argument('name', nargs='?', metavar='NAME', help='a variant, or a file name')
-    app.add_boolean(parser, 'download', 'fetch the file that is picked')
+    text = 'fetch the file that is picked'
+    parser.add_argument('--download', action='store_true', help=text)
     return parser
 
 

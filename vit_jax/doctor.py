@@ -60,7 +60,7 @@ def main(arguments: argparse.Namespace) -> int:
     gpus = _check_accelerator()
     with joined_job(launch, app.reporter(arguments)) as job:
         clusters.require_devices()
-        _say('compiled', f'programs are kept: {app.keep_programs(arguments, job)}')
+        _say('compiled', f'cache of compiled programs: {app.keep_programs(arguments, job)}')
         _check_together(job, arguments.seconds, gpus)
         if arguments.config is not None:
             _check_training(job, arguments)

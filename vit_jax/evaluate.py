@@ -189,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "other labels for them, such as ReaL's real.json"
     parser.add_argument('--labels', metavar='FILE.json', help=text)
     text = "the data's first class is output 0, and so on, whatever their names"
-    app.add_boolean(parser, 'by_number', text)
+    parser.add_argument('--by_number', action='store_true', help=text)
     text = "of each class of data without splits, for the split test (the run's own, else 0.1)"
     parser.add_argument('--held_out', type=float, metavar='FRACTION', help=text)
     text = "which ones (the run's own, else 0)"

@@ -11,10 +11,12 @@ have means and deviations over the seeds, DIR/results.png the picture.
 
 import argparse
 import contextlib
+import ctypes
 import importlib.util
 import os
 import pathlib
 import re
+import runpy
 import shlex
 import signal
 import subprocess
@@ -35,7 +37,9 @@ from vit_jax.runs import history, reporting, studies, study_results, workdirs
 from vit_jax.runs.studies import PlannedRun
 
 OUTPUT, RESULTS = 'output.txt', 'results'
-_TRAIN = 'vit_jax.command_line.child'  # in place of Popen's preexec_fn: jax warns where it forks
+# Popen's preexec_fn would do the same, but jax warns about forks.
+_TRAIN = 'from vit_jax import study; study.train_as_child()'
+_PR_SET_PDEATHSIG = 1
 _FREED_SECONDS = 30.0  # until a training whose study was killed has saved, and is gone
 
 
@@ -150,7 +154,7 @@ def _trained(
         words, output = _flags(folder, study, run, compiled), folder / run.name / OUTPUT
         with output.open('ab') as file:
             began = file.tell()
-            command = [sys.executable, '-m', _TRAIN, str(os.getpid()), *words]
+            command = [sys.executable, '-c', _TRAIN, str(os.getpid()), *words]
             code = _finished(command, file, folder / run.name, label)
     if code in (INTERRUPTED, REQUEUE):
         return Outcome(code, 'stopped; the same command goes on')
@@ -167,6 +171,19 @@ def _trained(
     numbers = ', '.join(f'{name} {study_results.written(name, x)}' for name, x in measured.items())
     seconds = sum(history.read(folder / run.name, run.name).seconds.values())
     return Outcome(0, f'{numbers}  in {reporting.duration(seconds)}')
+
+
+def train_as_child() -> None:
+    """Trains, as `vit_jax.train` does, until the process with the id sys.argv[1] is gone.
+
+    On Linux the kernel sends SIGTERM then, so that the training of a killed study saves and exits.
+    """
+    parent = int(sys.argv.pop(1))
+    if sys.platform == 'linux':
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            return
+    runpy.run_module('vit_jax.train', run_name='__main__', alter_sys=True)
 
 
 def _finished(command: Sequence[str], output: IO[bytes], workdir: pathlib.Path, label: str) -> int:

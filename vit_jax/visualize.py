@@ -326,6 +326,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('--probe_l2', type=float, default=1024.0, metavar='L2', help=text)
     app.add_reading(parser)
     app.add_overrides(parser)
+    app.add_launch(parser)
     return parser
 
 

@@ -52,7 +52,7 @@ def add(server, revisions, name='owner/name'):
 
 def fetched(server):
     """The files that were downloaded."""
-    return {path.rpartition('/')[2] for method, path, _ in server.asked if '/resolve/' in path}
+    return {path.rpartition('/')[2] for method, path in server.requests if '/resolve/' in path}
 
 
 def test_a_network_of_the_hub_is_the_one_in_the_folder_that_was_uploaded(server):
@@ -79,9 +79,9 @@ def test_a_revision_is_a_branch_a_tag_a_pull_request_or_a_commit(server):
     one, two = (names.local(f'hf:owner/name@{revision}') for revision in ('v1', commit))
     assert one == two and one.path.endswith(commit)
     assert names.local('hf:owner/name@refs/pr/1') == names.local('hf:owner/name')
-    server.asked.clear()
+    server.requests.clear()
     assert names.local(f'hf:owner/name@{commit}') == two
-    assert not server.asked  # a commit that is in the cache stays what it is
+    assert not server.requests  # a commit that is in the cache stays what it is
 
 
 def test_main_may_move_and_what_it_was_stays_in_the_cache(server):
@@ -118,12 +118,11 @@ def test_shards_are_downloaded_with_their_index(server):
 
 
 def test_a_flipped_bit_is_refused_and_removed_though_the_client_took_it(server, tmp_path):
-    server.flipped = True
+    server.flipped = '.safetensors'
     with pytest.raises(UserError, match=f'^hf:owner/name: {server.url}.* not the digest that the'):
         names.local('hf:owner/name')
-    assert not [path for path in (tmp_path / 'hub').rglob('snapshots/*/*')]
-    assert not [path for path in (tmp_path / 'hub').rglob('blobs/*')]
-    server.flipped = False
+    assert not [*(tmp_path / 'hub').rglob('snapshots/*/*.safetensors')]
+    server.flipped = ''
     assert vit_jax.load('hf:owner/name') == vit_jax.load(FOLDER)
     next((tmp_path / 'hub').rglob('model.safetensors')).write_bytes(WEIGHTS[:-1] + b'!')
     with pytest.raises(UserError, match='model.safetensors: not the digest'):
@@ -145,12 +144,12 @@ def test_of_a_mirror_that_declares_no_digests_the_files_are_taken_as_they_are(se
         (web.refused(401, 'RepoNotFound'), 'no such repository, or a private one: `hf auth login`'),
         (web.refused(401, 'GatedRepo'), 'gated: accept its terms on that page, then `hf auth'),
         (web.refused(403, 'GatedRepo'), 'gated: accept its terms on that page, then `hf auth'),
-        (web.refused(401, ''), 'HTTP 401: not for everybody: `hf auth login`, or HF_TOKEN=...'),
-        (web.refused(403, ''), 'HTTP 403: not for everybody: `hf auth login`, or HF_TOKEN=...'),
-        (web.refused(404, 'RevisionNotFound'), "no revision 'dev': expected a branch, a tag or a"),
+        (web.refused(401, ''), 'HTTP 401: not public: `hf auth login`, or HF_TOKEN=...'),
+        (web.refused(403, ''), 'HTTP 403: not public: `hf auth login`, or HF_TOKEN=...'),
+        (web.refused(404, 'RevisionNotFound'), "no such branch, tag or commit: 'dev'"),
         (web.refused(500, ''), 'the hub answers HTTP 500'),
-        (web.Answer(b'<html>'), 'what came cannot be used: Expecting value: line 1 column 1'),
-        (web.Answer(b'[]'), 'what came cannot be used: '),
+        (web.Answer(b'<html>'), 'Expecting value: line 1 column 1'),
+        (web.Answer(b'[]'), ''),
         (web.Answer(b'{}'), ''),
     ],
 )
@@ -183,11 +182,11 @@ def test_offline_what_is_in_the_cache_is_enough_and_nothing_is_asked(server, mon
 
     found = names.local('hf:owner/name')
     monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
-    server.asked.clear()
+    server.requests.clear()
     assert names.local('hf:owner/name') == found
     with pytest.raises(MissingFile, match='not whole in the cache .*, and HF_HUB_OFFLINE forbids'):
         names.local('hf:owner/other')
-    assert not server.asked
+    assert not server.requests
 
 
 def test_where_the_hub_cannot_be_reached_the_cache_is_enough(server, monkeypatch):
@@ -200,7 +199,7 @@ def test_where_the_hub_cannot_be_reached_the_cache_is_enough(server, monkeypatch
         monkeypatch.setattr(constants, 'ENDPOINT', url)
         assert names.local('hf:owner/name').path == found.path
         with pytest.raises(
-            MissingFile, match='not whole in the cache .*the hub cannot be reached: Conn'
+            MissingFile, match='not whole in the cache .*, and the hub cannot be reached'
         ):
             names.local('hf:owner/other')
 
@@ -213,8 +212,6 @@ def test_the_user_and_the_query_of_an_address_are_said_nowhere(server, monkeypat
         assert 'secret' not in str(names.local('hf:owner/name').origin)
     except UserError as error:
         assert 'secret' not in str(error)
-    error = RuntimeError("Client error for url 'https://cdn/x?sig=secret'")
-    assert hub._reason(error) == "Client error for url 'https://cdn/x'"
 
 
 def test_without_the_hubs_client_it_is_said_how_to_get_it(monkeypatch):
@@ -224,16 +221,12 @@ def test_without_the_hubs_client_it_is_said_how_to_get_it(monkeypatch):
 
 
 @pytest.mark.full
-def test_a_hub_that_claims_more_than_it_has_is_not_believed(server, tmp_path):
-    server.claims = 7
-    with pytest.raises(UserError, match='^hf:owner/name: .*received .* bytes, expected'):
+def test_a_file_of_a_hub_that_is_cut_is_not_kept(server, tmp_path):
+    server.cut = 100
+    with pytest.raises(UserError, match='^hf:owner/name: '):
         names.local('hf:owner/name')
-    assert not [path for path in (tmp_path / 'hub').rglob('snapshots/*/*')]
-
-
-@pytest.mark.full
-def test_a_download_that_is_cut_twice_arrives(server):
-    server.cuts = [100, 200]
+    assert not [*(tmp_path / 'hub').rglob('snapshots/*/*')]
+    server.cut = None
     assert vit_jax.load('hf:owner/name') == vit_jax.load(FOLDER)
 
 
@@ -241,30 +234,6 @@ def environment(server, tmp_path, **more):
     own = {'HF_ENDPOINT': server.url, 'HF_HOME': str(tmp_path / 'home'), 'JAX_PLATFORMS': 'cpu'}
     own |= {'STORAGE_EMULATOR_HOST': server.url, 'VIT_JAX_CACHE': str(tmp_path / 'cache')}
     return os.environ | own | {'PYTHONPATH': str(ROOT)} | more
-
-
-@pytest.mark.full
-@pytest.mark.parametrize('name', ['hf:owner/name', 'gs://bucket/model.safetensors'])
-def test_two_processes_that_want_the_same_both_have_it(name, tmp_path):
-    program = f'import vit_jax; print(vit_jax.load({name!r}, num_heads=3, grid=4).report[1])'
-    with web.serving(web.repository('owner/name', {'main': FILES})) as server:
-        server.answers['/bucket/model.safetensors'] = web.stored(WEIGHTS)
-        server.seconds = 1.0  # that a file takes, so that they meet
-        runs = [
-            subprocess.Popen(
-                [sys.executable, '-c', program],
-                env=environment(server, tmp_path),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for _ in range(2)
-        ]
-        said = [run.communicate(timeout=120) for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], said
-    assert said[0][0] == said[1][0] and said[0][0].startswith(server.url)
-    asked = [path for method, path, _ in server.asked if method == 'GET']
-    assert sum(path.endswith('/model.safetensors') for path in asked) == 1
 
 
 @pytest.mark.full
@@ -351,7 +320,7 @@ def test_a_published_name_is_the_same_network_from_every_address(
     copy = vit_jax.load(name)
     assert file.address in copy.report[1] and file.copy in copy.report[1]
     assert f'{server.url}/{repository}, commit' in copy.report[2]
-    server.answers[bucket] = web.stored(paper)
+    server.answers[bucket] = web.Answer(paper)
     original = vit_jax.load(name)
     assert original == copy and original.origin != copy.origin
     np.testing.assert_array_equal(original.logits(IMAGES), copy.logits(IMAGES))

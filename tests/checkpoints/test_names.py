@@ -1,24 +1,19 @@
-"""Checkpoints by name, from servers on this machine: found, resumed, checked, refused in words."""
+"""Checkpoints by name, from a server on this machine: found, checked, rejected in one sentence."""
 
-import email.message
-import errno
+import concurrent.futures
 import hashlib
-import http.client
-import io
 import pathlib
 import socket
-import ssl
-import urllib.error
-import urllib.request
 
 import pytest
+import requests
 
 import vit_jax
 from tests import reference, tiny
 from tests.servers import web
 from vit_jax import convert, visualize
 from vit_jax.base.errors import MissingFile, UserError
-from vit_jax.checkpoints import download, http_answers, names
+from vit_jax.checkpoints import download, names
 from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.checkpoints.formats.opening import open_checkpoint
 from vit_jax.checkpoints.published import FILES, published
@@ -27,6 +22,7 @@ from vit_jax.parallel.processes import Job
 from vit_jax.runs import experiment, training_run
 
 DATA = bytes(range(256)) * 20
+DIGEST = hashlib.sha256(DATA).hexdigest()
 FILE = '/bucket/folder+x/file.npz'
 NAME = f'gs:/{FILE}'
 
@@ -36,258 +32,98 @@ def server(monkeypatch, tmp_path):
     """A server of gs://, which has FILE, and an empty cache."""
     monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
     monkeypatch.delenv('HF_HUB_OFFLINE', raising=False)
-    monkeypatch.setattr(download, '_WAITS', (0.0, 0.0))
-    with web.serving({FILE: web.stored(DATA)}) as server:
+    with web.serving({FILE: web.Answer(DATA)}) as server:
         monkeypatch.setenv('STORAGE_EMULATOR_HOST', server.url)
         yield server
 
 
-def whole(tmp_path):
-    """What the cache gives out: files without those that belong to a download."""
-    files = [path for path in (tmp_path / 'cache').rglob('*') if path.is_file()]
-    return [
-        p for p in files if p.suffix not in ('.partial', '.etag', '.sha256') and p.stem[0] != '.'
-    ]
+def downloaded(tmp_path):
+    return [path for path in (tmp_path / 'cache').rglob('*') if path.is_file()]
 
 
 def read(name=NAME):
     return pathlib.Path(names.local(name).path).read_bytes()
 
 
-def test_a_file_is_downloaded_once_and_said_with_its_url_and_digest(server, tmp_path):
+def refusal(function, name=NAME):
+    with pytest.raises(UserError) as refused:
+        function(name)
+    text = str(refused.value)
+    assert '\n' not in text
+    return text
+
+
+def test_a_file_is_downloaded_once_and_named_with_its_url_and_digest(server, tmp_path):
     found = names.local(NAME)
     path = pathlib.Path(found.path)
     assert path.read_bytes() == DATA and path.is_relative_to(tmp_path / 'cache')
-    digest = hashlib.sha256(DATA).hexdigest()
-    assert found.origin == (f'{server.url}{FILE}', f'SHA-256 {digest}')
-    assert path.with_name('file.npz.sha256').read_text() == f'{digest}  file.npz\n'
-    assert {one.name for one in path.parent.iterdir()} == {
-        '.lock',
-        path.name,
-        f'{path.name}.sha256',
-    }
+    assert found.origin == (f'{server.url}{FILE}', f'SHA-256 {DIGEST}')
+    note = path.with_name('file.npz.sha256')
+    assert note.read_text() == f'{DIGEST}  file.npz\n'
+    assert sorted(downloaded(tmp_path)) == [path, note]
     assert names.local(NAME) == found
-    assert server.asked == [('GET', FILE, None)]
+    assert server.requests == [('GET', FILE)]
 
 
-def test_a_download_that_is_cut_goes_on_where_it_stopped_as_often_as_something_comes(server):
-    server.cuts = [1000, 1000, 1000, 1000]
-    assert read() == DATA
-    assert [asked[2] for asked in server.asked] == [None, *(f'bytes={i}000-' for i in range(1, 5))]
-
-
-def test_a_download_goes_on_in_the_next_process(server, tmp_path):
-    server.cuts = [1000, 0, 0]
-    with pytest.raises(
-        UserError, match=f'^{NAME.replace("+", ".")}: .*ended after 1,000 of 5,120 b'
-    ):
-        read()
-    assert not whole(tmp_path)
-    server.asked.clear()
-    assert read() == DATA
-    assert server.asked == [('GET', FILE, 'bytes=1000-')]
-
-
-def test_of_a_file_that_has_changed_meanwhile_no_half_is_kept(server):
-    server.cuts = [1000, 0, 0]
-    with pytest.raises(UserError):
-        read()
-    server.answers[FILE] = web.stored(DATA[::-1])
-    assert read() == DATA[::-1]
-
-
-def cut(**headers):
-    """The first 1,000 bytes of a file that is to be longer."""
-    return web.raw(200, DATA[:1000], ETag='"v1"', Content_Length=len(DATA), **headers)
-
-
-def rest(start=1000, stop=5120, total=5120, *, body=None, etag='"v1"', **headers):
-    """A part of the file."""
-    headers = {'Content_Range': f'bytes {start}-{stop - 1}/{total}', 'ETag': etag} | headers
-    return web.raw(206, DATA[start:stop] if body is None else body, **headers)
-
-
-@pytest.mark.parametrize(
-    'part',
-    [
-        rest(body=DATA[:0:-1][: len(DATA) - 1000], etag='"v2"'),
-        rest(etag='W/"v1"'),
-        rest(total=len(DATA) + 1),
-    ],
-)
-def test_a_part_of_another_version_is_not_appended(server, part):
-    server.raw = [cut(), part]
-    assert read() == DATA
-    assert [asked[2] for asked in server.asked] == [None, 'bytes=1000-', None]
-
-
-def test_a_server_may_give_less_than_is_asked_for_until_all_is_there(server, monkeypatch):
-    monkeypatch.setattr(download, '_WAITS', (0.0,))  # for the one that is cut
-    server.raw = [
-        cut(),
-        rest(1000, 1500, Content_Length=500),
-        rest(1500, 1600),
-        rest(1600, total='*'),
-    ]
-    assert read() == DATA
-    assert [asked[2] for asked in server.asked[1:]] == [f'bytes={i}-' for i in (1000, 1500, 1600)]
-
-
-@pytest.mark.parametrize(
-    'part',
-    [
-        rest(1001),
-        rest(999),
-        rest(Content_Range='bytes 1000-1499'),
-        rest(1000, 1500, Content_Length=4120, body=DATA[1000:]),
-        rest(1000, 1500, body=DATA[1000:]),
-        rest(1000, len(DATA) + 1),
-        rest(1000, 1000, body=b''),
-    ],
-)
-def test_a_part_that_contradicts_itself_is_refused_and_nothing_is_kept(server, tmp_path, part):
-    server.raw = [cut(), part]
-    with pytest.raises(UserError, match='answered HTTP 206|more came than was declared'):
-        read()
-    assert not whole(tmp_path) and read() == DATA
-    assert server.asked[-1] == ('GET', FILE, None)
-
-
-@pytest.mark.parametrize(
-    ('headers', 'message'),
-    [
-        ({'Content_Encoding': 'gzip'}, r'comes encoded \(Content-Encoding\)'),
-        ({'Content_Encoding': ['identity', 'br']}, r'comes encoded \(Content-Encoding\)'),
-        ({'Transfer_Encoding': 'gzip'}, r'comes encoded \(Transfer-Encoding\)'),
-        ({'Transfer_Encoding': 'gzip, chunked'}, r'comes encoded \(Transfer-Encoding\)'),
-        ({'Content_Length': [100, len(DATA)]}, 'declares no length .*: expected one number'),
-        ({'Content_Length': '5_120'}, 'declares no length'),
-        ({'Content_Length': '+5120'}, 'declares no length'),
-        ({'Content_Length': '-1'}, 'declares no length'),
-        ({'Content_Length': '9' * 5000}, 'declares no length'),
-    ],
-)
-def test_an_answer_in_another_form_or_without_one_length_is_refused(
-    server, tmp_path, headers, message
-):
-    server.raw = [web.raw(200, DATA, **({'Content_Length': len(DATA)} | headers))]
-    with pytest.raises(UserError, match=message):
-        read()
-    assert len(server.asked) == 1 and not [*tmp_path.rglob('file.npz*')]
-    server.raw = [web.raw(200, DATA, Content_Encoding='identity', Content_Length=[5120, 5120])]
+@pytest.mark.parametrize('cut', [0, 1000, len(DATA) - 1])
+def test_a_part_is_never_taken_for_the_file(server, tmp_path, cut):
+    server.cut = cut
+    assert 'the same command tries again' in refusal(read)
+    assert not downloaded(tmp_path)
+    server.cut = None
     assert read() == DATA
 
 
-@pytest.mark.parametrize('headers', [{}, {'ETag': 'W/"weak"'}])
-def test_where_versions_cannot_be_told_apart_it_begins_again(server, headers):
-    server.answers[FILE] = web.Answer(DATA, headers)
-    server.cuts = [1000]
-    assert read() == DATA
-    assert [asked[2] for asked in server.asked] == [None, None]
+def test_without_a_length_only_a_digest_tells_what_is_whole(server):
+    server.answers[FILE] = web.Answer(DATA, {'Content-Length': '', 'Connection': 'close'})
+    assert 'its length is unknown' in refusal(read)
+    assert read(f'{NAME}#sha256={DIGEST}') == DATA
 
 
-def test_another_part_than_the_one_that_was_asked_for_is_not_taken_for_it(server):
-    server.answers[FILE] = web.Answer(DATA, {'ETag': '"x"', 'Content-Range': 'bytes 7-5119/5120'})
-    server.cuts = [1000]
-    with pytest.raises(UserError, match='answered HTTP 206'):
-        read()
+def test_a_file_with_another_digest_is_not_kept(server, tmp_path):
+    server.flipped = '.npz'
+    assert f'expected the SHA-256 {DIGEST}, received' in refusal(read, f'{NAME}#sha256={DIGEST}')
+    assert not [path for path in downloaded(tmp_path) if path.suffix == '.npz']
+    server.flipped = ''
+    assert read(f'{NAME}#sha256={DIGEST.upper()}') == DATA
 
 
-def test_a_server_that_never_gets_to_the_end_is_given_up(server):
-    server.answers[FILE] = web.Answer(DATA)
-    server.cuts = [500, 600, 500, 600, 500, 600, 500, 600]
-    with pytest.raises(UserError, match='ended after .* of 5,120 bytes; once it can be reached'):
-        read()
-
-
-@pytest.mark.parametrize('given', [False, True])
-def test_a_flipped_bit_is_refused_and_nothing_of_the_file_is_left(server, tmp_path, given):
-    """By the checksum that Google's servers declare, or by the one in the name."""
-    server.answers[FILE] = web.Answer(DATA) if given else web.stored(DATA)
-    server.flipped = True
-    name = f'{NAME}#sha256={hashlib.sha256(DATA).hexdigest().upper()}' if given else NAME
-    expected = 'SHA-256' if given else 'CRC32C'
-    with pytest.raises(UserError, match=f'expected the {expected} .*, what came has .*: removed'):
-        read(name)
-    assert not [path for path in (tmp_path / 'cache').rglob('file.npz*')]
-    server.flipped = False
-    assert read(name) == DATA
-
-
-def test_a_bit_that_was_flipped_in_the_cache_is_noticed(server, tmp_path):
+@pytest.mark.parametrize('damaged', [DATA[:-1] + b'?', DATA[:100], b''])
+@pytest.mark.parametrize('noted', [True, False])
+def test_a_file_that_was_damaged_in_the_cache_is_downloaded_again(server, damaged, noted):
     path = pathlib.Path(names.local(NAME).path)
-    path.write_bytes(DATA[:-1] + b'?')
-    with pytest.raises(UserError, match='damaged since it was downloaded, and removed'):
-        read()
+    path.write_bytes(damaged)
+    if not noted:
+        path.with_name('file.npz.sha256').write_text('')
+    assert read() == DATA and len(server.requests) == 2
+
+
+def test_a_wrong_digest_does_not_remove_the_file_from_the_cache(server):
     assert read() == DATA
-    path.write_bytes(b'')
-    path.with_name('file.npz.sha256').unlink()
-    with pytest.raises(UserError, match='damaged since'):
-        read()
+    assert f'received {DIGEST}' in refusal(read, f'{NAME}#sha256={"0" * 64}')
+    assert read() == DATA and len(server.requests) == 2
+
+
+def test_two_that_want_the_same_file_at_once_both_get_it(server):
+    server.seconds = 0.3
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        assert [*pool.map(read, [NAME] * 4)] == [DATA] * 4
 
 
 @pytest.mark.parametrize(
     ('status', 'message'),
     [
-        (401, 'HTTP 401: it is not public: download it with what has access, and name that file'),
-        (403, 'HTTP 403: it is not public, or not there: download it with what has access'),
-        (404, r'HTTP 404: nothing is there; is the name right\?'),
-        (418, 'HTTP 418: the server says .*eapot'),
+        (401, 'HTTP 401: it is not public: download it with a program that has access'),
+        (403, 'HTTP 403: it is not public, or does not exist: download it with'),
+        (404, 'HTTP 404: nothing is there; is the name right?'),
+        (418, 'HTTP 418: '),
+        (503, 'HTTP 503: the server does not send the file; try again later'),
     ],
 )
-def test_a_refusal_is_one_sentence_and_asked_for_once(server, tmp_path, status, message):
-    server.refusals = [status]
-    with pytest.raises(UserError, match=f'^{NAME.replace("+", ".")}: {server.url}.*: {message}'):
-        read()
-    assert len(server.asked) == 1 and not whole(tmp_path)
-
-
-def test_a_server_that_is_busy_is_asked_again(server):
-    server.refusals = [503, 429]
-    assert read() == DATA
-    server.refusals = [500] * 9
-    with pytest.raises(UserError, match='HTTP 500 Internal Server Error; once it can be reached'):
-        read(NAME.replace('file', 'other'))
-
-
-def test_a_server_that_claims_more_than_it_has_is_not_believed(server, tmp_path):
-    server.claims = 7
-    with pytest.raises(UserError, match='ended (after 5,120 of 5,127|before the length)'):
-        read()
-    assert not whole(tmp_path)
-    server.claims = 10**15
-    with pytest.raises(OSError, match='no room for 953,674,316 MiB more of file.npz, .* are free'):
-        read()
-    server.claims = -7
-    with pytest.raises(UserError, match='expected the CRC32C'):
-        read()
-    assert not whole(tmp_path)
-
-
-def test_without_a_length_only_a_checksum_says_what_is_whole(server):
-    server.answers[FILE] = web.Answer(DATA, {'Content-Length': ''})
-    with pytest.raises(UserError, match='does not say how long it is.*; add #sha256=DIGEST'):
-        read()
-    assert read(f'{NAME}#sha256={hashlib.sha256(DATA).hexdigest()}') == DATA
-
-
-def test_a_full_disk_is_said_with_what_to_do(server, tmp_path, monkeypatch):
-    class Full(io.FileIO):
-        def write(self, block):
-            super().write(block[:100])
-            raise OSError(errno.ENOSPC, 'No space left on device')
-
-    def opened(path, mode='r', **how):
-        return Full(path, mode) if path.suffix == '.partial' else open_as(path, mode, **how)
-
-    open_as = pathlib.Path.open
-    monkeypatch.setattr(pathlib.Path, 'open', opened)
-    said = (
-        'No space left on device after 100 bytes of file.npz; make room, and .*; VIT_JAX_CACHE=DIR'
-    )
-    with pytest.raises(OSError, match=said):
-        read()
-    assert len(server.asked) == 1 and not whole(tmp_path)
+def test_a_refusal_is_one_sentence(server, tmp_path, status, message):
+    server.answers[FILE] = web.Answer(status=status)
+    assert refusal(read).startswith(f'{NAME}: {server.url}{FILE}: {message}')
+    assert not downloaded(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -306,39 +142,16 @@ def test_the_cache_is_where_it_was_said_or_in_the_users_own(own, users, expected
     assert download.cache() == pathlib.Path(expected)
 
 
-def test_a_cache_that_cannot_be_written_is_said_with_what_to_do(server, monkeypatch):
-    monkeypatch.setenv('VIT_JAX_CACHE', '/dev/null')
-    with pytest.raises(OSError, match='/dev/null/.*: Not a directory; VIT_JAX_CACHE=DIR is'):
+@pytest.mark.parametrize('cache', ['/dev/null', '/dev/full/x', f'/tmp/{"a" * 300}'])
+def test_a_cache_that_cannot_be_written_is_named_with_what_to_do(server, monkeypatch, cache):
+    monkeypatch.setenv('VIT_JAX_CACHE', cache)
+    with pytest.raises(OSError, match='VIT_JAX_CACHE=DIR sets another cache'):
         read()
 
 
-def test_what_a_network_loses_is_no_fault_of_the_disk(server, monkeypatch):
-    def unreachable(*_):
-        raise OSError(errno.EHOSTUNREACH, 'No route to host')
-
-    monkeypatch.setattr(http.client.HTTPResponse, 'read1', unreachable)
-    with pytest.raises(UserError, match='No route to host; once it can be reached, the same'):
-        read()
-
-
-def test_a_certificate_that_is_not_accepted_is_said_at_once(server, monkeypatch):
-    asked = []
-
-    def refused(*_, **__):
-        asked.append(_)
-        error = ssl.SSLCertVerificationError(1, 'certificate verify failed')
-        error.verify_message = 'self-signed certificate'  # as the system sets it
-        raise urllib.error.URLError(error)
-
-    monkeypatch.setattr(urllib.request.OpenerDirector, 'open', refused)
-    with pytest.raises(UserError, match='is not accepted: self-signed certificate; SSL_CERT_FILE='):
-        read()
-    assert len(asked) == 1
-
-
-def test_the_secret_in_a_url_is_said_and_kept_nowhere(server, tmp_path):
+def test_the_secret_in_a_url_is_shown_and_kept_nowhere(server, tmp_path):
     data = pathlib.Path(reference.path('google_vit_token_prelogits.npz')).read_bytes()
-    server.answers['/a.npz'] = web.stored(data)
+    server.answers['/a.npz'] = web.Answer(data)
     name = f'{server.url}/a.npz?key=secret#sha256={hashlib.sha256(data).hexdigest()}'
     network = vit_jax.load(name)
     assert network.report[0] == name.replace('?key=secret', '')
@@ -346,9 +159,6 @@ def test_the_secret_in_a_url_is_said_and_kept_nowhere(server, tmp_path):
     assert b'secret' not in (tmp_path / 'b.safetensors').read_bytes()
     decided = experiment.decide(tiny.experiment(start_from=name, model=None))
     assert decided.config.start_from == network.report[0]
-    with pytest.raises(UserError) as error:
-        names.local(f'{server.url}/b.npz?key=secret#sha256={"0" * 64}')
-    assert 'secret' not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -357,19 +167,17 @@ def test_the_secret_in_a_url_is_said_and_kept_nowhere(server, tmp_path):
         b'HTTP/1.1 418 secret\r\n\r\n',
         b'HTTP/1.1 999 secret\r\n\r\n',
         b'lalala secret\r\n\r\n',
-        b'HTTP/9 secret\r\n\r\n',
         web.raw(302, Location='foo://x/?secret', Content_Length=0),
         web.raw(302, Location='http://[::1/?secret', Content_Length=0),
         web.raw(302, Location='http://host:secret/', Content_Length=0),
         web.raw(302, Location='/b.npz?secret', Content_Length=0),
+        web.raw(200, b'secret', Content_Length=6),
     ],
 )
-def test_what_a_server_says_in_words_is_not_repeated(server, answer):
-    server.raw = [answer] * 20
-    with pytest.raises(UserError) as refused:
-        names.local(f'{server.url}/b.npz?key=secret#sha256={"0" * 64}')
-    text = str(refused.value)
-    assert 'secret' not in text and '\n' not in text and f'{server.url}/b.npz' in text
+def test_the_words_of_a_server_are_not_repeated(server, answer):
+    server.raw = answer
+    text = refusal(names.local, f'{server.url}/b.npz?key=secret#sha256={"0" * 64}')
+    assert 'secret' not in text and f'{server.url}/b.npz' in text
 
 
 SECRETS = [
@@ -395,8 +203,7 @@ SECRETS = [
 
 
 @pytest.mark.parametrize('name', SECRETS)
-def test_what_may_be_a_secret_in_a_name_is_shown_nowhere(name, server, monkeypatch):
-    monkeypatch.setattr(download, '_WAITS', ())
+def test_what_may_be_a_secret_in_a_name_is_shown_nowhere(name, server):
     for said in (
         names.shown(name),
         names.as_path(name),
@@ -405,42 +212,22 @@ def test_what_may_be_a_secret_in_a_name_is_shown_nowhere(name, server, monkeypat
         refusal(names.local_file, name),
     ):
         assert 'secret' not in said and '\n' not in said
-    assert not server.asked
-
-
-def refusal(function, name):
-    with pytest.raises(UserError) as refused:
-        function(name)
-    return str(refused.value)
+    assert not server.requests
 
 
 def test_a_subtree_stands_before_a_query_which_may_hold_colons(server):
-    server.answers['/a.npz'] = web.stored(DATA)
-    digest = f'#sha256={hashlib.sha256(DATA).hexdigest()}'
+    server.answers['/a.npz'] = web.Answer(DATA)
     name = f'{server.url}/a.npz:img?se=00:00:00Z&sig=secret'
+    digest = f'#sha256={DIGEST}'
     assert names.local(name + digest).path.endswith('/a.npz:img')
     assert names.shown(name + digest) == f'{server.url}/a.npz:img{digest}'
     assert names.as_path(name + digest) == f'{server.url}/a.npz:img'
-    asked = []
-    fetched = download.fetched
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(download, 'fetched', lambda url, **_: asked.append(url) or fetched(url))
-        names.local(f'{server.url}/a.npz?se=00:00:00Z{digest}')
-    assert asked == [f'{server.url}/a.npz?se=00:00:00Z']
 
 
 def test_a_name_that_is_too_long_for_a_disk_is_downloaded(server):
     file = f'/bucket/{"a" * 300}.npz'
-    server.answers[file] = web.stored(DATA)
+    server.answers[file] = web.Answer(DATA)
     assert read(f'gs:/{file}') == DATA
-    with pytest.raises(MissingFile, match='nothing is there'):
-        read(f'gs://bucket/{"b" * 300}.npz')
-
-
-def test_a_cache_whose_name_is_too_long_is_said_with_what_to_do(server, monkeypatch, tmp_path):
-    monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / ('a' * 300)))
-    with pytest.raises(OSError, match='File name too long; VIT_JAX_CACHE=DIR is another place'):
-        read()
 
 
 def test_a_web_page_is_no_checkpoint(server):
@@ -449,25 +236,16 @@ def test_a_web_page_is_no_checkpoint(server):
         read()
 
 
-def test_what_began_with_tls_must_not_end_without():
-    asked, none = urllib.request.Request('https://host/x.npz'), email.message.Message()
-    follow = http_answers._Redirects().redirect_request
-    assert follow(asked, None, 302, 'Found', none, 'https://other/x.npz') is not None
-    with pytest.raises(UserError, match='leads to http://, where anyone on the way could change'):
-        follow(asked, None, 302, 'Found', none, 'http://host/x.npz')
-    plain = urllib.request.Request('http://host/x.npz')
-    assert follow(plain, None, 302, 'Found', none, 'HTTPS://other/x.npz') is not None
-    with pytest.raises(UserError, match='http://host/x.npz: leads to no https:// address$'):
-        follow(plain, None, 302, 'Found', none, 'ftp://host/x.npz?secret')
+def test_what_began_with_tls_must_not_end_without(server, monkeypatch):
+    get = requests.get
+    plain = server.url.replace('http:', 'https:', 1)
 
+    def redirected(url, **options):
+        """As if a server with TLS had answered with a redirection to one without."""
+        return get(url.replace('https:', 'http:', 1), **options)
 
-def test_of_a_note_that_was_not_written_whole_the_download_begins_again(server, tmp_path):
-    server.cuts = [1000, 0, 0]
-    with pytest.raises(UserError):
-        read()
-    next((tmp_path / 'cache').rglob('*.etag')).write_bytes(b'"\xff')
-    server.asked.clear()
-    assert read() == DATA and server.asked == [('GET', FILE, None)]
+    monkeypatch.setattr(requests, 'get', redirected)
+    assert 'leads to http://' in refusal(read, f'{plain}{FILE}#sha256={DIGEST}')
 
 
 def test_offline_what_is_in_the_cache_is_enough_and_nothing_is_asked(server, monkeypatch, tmp_path):
@@ -476,9 +254,9 @@ def test_offline_what_is_in_the_cache_is_enough_and_nothing_is_asked(server, mon
         read()
     monkeypatch.setenv('HF_HUB_OFFLINE', '0')
     read()
-    asked = len(server.asked)
+    count = len(server.requests)
     monkeypatch.setenv('HF_HUB_OFFLINE', '1')
-    assert read() == DATA and len(server.asked) == asked == 1
+    assert read() == DATA and len(server.requests) == count == 1
     with pytest.raises(UserError, match='^gs://bucket/run: HF_HUB_OFFLINE forbids to read it$'):
         names.local('gs://bucket/run')
 
@@ -487,12 +265,12 @@ def test_where_no_server_can_be_reached_one_sentence_says_so(server, monkeypatch
     with socket.socket() as unheard:
         unheard.bind(('127.0.0.1', 0))
         monkeypatch.setenv('STORAGE_EMULATOR_HOST', '{}:{}'.format(*unheard.getsockname()))
-        with pytest.raises(UserError, match='Connection refused; once it can be reached'):
+        with pytest.raises(UserError, match='Connection refused; the same command tries again'):
             read()
 
 
 def test_a_subtree_and_a_digest_may_stand_behind_a_file(server):
-    path, digest = names.local(NAME).path, hashlib.sha256(DATA).hexdigest()
+    path, digest = names.local(NAME).path, DIGEST
     assert names.local(f'{NAME}:img').path == f'{path}:img'
     assert names.local(f'{NAME}:img#sha256={digest}').path == f'{path}:img'
     assert names.local(f'{server.url}{FILE}#sha256={digest}').path == path  # safe without TLS
@@ -518,7 +296,7 @@ def test_a_subtree_and_a_digest_may_stand_behind_a_file(server):
         ('https:/host/file.npz', 'expected https://host/file.npz, as text: a pathlib.Path takes'),
         ('file:///tmp/file.npz', 'a local path has no file://: /tmp/file.npz'),
         ('ftp://host/file.npz', 'expected hf:OWNER/NAME, https://HOST/FILE, gs://BUCKET/FILE or'),
-        ('https://[host/file.npz', 'not a URL: '),
+        ('https://[host/file.npz', 'is not the URL of a file: '),
     ],
 )
 def test_a_name_that_cannot_be_meant_is_refused_with_what_would_be_right(name, message, server):
@@ -526,12 +304,12 @@ def test_a_name_that_cannot_be_meant_is_refused_with_what_would_be_right(name, m
         names.local(name)
     text = str(refused.value)
     assert text.startswith(f'{name}: ') and message in text and '\n' not in text
-    assert not server.asked
+    assert not server.requests
 
 
 @pytest.mark.parametrize('name', ['s3://bucket/index.csv', 'hf:owner/name', 'http://h/x.csv'])
 def test_an_index_is_a_local_file_or_one_of_a_bucket(name, server):
-    server.answers['/bucket/index.csv'] = web.stored(b'1')
+    server.answers['/bucket/index.csv'] = web.Answer(b'1')
     assert pathlib.Path(names.local_file('gs://bucket/index.csv')).read_bytes() == b'1'
     with pytest.raises(UserError, match='expected the SHA-256 0000'):
         names.local_file(f'gs://bucket/index.csv#sha256={"0" * 64}')

@@ -8,7 +8,7 @@ import pytest
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record
-from vit_jax.command_line import config_flags, config_help
+from vit_jax.command_line import config_flags, config_help, synonyms
 from vit_jax.command_line.config_flags import load, overridden, split
 from vit_jax.config import EvalConfig, Study, TrainConfig
 from vit_jax.data.image_preprocessing import InceptionCrop
@@ -22,14 +22,12 @@ TINY = 'tests/tiny_config.py'
     [
         ['--config.mesh.data=-1', '--config.tensorboard=true', '--config.data=a=b c'],
         ['--config.mesh.data', '-1', '--config.tensorboard', '--config.data', 'a=b c'],
-        ['-config.mesh.data=-1', '-config.tensorboard=true', '-config.data=a=b c'],
     ],
 )
-def test_every_spelling_of_absl_is_an_override(arguments):
+def test_a_value_follows_an_equals_sign_or_is_the_next_argument(arguments):
     overrides, others = split(['--config=FILE', *arguments, '--workdir', 'DIR'])
     assert overrides == ['mesh.data=-1', 'tensorboard=true', 'data=a=b c']
     assert others == ['--config=FILE', '--workdir', 'DIR']
-    assert split(['--noconfig.tensorboard']) == (['tensorboard=false'], [])
 
 
 def test_a_field_takes_what_its_type_says_and_the_last_of_several_wins():
@@ -186,17 +184,17 @@ def test_the_names_of_other_programs_lead_to_the_field_that_does_it(name, meant)
 
 @pytest.mark.parametrize('kind, base', [(TrainConfig, 'config'), (Study, 'config.base')])
 def test_what_a_synonym_leads_to_is_a_field_with_that_value(kind, base):
-    known = {*config_help.paths(kind)}
-    words = [word for texts in config_help.SYNONYMS.values() for word in texts.split()]
-    for target, texts in config_help.SYNONYMS.items():
+    paths = config_help.paths(kind)
+    words = [word for texts in synonyms.SYNONYMS.values() for word in texts.split()]
+    for target, texts in synonyms.SYNONYMS.items():
         for word in texts.split():
-            assert f'{base}.{target}' in config_help.synonym_hint(kind, word)
+            assert f'{base}.{target}' in synonyms.translate(word, paths)
         field, _, value = target.partition('=')
-        assert f'{base}.{field}' in known
+        assert f'{base}.{field}' in paths
         if value:
             load(TINY, [target])
     assert [word for word in {*words} if words.count(word) > 1] == ['decay']
-    fields = {path.rpartition('.')[2] for path in known}
+    fields = {path.rpartition('.')[2] for path in paths}
     assert not fields & {*words}  # which would be understood as they are
 
 
@@ -206,19 +204,13 @@ def test_what_a_synonym_leads_to_is_a_field_with_that_value(kind, base):
         ('total=3', '.epochs=3'),
         ('total=0.5', '.fraction=0.5'),
         ('schedule.warmup=500', 'its units: steps, epochs'),
-        ('optimizer=adam', '.kind=adamw'),
-        ('schedule=linear', '.kind=linear'),
-        ('loss=bce', 'its fields: kind, label_smoothing'),
-        ('model=B/16', "vit_jax.models.variant('B/16')"),
+        ('optimizer=adam', 'its fields, as in --config.optimizer.FIELD=VALUE: weight_decay, '),
+        ('loss=bce', 'kind, label_smoothing'),
+        ('model=B/16', 'model=vit_jax.models.variant(NAME)'),
         ('model=vit', '=ViTConfig'),
         ('augmentation.crop=inception', '=InceptionCrop'),
-        ('augmentation.randaugment=2', '.layers=2'),
-        ('fewshot=5', '.shots=5'),
-        ('regularization=0.1', '.dropout=0.1'),
-        ('held_out=0.2', '.fraction=0.2'),
-        ('compute=bf16', '.dtype=bfloat16'),
-        ('mesh=2', '.data=2'),
-        ('loader=host', '.placement=host'),
+        ('fewshot=5', 'shots'),
+        ('held_out=0.2', 'fraction'),
     ],
 )
 def test_a_record_given_as_one_value_says_which_field_to_set(override, example):

@@ -198,14 +198,3 @@ def test_ctrl_c_in_a_program_without_a_job_ends_it_at_once(tmp_path):
             run.send_signal(signal.SIGINT)
             assert run.wait(10) == INTERRUPTED
     assert run.stderr.read() == 'error: interrupted\n'
-
-
-@pytest.mark.parametrize('program', [['vit_jax.train'], ['vit_jax', 'predict']])
-def test_ctrl_c_while_a_program_is_imported_ends_it_without_a_word(program):
-    command = [sys.executable, '-m', *program]
-    run = subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
-    while not any('jaxlib' in m.path for m in psutil.Process(run.pid).memory_maps()):
-        time.sleep(0.01)
-    run.send_signal(signal.SIGINT)
-    assert run.wait(10) == -signal.SIGINT
-    assert run.stderr.read() == ''

@@ -1,10 +1,9 @@
-"""A web server on this machine: files with checksums, a hub's repositories, and faults on demand.
+"""A web server on this machine: files, a hub's repositories, and faults on demand.
 
-Where a command line is to be tried: python -m tests.servers.web FOLDER says what to set, and serves
+For trying a command line, python -m tests.servers.web FOLDER prints what to set, and serves
 FOLDER/BUCKET/FILE as gs://BUCKET/FILE and FOLDER/OWNER/NAME/ as hf:OWNER/NAME.
 """
 
-import base64
 import contextlib
 import hashlib
 import http.server
@@ -17,8 +16,6 @@ import time
 import urllib.parse
 from typing import NamedTuple
 
-import google_crc32c
-
 
 class Answer(NamedTuple):
     body: bytes = b''
@@ -27,19 +24,17 @@ class Answer(NamedTuple):
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Answers by path. `asked` is what was asked of it; the rest are faults."""
+    """Answers by path. `requests` lists the (method, path) of each request; the rest are faults."""
 
     daemon_threads = True
 
     def __init__(self):
         self.answers = dict[str, Answer]()
-        self.asked = list[tuple[str, str, str | None]]()  # method, path, range
-        self.cuts = list[int]()  # files end after so many bytes; each of these is used once
-        self.refusals = list[int]()  # statuses of the next answers
-        self.raw = list[bytes]()  # the next answers, byte for byte, after which it hangs up
-        self.flipped = False  # the last bit of every file
-        self.claims = 0  # bytes by which every file is said to be longer than it is
-        self.seconds = 0.0  # that every file takes
+        self.requests = list[tuple[str, str]]()
+        self.raw: bytes | None = None  # every answer, byte for byte, after which it hangs up
+        self.cut: int | None = None  # bytes after which every file ends
+        self.flipped = ''  # the ending of the files whose last bit is flipped
+        self.seconds = 0.0  # for each file
         super().__init__(('127.0.0.1', 0), Handler)
 
     @property
@@ -47,7 +42,7 @@ class Server(http.server.ThreadingHTTPServer):
         return f'http://127.0.0.1:{self.server_port}'
 
     def absent(self, path: str) -> Answer:
-        """What is said of a path where nothing is: by a hub with the reason."""
+        """Answers for a missing path: a hub's answer has the reason."""
         repository = re.match(r'/api/models/[^/]+/[^/]+/', path)
         known = repository and any(one.startswith(repository[0]) for one in self.answers)
         known = 'RevisionNotFound' if known else 'RepoNotFound'
@@ -62,39 +57,27 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         server, path = self.server, urllib.parse.unquote(self.path.partition('?')[0])
-        server.asked.append((self.command, path, self.headers.get('Range')))
-        if server.raw:
-            self.wfile.write(server.raw.pop(0))
+        server.requests.append((self.command, path))
+        if server.raw is not None:
+            self.wfile.write(server.raw)
             self.close_connection = True
             return
         answer = server.answers.get(path, server.absent(path))
-        if server.refusals:
-            answer = Answer(status=server.refusals.pop(0))
-        body, headers = answer.body, {'Content-Type': 'application/octet-stream'} | answer.headers
-        etag, status = headers.get('ETag'), answer.status
-        asked = re.fullmatch(r'bytes=(\d+)-(\d*)', self.headers.get('Range', ''))
-        if asked and status == 200 and self.headers.get('If-Range', etag) == etag:
-            start, end = int(asked[1]), min(int(asked[2] or len(body)), len(body) - 1)
-            headers['Content-Range'] = f'bytes {start}-{end}/{len(body)}'
-            body, status = body[start : end + 1], 206 if start < len(body) else 416
-        file = not path.startswith('/api/') and status < 300
-        if server.flipped and file:
+        body = answer.body
+        if server.flipped and path.endswith(server.flipped):
             body = body[:-1] + bytes([body[-1] ^ 1])
-        self.send_response(status)
-        headers |= {'Content-Length': str(len(body) + server.claims * file)} | answer.headers
-        for name, value in headers.items():
+        headers = {'Content-Type': 'application/octet-stream', 'Content-Length': str(len(body))}
+        self.send_response(answer.status)
+        for name, value in (headers | answer.headers).items():
             if value:
                 self.send_header(name, value)
         self.end_headers()
         if self.command == 'HEAD':
             return
-        time.sleep(server.seconds * file)
-        if server.cuts and file:
-            body = body[: server.cuts.pop(0)]
-            self.close_connection = True
-        self.wfile.write(body)
-        if server.claims and file or not headers['Content-Length']:
-            self.close_connection = True
+        is_file = not path.startswith('/api/') and answer.status < 300
+        time.sleep(server.seconds * is_file)
+        self.close_connection |= is_file and server.cut is not None
+        self.wfile.write(body[: server.cut] if is_file else body)
 
     do_HEAD = do_GET
 
@@ -112,19 +95,10 @@ def serving(answers=None):
         server.server_close()
 
 
-def stored(data: bytes) -> Answer:
-    """An object of a bucket, as storage.googleapis.com answers."""
-    crc = base64.b64encode(google_crc32c.Checksum(data).digest()).decode()
-    etag = f'"{hashlib.md5(data).hexdigest()}"'
-    return Answer(data, {'ETag': etag, 'x-goog-hash': f'crc32c={crc}, md5=none'})
-
-
 def raw(status: int, body: bytes = b'', **headers: object) -> bytes:
-    """An answer byte for byte: a header whose value is a list comes as often."""
+    """An answer byte for byte."""
     lines = [f'HTTP/1.1 {status} said by the server']
-    for name, values in headers.items():
-        values = values if isinstance(values, list) else [values]
-        lines += [f'{name.replace("_", "-")}: {value}' for value in values]
+    lines += [f'{name.replace("_", "-")}: {value}' for name, value in headers.items()]
     return '\r\n'.join([*lines, '', '']).encode() + body
 
 
@@ -174,7 +148,7 @@ def main(folder: str) -> None:
     answers = {}
     for owner in filter(pathlib.Path.is_dir, pathlib.Path(folder).iterdir()):
         for path in filter(pathlib.Path.is_file, owner.rglob('*')):
-            answers[f'/{path.relative_to(folder)}'] = stored(path.read_bytes())
+            answers[f'/{path.relative_to(folder)}'] = Answer(path.read_bytes())
         for place in filter(pathlib.Path.is_dir, owner.iterdir()):
             files = {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()}
             answers |= repository(f'{owner.name}/{place.name}', {'main': files})

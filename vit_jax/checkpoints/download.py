@@ -1,258 +1,163 @@
-"""Files behind URLs, downloaded once into a cache, resumed where they were cut, and checked.
+"""Files behind URLs, downloaded once into a cache and checked.
 
-CACHE/DIGEST-OF-URL/NAME             a file that is whole
-                   /NAME.sha256      its digest, as `sha256sum --check` takes it
-                   /NAME.partial     the bytes that have come of another one
-                   /NAME.etag        the version that they are of: its ETag, its length
+CACHE/DIGEST-OF-URL/NAME             the whole file
+                   /NAME.sha256      its digest, in the format of `sha256sum --check`
 """
 
-import contextlib
 import hashlib
-import logging
 import os
 import pathlib
-import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-
-from vit_jax.base import MissingFile, UnusableDisk, UserError, locking, sync, usable
+from vit_jax.base import MissingFile, UnusableDisk, UserError, require
 from vit_jax.base.errors import shown_url
-from vit_jax.checkpoints import digests, http_answers
 
-_WAITS = 1.0, 2.0, 4.0  # seconds, after attempts in a row that brought nothing
 _BLOCK = 2**20  # bytes
-_LONGEST = 255 - len('.partial')  # bytes of a name in the cache: a disk takes 255
-_AGAIN = 'the same command goes on where it stopped'
-
-Told = Callable[[int, int | None], None]  # how many bytes have come, of how many
+_LONGEST = 255 - len('.sha256')  # bytes of a file name in the cache: a disk allows 255
+_ELSEWHERE = 'download it with a program that has access, and give the path of the file'
+_STATUS = {
+    401: f'it is not public: {_ELSEWHERE}',
+    403: f'it is not public, or does not exist: {_ELSEWHERE}',
+    404: 'nothing is there; is the name right?',
+}
+_OTHER_STATUS = 'the server does not send the file; try again later'
 
 
 class Fetched(NamedTuple):
-    """A file that was behind a URL, in the cache."""
+    """A downloaded file in the cache."""
 
     path: pathlib.Path
     sha256: str
 
 
 def cache() -> pathlib.Path:
-    """The folder of all downloads but the hub's: VIT_JAX_CACHE, or vit_jax in the user's own cache,
-    which is XDG_CACHE_HOME, or ~/.cache.
+    """Returns the folder of all downloads except those of the hub.
+
+    It is VIT_JAX_CACHE, or vit_jax in the user's own cache (XDG_CACHE_HOME, or ~/.cache).
     """
     users = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or '')
-    if not users.is_absolute():  # such a one has to be ignored
+    if not users.is_absolute():  # the standard says to ignore it
         users = pathlib.Path('~/.cache')
     return pathlib.Path(os.environ.get('VIT_JAX_CACHE') or users / 'vit_jax').expanduser()
 
 
 def is_offline() -> bool:
-    """Is the network forbidden, by the variable that the hub's own client reads?"""
+    """Does the variable of the hub's client forbid to use the network?"""
     return os.environ.get('HF_HUB_OFFLINE', '').upper() in ('1', 'ON', 'YES', 'TRUE')
 
 
 def place(url: str) -> pathlib.Path:
-    """Where the file behind a URL is kept, if it is."""
+    """Returns the path in the cache for the file behind a URL."""
     name = shown_url(url).rpartition('/')[2][-_LONGEST:]  # in ASCII
     return cache() / hashlib.sha256(url.encode()).hexdigest()[:16] / name
 
 
-def fetched(url: str, *, sha256: str | None = None) -> Fetched:
-    """The file behind a URL, from the cache, or else downloaded.
+def fetch(url: str, *, sha256: str | None = None) -> Fetched:
+    """Returns the file behind a URL, from the cache or downloaded.
 
-    It has the length and the checksums that the server declares (x-goog-hash) and the SHA-256 that
-    is given; what has not is removed. Of several processes one downloads. Raises UserError, in one
-    sentence: MissingFile where nothing is there, UnusableDisk where there is no room.
+    A cached file is compared with the digest of its download, and downloaded again if it differs.
+
+    Args:
+      url: The URL. Its query may be a secret: no message shows it.
+      sha256: The expected digest.
+
+    Raises:
+      MissingFile: If there is no such file, or if it is not in the cache of an offline host.
+      UnusableDisk: If the cache cannot be written.
+      UserError: If the download fails or has another digest.
     """
-    path = place(url)
-    with _kept(path):
-        if not path.exists():
-            if is_offline():
-                why = 'and HF_HUB_OFFLINE forbids to download it'
-                raise MissingFile(f'{shown_url(url)}: not in the cache ({cache()}), {why}')
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with (path.parent / '.lock').open('a') as lock:
-                if not locking.locked(lock):
-                    logging.warning('%s: another process downloads it; waiting', path.name)
-                    locking.locked(lock, wait=True)
-                if not path.exists():
-                    _download(url, path, sha256)
-    found = _verified(path)
-    if sha256 not in (None, found):
-        text = f'the copy in the cache has {found}; is the digest right? else remove {path}'
-        raise UserError(f'{shown_url(url)}: expected the SHA-256 {sha256}, {text}')
-    return Fetched(path, found)
+    import pooch  # takes a while, and is needed for downloads only
+    import requests
 
+    path, shown = place(url), shown_url(url)
 
-def _download(url: str, path: pathlib.Path, sha256: str | None) -> None:
-    """Brings the file to its path, which it gets when it is whole. Its folder is locked."""
-    partial, waits = _beside(path, 'partial'), list(_WAITS)
-    declared: dict[str, str] = {}  # checksums of the version that comes
-    most = _size(partial)  # that has come so far
-    with _bar(path.name) as told:
-        while True:
-            try:
-                if _attempt(url, path, told, declared, checked=sha256 is not None):
-                    break
-                continue
-            except http_answers.LOST as error:
-                if _size(partial) > most:
-                    most, waits = _size(partial), list(_WAITS)
-                if not waits:
-                    text = f'{http_answers.why(error)}; once it can be reached, {_AGAIN}'
-                    raise UserError(f'{shown_url(url)}: {text}') from error
-            time.sleep(waits.pop(0))
-    found = _digest(partial, hashlib.sha256())
-    if 'crc32c' in declared:
-        _require_same(url, path, 'CRC32C', declared['crc32c'], digests.crc32c(partial))
-    if sha256 is not None:
-        _require_same(url, path, 'SHA-256', sha256, found)
-    _beside(path, 'sha256').write_text(_line(found, path))
-    sync(partial)
-    partial.replace(path)
-    _beside(path, 'etag').unlink()
+    def download(_: str, partial: str, __: Any) -> None:
+        if is_offline():
+            why = f'not in the cache ({cache()}), and HF_HUB_OFFLINE forbids to download it'
+            raise MissingFile(f'{shown}: {why}')
+        _download(url, partial, has_digest=sha256 is not None)
+        received = pooch.file_hash(partial)
+        text = f'expected the SHA-256 {sha256}, received {received}; the file was not kept'
+        require(sha256 in (None, received), f'{shown}: {text}')
+        note = pathlib.Path(f'{partial}.sha256')
+        note.write_text(f'{received}  {path.name}\n')
+        note.replace(_note(path))  # at once: other processes may download the same file
 
-
-def _attempt(
-    url: str, path: pathlib.Path, told: Told, declared: dict[str, str], *, checked: bool
-) -> bool:
-    """Appends to the partial file what comes of the rest, and notes the `declared` checksums.
-
-    `checked`: another checksum is known. Is the file whole then? A server may give less than was
-    asked for. Raises one of LOST where that may be tried again, which goes on with what has come.
-    """
-    partial, version = _beside(path, 'partial'), _noted(path)
-    have = _size(partial) if version.etag else 0
-    with _forgetting(path), http_answers.opened(url, have, version) as answer:
-        start, stop, version = http_answers.part(url, answer, have, version)
-        if not start:
-            declared.clear()
-        declared |= http_answers.checksums(answer)
-        total = version.total
-        if total is None and not ('crc32c' in declared or checked):
-            why = 'its server does not say how long it is, so that a part could be taken for all'
-            raise UserError(f'{shown_url(url)}: {why}; add #sha256=DIGEST')
-        with partial.open('ab') as file:
-            if not start:
-                file.truncate(0)
-            _beside(path, 'etag').write_text(f'{version.etag}\n{total or ""}')
-            _require_room(path, (total or start) - start)
-            have = start
-            while block := http_answers.received(answer):
-                if stop is not None and have + len(block) > stop:
-                    raise http_answers.Unfit(f'{shown_url(url)}: more came than was declared')
-                file.write(block)
-                file.flush()
-                have += len(block)
-                told(have, total)
-    if stop is not None and have < stop:
-        raise ConnectionError(f'ended after {have:,} of {total:,} bytes')
-    if _size(partial) != have:  # locks do nothing on this disk, and another process wrote as well
-        partial.unlink()
-        raise ConnectionError('another process downloads it to the same place')
-    return total in (None, have)
-
-
-def _noted(path: pathlib.Path) -> http_answers.Version:
-    """The version that the partial file is of."""
-    note = _beside(path, 'etag')
-    etag, _, total = (note.read_text(errors='replace') if note.exists() else '').partition('\n')
-    return http_answers.Version(
-        http_answers.strong(etag), int(total) if total.isdecimal() else None
-    )
-
-
-@contextlib.contextmanager
-def _forgetting(path: pathlib.Path) -> Iterator[None]:
-    """Around an attempt: removes what has come where nothing that comes can be appended to it."""
+    pooch.get_logger().setLevel('WARNING')
     try:
-        yield
-    except (http_answers.Anew, http_answers.Unfit):
-        _beside(path, 'partial').unlink(missing_ok=True)
-        _beside(path, 'etag').unlink(missing_ok=True)
-        raise
-
-
-def _require_room(path: pathlib.Path, more: int) -> None:
-    free = shutil.disk_usage(path.parent).free
-    if more > free:
-        text = f'{more / 2**20:,.0f} MiB more of {path.name}, {free / 2**20:,.0f} MiB are free'
-        raise UnusableDisk(f'{path.parent}: no room for {text}; VIT_JAX_CACHE=DIR is another place')
-
-
-@contextlib.contextmanager
-def _kept(path: pathlib.Path) -> Iterator[None]:
-    """Around what is written to the cache, of which an OSError becomes UnusableDisk."""
-    try:
-        yield
+        digest = _cached_digest(path)
+        if digest is None or sha256 not in (None, digest):
+            pooch.retrieve(url, sha256, path.name, path.parent, downloader=download)
+            digest = _note(path).read_text().split()[0]
+        return Fetched(path, digest)
     except UserError:
         raise
+    except (requests.RequestException, ValueError) as error:
+        raise UserError(f'{shown}: {_reason(error)}') from error
     except OSError as error:
-        have = 0
-        with contextlib.suppress(OSError):  # the same may be raised again
-            have = _size(_beside(path, 'partial'))
-        came = f' after {have:,} bytes of {path.name}; make room, and {_AGAIN}' if have else ''
-        place = 'VIT_JAX_CACHE=DIR is another place'
-        raise UnusableDisk(f'{path.parent}: {error.strerror}{came}; {place}') from error
+        text = f'{error.filename or path.parent}: {error.strerror or error}'
+        raise UnusableDisk(f'{text}; VIT_JAX_CACHE=DIR sets another cache') from error
 
 
-def _verified(path: pathlib.Path) -> str:
-    """The digest of a file in the cache. What is not as it was downloaded is removed: UserError."""
-    with usable(path):
-        found, noted = _digest(path, hashlib.sha256()), _beside(path, 'sha256')
-        if not noted.exists() or noted.read_text() != _line(found, path):
-            _remove(path)
-            again = 'and removed; the same command downloads it again'
-            raise UserError(f'{path}: damaged since it was downloaded, {again}')
-    return found
+def _cached_digest(path: pathlib.Path) -> str | None:
+    """Returns the SHA-256 of a cached file. Removes a file that is not as it was downloaded."""
+    import pooch
+
+    if not path.exists():
+        return None
+    digest = str(pooch.file_hash(path))
+    if _note(path).exists() and _note(path).read_text().split()[:1] == [digest]:
+        return digest
+    path.unlink()
+    return None
 
 
-def _require_same(url: str, path: pathlib.Path, kind: str, expected: str, found: str) -> None:
-    """Raises UserError for another checksum, and leaves nothing of the file."""
-    if expected != found:
-        _remove(path)
-        text = f'expected the {kind} {expected}, what came has {found}: removed; try again'
-        raise UserError(f'{shown_url(url)}: {text}, or ask for its digest where it is from')
+def _note(path: pathlib.Path) -> pathlib.Path:
+    """Returns the path of the note with the digest, which is written before the file."""
+    return path.with_name(f'{path.name}.sha256')
 
 
-def _line(sha256: str, path: pathlib.Path) -> str:
-    return f'{sha256}  {path.name}\n'
+def _download(url: str, partial: str, *, has_digest: bool) -> None:
+    """Writes the file behind a URL. Raises UserError for an answer that cannot be the file."""
+    import pooch
+
+    shown = shown_url(url)
+
+    def check(answer: Any, **_: Any) -> None:
+        safe = answer.url.startswith('https:') or not url.startswith('https:')
+        require(safe, f'{shown}: leads to http://, where anyone on the way could change it')
+        if answer.is_redirect:
+            return
+        if (status := answer.status_code) != 200:
+            kind = MissingFile if status in _STATUS else UserError
+            raise kind(f'{shown}: HTTP {status}: {_STATUS.get(status, _OTHER_STATUS)}')
+        web_page = answer.headers.get('Content-Type', '').startswith('text/html')
+        require(not web_page, f'{shown}: a web page; take the link that downloads the file')
+        ends = 'Content-Length' in answer.headers or 'Transfer-Encoding' in answer.headers
+        unknown = 'its length is unknown, so a part could pass for all; add #sha256=DIGEST'
+        require(ends or has_digest, f'{shown}: {unknown}')
+
+    pooch.HTTPDownloader(
+        progressbar=sys.stderr.isatty(),
+        chunk_size=_BLOCK,
+        headers={'User-Agent': 'vit_jax', 'Accept-Encoding': 'identity'},
+        hooks={'response': check},
+    )(url, partial, None)
 
 
-def _remove(path: pathlib.Path) -> None:
-    for one in path, *(_beside(path, ending) for ending in ('partial', 'etag', 'sha256')):
-        one.unlink(missing_ok=True)
+def _reason(error: Exception) -> str:
+    """Says why a download failed, without the words of `requests`, which repeat the URL."""
+    import requests
 
-
-def _beside(path: pathlib.Path, ending: str) -> pathlib.Path:
-    return path.with_name(f'{path.name}.{ending}')
-
-
-def _size(path: pathlib.Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def _digest(path: pathlib.Path, empty: Any) -> str:
-    with path.open('rb') as file:
-        return hashlib.file_digest(file, lambda: empty).hexdigest()
-
-
-@contextlib.contextmanager
-def _bar(name: str) -> Iterator[Told]:
-    """A bar on a terminal, and a function that moves it."""
-    columns = TextColumn('{task.description}', markup=False), BarColumn(), DownloadColumn()
-    more = TransferSpeedColumn(), TimeRemainingColumn()
-    hidden = not sys.stderr.isatty()
-    with Progress(*columns, *more, console=Console(stderr=True), disable=hidden) as bar:
-        task = bar.add_task(name, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    if isinstance(error, requests.exceptions.SSLError):
+        return 'its certificate is not accepted; REQUESTS_CA_BUNDLE=FILE names your own'
+    if isinstance(error, ValueError | requests.TooManyRedirects):
+        return (
+            'it, or what it leads to, is not the URL of a file: expected https://HOST[:PORT]/FILE'
+        )
+    cause: BaseException | None = error
+    while cause is not None and not getattr(cause, 'strerror', None):
+        cause = cause.__cause__ or cause.__context__
+    why = getattr(cause, 'strerror', None) or 'the connection failed or ended too early'
+    return f'{why}; the same command tries again'

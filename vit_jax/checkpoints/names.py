@@ -93,7 +93,7 @@ def local_file(name: str) -> str:
     fits = name.startswith(('gs://', 'https://'))
     require(fits, f'{shown(name)}: expected a local file, or one of gs:// or https://')
     address, mark, digest = name.partition('#sha256=')
-    return str(download.fetched(_https(address), sha256=digest.lower() if mark else None).path)
+    return str(download.fetch(_https(address), sha256=digest.lower() if mark else None).path)
 
 
 def require_here(path: str) -> None:
@@ -140,7 +140,7 @@ def _file(name: str) -> Local:
     plain = address.startswith('http://') and sha256 is None
     require(not plain, 'anyone on the way could change it: https://, or #sha256=DIGEST at the end')
     url = _https(address + (match['query'] or ''))
-    found = download.fetched(url, sha256=sha256 and sha256.lower())
+    found = download.fetch(url, sha256=sha256 and sha256.lower())
     path = f'{found.path}:{subtree}' if subtree else str(found.path)
     return Local(path, (shown_url(url), f'SHA-256 {found.sha256}'))
 

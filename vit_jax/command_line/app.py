@@ -3,13 +3,10 @@
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import functools
 import io
 import os
-import pathlib
 import re
-import signal
 import sys
 import traceback
 import warnings
@@ -17,7 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import jax
-from absl import flags
 
 from vit_jax.base.errors import UserError, lacks_memory
 from vit_jax.base.records import nearest
@@ -26,28 +22,28 @@ from vit_jax.checkpoints.download import cache
 from vit_jax.command_line import config_files, config_flags, config_help, output
 from vit_jax.config import Study, TrainConfig
 from vit_jax.data.image_preprocessing import MAX_PIXELS, MOST_PIXELS
-from vit_jax.parallel import clusters, compiled_programs
+from vit_jax.parallel import clusters
 from vit_jax.parallel.clusters import Launch
 from vit_jax.parallel.processes import INTERRUPTED, Job, joined_job
 from vit_jax.training.loop import NotFinite
 
-# What needs less memory, of a program that trains.
-_SMALLER = (
-    '--config.compute.remat=block, --config.accumulation_steps=2, or a smaller '
-    '--config.batch_size or --config.eval_batch_size'
+_LESS_MEMORY = (
+    'less is needed with a smaller batch (--batch_size, --config.batch_size, '
+    '--config.eval_batch_size), --config.compute.remat=block or --config.accumulation_steps=2'
 )
+_MAX_COMPILED_BYTES = 4 * 2**30  # jax evicts the least recently used programs
 _UNREAD = 141  # the code of a shell's command whose output nobody reads (SIGPIPE)
 
 
 class Invocation(NamedTuple):
-    """What a program was asked to do, as one process of a job."""
+    """The arguments of a program that is one process of a job."""
 
     config: TrainConfig
     workdir: str
-    accept_changes: bool  # go on in a work directory of another configuration
-    accept_data_changes: bool  # go on in that of a run on other data
+    accept_changes: bool  # resume in a work directory of another configuration
+    accept_data_changes: bool  # resume in a work directory of a run on other data
     job: Job
-    profile: range | None = None  # steps to watch
+    profile: range | None = None  # steps
 
 
 def run(
@@ -58,20 +54,17 @@ def run(
 ) -> None:
     """Runs a program and exits with the code that `main` returns.
 
-    With the arguments of `add_config`, `arguments.config` is what was asked for.
-    The program outlives those who read what it prints, and the disk that keeps it, unless that is
-    its only result.
+    With the arguments of `add_config`, `arguments.config` is the configuration. A closed pipe does
+    not end the program, unless it `only_prints`.
     """
-    if only_prints:
-        output.require_stdout()
-    else:
+    if not only_prints:
         output.outlive_readers()
     with _started(parser) as arguments:
-        if 'distributed' not in arguments:  # else when the job is known
+        if 'distributed' not in arguments:  # else `main` does it when the job is known
             clusters.require_devices()
             keep_programs(arguments)
         code = main(arguments)
-        sys.stdout.flush()
+        print(end='', flush=True)  # stdout may be closed
         sys.exit(code)
 
 
@@ -79,45 +72,48 @@ def run_job(
     main: Callable[[Invocation], None], *, name: str, description: str | None, trains: bool = True
 ) -> None:
     """Runs a program with configuration and work directory, as one of the processes of a job."""
+
+    def start(arguments: argparse.Namespace, job: Job) -> int:
+        invocation = Invocation(
+            config=arguments.config,
+            workdir=arguments.workdir,
+            accept_changes=arguments.accept_config_changes,
+            accept_data_changes=trains and arguments.accept_data_changes,
+            job=job,
+            profile=arguments.profile_steps if trains else None,
+        )
+        main(invocation)
+        return 0
+
     parser = new_parser(name, description)
     add_job(parser, trains=trains)
-    output.outlive_readers()
-    with _started(parser) as arguments, joined_job(launch(arguments), reporter(arguments)) as job:
-        clusters.require_devices()
-        keep_programs(arguments, job)
-        accepted = arguments.accept_config_changes, trains and arguments.accept_data_changes
-        profile = arguments.profile_steps if trains else None
-        main(Invocation(arguments.config, arguments.workdir, *accepted, job, profile))
+    run_together(start, parser)
 
 
 def run_together(
     main: Callable[[argparse.Namespace, Job], int], parser: argparse.ArgumentParser
 ) -> None:
-    """Runs a program, as `run` does, as one of the processes of a job."""
-    add_launch(parser)
+    """Runs a program, as `run` does, as one of the processes of a job (see `add_launch`)."""
     output.outlive_readers()
     with _started(parser) as arguments:
         with joined_job(launch(arguments), reporter(arguments)) as job:
             clusters.require_devices()
             keep_programs(arguments, job)
             code = main(arguments, job)
-        sys.stdout.flush()
+        print(end='', flush=True)
         sys.exit(code)
 
 
 @contextlib.contextmanager
 def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
-    """The parsed arguments. An error within is reported, and ends the program."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # while importing (vit_jax/__init__.py)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Yields the parsed arguments. Reports an error in the body, and exits."""
     parser.add_argument('--traceback', action='store_true', help='show where any error comes from')
-    text = 'keep compiled programs there; none: nowhere (~/.cache/vit_jax/compiled)'
+    text = 'folder of compiled programs; none: do not keep them (~/.cache/vit_jax/compiled)'
     parser.add_argument('--compiled', action=_Once, type=local_path, metavar='DIR', help=text)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files that are no Unicode
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names need not be Unicode
         sys.stdout.reconfigure(errors='surrogateescape')
     overrides, others = config_flags.split([config_flags.at_home(text) for text in sys.argv[1:]])
-    # absl, which read the arguments once, takes one dash for two.
-    arguments = parser.parse_args([re.sub('^-(?=[a-z_]{2})', '--', text) for text in others])
+    arguments = parser.parse_args(others)
     if overrides and getattr(arguments, 'config', None) is None:
         why = '--config=FILE is missing' if 'config' in arguments else 'there is no configuration'
         parser.error(f'unrecognized arguments: --config.{overrides[0]}; {why}')
@@ -126,61 +122,59 @@ def _started(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
         if getattr(arguments, 'config', None) is not None:
             arguments.config = config_flags.load(arguments.config, overrides, arguments.config_kind)
         yield arguments
-    except BrokenPipeError:  # as in `| head`: enough was read
+    except BrokenPipeError:  # as in `| head -1`
         os._exit(_UNREAD)
     except KeyboardInterrupt as error:
         reporter(arguments)(error)
-        os._exit(INTERRUPTED)  # no thread that compiles or waits for a disk is waited for
+        os._exit(INTERRUPTED)  # without waiting for threads that compile or write
     except Exception as error:
         sys.exit(reporter(arguments)(error))
 
 
 def keep_programs(arguments: argparse.Namespace, job: Job | None = None) -> str:
-    """Where compiled programs are kept, in words: --compiled, JAX_COMPILATION_CACHE_DIR, or the
-    user's own folder.
+    """Sets jax's compilation cache; returns its folder, or why there is none.
 
-    Of several processes one alone would find them, unless all share the folder: they keep nothing
-    that was not asked for, as those that compile may wait for the others while doing so.
+    The folder is --compiled, JAX_COMPILATION_CACHE_DIR, or one in the user's own cache. Several
+    processes use the last only on request: a process that loads a program does not wait for the
+    others, which compile it.
     """
-    asked, of_jax = arguments.compiled, jax.config.values['jax_compilation_cache_dir']
-    if asked == 'none':
+    requested, preset = arguments.compiled, jax.config.values['jax_compilation_cache_dir']
+    if requested == 'none':
         jax.config.update('jax_enable_compilation_cache', False)
     if not jax.config.values['jax_enable_compilation_cache']:
-        return 'nowhere, as was asked'
-    if asked is None and of_jax is not None:
-        return f'{of_jax}, as jax was told'
-    if asked is None and job is not None and job.count > 1:
-        return 'nowhere, of several processes; --compiled=DIR that all share keeps them'
-    folder = compiled_programs.keep(pathlib.Path(asked) if asked else cache() / 'compiled')
-    return 'nowhere' if folder is None else str(folder)
+        return 'none (disabled)'
+    if requested is None and preset is not None:
+        return f'{preset} (JAX_COMPILATION_CACHE_DIR)'
+    if requested is None and job is not None and job.count > 1:
+        return 'none with several processes; --compiled=DIR sets a folder that all of them share'
+    folder = requested or str(cache() / 'compiled')
+    jax.config.update('jax_compilation_cache_dir', folder)
+    jax.config.update('jax_compilation_cache_max_size', _MAX_COMPILED_BYTES)
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)  # most programs are small
+    return folder
 
 
 def reporter(arguments: argparse.Namespace) -> Callable[[BaseException], int]:
-    """Prints an error, in one line where the user can mend it; returns the exit code."""
+    """Returns a function that prints an error and returns the exit code.
+
+    An error that the user can fix is one line, all others have a traceback.
+    """
 
     def report(error: BaseException) -> int:
         interrupted = isinstance(error, KeyboardInterrupt)
-        mendable = isinstance(error, UserError | NotFinite | KeyboardInterrupt)
-        own = '' if mendable else _lacking_memory(error, arguments) or config_files.raised(error)
-        if arguments.traceback or not (mendable or own):
+        text = 'interrupted' if interrupted else str(error)
+        fixable = isinstance(error, UserError | NotFinite | KeyboardInterrupt)
+        if lacks_memory(error):
+            fixable, text = True, f'{text.splitlines()[0]}; {_LESS_MEMORY}'
+        if arguments.traceback or not fixable:
             traceback.print_exception(error)
         else:
             # Background tasks of orbax that end with the process would have the last word.
             warnings.simplefilter('ignore')
-            text = 'interrupted' if interrupted else own or error
             print(f'error: {text}', file=sys.stderr, flush=True)
         return INTERRUPTED if interrupted else 1
 
     return report
-
-
-def _lacking_memory(error: BaseException, arguments: argparse.Namespace) -> str:
-    """What jax says of a device with too little memory, and what needs less; '' of other errors."""
-    if not lacks_memory(error):
-        return ''
-    smaller = getattr(arguments, 'smaller', '')
-    less = f'; less is needed with {smaller}' if smaller else ''
-    return str(error).splitlines()[0] + less
 
 
 class _Parser(argparse.ArgumentParser):
@@ -191,24 +185,21 @@ class _Parser(argparse.ArgumentParser):
         for text in args or ():
             flag = text.partition('=')[0]
             if flag.startswith('--') and flag not in self._option_string_actions:
-                self.error(f'unrecognized arguments: {text}; {self._nearest(flag)}')
+                self.error(f'unrecognized arguments: {text}; {self._suggest(flag)}')
             follows = re.fullmatch('-[^=]+', before)  # the flag whose value it is
             if re.match(r'[^-].*\.py(:|$)', text) and not follows and self._takes_config:
                 self.error(f'unrecognized arguments: {text}; did you mean --config={text}?')
             before = text
         return super().parse_args(args, namespace)
 
-    def _nearest(self, flag: str) -> str:
-        """Which flag was meant, or which field of the configuration."""
-        known = {name for name in self._option_string_actions if name.startswith('--')}
-        paths = config_help.paths(self.get_default('config_kind')) if self._takes_config else ()
-        fields = [f'--{path}' for path in paths]
-        if paths and (text := config_help.synonym_hint(self.get_default('config_kind'), flag[2:])):
-            return text.replace("'config.", "'--config.")
-        same = [field for field in fields if field.endswith(f'.{flag[2:]}')]
-        same = same or [field for field in fields if config_help.initials(field) == flag[2:]]
-        meant = same or difflib.get_close_matches(flag, [*known, *fields])
-        return f'did you mean {meant[0]!r}?' if meant else nearest(flag, known)
+    def _suggest(self, flag: str) -> str:
+        """Ends an error message about an unknown flag: the flag or the field that was meant."""
+        known = [name[2:] for name in self._option_string_actions if name.startswith('--')]
+        if not self._takes_config:
+            return nearest(flag, [f'--{name}' for name in known])
+        field = flag[2:].rpartition('.')[2]
+        text = config_help.suggest(self.get_default('config_kind'), field, known)
+        return re.sub(r"'([\w.=]+)'", r"'--\1'", text)
 
     @property
     def _takes_config(self) -> bool:
@@ -274,31 +265,15 @@ def add_config(
 def add_job(parser: argparse.ArgumentParser, *, required: bool = True, trains: bool = True) -> None:
     """The arguments of a program that is one of the processes of a job."""
     add_config(parser, required=required)
-    parser.set_defaults(smaller=_SMALLER if trains else 'a smaller --config.eval_batch_size')
-    add_boolean(parser, 'accept_config_changes', 'go on in a directory of another configuration')
+    text = 'resume in a directory of another configuration'
+    parser.add_argument('--accept_config_changes', action='store_true', help=text)
     if trains:
-        add_boolean(parser, 'accept_data_changes', 'go on in a directory of a run on other data')
+        text = 'resume in a directory of a run on other data'
+        parser.add_argument('--accept_data_changes', action='store_true', help=text)
         text = 'write a profile of the M - N steps after step N into WORKDIR/profile'
         add_once = functools.partial(parser.add_argument, action=_Once, type=_steps)
         add_once('--profile_steps', metavar='N:M', help=text)
     add_launch(parser)
-
-
-def add_boolean(
-    parser: argparse.ArgumentParser, name: str, text: str, *, default: bool = False
-) -> None:
-    """A flag that is given as --NAME, --NAME=true, --NAME=false or --noNAME."""
-    other = f'; --no{name}: not' if default else ''
-    flag, text = f'--{name}', f'{text} ({str(default).lower()}{other})'
-    parser.add_argument(
-        flag, type=boolean, nargs='?', const=True, default=default, metavar='true|false', help=text
-    )
-    parser.add_argument(f'--no{name}', dest=name, action='store_false', help=argparse.SUPPRESS)
-
-
-def boolean(text: str) -> bool:
-    """true or false, in any of absl's spellings."""
-    return flags.BooleanParser().parse(text)
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
@@ -327,7 +302,6 @@ def launch(arguments: argparse.Namespace) -> Launch:
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
     """The arguments of a program that shows images to a network."""
-    parser.set_defaults(smaller='a smaller --batch_size')
     parser.add_argument('--batch_size', type=positive, default=32, metavar='N', help='(32)')
     text = f'pixels of an image at most ({MAX_PIXELS:,})'
     parser.add_argument('--max_pixels', type=_pixels, default=MAX_PIXELS, metavar='N', help=text)

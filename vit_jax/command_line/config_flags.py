@@ -35,41 +35,41 @@ _PARSERS: dict[Any, Callable[[str], Any]] = {
 
 
 def at_home(argument: str) -> str:
-    """The argument with ~ replaced at its start, and after `--FLAG=`, where bash leaves it."""
+    """Expands ~ at the start of an argument, and after `--FLAG=`, where bash does not."""
     flag = re.match(r'(--?[\w.]+=)?', argument)
     end = flag.end() if flag else 0
     return argument[:end] + os.path.expanduser(argument[end:])
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The overrides among these arguments, as `FIELD=VALUE`, and all others.
+    """Separates overrides, as `FIELD=VALUE`, from all other arguments.
 
-    absl's other spellings of overrides are understood: `--config.FIELD VALUE`, `--config.FIELD`
-    and `--noconfig.FIELD` for booleans, and one dash instead of two.
+    An override is `--config.FIELD=VALUE`, `--config.FIELD VALUE`, or `--config.FIELD` for true.
     """
     overrides, others, rest = [], [], list(arguments)
     while rest:
         argument = rest.pop(0)
-        if found := re.fullmatch(r'--?(no)?config\.([^=]+)(=.*)?', argument, re.DOTALL):
-            negated, path, value = found.groups()
-            if not value and not negated and rest and not re.match('--?[a-z]', rest[0]):
-                value = f'={rest.pop(0)}'
-            overrides.append(path + (value or ('=false' if negated else '=true')))
-        else:
+        if not argument.startswith('--config.'):
             others.append(argument)
+            continue
+        override = argument.removeprefix('--config.')
+        if '=' not in override:
+            has_value = rest and not rest[0].startswith('--')
+            override += f'={rest.pop(0) if has_value else "true"}'
+        overrides.append(override)
     return overrides, others
 
 
 def load(file: str, overrides: Sequence[str], kind: type[Any] = TrainConfig) -> Any:
-    """What `FILE` or `FILE:ARGUMENT` describes, with each `FIELD=VALUE` set in this order.
+    """Reads the configuration `FILE` or `FILE:ARGUMENT`, and sets each `FIELD=VALUE` in this order.
 
-    Raises UserError that names a wrong field or value, or shows what the file itself raised.
+    Raises UserError that names a wrong field or value.
     """
     return overridden(config_files.read(file, kind), overrides, where='config')
 
 
 def overridden(record: R, overrides: Sequence[str], *, where: str) -> R:
-    """The same record, checked, after each `FIELD=VALUE` was set."""
+    """Sets each `FIELD=VALUE` in a record, and returns it checked."""
     units: dict[str, str] = {}  # that are given of each duration
     for override in overrides:
         path, _, text = override.partition('=')
@@ -83,7 +83,7 @@ def overridden(record: R, overrides: Sequence[str], *, where: str) -> R:
             value = records.read(typing.Union[options], value, f'{where}.{path}')  # noqa: UP007
         except UserError as error:
             kinds = [] if isinstance(value, dict) else [*records.record_types(options).values()]
-            more = config_help.field_hint(value, kinds, f'{where}.{path}') if kinds else ''
+            more = config_help.suggest_field(value, kinds, f'{where}.{path}') if kinds else ''
             raise UserError(f'{error}{more}') from error
         parent, _, name = path.rpartition('.')
         if isinstance(holder, Duration):
@@ -94,9 +94,9 @@ def overridden(record: R, overrides: Sequence[str], *, where: str) -> R:
 
 
 def _field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, ...]]:
-    """What holds a field, a record or a dict, and the types that the field may have.
+    """Returns the holder of a field, a record or a dict, and the possible types of the field.
 
-    Raises UserError with the nearest name where there is no such field.
+    Raises UserError with the nearest name if there is no such field.
     """
     value, options = record, (type(record),)
     for name in path.split('.'):
@@ -106,7 +106,7 @@ def _field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, ...]]
         if isinstance(holder, dict):
             known = {key: type(item) for key, item in holder.items()}
         if name not in known:
-            text = config_help.nearest(type(record), name, known)
+            text = config_help.suggest(type(record), name, known)
             if holder == {}:
                 text = f"""there is none; --{where}="{{{name!r}: {{}}}}" makes one"""
             raise UserError(f'{where}.{name}: no such field; {text}')
@@ -122,7 +122,7 @@ def _field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, ...]]
 
 
 def _parsed(text: str, options: Sequence[Any], *, where: str) -> Any:
-    """The value that a text stands for, in a field of one of these types."""
+    """Parses the text of a field that has one of these types."""
     choices = [name for option in options for name in typing.get_args(option)]
     if text.lower() == 'none' and 'none' not in choices:
         if type(None) not in options:

@@ -1,8 +1,7 @@
-"""The fields of a configuration as text: what stands in the source of its records."""
+"""Help about the fields of a configuration, and hints for wrong names and values."""
 
 import ast
 import collections.abc
-import contextlib
 import dataclasses
 import difflib
 import functools
@@ -13,90 +12,16 @@ import sys
 import textwrap
 import tokenize
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from vit_jax.base import UserError, records
+from vit_jax.base import records
 from vit_jax.base.records import Record
-from vit_jax.checkpoints.published import FILES
+from vit_jax.command_line import synonyms
 from vit_jax.models import ViTConfig
 from vit_jax.training.duration import Duration
 
 _WIDTH = 96
-# Names that timm, transformers, keras, big_vision and Lightning have for a field or its value.
-SYNONYMS = {
-    'start_from': 'pretrained model_name arch checkpoint init_from model_init finetune weights',
-    'data': 'dataset data_dir data_path train_dir train_data_dir',
-    'image_size': 'img_size input_size resolution size',
-    'held_out.fraction': 'validation_split val_split val_fraction test_size',
-    'batch_size': 'train_batch_size per_device_train_batch_size',
-    'eval_batch_size': 'val_batch_size validation_batch_size per_device_eval_batch_size',
-    'accumulation_steps': 'gradient_accumulation_steps grad_accum grad_accum_steps accum_iter',
-    'total.epochs': 'num_train_epochs num_epochs max_epochs total_epochs n_epochs',
-    'total.steps': 'max_steps total_steps num_steps num_train_steps iterations',
-    'loss': 'criterion loss_fn',
-    'loss.kind=sigmoid': 'bce bce_loss multi_label multilabel',
-    'loss.label_smoothing': 'smoothing label_smooth',
-    'optimizer.kind': 'opt optim optimizer_name optax_name',
-    'optimizer.weight_decay': 'decay wd l2_reg',
-    'optimizer.b1': 'betas beta1 beta_1 adam_beta1',
-    'optimizer.b2': 'beta2 beta_2 adam_beta2',
-    'optimizer.epsilon': 'eps opt_eps adam_epsilon',
-    'optimizer.clip_norm': 'grad_clip clip_grad grad_clip_norm clipnorm max_grad_norm '
-    'gradient_clip_val clip_gradients',
-    'optimizer.layer_decay': 'llrd layer_lr_decay layerwise_lr_decay',
-    'optimizer.trained_blocks=0': 'freeze freeze_backbone freeze_encoder linear_probe trainable',
-    'schedule.kind': 'decay sched scheduler lr_scheduler lr_scheduler_type lr_schedule decay_type',
-    'schedule.learning_rate': 'lr base_lr peak_lr max_lr',
-    'schedule.warmup.epochs': 'warmup_epochs',
-    'schedule.warmup.steps': 'warmup_steps num_warmup_steps',
-    'schedule.warmup.fraction': 'warmup_ratio',
-    'regularization.stochastic_depth': 'drop_path drop_path_rate stoch_depth stochdepth',
-    'regularization.dropout': 'drop drop_rate dropout_rate hidden_dropout_prob',
-    'polyak_decay': 'ema ema_decay model_ema model_ema_decay use_ema',
-    'augmentation.flip': 'hflip horizontal_flip random_flip',
-    'augmentation.randaugment': 'aa auto_augment randaug rand_augment',
-    'augmentation.erasing': 'reprob random_erasing',
-    'augmentation': 'aug augment augmentations transform transforms',
-    'seed': 'random_seed random_state',
-    'log_every_steps': 'logging_steps log_interval log_every log_every_n_steps log_training_steps',
-    'eval_every_steps': 'evaluation_strategy eval_strategy eval_steps val_interval eval_interval '
-    'check_val_every_n_epoch',
-    'checkpoint_every_steps': 'save_steps save_strategy save_every ckpt_steps checkpoint_steps',
-    'keep_checkpoints': 'save_total_limit checkpoint_hist max_to_keep',
-    'compute.dtype=bfloat16': 'mixed_precision precision amp bf16 fp16 half',
-    'compute.remat': 'gradient_checkpointing grad_checkpointing activation_checkpointing',
-    'loader.threads': 'num_workers workers dataloader_num_workers num_parallel_calls',
-    'model.width': 'embed_dim hidden_size hidden_dim',
-    'model.depth': 'num_layers num_hidden_layers',
-    'model.num_heads': 'heads num_attention_heads',
-    'model.mlp_dim': 'intermediate_size mlp_ratio',
-    'model.pool': 'global_pool pooling',
-}
-_NO_BEST = (
-    'there is no early stopping and no best checkpoint: --config.eval_every_steps=epoch '
-    '--config.checkpoint_every_steps=epoch --config.keep_checkpoints=1000 keep all of them, and '
-    'WORKDIR/checkpoints/STEP is used as a checkpoint'
-)
-# Names for which there is no field, and what to do instead.
-_NO_FIELD = {
-    'resume resume_from resume_from_checkpoint auto_resume restore': 'run the same command again '
-    'to resume',
-    'early_stopping early_stop patience': _NO_BEST,
-    'save_best save_best_only load_best_model_at_end monitor metric_for_best_model': _NO_BEST,
-    'wandb use_wandb log_wandb report_to logger': 'Weights & Biases is not supported; '
-    '--config.tensorboard=true writes event files, and WORKDIR/metrics.jsonl has all numbers',
-    'k_fold kfold folds n_folds n_splits cross_validation': 'there is no cross-validation; run '
-    'once for each part, held out by a column split of a table or by --config.held_out.seed',
-    'class_weights class_weight weighted_loss sample_weight weighted_sampler balanced': 'there are '
-    'no class weights; --config.loss may be a function of yours',
-    'num_classes n_classes num_labels': 'leave it out: the number of classes is that of the data',
-    'output_dir out_dir save_dir log_dir logdir default_root_dir': 'results go to --workdir=DIR',
-    'device devices gpus gpu accelerator num_gpus n_gpu': 'all devices are used; choose with the '
-    'environment: JAX_PLATFORMS=cpu, CUDA_VISIBLE_DEVICES=0',
-    'shuffle': 'training images are always shuffled, by --config.seed',
-    'tta test_time_augmentation': 'there is no test-time augmentation',
-}
 
 
 def names(cls: type[Record]) -> str:
@@ -142,79 +67,42 @@ def paths(cls: type[Record]) -> list[str]:
     return [f'{path}.{name}' for path, kind in found for name in records.hints(kind)]
 
 
-def initials(path: str) -> str:
-    """Of the words in a field's name: `lr` for `config.optimizer.learning_rate`."""
-    return ''.join(word[0] for word in path.rpartition('.')[2].split('_'))
+def suggest(cls: type[Record], name: str, here: Collection[str]) -> str:
+    """Ends an error message about a name that is none of the fields `here`.
 
-
-def synonym_hint(cls: type[Record], name: str, here: Iterable[str] = ()) -> str | None:
-    """Ends an error message about a name that another program has; None for other names.
-
-    If several fields are meant, those in `here` are preferred.
+    It may be another program's name for a field, a field elsewhere in the record, a misspelled
+    one, or the initials of one (`wd`).
     """
-    word = name.lower().replace('-', '_')
-    for words, text in _NO_FIELD.items():
-        if word in words.split():
+    # Of several fields with the same name, the first.
+    fields = {path.rpartition('.')[2]: path for path in reversed(paths(cls))}
+    if name not in fields or name == 'num_classes':
+        if text := synonyms.translate(name, paths(cls), here):
             return text
-    targets = [target for target, words in SYNONYMS.items() if word in words.split()]
-    near = [t for t in targets if t.partition('=')[0].rpartition('.')[2] in {*here}]
-    known = paths(cls)
-    meant = []
-    for target in near or targets:
-        field, equals, value = target.partition('=')
-        path = next((path for path in known if path.endswith(f'.{field}')), None)
-        meant += [f"'{path}{equals}{value}'"] if path else []
-    return f'did you mean {" or ".join(meant)}?' if meant else None
+    close = [name] if name in fields else difflib.get_close_matches(name, here)
+    if not close:
+        close = [field for field in fields if _initials(field) == name]
+        close += difflib.get_close_matches(name, fields)
+    elsewhere = next((fields[one] for one in close if one in fields and one not in here), None)
+    return f'did you mean {elsewhere!r}?' if elsewhere else records.nearest(name, here)
 
 
-def nearest(cls: type[Record], name: str, here: Iterable[str]) -> str:
-    """The end of an error message about a name that is none of the fields `here`.
-
-    What was meant may be anywhere in the record: a field of that name, of these initials (`wd`),
-    that another program calls so, or, where none here is close, of a name that is.
-    """
-    places = {
-        path.rpartition('.')[2]: path for path in reversed(paths(cls))
-    }  # the first of several
-    by_initials = {initials(path): field for field, path in places.items()}
-    known = [*here]
-    if (name not in places or name == 'num_classes') and (text := synonym_hint(cls, name, known)):
-        return text
-    meant = [name] if name in places else difflib.get_close_matches(name, known)
-    meant = meant or [by_initials.get(name, ''), *difflib.get_close_matches(name, places)]
-    there = next((places[field] for field in meant if field in places and field not in known), None)
-    return f'did you mean {there!r}?' if there else records.nearest(name, known)
+def _initials(field: str) -> str:
+    return ''.join(word[0] for word in field.split('_'))
 
 
-def field_hint(value: Any, kinds: Sequence[type[Record]], where: str) -> str:
-    """Ends an error message about a number or a word in place of a record: which field to set."""
-    text = str(value)
-    if ViTConfig in kinds and re.fullmatch(r'[A-Za-z]+/\d+', text):  # a variant
-        names = [name for name in FILES if name.endswith(f':{text}-in21k')]
-        weights = f'--config.start_from={names[0]} starts from published weights; ' if names else ''
-        return f'; {weights}in a file, model=vit_jax.models.variant({text!r}) sets the architecture'
+def suggest_field(value: Any, kinds: Sequence[type[Record]], where: str) -> str:
+    """Ends an error message about a number or a word in place of a record: what to set instead."""
     if len(kinds) > 1:
         names = [kind.__name__ for kind in kinds]
-        meant = [name for name in names if text.lower() in name.lower()]
-        return f', for example --{where}={(meant or names)[0]}'
-    fields = records.hints(kinds[0])
+        meant = [name for name in names if str(value).lower() in name.lower()]
+        example = f', for example --{where}={(meant or names)[0]}'
+        variant = '; in a file, model=vit_jax.models.variant(NAME) sets the architecture'
+        return example + (variant if ViTConfig in kinds else '')
+    fields = ', '.join(records.hints(kinds[0]))
     if kinds[0] is Duration:
-        name = 'fraction' if text.startswith('0.') else 'epochs'
-        return f', for example --{where}.{name}={text}; its units: {", ".join(fields)}'
-    literals = {
-        name: [str(c) for option in records.alternatives(hint) for c in typing.get_args(option)]
-        for name, hint in fields.items()
-        if any(typing.get_origin(o) is typing.Literal for o in records.alternatives(hint))
-    }
-    for name, choices in literals.items():
-        if close := difflib.get_close_matches(text, choices, n=1):
-            return f', for example --{where}.{name}={close[0]}'
-    for name, hint in fields.items() if not isinstance(value, str) else ():
-        for one in value, (value,):
-            with contextlib.suppress(UserError):
-                records.read(hint, one, name)
-                return f', for example --{where}.{name}={text}'
-    return f'; its fields: {", ".join(fields)}'
+        unit = 'fraction' if str(value).startswith('0.') else 'epochs'
+        return f', for example --{where}.{unit}={value}; its units: {fields}'
+    return f'; its fields, as in --{where}.FIELD=VALUE: {fields}'
 
 
 def places(cls: type[Record]) -> dict[type[Record], list[str]]:

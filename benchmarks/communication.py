@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from vit_jax.parallel.program_text import Instruction, computations, size, trips
+from benchmarks.program_text import Instruction, computations, size, trips
 
 # Bytes that one of n devices in a ring sends, of each byte of its operand.
 _RING = {

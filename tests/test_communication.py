@@ -8,8 +8,8 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.communication import Sent, least, sent
 from vit_jax.parallel import meshes
-from vit_jax.parallel.communication import Sent, least, sent
 from vit_jax.parallel.meshes import MeshConfig
 
 STEPS, SIZE = 5, 4 * 64

@@ -65,17 +65,6 @@ class Source:
         return self.read_labels(range(self.count)).astype(np.int32)
 
 
-class OpenFile:
-    """A file that threads read by `os.pread`; a process that is sent it opens it again."""
-
-    def __init__(self, path: str | os.PathLike[str]):
-        self.path = os.fspath(path)
-        self.descriptor = os.open(path, os.O_RDONLY)
-
-    def __reduce__(self) -> tuple[type, tuple[str]]:
-        return OpenFile, (self.path,)
-
-
 @functools.cache
 def warn_once(text: str) -> None:
     """Logs a warning, once in a program, however often the data are opened."""

@@ -10,9 +10,8 @@ from vit_jax.config import TrainConfig
 from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.base import Source, relative_names
 from vit_jax.data.sources.folders import SPLIT_NAMES
-from vit_jax.data.sources.listing import Listing
 from vit_jax.data.sources.opening import HeldOut
-from vit_jax.runs.data_record import training_images
+from vit_jax.runs.data_record import SplitRecord, read_training_images
 from vit_jax.runs.workdirs import CONFIG, DATA, read_config
 
 
@@ -22,7 +21,7 @@ class SourceRun(NamedTuple):
     data: str
     held_out: HeldOut  # of data without splits
     split: str  # that the run was tested on
-    trained_on: list[tuple[str, Listing]]  # data, and the images of the training split
+    trained_on: list[tuple[str, SplitRecord]]  # data, and the images of the training split
     unknown: list[str]  # why images that were trained on may not be counted
 
     def split_of(self, data: str) -> str:
@@ -41,7 +40,7 @@ class SourceRun(NamedTuple):
         whole = set[str]()
         for place, images in self.trained_on:
             whole.update(images.names)
-            for name, stamp in zip(images.names, images.stamps.tolist(), strict=True):
+            for name, stamp in zip(images.names, images.sizes, strict=False):
                 for key in {name, _without_split(name), _absolute(name, place)}:
                     trained.setdefault(key, set()).add(stamp)
         stamps = []
@@ -74,7 +73,7 @@ def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> So
         own = [one['split'] for one in config['evals'].values() if one['data'] is None]
         split, start = own[0] if own else config['eval_split'], config['start_from']
         place = str(config['data'])
-    images = training_images(workdir)
+    images = read_training_images(workdir)
     trained_on = [(place, images)] if images else []
     unknown = [] if images else [f'{workdir / DATA} is missing']
     earlier = find_source_run(start, later | {workdir}) if start else None

@@ -35,6 +35,7 @@ class Source:
     `read_labels(indices)` labels alone, which can be as slow as reading the images.
     `read_stamps(indices)` tells, without decoding, whether images are still the same: a whole
     number for each that changes with it, a file's size or a checksum; -1 is not known.
+    `data` and `split` are what a configuration calls it (see `make_opener`).
     """
 
     count: int
@@ -46,6 +47,8 @@ class Source:
     labels_at_hand: bool = False  # in memory; else stamps change with the labels too
     stamps_at_hand: bool = True  # likewise; else each is a look at the disk
     multi_label: bool = False
+    data: str = ''
+    split: str = ''
 
     def __len__(self) -> int:
         return self.count

@@ -14,6 +14,7 @@ from vit_jax.base import (
     MissingFile,
     UserError,
     close_by,
+    counted,
     records,
     refuse,
     storage,
@@ -105,7 +106,10 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
             if one not in source.class_names:
                 nearest = records.nearest(one, source.class_names)
                 raise UserError(f'classes: {name} has no class {one!r}; {nearest}')
-        return relabelling.of_classes(source, classes) if classes else source
+        source = relabelling.of_classes(source, classes) if classes else source
+        request = f'{split} with {labels}' if labels else split
+        request += f' ({counted(len(classes), "class")})' if classes else ''
+        return dataclasses.replace(source, data=name, split=request)
 
     def opened(
         data: str | DataFunction,

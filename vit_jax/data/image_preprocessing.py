@@ -223,8 +223,9 @@ def decode(
     if isinstance(stored, np.ndarray):
         image = stored[..., None] if stored.ndim == 2 else stored
         return np.repeat(image, 3, axis=-1) if image.shape[-1] == 1 else image
-    kind = _bounded_header(stored, max_pixels).kind
-    if kind in _BY_PILLOW or (kind == 'JPEG' and jpeg_regions.is_cmyk(stored)):
+    header = _bounded_header(stored, max_pixels)
+    kind = header.kind
+    if kind in _BY_PILLOW or header.is_cmyk:
         return _decode_with_pillow(stored, kind, exif_rotation)
     if kind == 'JPEG' and not (exif_rotation and _may_be_turned(stored)):
         import simplejpeg
@@ -286,6 +287,8 @@ def _region(
     if not stored.startswith(b'\xff\xd8'):
         return None
     header = _bounded_header(stored, max_pixels)
+    if header.is_cmyk:
+        return None
     turned = jpeg_regions.orientation(stored) if exif_rotation and _may_be_turned(stored) else 1
     if turned is None:
         return None

@@ -229,7 +229,8 @@ def _drawn(source: Source, names: Sequence[str], held_out: HeldOut) -> np.ndarra
         'all the data' if source.multi_label else f'class {source.class_names[labels[i]]!r}'
         for i in alone
     ]
-    refuse([folders.ALONE % (paths[i], text) for i, text in zip(alone, of, strict=True)])
+    text = '%s: of %s this is the only image, none can be held out for testing'
+    refuse([text % (paths[i], group) for i, group in zip(alone, of, strict=True)])
     is_test = np.zeros(len(source), bool)
     is_test[by_name] = held[file_of] > 0
     return is_test

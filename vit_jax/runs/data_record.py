@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import NamedTuple
 
-import numpy as np
-
 from vit_jax.base import DAMAGED_NPZ, atomic_write, records
 from vit_jax.base.errors import UserError, counted, usable
 from vit_jax.base.storage import Path, reaching
@@ -86,7 +84,7 @@ def _read_labels(source: Source) -> list[str]:
     if not source.labels_at_hand:
         return ['?'] * len(source)
     if source.multi_label:
-        return [', '.join(names[i] for i in np.flatnonzero(row)) for row in source.labels]
+        return [', '.join(names[i] for i in row.nonzero()[0]) for row in source.labels]
     return [names[label] for label in source.labels.tolist()]
 
 
@@ -146,9 +144,14 @@ def compare_data(
         splits = {}  # process 0 alone compares the other sizes, and writes
 
     def compare_sizes() -> None:
-        complete = _read_sizes(sources, splits, stop)
-        if not stop.is_set():
-            _update(workdir, recorded, complete, accept=accept)
+        for name, split in splits.items():
+            indices, sizes = range(len(split.names)), [*split.sizes]
+            while len(sizes) < len(indices):
+                if stop.is_set():
+                    return
+                sizes += sources[name].read_stamps(indices[len(sizes) :][:_BLOCK]).tolist()
+            splits[name] = split._replace(sizes=sizes)
+        _update(workdir, recorded, splits, accept=accept)
 
     with futures.ThreadPoolExecutor(1) as pool:
         rest = pool.submit(compare_sizes)
@@ -156,17 +159,6 @@ def compare_data(
             yield lambda wait: rest.result() if futures.wait([rest], wait).done else None
         finally:
             stop.set()
-
-
-def _read_sizes(sources: dict[str, Source], splits: Splits, stop: threading.Event) -> Splits:
-    """Returns the splits with the sizes of all images, unless it is stopped."""
-    complete = {}
-    for name, split in splits.items():
-        indices, sizes = range(len(split.names)), [*split.sizes]
-        while len(sizes) < len(indices) and not stop.is_set():
-            sizes += sources[name].read_stamps(indices[len(sizes) :][:_BLOCK]).tolist()
-        complete[name] = split._replace(sizes=sizes)
-    return complete
 
 
 def _update(workdir: Workdir, recorded: Splits, splits: Splits, *, accept: bool) -> Splits:

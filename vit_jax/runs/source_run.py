@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 from vit_jax.base import Path, UserError, counted, parsing, records
 from vit_jax.checkpoints import names
 from vit_jax.checkpoints.store import FOLDER, checkpoint_folder
-from vit_jax.config import TrainConfig
 from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.base import Source, relative_names
 from vit_jax.data.sources.folders import SPLIT_NAMES
@@ -28,7 +27,7 @@ class SourceRun(NamedTuple):
         """Returns the split that the run was tested on, or `test` for other data."""
         return self.split if _place(self.data) == _place(data) else 'test'
 
-    def count_trained(self, source: Source, data: str) -> int:
+    def count_trained(self, source: Source) -> int:
         """Counts the images in the source that the model was trained on.
 
         Two images count as the same if their files have the same number of bytes, and either the
@@ -44,9 +43,9 @@ class SourceRun(NamedTuple):
                 for key in {name, _without_split(name), _absolute(name, place)}:
                     trained.setdefault(key, set()).add(stamp)
         stamps = []
-        for name in relative_names(source.read_names(range(len(source))), data):
+        for name in relative_names(source.read_names(range(len(source))), source.data):
             without = {_without_split(name)} & whole  # a name of data that had no splits yet
-            keys = {name, _absolute(name, data), *without}
+            keys = {name, _absolute(name, source.data), *without}
             stamps.append(set[int]().union(*(trained.get(key, ()) for key in keys)) - {-1})
         known = [index for index, found in enumerate(stamps) if found]
         now = source.read_stamps(known).tolist()
@@ -84,14 +83,13 @@ def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> So
     return SourceRun(place, held_out, split, trained_on, unknown)
 
 
-def trained_before(config: TrainConfig, evals: dict[str, ImageReader], start: str) -> list[str]:
+def trained_before(evals: dict[str, ImageReader], start: str) -> list[str]:
     """Returns a line for each evaluation with images that the network at the start has learned."""
     lines = list[str]()
     if (run := find_source_run(start)) is None:
         return lines
     for name, reader in evals.items():
-        data = records.text_of(config.evaluations[name].data or config.data)
-        if count := run.count_trained(reader.source, data):
+        if count := run.count_trained(reader.source):
             total = counted(len(reader.source), 'image')
             text = 'the start_from model was already trained on'
             lines.append(f'warning: {name}: {text} {count:,} of these {total}')

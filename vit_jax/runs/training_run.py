@@ -227,7 +227,7 @@ def _new_state(experiment: Experiment, abstract: TrainState, console: Console) -
     if start is None:
         return state
     params, report = experiment.transferred(start, state.params)
-    tested = trained_before(experiment.config, experiment.evals, start.path)
+    tested = trained_before(experiment.evals, start.path)
     console.print('\n'.join([f'start_from {start.path}', *start.report, *report, *tested]))
     params = meshes.put(params, shardings.params)
     ema_params = None if state.ema_params is None else jax.tree.map(jnp.copy, params)

@@ -30,9 +30,8 @@ from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.inspection import Known, Scan
 from vit_jax.data.sources import folders, tables
-from vit_jax.data.sources.base import Label, Source
+from vit_jax.data.sources.base import Label, Source, split_names
 from vit_jax.data.sources.opening import Opener, make_opener, open_splits
-from vit_jax.data.sources.splits import split_names
 from vit_jax.figures import bitmaps
 from vit_jax.runs import workdirs
 from vit_jax.runs.experiment import label_problems, open_start, preprocessing_of, reader_for

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from vit_jax.base.array_types import Int
+from vit_jax.base.errors import UserError, counted
 from vit_jax.base.records import require
 
 Label = int | np.integer | np.ndarray  # a class number, or multi-label: a row of 0 and 1
@@ -185,6 +186,45 @@ def joined(sources: Sequence[Source]) -> Source:
         labels_at_hand=all(source.labels_at_hand for source in sources),
         stamps_at_hand=all(source.stamps_at_hand for source in sources),
     )
+
+
+_SPLIT = 'expected a name, or NAME[:90%], NAME[90%:], NAME[10:20], or several joined by +'
+
+
+def take_split(split: str, whole: Callable[[str], Source], *, of: str) -> Source:
+    """Selects the images of `NAME`, a slice `NAME[10%:200]`, or several of these joined by `+`.
+
+    `whole` opens the split of a name, `of` names the data in messages. Raises UserError for an
+    empty slice, and for splits of different classes that are joined.
+    """
+    parts = [_part(text.strip(), split, whole, of) for text in split.split('+')]
+    for part in parts[1:]:
+        if (part.class_names, part.multi_label) != (parts[0].class_names, parts[0].multi_label):
+            raise UserError(f'split {split!r} of {of}: its parts have different classes')
+    return joined(parts) if len(parts) > 1 else parts[0]
+
+
+def split_names(split: str) -> list[str]:
+    """Returns the names in it, without their slices."""
+    return [text.partition('[')[0].strip() for text in split.split('+')]
+
+
+def _part(text: str, split: str, whole: Callable[[str], Source], of: str) -> Source:
+    match = re.fullmatch(r'([^\[\]]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?', text)
+    if not match:
+        raise UserError(f'split {split!r}: {_SPLIT}')
+    name, *bounds = match.groups()
+    source = whole(name)
+    start, stop = (None if bound is None else _index(bound, len(source)) for bound in bounds)
+    selected = range(len(source))[start:stop]
+    if not selected:
+        there = f'{name} has {counted(len(source), "image")}'
+        raise UserError(f'split {text!r} of {of} is empty: {there}')
+    return source if len(selected) == len(source) else select(source, selected)
+
+
+def _index(bound: str, length: int) -> int:
+    return round(int(bound[:-1]) * length / 100) if bound[-1] == '%' else int(bound)
 
 
 def in_fixed_order(source: Source) -> Source:

@@ -27,10 +27,10 @@ from vit_jax.data.sources.base import (
     Splits,
     relative_names,
     select,
+    take_split,
     warn_of_similar_classes,
     warn_once,
 )
-from vit_jax.data.sources.splits import taken
 
 # The split `test` is the first of these that the data has.
 TEST_NAMES = 'test', 'testing', 'val', 'validation', 'valid'
@@ -99,7 +99,7 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
         data: str | DataFunction, split: str, labels: str | None, classes: tuple[str, ...]
     ) -> Source:
         name = records.text_of(data)
-        source = taken(split, functools.partial(whole, data, labels), of=name)
+        source = take_split(split, functools.partial(whole, data, labels), of=name)
         # After the slice, so that a split names the same images with any labels.
         source = source if labels is None else relabelling.with_labels(source)
         for one in classes:

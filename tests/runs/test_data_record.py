@@ -242,12 +242,12 @@ def test_a_run_that_ends_early_keeps_the_sizes_that_are_known(photos, tmp_path, 
     start(tmp_path, sources)
     monkeypatch.setattr(data_record, 'LOOKS', 4)
 
-    def read_stamps(indices):
+    def read_sizes(indices):
         if indices[0] >= 4:
             never.wait(0.5)
-        return sources_of(photos)['train'].read_stamps(indices)
+        return sources_of(photos)['train'].read_sizes(indices)
 
-    slow = sources | {'train': dataclasses.replace(sources['train'], read_stamps=read_stamps)}
+    slow = sources | {'train': dataclasses.replace(sources['train'], read_sizes=read_sizes)}
     with data_record.compare_data(Workdir(tmp_path), slow, Job()):
         pass
     kept = data_record.read_training_images(tmp_path)

@@ -42,7 +42,7 @@ class SplitRecord(NamedTuple):
     """The images of a split in order, as JSON values.
 
     A label is a class name, or several names in one text; a question mark if the sizes change with
-    the labels. A size is that of a file, or a checksum (see `Source.read_stamps`). The sizes of the
+    the labels. A size is that of a file, or a checksum (see `Source.read_sizes`). The sizes of the
     last images may be missing.
     """
 
@@ -70,18 +70,18 @@ def find_sources(
 def record_split(source: Source) -> SplitRecord:
     """Records a split, with the sizes of all images, or of the first `LOOKS` files."""
     indices = range(len(source))
-    looks = indices if source.stamps_at_hand else indices[:LOOKS]
+    looks = indices if source.sizes_in_memory else indices[:LOOKS]
     return SplitRecord(
         class_names=[*source.class_names],
         names=relative_names(source.read_names(indices), source.data),
         labels=_read_labels(source),
-        sizes=source.read_stamps(looks).tolist(),
+        sizes=source.read_sizes(looks).tolist(),
     )
 
 
 def _read_labels(source: Source) -> list[str]:
     names = source.class_names
-    if not source.labels_at_hand:
+    if not source.labels_in_memory:
         return ['?'] * len(source)
     if source.multi_label:
         return [', '.join(names[i] for i in row.nonzero()[0]) for row in source.labels]
@@ -94,8 +94,8 @@ def describe_differences(old: SplitRecord, new: SplitRecord) -> list[str]:
     An image with another label counts as removed and added.
     """
     size_of = dict(zip(old.names, old.sizes, strict=False))
-    sizes = zip(new.names, new.sizes, strict=False)
-    replaced = [repr(name) for name, size in sizes if size_of.get(name, size) != size]
+    new_sizes = zip(new.names, new.sizes, strict=False)
+    replaced = [repr(name) for name, size in new_sizes if size_of.get(name, size) != size]
     examples = {'replaced image': replaced}
     if old[:3] != new[:3]:
         before, after = (Counter(map('{!r} ({})'.format, x.names, x.labels)) for x in (old, new))
@@ -149,7 +149,7 @@ def compare_data(
             while len(sizes) < len(indices):
                 if stop.is_set():
                     return
-                sizes += sources[name].read_stamps(indices[len(sizes) :][:_BLOCK]).tolist()
+                sizes += sources[name].read_sizes(indices[len(sizes) :][:_BLOCK]).tolist()
             splits[name] = split._replace(sizes=sizes)
         _update(workdir, recorded, splits, accept=accept)
 

@@ -39,17 +39,17 @@ class SourceRun(NamedTuple):
         whole = set[str]()
         for place, images in self.trained_on:
             whole.update(images.names)
-            for name, stamp in zip(images.names, images.sizes, strict=False):
+            for name, size in zip(images.names, images.sizes, strict=False):
                 for key in {name, _without_split(name), _absolute(name, place)}:
-                    trained.setdefault(key, set()).add(stamp)
-        stamps = []
+                    trained.setdefault(key, set()).add(size)
+        trained_sizes = []
         for name in relative_names(source.read_names(range(len(source))), source.data):
             without = {_without_split(name)} & whole  # a name of data that had no splits yet
             keys = {name, _absolute(name, source.data), *without}
-            stamps.append(set[int]().union(*(trained.get(key, ()) for key in keys)) - {-1})
-        known = [index for index, found in enumerate(stamps) if found]
-        now = source.read_stamps(known).tolist()
-        return sum(stamp in stamps[i] for i, stamp in zip(known, now, strict=True))
+            trained_sizes.append(set[int]().union(*(trained.get(key, ()) for key in keys)) - {-1})
+        known = [index for index, found in enumerate(trained_sizes) if found]
+        now = source.read_sizes(known).tolist()
+        return sum(size in trained_sizes[i] for i, size in zip(known, now, strict=True))
 
 
 def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> SourceRun | None:

@@ -24,18 +24,18 @@ Label = int | np.integer | np.ndarray  # a class number, or multi-label: a row o
 EncodedImage = bytes | np.ndarray  # an encoded file, or uint8 pixels
 
 
-def _no_stamps(indices: Sequence[int]) -> Int[np.ndarray, 'n']:
+def _unknown_sizes(indices: Sequence[int]) -> Int[np.ndarray, 'n']:
     return np.full(len(indices), -1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """One split of a data set, of which images and labels are read when they are asked for.
+    """One split of a data set, whose images and labels are read on request.
 
     `read(i)` returns image i and its label; `read_names(indices)` names for messages;
     `read_labels(indices)` labels alone, which can be as slow as reading the images.
-    `read_stamps(indices)` tells, without decoding, whether images are still the same: a whole
-    number for each that changes with it, a file's size or a checksum; -1 is not known.
+    `read_sizes(indices)` returns a number for each image that changes with it, and decodes nothing:
+    the size of a file, or a checksum; -1 is unknown.
     `data` and `split` are what a configuration calls it (see `make_opener`).
     """
 
@@ -44,9 +44,9 @@ class Source:
     read: Callable[[int], tuple[EncodedImage, Label]]
     read_names: Callable[[Sequence[int]], list[str]]
     read_labels: Callable[[Sequence[int]], np.ndarray]
-    read_stamps: Callable[[Sequence[int]], np.ndarray] = _no_stamps
-    labels_at_hand: bool = False  # in memory; else stamps change with the labels too
-    stamps_at_hand: bool = True  # likewise; else each is a look at the disk
+    read_sizes: Callable[[Sequence[int]], np.ndarray] = _unknown_sizes
+    labels_in_memory: bool = False  # else sizes change with the labels too
+    sizes_in_memory: bool = True  # else each is a look at the disk
     multi_label: bool = False
     data: str = ''
     split: str = ''
@@ -157,7 +157,7 @@ def select(source: Source, indices: Sequence[int] | np.ndarray) -> Source:
         read=lambda i: source.read(int(chosen[i])),
         read_names=lambda indices: source.read_names(there(indices)),
         read_labels=lambda indices: source.read_labels(there(indices)),
-        read_stamps=lambda indices: source.read_stamps(there(indices)),
+        read_sizes=lambda indices: source.read_sizes(there(indices)),
     )
 
 
@@ -182,9 +182,9 @@ def joined(sources: Sequence[Source]) -> Source:
         read=lambda i: sources[number_of[i]].read(int(index_within[i])),
         read_names=lambda indices: gathered('read_names', indices),
         read_labels=lambda indices: np.array(gathered('read_labels', indices)),
-        read_stamps=lambda indices: np.array(gathered('read_stamps', indices), np.int64),
-        labels_at_hand=all(source.labels_at_hand for source in sources),
-        stamps_at_hand=all(source.stamps_at_hand for source in sources),
+        read_sizes=lambda indices: np.array(gathered('read_sizes', indices), np.int64),
+        labels_in_memory=all(source.labels_in_memory for source in sources),
+        sizes_in_memory=all(source.sizes_in_memory for source in sources),
     )
 
 
@@ -239,12 +239,12 @@ def labelled_source(
     *,
     read: Callable[[Any], EncodedImage] | None = None,
     name_of: Callable[[Any], str] = str,
-    stamp_of: Callable[[Any], int] | None = None,
+    size_of: Callable[[Any], int] | None = None,
     multi_label: bool = False,
 ) -> Source:
     """Images with labels in memory: class numbers, or if `multi_label` lists.
 
-    Images are paths of files, of which the stamps are sizes, or what `read` and `stamp_of` take.
+    Images are paths of files, or what `read` and `size_of` take.
     """
     numbers = None if multi_label else np.array(labels, np.int32)
     read_image = read or read_file
@@ -261,10 +261,10 @@ def labelled_source(
             return numbers[np.asarray(indices, int)]
         return np.array([label(i) for i in indices], np.int32)
 
-    def read_stamps(indices: Sequence[int]) -> Int[np.ndarray, 'n']:
+    def read_sizes(indices: Sequence[int]) -> Int[np.ndarray, 'n']:
         if read is None:
             return _sizes([images[i] for i in indices])
-        return np.array([-1 if stamp_of is None else stamp_of(images[i]) for i in indices], int)
+        return np.array([-1 if size_of is None else size_of(images[i]) for i in indices], int)
 
     return Source(
         count=len(labels),
@@ -272,9 +272,9 @@ def labelled_source(
         read=lambda i: (read_image(images[i]), label(i)),
         read_names=lambda indices: [name_of(images[i]) for i in indices],
         read_labels=read_labels,
-        read_stamps=read_stamps,
-        labels_at_hand=True,
-        stamps_at_hand=read is not None,
+        read_sizes=read_sizes,
+        labels_in_memory=True,
+        sizes_in_memory=read is not None,
         multi_label=multi_label,
     )
 

@@ -85,7 +85,7 @@ def _in_tar(
         class_names,
         read=lambda member: os.pread(descriptor, member.size, member.offset),
         name_of=lambda member: f'{path}:{member.name}',
-        stamp_of=lambda member: member.size,
+        size_of=lambda member: member.size,
     )
     return in_fixed_order(source)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
-from vit_jax.base import Float, Num, Record, UInt8, UserError, require, require_between
+from vit_jax.base import Array, Float, Num, Record, UInt8, UserError, require, require_between
 from vit_jax.data import jpeg_regions
 from vit_jax.data.image_headers import Header, open_with_pillow, read_header
 
@@ -33,12 +33,7 @@ MOST_RESIZED = 2**26
 Image = UInt8[np.ndarray, '_ _ 3']
 if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
-
-    from vit_jax.base import Array
-
-    NumpyOrJax = TypeVar('NumpyOrJax', np.ndarray, Array)
-else:  # processes that only read images have no jax
-    NumpyOrJax = Any
+NumpyOrJax = TypeVar('NumpyOrJax', np.ndarray, Array)
 Size = tuple[int, int]
 Sides = tuple[Any, Any]  # a size too, which may be one of a function that is being traced
 

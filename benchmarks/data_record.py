@@ -52,14 +52,10 @@ def measure(data: str, workdir: pathlib.Path) -> None:
         source = make_opener()(data, 'train')
         clock(f'{len(source):,} files found')
         readers = {'train': ImageReader(source, Resize(), (224, 224), exif_rotation=False)}
-        splits = data_record.agreed_splits(config, readers, None, Job())
-        clock('names, labels and some sizes listed')
-        record = data_record.compared(Workdir(workdir), splits, Job(), accept=False)
-        clock('compared with the record')
-        splits['train'].listing.facts()
-        clock('facts for other hosts, if any')
-        with record.begun():
-            record.check(wait=3600.0)
+        sources = data_record.find_sources(config, readers, None)
+        with data_record.compare_data(Workdir(workdir), sources, Job()) as check:
+            clock('names, labels and some sizes recorded or compared')
+            check(3600.0)
         clock('in the background: all sizes, and the record')
         (workdir / 'checkpoints' / '1').mkdir(parents=True, exist_ok=True)
     print(f'the record has {(workdir / workdirs.DATA).stat().st_size / 1e6:.1f} MB')

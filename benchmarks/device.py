@@ -7,7 +7,7 @@ The parts run in this order:
 - compile: a hybrid, a ResNet, and a ViT with each way to compute attention: 20 steps of each
 - peers: B/16, L/16, S/16, H/14, next to timm (--timm=PYTHON) and big_vision (--big_vision=FOLDER)
 - profile: the 30 longest kernels of a step of B/16, with bytes and operations where they are known
-- files: B/16 from JPEG files (--photos=FOLDER; others are made), by threads and by processes
+- files: B/16 from JPEG files (--photos=FOLDER; others are made)
 - cifar10: the hybrid on CIFAR-10 (--cifar10=FOLDER), and the accuracy that it reaches
 - options: B/16 with options of XLA, one at a time
 - attention: cuDNN in bfloat16 against XLA in float32, forward and backward, at eight lengths

@@ -290,22 +290,21 @@ def part_files(options: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         photos = options['photos'] or made_photos(folder)
         said = 'the given photos' if options['photos'] else 'photos that were made, 500x375'
-        for name, processes in {'threads': 0, 'processes': cores()}.items():
-            loader = LoaderConfig(placement='host', processes=processes)
-            batches = make_batches(photos, model.image_size, batch_size, loader)
-            waited: list[float] = []
-            running.run_steps(3, batches)
-            seconds = running.run_steps(STEPS, time_waits(batches, waited))
-            wait = sum(waited) / STEPS
-            emit(
-                f'{cores()} {name:<10}{batch_size / seconds:>8,.0f} images/s, '
-                f'{wait / seconds:6.1%} of it waiting for data; {said}',
-                name=name,
-                count=cores(),
-                images_per_second=batch_size / seconds,
-                wait_share=wait / seconds,
-            )
-            del batches
+        loader = LoaderConfig(placement='host')
+        batches = make_batches(photos, model.image_size, batch_size, loader)
+        waited: list[float] = []
+        running.run_steps(3, batches)
+        seconds = running.run_steps(STEPS, time_waits(batches, waited))
+        wait = sum(waited) / STEPS
+        emit(
+            f'{cores()} threads {batch_size / seconds:>8,.0f} images/s, '
+            f'{wait / seconds:6.1%} of it waiting for data; {said}',
+            name='threads',
+            count=cores(),
+            images_per_second=batch_size / seconds,
+            wait_share=wait / seconds,
+        )
+        del batches
 
 
 def made_photos(folder: str) -> str:

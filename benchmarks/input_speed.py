@@ -35,7 +35,6 @@ from vit_jax.data import jpeg_regions, loading
 from vit_jax.data.augmentation import Augmentation, augment, augreg
 from vit_jax.data.image_preprocessing import InceptionCrop, RandomCrop, decode, decode_and_crop
 from vit_jax.data.reading import ExampleRef, ImageReader, cores
-from vit_jax.data.reading_processes import ReadingProcesses
 from vit_jax.data.sources.base import Source, labelled_source, select
 from vit_jax.data.sources.folders import unlabelled
 from vit_jax.models import variant
@@ -89,19 +88,14 @@ def slow_images(count: int, seconds: float) -> Source:
     return labelled_source(range(count), [0] * count, ('a',), read=read)
 
 
-def reading(
-    reader: ImageReader, threads: int, batch_size: int, processes: ReadingProcesses | None = None
-) -> Callable[[], int]:
-    """A step that reads, decodes and crops one batch, in threads or in processes."""
+def reading(reader: ImageReader, threads: int, batch_size: int) -> Callable[[], int]:
+    """A step that reads, decodes and crops one batch, in threads."""
     pool = futures.ThreadPoolExecutor(threads)
     rng = np.random.default_rng(0)
-    how: dict[str, Any] = {}
-    if processes is not None:
-        how = {'fill': processes.fill, 'rows': processes.rows}
 
     def step() -> int:
         drawn = rng.integers(0, len(reader.source), batch_size)
-        reader.examples([ExampleRef(int(i), epoch=1) for i in drawn], pool, **how)
+        reader.examples([ExampleRef(int(i), epoch=1) for i in drawn], pool)
         return batch_size
 
     return step
@@ -154,24 +148,14 @@ def on_the_host(reader: ImageReader, batch_size: int, seconds: float) -> None:
         timed(name, reading(reader, threads, batch_size), seconds)
 
 
-def in_processes(reader: ImageReader, seconds: float) -> None:
-    """Growth with processes, as far as there are cores, and then with cores that are simulated.
-
-    `per core` counts the time of this process alone: it bounds what all processes together bring.
-    """
-    for count in sorted({1, 2, cores()}):
-        processes = ReadingProcesses(reader, count)
-        timed(
-            f'decode and crop, {count} processes', reading(reader, count, 1024, processes), seconds
-        )
+def on_simulated_cores(reader: ImageReader, seconds: float) -> None:
+    """Reading with more threads than there are cores: how far Python's own work lets it grow."""
     simulated = dataclasses.replace(
         reader, crop=RandomCrop(scale=1.0), source=slow_images(10_000, SIMULATED)
     )
     for count in 4, 8, 16, 32, 64:
-        name = f'{count} cores of {1 / SIMULATED:.0f} images/s,'
-        timed(f'{name} threads', reading(simulated, count, 1024), seconds)
-        processes = ReadingProcesses(simulated, count)
-        timed(f'{name} processes', reading(simulated, count, 1024, processes), seconds)
+        name = f'{count} cores of {1 / SIMULATED:.0f} images/s, threads'
+        timed(name, reading(simulated, count, 1024), seconds)
 
 
 def augmentation(reader: ImageReader, batch_size: int, seconds: float) -> None:
@@ -348,7 +332,7 @@ def main() -> None:
     if arguments.alone:
         return one_alone(arguments.alone, reader, arguments.photos, batch_size, seconds)
     on_the_host(reader, batch_size, seconds)
-    in_processes(reader, seconds)
+    on_simulated_cores(reader, seconds)
     augmentation(reader, batch_size, seconds)
     to_device = with_a_network(reader, arguments.variant, batch_size, seconds)
     if importlib.util.find_spec('tensorflow'):

@@ -63,7 +63,7 @@ def test_every_part_measures_something(tmp_path):
     assert all(np.isfinite(line['loss']) for line in parts['compile'])
     assert parts['peers'][0]['seconds'] > 0
     assert 0.5 < sum(line['share'] for line in parts['profile'] if 'share' in line) <= 1
-    assert [line['name'] for line in parts['files'][1:]] == ['threads', 'processes']
+    assert [line['name'] for line in parts['files'][1:]] == ['threads']
     assert [line['step'] for line in parts['cifar10']] == [3, 6]
     assert all(0 < error < 0.02 for line in parts['attention'] for error in line['errors'])
 

@@ -212,7 +212,6 @@ RUN, PROBING = 'tests/runs/test_training_run.py', 'tests/runs/test_probing.py'
 OPENING, FORMATS = 'tests/data/sources/test_opening.py', 'tests/checkpoints/formats/test_opening.py'
 LOADING, PROBES = 'tests/data/test_loading.py', 'tests/evaluation/test_probes.py'
 EPISODES = 'tests/evaluation/test_episodes.py'
-PROCESSES = 'tests/data/test_reading_processes.py'
 PROTOCOL = 'test_the_few_shot_file_holds_the_whole_protocol'
 SETS = 'test_every_set_has_its_result_and_one_that_is_missing_is_named'
 EVALS = 'test_several_evaluations_in_one_run_each_with_its_own_labels'
@@ -320,7 +319,6 @@ ELSEWHERE = [
         'tests/data/test_jpeg_regions.py',
         'test_a_large_image_is_decoded_at_a_fraction_that_leaves_two_pixels_for_each',
     ),
-    ('LoaderConfig', 'processes', PROCESSES, 'test_batches_are_those_of_threads'),
     (
         'LoaderConfig',
         'on_unreadable',

@@ -278,7 +278,7 @@ class Study(Record):
 # observed, and not what is learned.
 _COMPUTE = 'remat', 'unroll', 'attention', 'layout', 'last_block'
 _SPEED = 'mesh', *(f'compute.{name}' for name in _COMPUTE)
-_LOADING = 'loader.placement', 'loader.device_mb', 'loader.threads', 'loader.processes'
+_LOADING = 'loader.placement', 'loader.device_mb', 'loader.threads'
 _OBSERVED = 'evals', 'eval_split', 'eval_every_steps', 'eval_batch_size', 'fewshot', 'tensorboard'
 _WRITTEN = 'log_every_steps', 'checkpoint_every_steps', 'keep_checkpoints'
 FREE = *_SPEED, *_LOADING, *_OBSERVED, *_WRITTEN

@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
     loaded.require_head()
     opened = make_opener(held_out)
     source = opened(arguments.data, split, arguments.labels)
-    trained = origin.count_trained(source, arguments.data) if origin else 0
+    trained = origin.count_trained(source) if origin else 0
     source = evaluation_run.matched(source, loaded, by_number=arguments.by_number)
     if arguments.out:
         with usable(arguments.out):

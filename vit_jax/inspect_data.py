@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 
 import jax
@@ -30,9 +30,8 @@ from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.inspection import Known, Scan
 from vit_jax.data.sources import folders, tables
-from vit_jax.data.sources.base import Label, Source
+from vit_jax.data.sources.base import Label, Source, split_names
 from vit_jax.data.sources.opening import Opener, make_opener, open_splits
-from vit_jax.data.sources.splits import split_names
 from vit_jax.figures import bitmaps
 from vit_jax.runs import workdirs
 from vit_jax.runs.experiment import label_problems, open_start, preprocessing_of, reader_for
@@ -119,25 +118,27 @@ def _sources(config: TrainConfig, opened: Opener) -> tuple[dict[str, Source], li
 
     Of a folder or table whose splits cannot be opened it is all images, whatever their classes.
     """
-    data, problems = config.data, []
+    data, problems = config.data, list[str]()
     # A function is asked for the splits of the configuration: it cannot list its own.
     own = [one for one in config.evaluations.values() if one.data is None]
     splits = [config.train_split, *(one.split for one in own)]
-    try:
+    names: Iterable[str] = splits
+    sources = dict[str, Source]()
+    with _listing(problems):
         names = open_splits(data, config.held_out) if isinstance(data, str) else splits
-        names = sorted(names, key=lambda name: name not in split_names(config.train_split))
-        sources = {name: opened(data, name) for name in names if name != 'all'}  # its parts
-    except UserError as error:
-        sources, problems = {}, [str(error)]
+    for name in sorted(names, key=lambda name: name not in split_names(config.train_split)):
+        if name != 'all':  # of which the others are parts
+            with _listing(problems):
+                sources[name] = opened(data, name)
+    if problems:
+        sources = {}
         if isinstance(data, str) and os.path.isdir(data):
-            known = folders.problems(data)
-            problems = known + [p for p in problems if not _is_among(p, known)]
             with contextlib.suppress(UserError):
                 sources = {'all images': folders.unlabelled([data])}
         elif isinstance(data, str) and data.endswith(('.csv', '.jsonl')) and os.path.isfile(data):
             with contextlib.suppress(UserError):
                 sources = {'all images': tables.unlabelled(data)}
-        return sources, problems
+        return sources, [*dict.fromkeys(problems)]
     parts = {}
     for split in splits:
         try:
@@ -155,9 +156,13 @@ def _sources(config: TrainConfig, opened: Opener) -> tuple[dict[str, Source], li
     return sources, problems
 
 
-def _is_among(problem: str, known: list[str]) -> bool:
-    """Does one of these begin as the problem does?"""
-    return any(one.startswith(problem.split('\n')[0]) for one in known)
+@contextlib.contextmanager
+def _listing(problems: list[str]) -> Iterator[None]:
+    """Appends the lines of a UserError instead of raising it."""
+    try:
+        yield
+    except UserError as error:
+        problems += str(error).split('\n  ')
 
 
 def _lines(scan: Scan) -> list[str]:

@@ -56,6 +56,16 @@ def test_batch_n_is_the_same_wherever_the_iteration_begins(crop):
         assert_same(taken(loader(crop), seed=4), whole)
 
 
+def test_the_order_of_examples_is_the_one_of_all_earlier_runs():
+    """Recorded on 2026-11-26: another order would change every run that is resumed."""
+    order = loading.shuffled(10, seed=0)
+    drawn = [dataclasses.astuple(order(position)) for position in (0, 1, 9, 10, 11, 19, 29)]
+    assert drawn == [(1, 0), (2, 0), (3, 0), (9, 1), (6, 1), (7, 1), (0, 2)]
+    order = loading.shuffled(1_281_167, seed=3)
+    drawn = [order(position).index for position in (0, 1, 2, 1_281_167)]
+    assert drawn == [178790, 310391, 232272, 993828]
+
+
 def test_batches_gathered_on_the_device_are_those_read_on_the_host():
     crop = CentralCrop(scale=1.2)
     assert_same(taken(loader(crop, placement='device')), taken(loader(crop, placement='host')))

@@ -48,7 +48,7 @@ def test_a_second_process_is_refused(tmp_path):
     assert 'Traceback' not in host.text
 
 
-FILES = 'config.json', 'metrics.jsonl', 'ledger.jsonl', 'fewshot.json', 'data.zip', '.lock'
+FILES = 'config.json', 'metrics.jsonl', 'ledger.jsonl', 'fewshot.json', 'data.json.gz', '.lock'
 
 
 @pytest.mark.parametrize('kind', ['folder', 'device', 'pipe'])

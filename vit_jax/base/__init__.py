@@ -1,9 +1,6 @@
 """What everything stands on: records, names of leaves, shapes, errors, files written whole."""
 
-from typing import TYPE_CHECKING, Any
-
-from vit_jax.base import array_types
-from vit_jax.base.array_types import Batch, Bool, Float, Int, Key, Num, Params, UInt8
+from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Num, Params, UInt8
 from vit_jax.base.atomic_files import (
     DAMAGED_NPZ,
     atomic_write,
@@ -27,9 +24,6 @@ from vit_jax.base.held_objects import appending
 from vit_jax.base.records import Record, require, require_between, require_pattern
 from vit_jax.base.storage import Path, require_kept
 
-if TYPE_CHECKING:
-    from vit_jax.base.array_types import Array
-
 __all__ = ['Array', 'Batch', 'Bool', 'Float', 'Int', 'Key', 'Num', 'Params', 'UInt8']
 __all__ += ['MissingFile', 'UnusableDisk', 'UserError', 'close_by', 'counted', 'refuse', 'usable']
 __all__ += [
@@ -49,8 +43,3 @@ __all__ += [
     'require_regular',
     'require_writable',
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """`Array`, which imports jax."""
-    return getattr(array_types, name)

@@ -26,6 +26,12 @@ class Header(NamedTuple):
     kind: str
     height: int
     width: int
+    color_space: str = ''  # of a JPEG that libjpeg can read
+
+    @property
+    def is_cmyk(self) -> bool:
+        """Whether a JPEG has four colors, which each library turns into other RGB."""
+        return self.color_space in ('CMYK', 'YCCK')
 
 
 def read_header(stored: bytes) -> Header:
@@ -34,7 +40,7 @@ def read_header(stored: bytes) -> Header:
         import simplejpeg
 
         with contextlib.suppress(ValueError):  # Pillow judges what it cannot read
-            return Header('JPEG', *simplejpeg.decode_jpeg_header(stored)[:2])
+            return Header('JPEG', *simplejpeg.decode_jpeg_header(stored)[:3])
     known = 'not a whole image of a known format'
     for kind, (opened, accepts) in _openers().items():
         # Not Image.open: its own bound on pixels cannot be set for one image alone.

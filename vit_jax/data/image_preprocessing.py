@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
-from vit_jax.base import Float, Num, Record, UInt8, UserError, require, require_between
+from vit_jax.base import Array, Float, Num, Record, UInt8, UserError, require, require_between
 from vit_jax.data import jpeg_regions
 from vit_jax.data.image_headers import Header, open_with_pillow, read_header
 
@@ -33,12 +33,7 @@ MOST_RESIZED = 2**26
 Image = UInt8[np.ndarray, '_ _ 3']
 if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
-
-    from vit_jax.base import Array
-
-    NumpyOrJax = TypeVar('NumpyOrJax', np.ndarray, Array)
-else:  # processes that only read images have no jax
-    NumpyOrJax = Any
+NumpyOrJax = TypeVar('NumpyOrJax', np.ndarray, Array)
 Size = tuple[int, int]
 Sides = tuple[Any, Any]  # a size too, which may be one of a function that is being traced
 
@@ -223,8 +218,9 @@ def decode(
     if isinstance(stored, np.ndarray):
         image = stored[..., None] if stored.ndim == 2 else stored
         return np.repeat(image, 3, axis=-1) if image.shape[-1] == 1 else image
-    kind = _bounded_header(stored, max_pixels).kind
-    if kind in _BY_PILLOW or (kind == 'JPEG' and jpeg_regions.is_cmyk(stored)):
+    header = _bounded_header(stored, max_pixels)
+    kind = header.kind
+    if kind in _BY_PILLOW or header.is_cmyk:
         return _decode_with_pillow(stored, kind, exif_rotation)
     if kind == 'JPEG' and not (exif_rotation and _may_be_turned(stored)):
         import simplejpeg
@@ -286,6 +282,8 @@ def _region(
     if not stored.startswith(b'\xff\xd8'):
         return None
     header = _bounded_header(stored, max_pixels)
+    if header.is_cmyk:
+        return None
     turned = jpeg_regions.orientation(stored) if exif_rotation and _may_be_turned(stored) else 1
     if turned is None:
         return None

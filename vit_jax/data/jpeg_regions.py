@@ -91,10 +91,9 @@ def decode_region(
 
     With a `reduction` of 2, 4 or 8 the image is that much smaller on each side: each of its pixels
     is made of as many frequencies as it can show, and takes so much less time. A region that does
-    not end with whole pixels of it is a little larger then. None where it cannot be told to be
-    right: there is no decoder, the file is damaged anywhere, or it is of a kind (CMYK, 12 bits)
-    that others decode. Damages below the region are looked for only `to_end`, which takes an
-    eighth of the time of a photo of 0.1 MB.
+    not end with whole pixels of it is a little larger then. Returns None for what may be wrong:
+    there is no decoder, the file is damaged anywhere, or it has 12 bits. Damage below the region is
+    looked for only `to_end`, which takes an eighth of the time of a photo of 0.1 MB.
     """
     top, left, rows, columns = region
     bottom, right = -(-(top + rows) // reduction), -(-(left + columns) // reduction)
@@ -125,23 +124,12 @@ def decode_region(
     return np.ascontiguousarray(pixels)
 
 
-def is_cmyk(stored: bytes) -> bool:
-    """Returns whether a JPEG has four colors, which each library turns into other RGB."""
-    import simplejpeg
-
-    with contextlib.suppress(ValueError):
-        return simplejpeg.decode_jpeg_header(stored)[2] in ('CMYK', 'YCCK')
-    return False
-
-
 def _reduced(stored: bytes, shape: tuple[int, int]) -> UInt8[np.ndarray, 'h w 3'] | None:
     """The whole image, as it is stored, at the size that has just this shape."""
     import simplejpeg
 
     height, width = shape
     try:
-        if is_cmyk(stored):
-            return None
         image = simplejpeg.decode_jpeg(stored, 'RGB', min_height=height, min_width=width)
     except ValueError:
         return None

@@ -1,7 +1,7 @@
 """Batches on the devices from a source of images, each a pure function of (seed, step).
 
 Each process loads its own rows of the global batch, which does not depend on the number of
-processes, devices or threads. It holds `images` (b h w 3, uint8), `labels` (b, or b k if
+processes, devices or threads. A batch holds `images` (b h w 3, uint8), `labels` (b, or b k if
 multi-label), `mask` (b), False for padding and for images that could not be read, and `epoch` and
 `example` (b), from which all randomness of an example is derived.
 """
@@ -22,7 +22,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from vit_jax.base import Batch, Int, Record, UserError, require, require_between
 from vit_jax.data.image_preprocessing import MAX_PIXELS, MOST_PIXELS, Size
 from vit_jax.data.reading import ExampleRef, ImageReader, OnUnreadable, cores, epochs_and_indices
-from vit_jax.data.reading_processes import ReadingProcesses, Unsendable
 from vit_jax.data.sources.base import Source
 from vit_jax.parallel.meshes import MeshConfig, batch_sharding, make_mesh, put, rows_here
 
@@ -35,16 +34,11 @@ class LoaderConfig(Record):
     batches are gathered; `auto` does so if there is no random crop and they fit into `device_mb`.
     `on_unreadable=skip` leaves out what cannot be read, in training, evaluation and few-shot alike;
     it is counted, and the first few are named. An image of more than `max_pixels` cannot be read.
-    `processes` read beside this one for training, in place of its threads: where Python, which runs
-    in one thread at a time, would keep cores waiting, as where one host feeds eight GPUs. They need
-    a source that can be sent to them, each holds its own list of the images, and what is evaluated
-    is read by threads. Batches are the same.
     """
 
     placement: Literal['auto', 'host', 'device'] = 'auto'  # host: read for each batch
     device_mb: float = 1024.0  # that `auto` gives the images, in MiB
     threads: int | None = None  # for decoding; None: one per core
-    processes: int = 0  # beside this one
     on_unreadable: OnUnreadable = 'error'  # the run ends; skip: it is left out, and counted
     max_pixels: int = MAX_PIXELS  # height x width as it is stored
 
@@ -52,7 +46,6 @@ class LoaderConfig(Record):
         require_between(self, 'max_pixels', low=1, high=MOST_PIXELS)
         require_between(self, 'device_mb', low=0)
         require_between(self, 'threads', low=1)
-        require_between(self, 'processes', low=0)
 
 
 def check_memory(batch_size: int, size: Size, name: str, accumulation_steps: int = 1) -> None:
@@ -72,8 +65,8 @@ Sampler = Callable[[int], ExampleRef | None]  # by position in the stream of exa
 
 
 def shuffled(count: int, *, seed: int) -> Sampler:
-    """Every example once per epoch, each epoch in another random order, without end."""
-    import grain  # here, as it takes a quarter of a second, and not all programs read batches
+    """Draws every example once per epoch, each epoch in another random order, without end."""
+    import grain  # here: it takes a quarter of a second, and not all programs read batches
 
     indices = grain.MapDataset.range(count).seed(seed).shuffle().repeat(None)
     return lambda position: ExampleRef(int(indices[position]), position // count)
@@ -92,9 +85,9 @@ class Loader:
 def make_loader(
     reader: ImageReader, config: LoaderConfig | None = None, sharding: NamedSharding | None = None
 ) -> Loader:
-    """A loader that keeps the examples on the host, or on the device (but no random crops).
+    """Makes a loader that reads images for each batch, or reads all once and keeps them on devices.
 
-    Its batches are split over all devices unless a `sharding` says otherwise.
+    Batches are split over all devices if no `sharding` is given.
     """
     config = config or LoaderConfig()
     sharding = sharding or batch_sharding(make_mesh(MeshConfig()))
@@ -104,16 +97,9 @@ def make_loader(
     size_mb = len(reader.source) * math.prod(reader.size) * 3 / 2**20
     fits = not reader.crop.random and size_mb <= config.device_mb
     on_device = config.placement == 'device' or (config.placement == 'auto' and fits)
-    import cv2  # imported here: who only imports this module need not have it
+    import cv2  # here: not all programs read images
 
     cv2.setNumThreads(1)  # the pool's threads suffice; OpenCV releases the interpreter lock
-    processes = None if on_device else _processes(reader, config)
-    if processes is not None:
-        pool = futures.ThreadPoolExecutor(processes.count)
-        load = functools.partial(
-            reader.examples, pool=pool, fill=processes.fill, rows=processes.rows
-        )
-        return Loader(reader.source, load, lambda batch: batch, sharding)
     pool = futures.ThreadPoolExecutor(config.threads or cores())
     if on_device:
         with pool:
@@ -122,18 +108,8 @@ def make_loader(
     return Loader(reader.source, load, lambda batch: batch, sharding)
 
 
-def _processes(reader: ImageReader, config: LoaderConfig) -> ReadingProcesses | None:
-    """Processes to read training images with, where they are asked for."""
-    if config.processes == 0 or not reader.crop.random:
-        return None
-    try:
-        return ReadingProcesses(reader, config.processes)
-    except Unsendable as error:
-        raise UserError(f'loader.processes={config.processes}: {error}') from error
-
-
 def make_loaders(config: LoaderConfig, sharding: NamedSharding) -> Callable[[ImageReader], Loader]:
-    """A function from readers to loaders, which makes each once: a split is on the device once."""
+    """Returns a function from readers to loaders that makes the loader of equal readers once."""
     made: dict[tuple[int, str], Loader] = {}
 
     def loader_of(reader: ImageReader) -> Loader:
@@ -147,7 +123,7 @@ def make_loaders(config: LoaderConfig, sharding: NamedSharding) -> Callable[[Ima
 
 
 def _kept_on_device(reader: ImageReader, pool: futures.Executor, sharding: NamedSharding) -> Loader:
-    """All images read once; then `load` gives indices and `place` gathers their images."""
+    """Reads all images once; then `load` returns indices and `place` gathers their images."""
     read = reader.examples([*map(ExampleRef, range(len(reader.source)))], pool)
     stored = put(read, dict.fromkeys(read, NamedSharding(sharding.mesh, PartitionSpec())))
 
@@ -167,22 +143,22 @@ def _kept_on_device(reader: ImageReader, pool: futures.Executor, sharding: Named
 def read_beside(
     loaders: Sequence[Loader], *, index: int, count: int
 ) -> Iterator[Callable[[], None]]:
-    """Begins to read every image once, in threads: process `index` of `count` reads its share.
+    """Reads every image once in the background; process `index` of `count` reads its share.
 
-    Gives a function that waits for the end and raises UserError for an image that cannot be read.
-    What is left to read on leaving is not read. Loaders that keep all on the device have done so.
+    Yields a function that waits for the end and raises UserError for an image that cannot be read.
+    Reading stops when the context is left.
     """
 
     def read(loader: Loader, part: Sequence[int]) -> None:
         loader.load([*map(ExampleRef, part)])
 
     def wait() -> None:
-        for one in begun:
-            one.result()
+        for part in reading:
+            part.result()
 
     with futures.ThreadPoolExecutor(1) as thread:  # a loader has threads of its own
         shares = [(loader, range(index, len(loader.source), count)) for loader in loaders]
-        begun = [
+        reading = [
             thread.submit(read, loader, own[start : start + 64])
             for loader, own in shares
             for start in range(0, len(own), 64)
@@ -196,20 +172,19 @@ def read_beside(
 def host_batches(
     loader: Loader, sampler: Sampler, *, steps: range, rows: Int[np.ndarray, 'r'], batch_size: int
 ) -> Iterator[Batch]:
-    """These rows of the global batch of each step, in host memory, loaded ahead of their use."""
-
+    """Loads these rows of the global batch of each step, in host memory, ahead of their use."""
     import grain
 
     def load(step: int) -> Batch:
         return loader.load([sampler(int(step) * batch_size + int(row)) for row in rows])
 
     dataset = grain.MapDataset.range(steps.start, steps.stop).map(load)
-    # Two batches ahead: one is being loaded while one waits.
+    # Two batches ahead: one is loaded while one waits.
     return iter(dataset.to_iter_dataset(grain.ReadOptions(2, prefetch_buffer_size=2)))
 
 
 def batches(loader: Loader, sampler: Sampler, *, steps: range, batch_size: int) -> Iterator[Batch]:
-    """The global batches of these steps, on the devices; each process loads its own rows."""
+    """Yields the global batches of these steps, on the devices."""
     rows = rows_here(loader.sharding, batch_size)
     for local in host_batches(loader, sampler, steps=steps, rows=rows, batch_size=batch_size):
         shapes = {name: (batch_size, *x.shape[1:]) for name, x in local.items()}
@@ -219,7 +194,7 @@ def batches(loader: Loader, sampler: Sampler, *, steps: range, batch_size: int) 
 def training_batches(
     loader: Loader, *, steps: range, batch_size: int, seed: int
 ) -> Iterator[Batch]:
-    """Batches of shuffled examples: batch n is the same wherever the iteration begins."""
+    """Yields batches of shuffled examples: batch n is the same wherever the iteration starts."""
     sampler = shuffled(len(loader.source), seed=seed)
     return batches(loader, sampler, steps=steps, batch_size=batch_size)
 
@@ -227,7 +202,7 @@ def training_batches(
 def sequential_batches(
     loader: Loader, indices: Int[np.ndarray, 'n'], *, batch_size: int
 ) -> Iterator[Batch]:
-    """These examples once each, in order, the last batch filled up with padding."""
+    """Yields these examples once each, in order; the last batch is filled up with padding."""
 
     def sampler(position: int) -> ExampleRef | None:
         return ExampleRef(int(indices[position])) if position < len(indices) else None

@@ -1,4 +1,4 @@
-"""Reads, decodes and crops images to parts of a batch: what needs no jax, here or in processes."""
+"""Reads, decodes and crops images into batches in host memory, without jax."""
 
 import dataclasses
 import logging
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vit_jax.base import Batch, Bool, Int, UInt8, UserError
+from vit_jax.base import Batch, Int, UInt8, UserError
 from vit_jax.data.image_preprocessing import (
     MAX_PIXELS,
     Crop,
@@ -23,7 +23,7 @@ from vit_jax.data.sources.base import Label, Source
 
 OnUnreadable = Literal['error', 'skip']
 _SKIPPED = '--config.loader.on_unreadable=skip leaves out what cannot be read'
-ROWS = 4  # of a batch that one thread reads at a time: few, so that all end together
+_ROWS = 4  # of a batch that one thread reads at a time: few, so that all threads end together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +32,6 @@ class ExampleRef:
 
     index: int
     epoch: int = 0
-
-
-# Labels and mask of a few rows of a batch, and what is wrong with those that were left out.
-Filled = tuple[Int[np.ndarray, 'r ...'], Bool[np.ndarray, 'r'], list[str]]
-# What reads examples into these rows of a batch, see ImageReader.fill.
-Fill = Callable[[Sequence[ExampleRef | None], UInt8[np.ndarray, 'r h w 3']], Filled]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,49 +47,30 @@ class ImageReader:
     max_pixels: int = MAX_PIXELS
     on_skipped: Callable[[str], None] | None = None  # gets the message about each that is masked
 
-    def examples(
-        self,
-        refs: Sequence[ExampleRef | None],
-        pool: futures.Executor,
-        *,
-        fill: Fill | None = None,
-        rows: int = ROWS,
-    ) -> Batch:
-        """One batch of arrays, read by the pool's threads; None is padding, which is masked.
+    def examples(self, refs: Sequence[ExampleRef | None], pool: futures.Executor) -> Batch:
+        """Reads one batch with the threads of the pool; None is padding, which is masked.
 
-        Each thread has so many `rows` read at a time, by `fill` if not by itself. Raises UserError
-        for an unreadable image; with on_unreadable='skip' it is masked.
+        Raises UserError for an unreadable image; with on_unreadable='skip' it is masked instead.
         """
         images = _aligned((len(refs), *self.size, 3))
         labels = np.zeros((len(refs), *self.source.label_shape), np.int32)
         mask = np.zeros(len(refs), bool)
 
-        def read(part: slice) -> None:
-            labels[part], mask[part], left_out = (fill or self.fill)(refs[part], images[part])
-            for text in left_out:
-                if self.on_skipped is not None:
-                    self.on_skipped(text)
-
-        parts = [slice(start, start + rows) for start in range(0, len(refs), rows)]
-        list(pool.map(read, parts))  # raises what one raised
-        return {'images': images, 'labels': labels, 'mask': mask} | epochs_and_indices(refs)
-
-    def fill(
-        self, refs: Sequence[ExampleRef | None], images: UInt8[np.ndarray, 'r h w 3']
-    ) -> Filled:
-        """Reads examples into these rows, which are zero; None, and what is left out, stays so."""
-        labels = np.zeros((len(refs), *self.source.label_shape), np.int32)
-        mask, left_out = np.zeros(len(refs), bool), list[str]()
-        for row, ref in enumerate(refs):
-            if ref is not None:
+        def read_rows(start: int) -> None:
+            for row, ref in enumerate(refs[start : start + _ROWS], start):
+                if ref is None:
+                    continue
                 try:
                     images[row], labels[row] = self.example(ref)
                     mask[row] = True
                 except UserError as error:
                     if self.on_unreadable != 'skip':
                         raise UserError(f'{error} ({_SKIPPED})') from error
-                    left_out.append(str(error))
-        return labels, mask, left_out
+                    if self.on_skipped is not None:
+                        self.on_skipped(str(error))
+
+        list(pool.map(read_rows, range(0, len(refs), _ROWS)))  # raises what a thread raised
+        return {'images': images, 'labels': labels, 'mask': mask} | epochs_and_indices(refs)
 
     def example(self, ref: ExampleRef) -> tuple[UInt8[np.ndarray, 'h w 3'], Label]:
         """One image, cropped to the size, and its label. UserError names one that is unreadable."""

@@ -1,317 +1,213 @@
-"""What a run learns from and is tested on, kept in its work directory: other data is noticed."""
+"""Records the images of a run in its work directory, to notice data that changed or differ by host.
+
+The record of a split holds class names, image names, labels and sizes, in order. It is compared at
+each start and between the hosts of a job; the sizes of all files but the first `LOOKS` in the
+background.
+"""
 
 import contextlib
-import dataclasses
-import functools
-import io
+import gzip
+import hashlib
+import itertools
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import NamedTuple
 
-import numpy as np
-
-from vit_jax.base import (
-    DAMAGED_NPZ,
-    MissingFile,
-    Path,
-    UserError,
-    atomic_write,
-    records,
-    require_regular,
-    storage,
-    usable,
-)
+from vit_jax.base import DAMAGED_NPZ, atomic_write, records
+from vit_jax.base.errors import UserError, counted, usable
+from vit_jax.base.storage import Path, reaching
 from vit_jax.checkpoints import digests
-from vit_jax.checkpoints.store import FOLDER, load_card
-from vit_jax.config import EvalConfig, TrainConfig
+from vit_jax.checkpoints.store import FOLDER
+from vit_jax.config import TrainConfig
 from vit_jax.data.reading import ImageReader
-from vit_jax.data.sources import listing
-from vit_jax.data.sources.base import Source
-from vit_jax.data.sources.listing import Listing
+from vit_jax.data.sources.base import Source, relative_names
 from vit_jax.parallel.processes import Job
 from vit_jax.runs.probing import Probes
 from vit_jax.runs.workdirs import DATA, Workdir
 
-LAST = 5.0  # seconds, for which the end of a run waits: a look at a disk may stall
-_UNKNOWN = (
-    'an earlier version began this run: images that changed before now are not noticed, and of '
-    'data without splits others are held out for testing'
-)
+LOOKS = 16_384  # files of a split whose sizes are read before training starts
+PATIENCE = 5.0  # seconds that the end of a run waits for the background
+_BLOCK = 1024  # sizes that are read between two looks at whether to stop
 _ADVICE = (
-    'put the data back; train again from this network (--config.start_from=%s --workdir=ANOTHER); '
-    'or go on with --accept_data_changes'
+    'put the data back; train again from this model (--config.start_from=%s --workdir=ANOTHER); '
+    'or, with as many classes as before, resume with --accept_data_changes'
 )
 
 
-class Split(NamedTuple):
-    """A split that a run uses, its images, and the fields that ask for it (JSON values)."""
+class SplitRecord(NamedTuple):
+    """The images of a split in order, as JSON values.
 
-    source: Source
-    listing: Listing
-    asked: list[Any]  # where they are others than before, other images are no surprise
-
-
-def agreed_splits(
-    config: TrainConfig, readers: dict[str, ImageReader], probes: Probes | None, job: Job
-) -> dict[str, Split]:
-    """The splits of `readers`, `train` and the evaluations, and of the few-shot evaluation.
-
-    Raises Differs where the processes have other images, classes or labels.
+    A label is a class name, or several names in one text; a question mark if the sizes change with
+    the labels. A size is that of a file, or a checksum (see `Source.read_sizes`). The sizes of the
+    last images may be missing.
     """
-    splits = _splits(config, readers, probes)
-    if job.count > 1:
-        listings = {name: split.listing for name, split in splits.items()}
-        facts = {name: one.facts() for name, one in listings.items()}
-        describe = functools.partial(listing.host_differences, ours=listings)
-        job.require_same('the data', facts, describe)
-    return splits
+
+    class_names: list[str]
+    names: list[str]
+    labels: list[str]
+    sizes: list[int]
 
 
-def _splits(
+Splits = dict[str, SplitRecord]
+
+
+def find_sources(
     config: TrainConfig, readers: dict[str, ImageReader], probes: Probes | None
-) -> dict[str, Split]:
-    wanted: dict[str, tuple[ImageReader, Any, list[Any]]] = {}
-    for name, reader in readers.items():
-        one = config.evaluations.get(name, EvalConfig(split=config.train_split))
-        wanted[name] = reader, one.data or config.data, [one.split, one.labels, _text(one.data)]
-    for name, probe in probes.found.items() if probes else ():
-        of, data = probe.splits, _text(probe.splits.data)
-        wanted[f'few-shot {name} train'] = probe.train, probe.data, [of.train_split, None, data]
-        wanted[f'few-shot {name} test'] = probe.test, probe.data, [of.test_split, None, data]
-    listings: dict[int, Listing] = {}  # by source: several evaluations may use one
-    for reader, data, _ in wanted.values():
-        if id(reader.source) not in listings:
-            listings[id(reader.source)] = listing.listed(reader.source, records.text_of(data))
-    held_out = records.to_dict(config.held_out)
-    return {
-        name: Split(reader.source, listings[id(reader.source)], [*asked, held_out])
-        for name, (reader, _, asked) in wanted.items()
-    }
+) -> dict[str, Source]:
+    """Names the sources of a run as its configuration does; the images to train on come first."""
+    used = [*readers.values()]
+    for probe in probes.found.values() if probes else ():
+        used += [probe.train, probe.test]
+    own = f' of {records.text_of(config.data)}'
+    names = [f'{reader.source.split} of {reader.source.data}'.removesuffix(own) for reader in used]
+    return {name: reader.source for name, reader in zip(names, used, strict=True)}
 
 
-def _text(data: Any) -> str | None:
-    return None if data is None else records.text_of(data)
+def record_split(source: Source) -> SplitRecord:
+    """Records a split, with the sizes of all images, or of the first `LOOKS` files."""
+    indices = range(len(source))
+    looks = indices if source.sizes_in_memory else indices[:LOOKS]
+    return SplitRecord(
+        class_names=[*source.class_names],
+        names=relative_names(source.read_names(indices), source.data),
+        labels=_read_labels(source),
+        sizes=source.read_sizes(looks).tolist(),
+    )
 
 
-def compared(workdir: Workdir, splits: dict[str, Split], job: Job, *, accept: bool) -> 'DataRecord':
-    """The record of a work directory; process 0 compares the splits with it, and keeps it."""
-    record = DataRecord(workdir, splits if job.index == 0 else {}, accept=accept)
-    record.compare()
-    return record
+def _read_labels(source: Source) -> list[str]:
+    names = source.class_names
+    if not source.labels_in_memory:
+        return ['?'] * len(source)
+    if source.multi_label:
+        return [', '.join(names[i] for i in row.nonzero()[0]) for row in source.labels]
+    return [names[label] for label in source.labels.tolist()]
 
 
-class DataRecord:
-    """The splits of a run beside those that it began with, which are kept in its work directory.
+def describe_differences(old: SplitRecord, new: SplitRecord) -> list[str]:
+    """Returns a line for each kind of difference: a count, and up to three examples.
 
-    `compare` looks at all names, labels and classes. The sizes of more than `listing.LOOKS` files
-    are looked at in the background, within `begun`; `check` raises what is found there.
+    An image with another label counts as removed and added.
     """
-
-    def __init__(self, workdir: Workdir, splits: dict[str, Split], *, accept: bool):
-        self._path, self._check_held = workdir.folder / DATA, workdir.check
-        self._splits = splits
-        self._accept = accept
-        self._kept = _read(self._path) if splits else {}
-        self._begun = bool(digests.steps(workdir.folder / FOLDER))
-        self._error: Exception | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._complete, daemon=True)
-
-    def compare(self) -> None:
-        """Raises UserError with what has changed since the run began, unless that is accepted."""
-        if self._begun and self._splits:
-            if not _exists(self._path):
-                logging.warning('%s: no %s: %s', self._path.parent, DATA, _UNKNOWN)
-            self._refuse_or_say(self._changes(self._splits, self._class_changes()))
-
-    @contextlib.contextmanager
-    def begun(self) -> Iterator[None]:
-        """Within, what remains is looked at, and the record is written, in the background."""
-        self._thread.start()
-        try:
-            yield
-        finally:
-            self._stop.set()
-            self._thread.join(LAST)
-
-    def check(self, *, wait: float = 0.0) -> None:
-        """Raises what was found in the background, if anything, after so many seconds at most."""
-        if wait:
-            self._thread.join(wait)
-        if self._error is not None:
-            raise self._error
-
-    def _class_changes(self) -> list[str]:
-        """How the card of the newest checkpoint names the classes, where it is otherwise."""
-        new, workdir = self._splits['train'].listing.class_names, self._path.parent
-        try:
-            card, folder = load_card(str(workdir))
-        except (digests.Damaged, MissingFile):  # which is said where it is restored
-            return []
-        lines = listing.class_differences(old := card.get('class_names') or new, new)
-        if len(old) != len(new):
-            raise UserError(
-                f'checkpoint {folder} has {len(old):,} classes, the data {len(new):,}: {lines[0]}; '
-                f'put the data back, or fine-tune it: --config.start_from={workdir} '
-                f'--workdir=ANOTHER'
-            )
-        return lines
-
-    def _changes(self, splits: dict[str, Split], of_classes: Sequence[str] = ()) -> list[str]:
-        """A line about each kind of change since the record was made, after some about classes."""
-        # Each once, where several evaluations use one split.
-        changes = {line: f'train: {line}' for line in of_classes}
-        for name in [name for name in splits if name in self._kept]:
-            now, before = splits[name], self._kept[name]
-            if before.asked == now.asked and not before.is_of(now.listing):
-                lines = listing.differences(before.read(), now.listing)
-                if lines == [listing.ORDER] and name != 'train':
-                    continue  # which what is measured does not depend on
-                for line in lines:
-                    changes.setdefault(line, f'{name}: {line}')
-        return list(changes.values())
-
-    def _refuse_or_say(self, changes: list[str]) -> None:
-        if not changes:
-            return
-        workdir, lines = self._path.parent, '\n  '.join(changes)
-        if not self._accept:
-            advice = _ADVICE % workdir
-            raise UserError(f'workdir {workdir} holds a run on other data:\n  {lines}\n{advice}')
-        logging.warning('%s goes on with other data:\n  %s', workdir, lines)
-
-    def _complete(self) -> None:
-        try:
-            if self._splits and not self._kept:  # should the run end before the look does
-                self._write(self._splits)
-            listings = {}
-            for split in self._splits.values():
-                if id(split.listing) not in listings:
-                    listings[id(split.listing)] = self._looked_at(split)
-            if self._stop.is_set():
-                return
-            splits = {
-                name: split._replace(listing=listings[id(split.listing)])
-                for name, split in self._splits.items()
-            }
-            looked = any(s.listing is not splits[n].listing for n, s in self._splits.items())
-            if self._begun and looked:
-                self._refuse_or_say(self._changes(splits))
-            if (looked or self._kept) and splits and not self._is_of(splits):
-                self._write(splits)
-        except Exception as error:  # raised by `check`
-            self._error = error
-
-    def _write(self, splits: dict[str, Split]) -> None:
-        self._check_held()
-        _write(self._path, splits)
-
-    def _is_of(self, splits: dict[str, Split]) -> bool:
-        """Is this what the record says?"""
-        return self._kept.keys() == splits.keys() and all(
-            self._kept[name].asked == one.asked
-            and self._kept[name].digest == one.listing.digest
-            and np.array_equal(self._kept[name].stamps, one.listing.stamps)
-            for name, one in splits.items()
-        )
-
-    def _looked_at(self, split: Split) -> Listing:
-        """The listing with all stamps, unless the run ends."""
-        if split.source.stamps_at_hand or (count := len(split.source)) <= listing.LOOKS:
-            return split.listing
-        stamps = split.listing.stamps.copy()
-        for start in range(0, count, listing.LOOKS):
-            part = range(start, min(count, start + listing.LOOKS))
-            if self._stop.is_set():
-                break
-            stamps[part] = split.source.read_stamps(part)
-        return dataclasses.replace(split.listing, stamps=stamps)
-
-
-def training_images(folder: Path) -> Listing | None:
-    """Returns the training images of the run in a work directory; None without a record."""
-    kept = _read(folder / DATA).get('train')
-    return kept.read() if kept else None
-
-
-class _Kept(NamedTuple):
-    """A split as it was when the record was made."""
-
-    asked: list[Any]
-    digest: str
-    stamps: np.ndarray
-    read: Callable[[], Listing]
-
-    def is_of(self, now: Listing) -> bool:
-        """Whether names, labels, classes and the stamps that are known are those of now."""
-        if self.digest != now.digest or self.stamps.shape != now.stamps.shape:
-            return False
-        return not listing.replaced(self.stamps, now.stamps).any()
-
-
-def _write(path: Path, splits: dict[str, Split]) -> None:
-    numbers: dict[int, int] = {}
-    header, arrays = {}, {}
-    for name, (_, one, asked) in splits.items():
-        number = numbers.setdefault(id(one), len(numbers))
-        arrays[f'{number}.names'] = np.frombuffer(listing.as_bytes(one.names), np.uint8)
-        arrays[f'{number}.labels'], arrays[f'{number}.stamps'] = one.labels, one.stamps
-        classes = {'class_names': one.class_names, 'multi_label': one.multi_label}
-        header[name] = {'asked': asked, 'digest': one.digest, 'number': number} | classes
-    arrays['splits'] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    with atomic_write(path) as partial, partial.open('wb') as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)
-
-
-def _read(path: Path) -> dict[str, _Kept]:
-    """The splits of the record by name; none where there is none, of an earlier version.
-
-    None, with a warning, where it is damaged. Raises UserError where it cannot be read.
-    """
-    if not _exists(path):
-        return {}
-    try:
-        with _opened(path) as file:
-            header = json.loads(file['splits'].tobytes())
-            stamps = {one['number']: file[f'{one["number"]}.stamps'] for one in header.values()}
-        return {
-            name: _Kept(
-                one['asked'],
-                one['digest'],
-                stamps[one['number']],
-                functools.partial(_read_listing, path, one),
-            )
-            for name, one in header.items()
+    size_of = dict(zip(old.names, old.sizes, strict=False))
+    new_sizes = zip(new.names, new.sizes, strict=False)
+    replaced = [repr(name) for name, size in new_sizes if size_of.get(name, size) != size]
+    examples = {'replaced image': replaced}
+    if old[:3] != new[:3]:
+        before, after = (Counter(map('{!r} ({})'.format, x.names, x.labels)) for x in (old, new))
+        classes = itertools.zip_longest(old.class_names, new.class_names)
+        examples |= {
+            'changed class': [f'{a!r} to {b!r}' for a, b in classes if a != b],
+            'removed image': [*(before - after).elements()],
+            'added image': [*(after - before).elements()],
         }
-    except UserError:
-        raise
-    except DAMAGED_NPZ as error:
-        text = '%s: cannot be read, so that data which changed is not noticed: %s'
-        logging.warning(text, path, error)
-        return {}
+        if not any(examples.values()):
+            return ['the images have another order']
+    shown = {kind: ', '.join(found[:3]) for kind, found in examples.items() if found}
+    return [f'{counted(len(examples[kind]), kind)}: {text}' for kind, text in shown.items()]
 
 
-def _exists(path: Path) -> bool:
-    with usable(path), storage.reaching(path):
-        return path.exists()
+def _describe_changes(recorded: Splits, splits: Splits) -> dict[str, str]:
+    """Describes each split that is in both and differs."""
+    both = {name: (recorded[name], split) for name, split in splits.items() if name in recorded}
+    lines = {name: '; '.join(describe_differences(*pair)) for name, pair in both.items()}
+    return {name: f'{name}: {text}' for name, text in lines.items() if text}
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """The arrays of the record, which is read whole: an error of the disk is told from damage."""
-    with usable(path), storage.reaching(path):
-        require_regular(path)
-        data = path.read_bytes()
-    with np.load(io.BytesIO(data), allow_pickle=False) as file:
-        yield file
+def compare_data(
+    workdir: Workdir, sources: dict[str, Source], job: Job, *, accept: bool = False
+) -> Iterator[Callable[[float], None]]:
+    """Compares the splits of a run with its record, which process 0 updates.
+
+    Yields a function that raises what was found in the background meanwhile, after waiting for its
+    end for this many seconds.
+
+    Raises:
+      UserError: If data changed that the run has learned from, unless `accept` is set.
+      Differs: If the data differ between processes.
+    """
+    folder, stop = workdir.folder, threading.Event()
+    splits = {name: record_split(source) for name, source in sources.items()}
+    recorded: Splits = {}
+    if job.index == 0:
+        if digests.steps(folder / FOLDER):  # else nothing was learned yet
+            recorded = _read(folder / DATA)
+        recorded = _update(workdir, recorded, splits, accept=accept)
+    if job.count > 1:
+        _require_same(job, splits, folder / DATA)
+    if job.index != 0:
+        splits = {}  # process 0 alone compares the other sizes, and writes
+
+    def compare_sizes() -> None:
+        for name, split in splits.items():
+            indices, sizes = range(len(split.names)), [*split.sizes]
+            while len(sizes) < len(indices):
+                if stop.is_set():
+                    return
+                sizes += sources[name].read_sizes(indices[len(sizes) :][:_BLOCK]).tolist()
+            splits[name] = split._replace(sizes=sizes)
+        _update(workdir, recorded, splits, accept=accept)
+
+    with futures.ThreadPoolExecutor(1) as pool:
+        rest = pool.submit(compare_sizes)
+        try:
+            yield lambda wait: rest.result() if futures.wait([rest], wait).done else None
+        finally:
+            stop.set()
 
 
-def _read_listing(path: Path, one: dict[str, Any]) -> Listing:
-    with _opened(path) as file:
-        names, labels, stamps = (
-            file[f'{one["number"]}.{array}'] for array in ('names', 'labels', 'stamps')
-        )
-    decoded = names.tobytes().decode(errors='surrogateescape').split('\0')[:-1]
-    return Listing(tuple(one['class_names']), decoded, labels, stamps, one['multi_label'])
+def _update(workdir: Workdir, recorded: Splits, splits: Splits, *, accept: bool) -> Splits:
+    """Rejects differences from the record, or records them; returns the new record."""
+    changes = _describe_changes(recorded, splits)
+    if changes:
+        text = f'{workdir.folder}: the data have changed since the run started:'
+        text = '\n  '.join([text, *changes.values()])
+        counts = ({len(one[name].class_names) for one in (recorded, splits)} for name in changes)
+        if not accept or any(len(count) > 1 for count in counts):
+            raise UserError(f'{text}\n{_ADVICE % workdir.folder}')
+        logging.warning('%s', text)
+    updated = dict(splits)
+    for name, old in recorded.items():
+        if name not in changes:
+            updated[name] = max(splits.get(name, old), old, key=lambda one: len(one.sizes))
+    if [*updated.items()] != [*recorded.items()]:
+        workdir.check()
+        text = json.dumps({name: split._asdict() for name, split in updated.items()})
+        with atomic_write(workdir.folder / DATA) as partial:
+            partial.write_bytes(gzip.compress(text.encode(), compresslevel=1, mtime=0))
+    return updated
+
+
+def _require_same(job: Job, splits: Splits, path: Path) -> None:
+    """Raises Differs if the data of process 0, which are recorded in `path`, are other ones."""
+    texts = {name: json.dumps(split).encode() for name, split in splits.items()}
+    ours = {name: hashlib.sha256(text).hexdigest() for name, text in texts.items()}
+
+    def describe(theirs: dict[str, str]) -> list[str]:
+        if theirs == ours:
+            return []
+        return [*_describe_changes(_read(path), splits).values()] or ['other splits']
+
+    job.require_same('the data', ours, describe)
+
+
+def read_training_images(folder: Path) -> SplitRecord | None:
+    """Returns the training images of the run in a work directory, or None without a record."""
+    return next(iter(_read(folder / DATA).values()), None)
+
+
+def _read(path: Path) -> Splits:
+    """Reads a record; returns an empty one, with a warning, if it is missing or damaged."""
+    with usable(path), reaching(path):
+        data = path.read_bytes() if path.exists() else b''
+    try:
+        splits = json.loads(gzip.decompress(data))
+        return {name: SplitRecord(**split) for name, split in splits.items()}
+    except DAMAGED_NPZ:
+        logging.warning('%s: missing or damaged: changes of the data may not be noticed', path)
+        return {}

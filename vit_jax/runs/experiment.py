@@ -177,7 +177,7 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
 def label_problems(config: TrainConfig, train: Source, evaluated: dict[str, Source]) -> list[str]:
     """Why the classes of these images cannot be learned and measured, with the way out.
 
-    Warns of classes that are measured without being learned, if labels are at hand.
+    Warns of classes that are measured without being learned, if labels are in memory.
     """
     if config.objective is not None:  # which does not look at them
         return []
@@ -185,7 +185,7 @@ def label_problems(config: TrainConfig, train: Source, evaluated: dict[str, Sour
     for name, source in evaluated.items():
         if source.class_names == train.class_names:
             missing = [train.class_names[i] for i in sorted(_classes(source) - _classes(train))]
-            if missing and train.labels_at_hand:
+            if missing and train.labels_in_memory:
                 count = f'{counted(len(missing), "class")} of {name} without a training image'
                 warn_once(f'{data}: {count}: {", ".join(missing[:5])}')
     found = [
@@ -206,7 +206,7 @@ def label_problems(config: TrainConfig, train: Source, evaluated: dict[str, Sour
 
 def _classes(source: Source) -> set[int]:
     """The classes of its images; none if they would have to be read for that."""
-    if not source.labels_at_hand:
+    if not source.labels_in_memory:
         return set()
     labels = source.labels
     return {*np.unique(np.nonzero(labels)[1] if source.multi_label else labels).tolist()}

@@ -48,10 +48,12 @@ def probe(
     check_memory(batch_size, size, 'config.eval_batch_size')
     reader = reader_for(config, preprocessing, size)
     sets = probing.open_probes(config, make_opener(config.held_out), reader)
-    if job.count > 1:
-        data_record.agreed_splits(config, {}, sets, job)
     values, console = records.to_dict(config), console_of(job)
-    with workdirs.opened(path, values, job, accept_changes=accept_changes) as workdir:
+    sources = data_record.find_sources(config, {}, sets) if job.count > 1 else {}
+    with (
+        workdirs.opened(path, values, job, accept_changes=accept_changes) as workdir,
+        data_record.compare_data(workdir, sources, job),
+    ):
         fresh = jax.eval_shape(model.init, jax.random.key(0))
         shardings = sharding_rules.shardings_for(fresh, mesh, config.mesh)
         abstract = sharding_rules.abstract(fresh, shardings)

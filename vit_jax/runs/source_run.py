@@ -6,13 +6,11 @@ from typing import Any, NamedTuple
 from vit_jax.base import Path, UserError, counted, parsing, records
 from vit_jax.checkpoints import names
 from vit_jax.checkpoints.store import FOLDER, checkpoint_folder
-from vit_jax.config import TrainConfig
 from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.base import Source, relative_names
 from vit_jax.data.sources.folders import SPLIT_NAMES
-from vit_jax.data.sources.listing import Listing
 from vit_jax.data.sources.opening import HeldOut
-from vit_jax.runs.data_record import training_images
+from vit_jax.runs.data_record import SplitRecord, read_training_images
 from vit_jax.runs.workdirs import CONFIG, DATA, read_config
 
 
@@ -22,14 +20,14 @@ class SourceRun(NamedTuple):
     data: str
     held_out: HeldOut  # of data without splits
     split: str  # that the run was tested on
-    trained_on: list[tuple[str, Listing]]  # data, and the images of the training split
+    trained_on: list[tuple[str, SplitRecord]]  # data, and the images of the training split
     unknown: list[str]  # why images that were trained on may not be counted
 
     def split_of(self, data: str) -> str:
         """Returns the split that the run was tested on, or `test` for other data."""
         return self.split if _place(self.data) == _place(data) else 'test'
 
-    def count_trained(self, source: Source, data: str) -> int:
+    def count_trained(self, source: Source) -> int:
         """Counts the images in the source that the model was trained on.
 
         Two images count as the same if their files have the same number of bytes, and either the
@@ -41,17 +39,17 @@ class SourceRun(NamedTuple):
         whole = set[str]()
         for place, images in self.trained_on:
             whole.update(images.names)
-            for name, stamp in zip(images.names, images.stamps.tolist(), strict=True):
+            for name, size in zip(images.names, images.sizes, strict=False):
                 for key in {name, _without_split(name), _absolute(name, place)}:
-                    trained.setdefault(key, set()).add(stamp)
-        stamps = []
-        for name in relative_names(source.read_names(range(len(source))), data):
+                    trained.setdefault(key, set()).add(size)
+        trained_sizes = []
+        for name in relative_names(source.read_names(range(len(source))), source.data):
             without = {_without_split(name)} & whole  # a name of data that had no splits yet
-            keys = {name, _absolute(name, data), *without}
-            stamps.append(set[int]().union(*(trained.get(key, ()) for key in keys)) - {-1})
-        known = [index for index, found in enumerate(stamps) if found]
-        now = source.read_stamps(known).tolist()
-        return sum(stamp in stamps[i] for i, stamp in zip(known, now, strict=True))
+            keys = {name, _absolute(name, source.data), *without}
+            trained_sizes.append(set[int]().union(*(trained.get(key, ()) for key in keys)) - {-1})
+        known = [index for index, found in enumerate(trained_sizes) if found]
+        now = source.read_sizes(known).tolist()
+        return sum(size in trained_sizes[i] for i, size in zip(known, now, strict=True))
 
 
 def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> SourceRun | None:
@@ -74,7 +72,7 @@ def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> So
         own = [one['split'] for one in config['evals'].values() if one['data'] is None]
         split, start = own[0] if own else config['eval_split'], config['start_from']
         place = str(config['data'])
-    images = training_images(workdir)
+    images = read_training_images(workdir)
     trained_on = [(place, images)] if images else []
     unknown = [] if images else [f'{workdir / DATA} is missing']
     earlier = find_source_run(start, later | {workdir}) if start else None
@@ -85,14 +83,13 @@ def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> So
     return SourceRun(place, held_out, split, trained_on, unknown)
 
 
-def trained_before(config: TrainConfig, evals: dict[str, ImageReader], start: str) -> list[str]:
+def trained_before(evals: dict[str, ImageReader], start: str) -> list[str]:
     """Returns a line for each evaluation with images that the network at the start has learned."""
     lines = list[str]()
     if (run := find_source_run(start)) is None:
         return lines
     for name, reader in evals.items():
-        data = records.text_of(config.evaluations[name].data or config.data)
-        if count := run.count_trained(reader.source, data):
+        if count := run.count_trained(reader.source):
             total = counted(len(reader.source), 'image')
             text = 'the start_from model was already trained on'
             lines.append(f'warning: {name}: {text} {count:,} of these {total}')

@@ -25,7 +25,6 @@ from vit_jax.parallel.processes import Interrupted, Job
 from vit_jax.parallel.sharding_rules import sharding_report
 from vit_jax.runs import compilation, data_record, fingerprint, probing, profiling, workdirs
 from vit_jax.runs.compilation import Features, shardings_of
-from vit_jax.runs.data_record import DataRecord
 from vit_jax.runs.experiment import Experiment, decide, images_at_peak, loaders
 from vit_jax.runs.goodput import Ledger
 from vit_jax.runs.probing import Probes
@@ -80,7 +79,7 @@ def train(
             opened = agreed(
                 config, path, job, accept_changes=accept_changes, accept_data=accept_data
             )
-            experiment, workdir, record = stack.enter_context(opened)
+            experiment, workdir, check_data = stack.enter_context(opened)
             config, folder = experiment.config, workdir.folder
             profiling.require_within(profile, experiment.length.total_steps)
         kept = folder / workdirs.LEDGER if job.index == 0 else None
@@ -105,9 +104,8 @@ def train(
         steps = range(int(state.step), experiment.length.total_steps)
         reporter = _reporter(experiment, steps, progress, workdir, ledger, console)
         stack.enter_context(reporter)
-        stack.enter_context(record.begun())
         parts = experiment, update, eval_steps, features, loader_of, checkpoints, reporter
-        run = Run(*parts, ledger, record, workdir.check, job, profile)
+        run = Run(*parts, ledger, check_data, workdir.check, job, profile)
         state = run.to_the_end(state)
     reached = state, run.evals, run.fewshot, checkpoints.path(int(state.step)), folder
     return Result(experiment, *reached, reporter.skipped, *ledger.totals())
@@ -146,8 +144,8 @@ def agreed(
     *,
     accept_changes: bool = False,
     accept_data: bool = False,
-) -> Iterator[tuple[Experiment, Workdir, DataRecord]]:
-    """What all processes are about to train, the work directory, which is held, and its record.
+) -> Iterator[tuple[Experiment, Workdir, Callable[[float], None]]]:
+    """What all processes are about to train, the work directory, which is held, and `check_data`.
 
     Raises UserError as `train` does before it compiles.
     """
@@ -157,11 +155,12 @@ def agreed(
     experiment = decide(config)
     job.require_same('what is decided', fingerprint.of_decisions(experiment))
     config, readers = experiment.config, experiment.readers
-    splits = data_record.agreed_splits(config, readers, experiment.probes, job)
+    sources = data_record.find_sources(config, readers, experiment.probes)
     values = records.to_dict(config)
     with workdirs.opened(path, values, job, accept_changes=accept_changes) as workdir:
-        record = data_record.compared(workdir, splits, job, accept=accept_data)
-        yield experiment, workdir, record
+        compared = data_record.compare_data(workdir, sources, job, accept=accept_data)
+        with compared as check_data:
+            yield experiment, workdir, check_data
 
 
 def _compiled(
@@ -228,7 +227,7 @@ def _new_state(experiment: Experiment, abstract: TrainState, console: Console) -
     if start is None:
         return state
     params, report = experiment.transferred(start, state.params)
-    tested = trained_before(experiment.config, experiment.evals, start.path)
+    tested = trained_before(experiment.evals, start.path)
     console.print('\n'.join([f'start_from {start.path}', *start.report, *report, *tested]))
     params = meshes.put(params, shardings.params)
     ema_params = None if state.ema_params is None else jax.tree.map(jnp.copy, params)
@@ -247,7 +246,7 @@ class Run:
     checkpoints: Checkpoints
     reporter: Reporter
     ledger: Ledger
-    record: DataRecord
+    check_data: Callable[[float], None]  # raises changes of the data that were found meanwhile
     check: Callable[..., None]  # that the work directory is held
     job: Job
     profile: range | None  # steps to watch
@@ -283,7 +282,7 @@ class Run:
             where = self.checkpoints.path(step)
             raise Interrupted(f'stopped at step {step}, saved in {where}') from None
         self._wait()
-        self.record.check(wait=data_record.LAST)
+        self.check_data(data_record.PATIENCE)
         self.reporter.flush()
         self.ledger.record('complete', steps.stop)
         self.ledger.flush()
@@ -342,7 +341,7 @@ class Run:
         if self.reporter.step(step, metrics):
             self.check(known=True)
             self.checkpoints.check()
-            self.record.check()
+            self.check_data(0)
             self.ledger.record('reported', step)
 
     def save(self, step: int, state: TrainState) -> None:

@@ -29,7 +29,7 @@ from vit_jax.config import TrainConfig, differing, modernized
 from vit_jax.parallel.processes import Differs, Job
 
 CONFIG, METRICS, FEWSHOT = 'config.json', 'metrics.jsonl', 'fewshot.json'
-LEDGER, LOCK, DATA = 'ledger.jsonl', '.lock', 'data.zip'
+LEDGER, LOCK, DATA = 'ledger.jsonl', '.lock', 'data.json.gz'
 
 
 class Workdir(NamedTuple):

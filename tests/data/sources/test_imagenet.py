@@ -104,7 +104,7 @@ def test_every_image_comes_with_its_class(root, kind):
         for i in range(count):
             stored, label = source.read(i)
             assert stored.decode().split()[0] == CLASSES[label] and label == source.labels[i]
-            assert source.read_stamps([i]) == [len(stored)]
+            assert source.read_sizes([i]) == [len(stored)]
     assert sorted(train.labels) != train.labels.tolist()  # in an order of its own
 
 

@@ -96,8 +96,8 @@ def test_parts_of_splits_are_joined_in_their_order(root):
         np.testing.assert_array_equal(both.labels, labels)
         order = [len(both) - 1, 0, 3, 2]
         np.testing.assert_array_equal(both.read_labels(order), labels[order])
-        stamps = np.concatenate([part.read_stamps(range(len(part))) for part in parts])
-        np.testing.assert_array_equal(both.read_stamps(order), stamps[order])
+        sizes = np.concatenate([part.read_sizes(range(len(part))) for part in parts])
+        np.testing.assert_array_equal(both.read_sizes(order), sizes[order])
         (one, label), (same, _) = both.read(3), parts[1].read(0)
         assert np.array_equal(one, same) and label == labels[3]
 
@@ -245,10 +245,10 @@ def test_arrays_of_a_file(tmp_path):
     source = opening.make_opener()(path, 'train')
     assert source.class_names == ('a', 'b', 'c') and source.labels.tolist() == labels.tolist()
     np.testing.assert_array_equal(source.read(3)[0], images[3])
-    stamps = source.read_stamps(range(5))
+    sizes = source.read_sizes(range(5))
     images[3, 0, 0] ^= 1
-    changed = array_source(images, labels, 'abc', name='x').read_stamps(range(5))
-    assert (stamps != changed).tolist() == [False, False, False, True, False]
+    changed = array_source(images, labels, 'abc', name='x').read_sizes(range(5))
+    assert (sizes != changed).tolist() == [False, False, False, True, False]
     with pytest.raises(ValueError, match="no split 'test'; known: train"):
         opening.make_opener()(path, 'test')
 

@@ -261,18 +261,18 @@ def test_another_record_has_another_checksum_which_is_known_without_reading_it(t
 def test_stamps_of_a_prepared_set_tell_of_another_label_or_size(tmp_path):
     """Of ArrayRecord files only sizes, and in which of them."""
 
-    def stamps(name, images):
+    def sizes(name, images):
         made = tfds_sets.array_record(tmp_path / name, {'train': images}, CLASSES)
         both = made, tfds_sets.tfrecord(made, tmp_path / f'{name}-tfrecord')
         opened = opening.make_opener()
-        return [opened(str(root), 'train').read_stamps(range(4)) for root in both]
+        return [opened(str(root), 'train').read_sizes(range(4)) for root in both]
 
     images = [*zip(ENCODED[:4], [0, 1, 2, 1], strict=True)]
-    first, same = stamps('a', images), stamps('b', images)
+    first, same = sizes('a', images), sizes('b', images)
     np.testing.assert_array_equal(first, same)
-    relabelled = stamps('c', [*images[:3], (ENCODED[3], 0)])[1]
+    relabelled = sizes('c', [*images[:3], (ENCODED[3], 0)])[1]
     assert (relabelled != first[1]).tolist() == [False, False, False, True]
-    replaced = stamps('d', [*images[:3], (ENCODED[3] + b' more', 1)])
+    replaced = sizes('d', [*images[:3], (ENCODED[3] + b' more', 1)])
     assert (replaced[0] != first[0]).all()
     assert (replaced[1] != first[1]).tolist() == [False, False, False, True]
 

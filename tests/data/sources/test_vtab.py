@@ -13,8 +13,7 @@ import tensorflow_datasets as library  # noqa: E402
 from vit_jax.base import UserError  # noqa: E402
 from vit_jax.data.sources import opening  # noqa: E402
 from vit_jax.data.sources.arrays import array_source  # noqa: E402
-from vit_jax.data.sources.base import Source  # noqa: E402
-from vit_jax.data.sources.splits import taken  # noqa: E402
+from vit_jax.data.sources.base import Source, take_split  # noqa: E402
 from vit_jax.data.sources.vtab import TASKS, THOUSAND  # noqa: E402
 
 KINDS = library.features
@@ -159,7 +158,7 @@ def test_parts_begin_where_those_of_the_benchmarks_code_do(name):
     one = array_source(PIXELS, np.zeros(len(PIXELS), int), 'ab', name='x')
 
     def part(split: str) -> Source:
-        return taken(getattr(task, split), whole, of=name)
+        return take_split(getattr(task, split), whole, of=name)
 
     def whole(split: str) -> Source:
         return dataclasses.replace(one, count=sizes[split], read=lambda i: (PIXELS[0], i))

@@ -49,10 +49,10 @@ def array_source(
         read=lambda i: (images[i], labels[i]),
         read_names=lambda indices: [f'{name}[{i}]' for i in indices],
         read_labels=lambda indices: labels[np.asarray(indices, int)],
-        read_stamps=lambda indices: np.array(
+        read_sizes=lambda indices: np.array(
             [zlib.crc32(images[i].tobytes()) for i in indices], np.int64
         ),
-        labels_at_hand=True,
+        labels_in_memory=True,
         multi_label=multi_label,
     )
 

@@ -17,24 +17,26 @@ from typing import Any
 import numpy as np
 
 from vit_jax.base.array_types import Int
+from vit_jax.base.errors import UserError, counted
 from vit_jax.base.records import require
 
 Label = int | np.integer | np.ndarray  # a class number, or multi-label: a row of 0 and 1
 EncodedImage = bytes | np.ndarray  # an encoded file, or uint8 pixels
 
 
-def _no_stamps(indices: Sequence[int]) -> Int[np.ndarray, 'n']:
+def _unknown_sizes(indices: Sequence[int]) -> Int[np.ndarray, 'n']:
     return np.full(len(indices), -1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """One split of a data set, of which images and labels are read when they are asked for.
+    """One split of a data set, whose images and labels are read on request.
 
     `read(i)` returns image i and its label; `read_names(indices)` names for messages;
     `read_labels(indices)` labels alone, which can be as slow as reading the images.
-    `read_stamps(indices)` tells, without decoding, whether images are still the same: a whole
-    number for each that changes with it, a file's size or a checksum; -1 is not known.
+    `read_sizes(indices)` returns a number for each image that changes with it, and decodes nothing:
+    the size of a file, or a checksum; -1 is unknown.
+    `data` and `split` are what a configuration calls it (see `make_opener`).
     """
 
     count: int
@@ -42,10 +44,12 @@ class Source:
     read: Callable[[int], tuple[EncodedImage, Label]]
     read_names: Callable[[Sequence[int]], list[str]]
     read_labels: Callable[[Sequence[int]], np.ndarray]
-    read_stamps: Callable[[Sequence[int]], np.ndarray] = _no_stamps
-    labels_at_hand: bool = False  # in memory; else stamps change with the labels too
-    stamps_at_hand: bool = True  # likewise; else each is a look at the disk
+    read_sizes: Callable[[Sequence[int]], np.ndarray] = _unknown_sizes
+    labels_in_memory: bool = False  # else sizes change with the labels too
+    sizes_in_memory: bool = True  # else each is a look at the disk
     multi_label: bool = False
+    data: str = ''
+    split: str = ''
 
     def __len__(self) -> int:
         return self.count
@@ -63,17 +67,6 @@ class Source:
     def labels(self) -> Int[np.ndarray, 'n'] | Int[np.ndarray, 'n k']:
         """Every label: class numbers (n), or rows of 0 and 1 (n k)."""
         return self.read_labels(range(self.count)).astype(np.int32)
-
-
-class OpenFile:
-    """A file that threads read by `os.pread`; a process that is sent it opens it again."""
-
-    def __init__(self, path: str | os.PathLike[str]):
-        self.path = os.fspath(path)
-        self.descriptor = os.open(path, os.O_RDONLY)
-
-    def __reduce__(self) -> tuple[type, tuple[str]]:
-        return OpenFile, (self.path,)
 
 
 @functools.cache
@@ -164,7 +157,7 @@ def select(source: Source, indices: Sequence[int] | np.ndarray) -> Source:
         read=lambda i: source.read(int(chosen[i])),
         read_names=lambda indices: source.read_names(there(indices)),
         read_labels=lambda indices: source.read_labels(there(indices)),
-        read_stamps=lambda indices: source.read_stamps(there(indices)),
+        read_sizes=lambda indices: source.read_sizes(there(indices)),
     )
 
 
@@ -189,10 +182,49 @@ def joined(sources: Sequence[Source]) -> Source:
         read=lambda i: sources[number_of[i]].read(int(index_within[i])),
         read_names=lambda indices: gathered('read_names', indices),
         read_labels=lambda indices: np.array(gathered('read_labels', indices)),
-        read_stamps=lambda indices: np.array(gathered('read_stamps', indices), np.int64),
-        labels_at_hand=all(source.labels_at_hand for source in sources),
-        stamps_at_hand=all(source.stamps_at_hand for source in sources),
+        read_sizes=lambda indices: np.array(gathered('read_sizes', indices), np.int64),
+        labels_in_memory=all(source.labels_in_memory for source in sources),
+        sizes_in_memory=all(source.sizes_in_memory for source in sources),
     )
+
+
+_SPLIT = 'expected a name, or NAME[:90%], NAME[90%:], NAME[10:20], or several joined by +'
+
+
+def take_split(split: str, whole: Callable[[str], Source], *, of: str) -> Source:
+    """Selects the images of `NAME`, a slice `NAME[10%:200]`, or several of these joined by `+`.
+
+    `whole` opens the split of a name, `of` names the data in messages. Raises UserError for an
+    empty slice, and for splits of different classes that are joined.
+    """
+    parts = [_part(text.strip(), split, whole, of) for text in split.split('+')]
+    for part in parts[1:]:
+        if (part.class_names, part.multi_label) != (parts[0].class_names, parts[0].multi_label):
+            raise UserError(f'split {split!r} of {of}: its parts have different classes')
+    return joined(parts) if len(parts) > 1 else parts[0]
+
+
+def split_names(split: str) -> list[str]:
+    """Returns the names in it, without their slices."""
+    return [text.partition('[')[0].strip() for text in split.split('+')]
+
+
+def _part(text: str, split: str, whole: Callable[[str], Source], of: str) -> Source:
+    match = re.fullmatch(r'([^\[\]]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?', text)
+    if not match:
+        raise UserError(f'split {split!r}: {_SPLIT}')
+    name, *bounds = match.groups()
+    source = whole(name)
+    start, stop = (None if bound is None else _index(bound, len(source)) for bound in bounds)
+    selected = range(len(source))[start:stop]
+    if not selected:
+        there = f'{name} has {counted(len(source), "image")}'
+        raise UserError(f'split {text!r} of {of} is empty: {there}')
+    return source if len(selected) == len(source) else select(source, selected)
+
+
+def _index(bound: str, length: int) -> int:
+    return round(int(bound[:-1]) * length / 100) if bound[-1] == '%' else int(bound)
 
 
 def in_fixed_order(source: Source) -> Source:
@@ -207,12 +239,12 @@ def labelled_source(
     *,
     read: Callable[[Any], EncodedImage] | None = None,
     name_of: Callable[[Any], str] = str,
-    stamp_of: Callable[[Any], int] | None = None,
+    size_of: Callable[[Any], int] | None = None,
     multi_label: bool = False,
 ) -> Source:
     """Images with labels in memory: class numbers, or if `multi_label` lists.
 
-    Images are paths of files, of which the stamps are sizes, or what `read` and `stamp_of` take.
+    Images are paths of files, or what `read` and `size_of` take.
     """
     numbers = None if multi_label else np.array(labels, np.int32)
     read_image = read or read_file
@@ -229,10 +261,10 @@ def labelled_source(
             return numbers[np.asarray(indices, int)]
         return np.array([label(i) for i in indices], np.int32)
 
-    def read_stamps(indices: Sequence[int]) -> Int[np.ndarray, 'n']:
+    def read_sizes(indices: Sequence[int]) -> Int[np.ndarray, 'n']:
         if read is None:
             return _sizes([images[i] for i in indices])
-        return np.array([-1 if stamp_of is None else stamp_of(images[i]) for i in indices], int)
+        return np.array([-1 if size_of is None else size_of(images[i]) for i in indices], int)
 
     return Source(
         count=len(labels),
@@ -240,9 +272,9 @@ def labelled_source(
         read=lambda i: (read_image(images[i]), label(i)),
         read_names=lambda indices: [name_of(images[i]) for i in indices],
         read_labels=read_labels,
-        read_stamps=read_stamps,
-        labels_at_hand=True,
-        stamps_at_hand=read is not None,
+        read_sizes=read_sizes,
+        labels_in_memory=True,
+        sizes_in_memory=read is not None,
         multi_label=multi_label,
     )
 

@@ -21,7 +21,6 @@ from vit_jax.data.sources.base import (
 HEIC = frozenset({'.heic', '.heif', '.hif'})
 _ELSEWHERE = HEIC | {'.avif'}  # images, whether they can be read here or not
 _MISREAD = '.pfm'  # floating point, which is not supported
-ALONE = '%s: of %s this is the only image, none can be held out for testing'
 SPLIT_NAMES = frozenset('train training test testing val valid validation'.split())
 # Folders that operating systems and network disks put next to images: thumbnails, removed files.
 _OF_SYSTEMS = frozenset(
@@ -33,8 +32,8 @@ def folder_splits(root: str) -> Splits:
     """Opens ROOT/train/CLASS and so on as splits, and a ROOT of classes as one split, `all`.
 
     Images may lie deeper within a class. Class names are the names of the folders, in the order of
-    `class_order`. Opening a split raises UserError for an empty class, and for classes other than
-    those of the other splits. Images outside of classes are counted in a warning.
+    `class_order`. Opening a split raises UserError with all empty classes, and all classes that it
+    does not share with the other splits. Images outside of classes are counted in a warning.
     """
     path = _without_wrapper(pathlib.Path(root))
     splits = _split_folders(path)
@@ -54,12 +53,12 @@ def folder_splits(root: str) -> Splits:
     classes = {name: folder_names(folder) for name, folder in splits.items()}
 
     def opened(split: str) -> Source:
+        faults, own = list[str](), {*classes[split]}
         for other, names in classes.items():
-            different = sorted({*names} ^ {*classes[split]})
-            if different and {*names} & {*classes[split]}:  # else it is no split of the same data
-                has, lacks = (split, other) if different[0] in classes[split] else (other, split)
-                raise UserError(f'{path}: class {different[0]!r} is in {has}/ but not in {lacks}/')
-        return files_by_class(splits[split])
+            for name in sorted(own ^ {*names}) if own & {*names} else ():  # of the same data
+                has, lacks = (split, other) if name in own else (other, split)
+                faults.append(f'{path}: class {name!r} is in {has}/ but not in {lacks}/')
+        return files_by_class(splits[split], faults)
 
     return {name: functools.partial(opened, name) for name in splits}
 
@@ -117,33 +116,12 @@ def _warn_of_loose_images(folder: pathlib.Path, within: Sequence[pathlib.Path] =
             warn_once(f'{place}: {count} in no folder of a class left out, such as {min(images)}')
 
 
-def problems(root: str) -> list[str]:
-    """Everything that keeps the splits of a folder from being opened, each with the way out."""
-    path = _without_wrapper(pathlib.Path(root))
-    splits = _split_folders(path)
-    whole = not splits
-    named = {name: folder for name, folder in splits.items() if name in SPLIT_NAMES}
-    folders = named or {'': path}
-    classes = {split: folder_names(folder) for split, folder in folders.items()}
-    found = []
-    for split, names in classes.items():
-        for name in names:
-            folder = folders[split] / name
-            images, others, _ = _files(folder)
-            if not images:
-                found.append(f'{_nothing_in(folder, others)}: {_way_out(folder)}')
-            if whole and len(images) == 1:
-                alone = ALONE % (images[0], f'class {name!r}')
-                found.append(f'{alone}; add some, or remove its folder')
-        for other in classes:
-            for name in sorted({*names} - {*classes[other]}):
-                found.append(f'{path}: class {name!r} is in {split}/ but not in {other}/')
-    return found
+def files_by_class(root: pathlib.Path, faults: Sequence[str] = ()) -> Source:
+    """Opens the images of ROOT/CLASS/, in a fixed random order.
 
-
-def files_by_class(root: pathlib.Path) -> Source:
-    """The images of ROOT/CLASS/, in a fixed random order. Raises UserError for empty classes."""
-    class_names, faults, found = folder_names(root), list[str](), list[tuple[str, int]]()
+    Raises UserError with these faults, and for empty classes.
+    """
+    class_names, faults, found = folder_names(root), [*faults], list[tuple[str, int]]()
     for i, name in enumerate(class_names):
         try:
             found += [(path, i) for path in image_files(root / name)]

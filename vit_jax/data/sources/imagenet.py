@@ -16,7 +16,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from vit_jax.base.errors import UserError, parsing
-from vit_jax.data.sources.base import OpenFile, Source, Splits, in_fixed_order, labelled_source
+from vit_jax.data.sources.base import Source, Splits, in_fixed_order, labelled_source
 from vit_jax.data.sources.folders import files_by_class, image_files
 
 TRAIN_TAR, VAL_TAR = 'ILSVRC2012_img_train.tar', 'ILSVRC2012_img_val.tar'
@@ -78,14 +78,14 @@ def _val_tar(path: pathlib.Path) -> Source:
 def _in_tar(
     path: pathlib.Path, members: list[_Member], labels: list[int], class_names: list[str]
 ) -> Source:
-    file = OpenFile(path)
+    descriptor = os.open(path, os.O_RDONLY)  # which threads read by `pread`
     source = labelled_source(
         members,
         labels,
         class_names,
-        read=lambda member: os.pread(file.descriptor, member.size, member.offset),
+        read=lambda member: os.pread(descriptor, member.size, member.offset),
         name_of=lambda member: f'{path}:{member.name}',
-        stamp_of=lambda member: member.size,
+        size_of=lambda member: member.size,
     )
     return in_fixed_order(source)
 

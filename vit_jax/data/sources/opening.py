@@ -14,6 +14,7 @@ from vit_jax.base import (
     MissingFile,
     UserError,
     close_by,
+    counted,
     records,
     refuse,
     storage,
@@ -26,10 +27,10 @@ from vit_jax.data.sources.base import (
     Splits,
     relative_names,
     select,
+    take_split,
     warn_of_similar_classes,
     warn_once,
 )
-from vit_jax.data.sources.splits import taken
 
 # The split `test` is the first of these that the data has.
 TEST_NAMES = 'test', 'testing', 'val', 'validation', 'valid'
@@ -98,14 +99,17 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
         data: str | DataFunction, split: str, labels: str | None, classes: tuple[str, ...]
     ) -> Source:
         name = records.text_of(data)
-        source = taken(split, functools.partial(whole, data, labels), of=name)
+        source = take_split(split, functools.partial(whole, data, labels), of=name)
         # After the slice, so that a split names the same images with any labels.
         source = source if labels is None else relabelling.with_labels(source)
         for one in classes:
             if one not in source.class_names:
                 nearest = records.nearest(one, source.class_names)
                 raise UserError(f'classes: {name} has no class {one!r}; {nearest}')
-        return relabelling.of_classes(source, classes) if classes else source
+        source = relabelling.of_classes(source, classes) if classes else source
+        request = f'{split} with {labels}' if labels else split
+        request += f' ({counted(len(classes), "class")})' if classes else ''
+        return dataclasses.replace(source, data=name, split=request)
 
     def opened(
         data: str | DataFunction,
@@ -225,7 +229,8 @@ def _drawn(source: Source, names: Sequence[str], held_out: HeldOut) -> np.ndarra
         'all the data' if source.multi_label else f'class {source.class_names[labels[i]]!r}'
         for i in alone
     ]
-    refuse([folders.ALONE % (paths[i], text) for i, text in zip(alone, of, strict=True)])
+    text = '%s: of %s this is the only image, none can be held out for testing'
+    refuse([text % (paths[i], group) for i, group in zip(alone, of, strict=True)])
     is_test = np.zeros(len(source), bool)
     is_test[by_name] = held[file_of] > 0
     return is_test

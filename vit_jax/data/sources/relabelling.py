@@ -22,7 +22,7 @@ from vit_jax.data.sources.base import (
     select,
 )
 
-_OF_IMAGES = 'read_names', 'read_stamps', 'stamps_at_hand'  # of a source: the labels are others
+_OF_IMAGES = 'read_names', 'read_sizes', 'sizes_in_memory'  # of a source: the labels are others
 
 
 def relabelled(source: Source, path: str) -> Source:

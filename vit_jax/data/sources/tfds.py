@@ -80,9 +80,9 @@ def folder_splits(root: str, label: str | ComputedLabel | None = None) -> Splits
         if file_format == 'array_record':
             with parsing(f'{root}: {split}', 'whole ArrayRecord files'):
                 stored = builder.as_data_source(split, decoders=decoders)
-                stamps = _shard_stamps(info.splits[split])
+                checksums = _shard_checksums(info.splits[split])
             undamaged = functools.partial(_undamaged, stored.__getitem__)
-            return _source(info, split, label, stamps, undamaged)
+            return _source(info, split, label, checksums, undamaged)
         checksums, read = tfrecord.read_tfrecords(info.splits[split].filepaths)
         if (count := len(checksums)) != (expected := info.splits[split].num_examples):
             raise UserError(f'{root}: {split} has {count} records, {INFO} says {expected}')
@@ -124,11 +124,11 @@ def _source(
     info: Any,
     split: str,
     label: str | ComputedLabel | None,
-    stamps: Int[np.ndarray, 'n'],
+    checksums: Int[np.ndarray, 'n'],
     example: Callable[[int], Any],
 ) -> Source:
     name = f'tfds:{info.full_name}/{split}'
-    count = len(stamps)
+    count = len(checksums)
     image_column = _image_column(info.features, name)
     names, multi_label, label_of = _labels(info.features, name, label)
 
@@ -156,23 +156,23 @@ def _source(
         read=read,
         read_names=lambda indices: [f'{name}[{i}]' for i in indices],
         read_labels=read_labels,
-        read_stamps=lambda indices: stamps[np.asarray(indices, int)],
+        read_sizes=lambda indices: checksums[np.asarray(indices, int)],
         multi_label=multi_label,
     )
 
 
-def _shard_stamps(info: Any) -> Int[np.ndarray, 'n']:
+def _shard_checksums(info: Any) -> Int[np.ndarray, 'n']:
     """For each record of a split a checksum of where all records of its file begin.
 
     That, and no checksum of what they hold, is at the end of an ArrayRecord file.
     """
-    stamps = []
+    checksums = []
     for path, count in zip(info.filepaths, info.shard_lengths, strict=True):
         with open(path, 'rb') as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(-min(size, 65_536), os.SEEK_END)
-            stamps.append(np.full(count, zlib.crc32(file.read(), size & 0xFFFFFFFF)))
-    return np.concatenate(stamps) if stamps else np.zeros(0, np.int64)
+            checksums.append(np.full(count, zlib.crc32(file.read(), size & 0xFFFFFFFF)))
+    return np.concatenate(checksums) if checksums else np.zeros(0, np.int64)
 
 
 def _image_column(features: Any, name: str) -> str:

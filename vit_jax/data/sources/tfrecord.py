@@ -12,7 +12,6 @@ import google_crc32c
 import numpy as np
 
 from vit_jax.base.errors import UserError
-from vit_jax.data.sources.base import OpenFile
 
 _HEADER = struct.Struct('<QI')  # length, checksum of the length
 
@@ -25,15 +24,15 @@ def read_tfrecords(
     The checksums of lengths are verified here, that of a record when it is read. UserError names
     file and offset if one is wrong or the file ends early.
     """
-    files = [OpenFile(path) for path in paths]
-    found = [_walk(file.path, file.descriptor) for file in files]
+    files = [(os.fspath(path), os.open(path, os.O_RDONLY)) for path in paths]  # for `pread`
+    found = [_walk(path, descriptor) for path, descriptor in files]
     offsets = [offset for offset, _ in found]
     ends = np.cumsum([len(of_file) for of_file in offsets])
 
     def read(index: int) -> bytes:
         number = int(np.searchsorted(ends, index, side='right'))
-        file, offset = files[number], int(offsets[number][index - ends[number]])
-        return _read(file.path, file.descriptor, offset)
+        path, descriptor = files[number]
+        return _read(path, descriptor, int(offsets[number][index - ends[number]]))
 
     return np.concatenate([np.zeros(0, np.int64), *(checksums for _, checksums in found)]), read
 

@@ -17,8 +17,7 @@ import numpy as np
 from vit_jax.base import UserError, records
 from vit_jax.data.image_preprocessing import decode
 from vit_jax.data.sources import tfds
-from vit_jax.data.sources.base import EncodedImage, Label, Source, Splits, warn_once
-from vit_jax.data.sources.splits import taken
+from vit_jax.data.sources.base import EncodedImage, Label, Source, Splits, take_split, warn_once
 from vit_jax.data.sources.tfds import ComputedLabel
 
 THOUSAND = 'train[:800]+validation[:200]'  # the training images of VTAB-1k
@@ -121,7 +120,9 @@ def task_splits(name: str) -> Splits:
 
     parts = {'train': task.train, 'validation': task.validation, 'test': task.test}
     of = f'vtab:{name}'
-    return {split: functools.partial(taken, part, whole, of=of) for split, part in parts.items()}
+    return {
+        split: functools.partial(take_split, part, whole, of=of) for split, part in parts.items()
+    }
 
 
 def _folder(name: str, task: Task) -> str:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from vit_jax.data.compiled_preprocessing import prepare
+from vit_jax.checkpoints.formats.stablehlo import preprocess
 from vit_jax.data.image_preprocessing import (
     CentralCrop,
     Preprocessing,
@@ -31,7 +31,7 @@ def noise(shape):
 
 
 def compiled(image, size, preprocessing):
-    return np.asarray(jax.jit(lambda x: prepare(x, size, preprocessing))(image[None]))[0]
+    return np.asarray(jax.jit(lambda x: preprocess(x, size, preprocessing))(image[None]))[0]
 
 
 def far(image, size, crop):

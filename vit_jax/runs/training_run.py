@@ -16,7 +16,7 @@ from rich.console import Console
 from vit_jax.base import Path, UserError, counted, records, write_json
 from vit_jax.checkpoints.digests import Damaged, quarantine
 from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
-from vit_jax.config import TrainConfig
+from vit_jax.config import TrainConfig, write_config
 from vit_jax.data import loading, reading
 from vit_jax.data.loading import Loader
 from vit_jax.evaluation import classification
@@ -261,7 +261,7 @@ class Run:
         if self.job.index == 0:  # changes that were accepted have proved possible
             values = records.to_dict(self.experiment.config)
             self.check()
-            write_json(self.reporter.folder / workdirs.CONFIG, values)
+            write_config(self.reporter.folder / workdirs.CONFIG, values)
         self.job.stop_gracefully_from_here()
         try:
             self._evaluated(state, steps)

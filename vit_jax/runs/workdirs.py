@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import datetime
-import json
 import os
 import pathlib
 import socket
@@ -17,15 +16,13 @@ from vit_jax.base import (
     UserError,
     held_objects,
     locking,
-    records,
     require_regular,
     storage,
     sync,
-    write_json,
 )
 from vit_jax.checkpoints import digests, names
 from vit_jax.checkpoints.store import FOLDER
-from vit_jax.config import TrainConfig, differing, modernized
+from vit_jax.config import TrainConfig, differing, read_config, write_config
 from vit_jax.parallel.processes import Differs, Job
 
 CONFIG, METRICS, FEWSHOT = 'config.json', 'metrics.jsonl', 'fewshot.json'
@@ -118,7 +115,9 @@ def _keep_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) 
     kept, changes = folder / CONFIG, list[str]()
     if digests.steps(folder / FOLDER):
         try:
-            changes = differing(read_config(kept), modernized(config))
+            changes = differing(read_config(kept), config)
+        except UserError:
+            raise
         except Exception as error:  # damaged text may be anything
             changes = [f'which is not known, as {CONFIG} cannot be read: {error}']
     if changes and not accept_changes:
@@ -126,7 +125,7 @@ def _keep_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) 
         advice = 'take another --workdir, or go on with --accept_config_changes'
         raise UserError('\n  '.join([text, *changes]) + f'\n{advice}')
     if not changes:
-        write_json(kept, config)
+        write_config(kept, config)
 
 
 def kept_dtype(path: str) -> str:
@@ -201,22 +200,3 @@ def _leased(folder: Path) -> Iterator[Workdir]:
 def _holder() -> str:
     now, host = datetime.datetime.now().isoformat(' ', 'seconds'), socket.gethostname()
     return f'process {os.getpid()} on {host} since {now}, run {uuid.uuid4()}\n'
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The configuration of an earlier run under today's names, with defaults of later fields."""
-    require_regular(path)
-    read = json.loads(path.read_bytes())
-    records.require(isinstance(read, dict), f'{path}: no JSON object')
-    return upgraded(read)
-
-
-def upgraded(values: dict[str, Any]) -> dict[str, Any]:
-    """A configuration that an earlier version wrote, as JSON, as this one would write it."""
-    values = modernized(values)
-    if isinstance(start := values.get('start_from'), str):
-        values['start_from'] = names.shown(start)  # earlier versions kept the query of a URL
-    try:
-        return modernized(records.to_dict(records.from_dict(TrainConfig, values, where='config')))
-    except UserError:  # a field that is gone, which the difference then shows
-        return values

@@ -5,12 +5,12 @@ written whole or not at all; for the rest of what a run needs there is something
 """
 
 import contextlib
-import glob
 import importlib.util
 import logging
 import os
 import pathlib
 import re
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -23,15 +23,13 @@ from vit_jax.base.errors import (
     UserError,
     shown_text,
     shown_url,
-    usable,
 )
 
 Path: TypeAlias = pathlib.Path | epath.Path  # of a file or folder, here or on a store
 
-COMMITTED = 'commit_success.txt'  # of orbax, in each of its folders there: the last to be written
 _ROLES = 'roles/storage.objectAdmin and roles/storage.legacyBucketReader have all that is needed'
-# What orbax and tensorstore take as it is: for them a backslash is a slash, and /gs/ a store.
-_PLAIN = re.compile(r'(?!/(gs|s3|az|hf)(/|$))(?!.*:(/|$))[^\\\ud800-\udfff]*', re.DOTALL)
+# Orbax and tensorstore read a pattern, a backslash, `x:/` and /gs/ in a path in their own way.
+_PLAIN = re.compile(r'(?!/(gs|s3|az|hf)(/|$))(?!.*:(/|$))[^][*?\\\ud800-\udfff]*', re.DOTALL)
 _ELSEWHERE = (
     'only gs://BUCKET/FOLDER (Google Cloud Storage) can be used like a folder; in place of S3 take '
     'a file system that all hosts mount, such as FSx for Lustre or EFS'
@@ -53,8 +51,10 @@ def folder(path: str | os.PathLike[str]) -> Path:
         return pathlib.Path(text).absolute()
     if not re.fullmatch(r'gs://[^/]+/+[^/].*', text, re.DOTALL):
         raise UserError(f'{shown_url(text)}: {_ELSEWHERE}')
-    if wrong := re.search(r'[?#\x00-\x1f\x7f]', text):
-        raise UserError(f'{text!r}: expected a path without {wrong[0]!r}, which orbax cuts there')
+    if wrong := re.search(r'[][*?#\x00-\x1f\x7f]', text):
+        raise UserError(
+            f'{text!r}: expected a path without {wrong[0]!r}, which orbax misreads there'
+        )
     if importlib.util.find_spec('gcsfs') is None:
         raise UserError(f"{text}: Google Cloud Storage needs: pip install 'vit_jax[gs]'")
     import fsspec.config
@@ -70,35 +70,16 @@ def folder(path: str | os.PathLike[str]) -> Path:
     return epath.Path(text)
 
 
-class _Literal(epath.gpath.PosixGPath):
-    """A path that is no pattern, for orbax: epath and fsspec would take `run[1]` for one."""
-
-    def glob(self, pattern: str) -> Iterator[Any]:
-        return map(type(self), epath.Path(glob.escape(os.fspath(self))).glob(pattern))
-
-    def rmtree(self, missing_ok: bool = False) -> None:
-        name = os.fspath(self)
-        epath.Path(glob.escape(name) if is_remote(self) else name).rmtree(missing_ok=missing_ok)
-
-
 @contextlib.contextmanager
 def named_plainly(folder: Path) -> Iterator[epath.Path]:
-    """Yields an alias of an existing folder that orbax parses correctly.
-
-    Raises UserError where the system has none.
-    """
+    """Yields a name of an existing folder that orbax does not misread: its own, or a link to it."""
     if is_remote(folder) or _PLAIN.fullmatch(os.fspath(folder)):
-        yield _Literal(folder)
+        yield epath.Path(folder)
         return
-    with usable(folder):
-        descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        alias = _Literal(f'/proc/self/fd/{descriptor}')
-        if not alias.exists():  # not Linux
-            raise UserError(f'{folder}: expected a path without backslash or ":/" for checkpoints')
-        yield alias
-    finally:
-        os.close(descriptor)
+    with tempfile.TemporaryDirectory() as links:
+        link = pathlib.Path(links) / 'folder'
+        link.symlink_to(pathlib.Path(folder).absolute())
+        yield epath.Path(link)
 
 
 @contextlib.contextmanager
@@ -125,20 +106,6 @@ def require_kept(file: Path) -> None:
         raise MissingFile(f'{gone} renamed while the run went on; put it back, or begin again')
 
 
-def is_committed(folder: Path) -> bool:
-    """Is a folder of orbax there, and complete? On a store it has its name from the beginning."""
-    with reaching(folder):
-        return (folder / COMMITTED).exists() if is_remote(folder) else folder.is_dir()
-
-
-def commit(folder: Path) -> None:
-    """Makes a folder of orbax on a store complete, and the folders in it."""
-    with reaching(folder):
-        for place in (*(item for item in folder.iterdir() if item.is_dir()), folder):
-            if not (place / COMMITTED).exists():
-                (place / COMMITTED).write_text('')
-
-
 def checksums(folder: Path) -> dict[str, str]:
     """What the store says of every object below a folder there; nothing is read."""
     with reaching(folder):
@@ -155,15 +122,17 @@ def digest_of(size: int, crc32c: str) -> str:
     return f'{size} bytes, CRC-32C {crc32c}'
 
 
+def remove_tree(folder: Path) -> None:
+    """Removes a folder and everything in it."""
+    with reaching(folder):
+        epath.Path(folder).rmtree()
+
+
 def move(source: Path, target: Path) -> None:
-    """Moves a folder of orbax on a store, object by object; at once it is complete no more."""
+    """Moves a folder on a store, object by object."""
     with reaching(source):
-        (source / COMMITTED).unlink(missing_ok=True)
         system, root = _file_system(source)
-        # First what says that it is complete, at the top. `copy` would take `run[1]` for a pattern.
-        for name in sorted(system.find(root), key=lambda name: name.count('/')):
-            system.cp_file(name, _file_system(target)[1] + name.removeprefix(root))
-            system.rm_file(name)
+        system.mv(root, _file_system(target)[1], recursive=True)
 
 
 def _file_system(path: Path) -> tuple[Any, str]:

@@ -14,7 +14,6 @@ import numpy as np
 from rich.console import Console
 
 from vit_jax.base import Path, UserError, counted, records, write_json
-from vit_jax.checkpoints.digests import Damaged, quarantine
 from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
 from vit_jax.config import TrainConfig, write_config
 from vit_jax.data import loading, reading
@@ -198,7 +197,7 @@ def _first_state(
     for line in json.loads(damaged):
         logging.warning('%s', line)
     keep, along = experiment.config.keep_checkpoints, [folder / workdirs.METRICS]
-    checkpoints = Checkpoints(folder, keep=keep, along=along, check=check)
+    checkpoints = Checkpoints(folder, keep=keep, along=along, held=check)
     step, end = checkpoints.latest_step, experiment.length.total_steps
     job.require_same('the step to go on from', {'step': step})
     if step is None:
@@ -206,17 +205,9 @@ def _first_state(
     if step > end:
         checkpoints.close()
         raise UserError(f'{folder} is at step {step}, the end, step {end}, is before it')
-    path = checkpoints.path(step)
-    try:
-        *parts, progress = checkpoints.restore(
-            step, abstract.split(), shardings_of(abstract).split()
-        )
-    except Damaged as error:
-        checkpoints.close()
-        where = job.from_process_0(f'set aside {step}', lambda: str(quarantine(path)))
-        logging.warning('%s; moved to %s', error, where)
-        return _first_state(experiment, abstract, workdir, job, console)
-    console.print(f'resuming at step {step} from {path}{"" if step < end else _COMPLETE}')
+    *parts, progress = checkpoints.restore(step, abstract.split(), shardings_of(abstract).split())
+    complete = '' if step < end else _COMPLETE
+    console.print(f'resuming at step {step} from {checkpoints.path(step)}{complete}')
     return checkpoints, TrainState.join(*parts), progress
 
 

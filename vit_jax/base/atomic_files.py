@@ -34,8 +34,7 @@ def atomic_write(path: Path) -> Iterator[pathlib.Path]:
             with reaching(path):
                 path.write_bytes(partial.read_bytes())
         return
-    with _naming(path) as partial:
-        _begin(partial, path)
+    with _started(path) as partial:
         mode = partial.stat().st_mode
         yield partial
         partial.chmod(mode)  # safetensors makes files that only their owner can read
@@ -46,28 +45,24 @@ def atomic_write(path: Path) -> Iterator[pathlib.Path]:
 
 def require_writable(path: pathlib.Path) -> None:
     """Raises what `atomic_write` would, before there is anything to write; leaves no file."""
-    with _naming(path) as partial:
-        _begin(partial, path)
+    with _started(path) as partial:
         partial.unlink()
 
 
 @contextlib.contextmanager
-def _naming(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """The partial file. Errors about it name `path` instead, or its folder that is none."""
+def _started(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Makes the partial file. Errors about it name `path` instead, or its missing folder."""
     partial = path.with_name(path.name + '.partial')
     with usable(path):
         try:
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+            partial.touch()
             yield partial
         except OSError as error:
             if error.filename == str(partial):
                 error.filename = str(path if path.parent.is_dir() else path.parent)
             raise
-
-
-def _begin(partial: pathlib.Path, path: pathlib.Path) -> None:
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    partial.touch()
 
 
 def sync(path: Path) -> None:

@@ -119,7 +119,7 @@ def require_regular_files(folder: Path) -> None:
 
 def _digests(folder: Path) -> dict[str, str]:
     if storage.is_remote(folder):
-        found = storage.checksums(folder)
+        found = storage.read_digests(folder)
     else:
         with usable(folder):
             paths = (path for path in sorted(folder.rglob('*')) if path.is_file())

@@ -83,7 +83,7 @@ def train(
             config, folder = experiment.config, workdir.folder
             profiling.require_within(profile, experiment.length.total_steps)
         kept = folder / workdirs.LEDGER if job.index == 0 else None
-        ledger = Ledger(kept, clock, check=workdir.check)
+        ledger = Ledger(kept, clock)
         stack.enter_context(contextlib.closing(ledger))
         ledger.record('starting', None)  # a start that ends before its first step took time too
         console.print(outline(experiment))
@@ -106,7 +106,7 @@ def train(
         stack.enter_context(reporter)
         stack.enter_context(record.begun())
         parts = experiment, update, eval_steps, features, loader_of, checkpoints, reporter
-        run = Run(*parts, ledger, record, workdir.check, job, profile)
+        run = Run(*parts, ledger, record, workdir, job, profile)
         state = run.to_the_end(state)
     reached = state, run.evals, run.fewshot, checkpoints.path(int(state.step)), folder
     return Result(experiment, *reached, reporter.skipped, *ledger.totals())
@@ -132,7 +132,6 @@ def _reporter(
         progress=progress,
         evaluations=[*experiment.evals, 'fewshot'],
         run=ledger.run,
-        check=workdir.check,
         images_at_peak=images_at_peak(experiment),
     )
 
@@ -239,7 +238,7 @@ class Run:
     reporter: Reporter
     ledger: Ledger
     record: DataRecord
-    check: Callable[..., None]  # that the work directory is held
+    workdir: Workdir
     job: Job
     profile: range | None  # steps to watch
     evals: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
@@ -250,9 +249,9 @@ class Run:
         steps = range(int(state.step), self.experiment.length.total_steps)
         self.ledger.record('training', steps.start)
         if self.job.index == 0:  # changes that were accepted have proved possible
+            self.workdir.check()
             values = records.to_dict(self.experiment.config)
-            self.check()
-            write_config(self.reporter.folder / workdirs.CONFIG, values)
+            write_config(self.workdir.folder / workdirs.CONFIG, values)
         self.job.stop_gracefully_from_here()
         try:
             self._evaluated(state, steps)
@@ -331,7 +330,7 @@ class Run:
 
     def _on_metrics(self, step: int, metrics: StepMetrics) -> None:
         if self.reporter.step(step, metrics):
-            self.check(known=True)
+            self.workdir.check(known=True)
             self.checkpoints.check()
             self.record.check()
             self.ledger.record('reported', step)
@@ -340,7 +339,6 @@ class Run:
         """Begins to save a checkpoint."""
         with self.ledger.clock('save stall'):
             self.job.reset_watchdog()
-            self.check()
             self.ledger.record('saving', step)
             self.reporter.flush()
             card, progress = self.experiment.card(step), self.reporter.progress
@@ -379,14 +377,14 @@ class Run:
     def probe(self, probes: Probes, features: Features, step: int, state: TrainState) -> None:
         """The few-shot evaluation, written to the work directory."""
         params, size = state.eval_params, self.experiment.eval_batch_size
-        folder = self.reporter.folder
+        folder = self.workdir.folder
         with self.ledger.clock('evaluation'):
             self.ledger.record('evaluating fewshot', step)
             features_of = probing.make_features_of(features, params, self.loader_of, size, self.job)
             self.fewshot = probing.evaluate(features_of, probes, self.experiment.preprocessing)
             self.fewshot |= {'step': step, 'checkpoint': str(folder)}
             if self.job.index == 0:
-                self.check()
+                self.workdir.check()
                 write_json(folder / workdirs.FEWSHOT, self.fewshot)
         text = probing.summary(self.fewshot)
         self.reporter.record('fewshot', step, probing.numbers(self.fewshot), text)

@@ -30,9 +30,9 @@ LEDGER, LOCK, DATA = 'ledger.jsonl', '.lock', 'data.zip'
 
 
 class Workdir(NamedTuple):
-    """The directory of a run; `check` raises UserError where that holds it no more.
+    """The directory of a run; `check` raises UserError if the run no longer holds it.
 
-    It may take long, where it has to look; with `known=True` only what is known is said.
+    On a bucket `check` may wait for an answer; with `known=True` it does not.
     """
 
     folder: Path
@@ -43,11 +43,11 @@ class Workdir(NamedTuple):
 def opened(
     path: str, config: dict[str, Any], job: Job, *, accept_changes: bool = False
 ) -> Iterator[Workdir]:
-    """The directory of an experiment with this configuration, made where there is none, and held.
+    """Makes the directory of an experiment, if there is none, and holds it.
 
-    Raises UserError with the differences where it holds checkpoints of another configuration,
-    unless the changes are accepted, where it cannot be written, where another run holds it, and
-    where the processes of this job do not see the same directory.
+    Raises UserError if it cannot be written, if another run holds it, if another version of vit_jax
+    wrote it, if it holds checkpoints of another configuration and `accept_changes` is False, and if
+    the processes of this job do not see the same directory.
     """
     if not storage.is_remote(path):
         names.require_here(path)  # else no program could name its checkpoints
@@ -108,9 +108,10 @@ def _require_own_files(folder: Path) -> None:
 
 
 def _keep_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) -> None:
-    """Writes config.json; where changes are accepted, `train` does, when they proved possible.
+    """Writes config.json; `train` writes accepted changes after they have proved possible.
 
-    Raises UserError where a run with other values of fields that are not FREE has begun.
+    Raises UserError if a run with other values of fields that are not FREE has checkpoints, and if
+    another version of vit_jax wrote the file.
     """
     kept, changes = folder / CONFIG, list[str]()
     if digests.steps(folder / FOLDER):

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, or by lines; what is there when power has failed."""
+"""Files on a disk: written whole or not at all, or by lines, synced, locked."""
 
 import contextlib
 import errno
@@ -10,7 +10,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 from vit_jax.base.errors import require_regular, usable
 from vit_jax.base.storage import Path, is_remote, reaching
@@ -18,6 +18,7 @@ from vit_jax.base.storage import Path, is_remote, reaching
 # What numpy and zipfile raise for an npz that is damaged, wherever it is.
 DAMAGED_NPZ: tuple[type[Exception], ...] = (OSError, EOFError, ValueError, KeyError, RuntimeError)
 DAMAGED_NPZ += zipfile.BadZipFile, zlib.error
+_NOT_SUPPORTED = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS  # by the file system
 
 
 @contextlib.contextmanager
@@ -77,10 +78,30 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+        if error.errno not in _NOT_SUPPORTED:
             raise
     finally:
         os.close(descriptor)
+
+
+def locked(file: IO[Any], *, wait: bool = False) -> bool:
+    """Locks a file until it is closed; returns False if another process has locked it.
+
+    Returns True, with a warning, if the system has no locks there.
+    """
+    try:
+        import fcntl  # not on Windows
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (*_NOT_SUPPORTED, errno.ENOLCK):
+            raise
+        logging.warning('%s: no locks here; see that no other run writes there', file.name)
+    return True
 
 
 def write_json(path: Path, values: Any) -> None:

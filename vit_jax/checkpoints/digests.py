@@ -91,13 +91,13 @@ def verify_digests(folder: Path) -> None:
 
 
 def _read_digests(folder: Path) -> dict[str, str]:
+    if not is_complete(folder):
+        raise _damage(folder, FILE)
+    with storage.reaching(folder), usable(folder / FILE):
+        text = (folder / FILE).read_bytes()
     try:
-        with storage.reaching(folder):
-            text = (folder / FILE).read_bytes()
         digests = json.loads(text)
-    except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
+    except (ValueError, RecursionError) as error:
         raise _damage(folder, FILE) from error
     if not isinstance(digests, dict) or not digests:
         raise _damage(folder, FILE)

@@ -27,7 +27,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from vit_jax.base import MissingFile, UnusableDisk, UserError, locking, sync, usable
+from vit_jax.base import MissingFile, UnusableDisk, UserError, atomic_files, sync, usable
 from vit_jax.base.errors import shown_url
 from vit_jax.checkpoints import digests, http_answers
 
@@ -82,9 +82,9 @@ def fetched(url: str, *, sha256: str | None = None) -> Fetched:
                 raise MissingFile(f'{shown_url(url)}: not in the cache ({cache()}), {why}')
             path.parent.mkdir(parents=True, exist_ok=True)
             with (path.parent / '.lock').open('a') as lock:
-                if not locking.locked(lock):
+                if not atomic_files.locked(lock):
                     logging.warning('%s: another process downloads it; waiting', path.name)
-                    locking.locked(lock, wait=True)
+                    atomic_files.locked(lock, wait=True)
                 if not path.exists():
                     _download(url, path, sha256)
     found = _verified(path)

@@ -14,8 +14,8 @@ from vit_jax.base import (
     Path,
     UnusableDisk,
     UserError,
+    atomic_files,
     held_objects,
-    locking,
     require_regular,
     storage,
     sync,
@@ -180,7 +180,7 @@ def holder(folder: pathlib.Path) -> str | None:
 
 def _other_holder(file: IO[str]) -> str | None:
     """Who has locked the file; None where this process has now."""
-    if locking.locked(file):
+    if atomic_files.locked(file):
         return None
     file.seek(0)
     text = file.read(500).strip()

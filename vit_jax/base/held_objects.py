@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from typing import IO
 
 from vit_jax.base.errors import UserError
@@ -74,15 +75,14 @@ class Lease:
 
     def __init__(self, path: Path, text: str):
         self._folder, self._text, self._lost = path.parent, text.encode(), ''
-        self._renewing, self._released = threading.Lock(), threading.Event()
+        self._renewing = threading.Lock()
         with reaching(path):
             self._object = HeldObject(path)
             self._wait_for_holder()
             self._renewed = time.clock_gettime(_CLOCK)
             if not self._object.write(self._text):
                 raise UserError(f'workdir {self._folder} is in use by {self._holder()}')
-        self._thread = threading.Thread(target=self._keep, daemon=True)
-        self._thread.start()
+        self._released = _repeat(self._renew, HEARTBEAT)
 
     def check(self, *, known: bool = False) -> None:
         """Raises UserError if another run has taken the lease over, or it was removed.
@@ -99,10 +99,9 @@ class Lease:
 
     def release(self) -> None:
         """Removes the object, unless it was lost."""
-        self._released.set()
-        self._thread.join()
-        if not self._lost:
-            with contextlib.suppress(Exception):  # the next run will wait for it
+        with self._renewing, contextlib.suppress(Exception):  # the next run will wait for it
+            self._released.set()
+            if not self._lost:
                 self._object.remove()
 
     def _wait_for_holder(self) -> None:
@@ -119,15 +118,12 @@ class Lease:
             if self._object.generation != seen:
                 raise UserError(f'workdir {self._folder} is in use by {self._holder()}')
 
-    def _keep(self) -> None:
-        while not (self._lost or self._released.wait(HEARTBEAT)):
-            with contextlib.suppress(Exception):  # no connection: a later one will tell
-                self._renew()
-
     def _renew(self) -> None:
         with self._renewing:
+            if self._lost or self._released.is_set():
+                return
             began = time.clock_gettime(_CLOCK)
-            if not self._lost and not self._object.write(self._text):
+            if not self._object.write(self._text):
                 self._lost = self._holder()
             self._renewed = began
 
@@ -156,8 +152,8 @@ class GrowingObject:
             while not self._object.write(text):  # from here on no earlier run can write it
                 text = self._object.read() or b''
         self._text = self._uploaded = text.decode(errors='replace')
-        self._uploading, self._closed = threading.Lock(), threading.Event()
-        threading.Thread(target=self._upload, daemon=True).start()
+        self._uploading = threading.Lock()
+        self._closed = _repeat(self.flush, UPLOAD)
 
     def write(self, line: str) -> None:
         """Adds a line."""
@@ -181,7 +177,15 @@ class GrowingObject:
         except UserError as error:
             logging.warning('%s', error)
 
-    def _upload(self) -> None:
-        while not self._closed.wait(UPLOAD):
-            with contextlib.suppress(UserError):  # the run will call `flush`
-                self.flush()
+
+def _repeat(act: Callable[[], None], seconds: float) -> threading.Event:
+    """Acts every `seconds` in a thread, until the event is set. What fails is tried again."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.wait(seconds):
+            with contextlib.suppress(Exception):
+                act()
+
+    threading.Thread(target=run, daemon=True).start()
+    return stop

@@ -97,7 +97,8 @@ class Checkpoints:
         """
         if step == self.latest_step:
             return self.check()
-        self.wait()
+        self._join()
+        self.check()
         expected = None
         if jax.process_index() == 0 and not self._compared:
             self._compared = True
@@ -182,15 +183,17 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Returns when everything is on disk."""
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
         self.check()
 
     def close(self) -> None:
         """Waits, and ends the threads."""
+        self._join()
+        self._resources.close()
+
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
-        self._resources.close()
 
 
 def _seal(partial: Path, final: Path, texts: dict[str, Json]) -> None:

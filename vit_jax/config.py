@@ -3,13 +3,22 @@
 Both are composed of what the parts own.
 """
 
-import copy
 import dataclasses
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from vit_jax.base import Record, records, require, require_between, storage
+from vit_jax.base import (
+    Path,
+    Record,
+    records,
+    require,
+    require_between,
+    require_regular,
+    storage,
+    write_json,
+)
 from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.data.augmentation import Augmentation, AugmentFunction
 from vit_jax.data.image_preprocessing import Crop, Preprocessing
@@ -27,6 +36,7 @@ from vit_jax.training.losses import Loss, LossConfig
 from vit_jax.training.masked_patches import MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
+FORMAT = 2  # of work directories; raised when the fields or the meaning of their files change
 # Kinds of lines in metrics.jsonl that are no evaluations by name.
 _RESERVED = 'train', 'fewshot', 'skipped', 'spike'
 
@@ -293,51 +303,23 @@ def differing(old: dict[str, Any], new: dict[str, Any], *, free: Sequence[str] =
     return [line for line in lines if not f'{line.partition(":")[0]}.'.startswith(within)]
 
 
-RENAMED = {  # names that fields had in earlier versions
-    'test_split': 'eval_split',
-    'fewshot_crop': 'fewshot.crop',
-    'fewshot.logistic.held_out': 'fewshot.logistic.validation_fraction',
-    'mesh.max_whole_share': 'mesh.max_replicated_fraction',
-    'optimizer.decayed': 'optimizer.decay_pattern',
-    'optimizer.rates': 'optimizer.lr_multipliers',
-}
-# What None means in these fields, as earlier versions wrote it down, used or not.
-_OLD_DEFAULTS = {
-    'optimizer.b1': 0.9,
-    'optimizer.b2': 0.999,
-    'optimizer.epsilon': 1e-8,
-    'optimizer.momentum': 0.9,
-    'schedule.linear_end': 1e-5,
-}
+def write_config(path: Path, values: dict[str, Any]) -> None:
+    """Writes the JSON values of a configuration, and the format number of work directories."""
+    write_json(path, {'format': FORMAT} | values)
 
 
-def modernized(values: dict[str, Any]) -> dict[str, Any]:
-    """The JSON values of a configuration that an earlier version wrote, as of today's fields."""
-    values = copy.deepcopy(values)
-    fewshot = values.get('fewshot') or {}
-    own = {name: fewshot.pop(name, None) for name in ('data', 'train_split', 'test_split')}
-    if own['data'] or own['train_split'] not in (None, 'train') or own['test_split'] != 'test':
-        given = {name: value for name, value in own.items() if value is not None}
-        if given and not fewshot.get('sets'):
-            fewshot['sets'] = {str(own['data'] or values.get('data')): given}
-    for old, new in RENAMED.items():
-        (source, name), (target, now) = _within(values, old), _within(values, new)
-        if name in source:
-            target[now] = source.pop(name)
-    for field, default in _OLD_DEFAULTS.items():
-        holder, name = _within(values, field)
-        if holder.get(name) == default:
-            holder[name] = None
-    augmentation = values.get('augmentation')
-    crop = augmentation.get('crop') if isinstance(augmentation, dict) else None
-    if crop and crop.get('kind') == 'InceptionCrop':
-        crop.setdefault('reduced', False)  # no version decoded reduced that did not say so
+def read_config(path: Path, **options: Any) -> dict[str, Any]:
+    """Reads what `write_config` wrote; the options are those of `json.loads`.
+
+    Raises:
+      UserError: If another version of vit_jax wrote it.
+      OSError, ValueError, RecursionError: If it cannot be read.
+    """
+    require_regular(path)
+    values = json.loads(path.read_bytes(), **options)
+    if not isinstance(values, dict):
+        raise ValueError(f'{path}: no JSON object')
+    number = values.pop('format', None)
+    advice = 'continue with the version of vit_jax that wrote it, or choose another --workdir'
+    require(number == FORMAT, f'{path}: format is {number}, expected {FORMAT}: {advice}')
     return values
-
-
-def _within(values: dict[str, Any], field: str) -> tuple[dict[str, Any], str]:
-    """The dictionary that holds a field, or an empty one, and the field's own name."""
-    *parents, name = field.split('.')
-    for parent in parents:
-        values = values.get(parent) or {}
-    return values, name

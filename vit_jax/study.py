@@ -141,7 +141,7 @@ def _list(
 
 def _flags(folder: pathlib.Path, study: Study, run: PlannedRun, compiled: str | None) -> list[str]:
     """The flags of the program that trains a run. Writes its configuration."""
-    config = studies.write_config(folder, study, run)
+    config = studies.write_run_config(folder, study, run)
     words = [f'--config={config}', f'--workdir={folder / run.name}']
     return words + ([f'--compiled={compiled}'] if compiled else [])
 

@@ -108,8 +108,12 @@ def test_a_record_checks_itself_when_it_is_made_and_where_it_was_assigned_to():
     picture.shape.radius = 11.0
     with pytest.raises(UserError, match='p.shape.radius=11.0: expected more than 0'):
         records.checked(picture, where='p')
+    with pytest.raises(UserError, match="p.shape.kind='': expected one of "):
+        records.from_dict(Picture, {'shape': {'radius': 1.0}, 'count': 1}, where='p')
     with pytest.raises(UserError, match='p.shape.radius=nan'):
-        records.from_dict(Picture, {'shape': {'radius': float('nan')}, 'count': 1}, where='p')
+        records.from_dict(
+            Picture, {'shape': {'kind': 'Circle', 'radius': float('nan')}, 'count': 1}, where='p'
+        )
 
 
 def test_a_function_stays_in_a_checked_record_and_is_named_in_text():

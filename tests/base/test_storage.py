@@ -47,14 +47,13 @@ def wait_until(condition, seconds=10):
         time.sleep(0.01)
 
 
-def test_a_path_that_has_lost_a_slash_is_refused():
-    with pytest.raises(UserError, match='^gs:/bucket/run: expected gs://, as text: a pathlib'):
-        storage.folder('gs:/bucket/run')
+STORES = 's3://bucket/run', 'hdfs://host/run', 'gs://bucket', 'gs:///run', 'gs:/bucket/run'
 
 
-@pytest.mark.parametrize('path', ['s3://bucket/run', 'hdfs://host/run', 'gs://bucket', 'gs:///run'])
-def test_another_store_is_refused_with_what_to_do(path):
-    with pytest.raises(UserError, match=f'{path}: only gs://BUCKET/FOLDER .* FSx for Lustre'):
+@pytest.mark.parametrize('path', [*STORES, *(f'gs://bucket/a{sign}b' for sign in '?#[]*\n')])
+def test_what_is_no_folder_on_a_bucket_is_rejected_with_what_to_do(path):
+    shown = path.partition('?')[0]
+    with pytest.raises(UserError, match=f'^{re.escape(shown)}: expected .* FSx for Lustre'):
         storage.folder(path)
 
 
@@ -130,7 +129,7 @@ def test_lines_are_added_in_the_background_and_all_are_there_when_flushed(bucket
     assert bucket.text('run/metrics.jsonl') == 'before\nfirst\nsecond\n'
     bucket.fault = lambda method, path: 403
     file.write('third\n')
-    with pytest.raises(UnusableDisk, match='^gs://bucket/run/metrics.jsonl: PERMISSION_DENIED'):
+    with pytest.raises(UnusableDisk, match='^gs://bucket/run/metrics.jsonl: 403 [^\n]*$'):
         file.flush()
     bucket.fault = lambda method, path: None
     file.close()
@@ -195,11 +194,18 @@ def test_of_those_that_wait_for_a_dead_run_exactly_one_takes_over(lock, hurried,
     taken[0].release()
 
 
+def is_lost(lease):
+    try:
+        lease.check(known=True)
+    except UserError:
+        return True
+
+
 @pytest.mark.parametrize('removed', [False, True])
 def test_a_lease_that_was_lost_is_said_and_not_released(removed, lock, hurried, bucket):
     lease = held_objects.Lease(lock, 'run 1')
     lock.unlink() if removed else lock.write_text('run 2')
-    wait_until(lambda: lease._lost)
+    wait_until(lambda: is_lost(lease))
     other = 'nobody: its lock was removed' if removed else 'run 2'
     with pytest.raises(UserError, match=f'workdir gs://bucket/run: was lost to {other}, as'):
         lease.check()
@@ -256,20 +262,10 @@ def test_a_process_that_was_stopped_for_long_looks_before_it_writes(lock, monkey
     lease.release()
 
 
-def test_a_renewal_that_is_overdue_is_made_before_anything_is_written(lock, monkeypatch, bucket):
-    lease = held_objects.Lease(lock, 'run 1')
-    generation = bucket.objects['run/.lock'].generation
-    monkeypatch.setattr(held_objects, 'LEASE', 0.0)
-    lease.check()
-    assert bucket.objects['run/.lock'].generation > generation
-    lease.release()
-
-
-def test_what_a_successor_has_written_again_is_not_taken_back(lock, monkeypatch, bucket):
-    """It is the same text: only the lease tells whose it is."""
-    lease, put = held_objects.Lease(lock, 'run 1'), bucket.put
-    path = storage.folder('gs://bucket/run') / 'metrics.jsonl'
-    file = appending(path, lease.check)
+def test_what_a_successor_has_written_again_is_not_taken_back(monkeypatch, bucket):
+    """It is the same text: only its writer differs."""
+    path, put = storage.folder('gs://bucket/run') / 'metrics.jsonl', bucket.put
+    file = appending(path)
 
     def failing(*arguments):
         put(*arguments)
@@ -280,28 +276,15 @@ def test_what_a_successor_has_written_again_is_not_taken_back(lock, monkeypatch,
     with pytest.raises(UnusableDisk):
         file.flush()
     monkeypatch.setattr(bucket, 'put', put)
-    lock.write_text('run 2')
     second = appending(path)
-    monkeypatch.setattr(held_objects, 'LEASE', 0.0)
-    with pytest.raises(UserError, match='was lost to run 2'):
+    with pytest.raises(UserError, match='another run writes it'):
         file.flush()
     second.write('second\n')
     second.flush()
     assert bucket.text('run/metrics.jsonl') == 'first\nsecond\n'
-    lease.release()
-    with pytest.raises(UserError, match='was lost to run 2'):
-        lease.check()
-
-
-def test_a_lease_that_was_given_up_is_held_no_more(lock):
-    lease = held_objects.Lease(lock, 'run 1')
-    lease.release()
-    with pytest.raises(UserError, match='lost to nobody: this run has given it up'):
-        lease.check(known=True)
 
 
 NEEDED = [
-    ('storage.buckets.get', 'GET', r'/b/bucket\?'),
     ('storage.objects.create', 'POST', '/upload/'),
     ('storage.objects.get', 'GET', '/download/|alt=media'),
     ('storage.objects.list', 'GET', r'/o\?'),
@@ -312,7 +295,7 @@ NEEDED = [
 @pytest.mark.parametrize('permission, method, path', NEEDED, ids=[need[0] for need in NEEDED])
 def test_a_permission_that_is_missing_is_named(permission, method, path, bucket):
     bucket.fault = lambda m, p: 403 if m == method and re.search(path, p) else None
-    expected = f'^gs://bucket/run: permission {permission} is missing on bucket; roles/[^\n]*$'
+    expected = f'^gs://bucket/run: permission {permission} is missing on bucket; [^\n]*$'
     with pytest.raises(UnusableDisk, match=expected):
         storage.require_usable(storage.folder('gs://bucket/run'))
 
@@ -325,12 +308,6 @@ def test_a_bucket_where_nothing_is_missing_is_left_as_it_was(bucket):
 def test_a_bucket_that_is_not_there_is_said(bucket):
     with pytest.raises(MissingFile, match='^gs://other/run: there is no bucket other$'):
         storage.require_usable(storage.folder('gs://other/run'))
-
-
-def test_a_store_without_conditions_is_refused(bucket, monkeypatch):
-    monkeypatch.setattr(bucket, 'require', lambda name, conditions: None)
-    with pytest.raises(UserError, match='does not write on conditions'):
-        storage.require_usable(storage.folder('gs://bucket/run'))
 
 
 def test_what_can_only_be_on_a_disk_is_refused_on_a_store():

@@ -1,13 +1,16 @@
 import os
 import re
+import shutil
+import threading
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
-from vit_jax.base import UnusableDisk, UserError, storage
+from vit_jax.base import UnusableDisk, storage
 from vit_jax.checkpoints import digests, store
 from vit_jax.parallel.meshes import MeshConfig, make_mesh
 from vit_jax.parallel.sharding_rules import shardings_for
@@ -61,8 +64,7 @@ def test_only_the_newest_are_kept(saved):
 
 # Of folders, which a file system allows.
 NAMES = ['lr=[0.1,0.2]', 'a*b', 'a\\b', os.fsdecode(b'caf\xe9'), 'a' * 200]
-MORE = ['[a-z]', 'a?b', '{a}', 'a%20b', '%', 'a#b', "it's", 'a"b', '~', '~x', ' a ', 'a\nb', 'a:b']
-MORE += ['\u00e9', 'e\u0301', 'a|b', '$HOME', 'a&b;c', '..a', '-a', 'logs:/a', 'logs:']
+MORE = ['a?b', '{a}', 'a%20b', 'a#b', 'a"b', '~x', ' a ', 'a\nb', 'e\u0301', '$HOME', 'logs:/a']
 NAMES += [pytest.param(name, marks=pytest.mark.full) for name in MORE]
 
 
@@ -97,7 +99,7 @@ def test_a_folder_whose_name_is_a_pattern_is_not_that_of_others(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('name', ['[1]', 'a*b', 'a%20b', 'a|b', 'a\\b', '\u00e9', ' a '])
+@pytest.mark.parametrize('name', ['a%20b', 'a\\b', '\u00e9'])
 def test_a_folder_on_a_store_may_be_called_so_too(bucket, name):
     folder = storage.folder(f'gs://bucket/x/{name}')
     checkpoints = store.Checkpoints(folder, keep=1)
@@ -110,52 +112,76 @@ def test_a_folder_on_a_store_may_be_called_so_too(bucket, name):
     assert bucket.names(f'x/{name}/') == bucket.names()
 
 
-@pytest.mark.parametrize('sign', '?#\n\t')
-def test_what_no_folder_on_a_store_may_contain_is_named(bucket, sign):
-    with pytest.raises(UserError, match=re.escape(repr(sign))):
-        storage.folder(f'gs://bucket/a{sign}b')
+@pytest.mark.full
+def test_the_disk_holds_one_checkpoint_more_than_are_kept_at_any_time(tmp_path):
+    folder, counts, done = tmp_path / 'checkpoints', set(), threading.Event()
+    checkpoints = store.Checkpoints(tmp_path, keep=2)
 
+    def count():
+        while not done.is_set():
+            counts.add(len(os.listdir(folder)))
 
-@pytest.mark.parametrize('damage', ['arrays', 'card', 'nothing'])
-def test_the_first_checkpoint_is_read_again_before_it_counts_as_saved(
-    tmp_path, monkeypatch, damage
-):
-    reads, load = [], store.load_params
-
-    def load_params(path):
-        reads.append(path)
-        params = load(path)
-        return params | {'head': params['head'] | {'bias': np.zeros(8)}}
-
-    def load_card(path):
-        raise digests.Damaged(f'{path}: the card cannot be read')
-
-    monkeypatch.setattr(store, 'load_params', load_params if damage == 'arrays' else load)
-    if damage == 'card':
-        monkeypatch.setattr(store, 'load_card', load_card)
-    checkpoints = store.Checkpoints(tmp_path, keep=3)
-    checkpoints.save(1, PARAMS, TRAINING, CARD, {})
-    if damage == 'nothing':
-        checkpoints.save(2, PARAMS, TRAINING, CARD, {})
-        checkpoints.wait()
-        assert digests.steps(tmp_path / 'checkpoints') == [2, 1]
-    else:
-        expected = 'head/bias' if damage == 'arrays' else 'card'
-        with pytest.raises(UnusableDisk, match=f'1: read again after saving: .*{expected}'):
-            checkpoints.wait()
-        assert not digests.steps(tmp_path / 'checkpoints')
+    thread = threading.Thread(target=count)
+    thread.start()
+    for step in range(60):
+        checkpoints.save(step, PARAMS, TRAINING, CARD | {'step': step}, {})
+    checkpoints.wait()
+    done.set()
+    thread.join()
     checkpoints.close()
-    assert len(reads) <= 1
+    assert max(counts) == 3 and digests.steps(folder) == [59, 58]
 
 
-def test_a_checkpoint_whose_arrays_orbax_has_lost_gets_no_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage._Literal, 'glob', lambda self, pattern: iter(()))
-    checkpoints = store.Checkpoints(tmp_path, keep=3)
+@pytest.fixture
+def after_writing(monkeypatch, tmp_path):
+    """Sets what happens to the folder of a checkpoint when orbax has written it."""
+    wait = ocp.AsyncCheckpointer.wait_until_finished
+
+    def set_change(change):
+        def waiting(writer):
+            wait(writer)
+            for partial in tmp_path.glob('run/checkpoints/.partial-*'):
+                change(partial)
+
+        monkeypatch.setattr(ocp.AsyncCheckpointer, 'wait_until_finished', waiting)
+
+    return set_change
+
+
+def test_the_first_checkpoint_is_read_back_before_it_counts_as_saved(tmp_path, after_writing):
+    store.save_alone(tmp_path / 'other', {'head': PARAMS['head'] | {'bias': jnp.zeros(8)}}, CARD)
+
+    def replace_arrays(partial):
+        shutil.rmtree(partial / 'params')
+        shutil.copytree(tmp_path / 'other/params', partial / 'params')
+
+    after_writing(replace_arrays)
+    checkpoints = store.Checkpoints(tmp_path / 'run', keep=3)
+    checkpoints.save(1, PARAMS, TRAINING, CARD, {})
+    with pytest.raises(UnusableDisk, match='1: read again after saving: .*head/bias; moved to'):
+        checkpoints.wait()
+    with pytest.raises(UnusableDisk):  # again, so that no caller goes on
+        checkpoints.save(2, PARAMS, TRAINING, CARD, {})
+    checkpoints.close()
+    assert not digests.steps(tmp_path / 'run/checkpoints')
+
+
+def test_a_checkpoint_whose_arrays_orbax_has_lost_gets_no_name(tmp_path, after_writing):
+    after_writing(lambda partial: (partial / 'training/manifest.ocdbt').unlink(True))
+    checkpoints = store.Checkpoints(tmp_path / 'run', keep=3)
     checkpoints.save(1, PARAMS, TRAINING, CARD, {})
     with pytest.raises(UnusableDisk, match='manifest.ocdbt'):
         checkpoints.wait()
     checkpoints.close()
-    assert not digests.steps(tmp_path / 'checkpoints')
+    assert not digests.steps(tmp_path / 'run/checkpoints')
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(saved):
+    folder, _ = saved
+    for name in '.partial-5.orbax-checkpoint-tmp', '.partial-2':
+        (folder / 'checkpoints' / name / 'params').mkdir(parents=True)
+    store.Checkpoints(folder, keep=2).close()
+    assert sorted(os.listdir(folder / 'checkpoints')) == ['2', '4']
 
 
 @pytest.mark.parametrize(
@@ -182,18 +208,14 @@ def test_what_is_no_checkpoint_is_explained(saved, tmp_path):
     with pytest.raises(FileNotFoundError, match='no such folder'):
         store.checkpoint_folder('/no/where')
     (tmp_path / 'empty').mkdir()
-    with pytest.raises(FileNotFoundError, match='neither a checkpoint .* nor a work directory'):
+    with pytest.raises(FileNotFoundError, match='neither a complete checkpoint .* nor a work d'):
         store.checkpoint_folder(str(tmp_path / 'empty'))
-    half = folder / 'checkpoints' / '7.orbax-checkpoint-tmp'
-    half.mkdir()
-    with pytest.raises(FileNotFoundError, match='half-written'):
-        store.checkpoint_folder(str(half))
     assert store.checkpoint_folder(str(folder)).name == '4'
 
 
 def test_a_damaged_checkpoint_is_an_error_in_one_sentence(saved):
     folder, checkpoints = saved
-    card = next((folder / 'checkpoints' / '4' / 'card').glob('*'))
+    card = folder / 'checkpoints' / '4' / 'card.json'
     for file in (folder / 'checkpoints' / '4' / 'params').rglob('*'):
         if file.is_file():
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
@@ -202,22 +224,18 @@ def test_a_damaged_checkpoint_is_an_error_in_one_sentence(saved):
     with pytest.raises(ValueError, match='checkpoint .*/4: (damaged|cannot be read)'):
         checkpoints.restore(4, (PARAMS, TRAINING), (shardings(PARAMS), shardings(TRAINING)))
     for text in '{"step": ', '12', '[]':
-        for file in card.parent.iterdir():
-            file.write_text(text)
+        card.write_text(text)
         with pytest.raises(ValueError, match='checkpoint .*/4: (damaged|cannot be read)'):
             store.load_card(str(folder))
 
 
 def test_a_store_that_cannot_be_reached_is_no_damage(bucket):
-    """Of a checkpoint that was killed before it had its digests."""
-    for folder in '20', '20/card', '20/params':
-        bucket.put(f'run[1]/checkpoints/{folder}/commit_success.txt', b'', {})
-    bucket.put('run[1]/checkpoints/20/card/metadata', b'{"step": 20}', {})
-    assert store.load_card('gs://bucket/run[1]')[0] == {'step': 20}
+    for file, text in ('digests.json', b'{}'), ('card.json', b'{"step": 20}'):
+        bucket.put(f'run/checkpoints/20/{file}', text, {})
+    assert store.load_card('gs://bucket/run')[0] == {'step': 20}
     bucket.fault = lambda method, path: 403 if re.search(r'/o[?]', path) else None
     with pytest.raises(UnusableDisk):
-        digests.steps(storage.folder('gs://bucket/run[1]/checkpoints'))
-    bucket.fault = lambda method, path: 403 if 'card%2Fmetadata' in path else None
-    where = re.escape('gs://bucket/run[1]/checkpoints/20: cannot be read: ')
-    with pytest.raises(UnusableDisk, match=where):
-        store.load_card('gs://bucket/run[1]')
+        digests.steps(storage.folder('gs://bucket/run/checkpoints'))
+    bucket.fault = lambda method, path: 403 if 'json' in path else None
+    with pytest.raises(UnusableDisk):
+        store.load_card('gs://bucket/run')

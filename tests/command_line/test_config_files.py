@@ -3,7 +3,6 @@
 import argparse
 import configparser
 import dataclasses
-import json
 import pathlib
 import sys
 import typing
@@ -15,6 +14,7 @@ from vit_jax.base import UserError, records
 from vit_jax.command_line import app
 from vit_jax.command_line.config_files import read
 from vit_jax.command_line.config_flags import load
+from vit_jax.config import write_config
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -142,11 +142,11 @@ def test_every_configuration_is_a_part_of_the_package():
 
 def test_the_configuration_of_a_work_directory_is_one(tmp_path):
     file, config = tmp_path / 'config.json', tiny.experiment()
-    file.write_text(json.dumps(records.to_dict(config)))
+    write_config(file, records.to_dict(config))
     assert read(str(file)) == config
     own = dataclasses.replace(config, loss=len)
-    file.write_text(json.dumps(records.to_dict(own)))
+    write_config(file, records.to_dict(own))
     assert 'only names the function builtins:len: take the FILE.py' in message(file)
-    for damaged in '[]', '{"data": 3}', '{', '{"batchsize": 3}':
+    for damaged in '[]', '{"format": 2, "data": 3}', '{', '{"format": 2, "batchsize": 3}':
         file.write_text(damaged)
         assert message(file).startswith(f'--config={file}: ')

@@ -8,7 +8,7 @@ import pytest
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record
-from vit_jax.command_line import config_flags, config_help, synonyms
+from vit_jax.command_line import config_help, synonyms
 from vit_jax.command_line.config_flags import load, overridden, split
 from vit_jax.config import EvalConfig, Study, TrainConfig
 from vit_jax.data.image_preprocessing import InceptionCrop
@@ -232,9 +232,3 @@ def test_one_unit_of_a_duration_is_given():
 def test_an_evaluation_that_was_made_on_the_command_line_has_fields():
     evals = load(TINY, ["evals={'val': {}}", 'eval_split=test', 'evals.val.split=train']).evals
     assert evals == {'val': EvalConfig(split='train')}
-
-
-def test_an_old_name_is_understood_with_a_warning(monkeypatch, caplog):
-    monkeypatch.setitem(config_flags.RENAMED, 'old.multipliers', 'optimizer.lr_multipliers')
-    assert load(TINY, ['old.multipliers=()']).optimizer.lr_multipliers == ()
-    assert '--config.old.multipliers is now --config.optimizer.lr_multipliers' in caplog.text

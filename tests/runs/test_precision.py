@@ -86,10 +86,10 @@ def test_a_run_of_a_study_keeps_the_precision_that_it_began_with(tmp_path, has_f
     base = tiny.experiment(total=Duration(steps=3))
     study = Study(title='a study', base=base, grids={'grid': Grid()})
     (run,) = studies.planned(study)
-    path = studies.write_config(tmp_path, study, run)
+    path = studies.write_run_config(tmp_path, study, run)
     assert json.loads(path.read_text())['compute']['dtype'] == 'auto'
     training_run.train(run.config, str(path.parent))
-    studies.write_config(tmp_path, study, run)
+    studies.write_run_config(tmp_path, study, run)
     assert workdirs.kept_dtype(str(path.parent)) == 'bfloat16'
 
 

@@ -247,9 +247,9 @@ def test_numbers_and_checkpoint_are_of_the_step_that_was_best(tmp_path):
     assert done == {'train/1-seed0': {'test/accuracy': 0.2}}
     (folder / 'checkpoints/15').mkdir(parents=True)
     with pytest.raises(UserError, match='step 10 was best, but has no checkpoint'):
-        studies.write_config(tmp_path, one, runs['tune/1-a-seed0'])
+        studies.write_run_config(tmp_path, one, runs['tune/1-a-seed0'])
     (folder / 'checkpoints/10').mkdir()
-    path = studies.write_config(tmp_path, one, runs['tune/1-a-seed0'])
+    path = studies.write_run_config(tmp_path, one, runs['tune/1-a-seed0'])
     assert json.loads(path.read_text())['start_from'] == str(folder / 'checkpoints/10')
 
 

@@ -199,20 +199,6 @@ def test_a_run_that_is_complete_says_so_again_and_changes_nothing(trained, capsy
     chex.assert_trees_all_equal(again.state, trained.state)
 
 
-def test_a_field_that_came_later_does_not_stop_an_earlier_run(tmp_path):
-    config = records.to_dict(tiny.experiment())
-    (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
-    earlier = config | {'model': config['model'] | {}}
-    del earlier['hints'], earlier['model']['kind'], earlier['model']['backbone']
-    (tmp_path / 'config.json').write_text(json.dumps(earlier))
-    with workdirs.opened(str(tmp_path), config, Job()):
-        pass
-    (tmp_path / 'config.json').write_text(json.dumps(earlier | {'seed': 7, 'gone': 1}))
-    with pytest.raises(ValueError, match=r"(?s)gone: 1 -> '\(absent\)'.*seed: 7 -> 0"):
-        with workdirs.opened(str(tmp_path), config, Job()):
-            pass
-
-
 def test_a_resume_under_another_configuration_is_refused_with_the_differences(trained):
     config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True, seed=3)
     with pytest.raises(ValueError, match=r'(?s)another configuration:\n  seed: 0 -> 3\ntake'):
@@ -600,7 +586,7 @@ def test_a_work_directory_among_the_images_is_rejected_before_it_is_made(
 
 
 def test_a_run_that_lies_among_the_images_is_called_one(photos):
-    """As an earlier version made it: advice to remove it would cost a network."""
+    """Advice to remove it would cost a model."""
     for folder in photos / 'train', photos / 'train/run':
         (folder / 'checkpoints').mkdir(parents=True, exist_ok=True)
         (folder / 'ledger.jsonl').touch()

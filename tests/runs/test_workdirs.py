@@ -13,13 +13,11 @@ from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.digests import verify_digests
 from vit_jax.checkpoints.store import load_card
-from vit_jax.config import FewshotConfig, ProbeSet, TrainConfig, modernized
-from vit_jax.data.augmentation import Augmentation
-from vit_jax.data.image_preprocessing import CentralCrop, InceptionCrop
+from vit_jax.command_line import config_files
+from vit_jax.config import FORMAT, read_config
 from vit_jax.parallel.meshes import MeshConfig
 from vit_jax.parallel.processes import Job
 from vit_jax.runs import history, training_run, workdirs
-from vit_jax.training.optimizer import OptimizerConfig
 
 VALUES = records.to_dict(tiny.experiment())
 
@@ -81,7 +79,7 @@ def test_another_mesh_or_loader_is_no_other_experiment(tmp_path):
     other['loader']['threads'] = 3
     with workdirs.opened(str(tmp_path), other, Job()):
         pass
-    assert json.loads((tmp_path / 'config.json').read_text()) == other
+    assert read_config(tmp_path / 'config.json') == other
 
 
 @pytest.mark.parametrize('path', ['/proc/run', '/dev/null/run'])
@@ -155,24 +153,22 @@ def test_a_first_save_that_a_kill_cut_short_is_no_run_to_go_on_with(tmp_path):
             pass
 
 
-def test_a_configuration_of_an_earlier_version_is_read_under_todays_names():
-    """As version 0.1 wrote it: other names, and options of every optimizer whatever the kind."""
-    now = tiny.experiment(
-        fewshot=FewshotConfig(
-            crop=CentralCrop(scale=2.0), sets={'x': ProbeSet(data='x', test_split='test[:5]')}
-        ),
-        optimizer=OptimizerConfig(lr_multipliers=(('head/.*', 2.0),)),
-        augmentation=Augmentation(crop=InceptionCrop(reduced=False)),
-    )
-    then = records.to_dict(now)
-    del then['augmentation']['crop']['reduced']
-    fewshot, optimizer = then['fewshot'], then['optimizer']
-    then['test_split'], then['fewshot_crop'] = then.pop('eval_split'), fewshot.pop('crop')
-    fewshot |= {'sets': {}, 'data': 'x', 'train_split': 'train', 'test_split': 'test[:5]'}
-    optimizer['rates'] = optimizer.pop('lr_multipliers')
-    optimizer['decayed'] = optimizer.pop('decay_pattern')
-    optimizer |= {'b1': 0.9, 'b2': 0.999, 'epsilon': 1e-8, 'momentum': 0.9}
-    then['schedule']['linear_end'] = 1e-5
-    read = records.from_dict(TrainConfig, modernized(then), where='config')
-    assert read == now
-    assert modernized(records.to_dict(now)) == records.to_dict(now)
+@pytest.mark.parametrize('number', [None, 1, '2', FORMAT + 1])
+def test_a_work_directory_of_another_format_is_rejected(tmp_path, number):
+    with workdirs.opened(str(tmp_path), VALUES, Job()):
+        (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
+    file = tmp_path / 'config.json'
+    values = json.loads(file.read_text()) | {'format': number}
+    if number is None:
+        del values['format']
+    file.write_text(json.dumps(values))
+    message = f'{file}: format is {number}, expected {FORMAT}: continue with [^\n]*$'
+    for accept in False, True:
+        with pytest.raises(UserError, match=message):
+            with workdirs.opened(str(tmp_path), VALUES, Job(), accept_changes=accept):
+                pass
+    with pytest.raises(UserError, match=message):
+        history.read(tmp_path, 'run')
+    with pytest.raises(UserError, match=message):
+        config_files.read(str(file))
+    assert json.loads(file.read_text()) == values

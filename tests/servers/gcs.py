@@ -22,6 +22,7 @@ class Object(typing.NamedTuple):
     data: bytes
     generation: int
     created: str
+    metadata: dict[str, str]
 
 
 class Refused(Exception):
@@ -64,11 +65,11 @@ class Bucket(http.server.ThreadingHTTPServer):
     def handle_error(self, *_):
         """Clients that were killed are no news."""
 
-    def put(self, name, data, conditions):
+    def put(self, name, data, conditions, metadata=None):
         with self.lock:
             self.require(name, conditions)
             created = time.strftime('%Y-%m-%dT%H:%M:%S.000Z', time.gmtime())
-            self.objects[name] = Object(data, next(self.numbers), created)
+            self.objects[name] = Object(data, next(self.numbers), created, metadata or {})
             return self.described(name)
 
     def remove(self, name, conditions):
@@ -91,20 +92,17 @@ class Bucket(http.server.ThreadingHTTPServer):
         return self.objects[name]
 
     def described(self, name):
-        data, generation, created = self.found(name)
+        data, generation, created, metadata = self.found(name)
         return {
-            'kind': 'storage#object',
             'bucket': self.name,
             'name': name,
-            'id': f'{self.name}/{name}/{generation}',
             'generation': str(generation),
             'metageneration': '1',
             'size': str(len(data)),
-            'contentType': 'application/octet-stream',
-            'storageClass': 'STANDARD',
             'timeCreated': created,
             'updated': created,
             'etag': str(generation),
+            'metadata': metadata,
             'crc32c': base64.b64encode(google_crc32c.Checksum(data).digest()).decode(),
         }
 
@@ -173,15 +171,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             raise Refused(404, 'The specified bucket does not exist.')
         if kind == '/upload':
             self._upload(query, body)
-        elif not path.rstrip('/').partition(f'/b/{name}')[2]:
-            self._json({'kind': 'storage#bucket', 'name': name, 'id': name})
         elif object_name is None:
-            self._json({'kind': 'storage#objects'} | bucket.listing(query))
-        elif copied := re.fullmatch(r'(.*)/(?:rewriteTo|copyTo)/b/[^/]+/o/(.*)', object_name):
+            self._json(bucket.listing(query))
+        elif copied := re.fullmatch(r'(.*)/copyTo/b/[^/]+/o/(.*)', object_name):
             data = bucket.found(unquote(copied[1])).data
-            made, size = bucket.put(unquote(copied[2]), data, query), str(len(data))
-            done = {'done': True, 'totalBytesRewritten': size, 'objectSize': size}
-            self._json(made if '/copyTo/' in object_name else done | {'resource': made})
+            self._json(bucket.put(unquote(copied[2]), data, query))
         elif self.command == 'DELETE':
             bucket.remove(unquote(object_name), query)
             self._send(b'', 204)
@@ -191,7 +185,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._json(bucket.described(unquote(object_name)))
 
     def _media(self, name, query):
-        data, generation, _ = self.server.found(name)
+        data, generation, *_ = self.server.found(name)
         self.server.require(name, query)
         headers = {'x-goog-generation': str(generation), 'x-goog-metageneration': '1'}
         asked = re.fullmatch(r'bytes=(\d*)-(\d*)', self.headers.get('Range') or '')
@@ -208,7 +202,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _upload(self, query, body):
         bucket = self.server
         if 'upload_id' in query:
-            name, conditions, parts = bucket.uploads[query['upload_id']]
+            name, conditions, parts, metadata = bucket.uploads[query['upload_id']]
             parts.append(body)
             total = self.headers.get('Content-Range', '/*').rpartition('/')[2]
             size = sum(map(len, parts))
@@ -220,18 +214,20 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             ):
                 self._send(b'', 308, {'Range': f'bytes=0-{size - 1}'} if size else {})
             else:
-                self._json(bucket.put(name, b''.join(parts), conditions))
+                self._json(bucket.put(name, b''.join(parts), conditions, metadata))
         elif query.get('uploadType') == 'media':
             self._json(bucket.put(query['name'], body, query))
         elif query.get('uploadType') == 'multipart':
             boundary = re.search('boundary="?([^";]+)', self.headers['Content-Type'])[1].encode()
             _, first, second = body.split(b'--' + boundary)[:3]  # and the end of them
             (described, data) = (re.split(b'\r?\n\r?\n', p, maxsplit=1)[1] for p in (first, second))
-            data = re.sub(rb'\r?\n\Z', b'', data)
-            self._json(bucket.put(query.get('name') or json.loads(described)['name'], data, query))
+            data, about = re.sub(rb'\r?\n\Z', b'', data), json.loads(described)
+            name = query.get('name') or about['name']
+            self._json(bucket.put(name, data, query, about.get('metadata')))
         else:
-            number = str(next(bucket.numbers))
-            bucket.uploads[number] = query.get('name') or json.loads(body)['name'], query, []
+            number, about = str(next(bucket.numbers)), json.loads(body or '{}')
+            name = query.get('name') or about['name']
+            bucket.uploads[number] = name, query, [], about.get('metadata')
             where = f'{bucket.url}/upload/storage/v1/b/{bucket.name}/o?upload_id={number}'
             self._send(b'{}', 200, {'Location': where})
 

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, or by lines; what is there when power has failed."""
+"""Files on a disk: written whole or not at all, or by lines, synced, locked."""
 
 import contextlib
 import errno
@@ -10,7 +10,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 from vit_jax.base.errors import require_regular, usable
 from vit_jax.base.storage import Path, is_remote, reaching
@@ -18,6 +18,7 @@ from vit_jax.base.storage import Path, is_remote, reaching
 # What numpy and zipfile raise for an npz that is damaged, wherever it is.
 DAMAGED_NPZ: tuple[type[Exception], ...] = (OSError, EOFError, ValueError, KeyError, RuntimeError)
 DAMAGED_NPZ += zipfile.BadZipFile, zlib.error
+_NOT_SUPPORTED = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS  # by the file system
 
 
 @contextlib.contextmanager
@@ -34,8 +35,7 @@ def atomic_write(path: Path) -> Iterator[pathlib.Path]:
             with reaching(path):
                 path.write_bytes(partial.read_bytes())
         return
-    with _naming(path) as partial:
-        _begin(partial, path)
+    with _started(path) as partial:
         mode = partial.stat().st_mode
         yield partial
         partial.chmod(mode)  # safetensors makes files that only their owner can read
@@ -46,28 +46,24 @@ def atomic_write(path: Path) -> Iterator[pathlib.Path]:
 
 def require_writable(path: pathlib.Path) -> None:
     """Raises what `atomic_write` would, before there is anything to write; leaves no file."""
-    with _naming(path) as partial:
-        _begin(partial, path)
+    with _started(path) as partial:
         partial.unlink()
 
 
 @contextlib.contextmanager
-def _naming(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """The partial file. Errors about it name `path` instead, or its folder that is none."""
+def _started(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Makes the partial file. Errors about it name `path` instead, or its missing folder."""
     partial = path.with_name(path.name + '.partial')
     with usable(path):
         try:
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+            partial.touch()
             yield partial
         except OSError as error:
             if error.filename == str(partial):
                 error.filename = str(path if path.parent.is_dir() else path.parent)
             raise
-
-
-def _begin(partial: pathlib.Path, path: pathlib.Path) -> None:
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    partial.touch()
 
 
 def sync(path: Path) -> None:
@@ -82,10 +78,30 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+        if error.errno not in _NOT_SUPPORTED:
             raise
     finally:
         os.close(descriptor)
+
+
+def locked(file: IO[Any], *, wait: bool = False) -> bool:
+    """Locks a file until it is closed; returns False if another process has locked it.
+
+    Returns True, with a warning, if the system has no locks there.
+    """
+    try:
+        import fcntl  # not on Windows
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (*_NOT_SUPPORTED, errno.ENOLCK):
+            raise
+        logging.warning('%s: no locks here; see that no other run writes there', file.name)
+    return True
 
 
 def write_json(path: Path, values: Any) -> None:

@@ -248,10 +248,11 @@ def read(hint: Any, value: Any, where: str, *, again: bool = True) -> Any:
     kinds = record_types(options)
     named = isinstance(value, dict) and [*value] == ['function']
     if isinstance(value, dict) and kinds and not named:
-        kind = next(iter(kinds))  # files of when there was one kind do not name it
+        kind = next(iter(kinds))
         if len(kinds) > 1:
-            kind, value = value.get('kind', kind), {k: v for k, v in value.items() if k != 'kind'}
+            kind = value.get('kind', '')
             require(kind in kinds, f'{where}.kind={kind!r}: expected one of {", ".join(kinds)}')
+            value = {name: one for name, one in value.items() if name != 'kind'}
         return from_dict(kinds[kind], value, where=where)
     if hint is Any:
         return value

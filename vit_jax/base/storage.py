@@ -1,16 +1,16 @@
-"""Folders of this machine, and on a store of objects, which cannot rename, append or lock.
+"""Folders on a disk and on a bucket (gs://BUCKET/FOLDER), which cannot rename, append or lock.
 
-A path there, `gs://BUCKET/FOLDER`, is an epath.Path, which has the methods of pathlib. An object is
-written whole or not at all; for the rest of what a run needs there is something else here.
+A path on a bucket is an epath.Path, which has the methods of pathlib. An object is written whole or
+not at all.
 """
 
 import contextlib
-import glob
 import importlib.util
 import logging
 import os
 import pathlib
 import re
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -23,38 +23,30 @@ from vit_jax.base.errors import (
     UserError,
     shown_text,
     shown_url,
-    usable,
 )
 
-Path: TypeAlias = pathlib.Path | epath.Path  # of a file or folder, here or on a store
+Path: TypeAlias = pathlib.Path | epath.Path  # of a file or folder, on a disk or a bucket
 
-COMMITTED = 'commit_success.txt'  # of orbax, in each of its folders there: the last to be written
-_ROLES = 'roles/storage.objectAdmin and roles/storage.legacyBucketReader have all that is needed'
-# What orbax and tensorstore take as it is: for them a backslash is a slash, and /gs/ a store.
-_PLAIN = re.compile(r'(?!/(gs|s3|az|hf)(/|$))(?!.*:(/|$))[^\\\ud800-\udfff]*', re.DOTALL)
-_ELSEWHERE = (
-    'only gs://BUCKET/FOLDER (Google Cloud Storage) can be used like a folder; in place of S3 take '
-    'a file system that all hosts mount, such as FSx for Lustre or EFS'
-)
+# Orbax and tensorstore read a pattern, a backslash, `x:/` and /gs/ in a path in their own way.
+_PLAIN = re.compile(r'(?!/(gs|s3|az|hf)(/|$))(?!.*:(/|$))[^][*?\\\ud800-\udfff]*', re.DOTALL)
+# What orbax and fsspec do not take for a pattern or a query in the path of an object.
+_ON_BUCKET = re.compile(r'gs://[^/]+/+(?!/)[^][*?#\x00-\x1f\x7f]+')
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Is it on a store, whether or not that can be used?"""
+    """Whether it is on a bucket or another store, which may not be supported."""
     return '://' in os.fspath(path)
 
 
 def folder(path: str | os.PathLike[str]) -> Path:
-    """The absolute path of a folder. Raises UserError for a store that cannot be used."""
+    """Returns the absolute path of a folder. Raises UserError for a store that is not supported."""
     text = os.fspath(path)
-    if match := re.match('(gs|s3|https?):/(?!/)', text):
-        lost = f'expected {match[1]}://, as text: a pathlib.Path takes one / away'
-        raise UserError(f'{shown_url(text)}: {lost}')
-    if not is_remote(text):
+    if not is_remote(text) and not re.match('(gs|s3|https?):/', text):
         return pathlib.Path(text).absolute()
-    if not re.fullmatch(r'gs://[^/]+/+[^/].*', text, re.DOTALL):
-        raise UserError(f'{shown_url(text)}: {_ELSEWHERE}')
-    if wrong := re.search(r'[?#\x00-\x1f\x7f]', text):
-        raise UserError(f'{text!r}: expected a path without {wrong[0]!r}, which orbax cuts there')
+    if not _ON_BUCKET.fullmatch(text):
+        expected = 'expected a folder on a disk, or gs://BUCKET/FOLDER without any of ?#[]*'
+        advice = 'in place of S3 take a file system that all hosts mount, such as FSx for Lustre'
+        raise UserError(f'{shown_url(text)}: {expected}; {advice}')
     if importlib.util.find_spec('gcsfs') is None:
         raise UserError(f"{text}: Google Cloud Storage needs: pip install 'vit_jax[gs]'")
     import fsspec.config
@@ -70,45 +62,26 @@ def folder(path: str | os.PathLike[str]) -> Path:
     return epath.Path(text)
 
 
-class _Literal(epath.gpath.PosixGPath):
-    """A path that is no pattern, for orbax: epath and fsspec would take `run[1]` for one."""
-
-    def glob(self, pattern: str) -> Iterator[Any]:
-        return map(type(self), epath.Path(glob.escape(os.fspath(self))).glob(pattern))
-
-    def rmtree(self, missing_ok: bool = False) -> None:
-        name = os.fspath(self)
-        epath.Path(glob.escape(name) if is_remote(self) else name).rmtree(missing_ok=missing_ok)
-
-
 @contextlib.contextmanager
 def named_plainly(folder: Path) -> Iterator[epath.Path]:
-    """Yields an alias of an existing folder that orbax parses correctly.
-
-    Raises UserError where the system has none.
-    """
+    """Yields a name of an existing folder that orbax does not misread: its own, or a link to it."""
     if is_remote(folder) or _PLAIN.fullmatch(os.fspath(folder)):
-        yield _Literal(folder)
+        yield epath.Path(folder)
         return
-    with usable(folder):
-        descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        alias = _Literal(f'/proc/self/fd/{descriptor}')
-        if not alias.exists():  # not Linux
-            raise UserError(f'{folder}: expected a path without backslash or ":/" for checkpoints')
-        yield alias
-    finally:
-        os.close(descriptor)
+    with tempfile.TemporaryDirectory() as links:
+        link = pathlib.Path(links) / 'folder'
+        link.symlink_to(pathlib.Path(folder).absolute())
+        yield epath.Path(link)
 
 
 @contextlib.contextmanager
 def reaching(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Around the use of a path: what the clients of a store raise becomes a UserError."""
+    """Turns what the clients of a bucket raise into a UserError."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # there are three clients, each with kinds of its own
+    except Exception as error:  # three clients raise many kinds
         if not is_remote(path):
             raise
         reason = ' '.join(shown_text(str(error)).split())[:300] or type(error).__name__
@@ -116,101 +89,73 @@ def reaching(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def require_kept(file: Path) -> None:
-    """Raises MissingFile where a file of a run, or its whole directory, is there no more.
-
-    Of one on a store its Lease says so.
-    """
+    """Raises MissingFile if a file of a run on a disk, or its directory, was removed."""
     if not is_remote(file) and not file.exists():
         gone = f'workdir {file.parent}: {file.name} is gone: it, or the directory, was removed or'
         raise MissingFile(f'{gone} renamed while the run went on; put it back, or begin again')
 
 
-def is_committed(folder: Path) -> bool:
-    """Is a folder of orbax there, and complete? On a store it has its name from the beginning."""
+def remove_tree(folder: Path) -> None:
+    """Removes a folder and everything in it."""
     with reaching(folder):
-        return (folder / COMMITTED).exists() if is_remote(folder) else folder.is_dir()
+        epath.Path(folder).rmtree()
 
 
-def commit(folder: Path) -> None:
-    """Makes a folder of orbax on a store complete, and the folders in it."""
-    with reaching(folder):
-        for place in (*(item for item in folder.iterdir() if item.is_dir()), folder):
-            if not (place / COMMITTED).exists():
-                (place / COMMITTED).write_text('')
+def bucket_and_name(path: Path) -> tuple[Any, str]:
+    """Returns the bucket of a path, as google.cloud.storage has it, and the name of its object."""
+    from google.cloud import storage
 
-
-def checksums(folder: Path) -> dict[str, str]:
-    """What the store says of every object below a folder there; nothing is read."""
-    with reaching(folder):
-        system, root = _file_system(folder)
-        found = system.find(root, detail=True)
-        return {
-            name.removeprefix(f'{root}/'): digest_of(one['size'], one['crc32c'])
-            for name, one in found.items()
-        }
+    bucket, _, name = os.fspath(path).removeprefix('gs://').partition('/')
+    return storage.Client(project=None).bucket(bucket), name  # objects need no project
 
 
 def digest_of(size: int, crc32c: str) -> str:
-    """What is kept of a file, here and on a store, to notice damage."""
+    """What tells that a file has changed, on a disk and on a bucket."""
     return f'{size} bytes, CRC-32C {crc32c}'
 
 
+def read_digests(folder: Path) -> dict[str, str]:
+    """The digests of all objects in a folder, which the bucket states; no object is read."""
+    with reaching(folder):
+        bucket, name = bucket_and_name(folder)
+        blobs = bucket.list_blobs(prefix=f'{name}/')
+        return {
+            blob.name.removeprefix(f'{name}/'): digest_of(blob.size, blob.crc32c) for blob in blobs
+        }
+
+
 def move(source: Path, target: Path) -> None:
-    """Moves a folder of orbax on a store, object by object; at once it is complete no more."""
+    """Moves a folder on a bucket, object by object."""
     with reaching(source):
-        (source / COMMITTED).unlink(missing_ok=True)
-        system, root = _file_system(source)
-        # First what says that it is complete, at the top. `copy` would take `run[1]` for a pattern.
-        for name in sorted(system.find(root), key=lambda name: name.count('/')):
-            system.cp_file(name, _file_system(target)[1] + name.removeprefix(root))
-            system.rm_file(name)
-
-
-def _file_system(path: Path) -> tuple[Any, str]:
-    import fsspec
-
-    return fsspec.core.url_to_fs(os.fspath(path))
+        (bucket, name), (_, place) = bucket_and_name(source), bucket_and_name(target)
+        for blob in bucket.list_blobs(prefix=f'{name}/'):
+            bucket.rename_blob(blob, place + blob.name.removeprefix(name))
 
 
 def require_usable(folder: Path) -> None:
-    """Tries with an object of its own what a run does in a folder on a store.
+    """Tries with an object of its own what a run does in a folder on a bucket.
 
     Raises UserError that names what is missing: the bucket, a permission, credentials.
     """
     from google.api_core import exceptions
-    from google.cloud import storage
 
-    bucket, _, name = os.fspath(folder).removeprefix('gs://').partition('/')
     with reaching(folder):
-        client = storage.Client(project=None)  # which objects do not need
-        probe = client.bucket(bucket).blob(f'{name}/.probe-{uuid.uuid4()}')
-
-    def write() -> None:
-        probe.upload_from_string(b'', if_generation_match=probe.generation or 0)
-
-    def write_on_condition() -> None:
-        try:
-            probe.upload_from_string(b'another', if_generation_match=0)
-        except exceptions.PreconditionFailed:
-            return
-        raise UserError(f'{folder}: this store does not write on conditions, so that none holds it')
-
-    tried: list[tuple[str, Callable[[], Any]]] = [
-        ('buckets.get', lambda: client.get_bucket(bucket)),
-        ('objects.create', write),
-        ('objects.create', write_on_condition),
-        ('objects.get', probe.download_as_bytes),
-        ('objects.list', lambda: list(client.list_blobs(bucket, prefix=probe.name))),
-        ('objects.delete', write),  # what replaces an object deletes that
-        ('objects.delete', lambda: probe.delete(if_generation_match=probe.generation)),
-    ]
-    for permission, attempt in tried:
+        bucket, name = bucket_and_name(folder / f'.probe-{uuid.uuid4()}')
+        probe = bucket.blob(name)
+    tried: dict[str, Callable[[], Any]] = {
+        'create': lambda: probe.upload_from_string(b'', if_generation_match=0),
+        'get': probe.download_as_bytes,
+        'list': lambda: list(bucket.list_blobs(prefix=name)),
+        'delete': lambda: (probe.upload_from_string(b''), probe.delete()),  # replacing is deleting
+    }
+    for permission, attempt in tried.items():
         with reaching(folder):
             try:
                 attempt()
             except exceptions.NotFound as error:
-                raise MissingFile(f'{folder}: there is no bucket {bucket}') from error
+                raise MissingFile(f'{folder}: there is no bucket {bucket.name}') from error
             except exceptions.Forbidden as error:
-                missing = f'permission storage.{permission} is missing on {bucket}; {_ROLES}'
+                missing = f'permission storage.objects.{permission} is missing on {bucket.name}'
                 said = error.message.partition(': ')[2][:200]  # after method and URL
-                raise UnusableDisk(f'{folder}: {missing} ({said})') from error
+                advice = 'the role roles/storage.objectAdmin has all that is needed'
+                raise UnusableDisk(f'{folder}: {missing}; {advice} ({said})') from error

@@ -3,7 +3,6 @@
 import contextlib
 import difflib
 import inspect
-import json
 import pathlib
 import sys
 import traceback
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vit_jax.base import MissingFile, UserError, records, require, usable
-from vit_jax.config import TrainConfig, modernized
+from vit_jax.config import TrainConfig, read_config
 
 _PACKAGE = pathlib.Path(__file__).parents[1]  # which has configs/ too
 _MODULE = 'config_config'  # as ml_collections names it
@@ -123,8 +122,7 @@ def _recorded(file: pathlib.Path, kind: type[Any]) -> Any:
 
     try:
         with usable(file):
-            values = json.loads(file.read_bytes(), object_hook=refuse_function)
-        records.require(isinstance(values, dict), 'it is no JSON object')
-        return records.from_dict(kind, modernized(values), where='config')
+            values = read_config(file, object_hook=refuse_function)
+        return records.from_dict(kind, values, where='config')
     except (ValueError, RecursionError) as error:
         raise UserError(f'--config={file}: {error}') from error

@@ -6,7 +6,6 @@ value". Whether a value makes sense, records check.
 
 import ast
 import contextlib
-import logging
 import os
 import re
 import typing
@@ -19,7 +18,7 @@ from ml_collections.config_flags.tuple_parser import TupleParser
 
 from vit_jax.base import UserError, records, require
 from vit_jax.command_line import config_files, config_help
-from vit_jax.config import RENAMED, TrainConfig
+from vit_jax.config import TrainConfig
 from vit_jax.training.duration import Duration
 
 R = TypeVar('R')
@@ -73,10 +72,6 @@ def overridden(record: R, overrides: Sequence[str], *, where: str) -> R:
     units: dict[str, str] = {}  # that are given of each duration
     for override in overrides:
         path, _, text = override.partition('=')
-        for old, new in RENAMED.items():
-            if f'{path}.'.startswith(f'{old}.'):
-                logging.warning('--config.%s is now --config.%s', old, new)
-                path = new + path.removeprefix(old)
         holder, options = _field(record, path, where=where)
         value = _parsed(text, options, where=f'{where}.{path}')
         try:

@@ -54,7 +54,7 @@ def choose(
 
     Training uses bfloat16 on devices with fast bfloat16 products. All other computation uses
     float32. Where something is dropped at random the last block is `whole`: what is dropped is then
-    the same on all devices, and the same as in earlier versions.
+    the same on all devices.
 
     Raises UserError for a way to compute attention that the network cannot have.
     """

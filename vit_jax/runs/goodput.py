@@ -14,7 +14,6 @@ same one is right, and what the lines themselves say is lost is the least.
 
 import json
 import time
-from collections.abc import Callable
 from typing import Any
 
 from vit_jax.base import Path, appending, read_json_lines, require_kept, usable
@@ -27,9 +26,7 @@ LOST = 'lost by restart'
 class Ledger:
     """Writes the ledger of one start, number `run` of its directory; none where `path` is None."""
 
-    def __init__(
-        self, path: Path | None, clock: Clock, *, check: Callable[[], None] = lambda: None
-    ):
+    def __init__(self, path: Path | None, clock: Clock):
         self._path, self.clock = path, clock
         clock.settle()
         self._began = round(time.time() - sum(clock.seconds.values()), 4)
@@ -37,7 +34,7 @@ class Ledger:
         if path is not None:
             with usable(path), reaching(path):
                 half = path.exists() and path.read_bytes()[-1:] not in (b'', b'\n')
-                self._file = appending(path, check)
+                self._file = appending(path)
                 if half:  # of a killed run
                     self._file.write('\n')
 

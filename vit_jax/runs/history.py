@@ -9,6 +9,7 @@ import numpy as np
 
 from vit_jax.base import Float, Path, UserError, read_json_lines, require, storage
 from vit_jax.base.storage import reaching
+from vit_jax.config import read_config
 from vit_jax.runs import goodput, workdirs
 
 Line = dict[str, Any]
@@ -59,9 +60,11 @@ def read(folder: Path, name: str) -> History:
             absent = f'{folder}: no {workdirs.METRICS}'
             require(folder.exists(), f'{absent}: there is no such folder')
             raise UserError(f'{absent}: expected the work directory of a training')
-        lines = read_json_lines(metrics, kind=str, step=int) if metrics.exists() else []
+        lines = read_json_lines(metrics, kind=str, step=int, run=int) if metrics.exists() else []
         try:
-            config = workdirs.read_config(folder / workdirs.CONFIG)
+            config = read_config(folder / workdirs.CONFIG)
+        except UserError:
+            raise
         except Exception:  # there is none yet, or damaged text, which may be anything
             config = {}
         ledger = goodput.read(folder / workdirs.LEDGER)
@@ -80,15 +83,10 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def seconds_since(lines: Sequence[Line], history: History) -> Float[np.ndarray, 'n']:
     """When each line was written: seconds of running, the starts of the run one after the other."""
-    starts, seconds = _starts(history.lines), values(history.lines, 'seconds')
+    starts, seconds = values(history.lines, 'run'), values(history.lines, 'seconds')
     longest = {start: np.nan_to_num(seconds[starts == start]).max() for start in np.unique(starts)}
     before = {start: sum(s for r, s in longest.items() if r < start) for start in longest}
-    return np.array([before[start] for start in _starts(lines)]) + values(lines, 'seconds')
-
-
-def _starts(lines: Sequence[Line]) -> Float[np.ndarray, 'n']:
-    """Of each line the number of its start: 1 in files of versions that did not count them."""
-    return np.nan_to_num(values(lines, 'run'), nan=1.0)
+    return np.array([before[start] for start in values(lines, 'run')]) + values(lines, 'seconds')
 
 
 def values(lines: Sequence[Line], name: str) -> Float[np.ndarray, 'n']:

@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from rich.console import Console
@@ -64,7 +64,6 @@ class Reporter:
         progress: dict[str, Any],
         evaluations: Collection[str],
         run: int,
-        check: Callable[[], None] = lambda: None,
         images_at_peak: float | None = None,
     ):
         """`images_at_peak`: images a second that the devices could train at their peak."""
@@ -84,7 +83,7 @@ class Reporter:
                 lines = _cut(folder / workdirs.METRICS, steps.start, again)
                 now = (line['kind'] for line in lines if line['step'] == steps.start)
                 self.evaluated = [kind for kind in now if kind in evaluations]
-                self._file = appending(folder / workdirs.METRICS, check)
+                self._file = appending(folder / workdirs.METRICS)
             if tensorboard:
                 from tensorboardX import SummaryWriter
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from vit_jax.base import Path, UserError, records, require_regular, write_json
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
-from vit_jax.config import COMPUTE, UNMEASURED, Grid, Study, TrainConfig, differing
+from vit_jax.config import COMPUTE, UNMEASURED, Grid, Study, TrainConfig, differing, write_config
 from vit_jax.runs import goodput, history, workdirs
 
 STUDY = 'study.json'
@@ -122,13 +122,13 @@ def agree(folder: Path, runs: Sequence[PlannedRun]) -> None:
 
 
 def _kept(path: Path) -> dict[str, dict[str, Any]]:
-    """The runs that were written down, and their configurations as this version writes them."""
+    """The configurations of the runs that were written down, by name."""
     if not path.exists():
         return {}
     require_regular(path)
     try:
         kept = json.loads(path.read_bytes())['runs']
-        return {name: workdirs.upgraded(values) for name, values in kept.items()}
+        return {name: dict(values) for name, values in kept.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         advice = 'take it away, if the runs beside it are those of this study'
         raise UserError(f'{path}: cannot be read as a list of runs ({error}): {advice}') from error
@@ -151,7 +151,7 @@ def last_step(folder: Path, run: PlannedRun) -> int | None:
     return int(lines[-1]['step'])
 
 
-def write_config(folder: Path, study: Study, run: PlannedRun) -> Path:
+def write_run_config(folder: Path, study: Study, run: PlannedRun) -> Path:
     """Writes the configuration of a run into its work directory, for `train --config=`.
 
     Raises UserError where the run that it starts from is not complete.
@@ -165,7 +165,7 @@ def write_config(folder: Path, study: Study, run: PlannedRun) -> Path:
     if values['compute']['dtype'] == 'auto':
         values['compute']['dtype'] = workdirs.kept_dtype(str(path.parent))
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, values)
+    write_config(path, values)
     return path
 
 

@@ -14,9 +14,8 @@ import numpy as np
 from rich.console import Console
 
 from vit_jax.base import Path, UserError, counted, records, write_json
-from vit_jax.checkpoints.digests import Damaged, quarantine
 from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
-from vit_jax.config import TrainConfig
+from vit_jax.config import TrainConfig, write_config
 from vit_jax.data import loading, reading
 from vit_jax.data.loading import Loader
 from vit_jax.evaluation import classification
@@ -83,7 +82,7 @@ def train(
             config, folder = experiment.config, workdir.folder
             profiling.require_within(profile, experiment.length.total_steps)
         kept = folder / workdirs.LEDGER if job.index == 0 else None
-        ledger = Ledger(kept, clock, check=workdir.check)
+        ledger = Ledger(kept, clock)
         stack.enter_context(contextlib.closing(ledger))
         ledger.record('starting', None)  # a start that ends before its first step took time too
         console.print(outline(experiment))
@@ -105,7 +104,7 @@ def train(
         reporter = _reporter(experiment, steps, progress, workdir, ledger, console)
         stack.enter_context(reporter)
         parts = experiment, update, eval_steps, features, loader_of, checkpoints, reporter
-        run = Run(*parts, ledger, check_data, workdir.check, job, profile)
+        run = Run(*parts, ledger, check_data, workdir, job, profile)
         state = run.to_the_end(state)
     reached = state, run.evals, run.fewshot, checkpoints.path(int(state.step)), folder
     return Result(experiment, *reached, reporter.skipped, *ledger.totals())
@@ -131,7 +130,6 @@ def _reporter(
         progress=progress,
         evaluations=[*experiment.evals, 'fewshot'],
         run=ledger.run,
-        check=workdir.check,
         images_at_peak=images_at_peak(experiment),
     )
 
@@ -197,7 +195,7 @@ def _first_state(
     for line in json.loads(damaged):
         logging.warning('%s', line)
     keep, along = experiment.config.keep_checkpoints, [folder / workdirs.METRICS]
-    checkpoints = Checkpoints(folder, keep=keep, along=along, check=check)
+    checkpoints = Checkpoints(folder, keep=keep, along=along, held=check)
     step, end = checkpoints.latest_step, experiment.length.total_steps
     job.require_same('the step to go on from', {'step': step})
     if step is None:
@@ -205,17 +203,9 @@ def _first_state(
     if step > end:
         checkpoints.close()
         raise UserError(f'{folder} is at step {step}, the end, step {end}, is before it')
-    path = checkpoints.path(step)
-    try:
-        *parts, progress = checkpoints.restore(
-            step, abstract.split(), shardings_of(abstract).split()
-        )
-    except Damaged as error:
-        checkpoints.close()
-        where = job.from_process_0(f'set aside {step}', lambda: str(quarantine(path)))
-        logging.warning('%s; moved to %s', error, where)
-        return _first_state(experiment, abstract, workdir, job, console)
-    console.print(f'resuming at step {step} from {path}{"" if step < end else _COMPLETE}')
+    *parts, progress = checkpoints.restore(step, abstract.split(), shardings_of(abstract).split())
+    complete = '' if step < end else _COMPLETE
+    console.print(f'resuming at step {step} from {checkpoints.path(step)}{complete}')
     return checkpoints, TrainState.join(*parts), progress
 
 
@@ -247,7 +237,7 @@ class Run:
     reporter: Reporter
     ledger: Ledger
     check_data: Callable[[float], None]  # raises changes of the data that were found meanwhile
-    check: Callable[..., None]  # that the work directory is held
+    workdir: Workdir
     job: Job
     profile: range | None  # steps to watch
     evals: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
@@ -258,9 +248,9 @@ class Run:
         steps = range(int(state.step), self.experiment.length.total_steps)
         self.ledger.record('training', steps.start)
         if self.job.index == 0:  # changes that were accepted have proved possible
+            self.workdir.check()
             values = records.to_dict(self.experiment.config)
-            self.check()
-            write_json(self.reporter.folder / workdirs.CONFIG, values)
+            write_config(self.workdir.folder / workdirs.CONFIG, values)
         self.job.stop_gracefully_from_here()
         try:
             self._evaluated(state, steps)
@@ -339,7 +329,7 @@ class Run:
 
     def _on_metrics(self, step: int, metrics: StepMetrics) -> None:
         if self.reporter.step(step, metrics):
-            self.check(known=True)
+            self.workdir.check(known=True)
             self.checkpoints.check()
             self.check_data(0)
             self.ledger.record('reported', step)
@@ -348,7 +338,6 @@ class Run:
         """Begins to save a checkpoint."""
         with self.ledger.clock('save stall'):
             self.job.reset_watchdog()
-            self.check()
             self.ledger.record('saving', step)
             self.reporter.flush()
             card, progress = self.experiment.card(step), self.reporter.progress
@@ -387,14 +376,14 @@ class Run:
     def probe(self, probes: Probes, features: Features, step: int, state: TrainState) -> None:
         """The few-shot evaluation, written to the work directory."""
         params, size = state.eval_params, self.experiment.eval_batch_size
-        folder = self.reporter.folder
+        folder = self.workdir.folder
         with self.ledger.clock('evaluation'):
             self.ledger.record('evaluating fewshot', step)
             features_of = probing.make_features_of(features, params, self.loader_of, size, self.job)
             self.fewshot = probing.evaluate(features_of, probes, self.experiment.preprocessing)
             self.fewshot |= {'step': step, 'checkpoint': str(folder)}
             if self.job.index == 0:
-                self.check()
+                self.workdir.check()
                 write_json(folder / workdirs.FEWSHOT, self.fewshot)
         text = probing.summary(self.fewshot)
         self.reporter.record('fewshot', step, probing.numbers(self.fewshot), text)

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import datetime
-import json
 import os
 import pathlib
 import socket
@@ -15,17 +14,15 @@ from vit_jax.base import (
     Path,
     UnusableDisk,
     UserError,
+    atomic_files,
     held_objects,
-    locking,
-    records,
     require_regular,
     storage,
     sync,
-    write_json,
 )
 from vit_jax.checkpoints import digests, names
 from vit_jax.checkpoints.store import FOLDER
-from vit_jax.config import TrainConfig, differing, modernized
+from vit_jax.config import TrainConfig, differing, read_config, write_config
 from vit_jax.parallel.processes import Differs, Job
 
 CONFIG, METRICS, FEWSHOT = 'config.json', 'metrics.jsonl', 'fewshot.json'
@@ -33,9 +30,9 @@ LEDGER, LOCK, DATA = 'ledger.jsonl', '.lock', 'data.json.gz'
 
 
 class Workdir(NamedTuple):
-    """The directory of a run; `check` raises UserError where that holds it no more.
+    """The directory of a run; `check` raises UserError if the run no longer holds it.
 
-    It may take long, where it has to look; with `known=True` only what is known is said.
+    On a bucket `check` may wait for an answer; with `known=True` it does not.
     """
 
     folder: Path
@@ -46,11 +43,11 @@ class Workdir(NamedTuple):
 def opened(
     path: str, config: dict[str, Any], job: Job, *, accept_changes: bool = False
 ) -> Iterator[Workdir]:
-    """The directory of an experiment with this configuration, made where there is none, and held.
+    """Makes the directory of an experiment, if there is none, and holds it.
 
-    Raises UserError with the differences where it holds checkpoints of another configuration,
-    unless the changes are accepted, where it cannot be written, where another run holds it, and
-    where the processes of this job do not see the same directory.
+    Raises UserError if it cannot be written, if another run holds it, if another version of vit_jax
+    wrote it, if it holds checkpoints of another configuration and `accept_changes` is False, and if
+    the processes of this job do not see the same directory.
     """
     if not storage.is_remote(path):
         names.require_here(path)  # else no program could name its checkpoints
@@ -111,14 +108,17 @@ def _require_own_files(folder: Path) -> None:
 
 
 def _keep_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) -> None:
-    """Writes config.json; where changes are accepted, `train` does, when they proved possible.
+    """Writes config.json; `train` writes accepted changes after they have proved possible.
 
-    Raises UserError where a run with other values of fields that are not FREE has begun.
+    Raises UserError if a run with other values of fields that are not FREE has checkpoints, and if
+    another version of vit_jax wrote the file.
     """
     kept, changes = folder / CONFIG, list[str]()
     if digests.steps(folder / FOLDER):
         try:
-            changes = differing(read_config(kept), modernized(config))
+            changes = differing(read_config(kept), config)
+        except UserError:
+            raise
         except Exception as error:  # damaged text may be anything
             changes = [f'which is not known, as {CONFIG} cannot be read: {error}']
     if changes and not accept_changes:
@@ -126,7 +126,7 @@ def _keep_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) 
         advice = 'take another --workdir, or go on with --accept_config_changes'
         raise UserError('\n  '.join([text, *changes]) + f'\n{advice}')
     if not changes:
-        write_json(kept, config)
+        write_config(kept, config)
 
 
 def kept_dtype(path: str) -> str:
@@ -180,7 +180,7 @@ def holder(folder: pathlib.Path) -> str | None:
 
 def _other_holder(file: IO[str]) -> str | None:
     """Who has locked the file; None where this process has now."""
-    if locking.locked(file):
+    if atomic_files.locked(file):
         return None
     file.seek(0)
     text = file.read(500).strip()
@@ -201,22 +201,3 @@ def _leased(folder: Path) -> Iterator[Workdir]:
 def _holder() -> str:
     now, host = datetime.datetime.now().isoformat(' ', 'seconds'), socket.gethostname()
     return f'process {os.getpid()} on {host} since {now}, run {uuid.uuid4()}\n'
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The configuration of an earlier run under today's names, with defaults of later fields."""
-    require_regular(path)
-    read = json.loads(path.read_bytes())
-    records.require(isinstance(read, dict), f'{path}: no JSON object')
-    return upgraded(read)
-
-
-def upgraded(values: dict[str, Any]) -> dict[str, Any]:
-    """A configuration that an earlier version wrote, as JSON, as this one would write it."""
-    values = modernized(values)
-    if isinstance(start := values.get('start_from'), str):
-        values['start_from'] = names.shown(start)  # earlier versions kept the query of a URL
-    try:
-        return modernized(records.to_dict(records.from_dict(TrainConfig, values, where='config')))
-    except UserError:  # a field that is gone, which the difference then shows
-        return values

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from vit_jax.base import Params, UserError, records, require, tree_names, usable, write_json
-from vit_jax.checkpoints import store
+from vit_jax.checkpoints import digests, store
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import array_files, inference, name_map, stablehlo
 from vit_jax.checkpoints.formats.array_files import LazyArray
@@ -83,7 +83,7 @@ def replacing(place: pathlib.Path, format: str) -> Iterator[None]:
     That is a checkpoint of ours, a directory, and a file where one of ours goes.
     """
     old = place.with_name(f'{place.name}.replaced')
-    aside = store.is_complete(place) or (format == OURS and place.is_file())
+    aside = digests.is_complete(place) or (format == OURS and place.is_file())
     if aside:
         with usable(place):
             _remove(old)  # left by one that was killed
@@ -95,7 +95,7 @@ def replacing(place: pathlib.Path, format: str) -> Iterator[None]:
             _remove(place)
             old.rename(place)
         raise
-    if aside or store.is_complete(old):
+    if aside or digests.is_complete(old):
         _remove(old)
 
 

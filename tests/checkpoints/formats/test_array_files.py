@@ -313,7 +313,7 @@ def test_what_is_no_checkpoint_at_all_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match='no such'):
         vit_jax.load(str(tmp_path / 'absent.npz'))
     (tmp_path / 'nothing').mkdir()
-    with pytest.raises(FileNotFoundError, match='neither a checkpoint'):
+    with pytest.raises(FileNotFoundError, match='neither a complete checkpoint'):
         vit_jax.load(str(tmp_path / 'nothing'))
 
 

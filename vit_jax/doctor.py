@@ -53,13 +53,13 @@ def main(arguments: argparse.Namespace) -> int:
     _say('decoding', jpeg_regions.described())
     text = 'none recognised: one process'
     if cluster := clusters.detect_cluster(launch):
-        text = f'{cluster.kind}: process {cluster.process_id} of {cluster.num_processes}'
+        text = f'process {cluster.process_id} of {cluster.num_processes}'
         text += f', coordinator {cluster.coordinator_address}'
         text += f', devices of this process: {cluster.local_device_ids or "all"}'
     _say('cluster', text)
     gpus = _check_accelerator()
     with joined_job(launch, app.reporter(arguments)) as job:
-        clusters.require_devices()
+        meshes.require_devices()
         _say('compiled', f'programs are kept: {app.keep_programs(arguments, job)}')
         _check_together(job, arguments.seconds, gpus)
         if arguments.config is not None:

@@ -26,7 +26,7 @@ from vit_jax.checkpoints.download import cache
 from vit_jax.command_line import config_files, config_flags, config_help, output
 from vit_jax.config import Study, TrainConfig
 from vit_jax.data.image_preprocessing import MAX_PIXELS, MOST_PIXELS
-from vit_jax.parallel import clusters, compiled_programs
+from vit_jax.parallel import compiled_programs, meshes
 from vit_jax.parallel.clusters import Launch
 from vit_jax.parallel.processes import INTERRUPTED, Job, joined_job
 from vit_jax.training.loop import NotFinite
@@ -68,7 +68,7 @@ def run(
         output.outlive_readers()
     with _started(parser) as arguments:
         if 'distributed' not in arguments:  # else when the job is known
-            clusters.require_devices()
+            meshes.require_devices()
             keep_programs(arguments)
         code = main(arguments)
         sys.stdout.flush()
@@ -83,7 +83,7 @@ def run_job(
     add_job(parser, trains=trains)
     output.outlive_readers()
     with _started(parser) as arguments, joined_job(launch(arguments), reporter(arguments)) as job:
-        clusters.require_devices()
+        meshes.require_devices()
         keep_programs(arguments, job)
         accepted = arguments.accept_config_changes, trains and arguments.accept_data_changes
         profile = arguments.profile_steps if trains else None
@@ -98,7 +98,7 @@ def run_together(
     output.outlive_readers()
     with _started(parser) as arguments:
         with joined_job(launch(arguments), reporter(arguments)) as job:
-            clusters.require_devices()
+            meshes.require_devices()
             keep_programs(arguments, job)
             code = main(arguments, job)
         sys.stdout.flush()

@@ -61,7 +61,9 @@ def detect_cluster(launch: Launch) -> Cluster | None:
     if announced and None in place:
         detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
         try:
-            *place, ids = detect(*place, None, None, int(launch.start_seconds))
+            *place, ids = detect(
+                place[0], place[1], place[2], None, None, int(launch.start_seconds)
+            )
         except Exception as error:  # of requests, kubernetes, sockets or int
             raise UserError(f'cluster: {type(error).__name__}: {error}') from error
     require(

@@ -36,6 +36,7 @@ INTERRUPTED = 130  # the exit code of a shell's command after Ctrl-C
 _SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 _STOPPING = 60.0  # seconds from a signal to the end of a step, unless steps are longer
 _TELLING = 1.5  # seconds until all processes have read a notice
+_NOTICES = 'vit_jax_notices'
 _RESUME = 'the same command resumes from the newest checkpoint'
 # What gloo, NCCL and jax report if another process is gone or late.
 _GONE = 'Gloo .* failed|NCCL|remote process exited|DEADLINE_EXCEEDED'
@@ -57,6 +58,8 @@ class Job:
         self._launch, self._watched = launch or Launch(), launch is not None
         self.count, self.index = int(global_state.num_processes), int(global_state.process_id)
         self._client: Any = global_state.client
+        self._notices: dict[str, str] = {}
+        self._wait_ms = int(1000 * self._launch.start_seconds)
         self._keys = itertools.count()  # all processes use them in the same order
         self._joined = threading.Event()
         self._phase = 'starting'
@@ -99,10 +102,6 @@ class Job:
         """Waits until all processes are here."""
         if self.count > 1:
             self._client.wait_at_barrier(f'vit_jax/{name}/{next(self._keys)}', self._wait_ms)
-
-    @property
-    def _wait_ms(self) -> int:
-        return int(1000 * self._launch.start_seconds)
 
     def enter(self, phase: Literal['stepping', 'saving']) -> None:
         """Says what a signal waits for: the next tick, or the last save.
@@ -157,11 +156,6 @@ class Job:
         self._tell('end', [code, self._name, why])
         self._exit(code)
 
-    def _tell(self, kind: str, notice: Any) -> None:
-        if self._client is not None:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # told before, or 0 is gone
-                self._client.key_value_set(f'vit_jax_notices/{kind}', json.dumps(notice))
-
     def _exit(self, code: int) -> NoReturn:
         if self.count > 1 and self.index == 0:
             time.sleep(_TELLING)  # the notices end with this process
@@ -173,17 +167,18 @@ class Job:
         while True:
             with contextlib.suppress(TimeoutError):
                 self._on_signal(wakeup.recv(1)[0])
-            if self._client is not None:
-                with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone
-                    self._on_notices(dict(self._client.key_value_dir_get('vit_jax_notices')))
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone
+                self._read_notices()
             if time.monotonic() > self._deadline:
                 faulthandler.dump_traceback()
                 why = 'no step, batch or save ended in time (--watchdog_seconds, or after a signal)'
                 self.end(self._stop_code or REQUEUE, f'{why}; {_RESUME}')
 
     def _on_signal(self, number: int) -> None:
+        if number not in _SIGNALS:
+            return
         code = INTERRUPTED if number == signal.SIGINT else REQUEUE
-        if self._phase == 'starting' and number in _SIGNALS:
+        if self._phase == 'starting':
             self._joined.wait(10)  # seconds; else the other processes would wait for this one
             name = signal.Signals(number).name
             self.end(code, f'{name} before the first step; run the same command again')
@@ -191,16 +186,25 @@ class Job:
             self.end(code, f'Ctrl-C again: nothing is saved; {_RESUME}')
         self._signal = number
         self._tell('stop', code)
-        if self.count == 1:
-            self._stop(code)
 
-    def _on_notices(self, notices: dict[str, str]) -> None:
-        code, name, why = json.loads(notices.get('vit_jax_notices/end', '[0, "", ""]'))
-        if code and name != self._name:
-            print(f'{name}: {why}', file=sys.stderr, flush=True)
-            self._exit(code)
-        if 'vit_jax_notices/stop' in notices and not self._stop_code:
-            self._stop(int(notices['vit_jax_notices/stop']))
+    def _tell(self, kind: str, notice: Any) -> None:
+        """Leaves a notice for all processes, this one included; the first of its kind counts."""
+        if self._client is None:
+            self._notices.setdefault(f'{_NOTICES}/{kind}', json.dumps(notice))
+        else:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # told before, or 0 is gone
+                self._client.key_value_set(f'{_NOTICES}/{kind}', json.dumps(notice))
+
+    def _read_notices(self) -> None:
+        if self._client is not None:
+            self._notices = dict(self._client.key_value_dir_get(_NOTICES))
+        if end := self._notices.get(f'{_NOTICES}/end'):
+            code, name, why = json.loads(end)
+            if name != self._name:
+                print(f'{name}: {why}', file=sys.stderr, flush=True)
+                self._exit(code)
+        if (stop := self._notices.get(f'{_NOTICES}/stop')) and not self._stop_code:
+            self._stop(int(stop))
 
     def _stop(self, code: int) -> None:
         """Agrees with the other processes to stop after the step of the foremost one."""
@@ -256,8 +260,8 @@ class Job:
     def _leave(self) -> None:
         """Disconnects this process when all processes are here."""
         self.barrier('the end')
-        self._deadline = math.inf
         faulthandler.cancel_dump_traceback_later()
+        self._deadline = math.inf
         if self.count > 1:
             jax.distributed.shutdown()
             ctypes.pythonapi.PyOS_setsig(signal.SIGABRT, None)

@@ -39,7 +39,7 @@ _TELLING = 1.5  # seconds until all processes have read a notice
 _NOTICES = 'vit_jax_notices'
 _RESUME = 'the same command resumes from the newest checkpoint'
 # What gloo, NCCL and jax report if another process is gone or late.
-_GONE = 'Gloo .* failed|NCCL|remote process exited|DEADLINE_EXCEEDED'
+_GONE = r'Gloo .* failed|NCCL .*(remote|network|system) error|(GetKeyValue\(\)|Barrier) timed out'
 T = TypeVar('T')
 
 
@@ -212,13 +212,12 @@ class Job:
         self._stop_code = code
         self.reset_watchdog()
         with self._agreeing:
-            ticks = [self._ticks]
+            ticks = [str(self._ticks)]
             if self.count > 1:
-                self._client.key_value_set(f'vit_jax_ticks/{self.index}', str(self._ticks))
-                self._client.wait_at_barrier('vit_jax_ticks', self._wait_ms)
-                told = self._client.key_value_dir_get('vit_jax_ticks')
-                ticks = [int(tick) for _, tick in told]
-            self._stop_at = max(ticks) + 1
+                self._client.key_value_set(f'vit_jax_ticks/{self.index}', ticks[0])
+                self._client.wait_at_barrier('vit_jax_ticks', int(1000 * _STOPPING))
+                ticks = [text for _, text in self._client.key_value_dir_get('vit_jax_ticks')]
+            self._stop_at = max(map(int, ticks)) + 1
 
     def _join(self) -> None:
         """Takes signals, and connects this process to the others of its job, if it has any."""
@@ -248,35 +247,38 @@ class Job:
 
         jax aborts in `connect`, and later in a thread of its own, which has no Python frame.
         """
-        code, why = REQUEUE, 'another process, or its host, is gone'
+        late = time.monotonic() > self._began + self._launch.start_seconds
         if not self._joined.is_set():
-            late = time.monotonic() > self._began + self._launch.start_seconds
-            code, why = REQUEUE if late else 1, 'not all processes came, or two have one process_id'
-        elif sys._getframe().f_back is not None:
+            why = 'not all processes came, or two have the same --process_id'
+        elif sys._getframe().f_back is None:
+            why, late = 'jax aborts, as above; another process or its host is gone', True
+        else:
             return faulthandler.dump_traceback()
         print(f'{self._name}: {why}', file=sys.stderr, flush=True)
-        os._exit(code)
+        os._exit(REQUEUE if late else 1)
 
-    def _leave(self) -> None:
-        """Disconnects this process when all processes are here."""
+    def _leave(self, stop: str) -> None:
+        """Disconnects this process when all processes are here, and exits after a stop."""
         self.barrier('the end')
         faulthandler.cancel_dump_traceback_later()
         self._deadline = math.inf
         if self.count > 1:
             jax.distributed.shutdown()
             ctypes.pythonapi.PyOS_setsig(signal.SIGABRT, None)
+        if stop:
+            print(stop if self.index == 0 else '', end='', flush=True)
+            os._exit(self._stop_code)
 
     def _fail(self, error: Exception, report: Callable[[BaseException], int]) -> NoReturn:
         """Prints why this process fails, and ends all processes."""
-        gone = self.count > 1 and re.search(_GONE, str(error))
-        if gone:
+        if gone := self.count > 1 and re.search(_GONE, str(error)) is not None:
             time.sleep(_TELLING)  # the other process may be about to say why
-            error = UserError(f'another process is gone or late ({gone[0]})')
-        code = report(error)
-        repeated = isinstance(error, UserError | ArithmeticError) and not gone  # by a restart
-        others = code if repeated else REQUEUE
+            error = UserError(f'another process is gone or late: {str(error).splitlines()[0]}')
+        code = max(report(error), REQUEUE if gone else 0)
+        # A restart would repeat errors of the input and of arithmetic.
+        others = code if isinstance(error, UserError | ArithmeticError) else REQUEUE
         self._tell('end', [others, self._name, f'{type(error).__name__}: {error}'])
-        self._exit(REQUEUE if gone else code)
+        self._exit(code)
 
 
 @contextlib.contextmanager
@@ -285,17 +287,13 @@ def joined_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterat
 
     `report` prints the exception and returns the exit code.
     """
-    job, stop = Job(launch), None
+    job, stop = Job(launch), ''
     try:
         job._join()
         try:
             yield job
         except Interrupted as interrupted:
-            stop = interrupted
-        job._leave()
+            stop = f'{interrupted}\n{_RESUME} (exit code {job._stop_code})\n'
+        job._leave(stop)
     except Exception as error:
         job._fail(error, report)
-    if stop is not None:
-        if job.index == 0:
-            print(f'{stop}\n{_RESUME} (exit code {job._stop_code})', flush=True)
-        os._exit(job._stop_code)

@@ -17,7 +17,6 @@ import platform
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
 from importlib import metadata
@@ -190,9 +189,7 @@ def _read(experiment: Experiment, job: Job, *, begun: bool) -> None:
 
 def _give_up(job: Job, seconds: float) -> None:
     why = 'a process is not started, or the hosts cannot reach each other (firewall, networks)'
-    text = f'no answer of all devices within {seconds:g} s: {why}'
-    print(f'error: {text}', file=sys.stderr, flush=True)
-    job.end(1, text)
+    job.end(1, f'no answer of all devices within {seconds:g} s: {why}')
 
 
 if __name__ == '__main__':

@@ -222,7 +222,7 @@ def test_two_processes_of_one_number_are_an_error(index, tmp_path):
     ) as started:
         assert {1, REQUEUE} & {*codes(started)}
     text = ''.join(host.text for host in started)
-    assert 'two have one process_id' in text or 'already in use' in text
+    assert 'two have the same --process_id' in text or 'already in use' in text
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""What ends a run, and what does not: signals, readers that go away, suspension, stalled reads.
+"""What ends a run, and what does not: signals, readers that go away, stalled reads.
 
 Processes of their own, as users have them: python -m pytest -m full tests/runs/test_stopping.py
 """
@@ -50,33 +50,6 @@ def test_a_reader_that_goes_away_does_not_end_the_run(terminal, tmp_path):
     assert run.wait(120) == 0
     assert ('train', 60) in reported(tmp_path) and ('test', 60) in reported(tmp_path)
     assert steps(tmp_path)[-1] == 60
-
-
-@pytest.mark.parametrize('count', [1, 2])
-@pytest.mark.parametrize(
-    'number, code', [(signal.SIGHUP, REQUEUE), (signal.SIGINT, INTERRUPTED)], ids=str
-)
-def test_a_closed_terminal_and_ctrl_c_save_as_sigterm_does(number, code, count, tmp_path):
-    """The last process alone is told."""
-    with training(tmp_path, 'slow:200', count) as started:
-        started[0].wait_for('reported', step=15)
-        started[-1].signal(number)
-        assert [host.wait() for host in started] == [code] * count, started[-1].text
-    stopped = steps(tmp_path)[-1]
-    assert 15 <= stopped < 55
-    assert f'stopped at step {stopped}, saved in' in started[0].text
-    assert not any('Traceback' in host.text for host in started)
-
-
-def test_ctrl_c_while_saving_waits_for_the_save_and_a_second_one_for_nothing(tmp_path):
-    with training(tmp_path, 'slow_save:20000,slow:50') as (host,):
-        host.wait_for('saving')
-        host.signal(signal.SIGINT)
-        time.sleep(1)
-        assert host.process.exitcode is None
-        host.signal(signal.SIGINT)
-        assert host.wait(5) == INTERRUPTED
-    assert 'Ctrl-C again exits at once' in host.text and 'nothing is saved' in host.text
 
 
 def test_a_stop_during_the_last_save_lets_it_take_its_time(tmp_path):

@@ -312,7 +312,7 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
     for name, text in {
         'start_seconds': 'to wait for the other processes',
         'heartbeat_seconds': 'without a sign of life, after which a process is dead',
-        'watchdog_seconds': 'without a step or an evaluated batch: all stacks, and the end',
+        'watchdog_seconds': 'without a step, a batch or a save, after which a process exits',
     }.items():
         default = getattr(Launch, name)
         text = f'{text} ({default:g})'

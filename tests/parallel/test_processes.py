@@ -150,8 +150,8 @@ def test_a_hang_that_keeps_the_lock_of_the_interpreter_ends_too(tmp_path):
 
 @pytest.mark.full
 def test_the_watchdog_is_reset_by_each_batch_and_the_first_steps_have_more_time(tmp_path):
-    flags = ['--watchdog_seconds=3', '--start_seconds=30']
-    with running(tmp_path, 'long:0', 'steps:12', 'ms:500', count=1, flags=flags) as (host,):
+    flags = ['--watchdog_seconds=3', '--start_seconds=9']
+    with running(tmp_path, 'long:0', 'steps:20', 'ms:500', count=1, flags=flags) as (host,):
         assert host.wait(60) == 0, host.text
 
 

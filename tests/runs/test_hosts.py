@@ -153,7 +153,7 @@ def test_a_run_without_memory_ends_by_itself_and_goes_on_to_the_same_bits(step, 
     """The system gives it none from that step on. Where jax or tensorstore need some they abort."""
     with training(tmp_path, f'full_memory:{step},slow:20') as (host,):
         assert host.wait(60) in (1, -signal.SIGABRT)
-    assert re.search('error: |out of memory|Fatal Python error: Aborted', host.text)
+    assert re.search('[Ee]rror: ', host.text)
     with training(tmp_path) as (host,):
         assert host.wait() == 0, host.text
     assert_same(tmp_path, whole(1))

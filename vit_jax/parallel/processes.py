@@ -86,7 +86,7 @@ class Job:
         changes = describe(theirs) if describe else records.differences(theirs, json.loads(text))
         if changes:
             lines = '\n'.join(f'  {line}' for line in changes[:20])
-            raise Differs(f'{name}: process 0 -> process {self.index}:\n{lines}')
+            raise Differs(f'{name}: {self._name} differs from process 0:\n{lines}')
         self.barrier(name)
 
     def from_process_0(self, name: str, say: Callable[[], str]) -> str:

@@ -150,10 +150,11 @@ def test_killed_processes_go_on_to_the_same_bits_and_the_ledger_adds_up(
 @pytest.mark.full
 @pytest.mark.parametrize('step', [12, 23])
 def test_a_run_without_memory_ends_by_itself_and_goes_on_to_the_same_bits(step, whole, tmp_path):
-    """The system gives it none from that step on. Where jax or tensorstore need some they abort."""
-    with training(tmp_path, f'full_memory:{step},slow:20') as (host,):
-        assert host.wait(60) in (1, -signal.SIGABRT)
-    assert re.search('[Ee]rror: ', host.text)
+    """The system gives it none from that step on. jax and tensorstore may abort or hang."""
+    flags = ['--watchdog_seconds=10', '--start_seconds=60']
+    with training(tmp_path, f'full_memory:{step},slow:20', flags=flags) as (host,):
+        assert host.wait(150) in (1, REQUEUE, -signal.SIGABRT)
+    assert re.search('[Ee]rror|most recent call first', host.text)
     with training(tmp_path) as (host,):
         assert host.wait() == 0, host.text
     assert_same(tmp_path, whole(1))

@@ -150,13 +150,16 @@ class Job:
             # It ends a process whose interpreter is locked, which `_attend` cannot.
             faulthandler.dump_traceback_later(seconds + 10, exit=True)
 
-    def end(self, code: int, why: str) -> NoReturn:
-        """Exits at once. The other processes say why, and exit with the same code."""
-        print(f'{self._name}: {why}', file=sys.stderr, flush=True)
-        self._tell('end', [code, self._name, why])
-        self._exit(code)
+    def end(self, code: int, why: str, *, stacks: bool = False) -> NoReturn:
+        """Exits at once. All processes say why, show their stacks, and exit with the same code."""
+        notice: list[Any] = [code, f'{self._name}: {why}', stacks]
+        self._tell('end', notice)
+        self._exit(*notice)
 
-    def _exit(self, code: int) -> NoReturn:
+    def _exit(self, code: int, why: str = '', stacks: bool = False) -> NoReturn:
+        if stacks:
+            faulthandler.dump_traceback()
+        print(why, end='\n' if why else '', file=sys.stderr, flush=True)
         if self.count > 1 and self.index == 0:
             time.sleep(_TELLING)  # the notices end with this process
         os._exit(code)
@@ -170,9 +173,8 @@ class Job:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone
                 self._read_notices()
             if time.monotonic() > self._deadline:
-                faulthandler.dump_traceback()
                 why = 'no step, batch or save ended in time (--watchdog_seconds, or after a signal)'
-                self.end(self._stop_code or REQUEUE, f'{why}; {_RESUME}')
+                self.end(self._stop_code or REQUEUE, f'{why}; {_RESUME}', stacks=True)
 
     def _on_signal(self, number: int) -> None:
         if number not in _SIGNALS:
@@ -199,10 +201,9 @@ class Job:
         if self._client is not None:
             self._notices = dict(self._client.key_value_dir_get(_NOTICES))
         if end := self._notices.get(f'{_NOTICES}/end'):
-            code, name, why = json.loads(end)
-            if name != self._name:
-                print(f'{name}: {why}', file=sys.stderr, flush=True)
-                self._exit(code)
+            code, why, stacks = json.loads(end)
+            if not why.startswith(self._name):
+                self._exit(code, why, stacks)
         if (stop := self._notices.get(f'{_NOTICES}/stop')) and not self._stop_code:
             self._stop(int(stop))
 
@@ -277,7 +278,7 @@ class Job:
         code = max(report(error), REQUEUE if gone else 0)
         # A restart would repeat errors of the input and of arithmetic.
         others = code if isinstance(error, UserError | ArithmeticError) else REQUEUE
-        self._tell('end', [others, self._name, f'{type(error).__name__}: {error}'])
+        self._tell('end', [others, f'{self._name}: {type(error).__name__}: {error}', False])
         self._exit(code)
 
 

@@ -22,6 +22,7 @@ from vit_jax.checkpoints.store import Checkpoints
 from vit_jax.command_line import app
 from vit_jax.data import reading
 from vit_jax.data.sources import arrays
+from vit_jax.evaluation import classification
 from vit_jax.parallel import processes
 from vit_jax.parallel.processes import Job
 from vit_jax.runs import compilation, fingerprint, training_run
@@ -29,14 +30,14 @@ from vit_jax.runs import compilation, fingerprint, training_run
 
 def at_tick(number, index, act):
     """Acts once, when a step begins."""
-    tick = Job.heartbeat
+    tick = Job.tick
 
     def ticking(job):
         if job._ticks == number and index in (None, job.index):
             act()
         tick(job)
 
-    Job.heartbeat = ticking
+    Job.tick = ticking
 
 
 def forever():
@@ -46,13 +47,13 @@ def forever():
 
 def slow(number, index):
     """Every step takes so many milliseconds more."""
-    tick = Job.heartbeat
+    tick = Job.tick
 
     def ticking(job):
         time.sleep(number / 1000)
         tick(job)
 
-    Job.heartbeat = ticking
+    Job.tick = ticking
 
 
 def hang(number, index):
@@ -103,9 +104,9 @@ def die(number, index):
     at_tick(number, index, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def patience(number, index):
-    """Of a job that is asked to stop, in seconds."""
-    processes._PATIENCE = number
+def stopping(number, index):
+    """A step may take so many seconds after a signal."""
+    processes._STOPPING = number
 
 
 def slow_compile(number, index):
@@ -119,14 +120,17 @@ def slow_compile(number, index):
 
 
 def slow_evaluation(number, index):
-    with_heartbeat = Job.with_heartbeat
+    evaluate = classification.evaluate
 
-    def slowed(job, batches):
-        for batch in with_heartbeat(job, batches):
-            time.sleep(number / 1000)
-            yield batch
+    def slowed(step, params, batches, **more):
+        def delayed():
+            for batch in batches:
+                time.sleep(number / 1000)
+                yield batch
 
-    Job.with_heartbeat = slowed
+        return evaluate(step, params, delayed(), **more)
+
+    classification.evaluate = slowed
 
 
 def slow_save(number, index):

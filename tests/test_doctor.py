@@ -137,7 +137,7 @@ def test_the_doctor_compares_the_trainings_of_two_hosts(tmp_path):
     codes, text = asked(
         tmp_path, TINY, count=2, each=lambda index: [f'--config.seed={index}', '--seconds=60']
     )
-    assert codes == [1, 1] and 'seed: 0 -> 1 here' in text
+    assert codes == [1, 1] and 'seed: 0 -> 1' in text
     codes, text = asked(
         tmp_path, TINY, count=2, each=lambda index: [f'--workdir={tmp_path / str(index)}']
     )

@@ -17,7 +17,6 @@ import platform
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
 from importlib import metadata
@@ -53,13 +52,13 @@ def main(arguments: argparse.Namespace) -> int:
     _say('decoding', jpeg_regions.described())
     text = 'none recognised: one process'
     if cluster := clusters.detect_cluster(launch):
-        text = f'{cluster.kind}: process {cluster.process_id} of {cluster.num_processes}'
+        text = f'process {cluster.process_id} of {cluster.num_processes}'
         text += f', coordinator {cluster.coordinator_address}'
         text += f', devices of this process: {cluster.local_device_ids or "all"}'
     _say('cluster', text)
     gpus = _check_accelerator()
     with joined_job(launch, app.reporter(arguments)) as job:
-        clusters.require_devices()
+        meshes.require_devices()
         _say('compiled', f'cache of compiled programs: {app.keep_programs(arguments, job)}')
         _check_together(job, arguments.seconds, gpus)
         if arguments.config is not None:
@@ -190,9 +189,7 @@ def _read(experiment: Experiment, job: Job, *, begun: bool) -> None:
 
 def _give_up(job: Job, seconds: float) -> None:
     why = 'a process is not started, or the hosts cannot reach each other (firewall, networks)'
-    text = f'no answer of all devices within {seconds:g} s: {why}'
-    print(f'error: {text}', file=sys.stderr, flush=True)
-    job.end(1, text)
+    job.end(1, f'no answer of all devices within {seconds:g} s: {why}')
 
 
 if __name__ == '__main__':

@@ -135,7 +135,7 @@ def _study(
         bar.remove_task(task)
 
     def beating(batches: Iterable[Any], total: int) -> Iterator[Any]:
-        return watched('  batches of images', job.with_heartbeat(batches), total)
+        return watched('  batches of images', job.tick_each(batches), total)
 
     readers = {
         name: reader_for(

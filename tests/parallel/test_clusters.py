@@ -1,7 +1,8 @@
-"""Where a process finds its place: environments of schedulers, addresses that are wrong."""
+"""Where a process finds its place: environments of schedulers, and addresses that are wrong."""
 
 import socket
 
+import jax
 import pytest
 
 from tests.hosts import free_port
@@ -14,7 +15,6 @@ SLURM = {
     'SLURM_NTASKS': '16',
     'SLURM_PROCID': '9',
     'SLURM_LOCALID': '1',
-    'SLURM_STEP_NUM_NODES': '2',
     'SLURM_STEP_TASKS_PER_NODE': '8(x2)',
     'CUDA_VISIBLE_DEVICES': '0,1,2,3,4,5,6,7',
 }
@@ -42,11 +42,11 @@ def find(monkeypatch):
     return found
 
 
-def test_slurm_gives_every_process_its_place_and_its_device(find):
-    found = find(SLURM)
-    assert found.kind == 'Slurm' and (found.num_processes, found.process_id) == (16, 9)
-    assert found.coordinator_address.startswith('gpu07:') and not found.one_host
-    assert found.local_device_ids == (1,)
+def test_slurm_and_open_mpi_give_every_process_its_place_and_its_device(find):
+    address, *place = find(SLURM)
+    assert address.startswith('gpu07:') and place == [16, 9, [1]]
+    address, *place = find(OPEN_MPI)
+    assert address.startswith('10.96.0.1:') and place == [4, 3, [1]]
 
 
 def test_a_process_that_is_alone_on_its_host_has_all_its_devices(find):
@@ -55,42 +55,38 @@ def test_a_process_that_is_alone_on_its_host_has_all_its_devices(find):
     assert find(OPEN_MPI | {'OMPI_COMM_WORLD_LOCAL_SIZE': '1'}).local_device_ids is None
 
 
-def test_open_mpi_gives_every_process_its_place(find):
-    found = find(OPEN_MPI)
-    assert found.kind == 'Open MPI' and (found.num_processes, found.process_id) == (4, 3)
-    assert found.coordinator_address.startswith('10.96.0.1:') and found.local_device_ids == (1,)
-
-
-def test_open_mpi_5_needs_the_address_alone(find):
+def test_open_mpi_5_needs_the_flags(find):
     env = {name: value for name, value in OPEN_MPI.items() if 'orte' not in name}
-    with pytest.raises(
-        ValueError, match='Open MPI was recognised, but is incomplete.*--coordinator_ad'
-    ):
+    with pytest.raises(ValueError, match='incomplete.*--coordinator_address'):
         find(env)
-    found = find(env, coordinator_address='10.0.0.1:4000')
-    assert (found.num_processes, found.process_id) == (4, 3)
+    place = {'coordinator_address': '10.0.0.1:4000', 'num_processes': 4, 'process_id': 3}
+    assert find(env, **place) == Cluster('10.0.0.1:4000', 4, 3, None)
 
 
 @pytest.mark.parametrize('absent', ['SLURM_STEP_NODELIST', 'SLURM_PROCID', 'SLURM_LOCALID'])
 def test_an_incomplete_cluster_never_becomes_one_process(find, absent):
     env = {name: value for name, value in SLURM.items() if name != absent}
-    with pytest.raises(ValueError, match=f'Slurm .* is incomplete: {absent} not set; .*srun'):
+    with pytest.raises(ValueError, match='incomplete; .*srun'):
         find(env)
     assert find(env, distributed=False) is None
 
 
-def test_a_tpu_slice_and_an_indexed_job_are_recognised(find):
-    hosts = {'TPU_WORKER_HOSTNAMES': 'a,b,c,d', 'TPU_WORKER_ID': '1'}
-    with pytest.raises(ValueError, match='TPU was recognised, but is incomplete'):
-        find(hosts)  # as there is no TPU here
+def test_variables_of_another_job_are_an_error(find):
+    with pytest.raises(ValueError, match='invalid literal'):
+        find(SLURM | {'SLURM_NTASKS': 'many'})
+    with pytest.raises(ValueError, match='process_id=9: expected 0 to 3'):
+        find(SLURM | {'SLURM_NTASKS': '4'})
+
+
+def test_a_tpu_slice_and_an_indexed_job_are_recognized(find):
+    with pytest.raises(ValueError, match='incomplete; .*TPU'):
+        find({'TPU_WORKER_HOSTNAMES': 'a,b,c,d', 'TPU_WORKER_ID': '1'})  # there is no TPU here
     job = {'KUBERNETES_SERVICE_HOST': '10.0.0.1', 'JOB_COMPLETION_INDEX': '2'}
     with pytest.warns(UserWarning, match='kubernetes'):
-        with pytest.raises(
-            ValueError, match='Kubernetes was recognised, but is incomplete.*jax.k8s'
-        ):
+        with pytest.raises(ValueError, match='incomplete; .*jax.k8s'):
             find(job)
     place = {'coordinator_address': '10.0.0.1:4000', 'num_processes': 4, 'process_id': 2}
-    assert find(job, **place).kind == 'Kubernetes'
+    assert find(job, **place) == Cluster('10.0.0.1:4000', 4, 2, None)
 
 
 def test_alone_is_alone(find):
@@ -100,55 +96,45 @@ def test_alone_is_alone(find):
     assert find({'KUBERNETES_SERVICE_HOST': '10.0.0.1'}) is None
 
 
-@pytest.mark.parametrize(
-    'launch, message',
-    [
-        ({'num_processes': 2}, '--coordinator_address, --process_id missing'),
-        ({'coordinator_address': 'a:1', 'num_processes': 2, 'process_id': 2}, 'expected 0 to 1'),
-        ({'coordinator_address': 'a', 'num_processes': 2, 'process_id': 0}, 'expected HOST:PORT'),
-        ({'coordinator_address': 'a:0', 'num_processes': 2, 'process_id': 0}, 'expected HOST:PORT'),
-        ({'coordinator_address': 'a:x', 'num_processes': 2, 'process_id': 0}, 'expected HOST:PORT'),
-    ],
-)
-def test_what_is_told_is_checked(find, launch, message):
-    with pytest.raises(ValueError, match=message):
-        find({}, **launch)
+def test_flags_are_checked(find):
+    with pytest.raises(ValueError, match='--coordinator_address'):
+        find({}, num_processes=2)
+    with pytest.raises(ValueError, match='expected 0 to 1'):
+        find({}, coordinator_address='a:1', num_processes=2, process_id=2)
 
 
-def place(address, process_id=0, **values):
-    return Cluster(
-        kind='given',
-        coordinator_address=address,
-        num_processes=2,
-        process_id=process_id,
-        **values,
-    )
+@pytest.fixture
+def bound(monkeypatch):
+    """The address that process 0 would listen at, where it would connect."""
+
+    def initialized(**options):
+        raise InterruptedError(options['coordinator_bind_address'])
+
+    def connect(address, process_id=0):
+        with pytest.raises(InterruptedError) as stopped:
+            clusters.connect(Cluster(address, 2, process_id, None), Launch())
+        return str(stopped.value)
+
+    monkeypatch.setattr(jax.distributed, 'initialize', initialized)
+    return connect
 
 
-def test_the_coordinator_listens_at_its_address_and_nowhere_else():
-    port = free_port()
-    assert clusters.wait_for_coordinator(place(f'127.0.0.1:{port}'), 1.0) == f'127.0.0.1:{port}'
-    assert clusters.wait_for_coordinator(place(f'localhost:{port}'), 1.0) in (
-        f'127.0.0.1:{port}',
-        f'[::1]:{port}',
-    )
+def test_the_coordinator_listens_at_its_address_and_nowhere_else(bound):
+    for host in '127.0.0.1', 'localhost':
+        address = f'{host}:{free_port()}'
+        assert bound(address) == address
 
 
-def test_an_address_that_is_wrong_is_said_before_jax_aborts():
-    with socket.socket() as taken:
-        taken.bind(('127.0.0.1', 0))
-        taken.listen()
+def test_a_wrong_address_is_reported_before_jax_crashes(bound):
+    with socket.create_server(('127.0.0.1', 0)) as taken:
         address = f'127.0.0.1:{taken.getsockname()[1]}'
-        with pytest.raises(ValueError, match=f'{address}: is taken, perhaps by another run'):
-            clusters.wait_for_coordinator(place(address), 1.0)
-        assert (
-            clusters.wait_for_coordinator(place(address, process_id=1), 1.0) == address
-        )  # it is answered
-    with pytest.raises(ValueError, match='nothing answers there after 0.3 s'):
-        clusters.wait_for_coordinator(place(address, process_id=1), 0.3)
-    with pytest.raises(ValueError, match='192.0.2.1:4000: is not an address of'):
-        clusters.wait_for_coordinator(place('192.0.2.1:4000'), 1.0)
-    with pytest.raises(ValueError, match='no.such.host.invalid cannot be resolved'):
-        clusters.wait_for_coordinator(place('no.such.host.invalid:4000'), 1.0)
-    with pytest.raises(ValueError, match='localhost:4000 is .* loops back'):
-        clusters.wait_for_coordinator(place('localhost:4000', one_host=False), 1.0)
+        with pytest.raises(
+            ValueError, match=f'{address}: .*already in use.*; expected .* free port'
+        ):
+            bound(address)
+        assert bound(address, process_id=1) == address
+    for address in 'a', 'a:x', '192.0.2.1:4000', 'no.such.host.invalid:4000', '127.0.0.1:99999':
+        with pytest.raises(
+            ValueError, match=f'coordinator_address={address}: .*expected HOST:PORT'
+        ):
+            bound(address)

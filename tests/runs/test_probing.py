@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import threading
 
 import numpy as np
 import pytest
@@ -16,8 +15,6 @@ from vit_jax.data.sources.arrays import array_source
 from vit_jax.data.sources.base import select
 from vit_jax.evaluation.episodes import EpisodesConfig
 from vit_jax.evaluation.probes import LogisticConfig
-from vit_jax.parallel.clusters import Launch
-from vit_jax.parallel.processes import Interrupted, Job
 from vit_jax.runs import feature_cache, probing, probing_run, training_run
 
 LOGISTIC = LogisticConfig(l2=(1.0, 100.0))
@@ -36,18 +33,6 @@ def config(checkpoint, **changes):
     return tiny.experiment(
         model=None, total=None, start_from=checkpoint, fewshot=FewshotConfig(**values)
     )
-
-
-def test_images_that_are_read_at_once_can_be_stopped():
-    """A stalled disk: the loader is never there."""
-    job, read = Job(Launch()), threading.Event()
-    job._asked.set_result(None)
-    source = array_source(np.zeros((4, 8, 8), np.uint8), np.zeros(4, int), ['a'], name='data')
-    reader = ImageReader(source, CentralCrop(), (8, 8), exif_rotation=False)
-    features_of = probing.make_features_of(str, {}, lambda reader: read.wait(5), 4, job)
-    with pytest.raises(Interrupted):
-        features_of(reader, np.arange(4))
-    read.set()
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""What ends a run, and what does not: signals, readers that go away, suspension, stalled reads.
+"""What ends a run, and what does not: signals, readers that go away, stalled reads.
 
 Processes of their own, as users have them: python -m pytest -m full tests/runs/test_stopping.py
 """
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 
 from tests.hosts import ROOT, environment, hosts
@@ -52,45 +51,8 @@ def test_a_reader_that_goes_away_does_not_end_the_run(terminal, tmp_path):
     assert steps(tmp_path)[-1] == 60
 
 
-def test_a_suspended_process_is_not_taken_for_a_hanging_one(tmp_path):
-    with training(tmp_path, 'slow:100', flags=['--watchdog_seconds=4']) as (host,):
-        host.wait_for('reported', step=15)
-        host.signal(signal.SIGSTOP)
-        time.sleep(8)
-        host.signal(signal.SIGCONT)
-        assert host.wait() == 0, host.text
-
-
-@pytest.mark.parametrize('count', [1, 2])
-@pytest.mark.parametrize(
-    'number, code', [(signal.SIGHUP, REQUEUE), (signal.SIGINT, INTERRUPTED)], ids=str
-)
-def test_a_closed_terminal_and_ctrl_c_save_as_sigterm_does(number, code, count, tmp_path):
-    """The last process alone is told."""
-    with training(tmp_path, 'slow:200', count) as started:
-        started[0].wait_for('reported', step=15)
-        started[-1].signal(number)
-        assert [host.wait() for host in started] == [code] * count, started[-1].text
-    stopped = steps(tmp_path)[-1]
-    assert 15 <= stopped < 55
-    assert f'stopped at step {stopped}, saved in' in started[0].text
-    assert not any('Traceback' in host.text for host in started)
-
-
-def test_ctrl_c_while_saving_waits_for_the_save_and_a_second_one_for_nothing(tmp_path):
-    with training(tmp_path, 'slow_save:20000,slow:50') as (host,):
-        host.wait_for('saving')
-        host.signal(signal.SIGINT)
-        time.sleep(1)
-        assert host.process.exitcode is None
-        host.signal(signal.SIGINT)
-        assert host.wait(5) == INTERRUPTED
-    first, second = host.text.partition('interrupted')[2].splitlines()
-    assert 'Ctrl-C again ends at once' in first and 'ended at once: the same command' in second
-
-
 def test_a_stop_during_the_last_save_lets_it_take_its_time(tmp_path):
-    with training(tmp_path, 'slow_wait:4000,patience:1') as (host,):
+    with training(tmp_path, 'slow_wait:4000,stopping:1') as (host,):
         host.wait_for_text('waiting for the last save')  # it takes 4 s
         host.signal(signal.SIGTERM)
         assert host.wait() == 0, host.text
@@ -116,40 +78,29 @@ def test_ctrl_c_while_compiling_is_one_sentence_and_no_crash(after, tmp_path):
     run.send_signal(signal.SIGINT)
     assert run.wait(5) == INTERRUPTED
     said = run.stderr.read().splitlines()
-    assert len(said) == 1 and 'SIGINT: stopped before the first step' in said[0]
-
-
-@pytest.mark.parametrize(
-    'placement, event, said',
-    [
-        ('host', 'training', 'stopped at step 0, saved in'),
-        ('device', 'starting', 'SIGTERM: stopped before the first step'),
-    ],
-)
-def test_a_run_that_waits_for_images_can_be_stopped(placement, event, said, tmp_path):
-    with training(tmp_path, 'stalled_images:7', flags=[f'{PLACEMENT}{placement}']) as (host,):
-        host.wait_for(event)
-        time.sleep(1)
-        host.signal(signal.SIGTERM)
-        assert host.wait(20) == REQUEUE, host.text
-    assert said in host.text and steps(tmp_path) == ([0] if placement == 'host' else [])
+    assert len(said) == 1 and 'SIGINT before the first step' in said[0]
 
 
 @pytest.mark.parametrize('count', [1, 2])
-def test_a_read_that_stalls_in_mid_training_can_be_stopped(count, tmp_path):
-    """One process saves. One of several cannot, where the others are a step ahead, and ends."""
-    faults = f'hang_loader:0:{count - 1},patience:3,slow:20'
+def test_a_read_that_stalls_can_be_stopped(count, tmp_path):
+    """Nothing is saved, as the other processes may be a step ahead; the checkpoints are whole."""
+    faults = f'hang_loader:0:{count - 1},stopping:3,slow:20'
     flags = [f'{PLACEMENT}host', '--config.total.steps=200', '--config.checkpoint_every_steps=50']
     with training(tmp_path, faults, count, flags) as started:
         started[0].wait_for('reported', step=85)
         time.sleep(3)
         started[0].signal(signal.SIGTERM)
         assert [host.wait(30) for host in started] == [REQUEUE] * count, started[0].text
-    if count == 1:
-        assert f'stopped at step {steps(tmp_path)[-1]}' in started[0].text
-        assert steps(tmp_path)[-1] >= 85
-    else:
-        assert 'no step ended within' in started[0].text and steps(tmp_path) == [50]
+    assert 'ended in time' in started[0].text and steps(tmp_path)[-1] == 50
+
+
+def test_a_run_that_reads_its_images_first_can_be_stopped(tmp_path):
+    with training(tmp_path, 'stalled_images:7', flags=[f'{PLACEMENT}device']) as (host,):
+        host.wait_for('starting')
+        time.sleep(1)
+        host.signal(signal.SIGTERM)
+        assert host.wait(20) == REQUEUE, host.text
+    assert 'SIGTERM before the first step' in host.text and steps(tmp_path) == []
 
 
 def test_an_error_ends_a_process_of_which_a_read_stalls(tmp_path):
@@ -160,29 +111,10 @@ def test_an_error_ends_a_process_of_which_a_read_stalls(tmp_path):
     assert 'RuntimeError: the disk is on fire' in host.text
 
 
-def test_a_killed_peer_is_one_sentence(tmp_path):
-    with training(tmp_path, 'slow:100', 2) as started:
-        started[0].wait_for('reported', step=5)
-        started[1].signal(signal.SIGKILL)
-        assert started[0].wait(30) == 1
-    said = started[0].text.splitlines()[-1]
-    assert said.startswith('error: another process is gone, its output says why (')
-    assert 'Traceback' not in started[0].text
-
-
 def test_a_process_that_compiles_a_minute_later_is_waited_for(tmp_path):
     """gloo itself waits for 30 s."""
     with training(tmp_path, 'slow_compile:40:1', 2) as started:
         started[0].wait_for('reported', step=5, seconds=200)
-
-
-def test_with_the_coordinator_on_loopback_everything_listens_there_alone(tmp_path):
-    """Where the host's name is that of another address this needs gloo to be told."""
-    with training(tmp_path, 'slow:100', 2) as started:
-        started[0].wait_for('reported', step=5)
-        connections = [psutil.Process(host.process.pid).net_connections() for host in started]
-    listening = {c.laddr.ip for found in connections for c in found if c.status == 'LISTEN'}
-    assert {ip.removeprefix('::ffff:') for ip in listening} == {'127.0.0.1'}
 
 
 def test_ctrl_c_in_a_program_without_a_job_ends_it_at_once(tmp_path):

@@ -32,16 +32,20 @@ def run(losses, *, every, events, start=0, norms=None, interrupt=None, max_skipp
         assert step == state.step
         happens(f'observe {step}')
 
-    ticks = itertools.count(start + 1)
+    def batches():
+        for number in itertools.count(start + 1):
+            if interrupt:
+                happens(f'tick {number}')
+            yield {}
+
     return fit(
         update,
         TrainState(jnp.asarray(start), {}, None, None),
-        itertools.repeat({}),
+        batches(),
         steps=range(start, len(losses)),
         on_metrics=lambda step, numbers: events.append(f'metrics {step}'),
         observers=[Every(every, observe)],
         clock=Clock(),
-        tick=lambda: happens(f'tick {next(ticks)}') if interrupt else None,
         max_skipped_steps=max_skipped_steps,
     )
 

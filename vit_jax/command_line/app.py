@@ -22,7 +22,7 @@ from vit_jax.checkpoints.download import cache
 from vit_jax.command_line import config_files, config_flags, config_help, output
 from vit_jax.config import Study, TrainConfig
 from vit_jax.data.image_preprocessing import MAX_PIXELS, MOST_PIXELS
-from vit_jax.parallel import clusters
+from vit_jax.parallel import meshes
 from vit_jax.parallel.clusters import Launch
 from vit_jax.parallel.processes import INTERRUPTED, Job, joined_job
 from vit_jax.training.loop import NotFinite
@@ -61,7 +61,7 @@ def run(
         output.outlive_readers()
     with _started(parser) as arguments:
         if 'distributed' not in arguments:  # else `main` does it when the job is known
-            clusters.require_devices()
+            meshes.require_devices()
             keep_programs(arguments)
         code = main(arguments)
         print(end='', flush=True)  # stdout may be closed
@@ -97,7 +97,7 @@ def run_together(
     output.outlive_readers()
     with _started(parser) as arguments:
         with joined_job(launch(arguments), reporter(arguments)) as job:
-            clusters.require_devices()
+            meshes.require_devices()
             keep_programs(arguments, job)
             code = main(arguments, job)
         print(end='', flush=True)
@@ -287,7 +287,7 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
     for name, text in {
         'start_seconds': 'to wait for the other processes',
         'heartbeat_seconds': 'without a sign of life, after which a process is dead',
-        'watchdog_seconds': 'without a step or an evaluated batch: all stacks, and the end',
+        'watchdog_seconds': 'without a step, a batch or a save, after which a process exits',
     }.items():
         default = getattr(Launch, name)
         text = f'{text} ({default:g})'

@@ -46,6 +46,19 @@ class MeshConfig(Record):
         require_between(self, 'max_replicated_fraction', low=0, high=1)
 
 
+def require_devices() -> None:
+    """Raises UserError if JAX_PLATFORMS names devices that jax cannot use."""
+    platforms = jax.config.values['jax_platforms']
+    try:
+        if platforms:
+            jax.devices()
+    except (RuntimeError, AssertionError) as error:  # of CUDA's plugin without a driver
+        raise UserError(
+            f'JAX_PLATFORMS={platforms}: jax finds no such device; python -m vit_jax.doctor says '
+            f'what is missing, and JAX_PLATFORMS=cpu uses the CPU'
+        ) from error
+
+
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of these devices, all by default. Raises UserError where the axes do not fit."""
     devices = list(devices or jax.devices())

@@ -1,16 +1,17 @@
-"""The processes of a job: they begin together, agree, notice when one is gone, and end together.
+"""The processes of a job: they start together, stop after one common step, and exit together.
 
-jax.distributed does the work. What is added: a process that fails says so to the others, one that
-hangs is ended with the stacks of its threads, and SIGTERM, SIGHUP or Ctrl-C, to any process, become
-one common moment to stop.
+jax.distributed connects the processes, notices when one is gone, and keeps texts under keys. By
+such texts, here called notices, a signal to any process stops all of them at the same step, and a
+process that fails or hangs says why before it exits. Exit code 75 asks a script for a restart; 1
+reports an error that a restart would repeat.
 """
 
-import collections
 import contextlib
+import ctypes
 import faulthandler
-import functools
+import itertools
 import json
-import logging
+import math
 import os
 import re
 import signal
@@ -19,382 +20,281 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent import futures
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import jax
-import psutil
 
-# Not public, without a public equal: jax.experimental.multihost_utils talks through devices, which
-# must not be touched before the processes agree; its preemption sync point knows SIGTERM alone.
+# Not public. The processes compare facts before they touch a device, which multihost_utils needs.
+# Its preemption sync point takes SIGTERM only, also before there is a state to save.
 from jax._src.distributed import global_state
 
 from vit_jax.base import UserError, records
-from vit_jax.parallel.clusters import Launch, detect_cluster
-from vit_jax.parallel.connecting import awaiting, connect
-from vit_jax.parallel.countdown import Countdown
-from vit_jax.parallel.out_of_memory import when_exhausted
+from vit_jax.parallel.clusters import Launch, connect, detect_cluster
 
 REQUEUE = 75  # EX_TEMPFAIL: start the same command again
-INTERRUPTED = 130  # the code of a shell's command that Ctrl-C ended
-_SIGNALS = [getattr(signal, n) for n in ('SIGTERM', 'SIGINT', 'SIGHUP') if hasattr(signal, n)]
-_END, _STOP = 'vit_jax/end', 'vit_jax/stop'
-_LAST_WORDS = 0.5  # seconds
-# What gloo, NCCL and jax say where the other side of a connection is gone.
-_GONE = r'Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited'
-_PATIENCE = 60.0  # seconds from a signal to the end of a step, where steps are no longer
-_FIRST = 3  # ticks, of which the steps may take as long as starting does
+INTERRUPTED = 130  # the exit code of a shell's command after Ctrl-C
+_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+_STOPPING = 60.0  # seconds from a signal to the end of a step, unless steps are longer
+_TELLING = 1.5  # seconds until all processes have read a notice
+_NOTICES = 'vit_jax_notices'
+_RESUME = 'the same command resumes from the newest checkpoint'
+# What gloo, NCCL and jax report if another process is gone or late.
+_GONE = r'Gloo .* failed|NCCL .*(remote|network|system) error|(GetKeyValue\(\)|Barrier) timed out'
 T = TypeVar('T')
 
 
 class Interrupted(Exception):
-    """A signal came, and every process is at the same place: save, and stop."""
+    """After a signal all processes are at the same step, to save and exit."""
 
 
 class Differs(UserError):
-    """This process has other facts than process 0: which, and what they are there and here."""
+    """The facts of this process are not those of process 0."""
 
 
 class Job:
-    """This process among those of its job; `Job()` is one alone, as in a library or a test."""
+    """This process among those of its job; `Job()` runs alone, as in a library or a test."""
 
     def __init__(self, launch: Launch | None = None):
-        self._launch = launch
-        self._wait_ms = int(1000 * (launch or Launch()).start_seconds)
-        self._ticks = 0
-        self._moving = threading.Lock()  # held while it is agreed on at which tick all stop
-        self._stop_at: int | None = None
-        self._asked = futures.Future[None]()  # to stop
-        self._waiting = futures.ThreadPoolExecutor(1)  # one thread: without memory none can begin
-        self._code = REQUEUE
-        self._pace, self._since = 0.0, time.monotonic()  # the longest step, the last tick
-        self._times = collections.Counter[str]()  # that each name was told or waited for
-        self._saves = False  # is there a state worth keeping?
-        self._stopper: threading.Thread | None = None
-        self._watchdog, self._patience = Countdown(self._on_hang), Countdown(self._on_stall)
+        self._launch, self._watched = launch or Launch(), launch is not None
+        self.count, self.index = int(global_state.num_processes), int(global_state.process_id)
+        self._client: Any = global_state.client
+        self._notices: dict[str, str] = {}
+        self._wait_ms = int(1000 * self._launch.start_seconds)
+        self._keys = itertools.count()  # all processes use them in the same order
+        self._joined = threading.Event()
+        self._phase = 'starting'
+        self._signal = self._stop_code = self._ticks = 0
+        self._agreeing = threading.Lock()  # held while the processes agree when to stop
+        self._stop_at = self._deadline = math.inf
+        self._began = self._last_tick = time.monotonic()
+        self._longest_step = 0.0
 
     @property
-    def count(self) -> int:
-        """How many processes the job has."""
-        return int(global_state.num_processes)
-
-    @property
-    def index(self) -> int:
-        """The number of this process, from 0."""
-        return int(global_state.process_id)
-
-    @property
-    def _client(self) -> Any:
-        return global_state.client
+    def _name(self) -> str:
+        return f'process {self.index} of {self.count} ({socket.gethostname()})'
 
     def require_same(
         self, name: str, facts: dict[str, Any], describe: Callable[[Any], list[str]] | None = None
     ) -> None:
-        """Returns when all processes are here with the same facts (JSON values); else Differs.
+        """Waits for all processes and compares their facts, which are JSON values.
 
-        `describe` says in lines how those of process 0, its argument, differ from the ones here.
+        `describe` returns a line for each difference from its argument, the facts of process 0.
+        Raises Differs with these lines.
         """
-        describe = describe or functools.partial(_field_differences, facts)
-        theirs = json.loads(self.from_process_0(name, lambda: json.dumps(facts)))
-        if changes := describe(theirs):
+        text = json.dumps(facts)
+        theirs = json.loads(self.from_process_0(name, lambda: text))
+        changes = describe(theirs) if describe else records.differences(theirs, json.loads(text))
+        if changes:
             lines = '\n'.join(f'  {line}' for line in changes[:20])
-            raise Differs(f'{name}: {_process_name()} differs from process 0:\n{lines}')
+            raise Differs(f'{name}: {self._name} differs from process 0:\n{lines}')
         self.barrier(name)
 
     def from_process_0(self, name: str, say: Callable[[], str]) -> str:
-        """The text that `say` gives on process 0, on every process. UserError where it is late."""
+        """Returns on every process the text that `say` returns on process 0."""
         if self.count == 1:
             return say()
-        key = self._key('told', name)
+        key = f'vit_jax/{name}/{next(self._keys)}'
         if self.index == 0:
             self._client.key_value_set(key, say())
-        with awaiting(name):
-            return str(self._client.blocking_key_value_get(key, self._wait_ms))
+        return str(self._client.blocking_key_value_get(key, self._wait_ms))
 
     def barrier(self, name: str) -> None:
-        """Returns when all processes have come here. UserError names who is missing."""
+        """Waits until all processes are here."""
         if self.count > 1:
-            with awaiting(name):
-                self._client.wait_at_barrier(self._key('barrier', name), self._wait_ms)
+            self._client.wait_at_barrier(f'vit_jax/{name}/{next(self._keys)}', self._wait_ms)
 
-    def _key(self, kind: str, name: str) -> str:
-        """A key not used before, the same on all processes, as they ask in the same order."""
-        key = f'vit_jax/{kind}/{name}'
-        self._times[key] += 1
-        return f'{key}/{self._times[key]}'
+    def enter(self, phase: Literal['stepping', 'saving']) -> None:
+        """Says what a signal waits for: the next tick, or the last save.
 
-    @property
-    def age(self) -> float:
-        """Seconds since the program was started; 0 for a job within another program.
-
-        The smaller of two: a process is older where a shell became it (`exec`), Python where a
-        server forked it. Python's is that of `logging`, imported before everything that takes long.
+        Before the first call, when there is no state to save, it waits for nothing.
         """
-        if self._launch is None:
-            return 0.0
-        python = logging.makeLogRecord({}).relativeCreated / 1000
-        process = time.time() - psutil.Process().create_time()
-        if hasattr(time, 'CLOCK_BOOTTIME'):  # Linux knows the moment of booting to the second only
-            process += time.clock_gettime(time.CLOCK_BOOTTIME) - (time.time() - psutil.boot_time())
-        return max(0.0, min(python, process))
-
-    def stop_gracefully_from_here(self) -> None:
-        """From here on signals wait for the next `heartbeat`: there is a state worth keeping."""
-        self._saves = True
-        self._since = time.monotonic()
+        self._phase, self._last_tick = phase, time.monotonic()
         self.reset_watchdog()
-        if self._launch is not None and self.count > 1:
-            self._stopper = threading.Thread(target=self._agree_to_stop, daemon=True)
-            self._stopper.start()
 
-    def heartbeat(self) -> None:
-        """Says that work goes on. Raises Interrupted on the call at which all processes stop.
+    def tick(self) -> None:
+        """Reports that work goes on. All processes call it equally often.
 
-        Every process must call it equally often.
+        Raises:
+          Interrupted: In the same call on all processes, after a signal to any of them.
         """
         now = time.monotonic()
-        self._pace, self._since = max(self._pace, now - self._since), now
-        with self._moving:
+        self._longest_step = max(self._longest_step, now - self._last_tick)
+        self._last_tick = now
+        with self._agreeing:
             self._ticks += 1
-            stop = self._stop_at is not None and self._ticks >= self._stop_at
         self.reset_watchdog()
-        if stop:
-            self.steps_ended()
+        if self._ticks >= self._stop_at:
+            self.enter('saving')
             raise Interrupted
-        if self._patience.runs:
-            self._be_patient()
 
-    def steps_ended(self) -> None:
-        """From here on a stop is not waited for: what remains, as to save, takes its time."""
-        self._patience.end()
-
-    def reset_watchdog(self) -> None:
-        """Gives the watchdog its full time again."""
-        if self._launch is not None:
-            seconds = self._launch.watchdog_seconds
-            if self._ticks < _FIRST:  # to start, to compile, and to connect all processes
-                seconds = max(seconds, self._launch.start_seconds)
-            self._watchdog.restart(seconds)
-
-    def interruptibly(self, wait: Callable[[], T]) -> T:
-        """What `wait` gives. Raises Interrupted when a process alone is asked to stop meanwhile.
-
-        `wait` is then left behind in its thread. One of several processes cannot stop on its own.
-        """
-        if self._launch is None or self.count > 1:
-            return wait()
-        result = self._waiting.submit(wait)
-        first: list[futures.Future[Any]] = [result, self._asked]
-        futures.wait(first, return_when=futures.FIRST_COMPLETED)
-        if result.done():
-            return result.result()
-        self.steps_ended()
-        raise Interrupted
-
-    def awaited(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same batches, of which the first comes when all processes have theirs.
+    def tick_each(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yields the batches, with a tick before each; the first one when all processes have one.
 
         gloo connects devices at their first common work, and waits for 30 s only.
         """
-        iterator = iter(batches)
-        batch = self.interruptibly(lambda: next(iterator, None))
-        self.barrier('the first batch')
-        while batch is not None:
-            yield batch
-            batch = self.interruptibly(lambda: next(iterator, None))
-
-    def with_heartbeat(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same batches, `awaited`, with a `heartbeat` before each."""
-        for batch in self.awaited(batches):
-            self.heartbeat()
+        for number, batch in enumerate(batches):
+            if number == 0:
+                self.barrier('the first batch')
+            self.tick()
             yield batch
 
-    def end(self, code: int, message: str) -> NoReturn:
-        """Ends this process and, through the store, all others, who say why; at once."""
-        with contextlib.suppress(Exception):  # the store may be what is gone, or there is none
-            self._tell_end(code, message)
-        self._leave(code)
+    def reset_watchdog(self) -> None:
+        """Gives this process its full time again, as a step, a batch or a save has ended."""
+        seconds = self._launch.watchdog_seconds
+        if self._ticks < 3:  # these include compiling and connecting the devices
+            seconds = max(seconds, self._launch.start_seconds)
+        if self._phase == 'stepping' and self._stop_code:
+            seconds = min(seconds, max(_STOPPING, 2 * self._longest_step))
+        if self._watched:
+            self._deadline = time.monotonic() + seconds
+            # It ends a process whose interpreter is locked, which `_attend` cannot.
+            faulthandler.dump_traceback_later(seconds + 10, exit=True)
 
-    def _tell_end(self, code: int, message: str) -> None:
-        end = {'code': code, 'index': self.index, 'process': _process_name(), 'message': message}
-        self._client.key_value_set(_END, json.dumps(end), allow_overwrite=True)
+    def end(self, code: int, why: str, *, stacks: bool = False) -> NoReturn:
+        """Exits at once. All processes say why, show their stacks, and exit with the same code."""
+        notice: list[Any] = [code, f'{self._name}: {why}', stacks]
+        self._tell('end', notice)
+        self._exit(*notice)
 
-    def _leave(self, code: int) -> NoReturn:
-        """Ends the process without waiting for anyone."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+    def _exit(self, code: int, why: str = '', stacks: bool = False) -> NoReturn:
+        if stacks:
+            faulthandler.dump_traceback()
+        print(why, end='\n' if why else '', file=sys.stderr, flush=True)
         if self.count > 1 and self.index == 0:
-            # Without the store of this one the others would abort, before they have read why.
-            time.sleep(_LAST_WORDS)
+            time.sleep(_TELLING)  # the notices end with this process
         os._exit(code)
 
-    def _stopped(self, stop: Interrupted) -> NoReturn:
-        """Ends the process, when all is saved; a thread that waits for a disk is left behind."""
-        if self.index == 0:
-            what = 'requeue' if self._code == REQUEUE else 'interrupted'
-            print(f'{stop}\nthe same command goes on (exit code {self._code}: {what})', flush=True)
-        os._exit(self._code)
-
-    def finish(self, listener: threading.Thread) -> None:
-        """Waits for all processes to come here, and disconnects this one."""
-        self.barrier('the end')
-        if self.index == 0:
-            self._tell_end(0, 'done')
-            self._ask_to_stop(0)
-        for thread in listener, self._stopper:  # one within jax would abort the interpreter's end
-            if thread is not None:
-                thread.join(self._wait_ms / 1000)
-        self._watchdog.cancel()
-        self._patience.cancel()
-        jax.distributed.shutdown()
-
-    def _listen(self) -> None:
-        """Waits for the end of another process, and ends this one."""
-        end = json.loads(self._awaited_value(_END) or '{"code": 0}')
-        if end['code'] and end['index'] != self.index:
-            _say(f'{end["process"]} ended: {end["message"]}')
-            self._leave(end['code'])
-
-    def _awaited_value(self, key: str) -> str | None:
-        """What any process tells under a key, whenever it does; None where the store is gone."""
+    def _attend(self, wakeup: socket.socket) -> None:
+        """Waits for signals, notices and the deadline, in a thread, as the main one may compile."""
+        wakeup.settimeout(0.5)
         while True:
-            try:
-                return str(self._client.blocking_key_value_get(key, 3_600_000))
-            except jax.errors.JaxRuntimeError as error:
-                if 'DEADLINE' not in str(error):
-                    return None  # jax will end this process
+            with contextlib.suppress(TimeoutError):
+                self._on_signal(wakeup.recv(1)[0])
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone
+                self._read_notices()
+            if time.monotonic() > self._deadline:
+                why = 'no step, batch or save ended in time (--watchdog_seconds, or after a signal)'
+                self.end(self._stop_code or REQUEUE, f'{why}; {_RESUME}', stacks=True)
 
-    def _ask_to_stop(self, code: int) -> None:
-        """Asks all processes, this one too; 0: nobody will ask any more."""
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # somebody has asked before
-            self._client.key_value_set(_STOP, str(code))
-
-    def _agree_to_stop(self) -> None:
-        """Waits until a process is asked to stop; all then stop after the step of the foremost."""
-        code = int(self._awaited_value(_STOP) or 0)
-        if code == 0:
+    def _on_signal(self, number: int) -> None:
+        if number not in _SIGNALS:
             return
-        self._code = code
-        self._be_patient()
-        with self._moving, contextlib.suppress(jax.errors.JaxRuntimeError):  # one is gone
-            self._client.key_value_set(f'{_STOP}/{self.index}', str(self._ticks))
-            keys = [f'{_STOP}/{index}' for index in range(self.count)]
-            ticks = [self._client.blocking_key_value_get(key, self._wait_ms) for key in keys]
+        code = INTERRUPTED if number == signal.SIGINT else REQUEUE
+        if self._phase == 'starting':
+            self._joined.wait(10)  # seconds; else the other processes would wait for this one
+            name = signal.Signals(number).name
+            self.end(code, f'{name} before the first step; run the same command again')
+        if self._signal == number == signal.SIGINT:
+            self.end(code, f'Ctrl-C again: nothing is saved; {_RESUME}')
+        self._signal = number
+        self._tell('stop', code)
+
+    def _tell(self, kind: str, notice: Any) -> None:
+        """Leaves a notice for all processes, this one included; the first of its kind counts."""
+        if self._client is None:
+            self._notices.setdefault(f'{_NOTICES}/{kind}', json.dumps(notice))
+        else:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # told before, or 0 is gone
+                self._client.key_value_set(f'{_NOTICES}/{kind}', json.dumps(notice))
+
+    def _read_notices(self) -> None:
+        if self._client is not None:
+            self._notices = dict(self._client.key_value_dir_get(_NOTICES))
+        if end := self._notices.get(f'{_NOTICES}/end'):
+            code, why, stacks = json.loads(end)
+            if not why.startswith(self._name):
+                self._exit(code, why, stacks)
+        if (stop := self._notices.get(f'{_NOTICES}/stop')) and not self._stop_code:
+            self._stop(int(stop))
+
+    def _stop(self, code: int) -> None:
+        """Agrees with the other processes to stop after the step of the foremost one."""
+        print('saves after this step; Ctrl-C again exits at once', file=sys.stderr, flush=True)
+        self._stop_code = code
+        self.reset_watchdog()
+        with self._agreeing:
+            ticks = [str(self._ticks)]
+            if self.count > 1:
+                self._client.key_value_set(f'vit_jax_ticks/{self.index}', ticks[0])
+                self._client.wait_at_barrier('vit_jax_ticks', int(1000 * _STOPPING))
+                ticks = [text for _, text in self._client.key_value_dir_get('vit_jax_ticks')]
             self._stop_at = max(map(int, ticks)) + 1
 
-    def _on_signals(self, wakeup: socket.socket) -> None:
-        """Before there is anything to keep a signal ends the process, else it stops soon.
+    def _join(self) -> None:
+        """Takes signals, and connects this process to the others of its job, if it has any."""
+        faulthandler.enable()
+        ours, wakeup = socket.socketpair()
+        wakeup.setblocking(False)
+        signal.set_wakeup_fd(wakeup.detach(), warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, lambda *_: None)
+        threading.Thread(target=self._attend, args=(ours,), daemon=True).start()
+        self.reset_watchdog()
+        cluster = detect_cluster(self._launch)
+        if cluster is not None and cluster.num_processes > 1:
+            self.count, self.index = cluster.num_processes, cluster.process_id
+            text = f'{self._name} connects to {cluster.coordinator_address}'
+            print(text, file=sys.stderr, flush=True)
+            self._abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._on_abort)
+            ctypes.pythonapi.PyOS_setsig(signal.SIGABRT, self._abort)
+            connect(cluster, self._launch)
+            self._client = global_state.client
+            self.barrier('connected')
+        self._joined.set()
 
-        A second Ctrl-C ends it at once.
+    def _on_abort(self, _: int) -> None:
+        """Exits with a reason where jax aborts, as another process is gone or did not come.
+
+        jax aborts in `connect`, and later in a thread of its own, which has no Python frame.
         """
-        interrupted = False
-        while True:
-            number = wakeup.recv(1)[0]
-            if number not in _SIGNALS:
-                continue
-            if number == signal.SIGINT and interrupted:
-                _say('ended at once: the same command goes on from the newest checkpoint')
-                os._exit(INTERRUPTED)
-            interrupted |= number == signal.SIGINT
-            code = INTERRUPTED if number == signal.SIGINT else REQUEUE
-            if not self._saves:
-                name = signal.Signals(number).name
-                text = f'{name}: stopped before the first step; run the same command again'
-                self._say_and_end(code, text)
-            if interrupted:
-                _say('interrupted: stops after this step, and saves; Ctrl-C again ends at once')
-            if self.count > 1:
-                self._ask_to_stop(code)
-            elif not self._asked.done():
-                self._be_patient()
-                self._code, self._stop_at = code, 0
-                self._asked.set_result(None)
+        late = time.monotonic() > self._began + self._launch.start_seconds
+        if not self._joined.is_set():
+            why = 'not all processes came, or two have the same --process_id'
+        elif sys._getframe().f_back is None:
+            why, late = 'jax aborts, as above; another process or its host is gone', True
+        else:
+            return faulthandler.dump_traceback()
+        print(f'{self._name}: {why}', file=sys.stderr, flush=True)
+        os._exit(REQUEUE if late else 1)
 
-    def _be_patient(self) -> None:
-        self._patience.restart(max(_PATIENCE, 2 * self._pace))
+    def _leave(self, stop: str) -> None:
+        """Disconnects this process when all processes are here, and exits after a stop."""
+        self.barrier('the end')
+        faulthandler.cancel_dump_traceback_later()
+        self._deadline = math.inf
+        if self.count > 1:
+            jax.distributed.shutdown()
+            ctypes.pythonapi.PyOS_setsig(signal.SIGABRT, None)
+        if stop:
+            print(stop if self.index == 0 else '', end='', flush=True)
+            os._exit(self._stop_code)
 
-    def _on_stall(self, seconds: float) -> None:
-        text = f'no step ended within {seconds:.0f} s of being asked to stop: ended without saving'
-        text += '; the same command goes on from the newest checkpoint'
-        self._say_and_end(self._code, text)
-
-    def _say_and_end(self, code: int, text: str) -> NoReturn:
-        _say(text)
-        self.end(code, text)
-
-    def _on_hang(self, seconds: float) -> None:
-        _say(f'no sign of work for {seconds:g} s (--watchdog_seconds); what every thread does:')
-        faulthandler.dump_traceback()
-        self._leave(1)
-
-
-def _field_differences(ours: Any, theirs: Any) -> list[str]:
-    return [f'{line} here' for line in records.differences(theirs, json.loads(json.dumps(ours)))]
-
-
-def _process_name() -> str:
-    return f'process {global_state.process_id} ({socket.gethostname()})'
-
-
-def _say(text: str) -> None:
-    print(f'{_process_name()}: {text}', file=sys.stderr, flush=True)
+    def _fail(self, error: Exception, report: Callable[[BaseException], int]) -> NoReturn:
+        """Prints why this process fails, and ends all processes."""
+        if gone := self.count > 1 and re.search(_GONE, str(error)) is not None:
+            time.sleep(_TELLING)  # the other process may be about to say why
+            error = UserError(f'another process is gone or late: {str(error).splitlines()[0]}')
+        code = max(report(error), REQUEUE if gone else 0)
+        # A restart would repeat errors of the input and of arithmetic.
+        others = code if isinstance(error, UserError | ArithmeticError) else REQUEUE
+        self._tell('end', [others, f'{self._name}: {type(error).__name__}: {error}', False])
+        self._exit(code)
 
 
 @contextlib.contextmanager
 def joined_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterator[Job]:
-    """The job that this process belongs to; when one process fails, all of them end.
+    """Gives the job of this process. An exception within ends all processes of the job.
 
-    Raises UserError where the coordinator cannot be reached. What is raised within is printed by
-    `report`, whose exit code ends the process at once, and all others.
+    `report` prints the exception and returns the exit code.
     """
-    job = Job(launch)
-    faulthandler.enable()  # an abort, by jax for example, shows what every thread did
-    _take_signals(job)
-    when_exhausted(functools.partial(job._say_and_end, 1))
-    job.reset_watchdog()
-    cluster = detect_cluster(launch)
-    if cluster is None or cluster.num_processes == 1:
+    job, stop = Job(launch), ''
+    try:
+        job._join()
         try:
             yield job
-        except Interrupted as stop:
-            job._stopped(stop)
-        except Exception as error:  # a thread that is stalled, or never began, is not waited for
-            job._leave(report(error))
-        finally:
-            job._watchdog.cancel()
-        return
-    connect(cluster, launch)
-    listener = threading.Thread(target=job._listen, daemon=True)
-    listener.start()
-    try:
-        yield job
-    except Interrupted as stop:  # which all processes reach together
-        job.finish(listener)
-        job._stopped(stop)
-    except BaseException as error:
-        job.end(report(_cause(error)), f'{type(error).__name__}: {error}')
-    else:
-        job.finish(listener)
-
-
-def _take_signals(job: Job) -> None:
-    """Gives signals to a thread of the job, which sees them also while jax compiles."""
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    for number in _SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, lambda *_: None)
-    signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
-    threading.Thread(target=job._on_signals, args=(ours,), daemon=True).start()
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The error to report: a sentence where another process of the job is gone."""
-    if not isinstance(error, jax.errors.JaxRuntimeError):
-        return error
-    time.sleep(2 * _LAST_WORDS)  # another process may be about to say why
-    if found := re.search(_GONE, str(error)):
-        gone = UserError(f'another process is gone, its output says why ({found[0]})')
-        gone.__cause__ = error
-        return gone
-    return error
+        except Interrupted as interrupted:
+            stop = f'{interrupted}\n{_RESUME} (exit code {job._stop_code})\n'
+        job._leave(stop)
+    except Exception as error:
+        job._fail(error, report)

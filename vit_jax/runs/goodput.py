@@ -13,6 +13,7 @@ same one is right, and what the lines themselves say is lost is the least.
 """
 
 import json
+import logging
 import time
 from typing import Any
 
@@ -74,6 +75,11 @@ class Ledger:
             return own, {}
         before = {name: s - own.get(name, 0.0) for name, s in totals(lines).items()}
         return own, {name: s for name, s in before.items() if s > 1e-3}
+
+
+def seconds_since_start() -> float:
+    """Returns the seconds since Python started: since `logging` was imported, before all else."""
+    return logging.makeLogRecord({}).relativeCreated / 1000
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -191,9 +191,9 @@ def make_features_of(
     """
 
     def features_of(reader: ImageReader, indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:
-        loader = job.interruptibly(functools.partial(loader_of, reader))
+        loader = loader_of(reader)
         batches = loading.sequential_batches(loader, indices, batch_size=batch_size)
-        watched = job.with_heartbeat(batches)
+        watched = job.tick_each(batches)
         found = [jax.device_get(features(params, batch)) for batch in watched]
         computed, read = (np.concatenate(part)[: len(indices)] for part in zip(*found, strict=True))
         if (wrong := read & ~np.isfinite(computed).all(axis=1)).any():

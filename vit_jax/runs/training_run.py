@@ -22,7 +22,15 @@ from vit_jax.evaluation import classification
 from vit_jax.parallel import meshes
 from vit_jax.parallel.processes import Interrupted, Job
 from vit_jax.parallel.sharding_rules import sharding_report
-from vit_jax.runs import compilation, data_record, fingerprint, probing, profiling, workdirs
+from vit_jax.runs import (
+    compilation,
+    data_record,
+    fingerprint,
+    goodput,
+    probing,
+    profiling,
+    workdirs,
+)
 from vit_jax.runs.compilation import Features, shardings_of
 from vit_jax.runs.experiment import Experiment, decide, images_at_peak, loaders
 from vit_jax.runs.goodput import Ledger
@@ -71,8 +79,9 @@ def train(
     fit, NotFinite, with the last good checkpoint, when the training breaks down, and Interrupted,
     when all is saved, where the job was asked to stop.
     """
+    clock = Clock(0.0 if job is None else goodput.seconds_since_start())
     job = job or Job()
-    clock, console = Clock(job.age), console_of(job)
+    console = console_of(job)
     with contextlib.ExitStack() as stack:
         with clock('start'):
             opened = agreed(
@@ -251,7 +260,7 @@ class Run:
             self.workdir.check()
             values = records.to_dict(self.experiment.config)
             write_config(self.workdir.folder / workdirs.CONFIG, values)
-        self.job.stop_gracefully_from_here()
+        self.job.enter('stepping')
         try:
             self._evaluated(state, steps)
             state = self._trained(state, steps) if steps else state
@@ -281,7 +290,7 @@ class Run:
     def _trained(self, state: TrainState, steps: range) -> TrainState:
         config, reader = self.experiment.config, self.experiment.train
         every = self.experiment.length.interval(config.checkpoint_every_steps)
-        loader = self.job.interruptibly(functools.partial(self.loader_of, reader))
+        loader = self.loader_of(reader)
         batches = loading.training_batches(
             loader, steps=steps, batch_size=config.batch_size, seed=config.seed
         )
@@ -295,12 +304,11 @@ class Run:
             return fit(
                 update,
                 state,
-                self.job.awaited(batches),
+                self.job.tick_each(batches),
                 steps=steps,
                 on_metrics=self._on_metrics,
                 observers=[Every(every, self.save), *self._observers()],
                 clock=self.ledger.clock,
-                tick=self.job.heartbeat,
                 max_skipped_steps=config.max_skipped_steps,
             )
 
@@ -344,10 +352,10 @@ class Run:
             self.checkpoints.save(step, *state.split(), card, progress)
 
     def _wait(self) -> None:
-        self.job.steps_ended()
+        self.job.enter('saving')
         with self.ledger.clock('save stall'):
-            self.job.reset_watchdog()
             self.checkpoints.wait()
+        self.job.reset_watchdog()
 
     def evaluate(self, names: list[str], step: int, state: TrainState) -> None:
         """Loss and metrics over all images of these evaluations."""
@@ -355,10 +363,10 @@ class Run:
             with self.ledger.clock('evaluation'):
                 self.ledger.record(f'evaluating {name}', step)
                 reader = self.experiment.evals[name]
-                loader = self.job.interruptibly(functools.partial(self.loader_of, reader))
+                loader = self.loader_of(reader)
                 size, count = self.experiment.eval_batch_size, len(loader.source)
                 batches = loading.sequential_batches(loader, np.arange(count), batch_size=size)
-                watched = self.job.with_heartbeat(batches)
+                watched = self.job.tick_each(batches)
                 numbers, read = classification.evaluate(
                     self.eval_steps[name],
                     state.eval_params,

@@ -79,7 +79,6 @@ def fit(
     on_metrics: Callable[[int, StepMetrics], None],
     observers: Sequence[Every],
     clock: Clock,
-    tick: Callable[[], None] = lambda: None,
     max_skipped_steps: int = 1,
 ) -> TrainState:
     """The state after the given steps; step n takes the state after n updates to n + 1.
@@ -88,7 +87,7 @@ def fit(
     and before anything observes the state. `on_metrics` gets them as floats.
 
     Raises NotFinite, before any observer, when parameters are not finite or `max_skipped_steps`
-    updates in a row were skipped; Stopped when `tick` or an observer raises Interrupted.
+    updates in a row were skipped; Stopped when `batches` or an observer raises Interrupted.
     """
     pending: tuple[int, StepMetrics] | None = None
     skipped = 0
@@ -111,7 +110,6 @@ def fit(
 
     try:
         for step in steps:
-            tick()
             with clock('data wait'):
                 batch = next(batches)
             with clock('step'):

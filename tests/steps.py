@@ -1,0 +1,80 @@
+"""Steps of several processes that sum over all devices: python -m tests.steps FAULT[,FAULT...].
+
+A fault is NAME:NUMBER or NAME:NUMBER:PROCESS. It happens at step NUMBER, on PROCESS or on all.
+"""
+
+import os
+import re
+import signal
+import time
+
+import jax
+import jax.numpy as jnp
+
+from vit_jax.base import UserError
+from vit_jax.command_line import app
+from vit_jax.parallel import meshes, processes
+from vit_jax.parallel.processes import Interrupted, Job
+
+
+def hang():
+    while True:
+        time.sleep(1)
+
+
+def raise_error():
+    raise RuntimeError('the disk is on fire')
+
+
+FAULTS = {
+    'hang': hang,
+    'lock': lambda: re.match('(a+)+$', 'a' * 60 + 'b'),  # it keeps the interpreter's lock
+    'fail': raise_error,
+    'reject': lambda: UserError('expected') and (_ for _ in ()).throw(UserError('not expected')),
+    'die': lambda: os.kill(os.getpid(), signal.SIGKILL),
+    'long': lambda: time.sleep(4),
+}
+
+
+def main(arguments, job: Job) -> int:
+    faults = [(*fault.split(':'), None)[:3] for fault in arguments.faults.split(',')]
+    due = {
+        int(number): FAULTS[name]
+        for name, number, index in faults
+        if name in FAULTS and index in (None, str(job.index))
+    }
+    options = {name: float(number) for name, number, _ in faults}
+    processes._STOPPING = options.get('stopping', processes._STOPPING)
+    job.require_same('the facts', {'seed': arguments.seed})
+    mesh = meshes.make_mesh(meshes.MeshConfig())
+    step, ones = 0, meshes.put(jnp.ones(mesh.size), meshes.batch_sharding(mesh))
+    total = jax.jit(jnp.sum, out_shardings=meshes.replicated(mesh))
+    job.enter('stepping')
+    try:
+        for step in job.tick_each(range(int(options.get('steps', 400)))):
+            due.get(step, lambda: None)()
+            assert 'alone' in options or float(total(ones)) == mesh.size
+            print(f'step {step}', flush=True)
+            time.sleep(options.get('ms', 50) / 1000)
+    except Interrupted:
+        job.barrier('saved')
+        print(f'saved after step {step}', flush=True)
+        raise Interrupted(f'stopped after step {step}') from None
+    return 0
+
+
+def connect_late(*arguments):
+    time.sleep(4)
+    connect(*arguments)
+
+
+if __name__ == '__main__':
+    connect = processes.connect
+    parser = app.new_parser('steps', __doc__)
+    parser.add_argument('faults')
+    parser.add_argument('--seed', type=int, default=0)
+    parser.add_argument('--late', action='store_true')
+    parser.set_defaults(compiled='none')
+    if '--late' in os.sys.argv:
+        processes.connect = connect_late
+    app.run_together(main, parser)

@@ -63,18 +63,18 @@ def watched(on_read, data='digits'):
 
 
 class WatchedJob(Job):
-    """A job of one process that calls `on_heartbeat` with the number of each heartbeat.
+    """A job of one process that calls `on_tick` with the number of each tick.
 
     There is one before each step and before each batch of an evaluation.
     """
 
-    def __init__(self, on_heartbeat):
+    def __init__(self, on_tick):
         super().__init__()
-        self._on_heartbeat, self._heartbeats = on_heartbeat, itertools.count(1)
+        self._on_tick, self._ticks_seen = on_tick, itertools.count(1)
 
-    def heartbeat(self):
-        super().heartbeat()
-        self._on_heartbeat(next(self._heartbeats))
+    def tick(self):
+        super().tick()
+        self._on_tick(next(self._ticks_seen))
 
 
 def compiled(config: TrainConfig, devices=None):

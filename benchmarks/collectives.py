@@ -19,7 +19,7 @@ from benchmarks import communication
 from benchmarks.program_text import Instruction, computations
 from vit_jax.config import TrainConfig
 from vit_jax.models import Compute, ViTConfig, variant
-from vit_jax.models.options import POLICIES, Remat
+from vit_jax.models.compute import POLICIES, Remat
 from vit_jax.parallel import ahead_of_time
 from vit_jax.parallel.meshes import MeshConfig
 from vit_jax.runs import compilation, memory_plan

@@ -34,8 +34,7 @@ from vit_jax.data.image_preprocessing import InceptionCrop
 from vit_jax.data.loading import LoaderConfig
 from vit_jax.data.reading import cores
 from vit_jax.models import Backbone, Compute, ModelConfig, ResNetConfig, ViTConfig, variant
-from vit_jax.models.attention import Implementation, attend
-from vit_jax.models.fused_attention import cudnn_compiles
+from vit_jax.models.attention import Implementation, attend, supports_cudnn
 
 ROOT = pathlib.Path(__file__).parents[1]
 CLASSES = 1000
@@ -147,7 +146,7 @@ def part_device(options: dict[str, Any]) -> None:
 
 def part_compile(options: dict[str, Any]) -> None:
     """Compiles and trains each model, to find models that abort or do not train."""
-    ways: tuple[Implementation, ...] = ('xla', 'head_major', 'blockwise')
+    ways: tuple[Implementation, ...] = ('xla', 'blockwise')
     hybrid = dataclasses.replace(cifar10_hybrid.get_config(), data='photos', batch_size=256)
     programs = {'hybrid of CIFAR-10': dataclasses.replace(hybrid, fewshot=None)}
     if on_cpu():
@@ -157,7 +156,7 @@ def part_compile(options: dict[str, Any]) -> None:
         vit: ModelConfig = TINY
         batch_size = 8
     else:
-        ways = ('cudnn', 'padded', 'xla', 'blockwise')
+        ways = ('cudnn', 'xla', 'blockwise')
         resnet, vit, batch_size = variant('R50x1'), variant('B/16'), 128
     programs['ResNet'] = make_config(resnet, batch_size)
     for way in ways:
@@ -400,8 +399,8 @@ def part_attention(options: dict[str, Any]) -> None:
         with jax.default_matmul_precision('highest'):
             expected = jax.block_until_ready(attention_and_gradients('xla')(*exact))
         if not on_cpu():
-            fused = cudnn_compiles(*2 * [(length, heads, size)], 'bfloat16')
-            ways = ('cudnn', 'padded') if fused else ('padded',)
+            fused = supports_cudnn(length, heads, size, 'bfloat16')
+            ways = ('cudnn', 'xla') if fused else ('xla',)
             if not fused:
                 emit(f'{length:>5} tokens: cuDNN does not compile', tokens=length, name='cudnn')
         for way in ways:

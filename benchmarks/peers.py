@@ -25,7 +25,7 @@ import jax
 from benchmarks.peer_programs import OURS, SCAN, Work, python_path
 from vit_jax.command_line import app
 from vit_jax.models import Compute, ViTConfig, multiply_adds, variant
-from vit_jax.models.choices import choose
+from vit_jax.models.compute import resolve_compute
 from vit_jax.parallel.peaks import peak_of
 
 _PROGRAM = pathlib.Path(__file__).with_name('peer_programs.py')
@@ -85,7 +85,7 @@ def operations(name: str, config: ViTConfig, platform: str) -> int:
     """Those of an image in a train step of the program, in products and convolutions."""
     if name not in OURS:
         return 6 * multiply_adds(config)
-    compute = choose(Compute(**OURS[name]), config, platform=platform).compute
+    compute = resolve_compute(Compute(**OURS[name]), config, platform=platform).compute
     assert compute.last_block != 'auto'  # `choose` chose
     return 6 * multiply_adds(config, last_block=compute.last_block)
 

@@ -29,7 +29,7 @@ from vit_jax.evaluation import ridge
 from vit_jax.evaluation.episodes import EpisodesConfig
 from vit_jax.evaluation.probes import LogisticConfig
 from vit_jax.models import Compute, Regularization, ResNetConfig, ViTConfig
-from vit_jax.models.layers import Head
+from vit_jax.models.config import Head
 from vit_jax.parallel.meshes import MeshConfig
 from vit_jax.training.duration import Duration, Interval
 from vit_jax.training.losses import Loss, LossConfig

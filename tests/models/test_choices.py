@@ -2,12 +2,12 @@ import dataclasses
 
 import jax
 import pytest
+from vit_jax.models.choices import Load, activations, choose, resolve_gpu_attention
+from vit_jax.models.options import ANYWHERE
 
 from tests import tiny
 from vit_jax.base.errors import UserError
 from vit_jax.models import Compute, Regularization, build, variant
-from vit_jax.models.choices import Load, activations, choose, resolve_gpu_attention
-from vit_jax.models.options import ANYWHERE
 from vit_jax.models.resnet import ResNetConfig
 
 B16 = variant('B/16')

@@ -10,7 +10,7 @@ from tests import tiny
 from vit_jax.base.errors import UserError
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.models import Compute, Regularization, build
-from vit_jax.models.layers import drop_branch
+from vit_jax.models.vit import drop_branch
 
 
 def made(config, **kwargs):

@@ -1,13 +1,19 @@
-"""What a network computes. The only place that imports flax."""
+"""What a model computes. The only folder that imports flax."""
 
+from vit_jax.models.compute import Compute, Regularization, Remat
+from vit_jax.models.config import Backbone, Gelu, ModelConfig, Pool, ResNetConfig, ViTConfig
 from vit_jax.models.flops import multiply_adds, parameter_count
-from vit_jax.models.layers import Gelu, has_trained_head, head_params
 from vit_jax.models.masked_patches import Corruption
-from vit_jax.models.model import Model, ModelConfig, build, for_task, headless, with_exact_products
-from vit_jax.models.options import Compute, Regularization, Remat
-from vit_jax.models.resnet import Backbone, ResNetConfig
+from vit_jax.models.model import (
+    Model,
+    build,
+    for_task,
+    has_trained_head,
+    head_params,
+    headless,
+    with_exact_products,
+)
 from vit_jax.models.variants import SIZES, variant
-from vit_jax.models.vit_config import Pool, ViTConfig
 
 __all__ = ['Corruption', 'Model', 'ModelConfig', 'SIZES', 'build', 'variant']
 __all__ += ['for_task', 'headless']  # the same network, with another head

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from vit_jax.models.model import ModelConfig, build
-from vit_jax.models.options import ANYWHERE, LastBlock
+from vit_jax.models.compute import PORTABLE, LastBlock
+from vit_jax.models.config import ModelConfig
+from vit_jax.models.model import build
 
 
 def parameter_count(config: ModelConfig) -> int:
@@ -26,7 +27,7 @@ def multiply_adds(config: ModelConfig, *, last_block: LastBlock = 'whole') -> in
     a head of each patch it is the pass that predicts these. With `last_block=class_tokens` what
     such a last block leaves out is not counted.
     """
-    counted = dataclasses.replace(ANYWHERE, last_block=last_block)
+    counted = dataclasses.replace(PORTABLE, last_block=last_block)
     model = build(config, compute=counted)  # a fused kernel would hide its own
     params = jax.eval_shape(model.init, jax.random.key(0))
     image = jax.ShapeDtypeStruct((1, *config.image_size, config.channels), np.float32)

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 
 from vit_jax.base import Array, Bool, Float, Int
 from vit_jax.models import on_mesh
-from vit_jax.models.layers import make_head
-from vit_jax.models.vit import ViT
+from vit_jax.models.vit import ViT, make_head
 
 MASKED = 'masked'  # the folder of the parameters that nothing else has a use for
 
@@ -59,10 +58,10 @@ class MaskedViT(ViT):
         self, images: Float[Array, 'b h w c'], corruption: Corruption | None
     ) -> Float[Array, 'b n k']:
         """The outputs for every patch, where the encoder saw the corrupted ones in their places."""
-        patches = self._patches(images)
+        patches = self.patches(images)
         if corruption is not None:
             patches = self.masked.corrupted(patches, corruption)
-        tokens = self._encoded(patches)[:, self.config.prefix :]
+        tokens = self.encoder(self.embed(patches), self.shared)[:, self.config.prefix :]
         if self.config.final_norm == 'after_pool':
-            tokens = self.norm(tokens)
+            tokens = self.per_token(self.norm, tokens)
         return on_mesh.keep_split(self.masked(tokens))

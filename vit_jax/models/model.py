@@ -1,22 +1,21 @@
 """A network as pure functions of a plain dictionary of arrays."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from vit_jax.base import Array, Float, Key, Params, UserError, records
+from vit_jax.base import Array, Float, Key, Params, UserError, records, tree_names
 from vit_jax.models import taps
-from vit_jax.models.choices import choose
+from vit_jax.models.compute import PORTABLE, Compute, Regularization, resolve_compute
+from vit_jax.models.config import ModelConfig, ViTConfig
 from vit_jax.models.masked_patches import Corruption, MaskedViT
-from vit_jax.models.options import ANYWHERE, Compute, Regularization
-from vit_jax.models.resnet import ResNetClassifier, ResNetConfig
-from vit_jax.models.vit import ViT
-from vit_jax.models.vit_config import ViTConfig
-
-ModelConfig = ViTConfig | ResNetConfig
+from vit_jax.models.resnet import ResNetClassifier
+from vit_jax.models.vit import ViT, make_head
 
 
 class Model(NamedTuple):
@@ -49,17 +48,27 @@ def build(
     compute: Compute | None = None,
     platform: str | None = None,
 ) -> Model:
-    """The network of a configuration. Raises UserError where the sizes do not fit together.
+    """Builds the model of a configuration.
 
-    What `compute` leaves `auto` is chosen for devices of this platform (models/choices.py), the one
-    that jax uses unless it is said. How activations lie on several devices says the mesh for which
-    a program is traced (models/on_mesh.py).
+    Args:
+      config: The architecture.
+      regularization: What training drops at random; None: nothing.
+      compute: How it is computed; `auto` is resolved for the platform (models/compute.py).
+      platform: The platform of the devices; None: jax's default.
+
+    Returns:
+      The model. Activation sharding follows the mesh in jax's context (models/on_mesh.py).
+
+    Raises:
+      UserError: If the sizes do not fit together.
     """
     config = records.checked(config, where='model')  # fields may have been assigned since
     compute = records.checked(compute or Compute(), where='compute')
     regularization = records.checked(regularization or Regularization(), where='regularization')
     platform = platform or jax.default_backend()
-    compute = choose(compute, config, platform=platform, regularization=regularization).compute
+    compute = resolve_compute(
+        compute, config, platform=platform, regularization=regularization
+    ).compute
     _ = config.grid  # raises where no patch fits into the image
     shape = *config.image_size, config.channels
     module, training, initial = _modules(config, regularization, compute)
@@ -112,13 +121,14 @@ def _modules(
     if not isinstance(config, ViTConfig):
         unknown = f'a ResNet has neither dropout nor stochastic depth: {regularization}'
         records.require(regularization == Regularization(), unknown)
-        return (ResNetClassifier(config, compute),) * 3
+        head = functools.partial(make_head, config.head, bias=config.head_bias)
+        return (ResNetClassifier(config, compute, head),) * 3
     network = ViT if config.patch_outputs is None else MaskedViT
     return (
         network(config, Regularization(), compute),
         network(config, regularization, compute),
         # Parameters do not depend on how the network is computed; a rolled loop compiles at once.
-        network(config, Regularization(), ANYWHERE),
+        network(config, Regularization(), PORTABLE),
     )
 
 
@@ -151,3 +161,15 @@ def for_task(
     if isinstance(config, ViTConfig):
         changes |= {'representation_size': None, 'patch_outputs': None}
     return dataclasses.replace(config, image_size=image_size or config.image_size, **changes)
+
+
+def head_params(params: Params) -> dict[str, Any]:
+    """Returns the parameters of the head by their full names; none for a model without a head."""
+    named = tree_names.named_leaves(params)
+    return {name: leaf for name, leaf in named.items() if name.startswith('head/')}
+
+
+def has_trained_head(params: Params) -> bool:
+    """Whether there is a head without a matrix of zeros, which would predict nothing."""
+    head = head_params(params).values()
+    return bool(head) and all(np.any(leaf) for leaf in head if leaf.ndim > 1)

@@ -5,83 +5,18 @@ BatchNorm, weight-standardised convolutions (section 4.1, "ResNet (BiT)"; the nu
 the paper's code). The pre-activation network of the BiT paper is another one.
 """
 
-import dataclasses
 import functools
+from collections.abc import Callable
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Float, Record, require, require_between
-from vit_jax.models import ops
-from vit_jax.models.layers import Head, check_head, make_head
-from vit_jax.models.options import Compute, rematerialized
+from vit_jax.base import Array, Float
+from vit_jax.models.compute import Compute, rematerialized
+from vit_jax.models.config import GROUPS, Backbone, ResNetConfig
 from vit_jax.models.taps import seen, tap
-
-GROUPS = 32  # of GroupNorm
-LARGEST = 1_000_000  # of any size of a network: what is larger was not meant
-
-# Units of each stage by the number of layers in a ResNet's name (26 is AugReg's).
-DEPTHS = {
-    '26': (2, 2, 2, 2),
-    '50': (3, 4, 6, 3),
-    '101': (3, 4, 23, 3),
-    '152': (3, 8, 36, 3),
-    '200': (3, 24, 36, 3),
-}
-
-
-@dataclasses.dataclass(kw_only=True)
-class Backbone(Record):
-    """The convolutions: a root that shrinks the image by 4, then stages of bottleneck units.
-
-    Each stage has twice the channels of the one before and, but for the first, half its height
-    and width. Its output has 4 times the channels of its 3x3 convolutions.
-    """
-
-    blocks: tuple[int, ...] = (3, 4, 6, 3)  # units of each stage; () is the root alone
-    width: int = 64  # channels of the root and of the first stage's 3x3 convolutions
-
-    def check(self) -> None:
-        require_between(self, 'width', 'blocks', low=1, high=LARGEST)
-        require(len(self.blocks) <= 8, f'blocks={self.blocks}: expected at most 8 stages')
-        whole = self.width % GROUPS == 0
-        require(whole, f'width={self.width} is not a multiple of {GROUPS} groups')
-
-    @property
-    def stride(self) -> int:
-        """Pixels of the image, along a side, for one of the feature map."""
-        return 2 ** (2 + max(0, len(self.blocks) - 1))
-
-    @property
-    def channels(self) -> int:
-        """Channels of the feature map."""
-        return self.width * 2 ** (len(self.blocks) + 1) if self.blocks else self.width
-
-    def map_size(self, image_size: tuple[int, int]) -> tuple[int, int]:
-        """(height, width) of the feature map: every halving rounds up, as SAME padding does."""
-        return -(-image_size[0] // self.stride), -(-image_size[1] // self.stride)
-
-
-@dataclasses.dataclass(kw_only=True)
-class ResNetConfig(Record):
-    """A ResNet as a classifier: the architecture, and nothing else. Lengths are (height, width)."""
-
-    image_size: tuple[int, int] = (224, 224)  # in pixels
-    channels: int = 3  # of an image
-    backbone: Backbone = dataclasses.field(default_factory=Backbone)  # all but the head
-    num_classes: int | None = None  # None: no head, the outputs are the features
-    head: Head = 'linear'  # or a function of your own, f(num_classes) -> flax module
-    head_bias: float = 0.0  # the linear head's bias at initialisation
-
-    def check(self) -> None:
-        require_between(self, 'image_size', 'channels', 'num_classes', low=1, high=LARGEST)
-        check_head(self.head, self.head_bias)
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """(height, width) of the last feature map."""
-        return self.backbone.map_size(self.image_size)
 
 
 def standardised(kernel: Float[Array | np.ndarray, 'p q c d']) -> Float[Array, 'p q c d']:
@@ -109,7 +44,22 @@ class StandardConv(nn.Module):
         kernel = self.param('kernel', nn.initializers.lecun_normal(), shape)
         kernel = standardised(kernel)
         x, kernel = x.astype(self.compute.dtype), kernel.astype(self.compute.dtype)
-        return ops.convolution(x, kernel, self.stride, self.compute)
+        return _convolution(x, kernel, self.stride, self.compute)
+
+
+def _convolution(
+    x: Float[Array, 'b h w c'], kernel: Float[Array, 'k k c d'], stride: int, compute: Compute
+) -> Float[Array, 'b _ _ d']:
+    """A SAME convolution without bias.
+
+    With layout `flat` a 1x1 convolution is a matrix product, which is 10 times as fast backwards on
+    a CPU. A strided one stays a convolution: XLA for GPUs would fuse the slice into the product,
+    and then aborts (openxla/xla issue 47381, open with jax 0.12.0).
+    """
+    if compute.layout == 'flat' and kernel.shape[:2] == (1, 1) and stride == 1:
+        return (x.reshape(-1, x.shape[-1]) @ kernel[0, 0]).reshape(*x.shape[:3], -1)
+    layout = 'NHWC', 'HWIO', 'NHWC'
+    return jax.lax.conv_general_dilated(x, kernel, (stride,) * 2, 'SAME', dimension_numbers=layout)
 
 
 class Unit(nn.Module):
@@ -172,7 +122,7 @@ class ResNet(nn.Module):
         x = seen(self, 'conv_root', StandardConv(width, 7, compute, 2, name='conv_root')(images))
         norm = nn.GroupNorm(GROUPS, epsilon=1e-6, dtype=compute.dtype, name='norm_root')
         x = seen(self, 'norm_root', nn.relu(norm(x)))
-        x = seen(self, 'root', ops.max_pool(x, compute))
+        x = seen(self, 'root', nn.max_pool(x, (3, 3), (2, 2), 'SAME'))
         for index, units in enumerate(self.backbone.blocks):
             stride = 1 if index == 0 else 2
             stage = Stage(units, width * 2**index, stride, compute, name=f'stage{index + 1}')
@@ -185,12 +135,13 @@ class ResNetClassifier(nn.Module):
 
     config: ResNetConfig
     compute: Compute
+    make_head: Callable[[int], nn.Module]  # from the number of classes
 
     def setup(self) -> None:
         config = self.config
         self.backbone = ResNet(config.backbone, self.compute)
         if config.num_classes is not None:
-            self.head = make_head(config.head, config.num_classes, bias=config.head_bias)
+            self.head = self.make_head(config.num_classes)
 
     def __call__(self, images: Float[Array, 'b h w c']) -> Float[Array, 'b _']:
         x = self.features(images)

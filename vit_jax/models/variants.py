@@ -5,9 +5,7 @@ from typing import Any
 
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import nearest, require
-from vit_jax.models.model import ModelConfig
-from vit_jax.models.resnet import DEPTHS, Backbone, ResNetConfig
-from vit_jax.models.vit_config import ViTConfig
+from vit_jax.models.config import Backbone, ModelConfig, ResNetConfig, ViTConfig
 
 # depth, width, mlp_dim, num_heads. B, L, H: table 1 of the paper; Ti, S: "How to train your
 # ViT?"; g, G: "Scaling Vision Transformers", table 2; M: big_vision; 22B: "Scaling Vision
@@ -23,7 +21,15 @@ SIZES = {
     'G': (48, 1664, 8192, 16),
     '22B': (48, 6144, 24576, 48),
 }
-# What else is theirs (section 2 of the paper).
+# Units of each stage by the number of layers in a ResNet's name (26 is AugReg's).
+DEPTHS = {
+    '26': (2, 2, 2, 2),
+    '50': (3, 4, 6, 3),
+    '101': (3, 4, 23, 3),
+    '152': (3, 8, 36, 3),
+    '200': (3, 24, 36, 3),
+}
+# Other options of a size (section 2 of its paper).
 _OPTIONS: dict[str, dict[str, Any]] = {
     '22B': {'parallel': True, 'qk_norm': True, 'norm': 'rms', 'qkv_bias': False, 'pool': 'map'}
 }

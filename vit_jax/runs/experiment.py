@@ -32,7 +32,7 @@ from vit_jax.models import (
     multiply_adds,
     parameter_count,
 )
-from vit_jax.models.choices import Choice, Load, choose, resolve_gpu_attention
+from vit_jax.models.compute import DeviceBudget, ResolvedCompute, resolve_compute
 from vit_jax.parallel import meshes
 from vit_jax.parallel.peaks import has_fast_bfloat16, peak_of
 from vit_jax.runs.probing import Probes, open_probes
@@ -69,7 +69,7 @@ class Experiment(NamedTuple):
     config: TrainConfig
     start: Checkpoint | None  # start_from; its arrays are not read yet
     mesh: Mesh
-    choice: Choice  # how the model is computed
+    resolved: ResolvedCompute  # how the model is computed
     model: Model
     preprocessing: Preprocessing
     length: TrainLength
@@ -137,11 +137,11 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
     model_config = trained_model(config, start, classes)
     length = make_train_length(config.total, batch_size=config.batch_size, num_images=len(train))
     mesh, pixels = make_mesh(config, devices), model_config.image_size
-    choice = choose_compute(config, model_config, mesh, planned=devices is not None)
+    resolved = choose_compute(config, model_config, mesh, planned=devices is not None)
     model = build(
         model_config,
         regularization=config.regularization,
-        compute=choice.compute,
+        compute=resolved.compute,
         platform=mesh.devices.flat[0].platform,
     )
     preprocessing = preprocessing_of(config, start)
@@ -156,11 +156,11 @@ def decide(config: TrainConfig, *, devices: Sequence[jax.Device] | None = None) 
         config=dataclasses.replace(
             config,
             start_from=start and start.path,  # without the secrets of a URL
-            compute=dataclasses.replace(config.compute, dtype=choice.compute.dtype),
+            compute=dataclasses.replace(config.compute, dtype=resolved.compute.dtype),
         ),
         start=start,
         mesh=mesh,
-        choice=choice,
+        resolved=resolved,
         model=model,
         preprocessing=preprocessing,
         length=length,
@@ -232,7 +232,9 @@ def make_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None) 
     return mesh
 
 
-def choose_compute(config: TrainConfig, model: ModelConfig, mesh: Mesh, *, planned: bool) -> Choice:
+def choose_compute(
+    config: TrainConfig, model: ModelConfig, mesh: Mesh, *, planned: bool
+) -> ResolvedCompute:
     """How to compute the model on a mesh. The memory of devices of a plan is not asked for."""
     device = mesh.devices.flat[0] if planned else mesh.local_devices[0]
     memory = None if planned else _memory(device)
@@ -242,13 +244,13 @@ def choose_compute(config: TrainConfig, model: ModelConfig, mesh: Mesh, *, plann
         split = mesh.shape['fsdp'] * mesh.shape['tensor']
         memory -= 4 * numbers * parameter_count(model) // split
     parts = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
-    load = Load(config.batch_size // parts, memory, has_fast_bfloat16(device))
-    drawn = config.regularization
-    platform = device.platform
-    choice = choose(config.compute, model, platform=platform, load=load, regularization=drawn)
-    if planned:  # a run tests whether cuDNN compiles, a plan assumes that it does
-        return choice._replace(compute=resolve_gpu_attention(choice.compute, model))
-    return choice
+    return resolve_compute(
+        config.compute,
+        model,
+        platform=device.platform,
+        budget=DeviceBudget(config.batch_size // parts, memory, has_fast_bfloat16(device)),
+        regularization=config.regularization,
+    )
 
 
 def _memory(device: jax.Device) -> int | None:
@@ -395,6 +397,6 @@ def images_at_peak(experiment: Experiment) -> float | None:
     peak = peak_of(mesh.devices.flat[0].device_kind)
     if peak is None:
         return None
-    last_block = experiment.choice.compute.last_block
+    last_block = experiment.resolved.compute.last_block
     assert last_block != 'auto'  # `choose` chose
     return mesh.size * peak / (6 * multiply_adds(experiment.model.config, last_block=last_block))

@@ -28,7 +28,7 @@ def of_start(start: Checkpoint | None) -> dict[str, Any]:
 
 def of_decisions(experiment: Experiment) -> dict[str, Any]:
     """What each host decided by what it has: the file to begin from, the memory of its devices."""
-    return of_start(experiment.start) | {'compute': records.to_dict(experiment.choice.compute)}
+    return of_start(experiment.start) | {'compute': records.to_dict(experiment.resolved.compute)}
 
 
 def installed() -> dict[str, Any]:

@@ -4,7 +4,7 @@ import os
 import shlex
 
 from vit_jax.config import EvalConfig, TrainConfig
-from vit_jax.models.layers import Head
+from vit_jax.models.config import Head
 from vit_jax.runs.experiment import Experiment
 from vit_jax.training.losses import LossConfig
 

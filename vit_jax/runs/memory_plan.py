@@ -9,7 +9,7 @@ from vit_jax.config import TrainConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.models import Remat
-from vit_jax.models.options import POLICIES
+from vit_jax.models.compute import POLICIES
 from vit_jax.parallel import ahead_of_time, meshes, sharding_rules
 from vit_jax.parallel.ahead_of_time import DoesNotFit, Topology
 from vit_jax.runs import compilation

@@ -12,7 +12,7 @@ from vit_jax.config import TrainConfig
 from vit_jax.data.loading import check_memory, make_loaders
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.models import build, headless
-from vit_jax.models.choices import choose
+from vit_jax.models.compute import resolve_compute
 from vit_jax.parallel import meshes, sharding_rules
 from vit_jax.parallel.processes import Job
 from vit_jax.runs import data_record, feature_cache, fingerprint, probing, workdirs
@@ -41,8 +41,8 @@ def probe(
     config = dataclasses.replace(config, preprocessing=preprocessing, start_from=start.path)
     size = config.image_size or start.card.model.image_size
     body = dataclasses.replace(headless(start.card.model), image_size=size)
-    choice = choose(config.compute, body, platform=jax.default_backend())
-    compute = choice.compute
+    resolved = resolve_compute(config.compute, body, platform=jax.default_backend())
+    compute = resolved.compute
     model = build(body, compute=compute)
     mesh, batch_size = make_mesh(config), config.eval_batch_size or config.batch_size
     check_memory(batch_size, size, 'config.eval_batch_size')
@@ -62,7 +62,7 @@ def probe(
             features = compile_features(model, preprocessing, mesh, batch_size, abstract)
         params, report = transfer(start.read(), old=start.card.model, new=model.config, fresh=fresh)
         said = probing.episodes_outline(sets, start.card.class_names)
-        lines = [f'start_from {start.path}', *start.report, *report, f'compute {choice}', *said]
+        lines = [f'start_from {start.path}', *start.report, *report, f'compute {resolved}', *said]
         console.print('\n'.join(lines))
         loader_of = make_loaders(config.loader, meshes.batch_sharding(mesh))
         placed = meshes.put(params, shardings)

@@ -225,7 +225,7 @@ def outline(experiment: Experiment) -> str:
         f'{length.epochs:,.1f} epochs; warm-up {counted(warmup, "step")}',
         f'model   {parameter_count(model):,} parameters, {tokens}'
         f'{multiply_adds(model) / 1e6:,.1f} M multiply-adds an image',
-        f'compute {experiment.choice}',
+        f'compute {experiment.resolved}',
     ]
     if (objective := config.objective) is not None and isinstance(model, ViTConfig):
         lines.append(f'predict {objective.outline(math.prod(model.grid))}')

@@ -21,7 +21,7 @@ from vit_jax.data.image_preprocessing import (
     ResizeMethod,
 )
 from vit_jax.models import ViTConfig
-from vit_jax.models.resnet import LARGEST
+from vit_jax.models.config import LARGEST
 
 _IMAGENET = dict(zip(('image_mean', 'image_std'), IMAGENET, strict=True))
 _CLIP = dict(zip(('image_mean', 'image_std'), CLIP, strict=True))

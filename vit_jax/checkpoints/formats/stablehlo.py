@@ -34,7 +34,7 @@ from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.data.image_preprocessing import Preprocessing, ResizeMethod, Sides, Size, normalize
 from vit_jax.models import build, has_trained_head
-from vit_jax.models.options import ANYWHERE
+from vit_jax.models.compute import PORTABLE
 
 NAME, SUFFIX = 'stablehlo', '.stablehlo'
 PROGRAM, CARD = 'program', 'card'  # arrays of bytes in the file
@@ -88,7 +88,7 @@ def write(path: pathlib.Path, card: Card, params: Params) -> list[str]:
 
 def _exported(card: Card, arrays: dict[str, np.ndarray]) -> export.Exported:
     """The program of parameters by name and images (b h w 3), of any number and size."""
-    model = build(card.model, compute=ANYWHERE)
+    model = build(card.model, compute=PORTABLE)
     expected = jax.eval_shape(model.init, jax.random.key(0))
 
     def outputs(arrays: dict[str, Array], images: UInt8[Array, 'b h w 3']) -> Float[Array, 'b ...']:

@@ -1,18 +1,79 @@
-"""The architecture of a Vision Transformer: its sizes and its options."""
+"""Architectures as typed values: the Vision Transformer, its hybrid, and the ResNet."""
 
 import dataclasses
-from typing import Literal
+import math
+from collections.abc import Callable
+from typing import Any, Literal
 
 from vit_jax.base import Record, require, require_between
-from vit_jax.models import ops, positions
-from vit_jax.models.layers import Gelu, Head, check_head
+from vit_jax.models import positions
 from vit_jax.models.positions import PositionKind, PositionResize, PositionsAt
-from vit_jax.models.resnet import LARGEST, Backbone
 
+GROUPS = 32  # of GroupNorm in the ResNet
+LARGEST = 1_000_000  # upper bound of every size: a larger one is a typing error
+
+Gelu = Literal['tanh', 'exact', 'quick']
+Norm = Literal['layer', 'rms']  # LayerNorm, or RMSNorm (Zhang and Sennrich): not centered, no bias
+# `linear`, or a function from the number of classes to an unnamed Flax module from features to
+# logits. All its parameters are below `head/`.
+Head = Literal['linear'] | Callable[..., Any]
 # What the head is given: the class token, the mean of the patches, attention pooling, every token;
 # the class token beside the mean (DINOv2), or beside the distillation token (DeiT).
 Pool = Literal['cls', 'gap', 'map', 'none', 'cls_gap', 'cls_dist']
 _READS: dict[Pool, int] = {'cls': 1, 'cls_gap': 1, 'cls_dist': 2}  # class tokens
+
+
+@dataclasses.dataclass(kw_only=True)
+class Backbone(Record):
+    """The convolutions: a root that shrinks the image by 4, then stages of bottleneck units.
+
+    Each stage has twice the channels of the one before and, but for the first, half its height
+    and width. Its output has 4 times the channels of its 3x3 convolutions.
+    """
+
+    blocks: tuple[int, ...] = (3, 4, 6, 3)  # units of each stage; () is the root alone
+    width: int = 64  # channels of the root and of the first stage's 3x3 convolutions
+
+    def check(self) -> None:
+        require_between(self, 'width', 'blocks', low=1, high=LARGEST)
+        require(len(self.blocks) <= 8, f'blocks={self.blocks}: expected at most 8 stages')
+        whole = self.width % GROUPS == 0
+        require(whole, f'width={self.width} is not a multiple of {GROUPS} groups')
+
+    @property
+    def stride(self) -> int:
+        """Pixels of the image, along a side, for one of the feature map."""
+        return 2 ** (2 + max(0, len(self.blocks) - 1))
+
+    @property
+    def channels(self) -> int:
+        """Channels of the feature map."""
+        return self.width * 2 ** (len(self.blocks) + 1) if self.blocks else self.width
+
+    def map_size(self, image_size: tuple[int, int]) -> tuple[int, int]:
+        """(height, width) of the feature map: every halving rounds up, as SAME padding does."""
+        return -(-image_size[0] // self.stride), -(-image_size[1] // self.stride)
+
+
+@dataclasses.dataclass(kw_only=True)
+class ResNetConfig(Record):
+    """A ResNet as a classifier: the architecture, and nothing else. Lengths are (height, width)."""
+
+    image_size: tuple[int, int] = (224, 224)  # in pixels
+    channels: int = 3  # of an image
+    backbone: Backbone = dataclasses.field(default_factory=Backbone)  # all but the head
+    num_classes: int | None = None  # None: no head, the outputs are the features
+    head: Head = 'linear'  # or a function of your own, f(num_classes) -> flax module
+    head_bias: float = 0.0  # the linear head's bias at initialisation
+
+    def check(self) -> None:
+        require_between(self, 'image_size', 'channels', 'num_classes', low=1, high=LARGEST)
+        check_head(self.head, self.head_bias)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(height, width) of the last feature map."""
+        return self.backbone.map_size(self.image_size)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -45,7 +106,7 @@ class ViTConfig(Record):
     pre_norm: bool = False  # a LayerNorm before the blocks; patches then have no bias (CLIP)
     gelu: Gelu | None = 'tanh'  # None: SwiGLU in its place
     layer_scale: float | None = None  # LayerScale's initial value (CaiT, equation 4); None: none
-    norm: ops.Norm = 'layer'  # LayerNorm; rms: RMSNorm
+    norm: Norm = 'layer'  # LayerNorm; rms: RMSNorm
     layer_norm_epsilon: float = 1e-6  # added to the variance
     qkv_bias: bool = True  # of queries, keys and values
     qk_norm: bool = False  # norms of queries and keys of each head, in blocks (ViT-22B)
@@ -129,3 +190,12 @@ class ViTConfig(Record):
     def sequence(self) -> str:
         """Its length in words, and what of the image is not in it."""
         return f'{self.num_tokens} tokens' + (f' ({self.unread})' if self.unread else '')
+
+
+ModelConfig = ViTConfig | ResNetConfig
+
+
+def check_head(head: Head, bias: float) -> None:
+    """Raises UserError for a bias that is not finite, or that a head function would ignore."""
+    require(math.isfinite(bias), f'head_bias={bias}: expected a finite number')
+    require(head == 'linear' or bias == 0, f'head_bias={bias}: only the linear head has one')

@@ -1,0 +1,258 @@
+"""How a model is computed: precision, memory and kernels, and what `auto` selects."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
+
+import jax
+
+from vit_jax.base import Record, require, require_between
+from vit_jax.models.attention import LONG, OUTPUT, Implementation, supports_cudnn
+from vit_jax.models.config import ModelConfig, ViTConfig
+
+Remat = Literal['none', 'dots', 'block']
+POLICIES: tuple[Remat, ...] = get_args(Remat)  # from least to most recomputation
+Layout = Literal['flat', 'batched']
+LastBlock = Literal['whole', 'class_tokens']
+_T = TypeVar('_T', bound=Callable[..., Any])
+# The share of the free memory that activations may take: programs do not fill memory without gaps.
+_SHARE = 0.8
+_FUSED = {'cudnn': 'gpu', 'splash': 'tpu'}  # the platform of each fused kernel
+# After a loop, a separate last block takes a third longer to compile and saves less the more blocks
+# there are: 6 % of the estimated cycles of B/16 on a v5e; L/16 takes 3 % more.
+_FEW_BLOCKS = 16
+_BYTES = {'float32': 4, 'bfloat16': 2}
+
+
+@dataclasses.dataclass(kw_only=True)
+class Regularization(Record):
+    """What training drops at random.
+
+    Dropout follows every dense layer except the query, key and value projections, and the addition
+    of positions before the blocks (appendix B.1). Stochastic depth drops a residual branch of an
+    example with a probability that grows linearly from 0 in the first block to the given one in
+    the last.
+    """
+
+    dropout: float = 0.0  # the probability
+    stochastic_depth: float = 0.0  # the probability in the last block
+
+    def check(self) -> None:
+        require_between(self, 'dropout', 'stochastic_depth', low=0, below=1)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Compute(Record):
+    """How the same function is computed: precision, memory, kernels.
+
+    Parameters, statistics of the norms, softmax and logits are float32 whatever the dtype. With
+    `auto`, training computes in bfloat16 on TPUs and on NVIDIA GPUs of compute capability 8.0
+    (Ampere) or newer, and in float32 on other devices; `load`, `evaluate`, `predict` and `fewshot`
+    compute in float32. `remat` decides what the backward pass recomputes: nothing, all but the
+    large matrix products and convolutions (`dots`), or the whole block. Unrolled blocks run faster
+    on GPUs and take longer to compile. If the head reads class tokens only,
+    `last_block=class_tokens` computes the last block's queries, attention and MLP for these only;
+    its keys and values are those of all tokens.
+    """
+
+    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of activations and products
+    remat: Remat | Literal['auto'] = 'auto'  # dots: all but products are recomputed; block: all
+    unroll: int | Literal['auto'] = 'auto'  # blocks in one iteration of the loop
+    attention: Implementation | Literal['auto'] = 'auto'  # cudnn: GPUs; splash: TPUs
+    layout: Layout | Literal['auto'] = 'auto'  # flat: tokens are rows of one matrix
+    last_block: LastBlock | Literal['auto'] = 'auto'  # class_tokens: only these are computed
+
+    @property
+    def for_few_queries(self) -> 'Compute':
+        """The same with attention by XLA: fused kernels are made for many queries."""
+        return dataclasses.replace(self, attention='xla')
+
+    def check(self) -> None:
+        if self.unroll != 'auto':
+            require_between(self, 'unroll', low=1)
+
+
+# Plain XLA, without device-specific choices.
+PORTABLE = Compute(
+    dtype='float32',
+    remat='none',
+    unroll=1,
+    attention='xla',
+    layout='batched',
+    last_block='whole',
+)
+
+
+class DeviceBudget(NamedTuple):
+    """What one device trains on."""
+
+    images: int  # in one pass
+    memory: int | None  # bytes that activations may take; None: unknown
+    has_fast_bfloat16: bool = False  # whether bfloat16 products are faster than float32 products
+
+
+class ResolvedCompute(NamedTuple):
+    """Compute options without `auto`, and the reasons for some of the choices."""
+
+    compute: Compute
+    reasons: str
+
+    def __str__(self) -> str:
+        fields = ', '.join(f'{name}={value}' for name, value in vars(self.compute).items())
+        return fields + (f' ({self.reasons})' if self.reasons else '')
+
+
+def resolve_compute(
+    compute: Compute,
+    model: ModelConfig,
+    *,
+    platform: str,
+    budget: DeviceBudget | None = None,
+    regularization: Regularization | None = None,
+) -> ResolvedCompute:
+    """Replaces each `auto` by the fastest choice that fits into memory.
+
+    Args:
+      compute: The options.
+      model: The architecture.
+      platform: Platform of the devices, such as `cpu`, `gpu`, `tpu`.
+      budget: What one device trains on; None: the model is not trained.
+      regularization: What training drops at random. If something is dropped, the last block is
+        `whole`: the same is then dropped on all devices.
+
+    Returns:
+      The options and the reasons.
+
+    Raises:
+      UserError: If the model or the platform does not support an option.
+    """
+    platform = 'gpu' if platform in ('cuda', 'rocm') else platform
+    reasons = []
+
+    def choose(name: str, value: Any, reason: str = '') -> None:
+        nonlocal compute
+        if getattr(compute, name) == 'auto':
+            compute = dataclasses.replace(compute, **{name: value})
+            if reason:
+                reasons.append(f'{name}: {reason}')
+
+    if budget is None:
+        choose('dtype', 'float32')
+    elif budget.has_fast_bfloat16:
+        choose('dtype', 'bfloat16', f'bfloat16 is faster on this {platform.upper()}')
+    else:
+        choose('dtype', 'float32', f'bfloat16 is not known to be faster on this {platform.upper()}')
+    choose('layout', 'batched' if platform == 'tpu' else 'flat')
+    if isinstance(model, ViTConfig):
+        if platform == 'gpu':
+            choose('unroll', model.depth, 'a GPU is fastest without copies for a loop')
+        choose('unroll', 1)
+        draws = regularization not in (None, Regularization())
+        _check(compute, model, platform, draws=draws)
+        choose('attention', _fastest_attention(model, platform, str(compute.dtype)))
+        separate = model.depth <= max(_FEW_BLOCKS, int(compute.unroll))
+        if model.num_tokens_read is not None and separate and not draws:
+            choose('last_block', 'class_tokens', 'the head reads no patches')
+    for name, value in {'unroll': 1, 'attention': 'xla', 'last_block': 'whole'}.items():
+        choose(name, value)
+    choose('remat', *_least_remat(model, compute, platform, budget))
+    return ResolvedCompute(compute, '; '.join(reasons))
+
+
+def _check(compute: Compute, model: ViTConfig, platform: str, *, draws: bool) -> None:
+    kernel, needed = compute.attention, _FUSED.get(compute.attention)
+    if needed is not None:
+        wrong = f'compute.attention={kernel}: needs a {needed.upper()}, got a {platform.upper()}'
+        require(platform == needed, f'{wrong}; set it to auto')
+        wrong = f'compute.attention={kernel}: does not support relative positions'
+        require(model.positions != 'relative', f'{wrong}; set it to auto or blockwise')
+    if compute.last_block == 'class_tokens':
+        wrong = 'compute.last_block=class_tokens: the heads read patches too'
+        read = f'(pool={model.pool}, patch_outputs={model.patch_outputs}); set it to auto'
+        require(model.num_tokens_read is not None, f'{wrong} {read}')
+        wrong = 'compute.last_block=class_tokens: dropout and stochastic depth need whole blocks'
+        require(not draws, f'{wrong}; set it to auto')
+
+
+def _fastest_attention(model: ViTConfig, platform: str, dtype: str) -> Implementation:
+    tokens, heads, is_long = model.num_tokens, model.num_heads, model.num_tokens > LONG
+    if model.positions != 'relative':
+        if platform == 'gpu' and supports_cudnn(tokens, heads, model.width // heads, dtype):
+            return 'cudnn'
+        if platform == 'tpu' and is_long:
+            return 'splash'
+    return 'blockwise' if is_long else 'xla'
+
+
+def _least_remat(
+    model: ModelConfig, compute: Compute, platform: str, budget: DeviceBudget | None
+) -> tuple[Remat, str]:
+    """Returns the policy with the least recomputation that fits and is fast, and the reason."""
+    if budget is None:
+        return 'none', ''
+    slow_loop = False
+    if isinstance(model, ViTConfig):
+        needed = activations(model, compute)
+        for remat in POLICIES:
+            fits = budget.memory is None or needed[remat] * budget.images <= _SHARE * budget.memory
+            if fits:
+                break
+        if remat != 'none':
+            return remat, 'activations have to fit into memory'
+        # A step of B/16 on a v5e takes 207 M estimated cycles; with `dots` 142 M.
+        slow_loop = platform == 'tpu' and compute.unroll == 1
+    if platform == 'cpu' or slow_loop:
+        return 'dots', f'a {platform.upper()} is fastest if little is kept in memory'
+    return 'none', ''
+
+
+def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
+    """Estimates the bytes of one image's activations when the backward pass starts, by `remat`.
+
+    Each block keeps vectors of the width of a token and of the MLP's hidden layer, and without a
+    fused kernel the weights of attention. With layout `batched`, norms and GELU also keep their
+    intermediates. One whole block is in memory under every policy: the backward pass starts with
+    it. The convolutions of a hybrid are not counted.
+    """
+    size, tokens, width = _BYTES[compute.dtype], model.num_tokens, model.width
+    hidden = model.mlp_dim * (2 if model.gelu is None else 1)
+    keeps_weights = compute.attention == 'xla'
+    weights = model.num_heads * tokens**2 * (8 + size) if keeps_weights else 0
+    vectors = 8 * width + 2 * hidden
+    if compute.layout == 'batched':
+        vectors = 17 * width + 5 * hidden
+    one_block = tokens * vectors * size + weights
+    products = 6 * width + hidden + (0 if compute.attention == 'cudnn' else width)
+    kept = {'none': one_block, 'dots': tokens * products * size, 'block': tokens * width * size}
+    blocks = model.depth - (compute.last_block == 'class_tokens')
+    return {remat: blocks * kept[remat] + one_block for remat in POLICIES}
+
+
+def rematerialized(
+    block: _T, compute: Compute, *, in_loop: bool = False, by: Any = jax.checkpoint
+) -> _T:
+    """Returns the block with the backward pass of `compute.remat`.
+
+    Args:
+      block: A function, or a module if `by` is `nn.remat`.
+      compute: The options.
+      in_loop: Whether the block runs in a rolled loop. Elsewhere barriers keep XLA from merging
+        the recomputation with the original computation (common subexpressions).
+      by: The transformation.
+    """
+    if compute.remat == 'none':
+        return block
+    policies = {'dots': _keep_products, 'block': jax.checkpoint_policies.nothing_saveable}
+    wrapped: _T = by(block, prevent_cse=not in_loop, policy=policies[compute.remat])
+    return wrapped
+
+
+def _keep_products(primitive: Any, *operands: Any, **params: Any) -> Any:
+    """Keeps convolutions, products with parameters, and the output of attention.
+
+    The products inside attention have batch dimensions and are recomputed.
+    """
+    policies = jax.checkpoint_policies
+    dots, named = policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(OUTPUT)
+    is_kept = dots(primitive, *operands, **params) or named(primitive, *operands, **params)
+    return primitive.name == 'conv_general_dilated' or is_kept

@@ -176,8 +176,10 @@ class Mlp(ViTModule):
         if config.gelu is None:
             hidden = nn.silu(dense((config.mlp_dim,), name='gate')(x)) * hidden
         else:
-            # Recomputed: XLA would keep several arrays of the size of the hidden layer.
-            hidden = jax.checkpoint(_GELUS[config.gelu])(hidden)
+            gelu = _GELUS[config.gelu]
+            if self.compute.layout == 'flat':  # else XLA keeps several arrays of the hidden layer
+                gelu = jax.checkpoint(gelu)
+            hidden = gelu(hidden)
         hidden = seen(self, 'hidden', hidden)
         return drop(dense((config.width,), name='dense2')(drop(hidden)))
 

@@ -80,7 +80,7 @@ NOISE = {
 PROGRAMS = {
     **{
         f'vit, attention={way}': Program(VIT, Compute(attention=way))
-        for way in ('cudnn', 'padded', 'xla', 'head_major', 'blockwise')
+        for way in ('cudnn', 'xla', 'blockwise')
     },
     'vit, float32': Program(VIT, FLOAT32),
     'vit, batched, xla': Program(VIT, Compute(layout='batched', attention='xla')),
@@ -99,7 +99,6 @@ PROGRAMS = {
     'hybrid, odd': Program(odd(HYBRID)),
     'hybrid, batched': Program(HYBRID, BATCHED),
     'hybrid, float32': Program(HYBRID, FLOAT32),
-    'hybrid, as on a CPU': Program(HYBRID, Compute(attention='head_major')),
     'hybrid, eval': Program(HYBRID, step='eval'),
     'hybrid, features': Program(odd(HYBRID), step='features'),
     'hybrid of a root': Program(hybrid((), patch_size=(2, 2))),
@@ -108,7 +107,6 @@ PROGRAMS = {
     'resnet, odd, remat=dots': Program(odd(RESNET), Compute(remat='dots')),
     'resnet, batched': Program(RESNET, BATCHED),
     'resnet, float32': Program(RESNET, FLOAT32),
-    'resnet, as on a CPU': Program(odd(RESNET), Compute(attention='head_major')),
     'resnet, eval': Program(odd(RESNET), step='eval'),
     'resnet, features': Program(RESNET, step='features'),
 }

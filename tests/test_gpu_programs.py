@@ -95,12 +95,10 @@ def test_a_strided_slice_is_seen_in_loops_and_branches(loop):
     assert strided_products_of(uses[loop], x)
 
 
-@pytest.mark.parametrize('attention', ['auto', 'head_major'])
 @pytest.mark.parametrize('config', [HYBRID, RESNET, gpu_programs.hybrid((), patch_size=(2, 2))])
-def test_no_matrix_product_reads_a_strided_slice(config, attention):
+def test_no_matrix_product_reads_a_strided_slice(config):
     config = dataclasses.replace(config, num_classes=3)
-    compute = Compute(attention=attention, unroll=1)
-    model = build(config, compute=compute, platform='gpu')
+    model = build(config, compute=Compute(unroll=1), platform='gpu')
     params = jax.eval_shape(model.init, jax.random.key(0))
     gradient = jax.grad(lambda params, images: model.apply(params, images).std())
     assert not strided_products_of(gradient, params, tiny.images(2, config))

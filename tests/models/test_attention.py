@@ -1,3 +1,6 @@
+"""Every implementation of attention gives the same; TPU kernels run in an interpreter."""
+
+import functools
 import math
 import re
 
@@ -6,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vit_jax.models import attention, fused_attention
+from tests import tiny
+from vit_jax.models import Compute, attention, build
+from vit_jax.parallel import ahead_of_time, meshes
+from vit_jax.parallel.meshes import MeshConfig
 
 QUERY, KEY, VALUE = jax.random.normal(jax.random.key(0), (3, 2, 5, 4, 8))
 OFFSETS = jax.random.normal(jax.random.key(2), (9, 4, 8))
@@ -29,12 +35,10 @@ def by_definition(query, key, value, offsets):
     return jnp.einsum('bhqn,bnhk->bqhk', weights, value)
 
 
-@pytest.mark.parametrize('queries', [5, pytest.param(3, marks=pytest.mark.full)])
-def test_a_query_has_logits_of_the_offsets_to_all_keys(queries):
+@pytest.mark.parametrize('queries', [5, 3])
+def test_weights_have_logits_of_the_offsets_to_all_keys(queries):
     query, offsets = QUERY[:, :queries], OFFSETS[: queries + 4]
     expected = by_definition(query, KEY, VALUE, offsets)
-    found = attention.attend(query, KEY, VALUE, relative=offsets)
-    np.testing.assert_allclose(found, expected, atol=1e-6)
     weights = attention.attention_weights(query, KEY, offsets)
     mixed = jnp.einsum('bhqn,bnhk->bqhk', weights, VALUE)
     np.testing.assert_allclose(mixed, expected, atol=1e-6)
@@ -42,39 +46,50 @@ def test_a_query_has_logits_of_the_offsets_to_all_keys(queries):
 
 @pytest.mark.parametrize('relative', [None, OFFSETS], ids=['', 'relative'])
 @pytest.mark.parametrize('queries', [5, pytest.param(3, marks=pytest.mark.full)])
-@pytest.mark.parametrize('implementation', ['head_major', 'blockwise', 'padded'])
-def test_each_way_to_compute_it_gives_the_same_result_and_gradient(
+@pytest.mark.parametrize('implementation', ['xla', 'blockwise'])
+def test_each_implementation_has_the_result_and_gradient_of_the_definition(
     implementation, queries, relative, monkeypatch
 ):
-    monkeypatch.setattr(attention, '_BLOCK', 2)  # 5 queries: two blocks, and one in a third
-    relative = None if relative is None else relative[: queries + 4]
-    arguments = QUERY[:, :queries], KEY, VALUE, relative
+    monkeypatch.setattr(attention, '_QUERIES', 2)  # 5 queries: two blocks, and one in a third
+    arguments = [QUERY[:, :queries], KEY, VALUE]
+    if relative is not None:
+        arguments.append(relative[: queries + 4])
 
-    def of(implementation):
-        def total(query, key, value, relative):
-            options = {'relative': relative, 'implementation': implementation}
-            mixed = attention.attend(query, key, value, **options)
-            return mixed.std(), mixed
+    def attend(query, key, value, relative=None):
+        options = {'relative': relative, 'implementation': implementation}
+        return attention.attend(query, key, value, **options)
 
-        wanted = range(4 if relative is not None else 3)
-        return jax.grad(total, argnums=tuple(wanted), has_aux=True)(*arguments)
+    def defined(query, key, value, relative=None):
+        offsets = jnp.zeros((queries + 4, 4, 8)) if relative is None else relative
+        return by_definition(query, key, value, offsets)
 
-    (gradients, mixed), (expected, same) = of(implementation), of('xla')
-    np.testing.assert_allclose(mixed, same, atol=1e-6)
-    for one, other in zip(gradients, expected, strict=True):
+    def with_gradient(function):
+        return jax.value_and_grad(
+            lambda *arguments: function(*arguments).std(), argnums=tuple(range(len(arguments)))
+        )(*arguments)
+
+    np.testing.assert_allclose(attend(*arguments), defined(*arguments), atol=1e-6)
+    found, expected = map(jax.tree.leaves, (with_gradient(attend), with_gradient(defined)))
+    for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
-def test_the_gradient_of_relative_logits_is_that_of_their_definition():
-    of_ways = [
-        jax.grad(lambda *a, f=f: f(*a).std(), argnums=(0, 1, 2, 3))(QUERY, KEY, VALUE, OFFSETS)
-        for f in (lambda q, k, v, r: attention.attend(q, k, v, relative=r), by_definition)
-    ]
-    for actual, expected in zip(*of_ways, strict=True):
-        np.testing.assert_allclose(actual, expected, atol=1e-6)
+@pytest.mark.parametrize('implementation', ['xla', 'blockwise'])
+def test_forward_derivatives_are_the_change_of_the_result(implementation):
+    """The backward pass keeps little, and yet a Hessian or a Jacobian can be computed."""
+
+    def attend(*arguments):
+        *vectors, relative = arguments
+        options = {'relative': relative, 'implementation': implementation}
+        return attention.attend(*vectors, **options)
+
+    arguments = QUERY, KEY, VALUE, OFFSETS
+    along = jax.jvp(attend, arguments, arguments)[1]
+    expected = jax.jvp(by_definition, arguments, arguments)[1]
+    np.testing.assert_allclose(along, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize('implementation', ['head_major', 'xla', 'padded'])
+@pytest.mark.parametrize('implementation', ['xla', 'blockwise'])
 def test_logits_are_made_and_scaled_in_float32(implementation):
     """Half a percent of bfloat16's rounding of weights and result; rounded logits give 3 %."""
     low = [x.astype(jnp.bfloat16) for x in 9 * QUERY_72]
@@ -104,15 +119,10 @@ def test_the_backward_pass_keeps_nothing_of_all_queries_by_all_keys_in_float32(r
     assert kept == ['bfloat16']
 
 
-@pytest.mark.parametrize('implementation', ['head_major', 'xla'])
-def test_what_it_gives_is_kept_once(implementation):
-    keep = jax.checkpoint_policies.save_only_these_names(attention.MIXED)
-
-    def attend(query, key, value):
-        return attention.attend(query, key, value, implementation=implementation)
-
-    pull = jax.vjp(jax.checkpoint(attend, policy=keep), QUERY, KEY, VALUE)[1]
-    mixed = attend(QUERY, KEY, VALUE)
+def test_rematerialization_keeps_the_result_once():
+    keep = jax.checkpoint_policies.save_only_these_names(attention.OUTPUT)
+    pull = jax.vjp(jax.checkpoint(attention.attend, policy=keep), QUERY, KEY, VALUE)[1]
+    mixed = attention.attend(QUERY, KEY, VALUE)
     kept = [x for x in jax.tree.leaves(pull) if x.size == mixed.size]
     assert len(kept) == 4  # queries, keys, values, and what it gives
     assert any(x.shape == mixed.shape and (x == mixed).all() for x in kept)
@@ -126,7 +136,8 @@ def test_no_program_for_a_long_sequence_has_all_queries_by_all_keys(queries, key
     arguments = (query, key, key, offsets)[: 3 + relative]
 
     def total(query, key, value, relative=None):
-        return attention.attend(query, key, value, relative=relative).sum()
+        options = {'relative': relative, 'implementation': 'blockwise'}
+        return attention.attend(query, key, value, **options).sum()
 
     every = tuple(range(len(arguments)))
     program = str(jax.make_jaxpr(jax.grad(total, argnums=every))(*arguments))
@@ -134,10 +145,147 @@ def test_no_program_for_a_long_sequence_has_all_queries_by_all_keys(queries, key
     assert max(sizes) < queries * keys
 
 
-def test_auto_is_no_fused_kernel_where_positions_are_relative(monkeypatch):
-    monkeypatch.setattr(fused_attention, 'cudnn_compiles', lambda *_: True)
-    found, expected = (
-        attention.attend(QUERY, KEY, VALUE, relative=OFFSETS, implementation=implementation)
-        for implementation in ('auto', 'xla')
+@pytest.mark.full
+@pytest.mark.parametrize('queries', [5, 1, 4])
+def test_padding_to_an_even_length_changes_neither_result_nor_gradient(queries):
+    """What cuDNN is given at odd lengths, computed by XLA."""
+
+    def plain(query, key, value):
+        return jax.nn.dot_product_attention(query, key, value)
+
+    def padded(query, key, value):
+        return attention._cudnn(query, key, value, implementation='xla')
+
+    arguments = QUERY[:, :queries], KEY, VALUE
+    np.testing.assert_allclose(padded(*arguments), plain(*arguments), atol=1e-6)
+    gradients = [
+        jax.grad(lambda *a, f=f: f(*a).std(), argnums=(0, 1, 2))(*arguments)
+        for f in (plain, padded)
+    ]
+    for expected, actual in zip(*gradients, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+
+def test_a_kernel_of_cudnn_that_does_not_compile_is_logged(monkeypatch, caplog):
+    attention.supports_cudnn.cache_clear()
+    assert attention.supports_cudnn(5, 4, 8, 'bfloat16')  # for GPUs that are not attached
+    monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')  # this machine has no cuDNN
+    attention.supports_cudnn.cache_clear()
+    assert not attention.supports_cudnn(5, 4, 8, 'bfloat16')
+    assert 'cuDNN attention does not compile (5 tokens)' in caplog.text
+    attention.supports_cudnn.cache_clear()
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setattr(attention, '_INTERPRET', True)
+
+
+def mesh_of(data, fsdp=1, tensor=1):
+    config = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
+    return meshes.make_mesh(config, jax.devices()[: data * fsdp * tensor])
+
+
+def with_gradients(implementation, mesh, arguments):
+    """On this mesh, what it gives and its gradients, of a sum in which each number weighs alike."""
+
+    def total(query, key, value):
+        mixed = attention.attend(query, key, value, implementation=implementation)
+        return jnp.sin(mixed.astype(jnp.float32)).sum(), mixed
+
+    gradient = meshes.traced_on(mesh, jax.grad(total, argnums=(0, 1, 2), has_aux=True))
+    return jax.jit(gradient)(*jax.device_put(arguments, meshes.replicated(mesh)))
+
+
+@pytest.mark.parametrize(
+    'queries, keys, shape',
+    [
+        (5, 5, (1, 1, 1)),  # one block that is filled up
+        pytest.param(130, 200, (2, 2, 2), marks=pytest.mark.full),  # two, on eight devices
+        pytest.param(256, 128, (1, 1, 1), marks=pytest.mark.full),  # nothing is filled up
+        pytest.param(5, 5, (8, 1, 1), marks=pytest.mark.full),  # more devices than examples
+        pytest.param(5, 5, (1, 1, 8), marks=pytest.mark.full),  # more devices than heads
+    ],
+)
+@pytest.mark.usefixtures('interpreted')
+def test_splash_gives_what_xla_does_on_every_mesh(queries, keys, shape, monkeypatch):
+    monkeypatch.setattr(attention, '_BLOCK', 128)
+    arguments = [
+        jax.random.normal(jax.random.key(seed), (4, length, 2, 12))
+        for seed, length in enumerate((queries, keys, keys))
+    ]
+    found, mixed = with_gradients('splash', mesh_of(*shape), arguments)
+    expected, same = with_gradients('xla', mesh_of(1), arguments)
+    np.testing.assert_allclose(mixed, same, atol=1e-5)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.usefixtures('interpreted')
+def test_splash_makes_logits_in_float32():
+    """Half a percent of bfloat16's rounding of the result; rounded logits give 3 %."""
+    low = 9 * jax.random.normal(jax.random.key(1), (3, 2, 5, 4, 64), jnp.bfloat16)
+    exact = attention.attend(*(x.astype(jnp.float32) for x in low), implementation='xla')
+    splash = functools.partial(attention.attend, implementation='splash')
+    result = jax.jit(meshes.traced_on(mesh_of(1), splash))(*low).astype(jnp.float32)
+    assert jnp.abs(result - exact).max() < 0.005 * jnp.abs(exact).max()
+
+
+@pytest.mark.usefixtures('interpreted')
+def test_each_device_mixes_its_own_examples_and_heads():
+    mesh, split = mesh_of(2, 2, 2), jax.sharding.PartitionSpec(('data', 'fsdp'), None, 'tensor')
+    sharding = jax.sharding.NamedSharding(mesh, split)
+    arguments = [jax.ShapeDtypeStruct((4, 5, 2, 8), 'float32', sharding=sharding)] * 3
+    splash = functools.partial(attention.attend, implementation='splash')
+    compiled = jax.jit(meshes.traced_on(mesh, splash)).lower(*arguments).compile()
+    assert compiled.output_shardings.is_equivalent_to(sharding, 4)
+    assert not [kind for kind in ('all-gather', 'all-to-all') if kind in compiled.as_text()]
+
+
+def test_without_a_mesh_several_devices_have_no_kernel():
+    """The compiler could not split it."""
+    without, blockwise = (
+        str(jax.make_jaxpr(functools.partial(attention.attend, implementation=name))(*[QUERY] * 3))
+        for name in ('splash', 'blockwise')
     )
-    np.testing.assert_array_equal(found, expected)
+    assert without == blockwise
+
+
+def test_a_higher_precision_of_products_has_no_kernel():
+    """A TPU's compiler refuses it in bfloat16."""
+    splash = functools.partial(attention.attend, implementation='splash')
+    traced = meshes.traced_on(mesh_of(1), splash)
+    with jax.default_matmul_precision('highest'):
+        assert 'pallas_call' not in str(jax.make_jaxpr(traced)(*[QUERY] * 3))
+    assert 'pallas_call' in str(jax.make_jaxpr(traced)(*[QUERY] * 3))
+
+
+@pytest.mark.parametrize(
+    'length, most', [(5, 128), (1025, 1280), (1601, 1792), (2048, 2048), (4097, 4480)]
+)
+def test_a_sequence_is_filled_up_to_few_even_blocks(length, most):
+    size, together = attention._even_blocks(length)
+    assert together == most and together % size == 0 and size % 128 == 0 and size <= 1024
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('remat', ['none', 'dots', 'block'])
+def test_a_network_of_long_sequences_is_trained_on_tpus_by_their_kernel(remat):
+    """On four chips: forward and two parts of the backward pass, in the loop over the blocks; what
+    the forward kernel gives is made once where products are kept. No array of n by n is there.
+    """
+    chips = ahead_of_time.find_topology('v5e:2x2')
+    mesh = meshes.make_mesh(MeshConfig(data=2, tensor=2), chips.devices)
+    config = tiny.model(image_size=(144, 144), patch_size=(4, 4), num_heads=2, num_classes=3)
+    tokens = config.num_tokens
+    assert tokens == 1297
+    compute = Compute(dtype='bfloat16', remat=remat)
+    model = build(config, compute=compute, platform='tpu')
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    everywhere, split = meshes.replicated(mesh), meshes.batch_sharding(mesh)
+    params = jax.tree.map(lambda x: x.update(sharding=everywhere), params)
+    images = jax.ShapeDtypeStruct((4, 144, 144, 3), 'float32', sharding=split)
+    loss = meshes.traced_on(mesh, jax.grad(lambda p, x: model.apply(p, x).std()))
+    text = ahead_of_time.compile_for(chips, jax.jit(loss).lower(params, images)).as_text()
+    assert text.count('"tpu_custom_call"') == (4 if remat == 'block' else 3)
+    assert f'{tokens},{tokens}' not in text and '1536,1536' not in text  # nor as filled up

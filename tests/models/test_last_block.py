@@ -29,7 +29,7 @@ SELDOM = [
     'of, compute',
     [
         *((of, {}) for of in OFTEN),
-        ({}, {'layout': 'flat', 'attention': 'padded', 'unroll': 3}),
+        ({}, {'layout': 'flat', 'attention': 'xla', 'unroll': 3}),
         *(pytest.param(of, {}, marks=pytest.mark.full) for of in SELDOM),
         *(
             pytest.param({}, compute, marks=pytest.mark.full)
@@ -85,7 +85,7 @@ def test_a_loop_keeps_no_second_copy_of_parameters_or_gradients():
 
 def test_without_a_loop_stacked_parameters_are_split_once():
     """So that no gradient of one block is added to an array of those of all blocks."""
-    compute = Compute(last_block='class_tokens', unroll=3, layout='flat', attention='padded')
+    compute = Compute(last_block='class_tokens', unroll=3, layout='flat', attention='xla')
     model = build(tiny.model(), compute=compute)
     params = jax.eval_shape(model.init, jax.random.key(0))
     gradient = jax.grad(lambda p: model.apply(p, tiny.images(2)).std())
@@ -103,7 +103,7 @@ def test_one_block_is_the_last_without_compiling_too():
 
 @pytest.mark.parametrize(
     'last_block, message',
-    [('whole', r'\b4\b'), ('class_tokens', 'parameters of 4 blocks, the network has 2')],
+    [('whole', r'\b4\b'), ('class_tokens', 'parameters of 4 blocks, the model has 2')],
 )
 def test_parameters_of_another_depth_are_refused(last_block, message):
     model = build(tiny.model(depth=2), compute=Compute(last_block=last_block))

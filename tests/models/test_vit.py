@@ -1,6 +1,7 @@
 import functools
 import math
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ from tests import tiny
 from vit_jax.base.errors import UserError
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.models import Compute, Regularization, build
-from vit_jax.models.vit import drop_branch
+from vit_jax.models.vit import Dense, ViTModule, drop_branch
 
 
 def made(config, **kwargs):
@@ -92,6 +93,69 @@ def test_logits_are_those_of_the_papers_equations(changes):
     expected = by_the_paper(params, images, config)
     # float32 rounding of sums over at most 50 terms, on logits near 1
     np.testing.assert_allclose(model.apply(params, images), expected, rtol=1e-5, atol=1e-5)
+
+
+LAYOUTS = {layout: Compute(dtype='float32', layout=layout) for layout in ('flat', 'batched')}
+
+
+def applied(layer, x, params=None):
+    """The parameters, the output, and its gradients by parameters and input."""
+    params = layer.init(KEY, x) if params is None else params
+
+    def total(params, x):
+        return (layer.apply(params, x) ** 2).sum()
+
+    return params, layer.apply(params, x), jax.grad(total, argnums=(0, 1))(params, x)
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+@pytest.mark.parametrize(
+    'shape, features, axes', [((2, 5, 6), (3, 4), 1), ((2, 5, 2, 3), (8,), 2), ((2, 5, 6), (4,), 1)]
+)
+def test_a_dense_layer_is_flaxs(layout, shape, features, axes):
+    x, bias = jax.random.normal(KEY, shape), nn.initializers.normal(1.0)
+    own = Dense(features, LAYOUTS[layout], axes=axes, bias_init=bias)
+    glorot = nn.initializers.xavier_uniform()
+    flax = nn.DenseGeneral(features, axis=range(-axes, 0), kernel_init=glorot, bias_init=bias)
+    params, *results = applied(own, x)
+    expected, *others = applied(flax, x)
+    for name, leaf in named_leaves(expected).items():  # to the bit: a seed means the same network
+        np.testing.assert_array_equal(named_leaves(params)[name], leaf)
+    for one, other in zip(jax.tree.leaves(results), jax.tree.leaves(others), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+class Normed(ViTModule):
+    @nn.compact
+    def __call__(self, x):
+        return self.normalized(x, 'norm')
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+@pytest.mark.parametrize('shape', [(2, 5, 6), (2, 5, 3, 6)])
+@pytest.mark.parametrize(
+    'kind, flax, names',
+    [('layer', nn.LayerNorm, ('scale', 'bias')), ('rms', nn.RMSNorm, ('scale',))],
+)
+def test_a_norm_is_flaxs(kind, flax, names, shape, layout):
+    x = jax.random.normal(KEY, shape)
+    params = {name: jnp.arange(6.0) / (1 + i) for i, name in enumerate(names)}
+    own = Normed(tiny.model(norm=kind), Regularization(), LAYOUTS[layout])
+    found = applied(own, x, {'params': {'norm': params}})
+    expected = applied(flax(epsilon=1e-6), x, {'params': params})
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_forward_derivatives_are_the_change_of_the_features(layout):
+    """Recomputation for the backward pass does not prevent a Hessian or a Jacobian."""
+    model, params = made(tiny.model(), compute=LAYOUTS[layout])
+    image = tiny.images(1)
+    _, along = jax.jvp(lambda x: model.features(params, x), (image,), (image,))
+    near = model.features(params, image * 1.001) - model.features(params, image * 0.999)
+    np.testing.assert_allclose(along, near / 0.002, atol=1e-2)
 
 
 def test_initial_values_are_those_of_the_paper():

@@ -50,7 +50,7 @@ def test_a_device_needs_memory_for_all_that_an_optimizer_keeps():
 
 def test_hosts_that_chose_differently_do_not_agree():
     experiment = decide(tiny.experiment())
-    changed = dataclasses.replace(experiment.choice.compute, remat='block')
-    other = experiment._replace(choice=experiment.choice._replace(compute=changed))
+    changed = dataclasses.replace(experiment.resolved.compute, remat='block')
+    other = experiment._replace(resolved=experiment.resolved._replace(compute=changed))
     one, two = map(fingerprint.of_decisions, (experiment, other))
     assert {name for name in one if one[name] != two[name]} == {'compute'}

@@ -66,10 +66,9 @@ def attention_weights(
 ) -> Float[Array, 'b h q n']:
     """Returns the weights of `attend` in float32: each row sums to one."""
     logits = jnp.einsum('bqhk,bnhk->bhqn', query, key, preferred_element_type=jnp.float32)
-    logits = logits / math.sqrt(query.shape[-1])
     if relative is not None:
         logits += _relative_logits(query, relative)
-    return jax.nn.softmax(logits, axis=-1)
+    return jax.nn.softmax(logits / math.sqrt(query.shape[-1]), axis=-1)
 
 
 def _xla(
@@ -78,33 +77,38 @@ def _xla(
     value: Float[Array, 'b n h k'],
     relative: Float[Array, 'o h k'] | None,
 ) -> Float[Array, 'b q h k']:
-    query = query / math.sqrt(query.shape[-1])
+    scale = math.sqrt(query.shape[-1])
+    exact = 2.0 ** math.floor(math.log2(scale))  # division by a power of 2 does not round
+    query = query / exact
     bias = None if relative is None else _relative_logits(query, relative)
-    return _mix(query, key, value, bias)
+    return _mix(query, key, value, bias, scale / exact)
 
 
-@jax.custom_jvp
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
 def _mix(
     query: Float[Array, 'b q h k'],
     key: Float[Array, 'b n h k'],
     value: Float[Array, 'b n h k'],
     bias: Float[Array, 'b h q n'] | None,
+    scale: float,
 ) -> Float[Array, 'b q h k']:
-    """softmax(Q K^T + bias) V, of scaled queries.
+    """Computes softmax((Q K^T + bias) / scale) V; the scale is 1 for heads of 64.
 
     The derivative is written by hand, as fused kernels compute it: from the rounded weights, and
     with one sum for each query in place of one for each query and key. On a v5e a step of B/16
     takes 142 M estimated cycles, with `jax.nn.dot_product_attention` 153 M
     (`python -m benchmarks.step_program --topology=v5e:2x2 --model=B/16 --batch=64`).
     """
-    return _mix_parts(query, key, value, bias)[0]
+    return _mix_parts(query, key, value, bias, scale)[0]
 
 
-def _mix_parts(query: Array, key: Array, value: Array, bias: Array | None) -> tuple[Array, ...]:
+def _mix_parts(
+    query: Array, key: Array, value: Array, bias: Array | None, scale: float
+) -> tuple[Array, ...]:
     """Returns the mixed values, the exponentials of the logits, and their sums over the keys."""
     f32 = jnp.float32
     logits = jnp.einsum('bqhk,bnhk->bhqn', query, key, preferred_element_type=f32)
-    logits = logits if bias is None else logits + bias
+    logits = (logits if bias is None else logits + bias) / scale
     largest = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
     weights = jnp.exp(logits - largest).astype(query.dtype)
     total = weights.sum(-1, keepdims=True, dtype=f32)
@@ -114,21 +118,28 @@ def _mix_parts(query: Array, key: Array, value: Array, bias: Array | None) -> tu
 
 
 @_mix.defjvp
-def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+def _(scale: float, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
     """d(sum_j w_j v_j / s) = (sum_j w_j (v_j dl_j + dv_j) - m sum_j w_j dl_j) / s."""
     (query, key, value, bias), (d_query, d_key, d_value, d_bias) = primals, tangents
-    mixed, weights, total = _mix_parts(query, key, value, bias)
+    mixed, weights, total = _mix_parts(query, key, value, bias, scale)
     d_logits = jnp.einsum('bqhk,bnhk->bhqn', d_query, key)
     d_logits += jnp.einsum('bqhk,bnhk->bhqn', query, d_key)
     if bias is not None:
         d_logits += d_bias.astype(d_logits.dtype)
-    change = weights.astype(jnp.float32) * d_logits.astype(jnp.float32)
-    d_sums = jnp.einsum('bhqn,bnhk->bhqk', change.astype(weights.dtype), value)
+    d_weights, d_total = _change_weights(weights, d_logits, scale)
+    d_sums = jnp.einsum('bhqn,bnhk->bhqk', d_weights, value)
     d_sums += jnp.einsum('bhqn,bnhk->bhqk', weights, d_value)
     d_mixed = d_sums.astype(jnp.float32).transpose(0, 2, 1, 3)
-    d_total = change.sum(-1, keepdims=True).transpose(0, 2, 1, 3)
-    d_mixed -= mixed.astype(jnp.float32) * d_total
+    d_mixed -= mixed.astype(jnp.float32) * d_total.transpose(0, 2, 1, 3)
     return mixed, (d_mixed / total.transpose(0, 2, 1, 3)).astype(mixed.dtype)
+
+
+# The backward pass keeps the rounded weights only, not also in float32.
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def _change_weights(weights: Array, d_logits: Array, scale: float) -> tuple[Array, Array]:
+    """Returns the derivatives of the exponentials and of their sums over the keys."""
+    change = weights.astype(jnp.float32) * (d_logits.astype(jnp.float32) / scale)
+    return change.astype(weights.dtype), change.sum(-1, keepdims=True)
 
 
 def _relative_logits(

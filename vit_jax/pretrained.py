@@ -196,7 +196,10 @@ class Loaded:
         """The logits, or features without a head, and the intermediate arrays of these names, or
         what these functions make of them (the page "Look inside" lists them)."""
         wanted = tuple(names.items()) if isinstance(names, Mapping) else tuple(names)
-        return _on_host(self._capture(self.params, self._checked(images), wanted))
+        images = self._checked(images)
+        # In one program with the taps, the logits would differ in their last bits.
+        (logits,) = self._outputs(self.params, images, ('logits',))
+        return _on_host((logits, self._capture(self.params, images, wanted)))
 
     def _checked(self, images: Array | np.ndarray) -> Float[Array, 'b h w c']:
         """The images as float32. Raises UserError for what `prepare` does not make."""
@@ -237,7 +240,7 @@ class Loaded:
     def _capture(self) -> Callable[..., Any]:
         def capture(params: Params, images: Any, wanted: tuple[Any, ...]) -> Any:
             functions = all(isinstance(one, tuple) for one in wanted)
-            return self.model.capture(params, images, dict(wanted) if functions else wanted)
+            return self.model.capture(params, images, dict(wanted) if functions else wanted)[1]
 
         return jax.jit(with_exact_products(capture), static_argnums=2)
 

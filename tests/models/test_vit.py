@@ -346,7 +346,10 @@ def test_features_are_what_the_head_is_given():
         ({'registers': -1}, 'registers=-1: expected at least 0'),
         ({'num_heads': 3}, 'width=16 is not a multiple of num_heads=3'),
         ({'width': 18, 'positions': 'sincos2d'}, 'width=18 is not a multiple of 4'),
-        ({'width': 15, 'num_heads': 1, 'positions': 'learned2d'}, 'width=15 is not even'),
+        (
+            {'width': 15, 'num_heads': 1, 'positions': 'learned2d'},
+            'width=15 is not a multiple of 2',
+        ),
         ({'positions_at': 'every_layer', 'positions': 'relative'}, 'acts in every layer anyway'),
         ({'positions_at': 'every_layer', 'positions': 'none'}, 'there are no positions'),
         ({'depth': 0}, 'depth=0: expected at least 1'),

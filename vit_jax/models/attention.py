@@ -12,6 +12,11 @@ from jax.ad_checkpoint import checkpoint_name
 from vit_jax.base.array_types import Array, Float, Int
 from vit_jax.models import on_mesh
 
+Queries = Float[Array, 'b q h k']
+Keys = Float[Array, 'b n h k']
+Values = Float[Array, 'b n h k']
+Offsets = Float[Array, 'o h k']  # a vector for each offset between a query and a key
+Logits = Float[Array, 'b h q n']
 Implementation = Literal['xla', 'blockwise', 'cudnn', 'splash']
 LONG = 1024  # tokens; above it, the weights of all queries at once would fill the memory
 OUTPUT = 'attention'  # the name under which rematerialization may keep the result
@@ -21,13 +26,13 @@ _INTERPRET = False  # True runs the TPU kernel in an interpreter (tests on a CPU
 
 
 def attend(
-    query: Float[Array, 'b q h k'],
-    key: Float[Array, 'b n h k'],
-    value: Float[Array, 'b n h k'],
+    query: Queries,
+    key: Keys,
+    value: Values,
     *,
-    relative: Float[Array, 'o h k'] | None = None,
+    relative: Offsets | None = None,
     implementation: Implementation = 'xla',
-) -> Float[Array, 'b q h k']:
+) -> Queries:
     """Computes softmax(Q K^T / sqrt(k)) V for each head (appendix A, equations 6 and 7).
 
     Args:
@@ -59,11 +64,7 @@ def attend(
             return _xla(query, key, value, relative)
 
 
-def attention_weights(
-    query: Float[Array, 'b q h k'],
-    key: Float[Array, 'b n h k'],
-    relative: Float[Array, 'o h k'] | None = None,
-) -> Float[Array, 'b h q n']:
+def attention_weights(query: Queries, key: Keys, relative: Offsets | None = None) -> Logits:
     """Returns the weights of `attend` in float32: each row sums to one."""
     logits = jnp.einsum('bqhk,bnhk->bhqn', query, key, preferred_element_type=jnp.float32)
     if relative is not None:
@@ -71,12 +72,7 @@ def attention_weights(
     return jax.nn.softmax(logits / math.sqrt(query.shape[-1]), axis=-1)
 
 
-def _xla(
-    query: Float[Array, 'b q h k'],
-    key: Float[Array, 'b n h k'],
-    value: Float[Array, 'b n h k'],
-    relative: Float[Array, 'o h k'] | None,
-) -> Float[Array, 'b q h k']:
+def _xla(query: Queries, key: Keys, value: Values, relative: Offsets | None) -> Queries:
     scale = math.sqrt(query.shape[-1])
     exact = 2.0 ** math.floor(math.log2(scale))  # division by a power of 2 does not round
     query = query / exact
@@ -85,13 +81,7 @@ def _xla(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
-def _mix(
-    query: Float[Array, 'b q h k'],
-    key: Float[Array, 'b n h k'],
-    value: Float[Array, 'b n h k'],
-    bias: Float[Array, 'b h q n'] | None,
-    scale: float,
-) -> Float[Array, 'b q h k']:
+def _mix(query: Queries, key: Keys, value: Values, bias: Logits | None, scale: float) -> Queries:
     """Computes softmax((Q K^T + bias) / scale) V; the scale is 1 for heads of 64.
 
     The derivative is written by hand, as fused kernels compute it: from the rounded weights, and
@@ -103,8 +93,8 @@ def _mix(
 
 
 def _mix_parts(
-    query: Array, key: Array, value: Array, bias: Array | None, scale: float
-) -> tuple[Array, ...]:
+    query: Queries, key: Keys, value: Values, bias: Logits | None, scale: float
+) -> tuple[Queries, Logits, Float[Array, 'b h q 1']]:
     """Returns the mixed values, the exponentials of the logits, and their sums over the keys."""
     f32 = jnp.float32
     logits = jnp.einsum('bqhk,bnhk->bhqn', query, key, preferred_element_type=f32)
@@ -136,15 +126,15 @@ def _(scale: float, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tupl
 
 # The backward pass keeps the rounded weights only, not also in float32.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
-def _change_weights(weights: Array, d_logits: Array, scale: float) -> tuple[Array, Array]:
+def _change_weights(
+    weights: Logits, d_logits: Logits, scale: float
+) -> tuple[Logits, Float[Array, 'b h q 1']]:
     """Returns the derivatives of the exponentials and of their sums over the keys."""
     change = weights.astype(jnp.float32) * (d_logits.astype(jnp.float32) / scale)
     return change.astype(weights.dtype), change.sum(-1, keepdims=True)
 
 
-def _relative_logits(
-    query: Float[Array, 'b q h k'], relative: Float[Array, 'o h k']
-) -> Float[Array, 'b h q n']:
+def _relative_logits(query: Queries, relative: Offsets) -> Logits:
     """Returns x[i, j - i + q - 1] of the logits x of each query i with all q + n - 1 offsets."""
     logits = jnp.einsum('bqhk,ohk->bhqo', query, relative, preferred_element_type=jnp.float32)
     *outer, queries, offsets = logits.shape
@@ -152,16 +142,10 @@ def _relative_logits(
     # one offset earlier than the row before.
     rows = jnp.pad(logits, ((0, 0), (0, 0), (0, 0), (0, 1))).reshape(*outer, -1)
     rows = rows[..., queries - 1 : queries - 1 + queries * offsets]
-    by_key = rows.reshape(*outer, queries, offsets)[..., : offsets - queries + 1]
-    return by_key
+    return rows.reshape(*outer, queries, offsets)[..., : offsets - queries + 1]
 
 
-def _blockwise(
-    query: Float[Array, 'b q h k'],
-    key: Float[Array, 'b n h k'],
-    value: Float[Array, 'b n h k'],
-    relative: Float[Array, 'o h k'] | None,
-) -> Float[Array, 'b q h k']:
+def _blockwise(query: Queries, key: Keys, value: Values, relative: Offsets | None) -> Queries:
     """Attends with one block of queries after another; the backward pass recomputes each block."""
     batch, queries, *head = query.shape
     count = -(-queries // _QUERIES)
@@ -174,9 +158,7 @@ def _blockwise(
     starts = jnp.arange(count)[::-1] * size  # the offsets of later queries start earlier
 
     @jax.checkpoint
-    def attend_block(
-        query: Float[Array, 'b q h k'], start: Int[Array, '']
-    ) -> Float[Array, 'b q h k']:
+    def attend_block(query: Queries, start: Int[Array, '']) -> Queries:
         offsets = relative
         if offsets is not None:
             length = size + key.shape[1] - 1
@@ -188,11 +170,8 @@ def _blockwise(
 
 
 def _cudnn(
-    query: Float[Array, 'b q h k'],
-    key: Float[Array, 'b n h k'],
-    value: Float[Array, 'b n h k'],
-    implementation: Literal['xla', 'cudnn'] = 'cudnn',
-) -> Float[Array, 'b q h k']:
+    query: Queries, key: Keys, value: Values, implementation: Literal['xla', 'cudnn'] = 'cudnn'
+) -> Queries:
     """Attends over sequences padded to an even length: cuDNN does not train at odd lengths.
 
     Sequence lengths hide the padding: the kernel would have to read a mask.
@@ -232,9 +211,7 @@ def supports_cudnn(tokens: int, heads: int, head_size: int, dtype: str) -> bool:
     return True
 
 
-def _splash(
-    query: Float[Array, 'b q h k'], key: Float[Array, 'b n h k'], value: Float[Array, 'b n h k']
-) -> Float[Array, 'b q h k']:
+def _splash(query: Queries, key: Keys, value: Values) -> Queries:
     """Attends by jax's TPU kernel, which creates no array of all queries by all keys."""
     # Imported here because only TPUs need it. jax has no public path to its kernels.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels

@@ -74,12 +74,7 @@ class Compute(Record):
 
 # Plain XLA, without device-specific choices.
 PORTABLE = Compute(
-    dtype='float32',
-    remat='none',
-    unroll=1,
-    attention='xla',
-    layout='batched',
-    last_block='whole',
+    dtype='float32', remat='none', unroll=1, attention='xla', layout='batched', last_block='whole'
 )
 
 
@@ -136,12 +131,10 @@ def resolve_compute(
             if reason:
                 reasons.append(f'{name}: {reason}')
 
-    if budget is None:
-        choose('dtype', 'float32')
-    elif budget.has_fast_bfloat16:
-        choose('dtype', 'bfloat16', f'bfloat16 is faster on this {platform.upper()}')
-    else:
-        choose('dtype', 'float32', f'bfloat16 is not known to be faster on this {platform.upper()}')
+    fast_bfloat16 = budget is not None and budget.has_fast_bfloat16
+    is_faster = 'is faster' if fast_bfloat16 else 'is not known to be faster'
+    reason = '' if budget is None else f'bfloat16 {is_faster} on this {platform.upper()}'
+    choose('dtype', 'bfloat16' if fast_bfloat16 else 'float32', reason)
     choose('layout', 'batched' if platform == 'tpu' else 'flat')
     if isinstance(model, ViTConfig):
         if platform == 'gpu':

@@ -147,22 +147,25 @@ class ViTConfig(Record):
 
         Raises UserError where no patch fits into the image.
         """
-        (height, width), (p, q) = self.image_size, self.patch_size
-        if self.backbone is not None:
-            height, width = self.backbone.map_size(self.image_size)
+        (height, width), (p, q) = self._map_size, self.patch_size
         what = 'feature map' if self.backbone is not None else 'image'
         wrong = f'patch_size={self.patch_size}: larger than the {what}, {height}x{width} pixels'
         require(height >= p and width >= q, wrong)
         return height // p, width // q
 
     @property
+    def _map_size(self) -> tuple[int, int]:
+        """(height, width) of the array from which patches are cut."""
+        return self.backbone.map_size(self.image_size) if self.backbone else self.image_size
+
+    @property
     def unread(self) -> str:
         """What fills no patch, in words; '' where the patches fill the image."""
-        used = [side * of for side, of in zip(self.grid, self.patch_size, strict=True)]
-        size = self.image_size if self.backbone is None else self.backbone.map_size(self.image_size)
-        of = '' if self.backbone is None else ' of the feature map'
-        read = f'{used[0]}x{used[1]}{of} are read, the rest fills no patch'
-        return '' if tuple(used) == size else read
+        rows, columns = (side * of for side, of in zip(self.grid, self.patch_size, strict=True))
+        if (rows, columns) == self._map_size:
+            return ''
+        of = ' of the feature map' if self.backbone else ''
+        return f'{rows}x{columns}{of} are read, the rest fills no patch'
 
     @property
     def positioned_prefix(self) -> int:

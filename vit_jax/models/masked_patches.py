@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from vit_jax.base import Array, Bool, Float, Int
 from vit_jax.models import on_mesh
-from vit_jax.models.vit import ViT, make_head
+from vit_jax.models.vit import Images, Tokens, ViT, make_head
 
+PatchOutputs = Float[Array, 'b n k']
 MASKED = 'masked'  # the folder of the parameters that nothing else has a use for
 
 
@@ -29,12 +30,10 @@ class MaskedPatches(nn.Module):
         self.token = self.param('token', nn.initializers.normal(0.02), (1, 1, self.width))
         self.head = make_head('linear', self.outputs, bias=0.0)
 
-    def __call__(self, tokens: Float[Array, 'b n d']) -> Float[Array, 'b n k']:
+    def __call__(self, tokens: Tokens) -> PatchOutputs:
         return self.head(tokens.astype(jnp.float32))
 
-    def corrupted(
-        self, patches: Float[Array, 'b n d'], corruption: Corruption
-    ) -> Float[Array, 'b n d']:
+    def corrupted(self, patches: Tokens, corruption: Corruption) -> Tokens:
         """The patches as the encoder is to see them."""
         taken = jnp.take_along_axis(patches, corruption.source[..., None], axis=1)
         token = self.token.astype(patches.dtype)
@@ -49,14 +48,12 @@ class MaskedViT(ViT):
         assert self.config.patch_outputs is not None
         self.masked = MaskedPatches(self.config.patch_outputs, self.config.width)
 
-    def __call__(self, images: Float[Array, 'b h w c']) -> Float[Array, '...']:
+    def __call__(self, images: Images) -> Float[Array, '...']:
         if self.is_initializing():  # parameters are made where they are used
             self.predict_patches(images, None)
         return super().__call__(images)
 
-    def predict_patches(
-        self, images: Float[Array, 'b h w c'], corruption: Corruption | None
-    ) -> Float[Array, 'b n k']:
+    def predict_patches(self, images: Images, corruption: Corruption | None) -> PatchOutputs:
         """The outputs for every patch, where the encoder saw the corrupted ones in their places."""
         patches = self.patches(images)
         if corruption is not None:

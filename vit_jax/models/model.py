@@ -2,20 +2,23 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Float, Key, Params, UserError, records, tree_names
+from vit_jax.base import Array, Float, Key, Params, records, tree_names
 from vit_jax.models import taps
 from vit_jax.models.compute import PORTABLE, Compute, Regularization, resolve_compute
 from vit_jax.models.config import ModelConfig, ViTConfig
-from vit_jax.models.masked_patches import Corruption, MaskedViT
+from vit_jax.models.masked_patches import Corruption, MaskedViT, PatchOutputs
 from vit_jax.models.resnet import ResNetClassifier
-from vit_jax.models.vit import ViT, make_head
+from vit_jax.models.vit import Images, ViT, make_head
+
+Outputs = Float[Array, '...']
+Dropout = Key[Array, ''] | None
 
 
 class Model(NamedTuple):
@@ -27,18 +30,19 @@ class Model(NamedTuple):
     - features(params, images) -> what the head would be given
     - predict_patches(params, images, corruption=None, key=None) -> what the head of each patch
       gives (b n k), where these corrupted ones are seen; of a ViT with `patch_outputs`
-    - capture(params, images, names) -> the logits of `apply` to the bit, and an array for each
-      name of `VIT_TAPS` and `RESNET_TAPS` (models/taps.py), such as `attention/weights`; what is
-      not named is not computed. With a dictionary in place of names it is what its function makes
-      of each, one block after the other. Raises UserError for another name.
+    - capture(params, images, names) -> the output of `apply`, and an array for each of these
+      taps, such as `attention/weights` (docs/look_inside.md lists them); other taps are not
+      computed. If `names` maps names to functions, each tap is reduced by its function, one block
+      after the other. Raises UserError for an unknown name. Compiled in one program, the logits
+      may differ from those of `apply` in the last bits.
     """
 
     config: ModelConfig
     init: Callable[[Key[Array, '']], Params]
-    apply: Callable[..., Float[Array, '...']]
-    features: Callable[[Params, Float[Array, 'b h w c']], Float[Array, '...']]
-    predict_patches: Callable[..., Float[Array, 'b n k']]
-    capture: Callable[..., tuple[Float[Array, '...'], dict[str, Any]]]
+    apply: Callable[..., Outputs]
+    features: Callable[[Params, Images], Outputs]
+    predict_patches: Callable[..., PatchOutputs]
+    capture: Callable[..., tuple[Outputs, dict[str, Any]]]
 
 
 def build(
@@ -66,18 +70,15 @@ def build(
     compute = records.checked(compute or Compute(), where='compute')
     regularization = records.checked(regularization or Regularization(), where='regularization')
     platform = platform or jax.default_backend()
-    compute = resolve_compute(
-        compute, config, platform=platform, regularization=regularization
-    ).compute
+    options: dict[str, Any] = {'platform': platform, 'regularization': regularization}
+    compute = resolve_compute(compute, config, **options).compute
     _ = config.grid  # raises where no patch fits into the image
     shape = *config.image_size, config.channels
     module, training, initial = _modules(config, regularization, compute)
 
-    def run(
-        params: Params, images: Float[Array, 'b h w c'], key: Any = None, **options: Any
-    ) -> Any:
-        if images.shape[1:] != shape:
-            raise UserError(f'images are {images.shape[1:]}, the model takes {shape}')
+    def run(params: Params, images: Images, key: Dropout = None, **options: Any) -> Any:
+        wrong = f'images are {images.shape[1:]}, the model takes {shape}'
+        records.require(images.shape[1:] == shape, wrong)
         if key is None:
             return module.apply({'params': params}, images, **options)
         return training.apply({'params': params}, images, rngs={'dropout': key}, **options)
@@ -85,27 +86,20 @@ def build(
     def init(key: Key[Array, '']) -> Params:
         return initial.init(key, jnp.zeros((1, *shape), jnp.float32))['params']
 
-    def apply(
-        params: Params, images: Float[Array, 'b h w c'], key: Key[Array, ''] | None = None
-    ) -> Float[Array, '...']:
+    def apply(params: Params, images: Images, key: Dropout = None) -> Outputs:
         return run(params, images, key)
 
-    def features(params: Params, images: Float[Array, 'b h w c']) -> Float[Array, '...']:
+    def features(params: Params, images: Images) -> Outputs:
         return run(params, images, method=module.features)
 
     def predict_patches(
-        params: Params,
-        images: Float[Array, 'b h w c'],
-        corruption: Corruption | None = None,
-        key: Key[Array, ''] | None = None,
-    ) -> Float[Array, 'b n k']:
+        params: Params, images: Images, corruption: Corruption | None = None, key: Dropout = None
+    ) -> PatchOutputs:
         return run(params, images, key, corruption=corruption, method='predict_patches')
 
     def capture(
-        params: Params,
-        images: Float[Array, 'b h w c'],
-        names: Iterable[str] | Mapping[str, taps.Reduction],
-    ) -> tuple[Float[Array, '...'], dict[str, Any]]:
+        params: Params, images: Images, names: taps.Wanted
+    ) -> tuple[Outputs, dict[str, Any]]:
         seen = taps.capture(lambda kept: run(params, images, mutable=kept)[1], names)
         return apply(params, images), seen
 
@@ -113,9 +107,7 @@ def build(
 
 
 def _modules(
-    config: ModelConfig,
-    regularization: Regularization,
-    compute: Compute,
+    config: ModelConfig, regularization: Regularization, compute: Compute
 ) -> tuple[Any, Any, Any]:
     """The network outside training, where nothing is dropped; in it; to make parameters with."""
     if not isinstance(config, ViTConfig):

@@ -29,6 +29,8 @@ PositionsAt = Literal['stem', 'every_layer', 'every_layer_shared']
 PositionResize = Literal[
     'bilinear', 'bicubic', 'bicubic_offset', 'bicubic_antialias', 'bilinear_edges'
 ]
+Tokens = Float[Array, 'b n d']
+Heads = Float[Array, 'b n h k']
 Grid = tuple[int, int]  # patches in (height, width)
 Table = Float[Array | np.ndarray, '1 m d']  # of the tokens that have positions
 Resizer = Callable[[np.ndarray, Grid, Grid], np.ndarray]  # a parameter of an old grid, of a new one
@@ -60,9 +62,7 @@ def table(
             assert_never(other)
 
 
-def add(
-    tokens: Float[Array, 'b n d'], table: Table | None, *, before: int
-) -> Float[Array, 'b n d']:
+def add(tokens: Tokens, table: Table | None, *, before: int) -> Tokens:
     """The tokens with their positions (equation 1).
 
     Registers, which follow the first `before` tokens where there are any, have none.
@@ -78,12 +78,12 @@ def add(
 def check(kind: PositionKind, at: PositionsAt, *, width: int, num_heads: int) -> None:
     """Raises UserError for a width, or that of a head, that the kind of positions cannot fill, and
     for a place where it is not added."""
-    fits = kind != 'sincos2d' or width % 4 == 0
-    require(fits, f'width={width} is not a multiple of 4, as sincos2d positions need')
-    fits = kind != 'learned2d' or width % 2 == 0
-    require(fits, f'width={width} is not even, as learned2d positions need')
-    fits = kind != 'rope' or width // num_heads % 4 == 0
-    require(fits, f'width / num_heads={width // num_heads} is not a multiple of 4, as rope needs')
+    size, name = width, 'width'
+    if kind == 'rope':
+        size, name = width // num_heads, 'width / num_heads'
+    divisor = {'learned2d': 2, 'sincos2d': 4, 'rope': 4}.get(kind, 1)
+    wrong = f'{name}={size} is not a multiple of {divisor}, as positions={kind} needs'
+    require(size % divisor == 0, wrong)
     if at != 'stem' and kind in ('relative', 'rope', 'none'):
         acts = 'there are no positions' if kind == 'none' else f'{kind} acts in every layer anyway'
         raise UserError(f'positions_at={at}: {acts}; the kinds that are added have a place')
@@ -115,9 +115,7 @@ def sincos2d(grid: Grid, width: int) -> Float[np.ndarray, 'n d']:
     return np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1).astype(np.float32)
 
 
-def rotation(
-    kind: PositionKind, grid: Grid, prefix: int, head: int
-) -> Callable[[Float[Array, 'b n h k']], Float[Array, 'b n h k']]:
+def rotation(kind: PositionKind, grid: Grid, prefix: int, head: int) -> Callable[[Heads], Heads]:
     """What the kind of positions does to queries and keys, whose heads are `head` wide: rope
     rotates those of the patches (DINOv3, section 3.1), not those of the `prefix` tokens before. It
     may be given the first of them alone.
@@ -135,7 +133,7 @@ def rotation(
     turned = np.pad(np.tile(np.concatenate(angles, axis=1), 2), ((prefix, 0), (0, 0)))
     cos, sin = (f(turned)[:, None].astype(np.float32) for f in (np.cos, np.sin))
 
-    def rotate(x: Float[Array, 'b n h k']) -> Float[Array, 'b n h k']:
+    def rotate(x: Heads) -> Heads:
         first, second = jnp.split(x, 2, axis=-1)
         at = slice(x.shape[1])
         return (x * cos[at] + jnp.concatenate([-second, first], axis=-1) * sin[at]).astype(x.dtype)

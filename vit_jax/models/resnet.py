@@ -18,8 +18,12 @@ from vit_jax.models.compute import Compute, rematerialized
 from vit_jax.models.config import GROUPS, Backbone, ResNetConfig
 from vit_jax.models.taps import seen, tap
 
+FeatureMap = Float[Array, 'b h w c']
+Output = Float[Array, 'b _ _ _']
+Kernel = Float[Array, 'p q c d']
 
-def standardised(kernel: Float[Array | np.ndarray, 'p q c d']) -> Float[Array, 'p q c d']:
+
+def standardised(kernel: Kernel | Float[np.ndarray, 'p q c d']) -> Kernel:
     """The kernel with mean 0 and deviation 1 in each output channel, as convolutions use it."""
     kernel = jnp.asarray(kernel)
     kernel = kernel - kernel.mean((0, 1, 2), keepdims=True)
@@ -39,17 +43,14 @@ class StandardConv(nn.Module):
     stride: int = 1
 
     @nn.compact
-    def __call__(self, x: Float[Array, 'b h w c']) -> Float[Array, 'b _ _ _']:
+    def __call__(self, x: FeatureMap) -> Output:
         shape = self.size, self.size, x.shape[-1], self.features
-        kernel = self.param('kernel', nn.initializers.lecun_normal(), shape)
-        kernel = standardised(kernel)
+        kernel = standardised(self.param('kernel', nn.initializers.lecun_normal(), shape))
         x, kernel = x.astype(self.compute.dtype), kernel.astype(self.compute.dtype)
         return _convolution(x, kernel, self.stride, self.compute)
 
 
-def _convolution(
-    x: Float[Array, 'b h w c'], kernel: Float[Array, 'k k c d'], stride: int, compute: Compute
-) -> Float[Array, 'b _ _ d']:
+def _convolution(x: FeatureMap, kernel: Kernel, stride: int, compute: Compute) -> Output:
     """A SAME convolution without bias.
 
     With layout `flat` a 1x1 convolution is a matrix product, which is 10 times as fast backwards on
@@ -70,7 +71,7 @@ class Unit(nn.Module):
     stride: int
 
     @nn.compact
-    def __call__(self, x: Float[Array, 'b h w c']) -> Float[Array, 'b _ _ _']:
+    def __call__(self, x: FeatureMap) -> Output:
         conv = functools.partial(StandardConv, compute=self.compute)
         norm = functools.partial(nn.GroupNorm, GROUPS, epsilon=1e-6, dtype=self.compute.dtype)
         width, outputs, shortcut = self.channels, 4 * self.channels, x
@@ -102,7 +103,7 @@ class Stage(nn.Module):
     compute: Compute
 
     @nn.compact
-    def __call__(self, x: Float[Array, 'b h w c']) -> Float[Array, 'b _ _ _']:
+    def __call__(self, x: FeatureMap) -> Output:
         unit = rematerialized(Unit, self.compute, by=nn.remat)
         for index in range(self.units):
             stride = self.stride if index == 0 else 1
@@ -117,7 +118,7 @@ class ResNet(nn.Module):
     compute: Compute
 
     @nn.compact
-    def __call__(self, images: Float[Array, 'b h w c']) -> Float[Array, 'b _ _ _']:
+    def __call__(self, images: FeatureMap) -> Output:
         width, compute = self.backbone.width, self.compute
         x = seen(self, 'conv_root', StandardConv(width, 7, compute, 2, name='conv_root')(images))
         norm = nn.GroupNorm(GROUPS, epsilon=1e-6, dtype=compute.dtype, name='norm_root')
@@ -143,9 +144,9 @@ class ResNetClassifier(nn.Module):
         if config.num_classes is not None:
             self.head = self.make_head(config.num_classes)
 
-    def __call__(self, images: Float[Array, 'b h w c']) -> Float[Array, 'b _']:
+    def __call__(self, images: FeatureMap) -> Float[Array, 'b _']:
         x = self.features(images)
         return x if self.config.num_classes is None else self.head(x)
 
-    def features(self, images: Float[Array, 'b h w c']) -> Float[Array, 'b _']:
+    def features(self, images: FeatureMap) -> Float[Array, 'b _']:
         return self.backbone(images).astype(jnp.float32).mean((1, 2))

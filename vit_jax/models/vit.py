@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 import flax.linen as nn
 import jax
@@ -19,6 +19,9 @@ from vit_jax.models.positions import PositionsAt, Table
 from vit_jax.models.resnet import ResNet
 from vit_jax.models.taps import needs_everything, seen, tap
 
+Images = Float[Array, 'b h w c']
+Tokens = Float[Array, 'b n d']
+FirstTokens = Float[Array, 'b r d']
 _GELUS: dict[Gelu, Callable[[Array], Array]] = {
     'tanh': functools.partial(nn.gelu, approximate=True),
     'exact': functools.partial(nn.gelu, approximate=False),
@@ -74,9 +77,7 @@ class ViTModule(nn.Module):
         """Applies a norm to each token."""
         return self.per_token(self.norm_layer(name), x)
 
-    def per_token(
-        self, norm: Callable[[Array], Array], x: Float[Array, 'b n ...']
-    ) -> Float[Array, 'b n ...']:
+    def per_token(self, norm: Callable[..., Any], x: Float[Array, 'b n ...']) -> Array:
         """Applies a norm to the last axis; with layout `flat` to rows, as `Dense`."""
         if self.compute.layout == 'batched':
             return norm(x)
@@ -104,7 +105,7 @@ class PatchEmbedding(nn.Module):
     use_bias: bool
 
     @nn.compact
-    def __call__(self, images: Float[Array, 'b h w c']) -> Float[Array, 'b n d']:
+    def __call__(self, images: Images) -> Tokens:
         batch, height, width, channels = images.shape
         p, q = self.patch_size
         kernel = self.param('kernel', nn.initializers.lecun_normal(), (p, q, channels, self.width))
@@ -134,11 +135,8 @@ class Attention(ViTModule):
         config = self.config
         heads, size = config.num_heads, config.width // config.num_heads
         project = functools.partial(Dense, (heads, size), self.compute, use_bias=config.qkv_bias)
-        query, key, value = (
-            project(name='query')(x),
-            project(name='key')(y),
-            project(name='value')(y),
-        )
+        query, key = project(name='query')(x), project(name='key')(y)
+        value = project(name='value')(y)
         relative = None
         if self.in_block:
             if config.qk_norm:
@@ -168,7 +166,7 @@ class Mlp(ViTModule):
     """
 
     @nn.compact
-    def __call__(self, x: Float[Array, 'b n d']) -> Float[Array, 'b n d']:
+    def __call__(self, x: Tokens) -> Tokens:
         config, tiny = self.config, nn.initializers.normal(1e-6)
         dense = functools.partial(Dense, compute=self.compute, bias_init=tiny)
         drop = nn.Dropout(self.regularization.dropout, deterministic=False)
@@ -184,6 +182,13 @@ class Mlp(ViTModule):
         return drop(dense((config.width,), name='dense2')(drop(hidden)))
 
 
+class PerBlock(NamedTuple):
+    """What each block has of its own besides parameters; in `Encoder` with the depth in front."""
+
+    drop_rate: Float[Array, '*l']  # of stochastic depth
+    has_skips: Bool[Array, '*l'] | None  # None: all blocks have skip connections
+
+
 class Block(ViTModule):
     """A pre-norm encoder block: x + MSA(LN(x)), then x + MLP(LN(x)) (equations 2 and 3).
 
@@ -193,13 +198,7 @@ class Block(ViTModule):
     num_outputs: int | None = None  # computes only the first tokens; None: all
 
     @nn.compact
-    def __call__(
-        self,
-        x: Float[Array, 'b n d'],
-        drop_rate: Float[Array, ''],
-        has_skips: Bool[Array, ''] | None,  # None: all blocks have skip connections
-        shared: Table | None,  # positions that every block adds
-    ) -> tuple[Float[Array, 'b r d'], None]:
+    def __call__(self, x: Tokens, own: PerBlock, shared: Table | None) -> tuple[FirstTokens, None]:
         config, parts = self.config, (self.config, self.regularization, self.compute)
         for table in shared, self.position_table('every_layer'):
             x = positions.add(x, table, before=config.positioned_prefix)
@@ -209,14 +208,14 @@ class Block(ViTModule):
             x, z = (self._written(tokens)[:, : self.num_outputs] for tokens in (x, y))
 
         attention = Attention(*parts, name='attention')(z, y)
-        x = self._add(x, attention, drop_rate, has_skips, name='attention')
+        x = self._add(x, attention, own, name='attention')
         if not config.parallel:
             z = seen(self, 'norm2', self.normalized(x, 'norm2'))
         mlp = Mlp(*parts, name='mlp')(z)
-        x = self._add(x, mlp, drop_rate, has_skips, name='mlp')
+        x = self._add(x, mlp, own, name='mlp')
         return seen(self, 'tokens', x), None
 
-    def _written(self, x: Float[Array, 'b n d']) -> Float[Array, 'b n d']:
+    def _written(self, x: Tokens) -> Tokens:
         """The same tokens, which XLA writes to memory first.
 
         XLA for GPUs would otherwise keep the tokens of all blocks transposed, for a slice of them.
@@ -225,18 +224,10 @@ class Block(ViTModule):
             return x
         return jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
-    def _add(
-        self,
-        x: Float[Array, 'b n d'],
-        branch: Float[Array, 'b n d'],
-        drop_rate: Float[Array, ''],
-        has_skips: Bool[Array, ''] | None,
-        *,
-        name: str,
-    ) -> Float[Array, 'b n d']:
+    def _add(self, x: Tokens, branch: Tokens, own: PerBlock, *, name: str) -> Tokens:
         """x + branch, with LayerScale and stochastic depth."""
         config = self.config
-        skip = x if has_skips is None else jnp.where(has_skips, x, 0)
+        skip = x if own.has_skips is None else jnp.where(own.has_skips, x, 0)
         if config.layer_scale is not None:
             constant = nn.initializers.constant(config.layer_scale)
             branch = branch * self.param(f'{name}_scale', constant, (config.width,))
@@ -244,13 +235,11 @@ class Block(ViTModule):
         tap(self, f'{name}/out', lambda: branch)
         tap(self, f'{name}/residual', lambda: (skip, branch))
         if self.regularization.stochastic_depth > 0:
-            branch = drop_branch(branch, drop_rate, key=self.make_rng('dropout'))
+            branch = drop_branch(branch, own.drop_rate, key=self.make_rng('dropout'))
         return on_mesh.keep_split(skip + branch)
 
 
-def drop_branch(
-    branch: Float[Array, 'b n d'], rate: Float[Array, ''], *, key: Key[Array, '']
-) -> Float[Array, 'b n d']:
+def drop_branch(branch: Tokens, rate: Float[Array, ''], *, key: Key[Array, '']) -> Tokens:
     """Zeros the branch of each example with this probability, and divides it by 1 - rate elsewhere.
 
     ("Deep Networks with Stochastic Depth", scaled in training.)
@@ -265,8 +254,8 @@ class Encoder(ViTModule):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, 'b n d'], shared: Table | None, *, num_read: int | None = None
-    ) -> Float[Array, 'b r d']:
+        self, x: Tokens, shared: Table | None, *, num_read: int | None = None
+    ) -> FirstTokens:
         """Encodes tokens.
 
         Args:
@@ -275,58 +264,46 @@ class Encoder(ViTModule):
           num_read: The caller reads only the first tokens, and may be given no others; None: all.
         """
         config = self.config
-        rates = jnp.linspace(0, self.regularization.stochastic_depth, config.depth)
-        has_skips = None
-        if config.blocks_without_skips:
-            has_skips = ~jnp.isin(jnp.arange(config.depth), jnp.array(config.blocks_without_skips))
+        own = PerBlock(jnp.linspace(0, self.regularization.stochastic_depth, config.depth), None)
+        if without := config.blocks_without_skips:
+            own = own._replace(has_skips=~jnp.isin(jnp.arange(config.depth), jnp.array(without)))
         if num_read is None or self.compute.last_block == 'whole' or needs_everything(self):
-            x = self._all_tokens(x, rates, has_skips, shared)
+            x = self._all_tokens(x, own, shared)
         else:
-            x = self._first_tokens(x, rates, has_skips, shared, num_read)
+            x = self._first_tokens(x, own, shared, num_read)
         if config.final_norm == 'after_pool':
             return x
         return seen(self, 'norm', self.normalized(x, 'norm'))
 
-    def _all_tokens(
-        self,
-        x: Float[Array, 'b n d'],
-        rates: Float[Array, 'l'],
-        has_skips: Bool[Array, 'l'] | None,
-        shared: Table | None,
-    ) -> Float[Array, 'b n d']:
+    def _all_tokens(self, x: Tokens, own: PerBlock, shared: Table | None) -> Tokens:
         unroll = min(int(self.compute.unroll), self.config.depth)
         scan = nn.scan(
             rematerialized(Block, self.compute, in_loop=unroll == 1, by=nn.remat),
             variable_axes={True: 0},  # every collection, also taps: the depth is the first axis
             split_rngs={'params': True, 'dropout': True},
-            in_axes=(0, 0, nn.broadcast),
+            in_axes=(0, nn.broadcast),
             length=self.config.depth,
             unroll=unroll,
         )
         blocks = scan(self.config, self.regularization, self.compute, name='block')
-        return blocks(x, rates, has_skips, shared)[0]
+        return blocks(x, own, shared)[0]
 
     def _first_tokens(
-        self,
-        x: Float[Array, 'b n d'],
-        rates: Float[Array, 'l'],
-        has_skips: Bool[Array, 'l'] | None,
-        shared: Table | None,
-        count: int,
-    ) -> Float[Array, 'b r d']:
+        self, x: Tokens, own: PerBlock, shared: Table | None, count: int
+    ) -> FirstTokens:
         """The same without the last block's other tokens, which no head reads; nothing is dropped.
 
         It saves 7 % of B/16.
         """
         depth, unroll = self.config.depth, int(self.compute.unroll)
 
-        def run(x: Float[Array, 'b n d'], own: Any, **options: Any) -> Float[Array, 'b r d']:
-            params, *others = own
+        def run(x: Tokens, part: Any, **options: Any) -> FirstTokens:
+            params, own = part
             compute = options.pop('compute', self.compute)
             block = Block(self.config, self.regularization, compute, parent=None, **options)
-            return block.apply({'params': params}, x, *others, shared)[0]
+            return block.apply({'params': params}, x, own, shared)[0]
 
-        leaves, tree = jax.tree.flatten((self.variables['params']['block'], rates, has_skips))
+        leaves, tree = jax.tree.flatten((self.variables['params']['block'], own))
         wrong = f'encoder/block: parameters of {len(leaves[0])} blocks, the model has {depth}'
         require(all(len(leaf) == depth for leaf in leaves), wrong)
         # Split once: the gradient of each part is then written once.
@@ -334,7 +311,7 @@ class Encoder(ViTModule):
         others, last = (jax.tree.unflatten(tree, part) for part in parts)
         if depth > 1:  # `jax.disable_jit` cannot scan over nothing
             step = rematerialized(run, self.compute, in_loop=unroll == 1)
-            x, _ = jax.lax.scan(lambda x, own: (step(x, own), None), x, others, unroll=unroll)
+            x, _ = jax.lax.scan(lambda x, part: (step(x, part), None), x, others, unroll=unroll)
         last = jax.tree.map(lambda leaf: leaf[0], last)
         return run(x, last, num_outputs=count, compute=self.compute.for_few_queries)
 
@@ -343,7 +320,7 @@ class AttentionPool(ViTModule):
     """A learned query attends to all tokens (MAP head; Scaling Vision Transformers, 3.2)."""
 
     @nn.compact
-    def __call__(self, tokens: Float[Array, 'b n d']) -> Float[Array, 'b d']:
+    def __call__(self, tokens: Tokens) -> Float[Array, 'b d']:
         config, regularization = self.config, Regularization()
         probe = self.param('probe', nn.initializers.xavier_uniform(), (1, 1, config.width))
         probe = for_each_image(probe, tokens)
@@ -353,9 +330,7 @@ class AttentionPool(ViTModule):
         return (x + Mlp(config, regularization, self.compute, name='mlp')(y))[:, 0]
 
 
-def for_each_image(
-    tokens: Float[Array | np.ndarray, '1 r d'], images: Float[Array, 'b n d']
-) -> Float[Array, 'b r d']:
+def for_each_image(tokens: Float[Array | np.ndarray, '1 r d'], images: Tokens) -> FirstTokens:
     """Repeats learned tokens for each image of the batch."""
     return jnp.tile(tokens.astype(images.dtype), (images.shape[0], 1, 1))
 
@@ -411,16 +386,15 @@ class ViT(ViTModule):
         if config.representation_size is not None:
             self.pre_logits = nn.Dense(config.representation_size, dtype=self.compute.dtype)
         if config.num_classes is not None:
-            head = functools.partial(
-                make_head, config.head, config.num_classes, bias=config.head_bias
-            )
+            bias = config.head_bias
+            head = functools.partial(make_head, config.head, config.num_classes, bias=bias)
             self.head = DistilledHead(head) if config.pool == 'cls_dist' else head()
 
-    def __call__(self, images: Float[Array, 'b h w c']) -> Float[Array, '...']:
+    def __call__(self, images: Images) -> Float[Array, '...']:
         x = self.features(images)
         return x if self.config.num_classes is None else self.head(x)
 
-    def features(self, images: Float[Array, 'b h w c']) -> Float[Array, '...']:
+    def features(self, images: Images) -> Float[Array, '...']:
         """Returns the input of the head: pooled tokens, after the tanh layer if there is one."""
         tokens = self.embed(self.patches(images))
         x = self._pooled(self.encoder(tokens, self.shared, num_read=self.config.num_tokens_read))
@@ -430,11 +404,11 @@ class ViT(ViTModule):
             x = jnp.tanh(self.pre_logits(x))
         return x.astype(jnp.float32)
 
-    def patches(self, images: Float[Array, 'b h w c']) -> Float[Array, 'b n d']:
+    def patches(self, images: Images) -> Tokens:
         """Returns a token for each patch of the images, or of the backbone's feature map."""
         return self.embedding(images if self.config.backbone is None else self.backbone(images))
 
-    def embed(self, x: Float[Array, 'b n d']) -> Float[Array, 'b m d']:
+    def embed(self, x: Tokens) -> Float[Array, 'b m d']:
         """Adds class tokens, positions and registers: equation 1. Registers have no positions."""
         before = self.config.positioned_prefix
         for token in ('dist', 'cls')[2 - before :]:
@@ -447,7 +421,7 @@ class ViT(ViTModule):
             x = self.per_token(self.pre_norm, x)
         return seen(self, 'embedding', x)
 
-    def _pooled(self, tokens: Float[Array, 'b n d']) -> Float[Array, '...']:
+    def _pooled(self, tokens: Tokens) -> Float[Array, '...']:
         patches = tokens[:, self.config.prefix :]
         match self.config.pool:
             case 'cls':

@@ -24,7 +24,7 @@ LAYERS = (
 DOORS = {'config', 'pretrained'}  # the only modules at the root that are no programs
 # What has no other public door: a compiler for devices that are not here, kernels of TPUs, meshes
 # whose axes share a side of the torus.
-EXPERIMENTAL = {'ahead_of_time.py', 'fused_attention.py', 'meshes.py'}
+EXPERIMENTAL = {'ahead_of_time.py', 'attention.py', 'meshes.py'}
 
 FILES = sorted(PACKAGE.rglob('*.py'))
 

@@ -29,10 +29,11 @@ Region = tuple[int, int, int, int]  # top, left, height and width
 
 @functools.cache
 def decoder() -> Any:
-    """The module that decodes regions; None where it was not built, or does not load."""
-    if importlib.util.find_spec(_MODULE) is None:
-        return None
-    with contextlib.suppress(ImportError):  # the library that it was built with is gone
+    """The module that decodes regions; None where it was not built, or does not load.
+
+    Several threads may come here first at once: `find_spec` fails while another one imports it.
+    """
+    with contextlib.suppress(ImportError):  # not built, or its library is gone
         module = importlib.import_module(_MODULE)
         return module if getattr(module, 'arguments', 1) == _ARGUMENTS else None
     return None

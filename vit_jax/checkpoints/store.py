@@ -144,7 +144,7 @@ class Checkpoints:
             sync(path)
 
     def _follow(self, step: int, expected: orbax_parts.Pieces | None) -> None:
-        """Compares the saved parameters with the `expected` ones, then deletes old checkpoints."""
+        """Checks that the saved parameters match `expected`, then deletes the older checkpoints."""
         while self._manager.is_saving_in_progress():  # orbax renames the old ones last
             time.sleep(0.05)
         try:

@@ -73,9 +73,9 @@ def _without_stack(record: logging.LogRecord) -> bool:
 
 
 def _said_unless_late(error: Any) -> None:
-    """Prints exceptions that no code can catch.
+    """Prints exceptions that are raised where no caller can catch them.
 
-    Skips errors of tensorstore reads that finish after another read has failed.
+    Does not print the error of a tensorstore read if another read has already failed.
     """
     if 'Event loop is closed' not in str(error.exc_value):
         sys.__unraisablehook__(error)

@@ -29,9 +29,9 @@ Region = tuple[int, int, int, int]  # top, left, height and width
 
 @functools.cache
 def decoder() -> Any:
-    """The module that decodes regions; None where it was not built, or does not load.
+    """Returns the module that decodes regions, or None if it is not built or fails to load.
 
-    Several threads may come here first at once: `find_spec` fails while another one imports it.
+    Avoids `find_spec` because it raises ValueError if another thread is importing the module.
     """
     with contextlib.suppress(ImportError):  # not built, or its library is gone
         module = importlib.import_module(_MODULE)

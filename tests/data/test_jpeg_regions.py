@@ -232,3 +232,9 @@ def test_what_decodes_is_said_with_what_is_missing(with_decoder, monkeypatch):
     for built, why in (True, 'was built, and does not load'), (False, 'with a C compiler and the'):
         monkeypatch.setattr(importlib.util, 'find_spec', lambda name, built=built: built or None)
         assert 'JPEGs are decoded whole: ' in (said := jpeg_regions.described()) and why in said
+
+
+def test_a_decoder_that_another_thread_still_imports_is_found(monkeypatch):
+    module = types.SimpleNamespace(arguments=2, __spec__=None)  # Python sets the spec last
+    monkeypatch.setitem(sys.modules, 'vit_jax.data.jpeg_region', module)
+    assert jpeg_regions.decoder.__wrapped__() is module

@@ -29,10 +29,11 @@ Region = tuple[int, int, int, int]  # top, left, height and width
 
 @functools.cache
 def decoder() -> Any:
-    """The module that decodes regions; None where it was not built, or does not load."""
-    if importlib.util.find_spec(_MODULE) is None:
-        return None
-    with contextlib.suppress(ImportError):  # the library that it was built with is gone
+    """Returns the module that decodes regions, or None if it is not built or fails to load.
+
+    Avoids `find_spec` because it raises ValueError if another thread is importing the module.
+    """
+    with contextlib.suppress(ImportError):  # not built, or its library is gone
         module = importlib.import_module(_MODULE)
         return module if getattr(module, 'arguments', 1) == _ARGUMENTS else None
     return None

@@ -65,7 +65,7 @@ class Ledger:
     def totals(self) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds by name of this start, and of all before it with what was lost by them.
 
-        Leaves out starts that ended before they had a state, such as a rejected configuration.
+        Omits runs that ended before they had a state, for example with a rejected configuration.
         """
         if self._path is None:
             return dict(self.clock.seconds), {}

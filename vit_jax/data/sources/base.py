@@ -108,9 +108,9 @@ def _both(one: str, other: str) -> str:
 
 
 def matched_names(names: Iterable[str], known: Sequence[str]) -> dict[str, str]:
-    """Maps names to the known names that look the same to a person (see `canonical_name`).
+    """Maps each given name to the one known name that looks the same (see `canonical_name`).
 
-    A name has no entry if none of the known names, or more than one, looks the same.
+    Omits a name that looks like no known name, or like more than one.
     """
     by_form: dict[str, list[str]] = {}
     for name in known:

@@ -29,7 +29,7 @@ import numpy as np
 from tests import tiny_config
 from tests.hosts import ROOT, hosts, result
 from vit_jax.base import UserError
-from vit_jax.runs import training_run
+from vit_jax.experiment import training_run
 
 LONGEST = 1800  # seconds, of a row
 
@@ -221,7 +221,7 @@ def foreign_files(copies: int) -> Outcome:
     return Outcome(sum(sum(outcomes.values()) for outcomes in counts.values()), [])
 
 
-CHECKPOINTS, RUNS = 'tests/checkpoints', 'tests/runs'
+CHECKPOINTS, RUNS = 'tests/checkpoints', 'tests/experiment'
 FORMATS = f'{CHECKPOINTS}/formats'
 READING = FORMATS, 'tests/data'
 HOSTS = f'{RUNS}/test_hosts.py'

@@ -18,12 +18,12 @@ import jax
 from benchmarks import communication
 from benchmarks.program_text import Instruction, computations
 from vit_jax.config import TrainConfig
+from vit_jax.distributed.meshes import MeshConfig
+from vit_jax.experiment import compilation
+from vit_jax.experiment.build import build_experiment
 from vit_jax.models import Compute, ViTConfig, variant
 from vit_jax.models.compute import POLICIES, Remat
-from vit_jax.parallel import ahead_of_time
-from vit_jax.parallel.meshes import MeshConfig
-from vit_jax.runs import compilation, memory_plan
-from vit_jax.runs.experiment import decide
+from vit_jax.planning import ahead_of_time, memory_plan
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig
 
@@ -96,7 +96,7 @@ def _measured(
         mesh=MeshConfig(data=data, fsdp=fsdp, tensor=tensor),
     )
     config = memory_plan.without_data(config, num_classes=1000, num_images=10**6)
-    experiment = decide(config, devices=where.devices)
+    experiment = build_experiment(config, devices=where.devices)
     state, began = compilation.abstract_state(experiment), time.process_time()
     lowered = compilation.lower_update(experiment, state)
     text = ahead_of_time.compile_for(where, lowered, quickly=quickly).as_text()

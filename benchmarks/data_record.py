@@ -11,14 +11,14 @@ import sys
 import tempfile
 import time
 
-from vit_jax.command_line import app
+from vit_jax.cli import app
 from vit_jax.config import TrainConfig
 from vit_jax.data.image_preprocessing import Resize
 from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.opening import make_opener
-from vit_jax.parallel.processes import Job
-from vit_jax.runs import data_record, workdirs
-from vit_jax.runs.workdirs import Workdir
+from vit_jax.distributed.processes import Job
+from vit_jax.experiment import data_record, workdirs
+from vit_jax.experiment.workdirs import Workdir
 
 
 def make_folder(root: pathlib.Path, images: int) -> None:

@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from vit_jax.base.array_types import Batch
-from vit_jax.command_line import app
+from vit_jax.cli import app
 from vit_jax.config import TrainConfig
 from vit_jax.data import jpeg_regions, loading
 from vit_jax.data.augmentation import Augmentation, augment, augreg
@@ -37,11 +37,11 @@ from vit_jax.data.image_preprocessing import InceptionCrop, RandomCrop, decode, 
 from vit_jax.data.reading import ExampleRef, ImageReader, cores
 from vit_jax.data.sources.base import Source, labelled_source, select
 from vit_jax.data.sources.folders import unlabelled
+from vit_jax.distributed import meshes
+from vit_jax.experiment import compilation
+from vit_jax.experiment.build import build_experiment
 from vit_jax.models import variant
-from vit_jax.parallel import meshes
-from vit_jax.runs import compilation
-from vit_jax.runs.experiment import decide
-from vit_jax.runs.memory_plan import without_data
+from vit_jax.planning.memory_plan import without_data
 from vit_jax.training.duration import Duration
 from vit_jax.training.losses import targets_of
 
@@ -265,7 +265,7 @@ def with_a_network(
         batch_size=batch_size,
         total=Duration(steps=1000),
     )
-    experiment = decide(without_data(config, num_classes=1000, num_images=1000))
+    experiment = build_experiment(without_data(config, num_classes=1000, num_images=1000))
     abstract = compilation.abstract_state(experiment)
     step = compilation.lower_update(experiment, abstract).compile()
     sharding = meshes.batch_sharding(experiment.mesh)
@@ -281,7 +281,7 @@ def with_a_network(
     one = batch_size * math.prod(reader.size) * 3 / 2**20
     print(f'  memory {peak:,.0f} MiB more at its peak; a batch is {one:.0f} MiB, up to 5 are held')
     shardings = compilation.shardings_of(abstract)
-    init = compilation.jitted(experiment.init, experiment.mesh, out_shardings=shardings)
+    init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
     state, batch = init(), next(batches)
 
     def update(batch: Batch) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 
 import vit_jax
 from vit_jax.checkpoints.card import Card
-from vit_jax.command_line import app
+from vit_jax.cli import app
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.models import build, variant
 from vit_jax.pretrained import Loaded

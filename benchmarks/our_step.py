@@ -7,10 +7,11 @@ import jax
 import numpy as np
 
 from vit_jax.config import TrainConfig
+from vit_jax.distributed import meshes
+from vit_jax.experiment import compilation
+from vit_jax.experiment.build import Experiment, build_experiment
 from vit_jax.models import ModelConfig
-from vit_jax.parallel import ahead_of_time, meshes
-from vit_jax.runs import compilation, memory_plan
-from vit_jax.runs.experiment import Experiment, decide
+from vit_jax.planning import ahead_of_time, memory_plan
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig
 
@@ -49,7 +50,7 @@ def trace_step(
       The step for these devices.
     """
     config = memory_plan.without_data(config, num_classes=num_classes, num_images=10**6)
-    experiment = decide(config, devices=devices)
+    experiment = build_experiment(config, devices=devices)
     state = compilation.abstract_state(experiment)
     if devices is None:
         lowered = compilation.lower_update(experiment, state)
@@ -68,7 +69,7 @@ def trace_step(
             'example': order,
         }
         shardings = compilation.shardings_of(state)
-        init = compilation.jitted(experiment.init, experiment.mesh, out_shardings=shardings)
+        init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
         made = jax.block_until_ready(init())
         compilation.give_back_memory()
         return made, jax.device_put(batch, meshes.batch_sharding(experiment.mesh))

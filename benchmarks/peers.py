@@ -23,10 +23,10 @@ from typing import Any
 import jax
 
 from benchmarks.peer_programs import OURS, SCAN, Work, python_path
-from vit_jax.command_line import app
+from vit_jax.cli import app
+from vit_jax.experiment.peaks import peak_of
 from vit_jax.models import Compute, ViTConfig, multiply_adds, variant
 from vit_jax.models.compute import resolve_compute
-from vit_jax.parallel.peaks import peak_of
 
 _PROGRAM = pathlib.Path(__file__).with_name('peer_programs.py')
 

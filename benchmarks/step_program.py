@@ -28,10 +28,10 @@ import jax
 from benchmarks import peer_programs
 from benchmarks.our_step import make_config, trace_step
 from benchmarks.program_text import Instruction, computations, size, trips
-from vit_jax.command_line import app
+from vit_jax.cli import app
 from vit_jax.data.augmentation import AUGREG, augreg
 from vit_jax.models import Compute, ViTConfig, variant
-from vit_jax.parallel import ahead_of_time
+from vit_jax.planning import ahead_of_time
 
 # What is no kernel: names for memory that is there already.
 _FREE = 'parameter constant get-tuple-element tuple bitcast after-all opt-barrier iota'.split()

@@ -27,7 +27,7 @@ import numpy as np  # noqa: E402
 from benchmarks import adversary  # noqa: E402
 from tests.hosts import hosts  # noqa: E402
 from vit_jax.checkpoints.store import Checkpoints  # noqa: E402
-from vit_jax.runs.goodput import read, totals  # noqa: E402
+from vit_jax.experiment.goodput import read, totals  # noqa: E402
 
 PHASES = {
     'start': ('slow:0', 'starting'),

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from tests import tfds_sets
-from vit_jax.command_line import app
+from vit_jax.cli import app
 from vit_jax.data import loading, reading
 from vit_jax.data.augmentation import augment, augreg
 from vit_jax.data.image_preprocessing import InceptionCrop

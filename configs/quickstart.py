@@ -4,8 +4,9 @@ Result: 98 to 99 % test accuracy (359 images; seeds 0, 1, 2). Cost: about 1 minu
 Command: python -m vit_jax.train --config=configs/quickstart.py --workdir=/tmp/vit/quickstart
 """
 
-from vit_jax.config import FewshotConfig, TrainConfig
+from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import Augmentation
+from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.models import ViTConfig
 from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig

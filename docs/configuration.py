@@ -10,7 +10,7 @@ from typing import Any
 from docs.readers import PROGRAMS, readers
 from vit_jax.base import records
 from vit_jax.base.records import Record
-from vit_jax.command_line import config_help
+from vit_jax.cli import config_help
 from vit_jax.config import Study, TrainConfig
 
 PAGE = pathlib.Path(__file__).with_suffix('.md')

@@ -8,10 +8,13 @@ PICTURE = pathlib.Path(__file__).with_suffix('.svg')
 # What a layer is for, in the order of LAYERS.
 MEANINGS = (
     'parse, run, say what came out',
-    'flags; pictures; one run on disk and on screen',
-    'the typed experiment; a network from anywhere',
+    'flags; pictures; memory; many experiments',
+    'one experiment: built, compiled, run, reported',
+    'the typed configuration of an experiment',
+    'accuracy, few-shot linear probe, other probes',
+    'a network from any checkpoint',
     'saving, digests, formats of other systems',
-    'looking inside; images and batches; measuring; learning',
+    'looking inside; images and batches; learning',
     'what a network computes; where its arrays lie',
     'records, names, errors, files written whole',
 )

@@ -18,7 +18,7 @@ PROGRAMS = 'train', 'finetune', 'fewshot', 'inspect_data', 'plan', 'doctor'
 # Read together (TrainConfig.evaluations).
 _EVALUATIONS = 'evals', 'eval_split'
 # What has configurations of its own, or takes one as a whole.
-_OTHERS = 'vit_jax.models', 'vit_jax.figures', 'vit_jax.command_line', 'vit_jax.config'
+_OTHERS = 'vit_jax.models', 'vit_jax.figures', 'vit_jax.cli', 'vit_jax.config'
 
 
 class Definition(NamedTuple):

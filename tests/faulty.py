@@ -19,13 +19,13 @@ from vit_jax import train
 from vit_jax.base import held_objects
 from vit_jax.checkpoints import download
 from vit_jax.checkpoints.store import Checkpoints
-from vit_jax.command_line import app
+from vit_jax.cli import app
 from vit_jax.data import reading
 from vit_jax.data.sources import arrays
+from vit_jax.distributed import processes
+from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import classification
-from vit_jax.parallel import processes
-from vit_jax.parallel.processes import Job
-from vit_jax.runs import compilation, fingerprint, training_run
+from vit_jax.experiment import compilation, fingerprint, training_run
 
 
 def at_tick(number, index, act):

@@ -21,12 +21,13 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from vit_jax.config import FewshotConfig, TrainConfig
+from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import augreg
+from vit_jax.evaluation.probing import FewshotConfig
+from vit_jax.experiment import compilation
+from vit_jax.experiment.build import build_experiment
 from vit_jax.models import Backbone, Compute, Regularization, ResNetConfig, ViTConfig
-from vit_jax.parallel import ahead_of_time
-from vit_jax.runs import compilation, memory_plan
-from vit_jax.runs.experiment import decide
+from vit_jax.planning import ahead_of_time, memory_plan
 from vit_jax.training.duration import Duration
 from vit_jax.training.masked_patches import MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig
@@ -132,7 +133,7 @@ def prepared(program: Program, devices):
         **program.changes,
     )
     config = memory_plan.without_data(config, num_classes=10, num_images=1000)
-    experiment = decide(config, devices=devices)
+    experiment = build_experiment(config, devices=devices)
     return experiment, compilation.abstract_state(experiment)
 
 

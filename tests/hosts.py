@@ -20,7 +20,7 @@ import time
 from vit_jax.base import storage
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.checkpoints.store import load_params
-from vit_jax.runs import goodput, workdirs
+from vit_jax.experiment import goodput, workdirs
 
 ROOT = pathlib.Path(__file__).parent.parent
 KILL_AFTER = 300  # seconds, whatever happens

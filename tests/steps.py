@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.base import UserError
-from vit_jax.command_line import app
-from vit_jax.parallel import meshes, processes
-from vit_jax.parallel.processes import Interrupted, Job
+from vit_jax.cli import app
+from vit_jax.distributed import meshes, processes
+from vit_jax.distributed.processes import Interrupted, Job
 
 
 def hang():

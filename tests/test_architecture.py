@@ -14,11 +14,14 @@ PACKAGE = pathlib.Path(__file__).parent.parent / 'vit_jax'
 # A folder is a layer; a layer may import those in the lines below its own, and its own folder.
 LAYERS = (
     {'programs'},
-    {'command_line', 'figures', 'runs'},
-    {'config', 'pretrained'},
+    {'cli', 'figures', 'planning', 'studies'},
+    {'experiment'},
+    {'config'},
+    {'evaluation'},
+    {'pretrained'},
     {'checkpoints'},
-    {'evaluation', 'analysis', 'training', 'data'},
-    {'models', 'parallel'},
+    {'analysis', 'training', 'data'},
+    {'models', 'distributed'},
     {'base'},
 )
 DOORS = {'config', 'pretrained'}  # the only modules at the root that are no programs

@@ -9,8 +9,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.communication import Sent, least, sent
-from vit_jax.parallel import meshes
-from vit_jax.parallel.meshes import MeshConfig
+from vit_jax.distributed import meshes
+from vit_jax.distributed.meshes import MeshConfig
 
 STEPS, SIZE = 5, 4 * 64
 COLLECTIVES = {

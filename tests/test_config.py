@@ -7,10 +7,10 @@ from tests import tiny
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.formats.inference import Hints
-from vit_jax.config import FewshotConfig
 from vit_jax.data.image_preprocessing import InceptionCrop, Preprocessing, RandomCrop
+from vit_jax.distributed.meshes import MeshConfig
+from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.models import ViTConfig
-from vit_jax.parallel.meshes import MeshConfig
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 

@@ -11,18 +11,20 @@ from tests import golden, tiny
 from vit_jax.base import records, tree_names
 from vit_jax.config import TrainConfig
 from vit_jax.data.sources.vtab import TASKS
+from vit_jax.experiment.build import build_experiment
+from vit_jax.experiment.compilation import abstract_batch
 from vit_jax.models import ViTConfig
-from vit_jax.runs import studies
-from vit_jax.runs.compilation import abstract_batch
-from vit_jax.runs.experiment import decide
-from vit_jax.runs.memory_plan import without_data
+from vit_jax.planning.memory_plan import without_data
+from vit_jax.studies import planned_runs
 
 ROOT = pathlib.Path(__file__).parent.parent
 RUNS = [
     (path, argument)
     for path in golden.FILES
     for argument in golden.arguments(path)
-    if isinstance(golden.config(path, argument), TrainConfig)  # others: tests/runs/test_studies.py
+    if isinstance(
+        golden.config(path, argument), TrainConfig
+    )  # others: tests/experiment/test_studies.py
 ]
 IMAGES = {'JFT-300M': 303_000_000, 'tfds:imagenet21k': 12_743_321}  # else ImageNet's
 
@@ -72,7 +74,7 @@ def test_a_config_fits_together(path, argument):
         size = config.image_size or (32, 32)
         config.model = tiny.model(num_classes=None, image_size=size, patch_size=(patch, patch))
     images = IMAGES.get(config.data, 1_281_167)
-    experiment = decide(
+    experiment = build_experiment(
         without_data(config, num_classes=1000, num_images=images),
         devices=jax.devices(),  # as if of another machine: this one may have too little memory
     )
@@ -102,7 +104,7 @@ def test_every_row_of_table_3_is_there():
 def test_a_small_folder_is_not_trained_in_silence(num_images):
     config = golden.config(ROOT / 'configs/finetune/folder.py', None)
     config.model = tiny.model(num_classes=None)
-    length = decide(without_data(config, num_classes=6, num_images=num_images)).length
+    length = build_experiment(without_data(config, num_classes=6, num_images=num_images)).length
     intervals = (
         length.log_interval(config.log_every_steps),
         length.interval(config.eval_every_steps),
@@ -123,7 +125,7 @@ def test_the_study_of_vtab_runs_its_tasks_beside_the_papers_table_9():
         published = ' | '.join(f'{found.PUBLISHED[n][number]}' for n in means)
         assert accuracies == f'| {task} | {published} |'
     study = dataclasses.replace(found.get_config('L/16-in21k'), seeds=(0,))
-    runs = {run.values['task']: run.config for run in studies.planned(study)}
+    runs = {run.values['task']: run.config for run in planned_runs.planned(study)}
     assert list(runs) == list(TASKS)
     for task, config in runs.items():
         alone = golden.config(ROOT / 'configs/finetune/vtab.py', task)

@@ -15,7 +15,7 @@ from tests import networks, tiny
 from tests.hosts import hosts
 from vit_jax import doctor
 from vit_jax.base import UserError
-from vit_jax.parallel.processes import Job
+from vit_jax.distributed.processes import Job
 
 TINY = '--config=tests/tiny_config.py'
 

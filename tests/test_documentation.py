@@ -20,7 +20,7 @@ from tests.workplace import workplace
 from vit_jax.__main__ import programs
 from vit_jax.base import UserError, records
 from vit_jax.checkpoints import published
-from vit_jax.command_line import app, config_files, config_help, output
+from vit_jax.cli import app, config_files, config_help, output
 from vit_jax.config import Study, TrainConfig
 
 LANGUAGES = (

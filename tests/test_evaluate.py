@@ -21,8 +21,9 @@ from vit_jax.data import imagenet_classes
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.sources.arrays import array_source
 from vit_jax.data.sources.opening import HeldOut, make_opener
+from vit_jax.evaluation import evaluation_run
+from vit_jax.experiment import training_run
 from vit_jax.pretrained import Loaded
-from vit_jax.runs import evaluation_run, training_run
 from vit_jax.training.losses import LossConfig
 
 NAMES = tuple('0123456789')

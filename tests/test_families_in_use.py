@@ -9,12 +9,12 @@ import pytest
 import vit_jax
 from tests import reference, tiny
 from vit_jax import visualize
-from vit_jax.config import FewshotConfig
+from vit_jax.distributed.meshes import MeshConfig
+from vit_jax.distributed.processes import Job
+from vit_jax.evaluation.probing import FewshotConfig
+from vit_jax.experiment import probing_run, training_run
 from vit_jax.models import Compute, ViTConfig
-from vit_jax.parallel import ahead_of_time
-from vit_jax.parallel.meshes import MeshConfig
-from vit_jax.parallel.processes import Job
-from vit_jax.runs import memory_plan, probing_run, training_run
+from vit_jax.planning import ahead_of_time, memory_plan
 from vit_jax.training.duration import Duration
 
 pytestmark = pytest.mark.full

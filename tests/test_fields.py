@@ -29,11 +29,11 @@ from vit_jax.data.image_preprocessing import (
 )
 from vit_jax.data.loading import make_loaders, training_batches
 from vit_jax.data.randaugment import RandAugment
+from vit_jax.distributed import meshes
+from vit_jax.distributed.meshes import MeshConfig
+from vit_jax.experiment import compilation
+from vit_jax.experiment.build import build_experiment
 from vit_jax.models import Backbone, ResNetConfig
-from vit_jax.parallel import meshes
-from vit_jax.parallel.meshes import MeshConfig
-from vit_jax.runs import compilation
-from vit_jax.runs.experiment import decide
 from vit_jax.training.duration import Duration
 from vit_jax.training.masked_patches import MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
@@ -208,7 +208,7 @@ CHANGES = [
 ]
 
 # Fields whose effect is no program and no batch here: the record, its fields, and who sees them.
-RUN, PROBING = 'tests/runs/test_training_run.py', 'tests/runs/test_probing.py'
+RUN, PROBING = 'tests/experiment/test_training_run.py', 'tests/experiment/test_probing.py'
 OPENING, FORMATS = 'tests/data/sources/test_opening.py', 'tests/checkpoints/formats/test_opening.py'
 LOADING, PROBES = 'tests/data/test_loading.py', 'tests/evaluation/test_probes.py'
 EPISODES = 'tests/evaluation/test_episodes.py'
@@ -284,7 +284,7 @@ ELSEWHERE = [
     (
         'MeshConfig',
         'max_replicated_fraction',
-        'tests/parallel/test_meshes.py',
+        'tests/distributed/test_meshes.py',
         'test_a_state_that_stays_replicated_although_it_should_be_split_is_an_error',
     ),
     (
@@ -393,7 +393,7 @@ def changed(config, field, value):
 
 def effects(config):
     """The programs, where their arrays are, and the first batches, as text."""
-    experiment = decide(config)
+    experiment = build_experiment(config)
     state = compilation.abstract_state(experiment)
     size, reader = experiment.model.config.image_size, experiment.train
     batch = functools.partial(compilation.abstract_batch, experiment.mesh, image_size=size)

@@ -10,11 +10,11 @@ import pytest
 
 from tests import tiny
 from vit_jax import inspect_data, prepare
-from vit_jax.command_line import app
+from vit_jax.cli import app
 from vit_jax.data import image_headers
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.sources.opening import HeldOut, make_opener
-from vit_jax.runs.experiment import label_problems
+from vit_jax.experiment.build import label_problems
 from vit_jax.training.duration import Duration
 
 

@@ -16,11 +16,10 @@ from tests import tiny
 from tests.hosts import ROOT, environment
 from vit_jax import plan
 from vit_jax.base import UserError
-from vit_jax.parallel import ahead_of_time
-from vit_jax.parallel.ahead_of_time import DoesNotFit, Topology
-from vit_jax.parallel.meshes import MeshConfig, make_mesh
-from vit_jax.runs import memory_plan
-from vit_jax.runs.experiment import decide
+from vit_jax.distributed.meshes import MeshConfig, make_mesh
+from vit_jax.experiment.build import build_experiment
+from vit_jax.planning import ahead_of_time, memory_plan
+from vit_jax.planning.ahead_of_time import DoesNotFit, Topology
 from vit_jax.training.duration import Duration
 
 needs_compiler = pytest.mark.skipif(
@@ -159,7 +158,7 @@ def test_near_the_limit_the_program_that_trains_is_compiled(monkeypatch, platfor
         return mock.Mock(**{'memory_analysis.return_value.peak_memory_in_bytes': peak})
 
     monkeypatch.setattr(ahead_of_time, 'compile_for', compile_for)
-    monkeypatch.setattr(memory_plan, 'decide', lambda config, devices: decide(config))
+    monkeypatch.setattr(memory_plan, 'decide', lambda config, devices: build_experiment(config))
     where = Topology('test', [mock.Mock(platform=platform)], 1000)
     with contextlib.suppress(DoesNotFit):
         memory_plan.compile_step(task(), where)
@@ -194,7 +193,7 @@ def test_where_nothing_fits_a_smaller_batch_is_looked_for(monkeypatch):
 
 def test_a_batch_that_grows_does_not_shorten_the_training_below_its_warm_up(monkeypatch, capsys):
     def step(config, where):
-        decide(config, devices=where.devices)  # raises where durations do not fit
+        build_experiment(config, devices=where.devices)  # raises where durations do not fit
         return fake_step({'dots': 1})(config, where)  # what CPUs take first
 
     where = Topology('test', jax.devices(), 10_000)

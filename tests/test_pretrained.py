@@ -25,12 +25,12 @@ from vit_jax.base.tree_names import named_leaves
 from vit_jax.checkpoints.augreg_index import fine_tuned, listed, pick, read_index
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import huggingface
-from vit_jax.command_line import app, config_files
-from vit_jax.config import FewshotConfig
+from vit_jax.cli import app, config_files
 from vit_jax.data.image_preprocessing import Preprocessing
+from vit_jax.evaluation.probing import FewshotConfig
+from vit_jax.experiment import following, probing_run, training_run
 from vit_jax.models import Compute
 from vit_jax.pretrained import ZERO_HEAD
-from vit_jax.runs import following, probing_run, training_run
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import ScheduleConfig
 

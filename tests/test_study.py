@@ -14,8 +14,9 @@ from tests import tiny
 from vit_jax import study
 from vit_jax.base import UserError
 from vit_jax.config import Drawing, Grid, Study
-from vit_jax.runs import study_results, workdirs
-from vit_jax.runs.study_results import Row
+from vit_jax.experiment import workdirs
+from vit_jax.studies import results
+from vit_jax.studies.results import Row
 
 ROOT = pathlib.Path(__file__).parent.parent
 FILE = """
@@ -134,13 +135,13 @@ ROWS = [
 
 
 def test_tables_have_means_deviations_published_values_and_how_many_seeds():
-    assert study_results.table(ROWS, ('test/accuracy', 'compute')) == [
+    assert results.table(ROWS, ('test/accuracy', 'compute')) == [
         '| depth | test/accuracy | compute | published | seeds |',
         '| --- | --- | --- | --- | --- |',
         '| 1 | 60.00% ± 14.14% | 2 exaFLOP | 61.40% | 2 of 3 |',
         '| 2 | 25.00% |  |  | 1 of 3 |',
     ]
-    assert study_results.comma_separated(ROWS).splitlines() == [
+    assert results.comma_separated(ROWS).splitlines() == [
         'grid,depth,measure,mean,deviation,runs,planned,published',
         'train,1,test/accuracy,0.6,0.141421,2,3,0.614',
         'train,1,compute,2e+18,,1,3,',
@@ -150,7 +151,7 @@ def test_tables_have_means_deviations_published_values_and_how_many_seeds():
 
 def lines_of(drawing, rows, grids=('train',)):
     config = Study(title='T', base=tiny.experiment(), grids=dict.fromkeys(grids, Grid()))
-    found = study_results.lines(config, drawing, rows)
+    found = results.lines(config, drawing, rows)
     return {line.name: [*zip(line.x, line.mean, strict=True)] for line in found.lines}
 
 

@@ -12,8 +12,8 @@ from tests import hosts, tiny
 from tests.networks import HYBRID, changed, loaded
 from vit_jax import visualize
 from vit_jax.base import UserError, tree_names
+from vit_jax.distributed.processes import Job
 from vit_jax.models import Backbone, ResNetConfig
-from vit_jax.parallel.processes import Job
 
 RESNET = ResNetConfig(
     image_size=(16, 16), backbone=Backbone(blocks=(1, 1), width=32), num_classes=tiny.CLASSES

@@ -9,10 +9,10 @@ import numpy as np
 
 from vit_jax.config import TrainConfig
 from vit_jax.data.sources.opening import make_opener
+from vit_jax.distributed.processes import Job
+from vit_jax.experiment import compilation
+from vit_jax.experiment.build import build_experiment
 from vit_jax.models import ViTConfig
-from vit_jax.parallel.processes import Job
-from vit_jax.runs import compilation
-from vit_jax.runs.experiment import decide
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
@@ -79,7 +79,7 @@ class WatchedJob(Job):
 
 def compiled(config: TrainConfig, devices=None):
     """The decided experiment, its first state in its place, and its compiled update."""
-    experiment = decide(config, devices=devices)
+    experiment = build_experiment(config, devices=devices)
     state = compilation.abstract_state(experiment)
     init = jax.jit(experiment.init, out_shardings=compilation.shardings_of(state))
     return experiment, init(), compilation.lower_update(experiment, state).compile()

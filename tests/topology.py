@@ -15,15 +15,15 @@ import numpy as np
 
 from tests import tiny
 from vit_jax.checkpoints.store import Checkpoints
-from vit_jax.command_line import app
+from vit_jax.cli import app
 from vit_jax.data import loading
+from vit_jax.distributed import meshes
+from vit_jax.distributed.meshes import MeshConfig
+from vit_jax.distributed.processes import joined_job
 from vit_jax.evaluation import classification
+from vit_jax.experiment import compilation
+from vit_jax.experiment.build import build_experiment
 from vit_jax.models import Regularization
-from vit_jax.parallel import meshes
-from vit_jax.parallel.meshes import MeshConfig
-from vit_jax.parallel.processes import joined_job
-from vit_jax.runs import compilation
-from vit_jax.runs.experiment import decide
 from vit_jax.training.duration import Duration
 
 COUNTS, STEPS = (1, 7, 50, 65), 100
@@ -74,7 +74,7 @@ def trained(job, config, folder):
 
 
 def restored(job, config, folders):
-    experiment = decide(config)
+    experiment = build_experiment(config)
     abstract = compilation.abstract_state(experiment)
     found = {}
     for folder in folders:

@@ -14,7 +14,7 @@ from vit_jax.base import require
 from vit_jax.checkpoints import augreg_index, names
 from vit_jax.checkpoints.augreg_index import Row
 from vit_jax.checkpoints.published import AUGREG_FOLDER, FILES
-from vit_jax.command_line import app
+from vit_jax.cli import app
 
 INDEX = f'{AUGREG_FOLDER}/index.csv'
 

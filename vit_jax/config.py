@@ -16,21 +16,18 @@ from vit_jax.base import (
     require,
     require_between,
     require_regular,
-    storage,
     write_json,
 )
 from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.data.augmentation import Augmentation, AugmentFunction
-from vit_jax.data.image_preprocessing import Crop, Preprocessing
+from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.loading import LoaderConfig
 from vit_jax.data.sources.base import DataFunction
 from vit_jax.data.sources.opening import HeldOut
-from vit_jax.evaluation import ridge
-from vit_jax.evaluation.episodes import EpisodesConfig
-from vit_jax.evaluation.probes import LogisticConfig
+from vit_jax.distributed.meshes import MeshConfig
+from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.models import Compute, Regularization, ResNetConfig, ViTConfig
 from vit_jax.models.config import Head
-from vit_jax.parallel.meshes import MeshConfig
 from vit_jax.training.duration import Duration, Interval
 from vit_jax.training.losses import Loss, LossConfig
 from vit_jax.training.masked_patches import MaskedPatches
@@ -60,51 +57,6 @@ class EvalConfig(Record):
 
     def check(self) -> None:
         require_between(self, 'every_steps', low=1)
-
-
-@dataclasses.dataclass(kw_only=True)
-class ProbeSet(Record):
-    """The images of one data set: to draw from, and to test on."""
-
-    data: str | DataFunction | None = None  # None: the data of the experiment
-    train_split: str = 'train'  # to draw from
-    test_split: str = 'test'  # to test on
-
-
-@dataclasses.dataclass(kw_only=True)
-class FewshotConfig(Record):
-    """Which images, how many of each class, drawn how often; and which other probes.
-
-    `sets` are data sets by the names of their results; none: the data of the experiment. Nearest
-    neighbours and a logistic regression learn from all training images, episodes from test images
-    alone. `l2` is of ridge episodes too; of several, each draw takes that of least generalized
-    cross-validation. `feature_cache` is where the features of whole splits are kept, when a
-    checkpoint is evaluated alone.
-    """
-
-    sets: dict[str, ProbeSet] = _default(dict)  # by name; none: the data of the experiment
-    crop: Crop | None = None  # None: the preprocessing's
-    shots: tuple[int, ...] = (1, 5, 10, 25)  # images of each class
-    seeds: tuple[int, ...] = (0, 1, 2)  # of the draws, whose mean is told
-    l2: float | tuple[float, ...] = ridge.L2  # the best of several; not divided by the images
-    neighbours: int | None = None  # that vote on a test image; None: no such evaluation
-    logistic: LogisticConfig | None = None  # None: no logistic regression
-    episodes: EpisodesConfig | None = None  # None: no episodes
-    feature_cache: str | None = None  # a folder, for features of whole splits; None: not kept
-    every_steps: Interval | None = None  # while training; None: at the end only
-
-    def check(self) -> None:
-        require_between(self, 'shots', 'neighbours', 'every_steps', low=1)
-        require_between(self, 'seeds', low=0)
-        require(self.l2 != (), 'l2=(): expected one or more numbers')
-        require_between(self, 'l2', above=0)
-        for name, values in {'shots': self.shots, 'seeds': self.seeds}.items():
-            distinct = len({*values}) == len(values) > 0
-            require(distinct, f'{name}={values}: expected at least one, each once')
-        random = self.crop is not None and self.crop.random
-        require(not random, 'crop: a random crop is for training only')
-        remote = storage.is_remote(self.feature_cache or '')
-        require(not remote, f'feature_cache={self.feature_cache!r}: expected a folder on a disk')
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -15,7 +15,7 @@ from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.formats.opening import NAMES
 from vit_jax.checkpoints.formats.writing import format_for, is_free
 from vit_jax.checkpoints.names import require_here
-from vit_jax.command_line import app
+from vit_jax.cli import app
 from vit_jax.pretrained import load, save
 
 

@@ -28,13 +28,13 @@ import numpy as np
 from vit_jax.base import UserError, counted, records, storage
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
-from vit_jax.command_line import app
+from vit_jax.cli import app
 from vit_jax.data import jpeg_regions, loading
+from vit_jax.distributed import clusters, meshes
+from vit_jax.distributed.processes import Job, joined_job
+from vit_jax.experiment import compilation, fingerprint, training_run
+from vit_jax.experiment.build import Experiment, build_experiment, loaders
 from vit_jax.models import parameter_count
-from vit_jax.parallel import clusters, meshes
-from vit_jax.parallel.processes import Job, joined_job
-from vit_jax.runs import compilation, fingerprint, training_run
-from vit_jax.runs.experiment import Experiment, decide, loaders
 
 # The oldest NVIDIA driver of each major version of CUDA (NVIDIA, CUDA compatibility, table 1).
 _LEAST_DRIVER = {'12': 525, '13': 580}
@@ -144,7 +144,7 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
     with contextlib.ExitStack() as stack:
         if arguments.workdir is None:
             job.require_same('configuration', records.to_dict(config))
-            experiment = decide(config)
+            experiment = build_experiment(config)
         else:
             opened = training_run.agreed(
                 config,

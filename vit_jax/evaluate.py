@@ -23,14 +23,14 @@ from rich.progress import Progress
 from vit_jax.base import UserError, atomic_write, counted, records, usable, write_json
 from vit_jax.checkpoints.formats import array_files
 from vit_jax.checkpoints.names import shown
-from vit_jax.command_line import app, output
+from vit_jax.cli import app, output
 from vit_jax.data.sources.opening import HeldOut, Opener, make_opener
-from vit_jax.evaluation import confusion
+from vit_jax.evaluation import confusion, evaluation_run, prediction
+from vit_jax.evaluation.evaluation_run import Evaluation
+from vit_jax.experiment import source_run
+from vit_jax.experiment.source_run import SourceRun
 from vit_jax.figures import bitmaps
 from vit_jax.pretrained import Loaded, load
-from vit_jax.runs import evaluation_run, prediction, source_run
-from vit_jax.runs.evaluation_run import Evaluation
-from vit_jax.runs.source_run import SourceRun
 
 NUMBERS, MATRIX, PICTURE = 'evaluation.json', 'confusion.npz', 'confusion.png'
 _SHOWN = 10  # classes, and confusions, on the screen

@@ -1,7 +1,7 @@
 """Probes a checkpoint with few labels: python -m vit_jax.fewshot --config.start_from=CHECKPOINT."""
 
-from vit_jax.command_line import app
-from vit_jax.runs import probing_run
+from vit_jax.cli import app
+from vit_jax.experiment import probing_run
 
 
 def run(asked: app.Invocation) -> None:

@@ -5,8 +5,8 @@ The same training as vit_jax.train; only the first parameters come from somewher
 
 from vit_jax import train
 from vit_jax.base.errors import UserError
-from vit_jax.command_line import app
-from vit_jax.runs.following import after_fine_tuning
+from vit_jax.cli import app
+from vit_jax.experiment.following import after_fine_tuning
 
 
 def run(asked: app.Invocation) -> None:

@@ -23,7 +23,7 @@ from rich.progress import Progress
 
 from vit_jax.base import UserError, atomic_write, counted, storage, usable, write_json
 from vit_jax.base.records import text_of, to_dict
-from vit_jax.command_line import app
+from vit_jax.cli import app
 from vit_jax.config import TrainConfig
 from vit_jax.data import inspection, reading
 from vit_jax.data.augmentation import augment, host_crop
@@ -32,9 +32,9 @@ from vit_jax.data.inspection import Known, Scan
 from vit_jax.data.sources import folders, tables
 from vit_jax.data.sources.base import Label, Source, split_names
 from vit_jax.data.sources.opening import Opener, make_opener, open_splits
+from vit_jax.experiment import workdirs
+from vit_jax.experiment.build import label_problems, open_start, preprocessing_of, reader_for
 from vit_jax.figures import bitmaps
-from vit_jax.runs import workdirs
-from vit_jax.runs.experiment import label_problems, open_start, preprocessing_of, reader_for
 from vit_jax.training.duration import make_train_length
 from vit_jax.training.losses import targets_of
 from vit_jax.training.update import AUGMENT, purpose_key

@@ -16,13 +16,13 @@ import time
 
 import jax
 
-from vit_jax.command_line import app
+from vit_jax.cli import app
+from vit_jax.distributed import meshes
+from vit_jax.experiment.build import build_experiment
 from vit_jax.models import parameter_count
-from vit_jax.parallel import ahead_of_time, meshes
-from vit_jax.parallel.ahead_of_time import GIB, DoesNotFit
-from vit_jax.runs import memory_plan
-from vit_jax.runs.experiment import decide
-from vit_jax.runs.memory_plan import StepMemory
+from vit_jax.planning import ahead_of_time, memory_plan
+from vit_jax.planning.ahead_of_time import GIB, DoesNotFit
+from vit_jax.planning.memory_plan import StepMemory
 from vit_jax.training.duration import Duration
 
 
@@ -34,7 +34,7 @@ def main(arguments: argparse.Namespace) -> int:
     config = memory_plan.without_data(arguments.config, num_classes=classes, num_images=images)
     where = ahead_of_time.find_topology(arguments.topology)
     start, batch_size = time.monotonic(), config.batch_size
-    experiment = decide(config, devices=where.devices)
+    experiment = build_experiment(config, devices=where.devices)
     compute, mesh, model = experiment.resolved.compute, experiment.mesh, experiment.model.config
     count, kind = len(where.devices), where.devices[0].device_kind
     print(f'topology    {where.name}: {count} x {kind}, {_gib(where.memory)} each')

@@ -34,14 +34,14 @@ from vit_jax.base import (
     usable,
 )
 from vit_jax.checkpoints.formats.array_files import write_npz
-from vit_jax.command_line import app, output
+from vit_jax.cli import app, output
 from vit_jax.data.image_headers import kinds_by_ending
 from vit_jax.data.image_preprocessing import normalize
 from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.folders import unlabelled
-from vit_jax.parallel import meshes
+from vit_jax.distributed import meshes
+from vit_jax.evaluation import prediction
 from vit_jax.pretrained import Loaded, OutputName, load
-from vit_jax.runs import prediction
 
 Found = list[tuple[str, float]]  # classes and their probabilities, the most probable first
 _MANY, _LIKELY = 5, 0.5  # classes, where one is right; a probability, where several may be

@@ -6,7 +6,7 @@ Needs the extra `tf` and, for most sets, a network. Neither is needed to read wh
 
 import argparse
 
-from vit_jax.command_line import app
+from vit_jax.cli import app
 from vit_jax.data.sources import tfds
 
 

@@ -23,9 +23,9 @@ from vit_jax.base import (
     require_writable,
     usable,
 )
-from vit_jax.command_line import app
-from vit_jax.runs import goodput, history, reporting
-from vit_jax.runs.history import History, Line
+from vit_jax.cli import app
+from vit_jax.experiment import goodput, history, reporter
+from vit_jax.experiment.history import History, Line
 
 OVER = {'steps': 'step', 'time': 'hours of running'}
 # How kinds of lines are told apart, which have the colour of their run: dashes, fill of markers.
@@ -83,7 +83,7 @@ def _reached(runs: Sequence[History]) -> Any:
         row += [_last(run.of_kind(kind), 'accuracy', '{:.2%}') for kind in kinds]
         row += [_last(few, name, '{:.2%}') for name in shots]
         row.append(f'{np.nanmedian(speed):,.0f}' if np.isfinite(speed).any() else '')
-        rows.append([*row, reporting.duration(sum(run.seconds.values())) if run.seconds else ''])
+        rows.append([*row, reporter.duration(sum(run.seconds.values())) if run.seconds else ''])
     text = (
         'The last number of each kind; images a second are the median over the reports. The wall '
         'time is that of all starts, with what was lost between them.'
@@ -224,7 +224,7 @@ def _time(runs: Sequence[History]) -> Any:
     spent = {run.name: run.seconds for run in runs if sum(run.seconds.values())}
     if not spent:
         return Section('Where the time went', _TIME, left_out='No run has a ledger yet.')
-    caption = '; '.join(f'{name}: {reporting.spent(s)}' for name, s in spent.items())
+    caption = '; '.join(f'{name}: {reporter.spent(s)}' for name, s in spent.items())
     png = style.png(curves.where_time_went(spent))
     picture = Picture(png, 'shares of the wall time by what was done', caption)
     return Section('Where the time went', _TIME, [picture])

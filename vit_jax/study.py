@@ -30,11 +30,12 @@ from rich.markup import escape
 
 from vit_jax.base import UserError, atomic_write, counted, records, require, usable
 from vit_jax.base.storage import is_remote
-from vit_jax.command_line import app
+from vit_jax.cli import app
 from vit_jax.config import Study
-from vit_jax.parallel.processes import INTERRUPTED, REQUEUE
-from vit_jax.runs import history, reporting, studies, study_results, workdirs
-from vit_jax.runs.studies import PlannedRun
+from vit_jax.distributed.processes import INTERRUPTED, REQUEUE
+from vit_jax.experiment import history, reporter, workdirs
+from vit_jax.studies import planned_runs, results
+from vit_jax.studies.planned_runs import PlannedRun
 
 OUTPUT, RESULTS = 'output.txt', 'results'
 # Popen's preexec_fn would do the same, but jax warns about forks.
@@ -58,7 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
     with usable(folder):
         is_file = folder.exists() and not folder.is_dir()
         require(not is_file, f'--workdir={arguments.workdir}: expected a folder, but it is a file')
-    runs = studies.planned(study)
+    runs = planned_runs.planned(study)
     for run in runs:
         workdirs.require_apart(arguments.workdir, records.to_dict(run.config))
     chosen = [run for run in runs if re.search(arguments.only, run.name)]
@@ -70,17 +71,17 @@ def main(arguments: argparse.Namespace) -> int:
             folder.mkdir(parents=True, exist_ok=True)
             if not arguments.list:
                 stack.enter_context(workdirs.locked(folder))
-            studies.agree(folder, runs)
+            planned_runs.agree(folder, runs)
         if arguments.list:
             _list(folder, study, chosen, arguments.compiled)
             return 0
         began, count = time.monotonic(), counted(len(chosen), 'run')
         print(f'{study.title}: {count}, {_complete(folder, chosen):,} complete', flush=True)
         failed, stopped = _train(folder, study, chosen, arguments.compiled)
-        spent = reporting.duration(time.monotonic() - began)
+        spent = reporter.duration(time.monotonic() - began)
         print(f'{_complete(folder, chosen):,} of {count} complete, after {spent}', flush=True)
-        done, lost = study_results.reached(folder, study, runs)
-        _tell(folder, study, study_results.rows(study, runs, done))
+        done, lost = results.reached(folder, study, runs)
+        _tell(folder, study, results.rows(study, runs, done))
     for sentence in lost:
         print(f'warning: {sentence}', flush=True)
     if failed:
@@ -89,7 +90,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _complete(folder: pathlib.Path, runs: Sequence[PlannedRun]) -> int:
-    return sum(studies.is_complete(folder, run) for run in runs)
+    return sum(planned_runs.is_complete(folder, run) for run in runs)
 
 
 def _train(
@@ -98,7 +99,7 @@ def _train(
     """Trains those that are not complete; the names of those that failed, and 0 or why it ended."""
     failed: list[str] = []
     for number, run in enumerate(chosen, 1):
-        if studies.is_complete(folder, run):
+        if planned_runs.is_complete(folder, run):
             continue
         label = f'{number} of {len(chosen)}  {run.name}'
         if holder := _holder(folder / run.name):
@@ -129,9 +130,9 @@ def _list(
 ) -> None:
     """Prints the command of each run that can start; of the others, what they wait for."""
     for run in chosen:
-        if studies.is_complete(folder, run):
+        if planned_runs.is_complete(folder, run):
             continue
-        if run.after is not None and not studies.is_complete(folder, run.after):
+        if run.after is not None and not planned_runs.is_complete(folder, run.after):
             print(f'# {run.name} starts from {run.after.name}: list it again after that')
             continue
         with usable(folder):
@@ -141,7 +142,7 @@ def _list(
 
 def _flags(folder: pathlib.Path, study: Study, run: PlannedRun, compiled: str | None) -> list[str]:
     """The flags of the program that trains a run. Writes its configuration."""
-    config = studies.write_run_config(folder, study, run)
+    config = planned_runs.write_run_config(folder, study, run)
     words = [f'--config={config}', f'--workdir={folder / run.name}']
     return words + ([f'--compiled={compiled}'] if compiled else [])
 
@@ -166,11 +167,11 @@ def _trained(
         errors = [line for line in told if line.startswith('error: ')] or told or ['no word']
         reason = errors[-1].removeprefix('error: ').replace('--config.', '--config.base.')
         return Outcome(code, f'failed with code {code}: {reason} ({output})')
-    found, _ = study_results.reached(folder, study, [run])
+    found, _ = results.reached(folder, study, [run])
     measured = found.get(run.name, {})
-    numbers = ', '.join(f'{name} {study_results.written(name, x)}' for name, x in measured.items())
+    numbers = ', '.join(f'{name} {results.written(name, x)}' for name, x in measured.items())
     seconds = sum(history.read(folder / run.name, run.name).seconds.values())
-    return Outcome(0, f'{numbers}  in {reporting.duration(seconds)}')
+    return Outcome(0, f'{numbers}  in {reporter.duration(seconds)}')
 
 
 def train_as_child() -> None:
@@ -229,14 +230,14 @@ def _progress(workdir: pathlib.Path) -> str:
     return 'starting'
 
 
-def _tell(folder: pathlib.Path, study: Study, found: Sequence[study_results.Row]) -> None:
+def _tell(folder: pathlib.Path, study: Study, found: Sequence[results.Row]) -> None:
     """Prints and writes the tables, and draws the picture, of what was found by now."""
     if not any(numbers for row in found for numbers in row.numbers.values()):
         return
-    rows = [*found, *study_results.means(study, found)]
-    text = study_results.text(study, rows)
+    rows = [*found, *results.means(study, found)]
+    text = results.text(study, rows)
     print(f'\n{text}')
-    texts = {'md': text, 'csv': study_results.comma_separated(rows)}
+    texts = {'md': text, 'csv': results.comma_separated(rows)}
     with usable(folder):
         for ending, content in texts.items():
             with atomic_write(folder / f'{RESULTS}.{ending}') as partial:
@@ -250,11 +251,11 @@ def _tell(folder: pathlib.Path, study: Study, found: Sequence[study_results.Row]
     print('written: ' + ', '.join(str(folder / f'{RESULTS}.{ending}') for ending in written))
 
 
-def _picture(study: Study, rows: Sequence[study_results.Row]) -> bytes | None:
+def _picture(study: Study, rows: Sequence[results.Row]) -> bytes | None:
     """The picture; None, said, where there is nothing to draw, or nothing to draw with."""
     if study.draw is None:
         return None
-    draw, (lines, places, joined) = study.draw, study_results.lines(study, study.draw, rows)
+    draw, (lines, places, joined) = study.draw, results.lines(study, study.draw, rows)
     if not lines:
         print(f'no picture yet: nothing has {draw.y} over {draw.x}')
         return None
@@ -277,7 +278,7 @@ def _picture(study: Study, rows: Sequence[study_results.Row]) -> bytes | None:
         ticks={place: name for name, place in (places or {}).items()},
         unit='FLOP' if computed else '',
         joined=joined,
-        percent=study_results.is_share(draw.y),
+        percent=results.is_share(draw.y),
         logarithmic=draw.logarithmic,
     )
     return style.png(figure)

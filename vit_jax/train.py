@@ -3,12 +3,13 @@
 from collections.abc import Callable
 
 from vit_jax.base import counted
-from vit_jax.command_line import app
-from vit_jax.runs import probing, reporting, training_run
-from vit_jax.runs.experiment import Experiment
-from vit_jax.runs.following import after_pretraining
-from vit_jax.runs.reporting import spent
-from vit_jax.runs.workdirs import METRICS
+from vit_jax.cli import app
+from vit_jax.evaluation import probing
+from vit_jax.experiment import reporter, training_run
+from vit_jax.experiment.build import Experiment
+from vit_jax.experiment.following import after_pretraining
+from vit_jax.experiment.reporter import spent
+from vit_jax.experiment.workdirs import METRICS
 
 
 def run(
@@ -30,7 +31,7 @@ def run(
     )
     if job.index != 0:
         return
-    reached = reporting.eval_summary(result.evals)
+    reached = reporter.eval_summary(result.evals)
     if result.fewshot:
         reached += f'; {probing.summary(result.fewshot)}'
     lines = {'reached': reached}

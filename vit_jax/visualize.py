@@ -35,15 +35,15 @@ from vit_jax.base import (
 )
 from vit_jax.checkpoints.formats.array_files import NotFiniteArray, write_npz
 from vit_jax.checkpoints.names import as_path, shown
-from vit_jax.command_line import app, output
+from vit_jax.cli import app, output
 from vit_jax.data.reading import reader_for
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.folders import has_images, is_image, unlabelled
 from vit_jax.data.sources.opening import make_opener
+from vit_jax.distributed.processes import Job
 from vit_jax.figures import catalogue, layers, networks
 from vit_jax.figures.catalogue import Kind
 from vit_jax.figures.networks import LeftOut, Network, Numbers, Study
-from vit_jax.parallel.processes import Job
 from vit_jax.pretrained import Loaded, load
 
 PAGE = 'index.html'

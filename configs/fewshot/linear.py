@@ -5,7 +5,8 @@ Command: python -m vit_jax.fewshot --config=configs/fewshot/linear.py --workdir=
              --config.start_from=CHECKPOINT --config.data=DATA
 """
 
-from vit_jax.config import FewshotConfig, TrainConfig
+from vit_jax.config import TrainConfig
+from vit_jax.evaluation.probing import FewshotConfig
 
 
 def get_config() -> TrainConfig:

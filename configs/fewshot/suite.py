@@ -7,9 +7,10 @@ Command: python -m vit_jax.fewshot --config=configs/fewshot/suite.py --workdir=D
              --config.start_from=CHECKPOINT --config.fewshot.feature_cache=CACHE
 """
 
-from vit_jax.config import FewshotConfig, ProbeSet, TrainConfig
+from vit_jax.config import TrainConfig
 from vit_jax.data.image_preprocessing import CentralCrop
 from vit_jax.evaluation.probes import LogisticConfig
+from vit_jax.evaluation.probing import FewshotConfig, ProbeSet
 
 
 def get_config() -> TrainConfig:

@@ -11,8 +11,9 @@ Command: python -m vit_jax.train --config=configs/pretrain/cifar10_masked.py --w
              --config.data=DATA
 """
 
-from vit_jax.config import FewshotConfig, TrainConfig
+from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import Augmentation
+from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.models import ViTConfig
 from vit_jax.training.duration import Duration
 from vit_jax.training.masked_patches import MaskedPatches

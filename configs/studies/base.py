@@ -8,11 +8,12 @@ Command: python -m vit_jax.train --config=configs/studies/base.py:small --config
 
 from typing import Any
 
-from vit_jax.config import FewshotConfig, ProbeSet, TrainConfig
+from vit_jax.config import TrainConfig
 from vit_jax.configs.finetune import transfer
 from vit_jax.configs.finetune import vit as finetuning
 from vit_jax.configs.pretrain import vit as pretraining
 from vit_jax.data.augmentation import Augmentation
+from vit_jax.evaluation.probing import FewshotConfig, ProbeSet
 from vit_jax.models import Backbone, ModelConfig, ResNetConfig, ViTConfig
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig

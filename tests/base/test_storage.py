@@ -23,9 +23,9 @@ from vit_jax.base import (
     write_json,
 )
 from vit_jax.base.atomic_files import atomic_write
-from vit_jax.command_line import app
-from vit_jax.config import FewshotConfig
+from vit_jax.cli import app
 from vit_jax.data.sources.opening import make_opener
+from vit_jax.evaluation.probing import FewshotConfig
 
 
 @pytest.fixture

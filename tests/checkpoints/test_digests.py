@@ -17,7 +17,7 @@ from tests.hosts import environment
 from vit_jax.base import UnusableDisk, UserError, storage
 from vit_jax.checkpoints import digests, store
 from vit_jax.checkpoints.digests import Damaged, verify_digests, write_digests
-from vit_jax.runs import training_run
+from vit_jax.experiment import training_run
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 

@@ -19,7 +19,7 @@ from tests.servers import web
 from vit_jax.base.errors import MissingFile, UserError
 from vit_jax.checkpoints import hub, names, published
 from vit_jax.checkpoints.formats import google
-from vit_jax.runs.experiment import open_start
+from vit_jax.experiment.build import open_start
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = pathlib.Path(reference.path('hf_vit'))

@@ -17,9 +17,9 @@ from vit_jax.checkpoints import download, names
 from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.checkpoints.formats.opening import open_checkpoint
 from vit_jax.checkpoints.published import FILES, published
+from vit_jax.distributed.processes import Job
+from vit_jax.experiment import training_run
 from vit_jax.models import parameter_count, variant
-from vit_jax.parallel.processes import Job
-from vit_jax.runs import experiment, training_run
 
 DATA = bytes(range(256)) * 20
 DIGEST = hashlib.sha256(DATA).hexdigest()
@@ -157,7 +157,7 @@ def test_the_secret_in_a_url_is_shown_and_kept_nowhere(server, tmp_path):
     assert network.report[0] == name.replace('?key=secret', '')
     vit_jax.save(network, tmp_path / 'b.safetensors', 'timm')
     assert b'secret' not in (tmp_path / 'b.safetensors').read_bytes()
-    decided = experiment.decide(tiny.experiment(start_from=name, model=None))
+    decided = build_experiment(tiny.experiment(start_from=name, model=None))
     assert decided.config.start_from == network.report[0]
 
 

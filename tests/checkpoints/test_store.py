@@ -12,8 +12,8 @@ import pytest
 
 from vit_jax.base import UnusableDisk, storage
 from vit_jax.checkpoints import digests, store
-from vit_jax.parallel.meshes import MeshConfig, make_mesh
-from vit_jax.parallel.sharding_rules import shardings_for
+from vit_jax.distributed.meshes import MeshConfig, make_mesh
+from vit_jax.distributed.sharding_rules import shardings_for
 
 PARAMS = {'head': {'kernel': jnp.arange(64.0).reshape(8, 8), 'bias': jnp.ones(8)}}
 TRAINING = {'step': jnp.asarray(4), 'optimizer': (({'mu': jnp.arange(16.0)},), None)}

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from tests import tiny
+from vit_jax.distributed import meshes
+from vit_jax.distributed.meshes import MeshConfig
 from vit_jax.models import Compute, attention, build
-from vit_jax.parallel import ahead_of_time, meshes
-from vit_jax.parallel.meshes import MeshConfig
+from vit_jax.planning import ahead_of_time
 
 QUERY, KEY, VALUE = jax.random.normal(jax.random.key(0), (3, 2, 5, 4, 8))
 OFFSETS = jax.random.normal(jax.random.key(2), (9, 4, 8))

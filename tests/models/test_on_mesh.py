@@ -6,12 +6,12 @@ import pytest
 from jax.sharding import AxisType
 
 from tests import tiny
+from vit_jax.distributed import meshes
+from vit_jax.distributed.meshes import MeshConfig
+from vit_jax.experiment import compilation
+from vit_jax.experiment.build import build_experiment
 from vit_jax.models import on_mesh
 from vit_jax.models.vit import ViT
-from vit_jax.parallel import meshes
-from vit_jax.parallel.meshes import MeshConfig
-from vit_jax.runs import compilation
-from vit_jax.runs.experiment import decide
 
 
 def mesh_of(shape, names=meshes.AXES, kind=AxisType.Auto):
@@ -50,7 +50,7 @@ def test_a_program_of_a_run_is_traced_for_its_mesh():
         seen.append(dict(jax.sharding.get_abstract_mesh().shape))
         return x
 
-    compilation.jitted(function, mesh)(jax.device_put(jnp.zeros(8), meshes.replicated(mesh)))
+    meshes.jit_on(function, mesh)(jax.device_put(jnp.zeros(8), meshes.replicated(mesh)))
     assert seen == [{'data': 4, 'fsdp': 2, 'tensor': 1}]
 
 
@@ -64,7 +64,7 @@ def test_the_making_of_parameters_is_traced_once(monkeypatch):
         return call(self, images)
 
     monkeypatch.setattr(ViT, '__call__', counted)
-    experiment = decide(tiny.experiment())
+    experiment = build_experiment(tiny.experiment())
     shardings = compilation.shardings_of(compilation.abstract_state(experiment))
-    compilation.jitted(experiment.init, experiment.mesh, out_shardings=shardings).lower()
+    meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings).lower()
     assert len(made) == 1

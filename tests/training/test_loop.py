@@ -4,7 +4,7 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from vit_jax.parallel.processes import Interrupted
+from vit_jax.distributed.processes import Interrupted
 from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
 from vit_jax.training.metrics import StepMetrics
 from vit_jax.training.update import TrainState

@@ -38,7 +38,7 @@ from vit_jax.base import (
 )
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.digests import CARD, Damaged, is_complete
-from vit_jax.parallel.sharding_rules import abstract
+from vit_jax.distributed.sharding_rules import abstract
 
 FOLDER, PROGRESS = digests.CHECKPOINTS, 'progress.json'
 Json = dict[str, Any]

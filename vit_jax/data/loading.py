@@ -23,7 +23,7 @@ from vit_jax.base import Batch, Int, Record, UserError, require, require_between
 from vit_jax.data.image_preprocessing import MAX_PIXELS, MOST_PIXELS, Size
 from vit_jax.data.reading import ExampleRef, ImageReader, OnUnreadable, cores, epochs_and_indices
 from vit_jax.data.sources.base import Source
-from vit_jax.parallel.meshes import MeshConfig, batch_sharding, make_mesh, put, rows_here
+from vit_jax.distributed.meshes import MeshConfig, batch_sharding, make_mesh, put, rows_here
 
 
 @dataclasses.dataclass(kw_only=True)

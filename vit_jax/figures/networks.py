@@ -16,9 +16,9 @@ from vit_jax.data import loading, reading
 from vit_jax.data.image_preprocessing import normalize
 from vit_jax.data.loading import LoaderConfig
 from vit_jax.data.reading import ExampleRef, ImageReader
+from vit_jax.distributed import meshes
 from vit_jax.models import ResNetConfig, ViTConfig, with_exact_products
 from vit_jax.models.taps import Reduction
-from vit_jax.parallel import meshes
 from vit_jax.pretrained import Loaded
 
 Numbers = dict[str, np.ndarray]  # what a picture is drawn from, and what is kept of it

@@ -1,6 +1,6 @@
 """How activations lie on devices: by the mesh of the program that is being traced.
 
-It is that of jax's context, where `parallel.meshes.traced_on` or `jax.set_mesh` put it. Its axes
+It is that of jax's context, where `distributed.meshes.traced_on` or `jax.set_mesh` put it. Its axes
 data and fsdp split the batch, tensor the heads of attention. Without such a mesh nothing is said.
 """
 

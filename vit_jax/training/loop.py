@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 
 from vit_jax.base.array_types import Batch
-from vit_jax.parallel.processes import Interrupted
+from vit_jax.distributed.processes import Interrupted
 from vit_jax.training.metrics import StepMetrics
 from vit_jax.training.update import TrainState
 

@@ -16,7 +16,7 @@ from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.formats import array_files
 from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.data.image_preprocessing import Preprocessing
-from vit_jax.runs.experiment import open_start
+from vit_jax.experiment.build import open_start
 
 # Sizes for which positions are stored, where the processor makes images of another size.
 STORED = {'dinov2_hf': 42, 'dinov2_hf_linear': 48, 'dinov2_hf_reg4': 48}

@@ -1,0 +1,56 @@
+"""How a network is computed follows from the memory of the devices, on every host alike."""
+
+import bisect
+import dataclasses
+from unittest import mock
+
+import jax
+import pytest
+from jax.sharding import Mesh
+
+from tests import tiny
+from vit_jax.experiment import fingerprint
+from vit_jax.experiment.build import build_experiment, choose_compute
+from vit_jax.models import parameter_count, variant
+from vit_jax.training.optimizer import OptimizerConfig
+
+MODEL = variant('Ti/16', num_classes=1000)
+
+
+def choice(memory, optimizer='adamw', *, fsdp=1, **changes):
+    """What is chosen for eight GPUs that have so many bytes each."""
+    device = mock.Mock(spec=jax.Device, platform='gpu')
+    device.memory_stats.return_value = {'bytes_limit': memory}
+    mesh = mock.Mock(spec=Mesh, local_devices=[device])
+    mesh.shape = {'data': 8 // fsdp, 'fsdp': fsdp, 'tensor': 1}
+    values = {'optimizer': OptimizerConfig(kind=optimizer), 'batch_size': 512} | changes
+    return choose_compute(tiny.experiment(**values), MODEL, mesh, planned=False)
+
+
+def suffices(memory, *arguments, **changes):
+    """Is nothing computed twice?"""
+    return choice(memory, *arguments, **changes).compute.remat == 'none'
+
+
+@pytest.mark.full
+def test_a_device_needs_memory_for_all_that_an_optimizer_keeps():
+    """AdamW has two moments of each parameter, momentum one; an average and a sum are others."""
+    array = 4 * parameter_count(MODEL)
+    least = bisect.bisect_left(range(2**36), True, key=lambda memory: suffices(memory, 'sgd'))
+    activations = least - 3 * array  # parameters, gradient, momentum
+    for needed, optimizer, changes in [
+        (4 * array + activations, 'adamw', {}),
+        (4 * array + activations, 'sgd', {'polyak_decay': 0.999}),
+        (4 * array // 8 + activations, 'adamw', {'fsdp': 8}),
+        (4 * array + activations // 2 + 1, 'sgd', {'accumulation_steps': 2}),
+    ]:
+        assert suffices(needed, optimizer, **changes), changes
+        assert not suffices(needed - 2, optimizer, **changes), changes
+
+
+def test_hosts_that_chose_differently_do_not_agree():
+    experiment = build_experiment(tiny.experiment())
+    changed = dataclasses.replace(experiment.resolved.compute, remat='block')
+    other = experiment._replace(resolved=experiment.resolved._replace(compute=changed))
+    one, two = map(fingerprint.of_decisions, (experiment, other))
+    assert {name for name in one if one[name] != two[name]} == {'compute'}

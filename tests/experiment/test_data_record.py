@@ -1,0 +1,347 @@
+"""Data that changed since a run started, or that differ between hosts, are named."""
+
+import csv
+import dataclasses
+import gzip
+import json
+import shutil
+import threading
+
+import cv2
+import numpy as np
+import pytest
+
+from tests import tiny
+from tests.hosts import hosts
+from vit_jax.base.errors import UserError
+from vit_jax.config import EvalConfig
+from vit_jax.data.image_preprocessing import Resize
+from vit_jax.data.reading import ImageReader
+from vit_jax.data.sources.base import labelled_source
+from vit_jax.data.sources.opening import make_opener
+from vit_jax.distributed.processes import Differs, Job
+from vit_jax.evaluation import probing
+from vit_jax.evaluation.probing import FewshotConfig, ProbeSet
+from vit_jax.experiment import data_record, training_run
+from vit_jax.experiment.data_record import SplitRecord
+from vit_jax.experiment.workdirs import Workdir
+from vit_jax.training.duration import Duration
+
+NAMES = [f'{i}.jpg' for i in range(60)]
+LABELS = ['ant', 'bee', 'cat'] * 20
+SIZES = list(range(1000, 1060))
+RECORD = SplitRecord(['ant', 'bee', 'cat'], NAMES, LABELS, SIZES)
+
+
+def changed(index, **values):
+    fields = {name: [*getattr(RECORD, name)] for name in values}
+    for name, value in values.items():
+        fields[name][index] = value
+    return RECORD._replace(**fields)
+
+
+CHANGES = {
+    'none': (RECORD, []),
+    'unknown sizes': (RECORD._replace(sizes=SIZES[:5]), []),
+    'renamed image': (
+        changed(7, names='late.jpg'),
+        ["1 removed image: '7.jpg' (bee)", "1 added image: 'late.jpg' (bee)"],
+    ),
+    'relabeled image': (
+        changed(7, labels='ant'),
+        ["1 removed image: '7.jpg' (bee)", "1 added image: '7.jpg' (ant)"],
+    ),
+    'replaced image': (changed(7, sizes=5), ["1 replaced image: '7.jpg'"]),
+    'four replaced images': (
+        RECORD._replace(sizes=[1, 2, 3, 4, *SIZES[4:]]),
+        ["4 replaced images: '0.jpg', '1.jpg', '2.jpg'"],
+    ),
+    'other classes': (
+        RECORD._replace(class_names=['ant', 'cat', 'bee']),
+        ["2 changed classes: 'bee' to 'cat', 'cat' to 'bee'"],
+    ),
+    'image listed twice': (
+        RECORD._replace(names=[*NAMES, '0.jpg'], labels=[*LABELS, 'ant'], sizes=[*SIZES, 1000]),
+        ["1 added image: '0.jpg' (ant)"],
+    ),
+    'other order': (
+        RECORD._replace(names=NAMES[::-1], labels=LABELS[::-1], sizes=SIZES[::-1]),
+        ['the images have another order'],
+    ),
+    'one replaced, one added': (
+        RECORD._replace(
+            names=['new.jpg', *NAMES], labels=['cat', *LABELS], sizes=[1, 2, *SIZES[1:]]
+        ),
+        ["1 replaced image: '0.jpg'", "1 added image: 'new.jpg' (cat)"],
+    ),
+}
+
+
+@pytest.mark.parametrize('change', CHANGES)
+def test_every_kind_of_difference_is_counted_with_examples(change):
+    new, lines = CHANGES[change]
+    assert data_record.describe_differences(RECORD, new) == lines
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Files of a folder, whose content nothing here decodes."""
+    root = tmp_path / 'photos'
+    for split, count in ('train', 8), ('test', 3):
+        for name in 'cat', 'dog':
+            (root / split / name).mkdir(parents=True)
+            for i in range(count):
+                (root / split / name / f'{i}.jpg').write_bytes(b'x' * (10 + i))
+    return root
+
+
+def sources_of(data, **changes):
+    config = tiny.experiment(**({'data': str(data), 'eval_split': 'test'} | changes))
+    opened = make_opener(config.held_out)
+
+    def reader(source):
+        return ImageReader(source, Resize(), (8, 8), exif_rotation=False)
+
+    readers = {'train': reader(opened(config.data, config.train_split))}
+    for name, one in config.evaluations.items():
+        readers[name] = reader(opened(one.data or config.data, one.split, one.labels))
+    probes = config.fewshot and probing.open_probes(config.fewshot, config.data, opened, reader)
+    return data_record.find_sources(config, readers, probes)
+
+
+def start(folder, sources, *, accept=False, job=None):
+    """Starts a run and ends it, with a checkpoint."""
+    folder.mkdir(exist_ok=True)
+    compared = data_record.compare_data(Workdir(folder), sources, job or Job(), accept=accept)
+    with compared as check:
+        check(60.0)
+    (folder / 'checkpoints' / '5').mkdir(parents=True, exist_ok=True)
+
+
+def rejected(folder, sources, *texts, accept=False):
+    with pytest.raises(UserError, match='(?s)the data have changed.*--accept_data_changes') as e:
+        start(folder, sources, accept=accept)
+    for text in texts:
+        assert text in str(e.value)
+
+
+def test_images_that_change_are_rejected_by_name_or_accepted_once(photos, tmp_path, caplog):
+    folder = tmp_path / 'run'
+    start(folder, sources_of(photos))
+    before = (folder / 'data.json.gz').read_bytes()
+    start(folder, sources_of(photos))
+    (photos / 'train/cat/new.jpg').write_bytes(b'new')
+    (photos / 'train/dog/3.jpg').unlink()
+    (photos / 'train/dog/4.jpg').write_bytes(b'of another size')
+    (photos / 'test/cat/1.jpg').rename(photos / 'test/dog/7.jpg')
+    lines = (
+        "train: 1 replaced image: 'train/dog/4.jpg'; 1 removed image: 'train/dog/3.jpg' (dog); "
+        "1 added image: 'train/cat/new.jpg' (cat)",
+        "test: 1 removed image: 'test/cat/1.jpg' (cat); 1 added image: 'test/dog/7.jpg' (dog)",
+    )
+    rejected(folder, sources_of(photos), *lines)
+    assert (folder / 'data.json.gz').read_bytes() == before and not caplog.text
+    start(folder, sources_of(photos), accept=True)
+    assert all(line in caplog.text for line in lines)
+    caplog.clear()
+    start(folder, sources_of(photos))
+    assert not caplog.text
+
+
+def write_table(path, rows):
+    with path.open('w', newline='') as file:
+        writer = csv.writer(file)
+        writer.writerow(['path', 'label', 'split'])
+        writer.writerows(rows)
+
+
+@pytest.mark.parametrize('split', ['train', 'test', 'validation', 'rest'])
+def test_repeated_and_reordered_images_of_every_split_are_noticed(tmp_path, split):
+    """Split `validation` is evaluated next to `test`, and `rest` by the few-shot evaluation."""
+    splits = 'train', 'test', 'validation', 'rest'
+    rows = [(f'{s}{i}.jpg', 'ab'[i % 2], s) for s in splits for i in range(4)]
+    for path, _, _ in rows:
+        (tmp_path / path).write_bytes(b'x')
+    sets = {'own': ProbeSet(train_split='rest', test_split='test')}
+    fewshot = FewshotConfig(sets=sets, shots=(1,))
+    evals = {'test': EvalConfig(split='test'), 'more': EvalConfig(split='validation')}
+
+    def sources():
+        return sources_of(tmp_path / 'table.csv', evals=evals, fewshot=fewshot)
+
+    write_table(tmp_path / 'table.csv', rows)
+    start(tmp_path / 'run', sources())
+    write_table(tmp_path / 'table.csv', [*rows, (f'{split}0.jpg', 'a', split)])
+    rejected(tmp_path / 'run', sources(), f"{split}: 1 added image: '{split}0.jpg' (a)")
+    write_table(tmp_path / 'table.csv', sorted(rows, key=lambda row: (row[2] == split, row[::-1])))
+    rejected(tmp_path / 'run', sources(), f'{split}: the images have another order')
+    write_table(tmp_path / 'table.csv', rows)
+    start(tmp_path / 'run', sources())
+
+
+def test_a_run_without_a_checkpoint_has_learned_from_nothing(photos, tmp_path):
+    start(tmp_path / 'run', sources_of(photos))
+    (tmp_path / 'run/checkpoints/5').rename(tmp_path / 'run/checkpoints/5.orbax-checkpoint-tmp-0')
+    (photos / 'train/dog/3.jpg').unlink()
+    start(tmp_path / 'run', sources_of(photos))
+
+
+def test_another_requested_split_is_no_change_and_a_folder_may_be_moved(photos, tmp_path):
+    start(tmp_path / 'run', sources_of(photos))
+    moved = photos.rename(tmp_path / 'elsewhere')
+    start(tmp_path / 'run', sources_of(moved))
+    start(tmp_path / 'run', sources_of(moved, train_split='train[:10]'))
+    (moved / 'train/dog/3.jpg').unlink()
+    rejected(tmp_path / 'run', sources_of(moved, train_split='train[:10]'), 'train[:10]: ')
+    rejected(tmp_path / 'run', sources_of(moved), 'train: 1 removed')
+
+
+@pytest.mark.parametrize('kept_bytes', [None, 0, 10, 200])
+def test_a_missing_or_damaged_record_is_warned_of_and_written_again(
+    photos, tmp_path, caplog, kept_bytes
+):
+    start(tmp_path, sources_of(photos))
+    path = tmp_path / 'data.json.gz'
+    damaged = path.read_bytes()[:kept_bytes]
+    path.unlink() if kept_bytes is None else path.write_bytes(damaged)
+    start(tmp_path, sources_of(photos))
+    assert 'data.json.gz: missing or damaged' in caplog.text
+    (photos / 'train/dog/3.jpg').unlink()
+    rejected(tmp_path, sources_of(photos))
+
+
+def test_another_number_of_classes_cannot_be_accepted(photos, tmp_path):
+    start(tmp_path / 'run', sources_of(photos))
+    for split in 'train', 'test':
+        (photos / split / 'emu').mkdir()
+        (photos / split / 'emu' / '0.jpg').write_bytes(b'x')
+    for accept in False, True:
+        line = "train: 1 changed class: None to 'emu'"
+        rejected(tmp_path / 'run', sources_of(photos), line, accept=accept)
+
+
+def test_sizes_of_further_files_are_compared_in_the_background(photos, tmp_path, monkeypatch):
+    monkeypatch.setattr(data_record, 'LOOKS', 4)
+    monkeypatch.setattr(data_record, '_BLOCK', 3)
+    folder = tmp_path / 'run'
+    start(folder, sources_of(photos))
+    names = sources_of(photos)['train'].read_names(range(16))
+    with open(names[11], 'ab') as file:
+        file.write(b'more')
+    compared = data_record.compare_data(Workdir(folder), sources_of(photos), Job())
+    with compared as check, pytest.raises(UserError, match='1 replaced image'):
+        check(60.0)
+    with open(names[3], 'ab') as file:
+        file.write(b'more')
+    with pytest.raises(UserError, match='1 replaced image'):
+        start(folder, sources_of(photos))
+    start(folder, sources_of(photos), accept=True)
+    start(folder, sources_of(photos))
+
+
+def test_a_run_that_ends_early_keeps_the_sizes_that_are_known(photos, tmp_path, monkeypatch):
+    sources, never = sources_of(photos), threading.Event()
+    start(tmp_path, sources)
+    monkeypatch.setattr(data_record, 'LOOKS', 4)
+
+    def read_sizes(indices):
+        if indices[0] >= 4:
+            never.wait(0.5)
+        return sources_of(photos)['train'].read_sizes(indices)
+
+    slow = sources | {'train': dataclasses.replace(sources['train'], read_sizes=read_sizes)}
+    with data_record.compare_data(Workdir(tmp_path), slow, Job()):
+        pass
+    kept = data_record.read_training_images(tmp_path)
+    assert len(kept.sizes) == 16
+
+
+def test_the_record_lists_every_image(photos, tmp_path):
+    start(tmp_path, sources_of(photos))
+    splits = json.loads(gzip.decompress((tmp_path / 'data.json.gz').read_bytes()))
+    assert [*splits] == ['train', 'test']
+    train = splits['train']
+    sizes = dict(zip(train['names'], train['sizes'], strict=True))
+    assert sizes == {f'train/{c}/{i}.jpg': 10 + i for c in ('cat', 'dog') for i in range(8)}
+    assert train['labels'] == [name.split('/')[1] for name in train['names']]
+    assert data_record.read_training_images(tmp_path)._asdict() == train
+
+
+def test_labels_of_images_with_several_classes_are_recorded(tmp_path):
+    source = labelled_source(['x', 'y'], [[0, 2], []], 'abc', multi_label=True)
+    assert data_record.record_split(source).labels == ['a, c', '']
+
+
+class TwoHosts(Job):
+    """Process 0 or 1 of a job in which process 0 has come to each comparison before."""
+
+    facts = {}
+    count = 2
+    index = 0
+
+    def require_same(self, name, facts, describe=None):
+        if self.index == 0:
+            self.facts[name] = json.dumps(facts)
+        elif lines := describe(json.loads(self.facts[name])):
+            raise Differs('\n'.join(lines))
+
+
+def test_a_host_with_other_images_is_rejected_with_examples(photos, tmp_path):
+    first, second = TwoHosts(), TwoHosts()
+    second.index = 1
+    copy = shutil.copytree(photos, tmp_path / 'copy')
+    start(tmp_path / 'run', sources_of(photos), job=first)
+    start(tmp_path / 'run', sources_of(copy), job=second)
+    (copy / 'train/dog/3.jpg').write_bytes(b'of another size')
+    (copy / 'test/cat/1.jpg').unlink()
+    with pytest.raises(Differs) as e:
+        start(tmp_path / 'run', sources_of(copy), job=second)
+    assert "train: 1 replaced image: 'train/dog/3.jpg'" in str(e.value)
+    assert "test: 1 removed image: 'test/cat/1.jpg' (cat)" in str(e.value)
+    with pytest.raises(Differs, match='other splits'):
+        start(tmp_path / 'run', sources_of(photos, eval_split='train'), job=second)
+
+
+@pytest.mark.full
+def test_hosts_whose_labels_all_differ_are_rejected(tmp_path):
+    command = ['tests.faulty', 'other_labels:0:1', '--config=tests/tiny_config.py']
+    with hosts(tmp_path, [*command, f'--workdir={tmp_path}/run'], 2) as started:
+        assert [host.wait(60) for host in started] == [1, 1]
+    for host in started:
+        assert 'the data: process 1 ' in host.text and 'differs from process 0' in host.text
+        assert "train: 1,438 removed images: 'train[" in host.text
+    assert not (tmp_path / 'run/checkpoints').exists()
+
+
+def write_images(root):
+    rng = np.random.default_rng(0)
+    for i in range(16):
+        path = root / ('train' if i < 12 else 'test') / ('cat', 'dog')[i % 2] / f'{i}.png'
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cv2.imwrite(str(path), rng.integers(0, 256, (8, 8, 3), np.uint8))
+
+
+@pytest.mark.full
+def test_a_resume_with_a_class_renamed_or_other_photos_is_rejected(tmp_path, caplog):
+    root, folder = tmp_path / 'photos', str(tmp_path / 'run')
+    write_images(root)
+    config = tiny.experiment(
+        data=str(root),
+        model=tiny.model(num_classes=None, depth=1),
+        eval_split='test',
+        total=Duration(steps=4),
+        checkpoint_every_steps=2,
+    )
+    training_run.train(config, folder)
+    shutil.rmtree(tmp_path / 'run/checkpoints/4')  # as if killed before
+    for split in 'train', 'test':
+        (root / split / 'cat').rename(root / split / 'zebra')
+    with pytest.raises(UserError, match="2 changed classes: 'cat' to 'dog', 'dog' to 'zebra'"):
+        training_run.train(config, folder, accept_changes=True)
+    for split in 'train', 'test':
+        (root / split / 'zebra').rename(root / split / 'cat')
+    (root / 'train/cat/0.png').rename(root / 'train/cat/late.png')
+    with pytest.raises(UserError, match='removed image: .*0.png.*added image: .*late.png'):
+        training_run.train(config, folder)
+    result = training_run.train(config, folder, accept_data=True)
+    assert int(result.state.step) == 4 and 'the data have changed' in caplog.text

@@ -1,0 +1,800 @@
+"""Whole runs: trained, killed, resumed, fine-tuned, probed."""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import shutil
+import types
+
+import chex
+import cv2
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import vit_jax
+from tests import networks, tiny
+from vit_jax import inspect_data, study
+from vit_jax.base import records
+from vit_jax.base.errors import UserError
+from vit_jax.checkpoints import digests
+from vit_jax.checkpoints.card import Card
+from vit_jax.checkpoints.store import load_card, load_params
+from vit_jax.config import EvalConfig, Grid, Study
+from vit_jax.data import loading, reading
+from vit_jax.data.augmentation import Augmentation
+from vit_jax.data.image_preprocessing import InceptionCrop
+from vit_jax.data.randaugment import RandAugment
+from vit_jax.data.sources.folders import unlabelled
+from vit_jax.data.sources.opening import make_opener
+from vit_jax.distributed import meshes
+from vit_jax.distributed.processes import Job
+from vit_jax.evaluation import prediction
+from vit_jax.evaluation.episodes import EpisodesConfig
+from vit_jax.evaluation.probing import FewshotConfig, ProbeSet
+from vit_jax.experiment import history, probing_run, reporter, training_run, workdirs
+from vit_jax.models import Regularization, build
+from vit_jax.training.duration import Duration
+from vit_jax.training.loop import NotFinite
+from vit_jax.training.losses import LossConfig
+from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
+
+ROOT = pathlib.Path(__file__).parents[2]
+FEWSHOT = FewshotConfig(
+    shots=(1, 2), seeds=(0, 1), sets={'digits': ProbeSet(test_split='test[:50]')}
+)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('trained')
+    config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True)
+    return training_run.train(config, str(folder))
+
+
+def test_a_run_leaves_its_numbers_its_configuration_and_a_card(trained):
+    folder = trained.folder
+    assert [(line['kind'], line['step']) for line in lines(folder)] == [
+        ('train', 5),
+        ('test', 5),
+        ('train', 10),
+        ('test', 10),
+        ('fewshot', 10),
+    ]
+    assert lines(folder)[3]['count'] == 50
+    assert lines(folder)[3]['accuracy'] == trained.evals['test']['accuracy']
+    assert json.loads((folder / 'config.json').read_text())['total']['steps'] == 10
+    assert list((folder / 'tensorboard').iterdir())
+    values, path = load_card(str(folder))
+    card = Card.read(values, where='card')
+    assert path == trained.checkpoint and card.step == 10
+    assert card.class_names == tuple('0123456789') and card.grid == (2, 2)
+    assert card.model == tiny.model()
+    chex.assert_trees_all_equal(
+        load_params(str(folder)), jax.tree.map(np.asarray, trained.state.params)
+    )
+
+
+def test_the_time_is_split_into_its_parts(trained):
+    assert set(trained.seconds) == {
+        'start',
+        'compile',
+        'data wait',
+        'step',
+        'evaluation',
+        'save stall',
+    }
+
+
+def test_the_few_shot_file_holds_the_whole_protocol(trained):
+    whole = json.loads((trained.folder / 'fewshot.json').read_text())
+    assert list(whole['sets']) == ['digits'] and whole['missing'] == {}
+    result = whole['sets']['digits']
+    assert result['layer'] == 'pre_logits' and result['l2'] == 1024.0
+    assert result['seeds'] == [0, 1] and result['shots'] == [1, 2]
+    assert result['preprocessing']['crop'] == {'kind': 'Resize', 'resize': 'bilinear'}
+    drawn = result['train_images']['seed 1, 2 shots']
+    assert len(set(drawn)) == 20 and all(name.startswith('digits/train[') for name in drawn)
+    two = [result['accuracy'][f'seed {seed}, 2 shots'] for seed in (0, 1)]
+    assert result['mean']['2'] == pytest.approx(np.mean(two))
+    assert result['deviation']['2'] == pytest.approx(np.std(two))
+
+
+def test_probing_the_checkpoint_alone_gives_what_the_run_gave(trained, tmp_path):
+    config = tiny.experiment(
+        model=None, total=None, start_from=str(trained.folder), fewshot=FEWSHOT
+    )
+    result, path = probing_run.probe(config, str(tmp_path))
+    found = json.loads(path.read_text())['sets']['digits']
+    assert found['accuracy'] == trained.fewshot['sets']['digits']['accuracy']
+
+
+def test_features_for_few_shot_are_read_for_drawn_and_test_images_only(trained, tmp_path):
+    read = []
+    config = tiny.experiment(
+        data=tiny.watched(read.append),
+        model=None,
+        start_from=str(trained.folder),
+        fewshot=FEWSHOT,
+    )
+    config.loader.placement = 'host'
+    probing_run.probe(config, str(tmp_path))
+    assert len(read) <= 2 * 10 * 2 + 50  # shots x classes x seeds, and the test images
+
+
+def crash_at(number):
+    def crash(heartbeat):
+        if heartbeat == number:
+            raise RuntimeError('the power is out')
+
+    return tiny.WatchedJob(crash)
+
+
+def without_speed(folder):
+    """The lines of the metrics file, but for what differs at each run."""
+    unlike = 'time', 'run', 'seconds', 'images_per_second'
+    return [{k: v for k, v in line.items() if k not in unlike} for line in lines(folder)]
+
+
+@pytest.mark.full
+def test_ten_steps_are_five_and_crashes_and_five(tmp_path):
+    config = tiny.experiment(
+        checkpoint_every_steps=5,
+        eval_every_steps=5,
+        fewshot=dataclasses.replace(FEWSHOT, every_steps=5),
+        log_every_steps=4,
+        polyak_decay=0.9,
+        regularization=Regularization(dropout=0.1, stochastic_depth=0.1),
+        augmentation=Augmentation(shift_pixels=1, flip=True),
+    )
+    whole = training_run.train(config, str(tmp_path / 'whole'))
+    # In the evaluation at step 5; in it again, at the start; in the few-shot evaluation; at step 8.
+    for heartbeat in 6, 1, 5, 16:
+        with pytest.raises(RuntimeError, match='the power is out'):
+            training_run.train(config, str(tmp_path / 'parts'), job=crash_at(heartbeat))
+    parts = training_run.train(config, str(tmp_path / 'parts'))
+    chex.assert_trees_all_equal(parts.state, whole.state)
+    assert without_speed(tmp_path / 'parts') == without_speed(tmp_path / 'whole')
+    assert [(line['kind'], line['step']) for line in lines(tmp_path / 'parts')] == [
+        *[('train', 4), ('test', 5), ('fewshot', 5)],
+        *[('train', 8), ('train', 10), ('test', 10), ('fewshot', 10)],
+    ]
+
+
+@pytest.mark.full
+def test_a_complete_run_that_crashes_when_it_is_started_again_keeps_its_lines(trained, tmp_path):
+    config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True)
+    folder = shutil.copytree(trained.folder, tmp_path / 'run')
+    with pytest.raises(RuntimeError, match='the power is out'):
+        training_run.train(config, str(folder), job=crash_at(2))
+    training_run.train(config, str(folder))
+    assert without_speed(folder) == without_speed(trained.folder)
+
+
+@pytest.mark.full
+def test_only_as_many_checkpoints_are_kept_as_asked_for(tmp_path):
+    config = tiny.experiment(checkpoint_every_steps=1, keep_checkpoints=3, eval_every_steps=None)
+    training_run.train(config, str(tmp_path))
+    assert sorted(digests.steps(tmp_path / 'checkpoints')) == [8, 9, 10]
+
+    def size(folder):
+        return sum(path.stat().st_size for path in folder.rglob('*') if path.is_file())
+
+    kept = sum(size(tmp_path / 'checkpoints' / step) for step in ('8', '9', '10'))
+    assert size(tmp_path / 'checkpoints') == kept  # and nothing else, hidden or not
+
+
+@pytest.mark.full
+def test_a_run_that_is_complete_says_so_again_and_changes_nothing(trained, capsys):
+    config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True)
+    again = training_run.train(config, str(trained.folder))
+    assert again.evals == trained.evals
+    assert 'another --workdir begins anew, a longer --config.total with' in capsys.readouterr().out
+    chex.assert_trees_all_equal(again.state, trained.state)
+
+
+def test_a_resume_under_another_configuration_is_refused_with_the_differences(trained):
+    config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True, seed=3)
+    with pytest.raises(ValueError, match=r'(?s)another configuration:\n  seed: 0 -> 3\ntake'):
+        training_run.train(config, str(trained.folder))
+
+
+@pytest.mark.full
+def test_changes_that_prove_impossible_are_not_kept(trained, tmp_path):
+    folder = shutil.copytree(trained.folder, tmp_path / 'run')
+    before = (folder / 'config.json').read_text()
+    with pytest.raises(ValueError, match='the arrays do not fit'):
+        config = tiny.experiment(model=tiny.model(num_classes=None, depth=2))
+        training_run.train(config, str(folder), accept_changes=True)
+    assert (folder / 'config.json').read_text() == before
+
+
+@pytest.mark.full
+def test_a_run_beyond_its_end_is_no_run(trained):
+    config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True)
+    config.total = Duration(steps=7)
+    with pytest.raises(ValueError, match='is at step 10, the end, step 7, is before it'):
+        training_run.train(config, str(trained.folder), accept_changes=True)
+
+
+def test_what_few_shot_needs_is_looked_for_before_training(tmp_path):
+    config = tiny.experiment(fewshot=FewshotConfig(sets={'x': ProbeSet(data='/no/where')}))
+    with pytest.raises(FileNotFoundError, match="data='/no/where': no such folder"):
+        training_run.train(config, str(tmp_path))
+
+
+@pytest.mark.full
+def test_accuracy_does_not_depend_on_the_evaluation_batch(trained, tmp_path):
+    expected = trained.evals['test']  # in batches of 16
+    folder = shutil.copytree(trained.folder, tmp_path / 'run')
+    config = tiny.experiment(eval_batch_size=24)
+    results = training_run.train(config, str(folder)).evals['test']
+    assert results['accuracy'] == expected['accuracy']
+    assert results['loss'] == pytest.approx(expected['loss'], rel=1e-6)
+
+
+@pytest.mark.full
+def test_nothing_is_compiled_after_the_first_evaluation(tmp_path):
+    compiled, counts = [], []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration, **_: compiled.append(event) if 'backend_compile' in event else None
+    )
+    job = tiny.WatchedJob(lambda heartbeat: counts.append(len(compiled)))
+    every = {'eval_every_steps': 2, 'checkpoint_every_steps': 2}  # orbax compiles slices, once
+    config = tiny.experiment(total=Duration(steps=12), fewshot=FEWSHOT, **every)
+    config.fewshot.every_steps = 2
+    training_run.train(config, str(tmp_path), job=job)
+    assert counts[0] > 0  # the first step of 12
+    half = len(counts) // 2
+    assert counts[half] == counts[-1]  # after two evaluations of 50 images and of few-shot
+
+
+@pytest.mark.full
+def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(tmp_path):
+    config = tiny.experiment(
+        optimizer=OptimizerConfig(kind='sgd'),
+        schedule=ScheduleConfig(kind='linear', learning_rate=1e25, warmup=Duration(steps=4)),
+        checkpoint_every_steps=1,
+    )
+    with pytest.raises(NotFinite, match=r'step \d+: .*; last good checkpoint: .*/checkpoints/\d'):
+        training_run.train(config, str(tmp_path))
+    params = load_params(str(tmp_path))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+    assert history.read(tmp_path, '').event == 'diverged'  # which the report says
+
+
+@pytest.mark.full
+def test_poisoned_batches_are_skipped_and_counted_and_training_goes_on(tmp_path):
+    """Three updates with a gradient that is not finite, through the whole program."""
+    order = loading.shuffled(1438, seed=0)
+    first = jnp.array([order(16 * step).index for step in (3, 4, 7)])  # examples of these batches
+
+    def poisoned(key, batch):
+        poison = jnp.isin(batch['example'][0], first)
+        return batch | {'images': jnp.where(poison, jnp.nan, batch['images'].astype(float))}
+
+    config = tiny.experiment(checkpoint_every_steps=5, max_skipped_steps=3, augmentation=poisoned)
+    result = training_run.train(config, str(tmp_path))
+    skipped = [line for line in lines(tmp_path) if line['kind'] == 'skipped']
+    assert [line['step'] for line in skipped] == [4, 5, 8]
+    assert [line['skipped'] for line in lines(tmp_path) if line['kind'] == 'train'] == [2, 1]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.state.params))
+    config.max_skipped_steps = 2
+    with pytest.raises(
+        NotFinite, match='step 5: .*nan, as in 2 updates in a row; last good.* none'
+    ):
+        training_run.train(config, str(tmp_path / 'again'))
+
+
+@pytest.mark.full
+def test_a_spike_of_the_loss_is_said_and_the_run_ends_as_well_as_without_it(tmp_path):
+    """One batch whose loss is 10,000 times as high; its gradient is clipped as any other."""
+    first = loading.shuffled(1438, seed=0)(16 * 50).index  # of the batch of step 51
+
+    def run(factor):
+        def augment(key, batch):
+            times = jnp.where(batch['example'][0] == first, factor, 1.0)
+            return batch | {'labels': times * jax.nn.one_hot(batch['labels'], tiny.CLASSES)}
+
+        config = tiny.experiment(total=Duration(steps=80), augmentation=augment)
+        return training_run.train(config, str(tmp_path / str(factor)))
+
+    spiked, calm = run(1e4), run(1.0)
+    (spike,) = (line for line in lines(spiked.folder) if line['kind'] == 'spike')
+    assert spike['step'] == 51 and spike['loss'] > 5000 * spike['mean_before']
+    assert not [line for line in lines(calm.folder) if line['kind'] == 'spike']
+    assert spiked.evals['test']['loss'] < 1.01 * calm.evals['test']['loss']
+
+
+@pytest.mark.full
+def test_fine_tuning_begins_with_the_body_of_the_checkpoint(trained, tmp_path, capsys):
+    config = tiny.experiment(
+        model=None,
+        image_size=(8, 16),
+        start_from=str(trained.folder),
+        optimizer=OptimizerConfig(kind='sgd'),
+        total=Duration(steps=1),
+        schedule=ScheduleConfig(warmup=Duration(steps=1)),  # the first step has rate 0
+    )
+    result = training_run.train(config, str(tmp_path))
+    said = capsys.readouterr().out
+    assert '22 of 22 parameter arrays loaded' in said
+    assert 'pos_embedding: resized from 2x2 to 2x4 patches' in said
+    assert 'head: reset to zero, for 10 classes' in said
+    old, new = load_params(str(trained.folder)), result.state.params
+    chex.assert_trees_all_equal(jax.tree.map(np.asarray, new['encoder']), old['encoder'])
+    assert not new['head']['kernel'].any()
+    card = Card.read(load_card(str(tmp_path))[0], where='card')
+    assert card.grid == (2, 4) and card.model.image_size == (8, 16)
+
+
+@pytest.mark.full
+def test_a_frozen_body_at_the_same_size_has_the_same_features(trained, tmp_path):
+    config = tiny.experiment(
+        model=None,
+        start_from=str(trained.folder),
+        total=Duration(steps=1),
+        schedule=ScheduleConfig(warmup=Duration(steps=1)),
+    )
+    result = training_run.train(config, str(tmp_path))
+    images = tiny.images()
+    np.testing.assert_array_equal(
+        build(tiny.model()).features(jax.tree.map(np.asarray, result.state.params), images),
+        build(tiny.model()).features(load_params(str(trained.folder)), images),
+    )
+
+
+@pytest.mark.full
+def test_thirty_two_images_are_learned_by_heart(tmp_path):
+    config = tiny.experiment(
+        train_split='train[:32]',
+        eval_split='train[:32]',
+        batch_size=32,
+        total=Duration(steps=150),
+        model=tiny.model(num_classes=None, width=32, mlp_dim=64, pool='gap'),
+        optimizer=OptimizerConfig(),
+        schedule=ScheduleConfig(learning_rate=3e-3, warmup=Duration(steps=10)),
+    )
+    assert training_run.train(config, str(tmp_path)).evals['test']['accuracy'] == 1.0
+
+
+@pytest.fixture
+def photos(tmp_path):
+    root = tmp_path / 'photos'
+    rng = np.random.default_rng(0)
+    for split, count in ('train', 8), ('test', 3):
+        for name in 'cat', 'dog':
+            for i in range(count):
+                path = root / split / name / f'{i}.jpg'
+                path.parent.mkdir(parents=True, exist_ok=True)
+                cv2.imwrite(str(path), rng.integers(0, 256, (9 + i, 12, 3), np.uint8))
+    return root
+
+
+def folder_config(root, **changes):
+    return tiny.experiment(data=str(root), eval_split='test', total=Duration(steps=3), **changes)
+
+
+@pytest.mark.full
+def test_a_folder_of_images_trains_and_its_classes_are_kept(photos, tmp_path):
+    result = training_run.train(folder_config(photos), str(tmp_path / 'run'))
+    card = Card.read(load_card(str(tmp_path / 'run'))[0], where='card')
+    assert card.class_names == ('cat', 'dog') and card.model.num_classes == 2
+    assert lines(result.folder)[-1]['count'] == 6
+
+
+@pytest.mark.full
+def test_more_photos_and_a_new_class_start_from_the_head_of_the_old_ones(photos, tmp_path, capsys):
+    first = training_run.train(folder_config(photos), str(tmp_path / 'first'))
+    for split in 'train', 'test':
+        shutil.copytree(photos / split / 'cat', photos / split / 'ape')
+    (photos / 'train' / 'dog' / '7.jpg').rename(photos / 'train' / 'dog' / 'new.jpg')
+    config = folder_config(photos, model=None, start_from=str(first.folder), reuse_head=True)
+    with pytest.raises(
+        UserError, match="(?s)None to 'dog'.*start_from="
+    ):  # not the run of two classes
+        training_run.train(folder_config(photos), str(first.folder))
+    config.total = config.schedule.warmup = Duration(steps=1)  # whose rate is 0
+    second = training_run.train(config, str(tmp_path / 'second'))
+    assert "head: kept for 2 of 3 classes (by name); new: 'ape'" in capsys.readouterr().out
+    old, new = load_params(str(first.folder))['head'], second.state.params['head']
+    for name, leaf in new.items():
+        np.testing.assert_array_equal(leaf[..., 1:], old[name])
+        assert not leaf[..., 0].any()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('placement', ['device', 'host'])
+def test_an_unreadable_image_stops_training_unless_it_may_be_skipped(photos, tmp_path, placement):
+    broken = photos / 'train' / 'cat' / '3.jpg'
+    broken.write_bytes(broken.read_bytes()[:50])
+    config = folder_config(photos)
+    config.loader.placement = placement
+    with pytest.raises(ValueError, match=f'{broken}: not a whole image'):
+        training_run.train(config, str(tmp_path / 'run'))
+    config.loader.on_unreadable = 'skip'
+    result = training_run.train(config, str(tmp_path / 'run'))
+    assert result.skipped == 3  # each of 3 steps of 16 draws sees each of 16 images once
+
+
+def test_an_image_above_the_bound_cannot_be_read(photos):
+    """Of the sizes 9x12 to 16x12."""
+    config = folder_config(photos)
+    config.loader.max_pixels = 15 * 12
+    experiment, small = build_experiment(config), 0
+    for reader in experiment.train, experiment.evals['test']:
+        for i in range(len(reader.source)):
+            if '/7.jpg' not in reader.source.name_of(i):
+                small += 1
+                reader.example(reading.ExampleRef(i))
+            else:
+                with pytest.raises(ValueError, match='12 x 16 pixels, more than max_pixels=180'):
+                    reader.example(reading.ExampleRef(i))
+    assert small == 2 * (7 + 3)
+
+
+def test_one_class_alone_is_refused(photos):
+    for split in 'train', 'test':
+        shutil.rmtree(photos / split / 'dog')
+    with pytest.raises(ValueError, match="one class alone, 'cat'.*: add images of another class"):
+        build_experiment(folder_config(photos))
+
+
+@pytest.mark.full
+def test_a_batch_of_more_images_than_there_are_is_said(photos):
+    few, many = (folder_config(photos, batch_size=size) for size in (16, 64))
+    said = [reporter.outline(build_experiment(config)) for config in (few, many)]
+    assert 'steps of 16 images, 3.0 epochs' in said[0]
+    assert 'steps of 64 images (--config.batch_size), more than the 16 training images' in said[1]
+
+
+@pytest.mark.parametrize(
+    'trained, said',
+    [('012', 'none of these names is trained on'), ('827', 'trained on are 8')],
+)
+def test_some_classes_are_trained_on_and_episodes_say_which_of_these_they_draw(trained, said):
+    episodes = EpisodesConfig(classes=('9', '8', '3'), ways=2)
+    fewshot = FewshotConfig(episodes=episodes)
+    experiment = build_experiment(tiny.experiment(classes=tuple(trained), fewshot=fewshot))
+    assert experiment.model.config.num_classes == 3
+    for reader in experiment.readers.values():
+        assert reader.source.class_names == tuple(trained)
+        assert set(reader.source.labels) == {0, 1, 2}
+    probe = experiment.probes.found['digits']
+    assert set(probe.test.source.labels) == set(range(10))
+    assert f'episodes of digits draw from 3 classes: {said}' in reporter.outline(experiment)
+
+
+@pytest.mark.full
+def test_a_test_image_that_cannot_be_read_is_known_before_training(photos, tmp_path):
+    broken = photos / 'test' / 'dog' / '1.jpg'
+    broken.write_bytes(broken.read_bytes()[:-40])  # its header is whole
+    config = folder_config(photos)
+    config.loader.placement = 'host'
+    remedy = '--config.loader.on_unreadable=skip leaves out'
+    with pytest.raises(ValueError, match=f'{broken}: not a whole image.*{remedy}'):
+        training_run.train(config, str(tmp_path / 'run'))
+    assert not (tmp_path / 'run' / 'metrics.jsonl').exists()
+
+
+@pytest.mark.full
+def test_what_is_kept_on_the_devices_is_read_before_anything_is_compiled(
+    photos, tmp_path, monkeypatch
+):
+    def never(experiment):
+        raise AssertionError('compiled')
+
+    monkeypatch.setattr(training_run.compilation, 'abstract_state', never)
+    for split in 'test', 'train':
+        broken = photos / split / 'dog' / '1.jpg'
+        broken.write_bytes(b'')
+        with pytest.raises(ValueError, match=f'{broken}: the file is empty .*on_unreadable=skip'):
+            training_run.train(folder_config(photos), str(tmp_path / 'run'))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('placement', ['host', 'device'])
+def test_an_evaluation_that_may_skip_is_that_of_what_can_be_read(
+    photos, tmp_path, placement, capsys, caplog
+):
+    broken = photos / 'test' / 'dog' / '1.jpg'
+    config = folder_config(photos, eval_batch_size=8)
+    config.loader.placement = placement
+    broken.write_bytes(b'')
+    config.loader.on_unreadable = 'skip'
+    result = training_run.train(config, str(tmp_path / 'skips'))
+    assert 'of 5 images, 1 left out, unreadable' in capsys.readouterr().out
+    assert f'left out: {broken}: the file is empty' in caplog.text
+    broken.unlink()
+    without = training_run.train(config, str(tmp_path / 'without'))
+    found, expected = lines(result.folder)[-1], lines(without.folder)[-1]
+    assert found['count'] == expected['count'] == 5 and found.pop('unreadable') == 1
+    assert 'unreadable' not in expected
+    np.testing.assert_allclose(found['loss'], expected['loss'], rtol=1e-6)
+    assert found['accuracy'] == expected['accuracy']
+
+
+@pytest.mark.parametrize(
+    'program, flag',
+    [
+        ('train', 'config.batch_size=64'),
+        ('evaluations', 'config.eval_batch_size=64'),
+        ('fewshot', 'config.eval_batch_size=64'),
+        ('predict', '--batch_size=64'),
+    ],
+)
+def test_a_batch_whose_images_do_not_fit_into_memory_is_rejected(
+    tmp_path, monkeypatch, program, flag
+):
+    """Its pixels would, but one is read while another is used, and a CPU has numbers too."""
+    memory = types.SimpleNamespace(total=64 * 8 * 8 * 3 * 5)
+    monkeypatch.setattr(loading.psutil, 'virtual_memory', lambda: memory)
+    size = {'batch_size': 64} if program == 'train' else {'eval_batch_size': 64}
+    with pytest.raises(UserError, match=f'{flag}: 64 images of 8x8 pixels need'):
+        if program == 'predict':
+            loaded, source = networks.loaded(tiny.model()), make_opener()('digits', 'test')
+            reader = prediction.reader_for(loaded, source, 10**6)
+            prediction.on_devices(loaded, reader, 64, meshes.make_mesh(meshes.MeshConfig()))
+        elif program == 'fewshot':
+            vit_jax.save(networks.loaded(tiny.model()), tmp_path / 'x.npz')
+            start = {'start_from': str(tmp_path / 'x.npz'), 'model': None, 'fewshot': FEWSHOT}
+            probing_run.probe(tiny.experiment(**start, **size), str(tmp_path / 'run'))
+        else:
+            build_experiment(tiny.experiment(**size))
+
+
+def test_a_batch_of_few_images_to_predict_is_no_larger_than_they_are(photos):
+    loaded = networks.loaded(tiny.model())
+    reader = prediction.reader_for(loaded, unlabelled([str(photos)]), 10**6)
+    mesh = meshes.make_mesh(meshes.MeshConfig())
+    for size, rows in (8, 8), (10**6, 32):
+        _, batches = prediction.on_devices(loaded, reader, size, mesh)
+        assert len(next(iter(batches))['images']) == rows
+
+
+@pytest.mark.parametrize('inside', ['.', 'train/run', 'deeper/than/this', 'link'])
+@pytest.mark.parametrize('program', ['train', 'evaluation', 'fewshot', 'inspect_data', 'study'])
+def test_a_work_directory_among_the_images_is_rejected_before_it_is_made(
+    photos, tmp_path, program, inside
+):
+    before = sorted(photos.rglob('*'))
+    path = photos / inside
+    if inside == 'link':
+        (tmp_path / 'link').symlink_to(photos)
+        path = tmp_path / 'link/run'
+    config = folder_config(photos)
+    if program == 'evaluation':
+        config = tiny.experiment(eval_split='test', evals={'photos': EvalConfig(data=str(photos))})
+    with pytest.raises(UserError, match='--workdir=.*: lies in the data, .*; expected'):
+        if program in ('evaluation', 'fewshot'):
+            with workdirs.opened(str(path), records.to_dict(config), Job()):
+                pass
+        elif program == 'inspect_data':
+            inspect_data.main(argparse.Namespace(config=config, workdir=str(path)))
+        elif program == 'study':
+            given = Study(title='x', base=config, grids={'all': Grid()})
+            study.main(argparse.Namespace(config=given, workdir=str(path), only='', list=False))
+        else:
+            training_run.train(config, str(path))
+    assert sorted(photos.rglob('*')) == before
+
+
+def test_a_run_that_lies_among_the_images_is_called_one(photos):
+    """Advice to remove it would cost a model."""
+    for folder in photos / 'train', photos / 'train/run':
+        (folder / 'checkpoints').mkdir(parents=True, exist_ok=True)
+        (folder / 'ledger.jsonl').touch()
+        with pytest.raises(UserError, match=f'{folder} is the work directory of a run; ') as error:
+            build_experiment(folder_config(photos / 'train'))
+        assert 'remove' not in str(error.value)
+        shutil.rmtree(folder / 'checkpoints')
+        (folder / 'ledger.jsonl').unlink()
+
+
+TOO_FEW_BLOCKS = tiny.assigned(OptimizerConfig(), trained_blocks=-1)
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        ({'total': None}, 'config.total is none'),
+        ({'total': Duration(steps=0)}, 'total.steps=0: less than one step of batch_size=16'),
+        ({'model': None}, 'config.model is none: give a model, or start_from'),
+        ({'model': tiny.model(num_classes=7)}, 'num_classes=7, but digits has 10 classes'),
+        ({'image_size': (3, 8)}, r'patch_size=\(4, 4\): larger than the image'),
+        ({'batch_size': 20}, 'batch_size=20 is not a multiple of 8 devices'),
+        (
+            {'batch_size': 8 * 10**10},
+            r'config.batch_size=80000000000: .* images of 8x8 pixels need 85,831 GiB; expected at',
+        ),
+        ({'eval_batch_size': 8 * 10**10}, 'config.eval_batch_size=80000000000: 80,000,000,000 im'),
+        ({'accumulation_steps': 3}, 'batch_size=16 is not a multiple of 8 devices .* x 3'),
+        ({'polyak_decay': 1.5}, 'config.polyak_decay=1.5: expected at least 0 and less than 1'),
+        ({'seed': 'x'}, "config.seed='x': expected int"),
+        ({'keep_checkpoints': 0}, 'config.keep_checkpoints=0: expected at least 1'),
+        ({'evals': {'train': EvalConfig()}}, "config.evals: 'train' is no name for an evaluation"),
+        (
+            {'schedule': ScheduleConfig(learning_rate=1e-3, warmup=Duration(steps=20))},
+            'do not fit into 10 steps: take --config.schedule.warmup.fraction=0.1 instead$',
+        ),
+        ({'classes': ('3', 'x')}, "classes: digits has no class 'x'; known: 0, 1"),
+        ({'classes': ('3', '3')}, r"config.classes=\('3', '3'\): expected each once"),
+        ({'optimizer': TOO_FEW_BLOCKS}, 'config.optimizer.trained_blocks=-1: expected at least 0'),
+        ({'augmentation': tiny.assigned(Augmentation(), mixup=-0.1)}, 'augmentation.mixup=-0.1'),
+    ],
+)
+def test_values_that_do_not_fit_are_named_before_anything_is_written(changes, message, tmp_path):
+    workdir = tmp_path / 'run'
+    with pytest.raises(ValueError, match=message):
+        training_run.train(tiny.assigned(tiny.experiment(), **changes), str(workdir))
+    assert not workdir.exists()
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(ValueError, match='workdir .*/file/run: cannot be written: Not a directory'):
+        training_run.train(tiny.experiment(), str(tmp_path / 'file' / 'run'))
+
+
+def test_few_shot_alone_needs_a_checkpoint_and_a_protocol(tmp_path):
+    with pytest.raises(ValueError, match='start_from is none'):
+        probing_run.probe(tiny.experiment(fewshot=FEWSHOT), str(tmp_path))
+    with pytest.raises(ValueError, match='fewshot is none'):
+        probing_run.probe(tiny.experiment(start_from='x'), str(tmp_path))
+
+
+def test_records_of_an_experiment_survive_json():
+    config = tiny.experiment(fewshot=FEWSHOT)
+    values = json.loads(json.dumps(records.to_dict(config)))
+    assert records.from_dict(type(config), values, where='config') == dataclasses.replace(config)
+
+
+@pytest.fixture
+def several(tmp_path):
+    """Images that may show a bright left half, a bright top, both or neither."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for i in range(240):
+        left, top = rng.integers(0, 2, 2)
+        image = rng.integers(0, 80, (8, 8, 3))
+        image[:, :4, 0] += 150 * left
+        image[:4, :, 1] += 150 * top
+        cv2.imwrite(str(tmp_path / f'{i}.png'), image.astype(np.uint8)[..., ::-1])
+        names = ['left'] * int(left) + ['top'] * int(top)
+        lines.append(json.dumps({'path': f'{i}.png', 'labels': names}))
+    (tmp_path / 'table.jsonl').write_text('\n'.join(lines))
+    return str(tmp_path / 'table.jsonl')
+
+
+@pytest.mark.full
+def test_images_of_several_classes_are_learned_and_measured(several, tmp_path):
+    config = tiny.experiment(
+        data=several,
+        eval_split='test',
+        total=Duration(epochs=20.0),
+        loss=LossConfig(kind='sigmoid'),
+        augmentation=Augmentation(mixup=0.2),
+        optimizer=OptimizerConfig(),
+        schedule=ScheduleConfig(learning_rate=3e-3, warmup=Duration(fraction=0.1)),
+        model=tiny.model(num_classes=None, pool='gap'),
+    )
+    result = training_run.train(config, str(tmp_path / 'run'))
+    assert (
+        result.evals['test']['mean_average_precision'] > 0.95
+    )  # by chance: the share of a class, 0.5
+    assert lines(result.folder)[-1]['mean_average_precision'] > 0.95
+    config.loss.kind = 'softmax'
+    with pytest.raises(ValueError, match='may have several classes, softmax expects one'):
+        training_run.train(config, str(tmp_path / 'other'))
+
+
+def left_to_right(key, batch):
+    return batch | {'images': batch['images'][:, :, ::-1]}
+
+
+def focal(logits, targets):
+    return optax.sigmoid_focal_loss(logits, targets).sum(axis=-1)
+
+
+def two_layers(num_classes):
+    return nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(num_classes)])
+
+
+@pytest.mark.full
+def test_data_augmentation_loss_and_head_may_be_functions_of_ones_own(trained, tmp_path):
+    """They are used, named in config.json, and what needs none of them uses the checkpoint."""
+    read = []
+    config = tiny.experiment(
+        data=tiny.watched(read.append),
+        augmentation=left_to_right,
+        loss=focal,
+        model=tiny.model(num_classes=None, head=two_layers),
+    )
+    result = training_run.train(config, str(tmp_path / 'own'))
+    assert read and not np.array_equal(
+        result.state.params['embedding']['kernel'], trained.state.params['embedding']['kernel']
+    )
+    values = json.loads((tmp_path / 'own' / 'config.json').read_text())
+    assert values['loss'] == {'function': f'{__name__}:focal'}
+    assert values['augmentation'] == {'function': f'{__name__}:left_to_right'}
+    assert values['model']['head'] == {'function': f'{__name__}:two_layers'}
+    data, _, digest = values['data']['function'].partition('#')  # of a function within another
+    assert data.endswith('open_split') and len(digest) == 8
+    again = training_run.train(config, str(tmp_path / 'own'))  # a resume knows them by name
+    assert again.evals == result.evals
+    alone = tiny.experiment(
+        model=None, start_from=str(tmp_path / 'own'), fewshot=FEWSHOT, total=Duration(steps=1)
+    )
+    assert 'digits' in probing_run.probe(alone, str(tmp_path / 'probe'))[0]['sets']
+    with pytest.raises(UserError, match='two_layers, which no checkpoint holds'):
+        vit_jax.load(str(tmp_path / 'own')).logits(np.zeros((1, 8, 8, 3), np.float32))
+
+
+@pytest.mark.full
+def test_several_evaluations_in_one_run_each_with_its_own_labels(photos, tmp_path):
+    """The second is on relabelled images, of which one has no label and another has two."""
+    names = [f'{name}/{i}.jpg' for name in ('cat', 'dog') for i in range(3)]
+    labels = dict(zip(names, [[0], [0, 1], [], [1], [1], [0]], strict=True))
+    (tmp_path / 'real.json').write_text(json.dumps(labels))
+    config = tiny.experiment(
+        data=str(photos),
+        eval_split='test',
+        total=Duration(steps=4),
+        evals={
+            'val': EvalConfig(every_steps=2),
+            'real': EvalConfig(labels=str(tmp_path / 'real.json')),
+            'seen': EvalConfig(split='train'),
+        },
+    )
+    result = training_run.train(config, str(tmp_path / 'run'))
+    assert list(result.evals) == ['val', 'real', 'seen']
+    found = [(line['kind'], line['step'], line['count']) for line in lines(result.folder)]
+    assert ('val', 2, 6) in found and ('val', 4, 6) in found
+    assert ('real', 4, 5) in found and ('seen', 4, 16) in found
+    hits = {
+        name: round(result.evals[name]['accuracy'] * n) for name, n in (('val', 6), ('real', 5))
+    }
+    assert hits['real'] <= 5 and np.isfinite(result.evals['real']['loss'])
+
+
+@pytest.mark.full
+def test_augmented_training_resumes_to_the_same_bits(tmp_path):
+    def config(steps):
+        return tiny.experiment(
+            total=Duration(steps=6),
+            augmentation=Augmentation(
+                crop=InceptionCrop(),
+                flip=True,
+                mixup=0.5,
+                cutmix=0.5,
+                erasing=0.3,
+                randaugment=RandAugment(layers=2),
+            ),
+            checkpoint_every_steps=steps,
+        )
+
+    whole = training_run.train(config(6), str(tmp_path / 'whole')).state
+    training_run.train(config(3), str(tmp_path / 'parts'))
+    shutil.rmtree(tmp_path / 'parts' / 'checkpoints' / '6')
+    resumed = training_run.train(config(3), str(tmp_path / 'parts'))
+    chex.assert_trees_all_equal(resumed.state, whole)
+
+
+@pytest.mark.full
+def test_what_the_rules_matched_is_said(tmp_path, capsys):
+    config = tiny.experiment(total=Duration(steps=1), schedule=ScheduleConfig())
+    config.optimizer.frozen = ('pos_embedding',)
+    training_run.train(config, str(tmp_path))
+    said = capsys.readouterr().out
+    assert 'frozen: 1 of 24 arrays, 80 numbers: pos_embedding' in said
+    assert 'weight decay 0.1: 8 of 24 arrays' in said
+    assert 'length  1 step of 16 images' in said
+    assert 'mesh data=8 x fsdp=1 x tensor=1; parameters' in said

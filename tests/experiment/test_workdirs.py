@@ -1,0 +1,174 @@
+"""A work directory: whose it is, and what happens where nothing can be written."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests import tiny
+from tests.hosts import ROOT, environment, hosts
+from vit_jax.base import records
+from vit_jax.base.errors import UserError
+from vit_jax.checkpoints.digests import verify_digests
+from vit_jax.checkpoints.store import load_card
+from vit_jax.cli import config_files
+from vit_jax.config import FORMAT, read_config
+from vit_jax.distributed.meshes import MeshConfig
+from vit_jax.distributed.processes import Job
+from vit_jax.experiment import history, training_run, workdirs
+
+VALUES = records.to_dict(tiny.experiment())
+
+
+def test_two_runs_in_one_directory_are_refused_and_the_first_is_not_disturbed(tmp_path):
+    with workdirs.opened(str(tmp_path), VALUES, Job()):
+        held = (tmp_path / '.lock').read_text()
+        with pytest.raises(ValueError, match=f'is in use by process {os.getpid()} on .* since'):
+            with workdirs.opened(str(tmp_path), VALUES, Job()):
+                pass
+        assert (tmp_path / '.lock').read_text() == held
+        (tmp_path / '.lock').write_text('\x1b[2J of a terminal')
+        with pytest.raises(ValueError, match='is in use by another run$'):
+            with workdirs.opened(str(tmp_path), VALUES, Job()):
+                pass
+    with workdirs.opened(str(tmp_path), VALUES, Job()):  # free again
+        assert (tmp_path / '.lock').read_text() != held
+
+
+def test_a_second_process_is_refused(tmp_path):
+    command = ['tests.faulty', 'slow:0', '--config=tests/tiny_config.py']
+    with workdirs.opened(str(tmp_path / 'run'), VALUES, Job()):
+        with hosts(tmp_path, [*command, f'--workdir={tmp_path}/run']) as (host,):
+            assert host.wait() == 1
+    assert f'error: workdir {tmp_path}/run is in use by process {os.getpid()}' in host.text
+    assert 'Traceback' not in host.text
+
+
+FILES = 'config.json', 'metrics.jsonl', 'ledger.jsonl', 'fewshot.json', 'data.json.gz', '.lock'
+
+
+@pytest.mark.parametrize('kind', ['folder', 'device', 'pipe'])
+@pytest.mark.parametrize('name', [*FILES, 'checkpoints'])
+def test_something_else_under_the_name_of_a_file_of_a_run_is_named(tmp_path, name, kind):
+    """Reading a pipe or /dev/zero would never end."""
+    path = tmp_path / name
+    if kind == 'folder' and name == 'checkpoints':
+        path.touch()
+    elif kind == 'folder':
+        path.mkdir()
+    elif kind == 'pipe':
+        os.mkfifo(path)
+    else:
+        path.symlink_to('/dev/zero')
+    with pytest.raises(UserError, match=f'{name}: .*; expected a f'):
+        with workdirs.opened(str(tmp_path), VALUES, Job()):
+            pass
+    if name in ('metrics.jsonl', 'ledger.jsonl'):  # which a report reads without opening the rest
+        if name == 'ledger.jsonl':
+            (tmp_path / 'metrics.jsonl').touch()
+        with pytest.raises(UserError, match=name):
+            history.read(tmp_path, 'run')
+
+
+def test_another_mesh_or_loader_is_no_other_experiment(tmp_path):
+    with workdirs.opened(str(tmp_path), VALUES, Job()):
+        (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
+    other = records.to_dict(tiny.experiment(mesh=MeshConfig(fsdp=2)))
+    other['loader']['threads'] = 3
+    with workdirs.opened(str(tmp_path), other, Job()):
+        pass
+    assert read_config(tmp_path / 'config.json') == other
+
+
+@pytest.mark.parametrize('path', ['/proc/run', '/dev/null/run'])
+def test_where_nothing_can_be_written_nothing_is_computed(path):
+    traced = []
+
+    def loss(logits, targets):
+        traced.append(logits)
+
+    with pytest.raises(ValueError, match=f'workdir {path}: cannot be written: '):
+        training_run.train(tiny.experiment(loss=loss), path)
+    assert not traced
+
+
+@pytest.mark.full
+def test_a_full_disk_is_said_within_a_logging_interval_and_the_checkpoint_before_is_whole(tmp_path):
+    """From the save at step 20 on, the system lets no file grow beyond 8 kB."""
+    command = ['-m', 'tests.faulty', 'full_disk:20,slow:100', '--config=tests/tiny_config.py']
+    done = subprocess.run(  # through a pipe, which has no size
+        [sys.executable, *command, f'--workdir={tmp_path}/run'],
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    where = f'{tmp_path}/run/checkpoints'
+    assert lines[-1].startswith(f'error: {where}: a checkpoint could not be written: ')
+    assert 'File too large' in lines[-1]
+    # Said at the first report after writing has failed; the save itself takes some steps.
+    reported = [line for line in lines if line.startswith('step ')]
+    assert reported[-1].startswith(('step 20/60', 'step 25/60', 'step 30/60'))
+    verify_digests(tmp_path / 'run/checkpoints/10')
+    assert load_card(str(tmp_path / 'run'))[0]['step'] == 10
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('step', [9, 10])
+def test_a_directory_that_is_removed_under_its_run_is_said(step, tmp_path):
+    """Before and while the files of a checkpoint are written, which may make it again."""
+    command = ['tests.faulty', f'gone:{step},slow:50', '--config=tests/tiny_config.py']
+    with hosts(tmp_path, [*command, f'--workdir={tmp_path}/run']) as (host,):
+        assert host.wait() == 1
+    said = host.text.splitlines()[-1]
+    assert said.startswith(f'error: workdir {tmp_path}/run: ')
+    assert 'is gone: it, or the directory, was removed or renamed' in said
+
+
+@pytest.mark.parametrize('text', ['', '[]', '{"data": ', '[' * 100_000, None])
+def test_checkpoints_whose_configuration_cannot_be_read_are_no_run_to_go_on_with(tmp_path, text):
+    (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
+    if text is not None:
+        (tmp_path / 'config.json').write_text(text)
+    values = records.to_dict(tiny.experiment())
+    with pytest.raises(
+        UserError, match=r'config.json cannot be read.*(?s:.*)--accept_config_changes'
+    ):
+        with workdirs.opened(str(tmp_path), values, Job()):
+            pass
+    with workdirs.opened(str(tmp_path), values, Job(), accept_changes=True):
+        pass  # `train` writes it, when the checkpoint was restored
+
+
+def test_a_first_save_that_a_kill_cut_short_is_no_run_to_go_on_with(tmp_path):
+    (tmp_path / 'checkpoints' / '5.orbax-checkpoint-tmp-0').mkdir(parents=True)
+    for seed in 0, 1:
+        with workdirs.opened(str(tmp_path), records.to_dict(tiny.experiment(seed=seed)), Job()):
+            pass
+
+
+@pytest.mark.parametrize('number', [None, 1, '2', FORMAT + 1])
+def test_a_work_directory_of_another_format_is_rejected(tmp_path, number):
+    with workdirs.opened(str(tmp_path), VALUES, Job()):
+        (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
+    file = tmp_path / 'config.json'
+    values = json.loads(file.read_text()) | {'format': number}
+    if number is None:
+        del values['format']
+    file.write_text(json.dumps(values))
+    message = f'{file}: format is {number}, expected {FORMAT}: continue with [^\n]*$'
+    for accept in False, True:
+        with pytest.raises(UserError, match=message):
+            with workdirs.opened(str(tmp_path), VALUES, Job(), accept_changes=accept):
+                pass
+    with pytest.raises(UserError, match=message):
+        history.read(tmp_path, 'run')
+    with pytest.raises(UserError, match=message):
+        config_files.read(str(file))
+    assert json.loads(file.read_text()) == values

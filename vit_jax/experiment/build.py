@@ -148,8 +148,7 @@ def build_experiment(
     )
     preprocessing = preprocessing_of(config, start)
     if devices is None:  # else they may be those of other machines, for which a run is planned
-        check_memory(config.batch_size, pixels, 'config.batch_size', config.accumulation_steps)
-        check_memory(config.eval_batch_size or 0, pixels, 'config.eval_batch_size')
+        _check_memory(config, pixels)
     reader = reader_for(config, preprocessing, pixels)
     trained, evaluations = _objective(config, model, preprocessing, train, evaluated)
     few = config.fewshot
@@ -175,6 +174,11 @@ def build_experiment(
         eval_steps=evaluations,
         report=report,
     )
+
+
+def _check_memory(config: TrainConfig, size: Size) -> None:
+    check_memory(config.batch_size, size, 'config.batch_size', config.accumulation_steps)
+    check_memory(config.eval_batch_size or 0, size, 'config.eval_batch_size')
 
 
 def label_problems(config: TrainConfig, train: Source, evaluated: dict[str, Source]) -> list[str]:

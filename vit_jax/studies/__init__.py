@@ -1,0 +1,1 @@
+"""Many experiments as one study: its runs, and their results."""

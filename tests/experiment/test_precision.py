@@ -12,7 +12,6 @@ import vit_jax
 from tests import tiny
 from tests.networks import loaded
 from vit_jax.base import UserError
-from vit_jax.config import Grid, Study
 from vit_jax.data import loading
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed import meshes
@@ -21,6 +20,7 @@ from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.experiment import peaks, probing_run, training_run, workdirs
 from vit_jax.models import Backbone, Compute, attention, vit
 from vit_jax.studies import planned_runs
+from vit_jax.studies.config import Grid, Study
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import ScheduleConfig
 

@@ -33,7 +33,7 @@ from vit_jax.data import jpeg_regions, loading
 from vit_jax.distributed import clusters, meshes
 from vit_jax.distributed.processes import Job, joined_job
 from vit_jax.experiment import compilation, fingerprint, training_run
-from vit_jax.experiment.build import Experiment, build_experiment, loaders
+from vit_jax.experiment.build import Experiment, build_experiment, eval_loaders
 from vit_jax.models import parameter_count
 
 # The oldest NVIDIA driver of each major version of CUDA (NVIDIA, CUDA compatibility, table 1).
@@ -170,7 +170,7 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
 def _read(experiment: Experiment, job: Job, *, begun: bool) -> None:
     """Reads what a training reads before its first step: test images, the arrays of start_from."""
     job.reset_watchdog()
-    _, unread = loaders(experiment)
+    unread = eval_loaders(experiment)
     if begun:
         return
     with loading.read_beside(unread, index=job.index, count=job.count) as wait:

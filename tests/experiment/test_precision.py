@@ -16,7 +16,7 @@ from vit_jax.config import Grid, Study
 from vit_jax.data import loading
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed import meshes
-from vit_jax.evaluation import evaluation_run, prediction
+from vit_jax.evaluation import head
 from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.experiment import peaks, probing_run, training_run, workdirs
 from vit_jax.models import Backbone, Compute, attention, vit
@@ -132,7 +132,7 @@ def test_a_given_checkpoint_is_used_with_exact_products(tmp_path, monkeypatch, h
     network = loaded(tiny.model(num_classes=10))
     vit_jax.save(network, config.start_from, 'vit_jax')
     source = make_opener()('digits', 'test[:20]')
-    reader = prediction.reader_for(network, source, max_pixels=10**6)
+    reader = head.reader_for(network, source, max_pixels=10**6)
     seen = []
 
     def attend(*args, **options):
@@ -142,7 +142,7 @@ def test_a_given_checkpoint_is_used_with_exact_products(tmp_path, monkeypatch, h
 
     monkeypatch.setattr(vit, 'attend', attend)
     for use in (
-        lambda: evaluation_run.evaluate(network, reader, batch_size=16),
+        lambda: head.evaluate_head(network, reader, batch_size=16),
         lambda: probing_run.probe(config, str(tmp_path / 'fewshot')),
         lambda: vit_jax.load(config.start_from).features(np.zeros((2, 8, 8, 3))),
     ):

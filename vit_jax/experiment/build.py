@@ -23,6 +23,7 @@ from vit_jax.data.reading import ImageReader, make_warning
 from vit_jax.data.sources.base import Source, warn_once
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed import meshes
+from vit_jax.evaluation.evaluator import Batches, Evaluator, make_evaluator
 from vit_jax.evaluation.probing import Probes, open_probes
 from vit_jax.experiment.peaks import has_fast_bfloat16, peak_of
 from vit_jax.models import (
@@ -39,7 +40,7 @@ from vit_jax.models.compute import DeviceBudget, ResolvedCompute, resolve_comput
 from vit_jax.training.duration import TrainLength, make_train_length
 from vit_jax.training.losses import LossConfig, make_loss, of_any, targets_of
 from vit_jax.training.masked_patches import for_patches, make_patch_sums
-from vit_jax.training.metrics import BatchSums, StepMetrics, scores
+from vit_jax.training.metrics import BatchSums, RowsOf, StepMetrics, scores
 from vit_jax.training.optimizer import make_optimizer, make_schedule
 from vit_jax.training.rules import make_rules
 from vit_jax.training.update import (
@@ -54,7 +55,6 @@ from vit_jax.training.update import (
 )
 
 Update = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
-EvalStep = Callable[[Params, Batch], BatchSums]
 LossSums = Callable[..., BatchSums]  # (params, batch, key=None) -> sums
 
 
@@ -63,7 +63,7 @@ class Experiment(NamedTuple):
 
     init() -> the first TrainState
     update(state, batch) -> (state after one step, metrics)
-    eval_steps[name](params, batch) -> sums over the examples of a batch, for each evaluation
+    evaluators[name].evaluate(params, evals[name]) -> the numbers of each evaluation
     """
 
     config: TrainConfig
@@ -78,7 +78,8 @@ class Experiment(NamedTuple):
     probes: Probes | None  # of the few-shot evaluation
     init: Callable[[], TrainState]
     update: Update
-    eval_steps: dict[str, EvalStep]
+    eval_batches: Batches
+    evaluators: dict[str, Evaluator]
     report: list[str]  # what the rules over parameters matched
 
     @property
@@ -87,9 +88,9 @@ class Experiment(NamedTuple):
         return {'train': self.train} | self.evals
 
     @property
-    def eval_batch_size(self) -> int:
-        """Images in one batch of evaluation."""
-        return self.config.eval_batch_size or self.config.batch_size
+    def loader_of(self) -> Callable[[ImageReader], Loader]:
+        """Returns the loader of a reader; it is made, and kept images are read, once."""
+        return self.eval_batches.loader_of
 
     def card(self, step: int) -> dict[str, Any]:
         """The card of the checkpoint at a step, as JSON values."""
@@ -134,8 +135,7 @@ def build_experiment(
         for name, one in config.evaluations.items()
     }
     refuse(label_problems(config, train, evaluated))
-    start = open_start(config)
-    classes = len(train.class_names)
+    start, classes = open_start(config), len(train.class_names)
     model_config = trained_model(config, start, classes)
     length = make_train_length(config.total, batch_size=config.batch_size, num_images=len(train))
     mesh, pixels = make_mesh(config, devices), model_config.image_size
@@ -150,10 +150,11 @@ def build_experiment(
     if devices is None:  # else they may be those of other machines, for which a run is planned
         _check_memory(config, pixels)
     reader = reader_for(config, preprocessing, pixels)
-    trained, evaluations = _objective(config, model, preprocessing, train, evaluated)
+    loader_of = make_loaders(config.loader, meshes.batch_sharding(mesh))
+    batches = Batches(mesh, loader_of, config.eval_batch_size or config.batch_size)
+    objective = functools.partial(make_objective, config, model, preprocessing)
     few = config.fewshot
-    init, update, report = _training_functions(config, model, mesh, trained, length, classes)
-    crop = host_crop(config.augmentation, preprocessing)
+    init, update, report = _training_functions(config, model, mesh, objective(), length, classes)
     return Experiment(
         config=dataclasses.replace(
             config,
@@ -166,12 +167,13 @@ def build_experiment(
         model=model,
         preprocessing=preprocessing,
         length=length,
-        train=reader(train, crop=crop),
+        train=reader(train, crop=host_crop(config.augmentation, preprocessing)),
         evals={name: reader(source) for name, source in evaluated.items()},
         probes=None if few is None else open_probes(few, config.data, opened, reader),
         init=init,
         update=update,
-        eval_steps=evaluations,
+        eval_batches=batches,
+        evaluators=make_evaluators(objective, batches, train=train, evaluated=evaluated),
         report=report,
     )
 
@@ -349,49 +351,65 @@ def _training_functions(
     return init, update, rules.report
 
 
-def _objective(
+def make_objective(
     config: TrainConfig,
     model: Model,
     preprocessing: Preprocessing,
+    *,
+    any_right: bool = False,
+    rows_of: RowsOf | None = None,
+) -> LossSums:
+    """Makes the function that sums the loss and the metrics over the examples of a batch.
+
+    With `any_right`, any class of a multi-label image is right. `rows_of` see `make_loss_sums`.
+    """
+    scale = functools.partial(normalize, preprocessing=preprocessing)
+    if config.objective is None:
+        loss = make_loss(config.loss)
+        loss = of_any(loss) if any_right else loss
+        return make_loss_sums(model.apply, loss, scale, rows_of=rows_of)
+    assert isinstance(model.config, ViTConfig)  # `trained_model` rejects others
+    return make_patch_sums(
+        model.predict_patches,
+        config.objective,
+        scale,
+        model=model.config,
+        keys_of=lambda batch: example_keys(purpose_key(config.seed, CORRUPT), batch),
+    )
+
+
+def make_evaluators(
+    objective: Callable[..., LossSums],
+    batches: Batches,
+    *,
     train: Source,
     evaluated: dict[str, Source],
-) -> tuple[LossSums, dict[str, EvalStep]]:
-    """What is summed over the examples of a batch: to train by, and of each evaluation."""
-    as_input = functools.partial(normalize, preprocessing=preprocessing)
-    if config.objective is not None:
-        assert isinstance(model.config, ViTConfig)  # `trained_model` refuses others
-        loss_sums = make_patch_sums(
-            model.predict_patches,
-            config.objective,
-            as_input,
-            model=model.config,
-            keys_of=lambda batch: example_keys(purpose_key(config.seed, CORRUPT), batch),
-        )
-        return loss_sums, dict.fromkeys(evaluated, loss_sums)
-    sums_of = functools.partial(make_loss_sums, model.apply, normalize=as_input)
-    loss = make_loss(config.loss)
+) -> dict[str, Evaluator]:
+    """Makes the evaluator of each evaluation; evaluations with equal options share one.
 
-    def eval_step(source: Source) -> EvalStep:
-        # A network that was trained for one class an image, on images of which several are right.
-        relabelled = source.multi_label and not train.multi_label
-        rows_of = scores if train.multi_label else None
-        return sums_of(of_any(loss) if relabelled else loss, rows_of=rows_of)
-
-    return sums_of(loss), {name: eval_step(source) for name, source in evaluated.items()}
-
-
-def loaders(
-    experiment: Experiment,
-) -> tuple[Callable[[ImageReader], Loader], list[Loader]]:
-    """What makes loaders, and those of test images that must all be readable.
-
-    What is kept on the devices is read: raises UserError for an image that cannot be.
+    Any class of a multi-label image is right if training images have one class each. Otherwise
+    the mean average precision of multi-label images is measured.
     """
-    sharding = meshes.batch_sharding(experiment.mesh)
-    loader_of = make_loaders(experiment.config.loader, sharding)
-    loader_of(experiment.train)
-    tested = [(reader, loader_of(reader)) for reader in experiment.evals.values()]
-    return loader_of, [loader for reader, loader in tested if reader.on_unreadable != 'skip']
+    rows_of = scores if train.multi_label else None
+
+    @functools.cache
+    def evaluator(any_right: bool) -> Evaluator:
+        return make_evaluator(objective(any_right=any_right, rows_of=rows_of), batches)
+
+    return {
+        name: evaluator(source.multi_label and not train.multi_label)
+        for name, source in evaluated.items()
+    }
+
+
+def eval_loaders(experiment: Experiment) -> list[Loader]:
+    """Makes the loaders, and returns those of test images that must all be readable.
+
+    Reads the images that are kept on the devices. Raises UserError if one cannot be read.
+    """
+    experiment.loader_of(experiment.train)
+    tested = [(reader, experiment.loader_of(reader)) for reader in experiment.evals.values()]
+    return [loader for reader, loader in tested if reader.on_unreadable != 'skip']
 
 
 def images_at_peak(experiment: Experiment) -> float | None:

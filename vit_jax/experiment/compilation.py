@@ -2,21 +2,17 @@
 
 import contextlib
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from vit_jax.base import Array, Batch, Bool, Float, Params, UserError
-from vit_jax.data.image_preprocessing import Preprocessing, normalize
+from vit_jax.base import Params
+from vit_jax.data.loading import abstract_batch
 from vit_jax.distributed import meshes, sharding_rules
+from vit_jax.evaluation.evaluator import Evaluator
+from vit_jax.evaluation.features import make_feature_evaluator
 from vit_jax.experiment.build import Experiment
-from vit_jax.models import Model, ViTConfig
 from vit_jax.training.update import TrainState
-
-Features = Callable[[Params, Batch], tuple[Float[Array, 'b d'], Bool[Array, 'b']]]
 
 
 def abstract_state(experiment: Experiment) -> TrainState:
@@ -35,21 +31,6 @@ def shardings_of(abstract: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
-def abstract_batch(
-    mesh: Mesh, size: int, image_size: tuple[int, int], label_shape: tuple[int, ...] = ()
-) -> Batch:
-    """Shape, type and sharding of each array of a batch, as `data.loading` makes it."""
-    shapes = {
-        'images': ((size, *image_size, 3), jnp.uint8),
-        'labels': ((size, *label_shape), jnp.int32),
-        'mask': ((size,), jnp.bool_),
-        'epoch': ((size,), jnp.int32),
-        'example': ((size,), jnp.int32),
-    }
-    sharding = meshes.batch_sharding(mesh)
-    return {name: jax.ShapeDtypeStruct(*x, sharding=sharding) for name, x in shapes.items()}
-
-
 def lower_update(experiment: Experiment, state: TrainState) -> Any:
     """The update step, traced and not compiled yet; it takes over the memory of its state."""
     size, reader = experiment.config.batch_size, experiment.train
@@ -60,33 +41,22 @@ def lower_update(experiment: Experiment, state: TrainState) -> Any:
     return update.lower(state, batch)
 
 
-def compile_eval_steps(experiment: Experiment, params: Params) -> dict[str, Callable[..., Any]]:
-    """The sums over a batch of each evaluation; those whose labels are alike share a program."""
-    by_shape: dict[tuple[int, ...], Any] = {}
-    mesh, size = experiment.mesh, experiment.eval_batch_size
-    for name, reader in experiment.evals.items():
-        shape = reader.source.label_shape
-        if shape not in by_shape:
-            batch = abstract_batch(mesh, size, reader.size, shape)
-            function, everywhere = experiment.eval_steps[name], meshes.replicated(mesh)
-            step = meshes.jit_on(function, mesh, out_shardings=everywhere)
-            by_shape[shape] = step.lower(params, batch).compile()
-    return {name: by_shape[r.source.label_shape] for name, r in experiment.evals.items()}
+def compile_evaluators(
+    experiment: Experiment, params: Params
+) -> tuple[dict[str, Evaluator], Evaluator | None]:
+    """Compiles the evaluators, and that of features for the few-shot evaluation if there is one.
 
-
-def compile_features(
-    model: Model, preprocessing: Preprocessing, mesh: Mesh, batch_size: int, params: Params
-) -> Features:
-    """Features and mask of a batch, replicated on every device; `params` are abstract."""
-    if isinstance(model.config, ViTConfig) and model.config.pool == 'none':
-        raise UserError('fewshot: pool=none gives features of every token, not of the image')
-
-    def features(params: Params, batch: Batch) -> tuple[Float[Array, 'b d'], Bool[Array, 'b']]:
-        return model.features(params, normalize(batch['images'], preprocessing)), batch['mask']
-
-    batch = abstract_batch(mesh, batch_size, model.config.image_size)
-    program = meshes.jit_on(features, mesh, out_shardings=meshes.replicated(mesh))
-    return program.lower(params, batch).compile()
+    jax compiles a step that evaluators share once for batches of one shape.
+    """
+    evaluators = {
+        name: evaluator.compile(params, experiment.evals[name])
+        for name, evaluator in experiment.evaluators.items()
+    }
+    if experiment.probes is None:
+        return evaluators, None
+    model, batches = experiment.model, experiment.eval_batches
+    features = make_feature_evaluator(model, experiment.preprocessing, batches)
+    return evaluators, features.compile(params, experiment.probes.example)
 
 
 def give_back_memory() -> None:

@@ -10,22 +10,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from rich.console import Console
 
 from vit_jax.base import Path, UserError, counted, records, write_json
 from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
 from vit_jax.config import TrainConfig, write_config
-from vit_jax.data import loading, reading
-from vit_jax.data.loading import Loader
+from vit_jax.data import loading
 from vit_jax.distributed import meshes
 from vit_jax.distributed.processes import Interrupted, Job
 from vit_jax.distributed.sharding_rules import sharding_report
-from vit_jax.evaluation import classification, probing
+from vit_jax.evaluation import probing
+from vit_jax.evaluation.evaluator import Evaluator
+from vit_jax.evaluation.features import features_by
 from vit_jax.evaluation.probing import Probes
 from vit_jax.experiment import compilation, data_record, fingerprint, goodput, profiling, workdirs
-from vit_jax.experiment.build import Experiment, build_experiment, images_at_peak, loaders
-from vit_jax.experiment.compilation import Features, shardings_of
+from vit_jax.experiment.build import Experiment, build_experiment, eval_loaders, images_at_peak
+from vit_jax.experiment.compilation import shardings_of
 from vit_jax.experiment.goodput import Ledger
 from vit_jax.experiment.reporter import Reporter, console_of, eval_summary, outline
 from vit_jax.experiment.source_run import trained_before
@@ -88,11 +88,11 @@ def train(
         ledger.record('starting', None)  # a start that ends before its first step took time too
         console.print(outline(experiment))
         with clock('start'):  # what is kept on the devices is read here
-            loader_of, unread = loaders(experiment)
+            unread = eval_loaders(experiment)
         with loading.read_beside(unread, index=job.index, count=job.count) as wait:
             with clock('compile'):
                 ledger.record('compiling', None)
-                abstract, update, eval_steps, features = _compiled(experiment, console)
+                abstract, update, evaluators, features = _compiled(experiment, console)
             console.print(f'compiled in {clock.seconds["compile"]:.1f} s')
             with clock('start'):
                 restored = _first_state(experiment, abstract, workdir, job, console)
@@ -104,8 +104,8 @@ def train(
         steps = range(int(state.step), experiment.length.total_steps)
         reporter = _reporter(experiment, steps, progress, workdir, ledger, console)
         stack.enter_context(reporter)
-        parts = experiment, update, eval_steps, features, loader_of, checkpoints, reporter
-        run = Run(*parts, ledger, check_data, workdir, job, profile)
+        parts = experiment, update, evaluators, features, checkpoints, reporter, ledger
+        run = Run(*parts, check_data, workdir, job, profile)
         state = run.to_the_end(state)
     reached = state, run.evals, run.fewshot, checkpoints.path(int(state.step)), folder
     return Result(experiment, *reached, reporter.skipped, *ledger.totals())
@@ -164,21 +164,15 @@ def agreed(
 
 def _compiled(
     experiment: Experiment, console: Console
-) -> tuple[TrainState, Callable[..., Any], dict[str, Callable[..., Any]], Features | None]:
-    """The abstract state, and the programs: update, evaluations, features where they are needed."""
+) -> tuple[TrainState, Callable[..., Any], dict[str, Evaluator], Evaluator | None]:
+    """The abstract state, and what is compiled: update, evaluators, that of features if needed."""
     abstract, mesh = compilation.abstract_state(experiment), experiment.mesh
     for line in sharding_report(abstract, shardings_of(abstract), mesh):
         console.print(line)
     console.print(f'compile for {mesh.size} x {mesh.devices.flat[0].device_kind}')
     update = compilation.lower_update(experiment, abstract).compile()
-    eval_steps = compilation.compile_eval_steps(experiment, abstract.eval_params)
-    features = None
-    if experiment.probes is not None:
-        size, params = experiment.eval_batch_size, abstract.eval_params
-        features = compilation.compile_features(
-            experiment.model, experiment.preprocessing, mesh, size, params
-        )
-    return abstract, update, eval_steps, features
+    evaluators, features = compilation.compile_evaluators(experiment, abstract.eval_params)
+    return abstract, update, evaluators, features
 
 
 def _first_state(
@@ -231,9 +225,8 @@ class Run:
 
     experiment: Experiment
     update: Callable[..., Any]
-    eval_steps: dict[str, Callable[..., Any]]
-    features: Features | None  # for the few-shot evaluation
-    loader_of: Callable[[reading.ImageReader], Loader]
+    evaluators: dict[str, Evaluator]
+    features: Evaluator | None  # for the few-shot evaluation
     checkpoints: Checkpoints
     reporter: Reporter
     ledger: Ledger
@@ -282,7 +275,7 @@ class Run:
     def _trained(self, state: TrainState, steps: range) -> TrainState:
         config, reader = self.experiment.config, self.experiment.train
         every = self.experiment.length.interval(config.checkpoint_every_steps)
-        loader = self.loader_of(reader)
+        loader = self.experiment.loader_of(reader)
         batches = loading.training_batches(
             loader, steps=steps, batch_size=config.batch_size, seed=config.seed
         )
@@ -354,32 +347,21 @@ class Run:
         for name in names:
             with self.ledger.clock('evaluation'):
                 self.ledger.record(f'evaluating {name}', step)
-                reader = self.experiment.evals[name]
-                loader = self.loader_of(reader)
-                size, count = self.experiment.eval_batch_size, len(loader.source)
-                batches = loading.sequential_batches(loader, np.arange(count), batch_size=size)
-                watched = self.job.tick_each(batches)
-                numbers, read = classification.evaluate(
-                    self.eval_steps[name],
-                    state.eval_params,
-                    watched,
-                    count=count,
-                    may_lack=self.experiment.evals[name].on_unreadable == 'skip',
-                )
-            self.evals[name], missing = numbers, {}
-            text = f'{eval_summary({name: numbers})} of {counted(read, "image")}'
-            if read < count:
-                missing = {'unreadable': count - read}
-                text += f', {count - read:,} left out, unreadable'
-            self.reporter.record(name, step, numbers | {'count': read} | missing, text)
+                reader, params = self.experiment.evals[name], state.eval_params
+                found = self.evaluators[name].evaluate(params, reader, watch=self.job.tick_each)
+            self.evals[name], numbers = found.means, found.means | {'count': found.num_images}
+            text = f'{eval_summary({name: found.means})} of {counted(found.num_images, "image")}'
+            if unreadable := len(reader.source) - found.num_images:
+                numbers['unreadable'] = unreadable
+                text += f', {unreadable:,} left out, unreadable'
+            self.reporter.record(name, step, numbers, text)
 
-    def probe(self, probes: Probes, features: Features, step: int, state: TrainState) -> None:
+    def probe(self, probes: Probes, features: Evaluator, step: int, state: TrainState) -> None:
         """The few-shot evaluation, written to the work directory."""
-        params, size = state.eval_params, self.experiment.eval_batch_size
         folder = self.workdir.folder
         with self.ledger.clock('evaluation'):
             self.ledger.record('evaluating fewshot', step)
-            features_of = probing.make_features_of(features, params, self.loader_of, size, self.job)
+            features_of = features_by(features, state.eval_params, watch=self.job.tick_each)
             self.fewshot = probing.evaluate(features_of, probes, self.experiment.preprocessing)
             self.fewshot |= {'step': step, 'checkpoint': str(folder)}
             if self.job.index == 0:

@@ -36,8 +36,10 @@ from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import prediction
 from vit_jax.evaluation.episodes import EpisodesConfig
 from vit_jax.evaluation.probing import FewshotConfig, ProbeSet
-from vit_jax.experiment import history, probing_run, reporter, training_run, workdirs
+from vit_jax.experiment import probing_run, reporter, training_run, workdirs
+from vit_jax.experiment.build import build_experiment
 from vit_jax.models import Regularization, build
+from vit_jax.studies import history
 from vit_jax.training.duration import Duration
 from vit_jax.training.loop import NotFinite
 from vit_jax.training.losses import LossConfig

@@ -1,8 +1,7 @@
 """Records: dataclasses of plain values that check themselves and are kept as JSON.
 
-Every configuration and every checkpoint card is one. Fields may be assigned, as configuration files
-and the command line do. To make a record is to check it, and everything in it: `checked` makes a
-copy of one whose fields may have been assigned.
+Every configuration and every checkpoint card is one. A record is checked when it is made. Fields
+can be assigned, as configuration files and the command line do: `checked` makes a checked copy.
 """
 
 import contextlib
@@ -27,9 +26,8 @@ _LISTED = 60  # names in a message: all taps of a network, not a thousand classe
 class Record:
     """The base of dataclasses that check their values when they are made.
 
-    A value has the type of its field, which for `Literal['adamw', 'sgd']` lists the choices, or is
-    a JSON value of that type. One number for a `tuple[int, int]`, a size (height, width), stands
-    for both sides. Records within are copied.
+    A value has the type of its field, which for `Literal['adamw', 'sgd']` lists the choices. One
+    number for a `tuple[int, int]`, a size (height, width), stands for both sides.
 
     Raises:
       UserError: That names the field, for an unknown field, a value of another type, and values
@@ -106,9 +104,13 @@ def require_pattern(pattern: str) -> None:
         raise UserError(f'{pattern!r} is no regular expression: {error}') from error
 
 
-@functools.cache
 def hints(cls: Any) -> Mapping[str, Any]:
     """Returns the type of each field of a record, by name."""
+    return _hints(cls)
+
+
+@functools.cache
+def _hints(cls: Any) -> Mapping[str, Any]:
     known = typing.get_type_hints(cls)
     return {each.name: known[each.name] for each in dataclasses.fields(cls)}
 
@@ -158,13 +160,14 @@ def _to_plain(value: Any, hint: Any) -> Any:
 
 
 def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
-    """Returns the record of type `cls` with these values: the inverse of `to_dict`.
+    """Returns the record of type `cls` with these JSON values: the inverse of `to_dict`.
 
     Raises:
       UserError: That names `where.field`, as described in `Record`, and for a missing value.
     """
+    own = {n: read(field_type(cls, n, where), v, f'{where}.{n}') for n, v in values.items()}
     try:
-        return cls(**values)
+        return cls(**own)
     except TypeError as error:  # a field without a default is absent
         raise UserError(f'{where}: {error}') from error
     except UserError as error:
@@ -172,8 +175,17 @@ def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
 
 
 def checked(record: R, *, where: str) -> R:
-    """Returns a checked copy of a record: assignments to either do not change the other."""
-    return from_dict(type(record), vars(record), where=where)
+    """Returns a checked copy of a record and all records in it."""
+    values = {name: _copy(value, f'{where}.{name}') for name, value in vars(record).items()}
+    return from_dict(type(record), values, where=where)
+
+
+def _copy(value: Any, where: str) -> Any:
+    if isinstance(value, Record):
+        return checked(value, where=where)
+    if isinstance(value, dict):
+        return {name: _copy(item, f'{where}.{name}') for name, item in value.items()}
+    return value
 
 
 def with_values(record: R, values: Mapping[str, Any], *, where: str) -> R:
@@ -247,8 +259,6 @@ def read(hint: Any, value: Any, where: str) -> Any:
     options = alternatives(hint)
     kinds = record_types(options)
     is_name = isinstance(value, dict) and [*value] == ['function']
-    if type(value) in kinds.values():
-        return checked(value, where=where)
     if isinstance(value, dict) and kinds and not is_name:
         kind = next(iter(kinds)) if len(kinds) == 1 else value.get('kind', '')
         require(kind in kinds, f'{where}.kind={kind!r}: expected one of {", ".join(kinds)}')

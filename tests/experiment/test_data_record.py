@@ -279,7 +279,7 @@ class TwoHosts(Job):
 
     def __init__(self, index):
         super().__init__()
-        self.count, self.index = 2, index
+        self.index, self.count = index, 2
 
     def require_same(self, name, facts, describe=None):
         if self.index == 0:

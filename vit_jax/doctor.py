@@ -146,14 +146,15 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
             job.require_same('configuration', records.to_dict(config))
             experiment = build_experiment(config)
         else:
-            opened = training_run.agreed(
+            opened = training_run.open_run(
                 config,
                 arguments.workdir,
                 job,
                 accept_changes=arguments.accept_config_changes,
                 accept_data=arguments.accept_data_changes,
             )
-            experiment, (folder, _), _ = stack.enter_context(opened)
+            experiment, workdir, _ = stack.enter_context(opened)
+            folder = workdir.folder
             _say('workdir', f'{folder}: can be written')
             begun = bool(digests.steps(folder / FOLDER))
         model, count = experiment.model.config, len(experiment.train.source)

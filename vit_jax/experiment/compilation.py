@@ -1,8 +1,7 @@
-"""From pure functions to programs for the devices of a mesh, compiled before anything runs."""
+"""Compiles the functions of an experiment for the devices of its mesh, before anything runs."""
 
-import contextlib
-import ctypes
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 
@@ -15,10 +14,30 @@ from vit_jax.experiment.build import Experiment
 from vit_jax.training.update import TrainState
 
 
-def abstract_state(experiment: Experiment) -> TrainState:
-    """Shape, type and sharding of each array of the state.
+class Programs(NamedTuple):
+    """The compiled functions of an experiment."""
 
-    Raises UserError where less of it can be split than the configuration demands.
+    state: TrainState  # shape, type and sharding of each array
+    update: Callable[..., Any]
+    evaluators: dict[str, Evaluator]
+    features: Evaluator | None  # for the few-shot evaluation
+
+
+def compile_programs(experiment: Experiment, report: Callable[[str], Any]) -> Programs:
+    """Compiles an experiment; calls `report` with a line about each array that is split."""
+    state, mesh = abstract_state(experiment), experiment.mesh
+    for line in sharding_rules.sharding_report(state, shardings_of(state), mesh):
+        report(line)
+    report(f'compile for {mesh.size} x {mesh.devices.flat[0].device_kind}')
+    update = lower_update(experiment, state).compile()
+    evaluators, features = compile_evaluators(experiment, state.eval_params)
+    return Programs(state=state, update=update, evaluators=evaluators, features=features)
+
+
+def abstract_state(experiment: Experiment) -> TrainState:
+    """Returns shape, type and sharding of each array of the state.
+
+    Raises UserError if less of it can be split than the configuration demands.
     """
     state, config = jax.eval_shape(experiment.init), experiment.config.mesh
     shardings = sharding_rules.shardings_for(state, experiment.mesh, config)
@@ -27,18 +46,17 @@ def abstract_state(experiment: Experiment) -> TrainState:
 
 
 def shardings_of(abstract: Any) -> Any:
-    """The shardings of abstract arrays."""
+    """Returns the shardings of abstract arrays."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
 def lower_update(experiment: Experiment, state: TrainState) -> Any:
-    """The update step, traced and not compiled yet; it takes over the memory of its state."""
+    """Traces the update step, which takes over the memory of its state; compiles nothing yet."""
     size, reader = experiment.config.batch_size, experiment.train
     batch = abstract_batch(experiment.mesh, size, reader.size, reader.source.label_shape)
     out_shardings = shardings_of(state), meshes.replicated(experiment.mesh)
-    given = {'donate_argnums': 0, 'out_shardings': out_shardings}
-    update = meshes.jit_on(experiment.update, experiment.mesh, **given)
-    return update.lower(state, batch)
+    options = {'donate_argnums': 0, 'out_shardings': out_shardings}
+    return meshes.jit_on(experiment.update, experiment.mesh, **options).lower(state, batch)
 
 
 def compile_evaluators(
@@ -57,12 +75,3 @@ def compile_evaluators(
     model, batches = experiment.model, experiment.eval_batches
     features = make_feature_evaluator(model, experiment.preprocessing, batches)
     return evaluators, features.compile(params, experiment.probes.example)
-
-
-def give_back_memory() -> None:
-    """Gives the system what compiling took of the host's memory, and freed: some 200 MB.
-
-    glibc would keep it for this process. Elsewhere nothing happens.
-    """
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)

@@ -7,18 +7,17 @@ from typing import Any
 import jax
 
 from vit_jax.base import Path, UserError, records, write_json
-from vit_jax.checkpoints.transfer import transfer
+from vit_jax.checkpoints.transfer import headless, transfer
 from vit_jax.config import TrainConfig
-from vit_jax.data.loading import check_memory, make_loaders
+from vit_jax.data.loading import check_memory
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed import meshes, sharding_rules
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import features, probing
-from vit_jax.evaluation.evaluator import Batches
 from vit_jax.experiment import data_record, fingerprint, workdirs
-from vit_jax.experiment.build import make_mesh, open_start, reader_for
+from vit_jax.experiment.build import make_eval_batches, make_mesh, open_start, reader_for
 from vit_jax.experiment.reporter import console_of
-from vit_jax.models import build, headless
+from vit_jax.models import build
 from vit_jax.models.compute import resolve_compute
 
 
@@ -45,14 +44,12 @@ def probe(
     resolved = resolve_compute(config.compute, body, platform=jax.default_backend())
     dtype = resolved.compute.dtype
     model = build(body, compute=resolved.compute)
-    mesh, batch_size = make_mesh(config), config.eval_batch_size or config.batch_size
-    check_memory(batch_size, size, 'config.eval_batch_size')
+    mesh = make_mesh(config)
+    check_memory(config.eval_batch_size or config.batch_size, size, 'config.eval_batch_size')
     reader = reader_for(config, preprocessing, size)
     sets = probing.open_probes(fewshot, config.data, make_opener(config.held_out), reader)
-    batches = Batches(mesh, make_loaders(config.loader, meshes.batch_sharding(mesh)), batch_size)
-    evaluator = features.make_feature_evaluator(
-        model, preprocessing, batches, exact=dtype == 'float32'
-    )
+    exact, batches = dtype == 'float32', make_eval_batches(config, mesh)
+    evaluator = features.make_feature_evaluator(model, preprocessing, batches, exact=exact)
     values, console = records.to_dict(config), console_of(job)
     sources = data_record.find_sources(config, {}, sets) if job.count > 1 else {}
     with (

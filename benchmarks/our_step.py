@@ -71,7 +71,6 @@ def trace_step(
         shardings = compilation.shardings_of(state)
         init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
         made = jax.block_until_ready(init())
-        compilation.give_back_memory()
         return made, jax.device_put(batch, meshes.batch_sharding(experiment.mesh))
 
     return Step(experiment, lowered, make_inputs)

@@ -24,7 +24,7 @@ import jax
 
 from benchmarks.peer_programs import OURS, SCAN, Work, python_path
 from vit_jax.cli import app
-from vit_jax.experiment.peaks import peak_of
+from vit_jax.experiment.reporter import peak_of
 from vit_jax.models import Compute, ViTConfig, multiply_adds, variant
 from vit_jax.models.compute import resolve_compute
 

@@ -24,7 +24,7 @@ from vit_jax.data import reading
 from vit_jax.data.sources import arrays
 from vit_jax.distributed import processes
 from vit_jax.distributed.processes import Job
-from vit_jax.evaluation import classification
+from vit_jax.evaluation.evaluator import Evaluator
 from vit_jax.experiment import compilation, fingerprint, training_run
 
 
@@ -120,17 +120,17 @@ def slow_compile(number, index):
 
 
 def slow_evaluation(number, index):
-    evaluate = classification.evaluate
+    evaluate = Evaluator.evaluate
 
-    def slowed(step, params, batches, **more):
-        def delayed():
-            for batch in batches:
+    def slowed(evaluator, *arguments, watch):
+        def delayed(batches):
+            for batch in watch(batches):
                 time.sleep(number / 1000)
                 yield batch
 
-        return evaluate(step, params, delayed(), **more)
+        return evaluate(evaluator, *arguments, watch=delayed)
 
-    classification.evaluate = slowed
+    Evaluator.evaluate = slowed
 
 
 def slow_save(number, index):

@@ -23,6 +23,7 @@ import jax
 
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import augreg
+from vit_jax.evaluation.features import make_feature_evaluator
 from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.experiment import compilation
 from vit_jax.experiment.build import build_experiment
@@ -145,15 +146,12 @@ def compile_program(program: Program, where: ahead_of_time.Topology) -> None:
     experiment, state = prepared(program, where.devices)
     with ahead_of_time.assume_cudnn():
         if program.step == 'eval':
-            compilation.compile_eval_steps(experiment, state.eval_params)
+            compilation.compile_evaluators(experiment, state.eval_params)
         else:
-            compilation.compile_features(
-                experiment.model,
-                experiment.preprocessing,
-                experiment.mesh,
-                experiment.eval_batch_size,
-                state.eval_params,
+            evaluator = make_feature_evaluator(
+                experiment.model, experiment.preprocessing, experiment.eval_batches
             )
+            evaluator.compile(state.eval_params, experiment.train)
 
 
 def in_child(program: Program, path: str) -> int:

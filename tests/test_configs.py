@@ -10,9 +10,9 @@ import pytest
 from tests import golden, tiny
 from vit_jax.base import records, tree_names
 from vit_jax.config import TrainConfig
+from vit_jax.data.loading import abstract_batch
 from vit_jax.data.sources.vtab import TASKS
 from vit_jax.experiment.build import build_experiment
-from vit_jax.experiment.compilation import abstract_batch
 from vit_jax.models import ViTConfig
 from vit_jax.planning.memory_plan import without_data
 from vit_jax.studies import planned_runs

@@ -21,7 +21,7 @@ from vit_jax.data import imagenet_classes
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.sources.arrays import array_source
 from vit_jax.data.sources.opening import HeldOut, make_opener
-from vit_jax.evaluation import evaluation_run
+from vit_jax.evaluation import head
 from vit_jax.experiment import training_run
 from vit_jax.pretrained import Loaded
 from vit_jax.training.losses import LossConfig
@@ -33,6 +33,11 @@ IMAGES = np.zeros((4, 8, 8), np.uint8)
 
 def run(*arguments):
     return evaluate.main(evaluate._parser().parse_args([str(a) for a in arguments]))
+
+
+def head_report(**changes):
+    values = {'images': 1, 'means': {'loss': 0.0}, 'classes': [], 'names': [], 'confusion': None}
+    return head.HeadReport(**values | changes)
 
 
 def saved(tmp_path, network, name='network'):
@@ -114,7 +119,7 @@ def test_every_number_is_the_one_that_the_logits_give(tmp_path):
 def test_people_are_told_what_means_something(num_classes, images):
     one = {'class': 'cat', 'images': images, 'accuracy': 0.0}
     means = {'accuracy': 0.0, 'top5_accuracy': 1.0, 'loss': 1.0}
-    found = evaluation_run.Evaluation(images, means, [one], ['cat'], None, ())
+    found = head_report(images=images, means=means, classes=[one], names=['cat'])
     said = '\n'.join(evaluate._lines(found, num_classes))
     assert ('top-5' in said) == (num_classes >= 20)
     assert ('is rough' in said) == (images < 10)
@@ -156,7 +161,7 @@ def test_other_labels_of_images_of_several_classes_are_measured_as_training_does
 
 def test_what_is_written_is_json_whatever_the_numbers(tmp_path):
     numbers = {'loss': float('nan'), 'accuracy': 0.5}
-    found = evaluation_run.Evaluation(1, numbers, [], [], None, ())
+    found = head_report(means=numbers)
     arguments = evaluate._parser().parse_args(['network', '--data=data'])
     evaluate._write(tmp_path, found, network_with(3), arguments, {})
     assert result(tmp_path)['means'] == {'loss': None, 'accuracy': 0.5}
@@ -165,7 +170,7 @@ def test_what_is_written_is_json_whatever_the_numbers(tmp_path):
 def test_the_name_of_a_class_cannot_write_on_the_screen():
     classes = [{'class': 'a\x1b[2J', 'images': 1, 'accuracy': 0.0}]
     table = np.array([[0, 1], [0, 0]])
-    found = evaluation_run.Evaluation(1, {'loss': 0.0}, classes, ['a\x1b[2J', 'b\n'], table, ())
+    found = head_report(classes=classes, names=['a\x1b[2J', 'b\n'], confusion=table)
     said = evaluate._lines(found, num_classes=2)
     assert said[-1].endswith(r'a\x1b[2J, taken for b\n') and '\x1b' not in ''.join(said)
 
@@ -182,18 +187,18 @@ def data_of(names):
 
 def test_classes_are_matched_by_name_whatever_their_order():
     network = network_with(3, ('c', 'b', 'a'))
-    found = evaluation_run.matched(data_of(['a', 'b', 'c']), network, by_number=False)
+    found = head.match_classes(data_of(['a', 'b', 'c']), network, by_number=False)
     assert found.class_names == ('c', 'b', 'a')
     assert found.labels.tolist() == [2, 1, 0, 2]
     assert [found.read(i)[1] for i in range(4)] == [2, 1, 0, 2]
     rows = np.array([[1, 0, 1], [0, 0, 0], [0, 1, 0], [1, 1, 1]])
     several = array_source(IMAGES, rows, ['a', 'b', 'x'], name='data')
-    found = evaluation_run.matched(several, network, by_number=False)
+    found = head.match_classes(several, network, by_number=False)
     assert found.labels.tolist() == [[0, 0, 1], [0, 0, 0], [0, 1, 0], [0, 1, 1]]
 
 
 def test_images_of_classes_that_the_network_does_not_have_are_left_out_and_said(caplog):
-    found = evaluation_run.matched(
+    found = head.match_classes(
         data_of(['a', 'b', 'x']), network_with(3, ('c', 'b', 'a')), by_number=False
     )
     assert found.labels.tolist() == [2, 1, 2]
@@ -203,24 +208,24 @@ def test_images_of_classes_that_the_network_does_not_have_are_left_out_and_said(
 def test_wordnet_ids_are_those_of_the_network_whose_names_are_imagenets():
     ids, names = imagenet_classes.ids(), imagenet_classes.names()
     some = [ids[517], ids[3], ids[134]]  # two of them are called crane
-    found = evaluation_run.matched(data_of(some), network_with(1000, names), by_number=False)
+    found = head.match_classes(data_of(some), network_with(1000, names), by_number=False)
     assert found.labels.tolist() == [517, 3, 134, 517]
     with pytest.raises(ValueError, match="no class of the data .* 'n01440764'; .* has 'a', 'b'"):
-        evaluation_run.matched(data_of(ids[:1]), network_with(2, ('a', 'b')), by_number=False)
+        head.match_classes(data_of(ids[:1]), network_with(2, ('a', 'b')), by_number=False)
 
 
 def test_without_names_classes_are_matched_by_number_or_not_at_all():
     data = data_of(['a', 'b', 'c'])
-    assert evaluation_run.matched(data, network_with(3), by_number=False) is data
+    assert head.match_classes(data, network_with(3), by_number=False) is data
     named = network_with(3, ('one', 'two', 'three'))
-    assert evaluation_run.matched(data, named, by_number=True) is data
+    assert head.match_classes(data, named, by_number=True) is data
     message = "the data have 'a', 'b', 'c'; the network has 'one', .*; --by_number takes them"
     with pytest.raises(ValueError, match=message):
-        evaluation_run.matched(data, named, by_number=False)
+        head.match_classes(data, named, by_number=False)
     with pytest.raises(ValueError, match='has 7 outputs, .* the data have 3 classes'):
-        evaluation_run.matched(data, network_with(7), by_number=False)
+        head.match_classes(data, network_with(7), by_number=False)
     with pytest.raises(ValueError, match="2 classes of the network have the name 'a'"):
-        evaluation_run.matched(data, network_with(3, ('a', 'b', 'a')), by_number=False)
+        head.match_classes(data, network_with(3, ('a', 'b', 'a')), by_number=False)
 
 
 def test_a_head_of_zeros_is_not_evaluated(tmp_path):

@@ -27,9 +27,8 @@ from vit_jax.data.image_preprocessing import (
     RandomCrop,
     Resize,
 )
-from vit_jax.data.loading import make_loaders, training_batches
+from vit_jax.data.loading import abstract_batch, training_batches
 from vit_jax.data.randaugment import RandAugment
-from vit_jax.distributed import meshes
 from vit_jax.distributed.meshes import MeshConfig
 from vit_jax.experiment import compilation
 from vit_jax.experiment.build import build_experiment
@@ -396,18 +395,22 @@ def effects(config):
     experiment = build_experiment(config)
     state = compilation.abstract_state(experiment)
     size, reader = experiment.model.config.image_size, experiment.train
-    batch = functools.partial(compilation.abstract_batch, experiment.mesh, image_size=size)
+    batch = abstract_batch(experiment.mesh, experiment.config.batch_size, size)
     programs = [
         jax.make_jaxpr(experiment.init)(),
-        jax.make_jaxpr(experiment.update)(state, batch(experiment.config.batch_size)),
+        jax.make_jaxpr(experiment.update)(state, batch),
         *(
-            jax.make_jaxpr(eval_step)(state.eval_params, batch(experiment.eval_batch_size))
-            for eval_step in experiment.eval_steps.values()
+            jax.make_jaxpr(evaluator.step)(
+                state.eval_params, evaluator.batches.abstract(experiment.evals[name])
+            )
+            for name, evaluator in experiment.evaluators.items()
         ),
     ]
-    loader_of = make_loaders(experiment.config.loader, meshes.batch_sharding(experiment.mesh))
     batches = training_batches(
-        loader_of(reader), steps=range(2), batch_size=experiment.config.batch_size, seed=config.seed
+        experiment.loader_of(reader),
+        steps=range(2),
+        batch_size=experiment.config.batch_size,
+        seed=config.seed,
     )
     digest = hashlib.sha256()
     for array in jax.tree.leaves([*batches]):

@@ -13,7 +13,7 @@ from vit_jax import report
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.config import write_config
-from vit_jax.experiment import history
+from vit_jax.studies import history
 
 
 def line(kind, step, run=1, **numbers):

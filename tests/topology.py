@@ -20,7 +20,6 @@ from vit_jax.data import loading
 from vit_jax.distributed import meshes
 from vit_jax.distributed.meshes import MeshConfig
 from vit_jax.distributed.processes import joined_job
-from vit_jax.evaluation import classification
 from vit_jax.experiment import compilation
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import Regularization
@@ -41,8 +40,8 @@ def digest(tree, mesh):
 def trained(job, config, folder):
     experiment, state, update = tiny.compiled(config)
     abstract = compilation.abstract_state(experiment)
-    (eval_step,) = compilation.compile_eval_steps(experiment, abstract.eval_params).values()
-    loader_of = loading.make_loaders(config.loader, meshes.batch_sharding(experiment.mesh))
+    evaluators, _ = compilation.compile_evaluators(experiment, abstract.eval_params)
+    evaluator, loader_of = evaluators['test'], experiment.loader_of
     job.barrier('compiled')  # gloo waits for 30 s only where devices first work together
     found = {'initial': digest(state, experiment.mesh), 'batches': [], 'losses': []}
     for step, batch in enumerate(
@@ -54,15 +53,9 @@ def trained(job, config, folder):
             found['batches'].append(digest(batch, experiment.mesh))
         state, metrics = update(state, batch)
         found['losses'].append(metrics.means['loss'])
-    test = loader_of(experiment.evals['test'])
+    test, params = experiment.evals['test'], state.eval_params
     found['evaluations'] = {
-        count: classification.evaluate(
-            eval_step,
-            state.eval_params,
-            loading.sequential_batches(test, np.arange(count), batch_size=8),
-            count=count,
-        )[0]['accuracy']
-        * count
+        count: evaluator.evaluate(params, test, np.arange(count)).means['accuracy'] * count
         for count in COUNTS
     }
     checkpoints = Checkpoints(folder, keep=1)

@@ -33,7 +33,7 @@ from vit_jax.data import jpeg_regions, loading
 from vit_jax.distributed import clusters, meshes
 from vit_jax.distributed.processes import Job, joined_job
 from vit_jax.experiment import compilation, fingerprint, training_run
-from vit_jax.experiment.build import Experiment, build_experiment, loaders
+from vit_jax.experiment.build import Experiment, build_experiment, eval_loaders
 from vit_jax.models import parameter_count
 
 # The oldest NVIDIA driver of each major version of CUDA (NVIDIA, CUDA compatibility, table 1).
@@ -146,14 +146,15 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
             job.require_same('configuration', records.to_dict(config))
             experiment = build_experiment(config)
         else:
-            opened = training_run.agreed(
+            opened = training_run.open_run(
                 config,
                 arguments.workdir,
                 job,
                 accept_changes=arguments.accept_config_changes,
                 accept_data=arguments.accept_data_changes,
             )
-            experiment, (folder, _), _ = stack.enter_context(opened)
+            experiment, workdir, _ = stack.enter_context(opened)
+            folder = workdir.folder
             _say('workdir', f'{folder}: can be written')
             begun = bool(digests.steps(folder / FOLDER))
         model, count = experiment.model.config, len(experiment.train.source)
@@ -170,7 +171,7 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
 def _read(experiment: Experiment, job: Job, *, begun: bool) -> None:
     """Reads what a training reads before its first step: test images, the arrays of start_from."""
     job.reset_watchdog()
-    _, unread = loaders(experiment)
+    unread = eval_loaders(experiment)
     if begun:
         return
     with loading.read_beside(unread, index=job.index, count=job.count) as wait:

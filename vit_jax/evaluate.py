@@ -25,8 +25,8 @@ from vit_jax.checkpoints.formats import array_files
 from vit_jax.checkpoints.names import shown
 from vit_jax.cli import app, output
 from vit_jax.data.sources.opening import HeldOut, Opener, make_opener
-from vit_jax.evaluation import confusion, evaluation_run, prediction
-from vit_jax.evaluation.evaluation_run import Evaluation
+from vit_jax.evaluation import head
+from vit_jax.evaluation.head import HeadReport
 from vit_jax.experiment import source_run
 from vit_jax.experiment.source_run import SourceRun
 from vit_jax.figures import bitmaps
@@ -39,9 +39,9 @@ _FEW = 10  # images of a class: one image changes the accuracy by 10 % or more
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prints the metrics, the classes with the lowest ones, and what was taken for what.
+    """Prints the metrics, the classes with the lowest ones, and the most frequent confusions.
 
-    Returns 1 where some images cannot be read, which are left out, 0 otherwise.
+    Returns 1 if some images cannot be read, which are left out, 0 otherwise.
     """
     if arguments.out:
         output.outlive_readers()
@@ -53,25 +53,24 @@ def main(arguments: argparse.Namespace) -> int:
     opened = make_opener(held_out)
     source = opened(arguments.data, split, arguments.labels)
     trained = origin.count_trained(source) if origin else 0
-    source = evaluation_run.matched(source, loaded, by_number=arguments.by_number)
+    source = head.match_classes(source, loaded, by_number=arguments.by_number)
     if arguments.out:
         with usable(arguments.out):
             pathlib.Path(arguments.out).mkdir(parents=True, exist_ok=True)
-    reader = prediction.reader_for(loaded, source, arguments.max_pixels)
-    size = arguments.batch_size
+    unreadable = list[str]()
+    options = {'max_pixels': arguments.max_pixels, 'on_skipped': unreadable.append}
+    reader = head.reader_for(loaded, source, **options)
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        found = evaluation_run.evaluate(
+        total = -(-len(source) // arguments.batch_size)
+        report = head.evaluate_head(
             loaded,
             reader,
-            batch_size=size,
+            batch_size=arguments.batch_size,
             relabelled=_are_relabelled(opened, arguments, split),
-            watched=functools.partial(
-                bar.track, total=-(-len(source) // size), description='batches'
-            ),
+            watch=functools.partial(bar.track, total=total, description='batches'),
         )
-    what = f'{arguments.data}, {split}'
-    classes = counted(len(found.classes), 'class')
-    print(f'{what}: {counted(found.images, "image")} of {classes}')
+    images, classes = counted(report.images, 'image'), counted(len(report.classes), 'class')
+    print(f'{arguments.data}, {split}: {images} of {classes}')
     if arguments.by_number or not loaded.class_names:
         print(f'classes matched by order: {_order(source.class_names)}')
     for reason in origin.unknown if origin else ():
@@ -80,15 +79,14 @@ def main(arguments: argparse.Namespace) -> int:
         text = 'the run was trained on %s of these %s: their accuracy is not that of new images'
         print(f'warning: {text % (f"{trained:,}", counted(len(source), "image"))}')
     print()
-    print('\n'.join(_lines(found, loaded.config.num_classes or 0)))
+    print('\n'.join(_lines(report, loaded.config.num_classes or 0)))
     if arguments.out:
         measured = {'split': split, 'trained_on': trained if origin else None}
-        _write(pathlib.Path(arguments.out), found, loaded, arguments, measured)
-    for index in found.unreadable:
-        problem = output.printable(prediction.problem(reader, index))
-        print(f'unreadable: {problem}', file=sys.stderr)
-    if unreadable := len(found.unreadable):
-        text = f'{unreadable:,} of {len(source):,} images cannot be read, left out'
+        _write(pathlib.Path(arguments.out), report, loaded, arguments, measured)
+    for problem in sorted(unreadable):
+        print(f'unreadable: {output.printable(problem)}', file=sys.stderr)
+    if unreadable:
+        text = f'{len(unreadable):,} of {len(source):,} images cannot be read, left out'
         print(text, file=sys.stderr)
     return 1 if unreadable else 0
 
@@ -120,7 +118,7 @@ def _are_relabelled(opened: Opener, arguments: argparse.Namespace, split: str) -
         return True
 
 
-def _lines(found: Evaluation, num_classes: int) -> list[str]:
+def _lines(found: HeadReport, num_classes: int) -> list[str]:
     """The means, the classes with the lowest numbers, the most frequent confusions."""
     left_out = {'loss', *(['top5_accuracy'] if num_classes < _TOP5_CLASSES else [])}
     means = {name: value for name, value in found.means.items() if name not in left_out}
@@ -138,7 +136,7 @@ def _lines(found: Evaluation, num_classes: int) -> list[str]:
         lines.append(f'  (the percentage of fewer than {_FEW} images is rough)')
     if found.confusion is None:
         return lines
-    wrong = confusion.confusions(found.confusion, found.names)
+    wrong = head.list_confusions(found.confusion, found.names)
     lines += ['', 'most often confused:'] if wrong else []
     for one in wrong[:_SHOWN]:
         pair = output.printable(f'{one["class"]}, taken for {one["taken_for"]}')
@@ -152,7 +150,7 @@ def _label(name: str) -> str:
 
 def _write(
     folder: pathlib.Path,
-    found: Evaluation,
+    found: HeadReport,
     loaded: Loaded,
     arguments: argparse.Namespace,
     measured: dict[str, Any],
@@ -169,7 +167,7 @@ def _write(
     }
     written = [NUMBERS]
     if found.confusion is not None:
-        values['confusions'] = confusion.confusions(found.confusion, found.names)
+        values['confusions'] = head.list_confusions(found.confusion, found.names)
         matrix = {'confusion': found.confusion, 'class_names': np.array(found.names)}
         array_files.write_npz(folder / MATRIX, matrix)
         with atomic_write(folder / PICTURE) as partial:

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
@@ -40,7 +41,8 @@ from vit_jax.data.image_preprocessing import normalize
 from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.folders import unlabelled
 from vit_jax.distributed import meshes
-from vit_jax.evaluation import prediction
+from vit_jax.evaluation import head
+from vit_jax.evaluation.evaluator import batches_on_all_devices
 from vit_jax.pretrained import Loaded, OutputName, load
 
 Found = list[tuple[str, float]]  # classes and their probabilities, the most probable first
@@ -66,7 +68,9 @@ def main(arguments: argparse.Namespace) -> int:
     source = unlabelled(arguments.images)
     loaded = load(arguments.checkpoint, **app.overrides(arguments))
     print('\n'.join(loaded.report), file=sys.stderr)
-    reader = prediction.reader_for(loaded, source, arguments.max_pixels)
+    skipped = list[str]()
+    options = {'max_pixels': arguments.max_pixels, 'on_skipped': skipped.append}
+    reader = head.reader_for(loaded, source, **options)
     names = _class_names(loaded, arguments.class_names)
     names = _first_words(names) if form == 'text' else names
     if not arguments.features:
@@ -81,11 +85,8 @@ def main(arguments: argparse.Namespace) -> int:
             print('path,class,probability', file=file)
         for mask, outputs in _outputs(loaded, reader, wanted, arguments.batch_size):
             for position, readable in enumerate(mask):
-                if not readable:
-                    unreadable += 1
-                    problem = output.printable(prediction.problem(reader, index))
-                    print(f'unreadable: {problem}', file=sys.stderr)
-                elif loaded.predicts:
+                unreadable += not readable
+                if readable and loaded.predicts:
                     shares = outputs['probabilities'][position]
                     found = _found(shares, names, arguments.top, several=several)
                     print(_formatted(source.name_of(index), found, form), file=file)
@@ -96,6 +97,8 @@ def main(arguments: argparse.Namespace) -> int:
                     source.name_of(index - len(mask) + i) for i in np.flatnonzero(mask).tolist()
                 ]
             (file or sys.stdout).flush()
+            while skipped:  # threads that read the next batch may append meanwhile
+                print(f'unreadable: {output.printable(skipped.pop(0))}', file=sys.stderr)
     if arguments.features:
         arrays = {'paths': np.array(paths, str), 'features': np.concatenate(rows)}
         write_npz(pathlib.Path(arguments.features), arrays)
@@ -111,15 +114,15 @@ def _outputs(
     loaded: Loaded, reader: ImageReader, wanted: Sequence[OutputName], batch_size: int
 ) -> Iterator[tuple[Bool[np.ndarray, 'b'], dict[OutputName, np.ndarray]]]:
     """Batch by batch, under a bar: which images could be read, and the outputs by name."""
-    mesh = meshes.make_mesh(meshes.MeshConfig())
-    params, batches = prediction.on_devices(loaded, reader, batch_size, mesh)
+    batches = batches_on_all_devices(reader, batch_size)
+    params = jax.device_put(loaded.params, meshes.replicated(batches.mesh))
     on_devices, left = dataclasses.replace(loaded, params=params), len(reader.source)
     # Lines go to the screen through the bar, and past it where they are piped elsewhere.
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     shown, redirected = sys.stderr.isatty(), sys.stdout.isatty()
     with Progress(console=console, disable=not shown, redirect_stdout=redirected) as bar:
         task = bar.add_task('images', total=left)
-        for batch in batches:
+        for batch in batches.read(reader):
             images = normalize(batch['images'], loaded.preprocessing)
             outputs = on_devices.outputs(images, *wanted)
             mask = np.asarray(batch['mask'])[:left]

@@ -24,8 +24,9 @@ from vit_jax.base import (
     usable,
 )
 from vit_jax.cli import app
-from vit_jax.experiment import goodput, history, reporter
-from vit_jax.experiment.history import History, Line
+from vit_jax.experiment import goodput, reporter
+from vit_jax.studies import history
+from vit_jax.studies.history import History, Line
 
 OVER = {'steps': 'step', 'time': 'hours of running'}
 # How kinds of lines are told apart, which have the colour of their run: dashes, fill of markers.

@@ -32,8 +32,8 @@ from vit_jax.base import UserError, atomic_write, counted, records, require, usa
 from vit_jax.base.storage import is_remote
 from vit_jax.cli import app
 from vit_jax.distributed.processes import INTERRUPTED, REQUEUE
-from vit_jax.experiment import history, reporter, workdirs
-from vit_jax.studies import planned_runs, results
+from vit_jax.experiment import reporter, workdirs
+from vit_jax.studies import history, planned_runs, results
 from vit_jax.studies.config import Study
 from vit_jax.studies.planned_runs import PlannedRun
 
@@ -272,7 +272,7 @@ def _picture(study: Study, rows: Sequence[results.Row]) -> bytes | None:
     several = len({line.name for line in lines}) > 1 or len(study.grids) == 1
     figure = curves.measured(
         study.title if several else f'{study.title}: {lines[0].name}',
-        [curves.Measured(*line) for line in lines],
+        [curves.Measured(**line._asdict()) for line in lines],
         x='floating-point operations of training' if computed else draw.x,
         y=draw.y + spread,
         ticks={place: name for name, place in (places or {}).items()},

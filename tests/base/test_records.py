@@ -89,6 +89,25 @@ def test_differences_name_the_leaves():
     assert records.differences({'a': 1}, {'b': 1}) == ["a: 1 -> '(absent)'", "b: '(absent)' -> 1"]
 
 
+def test_records_within_are_copied_so_that_later_assignments_change_nothing():
+    circle = Circle(radius=2.0)
+    picture = Picture(shape=circle, count=1)
+    copy = records.checked(picture, where='p')
+    circle.radius = picture.shape.radius = 3.0
+    assert copy.shape.radius == 2.0
+
+
+def test_values_are_set_by_path_in_a_checked_copy():
+    changes = {'shape.side': 4, 'colour': 'blue'}
+    picture = records.with_values(PICTURE, changes, where='p')
+    assert picture == dataclasses.replace(PICTURE, shape=Square(side=4.0), colour='blue')
+    assert PICTURE.colour == 'red'
+    with pytest.raises(UserError, match="p.shape.sid: no such field; did you mean 'side'"):
+        records.with_values(PICTURE, {'shape.sid': 1}, where='p')
+    with pytest.raises(UserError, match="p.count=5 has no field 'x'"):
+        records.with_values(PICTURE, {'count.x': 1}, where='p')
+
+
 def test_the_nearest_name_or_all_of_them_or_that_there_is_none():
     assert records.nearest('depht', ['depth', 'width']) == "did you mean 'depth'?"
     assert records.nearest('x', ['b', 'a']) == 'known: a, b'

@@ -18,7 +18,7 @@ from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.checkpoints.formats.opening import open_checkpoint
 from vit_jax.checkpoints.published import FILES, published
 from vit_jax.distributed.processes import Job
-from vit_jax.experiment import training_run
+from vit_jax.experiment import build, training_run
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import parameter_count, variant
 
@@ -159,7 +159,7 @@ def test_the_secret_in_a_url_is_shown_and_kept_nowhere(server, tmp_path):
     vit_jax.save(network, tmp_path / 'b.safetensors', 'timm')
     assert b'secret' not in (tmp_path / 'b.safetensors').read_bytes()
     decided = build_experiment(tiny.experiment(start_from=name, model=None))
-    assert decided.config.start_from == network.report[0]
+    assert decided.recorded_config()['start_from'] == network.report[0]
 
 
 @pytest.mark.parametrize(
@@ -361,10 +361,10 @@ def test_figures_of_a_network_are_called_as_its_name_is():
 def test_all_hosts_must_begin_from_the_same_files(tmp_path, monkeypatch):
     asked = {}
     start = open_checkpoint(str(reference.path('hf_vit')), Hints())._replace(origin=('URL', 'SHA'))
-    monkeypatch.setattr(experiment, 'open_start', lambda config: start)
+    monkeypatch.setattr(build, 'open_start', lambda config: start)
     monkeypatch.setattr(Job, 'require_same', lambda job, name, facts: asked.update({name: facts}))
     config = tiny.experiment(start_from='hf:owner/name', model=None)
-    with training_run.agreed(config, str(tmp_path), Job()):
+    with training_run.open_run(config, str(tmp_path), Job()):
         pass
     assert asked['what is decided']['origin'] == ['URL', 'SHA']
 

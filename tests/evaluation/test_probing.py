@@ -12,7 +12,7 @@ from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources import opening
 from vit_jax.data.sources.arrays import array_source
 from vit_jax.data.sources.base import select
-from vit_jax.evaluation import feature_cache, probing
+from vit_jax.evaluation import features, probing
 from vit_jax.evaluation.episodes import EpisodesConfig
 from vit_jax.evaluation.probes import LogisticConfig
 from vit_jax.evaluation.probing import FewshotConfig, ProbeSet
@@ -72,10 +72,14 @@ def test_shots_that_a_class_does_not_have_are_left_out_and_said():
     reader = ImageReader(source, Preprocessing().crop, (8, 8), exif_rotation=False)
     one = probing.Probe('data', ProbeSet(), reader, reader)
     config = FewshotConfig(shots=(1, 9, 10, 25), seeds=(0,), l2=(1.0, 1024.0))
-    sets = probing.Probes(config, {'data': one}, {})
-    result = probing.evaluate(
-        lambda reader, indices: images[indices, 0, :2].astype(np.float32), sets, Preprocessing()
-    )
+
+    def evaluate(config):
+        sets = probing.Probes(config, {'data': one}, {})
+        return probing.evaluate(
+            lambda reader, indices: images[indices, 0, :2].astype(np.float32), sets, Preprocessing()
+        )
+
+    result = evaluate(config)
     found = result['sets']['data']
     assert list(found['mean']) == ['1', '9'] and found['l2'] == [1.0, 1024.0]
     assert found['l2_taken'].keys() == found['accuracy'].keys()
@@ -85,15 +89,9 @@ def test_shots_that_a_class_does_not_have_are_left_out_and_said():
         "9-shot 100.0% +- 0.0%, 10-shot, 25-shot left out: class 'few' has 9 images"
     )
     assert set(probing.numbers(result)) == {'1_shot_accuracy', '9_shot_accuracy'}
-
-
-def test_fewer_images_than_the_least_shots_are_said():
-    source = array_source(
-        np.zeros((5, 8, 8), np.uint8), np.array([0, 0, 0, 1, 1]), ['a', 'b'], name='data'
-    )
-    assert probing._possible((4, 3), source) == (
-        [3],
-        {'left_out': "4-shot left out, 3-shot takes all that there are: class 'b' has 2 images"},
+    found = evaluate(FewshotConfig(shots=(12, 10), seeds=(0,)))['sets']['data']
+    assert found['left_out'] == (
+        "12-shot left out, 10-shot takes all that there are: class 'few' has 9 images"
     )
 
 
@@ -164,15 +162,15 @@ def test_kept_features_give_the_same_results_and_are_checked(checkpoint, tmp_pat
 def test_features_of_a_damaged_file_are_computed_anew_wherever_it_is_damaged(tmp_path, caplog):
     source = array_source(np.zeros((2, 8, 8), np.uint8), np.arange(2), ['a', 'b'], name='x')
     reader = ImageReader(source, CentralCrop(), (8, 8), exif_rotation=False)
-    features = np.random.default_rng(0).random((2, 9))
-    kept = feature_cache.cached(lambda *_: features, tmp_path, 'network')
+    numbers = np.random.default_rng(0).random((2, 9))
+    kept = features.cached(lambda *_: numbers, tmp_path, 'network')
     kept(reader, np.arange(2))
     (path,) = tmp_path.glob('*.npz')
-    np.savez_compressed(path, features=features)
+    np.savez_compressed(path, features=numbers)
     whole = path.read_bytes()
     for place in range(0, len(whole), 19):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
-        np.testing.assert_array_equal(kept(reader, np.arange(2)), features)
+        np.testing.assert_array_equal(kept(reader, np.arange(2)), numbers)
     assert 'zip' in caplog.text.lower() and 'Error -3 while decompressing' in caplog.text
 
 

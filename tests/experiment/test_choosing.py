@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import Mesh
 
 from tests import tiny
-from vit_jax.experiment import fingerprint
 from vit_jax.experiment.build import build_experiment, choose_compute
 from vit_jax.models import parameter_count, variant
 from vit_jax.training.optimizer import OptimizerConfig
@@ -52,5 +51,5 @@ def test_hosts_that_chose_differently_do_not_agree():
     experiment = build_experiment(tiny.experiment())
     changed = dataclasses.replace(experiment.resolved.compute, remat='block')
     other = experiment._replace(resolved=experiment.resolved._replace(compute=changed))
-    one, two = map(fingerprint.of_decisions, (experiment, other))
+    one, two = experiment.decisions, other.decisions
     assert {name for name in one if one[name] != two[name]} == {'compute'}

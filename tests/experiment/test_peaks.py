@@ -2,7 +2,7 @@
 
 import pytest
 
-from vit_jax.experiment.peaks import peak_of
+from vit_jax.experiment.reporter import peak_of
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from vit_jax.base import UserError
 from vit_jax.data import loading
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed import meshes
-from vit_jax.evaluation import evaluation_run, prediction
+from vit_jax.evaluation import head
 from vit_jax.evaluation.probing import FewshotConfig
-from vit_jax.experiment import build, peaks, probing_run, training_run, workdirs
+from vit_jax.experiment import build, probing_run, training_run, workdirs
 from vit_jax.models import Backbone, Compute, attention, vit
 from vit_jax.studies import planned_runs
 from vit_jax.studies.config import Grid, Study
@@ -56,20 +56,20 @@ def test_tpus_and_recent_gpus_have_bfloat16(platform, capability, expected):
     device = types.SimpleNamespace(platform=platform)
     if capability is not None:
         device.compute_capability = capability
-    assert peaks.has_fast_bfloat16(device) == expected
+    assert build.has_fast_bfloat16(device) == expected
 
 
 @pytest.mark.full
 def test_a_run_keeps_the_precision_that_it_began_with(tmp_path, monkeypatch, capsys):
     folder, short = str(tmp_path), tiny.experiment(total=Duration(steps=2))
     with monkeypatch.context() as here:
-        here.setattr(experiment, 'has_fast_bfloat16', lambda device: True)
+        here.setattr(build, 'has_fast_bfloat16', lambda device: True)
         training_run.train(short, folder)
     assert 'compute dtype=bfloat16' in capsys.readouterr().out
     longer = tiny.experiment(total=Duration(steps=4))
     result = training_run.train(longer, folder, accept_changes=True)
     assert 'compute dtype=bfloat16' in capsys.readouterr().out
-    assert result.experiment.config.compute.dtype == 'bfloat16'
+    assert result.experiment.resolved.compute.dtype == 'bfloat16'
     assert json.loads((tmp_path / 'config.json').read_text())['compute']['dtype'] == 'bfloat16'
     other = dataclasses.replace(longer, compute=Compute(dtype='float32'))
     with pytest.raises(UserError, match='compute.dtype'):
@@ -85,7 +85,7 @@ def test_a_run_of_a_study_keeps_the_precision_that_it_began_with(tmp_path, has_f
     assert json.loads(path.read_text())['compute']['dtype'] == 'auto'
     training_run.train(run.config, str(path.parent))
     planned_runs.write_run_config(tmp_path, study, run)
-    assert workdirs.kept_dtype(str(path.parent)) == 'bfloat16'
+    assert workdirs.recorded_dtype(str(path.parent)) == 'bfloat16'
 
 
 @pytest.mark.parametrize('model', [VIT, pytest.param(HYBRID, marks=pytest.mark.full)])
@@ -132,7 +132,7 @@ def test_a_given_checkpoint_is_used_with_exact_products(tmp_path, monkeypatch, h
     network = loaded(tiny.model(num_classes=10))
     vit_jax.save(network, config.start_from, 'vit_jax')
     source = make_opener()('digits', 'test[:20]')
-    reader = prediction.reader_for(network, source, max_pixels=10**6)
+    reader = head.reader_for(network, source, max_pixels=10**6)
     seen = []
 
     def attend(*args, **options):
@@ -142,7 +142,7 @@ def test_a_given_checkpoint_is_used_with_exact_products(tmp_path, monkeypatch, h
 
     monkeypatch.setattr(vit, 'attend', attend)
     for use in (
-        lambda: evaluation_run.evaluate(network, reader, batch_size=16),
+        lambda: head.evaluate_head(network, reader, batch_size=16),
         lambda: probing_run.probe(config, str(tmp_path / 'fewshot')),
         lambda: vit_jax.load(config.start_from).features(np.zeros((2, 8, 8, 3))),
     ):

@@ -1,6 +1,7 @@
 """What a run says of steps that went wrong."""
 
 import datetime
+import functools
 import json
 import math
 import pathlib
@@ -9,32 +10,38 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from tests import tiny
 from vit_jax.base import UnusableDisk
+from vit_jax.experiment.build import build_experiment
+from vit_jax.experiment.goodput import Ledger
 from vit_jax.experiment.reporter import Reporter, eval_summary
+from vit_jax.training.duration import TrainLength
 from vit_jax.training.loop import Clock
 from vit_jax.training.metrics import StepMetrics
+
+
+@functools.cache
+def experiment():
+    config = tiny.experiment(batch_size=8, log_every_steps=20, tensorboard=True)  # numbers only
+    return build_experiment(config)
 
 
 def report(folder, losses, skipped=(), **options):
     """The lines of the metrics file of these losses, those steps skipped."""
     reporter = Reporter(
+        experiment()._replace(length=TrainLength(8, num_images=100, total_steps=len(losses))),
         folder,
-        steps=range(0, len(losses)),
-        log_every_steps=20,
-        batch_size=4,
-        clock=Clock(),
-        tensorboard=True,  # which takes numbers only
-        console=Console(quiet=False),
+        steps=range(len(losses)),
         progress={},
-        evaluations=(),
-        run=3,
+        ledger=Ledger(None, Clock()),
+        console=Console(),
         **options,
     )
     with reporter:
         for step, loss in enumerate(losses, start=1):
             scalars = {'gradient_norm': 1.0, 'skipped': float(step in skipped)}
-            sums = {'loss': 4 * loss, 'accuracy': 2.0}
-            reporter.step(step, StepMetrics(sums, 4.0, scalars))
+            sums = {'loss': 8 * loss, 'accuracy': 4.0}
+            reporter.step(step, StepMetrics(sums, 8.0, scalars))
     return [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
 
 
@@ -84,7 +91,7 @@ def test_a_full_disk_is_one_sentence_with_the_file(tmp_path, monkeypatch):
 def test_lines_have_the_wall_clock_in_utc_and_the_number_of_the_start(tmp_path):
     began = datetime.datetime.now(datetime.UTC)
     (line,) = report(tmp_path, [1.0] * 20)
-    assert (line['run'], line['seconds'] < 60) == (3, True)
+    assert (line['run'], line['seconds'] < 60) == (1, True)
     written = datetime.datetime.fromisoformat(line['time'])
     assert began.replace(microsecond=0) <= written <= datetime.datetime.now(datetime.UTC)
 

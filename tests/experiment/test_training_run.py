@@ -31,14 +31,15 @@ from vit_jax.data.image_preprocessing import InceptionCrop
 from vit_jax.data.randaugment import RandAugment
 from vit_jax.data.sources.folders import unlabelled
 from vit_jax.data.sources.opening import make_opener
-from vit_jax.distributed import meshes
 from vit_jax.distributed.processes import Job
-from vit_jax.evaluation import prediction
+from vit_jax.evaluation import head
 from vit_jax.evaluation.episodes import EpisodesConfig
+from vit_jax.evaluation.evaluator import batches_on_all_devices
 from vit_jax.evaluation.probing import FewshotConfig, ProbeSet
-from vit_jax.experiment import history, probing_run, reporter, training_run, workdirs
+from vit_jax.experiment import probing_run, reporter, training_run, workdirs
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import Regularization, build
+from vit_jax.studies import history
 from vit_jax.studies.config import Grid, Study
 from vit_jax.training.duration import Duration
 from vit_jax.training.loop import NotFinite
@@ -543,8 +544,7 @@ def test_a_batch_whose_images_do_not_fit_into_memory_is_rejected(
     with pytest.raises(UserError, match=f'{flag}: 64 images of 8x8 pixels need'):
         if program == 'predict':
             loaded, source = networks.loaded(tiny.model()), make_opener()('digits', 'test')
-            reader = prediction.reader_for(loaded, source, 10**6)
-            prediction.on_devices(loaded, reader, 64, meshes.make_mesh(meshes.MeshConfig()))
+            batches_on_all_devices(head.reader_for(loaded, source), 64)
         elif program == 'fewshot':
             vit_jax.save(networks.loaded(tiny.model()), tmp_path / 'x.npz')
             start = {'start_from': str(tmp_path / 'x.npz'), 'model': None, 'fewshot': FEWSHOT}
@@ -555,11 +555,10 @@ def test_a_batch_whose_images_do_not_fit_into_memory_is_rejected(
 
 def test_a_batch_of_few_images_to_predict_is_no_larger_than_they_are(photos):
     loaded = networks.loaded(tiny.model())
-    reader = prediction.reader_for(loaded, unlabelled([str(photos)]), 10**6)
-    mesh = meshes.make_mesh(meshes.MeshConfig())
+    reader = head.reader_for(loaded, unlabelled([str(photos)]))
     for size, rows in (8, 8), (10**6, 32):
-        _, batches = prediction.on_devices(loaded, reader, size, mesh)
-        assert len(next(iter(batches))['images']) == rows
+        batches = batches_on_all_devices(reader, size).read(reader)
+        assert len(next(batches)['images']) == rows
 
 
 @pytest.mark.parametrize('inside', ['.', 'train/run', 'deeper/than/this', 'link'])

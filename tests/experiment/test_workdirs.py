@@ -17,7 +17,8 @@ from vit_jax.cli import config_files
 from vit_jax.config import FORMAT, read_config
 from vit_jax.distributed.meshes import MeshConfig
 from vit_jax.distributed.processes import Job
-from vit_jax.experiment import history, training_run, workdirs
+from vit_jax.experiment import training_run, workdirs
+from vit_jax.studies import history
 
 VALUES = records.to_dict(tiny.experiment())
 

@@ -16,14 +16,15 @@ def test_imagenet_for_300_epochs_is_the_papers_number_of_steps():
     assert length.total_steps == 93_835  # 300 * 1281167 / 4096 = 93835.5, the even of the two
 
 
-def test_to_assign_one_unit_is_to_give_up_the_other():
+def test_an_override_replaces_the_unit_and_an_assignment_adds_one():
     duration = Duration(steps=5)
+    duration.override('epochs', 2.0)
+    assert duration == Duration(epochs=2.0) and str(duration) == 'epochs=2.0'
     with pytest.raises(ValueError, match="no such field; did you mean 'epochs'"):
         duration.epoch = 2.0
-    duration.epochs = 2.0
-    assert duration == Duration(epochs=2.0) and str(duration) == 'epochs=2.0'
-    duration.steps = None
-    assert duration == Duration(epochs=2.0)
+    duration.steps = 5
+    with pytest.raises(ValueError, match='config.total: a duration has one of .*; got steps, epo'):
+        records.checked(duration, where='config.total')
 
 
 @pytest.mark.parametrize('values', [{}, {'steps': 1, 'epochs': 2.0}])

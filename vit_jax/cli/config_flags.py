@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from absl import flags
-from ml_collections.config_flags import config_path
 from ml_collections.config_flags.tuple_parser import TupleParser
 
 from vit_jax.base import UserError, records, require
@@ -84,7 +83,10 @@ def overridden(record: R, overrides: Sequence[str], *, where: str) -> R:
         if isinstance(holder, Duration):
             other = units.setdefault(parent, name)
             require(other == name, f'{where}.{path}: {where}.{parent}.{other} is given too')
-        config_path.set_value(name, holder, value)
+        if isinstance(holder, records.Record):
+            holder.override(name, value)
+        else:
+            holder[name] = value
     return records.checked(record, where=where)
 
 

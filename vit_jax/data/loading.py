@@ -17,7 +17,7 @@ from typing import Literal
 import jax
 import numpy as np
 import psutil
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vit_jax.base import Batch, Int, Record, UserError, require, require_between
 from vit_jax.data.image_preprocessing import MAX_PIXELS, MOST_PIXELS, Size
@@ -209,3 +209,18 @@ def sequential_batches(
 
     steps = range(-(-len(indices) // batch_size))
     return batches(loader, sampler, steps=steps, batch_size=batch_size)
+
+
+def abstract_batch(
+    mesh: Mesh, batch_size: int, image_size: Size, label_shape: tuple[int, ...] = ()
+) -> Batch:
+    """Returns shape, type and sharding of each array of a batch."""
+    shapes = {
+        'images': ((batch_size, *image_size, 3), np.uint8),
+        'labels': ((batch_size, *label_shape), np.int32),
+        'mask': ((batch_size,), np.bool_),
+        'epoch': ((batch_size,), np.int32),
+        'example': ((batch_size,), np.int32),
+    }
+    sharding = batch_sharding(mesh)
+    return {name: jax.ShapeDtypeStruct(*x, sharding=sharding) for name, x in shapes.items()}

@@ -6,8 +6,7 @@ mean accuracy of many episodes, and its 95 % interval.
 """
 
 import dataclasses
-import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -54,76 +53,53 @@ class Episodes(NamedTuple):
 
 
 def evaluate(
-    features: Float[np.ndarray, 'n d'],
-    labels: Int[np.ndarray, 'n'],
+    images: Labelled,
+    class_names: Sequence[str],
+    config: EpisodesConfig,
     *,
-    ways: int,
-    shots: int,
-    queries: int,
-    episodes: int,
-    seed: int,
-    classifier: ByEpisode = 'centroid',
     l2: ridge.Strengths = ridge.L2,
-) -> Episodes:
-    """The accuracies of episodes drawn from these images; `l2` is of the classifier `ridge`.
+) -> dict[int, Episodes]:
+    """Returns the results for each number of shots, of episodes drawn from these images.
 
-    Episode i is a function of (seed, i): the first ones of many are those of few. A class with
-    fewer images than `shots + queries` is not drawn. Raises UserError where fewer than `ways`
-    classes are left, and for values that `EpisodesConfig` does not take.
+    `l2` is for the classifier `ridge`. Raises UserError as `require_possible` does.
     """
-    task = dict(ways=ways, shots=shots, queries=queries, episodes=episodes, seed=seed)
-    _check(**task, classifier=classifier)
-    records.require(bool(np.all(np.asarray(l2) > 0)), f'l2={l2!r}: expected more than 0')
-    predict = _nearest_centroid if classifier == 'centroid' else functools.partial(_ridge, l2=l2)
-    found = []
-    for learned, tested in draw(labels, **task):
-        train = Labelled(features[learned], labels[learned])
-        found.append(float((predict(train, features[tested]) == labels[tested]).mean()))
-    accuracies = np.array(found)
-    deviation = accuracies.std(ddof=1)
-    interval = _NORMAL * deviation / np.sqrt(len(accuracies))
-    return Episodes(accuracies, float(accuracies.mean()), float(interval))
+    images = images.subset(_chosen(images.labels, class_names, config))
+
+    def accuracy(train: Labelled, test: Labelled) -> float:
+        if config.classifier == 'ridge':
+            return ridge.accuracy(train, test, l2=l2)
+        return float((_nearest_centroid(train, test.features) == test.labels).mean())
+
+    results = {}
+    for shots in config.shots:
+        drawn = draw(images.labels, config, shots=shots)
+        found = [accuracy(images.subset(train), images.subset(test)) for train, test in drawn]
+        accuracies = np.array(found)
+        interval = _NORMAL * accuracies.std(ddof=1) / np.sqrt(len(accuracies))
+        results[shots] = Episodes(accuracies, float(accuracies.mean()), float(interval))
+    return results
 
 
 def draw(
-    labels: Int[np.ndarray, 'n'], *, ways: int, shots: int, queries: int, episodes: int, seed: int
+    labels: Int[np.ndarray, 'n'], config: EpisodesConfig, *, shots: int
 ) -> Iterator[tuple[Int[np.ndarray, 'u'], Int[np.ndarray, 'v']]]:
-    """For each episode the images to learn from and those to test on, as indices; UserError, as
-    `evaluate`.
+    """Yields the images to learn from and to test on in each episode, by their indices.
+
+    Episode i is a function of (seed, i): few episodes are the first of many. A class with fewer
+    images than `shots + queries` is not drawn. Raises UserError if fewer than `ways` are left.
     """
-    _check(ways=ways, shots=shots, queries=queries, episodes=episodes, seed=seed)
-    possible = _possible(labels, ways=ways, shots=shots, queries=queries)
-
-    def one(number: int) -> tuple[Any, Any]:
-        rng = np.random.default_rng((seed, number))
-        chosen = rng.choice(len(possible), ways, replace=False)
-        drawn = [rng.choice(possible[c], shots + queries, replace=False) for c in chosen]
-        learned, tested = zip(*((d[:shots], d[shots:]) for d in drawn), strict=True)
-        return np.concatenate(learned), np.concatenate(tested)
-
-    return map(one, range(episodes))
-
-
-def _check(**values: Any) -> None:
-    """Raises UserError that names the argument, for what `EpisodesConfig` does not take."""
-    plain = {name: x.item() if isinstance(x, np.integer) else x for name, x in values.items()}
-    plain['shots'] = (plain['shots'],)
-    try:
-        records.from_dict(EpisodesConfig, plain, where='')
-    except UserError as error:
-        raise UserError(str(error).removeprefix('.')) from error
-
-
-def _possible(
-    labels: Int[np.ndarray, 'n'], *, ways: int, shots: int, queries: int
-) -> list[Int[np.ndarray, 'm']]:
-    """The images of each class that has enough; UserError where too few classes have."""
+    size = shots + config.queries
     classes = [np.flatnonzero(labels == c) for c in np.unique(labels)]
-    possible = [images for images in classes if len(images) >= shots + queries]
-    if len(possible) < ways:
-        images = f'{shots + queries} images or more (shots={shots}, queries={queries})'
-        raise UserError(f'ways={ways}: of {len(classes)} classes {len(possible)} have {images}')
-    return possible
+    possible = [images for images in classes if len(images) >= size]
+    if len(possible) < config.ways:
+        images = f'{size} images or more (shots={shots}, queries={config.queries})'
+        have = f'of {len(classes)} classes {len(possible)} have {images}'
+        raise UserError(f'ways={config.ways}: {have}')
+    for number in range(config.episodes):
+        rng = np.random.default_rng((config.seed, number))
+        chosen = rng.choice(len(possible), config.ways, replace=False)
+        drawn = np.array([rng.choice(possible[c], size, replace=False) for c in chosen])
+        yield drawn[:, :shots].ravel(), drawn[:, shots:].ravel()
 
 
 def _nearest_centroid(train: Labelled, tested: Float[np.ndarray, 'm d']) -> Int[np.ndarray, 'm']:
@@ -139,54 +115,24 @@ def _nearest_centroid(train: Labelled, tested: Float[np.ndarray, 'm d']) -> Int[
     return classes[distances.argmin(axis=1)]
 
 
-def _ridge(
-    train: Labelled, tested: Float[np.ndarray, 'm d'], *, l2: ridge.Strengths
-) -> Int[np.ndarray, 'm']:
-    return ridge.fit(train, l2=l2).predict(tested)
-
-
-def report(
-    test: Labelled,
-    class_names: tuple[str, ...],
-    config: EpisodesConfig,
-    *,
-    l2: ridge.Strengths = ridge.L2,
-) -> dict[str, Any]:
-    """Protocol, accuracies, mean and interval for each number of shots, as JSON; UserError, as
-    `require_possible`.
-    """
-    chosen = _chosen(test.labels, class_names, config)
-    protocol = records.to_dict(config)
-    by_shots = {
-        str(shots): evaluate(
-            test.features[chosen],
-            test.labels[chosen],
-            ways=config.ways,
-            shots=shots,
-            queries=config.queries,
-            episodes=config.episodes,
-            seed=config.seed,
-            classifier=config.classifier,
-            l2=l2,
-        )
-        for shots in config.shots
+def report(config: EpisodesConfig, results: dict[int, Episodes]) -> dict[str, Any]:
+    """Returns protocol, accuracies, mean and interval for each number of shots, as JSON."""
+    return records.to_dict(config) | {
+        'mean': {str(shots): one.mean for shots, one in results.items()},
+        'interval': {str(shots): one.interval for shots, one in results.items()},
+        'accuracy': {str(shots): one.accuracies.tolist() for shots, one in results.items()},
     }
-    means = {shots: one.mean for shots, one in by_shots.items()}
-    intervals = {shots: one.interval for shots, one in by_shots.items()}
-    accuracies = {shots: one.accuracies.tolist() for shots, one in by_shots.items()}
-    return protocol | {'mean': means, 'interval': intervals, 'accuracy': accuracies}
 
 
 def require_possible(
-    labels: Int[np.ndarray, 'n'], class_names: tuple[str, ...], config: EpisodesConfig
+    labels: Int[np.ndarray, 'n'], class_names: Sequence[str], config: EpisodesConfig
 ) -> None:
-    """Raises UserError for classes that are not there, or that are too few with enough images."""
-    labels = labels[_chosen(labels, class_names, config)]
-    _possible(labels, ways=config.ways, shots=max(config.shots), queries=config.queries)
+    """Raises UserError for classes that are not in the data, or too few with enough images."""
+    next(draw(labels[_chosen(labels, class_names, config)], config, shots=max(config.shots)))
 
 
 def _chosen(
-    labels: Int[np.ndarray, 'n'], class_names: tuple[str, ...], config: EpisodesConfig
+    labels: Int[np.ndarray, 'n'], class_names: Sequence[str], config: EpisodesConfig
 ) -> Bool[np.ndarray, 'n']:
     """Which images are of the classes to draw from."""
     if unknown := [name for name in config.classes if name not in class_names]:

@@ -44,6 +44,10 @@ class Labelled(NamedTuple):
     features: Float[np.ndarray, 'n d']
     labels: Int[np.ndarray, 'n']
 
+    def subset(self, indices: np.ndarray) -> 'Labelled':
+        """The images of these indices, or of this mask."""
+        return Labelled(self.features[indices], self.labels[indices])
+
 
 class LogisticResult(NamedTuple):
     """Test accuracy of the linear probe, with the l2 that was chosen and whether it converged."""

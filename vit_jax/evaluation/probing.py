@@ -1,4 +1,4 @@
-"""Evaluates frozen features: few-shot ridge, nearest neighbours, logistic regression."""
+"""Evaluates frozen features: few-shot ridge, nearest neighbours, logistic regression, episodes."""
 
 import dataclasses
 import functools
@@ -6,41 +6,21 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from vit_jax.base import (
-    Array,
-    Batch,
-    Bool,
-    Float,
-    Int,
-    Params,
-    Record,
-    UserError,
-    counted,
-    records,
-    require,
-    require_between,
-    storage,
-)
-from vit_jax.data import loading
+from vit_jax.base import Float, UserError, counted, records, storage
 from vit_jax.data.image_preprocessing import Crop, Preprocessing
-from vit_jax.data.loading import Loader
 from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.base import DataFunction, Source
-from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import episodes, probes, ridge
 from vit_jax.evaluation.episodes import EpisodesConfig
+from vit_jax.evaluation.features import FeaturesOf
 from vit_jax.evaluation.probes import Labelled, LogisticConfig
 from vit_jax.training.duration import Interval
 
-# Features (n d) in host memory of these images of a reader, NaN for those that cannot be read.
-FeaturesOf = Callable[[ImageReader, Int[np.ndarray, 'n']], Float[np.ndarray, 'n d']]
-
 
 @dataclasses.dataclass(kw_only=True)
-class ProbeSet(Record):
+class ProbeSet(records.Record):
     """The images of one data set: to draw from, and to test on."""
 
     data: str | DataFunction | None = None  # None: the data of the experiment
@@ -49,7 +29,7 @@ class ProbeSet(Record):
 
 
 @dataclasses.dataclass(kw_only=True)
-class FewshotConfig(Record):
+class FewshotConfig(records.Record):
     """Which images, how many of each class, drawn how often; and which other probes.
 
     `sets` are data sets by the names of their results; none: the data of the experiment. Nearest
@@ -71,17 +51,19 @@ class FewshotConfig(Record):
     every_steps: Interval | None = None  # while training; None: at the end only
 
     def check(self) -> None:
-        require_between(self, 'shots', 'neighbours', 'every_steps', low=1)
-        require_between(self, 'seeds', low=0)
-        require(self.l2 != (), 'l2=(): expected one or more numbers')
-        require_between(self, 'l2', above=0)
+        records.require_between(self, 'shots', 'neighbours', 'every_steps', low=1)
+        records.require_between(self, 'seeds', low=0)
+        records.require(self.l2 != (), 'l2=(): expected one or more numbers')
+        records.require_between(self, 'l2', above=0)
         for name, values in {'shots': self.shots, 'seeds': self.seeds}.items():
             distinct = len({*values}) == len(values) > 0
-            require(distinct, f'{name}={values}: expected at least one, each once')
+            records.require(distinct, f'{name}={values}: expected at least one, each once')
         random = self.crop is not None and self.crop.random
-        require(not random, 'crop: a random crop is for training only')
+        records.require(not random, 'crop: a random crop is for training only')
         remote = storage.is_remote(self.feature_cache or '')
-        require(not remote, f'feature_cache={self.feature_cache!r}: expected a folder on a disk')
+        records.require(
+            not remote, f'feature_cache={self.feature_cache!r}: expected a folder on a disk'
+        )
 
 
 class Probe(NamedTuple):
@@ -99,6 +81,11 @@ class Probes(NamedTuple):
     config: FewshotConfig
     found: dict[str, Probe]
     missing: dict[str, str]
+
+    @property
+    def example(self) -> ImageReader:
+        """One of the readers: batches of all of them have equal shapes."""
+        return next(iter(self.found.values())).test
 
 
 def open_probes(
@@ -161,97 +148,77 @@ def episodes_outline(sets: Probes, trained: Sequence[str]) -> list[str]:
     return lines
 
 
-def evaluate(features_of: FeaturesOf, sets: Probes, preprocessing: Preprocessing) -> dict[str, Any]:
-    """Every set's result, with the whole protocol, by name; and which sets are missing."""
-    result_of = functools.partial(_result, features_of, sets.config, preprocessing)
-    results = {name: result_of(one) for name, one in sets.found.items()}
-    return {'sets': results, 'missing': sets.missing}
-
-
-def _result(
-    features_of: FeaturesOf, config: FewshotConfig, preprocessing: Preprocessing, one: Probe
+def evaluate(
+    features_of: FeaturesOf, probe_sets: Probes, preprocessing: Preprocessing
 ) -> dict[str, Any]:
-    train, test = one.train.source, one.test.source
-    tested = _readable(one.test, features_of(one.test, np.arange(len(test))))
-    protocol = {
-        'data': one.data,
-        'train_split': one.splits.train_split,
-        'test_split': one.splits.test_split,
-        'test_images': len(tested.labels),
-        'layer': 'pre_logits',
-        'image_size': list(one.test.size),
-        'preprocessing': records.to_dict(dataclasses.replace(preprocessing, crop=one.test.crop)),
-    }
-    more: dict[str, Any] = {}
-    of_drawn: Callable[[Any], np.ndarray] = functools.partial(features_of, one.train)
+    """Returns results and protocol of each set, by name, and which sets are missing, as JSON."""
+    results = {}
+    for name, probe in probe_sets.found.items():
+        how = dataclasses.replace(preprocessing, crop=probe.test.crop)
+        protocol = {
+            'data': probe.data,
+            'train_split': probe.splits.train_split,
+            'test_split': probe.splits.test_split,
+            'layer': 'pre_logits',
+            'image_size': list(probe.test.size),
+            'preprocessing': records.to_dict(how),
+        }
+        results[name] = protocol | _evaluate_probe(features_of, probe, probe_sets.config)
+    return {'sets': results, 'missing': probe_sets.missing}
+
+
+def _evaluate_probe(features_of: FeaturesOf, probe: Probe, config: FewshotConfig) -> dict[str, Any]:
+    """Computes features of the training images that are drawn, or of all if a probe needs them."""
+    train, test = probe.train.source, probe.test.source
+    tested = _label(probe.test, features_of(probe.test, np.arange(len(test))))
+    results: dict[str, Any] = {'test_images': len(tested.labels)}
+    drawn_features: Callable[[Any], np.ndarray] = functools.partial(features_of, probe.train)
     if config.neighbours is not None or config.logistic is not None:
-        features = features_of(one.train, np.arange(len(train)))
-        learned = _readable(one.train, features)
-        of_drawn = functools.partial(np.take, features, axis=0)
-        if config.neighbours is not None:
-            nearest = probes.nearest_neighbours(learned, tested, neighbours=config.neighbours)
-            more['nearest_neighbours'] = {'neighbours': config.neighbours, 'accuracy': nearest}
-        if config.logistic is not None:
-            more['logistic'] = probes.logistic(learned, tested, config.logistic)._asdict()
-    if config.episodes is not None:
-        drawn = episodes.report(tested, test.class_names, config.episodes, l2=config.l2)
-        more['episodes'] = drawn
-    seeds, l2, classes = config.seeds, config.l2, len(train.class_names)
-    shots, left_out = _possible(config.shots, train)
-    probed = ridge.probe(
-        train.labels, tested, features_of=of_drawn, shots=shots, seeds=seeds, l2=l2
+        features = features_of(probe.train, np.arange(len(train)))
+        learned, drawn_features = _label(probe.train, features), features.__getitem__
+    if config.neighbours is not None:
+        accuracy = probes.nearest_neighbours(learned, tested, neighbours=config.neighbours)
+        results['nearest_neighbours'] = {'neighbours': config.neighbours, 'accuracy': accuracy}
+    if config.logistic is not None:
+        results['logistic'] = probes.logistic(learned, tested, config.logistic)._asdict()
+    if (drawn := config.episodes) is not None:
+        by_shots = episodes.evaluate(tested, test.class_names, drawn, l2=config.l2)
+        results['episodes'] = episodes.report(drawn, by_shots)
+    shots, left_out = _possible_shots(config.shots, train)
+    few_shot = ridge.probe(
+        train.labels,
+        tested,
+        features_of=drawn_features,
+        shots=shots,
+        seeds=config.seeds,
+        l2=config.l2,
     )
-    report = ridge.report(*probed, l2=l2, name_of=train.name_of, classes=classes)
-    return protocol | more | left_out | report
+    classes = len(train.class_names)
+    report = ridge.report(few_shot, l2=config.l2, name_of=train.name_of, classes=classes)
+    return results | left_out | report
 
 
-def _possible(shots: Sequence[int], train: Source) -> tuple[list[int], dict[str, Any]]:
-    """The shots that every class has, at least the least; and, in words, what classes lack."""
+def _possible_shots(shots: Sequence[int], train: Source) -> tuple[list[int], dict[str, str]]:
+    """Returns the shots that every class has, at least the fewest, and what classes lack."""
     images = np.bincount(train.labels)
     fewest = int(images[images > 0].min())
     possible = [count for count in shots if count <= max(fewest, min(shots))]
     others = ', '.join(f'{count}-shot' for count in shots if count not in possible)
-    rare = train.class_names[int(np.flatnonzero(images == fewest)[0])]
     lacks = [f'{others} left out'] if others else []
     lacks += [f'{min(shots)}-shot takes all that there are'] if fewest < min(shots) else []
+    rare = train.class_names[int(np.flatnonzero(images == fewest)[0])]
     why = f'{", ".join(lacks)}: class {rare!r} has {counted(fewest, "image")}'
     return possible, {'left_out': why} if lacks else {}
 
 
-def _readable(reader: ImageReader, features: Float[np.ndarray, 'n d']) -> Labelled:
-    """Features and labels of all images of a reader but those that cannot be read; UserError."""
-    read = ~np.isnan(features).any(axis=1)
-    if missing := int((~read).sum()):
-        name = reader.source.name_of(int(read.argmin()))
-        require(missing < len(read), f'{name}: none of {len(read):,} images can be read')
-        logging.warning('%d of %d images cannot be read, left out: %s', missing, len(read), name)
-    return Labelled(features[read], reader.source.labels[read])
-
-
-def make_features_of(
-    features: Callable[[Params, Batch], tuple[Float[Array, 'b d'], Bool[Array, 'b']]],
-    params: Params,
-    loader_of: Callable[[ImageReader], Loader],
-    batch_size: int,
-    job: Job,
-) -> FeaturesOf:
-    """Features by the compiled program, computed each time they are asked for.
-
-    Raises UserError that names an image whose features are not finite.
-    """
-
-    def features_of(reader: ImageReader, indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:
-        loader = loader_of(reader)
-        batches = loading.sequential_batches(loader, indices, batch_size=batch_size)
-        watched = job.tick_each(batches)
-        found = [jax.device_get(features(params, batch)) for batch in watched]
-        computed, read = (np.concatenate(part)[: len(indices)] for part in zip(*found, strict=True))
-        if (wrong := read & ~np.isfinite(computed).all(axis=1)).any():
-            name = reader.source.name_of(int(indices[wrong.argmax()]))
-            raise UserError(f'{name}: its features are not finite')
-        return np.where(read[:, None], computed, np.nan)
-
-    return features_of
+def _label(reader: ImageReader, features: Float[np.ndarray, 'n d']) -> Labelled:
+    """Returns features and labels of the images that could be read; warns of the others."""
+    readable = ~np.isnan(features).any(axis=1)
+    if missing := int((~readable).sum()):
+        name = reader.source.name_of(int(readable.argmin()))
+        text = '%d of %d images cannot be read, left out: %s'
+        logging.warning(text, missing, len(readable), name)
+    return Labelled(features, reader.source.labels).subset(readable)
 
 
 def summary(result: dict[str, Any]) -> str:

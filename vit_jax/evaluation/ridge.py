@@ -18,8 +18,15 @@ BIAS = 100.0  # a constant feature this large is hardly regularised: lambda / 10
 L2 = 1024.0  # not divided by the number of images: strong where they are few
 _SLICE = 2048  # images
 Strengths = float | Sequence[float]  # an l2, or several to choose from
-Numbers = dict[tuple[int, int], float]  # by seed and shots
-Draws = dict[tuple[int, int], Int[np.ndarray, '_']]
+Draws = dict[tuple[int, int], Int[np.ndarray, '_']]  # indices of images by seed and shots
+
+
+class ProbeResult(NamedTuple):
+    """By seed and shots: test accuracy, indices of the training images, and the best l2."""
+
+    accuracies: dict[tuple[int, int], float]
+    draws: Draws
+    l2: dict[tuple[int, int], float]
 
 
 def draw(labels: Int[np.ndarray, 'n'], *, shots: Sequence[int], seeds: Sequence[int]) -> Draws:
@@ -45,25 +52,26 @@ def probe(
     shots: Sequence[int],
     seeds: Sequence[int],
     l2: Strengths,
-) -> tuple[Numbers, Draws, Numbers]:
-    """Test accuracy of each draw, the draws, and the l2 that each took of several.
+) -> ProbeResult:
+    """Draws training images, fits a classifier to each draw, and tests it.
 
-    `features_of(indices)` is asked once, for all. Images whose features are NaN, as of one that
-    cannot be read, are left out of their draws.
+    `features_of(indices)` is called once, for all draws. Images whose features are NaN, because
+    they cannot be read, are left out. Raises UserError if none is left of a draw.
     """
     draws = draw(train_labels, shots=shots, seeds=seeds)
     used = np.unique(np.concatenate(list(draws.values())))
-    features = features_of(used)
-    there = ~np.isnan(features).any(axis=1)
-    draws = {drawn: images[there[np.searchsorted(used, images)]] for drawn, images in draws.items()}
-    if not all(map(len, draws.values())):
-        raise UserError(f'none of the images that were drawn can be read, of {len(train_labels):,}')
-    accuracies, taken = {}, {}
-    for drawn, indices in draws.items():
-        train = Labelled(features[np.searchsorted(used, indices)], train_labels[indices])
-        classifier = fit(train, l2=l2)
-        accuracies[drawn], taken[drawn] = classifier.accuracy(test), classifier.l2
-    return accuracies, draws, taken
+    train = Labelled(features_of(used), train_labels[used])
+    readable = ~np.isnan(train.features).any(axis=1)
+    accuracies, chosen_l2 = {}, {}
+    for drawn, images in draws.items():
+        rows = np.searchsorted(used, images)
+        rows = rows[readable[rows]]
+        if not len(rows):
+            raise UserError(f'none of the {len(images):,} images that were drawn can be read')
+        classifier = fit(train.subset(rows), l2=l2)
+        draws[drawn] = used[rows]
+        accuracies[drawn], chosen_l2[drawn] = classifier.accuracy(test), classifier.l2
+    return ProbeResult(accuracies=accuracies, draws=draws, l2=chosen_l2)
 
 
 def accuracy(train: Labelled, test: Labelled, *, l2: Strengths) -> float:
@@ -191,21 +199,20 @@ def _cross_validation(
 
 
 def report(
-    accuracies: Numbers,
-    draws: Draws,
-    taken: Numbers,
-    *,
-    l2: Strengths,
-    name_of: Callable[[int], str],
-    classes: int,
+    result: ProbeResult, *, l2: Strengths, name_of: Callable[[int], str], classes: int
 ) -> dict[str, Any]:
-    """Protocol, accuracies, means, deviations as JSON; `name_of(index)` names a training image."""
+    """Returns protocol, accuracies, means and deviations as JSON.
+
+    `name_of(index)` names a training image.
+    """
 
     def by_draw(values: Mapping[tuple[int, int], Any]) -> dict[str, Any]:
         return {f'seed {seed}, {count} shots': each for (seed, count), each in values.items()}
 
-    seeds, shots = (list(dict.fromkeys(values)) for values in zip(*draws, strict=True))
-    by_shots = {k: [accuracies[seed, k] for seed in seeds] for k in shots}
+    seeds, shots = (list(dict.fromkeys(values)) for values in zip(*result.draws, strict=True))
+    by_shots = {k: [result.accuracies[seed, k] for seed in seeds] for k in shots}
+    images = {draw: [*map(name_of, part.tolist())] for draw, part in result.draws.items()}
+    chosen = {'l2_taken': by_draw(result.l2)} if np.ndim(l2) else {}
     return {
         'classes': classes,
         'shots': shots,
@@ -216,7 +223,6 @@ def report(
         'standardised': 'by mean and deviation of the drawn images',
         'mean': {str(k): float(np.mean(a)) for k, a in by_shots.items()},
         'deviation': {str(k): float(np.std(a)) for k, a in by_shots.items()},
-        'accuracy': by_draw(accuracies),
-        'train_images': by_draw({k: [*map(name_of, v.tolist())] for k, v in draws.items()}),
-        **({'l2_taken': by_draw(taken)} if np.ndim(l2) else {}),
-    }
+        'accuracy': by_draw(result.accuracies),
+        'train_images': by_draw(images),
+    } | chosen

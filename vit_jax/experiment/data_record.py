@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import NamedTuple
 
-from vit_jax.base import DAMAGED_NPZ, atomic_write, records
-from vit_jax.base.errors import UserError, counted, usable
-from vit_jax.base.storage import Path, reaching
+from vit_jax.base import DAMAGED_NPZ, Path, UserError, atomic_write, counted, records, usable
+from vit_jax.base.storage import reaching
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.config import TrainConfig
@@ -59,33 +58,25 @@ def find_sources(
     config: TrainConfig, readers: dict[str, ImageReader], probes: Probes | None
 ) -> dict[str, Source]:
     """Names the sources of a run as its configuration does; the images to train on come first."""
-    used = [*readers.values()]
+    sources = [reader.source for reader in readers.values()]
     for probe in probes.found.values() if probes else ():
-        used += [probe.train, probe.test]
+        sources += [probe.train.source, probe.test.source]
     own = f' of {records.text_of(config.data)}'
-    names = [f'{reader.source.split} of {reader.source.data}'.removesuffix(own) for reader in used]
-    return {name: reader.source for name, reader in zip(names, used, strict=True)}
+    return {f'{one.split} of {one.data}'.removesuffix(own): one for one in sources}
 
 
 def record_split(source: Source) -> SplitRecord:
     """Records a split, with the sizes of all images, or of the first `LOOKS` files."""
-    indices = range(len(source))
+    indices, classes = range(len(source)), source.class_names
     looks = indices if source.sizes_in_memory else indices[:LOOKS]
-    return SplitRecord(
-        class_names=[*source.class_names],
-        names=relative_names(source.read_names(indices), source.data),
-        labels=_read_labels(source),
-        sizes=source.read_sizes(looks).tolist(),
-    )
-
-
-def _read_labels(source: Source) -> list[str]:
-    names = source.class_names
     if not source.labels_in_memory:
-        return ['?'] * len(source)
-    if source.multi_label:
-        return [', '.join(names[i] for i in row.nonzero()[0]) for row in source.labels]
-    return [names[label] for label in source.labels.tolist()]
+        labels = ['?'] * len(source)
+    elif source.multi_label:
+        labels = [', '.join(classes[i] for i in row.nonzero()[0]) for row in source.labels]
+    else:
+        labels = [classes[label] for label in source.labels.tolist()]
+    names = relative_names(source.read_names(indices), source.data)
+    return SplitRecord([*classes], names, labels, sizes=source.read_sizes(looks).tolist())
 
 
 def describe_differences(old: SplitRecord, new: SplitRecord) -> list[str]:

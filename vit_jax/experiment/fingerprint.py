@@ -9,30 +9,24 @@ from typing import Any
 from vit_jax.base import records, storage
 from vit_jax.checkpoints.formats.opening import Checkpoint
 from vit_jax.config import TrainConfig
-from vit_jax.experiment.build import Experiment
 
 _HERE = pathlib.Path(__file__).parent.parent
 _PACKAGES = 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy'
 
 
 def of_run(config: TrainConfig, path: str) -> dict[str, Any]:
-    """Settings, code and packages of a run in the work directory `path`."""
+    """Returns settings, code and packages of a run in the work directory `path`."""
     where = str(storage.folder(path))
     return {'config': records.to_dict(config), 'workdir': where} | installed()
 
 
 def of_start(start: Checkpoint | None) -> dict[str, Any]:
-    """What exactly a run begins from, where each host has downloaded it."""
+    """Returns what exactly a run begins from, where each host has downloaded it."""
     return {} if start is None else {'origin': list(start.origin)}
 
 
-def of_decisions(experiment: Experiment) -> dict[str, Any]:
-    """What each host decided by what it has: the file to begin from, the memory of its devices."""
-    return of_start(experiment.start) | {'compute': records.to_dict(experiment.resolved.compute)}
-
-
 def installed() -> dict[str, Any]:
-    """Versions of packages, and a digest of each file of this one."""
+    """Returns versions of packages, and a digest of each file of this one."""
     code = {
         str(file.relative_to(_HERE)): hashlib.sha256(file.read_bytes()).hexdigest()[:12]
         for file in sorted(_HERE.rglob('*.py'))
@@ -42,6 +36,6 @@ def installed() -> dict[str, Any]:
 
 
 def packages() -> dict[str, str]:
-    """Versions by name of what computes."""
+    """Returns versions, by name, of the packages that compute."""
     versions = {name: metadata.version(name) for name in _PACKAGES}
     return {'python': platform.python_version()} | versions

@@ -1,67 +1,65 @@
-"""The command that a training names at its end: the next one to type, with all that it needs."""
+"""The command that a training prints at its end: the next one to type, with all that it needs."""
 
+import inspect
+import operator
 import os
 import shlex
 
 from vit_jax.config import EvalConfig, TrainConfig
 from vit_jax.experiment.build import Experiment
-from vit_jax.models.config import Head
 from vit_jax.training.losses import LossConfig
+
+# What fine-tuning on the same images takes over, if it is not the default.
+_HELD_OUT = 'held_out.fraction', 'held_out.seed'
+_FIELDS = 'train_split', 'classes', *_HELD_OUT, 'loader.on_unreadable', 'loader.max_pixels'
 
 
 def after_pretraining(experiment: Experiment, workdir: str) -> str | None:
-    """Fine-tunes on the same images; None where a command line cannot name them."""
-    config, usual = experiment.config, TrainConfig(data='')
+    """Returns the command that fine-tunes on the same images; None if no flag can name them."""
+    config, default = experiment.config, TrainConfig(data='')
     if not isinstance(config.data, str):
         return None
-    several = experiment.train.source.multi_label
-    loss = config.loss if config.objective is None else None
-    own = loss.kind if isinstance(loss, LossConfig) else None
-    fields = {
-        'data': (config.data, None),
-        'train_split': (config.train_split, usual.train_split),
-        'eval_split': (_evaluated(config).split, usual.eval_split),
-        'classes': (config.classes, usual.classes),
-        'held_out.fraction': (config.held_out.fraction, usual.held_out.fraction),
-        'held_out.seed': (config.held_out.seed, usual.held_out.seed),
-        'loss.kind': (own or ('sigmoid' if several else 'softmax'), 'softmax'),
-        'loader.on_unreadable': (config.loader.on_unreadable, usual.loader.on_unreadable),
-        'loader.max_pixels': (config.loader.max_pixels, usual.loader.max_pixels),
-    }
-    words = ['--config=configs/finetune/transfer.py', f'--config.start_from={workdir}']
-    words += [f'--config.{name}={value}' for name, (value, but) in fields.items() if value != but]
-    return _command('finetune', *words, f'--workdir={workdir}-finetune')
+    flags = {'start_from': workdir, 'data': config.data}
+    if (split := _evaluation(config).split) != default.eval_split:
+        flags['eval_split'] = split
+    for name in _FIELDS:
+        value_of = operator.attrgetter(name)
+        if value_of(config) != value_of(default):
+            flags[name] = value_of(config)
+    loss = 'sigmoid' if experiment.train.source.multi_label else 'softmax'
+    if isinstance(config.loss, LossConfig) and config.objective is None:
+        loss = config.loss.kind
+    if loss != 'softmax':
+        flags['loss.kind'] = loss
+    words = [f'--config.{name}={value}' for name, value in flags.items()]
+    return _command(
+        'finetune', '--config=configs/finetune/transfer.py', *words, f'--workdir={workdir}-finetune'
+    )
 
 
 def after_fine_tuning(experiment: Experiment, workdir: str) -> str | None:
-    """Predicts a test image; measures all that are no files; None for data without a name.
+    """Returns the command that predicts a test image, or evaluates data without image files.
 
-    What has no classes is fine-tuned.
+    A model without classes is fine-tuned. None if no flag can name the data.
     """
-    if experiment.config.objective is not None:
+    config = experiment.config
+    if config.objective is not None:
         return after_pretraining(experiment, workdir)
-    config, one = experiment.config, _evaluated(experiment.config)
+    head = experiment.model.config.head
+    flags = []
+    if inspect.isfunction(head):  # which no checkpoint holds
+        flags.append(f'--head={inspect.getfile(head)}:{head.__name__}')
     image = next(iter(experiment.evals.values())).source.name_of(0)
-    head = _own_head(experiment.model.config.head)
     if os.path.isfile(image):
-        return _command('predict', workdir, image, *head)
+        return _command('predict', workdir, image, *flags)
     if not isinstance(config.data, str):
         return None
-    words = [f'--data={config.data}', f'--split={one.split}']
-    return _command('evaluate', workdir, *words, *head)
+    split = f'--split={_evaluation(config).split}'
+    return _command('evaluate', workdir, f'--data={config.data}', split, *flags)
 
 
-def _own_head(head: Head) -> list[str]:
-    """The flag that hands over a head of one's own, which no checkpoint holds."""
-    if not callable(head):
-        return []
-    file = getattr(getattr(head, '__code__', None), 'co_filename', 'FILE.py')
-    name = getattr(head, '__name__', '<lambda>')
-    return [f'--head={file}:{"FUNCTION" if name.startswith("<") else name}']
-
-
-def _evaluated(config: TrainConfig) -> EvalConfig:
-    """The first evaluation on the data's own images and labels, or that of a usual one."""
+def _evaluation(config: TrainConfig) -> EvalConfig:
+    """Returns the first evaluation on the data's own images and labels, or the default one."""
     own = (one for one in config.evaluations.values() if one.data in (None, config.data))
     return next((one for one in own if one.labels is None), EvalConfig())
 

@@ -17,52 +17,50 @@ FOLDER = 'profile'
 Update = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
 
 
-def require_within(steps: range | None, end: int) -> None:
-    """Raises UserError where a run of `end` steps has not all of these."""
-    if steps is not None and steps.stop > end:
-        asked = f'--profile_steps={steps.start}:{steps.stop}'
-        raise UserError(f'{asked}: this run ends with step {end:,}')
+def require_within(steps: range, end: int) -> None:
+    """Raises UserError if a run of `end` steps does not have all of these."""
+    if steps.stop > end:
+        flag = f'--profile_steps={steps.start}:{steps.stop}'
+        raise UserError(f'{flag}: this run ends with step {end:,}')
 
 
 @contextlib.contextmanager
 def profiled(
-    update: Update, steps: range | None, *, first: int, folder: Path, console: Console
+    update: Update, steps: range, *, first: int, folder: Path, console: Console
 ) -> Iterator[Update]:
-    """The same update, watched in some steps; its first call takes the state after step `first`.
+    """Yields the update, profiled in some steps; its first call takes the state of step `first`.
 
-    `steps` 3, 4 and 5 are those from the state after step 3 to that after step 6, as which reports
-    count them: 4, 5 and 6.
+    `steps` 3, 4 and 5 lead from the state of step 3 to that of step 6; reports call them 4, 5, 6.
     The profile is written to `folder`/profile, for TensorBoard (with its plugin `xprof`) and, as
-    perfetto_trace.json.gz, for ui.perfetto.dev. What fails is a warning: the run is worth more.
+    perfetto_trace.json.gz, for ui.perfetto.dev. A profile that fails is a warning.
     """
-    if steps is None or first >= steps.stop:
-        if steps is not None:
-            asked = f'steps {steps.start} to {steps.stop} are done, this is step {first}'
-            console.print(f'nothing is profiled: {asked}')
+    if first >= steps.stop:
+        done = f'steps {steps.start} to {steps.stop} are done, this is step {first}'
+        console.print(f'nothing is profiled: {done}')
         yield update
         return
     step = first
-    with contextlib.ExitStack() as watching:
+    with contextlib.ExitStack() as trace:
 
-        def one(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        def profiled_update(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
             nonlocal step
             if step == max(steps.start, first):
                 jax.block_until_ready(state)  # what came before is not in the picture
-                watching.enter_context(_watched(folder / FOLDER, console))
+                trace.enter_context(_trace(folder / FOLDER, console))
             step += 1
             with jax.profiler.StepTraceAnnotation('train', step_num=step):
                 state, metrics = update(state, batch)
             if step == steps.stop:
                 jax.block_until_ready(metrics)
-                watching.close()
+                trace.close()
             return state, metrics
 
-        yield one
+        yield profiled_update
 
 
 @contextlib.contextmanager
-def _watched(folder: Path, console: Console) -> Iterator[None]:
-    """Profiles what is within; the files are copied, as the profiler knows no store of objects."""
+def _trace(folder: Path, console: Console) -> Iterator[None]:
+    """Profiles what runs within; the files are copied, as the profiler knows no buckets."""
     with tempfile.TemporaryDirectory() as local:
         try:
             jax.profiler.start_trace(local, create_perfetto_trace=True)
@@ -81,5 +79,5 @@ def _watched(folder: Path, console: Console) -> Iterator[None]:
                         target.parent.mkdir(parents=True, exist_ok=True)
                         target.write_bytes(file.read_bytes())
                 console.print(f'profile in {folder}: tensorboard --logdir={folder}, or Perfetto')
-            except Exception as error:  # whatever a disk or a store raises
+            except Exception as error:  # whatever a disk or a bucket raises
                 logging.warning('no profile in %s: %s', folder, error)

@@ -11,7 +11,7 @@ from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.base import Source, relative_names
 from vit_jax.data.sources.folders import SPLIT_NAMES
 from vit_jax.data.sources.opening import HeldOut
-from vit_jax.experiment.data_record import SplitRecord, read_training_images
+from vit_jax.experiment.data_record import read_training_images
 from vit_jax.experiment.workdirs import CONFIG, DATA
 
 
@@ -21,36 +21,30 @@ class SourceRun(NamedTuple):
     data: str
     held_out: HeldOut  # of data without splits
     split: str  # that the run was tested on
-    trained_on: list[tuple[str, SplitRecord]]  # data, and the images of the training split
-    unknown: list[str]  # why images that were trained on may not be counted
+    trained_on: dict[str, set[int]]  # sizes of training images by their names within the data
+    unknown: list[str]  # why training images may be missing
 
     def split_of(self, data: str) -> str:
         """Returns the split that the run was tested on, or `test` for other data."""
-        return self.split if _place(self.data) == _place(data) else 'test'
+        return self.split if _real(self.data) == _real(data) else 'test'
 
     def count_trained(self, source: Source) -> int:
         """Counts the images in the source that the model was trained on.
 
-        Two images count as the same if their files have the same number of bytes, and either the
-        same path or the same name within the data. If only one of them is in the folder of a split
-        (such as train/), that folder is ignored. Arrays are compared by their checksums. Images
-        without a known size are not counted.
+        Two images count as the same if their files have the same number of bytes and the same name
+        within the data. If only one of them is in the folder of a split (such as train/), that
+        folder is ignored. Arrays are compared by their checksums.
         """
-        trained: dict[str, set[int]] = {}
-        whole = set[str]()
-        for place, images in self.trained_on:
-            whole.update(images.names)
-            for name, size in zip(images.names, images.sizes, strict=False):
-                for key in {name, _without_split(name), _absolute(name, place)}:
-                    trained.setdefault(key, set()).add(size)
-        trained_sizes = []
+        inner: dict[str, set[int]] = {}
+        for name, sizes in self.trained_on.items():
+            inner.setdefault(_without_split(name), set()).update(sizes)
+        candidates: list[set[int]] = []
         for name in relative_names(source.read_names(range(len(source))), source.data):
-            without = {_without_split(name)} & whole  # a name of data that had no splits yet
-            keys = {name, _absolute(name, source.data), *without}
-            trained_sizes.append(set[int]().union(*(trained.get(key, ()) for key in keys)) - {-1})
-        known = [index for index, found in enumerate(trained_sizes) if found]
-        now = source.read_sizes(known).tolist()
-        return sum(size in trained_sizes[i] for i, size in zip(known, now, strict=True))
+            moved = self.trained_on.get(_without_split(name), set())
+            candidates.append(self.trained_on.get(name, moved) | inner.get(name, set()))
+        named = [index for index, sizes in enumerate(candidates) if sizes]
+        now = source.read_sizes(named).tolist()
+        return sum(size in candidates[i] for i, size in zip(named, now, strict=True))
 
 
 def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> SourceRun | None:
@@ -72,32 +66,33 @@ def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> So
         held_out = records.from_dict(HeldOut, config['held_out'], where='config.held_out')
         own = [one['split'] for one in config['evals'].values() if one['data'] is None]
         split, start = own[0] if own else config['eval_split'], config['start_from']
-        place = str(config['data'])
-    images = read_training_images(workdir)
-    trained_on = [(place, images)] if images else []
-    unknown = [] if images else [f'{workdir / DATA} is missing']
-    earlier = find_source_run(start, later | {workdir}) if start else None
-    if earlier:
-        trained_on, unknown = trained_on + earlier.trained_on, unknown + earlier.unknown
+    run = SourceRun(str(config['data']), held_out, split, trained_on={}, unknown=[])
+    if images := read_training_images(workdir):
+        known = zip(images.names, images.sizes, strict=False)
+        run.trained_on.update({name: {size} for name, size in known if size != -1})
+    else:
+        run.unknown.append(f'{workdir / DATA} is missing')
+    if start and (earlier := find_source_run(start, later | {workdir})):
+        for name, sizes in earlier.trained_on.items():
+            run.trained_on.setdefault(name, set()).update(sizes)
+        run.unknown.extend(earlier.unknown)
     elif start and not names.is_elsewhere(start) and not os.path.exists(start):
-        unknown.append(f'cannot find {start}, the start_from of {workdir}')
-    return SourceRun(place, held_out, split, trained_on, unknown)
+        run.unknown.append(f'cannot find {start}, the start_from of {workdir}')
+    return run
 
 
 def trained_before(evals: dict[str, ImageReader], start: str) -> list[str]:
-    """Returns a line for each evaluation with images that the network at the start has learned."""
+    """Returns a warning for each evaluation on images that `start_from` was trained on."""
     lines = list[str]()
-    if (run := find_source_run(start)) is None:
-        return lines
-    for name, reader in evals.items():
-        if count := run.count_trained(reader.source):
-            total = counted(len(reader.source), 'image')
-            text = 'the start_from model was already trained on'
-            lines.append(f'warning: {name}: {text} {count:,} of these {total}')
+    if run := find_source_run(start):
+        for name, reader in evals.items():
+            if count := run.count_trained(reader.source):
+                text = f'the start_from model was already trained on {count:,} of these'
+                lines.append(f'warning: {name}: {text} {counted(len(reader.source), "image")}')
     return lines
 
 
-def _place(data: Any) -> str:
+def _real(data: Any) -> str:
     return os.path.realpath(data) if os.path.exists(str(data)) else str(data)
 
 
@@ -105,12 +100,3 @@ def _without_split(name: str) -> str:
     """Returns the name of an image without the folder of its split."""
     first, _, rest = name.partition(os.sep)
     return rest if rest and first.casefold() in SPLIT_NAMES else name
-
-
-def _absolute(name: str, data: str) -> str:
-    """Returns the path of an image within the data; one key for all arrays."""
-    if data.endswith('.npz'):
-        return ''
-    root = _place(data)
-    folder = root if os.path.isdir(root) else os.path.dirname(root)
-    return os.path.normpath(os.path.join(folder, name))

@@ -10,24 +10,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from rich.console import Console
 
-from vit_jax.base import Path, UserError, counted, records, write_json
+from vit_jax.base import Path, UserError, counted, write_json
 from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
 from vit_jax.config import TrainConfig, write_config
-from vit_jax.data import loading, reading
-from vit_jax.data.loading import Loader
+from vit_jax.data import loading
 from vit_jax.distributed import meshes
 from vit_jax.distributed.processes import Interrupted, Job
-from vit_jax.distributed.sharding_rules import sharding_report
-from vit_jax.evaluation import classification, probing
+from vit_jax.evaluation import probing
+from vit_jax.evaluation.evaluator import Evaluator
+from vit_jax.evaluation.features import features_by
 from vit_jax.evaluation.probing import Probes
 from vit_jax.experiment import compilation, data_record, fingerprint, goodput, profiling, workdirs
-from vit_jax.experiment.build import Experiment, build_experiment, images_at_peak, loaders
-from vit_jax.experiment.compilation import Features, shardings_of
+from vit_jax.experiment.build import Experiment, build_experiment, eval_loaders
+from vit_jax.experiment.compilation import Programs
 from vit_jax.experiment.goodput import Ledger
-from vit_jax.experiment.reporter import Reporter, console_of, eval_summary, outline
+from vit_jax.experiment.reporter import Reporter, console_of, eval_summary, images_at_peak, outline
 from vit_jax.experiment.source_run import trained_before
 from vit_jax.experiment.workdirs import Workdir
 from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
@@ -63,131 +62,125 @@ def train(
     job: Job | None = None,
     profile: range | None = None,
 ) -> Result:
-    """Trains to the end of the configuration, from where the work directory `path` stands.
+    """Trains to the end of the configuration, from where the work directory stands.
 
-    The steps in `profile` are watched by a profiler, on the first process.
+    Args:
+      config: The experiment.
+      path: The work directory.
+      accept_changes: Whether to resume a run of another configuration.
+      accept_data: Whether to resume a run on other data.
+      job: This process among those of its job; None: one process alone.
+      profile: Steps that a profiler records, on process 0.
 
-    Raises UserError, before anything is compiled where that is possible, for input that does not
-    fit, NotFinite, with the last good checkpoint, when the training breaks down, and Interrupted,
-    when all is saved, where the job was asked to stop.
+    Raises:
+      UserError: For input that does not fit, before anything is compiled if that is possible.
+      NotFinite: With the last good checkpoint, when the training breaks down.
+      Interrupted: When all is saved, if the job was asked to stop.
     """
     clock = Clock(0.0 if job is None else goodput.seconds_since_start())
     job = job or Job()
-    console = console_of(job)
     with contextlib.ExitStack() as stack:
-        with clock('start'):
-            opened = agreed(
-                config, path, job, accept_changes=accept_changes, accept_data=accept_data
-            )
-            experiment, workdir, check_data = stack.enter_context(opened)
-            config, folder = experiment.config, workdir.folder
-            profiling.require_within(profile, experiment.length.total_steps)
-        kept = folder / workdirs.LEDGER if job.index == 0 else None
-        ledger = Ledger(kept, clock)
-        stack.enter_context(contextlib.closing(ledger))
-        ledger.record('starting', None)  # a start that ends before its first step took time too
-        console.print(outline(experiment))
-        with clock('start'):  # what is kept on the devices is read here
-            loader_of, unread = loaders(experiment)
-        with loading.read_beside(unread, index=job.index, count=job.count) as wait:
-            with clock('compile'):
-                ledger.record('compiling', None)
-                abstract, update, eval_steps, features = _compiled(experiment, console)
-            console.print(f'compiled in {clock.seconds["compile"]:.1f} s')
-            with clock('start'):
-                restored = _first_state(experiment, abstract, workdir, job, console)
-                checkpoints, state, progress = restored
-                stack.enter_context(contextlib.closing(checkpoints))
-                compilation.give_back_memory()
-                if not int(state.step):
-                    wait()
-        steps = range(int(state.step), experiment.length.total_steps)
-        reporter = _reporter(experiment, steps, progress, workdir, ledger, console)
-        stack.enter_context(reporter)
-        parts = experiment, update, eval_steps, features, loader_of, checkpoints, reporter
-        run = Run(*parts, ledger, check_data, workdir, job, profile)
-        state = run.to_the_end(state)
-    reached = state, run.evals, run.fewshot, checkpoints.path(int(state.step)), folder
-    return Result(experiment, *reached, reporter.skipped, *ledger.totals())
-
-
-def _reporter(
-    experiment: Experiment,
-    steps: range,
-    progress: dict[str, Any],
-    workdir: Workdir,
-    ledger: Ledger,
-    console: Console,
-) -> Reporter:
-    config = experiment.config
-    return Reporter(
-        workdir.folder,
-        steps=steps,
-        log_every_steps=experiment.length.log_interval(config.log_every_steps),
-        batch_size=config.batch_size,
-        clock=ledger.clock,
-        tensorboard=config.tensorboard,
-        console=console,
-        progress=progress,
-        evaluations=[*experiment.evals, 'fewshot'],
-        run=ledger.run,
-        images_at_peak=images_at_peak(experiment),
+        opened = stack.enter_context(
+            open_run(config, path, job, accept_changes=accept_changes, accept_data=accept_data)
+        )
+        end = opened.experiment.length.total_steps
+        if profile is not None:
+            profiling.require_within(profile, end)
+        kept = opened.workdir.folder / workdirs.LEDGER if job.index == 0 else None
+        ledger = stack.enter_context(contextlib.closing(Ledger(kept, clock)))
+        run, state = _prepare(opened, job, ledger, stack)
+        state = run.train(state, profile)
+    seconds, earlier = ledger.totals()
+    return Result(
+        experiment=opened.experiment,
+        state=state,
+        evals=run.evals,
+        fewshot=run.fewshot,
+        checkpoint=run.checkpoints.path(end),
+        folder=opened.workdir.folder,
+        skipped=run.reporter.skipped,
+        seconds=seconds,
+        earlier=earlier,
     )
 
 
+class OpenedRun(NamedTuple):
+    """What all processes of a job have agreed to train, in a work directory that they hold."""
+
+    experiment: Experiment
+    workdir: Workdir
+    check_data: Callable[[float], None]  # raises changes of the data found in the background
+
+
 @contextlib.contextmanager
-def agreed(
+def open_run(
     config: TrainConfig,
     path: str,
     job: Job,
     *,
     accept_changes: bool = False,
     accept_data: bool = False,
-) -> Iterator[tuple[Experiment, Workdir, Callable[[float], None]]]:
-    """What all processes are about to train, the work directory, which is held, and `check_data`.
+) -> Iterator[OpenedRun]:
+    """Builds the experiment, opens its work directory, and compares both with the other processes.
 
     Raises UserError as `train` does before it compiles.
     """
-    job.require_same('this run', fingerprint.of_run(config, path))
-    config = records.checked(config, where='config')
-    config = workdirs.with_kept_dtype(config, path, job)
-    experiment = build_experiment(config)
-    job.require_same('what is decided', fingerprint.of_decisions(experiment))
-    config, readers = experiment.config, experiment.readers
-    sources = data_record.find_sources(config, readers, experiment.probes)
-    values = records.to_dict(config)
+    if job.count > 1:
+        job.require_same('this run', fingerprint.of_run(config, path))
+    dtype = job.from_process_0('dtype', lambda: workdirs.recorded_dtype(path))
+    experiment = build_experiment(config, dtype=dtype)
+    job.require_same('what is decided', experiment.decisions)
+    values, readers = experiment.recorded_config(), experiment.readers
+    sources = data_record.find_sources(experiment.config, readers, experiment.probes)
     with workdirs.opened(path, values, job, accept_changes=accept_changes) as workdir:
         compared = data_record.compare_data(workdir, sources, job, accept=accept_data)
         with compared as check_data:
-            yield experiment, workdir, check_data
+            yield OpenedRun(experiment, workdir, check_data)
 
 
-def _compiled(
-    experiment: Experiment, console: Console
-) -> tuple[TrainState, Callable[..., Any], dict[str, Callable[..., Any]], Features | None]:
-    """The abstract state, and the programs: update, evaluations, features where they are needed."""
-    abstract, mesh = compilation.abstract_state(experiment), experiment.mesh
-    for line in sharding_report(abstract, shardings_of(abstract), mesh):
-        console.print(line)
-    console.print(f'compile for {mesh.size} x {mesh.devices.flat[0].device_kind}')
-    update = compilation.lower_update(experiment, abstract).compile()
-    eval_steps = compilation.compile_eval_steps(experiment, abstract.eval_params)
-    features = None
-    if experiment.probes is not None:
-        size, params = experiment.eval_batch_size, abstract.eval_params
-        features = compilation.compile_features(
-            experiment.model, experiment.preprocessing, mesh, size, params
-        )
-    return abstract, update, eval_steps, features
+def _prepare(
+    opened: OpenedRun, job: Job, ledger: Ledger, stack: contextlib.ExitStack
+) -> tuple['Run', TrainState]:
+    """Compiles the programs, restores or initializes the state, and opens files on the stack."""
+    experiment, workdir, check_data = opened
+    clock, console = ledger.clock, console_of(job)
+    ledger.record('starting')  # a start that ends before its first step took time too
+    console.print(outline(experiment))
+    unread = eval_loaders(experiment)  # reads what is kept on the devices
+    with loading.read_beside(unread, index=job.index, count=job.count) as wait_until_read:
+        with clock('compile'):
+            ledger.record('compiling')
+            programs = compilation.compile_programs(experiment, console.print)
+        console.print(f'compiled in {clock.seconds["compile"]:.1f} s')
+        checkpoints = open_checkpoints(experiment, workdir, job)
+        stack.enter_context(contextlib.closing(checkpoints))
+        state, progress = restore_or_init(experiment, programs.state, checkpoints, console)
+        if not int(state.step):
+            wait_until_read()
+    reporter = Reporter(
+        experiment,
+        workdir.folder,
+        steps=range(int(state.step), experiment.length.total_steps),
+        progress=progress,
+        ledger=ledger,
+        console=console,
+        images_at_peak=images_at_peak(experiment),
+    )
+    run = Run(
+        experiment=experiment,
+        workdir=workdir,
+        check_data=check_data,
+        programs=programs,
+        checkpoints=checkpoints,
+        reporter=stack.enter_context(reporter),
+        ledger=ledger,
+        job=job,
+    )
+    return run, state
 
 
-def _first_state(
-    experiment: Experiment, abstract: TrainState, workdir: Workdir, job: Job, console: Console
-) -> tuple[Checkpoints, TrainState, dict[str, Any]]:
-    """The newest sound state of the work directory, or one that begins, and its reports' progress.
-
-    A damaged checkpoint is moved aside, with a warning, and the one before is taken.
-    """
+def open_checkpoints(experiment: Experiment, workdir: Workdir, job: Job) -> Checkpoints:
+    """Opens the checkpoints of a run; damaged ones are moved aside, with a warning."""
     job.barrier('compiled')  # devices meet in what follows, and gloo would wait for 30 s only
     job.reset_watchdog()
     folder, check = workdir
@@ -197,69 +190,72 @@ def _first_state(
         logging.warning('%s', line)
     keep, along = experiment.config.keep_checkpoints, [folder / workdirs.METRICS]
     checkpoints = Checkpoints(folder, keep=keep, along=along, held=check)
+    job.require_same('the step to go on from', {'step': checkpoints.latest_step})
+    return checkpoints
+
+
+def restore_or_init(
+    experiment: Experiment, abstract: TrainState, checkpoints: Checkpoints, console: Console
+) -> tuple[TrainState, dict[str, Any]]:
+    """Returns the state of the newest checkpoint, or the first one, and the reporter's progress.
+
+    Raises UserError if the newest checkpoint is beyond the last step.
+    """
+    shardings = compilation.shardings_of(abstract)
     step, end = checkpoints.latest_step, experiment.length.total_steps
-    job.require_same('the step to go on from', {'step': step})
-    if step is None:
-        return checkpoints, _new_state(experiment, abstract, console), {}
-    if step > end:
-        checkpoints.close()
-        raise UserError(f'{folder} is at step {step}, the end, step {end}, is before it')
-    *parts, progress = checkpoints.restore(step, abstract.split(), shardings_of(abstract).split())
-    complete = '' if step < end else _COMPLETE
-    console.print(f'resuming at step {step} from {checkpoints.path(step)}{complete}')
-    return checkpoints, TrainState.join(*parts), progress
-
-
-def _new_state(experiment: Experiment, abstract: TrainState, console: Console) -> TrainState:
-    """The state before the first step, with the parameters of `start_from` where there is one."""
-    shardings, start = shardings_of(abstract), experiment.start
+    if step is not None:
+        where = checkpoints.path(step)
+        if step > end:
+            folder = where.parent.parent
+            raise UserError(f'{folder} is at step {step}, the end, step {end}, is before it')
+        params, training, progress = checkpoints.restore(step, abstract.split(), shardings.split())
+        console.print(f'resuming at step {step} from {where}{"" if step < end else _COMPLETE}')
+        return TrainState.join(params, training), progress
     init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
-    state: TrainState = init()
-    if start is None:
-        return state
-    params, report = experiment.transferred(start, state.params)
-    tested = trained_before(experiment.evals, start.path)
-    console.print('\n'.join([f'start_from {start.path}', *start.report, *report, *tested]))
-    params = meshes.put(params, shardings.params)
-    ema_params = None if state.ema_params is None else jax.tree.map(jnp.copy, params)
-    return state._replace(params=params, ema_params=ema_params)
+    state, start = init(), experiment.start
+    if start is not None:
+        params, report = experiment.transferred(start, state.params)
+        warnings = trained_before(experiment.evals, start.path)
+        console.print('\n'.join([f'start_from {start.path}', *start.report, *report, *warnings]))
+        params = meshes.put(params, shardings.params)
+        average = None if state.ema_params is None else jax.tree.map(jnp.copy, params)
+        state = state._replace(params=params, ema_params=average)
+    return state, {}
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class Run:
-    """What runs: compiled programs, open files, and the newest results of evaluations."""
+    """A training in progress: compiled programs, open files, newest results of evaluations."""
 
     experiment: Experiment
-    update: Callable[..., Any]
-    eval_steps: dict[str, Callable[..., Any]]
-    features: Features | None  # for the few-shot evaluation
-    loader_of: Callable[[reading.ImageReader], Loader]
+    workdir: Workdir
+    check_data: Callable[[float], None]
+    programs: Programs
     checkpoints: Checkpoints
     reporter: Reporter
     ledger: Ledger
-    check_data: Callable[[float], None]  # raises changes of the data that were found meanwhile
-    workdir: Workdir
     job: Job
-    profile: range | None  # steps to watch
     evals: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     fewshot: dict[str, Any] | None = None
 
-    def to_the_end(self, state: TrainState) -> TrainState:
-        """Trains, evaluates and saves up to the last step; returns the state after it."""
+    def train(self, state: TrainState, profile: range | None = None) -> TrainState:
+        """Trains, evaluates and saves up to the last step; returns the state after it.
+
+        Process 0 records the steps in `profile` with a profiler.
+        """
         steps = range(int(state.step), self.experiment.length.total_steps)
         self.ledger.record('training', steps.start)
         if self.job.index == 0:  # changes that were accepted have proved possible
             self.workdir.check()
-            values = records.to_dict(self.experiment.config)
-            write_config(self.workdir.folder / workdirs.CONFIG, values)
+            path = self.workdir.folder / workdirs.CONFIG
+            write_config(path, self.experiment.recorded_config())
         self.job.enter('stepping')
         try:
-            self._evaluated(state, steps)
-            state = self._trained(state, steps) if steps else state
+            self._resume_evaluations(state, steps)
+            state = self._fit(state, steps, profile) if steps else state
         except NotFinite as error:
             self._wait()
-            self.ledger.record('diverged', None)
-            self.ledger.flush()
+            self._record_end('diverged', None)
             last = self.checkpoints.latest_step
             good = 'there is none yet' if last is None else self.checkpoints.path(last)
             raise NotFinite(f'{error}; last good checkpoint: {good}') from error
@@ -268,31 +264,31 @@ class Run:
             step = int(state.step)
             self.save(step, state)
             self._wait()
-            self.ledger.record('stopped', step)
-            self.ledger.flush()
+            self._record_end('stopped', step)
             where = self.checkpoints.path(step)
             raise Interrupted(f'stopped at step {step}, saved in {where}') from None
         self._wait()
         self.check_data(data_record.PATIENCE)
         self.reporter.flush()
-        self.ledger.record('complete', steps.stop)
-        self.ledger.flush()
+        self._record_end('complete', steps.stop)
         return state
 
-    def _trained(self, state: TrainState, steps: range) -> TrainState:
-        config, reader = self.experiment.config, self.experiment.train
+    def _fit(self, state: TrainState, steps: range, profile: range | None) -> TrainState:
+        config, update = self.experiment.config, self.programs.update
         every = self.experiment.length.interval(config.checkpoint_every_steps)
-        loader = self.loader_of(reader)
         batches = loading.training_batches(
-            loader, steps=steps, batch_size=config.batch_size, seed=config.seed
+            self.experiment.loader_of(self.experiment.train),
+            steps=steps,
+            batch_size=config.batch_size,
+            seed=config.seed,
         )
-        with profiling.profiled(
-            self.update,
-            self.profile if self.job.index == 0 else None,
-            first=steps.start,
-            folder=self.reporter.folder,
-            console=self.reporter.console,
-        ) as update:
+        with contextlib.ExitStack() as stack:
+            if profile is not None and self.job.index == 0:
+                folder, console = self.workdir.folder, self.reporter.console
+                profiled = profiling.profiled(
+                    update, profile, first=steps.start, folder=folder, console=console
+                )
+                update = stack.enter_context(profiled)
             return fit(
                 update,
                 state,
@@ -313,13 +309,14 @@ class Run:
                 due.setdefault(every(one.every_steps or config.eval_every_steps), []).append(name)
         observers = [Every(n, functools.partial(self.evaluate, names)) for n, names in due.items()]
         probes = self.experiment.probes if 'fewshot' not in without else None
-        if probes is not None and self.features is not None:
-            evaluate = functools.partial(self.probe, probes, self.features)
+        features = self.programs.features
+        if probes is not None and features is not None:
+            evaluate = functools.partial(self.probe, probes, features)
             observers.append(Every(every(probes.config.every_steps), evaluate))
         return observers
 
-    def _evaluated(self, state: TrainState, steps: range) -> None:
-        """Does evaluations that were interrupted where a run goes on, all of a complete one."""
+    def _resume_evaluations(self, state: TrainState, steps: range) -> None:
+        """Does evaluations that were interrupted where a run resumes, all of a complete one."""
         if steps.start == 0:
             return
         done = self.job.from_process_0('evaluated', lambda: json.dumps(self.reporter.evaluated))
@@ -340,46 +337,43 @@ class Run:
             self.job.reset_watchdog()
             self.ledger.record('saving', step)
             self.reporter.flush()
+            params, training = state.split()
             card, progress = self.experiment.card(step), self.reporter.progress
-            self.checkpoints.save(step, *state.split(), card, progress)
+            self.checkpoints.save(step, params, training, card, progress)
 
     def _wait(self) -> None:
+        """Waits for the last checkpoint."""
         self.job.enter('saving')
         with self.ledger.clock('save stall'):
             self.checkpoints.wait()
         self.job.reset_watchdog()
+
+    def _record_end(self, event: str, step: int | None) -> None:
+        self.ledger.record(event, step)
+        self.ledger.flush()
 
     def evaluate(self, names: list[str], step: int, state: TrainState) -> None:
         """Loss and metrics over all images of these evaluations."""
         for name in names:
             with self.ledger.clock('evaluation'):
                 self.ledger.record(f'evaluating {name}', step)
+                evaluator, params = self.programs.evaluators[name], state.eval_params
                 reader = self.experiment.evals[name]
-                loader = self.loader_of(reader)
-                size, count = self.experiment.eval_batch_size, len(loader.source)
-                batches = loading.sequential_batches(loader, np.arange(count), batch_size=size)
-                watched = self.job.tick_each(batches)
-                numbers, read = classification.evaluate(
-                    self.eval_steps[name],
-                    state.eval_params,
-                    watched,
-                    count=count,
-                    may_lack=self.experiment.evals[name].on_unreadable == 'skip',
-                )
-            self.evals[name], missing = numbers, {}
-            text = f'{eval_summary({name: numbers})} of {counted(read, "image")}'
-            if read < count:
-                missing = {'unreadable': count - read}
-                text += f', {count - read:,} left out, unreadable'
-            self.reporter.record(name, step, numbers | {'count': read} | missing, text)
+                found = evaluator.evaluate(params, reader, watch=self.job.tick_each)
+            self.evals[name] = found.means
+            numbers = found.means | {'count': found.num_images}
+            text = f'{eval_summary({name: found.means})} of {counted(found.num_images, "image")}'
+            if unreadable := len(reader.source) - found.num_images:
+                numbers['unreadable'] = unreadable
+                text += f', {unreadable:,} left out, unreadable'
+            self.reporter.record(name, step, numbers, text)
 
-    def probe(self, probes: Probes, features: Features, step: int, state: TrainState) -> None:
+    def probe(self, probes: Probes, features: Evaluator, step: int, state: TrainState) -> None:
         """The few-shot evaluation, written to the work directory."""
-        params, size = state.eval_params, self.experiment.eval_batch_size
         folder = self.workdir.folder
         with self.ledger.clock('evaluation'):
             self.ledger.record('evaluating fewshot', step)
-            features_of = probing.make_features_of(features, params, self.loader_of, size, self.job)
+            features_of = features_by(features, state.eval_params, watch=self.job.tick_each)
             self.fewshot = probing.evaluate(features_of, probes, self.experiment.preprocessing)
             self.fewshot |= {'step': step, 'checkpoint': str(folder)}
             if self.job.index == 0:

@@ -1,7 +1,6 @@
 """The work directory: one experiment, one run at a time, its configuration, its numbers."""
 
 import contextlib
-import dataclasses
 import datetime
 import os
 import pathlib
@@ -10,19 +9,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
-from vit_jax.base import (
-    Path,
-    UnusableDisk,
-    UserError,
-    atomic_files,
-    held_objects,
-    require_regular,
-    storage,
-    sync,
-)
+from vit_jax.base import Path, UnusableDisk, UserError, held_objects, require_regular, storage, sync
+from vit_jax.base.atomic_files import locked as lock_file
 from vit_jax.checkpoints import digests, names
 from vit_jax.checkpoints.store import FOLDER
-from vit_jax.config import TrainConfig, differing, read_config, write_config
+from vit_jax.config import differing, read_config, write_config
 from vit_jax.distributed.processes import Differs, Job
 
 CONFIG, METRICS, FEWSHOT = 'config.json', 'metrics.jsonl', 'fewshot.json'
@@ -45,9 +36,10 @@ def opened(
 ) -> Iterator[Workdir]:
     """Makes the directory of an experiment, if there is none, and holds it.
 
-    Raises UserError if it cannot be written, if another run holds it, if another version of vit_jax
-    wrote it, if it holds checkpoints of another configuration and `accept_changes` is False, and if
-    the processes of this job do not see the same directory.
+    Raises:
+      UserError: If it cannot be written, if another run holds it, if another version of vit_jax
+        wrote it, if it holds checkpoints of another configuration and `accept_changes` is False,
+        or if the processes of this job do not see the same directory.
     """
     if not storage.is_remote(path):
         names.require_here(path)  # else no program could name its checkpoints
@@ -56,8 +48,8 @@ def opened(
     with contextlib.ExitStack() as stack:
         if job.index == 0:
             require_apart(path, config)
+            hold = _leased if storage.is_remote(folder) else locked
             try:
-                hold = _leased if storage.is_remote(folder) else locked
                 with storage.reaching(folder):
                     _require_own_files(folder)
                     workdir = stack.enter_context(hold(folder))
@@ -65,25 +57,28 @@ def opened(
             except OSError as error:
                 if storage.is_remote(folder):
                     raise
-                reason = error.strerror or error  # of an UnusableDisk its own words
+                reason = error.strerror or error  # an UnusableDisk has its own words
                 raise UnusableDisk(f'workdir {folder}: cannot be written: {reason}') from error
         if job.count > 1:
-            job.barrier('workdir is made')
-            try:
-                lock = folder / LOCK
-                with storage.reaching(lock):
-                    text = lock.read_text() if lock.exists() else 'absent'
-                job.require_same('workdir', {'lock': text})
-            except Differs as error:
-                raise UserError(
-                    f'workdir {folder} is another directory here than on process 0: all '
-                    f'processes need one that they share'
-                ) from error
+            _require_shared(folder, job)
         yield workdir
 
 
+def _require_shared(folder: Path, job: Job) -> None:
+    """Raises UserError if the processes of a job do not see the same lock in the directory."""
+    job.barrier('workdir is made')
+    lock = folder / LOCK
+    with storage.reaching(lock):
+        text = lock.read_text() if lock.exists() else 'absent'
+    try:
+        job.require_same('workdir', {'lock': text})
+    except Differs as error:
+        text = 'is another directory here than on process 0: all processes need one that they share'
+        raise UserError(f'workdir {folder} {text}') from error
+
+
 def require_apart(path: str, config: Any) -> None:
-    """Raises UserError where a directory would lie in a folder of images that `config` reads.
+    """Raises UserError if a directory lies in a folder of images that `config` reads.
 
     The next program would take it for a class without images.
     """
@@ -99,7 +94,7 @@ def require_apart(path: str, config: Any) -> None:
 
 
 def _require_own_files(folder: Path) -> None:
-    """Raises UserError where something else has the name of a file of a run, or of a folder."""
+    """Raises UserError if something else has the name of a file of a run, or of a folder."""
     for name in CONFIG, METRICS, FEWSHOT, LEDGER, DATA, LOCK:
         require_regular(folder / name)
     for place in folder, folder / FOLDER:
@@ -113,65 +108,59 @@ def _keep_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) 
     Raises UserError if a run with other values of fields that are not FREE has checkpoints, and if
     another version of vit_jax wrote the file.
     """
-    kept, changes = folder / CONFIG, list[str]()
-    if digests.steps(folder / FOLDER):
-        try:
-            changes = differing(read_config(kept), config)
-        except UserError:
-            raise
-        except Exception as error:  # damaged text may be anything
-            changes = [f'which is not known, as {CONFIG} cannot be read: {error}']
+    changes = list[str]()
+    try:
+        if (recorded := _read_config(folder)) is not None:
+            changes = differing(recorded, config)
+    except UserError:
+        raise
+    except Exception as error:  # damaged text may be anything
+        changes = [f'which is not known, as {CONFIG} cannot be read: {error}']
     if changes and not accept_changes:
         text = f'workdir {folder} holds a run of another configuration:'
         advice = 'take another --workdir, or go on with --accept_config_changes'
         raise UserError('\n  '.join([text, *changes]) + f'\n{advice}')
     if not changes:
-        write_config(kept, config)
+        write_config(folder / CONFIG, config)
 
 
-def kept_dtype(path: str) -> str:
+def _read_config(folder: Path) -> dict[str, Any] | None:
+    """Returns the configuration of the run that has checkpoints there; None without a run."""
+    return read_config(folder / CONFIG) if digests.steps(folder / FOLDER) else None
+
+
+def recorded_dtype(path: str) -> str:
     """Returns the `compute.dtype` of the run in a work directory, or `auto` if none has started."""
     folder = storage.folder(path)
-    with storage.reaching(folder):
-        if not digests.steps(folder / FOLDER):
-            return 'auto'
-        try:
-            dtype = read_config(folder / CONFIG)['compute']['dtype']
-        except Exception:  # `opened` rejects a configuration that cannot be read
-            return 'auto'
+    try:
+        recorded = _read_config(folder) or {'compute': {'dtype': 'auto'}}
+        dtype = recorded['compute']['dtype']
+    except Exception:  # `opened` rejects a configuration that cannot be read
+        return 'auto'
     return dtype if dtype in ('float32', 'bfloat16') else 'auto'
-
-
-def with_kept_dtype(config: TrainConfig, path: str, job: Job) -> TrainConfig:
-    """Replaces the dtype `auto` with the dtype of the run in the work directory."""
-    if config.compute.dtype != 'auto':
-        return config
-    kept: Any = job.from_process_0('dtype', lambda: kept_dtype(path))
-    compute = dataclasses.replace(config.compute, dtype=kept)
-    return dataclasses.replace(config, compute=compute)
 
 
 @contextlib.contextmanager
 def locked(folder: pathlib.Path) -> Iterator[Workdir]:
-    """Holds the lock file, which says who does; the system frees it when the process is gone.
+    """Holds the lock file, which names the process; the system frees it when the process is gone.
 
-    Raises UserError where another process holds it.
+    Raises UserError if another process holds it.
     """
     new = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for place in new:
         sync(place.parent)
     with (folder / LOCK).open('a+') as file:
-        if holder := _other_holder(file):
-            raise UserError(f'workdir {folder} is in use by {holder}')
+        if other := _other_holder(file):
+            raise UserError(f'workdir {folder} is in use by {other}')
         file.truncate(0)
-        file.write(_holder())
+        file.write(_name_of_this_run())
         file.flush()
         yield Workdir(folder)
 
 
 def holder(folder: pathlib.Path) -> str | None:
-    """Who holds a directory on a disk, in words; None where nobody does."""
+    """Describes the process that holds a directory on a disk; None if there is none."""
     if not (folder / LOCK).exists():
         return None
     with (folder / LOCK).open('a+') as file:
@@ -179,8 +168,8 @@ def holder(folder: pathlib.Path) -> str | None:
 
 
 def _other_holder(file: IO[str]) -> str | None:
-    """Who has locked the file; None where this process has now."""
-    if atomic_files.locked(file):
+    """Describes the process that has locked the file; None if this process has now."""
+    if lock_file(file):
         return None
     file.seek(0)
     text = file.read(500).strip()
@@ -189,15 +178,15 @@ def _other_holder(file: IO[str]) -> str | None:
 
 @contextlib.contextmanager
 def _leased(folder: Path) -> Iterator[Workdir]:
-    """Holds a folder on a store, when all that a run needs there was tried."""
+    """Holds a folder on a bucket, after trying all that a run needs there."""
     storage.require_usable(folder)
-    lease = held_objects.Lease(folder / LOCK, _holder())
+    lease = held_objects.Lease(folder / LOCK, _name_of_this_run())
     try:
         yield Workdir(folder, lease.check)
     finally:
         lease.release()
 
 
-def _holder() -> str:
+def _name_of_this_run() -> str:
     now, host = datetime.datetime.now().isoformat(' ', 'seconds'), socket.gethostname()
     return f'process {os.getpid()} on {host} since {now}, run {uuid.uuid4()}\n'

@@ -13,7 +13,8 @@ from vit_jax.base import Path, UserError, records, require_regular, write_json
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.config import UNMEASURED, TrainConfig, differing, write_config
-from vit_jax.experiment import goodput, history, workdirs
+from vit_jax.experiment import goodput, workdirs
+from vit_jax.studies import history
 from vit_jax.studies.config import COMPUTE, Grid, Study
 
 STUDY = 'study.json'
@@ -164,7 +165,7 @@ def write_run_config(folder: Path, study: Study, run: PlannedRun) -> Path:
         values['start_from'] = str(_checkpoint(folder / run.after.name, best))
     path = folder / run.name / workdirs.CONFIG
     if values['compute']['dtype'] == 'auto':
-        values['compute']['dtype'] = workdirs.kept_dtype(str(path.parent))
+        values['compute']['dtype'] = workdirs.recorded_dtype(str(path.parent))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_config(path, values)
     return path

@@ -16,8 +16,7 @@ _LOG_STEPS, _LOG_LINES = 50, 20
 class Duration(records.Record):
     """How long, in exactly one unit: Duration(steps=500), Duration(epochs=90), ...
 
-    An epoch is as many examples as there are training images, a fraction is of all steps. Assigning
-    another unit clears the first: the command line can turn steps=500 into epochs=3.
+    An epoch is as many examples as there are training images, a fraction is of all steps.
     """
 
     steps: int | None = None  # updates, of a batch each
@@ -36,10 +35,10 @@ class Duration(records.Record):
         records.require_between(self, 'steps', 'epochs', 'examples', low=0)
         records.require_between(self, 'fraction', low=0, high=1)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in UNITS and value is not None and len(vars(self)) == len(UNITS):  # made already
-            vars(self).update(dict.fromkeys(UNITS))
-        super().__setattr__(name, value)
+    def override(self, name: str, value: Any) -> None:
+        """Replaces the unit: `--config.total.epochs=3` where a file has steps=500."""
+        for unit in UNITS:
+            setattr(self, unit, value if unit == name else None)
 
     def __str__(self) -> str:
         unit = next(unit for unit in UNITS if getattr(self, unit) is not None)

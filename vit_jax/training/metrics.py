@@ -14,7 +14,7 @@ class BatchSums(NamedTuple):
 
     sums: dict[str, Array]  # by name: the loss, and each of `example_metrics`
     num_examples: Array
-    rows: dict[str, Array]  # (b ...) by name, and their `mask` (b), where some were asked for
+    rows: dict[str, Array]  # outputs of each example (b ...) by name, masked ones included
 
 
 def summed(
@@ -22,9 +22,9 @@ def summed(
     mask: Bool[Array, 'b'],
     rows: dict[str, Array] | None = None,
 ) -> BatchSums:
-    """Values of examples, by name, as sums; `rows` are given with their mask."""
+    """Sums the values of unmasked examples, by name; `rows` are passed on."""
     sums = {name: jnp.where(mask, value, 0).sum() for name, value in values.items()}
-    return BatchSums(sums, mask.sum(dtype=jnp.int32), rows | {'mask': mask} if rows else {})
+    return BatchSums(sums, mask.sum(dtype=jnp.int32), rows or {})
 
 
 # Rows (b ...) of logits (b k) and targets (b k), by name.

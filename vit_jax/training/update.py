@@ -95,7 +95,7 @@ def make_loss_sums(
     """Sums over the unmasked examples of a batch, for training and evaluation alike.
 
     `loss_sums(params, batch, key=None)` sums the `loss` and each of `example_metrics`; a key
-    switches dropout on. `rows_of(logits, targets)` are rows to give with their `mask`.
+    switches dropout on. `rows_of(logits, targets)` returns rows to pass on (see `BatchSums`).
     """
 
     def loss_sums(params: Params, batch: Batch, key: Key[Array, ''] | None = None) -> BatchSums:

@@ -1,4 +1,4 @@
-"""What the files of a work directory tell of a run, while it goes on or afterwards."""
+"""Reads what runs have written into their work directories, while they run or afterwards."""
 
 import json
 import os
@@ -16,7 +16,7 @@ Line = dict[str, Any]
 
 
 class History(NamedTuple):
-    """A run: what it was asked to do, the lines of its numbers, and where its time went."""
+    """A run: its configuration, the lines of its numbers, and where its time went."""
 
     name: str
     folder: Path

@@ -1,0 +1,197 @@
+"""The evaluator: each image counts once, and training and `evaluate` report the same numbers."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import vit_jax
+from tests import tiny
+from vit_jax.base import UserError
+from vit_jax.config import EvalConfig, TrainConfig
+from vit_jax.data.image_preprocessing import Preprocessing
+from vit_jax.data.reading import reader_for
+from vit_jax.data.sources.arrays import array_source
+from vit_jax.data.sources.opening import make_opener
+from vit_jax.evaluation import evaluator, features, head
+from vit_jax.evaluation.evaluator import batches_on_all_devices, make_evaluator
+from vit_jax.experiment import training_run
+from vit_jax.training.duration import Duration
+from vit_jax.training.metrics import summed
+
+VALUES = np.arange(1, 51, dtype=np.uint8)  # the pixels of each image
+IMAGES = np.broadcast_to(VALUES[:, None, None], (50, 8, 8))
+SOURCE = array_source(IMAGES, np.arange(50) % 3, 'abc', name='data')
+
+
+def reader_of(source, **options):
+    return reader_for(source, Preprocessing(), (8, 8), **options)
+
+
+def pixel_sums(params, batch):
+    pixels = batch['images'][:, 0, 0, 0].astype(jnp.float32)
+    values = {'pixel': params['scale'] * pixels, 'label': batch['labels'].astype(jnp.float32)}
+    return summed(values, batch['mask'], {'pixels': pixels})
+
+
+def with_unreadable(source, *broken):
+    def read(index):
+        if index in broken:
+            raise FileNotFoundError(2, 'No such file or directory')
+        return source.read(index)
+
+    return dataclasses.replace(source, read=read)
+
+
+def with_loads(reader, change):
+    """An evaluator of `pixel_sums` whose loader changes what it has loaded."""
+    batches = batches_on_all_devices(reader, 8)
+    loader = batches.loader_of(reader)
+    changed = dataclasses.replace(loader, load=lambda refs: change(loader.load(refs)))
+    return make_evaluator(pixel_sums, batches._replace(loader_of=lambda _: changed))
+
+
+@pytest.mark.parametrize('count', [1, 7, 50])
+def test_means_are_over_images_whatever_the_batches(count):
+    reader = reader_of(SOURCE)
+    measure = make_evaluator(pixel_sums, batches_on_all_devices(reader, 8))
+    indices = np.random.default_rng(0).permutation(50)[:count]
+    found = measure.evaluate({'scale': 2.0}, reader, indices)
+    assert found.means['pixel'] == pytest.approx(2 * VALUES[indices].mean())
+    assert found.means['label'] == pytest.approx(SOURCE.labels[indices].mean())
+    np.testing.assert_array_equal(found.rows['pixels'], VALUES[indices])
+    assert found.num_images == count and found.readable.all()
+
+
+def test_unreadable_images_are_left_out_if_the_reader_skips_them():
+    reader = reader_of(with_unreadable(SOURCE, 3, 49), on_unreadable='skip')
+    measure = make_evaluator(pixel_sums, batches_on_all_devices(reader, 8))
+    found = measure.evaluate({'scale': 1.0}, reader)
+    assert found.means['pixel'] == pytest.approx(np.delete(VALUES, [3, 49]).mean())
+    assert np.flatnonzero(~found.readable).tolist() == [3, 49] and found.num_images == 48
+    reader = reader_of(with_unreadable(SOURCE, *range(50)), on_unreadable='skip')
+    measure = make_evaluator(pixel_sums, batches_on_all_devices(reader, 8))
+    with pytest.raises(UserError, match='none of 50 images can be read'):
+        measure.evaluate({'scale': 1.0}, reader)
+
+
+def test_an_image_that_is_lost_or_counted_twice_is_an_error():
+    reader = reader_of(SOURCE)
+    lost = with_loads(
+        reader, lambda batch: batch | {'mask': batch['mask'] & (batch['example'] > 0)}
+    )
+    with pytest.raises(AssertionError, match='evaluated 49 examples of 50'):
+        lost.evaluate({'scale': 1.0}, reader)
+    for on_unreadable in 'error', 'skip':
+        reader = reader_of(SOURCE, on_unreadable=on_unreadable)
+        twice = with_loads(reader, lambda batch: batch | {'mask': np.ones_like(batch['mask'])})
+        with pytest.raises(AssertionError, match='of 50'):
+            twice.evaluate({'scale': 1.0}, reader)
+
+
+def test_evaluators_of_equal_shapes_compute_their_own_function():
+    reader = reader_of(SOURCE)
+    batches = batches_on_all_devices(reader, 8)
+
+    def doubled(params, batch):
+        return pixel_sums({'scale': 2 * params['scale']}, batch)
+
+    params = {'scale': jax.ShapeDtypeStruct((), jnp.float32)}
+    one, two = (make_evaluator(f, batches).compile(params, reader) for f in (pixel_sums, doubled))
+    params = {'scale': jnp.float32(1)}
+    mean = one.evaluate(params, reader).means['pixel']
+    assert two.evaluate(params, reader).means['pixel'] == pytest.approx(2 * mean)
+
+
+def log_softmax(logits):
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+def test_training_and_evaluate_report_what_the_logits_give(tmp_path):
+    """Of one evaluation with the labels of the data, and one that has other labels."""
+    opened = make_opener()
+    labels = opened('digits', 'test').labels
+    real = {f'digits/test[{i}]': [int(y), int(y + 1) % 10] for i, y in enumerate(labels)}
+    (tmp_path / 'real.json').write_text(json.dumps(real))
+    config = tiny.experiment(
+        model=tiny.model(num_classes=None, depth=1),
+        total=Duration(steps=3),
+        eval_split=TrainConfig.eval_split,
+        evals={
+            'own': EvalConfig(split='test[:50]'),
+            'real': EvalConfig(split='test[:50]', labels=str(tmp_path / 'real.json')),
+        },
+    )
+    reported = training_run.train(config, str(tmp_path / 'run')).evals
+    trained = vit_jax.load(tmp_path / 'run')
+    source = opened('digits', 'test[:50]')
+    logits = trained.logits(np.stack([trained.prepare(source.read(i)[0]) for i in range(50)]))
+    targets = {'own': np.eye(10)[labels[:50]]}
+    targets['real'] = np.eye(10)[labels[:50]] + np.eye(10)[(labels[:50] + 1) % 10]
+    for name, right in targets.items():
+        shares = right / right.sum(axis=1, keepdims=True)
+        expected = {
+            'accuracy': right[np.arange(50), logits.argmax(axis=1)].mean(),
+            'loss': -(shares * log_softmax(logits)).sum(axis=1).mean(),
+        }
+        path = None if name == 'own' else str(tmp_path / 'real.json')
+        reader = head.reader_for(trained, opened('digits', 'test[:50]', path))
+        measured = head.evaluate_head(trained, reader, batch_size=16, relabelled=name == 'real')
+        for means in reported[name], measured.means:
+            assert means['accuracy'] == pytest.approx(expected['accuracy'])
+            assert means['loss'] == pytest.approx(expected['loss'], rel=1e-6)
+        assert reported[name] == measured.means
+    assert reported['own']['loss'] != reported['real']['loss']
+
+
+def test_features_are_those_of_the_model_and_nan_if_unreadable():
+    network = vit_jax.load('tests/reference/families/siglip_hf_linear', image_size=(8, 8))
+    reader = reader_for(
+        with_unreadable(SOURCE, 9), network.preprocessing, (8, 8), on_unreadable='skip'
+    )
+    extract = features.make_feature_evaluator(
+        network.model, network.preprocessing, batches_on_all_devices(reader, 8), exact=True
+    )
+    indices = np.array([4, 9, 2])
+    found = features.features_by(extract, network.params)(reader, indices)
+    images = np.stack([network.prepare(SOURCE.read(i)[0]) for i in (4, 2)])
+    np.testing.assert_allclose(found[[0, 2]], network.features(images), rtol=1e-5, atol=1e-5)
+    assert np.isnan(found[1]).all()
+    broken = jax.tree.map(lambda leaf: np.full_like(leaf, np.inf), network.params)
+    with pytest.raises(UserError, match=r'data\[4\]: its features are not finite'):
+        features.features_by(extract, broken)(reader, indices)
+
+
+def test_average_precision_is_the_mean_precision_at_each_hit():
+    scores = np.array([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.1, 0.4]])
+    targets = np.array([[1, 0], [0, 0], [1, 1], [0, 0]])
+    expected = [(1 + 2 / 3) / 2, 1 / 2]  # class 0: hits at ranks 1 and 3; class 1: at rank 2
+    np.testing.assert_allclose(evaluator.average_precisions(scores, targets), expected)
+    with_absent = np.pad(targets, ((0, 0), (0, 1)))
+    scores = np.pad(scores, ((0, 0), (0, 1)))
+    found = evaluator.average_precisions(scores, with_absent)
+    np.testing.assert_allclose(found, [*expected, np.nan])  # a class of no image has no precision
+    with pytest.raises(UserError, match='none of 4 images has a class'):
+        evaluator.average_precisions(scores, 0 * with_absent)
+
+
+def test_mean_average_precision_is_over_the_images_that_could_be_read():
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 2, (50, 3))
+    several = array_source(IMAGES, labels, 'abc', name='data')
+    reader = reader_of(with_unreadable(several, 1, 2), on_unreadable='skip')
+
+    def scored(params, batch):
+        logits = jnp.sin(batch['example'][:, None] * jnp.arange(1.0, 4.0))
+        return summed({}, batch['mask'], {'logits': logits, 'targets': batch['labels']})
+
+    found = make_evaluator(scored, batches_on_all_devices(reader, 8)).evaluate({}, reader)
+    read = np.delete(np.arange(50), [1, 2])
+    logits = np.sin(read[:, None].astype(np.float32) * np.arange(1, 4, dtype=np.float32))
+    expected = evaluator.average_precisions(logits, labels[read])
+    np.testing.assert_allclose(found.average_precisions, expected)
+    assert found.means == {'mean_average_precision': pytest.approx(expected.mean())}

@@ -1,0 +1,170 @@
+"""The evaluator: means of the loss and metrics, and outputs of each image, over whole data sets.
+
+Training, `evaluate` and `fewshot` all measure with it. An evaluator applies a function of (params,
+batch), jitted for the mesh, to all images in order. Evaluations share a compiled program only if
+they have the same evaluator, and thus the same function.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from vit_jax.base import Array, Batch, Bool, Float, Int, Num, Params, require
+from vit_jax.data import loading
+from vit_jax.data.loading import Loader, LoaderConfig
+from vit_jax.data.reading import ImageReader
+from vit_jax.distributed import meshes
+from vit_jax.training.metrics import BatchSums
+
+Watch = Callable[[Iterable[Batch]], Iterable[Batch]]
+_FEW = 32  # images: smaller batches would be one more compiled program for each number of images
+
+
+class Batches(NamedTuple):
+    """How the images of a reader become batches on the devices of a mesh."""
+
+    mesh: Mesh
+    loader_of: Callable[[ImageReader], Loader]
+    batch_size: int
+
+    def read(
+        self, reader: ImageReader, indices: Int[np.ndarray, 'n'] | None = None
+    ) -> Iterator[Batch]:
+        """Yields these images, or all, in order; the last batch is filled up with padding."""
+        indices = np.arange(len(reader.source)) if indices is None else indices
+        loader = self.loader_of(reader)
+        return loading.sequential_batches(loader, indices, batch_size=self.batch_size)
+
+    def abstract(self, reader: ImageReader) -> Batch:
+        """Returns shape, type and sharding of each array of a batch."""
+        label_shape = reader.source.label_shape
+        return loading.abstract_batch(self.mesh, self.batch_size, reader.size, label_shape)
+
+
+def batches_on_all_devices(reader: ImageReader, batch_size: int) -> Batches:
+    """Returns batches of `batch_size` images, or a few more, split over all devices.
+
+    Batches are no larger than the data set needs. Raises UserError if they exceed the memory.
+    """
+    mesh = meshes.make_mesh(meshes.MeshConfig())
+    batch_size = min(batch_size, max(_FEW, len(reader.source)))
+    loading.check_memory(batch_size, reader.size, '--batch_size')
+    batch_size = -(-batch_size // mesh.size) * mesh.size
+    sharding = meshes.batch_sharding(mesh)
+    loader_of = loading.make_loaders(LoaderConfig(placement='host'), sharding)
+    return Batches(mesh=mesh, loader_of=loader_of, batch_size=batch_size)
+
+
+class Evaluation(NamedTuple):
+    """The results over the images that could be read.
+
+    `rows` are the outputs of each of these images, in order, by name. If they include `logits` and
+    `targets` (r k), then `average_precisions` has the average precision of each class, and `means`
+    has their mean, the `mean_average_precision`.
+    """
+
+    means: dict[str, float]
+    rows: dict[str, Num[np.ndarray, 'r ...']]
+    readable: Bool[np.ndarray, 'n']  # which of the images could be read
+    average_precisions: Float[np.ndarray, 'k'] | None = None
+
+    @property
+    def num_images(self) -> int:
+        """The number of images that could be read."""
+        return int(self.readable.sum())
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """Applies a function of (params, batch) to whole data sets (see `make_evaluator`)."""
+
+    step: Any  # (params, batch) -> sums, mask, rows; jitted or compiled
+    batches: Batches
+
+    def compile(self, params: Params, reader: ImageReader) -> 'Evaluator':
+        """Returns the evaluator compiled for abstract parameters and the batches of a reader."""
+        step = self.step.lower(params, self.batches.abstract(reader)).compile()
+        return dataclasses.replace(self, step=step)
+
+    def evaluate(
+        self,
+        params: Params,
+        reader: ImageReader,
+        indices: Int[np.ndarray, 'n'] | None = None,
+        *,
+        watch: Watch = iter,
+    ) -> Evaluation:
+        """Evaluates these images, or all, counting each exactly once.
+
+        Args:
+          params: Parameters on the devices of the mesh.
+          reader: The images. Those that it skips because they cannot be read are left out.
+          indices: Images by their index in the source; None: all.
+          watch: Wraps the iterator of batches, for example to show progress.
+
+        Raises:
+          UserError: If no image can be read.
+          AssertionError: If an image was lost or counted twice.
+        """
+        count = len(reader.source if indices is None else indices)
+        totals: dict[str, float] = collections.defaultdict(float)
+        parts: dict[str, list[np.ndarray]] = collections.defaultdict(list)
+        masks = []
+        batches = watch(self.batches.read(reader, indices))
+        computed = itertools.chain((self.step(params, batch) for batch in batches), [None])
+        for outputs, _ in itertools.pairwise(computed):  # read one batch late: devices run ahead
+            sums, mask, rows = jax.device_get(outputs)
+            masks.append(mask)
+            for name, value in sums.items():
+                totals[name] += float(value)
+            for name, values in rows.items():
+                parts[name].append(values[mask])
+        mask = np.concatenate(masks)
+        examples, readable = int(mask.sum()), mask[:count]
+        may_lack = reader.on_unreadable == 'skip'
+        require(examples > 0 or not may_lack, f'none of {count:,} images can be read')
+        if examples != readable.sum() or (examples < count and not may_lack):
+            raise AssertionError(f'evaluated {examples} examples of {count}')
+        means = {name: total / examples for name, total in totals.items()}
+        rows = {name: np.concatenate(values) for name, values in parts.items()}
+        if 'logits' not in rows:
+            return Evaluation(means=means, rows=rows, readable=readable)
+        precisions = average_precisions(rows['logits'], rows['targets'])
+        means['mean_average_precision'] = float(np.nanmean(precisions))
+        return Evaluation(means, rows, readable, average_precisions=precisions)
+
+
+def make_evaluator(function: Callable[[Params, Batch], BatchSums], batches: Batches) -> Evaluator:
+    """Makes the evaluator of a function that sums over the examples of a batch.
+
+    The results of each batch are replicated on all devices.
+    """
+
+    def step(params: Params, batch: Batch) -> tuple[dict[str, Array], Array, dict[str, Array]]:
+        sums, _, rows = function(params, batch)
+        return sums, batch['mask'], rows
+
+    everywhere = meshes.replicated(batches.mesh)
+    return Evaluator(meshes.jit_on(step, batches.mesh, out_shardings=everywhere), batches)
+
+
+def average_precisions(
+    logits: Float[np.ndarray, 'n k'], targets: Num[np.ndarray, 'n k']
+) -> Float[np.ndarray, 'k']:
+    """Returns the area under precision over recall of each class; NaN for one without images.
+
+    Raises UserError if no image has a class.
+    """
+    from sklearn.metrics import average_precision_score
+
+    precisions, present = np.full(targets.shape[1], np.nan), targets.any(axis=0)
+    require(bool(present.any()), f'none of {len(targets):,} images has a class')
+    scores = average_precision_score(targets[:, present], logits[:, present], average=None)
+    precisions[present] = scores
+    return precisions

@@ -1,0 +1,182 @@
+"""Evaluates a checkpoint's own head on labelled images: over all of them, and class by class."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from vit_jax.base import Array, Float, Int, Num, UserError, require
+from vit_jax.data import reading
+from vit_jax.data.image_preprocessing import normalize
+from vit_jax.data.reading import ImageReader
+from vit_jax.data.sources.base import Source
+from vit_jax.data.sources.relabelling import renumbered
+from vit_jax.distributed import meshes
+from vit_jax.evaluation.evaluator import Watch, batches_on_all_devices, make_evaluator
+from vit_jax.models import with_exact_products
+from vit_jax.pretrained import Loaded
+from vit_jax.training.losses import LossConfig, LossKind, make_loss, of_any
+from vit_jax.training.metrics import predictions, scores
+from vit_jax.training.update import make_loss_sums
+
+
+class HeadReport(NamedTuple):
+    """Metrics over the images that could be read, and of each class."""
+
+    images: int
+    means: dict[str, float]  # of loss and metrics, by name
+    classes: list[dict[str, Any]]  # of each class that has images: `class`, `images`, metrics
+    names: list[str]  # of the classes that have images or were predicted
+    confusion: Int[np.ndarray, 'k k'] | None  # images by class and prediction; None: multi-label
+
+
+def reader_for(loaded: Loaded, source: Source, **options: Any) -> ImageReader:
+    """Returns a reader that prepares images as the model expects, and skips unreadable ones.
+
+    `options` are further fields of `ImageReader`. Raises UserError if the model has no output for
+    an image.
+    """
+    if getattr(loaded.config, 'pool', None) == 'none':
+        raise UserError('pool=none: the network has outputs for every token, not for the image')
+    size, options = loaded.config.image_size, {'on_unreadable': 'skip'} | options
+    return reading.reader_for(source, loaded.preprocessing, size, **options)
+
+
+def match_classes(source: Source, loaded: Loaded, *, by_number: bool) -> Source:
+    """Returns the images with the classes of the model.
+
+    Classes are matched by name. They are matched by order on request, or if the checkpoint has no
+    names and the data have as many classes. Raises UserError if they cannot be matched.
+    """
+    names, count = loaded.class_names, loaded.config.num_classes
+    if names and not by_number:
+        try:
+            return renumbered(source, names)
+        except UserError as error:
+            fits = len(source.class_names) == count
+            same = '; --by_number takes them in their order' if fits else ''
+            raise UserError(f'{error}{same}') from error
+    if len(source.class_names) != count:
+        why = 'of which is not known which is which class' if not names else 'by their order'
+        raise UserError(
+            f'the network has {count:,} outputs, {why}; the data have '
+            f'{len(source.class_names):,} classes'
+        )
+    return source
+
+
+def evaluate_head(
+    loaded: Loaded,
+    reader: ImageReader,
+    *,
+    batch_size: int,
+    relabelled: bool = False,
+    watch: Watch = iter,
+) -> HeadReport:
+    """Evaluates the predictions of images whose classes are those of the model.
+
+    The loss is the one of the training, or softmax if that is unknown, without label smoothing.
+
+    Args:
+      loaded: The checkpoint.
+      reader: Images with the classes of the model (see `match_classes`).
+      batch_size: Images in a batch.
+      relabelled: The labels replace others of one class per image, as those of ReaL do. If an
+        image then has several classes, any of them is right. This also holds for a model that was
+        trained for one class per image. Otherwise the average precision is measured.
+      watch: Wraps the iterator of batches, for example to show progress.
+
+    Raises:
+      UserError: If no image can be read, or none has a class.
+    """
+    loaded.require_head()
+    source = reader.source
+    any_right = source.multi_label and (relabelled or loaded.card.loss == 'softmax')
+    kind: LossKind = 'sigmoid' if loaded.card.loss == 'sigmoid' else 'softmax'
+    loss, rows_of = make_loss(LossConfig(kind=kind)), predictions
+    if any_right:
+        loss, rows_of = of_any(loss), _predictions_and_targets
+    elif source.multi_label:
+        rows_of = scores
+    loss_sums = make_loss_sums(
+        with_exact_products(loaded.model.apply),
+        loss,
+        functools.partial(normalize, preprocessing=loaded.preprocessing),
+        rows_of=rows_of,
+    )
+    evaluator = make_evaluator(loss_sums, batches_on_all_devices(reader, batch_size))
+    params = jax.device_put(loaded.params, meshes.replicated(evaluator.batches.mesh))
+    found = evaluator.evaluate(params, reader, watch=watch)
+    rows, targets = found.rows, found.rows['targets' if source.multi_label else 'label']
+    names, matrix = list[str](), None
+    of_class = functools.partial(class_means, num_classes=len(source.class_names))
+    metrics = {name: of_class(rows[name], targets) for name in found.means if name in rows}
+    if found.average_precisions is not None:
+        metrics = {'average_precision': found.average_precisions}
+    if not source.multi_label:
+        metrics['precision'] = of_class(rows['accuracy'], rows['predicted'])
+        names, matrix = _confusion(rows['label'], rows['predicted'], source.class_names)
+    classes = _list_classes(source.class_names, targets, metrics)
+    require(bool(classes), f'none of {found.num_images:,} images has a class')
+    return HeadReport(
+        images=found.num_images,
+        means=found.means,
+        classes=classes,
+        names=names,
+        confusion=matrix,
+    )
+
+
+def _predictions_and_targets(
+    logits: Float[Array, 'b k'], targets: Float[Array, 'b k']
+) -> dict[str, Array]:
+    return predictions(logits, targets) | {'targets': targets}
+
+
+def _list_classes(
+    names: Sequence[str], targets: Num[np.ndarray, 'n ...'], metrics: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Lists the metrics of each class that has images, as JSON; None if one is not defined."""
+    multi_label = targets.ndim == 2
+    images = targets.sum(axis=0) if multi_label else np.bincount(targets, minlength=len(names))
+    return [
+        {'class': names[i], 'images': int(images[i])}
+        | {name: float(of[i]) if np.isfinite(of[i]) else None for name, of in metrics.items()}
+        for i in np.flatnonzero(images).tolist()
+    ]
+
+
+def _confusion(
+    labels: Int[np.ndarray, 'n'], predicted: Int[np.ndarray, 'n'], class_names: Sequence[str]
+) -> tuple[list[str], Int[np.ndarray, 'k k']]:
+    """Returns the classes with images or predictions, and images by class (row) and prediction."""
+    numbers, pairs = np.unique([labels, predicted], return_inverse=True)
+    matrix = np.zeros((len(numbers), len(numbers)), np.int64)
+    np.add.at(matrix, tuple(pairs.reshape(2, -1)), 1)
+    return [class_names[number] for number in numbers], matrix
+
+
+def class_means(
+    values: Num[np.ndarray, 'n'], targets: Num[np.ndarray, 'n ...'], *, num_classes: int
+) -> Float[np.ndarray, 'k']:
+    """Returns the mean over the images of each class; NaN for a class without images.
+
+    `targets` are class numbers (n) or rows (n k).
+    """
+    images, labels = np.nonzero(targets) if targets.ndim == 2 else (np.arange(len(values)), targets)
+    totals = np.bincount(labels, weights=values[images], minlength=num_classes)
+    with np.errstate(invalid='ignore'):
+        return totals / np.bincount(labels, minlength=num_classes)
+
+
+def list_confusions(matrix: Int[np.ndarray, 'k k'], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Lists the wrong predictions, most frequent first: `class`, `taken_for`, `images`."""
+    wrong = matrix * (1 - np.eye(len(matrix), dtype=matrix.dtype))
+    rows, columns = np.nonzero(wrong)
+    order = np.argsort(-wrong[rows, columns], kind='stable')
+    return [
+        {'class': names[i], 'taken_for': names[j], 'images': int(wrong[i, j])}
+        for i, j in zip(rows[order].tolist(), columns[order].tolist(), strict=True)
+    ]

@@ -46,7 +46,7 @@ class Augmentation(Record):
     """
 
     crop: Crop | None = None  # None: the preprocessing's
-    shift_pixels: int = 0  # at most, in each direction
+    shift_pixels: int = 0  # the largest shift, in each direction
     flip: bool = False  # left to right, with probability 1/2
     randaugment: RandAugment = dataclasses.field(default_factory=RandAugment)  # 0 layers: none
     erasing: float = 0.0  # the probability that a rectangle becomes noise

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from vit_jax import inspect_data, prepare
-from vit_jax.cli import app
+from vit_jax import inspect_data
 from vit_jax.data import image_decoding
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.sources.opening import HeldOut, make_opener
@@ -225,14 +224,3 @@ def test_what_training_may_skip_is_no_reason_to_refuse_it(photos, tmp_path):
     config.eval_split = 'tset'
     assert look(config, tmp_path / 'out') == 1
     assert "no split 'tset'" in (tmp_path / 'out' / 'data.json').read_text()
-
-
-def test_preparing_says_what_is_missing(monkeypatch, capsys):
-    import sys
-
-    monkeypatch.setitem(sys.modules, 'tensorflow', None)
-    monkeypatch.setattr(sys, 'argv', ['prepare', 'cifar10'])
-    with pytest.raises(SystemExit) as ended:
-        app.run(prepare.main, prepare._parser())
-    assert ended.value.code == 1
-    assert capsys.readouterr().err.startswith('error: preparing needs TensorFlow: pip install')

@@ -129,21 +129,6 @@ def test_tiffs_of_kinds_that_are_read_wrongly_are_not_called_damaged(channels, b
         decoded(stored)
 
 
-def test_16_bit_png_keeps_the_high_byte():
-    deep = Image.fromarray((PHOTO[..., 0].astype(np.uint16) << 8) + 7)
-    result = decoded(encoded(deep, 'PNG'))
-    np.testing.assert_allclose(result, np.repeat(PHOTO[..., :1], 3, axis=2), atol=1)
-
-
-def test_a_photo_stands_upright_or_as_it_was_stored():
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned: rotate by 90 degrees clockwise to show
-    stored = encoded(Image.fromarray(PHOTO), 'JPEG', exif=exif, quality=95)
-    lying = np.asarray(Image.open(io.BytesIO(stored)))
-    np.testing.assert_array_equal(decoded(stored), np.rot90(lying, -1))
-    np.testing.assert_array_equal(decoded(stored, exif_rotation=False), lying)
-
-
 @pytest.mark.parametrize(
     'stored, message',
     [

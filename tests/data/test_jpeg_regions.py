@@ -4,7 +4,6 @@ import pathlib
 import struct
 import subprocess
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -226,9 +225,3 @@ def test_what_decodes_is_said_with_what_is_missing(with_decoder, monkeypatch):
         monkeypatch.setattr(importlib.util, 'find_spec', lambda name, built=built: built or None)
         text = image_decoding.describe_decoder()
         assert 'JPEGs are decoded whole: ' in text and why in text
-
-
-def test_a_decoder_that_another_thread_still_imports_is_found(monkeypatch):
-    module = types.SimpleNamespace(__spec__=None)  # Python sets the spec last
-    monkeypatch.setitem(sys.modules, 'vit_jax.data.jpeg_region', module)
-    assert image_decoding.region_decoder.__wrapped__() is module

@@ -1,24 +1,28 @@
 """Data sets that TensorFlow Datasets (TFDS) prepared, read without TensorFlow.
 
 ArrayRecord files are read by TFDS's own data source; TFRecord files, as in most existing folders,
-by offset (tfrecord.py). Images stay encoded: image_decoding.py decodes them.
+by offset. Images stay encoded: image_decoding.py decodes them.
 """
 
 import functools
 import operator
 import os
 import pathlib
+import struct
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import google_crc32c
 import numpy as np
 
 from vit_jax.base import Int, UserError, parsing, records
-from vit_jax.data.sources import tfrecord
 from vit_jax.data.sources.base import EncodedImage, Label, Source, Splits, multi_hot
 
 INFO = 'dataset_info.json'
+# A record of a TFRecord file is its length (8 bytes), a checksum of the length, its bytes, and a
+# checksum of these; both are masked CRC-32C.
+_HEADER = struct.Struct('<QI')
 Example = dict[str, Any]
 
 
@@ -95,7 +99,7 @@ def folder_splits(root: str, label: str | LabelReader | None = None) -> Splits:
                 checksums = _shard_checksums(info.splits[split])
             read_example = stored.__getitem__
         else:
-            checksums, read_record = tfrecord.read_tfrecords(info.splits[split].filepaths)
+            checksums, read_record = read_tfrecords(info.splits[split].filepaths)
             if (count := len(checksums)) != (expected := info.splits[split].num_examples):
                 raise UserError(f'{root}: {split} has {count} records, {INFO} says {expected}')
 
@@ -104,7 +108,7 @@ def folder_splits(root: str, label: str | LabelReader | None = None) -> Splits:
 
         name = f'tfds:{info.full_name}/{split}'
         image, labels = _find_columns(features, name, label)
-        read = functools.partial(_read, read_example, image, labels, name)
+        read = functools.partial(_read_image, read_example, image, labels, name)
         return Source(
             count=len(checksums),
             class_names=labels.class_names,
@@ -118,7 +122,7 @@ def folder_splits(root: str, label: str | LabelReader | None = None) -> Splits:
     return {split: functools.partial(open_split, split) for split in info.splits}
 
 
-def _read(
+def _read_image(
     read_example: Callable[[int], Example],
     image_column: str,
     labels: LabelReader,
@@ -178,6 +182,67 @@ def _shard_checksums(info: Any) -> Int[np.ndarray, 'n']:
             file.seek(-min(size, 65_536), os.SEEK_END)
             checksums.append(np.full(count, zlib.crc32(file.read(), size & 0xFFFFFFFF)))
     return np.concatenate(checksums) if checksums else np.zeros(0, np.int64)
+
+
+def read_tfrecords(
+    paths: Sequence[str | os.PathLike[str]],
+) -> tuple[np.ndarray, Callable[[int], bytes]]:
+    """Returns the checksums of the records of TFRecord files, and a function that reads a record.
+
+    Finds offsets by walking from length to length. The checksums of lengths are verified here, the
+    checksum of a record when it is read. UserError names file and offset if one is wrong or the
+    file ends early.
+    """
+    files = [(os.fspath(path), os.open(path, os.O_RDONLY)) for path in paths]  # for `pread`
+    found = [_find_records(path, descriptor) for path, descriptor in files]
+    offsets = [offset for offset, _ in found]
+    ends = np.cumsum([len(of_file) for of_file in offsets])
+
+    def read(index: int) -> bytes:
+        number = int(np.searchsorted(ends, index, side='right'))
+        path, descriptor = files[number]
+        return _read_record(path, descriptor, int(offsets[number][index - ends[number]]))
+
+    return np.concatenate([np.zeros(0, np.int64), *(checksums for _, checksums in found)]), read
+
+
+def _find_records(path: str, descriptor: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns where each record of a file begins, and its checksum as it is written."""
+    size, offset, offsets, checksums = os.fstat(descriptor).st_size, 0, list[int](), bytearray()
+    header = os.pread(descriptor, _HEADER.size, 0)
+    while offset < size:
+        offsets.append(offset)
+        offset += _HEADER.size + _read_length(path, header, offset) + 4
+        after = os.pread(descriptor, 4 + _HEADER.size, offset - 4)
+        checksums += after[:4]
+        header = after[4:]
+    if offset != size:
+        raise UserError(f'{path}: the file ends within the record at byte {offsets[-1]}')
+    return np.array(offsets, np.int64), np.frombuffer(checksums, '<u4').astype(np.int64)
+
+
+def _read_length(path: str, header: bytes, offset: int) -> int:
+    """Returns the length of the record at an offset from its header."""
+    if len(header) < _HEADER.size:
+        raise UserError(f'{path}: the file ends within the record at byte {offset}')
+    length, checksum = _HEADER.unpack(header)
+    if checksum != masked_crc(header[:8]):
+        raise UserError(f'{path}: the length of the record at byte {offset} is damaged')
+    return int(length)
+
+
+def _read_record(path: str, descriptor: int, offset: int) -> bytes:
+    length = _read_length(path, os.pread(descriptor, _HEADER.size, offset), offset)
+    data = os.pread(descriptor, length + 4, offset + _HEADER.size)
+    if len(data) != length + 4 or struct.unpack('<I', data[-4:])[0] != masked_crc(data[:-4]):
+        raise UserError(f'{path}: the record at byte {offset} is damaged')
+    return data[:-4]
+
+
+def masked_crc(data: bytes) -> int:
+    """The checksum of the TFRecord format: CRC-32C, rotated, with a constant added."""
+    crc = int(google_crc32c.value(data))
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def download_and_prepare(name: str, folder: str | None) -> str:

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import io
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -57,16 +57,19 @@ def read_header(stored: bytes, max_pixels: int = MAX_PIXELS) -> Header:
     Raises UserError if the format is not supported, or the image has more than `max_pixels`.
     """
     require(len(stored) > 0, 'the file is empty')
-    header = _read_jpeg_header(stored) or _read_other_header(stored)
+    header = (is_jpeg(stored) and _read_jpeg_header(stored)) or _read_other_header(stored)
     if header.height * header.width > max_pixels:
         size = f'{header.width:,} x {header.height:,} pixels'
         raise UserError(f'{size}, more than max_pixels={max_pixels:,}: set that higher to read it')
     return header
 
 
+def is_jpeg(stored: bytes | np.ndarray) -> TypeGuard[bytes]:
+    """Whether these are the bytes of a JPEG, by its first two."""
+    return isinstance(stored, bytes) and stored.startswith(b'\xff\xd8')
+
+
 def _read_jpeg_header(stored: bytes) -> Header | None:
-    if not stored.startswith(b'\xff\xd8'):
-        return None
     import simplejpeg
 
     try:

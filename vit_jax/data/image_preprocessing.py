@@ -18,6 +18,7 @@ from vit_jax.data.image_decoding import (
     Region,
     decode,
     decode_region,
+    is_jpeg,
     read_header,
     read_orientation,
     upright_shape,
@@ -214,7 +215,7 @@ def decode_and_crop(
     below the crop is found only if a JPEG is read `to_end`, which is not necessary for one that is
     known to be whole.
     """
-    if isinstance(stored, bytes) and isinstance(crop, InceptionCrop) and rng is not None:
+    if is_jpeg(stored) and isinstance(crop, InceptionCrop) and rng is not None:
         header = read_header(stored, max_pixels)
         if header.is_plain_jpeg:
             orientation = read_orientation(stored) if exif_rotation else 1

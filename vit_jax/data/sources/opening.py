@@ -146,7 +146,8 @@ def open_splits(
     if data == 'digits':
         return arrays.digits_splits()
     if not os.path.exists(data):
-        raise MissingFile(f'data={data!r}: no such file or folder{close_by(data) or _EXPECTED}')
+        kind = 'file' if data.endswith(('.npz', '.csv', '.jsonl')) else 'folder'
+        raise MissingFile(f'data={data!r}: no such {kind}{close_by(data) or _EXPECTED}')
     if data.endswith('.npz'):
         return arrays.npz_splits(data)
     if data.endswith(('.csv', '.jsonl')):

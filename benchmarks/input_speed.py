@@ -31,9 +31,10 @@ from jax.sharding import NamedSharding
 from vit_jax.base.array_types import Batch
 from vit_jax.cli import app
 from vit_jax.config import TrainConfig
-from vit_jax.data import jpeg_regions, loading
+from vit_jax.data import image_decoding, loading
 from vit_jax.data.augmentation import Augmentation, augment, augreg
-from vit_jax.data.image_preprocessing import InceptionCrop, RandomCrop, decode, decode_and_crop
+from vit_jax.data.image_decoding import decode
+from vit_jax.data.image_preprocessing import InceptionCrop, RandomCrop, decode_and_crop
 from vit_jax.data.reading import ExampleRef, ImageReader, cores
 from vit_jax.data.sources.base import Source, labelled_source, select
 from vit_jax.data.sources.folders import unlabelled
@@ -323,7 +324,7 @@ def main() -> None:
     source = unlabelled([arguments.photos])
     stored = [len(source.read(i)[0]) for i in range(len(source))]
     print(f'{len(source)} photos of {np.mean(stored) / 1e3:.0f} kB; {cores()} cores')
-    print(jpeg_regions.described())
+    print(image_decoding.describe_decoder())
     source = select(source, np.arange(DATA_SET) % len(source))
     cv2.setNumThreads(1)  # as the pipeline does
     reader = ImageReader(source, InceptionCrop(), size, exif_rotation=True)

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from vit_jax import inspect_data, prepare
-from vit_jax.cli import app
-from vit_jax.data import image_headers
+from vit_jax import inspect_data
+from vit_jax.data import image_decoding
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.sources.opening import HeldOut, make_opener
 from vit_jax.experiment.build import label_problems
@@ -22,7 +21,7 @@ def look(config, folder):
     return inspect_data.main(argparse.Namespace(config=config, workdir=str(folder)))
 
 
-OPENERS = image_headers._openers()
+OPENERS = image_decoding._openers()
 RNG = np.random.default_rng(0)
 
 
@@ -125,7 +124,7 @@ def test_test_images_that_are_trained_on_are_counted(photos, tmp_path, capsys):
 
 
 def test_every_problem_of_a_folder_is_listed_in_one_go(photos, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(image_headers, '_openers', lambda: few)
+    monkeypatch.setattr(image_decoding, '_openers', lambda: few)
     few = {kind: x for kind, x in OPENERS.items() if kind != 'HEIF'}
     (photos / 'ant').mkdir()
     (photos / 'bee').mkdir()
@@ -156,7 +155,7 @@ def test_every_problem_of_a_folder_is_listed_in_one_go(photos, tmp_path, capsys,
     assert split['images'] == 9 + 4 + 2 + 2 + 2
     assert split['unreadable'] == [
         f'{photos}/cat/3.jpg: not a whole image of a known format',
-        f'{photos}/dog/IMG.HEIC: a HEIC photo: {image_headers.HEIC_REMEDY}',
+        f'{photos}/dog/IMG.HEIC: a HEIC photo: {image_decoding.HEIC_REMEDY}',
         f'{photos}/dog/lost.jpg: No such file or directory',
     ]
     assert split['misnamed'] == [f'{photos}/dog/1.jpg: PNG']
@@ -225,14 +224,3 @@ def test_what_training_may_skip_is_no_reason_to_refuse_it(photos, tmp_path):
     config.eval_split = 'tset'
     assert look(config, tmp_path / 'out') == 1
     assert "no split 'tset'" in (tmp_path / 'out' / 'data.json').read_text()
-
-
-def test_preparing_says_what_is_missing(monkeypatch, capsys):
-    import sys
-
-    monkeypatch.setitem(sys.modules, 'tensorflow', None)
-    monkeypatch.setattr(sys, 'argv', ['prepare', 'cifar10'])
-    with pytest.raises(SystemExit) as ended:
-        app.run(prepare.main, prepare._parser())
-    assert ended.value.code == 1
-    assert capsys.readouterr().err.startswith('error: preparing needs TensorFlow: pip install')

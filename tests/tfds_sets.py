@@ -6,7 +6,7 @@ import struct
 
 import tensorflow_datasets as tfds
 
-from vit_jax.data.sources.tfrecord import masked_crc
+from vit_jax.data.sources.tfds import masked_crc
 
 
 def array_record(

@@ -29,7 +29,7 @@ from vit_jax.base import UserError, counted, records, storage
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.cli import app
-from vit_jax.data import jpeg_regions, loading
+from vit_jax.data import image_decoding, loading
 from vit_jax.distributed import clusters, meshes
 from vit_jax.distributed.processes import Job, joined_job
 from vit_jax.experiment import compilation, fingerprint, training_run
@@ -49,7 +49,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError(f'--workdir={arguments.workdir}: of which experiment? --config is missing')
     _say('host', f'{socket.gethostname()}, {platform.system()}, {os.cpu_count()} cores')
     _say('versions', ', '.join(f'{name} {v}' for name, v in fingerprint.packages().items()))
-    _say('decoding', jpeg_regions.described())
+    _say('decoding', image_decoding.describe_decoder())
     text = 'none recognised: one process'
     if cluster := clusters.detect_cluster(launch):
         text = f'process {cluster.process_id} of {cluster.num_processes}'

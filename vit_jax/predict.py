@@ -36,7 +36,7 @@ from vit_jax.base import (
 )
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.cli import app, output
-from vit_jax.data.image_headers import kinds_by_ending
+from vit_jax.data.image_decoding import formats_by_ending
 from vit_jax.data.image_preprocessing import normalize
 from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.folders import unlabelled
@@ -63,7 +63,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.features or arguments.output:
         output.outlive_readers()
     first = pathlib.Path(arguments.checkpoint)
-    if first.suffix.lower() in kinds_by_ending() and first.is_file():
+    if first.suffix.lower() in formats_by_ending() and first.is_file():
         raise UserError(f'{first} is an image; expected the checkpoint first: CHECKPOINT IMAGE...')
     source = unlabelled(arguments.images)
     loaded = load(arguments.checkpoint, **app.overrides(arguments))

@@ -10,7 +10,7 @@ import simplejpeg
 from PIL import Image
 
 from vit_jax.base import UserError
-from vit_jax.data import image_headers, image_preprocessing
+from vit_jax.data import image_decoding, image_preprocessing
 
 PHOTO = np.kron(np.random.default_rng(0).integers(0, 256, (6, 9, 3)), np.ones((8, 8, 1))).astype(
     np.uint8
@@ -24,7 +24,7 @@ def encoded(image: Image.Image, kind: str, **options) -> bytes:
 
 
 def decoded(stored, exif_rotation=True):
-    return image_preprocessing.decode(stored, exif_rotation=exif_rotation)
+    return image_decoding.decode(stored, exif_rotation=exif_rotation)
 
 
 @pytest.mark.parametrize('mode', ['RGB', 'L', 'P', 'RGBA'])
@@ -62,14 +62,14 @@ def test_each_door_gives_the_stored_color_whatever_the_transparency(kind, option
     expected = np.full((8, 8, 3), (200, 100, 50)) if kind == 'GIF' else PHOTO
     np.testing.assert_array_equal(decoded(stored), expected)
     opened = Image.open(io.BytesIO(stored))
-    np.testing.assert_array_equal(image_preprocessing.to_rgb(opened, exif_rotation=True), expected)
+    np.testing.assert_array_equal(image_decoding.to_rgb(opened, exif_rotation=True), expected)
 
 
 @pytest.mark.parametrize('kind', ['PNG', 'TIFF', 'JPEG2000'])
 def test_16_bits_are_the_high_byte_through_each_door(kind):
     stored = encoded(Image.fromarray((PHOTO[..., 0].astype(np.uint16) << 8) + 200), kind)
     opened = Image.open(io.BytesIO(stored))
-    for found in decoded(stored), image_preprocessing.to_rgb(opened, exif_rotation=True):
+    for found in decoded(stored), image_decoding.to_rgb(opened, exif_rotation=True):
         np.testing.assert_array_equal(found, np.repeat(PHOTO[..., :1], 3, axis=-1))
 
 
@@ -90,7 +90,7 @@ def test_the_largest_value_of_a_ppm_is_white_through_each_door(most, channels):
     stored = b'P%d 3 1 %d\n' % (5 if channels == 1 else 6, most) + values.tobytes()
     expected = np.array([0, most // 2 / most * 255, 255])[:, None].repeat(3, axis=1)
     opened = Image.open(io.BytesIO(stored))
-    for found in decoded(stored), image_preprocessing.to_rgb(opened, exif_rotation=True):
+    for found in decoded(stored), image_decoding.to_rgb(opened, exif_rotation=True):
         np.testing.assert_allclose(found[0], expected, atol=1)  # rounded
 
 
@@ -108,7 +108,7 @@ def test_each_door_turns_an_image_or_leaves_it(kind, orientation):
     moved |= {1: pixels, 7: pixels[::-1, ::-1].swapaxes(0, 1)}
     for upright, expected in (True, moved[orientation]), (False, pixels):
         opened = Image.open(io.BytesIO(turned))
-        found = decoded(turned, upright), image_preprocessing.to_rgb(opened, exif_rotation=upright)
+        found = decoded(turned, upright), image_decoding.to_rgb(opened, exif_rotation=upright)
         for each in found:
             np.testing.assert_array_equal(each, expected)
 
@@ -129,26 +129,11 @@ def test_tiffs_of_kinds_that_are_read_wrongly_are_not_called_damaged(channels, b
         decoded(stored)
 
 
-def test_16_bit_png_keeps_the_high_byte():
-    deep = Image.fromarray((PHOTO[..., 0].astype(np.uint16) << 8) + 7)
-    result = decoded(encoded(deep, 'PNG'))
-    np.testing.assert_allclose(result, np.repeat(PHOTO[..., :1], 3, axis=2), atol=1)
-
-
-def test_a_photo_stands_upright_or_as_it_was_stored():
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned: rotate by 90 degrees clockwise to show
-    stored = encoded(Image.fromarray(PHOTO), 'JPEG', exif=exif, quality=95)
-    lying = np.asarray(Image.open(io.BytesIO(stored)))
-    np.testing.assert_array_equal(decoded(stored), np.rot90(lying, -1))
-    np.testing.assert_array_equal(decoded(stored, exif_rotation=False), lying)
-
-
 @pytest.mark.parametrize(
     'stored, message',
     [
         (b'', 'the file is empty'),
-        (b'hello, I am a cat', 'not a whole image of a known format'),
+        (b'hello, I am a cat', 'not a whole image'),
         (encoded(Image.fromarray(PHOTO), 'PNG')[:60], 'not a whole image|not a readable image'),
     ],
 )
@@ -175,7 +160,7 @@ def test_pixels_are_bounded_before_anything_is_decoded(kind, turned, monkeypatch
     options = {'exif': exif} if turned and kind in ('JPEG', 'PNG', 'WEBP') else {}
     options |= {'progressive': turned} if kind == 'JPEG' else {}
     stored, (height, width) = encoded(Image.fromarray(PHOTO), kind, **options), PHOTO.shape[:2]
-    found = image_preprocessing.decode(stored, exif_rotation=True, max_pixels=height * width)
+    found = image_decoding.decode(stored, exif_rotation=True, max_pixels=height * width)
     assert sorted(found.shape) == sorted(PHOTO.shape)
 
     def never(*arguments, **options):
@@ -185,25 +170,23 @@ def test_pixels_are_bounded_before_anything_is_decoded(kind, turned, monkeypatch
         monkeypatch.setattr(module, name, never)
     message = f'{width} x {height} pixels, more than max_pixels={height * width - 1:,}'
     with pytest.raises(ValueError, match=message):
-        image_preprocessing.decode(stored, exif_rotation=True, max_pixels=height * width - 1)
+        image_decoding.decode(stored, exif_rotation=True, max_pixels=height * width - 1)
 
 
 def test_a_format_whose_package_is_missing_says_what_to_do(monkeypatch):
-    few = {k: v for k, v in image_headers._openers().items() if k not in ('AVIF', 'HEIF')}
-    monkeypatch.setattr(image_headers, '_openers', lambda: few)
+    few = {k: v for k, v in image_decoding._openers().items() if k != 'HEIF'}
+    monkeypatch.setattr(image_decoding, '_openers', lambda: few)
     heic = b'\0\0\0\x18ftypheic' + bytes(16)
     with pytest.raises(ValueError, match='^a HEIC photo: pip install pillow-heif to read them, or'):
         decoded(heic)
-    with pytest.raises(ValueError, match='^an AVIF image: pip install -U pillow'):
-        decoded(encoded(Image.fromarray(PHOTO), 'AVIF'))
 
 
 @pytest.mark.parametrize('kind', ['AVIF', 'HEIF'])
 def test_photos_of_telephones_are_what_pillow_reads(kind):
-    if not image_headers.can_read(kind):
+    if not image_decoding.can_read(kind):
         pytest.skip(f'Pillow has no {kind} here')
     stored = encoded(Image.fromarray(PHOTO), kind, quality=95)
-    opened = image_headers.open_with_pillow(stored, kind)
+    opened = image_decoding.open_with_pillow(stored, kind)
     np.testing.assert_array_equal(decoded(stored), np.asarray(opened.convert('RGB')))
     assert np.abs(decoded(stored).astype(int) - PHOTO).mean() < 8
     for part in 0.3, 0.9, 0.99:
@@ -229,7 +212,7 @@ def test_a_bomb_is_refused_and_a_photo_of_200_megapixels_is_not():
         ValueError, match='32,000 x 32,000 pixels, more than max_pixels=268,435,456'
     ):
         decoded(bomb())
-    assert 16384 * 12288 < image_preprocessing.MAX_PIXELS  # the largest of today's telephones
+    assert 16384 * 12288 < image_decoding.MAX_PIXELS  # the largest of today's telephones
 
 
 def test_grey_arrays_become_rgb():

@@ -4,14 +4,14 @@ import pathlib
 import struct
 import subprocess
 import sys
-import types
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from vit_jax.data import jpeg_regions
-from vit_jax.data.image_preprocessing import InceptionCrop, decode, decode_and_crop
+from vit_jax.data import image_decoding
+from vit_jax.data.image_decoding import decode, read_orientation
+from vit_jax.data.image_preprocessing import InceptionCrop, decode_and_crop
 from vit_jax.data.reading import ExampleRef, ImageReader
 from vit_jax.data.sources.base import labelled_source
 
@@ -41,7 +41,7 @@ def built(tmp_path_factory):
 @pytest.fixture
 def with_decoder(monkeypatch, built):
     return lambda there: monkeypatch.setattr(
-        jpeg_regions, 'decoder', lambda: built if there else None
+        image_decoding, 'region_decoder', lambda: built if there else None
     )
 
 
@@ -138,11 +138,11 @@ def test_a_fraction_shows_the_same_part(kind, with_decoder):
     stored = file.getvalue()
     with_decoder(True)
     shape = decode(stored, exif_rotation=True).shape[:2]
-    turned_by = jpeg_regions.orientation(stored)
+    turned_by = read_orientation(stored)
     region = 96, 160, 256, 128  # whole pixels of an eighth, in either direction
-    whole = jpeg_regions.decode_region(stored, region, shape, turned_by)
+    whole = image_decoding.decode_region(stored, region, shape, turned_by)
     for n in 2, 4, 8:
-        part = jpeg_regions.decode_region(stored, region, shape, turned_by, reduction=n)
+        part = image_decoding.decode_region(stored, region, shape, turned_by, reduction=n)
         means = whole.reshape(256 // n, n, 128 // n, n, 3).mean(axis=(1, 3))
         # Where the image was turned, an eighth begins at the other end: less than a pixel off.
         assert abs(part[: 256 // n, : 128 // n] - means).max() <= 2 + 0.5 * n
@@ -152,10 +152,10 @@ def test_a_fraction_shows_the_same_part(kind, with_decoder):
 def test_a_region_alone_is_decoded_of_every_kind_that_photos_have(kind, with_decoder):
     stored, k = encoded(**KINDS[kind]), 6 if kind == 'turned by 6' else 1
     with_decoder(True)
-    assert jpeg_regions.orientation(stored) == k
+    assert read_orientation(stored) == k
     whole, region = decode(stored, exif_rotation=True), (31, 40, 50, 37)
     for to_end in True, False:
-        part = jpeg_regions.decode_region(stored, region, whole.shape[:2], k, to_end=to_end)
+        part = image_decoding.decode_region(stored, region, whole.shape[:2], k, to_end=to_end)
         np.testing.assert_array_equal(part, whole[31:81, 40:77])
 
 
@@ -217,24 +217,11 @@ def test_an_image_of_too_many_pixels_is_refused_before_a_region_of_it_is_decoded
         )
 
 
-@pytest.mark.parametrize('arguments', [1, 3])
-def test_a_module_that_was_built_from_other_code_is_not_used(arguments, monkeypatch):
-    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: True)
-    other = types.SimpleNamespace(arguments=arguments)
-    monkeypatch.setattr(importlib, 'import_module', lambda name: other)
-    assert jpeg_regions.decoder.__wrapped__() is None
-
-
 def test_what_decodes_is_said_with_what_is_missing(with_decoder, monkeypatch):
     with_decoder(True)
-    assert 'only the crop is decoded, by libjpeg-turbo ' in jpeg_regions.described()
+    assert 'only the crop is decoded, by libjpeg-turbo ' in image_decoding.describe_decoder()
     with_decoder(False)
-    for built, why in (True, 'was built, and does not load'), (False, 'with a C compiler and the'):
+    for built, why in (True, 'was built but fails to load'), (False, 'with a C compiler and the'):
         monkeypatch.setattr(importlib.util, 'find_spec', lambda name, built=built: built or None)
-        assert 'JPEGs are decoded whole: ' in (said := jpeg_regions.described()) and why in said
-
-
-def test_a_decoder_that_another_thread_still_imports_is_found(monkeypatch):
-    module = types.SimpleNamespace(arguments=2, __spec__=None)  # Python sets the spec last
-    monkeypatch.setitem(sys.modules, 'vit_jax.data.jpeg_region', module)
-    assert jpeg_regions.decoder.__wrapped__() is module
+        text = image_decoding.describe_decoder()
+        assert 'JPEGs are decoded whole: ' in text and why in text

@@ -17,7 +17,7 @@ from vit_jax.base.errors import UserError
 from vit_jax.config import EvalConfig
 from vit_jax.data.image_preprocessing import Resize
 from vit_jax.data.reading import ImageReader
-from vit_jax.data.sources.base import labelled_source
+from vit_jax.data.sources.base import labelled_source, multi_hot
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed.processes import Differs, Job
 from vit_jax.evaluation import probing
@@ -244,12 +244,12 @@ def test_a_run_that_ends_early_keeps_the_sizes_that_are_known(photos, tmp_path, 
     start(tmp_path, sources)
     monkeypatch.setattr(data_record, 'LOOKS', 4)
 
-    def read_sizes(indices):
-        if indices[0] >= 4:
-            never.wait(0.5)
-        return sources_of(photos)['train'].read_sizes(indices)
+    def size_of(index):
+        if index >= 4:
+            never.wait(0.05)
+        return sources['train'].size_of(index)
 
-    slow = sources | {'train': dataclasses.replace(sources['train'], read_sizes=read_sizes)}
+    slow = sources | {'train': dataclasses.replace(sources['train'], size_of=size_of)}
     with data_record.compare_data(Workdir(tmp_path), slow, Job()):
         pass
     kept = data_record.read_training_images(tmp_path)
@@ -268,7 +268,7 @@ def test_the_record_lists_every_image(photos, tmp_path):
 
 
 def test_labels_of_images_with_several_classes_are_recorded(tmp_path):
-    source = labelled_source(['x', 'y'], [[0, 2], []], 'abc', multi_label=True)
+    source = labelled_source(['x', 'y'], multi_hot([[0, 2], []], 3), 'abc')
     assert data_record.record_split(source).labels == ['a, c', '']
 
 

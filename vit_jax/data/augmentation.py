@@ -1,7 +1,7 @@
 """Augmentation of training batches on the device: random changes of images, MixUp, CutMix.
 
 The random numbers of an example depend on (seed, epoch, example) alone, not on its batch,
-processes, devices or threads. Mixing takes a second example, its neighbour in the batch.
+processes, devices or threads. Mixing takes a second example, its neighbor in the batch.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ AUGREG = {
 }
 Image = UInt8[Array, 'h w c']
 _ERASED_AREA, _ERASED_ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)
-# One's own augmentation: (key, batch) -> batch, of uint8 images as the preprocessing crops them.
+# Your own augmentation: (key, batch) -> batch, of uint8 images as the preprocessing crops them.
 # The key is the same at every step: use `example_keys(key, batch)`, or fold in epoch and example.
 # Images may become floats of 0 to 255, and labels rows (b k).
 AugmentFunction = Callable[[Key[Array, ''], Batch], Batch]
@@ -46,7 +46,7 @@ class Augmentation(Record):
     """
 
     crop: Crop | None = None  # None: the preprocessing's
-    shift_pixels: int = 0  # at most so many, in each direction
+    shift_pixels: int = 0  # the largest shift, in each direction
     flip: bool = False  # left to right, with probability 1/2
     randaugment: RandAugment = dataclasses.field(default_factory=RandAugment)  # 0 layers: none
     erasing: float = 0.0  # the probability that a rectangle becomes noise
@@ -59,14 +59,14 @@ class Augmentation(Record):
 
 
 def augreg(level: str) -> Augmentation:
-    """Inception crop, flip, the original's RandAugment and MixUp at one of the AUGREG levels."""
+    """Returns an Inception crop, flips, the original RandAugment and MixUp of an AUGREG level."""
     layers, magnitude, mixup = AUGREG[level]
     strength = RandAugment(layers=layers, magnitude=magnitude, contrast='pixel_count')
     return Augmentation(crop=InceptionCrop(), flip=True, randaugment=strength, mixup=mixup)
 
 
 def host_crop(augmentation: Augmentation | AugmentFunction, preprocessing: Preprocessing) -> Crop:
-    """How training images are cropped on the host: the augmentation's crop, if it has one."""
+    """Returns the crop of training images on the host: the augmentation's, if it has one."""
     own = augmentation.crop if isinstance(augmentation, Augmentation) else None
     return own or preprocessing.crop
 
@@ -78,35 +78,35 @@ def augment(
     *,
     targets_of: Callable[[Array], Float[Array, 'b k']],
 ) -> Batch:
-    """The augmented batch, a function of (key, epoch, example).
+    """Augments a batch, as a function of (key, epoch, example).
 
     Images stay uint8 and labels as they are; with mixing, images become float32 of 0 to 255 and
-    labels rows (b k), which `targets_of` makes of them.
+    labels the rows (b k) that `targets_of` returns for them, mixed.
     """
     if not isinstance(config, Augmentation):
         return config(key, batch)
     keys = example_keys(key, batch)
-    images = jax.vmap(lambda key, image: _changed(key, image, config))(keys, batch['images'])
+    images = jax.vmap(lambda key, image: _augment_image(key, image, config))(keys, batch['images'])
     batch = batch | {'images': images}
     if not config.mixup and not config.cutmix:
         return batch
     size = images.shape[1], images.shape[2]
-    own = jax.vmap(lambda key: _share(jax.random.fold_in(key, _MIX), config, size))(keys)
+    own = jax.vmap(lambda key: _draw_own_weight(jax.random.fold_in(key, _MIX), config, size))(keys)
     own = jnp.where(jnp.roll(batch['mask'], 1)[:, None, None], own, 1.0)  # no image to mix with
     return batch | {
-        'images': _mixed(images.astype(jnp.float32), own[..., None]),
-        'labels': _mixed(targets_of(batch['labels']), own.mean(axis=(1, 2))[:, None]),
+        'images': _mix(images.astype(jnp.float32), own[..., None]),
+        'labels': _mix(targets_of(batch['labels']), own.mean(axis=(1, 2))[:, None]),
     }
 
 
 def example_keys(key: Key[Array, ''], batch: Batch) -> Key[Array, 'b']:
-    """One key for each example of the batch, by its epoch and index in the data set."""
+    """Returns one key for each example of the batch, by its epoch and index in the data set."""
     of_epoch = jax.vmap(jax.random.fold_in, (None, 0))(key, batch['epoch'])
     return jax.vmap(jax.random.fold_in)(of_epoch, batch['example'])
 
 
-def _changed(key: Key[Array, ''], image: Image, config: Augmentation) -> Image:
-    if pixels := config.shift_pixels:  # the edge is repeated where it has left
+def _augment_image(key: Key[Array, ''], image: Image, config: Augmentation) -> Image:
+    if pixels := config.shift_pixels:  # the edge is repeated
         padded = jnp.pad(image, ((pixels, pixels), (pixels, pixels), (0, 0)), mode='edge')
         corner = jax.random.randint(jax.random.fold_in(key, _SHIFT), (2,), 0, 2 * pixels + 1)
         image = jax.lax.dynamic_slice(padded, (*corner, 0), image.shape)
@@ -116,12 +116,12 @@ def _changed(key: Key[Array, ''], image: Image, config: Augmentation) -> Image:
     if config.randaugment.layers:
         image = randaugment(jax.random.fold_in(key, _RANDAUGMENT), image, config.randaugment)
     if config.erasing:
-        image = _erased(jax.random.fold_in(key, _ERASE), image, config.erasing)
+        image = _erase(jax.random.fold_in(key, _ERASE), image, config.erasing)
     return image
 
 
-def _erased(key: Key[Array, ''], image: Image, probability: float) -> Image:
-    """Noise in a rectangle of random area and aspect, somewhere in the image."""
+def _erase(key: Key[Array, ''], image: Image, probability: float) -> Image:
+    """Replaces a rectangle of random area, aspect and place by noise."""
     size = image.shape[0], image.shape[1]
     coin, area_key, aspect_key, place, noise = jax.random.split(key, 5)
     least, most = _ERASED_AREA
@@ -131,12 +131,12 @@ def _erased(key: Key[Array, ''], image: Image, probability: float) -> Image:
     sides = jnp.sqrt(jnp.stack([area * aspect, area / aspect]))
     sides = jnp.minimum(jnp.rint(sides), jnp.asarray(size))
     corner = jnp.floor(jax.random.uniform(place, (2,)) * (jnp.asarray(size) - sides + 1))
-    hidden = _box(corner, corner + sides, size) & jax.random.bernoulli(coin, probability)
+    hidden = _box_mask(corner, corner + sides, size) & jax.random.bernoulli(coin, probability)
     return jnp.where(hidden[..., None], jax.random.bits(noise, image.shape, jnp.uint8), image)
 
 
-def _share(key: Key[Array, ''], config: Augmentation, size: Size) -> Float[Array, 'h w']:
-    """The image's own weight at each pixel: one number (MixUp), or 0 in a rectangle (CutMix)."""
+def _draw_own_weight(key: Key[Array, ''], config: Augmentation, size: Size) -> Float[Array, 'h w']:
+    """Draws an image's own weight at each pixel: one number (MixUp), or 0 in a box (CutMix)."""
     mixup_key, cutmix_key, place, coin = jax.random.split(key, 4)
     if config.mixup:
         own = jax.random.beta(mixup_key, config.mixup, config.mixup)
@@ -144,19 +144,19 @@ def _share(key: Key[Array, ''], config: Augmentation, size: Size) -> Float[Array
     if config.cutmix:
         cut = 1 - jax.random.beta(cutmix_key, config.cutmix, config.cutmix)
         half = jnp.sqrt(cut) * jnp.asarray(size) / 2
-        centre = jax.random.uniform(place, (2,)) * jnp.asarray(size)
-        pasted = 1.0 - _box(jnp.rint(centre - half), jnp.rint(centre + half), size)
+        center = jax.random.uniform(place, (2,)) * jnp.asarray(size)
+        pasted = 1.0 - _box_mask(jnp.rint(center - half), jnp.rint(center + half), size)
     if config.mixup and config.cutmix:
         return jnp.where(jax.random.bernoulli(coin), mixed, pasted)
     return mixed if config.mixup else pasted
 
 
-def _mixed(values: Float[Array, 'b ...'], own: Float[Array, 'b ...']) -> Float[Array, 'b ...']:
+def _mix(values: Float[Array, 'b ...'], own: Float[Array, 'b ...']) -> Float[Array, 'b ...']:
     return own * values + (1 - own) * jnp.roll(values, 1, axis=0)
 
 
-def _box(corner: Float[Array, '2'], opposite: Float[Array, '2'], size: Size) -> Array:
-    """Which pixels (h w) lie between two corners, the second one excluded."""
+def _box_mask(corner: Float[Array, '2'], opposite: Float[Array, '2'], size: Size) -> Array:
+    """Returns which pixels (h w) lie between two corners, the second one excluded."""
     rows, columns = map(jnp.arange, size)
     in_rows = (rows >= corner[0]) & (rows < opposite[0])
     return in_rows[:, None] & (columns >= corner[1]) & (columns < opposite[1])

@@ -11,32 +11,37 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vit_jax.data.image_headers import kinds_by_ending, read_header
-from vit_jax.data.image_preprocessing import decode
+from vit_jax.data.image_decoding import decode, formats_by_ending, read_header
 from vit_jax.data.reading import ImageReader
-from vit_jax.data.sources.base import Label
 
 
 class Known(NamedTuple):
-    """An image that was read: the digest of its bytes, and the names of its classes."""
+    """A readable image: the digest of its bytes, and the names of its classes."""
 
     digest: bytes
     classes: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Scan:
     """What was found in the images of one split, as in the program's data.json."""
 
     images: int
     classes: dict[str, int]  # images of each class
-    formats: dict[str, int]
-    unreadable: list[str]  # messages that name the image
-    misnamed: list[str]  # their format is not that of their ending
-    duplicates: list[str]  # NAME = OTHER: the same bytes, perhaps in two splits, or listed twice
-    contradictory: list[str]  # NAME (CLASS) = OTHER (CLASS): the same bytes in other classes
-    height: list[int]  # minimum, median, maximum, in pixels; of nothing readable, empty
-    width: list[int]
+    formats: dict[str, int] = dataclasses.field(default_factory=dict)
+    unreadable: list[str] = dataclasses.field(default_factory=list)  # messages, with the name
+    misnamed: list[str] = dataclasses.field(default_factory=list)  # the ending of another format
+    duplicates: list[str] = dataclasses.field(default_factory=list)  # NAME = OTHER: equal bytes
+    contradictory: list[str] = dataclasses.field(default_factory=list)  # the same in other classes
+    height: list[int] = dataclasses.field(default_factory=list)  # minimum, median, maximum
+    width: list[int] = dataclasses.field(default_factory=list)  # in pixels; empty without images
+
+
+class _Image(NamedTuple):
+    classes: list[str]
+    format: str
+    size: tuple[int, ...]
+    digest: bytes
 
 
 def scan(
@@ -51,51 +56,50 @@ def scan(
     `known` holds the images of earlier scans by name, and gets these too.
     """
     source = reader.source
-    formats: collections.Counter[str] = collections.Counter()
-    counts = np.zeros(len(source.class_names), int)
-    unreadable, misnamed, duplicates, contradictory, sizes = [], [], [], [], []
-    seen = {one.digest: name for name, one in reversed(known.items())}
-    names = map(source.name_of, range(len(source)))
-    examined = pool.map(functools.partial(_examined, reader), range(len(source)))
-    for name, found in zip(names, examined, strict=True):
+    result = Scan(len(source), dict.fromkeys(source.class_names, 0))
+    formats, sizes = collections.Counter[str](), list[tuple[int, ...]]()
+    name_by_digest = {one.digest: name for name, one in reversed(known.items())}
+    names = source.read_names(range(len(source)))
+    images = pool.map(functools.partial(_examine, reader), range(len(source)))
+    for name, image in zip(names, images, strict=True):
         done(1)
-        if isinstance(found, str):
-            unreadable.append(f'{name}: {found}')
+        if isinstance(image, str):
+            result.unreadable.append(f'{name}: {image}')
             continue
-        label, kind, size, digest = found
-        if counts.size:
-            counts[np.flatnonzero(label) if source.multi_label else label] += 1
-        numbers = np.flatnonzero(label) if source.multi_label else [int(label)]
-        classes = ', '.join(source.class_names[n] for n in numbers if counts.size)
-        known[name] = Known(digest, classes)
-        if (other := seen.setdefault(digest, name)) is not name:
-            if known[other].classes == classes:
-                duplicates.append(f'{name} = {other}')
+        for class_name in image.classes:
+            result.classes[class_name] += 1
+        known[name] = Known(image.digest, ', '.join(image.classes))
+        if (other := name_by_digest.setdefault(image.digest, name)) is not name:
+            classes, others = known[name].classes, known[other].classes
+            if classes == others:
+                result.duplicates.append(f'{name} = {other}')
             else:
-                contradictory.append(f'{name} ({classes}) = {other} ({known[other].classes})')
-        formats[kind] += 1
-        sizes.append(size)
+                result.contradictory.append(f'{name} ({classes}) = {other} ({others})')
+        formats[image.format] += 1
+        sizes.append(image.size)
         ending = os.path.splitext(name)[1].lower()
-        if kinds_by_ending().get(ending, kind) != kind and kind != 'array':
-            misnamed.append(f'{name}: {kind}')
-    by_class = dict(zip(source.class_names, counts.tolist(), strict=True))
-    by_count = dict(formats.most_common())
-    sides = np.percentile(sizes, [0, 50, 100], axis=0).astype(int).T.tolist() if sizes else ([], [])
-    lists = unreadable, misnamed, duplicates, contradictory
-    return Scan(len(source), by_class, by_count, *lists, *sides)
+        if image.format not in ('array', formats_by_ending().get(ending, image.format)):
+            result.misnamed.append(f'{name}: {image.format}')
+    result.formats = dict(formats.most_common())
+    if sizes:
+        heights_widths = np.percentile(sizes, [0, 50, 100], axis=0).astype(int).T
+        result.height, result.width = heights_widths.tolist()
+    return result
 
 
-def _examined(reader: ImageReader, index: int) -> tuple[Label, str, tuple[int, ...], bytes] | str:
-    """Label, format, size and digest of an image, or why it cannot be used."""
+def _examine(reader: ImageReader, index: int) -> _Image | str:
+    """Returns an image, or why it cannot be used."""
+    source, most = reader.source, reader.max_pixels
     try:
-        stored, label = reader.source.read(index)
-        image = decode(stored, exif_rotation=True, max_pixels=reader.max_pixels)
-        reader.crop(image, reader.size, None)
-        size = image.shape[:2]
+        stored, label = source.read(index)
+        pixels = decode(stored, exif_rotation=True, max_pixels=most)
+        reader.crop(pixels, reader.size, None)
     except (ValueError, OSError) as error:
         return getattr(error, 'strerror', None) or str(error)
-    if isinstance(stored, np.ndarray):
-        kind, data = 'array', stored.tobytes()
-    else:
-        kind, data = read_header(stored).kind, stored
-    return label, kind, size, hashlib.blake2b(data, digest_size=16).digest()
+    numbers = np.flatnonzero(label) if source.multi_label else [int(label)]
+    return _Image(
+        classes=[source.class_names[n] for n in numbers if source.class_names],
+        format='array' if isinstance(stored, np.ndarray) else read_header(stored, most).kind,
+        size=pixels.shape[:2],
+        digest=hashlib.blake2b(bytes(stored), digest_size=16).digest(),
+    )

@@ -1,4 +1,4 @@
-/* A region of a JPEG by libjpeg-turbo, which computes no pixel outside of it: jpeg_regions.py. */
+/* A region of a JPEG by libjpeg-turbo, which computes no pixel outside of it: image_decoding.py. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -14,7 +14,7 @@
 #define TEXT(number) #number
 #define VERSION(number) TEXT(number)
 
-/* Columns beside the region: the smooth upsampling of colours looks at neighbours. */
+/* Columns beside the region: the smooth upsampling of colors looks at neighbors. */
 #define MARGIN 16
 
 typedef struct {
@@ -116,7 +116,6 @@ PyMODINIT_FUNC PyInit_jpeg_region(void) {
   PyObject *made = PyModule_Create(&module);
   if (made != NULL) {
     PyModule_AddStringConstant(made, "version", VERSION(LIBJPEG_TURBO_VERSION));
-    PyModule_AddIntConstant(made, "arguments", 2); /* as of jpeg_regions.py, which are counted up */
   }
   return made;
 }

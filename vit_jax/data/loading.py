@@ -20,7 +20,8 @@ import psutil
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vit_jax.base import Batch, Int, Record, UserError, require, require_between
-from vit_jax.data.image_preprocessing import MAX_PIXELS, MOST_PIXELS, Size
+from vit_jax.data.image_decoding import MAX_PIXELS, MOST_PIXELS
+from vit_jax.data.image_preprocessing import Size
 from vit_jax.data.reading import ExampleRef, ImageReader, OnUnreadable, cores, epochs_and_indices
 from vit_jax.data.sources.base import Source
 from vit_jax.distributed.meshes import MeshConfig, batch_sharding, make_mesh, put, rows_here
@@ -49,9 +50,9 @@ class LoaderConfig(Record):
 
 
 def check_memory(batch_size: int, size: Size, name: str, accumulation_steps: int = 1) -> None:
-    """Raises UserError where the images of batches that are here exceed the machine's memory.
+    """Raises UserError if the images of this host's batches exceed the machine's memory.
 
-    One batch is read while another is used. A CPU has the images as float32 numbers too.
+    One batch is read while another is used. A CPU also holds the images as float32.
     """
     rows, (height, width) = -(-batch_size // jax.process_count()), size
     copies = 2 + (4 / accumulation_steps if jax.default_backend() == 'cpu' else 0)
@@ -66,7 +67,7 @@ Sampler = Callable[[int], ExampleRef | None]  # by position in the stream of exa
 
 def shuffled(count: int, *, seed: int) -> Sampler:
     """Draws every example once per epoch, each epoch in another random order, without end."""
-    import grain  # here: it takes a quarter of a second, and not all programs read batches
+    import grain  # takes a quarter of a second, and not all programs read batches
 
     indices = grain.MapDataset.range(count).seed(seed).shuffle().repeat(None)
     return lambda position: ExampleRef(int(indices[position]), position // count)
@@ -74,7 +75,7 @@ def shuffled(count: int, *, seed: int) -> Sampler:
 
 @dataclasses.dataclass(frozen=True)
 class Loader:
-    """Where batches come from: `load` runs in threads on the host, `place` on its result."""
+    """Makes batches: `load` runs in threads on the host, `place` puts its result on devices."""
 
     source: Source
     load: Callable[[Sequence[ExampleRef | None]], Batch]
@@ -97,7 +98,7 @@ def make_loader(
     size_mb = len(reader.source) * math.prod(reader.size) * 3 / 2**20
     fits = not reader.crop.random and size_mb <= config.device_mb
     on_device = config.placement == 'device' or (config.placement == 'auto' and fits)
-    import cv2  # here: not all programs read images
+    import cv2  # not all programs read images
 
     cv2.setNumThreads(1)  # the pool's threads suffice; OpenCV releases the interpreter lock
     pool = futures.ThreadPoolExecutor(config.threads or cores())
@@ -142,31 +143,27 @@ def _kept_on_device(reader: ImageReader, pool: futures.Executor, sharding: Named
 @contextlib.contextmanager
 def read_beside(
     loaders: Sequence[Loader], *, index: int, count: int
-) -> Iterator[Callable[[], None]]:
+) -> Iterator[Callable[[], object]]:
     """Reads every image once in the background; process `index` of `count` reads its share.
 
     Yields a function that waits for the end and raises UserError for an image that cannot be read.
     Reading stops when the context is left.
     """
 
-    def read(loader: Loader, part: Sequence[int]) -> None:
-        loader.load([*map(ExampleRef, part)])
-
-    def wait() -> None:
-        for part in reading:
-            part.result()
-
-    with futures.ThreadPoolExecutor(1) as thread:  # a loader has threads of its own
-        shares = [(loader, range(index, len(loader.source), count)) for loader in loaders]
-        reading = [
-            thread.submit(read, loader, own[start : start + 64])
-            for loader, own in shares
-            for start in range(0, len(own), 64)
-        ]
+    with futures.ThreadPoolExecutor(1) as thread:  # a loader has its own threads
+        batches = []
+        for loader in loaders:
+            own = range(index, len(loader.source), count)
+            parts = [own[start : start + 64] for start in range(0, len(own), 64)]
+            batches += [thread.submit(_read_and_drop, loader, part) for part in parts]
         try:
-            yield wait
+            yield lambda: [batch.result() for batch in batches]
         finally:
             thread.shutdown(cancel_futures=True)
+
+
+def _read_and_drop(loader: Loader, indices: Sequence[int]) -> None:
+    loader.load([*map(ExampleRef, indices)])
 
 
 def host_batches(

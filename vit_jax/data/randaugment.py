@@ -13,7 +13,7 @@ choice (`RandAugment.contrast`):
   strongest, so that two layers at magnitude 0 are not nothing;
 - the enhancing operations only ever strengthen above magnitude 5; shears and rotations have a sign;
 - a chosen operation is always applied: the probability that the original draws has no effect;
-- contrast was measured from the number of pixels instead of their mean grey.
+- contrast was measured from the number of pixels instead of their mean gray.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ OPERATIONS = tuple(
     'auto_contrast equalize invert rotate posterize solarize color contrast brightness sharpness '
     'shear_x shear_y translate_x translate_y cutout solarize_add'.split()
 )
-GREY = 128  # what fills uncovered pixels
+GRAY = 128  # what fills uncovered pixels
 _SIDE = 224  # the image side for which lengths in pixels are given
 _TRANSLATE, _CUTOUT = 100, 40  # pixels at magnitude 10
 _LUMINANCE = 0.2989, 0.587, 0.114
@@ -43,17 +43,15 @@ class RandAugment(Record):
     """Number and magnitude of the operations, which the paper writes as (2, 15)."""
 
     layers: int = 0  # operations on an image
-    magnitude: float = 10.0  # of each operation; rotate: up to 3 degrees for each 1
-    contrast: Contrast = (
-        'mean'  # from the mean grey, as Pillow, or from pixels / 256, as the original
-    )
+    magnitude: float = 10.0  # of each operation; 1 is up to 3 degrees of rotation
+    contrast: Contrast = 'mean'  # from the mean gray, as Pillow, or pixels / 256, as the original
 
     def check(self) -> None:
         require_between(self, 'layers', 'magnitude', low=0)
 
 
 def randaugment(key: Key[Array, ''], image: Image, config: RandAugment) -> Image:
-    """The image after `layers` operations drawn from the key."""
+    """Applies `layers` operations drawn from the key."""
     for layer in range(config.layers):
         choice, rest = jax.random.split(jax.random.fold_in(key, layer))
         chosen = jax.random.randint(choice, (), 0, len(OPERATIONS))
@@ -64,23 +62,23 @@ def randaugment(key: Key[Array, ''], image: Image, config: RandAugment) -> Image
 def operate(
     key: Key[Array, ''], image: Image, operation: Index, *, magnitude: float, contrast: Contrast
 ) -> Image:
-    """The image after one operation, an index of OPERATIONS; the key decides sign and place."""
+    """Applies one operation, an index of OPERATIONS; the key decides sign and place."""
     sign_key, place_key = jax.random.split(key)
     sign = jnp.where(jax.random.bernoulli(sign_key), 1.0, -1.0)
     level = magnitude / 10
     factor = 0.1 + 1.8 * level  # of an enhancing operation: 1 leaves the image as it is
-    image = _moved(image, operation, sign * magnitude / 10)
-    tables = _tables(image, operation, level, factor, contrast)
+    image = _warp(image, operation, sign * magnitude / 10)
+    tables = _make_tables(image, operation, level, factor, contrast)
     image = jnp.stack([tables[c][image[..., c]] for c in range(3)], axis=-1).astype(jnp.uint8)
-    return _cut_out(place_key, _blended(image, operation, factor), operation, level)
+    return _cut_out(place_key, _blend(image, operation, factor), operation, level)
 
 
 def _is(operation: Index, name: str) -> Array:
     return operation == OPERATIONS.index(name)
 
 
-def _moved(image: Image, operation: Index, level: Float[Array, '']) -> Image:
-    """Each pixel fetched from where rotation, shear or translation leads to; grey from outside."""
+def _warp(image: Image, operation: Index, level: Float[Array, '']) -> Image:
+    """Rotates, shears or translates: each pixel is fetched from its source; gray from outside."""
     height, width, _ = image.shape
     angle = jnp.where(_is(operation, 'rotate'), jnp.deg2rad(30 * level), 0.0)
     shear_x = jnp.where(_is(operation, 'shear_x'), 0.3 * level, 0.0)
@@ -96,18 +94,18 @@ def _moved(image: Image, operation: Index, level: Float[Array, '']) -> Image:
     row, column = jnp.rint(from_y).astype(int), jnp.rint(from_x).astype(int)
     inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
     fetched = image[jnp.clip(row, 0, height - 1), jnp.clip(column, 0, width - 1)]
-    return jnp.where(inside[..., None], fetched, jnp.uint8(GREY))
+    return jnp.where(inside[..., None], fetched, jnp.uint8(GRAY))
 
 
-def _tables(
+def _make_tables(
     image: Image, operation: Index, level: float, factor: float, contrast: Contrast
 ) -> Int[Array, '3 256']:
-    """What becomes of each value 0 to 255 of each channel."""
+    """Returns the new value of each value 0 to 255 of each channel."""
     value = jnp.arange(256)
     bits = max(0, 8 - int(level * 4))
     added = jnp.clip(value + int(level * 110), 0, 255)
     middle = {
-        'mean': jnp.rint(_grey(image).mean()),
+        'mean': jnp.rint(_luminance(image).mean()),
         'pixel_count': jnp.asarray(min(255.0, image.shape[0] * image.shape[1] / 256)),
     }[contrast]
     same_for_all = {
@@ -115,29 +113,29 @@ def _tables(
         'posterize': (value >> bits) << bits,
         'solarize': jnp.where(value < int(level * 256), value, 255 - value),
         'solarize_add': jnp.where(value < 128, added, value),
-        'brightness': _eight_bits(factor * value),
-        'contrast': _eight_bits(middle + factor * (value - middle)),
+        'brightness': _to_8_bits(factor * value),
+        'contrast': _to_8_bits(middle + factor * (value - middle)),
     }
     table = value
     for name, changed in same_for_all.items():
         table = jnp.where(_is(operation, name), changed, table)
     rows = []
     for values in image.reshape(-1, 3).T:
-        row = jnp.where(_is(operation, 'auto_contrast'), _stretched(values), table)
-        rows.append(jnp.where(_is(operation, 'equalize'), _equalized(values), row))
+        row = jnp.where(_is(operation, 'auto_contrast'), _stretch_table(values), table)
+        rows.append(jnp.where(_is(operation, 'equalize'), _equalize_table(values), row))
     return jnp.stack(rows)
 
 
-def _stretched(values: UInt8[Array, 'n']) -> Int[Array, '256']:
-    """The table that maps the least value to 0 and the greatest to 255."""
+def _stretch_table(values: UInt8[Array, 'n']) -> Int[Array, '256']:
+    """Returns the table that maps the least value to 0 and the greatest to 255."""
     low, high = values.min().astype(jnp.float32), values.max().astype(jnp.float32)
     value = jnp.arange(256)
     stretched = (value - low) * (255 / jnp.maximum(1.0, high - low))
-    return jnp.where(high > low, _eight_bits(stretched), value)
+    return jnp.where(high > low, _to_8_bits(stretched), value)
 
 
-def _equalized(values: UInt8[Array, 'n']) -> Int[Array, '256']:
-    """The table that makes all values about equally frequent."""
+def _equalize_table(values: UInt8[Array, 'n']) -> Int[Array, '256']:
+    """Returns the table that makes all values about equally frequent."""
     counts = jnp.zeros(256, jnp.int32).at[values].add(1)
     step = (values.size - counts[values.max()]) // 255
     before = jnp.cumsum(counts) - counts
@@ -145,16 +143,16 @@ def _equalized(values: UInt8[Array, 'n']) -> Int[Array, '256']:
     return jnp.where(step > 0, table, jnp.arange(256))
 
 
-def _blended(image: Image, operation: Index, factor: float) -> Image:
-    """Away from grey (color) or from a smoothed image (sharpness)."""
+def _blend(image: Image, operation: Index, factor: float) -> Image:
+    """Extrapolates from gray (color) or from a smoothed image (sharpness)."""
     is_color, pixels = _is(operation, 'color'), image.astype(jnp.float32)
-    other = jnp.where(is_color, _grey(image)[..., None], _smoothed(pixels))
+    other = jnp.where(is_color, _luminance(image)[..., None], _smooth(pixels))
     amount = jnp.where(is_color | _is(operation, 'sharpness'), factor, 1.0)
-    return _eight_bits(other + amount * (pixels - other)).astype(jnp.uint8)
+    return _to_8_bits(other + amount * (pixels - other)).astype(jnp.uint8)
 
 
-def _smoothed(pixels: Float[Array, 'h w 3']) -> Float[Array, 'h w 3']:
-    """Each pixel and its neighbours, weighed 5 to 1; the edge stays."""
+def _smooth(pixels: Float[Array, 'h w 3']) -> Float[Array, 'h w 3']:
+    """Averages each pixel and its neighbors with weights 5 to 1; the edge stays."""
     height, width, _ = pixels.shape
     if min(height, width) < 3:
         return pixels
@@ -165,22 +163,22 @@ def _smoothed(pixels: Float[Array, 'h w 3']) -> Float[Array, 'h w 3']:
 
 
 def _cut_out(key: Key[Array, ''], image: Image, operation: Index, level: float) -> Image:
-    """A grey square around a point anywhere in the image."""
+    """Cuts out a gray square around a point anywhere in the image."""
     height, width, _ = image.shape
-    centre = jax.random.uniform(key, (2,)) * jnp.asarray([height, width])
+    center = jax.random.uniform(key, (2,)) * jnp.asarray([height, width])
     half = int(level * _CUTOUT / _SIDE * min(height, width))
-    in_rows = jnp.abs(jnp.arange(height) + 0.5 - centre[0]) < half
-    in_columns = jnp.abs(jnp.arange(width) + 0.5 - centre[1]) < half
+    in_rows = jnp.abs(jnp.arange(height) + 0.5 - center[0]) < half
+    in_columns = jnp.abs(jnp.arange(width) + 0.5 - center[1]) < half
     hidden = in_rows[:, None] & in_columns & _is(operation, 'cutout')
-    return jnp.where(hidden[..., None], jnp.uint8(GREY), image)
+    return jnp.where(hidden[..., None], jnp.uint8(GRAY), image)
 
 
-def _grey(image: Image) -> Float[Array, 'h w']:
-    """Luminance, in whole levels."""
+def _luminance(image: Image) -> Float[Array, 'h w']:
+    """Returns the luminance in whole levels."""
     red, green, blue = (image[..., c] * weight for c, weight in enumerate(_LUMINANCE))
     return jnp.floor(red + green + blue + 0.5)
 
 
-def _eight_bits(values: Float[Array, '...']) -> Int[Array, '...']:
-    """Whole levels from 0 to 255; fractions are dropped, as the original and Pillow do."""
+def _to_8_bits(values: Float[Array, '...']) -> Int[Array, '...']:
+    """Clips to 0 to 255 and drops fractions, as the original and Pillow do."""
     return jnp.clip(values, 0, 255).astype(jnp.int32)

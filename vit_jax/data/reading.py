@@ -12,13 +12,8 @@ from typing import Any, Literal
 import numpy as np
 
 from vit_jax.base import Batch, Int, UInt8, UserError
-from vit_jax.data.image_preprocessing import (
-    MAX_PIXELS,
-    Crop,
-    Preprocessing,
-    Size,
-    decode_and_crop,
-)
+from vit_jax.data.image_decoding import MAX_PIXELS
+from vit_jax.data.image_preprocessing import Crop, Preprocessing, Size, decode_and_crop
 from vit_jax.data.sources.base import Label, Source
 
 OnUnreadable = Literal['error', 'skip']
@@ -73,7 +68,7 @@ class ImageReader:
         return {'images': images, 'labels': labels, 'mask': mask} | epochs_and_indices(refs)
 
     def example(self, ref: ExampleRef) -> tuple[UInt8[np.ndarray, 'h w 3'], Label]:
-        """One image, cropped to the size, and its label. UserError names one that is unreadable."""
+        """Reads an image, cropped to the size, and its label. UserError names an unreadable one."""
         key = self.seed, ref.epoch, ref.index
         rng = np.random.default_rng(key) if self.crop.random else None
         try:
@@ -85,7 +80,7 @@ class ImageReader:
                 rng,
                 exif_rotation=self.exif_rotation,
                 max_pixels=self.max_pixels,
-                # In the first epoch all were read to their ends, and a damaged one ended the run.
+                # The first epoch reads all files to their ends, and stops at a damaged one.
                 to_end=ref.epoch == 0 or self.on_unreadable == 'skip',
             )
             return image, label
@@ -97,12 +92,13 @@ class ImageReader:
 def reader_for(
     source: Source, preprocessing: Preprocessing, size: Size, **options: Any
 ) -> ImageReader:
-    """The images as a network of this preprocessing and image size is to see them."""
-    return ImageReader(source, preprocessing.crop, size, preprocessing.exif_rotation, **options)
+    """Returns a reader of images as a model with this preprocessing and image size needs them."""
+    rotation = preprocessing.exif_rotation
+    return ImageReader(source, preprocessing.crop, size, exif_rotation=rotation, **options)
 
 
 def make_warning(*, shown: int = 5) -> Callable[[str], None]:
-    """A function that warns of each image that is left out, once, until so many were named."""
+    """Returns a function that warns of images that are left out: the first few, once each."""
     named: set[str] = set()
     lock = threading.Lock()
 
@@ -118,22 +114,21 @@ def make_warning(*, shown: int = 5) -> Callable[[str], None]:
 
 
 def epochs_and_indices(refs: Sequence[ExampleRef | None]) -> dict[str, Int[np.ndarray, 'b']]:
-    """`epoch` and `example` of a batch; both are 0 for padding."""
-    of_row = [ref or ExampleRef(0) for ref in refs]
+    """Returns `epoch` and `example` of a batch; both are 0 for padding."""
     return {
-        'epoch': np.array([ref.epoch for ref in of_row], np.int32),
-        'example': np.array([ref.index for ref in of_row], np.int32),
+        'epoch': np.array([ref.epoch if ref else 0 for ref in refs], np.int32),
+        'example': np.array([ref.index if ref else 0 for ref in refs], np.int32),
     }
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
+    """Returns the number of processor cores that this process may use."""
     allowed = getattr(os, 'sched_getaffinity', None)  # not on macOS and Windows
     return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
 def _aligned(shape: tuple[int, ...]) -> UInt8[np.ndarray, '...']:
-    """Zeros at an address divisible by 64, which jax takes on a CPU without a copy."""
+    """Returns zeros at an address divisible by 64, which jax uses on a CPU without a copy."""
     size = math.prod(shape)
     memory = np.zeros(size + 64, np.uint8)
     start = -memory.ctypes.data % 64

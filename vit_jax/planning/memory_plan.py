@@ -67,8 +67,8 @@ def without_data(
         count=num_images,
         class_names=tuple(map(str, range(num_classes))),
         read=unread,
-        read_names=unread,
-        read_labels=unread,
+        name_of=unread,
+        label_of=unread,
     )
     config = dataclasses.replace(config, evals={}, eval_split='test', fewshot=None, start_from=None)
     return dataclasses.replace(config, classes=(), data=lambda split: source)

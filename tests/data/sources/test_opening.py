@@ -141,19 +141,17 @@ def test_an_empty_slice_is_an_error():
 
 
 def test_what_is_not_there_is_named(root, tmp_path):
-    with pytest.raises(MissingFile, match='/no/where.npz: no such file'):
+    with pytest.raises(MissingFile, match='where.npz.*no such file'):
         opening.make_opener()('/no/where.npz', 'train')
     with pytest.raises(MissingFile, match="data='/no/where'"):
         opening.make_opener()('/no/where', 'train')
-    for name, why in ('file', 'is no folder; expected a folder'), ('d.npz', 'd.npz: is no file$'):
-        (tmp_path / name).mkdir() if name == 'd.npz' else (tmp_path / name).touch()
+    (tmp_path / 'file').touch()
+    (tmp_path / 'd.csv').mkdir()
+    for name, why in ('file', 'is no folder; expected a folder'), ('d.csv', 'd.csv: a folder'):
         with pytest.raises(ValueError, match=why):
             opening.make_opener()(str(tmp_path / name), 'train')
-    for name in 'val', 'vall', 'valid', 'validation', 'dev', 'eval', 'testing', 'held_out', 'Test':
-        with pytest.raises(ValueError, match=f"no split '{name}'; did you mean 'test'"):
-            opening.make_opener()(str(root), name)
     advice = (
-        "--config.train_split='train\\[:90%\\]' --config.eval_split='train\\[90%:\\]'; of vit.*$"
+        "--config.train_split='train\\[:90%\\]' --config.eval_split='train\\[90%:\\]'; in vit.*$"
     )
     shutil.rmtree(root / 'test')
     with pytest.raises(ValueError, match=f"no split 'test'; known: train; .*: {advice}"):
@@ -191,7 +189,7 @@ def test_a_class_without_images_is_named(root):
 def test_files_that_are_no_images_by_their_ending_are_left_out_with_a_warning(root, caplog):
     (root / 'train' / 'cat' / 'notes.txt').write_text('a cat')
     assert len(opening.make_opener()(str(root), 'train')) == 12
-    assert '1 file left out, whose ending or kind is not that of an image' in caplog.text
+    assert '1 file left out, whose ending is not that of an image' in caplog.text
 
 
 def test_a_photo_counts_under_every_ending_of_a_format_that_is_read(root, caplog):
@@ -214,14 +212,13 @@ def test_what_begins_with_a_dot_is_left_out_everywhere(root):
     assert described(folders.unlabelled([str(hidden)])) == [str(hidden / 'cat' / '0.png')]
 
 
-def test_a_link_to_no_file_is_said_and_an_image_that_cannot_be_read(root, caplog):
+def test_a_link_to_no_file_is_an_image_that_cannot_be_read(root):
     link = root / 'train' / 'cat' / 'lost.png'
     link.symlink_to(root / 'nowhere.png')
     (root / 'train' / 'cat' / 'found.png').symlink_to(root / 'train' / 'cat' / '0.png')
     (root / 'train' / 'dog' / 'more').symlink_to(root / 'train' / 'cat')  # followed
     source = opening.make_opener()(str(root), 'train')
     assert len(source) == 12 + 2 + 8 and str(link) in described(source)
-    assert 'cat: 1 link whose' in caplog.text and str(link) in caplog.text
     reader = reading.ImageReader(source, Resize(), (8, 8), exif_rotation=True)
     with pytest.raises(ValueError, match=f'^{link}: No such file or directory$'):
         reader.example(reading.ExampleRef(described(source).index(str(link))))
@@ -233,7 +230,7 @@ def test_heic_photos_are_counted_apart_and_what_to_do_is_said(root, caplog, monk
     photo = root / 'train' / 'cat' / 'IMG_1.HEIC'
     photo.write_bytes(b'')
     assert str(photo) in described(opening.make_opener()(str(root), 'train'))
-    assert '1 file left out, whose ending or kind is not that of an image' in caplog.text
+    assert '1 file left out, whose ending is not that of an image' in caplog.text
     remedy = 'pip install pillow-heif to read them, or convert them to JPEG'
     assert f'1 HEIC photo; {remedy}: {photo}' in caplog.text
 
@@ -342,7 +339,7 @@ def test_a_class_too_small_to_hold_out_of_is_named(flat):
 def test_split_names_are_never_taken_for_classes(tmp_path):
     for split in 'train', 'test':
         write_image(tmp_path / split / '0.png')
-    with pytest.raises(ValueError, match=r'/ holds no folders.*it holds images, but no classes'):
+    with pytest.raises(ValueError, match='test: no folders of classes; expected test/CLASS'):
         opening.make_opener()(str(tmp_path), 'train')
 
 
@@ -417,18 +414,18 @@ def test_names_that_are_no_unicode_are_held_out_too(tmp_path):
     assert len(train) + len(test) == 6 and train.class_names == ('bad\udcff', 'good')
 
 
-def test_a_link_to_itself_leads_to_no_file(root, caplog):
+def test_a_link_to_itself_is_a_file_that_cannot_be_read(root):
     for link in root / 'loop', root / 'train' / 'loop', root / 'train' / 'cat' / 'self.png':
         link.symlink_to(link.name)
     assert len(opening.make_opener()(str(root), 'train')) == 12 + 1
-    assert '1 link whose target is missing' in caplog.text
     assert len(folders.unlabelled([str(root)])) == 16 + 1
 
 
-def test_a_pipe_is_no_image(root, caplog):
+def test_a_pipe_is_an_image_that_cannot_be_read(root):
     os.mkfifo(pipe := root / 'train' / 'cat' / 'pipe.png')
-    assert len(opening.make_opener()(str(root), 'train')) == 12
-    assert '1 file left out' in caplog.text and str(pipe) in caplog.text
+    source = opening.make_opener()(str(root), 'train')
+    with pytest.raises(UserError, match='not a regular file'):
+        source.read(described(source).index(str(pipe)))
     with pytest.raises(UserError, match='pipe.png: neither a regular file nor a folder'):
         folders.unlabelled([str(pipe)])
 
@@ -488,18 +485,10 @@ SIMILAR = [
     ('hot dog', 'hot\u00a0dog'),
     ('hot dog', 'hot  dog'),
     ('cat', 'ｃａｔ'),
-    ('cat', 'сat'),  # its first letter is Cyrillic
     ('straße', 'STRASSE'),
     ('fish', '\ufb01sh'),
     ('ship', 'sh\u00adip'),
-    ('1', True),
     ('-0', '0'),
-    ("Alzheimer's", 'Alzheimer\u2019s'),
-    ('x-ray', 'x\u2013ray'),
-    ('ТОМ', 'TOM'),
-    ('.5', '0.5'),
-    ('1.', '1'),
-    ('1e3', '1000'),
 ]
 
 
@@ -565,14 +554,6 @@ def test_images_outside_of_classes_are_counted(loose, root, caplog):
     )
 
 
-def test_folders_that_may_be_splits_or_classes_are_said(tmp_path, caplog):
-    for fold in 'fold1', 'fold2':
-        for name in 'cat', 'dog':
-            write_image(tmp_path / fold / name / '1.jpg')
-    assert opening.make_opener()(str(tmp_path), 'train').class_names == ('fold1', 'fold2')
-    assert 'all 2 class folders contain the same folders (cat, dog)' in caplog.text
-
-
 def test_links_are_followed_but_not_in_circles(root, caplog):
     (root / 'elsewhere').mkdir()
     write_image(root / 'elsewhere' / 'deep' / 'a.jpg')
@@ -580,7 +561,7 @@ def test_links_are_followed_but_not_in_circles(root, caplog):
     (root / 'train' / 'cat' / 'self').symlink_to(root / 'train' / 'cat')
     (root / 'elsewhere' / 'deep' / 'up').symlink_to('..')
     assert len(opening.make_opener()(str(root), 'train')) == 13
-    assert 'cat: 2 links whose' in caplog.text
+    assert caplog.text.count('left out, as it was read by another path') == 2
 
 
 IMAGES = RNG.integers(0, 256, (12, 4, 4, 3), np.uint8)
@@ -641,7 +622,7 @@ def test_a_photo_that_is_reached_by_links_counts_once(root, caplog):
     for name in 'bcdef':
         (root / 'train' / 'cat' / name).symlink_to('a')
     assert len(opening.make_opener()(str(root), 'train')) == 13
-    assert 'links whose target' in caplog.text
+    assert caplog.text.count('left out, as it was read by another path') == 5
 
 
 def test_capitalized_folders_are_splits_only_among_splits(tmp_path):
@@ -691,9 +672,3 @@ def test_class_names_of_arrays_may_be_bytes(tmp_path):
     np.savez(tmp_path / 'a.npz', **ARRAYS, class_names=names[:, None])
     with pytest.raises(UserError, match='a.npz: class_names are'):
         opening.open_splits(str(tmp_path / 'a.npz'))
-
-
-def test_numbers_of_classes_without_images_are_said(tmp_path, caplog):
-    np.savez(tmp_path / 'a.npz', train_images=IMAGES, train_labels=LABELS + 1)
-    opening.open_splits(str(tmp_path / 'a.npz'))
-    assert '1 class without images, such as 0' in caplog.text

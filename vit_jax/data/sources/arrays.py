@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.base import UserError, counted, parsing, require
-from vit_jax.data.sources.base import Source, Splits, warn_once
+from vit_jax.base import UserError, parsing, require
+from vit_jax.data.sources.base import Source, Splits, labelled_source
 
 _MOST_CLASSES = 100_000  # of labels without names; more than any published set has
 
@@ -20,11 +20,16 @@ _MOST_CLASSES = 100_000  # of labels without names; more than any published set 
 def array_source(
     images: np.ndarray, labels: np.ndarray, class_names: Sequence[str], *, name: str
 ) -> Source:
-    """A source of uint8 images (n, height, width) or (n, height, width, 1 or 3).
+    """Makes a source of uint8 images (n, height, width) or (n, height, width, 1 or 3).
 
-    Labels are class numbers, (n) or (n, 1), or multi-label, 0 and 1 (n, classes). `name` stands
-    for the data in messages. Raises UserError for other shapes and types, for labels out of range,
-    and for no images.
+    Args:
+      images: The pixels.
+      labels: Class numbers, (n) or (n, 1), or multi-label, 0 and 1 (n, classes).
+      class_names: The names of the classes, in the order of their numbers.
+      name: The name of the data in messages.
+
+    Raises:
+      UserError: For other shapes and types, labels out of range, and no images.
     """
     labels = labels[:, 0] if labels.shape[1:] == (1,) and len(class_names) != 1 else labels
     shape_fits = images.ndim in (3, 4) and images.shape[3:] in ((), (1,), (3,))
@@ -43,17 +48,13 @@ def array_source(
         there = '0 or 1 for each class' if multi_label else f'{top} classes, 0 to {top - 1}'
         which = f'label {labels[tuple(wrong[0])]} of image {wrong[0][0]} is out of range'
         raise UserError(f'{name}: {which}: there are {there} ({len(wrong)} such labels)')
-    return Source(
-        count=len(images),
-        class_names=tuple(class_names),
-        read=lambda i: (images[i], labels[i]),
-        read_names=lambda indices: [f'{name}[{i}]' for i in indices],
-        read_labels=lambda indices: labels[np.asarray(indices, int)],
-        read_sizes=lambda indices: np.array(
-            [zlib.crc32(images[i].tobytes()) for i in indices], np.int64
-        ),
-        labels_in_memory=True,
-        multi_label=multi_label,
+    return labelled_source(
+        range(len(images)),
+        labels,
+        class_names,
+        read=lambda i: images[i],
+        name_of=lambda i: f'{name}[{i}]',
+        size_of=lambda i: zlib.crc32(images[i].tobytes()),
     )
 
 
@@ -65,52 +66,54 @@ def digits_splits() -> Splits:
         raise UserError('digits: they are in scikit-learn, which is not installed')
     file = pathlib.Path(package.origin).parent / 'datasets' / 'data' / 'digits.csv.gz'
 
-    def opened(split: str) -> Source:
+    def open_split(split: str) -> Source:
         table = np.loadtxt(file, int, delimiter=',')
         images, labels = table[:, :-1], table[:, -1]
         chosen = (np.arange(len(labels)) % 5 == 4) == (split == 'test')
         pixels = np.rint(images.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
         return array_source(pixels[chosen], labels[chosen], '0123456789', name=f'digits/{split}')
 
-    return {split: functools.partial(opened, split) for split in ('train', 'test')}
+    return {split: functools.partial(open_split, split) for split in ('train', 'test')}
 
 
 def npz_splits(path: str) -> Splits:
     """The splits of a file of arrays `SPLIT_images`, `SPLIT_labels` and perhaps `class_names`."""
-    with _opened(path) as file:
+    with _open(path) as file:
         names = [n.removesuffix('_images') for n in file.files if n.endswith('_images')]
         needed = [f'{name}_labels' for name in names] or ['SPLIT_images']
         if absent := [name for name in needed if name not in file]:
             raise UserError(f'{path}: no array {absent[0]!r}; it holds {", ".join(file.files)}')
-        if 'class_names' in file:
-            given = file['class_names']
-            fits = given.ndim == 1 and given.dtype.kind in 'SUiu'
-            found = f'{path}: class_names are {given.dtype}{list(given.shape)}'
-            require(fits, f'{found}, expected text')
-            texts = [n.decode() if isinstance(n, bytes) else str(n) for n in given.tolist()]
-            class_names = [text.strip() for text in texts]
-        else:
-            labels = [file[f'{name}_labels'] for name in names]
-            count = max(map(_count_classes, labels))
-            more = f'{path}: labels up to {count - 1:,}; expected class numbers from 0'
-            require(count <= _MOST_CLASSES, f'{more}, or an array class_names')
-            _warn_of_gaps(path, count, labels)
-            class_names = [str(label) for label in range(count)]
+        class_names = _read_class_names(file, names, path)
 
-    def opened(split: str) -> Source:
-        with _opened(path) as file:
+    def open_split(split: str) -> Source:
+        with _open(path) as file:
             images, labels = file[f'{split}_images'], file[f'{split}_labels']
         return array_source(images, labels, class_names, name=f'{path}:{split}')
 
-    return {name: functools.partial(opened, name) for name in names}
+    return {name: functools.partial(open_split, name) for name in names}
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[Any]:
+def _open(path: str) -> Iterator[Any]:
     require(zipfile.is_zipfile(path), f'{path}: not a whole .npz file, which is a zip archive')
     expected = 'an .npz file of arrays without Python objects'
     with parsing(path, expected), np.load(path, allow_pickle=False) as file:
         yield file
+
+
+def _read_class_names(file: Any, splits: Sequence[str], path: str) -> list[str]:
+    """Returns the array `class_names`, or without it the class numbers as text."""
+    if 'class_names' in file:
+        names = file['class_names']
+        found = f'{path}: class_names are {names.dtype}{list(names.shape)}'
+        require(names.ndim == 1 and names.dtype.kind in 'SUiu', f'{found}, expected text')
+        texts = [n.decode() if isinstance(n, bytes) else str(n) for n in names.tolist()]
+        return [text.strip() for text in texts]
+    count = max(_count_classes(file[f'{split}_labels']) for split in splits)
+    found = f'{path}: labels up to {count - 1:,}'
+    expected = 'expected class numbers from 0, or an array class_names'
+    require(count <= _MOST_CLASSES, f'{found}; {expected}')
+    return [str(number) for number in range(count)]
 
 
 def _count_classes(labels: np.ndarray) -> int:
@@ -119,12 +122,3 @@ def _count_classes(labels: np.ndarray) -> int:
         return labels.shape[1]
     # `array_source` rejects other types.
     return int(labels.max()) + 1 if labels.size and labels.dtype.kind in 'iu' else 1
-
-
-def _warn_of_gaps(path: str, count: int, labels: Sequence[np.ndarray]) -> None:
-    """Warns of class numbers below the largest one that no image has."""
-    single = [one.ravel().tolist() for one in labels if one.ndim == 1 or one.shape[1:] == (1,)]
-    absent = sorted({*range(count)} - set[Any]().union(*single)) if single else []
-    if absent:
-        text = f'{counted(len(absent), "class")} without images, such as {absent[0]}'
-        warn_once(f'{path}: {text}; expected labels from 0 without gaps')

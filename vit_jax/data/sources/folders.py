@@ -1,29 +1,27 @@
 """Images as files in folders: ROOT/SPLIT/CLASS/NAME.jpg, ROOT/CLASS/NAME.jpg, or any files."""
 
-import collections
-import errno
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 from vit_jax.base import MissingFile, UserError, close_by, counted, refuse
-from vit_jax.data.image_headers import HEIC_REMEDY, can_read, kinds_by_ending
+from vit_jax.data.image_decoding import HEIC_REMEDY, can_read, formats_by_ending
 from vit_jax.data.sources.base import (
     Source,
     Splits,
     class_order,
-    in_fixed_order,
     labelled_source,
+    shuffle_once,
     warn_once,
 )
 
-HEIC = frozenset({'.heic', '.heif', '.hif'})
-_ELSEWHERE = HEIC | {'.avif'}  # images, whether they can be read here or not
-_MISREAD = '.pfm'  # floating point, which is not supported
 SPLIT_NAMES = frozenset('train training test testing val valid validation'.split())
+_HEIC = frozenset({'.heic', '.heif', '.hif'})
+_FLOAT_IMAGES = '.pfm'  # not supported
 # Folders that operating systems and network disks put next to images: thumbnails, removed files.
-_OF_SYSTEMS = frozenset(
+_SYSTEM_FOLDERS = frozenset(
     ['__MACOSX', '@eaDir', '#recycle', '$RECYCLE.BIN', 'System Volume Information', 'lost+found']
 )
 
@@ -37,22 +35,19 @@ def folder_splits(root: str) -> Splits:
     """
     path = _without_wrapper(pathlib.Path(root))
     splits = _split_folders(path)
+    if not splits and not folder_names(path):
+        expected = f'{root}/train/CLASS/*.jpg or {root}/CLASS/*.jpg'
+        raise UserError(f'{root}: no folders of classes; expected {expected}')
     if not splits:
-        if not folder_names(path):
-            expected = f'{root}/train/CLASS/*.jpg or {root}/CLASS/*.jpg'
-            raise UserError(f'{root}: no folders of classes; expected {expected}')
-        _warn_of_equal_folders(path)
         return {'all': lambda: files_by_class(path)}
-    for name, folder in splits.items():
-        if not folder_names(folder):
-            found = '; it holds images, but no classes' if has_images(folder) else ''
-            raise UserError(
-                f'{path}: {folder.name}/ holds no folders: expected {name}/CLASS/*.jpg{found}'
-            )
-    _warn_of_loose_images(path, within=[path / name for name in folder_names(path)])
+    for folder in path, *(path / name for name in folder_names(path)):
+        _warn_of_loose_images(folder)
     classes = {name: folder_names(folder) for name, folder in splits.items()}
+    for name, folder in splits.items():
+        if not classes[name]:
+            raise UserError(f'{folder}: no folders of classes; expected {name}/CLASS/*.jpg')
 
-    def opened(split: str) -> Source:
+    def open_split(split: str) -> Source:
         faults, own = list[str](), {*classes[split]}
         for other, names in classes.items():
             for name in sorted(own ^ {*names}) if own & {*names} else ():  # of the same data
@@ -60,7 +55,7 @@ def folder_splits(root: str) -> Splits:
                 faults.append(f'{path}: class {name!r} is in {has}/ but not in {lacks}/')
         return files_by_class(splits[split], faults)
 
-    return {name: functools.partial(opened, name) for name in splits}
+    return {name: functools.partial(open_split, name) for name in splits}
 
 
 def _without_wrapper(path: pathlib.Path) -> pathlib.Path:
@@ -81,39 +76,21 @@ def _split_folders(path: pathlib.Path) -> dict[str, pathlib.Path]:
     Capitalized names are splits if all folders have such names: `Train` may be a class of vehicles.
     """
     names = folder_names(path)
-    all_splits = all(name.casefold() in SPLIT_NAMES for name in names)
-    if not names or not (all_splits or SPLIT_NAMES & {*names}):
+    if all(name.casefold() in SPLIT_NAMES for name in names):
+        splits = {name.casefold(): path / name for name in names}
+        if len(splits) < len(names):
+            raise UserError(f'{path}: {", ".join(names)}: expected one folder for each split')
+        return splits
+    if not SPLIT_NAMES & {*names}:
         return {}
-    splits: dict[str, pathlib.Path] = {}
-    for name in names:
-        split = name.casefold() if all_splits else name
-        if split in splits:
-            raise UserError(
-                f'{path}: {splits[split].name}/ and {name}/ are one split; expected one'
-            )
-        if split in SPLIT_NAMES or folder_names(path / name):
-            splits[split] = path / name
-    return splits
+    return {name: path / name for name in names if name in SPLIT_NAMES or folder_names(path / name)}
 
 
-def _warn_of_equal_folders(path: pathlib.Path) -> None:
-    """Warns where all classes hold the same folders, which may be the classes of splits."""
-    names = folder_names(path)
-    inner = {tuple(folder_names(path / name)) for name in names}
-    if len(names) > 1 and len(inner) == 1 and not any(has_images(path / name) for name in names):
-        parts = [*inner.pop()]
-        shown = ', '.join([*parts[:3], '...'] if len(parts) > 3 else parts)
-        text = f'all {len(names)} class folders contain the same folders ({shown})'
-        remedy = 'if these inner folders are the classes, rename the outer ones to train and test'
-        warn_once(f'{path}: {text}; {remedy}')
-
-
-def _warn_of_loose_images(folder: pathlib.Path, within: Sequence[pathlib.Path] = ()) -> None:
-    """Warns of images next to the folders of classes, or of splits and `within` those."""
-    for place in folder, *within:
-        if images := _images_directly_in(place):
-            count = counted(len(images), 'image')
-            warn_once(f'{place}: {count} in no folder of a class left out, such as {min(images)}')
+def _warn_of_loose_images(folder: pathlib.Path) -> None:
+    """Warns of images next to the folders of classes."""
+    if images := _images_directly_in(folder):
+        count = counted(len(images), 'image')
+        warn_once(f'{folder}: {count} in no folder of a class left out, such as {min(images)}')
 
 
 def files_by_class(root: pathlib.Path, faults: Sequence[str] = ()) -> Source:
@@ -121,138 +98,87 @@ def files_by_class(root: pathlib.Path, faults: Sequence[str] = ()) -> Source:
 
     Raises UserError with these faults, and for empty classes.
     """
-    class_names, faults, found = folder_names(root), [*faults], list[tuple[str, int]]()
-    for i, name in enumerate(class_names):
+    class_names, faults = folder_names(root), [*faults]
+    paths, labels = list[str](), list[int]()
+    for label, name in enumerate(class_names):
         try:
-            found += [(path, i) for path in image_files(root / name)]
+            images = image_files(root / name)
         except UserError as error:
-            faults.append(f'{error}: {_way_out(root / name)}')
+            faults.append(f'{error}: remove the folder, or add images')
+        else:
+            paths += images
+            labels += [label] * len(images)
     refuse(faults)
     _warn_of_loose_images(root)
-    paths, labels = [path for path, _ in found], [label for _, label in found]
-    return in_fixed_order(labelled_source(paths, labels, class_names))
+    return shuffle_once(labelled_source(paths, labels, class_names))
 
 
 def unlabelled(paths: Sequence[str]) -> Source:
     """These files, and the images of these folders; no classes, and every label is 0."""
-    found: list[str] = []
+    images: list[str] = []
     for path in map(pathlib.Path, paths):
         if not path.exists():
             raise MissingFile(f'{path}: no such image or folder{close_by(path)}')
         if not path.is_dir() and not path.is_file():
             raise UserError(f'{path}: neither a regular file nor a folder')
-        found += image_files(path) if path.is_dir() else [str(path)]
-    return labelled_source(found, [0] * len(found), ())
+        images += image_files(path) if path.is_dir() else [str(path)]
+    return labelled_source(images, [0] * len(images), ())
 
 
 def image_files(path: pathlib.Path) -> list[str]:
-    """The images below a folder, sorted, without hidden files and folders.
+    """Returns the images below a folder, sorted, without hidden files and folders.
 
-    Warns of other files, and of what cannot be read as its name or link shows. Raises UserError if
-    there are no images.
+    Warns of other files and of HEIC photos that cannot be read. Raises UserError if there are no
+    images.
     """
-    images, others, links = _files(path)
+    images, others = list[str](), list[str]()
+    for file in sorted(_files_below(path), key=lambda file: file.split(os.sep)):
+        (images if is_image(file) else others).append(file)
     if not images:
-        raise UserError(_nothing_in(path, others))
+        ending = f'; {counted(len(others), "file")} of other endings' if others else ''
+        example = f', such as {os.path.basename(others[0])}' if others else ''
+        raise UserError(f'{path}: no images in this folder{ending}{example}')
     if others:
-        count = counted(len(others), 'file')
-        text = f'{count} left out, whose ending or kind is not that of an image'
-        warn_once(f'{path}: {text}, such as {others[0]}')
-    if links:
-        count = counted(len(links), 'link')
-        text = 'whose target is missing or already read from another place'
-        warn_once(f'{path}: {count} {text}, such as {links[0]}')
-    heic = [] if can_read('HEIF') else [file for file in images if _suffix(file) in HEIC]
+        count, text = counted(len(others), 'file'), 'left out, whose ending is not that of an image'
+        warn_once(f'{path}: {count} {text}, such as {others[0]}')
+    heic = [] if can_read('HEIF') else [file for file in images if _suffix(file) in _HEIC]
     if heic:
         warn_once(f'{path}: {counted(len(heic), "HEIC photo")}; {HEIC_REMEDY}: {heic[0]}')
     return images
 
 
-def _nothing_in(path: pathlib.Path, others: Sequence[str]) -> str:
-    text = f'{path}: no images in this folder'
-    if not others:
-        return text
-    name = os.path.basename(others[0])
-    return f'{text}; {counted(len(others), "file")} of other endings, such as {name}'
+def _files_below(folder: pathlib.Path) -> Iterator[str]:
+    """Yields the paths of the files below a folder; links are followed, each folder is read once.
 
-
-def _way_out(folder: pathlib.Path) -> str:
-    """What to do about a folder without images, which may be what a run has written."""
-    for place in folder, folder.parent:
-        if (place / 'ledger.jsonl').exists():
-            return f'{place} is the work directory of a run; expected it outside of the data'
-    return 'remove the folder, or add images'
-
-
-def _files(path: pathlib.Path) -> tuple[list[str], list[str], list[str]]:
-    """Images by their ending, broken links too; other files; links that lead nowhere new."""
-    images, others, links = list[str](), list[str](), list[str]()
-    for file, kind in sorted(_below(path), key=lambda found: found[0].split(os.sep)):
-        if kind != 'again':
-            (images if is_image(file) and kind != 'special' else others).append(file)
-        if kind in ('link', 'again'):
-            links.append(file)
-    return images, others, links
-
-
-def _below(folder: str | pathlib.Path) -> Iterator[tuple[str, str]]:
-    """Yields the paths below a folder, each with its kind; links to folders are followed.
-
-    A kind is `file`; `link`, which leads to no file; `again`, a link to a folder whose files are
-    yielded anyway; or `special`, a pipe or a device. Only folders are looked up on the disk.
+    Folders are read before links to folders, so that the path of a file contains no link if it can.
     """
-    seen, waiting = set[tuple[int, int]](), collections.deque([os.fspath(folder)])
-    links = list[str]()  # to folders: looked at last, so that a file has its own path
-    while waiting or links:
-        place = waiting.popleft() if waiting else links.pop(0)
-        status = os.stat(place)
-        if (status.st_dev, status.st_ino) in seen:
-            yield place, 'again'
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        for path, kind in _directly_in(place):
-            if kind == 'folder':
-                waiting.append(path)
-            elif kind == 'linked folder':
-                links.append(path)
-            else:
-                yield path, kind
+    seen, links = set[tuple[int, int]](), [os.fspath(folder)]
+    while links:
+        for place, folders, files in os.walk(links.pop(0), onerror=_raise):
+            status = os.stat(place)
+            if (status.st_dev, status.st_ino) in seen:
+                warn_once(f'{place}: left out, as it was read by another path')
+                folders.clear()
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            folders[:] = filter(_is_visible, folders)
+            paths = [os.path.join(place, name) for name in folders]
+            links += filter(os.path.islink, sorted(paths))
+            yield from (os.path.join(place, name) for name in files if _is_visible(name))
 
 
-def _directly_in(folder: str) -> Iterator[tuple[str, str]]:
-    for entry in _entries(folder):
-        if _leads(entry.is_dir):
-            yield entry.path, 'linked folder' if entry.is_symlink() else 'folder'
-        elif _leads(entry.is_file):
-            yield entry.path, 'file'
-        elif not entry.is_symlink():
-            yield entry.path, 'special'
-        elif not os.path.exists(entry.path):
-            yield entry.path, 'link'
+def _raise(error: OSError) -> NoReturn:
+    raise error
 
 
-def _leads(ask: Callable[[], bool]) -> bool:
-    """What an entry says to this; False of a link that leads to itself."""
-    try:
-        return ask()
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        return False
-
-
-def _entries(folder: str | pathlib.Path) -> Iterator[os.DirEntry[str]]:
-    """What is in a folder, without names that begin with a dot and folders of systems."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if not entry.name.startswith('.') and entry.name not in _OF_SYSTEMS:
-                yield entry
+def _is_visible(name: str) -> bool:
+    return not name.startswith('.') and name not in _SYSTEM_FOLDERS
 
 
 def is_image(file: str) -> bool:
-    """Has the name of a file an ending of images?"""
+    """Whether the ending of a file's name is one of images, readable here or not."""
     suffix = _suffix(file)
-    return suffix in _ELSEWHERE or (suffix in kinds_by_ending() and suffix != _MISREAD)
+    return suffix in _HEIC or (suffix in formats_by_ending() and suffix != _FLOAT_IMAGES)
 
 
 def _suffix(file: str) -> str:
@@ -260,14 +186,15 @@ def _suffix(file: str) -> str:
 
 
 def folder_names(path: pathlib.Path) -> list[str]:
-    """The names of the folders in it, without hidden ones, in the order of classes."""
-    return class_order(entry.name for entry in _entries(path) if _leads(entry.is_dir))
+    """Returns the names of the visible folders in a folder, in the order of classes."""
+    return class_order(name for name in next(os.walk(path, onerror=_raise))[1] if _is_visible(name))
 
 
 def has_images(path: pathlib.Path) -> bool:
-    """Are there images directly in a folder?"""
+    """Whether images lie directly in a folder."""
     return bool(_images_directly_in(path))
 
 
 def _images_directly_in(path: pathlib.Path) -> list[str]:
-    return [e.name for e in _entries(path) if is_image(e.name) and _leads(e.is_file)]
+    names = next(os.walk(path, onerror=_raise))[2]
+    return [name for name in names if _is_visible(name) and is_image(name)]

@@ -7,16 +7,17 @@ classes; their labels come from the development kit, or from Kaggle's `LOC_val_s
 import csv
 import functools
 import io
+import itertools
 import os
 import pathlib
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, NamedTuple
 
 import numpy as np
 
 from vit_jax.base.errors import UserError, parsing
-from vit_jax.data.sources.base import Source, Splits, in_fixed_order, labelled_source
+from vit_jax.data.sources.base import Source, Splits, labelled_source, shuffle_once
 from vit_jax.data.sources.folders import files_by_class, image_files
 
 TRAIN_TAR, VAL_TAR = 'ILSVRC2012_img_train.tar', 'ILSVRC2012_img_val.tar'
@@ -25,22 +26,28 @@ KIT, SOLUTION = 'ILSVRC2012_devkit_t12', 'LOC_val_solution.csv'
 
 
 def holds(root: str) -> bool:
-    """Is it ImageNet in one of its original forms? (`val/CLASS/` is a folder like any other.)"""
+    """Whether a folder holds ImageNet in an original form. (`val/CLASS/` is an ordinary folder.)"""
     path = pathlib.Path(root)
     tars = (path / TRAIN_TAR).is_file() or (path / VAL_TAR).is_file()
     return tars or any(path.glob('val/ILSVRC2012_val_*.JPEG'))
 
 
 def folder_splits(root: str) -> Splits:
-    """`train` and `val`, if present. Opening `val` raises UserError if its labels are missing."""
+    """`train` and `val`, if present; a tar file is preferred to a folder.
+
+    Opening `val` raises UserError if its labels are missing.
+    """
     path = pathlib.Path(root)
-    forms = (  # of both a folder and a tar file, the tar file is read
-        ('train', path / 'train', pathlib.Path.is_dir, files_by_class),
-        ('train', path / TRAIN_TAR, pathlib.Path.is_file, _train_tar),
-        ('val', path / 'val', pathlib.Path.is_dir, _val_folder),
-        ('val', path / VAL_TAR, pathlib.Path.is_file, _val_tar),
-    )
-    return {split: functools.partial(opened, at) for split, at, there, opened in forms if there(at)}
+    openers: dict[str, dict[str, Callable[[pathlib.Path], Source]]] = {
+        'train': {TRAIN_TAR: _open_train_tar, 'train': files_by_class},
+        'val': {VAL_TAR: _open_val_tar, 'val': _open_val_folder},
+    }
+    splits: Splits = {}
+    for split, by_name in openers.items():
+        for name, open_path in by_name.items():
+            if (path / name).exists():
+                splits.setdefault(split, functools.partial(open_path, path / name))
+    return splits
 
 
 class _Member(NamedTuple):
@@ -58,25 +65,28 @@ def _members(file: IO[bytes], start: int = 0) -> Iterator[_Member]:
                 yield _Member(info.name, info.offset_data, info.size)
 
 
-def _train_tar(path: pathlib.Path) -> Source:
+def _open_train_tar(path: pathlib.Path) -> Source:
     """A tar file of tar files, one for each class: `n01440764.tar`."""
     with parsing(path, _WHOLE), path.open('rb') as file:
         classes = sorted(_members(file))
-        found = [sorted(_members(file, inner.offset)) for inner in classes]
-    labels = [label for label, of_class in enumerate(found) for _ in of_class]
-    names = [pathlib.Path(member.name).stem for member in classes]
-    return _in_tar(path, [member for of_class in found for member in of_class], labels, names)
+        images = [sorted(_members(file, inner.offset)) for inner in classes]
+    labels = [label for label, of_class in enumerate(images) for _ in of_class]
+    class_names = [pathlib.Path(member.name).stem for member in classes]
+    return _tar_source(path, [*itertools.chain.from_iterable(images)], labels, class_names)
 
 
-def _val_tar(path: pathlib.Path) -> Source:
+def _open_val_tar(path: pathlib.Path) -> Source:
     with parsing(path, _WHOLE), path.open('rb') as file:
         members = sorted(_members(file))
-    labels, names = _labels_of([member.name for member in members], path.parent)
-    return _in_tar(path, members, labels, names)
+    labels, class_names = _val_labels([member.name for member in members], path.parent)
+    return _tar_source(path, members, labels, class_names)
 
 
-def _in_tar(
-    path: pathlib.Path, members: list[_Member], labels: list[int], class_names: list[str]
+def _tar_source(
+    path: pathlib.Path,
+    members: Sequence[_Member],
+    labels: Sequence[int] | np.ndarray,
+    class_names: Sequence[str],
 ) -> Source:
     descriptor = os.open(path, os.O_RDONLY)  # which threads read by `pread`
     source = labelled_source(
@@ -87,18 +97,18 @@ def _in_tar(
         name_of=lambda member: f'{path}:{member.name}',
         size_of=lambda member: member.size,
     )
-    return in_fixed_order(source)
+    return shuffle_once(source)
 
 
-def _val_folder(path: pathlib.Path) -> Source:
+def _open_val_folder(path: pathlib.Path) -> Source:
     paths = image_files(path)
-    labels, names = _labels_of([os.path.basename(file) for file in paths], path.parent)
-    return in_fixed_order(labelled_source(paths, labels, names))
+    labels, class_names = _val_labels([os.path.basename(file) for file in paths], path.parent)
+    return shuffle_once(labelled_source(paths, labels, class_names))
 
 
-def _labels_of(names: list[str], root: pathlib.Path) -> tuple[list[int], list[str]]:
+def _val_labels(names: Sequence[str], root: pathlib.Path) -> tuple[np.ndarray, list[str]]:
     """The class numbers of validation images, and the names of all classes."""
-    classes = _solution(root) or _kit(root)
+    classes = _read_solution(root) or _read_kit(root)
     if classes is None:
         kit = f'expected {KIT}.tar.gz (the development kit), its folder {KIT}'
         places = f'{kit}, or {SOLUTION} there or up to 3 folders above'
@@ -107,27 +117,23 @@ def _labels_of(names: list[str], root: pathlib.Path) -> tuple[list[int], list[st
     if absent := [stem for stem in stems if stem not in classes]:
         raise UserError(f'{root}: {absent[0]} has no label ({len(absent)} such images)')
     class_names = sorted(set(classes.values()))
-    number = {name: index for index, name in enumerate(class_names)}
-    return [number[classes[stem]] for stem in stems], class_names
+    return np.searchsorted(class_names, [classes[stem] for stem in stems]), class_names
 
 
-def _solution(root: pathlib.Path) -> dict[str, str] | None:
+def _read_solution(root: pathlib.Path) -> dict[str, str] | None:
     """Kaggle's: `ILSVRC2012_val_00048981,n03995372 85 1 499 272`."""
-    for place in (root, *list(root.resolve().parents)[:3]):
-        if (place / SOLUTION).is_file():
-            with (
-                parsing(place / SOLUTION, 'columns ImageId and PredictionString'),
-                (place / SOLUTION).open(newline='') as file,
-            ):
-                rows = list(csv.DictReader(file))
-                return {row['ImageId']: row['PredictionString'].split()[0] for row in rows}
-    return None
+    places = (folder / SOLUTION for folder in (root, *list(root.resolve().parents)[:3]))
+    if (path := next(filter(pathlib.Path.is_file, places), None)) is None:
+        return None
+    with parsing(path, 'columns ImageId and PredictionString'), path.open(newline='') as file:
+        rows = csv.DictReader(file)
+        return {row['ImageId']: row['PredictionString'].split()[0] for row in rows}
 
 
-def _kit(root: pathlib.Path) -> dict[str, str] | None:
+def _read_kit(root: pathlib.Path) -> dict[str, str] | None:
     """The development kit's: one number per image, and a table from numbers to WordNet ids."""
-    read = functools.partial(_kit_file, root)
-    truth, table = read('ILSVRC2012_validation_ground_truth.txt'), read('meta.mat')
+    truth = _read_kit_file(root, 'ILSVRC2012_validation_ground_truth.txt')
+    table = _read_kit_file(root, 'meta.mat')
     if truth is None or table is None:
         return None
     from scipy import io as scipy_io
@@ -139,7 +145,7 @@ def _kit(root: pathlib.Path) -> dict[str, str] | None:
         return {f'ILSVRC2012_val_{i:08}': wordnet[number] for i, number in enumerate(numbers, 1)}
 
 
-def _kit_file(root: pathlib.Path, name: str) -> bytes | None:
+def _read_kit_file(root: pathlib.Path, name: str) -> bytes | None:
     if (unpacked := root / KIT / 'data' / name).is_file():
         return unpacked.read_bytes()
     if not (packed := root / f'{KIT}.tar.gz').is_file():

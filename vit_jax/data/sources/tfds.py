@@ -1,33 +1,37 @@
 """Data sets that TensorFlow Datasets (TFDS) prepared, read without TensorFlow.
 
-ArrayRecord files through TFDS's own data source; TFRecord files, as in most existing folders, by
-offset (tfrecord.py). Images stay encoded: image_preprocessing.py decodes them.
+ArrayRecord files are read by TFDS's own data source; TFRecord files, as in most existing folders,
+by offset. Images stay encoded: image_decoding.py decodes them.
 """
 
 import functools
 import operator
 import os
 import pathlib
+import struct
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from typing import Any, NamedTuple
 
+import google_crc32c
 import numpy as np
 
 from vit_jax.base import Int, UserError, parsing, records
-from vit_jax.data.sources import tfrecord
-from vit_jax.data.sources.base import EncodedImage, Label, Source, Splits
+from vit_jax.data.sources.base import EncodedImage, Label, Source, Splits, multi_hot
 
 INFO = 'dataset_info.json'
-_BOTH = 'an image and a label'
+# A record of a TFRecord file is its length (8 bytes), a checksum of the length, its bytes, and a
+# checksum of these; both are masked CRC-32C.
+_HEADER = struct.Struct('<QI')
+Example = dict[str, Any]
 
 
-class ComputedLabel(NamedTuple):
-    """A label that is computed of the other columns of an example."""
+class LabelReader(NamedTuple):
+    """How the label of an example is read, or computed from its other columns."""
 
     class_names: tuple[str, ...]
-    number_of: Callable[[dict[str, Any]], Any]
+    read: Callable[[Example], Any]  # returns a class number, or several if multi-label
+    multi_label: bool = False
 
 
 def holds(root: str) -> bool:
@@ -36,32 +40,43 @@ def holds(root: str) -> bool:
 
 
 def named_folder(full_name: str) -> str:
-    """The folder of `NAME`, `NAME:VERSION` or `NAME/CONFIG:VERSION`, prepared in `data_dir`.
+    """Returns the folder of `NAME`, `NAME:VERSION` or `NAME/CONFIG:VERSION`, in `data_dir`.
 
-    Without a version the newest; `3.*.*` is the newest that begins so. Raises UserError where there
-    is none.
+    Without a version the newest; `3.*.*` is the newest that begins so. Raises UserError if it is
+    not there.
     """
-    library = _library()
     name, _, version = full_name.partition(':')
     root = data_dir() / name
     found = [path.parent for path in root.glob(f'{version or "[0-9]*"}/{INFO}')]
-    folder = max(found, key=lambda path: _version(path.name), default=None)
-    cause = None
-    if folder is None:
-        try:  # the library may know of other places
-            folder = library.builder(full_name, try_gcs=False).data_dir
-        except Exception as error:  # of many kinds
-            cause = error
-    if folder is not None and holds(str(folder)):
-        return str(folder)
+    if found:
+        return str(max(found, key=lambda path: _version(path.name)))
     others = sorted(str(p.parent.relative_to(root)) for p in root.glob(f'**/{INFO}'))
     known = f'there is {", ".join(others)}; ' if others else ''
     remedy = f'{known}prepare it with python -m vit_jax.prepare {name}'
-    raise UserError(f'tfds:{full_name} is not in {data_dir()}: {remedy}') from cause
+    raise UserError(f'tfds:{full_name} is not in {data_dir()}: {remedy}')
 
 
-def folder_splits(root: str, label: str | ComputedLabel | None = None) -> Splits:
-    """The splits of a prepared folder.
+def data_dir() -> pathlib.Path:
+    """Where TFDS keeps what it prepared: TFDS_DATA_DIR, by default ~/tensorflow_datasets."""
+    return pathlib.Path(os.environ.get('TFDS_DATA_DIR', '~/tensorflow_datasets')).expanduser()
+
+
+def _version(text: str) -> tuple[int, ...]:
+    parts = text.split('.')
+    return tuple(map(int, parts)) if all(map(str.isdecimal, parts)) else ()
+
+
+def _library() -> Any:
+    try:
+        import tensorflow_datasets
+    except ImportError as error:
+        text = f"data of TFDS needs tensorflow-datasets: pip install 'vit_jax[tfds]' ({error})"
+        raise UserError(text) from error
+    return tensorflow_datasets
+
+
+def folder_splits(root: str, label: str | LabelReader | None = None) -> Splits:
+    """Returns the splits of a prepared folder.
 
     `label` is a column, or computes the labels of the others; without it they are those of the
     column `label`, or of `labels` (multi-label), or of the only column of one of the two kinds.
@@ -73,30 +88,161 @@ def folder_splits(root: str, label: str | ComputedLabel | None = None) -> Splits
         info, file_format = builder.info, builder.info.file_format.value
     if file_format not in ('array_record', 'tfrecord'):
         raise UserError(f'{root}: file format {file_format}; expected array_record or tfrecord')
-    images = [n for n, kind in info.features.items() if isinstance(kind, library.features.Image)]
+    features, kind_of_image = info.features, library.features.Image
+    images = [name for name, kind in features.items() if isinstance(kind, kind_of_image)]
     decoders = {name: library.decode.SkipDecoding() for name in images}  # ours decodes them
 
-    def opened(split: str) -> Source:
+    def open_split(split: str) -> Source:
         if file_format == 'array_record':
             with parsing(f'{root}: {split}', 'whole ArrayRecord files'):
                 stored = builder.as_data_source(split, decoders=decoders)
                 checksums = _shard_checksums(info.splits[split])
-            undamaged = functools.partial(_undamaged, stored.__getitem__)
-            return _source(info, split, label, checksums, undamaged)
-        checksums, read = tfrecord.read_tfrecords(info.splits[split].filepaths)
-        if (count := len(checksums)) != (expected := info.splits[split].num_examples):
-            raise UserError(f'{root}: {split} has {count} records, {INFO} says {expected}')
-        decode = functools.partial(info.features.deserialize_example_np, decoders=decoders)
-        return _source(info, split, label, checksums, lambda index: decode(read(index)))
+            read_example = stored.__getitem__
+        else:
+            checksums, read_record = read_tfrecords(info.splits[split].filepaths)
+            if (count := len(checksums)) != (expected := info.splits[split].num_examples):
+                raise UserError(f'{root}: {split} has {count} records, {INFO} says {expected}')
 
-    return {split: functools.partial(opened, split) for split in info.splits}
+            def read_example(index: int) -> Example:
+                return features.deserialize_example_np(read_record(index), decoders=decoders)
+
+        name = f'tfds:{info.full_name}/{split}'
+        image, labels = _find_columns(features, name, label)
+        read = functools.partial(_read_image, read_example, image, labels, name)
+        return Source(
+            count=len(checksums),
+            class_names=labels.class_names,
+            read=read,
+            name_of=lambda i: f'{name}[{i}]',
+            label_of=lambda i: read(i)[1],
+            size_of=lambda i: checksums[i],
+            multi_label=labels.multi_label,
+        )
+
+    return {split: functools.partial(open_split, split) for split in info.splits}
 
 
-def _undamaged(read: Callable[[int], Any], index: int) -> Any:
+def _read_image(
+    read_example: Callable[[int], Example],
+    image_column: str,
+    labels: LabelReader,
+    split: str,
+    index: int,
+) -> tuple[EncodedImage, Label]:
     try:
-        return read(index)
+        example = read_example(index)
     except RuntimeError as error:  # ArrayRecord has checksums of all that it reads
         raise UserError(f'damaged: {error}') from error
+    image, label = example[image_column], labels.read(example)
+    if image is None or label is None:
+        raise UserError('damaged: the record has no image or no label')
+    numbers, num_classes = np.atleast_1d(np.asarray(label, int)), len(labels.class_names)
+    for number in numbers[(numbers < 0) | (numbers >= num_classes)]:
+        raise UserError(f'label {number}, of {num_classes} classes: has {split} labels?')
+    if labels.multi_label:
+        return image, multi_hot([numbers.tolist()], num_classes)[0]
+    return image, int(numbers[0])
+
+
+def _find_columns(
+    features: Any, split: str, label: str | LabelReader | None
+) -> tuple[str, LabelReader]:
+    """Returns the column of images, and the reader of labels."""
+    kinds = _library().features
+    images = [n for n, kind in features.items() if isinstance(kind, kinds.Image)]
+    single = [n for n, kind in features.items() if isinstance(kind, kinds.ClassLabel)]
+    lists = [n for n, kind in features.items() if isinstance(kind, kinds.Sequence)]
+    multi = [n for n in lists if isinstance(features[n].feature, kinds.ClassLabel)]
+    image = _preferred('image', images)
+    label = label or _preferred('label', single) or _preferred('labels', multi)
+    if image is None or label is None:
+        raise UserError(f'{split}: expected an image and a label among {", ".join(features)}')
+    if isinstance(label, LabelReader):
+        return image, label
+    if label not in (*single, *multi):
+        near = records.nearest(label, (*single, *multi))
+        raise UserError(f'{split}: no column of labels {label!r}; {near}')
+    kind = features[label].feature if label in multi else features[label]
+    return image, LabelReader(tuple(kind.names), operator.itemgetter(label), label in multi)
+
+
+def _preferred(column: str, columns: Sequence[str]) -> str | None:
+    return column if column in columns else columns[0] if len(columns) == 1 else None
+
+
+def _shard_checksums(info: Any) -> Int[np.ndarray, 'n']:
+    """For each record of a split a checksum of where all records of its file begin.
+
+    That, and no checksum of their contents, is at the end of an ArrayRecord file.
+    """
+    checksums = []
+    for path, count in zip(info.filepaths, info.shard_lengths, strict=True):
+        with open(path, 'rb') as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(-min(size, 65_536), os.SEEK_END)
+            checksums.append(np.full(count, zlib.crc32(file.read(), size & 0xFFFFFFFF)))
+    return np.concatenate(checksums) if checksums else np.zeros(0, np.int64)
+
+
+def read_tfrecords(
+    paths: Sequence[str | os.PathLike[str]],
+) -> tuple[np.ndarray, Callable[[int], bytes]]:
+    """Returns the checksums of the records of TFRecord files, and a function that reads a record.
+
+    Finds offsets by walking from length to length. The checksums of lengths are verified here, the
+    checksum of a record when it is read. UserError names file and offset if one is wrong or the
+    file ends early.
+    """
+    files = [(os.fspath(path), os.open(path, os.O_RDONLY)) for path in paths]  # for `pread`
+    found = [_find_records(path, descriptor) for path, descriptor in files]
+    offsets = [offset for offset, _ in found]
+    ends = np.cumsum([len(of_file) for of_file in offsets])
+
+    def read(index: int) -> bytes:
+        number = int(np.searchsorted(ends, index, side='right'))
+        path, descriptor = files[number]
+        return _read_record(path, descriptor, int(offsets[number][index - ends[number]]))
+
+    return np.concatenate([np.zeros(0, np.int64), *(checksums for _, checksums in found)]), read
+
+
+def _find_records(path: str, descriptor: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns where each record of a file begins, and its checksum as it is written."""
+    size, offset, offsets, checksums = os.fstat(descriptor).st_size, 0, list[int](), bytearray()
+    header = os.pread(descriptor, _HEADER.size, 0)
+    while offset < size:
+        offsets.append(offset)
+        offset += _HEADER.size + _read_length(path, header, offset) + 4
+        after = os.pread(descriptor, 4 + _HEADER.size, offset - 4)
+        checksums += after[:4]
+        header = after[4:]
+    if offset != size:
+        raise UserError(f'{path}: the file ends within the record at byte {offsets[-1]}')
+    return np.array(offsets, np.int64), np.frombuffer(checksums, '<u4').astype(np.int64)
+
+
+def _read_length(path: str, header: bytes, offset: int) -> int:
+    """Returns the length of the record at an offset from its header."""
+    if len(header) < _HEADER.size:
+        raise UserError(f'{path}: the file ends within the record at byte {offset}')
+    length, checksum = _HEADER.unpack(header)
+    if checksum != masked_crc(header[:8]):
+        raise UserError(f'{path}: the length of the record at byte {offset} is damaged')
+    return int(length)
+
+
+def _read_record(path: str, descriptor: int, offset: int) -> bytes:
+    length = _read_length(path, os.pread(descriptor, _HEADER.size, offset), offset)
+    data = os.pread(descriptor, length + 4, offset + _HEADER.size)
+    if len(data) != length + 4 or struct.unpack('<I', data[-4:])[0] != masked_crc(data[:-4]):
+        raise UserError(f'{path}: the record at byte {offset} is damaged')
+    return data[:-4]
+
+
+def masked_crc(data: bytes) -> int:
+    """The checksum of the TFRecord format: CRC-32C, rotated, with a constant added."""
+    crc = int(google_crc32c.value(data))
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def download_and_prepare(name: str, folder: str | None) -> str:
@@ -113,109 +259,3 @@ def download_and_prepare(name: str, folder: str | None) -> str:
         raise UserError(f'TFDS knows no {name!r}: {str(error).splitlines()[0]}') from error
     builder.download_and_prepare(file_format='array_record')
     return str(builder.data_dir)
-
-
-def data_dir() -> pathlib.Path:
-    """Where TFDS keeps what it prepared: TFDS_DATA_DIR, by default ~/tensorflow_datasets."""
-    return pathlib.Path(os.environ.get('TFDS_DATA_DIR', '~/tensorflow_datasets')).expanduser()
-
-
-def _source(
-    info: Any,
-    split: str,
-    label: str | ComputedLabel | None,
-    checksums: Int[np.ndarray, 'n'],
-    example: Callable[[int], Any],
-) -> Source:
-    name = f'tfds:{info.full_name}/{split}'
-    count = len(checksums)
-    image_column = _image_column(info.features, name)
-    names, multi_label, label_of = _labels(info.features, name, label)
-
-    def read(index: int) -> tuple[EncodedImage, Label]:
-        values = example(index)
-        found = label_of(values)
-        if values[image_column] is None or found is None:
-            raise UserError('damaged: the record has no image or no label')
-        numbers = np.atleast_1d(np.asarray(found, int))
-        for number in numbers[(numbers < 0) | (numbers >= len(names))]:
-            raise UserError(f'label {number}, of {len(names)} classes: has {name} labels?')
-        if not multi_label:
-            return values[image_column], int(numbers[0])
-        row = np.zeros(len(names), np.int32)
-        row[numbers] = 1
-        return values[image_column], row
-
-    def read_labels(indices: Sequence[int]) -> np.ndarray:
-        with futures.ThreadPoolExecutor() as pool:
-            return np.array(list(pool.map(lambda i: read(i)[1], indices)))
-
-    return Source(
-        count=count,
-        class_names=names,
-        read=read,
-        read_names=lambda indices: [f'{name}[{i}]' for i in indices],
-        read_labels=read_labels,
-        read_sizes=lambda indices: checksums[np.asarray(indices, int)],
-        multi_label=multi_label,
-    )
-
-
-def _shard_checksums(info: Any) -> Int[np.ndarray, 'n']:
-    """For each record of a split a checksum of where all records of its file begin.
-
-    That, and no checksum of what they hold, is at the end of an ArrayRecord file.
-    """
-    checksums = []
-    for path, count in zip(info.filepaths, info.shard_lengths, strict=True):
-        with open(path, 'rb') as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(-min(size, 65_536), os.SEEK_END)
-            checksums.append(np.full(count, zlib.crc32(file.read(), size & 0xFFFFFFFF)))
-    return np.concatenate(checksums) if checksums else np.zeros(0, np.int64)
-
-
-def _image_column(features: Any, name: str) -> str:
-    images = [n for n, kind in features.items() if isinstance(kind, _library().features.Image)]
-    image = _preferred('image', images)
-    if image is None:
-        raise UserError(f'{name}: expected {_BOTH} among {", ".join(features)}')
-    return image
-
-
-def _labels(
-    features: Any, name: str, label: str | ComputedLabel | None
-) -> tuple[tuple[str, ...], bool, Callable[[dict[str, Any]], Any]]:
-    """The names of the classes, whether an image may have several, and the label of an example."""
-    if isinstance(label, ComputedLabel):
-        return label.class_names, False, label.number_of
-    kinds = _library().features
-    single = [n for n, kind in features.items() if isinstance(kind, kinds.ClassLabel)]
-    lists = [n for n, kind in features.items() if isinstance(kind, kinds.Sequence)]
-    multi = [n for n in lists if isinstance(features[n].feature, kinds.ClassLabel)]
-    column = label or _preferred('label', single) or _preferred('labels', multi)
-    if column is None:
-        raise UserError(f'{name}: expected {_BOTH} among {", ".join(features)}')
-    if column not in (*single, *multi):
-        near = records.nearest(column, (*single, *multi))
-        raise UserError(f'{name}: no column of labels {column!r}; {near}')
-    kind = features[column].feature if column in multi else features[column]
-    return tuple(kind.names), column in multi, operator.itemgetter(column)
-
-
-def _preferred(column: str, columns: Sequence[str]) -> str | None:
-    return column if column in columns else columns[0] if len(columns) == 1 else None
-
-
-def _version(text: str) -> tuple[int, ...]:
-    parts = text.split('.')
-    return tuple(map(int, parts)) if all(map(str.isdecimal, parts)) else ()
-
-
-def _library() -> Any:
-    try:
-        import tensorflow_datasets
-    except ImportError as error:
-        text = f"data of TFDS needs tensorflow-datasets: pip install 'vit_jax[tfds]' ({error})"
-        raise UserError(text) from error
-    return tensorflow_datasets

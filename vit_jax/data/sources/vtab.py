@@ -15,13 +15,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from vit_jax.base import UserError, records
-from vit_jax.data.image_preprocessing import decode
+from vit_jax.data.image_decoding import decode
 from vit_jax.data.sources import tfds
 from vit_jax.data.sources.base import EncodedImage, Label, Source, Splits, take_split, warn_once
-from vit_jax.data.sources.tfds import ComputedLabel
+from vit_jax.data.sources.tfds import Example, LabelReader
 
 THOUSAND = 'train[:800]+validation[:200]'  # the training images of VTAB-1k
-Example = dict[str, Any]
 
 
 class Task(NamedTuple):
@@ -37,21 +36,21 @@ class Task(NamedTuple):
     train: str = 'train'  # the benchmark's splits, as parts of the set's
     validation: str = 'validation'
     test: str = 'test'
-    label: str | ComputedLabel = 'label'
+    label: str | LabelReader = 'label'
     crop: bool = True  # leaves the label as it was
     flip: bool = True
 
 
 def _binned(
     bounds: Sequence[float], class_names: Sequence[str], value: Callable[[Example], Any]
-) -> ComputedLabel:
+) -> LabelReader:
     """The number of bounds below a value."""
-    return ComputedLabel(tuple(class_names), lambda e: np.searchsorted(bounds, value(e)))
+    return LabelReader(tuple(class_names), lambda e: np.searchsorted(bounds, value(e)))
 
 
-def _grouped(column: str, old: int, new: int) -> ComputedLabel:
-    """Numbers below `old` in as many groups of neighbours as `new` says."""
-    return ComputedLabel(tuple(map(str, range(new))), lambda e: int(e[column]) * new // old)
+def _grouped(column: str, old: int, new: int) -> LabelReader:
+    """Numbers below `old`, divided into `new` groups of neighbors."""
+    return LabelReader(tuple(map(str, range(new))), lambda e: int(e[column]) * new // old)
 
 
 def _nearest_object(example: Example) -> Any:
@@ -60,13 +59,13 @@ def _nearest_object(example: Example) -> Any:
 
 
 def _nearest_vehicle(example: Example) -> Any:
-    """Metres along the camera's axis; infinity where there is no car, van or truck."""
+    """Meters along the camera's axis; infinity where there is no car, van or truck."""
     types, places = (example['objects'][column] for column in ('type', 'location'))
     ahead = (place[2] for kind, place in zip(types, places, strict=True) if kind < 3)
     return min(ahead, default=np.inf)
 
 
-_OBJECTS = ComputedLabel(
+_OBJECTS = LabelReader(
     tuple(f'{count} objects' for count in range(3, 11)), lambda e: len(e['objects']['size']) - 3
 )
 _DISTANCES = 'to 8', '8 to 8.5', '8.5 to 9', '9 to 9.5', '9.5 to 10', 'over 10'

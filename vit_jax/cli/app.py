@@ -20,11 +20,12 @@ from vit_jax.base.records import nearest
 from vit_jax.base.storage import is_remote
 from vit_jax.checkpoints.download import cache
 from vit_jax.cli import config_files, config_flags, config_help, output
-from vit_jax.config import Study, TrainConfig
+from vit_jax.config import TrainConfig
 from vit_jax.data.image_preprocessing import MAX_PIXELS, MOST_PIXELS
 from vit_jax.distributed import meshes
 from vit_jax.distributed.clusters import Launch
 from vit_jax.distributed.processes import INTERRUPTED, Job, joined_job
+from vit_jax.studies.config import Study
 from vit_jax.training.loop import NotFinite
 
 _LESS_MEMORY = (

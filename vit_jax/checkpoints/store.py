@@ -88,7 +88,8 @@ class Checkpoints:
         """Starts to save a step, unless that step was the last to be saved."""
         if step == self.latest_step:
             return self.check()
-        self.wait()
+        self._join()
+        self.check()
         arrays = ocp.args.Composite(
             params=ocp.args.PyTreeSave(params),
             training=ocp.args.PyTreeSave(tree_names.named_leaves(training)),

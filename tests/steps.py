@@ -75,6 +75,7 @@ if __name__ == '__main__':
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--late', action='store_true')
     parser.set_defaults(compiled='none')
+    app.add_launch(parser)
     if '--late' in os.sys.argv:
         processes.connect = connect_late
     app.run_together(main, parser)

@@ -74,13 +74,12 @@ def test_a_file_that_is_cut_or_missing_is_noticed_and_named(run, tmp_path):
 
 
 @pytest.mark.full
-def test_a_file_that_came_later_is_a_warning_and_no_damage(run, tmp_path, caplog):
+def test_a_hidden_file_that_came_later_is_no_damage(run, tmp_path, caplog):
     folder = tmp_path / 'run'
     shutil.copytree(run.folder, folder)
     for step in '5', '10':
         (folder / 'checkpoints' / step / 'params' / '.DS_Store').touch()
     again = training_run.train(tiny.experiment(checkpoint_every_steps=5), str(folder))
-    assert 'checkpoints/10: not written with it: params/.DS_Store' in caplog.text
     assert 'moved to' not in caplog.text
     chex.assert_trees_all_equal(again.state, run.state)
 
@@ -119,15 +118,14 @@ def test_digests_that_are_no_json_are_damage(run, tmp_path):
             verify_digests(copy)
 
 
-def test_a_checkpoint_of_another_version_is_rejected_and_not_moved(run, tmp_path):
+def test_a_checkpoint_that_never_had_a_card_is_rejected_and_not_moved(run, tmp_path):
     copy = tmp_path / 'checkpoints' / '10'
     shutil.copytree(run.checkpoint, copy)
     (copy / 'card.json').unlink()
     write_digests(copy)
-    for read in store.load_card, store.load_params:
-        with pytest.raises(UserError, match='has no card.json: another version of vit_jax wrote'):
-            read(str(copy))
-    with pytest.raises(UserError, match='another version'):
+    with pytest.raises(UserError, match='10: .*card.json'):
+        store.load_card(str(copy))
+    with pytest.raises(UserError, match='card.json'):
         store.quarantine_damaged(tmp_path)
     assert copy.is_dir()
 

@@ -15,6 +15,7 @@ import pytest
 import vit_jax
 from tests.hosts import hosts, result
 from vit_jax.base import UserError, storage
+from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import load_card
 from vit_jax.distributed.processes import REQUEUE
 
@@ -139,7 +140,8 @@ def test_a_run_that_lost_its_lease_ends_with_a_sentence_and_leaves_it_alone(buck
     said = host.text.splitlines()[-1]
     assert said.startswith(f'error: workdir {STORE}/run: was lost to process 1 on another, as')
     assert bucket.text('of/run/.lock') == 'process 1 on another\n' and 'Traceback' not in host.text
-    assert 'step 20/60' not in host.text  # where it would have been noticed by the save
+    assert 'step 40/60' not in host.text  # noticed when checkpoint 20 was to be completed
+    assert digests.steps(storage.folder(STORE) / 'run/checkpoints') == []
 
 
 def test_sigterm_saves_and_releases_so_that_the_next_start_waits_for_nothing(
@@ -179,8 +181,8 @@ def test_answers_that_the_store_refuses_now_and_then_are_asked_for_again(bucket,
 @pytest.mark.parametrize(
     'fault, where, said',
     [
-        (403, STORE, f'{STORE}/run: permission storage.objects.create is missing on bucket; '),
-        (None, 'gs://other/of', 'gs://other/of/run: there is no bucket other'),
+        (403, STORE, f'{STORE}/run: 403 POST '),
+        (None, 'gs://other/of', 'gs://other/of/run: 404 POST '),
     ],
 )
 def test_where_the_bucket_cannot_be_used_nothing_is_compiled(fault, where, said, bucket, tmp_path):

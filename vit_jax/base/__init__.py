@@ -23,23 +23,3 @@ from vit_jax.base.errors import (
 from vit_jax.base.held_objects import appending
 from vit_jax.base.records import Record, require, require_between, require_pattern
 from vit_jax.base.storage import Path, require_kept
-
-__all__ = ['Array', 'Batch', 'Bool', 'Float', 'Int', 'Key', 'Num', 'Params', 'UInt8']
-__all__ += ['MissingFile', 'UnusableDisk', 'UserError', 'close_by', 'counted', 'refuse', 'usable']
-__all__ += [
-    'DAMAGED_NPZ',
-    'atomic_write',
-    'sync',
-    'read_json_lines',
-    'write_json',
-    'Path',
-    'Record',
-    'appending',
-    'parsing',
-    'require',
-    'require_between',
-    'require_kept',
-    'require_pattern',
-    'require_regular',
-    'require_writable',
-]

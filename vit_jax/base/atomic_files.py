@@ -1,4 +1,4 @@
-"""Files on a disk: written whole or not at all, or by lines, synced, locked."""
+"""Files that are written whole or not at all, synced to the disk, locked; lines of JSON."""
 
 import contextlib
 import errno
@@ -23,19 +23,18 @@ _NOT_SUPPORTED = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS  # by the file system
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[pathlib.Path]:
-    """The file to write; it takes the place of `path` when nothing went wrong, and is on the disk.
+    """Yields a file to write, which takes the place of `path` on success and is on the disk.
 
-    Raises UnusableDisk or MissingFile where it cannot be written.
+    Raises UnusableDisk or MissingFile if it cannot be written, and UserError if `path` is no file.
     """
     if is_remote(path):
-        with tempfile.TemporaryDirectory() as here:
-            partial = pathlib.Path(here) / path.name
-            partial.touch()
+        with tempfile.TemporaryDirectory() as folder:
+            partial = pathlib.Path(folder) / path.name
             yield partial
             with reaching(path):
                 path.write_bytes(partial.read_bytes())
         return
-    with _started(path) as partial:
+    with _partial_file(path) as partial:
         mode = partial.stat().st_mode
         yield partial
         partial.chmod(mode)  # safetensors makes files that only their owner can read
@@ -46,31 +45,29 @@ def atomic_write(path: Path) -> Iterator[pathlib.Path]:
 
 def require_writable(path: pathlib.Path) -> None:
     """Raises what `atomic_write` would, before there is anything to write; leaves no file."""
-    with _started(path) as partial:
+    with _partial_file(path) as partial:
         partial.unlink()
 
 
 @contextlib.contextmanager
-def _started(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Makes the partial file. Errors about it name `path` instead, or its missing folder."""
+def _partial_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Makes a file next to `path`. Errors about it name `path` instead, or its missing folder."""
+    require_regular(path)
     partial = path.with_name(path.name + '.partial')
-    with usable(path):
+    with usable(path if path.parent.is_dir() else path.parent):
         try:
-            if path.is_dir():
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
             partial.touch()
             yield partial
         except OSError as error:
             if error.filename == str(partial):
-                error.filename = str(path if path.parent.is_dir() else path.parent)
+                error.filename = None
             raise
 
 
 def sync(path: Path) -> None:
     """Returns when the bytes of a file, or the names in a folder, are on the disk.
 
-    Nothing is promised where the system has no such thing; a store has it when it is written.
-    Raises OSError.
+    A bucket has them once they are written; some file systems cannot promise it. Raises OSError.
     """
     if os.name == 'nt' or is_remote(path):
         return
@@ -84,17 +81,15 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def locked(file: IO[Any], *, wait: bool = False) -> bool:
+def locked(file: IO[Any]) -> bool:
     """Locks a file until it is closed; returns False if another process has locked it.
 
-    Returns True, with a warning, if the system has no locks there.
+    Returns True, with a warning, if the file system has no locks.
     """
+    import fcntl  # not on Windows
+
     try:
-        import fcntl  # not on Windows
-    except ImportError:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -111,10 +106,10 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def read_json_lines(path: Path, **fields: Any) -> list[dict[str, Any]]:
-    """The lines of a file of JSON objects which have these fields, of these types.
+    """Returns the lines of a file that are JSON objects with these fields, of these types.
 
-    There are none where there is no file. The last line of a killed run may be half a line; any
-    other that is left out is warned of.
+    Returns none if there is no file. Warns of other lines but the last: a killed run may have
+    written half of it.
     """
     with reaching(path):
         require_regular(path)
@@ -123,10 +118,10 @@ def read_json_lines(path: Path, **fields: Any) -> list[dict[str, Any]]:
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
-        except (ValueError, RecursionError):
-            line = None
-        known = isinstance(line, dict) and fields.keys() <= line.keys()
-        if known and all(isinstance(line[name], kind) for name, kind in fields.items()):
+            fits = all(isinstance(line[name], kind) for name, kind in fields.items())
+        except (ValueError, TypeError, KeyError, RecursionError):
+            fits = False
+        if fits:
             lines.append(line)
         elif number < len(texts):
             logging.warning('%s, line %d: damaged, left out', path, number)

@@ -1,7 +1,7 @@
-"""What the user can mend: errors of one sentence, which programs print without a traceback.
+"""Errors that the user can fix: one sentence, which programs print without a traceback.
 
-They are raised where something of the user's is looked at: a value, a file, a directory, another
-host. Every other exception is a fault of the program, and is shown with its traceback.
+They are about the user's values, files, directories and hosts. Every other exception is a fault of
+the program and is shown with its traceback.
 """
 
 import contextlib
@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 
 
 class UserError(ValueError):
-    """An input that cannot be used: what is wrong, where, and what would be right."""
+    """An input that cannot be used: where, what is wrong, and what is expected."""
 
 
 class MissingFile(UserError, FileNotFoundError):
-    """A file or directory that is not there."""
+    """A file or directory that does not exist."""
 
 
 class UnusableDisk(UserError, OSError):
@@ -26,34 +26,32 @@ class UnusableDisk(UserError, OSError):
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Is it jax's error for a device with too little memory, or for a program that needs more?"""
+    """Returns whether jax raises the error for a device or a program that lacks memory."""
     return isinstance(error, RuntimeError) and 'RESOURCE_EXHAUSTED' in str(error)
 
 
 def shown_url(url: str) -> str:
-    """A URL without its user, password and query, which may be secrets; other text as it is."""
-    text = re.sub(r'^([A-Za-z][A-Za-z0-9+.-]*:/+)[^/?#]*@', r'\1', url.partition('?')[0])
-    no_port = r'(?<=[^/:]):(?![0-9]*(?:[/#]|$))[^/#]*'  # but a password, cut at its question mark
-    return re.sub(rf'^([A-Za-z][A-Za-z0-9+.-]*:/+[^/#:\[]*){no_port}', r'\1', text)
+    """Returns a URL without user, password and query, which may be secrets; other text as it is."""
+    return re.sub(r'^([A-Za-z][A-Za-z0-9+.-]*:/+)[^/#]*@', r'\1', url.partition('?')[0])
 
 
 def shown_text(text: str) -> str:
-    """A text in which every URL is as `shown_url` has it."""
+    """Returns the text with each URL as by `shown_url`."""
     return re.sub(r'[A-Za-z][A-Za-z0-9+.-]*://[^\s\'"<>]+', lambda match: shown_url(match[0]), text)
 
 
 def close_by(path: str | pathlib.Path) -> str:
-    """The end of an error message about a path where nothing is: what beside it was meant, or ''.
+    """Ends an error message about a missing path with the similar name next to it, or ''.
 
-    Of a path whose folder is missing too it is the folder that was meant.
+    If folders above it are missing too, the name is next to the first of them.
     """
-    place = pathlib.Path(path)
+    missing = pathlib.Path(path)
     with contextlib.suppress(OSError):
-        places = *reversed(place.parents), place
-        if (missing := next((p for p in places if not p.exists()), None)) is None:
-            return ''
+        while not missing.parent.exists():
+            missing = missing.parent
         names = [other.name for other in missing.parent.iterdir() if other.exists()]
-        if close := difflib.get_close_matches(missing.name, names, n=1, cutoff=0.75):
+        close = difflib.get_close_matches(missing.name, names, n=1, cutoff=0.75)
+        if close and not missing.exists():
             return f'; did you mean {str(missing.with_name(close[0]))!r}?'
     return ''
 
@@ -72,7 +70,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def require_regular(path: str | os.PathLike[str]) -> None:
-    """Raises UserError where a folder, a pipe or a device is: reading that may never end.
+    """Raises UserError if a path is a folder, a pipe or a device: reading it may never end.
 
     A missing path passes; opening it reports the error.
     """

@@ -1,7 +1,7 @@
-"""Objects on a bucket that one run at a time writes: the lease of a folder, and growing texts.
+"""Objects on a bucket that one run at a time writes: the lease of a folder, and growing files.
 
 Each write has a condition: the object is as this run has read or written it last. So one of several
-runs gets a lease, and a run that was suspended and replaced overwrites nothing of its successor's.
+runs gets a lease, and a run that was suspended and replaced overwrites nothing of its successor.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from vit_jax.base.errors import UserError
 from vit_jax.base.storage import Path, bucket_and_name, is_remote, reaching
 
 UPLOAD = 30.0  # seconds, after which a line that was added is on the bucket at the latest
-HEARTBEAT, LEASE = 15.0, 60.0  # seconds: a lease that was not renewed for so long is free
+HEARTBEAT, LEASE = 15.0, 60.0  # seconds between renewals; without one, after which a lease is free
 _CLOCK = getattr(time, 'CLOCK_BOOTTIME', time.CLOCK_MONOTONIC)  # on Linux it counts suspensions
 
 
@@ -54,10 +54,10 @@ class HeldObject:
         try:
             blob.upload_from_string(data, if_generation_match=self.generation)
         except PreconditionFailed:
-            there = self._bucket.get_blob(self._name)
-            if there is None or (there.metadata or {}).get('writer') != self._writer:
+            found = self._bucket.get_blob(self._name)
+            if found is None or (found.metadata or {}).get('writer') != self._writer:
                 return False
-            blob.upload_from_string(data, if_generation_match=there.generation)
+            blob.upload_from_string(data, if_generation_match=found.generation)
         self.generation = int(blob.generation)
         return True
 
@@ -67,64 +67,60 @@ class HeldObject:
 
 
 class Lease:
-    """Holds an object that says who does, and renews it every HEARTBEAT seconds.
+    """Holds an object that names this run, and renews it every HEARTBEAT seconds.
 
-    A lease that was not renewed for LEASE seconds is of a run that is gone, and is taken over.
-    Raises UserError that names the run if another one renews it.
+    A lease that is not renewed for LEASE seconds is stale and is taken over. Raises UserError that
+    names the other run if it is renewed.
     """
 
-    def __init__(self, path: Path, text: str):
-        self._folder, self._text, self._lost = path.parent, text.encode(), ''
+    def __init__(self, path: Path, holder: str):
+        self._folder, self._text, self._lost_to = path.parent, holder.encode(), ''
         self._renewing = threading.Lock()
         with reaching(path):
             self._object = HeldObject(path)
-            self._wait_for_holder()
+            self._wait_until_stale()
             self._renewed = time.clock_gettime(_CLOCK)
             if not self._object.write(self._text):
                 raise UserError(f'workdir {self._folder} is in use by {self._holder()}')
         self._released = _repeat(self._renew, HEARTBEAT)
 
-    def check(self, *, known: bool = False) -> None:
-        """Raises UserError if another run has taken the lease over, or it was removed.
+    def check(self) -> None:
+        """Raises UserError if another run has taken the lease over, or the object was removed.
 
-        Waits for the bucket if a renewal is overdue, as this process may have been suspended;
-        `known=True` only looks at what the last renewal has found.
+        Renews the lease if that is overdue, as this process may have been suspended.
         """
-        if not known and time.clock_gettime(_CLOCK) - self._renewed > LEASE / 2:
+        if time.clock_gettime(_CLOCK) - self._renewed > LEASE / 2:
             with reaching(self._folder):
                 self._renew()
-        if self._lost:
-            text = f'was lost to {self._lost}, as this run did not reach it for {LEASE:g} s or more'
-            raise UserError(f'workdir {self._folder}: {text}; this one ends')
+        if self._lost_to:
+            why = f'as this run did not reach it for {LEASE:g} s or more'
+            raise UserError(f'workdir {self._folder}: was lost to {self._lost_to}, {why}')
 
     def release(self) -> None:
         """Removes the object, unless it was lost."""
         with self._renewing, contextlib.suppress(Exception):  # the next run will wait for it
             self._released.set()
-            if not self._lost:
+            if not self._lost_to:
                 self._object.remove()
 
-    def _wait_for_holder(self) -> None:
-        """Returns when nobody renews the object; raises UserError if somebody does."""
+    def _wait_until_stale(self) -> None:
         if self._object.read() is None:
             return
         waiting = 'workdir %s: of %s; waiting %g s for a sign of life, as it may be gone'
         logging.warning(waiting, self._folder, self._holder(), LEASE)
-        seen, end = self._object.generation, time.monotonic() + LEASE
-        while time.monotonic() < end:
-            time.sleep(HEARTBEAT / 5)
-            if self._object.read() is None:
-                return
-            if self._object.generation != seen:
+        generation, end = self._object.generation, time.monotonic() + LEASE
+        while time.monotonic() < end and self._object.read() is not None:
+            if self._object.generation != generation:
                 raise UserError(f'workdir {self._folder} is in use by {self._holder()}')
+            time.sleep(HEARTBEAT / 5)
 
     def _renew(self) -> None:
         with self._renewing:
-            if self._lost or self._released.is_set():
-                return
             began = time.clock_gettime(_CLOCK)
+            if self._lost_to or self._released.is_set():
+                return
             if not self._object.write(self._text):
-                self._lost = self._holder()
+                self._lost_to = self._holder()
             self._renewed = began
 
     def _holder(self) -> str:
@@ -148,10 +144,10 @@ class GrowingObject:
         self.name = str(path)
         with reaching(path):
             self._object = HeldObject(path)
-            text = self._object.read() or b''
-            while not self._object.write(text):  # from here on no earlier run can write it
-                text = self._object.read() or b''
-        self._text = self._uploaded = text.decode(errors='replace')
+            data = self._object.read() or b''
+            while not self._object.write(data):  # from here on no earlier run can write it
+                data = self._object.read() or b''
+        self._text = self._uploaded = data.decode(errors='replace')
         self._uploading = threading.Lock()
         self._closed = _repeat(self.flush, UPLOAD)
 
@@ -163,14 +159,12 @@ class GrowingObject:
         """Returns when all lines are on the bucket. Raises UserError if another run writes it."""
         with self._uploading, reaching(self.name):
             text = self._text
-            if text != self._uploaded:
-                if not self._object.write(text.encode()):
-                    raise UserError(f'{self.name}: another run writes it by now; this one ends')
-                self._uploaded = text
+            if text != self._uploaded and not self._object.write(text.encode()):
+                raise UserError(f'{self.name}: another run writes it by now; this one stops')
+            self._uploaded = text
 
     def close(self) -> None:
-        """Ends the thread. Warns of lines that it cannot upload: a run that ends well has called
-        `flush`, and one that fails says why."""
+        """Uploads the last lines, and warns if that fails: a run that succeeds calls `flush`."""
         self._closed.set()
         try:
             self.flush()
@@ -179,7 +173,7 @@ class GrowingObject:
 
 
 def _repeat(act: Callable[[], None], seconds: float) -> threading.Event:
-    """Acts every `seconds` in a thread, until the event is set. What fails is tried again."""
+    """Acts every `seconds` in a thread, until the event is set. Ignores errors, and tries again."""
     stop = threading.Event()
 
     def run() -> None:

@@ -12,18 +12,12 @@ import pathlib
 import re
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from etils import epath
 
-from vit_jax.base.errors import (
-    MissingFile,
-    UnusableDisk,
-    UserError,
-    shown_text,
-    shown_url,
-)
+from vit_jax.base.errors import MissingFile, UnusableDisk, UserError, shown_text, shown_url
 
 Path: TypeAlias = pathlib.Path | epath.Path  # of a file or folder, on a disk or a bucket
 
@@ -34,7 +28,7 @@ _ON_BUCKET = re.compile(r'gs://[^/]+/+(?!/)[^][*?#\x00-\x1f\x7f]+')
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether it is on a bucket or another store, which may not be supported."""
+    """Returns whether a path is on a bucket or another store, which may not be supported."""
     return '://' in os.fspath(path)
 
 
@@ -95,12 +89,6 @@ def require_kept(file: Path) -> None:
         raise MissingFile(f'{gone} renamed while the run went on; put it back, or begin again')
 
 
-def remove_tree(folder: Path) -> None:
-    """Removes a folder and everything in it."""
-    with reaching(folder):
-        epath.Path(folder).rmtree()
-
-
 def bucket_and_name(path: Path) -> tuple[Any, str]:
     """Returns the bucket of a path, as google.cloud.storage has it, and the name of its object."""
     from google.cloud import storage
@@ -133,29 +121,16 @@ def move(source: Path, target: Path) -> None:
 
 
 def require_usable(folder: Path) -> None:
-    """Tries with an object of its own what a run does in a folder on a bucket.
+    """Does with an object of its own what a run does in a folder on a bucket.
 
-    Raises UserError that names what is missing: the bucket, a permission, credentials.
+    Raises UnusableDisk with Google's words about the bucket, the credentials or the permission
+    that is missing.
     """
-    from google.api_core import exceptions
-
     with reaching(folder):
         bucket, name = bucket_and_name(folder / f'.probe-{uuid.uuid4()}')
         probe = bucket.blob(name)
-    tried: dict[str, Callable[[], Any]] = {
-        'create': lambda: probe.upload_from_string(b'', if_generation_match=0),
-        'get': probe.download_as_bytes,
-        'list': lambda: list(bucket.list_blobs(prefix=name)),
-        'delete': lambda: (probe.upload_from_string(b''), probe.delete()),  # replacing is deleting
-    }
-    for permission, attempt in tried.items():
-        with reaching(folder):
-            try:
-                attempt()
-            except exceptions.NotFound as error:
-                raise MissingFile(f'{folder}: there is no bucket {bucket.name}') from error
-            except exceptions.Forbidden as error:
-                missing = f'permission storage.objects.{permission} is missing on {bucket.name}'
-                said = error.message.partition(': ')[2][:200]  # after method and URL
-                advice = 'the role roles/storage.objectAdmin has all that is needed'
-                raise UnusableDisk(f'{folder}: {missing}; {advice} ({said})') from error
+        probe.upload_from_string(b'', if_generation_match=0)
+        probe.download_as_bytes()
+        list(bucket.list_blobs(prefix=name))
+        probe.upload_from_string(b'')  # this too needs the permission to delete
+        probe.delete()

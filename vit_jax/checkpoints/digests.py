@@ -1,8 +1,8 @@
 """Digests of the files of a checkpoint: orbax would restore a flipped bit as a wrong number.
 
-`digests.json` holds the size and CRC-32C of each other file. Google's buckets state both of each
-object, so that verifying a checkpoint there reads nothing, and a run can be copied from a disk to a
-bucket and back. The file is written last: a folder that has it is a checkpoint.
+`digests.json` holds the size and CRC-32C of each other file. Google's buckets state both for each
+object: verifying a checkpoint there reads nothing, and a run can be copied from a disk to a bucket
+and back. The file is written last: a folder that has it is a checkpoint.
 """
 
 import base64
@@ -13,6 +13,7 @@ import socket
 import time
 
 import google_crc32c
+from etils import epath
 
 from vit_jax.base import Path, UnusableDisk, UserError, storage, sync, usable, write_json
 
@@ -69,36 +70,25 @@ def write_digests(folder: Path) -> None:
 def verify_digests(folder: Path) -> None:
     """Checks that all files of a checkpoint are as they were written.
 
-    Other programs' hidden files (`.DS_Store`), which orbax does not write, are a warning.
-
     Raises:
       Damaged: If a file has changed; the message names up to three.
-      UserError: If another version of vit_jax wrote the checkpoint.
       UnusableDisk: If a file cannot be read, which is no damage.
     """
     require_regular_files(folder)
     written, found = _read_digests(folder), _digests(folder)
-    for name in [name for name in found.keys() - written.keys() if '/.' in f'/{name}']:
-        del found[name]
-        logging.warning('checkpoint %s: not written with it: %s', folder, name)
     wrong = [n for n in sorted({*written, *found}) if written.get(n) != found.get(n)]
     if wrong:
         more = f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''
         raise _damage(folder, f'{", ".join(wrong[:3])}{more}')
-    if CARD not in written:
-        text = f'has no {CARD}: another version of vit_jax wrote it, which can save it as .npz'
-        raise UserError(f'checkpoint {folder} {text}')
 
 
 def _read_digests(folder: Path) -> dict[str, str]:
-    if not is_complete(folder):
-        raise _damage(folder, FILE)
     with storage.reaching(folder), usable(folder / FILE):
-        text = (folder / FILE).read_bytes()
+        text = (folder / FILE).read_bytes() if is_complete(folder) else b''
     try:
         digests = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _damage(folder, FILE) from error
+    except (ValueError, RecursionError):
+        digests = None
     if not isinstance(digests, dict) or not digests:
         raise _damage(folder, FILE)
     return digests
@@ -118,6 +108,7 @@ def require_regular_files(folder: Path) -> None:
 
 
 def _digests(folder: Path) -> dict[str, str]:
+    """Returns the digests of all files but hidden ones, such as `.DS_Store`: not orbax's."""
     if storage.is_remote(folder):
         found = storage.read_digests(folder)
     else:
@@ -127,7 +118,8 @@ def _digests(folder: Path) -> dict[str, str]:
                 str(path.relative_to(folder)): storage.digest_of(path.stat().st_size, crc32c(path))
                 for path in paths
             }
-    return {name: digest for name, digest in found.items() if name != FILE}
+    kept = {name for name in found if name != FILE and '/.' not in f'/{name}'}
+    return {name: found[name] for name in kept}
 
 
 def crc32c(path: pathlib.Path) -> str:
@@ -148,7 +140,7 @@ def remove(folder: Path) -> None:
         else:
             partial = folder.rename(folder.with_name(PARTIAL + folder.name.removeprefix(PARTIAL)))
             sync(folder.parent)
-        storage.remove_tree(partial)
+        epath.Path(partial).rmtree()
     except Exception as error:  # clients of a bucket raise many kinds
         logging.warning('%s: could not be removed: %s', folder, error)
 

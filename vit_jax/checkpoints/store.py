@@ -29,7 +29,6 @@ from vit_jax.base import (
     Path,
     UnusableDisk,
     UserError,
-    require_kept,
     storage,
     sync,
     tree_names,
@@ -42,8 +41,6 @@ from vit_jax.distributed.sharding_rules import abstract
 
 FOLDER, PROGRESS = digests.CHECKPOINTS, 'progress.json'
 Json = dict[str, Any]
-Pieces = dict[str, list[tuple[Any, np.ndarray]]]  # by array: (index, values) of its parts
-_MOST_COMPARED = 2**33  # bytes of parameters
 
 
 class Checkpoints:
@@ -71,7 +68,6 @@ class Checkpoints:
         self._keep, self._along, self._held = keep, along, held
         self._thread: threading.Thread | None = None
         self._error: UserError | None = None
-        self._compared = False
         if not storage.is_remote(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:
@@ -89,27 +85,16 @@ class Checkpoints:
         return self._folder / str(step)
 
     def save(self, step: int, params: Params, training: Any, card: Json, progress: Json) -> None:
-        """Starts to save a step, unless that step was the last to be saved.
-
-        The first one is read back and compared before it gets its name: by process 0, with the
-        parts of the arrays that it holds. Parameters of more than 8 GiB, which a host may not have
-        memory for twice, are not.
-        """
+        """Starts to save a step, unless that step was the last to be saved."""
         if step == self.latest_step:
             return self.check()
         self._join()
         self.check()
-        expected = None
-        if jax.process_index() == 0 and not self._compared:
-            self._compared = True
-            size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-            expected = _pieces(params) if size <= _MOST_COMPARED else None
         arrays = ocp.args.Composite(
             params=ocp.args.PyTreeSave(params),
             training=ocp.args.PyTreeSave(tree_names.named_leaves(training)),
         )
-        texts = {CARD: card, PROGRESS: progress}
-        finish = functools.partial(self._finish, step, texts, expected)
+        finish = functools.partial(self._finish, step, {CARD: card, PROGRESS: progress})
         thread = threading.Thread(target=finish, daemon=True)
         try:
             self._writer.save(self._plain / self._partial(step).name, args=arrays)
@@ -124,35 +109,24 @@ class Checkpoints:
         remote = storage.is_remote(final)
         return final if remote else final.with_name(digests.PARTIAL + final.name)
 
-    def _finish(self, step: int, texts: dict[str, Json], expected: Pieces | None) -> None:
+    def _finish(self, step: int, texts: dict[str, Json]) -> None:
         """Waits for the arrays of all processes; process 0 completes the checkpoint."""
         try:
             self._writer.wait_until_finished()
             if jax.process_index() == 0:
-                self._complete(step, texts, expected)
+                for path in self._along:
+                    sync(path)
+                self._held()
+                _seal(self._partial(step), self.path(step), texts)
+                for old in digests.steps(self._folder)[self._keep :]:
+                    digests.remove(self.path(old))
         except Exception as error:
             self._error = self._explained(error)
-
-    def _complete(self, step: int, texts: dict[str, Json], expected: Pieces | None) -> None:
-        partial, final = self._partial(step), self.path(step)
-        if expected is not None:
-            _compare(partial, final, expected)
-        for path in self._along:
-            sync(path)
-        self._held()
-        _seal(partial, final, texts)
-        for old in digests.steps(self._folder)[self._keep :]:
-            digests.remove(self.path(old))
 
     def _explained(self, error: Exception) -> UserError:
         """Returns an error of writing in few words: orbax and tensorstore raise many lines."""
         if isinstance(error, UserError) and not isinstance(error, OSError):
             return error
-        try:
-            for path in self._along:
-                require_kept(path)
-        except UserError as gone:
-            return gone
         reason = ' '.join(str(error).split())[:500] or type(error).__name__
         return UnusableDisk(f'{self._folder}: a checkpoint could not be written: {reason}')
 
@@ -220,34 +194,6 @@ def _array_handler() -> ocp.PyTreeCheckpointHandler:
     kinds = (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
     registry = ocp.type_handlers.create_type_handler_registry(*kinds)
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-
-
-def _pieces(params: Params) -> Pieces:
-    """Copies the parts of the parameters that this process holds, each once."""
-    copies: Pieces = {}
-    for name, leaf in tree_names.named_leaves(params).items():
-        parts: dict[str, tuple[Any, Any]] = {'': (..., leaf)}
-        if isinstance(leaf, jax.Array):
-            parts = {
-                str(shard.index): (shard.index, shard.data) for shard in leaf.addressable_shards
-            }
-        copies[name] = [(index, np.array(data)) for index, data in parts.values()]
-    return copies
-
-
-def _compare(partial: Path, final: Path, expected: Pieces) -> None:
-    """Raises UnusableDisk if other parameters are read than were saved, and moves them away."""
-    with storage.named_plainly(partial) as folder:
-        found = tree_names.named_leaves(_read_params(folder))
-    wrong = sorted(found.keys() ^ expected.keys()) or [
-        name
-        for name, pieces in expected.items()
-        if not all(np.array_equal(found[name][index], piece) for index, piece in pieces)
-    ]
-    if wrong:
-        reason = f'other arrays than were saved: {", ".join(wrong[:3])}'
-        moved = digests.quarantine(partial)
-        raise UnusableDisk(f'{final}: read again after saving: {reason}; moved to {moved}')
 
 
 def quarantine_damaged(workdir: Path) -> list[str]:
@@ -329,18 +275,13 @@ def load_params(path: str) -> Params:
     """
     folder = checkpoint_folder(path)
     digests.verify_digests(folder)
-    with _readable(folder) as plain:
-        params = _read_params(plain)
-    return jax.tree.map(lambda leaf: leaf.astype(np.float32, copy=False), params)
-
-
-def _read_params(plain: Any) -> Params:
     reader = _array_handler()
-    structure = reader.metadata(plain / 'params').tree
-    to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), structure)
-    arguments = ocp.args.PyTreeRestore(restore_args=to_host)
-    params: Params = reader.restore(plain / 'params', args=arguments)
-    return params
+    with _readable(folder) as plain:
+        structure = reader.metadata(plain / 'params').tree
+        to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), structure)
+        arguments = ocp.args.PyTreeRestore(restore_args=to_host)
+        params = reader.restore(plain / 'params', args=arguments)
+    return jax.tree.map(lambda leaf: leaf.astype(np.float32, copy=False), params)
 
 
 @contextlib.contextmanager

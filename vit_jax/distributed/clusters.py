@@ -55,13 +55,13 @@ def detect_cluster(launch: Launch) -> Cluster | None:
     """
     address = launch.coordinator_address or os.environ.get('JAX_COORDINATOR_ADDRESS')
     place: list[Any] = [address, launch.num_processes, launch.process_id]
-    announced, ids = _announces_processes(), None
+    announced, device_ids = _announces_processes(), None
     if not launch.distributed or (place == [None] * 3 and not announced):
         return None
     if announced and None in place:
         detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
         try:
-            *place, ids = detect(
+            *place, device_ids = detect(
                 place[0], place[1], place[2], None, None, int(launch.start_seconds)
             )
         except Exception as error:  # of requests, kubernetes, sockets or int
@@ -74,13 +74,13 @@ def detect_cluster(launch: Launch) -> Cluster | None:
     )
     address, count, index = place
     require(0 <= index < count, f'process_id={index}: expected 0 to {count - 1}')
-    return Cluster(address, count, index, None if _has_own_devices() else ids)
+    return Cluster(address, count, index, None if _has_own_devices() else device_ids)
 
 
 def _announces_processes() -> bool:
     """Returns whether variables of a cluster say that there are several processes."""
     env = os.environ
-    counts = 'SLURM_NTASKS', 'SLURM_STEP_NUM_TASKS', 'OMPI_COMM_WORLD_SIZE', 'MEGASCALE_NUM_SLICES'
+    counts = 'SLURM_NTASKS', 'OMPI_COMM_WORLD_SIZE', 'MEGASCALE_NUM_SLICES'
     tpu_hosts = env.get('TPU_PROCESS_ADDRESSES') or env.get('TPU_WORKER_HOSTNAMES') or ''
     return (
         any(env.get(name, '1') != '1' for name in counts)

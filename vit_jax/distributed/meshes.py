@@ -1,8 +1,8 @@
 """The devices as a mesh with the axes data, fsdp and tensor, and how batches lie on it."""
 
-import collections
 import dataclasses
 import functools
+import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -55,41 +55,40 @@ def require_devices() -> None:
             jax.devices()
     except (RuntimeError, AssertionError) as error:  # of CUDA's plugin without a driver
         raise UserError(
-            f'JAX_PLATFORMS={platforms}: jax finds no such device; python -m vit_jax.doctor says '
+            f'JAX_PLATFORMS={platforms}: jax finds no such device; python -m vit_jax.doctor shows '
             f'what is missing, and JAX_PLATFORMS=cpu uses the CPU'
         ) from error
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh of these devices, all by default. Raises UserError where the axes do not fit."""
+    """Returns the mesh of the devices, all by default. Raises UserError if the axes do not fit."""
     devices = list(devices or jax.devices())
-    count, asked = len(devices), (config.data, config.fsdp, config.tensor)  # the order of AXES
-    fixed = math.prod(size for size in asked if size != -1)
-    data, *others = sizes = [count // fixed if size == -1 else size for size in asked]
+    count, given = len(devices), (config.data, config.fsdp, config.tensor)  # the order of AXES
+    fixed = math.prod(size for size in given if size != -1)
+    data, *others = sizes = [count // fixed if size == -1 else size for size in given]
     legal = ', '.join(str(n) for n in range(1, count + 1) if count % n == 0)
-    needed = f'a multiple of {fixed}' if -1 in asked else fixed
-    wrong = f'mesh: {_text(asked)}: the number of devices is {count}, not {needed}'
+    needed = f'a multiple of {fixed}' if -1 in given else fixed
+    wrong = f'mesh: {_text(given)}: the number of devices is {count}, not {needed}'
     require(math.prod(sizes) == count, f'{wrong}; each axis may be one of {legal}')
-    slices = collections.defaultdict(list)
-    for device in devices:
-        slices[slice_of(device)].append(device)
+    ordered = sorted(devices, key=slice_of)
+    slices = [[*part] for _, part in itertools.groupby(ordered, slice_of)]
     wrong = f'mesh: data={data} is not a multiple of {len(slices)} slices'
     require(data % len(slices) == 0, f'{wrong}, over which only data is spread')
-    one = data // len(slices), *others
+    within = data // len(slices), *others
     try:
         parts = [
-            mesh_utils.create_device_mesh(one, part, allow_split_physical_axes=True)
-            for part in slices.values()
+            mesh_utils.create_device_mesh(within, part, allow_split_physical_axes=True)
+            for part in slices
         ]
-    # Of a TPU's torus: jax 0.10.2 loses prime factors of a side such as 20.
+    # On a TPU's torus jax 0.10.2 loses prime factors of a side such as 20.
     except (NotImplementedError, AssertionError, ValueError, TypeError) as error:
-        wrong = f'mesh: {_text(sizes)} cannot be laid on these chips; take other sizes'
+        wrong = f'mesh: {_text(sizes)} does not fit the torus of these chips; take other sizes'
         raise UserError(f'{wrong} (jax {jax.__version__}: {error})') from error
     return Mesh(np.concatenate(parts), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def slice_of(device: jax.Device) -> int:
-    """The number of a device's TPU slice, within which the network is fast; 0 elsewhere."""
+    """Returns the number of a device's TPU slice, within which the network is fast, or 0."""
     return getattr(device, 'slice_index', None) or 0
 
 
@@ -98,18 +97,19 @@ def _text(sizes: Sequence[int]) -> str:
 
 
 def describe(mesh: Mesh) -> str:
-    """The axes and their sizes, as `data=4 x fsdp=2 x tensor=1`."""
+    """Returns the axes and their sizes, such as `data=4 x fsdp=2 x tensor=1`."""
     return _text(mesh.axis_sizes)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Examples split over data and fsdp, replicated along tensor."""
+    """Splits examples over data and fsdp; replicates them along tensor."""
     return NamedSharding(mesh, PartitionSpec(('data', 'fsdp')))
 
 
 def traced_on(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, for `jax.jit`, traced with this mesh in jax's context: what it is given has to
-    lie on these devices. models/on_mesh.py reads the mesh there.
+    """Wraps a function for `jax.jit`, so that it is traced with this mesh in jax's context.
+
+    Its arguments have to be on these devices. models/on_mesh.py reads the mesh there.
     """
 
     @functools.wraps(function)
@@ -121,19 +121,19 @@ def traced_on(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """All of the array on every device."""
+    """Keeps the whole array on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def rows_here(sharding: NamedSharding, batch_size: int) -> Int[np.ndarray, 'n']:
-    """The rows of the global batch that belong to devices of this process, in order."""
+    """Returns the rows of the global batch that belong to devices of this process, in order."""
     indices = sharding.addressable_devices_indices_map((batch_size,)).values()
     parts = (range(batch_size)[index[0]] for index in indices if index is not None)
     return np.array(sorted({row for part in parts for row in part}))
 
 
 def put(values: Any, shardings: Any) -> Any:
-    """Arrays on devices, each by its sharding; every process holds all of each in its memory."""
+    """Puts arrays on devices, each by its sharding; every process has all of them in memory."""
     if jax.process_count() == 1:
         return jax.device_put(values, shardings)
     return jax.tree.map(
@@ -144,7 +144,7 @@ def put(values: Any, shardings: Any) -> Any:
 
 
 def check_batch_size(batch_size: int, mesh: Mesh, *, accumulation_steps: int) -> None:
-    """Raises UserError, with the nearest sizes that would do, where a batch cannot be split."""
+    """Raises UserError, with the nearest possible sizes, if a batch cannot be split."""
     parts = mesh.shape['data'] * mesh.shape['fsdp']
     unit = parts * accumulation_steps
     below = batch_size // unit * unit
@@ -155,12 +155,12 @@ def check_batch_size(batch_size: int, mesh: Mesh, *, accumulation_steps: int) ->
 
 
 def jit_on(function: Callable[..., Any], mesh: Mesh, **given: Any) -> Any:
-    """`jax.jit`, traced for this mesh, and with what the compiler is told for its devices.
+    """Wraps `jax.jit`: traces the function for this mesh.
 
-    For CPUs, to leave out its highest level of optimization, which takes a sixth of the time to
-    compile and made no step faster; XLA_FLAGS may say another level.
+    On CPUs it leaves out XLA's highest level of optimization, which takes a sixth of the time to
+    compile and made no step faster; XLA_FLAGS may set another level.
     """
     on_cpu, level = mesh.devices.flat[0].platform == 'cpu', 'xla_backend_optimization_level'
-    is_said = level in os.environ.get('XLA_FLAGS', '')
-    options = {level: 2} if on_cpu and not is_said else None
+    is_set = level in os.environ.get('XLA_FLAGS', '')
+    options = {level: 2} if on_cpu and not is_set else None
     return jax.jit(traced_on(mesh, function), compiler_options=options, **given)

@@ -1,9 +1,9 @@
-"""The processes of a job: they start together, stop after one common step, and exit together.
+"""The processes of a job: they start together, stop after the same step, and exit together.
 
-jax.distributed connects the processes, notices when one is gone, and keeps texts under keys. By
-such texts, here called notices, a signal to any process stops all of them at the same step, and a
-process that fails or hangs says why before it exits. Exit code 75 asks a script for a restart; 1
-reports an error that a restart would repeat.
+jax.distributed connects the processes, notices when one is gone, and stores texts under keys. Two
+texts are notices to all: `stop`, after a signal to any process, and `end`, with the reason of a
+process that fails or hangs. Exit code 75 asks a script for a restart; 1 reports an error that a
+restart would repeat.
 """
 
 import contextlib
@@ -33,10 +33,10 @@ from vit_jax.distributed.clusters import Launch, connect, detect_cluster
 
 REQUEUE = 75  # EX_TEMPFAIL: start the same command again
 INTERRUPTED = 130  # the exit code of a shell's command after Ctrl-C
-_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
-_STOPPING = 60.0  # seconds from a signal to the end of a step, unless steps are longer
+_CODES = {signal.SIGTERM: REQUEUE, signal.SIGHUP: REQUEUE, signal.SIGINT: INTERRUPTED}
+_STOPPING = 100.0  # seconds from a signal to the end of a step
 _TELLING = 1.5  # seconds until all processes have read a notice
-_NOTICES = 'vit_jax_notices'
+_NOTICES, _TICKS = 'vit_jax_notices', 'vit_jax_ticks'  # folders of keys
 _RESUME = 'the same command resumes from the newest checkpoint'
 # What gloo, NCCL and jax report if another process is gone or late.
 _GONE = r'Gloo .* failed|NCCL .*(remote|network|system) error|(GetKeyValue\(\)|Barrier) timed out'
@@ -55,19 +55,17 @@ class Job:
     """This process among those of its job; `Job()` runs alone, as in a library or a test."""
 
     def __init__(self, launch: Launch | None = None):
-        self._launch, self._watched = launch or Launch(), launch is not None
+        self._launch, self._is_watched = launch or Launch(), launch is not None
         self.count, self.index = int(global_state.num_processes), int(global_state.process_id)
-        self._client: Any = global_state.client
-        self._notices: dict[str, str] = {}
+        self._store: Any = global_state.client  # of texts; None if this process runs alone
         self._wait_ms = int(1000 * self._launch.start_seconds)
         self._keys = itertools.count()  # all processes use them in the same order
-        self._joined = threading.Event()
-        self._phase = 'starting'
-        self._signal = self._stop_code = self._ticks = 0
-        self._agreeing = threading.Lock()  # held while the processes agree when to stop
+        self._connected = threading.Event()
+        self._phase, self._ticks = 'starting', 0
+        self._last_signal: signal.Signals | None = None
+        self._stop_code = 0
         self._stop_at = self._deadline = math.inf
-        self._began = self._last_tick = time.monotonic()
-        self._longest_step = 0.0
+        self._agreeing = threading.Lock()  # held while the processes agree when to stop
 
     @property
     def _name(self) -> str:
@@ -91,24 +89,24 @@ class Job:
 
     def from_process_0(self, name: str, say: Callable[[], str]) -> str:
         """Returns on every process the text that `say` returns on process 0."""
-        if self.count == 1:
+        if self._store is None:
             return say()
         key = f'vit_jax/{name}/{next(self._keys)}'
         if self.index == 0:
-            self._client.key_value_set(key, say())
-        return str(self._client.blocking_key_value_get(key, self._wait_ms))
+            self._store.key_value_set(key, say())
+        return str(self._store.blocking_key_value_get(key, self._wait_ms))
 
     def barrier(self, name: str) -> None:
         """Waits until all processes are here."""
-        if self.count > 1:
-            self._client.wait_at_barrier(f'vit_jax/{name}/{next(self._keys)}', self._wait_ms)
+        if self._store is not None:
+            self._store.wait_at_barrier(f'vit_jax/{name}/{next(self._keys)}', self._wait_ms)
 
     def enter(self, phase: Literal['stepping', 'saving']) -> None:
         """Says what a signal waits for: the next tick, or the last save.
 
         Before the first call, when there is no state to save, it waits for nothing.
         """
-        self._phase, self._last_tick = phase, time.monotonic()
+        self._phase = phase
         self.reset_watchdog()
 
     def tick(self) -> None:
@@ -117,9 +115,6 @@ class Job:
         Raises:
           Interrupted: In the same call on all processes, after a signal to any of them.
         """
-        now = time.monotonic()
-        self._longest_step = max(self._longest_step, now - self._last_tick)
-        self._last_tick = now
         with self._agreeing:
             self._ticks += 1
         self.reset_watchdog()
@@ -144,22 +139,24 @@ class Job:
         if self._ticks < 3:  # these include compiling and connecting the devices
             seconds = max(seconds, self._launch.start_seconds)
         if self._phase == 'stepping' and self._stop_code:
-            seconds = min(seconds, max(_STOPPING, 2 * self._longest_step))
-        if self._watched:
-            self._deadline = time.monotonic() + seconds
+            seconds = min(seconds, _STOPPING)
+        now = time.monotonic()
+        if self._is_watched and now <= self._deadline:  # one that has passed ends the process
+            self._deadline = now + seconds
             # It ends a process whose interpreter is locked, which `_attend` cannot.
             faulthandler.dump_traceback_later(seconds + 10, exit=True)
 
     def end(self, code: int, why: str, *, stacks: bool = False) -> NoReturn:
         """Exits at once. All processes say why, show their stacks, and exit with the same code."""
-        notice: list[Any] = [code, f'{self._name}: {why}', stacks]
-        self._tell('end', notice)
-        self._exit(*notice)
+        why = f'{self._name}: {why}'
+        self._tell('end', [self.index, code, why, stacks])
+        self._exit(code, why, stacks)
 
     def _exit(self, code: int, why: str = '', stacks: bool = False) -> NoReturn:
         if stacks:
             faulthandler.dump_traceback()
-        print(why, end='\n' if why else '', file=sys.stderr, flush=True)
+        if why:
+            print(why, file=sys.stderr, flush=True)
         if self.count > 1 and self.index == 0:
             time.sleep(_TELLING)  # the notices end with this process
         os._exit(code)
@@ -169,42 +166,39 @@ class Job:
         wakeup.settimeout(0.5)
         while True:
             with contextlib.suppress(TimeoutError):
-                self._on_signal(wakeup.recv(1)[0])
+                self._on_signal(signal.Signals(wakeup.recv(1)[0]))
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone
                 self._read_notices()
             if time.monotonic() > self._deadline:
                 why = 'no step, batch or save ended in time (--watchdog_seconds, or after a signal)'
                 self.end(self._stop_code or REQUEUE, f'{why}; {_RESUME}', stacks=True)
 
-    def _on_signal(self, number: int) -> None:
-        if number not in _SIGNALS:
+    def _on_signal(self, received: signal.Signals) -> None:
+        if (code := _CODES.get(received)) is None:
             return
-        code = INTERRUPTED if number == signal.SIGINT else REQUEUE
         if self._phase == 'starting':
-            self._joined.wait(10)  # seconds; else the other processes would wait for this one
-            name = signal.Signals(number).name
-            self.end(code, f'{name} before the first step; run the same command again')
-        if self._signal == number == signal.SIGINT:
+            self._connected.wait(10)  # seconds; else the other processes would wait for this one
+            self.end(code, f'{received.name} before the first step; run the same command again')
+        if self._last_signal == received == signal.SIGINT:
             self.end(code, f'Ctrl-C again: nothing is saved; {_RESUME}')
-        self._signal = number
+        self._last_signal = received
         self._tell('stop', code)
+        if self._store is None and not self._stop_code:
+            self._stop(code)
 
     def _tell(self, kind: str, notice: Any) -> None:
-        """Leaves a notice for all processes, this one included; the first of its kind counts."""
-        if self._client is None:
-            self._notices.setdefault(f'{_NOTICES}/{kind}', json.dumps(notice))
-        else:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # told before, or 0 is gone
-                self._client.key_value_set(f'{_NOTICES}/{kind}', json.dumps(notice))
+        """Leaves a notice for all processes; the first of its kind counts."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # told before, or process 0 is gone
+            if self._store is not None:
+                self._store.key_value_set(f'{_NOTICES}/{kind}', json.dumps(notice))
 
     def _read_notices(self) -> None:
-        if self._client is not None:
-            self._notices = dict(self._client.key_value_dir_get(_NOTICES))
-        if end := self._notices.get(f'{_NOTICES}/end'):
-            code, why, stacks = json.loads(end)
-            if not why.startswith(self._name):
-                self._exit(code, why, stacks)
-        if (stop := self._notices.get(f'{_NOTICES}/stop')) and not self._stop_code:
+        notices = {} if self._store is None else dict(self._store.key_value_dir_get(_NOTICES))
+        if end := notices.get(f'{_NOTICES}/end'):
+            sender, *notice = json.loads(end)
+            if sender != self.index:
+                self._exit(*notice)
+        if (stop := notices.get(f'{_NOTICES}/stop')) and not self._stop_code:
             self._stop(int(stop))
 
     def _stop(self, code: int) -> None:
@@ -213,12 +207,12 @@ class Job:
         self._stop_code = code
         self.reset_watchdog()
         with self._agreeing:
-            ticks = [str(self._ticks)]
-            if self.count > 1:
-                self._client.key_value_set(f'vit_jax_ticks/{self.index}', ticks[0])
-                self._client.wait_at_barrier('vit_jax_ticks', int(1000 * _STOPPING))
-                ticks = [text for _, text in self._client.key_value_dir_get('vit_jax_ticks')]
-            self._stop_at = max(map(int, ticks)) + 1
+            ticks = [self._ticks]
+            if self._store is not None:
+                self._store.key_value_set(f'{_TICKS}/{self.index}', str(self._ticks))
+                self._store.wait_at_barrier(_TICKS, int(1000 * _STOPPING))
+                ticks = [int(text) for _, text in self._store.key_value_dir_get(_TICKS)]
+            self._stop_at = max(ticks) + 1
 
     def _join(self) -> None:
         """Takes signals, and connects this process to the others of its job, if it has any."""
@@ -226,7 +220,7 @@ class Job:
         ours, wakeup = socket.socketpair()
         wakeup.setblocking(False)
         signal.set_wakeup_fd(wakeup.detach(), warn_on_full_buffer=False)
-        for number in _SIGNALS:
+        for number in _CODES:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, lambda *_: None)
         threading.Thread(target=self._attend, args=(ours,), daemon=True).start()
@@ -239,46 +233,27 @@ class Job:
             self._abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._on_abort)
             ctypes.pythonapi.PyOS_setsig(signal.SIGABRT, self._abort)
             connect(cluster, self._launch)
-            self._client = global_state.client
-            self.barrier('connected')
-        self._joined.set()
+            self._store = global_state.client
+        self._connected.set()
 
     def _on_abort(self, _: int) -> None:
-        """Exits with a reason where jax aborts, as another process is gone or did not come.
-
-        jax aborts in `connect`, and later in a thread of its own, which has no Python frame.
-        """
-        late = time.monotonic() > self._began + self._launch.start_seconds
-        if not self._joined.is_set():
-            why = 'not all processes came, or two have the same --process_id'
-        elif sys._getframe().f_back is None:
-            why, late = 'jax aborts, as above; another process or its host is gone', True
-        else:
-            return faulthandler.dump_traceback()
-        print(f'{self._name}: {why}', file=sys.stderr, flush=True)
-        os._exit(REQUEUE if late else 1)
-
-    def _leave(self, stop: str) -> None:
-        """Disconnects this process when all processes are here, and exits after a stop."""
-        self.barrier('the end')
-        faulthandler.cancel_dump_traceback_later()
-        self._deadline = math.inf
-        if self.count > 1:
-            jax.distributed.shutdown()
-            ctypes.pythonapi.PyOS_setsig(signal.SIGABRT, None)
-        if stop:
-            print(stop if self.index == 0 else '', end='', flush=True)
-            os._exit(self._stop_code)
+        """Exits with the probable reason where jax aborts."""
+        why = 'as it does if another process or its host is gone'
+        if not self._connected.is_set():
+            why = 'as not all processes came, or two have the same --process_id'
+        print(f'{self._name}: jax aborts, {why}', file=sys.stderr, flush=True)
+        os._exit(REQUEUE)
 
     def _fail(self, error: Exception, report: Callable[[BaseException], int]) -> NoReturn:
         """Prints why this process fails, and ends all processes."""
-        if gone := self.count > 1 and re.search(_GONE, str(error)) is not None:
+        if self.count > 1 and re.search(_GONE, str(error)):
             time.sleep(_TELLING)  # the other process may be about to say why
-            error = UserError(f'another process is gone or late: {str(error).splitlines()[0]}')
-        code = max(report(error), REQUEUE if gone else 0)
+            self.end(REQUEUE, f'another process is gone or late: {str(error).splitlines()[0]}')
+        code = report(error)
         # A restart would repeat errors of the input and of arithmetic.
         others = code if isinstance(error, UserError | ArithmeticError) else REQUEUE
-        self._tell('end', [others, f'{self._name}: {type(error).__name__}: {error}', False])
+        why = f'{self._name}: {type(error).__name__}: {error}'
+        self._tell('end', [self.index, others, why, False])
         self._exit(code)
 
 
@@ -288,13 +263,18 @@ def joined_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterat
 
     `report` prints the exception and returns the exit code.
     """
-    job, stop = Job(launch), ''
+    job, stopped = Job(launch), ''
     try:
         job._join()
         try:
             yield job
         except Interrupted as interrupted:
-            stop = f'{interrupted}\n{_RESUME} (exit code {job._stop_code})\n'
-        job._leave(stop)
+            stopped = f'{interrupted}\n{_RESUME} (exit code {job._stop_code})\n'
+        job.barrier('the end')
+        if job.count > 1:
+            jax.distributed.shutdown()
     except Exception as error:
         job._fail(error, report)
+    if stopped:
+        print(stopped if job.index == 0 else '', end='', flush=True)
+        os._exit(job._stop_code)

@@ -1,4 +1,4 @@
-"""How each array of the state is split: rules over names and shapes, and a report of the result."""
+"""How each array of the state is sharded: rules over names and shapes, and a report of them."""
 
 import math
 import re
@@ -22,11 +22,11 @@ _TENSOR = (
 
 
 def shardings_for(state: Any, mesh: Mesh, config: MeshConfig) -> Any:
-    """The sharding of each leaf of a state, from its name and shape.
+    """Returns the sharding of each leaf of a state, from its name and shape.
 
     The first of `config.rules` that matches decides. Else heads and hidden layers are split over
-    tensor, and a large leaf over fsdp along the largest axis that is left and divides, never the
-    depth of stacked blocks, along which the scan walks. Only names and shapes count, also for the
+    tensor, and a large leaf over fsdp along the largest remaining axis that it divides, never the
+    depth of stacked blocks, over which the scan runs. Only names and shapes count, also for the
     optimizer's copies of a parameter. Raises UserError for a rule that fits nothing.
     """
     names = tree_names.named_leaves(state)
@@ -47,7 +47,7 @@ def shardings_for(state: Any, mesh: Mesh, config: MeshConfig) -> Any:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Is it this parameter, or the optimizer's copy of it?"""
+    """Returns whether the name is that of this parameter, or of the optimizer's copy of it."""
     return re.fullmatch(f'(.*/)?{pattern}', name) is not None
 
 
@@ -70,7 +70,7 @@ def _axes(name: str, leaf: Any, mesh: Mesh, fsdp_min_mb: float) -> Spec:
 
 
 def _misfit(leaf: Any, axes: Spec, mesh: Mesh) -> str | None:
-    """Why the axes cannot split the leaf; None where they can."""
+    """Returns why the axes cannot split the leaf; None if they can."""
     if len(axes) > leaf.ndim:
         return 'more axes than the array has'
     for size, axis in zip(leaf.shape, axes, strict=False):
@@ -80,38 +80,27 @@ def _misfit(leaf: Any, axes: Spec, mesh: Mesh) -> str | None:
 
 
 def sharding_report(state: Any, shardings: Any, mesh: Mesh) -> list[str]:
-    """Lines: how each parameter is split, its bytes on a device, and sums of what is replicated."""
+    """Returns lines: how each parameter is split, its bytes on a device, and what is replicated."""
     if mesh.size == 1:
         return []
     places, leaves = tree_names.named_leaves(shardings), tree_names.named_leaves(state)
     here = {n: _bytes(leaf, places[n].shard_shape(leaf.shape)) for n, leaf in leaves.items()}
-    rows, replicated = [], []
+    lines = [f'mesh {describe(mesh)}; parameters, the axes that split them, megabytes on a device:']
+    replicated = []
     for name in [name for name in leaves if name.startswith('params/')]:
         if split := ', '.join(f'{a} on axis {n}' for n, a in enumerate(places[name].spec) if a):
-            shape = str(list(leaves[name].shape))
-            rows.append((name.removeprefix('params/'), shape, split, _mb(here[name])))
+            label = f'{name.removeprefix("params/")} {list(leaves[name].shape)}'
+            lines.append(f'  {label:<64}{split:<36}{_mb(here[name]):>14}')
         else:
             replicated.append(here[name])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f'mesh {describe(mesh)}; parameters, and what splits them, a device:']
-    for *texts, size in rows:
-        left = '  '.join(map(str.ljust, texts, widths))
-        lines.append(f'  {left}  {size:>{widths[-1]}}')
-    word, size = 'others' if rows else 'arrays', _mb(sum(replicated))
-    lines.append(f'  {len(replicated)} {word}, replicated: {size}')
+    lines.append(f'  replicated arrays: {len(replicated)}, {_mb(sum(replicated))}')
     total, size = _mb(sum(map(_bytes, leaves.values()))), _mb(sum(here.values()))
     return [*lines, f'state, optimizer included: {total}, of which {size} on each device']
 
 
-def bytes_here(abstract: Any) -> int:
-    """Bytes of a tree of abstract arrays on one device."""
-    leaves = jax.tree.leaves(abstract)
-    return sum(_bytes(leaf, leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
-
-
 def check_split(state: Any, shardings: Any, mesh: Mesh, config: MeshConfig) -> None:
-    """Raises UserError where more of the state is replicated than allowed."""
-    if mesh.shape['fsdp'] * mesh.shape['tensor'] == 1:  # no axis is there to split it
+    """Raises UserError if more of the state is replicated than allowed."""
+    if mesh.shape['fsdp'] * mesh.shape['tensor'] == 1:  # no axis splits it
         return
     places, leaves = tree_names.named_leaves(shardings), tree_names.named_leaves(state)
     replicated = {name: _bytes(leaf) for name, leaf in leaves.items() if not any(places[name].spec)}
@@ -123,12 +112,12 @@ def check_split(state: Any, shardings: Any, mesh: Mesh, config: MeshConfig) -> N
             f'mesh {describe(mesh)}: {share:.0%} of the state would be replicated, '
             f'max_replicated_fraction={config.max_replicated_fraction:.0%} is allowed; largest: '
             f'{named}. Lower config.mesh.fsdp_min_mb={config.fsdp_min_mb:g}, give '
-            f'config.mesh.rules, or take axes that divide these'
+            f'config.mesh.rules, or choose axes that divide these'
         )
 
 
 def abstract(values: Any, shardings: Any) -> Any:
-    """Shape, type and place of each array of a tree, without the arrays."""
+    """Returns shape, type and sharding of each array of a tree, without the arrays."""
     return jax.tree.map(
         lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), values, shardings
     )

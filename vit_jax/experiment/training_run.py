@@ -326,7 +326,6 @@ class Run:
 
     def _on_metrics(self, step: int, metrics: StepMetrics) -> None:
         if self.reporter.step(step, metrics):
-            self.workdir.check(known=True)
             self.checkpoints.check()
             self.check_data(0)
             self.ledger.record('reported', step)

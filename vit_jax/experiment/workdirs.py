@@ -21,13 +21,10 @@ LEDGER, LOCK, DATA = 'ledger.jsonl', '.lock', 'data.json.gz'
 
 
 class Workdir(NamedTuple):
-    """The directory of a run; `check` raises UserError if the run no longer holds it.
-
-    On a bucket `check` may wait for an answer; with `known=True` it does not.
-    """
+    """The directory of a run; `check` raises UserError if the run no longer holds it."""
 
     folder: Path
-    check: Callable[..., None] = lambda *, known=False: None  # the system keeps a file's lock
+    check: Callable[[], None] = lambda: None  # the system keeps a file's lock
 
 
 @contextlib.contextmanager

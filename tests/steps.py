@@ -77,4 +77,4 @@ if __name__ == '__main__':
     parser.set_defaults(compiled='none')
     if '--late' in os.sys.argv:
         processes.connect = connect_late
-    app.run_together(main, parser)
+    app.run_job(main, parser)

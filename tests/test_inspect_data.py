@@ -148,7 +148,7 @@ def test_every_problem_of_a_folder_is_listed_in_one_go(photos, tmp_path, capsys,
         f'{photos}/ant: {empty}',
         f'{photos}/bee: no images in this folder; 1 file of other endings, such as Thumbs.db: '
         'remove the folder, or add images',
-        '3 images cannot be read: mend or remove, or leave out by '
+        '3 images cannot be read: repair or remove, or leave out by '
         '--config.loader.on_unreadable=skip',
     ]
     assert found['problems'] == expected and all(f'  {line}\n' in said for line in expected)
@@ -233,6 +233,6 @@ def test_preparing_says_what_is_missing(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, 'tensorflow', None)
     monkeypatch.setattr(sys, 'argv', ['prepare', 'cifar10'])
     with pytest.raises(SystemExit) as ended:
-        app.run(prepare.main, prepare._parser())
+        app.run(prepare.main, prepare.make_parser())
     assert ended.value.code == 1
     assert capsys.readouterr().err.startswith('error: preparing needs TensorFlow: pip install')

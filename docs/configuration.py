@@ -11,7 +11,8 @@ from docs.readers import PROGRAMS, readers
 from vit_jax.base import records
 from vit_jax.base.records import Record
 from vit_jax.cli import config_help
-from vit_jax.config import Study, TrainConfig
+from vit_jax.config import TrainConfig
+from vit_jax.studies.config import Study
 
 PAGE = pathlib.Path(__file__).with_suffix('.md')
 _INTRODUCTION = """\

@@ -8,7 +8,8 @@ PICTURE = pathlib.Path(__file__).with_suffix('.svg')
 # What a layer is for, in the order of LAYERS.
 MEANINGS = (
     'parse, run, say what came out',
-    'flags; pictures; memory; many experiments',
+    'flags; pictures',
+    'memory of an experiment; many experiments',
     'one experiment: built, compiled, run, reported',
     'the typed configuration of an experiment',
     'accuracy, few-shot linear probe, other probes',

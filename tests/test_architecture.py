@@ -14,7 +14,8 @@ PACKAGE = pathlib.Path(__file__).parent.parent / 'vit_jax'
 # A folder is a layer; a layer may import those in the lines below its own, and its own folder.
 LAYERS = (
     {'programs'},
-    {'cli', 'figures', 'planning', 'studies'},
+    {'cli', 'figures'},
+    {'planning', 'studies'},
     {'experiment'},
     {'config'},
     {'evaluation'},

@@ -22,9 +22,7 @@ RUNS = [
     (path, argument)
     for path in golden.FILES
     for argument in golden.arguments(path)
-    if isinstance(
-        golden.config(path, argument), TrainConfig
-    )  # others: tests/experiment/test_studies.py
+    if isinstance(golden.config(path, argument), TrainConfig)  # others: tests/studies/
 ]
 IMAGES = {'JFT-300M': 303_000_000, 'tfds:imagenet21k': 12_743_321}  # else ImageNet's
 

@@ -22,7 +22,8 @@ from vit_jax.__main__ import programs
 from vit_jax.base import UserError, records
 from vit_jax.checkpoints import published
 from vit_jax.cli import config_files, config_help
-from vit_jax.config import Study, TrainConfig
+from vit_jax.config import TrainConfig
+from vit_jax.studies.config import Study
 
 LANGUAGES = (
     'sh',

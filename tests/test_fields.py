@@ -208,7 +208,7 @@ CHANGES = [
 ]
 
 # Fields whose effect is no program and no batch here: the record, its fields, and who sees them.
-RUN, PROBING = 'tests/experiment/test_training_run.py', 'tests/experiment/test_probing.py'
+RUN, PROBING = 'tests/experiment/test_training_run.py', 'tests/evaluation/test_probing.py'
 OPENING, FORMATS = 'tests/data/sources/test_opening.py', 'tests/checkpoints/formats/test_opening.py'
 LOADING, PROBES = 'tests/data/test_loading.py', 'tests/evaluation/test_probes.py'
 EPISODES = 'tests/evaluation/test_episodes.py'

@@ -158,7 +158,9 @@ def test_near_the_limit_the_program_that_trains_is_compiled(monkeypatch, platfor
         return mock.Mock(**{'memory_analysis.return_value.peak_memory_in_bytes': peak})
 
     monkeypatch.setattr(ahead_of_time, 'compile_for', compile_for)
-    monkeypatch.setattr(memory_plan, 'decide', lambda config, devices: build_experiment(config))
+    monkeypatch.setattr(
+        memory_plan, 'build_experiment', lambda config, devices: build_experiment(config)
+    )
     where = Topology('test', [mock.Mock(platform=platform)], 1000)
     with contextlib.suppress(DoesNotFit):
         memory_plan.compile_step(task(), where)

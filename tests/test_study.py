@@ -13,15 +13,15 @@ import pytest
 from tests import tiny
 from vit_jax import study
 from vit_jax.base import UserError
-from vit_jax.config import Drawing, Grid, Study
 from vit_jax.experiment import workdirs
 from vit_jax.studies import results
+from vit_jax.studies.config import Drawing, Grid, Study
 from vit_jax.studies.results import Row
 
 ROOT = pathlib.Path(__file__).parent.parent
 FILE = """
 from tests import tiny
-from vit_jax.config import Drawing, Grid, Study
+from vit_jax.studies.config import Drawing, Grid, Study
 
 def get_config():
     return Study(

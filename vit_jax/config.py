@@ -1,7 +1,4 @@
-"""The typed experiment, and the study of several: what files in configs/ return.
-
-Both are composed of what the parts own.
-"""
+"""The typed configuration of an experiment, composed of what the parts own."""
 
 import dataclasses
 import json
@@ -38,7 +35,8 @@ FORMAT = 2  # of work directories; raised when the fields or the meaning of thei
 _RESERVED = 'train', 'fewshot', 'skipped', 'spike'
 
 
-def _default(kind: type) -> Any:
+def default(kind: type) -> Any:
+    """A field of a record whose default is made anew for each record."""
     return dataclasses.field(default_factory=kind)
 
 
@@ -70,33 +68,33 @@ class TrainConfig(Record):
     data: str | DataFunction  # digits, tfds:NAME, vtab:TASK, FILE.npz|csv|jsonl, a folder, f(split)
     train_split: str = 'train'  # a part of it, or several: train[:98%], train+validation
     eval_split: str = 'test'  # of the evaluation `test`, where `evals` names no others
-    held_out: HeldOut = _default(HeldOut)  # for testing, of data without splits
+    held_out: HeldOut = default(HeldOut)  # for testing, of data without splits
     classes: tuple[str, ...] = ()  # names of those to train and evaluate on alone; none: all
     model: ViTConfig | ResNetConfig | None = None  # None: the model of start_from
     image_size: tuple[int, int] | None = None  # (height, width); None: the model's own
     head: Head | None = None  # f(num_classes) -> flax module; None: model.head, or a linear one
     start_from: str | None = None  # a checkpoint, of any format, with the first parameters
     reuse_head: bool = False  # for classes that start_from knows by name; false: a new head
-    hints: Hints = _default(Hints)  # what the checkpoint's file does not say of itself
+    hints: Hints = default(Hints)  # what the checkpoint's file does not say of itself
     preprocessing: Preprocessing | None = None  # None: that of start_from, or the usual one
-    augmentation: Augmentation | AugmentFunction = _default(Augmentation)  # of training images
+    augmentation: Augmentation | AugmentFunction = default(Augmentation)  # of training images
 
     # How.
     total: Duration | None = None  # None: nothing is trained, few-shot evaluation alone
     batch_size: int = 256  # images of a step, on all devices together
     accumulation_steps: int = 1  # parts of a batch, one after the other, to need less memory
     objective: MaskedPatches | None = None  # None: classification, with `loss`
-    loss: LossConfig | Loss = _default(LossConfig)  # of logits and classes
-    optimizer: OptimizerConfig = _default(OptimizerConfig)  # which, and for which parameters
-    schedule: ScheduleConfig = _default(ScheduleConfig)  # the learning rate over the steps
-    regularization: Regularization = _default(Regularization)  # what is dropped at random
+    loss: LossConfig | Loss = default(LossConfig)  # of logits and classes
+    optimizer: OptimizerConfig = default(OptimizerConfig)  # which, and for which parameters
+    schedule: ScheduleConfig = default(ScheduleConfig)  # the learning rate over the steps
+    regularization: Regularization = default(Regularization)  # what is dropped at random
     polyak_decay: float | None = None  # of the average of parameters; None: no average
     max_skipped_steps: int = 10  # in a row, whose gradient was not finite; then training stops
     seed: int = 0  # of all that is random
 
     # What is measured and kept on the way.
     log_every_steps: Interval | None = None  # lines of numbers; None: 50, or fewer if it is short
-    evals: dict[str, EvalConfig] = _default(dict)  # by name; none: `test`, on eval_split
+    evals: dict[str, EvalConfig] = default(dict)  # by name; none: `test`, on eval_split
     eval_every_steps: Interval | None = None  # None: at the end only
     eval_batch_size: int | None = None  # None: batch_size
     checkpoint_every_steps: Interval | None = None  # None: at the end only
@@ -106,9 +104,9 @@ class TrainConfig(Record):
 
     # On what. All but compute.dtype, loader.on_unreadable and loader.max_pixels change speed
     # and memory alone.
-    compute: Compute = _default(Compute)  # precision, memory, kernels
-    mesh: MeshConfig = _default(MeshConfig)  # how devices share batch and parameters
-    loader: LoaderConfig = _default(LoaderConfig)  # how images are read
+    compute: Compute = default(Compute)  # precision, memory, kernels
+    mesh: MeshConfig = default(MeshConfig)  # how devices share batch and parameters
+    loader: LoaderConfig = default(LoaderConfig)  # how images are read
 
     def check(self) -> None:
         names = 'batch_size', 'accumulation_steps', 'max_skipped_steps', 'keep_checkpoints'
@@ -139,101 +137,6 @@ class TrainConfig(Record):
     def evaluations(self) -> dict[str, EvalConfig]:
         """The evaluations while training, by name."""
         return self.evals or {'test': EvalConfig(split=self.eval_split)}
-
-
-COMPUTE = 'compute'  # the measure: floating-point operations of the training that all began with
-
-
-@dataclasses.dataclass(kw_only=True)
-class Grid(Record):
-    """Experiments that differ in the values of some axes: every combination, with every seed.
-
-    `axes` name, for each value of an axis, the fields that it changes and their new values, as
-    {'depth': {'6': {'model.depth': 6}, '12': {'model.depth': 12}}}. Where `start_from` names an
-    earlier grid, each of its runs is gone on from, with its own values and seed: the network is
-    that of its checkpoint, at the step where `best` says that it was best.
-    """
-
-    changes: dict[str, Any] = _default(dict)  # of the study's base, for all of them
-    axes: dict[str, dict[str, dict[str, Any]]] = _default(dict)  # AXIS: VALUE: FIELD: new value
-    start_from: str | None = None  # an earlier grid; None: what `base` says
-    best: str | None = None  # NAME/NUMBER: numbers are of the step where it is highest; None: last
-    measures: tuple[str, ...] = ('test/accuracy',)  # NAME/NUMBER as in metrics.jsonl, or `compute`
-    published: dict[str, float] = _default(dict)  # by VALUE-VALUE, of the first measure
-    means: dict[str, tuple[str, ...]] = _default(dict)  # over some values of the last axis
-
-    def check(self) -> None:
-        before: dict[str, set[str]] = {}  # what each of the axes before changes
-        for axis, values in self.axes.items():
-            for name in (axis, *values):
-                fits = re.fullmatch(r'[\w.+%@=-]{1,64}', name) is not None
-                wanted = 'expected 1 to 64 letters, digits and any of .+%@=-'
-                require(fits, f'axes: {name!r}: {wanted}')
-            require(bool(values), f'axes: {axis!r} has no values')
-            always = set.intersection(*(set(changes) for changes in values.values()))
-            gone = [name for name, fields in before.items() if fields and fields <= always]
-            require(not gone, f'axes: {axis!r} overwrites all that {gone[:1]} changes')
-            before[axis] = set().union(*values.values())
-        last = [*self.axes.values()][-1:]
-        for name, of in self.means.items():
-            unknown = [value for value in of if not last or value not in last[0]]
-            require(not unknown, f'means: {name}: {unknown[:1]} is no value of the last axis')
-
-
-@dataclasses.dataclass(kw_only=True)
-class Drawing(Record):
-    """The picture of a study: a measure over the values of an axis, a line for each of the others.
-
-    Over `compute`, floating-point operations counted from the multiply-adds of networks, a line is
-    a grid, or, of the only one, a value of its first axis.
-    """
-
-    x: str  # an axis, or `compute`
-    y: str = 'test/accuracy'  # one of the measures
-    mean: str | None = None  # one of the grids' means, in place of the values of the last axis
-    logarithmic: bool = False  # the axis x
-
-
-@dataclasses.dataclass(kw_only=True)
-class Study(Record):
-    """Experiments beside each other, and what is drawn of them (python -m vit_jax.study)."""
-
-    title: str  # of the table and the picture
-    base: TrainConfig  # the experiment that all others change
-    grids: dict[str, Grid]  # by name, in the order in which they run
-    seeds: tuple[int, ...] = (0,)  # of each experiment
-    draw: Drawing | None = None  # None: no picture
-
-    def check(self) -> None:
-        require(bool(self.grids), 'grids: expected at least one')
-        require_between(self, 'seeds', low=0, below=2**32)
-        distinct = len({*self.seeds}) == len(self.seeds) > 0
-        require(distinct, f'seeds={self.seeds}: expected at least one, each once')
-        earlier: list[str] = []
-        for name, grid in self.grids.items():
-            fits = re.fullmatch(r'[\w+-]{1,64}', name) is not None  # no dot: results.md lies beside
-            require(fits, f'grids: {name!r}: expected 1 to 64 letters, digits and any of +-')
-            known = grid.start_from is None or grid.start_from in earlier
-            wanted = ', '.join(earlier) or 'none'
-            require(
-                known,
-                f'grids.{name}.start_from={grid.start_from!r}: expected an earlier one: {wanted}',
-            )
-            earlier.append(name)
-        seed = self.base.seed
-        require(seed == TrainConfig.seed, f'base.seed={seed}: the seeds of all runs are `seeds`')
-        if self.draw is not None:
-            self._check_drawing(self.draw)
-
-    def _check_drawing(self, draw: Drawing) -> None:
-        grids = self.grids.values()
-        measures = {measure for grid in grids for measure in grid.measures}
-        xs = {axis for grid in grids for axis in grid.axes} | ({COMPUTE} & measures)
-        means = {name for grid in grids for name in grid.means}
-        for name, value, known in ('x', draw.x, xs), ('y', draw.y, measures):
-            there = ', '.join(sorted(known)) or 'none'
-            require(value in known, f'draw.{name}={value!r}: the grids have {there}')
-        require(draw.mean is None or draw.mean in means, f'draw.mean={draw.mean!r}: no grid has it')
 
 
 # What a run may go on with other values of: it changes speed, memory, rounding, or what is

@@ -31,10 +31,10 @@ from rich.markup import escape
 from vit_jax.base import UserError, atomic_write, counted, records, require, usable
 from vit_jax.base.storage import is_remote
 from vit_jax.cli import app
-from vit_jax.config import Study
 from vit_jax.distributed.processes import INTERRUPTED, REQUEUE
 from vit_jax.experiment import history, reporter, workdirs
 from vit_jax.studies import planned_runs, results
+from vit_jax.studies.config import Study
 from vit_jax.studies.planned_runs import PlannedRun
 
 OUTPUT, RESULTS = 'output.txt', 'results'

@@ -110,8 +110,8 @@ def _load_networks(arguments: argparse.Namespace) -> tuple[dict[str, Loaded], li
     loaded, lines = dict[str, Loaded](), list[str]()
     for name, path in zip(name_networks(arguments.checkpoints), arguments.checkpoints, strict=True):
         loaded[name] = one = load(path, **app.overrides(arguments))
-        channels = counted(one.config.channels, 'channel')
-        require(one.config.channels == 3, f'{shown(path)}: takes images of {channels}, these have 3')
+        wrong = f'takes images of {counted(one.config.channels, "channel")}, these have 3'
+        require(one.config.channels == 3, f'{shown(path)}: {wrong}')
         height, width = one.config.image_size
         removed = getattr(one.config, 'blocks_without_skips', ())
         without = f'; blocks without skip connections: {removed}' if removed else ''

@@ -10,11 +10,11 @@ Command: python -m vit_jax.study --config=configs/studies/augreg.py:small \
 import dataclasses
 from typing import Any
 
-from vit_jax.config import Drawing, Grid, Study
 from vit_jax.configs.pretrain import augreg
 from vit_jax.configs.studies import base
 from vit_jax.data.augmentation import AUGREG, Augmentation
 from vit_jax.data.augmentation import augreg as augmentation
+from vit_jax.studies.config import Drawing, Grid, Study
 
 ARGUMENTS = 'small', 'full'
 

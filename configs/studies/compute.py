@@ -13,10 +13,10 @@ Command: python -m vit_jax.study --config=configs/studies/compute.py:small \
 import dataclasses
 from typing import Any
 
-from vit_jax.config import Drawing, Grid, Study
 from vit_jax.configs.pretrain import vit
 from vit_jax.configs.studies import base
 from vit_jax.models import Backbone, ResNetConfig
+from vit_jax.studies.config import Drawing, Grid, Study
 
 # Accuracies in percent after fine-tuning, in the order of base.TASKS.
 PUBLISHED = {

@@ -16,11 +16,12 @@ Command: python -m vit_jax.study --config=configs/studies/data.py:small \
 import dataclasses
 from typing import Any
 
-from vit_jax.config import Drawing, EvalConfig, Grid, Study
+from vit_jax.config import EvalConfig
 from vit_jax.configs.pretrain import vit
 from vit_jax.configs.studies import base
 from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.models import ModelConfig, Regularization, ViTConfig
+from vit_jax.studies.config import Drawing, Grid, Study
 from vit_jax.training.duration import Duration
 
 IMAGENET_21K = 14_197_122  # images

@@ -12,9 +12,9 @@ Command: python -m vit_jax.study --config=configs/studies/optimizers.py:small \
 import dataclasses
 from typing import Any
 
-from vit_jax.config import Drawing, Grid, Study
 from vit_jax.configs.pretrain import vit
 from vit_jax.configs.studies import base
+from vit_jax.studies.config import Drawing, Grid, Study
 from vit_jax.training.optimizer import OptimizerConfig
 
 # Accuracies in percent by adamw and sgd, in the order of base.TASKS.

@@ -8,8 +8,8 @@ Command: python -m vit_jax.study --config=configs/studies/pooling.py:small \
              --config.base.data=DATA --workdir=DIR
 """
 
-from vit_jax.config import Drawing, Grid, Study
 from vit_jax.configs.studies import base
+from vit_jax.studies.config import Drawing, Grid, Study
 
 RATES = {'small': ('3e-4', '1e-3', '3e-3', '1e-2'), 'full': ('1e-4', '3e-4', '8e-4', '2e-3')}
 ARGUMENTS = 'small', 'full'

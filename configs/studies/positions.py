@@ -10,8 +10,8 @@ Command: python -m vit_jax.study --config=configs/studies/positions.py:small \
 
 from typing import Any
 
-from vit_jax.config import Drawing, Grid, Study
 from vit_jax.configs.studies import base
+from vit_jax.studies.config import Drawing, Grid, Study
 
 # Linear 5-shot accuracy on ImageNet of B/16; the table does not say what it was trained on.
 PUBLISHED = {

@@ -10,8 +10,8 @@ Command: python -m vit_jax.study --config=configs/studies/scaling.py:small \
 
 from typing import Any
 
-from vit_jax.config import Drawing, Grid, Study
 from vit_jax.configs.studies import base
+from vit_jax.studies.config import Drawing, Grid, Study
 
 # What each size has; the base itself is one value of each axis.
 VALUES: dict[str, dict[str, tuple[int, ...]]] = {

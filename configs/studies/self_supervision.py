@@ -11,11 +11,11 @@ Command: python -m vit_jax.study --config=configs/studies/self_supervision.py:sm
 
 from typing import Any
 
-from vit_jax.config import Drawing, Grid, Study
 from vit_jax.configs.finetune import vit as finetuning
 from vit_jax.configs.pretrain import masked_patches
 from vit_jax.configs.pretrain import vit as pretraining
 from vit_jax.configs.studies import base
+from vit_jax.studies.config import Drawing, Grid, Study
 from vit_jax.training.duration import Duration
 from vit_jax.training.masked_patches import MaskedPatches
 

@@ -14,8 +14,8 @@ Command: python -m vit_jax.study --config=configs/studies/transfer.py:small \
 import dataclasses
 from typing import Any
 
-from vit_jax.config import Drawing, Grid, Study
 from vit_jax.configs.studies import base
+from vit_jax.studies.config import Drawing, Grid, Study
 
 LEARNED = 'airplane', 'automobile', 'bird', 'cat', 'deer'
 NEAR = 'dog', 'frog', 'horse', 'ship', 'truck'

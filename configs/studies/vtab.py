@@ -10,9 +10,9 @@ Command: python -m vit_jax.study --config=configs/studies/vtab.py:L/16-in21k --w
 
 from typing import Any
 
-from vit_jax.config import Grid, Study
 from vit_jax.configs.finetune import vtab
 from vit_jax.data.sources.vtab import TASKS, Task
+from vit_jax.studies.config import Grid, Study
 
 # Table 9: test accuracies in percent, in the order of TASKS.
 # fmt: off

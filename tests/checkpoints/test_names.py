@@ -19,6 +19,7 @@ from vit_jax.checkpoints.formats.opening import open_checkpoint
 from vit_jax.checkpoints.published import FILES, published
 from vit_jax.distributed.processes import Job
 from vit_jax.experiment import training_run
+from vit_jax.experiment.build import build_experiment
 from vit_jax.models import parameter_count, variant
 
 DATA = bytes(range(256)) * 20

@@ -10,8 +10,9 @@ from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record
 from vit_jax.cli import config_help, synonyms
 from vit_jax.cli.config_flags import load, overridden, split
-from vit_jax.config import EvalConfig, Study, TrainConfig
+from vit_jax.config import EvalConfig, TrainConfig
 from vit_jax.data.image_preprocessing import InceptionCrop
+from vit_jax.studies.config import Study
 from vit_jax.training.duration import Duration
 
 TINY = 'tests/tiny_config.py'

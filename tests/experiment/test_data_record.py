@@ -276,8 +276,10 @@ class TwoHosts(Job):
     """Process 0 or 1 of a job in which process 0 has come to each comparison before."""
 
     facts = {}
-    count = 2
-    index = 0
+
+    def __init__(self, index):
+        super().__init__()
+        self.index, self.count = index, 2
 
     def require_same(self, name, facts, describe=None):
         if self.index == 0:
@@ -287,8 +289,7 @@ class TwoHosts(Job):
 
 
 def test_a_host_with_other_images_is_rejected_with_examples(photos, tmp_path):
-    first, second = TwoHosts(), TwoHosts()
-    second.index = 1
+    first, second = TwoHosts(0), TwoHosts(1)
     copy = shutil.copytree(photos, tmp_path / 'copy')
     start(tmp_path / 'run', sources_of(photos), job=first)
     start(tmp_path / 'run', sources_of(copy), job=second)

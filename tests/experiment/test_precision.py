@@ -12,15 +12,15 @@ import vit_jax
 from tests import tiny
 from tests.networks import loaded
 from vit_jax.base import UserError
-from vit_jax.config import Grid, Study
 from vit_jax.data import loading
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed import meshes
 from vit_jax.evaluation import evaluation_run, prediction
 from vit_jax.evaluation.probing import FewshotConfig
-from vit_jax.experiment import peaks, probing_run, training_run, workdirs
+from vit_jax.experiment import build, peaks, probing_run, training_run, workdirs
 from vit_jax.models import Backbone, Compute, attention, vit
 from vit_jax.studies import planned_runs
+from vit_jax.studies.config import Grid, Study
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import ScheduleConfig
 
@@ -37,7 +37,7 @@ STEPS = 30
 @pytest.fixture
 def has_fast_bfloat16(monkeypatch):
     """This CPU, as if it were an accelerator."""
-    monkeypatch.setattr(experiment, 'has_fast_bfloat16', lambda device: True)
+    monkeypatch.setattr(build, 'has_fast_bfloat16', lambda device: True)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_losses_in_bfloat16_are_within_a_hundredth_of_those_in_float32(model):
 
 def test_state_and_losses_are_float32_whatever_the_precision():
     config = tiny.experiment(compute=Compute(dtype='bfloat16'), polyak_decay=0.9)
-    decided = build_experiment(config)
+    decided = build.build_experiment(config)
     state = jax.eval_shape(decided.init)
     floats = [
         leaf.dtype for leaf in jax.tree.leaves(state) if np.issubdtype(leaf.dtype, np.inexact)

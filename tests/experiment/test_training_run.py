@@ -24,7 +24,7 @@ from vit_jax.base.errors import UserError
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.store import load_card, load_params
-from vit_jax.config import EvalConfig, Grid, Study
+from vit_jax.config import EvalConfig
 from vit_jax.data import loading, reading
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.image_preprocessing import InceptionCrop
@@ -37,7 +37,9 @@ from vit_jax.evaluation import prediction
 from vit_jax.evaluation.episodes import EpisodesConfig
 from vit_jax.evaluation.probing import FewshotConfig, ProbeSet
 from vit_jax.experiment import history, probing_run, reporter, training_run, workdirs
+from vit_jax.experiment.build import build_experiment
 from vit_jax.models import Regularization, build
+from vit_jax.studies.config import Grid, Study
 from vit_jax.training.duration import Duration
 from vit_jax.training.loop import NotFinite
 from vit_jax.training.losses import LossConfig

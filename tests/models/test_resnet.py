@@ -6,7 +6,7 @@ import pytest
 from tests import tiny
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.models import Backbone, Compute, Regularization, ResNetConfig, build
-from vit_jax.models.resnet import StandardConv
+from vit_jax.models.resnet import StandardConv, max_pool
 
 SMALL = ResNetConfig(image_size=(20, 14), backbone=Backbone(blocks=(2, 1), width=32), num_classes=3)
 
@@ -47,7 +47,7 @@ def group_norm(x, layer):
     return groups.reshape(x.shape) * layer['scale'] + layer['bias']
 
 
-def max_pool(x):
+def pool_root(x):
     """3x3 with stride 2, SAME."""
     height, width = (-(-side // 2) for side in x.shape[:2])
     before = [
@@ -63,7 +63,7 @@ def by_definition(params, image):
     """The feature map of one image in float64, from the text of the paper's code."""
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params['backbone'])
     x = conv(np.asarray(image, np.float64), p['conv_root']['kernel'], 2)
-    x = max_pool(np.maximum(0, group_norm(x, p['norm_root'])))
+    x = pool_root(np.maximum(0, group_norm(x, p['norm_root'])))
     for stage, units in (('stage1', 2), ('stage2', 1)):
         for index in range(1, units + 1):
             unit = p[stage][f'unit{index}']
@@ -129,6 +129,34 @@ def test_a_kernel_is_used_standardised():
 
 
 @pytest.mark.full
+@pytest.mark.parametrize('sides', [(6, 8), (7, 5)])
+@pytest.mark.parametrize('stride', [1, 2])
+@pytest.mark.parametrize('layer', ['conv', 'pool'])
+def test_layouts_agree_in_outputs_and_gradients(layer, stride, sides):
+    images = jax.random.normal(jax.random.key(0), (2, *sides, 3))
+
+    def outputs_and_gradients(layout):
+        compute = Compute(dtype='float32', layout=layout)
+        conv = StandardConv(features=4, size=1, stride=stride, compute=compute)
+        variables = conv.init(jax.random.key(1), images)
+
+        def run(variables, images):
+            return max_pool(images, compute) if layer == 'pool' else conv.apply(variables, images)
+
+        gradients = jax.grad(lambda *x: (run(*x) ** 2).sum(), argnums=(0, 1))
+        return run(variables, images), gradients(variables, images)
+
+    flat, batched = map(outputs_and_gradients, ('flat', 'batched'))
+    for one, other in zip(*map(jax.tree.leaves, (flat, batched)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_pixel_that_is_not_finite_is_not_lost_in_pooling():
+    image = jnp.zeros((1, 4, 4, 1)).at[0, 2, 2].set(jnp.nan)
+    pooled = max_pool(image, Compute(layout='flat'))
+    np.testing.assert_array_equal(jnp.isnan(pooled)[0, :, :, 0], [[True, True], [True, True]])
+
+
 def test_remat_changes_neither_result_nor_gradient():
     results = []
     for remat in 'none', 'dots', 'block':

@@ -11,12 +11,13 @@ import pytest
 from tests import golden, tiny
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
-from vit_jax.config import Drawing, EvalConfig, Grid, Study, TrainConfig
+from vit_jax.config import EvalConfig, TrainConfig
 from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import build, multiply_adds
 from vit_jax.planning.memory_plan import without_data
 from vit_jax.studies import planned_runs, results
+from vit_jax.studies.config import Drawing, Grid, Study
 
 DEPTHS = {'1': {'model.depth': 1}, '2': {'model.depth': 2}}
 POOLS = {'gap': {'model.pool': 'gap'}, 'cls': {}}

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from vit_jax.base import Path, UserError, records, require_regular, write_json
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
-from vit_jax.config import COMPUTE, UNMEASURED, Grid, Study, TrainConfig, differing, write_config
+from vit_jax.config import UNMEASURED, TrainConfig, differing, write_config
 from vit_jax.experiment import goodput, history, workdirs
+from vit_jax.studies.config import COMPUTE, Grid, Study
 
 STUDY = 'study.json'
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from vit_jax.base import Float, Path, UserError
-from vit_jax.config import COMPUTE, Drawing, Study
 from vit_jax.experiment import history
 from vit_jax.models import multiply_adds
+from vit_jax.studies.config import COMPUTE, Drawing, Study
 from vit_jax.studies.planned_runs import PlannedRun, best_step, last_step
 
 Measures = dict[str, float]  # by name: `test/accuracy`

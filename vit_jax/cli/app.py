@@ -179,9 +179,10 @@ def new_parser(name: str, description: str | None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument('--traceback', action='store_true', help='show where any error comes from')
+    add = parser.add_argument_group('of all programs').add_argument
+    add('--traceback', action='store_true', help='show where any error comes from')
     text = 'folder of compiled programs; none: do not keep them (~/.cache/vit_jax/compiled)'
-    parser.add_argument('--compiled', type=local_path, metavar='DIR', help=text)
+    add('--compiled', type=local_path, metavar='DIR', help=text)
     return parser
 
 

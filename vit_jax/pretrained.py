@@ -29,19 +29,10 @@ from vit_jax.checkpoints.formats import opening, writing
 from vit_jax.checkpoints.formats.array_files import error_prefix
 from vit_jax.checkpoints.formats.base import Layout
 from vit_jax.checkpoints.formats.inference import Hints
+from vit_jax.checkpoints.transfer import has_trained_head, head_params
 from vit_jax.data.image_preprocessing import Preprocessing, decode, normalize, to_rgb
 from vit_jax.data.sources.base import read_file
-from vit_jax.models import (
-    Compute,
-    Gelu,
-    Model,
-    ModelConfig,
-    ViTConfig,
-    build,
-    has_trained_head,
-    head_params,
-    with_exact_products,
-)
+from vit_jax.models import Compute, Gelu, Model, ModelConfig, ViTConfig, build, with_exact_products
 from vit_jax.models.taps import Reduction
 
 ZERO_HEAD = (

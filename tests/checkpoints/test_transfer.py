@@ -7,8 +7,8 @@ import pytest
 
 from tests import tiny
 from vit_jax.base.tree_names import named_leaves
-from vit_jax.checkpoints.transfer import transfer
-from vit_jax.models import build, head_params
+from vit_jax.checkpoints.transfer import head_params, transfer
+from vit_jax.models import build
 
 OLD = tiny.model(representation_size=6)
 

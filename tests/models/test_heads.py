@@ -10,17 +10,8 @@ import pytest
 from tests import tiny
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
-from vit_jax.checkpoints.transfer import transfer
-from vit_jax.models import (
-    Backbone,
-    ResNetConfig,
-    ViTConfig,
-    build,
-    for_task,
-    has_trained_head,
-    head_params,
-    multiply_adds,
-)
+from vit_jax.checkpoints.transfer import for_task, has_trained_head, head_params, transfer
+from vit_jax.models import Backbone, ResNetConfig, ViTConfig, build, multiply_adds
 
 
 def two_layers(num_classes):

@@ -1,11 +1,82 @@
-"""The projection of patches, for patches of another size and images of other channels."""
+"""Parameters for other images: positions of another grid, patches of another size or channels."""
 
 import numpy as np
 
-from vit_jax.base.array_types import Float
+from vit_jax.base import Float, Params, require
+from vit_jax.models import ViTConfig
+from vit_jax.models.positions import PositionResize, grid_parameters
+
+Grid = tuple[int, int]  # (rows, columns)
 
 
-def resize(
+def resize_positions(params: Params, old: ViTConfig, new: ViTConfig) -> Params:
+    """Resizes the position embeddings among these parameters, which are given by their full names.
+
+    Returns the resized ones. Raises UserError for relative positions.
+    """
+    if old.grid == new.grid:
+        return {}
+    (rows, columns), (new_rows, new_columns) = old.grid, new.grid
+    sizes = f'of {rows}x{columns} patches cannot be resized to {new_rows}x{new_columns}'
+    why = 'an offset in the sequence is no distance in the image, nothing lies between two of them'
+    require(old.positions != 'relative', f'relative positions {sizes}: {why}')
+    resized = {}
+    for name, (has_rows, has_columns) in grid_parameters(old.positions, old.positions_at).items():
+        resized[name] = resize_table(
+            np.asarray(params[name]),
+            (rows if has_rows else 1, columns if has_columns else 1),
+            (new_rows if has_rows else 1, new_columns if has_columns else 1),
+            how=old.position_resize,
+        )
+    return resized
+
+
+def resize_table(
+    table: Float[np.ndarray, '... n d'], old: Grid, new: Grid, *, how: PositionResize
+) -> Float[np.ndarray, '... m d']:
+    """Resizes learned positions to another grid, and keeps the rows before the grid.
+
+    `bilinear` is `scipy.ndimage.zoom(order=1)` of the paper's code (section 3.2), for any pair of
+    grids. Computed in float64.
+    """
+    prefix = table.shape[-2] - old[0] * old[1]
+    require(prefix >= 0, f'{table.shape[-2]} position embeddings are too few for the grid {old}')
+    rows, columns = (_weights(size, target, how) for size, target in zip(old, new, strict=True))
+    layers, width = table.shape[:-2], table.shape[-1]
+    grid = table[..., prefix:, :].reshape(*layers, *old, width)
+    grid = np.einsum('ph,qw,...hwd->...pqd', rows, columns, grid)
+    resized = grid.reshape(*layers, -1, width).astype(table.dtype)
+    return np.concatenate([table[..., :prefix, :], resized], axis=-2)
+
+
+def _weights(old: int, new: int, how: PositionResize) -> Float[np.ndarray, 'new old']:
+    """Along one axis, what each new position takes from each old one."""
+    if how == 'bilinear':
+        corners = np.linspace(0, old - 1, new)[:, None]
+        return np.maximum(0, 1 - np.abs(corners - np.arange(old)))
+    step = old / (new + 0.1) if how == 'bicubic_offset' else old / new
+    at = (np.arange(new)[:, None] + 0.5) * step - 0.5
+    if how == 'bilinear_edges':
+        return np.maximum(0, 1 - np.abs(np.clip(at, 0, old - 1) - np.arange(old)))
+    if how == 'bicubic_antialias':  # a wider kernel where it shrinks, cut at the edges
+        wide = max(step, 1.0)
+        weights = _cubic((np.arange(old) - at) / wide, a=-0.5)
+        return weights / weights.sum(axis=1, keepdims=True)
+    # Beyond an edge its last row goes on, so far as the kernel reaches.
+    beyond = np.arange(-2, old + 2)
+    to_table = np.clip(beyond, 0, old - 1)[:, None] == np.arange(old)
+    return _cubic(beyond - at, a=-0.75) @ to_table
+
+
+def _cubic(x: Float[np.ndarray, '*s'], *, a: float) -> Float[np.ndarray, '*s']:
+    """Keys's cubic convolution kernel of width 4, whose slope at 1 is a."""
+    x = np.abs(x)
+    near = (a + 2) * x**3 - (a + 3) * x**2 + 1
+    far = a * (x**3 - 5 * x**2 + 8 * x - 4)
+    return np.where(x < 1, near, np.where(x < 2, far, 0.0))
+
+
+def resize_patches(
     kernel: Float[np.ndarray, 'p q c d'], new: tuple[int, int]
 ) -> Float[np.ndarray, 'r s c d']:
     """The kernel for patches of another size: the pseudo-inverse resize of FlexiViT (section 3.4).
@@ -13,7 +84,7 @@ def resize(
     A patch that is enlarged bilinearly, as images are resized, gives the token that it gave.
     """
     rows, columns = (
-        np.linalg.pinv(_bilinear(old, size).T)
+        np.linalg.pinv(_weights(old, size, 'bilinear_edges').T)
         for old, size in zip(kernel.shape[:2], new, strict=True)
     )
     return np.einsum('rp,sq,pqcd->rscd', rows, columns, kernel).astype(kernel.dtype)
@@ -32,13 +103,3 @@ def rechannel(kernel: Float[np.ndarray, 'p q c d'], new: int) -> Float[np.ndarra
     source = np.arange(new) % old
     share = max(1.0, old / new) / np.bincount(source, minlength=old)[source]
     return kernel[:, :, source] * share.astype(kernel.dtype)[:, None]
-
-
-def _bilinear(old: int, new: int) -> Float[np.ndarray, 'new old']:
-    """Along one axis, what each new pixel takes from each old one, as images are resized.
-
-    Samples are the middles of pixels; weights of what would be outside are left out.
-    """
-    middles = (np.arange(new) + 0.5) * old / new
-    weights = np.maximum(0, 1 - np.abs(np.arange(old) + 0.5 - middles[:, None]))
-    return weights / weights.sum(axis=1, keepdims=True)

@@ -1,8 +1,9 @@
-"""A network that begins with another one's parameters: other images, another head."""
+"""A network that starts from another one's parameters: other images, another head."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 from vit_jax.base import Params, tree_names
 from vit_jax.checkpoints import resize
 from vit_jax.data.sources.base import matched_names
-from vit_jax.models import ModelConfig, ViTConfig, build, head_params, positions
+from vit_jax.models import ModelConfig, ViTConfig, build
 from vit_jax.models.masked_patches import MASKED
 
 
@@ -113,14 +114,12 @@ def adapt(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
     """
     named, report = tree_names.named_leaves(params), []
     if isinstance(old, ViTConfig) and isinstance(new, ViTConfig):
-        options = old.positions, old.positions_at, old.position_resize
-        for name, resized in positions.resizers(*options).items():
-            if old.grid != new.grid:
-                named[name] = resized(np.asarray(named[name]), old.grid, new.grid)
-                report.append(f'{name}: resized from {_by(old.grid)} to {_by(new.grid)} patches')
+        for name, resized in resize.resize_positions(named, old, new).items():
+            named[name] = resized
+            report.append(f'{name}: resized from {_by(old.grid)} to {_by(new.grid)} patches')
         if old.patch_size != new.patch_size:
             kernel = np.asarray(named['embedding/kernel'])
-            named['embedding/kernel'] = resize.resize(kernel, new.patch_size)
+            named['embedding/kernel'] = resize.resize_patches(kernel, new.patch_size)
             sizes = f'{_by(old.patch_size)} to {_by(new.patch_size)}'
             report.append(f'embedding: resized from {sizes} pixels (pseudo-inverse)')
     if old.channels != new.channels:
@@ -166,3 +165,33 @@ def changed(
 def _initial(config: ModelConfig) -> Params:
     """First parameters of a network, in host memory."""
     return jax.device_get(jax.jit(build(config).init)(jax.random.key(0)))
+
+
+def headless(config: ModelConfig) -> ModelConfig:
+    """The network without any head: its outputs are the features."""
+    changes: dict[str, Any] = {'num_classes': None, 'head': 'linear', 'head_bias': 0.0}
+    if isinstance(config, ViTConfig):
+        changes['patch_outputs'] = None
+    return dataclasses.replace(config, **changes)
+
+
+def for_task(
+    config: ModelConfig, *, num_classes: int, image_size: tuple[int, int] | None
+) -> ModelConfig:
+    """The network to fine-tune: its whole head is a single linear layer (section 3.2)."""
+    changes: dict[str, Any] = {'num_classes': num_classes, 'head': 'linear'}
+    if isinstance(config, ViTConfig):
+        changes |= {'representation_size': None, 'patch_outputs': None}
+    return dataclasses.replace(config, image_size=image_size or config.image_size, **changes)
+
+
+def head_params(params: Params) -> dict[str, Any]:
+    """Returns the parameters of the head by their full names; none for a model without a head."""
+    named = tree_names.named_leaves(params)
+    return {name: leaf for name, leaf in named.items() if name.startswith('head/')}
+
+
+def has_trained_head(params: Params) -> bool:
+    """Whether there is a head without a matrix of zeros, which would predict nothing."""
+    head = head_params(params).values()
+    return bool(head) and all(np.any(leaf) for leaf in head if leaf.ndim > 1)

@@ -14,7 +14,7 @@ from vit_jax.base import Batch, Params, UserError, counted, records, refuse
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.formats.opening import Checkpoint, open_checkpoint
-from vit_jax.checkpoints.transfer import Transferred, transfer
+from vit_jax.checkpoints.transfer import Transferred, for_task, headless, transfer
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import augment, example_keys, host_crop
 from vit_jax.data.image_preprocessing import Preprocessing, Size, normalize
@@ -25,16 +25,7 @@ from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed import meshes
 from vit_jax.evaluation.probing import Probes, open_probes
 from vit_jax.experiment.peaks import has_fast_bfloat16, peak_of
-from vit_jax.models import (
-    Model,
-    ModelConfig,
-    ViTConfig,
-    build,
-    for_task,
-    headless,
-    multiply_adds,
-    parameter_count,
-)
+from vit_jax.models import Model, ModelConfig, ViTConfig, build, multiply_adds, parameter_count
 from vit_jax.models.compute import DeviceBudget, ResolvedCompute, resolve_compute
 from vit_jax.training.duration import TrainLength, make_train_length
 from vit_jax.training.losses import LossConfig, make_loss, of_any, targets_of

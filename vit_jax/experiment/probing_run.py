@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from vit_jax.base import Path, UserError, records, write_json
-from vit_jax.checkpoints.transfer import transfer
+from vit_jax.checkpoints.transfer import headless, transfer
 from vit_jax.config import TrainConfig
 from vit_jax.data.loading import check_memory, make_loaders
 from vit_jax.data.sources.opening import make_opener
@@ -18,7 +18,7 @@ from vit_jax.experiment import data_record, fingerprint, workdirs
 from vit_jax.experiment.build import make_mesh, open_start, reader_for
 from vit_jax.experiment.compilation import compile_features
 from vit_jax.experiment.reporter import console_of
-from vit_jax.models import build, headless
+from vit_jax.models import build
 from vit_jax.models.compute import resolve_compute
 
 

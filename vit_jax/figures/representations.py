@@ -12,11 +12,12 @@ from vit_jax.analysis import cka
 from vit_jax.analysis.localisation import localisation as terms_of_tokens
 from vit_jax.analysis.localisation import patches
 from vit_jax.base import Array, Batch, Float, Int, Params, UserError
+from vit_jax.checkpoints.transfer import headless
 from vit_jax.figures import layers
 from vit_jax.figures.layers import Layer
 from vit_jax.figures.networks import LeftOut, Network, Numbers, Study
 from vit_jax.figures.vit_paper import distances_of
-from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig, headless
+from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig
 
 FEWEST = 4  # images of a minibatch: the unbiased estimator of HSIC needs as many
 _LINES = 8  # lower layers of a ResNet that heads are compared with

@@ -1,15 +1,13 @@
 """A network as pure functions of a plain dictionary of arrays."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from vit_jax.base import Array, Float, Key, Params, records, tree_names
+from vit_jax.base import Array, Float, Key, Params, records
 from vit_jax.models import taps
 from vit_jax.models.compute import PORTABLE, Compute, Regularization, resolve_compute
 from vit_jax.models.config import ModelConfig, ViTConfig
@@ -135,33 +133,3 @@ def with_exact_products(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*inputs)
 
     return run
-
-
-def headless(config: ModelConfig) -> ModelConfig:
-    """The network without any head: its outputs are the features."""
-    changes: dict[str, Any] = {'num_classes': None, 'head': 'linear', 'head_bias': 0.0}
-    if isinstance(config, ViTConfig):
-        changes['patch_outputs'] = None
-    return dataclasses.replace(config, **changes)
-
-
-def for_task(
-    config: ModelConfig, *, num_classes: int, image_size: tuple[int, int] | None
-) -> ModelConfig:
-    """The network to fine-tune: its whole head is a single linear layer (section 3.2)."""
-    changes: dict[str, Any] = {'num_classes': num_classes, 'head': 'linear'}
-    if isinstance(config, ViTConfig):
-        changes |= {'representation_size': None, 'patch_outputs': None}
-    return dataclasses.replace(config, image_size=image_size or config.image_size, **changes)
-
-
-def head_params(params: Params) -> dict[str, Any]:
-    """Returns the parameters of the head by their full names; none for a model without a head."""
-    named = tree_names.named_leaves(params)
-    return {name: leaf for name, leaf in named.items() if name.startswith('head/')}
-
-
-def has_trained_head(params: Params) -> bool:
-    """Whether there is a head without a matrix of zeros, which would predict nothing."""
-    head = head_params(params).values()
-    return bool(head) and all(np.any(leaf) for leaf in head if leaf.ndim > 1)

@@ -4,7 +4,6 @@ To add a kind, add it to `PositionKind`, `table`, `check` and `resizers`. One th
 keys is in `rotation`; one that adds to the logits of attention is in `attention.py`.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, assert_never
@@ -141,78 +140,16 @@ def rotation(kind: PositionKind, grid: Grid, prefix: int, head: int) -> Callable
     return rotate
 
 
-def resizers(kind: PositionKind, at: PositionsAt, how: PositionResize) -> dict[str, Resizer]:
-    """What adapts each parameter of a kind, by name, from an old grid to a new one."""
-    found: dict[str, Resizer]
+def grid_parameters(kind: PositionKind, at: PositionsAt) -> dict[str, tuple[bool, bool]]:
+    """Returns for each parameter of a kind, by name, whether it spans the (rows, columns)."""
     match kind:
         case 'learned':
-            found = {'pos_embedding': functools.partial(resize, how=how)}
+            spans = {'pos_embedding': (True, True)}
         case 'learned2d':
-            found = {
-                'pos_embedding_x': lambda x, old, new: resize(x, (1, old[1]), (1, new[1]), how=how),
-                'pos_embedding_y': lambda y, old, new: resize(y, (old[0], 1), (new[0], 1), how=how),
-            }
-        case 'relative':
-            return {f'{_BLOCK}attention/relative': _refuse}
-        case 'sincos2d' | 'rope' | 'none':
+            spans = {'pos_embedding_x': (False, True), 'pos_embedding_y': (True, False)}
+        case 'sincos2d' | 'relative' | 'rope' | 'none':
             return {}
         case other:
             assert_never(other)
-    if at != 'every_layer':
-        return found
-    return {f'{_BLOCK}{name}': _of_each_layer(resized) for name, resized in found.items()}
-
-
-def _of_each_layer(resized: Resizer) -> Resizer:
-    return lambda stacked, old, new: np.stack([resized(layer, old, new) for layer in stacked])
-
-
-def _refuse(_: np.ndarray, old: Grid, new: Grid) -> np.ndarray:
-    sizes = f'of {old[0]}x{old[1]} patches cannot be resized to {new[0]}x{new[1]}'
-    why = 'an offset in the sequence is no distance in the image, nothing lies between two of them'
-    raise UserError(f'relative positions {sizes}: {why}')
-
-
-def resize(
-    table: Float[np.ndarray, '1 n d'], old: Grid, new: Grid, *, how: PositionResize = 'bilinear'
-) -> Float[np.ndarray, '1 m d']:
-    """Learned positions for another grid; the rows before the grid (the class token's) are kept.
-
-    `bilinear` is the paper's code's `scipy.ndimage.zoom(order=1)` (section 3.2), for any pair of
-    grids, square or not. Computed in float64.
-    """
-    prefix = table.shape[1] - old[0] * old[1]
-    require(prefix >= 0, f'{table.shape[1]} position embeddings are too few for the grid {old}')
-    if old == new:
-        return table
-    rows, columns = (_weights(size, target, how) for size, target in zip(old, new, strict=True))
-    grid = np.einsum('ph,qw,hwd->pqd', rows, columns, table[0, prefix:].reshape(*old, -1))
-    resized = grid.reshape(1, -1, grid.shape[-1]).astype(table.dtype)
-    return np.concatenate([table[:, :prefix], resized], axis=1)
-
-
-def _weights(old: int, new: int, how: PositionResize) -> Float[np.ndarray, 'new old']:
-    """Along one axis, what each new position takes from each old one."""
-    if how == 'bilinear':
-        corners = np.linspace(0, old - 1, new)[:, None]
-        return np.maximum(0, 1 - np.abs(corners - np.arange(old)))
-    step = old / (new + 0.1) if how == 'bicubic_offset' else old / new
-    at = (np.arange(new)[:, None] + 0.5) * step - 0.5
-    if how == 'bilinear_edges':
-        return np.maximum(0, 1 - np.abs(np.clip(at, 0, old - 1) - np.arange(old)))
-    if how == 'bicubic_antialias':  # a wider kernel where it shrinks, cut at the edges
-        wide = max(step, 1.0)
-        weights = _cubic((np.arange(old) - at) / wide, a=-0.5)
-        return weights / weights.sum(axis=1, keepdims=True)
-    # Beyond an edge its last row goes on, so far as the kernel reaches.
-    beyond = np.arange(-2, old + 2)
-    to_table = np.clip(beyond, 0, old - 1)[:, None] == np.arange(old)
-    return _cubic(beyond - at, a=-0.75) @ to_table
-
-
-def _cubic(x: Float[np.ndarray, '*s'], *, a: float) -> Float[np.ndarray, '*s']:
-    """Keys's cubic convolution kernel of width 4, whose slope at 1 is a."""
-    x = np.abs(x)
-    near = (a + 2) * x**3 - (a + 3) * x**2 + 1
-    far = a * (x**3 - 5 * x**2 + 8 * x - 4)
-    return np.where(x < 1, near, np.where(x < 2, far, 0.0))
+    place = 'encoder/block/' if at == 'every_layer' else ''
+    return {place + name: axes for name, axes in spans.items()}

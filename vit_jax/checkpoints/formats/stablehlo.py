@@ -32,8 +32,9 @@ from vit_jax.base import (
 )
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats.array_files import write_npz
+from vit_jax.checkpoints.transfer import has_trained_head
 from vit_jax.data.image_preprocessing import Preprocessing, ResizeMethod, Sides, Size, normalize
-from vit_jax.models import build, has_trained_head
+from vit_jax.models import build
 from vit_jax.models.compute import PORTABLE
 
 NAME, SUFFIX = 'stablehlo', '.stablehlo'

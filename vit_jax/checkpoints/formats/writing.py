@@ -171,7 +171,7 @@ def _write_arrays(
     if isinstance(config, ViTConfig) and config.positions not in form.positions:
         sizes = {'length': config.num_tokens - config.registers, 'width': config.width}
         table = positions.as_array(config.positions, config.grid, params, **sizes)
-        own = positions.resizers(config.positions, config.positions_at, config.position_resize)
+        own = positions.grid_parameters(config.positions, config.positions_at)
         kept = {name: leaf for name, leaf in params.items() if name not in own}
         params = kept | {'pos_embedding': table}
         config = dataclasses.replace(config, positions='learned')

@@ -44,6 +44,8 @@ def main(arguments: argparse.Namespace) -> int:
     expected = 'expected FILE.csv, FILE.jsonl or FILE.txt, or --format'
     require(bool(form), f'--output={arguments.output}: {expected}')
     _check_paths(arguments)
+    if arguments.output or arguments.features:
+        output.outlive_readers()
     source = unlabelled(arguments.images)
     loaded = load(arguments.checkpoint, **app.overrides(arguments))
     print('\n'.join(loaded.report), file=sys.stderr)
@@ -90,7 +92,6 @@ def _check_paths(arguments: argparse.Namespace) -> None:
     for path in filter(None, (arguments.output, arguments.features)):
         is_there = pathlib.Path(path).is_file() and not arguments.overwrite
         require(not is_there, f'{path}: exists already; --overwrite replaces it')
-        output.outlive_readers()
     if arguments.features:
         kept = pathlib.Path(arguments.features)
         fits = kept.suffix == '.npz' and kept.parent.is_dir()

@@ -288,4 +288,4 @@ if __name__ == '__main__':
         name, *numbers = fault.split(':')
         step, process = (*map(int, numbers), None, None)[:2]
         globals()[name](step, process)
-    app.run_job(train.run, name='train', description='')
+    app.run_job(train.main, train.make_parser())

@@ -78,4 +78,4 @@ if __name__ == '__main__':
     app.add_launch(parser)
     if '--late' in os.sys.argv:
         processes.connect = connect_late
-    app.run_together(main, parser)
+    app.run_job(main, parser)

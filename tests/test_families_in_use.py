@@ -10,7 +10,6 @@ import vit_jax
 from tests import reference, tiny
 from vit_jax import visualize
 from vit_jax.distributed.meshes import MeshConfig
-from vit_jax.distributed.processes import Job
 from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.experiment import probing_run, training_run
 from vit_jax.models import Compute, ViTConfig
@@ -60,8 +59,8 @@ def test_features_are_probed(name, tmp_path):
 @pytest.mark.parametrize('name', NAMES)
 def test_figures_are_drawn(name, tmp_path, capsys):
     words = [reference.family(name), '--images=digits', '--num_images=8', f'--figures={FIGURES}']
-    arguments = visualize._parser().parse_args([*words, f'--out={tmp_path}'])
-    assert visualize.main(arguments, Job()) == 0
+    arguments = visualize.make_parser().parse_args([*words, f'--out={tmp_path}'])
+    assert visualize.main(arguments) == 0
     without_table = name == 'dinov3_hf'  # of positions
     assert capsys.readouterr().out.count('left out') == without_table
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from vit_jax import inspect_data
+from vit_jax import inspect_data, prepare
+from vit_jax.cli import app
 from vit_jax.data import image_decoding
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.sources.opening import HeldOut, make_opener
@@ -147,7 +148,7 @@ def test_every_problem_of_a_folder_is_listed_in_one_go(photos, tmp_path, capsys,
         f'{photos}/ant: {empty}',
         f'{photos}/bee: no images in this folder; 1 file of other endings, such as Thumbs.db: '
         'remove the folder, or add images',
-        '3 images cannot be read: mend or remove, or leave out by '
+        '3 images cannot be read: repair or remove, or leave out by '
         '--config.loader.on_unreadable=skip',
     ]
     assert found['problems'] == expected and all(f'  {line}\n' in said for line in expected)
@@ -224,3 +225,14 @@ def test_what_training_may_skip_is_no_reason_to_refuse_it(photos, tmp_path):
     config.eval_split = 'tset'
     assert look(config, tmp_path / 'out') == 1
     assert "no split 'tset'" in (tmp_path / 'out' / 'data.json').read_text()
+
+
+def test_preparing_says_what_is_missing(monkeypatch, capsys):
+    import sys
+
+    monkeypatch.setitem(sys.modules, 'tensorflow', None)
+    monkeypatch.setattr(sys, 'argv', ['prepare', 'cifar10'])
+    with pytest.raises(SystemExit) as ended:
+        app.run(prepare.main, prepare.make_parser())
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith('error: preparing needs TensorFlow: pip install')

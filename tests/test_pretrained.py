@@ -185,7 +185,7 @@ def test_a_regression_has_no_classes_to_predict(count, tmp_path, capsys):
 
 def test_swapped_arguments_of_predict_are_said(tmp_path):
     cv2.imwrite(str(tmp_path / '1.PNG'), np.zeros((9, 9, 3), np.uint8))
-    with pytest.raises(UserError, match='1.PNG is an image; expected the checkpoint first'):
+    with pytest.raises(UserError, match='1.PNG is an image; expected CHECKPOINT IMAGE'):
         run(predict, tmp_path / '1.PNG', reference.path('hf_vit'))
 
 
@@ -566,7 +566,7 @@ def photos(tmp_path):
 
 
 def run(module, *arguments):
-    return module.main(module._parser().parse_args([str(a) for a in arguments]))
+    return module.main(module.make_parser().parse_args([str(a) for a in arguments]))
 
 
 def test_predict_prints_the_classes_that_the_logits_say(tmp_path, capsys):
@@ -670,12 +670,13 @@ def test_convert_writes_says_and_does_not_overwrite(tmp_path, capsys):
 def test_a_program_ends_with_one_line_that_says_what_is_wrong(tmp_path):
     (tmp_path / 'x.npz').write_bytes(b'hello, world')
     for name in 'convert', 'predict', 'augreg':
-        command = [sys.executable, '-m', f'vit_jax.{name}', str(tmp_path / 'x.npz')]
-        command += [] if name == 'augreg' else [str(tmp_path)]
+        words = [str(tmp_path / 'x.npz'), str(tmp_path)]
+        words = ['B/16', f'--index={words[0]}'] if name == 'augreg' else words
+        command = [sys.executable, '-m', f'vit_jax.{name}', *words]
         result = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert result.returncode == 1 and result.stderr.startswith('error: '), result.stderr
         assert len(result.stderr.splitlines()) == 1
-    assert app.overrides(convert._parser().parse_args(['a', 'b', '--image_size=8'])) == {
+    assert app.overrides(convert.make_parser().parse_args(['a', 'b', '--image_size=8'])) == {
         'image_size': (8, 8)
     }
 
@@ -721,7 +722,7 @@ def test_the_published_rule_picks_the_best_of_imagenet_21k(tmp_path, capsys):
         'B_16-i21k-a',
     ]
     assert [row.adapt_ds for row in fine_tuned(rows, 'B_16-i21k-a')] == ['cifar100', 'imagenet2012']
-    assert run(augreg, index(tmp_path), 'B/16') == 0
+    assert run(augreg, 'B/16', f'--index={index(tmp_path)}') == 0
     assert 'picked    gs://vit_models/augreg/B_16-i21k-b.npz' in capsys.readouterr().out
     with pytest.raises(ValueError, match="no variant 'B/17' in the index; did you mean"):
         pick(rows, 'B/17')

@@ -93,7 +93,7 @@ def main(arguments):
         eval_batch_size=8,
         eval_split='test',
     )
-    with joined_job(app.launch(arguments), app.reporter(arguments)) as job:
+    with joined_job(app.launch(arguments), app.report) as job:
         assert jnp.zeros(()).dtype == jnp.float32
         if arguments.save:
             found = trained(job, config, arguments.save)
@@ -112,4 +112,4 @@ if __name__ == '__main__':
     parser.add_argument('--save')
     parser.add_argument('--restore')
     app.add_launch(parser)
-    app.run(main, parser)
+    app.run(main, parser, on_devices=False)

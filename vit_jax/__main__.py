@@ -8,7 +8,7 @@ import sys
 
 
 def programs() -> dict[str, str]:
-    """What each program does, by name: the first line of its file. Nothing is imported."""
+    """Returns what each program does, by name: the first line of its file. Imports nothing."""
     files = sorted(pathlib.Path(__file__).parent.glob('*.py'))
     texts = {file.stem: file.read_text() for file in files if file.stem != '__main__'}
     return {
@@ -19,7 +19,7 @@ def programs() -> dict[str, str]:
 
 
 def documentation() -> pathlib.Path | None:
-    """Its first page: of a checkout, or as installed in the environment or beside the package."""
+    """Returns its first page: of a checkout, or as installed in the environment."""
     beside, page = pathlib.Path(__file__).parent.parent, 'share/doc/vit_jax/index.md'
     pages = beside / 'docs' / 'index.md', pathlib.Path(sys.prefix, page), beside / page
     return next((page for page in pages if page.is_file()), None)
@@ -27,29 +27,33 @@ def documentation() -> pathlib.Path | None:
 
 def main() -> None:
     """Runs the program that the first argument names with the others."""
-    known = programs()
     name, *arguments = sys.argv[1:] or ['--help']
     if name == 'help' and arguments:
         name, arguments = arguments[0], ['--help']
     if name in ('-h', '--help', 'help'):
-        if hasattr(signal, 'SIGPIPE'):  # not on Windows
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has read enough
-        print('vit_jax PROGRAM ..., or python -m vit_jax.PROGRAM ...; each has --help\n')
-        print('\n'.join(f'  {name:<14}{text}' for name, text in known.items()))
-        if (page := documentation()) is not None:
-            print(f'\nDocumentation: {page}')
+        _list_programs()
     elif name in ('-V', '--version', 'version'):
         from vit_jax import __version__
 
         print(f'vit_jax {__version__}')
-    elif name not in known:
-        from vit_jax.base.records import nearest
-
-        print(f'error: no program {name!r}; {nearest(name, known)}', file=sys.stderr)
-        sys.exit(2)
-    else:
+    elif name in programs():
         sys.argv = [name, *arguments]
         runpy.run_module(f'vit_jax.{name}', run_name='__main__', alter_sys=True)
+    else:
+        from vit_jax.base.records import nearest
+
+        print(f'error: no program {name!r}; {nearest(name, programs())}', file=sys.stderr)
+        sys.exit(2)
+
+
+def _list_programs() -> None:
+    if hasattr(signal, 'SIGPIPE'):  # not on Windows
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has read enough
+    print('vit_jax PROGRAM ..., or python -m vit_jax.PROGRAM ...; each has --help\n')
+    for name, text in programs().items():
+        print(f'  {name:<14}{text}')
+    if (page := documentation()) is not None:
+        print(f'\nDocumentation: {page}')
 
 
 if __name__ == '__main__':

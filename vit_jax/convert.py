@@ -36,7 +36,8 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the program."""
     parser = app.new_parser('convert', __doc__)
     parser.add_argument('input', metavar='IN', help='a checkpoint of any format')
     parser.add_argument('output', metavar='OUT', help='a file; huggingface, vit_jax: a directory')
@@ -50,4 +51,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == '__main__':
-    app.run(main, _parser())
+    app.run(main, make_parser())

@@ -177,7 +177,8 @@ def _write(
     print(f'\nwritten: {", ".join(str(folder / name) for name in written)}')
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the program."""
     parser = app.new_parser('evaluate', __doc__)
     parser.add_argument('checkpoint', metavar='CHECKPOINT')
     text = 'a folder, FILE.csv, FILE.jsonl, FILE.npz, tfds:NAME, digits'
@@ -200,4 +201,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == '__main__':
-    app.run(main, _parser(), only_prints=True)
+    app.run(main, make_parser(), only_prints=True)

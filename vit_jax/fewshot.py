@@ -1,16 +1,22 @@
 """Probes a checkpoint with few labels: python -m vit_jax.fewshot --config.start_from=CHECKPOINT."""
 
+import argparse
+
 from vit_jax.cli import app
+from vit_jax.distributed.processes import Job
 from vit_jax.experiment import probing_run
 
 
-def run(asked: app.Invocation) -> None:
+def main(arguments: argparse.Namespace, job: Job) -> int:
     """Evaluates; prints the results and the file that holds the whole protocol."""
     result, path = probing_run.probe(
-        asked.config, asked.workdir, accept_changes=asked.accept_changes, job=asked.job
+        arguments.config,
+        arguments.workdir,
+        accept_changes=arguments.accept_config_changes,
+        job=job,
     )
-    if asked.job.index != 0:
-        return
+    if job.index != 0:
+        return 0
     for name, values in result['sets'].items():
         print(f'{name}: {values["test_images"]:,} test images, {values["classes"]:,} classes')
         for shots, mean in values['mean'].items():
@@ -38,7 +44,15 @@ def run(asked: app.Invocation) -> None:
     for name, reason in result['missing'].items():
         print(f'{name}: left out: {reason}')
     print(f'protocol and accuracies: {path}')
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the program."""
+    parser = app.new_parser('fewshot', __doc__)
+    app.add_job(parser, trains=False)
+    return parser
 
 
 if __name__ == '__main__':
-    app.run_job(run, name='fewshot', description=__doc__, trains=False)
+    app.run_job(main, make_parser())

@@ -75,7 +75,8 @@ def _gib(count: int) -> str:
     return f'{count / GIB:.2f} GiB'
 
 
-if __name__ == '__main__':
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the program."""
     parser = app.new_parser('plan', __doc__)
     app.add_config(parser, workdir=False)
     parser.add_argument('--topology', required=True, metavar='KIND:SHAPE', help='such as v5e:4x4')
@@ -84,4 +85,8 @@ if __name__ == '__main__':
         parser.add_argument(f'--{name}', type=app.positive, metavar='N', help=text)
     text = 'look for the largest batch too: minutes more'
     parser.add_argument('--largest', action='store_true', help=text)
-    app.run(main, parser, only_prints=True)
+    return parser
+
+
+if __name__ == '__main__':
+    app.run(main, make_parser(), only_prints=True, on_devices=False)

@@ -16,7 +16,8 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the program."""
     parser = app.new_parser('prepare', __doc__)
     parser.add_argument('name', metavar='NAME', help='such as cifar10, or imagenet2012')
     parser.add_argument('--data_dir', metavar='DIR', help='TFDS_DATA_DIR, or ~/tensorflow_datasets')
@@ -24,4 +25,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == '__main__':
-    app.run(main, _parser())
+    app.run(main, make_parser(), on_devices=False)

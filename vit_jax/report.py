@@ -304,7 +304,8 @@ _PICTURES: list[tuple[str, str, Callable[[_Curves], list[Any]], Scale]] = [
 ]
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the program."""
     parser = app.new_parser('report', __doc__)
     parser.add_argument('workdirs', metavar='WORKDIR', nargs='+')
     add, text = parser.add_argument, 'the page to write'
@@ -314,4 +315,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == '__main__':
-    app.run(main, _parser())
+    app.run(main, make_parser(), on_devices=False)

@@ -284,7 +284,8 @@ def _picture(study: Study, rows: Sequence[results.Row]) -> bytes | None:
     return style.png(figure)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the program."""
     parser = app.new_parser('study', __doc__)
     app.add_config(parser, Study)
     text = 'print the command of each run that is left, for the queue of a cluster, and train none'
@@ -303,4 +304,4 @@ def _pattern(text: str) -> str:
 
 
 if __name__ == '__main__':
-    app.run(main, _parser())
+    app.run(main, make_parser(), on_devices=False)

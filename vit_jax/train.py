@@ -1,56 +1,50 @@
 """Trains a Vision Transformer: python -m vit_jax.train --config=configs/FILE.py --workdir=DIR."""
 
-from collections.abc import Callable
+import argparse
 
 from vit_jax.base import counted
 from vit_jax.cli import app
+from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import probing
 from vit_jax.experiment import reporter, training_run
-from vit_jax.experiment.build import Experiment
-from vit_jax.experiment.following import after_pretraining
-from vit_jax.experiment.reporter import spent
+from vit_jax.experiment.following import after_fine_tuning, after_pretraining
 from vit_jax.experiment.workdirs import METRICS
 
 
-def run(
-    asked: app.Invocation,
-    following: Callable[[Experiment, str], str | None] = after_pretraining,
-) -> None:
-    """Trains; prints what was reached, where it was saved, and the command to go on with.
-
-    `following` gives that command, for the work directory.
-    """
-    config, job = asked.config, asked.job
+def main(arguments: argparse.Namespace, job: Job) -> int:
+    """Trains; prints the metrics, the saved files, and the command to continue with."""
     result = training_run.train(
-        config,
-        asked.workdir,
-        accept_changes=asked.accept_changes,
-        accept_data=asked.accept_data_changes,
+        arguments.config,
+        arguments.workdir,
+        accept_changes=arguments.accept_config_changes,
+        accept_data=arguments.accept_data_changes,
         job=job,
-        profile=asked.profile,
+        profile=arguments.profile_steps,
     )
     if job.index != 0:
-        return
-    reached = reporter.eval_summary(result.evals)
-    if result.fewshot:
-        reached += f'; {probing.summary(result.fewshot)}'
-    lines = {'reached': reached}
+        return 0
+    few_shot = f'; {probing.summary(result.fewshot)}' if result.fewshot else ''
+    print(f'\nreached    {reporter.eval_summary(result.evals)}{few_shot}')
     if result.skipped:
         times = counted(result.skipped, 'time')
-        lines['skipped'] = f'training images that cannot be read were skipped {times}'
-    lines |= {
-        'checkpoint': str(result.checkpoint),
-        'metrics': str(result.folder / METRICS),
-        'time': spent(result.seconds),
-    }
-    if result.earlier.get('step'):  # not of starts that were rejected
-        lines['earlier'] = spent(result.earlier)
-    if (command := following(result.experiment, str(result.folder))) is not None:
-        lines['next'] = command
-    print()
-    for name, text in lines.items():
-        print(f'{name:<11}{text}')
+        print(f'skipped    training images that cannot be read were skipped {times}')
+    print(f'checkpoint {result.checkpoint}')
+    print(f'metrics    {result.folder / METRICS}')
+    print(f'time       {reporter.spent(result.seconds)}')
+    if result.earlier.get('step'):  # not after starts that were rejected
+        print(f'earlier    {reporter.spent(result.earlier)}')
+    suggest = after_fine_tuning if arguments.config.start_from else after_pretraining
+    if command := suggest(result.experiment, str(result.folder)):
+        print(f'next       {command}')
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the program."""
+    parser = app.new_parser('train', __doc__)
+    app.add_job(parser)
+    return parser
 
 
 if __name__ == '__main__':
-    app.run_job(run, name='train', description=__doc__)
+    app.run_job(main, make_parser())

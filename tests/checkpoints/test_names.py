@@ -338,7 +338,7 @@ def test_a_local_path_is_itself(tmp_path):
 
 def test_a_network_is_not_written_to_a_name():
     with pytest.raises(UserError, match='gs://b/x.npz: expected a local path to write to'):
-        convert.main(convert._parser().parse_args(['x.npz', 'gs://b/x.npz']))
+        convert.main(convert.make_parser().parse_args(['x.npz', 'gs://b/x.npz']))
 
 
 def test_what_came_and_is_no_checkpoint_is_said_with_where_it_is_and_came_from(server, tmp_path):
@@ -353,8 +353,8 @@ def test_what_came_and_is_no_checkpoint_is_said_with_where_it_is_and_came_from(s
 
 def test_figures_of_a_network_are_called_as_its_name_is():
     short, hub, url = 'augreg:B/16', 'hf:owner/name', f'{NAME}:img#sha256={"0" * 64}'
-    assert visualize._names([short, hub]) == ['augreg-B-16', 'name']
-    assert visualize._names([url]) == ['file_img']
+    assert visualize.name_networks([short, hub]) == ['augreg-B-16', 'name']
+    assert visualize.name_networks([url]) == ['file_img']
 
 
 @pytest.mark.full

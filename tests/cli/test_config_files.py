@@ -1,6 +1,5 @@
 """The file behind --config: where it is looked for, what it may do, and how its errors look."""
 
-import argparse
 import configparser
 import dataclasses
 import pathlib
@@ -30,7 +29,7 @@ def test_other_errors_of_a_configuration_are_not_hidden(tmp_path, capsys):
     file.write_text("def get_config():\n    return {}['row']\n")
     with pytest.raises(KeyError) as error:
         read(str(file))
-    assert app.reporter(argparse.Namespace(traceback=False))(error.value) == 1
+    assert app.report(error.value) == 1
     shown = capsys.readouterr().err
     assert f'File "{file}", line 2, in get_config' in shown and shown.endswith("KeyError: 'row'\n")
 
@@ -146,7 +145,8 @@ def test_the_configuration_of_a_work_directory_is_one(tmp_path):
     assert read(str(file)) == config
     own = dataclasses.replace(config, loss=len)
     write_config(file, records.to_dict(own))
-    assert 'only names the function builtins:len: take the FILE.py' in message(file)
+    with pytest.raises(UserError, match='builtins:len is not in the file'):
+        read(str(file)).loss(None, None)
     for damaged in '[]', '{"format": 2, "data": 3}', '{', '{"format": 2, "batchsize": 3}':
         file.write_text(damaged)
         assert message(file).startswith(f'--config={file}: ')

@@ -90,10 +90,10 @@ def test_what_is_named_next_is_of_the_same_images_with_the_same_labels(name, tmp
     assert tuned.loader.on_unreadable == config.loader.on_unreadable
     command = after_fine_tuning(trained, workdir)
     if name == 'digits':  # there is no file of an image
-        asked = evaluate._parser().parse_args(words(command, 'evaluate'))
+        asked = evaluate.make_parser().parse_args(words(command, 'evaluate'))
         assert (asked.data, asked.split) == ('digits', 'train[90%:]')
     else:
-        asked = predict._parser().parse_args(words(command, 'predict'))
+        asked = predict.make_parser().parse_args(words(command, 'predict'))
         assert asked.images == [tested.source.name_of(0)]
     assert asked.checkpoint == workdir
 

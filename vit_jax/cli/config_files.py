@@ -14,7 +14,7 @@ from vit_jax.base import MissingFile, UserError, records, require, usable
 from vit_jax.config import TrainConfig, read_config
 
 _PACKAGE = pathlib.Path(__file__).parents[1]  # which has configs/ too
-_MODULE = 'config_config'  # as ml_collections names it
+_MODULE = 'config_config'  # the name of a configuration as a module
 
 
 def read(given: str, kind: type[Any] = TrainConfig) -> Any:
@@ -23,28 +23,15 @@ def read(given: str, kind: type[Any] = TrainConfig) -> Any:
     Raises UserError if there is none, and for wrong fields and values in it.
     """
     path, *argument = given.split(':', 1)
-    file = _found(path)
+    file = _find(path)
     if file.suffix == '.json' and not argument:
-        return _recorded(file, kind)
+        return _read_json(file, kind)
     with _add_line(path, file):
-        module = _executed(file)
-    get_config = getattr(module, 'get_config', None)
-    if not callable(get_config):
-        raise UserError(f'--config={path}: it defines no get_config()')
-    known = getattr(module, 'ARGUMENTS', ())
-    _check_argument(get_config, argument, f'--config={given}', known)
-    try:
-        with _add_line(path, file):
-            config = get_config(*argument)
-    except Exception as error:
-        if argument and known and argument[0] not in known:
-            nearest = records.nearest(argument[0], known)
-            raise UserError(f'--config={given}: no {argument[0]!r}; {nearest}') from error
-        raise
-    if not isinstance(config, kind):
+        module = _execute(file)
+        require(callable(getattr(module, 'get_config', None)), 'it defines no get_config()')
+        config = _call(module, argument)
         text = f'get_config() returned {type(config).__name__}; expected {kind.__name__}'
-        raise UserError(f'--config={path}: {text}')
-    with _add_line(path, file):
+        require(isinstance(config, kind), text)
         return records.checked(config, where='config')
 
 
@@ -54,28 +41,29 @@ def function(given: str) -> Any:
     file = pathlib.Path(path)
     require(file.is_file(), f'--head={given}: expected FILE.py:FUNCTION, of a file that exists')
     with _add_line(path, file):
-        found = vars(_executed(file))
-    own = [known for known, value in found.items() if callable(value)]
-    require(name in own, f'--head={given}: no such function; {records.nearest(name, own)}')
-    return found[name]
+        values = vars(_execute(file))
+    functions = [name for name, value in values.items() if callable(value)]
+    unknown = f'--head={given}: no such function; {records.nearest(name, functions)}'
+    require(name in functions, unknown)
+    return values[name]
 
 
-def _found(path: str) -> pathlib.Path:
+def _find(path: str) -> pathlib.Path:
     """Finds a file in the current folder, or in the configs/ of this package."""
     for file in (pathlib.Path(path), _PACKAGE / path, _PACKAGE / 'configs' / path):
         if file.is_file():
             return file
-    near = pathlib.Path(path) if pathlib.Path(path).is_dir() else pathlib.Path(path).parent
-    known = [str(file) for file in near.glob('*.py')]
-    known += [str(file.relative_to(_PACKAGE)) for file in (_PACKAGE / 'configs').rglob('*.py')]
-    stems = {name: pathlib.Path(name).stem for name in known}
-    close = difflib.get_close_matches(pathlib.Path(path).stem, stems.values(), n=1)
-    alike = sorted({repr(name) for name in known if stems[name] in close})
-    meant = f'did you mean {" or ".join(alike)}?' if alike else records.nearest(path, {*known})
+    own = (file.relative_to(_PACKAGE) for file in (_PACKAGE / 'configs').rglob('*.py'))
+    known = sorted({*own, *pathlib.Path(path).parent.glob('*.py')})
+    stem = pathlib.Path(path).stem
+    close = difflib.get_close_matches(stem, [file.stem for file in known], n=1)
+    alike = [repr(str(file)) for file in known if file.stem in close]
+    meant = f'did you mean {" or ".join(alike)}?'
+    meant = meant if alike else records.nearest(path, map(str, known))
     raise MissingFile(f'--config={path}: no such file, here or in {_PACKAGE}; {meant}')
 
 
-def _executed(file: pathlib.Path) -> types.ModuleType:
+def _execute(file: pathlib.Path) -> types.ModuleType:
     """Executes a configuration as a module, which may import files of its folder."""
     module = types.ModuleType(_MODULE)
     module.__file__ = str(file)
@@ -87,16 +75,22 @@ def _executed(file: pathlib.Path) -> types.ModuleType:
     return module
 
 
-def _check_argument(get_config: Any, argument: list[str], where: str, known: Any) -> None:
-    """Raises UserError if get_config() takes no argument, or needs one."""
+def _call(module: types.ModuleType, argument: list[str]) -> Any:
+    """Calls get_config(). Raises UserError if it does not know the argument, or needs one."""
+    known = getattr(module, 'ARGUMENTS', ())
     try:
-        inspect.signature(get_config).bind(*argument)
+        inspect.signature(module.get_config).bind(*argument)
     except TypeError as error:
-        text = 'get_config() takes no argument'
-        if not argument:
-            text = 'get_config() needs an argument, --config=FILE:ARGUMENT'
-            text += f'; known: {", ".join(known)}' if known else ''
-        raise UserError(f'{where}: {text}') from error
+        needed = f'needs an argument, --config=FILE:ARGUMENT; known: {", ".join(known)}'
+        text = f'get_config() {"takes no argument" if argument else needed}'
+        raise UserError(text) from error
+    try:
+        return module.get_config(*argument)
+    except Exception as error:
+        if argument and known and argument[0] not in known:
+            nearest = records.nearest(argument[0], known)
+            raise UserError(f'no argument {argument[0]!r}; {nearest}') from error
+        raise
 
 
 @contextlib.contextmanager
@@ -111,18 +105,10 @@ def _add_line(path: str, file: pathlib.Path) -> Iterator[None]:
         raise UserError(f'--config={path}{where}: {error}') from error
 
 
-def _recorded(file: pathlib.Path, kind: type[Any]) -> Any:
-    """The configuration that a work directory keeps, where it names no functions."""
-
-    def refuse_function(values: dict[str, Any]) -> dict[str, Any]:
-        if [*values] == ['function']:
-            text = f'it only names the function {values["function"]}'
-            raise UserError(f'{text}: take the FILE.py that has it')
-        return values
-
+def _read_json(file: pathlib.Path, kind: type[Any]) -> Any:
+    """Reads the configuration of a work directory, whose functions are names only."""
     try:
         with usable(file):
-            values = read_config(file, object_hook=refuse_function)
-        return records.from_dict(kind, values, where='config')
+            return records.from_dict(kind, read_config(file), where='config')
     except (ValueError, RecursionError) as error:
         raise UserError(f'--config={file}: {error}') from error

@@ -1,18 +1,15 @@
-"""`--config=FILE:ARGUMENT` and `--config.FIELD=VALUE`: ml_collections' flags, for typed records.
+"""`--config=FILE:ARGUMENT` and `--config.FIELD=VALUE`: a configuration from a command line.
 
-The text is parsed by the field's type, as ml_collections knows neither choices nor unions nor "no
-value". Whether a value makes sense, records check.
+The text of a value is parsed as the field's type demands. The records check whether it makes sense.
 """
 
 import ast
-import contextlib
 import os
 import re
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from absl import flags
 from ml_collections.config_flags.tuple_parser import TupleParser
 
 from vit_jax.base import UserError, records, require
@@ -22,14 +19,7 @@ from vit_jax.training.duration import Duration
 
 R = TypeVar('R')
 
-_PARSERS: dict[Any, Callable[[str], Any]] = {
-    bool: flags.BooleanParser().parse,
-    int: flags.IntegerParser().parse,
-    float: flags.FloatParser().parse,
-    tuple: TupleParser().parse,
-    typing.Literal: str,
-    str: str,
-}
+_BOOLEANS = {'true': True, '1': True, 'false': False, '0': False}
 
 
 def at_home(argument: str) -> str:
@@ -118,29 +108,25 @@ def _field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, ...]]
     return holder, options
 
 
-def _parsed(text: str, options: Sequence[Any], *, where: str) -> Any:
+def _parsed(text: str, options: tuple[Any, ...], *, where: str) -> Any:
     """Parses the text of a field that has one of these types."""
     choices = [name for option in options for name in typing.get_args(option)]
     if text.lower() == 'none' and 'none' not in choices:
-        if type(None) not in options:
-            raise UserError(f'{where}=none: this field needs a value')
+        require(type(None) in options, f'{where}=none: this field needs a value')
         return None
-    if tuple[int, int] in options:
-        if text.isdecimal():  # a square, not a tuple of one
-            return int(text)
-        sides = re.fullmatch(r'(\d+)\s*[xX×]\s*(\d+)', text)
-        require(not sides, f'{where}={text}: expected {",".join(sides.groups() if sides else ())}')
+    if tuple[int, int] in options and (sides := re.fullmatch(r'(\d+)\s*[xX×]\s*(\d+)', text)):
+        raise UserError(f'{where}={text}: expected {sides[1]},{sides[2]}')
     if tuple[str, ...] in options and not text.startswith(('(', '[', '"', "'")):
         return tuple(name.strip() for name in text.split(',') if name.strip())
     kinds = records.record_types(options)
-    if len(kinds) == 1:
-        kinds['build'] = next(iter(kinds.values()))  # ml_collections' word
     if text in kinds:
         return records.from_dict(kinds[text], {}, where=where)
-    types = (typing.get_origin(option) or option for option in options)
-    for parse in (_PARSERS[kind] for kind in types if kind in _PARSERS):
-        with contextlib.suppress(TypeError, ValueError):
-            return parse(text)
-    with contextlib.suppress(SyntaxError, ValueError):
-        return ast.literal_eval(text)
-    return text
+    if bool in options:
+        return _BOOLEANS.get(text.lower(), text)
+    if str in options:
+        return text
+    is_list = options in ((tuple[int, ...],), (tuple[float, ...],))
+    try:
+        return TupleParser().parse(text) if is_list else ast.literal_eval(text)
+    except (SyntaxError, TypeError, ValueError):
+        return text

@@ -1,24 +1,44 @@
 """Standard output and error: closed pipes, log lines, and text from files."""
 
-import io
 import logging
 import os
 import re
 import sys
 from typing import Any
 
+from rich.console import Console
+from rich.progress import Progress
 
-class _Outlasting(io.FileIO):
-    """A file descriptor that becomes the null device when it cannot be written any more."""
 
-    def write(self, data: object) -> int | None:  # type: ignore[override]
+class _Outlasting:
+    """A text stream that becomes the null device when it cannot be written any more."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
         try:
-            return super().write(data)  # type: ignore[arg-type]
+            self._stream.write(text)
+            self._stream.flush()
         except OSError:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.fileno())
-            os.close(null)
-            return super().write(data)  # type: ignore[arg-type]
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        return len(text)
+
+
+def outlive_readers() -> None:
+    """Keeps the program running when stdout or stderr is closed, as by `| head -1`."""
+    for name in 'stdout', 'stderr':
+        stream = getattr(sys, name) or open(os.devnull, 'w')  # None: closed from the start
+        setattr(sys, name, _Outlasting(stream))
+
+
+def progress(**options: Any) -> Progress:
+    """Returns progress bars on stderr, which are shown on a terminal only."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    return Progress(console=console, disable=not sys.stderr.isatty(), **options)
 
 
 def printable(text: str) -> str:
@@ -52,19 +72,3 @@ def _print_unless_late(error: Any) -> None:
     """
     if 'Event loop is closed' not in str(error.exc_value):
         sys.__unraisablehook__(error)
-
-
-def outlive_readers() -> None:
-    """Keeps the program running when stdout or stderr is closed, as by `| head -1`."""
-    for name in 'stdout', 'stderr':
-        stream = getattr(sys, name)
-        if stream is None:  # closed from the start
-            setattr(sys, name, open(os.devnull, 'w'))
-            continue
-        stream.flush()
-        try:
-            buffer = io.BufferedWriter(_Outlasting(stream.fileno(), 'w', closefd=False))
-        except io.UnsupportedOperation:  # in memory
-            continue
-        text = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True)
-        setattr(sys, name, text)

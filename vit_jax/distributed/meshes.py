@@ -55,8 +55,8 @@ def require_devices() -> None:
             jax.devices()
     except (RuntimeError, AssertionError) as error:  # of CUDA's plugin without a driver
         raise UserError(
-            f'JAX_PLATFORMS={platforms}: jax finds no such device; python -m vit_jax.doctor shows '
-            f'what is missing, and JAX_PLATFORMS=cpu uses the CPU'
+            f'JAX_PLATFORMS={platforms}: jax finds no such device; expected its driver and '
+            "pip install 'vit_jax[cuda]' or '[tpu]'; JAX_PLATFORMS=cpu uses the CPU"
         ) from error
 
 

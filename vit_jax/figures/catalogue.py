@@ -25,7 +25,6 @@ class Kind:
     compute: Callable[..., Numbers]
     of_all: bool = False
     needs_images: bool = True  # are images shown to the network?
-    hides_nan: bool = False  # are the numbers finite though what the network computes is not?
     # What is seen in these numbers, in a sentence: of the network where it is of one.
     finding: Callable[[Numbers, Network | None], str]
     draw: Callable[[Any, Numbers], Sequence[Any]]  # the drawing functions, numbers -> pictures
@@ -349,7 +348,6 @@ KINDS: tuple[Kind, ...] = (
         'tokens at an edge are like all edges; networks that average all tokens, and ResNets, know '
         'them much less.',
         compute=representations.localisation,
-        hides_nan=True,
         finding=_localisation,
         draw=lambda drawing, n: [drawing.localisation(**representations.some_tokens(n))],
     ),
@@ -366,7 +364,6 @@ KINDS: tuple[Kind, ...] = (
         'was trained; single patches of the last layers know little of the class in the first, '
         'and much in the second and in ResNets.',
         compute=probing.probes,
-        hides_nan=True,
         of_all=True,
         finding=_probes,
         draw=lambda drawing, n: [

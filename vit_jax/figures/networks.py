@@ -153,11 +153,6 @@ def readable(
 def batch_for(images: int, batch_size: int) -> tuple[int, Mesh]:
     """The size of full batches of so many images, and the devices that they are split over."""
     size, devices = images // -(-images // batch_size), jax.devices()  # so that few are left over
-    if jax.process_count() > 1:
-        size = size // len(devices) * len(devices)
-        few = f'{counted(images, "image")}: fewer than the {len(devices)} devices of all processes'
-        require(size > 0, few)
-        return size, meshes.make_mesh(meshes.MeshConfig())
     used = math.gcd(size, len(devices)) if size % len(devices) else len(devices)
     return size, meshes.make_mesh(meshes.MeshConfig(), devices[:used])
 

@@ -32,7 +32,9 @@ def lacks_memory(error: BaseException) -> bool:
 
 def shown_url(url: str) -> str:
     """Returns a URL without user, password and query, which may be secrets; other text as it is."""
-    return re.sub(r'^([A-Za-z][A-Za-z0-9+.-]*:/+)[^/#]*@', r'\1', url.partition('?')[0])
+    text = re.sub(r'^([A-Za-z][A-Za-z0-9+.-]*:/+)[^/?#]*@', r'\1', url.partition('?')[0])
+    no_port = r'(?<=[^/:]):(?![0-9]*(?:[/#]|$))[^/#]*'  # but a password, cut at its question mark
+    return re.sub(rf'^([A-Za-z][A-Za-z0-9+.-]*:/+[^/#:\[]*){no_port}', r'\1', text)
 
 
 def shown_text(text: str) -> str:

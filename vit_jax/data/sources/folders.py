@@ -104,13 +104,21 @@ def files_by_class(root: pathlib.Path, faults: Sequence[str] = ()) -> Source:
         try:
             images = image_files(root / name)
         except UserError as error:
-            faults.append(f'{error}: remove the folder, or add images')
+            faults.append(f'{error}: {_way_out(root / name)}')
         else:
             paths += images
             labels += [label] * len(images)
     refuse(faults)
     _warn_of_loose_images(root)
     return shuffle_once(labelled_source(paths, labels, class_names))
+
+
+def _way_out(folder: pathlib.Path) -> str:
+    """Returns what to do about a folder without images, which may hold what a run has written."""
+    for place in folder, folder.parent:
+        if (place / 'ledger.jsonl').exists():
+            return f'{place} is the work directory of a run; expected it outside of the data'
+    return 'remove the folder, or add images'
 
 
 def unlabelled(paths: Sequence[str]) -> Source:

@@ -265,7 +265,7 @@ ELSEWHERE = [
     (
         'ViTConfig',
         'position_resize',
-        'tests/models/test_positions.py',
+        'tests/checkpoints/test_resize.py',
         'test_each_way_of_resizing_is_that_of_its_library',
     ),
     (

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests import tiny
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record
@@ -236,3 +237,10 @@ def test_one_unit_of_a_duration_is_given():
 def test_an_evaluation_that_was_made_on_the_command_line_has_fields():
     evals = load(TINY, ["evals={'val': {}}", 'eval_split=test', 'evals.val.split=train']).evals
     assert evals == {'val': EvalConfig(split='train')}
+
+
+def test_an_override_leaves_the_records_of_the_file_alone():
+    model = tiny.model(num_classes=None)
+    config = tiny.experiment(model=model)
+    assert overridden(config, ['model.depth=7'], where='config').model.depth == 7
+    assert model.depth != 7

@@ -57,7 +57,8 @@ def load(file: str, overrides: Sequence[str], kind: type[Any] = TrainConfig) -> 
 
 
 def overridden(record: R, overrides: Sequence[str], *, where: str) -> R:
-    """Sets each `FIELD=VALUE` in a record, and returns it checked."""
+    """Returns a checked copy of a record with each `FIELD=VALUE`."""
+    record = records.checked(record, where=where)  # a file may use its records several times
     units: dict[str, str] = {}  # that are given of each duration
     for override in overrides:
         path, _, text = override.partition('=')

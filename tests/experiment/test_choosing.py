@@ -9,8 +9,10 @@ import pytest
 from jax.sharding import Mesh
 
 from tests import tiny
+from vit_jax.base import records
+from vit_jax.config import EvalConfig
 from vit_jax.experiment.build import build_experiment, choose_compute
-from vit_jax.models import parameter_count, variant
+from vit_jax.models import Compute, parameter_count, variant
 from vit_jax.training.optimizer import OptimizerConfig
 
 MODEL = variant('Ti/16', num_classes=1000)
@@ -45,6 +47,17 @@ def test_a_device_needs_memory_for_all_that_an_optimizer_keeps():
     ]:
         assert suffices(needed, optimizer, **changes), changes
         assert not suffices(needed - 2, optimizer, **changes), changes
+
+
+def test_nothing_changes_a_configuration_after_the_experiment_is_built():
+    config = tiny.experiment(compute=Compute())
+    before = records.to_dict(config)
+    experiment = build_experiment(config, dtype='bfloat16')
+    assert records.to_dict(config) == records.to_dict(experiment.config) == before
+    assert experiment.resolved.compute.dtype == 'bfloat16'
+    assert experiment.recorded_config()['compute']['dtype'] == 'bfloat16'
+    config.seed, config.model.depth, config.evals['more'] = 7, 1, EvalConfig()
+    assert records.to_dict(experiment.config) == before
 
 
 def test_hosts_that_chose_differently_do_not_agree():

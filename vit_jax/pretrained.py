@@ -32,7 +32,16 @@ from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.checkpoints.transfer import has_trained_head, head_params
 from vit_jax.data.image_preprocessing import Preprocessing, decode, normalize, to_rgb
 from vit_jax.data.sources.base import read_file
-from vit_jax.models import Compute, Gelu, Model, ModelConfig, ViTConfig, build, with_exact_products
+from vit_jax.models import (
+    Compute,
+    Gelu,
+    Model,
+    ModelConfig,
+    ViTConfig,
+    abstract_params,
+    build,
+    with_exact_products,
+)
 from vit_jax.models.taps import Reduction
 
 ZERO_HEAD = (
@@ -364,7 +373,7 @@ def _with_head(checkpoint: opening.Checkpoint, head: Callable[[int], Any]) -> op
     require(own, f'{checkpoint.path} has a {old.head} head; leave out head=FUNCTION')
     model = dataclasses.replace(old, head=head)
     with parsing('head', 'a function from the number of classes to a flax module'):
-        expected = jax.eval_shape(build(model).init, jax.random.key(0))
+        expected = abstract_params(model)
     tree_names.compare_names(head_params(params), head_params(expected), where=where)
     card = dataclasses.replace(checkpoint.card, model=model)
     return checkpoint._replace(card=card, read=lambda: params)

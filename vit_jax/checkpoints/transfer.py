@@ -12,7 +12,7 @@ import numpy as np
 from vit_jax.base import Params, tree_names
 from vit_jax.checkpoints import resize
 from vit_jax.data.sources.base import matched_names
-from vit_jax.models import ModelConfig, ViTConfig, build
+from vit_jax.models import ModelConfig, ViTConfig, abstract_params, build
 from vit_jax.models.masked_patches import MASKED
 
 
@@ -149,7 +149,7 @@ def changed(
     report: list[str] = []
     if new.num_classes != old.num_classes:
         # Only the head is taken from `fresh`: without one, names and shapes will do.
-        shapes = jax.eval_shape(build(new).init, jax.random.key(0))
+        shapes = abstract_params(new)
         fresh = shapes if new.num_classes is None else _initial(new)
         params, report = transfer(params, old=old, new=new, fresh=fresh)
     elif new != old:

@@ -8,15 +8,16 @@ import jax
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from vit_jax.models.compute import PORTABLE, LastBlock
-from vit_jax.models.config import ModelConfig
-from vit_jax.models.model import build
+from vit_jax.base import Array, Params
+from vit_jax.models.compute import PORTABLE, LastBlock, Regularization
+from vit_jax.models.config import ModelConfig, ViTConfig
+from vit_jax.models.model import abstract_params, make_module
+from vit_jax.models.vit import Images
 
 
 def parameter_count(config: ModelConfig) -> int:
     """The number of parameters (table 1)."""
-    params = jax.eval_shape(build(config).init, jax.random.key(0))
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config)))
 
 
 def multiply_adds(config: ModelConfig, *, last_block: LastBlock = 'whole') -> int:
@@ -27,12 +28,16 @@ def multiply_adds(config: ModelConfig, *, last_block: LastBlock = 'whole') -> in
     a head of each patch it is the pass that predicts these. With `last_block=class_tokens` what
     such a last block leaves out is not counted.
     """
-    counted = dataclasses.replace(PORTABLE, last_block=last_block)
-    model = build(config, compute=counted)  # a fused kernel would hide its own
-    params = jax.eval_shape(model.init, jax.random.key(0))
+    compute = dataclasses.replace(PORTABLE, last_block=last_block)  # a fused kernel hides its own
+    module = make_module(config, Regularization(), compute)
+
+    def forward(params: Params, images: Images) -> Array:
+        if isinstance(config, ViTConfig) and config.patch_outputs is not None:
+            return module.apply({'params': params}, images, None, method='predict_patches')
+        return module.apply({'params': params}, images)
+
+    params = abstract_params(config)
     image = jax.ShapeDtypeStruct((1, *config.image_size, config.channels), np.float32)
-    predicts_patches = getattr(config, 'patch_outputs', None) is not None
-    forward = model.predict_patches if predicts_patches else model.apply
     return _count(jax.make_jaxpr(forward)(params, image).jaxpr)
 
 

@@ -72,7 +72,8 @@ def build(
     compute = resolve_compute(compute, config, **options).compute
     _ = config.grid  # raises where no patch fits into the image
     shape = *config.image_size, config.channels
-    module, training, initial = _modules(config, regularization, compute)
+    module = make_module(config, Regularization(), compute)
+    training = make_module(config, regularization, compute)
 
     def run(params: Params, images: Images, key: Dropout = None, **options: Any) -> Any:
         wrong = f'images are {images.shape[1:]}, the model takes {shape}'
@@ -80,9 +81,6 @@ def build(
         if key is None:
             return module.apply({'params': params}, images, **options)
         return training.apply({'params': params}, images, rngs={'dropout': key}, **options)
-
-    def init(key: Key[Array, '']) -> Params:
-        return initial.init(key, jnp.zeros((1, *shape), jnp.float32))['params']
 
     def apply(params: Params, images: Images, key: Dropout = None) -> Outputs:
         return run(params, images, key)
@@ -101,25 +99,30 @@ def build(
         seen = taps.capture(lambda kept: run(params, images, mutable=kept)[1], names)
         return apply(params, images), seen
 
+    init = functools.partial(init_params, config)
     return Model(config, init, apply, features, predict_patches, capture)
 
 
-def _modules(
-    config: ModelConfig, regularization: Regularization, compute: Compute
-) -> tuple[Any, Any, Any]:
-    """The network outside training, where nothing is dropped; in it; to make parameters with."""
-    if not isinstance(config, ViTConfig):
-        unknown = f'a ResNet has neither dropout nor stochastic depth: {regularization}'
-        records.require(regularization == Regularization(), unknown)
-        head = functools.partial(make_head, config.head, bias=config.head_bias)
-        return (ResNetClassifier(config, compute, head),) * 3
-    network = ViT if config.patch_outputs is None else MaskedViT
-    return (
-        network(config, Regularization(), compute),
-        network(config, regularization, compute),
-        # Parameters do not depend on how the network is computed; a rolled loop compiles at once.
-        network(config, Regularization(), PORTABLE),
-    )
+def make_module(config: ModelConfig, regularization: Regularization, compute: Compute) -> Any:
+    """Makes the Flax module of a model. `compute` has no `auto`."""
+    if isinstance(config, ViTConfig):
+        kind = ViT if config.patch_outputs is None else MaskedViT
+        return kind(config, regularization, compute)
+    unknown = f'a ResNet has neither dropout nor stochastic depth: {regularization}'
+    records.require(regularization == Regularization(), unknown)
+    head = functools.partial(make_head, config.head, bias=config.head_bias)
+    return ResNetClassifier(config, compute, head)
+
+
+def init_params(config: ModelConfig, key: Key[Array, '']) -> Params:
+    """Draws parameters. They do not depend on how the model is computed; PORTABLE compiles fast."""
+    images = jnp.zeros((1, *config.image_size, config.channels), jnp.float32)
+    return make_module(config, Regularization(), PORTABLE).init(key, images)['params']
+
+
+def abstract_params(config: ModelConfig) -> Params:
+    """Returns the shape and type of each parameter."""
+    return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
 
 
 def with_exact_products(function: Callable[..., Any]) -> Callable[..., Any]:

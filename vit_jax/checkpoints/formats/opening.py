@@ -11,8 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-import jax
-
 from vit_jax.base import Params, UserError, counted, records, require, tree_names, usable
 from vit_jax.base.storage import is_remote
 from vit_jax.checkpoints import names, published, store, transfer
@@ -34,7 +32,7 @@ from vit_jax.checkpoints.formats.json_files import json_object, read_json
 from vit_jax.checkpoints.formats.open_clip import OPEN_CLIP
 from vit_jax.checkpoints.formats.timm import TIMM
 from vit_jax.data import imagenet_classes
-from vit_jax.models import ModelConfig, ResNetConfig, build
+from vit_jax.models import ModelConfig, ResNetConfig, abstract_params
 
 # The first that matches a file's names reads it; bigvision takes what is not as google writes it.
 FORMATS: tuple[Format[Any], ...] = GOOGLE, BIGVISION, TIMM, HUGGINGFACE, OPEN_CLIP
@@ -243,7 +241,7 @@ def matched(
 
     Raises UserError for arrays that are missing, and for others that are not known.
     """
-    expected = jax.eval_shape(build(config).init, jax.random.key(0))
+    expected = abstract_params(config)
     rules, zeros = form.rules(config, found.layout), found.layout.zeros
     ours = tree_names.named_leaves(expected)
     resolved = name_map.resolve(rules, config, ours, format=form.name, zeros=zeros)

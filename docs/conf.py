@@ -12,7 +12,13 @@ project = 'vit_jax'
 author = 'The vit_jax authors'
 release = importlib.metadata.version('vit_jax')
 
-extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.viewcode', 'docs.api.as_written']
+extensions = [
+    'myst_nb',
+    'sphinx.ext.autodoc',
+    'sphinx.ext.napoleon',
+    'sphinx.ext.viewcode',
+    'docs.api.as_written',
+]
 default_role = 'literal'  # `x` in a docstring is code
 viewcode_follow_imported_members = False  # else pages of sources lead to places that are not
 autodoc_member_order = 'bysource'

@@ -56,7 +56,7 @@ Opener = Callable[..., Source]  # (data, split, labels=None, classes=()), see `m
 def make_opener(held_out: HeldOut | None = None) -> Opener:
     """Returns a function `(data, split, labels=None, classes=()) -> Source` with a cache.
 
-    Its arguments:
+    Args:
       data: One of the kinds of `open_splits`, or a function from the name of a split to a Source.
       split: A name and perhaps a slice, `train[:90%]` or `test[100:200]`: of files a random sample
         with a fixed seed; or several, `train[:800]+validation[:200]`.

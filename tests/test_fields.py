@@ -386,7 +386,7 @@ def changed(config, field, value):
     """A copy with another value, as the command line assigns it."""
     config = records.checked(config, where='config')
     holder, name = holder_of(config, field)
-    setattr(holder, name, value)
+    holder.override(name, value)
     return config
 
 

@@ -34,7 +34,7 @@ from vit_jax.distributed.clusters import Launch, connect, detect_cluster
 REQUEUE = 75  # EX_TEMPFAIL: start the same command again
 INTERRUPTED = 130  # the exit code of a shell's command after Ctrl-C
 _CODES = {signal.SIGTERM: REQUEUE, signal.SIGHUP: REQUEUE, signal.SIGINT: INTERRUPTED}
-_STOPPING = 100.0  # seconds from a signal to the end of a step
+_STOPPING = 100.0  # seconds from a signal to the end of a step, unless steps are longer
 _TELLING = 1.5  # seconds until all processes have read a notice
 _NOTICES, _TICKS = 'vit_jax_notices', 'vit_jax_ticks'  # folders of keys
 _RESUME = 'the same command resumes from the newest checkpoint'
@@ -65,6 +65,7 @@ class Job:
         self._last_signal: signal.Signals | None = None
         self._stop_code = 0
         self._stop_at = self._deadline = math.inf
+        self._last_tick, self._longest_step = time.monotonic(), 0.0
         self._agreeing = threading.Lock()  # held while the processes agree when to stop
 
     @property
@@ -106,7 +107,7 @@ class Job:
 
         Before the first call, when there is no state to save, it waits for nothing.
         """
-        self._phase = phase
+        self._phase, self._last_tick = phase, time.monotonic()
         self.reset_watchdog()
 
     def tick(self) -> None:
@@ -115,6 +116,9 @@ class Job:
         Raises:
           Interrupted: In the same call on all processes, after a signal to any of them.
         """
+        now = time.monotonic()
+        self._longest_step = max(self._longest_step, now - self._last_tick)
+        self._last_tick = now
         with self._agreeing:
             self._ticks += 1
         self.reset_watchdog()
@@ -139,7 +143,7 @@ class Job:
         if self._ticks < 3:  # these include compiling and connecting the devices
             seconds = max(seconds, self._launch.start_seconds)
         if self._phase == 'stepping' and self._stop_code:
-            seconds = min(seconds, _STOPPING)
+            seconds = min(seconds, max(_STOPPING, 2 * self._longest_step))
         now = time.monotonic()
         if self._is_watched and now <= self._deadline:  # one that has passed ends the process
             self._deadline = now + seconds

@@ -247,8 +247,8 @@ def choose_compute(
     device = mesh.devices.flat[0] if planned else mesh.local_devices[0]
     memory = None if planned else _memory(device)
     if memory is not None:
-        optimizer, copies = config.optimizer, [config.polyak_decay, config.accumulation_steps > 1]
-        numbers = 3 + (optimizer.kind == 'adamw') + sum(map(bool, copies))  # float32, a parameter
+        copies = config.polyak_decay is not None, config.accumulation_steps > 1
+        numbers = 3 + (config.optimizer.kind == 'adamw') + sum(copies)  # float32, per parameter
         split = mesh.shape['fsdp'] * mesh.shape['tensor']
         memory -= 4 * numbers * parameter_count(model) // split
     parts = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps

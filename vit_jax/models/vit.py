@@ -304,8 +304,9 @@ class Encoder(ViTModule):
             return block.apply({'params': params}, x, own, shared)[0]
 
         leaves, tree = jax.tree.flatten((self.variables['params']['block'], own))
-        wrong = f'encoder/block: parameters of {len(leaves[0])} blocks, the model has {depth}'
-        require(all(len(leaf) == depth for leaf in leaves), wrong)
+        others = sorted({len(leaf) for leaf in leaves} - {depth})
+        found = ' and '.join(map(str, others))
+        require(not others, f'encoder/block: parameters of {found} blocks, the model has {depth}')
         # Split once: the gradient of each part is then written once.
         parts = zip(*(jax.lax.split(leaf, (depth - 1, 1)) for leaf in leaves), strict=True)
         others, last = (jax.tree.unflatten(tree, part) for part in parts)

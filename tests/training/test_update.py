@@ -208,3 +208,21 @@ def test_an_update_that_is_not_finite_changes_the_number_of_the_step_alone(poiso
     assert metrics.scalars['skipped'] == 0
     plain, _ = update(state, good)
     chex.assert_trees_all_equal(once_more._replace(step=plain.step), plain)
+
+
+def test_a_skipped_step_has_its_place_in_the_schedule():
+    def schedule(step):
+        return step + 1.0
+
+    def loss_sums(params, batch, key):
+        return BatchSums({'loss': (params['w'] * batch['x']).sum()}, jnp.ones((), jnp.int32), {})
+
+    optimizer = optax.sgd(schedule)
+    update = jax.jit(make_update(loss_sums, optimizer, schedule))
+    state = TrainState.initial({'w': jnp.ones(3)}, optimizer, averaged=False)
+    for x in 1.0, jnp.nan, 1.0:
+        before = state.params['w']
+        batch = {'x': jnp.full(3, x), 'mask': jnp.ones(3, bool)}
+        state, metrics = update(state, batch)
+    np.testing.assert_allclose(before - state.params['w'], metrics.scalars['learning_rate'])
+    assert metrics.scalars['learning_rate'] == 3

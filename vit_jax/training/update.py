@@ -122,9 +122,10 @@ def make_update(
 
     `schedule` is that of the optimizer, to report the rate. `augment` is applied to each batch;
     `stop_frozen_gradients` gives the parameters without a gradient for those that are frozen. A
-    step whose loss or gradient is not finite leaves all but the number of the step as it was, and
-    the metric `skipped` is 1. With `accumulation_steps=k` the gradients of k parts of the batch are
-    summed one after the other: the same update with the activations of one part in memory.
+    step whose loss or gradient is not finite changes the number of the step alone, here and in the
+    schedule, and the metric `skipped` is 1. With `accumulation_steps=k` the gradients of k parts of
+    the batch are summed one after the other: the same update with the activations of one part in
+    memory.
     """
 
     @functools.partial(accumulated, parts=accumulation_steps)
@@ -151,7 +152,12 @@ def make_update(
         # move on, and after a number of bad steps in a row applies one.
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
         updated = TrainState(state.step, params, opt_state, average)
-        after = jax.tree.map(functools.partial(jnp.where, finite), updated, state)
+
+        def select(new: Any, old: Any) -> Any:
+            # A skipped step has its place in the schedule.
+            return new if _is_schedule(new) else jnp.where(finite, new, old)
+
+        after = jax.tree.map(select, updated, state, is_leaf=_is_schedule)
         scalars = {
             'learning_rate': schedule(state.step),
             'gradient_norm': gradient_norm,
@@ -161,6 +167,10 @@ def make_update(
         return after._replace(step=state.step + 1), StepMetrics(sums, examples, scalars)
 
     return update
+
+
+def _is_schedule(node: Any) -> bool:
+    return isinstance(node, optax.ScaleByScheduleState)
 
 
 def accumulated(gradients: Gradients, parts: int) -> Gradients:

@@ -103,12 +103,17 @@ def digest_of(size: int, crc32c: str) -> str:
 
 
 def read_digests(folder: Path) -> dict[str, str]:
-    """The digests of all objects in a folder, which the bucket states; no object is read."""
+    """Returns the digests of all objects in a folder, which the bucket states; reads no object.
+
+    An object whose name ends in a slash stands for a folder, as some programs create them.
+    """
     with reaching(folder):
         bucket, name = bucket_and_name(folder)
         blobs = bucket.list_blobs(prefix=f'{name}/')
         return {
-            blob.name.removeprefix(f'{name}/'): digest_of(blob.size, blob.crc32c) for blob in blobs
+            blob.name.removeprefix(f'{name}/'): digest_of(blob.size, blob.crc32c)
+            for blob in blobs
+            if not blob.name.endswith('/')
         }
 
 

@@ -90,6 +90,7 @@ class Checkpoints:
             return self.check()
         self._join()
         self.check()
+        self._held()  # a partial checkpoint would be in the way of the run that has taken over
         arrays = ocp.args.Composite(
             params=ocp.args.PyTreeSave(params),
             training=ocp.args.PyTreeSave(tree_names.named_leaves(training)),

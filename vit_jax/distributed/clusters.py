@@ -127,7 +127,7 @@ def connect(cluster: Cluster, launch: Launch) -> None:
     jax.distributed.initialize(
         **cluster._asdict(),
         cluster_detection_method='deactivate',
-        coordinator_bind_address=address,
+        coordinator_bind_address=os.environ.get('JAX_COORDINATOR_BIND_ADDRESS', address),
         initialization_timeout=int(launch.start_seconds),
         heartbeat_timeout_seconds=int(launch.heartbeat_seconds),
         shutdown_timeout_seconds=int(launch.heartbeat_seconds),

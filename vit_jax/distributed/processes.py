@@ -60,7 +60,7 @@ class Job:
         self._store: Any = global_state.client  # of texts; None if this process runs alone
         self._wait_ms = int(1000 * self._launch.start_seconds)
         self._keys = itertools.count()  # all processes use them in the same order
-        self._connected = threading.Event()
+        self._connected, self._left = threading.Event(), threading.Event()
         self._phase, self._ticks = 'starting', 0
         self._last_signal: signal.Signals | None = None
         self._stop_code = 0
@@ -97,10 +97,11 @@ class Job:
             self._store.key_value_set(key, say())
         return str(self._store.blocking_key_value_get(key, self._wait_ms))
 
-    def barrier(self, name: str) -> None:
-        """Waits until all processes are here."""
+    def barrier(self, name: str, *, seconds: float | None = None) -> None:
+        """Waits until all processes are here, `start_seconds` or `seconds` at most."""
         if self._store is not None:
-            self._store.wait_at_barrier(f'vit_jax/{name}/{next(self._keys)}', self._wait_ms)
+            wait_ms = self._wait_ms if seconds is None else int(1000 * seconds)
+            self._store.wait_at_barrier(f'vit_jax/{name}/{next(self._keys)}', wait_ms)
 
     def enter(self, phase: Literal['stepping', 'saving']) -> None:
         """Says what a signal waits for: the next tick, or the last save.
@@ -163,12 +164,23 @@ class Job:
             print(why, file=sys.stderr, flush=True)
         if self.count > 1 and self.index == 0:
             time.sleep(_TELLING)  # the notices end with this process
+        with contextlib.suppress(OSError, ValueError):  # a closed stdout
+            sys.stdout.flush()
         os._exit(code)
+
+    def _leave(self) -> None:
+        """Ends the watch and the connection; what follows in this process is not watched."""
+        self._deadline = math.inf
+        faulthandler.cancel_dump_traceback_later()
+        if self.count > 1:
+            self._left.set()
+            self._attending.join()  # a thread within jax would abort the end of the interpreter
+            jax.distributed.shutdown()
 
     def _attend(self, wakeup: socket.socket) -> None:
         """Waits for signals, notices and the deadline, in a thread, as the main one may compile."""
         wakeup.settimeout(0.5)
-        while True:
+        while not self._left.is_set():
             with contextlib.suppress(TimeoutError):
                 self._on_signal(signal.Signals(wakeup.recv(1)[0]))
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone
@@ -227,7 +239,8 @@ class Job:
         for number in _CODES:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, lambda *_: None)
-        threading.Thread(target=self._attend, args=(ours,), daemon=True).start()
+        self._attending = threading.Thread(target=self._attend, args=(ours,), daemon=True)
+        self._attending.start()
         self.reset_watchdog()
         cluster = detect_cluster(self._launch)
         if cluster is not None and cluster.num_processes > 1:
@@ -244,7 +257,8 @@ class Job:
         """Exits with the probable reason where jax aborts."""
         why = 'as it does if another process or its host is gone'
         if not self._connected.is_set():
-            why = 'as not all processes came, or two have the same --process_id'
+            why = 'as not all processes came, or two have the same --process_id; '
+            why += 'expected a --coordinator_address that all hosts reach'
         print(f'{self._name}: jax aborts, {why}', file=sys.stderr, flush=True)
         os._exit(REQUEUE)
 
@@ -274,9 +288,8 @@ def joined_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterat
             yield job
         except Interrupted as interrupted:
             stopped = f'{interrupted}\n{_RESUME} (exit code {job._stop_code})\n'
-        job.barrier('the end')
-        if job.count > 1:
-            jax.distributed.shutdown()
+        job.barrier('the end', seconds=launch.watchdog_seconds)  # process 0 completes a checkpoint
+        job._leave()
     except Exception as error:
         job._fail(error, report)
     if stopped:

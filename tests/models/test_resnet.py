@@ -148,7 +148,8 @@ def test_layouts_agree_in_outputs_and_gradients(layer, stride, sides):
 
     flat, batched = map(outputs_and_gradients, ('flat', 'batched'))
     for one, other in zip(*map(jax.tree.leaves, (flat, batched)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+        # The gradient of a standardised kernel is a difference of larger numbers.
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
 
 
 def test_a_pixel_that_is_not_finite_is_not_lost_in_pooling():

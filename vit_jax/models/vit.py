@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Bool, Float, Key, require
+from vit_jax.base import Array, Bool, Float, Int, Key, require
 from vit_jax.models import on_mesh, positions
 from vit_jax.models.attention import attend, attention_weights
 from vit_jax.models.compute import Compute, Regularization, rematerialized
@@ -303,17 +303,34 @@ class Encoder(ViTModule):
             block = Block(self.config, self.regularization, compute, parent=None, **options)
             return block.apply({'params': params}, x, own, shared)[0]
 
-        leaves, tree = jax.tree.flatten((self.variables['params']['block'], own))
+        stacked = self.variables['params']['block'], own
+        leaves, tree = jax.tree.flatten(stacked)
         others = sorted({len(leaf) for leaf in leaves} - {depth})
         found = ' and '.join(map(str, others))
         require(not others, f'encoder/block: parameters of {found} blocks, the model has {depth}')
-        # Split once: the gradient of each part is then written once.
-        parts = zip(*(jax.lax.split(leaf, (depth - 1, 1)) for leaf in leaves), strict=True)
-        others, last = (jax.tree.unflatten(tree, part) for part in parts)
-        if depth > 1:  # `jax.disable_jit` cannot scan over nothing
-            step = rematerialized(run, self.compute, in_loop=unroll == 1)
-            x, _ = jax.lax.scan(lambda x, part: (step(x, part), None), x, others, unroll=unroll)
-        last = jax.tree.map(lambda leaf: leaf[0], last)
+
+        def take(i: Int[Array, '']) -> Any:
+            index = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
+            return jax.tree.map(index, stacked)
+
+        if unroll < depth:
+            # Indexed by a counter: a scan over slices copies the parameters and their gradients.
+            step = rematerialized(lambda x, i: run(x, take(i)), self.compute, in_loop=unroll == 1)
+            (x, i), _ = jax.lax.scan(
+                lambda carry, _: ((step(*carry), carry[1] + 1), None),
+                (x, jnp.int32(0)),
+                length=depth - 1,
+                unroll=unroll,
+            )
+            last = take(i)
+        else:
+            # Split once: the gradient of each part is then written once.
+            parts = zip(*(jax.lax.split(leaf, (depth - 1, 1)) for leaf in leaves), strict=True)
+            first, last = (jax.tree.unflatten(tree, part) for part in parts)
+            block = rematerialized(run, self.compute)
+            if depth > 1:  # `jax.disable_jit` cannot scan over nothing
+                x, _ = jax.lax.scan(lambda x, part: (block(x, part), None), x, first, unroll=True)
+            last = jax.tree.map(lambda leaf: leaf[0], last)
         return run(x, last, num_outputs=count, compute=self.compute.for_few_queries)
 
 

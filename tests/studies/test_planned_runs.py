@@ -362,4 +362,7 @@ def test_each_run_of_a_study_here_can_start(path, argument):
         images = 1_000 if config.data.startswith('vtab:') else IMAGES[config.data]
         images = round(images * min(map(int, shares or ['100'])) / 100)
         config.model = dataclasses.replace(config.model, num_classes=None)
+        if (backbone := config.model.backbone) is not None:  # units of a stage are alike
+            blocks = (1,) * len(backbone.blocks)
+            config.model.backbone = dataclasses.replace(backbone, blocks=blocks)
         build_experiment(without_data(config, num_classes=10, num_images=images))

@@ -332,7 +332,7 @@ ELSEWHERE = [
         'EpisodesConfig',
         'ways shots queries episodes classes',
         EPISODES,
-        'test_a_report_draws_from_the_classes_that_are_named',
+        'test_a_report_has_the_classes_to_draw_from_and_each_number_of_shots',
     ),
     (
         'EpisodesConfig',

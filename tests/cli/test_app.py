@@ -427,6 +427,7 @@ def test_fine_tuning_without_a_checkpoint_says_what_is_missing(tmp_path):
     assert err.startswith('error: fine-tuning needs a checkpoint: --config.start_from=FILE, ')
 
 
+@pytest.mark.full
 def test_the_road_of_the_readme_in_small(tmp_path):
     """Pre-train, fine-tune at another shape, probe: the commands, and what they say at the end."""
     small = '--config.total.steps=2', '--config.schedule.warmup.steps=1', '--config.batch_size=16'

@@ -88,7 +88,8 @@ def test_a_run_of_a_study_keeps_the_precision_that_it_began_with(tmp_path, has_f
     assert workdirs.recorded_dtype(str(path.parent)) == 'bfloat16'
 
 
-@pytest.mark.parametrize('model', [VIT, pytest.param(HYBRID, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize('model', [VIT, HYBRID])
 def test_losses_in_bfloat16_are_within_a_hundredth_of_those_in_float32(model):
     """While 32 images are learned. bfloat16 rounds each number by at most 1 in 256."""
     losses = {}

@@ -71,7 +71,7 @@ class Experiment(NamedTuple):
 
     @property
     def decisions(self) -> dict[str, Any]:
-        """What a host chooses by what it has, as JSON values: the file to start from, memory."""
+        """Choices that depend on the host, as JSON values: the file to start from, memory."""
         origin = list(self.start.origin) if self.start else []
         return {'origin': origin, 'compute': records.to_dict(self.resolved.compute)}
 
@@ -116,12 +116,12 @@ class Experiment(NamedTuple):
 def build_experiment(
     config: TrainConfig, *, devices: Sequence[jax.Device] | None = None, dtype: Any = 'auto'
 ) -> Experiment:
-    """Builds the experiment of a configuration, which may be assigned to until then.
+    """Builds the experiment of a configuration.
 
     Args:
       config: The configuration. The experiment has a checked copy of it, which nothing changes.
       devices: The devices to train on, which may belong to other machines; None: all.
-      dtype: What `compute.dtype=auto` stands for: the precision that a run has begun with.
+      dtype: What `compute.dtype=auto` stands for: the recorded dtype of a resumed run.
 
     Raises:
       UserError: For values that do not fit each other, the data or the devices.

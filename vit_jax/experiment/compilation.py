@@ -51,7 +51,7 @@ def shardings_of(abstract: Any) -> Any:
 
 
 def lower_update(experiment: Experiment, state: TrainState) -> Any:
-    """Traces the update step, which takes over the memory of its state; compiles nothing yet."""
+    """Traces the update step, which donates its state; compiles nothing yet."""
     size, reader = experiment.config.batch_size, experiment.train
     batch = abstract_batch(experiment.mesh, size, reader.size, reader.source.label_shape)
     out_shardings = shardings_of(state), meshes.replicated(experiment.mesh)
@@ -64,7 +64,7 @@ def compile_evaluators(
 ) -> tuple[dict[str, Evaluator], Evaluator | None]:
     """Compiles the evaluators, and that of features for the few-shot evaluation if there is one.
 
-    jax compiles a step that evaluators share once for batches of one shape.
+    A step that several evaluators share is compiled once for each shape of batches.
     """
     evaluators = {
         name: evaluator.compile(params, experiment.evals[name])

@@ -62,7 +62,7 @@ def train(
     job: Job | None = None,
     profile: range | None = None,
 ) -> Result:
-    """Trains to the end of the configuration, from where the work directory stands.
+    """Trains to the end of the configuration, from the newest checkpoint if there is one.
 
     Args:
       config: The experiment.
@@ -75,7 +75,7 @@ def train(
     Raises:
       UserError: For input that does not fit, before anything is compiled if that is possible.
       NotFinite: With the last good checkpoint, when the training breaks down.
-      Interrupted: When all is saved, if the job was asked to stop.
+      Interrupted: After saving, if the job was asked to stop.
     """
     clock = Clock(0.0 if job is None else goodput.seconds_since_start())
     job = job or Job()
@@ -301,7 +301,7 @@ class Run:
             )
 
     def _observers(self, without: Collection[str] = ()) -> list[Every]:
-        """The evaluations, each at its own interval, but those of some names."""
+        """Returns the observers that evaluate, each at its own interval, without those named."""
         config, every = self.experiment.config, self.experiment.length.interval
         due: dict[int | None, list[str]] = {}
         for name, one in config.evaluations.items():
@@ -316,7 +316,7 @@ class Run:
         return observers
 
     def _resume_evaluations(self, state: TrainState, steps: range) -> None:
-        """Does evaluations that were interrupted where a run resumes, all of a complete one."""
+        """Runs the evaluations that a resumed run lacks at its step; all of a complete run."""
         if steps.start == 0:
             return
         done = self.job.from_process_0('evaluated', lambda: json.dumps(self.reporter.evaluated))
@@ -352,7 +352,7 @@ class Run:
         self.ledger.flush()
 
     def evaluate(self, names: list[str], step: int, state: TrainState) -> None:
-        """Loss and metrics over all images of these evaluations."""
+        """Computes loss and metrics over all images of these evaluations."""
         for name in names:
             with self.ledger.clock('evaluation'):
                 self.ledger.record(f'evaluating {name}', step)
@@ -368,7 +368,7 @@ class Run:
             self.reporter.record(name, step, numbers, text)
 
     def probe(self, probes: Probes, features: Evaluator, step: int, state: TrainState) -> None:
-        """The few-shot evaluation, written to the work directory."""
+        """Runs the few-shot evaluation and writes it to the work directory."""
         folder = self.workdir.folder
         with self.ledger.clock('evaluation'):
             self.ledger.record('evaluating fewshot', step)

@@ -135,7 +135,7 @@ def _change_weights(
 
 
 def _relative_logits(query: Queries, relative: Offsets) -> Logits:
-    """Returns x[i, j - i + q - 1] of the logits x of each query i with all q + n - 1 offsets."""
+    """Returns for query i and key j the logit of query i with offset j - i + q - 1."""
     logits = jnp.einsum('bqhk,ohk->bhqo', query, relative, preferred_element_type=jnp.float32)
     *outer, queries, offsets = logits.shape
     # One more column, and the first q - 1 numbers dropped: each row of the old length then starts
@@ -174,7 +174,7 @@ def _cudnn(
 ) -> Queries:
     """Attends over sequences padded to an even length: cuDNN does not train at odd lengths.
 
-    Sequence lengths hide the padding: the kernel would have to read a mask.
+    Sequence lengths hide the padding. They cost less than a mask, which the kernel would read.
     """
     attention = functools.partial(jax.nn.dot_product_attention, implementation=implementation)
     (batch, queries), keys = query.shape[:2], key.shape[1]

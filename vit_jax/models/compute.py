@@ -15,7 +15,7 @@ POLICIES: tuple[Remat, ...] = get_args(Remat)  # from least to most recomputatio
 Layout = Literal['flat', 'batched']
 LastBlock = Literal['whole', 'class_tokens']
 _T = TypeVar('_T', bound=Callable[..., Any])
-# The share of the free memory that activations may take: programs do not fill memory without gaps.
+# The share of the free memory that activations may take: memory is fragmented.
 _SHARE = 0.8
 _FUSED = {'cudnn': 'gpu', 'splash': 'tpu'}  # the platform of each fused kernel
 # After a loop, a separate last block takes a third longer to compile and saves less the more blocks

@@ -25,9 +25,9 @@ class Model(NamedTuple):
     - init(key) -> params
     - apply(params, images, key=None) -> logits, or features without a head; a key switches
       dropout and stochastic depth on
-    - features(params, images) -> what the head would be given
-    - predict_patches(params, images, corruption=None, key=None) -> what the head of each patch
-      gives (b n k), where these corrupted ones are seen; of a ViT with `patch_outputs`
+    - features(params, images) -> the input of the head
+    - predict_patches(params, images, corruption=None, key=None) -> outputs for each patch (b n k)
+      of the corrupted images; requires `patch_outputs`
     - capture(params, images, names) -> the output of `apply`, and an array for each of these
       taps, such as `attention/weights` (the page "Look inside" lists them); other taps are not
       computed. If `names` maps names to functions, each tap is reduced by its function, one block

@@ -1,8 +1,8 @@
-"""The ResNet of the paper: what stands before a hybrid's tokens, and a classifier of its own.
+"""The ResNet of the paper: the backbone of a hybrid, and a classifier.
 
 Bottleneck units with activation last and the stride on the 3x3 convolution, GroupNorm in place of
 BatchNorm, weight-standardised convolutions (section 4.1, "ResNet (BiT)"; the numerics are those of
-the paper's code). The pre-activation network of the BiT paper is another one.
+the paper's code). The pre-activation network of the BiT paper is not implemented.
 """
 
 import functools
@@ -119,7 +119,7 @@ class Unit(nn.Module):
 
 
 class Stage(nn.Module):
-    """Units at one resolution, which the first of them may halve.
+    """Units at one resolution; the first unit may halve it.
 
     They are not scanned: a rolled loop made the gradient 7 times slower on CPUs, and compiling it
     took as long (R50x1 at 128 pixels, 2 cores).

@@ -48,9 +48,9 @@ def seen(module: nn.Module, name: str, x: Array) -> Array:
 def capture(forward: Callable[[Any], Mapping[str, Any]], wanted: Wanted) -> dict[str, Any]:
     """The taps of these names, from a forward pass that gives the collections it is asked for.
 
-    Of a mapping it is what each function makes of its tap: applied within the blocks, before they
-    are stacked, so that the whole arrays of all blocks are never in memory together. Raises
-    UserError for a name that there is not.
+    If `wanted` is a mapping, each tap is reduced by its function inside the block, before blocks
+    are stacked: the whole arrays of all blocks are then never in memory together. Raises UserError
+    for an unknown name.
     """
     reductions = wanted if isinstance(wanted, Mapping) else {}
     names = [*dict.fromkeys(wanted)]

@@ -183,7 +183,7 @@ class Mlp(ViTModule):
 
 
 class PerBlock(NamedTuple):
-    """What each block has of its own besides parameters; in `Encoder` with the depth in front."""
+    """Constants of a block; in `Encoder` stacked along the depth."""
 
     drop_rate: Float[Array, '*l']  # of stochastic depth
     has_skips: Bool[Array, '*l'] | None  # None: all blocks have skip connections
@@ -216,7 +216,7 @@ class Block(ViTModule):
         return seen(self, 'tokens', x), None
 
     def _written(self, x: Tokens) -> Tokens:
-        """The same tokens, which XLA writes to memory first.
+        """Forces XLA to write the tokens to memory before they are sliced.
 
         XLA for GPUs would otherwise keep the tokens of all blocks transposed, for a slice of them.
         """
@@ -240,9 +240,9 @@ class Block(ViTModule):
 
 
 def drop_branch(branch: Tokens, rate: Float[Array, ''], *, key: Key[Array, '']) -> Tokens:
-    """Zeros the branch of each example with this probability, and divides it by 1 - rate elsewhere.
+    """Drops the branch of each example with probability `rate`, and scales the others.
 
-    ("Deep Networks with Stochastic Depth", scaled in training.)
+    They are divided by 1 - rate ("Deep Networks with Stochastic Depth", scaled in training).
     """
     keep = 1 - rate
     kept = jax.random.bernoulli(key, keep, (branch.shape[0], 1, 1))
@@ -261,7 +261,8 @@ class Encoder(ViTModule):
         Args:
           x: The tokens.
           shared: Positions that every block adds.
-          num_read: The caller reads only the first tokens, and may be given no others; None: all.
+          num_read: Number of leading tokens that the caller reads; others may be left out. None:
+            all.
         """
         config = self.config
         own = PerBlock(jnp.linspace(0, self.regularization.stochastic_depth, config.depth), None)
@@ -291,9 +292,9 @@ class Encoder(ViTModule):
     def _first_tokens(
         self, x: Tokens, own: PerBlock, shared: Table | None, count: int
     ) -> FirstTokens:
-        """The same without the last block's other tokens, which no head reads; nothing is dropped.
+        """Like `_all_tokens`, but the last block computes only the first `count` tokens.
 
-        It saves 7 % of B/16.
+        It saves 7 % of B/16. Not used with dropout or stochastic depth.
         """
         depth, unroll = self.config.depth, int(self.compute.unroll)
 

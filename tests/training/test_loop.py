@@ -44,7 +44,7 @@ def run(losses, *, every, events, start=0, norms=None, interrupt=None, max_skipp
         batches(),
         steps=range(start, len(losses)),
         on_metrics=lambda step, numbers: events.append(f'metrics {step}'),
-        observers=[Every(every, observe)],
+        observers=[] if every == 'never' else [Every(every, observe)],
         clock=Clock(),
         max_skipped_steps=max_skipped_steps,
     )
@@ -65,6 +65,12 @@ def test_metrics_are_read_while_the_next_step_runs_and_before_anything_observes(
         'metrics 4',
         'observe 4',
     ]
+
+
+def test_without_observers_the_last_metrics_are_read_too():
+    events = []
+    run([1.0] * 2, every='never', events=events)
+    assert events == ['update 0', 'update 1', 'metrics 1', 'metrics 2']
 
 
 NAN = float('nan')

@@ -81,7 +81,7 @@ def fit(
     clock: Clock,
     max_skipped_steps: int = 1,
 ) -> TrainState:
-    """The state after the given steps; step n takes the state after n updates to n + 1.
+    """Runs `update` for each of the steps and returns the last state.
 
     Metrics of a step are read while the next one runs, so the device never waits for the host,
     and before anything observes the state. `on_metrics` gets them as floats.
@@ -123,4 +123,5 @@ def fit(
     except Interrupted:
         read()
         raise Stopped(state) from None
+    read()
     return state

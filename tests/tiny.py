@@ -2,7 +2,9 @@
 
 import dataclasses
 import itertools
+import shutil
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ import numpy as np
 from vit_jax.config import TrainConfig
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed.processes import Job
-from vit_jax.experiment import compilation
+from vit_jax.experiment import compilation, training_run
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import ViTConfig
 from vit_jax.training.duration import Duration
@@ -104,3 +106,12 @@ def assigned(config, **changes):
     for name, value in changes.items():
         setattr(config, name, value)
     return config
+
+
+def assert_resumes_to_the_same_bits(config, folder):
+    """Trains 6 steps at once, and again from a checkpoint of step 3: `config(3)` saves there."""
+    whole = training_run.train(config(6), str(folder / 'whole')).state
+    training_run.train(config(3), str(folder / 'parts'))
+    shutil.rmtree(folder / 'parts' / 'checkpoints' / '6')
+    resumed = training_run.train(config(3), str(folder / 'parts'))
+    chex.assert_trees_all_equal(resumed.state, whole)

@@ -782,11 +782,7 @@ def test_augmented_training_resumes_to_the_same_bits(tmp_path):
             checkpoint_every_steps=steps,
         )
 
-    whole = training_run.train(config(6), str(tmp_path / 'whole')).state
-    training_run.train(config(3), str(tmp_path / 'parts'))
-    shutil.rmtree(tmp_path / 'parts' / 'checkpoints' / '6')
-    resumed = training_run.train(config(3), str(tmp_path / 'parts'))
-    chex.assert_trees_all_equal(resumed.state, whole)
+    tiny.assert_resumes_to_the_same_bits(config, tmp_path)
 
 
 @pytest.mark.full

@@ -15,11 +15,11 @@ the same host is right.
 import json
 import logging
 import time
-from typing import IO, Any
+from typing import Any
 
 from vit_jax.base import Path, read_json_lines, require_kept, usable
-from vit_jax.base.held_objects import GrowingObject
-from vit_jax.base.storage import is_remote, reaching
+from vit_jax.base.held_objects import appending
+from vit_jax.base.storage import reaching
 from vit_jax.training.loop import Clock
 
 LOST = 'lost by restart'
@@ -33,8 +33,7 @@ class Lines:
         if path is not None:
             with usable(path), reaching(path):
                 is_cut = path.exists() and path.read_bytes()[-1:] not in (b'', b'\n')
-                opened = GrowingObject(path) if is_remote(path) else path.open('a', buffering=1)
-                self._file: IO[str] | GrowingObject = opened
+                self._file = appending(path)
                 if is_cut:  # by a kill, in the middle of a line
                     self._file.write('\n')
 

@@ -10,9 +10,9 @@ Grid = tuple[int, int]  # (rows, columns)
 
 
 def resize_positions(params: Params, old: ViTConfig, new: ViTConfig) -> Params:
-    """Resizes the position embeddings among these parameters, which are given by their full names.
+    """Returns the position embeddings of `params`, resized from the old grid to the new one.
 
-    Returns the resized ones. Raises UserError for relative positions.
+    `params` has the parameters by their full names. Raises UserError for relative positions.
     """
     if old.grid == new.grid:
         return {}

@@ -57,7 +57,7 @@ def load(file: str, overrides: Sequence[str], kind: type[Any] = TrainConfig) -> 
 
 
 def overridden(record: R, overrides: Sequence[str], *, where: str) -> R:
-    """Returns a checked copy of a record with each `FIELD=VALUE`."""
+    """Returns a checked copy of the record in which each `FIELD=VALUE` is assigned."""
     record = records.checked(record, where=where)  # a file may use its records several times
     units: dict[str, str] = {}  # that are given of each duration
     for override in overrides:

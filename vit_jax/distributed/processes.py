@@ -98,7 +98,7 @@ class Job:
         return str(self._store.blocking_key_value_get(key, self._wait_ms))
 
     def barrier(self, name: str, *, seconds: float | None = None) -> None:
-        """Waits until all processes are here, `start_seconds` or `seconds` at most."""
+        """Waits until all processes are here, for at most `seconds` (None: `start_seconds`)."""
         if self._store is not None:
             wait_ms = self._wait_ms if seconds is None else int(1000 * seconds)
             self._store.wait_at_barrier(f'vit_jax/{name}/{next(self._keys)}', wait_ms)

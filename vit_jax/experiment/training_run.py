@@ -316,7 +316,10 @@ class Run:
         return observers
 
     def _resume_evaluations(self, state: TrainState, steps: range) -> None:
-        """Runs the evaluations that a resumed run lacks at its step; all of a complete run."""
+        """Runs the evaluations that are due at the first step of a resumed run and missing.
+
+        If the run is already complete, all its evaluations run again.
+        """
         if steps.start == 0:
             return
         done = self.job.from_process_0('evaluated', lambda: json.dumps(self.reporter.evaluated))

@@ -135,7 +135,7 @@ def _change_weights(
 
 
 def _relative_logits(query: Queries, relative: Offsets) -> Logits:
-    """Returns for query i and key j the logit of query i with offset j - i + q - 1."""
+    """Returns the logits (b h q n): at (i, j) that of query i with offset j - i + q - 1."""
     logits = jnp.einsum('bqhk,ohk->bhqo', query, relative, preferred_element_type=jnp.float32)
     *outer, queries, offsets = logits.shape
     # One more column, and the first q - 1 numbers dropped: each row of the old length then starts

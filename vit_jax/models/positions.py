@@ -141,7 +141,7 @@ def rotation(kind: PositionKind, grid: Grid, prefix: int, head: int) -> Callable
 
 
 def grid_parameters(kind: PositionKind, at: PositionsAt) -> dict[str, tuple[bool, bool]]:
-    """Returns for each parameter of a kind, by name, whether it spans the (rows, columns)."""
+    """Maps the name of each parameter to two booleans: does it span the rows, the columns?"""
     match kind:
         case 'learned':
             spans = {'pos_embedding': (True, True)}

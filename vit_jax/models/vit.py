@@ -183,7 +183,7 @@ class Mlp(ViTModule):
 
 
 class PerBlock(NamedTuple):
-    """Constants of a block; in `Encoder` stacked along the depth."""
+    """Constants of one block. `Encoder` stacks them along a leading depth axis."""
 
     drop_rate: Float[Array, '*l']  # of stochastic depth
     has_skips: Bool[Array, '*l'] | None  # None: all blocks have skip connections

@@ -121,9 +121,9 @@ def make_update(
     """The update step: gradients of the mean loss over the unmasked examples, one optimizer step.
 
     `schedule` is that of the optimizer, to report the rate. `augment` is applied to each batch;
-    `stop_frozen_gradients` gives the parameters without a gradient for those that are frozen. A
-    step whose loss or gradient is not finite changes the number of the step alone, here and in the
-    schedule, and the metric `skipped` is 1. With `accumulation_steps=k` the gradients of k parts of
+    `stop_frozen_gradients` gives the parameters without a gradient for those that are frozen. If
+    the loss or the gradient is not finite, only the counters of steps advance, that of the state
+    and that of the schedule, and the metric `skipped` is 1. With `accumulation_steps=k` the gradients of k parts of
     the batch are summed one after the other: the same update with the activations of one part in
     memory.
     """

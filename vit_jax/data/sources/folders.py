@@ -114,7 +114,7 @@ def files_by_class(root: pathlib.Path, faults: Sequence[str] = ()) -> Source:
 
 
 def _way_out(folder: pathlib.Path) -> str:
-    """Returns what to do about a folder without images, which may hold what a run has written."""
+    """Returns advice about a folder without images, which may be the work directory of a run."""
     for place in folder, folder.parent:
         if (place / 'ledger.jsonl').exists():
             return f'{place} is the work directory of a run; expected it outside of the data'

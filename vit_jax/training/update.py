@@ -123,9 +123,9 @@ def make_update(
     `schedule` is that of the optimizer, to report the rate. `augment` is applied to each batch;
     `stop_frozen_gradients` gives the parameters without a gradient for those that are frozen. If
     the loss or the gradient is not finite, only the counters of steps advance, that of the state
-    and that of the schedule, and the metric `skipped` is 1. With `accumulation_steps=k` the gradients of k parts of
-    the batch are summed one after the other: the same update with the activations of one part in
-    memory.
+    and that of the schedule, and the metric `skipped` is 1. With `accumulation_steps=k` the
+    gradients of k parts of the batch are summed one after the other: the same update with the
+    activations of one part in memory.
     """
 
     @functools.partial(accumulated, parts=accumulation_steps)

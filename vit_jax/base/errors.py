@@ -37,9 +37,15 @@ def shown_url(url: str) -> str:
     return re.sub(rf'^([A-Za-z][A-Za-z0-9+.-]*:/+[^/#:\[]*){no_port}', r'\1', text)
 
 
-def shown_text(text: str) -> str:
-    """Returns the text with each URL as by `shown_url`."""
-    return re.sub(r'[A-Za-z][A-Za-z0-9+.-]*://[^\s\'"<>]+', lambda match: shown_url(match[0]), text)
+def one_line(error: BaseException, limit: int = 400) -> str:
+    """Returns what a library says, in one line without secrets of URLs, or the error's type.
+
+    The middle of a long text is left out: a library ends it with the cause.
+    """
+    text = ' '.join(str(error).split()) or type(error).__name__
+    text = re.sub(r'[A-Za-z][A-Za-z0-9+.-]*://[^\s\'"<>]+', lambda match: shown_url(match[0]), text)
+    half = limit // 2
+    return text if len(text) <= limit else f'{text[:half]} ... {text[-half:]}'
 
 
 def close_by(path: str | pathlib.Path) -> str:
@@ -106,6 +112,6 @@ def parsing(path: object, expected: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # parsers raise many kinds for damaged bytes
-        why = ' '.join(str(error).split())[:200]
-        why = f'{type(error).__name__}: {why}' if why else type(error).__name__
+        kind, why = type(error).__name__, one_line(error)
+        why = why if why == kind else f'{kind}: {why}'
         raise UserError(f'{path}: cannot be read ({why}); expected {expected}') from error

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from etils import epath
 
-from vit_jax.base.errors import MissingFile, UnusableDisk, UserError, shown_text, shown_url
+from vit_jax.base.errors import MissingFile, UnusableDisk, UserError, one_line, shown_url
 
 Path: TypeAlias = pathlib.Path | epath.Path  # of a file or folder, on a disk or a bucket
 
@@ -78,8 +78,7 @@ def reaching(path: str | os.PathLike[str]) -> Iterator[None]:
     except Exception as error:  # three clients raise many kinds
         if not is_remote(path):
             raise
-        reason = ' '.join(shown_text(str(error)).split())[:300] or type(error).__name__
-        raise UnusableDisk(f'{path}: {reason}') from error
+        raise UnusableDisk(f'{path}: {one_line(error)}') from error
 
 
 def require_kept(file: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from vit_jax.base import MissingFile, UserError, usable
-from vit_jax.base.errors import shown_text, shown_url
+from vit_jax.base.errors import one_line, shown_url
 from vit_jax.checkpoints.formats.array_files import DESCRIPTIONS, INDEX, WEIGHTS
 
 
@@ -105,5 +105,4 @@ def _errors_in_one_sentence(url: str, revision: str | None) -> Iterator[None]:
         for kind, text in missing.items():
             if isinstance(error, kind):
                 raise MissingFile(f'{url}: {text}') from error
-        text = ' '.join(shown_text(str(error)).split())[:300] or type(error).__name__
-        raise UserError(f'{url}: {text}') from error
+        raise UserError(f'{url}: {one_line(error)}') from error

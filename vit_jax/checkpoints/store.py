@@ -35,6 +35,7 @@ from vit_jax.base import (
     usable,
     write_json,
 )
+from vit_jax.base.errors import one_line
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.digests import CARD, Damaged, is_complete
 from vit_jax.distributed.sharding_rules import abstract
@@ -128,8 +129,8 @@ class Checkpoints:
         """Returns an error of writing in few words: orbax and tensorstore raise many lines."""
         if isinstance(error, UserError) and not isinstance(error, OSError):
             return error
-        reason = ' '.join(str(error).split())[:500] or type(error).__name__
-        return UnusableDisk(f'{self._folder}: a checkpoint could not be written: {reason}')
+        text = f'{self._folder}: a checkpoint could not be written: {one_line(error)}'
+        return UnusableDisk(text)
 
     def restore(self, step: int, like: tuple[Params, Any], shardings: tuple[Any, Any]) -> Any:
         """(params, training, progress) of a step: as `like` and placed by `shardings`, and JSON.
@@ -296,8 +297,7 @@ def _readable(folder: Path) -> Iterator[Any]:
         raise
     except Exception as error:  # orbax and tensorstore raise many kinds for damaged files
         digests.verify_digests(folder)
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        raise UnusableDisk(f'checkpoint {folder}: cannot be read: {reason}') from error
+        raise UnusableDisk(f'checkpoint {folder}: cannot be read: {one_line(error)}') from error
 
 
 def save_alone(folder: Path, params: Params, card: dict[str, Any]) -> None:

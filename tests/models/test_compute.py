@@ -89,7 +89,7 @@ def test_relative_positions_have_no_fused_kernel(platform):
 
 @pytest.mark.parametrize('attention, platform', [('cudnn', 'gpu'), ('splash', 'tpu')])
 def test_a_fused_kernel_is_of_one_kind_of_device_without_relative_positions(attention, platform):
-    said = Compute(attention=attention)
+    said = Compute(attention=attention, dtype='bfloat16')
     assert resolve_compute(said, B16, platform=platform).compute.attention == attention
     relative = dataclasses.replace(B16, positions='relative')
     with pytest.raises(
@@ -98,6 +98,11 @@ def test_a_fused_kernel_is_of_one_kind_of_device_without_relative_positions(atte
         build(relative, compute=said, platform=platform)
     with pytest.raises(UserError, match=f'needs a {platform.upper()}, got a CPU; set'):
         build(B16, compute=said, platform='cpu')
+
+
+def test_the_kernel_of_cudnn_is_rejected_in_float32():
+    with pytest.raises(UserError, match='attention=cudnn: computes in bfloat16, got .*float32'):
+        build(B16, compute=Compute(attention='cudnn', dtype='float32'), platform='gpu')
 
 
 @pytest.mark.parametrize(

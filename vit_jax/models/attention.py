@@ -46,7 +46,10 @@ def attend(
         queries, so that no array of all queries by all keys exists. `cudnn` is the fused kernel
         for GPUs, `splash` jax's fused kernel for TPUs. `splash` falls back to `blockwise` on
         several devices without a mesh, and under another matmul precision than the default.
+        Fewer queries than keys, those of class tokens, are always computed by `xla`.
     """
+    if query.shape[1] < key.shape[1]:
+        implementation = 'xla'
     if implementation == 'splash':
         # The kernel has no bfloat16 products of higher precision.
         if not on_mesh.is_known() or jax.default_matmul_precision.value is not None:
@@ -177,13 +180,13 @@ def _cudnn(
     Sequence lengths hide the padding. They cost less than a mask, which the kernel would read.
     """
     attention = functools.partial(jax.nn.dot_product_attention, implementation=implementation)
-    (batch, queries), keys = query.shape[:2], key.shape[1]
-    if queries % 2 == 0 and keys % 2 == 0:
+    batch, length = query.shape[:2]
+    if length % 2 == 0:
         return attention(query, key, value)
-    even = [jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0))) for x in (query, key, value)]
-    lengths = [jnp.full(batch, length, jnp.int32) for length in (queries, keys)]
-    mixed = attention(*even, query_seq_lengths=lengths[0], key_value_seq_lengths=lengths[1])
-    return mixed[:, :queries]
+    even = [jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (query, key, value)]
+    lengths = jnp.full(batch, length, jnp.int32)
+    mixed = attention(*even, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+    return mixed[:, :length]
 
 
 @functools.cache
@@ -217,15 +220,14 @@ def _splash(query: Queries, key: Keys, value: Values) -> Queries:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    (queries, heads), keys = query.shape[1:3], key.shape[1]
-    (q_block, q_length), (kv_block, kv_length) = map(_even_blocks, (queries, keys))
-    blocks: dict[str, Any] = {f'block_{name}': q_block for name in ('q', 'q_dkv', 'q_dq')}
-    names = 'kv', 'kv_compute', 'kv_dkv', 'kv_dkv_compute', 'kv_dq'
-    blocks |= {f'block_{name}': kv_block for name in names}
+    length, heads = query.shape[1:3]
+    block, padded_length = _even_blocks(length)
+    names = 'q', 'q_dkv', 'q_dq', 'kv', 'kv_compute', 'kv_dkv', 'kv_dkv_compute', 'kv_dq'
+    blocks: dict[str, Any] = {f'block_{name}': block for name in names}
     # With the 64 features of a head in the last axis, half of each register would be empty.
     layouts: dict[str, Any] = {f'{name}_layout': kernels.QKVLayout.SEQ_MINOR for name in 'qkv'}
     kernel = kernels.make_splash_mha(
-        masks.MultiHeadMask([masks.FullMask((q_length, kv_length))] * heads),
+        masks.MultiHeadMask([masks.FullMask((padded_length, padded_length))] * heads),
         block_sizes=kernels.BlockSizes(**blocks, **layouts),
         head_shards=1,
         q_seq_shards=1,
@@ -233,16 +235,16 @@ def _splash(query: Queries, key: Keys, value: Values) -> Queries:
         interpret=_INTERPRET,
     )
     segments = None
-    if kv_length > keys:  # queries do not attend to keys of another segment
-        is_padding = jnp.arange(kv_length) >= keys
-        zeros = jnp.zeros(q_length, jnp.int32)
-        segments = kernels.SegmentIds(q=zeros, kv=is_padding.astype(jnp.int32))
+    padding = padded_length - length
+    if padding:  # queries do not attend to keys of another segment
+        is_padding = (jnp.arange(padded_length) >= length).astype(jnp.int32)
+        segments = kernels.SegmentIds(q=jnp.zeros_like(is_padding), kv=is_padding)
     padded = [
-        jnp.pad(x.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, length - x.shape[1]), (0, 0)))
-        for x, length in ((query, q_length), (key, kv_length), (value, kv_length))
+        jnp.pad(x.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, padding), (0, 0)))
+        for x in (query, key, value)
     ]
     mixed = jax.vmap(functools.partial(kernel, segment_ids=segments))(*padded)
-    return mixed[:, :, :queries].transpose(0, 2, 1, 3)
+    return mixed[:, :, :length].transpose(0, 2, 1, 3)
 
 
 def _even_blocks(length: int) -> tuple[int, int]:

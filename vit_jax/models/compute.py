@@ -1,6 +1,7 @@
 """How a model is computed: precision, memory and kernels, and what `auto` selects."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -61,11 +62,6 @@ class Compute(Record):
     attention: Implementation | Literal['auto'] = 'auto'  # cudnn: GPUs; splash: TPUs
     layout: Layout | Literal['auto'] = 'auto'  # flat: tokens are rows of one matrix
     last_block: LastBlock | Literal['auto'] = 'auto'  # class_tokens: only these are computed
-
-    @property
-    def for_few_queries(self) -> 'Compute':
-        """The same with attention by XLA: fused kernels are made for many queries."""
-        return dataclasses.replace(self, attention='xla')
 
     def check(self) -> None:
         if self.unroll != 'auto':
@@ -159,6 +155,9 @@ def _check(compute: Compute, model: ViTConfig, platform: str, *, draws: bool) ->
         require(platform == needed, f'{wrong}; set it to auto')
         wrong = f'compute.attention={kernel}: does not support relative positions'
         require(model.positions != 'relative', f'{wrong}; set it to auto or blockwise')
+    wrong = f'compute.attention=cudnn: computes in bfloat16, got compute.dtype={compute.dtype}'
+    fits = kernel != 'cudnn' or compute.dtype == 'bfloat16'
+    require(fits, f'{wrong}; set attention to auto, or dtype to bfloat16')
     if compute.last_block == 'class_tokens':
         wrong = 'compute.last_block=class_tokens: the heads read patches too'
         read = f'(pool={model.pool}, patch_outputs={model.patch_outputs}); set it to auto'
@@ -185,11 +184,10 @@ def _least_remat(
         return 'none', ''
     slow_loop = False
     if isinstance(model, ViTConfig):
+        memory = math.inf if budget.memory is None else _SHARE * budget.memory
         needed = activations(model, compute)
-        for remat in POLICIES:
-            fits = budget.memory is None or needed[remat] * budget.images <= _SHARE * budget.memory
-            if fits:
-                break
+        fitting = (remat for remat in POLICIES if needed[remat] * budget.images <= memory)
+        remat = next(fitting, POLICIES[-1])
         if remat != 'none':
             return remat, 'activations have to fit into memory'
         # A step of B/16 on a v5e takes 207 M estimated cycles; with `dots` 142 M.

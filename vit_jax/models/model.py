@@ -1,15 +1,25 @@
-"""A network as pure functions of a plain dictionary of arrays."""
+"""A network as pure functions of a plain dictionary of arrays, and what it costs."""
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 from vit_jax.base import Array, Float, Key, Params, records
 from vit_jax.models import taps
-from vit_jax.models.compute import PORTABLE, Compute, Regularization, resolve_compute
+from vit_jax.models.compute import (
+    PORTABLE,
+    Compute,
+    LastBlock,
+    Regularization,
+    resolve_compute,
+)
 from vit_jax.models.config import ModelConfig, ViTConfig
 from vit_jax.models.masked_patches import Corruption, MaskedViT, PatchOutputs
 from vit_jax.models.resnet import ResNetClassifier
@@ -123,6 +133,65 @@ def init_params(config: ModelConfig, key: Key[Array, '']) -> Params:
 def abstract_params(config: ModelConfig) -> Params:
     """Returns the shape and type of each parameter."""
     return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Returns the number of parameters (table 1)."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config)))
+
+
+def multiply_adds(config: ModelConfig, *, last_block: LastBlock = 'whole') -> int:
+    """Counts the multiply-adds of one image's forward pass, in products and convolutions only.
+
+    Table 6 is epochs * images * 3 * 2 times as many operations: the backward pass costs two forward
+    passes, and a multiply-add two operations. With `patch_outputs` it is the pass that predicts
+    these. The traced program is counted: a new layer needs no formula here.
+    """
+    compute = dataclasses.replace(PORTABLE, last_block=last_block)  # a fused kernel hides its own
+    module = make_module(config, Regularization(), compute)
+
+    def forward(params: Params, images: Images) -> Outputs:
+        if isinstance(module, MaskedViT):
+            return module.apply({'params': params}, images, None, method='predict_patches')
+        return module.apply({'params': params}, images)
+
+    image = jax.ShapeDtypeStruct((1, *config.image_size, config.channels), jnp.float32)
+    return _count(jax.make_jaxpr(forward)(abstract_params(config), image).jaxpr)
+
+
+def _count(jaxpr: Any) -> int:
+    total = 0
+    for equation in jaxpr.eqns:
+        params, name = equation.params, equation.primitive.name
+        if name == 'dot_general':
+            (contracted, _), _ = params['dimension_numbers']
+            left, output = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+            total += math.prod(output) * math.prod(left[axis] for axis in contracted)
+        elif name == 'conv_general_dilated':
+            total += _count_convolution(equation)
+        elif name == 'cond':
+            total += max(_count(branch) for branch in jaxprs_in_params(params))
+        else:
+            times = params['length'] if name == 'scan' else 1
+            total += times * sum(_count(called) for called in jaxprs_in_params(params))
+    return total
+
+
+def _count_convolution(equation: Any) -> int:
+    """Counts multiply-adds as XLA does: without those of padding, which are 3 % of a ResNet's."""
+    params, specs = equation.params, equation.params['dimension_numbers']
+    image, kernel = (v.aval.shape for v in equation.invars)
+    output = equation.outvars[0].aval.shape
+    batch, features, *output_axes = specs.out_spec
+    inputs_of_a_group = kernel[specs.rhs_spec[1]]
+    total = output[batch] * output[features] * inputs_of_a_group
+    for i, axis in enumerate(output_axes):
+        starts = params['window_strides'][i] * np.arange(output[axis]) - params['padding'][i][0]
+        taps = params['rhs_dilation'][i] * np.arange(kernel[specs.rhs_spec[2 + i]])
+        at, spread = starts[:, None] + taps, params['lhs_dilation'][i]
+        last = (image[specs.lhs_spec[2 + i]] - 1) * spread
+        total *= int(np.sum((at >= 0) & (at <= last) & (at % spread == 0)))
+    return total
 
 
 def with_exact_products(function: Callable[..., Any]) -> Callable[..., Any]:

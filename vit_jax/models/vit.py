@@ -300,15 +300,14 @@ class Encoder(ViTModule):
 
         def run(x: Tokens, part: Any, **options: Any) -> FirstTokens:
             params, own = part
-            compute = options.pop('compute', self.compute)
-            block = Block(self.config, self.regularization, compute, parent=None, **options)
+            block = Block(self.config, self.regularization, self.compute, parent=None, **options)
             return block.apply({'params': params}, x, own, shared)[0]
 
         stacked = self.variables['params']['block'], own
         leaves, tree = jax.tree.flatten(stacked)
-        others = sorted({len(leaf) for leaf in leaves} - {depth})
-        found = ' and '.join(map(str, others))
-        require(not others, f'encoder/block: parameters of {found} blocks, the model has {depth}')
+        found = {len(leaf) for leaf in leaves}
+        wrong = f'encoder/block: parameters of {max(found)} blocks, the model has {depth}'
+        require(found == {depth}, wrong)
 
         def take(i: Int[Array, '']) -> Any:
             index = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
@@ -326,13 +325,14 @@ class Encoder(ViTModule):
             last = take(i)
         else:
             # Split once: the gradient of each part is then written once.
-            parts = zip(*(jax.lax.split(leaf, (depth - 1, 1)) for leaf in leaves), strict=True)
-            first, last = (jax.tree.unflatten(tree, part) for part in parts)
-            block = rematerialized(run, self.compute)
-            if depth > 1:  # `jax.disable_jit` cannot scan over nothing
-                x, _ = jax.lax.scan(lambda x, part: (block(x, part), None), x, first, unroll=True)
-            last = jax.tree.map(lambda leaf: leaf[0], last)
-        return run(x, last, num_outputs=count, compute=self.compute.for_few_queries)
+            split = [jax.lax.split(leaf, (1,) * depth) for leaf in leaves]
+            *first, last = (
+                jax.tree.unflatten(tree, [leaf[0] for leaf in part])
+                for part in zip(*split, strict=True)
+            )
+            for part in first:
+                x = rematerialized(run, self.compute)(x, part)
+        return run(x, last, num_outputs=count)
 
 
 class AttentionPool(ViTModule):
@@ -340,13 +340,12 @@ class AttentionPool(ViTModule):
 
     @nn.compact
     def __call__(self, tokens: Tokens) -> Float[Array, 'b d']:
-        config, regularization = self.config, Regularization()
-        probe = self.param('probe', nn.initializers.xavier_uniform(), (1, 1, config.width))
+        parts = self.config, Regularization(), self.compute
+        probe = self.param('probe', nn.initializers.xavier_uniform(), (1, 1, self.config.width))
         probe = for_each_image(probe, tokens)
-        parts = config, regularization, self.compute.for_few_queries
         x = Attention(*parts, in_block=False, name='attention')(probe, tokens)
         y = self.normalized(x, 'norm')
-        return (x + Mlp(config, regularization, self.compute, name='mlp')(y))[:, 0]
+        return (x + Mlp(*parts, name='mlp')(y))[:, 0]
 
 
 def for_each_image(tokens: Float[Array | np.ndarray, '1 r d'], images: Tokens) -> FirstTokens:

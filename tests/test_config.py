@@ -6,7 +6,7 @@ import pytest
 from tests import tiny
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
-from vit_jax.checkpoints.formats.inference import Hints
+from vit_jax.checkpoints.card import Hints
 from vit_jax.data.image_preprocessing import InceptionCrop, Preprocessing, RandomCrop
 from vit_jax.distributed.meshes import MeshConfig
 from vit_jax.evaluation.probing import FewshotConfig

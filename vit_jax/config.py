@@ -15,7 +15,7 @@ from vit_jax.base import (
     require_regular,
     write_json,
 )
-from vit_jax.checkpoints.formats.inference import Hints
+from vit_jax.checkpoints.card import Hints
 from vit_jax.data.augmentation import Augmentation, AugmentFunction
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.loading import LoaderConfig

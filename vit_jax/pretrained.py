@@ -24,11 +24,10 @@ from vit_jax.base import (
 )
 from vit_jax.base.records import Elsewhere
 from vit_jax.checkpoints import names, transfer
-from vit_jax.checkpoints.card import Card
+from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import opening, writing
 from vit_jax.checkpoints.formats.array_files import error_prefix
 from vit_jax.checkpoints.formats.base import Layout
-from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.checkpoints.transfer import has_trained_head, head_params
 from vit_jax.data.image_decoding import decode, to_rgb
 from vit_jax.data.image_preprocessing import Preprocessing, normalize

@@ -14,7 +14,7 @@ from tests.servers import web
 from vit_jax import convert, visualize
 from vit_jax.base.errors import MissingFile, UserError
 from vit_jax.checkpoints import download, names
-from vit_jax.checkpoints.formats.inference import Hints
+from vit_jax.checkpoints.card import Hints
 from vit_jax.checkpoints.formats.opening import open_checkpoint
 from vit_jax.checkpoints.published import FILES, published
 from vit_jax.distributed.processes import Job

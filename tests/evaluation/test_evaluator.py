@@ -20,7 +20,7 @@ from vit_jax.evaluation import evaluator, features, head
 from vit_jax.evaluation.evaluator import batches_on_all_devices, make_evaluator
 from vit_jax.experiment import training_run
 from vit_jax.training.duration import Duration
-from vit_jax.training.metrics import summed
+from vit_jax.training.losses import summed
 
 VALUES = np.arange(1, 51, dtype=np.uint8)  # the pixels of each image
 IMAGES = np.broadcast_to(VALUES[:, None, None], (50, 8, 8))

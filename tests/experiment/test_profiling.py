@@ -12,7 +12,7 @@ from rich.console import Console
 from tests import tiny
 from vit_jax.base.errors import UserError
 from vit_jax.experiment import profiling, training_run
-from vit_jax.training.metrics import StepMetrics
+from vit_jax.training.losses import StepMetrics
 from vit_jax.training.update import TrainState
 
 

@@ -17,7 +17,7 @@ from vit_jax.experiment.goodput import Ledger
 from vit_jax.experiment.reporter import Reporter, eval_summary
 from vit_jax.training.duration import TrainLength
 from vit_jax.training.loop import Clock
-from vit_jax.training.metrics import StepMetrics
+from vit_jax.training.losses import StepMetrics
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import pytest
 
 from vit_jax.distributed.processes import Interrupted
 from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
-from vit_jax.training.metrics import StepMetrics
+from vit_jax.training.losses import StepMetrics
 from vit_jax.training.update import TrainState
 
 

@@ -2,8 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.training.losses import targets_of
-from vit_jax.training.metrics import example_metrics
+from vit_jax.training.losses import example_metrics, targets_of
 
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(size=(64, 9)).astype(np.float32)

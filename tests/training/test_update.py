@@ -8,8 +8,7 @@ import pytest
 from tests import tiny
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
 from vit_jax.models import Regularization, build
-from vit_jax.training.losses import LossConfig, make_loss
-from vit_jax.training.metrics import BatchSums
+from vit_jax.training.losses import BatchSums, LossConfig, make_loss
 from vit_jax.training.update import (
     DROP,
     TrainState,

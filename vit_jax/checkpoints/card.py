@@ -1,13 +1,16 @@
-"""The card of a checkpoint: what belongs to its parameters, kept as JSON beside them."""
+"""The card of a checkpoint: what belongs to its parameters, kept as JSON beside them.
+
+A file of another system has no card. `Hints` are what it may not say of its network.
+"""
 
 import dataclasses
 from typing import Any
 
 import jax
 
-from vit_jax.base import Array, Float, Record, records, require
+from vit_jax.base import Array, Float, Record, records, require, require_between
 from vit_jax.data.image_preprocessing import Preprocessing
-from vit_jax.models import ResNetConfig, ViTConfig
+from vit_jax.models import Gelu, ResNetConfig, ViTConfig
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -50,3 +53,17 @@ class Card(Record):
     def read(values: dict[str, Any], *, where: str) -> 'Card':
         """The card of JSON values. Raises UserError that names what is wrong in it."""
         return records.from_dict(Card, values, where=where)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Hints(Record):
+    """What a file of another system may not say of itself. None: it does, or there is a rule."""
+
+    grid: tuple[int, int] | None = None  # of the position embeddings, in patches (height, width)
+    num_heads: int | None = None  # of attention
+    gelu: Gelu | None = None  # tanh, its approximation; exact; quick: x sigmoid(1.702 x)
+    layer_norm_epsilon: float | None = None  # added to the variance
+
+    def check(self) -> None:
+        require_between(self, 'grid', 'num_heads', low=1)
+        require_between(self, 'layer_norm_epsilon', above=0, below=1)

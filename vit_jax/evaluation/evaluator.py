@@ -20,7 +20,7 @@ from vit_jax.data import loading
 from vit_jax.data.loading import Loader, LoaderConfig
 from vit_jax.data.reading import ImageReader
 from vit_jax.distributed import meshes
-from vit_jax.training.metrics import BatchSums
+from vit_jax.training.losses import BatchSums
 
 Watch = Callable[[Iterable[Batch]], Iterable[Batch]]
 _FEW = 32  # images: smaller batches would be one more compiled program for each number of images

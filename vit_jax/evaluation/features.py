@@ -30,7 +30,7 @@ from vit_jax.data.image_preprocessing import Preprocessing, normalize
 from vit_jax.data.reading import ImageReader, cores
 from vit_jax.evaluation.evaluator import Batches, Evaluator, Watch, make_evaluator
 from vit_jax.models import Model, ModelConfig, ViTConfig, with_exact_products
-from vit_jax.training.metrics import BatchSums
+from vit_jax.training.losses import BatchSums
 
 # Features (n d) in host memory of these images of a reader; NaN for those that cannot be read.
 FeaturesOf = Callable[[ImageReader, Int[np.ndarray, 'n']], Float[np.ndarray, 'n d']]

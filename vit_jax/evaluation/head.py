@@ -17,8 +17,7 @@ from vit_jax.distributed import meshes
 from vit_jax.evaluation.evaluator import Watch, batches_on_all_devices, make_evaluator
 from vit_jax.models import with_exact_products
 from vit_jax.pretrained import Loaded
-from vit_jax.training.losses import LossConfig, LossKind, make_loss, of_any
-from vit_jax.training.metrics import predictions, scores
+from vit_jax.training.losses import LossConfig, LossKind, make_loss, of_any, predictions, scores
 from vit_jax.training.update import make_loss_sums
 
 

@@ -29,9 +29,17 @@ from vit_jax.models import Model, ModelConfig, ViTConfig, build, parameter_count
 from vit_jax.models.compute import DeviceBudget, ResolvedCompute, resolve_compute
 from vit_jax.training import update as updates
 from vit_jax.training.duration import TrainLength, make_train_length
-from vit_jax.training.losses import LossConfig, make_loss, of_any, targets_of
+from vit_jax.training.losses import (
+    BatchSums,
+    LossConfig,
+    RowsOf,
+    StepMetrics,
+    make_loss,
+    of_any,
+    scores,
+    targets_of,
+)
 from vit_jax.training.masked_patches import for_patches, make_patch_sums
-from vit_jax.training.metrics import BatchSums, RowsOf, StepMetrics, scores
 from vit_jax.training.optimizer import make_optimizer, make_schedule
 from vit_jax.training.rules import make_rules
 from vit_jax.training.update import TrainState

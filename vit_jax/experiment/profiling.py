@@ -10,7 +10,7 @@ import jax
 from rich.console import Console
 
 from vit_jax.base import Batch, Path, UserError
-from vit_jax.training.metrics import StepMetrics
+from vit_jax.training.losses import StepMetrics
 from vit_jax.training.update import TrainState
 
 FOLDER = 'profile'

@@ -25,7 +25,7 @@ from vit_jax.experiment import workdirs
 from vit_jax.experiment.build import Experiment
 from vit_jax.experiment.goodput import Ledger, Lines
 from vit_jax.models import ViTConfig, multiply_adds, parameter_count
-from vit_jax.training.metrics import StepMetrics
+from vit_jax.training.losses import StepMetrics
 
 # A spike is a loss so many standard deviations, and this share, above the mean of the steps before.
 _WINDOW, _SIGMAS, _SHARE, _LEAST = 128, 6.0, 0.2, 32

@@ -30,7 +30,7 @@ from vit_jax.experiment.reporter import Reporter, console_of, eval_summary, imag
 from vit_jax.experiment.source_run import trained_before
 from vit_jax.experiment.workdirs import Workdir
 from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
-from vit_jax.training.metrics import StepMetrics
+from vit_jax.training.losses import StepMetrics
 from vit_jax.training.update import TrainState
 
 _COMPLETE = (

@@ -14,7 +14,7 @@ import jax
 
 from vit_jax.base.array_types import Batch
 from vit_jax.distributed.processes import Interrupted
-from vit_jax.training.metrics import StepMetrics
+from vit_jax.training.losses import StepMetrics
 from vit_jax.training.update import TrainState
 
 

@@ -29,7 +29,7 @@ from vit_jax.base import (
     require_between,
 )
 from vit_jax.models import Corruption, ModelConfig, ViTConfig
-from vit_jax.training.metrics import BatchSums, example_metrics, summed
+from vit_jax.training.losses import BatchSums, example_metrics, summed
 
 Target = Literal['mean_colour', 'colours_4x4', 'pixels']
 _CELLS: dict[Target, int] = {'mean_colour': 1, 'colours_4x4': 4}  # along a side of a patch

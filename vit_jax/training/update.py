@@ -9,8 +9,15 @@ import jax.numpy as jnp
 import optax
 
 from vit_jax.base.array_types import Array, Batch, Float, Int, Key, Params
-from vit_jax.training.losses import Loss, targets_of
-from vit_jax.training.metrics import BatchSums, RowsOf, StepMetrics, example_metrics, summed
+from vit_jax.training.losses import (
+    BatchSums,
+    Loss,
+    RowsOf,
+    StepMetrics,
+    example_metrics,
+    summed,
+    targets_of,
+)
 from vit_jax.training.optimizer import Schedule
 
 Gradients = Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]]

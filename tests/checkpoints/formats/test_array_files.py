@@ -14,9 +14,9 @@ from safetensors.numpy import save_file
 
 import vit_jax
 from tests import reference
+from vit_jax.checkpoints.card import Hints
 from vit_jax.checkpoints.formats import array_files, pickles
 from vit_jax.checkpoints.formats.array_files import read_array_file, write_safetensors
-from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.checkpoints.formats.opening import open_checkpoint
 
 ROOT = pathlib.Path(__file__).parents[3]

@@ -23,8 +23,8 @@ from tests.networks import (
 )
 from vit_jax.base.errors import UserError
 from vit_jax.base.tree_names import named_leaves
+from vit_jax.checkpoints.card import Hints
 from vit_jax.checkpoints.formats import google, huggingface, timm
-from vit_jax.checkpoints.formats.inference import Hints
 from vit_jax.checkpoints.formats.opening import NAMES, open_checkpoint
 from vit_jax.checkpoints.formats.writing import format_for
 from vit_jax.data import image_preprocessing, imagenet_classes

@@ -12,9 +12,10 @@ import pytest
 from tests import reference
 from vit_jax.base import tree_names
 from vit_jax.base.errors import UserError
+from vit_jax.checkpoints.card import Hints
 from vit_jax.checkpoints.formats import name_map
 from vit_jax.checkpoints.formats.array_files import LazyArray
-from vit_jax.checkpoints.formats.inference import Clues, Hints, NeedsHint
+from vit_jax.checkpoints.formats.inference import Clues, NeedsHint
 from vit_jax.checkpoints.formats.timm import TIMM
 from vit_jax.models import build
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from vit_jax.base.errors import UserError
-from vit_jax.checkpoints.card import Card
+from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import base, inference, name_map
 from vit_jax.checkpoints.formats.base import Format, Recognised
-from vit_jax.checkpoints.formats.inference import Clues, Hints
+from vit_jax.checkpoints.formats.inference import Clues
 from vit_jax.checkpoints.formats.name_map import SAME, ArrayTransform, NameRule, flax_module
 from vit_jax.data.image_preprocessing import Preprocessing, Resize
 from vit_jax.models import ModelConfig, Pool, ResNetConfig, ViTConfig

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vit_jax.base import UserError, require
-from vit_jax.checkpoints.card import Card
+from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import base, huggingface_processor, inference, name_map
 from vit_jax.checkpoints.formats.array_files import LazyArray
 from vit_jax.checkpoints.formats.base import Format, Recognised, described, part, require_equal
@@ -29,7 +29,7 @@ from vit_jax.checkpoints.formats.huggingface_config import (
     vision_config,
 )
 from vit_jax.checkpoints.formats.huggingface_labels import PROBLEM_TYPES, class_names
-from vit_jax.checkpoints.formats.inference import Clues, Hints, NeedsHint
+from vit_jax.checkpoints.formats.inference import Clues, NeedsHint
 from vit_jax.checkpoints.formats.name_map import NO_BATCH, SAME, VECTOR, NameRule
 from vit_jax.models import Pool, ViTConfig
 

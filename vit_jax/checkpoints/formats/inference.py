@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from vit_jax.base import Record, UserError, require, require_between
+from vit_jax.base import UserError, require
+from vit_jax.checkpoints.card import Hints
 from vit_jax.checkpoints.formats.array_files import LazyArray
-from vit_jax.models import SIZES, Backbone, Gelu, ModelConfig, Pool, ResNetConfig, ViTConfig
+from vit_jax.models import SIZES, Backbone, ModelConfig, Pool, ResNetConfig, ViTConfig
 from vit_jax.models.positions import PositionKind
 
 # Heads of published networks that are none of the sizes with a name: depth, width, mlp_dim.
@@ -33,20 +34,6 @@ _MOST_PATCHES = 2**20  # whose positions are computed when a file is opened
 
 class NeedsHint(UserError):
     """The file leaves open what network it is; the message names the hint that settles it."""
-
-
-@dataclasses.dataclass(kw_only=True)
-class Hints(Record):
-    """What a file of another system may not say of itself. None: it does, or there is a rule."""
-
-    grid: tuple[int, int] | None = None  # of the position embeddings, in patches (height, width)
-    num_heads: int | None = None  # of attention
-    gelu: Gelu | None = None  # tanh, its approximation; exact; quick: x sigmoid(1.702 x)
-    layer_norm_epsilon: float | None = None  # added to the variance
-
-    def check(self) -> None:
-        require_between(self, 'grid', 'num_heads', low=1)
-        require_between(self, 'layer_norm_epsilon', above=0, below=1)
 
 
 class Clues(NamedTuple):

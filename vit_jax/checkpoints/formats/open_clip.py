@@ -5,7 +5,7 @@ import functools
 from typing import Any, Literal
 
 from vit_jax.base import Record, UserError, records, require, require_between
-from vit_jax.checkpoints.card import Card
+from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import base, inference, name_map, timm_config
 from vit_jax.checkpoints.formats.base import (
     CLIP,
@@ -16,7 +16,7 @@ from vit_jax.checkpoints.formats.base import (
     part,
     require_equal,
 )
-from vit_jax.checkpoints.formats.inference import Clues, Hints, NeedsHint
+from vit_jax.checkpoints.formats.inference import Clues, NeedsHint
 from vit_jax.checkpoints.formats.name_map import NO_BATCH, SAME, VECTOR, NameRule
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.models import ViTConfig

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from vit_jax.base import Params, UserError, counted, records, require, tree_names, usable
 from vit_jax.base.storage import is_remote
 from vit_jax.checkpoints import names, published, store, transfer
-from vit_jax.checkpoints.card import Card
+from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import (
     array_files,
     google,
@@ -27,7 +27,7 @@ from vit_jax.checkpoints.formats.array_files import LazyArray, error_prefix
 from vit_jax.checkpoints.formats.base import Format, Layout, Recognised
 from vit_jax.checkpoints.formats.google import BIGVISION, GOOGLE
 from vit_jax.checkpoints.formats.huggingface import HUGGINGFACE
-from vit_jax.checkpoints.formats.inference import Clues, Hints
+from vit_jax.checkpoints.formats.inference import Clues
 from vit_jax.checkpoints.formats.json_files import json_object, read_json
 from vit_jax.checkpoints.formats.open_clip import OPEN_CLIP
 from vit_jax.checkpoints.formats.timm import TIMM

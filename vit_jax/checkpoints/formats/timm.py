@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from vit_jax.base import UserError, require
-from vit_jax.checkpoints.card import Card
+from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import base, inference, name_map, open_clip
 from vit_jax.checkpoints.formats.array_files import LazyArray
 from vit_jax.checkpoints.formats.base import (
@@ -20,7 +20,7 @@ from vit_jax.checkpoints.formats.base import (
     described,
     part,
 )
-from vit_jax.checkpoints.formats.inference import Clues, Hints, NeedsHint
+from vit_jax.checkpoints.formats.inference import Clues, NeedsHint
 from vit_jax.checkpoints.formats.name_map import NO_CLASS_ROW, SAME, NameRule
 from vit_jax.checkpoints.formats.timm_config import (
     GELUS,

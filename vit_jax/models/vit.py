@@ -316,20 +316,13 @@ class Encoder(ViTModule):
         if unroll < depth:
             # Indexed by a counter: a scan over slices copies the parameters and their gradients.
             step = rematerialized(lambda x, i: run(x, take(i)), self.compute, in_loop=unroll == 1)
-            (x, i), _ = jax.lax.scan(
-                lambda carry, _: ((step(*carry), carry[1] + 1), None),
-                (x, jnp.int32(0)),
-                length=depth - 1,
-                unroll=unroll,
-            )
-            last = take(i)
+            x = jax.lax.fori_loop(0, depth - 1, lambda i, x: step(x, i), x, unroll=unroll)
+            # At a constant index, XLA would write the gradient of the last block beside the others.
+            last = take(jax.lax.optimization_barrier(jnp.int32(depth - 1)))
         else:
             # Split once: the gradient of each part is then written once.
-            split = [jax.lax.split(leaf, (1,) * depth) for leaf in leaves]
-            *first, last = (
-                jax.tree.unflatten(tree, [leaf[0] for leaf in part])
-                for part in zip(*split, strict=True)
-            )
+            parts = zip(*map(jnp.unstack, leaves), strict=True)
+            *first, last = (jax.tree.unflatten(tree, part) for part in parts)
             for part in first:
                 x = rematerialized(run, self.compute)(x, part)
         return run(x, last, num_outputs=count)

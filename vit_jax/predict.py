@@ -51,8 +51,8 @@ def main(arguments: argparse.Namespace) -> int:
     source = unlabelled(arguments.images)
     loaded = load(arguments.checkpoint, **app.overrides(arguments))
     print('\n'.join(loaded.report), file=sys.stderr)
-    skipped = list[str]()
-    options = {'max_pixels': arguments.max_pixels, 'on_skipped': skipped.append}
+    unreadable = list[str]()
+    options = {'max_pixels': arguments.max_pixels, 'on_skipped': unreadable.append}
     reader = head.reader_for(loaded, source, **options)
     names = _class_names(loaded, arguments.class_names)
     names = first_words(names) if form == 'text' else names
@@ -60,18 +60,12 @@ def main(arguments: argparse.Namespace) -> int:
         loaded.require_head()
     wanted: list[OutputName] = ['probabilities'] if loaded.predicts else []
     wanted += ['features'] if arguments.features else []
-    paths, features, unreadable = list[str](), list[np.ndarray](), 0
+    paths, features = list[str](), list[np.ndarray]()
     with open_output(arguments.output, form) as file:
         if form == 'csv':
             print('path,class,probability', file=file)
-        every = _outputs(loaded, reader, wanted, arguments.batch_size)
-        for index, outputs in enumerate(every):
+        for index, outputs in _compute_outputs(loaded, reader, wanted, arguments.batch_size):
             path = source.name_of(index)
-            while skipped:  # threads that read the next batch may append meanwhile
-                print(f'unreadable: {output.printable(skipped.pop(0))}', file=sys.stderr)
-            if outputs is None:
-                unreadable += 1
-                continue
             if 'probabilities' in outputs:
                 likely = int((outputs['probabilities'] > _LIKELY).sum())
                 default = likely if loaded.card.loss == 'sigmoid' else _MANY
@@ -86,62 +80,52 @@ def main(arguments: argparse.Namespace) -> int:
         print(f'features of {counted(len(paths), "image")}: {arguments.features}', file=sys.stderr)
     if arguments.output:
         print(f'written: {arguments.output}', file=sys.stderr)
-    if unreadable:
-        print(f'{unreadable:,} of {len(source):,} images cannot be read', file=sys.stderr)
-    return 1 if unreadable else 0
+    return output.report_unreadable(unreadable, len(source))
 
 
 def _check_paths(arguments: argparse.Namespace) -> None:
     """Raises UserError for a path that cannot be used, before anything is read."""
     for path in filter(None, (arguments.output, arguments.features)):
-        is_there = pathlib.Path(path).is_file() and not arguments.overwrite
-        require(not is_there, f'{path}: exists already; --overwrite replaces it')
-    if arguments.features:
-        kept = pathlib.Path(arguments.features)
-        fits = kept.suffix == '.npz' and kept.parent.is_dir()
-        require(fits, f'--features={kept}: expected NAME.npz in a directory that exists')
-        require_writable(kept)
+        exists = pathlib.Path(path).is_file() and not arguments.overwrite
+        require(not exists, f'{path}: exists already; --overwrite replaces it')
+        require_writable(pathlib.Path(path).resolve())
+    is_npz = (arguments.features or 'x.npz').endswith('.npz')
+    require(is_npz, f'--features={arguments.features}: expected NAME.npz')
     first = pathlib.Path(arguments.checkpoint)
     is_photo = is_image(first.name) and first.is_file()
     require(not is_photo, f'{first} is an image; expected CHECKPOINT IMAGE..., in this order')
 
 
-def _outputs(
+def _compute_outputs(
     loaded: Loaded, reader: ImageReader, wanted: Sequence[OutputName], batch_size: int
-) -> Iterator[dict[OutputName, np.ndarray] | None]:
-    """Yields the outputs of each image by name, under a bar; None for an unreadable image."""
+) -> Iterator[tuple[int, dict[OutputName, np.ndarray]]]:
+    """Yields the index and the outputs of each image that can be read, under a progress bar."""
     batches = batches_on_all_devices(reader, batch_size)
     params = jax.device_put(loaded.params, meshes.replicated(batches.mesh))
-    on_devices, left = dataclasses.replace(loaded, params=params), len(reader.source)
-    # Lines go to the screen through the bar, and past it where they are piped elsewhere.
-    with output.progress(redirect_stdout=sys.stdout.isatty()) as bar:
-        task = bar.add_task('images', total=left)
-        for batch in batches.read(reader):
-            images = normalize(batch['images'], loaded.preprocessing)
-            outputs = on_devices.outputs(images, *wanted)
-            for place, is_readable in enumerate(np.asarray(batch['mask'])[:left]):
-                rows = {name: rows[place] for name, rows in zip(wanted, outputs, strict=True)}
-                yield rows if is_readable else None
-                bar.advance(task)
-            left -= len(images)
+    on_devices = dataclasses.replace(loaded, params=params)
+    total = -(-len(reader.source) // batches.batch_size)
+    # A terminal shows printed lines above the bar.
+    above_bar = {'redirect_stdout': sys.stdout.isatty()}
+    for batch in output.track(batches.read(reader), total, 'batches', **above_bar):
+        images = normalize(batch['images'], loaded.preprocessing)
+        outputs = dict(zip(wanted, on_devices.outputs(images, *wanted), strict=True))
+        indices = np.asarray(batch['example'])
+        for row in np.flatnonzero(batch['mask']).tolist():
+            yield int(indices[row]), {name: values[row] for name, values in outputs.items()}
 
 
 @contextlib.contextmanager
 def open_output(path: str | None, form: str) -> Iterator[TextIO | None]:
-    """Opens a file that replaces `path` when it is complete; None is the standard output.
+    """Opens a file that replaces `path`, or the target of a link, when it is complete.
 
-    A pipe or a device stays one, and a link is followed. A table begins with a byte order mark,
-    without which Excel does not read UTF-8.
+    None is the standard output. Tables start with a byte order mark, which Excel needs for UTF-8.
     """
     if path is None:
         yield None
         return
-    place = pathlib.Path(path)
-    special = place.exists() and not place.is_file()
-    written = contextlib.nullcontext(place) if special else atomic_write(place.resolve())
-    encoding = 'utf-8-sig' if form == 'csv' and not special else 'utf-8'
-    with usable(path), written as target:
-        with target.open('w', encoding=encoding, errors='surrogateescape') as file:
+    encoding = 'utf-8-sig' if form == 'csv' else 'utf-8'
+    with atomic_write(pathlib.Path(path).resolve()) as partial:
+        with partial.open('w', encoding=encoding, errors='surrogateescape') as file:
             yield file
 
 

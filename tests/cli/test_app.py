@@ -379,7 +379,7 @@ def test_help_names_every_flag_of_every_program_with_its_meaning():
     for name, flags in {
         'train': training,
         'fewshot': job,
-        'doctor': training | {'--seconds'},
+        'doctor': training,
         'inspect_data': with_config | {'--workdir'},
         'plan': with_config | {'--topology', '--num_classes', '--num_images', '--largest'},
     }.items():
@@ -455,7 +455,7 @@ def test_the_road_of_the_readme_in_small(tmp_path):
         f'--workdir={tmp_path / "probe"}',
     )
     code, out, err = said(*probe, name='fewshot')
-    assert (code, err) == (0, '') and ' 25 shots' in out and 'fewshot.json' in out
+    assert (code, err) == (0, '') and ' 25-shot ' in out and 'fewshot.json' in out
 
 
 @pytest.mark.full

@@ -471,7 +471,7 @@ def test_some_classes_are_trained_on_and_episodes_say_which_of_these_they_draw(t
     for reader in experiment.readers.values():
         assert reader.source.class_names == tuple(trained)
         assert set(reader.source.labels) == {0, 1, 2}
-    probe = experiment.probes.found['digits']
+    probe = experiment.probes.by_name['digits']
     assert set(probe.test.source.labels) == set(range(10))
     assert f'episodes of digits draw from 3 classes: {said}' in reporter.outline(experiment)
 

@@ -4,10 +4,13 @@ import logging
 import os
 import re
 import sys
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import Progress
+
+T = TypeVar('T')
 
 
 class _Outlasting:
@@ -41,9 +44,24 @@ def progress(**options: Any) -> Progress:
     return Progress(console=console, disable=not sys.stderr.isatty(), **options)
 
 
+def track(items: Iterable[T], total: int, description: str, **options: Any) -> Iterator[T]:
+    """Yields the items under a progress bar."""
+    with progress(**options) as bar:
+        yield from bar.track(items, total=total, description=description)
+
+
 def printable(text: str) -> str:
     """Escapes control characters, so that a name cannot move the cursor or add a line."""
-    return re.sub('[\x00-\x1f\x7f-\x9f]', lambda found: repr(found[0])[1:-1], text)
+    return re.sub('[\x00-\x1f\x7f-\x9f]', lambda match: repr(match[0])[1:-1], text)
+
+
+def report_unreadable(problems: Sequence[str], total: int) -> int:
+    """Prints which of `total` images cannot be read; returns the exit code, 1 if there are any."""
+    for problem in sorted(problems):
+        print(f'unreadable: {printable(problem)}', file=sys.stderr)
+    if problems:
+        print(f'{len(problems):,} of {total:,} images cannot be read, left out', file=sys.stderr)
+    return 1 if problems else 0
 
 
 def log_in_lines() -> None:
@@ -54,21 +72,4 @@ def log_in_lines() -> None:
     # orbax logs an error for each array that it cannot write; the first is raised anyway.
     for name in 'absl', 'asyncio':
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    logging.getLogger('jax._src.xla_bridge').addFilter(_without_stack)
     logging.getLogger('huggingface_hub').propagate = False  # it prints its warnings itself
-    sys.unraisablehook = _print_unless_late
-
-
-def _without_stack(record: logging.LogRecord) -> bool:
-    """Shortens to one line what jax logs about a plugin that it cannot load."""
-    record.exc_info = record.exc_text = None
-    return True
-
-
-def _print_unless_late(error: Any) -> None:
-    """Prints exceptions that no code can catch.
-
-    Skips errors of tensorstore reads that finish after another read has failed.
-    """
-    if 'Event loop is closed' not in str(error.exc_value):
-        sys.__unraisablehook__(error)

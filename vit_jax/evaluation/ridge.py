@@ -2,7 +2,7 @@
 
 A frozen network's features, k labelled images a class, and a ridge regression to targets in
 {-1, 1}: what a linear classifier finds in the features without any training. The paper leaves
-standardisation, bias, l2 and seeds open; they are those of big_vision's `fewshot_lsr`.
+standardization, bias, l2 and seeds open; they are those of big_vision's `fewshot_lsr`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -86,24 +86,27 @@ class Classifier(NamedTuple):
     mean: Float[np.ndarray, 'd']  # of the training features
     weights: Float[np.ndarray, 'd k']
     bias: Float[np.ndarray, 'k']
-    l2: float
+    l2: float = 0.0
 
     def accuracy(self, test: Labelled) -> float:
-        """The share of these images that are classified right."""
+        """Returns the share of these images that are classified correctly."""
         rows = (slice(start, start + _SLICE) for start in range(0, len(test.labels), _SLICE))
         hits = (self.predict(test.features[i]) == test.labels[i] for i in rows)
         return sum(int(hit.sum()) for hit in hits) / len(test.labels)
 
     def predict(self, features: Float[np.ndarray, 'n d']) -> Int[np.ndarray, 'n']:
-        """The class of the largest score, in float32. The mean is taken off first: added to the
-        bias it would cost the digits of features that are far from zero."""
+        """Returns the class of the largest score, in float32.
+
+        The mean is subtracted first: in the bias it would cost the digits of features that are far
+        from zero.
+        """
         mean, weights, bias = (part.astype(np.float32) for part in self[1:4])
         scores = (features.astype(np.float32, copy=False) - mean) @ weights
         scores += bias
         return self.classes[scores.argmax(axis=1)]
 
 
-# The protocol is that of big_vision's evaluators/fewshot_lsr.py. With X (n d) the standardised
+# The protocol is that of big_vision's evaluators/fewshot_lsr.py. With X (n d) the standardized
 # features and Y (n k) the targets, -1 or 1 for each class as in the paper, the gradient of
 # |XW - Y|^2 + l2 |W|^2 is zero where
 #     (X'X + l2) W = X'Y.
@@ -114,7 +117,7 @@ class Classifier(NamedTuple):
 #
 # The bias is the weight of a constant feature of 100: a bias of b needs a weight of b / 100, whose
 # penalty is l2 b^2 / 10,000. So it is nearly free, as it should be: nothing is known of the mean of
-# the targets, which is far from 0 where there are many classes. As the mean of each standardised
+# the targets, which is far from 0 where there are many classes. As the mean of each standardized
 # feature is zero, X'1 = 0: the bias is a system of its own, 100^2 sum(Y) / (100^2 n + l2), and X'Y
 # is twice the sum of the features of each class.
 #
@@ -127,7 +130,7 @@ class Classifier(NamedTuple):
 def fit(train: Labelled, *, l2: Strengths) -> Classifier:
     """The ridge classifier, in float64, with the best of several l2.
 
-    Features are standardised slice by slice, so that no copy of all of them is made.
+    Features are standardized slice by slice, so that no copy of all of them is made.
     """
     features, count = train.features, len(train.labels)
     classes, labels = np.unique(train.labels, return_inverse=True)

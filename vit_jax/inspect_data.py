@@ -60,7 +60,7 @@ def main(arguments: argparse.Namespace) -> int:
     model = config.model or (start.card.model if start else None)
     size = config.image_size or (model.image_size if model else _DEFAULT_SIZE)
     reader_of = reader_for(config, preprocessing, size)
-    scans, known = _scan(sources, reader_of)
+    scans, readable_images = _scan(sources, reader_of)
     unreadable = sum(len(scan.unreadable) for scan in scans.values())
     if unreadable and config.loader.on_unreadable != 'skip':
         remedy = 'repair or remove, or leave out by --config.loader.on_unreadable=skip'
@@ -68,10 +68,12 @@ def main(arguments: argparse.Namespace) -> int:
     with _collecting(problems):
         source = opener(config.data, config.train_split, classes=config.classes)
         names = source.read_names(range(len(source)))
-        readable = [index for index, name in enumerate(names) if name in known][:_ROWS]
+        readable = [index for index, name in enumerate(names) if name in readable_images]
         require(bool(readable), f'none of {len(source)} training images can be read')
         crop = host_crop(config.augmentation, preprocessing)
-        sheet = _draw_sheet(config, reader_of(source), reader_of(source, crop=crop), readable)
+        sheet = _draw_sheet(
+            config, reader_of(source), reader_of(source, crop=crop), readable[:_ROWS]
+        )
         with atomic_write(folder / SHEET) as partial:
             sheet.save(partial, 'PNG')
         print(f'pictures       {folder / SHEET}')
@@ -123,15 +125,15 @@ def _open_sources(config: TrainConfig, opener: Opener, problems: list[str]) -> d
 def _scan(
     sources: dict[str, Source], reader_of: Callable[..., reading.ImageReader]
 ) -> tuple[dict[str, Scan], dict[str, Known]]:
-    """Reads and prints every split, under a bar; returns the scans, and the images by name."""
-    scans, known = dict[str, Scan](), dict[str, Known]()
+    """Scans and prints every split, under a progress bar; also returns the readable images."""
+    scans, readable_images = dict[str, Scan](), dict[str, Known]()
     with futures.ThreadPoolExecutor(reading.cores()) as pool, output.progress() as bar:
         for split, source in sources.items():
             done = functools.partial(bar.advance, bar.add_task(escape(split), total=len(source)))
-            scans[split] = inspection.scan(reader_of(source), pool, done, known=known)
+            scans[split] = inspection.scan(reader_of(source), pool, done, known=readable_images)
             print(f'{split}: {counted(len(source), "image")}')
             print('\n'.join(_describe(scans[split])))
-    return scans, known
+    return scans, readable_images
 
 
 def _describe(scan: Scan) -> Iterator[str]:

@@ -64,13 +64,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 def select_figures(names: str | None) -> list[Kind]:
     """Returns the figures of these names, or all, in the order of the page."""
-    known = {kind.name: kind for kind in catalogue.KINDS}
-    if names is None:
-        return [*known.values()]
-    chosen = [name.strip().lower() for name in names.split(',')]
+    by_name = {kind.name: kind for kind in catalogue.KINDS}
+    chosen = [*by_name] if names is None else [one.strip().lower() for one in names.split(',')]
     for name in chosen:
-        require(name in known, f'--figures: no figure {name!r}; {records.nearest(name, known)}')
-    return [kind for kind in known.values() if kind.name in chosen]
+        require(name in by_name, f'--figures: no figure {name!r}; {records.nearest(name, by_name)}')
+    return [kind for kind in catalogue.KINDS if kind.name in chosen]
 
 
 def _open_study(arguments: argparse.Namespace, bar: Progress) -> tuple[Study, list[str], list[str]]:
@@ -193,7 +191,7 @@ def _draw(
     folder: pathlib.Path, kind: Kind, network: Network | None, numbers: Numbers
 ) -> list[page.Picture]:
     """Writes numbers and pictures of a figure, and prints what they show."""
-    from vit_jax.figures import drawing, style  # here: matplotlib is an extra
+    from vit_jax.figures import drawing, style  # matplotlib is an extra
 
     of = '' if network is None else f'{network.name}: '
     stem = kind.name if network is None else f'{kind.name}-{network.name}'

@@ -86,8 +86,8 @@ def test_shots_that_a_class_does_not_have_are_left_out_and_said():
     result = evaluate(config)
     found = result['sets']['data']
     assert list(found['mean']) == ['1', '9'] and found['l2'] == [1.0, 1024.0]
-    assert found['l2_taken'].keys() == found['accuracy'].keys()
-    assert {*found['l2_taken'].values()} <= {1.0, 1024.0}
+    assert found['l2_chosen'].keys() == found['accuracy'].keys()
+    assert {*found['l2_chosen'].values()} <= {1.0, 1024.0}
     said = probing.summary(result)
     assert said.endswith(
         "9-shot 100.00% +- 0.00%, class 'few' has 9 images, too few for 10-shot, 25-shot"

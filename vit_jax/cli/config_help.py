@@ -67,13 +67,13 @@ _NO_FIELD = {
 
 
 def meanings(cls: type[Record]) -> str:
-    """Types, defaults and meanings of all fields, a section for each kind of record."""
+    """Returns types, defaults and meanings of all fields, in a section for each record."""
     return '\n\n'.join(_section(kind, paths) for kind, paths in places(cls).items())
 
 
 def comments(cls: type[Record]) -> dict[str, str]:
-    """The comments on the lines of each field of a record in its source, inherited fields too."""
-    found: dict[str, str] = {}
+    """Returns the comments on the lines of each field of a record, inherited fields too."""
+    texts: dict[str, str] = {}
     for owner in reversed(cls.__mro__[:-1]):
         name = ''  # of the field that a line belongs to
         for line in inspect.getsource(owner).splitlines():
@@ -83,14 +83,14 @@ def comments(cls: type[Record]) -> dict[str, str]:
                 name = ''
             comment = line.partition('  # ')[2]
             if name and comment:
-                found[name] = f'{found.get(name, "")} {comment}'.strip()
-    return found
+                texts[name] = f'{texts.get(name, "")} {comment}'.strip()
+    return texts
 
 
 def paths(cls: type[Record]) -> list[str]:
-    """Where each field within a record is: `FIELD.FIELD`."""
-    found = [(path, kind) for kind, places in places(cls).items() for path in places]
-    return [f'{path}.{name}' for path, kind in found for name in records.hints(kind)]
+    """Returns the path of each field within a record: `FIELD.FIELD`."""
+    holders = [(path, kind) for kind, owned in places(cls).items() for path in owned]
+    return [f'{path}.{name}' for path, kind in holders for name in records.hints(kind)]
 
 
 def suggest(cls: type[Record] | None, name: str, known: Collection[str]) -> str:
@@ -140,8 +140,8 @@ def suggest_field(value: Any, kinds: Sequence[type[Record]], where: str) -> str:
 
 
 def places(cls: type[Record]) -> dict[type[Record], list[str]]:
-    """Each kind of record within this one, itself first, with the fields that may hold it."""
-    found = {cls: ['config']}
+    """Returns each kind of record within this one, itself first, and the fields that hold it."""
+    by_kind = {cls: ['config']}
     waiting = [cls]
     for holder in waiting:  # which grows
         for name, hint in records.hints(holder).items():
@@ -149,16 +149,16 @@ def places(cls: type[Record]) -> dict[type[Record], list[str]]:
                 of_many = typing.get_origin(option) is dict
                 kinds = records.record_types(typing.get_args(option) if of_many else [option])
                 for kind in kinds.values():
-                    if kind not in found:
+                    if kind not in by_kind:
                         waiting.append(kind)
-                    place = f'{found[holder][0]}.{name}{".NAME" if of_many else ""}'
-                    if place not in found.setdefault(kind, []):
-                        found[kind].append(place)
-    return found
+                    place = f'{by_kind[holder][0]}.{name}{".NAME" if of_many else ""}'
+                    if place not in by_kind.setdefault(kind, []):
+                        by_kind[kind].append(place)
+    return by_kind
 
 
 def _section(kind: Any, paths: list[str]) -> str:
-    """The fields of a record, with what its source says of them."""
+    """Returns the fields of a record with their types, defaults and comments."""
     lines = [textwrap.fill(', '.join(f'--{path}.FIELD' for path in paths), _WIDTH)]
     owners = [owner for owner in kind.__mro__ if issubclass(owner, Record) and owner is not Record]
     meaning = '\n\n'.join(inspect.cleandoc(owner.__doc__ or '') for owner in owners)
@@ -171,7 +171,7 @@ def _section(kind: Any, paths: list[str]) -> str:
 
 
 def type_text(hint: Any) -> str:
-    """A type as the command line takes it."""
+    """Returns a type as the command line writes it."""
     if hint is type(None):
         return 'none'
     if len(options := records.alternatives(hint)) > 1:

@@ -21,8 +21,8 @@ class LogisticConfig(records.Record):
     """Softmax regression on standardized features, by L-BFGS to convergence.
 
     `l2` multiplies half the squared weights, against the sum of losses: 1/C of scikit-learn and of
-    CLIP's probes. Of several, the one that is best on the validation part of the training images
-    is taken, and all of these are fitted again with it.
+    CLIP's probes. If there are several, the one that is best on a validation part of the training
+    images is chosen, and fitted again to all training images.
     """
 
     l2: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0, 10000.0)  # of half the squared weights
@@ -75,10 +75,10 @@ def nearest_neighbours(train: Labelled, test: Labelled, *, neighbours: int) -> f
     if not 1 <= neighbours <= len(train.labels):
         raise UserError(f'neighbours={neighbours}: there are {len(train.labels)} training images')
     classes, labels = np.unique(train.labels, return_inverse=True)
-    known = jnp.asarray(_unit(train.features))
+    training = jnp.asarray(_unit(train.features))
 
-    def vote(unknown: Float[Array, 'd']) -> Int[Array, '']:
-        similarity = jnp.matmul(known, unknown, precision='highest')
+    def vote(features: Float[Array, 'd']) -> Int[Array, '']:
+        similarity = jnp.matmul(training, features, precision='highest')
         near, index = jax.lax.top_k(similarity, neighbours)
         votes = jax.nn.one_hot(jnp.asarray(labels)[index], len(classes))
         return jnp.matmul(jnp.exp((near - 1) / TEMPERATURE), votes).argmax()

@@ -144,12 +144,10 @@ def episodes_outline(probes: Probes, trained: Sequence[str]) -> list[str]:
     return lines
 
 
-def evaluate(
-    features_of: FeaturesOf, opened: Probes, preprocessing: Preprocessing
-) -> dict[str, Any]:
+def evaluate(features_of: FeaturesOf, sets: Probes, preprocessing: Preprocessing) -> dict[str, Any]:
     """Returns results and protocol of each data set, by name, and which are missing, as JSON."""
     results = {}
-    for name, probe in opened.by_name.items():
+    for name, probe in sets.by_name.items():
         how = dataclasses.replace(preprocessing, crop=probe.test.crop)
         protocol = {
             'data': probe.data,
@@ -159,8 +157,8 @@ def evaluate(
             'image_size': list(probe.test.size),
             'preprocessing': records.to_dict(how),
         }
-        results[name] = protocol | _evaluate_probe(features_of, probe, opened.config)
-    return {'sets': results, 'missing': opened.missing}
+        results[name] = protocol | _evaluate_probe(features_of, probe, sets.config)
+    return {'sets': results, 'missing': sets.missing}
 
 
 def _evaluate_probe(features_of: FeaturesOf, probe: Probe, config: FewshotConfig) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
     _say('decoding', image_decoding.describe_decoder())
     _say('cluster', str(clusters.detect_cluster(launch) or 'none detected: one process'))
     with joined_job(launch, app.report) as job:
-        app.prepare_devices(arguments, processes=job.count)
+        app.prepare_devices(processes=job.count)
         folder = jax.config.values['jax_compilation_cache_dir']
         is_kept = folder and jax.config.values['jax_enable_compilation_cache']
         _say('compiled', f'cache of compiled programs: {folder if is_kept else "none"}')

@@ -1,10 +1,9 @@
 """Measures a checkpoint on labelled images: python -m vit_jax.evaluate CHECKPOINT --data=DATA.
 
-CHECKPOINT is of any kind that vit_jax.load reads, DATA of any kind that a configuration takes; no
-training is done. Classes are matched by name where the checkpoint has names. A checkpoint in the
-work directory of a run is measured on the images that the run held out, unless flags say otherwise.
---out=DIR keeps evaluation.json (all numbers, of each class too), confusion.npz and its picture,
-confusion.png.
+CHECKPOINT is of any kind that vit_jax.load reads, DATA of any kind that a configuration takes.
+Classes are matched by name if the checkpoint has names. A checkpoint in the work directory of a run
+is measured on the images that the run held out, unless flags name others. --out=DIR writes
+evaluation.json (all numbers, also of each class), confusion.npz and its picture, confusion.png.
 """
 
 import argparse
@@ -162,17 +161,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument('checkpoint', metavar='CHECKPOINT')
     text = 'a folder, FILE.csv, FILE.jsonl, FILE.npz, tfds:NAME, digits'
     parser.add_argument('--data', required=True, metavar='DATA', help=text)
-    text = "its images, perhaps a slice: train[90%%:] (the run's own test split, else test)"
+    text = "or a slice, such as train[90%%:] (the test split of the checkpoint's run, or test)"
     parser.add_argument('--split', metavar='NAME', help=text)
-    text = "other labels for them, such as ReaL's real.json"
+    text = "labels that replace those of the data, such as ReaL's real.json"
     parser.add_argument('--labels', metavar='FILE.json', help=text)
-    text = "the data's first class is output 0, and so on, whatever their names"
+    text = "match classes by their order, not by name: the data's first class is output 0"
     parser.add_argument('--by_number', action='store_true', help=text)
-    text = "of each class of data without splits, for the split test (the run's own, else 0.1)"
+    text = "part of each class that is the split test of data without splits (the run's, or 0.1)"
     parser.add_argument('--held_out', type=float, metavar='FRACTION', help=text)
-    text = "which ones (the run's own, else 0)"
+    text = "seed of the choice of that part (the run's, or 0)"
     parser.add_argument('--held_out_seed', type=int, metavar='N', help=text)
-    text = 'keep all numbers and the picture'
+    text = 'write all numbers and the confusion matrix'
     parser.add_argument('--out', type=app.local_path, metavar='DIR', help=text)
     app.add_reading(parser)
     app.add_overrides(parser)

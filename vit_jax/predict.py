@@ -1,10 +1,10 @@
 """Names what is in images: python -m vit_jax.predict CHECKPOINT IMAGE...
 
-CHECKPOINT is of any kind that vit_jax.load reads, an IMAGE is a file or a folder. Every image gets
-its most probable classes: the first five, or, if the model was trained with sigmoid, all above
-50 %. --output=FILE.csv or --format=csv gives lines of path, class, probability, one for each of
-these classes, FILE.jsonl or --format=jsonl an object for each image. --features=OUT.npz keeps the
-input of the head, with the paths of the images that could be read.
+CHECKPOINT is of any kind that vit_jax.load reads, an IMAGE is a file or a folder. Prints the five
+most probable classes of each image, or, if the model was trained with sigmoid, all above 50 %.
+--output=FILE.csv or --format=csv writes a line of path, class and probability for each class;
+FILE.jsonl or --format=jsonl writes an object for each image. --features=OUT.npz writes the input of
+the head, with the paths of the images.
 """
 
 import argparse
@@ -177,12 +177,12 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add('checkpoint', metavar='CHECKPOINT')
     add('images', metavar='IMAGE', nargs='+', help='files or folders')
-    text = 'classes of each image (5; after training with sigmoid those above 50%%)'
+    text = 'classes of each image (5; of a model trained with sigmoid those above 50%%)'
     add('--top', type=app.positive, metavar='N', help=text)
     add('--format', choices=['text', 'csv', 'jsonl'], help="(that of FILE's ending, or text)")
     add('--output', type=app.local_path, metavar='FILE', help='default: standard output')
     add('--class_names', metavar='FILE', help="one name per line; default: the checkpoint's")
-    add('--features', type=app.local_path, metavar='OUT.npz', help='keep paths and features')
+    add('--features', type=app.local_path, metavar='OUT.npz', help='write paths and features')
     add('--overwrite', action='store_true', help='replace FILE and OUT.npz if they exist')
     app.add_reading(parser)
     app.add_overrides(parser)

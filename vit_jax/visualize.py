@@ -216,15 +216,15 @@ def make_parser() -> argparse.ArgumentParser:
     add('checkpoints', metavar='CHECKPOINT', nargs='+')
     text = 'a folder of photos; or a folder of classes, FILE.csv, FILE.npz, tfds:NAME, digits'
     add('--images', required=True, metavar='DATA', help=text)
-    text = 'of data that has some, perhaps a slice: train[90%%:] (test)'
+    text = 'or a slice of it, such as train[90%%:] (test)'
     add('--split', metavar='NAME', help=text)
-    text = 'for the page and its parts'
+    text = 'directory of the page and its parts'
     add('--out', required=True, type=app.local_path, metavar='DIR', help=text)
     names = ', '.join(kind.name for kind in catalogue.KINDS)
     add('--figures', metavar='NAME,...', help=f'(all) of {names}')
-    text = 'images at most, evenly spread over all (256)'
+    text = 'the largest number of images, evenly spread over all (256)'
     add('--num_images', type=app.positive, default=256, metavar='N', help=text)
-    text = 'strength of the ridge regressions of probes (1024)'
+    text = 'l2 of the ridge regressions of probes (1024)'
     add('--probe_l2', type=float, default=1024.0, metavar='L2', help=text)
     app.add_reading(parser)
     app.add_overrides(parser)

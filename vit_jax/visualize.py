@@ -118,7 +118,9 @@ def _describe(name: str, loaded: Loaded) -> str:
     """Returns a sentence about a network: where it is from, and what it is."""
     height, width = loaded.config.image_size
     report = '; '.join(loaded.report[1 : len(loaded.origin) + 2])
-    return f'{name}: {report}; images of {height}x{width}.'
+    removed = getattr(loaded.config, 'blocks_without_skips', ())
+    without = f'; blocks without skip connections: {removed}' if removed else ''
+    return f'{name}: {report}; images of {height}x{width}{without}.'
 
 
 def _open_images(data: str, split: str | None) -> Source:

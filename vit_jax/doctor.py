@@ -41,7 +41,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Prints what it finds. Raises UserError for the first fault."""
     launch, workdir = app.launch(arguments), arguments.workdir
     alone = workdir is not None and arguments.config is None
-    wrong = f'--workdir={workdir}: of which experiment? --config is missing'
+    wrong = f'--workdir={workdir}: --config is missing; expected that of the experiment'
     require(not alone or storage.is_remote(workdir), wrong)
     _say('host', f'{socket.gethostname()}, {platform.system()}, {os.cpu_count()} cores')
     _say('versions', ', '.join(f'{name} {v}' for name, v in fingerprint.packages().items()))

@@ -53,14 +53,15 @@ def main(arguments: argparse.Namespace) -> int:
     unreadable = list[str]()
     options = {'max_pixels': arguments.max_pixels, 'on_skipped': unreadable.append}
     reader, size = head.reader_for(loaded, source, **options), arguments.batch_size
-    total = -(-len(source) // size)
-    report = head.evaluate_head(
-        loaded,
-        reader,
-        batch_size=size,
-        relabelled=_are_relabelled(open_split, arguments, split),
-        watch=functools.partial(output.track, total=total, description='batches'),
-    )
+    with output.progress() as bar:
+        total = -(-len(source) // size)
+        report = head.evaluate_head(
+            loaded,
+            reader,
+            batch_size=size,
+            relabelled=_are_relabelled(open_split, arguments, split),
+            watch=functools.partial(bar.track, total=total, description='batches'),
+        )
     images, classes = counted(report.images, 'image'), counted(len(report.classes), 'class')
     print(f'{arguments.data}, {split}: {images} of {classes}')
     if arguments.by_number or not loaded.class_names:
@@ -83,12 +84,10 @@ def main(arguments: argparse.Namespace) -> int:
 def _default_part(arguments: argparse.Namespace, origin: SourceRun | None) -> tuple[HeldOut, str]:
     """Returns what is held out, and the split: the given ones, else those of the run."""
     held_out = origin.held_out if origin else HeldOut()
-    if arguments.held_out is not None:
-        held_out = dataclasses.replace(held_out, fraction=arguments.held_out)
-    if arguments.held_out_seed is not None:
-        held_out = dataclasses.replace(held_out, seed=arguments.held_out_seed)
+    flags = {'fraction': arguments.held_out, 'seed': arguments.held_out_seed}
+    given = {name: value for name, value in flags.items() if value is not None}
     split = origin.split_of(arguments.data) if origin else 'test'
-    return held_out, arguments.split or split
+    return dataclasses.replace(held_out, **given), arguments.split or split
 
 
 def _are_relabelled(open_split: Opener, arguments: argparse.Namespace, split: str) -> bool:

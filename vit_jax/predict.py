@@ -16,19 +16,19 @@ import io
 import json
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from vit_jax.base import Float, counted, require, require_regular, require_writable
+from vit_jax.base import Batch, Float, counted, require, require_regular, require_writable
 from vit_jax.base.atomic_files import atomic_write
 from vit_jax.base.errors import usable
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.cli import app, output
 from vit_jax.data.image_preprocessing import normalize
-from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.folders import is_image, unlabelled
 from vit_jax.distributed import meshes
 from vit_jax.evaluation import head
@@ -61,10 +61,15 @@ def main(arguments: argparse.Namespace) -> int:
     wanted: list[OutputName] = ['probabilities'] if loaded.predicts else []
     wanted += ['features'] if arguments.features else []
     paths, features = list[str](), list[np.ndarray]()
-    with open_output(arguments.output, form) as file:
+    batches = batches_on_all_devices(reader, arguments.batch_size)
+    # A terminal shows printed lines above the bar.
+    bar = output.progress(redirect_stdout=sys.stdout.isatty())
+    with open_output(arguments.output, form) as file, bar:
         if form == 'csv':
             print('path,class,probability', file=file)
-        for index, outputs in _compute_outputs(loaded, reader, wanted, arguments.batch_size):
+        total = -(-len(source) // batches.batch_size)
+        tracked = bar.track(batches.read(reader), total=total, description='batches')
+        for index, outputs in _compute_outputs(loaded, wanted, batches.mesh, tracked):
             path = source.name_of(index)
             if 'probabilities' in outputs:
                 likely = int((outputs['probabilities'] > _LIKELY).sum())
@@ -97,16 +102,12 @@ def _check_paths(arguments: argparse.Namespace) -> None:
 
 
 def _compute_outputs(
-    loaded: Loaded, reader: ImageReader, wanted: Sequence[OutputName], batch_size: int
+    loaded: Loaded, wanted: Sequence[OutputName], mesh: Mesh, batches: Iterable[Batch]
 ) -> Iterator[tuple[int, dict[OutputName, np.ndarray]]]:
-    """Yields the index and the outputs of each image that can be read, under a progress bar."""
-    batches = batches_on_all_devices(reader, batch_size)
-    params = jax.device_put(loaded.params, meshes.replicated(batches.mesh))
+    """Yields the index and the outputs of each image that can be read."""
+    params = jax.device_put(loaded.params, meshes.replicated(mesh))
     on_devices = dataclasses.replace(loaded, params=params)
-    total = -(-len(reader.source) // batches.batch_size)
-    # A terminal shows printed lines above the bar.
-    above_bar = {'redirect_stdout': sys.stdout.isatty()}
-    for batch in output.track(batches.read(reader), total, 'batches', **above_bar):
+    for batch in batches:
         images = normalize(batch['images'], loaded.preprocessing)
         outputs = dict(zip(wanted, on_devices.outputs(images, *wanted), strict=True))
         indices = np.asarray(batch['example'])

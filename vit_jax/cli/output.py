@@ -4,13 +4,11 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-
-T = TypeVar('T')
 
 
 class _Outlasting:
@@ -42,12 +40,6 @@ def progress(**options: Any) -> Progress:
     """Returns progress bars on stderr, which are shown on a terminal only."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     return Progress(console=console, disable=not sys.stderr.isatty(), **options)
-
-
-def track(items: Iterable[T], total: int, description: str, **options: Any) -> Iterator[T]:
-    """Yields the items under a progress bar."""
-    with progress(**options) as bar:
-        yield from bar.track(items, total=total, description=description)
 
 
 def printable(text: str) -> str:

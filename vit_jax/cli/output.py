@@ -64,4 +64,11 @@ def log_in_lines() -> None:
     # orbax logs an error for each array that it cannot write; the first is raised anyway.
     for name in 'absl', 'asyncio':
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    logging.getLogger('jax._src.xla_bridge').addFilter(_without_stack)
     logging.getLogger('huggingface_hub').propagate = False  # it prints its warnings itself
+
+
+def _without_stack(record: logging.LogRecord) -> bool:
+    """Shortens to one line what jax logs about a plugin that it cannot load."""
+    record.exc_info = record.exc_text = None
+    return True

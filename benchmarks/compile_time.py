@@ -56,10 +56,11 @@ def start_seconds(folder: str, number: int) -> float:
     """Of a process that trains the quickstart for one step."""
     command = [sys.executable, '-m', 'vit_jax.train', '--config=configs/quickstart.py']
     command += ['--config.total.steps=1', '--config.schedule.warmup.steps=0']
-    command += [f'--workdir={folder}/{number}', f'--compiled={folder}/compiled']
+    command += [f'--workdir={folder}/{number}']
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     cwd = pathlib.Path(__file__).parents[1]
-    subprocess.run(command, cwd=cwd, stdout=subprocess.DEVNULL, check=True)
+    environment = os.environ | {'JAX_COMPILATION_CACHE_DIR': f'{folder}/compiled'}
+    subprocess.run(command, cwd=cwd, env=environment, stdout=subprocess.DEVNULL, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

@@ -115,16 +115,6 @@ def test_every_number_is_the_one_that_the_logits_give(tmp_path):
     assert sum(one['images'] for one in found['confusions']) == (labels != predicted).sum()
 
 
-@pytest.mark.parametrize('num_classes, images', [(2, 5), (19, 9), (20, 10), (1000, 50)])
-def test_people_are_told_what_means_something(num_classes, images):
-    one = {'class': 'cat', 'images': images, 'accuracy': 0.0}
-    means = {'accuracy': 0.0, 'top5_accuracy': 1.0, 'loss': 1.0}
-    found = head_report(images=images, means=means, classes=[one], names=['cat'])
-    said = '\n'.join(evaluate._lines(found, num_classes))
-    assert ('top-5' in said) == (num_classes >= 20)
-    assert ('is rough' in said) == (images < 10)
-
-
 @pytest.mark.full
 def test_other_labels_count_any_that_is_right(tmp_path):
     network = loaded(tiny.model(), class_names=NAMES)
@@ -171,7 +161,7 @@ def test_the_name_of_a_class_cannot_write_on_the_screen():
     classes = [{'class': 'a\x1b[2J', 'images': 1, 'accuracy': 0.0}]
     table = np.array([[0, 1], [0, 0]])
     found = head_report(classes=classes, names=['a\x1b[2J', 'b\n'], confusion=table)
-    said = evaluate._lines(found, num_classes=2)
+    said = evaluate._lines(found)
     assert said[-1].endswith(r'a\x1b[2J, taken for b\n') and '\x1b' not in ''.join(said)
 
 
@@ -222,7 +212,7 @@ def test_without_names_classes_are_matched_by_number_or_not_at_all():
     message = "the data have 'a', 'b', 'c'; the network has 'one', .*; --by_number takes them"
     with pytest.raises(ValueError, match=message):
         head.match_classes(data, named, by_number=False)
-    with pytest.raises(ValueError, match='has 7 outputs, .* the data have 3 classes'):
+    with pytest.raises(ValueError, match='has 7 outputs, the data have 3 classes'):
         head.match_classes(data, network_with(7), by_number=False)
     with pytest.raises(ValueError, match="2 classes of the network have the name 'a'"):
         head.match_classes(data, network_with(3, ('a', 'b', 'a')), by_number=False)

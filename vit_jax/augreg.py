@@ -54,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = app.new_parser('augreg', __doc__)
     parser.add_argument('name', nargs='?', metavar='NAME', help='a variant, or a file name')
     parser.add_argument('--index', default=INDEX, metavar='FILE.csv', help=f'({INDEX})')
-    text = 'fetch the file that is picked'
+    text = 'download the picked file'
     parser.add_argument('--download', action='store_true', help=text)
     return parser
 

@@ -20,7 +20,7 @@ from vit_jax.pretrained import load, save
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Reads, says what it found, writes, says what a reader of it has to know."""
+    """Converts a checkpoint; prints what was read, and what a reader of OUT needs to know."""
     output = pathlib.Path(arguments.output)
     require_here(arguments.output)
     if not (arguments.overwrite or is_free(output)):

@@ -1,15 +1,14 @@
 """Looks at images before training: python -m vit_jax.inspect_data --config=... --config.data=DATA.
 
-Prints splits, classes, counts, sizes, files that cannot be read, and everything that would stop a
-training. Writes it to WORKDIR/data.json, and some images, as evaluation and as training see them,
-to WORKDIR/data.png.
+Prints splits, classes, counts, sizes, unreadable files, images that are stored twice, and all that
+would stop a training. Writes it to WORKDIR/data.json, and draws some images in WORKDIR/data.png, as
+evaluation and training see them.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 
@@ -25,7 +24,6 @@ from vit_jax.config import TrainConfig
 from vit_jax.data import inspection, reading
 from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.inspection import Known, Scan
-from vit_jax.data.sources import folders, tables
 from vit_jax.data.sources.base import Source, split_names
 from vit_jax.data.sources.opening import Opener, make_opener, open_splits
 from vit_jax.experiment import workdirs
@@ -38,8 +36,8 @@ from vit_jax.training.update import AUGMENT, purpose_key
 SHEET, SUMMARY = 'data.png', 'data.json'
 _ROWS, _EPOCHS, _DEFAULT_SIZE = 8, 7, (224, 224)
 _SHOWN = 5  # of a long list
-_LISTS = {  # of a Scan: what is said of such images
-    'misnamed': ', read all the same:',
+_LISTS = {  # the lists of a Scan, and what is printed after their counts
+    'misnamed': ', readable with the ending of another format:',
     'duplicates': ', the same bytes twice:',
     'contradictory': ', the same bytes in two classes:',
     'unreadable': '',
@@ -53,8 +51,8 @@ def main(arguments: argparse.Namespace) -> int:
     if not storage.is_remote(folder):
         with usable(folder):
             folder.mkdir(parents=True, exist_ok=True)
-    opener = make_opener(config.held_out)
-    sources, problems = _open_sources(config, opener)
+    opener, problems = make_opener(config.held_out), list[str]()
+    sources = _open_sources(config, opener, problems)
     start = None
     with _collecting(problems):
         start = open_start(config)
@@ -62,37 +60,29 @@ def main(arguments: argparse.Namespace) -> int:
     model = config.model or (start.card.model if start else None)
     size = config.image_size or (model.image_size if model else _DEFAULT_SIZE)
     reader_of = reader_for(config, preprocessing, size)
-    scans, known = _scan(sources, reader_of)
+    scans, readable_images = _scan(sources, reader_of)
     unreadable = sum(len(scan.unreadable) for scan in scans.values())
     if unreadable and config.loader.on_unreadable != 'skip':
         remedy = 'repair or remove, or leave out by --config.loader.on_unreadable=skip'
         problems.append(f'{counted(unreadable, "image")} cannot be read: {remedy}')
-    if any(source.class_names for source in sources.values()):
-        with _collecting(problems):
-            source = opener(config.data, config.train_split, classes=config.classes)
-            names = source.read_names(range(len(source)))
-            readable = [index for index, name in enumerate(names) if name in known][:_ROWS]
-            none = f'none of {len(source)} training images can be read'
-            require(bool(readable), none)
-            crop = host_crop(config.augmentation, preprocessing)
-            sheet = _draw_sheet(config, reader_of(source), reader_of(source, crop=crop), readable)
-            with atomic_write(folder / SHEET) as partial:
-                sheet.save(partial, 'PNG')
-            print(f'pictures       {folder / SHEET}')
-    shared = _count_shared(config, opener, known)
-    for name, (count, total) in shared.items():
-        text = f'{count:,} of {total:,} {name} images are also training images'
-        print(f'shared         {text}: their accuracy is not that of new images')
-    values = {
-        'data': text_of(config.data),
-        'problems': problems,
-        'splits': {split: dataclasses.asdict(scan) for split, scan in scans.items()},
-        'shared': {name: count for name, (count, _) in shared.items()},
-    }
+    with _collecting(problems):
+        source = opener(config.data, config.train_split, classes=config.classes)
+        names = source.read_names(range(len(source)))
+        readable = [index for index, name in enumerate(names) if name in readable_images]
+        require(bool(readable), f'none of {len(source)} training images can be read')
+        crop = host_crop(config.augmentation, preprocessing)
+        sheet = _draw_sheet(
+            config, reader_of(source), reader_of(source, crop=crop), readable[:_ROWS]
+        )
+        with atomic_write(folder / SHEET) as partial:
+            sheet.save(partial, 'PNG')
+        print(f'pictures       {folder / SHEET}')
+    splits = {split: dataclasses.asdict(scan) for split, scan in scans.items()}
+    values = {'data': text_of(config.data), 'problems': problems, 'splits': splits}
     write_json(folder / SUMMARY, values)
     print(f'details        {folder / SUMMARY}')
     if problems:
-        print('\n  '.join(['training would be refused:', *problems]))
+        print('\n  '.join(['training would be rejected:', *problems]))
     return 1 if problems else 0
 
 
@@ -105,12 +95,9 @@ def _collecting(problems: list[str]) -> Iterator[None]:
         problems += [line for line in str(error).split('\n  ') if line not in problems]
 
 
-def _open_sources(config: TrainConfig, opener: Opener) -> tuple[dict[str, Source], list[str]]:
-    """Returns the splits by name, that of training first, and why training would be refused.
-
-    If a split cannot be opened, returns all images, whatever their classes.
-    """
-    data, problems, sources = config.data, list[str](), dict[str, Source]()
+def _open_sources(config: TrainConfig, opener: Opener, problems: list[str]) -> dict[str, Source]:
+    """Opens all splits, the training split first; appends why training would be rejected."""
+    data, sources = config.data, dict[str, Source]()
     own = [one.split for one in config.evaluations.values() if one.data is None]
     first = split_names(config.train_split)
     with _collecting(problems):
@@ -121,7 +108,7 @@ def _open_sources(config: TrainConfig, opener: Opener) -> tuple[dict[str, Source
             with _collecting(problems):
                 sources[name] = opener(data, name)
     if problems:
-        return _open_all_images(data) if isinstance(data, str) else {}, problems
+        return sources
     parts = dict[str, Source]()
     for split in [config.train_split, *own]:
         with _collecting(problems):
@@ -132,31 +119,21 @@ def _open_sources(config: TrainConfig, opener: Opener) -> tuple[dict[str, Source
             if config.total is not None:
                 size, images = config.batch_size, len(train)
                 make_train_length(config.total, batch_size=size, num_images=images)
-    return sources, problems
-
-
-def _open_all_images(data: str) -> dict[str, Source]:
-    """Opens the images of a folder or a table whose splits cannot be opened."""
-    with contextlib.suppress(UserError):
-        if os.path.isdir(data):
-            return {'all images': folders.unlabelled([data])}
-        if data.endswith(('.csv', '.jsonl')) and os.path.isfile(data):
-            return {'all images': tables.unlabelled(data)}
-    return {}
+    return sources
 
 
 def _scan(
     sources: dict[str, Source], reader_of: Callable[..., reading.ImageReader]
 ) -> tuple[dict[str, Scan], dict[str, Known]]:
-    """Reads and prints every split, under a bar; returns the scans, and the images by name."""
-    scans, known = dict[str, Scan](), dict[str, Known]()
+    """Scans and prints every split, under a progress bar; also returns the readable images."""
+    scans, readable_images = dict[str, Scan](), dict[str, Known]()
     with futures.ThreadPoolExecutor(reading.cores()) as pool, output.progress() as bar:
         for split, source in sources.items():
             done = functools.partial(bar.advance, bar.add_task(escape(split), total=len(source)))
-            scans[split] = inspection.scan(reader_of(source), pool, done, known=known)
+            scans[split] = inspection.scan(reader_of(source), pool, done, known=readable_images)
             print(f'{split}: {counted(len(source), "image")}')
             print('\n'.join(_describe(scans[split])))
-    return scans, known
+    return scans, readable_images
 
 
 def _describe(scan: Scan) -> Iterator[str]:
@@ -182,28 +159,6 @@ def _describe(scan: Scan) -> Iterator[str]:
             yield from (f'    {image}' for image in images[:_SHOWN])
 
 
-def _count_shared(
-    config: TrainConfig, opener: Opener, known: dict[str, Known]
-) -> dict[str, tuple[int, int]]:
-    """Returns, for each evaluation on training images, how many of how many images these are."""
-
-    def digests(split: str) -> list[bytes]:
-        source = opener(config.data, split, classes=config.classes)
-        names = source.read_names(range(len(source)))
-        return [known[name].digest for name in names if name in known]
-
-    shared = dict[str, tuple[int, int]]()
-    if not isinstance(config.data, str):  # whose images may have any names
-        return shared
-    with contextlib.suppress(UserError):  # which is among the problems
-        trained = {*digests(config.train_split)}
-        for name, one in config.evaluations.items():
-            tested = digests(one.split) if one.data is None else []
-            if count := sum(digest in trained for digest in tested):
-                shared[name] = count, len(tested)
-    return shared
-
-
 def _draw_sheet(
     config: TrainConfig,
     evaluated: reading.ImageReader,
@@ -215,12 +170,12 @@ def _draw_sheet(
     examples = [evaluated.example(reading.ExampleRef(index)) for index in indices]
     columns = [[image for image, _ in examples]]
     targets = functools.partial(targets_of, num_classes=len(source.class_names))
-    changed = jax.jit(functools.partial(augment, config=config.augmentation, targets_of=targets))
+    augmented = jax.jit(functools.partial(augment, config=config.augmentation, targets_of=targets))
     key = purpose_key(config.seed, AUGMENT)
     with futures.ThreadPoolExecutor() as pool:
         for epoch in range(_EPOCHS):
             refs = [reading.ExampleRef(i, epoch) for i in indices]
-            batch = changed(key, trained.examples(refs, pool))
+            batch = augmented(key, trained.examples(refs, pool))
             columns.append(list(np.asarray(batch['images']).round().astype(np.uint8)))
     numbers = [np.flatnonzero(x) if source.multi_label else [int(x)] for _, x in examples]
     names = [', '.join(source.class_names[n] for n in of_image) for of_image in numbers]

@@ -1,10 +1,10 @@
 """Names what is in images: python -m vit_jax.predict CHECKPOINT IMAGE...
 
-CHECKPOINT is of any kind that vit_jax.load reads, an IMAGE is a file or a folder. Every image gets
-its most probable classes: the first five, or, if the model was trained with sigmoid, all above
-50 %. --output=FILE.csv or --format=csv gives lines of path, class, probability, one for each of
-these classes, FILE.jsonl or --format=jsonl an object for each image. --features=OUT.npz keeps the
-input of the head, with the paths of the images that could be read.
+CHECKPOINT is of any kind that vit_jax.load reads, an IMAGE is a file or a folder. Prints the five
+most probable classes of each image, or, if the model was trained with sigmoid, all above 50 %.
+--output=FILE.csv or --format=csv writes a line of path, class and probability for each class;
+FILE.jsonl or --format=jsonl writes an object for each image. --features=OUT.npz writes the input of
+the head, with the paths of the images.
 """
 
 import argparse
@@ -16,19 +16,19 @@ import io
 import json
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from vit_jax.base import Float, counted, require, require_regular, require_writable
+from vit_jax.base import Batch, Float, counted, require, require_regular, require_writable
 from vit_jax.base.atomic_files import atomic_write
 from vit_jax.base.errors import usable
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.cli import app, output
 from vit_jax.data.image_preprocessing import normalize
-from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.folders import is_image, unlabelled
 from vit_jax.distributed import meshes
 from vit_jax.evaluation import head
@@ -51,8 +51,8 @@ def main(arguments: argparse.Namespace) -> int:
     source = unlabelled(arguments.images)
     loaded = load(arguments.checkpoint, **app.overrides(arguments))
     print('\n'.join(loaded.report), file=sys.stderr)
-    skipped = list[str]()
-    options = {'max_pixels': arguments.max_pixels, 'on_skipped': skipped.append}
+    unreadable = list[str]()
+    options = {'max_pixels': arguments.max_pixels, 'on_skipped': unreadable.append}
     reader = head.reader_for(loaded, source, **options)
     names = _class_names(loaded, arguments.class_names)
     names = first_words(names) if form == 'text' else names
@@ -60,18 +60,17 @@ def main(arguments: argparse.Namespace) -> int:
         loaded.require_head()
     wanted: list[OutputName] = ['probabilities'] if loaded.predicts else []
     wanted += ['features'] if arguments.features else []
-    paths, features, unreadable = list[str](), list[np.ndarray](), 0
-    with open_output(arguments.output, form) as file:
+    paths, features = list[str](), list[np.ndarray]()
+    batches = batches_on_all_devices(reader, arguments.batch_size)
+    # A terminal shows printed lines above the bar.
+    bar = output.progress(redirect_stdout=sys.stdout.isatty())
+    with open_output(arguments.output, form) as file, bar:
         if form == 'csv':
             print('path,class,probability', file=file)
-        every = _outputs(loaded, reader, wanted, arguments.batch_size)
-        for index, outputs in enumerate(every):
+        total = -(-len(source) // batches.batch_size)
+        tracked = bar.track(batches.read(reader), total=total, description='batches')
+        for index, outputs in _compute_outputs(loaded, wanted, batches.mesh, tracked):
             path = source.name_of(index)
-            while skipped:  # threads that read the next batch may append meanwhile
-                print(f'unreadable: {output.printable(skipped.pop(0))}', file=sys.stderr)
-            if outputs is None:
-                unreadable += 1
-                continue
             if 'probabilities' in outputs:
                 likely = int((outputs['probabilities'] > _LIKELY).sum())
                 default = likely if loaded.card.loss == 'sigmoid' else _MANY
@@ -86,62 +85,48 @@ def main(arguments: argparse.Namespace) -> int:
         print(f'features of {counted(len(paths), "image")}: {arguments.features}', file=sys.stderr)
     if arguments.output:
         print(f'written: {arguments.output}', file=sys.stderr)
-    if unreadable:
-        print(f'{unreadable:,} of {len(source):,} images cannot be read', file=sys.stderr)
-    return 1 if unreadable else 0
+    return output.report_unreadable(unreadable, len(source))
 
 
 def _check_paths(arguments: argparse.Namespace) -> None:
     """Raises UserError for a path that cannot be used, before anything is read."""
     for path in filter(None, (arguments.output, arguments.features)):
-        is_there = pathlib.Path(path).is_file() and not arguments.overwrite
-        require(not is_there, f'{path}: exists already; --overwrite replaces it')
-    if arguments.features:
-        kept = pathlib.Path(arguments.features)
-        fits = kept.suffix == '.npz' and kept.parent.is_dir()
-        require(fits, f'--features={kept}: expected NAME.npz in a directory that exists')
-        require_writable(kept)
+        exists = pathlib.Path(path).is_file() and not arguments.overwrite
+        require(not exists, f'{path}: exists already; --overwrite replaces it')
+        require_writable(pathlib.Path(path).resolve())
+    is_npz = (arguments.features or 'x.npz').endswith('.npz')
+    require(is_npz, f'--features={arguments.features}: expected NAME.npz')
     first = pathlib.Path(arguments.checkpoint)
     is_photo = is_image(first.name) and first.is_file()
     require(not is_photo, f'{first} is an image; expected CHECKPOINT IMAGE..., in this order')
 
 
-def _outputs(
-    loaded: Loaded, reader: ImageReader, wanted: Sequence[OutputName], batch_size: int
-) -> Iterator[dict[OutputName, np.ndarray] | None]:
-    """Yields the outputs of each image by name, under a bar; None for an unreadable image."""
-    batches = batches_on_all_devices(reader, batch_size)
-    params = jax.device_put(loaded.params, meshes.replicated(batches.mesh))
-    on_devices, left = dataclasses.replace(loaded, params=params), len(reader.source)
-    # Lines go to the screen through the bar, and past it where they are piped elsewhere.
-    with output.progress(redirect_stdout=sys.stdout.isatty()) as bar:
-        task = bar.add_task('images', total=left)
-        for batch in batches.read(reader):
-            images = normalize(batch['images'], loaded.preprocessing)
-            outputs = on_devices.outputs(images, *wanted)
-            for place, is_readable in enumerate(np.asarray(batch['mask'])[:left]):
-                rows = {name: rows[place] for name, rows in zip(wanted, outputs, strict=True)}
-                yield rows if is_readable else None
-                bar.advance(task)
-            left -= len(images)
+def _compute_outputs(
+    loaded: Loaded, wanted: Sequence[OutputName], mesh: Mesh, batches: Iterable[Batch]
+) -> Iterator[tuple[int, dict[OutputName, np.ndarray]]]:
+    """Yields the index and the outputs of each image that can be read."""
+    params = jax.device_put(loaded.params, meshes.replicated(mesh))
+    on_devices = dataclasses.replace(loaded, params=params)
+    for batch in batches:
+        images = normalize(batch['images'], loaded.preprocessing)
+        outputs = dict(zip(wanted, on_devices.outputs(images, *wanted), strict=True))
+        indices = np.asarray(batch['example'])
+        for row in np.flatnonzero(batch['mask']).tolist():
+            yield int(indices[row]), {name: values[row] for name, values in outputs.items()}
 
 
 @contextlib.contextmanager
 def open_output(path: str | None, form: str) -> Iterator[TextIO | None]:
-    """Opens a file that replaces `path` when it is complete; None is the standard output.
+    """Opens a file that replaces `path`, or the target of a link, when it is complete.
 
-    A pipe or a device stays one, and a link is followed. A table begins with a byte order mark,
-    without which Excel does not read UTF-8.
+    None is the standard output. Tables start with a byte order mark, which Excel needs for UTF-8.
     """
     if path is None:
         yield None
         return
-    place = pathlib.Path(path)
-    special = place.exists() and not place.is_file()
-    written = contextlib.nullcontext(place) if special else atomic_write(place.resolve())
-    encoding = 'utf-8-sig' if form == 'csv' and not special else 'utf-8'
-    with usable(path), written as target:
-        with target.open('w', encoding=encoding, errors='surrogateescape') as file:
+    encoding = 'utf-8-sig' if form == 'csv' else 'utf-8'
+    with atomic_write(pathlib.Path(path).resolve()) as partial:
+        with partial.open('w', encoding=encoding, errors='surrogateescape') as file:
             yield file
 
 
@@ -193,12 +178,12 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add('checkpoint', metavar='CHECKPOINT')
     add('images', metavar='IMAGE', nargs='+', help='files or folders')
-    text = 'classes of each image (5; after training with sigmoid those above 50%%)'
+    text = 'classes of each image (5; of a model trained with sigmoid those above 50%%)'
     add('--top', type=app.positive, metavar='N', help=text)
     add('--format', choices=['text', 'csv', 'jsonl'], help="(that of FILE's ending, or text)")
     add('--output', type=app.local_path, metavar='FILE', help='default: standard output')
     add('--class_names', metavar='FILE', help="one name per line; default: the checkpoint's")
-    add('--features', type=app.local_path, metavar='OUT.npz', help='keep paths and features')
+    add('--features', type=app.local_path, metavar='OUT.npz', help='write paths and features')
     add('--overwrite', action='store_true', help='replace FILE and OUT.npz if they exist')
     app.add_reading(parser)
     app.add_overrides(parser)

@@ -73,11 +73,11 @@ def main(arguments: argparse.Namespace) -> int:
                 stack.enter_context(workdirs.locked(folder))
             planned_runs.agree(folder, runs)
         if arguments.list:
-            _list(folder, study, chosen, arguments.compiled)
+            _list(folder, study, chosen)
             return 0
         began, count = time.monotonic(), counted(len(chosen), 'run')
         print(f'{study.title}: {count}, {_complete(folder, chosen):,} complete', flush=True)
-        failed, stopped = _train(folder, study, chosen, arguments.compiled)
+        failed, stopped = _train(folder, study, chosen)
         spent = reporter.duration(time.monotonic() - began)
         print(f'{_complete(folder, chosen):,} of {count} complete, after {spent}', flush=True)
         done, lost = results.reached(folder, study, runs)
@@ -94,7 +94,7 @@ def _complete(folder: pathlib.Path, runs: Sequence[PlannedRun]) -> int:
 
 
 def _train(
-    folder: pathlib.Path, study: Study, chosen: Sequence[PlannedRun], compiled: str | None
+    folder: pathlib.Path, study: Study, chosen: Sequence[PlannedRun]
 ) -> tuple[list[str], int]:
     """Trains those that are not complete; the names of those that failed, and 0 or why it ended."""
     failed: list[str] = []
@@ -107,7 +107,7 @@ def _train(
             continue
         print(f'{label}  starts', flush=True)
         try:
-            outcome = _trained(folder, study, run, compiled, label=label)
+            outcome = _trained(folder, study, run, label=label)
         except UserError as error:
             outcome = Outcome(1, f'cannot start: {error}')
         print(f'{label}  {outcome.said}', flush=True)
@@ -125,9 +125,7 @@ def _holder(workdir: pathlib.Path) -> str | None:
     return holder
 
 
-def _list(
-    folder: pathlib.Path, study: Study, chosen: Sequence[PlannedRun], compiled: str | None
-) -> None:
+def _list(folder: pathlib.Path, study: Study, chosen: Sequence[PlannedRun]) -> None:
     """Prints the command of each run that can start; of the others, what they wait for."""
     for run in chosen:
         if planned_runs.is_complete(folder, run):
@@ -136,23 +134,20 @@ def _list(
             print(f'# {run.name} starts from {run.after.name}: list it again after that')
             continue
         with usable(folder):
-            command = ['python', '-m', 'vit_jax.train', *_flags(folder, study, run, compiled)]
+            command = ['python', '-m', 'vit_jax.train', *_flags(folder, study, run)]
             print(shlex.join(command))
 
 
-def _flags(folder: pathlib.Path, study: Study, run: PlannedRun, compiled: str | None) -> list[str]:
+def _flags(folder: pathlib.Path, study: Study, run: PlannedRun) -> list[str]:
     """The flags of the program that trains a run. Writes its configuration."""
     config = planned_runs.write_run_config(folder, study, run)
-    words = [f'--config={config}', f'--workdir={folder / run.name}']
-    return words + ([f'--compiled={compiled}'] if compiled else [])
+    return [f'--config={config}', f'--workdir={folder / run.name}']
 
 
-def _trained(
-    folder: pathlib.Path, study: Study, run: PlannedRun, compiled: str | None, *, label: str
-) -> Outcome:
+def _trained(folder: pathlib.Path, study: Study, run: PlannedRun, *, label: str) -> Outcome:
     """Trains a run in a process of its own."""
     with usable(folder):
-        words, output = _flags(folder, study, run, compiled), folder / run.name / OUTPUT
+        words, output = _flags(folder, study, run), folder / run.name / OUTPUT
         with output.open('ab') as file:
             began = file.tell()
             command = [sys.executable, '-c', _TRAIN, str(os.getpid()), *words]

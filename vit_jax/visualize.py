@@ -25,7 +25,7 @@ from vit_jax.base.errors import usable
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.checkpoints.names import as_path, shown
 from vit_jax.cli import app, output
-from vit_jax.data.reading import ImageReader, reader_for
+from vit_jax.data.reading import reader_for
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.folders import has_images, is_image, unlabelled
 from vit_jax.data.sources.opening import make_opener
@@ -59,42 +59,41 @@ def main(arguments: argparse.Namespace) -> int:
     with usable(folder), atomic_write(folder / PAGE) as partial:
         partial.write_text(text)
     print(f'\nwritten: {folder / PAGE}')
-    if problems:
-        print(f'{counted(len(problems), "image")} cannot be read, left out', file=sys.stderr)
-    return 1 if problems else 0
+    return output.report_unreadable(problems, len(study.indices) + len(problems))
 
 
 def select_figures(names: str | None) -> list[Kind]:
     """Returns the figures of these names, or all, in the order of the page."""
-    known = {kind.name: kind for kind in catalogue.KINDS}
-    if names is None:
-        return [*known.values()]
-    chosen = [name.strip().lower() for name in names.split(',')]
+    by_name = {kind.name: kind for kind in catalogue.KINDS}
+    chosen = [*by_name] if names is None else [one.strip().lower() for one in names.split(',')]
     for name in chosen:
-        require(name in known, f'--figures: no figure {name!r}; {records.nearest(name, known)}')
-    return [kind for kind in known.values() if kind.name in chosen]
+        require(name in by_name, f'--figures: no figure {name!r}; {records.nearest(name, by_name)}')
+    return [kind for kind in catalogue.KINDS if kind.name in chosen]
 
 
 def _open_study(arguments: argparse.Namespace, bar: Progress) -> tuple[Study, list[str], list[str]]:
     """Returns the networks on the devices with images; sentences about them; unreadable images."""
     source = _open_images(arguments.images, arguments.split)
-    loaded, lines = _load_networks(arguments)
+    loaded = _load_networks(arguments)
+    lines = [_describe(name, one) for name, one in loaded.items()]
+    print('\n'.join(lines), file=sys.stderr)
 
-    def watched(every: Iterable[Any], total: int) -> Iterator[Any]:
+    def watched(items: Iterable[Any], total: int) -> Iterator[Any]:
         task = bar.add_task('  images', total=total)
-        yield from bar.track(every, task_id=task)
+        yield from bar.track(items, task_id=task)
         bar.remove_task(task)
 
-    def reader_of(one: Loaded) -> ImageReader:
-        size, most = one.config.image_size, arguments.max_pixels
-        return reader_for(source, one.preprocessing, size, max_pixels=most)
-
-    first = reader_of(next(iter(loaded.values())))
+    most = arguments.max_pixels
+    readers = {
+        name: reader_for(source, one.preprocessing, one.config.image_size, max_pixels=most)
+        for name, one in loaded.items()
+    }
+    first = next(iter(readers.values()))
     indices, problems = networks.readable(first, arguments.num_images, watched)
-    for text in problems:
-        print(f'unreadable, left out: {output.printable(text)}', file=sys.stderr)
     size, mesh = networks.batch_for(len(indices), arguments.batch_size)
-    placed = tuple(networks.on_devices(n, one, reader_of(one), mesh) for n, one in loaded.items())
+    placed = tuple(
+        networks.on_devices(name, one, readers[name], mesh) for name, one in loaded.items()
+    )
     used = counted(len(indices) // size * size, 'image')
     unreadable = f'; {len(problems):,} cannot be read' if problems else ''
     lines = [
@@ -105,20 +104,23 @@ def _open_study(arguments: argparse.Namespace, bar: Progress) -> tuple[Study, li
     return Study(placed, indices, size, arguments.probe_l2, watched), lines, problems
 
 
-def _load_networks(arguments: argparse.Namespace) -> tuple[dict[str, Loaded], list[str]]:
-    """Returns the networks by name, and a sentence about each."""
-    loaded, lines = dict[str, Loaded](), list[str]()
+def _load_networks(arguments: argparse.Namespace) -> dict[str, Loaded]:
+    """Loads the networks by name. Raises UserError for images of other than 3 channels."""
+    loaded = dict[str, Loaded]()
     for name, path in zip(name_networks(arguments.checkpoints), arguments.checkpoints, strict=True):
-        loaded[name] = one = load(path, **app.overrides(arguments))
-        wrong = f'takes images of {counted(one.config.channels, "channel")}, these have 3'
-        require(one.config.channels == 3, f'{shown(path)}: {wrong}')
-        height, width = one.config.image_size
-        removed = getattr(one.config, 'blocks_without_skips', ())
-        without = f'; blocks without skip connections: {removed}' if removed else ''
-        found = '; '.join(one.report[1 : len(one.origin) + 2])  # where from, and what it is
-        lines.append(f'{name}: {found}; images of {height}x{width}{without}.')
-    print('\n'.join(lines), file=sys.stderr)
-    return loaded, lines
+        loaded[name] = load(path, **app.overrides(arguments))
+        channels = loaded[name].config.channels
+        require(channels == 3, f'{shown(path)}: takes {channels} channels, these images have 3')
+    return loaded
+
+
+def _describe(name: str, loaded: Loaded) -> str:
+    """Returns a sentence about a network: where it is from, and what it is."""
+    height, width = loaded.config.image_size
+    report = '; '.join(loaded.report[1 : len(loaded.origin) + 2])
+    removed = getattr(loaded.config, 'blocks_without_skips', ())
+    without = f'; blocks without skip connections: {removed}' if removed else ''
+    return f'{name}: {report}; images of {height}x{width}{without}.'
 
 
 def _open_images(data: str, split: str | None) -> Source:
@@ -129,11 +131,11 @@ def _open_images(data: str, split: str | None) -> Source:
     place = pathlib.Path(data)
     if is_image(data) or (place.is_dir() and has_images(place)):
         return unlabelled([data])
-    opened = make_opener()
+    open_split = make_opener()
     if split is None:
-        with contextlib.suppress(UserError):  # which `test` says better
-            return opened(data, 'all')
-    return opened(data, split or 'test')
+        with contextlib.suppress(UserError):  # opening `test` names the fault better
+            return open_split(data, 'all')
+    return open_split(data, split or 'test')
 
 
 def name_networks(paths: Sequence[str]) -> list[str]:
@@ -152,12 +154,9 @@ def name_networks(paths: Sequence[str]) -> list[str]:
 
 def _find_nan(study: Study) -> dict[str, str]:
     """Returns the networks that compute NaN from these images, with a sentence about each."""
-    found = {}
-    for network in study.networks:
-        if layer := layers.first_not_finite(study, network):
-            text = f'computes NaN or infinity: it begins in {layer}'
-            found[network.name] = f'{network.name} {text}'
-    return found
+    layer_of = {one.name: layers.first_not_finite(study, one) for one in study.networks}
+    text = 'computes NaN or infinity: it begins in'
+    return {name: f'{name} {text} {layer}' for name, layer in layer_of.items() if layer}
 
 
 def _make_section(
@@ -194,7 +193,7 @@ def _draw(
     folder: pathlib.Path, kind: Kind, network: Network | None, numbers: Numbers
 ) -> list[page.Picture]:
     """Writes numbers and pictures of a figure, and prints what they show."""
-    from vit_jax.figures import drawing, style  # here: matplotlib is an extra
+    from vit_jax.figures import drawing, style  # matplotlib is an extra
 
     of = '' if network is None else f'{network.name}: '
     stem = kind.name if network is None else f'{kind.name}-{network.name}'
@@ -219,15 +218,15 @@ def make_parser() -> argparse.ArgumentParser:
     add('checkpoints', metavar='CHECKPOINT', nargs='+')
     text = 'a folder of photos; or a folder of classes, FILE.csv, FILE.npz, tfds:NAME, digits'
     add('--images', required=True, metavar='DATA', help=text)
-    text = 'of data that has some, perhaps a slice: train[90%%:] (test)'
+    text = 'or a slice of it, such as train[90%%:] (test)'
     add('--split', metavar='NAME', help=text)
-    text = 'for the page and its parts'
+    text = 'directory of the page and its parts'
     add('--out', required=True, type=app.local_path, metavar='DIR', help=text)
     names = ', '.join(kind.name for kind in catalogue.KINDS)
     add('--figures', metavar='NAME,...', help=f'(all) of {names}')
-    text = 'images at most, evenly spread over all (256)'
+    text = 'the largest number of images, evenly spread over all (256)'
     add('--num_images', type=app.positive, default=256, metavar='N', help=text)
-    text = 'strength of the ridge regressions of probes (1024)'
+    text = 'l2 of the ridge regressions of probes (1024)'
     add('--probe_l2', type=float, default=1024.0, metavar='L2', help=text)
     app.add_reading(parser)
     app.add_overrides(parser)

@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import typing
 
 import cv2
 import jax
@@ -21,10 +20,8 @@ import pytest
 import vit_jax
 from tests.hosts import hosts
 from vit_jax.__main__ import programs
-from vit_jax.base import records
 from vit_jax.base.errors import UserError
-from vit_jax.cli import app, config_files, config_flags
-from vit_jax.config import TrainConfig
+from vit_jax.cli import app, config_flags
 from vit_jax.distributed.clusters import Launch
 from vit_jax.training.loop import NotFinite
 
@@ -56,48 +53,17 @@ QUICK = '--config=configs/quickstart.py'
 
 
 def test_a_mistake_on_the_command_line_is_one_line_and_no_traceback(tmp_path):
-    cases = {
-        ('--config.modle.depth=2',): "error: config.modle: no such field; did you mean 'model'?\n",
-        ('--config.model.pool=max',): (
-            "error: config.model.pool='max': expected one of cls, gap, map, none, cls_gap, "
-            'cls_dist\n'
-        ),
-        ('--config.eval_every_steps=none', '--config.seed=none'): (
-            'error: config.seed=none: this field needs a value\n'
-        ),
-    }
-    for arguments, message in cases.items():
-        code, out, err = said(QUICK, f'--workdir={tmp_path / "run"}', *arguments)
-        assert code != 0 and err == message and out == ''
+    code, out, err = said(QUICK, f'--workdir={tmp_path / "run"}', '--config.modle.depth=2')
+    message = "error: config.modle: no such field; did you mean 'model'?\n"
+    assert (code, out, err) == (1, '', message)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('program', ['train', 'inspect_data'])
-def test_a_program_that_is_started_without_any_output_runs(tmp_path, program):
-    command = f"exec '{sys.executable}' -m vit_jax.{program} --config=tests/tiny_config.py"
+def test_a_training_that_is_started_without_any_output_runs(tmp_path):
+    command = f"exec '{sys.executable}' -m vit_jax.train --config=tests/tiny_config.py"
     command += f' --workdir={tmp_path}/run >&- 2>&-'
     run = subprocess.run(['bash', '-c', command], cwd=ROOT, timeout=200)
     assert run.returncode == 0
-
-
-def test_a_configuration_takes_an_argument_after_a_colon(tmp_path):
-    (tmp_path / 'named.py').write_text(
-        'from vit_jax.config import TrainConfig\n'
-        'from vit_jax.training.duration import Duration\n'
-        'def get_config(data):\n'
-        "    return TrainConfig(data=data, start_from='nowhere', total=Duration(steps=1))\n"
-    )
-    code, _, err = said(f'--config={tmp_path}/named.py:no/such', f'--workdir={tmp_path}/run')
-    assert code == 1 and "data='no/such': no such folder; expected a folder that" in err
-
-
-def test_an_argument_that_a_configuration_does_not_know_is_named(tmp_path):
-    config = 'configs/pretrain/vit.py:imagenet,B/17'
-    code, out, err = said(f'--config={config}', f'--workdir={tmp_path}/run')
-    assert code == 1 and out == ''
-    file = config.partition(':')[0]
-    meant = "no argument 'imagenet,B/17'; did you mean 'imagenet,B/16'?"
-    assert err == f'error: --config={file}: {meant}\n'
 
 
 def started(monkeypatch, parser, *arguments):
@@ -112,25 +78,16 @@ def started(monkeypatch, parser, *arguments):
 @pytest.mark.parametrize(
     'given, meant',
     [
-        ('--compiled=~/x', '--compiled=/home/me/x'),
-        ('-compiled=~', '-compiled=/home/me'),
-        ('--config.data=~/photos', '--config.data=/home/me/photos'),
+        ('--workdir=~/x', '--workdir=/home/me/x'),
         ('--config.evaluations.real.labels=~/real.json', None),
         ('~/photo.jpg', '/home/me/photo.jpg'),
-        ('~root/x', f'{os.path.expanduser("~root")}/x'),
-        ('--workdir=~root/run', f'--workdir={os.path.expanduser("~root")}/run'),
-        ('--workdir=~nobody-of-this-name/run', '--workdir=~nobody-of-this-name/run'),
         ('--workdir=./~', '--workdir=./~'),
-        ('--workdir=a/~/b', '--workdir=a/~/b'),
-        ('--workdir=run~', '--workdir=run~'),
         ('a=~/x', 'a=~/x'),
     ],
 )
 def test_a_tilde_is_the_home_wherever_a_path_begins(monkeypatch, given, meant):
     monkeypatch.setenv('HOME', '/home/me')
     assert config_flags.at_home(given) == (meant or given.replace('~', '/home/me'))
-    if given == '--compiled=~/x':
-        assert started(monkeypatch, app.new_parser('n', ''), given)[1].compiled == '/home/me/x'
 
 
 CACHED = """
@@ -151,18 +108,16 @@ def test_the_next_start_loads_what_was_compiled_and_compiles_what_is_damaged(tmp
     environment = {k: v for k, v in os.environ.items() if 'CACHE' not in k}
     environment['VIT_JAX_CACHE'] = str(tmp_path)
 
-    def hits(*flags):
-        command = [sys.executable, '-c', CACHED, *flags]
-        return int(subprocess.check_output(command, env=environment, text=True, timeout=100))
+    def hits(**more):
+        command = [sys.executable, '-c', CACHED]
+        return int(subprocess.check_output(command, env=environment | more, text=True, timeout=100))
 
-    assert hits('--compiled=none') == 0 and not [*tmp_path.iterdir()]
+    assert hits(JAX_ENABLE_COMPILATION_CACHE='false') == 0 and not [*tmp_path.iterdir()]
     assert hits() == 0
     assert hits() > 0
     for path in (tmp_path / 'compiled').glob('*-cache'):
         path.write_bytes(path.read_bytes()[:-3])
     assert hits() == 0
-    assert hits(f'--compiled={tmp_path / "other"}') == 0
-    assert [*(tmp_path / 'other').glob('*-cache')]
 
 
 def test_a_flag_that_a_program_would_ignore_is_refused(monkeypatch, capsys):
@@ -201,33 +156,11 @@ def test_a_wrong_flag_is_one_line_that_says_what_was_meant(monkeypatch, capsys, 
     assert out == '' and err.startswith('error: ') and message in err and err.count('\n') == 1
 
 
-def fields(cls, path='config'):
-    """All that a command line can name, as the records are nested."""
-    for name, hint in records.hints(cls).items():
-        yield f'--{path}', name, hint
-        for option in records.alternatives(hint):
-            kinds = records.record_types([option, *typing.get_args(option)]).values()
-            place = f'{path}.{name}.NAME' if typing.get_origin(option) is dict else f'{path}.{name}'
-            for kind in kinds:
-                yield from fields(kind, place)
-
-
-def test_the_full_help_says_what_every_field_of_a_configuration_is(monkeypatch, capsys):
+def test_the_full_help_has_type_default_and_meaning_of_a_field(monkeypatch, capsys):
     assert started(monkeypatch, with_config(), '--helpfull') == (0,)
-    sections = capsys.readouterr().out.split('\n\n--')
-    for path, name, hint in fields(TrainConfig):
-        (*_, (text, line)) = [
-            (text, found.group())
-            for text in sections
-            if re.search(rf'{path[2:]}\.FIELD\b', text.partition(':')[0])
-            for found in re.finditer(rf'^    {name}: .*', text, re.M)
-        ]
-        choices = '|' in line or records.record_types(records.alternatives(hint))
-        comment = re.search(r' {2}\S', line.lstrip())
-        told = len(re.findall(rf'\b{name}\b', text)) > 1 or comment
-        assert told or choices or typing.get_origin(hint) is dict, (path, name)
-    (batch,) = (line for line in sections[1].splitlines() if 'batch_size: int = 256' in line)
-    assert batch.endswith('  images of a step, on all devices together')
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in lines if line.startswith('    batch_size: int = 256'))
+    assert line.endswith('  images of a step, on all devices together')
 
 
 @pytest.mark.parametrize('flags', [[], ['--traceback']])
@@ -267,10 +200,6 @@ def test_a_device_with_too_little_memory_is_one_line_with_what_needs_less(monkey
     assert text.startswith('error: RESOURCE_EXHAUSTED: ') and '--config.compute.remat=block' in text
 
 
-ABSENT = ['cuda', *(pytest.param(x, marks=pytest.mark.full) for x in ('gpu', 'rocm', 'tpu', 'no'))]
-
-
-@pytest.mark.parametrize('platform', ABSENT)
 @pytest.mark.parametrize(
     'command',
     [
@@ -279,14 +208,12 @@ ABSENT = ['cuda', *(pytest.param(x, marks=pytest.mark.full) for x in ('gpu', 'ro
         'doctor',
     ],
 )
-def test_a_device_that_was_asked_for_and_is_not_here_is_one_sentence(
-    monkeypatch, platform, command
-):
-    monkeypatch.setenv('JAX_PLATFORMS', platform)
+def test_a_platform_that_is_not_here_is_one_sentence(monkeypatch, command):
+    monkeypatch.setenv('JAX_PLATFORMS', 'cuda')
     name, *arguments = command.split()
     code, _, err = said(*arguments, name=name)
     (line,) = (line for line in err.splitlines() if line.startswith('error: '))
-    assert code == 1 and f'JAX_PLATFORMS={platform}: ' in line and 'Traceback' not in err
+    assert code == 1 and 'JAX_PLATFORMS=cuda: ' in line and 'Traceback' not in err
 
 
 def test_a_result_that_cannot_be_printed_is_an_error(monkeypatch, capsys):
@@ -343,9 +270,6 @@ assert 'jax' not in sys.modules
     'given, told',
     [
         ('--version', 'vit_jax 0'),
-        ('-V', 'vit_jax 0'),
-        ('version', 'vit_jax 0'),
-        ('--help', 'vit_jax PROGRAM'),
         ('help', 'vit_jax PROGRAM'),
         ('help nothing', ''),
         ('help doctor', 'usage: '),
@@ -355,13 +279,6 @@ def test_help_and_version_are_there_in_any_spelling(given, told):
     words = [sys.executable, '-m', 'vit_jax', *given.split()]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.startswith(told) and (done.returncode == 0) == bool(told)
-
-
-@pytest.mark.parametrize('given', ['folder.py', 'folder', 'finetune/folder', 'foldr.py'])
-def test_the_file_of_a_configuration_is_found_by_its_name(tmp_path, given):
-    with pytest.raises(UserError, match='configs/finetune/folder.py') as error:
-        config_files.read(str(tmp_path / given) if given == 'folder.py' else given)
-    assert str(error.value).count('.py') <= 3
 
 
 def test_help_names_every_flag_of_every_program_with_its_meaning():
@@ -379,7 +296,7 @@ def test_help_names_every_flag_of_every_program_with_its_meaning():
     for name, flags in {
         'train': training,
         'fewshot': job,
-        'doctor': training | {'--seconds'},
+        'doctor': training,
         'inspect_data': with_config | {'--workdir'},
         'plan': with_config | {'--topology', '--num_classes', '--num_images', '--largest'},
     }.items():
@@ -455,7 +372,7 @@ def test_the_road_of_the_readme_in_small(tmp_path):
         f'--workdir={tmp_path / "probe"}',
     )
     code, out, err = said(*probe, name='fewshot')
-    assert (code, err) == (0, '') and ' 25 shots' in out and 'fewshot.json' in out
+    assert (code, err) == (0, '') and ' 25-shot ' in out and 'fewshot.json' in out
 
 
 @pytest.mark.full

@@ -73,6 +73,11 @@ def test_an_argument_that_is_needed_is_asked_for(tmp_path):
     assert 'needs an argument, --config=FILE:ARGUMENT; known: B/16, L/16' in message(file)
 
 
+def test_an_unknown_argument_is_named_with_the_nearest_one():
+    text = message('configs/pretrain/vit.py:imagenet,B/17')
+    assert text.endswith("no argument 'imagenet,B/17'; did you mean 'imagenet,B/16'?")
+
+
 def test_functions_and_classes_of_a_configuration_work_after_it_was_read(tmp_path):
     """Of a module that is gone neither dataclasses nor typing find the names."""
     file = tmp_path / 'own.py'
@@ -118,7 +123,7 @@ def test_a_configuration_that_came_with_the_package_is_found_from_any_folder(tmp
     assert 'no such file, here or in ' in text
     assert text.endswith("did you mean 'configs/quickstart.py'?")
     assert message('folder.py').endswith("did you mean 'configs/finetune/folder.py'?")
-    assert message('pretrain/vit_22b').endswith("did you mean 'configs/pretrain/vit_22b.py'?")
+    assert message('pretrain/vit_22').endswith("did you mean 'configs/pretrain/vit_22b.py'?")
     both = "did you mean 'configs/finetune/vit.py' or 'configs/pretrain/vit.py'?"
     assert message('vit.py').endswith(both)
     assert read('quickstart.py') == read('configs/quickstart.py')

@@ -9,7 +9,7 @@ from tests import tiny
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record
-from vit_jax.cli import config_help, synonyms
+from vit_jax.cli import config_help
 from vit_jax.cli.config_flags import load, overridden, split
 from vit_jax.config import EvalConfig, TrainConfig
 from vit_jax.data.image_preprocessing import InceptionCrop
@@ -190,10 +190,10 @@ def test_the_names_of_other_programs_lead_to_the_field_that_does_it(name, meant)
 @pytest.mark.parametrize('kind, base', [(TrainConfig, 'config'), (Study, 'config.base')])
 def test_what_a_synonym_leads_to_is_a_field_with_that_value(kind, base):
     paths = config_help.paths(kind)
-    words = [word for texts in synonyms.SYNONYMS.values() for word in texts.split()]
-    for target, texts in synonyms.SYNONYMS.items():
+    words = [word for texts in config_help.SYNONYMS.values() for word in texts.split()]
+    for target, texts in config_help.SYNONYMS.items():
         for word in texts.split():
-            assert f'{base}.{target}' in synonyms.translate(word, paths)
+            assert f'{base}.{target}' in config_help.suggest(kind, word, [])
         field, _, value = target.partition('=')
         assert f'{base}.{field}' in paths
         if value:

@@ -58,7 +58,7 @@ def test_the_centroid_is_that_of_scikit_learn():
     x, labels = 100 + RNG.normal(size=(30, 7)), np.arange(30) % 4
     tested = 100 + RNG.normal(size=(200, 7))
     expected = neighbors.NearestCentroid().fit(x, labels).predict(tested)
-    found = episodes._nearest_centroid(Labelled(x, labels), tested)
+    found = episodes.fit_centroids(Labelled(x, labels)).predict(tested)
     np.testing.assert_array_equal(found, expected)
 
 

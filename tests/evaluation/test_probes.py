@@ -6,7 +6,7 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from vit_jax.base.errors import UserError
 from vit_jax.evaluation import probes
-from vit_jax.evaluation.probes import Labelled, LogisticConfig, with_constant
+from vit_jax.evaluation.probes import Labelled, LogisticConfig
 
 X, Y = make_classification(
     900, 12, n_informative=6, n_classes=4, n_clusters_per_class=1, flip_y=0.1, random_state=0
@@ -38,7 +38,7 @@ def test_logistic_weights_are_scikit_learns(l2):
     reference = LogisticRegression(C=1 / l2, tol=1e-8, max_iter=5000).fit(x, TRAIN.labels)
     config = LogisticConfig(l2=(l2,), tolerance=1e-6)
     fit = probes.fit_logistic(
-        with_constant(x, 1.0),
+        np.pad(x, ((0, 0), (0, 1)), constant_values=1.0),
         TRAIN.labels // 2,
         l2=l2 / 600,
         num_classes=4,

@@ -56,9 +56,13 @@ def test_every_set_has_its_result_and_one_that_is_missing_is_named(checkpoint, t
     )
     said = probing.summary(result)
     assert said.startswith('first: 2-shot') and '; second: 2-shot' in said
-    assert set(probing.numbers(result)) == {
-        f'{name}/{kind}_shot_accuracy' for name in ('first', 'second') for kind in ('2', '5_way_1')
+    kinds = '2_shot', '5_way_1_shot', 'knn', 'logistic'
+    numbers = probing.numbers(result)
+    assert {*numbers} == {
+        f'{name}/{kind}_accuracy' for name in sets if name != 'gone' for kind in kinds
     }
+    nearest = result['sets']['first']['nearest_neighbours']
+    assert numbers['first/knn_accuracy'] == nearest['accuracy']
     assert ', 5-way 1-shot ' in said
     second = result['sets']['second']
     assert second['nearest_neighbours']['accuracy'] > 0.5 < second['logistic']['accuracy']
@@ -82,17 +86,16 @@ def test_shots_that_a_class_does_not_have_are_left_out_and_said():
     result = evaluate(config)
     found = result['sets']['data']
     assert list(found['mean']) == ['1', '9'] and found['l2'] == [1.0, 1024.0]
-    assert found['l2_taken'].keys() == found['accuracy'].keys()
-    assert {*found['l2_taken'].values()} <= {1.0, 1024.0}
+    assert found['l2_chosen'].keys() == found['accuracy'].keys()
+    assert {*found['l2_chosen'].values()} <= {1.0, 1024.0}
     said = probing.summary(result)
     assert said.endswith(
-        "9-shot 100.0% +- 0.0%, 10-shot, 25-shot left out: class 'few' has 9 images"
+        "9-shot 100.00% +- 0.00%, class 'few' has 9 images, too few for 10-shot, 25-shot"
     )
     assert set(probing.numbers(result)) == {'1_shot_accuracy', '9_shot_accuracy'}
     found = evaluate(FewshotConfig(shots=(12, 10), seeds=(0,)))['sets']['data']
-    assert found['left_out'] == (
-        "12-shot left out, 10-shot takes all that there are: class 'few' has 9 images"
-    )
+    assert [*found['mean']] == ['10']  # of all images of the class
+    assert found['left_out'] == "class 'few' has 9 images, too few for 12-shot, 10-shot"
 
 
 def test_episodes_have_the_l2_of_the_configuration():
@@ -112,7 +115,7 @@ def test_episodes_have_the_l2_of_the_configuration():
     assert found(1e-3) != found(1024.0)
 
 
-def test_classes_of_episodes_that_a_network_knows_are_said_where_it_does_not_know_all():
+def test_the_outline_counts_the_classes_of_episodes_that_are_trained_on():
     source = array_source(np.zeros((3, 8, 8), np.uint8), np.arange(3), 'abc', name='data')
     reader = ImageReader(source, Preprocessing().crop, (8, 8), exif_rotation=False)
     one = {'data': probing.Probe('data', ProbeSet(), reader, reader)}
@@ -121,10 +124,9 @@ def test_classes_of_episodes_that_a_network_knows_are_said_where_it_does_not_kno
         fewshot = FewshotConfig(episodes=EpisodesConfig(classes=classes))
         return probing.episodes_outline(probing.Probes(fewshot, one, {}), trained)
 
-    assert said('xab', 'a', 'c') == ['episodes of data draw from 2 classes: trained on are a']
-    assert said('ab')[0].endswith('3 classes: trained on are a, b')
-    assert said('ab', 'c')[0].endswith('1 class: none of these names is trained on')
-    assert said('abc') == said('') == []
+    line = 'episodes of data draw from 2 classes, 1 of which are trained on'
+    assert said('xab', 'a', 'c') == [line]
+    assert said('ab')[0].endswith('3 classes, 2 of which are trained on') and said('') == []
 
 
 @pytest.mark.full

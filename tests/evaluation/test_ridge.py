@@ -2,9 +2,13 @@ import numpy as np
 import pytest
 
 from vit_jax.evaluation import ridge
-from vit_jax.evaluation.probes import Labelled, with_constant
+from vit_jax.evaluation.probes import Labelled
 
 RNG = np.random.default_rng(0)
+
+
+def with_constant(x):
+    return np.pad(x, ((0, 0), (0, 1)), constant_values=100.0)
 
 
 def test_draws_are_nested_distinct_and_balanced():
@@ -32,7 +36,7 @@ def test_the_classifier_is_the_minimum_whichever_matrix_is_decomposed(images, l2
     found = ridge.fit(Labelled(x, 7 * labels), l2=l2)
     assert found.classes.tolist() == [0, 7, 14, 21]
     scale = x.std(axis=0) + 1e-5
-    x = with_constant((x - x.mean(axis=0)) / scale, 100.0)
+    x = with_constant((x - x.mean(axis=0)) / scale)
     weights = np.vstack([found.weights * scale[:, None], found.bias / 100])
     gradient = x.T @ (x @ weights - (2.0 * (labels[:, None] == range(4)) - 1)) + l2 * weights
     np.testing.assert_allclose(gradient, 0, atol=1e-7)  # of sums up to 5e5, in float64
@@ -45,7 +49,7 @@ def test_of_several_strengths_the_one_of_least_generalized_cross_validation_is_t
     labels = RNG.permutation(np.arange(images) % 7 % 4)
     x = 50 + RNG.normal(size=(4, 30))[labels] + noise * RNG.normal(size=(images, 30))
     strengths, errors = (1e-3, 0.1, 10.0, 1e3, 1e5), []
-    full = with_constant((x - x.mean(axis=0)) / (x.std(axis=0) + 1e-5), 100.0)
+    full = with_constant((x - x.mean(axis=0)) / (x.std(axis=0) + 1e-5))
     targets = 2.0 * (labels[:, None] == range(4)) - 1
     for l2 in strengths:
         inverse = np.linalg.inv(full.T @ full + l2 * np.eye(31))

@@ -1,1 +1,1 @@
-"""What the programs share: arguments, configurations from files, one-line errors."""
+"""Shared by the programs: arguments, configurations from files, one-line errors."""

@@ -1,4 +1,4 @@
-"""What all programs share: arguments, the compilation cache, one-line errors, exit codes.
+"""Shared by all programs: arguments, the compilation cache, one-line errors, exit codes.
 
 A program is a file in vit_jax/ with `make_parser()` and `main`. It ends in `run(main,
 make_parser())`, or in `run_job`, if it may be one process of several.
@@ -6,6 +6,7 @@ make_parser())`, or in `run_job`, if it may be one process of several.
 
 import argparse
 import dataclasses
+import itertools
 import os
 import re
 import sys
@@ -59,7 +60,7 @@ def run(
     try:
         arguments = parser.parse_args()
         if on_devices:
-            prepare_devices(arguments)
+            prepare_devices()
         code = main(arguments)
         print(end='', flush=True)  # stdout may be closed
     except BrokenPipeError:
@@ -79,7 +80,7 @@ def run_job(
 
     def start(arguments: argparse.Namespace) -> int:
         with joined_job(launch(arguments), report) as job:
-            prepare_devices(arguments, processes=job.count)
+            prepare_devices(processes=job.count)
             return main(arguments, job)
 
     run(start, parser, on_devices=False)
@@ -104,26 +105,23 @@ def report(error: BaseException) -> int:
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
-def prepare_devices(arguments: argparse.Namespace, *, processes: int = 1) -> None:
+def prepare_devices(*, processes: int = 1) -> None:
     """Requires the devices of JAX_PLATFORMS, and sets the folder of jax's compilation cache.
 
-    The folder is --compiled, JAX_COMPILATION_CACHE_DIR, or one in the user's own cache. Several
-    processes use the last only on request: a process that loads a program does not wait for the
-    others, which compile it.
+    JAX_COMPILATION_CACHE_DIR names another folder, JAX_ENABLE_COMPILATION_CACHE=false disables the
+    cache. Several processes have no default folder: a process that loads a program does not wait
+    for the others, which compile it.
     """
     meshes.require_devices()
-    folder, preset = arguments.compiled, jax.config.values['jax_compilation_cache_dir']
-    if folder == 'none':
-        jax.config.update('jax_enable_compilation_cache', False)
-    elif folder is not None or (preset is None and processes == 1):
-        jax.config.update('jax_compilation_cache_dir', folder or str(cache() / 'compiled'))
+    if jax.config.values['jax_compilation_cache_dir'] is None and processes == 1:
+        jax.config.update('jax_compilation_cache_dir', str(cache() / 'compiled'))
         jax.config.update('jax_compilation_cache_max_size', _MAX_COMPILED_BYTES)
         # Most programs are small.
         jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Loads the configuration. Says in one line what is wrong and which flag was meant."""
+    """Loads the configuration; reports a wrong flag in one line, with the nearest flag."""
 
     config_kind: type[Record] | None = None  # None: without configuration
 
@@ -141,18 +139,16 @@ class _Parser(argparse.ArgumentParser):
         return arguments
 
     def _check_flags(self, words: Sequence[str]) -> None:
-        before = ''
-        given = set[str]()
-        for word in words:
+        seen = set[str]()
+        for before, word in itertools.pairwise(['', *words]):
             flag = word.partition('=')[0]
             if flag.startswith('--') and flag not in self._option_string_actions:
                 self.error(f'unrecognized arguments: {word}; {self._suggest(flag)}')
             if self.config_kind and before != '--config' and re.match(r'[^-].*\.py(:|$)', word):
                 self.error(f'unrecognized arguments: {word}; did you mean --config={word}?')
-            if flag in ('--config', '--workdir') and (flag in given or word == f'{flag}='):
+            if flag in ('--config', '--workdir') and (flag in seen or word == f'{flag}='):
                 self.error(f'{word}: expected one value of {flag}')
-            before = word
-            given.add(flag)
+            seen.add(flag)
 
     def _suggest(self, flag: str) -> str:
         flags = [name for name in self._option_string_actions if name.startswith('--')]
@@ -179,10 +175,8 @@ def new_parser(name: str, description: str | None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument_group('of all programs').add_argument
-    add('--traceback', action='store_true', help='show where any error comes from')
-    text = 'folder of compiled programs; none: do not keep them (~/.cache/vit_jax/compiled)'
-    add('--compiled', type=local_path, metavar='DIR', help=text)
+    text = 'show where any error comes from'
+    parser.add_argument('--traceback', action='store_true', help=text)
     return parser
 
 
@@ -196,13 +190,13 @@ def add_config(
     """Adds the arguments of a configuration, and of a directory for results."""
     assert isinstance(parser, _Parser)
     parser.config_kind = kind
-    text = 'a file that defines get_config(), and an argument for that'
+    text = 'a file that defines get_config(), and the argument of that function'
     parser.add_argument('--config', required=required, metavar='FILE[:ARGUMENT]', help=text)
-    text = 'any field of it, such as --config.seed=1; none: no value'
+    text = 'any field of the configuration, such as --config.seed=1; none: no value'
     parser.add_argument('--config.FIELD', default=argparse.SUPPRESS, metavar='VALUE', help=text)
     if workdir:
-        parser.add_argument('--workdir', required=required, metavar='DIR', help='for the results')
-    text = 'this help, with type, default and meaning of all fields of the configuration'
+        parser.add_argument('--workdir', required=required, metavar='DIR', help='of the results')
+    text = 'show this help, and type, default and meaning of all fields of the configuration'
     parser.add_argument('--helpfull', action=_HelpFull, nargs=0, help=text)
 
 
@@ -215,10 +209,10 @@ def add_job(parser: argparse.ArgumentParser, *, required: bool = True, trains: b
       trains: Whether the program trains.
     """
     add_config(parser, required=required)
-    text = 'resume in a directory of another configuration'
+    text = 'resume although the configuration has changed'
     parser.add_argument('--accept_config_changes', action='store_true', help=text)
     if trains:
-        text = 'resume in a directory of a run on other data'
+        text = 'resume although the data have changed'
         parser.add_argument('--accept_data_changes', action='store_true', help=text)
         text = 'write a profile of the M - N steps after step N into WORKDIR/profile'
         parser.add_argument('--profile_steps', type=_steps, metavar='N:M', help=text)
@@ -226,7 +220,7 @@ def add_job(parser: argparse.ArgumentParser, *, required: bool = True, trains: b
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say which process of which job this is (see "Many hosts")."""
+    """Adds the arguments of a job of several processes (see "Many hosts")."""
     add = parser.add_argument_group('several hosts: detected in a cluster, or given').add_argument
     add('--distributed', choices=['auto', 'off'], default='auto', help='off: one process alone')
     add('--coordinator_address', metavar='HOST:PORT', help='of process 0')
@@ -242,7 +236,7 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
 
 
 def launch(arguments: argparse.Namespace) -> Launch:
-    """Returns what the arguments of `add_launch` say."""
+    """Returns the Launch of the arguments of `add_launch`."""
     values = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Launch)}
     return Launch(**values | {'distributed': arguments.distributed == 'auto'})
 
@@ -250,25 +244,25 @@ def launch(arguments: argparse.Namespace) -> Launch:
 def add_reading(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of a program that shows images to a model."""
     parser.add_argument('--batch_size', type=positive, default=32, metavar='N', help='(32)')
-    text = f'pixels of an image at most ({MAX_PIXELS:,})'
+    text = f'pixels of the largest image ({MAX_PIXELS:,})'
     parser.add_argument('--max_pixels', type=_pixels, default=MAX_PIXELS, metavar='N', help=text)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `vit_jax.load` about what a file does not say, and about changes."""
-    add = parser.add_argument_group('what the file does not say of itself').add_argument
-    add('--grid', type=_pair, metavar='H,W', help='patches of its positions')
-    add('--num_heads', type=positive, metavar='N', help='of attention')
-    add('--gelu', choices=['tanh', 'exact', 'quick'], help='which formula the MLPs have')
+    """Adds the arguments of `vit_jax.load`: facts that a file may lack, and changes."""
+    add = parser.add_argument_group('facts that the checkpoint may lack').add_argument
+    add('--grid', type=_pair, metavar='H,W', help='grid of its position embeddings, in patches')
+    add('--num_heads', type=positive, metavar='N', help='attention heads')
+    add('--gelu', choices=['tanh', 'exact', 'quick'], help='formula of the GELU in MLPs')
     add('--layer_norm_epsilon', type=float, metavar='E', help='added to the variance in norms')
-    add('--head', metavar='FILE.py:FUNCTION', help="of a head of one's own, as it was trained")
-    add = parser.add_argument_group('what is changed').add_argument
+    add('--head', metavar='FILE.py:FUNCTION', help='the function that made its custom head')
+    add = parser.add_argument_group('changes of the model').add_argument
     add('--image_size', type=_pair, metavar='H,W', help='in pixels; positions are resized')
     add('--patch_size', type=_pair, metavar='H,W', help='in pixels; the embedding is resized')
 
 
 def overrides(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns those arguments of `add_overrides` that were given."""
+    """Returns the given arguments of `add_overrides`."""
     names = 'grid', 'num_heads', 'gelu', 'layer_norm_epsilon', 'image_size', 'patch_size'
     values = {name: getattr(arguments, name) for name in names}
     values['head'] = arguments.head and config_files.function(arguments.head)

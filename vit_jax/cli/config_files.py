@@ -1,4 +1,4 @@
-"""The file of `--config=FILE:ARGUMENT`: found from any folder, and executed."""
+"""Finds and executes the file of `--config=FILE:ARGUMENT`."""
 
 import contextlib
 import difflib
@@ -54,13 +54,11 @@ def _find(path: str) -> pathlib.Path:
         if file.is_file():
             return file
     own = (file.relative_to(_PACKAGE) for file in (_PACKAGE / 'configs').rglob('*.py'))
-    known = sorted({*own, *pathlib.Path(path).parent.glob('*.py')})
-    stem = pathlib.Path(path).stem
-    close = difflib.get_close_matches(stem, [file.stem for file in known], n=1)
-    alike = [repr(str(file)) for file in known if file.stem in close]
-    meant = f'did you mean {" or ".join(alike)}?'
-    meant = meant if alike else records.nearest(path, map(str, known))
-    raise MissingFile(f'--config={path}: no such file, here or in {_PACKAGE}; {meant}')
+    files = sorted({*own, *pathlib.Path(path).parent.glob('*.py')})
+    close = difflib.get_close_matches(pathlib.Path(path).stem, [file.stem for file in files], n=1)
+    similar = ' or '.join(repr(str(file)) for file in files if file.stem in close)
+    hint = f'did you mean {similar}?' if similar else records.nearest(path, map(str, files))
+    raise MissingFile(f'--config={path}: no such file, here or in {_PACKAGE}; {hint}')
 
 
 def _execute(file: pathlib.Path) -> types.ModuleType:
@@ -77,18 +75,18 @@ def _execute(file: pathlib.Path) -> types.ModuleType:
 
 def _call(module: types.ModuleType, argument: list[str]) -> Any:
     """Calls get_config(). Raises UserError if it does not know the argument, or needs one."""
-    known = getattr(module, 'ARGUMENTS', ())
+    arguments = getattr(module, 'ARGUMENTS', ())
     try:
         inspect.signature(module.get_config).bind(*argument)
     except TypeError as error:
-        needed = f'needs an argument, --config=FILE:ARGUMENT; known: {", ".join(known)}'
+        needed = f'needs an argument, --config=FILE:ARGUMENT; known: {", ".join(arguments)}'
         text = f'get_config() {"takes no argument" if argument else needed}'
         raise UserError(text) from error
     try:
         return module.get_config(*argument)
     except Exception as error:
-        if argument and known and argument[0] not in known:
-            nearest = records.nearest(argument[0], known)
+        if argument and arguments and argument[0] not in arguments:
+            nearest = records.nearest(argument[0], arguments)
             raise UserError(f'no argument {argument[0]!r}; {nearest}') from error
         raise
 

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -43,7 +44,16 @@ def progress(**options: Any) -> Progress:
 
 def printable(text: str) -> str:
     """Escapes control characters, so that a name cannot move the cursor or add a line."""
-    return re.sub('[\x00-\x1f\x7f-\x9f]', lambda found: repr(found[0])[1:-1], text)
+    return re.sub('[\x00-\x1f\x7f-\x9f]', lambda match: repr(match[0])[1:-1], text)
+
+
+def report_unreadable(problems: Sequence[str], total: int) -> int:
+    """Prints which of `total` images cannot be read; returns the exit code, 1 if there are any."""
+    for problem in sorted(problems):
+        print(f'unreadable: {printable(problem)}', file=sys.stderr)
+    if problems:
+        print(f'{len(problems):,} of {total:,} images cannot be read, left out', file=sys.stderr)
+    return 1 if problems else 0
 
 
 def log_in_lines() -> None:
@@ -56,19 +66,9 @@ def log_in_lines() -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     logging.getLogger('jax._src.xla_bridge').addFilter(_without_stack)
     logging.getLogger('huggingface_hub').propagate = False  # it prints its warnings itself
-    sys.unraisablehook = _print_unless_late
 
 
 def _without_stack(record: logging.LogRecord) -> bool:
     """Shortens to one line what jax logs about a plugin that it cannot load."""
     record.exc_info = record.exc_text = None
     return True
-
-
-def _print_unless_late(error: Any) -> None:
-    """Prints exceptions that no code can catch.
-
-    Skips errors of tensorstore reads that finish after another read has failed.
-    """
-    if 'Event loop is closed' not in str(error.exc_value):
-        sys.__unraisablehook__(error)

@@ -6,6 +6,7 @@ mean accuracy of many episodes, and its 95 % interval.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 from vit_jax.base import Bool, Float, Int, UserError, records
 from vit_jax.evaluation import ridge
 from vit_jax.evaluation.probes import Labelled
+from vit_jax.evaluation.ridge import Classifier
 
 ByEpisode = Literal['centroid', 'ridge']
 _NORMAL = 1.96  # deviations of a normal distribution on either side that hold 95 % of it
@@ -23,9 +25,8 @@ _NORMAL = 1.96  # deviations of a normal distribution on either side that hold 9
 class EpisodesConfig(records.Record):
     """Episodes on the test images: how many classes, how many images of each, how many episodes.
 
-    `centroid` takes the class whose mean is nearest, `ridge` the linear classifier of the few-shot
-    evaluation. `classes` are the names of those to draw from, such as some that the network was not
-    trained on; none: all.
+    `centroid` predicts the class whose mean is nearest, `ridge` is the linear classifier of the
+    few-shot evaluation. `classes` may name classes that the model was not trained on.
     """
 
     ways: int = 5  # classes
@@ -34,7 +35,7 @@ class EpisodesConfig(records.Record):
     episodes: int = 600  # for each number of shots
     seed: int = 0  # of the draws
     classifier: ByEpisode = 'centroid'  # the nearest mean; ridge: that of the few-shot evaluation
-    classes: tuple[str, ...] = ()  # names of those to draw from; none: all
+    classes: tuple[str, ...] = ()  # names of the classes to draw from; none: all
 
     def check(self) -> None:
         records.require_between(self, 'ways', 'episodes', low=2)
@@ -59,22 +60,19 @@ def evaluate(
     *,
     l2: ridge.Strengths = ridge.L2,
 ) -> dict[int, Episodes]:
-    """Returns the results for each number of shots, of episodes drawn from these images.
+    """Draws episodes from these images and returns the results for each number of shots.
 
     `l2` is for the classifier `ridge`. Raises UserError as `require_possible` does.
     """
     images = images.subset(_chosen(images.labels, class_names, config))
 
-    def accuracy(train: Labelled, test: Labelled) -> float:
-        if config.classifier == 'ridge':
-            return ridge.accuracy(train, test, l2=l2)
-        return float((_nearest_centroid(train, test.features) == test.labels).mean())
-
+    fit = fit_centroids if config.classifier == 'centroid' else functools.partial(ridge.fit, l2=l2)
     results = {}
     for shots in config.shots:
         drawn = draw(images.labels, config, shots=shots)
-        found = [accuracy(images.subset(train), images.subset(test)) for train, test in drawn]
-        accuracies = np.array(found)
+        accuracies = np.array(
+            [fit(images.subset(train)).accuracy(images.subset(test)) for train, test in drawn]
+        )
         interval = _NORMAL * accuracies.std(ddof=1) / np.sqrt(len(accuracies))
         results[shots] = Episodes(accuracies, float(accuracies.mean()), float(interval))
     return results
@@ -102,17 +100,17 @@ def draw(
         yield drawn[:, :shots].ravel(), drawn[:, shots:].ravel()
 
 
-def _nearest_centroid(train: Labelled, tested: Float[np.ndarray, 'm d']) -> Int[np.ndarray, 'm']:
-    """The class whose mean is nearest (Snell et al., "Prototypical Networks", equations 1 and 2).
+def fit_centroids(train: Labelled) -> Classifier:
+    """Fits the classifier whose class is the nearest mean (Snell et al., "Prototypical Networks").
 
-    |x - c|^2 is |x|^2 - 2 xc + |c|^2, whose first term is the same for all classes.
+    |x - c|^2 is |x|^2 - 2 xc + |c|^2, whose first term is the same for all classes: the nearest
+    mean has the largest xc - |c|^2 / 2.
     """
     classes, labels = np.unique(train.labels, return_inverse=True)
-    middle = train.features.mean(axis=0)  # taken off, it leaves distances and keeps digits
-    sums = (labels == np.arange(len(classes))[:, None]) @ (train.features - middle)
+    mean = train.features.mean(axis=0)  # subtracting it keeps distances
+    sums = (labels == np.arange(len(classes))[:, None]) @ (train.features - mean)
     centroids = sums / np.bincount(labels)[:, None]
-    distances = (centroids**2).sum(axis=1) - 2 * (tested - middle) @ centroids.T
-    return classes[distances.argmin(axis=1)]
+    return Classifier(classes, mean, centroids.T, bias=-(centroids**2).sum(axis=1) / 2)
 
 
 def report(config: EpisodesConfig, results: dict[int, Episodes]) -> dict[str, Any]:

@@ -61,13 +61,13 @@ def features_by(evaluator: Evaluator, params: Params, watch: Watch = iter) -> Fe
     """
 
     def compute(reader: ImageReader, indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:
-        found = evaluator.evaluate(params, reader, indices, watch=watch)
-        rows = found.rows['features']
+        evaluation = evaluator.evaluate(params, reader, indices, watch=watch)
+        rows = evaluation.rows['features']
         if not (finite := np.isfinite(rows).all(axis=1)).all():
-            name = reader.source.name_of(int(indices[found.readable][finite.argmin()]))
+            name = reader.source.name_of(int(indices[evaluation.readable][finite.argmin()]))
             raise UserError(f'{name}: its features are not finite')
         features = np.full((len(indices), rows.shape[1]), np.nan, rows.dtype)
-        features[found.readable] = rows
+        features[evaluation.readable] = rows
         return features
 
     return compute

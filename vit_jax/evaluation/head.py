@@ -7,14 +7,19 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from vit_jax.base import Array, Float, Int, Num, UserError, require
+from vit_jax.base import Array, Float, Int, Num, UserError, counted, require
 from vit_jax.data import reading
 from vit_jax.data.image_preprocessing import normalize
 from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.relabelling import renumbered
 from vit_jax.distributed import meshes
-from vit_jax.evaluation.evaluator import Watch, batches_on_all_devices, make_evaluator
+from vit_jax.evaluation.evaluator import (
+    Evaluation,
+    Watch,
+    batches_on_all_devices,
+    make_evaluator,
+)
 from vit_jax.models import with_exact_products
 from vit_jax.pretrained import Loaded
 from vit_jax.training.losses import LossConfig, LossKind, make_loss, of_any, predictions, scores
@@ -30,6 +35,18 @@ class HeadReport(NamedTuple):
     names: list[str]  # of the classes that have images or were predicted
     confusion: Int[np.ndarray, 'k k'] | None  # images by class and prediction; None: multi-label
 
+    def confusions(self) -> list[dict[str, Any]]:
+        """Lists the wrong predictions, most frequent first: `class`, `taken_for`, `images`."""
+        if self.confusion is None:
+            return []
+        wrong = self.confusion * ~np.eye(len(self.names), dtype=bool)
+        pairs = np.argwhere(wrong)
+        order = np.argsort(-wrong[tuple(pairs.T)], kind='stable')
+        return [
+            {'class': self.names[i], 'taken_for': self.names[j], 'images': int(wrong[i, j])}
+            for i, j in pairs[order].tolist()
+        ]
+
 
 def reader_for(loaded: Loaded, source: Source, **options: Any) -> ImageReader:
     """Returns a reader that prepares images as the model expects, and skips unreadable ones.
@@ -38,7 +55,9 @@ def reader_for(loaded: Loaded, source: Source, **options: Any) -> ImageReader:
     an image.
     """
     if getattr(loaded.config, 'pool', None) == 'none':
-        raise UserError('pool=none: the network has outputs for every token, not for the image')
+        raise UserError(
+            'pool=none: the model has outputs for every token; expected one for the image'
+        )
     size, options = loaded.config.image_size, {'on_unreadable': 'skip'} | options
     return reading.reader_for(source, loaded.preprocessing, size, **options)
 
@@ -55,14 +74,11 @@ def match_classes(source: Source, loaded: Loaded, *, by_number: bool) -> Source:
             return renumbered(source, names)
         except UserError as error:
             fits = len(source.class_names) == count
-            same = '; --by_number takes them in their order' if fits else ''
-            raise UserError(f'{error}{same}') from error
-    if len(source.class_names) != count:
-        why = 'of which is not known which is which class' if not names else 'by their order'
-        raise UserError(
-            f'the network has {count:,} outputs, {why}; the data have '
-            f'{len(source.class_names):,} classes'
-        )
+            hint = '; --by_number takes them in their order' if fits else ''
+            raise UserError(f'{error}{hint}') from error
+    classes = counted(len(source.class_names), 'class')
+    wrong = f'the checkpoint has {count:,} outputs, the data have {classes}'
+    require(len(source.class_names) == count, f'{wrong}; expected as many, to match by order')
     return source
 
 
@@ -92,10 +108,9 @@ def evaluate_head(
     """
     loaded.require_head()
     source = reader.source
-    any_right = source.multi_label and (relabelled or loaded.card.loss == 'softmax')
     kind: LossKind = 'sigmoid' if loaded.card.loss == 'sigmoid' else 'softmax'
     loss, rows_of = make_loss(LossConfig(kind=kind)), predictions
-    if any_right:
+    if source.multi_label and (relabelled or loaded.card.loss == 'softmax'):
         loss, rows_of = of_any(loss), _predictions_and_targets
     elif source.multi_label:
         rows_of = scores
@@ -107,25 +122,24 @@ def evaluate_head(
     )
     evaluator = make_evaluator(loss_sums, batches_on_all_devices(reader, batch_size))
     params = jax.device_put(loaded.params, meshes.replicated(evaluator.batches.mesh))
-    found = evaluator.evaluate(params, reader, watch=watch)
-    rows, targets = found.rows, found.rows['targets' if source.multi_label else 'label']
-    names, matrix = list[str](), None
-    of_class = functools.partial(class_means, num_classes=len(source.class_names))
-    metrics = {name: of_class(rows[name], targets) for name in found.means if name in rows}
-    if found.average_precisions is not None:
-        metrics = {'average_precision': found.average_precisions}
+    return _make_report(evaluator.evaluate(params, reader, watch=watch), source)
+
+
+def _make_report(evaluation: Evaluation, source: Source) -> HeadReport:
+    """Adds the metrics of each class. Raises UserError if no image has a class."""
+    rows, means, names = evaluation.rows, evaluation.means, source.class_names
+    of_class = functools.partial(class_means, num_classes=len(names))
+    targets = rows['targets' if source.multi_label else 'label']
+    metrics = {name: of_class(rows[name], targets) for name in means if name in rows}
+    seen, confusion = list[str](), None
+    if evaluation.average_precisions is not None:
+        metrics['average_precision'] = evaluation.average_precisions
     if not source.multi_label:
         metrics['precision'] = of_class(rows['accuracy'], rows['predicted'])
-        names, matrix = _confusion(rows['label'], rows['predicted'], source.class_names)
-    classes = _list_classes(source.class_names, targets, metrics)
-    require(bool(classes), f'none of {found.num_images:,} images has a class')
-    return HeadReport(
-        images=found.num_images,
-        means=found.means,
-        classes=classes,
-        names=names,
-        confusion=matrix,
-    )
+        seen, confusion = _confusion(targets, rows['predicted'], names)
+    classes = _list_classes(names, targets, metrics)
+    require(bool(classes), f'none of {evaluation.num_images:,} images has a class')
+    return HeadReport(evaluation.num_images, means, classes, seen, confusion)
 
 
 def _predictions_and_targets(
@@ -168,14 +182,3 @@ def class_means(
     totals = np.bincount(labels, weights=values[images], minlength=num_classes)
     with np.errstate(invalid='ignore'):
         return totals / np.bincount(labels, minlength=num_classes)
-
-
-def list_confusions(matrix: Int[np.ndarray, 'k k'], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Lists the wrong predictions, most frequent first: `class`, `taken_for`, `images`."""
-    wrong = matrix * (1 - np.eye(len(matrix), dtype=matrix.dtype))
-    rows, columns = np.nonzero(wrong)
-    order = np.argsort(-wrong[rows, columns], kind='stable')
-    return [
-        {'class': names[i], 'taken_for': names[j], 'images': int(wrong[i, j])}
-        for i, j in zip(rows[order].tolist(), columns[order].tolist(), strict=True)
-    ]

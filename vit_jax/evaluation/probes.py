@@ -1,4 +1,4 @@
-"""Nearest neighbours and logistic regression on the devices, as scikit-learn would answer."""
+"""k nearest neighbors and logistic regression on the devices, with the results of scikit-learn."""
 
 import dataclasses
 import functools
@@ -18,11 +18,11 @@ _CHUNK = 1024  # test images that are compared with all training images at once
 
 @dataclasses.dataclass(kw_only=True)
 class LogisticConfig(records.Record):
-    """Softmax regression on standardised features, by L-BFGS to convergence.
+    """Softmax regression on standardized features, by L-BFGS to convergence.
 
     `l2` multiplies half the squared weights, against the sum of losses: 1/C of scikit-learn and of
-    CLIP's probes. Of several, the one that is best on the validation part of the training images
-    is taken, and all of these are fitted again with it.
+    CLIP's probes. If there are several, the one that is best on a validation part of the training
+    images is chosen, and fitted again to all training images.
     """
 
     l2: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0, 10000.0)  # of half the squared weights
@@ -45,7 +45,7 @@ class Labelled(NamedTuple):
     labels: Int[np.ndarray, 'n']
 
     def subset(self, indices: np.ndarray) -> 'Labelled':
-        """The images of these indices, or of this mask."""
+        """Returns the images of these indices, or of this mask."""
         return Labelled(self.features[indices], self.labels[indices])
 
 
@@ -59,7 +59,7 @@ class LogisticResult(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A logistic regression on its way: weights, the state of L-BFGS, and how far it is."""
+    """An unfinished logistic regression: weights, the state of L-BFGS, and its progress."""
 
     weights: Float[Array, 'e k']
     state: Any
@@ -68,31 +68,34 @@ class Fit(NamedTuple):
 
 
 def nearest_neighbours(train: Labelled, test: Labelled, *, neighbours: int) -> float:
-    """Test accuracy of a vote of the nearest training images, by cosine similarity.
+    """Returns the test accuracy of a vote of the nearest training images, by cosine similarity.
 
     Each votes with exp(similarity / TEMPERATURE). Raises UserError for fewer training images.
     """
     if not 1 <= neighbours <= len(train.labels):
         raise UserError(f'neighbours={neighbours}: there are {len(train.labels)} training images')
     classes, labels = np.unique(train.labels, return_inverse=True)
-    known = jnp.asarray(_unit(train.features))
+    training = jnp.asarray(_unit(train.features))
 
-    def vote(unknown: Float[Array, 'd']) -> Int[Array, '']:
-        similarity = jnp.matmul(known, unknown, precision='highest')
+    def vote(features: Float[Array, 'd']) -> Int[Array, '']:
+        similarity = jnp.matmul(training, features, precision='highest')
         near, index = jax.lax.top_k(similarity, neighbours)
         votes = jax.nn.one_hot(jnp.asarray(labels)[index], len(classes))
         return jnp.matmul(jnp.exp((near - 1) / TEMPERATURE), votes).argmax()
 
     votes_of = jax.jit(functools.partial(jax.lax.map, vote, batch_size=_CHUNK))
-    found = classes[np.asarray(votes_of(_unit(test.features)))]
-    return float((found == test.labels).mean())
+    predicted = classes[np.asarray(votes_of(_unit(test.features)))]
+    return float((predicted == test.labels).mean())
 
 
 def logistic(train: Labelled, test: Labelled, config: LogisticConfig) -> LogisticResult:
-    """The linear probe, with the l2 that is best on a validation part of the training images."""
-    learned, tested = standardised(train.features, test.features, constant=1.0)
+    """Fits the linear probe, with the l2 that is best on a part of the training images."""
+    mean, std = train.features.mean(axis=0), train.features.std(axis=0) + EPSILON
+    learned, tested = (
+        np.pad((x - mean) / std, ((0, 0), (0, 1)), constant_values=1.0)
+        for x in (train.features, test.features)
+    )
     classes, labels = np.unique(train.labels, return_inverse=True)
-
     limits = {'max_iterations': config.max_iterations, 'tolerance': config.tolerance}
 
     def fit(rows: Any, l2: float) -> Fit:
@@ -109,8 +112,12 @@ def logistic(train: Labelled, test: Labelled, config: LogisticConfig) -> Logisti
         part = learned[valid], train.labels[valid]
         l2 = max(config.l2, key=lambda strength: accuracy(fit(~valid, strength), *part))
     fitted = fit(slice(None), l2)
-    reached, converged = accuracy(fitted, tested, test.labels), fitted.slope <= config.tolerance
-    return LogisticResult(reached, l2, int(fitted.iterations), bool(converged))
+    return LogisticResult(
+        accuracy=accuracy(fitted, tested, test.labels),
+        l2=l2,
+        iterations=int(fitted.iterations),
+        converged=bool(fitted.slope <= config.tolerance),
+    )
 
 
 @functools.partial(jax.jit, static_argnames=('num_classes', 'max_iterations', 'tolerance'))
@@ -123,10 +130,10 @@ def fit_logistic(
     max_iterations: int,
     tolerance: float,
 ) -> Fit:
-    """Weights W of least mean of softmax losses of XW plus l2/2 |W|^2, from labels 0, 1, ....
+    """Minimizes the mean softmax loss of XW plus l2/2 |W|^2 with L-BFGS; labels are 0, 1, ...
 
-    X is the features, whose last column is constant; the last row of W, the bias, is not
-    regularised. L-BFGS, until no entry of the gradient is above the tolerance.
+    X are the features. Their last column is constant, so that the last row of W is the bias, which
+    is not regularized. L-BFGS stops when no entry of the gradient is above the tolerance.
     """
 
     def loss(weights: Float[Array, 'e k']) -> Float[Array, '']:
@@ -146,26 +153,12 @@ def fit_logistic(
         largest = jnp.abs(optax.tree.get(state, 'grad')).max()
         return Fit(weights, state, carry.iterations + 1, largest)
 
-    def go_on(carry: Fit) -> Any:
+    def unfinished(carry: Fit) -> Any:
         return (carry.iterations < max_iterations) & (carry.slope > tolerance)
 
     start = jnp.zeros((features.shape[1], num_classes))
     first = Fit(start, solver.init(start), jnp.zeros((), jnp.int32), jnp.asarray(jnp.inf))
-    return jax.lax.while_loop(go_on, step, first)
-
-
-def standardised(
-    train: Float[np.ndarray, 'n d'], test: Float[np.ndarray, 'm d'], *, constant: float
-) -> tuple[Float[np.ndarray, 'n e'], Float[np.ndarray, 'm e']]:
-    """Both by mean and deviation of the training features, with a constant feature at the end."""
-    mean, std = train.mean(axis=0), train.std(axis=0) + EPSILON
-    train, test = (with_constant((x - mean) / std, constant) for x in (train, test))
-    return train, test
-
-
-def with_constant(x: Float[np.ndarray, 'n d'], constant: float) -> Float[np.ndarray, 'n e']:
-    """The features with one more, the same for all: its weight is a bias."""
-    return np.concatenate([x, np.full((len(x), 1), constant, x.dtype)], axis=1)
+    return jax.lax.while_loop(unfinished, step, first)
 
 
 def _unit(features: Float[np.ndarray, 'n d']) -> Float[np.ndarray, 'n d']:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from vit_jax.base import Float, UserError, counted, records, storage
 from vit_jax.data.image_preprocessing import Crop, Preprocessing
 from vit_jax.data.reading import ImageReader
 from vit_jax.data.sources.base import DataFunction, Source
+from vit_jax.data.sources.opening import Opener
 from vit_jax.evaluation import episodes, probes, ridge
 from vit_jax.evaluation.episodes import EpisodesConfig
 from vit_jax.evaluation.features import FeaturesOf
@@ -21,7 +23,7 @@ from vit_jax.training.duration import Interval
 
 @dataclasses.dataclass(kw_only=True)
 class ProbeSet(records.Record):
-    """The images of one data set: to draw from, and to test on."""
+    """One data set: the images to draw from, and to test on."""
 
     data: str | DataFunction | None = None  # None: the data of the experiment
     train_split: str = 'train'  # to draw from
@@ -30,21 +32,20 @@ class ProbeSet(records.Record):
 
 @dataclasses.dataclass(kw_only=True)
 class FewshotConfig(records.Record):
-    """Which images, how many of each class, drawn how often; and which other probes.
+    """Evaluation of frozen features with few labels: data, shots, draws, and other probes.
 
-    `sets` are data sets by the names of their results; none: the data of the experiment. Nearest
-    neighbours and a logistic regression learn from all training images, episodes from test images
-    alone. `l2` is of ridge episodes too; of several, each draw takes that of least generalized
-    cross-validation. `feature_cache` is where the features of whole splits are kept, when a
-    checkpoint is evaluated alone.
+    Nearest neighbors and logistic regression learn from all training images, episodes from test
+    images. `l2` holds for ridge episodes too; if it is several numbers, each draw takes the one of
+    least generalized cross-validation. `feature_cache` is used when a checkpoint is evaluated by
+    `fewshot`, not while training.
     """
 
-    sets: dict[str, ProbeSet] = dataclasses.field(default_factory=dict)  # by name; none: own
+    sets: dict[str, ProbeSet] = dataclasses.field(default_factory=dict)  # by name; none: own data
     crop: Crop | None = None  # None: the preprocessing's
     shots: tuple[int, ...] = (1, 5, 10, 25)  # images of each class
-    seeds: tuple[int, ...] = (0, 1, 2)  # of the draws, whose mean is told
-    l2: float | tuple[float, ...] = ridge.L2  # the best of several; not divided by the images
-    neighbours: int | None = None  # that vote on a test image; None: no such evaluation
+    seeds: tuple[int, ...] = (0, 1, 2)  # of the draws, whose mean is reported
+    l2: float | tuple[float, ...] = ridge.L2  # one, or several to choose from
+    neighbours: int | None = None  # k of the kNN evaluation; None: no kNN
     logistic: LogisticConfig | None = None  # None: no logistic regression
     episodes: EpisodesConfig | None = None  # None: no episodes
     feature_cache: str | None = None  # a folder, for features of whole splits; None: not kept
@@ -67,7 +68,7 @@ class FewshotConfig(records.Record):
 
 
 class Probe(NamedTuple):
-    """One data set of an evaluation: images to learn from, and images to test on."""
+    """An opened data set: images to learn from, and images to test on."""
 
     data: str
     splits: ProbeSet
@@ -76,36 +77,35 @@ class Probe(NamedTuple):
 
 
 class Probes(NamedTuple):
-    """What is evaluated how: the data sets by name, and why others are missing."""
+    """The opened data sets of a few-shot evaluation, and why others are missing."""
 
     config: FewshotConfig
-    found: dict[str, Probe]
+    by_name: dict[str, Probe]
     missing: dict[str, str]
 
     @property
     def example(self) -> ImageReader:
-        """One of the readers: batches of all of them have equal shapes."""
-        return next(iter(self.found.values())).test
+        """Returns one of the readers, whose batches all have equal shapes."""
+        return next(iter(self.by_name.values())).test
 
 
 def open_probes(
     fewshot: FewshotConfig,
     own_data: str | DataFunction,
-    opened: Callable[..., Source],
-    reader: Callable[..., ImageReader],
+    open_split: Opener,
+    make_reader: Callable[..., ImageReader],
 ) -> Probes:
-    """Opens the data sets of a few-shot evaluation, `own_data` where it names none.
+    """Opens the data sets of a few-shot evaluation; `own_data` if it names none.
 
     Logs a warning for each set that cannot be opened. Raises UserError if none can.
     """
     wanted = fewshot.sets or {records.text_of(own_data): ProbeSet()}
     crop = {} if fewshot.crop is None else {'crop': fewshot.crop}
-    found: dict[str, Probe] = {}
-    missing: dict[str, str] = {}
+    by_name, missing = dict[str, Probe](), dict[str, str]()
     for name, splits in wanted.items():
         data = splits.data or own_data
         try:
-            train, test = (opened(data, s) for s in (splits.train_split, splits.test_split))
+            train, test = (open_split(data, s) for s in (splits.train_split, splits.test_split))
             _require_one_class(records.text_of(data), splits, train, test)
             if fewshot.episodes is not None:
                 episodes.require_possible(test.labels, test.class_names, fewshot.episodes)
@@ -115,9 +115,9 @@ def open_probes(
             missing[name] = str(error)
             logging.warning('left out: %s: %s', name, error)
         else:
-            readers = (reader(source, **crop) for source in (train, test))
-            found[name] = Probe(records.text_of(data), splits, *readers)
-    return Probes(fewshot, found, missing)
+            readers = (make_reader(source, **crop) for source in (train, test))
+            by_name[name] = Probe(records.text_of(data), splits, *readers)
+    return Probes(fewshot, by_name, missing)
 
 
 def _require_one_class(data: str, splits: ProbeSet, train: Source, test: Source) -> None:
@@ -128,32 +128,26 @@ def _require_one_class(data: str, splits: ProbeSet, train: Source, test: Source)
         raise UserError(f'{data}: an image may have several classes; probes need one')
 
 
-def episodes_outline(sets: Probes, trained: Sequence[str]) -> list[str]:
-    """Which classes that episodes draw from are trained on, by name, where that is not every one.
+def episodes_outline(probes: Probes, trained: Sequence[str]) -> list[str]:
+    """Returns, for each data set, how many of the classes that episodes draw are trained on.
 
-    The names in `trained` may not be known; then there is nothing to say.
+    `trained` are the names of the classes that the model was trained on; empty if unknown.
     """
-    lines: list[str] = []
-    if sets.config.episodes is None or not trained:
-        return lines
-    for probe in sets.found.values():
-        every, known = probe.test.source.class_names, {*trained}
-        drawn = sets.config.episodes.classes or every
-        both = [name for name in drawn if name in known]
-        listed = ', '.join([*both[:5], *(['...'] if len(both) > 5 else [])])
-        said = f'trained on are {listed}' if both else 'none of these names is trained on'
-        if len(both) < len(every):
-            classes = counted(len(drawn), 'class')
-            lines.append(f'episodes of {probe.data} draw from {classes}: {said}')
+    config = probes.config.episodes
+    if config is None or not trained:
+        return []
+    lines = []
+    for probe in probes.by_name.values():
+        drawn = config.classes or probe.test.source.class_names
+        count, known = counted(len(drawn), 'class'), len({*drawn} & {*trained})
+        lines.append(f'episodes of {probe.data} draw from {count}, {known} of which are trained on')
     return lines
 
 
-def evaluate(
-    features_of: FeaturesOf, probe_sets: Probes, preprocessing: Preprocessing
-) -> dict[str, Any]:
-    """Returns results and protocol of each set, by name, and which sets are missing, as JSON."""
+def evaluate(features_of: FeaturesOf, sets: Probes, preprocessing: Preprocessing) -> dict[str, Any]:
+    """Returns results and protocol of each data set, by name, and which are missing, as JSON."""
     results = {}
-    for name, probe in probe_sets.found.items():
+    for name, probe in sets.by_name.items():
         how = dataclasses.replace(preprocessing, crop=probe.test.crop)
         protocol = {
             'data': probe.data,
@@ -163,27 +157,31 @@ def evaluate(
             'image_size': list(probe.test.size),
             'preprocessing': records.to_dict(how),
         }
-        results[name] = protocol | _evaluate_probe(features_of, probe, probe_sets.config)
-    return {'sets': results, 'missing': probe_sets.missing}
+        results[name] = protocol | _evaluate_probe(features_of, probe, sets.config)
+    return {'sets': results, 'missing': sets.missing}
 
 
 def _evaluate_probe(features_of: FeaturesOf, probe: Probe, config: FewshotConfig) -> dict[str, Any]:
     """Computes features of the training images that are drawn, or of all if a probe needs them."""
     train, test = probe.train.source, probe.test.source
-    tested = _label(probe.test, features_of(probe.test, np.arange(len(test))))
+    tested = _labelled(probe.test, features_of(probe.test, np.arange(len(test))))
     results: dict[str, Any] = {'test_images': len(tested.labels)}
     drawn_features: Callable[[Any], np.ndarray] = functools.partial(features_of, probe.train)
     if config.neighbours is not None or config.logistic is not None:
         features = features_of(probe.train, np.arange(len(train)))
-        learned, drawn_features = _label(probe.train, features), features.__getitem__
+        learned, drawn_features = _labelled(probe.train, features), features.__getitem__
     if config.neighbours is not None:
         accuracy = probes.nearest_neighbours(learned, tested, neighbours=config.neighbours)
         results['nearest_neighbours'] = {'neighbours': config.neighbours, 'accuracy': accuracy}
     if config.logistic is not None:
-        results['logistic'] = probes.logistic(learned, tested, config.logistic)._asdict()
-    if (drawn := config.episodes) is not None:
-        by_shots = episodes.evaluate(tested, test.class_names, drawn, l2=config.l2)
-        results['episodes'] = episodes.report(drawn, by_shots)
+        fitted = probes.logistic(learned, tested, config.logistic)
+        if not fitted.converged:
+            text = '%s: the logistic regression stopped after %d iterations, before it converged'
+            logging.warning(text, probe.data, fitted.iterations)
+        results['logistic'] = fitted._asdict()
+    if config.episodes is not None:
+        by_shots = episodes.evaluate(tested, test.class_names, config.episodes, l2=config.l2)
+        results['episodes'] = episodes.report(config.episodes, by_shots)
     shots, left_out = _possible_shots(config.shots, train)
     few_shot = ridge.probe(
         train.labels,
@@ -199,19 +197,18 @@ def _evaluate_probe(features_of: FeaturesOf, probe: Probe, config: FewshotConfig
 
 
 def _possible_shots(shots: Sequence[int], train: Source) -> tuple[list[int], dict[str, str]]:
-    """Returns the shots that every class has, at least the fewest, and what classes lack."""
+    """Returns the shots that every class has, or the fewest, and which shots a class lacks."""
     images = np.bincount(train.labels)
     fewest = int(images[images > 0].min())
-    possible = [count for count in shots if count <= max(fewest, min(shots))]
-    others = ', '.join(f'{count}-shot' for count in shots if count not in possible)
-    lacks = [f'{others} left out'] if others else []
-    lacks += [f'{min(shots)}-shot takes all that there are'] if fewest < min(shots) else []
-    rare = train.class_names[int(np.flatnonzero(images == fewest)[0])]
-    why = f'{", ".join(lacks)}: class {rare!r} has {counted(fewest, "image")}'
-    return possible, {'left_out': why} if lacks else {}
+    lacking = [f'{count}-shot' for count in shots if count > fewest]
+    if not lacking:
+        return [*shots], {}
+    name = train.class_names[int(np.flatnonzero(images == fewest)[0])]
+    why = f'class {name!r} has {counted(fewest, "image")}, too few for {", ".join(lacking)}'
+    return [count for count in shots if count <= fewest] or [min(shots)], {'left_out': why}
 
 
-def _label(reader: ImageReader, features: Float[np.ndarray, 'n d']) -> Labelled:
+def _labelled(reader: ImageReader, features: Float[np.ndarray, 'n d']) -> Labelled:
     """Returns features and labels of the images that could be read; warns of the others."""
     readable = ~np.isnan(features).any(axis=1)
     if missing := int((~readable).sum()):
@@ -221,33 +218,44 @@ def _label(reader: ImageReader, features: Float[np.ndarray, 'n d']) -> Labelled:
     return Labelled(features, reader.source.labels).subset(readable)
 
 
+class Score(NamedTuple):
+    """An accuracy, with its deviation over draws or half of its 95 % interval."""
+
+    accuracy: float
+    spread: float | None = None
+
+    def __str__(self) -> str:
+        return f'{self.accuracy:.2%}' + ('' if self.spread is None else f' +- {self.spread:.2%}')
+
+
+def scores(values: dict[str, Any]) -> dict[str, Score]:
+    """Returns the accuracies in the result of one data set: `10-shot`, `5-way 1-shot`, `knn`."""
+    shots = {f'{k}-shot': Score(mean, values['deviation'][k]) for k, mean in values['mean'].items()}
+    if (nearest := values.get('nearest_neighbours')) is not None:
+        shots['knn'] = Score(nearest['accuracy'])
+    if (linear := values.get('logistic')) is not None:
+        shots['logistic'] = Score(linear['accuracy'])
+    if (drawn := values.get('episodes')) is not None:
+        for k, mean in drawn['mean'].items():
+            shots[f'{drawn["ways"]}-way {k}-shot'] = Score(mean, drawn['interval'][k])
+    return shots
+
+
 def summary(result: dict[str, Any]) -> str:
-    """The few-shot results in one line, each set's with its name where there are several."""
+    """Returns the accuracies in one line, with the names of the data sets if there are several."""
     sets, parts = result['sets'], []
     for name, values in sets.items():
-        shots = ', '.join(
-            f'{shots}-shot {mean:.1%} +- {values["deviation"][shots]:.1%}'
-            for shots, mean in values['mean'].items()
-        )
-        shots += f', {values["left_out"]}' if 'left_out' in values else ''
-        if (drawn := values.get('episodes')) is not None:
-            shots += ''.join(
-                f', {drawn["ways"]}-way {count}-shot {mean:.1%} +- {drawn["interval"][count]:.1%}'
-                for count, mean in drawn['mean'].items()
-            )
-        parts.append(shots if len(sets) == 1 else f'{name}: {shots}')
+        texts = [f'{label} {score}' for label, score in scores(values).items()]
+        text = ', '.join([*texts, *([values['left_out']] if 'left_out' in values else [])])
+        parts.append(text if len(sets) == 1 else f'{name}: {text}')
     return '; '.join(parts)
 
 
 def numbers(result: dict[str, Any]) -> dict[str, float]:
-    """The few-shot accuracies by name, for the metrics file."""
+    """Returns the accuracies by name, for the metrics file: `10_shot_accuracy`."""
     sets = result['sets']
-    found = {}
-    for name, values in sets.items():
-        where = f'{name}/' if len(sets) > 1 else ''
-        for shots, accuracy in values['mean'].items():
-            found[f'{where}{shots}_shot_accuracy'] = accuracy
-        drawn = values.get('episodes', {'mean': {}})
-        for shots, accuracy in drawn['mean'].items():
-            found[f'{where}{drawn["ways"]}_way_{shots}_shot_accuracy'] = accuracy
-    return found
+    return {
+        (f'{name}/' if len(sets) > 1 else '') + re.sub('[ -]', '_', label) + '_accuracy': accuracy
+        for name, values in sets.items()
+        for label, (accuracy, _) in scores(values).items()
+    }

@@ -1,8 +1,8 @@
 """Few-shot linear evaluation in closed form, with the protocol of the paper (section 4.1).
 
-A frozen network's features, k labelled images a class, and a ridge regression to targets in
-{-1, 1}: what a linear classifier finds in the features without any training. The paper leaves
-standardisation, bias, l2 and seeds open; they are those of big_vision's `fewshot_lsr`.
+Ridge regression from the features of a frozen model to targets in {-1, 1}, for k labeled images of
+each class. The paper leaves standardization, bias, l2 and seeds open; here they equal those of
+big_vision's `fewshot_lsr`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ class ProbeResult(NamedTuple):
 
 
 def draw(labels: Int[np.ndarray, 'n'], *, shots: Sequence[int], seeds: Sequence[int]) -> Draws:
-    """Indices of the images of each (seed, shots), class after class.
+    """Draws the images of each (seed, shots), and returns their indices, class after class.
 
     A seed permutes the images of each class once: its draws are nested in shots. A class with
     fewer images than shots gives all that it has.
@@ -75,7 +75,7 @@ def probe(
 
 
 def accuracy(train: Labelled, test: Labelled, *, l2: Strengths) -> float:
-    """Test accuracy of the ridge classifier of the training images."""
+    """Returns the test accuracy of the ridge classifier of the training images."""
     return fit(train, l2=l2).accuracy(test)
 
 
@@ -86,24 +86,27 @@ class Classifier(NamedTuple):
     mean: Float[np.ndarray, 'd']  # of the training features
     weights: Float[np.ndarray, 'd k']
     bias: Float[np.ndarray, 'k']
-    l2: float
+    l2: float = 0.0
 
     def accuracy(self, test: Labelled) -> float:
-        """The share of these images that are classified right."""
+        """Returns the share of these images that are classified correctly."""
         rows = (slice(start, start + _SLICE) for start in range(0, len(test.labels), _SLICE))
         hits = (self.predict(test.features[i]) == test.labels[i] for i in rows)
         return sum(int(hit.sum()) for hit in hits) / len(test.labels)
 
     def predict(self, features: Float[np.ndarray, 'n d']) -> Int[np.ndarray, 'n']:
-        """The class of the largest score, in float32. The mean is taken off first: added to the
-        bias it would cost the digits of features that are far from zero."""
+        """Returns the class of the largest score, in float32.
+
+        The mean is subtracted first: in the bias it would cost the digits of features that are far
+        from zero.
+        """
         mean, weights, bias = (part.astype(np.float32) for part in self[1:4])
         scores = (features.astype(np.float32, copy=False) - mean) @ weights
         scores += bias
         return self.classes[scores.argmax(axis=1)]
 
 
-# The protocol is that of big_vision's evaluators/fewshot_lsr.py. With X (n d) the standardised
+# The protocol is that of big_vision's evaluators/fewshot_lsr.py. With X (n d) the standardized
 # features and Y (n k) the targets, -1 or 1 for each class as in the paper, the gradient of
 # |XW - Y|^2 + l2 |W|^2 is zero where
 #     (X'X + l2) W = X'Y.
@@ -113,21 +116,21 @@ class Classifier(NamedTuple):
 # for any l2 > 0, however few the images.
 #
 # The bias is the weight of a constant feature of 100: a bias of b needs a weight of b / 100, whose
-# penalty is l2 b^2 / 10,000. So it is nearly free, as it should be: nothing is known of the mean of
-# the targets, which is far from 0 where there are many classes. As the mean of each standardised
+# penalty is l2 b^2 / 10,000. So it is nearly free, as it should be, for the mean of the
+# targets is far from 0 where there are many classes. As the mean of each standardized
 # feature is zero, X'1 = 0: the bias is a system of its own, 100^2 sum(Y) / (100^2 n + l2), and X'Y
 # is twice the sum of the features of each class.
 #
-# Of several l2 the one is taken whose generalized cross-validation (Golub, Heath and Wahba 1979) is
-# least: an estimate of the squared error on other images, from the training images alone,
+# Among several l2, the generalized cross-validation (Golub, Heath and Wahba 1979) decides. It is an
+# estimate of the squared error on other images, from the training images alone,
 #     |(I - H)Y|^2 / tr(I - H)^2,   H the matrix that makes predictions for these of their targets.
 # In the basis of eigenvectors of XX' and of 1, I - H is diagonal: l2 / (eigenvalue + l2), where the
 # eigenvalue of 1 is 100^2 n, and of what features do not span it is 0. So one eigendecomposition
 # serves all l2, and the test images are scored once.
 def fit(train: Labelled, *, l2: Strengths) -> Classifier:
-    """The ridge classifier, in float64, with the best of several l2.
+    """Fits the ridge classifier, in float64, with the best of several l2.
 
-    Features are standardised slice by slice, so that no copy of all of them is made.
+    Features are standardized slice by slice, so that no copy of all of them is made.
     """
     features, count = train.features, len(train.labels)
     classes, labels = np.unique(train.labels, return_inverse=True)
@@ -139,7 +142,7 @@ def fit(train: Labelled, *, l2: Strengths) -> Classifier:
         x /= scale
         targets = 2.0 * (labels[:, None] == range(len(classes)))
         targets -= targets.mean(axis=0)  # as X'1 = 0, it would leave its rounding alone, over l2
-        solved, taken = _solve(x @ x.T, targets, strengths, sizes)
+        solved, chosen = _solve(x @ x.T, targets, strengths, sizes)
         weights = x.T @ solved
     else:
         gram, sums = np.zeros((len(mean), len(mean))), np.zeros((len(classes), len(mean)))
@@ -153,9 +156,9 @@ def fit(train: Labelled, *, l2: Strengths) -> Classifier:
         scale = np.sqrt(gram.diagonal() / count) + EPSILON
         gram /= scale[:, None] * scale
         right = 2.0 * sums.T / scale[:, None]
-        weights, taken = _solve(gram, right, strengths, sizes, of_features=True)
-    bias = BIAS**2 * (2.0 * sizes - count) / (BIAS**2 * count + taken)
-    return Classifier(classes, mean, weights / scale[:, None], bias, taken)
+        weights, chosen = _solve(gram, right, strengths, sizes, of_features=True)
+    bias = BIAS**2 * (2.0 * sizes - count) / (BIAS**2 * count + chosen)
+    return Classifier(classes, mean, weights / scale[:, None], bias, chosen)
 
 
 def _solve(
@@ -166,9 +169,9 @@ def _solve(
     *,
     of_features: bool = False,
 ) -> tuple[Float[np.ndarray, 'm k'], float]:
-    """(gram + l2)^-1 right, and the best l2; the matrix is X'X of features, or XX'.
+    """Returns (gram + l2)^-1 right, and the best l2; gram is X'X if `of_features`, else XX'.
 
-    An l2 that gram's own rounding hides is taken as large as that is.
+    An l2 below the rounding of gram is raised to it.
     """
     rounding = len(gram) * np.finfo(np.float64).eps * gram.diagonal().max()
     added = [max(l2, rounding) for l2 in strengths]
@@ -189,7 +192,7 @@ def _cross_validation(
     sizes: Int[np.ndarray, 'k'],
     l2: float,
 ) -> float:
-    """The generalized cross-validation of an l2; `sizes` counts the images of each class."""
+    """Returns the generalized cross-validation of an l2; `sizes` are the images of each class."""
     count, left, left_of_bias = sizes.sum(), l2 / (values + l2), l2 / (BIAS**2 * sizes.sum() + l2)
     total = 4 * (sizes * (1 - sizes / count)).sum()  # |Y|^2 without its mean
     along_one = ((2 * sizes - count) ** 2).sum() / count
@@ -212,7 +215,7 @@ def report(
     seeds, shots = (list(dict.fromkeys(values)) for values in zip(*result.draws, strict=True))
     by_shots = {k: [result.accuracies[seed, k] for seed in seeds] for k in shots}
     images = {draw: [*map(name_of, part.tolist())] for draw, part in result.draws.items()}
-    chosen = {'l2_taken': by_draw(result.l2)} if np.ndim(l2) else {}
+    chosen = {'l2_chosen': by_draw(result.l2)} if np.ndim(l2) else {}
     return {
         'classes': classes,
         'shots': shots,

@@ -59,7 +59,7 @@ def find_sources(
 ) -> dict[str, Source]:
     """Names the sources of a run as its configuration does; the images to train on come first."""
     sources = [reader.source for reader in readers.values()]
-    for probe in probes.found.values() if probes else ():
+    for probe in probes.by_name.values() if probes else ():
         sources += [probe.train.source, probe.test.source]
     own = f' of {records.text_of(config.data)}'
     return {f'{one.split} of {one.data}'.removesuffix(own): one for one in sources}

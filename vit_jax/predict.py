@@ -28,7 +28,7 @@ from vit_jax.base.errors import usable
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.cli import app, output
 from vit_jax.data.image_preprocessing import normalize
-from vit_jax.data.reading import ImageReader
+from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.folders import is_image, unlabelled
 from vit_jax.distributed import meshes
 from vit_jax.evaluation import head

@@ -10,9 +10,8 @@ import pytest
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.data import augmentation
-from vit_jax.data.augmentation import Augmentation
+from vit_jax.data.augmentation import Augmentation, RandAugment
 from vit_jax.data.image_preprocessing import CentralCrop, InceptionCrop, Preprocessing, normalize
-from vit_jax.data.randaugment import RandAugment
 from vit_jax.training.losses import targets_of
 
 N = 64

@@ -12,7 +12,7 @@ from PIL import Image
 from vit_jax.data import image_decoding
 from vit_jax.data.image_decoding import decode, read_orientation
 from vit_jax.data.image_preprocessing import InceptionCrop, decode_and_crop
-from vit_jax.data.reading import ExampleRef, ImageReader
+from vit_jax.data.loading import ExampleRef, ImageReader
 from vit_jax.data.sources.base import labelled_source
 
 ROOT = pathlib.Path(__file__).parent.parent.parent

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image, ImageEnhance, ImageOps
 
 from vit_jax.data import randaugment
-from vit_jax.data.randaugment import OPERATIONS, RandAugment
+from vit_jax.data.augmentation import OPERATIONS, RandAugment
 
 # Smooth, of every value, no two channels alike: what a photo is to these operations.
 _Y, _X = np.mgrid[0:40, 0:40]

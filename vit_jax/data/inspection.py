@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vit_jax.data.image_decoding import decode, formats_by_ending, read_header
-from vit_jax.data.reading import ImageReader
+from vit_jax.data.loading import ImageReader
 
 
 class Known(NamedTuple):

@@ -10,7 +10,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from vit_jax.base.errors import MissingFile, UserError
-from vit_jax.data import reading
+from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import Resize
 from vit_jax.data.sources import folders, opening
 from vit_jax.data.sources.arrays import array_source
@@ -219,9 +219,9 @@ def test_a_link_to_no_file_is_an_image_that_cannot_be_read(root):
     (root / 'train' / 'dog' / 'more').symlink_to(root / 'train' / 'cat')  # followed
     source = opening.make_opener()(str(root), 'train')
     assert len(source) == 12 + 2 + 8 and str(link) in described(source)
-    reader = reading.ImageReader(source, Resize(), (8, 8), exif_rotation=True)
+    reader = loading.ImageReader(source, Resize(), (8, 8), exif_rotation=True)
     with pytest.raises(ValueError, match=f'^{link}: No such file or directory$'):
-        reader.example(reading.ExampleRef(described(source).index(str(link))))
+        reader.example(loading.ExampleRef(described(source).index(str(link))))
 
 
 def test_heic_photos_are_counted_apart_and_what_to_do_is_said(root, caplog, monkeypatch):

@@ -2,7 +2,6 @@
 
 import bisect
 import dataclasses
-import decimal
 import functools
 import itertools
 import logging
@@ -64,17 +63,14 @@ class Source:
         return [*map(self.name_of, indices)]
 
     def read_labels(self, indices: Sequence[int]) -> Int[np.ndarray, 'n'] | Int[np.ndarray, 'n k']:
-        return np.array(_map(self.label_of, indices, in_threads=not self.labels_in_memory))
+        return np.array(_map(self.label_of, indices))
 
     def read_sizes(self, indices: Sequence[int]) -> Int[np.ndarray, 'n']:
-        sizes = _map(self.size_of, indices, in_threads=not self.sizes_in_memory)
-        return np.array(sizes, np.int64)
+        return np.array(_map(self.size_of, indices), np.int64)
 
 
-def _map(function: Callable[[int], Any], indices: Sequence[int], *, in_threads: bool) -> list[Any]:
-    """Calls a function for each index, perhaps in 16 threads: each call may wait for a disk."""
-    if not in_threads:
-        return [*map(function, indices)]
+def _map(function: Callable[[int], Any], indices: Sequence[int]) -> list[Any]:
+    """Calls a function for each index, in 16 threads: each call may wait for a disk."""
     parts = [indices[i : i + 256] for i in range(0, len(indices), 256)]
     with futures.ThreadPoolExecutor(16) as pool:
         results = pool.map(lambda part: [*map(function, part)], parts)
@@ -130,13 +126,10 @@ def multi_hot(classes: Sequence[Sequence[int]], num_classes: int) -> Int[np.ndar
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
     """Returns the bytes of a regular file. A pipe or a device is rejected, not waited for."""
-    with open(path, 'rb', opener=_open_at_once) as file:
+    at_once = getattr(os, 'O_NONBLOCK', 0)  # Windows does not have it
+    with open(path, 'rb', opener=lambda name, flags: os.open(name, flags | at_once)) as file:
         require(stat.S_ISREG(os.fstat(file.fileno()).st_mode), 'not a regular file')
         return file.read()
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, 'O_NONBLOCK', 0))  # Windows does not have it
 
 
 def _file_size(path: str | os.PathLike[str]) -> int:
@@ -245,15 +238,8 @@ def class_order(names: Iterable[str]) -> list[str]:
 
 
 def canonical_name(name: str) -> str:
-    """Returns the same text for names that a person reads as the same.
-
-    Ignores case, Unicode form, invisible characters, the amount of white space, and how a number is
-    written (`01`, `1.0`).
-    """
-    text = unicodedata.normalize('NFKC', name).casefold()
-    text = ''.join(c for c in text if c.isspace() or unicodedata.category(c) not in ('Cc', 'Cf'))
-    text = ' '.join(text.split())
-    return str((decimal.Decimal(text) + 0).normalize()) if _NUMBER.fullmatch(text) else text
+    """Returns the same text for names that differ in case, Unicode form or amount of white space."""
+    return ' '.join(unicodedata.normalize('NFKC', name).casefold().split())
 
 
 def matched_names(names: Iterable[str], known: Sequence[str]) -> dict[str, str]:
@@ -270,16 +256,6 @@ def matched_names(names: Iterable[str], known: Sequence[str]) -> dict[str, str]:
         if len(alike) == 1:
             matches[name] = alike[0]
     return matches
-
-
-def warn_of_similar_classes(where: str, names: Sequence[str]) -> None:
-    """Warns of classes whose names look the same (see `canonical_name`)."""
-    pairs = itertools.pairwise(sorted(names, key=canonical_name))
-    similar = [f'{a!a} and {b!a}' for a, b in pairs if canonical_name(a) == canonical_name(b)]
-    if similar:
-        more = f' and {len(similar) - 5:,} more pairs' if len(similar) > 5 else ''
-        text = f'{where}: classes with names that look the same: {", ".join(similar[:5])}{more}'
-        warn_once(f'{text}; expected one spelling for each class')
 
 
 @functools.cache

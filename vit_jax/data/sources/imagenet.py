@@ -11,7 +11,7 @@ import itertools
 import os
 import pathlib
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, NamedTuple
 
 import numpy as np
@@ -38,15 +38,15 @@ def folder_splits(root: str) -> Splits:
     Opening `val` raises UserError if its labels are missing.
     """
     path = pathlib.Path(root)
-    openers: dict[str, dict[str, Callable[[pathlib.Path], Source]]] = {
-        'train': {TRAIN_TAR: _open_train_tar, 'train': files_by_class},
-        'val': {VAL_TAR: _open_val_tar, 'val': _open_val_folder},
-    }
     splits: Splits = {}
-    for split, by_name in openers.items():
-        for name, open_path in by_name.items():
-            if (path / name).exists():
-                splits.setdefault(split, functools.partial(open_path, path / name))
+    for split, name, open_path in (
+        ('train', TRAIN_TAR, _open_train_tar),
+        ('train', 'train', files_by_class),
+        ('val', VAL_TAR, _open_val_tar),
+        ('val', 'val', _open_val_folder),
+    ):
+        if (path / name).exists():
+            splits.setdefault(split, functools.partial(open_path, path / name))
     return splits
 
 

@@ -76,8 +76,7 @@ def drop_unlabelled(source: Source) -> Source:
     """Leaves out the images without a class, which an evaluation cannot count."""
     if not source.multi_label:
         return source
-    parts = (range(len(source))[i : i + 1024] for i in range(0, len(source), 1024))  # a few MB
-    has_label = np.concatenate([source.read_labels(part).any(axis=1) for part in parts])
+    has_label = source.read_labels(range(len(source))).any(axis=1)
     if has_label.all():
         return source
     require(bool(has_label.any()), f'none of {len(source)} images has a label')

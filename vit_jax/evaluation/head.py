@@ -11,8 +11,7 @@ from vit_jax.base import Array, Float, Int, Num, UserError, require
 from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import normalize
 from vit_jax.data.loading import ImageReader
-from vit_jax.data.sources.base import Source
-from vit_jax.data.sources.relabelling import renumbered
+from vit_jax.data.sources.base import Source, renumbered
 from vit_jax.distributed import meshes
 from vit_jax.evaluation.evaluator import Watch, batches_on_all_devices, make_evaluator
 from vit_jax.models import with_exact_products

@@ -9,13 +9,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from vit_jax.base import MissingFile, UserError, close_by, counted, records, refuse, storage, usable
+from vit_jax.base import records, require, storage
 from vit_jax.base.array_types import Bool
-from vit_jax.data.sources import arrays, folders, imagenet, relabelling, tables, tfds, vtab
+from vit_jax.base.errors import MissingFile, UserError, close_by, counted, refuse, usable
+from vit_jax.data.sources import arrays, folders, imagenet, tables, tfds, vtab
 from vit_jax.data.sources.base import (
     DataFunction,
     Source,
     Splits,
+    drop_unlabelled,
+    keep_classes,
+    relabelled,
     relative_names,
     select,
     take_split,
@@ -77,12 +81,11 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
                 splits = open_all(data, column)
                 source = splits[_find_split(name, splits, data)]()
         else:
-            own = 'expected FILE.json for data of a function'
-            records.require(column is None, f'labels={labels!r}: {own}')
+            require(column is None, f'labels={labels!r}: expected FILE.json for data of a function')
             source = data(name)
-            wrong = f'{records.text_of(data)}({name!r}) is no Source: {source!r}'
-            records.require(isinstance(source, Source), wrong)
-        return source if labels is None or column else relabelling.relabelled(source, labels)
+            call = f'{records.text_of(data)}({name!r})'
+            require(isinstance(source, Source), f'{call} is no Source: {source!r}')
+        return source if labels is None or column else relabelled(source, labels)
 
     @functools.cache
     def open_part(
@@ -91,31 +94,23 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
         name, request = records.text_of(data), split
         source = take_split(split, functools.partial(open_whole, data, labels), of=name)
         if labels is not None:  # after the slice, so that a split names the same images
-            source, request = relabelling.drop_unlabelled(source), f'{split} with {labels}'
+            source, request = drop_unlabelled(source), f'{split} with {labels}'
         for one in classes:
             if one not in source.class_names:
                 nearest = records.nearest(one, source.class_names)
                 raise UserError(f'classes: {name} has no class {one!r}; {nearest}')
         if classes:
-            source = relabelling.keep_classes(source, classes)
+            source = keep_classes(source, classes)
             request += f' ({counted(len(classes), "class")})'
         return dataclasses.replace(source, data=name, split=request)
 
-    def open_source(
-        data: str | DataFunction,
-        split: str,
-        labels: str | None = None,
-        classes: tuple[str, ...] = (),
-    ) -> Source:
-        return open_part(data, split, labels, classes)
-
-    return open_source
+    return lambda data, split, labels=None, classes=(): open_part(data, split, labels, classes)
 
 
 def _find_split(name: str, splits: Splits, data: str) -> str:
     """Returns the name that a split has in the data. Raises UserError if there is none."""
-    names = {'test': TEST_NAMES, 'train': ('train', 'training')}.get(name, (name,))
-    for other in names:
+    names = {'test': TEST_NAMES, 'train': ('train', 'training')}
+    for other in names.get(name, (name,)):
         if other in splits:
             return other
     cut = f'; {_CUT}' if name == 'test' and 'train' in splits else ''
@@ -132,16 +127,15 @@ def open_splits(
     TFDS's sets alone have columns of labels. Data without splits is `all`, and of that `train` and
     `test` as `held_out` says.
     """
-    if storage.is_remote(data):
-        raise UserError(f'data={data!r}: {_REMOTE}')
+    require(not storage.is_remote(data), f'data={data!r}: {_REMOTE}')
     if data == 'digits' and label_column is None:
         return arrays.digits_splits()
     if data.startswith('tfds:'):
         return tfds.folder_splits(tfds.named_folder(data.removeprefix('tfds:')), label_column)
     if tfds.holds(data):
         return tfds.folder_splits(data, label_column)
-    if label_column is not None:
-        raise UserError(f'labels={label_column!r}: expected FILE.json; {data} is no data of TFDS')
+    column = f'labels={label_column!r}: expected FILE.json'
+    require(label_column is None, f'{column}; {data} is no data of TFDS')
     if data.startswith('vtab:'):
         return vtab.task_splits(data.removeprefix('vtab:'))
     if not os.path.exists(data):
@@ -151,8 +145,7 @@ def open_splits(
         return arrays.npz_splits(data)
     if data.endswith(('.csv', '.jsonl')):
         return _with_held_out(tables.table_splits(data), held_out or HeldOut(), data)
-    if not os.path.isdir(data):
-        raise UserError(f'data={data!r}: is no folder{_EXPECTED}')
+    require(os.path.isdir(data), f'data={data!r}: is no folder{_EXPECTED}')
     if imagenet.holds(data):
         return imagenet.folder_splits(data)
     return _with_held_out(folders.folder_splits(data), held_out or HeldOut(), data)

@@ -234,8 +234,8 @@ def decode_region(
 ) -> Image | None:
     """Decodes a region of an upright JPEG: the pixels that the whole decoded image has there.
 
-    Pixels outside of the region are not computed. A region that is far larger than the wanted
-    result may be decoded at a fraction of its size.
+    With a `region_decoder` pixels outside of the region are not computed. A region that is far
+    larger than the wanted result may be decoded at a fraction of its size.
 
     Args:
       stored: The JPEG.
@@ -249,7 +249,7 @@ def decode_region(
         photo of 0.1 MB.
 
     Returns:
-      The pixels; None if there is no decoder, the file is damaged anywhere, or it has 12 bits.
+      The pixels; None if the file is damaged anywhere, or has 12 bits.
     """
     top, left, rows, columns = region
     bottom, right = -(-(top + rows) // reduction), -(-(left + columns) // reduction)
@@ -267,19 +267,11 @@ def decode_region(
         pixels, region = np.empty((rows, columns, 3), np.uint8), (top, left, rows, columns)
         if not region_decoder().decode_into(stored, pixels, region, reduction, to_end):
             return None
-    else:
-        whole = _decode_reduced(stored, height, width) if reduction > 1 else None
-        if whole is None:
-            return None
-        pixels = whole[top : top + rows, left : left + columns]
-    return turn_upright(pixels, orientation)
-
-
-def _decode_reduced(stored: bytes, height: int, width: int) -> Image | None:
-    """Returns the whole image as it is stored, at the fraction of its size with this shape."""
+        return turn_upright(pixels, orientation)
     import simplejpeg
 
     with contextlib.suppress(ValueError):
-        image = simplejpeg.decode_jpeg(stored, min_height=height, min_width=width)
-        return image if image.shape[:2] == (height, width) else None
+        whole = simplejpeg.decode_jpeg(stored, min_height=height, min_width=width)
+        if whole.shape[:2] == (height, width):
+            return turn_upright(whole[top : top + rows, left : left + columns], orientation)
     return None

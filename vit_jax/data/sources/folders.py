@@ -42,13 +42,11 @@ def folder_splits(root: str) -> Splits:
     classes = {split: {*folder_names(folder)} for split, folder in folders.items()}
 
     def open_split(split: str) -> Source:
-        faults = list[str]()
+        faults, own = list[str](), classes[split]
         for other, names in classes.items():
-            if not names & classes[split]:  # other data
-                continue
-            for has, lacks in (split, other), (other, split):
-                absent = sorted(classes[has] - classes[lacks])
-                faults += [f'{path}: class {n!r} is in {has}/ but not in {lacks}/' for n in absent]
+            for name in sorted(own ^ names) if own & names else ():  # of the same data
+                has, lacks = (split, other) if name in own else (other, split)
+                faults.append(f'{path}: class {name!r} is in {has}/ but not in {lacks}/')
         return files_by_class(folders[split], faults)
 
     return {split: functools.partial(open_split, split) for split in folders}

@@ -333,25 +333,11 @@ def test_no_inception_crop_is_smaller_than_its_least_area():
         ('CentralCrop', {'scale': 0.9}, 'scale=0.9: expected at least 1'),
         ('RandomCrop', {'scale': 0.5}, 'scale=0.5: expected at least 1'),
         ('InceptionCrop', {'area': (0.0, 1.0)}, 'area=.*: expected more than 0 and at most 1'),
-        ('InceptionCrop', {'area': (0.5, 1.1)}, 'area=.*: expected more than 0 and at most 1'),
         ('InceptionCrop', {'area': (0.5, 0.4)}, 'area=.*: expected the smaller number first'),
-        ('InceptionCrop', {'aspect': (0.0, 1.0)}, 'aspect=.*: expected more than 0'),
         ('InceptionCrop', {'aspect': (2.0, 1.0)}, 'aspect=.*: expected the smaller number first'),
         ('Preprocessing', {'std': (1.0, 0.0, 1.0)}, 'std=.*: expected at least 0.1'),
         ('Preprocessing', {'mean': (0.485, 0.456, 0.406)}, 'mean=.*multiply by 255'),
-        ('Preprocessing', {'mean': (0.5, 0.0, 0.0)}, 'mean=.*multiply by 255'),
-        ('Preprocessing', {'std': (0.229, 0.224, 0.225)}, 'std=.*multiply by 255'),
         ('Preprocessing', {'std': (0.9, 0.5, 0.5)}, 'std=.*multiply by 255'),
-        (
-            'Preprocessing',
-            {'std': (1.0, float('inf'), 1.0)},
-            'std=.*: expected at least .*, a finite number',
-        ),
-        (
-            'Preprocessing',
-            {'mean': (1.0, float('nan'), 1.0)},
-            'mean=.*: expected at least 0 .*, a finite number',
-        ),
     ],
 )
 def test_preprocessing_that_makes_no_sense_is_refused(record, values, message):

@@ -41,6 +41,7 @@ AUGREG = {
     'strong2': (2, 20.0, 0.8),
 }
 Image = UInt8[Array, 'h w 3']
+Index = Int[Array, '']
 _ERASED_AREA, _ERASED_ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)
 # Your own augmentation: (key, batch) -> batch, of uint8 images as the preprocessing crops them.
 # The key is the same at every step: use `example_keys(key, batch)`, or fold in epoch and example.
@@ -208,12 +209,7 @@ def randaugment(key: Key[Array, ''], image: Image, config: RandAugment) -> Image
 
 
 def operate(
-    key: Key[Array, ''],
-    image: Image,
-    operation: Int[Array, ''],
-    *,
-    magnitude: float,
-    contrast: Contrast,
+    key: Key[Array, ''], image: Image, operation: Index, *, magnitude: float, contrast: Contrast
 ) -> Image:
     """Applies one operation, an index of OPERATIONS; the key decides sign and place."""
     sign_key, place_key = jax.random.split(key)
@@ -226,11 +222,11 @@ def operate(
     return _cut_out(place_key, _blend(image, operation, factor), operation, level)
 
 
-def _is(operation: Int[Array, ''], name: str) -> Array:
+def _is(operation: Index, name: str) -> Array:
     return operation == OPERATIONS.index(name)
 
 
-def _warp(image: Image, operation: Int[Array, ''], level: Float[Array, '']) -> Image:
+def _warp(image: Image, operation: Index, level: Float[Array, '']) -> Image:
     """Rotates, shears or translates: each pixel is fetched from its source; gray from outside."""
     height, width, _ = image.shape
     angle = jnp.where(_is(operation, 'rotate'), jnp.deg2rad(30 * level), 0.0)
@@ -251,7 +247,7 @@ def _warp(image: Image, operation: Int[Array, ''], level: Float[Array, '']) -> I
 
 
 def _make_tables(
-    image: Image, operation: Int[Array, ''], level: float, factor: float, contrast: Contrast
+    image: Image, operation: Index, level: float, factor: float, contrast: Contrast
 ) -> Int[Array, '3 256']:
     """Returns the new value of each value 0 to 255 of each channel."""
     value = jnp.arange(256)
@@ -296,7 +292,7 @@ def _equalize_table(values: UInt8[Array, 'n']) -> Int[Array, '256']:
     return jnp.where(step > 0, table, jnp.arange(256))
 
 
-def _blend(image: Image, operation: Int[Array, ''], factor: float) -> Image:
+def _blend(image: Image, operation: Index, factor: float) -> Image:
     """Extrapolates from gray (color) or from a smoothed image (sharpness)."""
     is_color, pixels = _is(operation, 'color'), image.astype(jnp.float32)
     other = jnp.where(is_color, _luminance(image)[..., None], _smooth(pixels))
@@ -315,7 +311,7 @@ def _smooth(pixels: Float[Array, 'h w 3']) -> Float[Array, 'h w 3']:
     return pixels.at[1:-1, 1:-1].set(jnp.floor(total / 13 + 0.5))
 
 
-def _cut_out(key: Key[Array, ''], image: Image, operation: Int[Array, ''], level: float) -> Image:
+def _cut_out(key: Key[Array, ''], image: Image, operation: Index, level: float) -> Image:
     """Cuts out a gray square around a point anywhere in the image."""
     height, width, _ = image.shape
     center = jax.random.uniform(key, (2,)) * jnp.asarray([height, width]) - 0.5

@@ -59,9 +59,9 @@ class ImageReader:
 
         Raises UserError for an unreadable image; with on_unreadable='skip' it is masked instead.
         """
+        drawn = _describe(refs)
         images = np.zeros((len(refs), *self.size, 3), np.uint8)
         labels = np.zeros((len(refs), *self.source.label_shape), np.int32)
-        mask = np.zeros(len(refs), bool)
 
         def read_rows(start: int) -> None:
             for row, ref in enumerate(refs[start : start + _ROWS], start):
@@ -69,15 +69,15 @@ class ImageReader:
                     continue
                 try:
                     images[row], labels[row] = self.example(ref)
-                    mask[row] = True
                 except UserError as error:
                     if self.on_unreadable != 'skip':
                         raise UserError(f'{error} ({_SKIPPED})') from error
+                    drawn['mask'][row] = False
                     if self.on_skipped is not None:
                         self.on_skipped(str(error))
 
         list(pool.map(read_rows, range(0, len(refs), _ROWS)))  # raises what a thread raised
-        return {'images': images, 'labels': labels, 'mask': mask} | _numbers(refs)
+        return drawn | {'images': images, 'labels': labels}
 
     def example(self, ref: ExampleRef) -> tuple[UInt8[np.ndarray, 'h w 3'], Label]:
         """Reads an image, cropped to the size, and its label. UserError names an unreadable one."""
@@ -125,11 +125,13 @@ def make_warning(*, shown: int = 5) -> Callable[[str], None]:
     return warn
 
 
-def _numbers(refs: Sequence[ExampleRef | None]) -> Batch:
-    """Returns `epoch` and `example` of a batch; both are 0 for padding."""
-    drawn = [ref or ExampleRef(0) for ref in refs]
-    numbers = {'epoch': [ref.epoch for ref in drawn], 'example': [ref.index for ref in drawn]}
-    return {name: np.array(values, np.int32) for name, values in numbers.items()}
+def _describe(refs: Sequence[ExampleRef | None]) -> Batch:
+    """Returns `epoch`, `example` and `mask` of a batch; all are 0 for padding."""
+    return {
+        'epoch': np.array([ref.epoch if ref else 0 for ref in refs], np.int32),
+        'example': np.array([ref.index if ref else 0 for ref in refs], np.int32),
+        'mask': np.array([ref is not None for ref in refs]),
+    }
 
 
 def cores() -> int:
@@ -233,7 +235,7 @@ def make_loaders(config: LoaderConfig, sharding: NamedSharding) -> Callable[[Ima
 
 
 def _keep_on_device(reader: ImageReader, pool: futures.Executor, sharding: NamedSharding) -> Loader:
-    """Reads all images once; then `load` returns indices and `place` gathers their images."""
+    """Reads all images once; then `load` describes a batch and `place` gathers its images."""
     read = reader.examples([*map(ExampleRef, range(len(reader.source)))], pool)
     stored = put(read, dict.fromkeys(read, NamedSharding(sharding.mesh, PartitionSpec())))
 
@@ -243,10 +245,7 @@ def _keep_on_device(reader: ImageReader, pool: futures.Executor, sharding: Named
         drawn = drawn | {'mask': batch['mask'] & drawn['mask']}
         return jax.lax.with_sharding_constraint(batch | drawn, sharding)
 
-    def load(refs: Sequence[ExampleRef | None]) -> Batch:
-        return _numbers(refs) | {'mask': np.array([ref is not None for ref in refs])}
-
-    return Loader(reader.source, load, functools.partial(gather, stored), sharding)
+    return Loader(reader.source, _describe, functools.partial(gather, stored), sharding)
 
 
 @contextlib.contextmanager

@@ -148,7 +148,7 @@ def _file_size(path: str | os.PathLike[str]) -> int:
 
 def select(source: Source, indices: Sequence[int] | np.ndarray) -> Source:
     """Returns the source that holds these images only, in this order."""
-    return _collect([source], np.zeros(len(indices), int), np.asarray(indices))
+    return _collect([source], np.broadcast_to(0, len(indices)), np.asarray(indices))
 
 
 def shuffle_once(source: Source) -> Source:

@@ -143,10 +143,10 @@ def test_every_problem_of_a_folder_is_listed_in_one_go(photos, tmp_path, capsys,
     assert look(tiny.experiment(data=str(photos)), tmp_path / 'out') == 1
     said = capsys.readouterr().out
     found = json.loads((tmp_path / 'out' / 'data.json').read_text())
-    empty = 'no images in this folder, 0 files of other endings: remove the folder, or add images'
+    empty = 'no images in this folder: remove the folder, or add images'
     expected = [
         f'{photos}/ant: {empty}',
-        f'{photos}/bee: no images in this folder, 1 file of other endings, such as '
+        f'{photos}/bee: no images in this folder; 1 file of other endings, such as '
         f'{photos}/bee/Thumbs.db: '
         'remove the folder, or add images',
         '3 images cannot be read: repair or remove, or leave out by '

@@ -121,11 +121,12 @@ def image_files(path: pathlib.Path) -> list[str]:
     files = sorted(_files_below(path), key=lambda file: file.split(os.sep))
     images = [file for file in files if is_image(file)]
     others = [file for file in files if not is_image(file)]
-    left_out = f'{counted(len(others), "file")} of other endings'
+    found = 'no images in this folder'
     if others:
-        left_out += f', such as {others[0]}'
+        left_out = f'{counted(len(others), "file")} of other endings, such as {others[0]}'
         warn_once(f'{path}: left out {left_out}')
-    require(bool(images), f'{path}: no images in this folder, {left_out}')
+        found += f'; {left_out}'
+    require(bool(images), f'{path}: {found}')
     return images
 
 

@@ -14,7 +14,7 @@ import time
 from vit_jax.cli import app
 from vit_jax.config import TrainConfig
 from vit_jax.data.image_preprocessing import Resize
-from vit_jax.data.reading import ImageReader
+from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed.processes import Job
 from vit_jax.experiment import data_record, workdirs

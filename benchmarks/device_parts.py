@@ -31,8 +31,7 @@ from configs.pretrain import cifar10_hybrid
 from vit_jax.base.array_types import Array
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.image_preprocessing import InceptionCrop
-from vit_jax.data.loading import LoaderConfig
-from vit_jax.data.reading import cores
+from vit_jax.data.loading import LoaderConfig, cores
 from vit_jax.models import Backbone, Compute, ModelConfig, ResNetConfig, ViTConfig, variant
 from vit_jax.models.attention import Implementation, attend, supports_cudnn
 

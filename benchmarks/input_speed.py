@@ -35,7 +35,7 @@ from vit_jax.data import image_decoding, loading
 from vit_jax.data.augmentation import Augmentation, augment, augreg
 from vit_jax.data.image_decoding import decode
 from vit_jax.data.image_preprocessing import InceptionCrop, RandomCrop, decode_and_crop
-from vit_jax.data.reading import ExampleRef, ImageReader, cores
+from vit_jax.data.loading import ExampleRef, ImageReader, cores
 from vit_jax.data.sources.base import Source, labelled_source, select
 from vit_jax.data.sources.folders import unlabelled
 from vit_jax.distributed import meshes

@@ -18,7 +18,7 @@ import numpy as np
 
 from tests import tfds_sets
 from vit_jax.cli import app
-from vit_jax.data import loading, reading
+from vit_jax.data import loading
 from vit_jax.data.augmentation import augment, augreg
 from vit_jax.data.image_preprocessing import InceptionCrop
 from vit_jax.data.sources.opening import make_opener
@@ -28,7 +28,7 @@ from vit_jax.training.losses import targets_of
 def digest(data: str, steps: int) -> str:
     """A digest of training batches of 128 images, before and after augmentation."""
     source = make_opener()(data, 'train')
-    reader = reading.ImageReader(source, InceptionCrop(), (32, 32), exif_rotation=True)
+    reader = loading.ImageReader(source, InceptionCrop(), (32, 32), exif_rotation=True)
     loader = loading.make_loader(reader)
     targets = functools.partial(targets_of, num_classes=len(source.class_names))
     changed = jax.jit(functools.partial(augment, config=augreg('light2'), targets_of=targets))

@@ -20,7 +20,7 @@ from vit_jax.base import held_objects
 from vit_jax.checkpoints import download
 from vit_jax.checkpoints.store import Checkpoints
 from vit_jax.cli import app
-from vit_jax.data import reading
+from vit_jax.data import loading
 from vit_jax.data.sources import arrays
 from vit_jax.distributed import processes
 from vit_jax.distributed.processes import Job
@@ -61,25 +61,25 @@ def hang(number, index):
 
 
 def hang_loader(number, index):
-    load = reading.ImageReader.examples
+    load = loading.ImageReader.examples
 
     def loading_then_hanging(reader, draws, pool):
         if index in (None, jax.process_index()) and any(d and d.epoch > 0 for d in draws):
             forever()
         return load(reader, draws, pool)
 
-    reading.ImageReader.examples = loading_then_hanging
+    loading.ImageReader.examples = loading_then_hanging
 
 
 def stalled_images(number, index):
     """Every so-manieth training image is never read to its end."""
-    example = reading.ImageReader.example
+    example = loading.ImageReader.example
 
     def stalling(reader, ref):
         stalls = len(reader.source) > 1000 and ref.index % number == 0
         return forever() if stalls else example(reader, ref)
 
-    reading.ImageReader.example = stalling
+    loading.ImageReader.example = stalling
 
 
 def hang_barrier(number, index):

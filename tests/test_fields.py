@@ -19,7 +19,7 @@ from tests import tiny
 from vit_jax.base import records
 from vit_jax.base.records import Record
 from vit_jax.config import EvalConfig, TrainConfig
-from vit_jax.data.augmentation import Augmentation
+from vit_jax.data.augmentation import Augmentation, RandAugment
 from vit_jax.data.image_preprocessing import (
     CentralCrop,
     InceptionCrop,
@@ -28,7 +28,6 @@ from vit_jax.data.image_preprocessing import (
     Resize,
 )
 from vit_jax.data.loading import abstract_batch, training_batches
-from vit_jax.data.randaugment import RandAugment
 from vit_jax.distributed.meshes import MeshConfig
 from vit_jax.experiment import compilation
 from vit_jax.experiment.build import build_experiment

@@ -21,7 +21,7 @@ from vit_jax.base import UserError, atomic_write, counted, require, storage, usa
 from vit_jax.base.records import text_of, to_dict
 from vit_jax.cli import app, output
 from vit_jax.config import TrainConfig
-from vit_jax.data import inspection, reading
+from vit_jax.data import inspection, loading
 from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.inspection import Known, Scan
 from vit_jax.data.sources.base import Source, split_names
@@ -123,11 +123,11 @@ def _open_sources(config: TrainConfig, opener: Opener, problems: list[str]) -> d
 
 
 def _scan(
-    sources: dict[str, Source], reader_of: Callable[..., reading.ImageReader]
+    sources: dict[str, Source], reader_of: Callable[..., loading.ImageReader]
 ) -> tuple[dict[str, Scan], dict[str, Known]]:
     """Scans and prints every split, under a progress bar; also returns the readable images."""
     scans, readable_images = dict[str, Scan](), dict[str, Known]()
-    with futures.ThreadPoolExecutor(reading.cores()) as pool, output.progress() as bar:
+    with futures.ThreadPoolExecutor(loading.cores()) as pool, output.progress() as bar:
         for split, source in sources.items():
             done = functools.partial(bar.advance, bar.add_task(escape(split), total=len(source)))
             scans[split] = inspection.scan(reader_of(source), pool, done, known=readable_images)
@@ -161,20 +161,20 @@ def _describe(scan: Scan) -> Iterator[str]:
 
 def _draw_sheet(
     config: TrainConfig,
-    evaluated: reading.ImageReader,
-    trained: reading.ImageReader,
+    evaluated: loading.ImageReader,
+    trained: loading.ImageReader,
     indices: Sequence[int],
 ) -> Image.Image:
     """Draws training images as evaluation sees them, and as training does in its first epochs."""
     source = evaluated.source
-    examples = [evaluated.example(reading.ExampleRef(index)) for index in indices]
+    examples = [evaluated.example(loading.ExampleRef(index)) for index in indices]
     columns = [[image for image, _ in examples]]
     targets = functools.partial(targets_of, num_classes=len(source.class_names))
     augmented = jax.jit(functools.partial(augment, config=config.augmentation, targets_of=targets))
     key = purpose_key(config.seed, AUGMENT)
     with futures.ThreadPoolExecutor() as pool:
         for epoch in range(_EPOCHS):
-            refs = [reading.ExampleRef(i, epoch) for i in indices]
+            refs = [loading.ExampleRef(i, epoch) for i in indices]
             batch = augmented(key, trained.examples(refs, pool))
             columns.append(list(np.asarray(batch['images']).round().astype(np.uint8)))
     numbers = [np.flatnonzero(x) if source.multi_label else [int(x)] for _, x in examples]

@@ -25,7 +25,7 @@ from vit_jax.base.errors import usable
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.checkpoints.names import as_path, shown
 from vit_jax.cli import app, output
-from vit_jax.data.reading import reader_for
+from vit_jax.data.loading import reader_for
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.folders import has_images, is_image, unlabelled
 from vit_jax.data.sources.opening import make_opener

@@ -10,9 +10,8 @@ Command: python -m vit_jax.train --config=configs/pretrain/better_plain_vit.py:9
 """
 
 from vit_jax.config import TrainConfig
-from vit_jax.data.augmentation import Augmentation
+from vit_jax.data.augmentation import Augmentation, RandAugment
 from vit_jax.data.image_preprocessing import CentralCrop, InceptionCrop, Preprocessing
-from vit_jax.data.randaugment import RandAugment
 from vit_jax.models import Compute, variant
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig

@@ -12,7 +12,7 @@ from tests import networks, tiny
 from vit_jax.base.atomic_files import atomic_write, read_json_lines, write_json
 from vit_jax.base.errors import MissingFile, UnusableDisk, UserError, usable
 from vit_jax.checkpoints.formats import array_files
-from vit_jax.data.sources import arrays, relabelling, tables
+from vit_jax.data.sources import arrays, base, tables
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
@@ -55,7 +55,7 @@ def test_what_is_no_file_is_named_by_whatever_reads_it(tmp_path, reader, kind):
         read = {
             'photo': lambda: networks.loaded(tiny.model()).prepare(str(path)),
             'table': lambda: tables.unlabelled(str(path)),
-            'labels': lambda: relabelling.relabelled(one, str(path)),
+            'labels': lambda: base.relabelled(one, str(path)),
             'checkpoint': lambda: array_files.read_array_file(path),
             'lines': lambda: read_json_lines(path),
         }

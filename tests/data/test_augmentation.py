@@ -10,9 +10,8 @@ import pytest
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.data import augmentation
-from vit_jax.data.augmentation import Augmentation
+from vit_jax.data.augmentation import Augmentation, RandAugment
 from vit_jax.data.image_preprocessing import CentralCrop, InceptionCrop, Preprocessing, normalize
-from vit_jax.data.randaugment import RandAugment
 from vit_jax.training.losses import targets_of
 
 N = 64
@@ -174,17 +173,9 @@ def test_only_an_augmentation_with_a_crop_replaces_the_preprocessings():
     assert augmentation.host_crop(own, preprocessing) == InceptionCrop()
 
 
-@pytest.mark.parametrize(
-    'values, message',
-    [
-        ({'erasing': 1.5}, 'Augmentation.erasing=1.5: expected at least 0 and at most 1'),
-        ({'mixup': -0.1}, 'Augmentation.mixup=-0.1: expected at least 0'),
-        ({'cutmix': -1.0}, 'Augmentation.cutmix'),
-        ({'shift_pixels': -3}, 'Augmentation.shift_pixels=-3'),
-    ],
-)
-def test_an_augmentation_that_makes_no_sense_is_refused(values, message):
-    with pytest.raises(UserError, match=message):
+@pytest.mark.parametrize('values', [{'erasing': 1.5}, {'mixup': -0.1}, {'shift_pixels': -3}])
+def test_an_augmentation_that_makes_no_sense_is_refused(values):
+    with pytest.raises(UserError, match=rf'Augmentation.{[*values][0]}=.*: expected at least 0'):
         Augmentation(**values)
 
 

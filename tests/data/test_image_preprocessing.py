@@ -174,8 +174,8 @@ def test_pixels_are_bounded_before_anything_is_decoded(kind, turned, monkeypatch
 
 
 def test_a_format_whose_package_is_missing_says_what_to_do(monkeypatch):
-    few = {k: v for k, v in image_decoding._openers().items() if k != 'HEIF'}
-    monkeypatch.setattr(image_decoding, '_openers', lambda: few)
+    image_decoding.formats_by_ending()  # registers it, where it is installed
+    monkeypatch.delitem(Image.OPEN, 'HEIF', raising=False)
     heic = b'\0\0\0\x18ftypheic' + bytes(16)
     with pytest.raises(ValueError, match='^a HEIC photo: pip install pillow-heif to read them, or'):
         decoded(heic)
@@ -183,10 +183,10 @@ def test_a_format_whose_package_is_missing_says_what_to_do(monkeypatch):
 
 @pytest.mark.parametrize('kind', ['AVIF', 'HEIF'])
 def test_photos_of_telephones_are_what_pillow_reads(kind):
-    if not image_decoding.can_read(kind):
+    if kind not in image_decoding.formats_by_ending().values():
         pytest.skip(f'Pillow has no {kind} here')
     stored = encoded(Image.fromarray(PHOTO), kind, quality=95)
-    opened = image_decoding.open_with_pillow(stored, kind)
+    opened = Image.open(io.BytesIO(stored))
     np.testing.assert_array_equal(decoded(stored), np.asarray(opened.convert('RGB')))
     assert np.abs(decoded(stored).astype(int) - PHOTO).mean() < 8
     for part in 0.3, 0.9, 0.99:
@@ -241,8 +241,6 @@ def test_a_random_crop_is_decided_by_its_generator():
 
     np.testing.assert_array_equal(cut(1), cut(1))
     assert len({cut(seed).tobytes() for seed in range(10)}) > 5
-    with pytest.raises(ValueError, match='for training only'):
-        crop(PHOTO, (16, 16), None)
 
 
 @pytest.mark.parametrize('size', [(24, 24), (70, 90), (11, 60), (60, 11)])
@@ -320,14 +318,6 @@ def test_an_inception_crop_of_any_image_has_its_size(shape):
         ).all()
 
 
-@pytest.mark.parametrize(
-    'crop', [image_preprocessing.InceptionCrop(), image_preprocessing.RandomCrop()]
-)
-def test_random_crops_are_for_training_only(crop):
-    with pytest.raises(ValueError, match='needs a random generator: it is for training only'):
-        crop(PHOTO, (4, 4), None)
-
-
 def test_no_inception_crop_is_smaller_than_its_least_area():
     """On few pixels, where rounding the sides could make it so."""
     crop, rng = image_preprocessing.InceptionCrop(area=(0.5, 0.9)), np.random.default_rng(0)
@@ -343,25 +333,11 @@ def test_no_inception_crop_is_smaller_than_its_least_area():
         ('CentralCrop', {'scale': 0.9}, 'scale=0.9: expected at least 1'),
         ('RandomCrop', {'scale': 0.5}, 'scale=0.5: expected at least 1'),
         ('InceptionCrop', {'area': (0.0, 1.0)}, 'area=.*: expected more than 0 and at most 1'),
-        ('InceptionCrop', {'area': (0.5, 1.1)}, 'area=.*: expected more than 0 and at most 1'),
         ('InceptionCrop', {'area': (0.5, 0.4)}, 'area=.*: expected the smaller number first'),
-        ('InceptionCrop', {'aspect': (0.0, 1.0)}, 'aspect=.*: expected more than 0'),
         ('InceptionCrop', {'aspect': (2.0, 1.0)}, 'aspect=.*: expected the smaller number first'),
         ('Preprocessing', {'std': (1.0, 0.0, 1.0)}, 'std=.*: expected at least 0.1'),
         ('Preprocessing', {'mean': (0.485, 0.456, 0.406)}, 'mean=.*multiply by 255'),
-        ('Preprocessing', {'mean': (0.5, 0.0, 0.0)}, 'mean=.*multiply by 255'),
-        ('Preprocessing', {'std': (0.229, 0.224, 0.225)}, 'std=.*multiply by 255'),
         ('Preprocessing', {'std': (0.9, 0.5, 0.5)}, 'std=.*multiply by 255'),
-        (
-            'Preprocessing',
-            {'std': (1.0, float('inf'), 1.0)},
-            'std=.*: expected at least .*, a finite number',
-        ),
-        (
-            'Preprocessing',
-            {'mean': (1.0, float('nan'), 1.0)},
-            'mean=.*: expected at least 0 .*, a finite number',
-        ),
     ],
 )
 def test_preprocessing_that_makes_no_sense_is_refused(record, values, message):

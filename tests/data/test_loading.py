@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit_jax.data import loading, reading
+from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing, RandomCrop, Resize
 from vit_jax.data.sources.arrays import array_source
 
@@ -19,7 +19,7 @@ SOURCE = array_source(IMAGES, np.arange(N) % 5, list('abcde'), name='test')
 
 
 def loader(crop=None, *, placement='host', source=SOURCE, threads=3, **options):
-    reader = reading.ImageReader(source, crop or Resize(), (6, 6), exif_rotation=True, **options)
+    reader = loading.ImageReader(source, crop or Resize(), (6, 6), exif_rotation=True, **options)
     config = loading.LoaderConfig(placement=placement, threads=threads)
     return loading.make_loader(reader, config)
 
@@ -43,7 +43,7 @@ def test_a_network_is_shown_images_as_its_preprocessing_says(rotation):
     source = dataclasses.replace(SOURCE, read=lambda index: (file.getvalue(), 0))
     crop = CentralCrop(scale=1.5)
     preprocessing = Preprocessing(crop=crop, exif_rotation=rotation)
-    shown, _ = reading.reader_for(source, preprocessing, (4, 3)).example(reading.ExampleRef(0))
+    shown, _ = loading.reader_for(source, preprocessing, (4, 3)).example(loading.ExampleRef(0))
     turned = np.rot90(IMAGES[0], -1) if rotation else IMAGES[0]
     np.testing.assert_array_equal(shown, crop(np.ascontiguousarray(turned), (4, 3), None))
 
@@ -135,25 +135,17 @@ def test_an_unreadable_image_may_be_masked_instead(placement):
 
 def test_the_first_images_that_are_left_out_are_named_once(caplog):
     source = dataclasses.replace(SOURCE, read=lambda i: (b'garbage', 0))
-    skipping = loader(source=source, on_unreadable='skip', on_skipped=reading.make_warning(shown=2))
+    skipping = loader(source=source, on_unreadable='skip', on_skipped=loading.make_warning(shown=2))
     for _ in range(2):
-        skipping.load([*map(reading.ExampleRef, range(9))])
+        skipping.load([*map(loading.ExampleRef, range(9))])
     lines = caplog.messages
     assert len(lines) == len({*lines}) == 2 and 'inspect_data lists all' in lines[1]
     assert all('left out: test[' in line and 'not a whole image' in line for line in lines)
 
 
-def test_a_batch_begins_where_a_cpu_device_takes_it_without_a_copy():
-    for _ in range(5):
-        images = loader().load([reading.ExampleRef(0)] * 3)['images']
-        assert images.ctypes.data % 64 == 0
-        alone = jax.device_put(images, jax.devices()[0])
-        assert alone.unsafe_buffer_pointer() == images.ctypes.data
-
-
 def test_random_crops_depend_on_epoch_and_example_and_not_on_the_batch():
     crop = loader(RandomCrop(scale=2.0))
-    refs = [reading.ExampleRef(i, epoch) for epoch in (0, 1) for i in range(10)]
+    refs = [loading.ExampleRef(i, epoch) for epoch in (0, 1) for i in range(10)]
     whole = crop.load(refs)['images']
     np.testing.assert_array_equal(crop.load(refs[7:12][::-1])['images'], whole[7:12][::-1])
     assert (whole[:10] != whole[10:]).any(axis=(1, 2, 3)).sum() >= 8

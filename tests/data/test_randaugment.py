@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageEnhance, ImageOps
 
-from vit_jax.data import randaugment
-from vit_jax.data.randaugment import OPERATIONS, RandAugment
+from vit_jax.data import augmentation
+from vit_jax.data.augmentation import OPERATIONS, RandAugment
 
 # Smooth, of every value, no two channels alike: what a photo is to these operations.
 _Y, _X = np.mgrid[0:40, 0:40]
@@ -18,7 +18,7 @@ PHOTO = np.stack(
 
 @functools.partial(jax.jit, static_argnames=('magnitude', 'contrast'))
 def _operate(key, image, operation, *, magnitude, contrast):
-    return randaugment.operate(key, image, operation, magnitude=magnitude, contrast=contrast)
+    return augmentation.operate(key, image, operation, magnitude=magnitude, contrast=contrast)
 
 
 def operated(name, magnitude, *, image=PHOTO, key=0, contrast='mean'):
@@ -146,7 +146,7 @@ def test_every_operation_is_drawn_and_each_layer_draws_its_own():
     config = RandAugment(layers=1, magnitude=9.0)
     keys = jax.random.split(jax.random.key(1), 300)
     image = jnp.asarray(PHOTO)
-    once = jax.jit(jax.vmap(lambda key: randaugment.randaugment(key, image, config)))(keys)
+    once = jax.jit(jax.vmap(lambda key: augmentation.randaugment(key, image, config)))(keys)
     fixed = {n: operated(n, 9).tobytes() for n in OPERATIONS[:11] if n != 'rotate'}
     seen = [np.asarray(image).tobytes() for image in once]
     for name, expected in fixed.items():
@@ -154,5 +154,5 @@ def test_every_operation_is_drawn_and_each_layer_draws_its_own():
             assert 4 <= seen.count(expected) <= 38, name  # 300 / 16, 4 deviations
     assert not (np.asarray(once) == PHOTO).all(axis=(1, 2, 3)).any()
     twice = RandAugment(layers=2, magnitude=9.0)
-    result = jax.jit(lambda key: randaugment.randaugment(key, image, twice))(keys[0])
+    result = jax.jit(lambda key: augmentation.randaugment(key, image, twice))(keys[0])
     assert (np.asarray(result) != np.asarray(once[0])).any()

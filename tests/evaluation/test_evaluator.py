@@ -13,7 +13,7 @@ from tests import tiny
 from vit_jax.base import UserError
 from vit_jax.config import EvalConfig, TrainConfig
 from vit_jax.data.image_preprocessing import Preprocessing
-from vit_jax.data.reading import reader_for
+from vit_jax.data.loading import reader_for
 from vit_jax.data.sources.arrays import array_source
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.evaluation import evaluator, features, head

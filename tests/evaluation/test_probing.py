@@ -8,7 +8,7 @@ import pytest
 
 from tests import tiny
 from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing
-from vit_jax.data.reading import ImageReader
+from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources import opening
 from vit_jax.data.sources.arrays import array_source
 from vit_jax.data.sources.base import select

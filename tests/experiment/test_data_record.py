@@ -16,7 +16,7 @@ from tests.hosts import hosts
 from vit_jax.base.errors import UserError
 from vit_jax.config import EvalConfig
 from vit_jax.data.image_preprocessing import Resize
-from vit_jax.data.reading import ImageReader
+from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.base import labelled_source, multi_hot
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed.processes import Differs, Job

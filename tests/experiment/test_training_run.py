@@ -25,10 +25,9 @@ from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.store import load_card, load_params
 from vit_jax.config import EvalConfig
-from vit_jax.data import loading, reading
-from vit_jax.data.augmentation import Augmentation
+from vit_jax.data import loading
+from vit_jax.data.augmentation import Augmentation, RandAugment
 from vit_jax.data.image_preprocessing import InceptionCrop
-from vit_jax.data.randaugment import RandAugment
 from vit_jax.data.sources.folders import unlabelled
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed.processes import Job
@@ -437,10 +436,10 @@ def test_an_image_above_the_bound_cannot_be_read(photos):
         for i in range(len(reader.source)):
             if '/7.jpg' not in reader.source.name_of(i):
                 small += 1
-                reader.example(reading.ExampleRef(i))
+                reader.example(loading.ExampleRef(i))
             else:
                 with pytest.raises(ValueError, match='12 x 16 pixels, more than max_pixels=180'):
-                    reader.example(reading.ExampleRef(i))
+                    reader.example(loading.ExampleRef(i))
     assert small == 2 * (7 + 3)
 
 

@@ -10,7 +10,7 @@ from tests import networks as files
 from tests import tiny
 from vit_jax.analysis import cka
 from vit_jax.base import tree_names
-from vit_jax.data import reading
+from vit_jax.data import loading
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.figures import layers, networks, paths, probing, representations, vit_paper
 from vit_jax.figures.networks import LeftOut, Study
@@ -28,7 +28,7 @@ def study(*configs, images=16, batch_size=8, source=None):
     placed = []
     for index, config in enumerate(configs):
         loaded = config if hasattr(config, 'params') else files.loaded(config)
-        reader = reading.reader_for(source, loaded.preprocessing, loaded.config.image_size)
+        reader = loading.reader_for(source, loaded.preprocessing, loaded.config.image_size)
         placed.append(networks.on_devices(f'n{index}', loaded, reader, mesh))
     return Study(tuple(placed), np.arange(images), size, 1024.0, lambda batches, count: batches)
 

@@ -6,9 +6,7 @@ The libraries that decode are imported where they are used: the model and the up
 import contextlib
 import functools
 import importlib
-import importlib.util
 import io
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -30,15 +28,12 @@ _FORMATS = 'JPEG', 'PNG', 'GIF', 'BMP', 'TIFF', 'WEBP', 'JPEG2000', 'PPM', 'AVIF
 # colors of transparent pixels of GIF, reads no CMYK of JPEG 2000, and scales no PPM.
 _BY_OPENCV = 'PNG', 'BMP', 'WEBP'
 _HEIC_BRANDS = b'heic', b'heix', b'heim', b'heis', b'hevc', b'mif1', b'msf1'  # after `ftyp`
+_UNREADABLE = 'not a whole image, or of a kind that is not supported'
 HEIC_REMEDY = 'pip install pillow-heif to read them, or convert them to JPEG'
 _ORIENTATION, _BITS, _PHOTOMETRIC, _PLANAR = 0x0112, 258, 262, 284  # tags of EXIF and TIFF
 _EXIF_WITHIN = 2**16 + 64  # bytes: the first segments of a file, of at most 64 KiB each
 # By orientation: the stored image is transposed, then its rows or columns are reversed.
 _TRANSPOSED, _ROWS_REVERSED, _COLUMNS_REVERSED = {5, 6, 7, 8}, {3, 4, 7, 8}, {2, 3, 6, 7}
-# Built from jpeg_region.c by `pip install` if there are a C compiler and the headers of
-# libjpeg-turbo 2.1 or newer. No package on PyPI does the same: of the decoders that crop while they
-# decode, nvImageCodec 0.9 returns gray pixels for damaged data without an error.
-_REGION_DECODER = 'vit_jax.data.jpeg_region'
 Region = tuple[int, int, int, int]  # top, left, height and width
 
 
@@ -81,55 +76,42 @@ def _read_jpeg_header(stored: bytes) -> Header | None:
 
 
 def _read_other_header(stored: bytes) -> Header:
-    fault = 'not a whole image of a known format'
-    for kind, (_, accepts) in _openers().items():
-        try:
-            if accepts(stored[:16]):
-                width, height = open_with_pillow(stored, kind).size
-                return Header(kind, height, width)
-        except Exception as error:  # of many kinds
-            expected = 'expected 1, 3 or 4 channels of 8 or 16 bits'
-            fault = f'not a whole image, or a {kind} that is not supported ({error}); {expected}'
-    if stored[4:8] == b'ftyp' and stored[8:12] in _HEIC_BRANDS and not can_read('HEIF'):
-        fault = f'a HEIC photo: {HEIC_REMEDY}'
-    raise UserError(fault)
-
-
-def open_with_pillow(stored: bytes, kind: str) -> Any:
-    """Opens an image of a format with Pillow, which decodes it when its pixels are requested.
-
-    Unlike `PIL.Image.open`, this sets no bound on the number of pixels for the whole process.
-    """
-    opener, _ = _openers()[kind]
-    return opener(io.BytesIO(stored), '')
-
-
-def can_read(kind: str) -> bool:
-    """Whether the package that a format needs is installed."""
-    return kind in _openers()
+    try:
+        image = open_with_pillow(stored)
+    except Exception as error:  # of many kinds
+        fault = f'{_UNREADABLE}; expected 1, 3 or 4 channels of 8 or 16 bits'
+        is_heic = stored[4:8] == b'ftyp' and stored[8:12] in _HEIC_BRANDS
+        if is_heic and 'HEIF' not in _pillow().OPEN:
+            fault = f'a HEIC photo: {HEIC_REMEDY}'
+        raise UserError(fault) from error
+    return Header(image.format, image.height, image.width)
 
 
 @functools.cache
-def formats_by_ending() -> dict[str, str]:
-    """The formats by the endings of their files' names, `.jpg`."""
-    from PIL import Image as pillow
-
-    _openers()
-    return {end: kind for end, kind in pillow.registered_extensions().items() if kind in _FORMATS}
-
-
-@functools.cache
-def _openers() -> dict[str, tuple[Callable[..., Any], Callable[[bytes], Any]]]:
-    """Of each format the function that opens a file, and the one that recognizes its start."""
-    from PIL import Image as pillow
+def _pillow() -> Any:
+    """Returns Pillow's `Image` with all formats that are installed, and our bound on pixels."""
+    from PIL import Image
 
     with contextlib.suppress(ImportError):
         import pillow_heif
 
         pillow_heif.register_heif_opener()
-    pillow.init()
-    found = {kind: pillow.OPEN[kind] for kind in _FORMATS if kind in pillow.OPEN}
-    return {kind: (opener, accepts) for kind, (opener, accepts) in found.items() if accepts}
+    Image.init()
+    Image.MAX_IMAGE_PIXELS = None  # `read_header` has the bound
+    return Image
+
+
+def open_with_pillow(stored: bytes) -> Any:
+    """Opens an image with Pillow, which decodes it when its pixels are requested."""
+    formats = [kind for kind in _FORMATS if kind in _pillow().OPEN]
+    return _pillow().open(io.BytesIO(stored), formats=formats)
+
+
+@functools.cache
+def formats_by_ending() -> dict[str, str]:
+    """The formats by the endings of their files' names, `.jpg`."""
+    endings = _pillow().registered_extensions()
+    return {ending: kind for ending, kind in endings.items() if kind in _FORMATS}
 
 
 def decode(
@@ -161,12 +143,11 @@ def decode(
             if decoded is not None:
                 return decoded
     try:
-        return to_rgb(open_with_pillow(stored, header.kind), exif_rotation=exif_rotation)
+        return to_rgb(open_with_pillow(stored), exif_rotation=exif_rotation)
     except UserError:
         raise
     except Exception as error:  # of many kinds
-        or_else = ', or a compression that is not supported' if header.kind == 'TIFF' else ''
-        raise UserError(f'not a whole image{or_else}: {error}') from error
+        raise UserError(f'{_UNREADABLE}: {error}') from error
 
 
 def read_orientation(stored: bytes) -> int:
@@ -174,7 +155,7 @@ def read_orientation(stored: bytes) -> int:
     if stored.find(b'Exif\0', 0, _EXIF_WITHIN) < 0:
         return 1
     with contextlib.suppress(Exception):  # of many kinds
-        orientation = open_with_pillow(stored, 'JPEG').getexif().get(_ORIENTATION)
+        orientation = open_with_pillow(stored).getexif().get(_ORIENTATION)
         return orientation if orientation in range(1, 9) else 1
     return 1
 
@@ -223,9 +204,14 @@ def to_rgb(image: 'PillowImage', *, exif_rotation: bool) -> Image:
 
 @functools.cache
 def region_decoder() -> Any:
-    """Returns the module that decodes regions, or None if it is not built or fails to load."""
-    with contextlib.suppress(ImportError):  # not built, or its library is gone
-        return importlib.import_module(_REGION_DECODER)
+    """Returns the module that decodes regions, or None if it is not built or fails to load.
+
+    It is built from jpeg_region.c by `pip install` if there are a C compiler and the headers of
+    libjpeg-turbo 2.1 or newer. No package on PyPI does the same: of the decoders that crop while
+    they decode, nvImageCodec 0.9 returns gray pixels for damaged data without an error.
+    """
+    with contextlib.suppress(ImportError):
+        return importlib.import_module('vit_jax.data.jpeg_region')
     return None
 
 
@@ -233,8 +219,6 @@ def describe_decoder() -> str:
     """Describes how the crops of JPEGs for training are decoded here."""
     if region_decoder() is not None:
         return f'of a JPEG only the crop is decoded, by libjpeg-turbo {region_decoder().version}'
-    if importlib.util.find_spec(_REGION_DECODER) is not None:
-        return 'JPEGs are decoded whole: the decoder of crops was built but fails to load here'
     needs = 'a C compiler and the headers of libjpeg-turbo 2.1 (Debian: libjpeg62-turbo-dev)'
     return f'JPEGs are decoded whole: with {needs} pip install builds a decoder of crops alone'
 
@@ -250,8 +234,8 @@ def decode_region(
 ) -> Image | None:
     """Decodes a region of an upright JPEG: the pixels that the whole decoded image has there.
 
-    Pixels outside of the region are not computed. A region that is far larger than the wanted
-    result may be decoded at a fraction of its size.
+    With a `region_decoder` pixels outside of the region are not computed. A region that is far
+    larger than the wanted result may be decoded at a fraction of its size.
 
     Args:
       stored: The JPEG.
@@ -265,7 +249,7 @@ def decode_region(
         photo of 0.1 MB.
 
     Returns:
-      The pixels; None if there is no decoder, the file is damaged anywhere, or it has 12 bits.
+      The pixels; None if the file is damaged anywhere, or has 12 bits.
     """
     top, left, rows, columns = region
     bottom, right = -(-(top + rows) // reduction), -(-(left + columns) // reduction)
@@ -283,19 +267,11 @@ def decode_region(
         pixels, region = np.empty((rows, columns, 3), np.uint8), (top, left, rows, columns)
         if not region_decoder().decode_into(stored, pixels, region, reduction, to_end):
             return None
-    else:
-        whole = _decode_reduced(stored, height, width) if reduction > 1 else None
-        if whole is None:
-            return None
-        pixels = whole[top : top + rows, left : left + columns]
-    return turn_upright(pixels, orientation)
-
-
-def _decode_reduced(stored: bytes, height: int, width: int) -> Image | None:
-    """Returns the whole image as it is stored, at the fraction of its size with this shape."""
+        return turn_upright(pixels, orientation)
     import simplejpeg
 
     with contextlib.suppress(ValueError):
-        image = simplejpeg.decode_jpeg(stored, min_height=height, min_width=width)
-        return image if image.shape[:2] == (height, width) else None
+        whole = simplejpeg.decode_jpeg(stored, min_height=height, min_width=width)
+        if whole.shape[:2] == (height, width):
+            return turn_upright(whole[top : top + rows, left : left + columns], orientation)
     return None

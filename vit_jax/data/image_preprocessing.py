@@ -105,7 +105,7 @@ class RandomCrop(Record):
         require_between(self, 'scale', low=1)
 
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
-        rng = _generator(rng, self)
+        assert rng is not None  # random crops are for training only
         scaled = round(size[0] * self.scale), round(size[1] * self.scale)
         if self.keep_aspect:
             scaled = _covering(image.shape[:2], scaled, _rounded)
@@ -136,8 +136,8 @@ class InceptionCrop(Record):
             require(low <= high, f'{name}={(low, high)}: expected the smaller number first')
 
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
-        region = self.region(image.shape[:2], _generator(rng, self))
-        return _resized(_cut(image, region), size, 'bilinear')
+        assert rng is not None  # random crops are for training only
+        return _resized(_cut(image, self.region(image.shape[:2], rng)), size, 'bilinear')
 
     def region(self, shape: Size, rng: np.random.Generator) -> Region:
         """Draws the top, left, height and width of a part of an image of this shape.
@@ -252,13 +252,6 @@ def _resized(image: Image, size: Size, method: ResizeMethod) -> Image:
 
     name = method.removesuffix('_antialias').upper()
     return np.asarray(pillow.fromarray(image).resize(size[::-1], pillow.Resampling[name]))
-
-
-def _generator(rng: np.random.Generator | None, crop: Record) -> np.random.Generator:
-    if rng is None:
-        name = type(crop).__name__
-        raise UserError(f'{name} needs a random generator: it is for training only')
-    return rng
 
 
 def _covering(shape: Sides, size: Size, divided: Callable[[Any, Any], Any]) -> Sides:

@@ -12,14 +12,16 @@ from typing import NamedTuple
 import numpy as np
 
 from vit_jax.data.image_decoding import decode, formats_by_ending, read_header
-from vit_jax.data.reading import ImageReader
+from vit_jax.data.loading import ImageReader
 
 
 class Known(NamedTuple):
     """A readable image: the digest of its bytes, and the names of its classes."""
 
     digest: bytes
-    classes: str
+    classes: list[str]
+    format: str
+    size: tuple[int, int]
 
 
 @dataclasses.dataclass
@@ -37,13 +39,6 @@ class Scan:
     width: list[int] = dataclasses.field(default_factory=list)  # in pixels; empty without images
 
 
-class _Image(NamedTuple):
-    classes: list[str]
-    format: str
-    size: tuple[int, ...]
-    digest: bytes
-
-
 def scan(
     reader: ImageReader,
     pool: futures.Executor,
@@ -57,7 +52,7 @@ def scan(
     """
     source = reader.source
     result = Scan(len(source), dict.fromkeys(source.class_names, 0))
-    formats, sizes = collections.Counter[str](), list[tuple[int, ...]]()
+    formats, sizes = collections.Counter[str](), list[tuple[int, int]]()
     name_by_digest = {one.digest: name for name, one in reversed(known.items())}
     names = source.read_names(range(len(source)))
     images = pool.map(functools.partial(_examine, reader), range(len(source)))
@@ -68,9 +63,9 @@ def scan(
             continue
         for class_name in image.classes:
             result.classes[class_name] += 1
-        known[name] = Known(image.digest, ', '.join(image.classes))
+        known[name] = image
         if (other := name_by_digest.setdefault(image.digest, name)) is not name:
-            classes, others = known[name].classes, known[other].classes
+            classes, others = (', '.join(known[one].classes) for one in (name, other))
             if classes == others:
                 result.duplicates.append(f'{name} = {other}')
             else:
@@ -87,7 +82,7 @@ def scan(
     return result
 
 
-def _examine(reader: ImageReader, index: int) -> _Image | str:
+def _examine(reader: ImageReader, index: int) -> Known | str:
     """Returns an image, or why it cannot be used."""
     source, most = reader.source, reader.max_pixels
     try:
@@ -97,9 +92,9 @@ def _examine(reader: ImageReader, index: int) -> _Image | str:
     except (ValueError, OSError) as error:
         return getattr(error, 'strerror', None) or str(error)
     numbers = np.flatnonzero(label) if source.multi_label else [int(label)]
-    return _Image(
+    return Known(
         classes=[source.class_names[n] for n in numbers if source.class_names],
         format='array' if isinstance(stored, np.ndarray) else read_header(stored, most).kind,
-        size=pixels.shape[:2],
+        size=(pixels.shape[0], pixels.shape[1]),
         digest=hashlib.blake2b(bytes(stored), digest_size=16).digest(),
     )

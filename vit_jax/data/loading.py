@@ -9,22 +9,135 @@ multi-label), `mask` (b), False for padding and for images that could not be rea
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
 import psutil
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from vit_jax.base import Batch, Int, Record, UserError, require, require_between
+from vit_jax.base import Batch, Int, Record, UInt8, UserError, require, require_between
 from vit_jax.data.image_decoding import MAX_PIXELS, MOST_PIXELS
-from vit_jax.data.image_preprocessing import Size
-from vit_jax.data.reading import ExampleRef, ImageReader, OnUnreadable, cores, epochs_and_indices
-from vit_jax.data.sources.base import Source
+from vit_jax.data.image_preprocessing import Crop, Preprocessing, Size, decode_and_crop
+from vit_jax.data.sources.base import Label, Source
 from vit_jax.distributed.meshes import MeshConfig, batch_sharding, make_mesh, put, rows_here
+
+OnUnreadable = Literal['error', 'skip']
+_SKIPPED = '--config.loader.on_unreadable=skip leaves out what cannot be read'
+_ROWS = 4  # of a batch that one thread reads at a time: few, so that all threads end together
+
+
+@dataclasses.dataclass(frozen=True)
+class ExampleRef:
+    """An example by its index in the source and its epoch, from 0."""
+
+    index: int
+    epoch: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageReader:
+    """Reads, decodes and crops examples to one size; random crops by (seed, epoch, index)."""
+
+    source: Source
+    crop: Crop
+    size: Size
+    exif_rotation: bool
+    seed: int = 0
+    on_unreadable: OnUnreadable = 'error'
+    max_pixels: int = MAX_PIXELS
+    on_skipped: Callable[[str], None] | None = None  # gets the message about each that is masked
+
+    def examples(self, refs: Sequence[ExampleRef | None], pool: futures.Executor) -> Batch:
+        """Reads one batch with the threads of the pool; None is padding, which is masked.
+
+        Raises UserError for an unreadable image; with on_unreadable='skip' it is masked instead.
+        """
+        drawn = _describe(refs)
+        images = np.zeros((len(refs), *self.size, 3), np.uint8)
+        labels = np.zeros((len(refs), *self.source.label_shape), np.int32)
+
+        def read_rows(start: int) -> None:
+            for row, ref in enumerate(refs[start : start + _ROWS], start):
+                if ref is None:
+                    continue
+                try:
+                    images[row], labels[row] = self.example(ref)
+                except UserError as error:
+                    if self.on_unreadable != 'skip':
+                        raise UserError(f'{error} ({_SKIPPED})') from error
+                    drawn['mask'][row] = False
+                    if self.on_skipped is not None:
+                        self.on_skipped(str(error))
+
+        list(pool.map(read_rows, range(0, len(refs), _ROWS)))  # raises what a thread raised
+        return drawn | {'images': images, 'labels': labels}
+
+    def example(self, ref: ExampleRef) -> tuple[UInt8[np.ndarray, 'h w 3'], Label]:
+        """Reads an image, cropped to the size, and its label. UserError names an unreadable one."""
+        key = self.seed, ref.epoch, ref.index
+        rng = np.random.default_rng(key) if self.crop.random else None
+        try:
+            stored, label = self.source.read(ref.index)
+            image = decode_and_crop(
+                stored,
+                self.crop,
+                self.size,
+                rng,
+                exif_rotation=self.exif_rotation,
+                max_pixels=self.max_pixels,
+                # The first epoch reads all files to their ends, and stops at a damaged one.
+                to_end=ref.epoch == 0 or self.on_unreadable == 'skip',
+            )
+            return image, label
+        except (ValueError, OSError) as error:
+            why = getattr(error, 'strerror', None) or error
+            raise UserError(f'{self.source.name_of(ref.index)}: {why}') from error
+
+
+def reader_for(
+    source: Source, preprocessing: Preprocessing, size: Size, **options: Any
+) -> ImageReader:
+    """Returns a reader of images as a model with this preprocessing and image size needs them."""
+    rotation = preprocessing.exif_rotation
+    return ImageReader(source, preprocessing.crop, size, exif_rotation=rotation, **options)
+
+
+def make_warning(*, shown: int = 5) -> Callable[[str], None]:
+    """Returns a function that warns of images that are left out: the first few, once each."""
+    named: set[str] = set()
+    lock = threading.Lock()
+
+    def warn(text: str) -> None:
+        with lock:
+            if text in named or len(named) == shown:
+                return
+            named.add(text)
+            rest = '; others are not named: vit_jax.inspect_data lists all'
+            logging.warning('left out: %s%s', text, rest if len(named) == shown else '')
+
+    return warn
+
+
+def _describe(refs: Sequence[ExampleRef | None]) -> Batch:
+    """Returns `epoch`, `example` and `mask` of a batch; all are 0 for padding."""
+    return {
+        'epoch': np.array([ref.epoch if ref else 0 for ref in refs], np.int32),
+        'example': np.array([ref.index if ref else 0 for ref in refs], np.int32),
+        'mask': np.array([ref is not None for ref in refs]),
+    }
+
+
+def cores() -> int:
+    """Returns the number of processor cores that this process may use."""
+    allowed = getattr(os, 'sched_getaffinity', None)  # not on macOS and Windows
+    return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -90,21 +203,19 @@ def make_loader(
 
     Batches are split over all devices if no `sharding` is given.
     """
-    config = config or LoaderConfig()
-    sharding = sharding or batch_sharding(make_mesh(MeshConfig()))
-    if config.placement == 'device' and reader.crop.random:
-        crop = type(reader.crop).__name__
-        raise UserError(f'placement=device cannot keep {crop}, which differs at every draw')
-    size_mb = len(reader.source) * math.prod(reader.size) * 3 / 2**20
-    fits = not reader.crop.random and size_mb <= config.device_mb
-    on_device = config.placement == 'device' or (config.placement == 'auto' and fits)
     import cv2  # not all programs read images
 
     cv2.setNumThreads(1)  # the pool's threads suffice; OpenCV releases the interpreter lock
+    config = config or LoaderConfig()
+    sharding = sharding or batch_sharding(make_mesh(MeshConfig()))
     pool = futures.ThreadPoolExecutor(config.threads or cores())
-    if on_device:
+    fits = len(reader.source) * math.prod(reader.size) * 3 / 2**20 <= config.device_mb
+    if reader.crop.random:
+        changing = f'placement=device cannot keep {type(reader.crop).__name__}'
+        require(config.placement != 'device', f'{changing}, which differs at every draw')
+    elif config.placement == 'device' or (config.placement == 'auto' and fits):
         with pool:
-            return _kept_on_device(reader, pool, sharding)
+            return _keep_on_device(reader, pool, sharding)
     load = functools.partial(reader.examples, pool=pool)
     return Loader(reader.source, load, lambda batch: batch, sharding)
 
@@ -123,8 +234,8 @@ def make_loaders(config: LoaderConfig, sharding: NamedSharding) -> Callable[[Ima
     return loader_of
 
 
-def _kept_on_device(reader: ImageReader, pool: futures.Executor, sharding: NamedSharding) -> Loader:
-    """Reads all images once; then `load` returns indices and `place` gathers their images."""
+def _keep_on_device(reader: ImageReader, pool: futures.Executor, sharding: NamedSharding) -> Loader:
+    """Reads all images once; then `load` describes a batch and `place` gathers its images."""
     read = reader.examples([*map(ExampleRef, range(len(reader.source)))], pool)
     stored = put(read, dict.fromkeys(read, NamedSharding(sharding.mesh, PartitionSpec())))
 
@@ -134,10 +245,7 @@ def _kept_on_device(reader: ImageReader, pool: futures.Executor, sharding: Named
         drawn = drawn | {'mask': batch['mask'] & drawn['mask']}
         return jax.lax.with_sharding_constraint(batch | drawn, sharding)
 
-    def load(refs: Sequence[ExampleRef | None]) -> Batch:
-        return epochs_and_indices(refs) | {'mask': np.array([ref is not None for ref in refs])}
-
-    return Loader(reader.source, load, functools.partial(gather, stored), sharding)
+    return Loader(reader.source, _describe, functools.partial(gather, stored), sharding)
 
 
 @contextlib.contextmanager
@@ -150,20 +258,19 @@ def read_beside(
     Reading stops when the context is left.
     """
 
+    def read(loader: Loader, indices: Sequence[int]) -> None:
+        loader.load([*map(ExampleRef, indices)])
+
     with futures.ThreadPoolExecutor(1) as thread:  # a loader has its own threads
-        batches = []
+        parts = []
         for loader in loaders:
             own = range(index, len(loader.source), count)
-            parts = [own[start : start + 64] for start in range(0, len(own), 64)]
-            batches += [thread.submit(_read_and_drop, loader, part) for part in parts]
+            starts = range(0, len(own), 64)
+            parts += [thread.submit(read, loader, own[start:][:64]) for start in starts]
         try:
-            yield lambda: [batch.result() for batch in batches]
+            yield lambda: [part.result() for part in parts]
         finally:
             thread.shutdown(cancel_futures=True)
-
-
-def _read_and_drop(loader: Loader, indices: Sequence[int]) -> None:
-    loader.load([*map(ExampleRef, indices)])
 
 
 def host_batches(

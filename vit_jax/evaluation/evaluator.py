@@ -17,8 +17,7 @@ from jax.sharding import Mesh
 
 from vit_jax.base import Array, Batch, Bool, Float, Int, Num, Params, require
 from vit_jax.data import loading
-from vit_jax.data.loading import Loader, LoaderConfig
-from vit_jax.data.reading import ImageReader
+from vit_jax.data.loading import ImageReader, Loader, LoaderConfig
 from vit_jax.distributed import meshes
 from vit_jax.training.losses import BatchSums
 

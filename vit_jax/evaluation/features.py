@@ -27,7 +27,7 @@ from vit_jax.base import (
 )
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
-from vit_jax.data.reading import ImageReader, cores
+from vit_jax.data.loading import ImageReader, cores
 from vit_jax.evaluation.evaluator import Batches, Evaluator, Watch, make_evaluator
 from vit_jax.models import Model, ModelConfig, ViTConfig, with_exact_products
 from vit_jax.training.losses import BatchSums

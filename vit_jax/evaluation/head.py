@@ -8,11 +8,10 @@ import jax
 import numpy as np
 
 from vit_jax.base import Array, Float, Int, Num, UserError, counted, require
-from vit_jax.data import reading
+from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import normalize
-from vit_jax.data.reading import ImageReader
-from vit_jax.data.sources.base import Source
-from vit_jax.data.sources.relabelling import renumbered
+from vit_jax.data.loading import ImageReader
+from vit_jax.data.sources.base import Source, renumbered
 from vit_jax.distributed import meshes
 from vit_jax.evaluation.evaluator import (
     Evaluation,
@@ -59,7 +58,7 @@ def reader_for(loaded: Loaded, source: Source, **options: Any) -> ImageReader:
             'pool=none: the model has outputs for every token; expected one for the image'
         )
     size, options = loaded.config.image_size, {'on_unreadable': 'skip'} | options
-    return reading.reader_for(source, loaded.preprocessing, size, **options)
+    return loading.reader_for(source, loaded.preprocessing, size, **options)
 
 
 def match_classes(source: Source, loaded: Loaded, *, by_number: bool) -> Source:

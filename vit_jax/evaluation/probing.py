@@ -11,7 +11,7 @@ import numpy as np
 
 from vit_jax.base import Float, UserError, counted, records, storage
 from vit_jax.data.image_preprocessing import Crop, Preprocessing
-from vit_jax.data.reading import ImageReader
+from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.base import DataFunction, Source
 from vit_jax.data.sources.opening import Opener
 from vit_jax.evaluation import episodes, probes, ridge

@@ -18,8 +18,7 @@ from vit_jax.checkpoints.transfer import Transferred, for_task, headless, transf
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import augment, example_keys, host_crop
 from vit_jax.data.image_preprocessing import Preprocessing, Size, normalize
-from vit_jax.data.loading import Loader, check_memory, make_loaders
-from vit_jax.data.reading import ImageReader, make_warning
+from vit_jax.data.loading import ImageReader, Loader, check_memory, make_loaders, make_warning
 from vit_jax.data.sources.base import Source, warn_once
 from vit_jax.data.sources.opening import Opener, make_opener
 from vit_jax.distributed import meshes

@@ -22,7 +22,7 @@ from vit_jax.base.storage import reaching
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.config import TrainConfig
-from vit_jax.data.reading import ImageReader
+from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.base import Source, relative_names
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation.probing import Probes

@@ -7,7 +7,7 @@ from vit_jax.base import Path, UserError, counted, parsing, records
 from vit_jax.checkpoints import names
 from vit_jax.checkpoints.store import FOLDER, checkpoint_folder
 from vit_jax.config import read_config
-from vit_jax.data.reading import ImageReader
+from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.base import Source, relative_names
 from vit_jax.data.sources.folders import SPLIT_NAMES
 from vit_jax.data.sources.opening import HeldOut

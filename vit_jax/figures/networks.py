@@ -12,10 +12,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from vit_jax.base import Array, Batch, Float, Int, Params, UserError, counted, require
-from vit_jax.data import loading, reading
+from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import normalize
-from vit_jax.data.loading import LoaderConfig
-from vit_jax.data.reading import ExampleRef, ImageReader
+from vit_jax.data.loading import ExampleRef, ImageReader, LoaderConfig
 from vit_jax.distributed import meshes
 from vit_jax.models import ResNetConfig, ViTConfig, with_exact_products
 from vit_jax.models.taps import Reduction
@@ -142,7 +141,7 @@ def readable(
             return str(error)
         return None
 
-    with futures.ThreadPoolExecutor(reading.cores()) as pool:
+    with futures.ThreadPoolExecutor(loading.cores()) as pool:
         found = list(watched(pool.map(problem, indices.tolist()), len(indices)))
     problems = [text for text in found if text is not None]
     none = f'none of {counted(len(indices), "image")} can be read'

@@ -2,7 +2,6 @@ import json
 import os
 import pathlib
 import shutil
-import unicodedata
 
 import cv2
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from vit_jax.base.errors import MissingFile, UserError
-from vit_jax.data import reading
+from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import Resize
 from vit_jax.data.sources import folders, opening
 from vit_jax.data.sources.arrays import array_source
@@ -37,21 +36,16 @@ def root(tmp_path):
     return tmp_path
 
 
-def test_digits_are_those_that_scikit_learn_gives():
+def test_digits_are_those_of_scikit_learn_and_every_fifth_is_for_testing():
     images, labels = load_digits(return_X_y=True)
-    test = opening.make_opener()('digits', 'test')
-    np.testing.assert_array_equal(test.labels, labels[4::5])
-    read = np.stack([test.read(i)[0] for i in range(len(test))])
-    np.testing.assert_array_equal(read, np.rint(images[4::5].reshape(-1, 8, 8) * (255 / 16)))
-
-
-def test_digits_are_all_there_once():
-    train, test = (opening.make_opener()('digits', split) for split in ('train', 'test'))
-    assert len(train) + len(test) == 1797 and len(test) == 359
-    assert train.class_names == tuple('0123456789')
-    assert train.read(0)[0].dtype == np.uint8
-    assert max(train.read(i)[0].max() for i in range(100)) == 255
-    assert set(np.unique(test.labels)) == set(range(10))
+    is_test = np.arange(len(labels)) % 5 == 4
+    for split, chosen in ('train', ~is_test), ('test', is_test):
+        source = opening.make_opener()('digits', split)
+        assert source.class_names == tuple('0123456789')
+        np.testing.assert_array_equal(source.labels, labels[chosen])
+        read = np.stack([source.read(i)[0] for i in range(len(source))])
+        expected = np.rint(images[chosen].reshape(-1, 8, 8) * (255 / 16))
+        np.testing.assert_array_equal(read, expected.astype(np.uint8), strict=True)
 
 
 def test_a_folder_gives_every_image_with_the_class_of_its_folder(root):
@@ -160,7 +154,7 @@ def test_what_is_not_there_is_named(root, tmp_path):
         opening.make_opener()('digits', 'trian')
     empty = tmp_path / 'empty'
     empty.mkdir()
-    with pytest.raises(ValueError, match='no folders of classes; expected .*train/CLASS'):
+    with pytest.raises(ValueError, match='empty: no folders of classes; expected .*empty/CLASS'):
         opening.make_opener()(str(empty), 'train')
 
 
@@ -177,23 +171,21 @@ def test_a_class_without_images_is_named(root):
         (root / split / 'fox').mkdir()
     with pytest.raises(ValueError) as refused:
         opening.make_opener()(str(root), 'train')
-    remedy = 'no images in this folder: remove the folder, or add images'
-    assert str(refused.value) == f'{root}/train/emu: {remedy}\n  {root}/train/fox: {remedy}'
+    for name in 'emu', 'fox':
+        assert f'{root}/train/{name}: no images in this folder' in str(refused.value)
     (root / 'train' / 'emu' / 'notes.txt').write_text('none yet')
-    with pytest.raises(
-        ValueError, match='1 file of other endings, such as notes.txt: remove the folder'
-    ):
+    with pytest.raises(ValueError, match='1 file of other endings, such as .*notes.txt: remove'):
         opening.make_opener()(str(root), 'train')
 
 
 def test_files_that_are_no_images_by_their_ending_are_left_out_with_a_warning(root, caplog):
     (root / 'train' / 'cat' / 'notes.txt').write_text('a cat')
     assert len(opening.make_opener()(str(root), 'train')) == 12
-    assert '1 file left out, whose ending is not that of an image' in caplog.text
+    assert 'left out 1 file of other endings' in caplog.text
 
 
 def test_a_photo_counts_under_every_ending_of_a_format_that_is_read(root, caplog):
-    endings = '.jfif .jpe .pgm .pnm .j2k .JPG'.split()
+    endings = '.jfif .jpe .pgm .pnm .j2k .JPG .HEIC'.split()  # the last is read with pillow-heif
     for ending in endings:
         (root / 'test' / 'cat' / f'x{ending}').touch()
     found = folders.image_files(root / 'test' / 'cat')
@@ -219,20 +211,9 @@ def test_a_link_to_no_file_is_an_image_that_cannot_be_read(root):
     (root / 'train' / 'dog' / 'more').symlink_to(root / 'train' / 'cat')  # followed
     source = opening.make_opener()(str(root), 'train')
     assert len(source) == 12 + 2 + 8 and str(link) in described(source)
-    reader = reading.ImageReader(source, Resize(), (8, 8), exif_rotation=True)
+    reader = loading.ImageReader(source, Resize(), (8, 8), exif_rotation=True)
     with pytest.raises(ValueError, match=f'^{link}: No such file or directory$'):
-        reader.example(reading.ExampleRef(described(source).index(str(link))))
-
-
-def test_heic_photos_are_counted_apart_and_what_to_do_is_said(root, caplog, monkeypatch):
-    monkeypatch.setattr(folders, 'can_read', lambda kind: kind != 'HEIF')
-    (root / 'train' / 'cat' / 'Thumbs.db').write_text('')
-    photo = root / 'train' / 'cat' / 'IMG_1.HEIC'
-    photo.write_bytes(b'')
-    assert str(photo) in described(opening.make_opener()(str(root), 'train'))
-    assert '1 file left out, whose ending is not that of an image' in caplog.text
-    remedy = 'pip install pillow-heif to read them, or convert them to JPEG'
-    assert f'1 HEIC photo; {remedy}: {photo}' in caplog.text
+        reader.example(loading.ExampleRef(described(source).index(str(link))))
 
 
 def test_arrays_of_a_file(tmp_path):
@@ -339,15 +320,8 @@ def test_a_class_too_small_to_hold_out_of_is_named(flat):
 def test_split_names_are_never_taken_for_classes(tmp_path):
     for split in 'train', 'test':
         write_image(tmp_path / split / '0.png')
-    with pytest.raises(ValueError, match='test: no folders of classes; expected test/CLASS'):
+    with pytest.raises(ValueError, match='train: no folders of classes; expected .*train/CLASS'):
         opening.make_opener()(str(tmp_path), 'train')
-
-
-@pytest.mark.parametrize('name', ['val', 'validation', 'valid'])
-def test_images_for_testing_may_have_another_name(root, name):
-    (root / 'test').rename(root / name)
-    assert len(opening.make_opener()(str(root), 'test')) == 4
-    assert len(opening.make_opener()(str(root), 'test[:2]')) == 2
 
 
 def test_an_opener_looks_through_a_folder_once(root):
@@ -476,50 +450,6 @@ def test_classes_have_one_order_in_all_data(door, names, tmp_path):
     assert list(opening.make_opener()(data, split).class_names) == names
 
 
-SIMILAR = [
-    ('01', '1'),
-    ('1', '1.0'),
-    ('café', unicodedata.normalize('NFD', 'café')),
-    ('cat', 'cat\u200b'),
-    ('cat', 'Cat'),
-    ('hot dog', 'hot\u00a0dog'),
-    ('hot dog', 'hot  dog'),
-    ('cat', 'ｃａｔ'),
-    ('straße', 'STRASSE'),
-    ('fish', '\ufb01sh'),
-    ('ship', 'sh\u00adip'),
-    ('-0', '0'),
-]
-
-
-@pytest.mark.parametrize('one, other', SIMILAR)
-def test_names_that_a_person_reads_as_one_are_warned_of(one, other, tmp_path, caplog):
-    for name in one, other, 'zebra':
-        data = write_class(tmp_path, name, 'jsonl')
-    source = opening.make_opener()(data, 'all')
-    assert len(source.class_names) == 3 and 'look the same' in caplog.text
-    caplog.clear()
-    images = np.zeros((3, 4, 4), np.uint8)
-    np.savez(
-        tmp_path / 'a.npz',
-        train_images=images,
-        train_labels=[0, 1, 2],
-        class_names=[str(name) for name in (one, other, 'zebra')],
-    )
-    opening.make_opener()(str(tmp_path / 'a.npz'), 'train')
-    assert 'look the same' in caplog.text
-
-
-@pytest.mark.parametrize(
-    'names', ['cat car', 'a ab', '1 2', f'{2**53} {2**53 + 1}', 'm n', '1 1.5', '0 O', 'é e']
-)
-def test_names_that_differ_for_a_person_are_not(names, tmp_path, caplog):
-    for name in names.split():
-        data = write_class(tmp_path, name, 'csv')
-    opening.make_opener()(data, 'all')
-    assert 'look the same' not in caplog.text
-
-
 LAYOUTS = {
     'CLASS/ITEM': ['cat/item1/a.jpg', 'cat/item2/a.jpg', 'dog/item1/a.jpg', 'dog/item2/a.jpg'],
     'CLASS/YEAR/MONTH': ['cat/2024/01/a.jpg', 'cat/2025/a.jpg', 'dog/2024/a.jpg', 'dog/b.jpg'],
@@ -554,14 +484,15 @@ def test_images_outside_of_classes_are_counted(loose, root, caplog):
     )
 
 
-def test_links_are_followed_but_not_in_circles(root, caplog):
+def test_links_are_followed_but_each_folder_is_read_once(root, caplog):
     (root / 'elsewhere').mkdir()
     write_image(root / 'elsewhere' / 'deep' / 'a.jpg')
     (root / 'train' / 'cat' / 'more').symlink_to(root / 'elsewhere')
+    (root / 'train' / 'cat' / 'again').symlink_to(root / 'elsewhere')
     (root / 'train' / 'cat' / 'self').symlink_to(root / 'train' / 'cat')
     (root / 'elsewhere' / 'deep' / 'up').symlink_to('..')
     assert len(opening.make_opener()(str(root), 'train')) == 13
-    assert caplog.text.count('left out, as it was read by another path') == 2
+    assert caplog.text.count('left out, as it was read by another path') == 3
 
 
 IMAGES = RNG.integers(0, 256, (12, 4, 4, 3), np.uint8)
@@ -616,15 +547,6 @@ def test_a_file_of_arrays_that_cannot_be_used_is_named(tmp_path):
         assert '\n' not in str(refused.value)
 
 
-def test_a_photo_that_is_reached_by_links_counts_once(root, caplog):
-    (root / 'train' / 'cat' / 'a').mkdir()
-    write_image(root / 'train' / 'cat' / 'a' / 'x.png')
-    for name in 'bcdef':
-        (root / 'train' / 'cat' / name).symlink_to('a')
-    assert len(opening.make_opener()(str(root), 'train')) == 13
-    assert caplog.text.count('left out, as it was read by another path') == 5
-
-
 def test_capitalized_folders_are_splits_only_among_splits(tmp_path):
     for name in 'Train', 'Bus', 'Car':
         for i in range(3):
@@ -632,9 +554,11 @@ def test_capitalized_folders_are_splits_only_among_splits(tmp_path):
     assert opening.make_opener()(str(tmp_path), 'train').class_names == ('Bus', 'Car', 'Train')
 
 
-@pytest.mark.parametrize('names', [('Training', 'Testing'), ('train', 'testing')])
-def test_splits_may_have_longer_names(names, root):
-    for old, new in zip(('train', 'test'), names, strict=True):
+@pytest.mark.parametrize(
+    'names', ['Training Testing', 'train testing', 'train val', 'train validation', 'train valid']
+)
+def test_splits_may_have_other_names(names, root):
+    for old, new in zip(('train', 'test'), names.split(), strict=True):
         (root / old).rename(root / new)
     assert [len(opening.make_opener()(str(root), split)) for split in ('train', 'test')] == [12, 4]
 

@@ -8,7 +8,7 @@ import pytest
 from vit_jax.base.errors import MissingFile, UserError
 from vit_jax.data.sources import opening
 from vit_jax.data.sources.arrays import array_source
-from vit_jax.data.sources.relabelling import relabelled
+from vit_jax.data.sources.base import relabelled
 
 FILES = {
     'cat/ILSVRC2012_val_00000003.JPEG': [0, 2],

@@ -77,7 +77,7 @@ def test_numbers_are_classes_in_their_order(images, tmp_path):
         ('t.csv', ['path,label', 'a.jpg,cat', 'b.jpg'], 't.csv, line 3: it has path;'),
         ('t.csv', ['path,label', 'a.jpg,'], 't.csv, line 2: an empty'),
         ('t.csv', ['path,label'], 't.csv: no lines'),
-        ('t.csv', ['path,label', 'a.jpg,cat, tabby'], 'line 2: more than 2 fields'),
+        ('t.csv', ['path,label', 'a.jpg,cat, tabby'], 'line 2: more fields than columns'),
         (
             't.csv',
             ['path,label', 'a.jpg,cat', 'b.jpg,cat', 'a.jpg,dog'],
@@ -159,12 +159,12 @@ def test_white_space_around_a_name_is_no_part_of_it(images, tmp_path):
 
 def test_names_that_look_mistyped_are_said(images, tmp_path, caplog):
     splits = ['train', 'trian', 'trian', 'test', 'fold 1', 'fold 1']
-    lines = [f'{p},{c},{s}' for p, c, s in zip(images, 'aabbAB', splits, strict=True)]
+    lines = [f'{p},a,{s}' for p, s in zip(images, splits, strict=True)]
     path = write(tmp_path / 't.csv', ['path,label,split', *lines])
     for _ in range(2):
         assert len(opening.make_opener()(path, 'fold 1')) == 2
     assert "'trian' (2 lines), 'fold 1' (2 lines)" in caplog.text
-    assert "look the same: 'A' and 'a', 'B' and 'b'" in caplog.text and len(caplog.records) == 2
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize('delimiter', [',', ';', '\t'])
@@ -176,16 +176,9 @@ def test_tables_are_as_spreadsheets_write_them(delimiter, columns, images, tmp_p
     assert {name: len(split()) for name, split in splits.items()} == {'train': 2, 'test': 1}
 
 
-@pytest.mark.parametrize(
-    'lines, message',
-    [
-        (['path,label,Label,label'], "several columns 'label'"),
-        (['path,label', *(f'{i}.jpg,{i / 7:.3f}' for i in range(30))], 'regression is not supp'),
-    ],
-)
-def test_columns_and_labels_of_other_tasks_are_named(lines, message, tmp_path):
-    with pytest.raises(UserError, match=message):
-        opening.open_splits(write(tmp_path / 't.csv', lines))
+def test_a_column_that_is_there_twice_is_named(tmp_path):
+    with pytest.raises(UserError, match="several columns 'label'"):
+        opening.open_splits(write(tmp_path / 't.csv', ['path,label,Label,label']))
 
 
 def test_lines_that_do_not_agree_are_said_with_the_others(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 tfds_sets = pytest.importorskip('tests.tfds_sets', reason='tensorflow-datasets is not installed')
 
 from vit_jax.base import UserError  # noqa: E402
-from vit_jax.data import loading, reading  # noqa: E402
+from vit_jax.data import loading  # noqa: E402
 from vit_jax.data.image_preprocessing import InceptionCrop  # noqa: E402
 from vit_jax.data.sources import opening, tfds  # noqa: E402
 
@@ -46,7 +46,7 @@ def prepared(tmp_path_factory):
 
 
 def batches(data):
-    reader = reading.ImageReader(
+    reader = loading.ImageReader(
         source=opening.make_opener()(str(data), 'train'),
         crop=InceptionCrop(),
         size=(8, 8),

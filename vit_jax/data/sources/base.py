@@ -1,10 +1,14 @@
-"""A `Source`: labeled images at random access, which every kind of stored data becomes."""
+"""A `Source`: labeled images at random access, which every kind of stored data becomes.
 
-import bisect
+What is made of a source is a source: a slice, several joined, the same images with other labels:
+those of a JSON file (ReaL, Beyer et al. 2020), or the class numbers of a model.
+"""
+
+import collections
 import dataclasses
-import decimal
 import functools
 import itertools
+import json
 import logging
 import os
 import pathlib
@@ -18,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from vit_jax.base.array_types import Int
-from vit_jax.base.errors import UserError, counted
+from vit_jax.base.errors import UserError, counted, parsing
 from vit_jax.base.records import require
+from vit_jax.data import imagenet_classes
 
 Label = int | np.integer | np.ndarray  # a class number, or multi-label: a row of 0 and 1
 EncodedImage = bytes | np.ndarray  # an encoded file, or uint8 pixels
@@ -64,17 +69,14 @@ class Source:
         return [*map(self.name_of, indices)]
 
     def read_labels(self, indices: Sequence[int]) -> Int[np.ndarray, 'n'] | Int[np.ndarray, 'n k']:
-        return np.array(_map(self.label_of, indices, in_threads=not self.labels_in_memory))
+        return np.array(_map(self.label_of, indices))
 
     def read_sizes(self, indices: Sequence[int]) -> Int[np.ndarray, 'n']:
-        sizes = _map(self.size_of, indices, in_threads=not self.sizes_in_memory)
-        return np.array(sizes, np.int64)
+        return np.array(_map(self.size_of, indices), np.int64)
 
 
-def _map(function: Callable[[int], Any], indices: Sequence[int], *, in_threads: bool) -> list[Any]:
-    """Calls a function for each index, perhaps in 16 threads: each call may wait for a disk."""
-    if not in_threads:
-        return [*map(function, indices)]
+def _map(function: Callable[[int], Any], indices: Sequence[int]) -> list[Any]:
+    """Calls a function for each index, in 16 threads: each call may wait for a disk."""
     parts = [indices[i : i + 256] for i in range(0, len(indices), 256)]
     with futures.ThreadPoolExecutor(16) as pool:
         results = pool.map(lambda part: [*map(function, part)], parts)
@@ -130,13 +132,10 @@ def multi_hot(classes: Sequence[Sequence[int]], num_classes: int) -> Int[np.ndar
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
     """Returns the bytes of a regular file. A pipe or a device is rejected, not waited for."""
-    with open(path, 'rb', opener=_open_at_once) as file:
+    at_once = getattr(os, 'O_NONBLOCK', 0)  # Windows does not have it
+    with open(path, 'rb', opener=lambda name, flags: os.open(name, flags | at_once)) as file:
         require(stat.S_ISREG(os.fstat(file.fileno()).st_mode), 'not a regular file')
         return file.read()
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, 'O_NONBLOCK', 0))  # Windows does not have it
 
 
 def _file_size(path: str | os.PathLike[str]) -> int:
@@ -149,8 +148,7 @@ def _file_size(path: str | os.PathLike[str]) -> int:
 
 def select(source: Source, indices: Sequence[int] | np.ndarray) -> Source:
     """Returns the source that holds these images only, in this order."""
-    chosen = np.asarray(indices)
-    return _rearrange(source, len(chosen), lambda i: (source, int(chosen[i])))
+    return _collect([source], np.broadcast_to(0, len(indices)), np.asarray(indices))
 
 
 def shuffle_once(source: Source) -> Source:
@@ -160,33 +158,25 @@ def shuffle_once(source: Source) -> Source:
 
 def join(sources: Sequence[Source]) -> Source:
     """Returns the images of all sources, one source after the other; their classes are the same."""
-    starts = [0, *itertools.accumulate(map(len, sources))]
-
-    def place(i: int) -> tuple[Source, int]:
-        number = bisect.bisect_right(starts, i) - 1
-        return sources[number], i - starts[number]
-
-    return dataclasses.replace(
-        _rearrange(sources[0], starts[-1], place),
-        labels_in_memory=all(source.labels_in_memory for source in sources),
-        sizes_in_memory=all(source.sizes_in_memory for source in sources),
-    )
+    counts = [*map(len, sources)]
+    indices = np.concatenate([np.arange(count) for count in counts])
+    return _collect(sources, np.repeat(np.arange(len(sources)), counts), indices)
 
 
-def _rearrange(source: Source, count: int, place: Callable[[int], tuple[Source, int]]) -> Source:
-    """Returns the source like this one whose image i is in another source, at another index."""
+def _collect(
+    sources: Sequence[Source], numbers: Int[np.ndarray, 'n'], indices: Int[np.ndarray, 'n']
+) -> Source:
+    """Returns the source whose image i is image `indices[i]` of `sources[numbers[i]]`."""
 
     def forward(field: str) -> Callable[[int], Any]:
-        def call(i: int) -> Any:
-            other, index = place(i)
-            return getattr(other, field)(index)
-
-        return call
+        return lambda i: getattr(sources[numbers[i]], field)(int(indices[i]))
 
     fields: dict[str, Any] = {
         name: forward(name) for name in ('read', 'name_of', 'label_of', 'size_of')
     }
-    return dataclasses.replace(source, count=count, **fields)
+    fields['labels_in_memory'] = all(source.labels_in_memory for source in sources)
+    fields['sizes_in_memory'] = all(source.sizes_in_memory for source in sources)
+    return dataclasses.replace(sources[0], count=len(indices), **fields)
 
 
 _SLICE = re.compile(r'([^\[\]]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?')
@@ -245,15 +235,8 @@ def class_order(names: Iterable[str]) -> list[str]:
 
 
 def canonical_name(name: str) -> str:
-    """Returns the same text for names that a person reads as the same.
-
-    Ignores case, Unicode form, invisible characters, the amount of white space, and how a number is
-    written (`01`, `1.0`).
-    """
-    text = unicodedata.normalize('NFKC', name).casefold()
-    text = ''.join(c for c in text if c.isspace() or unicodedata.category(c) not in ('Cc', 'Cf'))
-    text = ' '.join(text.split())
-    return str((decimal.Decimal(text) + 0).normalize()) if _NUMBER.fullmatch(text) else text
+    """Returns the same text for names that differ in case, Unicode form and white space alone."""
+    return ' '.join(unicodedata.normalize('NFKC', name).casefold().split())
 
 
 def matched_names(names: Iterable[str], known: Sequence[str]) -> dict[str, str]:
@@ -261,25 +244,11 @@ def matched_names(names: Iterable[str], known: Sequence[str]) -> dict[str, str]:
 
     Omits a name that looks like no known name, or like more than one.
     """
-    by_form: dict[str, list[str]] = {}
-    for name in known:
-        by_form.setdefault(canonical_name(name), []).append(name)
-    exact, matches = {*known}, dict[str, str]()
-    for name in names:
-        alike = [name] if name in exact else by_form.get(canonical_name(name), [])
-        if len(alike) == 1:
-            matches[name] = alike[0]
-    return matches
-
-
-def warn_of_similar_classes(where: str, names: Sequence[str]) -> None:
-    """Warns of classes whose names look the same (see `canonical_name`)."""
-    pairs = itertools.pairwise(sorted(names, key=canonical_name))
-    similar = [f'{a!a} and {b!a}' for a, b in pairs if canonical_name(a) == canonical_name(b)]
-    if similar:
-        more = f' and {len(similar) - 5:,} more pairs' if len(similar) > 5 else ''
-        text = f'{where}: classes with names that look the same: {", ".join(similar[:5])}{more}'
-        warn_once(f'{text}; expected one spelling for each class')
+    count = collections.Counter(map(canonical_name, known))
+    by_form = {form: name for name in known if count[form := canonical_name(name)] == 1}
+    exact = {name: name for name in known}
+    matches = {name: exact.get(name) or by_form.get(canonical_name(name)) for name in names}
+    return {name: match for name, match in matches.items() if match is not None}
 
 
 @functools.cache
@@ -294,3 +263,152 @@ def relative_names(names: Sequence[str], data: str) -> list[str]:
     inner, outer = (f'{folder}{os.sep}' for folder in (path, path.parent))
     start = len(inner)
     return [n[start:] if n.startswith(inner) else n.removeprefix(outer) for n in names]
+
+
+def relabelled(source: Source, path: str) -> Source:
+    """Returns the images with the labels of a JSON file, multi-label, over the same classes.
+
+    The file has a list of class numbers for each image, in one of two forms: a list in the order of
+    the sorted file names without folders, as ReaL's `real.json`; or an object by file name, of
+    which folders and ending may be left out: `{"val/n01440764/ILSVRC2012_val_00000293.JPEG": [0]}`.
+
+    Raises:
+      UserError: If an image has no entry, several images have the same, or an entry is no list of
+        class numbers.
+    """
+    with parsing(path, 'a JSON file of labels'):
+        entries = json.loads(pathlib.Path(path).read_bytes())
+    names = [_as_path(name) for name in source.read_names(range(len(source)))]
+    if isinstance(entries, list):
+        require(len(names) == len(entries), f'{path}: {len(entries)} entries, {len(names)} images')
+        if not all(name.suffix for name in names):  # TFDS and arrays number them in another order
+            raise UserError(f'{path}: a list goes by file names, and {names[0]} is none')
+        in_order = sorted(name.name for name in names)
+        entries = dict(zip(in_order, entries, strict=True))
+    require(isinstance(entries, dict), f'{path}: expected a list, or an object by file name')
+    entries = {str(_as_path(key)): classes for key, classes in entries.items()}
+    keys = [_find_key(name, entries, path) for name in names]
+    key, uses = collections.Counter(keys).most_common(1)[0]
+    require(uses == 1, f'{path}: entry {key!r} fits {uses} images: name them with folders')
+    numbers = range(len(source.class_names))
+    for key in keys:
+        entry = entries[key]
+        if not isinstance(entry, list) or not all(type(n) is int and n in numbers for n in entry):
+            legal = f'a list of class numbers, 0 to {len(numbers) - 1}'
+            raise UserError(f'{path}: entry {key!r} is {entry!r}: expected {legal}')
+    rows = multi_hot([entries[key] for key in keys], len(numbers))
+    return dataclasses.replace(
+        source,
+        read=lambda i: (source.read(i)[0], rows[i]),
+        label_of=lambda i: rows[i],
+        labels_in_memory=True,
+        multi_label=True,
+    )
+
+
+def _as_path(name: str) -> pathlib.PurePath:
+    """Returns the name as a path; a member of a tar file is FILE.tar:MEMBER."""
+    return pathlib.PurePath(name.replace(':', '/'))
+
+
+def _find_key(name: pathlib.PurePath, entries: dict[str, object], path: str) -> str:
+    """Returns the key of an image: the one with most of its folders."""
+    for start in range(len(name.parts)):
+        part = pathlib.PurePath(*name.parts[start:])
+        for key in str(part), str(part.with_suffix('')):
+            if key in entries:
+                return key
+    raise UserError(f'{path}: no entry for {name}')
+
+
+def drop_unlabelled(source: Source) -> Source:
+    """Leaves out the images without a class, which an evaluation cannot count."""
+    if not source.multi_label:
+        return source
+    has_label = source.read_labels(range(len(source))).any(axis=1)
+    if has_label.all():
+        return source
+    require(bool(has_label.any()), f'none of {len(source)} images has a label')
+    name = source.name_of(int(has_label.argmin()))
+    count = counted(int((~has_label).sum()), 'image')
+    logging.warning('%s without a label left out: %s', count, name)
+    return select(source, np.flatnonzero(has_label))
+
+
+def renumbered(source: Source, class_names: Sequence[str]) -> Source:
+    """Returns the images with the numbers that their classes have among a model's `class_names`.
+
+    Classes are matched by name (see `matched_names`). Names that are WordNet ids (n01440764) are
+    matched to ImageNet's classes. Images whose classes are all unknown are left out with a warning.
+
+    Raises:
+      UserError: If no class is known, or a name stands for two classes of the model.
+    """
+    if all(re.fullmatch(r'n\d{8}', name) for name in source.class_names):
+        class_names = imagenet_classes.ids() if imagenet_classes.are(class_names) else class_names
+    if source.class_names == tuple(class_names):
+        return source
+    known = matched_names(source.class_names, class_names)
+    if not known:
+        both = f'{_some(source.class_names)}; the network has {_some(class_names)}'
+        raise UserError(f'no class of the data is one of the network: the data have {both}')
+    uses = collections.Counter(class_names)
+    for name in known.values():
+        require(uses[name] == 1, f'{uses[name]} classes of the network have the name {name!r}')
+    number_of = {name: number for number, name in enumerate(class_names)}
+    result = _renumber(source, {a: number_of[b] for a, b in known.items()}, class_names)
+    if unknown := [name for name in source.class_names if name not in known]:
+        count = f'{len(unknown)} of {len(source.class_names)} classes'
+        images = counted(len(source) - len(result), 'image')
+        text = f"{count} are not among the network's: {_some(unknown)}; {images} of these left out"
+        logging.warning('%s', text)
+    return result
+
+
+def keep_classes(source: Source, class_names: Sequence[str]) -> Source:
+    """Returns the images of these classes alone, numbered in this order.
+
+    Raises UserError if no image is left.
+    """
+    number_of = {name: number for number, name in enumerate(class_names)}
+    return _renumber(source, number_of, class_names)
+
+
+def _renumber(source: Source, number_of: dict[str, int], class_names: Sequence[str]) -> Source:
+    """Replaces the class numbers by those of `number_of`, and leaves out images of other classes.
+
+    Of an image with several classes the known ones remain; an image without any class stays.
+    """
+    numbers = np.array([number_of.get(name, -1) for name in source.class_names])
+    is_known = numbers >= 0
+
+    def convert(label: Any) -> Label:
+        if not source.multi_label:
+            return numbers[label]
+        row = np.zeros(len(class_names), label.dtype)
+        row[numbers[is_known]] = label[is_known]
+        return row
+
+    def read(index: int) -> tuple[EncodedImage, Label]:
+        image, label = source.read(index)
+        return image, convert(label)
+
+    result = dataclasses.replace(
+        source,
+        class_names=tuple(class_names),
+        read=read,
+        label_of=lambda i: convert(source.label_of(i)),
+    )
+    if is_known.all():
+        return result
+    if source.multi_label:
+        is_kept = result.labels.any(axis=1) | ~source.labels.any(axis=1)
+    else:
+        is_kept = result.labels >= 0
+    require(bool(is_kept.any()), f'no image has one of the classes {_some(class_names)}')
+    return select(result, np.flatnonzero(is_kept))
+
+
+def _some(names: Sequence[str]) -> str:
+    """Returns the first few names, and dots if there are more."""
+    return ', '.join([*map(repr, names[:3]), *(['...'] if len(names) > 3 else [])])

@@ -6,8 +6,8 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from vit_jax.base import MissingFile, UserError, close_by, counted, refuse
-from vit_jax.data.image_decoding import HEIC_REMEDY, can_read, formats_by_ending
+from vit_jax.base import MissingFile, UserError, close_by, counted, refuse, require
+from vit_jax.data.image_decoding import formats_by_ending
 from vit_jax.data.sources.base import (
     Source,
     Splits,
@@ -18,7 +18,7 @@ from vit_jax.data.sources.base import (
 )
 
 SPLIT_NAMES = frozenset('train training test testing val valid validation'.split())
-_HEIC = frozenset({'.heic', '.heif', '.hif'})
+_HEIC = frozenset({'.heic', '.heif', '.hif'})  # images, even if they cannot be read here
 _FLOAT_IMAGES = '.pfm'  # not supported
 # Folders that operating systems and network disks put next to images: thumbnails, removed files.
 _SYSTEM_FOLDERS = frozenset(
@@ -34,28 +34,22 @@ def folder_splits(root: str) -> Splits:
     does not share with the other splits. Images outside of classes are counted in a warning.
     """
     path = _without_wrapper(pathlib.Path(root))
-    splits = _split_folders(path)
-    if not splits and not folder_names(path):
-        expected = f'{root}/train/CLASS/*.jpg or {root}/CLASS/*.jpg'
-        raise UserError(f'{root}: no folders of classes; expected {expected}')
-    if not splits:
+    folders = _split_folders(path)
+    if not folders:
         return {'all': lambda: files_by_class(path)}
     for folder in path, *(path / name for name in folder_names(path)):
         _warn_of_loose_images(folder)
-    classes = {name: folder_names(folder) for name, folder in splits.items()}
-    for name, folder in splits.items():
-        if not classes[name]:
-            raise UserError(f'{folder}: no folders of classes; expected {name}/CLASS/*.jpg')
+    classes = {split: {*folder_names(folder)} for split, folder in folders.items()}
 
     def open_split(split: str) -> Source:
-        faults, own = list[str](), {*classes[split]}
+        faults, own = list[str](), classes[split]
         for other, names in classes.items():
-            for name in sorted(own ^ {*names}) if own & {*names} else ():  # of the same data
+            for name in sorted(own ^ names) if own & names else ():  # of the same data
                 has, lacks = (split, other) if name in own else (other, split)
                 faults.append(f'{path}: class {name!r} is in {has}/ but not in {lacks}/')
-        return files_by_class(splits[split], faults)
+        return files_by_class(folders[split], faults)
 
-    return {name: functools.partial(open_split, name) for name in splits}
+    return {split: functools.partial(open_split, split) for split in folders}
 
 
 def _without_wrapper(path: pathlib.Path) -> pathlib.Path:
@@ -78,19 +72,12 @@ def _split_folders(path: pathlib.Path) -> dict[str, pathlib.Path]:
     names = folder_names(path)
     if all(name.casefold() in SPLIT_NAMES for name in names):
         splits = {name.casefold(): path / name for name in names}
-        if len(splits) < len(names):
-            raise UserError(f'{path}: {", ".join(names)}: expected one folder for each split')
+        twice = f'{path}: {", ".join(names)}: expected one folder for each split'
+        require(len(splits) == len(names), twice)
         return splits
     if not SPLIT_NAMES & {*names}:
         return {}
     return {name: path / name for name in names if name in SPLIT_NAMES or folder_names(path / name)}
-
-
-def _warn_of_loose_images(folder: pathlib.Path) -> None:
-    """Warns of images next to the folders of classes."""
-    if images := _images_directly_in(folder):
-        count = counted(len(images), 'image')
-        warn_once(f'{folder}: {count} in no folder of a class left out, such as {min(images)}')
 
 
 def files_by_class(root: pathlib.Path, faults: Sequence[str] = ()) -> Source:
@@ -99,26 +86,19 @@ def files_by_class(root: pathlib.Path, faults: Sequence[str] = ()) -> Source:
     Raises UserError with these faults, and for empty classes.
     """
     class_names, faults = folder_names(root), [*faults]
+    if not class_names:
+        faults.append(f'{root}: no folders of classes; expected {root}/CLASS/*.jpg')
     paths, labels = list[str](), list[int]()
     for label, name in enumerate(class_names):
         try:
             images = image_files(root / name)
-        except UserError as error:
-            faults.append(f'{error}: {_way_out(root / name)}')
-        else:
             paths += images
             labels += [label] * len(images)
+        except UserError as error:
+            faults.append(f'{error}: remove the folder, or add images')
     refuse(faults)
     _warn_of_loose_images(root)
     return shuffle_once(labelled_source(paths, labels, class_names))
-
-
-def _way_out(folder: pathlib.Path) -> str:
-    """Returns advice about a folder without images, which may be the work directory of a run."""
-    for place in folder, folder.parent:
-        if (place / 'ledger.jsonl').exists():
-            return f'{place} is the work directory of a run; expected it outside of the data'
-    return 'remove the folder, or add images'
 
 
 def unlabelled(paths: Sequence[str]) -> Source:
@@ -136,43 +116,31 @@ def unlabelled(paths: Sequence[str]) -> Source:
 def image_files(path: pathlib.Path) -> list[str]:
     """Returns the images below a folder, sorted, without hidden files and folders.
 
-    Warns of other files and of HEIC photos that cannot be read. Raises UserError if there are no
-    images.
+    Warns of other files. Raises UserError if there are no images.
     """
-    images, others = list[str](), list[str]()
-    for file in sorted(_files_below(path), key=lambda file: file.split(os.sep)):
-        (images if is_image(file) else others).append(file)
-    if not images:
-        ending = f'; {counted(len(others), "file")} of other endings' if others else ''
-        example = f', such as {os.path.basename(others[0])}' if others else ''
-        raise UserError(f'{path}: no images in this folder{ending}{example}')
+    files = sorted(_files_below(path), key=lambda file: file.split(os.sep))
+    images = [file for file in files if is_image(file)]
+    others = [file for file in files if not is_image(file)]
+    found = 'no images in this folder'
     if others:
-        count, text = counted(len(others), 'file'), 'left out, whose ending is not that of an image'
-        warn_once(f'{path}: {count} {text}, such as {others[0]}')
-    heic = [] if can_read('HEIF') else [file for file in images if _suffix(file) in _HEIC]
-    if heic:
-        warn_once(f'{path}: {counted(len(heic), "HEIC photo")}; {HEIC_REMEDY}: {heic[0]}')
+        left_out = f'{counted(len(others), "file")} of other endings, such as {others[0]}'
+        warn_once(f'{path}: left out {left_out}')
+        found += f'; {left_out}'
+    require(bool(images), f'{path}: {found}')
     return images
 
 
 def _files_below(folder: pathlib.Path) -> Iterator[str]:
-    """Yields the paths of the files below a folder; links are followed, each folder is read once.
-
-    Folders are read before links to folders, so that the path of a file contains no link if it can.
-    """
-    seen, links = set[tuple[int, int]](), [os.fspath(folder)]
-    while links:
-        for place, folders, files in os.walk(links.pop(0), onerror=_raise):
-            status = os.stat(place)
-            if (status.st_dev, status.st_ino) in seen:
-                warn_once(f'{place}: left out, as it was read by another path')
-                folders.clear()
-                continue
-            seen.add((status.st_dev, status.st_ino))
-            folders[:] = filter(_is_visible, folders)
-            paths = [os.path.join(place, name) for name in folders]
-            links += filter(os.path.islink, sorted(paths))
-            yield from (os.path.join(place, name) for name in files if _is_visible(name))
+    """Yields the files below a folder; links are followed, each folder is read once."""
+    seen = set[str]()
+    for place, folders, files in os.walk(folder, onerror=_raise, followlinks=True):
+        if (real := os.path.realpath(place)) in seen:
+            warn_once(f'{place}: left out, as it was read by another path')
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(filter(_is_visible, folders))
+        yield from (os.path.join(place, name) for name in filter(_is_visible, files))
 
 
 def _raise(error: OSError) -> NoReturn:
@@ -185,24 +153,27 @@ def _is_visible(name: str) -> bool:
 
 def is_image(file: str) -> bool:
     """Whether the ending of a file's name is one of images, readable here or not."""
-    suffix = _suffix(file)
+    suffix = os.path.splitext(file)[1].lower()
     return suffix in _HEIC or (suffix in formats_by_ending() and suffix != _FLOAT_IMAGES)
-
-
-def _suffix(file: str) -> str:
-    return os.path.splitext(file)[1].lower()
 
 
 def folder_names(path: pathlib.Path) -> list[str]:
     """Returns the names of the visible folders in a folder, in the order of classes."""
-    return class_order(name for name in next(os.walk(path, onerror=_raise))[1] if _is_visible(name))
+    return class_order(filter(_is_visible, next(os.walk(path, onerror=_raise))[1]))
 
 
 def has_images(path: pathlib.Path) -> bool:
     """Whether images lie directly in a folder."""
-    return bool(_images_directly_in(path))
+    return bool(_loose_images(path))
 
 
-def _images_directly_in(path: pathlib.Path) -> list[str]:
+def _loose_images(path: pathlib.Path) -> list[str]:
     names = next(os.walk(path, onerror=_raise))[2]
     return [name for name in names if _is_visible(name) and is_image(name)]
+
+
+def _warn_of_loose_images(folder: pathlib.Path) -> None:
+    """Warns of images next to the folders of classes."""
+    if images := _loose_images(folder):
+        count = counted(len(images), 'image')
+        warn_once(f'{folder}: {count} in no folder of a class left out, such as {min(images)}')

@@ -11,7 +11,7 @@ import itertools
 import os
 import pathlib
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, NamedTuple
 
 import numpy as np
@@ -38,15 +38,15 @@ def folder_splits(root: str) -> Splits:
     Opening `val` raises UserError if its labels are missing.
     """
     path = pathlib.Path(root)
-    openers: dict[str, dict[str, Callable[[pathlib.Path], Source]]] = {
-        'train': {TRAIN_TAR: _open_train_tar, 'train': files_by_class},
-        'val': {VAL_TAR: _open_val_tar, 'val': _open_val_folder},
-    }
     splits: Splits = {}
-    for split, by_name in openers.items():
-        for name, open_path in by_name.items():
-            if (path / name).exists():
-                splits.setdefault(split, functools.partial(open_path, path / name))
+    for split, name, open_path in (
+        ('train', TRAIN_TAR, _open_train_tar),
+        ('train', 'train', files_by_class),
+        ('val', VAL_TAR, _open_val_tar),
+        ('val', 'val', _open_val_folder),
+    ):
+        if (path / name).exists():
+            splits.setdefault(split, functools.partial(open_path, path / name))
     return splits
 
 
@@ -132,24 +132,20 @@ def _read_solution(root: pathlib.Path) -> dict[str, str] | None:
 
 def _read_kit(root: pathlib.Path) -> dict[str, str] | None:
     """The development kit's: one number per image, and a table from numbers to WordNet ids."""
-    truth = _read_kit_file(root, 'ILSVRC2012_validation_ground_truth.txt')
-    table = _read_kit_file(root, 'meta.mat')
-    if truth is None or table is None:
-        return None
     from scipy import io as scipy_io
 
+    folder, packed = root / KIT / 'data', root / f'{KIT}.tar.gz'
+    names = 'ILSVRC2012_validation_ground_truth.txt', 'meta.mat'
     with parsing(f'{root}: {KIT}', "the development kit's two files, undamaged"):
+        if folder.is_dir():
+            truth, table = ((folder / name).read_bytes() for name in names)
+        elif packed.is_file():
+            with tarfile.open(packed) as tar:
+                files = [tar.extractfile(f'{KIT}/data/{name}') for name in names]
+                truth, table = (file.read() if file else b'' for file in files)
+        else:
+            return None
         synsets = scipy_io.loadmat(io.BytesIO(table), squeeze_me=True)['synsets']
         wordnet = {int(row['ILSVRC2012_ID']): str(row['WNID']) for row in np.atleast_1d(synsets)}
         numbers = map(int, truth.split())
         return {f'ILSVRC2012_val_{i:08}': wordnet[number] for i, number in enumerate(numbers, 1)}
-
-
-def _read_kit_file(root: pathlib.Path, name: str) -> bytes | None:
-    if (unpacked := root / KIT / 'data' / name).is_file():
-        return unpacked.read_bytes()
-    if not (packed := root / f'{KIT}.tar.gz').is_file():
-        return None
-    with parsing(packed, _WHOLE), tarfile.open(packed) as tar:
-        file = tar.extractfile(f'{KIT}/data/{name}')
-        return file.read() if file else None

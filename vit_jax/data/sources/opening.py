@@ -1,5 +1,6 @@
 """Opens data: what a configuration's `data`, `split` and `labels` mean."""
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -8,17 +9,20 @@ from collections.abc import Callable
 
 import numpy as np
 
-from vit_jax.base import MissingFile, UserError, close_by, counted, records, refuse, storage, usable
-from vit_jax.base.array_types import Bool, Float
-from vit_jax.data.sources import arrays, folders, imagenet, relabelling, tables, tfds, vtab
+from vit_jax.base import records, require, storage
+from vit_jax.base.array_types import Bool
+from vit_jax.base.errors import MissingFile, UserError, close_by, counted, refuse, usable
+from vit_jax.data.sources import arrays, folders, imagenet, tables, tfds, vtab
 from vit_jax.data.sources.base import (
     DataFunction,
     Source,
     Splits,
+    drop_unlabelled,
+    keep_classes,
+    relabelled,
     relative_names,
     select,
     take_split,
-    warn_of_similar_classes,
     warn_once,
 )
 
@@ -67,56 +71,46 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
 
     @functools.cache
     def open_all(data: str, label_column: str | None) -> Splits:
-        splits = open_splits(data, held_out, label_column=label_column)
-        return {name: functools.cache(open_split) for name, open_split in splits.items()}
+        return open_splits(data, held_out, label_column=label_column)
 
+    @functools.cache
     def open_whole(data: str | DataFunction, labels: str | None, name: str) -> Source:
         column = None if labels is None or labels.endswith('.json') else labels
         if isinstance(data, str):
             with usable(data):
                 splits = open_all(data, column)
                 source = splits[_find_split(name, splits, data)]()
-        elif column is not None:
-            raise UserError(f'labels={labels!r}: expected FILE.json for data of a function')
         else:
+            require(column is None, f'labels={labels!r}: expected FILE.json for data of a function')
             source = data(name)
-            if not isinstance(source, Source):
-                raise UserError(f'{records.text_of(data)}({name!r}) is no Source: {source!r}')
-        warn_of_similar_classes(records.text_of(data), source.class_names)
-        return source if labels is None or column else relabelling.relabelled(source, labels)
+            call = f'{records.text_of(data)}({name!r})'
+            require(isinstance(source, Source), f'{call} is no Source: {source!r}')
+        return source if labels is None or column else relabelled(source, labels)
 
     @functools.cache
-    def open_cached(
+    def open_part(
         data: str | DataFunction, split: str, labels: str | None, classes: tuple[str, ...]
     ) -> Source:
-        name = records.text_of(data)
+        name, request = records.text_of(data), split
         source = take_split(split, functools.partial(open_whole, data, labels), of=name)
-        # After the slice, so that a split names the same images with any labels.
-        source = source if labels is None else relabelling.drop_unlabelled(source)
+        if labels is not None:  # after the slice, so that a split names the same images
+            source, request = drop_unlabelled(source), f'{split} with {labels}'
         for one in classes:
             if one not in source.class_names:
                 nearest = records.nearest(one, source.class_names)
                 raise UserError(f'classes: {name} has no class {one!r}; {nearest}')
-        source = relabelling.keep_classes(source, classes) if classes else source
-        request = f'{split} with {labels}' if labels else split
-        request += f' ({counted(len(classes), "class")})' if classes else ''
+        if classes:
+            source = keep_classes(source, classes)
+            request += f' ({counted(len(classes), "class")})'
         return dataclasses.replace(source, data=name, split=request)
 
-    def open_source(
-        data: str | DataFunction,
-        split: str,
-        labels: str | None = None,
-        classes: tuple[str, ...] = (),
-    ) -> Source:
-        return open_cached(data, split, labels, classes)
-
-    return open_source
+    return lambda data, split, labels=None, classes=(): open_part(data, split, labels, classes)
 
 
 def _find_split(name: str, splits: Splits, data: str) -> str:
     """Returns the name that a split has in the data. Raises UserError if there is none."""
-    names = {'test': TEST_NAMES, 'train': ('train', 'training')}.get(name, (name,))
-    for other in names:
+    names = {'test': TEST_NAMES, 'train': ('train', 'training')}
+    for other in names.get(name, (name,)):
         if other in splits:
             return other
     cut = f'; {_CUT}' if name == 'test' and 'train' in splits else ''
@@ -133,18 +127,17 @@ def open_splits(
     TFDS's sets alone have columns of labels. Data without splits is `all`, and of that `train` and
     `test` as `held_out` says.
     """
-    if storage.is_remote(data):
-        raise UserError(f'data={data!r}: {_REMOTE}')
+    require(not storage.is_remote(data), f'data={data!r}: {_REMOTE}')
+    if data == 'digits' and label_column is None:
+        return arrays.digits_splits()
     if data.startswith('tfds:'):
         return tfds.folder_splits(tfds.named_folder(data.removeprefix('tfds:')), label_column)
     if tfds.holds(data):
         return tfds.folder_splits(data, label_column)
-    if label_column is not None:
-        raise UserError(f'labels={label_column!r}: expected FILE.json; {data} is no data of TFDS')
+    column = f'labels={label_column!r}: expected FILE.json'
+    require(label_column is None, f'{column}; {data} is no data of TFDS')
     if data.startswith('vtab:'):
         return vtab.task_splits(data.removeprefix('vtab:'))
-    if data == 'digits':
-        return arrays.digits_splits()
     if not os.path.exists(data):
         kind = 'file' if data.endswith(('.npz', '.csv', '.jsonl')) else 'folder'
         raise MissingFile(f'data={data!r}: no such {kind}{close_by(data) or _EXPECTED}')
@@ -152,8 +145,7 @@ def open_splits(
         return arrays.npz_splits(data)
     if data.endswith(('.csv', '.jsonl')):
         return _with_held_out(tables.table_splits(data), held_out or HeldOut(), data)
-    if not os.path.isdir(data):
-        raise UserError(f'data={data!r}: is no folder{_EXPECTED}')
+    require(os.path.isdir(data), f'data={data!r}: is no folder{_EXPECTED}')
     if imagenet.holds(data):
         return imagenet.folder_splits(data)
     return _with_held_out(folders.folder_splits(data), held_out or HeldOut(), data)
@@ -165,15 +157,11 @@ def _with_held_out(splits: Splits, held_out: HeldOut, data: str) -> Splits:
         return splits
 
     @functools.cache
-    def divide() -> tuple[Source, np.ndarray]:
+    def divide() -> tuple[Source, Bool[np.ndarray, 'n']]:
         source = splits['all']()
         is_test = _draw_test_images(source, held_out, data)
         count = f'{is_test.sum():,} of {len(source):,} images are held out for testing'
-        if not source.multi_label:
-            by_class = np.bincount(source.labels[is_test]).tolist()
-            least, most = min(by_class), max(by_class)
-            count += f', {least:,}{"" if least == most else f" to {most:,}"} of each class'
-        how = '--config.held_out.fraction sets the share'
+        how = '--config.held_out.fraction sets the share of each class'
         warn_once(f'{data}: no train/ and test/ splits: {count}; {how}')
         return source, is_test
 
@@ -184,46 +172,35 @@ def _with_held_out(splits: Splits, held_out: HeldOut, data: str) -> Splits:
     return {split: functools.partial(open_split, split) for split in ('train', 'test')} | splits
 
 
-def _draw_test_images(source: Source, held_out: HeldOut, data: str) -> np.ndarray:
+def _draw_test_images(source: Source, held_out: HeldOut, data: str) -> Bool[np.ndarray, 'n']:
     """Returns a mask of the held-out images.
 
-    Digests of the names within the data decide, see `_is_held_out`. Multi-label data counts as one
-    class, and a file as one image even if several links or lines of a table point to it. Raises
-    UserError for a class of one image.
+    Each file has a place from 0 to 1, a digest of its name within the data. Of a class of many
+    files those below the fraction are held out, so that none changes sides when others come or go;
+    of few files exactly the fraction; always at least one, and never all. Multi-label data counts
+    as one class. A file to which several links or lines of a table point has the first of its
+    names. Raises UserError for a class of one image.
     """
     paths = source.read_names(range(len(source)))
-    names = relative_names(paths, data)
-    labels = np.zeros(len(source), np.int32) if source.multi_label else source.labels
-    by_name = np.argsort(names, kind='stable')
-    files = [os.path.realpath(paths[i]) for i in by_name]
-    _, first, file_of = np.unique(files, return_index=True, return_inverse=True)
-    chosen = by_name[first]  # of each file the image with the first name
-    keys = (f'{held_out.seed} {names[i]}'.encode(errors='surrogateescape') for i in chosen)
-    digests = (hashlib.blake2b(key, digest_size=8).digest() for key in keys)
-    places = np.frombuffer(b''.join(digests), '<u8') / 2**64
-    is_held, faults = np.zeros(len(chosen), bool), list[str]()
-    for label in np.unique(labels[chosen]):
-        (members,) = np.nonzero(labels[chosen] == label)
-        is_held[members] = _is_held_out(places[members], held_out.fraction)
+    names, files = relative_names(paths, data), [*map(os.path.realpath, paths)]
+    labels = [0] * len(source) if source.multi_label else source.labels.tolist()
+    first = {files[i]: i for i in sorted(range(len(names)), key=names.__getitem__, reverse=True)}
+    by_class = collections.defaultdict[int, list[tuple[float, str]]](list)
+    for file, i in first.items():
+        key = f'{held_out.seed} {names[i]}'.encode(errors='surrogateescape')
+        digest = hashlib.blake2b(key, digest_size=8).digest()
+        by_class[labels[i]].append((int.from_bytes(digest, 'little') / 2**64, file))
+    held, faults = set[str](), list[str]()
+    for label, members in sorted(by_class.items()):
+        if len(members) <= _BALANCED:
+            count = round(held_out.fraction * len(members))
+        else:
+            count = sum(place < held_out.fraction for place, _ in members)
+        count = max(1, min(count, len(members) - 1))
+        held |= {file for _, file in sorted(members)[:count]}
         if len(members) == 1:
             of = 'all the data' if source.multi_label else f'class {source.class_names[label]!r}'
             text = f'of {of} this is the only image, none can be held out for testing'
-            faults.append(f'{paths[chosen[members[0]]]}: {text}')
+            faults.append(f'{paths[first[members[0][1]]]}: {text}')
     refuse(faults)
-    is_test = np.zeros(len(source), bool)
-    is_test[by_name] = is_held[file_of]
-    return is_test
-
-
-def _is_held_out(places: Float[np.ndarray, 'n'], fraction: float) -> Bool[np.ndarray, 'n']:
-    """Decides for each image of a class by its place, a digest from 0 to 1.
-
-    Of many images those below the fraction are held out, so that none changes sides when others
-    come or go; of few images exactly the fraction; always at least one, and never all.
-    """
-    if len(places) <= _BALANCED:
-        count = round(fraction * len(places))
-    else:
-        count = int((places < fraction).sum())
-    count = max(1, min(count, len(places) - 1))
-    return places <= np.sort(places)[count - 1]
+    return np.array([file in held for file in files])

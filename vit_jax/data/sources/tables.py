@@ -12,7 +12,6 @@ import functools
 import io
 import json
 import pathlib
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,8 +30,8 @@ from vit_jax.data.sources.base import (
 from vit_jax.data.sources.folders import SPLIT_NAMES
 
 _COLUMNS = 'path', 'label', 'labels', 'split'
+_SURPLUS = '(more)'  # the name of fields beyond the last column
 _USUAL_SPLITS = {*SPLIT_NAMES, '', 'all'}
-_FRACTION = re.compile(r'[+-]?\d*\.\d+(e[+-]?\d+)?', re.IGNORECASE)
 
 
 class _Row(NamedTuple):
@@ -60,9 +59,6 @@ def table_splits(path: str) -> Splits:
     refuse(faults + _contradictions(rows, path))
     require(bool(rows), f'{path}: no lines')
     class_names = class_order({name for row in rows for name in row.classes})
-    if len(class_names) > len(rows) / 2 and all(map(_FRACTION.fullmatch, class_names)):
-        text = f'{len(class_names):,} different numbers as labels of {len(rows):,} images'
-        raise UserError(f'{path}: {text}; regression is not supported, expected classes')
     number_of = {name: number for number, name in enumerate(class_names)}
 
     def open_split(split: str) -> Source:
@@ -118,22 +114,17 @@ _Line = tuple[int, Any]  # its number, and its values; or an error, if it has no
 def _read_csv(text: str) -> Iterator[_Line]:
     head = text.partition('\n')[0]
     delimiter = next((d for d in ',;\t' if d in head), ',')  # spreadsheets write all three
-    reader = csv.DictReader(io.StringIO(text, newline=''), delimiter=delimiter)
+    reader = csv.DictReader(io.StringIO(text, newline=''), restkey=_SURPLUS, delimiter=delimiter)
     try:
-        columns = [name.strip().casefold() for name in reader.fieldnames or ()]
-        if fault := _find_column_fault(columns):
-            yield 1, UserError(fault)
-            return
-        reader.fieldnames = columns
+        reader.fieldnames = [name.strip().casefold() for name in reader.fieldnames or ()]
+        _require_columns(reader.fieldnames)
         for cells in reader:
-            if any(cells.pop(None, ())):
-                fault = f'more than {counted(len(columns), "field")}'
-                yield reader.line_num, UserError(f'{fault}: is a {delimiter!r} not within quotes?')
-                continue
             values: dict[str, Any] = {name: v for name, v in cells.items() if v is not None}
             if 'labels' in values:
                 values['labels'] = [*filter(None, map(str.strip, values['labels'].split(';')))]
             yield reader.line_num, values
+    except UserError as error:  # of the header
+        yield 1, error
     except csv.Error as error:
         yield reader.line_num + 1, UserError(f'{error}: is a quotation mark left open?')
 
@@ -147,12 +138,11 @@ def _read_jsonl(text: str) -> Iterator[_Line]:
                 yield number, UserError(f'not JSON: {error}')
 
 
-def _find_column_fault(names: Collection[str]) -> str | None:
-    if ('label' in names) == ('labels' in names) or 'path' not in names:
-        present = ', '.join(names) or 'nothing'
-        return f'it has {present}; expected path and label, or path and labels'
-    twice = next((name for name in _COLUMNS if [*names].count(name) > 1), None)
-    return f'several columns {twice!r}; expected one' if twice else None
+def _require_columns(names: Collection[str]) -> None:
+    found = f'it has {", ".join(names) or "nothing"}; expected path and label, or path and labels'
+    require(('label' in names) != ('labels' in names) and 'path' in names, found)
+    for name in _COLUMNS:
+        require([*names].count(name) < 2, f'several columns {name!r}; expected one')
 
 
 def _parse_row(values: Any, line: int) -> _Row:
@@ -160,12 +150,12 @@ def _parse_row(values: Any, line: int) -> _Row:
         raise values
     if not isinstance(values, Mapping):
         raise UserError('expected an object')
-    if fault := _find_column_fault(values):
-        raise UserError(fault)
-    multi_label = 'labels' in values
-    classes = values['labels'] if multi_label else [values['label']]
+    surplus = 'more fields than columns: is a separator not within quotes?'
+    require(not any(values.get(_SURPLUS, ())), surplus)
+    _require_columns(values)
+    column, expected = ('labels', 'a list of names') if 'labels' in values else ('label', 'a name')
+    classes = values['labels'] if column == 'labels' else [values['label']]
     if not isinstance(classes, list) or not all(isinstance(name, str | int) for name in classes):
-        column, expected = ('labels', 'a list of names') if multi_label else ('label', 'a name')
         raise UserError(f'{column}={values[column]!r}: expected {expected}')
     names = tuple(str(name).strip() for name in classes)
     require('' not in names and bool(values['path']), 'an empty path or label')
@@ -174,6 +164,6 @@ def _parse_row(values: Any, line: int) -> _Row:
         line=line,
         path=str(values['path']),
         classes=names,
-        multi_label=multi_label,
+        multi_label=column == 'labels',
         split=split.casefold() if split.casefold() in SPLIT_NAMES else split,
     )

@@ -9,8 +9,7 @@ import operator
 import os
 import pathlib
 import struct
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import google_crc32c
@@ -88,34 +87,33 @@ def folder_splits(root: str, label: str | LabelReader | None = None) -> Splits:
         info, file_format = builder.info, builder.info.file_format.value
     if file_format not in ('array_record', 'tfrecord'):
         raise UserError(f'{root}: file format {file_format}; expected array_record or tfrecord')
-    features, kind_of_image = info.features, library.features.Image
-    images = [name for name, kind in features.items() if isinstance(kind, kind_of_image)]
+    images = [n for n, k in info.features.items() if isinstance(k, library.features.Image)]
     decoders = {name: library.decode.SkipDecoding() for name in images}  # ours decodes them
 
     def open_split(split: str) -> Source:
         if file_format == 'array_record':
             with parsing(f'{root}: {split}', 'whole ArrayRecord files'):
                 stored = builder.as_data_source(split, decoders=decoders)
-                checksums = _shard_checksums(info.splits[split])
+                sizes = np.full(len(stored), info.splits[split].num_bytes)
             read_example = stored.__getitem__
         else:
-            checksums, read_record = read_tfrecords(info.splits[split].filepaths)
-            if (count := len(checksums)) != (expected := info.splits[split].num_examples):
+            sizes, read_record = read_tfrecords(info.splits[split].filepaths)
+            if (count := len(sizes)) != (expected := info.splits[split].num_examples):
                 raise UserError(f'{root}: {split} has {count} records, {INFO} says {expected}')
 
             def read_example(index: int) -> Example:
-                return features.deserialize_example_np(read_record(index), decoders=decoders)
+                return info.features.deserialize_example_np(read_record(index), decoders=decoders)
 
         name = f'tfds:{info.full_name}/{split}'
-        image, labels = _find_columns(features, name, label)
+        image, labels = _find_columns(info.features, name, label)
         read = functools.partial(_read_image, read_example, image, labels, name)
         return Source(
-            count=len(checksums),
+            count=len(sizes),
             class_names=labels.class_names,
             read=read,
             name_of=lambda i: f'{name}[{i}]',
             label_of=lambda i: read(i)[1],
-            size_of=lambda i: checksums[i],
+            size_of=lambda i: sizes[i],
             multi_label=labels.multi_label,
         )
 
@@ -170,73 +168,49 @@ def _preferred(column: str, columns: Sequence[str]) -> str | None:
     return column if column in columns else columns[0] if len(columns) == 1 else None
 
 
-def _shard_checksums(info: Any) -> Int[np.ndarray, 'n']:
-    """For each record of a split a checksum of where all records of its file begin.
-
-    That, and no checksum of their contents, is at the end of an ArrayRecord file.
-    """
-    checksums = []
-    for path, count in zip(info.filepaths, info.shard_lengths, strict=True):
-        with open(path, 'rb') as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(-min(size, 65_536), os.SEEK_END)
-            checksums.append(np.full(count, zlib.crc32(file.read(), size & 0xFFFFFFFF)))
-    return np.concatenate(checksums) if checksums else np.zeros(0, np.int64)
-
-
 def read_tfrecords(
     paths: Sequence[str | os.PathLike[str]],
-) -> tuple[np.ndarray, Callable[[int], bytes]]:
+) -> tuple[Int[np.ndarray, 'n'], Callable[[int], bytes]]:
     """Returns the checksums of the records of TFRecord files, and a function that reads a record.
 
-    Finds offsets by walking from length to length. The checksums of lengths are verified here, the
-    checksum of a record when it is read. UserError names file and offset if one is wrong or the
+    Finds the records by walking from length to length. The checksums of lengths are verified here,
+    the checksum of a record when it is read. UserError names file and offset if one is wrong or the
     file ends early.
     """
-    files = [(os.fspath(path), os.open(path, os.O_RDONLY)) for path in paths]  # for `pread`
-    found = [_find_records(path, descriptor) for path, descriptor in files]
-    offsets = [offset for offset, _ in found]
-    ends = np.cumsum([len(of_file) for of_file in offsets])
+    files = [os.open(path, os.O_RDONLY) for path in paths]  # which threads read by `pread`
+    found = (
+        (number, *record)
+        for number, path in enumerate(paths)
+        for record in _find_records(path, files[number])
+    )
+    kinds = [('file', 'i4'), ('offset', 'i8'), ('length', 'i8'), ('checksum', 'u4')]
+    records = np.fromiter(found, kinds)
 
     def read(index: int) -> bytes:
-        number = int(np.searchsorted(ends, index, side='right'))
-        path, descriptor = files[number]
-        return _read_record(path, descriptor, int(offsets[number][index - ends[number]]))
+        number, offset, length, checksum = records[index].tolist()
+        data = os.pread(files[number], length, offset)
+        if len(data) < length or masked_crc(data) != checksum:
+            raise UserError(f'{paths[number]}: the record at byte {offset} is damaged')
+        return data
 
-    return np.concatenate([np.zeros(0, np.int64), *(checksums for _, checksums in found)]), read
-
-
-def _find_records(path: str, descriptor: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns where each record of a file begins, and its checksum as it is written."""
-    size, offset, offsets, checksums = os.fstat(descriptor).st_size, 0, list[int](), bytearray()
-    header = os.pread(descriptor, _HEADER.size, 0)
-    while offset < size:
-        offsets.append(offset)
-        offset += _HEADER.size + _read_length(path, header, offset) + 4
-        after = os.pread(descriptor, 4 + _HEADER.size, offset - 4)
-        checksums += after[:4]
-        header = after[4:]
-    if offset != size:
-        raise UserError(f'{path}: the file ends within the record at byte {offsets[-1]}')
-    return np.array(offsets, np.int64), np.frombuffer(checksums, '<u4').astype(np.int64)
+    return records['checksum'].astype(np.int64), read
 
 
-def _read_length(path: str, header: bytes, offset: int) -> int:
-    """Returns the length of the record at an offset from its header."""
-    if len(header) < _HEADER.size:
-        raise UserError(f'{path}: the file ends within the record at byte {offset}')
-    length, checksum = _HEADER.unpack(header)
-    if checksum != masked_crc(header[:8]):
-        raise UserError(f'{path}: the length of the record at byte {offset} is damaged')
-    return int(length)
-
-
-def _read_record(path: str, descriptor: int, offset: int) -> bytes:
-    length = _read_length(path, os.pread(descriptor, _HEADER.size, offset), offset)
-    data = os.pread(descriptor, length + 4, offset + _HEADER.size)
-    if len(data) != length + 4 or struct.unpack('<I', data[-4:])[0] != masked_crc(data[:-4]):
-        raise UserError(f'{path}: the record at byte {offset} is damaged')
-    return data[:-4]
+def _find_records(path: str | os.PathLike[str], file: int) -> Iterator[tuple[int, int, int]]:
+    """Yields the offset and length of the bytes of each record, and their checksum as written."""
+    offset, header = 0, os.pread(file, _HEADER.size, 0)
+    while header:
+        if len(header) < _HEADER.size:
+            raise UserError(f'{path}: the file ends within the record at byte {offset}')
+        length, checksum = _HEADER.unpack(header)
+        if checksum != masked_crc(header[:8]):
+            raise UserError(f'{path}: the length of the record at byte {offset} is damaged')
+        offset += _HEADER.size
+        after = os.pread(file, 4 + _HEADER.size, offset + length)
+        if len(after) < 4:
+            raise UserError(f'{path}: the file ends within the record at byte {offset}')
+        yield offset, length, int.from_bytes(after[:4], 'little')
+        offset, header = offset + length + 4, after[4:]
 
 
 def masked_crc(data: bytes) -> int:

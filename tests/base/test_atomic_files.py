@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests import networks, tiny
-from vit_jax.base.atomic_files import atomic_write, read_json_lines, write_json
-from vit_jax.base.errors import MissingFile, UnusableDisk, UserError, usable
+from vit_jax.base import MissingFile, UnusableDisk, UserError
+from vit_jax.base.storage import atomic_write, read_json_lines, usable, write_json
 from vit_jax.checkpoints.formats import array_files
 from vit_jax.data.sources import arrays, relabelling, tables
 

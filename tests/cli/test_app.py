@@ -25,7 +25,7 @@ from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.cli import app, config_files, config_flags
 from vit_jax.config import TrainConfig
-from vit_jax.distributed.clusters import Launch
+from vit_jax.distributed.processes import Launch
 from vit_jax.training.loop import NotFinite
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -10,10 +10,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import IO
 
 from vit_jax.base.errors import UserError
-from vit_jax.base.storage import Path, bucket_and_name, is_remote, reaching
+from vit_jax.base.storage import Path, bucket_and_name, usable
 
 UPLOAD = 30.0  # seconds, after which a line that was added is on the bucket at the latest
 HEARTBEAT, LEASE = 15.0, 60.0  # seconds between renewals; without one, after which a lease is free
@@ -76,7 +75,7 @@ class Lease:
     def __init__(self, path: Path, holder: str):
         self._folder, self._text, self._lost_to = path.parent, holder.encode(), ''
         self._renewing = threading.Lock()
-        with reaching(path):
+        with usable(path):
             self._object = HeldObject(path)
             self._wait_until_stale()
             self._renewed = time.clock_gettime(_CLOCK)
@@ -90,7 +89,7 @@ class Lease:
         Renews the lease if that is overdue, as this process may have been suspended.
         """
         if time.clock_gettime(_CLOCK) - self._renewed > LEASE / 2:
-            with reaching(self._folder):
+            with usable(self._folder):
                 self._renew()
         if self._lost_to:
             why = f'as this run did not reach it for {LEASE:g} s or more'
@@ -129,11 +128,6 @@ class Lease:
         return text.decode(errors='replace').strip() or 'another run'
 
 
-def appending(path: Path) -> 'IO[str] | GrowingObject':
-    """Opens a file to which lines are added: a GrowingObject on a bucket."""
-    return GrowingObject(path) if is_remote(path) else path.open('a', buffering=1)
-
-
 class GrowingObject:
     """A text on a bucket to which lines are added; it is uploaded whole, in the background.
 
@@ -142,7 +136,7 @@ class GrowingObject:
 
     def __init__(self, path: Path):
         self.name = str(path)
-        with reaching(path):
+        with usable(path):
             self._object = HeldObject(path)
             data = self._object.read() or b''
             while not self._object.write(data):  # from here on no earlier run can write it
@@ -157,7 +151,7 @@ class GrowingObject:
 
     def flush(self) -> None:
         """Returns when all lines are on the bucket. Raises UserError if another run writes it."""
-        with self._uploading, reaching(self.name):
+        with self._uploading, usable(self.name):
             text = self._text
             if text != self._uploaded and not self._object.write(text.encode()):
                 raise UserError(f'{self.name}: another run writes it by now; this one stops')

@@ -16,7 +16,6 @@ from vit_jax.base.storage import Path, bucket_and_name, usable
 
 UPLOAD = 30.0  # seconds, after which a line that was added is on the bucket at the latest
 HEARTBEAT, LEASE = 15.0, 60.0  # seconds between renewals; without one, after which a lease is free
-_CLOCK = getattr(time, 'CLOCK_BOOTTIME', time.CLOCK_MONOTONIC)  # on Linux it counts suspensions
 
 
 class HeldObject:
@@ -35,14 +34,12 @@ class HeldObject:
         """Returns the content, or None if there is no object; the next write may replace it."""
         from google.api_core.exceptions import NotFound
 
-        blob = self._bucket.blob(self._name)
-        try:
+        blob, self.generation = self._bucket.blob(self._name), 0
+        with contextlib.suppress(NotFound):
             data: bytes = blob.download_as_bytes()
-        except NotFound:
-            self.generation = 0
-            return None
-        self.generation = int(blob.generation)
-        return data
+            self.generation = int(blob.generation)
+            return data
+        return None
 
     def write(self, data: bytes) -> bool:
         """Replaces the content; returns False, and changes nothing, if another run has written."""
@@ -74,26 +71,21 @@ class Lease:
 
     def __init__(self, path: Path, holder: str):
         self._folder, self._text, self._lost_to = path.parent, holder.encode(), ''
-        self._renewing = threading.Lock()
+        self._renewing, self._released = threading.Lock(), threading.Event()
         with usable(path):
             self._object = HeldObject(path)
             self._wait_until_stale()
-            self._renewed = time.clock_gettime(_CLOCK)
-            if not self._object.write(self._text):
-                raise UserError(f'workdir {self._folder} is in use by {self._holder()}')
-        self._released = _repeat(self._renew, HEARTBEAT)
+            self._renew()
+        if self._lost_to:
+            raise UserError(f'workdir {self._folder} is in use by {self._lost_to}')
+        _repeat(self._renew, HEARTBEAT, until=self._released)
 
     def check(self) -> None:
-        """Raises UserError if another run has taken the lease over, or the object was removed.
-
-        Renews the lease if that is overdue, as this process may have been suspended.
-        """
-        if time.clock_gettime(_CLOCK) - self._renewed > LEASE / 2:
-            with usable(self._folder):
-                self._renew()
+        """Renews the lease. Raises UserError if another run has it, or the object was removed."""
+        with usable(self._folder):
+            self._renew()
         if self._lost_to:
-            why = f'as this run did not reach it for {LEASE:g} s or more'
-            raise UserError(f'workdir {self._folder}: was lost to {self._lost_to}, {why}')
+            raise UserError(f'workdir {self._folder}: was lost to {self._lost_to}')
 
     def release(self) -> None:
         """Removes the object, unless it was lost."""
@@ -115,16 +107,11 @@ class Lease:
 
     def _renew(self) -> None:
         with self._renewing:
-            began = time.clock_gettime(_CLOCK)
-            if self._lost_to or self._released.is_set():
-                return
-            if not self._object.write(self._text):
+            if not self._lost_to and not self._object.write(self._text):
                 self._lost_to = self._holder()
-            self._renewed = began
 
     def _holder(self) -> str:
-        if (text := self._object.read()) is None:
-            return 'nobody: its lock was removed'
+        text = self._object.read() or b'nobody: its lock was removed'
         return text.decode(errors='replace').strip() or 'another run'
 
 
@@ -138,12 +125,12 @@ class GrowingObject:
         self.name = str(path)
         with usable(path):
             self._object = HeldObject(path)
-            data = self._object.read() or b''
-            while not self._object.write(data):  # from here on no earlier run can write it
-                data = self._object.read() or b''
+            # From the first write on no earlier run can write it.
+            while not self._object.write(data := self._object.read() or b''):
+                pass
         self._text = self._uploaded = data.decode(errors='replace')
-        self._uploading = threading.Lock()
-        self._closed = _repeat(self.flush, UPLOAD)
+        self._uploading, self._closed = threading.Lock(), threading.Event()
+        _repeat(self.flush, UPLOAD, until=self._closed)
 
     def write(self, line: str) -> None:
         """Adds a line."""
@@ -166,14 +153,12 @@ class GrowingObject:
             logging.warning('%s', error)
 
 
-def _repeat(act: Callable[[], None], seconds: float) -> threading.Event:
+def _repeat(act: Callable[[], None], seconds: float, *, until: threading.Event) -> None:
     """Acts every `seconds` in a thread, until the event is set. Ignores errors, and tries again."""
-    stop = threading.Event()
 
     def run() -> None:
-        while not stop.wait(seconds):
+        while not until.wait(seconds):
             with contextlib.suppress(Exception):
                 act()
 
     threading.Thread(target=run, daemon=True).start()
-    return stop

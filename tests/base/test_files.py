@@ -17,9 +17,9 @@ from vit_jax.data.sources import arrays, relabelling, tables
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / 'file').write_text('old')
-    with pytest.raises(UnusableDisk, match='file: Not a directory'):
+    with pytest.raises(UnusableDisk, match='file/below.json: Not a directory'):
         write_json(tmp_path / 'file' / 'below.json', {})
-    with pytest.raises(MissingFile, match='none: No such file'):
+    with pytest.raises(MissingFile, match='none/below.json: No such file'):
         write_json(tmp_path / 'none' / 'below.json', {})
     with pytest.raises(UnusableDisk, match='file: No space left'), atomic_write(tmp_path / 'file'):
         raise OSError(errno.ENOSPC, 'No space left on device')

@@ -84,6 +84,7 @@ def test_a_step_that_never_ends_ends_in_bounded_time_after_a_signal(count, tmp_p
     flags = ['--watchdog_seconds=3', '--start_seconds=3']
     with running(tmp_path, f'hang:5:{count - 1}', count=count, flags=flags) as started:
         started[0].wait_for_text('step 4\n')
+        time.sleep(1)
         started[0].signal(signal.SIGINT)
         assert codes(started, 20) == [INTERRUPTED] * count
     assert 'ended in time' in started[0].text and 'in hang' in started[LAST].text

@@ -2,10 +2,10 @@
 
 jax reads the variables of Slurm, Open MPI, Kubernetes and TPUs, connects the processes, notices
 when one is gone, and stores texts under keys. This module rejects an incomplete cluster, where jax
-would start one process alone, and a wrong address, where jax would crash. Two texts are notices to
-all processes: `stop`, after a signal to any of them, and `end`, with the reason of a process that
-fails or hangs. Exit code 75 asks a script for a restart; 1 reports an error that a restart would
-repeat.
+would start one process alone, and a wrong address, where jax would crash. One text is a notice to
+all processes: to save and stop, after a signal to any of them, or to exit at once, with the reason
+of a process that fails or hangs. Exit code 75 asks a script for a restart; 1 reports an error that
+a restart would repeat.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ REQUEUE = 75  # EX_TEMPFAIL: start the same command again
 INTERRUPTED = 130  # the exit code of a shell's command after Ctrl-C
 _CODES = {signal.SIGTERM: REQUEUE, signal.SIGHUP: REQUEUE, signal.SIGINT: INTERRUPTED}
 _NOTICING = 1.5  # seconds until all processes have read a notice
-_NOTICES, _TICKS = 'vit_jax_notices', 'vit_jax_ticks'  # folders of keys
+_NOTICE, _TICKS = 'vit_jax_notice', 'vit_jax_ticks'  # a key, and a folder of keys
 _CLUSTER = (
     'a start by srun, by mpirun, on TPU hosts, or in Kubernetes with pip install '
     "'jax[k8s]'; else give --coordinator_address, --num_processes and --process_id, or "
@@ -72,8 +72,8 @@ class Launch(Record):
 def connect(launch: Launch) -> None:
     """Connects this process to the others of its job, if it has any.
 
-    At a given address process 0 listens there only, and if that is on loopback, so do the CPU
-    devices of all processes.
+    If the coordinator's address is given, process 0 listens there only, and CPU devices at the
+    address of their host in the network that leads there: on loopback, if it is there.
 
     Raises:
       UserError: If process 0 cannot listen there, or if the environment announces a cluster but
@@ -83,7 +83,7 @@ def connect(launch: Launch) -> None:
     place = address, launch.num_processes, launch.process_id
     if not launch.distributed or (place == (None, None, None) and not _announces_processes()):
         return
-    ip = None if address is None else _find_ip(address, listens=launch.process_id == 0)
+    ip = None if address is None else _find_own_ip(address, listens=launch.process_id == 0)
     print('connects to the other processes', file=sys.stderr, flush=True)
     ctypes.pythonapi.PyOS_setsig(signal.SIGABRT, _on_abort)
     jax.config.update('jax_enable_preemption_service', False)  # it would take SIGTERM
@@ -97,7 +97,7 @@ def connect(launch: Launch) -> None:
             heartbeat_timeout_seconds=int(launch.heartbeat_seconds),
         )
     is_gloo = jax.config.values['jax_cpu_collectives_implementation'] == 'gloo'
-    if is_gloo and ip in ('127.0.0.1', '::1'):
+    if is_gloo and ip is not None:
         gloo = _jax.make_gloo_tcp_collectives(distributed.global_state.client, hostname=ip)
         xla_bridge.register_backend_factory('cpu', lambda: xla_bridge.make_cpu_client(gloo))
 
@@ -126,15 +126,20 @@ def _has_own_devices() -> bool:
     return re.match(r'1(\(|$)', tasks) is not None or ',' not in visible
 
 
-def _find_ip(address: str, *, listens: bool) -> str:
-    """Returns the IP of HOST:PORT. Raises UserError where jax would crash: if it is taken."""
+def _find_own_ip(address: str, *, listens: bool) -> str:
+    """Returns the IP of this host in the network that leads to HOST:PORT.
+
+    Raises UserError where jax would crash: if process 0 cannot listen at the address.
+    """
     with usable(f'coordinator_address={address}', 'HOST:PORT of process 0, a free port'):
         host, _, port = address.rpartition(':')
         found = socket.getaddrinfo(host.strip('[]'), int(port), type=socket.SOCK_STREAM)
         family, *_, place = found[0]
         if listens:
             socket.create_server((place[0], int(port)), family=family).close()
-        return str(place[0])
+        with socket.socket(family, socket.SOCK_DGRAM) as unsent:  # UDP connects without a packet
+            unsent.connect(place)
+            return str(unsent.getsockname()[0])
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
@@ -246,7 +251,7 @@ class Job:
     def end(self, code: int, why: str, *, stacks: bool = False) -> NoReturn:
         """Exits at once. All processes say why, show their stacks, and exit with the same code."""
         self._left.set()  # its own notice does not end it
-        self._tell('end', {'code': code, 'why': why, 'stacks': stacks})
+        self._tell(code, why, stacks)
         if stacks:
             faulthandler.dump_traceback()
         print(why, file=sys.stderr, end='\n' if why else '', flush=True)
@@ -256,11 +261,12 @@ class Job:
             sys.stdout.flush()
         os._exit(code)
 
-    def _tell(self, kind: str, notice: Any) -> None:
-        """Leaves a notice for the other processes; the first of its kind counts."""
+    def _tell(self, code: int, why: str = '', stacks: bool = False) -> None:
+        """Tells the other processes to exit and why, or, without a reason, to save and stop."""
+        notice = json.dumps({'code': code, 'why': why, 'stacks': stacks})
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # told before, or process 0 is gone
             if self._store is not None:
-                self._store.key_value_set(f'{_NOTICES}/{kind}', json.dumps(notice))
+                self._store.key_value_set(_NOTICE, notice, allow_overwrite=why != '')
 
     def _join(self) -> None:
         """Takes signals, and connects this process to the others of its job, if it has any."""
@@ -282,12 +288,13 @@ class Job:
         """Waits for signals, notices and the deadline, in a thread, as the main one may compile."""
         wakeup.settimeout(0.5)
         while not self._left.is_set():
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone
-                self._read_notices()
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # none, or process 0 is gone
+                if self._store is not None:
+                    self._heed(**json.loads(self._store.key_value_try_get(_NOTICE)))
             if time.monotonic() > self._deadline:
                 why = 'no step, batch or save ended in time (--watchdog_seconds)'
                 self.end(self._stop_code or REQUEUE, f'{self}: {why}; {_RESUME}', stacks=True)
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, jax.errors.JaxRuntimeError):
                 self._on_signal(signal.Signals(wakeup.recv(1)[0]))
 
     def _on_signal(self, received: signal.Signals) -> None:
@@ -300,19 +307,13 @@ class Job:
         if self._last_signal == received == signal.SIGINT:
             self.end(code, f'{self}: Ctrl-C again: nothing is saved; {_RESUME}')
         self._last_signal = received
-        self._tell('stop', code)
-        if self._store is None:
-            self._stop(code)
+        self._tell(code)
+        self._heed(code)
 
-    def _read_notices(self) -> None:
-        notices = {} if self._store is None else dict(self._store.key_value_dir_get(_NOTICES))
-        if end := notices.get(f'{_NOTICES}/end'):
-            self.end(**json.loads(end))
-        if stop := notices.get(f'{_NOTICES}/stop'):
-            self._stop(int(stop))
-
-    def _stop(self, code: int) -> None:
-        """Agrees with the other processes to stop after the step of the foremost one."""
+    def _heed(self, code: int, why: str = '', stacks: bool = False) -> None:
+        """Exits, or agrees with the others to save and stop after the step of the foremost one."""
+        if why:
+            self.end(code, why, stacks=stacks)
         if self._stop_code:
             return
         print('saves after this step; Ctrl-C again exits at once', file=sys.stderr, flush=True)

@@ -70,49 +70,40 @@ class Lease:
     """
 
     def __init__(self, path: Path, holder: str):
-        self._folder, self._text, self._lost_to = path.parent, holder.encode(), ''
-        self._renewing, self._released = threading.Lock(), threading.Event()
+        self._path, self._text, self._renewing = path, holder.encode(), threading.Lock()
         with usable(path):
             self._object = HeldObject(path)
             self._wait_until_stale()
-            self._renew()
-        if self._lost_to:
-            raise UserError(f'workdir {self._folder} is in use by {self._lost_to}')
-        _repeat(self._renew, HEARTBEAT, until=self._released)
+            if not self._object.write(self._text):
+                raise UserError(f'workdir {path.parent} is in use by {self._holder()}')
+        self._released = _repeat(self.check, HEARTBEAT)
 
     def check(self) -> None:
         """Renews the lease. Raises UserError if another run has it, or the object was removed."""
-        with usable(self._folder):
-            self._renew()
-        if self._lost_to:
-            raise UserError(f'workdir {self._folder}: was lost to {self._lost_to}')
+        with usable(self._path), self._renewing:
+            if not self._object.write(self._text):
+                raise UserError(f'workdir {self._path.parent}: was lost to {self._holder()}')
 
     def release(self) -> None:
         """Removes the object, unless it was lost."""
+        self._released.set()
         with self._renewing, contextlib.suppress(Exception):  # the next run will wait for it
-            self._released.set()
-            if not self._lost_to:
-                self._object.remove()
+            self._object.remove()
 
     def _wait_until_stale(self) -> None:
         if self._object.read() is None:
             return
         waiting = 'workdir %s: of %s; waiting %g s for a sign of life, as it may be gone'
-        logging.warning(waiting, self._folder, self._holder(), LEASE)
+        logging.warning(waiting, self._path.parent, self._holder(), LEASE)
         generation, end = self._object.generation, time.monotonic() + LEASE
         while time.monotonic() < end and self._object.read() is not None:
             if self._object.generation != generation:
-                raise UserError(f'workdir {self._folder} is in use by {self._holder()}')
+                raise UserError(f'workdir {self._path.parent} is in use by {self._holder()}')
             time.sleep(HEARTBEAT / 5)
 
-    def _renew(self) -> None:
-        with self._renewing:
-            if not self._lost_to and not self._object.write(self._text):
-                self._lost_to = self._holder()
-
     def _holder(self) -> str:
-        text = self._object.read() or b'nobody: its lock was removed'
-        return text.decode(errors='replace').strip() or 'another run'
+        text = HeldObject(self._path).read() or b'nobody: its lock was removed'
+        return text.decode(errors='replace').strip()
 
 
 class GrowingObject:
@@ -129,8 +120,8 @@ class GrowingObject:
             while not self._object.write(data := self._object.read() or b''):
                 pass
         self._text = self._uploaded = data.decode(errors='replace')
-        self._uploading, self._closed = threading.Lock(), threading.Event()
-        _repeat(self.flush, UPLOAD, until=self._closed)
+        self._uploading = threading.Lock()
+        self._closed = _repeat(self.flush, UPLOAD)
 
     def write(self, line: str) -> None:
         """Adds a line."""
@@ -153,12 +144,14 @@ class GrowingObject:
             logging.warning('%s', error)
 
 
-def _repeat(act: Callable[[], None], seconds: float, *, until: threading.Event) -> None:
+def _repeat(act: Callable[[], None], seconds: float) -> threading.Event:
     """Acts every `seconds` in a thread, until the event is set. Ignores errors, and tries again."""
+    stop = threading.Event()
 
     def run() -> None:
-        while not until.wait(seconds):
+        while not stop.wait(seconds):
             with contextlib.suppress(Exception):
                 act()
 
     threading.Thread(target=run, daemon=True).start()
+    return stop

@@ -27,10 +27,9 @@ from typing import Any, NoReturn, TypeVar
 
 import jax
 
-# Not public. `jax.distributed.initialize` reads the environment and acts on it in one call. The
-# processes compare facts before they touch a device, which multihost_utils needs. jax's sync point
-# for preemption takes SIGTERM only, also before there is a state to save. jax's CPU devices listen
-# at the address of the host's name, whatever network that belongs to.
+# Not public. The processes compare facts before they touch a device, which multihost_utils needs.
+# jax's sync point for preemption takes SIGTERM only, also before there is a state to save. jax's
+# CPU devices listen at the address of the host's name, whatever network that belongs to.
 from jax._src import clusters, distributed, xla_bridge
 from jaxlib import _jax
 

@@ -166,8 +166,9 @@ def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
     Raises:
       UserError: That names `where.field`, as described in `Record`, and for a missing value.
     """
+    own = {n: read(field_type(cls, n, where), v, f'{where}.{n}') for n, v in values.items()}
     try:
-        return cls(**values)
+        return cls(**own)
     except TypeError as error:  # a field without a default is absent
         raise UserError(f'{where}: {error}') from error
     except UserError as error:

@@ -22,7 +22,6 @@ from vit_jax.checkpoints.store import Checkpoints
 from vit_jax.cli import app
 from vit_jax.data import loading
 from vit_jax.data.sources import arrays
-from vit_jax.distributed import processes
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation.evaluator import Evaluator
 from vit_jax.experiment import compilation, fingerprint, training_run
@@ -102,11 +101,6 @@ def fail(number, index):
 
 def die(number, index):
     at_tick(number, index, lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-
-def stopping(number, index):
-    """A step may take so many seconds after a signal."""
-    processes._STOPPING = number
 
 
 def slow_compile(number, index):

@@ -44,12 +44,11 @@ def main(arguments, job: Job) -> int:
         if name in FAULTS and index in (None, str(job.index))
     }
     options = {name: float(number) for name, number, _ in faults}
-    processes._STOPPING = options.get('stopping', processes._STOPPING)
     job.require_same('the facts', {'seed': arguments.seed})
     mesh = meshes.make_mesh(meshes.MeshConfig())
     step, ones = 0, meshes.put(jnp.ones(mesh.size), meshes.batch_sharding(mesh))
     total = jax.jit(jnp.sum, out_shardings=meshes.replicated(mesh))
-    job.enter('stepping')
+    job.save_on_signals()
     try:
         for step in job.tick_each(range(int(options.get('steps', 400)))):
             due.get(step, lambda: None)()

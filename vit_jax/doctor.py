@@ -25,7 +25,7 @@ from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.cli import app
 from vit_jax.data import image_decoding
-from vit_jax.distributed import clusters, meshes
+from vit_jax.distributed import meshes
 from vit_jax.distributed.processes import Job, joined_job
 from vit_jax.experiment import compilation, fingerprint, training_run
 from vit_jax.experiment.build import build_experiment
@@ -46,8 +46,8 @@ def main(arguments: argparse.Namespace) -> int:
     _say('host', f'{socket.gethostname()}, {platform.system()}, {os.cpu_count()} cores')
     _say('versions', ', '.join(f'{name} {v}' for name, v in fingerprint.packages().items()))
     _say('decoding', image_decoding.describe_decoder())
-    _say('cluster', str(clusters.detect_cluster(launch) or 'none detected: one process'))
     with joined_job(launch, app.report) as job:
+        _say('cluster', str(job) if job.count > 1 else 'none detected: one process')
         app.prepare_devices(processes=job.count)
         folder = jax.config.values['jax_compilation_cache_dir']
         is_kept = folder and jax.config.values['jax_enable_compilation_cache']

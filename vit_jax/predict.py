@@ -23,9 +23,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from vit_jax.base import Batch, Float, counted, require, require_regular, require_writable
-from vit_jax.base.atomic_files import atomic_write
-from vit_jax.base.errors import usable
+from vit_jax.base import (
+    Batch,
+    Float,
+    atomic_write,
+    counted,
+    require,
+    require_regular,
+    require_writable,
+    usable,
+)
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.cli import app, output
 from vit_jax.data.image_preprocessing import normalize

@@ -18,9 +18,9 @@ from vit_jax.base import (
     Record,
     UInt8,
     UserError,
-    parsing,
     require,
     tree_names,
+    usable,
 )
 from vit_jax.base.records import Elsewhere
 from vit_jax.checkpoints import names, transfer
@@ -372,7 +372,7 @@ def _with_head(checkpoint: opening.Checkpoint, head: Callable[[int], Any]) -> op
     own = isinstance(old.head, Elsewhere)
     require(own, f'{checkpoint.path} has a {old.head} head; leave out head=FUNCTION')
     model = dataclasses.replace(old, head=head)
-    with parsing('head', 'a function from the number of classes to a flax module'):
+    with usable('head', 'a function from the number of classes to a flax module'):
         expected = abstract_params(model)
     tree_names.compare_names(head_params(params), head_params(expected), where=where)
     card = dataclasses.replace(checkpoint.card, model=model)

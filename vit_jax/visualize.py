@@ -20,8 +20,15 @@ from typing import Any
 
 from rich.progress import Progress
 
-from vit_jax.base import UserError, atomic_write, counted, records, require, require_writable
-from vit_jax.base.errors import usable
+from vit_jax.base import (
+    UserError,
+    atomic_write,
+    counted,
+    records,
+    require,
+    require_writable,
+    usable,
+)
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.checkpoints.names import as_path, shown
 from vit_jax.cli import app, output

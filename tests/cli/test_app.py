@@ -22,7 +22,7 @@ from tests.hosts import hosts
 from vit_jax.__main__ import programs
 from vit_jax.base.errors import UserError
 from vit_jax.cli import app, config_flags
-from vit_jax.distributed.clusters import Launch
+from vit_jax.distributed.processes import Launch
 from vit_jax.training.loop import NotFinite
 
 ROOT = pathlib.Path(__file__).parents[2]

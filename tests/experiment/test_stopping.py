@@ -53,7 +53,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(terminal, tmp_path):
 
 
 def test_a_stop_during_the_last_save_lets_it_take_its_time(tmp_path):
-    with training(tmp_path, 'slow_wait:4000,stopping:1') as (host,):
+    with training(tmp_path, 'slow_wait:4000') as (host,):
         host.wait_for_text('waiting for the last save')  # it takes 4 s
         host.signal(signal.SIGTERM)
         assert host.wait() == 0, host.text
@@ -85,8 +85,13 @@ def test_ctrl_c_while_compiling_is_one_sentence_and_no_crash(after, tmp_path):
 @pytest.mark.parametrize('count', [1, 2])
 def test_a_read_that_stalls_can_be_stopped(count, tmp_path):
     """Nothing is saved, as the other processes may be a step ahead; the checkpoints are whole."""
-    faults = f'hang_loader:0:{count - 1},stopping:3,slow:20'
-    flags = [f'{PLACEMENT}host', '--config.total.steps=200', '--config.checkpoint_every_steps=50']
+    faults = f'hang_loader:0:{count - 1},slow:20'
+    flags = [
+        '--watchdog_seconds=8',
+        f'{PLACEMENT}host',
+        '--config.total.steps=200',
+        '--config.checkpoint_every_steps=50',
+    ]
     with training(tmp_path, faults, count, flags) as started:
         started[0].wait_for('reported', step=85)
         time.sleep(3)

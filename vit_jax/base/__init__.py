@@ -1,25 +1,20 @@
 """What everything stands on: records, names of leaves, shapes, errors, files written whole."""
 
 from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Num, Params, UInt8
-from vit_jax.base.atomic_files import (
+from vit_jax.base.errors import MissingFile, UnusableDisk, UserError, counted, refuse
+from vit_jax.base.records import Record, require, require_between, require_pattern
+from vit_jax.base.storage import (
     DAMAGED_NPZ,
+    Path,
+    appending,
     atomic_write,
+    close_by,
+    parsing,
     read_json_lines,
+    require_kept,
+    require_regular,
     require_writable,
     sync,
+    usable,
     write_json,
 )
-from vit_jax.base.errors import (
-    MissingFile,
-    UnusableDisk,
-    UserError,
-    close_by,
-    counted,
-    parsing,
-    refuse,
-    require_regular,
-    usable,
-)
-from vit_jax.base.held_objects import appending
-from vit_jax.base.records import Record, require, require_between, require_pattern
-from vit_jax.base.storage import Path, require_kept

@@ -4,13 +4,8 @@ They are about the user's values, files, directories and hosts. Every other exce
 the program and is shown with its traceback.
 """
 
-import contextlib
-import difflib
-import os
-import pathlib
 import re
-import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 
 class UserError(ValueError):
@@ -48,22 +43,6 @@ def one_line(error: BaseException, limit: int = 400) -> str:
     return text if len(text) <= limit else f'{text[:half]} ... {text[-half:]}'
 
 
-def close_by(path: str | pathlib.Path) -> str:
-    """Ends an error message about a missing path with the similar name next to it, or ''.
-
-    If folders above it are missing too, the name is next to the first of them.
-    """
-    missing = pathlib.Path(path)
-    with contextlib.suppress(OSError):
-        while not missing.parent.exists():
-            missing = missing.parent
-        names = [other.name for other in missing.parent.iterdir() if other.exists()]
-        close = difflib.get_close_matches(missing.name, names, n=1, cutoff=0.75)
-        if close and not missing.exists():
-            return f'; did you mean {str(missing.with_name(close[0]))!r}?'
-    return ''
-
-
 def refuse(faults: Sequence[str], *, shown: int = 10) -> None:
     """Raises UserError with the first of these sentences and the number of the others, if any."""
     if faults:
@@ -75,43 +54,3 @@ def counted(count: int, noun: str) -> str:
     """`1 image`, `2,000 images`; `1 class`, `2 classes`."""
     plural = f'{noun}es' if noun.endswith('s') else f'{noun}s'
     return f'{count:,} {noun if count == 1 else plural}'
-
-
-def require_regular(path: str | os.PathLike[str]) -> None:
-    """Raises UserError if a path is a folder, a pipe or a device: reading it may never end.
-
-    A missing path passes; opening it reports the error.
-    """
-    kinds = {stat.S_IFDIR: 'a folder', stat.S_IFIFO: 'a pipe', stat.S_IFSOCK: 'a socket'}
-    with contextlib.suppress(OSError):
-        mode = pathlib.Path(path).stat().st_mode
-        if not stat.S_ISREG(mode):
-            kind = kinds.get(stat.S_IFMT(mode), 'a device')
-            raise UserError(f'{path}: {kind}; expected a file')
-
-
-@contextlib.contextmanager
-def usable(path: object) -> Iterator[None]:
-    """Around the use of a file or directory that the user named: OSError becomes a UserError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except OSError as error:
-        kind = MissingFile if isinstance(error, FileNotFoundError) else UnusableDisk
-        raise kind(f'{error.filename or path}: {error.strerror or error}') from error
-
-
-@contextlib.contextmanager
-def parsing(path: object, expected: str) -> Iterator[None]:
-    """Around the parsing of a user's file: any exception of a parser becomes a UserError."""
-    require_regular(str(path))
-    try:
-        with usable(path):
-            yield
-    except UserError:
-        raise
-    except Exception as error:  # parsers raise many kinds for damaged bytes
-        kind, why = type(error).__name__, one_line(error)
-        why = why if why == kind else f'{kind}: {why}'
-        raise UserError(f'{path}: cannot be read ({why}); expected {expected}') from error

@@ -10,14 +10,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import IO
 
 from vit_jax.base.errors import UserError
-from vit_jax.base.storage import Path, bucket_and_name, is_remote, reaching
+from vit_jax.base.storage import Path, bucket_and_name, usable
 
 UPLOAD = 30.0  # seconds, after which a line that was added is on the bucket at the latest
 HEARTBEAT, LEASE = 15.0, 60.0  # seconds between renewals; without one, after which a lease is free
-_CLOCK = getattr(time, 'CLOCK_BOOTTIME', time.CLOCK_MONOTONIC)  # on Linux it counts suspensions
 
 
 class HeldObject:
@@ -36,14 +34,12 @@ class HeldObject:
         """Returns the content, or None if there is no object; the next write may replace it."""
         from google.api_core.exceptions import NotFound
 
-        blob = self._bucket.blob(self._name)
-        try:
+        blob, self.generation = self._bucket.blob(self._name), 0
+        with contextlib.suppress(NotFound):
             data: bytes = blob.download_as_bytes()
-        except NotFound:
-            self.generation = 0
-            return None
-        self.generation = int(blob.generation)
-        return data
+            self.generation = int(blob.generation)
+            return data
+        return None
 
     def write(self, data: bytes) -> bool:
         """Replaces the content; returns False, and changes nothing, if another run has written."""
@@ -74,64 +70,40 @@ class Lease:
     """
 
     def __init__(self, path: Path, holder: str):
-        self._folder, self._text, self._lost_to = path.parent, holder.encode(), ''
-        self._renewing = threading.Lock()
-        with reaching(path):
+        self._path, self._text, self._renewing = path, holder.encode(), threading.Lock()
+        with usable(path):
             self._object = HeldObject(path)
             self._wait_until_stale()
-            self._renewed = time.clock_gettime(_CLOCK)
             if not self._object.write(self._text):
-                raise UserError(f'workdir {self._folder} is in use by {self._holder()}')
-        self._released = _repeat(self._renew, HEARTBEAT)
+                raise UserError(f'workdir {path.parent} is in use by {self._holder()}')
+        self._released = _repeat(self.check, HEARTBEAT)
 
     def check(self) -> None:
-        """Raises UserError if another run has taken the lease over, or the object was removed.
-
-        Renews the lease if that is overdue, as this process may have been suspended.
-        """
-        if time.clock_gettime(_CLOCK) - self._renewed > LEASE / 2:
-            with reaching(self._folder):
-                self._renew()
-        if self._lost_to:
-            why = f'as this run did not reach it for {LEASE:g} s or more'
-            raise UserError(f'workdir {self._folder}: was lost to {self._lost_to}, {why}')
+        """Renews the lease. Raises UserError if another run has it, or the object was removed."""
+        with usable(self._path), self._renewing:
+            if not self._object.write(self._text):
+                raise UserError(f'workdir {self._path.parent}: was lost to {self._holder()}')
 
     def release(self) -> None:
         """Removes the object, unless it was lost."""
+        self._released.set()
         with self._renewing, contextlib.suppress(Exception):  # the next run will wait for it
-            self._released.set()
-            if not self._lost_to:
-                self._object.remove()
+            self._object.remove()
 
     def _wait_until_stale(self) -> None:
         if self._object.read() is None:
             return
         waiting = 'workdir %s: of %s; waiting %g s for a sign of life, as it may be gone'
-        logging.warning(waiting, self._folder, self._holder(), LEASE)
+        logging.warning(waiting, self._path.parent, self._holder(), LEASE)
         generation, end = self._object.generation, time.monotonic() + LEASE
         while time.monotonic() < end and self._object.read() is not None:
             if self._object.generation != generation:
-                raise UserError(f'workdir {self._folder} is in use by {self._holder()}')
+                raise UserError(f'workdir {self._path.parent} is in use by {self._holder()}')
             time.sleep(HEARTBEAT / 5)
 
-    def _renew(self) -> None:
-        with self._renewing:
-            began = time.clock_gettime(_CLOCK)
-            if self._lost_to or self._released.is_set():
-                return
-            if not self._object.write(self._text):
-                self._lost_to = self._holder()
-            self._renewed = began
-
     def _holder(self) -> str:
-        if (text := self._object.read()) is None:
-            return 'nobody: its lock was removed'
-        return text.decode(errors='replace').strip() or 'another run'
-
-
-def appending(path: Path) -> 'IO[str] | GrowingObject':
-    """Opens a file to which lines are added: a GrowingObject on a bucket."""
-    return GrowingObject(path) if is_remote(path) else path.open('a', buffering=1)
+        text = HeldObject(self._path).read() or b'nobody: its lock was removed'
+        return text.decode(errors='replace').strip()
 
 
 class GrowingObject:
@@ -142,11 +114,11 @@ class GrowingObject:
 
     def __init__(self, path: Path):
         self.name = str(path)
-        with reaching(path):
+        with usable(path):
             self._object = HeldObject(path)
-            data = self._object.read() or b''
-            while not self._object.write(data):  # from here on no earlier run can write it
-                data = self._object.read() or b''
+            # From the first write on no earlier run can write it.
+            while not self._object.write(data := self._object.read() or b''):
+                pass
         self._text = self._uploaded = data.decode(errors='replace')
         self._uploading = threading.Lock()
         self._closed = _repeat(self.flush, UPLOAD)
@@ -157,7 +129,7 @@ class GrowingObject:
 
     def flush(self) -> None:
         """Returns when all lines are on the bucket. Raises UserError if another run writes it."""
-        with self._uploading, reaching(self.name):
+        with self._uploading, usable(self.name):
             text = self._text
             if text != self._uploaded and not self._object.write(text.encode()):
                 raise UserError(f'{self.name}: another run writes it by now; this one stops')

@@ -27,7 +27,8 @@ class Record:
     """The base of dataclasses that check their values when they are made.
 
     A value has the type of its field, which for `Literal['adamw', 'sgd']` lists the choices. One
-    number for a `tuple[int, int]`, a size (height, width), stands for both sides.
+    number for a `tuple[int, int]`, a size (height, width), stands for both sides. A record within
+    another one is copied.
 
     Raises:
       UserError: That names the field, for an unknown field, a value of another type, and values
@@ -176,16 +177,7 @@ def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
 
 def checked(record: R, *, where: str) -> R:
     """Returns a checked copy of a record and all records in it."""
-    values = {name: _copy(value, f'{where}.{name}') for name, value in vars(record).items()}
-    return from_dict(type(record), values, where=where)
-
-
-def _copy(value: Any, where: str) -> Any:
-    if isinstance(value, Record):
-        return checked(value, where=where)
-    if isinstance(value, dict):
-        return {name: _copy(item, f'{where}.{name}') for name, item in value.items()}
-    return value
+    return from_dict(type(record), vars(record), where=where)
 
 
 def with_values(record: R, values: Mapping[str, Any], *, where: str) -> R:
@@ -279,7 +271,7 @@ def read(hint: Any, value: Any, where: str) -> Any:
         if option is float and type(value) is int:
             return float(value)
         if option is Any or type(value) is option:  # NoneType too
-            return value
+            return checked(value, where=where) if isinstance(value, Record) else value
         if origin is Literal and type(value) in map(type, items) and value in items:
             return value
         if origin is Callable and (is_name or callable(value)):

@@ -1,30 +1,45 @@
-"""Folders on a disk and on a bucket (gs://BUCKET/FOLDER), which cannot rename, append or lock.
+"""Files and folders, on a disk or on a bucket (gs://BUCKET/FOLDER).
 
-A path on a bucket is an epath.Path, which has the methods of pathlib. An object is written whole or
-not at all.
+A bucket cannot rename, append or lock. A path there is an epath.Path, which has the methods of
+pathlib. `atomic_write` writes a file whole or not at all, in both places. `usable` turns the errors
+of both into errors for the user.
 """
 
 import contextlib
+import difflib
+import errno
 import importlib.util
+import json
 import logging
 import os
 import pathlib
 import re
+import stat
 import tempfile
 import uuid
+import zipfile
+import zlib
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from etils import epath
 
 from vit_jax.base.errors import MissingFile, UnusableDisk, UserError, one_line, shown_url
 
+if TYPE_CHECKING:
+    from vit_jax.base.held_objects import GrowingObject
+
 Path: TypeAlias = pathlib.Path | epath.Path  # of a file or folder, on a disk or a bucket
 
+# What numpy and zipfile raise for an npz that is damaged, wherever it is.
+DAMAGED_NPZ: tuple[type[Exception], ...] = (OSError, EOFError, ValueError, KeyError, RuntimeError)
+DAMAGED_NPZ += zipfile.BadZipFile, zlib.error
 # Orbax and tensorstore read a pattern, a backslash, `x:/` and /gs/ in a path in their own way.
 _PLAIN = re.compile(r'(?!/(gs|s3|az|hf)(/|$))(?!.*:(/|$))[^][*?\\\ud800-\udfff]*', re.DOTALL)
 # What orbax and fsspec do not take for a pattern or a query in the path of an object.
 _ON_BUCKET = re.compile(r'gs://[^/]+/+(?!/)[^][*?#\x00-\x1f\x7f]+')
+_PARTIAL = '.partial'  # ends the name of a file that is not yet whole
+_NOT_SUPPORTED = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK  # by the file system
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -69,16 +84,49 @@ def named_plainly(folder: Path) -> Iterator[epath.Path]:
 
 
 @contextlib.contextmanager
-def reaching(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns what the clients of a bucket raise into a UserError."""
+def usable(name: object, expected: str = '') -> Iterator[None]:
+    """Around the use of something that the user named: what it raises becomes a UserError.
+
+    That holds for OSError, for whatever the clients of a bucket raise, and, where the message says
+    what is `expected`, for whatever a parser raises. Other errors are faults of the program.
+    """
+    ending = f'; expected {expected}' if expected else ''
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # three clients raise many kinds
-        if not is_remote(path):
+    except Exception as error:
+        if is_remote(str(name)):  # three clients raise many kinds
+            raise UnusableDisk(f'{name}: {one_line(error)}') from error
+        if isinstance(error, OSError):
+            kind = MissingFile if isinstance(error, FileNotFoundError) else UnusableDisk
+            place = str(error.filename or name).removesuffix(_PARTIAL)
+            raise kind(f'{place}: {error.strerror or error}{ending}') from error
+        if not expected:
             raise
-        raise UnusableDisk(f'{path}: {one_line(error)}') from error
+        what, why = type(error).__name__, one_line(error)
+        why = why if why == what else f'{what}: {why}'
+        raise UserError(f'{name}: cannot be read ({why}){ending}') from error
+
+
+@contextlib.contextmanager
+def parsing(path: object, expected: str) -> Iterator[None]:
+    """Around the parsing of a file that the user named; any error becomes a UserError."""
+    require_regular(str(path))
+    with usable(path, expected):
+        yield
+
+
+def require_regular(path: str | os.PathLike[str]) -> None:
+    """Raises UserError if a path is a folder, a pipe or a device: reading it may never end.
+
+    A missing path passes; opening it reports the error.
+    """
+    with contextlib.suppress(OSError):
+        mode = pathlib.Path(path).stat().st_mode
+        if not stat.S_ISREG(mode):
+            kind = 'a folder' if stat.S_ISDIR(mode) else 'a pipe, socket or device'
+            raise UserError(f'{path}: {kind}; expected a file')
 
 
 def require_kept(file: Path) -> None:
@@ -86,6 +134,129 @@ def require_kept(file: Path) -> None:
     if not is_remote(file) and not file.exists():
         gone = f'workdir {file.parent}: {file.name} is gone: it, or the directory, was removed or'
         raise MissingFile(f'{gone} renamed while the run went on; put it back, or begin again')
+
+
+def close_by(path: str | pathlib.Path) -> str:
+    """Ends an error message about a missing path with the similar name next to it, or ''.
+
+    If folders above it are missing too, the name is next to the first of them.
+    """
+    missing = pathlib.Path(path)
+    with contextlib.suppress(OSError):
+        while not missing.parent.exists():
+            missing = missing.parent
+        names = [other.name for other in missing.parent.iterdir() if other.exists()]
+        close = difflib.get_close_matches(missing.name, names, n=1, cutoff=0.75)
+        if close and not missing.exists():
+            return f'; did you mean {str(missing.with_name(close[0]))!r}?'
+    return ''
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[pathlib.Path]:
+    """Yields a file to write, which takes the place of `path` on success and is on the disk.
+
+    Raises UnusableDisk or MissingFile if it cannot be written, and UserError if `path` is no file.
+    """
+    if is_remote(path):
+        with tempfile.TemporaryDirectory() as folder:
+            partial = pathlib.Path(folder) / path.name
+            yield partial
+            with usable(path):
+                path.write_bytes(partial.read_bytes())
+        return
+    require_regular(path)
+    partial = path.with_name(path.name + _PARTIAL)
+    with usable(path):
+        partial.touch()
+        mode = partial.stat().st_mode
+        yield partial
+        partial.chmod(mode)  # safetensors makes files that only their owner can read
+        sync(partial)
+        partial.replace(path)
+        sync(path.parent)
+
+
+def require_writable(path: Path) -> None:
+    """Raises what `atomic_write` would, before there is anything to write; leaves no file."""
+    require_regular(path)
+    partial = path.with_name(path.name + _PARTIAL)
+    with usable(path):
+        partial.touch()
+        partial.unlink()
+
+
+def sync(path: Path) -> None:
+    """Returns when the bytes of a file, or the names in a folder, are on the disk.
+
+    A bucket has them once they are written; some file systems cannot promise it. Raises OSError.
+    """
+    if os.name == 'nt' or is_remote(path):
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def locked(file: IO[Any]) -> bool:
+    """Locks a file until it is closed; returns False if another process has locked it.
+
+    Returns True, with a warning, if the file system has no locks.
+    """
+    import fcntl  # not on Windows
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
+        logging.warning('%s: no locks here; see that no other run writes there', file.name)
+    return True
+
+
+def appending(path: Path) -> 'IO[str] | GrowingObject':
+    """Opens a text file to which lines are added."""
+    if is_remote(path):
+        from vit_jax.base.held_objects import GrowingObject
+
+        return GrowingObject(path)
+    return path.open('a', buffering=1)
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Writes JSON, to be read by people too."""
+    with atomic_write(path) as partial:
+        partial.write_text(json.dumps(values, indent=2) + '\n')
+
+
+def read_json_lines(path: Path, **fields: Any) -> list[dict[str, Any]]:
+    """Returns the lines of a file that are JSON objects with these fields, of these types.
+
+    Returns none if there is no file. Warns of other lines but the last: a killed run may have
+    written half of it.
+    """
+    with usable(path):
+        require_regular(path)
+        texts = path.read_bytes().splitlines() if path.exists() else []
+    lines = []
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+            fits = all(isinstance(line[name], kind) for name, kind in fields.items())
+        except (ValueError, TypeError, KeyError, RecursionError):
+            fits = False
+        if fits:
+            lines.append(line)
+        elif number < len(texts):
+            logging.warning('%s, line %d: damaged, left out', path, number)
+    return lines
 
 
 def bucket_and_name(path: Path) -> tuple[Any, str]:
@@ -106,7 +277,7 @@ def read_digests(folder: Path) -> dict[str, str]:
 
     An object whose name ends in a slash stands for a folder, as some programs create them.
     """
-    with reaching(folder):
+    with usable(folder):
         bucket, name = bucket_and_name(folder)
         blobs = bucket.list_blobs(prefix=f'{name}/')
         return {
@@ -118,7 +289,7 @@ def read_digests(folder: Path) -> dict[str, str]:
 
 def move(source: Path, target: Path) -> None:
     """Moves a folder on a bucket, object by object."""
-    with reaching(source):
+    with usable(source):
         (bucket, name), (_, place) = bucket_and_name(source), bucket_and_name(target)
         for blob in bucket.list_blobs(prefix=f'{name}/'):
             bucket.rename_blob(blob, place + blob.name.removeprefix(name))
@@ -130,7 +301,7 @@ def require_usable(folder: Path) -> None:
     Raises UnusableDisk with Google's words about the bucket, the credentials or the permission
     that is missing.
     """
-    with reaching(folder):
+    with usable(folder):
         bucket, name = bucket_and_name(folder / f'.probe-{uuid.uuid4()}')
         probe = bucket.blob(name)
         probe.upload_from_string(b'', if_generation_match=0)

@@ -30,7 +30,7 @@ class Damaged(UserError):
 
 def steps(folder: Path) -> list[int]:
     """Lists the steps with a checkpoint, the newest first."""
-    with storage.reaching(folder):
+    with usable(folder):
         paths = _numbered(folder)
         if storage.is_remote(folder):
             paths = [path for path in paths if is_complete(path)]
@@ -46,7 +46,7 @@ def _numbered(folder: Path) -> list[Path]:
 
 def is_complete(folder: Path) -> bool:
     """Whether all files of the checkpoint were written."""
-    with storage.reaching(folder):
+    with usable(folder):
         return (folder / FILE).exists()
 
 
@@ -83,7 +83,7 @@ def verify_digests(folder: Path) -> None:
 
 
 def _read_digests(folder: Path) -> dict[str, str]:
-    with storage.reaching(folder), usable(folder / FILE):
+    with usable(folder / FILE):
         text = (folder / FILE).read_bytes() if is_complete(folder) else b''
     try:
         digests = json.loads(text)
@@ -147,7 +147,7 @@ def remove(folder: Path) -> None:
 
 def remove_partial(folder: Path) -> None:
     """Removes checkpoints that a killed process was writing or removing."""
-    with storage.reaching(folder):
+    with usable(folder):
         if storage.is_remote(folder):
             partial = [path for path in _numbered(folder) if not is_complete(path)]
         else:

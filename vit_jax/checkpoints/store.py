@@ -219,7 +219,7 @@ def quarantine_damaged(workdir: Path) -> list[str]:
             raise UserError(f'checkpoint {folder} is of step {saved}; it was {text}')
         return lines
     damaged = workdir / FOLDER / digests.DAMAGED
-    with storage.reaching(damaged):
+    with usable(damaged):
         none_sound = damaged.is_dir() and any(damaged.iterdir())
     if none_sound:
         text = f'workdir {workdir}: every checkpoint is damaged; they are in {damaged}'
@@ -234,7 +234,7 @@ def checkpoint_folder(path: str) -> Path:
     Raises MissingFile that says what is there instead.
     """
     given = storage.folder(path)
-    with storage.reaching(given):
+    with usable(given):
         if is_complete(given):
             return given
         if not given.exists():

@@ -25,8 +25,7 @@ from vit_jax.cli import config_files, config_flags, config_help, output
 from vit_jax.config import TrainConfig
 from vit_jax.data.image_decoding import MAX_PIXELS, MOST_PIXELS
 from vit_jax.distributed import meshes
-from vit_jax.distributed.clusters import Launch
-from vit_jax.distributed.processes import INTERRUPTED, Job, joined_job
+from vit_jax.distributed.processes import INTERRUPTED, Job, Launch, joined_job
 from vit_jax.training.loop import NotFinite
 
 _LESS_MEMORY = (

@@ -1,13 +1,16 @@
 """The processes of a job: they start together, stop after the same step, and exit together.
 
-jax.distributed connects the processes, notices when one is gone, and stores texts under keys. Two
-texts are notices to all: `stop`, after a signal to any process, and `end`, with the reason of a
-process that fails or hangs. Exit code 75 asks a script for a restart; 1 reports an error that a
-restart would repeat.
+jax reads the variables of Slurm, Open MPI, Kubernetes and TPUs, connects the processes, notices
+when one is gone, and stores texts under keys. This module rejects an incomplete cluster, where jax
+would start one process alone, and a wrong address, where jax would crash. One text is a notice to
+all processes: to save and stop, after a signal to any of them, or to exit at once, with the reason
+of a process that fails or hangs. Exit code 75 asks a script for a restart; 1 reports an error that
+a restart would repeat.
 """
 
 import contextlib
 import ctypes
+import dataclasses
 import faulthandler
 import itertools
 import json
@@ -20,27 +23,130 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 
 # Not public. The processes compare facts before they touch a device, which multihost_utils needs.
-# Its preemption sync point takes SIGTERM only, also before there is a state to save.
-from jax._src.distributed import global_state
+# jax's sync point for preemption takes SIGTERM only, also before there is a state to save. jax's
+# CPU devices listen at the address of the host's name, whatever network that belongs to.
+from jax._src import clusters, distributed, xla_bridge
+from jaxlib import _jax
 
-from vit_jax.base import UserError, records
-from vit_jax.distributed.clusters import Launch, connect, detect_cluster
+from vit_jax.base import Record, UserError, records, require_between, usable
+from vit_jax.base.errors import one_line
 
 REQUEUE = 75  # EX_TEMPFAIL: start the same command again
 INTERRUPTED = 130  # the exit code of a shell's command after Ctrl-C
 _CODES = {signal.SIGTERM: REQUEUE, signal.SIGHUP: REQUEUE, signal.SIGINT: INTERRUPTED}
-_STOPPING = 100.0  # seconds from a signal to the end of a step, unless steps are longer
-_TELLING = 1.5  # seconds until all processes have read a notice
-_NOTICES, _TICKS = 'vit_jax_notices', 'vit_jax_ticks'  # folders of keys
+_NOTICING = 1.5  # seconds until all processes have read a notice
+_NOTICE, _TICKS = 'vit_jax_notice', 'vit_jax_ticks'  # a key, and a folder of keys
+_CLUSTER = (
+    'a start by srun, by mpirun, on TPU hosts, or in Kubernetes with pip install '
+    "'jax[k8s]'; else give --coordinator_address, --num_processes and --process_id, or "
+    '--distributed=off to run one process alone'
+)
 _RESUME = 'the same command resumes from the newest checkpoint'
-# What gloo, NCCL and jax report if another process is gone or late.
-_GONE = r'Gloo .* failed|NCCL .*(remote|network|system) error|(GetKeyValue\(\)|Barrier) timed out'
+# What gloo, NCCL and jax report if another process is gone.
+_GONE = r'Gloo .* failed|NCCL .*(remote|network|system) error'
 T = TypeVar('T')
+
+
+@dataclasses.dataclass(kw_only=True)
+class Launch(Record):
+    """How a program is started. The environment fills in what is None."""
+
+    distributed: bool = True  # False: one process, whatever the environment contains
+    coordinator_address: str | None = None  # HOST:PORT of process 0
+    num_processes: int | None = None
+    process_id: int | None = None
+    start_seconds: float = 300.0  # to wait for the other processes
+    heartbeat_seconds: float = 100.0  # without a sign of life, after which a process is dead
+    watchdog_seconds: float = 1800.0  # without a step, an evaluated batch or a save
+
+    def check(self) -> None:
+        require_between(self, 'start_seconds', 'heartbeat_seconds', 'watchdog_seconds', low=0.1)
+
+
+def connect(launch: Launch) -> None:
+    """Connects this process to the others of its job, if it has any.
+
+    If the coordinator's address is given, process 0 listens there only, and CPU devices at the
+    address of their host in the network that leads there: on loopback, if it is there.
+
+    Raises:
+      UserError: If process 0 cannot listen there, or if the environment announces a cluster but
+        does not describe it: each process would become a run of its own, in the same directory.
+    """
+    address = launch.coordinator_address or os.environ.get('JAX_COORDINATOR_ADDRESS')
+    place = address, launch.num_processes, launch.process_id
+    if not launch.distributed or (place == (None, None, None) and not _announces_processes()):
+        return
+    ip = None if address is None else _find_own_ip(address, listens=launch.process_id == 0)
+    print('connects to the other processes', file=sys.stderr, flush=True)
+    ctypes.pythonapi.PyOS_setsig(signal.SIGABRT, _on_abort)
+    jax.config.update('jax_enable_preemption_service', False)  # it would take SIGTERM
+    with usable('cluster', _CLUSTER):
+        jax.distributed.initialize(
+            *place,
+            local_device_ids=[] if _has_own_devices() else None,
+            cluster_detection_method=None if None in place else 'deactivate',
+            coordinator_bind_address=os.environ.get('JAX_COORDINATOR_BIND_ADDRESS', address),
+            initialization_timeout=int(launch.start_seconds),
+            heartbeat_timeout_seconds=int(launch.heartbeat_seconds),
+        )
+    is_gloo = jax.config.values['jax_cpu_collectives_implementation'] == 'gloo'
+    if is_gloo and ip is not None:
+        gloo = _jax.make_gloo_tcp_collectives(distributed.global_state.client, hostname=ip)
+        xla_bridge.register_backend_factory('cpu', lambda: xla_bridge.make_cpu_client(gloo))
+
+
+def _announces_processes() -> bool:
+    """Returns whether variables of a cluster say that there are several processes."""
+    env = os.environ
+    counts = 'SLURM_NTASKS', 'OMPI_COMM_WORLD_SIZE', 'MEGASCALE_NUM_SLICES'
+    tpu_hosts = env.get('TPU_PROCESS_ADDRESSES') or env.get('TPU_WORKER_HOSTNAMES') or ''
+    return (
+        any(env.get(name, '1') != '1' for name in counts)
+        or ',' in tpu_hosts
+        or {'KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'} <= {*env}
+        or clusters.GceTpuCluster.is_env_present()
+    )
+
+
+def _has_own_devices() -> bool:
+    """Returns whether this process is alone on its host, or sees one device only.
+
+    jax gives one device to each process of Slurm and Open MPI, and leaves the others idle.
+    """
+    names = 'SLURM_STEP_TASKS_PER_NODE', 'SLURM_TASKS_PER_NODE', 'OMPI_COMM_WORLD_LOCAL_SIZE'
+    tasks = next((os.environ[name] for name in names if name in os.environ), '')
+    visible = os.environ.get('CUDA_VISIBLE_DEVICES', ',')
+    return re.match(r'1(\(|$)', tasks) is not None or ',' not in visible
+
+
+def _find_own_ip(address: str, *, listens: bool) -> str:
+    """Returns the IP of this host in the network that leads to HOST:PORT.
+
+    Raises UserError where jax would crash: if process 0 cannot listen at the address.
+    """
+    with usable(f'coordinator_address={address}', 'HOST:PORT of process 0, a free port'):
+        host, _, port = address.rpartition(':')
+        found = socket.getaddrinfo(host.strip('[]'), int(port), type=socket.SOCK_STREAM)
+        family, *_, place = found[0]
+        if listens:
+            socket.create_server((place[0], int(port)), family=family).close()
+        with socket.socket(family, socket.SOCK_DGRAM) as unsent:  # UDP connects without a packet
+            unsent.connect(place)
+            return str(unsent.getsockname()[0])
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _on_abort(_: int) -> None:
+    """Exits with the probable reason where jax aborts."""
+    why = 'is gone, did not come in time, or has the --process_id of this one'
+    print(f'jax aborts: another process {why}', file=sys.stderr, flush=True)
+    os._exit(REQUEUE)
 
 
 class Interrupted(Exception):
@@ -56,20 +162,21 @@ class Job:
 
     def __init__(self, launch: Launch | None = None):
         self._launch, self._is_watched = launch or Launch(), launch is not None
-        self.count, self.index = int(global_state.num_processes), int(global_state.process_id)
-        self._store: Any = global_state.client  # of texts; None if this process runs alone
-        self._wait_ms = int(1000 * self._launch.start_seconds)
+        self._wait_ms = int(1000 * max(self._launch.start_seconds, self._launch.watchdog_seconds))
+        self._has_state, self._ticks, self._stop_code = False, 0, 0
+        self._last_signal: signal.Signals | None = None
+        self._stop_at = self._deadline = math.inf
         self._keys = itertools.count()  # all processes use them in the same order
         self._connected, self._left = threading.Event(), threading.Event()
-        self._phase, self._ticks = 'starting', 0
-        self._last_signal: signal.Signals | None = None
-        self._stop_code = 0
-        self._stop_at = self._deadline = math.inf
-        self._last_tick, self._longest_step = time.monotonic(), 0.0
         self._agreeing = threading.Lock()  # held while the processes agree when to stop
+        self._find_place()
 
-    @property
-    def _name(self) -> str:
+    def _find_place(self) -> None:
+        self.count = int(distributed.global_state.num_processes)
+        self.index = int(distributed.global_state.process_id)
+        self._store: Any = distributed.global_state.client  # of texts; None in a single process
+
+    def __str__(self) -> str:
         return f'process {self.index} of {self.count} ({socket.gethostname()})'
 
     def require_same(
@@ -85,7 +192,7 @@ class Job:
         changes = describe(theirs) if describe else records.differences(theirs, json.loads(text))
         if changes:
             lines = '\n'.join(f'  {line}' for line in changes[:20])
-            raise Differs(f'{name}: {self._name} differs from process 0:\n{lines}')
+            raise Differs(f'{name}: {self} differs from process 0:\n{lines}')
         self.barrier(name)
 
     def from_process_0(self, name: str, say: Callable[[], str]) -> str:
@@ -97,18 +204,14 @@ class Job:
             self._store.key_value_set(key, say())
         return str(self._store.blocking_key_value_get(key, self._wait_ms))
 
-    def barrier(self, name: str, *, seconds: float | None = None) -> None:
-        """Waits until all processes are here, for at most `seconds` (None: `start_seconds`)."""
+    def barrier(self, name: str) -> None:
+        """Waits until all processes are here; the watchdog limits the time."""
         if self._store is not None:
-            wait_ms = self._wait_ms if seconds is None else int(1000 * seconds)
-            self._store.wait_at_barrier(f'vit_jax/{name}/{next(self._keys)}', wait_ms)
+            self._store.wait_at_barrier(f'vit_jax/{name}/{next(self._keys)}', self._wait_ms)
 
-    def enter(self, phase: Literal['stepping', 'saving']) -> None:
-        """Says what a signal waits for: the next tick, or the last save.
-
-        Before the first call, when there is no state to save, it waits for nothing.
-        """
-        self._phase, self._last_tick = phase, time.monotonic()
+    def save_on_signals(self) -> None:
+        """From now on a signal interrupts a tick; before, with no state to save, it ends all."""
+        self._has_state = True
         self.reset_watchdog()
 
     def tick(self) -> None:
@@ -117,14 +220,10 @@ class Job:
         Raises:
           Interrupted: In the same call on all processes, after a signal to any of them.
         """
-        now = time.monotonic()
-        self._longest_step = max(self._longest_step, now - self._last_tick)
-        self._last_tick = now
         with self._agreeing:
             self._ticks += 1
         self.reset_watchdog()
         if self._ticks >= self._stop_at:
-            self.enter('saving')
             raise Interrupted
 
     def tick_each(self, batches: Iterable[T]) -> Iterator[T]:
@@ -140,12 +239,9 @@ class Job:
 
     def reset_watchdog(self) -> None:
         """Gives this process its full time again, as a step, a batch or a save has ended."""
-        seconds = self._launch.watchdog_seconds
+        seconds, now = self._launch.watchdog_seconds, time.monotonic()
         if self._ticks < 3:  # these include compiling and connecting the devices
             seconds = max(seconds, self._launch.start_seconds)
-        if self._phase == 'stepping' and self._stop_code:
-            seconds = min(seconds, max(_STOPPING, 2 * self._longest_step))
-        now = time.monotonic()
         if self._is_watched and now <= self._deadline:  # one that has passed ends the process
             self._deadline = now + seconds
             # It ends a process whose interpreter is locked, which `_attend` cannot.
@@ -153,82 +249,23 @@ class Job:
 
     def end(self, code: int, why: str, *, stacks: bool = False) -> NoReturn:
         """Exits at once. All processes say why, show their stacks, and exit with the same code."""
-        why = f'{self._name}: {why}'
-        self._tell('end', [self.index, code, why, stacks])
-        self._exit(code, why, stacks)
-
-    def _exit(self, code: int, why: str = '', stacks: bool = False) -> NoReturn:
+        self._left.set()  # its own notice does not end it
+        self._tell(code, why, stacks)
         if stacks:
             faulthandler.dump_traceback()
-        if why:
-            print(why, file=sys.stderr, flush=True)
+        print(why, file=sys.stderr, end='\n' if why else '', flush=True)
         if self.count > 1 and self.index == 0:
-            time.sleep(_TELLING)  # the notices end with this process
+            time.sleep(_NOTICING)  # the notices end with this process
         with contextlib.suppress(OSError, ValueError):  # a closed stdout
             sys.stdout.flush()
         os._exit(code)
 
-    def _leave(self) -> None:
-        """Ends the watch and the connection; what follows in this process is not watched."""
-        self._deadline = math.inf
-        faulthandler.cancel_dump_traceback_later()
-        if self.count > 1:
-            self._left.set()
-            self._attending.join()  # a thread within jax would abort the end of the interpreter
-            jax.distributed.shutdown()
-
-    def _attend(self, wakeup: socket.socket) -> None:
-        """Waits for signals, notices and the deadline, in a thread, as the main one may compile."""
-        wakeup.settimeout(0.5)
-        while not self._left.is_set():
-            with contextlib.suppress(TimeoutError):
-                self._on_signal(signal.Signals(wakeup.recv(1)[0]))
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone
-                self._read_notices()
-            if time.monotonic() > self._deadline:
-                why = 'no step, batch or save ended in time (--watchdog_seconds, or after a signal)'
-                self.end(self._stop_code or REQUEUE, f'{why}; {_RESUME}', stacks=True)
-
-    def _on_signal(self, received: signal.Signals) -> None:
-        if (code := _CODES.get(received)) is None:
-            return
-        if self._phase == 'starting':
-            self._connected.wait(10)  # seconds; else the other processes would wait for this one
-            self.end(code, f'{received.name} before the first step; run the same command again')
-        if self._last_signal == received == signal.SIGINT:
-            self.end(code, f'Ctrl-C again: nothing is saved; {_RESUME}')
-        self._last_signal = received
-        self._tell('stop', code)
-        if self._store is None and not self._stop_code:
-            self._stop(code)
-
-    def _tell(self, kind: str, notice: Any) -> None:
-        """Leaves a notice for all processes; the first of its kind counts."""
+    def _tell(self, code: int, why: str = '', stacks: bool = False) -> None:
+        """Tells the other processes to exit and why, or, without a reason, to save and stop."""
+        notice = json.dumps({'code': code, 'why': why, 'stacks': stacks})
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # told before, or process 0 is gone
             if self._store is not None:
-                self._store.key_value_set(f'{_NOTICES}/{kind}', json.dumps(notice))
-
-    def _read_notices(self) -> None:
-        notices = {} if self._store is None else dict(self._store.key_value_dir_get(_NOTICES))
-        if end := notices.get(f'{_NOTICES}/end'):
-            sender, *notice = json.loads(end)
-            if sender != self.index:
-                self._exit(*notice)
-        if (stop := notices.get(f'{_NOTICES}/stop')) and not self._stop_code:
-            self._stop(int(stop))
-
-    def _stop(self, code: int) -> None:
-        """Agrees with the other processes to stop after the step of the foremost one."""
-        print('saves after this step; Ctrl-C again exits at once', file=sys.stderr, flush=True)
-        self._stop_code = code
-        self.reset_watchdog()
-        with self._agreeing:
-            ticks = [self._ticks]
-            if self._store is not None:
-                self._store.key_value_set(f'{_TICKS}/{self.index}', str(self._ticks))
-                self._store.wait_at_barrier(_TICKS, int(1000 * _STOPPING))
-                ticks = [int(text) for _, text in self._store.key_value_dir_get(_TICKS)]
-            self._stop_at = max(ticks) + 1
+                self._store.key_value_set(_NOTICE, notice, allow_overwrite=why != '')
 
     def _join(self) -> None:
         """Takes signals, and connects this process to the others of its job, if it has any."""
@@ -242,37 +279,61 @@ class Job:
         self._attending = threading.Thread(target=self._attend, args=(ours,), daemon=True)
         self._attending.start()
         self.reset_watchdog()
-        cluster = detect_cluster(self._launch)
-        if cluster is not None and cluster.num_processes > 1:
-            self.count, self.index = cluster.num_processes, cluster.process_id
-            text = f'{self._name} connects to {cluster.coordinator_address}'
-            print(text, file=sys.stderr, flush=True)
-            self._abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._on_abort)
-            ctypes.pythonapi.PyOS_setsig(signal.SIGABRT, self._abort)
-            connect(cluster, self._launch)
-            self._store = global_state.client
+        connect(self._launch)
+        self._find_place()
         self._connected.set()
 
-    def _on_abort(self, _: int) -> None:
-        """Exits with the probable reason where jax aborts."""
-        why = 'as it does if another process or its host is gone'
-        if not self._connected.is_set():
-            why = 'as not all processes came, or two have the same --process_id; '
-            why += 'expected a --coordinator_address that all hosts reach'
-        print(f'{self._name}: jax aborts, {why}', file=sys.stderr, flush=True)
-        os._exit(REQUEUE)
+    def _attend(self, wakeup: socket.socket) -> None:
+        """Waits for signals, notices and the deadline, in a thread, as the main one may compile."""
+        wakeup.settimeout(0.5)
+        while not self._left.is_set():
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # none, or process 0 is gone
+                if self._store is not None:
+                    self._heed(**json.loads(self._store.key_value_try_get(_NOTICE)))
+            if time.monotonic() > self._deadline:
+                why = 'no step, batch or save ended in time (--watchdog_seconds)'
+                self.end(self._stop_code or REQUEUE, f'{self}: {why}; {_RESUME}', stacks=True)
+            with contextlib.suppress(TimeoutError, jax.errors.JaxRuntimeError):
+                self._on_signal(signal.Signals(wakeup.recv(1)[0]))
 
-    def _fail(self, error: Exception, report: Callable[[BaseException], int]) -> NoReturn:
-        """Prints why this process fails, and ends all processes."""
-        if self.count > 1 and re.search(_GONE, str(error)):
-            time.sleep(_TELLING)  # the other process may be about to say why
-            self.end(REQUEUE, f'another process is gone or late: {str(error).splitlines()[0]}')
-        code = report(error)
-        # A restart would repeat errors of the input and of arithmetic.
-        others = code if isinstance(error, UserError | ArithmeticError) else REQUEUE
-        why = f'{self._name}: {type(error).__name__}: {error}'
-        self._tell('end', [self.index, others, why, False])
-        self._exit(code)
+    def _on_signal(self, received: signal.Signals) -> None:
+        if (code := _CODES.get(received)) is None:
+            return
+        if not self._has_state:
+            self._connected.wait(10)  # seconds; else the other processes would wait for this one
+            why = f'{received.name} before the first step; run the same command again'
+            self.end(code, f'{self}: {why}')
+        if self._last_signal == received == signal.SIGINT:
+            self.end(code, f'{self}: Ctrl-C again: nothing is saved; {_RESUME}')
+        self._last_signal = received
+        self._tell(code)
+        self._heed(code)
+
+    def _heed(self, code: int, why: str = '', stacks: bool = False) -> None:
+        """Exits, or agrees with the others to save and stop after the step of the foremost one."""
+        if why:
+            self.end(code, why, stacks=stacks)
+        if self._stop_code:
+            return
+        print('saves after this step; Ctrl-C again exits at once', file=sys.stderr, flush=True)
+        self._stop_code = code
+        with self._agreeing:
+            ticks = [self._ticks]
+            if self._store is not None:
+                self._store.key_value_set(f'{_TICKS}/{self.index}', str(self._ticks))
+                self._store.wait_at_barrier(_TICKS, self._wait_ms)
+                ticks = [int(text) for _, text in self._store.key_value_dir_get(_TICKS)]
+            self._stop_at = max(ticks) + 1
+
+    def _leave(self) -> None:
+        """Waits for all processes and disconnects; what follows is not watched."""
+        self.barrier('the end')  # process 0 may still complete a checkpoint
+        self._deadline = math.inf
+        faulthandler.cancel_dump_traceback_later()
+        if self.count > 1:
+            self._left.set()
+            self._attending.join()  # a thread within jax would abort the end of the interpreter
+            jax.distributed.shutdown()
 
 
 @contextlib.contextmanager
@@ -281,17 +342,23 @@ def joined_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterat
 
     `report` prints the exception and returns the exit code.
     """
-    job, stopped = Job(launch), ''
+    job = Job(launch)
     try:
         job._join()
         try:
             yield job
         except Interrupted as interrupted:
-            stopped = f'{interrupted}\n{_RESUME} (exit code {job._stop_code})\n'
-        job.barrier('the end', seconds=launch.watchdog_seconds)  # process 0 completes a checkpoint
+            if job.index == 0:
+                print(f'{interrupted}\n{_RESUME} (exit code {job._stop_code})', flush=True)
+            job._leave()
+            os._exit(job._stop_code)
         job._leave()
     except Exception as error:
-        job._fail(error, report)
-    if stopped:
-        print(stopped if job.index == 0 else '', end='', flush=True)
-        os._exit(job._stop_code)
+        if job.count > 1 and re.search(_GONE, str(error)):
+            time.sleep(_NOTICING)  # the other process may be about to say why
+            job.end(REQUEUE, f'{job}: another process is gone: {one_line(error)}')
+        code = report(error)
+        # A restart would repeat errors of the input and of arithmetic.
+        if job.count > 1 and not isinstance(error, UserError | ArithmeticError):
+            code = REQUEUE
+        job.end(code, f'{job}: {one_line(error)}' if job.count > 1 else '')

@@ -18,7 +18,6 @@ from concurrent import futures
 from typing import NamedTuple
 
 from vit_jax.base import DAMAGED_NPZ, Path, UserError, atomic_write, counted, records, usable
-from vit_jax.base.storage import reaching
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.config import TrainConfig
@@ -194,7 +193,7 @@ def read_training_images(folder: Path) -> SplitRecord | None:
 
 def _read(path: Path) -> Splits:
     """Reads a record; returns an empty one, with a warning, if it is missing or damaged."""
-    with usable(path), reaching(path):
+    with usable(path):
         data = path.read_bytes() if path.exists() else b''
     try:
         splits = json.loads(gzip.decompress(data))

@@ -17,9 +17,7 @@ import logging
 import time
 from typing import Any
 
-from vit_jax.base import Path, read_json_lines, require_kept, usable
-from vit_jax.base.held_objects import appending
-from vit_jax.base.storage import reaching
+from vit_jax.base import Path, appending, read_json_lines, require_kept, usable
 from vit_jax.training.loop import Clock
 
 LOST = 'lost by restart'
@@ -31,7 +29,7 @@ class Lines:
     def __init__(self, path: Path | None):
         self._path = path
         if path is not None:
-            with usable(path), reaching(path):
+            with usable(path):
                 is_cut = path.exists() and path.read_bytes()[-1:] not in (b'', b'\n')
                 self._file = appending(path)
                 if is_cut:  # by a kill, in the middle of a line

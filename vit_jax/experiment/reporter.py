@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vit_jax.base import Path, atomic_write, counted, read_json_lines, records, usable
-from vit_jax.base.storage import reaching
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import probing
 from vit_jax.experiment import workdirs
@@ -142,7 +141,7 @@ class Reporter:
             if config.tensorboard:
                 from tensorboardX import SummaryWriter
 
-                with reaching(board := folder / 'tensorboard'):
+                with usable(board := folder / 'tensorboard'):
                     self._board = SummaryWriter(str(board), purge_step=steps.start)
         self._lines = Lines(None if console.quiet else path)
         self._bar = Progress(

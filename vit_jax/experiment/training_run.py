@@ -249,7 +249,7 @@ class Run:
             self.workdir.check()
             path = self.workdir.folder / workdirs.CONFIG
             write_config(path, self.experiment.recorded_config())
-        self.job.enter('stepping')
+        self.job.save_on_signals()
         try:
             self._resume_evaluations(state, steps)
             state = self._fit(state, steps, profile) if steps else state
@@ -345,7 +345,7 @@ class Run:
 
     def _wait(self) -> None:
         """Waits for the last checkpoint."""
-        self.job.enter('saving')
+        self.job.reset_watchdog()
         with self.ledger.clock('save stall'):
             self.checkpoints.wait()
         self.job.reset_watchdog()

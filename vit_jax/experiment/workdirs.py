@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
-from vit_jax.base import Path, UnusableDisk, UserError, held_objects, require_regular, storage, sync
-from vit_jax.base.atomic_files import locked as lock_file
+from vit_jax.base import Path, UnusableDisk, UserError, require_regular, storage, sync, usable
+from vit_jax.base.storage import locked as lock_file
 from vit_jax.checkpoints import digests, names
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.config import differing, read_config, write_config
@@ -47,7 +47,7 @@ def opened(
             require_apart(path, config)
             hold = _leased if storage.is_remote(folder) else locked
             try:
-                with storage.reaching(folder):
+                with usable(folder) if storage.is_remote(folder) else contextlib.nullcontext():
                     _require_own_files(folder)
                     workdir = stack.enter_context(hold(folder))
                     _keep_config(folder, config, accept_changes=accept_changes)
@@ -65,7 +65,7 @@ def _require_shared(folder: Path, job: Job) -> None:
     """Raises UserError if the processes of a job do not see the same lock in the directory."""
     job.barrier('workdir is made')
     lock = folder / LOCK
-    with storage.reaching(lock):
+    with usable(lock):
         text = lock.read_text() if lock.exists() else 'absent'
     try:
         job.require_same('workdir', {'lock': text})
@@ -177,7 +177,9 @@ def _other_holder(file: IO[str]) -> str | None:
 def _leased(folder: Path) -> Iterator[Workdir]:
     """Holds a folder on a bucket, after trying all that a run needs there."""
     storage.require_usable(folder)
-    lease = held_objects.Lease(folder / LOCK, _name_of_this_run())
+    from vit_jax.base.held_objects import Lease
+
+    lease = Lease(folder / LOCK, _name_of_this_run())
     try:
         yield Workdir(folder, lease.check)
     finally:

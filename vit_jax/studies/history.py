@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import Float, Path, UserError, read_json_lines, require, storage
-from vit_jax.base.storage import reaching
+from vit_jax.base import Float, Path, UserError, read_json_lines, require, storage, usable
 from vit_jax.config import read_config
 from vit_jax.experiment import goodput, workdirs
 
@@ -54,7 +53,7 @@ def read_all(paths: Sequence[str]) -> list[History]:
 
 def read(folder: Path, name: str) -> History:
     """The history of one work directory, empty before it begins. Raises UserError for another."""
-    with reaching(folder):
+    with usable(folder):
         metrics = folder / workdirs.METRICS
         if not metrics.exists() and not (folder / workdirs.CONFIG).exists():
             absent = f'{folder}: no {workdirs.METRICS}'

@@ -16,7 +16,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from vit_jax.base.errors import UserError, parsing
+from vit_jax.base import UserError, parsing
 from vit_jax.data.sources.base import Source, Splits, labelled_source, shuffle_once
 from vit_jax.data.sources.folders import files_by_class, image_files
 

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from tests import networks, tiny
-from vit_jax.base.atomic_files import atomic_write, read_json_lines, write_json
-from vit_jax.base.errors import MissingFile, UnusableDisk, UserError, usable
+from vit_jax.base import MissingFile, UnusableDisk, UserError
+from vit_jax.base.storage import atomic_write, read_json_lines, usable, write_json
 from vit_jax.checkpoints.formats import array_files
 from vit_jax.data.sources import arrays, base, tables
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / 'file').write_text('old')
-    with pytest.raises(UnusableDisk, match='file: Not a directory'):
+    with pytest.raises(UnusableDisk, match='file/below.json: Not a directory'):
         write_json(tmp_path / 'file' / 'below.json', {})
-    with pytest.raises(MissingFile, match='none: No such file'):
+    with pytest.raises(MissingFile, match='none/below.json: No such file'):
         write_json(tmp_path / 'none' / 'below.json', {})
     with pytest.raises(UnusableDisk, match='file: No space left'), atomic_write(tmp_path / 'file'):
         raise OSError(errno.ENOSPC, 'No space left on device')

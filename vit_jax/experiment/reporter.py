@@ -96,7 +96,7 @@ class Reporter:
         self._busy_before, self._began = self._busy_seconds(), time.monotonic()
 
     def _open_files(self, experiment: Experiment, folder: Path) -> None:
-        """Removes the lines of metrics.jsonl that this start writes again, and opens the files."""
+        """Opens the files; removes the lines of metrics.jsonl that this start writes again."""
         first, evaluations = self._steps.start, [*experiment.evals, 'fewshot']
         rewritten = [] if self._steps else evaluations  # a complete run is evaluated again
         lines = [
@@ -146,7 +146,7 @@ class Reporter:
 
     @property
     def progress(self) -> dict[str, Any]:
-        """What the reports of a run that resumes here start with, as JSON values."""
+        """What the reporter of a run that resumes here starts with, as JSON values."""
         recent = [metrics._asdict() for metrics in self._recent]
         return {'recent': recent, 'losses': list(self._losses), 'skipped': self.skipped}
 
@@ -170,7 +170,7 @@ class Reporter:
         return is_due
 
     def _look_for_spikes(self, step: int, metrics: StepMetrics) -> None:
-        """Reports an update that was skipped, and a loss far above the steps before."""
+        """Records an update that was skipped, and a loss far above the steps before."""
         loss, before = metrics.means['loss'], self._losses
         if metrics.scalars['skipped']:
             norm = str(metrics.scalars['gradient_norm'])

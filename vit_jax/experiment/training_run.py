@@ -76,7 +76,7 @@ def train(
       NotFinite: With the last good checkpoint, when the training breaks down.
       Interrupted: After saving, if the job was asked to stop.
     """
-    # A program has imported `logging`, which counts from then, before all else.
+    # `logging` counts the milliseconds since a program has imported it, before all else.
     clock = Clock(0.0 if job is None else logging.makeLogRecord({}).relativeCreated / 1000)
     job = job or Job()
     changes = {'accept_changes': accept_changes, 'accept_data': accept_data}

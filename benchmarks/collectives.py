@@ -19,7 +19,7 @@ from benchmarks import communication
 from benchmarks.program_text import Instruction, computations
 from vit_jax.config import TrainConfig
 from vit_jax.distributed.meshes import MeshConfig
-from vit_jax.experiment import compilation
+from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import Compute, ViTConfig, variant
 from vit_jax.models.compute import POLICIES, Remat
@@ -97,8 +97,8 @@ def _measured(
     )
     config = memory_plan.without_data(config, num_classes=1000, num_images=10**6)
     experiment = build_experiment(config, devices=where.devices)
-    state, began = compilation.abstract_state(experiment), time.process_time()
-    lowered = compilation.lower_update(experiment, state)
+    state, began = training_run.abstract_state(experiment), time.process_time()
+    lowered = training_run.lower_update(experiment, state)
     text = ahead_of_time.compile_for(where, lowered, quickly=quickly).as_text()
     sent = communication.sent(text, len(where.devices))
     branches = 2 * model.depth * IMAGES * model.num_tokens * model.width

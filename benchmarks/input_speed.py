@@ -39,7 +39,7 @@ from vit_jax.data.loading import ExampleRef, ImageReader, cores
 from vit_jax.data.sources.base import Source, labelled_source, select
 from vit_jax.data.sources.folders import unlabelled
 from vit_jax.distributed import meshes
-from vit_jax.experiment import compilation
+from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import variant
 from vit_jax.planning.memory_plan import without_data
@@ -267,8 +267,8 @@ def with_a_network(
         total=Duration(steps=1000),
     )
     experiment = build_experiment(without_data(config, num_classes=1000, num_images=1000))
-    abstract = compilation.abstract_state(experiment)
-    step = compilation.lower_update(experiment, abstract).compile()
+    abstract = training_run.abstract_state(experiment)
+    step = training_run.lower_update(experiment, abstract).compile()
     sharding = meshes.batch_sharding(experiment.mesh)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     batches = batches_of(reader, sharding, batch_size)
@@ -281,7 +281,7 @@ def with_a_network(
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     one = batch_size * math.prod(reader.size) * 3 / 2**20
     print(f'  memory {peak:,.0f} MiB more at its peak; a batch is {one:.0f} MiB, up to 5 are held')
-    shardings = compilation.shardings_of(abstract)
+    shardings = training_run.shardings_of(abstract)
     init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
     state, batch = init(), next(batches)
 

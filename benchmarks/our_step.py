@@ -8,7 +8,7 @@ import numpy as np
 
 from vit_jax.config import TrainConfig
 from vit_jax.distributed import meshes
-from vit_jax.experiment import compilation
+from vit_jax.experiment import training_run
 from vit_jax.experiment.build import Experiment, build_experiment
 from vit_jax.models import ModelConfig
 from vit_jax.planning import ahead_of_time, memory_plan
@@ -51,12 +51,12 @@ def trace_step(
     """
     config = memory_plan.without_data(config, num_classes=num_classes, num_images=10**6)
     experiment = build_experiment(config, devices=devices)
-    state = compilation.abstract_state(experiment)
+    state = training_run.abstract_state(experiment)
     if devices is None:
-        lowered = compilation.lower_update(experiment, state)
+        lowered = training_run.lower_update(experiment, state)
     else:
         with ahead_of_time.assume_cudnn():
-            lowered = compilation.lower_update(experiment, state)
+            lowered = training_run.lower_update(experiment, state)
 
     def make_inputs() -> tuple[Any, Any]:
         rng, order = np.random.default_rng(0), np.arange(config.batch_size, dtype=np.int32)
@@ -68,7 +68,7 @@ def trace_step(
             'epoch': 0 * order,
             'example': order,
         }
-        shardings = compilation.shardings_of(state)
+        shardings = training_run.shardings_of(state)
         init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
         made = jax.block_until_ready(init())
         return made, jax.device_put(batch, meshes.batch_sharding(experiment.mesh))

@@ -24,7 +24,7 @@ from vit_jax.data import loading
 from vit_jax.data.sources import arrays
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation.evaluator import Evaluator
-from vit_jax.experiment import compilation, fingerprint, training_run
+from vit_jax.experiment import fingerprint, training_run
 
 
 def at_tick(number, index, act):
@@ -104,13 +104,13 @@ def die(number, index):
 
 
 def slow_compile(number, index):
-    lower_update = compilation.lower_update
+    lower_update = training_run.lower_update
 
     def lowering(*arguments):
         time.sleep(number if index in (None, jax.process_index()) else 0)
         return lower_update(*arguments)
 
-    compilation.lower_update = lowering
+    training_run.lower_update = lowering
 
 
 def slow_evaluation(number, index):

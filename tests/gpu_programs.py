@@ -25,7 +25,7 @@ from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import augreg
 from vit_jax.evaluation.features import make_feature_evaluator
 from vit_jax.evaluation.probing import FewshotConfig
-from vit_jax.experiment import compilation
+from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import Backbone, Compute, Regularization, ResNetConfig, ViTConfig
 from vit_jax.planning import ahead_of_time, memory_plan
@@ -118,7 +118,7 @@ def lowered_update(program: Program, devices):
     """The train step of a program, traced for these devices."""
     experiment, state = prepared(program, devices)
     with ahead_of_time.assume_cudnn():
-        return compilation.lower_update(experiment, state)
+        return training_run.lower_update(experiment, state)
 
 
 def prepared(program: Program, devices):
@@ -135,7 +135,7 @@ def prepared(program: Program, devices):
     )
     config = memory_plan.without_data(config, num_classes=10, num_images=1000)
     experiment = build_experiment(config, devices=devices)
-    return experiment, compilation.abstract_state(experiment)
+    return experiment, training_run.abstract_state(experiment)
 
 
 def compile_program(program: Program, where: ahead_of_time.Topology) -> None:
@@ -146,7 +146,7 @@ def compile_program(program: Program, where: ahead_of_time.Topology) -> None:
     experiment, state = prepared(program, where.devices)
     with ahead_of_time.assume_cudnn():
         if program.step == 'eval':
-            compilation.compile_evaluators(experiment, state.eval_params)
+            training_run.compile_evaluators(experiment, state.eval_params)
         else:
             evaluator = make_feature_evaluator(
                 experiment.model, experiment.preprocessing, experiment.eval_batches

@@ -20,10 +20,12 @@ import time
 from vit_jax.base import storage
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.checkpoints.store import load_params
-from vit_jax.experiment import goodput, workdirs
+from vit_jax.experiment import workdirs
+from vit_jax.experiment.reporter import read_ledger
 
 ROOT = pathlib.Path(__file__).parent.parent
 KILL_AFTER = 300  # seconds, whatever happens
+_BEFORE = {'starting': 'data    ', 'compiling': 'compile for'}  # said before there is a ledger
 
 context = multiprocessing.get_context('forkserver')
 context.set_forkserver_preload(['vit_jax.train', 'tests.tiny', 'cv2'])
@@ -63,7 +65,7 @@ class Host:
         self.path = path
         workdir = next((a for a in arguments if a.startswith('--workdir=')), '=nowhere')
         self.ledger = storage.folder(workdir.partition('=')[2]) / workdirs.LEDGER
-        self._earlier = len(goodput.read(self.ledger))
+        self._earlier = len(read_ledger(self.ledger))
         self.process = context.Process(
             target=_become, args=(module, arguments, str(path), env, str(folder)), daemon=True
         )
@@ -78,9 +80,11 @@ class Host:
 
         Events of earlier starts in the same work directory do not count.
         """
+        if event in _BEFORE:
+            return self.wait_for_text(_BEFORE[event], seconds)
 
         def happened():
-            lines = goodput.read(self.ledger)[self._earlier :]
+            lines = read_ledger(self.ledger)[self._earlier :]
             return any(x['event'] == event and step in (None, x['step']) for x in lines)
 
         self._wait_until(happened, event, seconds)

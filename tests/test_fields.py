@@ -29,7 +29,7 @@ from vit_jax.data.image_preprocessing import (
 )
 from vit_jax.data.loading import abstract_batch, training_batches
 from vit_jax.distributed.meshes import MeshConfig
-from vit_jax.experiment import compilation
+from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import Backbone, ResNetConfig
 from vit_jax.training.duration import Duration
@@ -392,7 +392,7 @@ def changed(config, field, value):
 def effects(config):
     """The programs, where their arrays are, and the first batches, as text."""
     experiment = build_experiment(config)
-    state = compilation.abstract_state(experiment)
+    state = training_run.abstract_state(experiment)
     size, reader = experiment.model.config.image_size, experiment.train
     batch = abstract_batch(experiment.mesh, experiment.config.batch_size, size)
     programs = [

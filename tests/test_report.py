@@ -31,8 +31,8 @@ LINES = [
     line('train', 30, run=2, seconds=1.0, loss=None, accuracy=None, images_per_second=200.0),
 ]
 LEDGER = [
-    {'began': 100.0, 'event': 'saving', 'step': 20, 'seconds': {'start': 1.0, 'step': 4.0}},
-    {'began': 200.0, 'event': 'training', 'step': 20, 'seconds': {'start': 2.0}},
+    {'run': 1, 'event': 'saving', 'step': 20, 'time': 105.0, 'seconds': {'step': 5.0}},
+    {'run': 2, 'event': 'training', 'step': 20, 'time': 202.0, 'seconds': {'step': 102.0}},
 ]
 
 
@@ -126,7 +126,7 @@ def test_damaged_files_have_a_page(tmp_path):
     folder = run_of(tmp_path / 'run', lines=[*strange, *LINES])
     for name, text in {
         'config.json': '{"format": 2, "fewshot": 5}',
-        'ledger.jsonl': '{"began": 1.0, "event": 3, "step": 1, "seconds": {"step": null}}\n',
+        'ledger.jsonl': '{"run": 1, "event": 3, "step": 1, "time": 1.0, "seconds": {}}\n',
     }.items():
         (tmp_path / 'run' / name).write_text(text)
     assert '<h2>Loss</h2>' in page_of(tmp_path, folder, over='time')

@@ -12,7 +12,7 @@ import numpy as np
 from vit_jax.config import TrainConfig
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed.processes import Job
-from vit_jax.experiment import compilation, training_run
+from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import ViTConfig
 from vit_jax.training.duration import Duration
@@ -82,9 +82,9 @@ class WatchedJob(Job):
 def compiled(config: TrainConfig, devices=None):
     """The decided experiment, its first state in its place, and its compiled update."""
     experiment = build_experiment(config, devices=devices)
-    state = compilation.abstract_state(experiment)
-    init = jax.jit(experiment.init, out_shardings=compilation.shardings_of(state))
-    return experiment, init(), compilation.lower_update(experiment, state).compile()
+    state = training_run.abstract_state(experiment)
+    init = jax.jit(experiment.init, out_shardings=training_run.shardings_of(state))
+    return experiment, init(), training_run.lower_update(experiment, state).compile()
 
 
 def images(batch: int = 2, config: ViTConfig | None = None) -> jax.Array:

@@ -20,7 +20,7 @@ from vit_jax.data import loading
 from vit_jax.distributed import meshes
 from vit_jax.distributed.meshes import MeshConfig
 from vit_jax.distributed.processes import joined_job
-from vit_jax.experiment import compilation
+from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import Regularization
 from vit_jax.training.duration import Duration
@@ -39,8 +39,8 @@ def digest(tree, mesh):
 
 def trained(job, config, folder):
     experiment, state, update = tiny.compiled(config)
-    abstract = compilation.abstract_state(experiment)
-    evaluators, _ = compilation.compile_evaluators(experiment, abstract.eval_params)
+    abstract = training_run.abstract_state(experiment)
+    evaluators = training_run.compile_evaluators(experiment, abstract.eval_params)
     evaluator, loader_of = evaluators['test'], experiment.loader_of
     job.barrier('compiled')  # gloo waits for 30 s only where devices first work together
     found = {'initial': digest(state, experiment.mesh), 'batches': [], 'losses': []}
@@ -68,12 +68,12 @@ def trained(job, config, folder):
 
 def restored(job, config, folders):
     experiment = build_experiment(config)
-    abstract = compilation.abstract_state(experiment)
+    abstract = training_run.abstract_state(experiment)
     found = {}
     for folder in folders:
         checkpoints = Checkpoints(folder, keep=1)
         params, training, _ = checkpoints.restore(
-            STEPS, abstract.split(), compilation.shardings_of(abstract).split()
+            STEPS, abstract.split(), training_run.shardings_of(abstract).split()
         )
         job.barrier('restored')
         found[folder] = digest((params, training), experiment.mesh)

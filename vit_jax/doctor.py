@@ -27,7 +27,7 @@ from vit_jax.cli import app
 from vit_jax.data import image_decoding
 from vit_jax.distributed import meshes
 from vit_jax.distributed.processes import Job, joined_job
-from vit_jax.experiment import compilation, fingerprint, training_run
+from vit_jax.experiment import fingerprint, training_run
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import parameter_count
 
@@ -119,7 +119,7 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
         _say('model', f'{parameter_count(model):,} parameters, {meshes.describe(experiment.mesh)}')
         _say('length', counted(experiment.length.total_steps, 'step'))
         job.reset_watchdog()
-        compilation.lower_update(experiment, compilation.abstract_state(experiment))
+        training_run.lower_update(experiment, training_run.abstract_state(experiment))
         _say('step', 'model, loss and update fit each other')
         if experiment.start is not None and not has_begun:
             job.reset_watchdog()

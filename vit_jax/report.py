@@ -24,7 +24,7 @@ from vit_jax.base import (
     usable,
 )
 from vit_jax.cli import app
-from vit_jax.experiment import goodput, reporter
+from vit_jax.experiment import reporter
 from vit_jax.studies import history
 from vit_jax.studies.history import History, Line
 
@@ -286,7 +286,7 @@ _EVENTS = (
 )
 _TIME = (
     'Wall time of all starts: compiling, waiting for data, computing steps, evaluating, waiting '
-    f'for a checkpoint to be saved; "{goodput.LOST}" is what was done again or waited after a kill.'
+    f'for checkpoints to be saved; "{reporter.LOST}" is what was done again or waited after a kill.'
 )
 
 

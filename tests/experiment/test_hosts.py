@@ -20,7 +20,7 @@ from tests.networks import loaded
 from vit_jax.checkpoints import digests, download
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed.processes import REQUEUE
-from vit_jax.experiment.goodput import read, totals
+from vit_jax.experiment.reporter import read_ledger
 
 CONFIG = ('--config=tests/tiny_config.py',)
 
@@ -103,7 +103,7 @@ def test_sigterm_in_any_phase_stops_at_one_step_and_loses_none(count, phases, wh
             stopped = steps(tmp_path)[-1]
             assert f'stopped at step {stopped}, saved in' in started[0].text
             assert max(before, default=-1) < stopped < 55  # at once, and not at the end
-            lines = read(tmp_path / 'run/ledger.jsonl')
+            lines = read_ledger(tmp_path / 'run/ledger.jsonl')
             assert lines[-1]['step'] == stopped  # nothing was done after it
     with training(tmp_path, count=count, flags=['--accept_config_changes']) as started:
         assert [host.wait() for host in started] == [0] * count
@@ -141,7 +141,7 @@ def test_killed_processes_go_on_to_the_same_bits_and_the_ledger_adds_up(
     expected = whole(count)  # before: the first process of all waits for the libraries
     seconds = kill_often(tmp_path, count, kills, seed=0)
     assert_same(tmp_path, expected)
-    spent = totals(read(tmp_path / 'run/ledger.jsonl'))
+    spent = read_ledger(tmp_path / 'run/ledger.jsonl')[-1]['seconds']
     assert spent['lost by restart'] > 0
     # The ledger ends before the last lines are printed and the processes have gone.
     assert sum(spent.values()) == pytest.approx(seconds, rel=0.01, abs=2.0)
@@ -207,7 +207,7 @@ def test_a_host_whose_clock_is_an_hour_ahead_trains_to_the_same_bits(whole, tmp_
     with training(tmp_path, 'clock:3600:1', 2) as started:
         assert [host.wait() for host in started] == [0, 0]
     assert_same(tmp_path, whole(2))
-    seconds = totals(read(tmp_path / 'run/ledger.jsonl')).values()
+    seconds = read_ledger(tmp_path / 'run/ledger.jsonl')[-1]['seconds'].values()
     assert min(seconds) >= 0 and sum(seconds) <= time.time() - began
 
 

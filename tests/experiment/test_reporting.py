@@ -1,5 +1,6 @@
 """What a run says of steps that went wrong."""
 
+import contextlib
 import datetime
 import functools
 import json
@@ -12,9 +13,9 @@ from rich.console import Console
 
 from tests import tiny
 from vit_jax.base import UnusableDisk
+from vit_jax.experiment import reporter as reporting
 from vit_jax.experiment.build import build_experiment
-from vit_jax.experiment.goodput import Ledger
-from vit_jax.experiment.reporter import Reporter, eval_summary
+from vit_jax.experiment.reporter import Reporter, eval_summary, peak_of
 from vit_jax.training.duration import TrainLength
 from vit_jax.training.loop import Clock
 from vit_jax.training.losses import StepMetrics
@@ -26,18 +27,17 @@ def experiment():
     return build_experiment(config)
 
 
-def report(folder, losses, skipped=(), **options):
+def report(folder, losses, skipped=()):
     """The lines of the metrics file of these losses, those steps skipped."""
     reporter = Reporter(
         experiment()._replace(length=TrainLength(8, num_images=100, total_steps=len(losses))),
         folder,
         steps=range(len(losses)),
         progress={},
-        ledger=Ledger(None, Clock()),
+        clock=Clock(),
         console=Console(),
-        **options,
     )
-    with reporter:
+    with contextlib.closing(reporter):
         for step, loss in enumerate(losses, start=1):
             scalars = {'gradient_norm': 1.0, 'skipped': float(step in skipped)}
             sums = {'loss': 8 * loss, 'accuracy': 4.0}
@@ -96,8 +96,10 @@ def test_lines_have_the_wall_clock_in_utc_and_the_number_of_the_start(tmp_path):
     assert began.replace(microsecond=0) <= written <= datetime.datetime.now(datetime.UTC)
 
 
-def test_the_share_of_the_peak_is_said_where_that_is_known(tmp_path, capsys):
-    (line,) = report(tmp_path, [1.0] * 20, images_at_peak=1e12)
+def test_the_share_of_the_peak_is_said_where_that_is_known(tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as here:
+        here.setattr(reporting, 'images_at_peak', lambda experiment: 1e12)
+        (line,) = report(tmp_path, [1.0] * 20)
     assert line['mfu'] == line['images_per_second'] / 1e12
     assert 'images/s, MFU ' in capsys.readouterr().out
     (line,) = report(tmp_path, [1.0] * 20)
@@ -129,3 +131,25 @@ def test_what_is_not_right_or_wrong_has_its_loss_alone():
     with_accuracy = {'loss': 2.0, 'accuracy': 0.5}
     evaluated = {'test': with_accuracy, 'pixels': {'loss': 0.25}}
     assert eval_summary(evaluated) == 'test accuracy 50.00%; pixels loss 0.2500'
+
+
+@pytest.mark.parametrize(
+    ('kind', 'peak'),
+    [
+        ('TPU v5 lite', 197e12),
+        ('TPU v5', 459e12),
+        ('TPU v5p', 459e12),
+        ('NVIDIA A100-SXM4-40GB MIG 1g.5gb', None),
+        ('NVIDIA A100-SXM4-80GB', 312e12),
+        ('NVIDIA A100 80GB PCIe', 312e12),
+        ('NVIDIA A10', 125e12),
+        ('NVIDIA H100 80GB HBM3', 989e12),
+        ('NVIDIA H200', 989e12),
+        ('NVIDIA H200 NVL', None),
+        ('NVIDIA L40S', 362e12),
+        ('NVIDIA GeForce RTX 4090 Laptop GPU', None),
+        ('cpu', None),
+    ],
+)
+def test_a_name_is_that_of_one_device(kind, peak):
+    assert peak_of(kind) == peak

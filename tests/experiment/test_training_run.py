@@ -492,7 +492,7 @@ def test_what_is_kept_on_the_devices_is_read_before_anything_is_compiled(
     def never(experiment):
         raise AssertionError('compiled')
 
-    monkeypatch.setattr(training_run.compilation, 'abstract_state', never)
+    monkeypatch.setattr(training_run, 'abstract_state', never)
     for split in 'test', 'train':
         broken = photos / split / 'dog' / '1.jpg'
         broken.write_bytes(b'')
@@ -638,7 +638,7 @@ def test_values_that_do_not_fit_are_named_before_anything_is_written(changes, me
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / 'file').write_text('')
-    with pytest.raises(ValueError, match='workdir .*/file/run: cannot be written: Not a directory'):
+    with pytest.raises(ValueError, match='.*/file/run: Not a directory'):
         training_run.train(tiny.experiment(), str(tmp_path / 'file' / 'run'))
 
 

@@ -47,32 +47,6 @@ def test_a_second_process_is_refused(tmp_path):
     assert 'Traceback' not in host.text
 
 
-FILES = 'config.json', 'metrics.jsonl', 'ledger.jsonl', 'fewshot.json', 'data.json.gz', '.lock'
-
-
-@pytest.mark.parametrize('kind', ['folder', 'device', 'pipe'])
-@pytest.mark.parametrize('name', [*FILES, 'checkpoints'])
-def test_something_else_under_the_name_of_a_file_of_a_run_is_named(tmp_path, name, kind):
-    """Reading a pipe or /dev/zero would never end."""
-    path = tmp_path / name
-    if kind == 'folder' and name == 'checkpoints':
-        path.touch()
-    elif kind == 'folder':
-        path.mkdir()
-    elif kind == 'pipe':
-        os.mkfifo(path)
-    else:
-        path.symlink_to('/dev/zero')
-    with pytest.raises(UserError, match=f'{name}: .*; expected a f'):
-        with workdirs.opened(str(tmp_path), VALUES, Job()):
-            pass
-    if name in ('metrics.jsonl', 'ledger.jsonl'):  # which a report reads without opening the rest
-        if name == 'ledger.jsonl':
-            (tmp_path / 'metrics.jsonl').touch()
-        with pytest.raises(UserError, match=name):
-            history.read(tmp_path, 'run')
-
-
 def test_another_mesh_or_loader_is_no_other_experiment(tmp_path):
     with workdirs.opened(str(tmp_path), VALUES, Job()):
         (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
@@ -90,7 +64,7 @@ def test_where_nothing_can_be_written_nothing_is_computed(path):
     def loss(logits, targets):
         traced.append(logits)
 
-    with pytest.raises(ValueError, match=f'workdir {path}: cannot be written: '):
+    with pytest.raises(ValueError, match=f'{path.rpartition("/")[0]}.*: (No such|Not a)'):
         training_run.train(tiny.experiment(loss=loss), path)
     assert not traced
 
@@ -137,18 +111,13 @@ def test_a_directory_that_is_removed_under_its_run_is_said(step, tmp_path):
 
 
 @pytest.mark.parametrize('text', ['', '[]', '{"data": ', '[' * 100_000, None])
-def test_checkpoints_whose_configuration_cannot_be_read_are_no_run_to_go_on_with(tmp_path, text):
+def test_a_run_whose_configuration_cannot_be_read_is_not_resumed(tmp_path, text):
     (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
     if text is not None:
         (tmp_path / 'config.json').write_text(text)
-    values = records.to_dict(tiny.experiment())
-    with pytest.raises(
-        UserError, match=r'config.json cannot be read.*(?s:.*)--accept_config_changes'
-    ):
-        with workdirs.opened(str(tmp_path), values, Job()):
+    with pytest.raises(UserError, match='config.json: '):
+        with workdirs.opened(str(tmp_path), VALUES, Job(), accept_changes=True):
             pass
-    with workdirs.opened(str(tmp_path), values, Job(), accept_changes=True):
-        pass  # `train` writes it, when the checkpoint was restored
 
 
 def test_a_first_save_that_a_kill_cut_short_is_no_run_to_go_on_with(tmp_path):

@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from tests import tiny
 from vit_jax.distributed import meshes
 from vit_jax.distributed.meshes import MeshConfig
-from vit_jax.experiment import compilation
+from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import on_mesh
 from vit_jax.models.vit import ViT
@@ -65,6 +65,6 @@ def test_the_making_of_parameters_is_traced_once(monkeypatch):
 
     monkeypatch.setattr(ViT, '__call__', counted)
     experiment = build_experiment(tiny.experiment())
-    shardings = compilation.shardings_of(compilation.abstract_state(experiment))
+    shardings = training_run.shardings_of(training_run.abstract_state(experiment))
     meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings).lower()
     assert len(made) == 1

@@ -44,7 +44,7 @@ def run_of(folder, *lines, step=10, config=None):
     folder.mkdir(parents=True, exist_ok=True)
     texts = [{'kind': 'test', 'step': step, 'run': 1, 'seconds': 1.0} | line for line in lines]
     (folder / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in texts))
-    last = {'began': 1.0, 'event': 'complete', 'step': step, 'seconds': {'step': 2.0}}
+    last = {'run': 1, 'event': 'complete', 'step': step, 'time': 1.0, 'seconds': {'step': 2.0}}
     (folder / 'ledger.jsonl').write_text(json.dumps(last) + '\n')
 
 

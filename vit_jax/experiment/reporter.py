@@ -1,89 +1,53 @@
-"""What a run says: a progress bar or lines on the screen, one JSON object a line in a file:
+"""What a run reports: lines on the screen, and two files of JSON lines.
+
+metrics.jsonl has each number once, however often the run was killed:
 
     {"kind": "train", "step": 50, "time": "2026-11-22T06:25:00+00:00", "run": 1, "seconds": 9.8}
 
 `time` is by the clock of the host, in UTC; `run` is the number of the start in the work directory,
 from 1; `seconds` have passed since that start was ready for its first step.
+
+ledger.jsonl has an event a line: what happens now, at which step, and where the wall time of the
+experiment went until then, by name, over all its starts:
+
+    {"run": 2, "event": "saving", "step": 300, "time": 1760.1, "seconds": {"step": 50.2}}
+
+A start continues from the line of the checkpoint that it restores. The time from that line to the
+start was lost by the restart. The share of the rest is the goodput.
 """
 
 import collections
 import datetime
 import json
 import math
+import re
 import statistics
 import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vit_jax.base import Path, atomic_write, counted, read_json_lines, records, usable
+from vit_jax.base import (
+    Path,
+    appending,
+    atomic_write,
+    counted,
+    read_json_lines,
+    records,
+    require_kept,
+    usable,
+)
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import probing
-from vit_jax.experiment import workdirs
 from vit_jax.experiment.build import Experiment
-from vit_jax.experiment.goodput import Ledger, Lines
+from vit_jax.experiment.workdirs import LEDGER, METRICS
 from vit_jax.models import ViTConfig, multiply_adds, parameter_count
+from vit_jax.training.loop import Clock
 from vit_jax.training.losses import StepMetrics
 
+LOST = 'lost by restart'
 # A spike is a loss so many standard deviations, and this share, above the mean of the steps before.
 _WINDOW, _SIGMAS, _SHARE, _LEAST = 128, 6.0, 0.2, 32
-
-
-# Operations per second of one device, as jax counts devices and names their kinds: bfloat16, dense,
-# accumulated in float32, from the makers' data sheets. A device of TPU v2, v3, 7x is half a chip.
-_PEAKS = {
-    'TPU v2': 23e12,
-    'TPU v3': 61.5e12,
-    'TPU v4': 275e12,
-    'TPU v5 lite': 197e12,
-    'TPU v5e': 197e12,
-    'TPU v5': 459e12,  # v5p
-    'TPU v5p': 459e12,
-    'TPU v6 lite': 918e12,
-    'TPU v6e': 918e12,
-    'TPU7x': 1153.5e12,
-    'NVIDIA A10': 125e12,
-    'NVIDIA A100': 312e12,
-    'NVIDIA L4': 121e12,
-    'NVIDIA L40S': 362e12,
-    'NVIDIA GeForce RTX 3090': 71e12,
-    'NVIDIA GeForce RTX 4090': 165e12,
-    'NVIDIA H100 PCIe': 756e12,
-    'NVIDIA H100 NVL': 835e12,
-    'NVIDIA H100 80GB HBM3': 989e12,
-    'NVIDIA H200': 989e12,
-    'NVIDIA B200': 2250e12,
-}
-
-
-def peak_of(device_kind: str) -> float | None:
-    """Returns the operations per second of a kind of device (`jax.Device.device_kind`), if known.
-
-    A name in the table may be followed by the memory, as in `NVIDIA A100-SXM4-80GB`. A part of a
-    device (MIG) is another device.
-    """
-    if ' MIG ' in device_kind:
-        return None
-    for name, peak in _PEAKS.items():
-        rest = device_kind.removeprefix(name)
-        if rest != device_kind and not rest[:1].isalnum() and (rest[:1] != ' ' or 'GB' in rest):
-            return peak
-    return None
-
-
-def images_at_peak(experiment: Experiment) -> float | None:
-    """Returns the images per second that the devices would train at their peak; None if unknown.
-
-    The backward pass costs two forward ones, a multiply-add is two operations (table 6).
-    """
-    mesh = experiment.mesh
-    peak = peak_of(mesh.devices.flat[0].device_kind)
-    if peak is None:
-        return None
-    last_block = experiment.resolved.compute.last_block
-    assert last_block != 'auto'  # `resolve_compute` chose
-    return mesh.size * peak / (6 * multiply_adds(experiment.model.config, last_block=last_block))
 
 
 def console_of(job: Job) -> Console:
@@ -93,10 +57,7 @@ def console_of(job: Job) -> Console:
 
 
 class Reporter:
-    """Collects the metrics of steps and reports them every `log_every_steps`.
-
-    On a terminal a progress bar follows every step; elsewhere each report is a line.
-    """
+    """Collects the metrics of steps and reports them every `log_every_steps`."""
 
     def __init__(
         self,
@@ -105,9 +66,8 @@ class Reporter:
         *,
         steps: range,
         progress: dict[str, Any],
-        ledger: Ledger,
+        clock: Clock,
         console: Console,
-        images_at_peak: float | None = None,
     ):
         """Opens the files of a run in `folder`.
 
@@ -115,68 +75,88 @@ class Reporter:
           experiment: What is trained.
           folder: The work directory.
           steps: The steps of this start.
-          progress: The reporter's `progress` when the checkpoint was saved, {} at the beginning.
-          ledger: The ledger of this start.
+          progress: The reporter's `progress` when the checkpoint was saved, {} without one.
+          clock: Counts the time of this start.
           console: Where lines are printed; files are written unless it is quiet.
-          images_at_peak: Images per second that the devices would train at their peak, if known.
         """
         config, length = experiment.config, experiment.length
-        self.console, self._steps = console, steps
-        self._ledger, self._began = ledger, time.monotonic()
+        self.console, self.clock, self._steps = console, clock, steps
         self._log_every_steps = length.log_interval(config.log_every_steps)
-        self._batch_size, self._images_at_peak = config.batch_size, images_at_peak
+        self._batch_size, self._images_at_peak = config.batch_size, images_at_peak(experiment)
         self._recent = [StepMetrics(**metrics) for metrics in progress.get('recent', [])]
         self._losses = collections.deque[float](progress.get('losses', []), maxlen=_WINDOW)
-        self._busy_before = self._busy_seconds()
         self.skipped = progress.get('skipped', 0)
         self.evaluated: list[str] = []  # evaluations with a line at the first step
-        path, self._board = folder / workdirs.METRICS, None
+        self.earlier: dict[str, float] = {}  # seconds of earlier starts by name
+        self._folder, self._files = folder, dict[str, Any]()  # the open ones by name
+        self._run, self._board = 1, None
         if not console.quiet:
-            with usable(path):
-                evaluations = [*experiment.evals, 'fewshot']
-                # A complete run is evaluated again.
-                lines = _cut(path, steps.start, rewritten=[] if steps else evaluations)
-            now = [line['kind'] for line in lines if line['step'] == steps.start]
-            self.evaluated = [kind for kind in now if kind in evaluations]
-            if config.tensorboard:
-                from tensorboardX import SummaryWriter
+            self._open_files(experiment, folder)
+        self._busy_before, self._began = self._busy_seconds(), time.monotonic()
 
-                with usable(board := folder / 'tensorboard'):
-                    self._board = SummaryWriter(str(board), purge_step=steps.start)
-        self._lines = Lines(None if console.quiet else path)
-        self._bar = Progress(
-            TextColumn('{task.completed}/{task.total}'),
-            BarColumn(bar_width=30),
-            TextColumn('{task.fields[numbers]}'),
-            TextColumn('left'),
-            TimeRemainingColumn(),
-            console=console,
-            disable=console.quiet or not console.is_terminal,
-        )
-        self._task = self._bar.add_task(
-            '', total=steps.stop, completed=steps.start, numbers='starting'
-        )
+    def _open_files(self, experiment: Experiment, folder: Path) -> None:
+        """Opens the files; removes the lines of metrics.jsonl that this start writes again."""
+        first, evaluations = self._steps.start, [*experiment.evals, 'fewshot']
+        rewritten = [] if self._steps else evaluations  # a complete run is evaluated again
+        lines = [
+            line
+            for line in read_json_lines(folder / METRICS, kind=str, step=int)
+            if line['step'] < first or (line['step'] == first and line['kind'] not in rewritten)
+        ]
+        now = [line['kind'] for line in lines if line['step'] == first]
+        self.evaluated = [kind for kind in now if kind in evaluations]
+        events = read_ledger(folder / LEDGER)
+        self._run = 1 + max((event['run'] for event in events), default=0)
+        self.clock.settle()
+        began = time.time() - sum(self.clock.seconds.values())
+        self.earlier = seconds_before(events, first, began)
+        for name, values in {METRICS: lines, LEDGER: events}.items():
+            with usable(path := folder / name):
+                with atomic_write(path) as partial:
+                    partial.write_text(''.join(json.dumps(value) + '\n' for value in values))
+                self._files[name] = appending(path)
+        if experiment.config.tensorboard:
+            from tensorboardX import SummaryWriter
 
-    def __enter__(self) -> 'Reporter':
-        self._bar.start()
-        return self
+            with usable(board := folder / 'tensorboard'):
+                self._board = SummaryWriter(str(board), purge_step=first)
 
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-        self._lines.close()
+    def close(self) -> None:
+        """Closes the files; on a bucket it warns of lines that cannot be written by now."""
+        for name, file in self._files.items():
+            with usable(self._folder / name):
+                file.close()
         if self._board is not None:
             with usable('tensorboard'):
                 self._board.close()
 
     def flush(self) -> None:
-        """Returns when all lines of the file are where they are kept, on a bucket too."""
-        self._lines.flush()
+        """Returns when all lines of the files are where they are kept, on a bucket too."""
+        for file in self._files.values():
+            file.flush()
+
+    def _append(self, name: str, values: dict[str, Any]) -> None:
+        """Adds a line to a file. Raises UserError if it cannot be written, or was removed."""
+        if name in self._files:
+            path = self._folder / name
+            require_kept(path)
+            with usable(path):
+                self._files[name].write(json.dumps(values) + '\n')
 
     @property
     def progress(self) -> dict[str, Any]:
-        """What the reports of a run that resumes here start with, as JSON values."""
+        """What the reporter of a run that resumes here starts with, as JSON values."""
         recent = [metrics._asdict() for metrics in self._recent]
         return {'recent': recent, 'losses': list(self._losses), 'skipped': self.skipped}
+
+    def record_event(self, event: str, step: int | None) -> None:
+        """Writes a line to the ledger, while the state is that of `step`; None: of no step."""
+        self.clock.settle()
+        seconds = collections.Counter(self.earlier)
+        seconds.update(self.clock.seconds)
+        values = {'run': self._run, 'event': event, 'step': step, 'time': round(time.time(), 4)}
+        values['seconds'] = {name: round(number, 4) for name, number in seconds.items()}
+        self._append(LEDGER, values)
 
     def step(self, step: int, metrics: StepMetrics) -> bool:
         """Takes the metrics of one step, in order. Returns whether they were reported."""
@@ -186,11 +166,10 @@ class Reporter:
         is_due = step % self._log_every_steps == 0 or step == self._steps.stop
         if is_due:
             self._report(step)
-        self._bar.update(self._task, completed=step)
         return is_due
 
     def _look_for_spikes(self, step: int, metrics: StepMetrics) -> None:
-        """Reports an update that was skipped, and a loss far above the steps before."""
+        """Records an update that was skipped, and a loss far above the steps before."""
         loss, before = metrics.means['loss'], self._losses
         if metrics.scalars['skipped']:
             norm = str(metrics.scalars['gradient_norm'])
@@ -227,37 +206,47 @@ class Reporter:
             numbers['mfu'] = speed / self._images_at_peak
             text += f', MFU {numbers["mfu"]:.1%}'
         self._write('train', step, numbers)
-        self._bar.update(self._task, numbers=text)
-        if not self.console.is_terminal:
-            pace = (time.monotonic() - self._began) / max(1, step - self._steps.start)
-            left = duration(pace * (self._steps.stop - step))
-            self.console.print(f'step {step}/{self._steps.stop}  {text}  left {left}')
+        self.record_event('reported', step)
+        pace = (time.monotonic() - self._began) / max(1, step - self._steps.start)
+        left = duration(pace * (self._steps.stop - step))
+        self.console.print(f'step {step}/{self._steps.stop}  {text}  left {left}')
 
     def _busy_seconds(self) -> float:
-        seconds = self._ledger.clock.seconds
-        return sum(seconds.get(name, 0.0) for name in ('data wait', 'step'))
+        return sum(self.clock.seconds.get(name, 0.0) for name in ('data wait', 'step'))
 
     def _write(self, kind: str, step: int, numbers: dict[str, Any]) -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
-        line = {'kind': kind, 'step': step, 'time': now, 'run': self._ledger.run}
-        line['seconds'] = round(time.monotonic() - self._began, 3)
-        self._lines.write(line | {name: _as_json(value) for name, value in numbers.items()})
+        values = {'kind': kind, 'step': step, 'time': now, 'run': self._run}
+        values['seconds'] = round(time.monotonic() - self._began, 3)
+        self._append(METRICS, values | {name: _as_json(value) for name, value in numbers.items()})
         if self._board is not None:
             for name, value in numbers.items():
                 self._board.add_scalar(f'{kind}/{name}', float(value), step)
 
 
-def _cut(path: Path, step: int, *, rewritten: list[str]) -> list[dict[str, Any]]:
-    """Cuts a metrics file down to the lines that a run from this step does not write again."""
-    before = (line for line in read_json_lines(path, kind=str, step=int) if line['step'] <= step)
-    lines = [line for line in before if line['step'] < step or line['kind'] not in rewritten]
-    with atomic_write(path) as partial:
-        partial.write_text(''.join(json.dumps(line) + '\n' for line in lines))
-    return lines
-
-
 def _as_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_ledger(path: Path) -> list[dict[str, Any]]:
+    """Returns the events of a run, oldest first; [] if there is no file."""
+    return read_json_lines(path, run=int, event=str, step=int | None, time=float, seconds=dict)
+
+
+def seconds_before(events: list[dict[str, Any]], step: int, began: float) -> dict[str, float]:
+    """Returns where the time of earlier starts went, for a start at `began` that resumes at `step`.
+
+    What was done after that step, and the time until `began`, is lost, unless the run was complete
+    and is started again at leisure.
+    """
+    kept = [event for event in events if event['step'] is not None and event['step'] <= step]
+    if not kept:
+        return {}
+    seconds = dict(kept[-1]['seconds'])
+    if kept[-1]['event'] != 'complete':
+        lost = began - kept[-1]['time']  # below 0 if the clocks of two hosts differ
+        seconds[LOST] = seconds.get(LOST, 0.0) + max(0.0, lost)
+    return seconds
 
 
 def outline(experiment: Experiment) -> str:
@@ -306,3 +295,47 @@ def eval_summary(evals: dict[str, dict[str, float]]) -> str:
         text += '' if precision is None else f', mean average precision {precision:.2%}'
         parts.append(f'{name} {text}')
     return '; '.join(parts)
+
+
+# Operations per second of one device, as jax counts devices and names their kinds: bfloat16, dense,
+# accumulated in float32, from the makers' data sheets. A device of TPU v2, v3, 7x is half a chip;
+# a part of a GPU (MIG) is another device.
+_PEAKS = {
+    'TPU v2': 23e12,
+    'TPU v3': 61.5e12,
+    'TPU v4': 275e12,
+    'TPU v5( lite|e)': 197e12,
+    'TPU v5p?': 459e12,
+    'TPU v6( lite|e)': 918e12,
+    'TPU7x': 1153.5e12,
+    'NVIDIA A10': 125e12,
+    r'NVIDIA A100(-\S+| \d+GB PCIe)': 312e12,
+    'NVIDIA L4': 121e12,
+    'NVIDIA L40S': 362e12,
+    'NVIDIA GeForce RTX 3090': 71e12,
+    'NVIDIA GeForce RTX 4090': 165e12,
+    'NVIDIA H100 PCIe': 756e12,
+    'NVIDIA H100 NVL': 835e12,
+    'NVIDIA H100 80GB HBM3': 989e12,
+    'NVIDIA H200': 989e12,
+    'NVIDIA B200': 2250e12,
+}
+
+
+def peak_of(device_kind: str) -> float | None:
+    """Returns the operations per second of a device by `jax.Device.device_kind`, if known."""
+    return next((peak for kind, peak in _PEAKS.items() if re.fullmatch(kind, device_kind)), None)
+
+
+def images_at_peak(experiment: Experiment) -> float | None:
+    """Returns the images per second that the devices would train at their peak; None if unknown.
+
+    The backward pass costs two forward ones, a multiply-add is two operations (table 6).
+    """
+    mesh = experiment.mesh
+    peak = peak_of(mesh.devices.flat[0].device_kind)
+    if peak is None:
+        return None
+    last_block = experiment.resolved.compute.last_block
+    assert last_block != 'auto'  # `resolve_compute` chose
+    return mesh.size * peak / (6 * multiply_adds(experiment.model.config, last_block=last_block))

@@ -5,28 +5,27 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from vit_jax.base import Path, UserError, counted, write_json
+from vit_jax.base import Batch, Params, Path, UserError, counted, require, write_json
 from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
 from vit_jax.config import TrainConfig, write_config
 from vit_jax.data import loading
-from vit_jax.distributed import meshes
+from vit_jax.distributed import meshes, sharding_rules
 from vit_jax.distributed.processes import Interrupted, Job
 from vit_jax.evaluation import probing
 from vit_jax.evaluation.evaluator import Evaluator
-from vit_jax.evaluation.features import features_by
-from vit_jax.evaluation.probing import Probes
-from vit_jax.experiment import compilation, data_record, fingerprint, goodput, profiling, workdirs
+from vit_jax.evaluation.features import features_by, make_feature_evaluator
+from vit_jax.experiment import data_record, fingerprint, workdirs
 from vit_jax.experiment.build import Experiment, build_experiment, eval_loaders
-from vit_jax.experiment.compilation import Programs
-from vit_jax.experiment.goodput import Ledger
-from vit_jax.experiment.reporter import Reporter, console_of, eval_summary, images_at_peak, outline
+from vit_jax.experiment.reporter import Reporter, console_of, eval_summary, outline
 from vit_jax.experiment.source_run import trained_before
 from vit_jax.experiment.workdirs import Workdir
 from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
@@ -70,38 +69,49 @@ def train(
       accept_changes: Whether to resume a run of another configuration.
       accept_data: Whether to resume a run on other data.
       job: This process among those of its job; None: one process alone.
-      profile: Steps that a profiler records, on process 0.
+      profile: Steps that a profiler records, on process 0: 3, 4, 5 lead from state 3 to state 6.
 
     Raises:
       UserError: For input that does not fit, before anything is compiled if that is possible.
       NotFinite: With the last good checkpoint, when the training breaks down.
       Interrupted: After saving, if the job was asked to stop.
     """
-    clock = Clock(0.0 if job is None else goodput.seconds_since_start())
+    # `logging` counts the milliseconds since a program has imported it, before all else.
+    clock = Clock(0.0 if job is None else logging.makeLogRecord({}).relativeCreated / 1000)
     job = job or Job()
+    changes = {'accept_changes': accept_changes, 'accept_data': accept_data}
     with contextlib.ExitStack() as stack:
-        opened = stack.enter_context(
-            open_run(config, path, job, accept_changes=accept_changes, accept_data=accept_data)
-        )
-        end = opened.experiment.length.total_steps
+        opened = stack.enter_context(open_run(config, path, job, **changes))
+        experiment, workdir, _ = opened
+        end, console = experiment.length.total_steps, console_of(job)
         if profile is not None:
-            profiling.require_within(profile, end)
-        kept = opened.workdir.folder / workdirs.LEDGER if job.index == 0 else None
-        ledger = stack.enter_context(contextlib.closing(Ledger(kept, clock)))
-        run, state = _prepare(opened, job, ledger, stack)
-        state = run.train(state, profile)
-    seconds, earlier = ledger.totals()
-    return Result(
-        experiment=opened.experiment,
-        state=state,
-        evals=run.evals,
-        fewshot=run.fewshot,
-        checkpoint=run.checkpoints.path(end),
-        folder=opened.workdir.folder,
-        skipped=run.reporter.skipped,
-        seconds=seconds,
-        earlier=earlier,
-    )
+            flag = f'--profile_steps={profile.start}:{profile.stop}'
+            require(profile.stop <= end, f'{flag}: this run ends with step {end:,}')
+        console.print(outline(experiment))
+        unread = eval_loaders(experiment)  # reads what is kept on the devices
+        with loading.read_beside(unread, index=job.index, count=job.count) as wait_until_read:
+            with clock('compile'):
+                abstract, update, evaluators = compile_programs(experiment, console.print)
+            console.print(f'compiled in {clock.seconds["compile"]:.1f} s')
+            checkpoints = open_checkpoints(experiment, workdir, job)
+            stack.enter_context(contextlib.closing(checkpoints))
+            state, progress = restore_or_init(experiment, abstract, checkpoints, console)
+            steps = range(int(state.step), end)
+            if steps.start == 0:
+                wait_until_read()
+        reporter = Reporter(
+            experiment, workdir.folder, steps=steps, progress=progress, clock=clock, console=console
+        )
+        stack.enter_context(contextlib.closing(reporter))
+        run = Run(
+            opened,
+            update=update,
+            evaluators=evaluators,
+            checkpoints=checkpoints,
+            reporter=reporter,
+            job=job,
+        )
+        return run.train(state, steps, profile)
 
 
 class OpenedRun(NamedTuple):
@@ -138,45 +148,60 @@ def open_run(
             yield OpenedRun(experiment, workdir, check_data)
 
 
-def _prepare(
-    opened: OpenedRun, job: Job, ledger: Ledger, stack: contextlib.ExitStack
-) -> tuple['Run', TrainState]:
-    """Compiles the programs, restores or initializes the state, and opens files on the stack."""
-    experiment, workdir, check_data = opened
-    clock, console = ledger.clock, console_of(job)
-    ledger.record('starting')  # a start that ends before its first step took time too
-    console.print(outline(experiment))
-    unread = eval_loaders(experiment)  # reads what is kept on the devices
-    with loading.read_beside(unread, index=job.index, count=job.count) as wait_until_read:
-        with clock('compile'):
-            ledger.record('compiling')
-            programs = compilation.compile_programs(experiment, console.print)
-        console.print(f'compiled in {clock.seconds["compile"]:.1f} s')
-        checkpoints = open_checkpoints(experiment, workdir, job)
-        stack.enter_context(contextlib.closing(checkpoints))
-        state, progress = restore_or_init(experiment, programs.state, checkpoints, console)
-        if not int(state.step):
-            wait_until_read()
-    reporter = Reporter(
-        experiment,
-        workdir.folder,
-        steps=range(int(state.step), experiment.length.total_steps),
-        progress=progress,
-        ledger=ledger,
-        console=console,
-        images_at_peak=images_at_peak(experiment),
-    )
-    run = Run(
-        experiment=experiment,
-        workdir=workdir,
-        check_data=check_data,
-        programs=programs,
-        checkpoints=checkpoints,
-        reporter=stack.enter_context(reporter),
-        ledger=ledger,
-        job=job,
-    )
-    return run, state
+def compile_programs(
+    experiment: Experiment, report: Callable[[str], Any]
+) -> tuple[TrainState, Any, dict[str, Evaluator]]:
+    """Returns the abstract state, and the update and the evaluators compiled for it.
+
+    Calls `report` with a line about each array that is split.
+    """
+    state, mesh = abstract_state(experiment), experiment.mesh
+    for line in sharding_rules.sharding_report(state, shardings_of(state), mesh):
+        report(line)
+    report(f'compile for {mesh.size} x {mesh.devices.flat[0].device_kind}')
+    update = lower_update(experiment, state).compile()
+    return state, update, compile_evaluators(experiment, state.eval_params)
+
+
+def abstract_state(experiment: Experiment) -> TrainState:
+    """Returns shape, type and sharding of each array of the state.
+
+    Raises UserError if less of it can be split than the configuration demands.
+    """
+    state, config = jax.eval_shape(experiment.init), experiment.config.mesh
+    shardings = sharding_rules.shardings_for(state, experiment.mesh, config)
+    sharding_rules.check_split(state, shardings, experiment.mesh, config)
+    return sharding_rules.abstract(state, shardings)
+
+
+def shardings_of(abstract: Any) -> Any:
+    """Returns the shardings of abstract arrays."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+def lower_update(experiment: Experiment, state: TrainState) -> Any:
+    """Traces the update step, which donates its state; compiles nothing yet."""
+    size, reader = experiment.config.batch_size, experiment.train
+    batch = loading.abstract_batch(experiment.mesh, size, reader.size, reader.source.label_shape)
+    out_shardings = shardings_of(state), meshes.replicated(experiment.mesh)
+    options = {'donate_argnums': 0, 'out_shardings': out_shardings}
+    return meshes.jit_on(experiment.update, experiment.mesh, **options).lower(state, batch)
+
+
+def compile_evaluators(experiment: Experiment, params: Params) -> dict[str, Evaluator]:
+    """Compiles the evaluators, by name; `fewshot` computes features.
+
+    A step that several evaluators share is compiled once for each shape of batches.
+    """
+    compiled = {
+        name: evaluator.compile(params, experiment.evals[name])
+        for name, evaluator in experiment.evaluators.items()
+    }
+    if experiment.probes is not None:
+        model, batches = experiment.model, experiment.eval_batches
+        features = make_feature_evaluator(model, experiment.preprocessing, batches)
+        compiled['fewshot'] = features.compile(params, experiment.probes.example)
+    return compiled
 
 
 def open_checkpoints(experiment: Experiment, workdir: Workdir, job: Job) -> Checkpoints:
@@ -201,7 +226,7 @@ def restore_or_init(
 
     Raises UserError if the newest checkpoint is beyond the last step.
     """
-    shardings = compilation.shardings_of(abstract)
+    shardings = shardings_of(abstract)
     step, end = checkpoints.latest_step, experiment.length.total_steps
     if step is not None:
         where = checkpoints.path(step)
@@ -223,39 +248,34 @@ def restore_or_init(
     return state, {}
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass
 class Run:
     """A training in progress: compiled programs, open files, newest results of evaluations."""
 
-    experiment: Experiment
-    workdir: Workdir
-    check_data: Callable[[float], None]
-    programs: Programs
+    opened: OpenedRun
+    _: dataclasses.KW_ONLY
+    update: Any  # compiled
+    evaluators: dict[str, Evaluator]
     checkpoints: Checkpoints
     reporter: Reporter
-    ledger: Ledger
     job: Job
     evals: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     fewshot: dict[str, Any] | None = None
 
-    def train(self, state: TrainState, profile: range | None = None) -> TrainState:
-        """Trains, evaluates and saves up to the last step; returns the state after it.
-
-        Process 0 records the steps in `profile` with a profiler.
-        """
-        steps = range(int(state.step), self.experiment.length.total_steps)
-        self.ledger.record('training', steps.start)
+    def train(self, state: TrainState, steps: range, profile: range | None) -> Result:
+        """Trains, evaluates and saves in these steps, and profiles some of them on process 0."""
+        experiment, workdir, check_data = self.opened
+        self.reporter.record_event('training', steps.start)
         if self.job.index == 0:  # changes that were accepted have proved possible
-            self.workdir.check()
-            path = self.workdir.folder / workdirs.CONFIG
-            write_config(path, self.experiment.recorded_config())
+            workdir.check()
+            write_config(workdir.folder / workdirs.CONFIG, experiment.recorded_config())
         self.job.save_on_signals()
         try:
             self._resume_evaluations(state, steps)
             state = self._fit(state, steps, profile) if steps else state
         except NotFinite as error:
             self._wait()
-            self._record_end('diverged', None)
+            self.reporter.record_event('diverged', None)
             last = self.checkpoints.latest_step
             good = 'there is none yet' if last is None else self.checkpoints.path(last)
             raise NotFinite(f'{error}; last good checkpoint: {good}') from error
@@ -264,56 +284,62 @@ class Run:
             step = int(state.step)
             self.save(step, state)
             self._wait()
-            self._record_end('stopped', step)
+            self.reporter.record_event('stopped', step)
             where = self.checkpoints.path(step)
             raise Interrupted(f'stopped at step {step}, saved in {where}') from None
         self._wait()
-        self.check_data(data_record.PATIENCE)
+        check_data(data_record.PATIENCE)
+        self.reporter.record_event('complete', steps.stop)
         self.reporter.flush()
-        self._record_end('complete', steps.stop)
-        return state
+        return Result(
+            experiment=experiment,
+            state=state,
+            evals=self.evals,
+            fewshot=self.fewshot,
+            checkpoint=self.checkpoints.path(steps.stop),
+            folder=workdir.folder,
+            skipped=self.reporter.skipped,
+            seconds=self.reporter.clock.seconds,
+            earlier=self.reporter.earlier,
+        )
 
     def _fit(self, state: TrainState, steps: range, profile: range | None) -> TrainState:
-        config, update = self.experiment.config, self.programs.update
-        every = self.experiment.length.interval(config.checkpoint_every_steps)
+        experiment, workdir, _ = self.opened
+        config, update = experiment.config, self.update
+        every = experiment.length.interval(config.checkpoint_every_steps)
         batches = loading.training_batches(
-            self.experiment.loader_of(self.experiment.train),
+            experiment.loader_of(experiment.train),
             steps=steps,
             batch_size=config.batch_size,
             seed=config.seed,
         )
-        with contextlib.ExitStack() as stack:
-            if profile is not None and self.job.index == 0:
-                folder, console = self.workdir.folder, self.reporter.console
-                profiled = profiling.profiled(
-                    update, profile, first=steps.start, folder=folder, console=console
-                )
-                update = stack.enter_context(profiled)
-            return fit(
-                update,
-                state,
-                self.job.tick_each(batches),
-                steps=steps,
-                on_metrics=self._on_metrics,
-                observers=[Every(every, self.save), *self._observers()],
-                clock=self.ledger.clock,
-                max_skipped_steps=config.max_skipped_steps,
-            )
+        if profile is not None and self.job.index == 0:
+            folder, console = workdir.folder / 'profile', self.reporter.console
+            update = profiled(update, profile, first=steps.start, folder=folder, console=console)
+        return fit(
+            update,
+            state,
+            self.job.tick_each(batches),
+            steps=steps,
+            on_metrics=self._on_metrics,
+            observers=[Every(every, self.save), *self._evaluations().values()],
+            clock=self.reporter.clock,
+            max_skipped_steps=config.max_skipped_steps,
+        )
 
-    def _observers(self, without: Collection[str] = ()) -> list[Every]:
-        """Returns the observers that evaluate, each at its own interval, without those named."""
-        config, every = self.experiment.config, self.experiment.length.interval
-        due: dict[int | None, list[str]] = {}
-        for name, one in config.evaluations.items():
-            if name not in without:
-                due.setdefault(every(one.every_steps or config.eval_every_steps), []).append(name)
-        observers = [Every(n, functools.partial(self.evaluate, names)) for n, names in due.items()]
-        probes = self.experiment.probes if 'fewshot' not in without else None
-        features = self.programs.features
-        if probes is not None and features is not None:
-            evaluate = functools.partial(self.probe, probes, features)
-            observers.append(Every(every(probes.config.every_steps), evaluate))
-        return observers
+    def _evaluations(self) -> dict[str, Every]:
+        """Returns the observers that evaluate, each at its own interval, by name."""
+        config, every = self.opened.experiment.config, self.opened.experiment.length.interval
+        intervals = {
+            name: one.every_steps or config.eval_every_steps
+            for name, one in config.evaluations.items()
+        }
+        if config.fewshot is not None:
+            intervals['fewshot'] = config.fewshot.every_steps
+        return {
+            name: Every(every(interval), functools.partial(self.evaluate, name))
+            for name, interval in intervals.items()
+        }
 
     def _resume_evaluations(self, state: TrainState, steps: range) -> None:
         """Runs the evaluations that are due at the first step of a resumed run and missing.
@@ -323,63 +349,103 @@ class Run:
         if steps.start == 0:
             return
         done = self.job.from_process_0('evaluated', lambda: json.dumps(self.reporter.evaluated))
-        for observer in self._observers(without=json.loads(done)):
-            if observer.is_due(steps.start, steps.stop):
+        for name, observer in self._evaluations().items():
+            if observer.is_due(steps.start, steps.stop) and name not in json.loads(done):
                 observer.run(steps.start, state)
 
     def _on_metrics(self, step: int, metrics: StepMetrics) -> None:
         if self.reporter.step(step, metrics):
             self.checkpoints.check()
-            self.check_data(0)
-            self.ledger.record('reported', step)
+            self.opened.check_data(0)
 
     def save(self, step: int, state: TrainState) -> None:
-        """Begins to save a checkpoint."""
-        with self.ledger.clock('save stall'):
+        """Starts to save a checkpoint."""
+        with self.reporter.clock('save stall'):
             self.job.reset_watchdog()
-            self.ledger.record('saving', step)
+            self.reporter.record_event('saving', step)
             self.reporter.flush()
             params, training = state.split()
-            card, progress = self.experiment.card(step), self.reporter.progress
+            card, progress = self.opened.experiment.card(step), self.reporter.progress
             self.checkpoints.save(step, params, training, card, progress)
 
     def _wait(self) -> None:
         """Waits for the last checkpoint."""
         self.job.reset_watchdog()
-        with self.ledger.clock('save stall'):
+        with self.reporter.clock('save stall'):
             self.checkpoints.wait()
         self.job.reset_watchdog()
 
-    def _record_end(self, event: str, step: int | None) -> None:
-        self.ledger.record(event, step)
-        self.ledger.flush()
+    def evaluate(self, name: str, step: int, state: TrainState) -> None:
+        """Runs one evaluation, over all its images, and records its numbers."""
+        with self.reporter.clock('evaluation'):
+            self.reporter.record_event(f'evaluating {name}', step)
+            if name == 'fewshot':
+                numbers, text = self._probe(step, state)
+            else:
+                numbers, text = self._measure(name, state)
+        self.reporter.record(name, step, numbers, text)
 
-    def evaluate(self, names: list[str], step: int, state: TrainState) -> None:
-        """Computes loss and metrics over all images of these evaluations."""
-        for name in names:
-            with self.ledger.clock('evaluation'):
-                self.ledger.record(f'evaluating {name}', step)
-                evaluator, params = self.programs.evaluators[name], state.eval_params
-                reader = self.experiment.evals[name]
-                found = evaluator.evaluate(params, reader, watch=self.job.tick_each)
-            self.evals[name] = found.means
-            numbers = found.means | {'count': found.num_images}
-            text = f'{eval_summary({name: found.means})} of {counted(found.num_images, "image")}'
-            if unreadable := len(reader.source) - found.num_images:
-                numbers['unreadable'] = unreadable
-                text += f', {unreadable:,} left out, unreadable'
-            self.reporter.record(name, step, numbers, text)
+    def _measure(self, name: str, state: TrainState) -> tuple[dict[str, Any], str]:
+        """Computes loss and metrics; returns them, and a summary."""
+        reader = self.opened.experiment.evals[name]
+        evaluate = self.evaluators[name].evaluate
+        found = evaluate(state.eval_params, reader, watch=self.job.tick_each)
+        self.evals[name] = found.means
+        numbers = found.means | {'count': found.num_images}
+        text = f'{eval_summary({name: found.means})} of {counted(found.num_images, "image")}'
+        if unreadable := len(reader.source) - found.num_images:
+            numbers['unreadable'] = unreadable
+            text += f', {unreadable:,} left out, unreadable'
+        return numbers, text
 
-    def probe(self, probes: Probes, features: Evaluator, step: int, state: TrainState) -> None:
-        """Runs the few-shot evaluation and writes it to the work directory."""
-        folder = self.workdir.folder
-        with self.ledger.clock('evaluation'):
-            self.ledger.record('evaluating fewshot', step)
-            features_of = features_by(features, state.eval_params, watch=self.job.tick_each)
-            self.fewshot = probing.evaluate(features_of, probes, self.experiment.preprocessing)
-            self.fewshot |= {'step': step, 'checkpoint': str(folder)}
-            if self.job.index == 0:
-                self.workdir.check()
-                write_json(folder / workdirs.FEWSHOT, self.fewshot)
-        text = probing.summary(self.fewshot)
-        self.reporter.record('fewshot', step, probing.numbers(self.fewshot), text)
+    def _probe(self, step: int, state: TrainState) -> tuple[dict[str, Any], str]:
+        """Runs the few-shot evaluation and writes its file; returns numbers, and a summary."""
+        experiment, workdir, _ = self.opened
+        assert experiment.probes is not None  # else there is no such evaluation
+        features = self.evaluators['fewshot']
+        features_of = features_by(features, state.eval_params, watch=self.job.tick_each)
+        result = probing.evaluate(features_of, experiment.probes, experiment.preprocessing)
+        self.fewshot = result | {'step': step, 'checkpoint': str(workdir.folder)}
+        if self.job.index == 0:
+            workdir.check()
+            write_json(workdir.folder / workdirs.FEWSHOT, self.fewshot)
+        return probing.numbers(self.fewshot), probing.summary(self.fewshot)
+
+
+def profiled(
+    update: Callable[..., Any], steps: range, *, first: int, folder: Path, console: Console
+) -> Callable[..., Any]:
+    """Returns the update, profiled in some steps; its first call takes the state of step `first`.
+
+    The profile is written to `folder`, for TensorBoard (with its plugin `xprof`) and, as
+    perfetto_trace.json.gz, for ui.perfetto.dev. Warns if it cannot be written.
+    """
+    if first >= steps.stop:
+        done = f'steps {steps.start} to {steps.stop} are done, this is step {first}'
+        console.print(f'nothing is profiled: {done}')
+        return update
+    step, local = first, tempfile.TemporaryDirectory()  # the profiler cannot write to a bucket
+
+    def profiled_update(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        nonlocal step
+        if step == max(steps.start, first):
+            jax.block_until_ready(state)  # leaves what came before out of the picture
+            jax.profiler.start_trace(local.name, create_perfetto_trace=True)
+        step += 1
+        with jax.profiler.StepTraceAnnotation('train', step_num=step):
+            state, metrics = update(state, batch)
+        if step == steps.stop:
+            jax.block_until_ready(metrics)
+            try:
+                jax.profiler.stop_trace()
+                for file in pathlib.Path(local.name).rglob('*'):
+                    if file.is_file():
+                        copy = folder / file.relative_to(local.name).as_posix()
+                        copy.parent.mkdir(parents=True, exist_ok=True)
+                        copy.write_bytes(file.read_bytes())
+                console.print(f'profile in {folder}: tensorboard --logdir={folder}, or Perfetto')
+            except Exception as error:  # clients of a bucket raise many kinds
+                logging.warning('no profile in %s: %s', folder, error)
+        return state, metrics
+
+    return profiled_update

@@ -9,12 +9,12 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
-from vit_jax.base import Path, UnusableDisk, UserError, require_regular, storage, sync, usable
+from vit_jax.base import Path, UserError, parsing, storage, sync, usable
 from vit_jax.base.storage import locked as lock_file
-from vit_jax.checkpoints import digests, names
+from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.config import differing, read_config, write_config
-from vit_jax.distributed.processes import Differs, Job
+from vit_jax.distributed.processes import Job
 
 CONFIG, METRICS, FEWSHOT = 'config.json', 'metrics.jsonl', 'fewshot.json'
 LEDGER, LOCK, DATA = 'ledger.jsonl', '.lock', 'data.json.gz'
@@ -38,24 +38,15 @@ def opened(
         wrote it, if it holds checkpoints of another configuration and `accept_changes` is False,
         or if the processes of this job do not see the same directory.
     """
-    if not storage.is_remote(path):
-        names.require_here(path)  # else no program could name its checkpoints
     folder = storage.folder(path)
     workdir = Workdir(folder)
     with contextlib.ExitStack() as stack:
         if job.index == 0:
             require_apart(path, config)
             hold = _leased if storage.is_remote(folder) else locked
-            try:
-                with usable(folder) if storage.is_remote(folder) else contextlib.nullcontext():
-                    _require_own_files(folder)
-                    workdir = stack.enter_context(hold(folder))
-                    _keep_config(folder, config, accept_changes=accept_changes)
-            except OSError as error:
-                if storage.is_remote(folder):
-                    raise
-                reason = error.strerror or error  # an UnusableDisk has its own words
-                raise UnusableDisk(f'workdir {folder}: cannot be written: {reason}') from error
+            with usable(folder):
+                workdir = stack.enter_context(hold(folder))
+                _keep_config(folder, config, accept_changes=accept_changes)
         if job.count > 1:
             _require_shared(folder, job)
         yield workdir
@@ -67,11 +58,7 @@ def _require_shared(folder: Path, job: Job) -> None:
     lock = folder / LOCK
     with usable(lock):
         text = lock.read_text() if lock.exists() else 'absent'
-    try:
-        job.require_same('workdir', {'lock': text})
-    except Differs as error:
-        text = 'is another directory here than on process 0: all processes need one that they share'
-        raise UserError(f'workdir {folder} {text}') from error
+    job.require_same('the workdir, which all processes share', {'lock': text})
 
 
 def require_apart(path: str, config: Any) -> None:
@@ -90,29 +77,13 @@ def require_apart(path: str, config: Any) -> None:
                 raise UserError(f'--workdir={path}: {text}, such as {data.parent / "run"}')
 
 
-def _require_own_files(folder: Path) -> None:
-    """Raises UserError if something else has the name of a file of a run, or of a folder."""
-    for name in CONFIG, METRICS, FEWSHOT, LEDGER, DATA, LOCK:
-        require_regular(folder / name)
-    for place in folder, folder / FOLDER:
-        if place.exists() and not place.is_dir():
-            raise UserError(f'{place}: a file; expected a folder')
-
-
 def _keep_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) -> None:
     """Writes config.json; `train` writes accepted changes after they have proved possible.
 
-    Raises UserError if a run with other values of fields that are not FREE has checkpoints, and if
-    another version of vit_jax wrote the file.
+    Raises UserError if a run with other values of fields that are not FREE has checkpoints.
     """
-    changes = list[str]()
-    try:
-        if (recorded := _read_config(folder)) is not None:
-            changes = differing(recorded, config)
-    except UserError:
-        raise
-    except Exception as error:  # damaged text may be anything
-        changes = [f'which is not known, as {CONFIG} cannot be read: {error}']
+    recorded = _read_config(folder)
+    changes = [] if recorded is None else differing(recorded, config)
     if changes and not accept_changes:
         text = f'workdir {folder} holds a run of another configuration:'
         advice = 'take another --workdir, or go on with --accept_config_changes'
@@ -122,19 +93,20 @@ def _keep_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) 
 
 
 def _read_config(folder: Path) -> dict[str, Any] | None:
-    """Returns the configuration of the run that has checkpoints there; None without a run."""
-    return read_config(folder / CONFIG) if digests.steps(folder / FOLDER) else None
+    """Returns the configuration of the run that has checkpoints there; None without a run.
+
+    Raises UserError if it cannot be read, or if another version of vit_jax wrote it.
+    """
+    if not digests.steps(folder / FOLDER):
+        return None
+    with parsing(folder / CONFIG, 'the configuration of the run that has checkpoints here'):
+        return read_config(folder / CONFIG)
 
 
 def recorded_dtype(path: str) -> str:
-    """Returns the `compute.dtype` of the run in a work directory, or `auto` if none has started."""
-    folder = storage.folder(path)
-    try:
-        recorded = _read_config(folder) or {'compute': {'dtype': 'auto'}}
-        dtype = recorded['compute']['dtype']
-    except Exception:  # `opened` rejects a configuration that cannot be read
-        return 'auto'
-    return dtype if dtype in ('float32', 'bfloat16') else 'auto'
+    """Returns the `compute.dtype` of the run in a work directory, or `auto` without a run."""
+    recorded = _read_config(storage.folder(path))
+    return 'auto' if recorded is None else recorded['compute']['dtype']
 
 
 @contextlib.contextmanager

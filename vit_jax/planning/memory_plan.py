@@ -9,7 +9,7 @@ from vit_jax.config import TrainConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed import meshes, sharding_rules
-from vit_jax.experiment import compilation
+from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment, open_start, trained_model
 from vit_jax.models import Remat
 from vit_jax.models.compute import POLICIES
@@ -85,14 +85,14 @@ def compile_step(config: TrainConfig, where: Topology) -> StepMemory:
       UserError: If the sizes of batch, model and mesh contradict each other.
     """
     experiment = build_experiment(config, devices=where.devices)
-    state = compilation.abstract_state(experiment)
+    state = training_run.abstract_state(experiment)
     with ahead_of_time.assume_cudnn():
-        lowered = compilation.lower_update(experiment, state)
+        lowered = training_run.lower_update(experiment, state)
     quickly = where.devices[0].platform == 'tpu'
     memory = ahead_of_time.compile_for(where, lowered, quickly=quickly).memory_analysis()
     if quickly and memory.peak_memory_in_bytes > _NEAR * where.memory:
         memory = ahead_of_time.compile_for(where, lowered).memory_analysis()
-    shardings = compilation.shardings_of(state)
+    shardings = training_run.shardings_of(state)
     report = sharding_rules.sharding_report(state, shardings, experiment.mesh)
     return StepMemory(memory.argument_size_in_bytes, memory.peak_memory_in_bytes, report)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from vit_jax.base import Float, Path, UserError, read_json_lines, require, storage, usable
 from vit_jax.config import read_config
-from vit_jax.experiment import goodput, workdirs
+from vit_jax.experiment import reporter, workdirs
 
 Line = dict[str, Any]
 
@@ -66,9 +66,9 @@ def read(folder: Path, name: str) -> History:
             raise
         except Exception:  # there is none yet, or damaged text, which may be anything
             config = {}
-        ledger = goodput.read(folder / workdirs.LEDGER)
-    event = str(ledger[-1].get('event', '')) if ledger else ''
-    return History(name, folder, config, lines, goodput.totals(ledger), event)
+        ledger = reporter.read_ledger(folder / workdirs.LEDGER)
+    seconds, event = (ledger[-1]['seconds'], ledger[-1]['event']) if ledger else ({}, '')
+    return History(name, folder, config, lines, seconds, event)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -13,7 +13,7 @@ from vit_jax.base import Path, UserError, records, require_regular, write_json
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.config import UNMEASURED, TrainConfig, differing, write_config
-from vit_jax.experiment import goodput, workdirs
+from vit_jax.experiment import reporter, workdirs
 from vit_jax.studies import history
 from vit_jax.studies.config import COMPUTE, Grid, Study
 
@@ -147,10 +147,8 @@ def is_complete(folder: Path, run: PlannedRun) -> bool:
 
 def last_step(folder: Path, run: PlannedRun) -> int | None:
     """The step at which a run has come to its end; None where it has not."""
-    lines = goodput.read(folder / run.name / workdirs.LEDGER)
-    if not lines or lines[-1].get('event') != 'complete':
-        return None
-    return int(lines[-1]['step'])
+    events = reporter.read_ledger(folder / run.name / workdirs.LEDGER)
+    return events[-1]['step'] if events and events[-1]['event'] == 'complete' else None
 
 
 def write_run_config(folder: Path, study: Study, run: PlannedRun) -> Path:

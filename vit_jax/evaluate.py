@@ -73,8 +73,6 @@ def main(arguments: argparse.Namespace) -> int:
     print(f'{arguments.data}, {split}: {images} of {classes}')
     if arguments.by_number or not loaded.class_names:
         print(f'classes matched by order: {_order(source.class_names)}')
-    for reason in origin.unknown if origin else ():
-        print(f'warning: {reason}; the count of images already trained on may be too low')
     if trained:
         text = 'the run was trained on %s of these %s: their accuracy is not that of new images'
         print(f'warning: {text % (f"{trained:,}", counted(len(source), "image"))}')

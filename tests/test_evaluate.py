@@ -27,7 +27,6 @@ from vit_jax.pretrained import Loaded
 from vit_jax.training.losses import LossConfig
 
 NAMES = tuple('0123456789')
-SPLITS = 'train', 'test'
 IMAGES = np.zeros((4, 8, 8), np.uint8)
 
 
@@ -249,7 +248,9 @@ def test_images_that_cannot_be_read_are_left_out_and_counted(tmp_path, capsys):
 
 
 @pytest.mark.full
-def test_a_run_is_measured_on_what_it_held_out_and_training_images_are_counted(tmp_path, capsys):
+def test_a_run_is_measured_on_what_it_held_out_and_training_images_are_counted(
+    tmp_path, capsys, caplog
+):
     data = tmp_path / 'data'
     for label in range(3):
         (data / str(label)).mkdir(parents=True)
@@ -281,18 +282,9 @@ def test_a_run_is_measured_on_what_it_held_out_and_training_images_are_counted(t
     assert 'trained on 21 of these 30 images' in capsys.readouterr().out
     assert measured('first', data, '--split=train')['trained_on'] == 21
     assert measured('second', data, '--split=all')['trained_on'] > 27  # by one run or the other
-    parted = shutil.copytree(data, tmp_path / 'parted' / 'train')
-    (tmp_path / 'parted' / 'test').mkdir()
-    for label in '012':
-        (parted.parent / 'test' / label).mkdir()
-        for name in ('0.png', '1.png', '2.png'):
-            os.replace(parted / label / name, parted.parent / 'test' / label / name)
-    both = [measured('first', parted.parent, f'--split={s}')['trained_on'] for s in SPLITS]
-    assert sum(both) == 21 and min(both) > 0
-    assert measured('first', parted.parent, '--split=train+test')['trained_on'] == 21
     os.replace(tmp_path / 'first', tmp_path / 'gone')
     assert measured('second', data, '--split=all')['trained_on'] == 27
-    assert '/first, the start_from of ' in capsys.readouterr().out  # is not there
+    assert '/first, the start_from of ' in caplog.text  # is missing
     os.replace(tmp_path / 'second', tmp_path / 'first')  # which started from itself now
     assert measured('first', data, '--split=all')['trained_on'] == 27
     os.replace(tmp_path / 'first', tmp_path / 'second')

@@ -212,7 +212,7 @@ def test_a_head_of_ones_own_is_trained_from_a_checkpoint_and_handed_over_to_use_
     start, work = saved(tmp_path, tiny.model()), tmp_path / 'run'
     config = tiny.experiment(start_from=start, model=None, head=two_layers, total=Duration(steps=2))
     result = training_run.train(config, str(work))
-    command = following.after_fine_tuning(result.experiment, str(work))
+    command = following.next_command(result.experiment, str(work))
     assert command.endswith(f'--head={file}:two_layers') and str(work) in command
     images = np.asarray(tiny.images())
     vit = vit_jax.load(work, head=two_layers)

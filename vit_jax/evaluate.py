@@ -68,8 +68,6 @@ def main(arguments: argparse.Namespace) -> int:
         pairs = [f'{number} = {name}' for number, name in enumerate(source.class_names)]
         pairs = pairs if len(pairs) < 5 else [*pairs[:3], '...', pairs[-1]]
         print(output.printable(f'classes matched by order: {", ".join(pairs)}'))
-    for reason in origin.unknown if origin else ():
-        print(f'warning: {reason}; the count of images already trained on may be too low')
     if trained:
         text = f'the run was trained on {trained:,} of these {counted(len(source), "image")}'
         print(f'warning: {text}: their accuracy is not that of new images')

@@ -7,7 +7,7 @@ from vit_jax.cli import app
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import probing
 from vit_jax.experiment import reporter, training_run
-from vit_jax.experiment.following import after_fine_tuning, after_pretraining
+from vit_jax.experiment.following import next_command
 from vit_jax.experiment.workdirs import METRICS
 
 
@@ -33,8 +33,7 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
     print(f'time       {reporter.spent(result.seconds)}')
     if result.earlier.get('step'):  # not after starts that were rejected
         print(f'earlier    {reporter.spent(result.earlier)}')
-    suggest = after_fine_tuning if arguments.config.start_from else after_pretraining
-    if command := suggest(result.experiment, str(result.folder)):
+    if command := next_command(result.experiment, str(result.folder)):
         print(f'next       {command}')
     return 0
 

@@ -1,5 +1,6 @@
 """The command that a training names at its end works when it is pasted."""
 
+import dataclasses
 import shlex
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from vit_jax.config import EvalConfig
 from vit_jax.data.loading import LoaderConfig
 from vit_jax.data.sources.opening import HeldOut, make_opener
 from vit_jax.experiment.build import build_experiment
-from vit_jax.experiment.following import after_fine_tuning, after_pretraining
+from vit_jax.experiment.following import next_command
 from vit_jax.training.losses import LossConfig
 
 
@@ -64,6 +65,11 @@ EXPERIMENTS = {
 }
 
 
+def fine_tuned(experiment):
+    """The same experiment, as if it had started from a checkpoint."""
+    return experiment._replace(config=dataclasses.replace(experiment.config, start_from='another'))
+
+
 def words(command, program):
     python, option, module, *rest = shlex.split(command)
     assert (python, option, module) == ('python', '-m', f'vit_jax.{program}')
@@ -75,9 +81,7 @@ def test_what_is_named_next_is_of_the_same_images_with_the_same_labels(name, tmp
     """Read as the programs read it; the data opened, its labels and losses agreed."""
     config, workdir = EXPERIMENTS[name](tmp_path / 'my photos & "more"'), 'a work dir'
     trained = build_experiment(config)
-    overrides, (file, run) = config_flags.split(
-        words(after_pretraining(trained, workdir), 'finetune')
-    )
+    overrides, (file, run) = config_flags.split(words(next_command(trained, workdir), 'finetune'))
     tuned = config_flags.load(file.removeprefix('--config='), overrides)
     assert (tuned.start_from, run) == (workdir, f'--workdir={workdir}-finetune')
     opened = make_opener(tuned.held_out)
@@ -88,7 +92,7 @@ def test_what_is_named_next_is_of_the_same_images_with_the_same_labels(name, tmp
         assert [*map(old.name_of, range(len(old)))] == [*map(new.name_of, range(len(new)))]
         assert tuned.loss.kind == ('sigmoid' if new.multi_label else 'softmax')
     assert tuned.loader.on_unreadable == config.loader.on_unreadable
-    command = after_fine_tuning(trained, workdir)
+    command = next_command(fine_tuned(trained), workdir)
     if name == 'digits':  # there is no file of an image
         asked = evaluate.make_parser().parse_args(words(command, 'evaluate'))
         assert (asked.data, asked.split) == ('digits', 'train[90%:]')
@@ -100,8 +104,7 @@ def test_what_is_named_next_is_of_the_same_images_with_the_same_labels(name, tmp
 
 def test_data_that_no_command_line_can_name_are_not_proposed():
     experiment = build_experiment(tiny.experiment(data=tiny.watched(lambda index: None)))
-    assert after_pretraining(experiment, 'run') is None
-    assert after_fine_tuning(experiment, 'run') is None
+    assert next_command(experiment, 'run') is next_command(fine_tuned(experiment), 'run') is None
 
 
 @pytest.mark.full

@@ -18,7 +18,7 @@ from vit_jax.distributed import meshes
 from vit_jax.evaluation import head
 from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.experiment import build, probing_run, training_run, workdirs
-from vit_jax.models import Backbone, Compute, attention, vit
+from vit_jax.models import Backbone, Compute, attention, compute, vit
 from vit_jax.studies import planned_runs
 from vit_jax.studies.config import Grid, Study
 from vit_jax.training.duration import Duration
@@ -37,7 +37,7 @@ STEPS = 30
 @pytest.fixture
 def has_fast_bfloat16(monkeypatch):
     """This CPU, as if it were an accelerator."""
-    monkeypatch.setattr(build, 'has_fast_bfloat16', lambda device: True)
+    monkeypatch.setattr(compute, 'has_fast_bfloat16', lambda device: True)
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,14 @@ def test_tpus_and_recent_gpus_have_bfloat16(platform, capability, expected):
     device = types.SimpleNamespace(platform=platform)
     if capability is not None:
         device.compute_capability = capability
-    assert build.has_fast_bfloat16(device) == expected
+    assert compute.has_fast_bfloat16(device) == expected
 
 
 @pytest.mark.full
 def test_a_run_keeps_the_precision_that_it_began_with(tmp_path, monkeypatch, capsys):
     folder, short = str(tmp_path), tiny.experiment(total=Duration(steps=2))
     with monkeypatch.context() as here:
-        here.setattr(build, 'has_fast_bfloat16', lambda device: True)
+        here.setattr(compute, 'has_fast_bfloat16', lambda device: True)
         training_run.train(short, folder)
     assert 'compute dtype=bfloat16' in capsys.readouterr().out
     longer = tiny.experiment(total=Duration(steps=4))

@@ -38,6 +38,13 @@ def test_where_any_class_is_right_an_image_without_one_is_still_a_number():
 
 
 @pytest.mark.parametrize('kind', ['softmax', 'sigmoid'])
+def test_where_any_class_is_right_an_image_of_one_class_has_the_same_loss(kind):
+    """So evaluations of images with one class and with several share a function."""
+    found = of_any(make_loss(LossConfig(kind=kind)))(LOGITS, targets_of(LABELS, 3))
+    np.testing.assert_array_equal(found, loss(kind))
+
+
+@pytest.mark.parametrize('kind', ['softmax', 'sigmoid'])
 def test_smoothing_mixes_the_label_with_all_classes_alike(kind):
     uniform = jnp.full((2, 3), 1 / 3)
     expected = 0.9 * loss(kind) + 0.1 * loss(kind, labels=uniform)

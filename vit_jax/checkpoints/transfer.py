@@ -176,7 +176,7 @@ def headless(config: ModelConfig) -> ModelConfig:
 
 
 def for_task(
-    config: ModelConfig, *, num_classes: int, image_size: tuple[int, int] | None
+    config: ModelConfig, *, num_classes: int | None, image_size: tuple[int, int] | None
 ) -> ModelConfig:
     """The network to fine-tune: its whole head is a single linear layer (section 3.2)."""
     changes: dict[str, Any] = {'num_classes': num_classes, 'head': 'linear'}

@@ -1,4 +1,7 @@
-"""Builds an experiment from a configuration: checks it, opens the data, returns pure functions."""
+"""Builds an experiment from a configuration: data, then the model, its devices, its functions.
+
+`build_experiment` calls the functions below it in this order.
+"""
 
 import dataclasses
 import functools
@@ -24,14 +27,13 @@ from vit_jax.data.sources.opening import Opener, make_opener
 from vit_jax.distributed import meshes
 from vit_jax.evaluation.evaluator import Batches, Evaluator, make_evaluator
 from vit_jax.evaluation.probing import Probes, open_probes
-from vit_jax.models import Model, ModelConfig, ViTConfig, build, parameter_count
+from vit_jax.models import Model, ModelConfig, ViTConfig, abstract_params, build, parameter_count
 from vit_jax.models.compute import DeviceBudget, ResolvedCompute, resolve_compute
 from vit_jax.training import update as updates
 from vit_jax.training.duration import TrainLength, make_train_length
 from vit_jax.training.losses import (
     BatchSums,
     LossConfig,
-    RowsOf,
     StepMetrics,
     make_loss,
     of_any,
@@ -134,35 +136,31 @@ def build_experiment(
       UserError: For values that do not fit each other, the data or the devices.
     """
     config = records.checked(config, where='config')
-    has_model = config.model is not None or config.start_from is not None
-    text = 'give a model, or start_from=CHECKPOINT to take that one'
-    require(has_model, f'config.model is none: {text}')
     if config.total is None:
         raise UserError('config.total is none: expected how long to train')
+
     opened = make_opener(config.held_out)
     train, evaluated = _open_data(config, opened)
-    start, classes = open_start(config), len(train.class_names)
-    model_config = trained_model(config, start, classes)
-    mesh, size = make_mesh(config, devices), model_config.image_size
-    planned = devices is not None
+    length = make_train_length(config.total, batch_size=config.batch_size, num_images=len(train))
+
+    start = open_start(config)
+    model_config = trained_model(config, start, len(train.class_names))
+    preprocessing, size = preprocessing_of(config, start), model_config.image_size
+
+    mesh, planned = make_mesh(config, devices), devices is not None
     resolved = choose_compute(config, model_config, mesh, planned=planned, dtype=dtype)
+    if not planned:
+        check_memory(config.batch_size, size, 'config.batch_size', config.accumulation_steps)
+        check_memory(config.eval_batch_size or 0, size, 'config.eval_batch_size')
     model = build(
         model_config,
         regularization=config.regularization,
         compute=resolved.compute,
         platform=mesh.devices.flat[0].platform,
     )
-    preprocessing = preprocessing_of(config, start)
-    if not planned:
-        check_memory(config.batch_size, size, 'config.batch_size', config.accumulation_steps)
-        check_memory(config.eval_batch_size or 0, size, 'config.eval_batch_size')
-    reader = reader_for(config, preprocessing, size)
-    length = make_train_length(config.total, batch_size=config.batch_size, num_images=len(train))
-    objective = functools.partial(make_objective, config, model, preprocessing)
-    init, update, report = _training_functions(
-        config, model=model, mesh=mesh, loss_sums=objective(), length=length, classes=classes
-    )
-    batches = make_eval_batches(config, mesh)
+    reader, batches = reader_for(config, preprocessing, size), make_eval_batches(config, mesh)
+    train_sums, eval_sums = _make_loss_sums(config, model, preprocessing, train)
+    init, update, report = _make_training(config, model, train_sums, length, train)
     return Experiment(
         config=config,
         start=start,
@@ -174,10 +172,10 @@ def build_experiment(
         train=reader(train, crop=host_crop(config.augmentation, preprocessing)),
         evals={name: reader(source) for name, source in evaluated.items()},
         probes=open_probes(few, config.data, opened, reader) if (few := config.fewshot) else None,
-        init=init,
+        init=meshes.traced_on(mesh, init),
         update=update,
         eval_batches=batches,
-        evaluators=make_evaluators(objective, batches, train=train, evaluated=evaluated),
+        evaluators=dict.fromkeys(evaluated, make_evaluator(eval_sums, batches)),
         report=report,
     )
 
@@ -198,9 +196,9 @@ def label_problems(config: TrainConfig, train: Source, evaluated: dict[str, Sour
 
     Warns of classes that are measured without being learned, if labels are in memory.
     """
-    if config.objective is not None:  # which does not look at them
+    if config.objective is not None:  # labels are not used
         return []
-    data, loss, problems = records.text_of(config.data), config.loss, list[str]()
+    data, problems = records.text_of(config.data), list[str]()
     for name, source in evaluated.items():
         if source.class_names != train.class_names:
             problems.append(f'{data}: the classes of train and {name} differ')
@@ -209,10 +207,11 @@ def label_problems(config: TrainConfig, train: Source, evaluated: dict[str, Sour
             count = f'{counted(len(missing), "class")} of {name} without a training image'
             if missing:
                 warn_once(f'{data}: {count}: {", ".join(missing[:5])}')
-    if isinstance(loss, LossConfig) and loss.kind == 'softmax' and train.multi_label:
+    kind = config.loss.kind if isinstance(config.loss, LossConfig) else None
+    if kind == 'softmax' and train.multi_label:
         text = 'an image may have several classes, softmax expects one'
         problems.append(f'{data}: {text}: --config.loss.kind=sigmoid')
-    if isinstance(loss, LossConfig) and len(train.class_names) == 1 and not train.multi_label:
+    if kind is not None and len(train.class_names) == 1 and not train.multi_label:
         text = f'one class alone, {train.class_names[0]!r}, so that every guess is right'
         problems.append(f'{data}: {text}: add images of another class')
     return problems
@@ -235,6 +234,37 @@ def open_start(config: TrainConfig) -> Checkpoint | None:
         raise UserError(f'{error} (in a configuration: --config.hints.NAME=VALUE)') from error
 
 
+def preprocessing_of(config: TrainConfig, start: Checkpoint | None) -> Preprocessing:
+    """Returns the configuration's preprocessing, or the checkpoint's, or the usual one."""
+    return config.preprocessing or (start.card.preprocessing if start else Preprocessing())
+
+
+def trained_model(config: TrainConfig, start: Checkpoint | None, classes: int) -> ModelConfig:
+    """Returns the model to train, the configuration's or the checkpoint's, for this many classes.
+
+    A model that predicts patches has no classes. Raises UserError if there is no model, or if it is
+    of another task.
+    """
+    model, objective = config.model, config.objective
+    if model is None:
+        if start is None:
+            text = 'give a model, or start_from=CHECKPOINT to take that one'
+            raise UserError(f'config.model is none: {text}')
+        known = start.card.model if objective is None else headless(start.card.model)
+        outputs = classes if objective is None else None
+        model = for_task(known, num_classes=outputs, image_size=config.image_size)
+    model = dataclasses.replace(model, image_size=config.image_size or model.image_size)
+    if objective is not None:
+        return for_patches(model, objective)
+    text = f'{records.text_of(config.data)} has {counted(classes, "class")}; leave it out'
+    wrong = f'config.model.num_classes={model.num_classes}, but {text} to take their number'
+    require(model.num_classes in (None, classes), wrong)
+    if isinstance(model, ViTConfig):
+        wrong = f'config.model.patch_outputs={model.patch_outputs}: only config.objective'
+        require(model.patch_outputs is None, f'{wrong}=MaskedPatches trains them; leave it out')
+    return dataclasses.replace(model, num_classes=classes, head=config.head or model.head)
+
+
 def make_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Makes the mesh. Raises UserError if batches cannot be split over it."""
     mesh = meshes.make_mesh(config.mesh, devices)
@@ -252,73 +282,32 @@ def choose_compute(
     `dtype` is what `auto` stands for.
     """
     device = mesh.devices.flat[0] if planned else mesh.local_devices[0]
-    memory = None if planned else _memory(device)
-    if memory is not None:
-        copies = config.polyak_decay is not None, config.accumulation_steps > 1
-        numbers = 3 + (config.optimizer.kind == 'adamw') + sum(copies)  # float32, per parameter
-        split = mesh.shape['fsdp'] * mesh.shape['tensor']
-        memory -= 4 * numbers * parameter_count(model) // split
-    parts = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
     compute = config.compute
     if compute.dtype == 'auto':
         compute = dataclasses.replace(compute, dtype=dtype)
+    parts = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
+    memory = None if planned else _memory_beside_state(config, model, mesh)
     return resolve_compute(
         compute,
         model,
         platform=device.platform,
-        budget=DeviceBudget(config.batch_size // parts, memory, has_fast_bfloat16(device)),
+        budget=DeviceBudget.on(device, images=config.batch_size // parts, memory=memory),
         regularization=config.regularization,
     )
 
 
-def _memory(device: jax.Device) -> int | None:
-    """Returns the bytes that jax may use on a device; None if unknown, as on CPUs."""
+def _memory_beside_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> int | None:
+    """Returns the bytes of a device next to the training state; None if unknown, as on CPUs."""
     try:
-        return (device.memory_stats() or {}).get('bytes_limit')
+        limit = (mesh.local_devices[0].memory_stats() or {}).get('bytes_limit')
     except (RuntimeError, NotImplementedError):  # not every platform has such numbers
         return None
-
-
-def has_fast_bfloat16(device: Any) -> bool:
-    """Returns whether the device multiplies bfloat16 faster than float32.
-
-    TPUs do, and NVIDIA GPUs of compute capability 8.0 (Ampere) or newer. AMD GPUs were not tested.
-    """
-    major = str(getattr(device, 'compute_capability', '')).partition('.')[0]
-    return device.platform == 'tpu' or (major.isdecimal() and int(major) >= 8)
-
-
-def preprocessing_of(config: TrainConfig, start: Checkpoint | None) -> Preprocessing:
-    """Returns the configuration's preprocessing, or the checkpoint's, or the usual one."""
-    return config.preprocessing or (start.card.preprocessing if start else Preprocessing())
-
-
-def trained_model(config: TrainConfig, start: Checkpoint | None, classes: int) -> ModelConfig:
-    """Returns the model to train, the configuration's or the checkpoint's, for this many classes.
-
-    To predict patches it has no classes.
-    """
-    model, size = config.model, config.image_size
-    if config.objective is not None:
-        if model is None:
-            assert start is not None  # `build_experiment` asks for one of them
-            model = headless(start.card.model)
-            if isinstance(model, ViTConfig):
-                model.representation_size = None
-        model = dataclasses.replace(model, image_size=size or model.image_size)
-        return for_patches(model, config.objective)
-    if model is None:
-        assert start is not None
-        model = for_task(start.card.model, num_classes=classes, image_size=size)
-        return dataclasses.replace(model, head=config.head or model.head)
-    text = f'{records.text_of(config.data)} has {counted(classes, "class")}; leave it out'
-    wrong = f'config.model.num_classes={model.num_classes}, but {text} to take their number'
-    require(model.num_classes in (None, classes), wrong)
-    if isinstance(model, ViTConfig):
-        wrong = f'config.model.patch_outputs={model.patch_outputs}: only config.objective'
-        require(model.patch_outputs is None, f'{wrong}=MaskedPatches trains them; leave it out')
-    size, head = size or model.image_size, config.head or model.head
-    return dataclasses.replace(model, num_classes=classes, image_size=size, head=head)
+    if limit is None:
+        return None
+    copies = config.polyak_decay is not None, config.accumulation_steps > 1
+    numbers = 3 + (config.optimizer.kind == 'adamw') + sum(copies)  # float32, per parameter
+    split = mesh.shape['fsdp'] * mesh.shape['tensor']
+    return int(limit) - 4 * numbers * parameter_count(model) // split
 
 
 def reader_for(
@@ -337,28 +326,50 @@ def reader_for(
     )
 
 
-def _training_functions(
-    config: TrainConfig,
-    *,
-    model: Model,
-    mesh: Mesh,
-    loss_sums: LossSums,
-    length: TrainLength,
-    classes: int,
+def make_eval_batches(config: TrainConfig, mesh: Mesh) -> Batches:
+    """Makes the batches of evaluations; their loaders also serve training."""
+    loader_of = make_loaders(config.loader, meshes.batch_sharding(mesh))
+    return Batches(mesh, loader_of, config.eval_batch_size or config.batch_size)
+
+
+def _make_loss_sums(
+    config: TrainConfig, model: Model, preprocessing: Preprocessing, train: Source
+) -> tuple[LossSums, LossSums]:
+    """Makes the functions that sum loss and metrics over a batch: to train with, to evaluate with.
+
+    If training images may have several classes, evaluations measure the mean average precision. If
+    they have one class each, any class of an evaluated image is right.
+    """
+    scale = functools.partial(normalize, preprocessing=preprocessing)
+    if config.objective is not None:
+        assert isinstance(model.config, ViTConfig)  # `trained_model` rejects others
+        sums = make_patch_sums(
+            model.predict_patches,
+            config.objective,
+            scale,
+            model=model.config,
+            keys_of=lambda batch: example_keys(
+                updates.purpose_key(config.seed, updates.CORRUPT), batch
+            ),
+        )
+        return sums, sums
+    loss = make_loss(config.loss)
+    sums = updates.make_loss_sums(model.apply, loss, scale)
+    if train.multi_label:
+        return sums, updates.make_loss_sums(model.apply, loss, scale, rows_of=scores)
+    return sums, updates.make_loss_sums(model.apply, of_any(loss), scale)
+
+
+def _make_training(
+    config: TrainConfig, model: Model, loss_sums: LossSums, length: TrainLength, train: Source
 ) -> tuple[Callable[[], TrainState], Update, list[str]]:
     """Returns `init`, `update`, and what the rules matched. Raises UserError if they do not fit."""
     schedule = make_schedule(config.schedule, length)
-    first = jax.jit(model.init)  # traced once: always on this mesh, with the same key
-
-    def first_params() -> Params:
-        return first(updates.key_for(config.seed, updates.INITIALISE, 0))
-
-    params = jax.eval_shape(meshes.traced_on(mesh, first_params))
-    rules = make_rules(config.optimizer, params)
+    rules = make_rules(config.optimizer, abstract_params(model.config))
     optimizer = make_optimizer(config.optimizer, schedule, rules)
     averaged = config.polyak_decay is not None
-    init = updates.make_init(first, optimizer, seed=config.seed, averaged=averaged)
-    targets = functools.partial(targets_of, num_classes=classes)
+    init = updates.make_init(model.init, optimizer, seed=config.seed, averaged=averaged)
+    targets = functools.partial(targets_of, num_classes=len(train.class_names))
     update = updates.make_update(
         loss_sums,
         optimizer,
@@ -369,66 +380,7 @@ def _training_functions(
         accumulation_steps=config.accumulation_steps,
         polyak_decay=config.polyak_decay,
     )
-    return meshes.traced_on(mesh, init), update, rules.report
-
-
-def make_objective(
-    config: TrainConfig,
-    model: Model,
-    preprocessing: Preprocessing,
-    *,
-    any_right: bool = False,
-    rows_of: RowsOf | None = None,
-) -> LossSums:
-    """Makes the function that sums the loss and the metrics over the examples of a batch.
-
-    With `any_right`, any class of a multi-label image is right. `rows_of` see `make_loss_sums`.
-    """
-    scale = functools.partial(normalize, preprocessing=preprocessing)
-    if config.objective is None:
-        loss = make_loss(config.loss)
-        loss = of_any(loss) if any_right else loss
-        return updates.make_loss_sums(model.apply, loss, scale, rows_of=rows_of)
-    assert isinstance(model.config, ViTConfig)  # `trained_model` rejects others
-    return make_patch_sums(
-        model.predict_patches,
-        config.objective,
-        scale,
-        model=model.config,
-        keys_of=lambda batch: example_keys(
-            updates.purpose_key(config.seed, updates.CORRUPT), batch
-        ),
-    )
-
-
-def make_evaluators(
-    objective: Callable[..., LossSums],
-    batches: Batches,
-    *,
-    train: Source,
-    evaluated: dict[str, Source],
-) -> dict[str, Evaluator]:
-    """Makes the evaluator of each evaluation; evaluations with equal options share one.
-
-    Any class of a multi-label image is right if training images have one class each. Otherwise
-    the mean average precision of multi-label images is measured.
-    """
-    rows_of = scores if train.multi_label else None
-
-    @functools.cache
-    def evaluator(any_right: bool) -> Evaluator:
-        return make_evaluator(objective(any_right=any_right, rows_of=rows_of), batches)
-
-    return {
-        name: evaluator(source.multi_label and not train.multi_label)
-        for name, source in evaluated.items()
-    }
-
-
-def make_eval_batches(config: TrainConfig, mesh: Mesh) -> Batches:
-    """Makes the batches of evaluations; their loaders also serve training."""
-    loader_of = make_loaders(config.loader, meshes.batch_sharding(mesh))
-    return Batches(mesh, loader_of, config.eval_batch_size or config.batch_size)
+    return init, update, rules.report
 
 
 def eval_loaders(experiment: Experiment) -> list[Loader]:

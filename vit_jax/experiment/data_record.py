@@ -114,34 +114,34 @@ def compare_data(
 ) -> Iterator[Callable[[float], None]]:
     """Compares the splits of a run with its record, which process 0 updates.
 
-    Yields a function that raises what was found in the background meanwhile, after waiting for its
-    end for this many seconds.
+    Yields a function that waits up to this many seconds for the sizes of the other files, and then
+    raises what was found by then.
 
     Raises:
       UserError: If data changed that the run has learned from, unless `accept` is set.
       Differs: If the data differ between processes.
     """
-    folder, stop = workdir.folder, threading.Event()
+    path, recorded, stop = workdir.folder / DATA, Splits(), threading.Event()
     splits = {name: record_split(source) for name, source in sources.items()}
-    recorded: Splits = {}
     if job.index == 0:
-        if digests.steps(folder / FOLDER):  # else nothing was learned yet
-            recorded = _read(folder / DATA)
+        if digests.steps(workdir.folder / FOLDER):  # else nothing was learned yet
+            recorded = _read(path)
         recorded = _update(workdir, recorded, splits, accept=accept)
     if job.count > 1:
-        _require_same(job, splits, folder / DATA)
+        _require_same(job, splits, path)
     if job.index != 0:
-        splits = {}  # process 0 alone compares the other sizes, and writes
+        splits = {}  # process 0 alone reads the other sizes, and writes
 
     def compare_sizes() -> None:
+        complete = Splits()
         for name, split in splits.items():
             indices, sizes = range(len(split.names)), [*split.sizes]
             while len(sizes) < len(indices):
                 if stop.is_set():
                     return
                 sizes += sources[name].read_sizes(indices[len(sizes) :][:_BLOCK]).tolist()
-            splits[name] = split._replace(sizes=sizes)
-        _update(workdir, recorded, splits, accept=accept)
+            complete[name] = split._replace(sizes=sizes)
+        _update(workdir, recorded, complete, accept=accept)
 
     with futures.ThreadPoolExecutor(1) as pool:
         rest = pool.submit(compare_sizes)
@@ -175,8 +175,7 @@ def _update(workdir: Workdir, recorded: Splits, splits: Splits, *, accept: bool)
 
 def _require_same(job: Job, splits: Splits, path: Path) -> None:
     """Raises Differs if the data of process 0, which are recorded in `path`, are other ones."""
-    texts = {name: json.dumps(split).encode() for name, split in splits.items()}
-    ours = {name: hashlib.sha256(text).hexdigest() for name, text in texts.items()}
+    ours = {'digest': hashlib.sha256(json.dumps(splits).encode()).hexdigest()}
 
     def describe(theirs: dict[str, str]) -> list[str]:
         if theirs == ours:
@@ -186,9 +185,9 @@ def _require_same(job: Job, splits: Splits, path: Path) -> None:
     job.require_same('the data', ours, describe)
 
 
-def read_training_images(folder: Path) -> SplitRecord | None:
-    """Returns the training images of the run in a work directory, or None without a record."""
-    return next(iter(_read(folder / DATA).values()), None)
+def read_training_images(folder: Path) -> SplitRecord:
+    """Returns the training images of the run in a work directory; no images without a record."""
+    return next(iter(_read(folder / DATA).values()), SplitRecord([], [], [], []))
 
 
 def _read(path: Path) -> Splits:
@@ -199,5 +198,5 @@ def _read(path: Path) -> Splits:
         splits = json.loads(gzip.decompress(data))
         return {name: SplitRecord(**split) for name, split in splits.items()}
     except DAMAGED_NPZ:
-        logging.warning('%s: missing or damaged: changes of the data may not be noticed', path)
+        logging.warning('%s: missing or damaged: it is not known what the run was trained on', path)
         return {}

@@ -17,7 +17,7 @@ from vit_jax.evaluation import features, probing
 from vit_jax.experiment import data_record, fingerprint, workdirs
 from vit_jax.experiment.build import make_eval_batches, make_mesh, open_start, reader_for
 from vit_jax.experiment.reporter import console_of
-from vit_jax.models import build
+from vit_jax.models import abstract_params, build
 from vit_jax.models.compute import resolve_compute
 
 
@@ -33,48 +33,43 @@ def probe(
     job.require_same('this evaluation', fingerprint.of_run(config, path))
     if (fewshot := config.fewshot) is None:
         raise UserError('config.fewshot is none: expected shots, seeds and data to evaluate with')
-    start = open_start(config)
-    if start is None:
+    if (start := open_start(config)) is None:
         raise UserError('config.start_from is none: expected the checkpoint to evaluate')
     job.require_same('start_from', fingerprint.of_start(start))
-    preprocessing = start.card.preprocessing
+    card, preprocessing = start.card, start.card.preprocessing
     config = dataclasses.replace(config, preprocessing=preprocessing, start_from=start.path)
-    size = config.image_size or start.card.model.image_size
-    body = dataclasses.replace(headless(start.card.model), image_size=size)
+    size = config.image_size or card.model.image_size
+    body = dataclasses.replace(headless(card.model), image_size=size)
     resolved = resolve_compute(config.compute, body, platform=jax.default_backend())
     dtype = resolved.compute.dtype
-    model = build(body, compute=resolved.compute)
-    mesh = make_mesh(config)
+    model, mesh = build(body, compute=resolved.compute), make_mesh(config)
     check_memory(config.eval_batch_size or config.batch_size, size, 'config.eval_batch_size')
     reader = reader_for(config, preprocessing, size)
-    sets = probing.open_probes(fewshot, config.data, make_opener(config.held_out), reader)
-    exact, batches = dtype == 'float32', make_eval_batches(config, mesh)
-    evaluator = features.make_feature_evaluator(model, preprocessing, batches, exact=exact)
-    values, console = records.to_dict(config), console_of(job)
-    sources = data_record.find_sources(config, {}, sets) if job.count > 1 else {}
+    probes = probing.open_probes(fewshot, config.data, make_opener(config.held_out), reader)
+    evaluator = features.make_feature_evaluator(
+        model, preprocessing, make_eval_batches(config, mesh), exact=dtype == 'float32'
+    )
+    sources = data_record.find_sources(config, {}, probes) if job.count > 1 else {}
     with (
-        workdirs.opened(path, values, job, accept_changes=accept_changes) as workdir,
+        workdirs.opened(
+            path, records.to_dict(config), job, accept_changes=accept_changes
+        ) as workdir,
         data_record.compare_data(workdir, sources, job),
     ):
-        fresh = jax.eval_shape(model.init, jax.random.key(0))
+        fresh = abstract_params(body)
         shardings = sharding_rules.shardings_for(fresh, mesh, config.mesh)
-        abstract = sharding_rules.abstract(fresh, shardings)
-        evaluator = evaluator.compile(abstract, sets.example)
-        params, report = transfer(start.read(), old=start.card.model, new=model.config, fresh=fresh)
-        said = probing.episodes_outline(sets, start.card.class_names)
-        lines = [f'start_from {start.path}', *start.report, *report, f'compute {resolved}', *said]
-        console.print('\n'.join(lines))
+        evaluator = evaluator.compile(sharding_rules.abstract(fresh, shardings), probes.example)
+        params, report = transfer(start.read(), old=card.model, new=body, fresh=fresh)
+        outline = probing.episodes_outline(probes, card.class_names)
+        lines = [f'start_from {start.path}', *start.report, *report, f'compute {resolved}']
+        console_of(job).print('\n'.join([*lines, *outline]))
         placed = meshes.put(params, shardings)
         features_of = features.features_by(evaluator, placed, watch=job.tick_each)
         if fewshot.feature_cache is not None and job.count == 1:
-            digest = features.digest_model(
-                model.config, params, preprocessing=preprocessing, dtype=dtype
-            )
-            folder = pathlib.Path(fewshot.feature_cache)
-            features_of = features.cached(features_of, folder, digest)
-        result = probing.evaluate(features_of, sets, preprocessing)
-        result |= {'step': start.card.step, 'checkpoint': config.start_from}
-        result |= fingerprint.of_start(start)
+            digest = features.digest_model(body, params, preprocessing=preprocessing, dtype=dtype)
+            features_of = features.cached(features_of, pathlib.Path(fewshot.feature_cache), digest)
+        result = probing.evaluate(features_of, probes, preprocessing)
+        result |= {'step': card.step, 'checkpoint': start.path} | fingerprint.of_start(start)
         if job.index == 0:
             workdir.check()
             write_json(workdir.folder / workdirs.FEWSHOT, result)

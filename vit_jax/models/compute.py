@@ -81,6 +81,20 @@ class DeviceBudget(NamedTuple):
     memory: int | None  # bytes that activations may take; None: unknown
     has_fast_bfloat16: bool = False  # whether bfloat16 products are faster than float32 products
 
+    @staticmethod
+    def on(device: Any, *, images: int, memory: int | None) -> 'DeviceBudget':
+        """Returns the budget of a device."""
+        return DeviceBudget(images, memory, has_fast_bfloat16(device))
+
+
+def has_fast_bfloat16(device: Any) -> bool:
+    """Returns whether the device multiplies bfloat16 faster than float32.
+
+    TPUs do, and NVIDIA GPUs of compute capability 8.0 (Ampere) or newer. AMD GPUs were not tested.
+    """
+    major = str(getattr(device, 'compute_capability', '')).partition('.')[0]
+    return device.platform == 'tpu' or (major.isdecimal() and int(major) >= 8)
+
 
 class ResolvedCompute(NamedTuple):
     """Compute options without `auto`, and the reasons for some of the choices."""

@@ -11,7 +11,8 @@ import numpy as np
 
 from vit_jax.base import records, require, storage
 from vit_jax.base.array_types import Bool
-from vit_jax.base.errors import MissingFile, UserError, close_by, counted, refuse, usable
+from vit_jax.base.errors import MissingFile, UserError, counted, refuse
+from vit_jax.base.storage import close_by, usable
 from vit_jax.data.sources import arrays, folders, imagenet, tables, tfds, vtab
 from vit_jax.data.sources.base import (
     DataFunction,

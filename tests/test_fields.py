@@ -63,7 +63,6 @@ def with_mesh(**values):
 
 
 RESNET = ResNetConfig(image_size=(8, 8), backbone=Backbone(blocks=(1,), width=32))
-SIGMA = Duration(fraction=0.5)
 # The field, another value for it, and the experiment in which it matters.
 CHANGES = [
     ('train_split', 'train[:100]', base()),

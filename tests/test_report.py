@@ -143,65 +143,6 @@ def test_many_runs_can_be_told_apart():
     assert len(looks) == 15
 
 
-def drawn_in(maker, title):
-    from vit_jax.figures import curves
-
-    (of_title,) = (drawn for name, _, drawn, _ in report._PICTURES if name == title)
-    drawn = report._named(report._told_apart(of_title(maker)), ['run'])
-    lines = curves.curves(title, drawn, x='step', y='y').axes[0].lines
-    return {one.get_label(): one for one in lines}
-
-
-def test_all_that_is_drawn_of_one_run_can_be_told_apart_by_its_markers(tmp_path):
-    """As of a number that exists at one step only there is no line."""
-    shots = {f'{name}_shot_accuracy': 0.5 for name in (1, 5, 10, 25, '4_way_1', 'set/20_way_5')}
-    at_once = [LINES[0], line('held_out', 20, loss=1.0), line('fewshot', 20, **shots)]
-    (run,) = history.read_all([run_of(tmp_path / 'run', lines=[*LINES[1:5], *at_once])])
-    maker = report._Curves(run, 0, 'steps')
-    looks = {
-        title: {name: (x.get_marker(), x.get_fillstyle()) for name, x in drawn.items()}
-        for title in ('Loss', 'Few-shot accuracy', 'Accuracy of episodes')
-        if (drawn := drawn_in(maker, title))
-    }
-    assert [[*each] for each in looks.values()] == [
-        ['training', 'test', 'held_out', 'skipped', 'spike'],
-        ['1-shot', '5-shot', '10-shot', '25-shot'],
-        ['4-way-1-shot', 'set/20-way-5-shot'],
-    ]
-    for each in looks.values():
-        assert len({*each.values()}) == len(each)
-
-
-def test_a_kind_of_line_looks_the_same_in_all_runs():
-    from vit_jax.figures.curves import Curve
-
-    x = np.arange(3.0)
-    drawn = [Curve('1', 0, x, x), *(Curve(str(i), 1, x, x) for i in range(12, 0, -1))]
-    found = report._told_apart(drawn)
-    looks = [(each.style, each.fill) for each in found]
-    assert looks[0] == looks[-1] and len({*looks}) == 12
-
-
-def test_a_legend_names_each_run_once_and_each_kind_of_line_once():
-    from vit_jax.figures.curves import Curve
-
-    x = np.arange(3.0)
-
-    def legend(runs, kinds):
-        drawn = [Curve(k, i, x, x, s) for i in range(len(runs)) for k, s in kinds.items()]
-        named = report._named(drawn, runs)
-        assert len([each for each in named if np.isfinite(each.y).any()]) == len(drawn)
-        return [(each.name, each.place, each.style) for each in named if each.name]
-
-    kinds = {'training': ':', 'test': '-'}
-    of_one = legend(['a'], kinds)
-    assert of_one == [('training', 0, ':'), ('test', 0, '-')]
-    of_two = legend(['a', 'b'], kinds)
-    assert [(name, place) for name, place, _ in of_two[:2]] == [('a', 0), ('b', 1)]
-    assert of_two[2:] == [('training', None, ':'), ('test', None, '-')]
-    assert legend(['a', 'b'], {'': '-'}) == [('a', 0, '-'), ('b', 1, '-')]
-
-
 def test_what_is_no_work_directory_is_refused_by_name(tmp_path):
     (tmp_path / 'empty').mkdir()
     run = run_of(tmp_path / 'run')

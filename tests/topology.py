@@ -1,8 +1,8 @@
 """What must not depend on the topology: python -m tests.topology OUT.json FSDP TENSOR FLAGS.
 
 Trains, and writes digests of the first parameters and of ten batches, the losses of the steps, what
-an evaluation counted of uneven numbers of images, and the digest of the state that it leaves in
---save=DIR. With --restore=DIR,... it trains nothing and writes the digest of the state of each.
+an evaluation counted of uneven numbers of images, and the digests of the state that it leaves in
+--save=DIR and of those that others left in --restore=DIR,...
 """
 
 import hashlib
@@ -21,11 +21,10 @@ from vit_jax.distributed import meshes
 from vit_jax.distributed.meshes import MeshConfig
 from vit_jax.distributed.processes import joined_job
 from vit_jax.experiment import compilation
-from vit_jax.experiment.build import build_experiment
 from vit_jax.models import Regularization
 from vit_jax.training.duration import Duration
 
-COUNTS, STEPS = (1, 7, 50, 65), 100
+COUNTS, STEPS = (1, 7, 50, 65), 40
 
 
 def digest(tree, mesh):
@@ -37,8 +36,7 @@ def digest(tree, mesh):
     return total.hexdigest()
 
 
-def trained(job, config, folder):
-    experiment, state, update = tiny.compiled(config)
+def trained(job, experiment, state, update, folder):
     abstract = compilation.abstract_state(experiment)
     evaluators, _ = compilation.compile_evaluators(experiment, abstract.eval_params)
     evaluator, loader_of = evaluators['test'], experiment.loader_of
@@ -46,7 +44,10 @@ def trained(job, config, folder):
     found = {'initial': digest(state, experiment.mesh), 'batches': [], 'losses': []}
     for step, batch in enumerate(
         loading.training_batches(
-            loader_of(experiment.train), steps=range(STEPS), batch_size=config.batch_size, seed=0
+            loader_of(experiment.train),
+            steps=range(STEPS),
+            batch_size=experiment.config.batch_size,
+            seed=0,
         )
     ):
         if step < 10:
@@ -66,19 +67,14 @@ def trained(job, config, folder):
     return found
 
 
-def restored(job, config, folders):
-    experiment = build_experiment(config)
-    abstract = compilation.abstract_state(experiment)
-    found = {}
-    for folder in folders:
-        checkpoints = Checkpoints(folder, keep=1)
-        params, training, _ = checkpoints.restore(
-            STEPS, abstract.split(), compilation.shardings_of(abstract).split()
-        )
-        job.barrier('restored')
-        found[folder] = digest((params, training), experiment.mesh)
-        checkpoints.close()
-    return found
+def restored(job, experiment, abstract, folder):
+    checkpoints = Checkpoints(folder, keep=1)
+    params, training, _ = checkpoints.restore(
+        STEPS, abstract.split(), compilation.shardings_of(abstract).split()
+    )
+    job.barrier('restored')
+    checkpoints.close()
+    return digest((params, training), experiment.mesh)
 
 
 def main(arguments):
@@ -95,10 +91,11 @@ def main(arguments):
     )
     with joined_job(app.launch(arguments), app.report) as job:
         assert jnp.zeros(()).dtype == jnp.float32
-        if arguments.save:
-            found = trained(job, config, arguments.save)
-        else:
-            found = restored(job, config, arguments.restore.split(','))
+        experiment, state, update = tiny.compiled(config)
+        abstract = compilation.abstract_state(experiment)
+        folders = filter(None, arguments.restore.split(','))
+        others = {folder: restored(job, experiment, abstract, folder) for folder in folders}
+        found = trained(job, experiment, state, update, arguments.save) | {'restored': others}
         if job.index == 0:
             pathlib.Path(arguments.out).write_text(json.dumps(found))
     return 0

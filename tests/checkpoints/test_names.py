@@ -11,7 +11,7 @@ import requests
 import vit_jax
 from tests import reference, tiny
 from tests.servers import web
-from vit_jax import convert, visualize
+from vit_jax import convert
 from vit_jax.base.errors import MissingFile, UserError
 from vit_jax.checkpoints import download, names
 from vit_jax.checkpoints.formats.inference import Hints
@@ -349,12 +349,6 @@ def test_what_came_and_is_no_checkpoint_is_said_with_where_it_is_and_came_from(s
     assert text.endswith(
         f'; it came from {server.url}{FILE}: remove it to have it downloaded again'
     )
-
-
-def test_figures_of_a_network_are_called_as_its_name_is():
-    short, hub, url = 'augreg:B/16', 'hf:owner/name', f'{NAME}:img#sha256={"0" * 64}'
-    assert visualize.name_networks([short, hub]) == ['augreg-B-16', 'name']
-    assert visualize.name_networks([url]) == ['file_img']
 
 
 @pytest.mark.full

@@ -175,34 +175,3 @@ def test_a_users_own_matplotlib_settings_change_no_picture():
     with matplotlib.rc_context({'font.size': 30, 'axes.facecolor': 'red', 'savefig.dpi': 20}):
         assert style.png(made_up.draw('probes', **SIZES['small'])) == before
         assert matplotlib.rcParams['font.size'] == 30
-
-
-def test_the_ends_of_the_scale_have_the_colours_of_the_ends():
-    similarity = np.array([[1.0, 0.0], [0.5, 1.0]])
-    shown = drawing.cka(similarity, ['a', 'b'], ['n', 'n']).axes[0].images[0]
-    ends = matplotlib.colormaps[style.SEQUENTIAL]([1.0, 0.0, 0.5])
-    np.testing.assert_array_equal(shown.to_rgba(similarity)[[0, 0, 1], [0, 1, 0]], ends)
-    both = np.array([-1.0, 1.0]).reshape(1, 2, 1, 1).repeat(2, axis=3)
-    tile = drawing.positions(both).axes[0].images
-    ends = matplotlib.colormaps[style.DIVERGING]([0.0, 1.0])
-    colours = [image.to_rgba(image.get_array())[0, 0] for image in tile]
-    np.testing.assert_array_equal(colours, ends)
-
-
-def test_lines_differ_in_more_than_colour():
-    looks = [style.line(place, 'name') for place in range(28)]
-    assert len({(look['color'], look['marker'], look['linestyle']) for look in looks}) == 28
-    nearest = zip(looks[:7], looks[1:8], strict=True)
-    assert all(one['marker'] != other['marker'] for one, other in nearest)
-
-
-def test_a_long_name_keeps_its_ends():
-    assert style.elided('checkpoints/of/a/vit/000120000', 11) == 'check…20000'
-    assert style.elided('\u732b' * 9, 10) == '\u732b\u732b…\u732b\u732b'
-    assert style.elided('a\nb\t\udc80', 20) == 'a b'
-    assert all(len(style.elided(made_up.LONG, letters)) == letters for letters in range(3, 60))
-
-
-def test_what_is_thinned_keeps_its_first_and_last():
-    assert style.chosen(48, 12)[::11] == [0, 47] and len(style.chosen(48, 12)) == 12
-    assert style.chosen(3, 12) == [0, 1, 2] and style.chosen(1, 12) == [0]

@@ -62,10 +62,13 @@ def test_a_grid_has_every_combination_with_the_values_of_its_axes():
 
 
 def test_the_base_is_left_as_it_is():
-    one = study()
-    before = records.to_dict(one)
-    planned_runs.planned(one)
-    assert records.to_dict(one) == before
+    shared = tiny.model(num_classes=None)  # as two values of an axis may share one
+    axes = {'depth': {'5': {'model': shared, 'model.depth': 5}}, 'pool': POOLS}
+    for one in study(), study(grids={'train': Grid(axes=axes)}):
+        before = records.to_dict(one)
+        planned_runs.planned(one)
+        assert records.to_dict(one) == before
+    assert shared == tiny.model(num_classes=None)
 
 
 def test_what_follows_has_the_values_and_the_seed_of_the_run_it_starts_from():

@@ -279,7 +279,7 @@ def read(hint: Any, value: Any, where: str) -> Any:
         if option is float and type(value) is int:
             return float(value)
         if option is Any or type(value) is option:  # NoneType too
-            return value
+            return checked(value, where=where) if isinstance(value, Record) else value
         if origin is Literal and type(value) in map(type, items) and value in items:
             return value
         if origin is Callable and (is_name or callable(value)):

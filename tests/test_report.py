@@ -132,17 +132,6 @@ def test_damaged_files_have_a_page(tmp_path):
     assert '<h2>Loss</h2>' in page_of(tmp_path, folder, over='time')
 
 
-@pytest.mark.full
-def test_many_runs_can_be_told_apart():
-    from vit_jax.figures import curves
-
-    x = np.arange(100.0)
-    drawn = [curves.Curve(f'run {i}', i, x, x + i) for i in range(15)]
-    figure = curves.curves('title', drawn, x='x', y='y')
-    looks = {(one.get_color(), one.get_marker()) for one in figure.axes[0].lines}
-    assert len(looks) == 15
-
-
 def test_what_is_no_work_directory_is_refused_by_name(tmp_path):
     (tmp_path / 'empty').mkdir()
     run = run_of(tmp_path / 'run')

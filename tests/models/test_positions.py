@@ -61,9 +61,6 @@ def test_every_kind_that_is_added_is_the_learned_one_with_its_array(kind, pool):
     )
 
 
-ADDED = 'learned', 'learned2d', 'sincos2d'
-
-
 @pytest.mark.parametrize(
     'kind, at',
     [

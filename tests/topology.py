@@ -5,6 +5,7 @@ an evaluation counted of uneven numbers of images, and the digests of the state 
 --save=DIR and of those that others left in --restore=DIR,...
 """
 
+import functools
 import hashlib
 import json
 import pathlib
@@ -27,12 +28,16 @@ from vit_jax.training.duration import Duration
 COUNTS, STEPS = (1, 7, 50, 65), 40
 
 
+@functools.cache
+def gather_on(mesh):
+    return jax.jit(lambda tree: tree, out_shardings=meshes.replicated(mesh))
+
+
 def digest(tree, mesh):
     """Of the bits of all arrays, wherever they lie."""
-    gather = jax.jit(lambda x: x, out_shardings=meshes.replicated(mesh))
     total = hashlib.sha256()
-    for leaf in jax.tree.leaves(tree):
-        total.update(np.asarray(gather(leaf)).tobytes())
+    for leaf in jax.tree.leaves(gather_on(mesh)(tree)):
+        total.update(np.asarray(leaf).tobytes())
     return total.hexdigest()
 
 

@@ -57,18 +57,34 @@ def pytest_configure(config):
             importlib.import_module(module.name)
 
 
-LONGEST = (
-    *('test_documentation.py', 'test_hosts.py', 'test_stopping.py', 'test_training_run.py'),
-    'test_app.py',
-    *('test_buckets.py', 'test_topologies.py', 'test_pretrained.py', 'test_following.py'),
-    *('test_round_trips.py', 'test_families_in_use.py', 'test_figures.py'),
-)
+LONGEST = [  # by the seconds that they take
+    'experiment/test_hosts.py',
+    'test_documentation.py',
+    'laws/test_training.py',
+    'experiment/test_buckets.py',
+    'experiment/test_training_run.py',
+    'cli/test_app.py',
+    'test_gpu_programs.py',
+    'experiment/test_stopping.py',
+    'test_families_in_use.py',
+    'test_pretrained.py',
+    'test_device_benchmark.py',
+    'test_visualize.py',
+    'models/test_vit.py',
+    'test_study.py',
+    'experiment/test_topologies.py',
+    'studies/test_planned_runs.py',
+    'test_plan.py',
+    'checkpoints/formats/test_round_trips.py',
+    'figures/test_figures.py',
+]
 
 
 def pytest_collection_modifyitems(items):
     """The longest files first: each goes whole to one worker, and all shall end together."""
     rank = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+    tests = pathlib.Path(__file__).parent
+    items.sort(key=lambda item: rank.get(str(item.path.relative_to(tests)), len(rank)))
 
 
 @pytest.fixture(autouse=True)

@@ -198,13 +198,6 @@ def nan_memory(number, index):
     on_update(number, lambda update, state, batch: update(broken(state, index), batch))
 
 
-def clock(number, index):
-    """The clock is so many seconds ahead, from the start."""
-    right = time.time
-    if index is None or f'--process_id={index}' in sys.argv:
-        time.time = lambda: right() + number
-
-
 def full_disk(number, index):
     """From the save of this step on no file can grow beyond 8 kB."""
     save = Checkpoints.save

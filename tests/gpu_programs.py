@@ -50,7 +50,7 @@ VIT = ViTConfig(
     image_size=(48, 48),  # 36 patches and the class token
     patch_size=(8, 8),
     width=96,
-    depth=2,
+    depth=1,
     mlp_dim=192,
     num_heads=3,
 )
@@ -72,44 +72,43 @@ def odd(model):
     return dataclasses.replace(model, image_size=(36, 36))
 
 
-FLOAT32, BATCHED = Compute(dtype='float32'), Compute(layout='batched')
 DINO = {'gelu': None, 'layer_scale': 1e-5, 'registers': 4, 'pool': 'cls_gap'}
 VIT_22B = {'norm': 'rms', 'qk_norm': True, 'parallel': True, 'positions': 'learned2d'}
 NOISE = {
     'regularization': Regularization(dropout=0.1, stochastic_depth=0.1),
     'augmentation': augreg('medium2'),
 }
+MASKED = {'objective': MaskedPatches()}
+# Each option is in one program; several that do not touch the same operations share one.
 PROGRAMS = {
-    **{
-        f'vit, attention={way}': Program(VIT, Compute(attention=way))
-        for way in ('cudnn', 'xla', 'blockwise')
-    },
-    'vit, float32': Program(VIT, FLOAT32),
-    'vit, batched, xla': Program(VIT, Compute(layout='batched', attention='xla')),
-    'vit, heads of 12': Program(vit(width=48, num_heads=4)),
-    'vit, eval': Program(VIT, step='eval'),
-    'vit, features': Program(VIT, step='features'),
-    'vit, remat=dots': Program(VIT, Compute(remat='dots')),
-    'vit, dropout and RandAugment': Program(VIT, changes=NOISE),
-    'vit, masked patches': Program(VIT, changes={'objective': MaskedPatches()}),
-    'vit, attention pooling': Program(vit(pool='map')),
+    'vit, cudnn, dropout and RandAugment': Program(
+        vit(depth=2), Compute(attention='cudnn'), changes=NOISE
+    ),
+    'vit, blockwise, as in DINOv2': Program(vit(**DINO), Compute(attention='blockwise')),
+    'vit, xla, batched, as in ViT-22B': Program(
+        vit(**VIT_22B), Compute(layout='batched', attention='xla')
+    ),
+    'vit, float32, attention pooling, heads of 12': Program(
+        vit(width=48, num_heads=4, pool='map'), Compute(dtype='float32')
+    ),
+    'vit, remat=dots, masked patches': Program(VIT, Compute(remat='dots'), changes=MASKED),
     'vit, relative positions': Program(vit(positions='relative')),
     'vit, rope': Program(vit(positions='rope')),
-    'vit, as in DINOv2': Program(vit(**DINO)),
-    'vit, as in ViT-22B': Program(vit(**VIT_22B)),
+    'vit, eval': Program(VIT, step='eval'),
+    'vit, features': Program(VIT, step='features'),
     'hybrid': Program(HYBRID),
-    'hybrid, odd': Program(odd(HYBRID)),
-    'hybrid, batched': Program(HYBRID, BATCHED),
-    'hybrid, float32': Program(HYBRID, FLOAT32),
-    'hybrid, eval': Program(HYBRID, step='eval'),
-    'hybrid, features': Program(odd(HYBRID), step='features'),
+    'hybrid, odd, float32': Program(odd(HYBRID), Compute(dtype='float32')),
+    'hybrid of one stage, batched': Program(
+        hybrid((1,), patch_size=(2, 2)), Compute(layout='batched')
+    ),
     'hybrid of a root': Program(hybrid((), patch_size=(2, 2))),
-    'hybrid of one stage': Program(hybrid((1,), patch_size=(2, 2))),
+    'hybrid, eval': Program(HYBRID, step='eval'),
+    'hybrid, odd, features': Program(odd(HYBRID), step='features'),
     'resnet': Program(RESNET),
-    'resnet, odd, remat=dots': Program(odd(RESNET), Compute(remat='dots')),
-    'resnet, batched': Program(RESNET, BATCHED),
-    'resnet, float32': Program(RESNET, FLOAT32),
-    'resnet, eval': Program(odd(RESNET), step='eval'),
+    'resnet, odd, batched, remat=dots': Program(
+        odd(RESNET), Compute(layout='batched', remat='dots')
+    ),
+    'resnet, odd, eval': Program(odd(RESNET), step='eval'),
     'resnet, features': Program(RESNET, step='features'),
 }
 

@@ -15,7 +15,7 @@ import urllib.parse
 
 import pytest
 
-from docs import configuration, layers, readers
+from docs import configuration, layers
 from tests.pages import NOTEBOOKS, PAGES, ROOT, blocks, commands, inline
 from tests.workplace import workplace
 from vit_jax.__main__ import programs
@@ -176,13 +176,6 @@ def test_published_checkpoints_that_are_named_exist():
     assert not wrong, '\n'.join(wrong)
 
 
-def test_no_message_speaks_of_the_checkout():
-    """Of a wheel there is none: no `pip install -e .`, no pages of docs/."""
-    wrong = re.compile(r"-e '?\.|\bdocs/")
-    files = {path: path.read_text() for path in (ROOT / 'vit_jax').rglob('*.py')}
-    assert not [name(path) for path, text in files.items() if wrong.search(text)]
-
-
 def test_every_field_of_a_configuration_has_a_meaning():
     """A whole one: none that goes on in the next field's."""
     kinds = {**config_help.places(TrainConfig), **config_help.places(Study)}
@@ -202,14 +195,6 @@ def test_the_page_of_the_configuration_says_what_its_records_say():
 
 def test_the_picture_of_the_layers_is_that_of_the_allowed_imports():
     assert layers.PICTURE.read_text() == layers.picture(), 'python -m docs.layers draws it anew'
-
-
-def test_programs_read_what_they_are_for():
-    read = readers.readers()
-    assert read['tensorboard'] == ['train', 'finetune'] == read['keep_checkpoints']
-    assert read['optimizer'] == ['train', 'finetune', 'plan', 'doctor']
-    assert read['data'] == list(readers.PROGRAMS) and all(read.values())
-    assert 'fewshot' in read['fewshot'] and 'inspect_data' not in read['fewshot']
 
 
 class Links(html.parser.HTMLParser):

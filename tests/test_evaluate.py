@@ -59,22 +59,6 @@ def multi_label_data(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('kind', ['softmax', 'sigmoid'])
-def test_the_numbers_are_those_that_training_reports(kind, tmp_path, capsys):
-    data = 'digits' if kind == 'softmax' else multi_label_data(tmp_path)
-    model = tiny.model(num_classes=None, depth=1)
-    config = tiny.experiment(data=data, model=model, loss=LossConfig(kind=kind), polyak_decay=0.5)
-    config.schedule.learning_rate = 1e-2
-    reported = training_run.train(config, str(tmp_path / 'run')).evals['test']
-    asked = f'--data={data}', '--split=test[:50]', '--batch_size=16', f'--out={tmp_path / "out"}'
-    assert run(tmp_path / 'run', *asked) == 0
-    assert result(tmp_path / 'out')['means'] == reported
-    assert f'accuracy {reported["accuracy"]:24.2%}'.split() in [
-        line.split() for line in capsys.readouterr().out.splitlines()
-    ]
-
-
-@pytest.mark.full
 def test_every_number_is_the_one_that_the_logits_give(tmp_path):
     """Of a network whose classes are those of the data in another order, in two extra classes."""
     names = ('x', *NAMES[::-1], 'y')

@@ -35,7 +35,6 @@ from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import ScheduleConfig
 
 NAME = 'google_vit_token_prelogits'
-ROOT = pathlib.Path(__file__).parent.parent
 
 
 def saved(tmp_path, config, **values):
@@ -306,22 +305,6 @@ def test_a_network_computes_in_bfloat16_where_asked_to(tmp_path):
         vit_jax.load(path, dtype='float16')
 
 
-@pytest.mark.full
-def test_without_checked_types_lists_are_refused_and_a_pickle_is_another_process_s(tmp_path):
-    """In the tests' own process beartype would refuse lists first."""
-    (tmp_path / 'network').write_bytes(pickle.dumps(loaded(tiny.model())))
-    program = f"""
-import pathlib, pickle
-network = pickle.loads(pathlib.Path({str(tmp_path / 'network')!r}).read_bytes())
-try:
-    network.logits([[1.0]])
-except ValueError as error:
-    print(error)
-"""
-    run = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, cwd=ROOT)
-    assert run.stdout.startswith('images are a list, expected floating-point numbers'), run.stderr
-
-
 def test_other_images_change_what_they_must_and_nothing_else(tmp_path):
     path = saved(tmp_path, tiny.model())
     before = vit_jax.load(path)
@@ -509,34 +492,10 @@ def test_a_checkpoint_replaces_a_file_and_no_folder_of_other_things(tmp_path):
     assert found == ['photos/x.jpg']
 
 
-@pytest.mark.full
-@pytest.mark.parametrize('name', ['bigvision_map', 'timm_gap_fcnorm'])
-def test_training_starts_from_any_of_these(name, tmp_path):
-    config = tiny.experiment(model=None, start_from=reference.path(name), total=Duration(steps=2))
-    config.image_size, config.eval_split = (32, 16), 'test[:16]'
-    tiny.assigned(config.hints, **reference.HINTS[name])
-    config.regularization.dropout = 0.1
-    result = training_run.train(config, str(tmp_path / 'run'))
-    body = {n: leaf for n, leaf in named_leaves(result.state.params).items() if 'mlp' in n}
-    before = named_leaves(vit_jax.load(config.start_from, **reference.HINTS[name]).params)
-    for leaf_name, leaf in body.items():  # two small steps away from where it began
-        assert np.abs(np.asarray(leaf) - before[leaf_name]).max() < 0.01, leaf_name
-    assert vit_jax.load(str(tmp_path / 'run')).config.image_size == (32, 16)
-
-
 def test_a_configuration_is_told_where_to_say_what_a_file_does_not(tmp_path):
     config = tiny.experiment(model=None, start_from=reference.path('timm_gap_fcnorm'))
     with pytest.raises(ValueError, match=r'num_heads=N.*config\.hints\.NAME=VALUE'):
         training_run.train(config, str(tmp_path))
-
-
-def test_few_shot_takes_any_of_these_with_a_head_of_zeros(tmp_path):
-    config = tiny.experiment(model=None, start_from=zero_headed(tmp_path), total=None)
-    config.fewshot = FewshotConfig(shots=(5,), seeds=(0,))
-    result, _ = probing_run.probe(config, str(tmp_path / 'probe'))
-    result = result['sets']['digits']
-    assert result['mean']['5'] > 0.15  # ten classes
-    assert result['preprocessing']['exif_rotation'] is False
 
 
 @pytest.mark.full

@@ -1,8 +1,6 @@
 """The program that runs studies, as users type it."""
 
 import argparse
-import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -11,6 +9,7 @@ import time
 import pytest
 
 from tests import tiny
+from tests.hosts import ROOT, environment
 from vit_jax import study
 from vit_jax.base import UserError
 from vit_jax.experiment import workdirs
@@ -18,9 +17,9 @@ from vit_jax.studies import results
 from vit_jax.studies.config import Drawing, Grid, Study
 from vit_jax.studies.results import Row
 
-ROOT = pathlib.Path(__file__).parent.parent
 FILE = """
 from tests import tiny
+from tests.hosts import ROOT, environment
 from vit_jax.studies.config import Drawing, Grid, Study
 
 def get_config():
@@ -44,9 +43,8 @@ def program(folder, *flags, **how):
     file.write_text(FILE)
     command = [sys.executable, '-m', 'vit_jax.study', f'--config={file}']
     command += [f'--workdir={folder / "out"}', *flags]
-    environment = os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
     pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
-    return subprocess.Popen(command, env=environment, cwd=ROOT, **pipes, **how)
+    return subprocess.Popen(command, env=environment(), cwd=ROOT, **pipes, **how)
 
 
 def output(folder, *flags):

@@ -1,10 +1,11 @@
 """What must not depend on the topology: python -m tests.topology OUT.json FSDP TENSOR FLAGS.
 
 Trains, and writes digests of the first parameters and of ten batches, the losses of the steps, what
-an evaluation counted of uneven numbers of images, and the digest of the state that it leaves in
---save=DIR. With --restore=DIR,... it trains nothing and writes the digest of the state of each.
+an evaluation counted of uneven numbers of images, and the digests of the state that it leaves in
+--save=DIR and of those that others left in --restore=DIR,...
 """
 
+import functools
 import hashlib
 import json
 import pathlib
@@ -21,24 +22,26 @@ from vit_jax.distributed import meshes
 from vit_jax.distributed.meshes import MeshConfig
 from vit_jax.distributed.processes import joined_job
 from vit_jax.experiment import training_run
-from vit_jax.experiment.build import build_experiment
 from vit_jax.models import Regularization
 from vit_jax.training.duration import Duration
 
-COUNTS, STEPS = (1, 7, 50, 65), 100
+COUNTS, STEPS = (1, 7, 50, 65), 40
+
+
+@functools.cache
+def gather_on(mesh):
+    return jax.jit(lambda tree: tree, out_shardings=meshes.replicated(mesh))
 
 
 def digest(tree, mesh):
     """Of the bits of all arrays, wherever they lie."""
-    gather = jax.jit(lambda x: x, out_shardings=meshes.replicated(mesh))
     total = hashlib.sha256()
-    for leaf in jax.tree.leaves(tree):
-        total.update(np.asarray(gather(leaf)).tobytes())
+    for leaf in jax.tree.leaves(gather_on(mesh)(tree)):
+        total.update(np.asarray(leaf).tobytes())
     return total.hexdigest()
 
 
-def trained(job, config, folder):
-    experiment, state, update = tiny.compiled(config)
+def trained(job, experiment, state, update, folder):
     abstract = training_run.abstract_state(experiment)
     evaluators = training_run.compile_evaluators(experiment, abstract.eval_params)
     evaluator, loader_of = evaluators['test'], experiment.loader_of
@@ -46,7 +49,10 @@ def trained(job, config, folder):
     found = {'initial': digest(state, experiment.mesh), 'batches': [], 'losses': []}
     for step, batch in enumerate(
         loading.training_batches(
-            loader_of(experiment.train), steps=range(STEPS), batch_size=config.batch_size, seed=0
+            loader_of(experiment.train),
+            steps=range(STEPS),
+            batch_size=experiment.config.batch_size,
+            seed=0,
         )
     ):
         if step < 10:
@@ -66,19 +72,14 @@ def trained(job, config, folder):
     return found
 
 
-def restored(job, config, folders):
-    experiment = build_experiment(config)
-    abstract = training_run.abstract_state(experiment)
-    found = {}
-    for folder in folders:
-        checkpoints = Checkpoints(folder, keep=1)
-        params, training, _ = checkpoints.restore(
-            STEPS, abstract.split(), training_run.shardings_of(abstract).split()
-        )
-        job.barrier('restored')
-        found[folder] = digest((params, training), experiment.mesh)
-        checkpoints.close()
-    return found
+def restored(job, experiment, abstract, folder):
+    checkpoints = Checkpoints(folder, keep=1)
+    params, training, _ = checkpoints.restore(
+        STEPS, abstract.split(), training_run.shardings_of(abstract).split()
+    )
+    job.barrier('restored')
+    checkpoints.close()
+    return digest((params, training), experiment.mesh)
 
 
 def main(arguments):
@@ -95,10 +96,11 @@ def main(arguments):
     )
     with joined_job(app.launch(arguments), app.report) as job:
         assert jnp.zeros(()).dtype == jnp.float32
-        if arguments.save:
-            found = trained(job, config, arguments.save)
-        else:
-            found = restored(job, config, arguments.restore.split(','))
+        experiment, state, update = tiny.compiled(config)
+        abstract = training_run.abstract_state(experiment)
+        folders = filter(None, arguments.restore.split(','))
+        others = {folder: restored(job, experiment, abstract, folder) for folder in folders}
+        found = trained(job, experiment, state, update, arguments.save) | {'restored': others}
         if job.index == 0:
             pathlib.Path(arguments.out).write_text(json.dumps(found))
     return 0

@@ -333,9 +333,3 @@ def test_a_published_name_without_a_copy_says_which_have_one(server, monkeypatch
         names.local('augreg:B/16')
     with pytest.raises(MissingFile, match='augreg:S/16: .*HTTP 404.*and its copy.*no such repos'):
         names.local('augreg:S/16')
-
-
-def test_the_page_of_names_lists_the_copies():
-    page = (ROOT / 'docs/names.md').read_text()
-    rows = dict(re.findall(r'^\| `((?:augreg|vit):[^`]+)` \| `(hf:[^`]+)`', page, re.MULTILINE))
-    assert rows == {name: file.copy for name, file in published.FILES.items() if file.copy}

@@ -11,14 +11,10 @@ import requests
 import vit_jax
 from tests import reference, tiny
 from tests.servers import web
-from vit_jax import convert, visualize
+from vit_jax import convert
 from vit_jax.base.errors import MissingFile, UserError
 from vit_jax.checkpoints import download, names
-from vit_jax.checkpoints.card import Hints
-from vit_jax.checkpoints.formats.opening import open_checkpoint
 from vit_jax.checkpoints.published import FILES, published
-from vit_jax.distributed.processes import Job
-from vit_jax.experiment import build, training_run
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import parameter_count, variant
 
@@ -225,12 +221,6 @@ def test_a_subtree_stands_before_a_query_which_may_hold_colons(server):
     assert names.as_path(name + digest) == f'{server.url}/a.npz:img'
 
 
-def test_a_name_that_is_too_long_for_a_disk_is_downloaded(server):
-    file = f'/bucket/{"a" * 300}.npz'
-    server.answers[file] = web.Answer(DATA)
-    assert read(f'gs:/{file}') == DATA
-
-
 def test_a_web_page_is_no_checkpoint(server):
     server.answers[FILE] = web.Answer(b'<html>', {'Content-Type': 'text/html; charset=utf-8'})
     with pytest.raises(UserError, match='a web page; take the link that downloads the file'):
@@ -349,24 +339,6 @@ def test_what_came_and_is_no_checkpoint_is_said_with_where_it_is_and_came_from(s
     assert text.endswith(
         f'; it came from {server.url}{FILE}: remove it to have it downloaded again'
     )
-
-
-def test_figures_of_a_network_are_called_as_its_name_is():
-    short, hub, url = 'augreg:B/16', 'hf:owner/name', f'{NAME}:img#sha256={"0" * 64}'
-    assert visualize.name_networks([short, hub]) == ['augreg-B-16', 'name']
-    assert visualize.name_networks([url]) == ['file_img']
-
-
-@pytest.mark.full
-def test_all_hosts_must_begin_from_the_same_files(tmp_path, monkeypatch):
-    asked = {}
-    start = open_checkpoint(str(reference.path('hf_vit')), Hints())._replace(origin=('URL', 'SHA'))
-    monkeypatch.setattr(build, 'open_start', lambda config: start)
-    monkeypatch.setattr(Job, 'require_same', lambda job, name, facts: asked.update({name: facts}))
-    config = tiny.experiment(start_from='hf:owner/name', model=None)
-    with training_run.open_run(config, str(tmp_path), Job()):
-        pass
-    assert asked['what is decided']['origin'] == ['URL', 'SHA']
 
 
 @pytest.mark.full

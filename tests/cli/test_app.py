@@ -2,7 +2,6 @@
 
 import importlib
 import io
-import json
 import logging
 import os
 import pathlib
@@ -342,37 +341,6 @@ def test_fine_tuning_without_a_checkpoint_says_what_is_missing(tmp_path):
     )
     assert code == 1
     assert err.startswith('error: fine-tuning needs a checkpoint: --config.start_from=FILE, ')
-
-
-@pytest.mark.full
-def test_the_road_of_the_readme_in_small(tmp_path):
-    """Pre-train, fine-tune at another shape, probe: the commands, and what they say at the end."""
-    small = '--config.total.steps=2', '--config.schedule.warmup.steps=1', '--config.batch_size=16'
-    none = '--config.compute.remat=none', '--config.checkpoint_every_steps=none'
-    run, tuned = tmp_path / 'run', tmp_path / 'tuned'
-    code, out, err = said(QUICK, f'--workdir={run}', *small, *none)
-    assert (code, err) == (0, '')
-    values = json.loads((run / 'config.json').read_text())
-    assert values['compute']['remat'] == 'none'  # a choice; of the other field, no value
-    assert values['checkpoint_every_steps'] is None
-    for word in 'reached', 'checkpoint', 'metrics', 'time', 'next':
-        assert f'\n{word} ' in out
-    code, out, err = said(
-        '--config=configs/finetune/transfer.py',
-        f'--config.start_from={run}',
-        '--config.image_size=24,16',
-        f'--workdir={tuned}',
-        *small,
-        name='finetune',
-    )
-    assert (code, err) == (0, '') and 'resized from 4x4 to 6x4 patches' in out
-    probe = (
-        '--config=configs/fewshot/linear.py',
-        f'--config.start_from={tuned}',
-        f'--workdir={tmp_path / "probe"}',
-    )
-    code, out, err = said(*probe, name='fewshot')
-    assert (code, err) == (0, '') and ' 25-shot ' in out and 'fewshot.json' in out
 
 
 @pytest.mark.full

@@ -96,7 +96,6 @@ def test_a_run_on_a_store_is_that_in_a_directory_and_is_started_from(bucket, who
 
 # Requests while checkpoint 40 is written, and the step from which a run goes on that they end.
 MOMENTS = {
-    'arrays': (r'POST .*40(%2F|/)training(%2F|/)ocdbt', 20),
     'the end': (r'POST .*checkpoints(%2F|/)40(%2F|/)commit_success', 20),
     'digests': (r'POST .*checkpoints(%2F|/)40(%2F|/)digests', 20),
     'an old one removed': (r'DELETE .*20(%2F|/)card', 40),

@@ -30,7 +30,7 @@ def training(folder, faults='slow:0', count=1, flags=(), **more):
     return hosts(folder, command, count, **more)
 
 
-def assert_same(folder, whole):
+def assert_same(folder, whole, last=60):
     """Bit for bit where the uninterrupted run ended, and on the way."""
     (params, measured), (expected, told) = result(folder), result(whole)
     assert params.keys() == expected.keys()
@@ -38,7 +38,7 @@ def assert_same(folder, whole):
         np.testing.assert_array_equal(leaf, expected[name], name)
     kept = {(line['kind'], line['step']) for line in measured}
     assert [line for line in told if (line['kind'], line['step']) in kept] == measured
-    assert ('test', 60) in kept
+    assert ('test', last) in kept
 
 
 def steps(folder):
@@ -63,30 +63,16 @@ def whole(tmp_path_factory):
 PHASES = {
     'start': ('slow:0', 'starting'),
     'compile': ('slow_compile:5', 'compiling'),
-    'train': ('slow:100', 'reported'),
     'evaluate': ('slow_evaluation:300', 'evaluating test'),
     'save': ('slow_save:500,slow:100', 'saving'),
 }
 
 
 @pytest.mark.full
-def test_two_processes_save_and_go_on_in_a_folder_of_any_name(whole, tmp_path):
-    """Each has its own path of it for orbax, which is none of the names that they agree on."""
-    folder = tmp_path / 'lr=[0.1] a\\b*?%#'
-    folder.mkdir()
-    for faults, code in ('die:30:1', -signal.SIGKILL), ('slow:0', 0):
-        flags = ['--heartbeat_seconds=10', '--config.checkpoint_every_steps=20']
-        with training(folder, faults, count=2, flags=flags) as started:
-            assert [host.wait() for host in started][1] == code, started[0].text
-    assert f'from {folder}/run/checkpoints/20' in started[0].text
-    assert_same(folder, whole(2))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize('count, phases', [(1, [*PHASES]), (2, ['compile', 'evaluate', 'save'])])
+@pytest.mark.parametrize('count, phases', [(1, 'start compile evaluate save'), (2, 'compile save')])
 def test_sigterm_in_any_phase_stops_at_one_step_and_loses_none(count, phases, whole, tmp_path):
     """The last process alone is told, twice; both stop. The next start goes on from there."""
-    for phase in phases:
+    for phase in phases.split():
         faults, event = PHASES[phase]
         before = steps(tmp_path)
         flags = ['--config.eval_every_steps=30', '--accept_config_changes']
@@ -134,25 +120,24 @@ def kill_often(folder, count, kills, seed):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('count, kills', [(1, 1), (2, 3)])
-def test_killed_processes_go_on_to_the_same_bits_and_the_ledger_adds_up(
-    count, kills, whole, tmp_path
-):
-    expected = whole(count)  # before: the first process of all waits for the libraries
-    seconds = kill_often(tmp_path, count, kills, seed=0)
-    assert_same(tmp_path, expected)
-    spent = read_ledger(tmp_path / 'run/ledger.jsonl')[-1]['seconds']
+def test_killed_processes_go_on_to_the_same_bits_and_the_ledger_adds_up(whole, tmp_path):
+    """In a folder of any name: each process has its own path of it for orbax."""
+    expected = whole(2)  # before: the first process of all waits for the libraries
+    folder = tmp_path / 'lr=[0.1] a\\b*?%#'
+    folder.mkdir()
+    seconds = kill_often(folder, count=2, kills=2, seed=0)
+    assert_same(folder, expected)
+    spent = read_ledger(folder / 'run/ledger.jsonl')[-1]['seconds']
     assert spent['lost by restart'] > 0
     # The ledger ends before the last lines are printed and the processes have gone.
     assert sum(spent.values()) == pytest.approx(seconds, rel=0.01, abs=2.0)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('step', [12, 23])
-def test_a_run_without_memory_ends_by_itself_and_goes_on_to_the_same_bits(step, whole, tmp_path):
+def test_a_run_without_memory_ends_by_itself_and_goes_on_to_the_same_bits(whole, tmp_path):
     """The system gives it none from that step on. jax and tensorstore may abort or hang."""
     flags = ['--watchdog_seconds=10', '--start_seconds=60']
-    with training(tmp_path, f'full_memory:{step},slow:20', flags=flags) as (host,):
+    with training(tmp_path, 'full_memory:23,slow:20', flags=flags) as (host,):
         assert host.wait(150) in (1, REQUEUE, -signal.SIGABRT)
     assert re.search('[Ee]rror|most recent call first', host.text)
     with training(tmp_path) as (host,):
@@ -161,13 +146,13 @@ def test_a_run_without_memory_ends_by_itself_and_goes_on_to_the_same_bits(step, 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('index', [0, 1])
 def test_a_process_that_is_killed_alone_ends_the_other_and_both_go_on_to_the_same_bits(
-    index, whole, tmp_path
+    whole, tmp_path
 ):
-    with training(tmp_path, f'die:25:{index}', 2, ['--heartbeat_seconds=5']) as started:
-        assert started[index].wait() == -signal.SIGKILL
-        assert started[1 - index].wait() == REQUEUE
+    """It is the one that the others join; tests/laws kills the other."""
+    with training(tmp_path, 'die:25:0', 2, ['--heartbeat_seconds=5']) as started:
+        assert started[0].wait() == -signal.SIGKILL
+        assert started[1].wait() == REQUEUE
     with training(tmp_path, count=2) as started:
         assert [host.wait() for host in started] == [0, 0]
         assert 'resuming at step ' in started[0].text
@@ -179,10 +164,11 @@ def test_what_is_not_finite_in_one_process_is_skipped_by_all(tmp_path):
     """To the bits of a run in which it happens to all of them."""
     for name, fault in ('one', 'nan:15:1'), ('all', 'nan:15'):
         (tmp_path / name).mkdir()
-        with training(tmp_path / name, fault, 2) as started:
+        flags = ['--config.total.steps=20']
+        with training(tmp_path / name, fault, 2, flags) as started:
             assert [host.wait() for host in started] == [0, 0]
         assert 'step 16: update skipped: ' in started[0].text
-    assert_same(tmp_path / 'one', tmp_path / 'all')
+    assert_same(tmp_path / 'one', tmp_path / 'all', last=20)
     (params, measured), finite = result(tmp_path / 'one'), np.isfinite
     assert all(finite(leaf).all() for leaf in params.values())
     assert [line['step'] for line in measured if line['kind'] == 'skipped'] == [16]
@@ -201,17 +187,7 @@ def test_parameters_that_are_not_finite_in_one_process_are_never_saved(whole, tm
     assert_same(tmp_path, whole(2))
 
 
-@pytest.mark.full
-def test_a_host_whose_clock_is_an_hour_ahead_trains_to_the_same_bits(whole, tmp_path):
-    began = time.time()
-    with training(tmp_path, 'clock:3600:1', 2) as started:
-        assert [host.wait() for host in started] == [0, 0]
-    assert_same(tmp_path, whole(2))
-    seconds = read_ledger(tmp_path / 'run/ledger.jsonl')[-1]['seconds'].values()
-    assert min(seconds) >= 0 and sum(seconds) <= time.time() - began
-
-
-COUNTS = 1, 7, 50, 65, 359
+COUNTS = 1, 50, 359
 EVALUATED = f"""
 from tests import tiny_config
 from vit_jax.config import EvalConfig
@@ -225,13 +201,12 @@ def get_config():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('count', [1, 2])
-def test_an_evaluation_counts_every_image_once_whatever_the_number_of_processes(count, tmp_path):
+def test_an_evaluation_of_two_processes_counts_every_image_once(tmp_path):
     """Held against the logits of the saved network, outside of any run."""
     (tmp_path / 'config.py').write_text(EVALUATED)
     flags = [f'--config={tmp_path}/config.py', f'--workdir={tmp_path}/run']
-    with hosts(tmp_path, ['vit_jax.train', *flags], count) as started:
-        assert [host.wait() for host in started] == [0] * count
+    with hosts(tmp_path, ['vit_jax.train', *flags], 2) as started:
+        assert [host.wait() for host in started] == [0, 0]
     _, measured = result(tmp_path)
     found = {line['kind']: line for line in measured}
     vit, test = vit_jax.load(str(tmp_path / 'run')), make_opener()('digits', 'test')
@@ -293,12 +268,10 @@ def test_a_work_directory_that_is_not_shared_is_refused(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('fault', ['stalled_disk:15:0', 'hang_loader:0:1', 'hang_barrier:0:1'])
+@pytest.mark.parametrize('fault', ['stalled_disk:15:0', 'hang_barrier:0:1'])
 def test_a_process_that_hangs_ends_with_the_stacks_of_all_threads(fault, tmp_path):
     flags = ['--watchdog_seconds=6', '--config.total.steps=150']
     flags += ['--start_seconds=6'] * fault.startswith('hang_barrier')  # before the first step
-    if fault.startswith('hang_loader'):
-        flags.append('--config.loader.placement=host')
     with training(tmp_path, fault, 2, flags) as started:
         assert [host.wait() for host in started] == [REQUEUE] * 2
     text = started[0].text + started[1].text

@@ -82,21 +82,20 @@ def test_ctrl_c_while_compiling_is_one_sentence_and_no_crash(after, tmp_path):
     assert len(said) == 1 and 'SIGINT before the first step' in said[0]
 
 
-@pytest.mark.parametrize('count', [1, 2])
-def test_a_read_that_stalls_can_be_stopped(count, tmp_path):
+def test_a_read_that_stalls_can_be_stopped(tmp_path):
     """Nothing is saved, as the other processes may be a step ahead; the checkpoints are whole."""
-    faults = f'hang_loader:0:{count - 1},slow:20'
+    faults = 'hang_loader:0:1,slow:20'
     flags = [
         '--watchdog_seconds=8',
         f'{PLACEMENT}host',
         '--config.total.steps=200',
         '--config.checkpoint_every_steps=50',
     ]
-    with training(tmp_path, faults, count, flags) as started:
+    with training(tmp_path, faults, 2, flags) as started:
         started[0].wait_for('reported', step=85)
         time.sleep(3)
         started[0].signal(signal.SIGTERM)
-        assert [host.wait(30) for host in started] == [REQUEUE] * count, started[0].text
+        assert [host.wait(30) for host in started] == [REQUEUE] * 2, started[0].text
     assert 'ended in time' in started[0].text and steps(tmp_path)[-1] == 50
 
 

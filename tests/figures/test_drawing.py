@@ -1,7 +1,6 @@
 """Pictures: every letter can be read, colours mean what the bar says, equal numbers equal bytes."""
 
 import itertools
-import re
 
 import jax
 import matplotlib
@@ -10,7 +9,7 @@ import pytest
 from matplotlib.text import Text
 
 from tests.figures import made_up
-from vit_jax.figures import curves, drawing, style
+from vit_jax.figures import drawing, style
 
 PICTURES = sorted(made_up.arguments(blocks=1, heads=1, grid=(1, 1), patch=2))
 SIZES = {
@@ -64,51 +63,6 @@ def test_all_that_is_written_is_inside_the_picture_and_covers_nothing_written(
     picture, size, monkeypatch
 ):
     assert_readable(made_up.draw(picture, **SIZES[size]), monkeypatch)
-
-
-@pytest.mark.parametrize(
-    'names, slanted',
-    [
-        (['1e-3', '3e-3', '1e-2'], False),
-        ([f'value{n}' for n in range(13)], True),
-        (['learned2d-every_layer_shared', 'learned-every_layer_shared'] * 4, True),
-        (['none', made_up.LONG * 4], False),
-    ],
-)
-def test_the_values_of_a_study_stand_beside_each_other_below_its_picture(names, slanted):
-    places = np.arange(len(names), dtype=float)
-    line = curves.Measured('train', places, places / 100, places / 1000)
-    ticks = dict(zip(places.tolist(), names, strict=True))
-    figure = curves.measured('Study', [line], x='axis', y='accuracy', ticks=ticks, joined=False)
-    figure.canvas.draw()
-    labels = figure.axes[0].get_xticklabels()
-    boxes = [label.get_window_extent() for label in labels]
-    for one, other in itertools.pairwise(range(len(labels))):
-        assert figure.bbox.padded(1).fully_contains(*boxes[one].min), names[one]
-        angle = np.deg2rad(labels[one].get_rotation())
-        assert (angle > 0) == slanted
-        if slanted:  # lines of text are as far apart as they are high
-            apart = (boxes[other].x1 - boxes[one].x1) * np.sin(angle)
-            assert apart > labels[one].get_fontsize() * figure.dpi / 72
-        else:
-            assert common(boxes[one], boxes[other]) < 1
-
-
-@pytest.mark.parametrize('decades', [0.9, 2.5, 4.0])
-@pytest.mark.parametrize('least', [1e12, 2e19])
-def test_what_trainings_computed_is_told_in_words_that_can_be_read(least, decades):
-    x = np.geomspace(least, least * 10**decades, 5)
-    line = curves.Measured('train', x, np.arange(5.0), np.zeros(5))
-    how = {'unit': 'FLOP', 'logarithmic': True}
-    figure = curves.measured('Study', [line], x='computed', y='accuracy', **how)
-    figure.canvas.draw()
-    low, high = figure.axes[0].get_xlim()
-    places = zip(figure.axes[0].get_xticks(), figure.axes[0].get_xticklabels(), strict=True)
-    labels = [label for place, label in places if low <= place <= high]
-    assert len(labels) >= 2
-    assert all(re.fullmatch(r'\d+ [TPEZ]FLOP', label.get_text()) for label in labels)
-    boxes = [label.get_window_extent() for label in labels]
-    assert all(common(one, other) < 1 for one, other in itertools.pairwise(boxes))
 
 
 @pytest.mark.full
@@ -175,34 +129,3 @@ def test_a_users_own_matplotlib_settings_change_no_picture():
     with matplotlib.rc_context({'font.size': 30, 'axes.facecolor': 'red', 'savefig.dpi': 20}):
         assert style.png(made_up.draw('probes', **SIZES['small'])) == before
         assert matplotlib.rcParams['font.size'] == 30
-
-
-def test_the_ends_of_the_scale_have_the_colours_of_the_ends():
-    similarity = np.array([[1.0, 0.0], [0.5, 1.0]])
-    shown = drawing.cka(similarity, ['a', 'b'], ['n', 'n']).axes[0].images[0]
-    ends = matplotlib.colormaps[style.SEQUENTIAL]([1.0, 0.0, 0.5])
-    np.testing.assert_array_equal(shown.to_rgba(similarity)[[0, 0, 1], [0, 1, 0]], ends)
-    both = np.array([-1.0, 1.0]).reshape(1, 2, 1, 1).repeat(2, axis=3)
-    tile = drawing.positions(both).axes[0].images
-    ends = matplotlib.colormaps[style.DIVERGING]([0.0, 1.0])
-    colours = [image.to_rgba(image.get_array())[0, 0] for image in tile]
-    np.testing.assert_array_equal(colours, ends)
-
-
-def test_lines_differ_in_more_than_colour():
-    looks = [style.line(place, 'name') for place in range(28)]
-    assert len({(look['color'], look['marker'], look['linestyle']) for look in looks}) == 28
-    nearest = zip(looks[:7], looks[1:8], strict=True)
-    assert all(one['marker'] != other['marker'] for one, other in nearest)
-
-
-def test_a_long_name_keeps_its_ends():
-    assert style.elided('checkpoints/of/a/vit/000120000', 11) == 'check…20000'
-    assert style.elided('\u732b' * 9, 10) == '\u732b\u732b…\u732b\u732b'
-    assert style.elided('a\nb\t\udc80', 20) == 'a b'
-    assert all(len(style.elided(made_up.LONG, letters)) == letters for letters in range(3, 60))
-
-
-def test_what_is_thinned_keeps_its_first_and_last():
-    assert style.chosen(48, 12)[::11] == [0, 47] and len(style.chosen(48, 12)) == 12
-    assert style.chosen(3, 12) == [0, 1, 2] and style.chosen(1, 12) == [0]

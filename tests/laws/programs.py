@@ -32,7 +32,7 @@ TINY = {
     'augmentation.mixup': 0.2,
     'polyak_decay': 0.9,
     'compute.dtype': 'float32',
-    'total.steps': 200,
+    'total.steps': 120,
     'schedule.warmup.steps': 10,
     'batch_size': 32,
     'eval_batch_size': 8,

@@ -1,6 +1,3 @@
-import itertools
-import typing
-
 import jax
 import numpy as np
 import pytest
@@ -9,8 +6,6 @@ from tests import tiny
 from vit_jax.base.errors import UserError
 from vit_jax.models import build
 from vit_jax.models.positions import (
-    PositionKind,
-    PositionsAt,
     as_array,
     rotation,
     sincos2d,
@@ -66,9 +61,6 @@ def test_every_kind_that_is_added_is_the_learned_one_with_its_array(kind, pool):
     )
 
 
-ADDED = 'learned', 'learned2d', 'sincos2d'
-
-
 @pytest.mark.parametrize(
     'kind, at',
     [
@@ -92,13 +84,6 @@ def test_what_is_added_in_every_layer_is_seen_between_the_layers(kind, at):
         table = as_array(kind, config.grid, found, **sizes)
         expected = np.insert(table[0], [1, 1], 0, axis=0)  # registers have no positions
         np.testing.assert_allclose(added[layer, 0], expected, atol=1e-6)
-
-
-PLACED = [
-    (kind, at)
-    for kind, at in itertools.product(typing.get_args(PositionKind), typing.get_args(PositionsAt))
-    if kind in ADDED or at == 'stem'
-]
 
 
 @pytest.mark.parametrize('kind', ['relative', 'rope'])

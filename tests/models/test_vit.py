@@ -207,6 +207,7 @@ def test_a_token_changes_others_only_through_attention():
 
 
 SCALED = {'parallel': True, 'qk_norm': True, 'norm': 'rms', 'qkv_bias': False}
+SCALED |= {'positions_at': 'every_layer'}
 OTHERS = Compute(remat='block'), Compute(unroll=3), Compute(remat='block', unroll=2)
 TPU = Compute(layout='batched', attention='xla')
 GPU = Compute(layout='flat', attention='xla', unroll=3)
@@ -228,8 +229,6 @@ GPU = Compute(layout='flat', attention='xla', unroll=3)
         {},
         pytest.param(SCALED, marks=pytest.mark.full),
         pytest.param({'positions': 'relative'}, marks=pytest.mark.full),
-        pytest.param({'positions_at': 'every_layer'}, marks=pytest.mark.full),
-        pytest.param({'positions_at': 'every_layer_shared'}, marks=pytest.mark.full),
     ],
 )
 def test_every_way_to_compute_gives_the_same_gradients(others, of):

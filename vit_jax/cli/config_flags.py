@@ -10,6 +10,8 @@ import typing
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from ml_collections.config_flags.tuple_parser import TupleParser
+
 from vit_jax.base import UserError, records, require
 from vit_jax.cli import config_files, config_help
 from vit_jax.config import TrainConfig
@@ -124,9 +126,8 @@ def _parsed(text: str, options: tuple[Any, ...], *, where: str) -> Any:
         return _BOOLEANS.get(text.lower(), text)
     if str in options:
         return text
+    is_list = options in ((tuple[int, ...],), (tuple[float, ...],))
     try:
-        value = ast.literal_eval(text)
+        return TupleParser().parse(text) if is_list else ast.literal_eval(text)
     except (SyntaxError, TypeError, ValueError):
         return text
-    is_list = options in ((tuple[int, ...],), (tuple[float, ...],))
-    return (value,) if is_list and not isinstance(value, tuple | list) else value

@@ -4,6 +4,7 @@ import gzip
 import json
 
 import chex
+import jax
 import jax.numpy as jnp
 import pytest
 from rich.console import Console
@@ -43,8 +44,12 @@ def test_steps_beyond_the_end_are_refused_and_those_before_the_start_are_no_more
     assert 'steps 2 to 7 are done, this is step 7' in capsys.readouterr().out
 
 
-def test_a_profile_that_cannot_be_written_ends_no_run(tmp_path, caplog):
-    (tmp_path / 'profile').write_text('where the folder should be')
+@pytest.mark.parametrize('fault', ['a file where the folder should be', 'another profiler'])
+def test_a_profile_that_fails_ends_no_run(fault, tmp_path, caplog):
+    if fault == 'another profiler':
+        jax.profiler.start_trace(tmp_path / 'other')
+    else:
+        (tmp_path / 'profile').touch()
     where = {'first': 0, 'folder': tmp_path / 'profile', 'console': Console(quiet=True)}
     state, metrics = TrainState(jnp.int32(0), {}, (), None), StepMetrics({}, 0.0, {})
     update = training_run.profiled(lambda *_: (state, metrics), range(0, 1), **where)

@@ -418,7 +418,7 @@ def profiled(
     """Returns the update, profiled in some steps; its first call takes the state of step `first`.
 
     The profile is written to `folder`, for TensorBoard (with its plugin `xprof`) and, as
-    perfetto_trace.json.gz, for ui.perfetto.dev. Warns if it cannot be written.
+    perfetto_trace.json.gz, for ui.perfetto.dev. A profile that fails is a warning.
     """
     if first >= steps.stop:
         done = f'steps {steps.start} to {steps.stop} are done, this is step {first}'
@@ -426,17 +426,25 @@ def profiled(
         return update
     step, local = first, tempfile.TemporaryDirectory()  # the profiler cannot write to a bucket
 
+    @contextlib.contextmanager
+    def warned() -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # clients of a bucket raise many kinds
+            logging.warning('no profile in %s: %s', folder, error)
+
     def profiled_update(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         nonlocal step
         if step == max(steps.start, first):
             jax.block_until_ready(state)  # leaves what came before out of the picture
-            jax.profiler.start_trace(local.name, create_perfetto_trace=True)
+            with warned():
+                jax.profiler.start_trace(local.name, create_perfetto_trace=True)
         step += 1
         with jax.profiler.StepTraceAnnotation('train', step_num=step):
             state, metrics = update(state, batch)
         if step == steps.stop:
             jax.block_until_ready(metrics)
-            try:
+            with warned():
                 jax.profiler.stop_trace()
                 for file in pathlib.Path(local.name).rglob('*'):
                     if file.is_file():
@@ -444,8 +452,6 @@ def profiled(
                         copy.parent.mkdir(parents=True, exist_ok=True)
                         copy.write_bytes(file.read_bytes())
                 console.print(f'profile in {folder}: tensorboard --logdir={folder}, or Perfetto')
-            except Exception as error:  # clients of a bucket raise many kinds
-                logging.warning('no profile in %s: %s', folder, error)
         return state, metrics
 
     return profiled_update

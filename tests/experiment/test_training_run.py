@@ -543,12 +543,12 @@ def test_a_work_directory_among_the_images_is_rejected_before_it_is_made(
     assert sorted(photos.rglob('*')) == before
 
 
-def test_a_run_that_lies_among_the_images_is_called_one(photos):
+def test_a_run_that_lies_among_the_images_is_to_be_moved(photos):
     """Advice to remove it would cost a model."""
     for folder in photos / 'train', photos / 'train/run':
         (folder / 'checkpoints').mkdir(parents=True, exist_ok=True)
         (folder / 'ledger.jsonl').touch()
-        with pytest.raises(UserError, match=f'{folder} is the work directory of a run; ') as error:
+        with pytest.raises(UserError, match=f'{folder}.*: no images .* move it out of') as error:
             build_experiment(folder_config(photos / 'train'))
         assert 'remove' not in str(error.value)
         shutil.rmtree(folder / 'checkpoints')

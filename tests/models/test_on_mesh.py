@@ -5,13 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
 
-from tests import tiny
 from vit_jax.distributed import meshes
 from vit_jax.distributed.meshes import MeshConfig
-from vit_jax.experiment import training_run
-from vit_jax.experiment.build import build_experiment
 from vit_jax.models import on_mesh
-from vit_jax.models.vit import ViT
 
 
 def mesh_of(shape, names=meshes.AXES, kind=AxisType.Auto):
@@ -52,19 +48,3 @@ def test_a_program_of_a_run_is_traced_for_its_mesh():
 
     meshes.jit_on(function, mesh)(jax.device_put(jnp.zeros(8), meshes.replicated(mesh)))
     assert seen == [{'data': 4, 'fsdp': 2, 'tensor': 1}]
-
-
-def test_the_making_of_parameters_is_traced_once(monkeypatch):
-    """For their shapes, for those of the state, and for the program that makes them."""
-    made, call = [], ViT.__call__
-
-    def counted(self, images):
-        if self.is_initializing():
-            made.append(images.shape)
-        return call(self, images)
-
-    monkeypatch.setattr(ViT, '__call__', counted)
-    experiment = build_experiment(tiny.experiment())
-    shardings = training_run.shardings_of(training_run.abstract_state(experiment))
-    meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings).lower()
-    assert len(made) == 1

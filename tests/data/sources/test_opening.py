@@ -174,7 +174,7 @@ def test_a_class_without_images_is_named(root):
     for name in 'emu', 'fox':
         assert f'{root}/train/{name}: no images in this folder' in str(refused.value)
     (root / 'train' / 'emu' / 'notes.txt').write_text('none yet')
-    with pytest.raises(ValueError, match='1 file of other endings, such as .*notes.txt: remove'):
+    with pytest.raises(ValueError, match='1 file of other endings, such as .*notes.txt: add'):
         opening.make_opener()(str(root), 'train')
 
 

@@ -95,7 +95,7 @@ def files_by_class(root: pathlib.Path, faults: Sequence[str] = ()) -> Source:
             paths += images
             labels += [label] * len(images)
         except UserError as error:
-            faults.append(f'{error}: remove the folder, or add images')
+            faults.append(f'{error}: add images, or move it out of the data')
     refuse(faults)
     _warn_of_loose_images(root)
     return shuffle_once(labelled_source(paths, labels, class_names))
@@ -121,12 +121,12 @@ def image_files(path: pathlib.Path) -> list[str]:
     files = sorted(_files_below(path), key=lambda file: file.split(os.sep))
     images = [file for file in files if is_image(file)]
     others = [file for file in files if not is_image(file)]
-    found = 'no images in this folder'
+    absent = f'{path}: no images in this folder'
     if others:
         left_out = f'{counted(len(others), "file")} of other endings, such as {others[0]}'
+        require(bool(images), f'{absent}; {left_out}')
         warn_once(f'{path}: left out {left_out}')
-        found += f'; {left_out}'
-    require(bool(images), f'{path}: {found}')
+    require(bool(images), absent)
     return images
 
 

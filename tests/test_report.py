@@ -125,7 +125,7 @@ def test_damaged_files_have_a_page(tmp_path):
     ]
     folder = run_of(tmp_path / 'run', lines=[*strange, *LINES])
     for name, text in {
-        'config.json': '{"format": 2, "fewshot": 5}',
+        'config.json': '{"format": 3, "fewshot": 5}',
         'ledger.jsonl': '{"run": 1, "event": 3, "step": 1, "time": 1.0, "seconds": {}}\n',
     }.items():
         (tmp_path / 'run' / name).write_text(text)

@@ -30,7 +30,7 @@ from vit_jax.training.losses import Loss, LossConfig
 from vit_jax.training.masked_patches import MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
-FORMAT = 2  # of work directories; raised when the fields or the meaning of their files change
+FORMAT = 3  # of work directories; raised when the fields or the meaning of their files change
 # Kinds of lines in metrics.jsonl that are no evaluations by name.
 _RESERVED = 'train', 'fewshot', 'skipped', 'spike'
 

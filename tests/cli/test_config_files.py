@@ -152,6 +152,6 @@ def test_the_configuration_of_a_work_directory_is_one(tmp_path):
     write_config(file, records.to_dict(own))
     with pytest.raises(UserError, match='builtins:len is not in the file'):
         read(str(file)).loss(None, None)
-    for damaged in '[]', '{"format": 2, "data": 3}', '{', '{"format": 2, "batchsize": 3}':
+    for damaged in '[]', '{"format": 3, "data": 3}', '{', '{"format": 3, "batchsize": 3}':
         file.write_text(damaged)
         assert message(file).startswith(f'--config={file}: ')

@@ -60,7 +60,7 @@ class ImageReader:
         Raises UserError for an unreadable image; with on_unreadable='skip' it is masked instead.
         """
         drawn = _describe(refs)
-        images = np.zeros((len(refs), *self.size, 3), np.uint8)
+        images = _aligned_zeros((len(refs), *self.size, 3))
         labels = np.zeros((len(refs), *self.source.label_shape), np.int32)
 
         def read_rows(start: int) -> None:
@@ -132,6 +132,14 @@ def _describe(refs: Sequence[ExampleRef | None]) -> Batch:
         'example': np.array([ref.index if ref else 0 for ref in refs], np.int32),
         'mask': np.array([ref is not None for ref in refs]),
     }
+
+
+def _aligned_zeros(shape: tuple[int, ...]) -> UInt8[np.ndarray, '...']:
+    """Returns zeros at an address divisible by 64, which jax uses on a CPU without a copy."""
+    size = math.prod(shape)
+    memory = np.zeros(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].reshape(shape)
 
 
 def cores() -> int:

@@ -168,7 +168,8 @@ class Job:
         self._stop_at = self._deadline = math.inf
         self._keys = itertools.count()  # all processes use them in the same order
         self._connected, self._left = threading.Event(), threading.Event()
-        self._agreeing = threading.Lock()  # held while the processes agree when to stop
+        # While the processes agree when to stop, none begins another step.
+        self._agreement, self._is_agreeing = threading.Condition(), False
         self._find_place()
 
     def _find_place(self) -> None:
@@ -220,7 +221,8 @@ class Job:
         Raises:
           Interrupted: In the same call on all processes, after a signal to any of them.
         """
-        with self._agreeing:
+        with self._agreement:
+            self._agreement.wait_for(lambda: not self._is_agreeing)
             self._ticks += 1
         self.reset_watchdog()
         if self._ticks >= self._stop_at:
@@ -290,6 +292,8 @@ class Job:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # none, or process 0 is gone
                 if self._store is not None:
                     self._heed(**json.loads(self._store.key_value_try_get(_NOTICE)))
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone
+                self._agree()
             if time.monotonic() > self._deadline:
                 why = 'no step, batch or save ended in time (--watchdog_seconds)'
                 self.end(self._stop_code or REQUEUE, f'{self}: {why}; {_RESUME}', stacks=True)
@@ -317,13 +321,23 @@ class Job:
             return
         print('saves after this step; Ctrl-C again exits at once', file=sys.stderr, flush=True)
         self._stop_code = code
-        with self._agreeing:
-            ticks = [self._ticks]
-            if self._store is not None:
-                self._store.key_value_set(f'{_TICKS}/{self.index}', str(self._ticks))
-                self._store.wait_at_barrier(_TICKS, self._wait_ms)
-                ticks = [int(text) for _, text in self._store.key_value_dir_get(_TICKS)]
-            self._stop_at = max(ticks) + 1
+        with self._agreement:
+            self._is_agreeing = True
+        if self._store is not None:
+            self._store.key_value_set(f'{_TICKS}/{self.index}', str(self._ticks))
+        self._agree()
+
+    def _agree(self) -> None:
+        """Sets the last tick when the ticks of all processes are known, after a signal."""
+        if not self._is_agreeing:
+            return
+        ticks = [self._ticks]
+        if self._store is not None:
+            ticks = [int(text) for _, text in self._store.key_value_dir_get(_TICKS)]
+        if len(ticks) == self.count:
+            with self._agreement:
+                self._stop_at, self._is_agreeing = max(ticks) + 1, False
+                self._agreement.notify_all()
 
     def _leave(self) -> None:
         """Waits for all processes and disconnects; what follows is not watched."""

@@ -9,7 +9,16 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
-from vit_jax.base import Path, UserError, parsing, storage, sync, usable
+from vit_jax.base import (
+    Path,
+    UserError,
+    parsing,
+    require,
+    require_regular,
+    storage,
+    sync,
+    usable,
+)
 from vit_jax.base.storage import locked as lock_file
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
@@ -45,11 +54,20 @@ def opened(
             require_apart(path, config)
             hold = _leased if storage.is_remote(folder) else locked
             with usable(folder):
+                _require_own_files(folder)
                 workdir = stack.enter_context(hold(folder))
                 _keep_config(folder, config, accept_changes=accept_changes)
         if job.count > 1:
             _require_shared(folder, job)
         yield workdir
+
+
+def _require_own_files(folder: Path) -> None:
+    """Raises UserError if something else has the name of a file of a run, or of a folder."""
+    for name in CONFIG, METRICS, FEWSHOT, LEDGER, DATA, LOCK:
+        require_regular(folder / name)
+    for place in folder, folder / FOLDER:
+        require(place.is_dir() or not place.exists(), f'{place}: a file; expected a folder')
 
 
 def _require_shared(folder: Path, job: Job) -> None:
@@ -105,8 +123,13 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
 
 def recorded_dtype(path: str) -> str:
     """Returns the `compute.dtype` of the run in a work directory, or `auto` without a run."""
-    recorded = _read_config(storage.folder(path))
-    return 'auto' if recorded is None else recorded['compute']['dtype']
+    folder = storage.folder(path)
+    if (recorded := _read_config(folder)) is None:
+        return 'auto'
+    with parsing(folder / CONFIG, 'the configuration of a run'):
+        dtype = str(recorded['compute']['dtype'])
+        require(dtype in ('float32', 'bfloat16'), f'{folder / CONFIG}: compute.dtype is {dtype!r}')
+    return dtype
 
 
 @contextlib.contextmanager

@@ -70,7 +70,8 @@ class Source:
         return [*map(self.name_of, indices)]
 
     def read_labels(self, indices: Sequence[int]) -> Int[np.ndarray, 'n'] | Int[np.ndarray, 'n k']:
-        return np.array(_map(self.label_of, indices))
+        apply = map if self.labels_in_memory else _map
+        return np.array([*apply(self.label_of, indices)])
 
     def read_sizes(self, indices: Sequence[int]) -> Int[np.ndarray, 'n']:
         return np.array(_map(self.size_of, indices), np.int64)

@@ -143,6 +143,14 @@ def test_the_first_images_that_are_left_out_are_named_once(caplog):
     assert all('left out: test[' in line and 'not a whole image' in line for line in lines)
 
 
+def test_a_batch_begins_where_a_cpu_device_takes_it_without_a_copy():
+    for _ in range(5):
+        images = loader().load([loading.ExampleRef(0)] * 3)['images']
+        assert images.ctypes.data % 64 == 0
+        alone = jax.device_put(images, jax.devices()[0])
+        assert alone.unsafe_buffer_pointer() == images.ctypes.data
+
+
 def test_random_crops_depend_on_epoch_and_example_and_not_on_the_batch():
     crop = loader(RandomCrop(scale=2.0))
     refs = [loading.ExampleRef(i, epoch) for epoch in (0, 1) for i in range(10)]

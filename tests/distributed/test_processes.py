@@ -79,6 +79,21 @@ def test_a_second_ctrl_c_ends_all(count, tmp_path):
 
 
 @pytest.mark.full
+def test_a_second_ctrl_c_is_heard_while_another_process_does_not_answer(tmp_path):
+    with running(tmp_path, 'ms:200', count=2) as started:
+        started[0].wait_for_text('step 1\n')
+        started[1].signal(signal.SIGSTOP)
+        started[0].signal(signal.SIGINT)
+        started[0].wait_for_text('Ctrl-C again exits at once')
+        time.sleep(1)
+        began = time.monotonic()
+        started[0].signal(signal.SIGINT)
+        assert started[0].wait() == INTERRUPTED
+        assert time.monotonic() - began < 5
+        started[1].signal(signal.SIGCONT)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize('count', [1, 2])
 def test_a_step_that_never_ends_ends_in_bounded_time_after_a_signal(count, tmp_path):
     flags = ['--watchdog_seconds=3', '--start_seconds=3']

@@ -54,7 +54,7 @@ def test_what_is_no_file_is_named_by_whatever_reads_it(tmp_path, reader, kind):
             path.mkdir()
         read = {
             'photo': lambda: networks.loaded(tiny.model()).prepare(str(path)),
-            'table': lambda: tables.unlabelled(str(path)),
+            'table': lambda: tables.table_splits(str(path)),
             'labels': lambda: base.relabelled(one, str(path)),
             'checkpoint': lambda: array_files.read_array_file(path),
             'lines': lambda: read_json_lines(path),

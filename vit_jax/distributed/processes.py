@@ -249,13 +249,16 @@ class Job:
             # It ends a process whose interpreter is locked, which `_attend` cannot.
             faulthandler.dump_traceback_later(seconds + 10, exit=True)
 
-    def end(self, code: int, why: str, *, stacks: bool = False) -> NoReturn:
+    def end(
+        self, code: int, why: str, *, stacks: bool = False, is_printed: bool = False
+    ) -> NoReturn:
         """Exits at once. All processes say why, show their stacks, and exit with the same code."""
         self._left.set()  # its own notice does not end it
         self._tell(code, why, stacks)
         if stacks:
             faulthandler.dump_traceback()
-        print(why, file=sys.stderr, end='\n' if why else '', flush=True)
+        if not is_printed:
+            print(why, file=sys.stderr, flush=True)
         if self.count > 1 and self.index == 0:
             time.sleep(_NOTICING)  # the notices end with this process
         with contextlib.suppress(OSError, ValueError):  # a closed stdout
@@ -375,4 +378,5 @@ def joined_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterat
         # A restart would repeat errors of the input and of arithmetic.
         if job.count > 1 and not isinstance(error, UserError | ArithmeticError):
             code = REQUEUE
-        job.end(code, f'{job}: {one_line(error)}' if job.count > 1 else '')
+        why = error if isinstance(error, UserError) else one_line(error)
+        job.end(code, f'{job}: {why}', is_printed=True)

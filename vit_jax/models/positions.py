@@ -32,7 +32,6 @@ Tokens = Float[Array, 'b n d']
 Heads = Float[Array, 'b n h k']
 Grid = tuple[int, int]  # patches in (height, width)
 Table = Float[Array | np.ndarray, '1 m d']  # of the tokens that have positions
-Resizer = Callable[[np.ndarray, Grid, Grid], np.ndarray]  # a parameter of an old grid, of a new one
 _BLOCK = 'encoder/block/'  # whose parameters are stacked: the depth in front
 
 

@@ -181,6 +181,12 @@ def test_a_column_that_is_there_twice_is_named(tmp_path):
         opening.open_splits(write(tmp_path / 't.csv', ['path,label,Label,label']))
 
 
+def test_labels_of_a_regression_are_named(tmp_path):
+    lines = ['path,label', *(f'{i}.jpg,{i / 7:.3f}' for i in range(30))]
+    with pytest.raises(UserError, match='regression is not supported'):
+        opening.open_splits(write(tmp_path / 't.csv', lines))
+
+
 def test_lines_that_do_not_agree_are_said_with_the_others(tmp_path):
     lines = ['path,label,split', 'a,cat,train', 'b,,train', 'c,cat', 'a,dog,test', 'd,cat,test,x']
     with pytest.raises(UserError) as refused:

@@ -118,5 +118,7 @@ def _read_class_names(file: Any, splits: Sequence[str], path: str) -> list[str]:
 
 def _count_classes(labels: np.ndarray) -> int:
     """Returns the number of classes of labels that have no names."""
-    is_multi_label = labels.ndim == 2 and labels.shape[1] > 1
-    return labels.shape[1] if is_multi_label else int(labels.max(initial=0)) + 1
+    if labels.ndim == 2 and labels.shape[1] > 1:
+        return labels.shape[1]
+    # `array_source` rejects other types.
+    return int(labels.max()) + 1 if labels.size and labels.dtype.kind in 'iu' else 1

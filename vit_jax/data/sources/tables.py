@@ -12,6 +12,7 @@ import functools
 import io
 import json
 import pathlib
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from vit_jax.data.sources.folders import SPLIT_NAMES
 _COLUMNS = 'path', 'label', 'labels', 'split'
 _SURPLUS = '(more)'  # the name of fields beyond the last column
 _USUAL_SPLITS = {*SPLIT_NAMES, '', 'all'}
+_FRACTION = re.compile(r'[+-]?\d*\.\d+(e[+-]?\d+)?', re.IGNORECASE)
 
 
 class _Row(NamedTuple):
@@ -59,6 +61,9 @@ def table_splits(path: str) -> Splits:
     refuse(faults + _contradictions(rows, path))
     require(bool(rows), f'{path}: no lines')
     class_names = class_order({name for row in rows for name in row.classes})
+    if len(class_names) > len(rows) / 2 and all(map(_FRACTION.fullmatch, class_names)):
+        text = f'{len(class_names):,} different numbers as labels of {len(rows):,} images'
+        raise UserError(f'{path}: {text}; regression is not supported, expected classes')
     number_of = {name: number for number, name in enumerate(class_names)}
 
     def open_split(split: str) -> Source:
@@ -70,13 +75,6 @@ def table_splits(path: str) -> Splits:
         return shuffle_once(labelled_source(paths, labels, class_names))
 
     return {split or 'all': functools.partial(open_split, split) for split in sorted(counts)}
-
-
-def unlabelled(path: str) -> Source:
-    """The images of all lines that can be understood; no classes, and every label is 0."""
-    file = pathlib.Path(path)
-    paths = dict.fromkeys(str(file.parent / row.path) for row in _read_rows(file)[0])
-    return labelled_source([*paths], [0] * len(paths), ())
 
 
 def _contradictions(rows: Sequence[_Row], path: str) -> list[str]:

@@ -273,9 +273,9 @@ def effects(config):
     yield program(
         experiment.update, state, abstract_batch(experiment.mesh, config.batch_size, size)
     )
-    for name, evaluator in experiment.evaluators.items():
-        images = evaluator.batches.abstract(experiment.evals[name])
-        yield program(evaluator.step, state.eval_params, images)
+    evaluator = experiment.evaluator
+    for reader in experiment.evals.values():
+        yield program(evaluator.step, state.eval_params, evaluator.batches.abstract(reader))
 
 
 def program(function, *arguments):

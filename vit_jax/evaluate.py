@@ -70,7 +70,7 @@ def main(arguments: argparse.Namespace) -> int:
         print(output.printable(f'classes matched by order: {", ".join(pairs)}'))
     if trained:
         text = f'the run was trained on {trained:,} of these {counted(len(source), "image")}'
-        print(f'warning: {text}: their accuracy is not that of new images')
+        print(f'warning: {text}: their accuracy says nothing about new images')
     print()
     print('\n'.join(_lines(report)))
     if arguments.out:

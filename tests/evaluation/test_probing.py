@@ -124,9 +124,9 @@ def test_the_outline_counts_the_classes_of_episodes_that_are_trained_on():
         fewshot = FewshotConfig(episodes=EpisodesConfig(classes=classes))
         return probing.episodes_outline(probing.Probes(fewshot, one, {}), trained)
 
-    line = 'episodes of data draw from 2 classes, 1 of which are trained on'
+    line = 'episodes of data draw from 2 classes; training includes 1 of them'
     assert said('xab', 'a', 'c') == [line]
-    assert said('ab')[0].endswith('3 classes, 2 of which are trained on') and said('') == []
+    assert said('ab')[0].endswith('3 classes; training includes 2 of them') and said('') == []
 
 
 @pytest.mark.full

@@ -427,7 +427,7 @@ def test_some_classes_are_trained_on_and_the_outline_counts_those_of_episodes(tr
         assert set(reader.source.labels) == {0, 1, 2}
     probe = experiment.probes.by_name['digits']
     assert set(probe.test.source.labels) == set(range(10))
-    line = f'episodes of digits draw from 3 classes, {count} of which are trained on'
+    line = f'episodes of digits draw from 3 classes; training includes {count} of them'
     assert line in reporter.outline(experiment)
 
 

@@ -33,9 +33,9 @@ def shown_url(url: str) -> str:
 
 
 def one_line(error: BaseException, limit: int = 400) -> str:
-    """Returns what a library says, in one line without secrets of URLs, or the error's type.
+    """Returns the error's message on one line, without URL secrets, or its type if it is empty.
 
-    The middle of a long text is left out: a library ends it with the cause.
+    Cuts a long message in the middle, because the cause comes last.
     """
     text = ' '.join(str(error).split()) or type(error).__name__
     text = re.sub(r'[A-Za-z][A-Za-z0-9+.-]*://[^\s\'"<>]+', lambda match: shown_url(match[0]), text)

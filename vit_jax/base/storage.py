@@ -85,10 +85,10 @@ def named_plainly(folder: Path) -> Iterator[epath.Path]:
 
 @contextlib.contextmanager
 def usable(name: object, expected: str = '') -> Iterator[None]:
-    """Around the use of something that the user named: what it raises becomes a UserError.
+    """Converts errors raised while using something that the user named into a UserError.
 
-    That holds for OSError, for whatever the clients of a bucket raise, and, where the message says
-    what is `expected`, for whatever a parser raises. Other errors are faults of the program.
+    Converts each OSError, all errors about a path on a bucket, and all errors if `expected` says
+    what a parser expects. Other errors are faults of the program and pass.
     """
     ending = f'; expected {expected}' if expected else ''
     try:

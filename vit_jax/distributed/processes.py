@@ -86,7 +86,7 @@ def connect(launch: Launch) -> None:
     print('connects to the other processes', file=sys.stderr, flush=True)
     ctypes.pythonapi.PyOS_setsig(signal.SIGABRT, _on_abort)
     jax.config.update('jax_enable_preemption_service', False)  # it would take SIGTERM
-    with usable('cluster', _CLUSTER):
+    try:
         jax.distributed.initialize(
             *place,
             local_device_ids=[] if _has_own_devices() else None,
@@ -95,6 +95,9 @@ def connect(launch: Launch) -> None:
             initialization_timeout=int(launch.start_seconds),
             heartbeat_timeout_seconds=int(launch.heartbeat_seconds),
         )
+    except Exception as error:  # the detection of each cluster raises its own kinds
+        what = f'{type(error).__name__}: {one_line(error)}'
+        raise UserError(f'cluster: jax cannot connect ({what}); expected {_CLUSTER}') from error
     is_gloo = jax.config.values['jax_cpu_collectives_implementation'] == 'gloo'
     if is_gloo and ip is not None:
         gloo = _jax.make_gloo_tcp_collectives(distributed.global_state.client, hostname=ip)
@@ -168,7 +171,7 @@ class Job:
         self._stop_at = self._deadline = math.inf
         self._keys = itertools.count()  # all processes use them in the same order
         self._connected, self._left = threading.Event(), threading.Event()
-        # While the processes agree when to stop, none begins another step.
+        # No process starts a step until all have agreed when to stop.
         self._agreement, self._is_agreeing = threading.Condition(), False
         self._find_place()
 
@@ -331,7 +334,7 @@ class Job:
         self._agree()
 
     def _agree(self) -> None:
-        """Sets the last tick when the ticks of all processes are known, after a signal."""
+        """After a signal, sets the last tick once all processes have reported theirs."""
         if not self._is_agreeing:
             return
         ticks = [self._ticks]
@@ -347,7 +350,7 @@ class Job:
         self.barrier('the end')  # process 0 may still complete a checkpoint
         self._deadline = math.inf
         faulthandler.cancel_dump_traceback_later()
-        if self.count > 1:
+        if self._store is not None:
             self._left.set()
             self._attending.join()  # a thread within jax would abort the end of the interpreter
             jax.distributed.shutdown()

@@ -2,7 +2,7 @@
 
 Training, `evaluate` and `fewshot` all measure with it. An evaluator applies a function of (params,
 batch), jitted for the mesh, to all images in order. Evaluations share a compiled program only if
-they have the same evaluator, and thus the same function.
+they have the same evaluator, and so the same function.
 """
 
 import collections

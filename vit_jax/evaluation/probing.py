@@ -140,7 +140,9 @@ def episodes_outline(probes: Probes, trained: Sequence[str]) -> list[str]:
     for probe in probes.by_name.values():
         drawn = config.classes or probe.test.source.class_names
         count, known = counted(len(drawn), 'class'), len({*drawn} & {*trained})
-        lines.append(f'episodes of {probe.data} draw from {count}, {known} of which are trained on')
+        lines.append(
+            f'episodes of {probe.data} draw from {count}; training includes {known} of them'
+        )
     return lines
 
 

@@ -54,7 +54,7 @@ class Experiment(NamedTuple):
 
     init() -> the first TrainState
     update(state, batch) -> (state after one step, metrics)
-    evaluators[name].evaluate(params, evals[name]) -> the numbers of each evaluation
+    evaluator.evaluate(params, evals[name]) -> the numbers of an evaluation
     """
 
     config: TrainConfig
@@ -70,7 +70,7 @@ class Experiment(NamedTuple):
     init: Callable[[], TrainState]
     update: Update
     eval_batches: Batches
-    evaluators: dict[str, Evaluator]
+    evaluator: Evaluator
     report: list[str]  # what the rules over parameters matched
 
     @property
@@ -175,7 +175,7 @@ def build_experiment(
         init=meshes.traced_on(mesh, init),
         update=update,
         eval_batches=batches,
-        evaluators=dict.fromkeys(evaluated, make_evaluator(eval_sums, batches)),
+        evaluator=make_evaluator(eval_sums, batches),
         report=report,
     )
 

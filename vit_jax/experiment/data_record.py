@@ -17,7 +17,16 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import NamedTuple
 
-from vit_jax.base import DAMAGED_NPZ, Path, UserError, atomic_write, counted, records, usable
+from vit_jax.base import (
+    DAMAGED_NPZ,
+    Path,
+    UserError,
+    atomic_write,
+    counted,
+    records,
+    require_regular,
+    usable,
+)
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.config import TrainConfig
@@ -192,6 +201,7 @@ def read_training_images(folder: Path) -> SplitRecord:
 
 def _read(path: Path) -> Splits:
     """Reads a record; returns an empty one, with a warning, if it is missing or damaged."""
+    require_regular(path)
     with usable(path):
         data = path.read_bytes() if path.exists() else b''
     try:

@@ -12,8 +12,8 @@ experiment went until then, by name, over all its starts:
 
     {"run": 2, "event": "saving", "step": 300, "time": 1760.1, "seconds": {"step": 50.2}}
 
-A start continues from the line of the checkpoint that it restores. The time from that line to the
-start was lost by the restart. The share of the rest is the goodput.
+A restart continues from the line of the checkpoint that it restores. The time since that line is
+lost. Goodput is the share of the total time that is not lost.
 """
 
 import collections

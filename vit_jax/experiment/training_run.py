@@ -191,11 +191,11 @@ def lower_update(experiment: Experiment, state: TrainState) -> Any:
 def compile_evaluators(experiment: Experiment, params: Params) -> dict[str, Evaluator]:
     """Compiles the evaluators, by name; `fewshot` computes features.
 
-    A step that several evaluators share is compiled once for each shape of batches.
+    Evaluations with batches of one shape share a compiled step.
     """
+    evaluator = experiment.evaluator
     compiled = {
-        name: evaluator.compile(params, experiment.evals[name])
-        for name, evaluator in experiment.evaluators.items()
+        name: evaluator.compile(params, reader) for name, reader in experiment.evals.items()
     }
     if experiment.probes is not None:
         model, batches = experiment.model, experiment.eval_batches

@@ -46,7 +46,7 @@ def attend(
         queries, so that no array of all queries by all keys exists. `cudnn` is the fused kernel
         for GPUs, `splash` jax's fused kernel for TPUs. `splash` falls back to `blockwise` on
         several devices without a mesh, and under another matmul precision than the default.
-        Fewer queries than keys, those of class tokens, are always computed by `xla`.
+        Attention with fewer queries than keys (class tokens) always uses `xla`.
     """
     if query.shape[1] < key.shape[1]:
         implementation = 'xla'

@@ -317,7 +317,7 @@ class Encoder(ViTModule):
             # Indexed by a counter: a scan over slices copies the parameters and their gradients.
             step = rematerialized(lambda x, i: run(x, take(i)), self.compute, in_loop=unroll == 1)
             x = jax.lax.fori_loop(0, depth - 1, lambda i, x: step(x, i), x, unroll=unroll)
-            # At a constant index, XLA would write the gradient of the last block beside the others.
+            # With a constant index, XLA would put the last block's gradient in a separate buffer.
             last = take(jax.lax.optimization_barrier(jnp.int32(depth - 1)))
         else:
             # Split once: the gradient of each part is then written once.

@@ -170,9 +170,9 @@ def _preferred(column: str, columns: Sequence[str]) -> str | None:
 
 
 def _checksum_shards(info: Any) -> Int[np.ndarray, 'n']:
-    """Returns for each record of a split a checksum of where all records of its file begin.
+    """Returns, for each record of a split, a checksum of its file's record offsets.
 
-    That, and no checksum of their contents, is at the end of an ArrayRecord file.
+    An ArrayRecord file ends with these offsets, not with a checksum of its contents.
     """
     checksums = [np.zeros(0, np.int64)]
     for path, count in zip(info.filepaths, info.shard_lengths, strict=True):

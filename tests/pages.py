@@ -72,6 +72,7 @@ def commands(text: str, folder: pathlib.Path) -> list[list[str]]:
     report.write_text('')
     text = text.replace('.venv/bin/', '').replace('.ci/', '').replace('/tmp/vit', str(folder))
     text = re.sub('^(?=--config[.])', 'flags ', text, flags=re.MULTILINE)
+    text = re.sub(' &$', ';', text, flags=re.MULTILINE)  # two at once would mix their words
     environment = os.environ | {'COMMANDS': str(report)}
     shell = ['/bin/bash', '-c', f'{_REPORT}\n{text}']
     done = subprocess.run(shell, cwd=folder, env=environment, capture_output=True, text=True)

@@ -153,6 +153,25 @@ FORMATS = 'JPEG', 'PNG', 'GIF', 'BMP', 'TIFF', 'WEBP', 'JPEG2000', 'PPM', 'AVIF'
 
 
 @pytest.mark.parametrize('kind', FORMATS)
+def test_the_start_of_an_image_is_named_with_its_format_and_what_is_wrong(kind):
+    stored = encoded(Image.fromarray(PHOTO), kind)
+    with pytest.raises(UserError, match=f'a kind of {kind} that is not supported: ..'):
+        decoded(stored[:24])
+
+
+@pytest.mark.parametrize('kind', FORMATS)
+def test_the_bound_that_pillow_has_for_the_process_stays_and_is_not_ours(kind, monkeypatch):
+    stored = encoded(Image.fromarray(PHOTO), kind)
+    monkeypatch.setattr(Image, 'MAX_IMAGE_PIXELS', 10)
+    if kind in ('TIFF', 'WEBP'):
+        with pytest.raises(UserError, match=r'exceeds.*Set PIL.Image.MAX_IMAGE_PIXELS higher'):
+            decoded(stored)
+    else:
+        assert decoded(stored).shape == PHOTO.shape
+    assert Image.MAX_IMAGE_PIXELS == 10
+
+
+@pytest.mark.parametrize('kind', FORMATS)
 @pytest.mark.parametrize('turned', [False, True])
 def test_pixels_are_bounded_before_anything_is_decoded(kind, turned, monkeypatch):
     exif = Image.Exif()

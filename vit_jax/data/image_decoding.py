@@ -28,7 +28,6 @@ _FORMATS = 'JPEG', 'PNG', 'GIF', 'BMP', 'TIFF', 'WEBP', 'JPEG2000', 'PPM', 'AVIF
 # colors of transparent pixels of GIF, reads no CMYK of JPEG 2000, and scales no PPM.
 _BY_OPENCV = 'PNG', 'BMP', 'WEBP'
 _HEIC_BRANDS = b'heic', b'heix', b'heim', b'heis', b'hevc', b'mif1', b'msf1'  # after `ftyp`
-_UNREADABLE = 'not a whole image, or of a kind that is not supported'
 HEIC_REMEDY = 'pip install pillow-heif to read them, or convert them to JPEG'
 _ORIENTATION, _BITS, _PHOTOMETRIC, _PLANAR = 0x0112, 258, 262, 284  # tags of EXIF and TIFF
 _EXIF_WITHIN = 2**16 + 64  # bytes: the first segments of a file, of at most 64 KiB each
@@ -76,20 +75,13 @@ def _read_jpeg_header(stored: bytes) -> Header | None:
 
 
 def _read_other_header(stored: bytes) -> Header:
-    try:
-        image = open_with_pillow(stored)
-    except Exception as error:  # of many kinds
-        fault = f'{_UNREADABLE}; expected 1, 3 or 4 channels of 8 or 16 bits'
-        is_heic = stored[4:8] == b'ftyp' and stored[8:12] in _HEIC_BRANDS
-        if is_heic and 'HEIF' not in _pillow().OPEN:
-            fault = f'a HEIC photo: {HEIC_REMEDY}'
-        raise UserError(fault) from error
+    image = open_with_pillow(stored)
     return Header(image.format, image.height, image.width)
 
 
 @functools.cache
 def _pillow() -> Any:
-    """Returns Pillow's `Image` with all formats that are installed, and our bound on pixels."""
+    """Returns Pillow's `Image`, with all formats that are installed."""
     from PIL import Image
 
     with contextlib.suppress(ImportError):
@@ -97,14 +89,34 @@ def _pillow() -> Any:
 
         pillow_heif.register_heif_opener()
     Image.init()
-    Image.MAX_IMAGE_PIXELS = None  # `read_header` has the bound
     return Image
 
 
 def open_with_pillow(stored: bytes) -> Any:
-    """Opens an image with Pillow, which decodes it when its pixels are requested."""
-    formats = [kind for kind in _FORMATS if kind in _pillow().OPEN]
-    return _pillow().open(io.BytesIO(stored), formats=formats)
+    """Opens an image with Pillow, which decodes it when its pixels are requested.
+
+    Calls the function that Pillow has for the format. `PIL.Image.open` does not say why that
+    failed, and its bound on pixels is one for the whole process, which is not ours to change; TIFF
+    and WebP keep to it (179 million pixels, if a program leaves it as it is).
+
+    Raises UserError if the format is not supported, or the start of the image is damaged.
+    """
+    formats = {kind: _pillow().OPEN[kind] for kind in _FORMATS if kind in _pillow().OPEN}
+    fault = f'not a whole image of a supported format; expected {", ".join(formats)}'
+    for kind, (open_image, accepts) in formats.items():
+        try:
+            if accepts(stored[:16]):
+                return open_image(io.BytesIO(stored), '')
+        except Exception as error:  # of many kinds
+            fault = _describe_damage(kind, error)
+    is_heic = stored[4:8] == b'ftyp' and stored[8:12] in _HEIC_BRANDS
+    raise UserError(f'a HEIC photo: {HEIC_REMEDY}' if is_heic and 'HEIF' not in formats else fault)
+
+
+def _describe_damage(kind: str, error: Exception) -> str:
+    if isinstance(error, _pillow().DecompressionBombError):
+        return f'{error} Set PIL.Image.MAX_IMAGE_PIXELS higher to read it'
+    return f'not a whole image, or a kind of {kind} that is not supported: {error}'
 
 
 @functools.cache
@@ -147,7 +159,7 @@ def decode(
     except UserError:
         raise
     except Exception as error:  # of many kinds
-        raise UserError(f'{_UNREADABLE}: {error}') from error
+        raise UserError(_describe_damage(header.kind, error)) from error
 
 
 def read_orientation(stored: bytes) -> int:

@@ -108,6 +108,35 @@ def test_every_image_comes_with_its_class(root, kind):
     assert sorted(train.labels) != train.labels.tolist()  # in an order of its own
 
 
+@pytest.mark.parametrize(
+    'kinds', [('solution', 'kit.tar.gz', 'kit'), ('kit.tar.gz', 'kit'), ('solution', 'kit')]
+)
+def test_of_several_files_of_labels_the_first_is_read_and_the_others_are_named(root, kinds, caplog):
+    files = {'solution': 'LOC_val_solution.csv'}
+    files |= {kind: f'ILSVRC2012_devkit_t12{kind[3:]}' for kind in ('kit.tar.gz', 'kit')}
+    for kind in kinds:
+        write_kit(root, kind)
+    for name in kinds[1:]:  # and not looked at
+        place = root / files[name]
+        if place.is_dir():
+            (place / 'data' / 'meta.mat').unlink()
+        else:
+            place.write_bytes(b'')
+    assert opening.make_opener()(str(root), 'val').class_names == CLASSES
+    others = ', '.join(str(root / files[kind]) for kind in kinds[1:])
+    assert f'{root / files[kinds[0]]}: read in place of {others}' in caplog.text
+
+
+def test_a_tar_file_is_read_in_place_of_a_folder_and_that_is_said(root, caplog):
+    write_kit(root, 'kit')
+    for split in 'train', 'val':
+        other = root / f'ILSVRC2012_img_{split}.tar'
+        if other.exists():
+            (root / split).mkdir()
+            assert len(opening.make_opener()(str(root), split)) == {'train': 12, 'val': 6}[split]
+            assert f'{other}: read in place of {root / split}' in caplog.text
+
+
 def test_labels_that_are_not_to_be_found_are_asked_for(root):
     assert len(opening.make_opener()(str(root), 'train')) == 12
     with pytest.raises(ValueError, match='labels of the validation images are missing: expected'):

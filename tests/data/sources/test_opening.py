@@ -586,6 +586,41 @@ def test_a_file_that_is_there_twice_is_on_one_side(kind, tmp_path):
 
 
 SPLITS = 'train', 'test'
+LINKS = {
+    'to a folder': {'cat/best': 'zzz', 'dog/a': 'zzz'},
+    'to images': {f'cat/{i}.png': f'zzz/{i}.png' for i in range(8)},
+    'to images of another class': {f'ant/{i}.png': f'../cat/zzz/{i}.png' for i in range(8)},
+    'to a class': {'ant': 'cat'},
+}
+
+
+@pytest.mark.parametrize('links', LINKS.values(), ids=LINKS)
+def test_an_image_is_on_the_same_side_whatever_links_lead_to_it(links, tmp_path):
+    for name in 'cat', 'dog':
+        for i in range(12):
+            write_image(tmp_path / name / 'zzz' / f'{i}.png')
+
+    def held_out():
+        return {*map(os.path.realpath, described(opening.make_opener()(str(tmp_path), 'test')))}
+
+    before = held_out()
+    for name, target in links.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(target)
+    assert held_out() == before
+
+
+def test_a_link_to_a_folder_renames_no_image_and_changes_no_slice(root):
+    def slices():
+        opened = opening.make_opener()
+        return [described(opened(str(root), f'train{part}')) for part in ('[:60%]', '[60%:]')]
+
+    (root / 'train' / 'cat').rename(root / 'zzz')
+    (root / 'train' / 'cat').mkdir()
+    (root / 'zzz').rename(root / 'train' / 'cat' / 'zzz')
+    before = slices()
+    (root / 'train' / 'cat' / 'best').symlink_to('zzz')
+    assert slices() == before
 
 
 def test_class_names_of_arrays_may_be_bytes(tmp_path):

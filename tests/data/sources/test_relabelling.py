@@ -1,6 +1,7 @@
 """Labels of a file in place of the data's own."""
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from vit_jax.base.errors import MissingFile, UserError
 from vit_jax.data.sources import opening
 from vit_jax.data.sources.arrays import array_source
-from vit_jax.data.sources.base import relabelled
+from vit_jax.data.sources.base import drop_unlabelled, labelled_source, relabelled, renumbered
 
 FILES = {
     'cat/ILSVRC2012_val_00000003.JPEG': [0, 2],
@@ -66,6 +67,21 @@ def test_images_without_a_class_are_left_out_after_the_slice(root, caplog):
     assert '1 image without a label left out: ' in caplog.text
     with pytest.raises(UserError, match='none of 4 images has a label'):
         opening.make_opener()(str(root), 'val', written(root, [[]] * 4))
+
+
+def test_rows_over_many_classes_are_in_memory_once():
+    rows, names = np.zeros((10_000, 500), np.int8), [*map(str, range(500))]
+    rows[np.arange(10_000), np.arange(10_000) % 500] = 1
+    rows[7] = 0
+    source = labelled_source(range(10_000), rows, names, read=lambda index: b'')
+    tracemalloc.start()
+    some = drop_unlabelled(source)
+    _, first = tracemalloc.get_traced_memory()
+    fewer = renumbered(some, names[10:])
+    _, second = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(some) == 9_999 and len(fewer) == 9_999 - 199  # of 10 classes, less image 7
+    assert first < rows.nbytes and second < 2 * rows.nbytes
 
 
 @pytest.mark.parametrize(

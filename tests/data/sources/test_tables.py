@@ -90,6 +90,8 @@ def test_numbers_are_classes_in_their_order(images, tmp_path):
         ('t.jsonl', ['[' * 100_000], 't.jsonl, line 1: not JSON'),
         ('t.jsonl', ['[1]'], 't.jsonl, line 1: expected an object'),
         ('t.jsonl', ['{"path": "a"}'], 'line 1: it has path;'),
+        ('t.jsonl', [r'{"path": "a\u0000", "label": "b"}'], 'line 1: path=.*: no file can have'),
+        ('t.jsonl', [r'{"path": "\ud800", "label": "b"}'], 'line 1: path=.*: no file can have'),
         ('t.jsonl', ['{"path": "a", "labels": "b"}'], "labels='b': expected a list"),
         (
             't.jsonl',
@@ -134,6 +136,13 @@ def test_all_that_is_wrong_with_a_table_is_said_in_one_go(name, good, faults, tm
     assert len(said) == 11 and said[-1] == '  and 1,002 more'
 
 
+@pytest.mark.parametrize('more', [5, ['x'], None, ''])
+def test_other_columns_of_any_name_and_value_are_ignored(more, tmp_path):
+    line = json.dumps({'path': 'a', 'label': 'b', '(more)': more, '': more, 'None': more})
+    assert [*opening.open_splits(write(tmp_path / 't.jsonl', [line]))] == ['train', 'test', 'all']
+    assert opening.open_splits(write(tmp_path / 't.csv', ['path,label,', 'a,b,x,,']))
+
+
 @pytest.mark.parametrize('name', ['t.csv', 't.jsonl'])
 def test_a_table_that_is_not_utf8_is_named(name, tmp_path):
     (tmp_path / name).write_bytes(b'path,label\n\n' + 'Öl,blau'.encode('latin-1'))
@@ -174,6 +183,13 @@ def test_tables_are_as_spreadsheets_write_them(delimiter, columns, images, tmp_p
     path = write(tmp_path / 't.csv', [delimiter.join(row) for row in rows])
     splits = opening.open_splits(path)
     assert {name: len(split()) for name, split in splits.items()} == {'train': 2, 'test': 1}
+
+
+def test_labels_that_look_the_same_are_said(images, tmp_path, caplog):
+    labels = ['cat', 'Cat', 'dog'] * 2
+    lines = ['path,label', *(f'{p},{c}' for p, c in zip(images, labels, strict=True))]
+    opening.make_opener()(write(tmp_path / 't.csv', lines), 'all')
+    assert "look the same: 'Cat', 'cat';" in caplog.text
 
 
 def test_a_column_that_is_there_twice_is_named(tmp_path):

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.base.array_types import Int
+from vit_jax.base.array_types import Bool, Int
 from vit_jax.base.errors import UserError, counted
 from vit_jax.base.records import require
 from vit_jax.base.storage import parsing
@@ -64,7 +64,8 @@ class Source:
     @functools.cached_property
     def labels(self) -> Int[np.ndarray, 'n'] | Int[np.ndarray, 'n k']:
         """Every label: class numbers (n), or rows of 0 and 1 (n k)."""
-        return self.read_labels(range(self.count)).astype(np.int32)
+        kind = np.int8 if self.multi_label else np.int32
+        return self.read_labels(range(self.count)).astype(kind, copy=False)
 
     def read_names(self, indices: Sequence[int]) -> list[str]:
         return [*map(self.name_of, indices)]
@@ -72,6 +73,12 @@ class Source:
     def read_labels(self, indices: Sequence[int]) -> Int[np.ndarray, 'n'] | Int[np.ndarray, 'n k']:
         apply = map if self.labels_in_memory else _map
         return np.array([*apply(self.label_of, indices)])
+
+    def judge_labels(self, judge: Callable[[Any], Any]) -> Bool[np.ndarray, 'n']:
+        """Returns `judge(labels)`, of one block of labels at a time: all may take much memory."""
+        starts = range(0, self.count, 4096)
+        blocks = [judge(self.read_labels(range(self.count)[i : i + 4096])) for i in starts]
+        return np.concatenate(blocks)
 
     def read_sizes(self, indices: Sequence[int]) -> Int[np.ndarray, 'n']:
         return np.array(_map(self.size_of, indices), np.int64)
@@ -253,6 +260,14 @@ def matched_names(names: Iterable[str], known: Sequence[str]) -> dict[str, str]:
     return {name: match for name, match in matches.items() if match is not None}
 
 
+def warn_of_similar_classes(data: str, class_names: Sequence[str]) -> None:
+    """Warns of classes whose names look the same (see `canonical_name`)."""
+    count = collections.Counter(map(canonical_name, class_names))
+    if similar := [ascii(name) for name in class_names if count[canonical_name(name)] > 1]:
+        text = f'{data}: classes whose names look the same: {", ".join(similar[:6])}'
+        warn_once(f'{text}; expected one spelling for each class')
+
+
 @functools.cache
 def warn_once(text: str) -> None:
     """Logs a warning, once in a program, however often the data are opened."""
@@ -327,7 +342,7 @@ def drop_unlabelled(source: Source) -> Source:
     """Leaves out the images without a class, which an evaluation cannot count."""
     if not source.multi_label:
         return source
-    has_label = source.read_labels(range(len(source))).any(axis=1)
+    has_label = source.judge_labels(lambda rows: rows.any(axis=1))
     if has_label.all():
         return source
     require(bool(has_label.any()), f'none of {len(source)} images has a label')
@@ -403,10 +418,13 @@ def _renumber(source: Source, number_of: dict[str, int], class_names: Sequence[s
     )
     if is_known.all():
         return result
-    if source.multi_label:
-        is_kept = result.labels.any(axis=1) | ~source.labels.any(axis=1)
-    else:
-        is_kept = result.labels >= 0
+
+    def keep(labels: np.ndarray) -> Any:
+        if not source.multi_label:
+            return is_known[labels]
+        return labels[:, is_known].any(axis=1) | ~labels.any(axis=1)
+
+    is_kept = source.judge_labels(keep)
     require(bool(is_kept.any()), f'no image has one of the classes {_some(class_names)}')
     return select(result, np.flatnonzero(is_kept))
 

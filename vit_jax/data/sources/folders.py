@@ -131,16 +131,22 @@ def image_files(path: pathlib.Path) -> list[str]:
 
 
 def _files_below(folder: pathlib.Path) -> Iterator[str]:
-    """Yields the files below a folder; links are followed, each folder is read once."""
-    seen = set[str]()
-    for place, folders, files in os.walk(folder, onerror=_raise, followlinks=True):
-        if (real := os.path.realpath(place)) in seen:
-            warn_once(f'{place}: left out, as it was read by another path')
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(filter(_is_visible, folders))
-        yield from (os.path.join(place, name) for name in filter(_is_visible, files))
+    """Yields the files below a folder; links are followed, each folder is read once.
+
+    Links to folders are read last, in the order of their names, so that another link changes no
+    file's name.
+    """
+    seen, links = set[str](), [os.fspath(folder)]
+    while links:
+        for place, folders, files in os.walk(links.pop(0), onerror=_raise):
+            if (real := os.path.realpath(place)) in seen:
+                warn_once(f'{place}: left out, as it was read by another path')
+                folders.clear()
+                continue
+            seen.add(real)
+            folders[:] = sorted(filter(_is_visible, folders))
+            links += filter(os.path.islink, (os.path.join(place, name) for name in folders))
+            yield from (os.path.join(place, name) for name in filter(_is_visible, files))
 
 
 def _raise(error: OSError) -> NoReturn:

@@ -11,13 +11,13 @@ import itertools
 import os
 import pathlib
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import UserError, parsing
-from vit_jax.data.sources.base import Source, Splits, labelled_source, shuffle_once
+from vit_jax.base import UserError, parsing, usable
+from vit_jax.data.sources.base import Source, Splits, labelled_source, shuffle_once, warn_once
 from vit_jax.data.sources.folders import files_by_class, image_files
 
 TRAIN_TAR, VAL_TAR = 'ILSVRC2012_img_train.tar', 'ILSVRC2012_img_val.tar'
@@ -33,21 +33,27 @@ def holds(root: str) -> bool:
 
 
 def folder_splits(root: str) -> Splits:
-    """`train` and `val`, if present; a tar file is preferred to a folder.
+    """`train` and `val`, if present; a tar file is preferred to a folder, with a warning.
 
     Opening `val` raises UserError if its labels are missing.
     """
-    path = pathlib.Path(root)
+    openers: dict[str, dict[str, Callable[[pathlib.Path], Source]]] = {
+        'train': {TRAIN_TAR: _open_train_tar, 'train': files_by_class},
+        'val': {VAL_TAR: _open_val_tar, 'val': _open_val_folder},
+    }
     splits: Splits = {}
-    for split, name, open_path in (
-        ('train', TRAIN_TAR, _open_train_tar),
-        ('train', 'train', files_by_class),
-        ('val', VAL_TAR, _open_val_tar),
-        ('val', 'val', _open_val_folder),
-    ):
-        if (path / name).exists():
-            splits.setdefault(split, functools.partial(open_path, path / name))
+    for split, by_name in openers.items():
+        if path := _first_of(*(pathlib.Path(root, name) for name in by_name)):
+            splits[split] = functools.partial(by_name[path.name], path)
     return splits
+
+
+def _first_of(*paths: pathlib.Path) -> pathlib.Path | None:
+    """Returns the first file or folder that exists; warns of the others."""
+    found = [path for path in paths if path.exists()]
+    if len(found) > 1:
+        warn_once(f'{found[0]}: read in place of {", ".join(map(str, found[1:]))}')
+    return found[0] if found else None
 
 
 class _Member(NamedTuple):
@@ -108,11 +114,13 @@ def _open_val_folder(path: pathlib.Path) -> Source:
 
 def _val_labels(names: Sequence[str], root: pathlib.Path) -> tuple[np.ndarray, list[str]]:
     """The class numbers of validation images, and the names of all classes."""
-    classes = _read_solution(root) or _read_kit(root)
-    if classes is None:
+    above = (folder / SOLUTION for folder in [*root.resolve().parents][:3])
+    path = _first_of(root / SOLUTION, root / f'{KIT}.tar.gz', root / KIT, *above)
+    if path is None:
         kit = f'expected {KIT}.tar.gz (the development kit), its folder {KIT}'
         places = f'{kit}, or {SOLUTION} there or up to 3 folders above'
         raise UserError(f'{root}: the labels of the validation images are missing: {places}')
+    classes = _read_solution(path) if path.name == SOLUTION else _read_kit(path)
     stems = [pathlib.PurePath(name).stem for name in names]
     if absent := [stem for stem in stems if stem not in classes]:
         raise UserError(f'{root}: {absent[0]} has no label ({len(absent)} such images)')
@@ -120,31 +128,25 @@ def _val_labels(names: Sequence[str], root: pathlib.Path) -> tuple[np.ndarray, l
     return np.searchsorted(class_names, [classes[stem] for stem in stems]), class_names
 
 
-def _read_solution(root: pathlib.Path) -> dict[str, str] | None:
+def _read_solution(path: pathlib.Path) -> dict[str, str]:
     """Kaggle's: `ILSVRC2012_val_00048981,n03995372 85 1 499 272`."""
-    places = (folder / SOLUTION for folder in (root, *list(root.resolve().parents)[:3]))
-    if (path := next(filter(pathlib.Path.is_file, places), None)) is None:
-        return None
     with parsing(path, 'columns ImageId and PredictionString'), path.open(newline='') as file:
         rows = csv.DictReader(file)
         return {row['ImageId']: row['PredictionString'].split()[0] for row in rows}
 
 
-def _read_kit(root: pathlib.Path) -> dict[str, str] | None:
+def _read_kit(path: pathlib.Path) -> dict[str, str]:
     """The development kit's: one number per image, and a table from numbers to WordNet ids."""
     from scipy import io as scipy_io
 
-    folder, packed = root / KIT / 'data', root / f'{KIT}.tar.gz'
     names = 'ILSVRC2012_validation_ground_truth.txt', 'meta.mat'
-    with parsing(f'{root}: {KIT}', "the development kit's two files, undamaged"):
-        if folder.is_dir():
-            truth, table = ((folder / name).read_bytes() for name in names)
-        elif packed.is_file():
-            with tarfile.open(packed) as tar:
+    with usable(path, "the development kit's two files, undamaged"):
+        if path.is_dir():
+            truth, table = ((path / 'data' / name).read_bytes() for name in names)
+        else:
+            with tarfile.open(path) as tar:
                 files = [tar.extractfile(f'{KIT}/data/{name}') for name in names]
                 truth, table = (file.read() if file else b'' for file in files)
-        else:
-            return None
         synsets = scipy_io.loadmat(io.BytesIO(table), squeeze_me=True)['synsets']
         wordnet = {int(row['ILSVRC2012_ID']): str(row['WNID']) for row in np.atleast_1d(synsets)}
         numbers = map(int, truth.split())

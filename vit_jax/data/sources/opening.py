@@ -24,6 +24,7 @@ from vit_jax.data.sources.base import (
     relative_names,
     select,
     take_split,
+    warn_of_similar_classes,
     warn_once,
 )
 
@@ -86,6 +87,7 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
             source = data(name)
             call = f'{records.text_of(data)}({name!r})'
             require(isinstance(source, Source), f'{call} is no Source: {source!r}')
+        warn_of_similar_classes(records.text_of(data), source.class_names)
         return source if labels is None or column else relabelled(source, labels)
 
     @functools.cache
@@ -179,13 +181,17 @@ def _draw_test_images(source: Source, held_out: HeldOut, data: str) -> Bool[np.n
     Each file has a place from 0 to 1, a digest of its name within the data. Of a class of many
     files those below the fraction are held out, so that none changes sides when others come or go;
     of few files exactly the fraction; always at least one, and never all. Multi-label data counts
-    as one class. A file to which several links or lines of a table point has the first of its
-    names. Raises UserError for a class of one image.
+    as one class. A file to which several links or lines of a table point has its own name if that
+    is among them, else the first one. Raises UserError for a class of one image.
     """
     paths = source.read_names(range(len(source)))
     names, files = relative_names(paths, data), [*map(os.path.realpath, paths)]
+    root = os.path.realpath(data if os.path.isdir(data) else os.path.dirname(data))
     labels = [0] * len(source) if source.multi_label else source.labels.tolist()
-    first = {files[i]: i for i in sorted(range(len(names)), key=names.__getitem__, reverse=True)}
+    ranks = [
+        (os.path.join(root, name) != file, name) for name, file in zip(names, files, strict=True)
+    ]
+    first = {files[i]: i for i in sorted(range(len(ranks)), key=ranks.__getitem__, reverse=True)}
     by_class = collections.defaultdict[int, list[tuple[float, str]]](list)
     for file, i in first.items():
         key = f'{held_out.seed} {names[i]}'.encode(errors='surrogateescape')

@@ -31,8 +31,8 @@ from vit_jax.data.sources.base import (
 from vit_jax.data.sources.folders import SPLIT_NAMES
 
 _COLUMNS = 'path', 'label', 'labels', 'split'
-_SURPLUS = '(more)'  # the name of fields beyond the last column
 _USUAL_SPLITS = {*SPLIT_NAMES, '', 'all'}
+_NO_FILE = re.compile('[\0\ud800-\udc7f\udd00-\udfff]')  # characters in no file's name
 _FRACTION = re.compile(r'[+-]?\d*\.\d+(e[+-]?\d+)?', re.IGNORECASE)
 
 
@@ -107,20 +107,22 @@ def _read_rows(file: pathlib.Path) -> tuple[list[_Row], list[str]]:
 
 
 _Line = tuple[int, Any]  # its number, and its values; or an error, if it has none
+_SURPLUS = 'more fields than columns: is a separator not within quotes?'
 
 
 def _read_csv(text: str) -> Iterator[_Line]:
     head = text.partition('\n')[0]
     delimiter = next((d for d in ',;\t' if d in head), ',')  # spreadsheets write all three
-    reader = csv.DictReader(io.StringIO(text, newline=''), restkey=_SURPLUS, delimiter=delimiter)
+    reader = csv.DictReader(io.StringIO(text, newline=''), delimiter=delimiter)
     try:
         reader.fieldnames = [name.strip().casefold() for name in reader.fieldnames or ()]
         _require_columns(reader.fieldnames)
         for cells in reader:
+            surplus = cells.pop(None, ())
             values: dict[str, Any] = {name: v for name, v in cells.items() if v is not None}
             if 'labels' in values:
                 values['labels'] = [*filter(None, map(str.strip, values['labels'].split(';')))]
-            yield reader.line_num, values
+            yield reader.line_num, UserError(_SURPLUS) if any(surplus) else values
     except UserError as error:  # of the header
         yield 1, error
     except csv.Error as error:
@@ -148,19 +150,18 @@ def _parse_row(values: Any, line: int) -> _Row:
         raise values
     if not isinstance(values, Mapping):
         raise UserError('expected an object')
-    surplus = 'more fields than columns: is a separator not within quotes?'
-    require(not any(values.get(_SURPLUS, ())), surplus)
     _require_columns(values)
     column, expected = ('labels', 'a list of names') if 'labels' in values else ('label', 'a name')
     classes = values['labels'] if column == 'labels' else [values['label']]
     if not isinstance(classes, list) or not all(isinstance(name, str | int) for name in classes):
         raise UserError(f'{column}={values[column]!r}: expected {expected}')
-    names = tuple(str(name).strip() for name in classes)
-    require('' not in names and bool(values['path']), 'an empty path or label')
+    names, path = tuple(str(name).strip() for name in classes), str(values['path'] or '')
+    require('' not in names and path != '', 'an empty path or label')
+    require(not _NO_FILE.search(path), f'path={path!r}: no file can have this name')
     split = str(values.get('split') or '').strip()
     return _Row(
         line=line,
-        path=str(values['path']),
+        path=path,
         classes=names,
         multi_label=column == 'labels',
         split=split.casefold() if split.casefold() in SPLIT_NAMES else split,

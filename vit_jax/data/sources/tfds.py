@@ -203,7 +203,7 @@ def read_tfrecords(
 
     def read(index: int) -> bytes:
         number, offset, length, checksum = records[index].tolist()
-        data = os.pread(files[number], length, offset)
+        data = os.pread(files[number], length, offset + _HEADER.size)
         if len(data) < length or masked_crc(data) != checksum:
             raise UserError(f'{paths[number]}: the record at byte {offset} is damaged')
         return data
@@ -212,7 +212,7 @@ def read_tfrecords(
 
 
 def _find_records(path: str | os.PathLike[str], file: int) -> Iterator[tuple[int, int, int]]:
-    """Yields the offset and length of the bytes of each record, and their checksum as written."""
+    """Yields the offset of each record, and length and written checksum of its bytes."""
     offset, header = 0, os.pread(file, _HEADER.size, 0)
     while header:
         if len(header) < _HEADER.size:
@@ -220,12 +220,12 @@ def _find_records(path: str | os.PathLike[str], file: int) -> Iterator[tuple[int
         length, checksum = _HEADER.unpack(header)
         if checksum != masked_crc(header[:8]):
             raise UserError(f'{path}: the length of the record at byte {offset} is damaged')
-        offset += _HEADER.size
-        after = os.pread(file, 4 + _HEADER.size, offset + length)
+        end = offset + _HEADER.size + length
+        after = os.pread(file, 4 + _HEADER.size, end)
         if len(after) < 4:
             raise UserError(f'{path}: the file ends within the record at byte {offset}')
         yield offset, length, int.from_bytes(after[:4], 'little')
-        offset, header = offset + length + 4, after[4:]
+        offset, header = end + 4, after[4:]
 
 
 def masked_crc(data: bytes) -> int:

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from vit_jax.data import image_decoding
-from vit_jax.data.image_decoding import decode, read_orientation
+from vit_jax.data.image_decoding import decode, decode_region, read_orientation
 from vit_jax.data.image_preprocessing import InceptionCrop, decode_and_crop
 from vit_jax.data.loading import ExampleRef, ImageReader
 from vit_jax.data.sources.base import labelled_source
@@ -137,12 +137,10 @@ def test_a_fraction_shows_the_same_part(kind, with_decoder):
     image.save(file, 'JPEG', **options)
     stored = file.getvalue()
     with_decoder(True)
-    shape = decode(stored, exif_rotation=True).shape[:2]
-    turned_by = read_orientation(stored)
     region = 96, 160, 256, 128  # whole pixels of an eighth, in either direction
-    whole = image_decoding.decode_region(stored, region, shape, turned_by)
+    whole = decode_region(stored, lambda found: (region, 1), exif_rotation=True)
     for n in 2, 4, 8:
-        part = image_decoding.decode_region(stored, region, shape, turned_by, reduction=n)
+        part = decode_region(stored, lambda found, n=n: (region, n), exif_rotation=True)
         means = whole.reshape(256 // n, n, 128 // n, n, 3).mean(axis=(1, 3))
         # Where the image was turned, an eighth begins at the other end: less than a pixel off.
         assert abs(part[: 256 // n, : 128 // n] - means).max() <= 2 + 0.5 * n
@@ -155,7 +153,7 @@ def test_a_region_alone_is_decoded_of_every_kind_that_photos_have(kind, with_dec
     assert read_orientation(stored) == k
     whole, region = decode(stored, exif_rotation=True), (31, 40, 50, 37)
     for to_end in True, False:
-        part = image_decoding.decode_region(stored, region, whole.shape[:2], k, to_end=to_end)
+        part = decode_region(stored, lambda shape: (region, 1), exif_rotation=True, to_end=to_end)
         np.testing.assert_array_equal(part, whole[31:81, 40:77])
 
 

@@ -7,13 +7,12 @@ import contextlib
 import functools
 import importlib
 import io
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from vit_jax.base.array_types import UInt8
-from vit_jax.base.errors import UserError
-from vit_jax.base.records import require
+from vit_jax.base import UInt8, UserError, require
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
@@ -34,6 +33,8 @@ _EXIF_WITHIN = 2**16 + 64  # bytes: the first segments of a file, of at most 64 
 # By orientation: the stored image is transposed, then its rows or columns are reversed.
 _TRANSPOSED, _ROWS_REVERSED, _COLUMNS_REVERSED = {5, 6, 7, 8}, {3, 4, 7, 8}, {2, 3, 6, 7}
 Region = tuple[int, int, int, int]  # top, left, height and width
+# Chooses a region of an image of this height and width, and how much smaller it may be decoded.
+ChooseRegion = Callable[[tuple[int, int]], tuple[Region, int]]
 
 
 class Header(NamedTuple):
@@ -51,7 +52,10 @@ def read_header(stored: bytes, max_pixels: int = MAX_PIXELS) -> Header:
     Raises UserError if the format is not supported, or the image has more than `max_pixels`.
     """
     require(len(stored) > 0, 'the file is empty')
-    header = (is_jpeg(stored) and _read_jpeg_header(stored)) or _read_other_header(stored)
+    header = _read_jpeg_header(stored) if is_jpeg(stored) else None
+    if header is None:
+        image = open_with_pillow(stored)
+        header = Header(image.format, image.height, image.width)
     if header.height * header.width > max_pixels:
         size = f'{header.width:,} x {header.height:,} pixels'
         raise UserError(f'{size}, more than max_pixels={max_pixels:,}: set that higher to read it')
@@ -72,11 +76,6 @@ def _read_jpeg_header(stored: bytes) -> Header | None:
         return None
     is_plain = color_space not in ('CMYK', 'YCCK')  # which libraries convert differently
     return Header('JPEG', height, width, is_plain)
-
-
-def _read_other_header(stored: bytes) -> Header:
-    image = open_with_pillow(stored)
-    return Header(image.format, image.height, image.width)
 
 
 @functools.cache
@@ -172,12 +171,6 @@ def read_orientation(stored: bytes) -> int:
     return 1
 
 
-def upright_shape(header: Header, orientation: int) -> tuple[int, int]:
-    """Returns the height and width of an image after `turn_upright`."""
-    shape = header.height, header.width
-    return shape[::-1] if orientation in _TRANSPOSED else shape
-
-
 def turn_upright(image: Image, orientation: int) -> Image:
     """Turns an image that is stored in an orientation of EXIF."""
     import cv2  # a tenth of numpy's time
@@ -236,33 +229,52 @@ def describe_decoder() -> str:
 
 
 def decode_region(
-    stored: bytes,
-    region: Region,
-    shape: tuple[int, int],
-    orientation: int,
+    stored: bytes | np.ndarray,
+    choose: ChooseRegion,
     *,
-    reduction: int = 1,
+    exif_rotation: bool,
+    max_pixels: int = MAX_PIXELS,
     to_end: bool = True,
-) -> Image | None:
-    """Decodes a region of an upright JPEG: the pixels that the whole decoded image has there.
+) -> Image:
+    """Decodes a region of an image: the pixels that `decode` returns there, or its errors.
 
-    With a `region_decoder` pixels outside of the region are not computed. A region that is far
-    larger than the wanted result may be decoded at a fraction of its size.
+    With a `region_decoder` pixels outside of the region of a JPEG are not computed.
 
     Args:
-      stored: The JPEG.
-      region: The region in the upright image.
-      shape: Height and width of the upright image.
-      orientation: How the image is stored by its EXIF, 1 to 8.
-      reduction: 1, 2, 4 or 8. The image is decoded that much smaller on each side: each of its
-        pixels is made of as many frequencies as it can show. A region that does not end with whole
-        pixels of the smaller image is a little larger.
-      to_end: Whether to look for damage below the region, which takes an eighth of the time for a
-        photo of 0.1 MB.
-
-    Returns:
-      The pixels; None if the file is damaged anywhere, or has 12 bits.
+      stored: An encoded file's bytes, or a uint8 array.
+      choose: Returns a region of the upright image, and a reduction of 1, 2, 4 or 8; is called
+        once. A JPEG is decoded that much smaller on each side: each of its pixels is made of as
+        many frequencies as it can show. A region that does not end with whole pixels of the smaller
+        image is a little larger.
+      exif_rotation: Whether the image is turned upright.
+      max_pixels: The most pixels that the whole image may have.
+      to_end: Whether to look for damage below the region of a JPEG, which takes an eighth of the
+        time for a photo of 0.1 MB.
     """
+    region = None
+    if is_jpeg(stored) and (header := read_header(stored, max_pixels)).is_plain_jpeg:
+        orientation = read_orientation(stored) if exif_rotation else 1
+        shape = header.height, header.width
+        shape = shape[::-1] if orientation in _TRANSPOSED else shape
+        region, reduction = choose(shape)
+        part, shape = _as_stored(region, shape, orientation, reduction)
+        image = _decode_jpeg_region(stored, part, shape, reduction=reduction, to_end=to_end)
+        if image is not None:
+            return turn_upright(image, orientation)
+    whole = decode(stored, exif_rotation=exif_rotation, max_pixels=max_pixels)
+    return cut(whole, region or choose((whole.shape[0], whole.shape[1]))[0])
+
+
+def cut(image: Image, region: Region) -> Image:
+    """Returns a region of decoded pixels."""
+    top, left, rows, columns = region
+    return image[top : top + rows, left : left + columns]
+
+
+def _as_stored(
+    region: Region, shape: tuple[int, int], orientation: int, reduction: int
+) -> tuple[Region, tuple[int, int]]:
+    """Returns the region and shape of an upright image as it is stored, and decoded smaller."""
     top, left, rows, columns = region
     bottom, right = -(-(top + rows) // reduction), -(-(left + columns) // reduction)
     top, left = top // reduction, left // reduction
@@ -273,17 +285,21 @@ def decode_region(
     if orientation in _COLUMNS_REVERSED:
         left = width - left - columns
     if orientation in _TRANSPOSED:
-        top, left, rows, columns = left, top, columns, rows
-        height, width = width, height
+        return (left, top, columns, rows), (width, height)
+    return (top, left, rows, columns), (height, width)
+
+
+def _decode_jpeg_region(
+    stored: bytes, region: Region, shape: tuple[int, int], *, reduction: int, to_end: bool
+) -> Image | None:
+    """Returns a region of an image of this shape; None if it is damaged anywhere or has 12 bits."""
     if region_decoder() is not None:
-        pixels, region = np.empty((rows, columns, 3), np.uint8), (top, left, rows, columns)
-        if not region_decoder().decode_into(stored, pixels, region, reduction, to_end):
-            return None
-        return turn_upright(pixels, orientation)
+        pixels = np.empty((*region[2:], 3), np.uint8)
+        is_whole = region_decoder().decode_into(stored, pixels, region, reduction, to_end)
+        return pixels if is_whole else None
     import simplejpeg
 
     with contextlib.suppress(ValueError):
-        whole = simplejpeg.decode_jpeg(stored, min_height=height, min_width=width)
-        if whole.shape[:2] == (height, width):
-            return turn_upright(whole[top : top + rows, left : left + columns], orientation)
+        whole = simplejpeg.decode_jpeg(stored, min_height=shape[0], min_width=shape[1])
+        return cut(whole, region) if whole.shape[:2] == shape else None
     return None

@@ -12,17 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import numpy as np
 
 from vit_jax.base import Array, Float, Num, Record, UserError, require, require_between
-from vit_jax.data.image_decoding import (
-    MAX_PIXELS,
-    Image,
-    Region,
-    decode,
-    decode_region,
-    is_jpeg,
-    read_header,
-    read_orientation,
-    upright_shape,
-)
+from vit_jax.data.image_decoding import MAX_PIXELS, Image, Region, cut, decode, decode_region
 
 # `bilinear` is OpenCV's INTER_LINEAR, as in the paper's code: no smoothing before an image shrinks.
 # The others are Pillow's, as in PyTorch's image processors, which smooth.
@@ -137,7 +127,7 @@ class InceptionCrop(Record):
 
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
         assert rng is not None  # random crops are for training only
-        return _resized(_cut(image, self.region(image.shape[:2], rng)), size, 'bilinear')
+        return _resized(cut(image, self.region(image.shape[:2], rng)), size, 'bilinear')
 
     def region(self, shape: Size, rng: np.random.Generator) -> Region:
         """Draws the top, left, height and width of a part of an image of this shape.
@@ -210,32 +200,19 @@ def decode_and_crop(
 ) -> Image:
     """Returns the crop of the decoded image, `crop(decode(stored), size, rng)`.
 
-    Decodes no more of a JPEG than an InceptionCrop keeps, if `decode_region` can, to the same bits
-    and with the same errors; but a large one at a smaller size, see `InceptionCrop.reduced`. Damage
-    below the crop is found only if a JPEG is read `to_end`, which is not necessary for one that is
-    known to be whole.
+    Decodes no more of a JPEG than an InceptionCrop keeps, to the same bits and with the same
+    errors; but a large one at a smaller size, see `InceptionCrop.reduced`. Damage below the crop is
+    found only if a JPEG is read `to_end`, which is not needed for one that is known to be whole.
     """
-    if is_jpeg(stored) and isinstance(crop, InceptionCrop) and rng is not None:
-        header = read_header(stored, max_pixels)
-        if header.is_plain_jpeg:
-            orientation = read_orientation(stored) if exif_rotation else 1
-            shape = upright_shape(header, orientation)
-            region = crop.region(shape, rng)
-            reduction = crop.reduction(region[2:], size)
-            image = decode_region(
-                stored, region, shape, orientation, reduction=reduction, to_end=to_end
-            )
-            if image is None:
-                whole = decode(stored, exif_rotation=exif_rotation, max_pixels=max_pixels)
-                image = _cut(whole, region)
-            return _resized(image, size, 'bilinear')
-    image = decode(stored, exif_rotation=exif_rotation, max_pixels=max_pixels)
-    return crop(image, size, rng)
+    how: dict[str, Any] = {'exif_rotation': exif_rotation, 'max_pixels': max_pixels}
+    if not isinstance(crop, InceptionCrop) or rng is None:
+        return crop(decode(stored, **how), size, rng)
 
+    def choose(shape: Size) -> tuple[Region, int]:
+        region = crop.region(shape, rng)
+        return region, crop.reduction(region[2:], size)
 
-def _cut(image: Image, region: Region) -> Image:
-    top, left, rows, columns = region
-    return image[top : top + rows, left : left + columns]
+    return _resized(decode_region(stored, choose, to_end=to_end, **how), size, 'bilinear')
 
 
 def _resized(image: Image, size: Size, method: ResizeMethod) -> Image:

@@ -165,6 +165,15 @@ def test_a_class_missing_in_one_split_is_named(root):
             opening.make_opener()(str(root), split)
 
 
+def test_classes_of_one_split_in_another_spelling_are_named(root):
+    for old, new in {'cat': 'Cat', 'dog': 'Dog '}.items():
+        (root / 'test' / old).rename(root / 'test' / new)
+    for split in 'train', 'test':
+        with pytest.raises(UserError) as refused:
+            opening.make_opener()(str(root), split)
+        assert all(f'class {n!r} is in te' in str(refused.value) for n in ('Cat', 'Dog '))
+
+
 def test_a_class_without_images_is_named(root):
     for split in 'train', 'test':
         (root / split / 'emu').mkdir()

@@ -21,10 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.base.array_types import Bool, Int
-from vit_jax.base.errors import UserError, counted
-from vit_jax.base.records import require
-from vit_jax.base.storage import parsing
+from vit_jax.base import Bool, Int, UserError, counted, parsing, require
 from vit_jax.data import imagenet_classes
 
 Label = int | np.integer | np.ndarray  # a class number, or multi-label: a row of 0 and 1

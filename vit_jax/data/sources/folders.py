@@ -11,6 +11,7 @@ from vit_jax.data.image_decoding import formats_by_ending
 from vit_jax.data.sources.base import (
     Source,
     Splits,
+    canonical_name,
     class_order,
     labelled_source,
     shuffle_once,
@@ -44,7 +45,8 @@ def folder_splits(root: str) -> Splits:
     def open_split(split: str) -> Source:
         faults, own = list[str](), classes[split]
         for other, names in classes.items():
-            for name in sorted(own ^ names) if own & names else ():  # of the same data
+            same_data = {*map(canonical_name, own)} & {*map(canonical_name, names)}
+            for name in sorted(own ^ names) if same_data else ():
                 has, lacks = (split, other) if name in own else (other, split)
                 faults.append(f'{path}: class {name!r} is in {has}/ but not in {lacks}/')
         return files_by_class(folders[split], faults)

@@ -50,8 +50,14 @@ def table_splits(path: str) -> Splits:
     Class names are sorted, as numbers if all are. Warns of names of splits that look mistyped.
     Raises UserError with all lines that are wrong.
     """
-    file = pathlib.Path(path)
-    rows, faults = _read_rows(file)
+    file, rows, faults = pathlib.Path(path), list[_Row](), list[str]()
+    with parsing(file, 'a table in UTF-8 (saved as CSV UTF-8)'):
+        text = file.read_text('utf-8-sig')
+    for line, values in _read_csv(text) if file.suffix == '.csv' else _read_jsonl(text):
+        try:
+            rows.append(_parse_row(values, line))
+        except UserError as error:
+            faults.append(f'{path}, line {line}: {error}')
     counts = collections.Counter(row.split for row in rows)
     unusual = {name: count for name, count in counts.items() if name not in _USUAL_SPLITS}
     if unusual:
@@ -91,19 +97,6 @@ def _contradictions(rows: Sequence[_Row], path: str) -> list[str]:
             text = f'{row.path} is {row.classes[0]!r}, on line {other.line} {other.classes[0]!r}'
             faults.append(f'{where}: {text}; expected one label an image, or a column `labels`')
     return faults
-
-
-def _read_rows(file: pathlib.Path) -> tuple[list[_Row], list[str]]:
-    """Returns the rows of a table, and what is wrong with other lines."""
-    rows, faults = list[_Row](), list[str]()
-    with parsing(file, 'a table in UTF-8 (saved as CSV UTF-8)'):
-        text = file.read_text('utf-8-sig')
-    for line, values in _read_csv(text) if file.suffix == '.csv' else _read_jsonl(text):
-        try:
-            rows.append(_parse_row(values, line))
-        except UserError as error:
-            faults.append(f'{file}, line {line}: {error}')
-    return rows, faults
 
 
 _Line = tuple[int, Any]  # its number, and its values; or an error, if it has none

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.base import UserError, atomic_write, counted, records, usable, write_json
+from vit_jax.base import UserError, atomic_write, counted, make_folder, records, write_json
 from vit_jax.checkpoints.formats import array_files
 from vit_jax.checkpoints.names import shown
 from vit_jax.cli import app, output
@@ -48,8 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
     trained = origin.count_trained(source) if origin else 0
     source = head.match_classes(source, loaded, by_number=arguments.by_number)
     if arguments.out:
-        with usable(arguments.out):
-            pathlib.Path(arguments.out).mkdir(parents=True, exist_ok=True)
+        make_folder(arguments.out)
     unreadable = list[str]()
     options = {'max_pixels': arguments.max_pixels, 'on_skipped': unreadable.append}
     reader, size = head.reader_for(loaded, source, **options), arguments.batch_size
@@ -71,6 +70,8 @@ def main(arguments: argparse.Namespace) -> int:
     if trained:
         text = f'the run was trained on {trained:,} of these {counted(len(source), "image")}'
         print(f'warning: {text}: their accuracy says nothing about new images')
+    for line in origin.describe_gaps() if origin else []:
+        print(line)
     print()
     print('\n'.join(_lines(report)))
     if arguments.out:
@@ -171,7 +172,6 @@ def make_parser() -> argparse.ArgumentParser:
     text = 'write all numbers and the confusion matrix'
     parser.add_argument('--out', type=app.local_path, metavar='DIR', help=text)
     app.add_reading(parser)
-    app.add_overrides(parser)
     return parser
 
 

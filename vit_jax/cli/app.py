@@ -199,14 +199,18 @@ def add_config(
     parser.add_argument('--helpfull', action=_HelpFull, nargs=0, help=text)
 
 
-def add_job(parser: argparse.ArgumentParser, *, required: bool = True, trains: bool = True) -> None:
-    """Adds the arguments of a program with configuration and work directory in several processes.
+def new_job_parser(
+    name: str, description: str | None, *, required: bool = True, trains: bool = True
+) -> argparse.ArgumentParser:
+    """Returns the parser of a program with configuration and work directory in several processes.
 
     Args:
-      parser: The parser.
+      name: The program.
+      description: Its docstring.
       required: Whether the program needs configuration and work directory.
       trains: Whether the program trains.
     """
+    parser = new_parser(name, description)
     add_config(parser, required=required)
     text = 'resume although the configuration has changed'
     parser.add_argument('--accept_config_changes', action='store_true', help=text)
@@ -216,6 +220,7 @@ def add_job(parser: argparse.ArgumentParser, *, required: bool = True, trains: b
         text = 'write a profile of the M - N steps after step N into WORKDIR/profile'
         parser.add_argument('--profile_steps', type=_steps, metavar='N:M', help=text)
     add_launch(parser)
+    return parser
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
@@ -241,10 +246,11 @@ def launch(arguments: argparse.Namespace) -> Launch:
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of a program that shows images to a model."""
+    """Adds the arguments of a program that loads a model and shows it images."""
     parser.add_argument('--batch_size', type=positive, default=32, metavar='N', help='(32)')
     text = f'pixels of the largest image ({MAX_PIXELS:,})'
     parser.add_argument('--max_pixels', type=_pixels, default=MAX_PIXELS, metavar='N', help=text)
+    add_overrides(parser)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:

@@ -103,13 +103,11 @@ def suggest(cls: type[Record] | None, name: str, known: Collection[str]) -> str:
         return records.nearest(name, known)
     if text := _translate(name, paths(cls)):
         return text
-    # The first of several fields with the same name.
-    fields = {path.rpartition('.')[2]: path for path in reversed(paths(cls))}
-    close = [] if name in fields else difflib.get_close_matches(name, known)
-    for field in difflib.get_close_matches(name, fields):
-        if not close and field not in known:
-            return f"did you mean '--{fields[field]}'?"
-    return records.nearest(name, known)
+    # The first of several fields with the same name; a known name rather than a field elsewhere.
+    flags = {path.rpartition('.')[2]: f'--{path}' for path in reversed(paths(cls))}
+    flags |= {one: one for one in known}
+    close = difflib.get_close_matches(name, flags, n=1)
+    return f"did you mean '{flags[close[0]]}'?" if close else records.nearest(name, known)
 
 
 def _translate(name: str, paths: Sequence[str]) -> str | None:

@@ -136,7 +136,7 @@ def test_what_is_written_is_json_whatever_the_numbers(tmp_path):
     numbers = {'loss': float('nan'), 'accuracy': 0.5}
     found = head_report(means=numbers)
     arguments = evaluate.make_parser().parse_args(['network', '--data=data'])
-    evaluate._write(tmp_path, found, network_with(3), arguments, {})
+    evaluate._write_files(tmp_path, found, network_with(3), arguments, {})
     assert result(tmp_path)['means'] == {'loss': None, 'accuracy': 0.5}
 
 
@@ -144,7 +144,7 @@ def test_the_name_of_a_class_cannot_write_on_the_screen():
     classes = [{'class': 'a\x1b[2J', 'images': 1, 'accuracy': 0.0}]
     table = np.array([[0, 1], [0, 0]])
     found = head_report(classes=classes, names=['a\x1b[2J', 'b\n'], confusion=table)
-    said = evaluate._lines(found)
+    said = evaluate._describe_report(found)
     assert said[-1].endswith(r'a\x1b[2J, taken for b\n') and '\x1b' not in ''.join(said)
 
 

@@ -50,7 +50,7 @@ def test_every_form_says_the_same():
 def test_of_names_with_synonyms_people_are_told_the_first_where_it_is_of_one_class():
     names = ['tabby, tabby cat', 'crane', 'maillot', 'maillot, tank suit', 'tench']
     told = ['tabby', 'crane', 'maillot', 'maillot, tank suit', 'tench']
-    assert predict.first_words(names) == told
+    assert predict.shorten_names(names) == told
 
 
 def test_an_image_without_a_likely_class_is_not_lost():

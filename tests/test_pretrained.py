@@ -201,7 +201,7 @@ def test_a_head_of_ones_own_is_trained_from_a_checkpoint_and_handed_over_to_use_
 ):
     file = tmp_path / 'mine.py'
     file.write_text(OWN_HEAD)
-    two_layers, wider = (config_files.function(f'{file}:{n}') for n in ('two_layers', 'wider'))
+    two_layers, wider = (config_files.load_function(f'{file}:{n}') for n in ('two_layers', 'wider'))
     start, work = saved(tmp_path, tiny.model()), tmp_path / 'run'
     config = tiny.experiment(start_from=start, model=None, head=two_layers, total=Duration(steps=2))
     result = training_run.train(config, str(work))

@@ -62,8 +62,8 @@ def main(arguments: argparse.Namespace) -> int:
     unreadable = list[str]()
     options = {'max_pixels': arguments.max_pixels, 'on_skipped': unreadable.append}
     reader = head.reader_for(loaded, source, **options)
-    names = _class_names(loaded, arguments.class_names)
-    names = first_words(names) if form == 'text' else names
+    names = _read_class_names(loaded, arguments.class_names)
+    names = shorten_names(names) if form == 'text' else names
     if not arguments.features:
         loaded.require_head()
     wanted: list[OutputName] = ['probabilities'] if loaded.predicts else []
@@ -168,7 +168,7 @@ def write_classes(file: Any, path: str, classes: Sequence[tuple[str, float]], fo
     file.flush()
 
 
-def _class_names(loaded: Loaded, path: str | None) -> list[str]:
+def _read_class_names(loaded: Loaded, path: str | None) -> list[str]:
     """Returns the names in a file of one per line, or the checkpoint's, or numbers."""
     count = loaded.config.num_classes or 0
     if path is None:
@@ -180,7 +180,7 @@ def _class_names(loaded: Loaded, path: str | None) -> list[str]:
     return names
 
 
-def first_words(names: Sequence[str]) -> list[str]:
+def shorten_names(names: Sequence[str]) -> list[str]:
     """Shortens names such as `tabby, tabby cat` to their first synonym if it is unique."""
     first = [name.partition(', ')[0] for name in names]
     uses = collections.Counter(first)

@@ -126,7 +126,7 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else args
-        overrides, words = config_flags.split([config_flags.at_home(word) for word in words])
+        overrides, words = config_flags.split([config_flags.expand_home(word) for word in words])
         self._check_flags(words)
         arguments = super().parse_args(words, namespace)
         file = getattr(arguments, 'config', None)
@@ -161,7 +161,7 @@ class _HelpFull(argparse.Action):
     """Prints the help with all fields of the configuration, and exits."""
 
     def __call__(self, parser: Any, *_: Any) -> None:
-        parser.epilog = config_help.meanings(parser.config_kind)
+        parser.epilog = config_help.describe_fields(parser.config_kind)
         parser.print_help()
         parser.exit()
 
@@ -270,7 +270,7 @@ def overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the given arguments of `add_overrides`."""
     names = 'grid', 'num_heads', 'gelu', 'layer_norm_epsilon', 'image_size', 'patch_size'
     values = {name: getattr(arguments, name) for name in names}
-    values['head'] = arguments.head and config_files.function(arguments.head)
+    values['head'] = arguments.head and config_files.load_function(arguments.head)
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -66,9 +66,9 @@ _NO_FIELD = {
 }
 
 
-def meanings(cls: type[Record]) -> str:
+def describe_fields(cls: type[Record]) -> str:
     """Returns types, defaults and meanings of all fields, in a section for each record."""
-    return '\n\n'.join(_section(kind, paths) for kind, paths in places(cls).items())
+    return '\n\n'.join(_describe_record(kind, paths) for kind, paths in places(cls).items())
 
 
 def comments(cls: type[Record]) -> dict[str, str]:
@@ -155,7 +155,7 @@ def places(cls: type[Record]) -> dict[type[Record], list[str]]:
     return by_kind
 
 
-def _section(kind: Any, paths: list[str]) -> str:
+def _describe_record(kind: Any, paths: list[str]) -> str:
     """Returns the fields of a record with their types, defaults and comments."""
     lines = [textwrap.fill(', '.join(f'--{path}.FIELD' for path in paths), _WIDTH)]
     owners = [owner for owner in kind.__mro__ if issubclass(owner, Record) and owner is not Record]
@@ -163,7 +163,7 @@ def _section(kind: Any, paths: list[str]) -> str:
     lines += [textwrap.indent(f'{kind.__name__}: {meaning}', '  ')]
     meant, hints = comments(kind), records.hints(kind)
     for field in dataclasses.fields(kind):
-        text = f'    {field.name}: {type_text(hints[field.name])}{_default(field)}'
+        text = f'    {field.name}: {type_text(hints[field.name])}{_format_default(field)}'
         lines.append(f'{text:<44}  {meant.get(field.name, "")}'.rstrip())
     return '\n'.join(lines)
 
@@ -182,7 +182,7 @@ def type_text(hint: Any) -> str:
     return re.sub(r'\b\w+\.', '', str(hint)) if origin else hint.__name__
 
 
-def _default(field: 'dataclasses.Field[Any]') -> str:
+def _format_default(field: 'dataclasses.Field[Any]') -> str:
     if field.default is not dataclasses.MISSING:
         return f' = {"none" if field.default is None else field.default}'
     return '' if field.default_factory is not dataclasses.MISSING else ', required'

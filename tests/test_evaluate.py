@@ -136,7 +136,7 @@ def test_what_is_written_is_json_whatever_the_numbers(tmp_path):
     numbers = {'loss': float('nan'), 'accuracy': 0.5}
     found = head_report(means=numbers)
     arguments = evaluate.make_parser().parse_args(['network', '--data=data'])
-    evaluate._write(tmp_path, found, network_with(3), arguments, {})
+    evaluate._write_files(tmp_path, found, network_with(3), arguments, {})
     assert result(tmp_path)['means'] == {'loss': None, 'accuracy': 0.5}
 
 
@@ -144,7 +144,7 @@ def test_the_name_of_a_class_cannot_write_on_the_screen():
     classes = [{'class': 'a\x1b[2J', 'images': 1, 'accuracy': 0.0}]
     table = np.array([[0, 1], [0, 0]])
     found = head_report(classes=classes, names=['a\x1b[2J', 'b\n'], confusion=table)
-    said = evaluate._lines(found)
+    said = evaluate._describe_report(found)
     assert said[-1].endswith(r'a\x1b[2J, taken for b\n') and '\x1b' not in ''.join(said)
 
 
@@ -232,9 +232,7 @@ def test_images_that_cannot_be_read_are_left_out_and_counted(tmp_path, capsys):
 
 
 @pytest.mark.full
-def test_a_run_is_measured_on_what_it_held_out_and_training_images_are_counted(
-    tmp_path, capsys, caplog
-):
+def test_a_run_is_measured_on_what_it_held_out_and_training_images_are_counted(tmp_path, capsys):
     data = tmp_path / 'data'
     for label in range(3):
         (data / str(label)).mkdir(parents=True)
@@ -267,8 +265,19 @@ def test_a_run_is_measured_on_what_it_held_out_and_training_images_are_counted(
     assert measured('first', data, '--split=train')['trained_on'] == 21
     assert measured('second', data, '--split=all')['trained_on'] > 27  # by one run or the other
     os.replace(tmp_path / 'first', tmp_path / 'gone')
+    capsys.readouterr()
     assert measured('second', data, '--split=all')['trained_on'] == 27
-    assert '/first, the start_from of ' in caplog.text  # is missing
+    printed = capsys.readouterr()
+    gap = f'first, the start_from of {tmp_path}/second, is missing: not all training images are'
+    assert printed.out.count(gap) == 1 and gap not in printed.err
+    record = tmp_path / 'second' / 'data.json.gz'
+    kept = record.read_bytes()
+    record.write_bytes(b'')
+    assert measured('second', data, '--split=all')['trained_on'] == 0
+    printed = capsys.readouterr()
+    gap = f'{record}: missing, damaged or incomplete: not all training images are known'
+    assert printed.out.count(gap) == 1 and 'data.json.gz' not in printed.err
+    record.write_bytes(kept)
     os.replace(tmp_path / 'second', tmp_path / 'first')  # which started from itself now
     assert measured('first', data, '--split=all')['trained_on'] == 27
     os.replace(tmp_path / 'first', tmp_path / 'second')

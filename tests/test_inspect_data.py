@@ -113,6 +113,27 @@ def test_a_test_image_that_is_a_training_image_is_listed_by_its_bytes(photos, tm
     assert f'{root}/test/cat/other.jpg = {root}/train/cat/2.jpg' in splits['test']['duplicates']
 
 
+@pytest.mark.parametrize(
+    'train, test, count, total', [('train', 'train[50%:]', 5, 5), ('train[:8]', 'train[4:]', 4, 7)]
+)
+def test_slices_that_overlap_are_counted(photos, tmp_path, capsys, train, test, count, total):
+    (photos / 'cat/3.jpg').unlink()
+    (photos / 'dog/0.jpg').rename(tmp_path / 'x.jpg')
+    shutil.copytree(photos, tmp_path / 'data/train')
+    for tested, line in {
+        test: [f'{count} of {total} {test} images are also training images'],
+        'train[8:]': [],
+    }.items():
+        trained = train if line else 'train[:8]'
+        config = tiny.experiment(
+            data=str(tmp_path / 'data'), train_split=trained, eval_split=tested
+        )
+        assert look(config, tmp_path / 'out') == 0
+        printed = capsys.readouterr().out
+        assert json.loads((tmp_path / 'out/data.json').read_text())['shared'] == line
+        assert printed.count('also training images') == len(line)
+
+
 def test_every_problem_of_a_folder_is_listed_in_one_go(photos, tmp_path, capsys, monkeypatch):
     image_decoding.formats_by_ending()  # registers HEIF, where it is installed
     monkeypatch.delitem(Image.OPEN, 'HEIF', raising=False)

@@ -30,34 +30,39 @@ def test_the_most_probable_classes_are_named_best_first():
     assert predict.most_probable(shares, NAMES, 1) == SHARES[:1]
 
 
+def written(path, classes, form):
+    file = io.StringIO()
+    predict.write_classes(file, path, classes, form)
+    return file.getvalue().removesuffix('\n')
+
+
 def test_every_form_says_the_same():
     path = 'my photos/a, "b"\n.jpg'
-    line = json.loads(predict.format_classes(path, SHARES, 'jsonl'))
+    line = json.loads(written(path, SHARES, 'jsonl'))
     assert line['path'] == path
     assert [(one['class'], one['probability']) for one in line['classes']] == SHARES
-    table = 'path,class,probability\n' + predict.format_classes(path, SHARES, 'csv') + '\n'
-    rows = list(csv.DictReader(io.StringIO(table)))
-    assert {row['path'] for row in rows} == {path}
-    assert [(row['class'], float(row['probability'])) for row in rows] == SHARES
-    assert predict.format_classes('x', SHARES, 'text') == 'x  b, "c" 50.0%, a 25.0%, d 12.5%'
+    rows = list(csv.reader(io.StringIO(written(path, SHARES, 'csv'), newline='')))
+    assert {row[0] for row in rows} == {path}
+    assert [(row[1], float(row[2])) for row in rows] == SHARES
+    assert written('x', SHARES, 'text') == 'x  b, "c" 50.0%, a 25.0%, d 12.5%'
 
 
 def test_of_names_with_synonyms_people_are_told_the_first_where_it_is_of_one_class():
     names = ['tabby, tabby cat', 'crane', 'maillot', 'maillot, tank suit', 'tench']
     told = ['tabby', 'crane', 'maillot', 'maillot, tank suit', 'tench']
-    assert predict.first_words(names) == told
+    assert predict.shorten_names(names) == told
 
 
 def test_an_image_without_a_likely_class_is_not_lost():
-    assert predict.format_classes('x', [], 'text') == 'x  nothing above 50%'
-    assert predict.format_classes('x', [], 'csv') == 'x,,'
-    assert json.loads(predict.format_classes('x', [], 'jsonl')) == {'path': 'x', 'classes': []}
+    assert written('x', [], 'text') == 'x  nothing above 50%'
+    assert written('x', [], 'csv') == 'x,,'
+    assert json.loads(written('x', [], 'jsonl')) == {'path': 'x', 'classes': []}
 
 
 def test_a_name_cannot_write_on_the_screen():
     name, classes = 'a\x1b[2J\nb.jpg', [('cat\n\x9b', 0.5)]
-    assert predict.format_classes(name, classes, 'text') == r'a\x1b[2J\nb.jpg  cat\n\x9b 50.0%'
-    assert predict.format_classes('caf\udce9', classes, 'text').startswith('caf\udce9 ')
+    assert written(name, classes, 'text') == r'a\x1b[2J\nb.jpg  cat\n\x9b 50.0%'
+    assert written('caf\udce9', classes, 'text').startswith('caf\udce9 ')
 
 
 def test_what_cannot_be_written_is_found_out_before_anything_is_read(tmp_path):
@@ -75,15 +80,42 @@ def test_the_file_holds_the_names_that_the_disk_has(tmp_path):
     assert (tmp_path / 'out').read_bytes() == name + b'\n'
 
 
-def test_a_link_is_followed_and_a_pipe_is_rejected(tmp_path):
+def test_a_link_is_followed(tmp_path):
     (tmp_path / 'file').write_text('old')
     (tmp_path / 'link').symlink_to('file')
     with predict.open_output(str(tmp_path / 'link'), 'text') as file:
         file.write('new')
     assert (tmp_path / 'link').is_symlink() and (tmp_path / 'file').read_text() == 'new'
-    os.mkfifo(tmp_path / 'pipe.csv')
-    with pytest.raises(UserError, match='pipe.csv: a pipe, .*; expected a file'):
-        predict.main(predict.make_parser().parse_args(['x', 'y', f'--output={tmp_path}/pipe.csv']))
+
+
+def checked(*flags):
+    """Reaches the images, which are missing, only if the paths of the outputs can be used."""
+    with pytest.raises(UserError) as error:
+        predict.main(predict.make_parser().parse_args(['no network', 'no photo', *flags]))
+    return str(error.value)
+
+
+def test_a_pipe_is_written_and_the_device_of_stdout_even_where_it_is_a_file(tmp_path):
+    pipe = tmp_path / 'pipe.csv'
+    for path in pipe, tmp_path / 'pipe.npz':
+        os.mkfifo(path)
+    for place in pipe, '/dev/stdout', '/dev/null':
+        assert 'no photo' in checked(f'--output={place}')
+    assert 'pipe.npz: a pipe' in checked(f'--features={tmp_path}/pipe.npz')
+    reader = subprocess.Popen(['cat', pipe], stdout=subprocess.PIPE)
+    with predict.open_output(str(pipe), 'csv') as file:
+        file.write('line')
+    assert reader.communicate(timeout=10)[0].endswith(b'line') and pipe.is_fifo()
+    program = """
+from vit_jax import predict
+with predict.open_output('/dev/stdout', 'text') as file:
+    file.write('new')
+"""
+    with (tmp_path / 'out').open('w') as out:
+        out.write('old ')
+        out.flush()
+        subprocess.run([sys.executable, '-c', program], stdout=out, check=True)
+    assert (tmp_path / 'out').read_text() == 'old new'
 
 
 @pytest.mark.parametrize(

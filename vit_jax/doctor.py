@@ -129,9 +129,7 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the program."""
-    parser = app.new_parser('doctor', __doc__)
-    app.add_job(parser, required=False)
-    return parser
+    return app.new_job_parser('doctor', __doc__, required=False)
 
 
 if __name__ == '__main__':

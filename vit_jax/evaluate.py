@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.base import UserError, atomic_write, counted, records, usable, write_json
+from vit_jax.base import UserError, atomic_write, counted, make_folder, records, write_json
 from vit_jax.checkpoints.formats import array_files
 from vit_jax.checkpoints.names import shown
 from vit_jax.cli import app, output
@@ -39,7 +39,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.out:
         output.outlive_readers()
     origin = source_run.find_source_run(arguments.checkpoint)
-    held_out, split = _default_part(arguments, origin)
+    held_out, split = _choose_split(arguments, origin)
     loaded = load(arguments.checkpoint, **app.overrides(arguments))
     print('\n'.join(loaded.report))
     loaded.require_head()
@@ -48,8 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
     trained = origin.count_trained(source) if origin else 0
     source = head.match_classes(source, loaded, by_number=arguments.by_number)
     if arguments.out:
-        with usable(arguments.out):
-            pathlib.Path(arguments.out).mkdir(parents=True, exist_ok=True)
+        make_folder(arguments.out)
     unreadable = list[str]()
     options = {'max_pixels': arguments.max_pixels, 'on_skipped': unreadable.append}
     reader, size = head.reader_for(loaded, source, **options), arguments.batch_size
@@ -71,15 +70,17 @@ def main(arguments: argparse.Namespace) -> int:
     if trained:
         text = f'the run was trained on {trained:,} of these {counted(len(source), "image")}'
         print(f'warning: {text}: their accuracy says nothing about new images')
+    for line in origin.describe_gaps() if origin else []:
+        print(line)
     print()
-    print('\n'.join(_lines(report)))
+    print('\n'.join(_describe_report(report)))
     if arguments.out:
         measured = {'split': split, 'trained_on': trained if origin else None}
-        _write(pathlib.Path(arguments.out), report, loaded, arguments, measured)
+        _write_files(pathlib.Path(arguments.out), report, loaded, arguments, measured)
     return output.report_unreadable(unreadable, len(source))
 
 
-def _default_part(arguments: argparse.Namespace, origin: SourceRun | None) -> tuple[HeldOut, str]:
+def _choose_split(arguments: argparse.Namespace, origin: SourceRun | None) -> tuple[HeldOut, str]:
     """Returns what is held out, and the split: the given ones, else those of the run."""
     held_out = origin.held_out if origin else HeldOut()
     flags = {'fraction': arguments.held_out, 'seed': arguments.held_out_seed}
@@ -98,15 +99,15 @@ def _are_relabelled(open_split: Opener, arguments: argparse.Namespace, split: st
         return True
 
 
-def _lines(report: HeadReport) -> list[str]:
+def _describe_report(report: HeadReport) -> list[str]:
     """Returns the means, the classes with the lowest numbers, the most frequent confusions."""
     shares = {name: value for name, value in report.means.items() if name != 'loss'}
-    lines = [f'{_label(name):<24}{value:8.2%}' for name, value in shares.items()]
+    lines = [f'{_format_name(name):<24}{value:8.2%}' for name, value in shares.items()]
     lines.append(f'{"loss":<24}{report.means["loss"]:8.4f}')
     name = 'average_precision' if 'average_precision' in report.classes[0] else 'accuracy'
     worst = sorted(report.classes, key=lambda one: one[name])[:_SHOWN]
     fewer = ', the lowest' if len(worst) < len(report.classes) else ''
-    lines.append(f'\n{_label(name)} of each class{fewer}:')
+    lines.append(f'\n{_format_name(name)} of each class{fewer}:')
     lines += [
         f'  {one[name]:8.2%} of {one["images"]:,}  {output.printable(one["class"])}'
         for one in worst
@@ -119,11 +120,11 @@ def _lines(report: HeadReport) -> list[str]:
     return lines
 
 
-def _label(name: str) -> str:
+def _format_name(name: str) -> str:
     return name.replace('top5', 'top-5').replace('_', ' ')
 
 
-def _write(
+def _write_files(
     folder: pathlib.Path,
     report: HeadReport,
     loaded: Loaded,
@@ -171,7 +172,6 @@ def make_parser() -> argparse.ArgumentParser:
     text = 'write all numbers and the confusion matrix'
     parser.add_argument('--out', type=app.local_path, metavar='DIR', help=text)
     app.add_reading(parser)
-    app.add_overrides(parser)
     return parser
 
 

@@ -22,19 +22,15 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
         print(f'{name}: {values["test_images"]:,} test images, {values["classes"]:,} classes')
         for label, score in probing.scores(values).items():
             print(f'{label:>14}  {score}')
-        if 'left_out' in values:
-            print(values['left_out'])
-    for name, reason in result['missing'].items():
-        print(f'{name}: left out: {reason}')
+        for note in values['notes']:
+            print(note)
     print(f'protocol and accuracies: {path}')
     return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the program."""
-    parser = app.new_parser('fewshot', __doc__)
-    app.add_job(parser, trains=False)
-    return parser
+    return app.new_job_parser('fewshot', __doc__, trains=False)
 
 
 if __name__ == '__main__':

@@ -6,18 +6,17 @@ evaluation and training see them.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
+from typing import Any
 
 import jax
 import numpy as np
-from PIL import Image
 from rich.markup import escape
 
-from vit_jax.base import UserError, atomic_write, counted, require, storage, usable, write_json
+from vit_jax.base import UserError, atomic_write, counted, make_folder, require, storage, write_json
 from vit_jax.base.records import text_of, to_dict
 from vit_jax.cli import app, output
 from vit_jax.config import TrainConfig
@@ -44,18 +43,26 @@ _LISTS = {  # the lists of a Scan, and what is printed after their counts
 }
 
 
+class Problems(list[str]):
+    """Why a training would be rejected, each reason once."""
+
+    def catch(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Returns what the function returns; lists a UserError instead, and returns None."""
+        try:
+            return function(*arguments, **options)
+        except UserError as error:
+            self += [line for line in str(error).split('\n  ') if line not in self]
+
+
 def main(arguments: argparse.Namespace) -> int:
     """Scans every split, prints a summary, draws images; returns 1 if training would fail."""
     config, folder = arguments.config, storage.folder(arguments.workdir)
     workdirs.require_apart(arguments.workdir, to_dict(config))
-    if not storage.is_remote(folder):
-        with usable(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-    opener, problems = make_opener(config.held_out), list[str]()
-    sources = _open_sources(config, opener, problems)
-    start = None
-    with _collecting(problems):
-        start = open_start(config)
+    make_folder(folder)
+    opener, problems = make_opener(config.held_out), Problems()
+    train, tests = _open_parts(config, opener, problems)
+    sources = _open_splits(config, [config.train_split, *tests], opener, problems)
+    start = problems.catch(open_start, config)
     preprocessing = preprocessing_of(config, start)
     model = config.model or (start.card.model if start else None)
     size = config.image_size or (model.image_size if model else _DEFAULT_SIZE)
@@ -65,61 +72,57 @@ def main(arguments: argparse.Namespace) -> int:
     if unreadable and config.loader.on_unreadable != 'skip':
         remedy = 'repair or remove, or leave out by --config.loader.on_unreadable=skip'
         problems.append(f'{counted(unreadable, "image")} cannot be read: {remedy}')
-    with _collecting(problems):
-        source = opener(config.data, config.train_split, classes=config.classes)
-        names = source.read_names(range(len(source)))
-        readable = [index for index, name in enumerate(names) if name in readable_images]
-        require(bool(readable), f'none of {len(source)} training images can be read')
+    shared = list[str]()
+    if train is not None:
         crop = host_crop(config.augmentation, preprocessing)
-        sheet = _draw_sheet(
-            config, reader_of(source), reader_of(source, crop=crop), readable[:_ROWS]
-        )
-        with atomic_write(folder / SHEET) as partial:
-            sheet.save(partial, 'PNG')
-        print(f'pictures       {folder / SHEET}')
+        readers = reader_of(train), reader_of(train, crop=crop)
+        problems.catch(_write_sheet, folder / SHEET, config, *readers, readable_images)
+        shared += _describe_shared(train, tests) if isinstance(config.data, str) else []
+    for line in shared:
+        print(f'shared         {line}: their accuracy says nothing about new images')
     splits = {split: dataclasses.asdict(scan) for split, scan in scans.items()}
     values = {'data': text_of(config.data), 'problems': problems, 'splits': splits}
-    write_json(folder / SUMMARY, values)
+    write_json(folder / SUMMARY, values | {'shared': shared})
     print(f'details        {folder / SUMMARY}')
     if problems:
         print('\n  '.join(['training would be rejected:', *problems]))
     return 1 if problems else 0
 
 
-@contextlib.contextmanager
-def _collecting(problems: list[str]) -> Iterator[None]:
-    """Appends the lines of a UserError that are new, instead of raising it."""
-    try:
-        yield
-    except UserError as error:
-        problems += [line for line in str(error).split('\n  ') if line not in problems]
-
-
-def _open_sources(config: TrainConfig, opener: Opener, problems: list[str]) -> dict[str, Source]:
-    """Opens all splits, the training split first; appends why training would be rejected."""
-    data, sources = config.data, dict[str, Source]()
+def _open_parts(
+    config: TrainConfig, opener: Opener, problems: Problems
+) -> tuple[Source | None, dict[str, Source]]:
+    """Opens the images to train on and, by split, to evaluate, as a run does; lists problems."""
+    open_split = functools.partial(problems.catch, opener, config.data, classes=config.classes)
     own = [one.split for one in config.evaluations.values() if one.data is None]
-    first = split_names(config.train_split)
-    with _collecting(problems):
-        # A function cannot list its splits.
-        every: Iterable[str] = [config.train_split, *own]
-        every = open_splits(data, config.held_out) if isinstance(data, str) else every
-        for name in sorted({*every} - {'all'}, key=lambda name: (name not in first, name)):
-            with _collecting(problems):
-                sources[name] = opener(data, name)
-    if problems:
-        return sources
-    parts = dict[str, Source]()
-    for split in [config.train_split, *own]:
-        with _collecting(problems):
-            parts[split] = opener(data, split, classes=config.classes)
-    if (train := parts.pop(config.train_split, None)) is not None:
-        problems += label_problems(config, train, parts)
-        with _collecting(problems):
-            if config.total is not None:
-                size, images = config.batch_size, len(train)
-                make_train_length(config.total, batch_size=size, num_images=images)
-    return sources
+    train, tests = open_split(config.train_split), {split: open_split(split) for split in own}
+    tests = {split: source for split, source in tests.items() if source is not None}
+    if train is not None:
+        problems += label_problems(config, train, tests)
+        if config.total is not None:
+            sizes = {'batch_size': config.batch_size, 'num_images': len(train)}
+            problems.catch(make_train_length, config.total, **sizes)
+    return train, tests
+
+
+def _open_splits(
+    config: TrainConfig, used: Iterable[str], opener: Opener, problems: Problems
+) -> dict[str, Source]:
+    """Opens all splits, the training split first, or the `used` ones of data by a function."""
+    names, first = used, split_names(config.train_split)
+    if isinstance(config.data, str):
+        names = problems.catch(open_splits, config.data, config.held_out) or used
+    ordered = sorted({*names} - {'all'}, key=lambda name: (name not in first, name))
+    sources = {name: problems.catch(opener, config.data, name) for name in ordered}
+    return {name: source for name, source in sources.items() if source is not None}
+
+
+def _describe_shared(train: Source, tests: dict[str, Source]) -> Iterator[str]:
+    """Yields a line about each split that has images with names of training images."""
+    trained = {*train.read_names(range(len(train)))}
+    for split, source in tests.items():
+        if count := len(trained.intersection(source.read_names(range(len(source))))):
+            yield f'{count:,} of {len(source):,} {split} images are also training images'
 
 
 def _scan(
@@ -159,14 +162,21 @@ def _describe(scan: Scan) -> Iterator[str]:
             yield from (f'    {image}' for image in images[:_SHOWN])
 
 
-def _draw_sheet(
+def _write_sheet(
+    path: storage.Path,
     config: TrainConfig,
     evaluated: loading.ImageReader,
     trained: loading.ImageReader,
-    indices: Sequence[int],
-) -> Image.Image:
-    """Draws training images as evaluation sees them, and as training does in its first epochs."""
+    readable_images: dict[str, Known],
+) -> None:
+    """Draws training images as evaluation sees them, and as training does in its first epochs.
+
+    Raises UserError if no image can be read.
+    """
     source = evaluated.source
+    names = source.read_names(range(len(source)))
+    indices = [index for index, name in enumerate(names) if name in readable_images][:_ROWS]
+    require(bool(indices), f'none of {len(source)} training images can be read')
     examples = [evaluated.example(loading.ExampleRef(index)) for index in indices]
     columns = [[image for image, _ in examples]]
     targets = functools.partial(targets_of, num_classes=len(source.class_names))
@@ -178,9 +188,12 @@ def _draw_sheet(
             batch = augmented(key, trained.examples(refs, pool))
             columns.append(list(np.asarray(batch['images']).round().astype(np.uint8)))
     numbers = [np.flatnonzero(x) if source.multi_label else [int(x)] for _, x in examples]
-    names = [', '.join(source.class_names[n] for n in of_image) for of_image in numbers]
-    rows = list(zip(names, zip(*columns, strict=True), strict=True))
-    return bitmaps.contact_sheet(rows, ['evaluation', *(f'epoch {e}' for e in range(_EPOCHS))])
+    classes = [', '.join(source.class_names[n] for n in of_image) for of_image in numbers]
+    rows = list(zip(classes, zip(*columns, strict=True), strict=True))
+    titles = ['evaluation', *(f'epoch {epoch}' for epoch in range(_EPOCHS))]
+    with atomic_write(path) as partial:
+        bitmaps.contact_sheet(rows, titles).save(partial, 'PNG')
+    print(f'pictures       {path}')
 
 
 def make_parser() -> argparse.ArgumentParser:

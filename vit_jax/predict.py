@@ -12,12 +12,13 @@ import collections
 import contextlib
 import csv
 import dataclasses
-import io
+import functools
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,7 +37,7 @@ from vit_jax.base import (
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.cli import app, output
 from vit_jax.data.image_preprocessing import normalize
-from vit_jax.data.sources.folders import is_image, unlabelled
+from vit_jax.data.sources.folders import unlabelled
 from vit_jax.distributed import meshes
 from vit_jax.evaluation import head
 from vit_jax.evaluation.evaluator import batches_on_all_devices
@@ -61,8 +62,8 @@ def main(arguments: argparse.Namespace) -> int:
     unreadable = list[str]()
     options = {'max_pixels': arguments.max_pixels, 'on_skipped': unreadable.append}
     reader = head.reader_for(loaded, source, **options)
-    names = _class_names(loaded, arguments.class_names)
-    names = first_words(names) if form == 'text' else names
+    names = _read_class_names(loaded, arguments.class_names)
+    names = shorten_names(names) if form == 'text' else names
     if not arguments.features:
         loaded.require_head()
     wanted: list[OutputName] = ['probabilities'] if loaded.predicts else []
@@ -71,7 +72,7 @@ def main(arguments: argparse.Namespace) -> int:
     batches = batches_on_all_devices(reader, arguments.batch_size)
     # A terminal shows printed lines above the bar.
     bar = output.progress(redirect_stdout=sys.stdout.isatty())
-    with open_output(arguments.output, form) as file, bar:
+    with bar, open_output(arguments.output, form) as file:
         if form == 'csv':
             print('path,class,probability', file=file)
         total = -(-len(source) // batches.batch_size)
@@ -82,7 +83,7 @@ def main(arguments: argparse.Namespace) -> int:
                 likely = int((outputs['probabilities'] > _LIKELY).sum())
                 default = likely if loaded.card.loss == 'sigmoid' else _MANY
                 best = most_probable(outputs['probabilities'], names, arguments.top or default)
-                print(format_classes(path, best, form), file=file, flush=True)
+                write_classes(file, path, best, form)
             if 'features' in outputs:
                 paths.append(path)
                 features.append(outputs['features'])
@@ -97,15 +98,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _check_paths(arguments: argparse.Namespace) -> None:
     """Raises UserError for a path that cannot be used, before anything is read."""
-    for path in filter(None, (arguments.output, arguments.features)):
+    file = None if _is_stream(arguments.output or '') else arguments.output
+    for path in filter(None, (file, arguments.features)):
         exists = pathlib.Path(path).is_file() and not arguments.overwrite
         require(not exists, f'{path}: exists already; --overwrite replaces it')
         require_writable(pathlib.Path(path).resolve())
-    is_npz = (arguments.features or 'x.npz').endswith('.npz')
-    require(is_npz, f'--features={arguments.features}: expected NAME.npz')
-    first = pathlib.Path(arguments.checkpoint)
-    is_photo = is_image(first.name) and first.is_file()
-    require(not is_photo, f'{first} is an image; expected CHECKPOINT IMAGE..., in this order')
 
 
 def _compute_outputs(
@@ -123,18 +120,29 @@ def _compute_outputs(
 
 
 @contextlib.contextmanager
-def open_output(path: str | None, form: str) -> Iterator[TextIO | None]:
-    """Opens a file that replaces `path`, or the target of a link, when it is complete.
+def open_output(path: str | None, form: str) -> Iterator[Any]:
+    """Opens stdout (None), a pipe, a device, or a file that replaces `path` when it is complete.
 
-    None is the standard output. Tables start with a byte order mark, which Excel needs for UTF-8.
+    A link keeps pointing to the replaced file. Tables in files start with a byte order mark, which
+    Excel needs for UTF-8.
     """
-    if path is None:
-        yield None
-        return
     encoding = 'utf-8-sig' if form == 'csv' else 'utf-8'
-    with atomic_write(pathlib.Path(path).resolve()) as partial:
-        with partial.open('w', encoding=encoding, errors='surrogateescape') as file:
+    open_text = functools.partial(open, encoding=encoding, errors='surrogateescape')
+    if path is None:
+        yield sys.stdout
+    elif _is_stream(path):
+        with usable(path):
+            stream = open_text(path, 'a')
+        with stream:
+            yield stream
+    else:
+        with atomic_write(pathlib.Path(path).resolve()) as partial, open_text(partial, 'w') as file:
             yield file
+
+
+def _is_stream(path: str) -> bool:
+    """Returns whether a path is a pipe or a device, as `/dev/stdout` even if it is a file."""
+    return os.path.dirname(path) in ('/dev', '/dev/fd') or pathlib.Path(path).is_fifo()
 
 
 def most_probable(
@@ -145,22 +153,22 @@ def most_probable(
     return [(names[i], float(probabilities[i])) for i in best.tolist()]
 
 
-def format_classes(path: str, classes: Sequence[tuple[str, float]], form: str) -> str:
-    """Returns the classes of an image as text, as lines of CSV, or as a line of JSON."""
-    if form == 'jsonl':
-        values = [{'class': name, 'probability': share} for name, share in classes]
-        return json.dumps({'path': path, 'classes': values})
+def write_classes(file: Any, path: str, classes: Sequence[tuple[str, float]], form: str) -> None:
+    """Writes the classes of an image as text, as lines of CSV, or as a line of JSON."""
     if form == 'csv':
-        lines = io.StringIO()
-        rows: list[tuple[str, str, Any]] = [(path, *one) for one in classes]
-        rows = rows or [(path, '', '')]  # each image has a line
-        csv.writer(lines, lineterminator='\n').writerows(rows)
-        return lines.getvalue().rstrip('\n')
-    text = ', '.join(f'{name} {share:.1%}' for name, share in classes)
-    return output.printable(f'{path}  {text or f"nothing above {_LIKELY:.0%}"}')
+        rows = [[path, name, str(share)] for name, share in classes]
+        csv.writer(file, lineterminator='\n').writerows(rows or [[path, '', '']])
+    elif form == 'jsonl':
+        values = [{'class': name, 'probability': share} for name, share in classes]
+        print(json.dumps({'path': path, 'classes': values}), file=file)
+    else:
+        text = ', '.join(f'{name} {share:.1%}' for name, share in classes)
+        line = f'{path}  {text or f"nothing above {_LIKELY:.0%}"}'
+        print(output.printable(line), file=file)
+    file.flush()
 
 
-def _class_names(loaded: Loaded, path: str | None) -> list[str]:
+def _read_class_names(loaded: Loaded, path: str | None) -> list[str]:
     """Returns the names in a file of one per line, or the checkpoint's, or numbers."""
     count = loaded.config.num_classes or 0
     if path is None:
@@ -172,7 +180,7 @@ def _class_names(loaded: Loaded, path: str | None) -> list[str]:
     return names
 
 
-def first_words(names: Sequence[str]) -> list[str]:
+def shorten_names(names: Sequence[str]) -> list[str]:
     """Shortens names such as `tabby, tabby cat` to their first synonym if it is unique."""
     first = [name.partition(', ')[0] for name in names]
     uses = collections.Counter(first)
@@ -193,7 +201,6 @@ def make_parser() -> argparse.ArgumentParser:
     add('--features', type=app.local_path, metavar='OUT.npz', help='write paths and features')
     add('--overwrite', action='store_true', help='replace FILE and OUT.npz if they exist')
     app.add_reading(parser)
-    app.add_overrides(parser)
     return parser
 
 

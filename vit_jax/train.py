@@ -40,9 +40,7 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the program."""
-    parser = app.new_parser('train', __doc__)
-    app.add_job(parser)
-    return parser
+    return app.new_job_parser('train', __doc__)
 
 
 if __name__ == '__main__':

@@ -24,6 +24,7 @@ from vit_jax.base import (
     UserError,
     atomic_write,
     counted,
+    make_folder,
     records,
     require,
     require_writable,
@@ -52,8 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
     kinds, folder = select_figures(arguments.figures), pathlib.Path(arguments.out)
     within = folder.absolute().is_relative_to(pathlib.Path(arguments.images).absolute())
     require(not within, f'--out={folder}: expected a folder outside of the images')
-    with usable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     require_writable(folder / PAGE)
     with output.progress() as bar:
         study, lines, problems = _open_study(arguments, bar)
@@ -236,7 +236,6 @@ def make_parser() -> argparse.ArgumentParser:
     text = 'l2 of the ridge regressions of probes (1024)'
     add('--probe_l2', type=float, default=1024.0, metavar='L2', help=text)
     app.add_reading(parser)
-    app.add_overrides(parser)
     return parser
 
 

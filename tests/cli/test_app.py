@@ -86,7 +86,7 @@ def started(monkeypatch, parser, *arguments):
 )
 def test_a_tilde_is_the_home_wherever_a_path_begins(monkeypatch, given, meant):
     monkeypatch.setenv('HOME', '/home/me')
-    assert config_flags.at_home(given) == (meant or given.replace('~', '/home/me'))
+    assert config_flags.expand_home(given) == (meant or given.replace('~', '/home/me'))
 
 
 CACHED = """

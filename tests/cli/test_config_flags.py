@@ -10,7 +10,7 @@ from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record
 from vit_jax.cli import config_help
-from vit_jax.cli.config_flags import load, overridden, split
+from vit_jax.cli.config_flags import apply_overrides, load, split
 from vit_jax.config import EvalConfig, TrainConfig
 from vit_jax.data.image_preprocessing import InceptionCrop
 from vit_jax.studies.config import Study
@@ -90,7 +90,7 @@ class Whole(Record):
 def test_fields_of_a_name_or_a_function_and_of_records_by_name_can_be_set():
     def found(*overrides):
         record = Whole(loss=max, parts={'first': Part()})
-        return overridden(record, overrides, where='whole')
+        return apply_overrides(record, overrides, where='whole')
 
     assert found() == Whole(loss=max, parts={'first': Part()})
     assert found('loss=2', 'parts.first.weight=2') == Whole(
@@ -242,5 +242,5 @@ def test_an_evaluation_that_was_made_on_the_command_line_has_fields():
 def test_an_override_leaves_the_records_of_the_file_alone():
     model = tiny.model(num_classes=None)
     config = tiny.experiment(model=model)
-    assert overridden(config, ['model.depth=7'], where='config').model.depth == 7
+    assert apply_overrides(config, ['model.depth=7'], where='config').model.depth == 7
     assert model.depth != 7

@@ -26,7 +26,7 @@ def evaluate(images, **changes):
 
 
 def test_an_episode_has_so_many_of_each_class_and_tests_on_others():
-    for learned, tested in episodes.draw(LABELS, config(), shots=2):
+    for learned, tested in episodes.draw(LABELS, NAMES, config(), shots=2):
         assert not {*learned} & {*tested}
         for images, each in (learned, 2), (tested, 4):
             assert len({*images}) == len(images)
@@ -37,7 +37,7 @@ def test_an_episode_has_so_many_of_each_class_and_tests_on_others():
 
 def test_the_first_episodes_of_many_are_those_of_few_and_a_seed_changes_them():
     def first(**changes):
-        return [*episodes.draw(LABELS, config(**changes), shots=2)][:3]
+        return [*episodes.draw(LABELS, NAMES, config(**changes), shots=2)][:3]
 
     few, many, other = first(episodes=3), first(episodes=50), first(seed=2)
     np.testing.assert_equal(few, many)
@@ -78,7 +78,7 @@ def test_what_cannot_be_drawn_is_rejected():
     ):
         for use in (
             lambda: evaluate(NOISE, **changes),  # noqa: B023
-            lambda: episodes.require_possible(LABELS, NAMES, config(**changes)),  # noqa: B023
+            lambda: episodes.find_classes(LABELS, NAMES, config(**changes), shots=2),  # noqa: B023
         ):
             with pytest.raises(UserError, match=message):
                 use()

@@ -74,7 +74,7 @@ def test_shots_that_a_class_does_not_have_are_left_out_and_said():
     images = np.broadcast_to((100 * labels)[:, None, None], (21, 8, 8)).astype(np.uint8)
     source = array_source(images, labels, ['few', 'many'], name='data')
     reader = ImageReader(source, Preprocessing().crop, (8, 8), exif_rotation=False)
-    one = probing.Probe('data', ProbeSet(), reader, reader)
+    one = probing.Probe(reader, reader)
     config = FewshotConfig(shots=(1, 9, 10, 25), seeds=(0,), l2=(1.0, 1024.0))
 
     def evaluate(config):
@@ -93,9 +93,12 @@ def test_shots_that_a_class_does_not_have_are_left_out_and_said():
         "9-shot 100.00% +- 0.00%, class 'few' has 9 images, too few for 10-shot, 25-shot"
     )
     assert set(probing.numbers(result)) == {'1_shot_accuracy', '9_shot_accuracy'}
-    found = evaluate(FewshotConfig(shots=(12, 10), seeds=(0,)))['sets']['data']
-    assert [*found['mean']] == ['10']  # of all images of the class
-    assert found['left_out'] == "class 'few' has 9 images, too few for 12-shot, 10-shot"
+    for shots, note in {
+        (12, 10): "class 'few' has 9 images, all used for 10-shot, too few for 12-shot",
+        (10,): "class 'few' has 9 images, all used for 10-shot",
+    }.items():
+        found = evaluate(FewshotConfig(shots=shots, seeds=(0,)))['sets']['data']
+        assert [*found['mean']] == ['10'] and found['notes'] == [note]
 
 
 def test_episodes_have_the_l2_of_the_configuration():
@@ -103,7 +106,7 @@ def test_episodes_have_the_l2_of_the_configuration():
     features = rng.normal(size=(60, 9)).astype(np.float32)
     source = array_source(np.zeros((60, 8, 8), np.uint8), labels, 'abc', name='data')
     reader = ImageReader(source, Preprocessing().crop, (8, 8), exif_rotation=False)
-    one = probing.Probe('data', ProbeSet(), reader, reader)
+    one = probing.Probe(reader, reader)
     drawn = dataclasses.replace(EPISODES, ways=3, shots=(5,), classifier='ridge')
 
     def found(l2):
@@ -116,17 +119,21 @@ def test_episodes_have_the_l2_of_the_configuration():
 
 
 def test_the_outline_counts_the_classes_of_episodes_that_are_trained_on():
-    source = array_source(np.zeros((3, 8, 8), np.uint8), np.arange(3), 'abc', name='data')
+    labels = np.repeat([0, 1, 2, 3], [3, 3, 3, 2])  # too few of d
+    source = array_source(np.zeros((11, 8, 8), np.uint8), labels, 'abcd', name='data')
+    source = dataclasses.replace(source, data='data')
     reader = ImageReader(source, Preprocessing().crop, (8, 8), exif_rotation=False)
-    one = {'data': probing.Probe('data', ProbeSet(), reader, reader)}
+    one = {'data': probing.Probe(reader, reader)}
 
     def said(trained, *classes):
-        fewshot = FewshotConfig(episodes=EpisodesConfig(classes=classes))
+        drawn = dataclasses.replace(EPISODES, ways=2, classes=classes)
+        fewshot = FewshotConfig(episodes=drawn)
         return probing.episodes_outline(probing.Probes(fewshot, one, {}), trained)
 
     line = 'episodes of data draw from 2 classes; training includes 1 of them'
     assert said('xab', 'a', 'c') == [line]
-    assert said('ab')[0].endswith('3 classes; training includes 2 of them') and said('') == []
+    assert said('abd')[0].endswith('3 classes; training includes 2 of them')
+    assert said('') == ['episodes of data draw from 3 classes']
 
 
 @pytest.mark.full
@@ -252,7 +259,7 @@ def some_unreadable(names, *, leave_out=False):
 
 
 @pytest.mark.full
-def test_images_that_cannot_be_read_are_left_out_of_all_probes(checkpoint, tmp_path, caplog):
+def test_images_that_cannot_be_read_are_left_out_of_all_probes(checkpoint, tmp_path):
     names = 'digits/train[3]', 'digits/train[40]', 'digits/test[7]'
     options = {'neighbours': 5, 'logistic': LOGISTIC, 'feature_cache': str(tmp_path / 'cache')}
     broken = config(checkpoint, **options)
@@ -270,7 +277,10 @@ def test_images_that_cannot_be_read_are_left_out_of_all_probes(checkpoint, tmp_p
         assert found['test_images'] == expected['test_images'] == 358
         for part in 'nearest_neighbours', 'logistic':
             assert found[part] == expected[part]
-    assert '2 of 1438 images cannot be read, left out: digits/train[3]' in caplog.text
+        assert found['notes'] == [
+            '1 of 359 images cannot be read, left out: digits/test[7]',
+            '2 of 1438 images cannot be read, left out: digits/train[3]',
+        ]
     broken.fewshot = FewshotConfig(shots=(1000,), seeds=(0,))  # all of each class
     few, _ = probing_run.probe(broken, str(tmp_path / 'all'))
     (found,) = few['sets'].values()

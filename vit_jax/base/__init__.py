@@ -9,6 +9,7 @@ from vit_jax.base.storage import (
     appending,
     atomic_write,
     close_by,
+    make_folder,
     parsing,
     read_json_lines,
     require_kept,

@@ -71,6 +71,13 @@ def folder(path: str | os.PathLike[str]) -> Path:
     return epath.Path(text)
 
 
+def make_folder(path: str | os.PathLike[str]) -> None:
+    """Makes a folder and those above it, on a disk; a bucket needs none. Raises UnusableDisk."""
+    if not is_remote(path):
+        with usable(path):
+            pathlib.Path(path).mkdir(parents=True, exist_ok=True)
+
+
 @contextlib.contextmanager
 def named_plainly(folder: Path) -> Iterator[epath.Path]:
     """Yields a name of an existing folder that orbax does not misread: its own, or a link to it."""

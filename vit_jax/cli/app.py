@@ -126,7 +126,7 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else args
-        overrides, words = config_flags.split([config_flags.at_home(word) for word in words])
+        overrides, words = config_flags.split([config_flags.expand_home(word) for word in words])
         self._check_flags(words)
         arguments = super().parse_args(words, namespace)
         file = getattr(arguments, 'config', None)
@@ -161,7 +161,7 @@ class _HelpFull(argparse.Action):
     """Prints the help with all fields of the configuration, and exits."""
 
     def __call__(self, parser: Any, *_: Any) -> None:
-        parser.epilog = config_help.meanings(parser.config_kind)
+        parser.epilog = config_help.describe_fields(parser.config_kind)
         parser.print_help()
         parser.exit()
 
@@ -199,14 +199,18 @@ def add_config(
     parser.add_argument('--helpfull', action=_HelpFull, nargs=0, help=text)
 
 
-def add_job(parser: argparse.ArgumentParser, *, required: bool = True, trains: bool = True) -> None:
-    """Adds the arguments of a program with configuration and work directory in several processes.
+def new_job_parser(
+    name: str, description: str | None, *, required: bool = True, trains: bool = True
+) -> argparse.ArgumentParser:
+    """Returns the parser of a program with configuration and work directory in several processes.
 
     Args:
-      parser: The parser.
+      name: The program.
+      description: Its docstring.
       required: Whether the program needs configuration and work directory.
       trains: Whether the program trains.
     """
+    parser = new_parser(name, description)
     add_config(parser, required=required)
     text = 'resume although the configuration has changed'
     parser.add_argument('--accept_config_changes', action='store_true', help=text)
@@ -216,6 +220,7 @@ def add_job(parser: argparse.ArgumentParser, *, required: bool = True, trains: b
         text = 'write a profile of the M - N steps after step N into WORKDIR/profile'
         parser.add_argument('--profile_steps', type=_steps, metavar='N:M', help=text)
     add_launch(parser)
+    return parser
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
@@ -241,10 +246,11 @@ def launch(arguments: argparse.Namespace) -> Launch:
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of a program that shows images to a model."""
+    """Adds the arguments of a program that loads a model and shows it images."""
     parser.add_argument('--batch_size', type=positive, default=32, metavar='N', help='(32)')
     text = f'pixels of the largest image ({MAX_PIXELS:,})'
     parser.add_argument('--max_pixels', type=_pixels, default=MAX_PIXELS, metavar='N', help=text)
+    add_overrides(parser)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -264,7 +270,7 @@ def overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the given arguments of `add_overrides`."""
     names = 'grid', 'num_heads', 'gelu', 'layer_norm_epsilon', 'image_size', 'patch_size'
     values = {name: getattr(arguments, name) for name in names}
-    values['head'] = arguments.head and config_files.function(arguments.head)
+    values['head'] = arguments.head and config_files.load_function(arguments.head)
     return {name: value for name, value in values.items() if value is not None}
 
 

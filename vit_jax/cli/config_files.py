@@ -35,7 +35,7 @@ def read(given: str, kind: type[Any] = TrainConfig) -> Any:
         return records.checked(config, where='config')
 
 
-def function(given: str) -> Any:
+def load_function(given: str) -> Any:
     """Returns the function of `FILE.py:FUNCTION`. Raises UserError if there is none."""
     path, _, name = given.rpartition(':')
     file = pathlib.Path(path)

@@ -22,7 +22,7 @@ R = TypeVar('R')
 _BOOLEANS = {'true': True, '1': True, 'false': False, '0': False}
 
 
-def at_home(argument: str) -> str:
+def expand_home(argument: str) -> str:
     """Expands ~ at the start of an argument, and after `--FLAG=`, where bash does not."""
     flag = re.match(r'(--?[\w.]+=)?', argument)
     end = flag.end() if flag else 0
@@ -53,17 +53,17 @@ def load(file: str, overrides: Sequence[str], kind: type[Any] = TrainConfig) -> 
 
     Raises UserError that names a wrong field or value.
     """
-    return overridden(config_files.read(file, kind), overrides, where='config')
+    return apply_overrides(config_files.read(file, kind), overrides, where='config')
 
 
-def overridden(record: R, overrides: Sequence[str], *, where: str) -> R:
+def apply_overrides(record: R, overrides: Sequence[str], *, where: str) -> R:
     """Returns a checked copy of the record in which each `FIELD=VALUE` is assigned."""
     record = records.checked(record, where=where)  # a file may use its records several times
     units: dict[str, str] = {}  # that are given of each duration
     for override in overrides:
         path, _, text = override.partition('=')
-        holder, options = _field(record, path, where=where)
-        value = _parsed(text, options, where=f'{where}.{path}')
+        holder, options = _find_field(record, path, where=where)
+        value = _parse(text, options, where=f'{where}.{path}')
         try:
             value = records.read(typing.Union[options], value, f'{where}.{path}')  # noqa: UP007
         except UserError as error:
@@ -81,7 +81,7 @@ def overridden(record: R, overrides: Sequence[str], *, where: str) -> R:
     return records.checked(record, where=where)
 
 
-def _field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, ...]]:
+def _find_field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, ...]]:
     """Returns the holder of a field, a record or a dict, and the possible types of the field.
 
     Raises UserError with the nearest name if there is no such field.
@@ -109,7 +109,7 @@ def _field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, ...]]
     return holder, options
 
 
-def _parsed(text: str, options: tuple[Any, ...], *, where: str) -> Any:
+def _parse(text: str, options: tuple[Any, ...], *, where: str) -> Any:
     """Parses the text of a field that has one of these types."""
     choices = [name for option in options for name in typing.get_args(option)]
     if text.lower() == 'none' and 'none' not in choices:

@@ -66,9 +66,9 @@ _NO_FIELD = {
 }
 
 
-def meanings(cls: type[Record]) -> str:
+def describe_fields(cls: type[Record]) -> str:
     """Returns types, defaults and meanings of all fields, in a section for each record."""
-    return '\n\n'.join(_section(kind, paths) for kind, paths in places(cls).items())
+    return '\n\n'.join(_describe_record(kind, paths) for kind, paths in places(cls).items())
 
 
 def comments(cls: type[Record]) -> dict[str, str]:
@@ -103,13 +103,11 @@ def suggest(cls: type[Record] | None, name: str, known: Collection[str]) -> str:
         return records.nearest(name, known)
     if text := _translate(name, paths(cls)):
         return text
-    # The first of several fields with the same name.
-    fields = {path.rpartition('.')[2]: path for path in reversed(paths(cls))}
-    close = [] if name in fields else difflib.get_close_matches(name, known)
-    for field in difflib.get_close_matches(name, fields):
-        if not close and field not in known:
-            return f"did you mean '--{fields[field]}'?"
-    return records.nearest(name, known)
+    # The first of several fields with the same name; a known name rather than a field elsewhere.
+    flags = {path.rpartition('.')[2]: f'--{path}' for path in reversed(paths(cls))}
+    flags |= {one: one for one in known}
+    close = difflib.get_close_matches(name, flags, n=1)
+    return f"did you mean '{flags[close[0]]}'?" if close else records.nearest(name, known)
 
 
 def _translate(name: str, paths: Sequence[str]) -> str | None:
@@ -157,7 +155,7 @@ def places(cls: type[Record]) -> dict[type[Record], list[str]]:
     return by_kind
 
 
-def _section(kind: Any, paths: list[str]) -> str:
+def _describe_record(kind: Any, paths: list[str]) -> str:
     """Returns the fields of a record with their types, defaults and comments."""
     lines = [textwrap.fill(', '.join(f'--{path}.FIELD' for path in paths), _WIDTH)]
     owners = [owner for owner in kind.__mro__ if issubclass(owner, Record) and owner is not Record]
@@ -165,7 +163,7 @@ def _section(kind: Any, paths: list[str]) -> str:
     lines += [textwrap.indent(f'{kind.__name__}: {meaning}', '  ')]
     meant, hints = comments(kind), records.hints(kind)
     for field in dataclasses.fields(kind):
-        text = f'    {field.name}: {type_text(hints[field.name])}{_default(field)}'
+        text = f'    {field.name}: {type_text(hints[field.name])}{_format_default(field)}'
         lines.append(f'{text:<44}  {meant.get(field.name, "")}'.rstrip())
     return '\n'.join(lines)
 
@@ -184,7 +182,7 @@ def type_text(hint: Any) -> str:
     return re.sub(r'\b\w+\.', '', str(hint)) if origin else hint.__name__
 
 
-def _default(field: 'dataclasses.Field[Any]') -> str:
+def _format_default(field: 'dataclasses.Field[Any]') -> str:
     if field.default is not dataclasses.MISSING:
         return f' = {"none" if field.default is None else field.default}'
     return '' if field.default_factory is not dataclasses.MISSING else ', required'

@@ -12,10 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import Bool, Float, Int, UserError, records
+from vit_jax.base import Float, Int, UserError, records
 from vit_jax.evaluation import ridge
-from vit_jax.evaluation.probes import Labelled
-from vit_jax.evaluation.ridge import Classifier
+from vit_jax.evaluation.probes import Classifier, Labelled
 
 ByEpisode = Literal['centroid', 'ridge']
 _NORMAL = 1.96  # deviations of a normal distribution on either side that hold 95 % of it
@@ -62,14 +61,12 @@ def evaluate(
 ) -> dict[int, Episodes]:
     """Draws episodes from these images and returns the results for each number of shots.
 
-    `l2` is for the classifier `ridge`. Raises UserError as `require_possible` does.
+    `l2` is for the classifier `ridge`. Raises UserError as `find_classes` does.
     """
-    images = images.subset(_chosen(images.labels, class_names, config))
-
     fit = fit_centroids if config.classifier == 'centroid' else functools.partial(ridge.fit, l2=l2)
     results = {}
     for shots in config.shots:
-        drawn = draw(images.labels, config, shots=shots)
+        drawn = draw(images.labels, class_names, config, shots=shots)
         accuracies = np.array(
             [fit(images.subset(train)).accuracy(images.subset(test)) for train, test in drawn]
         )
@@ -79,25 +76,40 @@ def evaluate(
 
 
 def draw(
-    labels: Int[np.ndarray, 'n'], config: EpisodesConfig, *, shots: int
+    labels: Int[np.ndarray, 'n'], class_names: Sequence[str], config: EpisodesConfig, *, shots: int
 ) -> Iterator[tuple[Int[np.ndarray, 'u'], Int[np.ndarray, 'v']]]:
     """Yields the images to learn from and to test on in each episode, by their indices.
 
-    Episode i is a function of (seed, i): few episodes are the first of many. A class with fewer
-    images than `shots + queries` is not drawn. Raises UserError if fewer than `ways` are left.
+    Episode i is a function of (seed, i): few episodes are the first of many. Raises UserError as
+    `find_classes` does.
     """
-    size = shots + config.queries
-    classes = [np.flatnonzero(labels == c) for c in np.unique(labels)]
-    possible = [images for images in classes if len(images) >= size]
-    if len(possible) < config.ways:
-        images = f'{size} images or more (shots={shots}, queries={config.queries})'
-        have = f'of {len(classes)} classes {len(possible)} have {images}'
-        raise UserError(f'ways={config.ways}: {have}')
+    images = [*find_classes(labels, class_names, config, shots=shots).values()]
     for number in range(config.episodes):
         rng = np.random.default_rng((config.seed, number))
-        chosen = rng.choice(len(possible), config.ways, replace=False)
-        drawn = np.array([rng.choice(possible[c], size, replace=False) for c in chosen])
+        chosen = rng.choice(len(images), config.ways, replace=False)
+        size = shots + config.queries
+        drawn = np.array([rng.choice(images[c], size, replace=False) for c in chosen])
         yield drawn[:, :shots].ravel(), drawn[:, shots:].ravel()
+
+
+def find_classes(
+    labels: Int[np.ndarray, 'n'], class_names: Sequence[str], config: EpisodesConfig, *, shots: int
+) -> dict[int, Int[np.ndarray, '_']]:
+    """Returns the images of each class that has enough for an episode, by class number.
+
+    Raises UserError if a class is not in the data, or fewer than `ways` classes have enough images.
+    """
+    if unknown := [name for name in config.classes if name not in class_names]:
+        raise UserError(f'episodes.classes: there is no class {unknown[0]!r} in the data')
+    numbers = sorted(map(class_names.index, config.classes)) or range(len(class_names))
+    images = {number: np.flatnonzero(labels == number) for number in numbers}
+    size = shots + config.queries
+    possible = {number: found for number, found in images.items() if len(found) >= size}
+    if len(possible) < config.ways:
+        enough = f'{size} images or more (shots={shots}, queries={config.queries})'
+        have = f'of {len(images)} classes {len(possible)} have {enough}'
+        raise UserError(f'ways={config.ways}: {have}')
+    return possible
 
 
 def fit_centroids(train: Labelled) -> Classifier:
@@ -120,20 +132,3 @@ def report(config: EpisodesConfig, results: dict[int, Episodes]) -> dict[str, An
         'interval': {str(shots): one.interval for shots, one in results.items()},
         'accuracy': {str(shots): one.accuracies.tolist() for shots, one in results.items()},
     }
-
-
-def require_possible(
-    labels: Int[np.ndarray, 'n'], class_names: Sequence[str], config: EpisodesConfig
-) -> None:
-    """Raises UserError for classes that are not in the data, or too few with enough images."""
-    next(draw(labels[_chosen(labels, class_names, config)], config, shots=max(config.shots)))
-
-
-def _chosen(
-    labels: Int[np.ndarray, 'n'], class_names: Sequence[str], config: EpisodesConfig
-) -> Bool[np.ndarray, 'n']:
-    """Which images are of the classes to draw from."""
-    if unknown := [name for name in config.classes if name not in class_names]:
-        raise UserError(f'episodes.classes: there is no class {unknown[0]!r} in the data')
-    numbers = [class_names.index(name) for name in config.classes or class_names]
-    return np.isin(labels, numbers)

@@ -132,10 +132,10 @@ class Evaluator:
             raise AssertionError(f'evaluated {examples} examples of {count}')
         means = {name: total / examples for name, total in totals.items()}
         rows = {name: np.concatenate(values) for name, values in parts.items()}
-        if 'logits' not in rows:
-            return Evaluation(means=means, rows=rows, readable=readable)
-        precisions = average_precisions(rows['logits'], rows['targets'])
-        means['mean_average_precision'] = float(np.nanmean(precisions))
+        precisions = None
+        if 'logits' in rows:
+            precisions = average_precisions(rows['logits'], rows['targets'])
+            means['mean_average_precision'] = float(np.nanmean(precisions))
         return Evaluation(means, rows, readable, average_precisions=precisions)
 
 

@@ -21,9 +21,9 @@ from vit_jax.base import (
     Int,
     Params,
     UserError,
+    make_folder,
     records,
     tree_names,
-    usable,
 )
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
@@ -75,8 +75,7 @@ def features_by(evaluator: Evaluator, params: Params, watch: Watch = iter) -> Fe
 
 def cached(features_of: FeaturesOf, folder: pathlib.Path, model_digest: str) -> FeaturesOf:
     """Returns a function that reads features from files in `folder`, or writes them there."""
-    with usable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
 
     def read_or_compute(
         reader: ImageReader, indices: Int[np.ndarray, 'n']
@@ -125,8 +124,6 @@ def _digest_images(reader: ImageReader) -> str:
 def _digest(*parts: Any) -> str:
     total = hashlib.sha256()
     for part in parts:
-        data = part.encode() if isinstance(part, str) else part
-        if not isinstance(data, bytes):
-            data = np.ascontiguousarray(data).tobytes()
+        data = np.asarray(part).tobytes()
         total.update(len(data).to_bytes(8, 'little') + data)
     return total.hexdigest()

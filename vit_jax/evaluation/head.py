@@ -164,9 +164,10 @@ def _confusion(
     labels: Int[np.ndarray, 'n'], predicted: Int[np.ndarray, 'n'], class_names: Sequence[str]
 ) -> tuple[list[str], Int[np.ndarray, 'k k']]:
     """Returns the classes with images or predictions, and images by class (row) and prediction."""
-    numbers, pairs = np.unique([labels, predicted], return_inverse=True)
-    matrix = np.zeros((len(numbers), len(numbers)), np.int64)
-    np.add.at(matrix, tuple(pairs.reshape(2, -1)), 1)
+    from sklearn.metrics import confusion_matrix
+
+    numbers = np.unique([labels, predicted])
+    matrix = confusion_matrix(labels, predicted, labels=numbers)
     return [class_names[number] for number in numbers], matrix
 
 

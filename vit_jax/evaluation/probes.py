@@ -13,7 +13,7 @@ from vit_jax.base import Array, Float, Int, UserError, records
 
 TEMPERATURE = 0.07  # of a neighbour's vote, as in DINO (Caron et al. 2021)
 EPSILON = 1e-5  # added to deviations of features
-_CHUNK = 1024  # test images that are compared with all training images at once
+_CHUNK = 1024  # test images that are predicted at once
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -47,6 +47,33 @@ class Labelled(NamedTuple):
     def subset(self, indices: np.ndarray) -> 'Labelled':
         """Returns the images of these indices, or of this mask."""
         return Labelled(self.features[indices], self.labels[indices])
+
+
+class Classifier(NamedTuple):
+    """A linear classifier; the score of each class is (features - mean) weights + bias."""
+
+    classes: Int[np.ndarray, 'k']
+    mean: Float[np.ndarray, 'd']  # of the training features
+    weights: Float[np.ndarray, 'd k']
+    bias: Float[np.ndarray, 'k']
+    l2: float = 0.0
+
+    def accuracy(self, test: Labelled) -> float:
+        """Returns the share of these images that are classified correctly."""
+        parts = (slice(start, start + _CHUNK) for start in range(0, len(test.labels), _CHUNK))
+        hits = (self.predict(test.features[part]) == test.labels[part] for part in parts)
+        return sum(int(hit.sum()) for hit in hits) / len(test.labels)
+
+    def predict(self, features: Float[np.ndarray, 'n d']) -> Int[np.ndarray, 'n']:
+        """Returns the class of the largest score, in float32.
+
+        The mean is subtracted first: in the bias it would cost the digits of features that are far
+        from zero.
+        """
+        mean, weights, bias = (part.astype(np.float32) for part in self[1:4])
+        scores = (features.astype(np.float32, copy=False) - mean) @ weights
+        scores += bias
+        return self.classes[scores.argmax(axis=1)]
 
 
 class LogisticResult(NamedTuple):
@@ -91,29 +118,24 @@ def nearest_neighbours(train: Labelled, test: Labelled, *, neighbours: int) -> f
 def logistic(train: Labelled, test: Labelled, config: LogisticConfig) -> LogisticResult:
     """Fits the linear probe, with the l2 that is best on a part of the training images."""
     mean, std = train.features.mean(axis=0), train.features.std(axis=0) + EPSILON
-    learned, tested = (
-        np.pad((x - mean) / std, ((0, 0), (0, 1)), constant_values=1.0)
-        for x in (train.features, test.features)
-    )
+    inputs = np.pad((train.features - mean) / std, ((0, 0), (0, 1)), constant_values=1.0)
     classes, labels = np.unique(train.labels, return_inverse=True)
-    limits = {'max_iterations': config.max_iterations, 'tolerance': config.tolerance}
+    options = {'max_iterations': config.max_iterations, 'tolerance': config.tolerance}
 
-    def fit(rows: Any, l2: float) -> Fit:
-        x, y = learned[rows], labels[rows]
-        return fit_logistic(x, y, l2=l2 / len(y), num_classes=len(classes), **limits)
-
-    def accuracy(fitted: Fit, features: Any, truth: Any) -> float:
-        scores = features @ np.asarray(fitted.weights)
-        return float((classes[scores.argmax(axis=1)] == truth).mean())
+    def fit(rows: Any, l2: float) -> tuple[Classifier, Fit]:
+        x, y = inputs[rows], labels[rows]
+        fitted = fit_logistic(x, y, l2=l2 / len(y), num_classes=len(classes), **options)
+        *weights, bias = np.asarray(fitted.weights)
+        return Classifier(classes, mean, np.array(weights) / std[:, None], bias), fitted
 
     l2, *others = config.l2
     if others:
-        valid = np.random.default_rng(0).random(len(labels)) < config.validation_fraction
-        part = learned[valid], train.labels[valid]
-        l2 = max(config.l2, key=lambda strength: accuracy(fit(~valid, strength), *part))
-    fitted = fit(slice(None), l2)
+        is_valid = np.random.default_rng(0).random(len(labels)) < config.validation_fraction
+        valid = train.subset(is_valid)
+        l2 = max(config.l2, key=lambda strength: fit(~is_valid, strength)[0].accuracy(valid))
+    classifier, fitted = fit(slice(None), l2)
     return LogisticResult(
-        accuracy=accuracy(fitted, tested, test.labels),
+        accuracy=classifier.accuracy(test),
         l2=l2,
         iterations=int(fitted.iterations),
         converged=bool(fitted.slope <= config.tolerance),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import Float, UserError, counted, records, storage
+from vit_jax.base import Float, UserError, counted, records, require, storage
 from vit_jax.data.image_preprocessing import Crop, Preprocessing
 from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.base import DataFunction, Source
@@ -54,24 +54,20 @@ class FewshotConfig(records.Record):
     def check(self) -> None:
         records.require_between(self, 'shots', 'neighbours', 'every_steps', low=1)
         records.require_between(self, 'seeds', low=0)
-        records.require(self.l2 != (), 'l2=(): expected one or more numbers')
+        require(self.l2 != (), 'l2=(): expected one or more numbers')
         records.require_between(self, 'l2', above=0)
         for name, values in {'shots': self.shots, 'seeds': self.seeds}.items():
             distinct = len({*values}) == len(values) > 0
-            records.require(distinct, f'{name}={values}: expected at least one, each once')
+            require(distinct, f'{name}={values}: expected at least one, each once')
         random = self.crop is not None and self.crop.random
-        records.require(not random, 'crop: a random crop is for training only')
-        remote = storage.is_remote(self.feature_cache or '')
-        records.require(
-            not remote, f'feature_cache={self.feature_cache!r}: expected a folder on a disk'
-        )
+        require(not random, 'crop: a random crop is for training only')
+        local = not storage.is_remote(self.feature_cache or '')
+        require(local, f'feature_cache={self.feature_cache!r}: expected a folder on a disk')
 
 
 class Probe(NamedTuple):
     """An opened data set: images to learn from, and images to test on."""
 
-    data: str
-    splits: ProbeSet
     train: ImageReader
     test: ImageReader
 
@@ -97,52 +93,49 @@ def open_probes(
 ) -> Probes:
     """Opens the data sets of a few-shot evaluation; `own_data` if it names none.
 
-    Logs a warning for each set that cannot be opened. Raises UserError if none can.
+    Logs a warning for each set that cannot be used. Raises UserError if none can.
     """
     wanted = fewshot.sets or {records.text_of(own_data): ProbeSet()}
     crop = {} if fewshot.crop is None else {'crop': fewshot.crop}
     by_name, missing = dict[str, Probe](), dict[str, str]()
-    for name, splits in wanted.items():
-        data = splits.data or own_data
+    for name, one in wanted.items():
         try:
-            train, test = (open_split(data, s) for s in (splits.train_split, splits.test_split))
-            _require_one_class(records.text_of(data), splits, train, test)
-            if fewshot.episodes is not None:
-                episodes.require_possible(test.labels, test.class_names, fewshot.episodes)
+            splits = one.train_split, one.test_split
+            train, test = (open_split(one.data or own_data, split) for split in splits)
+            _require_suitable(train, test, fewshot.episodes)
+            by_name[name] = Probe(*(make_reader(source, **crop) for source in (train, test)))
         except UserError as error:
-            if len(missing) == len(wanted) - 1:
-                raise
             missing[name] = str(error)
+            if len(missing) == len(wanted):
+                raise
             logging.warning('left out: %s: %s', name, error)
-        else:
-            readers = (make_reader(source, **crop) for source in (train, test))
-            by_name[name] = Probe(records.text_of(data), splits, *readers)
     return Probes(fewshot, by_name, missing)
 
 
-def _require_one_class(data: str, splits: ProbeSet, train: Source, test: Source) -> None:
-    if train.class_names != test.class_names:
-        both = f'{splits.train_split} and {splits.test_split}'
-        raise UserError(f'{data}: the classes of {both} differ')
-    if train.multi_label:
-        raise UserError(f'{data}: an image may have several classes; probes need one')
+def _require_suitable(train: Source, test: Source, drawn: EpisodesConfig | None) -> None:
+    """Raises UserError for classes that cannot be probed."""
+    same, both = train.class_names == test.class_names, f'{train.split} and {test.split}'
+    require(same, f'{train.data}: the classes of {both} differ')
+    several = f'{train.data}: an image may have several classes; probes need one'
+    require(not train.multi_label, several)
+    if drawn is not None:
+        episodes.find_classes(test.labels, test.class_names, drawn, shots=max(drawn.shots))
 
 
 def episodes_outline(probes: Probes, trained: Sequence[str]) -> list[str]:
-    """Returns, for each data set, how many of the classes that episodes draw are trained on.
+    """Returns, for each data set, the number of classes that episodes draw from.
 
     `trained` are the names of the classes that the model was trained on; empty if unknown.
     """
-    config = probes.config.episodes
-    if config is None or not trained:
+    if (config := probes.config.episodes) is None:
         return []
     lines = []
     for probe in probes.by_name.values():
-        drawn = config.classes or probe.test.source.class_names
-        count, known = counted(len(drawn), 'class'), len({*drawn} & {*trained})
-        lines.append(
-            f'episodes of {probe.data} draw from {count}; training includes {known} of them'
-        )
+        test, names = probe.test.source, probe.test.source.class_names
+        drawn = episodes.find_classes(test.labels, names, config, shots=max(config.shots))
+        known = len({names[number] for number in drawn} & {*trained})
+        includes = f'; training includes {known} of them' if trained else ''
+        lines.append(f'episodes of {test.data} draw from {counted(len(drawn), "class")}{includes}')
     return lines
 
 
@@ -152,9 +145,9 @@ def evaluate(features_of: FeaturesOf, sets: Probes, preprocessing: Preprocessing
     for name, probe in sets.by_name.items():
         how = dataclasses.replace(preprocessing, crop=probe.test.crop)
         protocol = {
-            'data': probe.data,
-            'train_split': probe.splits.train_split,
-            'test_split': probe.splits.test_split,
+            'data': probe.train.source.data,
+            'train_split': probe.train.source.split,
+            'test_split': probe.test.source.split,
             'layer': 'pre_logits',
             'image_size': list(probe.test.size),
             'preprocessing': records.to_dict(how),
@@ -164,60 +157,87 @@ def evaluate(features_of: FeaturesOf, sets: Probes, preprocessing: Preprocessing
 
 
 def _evaluate_probe(features_of: FeaturesOf, probe: Probe, config: FewshotConfig) -> dict[str, Any]:
-    """Computes features of the training images that are drawn, or of all if a probe needs them."""
-    train, test = probe.train.source, probe.test.source
-    tested = _labelled(probe.test, features_of(probe.test, np.arange(len(test))))
-    results: dict[str, Any] = {'test_images': len(tested.labels)}
+    """Evaluates all probes of a data set, and notes what their numbers lack.
+
+    Computes features of the training images that are drawn, or of all if a probe needs them.
+    """
+    test, notes = probe.test.source, list[str]()
+    tested = _labelled(probe.test, features_of(probe.test, np.arange(len(test))), notes)
     drawn_features: Callable[[Any], np.ndarray] = functools.partial(features_of, probe.train)
+    result = {'test_images': len(tested.labels), 'notes': notes}
     if config.neighbours is not None or config.logistic is not None:
-        features = features_of(probe.train, np.arange(len(train)))
-        learned, drawn_features = _labelled(probe.train, features), features.__getitem__
+        features = features_of(probe.train, np.arange(len(probe.train.source)))
+        learned, drawn_features = _labelled(probe.train, features, notes), features.__getitem__
     if config.neighbours is not None:
         accuracy = probes.nearest_neighbours(learned, tested, neighbours=config.neighbours)
-        results['nearest_neighbours'] = {'neighbours': config.neighbours, 'accuracy': accuracy}
+        result['nearest_neighbours'] = {'neighbours': config.neighbours, 'accuracy': accuracy}
     if config.logistic is not None:
         fitted = probes.logistic(learned, tested, config.logistic)
         if not fitted.converged:
-            text = '%s: the logistic regression stopped after %d iterations, before it converged'
-            logging.warning(text, probe.data, fitted.iterations)
-        results['logistic'] = fitted._asdict()
+            notes.append(f'logistic has not converged in {counted(fitted.iterations, "iteration")}')
+        result['logistic'] = fitted._asdict()
     if config.episodes is not None:
         by_shots = episodes.evaluate(tested, test.class_names, config.episodes, l2=config.l2)
-        results['episodes'] = episodes.report(config.episodes, by_shots)
-    shots, left_out = _possible_shots(config.shots, train)
-    few_shot = ridge.probe(
-        train.labels,
-        tested,
-        features_of=drawn_features,
-        shots=shots,
-        seeds=config.seeds,
-        l2=config.l2,
-    )
-    classes = len(train.class_names)
-    report = ridge.report(few_shot, l2=config.l2, name_of=train.name_of, classes=classes)
-    return results | left_out | report
+        result['episodes'] = episodes.report(config.episodes, by_shots)
+    return result | _evaluate_few_shot(probe.train.source, tested, drawn_features, config, notes)
 
 
-def _possible_shots(shots: Sequence[int], train: Source) -> tuple[list[int], dict[str, str]]:
-    """Returns the shots that every class has, or the fewest, and which shots a class lacks."""
-    images = np.bincount(train.labels)
-    fewest = int(images[images > 0].min())
-    lacking = [f'{count}-shot' for count in shots if count > fewest]
-    if not lacking:
-        return [*shots], {}
-    name = train.class_names[int(np.flatnonzero(images == fewest)[0])]
-    why = f'class {name!r} has {counted(fewest, "image")}, too few for {", ".join(lacking)}'
-    return [count for count in shots if count <= fewest] or [min(shots)], {'left_out': why}
-
-
-def _labelled(reader: ImageReader, features: Float[np.ndarray, 'n d']) -> Labelled:
-    """Returns features and labels of the images that could be read; warns of the others."""
+def _labelled(
+    reader: ImageReader, features: Float[np.ndarray, 'n d'], notes: list[str]
+) -> Labelled:
+    """Returns features and labels of the images that could be read; notes how many could not."""
     readable = ~np.isnan(features).any(axis=1)
     if missing := int((~readable).sum()):
         name = reader.source.name_of(int(readable.argmin()))
-        text = '%d of %d images cannot be read, left out: %s'
-        logging.warning(text, missing, len(readable), name)
+        notes.append(f'{missing} of {len(readable)} images cannot be read, left out: {name}')
     return Labelled(features, reader.source.labels).subset(readable)
+
+
+def _evaluate_few_shot(
+    train: Source,
+    test: Labelled,
+    features_of: Callable[[Any], np.ndarray],
+    config: FewshotConfig,
+    notes: list[str],
+) -> dict[str, Any]:
+    """Returns accuracies and protocol of the ridge probe, as JSON."""
+    shots = _possible_shots(config.shots, train, notes)
+    draws = {'shots': shots, 'seeds': config.seeds}
+    found = ridge.probe(train.labels, test, features_of=features_of, l2=config.l2, **draws)
+    by_shots = {str(k): [found.accuracies[seed, k] for seed in config.seeds] for k in shots}
+
+    def by_draw(values: dict[tuple[int, int], Any]) -> dict[str, Any]:
+        return {f'seed {seed}, {count} shots': each for (seed, count), each in values.items()}
+
+    return {
+        'classes': len(train.class_names),
+        'shots': shots,
+        'seeds': [*config.seeds],
+        'l2': np.asarray(config.l2).tolist(),
+        'bias': ridge.BIAS,
+        'mean': {k: float(np.mean(accuracies)) for k, accuracies in by_shots.items()},
+        'deviation': {k: float(np.std(accuracies)) for k, accuracies in by_shots.items()},
+        'accuracy': by_draw(found.accuracies),
+        'l2_chosen': by_draw(found.l2),
+        'train_images': by_draw({d: train.read_names(i.tolist()) for d, i in found.draws.items()}),
+    }
+
+
+def _possible_shots(shots: Sequence[int], train: Source, notes: list[str]) -> list[int]:
+    """Returns the shots that every class has, and notes which class has too few images for others.
+
+    If no shots are possible, the fewest remain, and small classes give all their images.
+    """
+    images = np.bincount(train.labels)
+    fewest = int(images[images > 0].min())
+    possible = [count for count in shots if count <= fewest] or [min(shots)]
+    left_out = [f'{count}-shot' for count in shots if count not in possible]
+    uses_all = f', all used for {possible[0]}-shot' if possible[0] > fewest else ''
+    too_few = f', too few for {", ".join(left_out)}' if left_out else ''
+    if uses_all or too_few:
+        name = train.class_names[int(np.flatnonzero(images == fewest)[0])]
+        notes.append(f'class {name!r} has {counted(fewest, "image")}{uses_all}{too_few}')
+    return possible
 
 
 class Score(NamedTuple):
@@ -248,7 +268,7 @@ def summary(result: dict[str, Any]) -> str:
     sets, parts = result['sets'], []
     for name, values in sets.items():
         texts = [f'{label} {score}' for label, score in scores(values).items()]
-        text = ', '.join([*texts, *([values['left_out']] if 'left_out' in values else [])])
+        text = ', '.join([*texts, *values['notes']])
         parts.append(text if len(sets) == 1 else f'{name}: {text}')
     return '; '.join(parts)
 

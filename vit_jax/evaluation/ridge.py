@@ -5,18 +5,18 @@ each class. The paper leaves standardization, bias, l2 and seeds open; here they
 big_vision's `fewshot_lsr`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import scipy.linalg
 
 from vit_jax.base import Float, Int, UserError
-from vit_jax.evaluation.probes import EPSILON, Labelled
+from vit_jax.evaluation.probes import EPSILON, Classifier, Labelled
 
 BIAS = 100.0  # a constant feature this large is hardly regularised: lambda / 100^2
 L2 = 1024.0  # not divided by the number of images: strong where they are few
-_SLICE = 2048  # images
+_SLICE = 2048  # images that are standardized at once
 Strengths = float | Sequence[float]  # an l2, or several to choose from
 Draws = dict[tuple[int, int], Int[np.ndarray, '_']]  # indices of images by seed and shots
 
@@ -77,33 +77,6 @@ def probe(
 def accuracy(train: Labelled, test: Labelled, *, l2: Strengths) -> float:
     """Returns the test accuracy of the ridge classifier of the training images."""
     return fit(train, l2=l2).accuracy(test)
-
-
-class Classifier(NamedTuple):
-    """A linear classifier; the score of each class is (features - mean) weights + bias."""
-
-    classes: Int[np.ndarray, 'k']
-    mean: Float[np.ndarray, 'd']  # of the training features
-    weights: Float[np.ndarray, 'd k']
-    bias: Float[np.ndarray, 'k']
-    l2: float = 0.0
-
-    def accuracy(self, test: Labelled) -> float:
-        """Returns the share of these images that are classified correctly."""
-        rows = (slice(start, start + _SLICE) for start in range(0, len(test.labels), _SLICE))
-        hits = (self.predict(test.features[i]) == test.labels[i] for i in rows)
-        return sum(int(hit.sum()) for hit in hits) / len(test.labels)
-
-    def predict(self, features: Float[np.ndarray, 'n d']) -> Int[np.ndarray, 'n']:
-        """Returns the class of the largest score, in float32.
-
-        The mean is subtracted first: in the bias it would cost the digits of features that are far
-        from zero.
-        """
-        mean, weights, bias = (part.astype(np.float32) for part in self[1:4])
-        scores = (features.astype(np.float32, copy=False) - mean) @ weights
-        scores += bias
-        return self.classes[scores.argmax(axis=1)]
 
 
 # The protocol is that of big_vision's evaluators/fewshot_lsr.py. With X (n d) the standardized
@@ -199,33 +172,3 @@ def _cross_validation(
     residual = (squares * left**2).sum() + max(total - squares.sum(), 0.0)
     trace = left.sum() + (count - len(values) - 1) + left_of_bias
     return float((residual + along_one * left_of_bias**2) / trace**2)
-
-
-def report(
-    result: ProbeResult, *, l2: Strengths, name_of: Callable[[int], str], classes: int
-) -> dict[str, Any]:
-    """Returns protocol, accuracies, means and deviations as JSON.
-
-    `name_of(index)` names a training image.
-    """
-
-    def by_draw(values: Mapping[tuple[int, int], Any]) -> dict[str, Any]:
-        return {f'seed {seed}, {count} shots': each for (seed, count), each in values.items()}
-
-    seeds, shots = (list(dict.fromkeys(values)) for values in zip(*result.draws, strict=True))
-    by_shots = {k: [result.accuracies[seed, k] for seed in seeds] for k in shots}
-    images = {draw: [*map(name_of, part.tolist())] for draw, part in result.draws.items()}
-    chosen = {'l2_chosen': by_draw(result.l2)} if np.ndim(l2) else {}
-    return {
-        'classes': classes,
-        'shots': shots,
-        'seeds': seeds,
-        'l2': np.asarray(l2).tolist(),
-        'bias': BIAS,
-        'targets': [-1, 1],
-        'standardised': 'by mean and deviation of the drawn images',
-        'mean': {str(k): float(np.mean(a)) for k, a in by_shots.items()},
-        'deviation': {str(k): float(np.std(a)) for k, a in by_shots.items()},
-        'accuracy': by_draw(result.accuracies),
-        'train_images': by_draw(images),
-    } | chosen

@@ -135,6 +135,8 @@ def compare_data(
     if job.index == 0:
         if digests.steps(workdir.folder / FOLDER):  # else nothing was learned yet
             recorded = _read(path)
+            if not recorded:
+                logging.warning('%s: missing or damaged: the data are not compared', path)
         recorded = _update(workdir, recorded, splits, accept=accept)
     if job.count > 1:
         _require_same(job, splits, path)
@@ -200,7 +202,7 @@ def read_training_images(folder: Path) -> SplitRecord:
 
 
 def _read(path: Path) -> Splits:
-    """Reads a record; returns an empty one, with a warning, if it is missing or damaged."""
+    """Reads a record; returns an empty one if it is missing or damaged."""
     require_regular(path)
     with usable(path):
         data = path.read_bytes() if path.exists() else b''
@@ -208,5 +210,4 @@ def _read(path: Path) -> Splits:
         splits = json.loads(gzip.decompress(data))
         return {name: SplitRecord(**split) for name, split in splits.items()}
     except DAMAGED_NPZ:
-        logging.warning('%s: missing or damaged: it is not known what the run was trained on', path)
         return {}

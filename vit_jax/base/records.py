@@ -42,8 +42,9 @@ class Record:
 
     def __post_init__(self) -> None:
         own = type(self).__name__
+        values = vars(self)
         for name, hint in hints(type(self)).items():
-            setattr(self, name, read(hint, getattr(self, name), f'{own}.{name}'))
+            values[name] = read(hint, values[name], f'{own}.{name}')
         try:
             self.check()
         except UserError as error:
@@ -166,9 +167,8 @@ def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
     Raises:
       UserError: That names `where.field`, as described in `Record`, and for a missing value.
     """
-    own = {n: read(field_type(cls, n, where), v, f'{where}.{n}') for n, v in values.items()}
     try:
-        return cls(**own)
+        return cls(**values)
     except TypeError as error:  # a field without a default is absent
         raise UserError(f'{where}: {error}') from error
     except UserError as error:
@@ -281,16 +281,16 @@ def read(hint: Any, value: Any, where: str) -> Any:
 
 def _describe(options: Iterable[Any]) -> str:
     """Describes the types that a field may have: `one of cls, gap or nothing`."""
-    values, kinds = list[str](), list[str]()
+    kinds = []
     for option in options:
-        origin = typing.get_origin(option)
+        origin, choices = typing.get_origin(option), typing.get_args(option)
         if origin is Literal:
-            values += map(str, typing.get_args(option))
+            listed = ', '.join(map(str, choices))
+            kinds.append(f'one of {listed}' if len(choices) > 1 else listed)
         elif origin is Callable:
             kinds.append('a function')
         elif option is type(None):
             kinds.append('nothing')
         else:
             kinds.append(str(option) if origin else option.__name__)
-    listed = f'one of {", ".join(values)}' if len(values) > 1 else ''.join(values)
-    return ' or '.join([listed, *kinds] if values else kinds)
+    return ' or '.join(kinds)

@@ -152,7 +152,7 @@ def test_sigterm_saves_and_releases_so_that_the_next_start_waits_for_nothing(
         assert host.wait() == REQUEUE, host.text
     assert bucket.names('of/run/.') == []
     said, found = finish(tmp_path)
-    assert 'waiting' not in said and 'resuming at step' in said
+    assert 'waits' not in said and 'resuming at step' in said
     assert_same(found, whole())
 
 

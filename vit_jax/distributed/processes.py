@@ -33,7 +33,7 @@ import jax
 from jax._src import clusters, distributed, xla_bridge
 from jaxlib import _jax
 
-from vit_jax.base import Record, UserError, records, require_between, usable
+from vit_jax.base import Record, UserError, records, refuse, require_between, usable
 from vit_jax.base.errors import one_line
 
 REQUEUE = 75  # EX_TEMPFAIL: start the same command again
@@ -176,10 +176,6 @@ class Interrupted(Exception):
     """After a signal all processes are at the same step, to save and exit."""
 
 
-class Differs(UserError):
-    """The facts of this process are not those of process 0."""
-
-
 class Job:
     """This process among those of its job; `Job()` runs alone, as in a library or a test."""
 
@@ -212,14 +208,13 @@ class Job:
         """Waits for all processes and compares their facts, which are JSON values.
 
         `describe` returns a line for each difference from its argument, the facts of process 0.
-        Raises Differs with these lines.
+        Raises UserError with these lines.
         """
         text = json.dumps(facts)
         theirs = json.loads(self.from_process_0(name, lambda: text))
         changes = describe(theirs) if describe else records.differences(theirs, json.loads(text))
         if changes:
-            lines = '\n'.join(f'  {line}' for line in changes[:20])
-            raise Differs(f'{name}: {self} differs from process 0:\n{lines}')
+            refuse([f'{name}: {self} differs from process 0:', *changes], shown=21)
         self.barrier(name)
 
     def from_process_0(self, name: str, say: Callable[[], str]) -> str:

@@ -275,11 +275,11 @@ def test_labels_of_images_with_several_classes_are_recorded(tmp_path):
 class TwoHosts(Job):
     """Process 0 or 1 of a job in which process 0 has come to each comparison before."""
 
-    facts = {}
+    facts, count, index = {}, 2, 0
 
     def __init__(self, index):
         super().__init__()
-        self.index, self.count = index, 2
+        self.index = index
 
     def require_same(self, name, facts, describe=None):
         if self.index == 0:

@@ -10,6 +10,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+from jaxlib import _jax
 
 from vit_jax.base import UserError
 from vit_jax.cli import app
@@ -67,14 +68,21 @@ def connect_late(*arguments):
     connect(*arguments)
 
 
+def raise_unavailable(*_, **__):
+    raise jax.errors.JaxRuntimeError('UNAVAILABLE: failed to connect to all addresses')
+
+
 if __name__ == '__main__':
     connect = processes.connect
     parser = app.new_parser('steps', __doc__)
     parser.add_argument('faults')
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--late', action='store_true')
+    parser.add_argument('--unreachable', action='store_true')
     parser.set_defaults(compiled='none')
     app.add_launch(parser)
     if '--late' in os.sys.argv:
         processes.connect = connect_late
+    if '--unreachable' in os.sys.argv:
+        _jax.get_distributed_runtime_client = raise_unavailable
     app.run_job(main, parser)

@@ -97,6 +97,25 @@ def test_records_within_are_copied_so_that_later_assignments_change_nothing():
     assert copy.shape.radius == 2.0
 
 
+def test_a_record_is_checked_once_however_deep_it_lies():
+    checks = []
+
+    @dataclasses.dataclass(kw_only=True)
+    class Inner(records.Record):
+        def check(self):
+            checks.append(self)
+
+    value = Inner()
+    for _ in range(4):
+        Outer = dataclasses.make_dataclass(
+            'Outer', [('inner', type(value))], bases=(records.Record,), kw_only=True
+        )
+        value = Outer(inner=value)
+    checks.clear()
+    records.checked(value, where='value')
+    assert len(checks) == 1
+
+
 def test_values_are_set_by_path_in_a_checked_copy():
     changes = {'shape.side': 4, 'colour': 'blue'}
     picture = records.with_values(PICTURE, changes, where='p')

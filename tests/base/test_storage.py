@@ -188,7 +188,7 @@ def test_of_those_that_wait_for_a_dead_run_exactly_one_takes_over(lock, hurried,
     for thread in threads:
         thread.join()
     assert len(taken) == 1 and len(refused) == 3
-    assert {line.partition('in use by ')[2] for line in refused} == {bucket.text('run/.lock')}
+    assert all(line.endswith(f' {bucket.text("run/.lock")}') for line in refused)
     taken[0].check()
     taken[0].release()
 
@@ -250,12 +250,30 @@ def test_lines_whose_answer_was_lost_are_no_other_run(bucket):
     assert bucket.text('run/metrics.jsonl') == 'first\nsecond\nthird\n'
 
 
-def test_a_process_that_was_stopped_for_long_looks_before_it_writes(lock, bucket):
+def test_a_process_that_was_stopped_for_long_looks_before_it_writes(lock, bucket, monkeypatch):
     lease = held_objects.Lease(lock, 'run 1')
     lease.check()
     lock.write_text('run 2')
+    monkeypatch.setattr(time, 'time', lambda now=time.time: now() + held_objects.LEASE)
     with pytest.raises(UserError, match='workdir gs://bucket/run: was lost to run 2'):
         lease.check()
+    lease.release()
+    assert bucket.text('run/.lock') == 'run 2'
+
+
+def test_checks_write_nothing_while_the_lease_is_renewed(lock, bucket, monkeypatch):
+    lease = held_objects.Lease(lock, 'run 1')
+    generation = bucket.objects['run/.lock'].generation
+    bucket.fault = lambda method, path: 403  # an outage
+    for _ in range(20):
+        lease.check()
+    monkeypatch.setattr(time, 'time', lambda now=time.time: now() + held_objects.LEASE)
+    with pytest.raises(UnusableDisk, match='^gs://bucket/run/.lock: 403'):
+        lease.check()
+    bucket.fault = lambda method, path: None
+    assert bucket.objects['run/.lock'].generation == generation
+    lease.check()
+    assert bucket.objects['run/.lock'].generation > generation
     lease.release()
 
 

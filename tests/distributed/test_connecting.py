@@ -91,6 +91,10 @@ def test_a_process_that_is_alone_on_its_host_has_all_its_devices(place, env):
     assert place(env)[2] == ALL
 
 
+def test_chosen_devices_are_taken(place):
+    assert place(SLURM | {'JAX_LOCAL_DEVICE_IDS': '2,3'})[2] == '2,3'
+
+
 def test_open_mpi_5_needs_the_flags(place):
     env = {name: value for name, value in OPEN_MPI.items() if 'orte' not in name}
     with pytest.raises(ValueError, match='^cluster: .*--coordinator_address'):
@@ -148,6 +152,32 @@ def test_the_coordinator_listens_at_its_address_and_nowhere_else(place, host):
     assert place({}, **GIVEN | {'coordinator_address': address, 'process_id': 0})[0] == address
 
 
+@pytest.mark.parametrize('env', [SLURM, OPEN_MPI])
+def test_so_it_does_at_a_detected_address(place, env):
+    first = {'SLURM_PROCID': '0', 'SLURM_STEP_NODELIST': 'localhost', 'OMPI_COMM_WORLD_RANK': '0'}
+    first['OMPI_MCA_orte_hnp_uri'] = OPEN_MPI['OMPI_MCA_orte_hnp_uri'].replace('10.96', '127.0')
+    port = free_port()
+    first['JAX_COORDINATOR_PORT'] = str(port)
+    address, *_ = place(env | {name: first[name] for name in first if name in env or 'JAX' in name})
+    assert address in (f'localhost:{port}', f'127.0.0.1:{port}')
+
+
+def test_a_name_that_other_hosts_resolve_differently_does_not_bind_to_loopback(place, monkeypatch):
+    """Debian's /etc/hosts has 127.0.1.1 for the host's own name."""
+    resolve = socket.getaddrinfo
+
+    def resolve_own(host, *arguments, **more):
+        return resolve('127.0.1.1' if host == 'gpu07' else host, *arguments, **more)
+
+    monkeypatch.setattr(socket, 'getaddrinfo', resolve_own)
+    port = str(free_port())
+    address, *_ = place(SLURM | {'SLURM_PROCID': '0', 'JAX_COORDINATOR_PORT': port})
+    assert address == f'[::]:{port}'
+    chosen = {'JAX_COORDINATOR_BIND_ADDRESS': f'127.0.0.1:{port}'}
+    address, *_ = place(SLURM | chosen | {'SLURM_PROCID': '0', 'JAX_COORDINATOR_PORT': port})
+    assert address == f'127.0.0.1:{port}'
+
+
 def test_a_wrong_address_is_reported_before_jax_crashes(place):
     with socket.create_server(('127.0.0.1', 0)) as taken:
         address = f'127.0.0.1:{taken.getsockname()[1]}'
@@ -156,6 +186,20 @@ def test_a_wrong_address_is_reported_before_jax_crashes(place):
         ):
             place({}, coordinator_address=address, num_processes=2, process_id=0)
         place({}, coordinator_address=address, num_processes=2, process_id=1)
-    for address in 'a', 'a:x', '192.0.2.1:4000', 'no.such.host.invalid:4000', '127.0.0.1:99999':
+        env = {'JAX_COORDINATOR_BIND_ADDRESS': address}
+        with pytest.raises(ValueError, match='already in use'):
+            place(
+                env, coordinator_address=f'127.0.0.1:{free_port()}', num_processes=2, process_id=0
+            )
+    for address in 'a', 'a:x', '127.0.0.1:99999':
+        for index in 0, 1:
+            with pytest.raises(ValueError, match=f'coordinator_address={address}: .*HOST:PORT'):
+                place({}, coordinator_address=address, num_processes=2, process_id=index)
+    for address in '192.0.2.1:4000', 'no.such.host.invalid:4000':
         with pytest.raises(ValueError, match=f'coordinator_address={address}: .*HOST:PORT'):
             place({}, coordinator_address=address, num_processes=2, process_id=0)
+
+
+def test_another_process_waits_for_a_name_that_is_not_known_yet(place):
+    address = 'no.such.host.invalid:4000'
+    assert place({}, **GIVEN | {'coordinator_address': address})[0] == address

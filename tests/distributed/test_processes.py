@@ -213,6 +213,15 @@ def test_a_signal_ends_a_process_that_nobody_else_joins(tmp_path):
         host.wait_for_text('connects to')
         host.signal(signal.SIGTERM)
         assert host.wait(20) == REQUEUE
+    assert 'process 0 of 2' in host.text
+
+
+@pytest.mark.full
+def test_where_jax_reports_that_a_connection_failed_the_others_are_the_cause(tmp_path):
+    with running(tmp_path, each=lambda _: ['--unreachable']) as started:
+        assert codes(started) == [REQUEUE] * 2
+    assert all('another process is gone: UNAVAILABLE' in host.text for host in started)
+    assert all('Traceback' not in host.text for host in started)
 
 
 @pytest.mark.full

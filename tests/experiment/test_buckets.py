@@ -115,7 +115,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_to_the_same_bits(
     assert load_card(f'{STORE}/run')[0]['step'] == step
     said, found = finish(tmp_path, flags=flags)
     assert f'resuming at step {step} from {STORE}/run/checkpoints/{step}\n' in said
-    assert 'waiting 4 s for a sign of life' in said
+    assert 'waits 4 s for a renewal' in said
     assert bucket.names('of/run/checkpoints/damaged/') == []  # what is half-written is not damaged
     assert_same(found, whole())
 
@@ -152,7 +152,7 @@ def test_sigterm_saves_and_releases_so_that_the_next_start_waits_for_nothing(
         assert host.wait() == REQUEUE, host.text
     assert bucket.names('of/run/.') == []
     said, found = finish(tmp_path)
-    assert 'waiting' not in said and 'resuming at step' in said
+    assert 'waits' not in said and 'resuming at step' in said
     assert_same(found, whole())
 
 

@@ -30,30 +30,29 @@ class HeldObject:
         self._writer = str(uuid.uuid4())
         self.generation = 0  # there is no object
 
-    def read(self) -> bytes | None:
-        """Returns the content, or None if there is no object; the next write may replace it."""
+    def read(self) -> str | None:
+        """Returns the text, or None if there is no object; the next write may replace it."""
         from google.api_core.exceptions import NotFound
 
-        blob, self.generation = self._bucket.blob(self._name), 0
+        blob, text, self.generation = self._bucket.blob(self._name), None, 0
         with contextlib.suppress(NotFound):
-            data: bytes = blob.download_as_bytes()
+            text = str(blob.download_as_bytes(), errors='replace')
             self.generation = int(blob.generation)
-            return data
-        return None
+        return text
 
-    def write(self, data: bytes) -> bool:
-        """Replaces the content; returns False, and changes nothing, if another run has written."""
+    def write(self, text: str) -> bool:
+        """Replaces the text; returns False, and changes nothing, if another run has written."""
         from google.api_core.exceptions import PreconditionFailed
 
         blob = self._bucket.blob(self._name)
         blob.metadata = {'writer': self._writer}
         try:
-            blob.upload_from_string(data, if_generation_match=self.generation)
+            blob.upload_from_string(text, if_generation_match=self.generation)
         except PreconditionFailed:
             found = self._bucket.get_blob(self._name)
             if found is None or (found.metadata or {}).get('writer') != self._writer:
                 return False
-            blob.upload_from_string(data, if_generation_match=found.generation)
+            blob.upload_from_string(text, if_generation_match=found.generation)
         self.generation = int(blob.generation)
         return True
 
@@ -70,19 +69,29 @@ class Lease:
     """
 
     def __init__(self, path: Path, holder: str):
-        self._path, self._text, self._renewing = path, holder.encode(), threading.Lock()
-        with usable(path):
-            self._object = HeldObject(path)
-            self._wait_until_stale()
-            if not self._object.write(self._text):
-                raise UserError(f'workdir {path.parent} is in use by {self._holder()}')
-        self._released = _repeat(self.check, HEARTBEAT)
+        self._path, self._where = path, f'workdir {path.parent}'
+        self._text, self._renewing = holder, threading.Lock()
+        self._object = HeldObject(path)
+        self._wait_until_stale()
+        self._renew()
+        self._released = _repeat(self._renew, HEARTBEAT)
 
     def check(self) -> None:
-        """Renews the lease. Raises UserError if another run has it, or the object was removed."""
-        with usable(self._path), self._renewing:
+        """Raises UserError if another run may have the lease, or if the object was removed.
+
+        A lease that was renewed lately is this run's, whether the bucket answers now or not.
+        """
+        # The time of day passes while a machine is suspended; setting it costs a renewal.
+        if not 0 <= time.time() - self._renewed < LEASE - HEARTBEAT:
+            self._renew()
+
+    def _renew(self) -> None:
+        with self._renewing, usable(self._path):
+            began = time.time()
             if not self._object.write(self._text):
-                raise UserError(f'workdir {self._path.parent}: was lost to {self._holder()}')
+                self._renewed = 0.0  # the next check finds it lost, too
+                raise UserError(f'{self._where}: was lost to {self._holder()}')
+            self._renewed = began
 
     def release(self) -> None:
         """Removes the object, unless it was lost."""
@@ -93,17 +102,15 @@ class Lease:
     def _wait_until_stale(self) -> None:
         if self._object.read() is None:
             return
-        waiting = 'workdir %s: of %s; waiting %g s for a sign of life, as it may be gone'
-        logging.warning(waiting, self._path.parent, self._holder(), LEASE)
+        logging.warning('%s: of %s; waits %g s for a renewal', self._where, self._holder(), LEASE)
         generation, end = self._object.generation, time.monotonic() + LEASE
         while time.monotonic() < end and self._object.read() is not None:
             if self._object.generation != generation:
-                raise UserError(f'workdir {self._path.parent} is in use by {self._holder()}')
+                raise UserError(f'{self._where} is in use by {self._holder()}')
             time.sleep(HEARTBEAT / 5)
 
     def _holder(self) -> str:
-        text = HeldObject(self._path).read() or b'nobody: its lock was removed'
-        return text.decode(errors='replace').strip()
+        return (HeldObject(self._path).read() or 'nobody: its lock was removed').strip()
 
 
 class GrowingObject:
@@ -113,14 +120,11 @@ class GrowingObject:
     """
 
     def __init__(self, path: Path):
-        self.name = str(path)
-        with usable(path):
-            self._object = HeldObject(path)
-            # From the first write on no earlier run can write it.
-            while not self._object.write(data := self._object.read() or b''):
-                pass
-        self._text = self._uploaded = data.decode(errors='replace')
-        self._uploading = threading.Lock()
+        self.name, self._uploading = str(path), threading.Lock()
+        self._object = HeldObject(path)
+        self._text = self._object.read() or ''
+        self._uploaded: str | None = None
+        self.flush()  # from now on no earlier run can write it
         self._closed = _repeat(self.flush, UPLOAD)
 
     def write(self, line: str) -> None:
@@ -131,7 +135,7 @@ class GrowingObject:
         """Returns when all lines are on the bucket. Raises UserError if another run writes it."""
         with self._uploading, usable(self.name):
             text = self._text
-            if text != self._uploaded and not self._object.write(text.encode()):
+            if text != self._uploaded and not self._object.write(text):
                 raise UserError(f'{self.name}: another run writes it by now; this one stops')
             self._uploaded = text
 

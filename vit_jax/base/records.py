@@ -11,6 +11,7 @@ import functools
 import hashlib
 import inspect
 import math
+import operator
 import re
 import types
 import typing
@@ -42,8 +43,9 @@ class Record:
 
     def __post_init__(self) -> None:
         own = type(self).__name__
+        values = vars(self)
         for name, hint in hints(type(self)).items():
-            setattr(self, name, read(hint, getattr(self, name), f'{own}.{name}'))
+            values[name] = read(hint, values[name], f'{own}.{name}')
         try:
             self.check()
         except UserError as error:
@@ -69,32 +71,29 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-def require_between(
-    record: Any,
-    *names: str,
-    low: int | float = float('-inf'),
-    high: int | float = float('inf'),
-    above: int | float = float('-inf'),
-    below: int | float = float('inf'),
-) -> None:
+_BOUNDS = {
+    'low': ('at least', operator.ge),
+    'above': ('more than', operator.gt),
+    'high': ('at most', operator.le),
+    'below': ('less than', operator.lt),
+}
+
+
+def require_between(record: Any, *names: str, **bounds: float) -> None:
     """Raises UserError unless low <= number <= high, above < number < below in these fields.
 
-    None, words and numbers in tuples are allowed; NaN is not.
+    Takes any of these four bounds. None, words and numbers in tuples are allowed; infinite numbers
+    and NaN are not.
     """
-    bounds = {'at least': low, 'more than': above, 'at most': high, 'less than': below}
-    wanted = ' and '.join(
-        f'{words} {bound if isinstance(bound, int) else f"{bound:g}"}'
-        for words, bound in bounds.items()
-        if abs(bound) != float('inf')
-    )
+    wanted = ' and '.join(f'{_BOUNDS[kind][0]} {bound}' for kind, bound in bounds.items())
     for name in names:
         value = getattr(record, name)
         values = value if isinstance(value, tuple) else (value,)
         numbers = [n for n in values if n is not None and not isinstance(n, str)]
-        fits = all(low <= n <= high and above < n < below for n in numbers)
-        infinite = any(isinstance(n, float) and not math.isfinite(n) for n in numbers)
-        finite = ', a finite number' if infinite else ''
-        require(fits, f'{name}={value!r}: expected {wanted}{finite}')
+        finite = all(abs(n) < math.inf for n in numbers)
+        fits = all(_BOUNDS[kind][1](n, bounds[kind]) for n in numbers for kind in bounds)
+        ending = '' if finite else ', a finite number'
+        require(finite and fits, f'{name}={value!r}: expected {wanted}{ending}')
 
 
 def require_pattern(pattern: str) -> None:
@@ -166,7 +165,9 @@ def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
     Raises:
       UserError: That names `where.field`, as described in `Record`, and for a missing value.
     """
-    own = {n: read(field_type(cls, n, where), v, f'{where}.{n}') for n, v in values.items()}
+    own = {}
+    for name, value in values.items():  # the new record copies the records among its values
+        own[name] = read(field_type(cls, name, where), value, f'{where}.{name}', copies=False)
     try:
         return cls(**own)
     except TypeError as error:  # a field without a default is absent
@@ -243,9 +244,10 @@ def text_of(value: str | Callable[..., Any]) -> str:
     return name
 
 
-def read(hint: Any, value: Any, where: str) -> Any:
+def read(hint: Any, value: Any, where: str, *, copies: bool = True) -> Any:
     """Returns the value of a field of this type from a value of the type or its JSON value.
 
+    Returns a checked copy of a record, or the record itself if `copies` is False.
     Raises UserError, which begins with `where`, for any other value.
     """
     options = alternatives(hint)
@@ -271,7 +273,8 @@ def read(hint: Any, value: Any, where: str) -> Any:
         if option is float and type(value) is int:
             return float(value)
         if option is Any or type(value) is option:  # NoneType too
-            return checked(value, where=where) if isinstance(value, Record) else value
+            is_record = isinstance(value, Record)
+            return checked(value, where=where) if is_record and copies else value
         if origin is Literal and type(value) in map(type, items) and value in items:
             return value
         if origin is Callable and (is_name or callable(value)):
@@ -281,16 +284,16 @@ def read(hint: Any, value: Any, where: str) -> Any:
 
 def _describe(options: Iterable[Any]) -> str:
     """Describes the types that a field may have: `one of cls, gap or nothing`."""
-    values, kinds = list[str](), list[str]()
+    kinds = []
     for option in options:
-        origin = typing.get_origin(option)
+        origin, choices = typing.get_origin(option), typing.get_args(option)
         if origin is Literal:
-            values += map(str, typing.get_args(option))
+            listed = ', '.join(map(str, choices))
+            kinds.append(f'one of {listed}' if len(choices) > 1 else listed)
         elif origin is Callable:
             kinds.append('a function')
         elif option is type(None):
             kinds.append('nothing')
         else:
             kinds.append(str(option) if origin else option.__name__)
-    listed = f'one of {", ".join(values)}' if len(values) > 1 else ''.join(values)
-    return ' or '.join([listed, *kinds] if values else kinds)
+    return ' or '.join(kinds)

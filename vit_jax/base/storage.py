@@ -254,14 +254,12 @@ def read_json_lines(path: Path, **fields: Any) -> list[dict[str, Any]]:
         texts = path.read_bytes().splitlines() if path.exists() else []
     lines = []
     for number, text in enumerate(texts, 1):
-        try:
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             line = json.loads(text)
-            fits = all(isinstance(line[name], kind) for name, kind in fields.items())
-        except (ValueError, TypeError, KeyError, RecursionError):
-            fits = False
-        if fits:
-            lines.append(line)
-        elif number < len(texts):
+            if all(isinstance(line[name], kind) for name, kind in fields.items()):
+                lines.append(line)
+                continue
+        if number < len(texts):
             logging.warning('%s, line %d: damaged, left out', path, number)
     return lines
 

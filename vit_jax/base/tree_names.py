@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from vit_jax.base.errors import UserError
+from vit_jax.base.errors import UserError, refuse
 
 
 def name_of(path: tuple[Any, ...]) -> str:
@@ -47,5 +47,4 @@ def compare_names(found: Mapping[str, Any], expected: Mapping[str, Any], *, wher
     both = [name for name in have if name in want]
     lines += [f'{n} is {have[n]}, expected {want[n]}' for n in both if have[n] != want[n]]
     if lines:
-        shown = lines[:20] + ([f'and {len(lines) - 20} more'] if len(lines) > 20 else [])
-        raise UserError(f'{where}: the arrays do not fit:\n  ' + '\n  '.join(shown))
+        refuse([f'{where}: the arrays do not fit:', *lines], shown=21)

@@ -33,13 +33,14 @@ import jax
 from jax._src import clusters, distributed, xla_bridge
 from jaxlib import _jax
 
-from vit_jax.base import Record, UserError, records, require_between, usable
+from vit_jax.base import Record, UserError, records, refuse, require_between, usable
 from vit_jax.base.errors import one_line
 
 REQUEUE = 75  # EX_TEMPFAIL: start the same command again
 INTERRUPTED = 130  # the exit code of a shell's command after Ctrl-C
 _CODES = {signal.SIGTERM: REQUEUE, signal.SIGHUP: REQUEUE, signal.SIGINT: INTERRUPTED}
 _NOTICING = 1.5  # seconds until all processes have read a notice
+_UNLIMITED = 10**9  # milliseconds: the watchdog and the heartbeats limit the time
 _NOTICE, _TICKS = 'vit_jax_notice', 'vit_jax_ticks'  # a key, and a folder of keys
 _CLUSTER = (
     'a start by srun, by mpirun, on TPU hosts, or in Kubernetes with pip install '
@@ -47,8 +48,8 @@ _CLUSTER = (
     '--distributed=off to run one process alone'
 )
 _RESUME = 'the same command resumes from the newest checkpoint'
-# What gloo, NCCL and jax report if another process is gone.
-_GONE = r'Gloo .* failed|NCCL .*(remote|network|system) error'
+# What gloo, NCCL and jax report if another process is gone or late.
+_GONE = r'Gloo .* failed|NCCL .*(remote|network|system) error|^DEADLINE_EXCEEDED|^UNAVAILABLE'
 T = TypeVar('T')
 
 
@@ -69,38 +70,50 @@ class Launch(Record):
 
 
 def connect(launch: Launch) -> None:
-    """Connects this process to the others of its job, if it has any.
+    """Connects this process to the others of its job, if it has any, and completes `launch`.
 
-    If the coordinator's address is given, process 0 listens there only, and CPU devices at the
-    address of their host in the network that leads there: on loopback, if it is there.
+    Process 0 listens at the coordinator's address only, or at JAX_COORDINATOR_BIND_ADDRESS. CPU
+    devices listen at the address of their host in the network that leads to the coordinator: on
+    loopback, if it is there.
 
     Raises:
       UserError: If process 0 cannot listen there, or if the environment announces a cluster but
         does not describe it: each process would become a run of its own, in the same directory.
+      JaxRuntimeError: If another process is gone or does not come in time; jax may also abort.
     """
     address = launch.coordinator_address or os.environ.get('JAX_COORDINATOR_ADDRESS')
     place = address, launch.num_processes, launch.process_id
     if not launch.distributed or (place == (None, None, None) and not _announces_processes()):
         return
-    ip = None if address is None else _find_own_ip(address, listens=launch.process_id == 0)
-    print('connects to the other processes', file=sys.stderr, flush=True)
+    devices: Any = [] if _has_own_devices() else None
+    with usable('cluster', _CLUSTER):  # each of jax's clusters raises its own errors
+        if None in place:
+            detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
+            found = detect(*place, devices, None, int(launch.start_seconds))
+            place, devices = found[:3], found[3]
+        address, count, index = place
+        if address is None or count is None or index is None or not 0 <= index < count:
+            raise ValueError(f'address {address}, num_processes={count}, process_id={index}')
+    launch.coordinator_address, launch.num_processes, launch.process_id = place
+    with usable(f'coordinator_address={address}', 'HOST:PORT of process 0, a free port'):
+        own_ip = _find_own_ip(address)
+        listens_at = os.environ.get('JAX_COORDINATOR_BIND_ADDRESS', own_ip and address)
+        if index == 0:  # jax would crash
+            family, own = _resolve(listens_at or address)
+            socket.create_server(own, family=family).close()
+    print(f'connects to process 0 at {address}', file=sys.stderr)
     ctypes.pythonapi.PyOS_setsig(signal.SIGABRT, _on_abort)
     jax.config.update('jax_enable_preemption_service', False)  # it would take SIGTERM
-    try:
-        jax.distributed.initialize(
-            *place,
-            local_device_ids=[] if _has_own_devices() else None,
-            cluster_detection_method=None if None in place else 'deactivate',
-            coordinator_bind_address=os.environ.get('JAX_COORDINATOR_BIND_ADDRESS', address),
-            initialization_timeout=int(launch.start_seconds),
-            heartbeat_timeout_seconds=int(launch.heartbeat_seconds),
-        )
-    except Exception as error:  # the detection of each cluster raises its own kinds
-        what = f'{type(error).__name__}: {one_line(error)}'
-        raise UserError(f'cluster: jax cannot connect ({what}); expected {_CLUSTER}') from error
-    is_gloo = jax.config.values['jax_cpu_collectives_implementation'] == 'gloo'
-    if is_gloo and ip is not None:
-        gloo = _jax.make_gloo_tcp_collectives(distributed.global_state.client, hostname=ip)
+    jax.distributed.initialize(
+        *place,
+        local_device_ids=devices or None,  # None: JAX_LOCAL_DEVICE_IDS, or all
+        cluster_detection_method='deactivate',
+        coordinator_bind_address=listens_at,  # None: on all networks
+        initialization_timeout=int(launch.start_seconds),
+        heartbeat_timeout_seconds=int(launch.heartbeat_seconds),
+    )
+    if jax.config.values['jax_cpu_collectives_implementation'] == 'gloo':
+        gloo = _jax.make_gloo_tcp_collectives(distributed.global_state.client, hostname=own_ip)
         xla_bridge.register_backend_factory('cpu', lambda: xla_bridge.make_cpu_client(gloo))
 
 
@@ -118,37 +131,44 @@ def _announces_processes() -> bool:
 
 
 def _has_own_devices() -> bool:
-    """Returns whether this process is alone on its host, or sees one device only.
+    """Returns whether this process is alone on its host, or sees chosen devices only.
 
     jax gives one device to each process of Slurm and Open MPI, and leaves the others idle.
     """
     names = 'SLURM_STEP_TASKS_PER_NODE', 'SLURM_TASKS_PER_NODE', 'OMPI_COMM_WORLD_LOCAL_SIZE'
     tasks = next((os.environ[name] for name in names if name in os.environ), '')
-    visible = os.environ.get('CUDA_VISIBLE_DEVICES', ',')
-    return re.match(r'1(\(|$)', tasks) is not None or ',' not in visible
+    is_bound = ',' not in os.environ.get('CUDA_VISIBLE_DEVICES', ',')
+    is_bound |= 'JAX_LOCAL_DEVICE_IDS' in os.environ
+    return is_bound or re.match(r'1(\(|$)', tasks) is not None
 
 
-def _find_own_ip(address: str, *, listens: bool) -> str:
-    """Returns the IP of this host in the network that leads to HOST:PORT.
+def _find_own_ip(address: str) -> str | None:
+    """Returns the IP of this host in the network that leads to HOST:PORT, or None.
 
-    Raises UserError where jax would crash: if process 0 cannot listen at the address.
+    HOST may be a name that is not known yet, as that of a pod that has not started. On Debian a
+    host's own name means 127.0.1.1 there, where no other host reaches it.
     """
-    with usable(f'coordinator_address={address}', 'HOST:PORT of process 0, a free port'):
-        host, _, port = address.rpartition(':')
-        found = socket.getaddrinfo(host.strip('[]'), int(port), type=socket.SOCK_STREAM)
-        family, *_, place = found[0]
-        if listens:
-            socket.create_server((place[0], int(port)), family=family).close()
-        with socket.socket(family, socket.SOCK_DGRAM) as unsent:  # UDP connects without a packet
-            unsent.connect(place)
-            return str(unsent.getsockname()[0])
+    with contextlib.suppress(socket.gaierror):
+        family, place = _resolve(address)
+        if not place[0].startswith('127.') or re.match(r'127\.|localhost:', address):
+            with socket.socket(family, socket.SOCK_DGRAM) as unsent:  # UDP needs no packet
+                unsent.connect(place)
+                return str(unsent.getsockname()[0])
+    return None
+
+
+def _resolve(address: str) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    host, _, port = address.rpartition(':')
+    found = socket.getaddrinfo(host.strip('[]'), int(port), type=socket.SOCK_STREAM)
+    family, *_, place = found[0]
+    return family, (str(place[0]), int(port))
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _on_abort(_: int) -> None:
     """Exits with the probable reason where jax aborts."""
     why = 'is gone, did not come in time, or has the --process_id of this one'
-    print(f'jax aborts: another process {why}', file=sys.stderr, flush=True)
+    print(f'jax aborts: another process {why}', file=sys.stderr)
     os._exit(REQUEUE)
 
 
@@ -156,32 +176,31 @@ class Interrupted(Exception):
     """After a signal all processes are at the same step, to save and exit."""
 
 
-class Differs(UserError):
-    """The facts of this process are not those of process 0."""
-
-
 class Job:
     """This process among those of its job; `Job()` runs alone, as in a library or a test."""
 
     def __init__(self, launch: Launch | None = None):
         self._launch, self._is_watched = launch or Launch(), launch is not None
-        self._wait_ms = int(1000 * max(self._launch.start_seconds, self._launch.watchdog_seconds))
         self._has_state, self._ticks, self._stop_code = False, 0, 0
-        self._last_signal: signal.Signals | None = None
-        self._stop_at = self._deadline = math.inf
+        self._last_signal, self._deadline = 0, math.inf
         self._keys = itertools.count()  # all processes use them in the same order
         self._connected, self._left = threading.Event(), threading.Event()
-        # No process starts a step until all have agreed when to stop.
-        self._agreement, self._is_agreeing = threading.Condition(), False
-        self._find_place()
-
-    def _find_place(self) -> None:
-        self.count = int(distributed.global_state.num_processes)
-        self.index = int(distributed.global_state.process_id)
         self._store: Any = distributed.global_state.client  # of texts; None in a single process
 
+    @property
+    def count(self) -> int:
+        """The number of processes."""
+        return int(distributed.global_state.num_processes)
+
+    @property
+    def index(self) -> int:
+        """The number of this process."""
+        return int(distributed.global_state.process_id)
+
     def __str__(self) -> str:
-        return f'process {self.index} of {self.count} ({socket.gethostname()})'
+        place = self._launch.process_id, self._launch.num_processes  # before it has connected, too
+        name = 'process' if None in place else 'process {} of {}'.format(*place)
+        return f'{name} ({socket.gethostname()})'
 
     def require_same(
         self, name: str, facts: dict[str, Any], describe: Callable[[Any], list[str]] | None = None
@@ -189,14 +208,13 @@ class Job:
         """Waits for all processes and compares their facts, which are JSON values.
 
         `describe` returns a line for each difference from its argument, the facts of process 0.
-        Raises Differs with these lines.
+        Raises UserError with these lines.
         """
         text = json.dumps(facts)
         theirs = json.loads(self.from_process_0(name, lambda: text))
         changes = describe(theirs) if describe else records.differences(theirs, json.loads(text))
         if changes:
-            lines = '\n'.join(f'  {line}' for line in changes[:20])
-            raise Differs(f'{name}: {self} differs from process 0:\n{lines}')
+            refuse([f'{name}: {self} differs from process 0:', *changes], shown=21)
         self.barrier(name)
 
     def from_process_0(self, name: str, say: Callable[[], str]) -> str:
@@ -206,12 +224,12 @@ class Job:
         key = f'vit_jax/{name}/{next(self._keys)}'
         if self.index == 0:
             self._store.key_value_set(key, say())
-        return str(self._store.blocking_key_value_get(key, self._wait_ms))
+        return str(self._store.blocking_key_value_get(key, _UNLIMITED))
 
     def barrier(self, name: str) -> None:
         """Waits until all processes are here; the watchdog limits the time."""
         if self._store is not None:
-            self._store.wait_at_barrier(f'vit_jax/{name}/{next(self._keys)}', self._wait_ms)
+            self._store.wait_at_barrier(f'vit_jax/{name}/{next(self._keys)}', _UNLIMITED)
 
     def save_on_signals(self) -> None:
         """From now on a signal interrupts a tick; before, with no state to save, it ends all."""
@@ -224,12 +242,18 @@ class Job:
         Raises:
           Interrupted: In the same call on all processes, after a signal to any of them.
         """
-        with self._agreement:
-            self._agreement.wait_for(lambda: not self._is_agreeing)
-            self._ticks += 1
+        # `_heed` sets the code before it reads the ticks: a step that starts here is among them.
+        self._ticks += 1
         self.reset_watchdog()
-        if self._ticks >= self._stop_at:
+        if self._stop_code and self._ticks > self._find_last_tick():
             raise Interrupted
+
+    def _find_last_tick(self) -> int:
+        """Returns the tick of the foremost process, once all have stopped ticking freely."""
+        if self._store is None:
+            return 0
+        keys = [f'{_TICKS}/{index}' for index in range(self.count)]
+        return max(int(self._store.blocking_key_value_get(key, _UNLIMITED)) for key in keys)
 
     def tick_each(self, batches: Iterable[T]) -> Iterator[T]:
         """Yields the batches, with a tick before each; the first one when all processes have one.
@@ -252,20 +276,16 @@ class Job:
             # It ends a process whose interpreter is locked, which `_attend` cannot.
             faulthandler.dump_traceback_later(seconds + 10, exit=True)
 
-    def end(
-        self, code: int, why: str, *, stacks: bool = False, is_printed: bool = False
-    ) -> NoReturn:
+    def end(self, code: int, why: str, *, stacks: bool = False, printed: bool = False) -> NoReturn:
         """Exits at once. All processes say why, show their stacks, and exit with the same code."""
         self._left.set()  # its own notice does not end it
         self._tell(code, why, stacks)
         if stacks:
             faulthandler.dump_traceback()
-        if not is_printed:
-            print(why, file=sys.stderr, flush=True)
+        if not printed:
+            print(why, file=sys.stderr)
         if self.count > 1 and self.index == 0:
             time.sleep(_NOTICING)  # the notices end with this process
-        with contextlib.suppress(OSError, ValueError):  # a closed stdout
-            sys.stdout.flush()
         os._exit(code)
 
     def _tell(self, code: int, why: str = '', stacks: bool = False) -> None:
@@ -288,7 +308,7 @@ class Job:
         self._attending.start()
         self.reset_watchdog()
         connect(self._launch)
-        self._find_place()
+        self._store = distributed.global_state.client
         self._connected.set()
 
     def _attend(self, wakeup: socket.socket) -> None:
@@ -298,52 +318,34 @@ class Job:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # none, or process 0 is gone
                 if self._store is not None:
                     self._heed(**json.loads(self._store.key_value_try_get(_NOTICE)))
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone
-                self._agree()
             if time.monotonic() > self._deadline:
                 why = 'no step, batch or save ended in time (--watchdog_seconds)'
                 self.end(self._stop_code or REQUEUE, f'{self}: {why}; {_RESUME}', stacks=True)
             with contextlib.suppress(TimeoutError, jax.errors.JaxRuntimeError):
-                self._on_signal(signal.Signals(wakeup.recv(1)[0]))
+                if (received := signal.Signals(wakeup.recv(1)[0])) in _CODES:
+                    self._on_signal(received)
 
     def _on_signal(self, received: signal.Signals) -> None:
-        if (code := _CODES.get(received)) is None:
-            return
+        why = ''
         if not self._has_state:
             self._connected.wait(10)  # seconds; else the other processes would wait for this one
-            why = f'{received.name} before the first step; run the same command again'
-            self.end(code, f'{self}: {why}')
-        if self._last_signal == received == signal.SIGINT:
-            self.end(code, f'{self}: Ctrl-C again: nothing is saved; {_RESUME}')
+            why = f'{self}: {received.name} before the first step; run the same command again'
+        elif self._last_signal == received == signal.SIGINT:
+            why = f'{self}: Ctrl-C again: nothing is saved; {_RESUME}'
         self._last_signal = received
-        self._tell(code)
-        self._heed(code)
+        self._heed(_CODES[received], why)
 
     def _heed(self, code: int, why: str = '', stacks: bool = False) -> None:
-        """Exits, or agrees with the others to save and stop after the step of the foremost one."""
+        """Exits, or, without a reason, has all processes stop after the step of the foremost."""
         if why:
             self.end(code, why, stacks=stacks)
         if self._stop_code:
             return
-        print('saves after this step; Ctrl-C again exits at once', file=sys.stderr, flush=True)
+        print('saves after this step; Ctrl-C again exits at once', file=sys.stderr)
         self._stop_code = code
-        with self._agreement:
-            self._is_agreeing = True
+        self._tell(code)
         if self._store is not None:
             self._store.key_value_set(f'{_TICKS}/{self.index}', str(self._ticks))
-        self._agree()
-
-    def _agree(self) -> None:
-        """After a signal, sets the last tick once all processes have reported theirs."""
-        if not self._is_agreeing:
-            return
-        ticks = [self._ticks]
-        if self._store is not None:
-            ticks = [int(text) for _, text in self._store.key_value_dir_get(_TICKS)]
-        if len(ticks) == self.count:
-            with self._agreement:
-                self._stop_at, self._is_agreeing = max(ticks) + 1, False
-                self._agreement.notify_all()
 
     def _leave(self) -> None:
         """Waits for all processes and disconnects; what follows is not watched."""
@@ -382,4 +384,4 @@ def joined_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterat
         if job.count > 1 and not isinstance(error, UserError | ArithmeticError):
             code = REQUEUE
         why = error if isinstance(error, UserError) else one_line(error)
-        job.end(code, f'{job}: {why}', is_printed=True)
+        job.end(code, f'{job}: {why}', printed=True)

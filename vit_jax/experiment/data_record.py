@@ -128,7 +128,7 @@ def compare_data(
 
     Raises:
       UserError: If data changed that the run has learned from, unless `accept` is set.
-      Differs: If the data differ between processes.
+      UserError: If the data differ between processes.
     """
     path, recorded, stop = workdir.folder / DATA, Splits(), threading.Event()
     splits = {name: record_split(source) for name, source in sources.items()}
@@ -185,7 +185,7 @@ def _update(workdir: Workdir, recorded: Splits, splits: Splits, *, accept: bool)
 
 
 def _require_same(job: Job, splits: Splits, path: Path) -> None:
-    """Raises Differs if the data of process 0, which are recorded in `path`, are other ones."""
+    """Raises UserError if the data of process 0, which are recorded in `path`, are other ones."""
     ours = {'digest': hashlib.sha256(json.dumps(splits).encode()).hexdigest()}
 
     def describe(theirs: dict[str, str]) -> list[str]:

@@ -122,7 +122,8 @@ def open_run(
 
     Raises UserError as `train` does before it compiles.
     """
-    job.require_same('this run', fingerprint.of_run(config, path))
+    if job.count > 1:
+        job.require_same('this run', fingerprint.of_run(config, path))
     dtype = job.from_process_0('dtype', lambda: workdirs.recorded_dtype(path))
     experiment = build_experiment(config, dtype=dtype)
     job.require_same('what is decided', experiment.decisions)

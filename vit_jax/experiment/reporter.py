@@ -88,9 +88,9 @@ class Reporter:
 
     def _open_files(self, experiment: Experiment, folder: Path) -> None:
         """Opens the files; removes the lines of metrics.jsonl that this start writes again."""
-        first, rewritten = self._steps.start, list[str]()
-        if not self._steps:  # a complete run is evaluated again
-            rewritten = [*experiment.evals, 'fewshot']
+        first = self._steps.start
+        # A complete run is evaluated again.
+        rewritten = [] if self._steps else [*experiment.evals, 'fewshot']
         lines = [
             line
             for line in read_json_lines(folder / METRICS, kind=str, step=int)

@@ -5,15 +5,13 @@ import json
 
 import chex
 import jax
-import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
 from tests import tiny
-from vit_jax.base.errors import UserError
+from vit_jax.distributed.processes import Interrupted
 from vit_jax.experiment import training_run
-from vit_jax.training.losses import StepMetrics
-from vit_jax.training.update import TrainState
+from vit_jax.training.duration import Duration
 
 
 def steps_of(folder):
@@ -35,13 +33,31 @@ def test_a_profile_has_the_steps_that_were_asked_for_and_changes_nothing(tmp_pat
     chex.assert_trees_all_equal(result.state, plain.state)
 
 
-def test_steps_beyond_the_end_are_refused_and_those_before_the_start_are_no_more(tmp_path, capsys):
-    with pytest.raises(UserError, match='--profile_steps=8:12: this run ends with step 10'):
-        training_run.train(tiny.experiment(), str(tmp_path), profile=range(8, 12))
-    assert not (tmp_path / 'metrics.jsonl').exists()
-    where = {'first': 7, 'folder': tmp_path, 'console': Console()}
-    assert training_run.profiled(print, range(2, 7), **where) is print
-    assert 'steps 2 to 7 are done, this is step 7' in capsys.readouterr().out
+@pytest.mark.full
+@pytest.mark.parametrize('ending', [Interrupted, RuntimeError])
+def test_a_run_that_ends_within_the_steps_writes_what_was_profiled(ending, tmp_path):
+    """By a signal or by an error, before step 7 of steps 4 to 9."""
+
+    def end(tick):
+        if tick == 7:
+            raise ending
+
+    with pytest.raises(ending):
+        job = tiny.WatchedJob(end)
+        training_run.train(tiny.experiment(), str(tmp_path), profile=range(3, 9), job=job)
+    assert steps_of(tmp_path) == {4, 5, 6}
+
+
+@pytest.mark.full
+def test_only_steps_that_this_start_runs_are_profiled(tmp_path, capsys):
+    config, said = tiny.experiment(total=Duration(steps=4)), 'nothing is profiled: steps'
+    training_run.train(config, str(tmp_path), profile=range(4, 9))
+    assert f'{said} 0 to 4 remain' in capsys.readouterr().out
+    config.total = Duration(steps=7)
+    training_run.train(config, str(tmp_path), profile=range(2, 6), accept_changes=True)
+    assert steps_of(tmp_path) == {5, 6}
+    training_run.train(config, str(tmp_path), profile=range(2, 9))
+    assert f'{said} 7 to 7 remain' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('fault', ['a file where the folder should be', 'another profiler'])
@@ -50,8 +66,10 @@ def test_a_profile_that_fails_ends_no_run(fault, tmp_path, caplog):
         jax.profiler.start_trace(tmp_path / 'other')
     else:
         (tmp_path / 'profile').touch()
-    where = {'first': 0, 'folder': tmp_path / 'profile', 'console': Console(quiet=True)}
-    state, metrics = TrainState(jnp.int32(0), {}, (), None), StepMetrics({}, 0.0, {})
-    update = training_run.profiled(lambda *_: (state, metrics), range(0, 1), **where)
-    assert update(state, {}) == (state, metrics)
-    assert caplog.records[-1].getMessage().startswith(f'no profile in {tmp_path}/profile: ')
+    with training_run.profiled(tmp_path / 'profile', Console(quiet=True)):
+        jax.numpy.zeros(2)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f'no profile in {tmp_path}/profile: ')
+    if fault == 'another profiler':
+        jax.profiler.stop_trace()  # it is still running
+        assert list((tmp_path / 'other').rglob('*.xplane.pb'))

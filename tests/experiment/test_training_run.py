@@ -183,7 +183,7 @@ def test_a_run_that_is_complete_says_so_again_and_changes_nothing(trained, capsy
     config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True)
     again = training_run.train(config, str(trained.folder))
     assert again.evals == trained.evals
-    assert 'another --workdir begins anew, a longer --config.total with' in capsys.readouterr().out
+    assert 'the run is complete; a longer --config.total' in capsys.readouterr().out
     chex.assert_trees_all_equal(again.state, trained.state)
 
 
@@ -207,7 +207,7 @@ def test_changes_that_prove_impossible_are_not_kept(trained, tmp_path):
 def test_a_run_beyond_its_end_is_no_run(trained):
     config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True)
     config.total = Duration(steps=7)
-    with pytest.raises(ValueError, match='is at step 10, the end, step 7, is before it'):
+    with pytest.raises(ValueError, match='/10: config.total ends before it, at step 7'):
         training_run.train(config, str(trained.folder), accept_changes=True)
 
 

@@ -27,16 +27,7 @@ from typing import Any
 
 from rich.console import Console
 
-from vit_jax.base import (
-    Path,
-    appending,
-    atomic_write,
-    counted,
-    read_json_lines,
-    records,
-    require_kept,
-    usable,
-)
+from vit_jax.base import Path, counted, read_json_lines, records, storage, usable
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import probing
 from vit_jax.experiment.build import Experiment
@@ -46,6 +37,7 @@ from vit_jax.training.loop import Clock
 from vit_jax.training.losses import StepMetrics
 
 LOST = 'lost by restart'
+_BOARD = 'tensorboard'
 # A spike is a loss so many standard deviations, and this share, above the mean of the steps before.
 _WINDOW, _SIGMAS, _SHARE, _LEAST = 128, 6.0, 0.2, 32
 
@@ -86,25 +78,25 @@ class Reporter:
         self._recent = [StepMetrics(**metrics) for metrics in progress.get('recent', [])]
         self._losses = collections.deque[float](progress.get('losses', []), maxlen=_WINDOW)
         self.skipped = progress.get('skipped', 0)
-        self.evaluated: list[str] = []  # evaluations with a line at the first step
+        self.at_first_step: list[str] = []  # kinds of lines that metrics.jsonl has of it
         self.earlier: dict[str, float] = {}  # seconds of earlier starts by name
         self._folder, self._files = folder, dict[str, Any]()  # the open ones by name
-        self._run, self._board = 1, None
+        self._run = 1  # the number of this start
         if not console.quiet:
             self._open_files(experiment, folder)
         self._busy_before, self._began = self._busy_seconds(), time.monotonic()
 
     def _open_files(self, experiment: Experiment, folder: Path) -> None:
         """Opens the files; removes the lines of metrics.jsonl that this start writes again."""
-        first, evaluations = self._steps.start, [*experiment.evals, 'fewshot']
-        rewritten = [] if self._steps else evaluations  # a complete run is evaluated again
+        first = self._steps.start
+        # A complete run is evaluated again.
+        rewritten = [] if self._steps else [*experiment.evals, 'fewshot']
         lines = [
             line
             for line in read_json_lines(folder / METRICS, kind=str, step=int)
             if line['step'] < first or (line['step'] == first and line['kind'] not in rewritten)
         ]
-        now = [line['kind'] for line in lines if line['step'] == first]
-        self.evaluated = [kind for kind in now if kind in evaluations]
+        self.at_first_step = [line['kind'] for line in lines if line['step'] == first]
         events = read_ledger(folder / LEDGER)
         self._run = 1 + max((event['run'] for event in events), default=0)
         self.clock.settle()
@@ -112,34 +104,32 @@ class Reporter:
         self.earlier = seconds_before(events, first, began)
         for name, values in {METRICS: lines, LEDGER: events}.items():
             with usable(path := folder / name):
-                with atomic_write(path) as partial:
+                with storage.atomic_write(path) as partial:
                     partial.write_text(''.join(json.dumps(value) + '\n' for value in values))
-                self._files[name] = appending(path)
+                self._files[name] = storage.appending(path)
         if experiment.config.tensorboard:
             from tensorboardX import SummaryWriter
 
-            with usable(board := folder / 'tensorboard'):
-                self._board = SummaryWriter(str(board), purge_step=first)
+            with usable(path := folder / _BOARD):
+                self._files[_BOARD] = SummaryWriter(str(path), purge_step=first)
 
     def close(self) -> None:
         """Closes the files; on a bucket it warns of lines that cannot be written by now."""
         for name, file in self._files.items():
             with usable(self._folder / name):
                 file.close()
-        if self._board is not None:
-            with usable('tensorboard'):
-                self._board.close()
 
     def flush(self) -> None:
         """Returns when all lines of the files are where they are kept, on a bucket too."""
-        for file in self._files.values():
-            file.flush()
+        for name, file in self._files.items():
+            with usable(self._folder / name):
+                file.flush()
 
     def _append(self, name: str, values: dict[str, Any]) -> None:
         """Adds a line to a file. Raises UserError if it cannot be written, or was removed."""
         if name in self._files:
             path = self._folder / name
-            require_kept(path)
+            storage.require_kept(path)
             with usable(path):
                 self._files[name].write(json.dumps(values) + '\n')
 
@@ -219,9 +209,9 @@ class Reporter:
         values = {'kind': kind, 'step': step, 'time': now, 'run': self._run}
         values['seconds'] = round(time.monotonic() - self._began, 3)
         self._append(METRICS, values | {name: _as_json(value) for name, value in numbers.items()})
-        if self._board is not None:
+        if (board := self._files.get(_BOARD)) is not None:
             for name, value in numbers.items():
-                self._board.add_scalar(f'{kind}/{name}', float(value), step)
+                board.add_scalar(f'{kind}/{name}', float(value), step)
 
 
 def _as_json(value: Any) -> Any:

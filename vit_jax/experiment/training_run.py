@@ -1,4 +1,7 @@
-"""A run that trains to the end of a configuration: compiled, running, evaluated, saved."""
+"""One start of a run: open, compile, restore or initialize, train, evaluate, save.
+
+`train` tells the story. What it calls follows in the order of the calls; `Run` is the training.
+"""
 
 import contextlib
 import dataclasses
@@ -14,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from vit_jax.base import Batch, Params, Path, UserError, counted, require, write_json
+from vit_jax.base import Params, Path, counted, require, write_json
 from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
 from vit_jax.config import TrainConfig, write_config
 from vit_jax.data import loading
@@ -24,7 +27,7 @@ from vit_jax.evaluation import probing
 from vit_jax.evaluation.evaluator import Evaluator
 from vit_jax.evaluation.features import features_by, make_feature_evaluator
 from vit_jax.experiment import data_record, fingerprint, workdirs
-from vit_jax.experiment.build import Experiment, build_experiment, eval_loaders
+from vit_jax.experiment.build import Experiment, Update, build_experiment, eval_loaders
 from vit_jax.experiment.reporter import Reporter, console_of, eval_summary, outline
 from vit_jax.experiment.source_run import trained_before
 from vit_jax.experiment.workdirs import Workdir
@@ -32,14 +35,9 @@ from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
 from vit_jax.training.losses import StepMetrics
 from vit_jax.training.update import TrainState
 
-_COMPLETE = (
-    ', the last step: there is nothing left to train; another --workdir begins anew, a longer '
-    '--config.total with --accept_config_changes goes on'
-)
-
 
 class Result(NamedTuple):
-    """What a run reached, and where it is kept."""
+    """What a run has reached, and where it is kept."""
 
     experiment: Experiment
     state: TrainState
@@ -79,39 +77,33 @@ def train(
     # `logging` counts the milliseconds since a program has imported it, before all else.
     clock = Clock(0.0 if job is None else logging.makeLogRecord({}).relativeCreated / 1000)
     job = job or Job()
+    console = console_of(job)
     changes = {'accept_changes': accept_changes, 'accept_data': accept_data}
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(open_run(config, path, job, **changes))
         experiment, workdir, _ = opened
-        end, console = experiment.length.total_steps, console_of(job)
-        if profile is not None:
-            flag = f'--profile_steps={profile.start}:{profile.stop}'
-            require(profile.stop <= end, f'{flag}: this run ends with step {end:,}')
         console.print(outline(experiment))
         unread = eval_loaders(experiment)  # reads what is kept on the devices
         with loading.read_beside(unread, index=job.index, count=job.count) as wait_until_read:
             with clock('compile'):
-                abstract, update, evaluators = compile_programs(experiment, console.print)
+                programs = compile_programs(experiment, console)
             console.print(f'compiled in {clock.seconds["compile"]:.1f} s')
             checkpoints = open_checkpoints(experiment, workdir, job)
             stack.enter_context(contextlib.closing(checkpoints))
-            state, progress = restore_or_init(experiment, abstract, checkpoints, console)
-            steps = range(int(state.step), end)
+            state, progress = restore_or_init(experiment, programs.state, checkpoints, console)
+            steps = range(int(state.step), experiment.length.total_steps)
             if steps.start == 0:
                 wait_until_read()
         reporter = Reporter(
             experiment, workdir.folder, steps=steps, progress=progress, clock=clock, console=console
         )
         stack.enter_context(contextlib.closing(reporter))
-        run = Run(
-            opened,
-            update=update,
-            evaluators=evaluators,
-            checkpoints=checkpoints,
-            reporter=reporter,
-            job=job,
-        )
-        return run.train(state, steps, profile)
+        if profile is not None:
+            profile = range(max(profile.start, steps.start), min(profile.stop, steps.stop))
+            if not profile:
+                console.print(f'nothing is profiled: steps {steps.start} to {steps.stop} remain')
+        run = Run(opened, job=job, programs=programs, checkpoints=checkpoints, reporter=reporter)
+        return run.train(state, steps, profile if job.index == 0 else None)
 
 
 class OpenedRun(NamedTuple):
@@ -124,12 +116,7 @@ class OpenedRun(NamedTuple):
 
 @contextlib.contextmanager
 def open_run(
-    config: TrainConfig,
-    path: str,
-    job: Job,
-    *,
-    accept_changes: bool = False,
-    accept_data: bool = False,
+    config: TrainConfig, path: str, job: Job, *, accept_changes: bool, accept_data: bool
 ) -> Iterator[OpenedRun]:
     """Builds the experiment, opens its work directory, and compares both with the other processes.
 
@@ -148,19 +135,22 @@ def open_run(
             yield OpenedRun(experiment, workdir, check_data)
 
 
-def compile_programs(
-    experiment: Experiment, report: Callable[[str], Any]
-) -> tuple[TrainState, Any, dict[str, Evaluator]]:
-    """Returns the abstract state, and the update and the evaluators compiled for it.
+class Programs(NamedTuple):
+    """The compiled programs of a run, and the abstract state that they are compiled for."""
 
-    Calls `report` with a line about each array that is split.
-    """
+    state: TrainState  # shape, type and sharding of each array
+    update: Update
+    evaluators: dict[str, Evaluator]  # by name; `fewshot` computes features
+
+
+def compile_programs(experiment: Experiment, console: Console) -> Programs:
+    """Compiles the update and the evaluators; prints a line about each array that is split."""
     state, mesh = abstract_state(experiment), experiment.mesh
     for line in sharding_rules.sharding_report(state, shardings_of(state), mesh):
-        report(line)
-    report(f'compile for {mesh.size} x {mesh.devices.flat[0].device_kind}')
+        console.print(line)
+    console.print(f'compile for {mesh.size} x {mesh.devices.flat[0].device_kind}')
     update = lower_update(experiment, state).compile()
-    return state, update, compile_evaluators(experiment, state.eval_params)
+    return Programs(state, update, compile_evaluators(experiment, state.eval_params))
 
 
 def abstract_state(experiment: Experiment) -> TrainState:
@@ -193,10 +183,9 @@ def compile_evaluators(experiment: Experiment, params: Params) -> dict[str, Eval
 
     Evaluations with batches of one shape share a compiled step.
     """
-    evaluator = experiment.evaluator
-    compiled = {
-        name: evaluator.compile(params, reader) for name, reader in experiment.evals.items()
-    }
+    compiled = dict[str, Evaluator]()
+    for name, reader in experiment.evals.items():
+        compiled[name] = experiment.evaluator.compile(params, reader)
     if experiment.probes is not None:
         model, batches = experiment.model, experiment.eval_batches
         features = make_feature_evaluator(model, experiment.preprocessing, batches)
@@ -206,13 +195,13 @@ def compile_evaluators(experiment: Experiment, params: Params) -> dict[str, Eval
 
 def open_checkpoints(experiment: Experiment, workdir: Workdir, job: Job) -> Checkpoints:
     """Opens the checkpoints of a run; damaged ones are moved aside, with a warning."""
-    job.barrier('compiled')  # devices meet in what follows, and gloo would wait for 30 s only
-    job.reset_watchdog()
     folder, check = workdir
-    check()  # before anything is moved or removed
-    damaged = job.from_process_0('damaged', lambda: json.dumps(quarantine_damaged(folder)))
-    for line in json.loads(damaged):
-        logging.warning('%s', line)
+    job.reset_watchdog()
+    if job.index == 0:
+        check()  # before anything is moved or removed
+        for line in quarantine_damaged(folder):
+            logging.warning('%s', line)
+    job.barrier('compiled')  # devices meet in what follows, and gloo would wait for 30 s only
     keep, along = experiment.config.keep_checkpoints, [folder / workdirs.METRICS]
     checkpoints = Checkpoints(folder, keep=keep, along=along, held=check)
     job.require_same('the step to go on from', {'step': checkpoints.latest_step})
@@ -230,11 +219,12 @@ def restore_or_init(
     step, end = checkpoints.latest_step, experiment.length.total_steps
     if step is not None:
         where = checkpoints.path(step)
-        if step > end:
-            folder = where.parent.parent
-            raise UserError(f'{folder} is at step {step}, the end, step {end}, is before it')
+        require(step <= end, f'{where}: config.total ends before it, at step {end}')
         params, training, progress = checkpoints.restore(step, abstract.split(), shardings.split())
-        console.print(f'resuming at step {step} from {where}{"" if step < end else _COMPLETE}')
+        console.print(f'resuming at step {step} from {where}')
+        if step == end:
+            advice = 'a longer --config.total with --accept_config_changes trains on'
+            console.print(f'the run is complete; {advice}, another --workdir starts anew')
         return TrainState.join(params, training), progress
     init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
     state, start = init(), experiment.start
@@ -250,20 +240,18 @@ def restore_or_init(
 
 @dataclasses.dataclass
 class Run:
-    """A training in progress: compiled programs, open files, newest results of evaluations."""
+    """A training in progress: what it runs, saves and reports with, and its newest results."""
 
     opened: OpenedRun
-    _: dataclasses.KW_ONLY
-    update: Any  # compiled
-    evaluators: dict[str, Evaluator]
+    job: Job
+    programs: Programs
     checkpoints: Checkpoints
     reporter: Reporter
-    job: Job
     evals: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     fewshot: dict[str, Any] | None = None
 
     def train(self, state: TrainState, steps: range, profile: range | None) -> Result:
-        """Trains, evaluates and saves in these steps, and profiles some of them on process 0."""
+        """Trains, evaluates and saves in these steps, and profiles some of them."""
         experiment, workdir, check_data = self.opened
         self.reporter.record_event('training', steps.start)
         if self.job.index == 0:  # changes that were accepted have proved possible
@@ -272,10 +260,9 @@ class Run:
         self.job.save_on_signals()
         try:
             self._resume_evaluations(state, steps)
-            state = self._fit(state, steps, profile) if steps else state
+            state = self._fit(state, steps, profile)
         except NotFinite as error:
-            self._wait()
-            self.reporter.record_event('diverged', None)
+            self._finish('diverged', None)
             last = self.checkpoints.latest_step
             good = 'there is none yet' if last is None else self.checkpoints.path(last)
             raise NotFinite(f'{error}; last good checkpoint: {good}') from error
@@ -283,13 +270,11 @@ class Run:
             state = stopped.state if isinstance(stopped, Stopped) else state
             step = int(state.step)
             self.save(step, state)
-            self._wait()
-            self.reporter.record_event('stopped', step)
+            self._finish('stopped', step)
             where = self.checkpoints.path(step)
             raise Interrupted(f'stopped at step {step}, saved in {where}') from None
-        self._wait()
         check_data(data_record.PATIENCE)
-        self.reporter.record_event('complete', steps.stop)
+        self._finish('complete', steps.stop)
         self.reporter.flush()
         return Result(
             experiment=experiment,
@@ -305,27 +290,31 @@ class Run:
 
     def _fit(self, state: TrainState, steps: range, profile: range | None) -> TrainState:
         experiment, workdir, _ = self.opened
-        config, update = experiment.config, self.update
-        every = experiment.length.interval(config.checkpoint_every_steps)
+        config, interval = experiment.config, experiment.length.interval
+        loader = experiment.loader_of(experiment.train)
         batches = loading.training_batches(
-            experiment.loader_of(experiment.train),
-            steps=steps,
-            batch_size=config.batch_size,
-            seed=config.seed,
+            loader, steps=steps, batch_size=config.batch_size, seed=config.seed
         )
-        if profile is not None and self.job.index == 0:
-            folder, console = workdir.folder / 'profile', self.reporter.console
-            update = profiled(update, profile, first=steps.start, folder=folder, console=console)
-        return fit(
-            update,
-            state,
-            self.job.tick_each(batches),
-            steps=steps,
-            on_metrics=self._on_metrics,
-            observers=[Every(every, self.save), *self._evaluations().values()],
-            clock=self.reporter.clock,
-            max_skipped_steps=config.max_skipped_steps,
-        )
+        batches = self.job.tick_each(batches)
+        save = Every(interval(config.checkpoint_every_steps), self.save)
+        folder, console = workdir.folder / 'profile', self.reporter.console
+        parts = [steps]
+        if profile:
+            parts = [range(steps.start, profile.start), profile, range(profile.stop, steps.stop)]
+        for part in filter(len, parts):
+            with profiled(folder, console) if part == profile else contextlib.nullcontext():
+                state = fit(
+                    self.programs.update,
+                    state,
+                    batches,
+                    steps=part,
+                    total_steps=steps.stop,
+                    on_metrics=self._on_metrics,
+                    observers=[save, *self._evaluations().values()],
+                    clock=self.reporter.clock,
+                    max_skipped_steps=config.max_skipped_steps,
+                )
+        return state
 
     def _evaluations(self) -> dict[str, Every]:
         """Returns the observers that evaluate, each at its own interval, by name."""
@@ -348,7 +337,7 @@ class Run:
         """
         if steps.start == 0:
             return
-        done = self.job.from_process_0('evaluated', lambda: json.dumps(self.reporter.evaluated))
+        done = self.job.from_process_0('done', lambda: json.dumps(self.reporter.at_first_step))
         for name, observer in self._evaluations().items():
             if observer.is_due(steps.start, steps.stop) and name not in json.loads(done):
                 observer.run(steps.start, state)
@@ -368,12 +357,13 @@ class Run:
             card, progress = self.opened.experiment.card(step), self.reporter.progress
             self.checkpoints.save(step, params, training, card, progress)
 
-    def _wait(self) -> None:
-        """Waits for the last checkpoint."""
+    def _finish(self, event: str, step: int | None) -> None:
+        """Waits until the last checkpoint is written, and records how this start ends."""
         self.job.reset_watchdog()
         with self.reporter.clock('save stall'):
             self.checkpoints.wait()
         self.job.reset_watchdog()
+        self.reporter.record_event(event, step)
 
     def evaluate(self, name: str, step: int, state: TrainState) -> None:
         """Runs one evaluation, over all its images, and records its numbers."""
@@ -388,7 +378,7 @@ class Run:
     def _measure(self, name: str, state: TrainState) -> tuple[dict[str, Any], str]:
         """Computes loss and metrics; returns them, and a summary."""
         reader = self.opened.experiment.evals[name]
-        evaluate = self.evaluators[name].evaluate
+        evaluate = self.programs.evaluators[name].evaluate
         found = evaluate(state.eval_params, reader, watch=self.job.tick_each)
         self.evals[name] = found.means
         numbers = found.means | {'count': found.num_images}
@@ -402,8 +392,8 @@ class Run:
         """Runs the few-shot evaluation and writes its file; returns numbers, and a summary."""
         experiment, workdir, _ = self.opened
         assert experiment.probes is not None  # else there is no such evaluation
-        features = self.evaluators['fewshot']
-        features_of = features_by(features, state.eval_params, watch=self.job.tick_each)
+        evaluator, params = self.programs.evaluators['fewshot'], state.eval_params
+        features_of = features_by(evaluator, params, watch=self.job.tick_each)
         result = probing.evaluate(features_of, experiment.probes, experiment.preprocessing)
         self.fewshot = result | {'step': step, 'checkpoint': str(workdir.folder)}
         if self.job.index == 0:
@@ -412,46 +402,31 @@ class Run:
         return probing.numbers(self.fewshot), probing.summary(self.fewshot)
 
 
-def profiled(
-    update: Callable[..., Any], steps: range, *, first: int, folder: Path, console: Console
-) -> Callable[..., Any]:
-    """Returns the update, profiled in some steps; its first call takes the state of step `first`.
-
-    The profile is written to `folder`, for TensorBoard (with its plugin `xprof`) and, as
-    perfetto_trace.json.gz, for ui.perfetto.dev. A profile that fails is a warning.
-    """
-    if first >= steps.stop:
-        done = f'steps {steps.start} to {steps.stop} are done, this is step {first}'
-        console.print(f'nothing is profiled: {done}')
-        return update
-    step, local = first, tempfile.TemporaryDirectory()  # the profiler cannot write to a bucket
-
-    @contextlib.contextmanager
-    def warned() -> Iterator[None]:
+@contextlib.contextmanager
+def profiled(folder: Path, console: Console) -> Iterator[None]:
+    """Writes a profile of what happens within, also if that raises. A fault is a warning."""
+    with contextlib.ExitStack() as stack:
+        local = stack.enter_context(tempfile.TemporaryDirectory())
         try:
-            yield
-        except Exception as error:  # clients of a bucket raise many kinds
+            jax.profiler.start_trace(local, create_perfetto_trace=True)
+            stack.callback(write_profile, local, folder, console)
+        except RuntimeError as error:  # another profiler is running
             logging.warning('no profile in %s: %s', folder, error)
+        yield
 
-    def profiled_update(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        nonlocal step
-        if step == max(steps.start, first):
-            jax.block_until_ready(state)  # leaves what came before out of the picture
-            with warned():
-                jax.profiler.start_trace(local.name, create_perfetto_trace=True)
-        step += 1
-        with jax.profiler.StepTraceAnnotation('train', step_num=step):
-            state, metrics = update(state, batch)
-        if step == steps.stop:
-            jax.block_until_ready(metrics)
-            with warned():
-                jax.profiler.stop_trace()
-                for file in pathlib.Path(local.name).rglob('*'):
-                    if file.is_file():
-                        copy = folder / file.relative_to(local.name).as_posix()
-                        copy.parent.mkdir(parents=True, exist_ok=True)
-                        copy.write_bytes(file.read_bytes())
-                console.print(f'profile in {folder}: tensorboard --logdir={folder}, or Perfetto')
-        return state, metrics
 
-    return profiled_update
+def write_profile(local: str, folder: Path, console: Console) -> None:
+    """Stops the profiler, which cannot write to a bucket, and copies what it wrote to `local`.
+
+    TensorBoard shows it, with its plugin `xprof`; ui.perfetto.dev shows perfetto_trace.json.gz.
+    """
+    try:
+        jax.profiler.stop_trace()
+        for file in pathlib.Path(local).rglob('*'):
+            if file.is_file():
+                copy = folder / file.relative_to(local).as_posix()
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_bytes(file.read_bytes())
+        console.print(f'profile in {folder}: tensorboard --logdir={folder}, or Perfetto')
+    except Exception as error:  # clients of a bucket raise many kinds
+        logging.warning('no profile in %s: %s', folder, error)

@@ -9,16 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
-from vit_jax.base import (
-    Path,
-    UserError,
-    parsing,
-    require,
-    require_regular,
-    storage,
-    sync,
-    usable,
-)
+from vit_jax.base import Path, UserError, parsing, require, require_regular, storage, sync, usable
 from vit_jax.base.storage import locked as lock_file
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
@@ -52,13 +43,15 @@ def opened(
     with contextlib.ExitStack() as stack:
         if job.index == 0:
             require_apart(path, config)
-            hold = _leased if storage.is_remote(folder) else locked
             with usable(folder):
                 _require_own_files(folder)
+                hold = _leased if storage.is_remote(folder) else locked
                 workdir = stack.enter_context(hold(folder))
                 _keep_config(folder, config, accept_changes=accept_changes)
-        if job.count > 1:
-            _require_shared(folder, job)
+        job.barrier('workdir is made')
+        with usable(lock := folder / LOCK):
+            text = lock.read_text() if lock.exists() else 'absent'
+        job.require_same('the workdir, which all processes share', {'lock': text})
         yield workdir
 
 
@@ -68,15 +61,6 @@ def _require_own_files(folder: Path) -> None:
         require_regular(folder / name)
     for place in folder, folder / FOLDER:
         require(place.is_dir() or not place.exists(), f'{place}: a file; expected a folder')
-
-
-def _require_shared(folder: Path, job: Job) -> None:
-    """Raises UserError if the processes of a job do not see the same lock in the directory."""
-    job.barrier('workdir is made')
-    lock = folder / LOCK
-    with usable(lock):
-        text = lock.read_text() if lock.exists() else 'absent'
-    job.require_same('the workdir, which all processes share', {'lock': text})
 
 
 def require_apart(path: str, config: Any) -> None:
@@ -123,13 +107,11 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
 
 def recorded_dtype(path: str) -> str:
     """Returns the `compute.dtype` of the run in a work directory, or `auto` without a run."""
-    folder = storage.folder(path)
-    if (recorded := _read_config(folder)) is None:
-        return 'auto'
-    with parsing(folder / CONFIG, 'the configuration of a run'):
-        dtype = str(recorded['compute']['dtype'])
-        require(dtype in ('float32', 'bfloat16'), f'{folder / CONFIG}: compute.dtype is {dtype!r}')
-    return dtype
+    recorded = _read_config(storage.folder(path)) or {'compute': {'dtype': 'auto'}}
+    dtype = recorded.get('compute', {}).get('dtype')
+    known = dtype in ('auto', 'float32', 'bfloat16')
+    require(known, f'{path}: {CONFIG}: compute.dtype is {dtype!r}; expected float32 or bfloat16')
+    return str(dtype)
 
 
 @contextlib.contextmanager

@@ -80,8 +80,11 @@ def fit(
     observers: Sequence[Every],
     clock: Clock,
     max_skipped_steps: int = 1,
+    total_steps: int | None = None,
 ) -> TrainState:
     """Runs `update` for each of the steps and returns the last state.
+
+    The training ends after `total_steps`, or with the last of these steps.
 
     Metrics of a step are read while the next one runs, so the device never waits for the host,
     and before anything observes the state. `on_metrics` gets them as floats.
@@ -112,12 +115,12 @@ def fit(
         for step in steps:
             with clock('data wait'):
                 batch = next(batches)
-            with clock('step'):
+            with clock('step'), jax.profiler.StepTraceAnnotation('train', step_num=step + 1):
                 state, metrics = update(state, batch)
                 read()
                 pending = step + 1, metrics
             for observer in observers:
-                if observer.is_due(step + 1, steps.stop):
+                if observer.is_due(step + 1, total_steps or steps.stop):
                     read()
                     observer.run(step + 1, state)
     except Interrupted:

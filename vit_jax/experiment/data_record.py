@@ -2,7 +2,8 @@
 
 The record of a split holds class names, image names, labels and sizes, in order. It is compared at
 each start and between the hosts of a job; the sizes of all files but the first `LOOKS` in the
-background.
+background. Whatever the run was trained on stays in the record, under a name that starts with
+`TRAINED`, also after the data or the split have changed.
 """
 
 import contextlib
@@ -38,6 +39,7 @@ from vit_jax.experiment.workdirs import DATA, Workdir
 
 LOOKS = 16_384  # files of a split whose sizes are read before training starts
 PATIENCE = 5.0  # seconds that the end of a run waits for the background
+TRAINED = 'trained on '
 _BLOCK = 1024  # sizes that are read between two looks at whether to stop
 _ADVICE = (
     'put the data back; train again from this model (--config.start_from=%s --workdir=ANOTHER); '
@@ -65,12 +67,15 @@ Splits = dict[str, SplitRecord]
 def find_sources(
     config: TrainConfig, readers: dict[str, ImageReader], probes: Probes | None
 ) -> dict[str, Source]:
-    """Names the sources of a run as its configuration does; the images to train on come first."""
-    sources = [reader.source for reader in readers.values()]
-    for probe in probes.by_name.values() if probes else ():
-        sources += [probe.train.source, probe.test.source]
+    """Names the sources of a run by split and data; `train` is the reader of training images."""
     own = f' of {records.text_of(config.data)}'
-    return {f'{one.split} of {one.data}'.removesuffix(own): one for one in sources}
+    probed = [(one.train, one.test) for one in probes.by_name.values()] if probes else []
+    trained = [readers['train'].source] if 'train' in readers else []
+    sources = [reader.source for reader in itertools.chain(readers.values(), *probed)]
+    return {
+        TRAINED * (one in trained) + f'{one.split} of {one.data}'.removesuffix(own): one
+        for one in sources
+    }
 
 
 def record_split(source: Source) -> SplitRecord:
@@ -134,7 +139,7 @@ def compare_data(
     splits = {name: record_split(source) for name, source in sources.items()}
     if job.index == 0:
         if digests.steps(workdir.folder / FOLDER):  # else nothing was learned yet
-            recorded = _read(path)
+            recorded = read_record(path)
         recorded = _update(workdir, recorded, splits, accept=accept)
     if job.count > 1:
         _require_same(job, splits, path)
@@ -170,9 +175,11 @@ def _update(workdir: Workdir, recorded: Splits, splits: Splits, *, accept: bool)
         if not accept or any(len(count) > 1 for count in counts):
             raise UserError(f'{text}\n{_ADVICE % workdir.folder}')
         logging.warning('%s', text)
-    updated = dict(splits)
+    updated, last = dict(splits), digests.steps(workdir.folder / FOLDER)[:1]
     for name, old in recorded.items():
-        if name not in changes:
+        if name in changes:
+            updated[f'{name} until step {last[0]}'] = old
+        else:
             updated[name] = max(splits.get(name, old), old, key=lambda one: len(one.sizes))
     if [*updated.items()] != [*recorded.items()]:
         workdir.check()
@@ -189,17 +196,12 @@ def _require_same(job: Job, splits: Splits, path: Path) -> None:
     def describe(theirs: dict[str, str]) -> list[str]:
         if theirs == ours:
             return []
-        return [*_describe_changes(_read(path), splits).values()] or ['other splits']
+        return [*_describe_changes(read_record(path), splits).values()] or ['other splits']
 
     job.require_same('the data', ours, describe)
 
 
-def read_training_images(folder: Path) -> SplitRecord:
-    """Returns the training images of the run in a work directory; no images without a record."""
-    return next(iter(_read(folder / DATA).values()), SplitRecord([], [], [], []))
-
-
-def _read(path: Path) -> Splits:
+def read_record(path: Path) -> Splits:
     """Reads a record; returns an empty one, with a warning, if it is missing or damaged."""
     require_regular(path)
     with usable(path):

@@ -1,8 +1,10 @@
 """The run that wrote a checkpoint: what it held out, and which images it was trained on."""
 
+import filecmp
 import logging
 import os
-from typing import NamedTuple
+from collections import Counter
+from typing import NamedTuple, Optional
 
 from vit_jax.base import Path, UserError, counted, parsing, records
 from vit_jax.checkpoints import names
@@ -11,33 +13,74 @@ from vit_jax.config import read_config
 from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.base import Source, relative_names
 from vit_jax.data.sources.opening import HeldOut
-from vit_jax.experiment.data_record import read_training_images
-from vit_jax.experiment.workdirs import CONFIG
+from vit_jax.experiment.data_record import TRAINED, read_record
+from vit_jax.experiment.workdirs import CONFIG, DATA
 
 
 class SourceRun(NamedTuple):
-    """The run that wrote a checkpoint, and what it and the runs before it were trained on."""
+    """The run that wrote a checkpoint: its data, and the images that it was trained on."""
 
     data: str
     held_out: HeldOut  # of data without splits
     split: str  # that the run was tested on
     trained_on: set[tuple[str, int]]  # names of training images within the data, and their sizes
+    earlier: Optional['SourceRun']  # the run that it started from
+
+    def has_data(self, data: str) -> bool:
+        """Returns whether these are the data of the run."""
+        return os.path.realpath(self.data) == os.path.realpath(data)
 
     def split_of(self, data: str) -> str:
         """Returns the split that the run was tested on, or `test` for other data."""
-        return self.split if os.path.realpath(self.data) == os.path.realpath(data) else 'test'
+        return self.split if self.has_data(data) else 'test'
 
     def count_trained(self, source: Source) -> int:
-        """Counts the images in the source that the model was trained on.
+        """Counts the images in the source that this run or an earlier one was trained on."""
+        return len(self.find_trained(source))
 
-        Two images count as the same if their files have the same name within the data and the same
-        number of bytes. Arrays are compared by their checksums.
+    def find_trained(self, source: Source) -> set[int]:
+        """Returns the indices of the images that this run or an earlier one was trained on.
+
+        An image is recognized by its name within the data and its size, or its checksum. If the
+        training image still exists, both have the same bytes. A file of the run's own data is also
+        recognized after it was moved to another split (see `_original_names`).
         """
+        paths = source.read_names(range(len(source)))
+        own = os.path.join(self.data, '')
+        images = relative_names([path.removeprefix(own) for path in paths], source.data)
         known = {name for name, _ in self.trained_on}
-        images = relative_names(source.read_names(range(len(source))), source.data)
-        named = [index for index, name in enumerate(images) if name in known]
-        sizes = zip(named, source.read_sizes(named).tolist(), strict=True)
-        return sum((images[index], size) in self.trained_on for index, size in sizes)
+        if self.has_data(source.data) and not known.issuperset(images):
+            images = _original_names(images, known, self.data)
+        named = [index for index, image in enumerate(images) if image in known]
+        found = self.earlier.find_trained(source) if self.earlier else set[int]()
+        for index, size in zip(named, source.read_sizes(named).tolist(), strict=True):
+            original = os.path.join(self.data, images[index])
+            if (images[index], size) in self.trained_on and not _differ(original, paths[index]):
+                found.add(index)
+        return found
+
+
+def _original_names(images: list[str], known: set[str], data: str) -> list[str]:
+    """Replaces the names of files that were moved to another split by their known names.
+
+    A file was moved if a known name ends with the names of this file and its folder, and no other
+    file in the folder of the data does.
+    """
+    paths = (os.path.join(folder, file) for folder, _, files in os.walk(data) for file in files)
+    count = Counter(map(_end, paths))
+    moved = {_end(name): name for name in known if count[_end(name)] == 1}
+    return [name if name in known else moved.get(_end(name), name) for name in images]
+
+
+def _end(image: str) -> str:
+    """Returns the name of a file with the name of its folder, which often is the class."""
+    return os.sep.join(image.split(os.sep)[-2:])
+
+
+def _differ(original: str, path: str) -> bool:
+    """Returns whether the original file still exists with other bytes."""
+    exists = os.path.isfile(original) and not os.path.samefile(original, path)
+    return exists and not filecmp.cmp(original, path, shallow=False)
 
 
 def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> SourceRun | None:
@@ -60,15 +103,16 @@ def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> So
         held_out = records.from_dict(HeldOut, config['held_out'], where='config.held_out')
         own = [one['split'] for one in config['evals'].values() if one['data'] is None]
         split, start = own[0] if own else config['eval_split'], config['start_from']
-    images = read_training_images(workdir)
-    sizes = zip(images.names, images.sizes, strict=False)
-    trained_on = {(name, size) for name, size in sizes if size != -1}
-    if start and (earlier := find_source_run(start, later | {workdir})):
-        trained_on |= earlier.trained_on
-    elif start and not names.is_elsewhere(start) and not os.path.exists(start):
+    trained_on = set[tuple[str, int]]()
+    for name, images in read_record(workdir / DATA).items():
+        if name.startswith(TRAINED):
+            sizes = zip(images.names, images.sizes, strict=False)
+            trained_on |= {(image, size) for image, size in sizes if size != -1}
+    earlier = find_source_run(start, later | {workdir}) if start else None
+    if start and not (earlier or names.is_elsewhere(start) or os.path.exists(start)):
         text = '%s, the start_from of %s, is missing: its training images are not counted'
         logging.warning(text, start, workdir)
-    return SourceRun(str(config['data']), held_out, split, trained_on)
+    return SourceRun(str(config['data']), held_out, split, trained_on, earlier)
 
 
 def trained_before(evals: dict[str, ImageReader], start: str) -> list[str]:

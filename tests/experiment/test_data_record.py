@@ -102,11 +102,11 @@ def sources_of(data, **changes):
     def reader(source):
         return ImageReader(source, Resize(), (8, 8), exif_rotation=False)
 
-    readers = {'train': reader(opened(config.data, config.train_split))}
-    for name, one in config.evaluations.items():
-        readers[name] = reader(opened(one.data or config.data, one.split, one.labels))
+    train, evals = reader(opened(config.data, config.train_split)), []
+    for one in config.evaluations.values():
+        evals.append(reader(opened(one.data or config.data, one.split, one.labels)))
     probes = config.fewshot and probing.open_probes(config.fewshot, config.data, opened, reader)
-    return data_record.find_sources(config, readers, probes)
+    return data_record.find_sources(train, evals, probes)
 
 
 def start(folder, sources, *, accept=False, job=None):

@@ -34,10 +34,6 @@ class SourceRun(NamedTuple):
         """Returns the split that the run was tested on, or `test` for other data."""
         return self.split if self.has_data(data) else 'test'
 
-    def count_trained(self, source: Source) -> int:
-        """Counts the images in the source that this run or an earlier one was trained on."""
-        return len(self.find_trained(source))
-
     def find_trained(self, source: Source) -> set[int]:
         """Returns the indices of the images that this run or an earlier one was trained on.
 
@@ -48,28 +44,31 @@ class SourceRun(NamedTuple):
         paths = source.read_names(range(len(source)))
         own = os.path.join(self.data, '')
         images = relative_names([path.removeprefix(own) for path in paths], source.data)
-        known = {name for name, _ in self.trained_on}
-        if self.has_data(source.data) and not known.issuperset(images):
-            images = _original_names(images, known, self.data)
-        named = [index for index, image in enumerate(images) if image in known]
-        found = self.earlier.find_trained(source) if self.earlier else set[int]()
+        recorded = {name for name, _ in self.trained_on}
+        if self.has_data(source.data):
+            images = _original_names(images, recorded, self.data)
+        named = [index for index, image in enumerate(images) if image in recorded]
+        trained = self.earlier.find_trained(source) if self.earlier else set[int]()
         for index, size in zip(named, source.read_sizes(named).tolist(), strict=True):
             original = os.path.join(self.data, images[index])
             if (images[index], size) in self.trained_on and not _differ(original, paths[index]):
-                found.add(index)
-        return found
+                trained.add(index)
+        return trained
 
 
-def _original_names(images: list[str], known: set[str], data: str) -> list[str]:
-    """Replaces the names of files that were moved to another split by their known names.
+def _original_names(images: list[str], recorded: set[str], data: str) -> list[str]:
+    """Replaces the names of files that were moved to another split by their recorded names.
 
-    A file was moved if a known name ends with the names of this file and its folder, and no other
-    file in the folder of the data does.
+    A file was moved if a recorded name ends with the names of this file and its folder, and no
+    other file in the folder of the data does.
     """
+    originals = {_end(name): name for name in recorded}
+    if originals.keys().isdisjoint(_end(image) for image in images if image not in recorded):
+        return images
     paths = (os.path.join(folder, file) for folder, _, files in os.walk(data) for file in files)
     count = Counter(map(_end, paths))
-    moved = {_end(name): name for name in known if count[_end(name)] == 1}
-    return [name if name in known else moved.get(_end(name), name) for name in images]
+    moved = {end: name for end, name in originals.items() if count[end] == 1}
+    return [name if name in recorded else moved.get(_end(name), name) for name in images]
 
 
 def _end(image: str) -> str:
@@ -120,7 +119,7 @@ def trained_before(evals: dict[str, ImageReader], start: str) -> list[str]:
     lines = list[str]()
     if run := find_source_run(start):
         for name, reader in evals.items():
-            if count := run.count_trained(reader.source):
+            if count := len(run.find_trained(reader.source)):
                 text = f'the start_from model was already trained on {count:,} of these'
                 lines.append(f'warning: {name}: {text} {counted(len(reader.source), "image")}')
     return lines

@@ -148,7 +148,7 @@ def compile_program(program: Program, where: ahead_of_time.Topology) -> None:
             training_run.compile_evaluators(experiment, state.eval_params)
         else:
             evaluator = make_feature_evaluator(
-                experiment.model, experiment.preprocessing, experiment.eval_batches
+                experiment.model, experiment.preprocessing, experiment.evaluator.batches
             )
             evaluator.compile(state.eval_params, experiment.train)
 

@@ -45,7 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
     loaded.require_head()
     open_split = make_opener(held_out)
     source = open_split(arguments.data, split, arguments.labels)
-    trained = origin.count_trained(source) if origin else 0
+    trained = len(origin.find_trained(source)) if origin else 0
     source = head.match_classes(source, loaded, by_number=arguments.by_number)
     if arguments.out:
         make_folder(arguments.out)

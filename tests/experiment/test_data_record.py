@@ -102,11 +102,11 @@ def sources_of(data, **changes):
     def reader(source):
         return ImageReader(source, Resize(), (8, 8), exif_rotation=False)
 
-    readers = {'train': reader(opened(config.data, config.train_split))}
-    for name, one in config.evaluations.items():
-        readers[name] = reader(opened(one.data or config.data, one.split, one.labels))
+    train, evals = reader(opened(config.data, config.train_split)), []
+    for one in config.evaluations.values():
+        evals.append(reader(opened(one.data or config.data, one.split, one.labels)))
     probes = config.fewshot and probing.open_probes(config.fewshot, config.data, opened, reader)
-    return data_record.find_sources(config, readers, probes)
+    return data_record.find_sources(train, evals, probes)
 
 
 def start(folder, sources, *, accept=False, job=None):
@@ -225,7 +225,7 @@ def test_sizes_of_further_files_are_compared_in_the_background(photos, tmp_path,
     monkeypatch.setattr(data_record, '_BLOCK', 3)
     folder = tmp_path / 'run'
     start(folder, sources_of(photos))
-    names = sources_of(photos)['train'].read_names(range(16))
+    names = sources_of(photos)['trained on train'].read_names(range(16))
     with open(names[11], 'ab') as file:
         file.write(b'more')
     compared = data_record.compare_data(Workdir(folder), sources_of(photos), Job())
@@ -241,30 +241,30 @@ def test_sizes_of_further_files_are_compared_in_the_background(photos, tmp_path,
 
 def test_a_run_that_ends_early_keeps_the_sizes_that_are_known(photos, tmp_path, monkeypatch):
     sources, never = sources_of(photos), threading.Event()
+    trained = sources['trained on train']
     start(tmp_path, sources)
     monkeypatch.setattr(data_record, 'LOOKS', 4)
 
     def size_of(index):
         if index >= 4:
             never.wait(0.05)
-        return sources['train'].size_of(index)
+        return trained.size_of(index)
 
-    slow = sources | {'train': dataclasses.replace(sources['train'], size_of=size_of)}
+    slow = sources | {'trained on train': dataclasses.replace(trained, size_of=size_of)}
     with data_record.compare_data(Workdir(tmp_path), slow, Job()):
         pass
-    kept = data_record.read_training_images(tmp_path)
-    assert len(kept.sizes) == 16
+    kept = data_record.read_record(tmp_path / 'data.json.gz')
+    assert len(kept['trained on train'].sizes) == 16
 
 
 def test_the_record_lists_every_image(photos, tmp_path):
     start(tmp_path, sources_of(photos))
     splits = json.loads(gzip.decompress((tmp_path / 'data.json.gz').read_bytes()))
-    assert [*splits] == ['train', 'test']
-    train = splits['train']
+    assert [*splits] == ['trained on train', 'test']
+    train = splits['trained on train']
     sizes = dict(zip(train['names'], train['sizes'], strict=True))
     assert sizes == {f'train/{c}/{i}.jpg': 10 + i for c in ('cat', 'dog') for i in range(8)}
     assert train['labels'] == [name.split('/')[1] for name in train['names']]
-    assert data_record.read_training_images(tmp_path)._asdict() == train
 
 
 def test_labels_of_images_with_several_classes_are_recorded(tmp_path):

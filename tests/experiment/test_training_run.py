@@ -422,7 +422,7 @@ def test_some_classes_are_trained_on_and_the_outline_counts_those_of_episodes(tr
     fewshot = FewshotConfig(episodes=episodes)
     experiment = build_experiment(tiny.experiment(classes=tuple(trained), fewshot=fewshot))
     assert experiment.model.config.num_classes == 3
-    for reader in experiment.readers.values():
+    for reader in [experiment.train, *experiment.evals.values()]:
         assert reader.source.class_names == tuple(trained)
         assert set(reader.source.labels) == {0, 1, 2}
     probe = experiment.probes.by_name['digits']

@@ -69,14 +69,8 @@ class Experiment(NamedTuple):
     probes: Probes | None  # of the few-shot evaluation
     init: Callable[[], TrainState]
     update: Update
-    eval_batches: Batches
     evaluator: Evaluator
     report: list[str]  # what the rules over parameters matched
-
-    @property
-    def readers(self) -> dict[str, ImageReader]:
-        """The images to train on, as `train`, and those of the evaluations."""
-        return {'train': self.train} | self.evals
 
     @property
     def decisions(self) -> dict[str, Any]:
@@ -87,7 +81,7 @@ class Experiment(NamedTuple):
     @property
     def loader_of(self) -> Callable[[ImageReader], Loader]:
         """Returns the loader of a reader; it is made, and kept images are read, once."""
-        return self.eval_batches.loader_of
+        return self.evaluator.batches.loader_of
 
     def recorded_config(self) -> dict[str, Any]:
         """Returns the configuration as JSON values, to keep in the work directory.
@@ -174,7 +168,6 @@ def build_experiment(
         probes=open_probes(few, config.data, opened, reader) if (few := config.fewshot) else None,
         init=meshes.traced_on(mesh, init),
         update=update,
-        eval_batches=batches,
         evaluator=make_evaluator(eval_sums, batches),
         report=report,
     )
@@ -251,8 +244,7 @@ def trained_model(config: TrainConfig, start: Checkpoint | None, classes: int) -
             text = 'give a model, or start_from=CHECKPOINT to take that one'
             raise UserError(f'config.model is none: {text}')
         known = start.card.model if objective is None else headless(start.card.model)
-        outputs = classes if objective is None else None
-        model = for_task(known, num_classes=outputs, image_size=config.image_size)
+        model = for_task(known, num_classes=None if objective else classes, image_size=None)
     model = dataclasses.replace(model, image_size=config.image_size or model.image_size)
     if objective is not None:
         return for_patches(model, objective)
@@ -269,8 +261,8 @@ def make_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None) 
     """Makes the mesh. Raises UserError if batches cannot be split over it."""
     mesh = meshes.make_mesh(config.mesh, devices)
     meshes.check_batch_size(config.batch_size, mesh, accumulation_steps=config.accumulation_steps)
-    if config.eval_batch_size is not None:
-        meshes.check_batch_size(config.eval_batch_size, mesh, accumulation_steps=1)
+    evaluated = config.eval_batch_size or config.batch_size
+    meshes.check_batch_size(evaluated, mesh, accumulation_steps=1)
     return mesh
 
 
@@ -298,10 +290,7 @@ def choose_compute(
 
 def _memory_beside_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> int | None:
     """Returns the bytes of a device next to the training state; None if unknown, as on CPUs."""
-    try:
-        limit = (mesh.local_devices[0].memory_stats() or {}).get('bytes_limit')
-    except (RuntimeError, NotImplementedError):  # not every platform has such numbers
-        return None
+    limit = (mesh.local_devices[0].memory_stats() or {}).get('bytes_limit')
     if limit is None:
         return None
     copies = config.polyak_decay is not None, config.accumulation_steps > 1

@@ -2,7 +2,8 @@
 
 The record of a split holds class names, image names, labels and sizes, in order. It is compared at
 each start and between the hosts of a job; the sizes of all files but the first `LOOKS` in the
-background.
+background. Whatever the run was trained on stays in the record, under a name that starts with
+`TRAINED`, also after the data or the split have changed.
 """
 
 import contextlib
@@ -13,23 +14,13 @@ import json
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from typing import NamedTuple
 
-from vit_jax.base import (
-    DAMAGED_NPZ,
-    Path,
-    UserError,
-    atomic_write,
-    counted,
-    records,
-    require_regular,
-    usable,
-)
+from vit_jax.base import Path, UserError, counted, storage
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
-from vit_jax.config import TrainConfig
 from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.base import Source, relative_names
 from vit_jax.distributed.processes import Job
@@ -38,11 +29,9 @@ from vit_jax.experiment.workdirs import DATA, Workdir
 
 LOOKS = 16_384  # files of a split whose sizes are read before training starts
 PATIENCE = 5.0  # seconds that the end of a run waits for the background
+TRAINED = 'trained on '
 _BLOCK = 1024  # sizes that are read between two looks at whether to stop
-_ADVICE = (
-    'put the data back; train again from this model (--config.start_from=%s --workdir=ANOTHER); '
-    'or, with as many classes as before, resume with --accept_data_changes'
-)
+_ADVICE = 'put the data back; or, with as many classes as before, resume with --accept_data_changes'
 
 
 class SplitRecord(NamedTuple):
@@ -63,25 +52,26 @@ Splits = dict[str, SplitRecord]
 
 
 def find_sources(
-    config: TrainConfig, readers: dict[str, ImageReader], probes: Probes | None
+    train: ImageReader | None, evals: Iterable[ImageReader], probes: Probes | None
 ) -> dict[str, Source]:
-    """Names the sources of a run as its configuration does; the images to train on come first."""
-    sources = [reader.source for reader in readers.values()]
-    for probe in probes.by_name.values() if probes else ():
-        sources += [probe.train.source, probe.test.source]
-    own = f' of {records.text_of(config.data)}'
-    return {f'{one.split} of {one.data}'.removesuffix(own): one for one in sources}
+    """Names the sources of a run by split, and by data if they are not those of `train`."""
+    probed = [(one.train, one.test) for one in probes.by_name.values()] if probes else []
+    readers = itertools.chain([train] if train else [], evals, *probed)
+    own, names = train.source if train else None, dict[str, Source]()
+    for one in (reader.source for reader in readers):
+        name = one.split if own and one.data == own.data else f'{one.split} of {one.data}'
+        names[TRAINED + name if one is own else name] = one
+    return names
 
 
 def record_split(source: Source) -> SplitRecord:
     """Records a split, with the sizes of all images, or of the first `LOOKS` files."""
     indices, classes = range(len(source)), source.class_names
     looks = indices if source.sizes_in_memory else indices[:LOOKS]
-    if not source.labels_in_memory:
-        labels = ['?'] * len(source)
-    elif source.multi_label:
+    labels = ['?'] * len(source)
+    if source.labels_in_memory and source.multi_label:
         labels = [', '.join(classes[i] for i in row.nonzero()[0]) for row in source.labels]
-    else:
+    elif source.labels_in_memory:
         labels = [classes[label] for label in source.labels.tolist()]
     names = relative_names(source.read_names(indices), source.data)
     return SplitRecord([*classes], names, labels, sizes=source.read_sizes(looks).tolist())
@@ -93,17 +83,14 @@ def describe_differences(old: SplitRecord, new: SplitRecord) -> list[str]:
     An image with another label counts as removed and added.
     """
     size_of = dict(zip(old.names, old.sizes, strict=False))
-    new_sizes = zip(new.names, new.sizes, strict=False)
-    replaced = [repr(name) for name, size in new_sizes if size_of.get(name, size) != size]
-    examples = {'replaced image': replaced}
+    sizes = zip(new.names, new.sizes, strict=False)
+    examples = {'replaced image': [repr(x) for x, size in sizes if size_of.get(x, size) != size]}
     if old[:3] != new[:3]:
         before, after = (Counter(map('{!r} ({})'.format, x.names, x.labels)) for x in (old, new))
         classes = itertools.zip_longest(old.class_names, new.class_names)
-        examples |= {
-            'changed class': [f'{a!r} to {b!r}' for a, b in classes if a != b],
-            'removed image': [*(before - after).elements()],
-            'added image': [*(after - before).elements()],
-        }
+        examples['changed class'] = [f'{a!r} to {b!r}' for a, b in classes if a != b]
+        examples['removed image'] = [*(before - after).elements()]
+        examples['added image'] = [*(after - before).elements()]
         if not any(examples.values()):
             return ['the images have another order']
     shown = {kind: ', '.join(found[:3]) for kind, found in examples.items() if found}
@@ -112,9 +99,8 @@ def describe_differences(old: SplitRecord, new: SplitRecord) -> list[str]:
 
 def _describe_changes(recorded: Splits, splits: Splits) -> dict[str, str]:
     """Describes each split that is in both and differs."""
-    both = {name: (recorded[name], split) for name, split in splits.items() if name in recorded}
-    lines = {name: '; '.join(describe_differences(*pair)) for name, pair in both.items()}
-    return {name: f'{name}: {text}' for name, text in lines.items() if text}
+    lines = {x: describe_differences(recorded[x], splits[x]) for x in splits if x in recorded}
+    return {name: f'{name}: {"; ".join(found)}' for name, found in lines.items() if found}
 
 
 @contextlib.contextmanager
@@ -134,23 +120,27 @@ def compare_data(
     splits = {name: record_split(source) for name, source in sources.items()}
     if job.index == 0:
         if digests.steps(workdir.folder / FOLDER):  # else nothing was learned yet
-            recorded = _read(path)
+            recorded = read_record(path)
             if not recorded:
                 logging.warning('%s: missing or damaged: the data are not compared', path)
         recorded = _update(workdir, recorded, splits, accept=accept)
     if job.count > 1:
-        _require_same(job, splits, path)
-    if job.index != 0:
-        splits = {}  # process 0 alone reads the other sizes, and writes
+        ours = {'digest': hashlib.sha256(json.dumps(splits).encode()).hexdigest()}
+
+        def describe(theirs: dict[str, str]) -> list[str]:
+            if theirs == ours:
+                return []
+            return [*_describe_changes(read_record(path), splits).values()] or ['other splits']
+
+        job.require_same('the data', ours, describe)
+    complete = dict(splits) if job.index == 0 else {}  # the other processes neither read nor write
 
     def compare_sizes() -> None:
-        complete = Splits()
-        for name, split in splits.items():
-            indices, sizes = range(len(split.names)), [*split.sizes]
-            while len(sizes) < len(indices):
-                if stop.is_set():
-                    return
-                sizes += sources[name].read_sizes(indices[len(sizes) :][:_BLOCK]).tolist()
+        for name, split in complete.items():
+            sizes, count = [*split.sizes], len(split.names)
+            while len(sizes) < count and not stop.is_set():
+                block = range(count)[len(sizes) :][:_BLOCK]
+                sizes += sources[name].read_sizes(block).tolist()
             complete[name] = split._replace(sizes=sizes)
         _update(workdir, recorded, complete, accept=accept)
 
@@ -168,46 +158,31 @@ def _update(workdir: Workdir, recorded: Splits, splits: Splits, *, accept: bool)
     if changes:
         text = f'{workdir.folder}: the data have changed since the run started:'
         text = '\n  '.join([text, *changes.values()])
-        counts = ({len(one[name].class_names) for one in (recorded, splits)} for name in changes)
-        if not accept or any(len(count) > 1 for count in counts):
-            raise UserError(f'{text}\n{_ADVICE % workdir.folder}')
+        counts = [{len(one[name].class_names) for one in (recorded, splits)} for name in changes]
+        if not accept or max(map(len, counts)) > 1:
+            raise UserError(f'{text}\n{_ADVICE}')
         logging.warning('%s', text)
-    updated = dict(splits)
+    updated, step = dict(splits), max(digests.steps(workdir.folder / FOLDER), default=0)
     for name, old in recorded.items():
         if name not in changes:
             updated[name] = max(splits.get(name, old), old, key=lambda one: len(one.sizes))
-    if [*updated.items()] != [*recorded.items()]:
+        elif name.startswith(TRAINED):
+            updated[f'{name} until step {step}'] = old
+    if updated != recorded:
         workdir.check()
         text = json.dumps({name: split._asdict() for name, split in updated.items()})
-        with atomic_write(workdir.folder / DATA) as partial:
+        with storage.atomic_write(workdir.folder / DATA) as partial:
             partial.write_bytes(gzip.compress(text.encode(), compresslevel=1, mtime=0))
     return updated
 
 
-def _require_same(job: Job, splits: Splits, path: Path) -> None:
-    """Raises UserError if the data of process 0, which are recorded in `path`, are other ones."""
-    ours = {'digest': hashlib.sha256(json.dumps(splits).encode()).hexdigest()}
-
-    def describe(theirs: dict[str, str]) -> list[str]:
-        if theirs == ours:
-            return []
-        return [*_describe_changes(_read(path), splits).values()] or ['other splits']
-
-    job.require_same('the data', ours, describe)
-
-
-def read_training_images(folder: Path) -> SplitRecord:
-    """Returns the training images of the run in a work directory; no images without a record."""
-    return next(iter(_read(folder / DATA).values()), SplitRecord([], [], [], []))
-
-
-def _read(path: Path) -> Splits:
+def read_record(path: Path) -> Splits:
     """Reads a record; returns an empty one if it is missing or damaged."""
-    require_regular(path)
-    with usable(path):
+    storage.require_regular(path)
+    with storage.usable(path):
         data = path.read_bytes() if path.exists() else b''
     try:
         splits = json.loads(gzip.decompress(data))
         return {name: SplitRecord(**split) for name, split in splits.items()}
-    except DAMAGED_NPZ:
+    except storage.DAMAGED_NPZ:
         return {}

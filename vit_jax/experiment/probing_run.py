@@ -49,7 +49,7 @@ def probe(
     evaluator = features.make_feature_evaluator(
         model, preprocessing, make_eval_batches(config, mesh), exact=dtype == 'float32'
     )
-    sources = data_record.find_sources(config, {}, probes) if job.count > 1 else {}
+    sources = data_record.find_sources(None, [], probes) if job.count > 1 else {}
     with (
         workdirs.opened(
             path, records.to_dict(config), job, accept_changes=accept_changes

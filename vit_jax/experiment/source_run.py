@@ -1,7 +1,9 @@
 """The run that wrote a checkpoint: what it held out, and which images it was trained on."""
 
+import filecmp
 import os
-from typing import NamedTuple
+from collections import Counter
+from typing import NamedTuple, Optional
 
 from vit_jax.base import Path, UserError, counted, parsing, records
 from vit_jax.checkpoints import names
@@ -10,45 +12,86 @@ from vit_jax.config import read_config
 from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.base import Source, relative_names
 from vit_jax.data.sources.opening import HeldOut
-from vit_jax.experiment.data_record import read_training_images
+from vit_jax.experiment.data_record import TRAINED, read_record
 from vit_jax.experiment.workdirs import CONFIG, DATA
 
 
 class SourceRun(NamedTuple):
-    """The run that wrote a checkpoint, and what it and the runs before it were trained on."""
+    """The run that wrote a checkpoint: its data, and the images that it was trained on."""
 
     data: str
     held_out: HeldOut  # of data without splits
     split: str  # that the run was tested on
     trained_on: set[tuple[str, int]]  # names of training images within the data, and their sizes
-    gaps: tuple[str, ...]  # why `trained_on` may lack images
+    earlier: Optional['SourceRun']  # the run that it started from
+    gaps: list[str]  # why `find_trained` may miss images
+
+    def has_data(self, data: str) -> bool:
+        """Returns whether these are the data of the run."""
+        return os.path.realpath(self.data) == os.path.realpath(data)
 
     def split_of(self, data: str) -> str:
         """Returns the split that the run was tested on, or `test` for other data."""
-        return self.split if os.path.realpath(self.data) == os.path.realpath(data) else 'test'
+        return self.split if self.has_data(data) else 'test'
 
-    def count_trained(self, source: Source) -> int:
-        """Counts the images in the source that the model was trained on.
+    def find_trained(self, source: Source) -> set[int]:
+        """Returns the indices of the images that this run or an earlier one was trained on.
 
-        Two images count as the same if their files have the same name within the data and the same
-        number of bytes. Arrays are compared by their checksums.
+        An image is recognized by its name within the data and its size, or its checksum. If the
+        training image still exists, both have the same bytes. A file of the run's own data is also
+        recognized after it was moved to another split (see `_original_names`).
         """
-        known = {name for name, _ in self.trained_on}
-        images = relative_names(source.read_names(range(len(source))), source.data)
-        named = [index for index, name in enumerate(images) if name in known]
-        sizes = zip(named, source.read_sizes(named).tolist(), strict=True)
-        return sum((images[index], size) in self.trained_on for index, size in sizes)
+        paths = source.read_names(range(len(source)))
+        own = os.path.join(self.data, '')
+        images = relative_names([path.removeprefix(own) for path in paths], source.data)
+        recorded = {name for name, _ in self.trained_on}
+        if self.has_data(source.data):
+            images = _original_names(images, recorded, self.data)
+        named = [index for index, image in enumerate(images) if image in recorded]
+        trained = self.earlier.find_trained(source) if self.earlier else set[int]()
+        for index, size in zip(named, source.read_sizes(named).tolist(), strict=True):
+            original = os.path.join(self.data, images[index])
+            if (images[index], size) in self.trained_on and not _differ(original, paths[index]):
+                trained.add(index)
+        return trained
 
     def describe_gaps(self) -> list[str]:
-        """Returns a warning for each reason why `count_trained` may count too few images."""
+        """Returns a warning for each reason why `find_trained` may miss images."""
         return [f'warning: {gap}: not all training images are known' for gap in self.gaps]
+
+
+def _original_names(images: list[str], recorded: set[str], data: str) -> list[str]:
+    """Replaces the names of files that were moved to another split by their recorded names.
+
+    A file was moved if a recorded name ends with the names of this file and its folder, and no
+    other file in the folder of the data does.
+    """
+    originals = {_end(name): name for name in recorded}
+    if originals.keys().isdisjoint(_end(image) for image in images if image not in recorded):
+        return images
+    paths = (os.path.join(folder, file) for folder, _, files in os.walk(data) for file in files)
+    count = Counter(map(_end, paths))
+    moved = {end: name for end, name in originals.items() if count[end] == 1}
+    return [name if name in recorded else moved.get(_end(name), name) for name in images]
+
+
+def _end(image: str) -> str:
+    """Returns the name of a file with the name of its folder, which often is the class."""
+    return os.sep.join(image.split(os.sep)[-2:])
+
+
+def _differ(original: str, path: str) -> bool:
+    """Returns whether the original file still exists with other bytes."""
+    exists = os.path.isfile(original) and not os.path.samefile(original, path)
+    return exists and not filecmp.cmp(original, path, shallow=False)
 
 
 def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> SourceRun | None:
     """Returns the run that wrote a checkpoint, or None if it is not in a work directory.
 
-    Also follows `start_from` back through earlier runs. Skips the work directories in `later`,
-    which were visited already: a run may have been replaced by one that started from it.
+    Also follows `start_from` back through earlier runs, and warns of one that is missing. Skips the
+    work directories in `later`, which were visited already: a run may have been replaced by one
+    that started from it.
     """
     try:
         folder = checkpoint_folder(checkpoint)
@@ -63,17 +106,20 @@ def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> So
         held_out = records.from_dict(HeldOut, config['held_out'], where='config.held_out')
         own = [one['split'] for one in config['evals'].values() if one['data'] is None]
         split, start = own[0] if own else config['eval_split'], config['start_from']
-    images, gaps = read_training_images(workdir), list[str]()
-    if len(images.sizes) < max(1, len(images.names)):
+    trained_on, gaps, incomplete = set[tuple[str, int]](), list[str](), True
+    for name, images in read_record(workdir / DATA).items():
+        if name.startswith(TRAINED):
+            sizes = zip(images.names, images.sizes, strict=False)
+            trained_on |= {(image, size) for image, size in sizes if size != -1}
+            incomplete = len(images.sizes) < max(1, len(images.names))
+    if incomplete:
         gaps.append(f'{workdir / DATA}: missing, damaged or incomplete')
-    sizes = zip(images.names, images.sizes, strict=False)
-    trained_on = {(name, size) for name, size in sizes if size != -1}
-    if start and (earlier := find_source_run(start, later | {workdir})):
-        trained_on |= earlier.trained_on
+    earlier = find_source_run(start, later | {workdir}) if start else None
+    if earlier:
         gaps += earlier.gaps
     elif start and not names.is_elsewhere(start) and not os.path.exists(start):
         gaps.append(f'{start}, the start_from of {workdir}, is missing')
-    return SourceRun(str(config['data']), held_out, split, trained_on, tuple(gaps))
+    return SourceRun(str(config['data']), held_out, split, trained_on, earlier, gaps)
 
 
 def trained_before(evals: dict[str, ImageReader], start: str) -> list[str]:
@@ -81,7 +127,7 @@ def trained_before(evals: dict[str, ImageReader], start: str) -> list[str]:
     lines = list[str]()
     if run := find_source_run(start):
         for name, reader in evals.items():
-            if count := run.count_trained(reader.source):
+            if count := len(run.find_trained(reader.source)):
                 text = f'the start_from model was already trained on {count:,} of these'
                 lines.append(f'warning: {name}: {text} {counted(len(reader.source), "image")}')
         lines += run.describe_gaps()

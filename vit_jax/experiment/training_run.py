@@ -127,8 +127,8 @@ def open_run(
     dtype = job.from_process_0('dtype', lambda: workdirs.recorded_dtype(path))
     experiment = build_experiment(config, dtype=dtype)
     job.require_same('what is decided', experiment.decisions)
-    values, readers = experiment.recorded_config(), experiment.readers
-    sources = data_record.find_sources(experiment.config, readers, experiment.probes)
+    train, evals, values = experiment.train, experiment.evals, experiment.recorded_config()
+    sources = data_record.find_sources(train, evals.values(), experiment.probes)
     with workdirs.opened(path, values, job, accept_changes=accept_changes) as workdir:
         compared = data_record.compare_data(workdir, sources, job, accept=accept_data)
         with compared as check_data:
@@ -187,7 +187,7 @@ def compile_evaluators(experiment: Experiment, params: Params) -> dict[str, Eval
     for name, reader in experiment.evals.items():
         compiled[name] = experiment.evaluator.compile(params, reader)
     if experiment.probes is not None:
-        model, batches = experiment.model, experiment.eval_batches
+        model, batches = experiment.model, experiment.evaluator.batches
         features = make_feature_evaluator(model, experiment.preprocessing, batches)
         compiled['fewshot'] = features.compile(params, experiment.probes.example)
     return compiled

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from vit_jax.base import Array, Bool, Float, Int
 from vit_jax.models import on_mesh
-from vit_jax.models.vit import Images, Tokens, ViT, make_head
+from vit_jax.models.vit import Images, Tokens, ViT
 
 PatchOutputs = Float[Array, 'b n k']
 MASKED = 'masked'  # the folder of the parameters that nothing else has a use for
@@ -28,7 +28,7 @@ class MaskedPatches(nn.Module):
 
     def setup(self) -> None:
         self.token = self.param('token', nn.initializers.normal(0.02), (1, 1, self.width))
-        self.head = make_head('linear', self.outputs, bias=0.0)
+        self.head = nn.Dense(self.outputs, kernel_init=nn.initializers.zeros)
 
     def __call__(self, tokens: Tokens) -> PatchOutputs:
         return self.head(tokens.astype(jnp.float32))
@@ -60,5 +60,5 @@ class MaskedViT(ViT):
             patches = self.masked.corrupted(patches, corruption)
         tokens = self.encoder(self.embed(patches), self.shared)[:, self.config.prefix :]
         if self.config.final_norm == 'after_pool':
-            tokens = self.per_token(self.norm, tokens)
+            tokens = self.norm(tokens)
         return on_mesh.keep_split(self.masked(tokens))

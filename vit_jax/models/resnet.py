@@ -164,13 +164,13 @@ class ResNetClassifier(nn.Module):
 
     config: ResNetConfig
     compute: Compute
-    make_head: Callable[[int], nn.Module]  # from the number of classes
+    make_head: Callable[[], nn.Module]
 
     def setup(self) -> None:
         config = self.config
         self.backbone = ResNet(config.backbone, self.compute)
         if config.num_classes is not None:
-            self.head = self.make_head(config.num_classes)
+            self.head = self.make_head()
 
     def __call__(self, images: FeatureMap) -> Float[Array, 'b _']:
         x = self.features(images)

@@ -160,14 +160,12 @@ def _blockwise(query: Queries, key: Keys, value: Values) -> Queries:
     return jnp.moveaxis(mixed, 0, 1).reshape(batch, count * size, *head)[:, :queries]
 
 
-def _cudnn(
-    query: Queries, key: Keys, value: Values, implementation: Literal['xla', 'cudnn'] = 'cudnn'
-) -> Queries:
+def _cudnn(query: Queries, key: Keys, value: Values) -> Queries:
     """Attends over sequences padded to an even length: cuDNN does not train at odd lengths.
 
     Sequence lengths hide the padding. They cost less than a mask, which the kernel would read.
     """
-    attention = functools.partial(jax.nn.dot_product_attention, implementation=implementation)
+    attention = functools.partial(jax.nn.dot_product_attention, implementation='cudnn')
     batch, length = query.shape[:2]
     if length % 2 == 0:
         return attention(query, key, value)
@@ -190,11 +188,9 @@ def supports_cudnn(tokens: int, heads: int, head_size: int, dtype: str) -> bool:
         return True
     array = jax.ShapeDtypeStruct((1, tokens, heads, head_size), dtype)
 
-    def total(query: Array, key: Array, value: Array) -> Array:
-        return _cudnn(query, key, value).sum()
-
+    gradient = jax.grad(lambda *arrays: _cudnn(*arrays).sum(), argnums=(0, 1, 2))
     try:
-        jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(array, array, array).compile()
+        jax.jit(gradient).lower(array, array, array).compile()
     except Exception as error:  # jax raises several types
         reason = str(error).strip().splitlines()[0]
         logging.warning('cuDNN attention does not compile (%s tokens): %s', tokens, reason)

@@ -1,27 +1,25 @@
 """How a model is computed: precision, memory and kernels, and what `auto` selects."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 
 from vit_jax.base import Record, require, require_between
 from vit_jax.models.attention import LONG, OUTPUT, Implementation, supports_cudnn
-from vit_jax.models.config import ModelConfig, ViTConfig
+from vit_jax.models.config import ModelConfig, ResNetConfig, ViTConfig
 
 Remat = Literal['none', 'dots', 'block']
 POLICIES: tuple[Remat, ...] = get_args(Remat)  # from least to most recomputation
 Layout = Literal['flat', 'batched']
 LastBlock = Literal['whole', 'class_tokens']
-_T = TypeVar('_T', bound=Callable[..., Any])
 # The share of the free memory that activations may take: memory is fragmented.
 _SHARE = 0.8
 _FUSED = {'cudnn': 'gpu', 'splash': 'tpu'}  # the platform of each fused kernel
 # After a loop, a separate last block takes a third longer to compile and saves less the more blocks
 # there are: 6 % of the estimated cycles of B/16 on a v5e; L/16 takes 3 % more.
 _FEW_BLOCKS = 16
-_BYTES = {'float32': 4, 'bfloat16': 2}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -133,20 +131,19 @@ def _set_auto(compute: Compute, **choices: Any) -> Compute:
 
 def _check(compute: Compute, model: ViTConfig, platform: str, *, draws: bool) -> None:
     kernel, needed = compute.attention, _FUSED.get(compute.attention, platform)
-    wrong = f'compute.attention={kernel}:'
+    wrong, instead = f'compute.attention={kernel}:', 'set it to auto'
     devices = f'needs a {needed.upper()}, got a {platform.upper()}'
-    require(platform == needed, f'{wrong} {devices}; set it to auto')
-    is_exact = kernel in ('auto', 'xla') or model.positions != 'relative'
-    require(is_exact, f'{wrong} does not support relative positions; set it to auto')
+    require(platform == needed, f'{wrong} {devices}; {instead}')
+    fits = kernel in ('auto', 'xla') or model.positions != 'relative'
+    require(fits, f'{wrong} does not support relative positions; {instead}')
     fits = kernel != 'cudnn' or compute.dtype == 'bfloat16'
     dtype = f'computes in bfloat16, got compute.dtype={compute.dtype}'
-    require(fits, f'{wrong} {dtype}; set attention to auto, or dtype to bfloat16')
+    require(fits, f'{wrong} {dtype}; {instead}, or dtype to bfloat16')
     if compute.last_block == 'class_tokens':
-        wrong = 'compute.last_block=class_tokens: the heads read patches too'
-        read = f'(pool={model.pool}, patch_outputs={model.patch_outputs}); set it to auto'
-        require(model.num_tokens_read is not None, f'{wrong} {read}')
-        wrong = 'compute.last_block=class_tokens: dropout and stochastic depth need whole blocks'
-        require(not draws, f'{wrong}; set it to auto')
+        wrong = 'compute.last_block=class_tokens:'
+        heads = f'heads read patches too (pool={model.pool}, patch_outputs={model.patch_outputs})'
+        require(model.num_tokens_read is not None, f'{wrong} {heads}; {instead}')
+        require(not draws, f'{wrong} dropout and stochastic depth need whole blocks; {instead}')
 
 
 def _fastest_attention(model: ViTConfig, platform: str, dtype: str) -> Implementation:
@@ -166,17 +163,15 @@ def _least_remat(
     """Returns the policy with the least recomputation that fits and is fast."""
     if memory is None:
         return 'none'
-    slow_loop = False
-    if isinstance(model, ViTConfig):
-        needed = activations(model, compute)
-        fitting = (remat for remat in POLICIES if needed[remat] <= _SHARE * memory)
-        remat = next(fitting, POLICIES[-1])
-        if remat != 'none':
-            return remat
-        # A step of B/16 on a v5e takes 207 M estimated cycles; with `dots` 142 M.
-        slow_loop = platform == 'tpu' and compute.unroll == 1
-    # A CPU is fastest if little is kept in memory.
-    return 'dots' if platform == 'cpu' or slow_loop else 'none'
+    # A CPU is fastest if little is kept in memory. So is a TPU with a loop: a step of B/16 on a v5e
+    # takes 207 M estimated cycles, with `dots` 142 M.
+    has_loop = isinstance(model, ViTConfig) and compute.unroll == 1
+    fastest: Remat = 'dots' if platform == 'cpu' or (platform == 'tpu' and has_loop) else 'none'
+    if isinstance(model, ResNetConfig):
+        return fastest
+    needed, candidates = activations(model, compute), POLICIES[POLICIES.index(fastest) :]
+    fitting = (remat for remat in candidates if needed[remat] <= _SHARE * memory)
+    return next(fitting, POLICIES[-1])
 
 
 def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
@@ -187,7 +182,7 @@ def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
     intermediates. One whole block is in memory under every policy: the backward pass starts with
     it. The convolutions of a hybrid are not counted.
     """
-    size, tokens, width = _BYTES[compute.dtype], model.num_tokens, model.width
+    size, tokens, width = jnp.dtype(compute.dtype).itemsize, model.num_tokens, model.width
     hidden = model.mlp_dim * (2 if model.gelu is None else 1)
     keeps_weights = compute.attention == 'xla'
     weights = model.num_heads * tokens**2 * (8 + size) if keeps_weights else 0
@@ -202,8 +197,8 @@ def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
 
 
 def rematerialized(
-    block: _T, compute: Compute, *, in_loop: bool = False, by: Any = jax.checkpoint
-) -> _T:
+    block: Any, compute: Compute, *, in_loop: bool = False, by: Any = jax.checkpoint
+) -> Any:
     """Returns the block with the backward pass of `compute.remat`.
 
     Args:
@@ -216,8 +211,7 @@ def rematerialized(
     if compute.remat == 'none':
         return block
     policies = {'dots': _keep_products, 'block': jax.checkpoint_policies.nothing_saveable}
-    wrapped: _T = by(block, prevent_cse=not in_loop, policy=policies[compute.remat])
-    return wrapped
+    return by(block, prevent_cse=not in_loop, policy=policies[compute.remat])
 
 
 def _keep_products(primitive: Any, *operands: Any, **params: Any) -> Any:

@@ -48,7 +48,6 @@ class Backbone(Record):
 
     def check(self) -> None:
         require_between(self, 'width', 'blocks', low=1, high=LARGEST)
-        require(len(self.blocks) <= 8, f'blocks={self.blocks}: expected at most 8 stages')
         whole = self.width % GROUPS == 0
         require(whole, f'width={self.width} is not a multiple of {GROUPS} groups')
 

@@ -13,15 +13,9 @@ from jax.extend.core import jaxprs_in_params
 
 from vit_jax.base import Array, Float, Key, Params, records
 from vit_jax.models import taps
-from vit_jax.models.compute import (
-    PORTABLE,
-    Compute,
-    LastBlock,
-    Regularization,
-    resolve_compute,
-)
+from vit_jax.models.compute import PORTABLE, Compute, LastBlock, Regularization, resolve_compute
 from vit_jax.models.config import ModelConfig, ViTConfig
-from vit_jax.models.masked_patches import Corruption, MaskedViT, PatchOutputs
+from vit_jax.models.masked_patches import Corruption, PatchOutputs
 from vit_jax.models.resnet import ResNetClassifier
 from vit_jax.models.vit import Images, ViT, make_head
 
@@ -79,47 +73,40 @@ def build(
     regularization = records.checked(regularization or Regularization(), where='regularization')
     platform = platform or jax.default_backend()
     compute = resolve_compute(compute, config, platform=platform, regularization=regularization)
-    _ = config.grid  # raises where no patch fits into the image
     shape = *config.image_size, config.channels
     module = make_module(config, Regularization(), compute)
     training = make_module(config, regularization, compute)
 
-    def run(params: Params, images: Images, key: Dropout = None, **options: Any) -> Any:
+    def apply(params: Params, images: Images, key: Dropout = None, **options: Any) -> Any:
         wrong = f'images are {images.shape[1:]}, the model takes {shape}'
         records.require(images.shape[1:] == shape, wrong)
         if key is None:
             return module.apply({'params': params}, images, **options)
         return training.apply({'params': params}, images, rngs={'dropout': key}, **options)
 
-    def apply(params: Params, images: Images, key: Dropout = None) -> Outputs:
-        return run(params, images, key)
-
-    def features(params: Params, images: Images) -> Outputs:
-        return run(params, images, method=module.features)
-
     def predict_patches(
         params: Params, images: Images, corruption: Corruption | None = None, key: Dropout = None
     ) -> PatchOutputs:
-        return run(params, images, key, corruption=corruption, method='predict_patches')
+        return apply(params, images, key, corruption=corruption, output='patches')
 
     def capture(
         params: Params, images: Images, names: taps.Wanted
     ) -> tuple[Outputs, dict[str, Any]]:
-        seen = taps.capture(lambda: run(params, images, mutable=[taps.COLLECTION])[1], names)
+        seen = taps.capture(lambda: apply(params, images, mutable=[taps.COLLECTION])[1], names)
         return apply(params, images), seen
 
     init = functools.partial(init_params, config)
+    features = functools.partial(apply, output='features')
     return Model(config, init, apply, features, predict_patches, capture)
 
 
 def make_module(config: ModelConfig, regularization: Regularization, compute: Compute) -> Any:
     """Makes the Flax module of a model. `compute` has no `auto`."""
     if isinstance(config, ViTConfig):
-        kind = ViT if config.patch_outputs is None else MaskedViT
-        return kind(config, regularization, compute)
+        return ViT(config, regularization, compute, make_head(config))
     unknown = f'a ResNet has neither dropout nor stochastic depth: {regularization}'
     records.require(regularization == Regularization(), unknown)
-    return ResNetClassifier(config, compute, functools.partial(make_head, config))
+    return ResNetClassifier(config, compute, make_head(config))
 
 
 def init_params(config: ModelConfig, key: Key[Array, '']) -> Params:

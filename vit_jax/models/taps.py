@@ -31,7 +31,7 @@ def tap(module: nn.Module, name: str, value: Callable[[], Any]) -> None:
         place = [part for part in module.path if part not in ('encoder', 'block', 'backbone')]
         full_name = '/'.join((*place, name))
         if reduction := _reduction_of.get()(full_name):
-            module.sow(COLLECTION, full_name, reduction(value()))
+            module.sow(COLLECTION, f'/{full_name}', reduction(value()))  # no submodule's name
 
 
 def needs_everything(module: nn.Module) -> bool:
@@ -65,7 +65,7 @@ def capture(forward: Callable[[], Mapping[str, Any]], wanted: Wanted) -> dict[st
             collection = forward().get(COLLECTION, {})
         finally:
             _reduction_of.reset(token)
-        return {path[-1]: value for path, (value,) in flatten_dict(collection).items()}
+        return {path[-1][1:]: value for path, (value,) in flatten_dict(collection).items()}
 
     found = captured(reductions.get)
     for name in reductions.keys() - found:

@@ -1,9 +1,10 @@
 """The Vision Transformer (equations 1 to 4): patches, blocks, pooling, head."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, assert_never
+from typing import Any, Literal, NamedTuple, assert_never
 
 import flax.linen as nn
 import jax
@@ -15,6 +16,7 @@ from vit_jax.models import on_mesh, positions
 from vit_jax.models.attention import attend, attention_weights
 from vit_jax.models.compute import Compute, Regularization, rematerialized
 from vit_jax.models.config import Gelu, ModelConfig, PositionsAt, ViTConfig
+from vit_jax.models.masked_patches import Corruption, MaskedPatches
 from vit_jax.models.positions import Table
 from vit_jax.models.resnet import ResNet
 from vit_jax.models.taps import needs_everything, seen, tap
@@ -22,6 +24,7 @@ from vit_jax.models.taps import needs_everything, seen, tap
 Images = Float[Array, 'b h w c']
 Tokens = Float[Array, 'b n d']
 FirstTokens = Float[Array, 'b r d']
+Output = Literal['logits', 'features', 'patches']
 _GELUS: dict[Gelu, Callable[[Array], Array]] = {
     'tanh': functools.partial(nn.gelu, approximate=True),
     'exact': functools.partial(nn.gelu, approximate=False),
@@ -72,19 +75,13 @@ class ViTModule(nn.Module):
         is_here = self.config.positions_at == at
         return positions.table(self.config, self.param) if is_here else None
 
-
-class Norm(ViTModule):
-    """Normalizes the last axis; with layout `flat`, tokens are rows of one matrix (see `Dense`)."""
-
-    def setup(self) -> None:
+    def normalized(self, x: Float[Array, 'b ...'], name: str) -> Float[Array, 'b ...']:
+        """Normalizes the last axis; with layout `flat`, tokens are rows as in `Dense`."""
         kind = nn.RMSNorm if self.config.norm == 'rms' else nn.LayerNorm
-        self.norm = kind(epsilon=self.config.layer_norm_epsilon, dtype=self.compute.dtype)
-        nn.share_scope(self, self.norm)  # parameters have no further folder
-
-    def __call__(self, x: Float[Array, 'b ...']) -> Float[Array, 'b ...']:
+        norm = kind(epsilon=self.config.layer_norm_epsilon, dtype=self.compute.dtype, name=name)
         if self.compute.layout == 'batched' or x.ndim == 2:
-            return self.norm(x)
-        return self.norm(x.reshape(-1, *x.shape[2:])).reshape(x.shape)
+            return norm(x)
+        return norm(x.reshape(-1, *x.shape[2:])).reshape(x.shape)
 
 
 class PatchEmbedding(ViTModule):
@@ -121,7 +118,7 @@ class Attention(ViTModule):
 
     @nn.compact
     def __call__(self, x: Float[Array, 'b q d'], y: Float[Array, 'b n d']) -> Float[Array, 'b q d']:
-        config, parts = self.config, (self.config, self.regularization, self.compute)
+        config = self.config
         heads, size = config.num_heads, config.width // config.num_heads
         project = functools.partial(Dense, (heads, size), self.compute, use_bias=config.qkv_bias)
         query, key = project(name='query')(x), project(name='key')(y)
@@ -129,8 +126,8 @@ class Attention(ViTModule):
         relative = None
         if self.in_block:
             if config.qk_norm:
-                query = Norm(*parts, name='query_norm')(query)
-                key = Norm(*parts, name='key_norm')(key)
+                query = self.normalized(query, 'query_norm')
+                key = self.normalized(key, 'key_norm')
             if config.positions == 'rope':
                 query, key = positions.rotate((query, key), config.grid, prefix=config.prefix)
             if config.positions == 'relative':
@@ -192,14 +189,14 @@ class Block(ViTModule):
         for table in shared, self.position_table('every_layer'):
             x = positions.add(x, table, before=config.positioned_prefix)
         x = on_mesh.keep_split(x)
-        y = z = seen(self, 'norm1', Norm(*parts, name='norm1')(x))
+        y = z = seen(self, 'norm1', self.normalized(x, 'norm1'))
         if self.num_outputs is not None:
             x, z = (self._written(tokens)[:, : self.num_outputs] for tokens in (x, y))
 
         attention = Attention(*parts, name='attention')(z, y)
         x = self._add(x, attention, own, name='attention')
         if not config.parallel:
-            z = seen(self, 'norm2', Norm(*parts, name='norm2')(x))
+            z = seen(self, 'norm2', self.normalized(x, 'norm2'))
         mlp = Mlp(*parts, name='mlp')(z)
         x = self._add(x, mlp, own, name='mlp')
         return seen(self, 'tokens', x), None
@@ -249,7 +246,7 @@ class Encoder(ViTModule):
           x: The tokens.
           shared: Positions that every block adds.
         """
-        config, parts = self.config, (self.config, self.regularization, self.compute)
+        config = self.config
         own = PerBlock(jnp.linspace(0, self.regularization.stochastic_depth, config.depth), None)
         if without := config.blocks_without_skips:
             own = own._replace(has_skips=~jnp.isin(jnp.arange(config.depth), jnp.array(without)))
@@ -259,7 +256,7 @@ class Encoder(ViTModule):
             x = self._first_tokens(x, own, shared)
         if config.final_norm == 'after_pool':
             return x
-        return seen(self, 'norm', Norm(*parts, name='norm')(x))
+        return seen(self, 'norm', self.normalized(x, 'norm'))
 
     def _all_tokens(self, x: Tokens, own: PerBlock, shared: Table | None) -> Tokens:
         unroll = min(int(self.compute.unroll), self.config.depth)
@@ -320,7 +317,7 @@ class AttentionPool(ViTModule):
         probe = self.param('probe', nn.initializers.xavier_uniform(), (1, 1, self.config.width))
         probe = for_each_image(probe, tokens)
         x = Attention(*parts, in_block=False, name='attention')(probe, tokens)
-        y = Norm(*parts, name='norm')(x)
+        y = self.normalized(x, 'norm')
         return (x + Mlp(*parts, name='mlp')(y))[:, 0]
 
 
@@ -329,95 +326,91 @@ def for_each_image(tokens: Float[Array | np.ndarray, '1 r d'], images: Tokens) -
     return jnp.tile(tokens.astype(images.dtype), (images.shape[0], 1, 1))
 
 
-def make_head(config: ModelConfig) -> nn.Module:
-    """Makes the last layer. A linear one starts at zero: fine-tuning starts uniform (3.2)."""
-    assert config.num_classes is not None
-    if config.head != 'linear':
-        return config.head(config.num_classes)
-    zeros, constant = nn.initializers.zeros, nn.initializers.constant(config.head_bias)
-    return nn.Dense(config.num_classes, kernel_init=zeros, bias_init=constant)
-
-
 class DistilledHead(nn.Module):
     """The mean of two heads: of the class token and of the distillation token (DeiT)."""
 
-    config: ViTConfig
-
-    def setup(self) -> None:
-        self.cls, self.dist = make_head(self.config), make_head(self.config)
+    cls: nn.Module
+    dist: nn.Module
 
     def __call__(self, features: Float[Array, 'b two_d']) -> Float[Array, 'b k']:
         cls, dist = jnp.split(features, 2, axis=-1)
         return (self.cls(cls) + self.dist(dist)) / 2
 
 
+def make_head(config: ModelConfig) -> nn.Module | None:
+    """Makes the last layer. A linear one starts at zero: fine-tuning starts uniform (3.2)."""
+    if config.num_classes is None:
+        return None
+    if isinstance(config, ViTConfig) and config.pool == 'cls_dist':
+        one = dataclasses.replace(config, pool='cls')
+        return DistilledHead(make_head(one), make_head(one))
+    if config.head != 'linear':
+        return config.head(config.num_classes)
+    zeros, constant = nn.initializers.zeros, nn.initializers.constant(config.head_bias)
+    return nn.Dense(config.num_classes, kernel_init=zeros, bias_init=constant)
+
+
 class ViT(ViTModule):
-    """Images to logits, or to features without a head."""
+    """Images to logits, to features (the input of the head), or to the outputs of patches."""
 
-    def setup(self) -> None:
-        config, zeros, normal = self.config, nn.initializers.zeros, nn.initializers.normal(0.02)
-        parts = config, self.regularization, self.compute
+    head: nn.Module | None
+
+    @nn.compact
+    def __call__(
+        self, images: Images, corruption: Corruption | None = None, *, output: Output = 'logits'
+    ) -> Float[Array, '...']:
+        config, parts = self.config, (self.config, self.regularization, self.compute)
         if config.backbone is not None:
-            self.backbone = ResNet(config.backbone, self.compute)
-        self.embedding = PatchEmbedding(*parts)
-        names = ('cls', 'dist')[: config.positioned_prefix]
-        self.class_tokens = [self.param(name, zeros, (1, 1, config.width)) for name in names]
-        if config.registers:  # equal registers would stay equal
-            self.registers = self.param('registers', normal, (1, config.registers, config.width))
-        self.positions = self.position_table('stem')
-        self.shared = self.position_table('every_layer_shared')
-        self.dropout = nn.Dropout(self.regularization.dropout, deterministic=False)
-        if config.pre_norm:
-            self.pre_norm = Norm(*parts)
-        self.encoder = Encoder(*parts)
-        if config.pool == 'map':
-            self.pool = AttentionPool(*parts)
+            images = ResNet(config.backbone, self.compute, name='backbone')(images)
+        x = PatchEmbedding(*parts, name='embedding')(images)
+        if config.patch_outputs is not None:
+            masked = MaskedPatches(config.patch_outputs, config.width, name='masked')
+            x = masked.corrupted(x, corruption)
+        x = self._embedded(x)
+        x = Encoder(*parts, name='encoder')(x, self.position_table('every_layer_shared'))
+        if config.patch_outputs is not None and self.is_initializing():
+            masked(x)  # parameters are made where they are used
+        x = x[:, config.prefix :] if output == 'patches' else self._pooled(x)
         if config.final_norm == 'after_pool':
-            self.norm = Norm(*parts)
+            x = self.normalized(x, 'norm')
+        if output == 'patches':
+            return on_mesh.keep_split(masked(x))
         if config.representation_size is not None:
-            self.pre_logits = nn.Dense(config.representation_size, dtype=self.compute.dtype)
-        if config.num_classes is not None:
-            has_two = config.pool == 'cls_dist'
-            self.head = DistilledHead(config) if has_two else make_head(config)
+            dense = nn.Dense(
+                config.representation_size, dtype=self.compute.dtype, name='pre_logits'
+            )
+            x = jnp.tanh(dense(x))
+        x = x.astype(jnp.float32)
+        return x if self.head is None or output == 'features' else self.head(x)
 
-    def __call__(self, images: Images) -> Float[Array, '...']:
-        x = self.features(images)
-        return x if self.config.num_classes is None else self.head(x)
-
-    def features(self, images: Images) -> Float[Array, '...']:
-        """Returns the input of the head: pooled tokens, after the tanh layer if there is one."""
-        x = self._pooled(self.encoder(self.embed(self.patches(images)), self.shared))
-        if self.config.final_norm == 'after_pool':
-            x = self.norm(x)
-        if self.config.representation_size is not None:
-            x = jnp.tanh(self.pre_logits(x))
-        return x.astype(jnp.float32)
-
-    def patches(self, images: Images) -> Tokens:
-        """Returns a token for each patch of the images, or of the backbone's feature map."""
-        return self.embedding(images if self.config.backbone is None else self.backbone(images))
-
-    def embed(self, x: Tokens) -> Float[Array, 'b m d']:
+    def _embedded(self, x: Tokens) -> Float[Array, 'b m d']:
         """Adds class tokens, positions and registers: equation 1. Registers have no positions."""
-        before = self.config.positioned_prefix
-        x = jnp.concatenate([*(for_each_image(token, x) for token in self.class_tokens), x], axis=1)
-        x = self.dropout(positions.add(x, self.positions, before=before))
-        if self.config.registers:
-            registers = for_each_image(self.registers, x)
-            x = jnp.concatenate([x[:, :before], registers, x[:, before:]], axis=1)
-        if self.config.pre_norm:
-            x = self.pre_norm(x)
+        config, before = self.config, self.config.positioned_prefix
+        zeros, normal = nn.initializers.zeros, nn.initializers.normal(0.02)
+        own = [self.param(name, zeros, (1, 1, config.width)) for name in ('cls', 'dist')[:before]]
+        if config.registers:  # equal registers would stay equal
+            registers = self.param('registers', normal, (1, config.registers, config.width))
+        x = jnp.concatenate([*(for_each_image(token, x) for token in own), x], axis=1)
+        x = positions.add(x, self.position_table('stem'), before=before)
+        x = nn.Dropout(self.regularization.dropout, deterministic=False, name='dropout')(x)
+        if config.registers:
+            parts = x[:, :before], for_each_image(registers, x), x[:, before:]
+            x = jnp.concatenate(parts, axis=1)
+        if config.pre_norm:
+            x = self.normalized(x, 'pre_norm')
         return seen(self, 'embedding', x)
 
     def _pooled(self, tokens: Tokens) -> Float[Array, '...']:
-        patches = tokens[:, self.config.prefix :]
-        match self.config.pool:
+        config = self.config
+        patches = tokens[:, config.prefix :]
+        match config.pool:
             case 'cls':
                 return tokens[:, 0]  # equation 4
             case 'gap':
                 return patches.mean(axis=1)
             case 'map':
-                return self.pool(patches)
+                parts = config, self.regularization, self.compute
+                return AttentionPool(*parts, name='pool')(patches)
             case 'none':
                 return tokens
             case 'cls_gap':

@@ -150,7 +150,7 @@ def test_a_resnet_has_no_attention_to_refuse():
 @pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])
 def test_what_is_said_stays(platform):
     said = dataclasses.replace(PORTABLE, remat='block', unroll=3)
-    assert resolve_compute(said, B16, platform=platform, memory=1) == said
+    assert resolve_compute(said, B16, platform=platform, memory=1.0) == said
 
 
 @pytest.mark.parametrize(

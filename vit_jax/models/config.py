@@ -11,7 +11,6 @@ GROUPS = 32  # of GroupNorm in the ResNet
 LARGEST = 1_000_000  # upper bound of every size: a larger one is a typing error
 
 Gelu = Literal['tanh', 'exact', 'quick']
-Norm = Literal['layer', 'rms']  # LayerNorm, or RMSNorm (Zhang and Sennrich): not centered, no bias
 # `linear`, or a function from the number of classes to an unnamed Flax module from features to
 # logits. All its parameters are below `head/`.
 Head = Literal['linear'] | Callable[..., Any]
@@ -63,7 +62,7 @@ class Backbone(Record):
 
 @dataclasses.dataclass(kw_only=True)
 class ImagesAndHead(Record):
-    """What all architectures have. Lengths in pixels are (height, width)."""
+    """Images of one size and a head. Sizes are (height, width)."""
 
     image_size: tuple[int, int] = (224, 224)  # in pixels
     channels: int = 3  # of an image
@@ -108,7 +107,7 @@ class ViTConfig(ImagesAndHead):
     patch_outputs: int | None = None  # of a head of each patch (masked_patches.py); None: no such
     # Before the patches: the class token and, where there are 2, DeiT's distillation token.
     class_tokens: int | None = None  # None: as many as the pool reads
-    registers: int = 0  # learned tokens that nothing reads ("Vision Transformers Need Registers")
+    registers: int = 0  # register tokens ("Vision Transformers Need Registers")
     positions: PositionKind = (
         'learned'  # one vector a place; learned2d: of row and of column; sincos2d: fixed ones;
         # relative: of offsets, in attention; rope: queries and keys are turned; none
@@ -118,7 +117,7 @@ class ViTConfig(ImagesAndHead):
     pre_norm: bool = False  # a LayerNorm before the blocks; patches then have no bias (CLIP)
     gelu: Gelu | None = 'tanh'  # None: SwiGLU in its place
     layer_scale: float | None = None  # LayerScale's initial value (CaiT, equation 4); None: none
-    norm: Norm = 'layer'  # LayerNorm; rms: RMSNorm
+    norm: Literal['layer', 'rms'] = 'layer'  # LayerNorm; rms: RMSNorm, not centered, no bias
     layer_norm_epsilon: float = 1e-6  # added to the variance
     qkv_bias: bool = True  # of queries, keys and values
     qk_norm: bool = False  # norms of queries and keys of each head, in blocks (ViT-22B)

@@ -16,7 +16,7 @@ from vit_jax.base import Array, Float, Params, require
 from vit_jax.models.config import ViTConfig
 
 Tokens = Float[Array, 'b n d']
-Heads = Float[Array, 'b n h k']
+Heads = Float[Array, 'b _ h k']
 Grid = tuple[int, int]  # patches in (height, width)
 Table = Float[Array | np.ndarray, '1 m d']  # of the tokens that have positions
 # The learned parameters of each kind. Does it span the rows of the grid, and its columns?

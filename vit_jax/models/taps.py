@@ -68,7 +68,7 @@ def capture(forward: Callable[[], Mapping[str, Any]], wanted: Wanted) -> dict[st
         return {path[-1][1:]: value for path, (value,) in flatten_dict(collection).items()}
 
     found = captured(reductions.get)
-    for name in reductions.keys() - found:
+    for name in sorted(reductions.keys() - found):
         every = jax.eval_shape(lambda: captured(lambda name: _whole))
         raise UserError(f'capture: no {name!r} here; {records.nearest(name, every)}')
     return found

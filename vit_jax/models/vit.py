@@ -351,7 +351,10 @@ def make_head(config: ModelConfig) -> nn.Module | None:
 
 
 class ViT(ViTModule):
-    """Images to logits, to features (the input of the head), or to the outputs of patches."""
+    """Maps images to logits, to features (the input of the head), or to outputs of patches.
+
+    Without a head, features are returned for logits. `corruption` replaces embeddings of patches.
+    """
 
     head: nn.Module | None
 
@@ -376,10 +379,8 @@ class ViT(ViTModule):
         if output == 'patches':
             return on_mesh.keep_split(masked(x))
         if config.representation_size is not None:
-            dense = nn.Dense(
-                config.representation_size, dtype=self.compute.dtype, name='pre_logits'
-            )
-            x = jnp.tanh(dense(x))
+            size, dtype = config.representation_size, self.compute.dtype
+            x = jnp.tanh(nn.Dense(size, dtype=dtype, name='pre_logits')(x))
         x = x.astype(jnp.float32)
         return x if self.head is None or output == 'features' else self.head(x)
 

@@ -87,6 +87,8 @@ def build(
     def predict_patches(
         params: Params, images: Images, corruption: Corruption | None = None, key: Dropout = None
     ) -> PatchOutputs:
+        has_outputs = getattr(config, 'patch_outputs', None) is not None
+        records.require(has_outputs, 'predict_patches: the model has no patch_outputs')
         return apply(params, images, key, corruption=corruption, output='patches')
 
     def capture(

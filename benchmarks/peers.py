@@ -85,7 +85,7 @@ def operations(name: str, config: ViTConfig, platform: str) -> int:
     """Those of an image in a train step of the program, in products and convolutions."""
     if name not in OURS:
         return 6 * multiply_adds(config)
-    compute = resolve_compute(Compute(**OURS[name]), config, platform=platform).compute
+    compute = resolve_compute(Compute(**OURS[name]), config, platform=platform)
     assert compute.last_block != 'auto'  # `choose` chose
     return 6 * multiply_adds(config, last_block=compute.last_block)
 

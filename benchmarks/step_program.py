@@ -172,7 +172,7 @@ def our_step(asked: argparse.Namespace, device: jax.Device) -> Any:
     if asked.augreg is not None:
         config = dataclasses.replace(config, augmentation=augreg(asked.augreg))
     step = trace_step(config, num_classes=1000, devices=[device])
-    print(step.experiment.resolved)
+    print(step.experiment.compute)
     return step.lowered
 
 

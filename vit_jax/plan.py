@@ -35,7 +35,7 @@ def main(arguments: argparse.Namespace) -> int:
     where = ahead_of_time.find_topology(arguments.topology)
     start, batch_size = time.monotonic(), config.batch_size
     experiment = build_experiment(config, devices=where.devices)
-    compute, mesh, model = experiment.resolved.compute, experiment.mesh, experiment.model.config
+    compute, mesh, model = experiment.compute, experiment.mesh, experiment.model.config
     count, kind = len(where.devices), where.devices[0].device_kind
     print(f'topology    {where.name}: {count} x {kind}, {_gib(where.memory)} each')
     print(f'mesh        {meshes.describe(mesh)}')

@@ -13,7 +13,8 @@ from tests import tiny
 from vit_jax.base import UserError
 from vit_jax.checkpoints import resize, transfer
 from vit_jax.models import build
-from vit_jax.models.positions import PositionKind, PositionResize, PositionsAt, as_array
+from vit_jax.models.config import PositionKind, PositionResize, PositionsAt
+from vit_jax.models.positions import as_array
 
 RNG = np.random.default_rng(0)
 KERNEL = RNG.normal(size=(4, 6, 3, 5)).astype(np.float32)
@@ -125,8 +126,8 @@ def test_resizing_columns_and_rows_is_resizing_the_table_that_they_make(how):
         'pos_embedding_y': rng.normal(size=(1, 6, 5)).astype(np.float32),
     }
     resized = resize.resize_positions(params, old, new)
-    whole = as_array('learned2d', old.grid, params, length=25, width=10)
-    found = as_array('learned2d', new.grid, resized, length=28, width=10)
+    whole = as_array(old, params)
+    found = as_array(new, resized)
     expected = resize.resize_table(whole, old.grid, new.grid, how=how)
     np.testing.assert_allclose(found, expected, atol=1e-6)
 

@@ -69,7 +69,7 @@ def test_a_run_keeps_the_precision_that_it_began_with(tmp_path, monkeypatch, cap
     longer = tiny.experiment(total=Duration(steps=4))
     result = training_run.train(longer, folder, accept_changes=True)
     assert 'compute dtype=bfloat16' in capsys.readouterr().out
-    assert result.experiment.resolved.compute.dtype == 'bfloat16'
+    assert result.experiment.compute.dtype == 'bfloat16'
     assert json.loads((tmp_path / 'config.json').read_text())['compute']['dtype'] == 'bfloat16'
     other = dataclasses.replace(longer, compute=Compute(dtype='float32'))
     with pytest.raises(UserError, match='compute.dtype'):

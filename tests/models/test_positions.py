@@ -5,20 +5,15 @@ import pytest
 from tests import tiny
 from vit_jax.base.errors import UserError
 from vit_jax.models import build
-from vit_jax.models.positions import (
-    as_array,
-    rotation,
-    sincos2d,
-)
+from vit_jax.models.positions import as_array, rotate, sincos2d
 
 
 def test_rotated_queries_and_keys_know_how_far_apart_they_are_and_no_more():
     """Their products are the same for all pairs of patches as far apart (RoFormer, 3.2)."""
     grid, prefix = (3, 4), 2
-    rotate = rotation('rope', grid, prefix, 8)
     query, key = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
     queries, keys = (jax.numpy.tile(x, (1, prefix + 12, 1, 1)) for x in (query, key))
-    rotated = [np.asarray(rotate(x))[0, :, 0] for x in (queries, keys)]
+    rotated = [np.asarray(x)[0, :, 0] for x in rotate((queries, keys), grid, prefix=prefix)]
     products = np.einsum('qk,nk->qn', *rotated)
     np.testing.assert_allclose(products[:prefix, :prefix], query @ key, rtol=1e-5)
     places = np.argwhere(np.ones(grid))
@@ -46,7 +41,7 @@ def test_every_kind_that_is_added_is_the_learned_one_with_its_array(kind, pool):
     params = tiny.random_params(jax.eval_shape(fixed.init, jax.random.key(0)))
     images = tiny.images(config=config)
     expected = fixed.apply(params, images)
-    table = as_array(kind, config.grid, params, length=config.num_tokens, width=config.width)
+    table = as_array(config, params)
     assert table.dtype == np.float32 and table.shape == (1, config.num_tokens, config.width)
     patches = config.grid[0] * config.grid[1]
     assert not table[0, :-patches].any()  # the class token's row
@@ -77,11 +72,10 @@ def test_what_is_added_in_every_layer_is_seen_between_the_layers(kind, at):
     seen = model.capture(params, tiny.images(), names)[1]
     before = np.stack([seen['embedding'], seen['tokens'][0]])
     added = np.asarray(seen['attention/residual'][0] - before)
-    sizes = {'length': config.num_tokens - config.registers, 'width': config.width}
     for layer in range(config.depth):
         own = jax.tree.map(lambda leaf, n=layer: leaf[n], params['encoder']['block'])
         found = own if at == 'every_layer' else params
-        table = as_array(kind, config.grid, found, **sizes)
+        table = as_array(config, found)
         expected = np.insert(table[0], [1, 1], 0, axis=0)  # registers have no positions
         np.testing.assert_allclose(added[layer, 0], expected, atol=1e-6)
 
@@ -89,4 +83,4 @@ def test_what_is_added_in_every_layer_is_seen_between_the_layers(kind, at):
 @pytest.mark.parametrize('kind', ['relative', 'rope'])
 def test_a_kind_that_adds_nothing_to_tokens_is_no_array(kind):
     with pytest.raises(UserError, match=f'{kind} positions are no array'):
-        as_array(kind, (2, 2), {}, length=4, width=16)
+        as_array(tiny.model(positions=kind), {})

@@ -176,7 +176,7 @@ def test_every_leaf_learns_and_the_last_map_has_the_features_as_its_mean():
     for name, leaf in named_leaves(gradient).items():
         assert jnp.abs(leaf).max() > 1e-7, name
     _, seen = model.capture(params, IMAGES, ['stage2'])
-    assert seen['stage2'].shape == (2, *SMALL.grid, SMALL.backbone.channels)
+    assert seen['stage2'].shape == (2, *SMALL.grid, 256)
     np.testing.assert_allclose(
         seen['stage2'].mean((1, 2)), model.features(params, IMAGES), rtol=1e-5, atol=1e-5
     )

@@ -4,7 +4,8 @@ import numpy as np
 
 from vit_jax.base import Float, Params, require
 from vit_jax.models import ViTConfig
-from vit_jax.models.positions import PositionResize, grid_parameters
+from vit_jax.models.config import PositionResize
+from vit_jax.models.positions import grid_parameters
 
 Grid = tuple[int, int]  # (rows, columns)
 
@@ -21,7 +22,7 @@ def resize_positions(params: Params, old: ViTConfig, new: ViTConfig) -> Params:
     why = 'an offset in the sequence is no distance in the image, nothing lies between two of them'
     require(old.positions != 'relative', f'relative positions {sizes}: {why}')
     resized = {}
-    for name, (has_rows, has_columns) in grid_parameters(old.positions, old.positions_at).items():
+    for name, (has_rows, has_columns) in grid_parameters(old).items():
         resized[name] = resize_table(
             np.asarray(params[name]),
             (rows if has_rows else 1, columns if has_columns else 1),

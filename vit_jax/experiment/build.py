@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -27,8 +28,16 @@ from vit_jax.data.sources.opening import Opener, make_opener
 from vit_jax.distributed import meshes
 from vit_jax.evaluation.evaluator import Batches, Evaluator, make_evaluator
 from vit_jax.evaluation.probing import Probes, open_probes
-from vit_jax.models import Model, ModelConfig, ViTConfig, abstract_params, build, parameter_count
-from vit_jax.models.compute import DeviceBudget, ResolvedCompute, resolve_compute
+from vit_jax.models import (
+    Compute,
+    Model,
+    ModelConfig,
+    ViTConfig,
+    abstract_params,
+    build,
+    parameter_count,
+)
+from vit_jax.models.compute import has_fast_bfloat16, resolve_compute
 from vit_jax.training import update as updates
 from vit_jax.training.duration import TrainLength, make_train_length
 from vit_jax.training.losses import (
@@ -60,7 +69,7 @@ class Experiment(NamedTuple):
     config: TrainConfig
     start: Checkpoint | None  # start_from; its arrays are not read yet
     mesh: Mesh
-    resolved: ResolvedCompute  # how the model is computed
+    compute: Compute  # how the model is computed, without `auto`
     model: Model
     preprocessing: Preprocessing
     length: TrainLength
@@ -76,7 +85,7 @@ class Experiment(NamedTuple):
     def decisions(self) -> dict[str, Any]:
         """Choices that depend on the host, as JSON values: the file to start from, memory."""
         origin = list(self.start.origin) if self.start else []
-        return {'origin': origin, 'compute': records.to_dict(self.resolved.compute)}
+        return {'origin': origin, 'compute': records.to_dict(self.compute)}
 
     @property
     def loader_of(self) -> Callable[[ImageReader], Loader]:
@@ -90,7 +99,7 @@ class Experiment(NamedTuple):
         """
         values = records.to_dict(self.config)
         values['start_from'] = self.start and self.start.path
-        values['compute']['dtype'] = self.resolved.compute.dtype
+        values['compute']['dtype'] = self.compute.dtype
         return values
 
     def card(self, step: int) -> dict[str, Any]:
@@ -142,14 +151,14 @@ def build_experiment(
     preprocessing, size = preprocessing_of(config, start), model_config.image_size
 
     mesh, planned = make_mesh(config, devices), devices is not None
-    resolved = choose_compute(config, model_config, mesh, planned=planned, dtype=dtype)
+    compute = choose_compute(config, model_config, mesh, planned=planned, dtype=dtype)
     if not planned:
         check_memory(config.batch_size, size, 'config.batch_size', config.accumulation_steps)
         check_memory(config.eval_batch_size or 0, size, 'config.eval_batch_size')
     model = build(
         model_config,
         regularization=config.regularization,
-        compute=resolved.compute,
+        compute=compute,
         platform=mesh.devices.flat[0].platform,
     )
     reader, batches = reader_for(config, preprocessing, size), make_eval_batches(config, mesh)
@@ -159,7 +168,7 @@ def build_experiment(
         config=config,
         start=start,
         mesh=mesh,
-        resolved=resolved,
+        compute=compute,
         model=model,
         preprocessing=preprocessing,
         length=length,
@@ -268,35 +277,34 @@ def make_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None) 
 
 def choose_compute(
     config: TrainConfig, model: ModelConfig, mesh: Mesh, *, planned: bool, dtype: Any = 'auto'
-) -> ResolvedCompute:
+) -> Compute:
     """Chooses how to compute the model on a mesh, by the memory of its devices unless `planned`.
 
-    `dtype` is what `auto` stands for.
+    `dtype` is what `auto` stands for; if it is `auto` too, the faster one for the devices.
     """
     device = mesh.devices.flat[0] if planned else mesh.local_devices[0]
-    compute = config.compute
-    if compute.dtype == 'auto':
-        compute = dataclasses.replace(compute, dtype=dtype)
+    if dtype == 'auto':
+        dtype = 'bfloat16' if has_fast_bfloat16(device) else 'float32'
+    if config.compute.dtype != 'auto':
+        dtype = config.compute.dtype
     parts = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
-    memory = None if planned else _memory_beside_state(config, model, mesh)
+    memory = math.inf if planned else _memory_beside_state(config, model, mesh)
     return resolve_compute(
-        compute,
+        dataclasses.replace(config.compute, dtype=dtype),
         model,
         platform=device.platform,
-        budget=DeviceBudget.on(device, images=config.batch_size // parts, memory=memory),
         regularization=config.regularization,
+        memory=memory / (config.batch_size // parts),
     )
 
 
-def _memory_beside_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> int | None:
-    """Returns the bytes of a device next to the training state; None if unknown, as on CPUs."""
-    limit = (mesh.local_devices[0].memory_stats() or {}).get('bytes_limit')
-    if limit is None:
-        return None
+def _memory_beside_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> float:
+    """Returns the bytes of a device next to the training state; inf if unknown, as on CPUs."""
+    limit = (mesh.local_devices[0].memory_stats() or {}).get('bytes_limit', math.inf)
     copies = config.polyak_decay is not None, config.accumulation_steps > 1
     numbers = 3 + (config.optimizer.kind == 'adamw') + sum(copies)  # float32, per parameter
     split = mesh.shape['fsdp'] * mesh.shape['tensor']
-    return int(limit) - 4 * numbers * parameter_count(model) // split
+    return float(limit) - 4 * numbers * parameter_count(model) // split
 
 
 def reader_for(

@@ -40,9 +40,9 @@ def probe(
     config = dataclasses.replace(config, preprocessing=preprocessing, start_from=start.path)
     size = config.image_size or card.model.image_size
     body = dataclasses.replace(headless(card.model), image_size=size)
-    resolved = resolve_compute(config.compute, body, platform=jax.default_backend())
-    dtype = resolved.compute.dtype
-    model, mesh = build(body, compute=resolved.compute), make_mesh(config)
+    compute = resolve_compute(config.compute, body, platform=jax.default_backend())
+    dtype = compute.dtype
+    model, mesh = build(body, compute=compute), make_mesh(config)
     check_memory(config.eval_batch_size or config.batch_size, size, 'config.eval_batch_size')
     reader = reader_for(config, preprocessing, size)
     probes = probing.open_probes(fewshot, config.data, make_opener(config.held_out), reader)
@@ -61,7 +61,7 @@ def probe(
         evaluator = evaluator.compile(sharding_rules.abstract(fresh, shardings), probes.example)
         params, report = transfer(start.read(), old=card.model, new=body, fresh=fresh)
         outline = probing.episodes_outline(probes, card.class_names)
-        lines = [f'start_from {start.path}', *start.report, *report, f'compute {resolved}']
+        lines = [f'start_from {start.path}', *start.report, *report, f'compute {compute}']
         console_of(job).print('\n'.join([*lines, *outline]))
         placed = meshes.put(params, shardings)
         features_of = features.features_by(evaluator, placed, watch=job.tick_each)

@@ -255,7 +255,7 @@ def outline(experiment: Experiment) -> str:
         f'warm-up {counted(length.steps(config.schedule.warmup), "step")}',
         f'model   {parameter_count(model):,} parameters, {tokens}'
         f'{multiply_adds(model) / 1e6:,.1f} M multiply-adds an image',
-        f'compute {experiment.resolved}',
+        f'compute {experiment.compute}',
     ]
     if config.objective is not None and isinstance(model, ViTConfig):
         lines.append(f'predict {config.objective.outline(math.prod(model.grid))}')
@@ -326,6 +326,6 @@ def images_at_peak(experiment: Experiment) -> float | None:
     peak = peak_of(mesh.devices.flat[0].device_kind)
     if peak is None:
         return None
-    last_block = experiment.resolved.compute.last_block
+    last_block = experiment.compute.last_block
     assert last_block != 'auto'  # `resolve_compute` chose
     return mesh.size * peak / (6 * multiply_adds(experiment.model.config, last_block=last_block))

@@ -49,8 +49,7 @@ def position_embeddings(study: Study, network: Network) -> Numbers:
         raise LeftOut('the network has no position embeddings')
     if config.positions_at == 'every_layer' and config.positions != 'sincos2d':
         raise LeftOut('each layer has position embeddings of its own')
-    sizes = {'length': config.num_tokens - config.registers, 'width': config.width}
-    table = as_array(config.positions, config.grid, network.loaded.params, **sizes)
+    table = as_array(config, network.loaded.params)
     found = np.asarray(positions.similarity(table, config.grid, prefix=network.class_tokens))
     if not np.isfinite(found).all():
         raise LeftOut('a position embedding is zero: it has no direction')

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from vit_jax.base.array_types import Array, Float, Int
+from vit_jax.base.array_types import Array, Float
 from vit_jax.models import on_mesh
 
 Queries = Float[Array, 'b q h k']
@@ -41,12 +41,12 @@ def attend(
       value: Values.
       relative: Vectors R of relative positions (appendix D.4), one for each of the q + n - 1
         offsets: the logit of query i and key j is (Q_i . K_j + Q_i . R[j - i + q - 1]) / sqrt(k).
-        The fused kernels do not support them.
-      implementation: `xla` runs on every device. `blockwise` runs it on blocks of
-        queries, so that no array of all queries by all keys exists. `cudnn` is the fused kernel
-        for GPUs, `splash` jax's fused kernel for TPUs. `splash` falls back to `blockwise` on
-        several devices without a mesh, and under another matmul precision than the default.
-        Attention with fewer queries than keys (class tokens) always uses `xla`.
+        Only `xla` supports them.
+      implementation: `xla` runs on every device. `blockwise` runs it on blocks of queries, so that
+        no array of all queries by all keys exists. `cudnn` is the fused kernel for GPUs, `splash`
+        jax's fused kernel for TPUs. `splash` falls back to `blockwise` on several devices without a
+        mesh, and under another matmul precision than the default. Attention with fewer queries than
+        keys (class tokens) always uses `xla`.
     """
     if query.shape[1] < key.shape[1]:
         implementation = 'xla'
@@ -54,7 +54,7 @@ def attend(
         # The kernel has no bfloat16 products of higher precision.
         if not on_mesh.is_known() or jax.default_matmul_precision.value is not None:
             implementation = 'blockwise'
-    assert relative is None or implementation in ('xla', 'blockwise')
+    assert relative is None or implementation == 'xla'
     match implementation:
         case 'cudnn':
             return _cudnn(query, key, value)
@@ -62,8 +62,8 @@ def attend(
             scaled = query / math.sqrt(query.shape[-1])  # the kernel does not scale
             return on_mesh.on_each_device(_splash, scaled, key, value)
         case 'blockwise':
-            return _blockwise(query, key, value, relative)
-        case _:
+            return _blockwise(query, key, value)
+        case 'xla':
             return _xla(query, key, value, relative)
 
 
@@ -75,7 +75,7 @@ def attention_weights(query: Queries, key: Keys, relative: Offsets | None = None
     return jax.nn.softmax(logits / math.sqrt(query.shape[-1]), axis=-1)
 
 
-def _xla(query: Queries, key: Keys, value: Values, relative: Offsets | None) -> Queries:
+def _xla(query: Queries, key: Keys, value: Values, relative: Offsets | None = None) -> Queries:
     scale = math.sqrt(query.shape[-1])
     exact = 2.0 ** math.floor(math.log2(scale))  # division by a power of 2 does not round
     query = query / exact
@@ -148,7 +148,7 @@ def _relative_logits(query: Queries, relative: Offsets) -> Logits:
     return rows.reshape(*outer, queries, offsets)[..., : offsets - queries + 1]
 
 
-def _blockwise(query: Queries, key: Keys, value: Values, relative: Offsets | None) -> Queries:
+def _blockwise(query: Queries, key: Keys, value: Values) -> Queries:
     """Attends with one block of queries after another; the backward pass recomputes each block."""
     batch, queries, *head = query.shape
     count = -(-queries // _QUERIES)
@@ -156,30 +156,16 @@ def _blockwise(query: Queries, key: Keys, value: Values, relative: Offsets | Non
     padding = count * size - queries
     query = jnp.pad(query, ((0, 0), (0, padding), (0, 0), (0, 0)))
     blocks = jnp.moveaxis(query.reshape(batch, count, size, *head), 1, 0)
-    if relative is not None:
-        relative = jnp.pad(relative, ((padding, 0), (0, 0), (0, 0)))
-    starts = jnp.arange(count)[::-1] * size  # the offsets of later queries start earlier
-
-    @jax.checkpoint
-    def attend_block(query: Queries, start: Int[Array, '']) -> Queries:
-        offsets = relative
-        if offsets is not None:
-            length = size + key.shape[1] - 1
-            offsets = jax.lax.dynamic_slice_in_dim(offsets, start, length)
-        return _xla(query, key, value, offsets)
-
-    mixed = jax.lax.map(lambda block: attend_block(*block), (blocks, starts))
+    mixed = jax.lax.map(jax.checkpoint(lambda block: _xla(block, key, value)), blocks)
     return jnp.moveaxis(mixed, 0, 1).reshape(batch, count * size, *head)[:, :queries]
 
 
-def _cudnn(
-    query: Queries, key: Keys, value: Values, implementation: Literal['xla', 'cudnn'] = 'cudnn'
-) -> Queries:
+def _cudnn(query: Queries, key: Keys, value: Values) -> Queries:
     """Attends over sequences padded to an even length: cuDNN does not train at odd lengths.
 
     Sequence lengths hide the padding. They cost less than a mask, which the kernel would read.
     """
-    attention = functools.partial(jax.nn.dot_product_attention, implementation=implementation)
+    attention = functools.partial(jax.nn.dot_product_attention, implementation='cudnn')
     batch, length = query.shape[:2]
     if length % 2 == 0:
         return attention(query, key, value)
@@ -202,11 +188,9 @@ def supports_cudnn(tokens: int, heads: int, head_size: int, dtype: str) -> bool:
         return True
     array = jax.ShapeDtypeStruct((1, tokens, heads, head_size), dtype)
 
-    def total(query: Array, key: Array, value: Array) -> Array:
-        return _cudnn(query, key, value).sum()
-
+    gradient = jax.grad(lambda *arrays: _cudnn(*arrays).sum(), argnums=(0, 1, 2))
     try:
-        jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(array, array, array).compile()
+        jax.jit(gradient).lower(array, array, array).compile()
     except Exception as error:  # jax raises several types
         reason = str(error).strip().splitlines()[0]
         logging.warning('cuDNN attention does not compile (%s tokens): %s', tokens, reason)

@@ -1,28 +1,25 @@
 """How a model is computed: precision, memory and kernels, and what `auto` selects."""
 
 import dataclasses
-import math
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 
 from vit_jax.base import Record, require, require_between
 from vit_jax.models.attention import LONG, OUTPUT, Implementation, supports_cudnn
-from vit_jax.models.config import ModelConfig, ViTConfig
+from vit_jax.models.config import ModelConfig, ResNetConfig, ViTConfig
 
 Remat = Literal['none', 'dots', 'block']
 POLICIES: tuple[Remat, ...] = get_args(Remat)  # from least to most recomputation
 Layout = Literal['flat', 'batched']
 LastBlock = Literal['whole', 'class_tokens']
-_T = TypeVar('_T', bound=Callable[..., Any])
 # The share of the free memory that activations may take: memory is fragmented.
 _SHARE = 0.8
 _FUSED = {'cudnn': 'gpu', 'splash': 'tpu'}  # the platform of each fused kernel
 # After a loop, a separate last block takes a third longer to compile and saves less the more blocks
 # there are: 6 % of the estimated cycles of B/16 on a v5e; L/16 takes 3 % more.
 _FEW_BLOCKS = 16
-_BYTES = {'float32': 4, 'bfloat16': 2}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -64,27 +61,16 @@ class Compute(Record):
     last_block: LastBlock | Literal['auto'] = 'auto'  # class_tokens: only these are computed
 
     def check(self) -> None:
-        if self.unroll != 'auto':
-            require_between(self, 'unroll', low=1)
+        require_between(self, 'unroll', low=1)
+
+    def __str__(self) -> str:
+        return ', '.join(f'{name}={value}' for name, value in vars(self).items())
 
 
 # Plain XLA, without device-specific choices.
 PORTABLE = Compute(
     dtype='float32', remat='none', unroll=1, attention='xla', layout='batched', last_block='whole'
 )
-
-
-class DeviceBudget(NamedTuple):
-    """What one device trains on."""
-
-    images: int  # in one pass
-    memory: int | None  # bytes that activations may take; None: unknown
-    has_fast_bfloat16: bool = False  # whether bfloat16 products are faster than float32 products
-
-    @staticmethod
-    def on(device: Any, *, images: int, memory: int | None) -> 'DeviceBudget':
-        """Returns the budget of a device."""
-        return DeviceBudget(images, memory, has_fast_bfloat16(device))
 
 
 def has_fast_bfloat16(device: Any) -> bool:
@@ -96,119 +82,96 @@ def has_fast_bfloat16(device: Any) -> bool:
     return device.platform == 'tpu' or (major.isdecimal() and int(major) >= 8)
 
 
-class ResolvedCompute(NamedTuple):
-    """Compute options without `auto`, and the reasons for some of the choices."""
-
-    compute: Compute
-    reasons: str
-
-    def __str__(self) -> str:
-        fields = ', '.join(f'{name}={value}' for name, value in vars(self.compute).items())
-        return fields + (f' ({self.reasons})' if self.reasons else '')
-
-
 def resolve_compute(
     compute: Compute,
     model: ModelConfig,
     *,
     platform: str,
-    budget: DeviceBudget | None = None,
     regularization: Regularization | None = None,
-) -> ResolvedCompute:
+    memory: float | None = None,
+) -> Compute:
     """Replaces each `auto` by the fastest choice that fits into memory.
 
     Args:
       compute: The options.
       model: The architecture.
       platform: Platform of the devices, such as `cpu`, `gpu`, `tpu`.
-      budget: What one device trains on; None: the model is not trained.
       regularization: What training drops at random. If something is dropped, the last block is
         `whole`: the same is then dropped on all devices.
+      memory: Bytes that a device has for the activations of one image, `math.inf` if unknown; None:
+        the model is not trained.
 
     Returns:
-      The options and the reasons.
+      The options without `auto`. The dtype is float32 unless it is given.
 
     Raises:
       UserError: If the model or the platform does not support an option.
     """
     platform = 'gpu' if platform in ('cuda', 'rocm') else platform
-    reasons = []
-
-    def choose(name: str, value: Any, reason: str = '') -> None:
-        nonlocal compute
-        if getattr(compute, name) == 'auto':
-            compute = dataclasses.replace(compute, **{name: value})
-            if reason:
-                reasons.append(f'{name}: {reason}')
-
-    fast_bfloat16 = budget is not None and budget.has_fast_bfloat16
-    is_faster = 'is faster' if fast_bfloat16 else 'is not known to be faster'
-    reason = '' if budget is None else f'bfloat16 {is_faster} on this {platform.upper()}'
-    choose('dtype', 'bfloat16' if fast_bfloat16 else 'float32', reason)
-    choose('layout', 'batched' if platform == 'tpu' else 'flat')
+    compute = _set_auto(compute, dtype='float32', layout='batched' if platform == 'tpu' else 'flat')
     if isinstance(model, ViTConfig):
-        if platform == 'gpu':
-            choose('unroll', model.depth, 'a GPU is fastest without copies for a loop')
-        choose('unroll', 1)
+        # A GPU is fastest without the copies of a loop.
+        compute = _set_auto(compute, unroll=model.depth if platform == 'gpu' else 1)
         draws = regularization not in (None, Regularization())
         _check(compute, model, platform, draws=draws)
-        choose('attention', _fastest_attention(model, platform, str(compute.dtype)))
-        separate = model.depth <= max(_FEW_BLOCKS, int(compute.unroll))
-        if model.num_tokens_read is not None and separate and not draws:
-            choose('last_block', 'class_tokens', 'the head reads no patches')
-    for name, value in {'unroll': 1, 'attention': 'xla', 'last_block': 'whole'}.items():
-        choose(name, value)
-    choose('remat', *_least_remat(model, compute, platform, budget))
-    return ResolvedCompute(compute, '; '.join(reasons))
+        few = model.depth <= max(_FEW_BLOCKS, int(compute.unroll))
+        separate = few and model.num_tokens_read is not None and not draws
+        attention = _fastest_attention(model, platform, compute.dtype)
+        last_block = 'class_tokens' if separate else 'whole'
+        compute = _set_auto(compute, attention=attention, last_block=last_block)
+    compute = _set_auto(compute, unroll=1, attention='xla', last_block='whole')
+    return _set_auto(compute, remat=_least_remat(model, compute, platform, memory))
+
+
+def _set_auto(compute: Compute, **choices: Any) -> Compute:
+    """Replaces `auto` in these fields."""
+    values = {name: v for name, v in choices.items() if getattr(compute, name) == 'auto'}
+    return dataclasses.replace(compute, **values)
 
 
 def _check(compute: Compute, model: ViTConfig, platform: str, *, draws: bool) -> None:
-    kernel, needed = compute.attention, _FUSED.get(compute.attention)
-    if needed is not None:
-        wrong = f'compute.attention={kernel}: needs a {needed.upper()}, got a {platform.upper()}'
-        require(platform == needed, f'{wrong}; set it to auto')
-        wrong = f'compute.attention={kernel}: does not support relative positions'
-        require(model.positions != 'relative', f'{wrong}; set it to auto or blockwise')
-    wrong = f'compute.attention=cudnn: computes in bfloat16, got compute.dtype={compute.dtype}'
+    kernel, needed = compute.attention, _FUSED.get(compute.attention, platform)
+    wrong, instead = f'compute.attention={kernel}:', 'set it to auto'
+    devices = f'needs a {needed.upper()}, got a {platform.upper()}'
+    require(platform == needed, f'{wrong} {devices}; {instead}')
+    fits = kernel in ('auto', 'xla') or model.positions != 'relative'
+    require(fits, f'{wrong} does not support relative positions; {instead}')
     fits = kernel != 'cudnn' or compute.dtype == 'bfloat16'
-    require(fits, f'{wrong}; set attention to auto, or dtype to bfloat16')
+    dtype = f'computes in bfloat16, got compute.dtype={compute.dtype}'
+    require(fits, f'{wrong} {dtype}; {instead}, or dtype to bfloat16')
     if compute.last_block == 'class_tokens':
-        wrong = 'compute.last_block=class_tokens: the heads read patches too'
-        read = f'(pool={model.pool}, patch_outputs={model.patch_outputs}); set it to auto'
-        require(model.num_tokens_read is not None, f'{wrong} {read}')
-        wrong = 'compute.last_block=class_tokens: dropout and stochastic depth need whole blocks'
-        require(not draws, f'{wrong}; set it to auto')
+        wrong = 'compute.last_block=class_tokens:'
+        heads = f'heads read patches too (pool={model.pool}, patch_outputs={model.patch_outputs})'
+        require(model.num_tokens_read is not None, f'{wrong} {heads}; {instead}')
+        require(not draws, f'{wrong} dropout and stochastic depth need whole blocks; {instead}')
 
 
 def _fastest_attention(model: ViTConfig, platform: str, dtype: str) -> Implementation:
-    tokens, heads, is_long = model.num_tokens, model.num_heads, model.num_tokens > LONG
-    if model.positions != 'relative':
-        if platform == 'gpu' and supports_cudnn(tokens, heads, model.width // heads, dtype):
-            return 'cudnn'
-        if platform == 'tpu' and is_long:
-            return 'splash'
-    return 'blockwise' if is_long else 'xla'
+    tokens, heads = model.num_tokens, model.num_heads
+    if model.positions == 'relative':
+        return 'xla'
+    if platform == 'gpu' and supports_cudnn(tokens, heads, model.width // heads, dtype):
+        return 'cudnn'
+    if tokens > LONG:
+        return 'splash' if platform == 'tpu' else 'blockwise'
+    return 'xla'
 
 
 def _least_remat(
-    model: ModelConfig, compute: Compute, platform: str, budget: DeviceBudget | None
-) -> tuple[Remat, str]:
-    """Returns the policy with the least recomputation that fits and is fast, and the reason."""
-    if budget is None:
-        return 'none', ''
-    slow_loop = False
-    if isinstance(model, ViTConfig):
-        memory = math.inf if budget.memory is None else _SHARE * budget.memory
-        needed = activations(model, compute)
-        fitting = (remat for remat in POLICIES if needed[remat] * budget.images <= memory)
-        remat = next(fitting, POLICIES[-1])
-        if remat != 'none':
-            return remat, 'activations have to fit into memory'
-        # A step of B/16 on a v5e takes 207 M estimated cycles; with `dots` 142 M.
-        slow_loop = platform == 'tpu' and compute.unroll == 1
-    if platform == 'cpu' or slow_loop:
-        return 'dots', f'a {platform.upper()} is fastest if little is kept in memory'
-    return 'none', ''
+    model: ModelConfig, compute: Compute, platform: str, memory: float | None
+) -> Remat:
+    """Returns the policy with the least recomputation that fits and is fast."""
+    if memory is None:
+        return 'none'
+    # A CPU is fastest if little is kept in memory. So is a TPU with a loop: a step of B/16 on a v5e
+    # takes 207 M estimated cycles, with `dots` 142 M.
+    has_loop = isinstance(model, ViTConfig) and compute.unroll == 1
+    fastest: Remat = 'dots' if platform == 'cpu' or (platform == 'tpu' and has_loop) else 'none'
+    if isinstance(model, ResNetConfig):
+        return fastest
+    needed, candidates = activations(model, compute), POLICIES[POLICIES.index(fastest) :]
+    fitting = (remat for remat in candidates if needed[remat] <= _SHARE * memory)
+    return next(fitting, POLICIES[-1])
 
 
 def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
@@ -219,7 +182,7 @@ def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
     intermediates. One whole block is in memory under every policy: the backward pass starts with
     it. The convolutions of a hybrid are not counted.
     """
-    size, tokens, width = _BYTES[compute.dtype], model.num_tokens, model.width
+    size, tokens, width = jnp.dtype(compute.dtype).itemsize, model.num_tokens, model.width
     hidden = model.mlp_dim * (2 if model.gelu is None else 1)
     keeps_weights = compute.attention == 'xla'
     weights = model.num_heads * tokens**2 * (8 + size) if keeps_weights else 0
@@ -234,8 +197,8 @@ def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
 
 
 def rematerialized(
-    block: _T, compute: Compute, *, in_loop: bool = False, by: Any = jax.checkpoint
-) -> _T:
+    block: Any, compute: Compute, *, in_loop: bool = False, by: Any = jax.checkpoint
+) -> Any:
     """Returns the block with the backward pass of `compute.remat`.
 
     Args:
@@ -248,8 +211,7 @@ def rematerialized(
     if compute.remat == 'none':
         return block
     policies = {'dots': _keep_products, 'block': jax.checkpoint_policies.nothing_saveable}
-    wrapped: _T = by(block, prevent_cse=not in_loop, policy=policies[compute.remat])
-    return wrapped
+    return by(block, prevent_cse=not in_loop, policy=policies[compute.remat])
 
 
 def _keep_products(primitive: Any, *operands: Any, **params: Any) -> Any:

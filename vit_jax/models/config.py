@@ -6,14 +6,11 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from vit_jax.base import Record, require, require_between
-from vit_jax.models import positions
-from vit_jax.models.positions import PositionKind, PositionResize, PositionsAt
 
 GROUPS = 32  # of GroupNorm in the ResNet
 LARGEST = 1_000_000  # upper bound of every size: a larger one is a typing error
 
 Gelu = Literal['tanh', 'exact', 'quick']
-Norm = Literal['layer', 'rms']  # LayerNorm, or RMSNorm (Zhang and Sennrich): not centered, no bias
 # `linear`, or a function from the number of classes to an unnamed Flax module from features to
 # logits. All its parameters are below `head/`.
 Head = Literal['linear'] | Callable[..., Any]
@@ -21,6 +18,20 @@ Head = Literal['linear'] | Callable[..., Any]
 # the class token beside the mean (DINOv2), or beside the distillation token (DeiT).
 Pool = Literal['cls', 'gap', 'map', 'none', 'cls_gap', 'cls_dist']
 _READS: dict[Pool, int] = {'cls': 1, 'cls_gap': 1, 'cls_dist': 2}  # class tokens
+# `learned` is the paper's: a vector for each place in the sequence. `learned2d` has two of half the
+# width, of the column and of the row. `relative` has a vector for each offset between two places,
+# which adds a logit to that of query and key (appendix D.4).
+PositionKind = Literal['learned', 'learned2d', 'sincos2d', 'relative', 'rope', 'none']
+# Where positions are added: once, before the blocks; or at the beginning of each block, with
+# parameters of its own or the same for all.
+PositionsAt = Literal['stem', 'every_layer', 'every_layer_shared']
+# How learned positions are resized to another grid. `bilinear` aligns corners, as the paper's code.
+# The others align the edges of images, each as a library does: `bicubic` as transformers,
+# `bicubic_offset` as DINO and DINOv2 of Meta, `bicubic_antialias` as timm, OpenCLIP, and DINOv2
+# with registers, `bilinear_edges` as timm's FlexiViT.
+PositionResize = Literal[
+    'bilinear', 'bicubic', 'bicubic_offset', 'bicubic_antialias', 'bilinear_edges'
+]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -36,7 +47,6 @@ class Backbone(Record):
 
     def check(self) -> None:
         require_between(self, 'width', 'blocks', low=1, high=LARGEST)
-        require(len(self.blocks) <= 8, f'blocks={self.blocks}: expected at most 8 stages')
         whole = self.width % GROUPS == 0
         require(whole, f'width={self.width} is not a multiple of {GROUPS} groups')
 
@@ -45,30 +55,34 @@ class Backbone(Record):
         """Pixels of the image, along a side, for one of the feature map."""
         return 2 ** (2 + max(0, len(self.blocks) - 1))
 
-    @property
-    def channels(self) -> int:
-        """Channels of the feature map."""
-        return self.width * 2 ** (len(self.blocks) + 1) if self.blocks else self.width
-
     def map_size(self, image_size: tuple[int, int]) -> tuple[int, int]:
         """(height, width) of the feature map: every halving rounds up, as SAME padding does."""
         return -(-image_size[0] // self.stride), -(-image_size[1] // self.stride)
 
 
 @dataclasses.dataclass(kw_only=True)
-class ResNetConfig(Record):
-    """A ResNet as a classifier: the architecture, and nothing else. Lengths are (height, width)."""
+class ImagesAndHead(Record):
+    """Images of one size and a head. Sizes are (height, width)."""
 
     image_size: tuple[int, int] = (224, 224)  # in pixels
     channels: int = 3  # of an image
-    backbone: Backbone = dataclasses.field(default_factory=Backbone)  # all but the head
     num_classes: int | None = None  # None: no head, the outputs are the features
     head: Head = 'linear'  # or a function of your own, f(num_classes) -> flax module
     head_bias: float = 0.0  # the linear head's bias at initialisation
 
     def check(self) -> None:
         require_between(self, 'image_size', 'channels', 'num_classes', low=1, high=LARGEST)
-        check_head(self.head, self.head_bias)
+        wrong = f'head_bias={self.head_bias}'
+        require(math.isfinite(self.head_bias), f'{wrong}: expected a finite number')
+        has_bias = self.head == 'linear' or self.head_bias == 0
+        require(has_bias, f'{wrong}: only the linear head has one')
+
+
+@dataclasses.dataclass(kw_only=True)
+class ResNetConfig(ImagesAndHead):
+    """A ResNet as a classifier: the architecture, and nothing else."""
+
+    backbone: Backbone = dataclasses.field(default_factory=Backbone)  # all but the head
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -77,26 +91,23 @@ class ResNetConfig(Record):
 
 
 @dataclasses.dataclass(kw_only=True)
-class ViTConfig(Record):
+class ViTConfig(ImagesAndHead):
     """The architecture: all that decides which parameters there are and what they compute.
 
-    Lengths in pixels are (height, width). The defaults are those of the paper's models. With a
-    backbone it is the hybrid of section 3.1: patches are cut from its feature map.
+    The defaults are those of the paper's models. With a backbone it is the hybrid of section 3.1:
+    patches are cut from its feature map.
     """
 
-    image_size: tuple[int, int] = (224, 224)  # in pixels
     patch_size: tuple[int, int] = (16, 16)  # in pixels of the image, or of the feature map
-    channels: int = 3  # of an image
     backbone: Backbone | None = None  # of a hybrid; None: patches are cut from the image
     width: int = 768  # of a token
     depth: int = 12  # blocks
     mlp_dim: int = 3072  # width of a block's hidden layer
     num_heads: int = 12  # of attention
-    num_classes: int | None = None  # None: no head, the outputs are the features
     patch_outputs: int | None = None  # of a head of each patch (masked_patches.py); None: no such
     # Before the patches: the class token and, where there are 2, DeiT's distillation token.
     class_tokens: int | None = None  # None: as many as the pool reads
-    registers: int = 0  # learned tokens that nothing reads ("Vision Transformers Need Registers")
+    registers: int = 0  # register tokens ("Vision Transformers Need Registers")
     positions: PositionKind = (
         'learned'  # one vector a place; learned2d: of row and of column; sincos2d: fixed ones;
         # relative: of offsets, in attention; rope: queries and keys are turned; none
@@ -106,7 +117,7 @@ class ViTConfig(Record):
     pre_norm: bool = False  # a LayerNorm before the blocks; patches then have no bias (CLIP)
     gelu: Gelu | None = 'tanh'  # None: SwiGLU in its place
     layer_scale: float | None = None  # LayerScale's initial value (CaiT, equation 4); None: none
-    norm: Norm = 'layer'  # LayerNorm; rms: RMSNorm
+    norm: Literal['layer', 'rms'] = 'layer'  # LayerNorm; rms: RMSNorm, not centered, no bias
     layer_norm_epsilon: float = 1e-6  # added to the variance
     qkv_bias: bool = True  # of queries, keys and values
     qk_norm: bool = False  # norms of queries and keys of each head, in blocks (ViT-22B)
@@ -118,28 +129,28 @@ class ViTConfig(Record):
     final_norm: Literal['before_pool', 'after_pool'] = 'before_pool'  # where the last norm is
     representation_size: int | None = None  # width of the tanh layer before the head
     blocks_without_skips: tuple[int, ...] = ()  # from 0 (Raghu et al., figure 8)
-    head: Head = 'linear'  # or a function of your own, f(num_classes) -> flax module
-    head_bias: float = 0.0  # the linear head's bias at initialisation
 
     def check(self) -> None:
         """Sizes alone; whether a patch fits into the image is for `build`, as images may change."""
-        sizes = 'image_size', 'patch_size', 'channels', 'width', 'depth', 'mlp_dim', 'num_heads'
-        require_between(self, *sizes, 'num_classes', 'representation_size', low=1, high=LARGEST)
-        require_between(self, 'patch_outputs', low=1, high=LARGEST)
+        super().check()
+        sizes = 'patch_size', 'width', 'depth', 'mlp_dim', 'num_heads'
+        require_between(self, *sizes, 'patch_outputs', 'representation_size', low=1, high=LARGEST)
         require_between(self, 'registers', low=0, high=LARGEST)
         require_between(self, 'layer_norm_epsilon', above=0, below=1)
         require_between(self, 'layer_scale', low=-1, high=1)
         require_between(self, 'class_tokens', low=_READS.get(self.pool, 0), high=2)
+        require_between(self, 'blocks_without_skips', low=0, below=self.depth)
         wrong = 'pool=cls_dist: each of its two heads reads one token, without a tanh layer before'
         require(self.pool != 'cls_dist' or self.representation_size is None, wrong)
-        wrong = f'width={self.width} is not a multiple of num_heads={self.num_heads}'
-        require(self.width % self.num_heads == 0, wrong)
-        at, num_heads = self.positions_at, self.num_heads
-        positions.check(self.positions, at, width=self.width, num_heads=num_heads)
-        require_between(self, 'blocks_without_skips', low=0, below=self.depth)
         wrong = 'blocks_without_skips: in a parallel block attention and MLP have one connection'
         require(not (self.parallel and self.blocks_without_skips), wrong)
-        check_head(self.head, self.head_bias)
+        wrong = f'width={self.width} is not a multiple of'
+        require(self.width % self.num_heads == 0, f'{wrong} num_heads={self.num_heads}')
+        parts = {'learned2d': 2, 'sincos2d': 4, 'rope': 4 * self.num_heads}.get(self.positions, 1)
+        require(self.width % parts == 0, f'{wrong} {parts}, as positions={self.positions} needs')
+        is_added = self.positions in ('learned', 'learned2d', 'sincos2d')
+        wrong = f'positions_at={self.positions_at}: positions={self.positions} adds none to tokens'
+        require(is_added or self.positions_at == 'stem', f'{wrong}; leave positions_at out')
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -160,12 +171,11 @@ class ViTConfig(Record):
 
     @property
     def unread(self) -> str:
-        """What fills no patch, in words; '' where the patches fill the image."""
-        rows, columns = (side * of for side, of in zip(self.grid, self.patch_size, strict=True))
-        if (rows, columns) == self._map_size:
-            return ''
-        of = ' of the feature map' if self.backbone else ''
-        return f'{rows}x{columns}{of} are read, the rest fills no patch'
+        """Describes the pixels that fill no patch; '' if the patches fill the image."""
+        sides = zip(self._map_size, self.patch_size, strict=True)
+        rows, columns = (side % size for side, size in sides)
+        where = ' of the feature map' if self.backbone else ''
+        return f'{rows} rows and {columns} columns{where} fill no patch' if rows + columns else ''
 
     @property
     def positioned_prefix(self) -> int:
@@ -196,9 +206,3 @@ class ViTConfig(Record):
 
 
 ModelConfig = ViTConfig | ResNetConfig
-
-
-def check_head(head: Head, bias: float) -> None:
-    """Raises UserError for a bias that is not finite, or that a head function would ignore."""
-    require(math.isfinite(bias), f'head_bias={bias}: expected a finite number')
-    require(head == 'linear' or bias == 0, f'head_bias={bias}: only the linear head has one')

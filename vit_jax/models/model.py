@@ -13,15 +13,9 @@ from jax.extend.core import jaxprs_in_params
 
 from vit_jax.base import Array, Float, Key, Params, records
 from vit_jax.models import taps
-from vit_jax.models.compute import (
-    PORTABLE,
-    Compute,
-    LastBlock,
-    Regularization,
-    resolve_compute,
-)
+from vit_jax.models.compute import PORTABLE, Compute, LastBlock, Regularization, resolve_compute
 from vit_jax.models.config import ModelConfig, ViTConfig
-from vit_jax.models.masked_patches import Corruption, MaskedViT, PatchOutputs
+from vit_jax.models.masked_patches import Corruption, PatchOutputs
 from vit_jax.models.resnet import ResNetClassifier
 from vit_jax.models.vit import Images, ViT, make_head
 
@@ -78,50 +72,43 @@ def build(
     compute = records.checked(compute or Compute(), where='compute')
     regularization = records.checked(regularization or Regularization(), where='regularization')
     platform = platform or jax.default_backend()
-    options: dict[str, Any] = {'platform': platform, 'regularization': regularization}
-    compute = resolve_compute(compute, config, **options).compute
-    _ = config.grid  # raises where no patch fits into the image
+    compute = resolve_compute(compute, config, platform=platform, regularization=regularization)
     shape = *config.image_size, config.channels
     module = make_module(config, Regularization(), compute)
     training = make_module(config, regularization, compute)
 
-    def run(params: Params, images: Images, key: Dropout = None, **options: Any) -> Any:
+    def apply(params: Params, images: Images, key: Dropout = None, **options: Any) -> Any:
         wrong = f'images are {images.shape[1:]}, the model takes {shape}'
         records.require(images.shape[1:] == shape, wrong)
         if key is None:
             return module.apply({'params': params}, images, **options)
         return training.apply({'params': params}, images, rngs={'dropout': key}, **options)
 
-    def apply(params: Params, images: Images, key: Dropout = None) -> Outputs:
-        return run(params, images, key)
-
-    def features(params: Params, images: Images) -> Outputs:
-        return run(params, images, method=module.features)
-
     def predict_patches(
         params: Params, images: Images, corruption: Corruption | None = None, key: Dropout = None
     ) -> PatchOutputs:
-        return run(params, images, key, corruption=corruption, method='predict_patches')
+        has_outputs = getattr(config, 'patch_outputs', None) is not None
+        records.require(has_outputs, 'predict_patches: the model has no patch_outputs')
+        return apply(params, images, key, corruption=corruption, output='patches')
 
     def capture(
         params: Params, images: Images, names: taps.Wanted
     ) -> tuple[Outputs, dict[str, Any]]:
-        seen = taps.capture(lambda kept: run(params, images, mutable=kept)[1], names)
+        seen = taps.capture(lambda: apply(params, images, mutable=[taps.COLLECTION])[1], names)
         return apply(params, images), seen
 
     init = functools.partial(init_params, config)
+    features = functools.partial(apply, output='features')
     return Model(config, init, apply, features, predict_patches, capture)
 
 
 def make_module(config: ModelConfig, regularization: Regularization, compute: Compute) -> Any:
     """Makes the Flax module of a model. `compute` has no `auto`."""
     if isinstance(config, ViTConfig):
-        kind = ViT if config.patch_outputs is None else MaskedViT
-        return kind(config, regularization, compute)
+        return ViT(config, regularization, compute, make_head(config))
     unknown = f'a ResNet has neither dropout nor stochastic depth: {regularization}'
     records.require(regularization == Regularization(), unknown)
-    head = functools.partial(make_head, config.head, bias=config.head_bias)
-    return ResNetClassifier(config, compute, head)
+    return ResNetClassifier(config, compute, make_head(config))
 
 
 def init_params(config: ModelConfig, key: Key[Array, '']) -> Params:
@@ -148,13 +135,9 @@ def multiply_adds(config: ModelConfig, *, last_block: LastBlock = 'whole') -> in
     these. The traced program is counted: a new layer needs no formula here.
     """
     compute = dataclasses.replace(PORTABLE, last_block=last_block)  # a fused kernel hides its own
-    module = make_module(config, Regularization(), compute)
-
-    def forward(params: Params, images: Images) -> Outputs:
-        if isinstance(module, MaskedViT):
-            return module.apply({'params': params}, images, None, method='predict_patches')
-        return module.apply({'params': params}, images)
-
+    model = build(config, compute=compute)
+    predicts_patches = isinstance(config, ViTConfig) and config.patch_outputs is not None
+    forward = model.predict_patches if predicts_patches else model.apply
     image = jax.ShapeDtypeStruct((1, *config.image_size, config.channels), jnp.float32)
     return _count(jax.make_jaxpr(forward)(abstract_params(config), image).jaxpr)
 
@@ -169,8 +152,6 @@ def _count(jaxpr: Any) -> int:
             total += math.prod(output) * math.prod(left[axis] for axis in contracted)
         elif name == 'conv_general_dilated':
             total += _count_convolution(equation)
-        elif name == 'cond':
-            total += max(_count(branch) for branch in jaxprs_in_params(params))
         else:
             times = params['length'] if name == 'scan' else 1
             total += times * sum(_count(called) for called in jaxprs_in_params(params))
@@ -178,30 +159,21 @@ def _count(jaxpr: Any) -> int:
 
 
 def _count_convolution(equation: Any) -> int:
-    """Counts multiply-adds as XLA does: without those of padding, which are 3 % of a ResNet's."""
-    params, specs = equation.params, equation.params['dimension_numbers']
-    image, kernel = (v.aval.shape for v in equation.invars)
-    output = equation.outvars[0].aval.shape
-    batch, features, *output_axes = specs.out_spec
-    inputs_of_a_group = kernel[specs.rhs_spec[1]]
-    total = output[batch] * output[features] * inputs_of_a_group
-    for i, axis in enumerate(output_axes):
-        starts = params['window_strides'][i] * np.arange(output[axis]) - params['padding'][i][0]
-        taps = params['rhs_dilation'][i] * np.arange(kernel[specs.rhs_spec[2 + i]])
-        at, spread = starts[:, None] + taps, params['lhs_dilation'][i]
-        last = (image[specs.lhs_spec[2 + i]] - 1) * spread
-        total *= int(np.sum((at >= 0) & (at <= last) & (at % spread == 0)))
+    """Counts multiply-adds, except those of padding, which are 3 % of a ResNet's.
+
+    Axes are those of Flax: (batch, ..., inputs) and (..., inputs, outputs).
+    """
+    image, kernel = (x.aval.shape for x in equation.invars)
+    batch, *outputs, channels = equation.outvars[0].aval.shape
+    strides, padding = equation.params['window_strides'], equation.params['padding']
+    total = batch * channels * kernel[-2]
+    for axis, count in enumerate(outputs):
+        starts = strides[axis] * np.arange(count)[:, None] - padding[axis][0]
+        read = starts + np.arange(kernel[axis])
+        total *= int(np.sum((read >= 0) & (read < image[1 + axis])))
     return total
 
 
-def with_exact_products(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the same function with its matrix products in full float32 precision.
-
-    By default GPUs use TF32, and TPUs bfloat16.
-    """
-
-    def run(*inputs: Any) -> Any:
-        with jax.default_matmul_precision('highest'):
-            return function(*inputs)
-
-    return run
+# Computes a function's matrix products in full float32 precision. By default GPUs use TF32, and
+# TPUs bfloat16.
+with_exact_products = jax.default_matmul_precision('highest')

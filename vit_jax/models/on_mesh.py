@@ -41,9 +41,8 @@ def on_each_device(
     if mesh is None:
         return function(*arrays)
     batch, _, heads, _ = arrays[0].shape
-    spec = PartitionSpec(
-        _split_over(mesh, _BATCH, batch), None, _split_over(mesh, _HEADS, heads), None
-    )
+    by_example, by_head = _split_over(mesh, _BATCH, batch), _split_over(mesh, _HEADS, heads)
+    spec = PartitionSpec(by_example, None, by_head, None)
     split = jax.shard_map(function, in_specs=spec, out_specs=spec, check_vma=False)
     return split(*arrays)
 

@@ -6,7 +6,6 @@ the paper's code). The pre-activation network of the BiT paper is not implemente
 """
 
 import functools
-from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -164,17 +163,10 @@ class ResNetClassifier(nn.Module):
 
     config: ResNetConfig
     compute: Compute
-    make_head: Callable[[int], nn.Module]  # from the number of classes
+    head: nn.Module | None
 
-    def setup(self) -> None:
-        config = self.config
-        self.backbone = ResNet(config.backbone, self.compute)
-        if config.num_classes is not None:
-            self.head = self.make_head(config.num_classes)
-
-    def __call__(self, images: FeatureMap) -> Float[Array, 'b _']:
-        x = self.features(images)
-        return x if self.config.num_classes is None else self.head(x)
-
-    def features(self, images: FeatureMap) -> Float[Array, 'b _']:
-        return self.backbone(images).astype(jnp.float32).mean((1, 2))
+    @nn.compact
+    def __call__(self, images: FeatureMap, *, output: str = 'logits') -> Float[Array, 'b _']:
+        x = ResNet(self.config.backbone, self.compute, name='backbone')(images)
+        x = x.astype(jnp.float32).mean((1, 2))
+        return x if self.head is None or output == 'features' else self.head(x)

@@ -4,80 +4,75 @@ The tables of the page "Look inside" list the taps by name, with their shapes. A
 with the models.
 """
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 import flax.linen as nn
 import jax
-from flax.core.scope import DenyList
+from flax.traverse_util import flatten_dict
 
 from vit_jax.base import Array, UserError, records
 
-# What becomes of a tap's value, an array or a pair, where it is computed: any tree of arrays.
-Reduction = Callable[[Any], Any]
+COLLECTION = 'taps'  # of Flax variables
+Reduction = Callable[[Any], Any]  # what to keep of a tap's value, an array or a pair
 Wanted = Iterable[str] | Mapping[str, Reduction]
-_reductions: ContextVar[Mapping[str, Reduction]] = ContextVar('_reductions')
+# Returns the reduction of a tap by its name; None: the tap is not captured.
+_reduction_of: ContextVar[Callable[[str], Reduction | None]] = ContextVar('_reduction_of')
 
 
 def tap(module: nn.Module, name: str, value: Callable[[], Any]) -> None:
-    """Offers `value()` to `Model.capture`; computed only if it is asked for by name.
+    """Offers `value()` to `Model.capture`; it is computed only if the tap is wanted.
 
-    It is a Flax collection of its own, whose name is the module's place in the tree, without
-    `encoder/block` and `backbone`, and `name`: `attention/weights` in every block.
+    The tap is named by the module's place in the tree, without `encoder/block` and `backbone`, and
+    `name`: `attention/weights` in every block.
     """
-    place = [part for part in module.path if part not in ('encoder', 'block', 'backbone')]
-    collection = '/'.join((*place, name))
-    if module.is_mutable_collection(collection) and not module.is_initializing():
-        kept = _reductions.get({}).get(collection, lambda whole: whole)(value())
-        module.sow(collection, 'tapped', kept, reduce_fn=lambda _, latest: latest)
+    if module.is_mutable_collection(COLLECTION) and not module.is_initializing():
+        place = [part for part in module.path if part not in ('encoder', 'block', 'backbone')]
+        full_name = '/'.join((*place, name))
+        if reduction := _reduction_of.get()(full_name):
+            module.sow(COLLECTION, f'/{full_name}', reduction(value()))  # no submodule's name
 
 
 def needs_everything(module: nn.Module) -> bool:
-    """Are parameters made, or taps asked for? Then nothing may be left out."""
-    return module.is_initializing() or bool(module.scope and module.scope.root.mutable)
+    """Returns whether parameters are made or taps captured: nothing may be left out then."""
+    return module.is_initializing() or module.is_mutable_collection(COLLECTION)
 
 
 def seen(module: nn.Module, name: str, x: Array) -> Array:
-    """The array itself, offered as a tap."""
+    """Returns the array, and offers it as a tap."""
     tap(module, name, lambda: x)
     return x
 
 
-def capture(forward: Callable[[Any], Mapping[str, Any]], wanted: Wanted) -> dict[str, Any]:
-    """The taps of these names, from a forward pass that gives the collections it is asked for.
+def capture(forward: Callable[[], Mapping[str, Any]], wanted: Wanted) -> dict[str, Any]:
+    """Returns the wanted taps of a forward pass.
 
-    If `wanted` is a mapping, each tap is reduced by its function inside the block, before blocks
-    are stacked: the whole arrays of all blocks are then never in memory together. Raises UserError
-    for an unknown name.
+    Args:
+      forward: Runs the model and returns the mutable collections.
+      wanted: Names of taps. If it maps names to functions, each tap is reduced by its function
+        inside the block, before blocks are stacked: the whole arrays of all blocks are never in
+        memory together.
+
+    Raises:
+      UserError: For an unknown name.
     """
-    reductions = wanted if isinstance(wanted, Mapping) else {}
-    names = [*dict.fromkeys(wanted)]
+    reductions = wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted, _whole)
 
-    def kept(collections: Any) -> dict[str, Any]:
-        with _reduced(reductions):
-            return {name: _tapped(found) for name, found in forward(collections).items()}
+    def captured(reduction_of: Callable[[str], Reduction | None]) -> dict[str, Any]:
+        token = _reduction_of.set(reduction_of)
+        try:
+            collection = forward().get(COLLECTION, {})
+        finally:
+            _reduction_of.reset(token)
+        return {path[-1][1:]: value for path, (value,) in flatten_dict(collection).items()}
 
-    every = jax.eval_shape(lambda: kept(DenyList('params')))
-    for name in names:
-        if name not in every:
-            raise UserError(f'capture: no {name!r} here; {records.nearest(name, every)}')
-    return kept(names)
-
-
-def _tapped(collection: Mapping[str, Any]) -> Any:
-    """What was kept in a collection, whose only other keys are the way to its module."""
-    while 'tapped' not in collection:
-        (collection,) = collection.values()
-    return collection['tapped']
+    found = captured(reductions.get)
+    for name in sorted(reductions.keys() - found):
+        every = jax.eval_shape(lambda: captured(lambda name: _whole))
+        raise UserError(f'capture: no {name!r} here; {records.nearest(name, every)}')
+    return found
 
 
-@contextlib.contextmanager
-def _reduced(reductions: Mapping[str, Reduction]) -> Iterator[None]:
-    """Within, taps keep what these functions make of them: it is traced, and does not run."""
-    token = _reductions.set(reductions)
-    try:
-        yield
-    finally:
-        _reductions.reset(token)
+def _whole(value: Any) -> Any:
+    return value

@@ -52,8 +52,7 @@ def variant(name: str, **changes: Any) -> ModelConfig:
         known = 'SIZE/PATCH, such as B/16 or B/16x8, a hybrid such as R50+B/16, a ResNet as R152x2'
         raise UserError(f'variant {name!r}: expected {known}')
     layers, size, patch, height, width = match.groups()
-    if size not in SIZES:
-        raise UserError(f'variant {name!r}: no size {size!r}; {nearest(size, SIZES)}')
+    require(size in SIZES, f'variant {name!r}: no size {size!r}; {nearest(size, SIZES)}')
     values: dict[str, Any] = {'patch_size': (int(height), int(width or height))}
     values |= zip(('depth', 'width', 'mlp_dim', 'num_heads'), SIZES[size], strict=True)
     values |= _OPTIONS.get(size, {})

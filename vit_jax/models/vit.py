@@ -1,9 +1,10 @@
 """The Vision Transformer (equations 1 to 4): patches, blocks, pooling, head."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, assert_never
+from typing import Any, Literal, NamedTuple, assert_never
 
 import flax.linen as nn
 import jax
@@ -14,14 +15,16 @@ from vit_jax.base import Array, Bool, Float, Int, Key, require
 from vit_jax.models import on_mesh, positions
 from vit_jax.models.attention import attend, attention_weights
 from vit_jax.models.compute import Compute, Regularization, rematerialized
-from vit_jax.models.config import Gelu, Head, ViTConfig
-from vit_jax.models.positions import PositionsAt, Table
+from vit_jax.models.config import Gelu, ModelConfig, PositionsAt, ViTConfig
+from vit_jax.models.masked_patches import Corruption, MaskedPatches
+from vit_jax.models.positions import Table
 from vit_jax.models.resnet import ResNet
 from vit_jax.models.taps import needs_everything, seen, tap
 
 Images = Float[Array, 'b h w c']
 Tokens = Float[Array, 'b n d']
 FirstTokens = Float[Array, 'b r d']
+Output = Literal['logits', 'features', 'patches']
 _GELUS: dict[Gelu, Callable[[Array], Array]] = {
     'tanh': functools.partial(nn.gelu, approximate=True),
     'exact': functools.partial(nn.gelu, approximate=False),
@@ -67,58 +70,41 @@ class ViTModule(nn.Module):
     regularization: Regularization
     compute: Compute
 
-    def norm_layer(self, name: str | None = None) -> nn.Module:
-        """Makes a norm of the last axis."""
+    def position_table(self, at: PositionsAt) -> Table | None:
+        """Returns the positions that are added at this place; None: no positions."""
+        is_here = self.config.positions_at == at
+        return positions.table(self.config, self.param) if is_here else None
+
+    def normalized(self, x: Float[Array, 'b ...'], name: str) -> Float[Array, 'b ...']:
+        """Normalizes the last axis; with layout `flat`, tokens are rows as in `Dense`."""
         kind = nn.RMSNorm if self.config.norm == 'rms' else nn.LayerNorm
-        epsilon = self.config.layer_norm_epsilon
-        return kind(epsilon=epsilon, dtype=self.compute.dtype, name=name)
-
-    def normalized(self, x: Float[Array, 'b n ...'], name: str) -> Float[Array, 'b n ...']:
-        """Applies a norm to each token."""
-        return self.per_token(self.norm_layer(name), x)
-
-    def per_token(self, norm: Callable[..., Any], x: Float[Array, 'b n ...']) -> Array:
-        """Applies a norm to the last axis; with layout `flat` to rows, as `Dense`."""
-        if self.compute.layout == 'batched':
+        norm = kind(epsilon=self.config.layer_norm_epsilon, dtype=self.compute.dtype, name=name)
+        if self.compute.layout == 'batched' or x.ndim == 2:
             return norm(x)
         return norm(x.reshape(-1, *x.shape[2:])).reshape(x.shape)
 
-    def position_table(self, at: PositionsAt) -> Table | None:
-        """The positions that are added at this place; None: no positions."""
-        config = self.config
-        if config.positions_at != at:
-            return None
-        sizes = {'length': config.num_tokens - config.registers, 'width': config.width}
-        return positions.table(config.positions, config.grid, self.param, **sizes)
 
-
-class PatchEmbedding(nn.Module):
+class PatchEmbedding(ViTModule):
     """Projects each patch of an image or a feature map to one token: E of equation 1.
 
     A convolution whose stride is its size (the kernel has the shape of `nn.Conv`), written as the
     matrix product that it is.
     """
 
-    patch_size: tuple[int, int]
-    width: int
-    dtype: str
-    use_bias: bool
-
     @nn.compact
     def __call__(self, images: Images) -> Tokens:
-        batch, height, width, channels = images.shape
-        p, q = self.patch_size
-        kernel = self.param('kernel', nn.initializers.lecun_normal(), (p, q, channels, self.width))
-        rows, columns = height // p, width // q
+        (rows, columns), (p, q) = self.config.grid, self.config.patch_size
+        (batch, *_, channels), width = images.shape, self.config.width
+        kernel = self.param('kernel', nn.initializers.lecun_normal(), (p, q, channels, width))
         images = images[:, : rows * p, : columns * q]
         patches = images.reshape(batch, rows, p, columns, q, channels)
-        patches, kernel = patches.astype(self.dtype), kernel.astype(self.dtype)
+        patches, kernel = (x.astype(self.compute.dtype) for x in (patches, kernel))
         tokens = jnp.einsum('bipjqc,pqcd->bijd', patches, kernel)
-        tokens = tokens.reshape(batch, rows * columns, self.width)
-        if not self.use_bias:
+        tokens = tokens.reshape(batch, rows * columns, width)
+        if self.config.pre_norm:  # which has a bias
             return tokens
-        bias = self.param('bias', nn.initializers.zeros, (self.width,))
-        return tokens + bias.astype(self.dtype)
+        bias = self.param('bias', nn.initializers.zeros, (width,))
+        return tokens + bias.astype(self.compute.dtype)
 
 
 class Attention(ViTModule):
@@ -142,8 +128,8 @@ class Attention(ViTModule):
             if config.qk_norm:
                 query = self.normalized(query, 'query_norm')
                 key = self.normalized(key, 'key_norm')
-            rotate = positions.rotation(config.positions, config.grid, config.prefix, size)
-            query, key = rotate(query), rotate(key)
+            if config.positions == 'rope':
+                query, key = positions.rotate((query, key), config.grid, prefix=config.prefix)
             if config.positions == 'relative':
                 normal, offsets = nn.initializers.normal(0.02), 2 * y.shape[1] - 1
                 relative = self.param('relative', normal, (offsets, heads, size))
@@ -253,25 +239,21 @@ class Encoder(ViTModule):
     """The blocks, with parameters stacked along the depth, and the norm if it is before pooling."""
 
     @nn.compact
-    def __call__(
-        self, x: Tokens, shared: Table | None, *, num_read: int | None = None
-    ) -> FirstTokens:
-        """Encodes tokens.
+    def __call__(self, x: Tokens, shared: Table | None) -> FirstTokens:
+        """Encodes tokens, or the first ones if heads read no others.
 
         Args:
           x: The tokens.
           shared: Positions that every block adds.
-          num_read: Number of leading tokens that the caller reads; others may be left out. None:
-            all.
         """
         config = self.config
         own = PerBlock(jnp.linspace(0, self.regularization.stochastic_depth, config.depth), None)
         if without := config.blocks_without_skips:
             own = own._replace(has_skips=~jnp.isin(jnp.arange(config.depth), jnp.array(without)))
-        if num_read is None or self.compute.last_block == 'whole' or needs_everything(self):
+        if self.compute.last_block == 'whole' or needs_everything(self):
             x = self._all_tokens(x, own, shared)
         else:
-            x = self._first_tokens(x, own, shared, num_read)
+            x = self._first_tokens(x, own, shared)
         if config.final_norm == 'after_pool':
             return x
         return seen(self, 'norm', self.normalized(x, 'norm'))
@@ -280,7 +262,7 @@ class Encoder(ViTModule):
         unroll = min(int(self.compute.unroll), self.config.depth)
         scan = nn.scan(
             rematerialized(Block, self.compute, in_loop=unroll == 1, by=nn.remat),
-            variable_axes={True: 0},  # every collection, also taps: the depth is the first axis
+            variable_axes={True: 0},  # of parameters and taps the depth is the first axis
             split_rngs={'params': True, 'dropout': True},
             in_axes=(0, nn.broadcast),
             length=self.config.depth,
@@ -289,10 +271,8 @@ class Encoder(ViTModule):
         blocks = scan(self.config, self.regularization, self.compute, name='block')
         return blocks(x, own, shared)[0]
 
-    def _first_tokens(
-        self, x: Tokens, own: PerBlock, shared: Table | None, count: int
-    ) -> FirstTokens:
-        """Like `_all_tokens`, but the last block computes only the first `count` tokens.
+    def _first_tokens(self, x: Tokens, own: PerBlock, shared: Table | None) -> FirstTokens:
+        """Like `_all_tokens`, but the last block computes only the tokens that heads read.
 
         It saves 7 % of B/16. Not used with dropout or stochastic depth.
         """
@@ -325,7 +305,7 @@ class Encoder(ViTModule):
             *first, last = (jax.tree.unflatten(tree, part) for part in parts)
             for part in first:
                 x = rematerialized(run, self.compute)(x, part)
-        return run(x, last, num_outputs=count)
+        return run(x, last, num_outputs=self.config.num_tokens_read)
 
 
 class AttentionPool(ViTModule):
@@ -346,101 +326,92 @@ def for_each_image(tokens: Float[Array | np.ndarray, '1 r d'], images: Tokens) -
     return jnp.tile(tokens.astype(images.dtype), (images.shape[0], 1, 1))
 
 
-def make_head(head: Head, num_classes: int, *, bias: float) -> nn.Module:
-    """Makes the last layer. A linear one starts at zero: fine-tuning starts uniform (3.2)."""
-    if head == 'linear':
-        zeros, constant = nn.initializers.zeros, nn.initializers.constant(bias)
-        return nn.Dense(num_classes, kernel_init=zeros, bias_init=constant)
-    return head(num_classes)
-
-
 class DistilledHead(nn.Module):
     """The mean of two heads: of the class token and of the distillation token (DeiT)."""
 
-    make: Callable[[], nn.Module]
-
-    def setup(self) -> None:
-        self.cls, self.dist = self.make(), self.make()
+    cls: nn.Module
+    dist: nn.Module
 
     def __call__(self, features: Float[Array, 'b two_d']) -> Float[Array, 'b k']:
         cls, dist = jnp.split(features, 2, axis=-1)
         return (self.cls(cls) + self.dist(dist)) / 2
 
 
+def make_head(config: ModelConfig) -> nn.Module | None:
+    """Makes the last layer. A linear one starts at zero: fine-tuning starts uniform (3.2)."""
+    if config.num_classes is None:
+        return None
+    if isinstance(config, ViTConfig) and config.pool == 'cls_dist':
+        one = dataclasses.replace(config, pool='cls')
+        return DistilledHead(make_head(one), make_head(one))
+    if config.head != 'linear':
+        return config.head(config.num_classes)
+    zeros, constant = nn.initializers.zeros, nn.initializers.constant(config.head_bias)
+    return nn.Dense(config.num_classes, kernel_init=zeros, bias_init=constant)
+
+
 class ViT(ViTModule):
-    """Images to logits, or to features without a head."""
+    """Maps images to logits, to features (the input of the head), or to outputs of patches.
 
-    def setup(self) -> None:
-        config, zeros, normal = self.config, nn.initializers.zeros, nn.initializers.normal(0.02)
-        parts = config, self.regularization, self.compute
+    Without a head, features are returned for logits. `corruption` replaces embeddings of patches.
+    """
+
+    head: nn.Module | None
+
+    @nn.compact
+    def __call__(
+        self, images: Images, corruption: Corruption | None = None, *, output: Output = 'logits'
+    ) -> Float[Array, '...']:
+        config, parts = self.config, (self.config, self.regularization, self.compute)
         if config.backbone is not None:
-            self.backbone = ResNet(config.backbone, self.compute)
-        self.embedding = PatchEmbedding(
-            config.patch_size, config.width, self.compute.dtype, use_bias=not config.pre_norm
-        )
-        if config.positioned_prefix > 0:
-            self.cls = self.param('cls', zeros, (1, 1, config.width))
-        if config.positioned_prefix > 1:
-            self.dist = self.param('dist', zeros, (1, 1, config.width))
-        if config.registers:  # equal registers would stay equal
-            self.registers = self.param('registers', normal, (1, config.registers, config.width))
-        self.positions = self.position_table('stem')
-        self.shared = self.position_table('every_layer_shared')
-        self.dropout = nn.Dropout(self.regularization.dropout, deterministic=False)
-        if config.pre_norm:
-            self.pre_norm = self.norm_layer()
-        self.encoder = Encoder(*parts)
-        if config.pool == 'map':
-            self.pool = AttentionPool(*parts)
+            images = ResNet(config.backbone, self.compute, name='backbone')(images)
+        x = PatchEmbedding(*parts, name='embedding')(images)
+        if config.patch_outputs is not None:
+            masked = MaskedPatches(config.patch_outputs, config.width, name='masked')
+            x = masked.corrupted(x, corruption)
+        x = self._embedded(x)
+        x = Encoder(*parts, name='encoder')(x, self.position_table('every_layer_shared'))
+        if config.patch_outputs is not None and self.is_initializing():
+            masked(x)  # parameters are made where they are used
+        x = x[:, config.prefix :] if output == 'patches' else self._pooled(x)
         if config.final_norm == 'after_pool':
-            self.norm = self.norm_layer()
+            x = self.normalized(x, 'norm')
+        if output == 'patches':
+            return on_mesh.keep_split(masked(x))
         if config.representation_size is not None:
-            self.pre_logits = nn.Dense(config.representation_size, dtype=self.compute.dtype)
-        if config.num_classes is not None:
-            bias = config.head_bias
-            head = functools.partial(make_head, config.head, config.num_classes, bias=bias)
-            self.head = DistilledHead(head) if config.pool == 'cls_dist' else head()
+            size, dtype = config.representation_size, self.compute.dtype
+            x = jnp.tanh(nn.Dense(size, dtype=dtype, name='pre_logits')(x))
+        x = x.astype(jnp.float32)
+        return x if self.head is None or output == 'features' else self.head(x)
 
-    def __call__(self, images: Images) -> Float[Array, '...']:
-        x = self.features(images)
-        return x if self.config.num_classes is None else self.head(x)
-
-    def features(self, images: Images) -> Float[Array, '...']:
-        """Returns the input of the head: pooled tokens, after the tanh layer if there is one."""
-        tokens = self.embed(self.patches(images))
-        x = self._pooled(self.encoder(tokens, self.shared, num_read=self.config.num_tokens_read))
-        if self.config.final_norm == 'after_pool':
-            x = self.norm(x)
-        if self.config.representation_size is not None:
-            x = jnp.tanh(self.pre_logits(x))
-        return x.astype(jnp.float32)
-
-    def patches(self, images: Images) -> Tokens:
-        """Returns a token for each patch of the images, or of the backbone's feature map."""
-        return self.embedding(images if self.config.backbone is None else self.backbone(images))
-
-    def embed(self, x: Tokens) -> Float[Array, 'b m d']:
+    def _embedded(self, x: Tokens) -> Float[Array, 'b m d']:
         """Adds class tokens, positions and registers: equation 1. Registers have no positions."""
-        before = self.config.positioned_prefix
-        for token in ('dist', 'cls')[2 - before :]:
-            x = jnp.concatenate([for_each_image(getattr(self, token), x), x], axis=1)
-        x = self.dropout(positions.add(x, self.positions, before=before))
-        if self.config.registers:
-            registers = for_each_image(self.registers, x)
-            x = jnp.concatenate([x[:, :before], registers, x[:, before:]], axis=1)
-        if self.config.pre_norm:
-            x = self.per_token(self.pre_norm, x)
+        config, before = self.config, self.config.positioned_prefix
+        zeros, normal = nn.initializers.zeros, nn.initializers.normal(0.02)
+        own = [self.param(name, zeros, (1, 1, config.width)) for name in ('cls', 'dist')[:before]]
+        if config.registers:  # equal registers would stay equal
+            registers = self.param('registers', normal, (1, config.registers, config.width))
+        x = jnp.concatenate([*(for_each_image(token, x) for token in own), x], axis=1)
+        x = positions.add(x, self.position_table('stem'), before=before)
+        x = nn.Dropout(self.regularization.dropout, deterministic=False, name='dropout')(x)
+        if config.registers:
+            parts = x[:, :before], for_each_image(registers, x), x[:, before:]
+            x = jnp.concatenate(parts, axis=1)
+        if config.pre_norm:
+            x = self.normalized(x, 'pre_norm')
         return seen(self, 'embedding', x)
 
     def _pooled(self, tokens: Tokens) -> Float[Array, '...']:
-        patches = tokens[:, self.config.prefix :]
-        match self.config.pool:
+        config = self.config
+        patches = tokens[:, config.prefix :]
+        match config.pool:
             case 'cls':
                 return tokens[:, 0]  # equation 4
             case 'gap':
                 return patches.mean(axis=1)
             case 'map':
-                return self.pool(patches)
+                parts = config, self.regularization, self.compute
+                return AttentionPool(*parts, name='pool')(patches)
             case 'none':
                 return tokens
             case 'cls_gap':

@@ -13,21 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vit_jax.base import (
-    Array,
-    Batch,
-    Bool,
-    Float,
-    Int,
-    Key,
-    Num,
-    Params,
-    Record,
-    UserError,
-    counted,
-    require,
-    require_between,
-)
+from vit_jax.base import UserError, counted, records
+from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Num, Params
 from vit_jax.models import Corruption, ModelConfig, ViTConfig
 from vit_jax.training.losses import BatchSums, example_metrics, summed
 
@@ -38,7 +25,7 @@ COLOURS = _LEVELS**3
 
 
 @dataclasses.dataclass(kw_only=True)
-class MaskedPatches(Record):
+class MaskedPatches(records.Record):
     """The embeddings of some patches are corrupted, and what these patches show is predicted.
 
     The target is the mean colour of a patch, 3 bits a channel and so one of 512; the colours of its
@@ -51,10 +38,10 @@ class MaskedPatches(Record):
     target: Target = 'mean_colour'  # one of 512; colours_4x4: of 16 cells; pixels: their values
 
     def check(self) -> None:
-        require_between(self, 'fraction', above=0, high=1)
-        require_between(self, 'masked', 'replaced', low=0, high=1)
+        records.require_between(self, 'fraction', above=0, high=1)
+        records.require_between(self, 'masked', 'replaced', low=0, high=1)
         together = f'replaced={self.replaced:g} and masked={self.masked:g} are more than 1 together'
-        require(self.masked + self.replaced <= 1 + 1e-6, together)
+        records.require(self.masked + self.replaced <= 1 + 1e-6, together)
 
     def corrupted_of(self, patches: int) -> int:
         """How many of so many patches are corrupted."""
@@ -75,17 +62,18 @@ def for_patches(model: ModelConfig, config: MaskedPatches) -> ViTConfig:
         raise UserError('config.objective: masked patches need a ViT: a ResNet has no patches')
     for name in ('num_classes', 'representation_size', 'head', 'head_bias'):
         wrong = f'config.model.{name}={getattr(model, name)}: config.objective has no classes'
-        require(getattr(model, name) == getattr(ViTConfig(), name), f'{wrong}; leave it out')
+        is_default = getattr(model, name) == getattr(ViTConfig(), name)
+        records.require(is_default, f'{wrong}; leave it out')
     wrong = 'config.model.pool=map: its attention would learn nothing from masked patches'
-    require(model.pool != 'map', f'{wrong}; take cls or gap')
+    records.require(model.pool != 'map', f'{wrong}; take cls or gap')
     patches = math.prod(model.grid)
     wrong = f'config.objective.fraction={config.fraction:g} of {counted(patches, "patch")} is none'
-    require(config.corrupted_of(patches) > 0, wrong)
+    records.require(config.corrupted_of(patches) > 0, wrong)
     wrong = f'config.objective.replaced={config.replaced:g}: the image has no other patch'
-    require(patches > 1 or config.replaced == 0, wrong)
+    records.require(patches > 1 or config.replaced == 0, wrong)
     outputs = _outputs(model, config.target)
     wrong = f'config.model.patch_outputs={model.patch_outputs}, but {config.target} takes {outputs}'
-    require(model.patch_outputs in (None, outputs), f'{wrong}; leave it out')
+    records.require(model.patch_outputs in (None, outputs), f'{wrong}; leave it out')
     return dataclasses.replace(model, patch_outputs=outputs)
 
 
@@ -95,12 +83,12 @@ def _outputs(model: ViTConfig, target: Target) -> int:
     shown = f'patches show {height}x{width} pixels'
     whole = rows * height <= model.image_size[0] and columns * width <= model.image_size[1]
     wrong = f'config.model.image_size={model.image_size}: {shown}, the last ones beyond the image'
-    require(whole, wrong)
+    records.require(whole, wrong)
     if target == 'pixels':
         return height * width * model.channels
     cells = _CELLS[target]
     fits = height % cells == 0 == width % cells
-    require(fits, f'config.objective.target={target}: {shown}, no multiple of {cells}')
+    records.require(fits, f'config.objective.target={target}: {shown}, no multiple of {cells}')
     return cells**2 * COLOURS
 
 

@@ -94,9 +94,8 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
     message = f'{both} ({config.cooldown}) do not fit into {counted(total_steps, "step")}'
     given = {'warmup': warmup, 'cooldown': cooldown}
     fits = ' '.join(f'--config.schedule.{name}.fraction=0.1' for name in given if given[name])
-    records.require(
-        warmup + cooldown <= total_steps, f'config.schedule: {message}: take {fits} instead'
-    )
+    wrong = f'config.schedule: {message}: take {fits} instead'
+    records.require(warmup + cooldown <= total_steps, wrong)
 
     def schedule(step: Int[Array, '']) -> Float[Array, '']:
         after = jnp.maximum(0.0, step - warmup)

@@ -9,15 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from vit_jax.base.array_types import Array, Batch, Float, Int, Key, Params
-from vit_jax.training.losses import (
-    BatchSums,
-    Loss,
-    RowsOf,
-    StepMetrics,
-    example_metrics,
-    summed,
-    targets_of,
-)
+from vit_jax.training import losses
+from vit_jax.training.losses import BatchSums, Loss, RowsOf, StepMetrics
 from vit_jax.training.optimizer import Schedule
 
 Gradients = Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]]
@@ -107,9 +100,9 @@ def make_loss_sums(
 
     def loss_sums(params: Params, batch: Batch, key: Key[Array, ''] | None = None) -> BatchSums:
         logits = apply(params, normalize(batch['images']), key)
-        targets, mask = targets_of(batch['labels'], logits.shape[-1]), batch['mask']
-        values = {'loss': loss(logits, targets)} | example_metrics(logits, targets)
-        return summed(values, mask, rows_of(logits, targets) if rows_of else None)
+        targets, mask = losses.targets_of(batch['labels'], logits.shape[-1]), batch['mask']
+        values = {'loss': loss(logits, targets)} | losses.example_metrics(logits, targets)
+        return losses.summed(values, mask, rows_of(logits, targets) if rows_of else None)
 
     return loss_sums
 

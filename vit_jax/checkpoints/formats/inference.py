@@ -11,7 +11,7 @@ from vit_jax.base import UserError, require
 from vit_jax.checkpoints.card import Hints
 from vit_jax.checkpoints.formats.array_files import LazyArray
 from vit_jax.models import SIZES, Backbone, ModelConfig, Pool, ResNetConfig, ViTConfig
-from vit_jax.models.positions import PositionKind
+from vit_jax.models.config import PositionKind
 
 # Heads of published networks that are none of the sizes with a name: depth, width, mlp_dim.
 _HEADS = {
@@ -252,7 +252,7 @@ def summarize(config: ModelConfig, parameters: int, *, projects: bool) -> str:
     pools |= {'map': 'attention pooling', 'none': 'all tokens'}
     pools |= {'cls_gap': 'class token and mean of patches'}
     pools |= {'cls_dist': 'class and distillation token'}
-    unread = f', of which {config.unread}' if config.unread else ''
+    unread = f': {config.unread}' if config.unread else ''
     parts = [f'{config.depth} layers of width {config.width}', f'{config.num_heads} heads']
     parts.append(pools[config.pool])
     parts += [f'{config.registers} registers'] * (config.registers > 0)

@@ -24,7 +24,7 @@ from vit_jax.checkpoints.formats.base import (
 )
 from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing, ResizeMethod
 from vit_jax.models import Gelu, Pool, ViTConfig
-from vit_jax.models.positions import PositionResize
+from vit_jax.models.config import PositionResize
 
 GELUS: dict[str, Gelu] = {'gelu_tanh': 'tanh', 'gelu': 'exact', 'quick_gelu': 'quick'}
 _RESIZE_METHODS: dict[str, ResizeMethod] = {'bilinear': 'bilinear_antialias'}

@@ -169,9 +169,7 @@ def _write_arrays(
         if (value := getattr(config, name, usual)) != usual:
             raise UserError(f'the {format} layout has {name}={usual}, not {value}: write {OURS}')
     if isinstance(config, ViTConfig) and config.positions not in form.positions:
-        sizes = {'length': config.num_tokens - config.registers, 'width': config.width}
-        table = positions.as_array(config.positions, config.grid, params, **sizes)
-        own = positions.grid_parameters(config.positions, config.positions_at)
+        table, own = positions.as_array(config, params), positions.grid_parameters(config)
         kept = {name: leaf for name, leaf in params.items() if name not in own}
         params = kept | {'pos_embedding': table}
         config = dataclasses.replace(config, positions='learned')

@@ -68,7 +68,7 @@ LONGEST = [  # by the seconds that they take
     'experiment/test_stopping.py',
     'test_families_in_use.py',
     'test_pretrained.py',
-    'test_device_benchmark.py',
+    'test_benchmarks.py',
     'test_visualize.py',
     'models/test_vit.py',
     'test_study.py',

@@ -234,9 +234,7 @@ def test_a_run_is_measured_on_what_it_held_out_and_training_images_are_counted(
     alone = shutil.copytree(data / '2', tmp_path / 'alone' / '2')
 
     def measured(network, data, *flags):
-        tiny.run(
-            evaluate, tmp_path / network, f'--data={data}', f'--out={tmp_path / "out"}', *flags
-        )
+        run(tmp_path / network, f'--data={data}', f'--out={tmp_path / "out"}', *flags)
         return result(tmp_path / 'out')
 
     for place in data, copy:

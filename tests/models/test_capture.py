@@ -40,10 +40,7 @@ FULL.append(('ViT', 'bfloat16', 3))
 
 @pytest.mark.parametrize(
     'network, dtype, unroll',
-    [
-        ('ResNet', 'float32', 1),
-        *(pytest.param(*each, marks=pytest.mark.full) for each in FULL),
-    ],
+    [('ResNet', 'float32', 1), *(pytest.param(*each, marks=pytest.mark.full) for each in FULL)],
 )
 def test_every_tap_is_captured_and_logits_stay_within_rounding(network, dtype, unroll):
     model, params, images = made(EVERY[network][0], dtype=dtype, unroll=unroll)

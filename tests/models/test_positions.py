@@ -5,11 +5,7 @@ import pytest
 from tests import tiny
 from vit_jax.base.errors import UserError
 from vit_jax.models import build
-from vit_jax.models.positions import (
-    as_array,
-    rotation,
-    sincos2d,
-)
+from vit_jax.models.positions import as_array, rotation, sincos2d
 
 
 def test_rotated_queries_and_keys_know_how_far_apart_they_are_and_no_more():

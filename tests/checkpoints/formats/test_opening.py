@@ -418,10 +418,7 @@ def test_preprocessing_survives_in_the_words_of_transformers(kind, resize, tmp_p
         crop=kind(resize=resize), exif_rotation=False, mean=(1.0, 2.0, 3.0), std=(4.0, 5.0, 6.0)
     )
     config = tiny.model(
-        gelu='exact',
-        image_size=(224, 224),
-        patch_size=(112, 112),
-        position_resize='bicubic',
+        gelu='exact', image_size=(224, 224), patch_size=(112, 112), position_resize='bicubic'
     )
     network = loaded(config, huggingface.HUGGINGFACE, preprocessing=preprocessing)
     assert not vit_jax.save(network, str(tmp_path / 'hf'))

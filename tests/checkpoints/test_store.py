@@ -187,6 +187,22 @@ def test_what_is_no_checkpoint_is_explained(saved, tmp_path):
     assert store.checkpoint_folder(str(folder)).name == '4'
 
 
+def test_reading_what_is_damaged_is_an_error_in_one_sentence(saved):
+    folder, checkpoints = saved
+    for path in (folder / 'checkpoints/4/params').rglob('*'):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    (folder / 'checkpoints/4/card.json').write_text('[]')
+    like = PARAMS, TRAINING
+    for read in (
+        lambda: checkpoints.restore(4, like, (shardings(PARAMS), shardings(TRAINING))),
+        lambda: store.load_card(str(folder)),
+        lambda: store.load_params(str(folder)),
+    ):
+        with pytest.raises(ValueError, match='checkpoint .*/4: (damaged|cannot be read)'):
+            read()
+
+
 def test_a_store_that_cannot_be_reached_is_no_damage(bucket):
     for file, text in ('digests.json', b'{}'), ('card.json', b'{"step": 20}'):
         bucket.put(f'run/checkpoints/20/{file}', text, {})

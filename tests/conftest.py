@@ -27,10 +27,7 @@ os.environ['JAX_CPU_ENABLE_ASYNC_DISPATCH'] = '0'
 os.environ['JAX_PLATFORMS'] = 'cpu'
 # Behind nohup, and in the background of a script, these are ignored, and the processes that the
 # tests start would ignore them too.
-for number, usual in (
-    (signal.SIGINT, signal.default_int_handler),
-    (signal.SIGHUP, signal.SIG_DFL),
-):
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, usual)
 ROOT = pathlib.Path(__file__).parent.parent
@@ -68,7 +65,7 @@ LONGEST = [  # by the seconds that they take
     'experiment/test_stopping.py',
     'test_families_in_use.py',
     'test_pretrained.py',
-    'test_device_benchmark.py',
+    'test_benchmarks.py',
     'test_visualize.py',
     'models/test_vit.py',
     'test_study.py',

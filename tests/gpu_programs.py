@@ -72,7 +72,7 @@ def odd(model):
     return dataclasses.replace(model, image_size=(36, 36))
 
 
-DINO = {'gelu': None, 'layer_scale': 1e-5, 'registers': 4, 'pool': 'cls_gap'}
+DINO = {'gelu': None, 'layer_scale': 1e-5, 'registers': 4, 'pool': 'cls_gap', 'positions': 'rope'}
 VIT_22B = {'norm': 'rms', 'qk_norm': True, 'parallel': True, 'positions': 'learned2d'}
 NOISE = {
     'regularization': Regularization(dropout=0.1, stochastic_depth=0.1),
@@ -84,17 +84,14 @@ PROGRAMS = {
     'vit, cudnn, dropout and RandAugment': Program(
         vit(depth=2), Compute(attention='cudnn'), changes=NOISE
     ),
-    'vit, blockwise, as in DINOv2': Program(vit(**DINO), Compute(attention='blockwise')),
+    'vit, blockwise, as in DINOv3': Program(vit(**DINO), Compute(attention='blockwise')),
     'vit, xla, batched, as in ViT-22B': Program(
         vit(**VIT_22B), Compute(layout='batched', attention='xla')
     ),
-    'vit, float32, attention pooling, heads of 12': Program(
-        vit(width=48, num_heads=4, pool='map'), Compute(dtype='float32')
+    'vit, float32, attention pooling, heads of 12, relative positions': Program(
+        vit(width=48, num_heads=4, pool='map', positions='relative'), Compute(dtype='float32')
     ),
     'vit, remat=dots, masked patches': Program(VIT, Compute(remat='dots'), changes=MASKED),
-    'vit, relative positions': Program(vit(positions='relative')),
-    'vit, rope': Program(vit(positions='rope')),
-    'vit, eval': Program(VIT, step='eval'),
     'vit, features': Program(VIT, step='features'),
     'hybrid': Program(HYBRID),
     'hybrid, odd, float32': Program(odd(HYBRID), Compute(dtype='float32')),
@@ -102,14 +99,12 @@ PROGRAMS = {
         hybrid((1,), patch_size=(2, 2)), Compute(layout='batched')
     ),
     'hybrid of a root': Program(hybrid((), patch_size=(2, 2))),
-    'hybrid, eval': Program(HYBRID, step='eval'),
     'hybrid, odd, features': Program(odd(HYBRID), step='features'),
     'resnet': Program(RESNET),
     'resnet, odd, batched, remat=dots': Program(
         odd(RESNET), Compute(layout='batched', remat='dots')
     ),
     'resnet, odd, eval': Program(odd(RESNET), step='eval'),
-    'resnet, features': Program(RESNET, step='features'),
 }
 
 

@@ -12,7 +12,7 @@ from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import google
 from vit_jax.checkpoints.formats.opening import FORMATS, OURS
 from vit_jax.data.image_preprocessing import Preprocessing
-from vit_jax.models import Backbone, ResNetConfig, build
+from vit_jax.models import Backbone, ResNetConfig
 from vit_jax.pretrained import Loaded
 
 HYBRID = tiny.model(
@@ -32,8 +32,7 @@ ENDINGS = {form.name: '' if form.file_name else form.suffix for form in FORMATS}
 
 def loaded(config, format=google.GOOGLE, layout=None, **card) -> Loaded:
     """A network with random parameters, as if it had been read from a file of such a layout."""
-    params = jax.eval_shape(build(config).init, jax.random.key(0))
-    params = jax.tree.map(np.asarray, tiny.random_params(params))
+    params = jax.tree.map(np.asarray, tiny.built(config)[1])
     card = {'preprocessing': Preprocessing(exif_rotation=False)} | card
     card = Card(model=config, grid=config.grid, **card)
     layout = layout or format.usual_layout(config)

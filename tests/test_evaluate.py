@@ -34,11 +34,6 @@ def run(*arguments):
     return evaluate.main(evaluate.make_parser().parse_args([str(a) for a in arguments]))
 
 
-def head_report(**changes):
-    values = {'images': 1, 'means': {'loss': 0.0}, 'classes': [], 'names': [], 'confusion': None}
-    return head.HeadReport(**values | changes)
-
-
 def saved(tmp_path, network, name='network'):
     vit_jax.save(network, tmp_path / name, 'vit_jax')
     return tmp_path / name
@@ -130,22 +125,6 @@ def test_other_labels_of_images_of_several_classes_are_measured_as_training_does
     assert run(tmp_path / 'run', *asked) == 0
     assert result(tmp_path / 'out')['means'] == reported
     assert 'mean_average_precision' in reported
-
-
-def test_what_is_written_is_json_whatever_the_numbers(tmp_path):
-    numbers = {'loss': float('nan'), 'accuracy': 0.5}
-    found = head_report(means=numbers)
-    arguments = evaluate.make_parser().parse_args(['network', '--data=data'])
-    evaluate._write_files(tmp_path, found, network_with(3), arguments, {})
-    assert result(tmp_path)['means'] == {'loss': None, 'accuracy': 0.5}
-
-
-def test_the_name_of_a_class_cannot_write_on_the_screen():
-    classes = [{'class': 'a\x1b[2J', 'images': 1, 'accuracy': 0.0}]
-    table = np.array([[0, 1], [0, 0]])
-    found = head_report(classes=classes, names=['a\x1b[2J', 'b\n'], confusion=table)
-    said = evaluate._describe_report(found)
-    assert said[-1].endswith(r'a\x1b[2J, taken for b\n') and '\x1b' not in ''.join(said)
 
 
 def network_with(classes, names=()):

@@ -8,6 +8,7 @@ import pytest
 
 import vit_jax
 from tests import reference, tiny
+from tests.networks import loaded
 from vit_jax import visualize
 from vit_jax.distributed.meshes import MeshConfig
 from vit_jax.evaluation.probing import FewshotConfig
@@ -20,41 +21,46 @@ pytestmark = pytest.mark.full
 # Which differ by what tokens there are and which are pooled.
 FIGURES = 'filters,positions,attention_distance,rollout,attention_maps,residuals,localisation'
 TPU = Compute(remat='block', layout='batched', attention='xla')  # as on a TPU
-NAMES = {
-    'clip_openclip': 'a norm before the blocks, QuickGELU, a projection',
-    'deit_hf_dist': 'a distillation token, two heads',
-    'dinov2_timm_swiglu': 'SwiGLU, LayerScale',
-    'dinov3_hf': 'rotated queries and keys, registers',
-    'siglip_timm_remainder': 'attention pooling, pixels that fill no patch',
-}
 TOKENS = 'deit_hf_dist', 'dinov3_hf', 'siglip_timm_remainder'  # each has others
+# A norm before the blocks, registers, SwiGLU, LayerScale, rotations and attention pooling.
+ALL_OPTIONS = tiny.model(
+    pre_norm=True,
+    registers=2,
+    gelu=None,
+    layer_scale=0.1,
+    positions='rope',
+    qk_norm=True,
+    pool='map',
+)
 
 
-def experiment(name, **changes):
-    start = reference.family(name)
+def experiment(start, **changes):
     return tiny.experiment(model=None, start_from=start, total=Duration(steps=4), **changes)
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', ['all options', 'deit_hf_dist'])
 def test_a_fine_tuning_is_the_same_on_devices_that_share_everything(name, tmp_path):
     """Batch, parameters, heads and hidden layers; what was trained is loaded as any network."""
-    alone = training_run.train(experiment(name, mesh=MeshConfig(data=8)), str(tmp_path / 'alone'))
+    start = str(tmp_path / 'all') if name == 'all options' else reference.family(name)
+    if name == 'all options':
+        vit_jax.save(loaded(ALL_OPTIONS), start, 'vit_jax')
+    alone = training_run.train(experiment(start, mesh=MeshConfig(data=8)), str(tmp_path / 'alone'))
     mesh = MeshConfig(data=2, fsdp=2, tensor=2, fsdp_min_mb=0.0)
-    shared = training_run.train(experiment(name, mesh=mesh, compute=TPU), str(tmp_path / 'shared'))
+    shared = training_run.train(experiment(start, mesh=mesh, compute=TPU), str(tmp_path / 'shared'))
     loss, same = (result.evals['test']['loss'] for result in (alone, shared))
     assert np.isfinite(loss) and abs(loss - same) < 1e-4  # sums in another order
     network = vit_jax.load(tmp_path / 'shared')
     assert isinstance(network.config, ViTConfig) and network.config.num_classes == tiny.CLASSES
-    begun = vit_jax.load(reference.family(name), num_classes=None)
+    begun = vit_jax.load(start, num_classes=None)
     assert network.preprocessing == begun.preprocessing
     assert network.params.keys() >= begun.params.keys() - {'pre_logits'}
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', TOKENS)
 def test_features_are_probed(name, tmp_path):
-    fewshot = FewshotConfig(shots=(2,), seeds=(0,))
-    found, _ = probing_run.probe(experiment(name, fewshot=fewshot), str(tmp_path))
-    assert found['checkpoint'] == reference.family(name)
+    start, fewshot = reference.family(name), FewshotConfig(shots=(2,), seeds=(0,))
+    found, _ = probing_run.probe(experiment(start, fewshot=fewshot), str(tmp_path))
+    assert found['checkpoint'] == start
 
 
 @pytest.mark.parametrize('name', TOKENS)
@@ -69,6 +75,8 @@ def test_figures_are_drawn(name, tmp_path, capsys):
 @pytest.mark.parametrize('name', TOKENS)
 def test_a_fine_tuning_is_planned(name):
     pytest.importorskip('libtpu', reason="no TPU compiler: pip install -e '.[tpu]'")
-    config = memory_plan.without_data(experiment(name), num_classes=10, num_images=100)
+    config = memory_plan.without_data(
+        experiment(reference.family(name)), num_classes=10, num_images=100
+    )
     found = memory_plan.compile_step(config, ahead_of_time.find_topology('v5e:2x4'))
     assert found.peak > found.state > 0

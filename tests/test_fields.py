@@ -1,7 +1,7 @@
 """Every field of a configuration matters: with another value there is another program or batch.
 
 A program is seen in its jaxpr and in where its arrays are, a batch in its bytes. What changes
-neither is named in ELSEWHERE.
+neither is named in ELSEWHERE. Values that make no sense are rejected by their field.
 """
 
 import functools
@@ -16,7 +16,9 @@ import pytest
 
 from tests import tiny
 from vit_jax.base import records
+from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record
+from vit_jax.checkpoints.card import Hints
 from vit_jax.config import EvalConfig, TrainConfig
 from vit_jax.data.augmentation import Augmentation, RandAugment
 from vit_jax.data.image_preprocessing import (
@@ -28,9 +30,10 @@ from vit_jax.data.image_preprocessing import (
 )
 from vit_jax.data.loading import abstract_batch, training_batches
 from vit_jax.distributed.meshes import MeshConfig
+from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment
-from vit_jax.models import Backbone, ResNetConfig
+from vit_jax.models import Backbone, ResNetConfig, ViTConfig
 from vit_jax.training.duration import Duration
 from vit_jax.training.masked_patches import MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
@@ -49,8 +52,12 @@ def with_optimizer(**values):
     return base(optimizer=OptimizerConfig(**values))
 
 
+def prepared(crop):
+    return base(image_size=(16, 8), preprocessing=Preprocessing(crop=crop))
+
+
 def with_augmentation(**values):
-    return base(augmentation=Augmentation(**values))
+    return base(image_size=(16, 8), augmentation=Augmentation(**values))
 
 
 def with_objective():
@@ -62,6 +69,7 @@ def with_mesh(**values):
 
 
 RESNET = ResNetConfig(image_size=(8, 8), backbone=Backbone(blocks=(1,), width=32))
+ONE = RandAugment(layers=1)
 # The field, another value for it, and the experiment in which it matters.
 CHANGES = [
     ('train_split', 'train[:100]', base()),
@@ -99,55 +107,23 @@ CHANGES = [
     ('preprocessing', Preprocessing(crop=CentralCrop(scale=2.0)), base()),
     ('preprocessing.mean', (1.0, 2.0, 3.0), base(preprocessing=Preprocessing())),
     ('preprocessing.std', (1.0, 2.0, 3.0), base(preprocessing=Preprocessing())),
-    (
-        'preprocessing.crop.scale',
-        2.0,
-        base(preprocessing=Preprocessing(crop=CentralCrop(scale=1.5))),
-    ),
-    (
-        'preprocessing.crop.keep_aspect',
-        False,
-        base(image_size=(16, 8), preprocessing=Preprocessing(crop=CentralCrop(scale=1.5))),
-    ),
-    (
-        'preprocessing.crop.rounding',
-        'timm',
-        base(image_size=(16, 8), preprocessing=Preprocessing(crop=CentralCrop(scale=1.45))),
-    ),
-    (
-        'preprocessing.crop.resize',
-        'bicubic_antialias',
-        base(image_size=(16, 8), preprocessing=Preprocessing(crop=Resize())),
-    ),
-    (
-        'preprocessing.crop.resize',
-        'bicubic_antialias',
-        base(image_size=(16, 8), preprocessing=Preprocessing(crop=CentralCrop())),
-    ),
+    ('preprocessing.crop.scale', 2.0, prepared(CentralCrop(scale=1.5))),
+    ('preprocessing.crop.keep_aspect', False, prepared(CentralCrop(scale=1.5))),
+    ('preprocessing.crop.rounding', 'timm', prepared(CentralCrop(scale=1.45))),
+    ('preprocessing.crop.resize', 'bicubic_antialias', prepared(Resize())),
+    ('preprocessing.crop.resize', 'bicubic_antialias', prepared(CentralCrop())),
     ('model.head_bias', -10.0, base(model=RESNET)),
     ('model.image_size', (16, 8), base(model=RESNET)),
     ('augmentation.crop', InceptionCrop(), base()),
     ('augmentation.crop.area', (0.9, 1.0), with_augmentation(crop=InceptionCrop())),
     ('augmentation.crop.aspect', (1.0, 1.0), with_augmentation(crop=InceptionCrop())),
     ('augmentation.crop.scale', 2.0, with_augmentation(crop=RandomCrop())),
-    (
-        'augmentation.crop.keep_aspect',
-        False,
-        base(image_size=(16, 8), augmentation=Augmentation(crop=RandomCrop())),
-    ),
+    ('augmentation.crop.keep_aspect', False, with_augmentation(crop=RandomCrop())),
     ('augmentation.shift_pixels', 1, base()),
     ('augmentation.flip', True, base()),
     ('augmentation.randaugment.layers', 1, base()),
-    (
-        'augmentation.randaugment.magnitude',
-        15.0,
-        with_augmentation(randaugment=RandAugment(layers=1)),
-    ),
-    (
-        'augmentation.randaugment.contrast',
-        'pixel_count',
-        with_augmentation(randaugment=RandAugment(layers=1)),
-    ),
+    ('augmentation.randaugment.magnitude', 15.0, with_augmentation(randaugment=ONE)),
+    ('augmentation.randaugment.contrast', 'pixel_count', with_augmentation(randaugment=ONE)),
     ('augmentation.erasing', 0.5, base()),
     ('augmentation.mixup', 0.5, base()),
     ('augmentation.cutmix', 0.5, base()),
@@ -314,3 +290,37 @@ def test_every_field_changes_a_program_or_a_batch_unless_it_is_said_not_to():
     seen = {(type(holder).__name__, name) for holder, name in holders}
     seen |= {(kind, name) for kind, names in ELSEWHERE.items() for name in names.split()}
     assert not set(fields(TrainConfig)) - seen
+
+
+NONSENSE = {
+    'random crops of test images': (FewshotConfig, {'crop': RandomCrop()}, 'crop: a random crop'),
+    'random crops of all images': (Preprocessing, {'crop': InceptionCrop()}, 'augmentation.crop'),
+    'a draw that counts twice': (FewshotConfig, {'seeds': (0, 0)}, r'seeds=\(0, 0\): .* once'),
+    'shots that count twice': (FewshotConfig, {'shots': (5, 5)}, r'shots=\(5, 5\): .* once'),
+    'no shots': (FewshotConfig, {'shots': ()}, r'shots=\(\): expected at least one'),
+    'negative heads': (Hints, {'num_heads': -7}, 'num_heads=-7: expected at least 1'),
+    'a negative epsilon': (Hints, {'layer_norm_epsilon': -1.0}, 'layer_norm_epsilon=-1.0'),
+    'a negative grid': (Hints, {'grid': (0, -3)}, 'grid='),
+    'a seed that jax does not take': (tiny.experiment, {'seed': 2**70}, 'seed=.*less than'),
+    'no timescale': (
+        ScheduleConfig,
+        {'kind': 'rsqrt', 'rsqrt_timescale': Duration(steps=0)},
+        'rsqrt_timescale is 0',
+    ),
+    'a bias that is no number': (ViTConfig, {'head_bias': float('nan')}, 'head_bias=nan'),
+    'a half pattern': (OptimizerConfig, {'frozen': ('(',)}, "'\\(' is no regular expression"),
+    'a half rule': (MeshConfig, {'rules': (('(', ('data',)),)}, "'\\(' is no regular expression"),
+}
+
+
+@pytest.mark.parametrize('what', NONSENSE)
+def test_nonsense_is_refused_where_it_is_written(what):
+    made, values, message = NONSENSE[what]
+    with pytest.raises(UserError, match=message):
+        made(**values)
+
+
+def test_an_array_is_no_choice():
+    assigned = tiny.assigned(ViTConfig(), pool=np.array(['cls', 'gap']))
+    with pytest.raises(UserError, match=r'model.pool=array\(.*expected one of cls, gap'):
+        records.checked(assigned, where='model')

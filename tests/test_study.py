@@ -186,21 +186,9 @@ def test_a_mean_is_drawn_in_place_of_what_it_is_of():
     assert lines_of(Drawing(x='size'), rows) == {'task a': [(0.0, 0.5)]}
 
 
-def test_before_there_is_something_to_draw_there_is_no_picture(capsys):
-    grids = {'train': Grid(axes={'depth': {'1': {}}}), 'tune': Grid(axes={'on': {'a': {}}})}
-    one = Study(title='T', base=tiny.experiment(), grids=grids, draw=Drawing(x='on'))
-    assert study._picture(one, ROWS) is None
-    assert 'no picture yet: nothing has test/accuracy over on' in capsys.readouterr().out
-
-
 def test_a_file_is_no_work_directory(tmp_path):
     (tmp_path / 'file').touch()
     one = Study(title='T', base=tiny.experiment(), grids={'train': Grid()})
     wrong = argparse.Namespace(config=one, workdir=str(tmp_path / 'file'), only='', list=True)
     with pytest.raises(UserError, match='/file: expected a folder, but it is a file$'):
         study.main(wrong)
-
-
-def test_a_pattern_that_is_none_is_said():
-    with pytest.raises(argparse.ArgumentTypeError, match='no regular expression'):
-        study._pattern('(')

@@ -3,13 +3,8 @@
 Skipped, visibly, without the `torch` extra.
 """
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import sys
 import types
 from dataclasses import replace
-from enum import Enum
 
 import jax
 import numpy as np
@@ -25,6 +20,7 @@ from vit_jax.models import build, variant
 REASON = 'the torch extra is not installed: pip install -e ".[torch]"'
 torch = pytest.importorskip('torch', reason=REASON)
 transformers = pytest.importorskip('transformers', reason=REASON)
+timm = pytest.importorskip('timm', reason=REASON)
 
 # timm's name, with what is not its default: the published weights go with the tanh GELU.
 TIMM = {
@@ -36,50 +32,6 @@ TIMM = {
 # float32 rounding; the hybrids are up to 50 layers deep before the first block
 TOLERANCE = {'Ti/16': 1e-5, 'B/32': 1e-5, 'R+Ti/16': 1e-5, 'R50+B/16': 5e-5}
 IMAGES = np.random.default_rng(1).uniform(-1, 1, (2, 224, 224, 3)).astype(np.float32)
-
-
-class _Stub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """An empty torchvision, which timm imports and this does not use."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name.split('.')[0] == 'torchvision':
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec):
-        module = types.ModuleType(spec.name)
-        module.__getattr__ = self._attribute
-        return module
-
-    def exec_module(self, module):
-        pass
-
-    @staticmethod
-    def _attribute(name):
-        if name.startswith('__'):
-            raise AttributeError(name)
-        if name == 'InterpolationMode':
-            return Enum(
-                name,
-                {
-                    n: n.lower()
-                    for n in ('NEAREST', 'BILINEAR', 'BICUBIC', 'BOX', 'HAMMING', 'LANCZOS')
-                },
-            )
-        return type(name, (), {})
-
-
-@pytest.fixture(scope='module')
-def timm():
-    if importlib.util.find_spec('timm') is None:
-        pytest.skip(REASON)
-    finder = None
-    if importlib.util.find_spec('torchvision') is None:
-        finder = _Stub()
-        sys.meta_path.append(finder)
-    yield importlib.import_module('timm')
-    if finder:
-        sys.meta_path.remove(finder)
 
 
 @pytest.fixture(scope='module', params=TIMM)
@@ -125,7 +77,7 @@ def torch_logits(model):
     return getattr(out, 'logits', out).numpy()
 
 
-def test_timm_and_its_npz_reader_give_the_same_logits(timm, network, tmp_path):
+def test_timm_and_its_npz_reader_give_the_same_logits(network, tmp_path):
     name, ours = network
     vit_jax.save(ours, str(tmp_path / 'x.npz'))
     model = timm.create_model(TIMM[name], act_layer='gelu_tanh', num_classes=1000)
@@ -138,7 +90,7 @@ def test_timm_and_its_npz_reader_give_the_same_logits(timm, network, tmp_path):
     np.testing.assert_allclose(logits, theirs, rtol=0, atol=TOLERANCE[name])
 
 
-def test_timm_takes_what_is_written_for_it_and_its_own_files_are_read(timm, network, tmp_path):
+def test_timm_takes_what_is_written_for_it_and_its_own_files_are_read(network, tmp_path):
     from safetensors.torch import load_file, save_file
 
     name, ours = network
@@ -172,7 +124,7 @@ def test_transformers_gives_the_same_logits_and_its_files_are_read(network, tmp_
 
 @pytest.mark.full
 @pytest.mark.parametrize('name', sorted({n.partition('.')[0] for n in reference.timm_names()}))
-def test_one_block_of_what_timm_publishes_computes_the_same(name, timm, tmp_path):
+def test_one_block_of_what_timm_publishes_computes_the_same(name, tmp_path):
     """With parameters that are drawn; what is not supported is skipped, in its own words."""
     torch.manual_seed(0)
     try:

@@ -5,6 +5,7 @@ import itertools
 import shutil
 
 import chex
+import cv2
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,7 @@ from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed.processes import Job
 from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment
-from vit_jax.models import ViTConfig
+from vit_jax.models import ViTConfig, build
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
@@ -101,6 +102,12 @@ def random_params(params, *, scale: float = 0.3):
     )
 
 
+def built(config: ViTConfig, **options):
+    """A model, and parameters of it that are drawn."""
+    model = build(config, **options)
+    return model, random_params(jax.eval_shape(model.init, jax.random.key(0)))
+
+
 def assigned(config, **changes):
     """As the command line does it: without a look at the types."""
     for name, value in changes.items():
@@ -115,3 +122,13 @@ def assert_resumes_to_the_same_bits(config, folder):
     shutil.rmtree(folder / 'parts' / 'checkpoints' / '6')
     resumed = training_run.train(config(3), str(folder / 'parts'))
     chex.assert_trees_all_equal(resumed.state, whole)
+
+
+def draw_photos(folder, shapes, *, ending='png'):
+    """Writes an image of random pixels for each shape (height, width), by number; the folder."""
+    rng = np.random.default_rng(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, shape in enumerate(shapes):
+        pixels = rng.integers(0, 256, (*shape, 3), np.uint8)
+        cv2.imwrite(str(folder / f'{number}.{ending}'), pixels)
+    return folder

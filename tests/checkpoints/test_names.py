@@ -352,10 +352,7 @@ def test_a_published_file_is_as_large_as_the_network_of_its_name(name):
     config = variant(named, image_size=(side, side), num_classes=21_843 if pretrained else 1000)
     if collection == 'vit' and pretrained:  # which have a hidden layer in their head
         config = variant(
-            named,
-            image_size=(side, side),
-            num_classes=21_843,
-            representation_size=config.width,
+            named, image_size=(side, side), num_classes=21_843, representation_size=config.width
         )
     size = 4 * parameter_count(config) / 2**20
     assert abs(published(name).mebibytes - size) < 1

@@ -122,13 +122,13 @@ def test_the_disk_holds_one_checkpoint_more_than_are_kept_at_any_time(tmp_path):
 
     thread = threading.Thread(target=count)
     thread.start()
-    for step in range(60):
+    for step in range(20):
         checkpoints.save(step, PARAMS, TRAINING, CARD | {'step': step}, {})
     checkpoints.wait()
     done.set()
     thread.join()
     checkpoints.close()
-    assert max(counts) == 3 and digests.steps(folder) == [59, 58]
+    assert max(counts) == 3 and digests.steps(folder) == [19, 18]
 
 
 def test_a_checkpoint_whose_arrays_orbax_has_lost_gets_no_name(tmp_path, monkeypatch):
@@ -187,20 +187,20 @@ def test_what_is_no_checkpoint_is_explained(saved, tmp_path):
     assert store.checkpoint_folder(str(folder)).name == '4'
 
 
-def test_a_damaged_checkpoint_is_an_error_in_one_sentence(saved):
+def test_reading_what_is_damaged_is_an_error_in_one_sentence(saved):
     folder, checkpoints = saved
-    card = folder / 'checkpoints' / '4' / 'card.json'
-    for file in (folder / 'checkpoints' / '4' / 'params').rglob('*'):
-        if file.is_file():
-            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(ValueError, match='checkpoint .*/4: (damaged|cannot be read)'):
-        store.load_params(str(folder))
-    with pytest.raises(ValueError, match='checkpoint .*/4: (damaged|cannot be read)'):
-        checkpoints.restore(4, (PARAMS, TRAINING), (shardings(PARAMS), shardings(TRAINING)))
-    for text in '{"step": ', '12', '[]':
-        card.write_text(text)
+    for path in (folder / 'checkpoints/4/params').rglob('*'):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    (folder / 'checkpoints/4/card.json').write_text('[]')
+    like = PARAMS, TRAINING
+    for read in (
+        lambda: checkpoints.restore(4, like, (shardings(PARAMS), shardings(TRAINING))),
+        lambda: store.load_card(str(folder)),
+        lambda: store.load_params(str(folder)),
+    ):
         with pytest.raises(ValueError, match='checkpoint .*/4: (damaged|cannot be read)'):
-            store.load_card(str(folder))
+            read()
 
 
 def test_a_store_that_cannot_be_reached_is_no_damage(bucket):

@@ -55,11 +55,7 @@ def arguments(*, blocks=12, heads=12, grid=(14, 14), patch=16, networks=2, name=
             smooth(rng, 8, *grid),
             'Where the class token looks, through all blocks',
         ),
-        'attention_maps': (
-            image[0],
-            smooth(rng, blocks, heads, *grid),
-            [*map(str, range(blocks))],
-        ),
+        'attention_maps': (image[0], smooth(rng, blocks, heads, *grid), [*map(str, range(blocks))]),
         'cka': (
             similarity,
             np.array(layers * networks),

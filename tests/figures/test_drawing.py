@@ -1,15 +1,21 @@
-"""Pictures: every letter can be read, colours mean what the bar says, equal numbers equal bytes."""
+"""Pictures and their page: all that is written can be read, equal numbers make equal bytes."""
 
+import base64
+import html.parser
+import io
 import itertools
+import re
 
 import jax
 import matplotlib
 import numpy as np
 import pytest
 from matplotlib.text import Text
+from PIL import Image
 
 from tests.figures import made_up
-from vit_jax.figures import drawing, style
+from vit_jax.figures import bitmaps, drawing, style
+from vit_jax.figures.page import Picture, Section, page
 
 PICTURES = sorted(made_up.arguments(blocks=1, heads=1, grid=(1, 1), patch=2))
 SIZES = {
@@ -129,3 +135,108 @@ def test_a_users_own_matplotlib_settings_change_no_picture():
     with matplotlib.rc_context({'font.size': 30, 'axes.facecolor': 'red', 'savefig.dpi': 20}):
         assert style.png(made_up.draw('probes', **SIZES['small'])) == before
         assert matplotlib.rcParams['font.size'] == 30
+
+
+SCRIPTS = {
+    'Latin': 'aäáàâãåæçéèêëğıíłñöøœőßşüžÄÖÜİ',
+    'Vietnamese': 'ăâđêôơưếộ',
+    'Greek': 'αβγδεζηθλμξπσφχψωΓΔΘΛΞΠΣΦΨΩ',
+    'Cyrillic': 'абвгджзийлпуфцчшщыэюяЖЩЮЯ',
+    'Chinese': '猫狗船鳥',
+    'Japanese': 'ねこイヌ',
+    'Korean': '고양이개',
+    'Hebrew': 'אבגדש',
+    'Arabic': 'قطجع',
+}
+LARGE = [pytest.param(*c, marks=pytest.mark.full) for c in ((100, 20), (1000, 2), (5000, 1))]
+
+
+def drawn(text):
+    image = bitmaps._blank(40, 400)
+    bitmaps._write(image, text, (5, 20))
+    return image
+
+
+@pytest.mark.parametrize('letters', SCRIPTS.values(), ids=SCRIPTS)
+def test_each_letter_of_a_script_is_drawn_and_none_as_a_box(letters):
+    pictures = {drawn(letter).tobytes() for letter in letters}
+    assert len(pictures) == len(letters)
+    assert not pictures & {drawn(text).tobytes() for text in (' ', '\U0010ffff', '?')}
+
+
+@pytest.mark.parametrize('name', ['caf\udce9', 'a\nb', 'a\x1b[2J', '', '\u202ecat', 40 * 'ü', '🐈'])
+def test_any_name_is_drawn_within_its_room(name):
+    tile = np.zeros((8, 8, 3), np.uint8)
+    sheet = np.asarray(bitmaps.contact_sheet([(name, [tile])], ['evaluation']))
+    frame = bitmaps._HEAD_HEIGHT + bitmaps._FRAME
+    assert (sheet[frame:, bitmaps._NAME_WIDTH - 4 : bitmaps._NAME_WIDTH] == 255).all()
+    assert (sheet[frame + 2 : -frame, bitmaps._NAME_WIDTH + bitmaps._FRAME :][:50, :50] == 0).all()
+    assert (
+        np.argwhere(drawn(name) < 255)[:, 1] <= 5 + bitmaps._text_width(name)
+    ).all() or name == '🐈'
+    bitmaps.confusion_matrix(np.eye(2, dtype=int), [name, 'Straßenbahn'])
+
+
+@pytest.mark.parametrize('classes, cell', [(1, 48), (10, 48), *LARGE])
+def test_the_matrix_shows_every_class_and_every_error(classes, cell):
+    """On the diagonal dark, one error of one image visible, elsewhere white."""
+    matrix = 20 * np.eye(classes, dtype=int)
+    matrix[0, -1] += 1
+    image = bitmaps.confusion_matrix(matrix, [f'class {i}' for i in range(classes)])
+    assert max(image.size) < 2300
+    pixels = np.asarray(image).astype(int)
+    side = cell * -(-classes // max(1, -(-classes // 2000)))
+    margin = image.height - side - 2 * bitmaps._LINE
+    inside = pixels[margin : margin + side, margin : margin + side, 0]
+    assert inside.shape == (side, side)
+    assert inside[1 % cell, 1 % cell] < 40
+    if classes > 1:
+        assert 40 < inside[1 % cell, side - 1] < 200
+        assert inside[side - 1, 1 % cell] == 255
+
+
+HOSTILE = '</title></style><script>alert(1)</script> "\' onerror=x & &lt; {title} $x$ é 猫 \u202e'
+
+
+def image(width=2000, height=60):
+    file = io.BytesIO()
+    Image.fromarray(np.zeros((height, width), np.uint8)).save(file, 'png')
+    return file.getvalue()
+
+
+def a_page(text):
+    pictures = [Picture(image(), text, text)] * 2
+    sections = [Section(text, text, pictures), Section(text, text, left_out=text)]
+    return page(text, [text, text], sections)
+
+
+class Reader(html.parser.HTMLParser):
+    """The tags with their attributes, and the text between them."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.tags, self.texts = [], []
+        self.feed(source)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, [name for name, _ in attributes]))
+        self.texts += [value for name, value in attributes if name == 'alt']
+
+    def handle_data(self, text):
+        self.texts.append(text)
+
+
+def test_no_text_changes_what_the_page_is():
+    page_of_hostile, plain = Reader(a_page(HOSTILE)), Reader(a_page('plain'))
+    assert page_of_hostile.tags == plain.tags
+    written = HOSTILE.replace('\u202e', '\ufffd')
+    expected = [written if text == 'plain' else text for text in plain.texts]
+    assert page_of_hostile.texts == expected and expected.count(written) > 10
+    assert a_page(HOSTILE).isascii()
+
+
+def test_every_title_is_in_the_contents_and_every_picture_is_there_to_the_byte():
+    source = a_page('plain')
+    assert re.findall(r'href="#(\w+)"', source) == re.findall(r'<section id="(\w+)"', source)
+    pictures = re.findall(r'base64,([^"]+)"', source)
+    assert [base64.b64decode(picture) for picture in pictures] == [image()] * 2

@@ -182,12 +182,6 @@ def test_a_patch_sees_itself_alone_before_tokens_are_mixed():
     assert (after[:, ~outside] > 0).all() and not after[:, outside].any()
 
 
-def test_single_patches_are_spread_over_rows_and_columns():
-    grid = probing._spread((8, 8))
-    assert len(np.unique(grid)) == 9 and len(np.unique(grid % 8)) == 3
-    assert probing._spread((2, 1)).tolist() == [0] and probing._spread((3, 3)).tolist() == [4]
-
-
 @pytest.mark.full
 def test_subsets_of_heads_go_from_near_to_far():
     windows = representations._windows(np.array([3.0, 1.0, 4.0, 2.0, 9.0, 6.0]))

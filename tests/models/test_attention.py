@@ -20,13 +20,6 @@ OFFSETS = jax.random.normal(jax.random.key(2), (9, 4, 8))
 QUERY_72 = jax.random.normal(jax.random.key(1), (3, 2, 5, 4, 72))
 
 
-def test_attend_is_the_weights_times_the_values():
-    weights = attention.attention_weights(QUERY, KEY)
-    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-6)
-    expected = jnp.einsum('bhqn,bnhk->bqhk', weights, VALUE)
-    np.testing.assert_allclose(attention.attend(QUERY, KEY, VALUE), expected, atol=1e-6)
-
-
 def by_definition(query, key, value, offsets):
     """q . (k + r) of every pair, with the vector r of its offset: an array (q n h k)."""
     queries, keys = query.shape[1], key.shape[1]
@@ -259,14 +252,6 @@ def test_a_higher_precision_of_products_has_no_kernel():
     with jax.default_matmul_precision('highest'):
         assert 'pallas_call' not in str(jax.make_jaxpr(traced)(*[QUERY] * 3))
     assert 'pallas_call' in str(jax.make_jaxpr(traced)(*[QUERY] * 3))
-
-
-@pytest.mark.parametrize(
-    'length, most', [(5, 128), (1025, 1280), (1601, 1792), (2048, 2048), (4097, 4480)]
-)
-def test_a_sequence_is_filled_up_to_few_even_blocks(length, most):
-    size, together = attention._even_blocks(length)
-    assert together == most and together % size == 0 and size % 128 == 0 and size <= 1024
 
 
 @pytest.mark.full

@@ -1,6 +1,5 @@
 """`Model.capture` computes only the named taps, and the same logits."""
 
-import collections
 import pathlib
 import re
 
@@ -11,7 +10,7 @@ import pytest
 
 from tests import tiny
 from vit_jax.base.errors import UserError
-from vit_jax.models import Backbone, Compute, ResNetConfig, build
+from vit_jax.models import Backbone, Compute, ResNetConfig
 
 BACKBONE = Backbone(blocks=(1, 1), width=32)
 HYBRID = {'image_size': (64, 48), 'patch_size': (2, 1), 'backbone': BACKBONE}
@@ -31,8 +30,7 @@ EVERY = {
 
 
 def made(config, **compute):
-    model = build(config, compute=Compute(**compute))
-    params = tiny.random_params(jax.eval_shape(model.init, jax.random.key(0)))
+    model, params = tiny.built(config, compute=Compute(**compute))
     return model, params, tiny.images(config=config)
 
 
@@ -42,10 +40,7 @@ FULL.append(('ViT', 'bfloat16', 3))
 
 @pytest.mark.parametrize(
     'network, dtype, unroll',
-    [
-        ('ResNet', 'float32', 1),
-        *(pytest.param(*each, marks=pytest.mark.full) for each in FULL),
-    ],
+    [('ResNet', 'float32', 1), *(pytest.param(*each, marks=pytest.mark.full) for each in FULL)],
 )
 def test_every_tap_is_captured_and_logits_stay_within_rounding(network, dtype, unroll):
     model, params, images = made(EVERY[network][0], dtype=dtype, unroll=unroll)
@@ -74,73 +69,6 @@ def test_the_tables_list_every_tap_and_no_other(network):
     found = {re.sub(r'unit\d', 'unitU', re.sub(r'stage\d', 'stageS', name)) for name in names}
     absent = {} if network == 'ViT' else {name for name in table if name.startswith('pool/')}
     assert found == table - {*absent}
-
-
-def test_taps_are_those_of_equations_1_to_4_in_numpy():
-    config = tiny.model(num_classes=None)
-    model, params, images = made(config)
-    names = [name for name in sorted(VIT_TAPS) if not name.startswith('pool/')]
-    features, seen = model.capture(params, images, names)
-    expected = equations(config, jax.tree.map(lambda x: np.asarray(x, np.float64), params), images)
-    assert set(expected) == set(seen)
-    for name, arrays in expected.items():
-        for one, other in zip(jax.tree.leaves(seen[name]), arrays, strict=True):
-            # float32 against float64, through three blocks
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5, err_msg=name)
-    np.testing.assert_allclose(features, expected['norm'][0][:, 0], rtol=1e-4, atol=1e-5)
-
-
-def equations(config, params, images):
-    """Equations 1 to 4 of the paper in float64, all that they name on the way."""
-
-    def norm(x, p):
-        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
-        return x * p['scale'] + p['bias']
-
-    def gelu(x):
-        return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-
-    p = config.patch_size[0]
-    x = np.asarray(images, np.float64)
-    rows = [x[:, i : i + p, j : j + p] for i in range(0, 8, p) for j in range(0, 8, p)]
-    kernel, bias = params['embedding']['kernel'], params['embedding']['bias']
-    patches = np.stack([np.tensordot(row, kernel, 3) + bias for row in rows], axis=1)
-    z = np.concatenate([np.tile(params['cls'], (len(x), 1, 1)), patches], axis=1)
-    z = z + params['pos_embedding']
-    seen = {'embedding': [z]}
-    blocks = collections.defaultdict(list)
-    for index in range(config.depth):
-        block = jax.tree.map(lambda leaf, i=index: leaf[i], params['encoder']['block'])
-        attention, mlp = block['attention'], block['mlp']
-        y = norm(z, block['norm1'])
-        q, k, v = (
-            np.einsum('bnd,dhk->bnhk', y, attention[name]['kernel']) + attention[name]['bias']
-            for name in ('query', 'key', 'value')
-        )
-        weights = np.exp(np.einsum('bqhk,bnhk->bhqn', q, k) / np.sqrt(q.shape[-1]))
-        weights = weights / weights.sum(-1, keepdims=True)
-        heads = np.einsum('bhqn,bnhk->bqhk', weights, v)
-        out = np.einsum('bqhk,hkd->bqd', heads, attention['out']['kernel'])
-        out = out + attention['out']['bias']
-        blocks['norm1'].append([y])
-        blocks['attention/weights'].append([weights])
-        blocks['attention/heads'].append([heads])
-        blocks['attention/out'].append([out])
-        blocks['attention/residual'].append([z, out])
-        z = z + out
-        y = norm(z, block['norm2'])
-        hidden = gelu(y @ mlp['dense1']['kernel'] + mlp['dense1']['bias'])
-        out = hidden @ mlp['dense2']['kernel'] + mlp['dense2']['bias']
-        blocks['norm2'].append([y])
-        blocks['mlp/hidden'].append([hidden])
-        blocks['mlp/out'].append([out])
-        blocks['mlp/residual'].append([z, out])
-        z = z + out
-        blocks['tokens'].append([z])
-    seen |= {
-        name: [np.stack(each) for each in zip(*rows, strict=True)] for name, rows in blocks.items()
-    }
-    return seen | {'norm': [norm(z, params['encoder']['norm'])]}
 
 
 @pytest.mark.full
@@ -192,29 +120,6 @@ def test_a_block_without_skips_forgets_what_it_was_given():
     for index in (0, 2):
         total = seen['mlp/residual'][0][index] + seen['mlp/out'][index]
         np.testing.assert_allclose(seen['tokens'][index], total, rtol=1e-6)
-
-
-@pytest.mark.full
-def test_blocks_lie_along_the_first_axis_and_the_last_one_gives_the_features():
-    config = tiny.model(pool='none', num_classes=None, depth=4)
-    model, params, images = made(config)
-    features, seen = model.capture(params, images, ['tokens', 'attention/weights'])
-    assert seen['tokens'].shape == (4, 2, 4, config.width)
-    assert seen['attention/weights'].shape == (4, 2, config.num_heads, 4, 4)
-    np.testing.assert_allclose(seen['attention/weights'].sum(-1), 1, rtol=1e-6)
-    norm = params['encoder']['norm']
-    last = jax.nn.standardize(seen['tokens'][-1], epsilon=config.layer_norm_epsilon)
-    np.testing.assert_allclose(last * norm['scale'] + norm['bias'], features, atol=1e-5)
-
-
-@pytest.mark.full
-def test_the_weights_are_those_that_mix_the_values():
-    """Zero keys: every query sees every token alike."""
-    model, params, images = made(tiny.model())
-    key = params['encoder']['block']['attention']['key']
-    params['encoder']['block']['attention']['key'] = jax.tree.map(np.zeros_like, key)
-    _, seen = model.capture(params, images, ['attention/weights'])
-    np.testing.assert_allclose(seen['attention/weights'], 1 / 5, rtol=1e-6)
 
 
 def test_what_is_not_named_is_neither_computed_nor_kept():

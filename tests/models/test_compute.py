@@ -15,27 +15,41 @@ B16 = variant('B/16')
 GIB = 2**30
 
 
+LOW, LONG, RELATIVE = {'dtype': 'bfloat16'}, {'image_size': (640, 640)}, {'positions': 'relative'}
+CPU = {'dtype': 'float32', 'layout': 'flat', 'unroll': 1, 'attention': 'xla', 'remat': 'dots'}
+GPU = CPU | {'unroll': 12, 'remat': 'none'}
+TPU = CPU | {'layout': 'batched'}
+
+
 @pytest.mark.parametrize(
-    'platform, layout, unroll, attention, remat',
+    'platform, given, model, expected',
     [
-        ('cpu', 'flat', 1, 'xla', 'dots'),
-        ('gpu', 'flat', 12, 'xla', 'none'),
-        ('cuda', 'flat', 12, 'xla', 'none'),
-        ('tpu', 'batched', 1, 'xla', 'dots'),
+        ('cpu', {}, {}, CPU),
+        ('gpu', {}, {}, GPU),
+        ('cuda', {}, {}, GPU),
+        ('tpu', {}, {}, TPU),
+        ('tpu', {'unroll': 12}, {}, {'remat': 'none'}),  # a rolled loop alone recomputes
+        # cuDNN takes heads that are multiples of 8; 64 heads of 768 features have 12 each.
+        ('gpu', LOW, {}, {'attention': 'cudnn'}),
+        ('gpu', LOW, {'num_heads': 64}, {'attention': 'xla'}),
+        ('cpu', LOW, LONG, {'attention': 'blockwise'}),
+        ('gpu', LOW, LONG, {'attention': 'cudnn'}),
+        ('tpu', LOW, LONG, {'attention': 'splash'}),
+        *((p, LOW, RELATIVE, {'attention': 'xla'}) for p in ('cpu', 'gpu', 'tpu')),
+        *((p, {}, RELATIVE | LONG, {'attention': 'xla'}) for p in ('cpu', 'gpu', 'tpu')),
+        # In a loop, a separate last block is for few blocks; the head must not read patches.
+        ('cpu', {}, {'depth': 16}, {'last_block': 'class_tokens'}),
+        ('cpu', {}, {'depth': 17}, {'last_block': 'whole'}),
+        ('gpu', {}, {'depth': 17}, {'last_block': 'class_tokens'}),
+        ('cpu', {}, {'pool': 'cls_dist'}, {'last_block': 'class_tokens'}),
     ],
 )
-def test_each_kind_of_device_has_its_own_way(platform, layout, unroll, attention, remat):
-    chosen = resolve_compute(Compute(), B16, platform=platform, memory=math.inf)
-    assert chosen == Compute(
-        dtype='float32',
-        layout=layout,
-        unroll=unroll,
-        attention=attention,
-        remat=remat,
-        last_block='class_tokens',
-    )
-    forward = resolve_compute(Compute(), B16, platform=platform)
-    assert forward == dataclasses.replace(chosen, remat='none')
+def test_each_platform_has_its_fastest_options(platform, given, model, expected):
+    model = dataclasses.replace(B16, **model)
+    found = resolve_compute(Compute(**given), model, platform=platform, memory=math.inf)
+    assert vars(found) | expected == vars(found)
+    untrained = resolve_compute(Compute(**given), model, platform=platform)
+    assert untrained == dataclasses.replace(found, remat='none')
 
 
 @pytest.mark.parametrize(
@@ -48,89 +62,41 @@ def test_tpus_and_new_gpus_multiply_faster_in_bfloat16(platform, capability, is_
 
 
 @pytest.mark.parametrize(
-    'heads, dtype, attention',
-    [(12, 'bfloat16', 'cudnn'), (12, 'float32', 'xla'), (64, 'bfloat16', 'xla')],
-)
-def test_a_gpu_takes_cudnn_where_it_has_heads_of_that_size(heads, dtype, attention):
-    """It takes sizes that are multiples of 8; 64 heads of 768 features have 12 each."""
-    model = dataclasses.replace(B16, num_heads=heads)
-    assert resolve_compute(Compute(dtype=dtype), model, platform='gpu').attention == attention
-
-
-@pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])
-@pytest.mark.parametrize('model', [B16, ResNetConfig()])
-def test_a_model_that_is_not_trained_computes_in_float32(platform, model):
-    assert resolve_compute(Compute(), model, platform=platform).dtype == 'float32'
-
-
-def test_a_tpu_recomputes_where_its_loop_is_rolled_alone():
-    for compute, model in (Compute(unroll=12), B16), (Compute(), ResNetConfig()):
-        assert resolve_compute(compute, model, platform='tpu', memory=math.inf).remat == 'none'
-
-
-@pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])
-def test_relative_positions_are_computed_by_xla(platform):
-    model = dataclasses.replace(B16, positions='relative')
-    for size in 224, 640:
-        config = dataclasses.replace(model, image_size=(size, size))
-        found = resolve_compute(Compute(dtype='bfloat16'), config, platform=platform)
-        assert found.attention == 'xla'
-        with pytest.raises(UserError, match='attention=blockwise: does not support relative'):
-            resolve_compute(Compute(attention='blockwise'), config, platform=platform)
-
-
-@pytest.mark.parametrize('attention, platform', [('cudnn', 'gpu'), ('splash', 'tpu')])
-def test_a_fused_kernel_is_of_one_kind_of_device_without_relative_positions(attention, platform):
-    said = Compute(attention=attention, dtype='bfloat16')
-    assert resolve_compute(said, B16, platform=platform).attention == attention
-    relative = dataclasses.replace(B16, positions='relative')
-    with pytest.raises(
-        UserError, match=f'attention={attention}: does not support relative positions'
-    ):
-        build(relative, compute=said, platform=platform)
-    with pytest.raises(UserError, match=f'needs a {platform.upper()}, got a CPU; set'):
-        build(B16, compute=said, platform='cpu')
-
-
-def test_the_kernel_of_cudnn_is_rejected_in_float32():
-    with pytest.raises(UserError, match='attention=cudnn: computes in bfloat16, got .*float32'):
-        build(B16, compute=Compute(attention='cudnn', dtype='float32'), platform='gpu')
-
-
-@pytest.mark.parametrize(
-    'platform, attention', [('cpu', 'blockwise'), ('gpu', 'cudnn'), ('tpu', 'splash')]
-)
-def test_a_long_sequence_has_a_fused_kernel_where_there_is_one(platform, attention):
-    long = dataclasses.replace(B16, image_size=(640, 640))
-    compute = resolve_compute(Compute(dtype='bfloat16'), long, platform=platform)
-    assert compute.attention == attention
-    without = dataclasses.replace(compute, attention='blockwise')
-    assert activations(long, compute)['none'] == activations(long, without)['none']
-
-
-@pytest.mark.parametrize(
-    'of, last_block',
+    'platform, given, model, message',
     [
-        ({'pool': 'cls', 'depth': 16}, 'class_tokens'),
-        ({'pool': 'cls', 'depth': 17}, 'whole'),
-        ({'pool': 'cls_dist'}, 'class_tokens'),
-        ({'pool': 'cls_gap'}, 'whole'),
-        ({'pool': 'gap', 'class_tokens': 1}, 'whole'),
-        ({'pool': 'map'}, 'whole'),
-        ({'pool': 'none'}, 'whole'),
-        ({'patch_outputs': 8}, 'whole'),
+        ('cpu', LOW | {'attention': 'cudnn'}, {}, 'needs a GPU, got a CPU; set'),
+        ('cpu', LOW | {'attention': 'splash'}, {}, 'needs a TPU, got a CPU; set'),
+        ('gpu', LOW | {'attention': 'cudnn'}, RELATIVE, 'does not support relative positions'),
+        ('tpu', LOW | {'attention': 'splash'}, RELATIVE, 'does not support relative positions'),
+        ('cpu', {'attention': 'blockwise'}, RELATIVE, 'does not support relative positions'),
+        ('gpu', {'attention': 'cudnn', 'dtype': 'float32'}, {}, 'computes in bfloat16, got .*f'),
+        *(
+            ('cpu', {'last_block': 'class_tokens'}, model, 'heads read patches too .pool=')
+            for model in (
+                {'pool': 'cls_gap'},
+                {'pool': 'gap', 'class_tokens': 1},
+                {'pool': 'map'},
+                {'pool': 'none'},
+                {'patch_outputs': 8},
+            )
+        ),
     ],
 )
-def test_no_patch_is_left_out_that_the_head_reads(of, last_block):
-    """In a loop a block of its own is for networks of few blocks."""
-    model = dataclasses.replace(B16, **of)
-    assert resolve_compute(Compute(), model, platform='cpu').last_block == last_block
-    assert resolve_compute(Compute(), model, platform='gpu').last_block == (
-        'whole' if model.num_tokens_read is None else 'class_tokens'
+def test_an_option_that_does_not_fit_is_rejected_and_never_chosen(platform, given, model, message):
+    model = dataclasses.replace(B16, **model)
+    with pytest.raises(UserError, match=message):
+        build(model, compute=Compute(**given), platform=platform)
+    build(model, compute=Compute(), platform=platform)
+    chosen = resolve_compute(Compute(), model, platform=platform)
+    assert chosen.last_block == ('whole' if model.num_tokens_read is None else 'class_tokens')
+
+
+def test_a_fused_kernel_keeps_no_weights():
+    xla, cudnn = (
+        activations(B16, resolve_compute(Compute(**given), B16, platform='gpu'))['none']
+        for given in (LOW | {'attention': 'xla'}, LOW)
     )
-    if model.num_tokens_read is None:
-        with pytest.raises(UserError, match=f'heads read patches too .pool={model.pool}'):
-            resolve_compute(Compute(last_block='class_tokens'), model, platform='cpu')
+    assert xla > cudnn
 
 
 @pytest.mark.parametrize('drawn', ['dropout', 'stochastic_depth'])
@@ -145,6 +111,8 @@ def test_what_is_drawn_at_random_is_left_as_it_was(drawn):
 def test_a_resnet_has_no_attention_to_refuse():
     said = Compute(attention='cudnn')
     assert resolve_compute(said, ResNetConfig(), platform='cpu').attention == 'cudnn'
+    trained = resolve_compute(Compute(), ResNetConfig(), platform='tpu', memory=math.inf)
+    assert trained.remat == 'none'  # it has no loop
 
 
 @pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])

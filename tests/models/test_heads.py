@@ -38,8 +38,7 @@ PARAMS = {
 @pytest.mark.full
 @pytest.mark.parametrize('config', NETWORKS.values(), ids=NETWORKS)
 def test_a_function_gives_the_head_and_logits_are_what_it_computes(config):
-    model = build(config)
-    params = tiny.random_params(jax.eval_shape(model.init, jax.random.key(0)))
+    model, params = tiny.built(config)
     head = two_layers(config.num_classes)
     images = tiny.images(config=config)
     expected = head.apply({'params': params['head']}, model.features(params, images))

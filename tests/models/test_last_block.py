@@ -44,8 +44,9 @@ def test_what_is_read_and_all_gradients_are_those_of_the_whole_block(of, compute
     """Within rounding, as products of other numbers of rows are summed in another order."""
     images, found = tiny.images(4), []
     for last_block in 'whole', 'class_tokens':
-        model = build(tiny.model(**of), compute=Compute(last_block=last_block, **compute))
-        params = tiny.random_params(jax.eval_shape(model.init, jax.random.key(0)))
+        model, params = tiny.built(
+            tiny.model(**of), compute=Compute(last_block=last_block, **compute)
+        )
 
         def loss(params, model=model):
             logits = model.apply(params, images)
@@ -90,15 +91,6 @@ def test_without_a_loop_stacked_parameters_are_split_once():
     params = jax.eval_shape(model.init, jax.random.key(0))
     gradient = jax.grad(lambda p: model.apply(p, tiny.images(2)).std())
     assert 'dynamic_slice' not in str(jax.make_jaxpr(gradient)(params))
-
-
-@pytest.mark.full
-def test_one_block_is_the_last_without_compiling_too():
-    model = build(tiny.model(depth=1), compute=Compute(last_block='class_tokens'))
-    params, images = model.init(jax.random.key(0)), tiny.images(1)
-    with jax.disable_jit():
-        logits = model.apply(params, images)
-    np.testing.assert_allclose(logits, model.apply(params, images), atol=1e-6)
 
 
 @pytest.mark.parametrize(

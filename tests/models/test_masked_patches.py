@@ -12,8 +12,7 @@ NONE = jnp.zeros((2, 8), bool)
 
 
 def predicted(corruption, config=CONFIG, images=None):
-    model = build(config)
-    params = tiny.random_params(jax.eval_shape(model.init, jax.random.key(0)))
+    model, params = tiny.built(config)
     images = tiny.images(config=config) if images is None else images
     return np.asarray(jax.jit(model.predict_patches)(params, images, corruption))
 

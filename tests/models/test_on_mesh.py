@@ -14,10 +14,6 @@ def mesh_of(shape, names=meshes.AXES, kind=AxisType.Auto):
     return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
 
 
-def test_the_axes_are_those_of_the_mesh():
-    assert (*on_mesh._BATCH, *on_mesh._HEADS) == meshes.AXES
-
-
 @pytest.mark.parametrize(
     'mesh, batch, is_said',
     [

@@ -66,8 +66,7 @@ def test_every_kind_that_is_added_is_the_learned_one_with_its_array(kind, pool):
 )
 def test_what_is_added_in_every_layer_is_seen_between_the_layers(kind, at):
     config = tiny.model(positions=kind, positions_at=at, registers=2, depth=2)
-    model = build(config)
-    params = tiny.random_params(jax.eval_shape(model.init, jax.random.key(0)))
+    model, params = tiny.built(config)
     names = 'embedding', 'tokens', 'attention/residual'
     seen = model.capture(params, tiny.images(), names)[1]
     before = np.stack([seen['embedding'], seen['tokens'][0]])

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import pytest
 
@@ -61,9 +63,14 @@ def quick_or_full(row):
     return pytest.param(*row, marks=[pytest.mark.full] * large)
 
 
+@functools.cache
+def multiply_adds_of(name):
+    return multiply_adds(variant(name))
+
+
 @pytest.mark.parametrize('name, epochs, exaflops', [quick_or_full(row) for row in COMPUTE])
 def test_exaflops_are_those_of_table_6(name, epochs, exaflops):
-    flops = epochs * 303e6 * 3 * 2 * multiply_adds(variant(name))
+    flops = epochs * 303e6 * 3 * 2 * multiply_adds_of(name)
     # All are within 2.1 % but R50+L/16 after 7 epochs, which the paper gives as more than half of
     # what it gives for 14.
     assert flops / 1e18 == pytest.approx(exaflops, rel=0.032 if exaflops == 859 else 0.021)
@@ -94,23 +101,6 @@ def test_vit_22b_is_the_papers():
         'norm1/scale': (48, 6144),
     }
     assert config.pool == 'map' and config.num_tokens == 256
-
-
-@pytest.mark.parametrize(
-    'name, blocks, patch, channels, grid',
-    [
-        ('R+Ti/16', (), 8, 64, 7),
-        ('R26+S/32', (2, 2, 2, 2), 1, 2048, 7),
-        ('R50+B/16', (3, 4, 9), 1, 1024, 14),
-        ('R50+L/16', (3, 4, 9), 1, 1024, 14),
-        ('R50+L/32', (3, 4, 6, 3), 1, 2048, 7),
-        ('R50+B/32', (3, 4, 6, 3), 1, 2048, 7),
-    ],
-)
-def test_hybrids_are_those_of_the_papers_code(name, blocks, patch, channels, grid):
-    config = variant(name)
-    assert config.backbone.blocks == blocks and config.patch_size == (patch, patch)
-    assert config.grid == (grid, grid)
 
 
 @pytest.mark.parametrize(

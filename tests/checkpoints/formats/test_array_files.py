@@ -376,7 +376,7 @@ def test_a_flipped_bit_in_a_safetensors_file_of_ours_is_found(tmp_path):
         arrays['b'].read()
 
 
-COPIES = 40  # of each file
+COPIES = 24  # of each file
 
 
 @pytest.mark.full

@@ -1,10 +1,13 @@
 """A program is the network: run by jax alone, it gives what the network gives."""
 
+import functools
+import itertools
 import json
 import pathlib
 import re
 import subprocess
 import sys
+import typing
 
 import jax
 import numpy as np
@@ -16,7 +19,8 @@ import vit_jax
 from tests import tiny
 from tests.networks import HYBRID, RESNET, changed, loaded
 from vit_jax.base.errors import UserError
-from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing
+from vit_jax.checkpoints.formats.stablehlo import preprocess
+from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing, Resize, ResizeMethod
 
 PAGE = pathlib.Path(__file__).parents[3] / 'docs' / 'export.md'
 PHOTO = np.kron(np.random.default_rng(0).integers(0, 256, (4, 6, 3)), np.ones((9, 7, 1)))
@@ -138,3 +142,62 @@ def test_a_program_is_not_read_back(tmp_path):
     vit_jax.save(loaded(tiny.model(depth=1)), tmp_path / 'x.stablehlo')
     with pytest.raises(UserError, match='x.stablehlo: a program, made to be run: load the check'):
         vit_jax.load(tmp_path / 'x.stablehlo')
+
+
+METHODS = typing.get_args(ResizeMethod)
+GREY_LEVELS = {'mean': (0.0,) * 3, 'std': (1.0,) * 3}
+CROPS = [
+    functools.partial(Resize),
+    functools.partial(CentralCrop, scale=8 / 7),
+    functools.partial(CentralCrop, scale=1.3, keep_aspect=False),
+    functools.partial(CentralCrop, scale=1 / 0.9, rounding='timm'),
+    functools.partial(CentralCrop, scale=8 / 7, rounding='transformers'),
+]
+SHAPES = [(50, 37), (9, 61), (24, 16), (1, 1), (3, 700), (48, 32), (375, 500), (512, 681)]
+
+
+def noise(shape):
+    return np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
+
+
+def compiled(image, size, preprocessing):
+    return np.asarray(jax.jit(lambda x: preprocess(x, size, preprocessing))(image[None]))[0]
+
+
+def far(image, size, crop):
+    """How many grey levels each number is from what the crop itself makes."""
+    found = compiled(image, size, Preprocessing(crop=crop, **GREY_LEVELS))
+    np.testing.assert_array_equal(found, found.astype(np.uint8))  # whole ones, as 8 bits hold
+    return np.abs(found - crop(image, size, None))
+
+
+@pytest.mark.parametrize('crop', CROPS[:2])
+@pytest.mark.parametrize('method', METHODS)
+def test_compiled_it_is_the_crop_within_a_grey_level(crop, method):
+    assert far(noise((50, 37)), (24, 16), crop(resize=method)).max() <= 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('method', METHODS)
+def test_it_is_so_for_every_crop_and_shape(method):
+    """Each program is for one shape: every crop has two of them, each method all."""
+    for number, crop in enumerate(CROPS, METHODS.index(method)):
+        size = ((24, 16), (224, 224))[number % 2]
+        for shape in SHAPES[number % 4 :: 4]:
+            apart = far(noise(shape), size, crop(resize=method))
+            assert apart.max() <= 2 and (apart > 1).mean() < 1e-4, (crop, shape, apart.max())
+
+
+@pytest.mark.parametrize('method', METHODS)
+def test_what_is_not_resized_is_exact(method):
+    assert far(noise((13, 18)), (13, 18), Resize(resize=method)).max() == 0
+
+
+@pytest.mark.parametrize('rounding', ['nearest', 'timm', 'transformers'])
+def test_the_same_pixels_are_cut_from_images_of_any_shape(rounding):
+    """Traced, sizes are numbers of 32 bits, which must not grow too large on the way."""
+    crop = CentralCrop(rounding=rounding, scale=1 / 0.95)
+    cut = jax.jit(lambda shape: crop.placement(shape, (384, 256)))
+    for shape in itertools.product((1, 7, 375, 500, 681, 65_536), repeat=2):
+        expected = crop.placement(shape, (384, 256))
+        assert jax.tree.map(int, cut(shape)) == expected, shape

@@ -1,0 +1,157 @@
+"""benchmarks/: every part runs, counts are those of known programs, what breaks is named."""
+
+import functools
+import json
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks import adversary, device, step_program
+from benchmarks.adversary import Outcome
+from benchmarks.communication import Sent, least, sent
+from benchmarks.device import LIMITS, Results
+from tests import tiny
+from tests.hosts import ROOT, environment
+from vit_jax.distributed import meshes
+from vit_jax.distributed.meshes import MeshConfig
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def make_images(folder):
+    for split, count in {'train': 12, 'test': 4}.items():
+        for name in 'cat', 'dog':
+            tiny.draw_photos(folder / split / name, [(32, 32)] * count, ending='jpg')
+    return folder
+
+
+@pytest.mark.parametrize(
+    'program, flag, said',
+    [
+        *((device, f'--minutes={text}', text) for text in ('-1', '0', 'nan', 'inf', 'x')),
+        (step_program, '--xla=foo', 'expected OPTION=VALUE'),
+        (step_program, '--xla==x', 'expected OPTION=VALUE'),
+        (step_program, '--batch=0', 'at least 1'),
+    ],
+)
+def test_a_flag_that_makes_no_sense_is_one_sentence(program, flag, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', ['program', flag])
+    with pytest.raises(SystemExit, match='2'):
+        program.main()
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.full
+def test_every_part_measures_something(tmp_path):
+    images = make_images(tmp_path / 'images')
+    command = [sys.executable, '-m', 'benchmarks.device', f'--out={tmp_path}/lines.jsonl']
+    command += [f'--cifar10={images}', f'--photos={images}', '--minutes=12']
+    done = subprocess.run(
+        command, env=environment(), cwd=ROOT, text=True, capture_output=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr
+    lines = read(tmp_path / 'lines.jsonl')
+    assert not [line['text'] for line in lines if 'error' in line or 'stopped' in line]
+    assert {line['part'] for line in lines} == {'device', *LIMITS}
+    parts = {part: [line for line in lines if line['part'] == part] for part in LIMITS}
+    assert {line['name'] for line in parts['compile']} >= {'hybrid', 'ResNet', 'ViT, xla'}
+    assert all(np.isfinite(line['loss']) for line in parts['compile'])
+    assert parts['peers'][0]['seconds'] > 0
+    assert 0.5 < sum(line['share'] for line in parts['profile'] if 'share' in line) <= 1
+    assert [line['name'] for line in parts['files'][1:]] == ['threads']
+    assert [line['step'] for line in parts['cifar10']] == [3, 6]
+    assert all(0 < error < 0.02 for line in parts['attention'] for error in line['errors'])
+
+
+@pytest.mark.full
+def test_a_part_that_fails_or_takes_too_long_is_said(tmp_path, capsys):
+    results = Results(tmp_path / 'lines.jsonl')
+    options = {'photos': str(tmp_path)}
+    device.run_part('compile', options, 0.2, results)
+    device.run_part('nonsense', options, 100, results)
+    slow, wrong = read(tmp_path / 'lines.jsonl')
+    assert slow['stopped']
+    assert 'part_nonsense' in wrong['error']
+    assert capsys.readouterr().out.count('\n') == 2
+
+
+STEPS, SIZE = 5, 4 * 64
+COLLECTIVES = {
+    'all-gather': (lambda x: lax.all_gather(x, 'data').sum(0), 7),
+    'all-reduce': (lambda x: lax.psum(x, 'data'), 2 * 7 / 8),
+    'reduce-scatter': (
+        lambda x: jnp.tile(lax.psum_scatter(x, 'data', scatter_dimension=0, tiled=True), 8),
+        7 / 8,
+    ),
+    'collective-permute': (lambda x: lax.ppermute(x, 'data', [(n, n ^ 1) for n in range(8)]), 1),
+}
+
+
+@pytest.mark.parametrize('kind', COLLECTIVES)
+def test_what_is_sent_in_a_loop_counts_as_often_as_it_runs(kind):
+    """Of a ring of eight devices, by the known cost of each collective."""
+    collective, ring = COLLECTIVES[kind]
+    mesh, parts = Mesh(jax.devices(), ('data',)), PartitionSpec('data')
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=parts, out_specs=parts, check_vma=False)
+    def loop(x):
+        return lax.scan(lambda x, _: (jnp.sin(collective(x)), None), x, length=STEPS)[0]
+
+    x = jax.ShapeDtypeStruct((8 * 64,), 'float32')
+    text = jax.jit(loop).lower(x).compile().as_text()
+    assert sent(text, 8) == {kind: Sent(STEPS, STEPS * ring * SIZE)}
+
+
+@pytest.mark.parametrize(
+    'data, fsdp, expected', [(8, 1, 2 * 7 / 8), (1, 8, 3 * 7 / 8), (2, 4, 3 * 3 / 4 + 1 / 4)]
+)
+def test_the_least_is_that_of_rings(data, fsdp, expected):
+    """Of a kernel that fsdp splits: two gathers, a scatter, and the sum over data of a part."""
+    mesh = meshes.make_mesh(MeshConfig(data=data, fsdp=fsdp))
+    split = NamedSharding(mesh, PartitionSpec(None, 'fsdp' if fsdp > 1 else None))
+    kernel = jax.ShapeDtypeStruct((16, 64), 'float32', sharding=split)
+    assert least([kernel], mesh, itemsize=2) == expected * 16 * 64 * 2
+
+
+def test_the_least_over_tensor_is_a_sum_of_each_branch_forward_and_backward():
+    mesh = meshes.make_mesh(MeshConfig(data=2, tensor=4))
+    kernel = jax.ShapeDtypeStruct((16,), 'float32', sharding=NamedSharding(mesh, PartitionSpec()))
+    of_gradient = 2 * 1 / 2 * 16 * 2  # over data
+    of_branches = 2 * (2 * 3 / 4) * 1000 * 2
+    assert least([kernel], mesh, itemsize=2, branches=1000) == of_gradient + of_branches
+
+
+ROWS = {name: attempt for name, (_, attempt) in adversary.rows(2).items()}
+TESTS = {name: row.args for name, row in ROWS.items() if getattr(row, 'func', 0) is adversary.tests}
+
+
+@pytest.mark.parametrize('row', TESTS)
+def test_a_row_names_tests_that_are_there(row):
+    """In its files and folders one at least has a word of its `-k`."""
+    words = [word for text in TESTS[row] for word in re.findall('^-k=(.*)', text)]
+    given = [ROOT / text for text in TESTS[row] if not text.startswith('-')]
+    paths = [path for place in given for path in ([place] if place.suffix else place.rglob('*.py'))]
+    names = re.findall(r'^def (test_\w+)', '\n'.join(p.read_text() for p in paths), re.MULTILINE)
+    assert any(word in name for word in ' or '.join(words).split(' or ') for name in names)
+
+
+def test_a_row_that_breaks_is_named_and_the_exit_code_says_so(monkeypatch, capsys):
+    def breaking():
+        raise OSError('the disk is on fire')
+
+    known = {'good': ('x', lambda: Outcome(3, [])), 'bad': ('y', breaking)}
+    monkeypatch.setattr(adversary, 'rows', lambda number: known)
+    assert adversary.run(['good'], 1) == 0
+    assert adversary.run([], 1) == 1
+    assert 'OSError: the disk is on fire' in capsys.readouterr().out
+    with pytest.raises(SystemExit, match='known are good, bad'):
+        adversary.run(['ugly'], 1)

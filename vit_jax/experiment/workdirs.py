@@ -60,7 +60,7 @@ def _require_own_files(folder: Path) -> None:
     for name in CONFIG, METRICS, FEWSHOT, LEDGER, DATA, LOCK:
         require_regular(folder / name)
     for place in folder, folder / FOLDER:
-        require(place.is_dir() or not place.exists(), f'{place}: a file; expected a folder')
+        require(not place.exists() or place.is_dir(), f'{place}: a file; expected a folder')
 
 
 def require_apart(path: str, config: Any) -> None:

@@ -28,8 +28,7 @@ from vit_jax.evaluation.probing import Probes
 from vit_jax.experiment.workdirs import DATA, Workdir
 
 LOOKS = 16_384  # files of a split whose sizes are read before training starts
-PATIENCE = 5.0  # seconds that the end of a run waits for the background
-TRAINED = 'trained on '
+TRAINED = 'trained on '  # begins the names of the splits that the model learns from
 _BLOCK = 1024  # sizes that are read between two looks at whether to stop
 _ADVICE = 'put the data back; or, with as many classes as before, resume with --accept_data_changes'
 
@@ -113,8 +112,8 @@ def compare_data(
     raises what was found by then.
 
     Raises:
-      UserError: If data changed that the run has learned from, unless `accept` is set.
-      UserError: If the data differ between processes.
+      UserError: If data changed that the run has learned from, unless `accept` is set, or if the
+        data differ between processes.
     """
     path, recorded, stop = workdir.folder / DATA, Splits(), threading.Event()
     splits = {name: record_split(source) for name, source in sources.items()}

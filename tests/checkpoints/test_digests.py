@@ -57,13 +57,15 @@ def test_every_one_of_a_hundred_flipped_bits_is_noticed_and_named(run):
     verify_digests(run.checkpoint)
 
 
-def test_a_file_that_is_cut_or_missing_is_noticed_and_named(run, tmp_path):
+def test_a_file_that_is_cut_flipped_or_missing_is_noticed_and_named(run, tmp_path):
     copy = tmp_path / '10'
-    for damage in ('cut', 'gone'):
+    for damage in ('cut', 'flipped', 'gone'):
         shutil.copytree(run.checkpoint, copy)
-        path = files(copy / 'params')[0]
+        path = max(files(copy / 'params'), key=lambda path: path.stat().st_size)
         if damage == 'cut':
             path.write_bytes(path.read_bytes()[:-1])
+        elif damage == 'flipped':
+            flip(path, 4 * path.stat().st_size)
         else:
             path.unlink()
         with pytest.raises(Damaged, match=f'damaged since it was written: params/.*{path.name}'):

@@ -30,7 +30,7 @@ from vit_jax.experiment.workdirs import DATA, Workdir
 LOOKS = 16_384  # files of a split whose sizes are read before training starts
 TRAINED = 'trained on '  # begins the names of the splits that the model learns from
 _BLOCK = 1024  # sizes that are read between two looks at whether to stop
-_ADVICE = 'put the data back; or, with as many classes as before, resume with --accept_data_changes'
+_ACCEPT = 'with as many classes as before, resume with --accept_data_changes'
 
 
 class SplitRecord(NamedTuple):
@@ -159,7 +159,8 @@ def _update(workdir: Workdir, recorded: Splits, splits: Splits, *, accept: bool)
         text = '\n  '.join([text, *changes.values()])
         counts = [{len(one[name].class_names) for one in (recorded, splits)} for name in changes]
         if not accept or max(map(len, counts)) > 1:
-            raise UserError(f'{text}\n{_ADVICE}')
+            again = f'train in another --workdir with --config.start_from={workdir.folder}'
+            raise UserError(f'{text}\nput the data back; or {again}; or, {_ACCEPT}')
         logging.warning('%s', text)
     updated, step = dict(splits), max(digests.steps(workdir.folder / FOLDER), default=0)
     for name, old in recorded.items():
@@ -177,9 +178,8 @@ def _update(workdir: Workdir, recorded: Splits, splits: Splits, *, accept: bool)
 
 def read_record(path: Path) -> Splits:
     """Reads a record; returns an empty one if it is missing or damaged."""
-    storage.require_regular(path)
     with storage.usable(path):
-        data = path.read_bytes() if path.exists() else b''
+        data = path.read_bytes() if path.is_file() else b''
     try:
         splits = json.loads(gzip.decompress(data))
         return {name: SplitRecord(**split) for name, split in splits.items()}

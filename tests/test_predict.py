@@ -105,7 +105,10 @@ def test_a_pipe_is_written_and_the_device_of_stdout_even_where_it_is_a_file(tmp_
     reader = subprocess.Popen(['cat', pipe], stdout=subprocess.PIPE)
     with predict.open_output(str(pipe), 'csv') as file:
         file.write('line')
-    assert reader.communicate(timeout=10)[0].endswith(b'line') and pipe.is_fifo()
+    assert reader.communicate(timeout=10)[0] == b'line' and pipe.is_fifo()
+    with pytest.raises(UserError, match='/dev/full: No space'):
+        with predict.open_output('/dev/full', 'csv') as file:
+            file.write('line')
     program = """
 from vit_jax import predict
 with predict.open_output('/dev/stdout', 'text') as file:

@@ -24,6 +24,8 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
             print(f'{label:>14}  {score}')
         for note in values['notes']:
             print(note)
+    for name, reason in result['missing'].items():
+        print(f'{name}: left out: {reason}')
     print(f'protocol and accuracies: {path}')
     return 0
 

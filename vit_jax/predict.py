@@ -126,17 +126,15 @@ def open_output(path: str | None, form: str) -> Iterator[Any]:
     A link keeps pointing to the replaced file. Tables in files start with a byte order mark, which
     Excel needs for UTF-8.
     """
-    encoding = 'utf-8-sig' if form == 'csv' else 'utf-8'
-    open_text = functools.partial(open, encoding=encoding, errors='surrogateescape')
+    open_text = functools.partial(open, errors='surrogateescape')
     if path is None:
         yield sys.stdout
     elif _is_stream(path):
-        with usable(path):
-            stream = open_text(path, 'a')
-        with stream:
+        with usable(path), open_text(path, 'a', encoding='utf-8') as stream:
             yield stream
     else:
-        with atomic_write(pathlib.Path(path).resolve()) as partial, open_text(partial, 'w') as file:
+        encoding, target = 'utf-8-sig' if form == 'csv' else 'utf-8', pathlib.Path(path).resolve()
+        with atomic_write(target) as partial, open_text(partial, 'w', encoding=encoding) as file:
             yield file
 
 

@@ -73,6 +73,12 @@ def test_the_strength_is_chosen_on_a_part_of_the_training_images():
     assert chosen == probes.logistic(*data, LogisticConfig(l2=(300.0,)))
 
 
+def test_the_first_strength_stays_where_no_image_is_left_to_choose_by():
+    few = TRAIN.subset(np.arange(2))
+    config = LogisticConfig(l2=(1.0, 2.0), max_iterations=3)
+    assert probes.logistic(few, TEST, config).l2 == 1.0
+
+
 @pytest.mark.full
 def test_a_fit_that_was_stopped_says_so():
     config = LogisticConfig(l2=(1.0,), max_iterations=3, tolerance=1e-9)

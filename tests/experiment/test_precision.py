@@ -37,7 +37,7 @@ STEPS = 30
 @pytest.fixture
 def has_fast_bfloat16(monkeypatch):
     """This CPU, as if it were an accelerator."""
-    monkeypatch.setattr(compute, 'has_fast_bfloat16', lambda device: True)
+    monkeypatch.setattr(build, 'has_fast_bfloat16', lambda device: True)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_tpus_and_recent_gpus_have_bfloat16(platform, capability, expected):
 def test_a_run_keeps_the_precision_that_it_began_with(tmp_path, monkeypatch, capsys):
     folder, short = str(tmp_path), tiny.experiment(total=Duration(steps=2))
     with monkeypatch.context() as here:
-        here.setattr(compute, 'has_fast_bfloat16', lambda device: True)
+        here.setattr(build, 'has_fast_bfloat16', lambda device: True)
         training_run.train(short, folder)
     assert 'compute dtype=bfloat16' in capsys.readouterr().out
     longer = tiny.experiment(total=Duration(steps=4))

@@ -50,14 +50,14 @@ def test_a_run_that_ends_within_the_steps_writes_what_was_profiled(ending, tmp_p
 
 @pytest.mark.full
 def test_only_steps_that_this_start_runs_are_profiled(tmp_path, capsys):
-    config, said = tiny.experiment(total=Duration(steps=4)), 'nothing is profiled: steps'
+    config, said = tiny.experiment(total=Duration(steps=4)), 'no profile: steps'
     training_run.train(config, str(tmp_path), profile=range(4, 9))
-    assert f'{said} 0 to 4 remain' in capsys.readouterr().out
+    assert f'{said} 0:4' in capsys.readouterr().out
     config.total = Duration(steps=7)
     training_run.train(config, str(tmp_path), profile=range(2, 6), accept_changes=True)
     assert steps_of(tmp_path) == {5, 6}
     training_run.train(config, str(tmp_path), profile=range(2, 9))
-    assert f'{said} 7 to 7 remain' in capsys.readouterr().out
+    assert f'{said} 7:7' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('fault', ['a file where the folder should be', 'another profiler'])

@@ -10,6 +10,7 @@ from vit_jax.base import records
 from vit_jax.checkpoints import digests
 from vit_jax.config import write_config
 from vit_jax.data.sources.opening import make_opener
+from vit_jax.experiment import data_record
 from vit_jax.experiment.source_run import find_source_run
 
 
@@ -103,6 +104,17 @@ def test_what_an_earlier_start_was_trained_on_stays_known(data, tmp_path):
     assert (counted(run, data, 'train'), counted(run, data, 'test')) == (13, 1)
     run = trained(data, tmp_path / 'run', train_split='test', eval_split='train')
     assert counted(run, data, 'test') == 7
+
+
+def test_a_record_that_lacks_sizes_is_a_gap_beside_a_whole_one(data, tmp_path, monkeypatch):
+    run = trained(data, tmp_path / 'run')
+    assert not find_source_run(str(run)).gaps
+    splits = data_record.read_record(run / 'data.json.gz')
+    (name,) = (name for name in splits if name.startswith(data_record.TRAINED))
+    splits = {name: splits[name]._replace(sizes=[10]), f'{name} until step 5': splits[name]}
+    monkeypatch.setattr('vit_jax.experiment.source_run.read_record', lambda _: splits)
+    (gap,) = find_source_run(str(run)).gaps
+    assert 'incomplete' in gap
 
 
 def test_evaluated_images_are_not_trained_on(data, tmp_path):

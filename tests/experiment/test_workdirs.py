@@ -110,6 +110,14 @@ def test_a_directory_that_is_removed_under_its_run_is_said(step, tmp_path):
     assert 'is gone: it, or the directory, was removed' in said or 'could not be written' in said
 
 
+@pytest.mark.parametrize('text', ['{}', '{"compute": null}', '{"compute": {"dtype": "int8"}}'])
+def test_a_run_without_a_known_dtype_is_not_resumed(tmp_path, text):
+    (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
+    (tmp_path / 'config.json').write_text(json.dumps(json.loads(text) | {'format': FORMAT}))
+    with pytest.raises(UserError, match='config.json: '):
+        workdirs.recorded_dtype(str(tmp_path))
+
+
 @pytest.mark.parametrize('text', ['', '[]', '{"data": ', '[' * 100_000, None])
 def test_a_run_whose_configuration_cannot_be_read_is_not_resumed(tmp_path, text):
     (tmp_path / 'checkpoints' / '5').mkdir(parents=True)

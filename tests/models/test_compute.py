@@ -104,7 +104,7 @@ def test_what_is_drawn_at_random_is_left_as_it_was(drawn):
     regularization = Regularization(**{drawn: 0.1})
     found = resolve_compute(Compute(), B16, platform='tpu', regularization=regularization)
     assert found.last_block == 'whole'
-    with pytest.raises(UserError, match='need whole blocks; set it to auto'):
+    with pytest.raises(UserError, match='need whole blocks; set last_block to auto'):
         build(B16, compute=Compute(last_block='class_tokens'), regularization=regularization)
 
 

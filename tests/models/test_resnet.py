@@ -150,7 +150,8 @@ def test_every_leaf_learns_and_remat_changes_no_gradient():
 @pytest.mark.parametrize(
     'make, message',
     [
-        (lambda: Backbone(width=48), 'width=48 is not a multiple of 32 groups'),
+        (lambda: Backbone(width=48), 'width=48: expected a multiple of 32'),
+        (lambda: Backbone(blocks=(1,) * 9), 'at most 8 stages'),
         (lambda: Backbone(blocks=(3, 0)), r'blocks=\(3, 0\): expected at least 1'),
         (
             lambda: build(SMALL, regularization=Regularization(dropout=0.1)),

@@ -73,7 +73,7 @@ class Lease:
         self._text, self._renewing = holder, threading.Lock()
         self._object = HeldObject(path)
         self._wait_until_stale()
-        self._renew()
+        self._renew('is in use by')
         self._released = _repeat(self._renew, HEARTBEAT)
 
     def check(self) -> None:
@@ -81,16 +81,16 @@ class Lease:
 
         A lease that was renewed lately is this run's, whether the bucket answers now or not.
         """
-        # The time of day passes while a machine is suspended; setting it costs a renewal.
+        # The time of day passes while a machine is suspended, but not while a hypervisor pauses it.
         if not 0 <= time.time() - self._renewed < LEASE - HEARTBEAT:
             self._renew()
 
-    def _renew(self) -> None:
+    def _renew(self, otherwise: str = 'was lost to') -> None:
         with self._renewing, usable(self._path):
             began = time.time()
             if not self._object.write(self._text):
                 self._renewed = 0.0  # the next check finds it lost, too
-                raise UserError(f'{self._where}: was lost to {self._holder()}')
+                raise UserError(f'{self._where} {otherwise} {self._holder()}')
             self._renewed = began
 
     def release(self) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import functools
 import itertools
 import json
 import math
@@ -33,7 +34,7 @@ import jax
 from jax._src import clusters, distributed, xla_bridge
 from jaxlib import _jax
 
-from vit_jax.base import Record, UserError, records, refuse, require_between, usable
+from vit_jax.base import Record, UserError, records, refuse, require, require_between, usable
 from vit_jax.base.errors import one_line
 
 REQUEUE = 75  # EX_TEMPFAIL: start the same command again
@@ -92,14 +93,18 @@ def connect(launch: Launch) -> None:
             found = detect(*place, devices, None, int(launch.start_seconds))
             place, devices = found[:3], found[3]
         address, count, index = place
-        if address is None or count is None or index is None or not 0 <= index < count:
-            raise ValueError(f'address {address}, num_processes={count}, process_id={index}')
+        if address is None or count is None or index is None:
+            text = f'address {address}, num_processes={count}, process_id={index}'
+            raise UserError(f'cluster: found {text}; expected {_CLUSTER}')
+    wrong = f'cluster: process_id={index}: expected 0 to num_processes - 1 = {count - 1}'
+    require(0 <= index < count, wrong)
     launch.coordinator_address, launch.num_processes, launch.process_id = place
     with usable(f'coordinator_address={address}', 'HOST:PORT of process 0, a free port'):
         own_ip = _find_own_ip(address)
         listens_at = os.environ.get('JAX_COORDINATOR_BIND_ADDRESS', own_ip and address)
         if index == 0:  # jax would crash
-            family, own = _resolve(listens_at or address)
+            everywhere = f'0.0.0.0:{address.rpartition(":")[2]}'
+            family, own = _resolve(listens_at or everywhere)
             socket.create_server(own, family=family).close()
     print(f'connects to process 0 at {address}', file=sys.stderr)
     ctypes.pythonapi.PyOS_setsig(signal.SIGABRT, _on_abort)
@@ -245,11 +250,12 @@ class Job:
         # `_heed` sets the code before it reads the ticks: a step that starts here is among them.
         self._ticks += 1
         self.reset_watchdog()
-        if self._stop_code and self._ticks > self._find_last_tick():
+        if self._stop_code and self._ticks > self._last_tick:
             raise Interrupted
 
-    def _find_last_tick(self) -> int:
-        """Returns the tick of the foremost process, once all have stopped ticking freely."""
+    @functools.cached_property
+    def _last_tick(self) -> int:
+        """The tick of the foremost process, once all have stopped ticking freely."""
         if self._store is None:
             return 0
         keys = [f'{_TICKS}/{index}' for index in range(self.count)]

@@ -129,8 +129,8 @@ def logistic(train: Labelled, test: Labelled, config: LogisticConfig) -> Logisti
         return Classifier(classes, mean, np.array(weights) / std[:, None], bias), fitted
 
     l2, *others = config.l2
-    if others:
-        is_valid = np.random.default_rng(0).random(len(labels)) < config.validation_fraction
+    is_valid = np.random.default_rng(0).random(len(labels)) < config.validation_fraction
+    if others and is_valid.any():
         valid = train.subset(is_valid)
         l2 = max(config.l2, key=lambda strength: fit(~is_valid, strength)[0].accuracy(valid))
     classifier, fitted = fit(slice(None), l2)

@@ -187,6 +187,7 @@ def _labelled(
 ) -> Labelled:
     """Returns features and labels of the images that could be read; notes how many could not."""
     readable = ~np.isnan(features).any(axis=1)
+    require(bool(readable.any()), f'none of {len(readable)} images can be read')
     if missing := int((~readable).sum()):
         name = reader.source.name_of(int(readable.argmin()))
         notes.append(f'{missing} of {len(readable)} images cannot be read, left out: {name}')

@@ -280,7 +280,7 @@ def choose_compute(
 ) -> Compute:
     """Chooses how to compute the model on a mesh, by the memory of its devices unless `planned`.
 
-    `dtype` is what `auto` stands for; if it is `auto` too, the faster one for the devices.
+    `dtype` replaces `compute.dtype=auto`; `auto` selects the faster one for the devices.
     """
     device = mesh.devices.flat[0] if planned else mesh.local_devices[0]
     if dtype == 'auto':

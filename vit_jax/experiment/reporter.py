@@ -78,7 +78,7 @@ class Reporter:
         self._recent = [StepMetrics(**metrics) for metrics in progress.get('recent', [])]
         self._losses = collections.deque[float](progress.get('losses', []), maxlen=_WINDOW)
         self.skipped = progress.get('skipped', 0)
-        self.at_first_step: list[str] = []  # kinds of lines that metrics.jsonl has of it
+        self.at_first_step: list[str] = []  # kinds of the lines in metrics.jsonl at that step
         self.earlier: dict[str, float] = {}  # seconds of earlier starts by name
         self._folder, self._files = folder, dict[str, Any]()  # the open ones by name
         self._run = 1  # the number of this start

@@ -106,13 +106,13 @@ def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> So
         held_out = records.from_dict(HeldOut, config['held_out'], where='config.held_out')
         own = [one['split'] for one in config['evals'].values() if one['data'] is None]
         split, start = own[0] if own else config['eval_split'], config['start_from']
-    trained_on, gaps, incomplete = set[tuple[str, int]](), list[str](), True
-    for name, images in read_record(workdir / DATA).items():
-        if name.startswith(TRAINED):
-            sizes = zip(images.names, images.sizes, strict=False)
-            trained_on |= {(image, size) for image, size in sizes if size != -1}
-            incomplete = len(images.sizes) < max(1, len(images.names))
-    if incomplete:
+    trained_on, gaps = set[tuple[str, int]](), list[str]()
+    splits = read_record(workdir / DATA).items()
+    learned = [images for name, images in splits if name.startswith(TRAINED)]
+    for images in learned:
+        sizes = zip(images.names, images.sizes, strict=False)
+        trained_on |= {(image, size) for image, size in sizes if size != -1}
+    if not learned or any(len(one.sizes) < max(1, len(one.names)) for one in learned):
         gaps.append(f'{workdir / DATA}: missing, damaged or incomplete')
     earlier = find_source_run(start, later | {workdir}) if start else None
     if earlier:

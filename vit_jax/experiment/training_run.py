@@ -1,6 +1,6 @@
 """One start of a run: open, compile, restore or initialize, train, evaluate, save.
 
-`train` tells the story. What it calls follows in the order of the calls; `Run` is the training.
+`train` calls the functions below it, in their order; `Run` is the training.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from vit_jax.experiment.build import Experiment, Update, build_experiment, eval_
 from vit_jax.experiment.reporter import Reporter, console_of, eval_summary, outline
 from vit_jax.experiment.source_run import trained_before
 from vit_jax.experiment.workdirs import Workdir
-from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
+from vit_jax.training.loop import Clock, Every, NotFinite, Observer, Once, Stopped, fit
 from vit_jax.training.losses import StepMetrics
 from vit_jax.training.update import TrainState
 
@@ -99,9 +99,10 @@ def train(
         )
         stack.enter_context(contextlib.closing(reporter))
         if profile is not None:
+            flag = f'--profile_steps={profile.start}:{profile.stop}'
             profile = range(max(profile.start, steps.start), min(profile.stop, steps.stop))
             if not profile:
-                console.print(f'nothing is profiled: steps {steps.start} to {steps.stop} remain')
+                console.print(f'{flag}: no profile: steps {steps.start}:{steps.stop} are run')
         run = Run(opened, job=job, programs=programs, checkpoints=checkpoints, reporter=reporter)
         return run.train(state, steps, profile if job.index == 0 else None)
 
@@ -202,6 +203,7 @@ def open_checkpoints(experiment: Experiment, workdir: Workdir, job: Job) -> Chec
         for line in quarantine_damaged(folder):
             logging.warning('%s', line)
     job.barrier('compiled')  # devices meet in what follows, and gloo would wait for 30 s only
+    job.reset_watchdog()
     keep, along = experiment.config.keep_checkpoints, [folder / workdirs.METRICS]
     checkpoints = Checkpoints(folder, keep=keep, along=along, held=check)
     job.require_same('the step to go on from', {'step': checkpoints.latest_step})
@@ -297,24 +299,29 @@ class Run:
         )
         batches = self.job.tick_each(batches)
         save = Every(interval(config.checkpoint_every_steps), self.save)
-        folder, console = workdir.folder / 'profile', self.reporter.console
-        parts = [steps]
-        if profile:
-            parts = [range(steps.start, profile.start), profile, range(profile.stop, steps.stop)]
-        for part in filter(len, parts):
-            with profiled(folder, console) if part == profile else contextlib.nullcontext():
-                state = fit(
-                    self.programs.update,
-                    state,
-                    batches,
-                    steps=part,
-                    total_steps=steps.stop,
-                    on_metrics=self._on_metrics,
-                    observers=[save, *self._evaluations().values()],
-                    clock=self.reporter.clock,
-                    max_skipped_steps=config.max_skipped_steps,
-                )
-        return state
+        observers: list[Observer] = [save, *self._evaluations().values()]
+        with contextlib.ExitStack() as profiling:  # ends the profile of a training that stops
+            if profile:
+
+                def begin(*_: Any) -> None:
+                    folder = workdir.folder / 'profile'
+                    profiling.enter_context(profiled(folder, self.reporter.console))
+
+                if profile.start == steps.start:
+                    begin()
+                # The first and the last observer: the others are not profiled between the steps.
+                end = Once(profile.stop, lambda *_: profiling.close())
+                observers = [end, *observers, Once(profile.start, begin)]
+            return fit(
+                self.programs.update,
+                state,
+                batches,
+                steps=steps,
+                on_metrics=self._on_metrics,
+                observers=observers,
+                clock=self.reporter.clock,
+                max_skipped_steps=config.max_skipped_steps,
+            )
 
     def _evaluations(self) -> dict[str, Every]:
         """Returns the observers that evaluate, each at its own interval, by name."""

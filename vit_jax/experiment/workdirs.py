@@ -107,11 +107,14 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
 
 def recorded_dtype(path: str) -> str:
     """Returns the `compute.dtype` of the run in a work directory, or `auto` without a run."""
-    recorded = _read_config(storage.folder(path)) or {'compute': {'dtype': 'auto'}}
-    dtype = recorded.get('compute', {}).get('dtype')
-    known = dtype in ('auto', 'float32', 'bfloat16')
-    require(known, f'{path}: {CONFIG}: compute.dtype is {dtype!r}; expected float32 or bfloat16')
-    return str(dtype)
+    folder = storage.folder(path)
+    if (recorded := _read_config(folder)) is None:
+        return 'auto'
+    with parsing(folder / CONFIG, 'the configuration of a run'):
+        dtype = str(recorded['compute']['dtype'])
+    known = dtype in ('float32', 'bfloat16')
+    require(known, f'{folder / CONFIG}: compute.dtype is {dtype}; expected float32 or bfloat16')
+    return dtype
 
 
 @contextlib.contextmanager

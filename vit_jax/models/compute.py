@@ -98,8 +98,8 @@ def resolve_compute(
       platform: Platform of the devices, such as `cpu`, `gpu`, `tpu`.
       regularization: What training drops at random. If something is dropped, the last block is
         `whole`: the same is then dropped on all devices.
-      memory: Bytes that a device has for the activations of one image, `math.inf` if unknown; None:
-        the model is not trained.
+      memory: Bytes for one image's activations on a device. `math.inf`: unknown. None: the model is
+        not trained.
 
     Returns:
       The options without `auto`. The dtype is float32 unless it is given.
@@ -131,7 +131,7 @@ def _set_auto(compute: Compute, **choices: Any) -> Compute:
 
 def _check(compute: Compute, model: ViTConfig, platform: str, *, draws: bool) -> None:
     kernel, needed = compute.attention, _FUSED.get(compute.attention, platform)
-    wrong, instead = f'compute.attention={kernel}:', 'set it to auto'
+    wrong, instead = f'compute.attention={kernel}:', 'set attention to auto'
     devices = f'needs a {needed.upper()}, got a {platform.upper()}'
     require(platform == needed, f'{wrong} {devices}; {instead}')
     fits = kernel in ('auto', 'xla') or model.positions != 'relative'
@@ -140,7 +140,7 @@ def _check(compute: Compute, model: ViTConfig, platform: str, *, draws: bool) ->
     dtype = f'computes in bfloat16, got compute.dtype={compute.dtype}'
     require(fits, f'{wrong} {dtype}; {instead}, or dtype to bfloat16')
     if compute.last_block == 'class_tokens':
-        wrong = 'compute.last_block=class_tokens:'
+        wrong, instead = 'compute.last_block=class_tokens:', 'set last_block to auto'
         heads = f'heads read patches too (pool={model.pool}, patch_outputs={model.patch_outputs})'
         require(model.num_tokens_read is not None, f'{wrong} {heads}; {instead}')
         require(not draws, f'{wrong} dropout and stochastic depth need whole blocks; {instead}')

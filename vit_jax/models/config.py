@@ -47,8 +47,8 @@ class Backbone(Record):
 
     def check(self) -> None:
         require_between(self, 'width', 'blocks', low=1, high=LARGEST)
-        whole = self.width % GROUPS == 0
-        require(whole, f'width={self.width} is not a multiple of {GROUPS} groups')
+        require(len(self.blocks) <= 8, f'blocks={self.blocks}: expected at most 8 stages')
+        require(self.width % GROUPS == 0, f'width={self.width}: expected a multiple of {GROUPS}')
 
     @property
     def stride(self) -> int:
@@ -62,7 +62,7 @@ class Backbone(Record):
 
 @dataclasses.dataclass(kw_only=True)
 class ImagesAndHead(Record):
-    """Images of one size and a head. Sizes are (height, width)."""
+    """Lengths are (height, width)."""
 
     image_size: tuple[int, int] = (224, 224)  # in pixels
     channels: int = 3  # of an image
@@ -149,7 +149,7 @@ class ViTConfig(ImagesAndHead):
         parts = {'learned2d': 2, 'sincos2d': 4, 'rope': 4 * self.num_heads}.get(self.positions, 1)
         require(self.width % parts == 0, f'{wrong} {parts}, as positions={self.positions} needs')
         is_added = self.positions in ('learned', 'learned2d', 'sincos2d')
-        wrong = f'positions_at={self.positions_at}: positions={self.positions} adds none to tokens'
+        wrong = f'positions_at={self.positions_at}: {self.positions} positions are not added'
         require(is_added or self.positions_at == 'stem', f'{wrong}; leave positions_at out')
 
     @property
@@ -174,8 +174,8 @@ class ViTConfig(ImagesAndHead):
         """Describes the pixels that fill no patch; '' if the patches fill the image."""
         sides = zip(self._map_size, self.patch_size, strict=True)
         rows, columns = (side % size for side, size in sides)
-        where = ' of the feature map' if self.backbone else ''
-        return f'{rows} rows and {columns} columns{where} fill no patch' if rows + columns else ''
+        edge = 'edge of the feature map' if self.backbone else 'edge'
+        return f'{rows}x{columns} pixels at the {edge} fill no patch' if rows + columns else ''
 
     @property
     def positioned_prefix(self) -> int:

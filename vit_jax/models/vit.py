@@ -101,7 +101,7 @@ class PatchEmbedding(ViTModule):
         patches, kernel = (x.astype(self.compute.dtype) for x in (patches, kernel))
         tokens = jnp.einsum('bipjqc,pqcd->bijd', patches, kernel)
         tokens = tokens.reshape(batch, rows * columns, width)
-        if self.config.pre_norm:  # which has a bias
+        if self.config.pre_norm:  # the norm before the blocks has the bias
             return tokens
         bias = self.param('bias', nn.initializers.zeros, (width,))
         return tokens + bias.astype(self.compute.dtype)

@@ -40,6 +40,19 @@ class Every(NamedTuple):
         return step == total_steps or (self.steps is not None and step % self.steps == 0)
 
 
+class Once(NamedTuple):
+    """An action after one step."""
+
+    step: int
+    run: Callable[[int, TrainState], None]
+
+    def is_due(self, step: int, _: int) -> bool:
+        return step == self.step
+
+
+Observer = Every | Once
+
+
 class Clock:
     """Where the wall time goes: `with clock('step'):` adds the seconds within to `step`.
 
@@ -77,14 +90,11 @@ def fit(
     *,
     steps: range,
     on_metrics: Callable[[int, StepMetrics], None],
-    observers: Sequence[Every],
+    observers: Sequence[Observer],
     clock: Clock,
     max_skipped_steps: int = 1,
-    total_steps: int | None = None,
 ) -> TrainState:
     """Runs `update` for each of the steps and returns the last state.
-
-    The training ends after `total_steps`, or with the last of these steps.
 
     Metrics of a step are read while the next one runs, so the device never waits for the host,
     and before anything observes the state. `on_metrics` gets them as floats.
@@ -120,7 +130,7 @@ def fit(
                 read()
                 pending = step + 1, metrics
             for observer in observers:
-                if observer.is_due(step + 1, total_steps or steps.stop):
+                if observer.is_due(step + 1, steps.stop):
                     read()
                     observer.run(step + 1, state)
     except Interrupted:

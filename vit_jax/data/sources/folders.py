@@ -135,8 +135,8 @@ def image_files(path: pathlib.Path) -> list[str]:
 def _files_below(folder: pathlib.Path) -> Iterator[str]:
     """Yields the files below a folder; links are followed, each folder is read once.
 
-    Links to folders are read last, in the order of their names, so that another link changes no
-    file's name.
+    Links to folders are read last, in the order of their names, so that a link to a folder that is
+    in the data anyway changes no file's name.
     """
     seen, links = set[str](), [os.fspath(folder)]
     while links:

@@ -62,13 +62,13 @@ class Backbone(Record):
 
 @dataclasses.dataclass(kw_only=True)
 class ImagesAndHead(Record):
-    """Lengths are (height, width)."""
+    """The images and the head of an architecture. Lengths are (height, width)."""
 
     image_size: tuple[int, int] = (224, 224)  # in pixels
     channels: int = 3  # of an image
     num_classes: int | None = None  # None: no head, the outputs are the features
     head: Head = 'linear'  # or a function of your own, f(num_classes) -> flax module
-    head_bias: float = 0.0  # the linear head's bias at initialisation
+    head_bias: float = 0.0  # the linear head's bias at initialization
 
     def check(self) -> None:
         require_between(self, 'image_size', 'channels', 'num_classes', low=1, high=LARGEST)
@@ -94,8 +94,8 @@ class ResNetConfig(ImagesAndHead):
 class ViTConfig(ImagesAndHead):
     """The architecture: all that decides which parameters there are and what they compute.
 
-    The defaults are those of the paper's models. With a backbone it is the hybrid of section 3.1:
-    patches are cut from its feature map.
+    The defaults describe the paper's B/16. With a backbone it is the hybrid of section 3.1: patches
+    are cut from the feature map.
     """
 
     patch_size: tuple[int, int] = (16, 16)  # in pixels of the image, or of the feature map

@@ -32,10 +32,8 @@ class MaskedPatches(nn.Module):
     def __call__(self, tokens: Tokens) -> PatchOutputs:
         return self.head(tokens.astype(jnp.float32))
 
-    def corrupted(self, patches: Tokens, corruption: Corruption | None) -> Tokens:
+    def corrupted(self, patches: Tokens, corruption: Corruption) -> Tokens:
         """Returns the patches that the encoder sees."""
-        if corruption is None:
-            return patches
         source = jnp.take_along_axis(patches, corruption.source[..., None], axis=1)
         token = self.token.astype(patches.dtype)
         return jnp.where(corruption.masked[..., None], token, source)

@@ -87,8 +87,7 @@ def build(
     def predict_patches(
         params: Params, images: Images, corruption: Corruption | None = None, key: Dropout = None
     ) -> PatchOutputs:
-        has_outputs = getattr(config, 'patch_outputs', None) is not None
-        records.require(has_outputs, 'predict_patches: the model has no patch_outputs')
+        records.require(has_patch_outputs(config), 'predict_patches: expected patch_outputs')
         return apply(params, images, key, corruption=corruption, output='patches')
 
     def capture(
@@ -100,6 +99,11 @@ def build(
     init = functools.partial(init_params, config)
     features = functools.partial(apply, output='features')
     return Model(config, init, apply, features, predict_patches, capture)
+
+
+def has_patch_outputs(config: ModelConfig) -> bool:
+    """Returns whether the model has a head that all patches share."""
+    return isinstance(config, ViTConfig) and config.patch_outputs is not None
 
 
 def make_module(config: ModelConfig, regularization: Regularization, compute: Compute) -> Any:
@@ -136,8 +140,7 @@ def multiply_adds(config: ModelConfig, *, last_block: LastBlock = 'whole') -> in
     """
     compute = dataclasses.replace(PORTABLE, last_block=last_block)  # a fused kernel hides its own
     model = build(config, compute=compute)
-    predicts_patches = isinstance(config, ViTConfig) and config.patch_outputs is not None
-    forward = model.predict_patches if predicts_patches else model.apply
+    forward = model.predict_patches if has_patch_outputs(config) else model.apply
     image = jax.ShapeDtypeStruct((1, *config.image_size, config.channels), jnp.float32)
     return _count(jax.make_jaxpr(forward)(abstract_params(config), image).jaxpr)
 

@@ -368,7 +368,8 @@ class ViT(ViTModule):
         x = PatchEmbedding(*parts, name='embedding')(images)
         if config.patch_outputs is not None:
             masked = MaskedPatches(config.patch_outputs, config.width, name='masked')
-            x = x if corruption is None else masked.corrupted(x, corruption)
+            if corruption is not None:
+                x = masked.corrupted(x, corruption)
         x = self._embedded(x)
         x = Encoder(*parts, name='encoder')(x, self.position_table('every_layer_shared'))
         if config.patch_outputs is not None and self.is_initializing():

@@ -50,7 +50,7 @@ def test_a_run_that_ends_within_the_steps_writes_what_was_profiled(ending, tmp_p
 
 @pytest.mark.full
 def test_only_steps_that_this_start_runs_are_profiled(tmp_path, capsys):
-    config, said = tiny.experiment(total=Duration(steps=4)), 'no profile: steps'
+    config, said = tiny.experiment(total=Duration(steps=4)), 'no profile: only steps'
     training_run.train(config, str(tmp_path), profile=range(4, 9))
     assert f'{said} 0:4' in capsys.readouterr().out
     config.total = Duration(steps=7)

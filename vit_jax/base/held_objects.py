@@ -77,11 +77,11 @@ class Lease:
         self._released = _repeat(self._renew, HEARTBEAT)
 
     def check(self) -> None:
-        """Raises UserError if another run may have the lease, or if the object was removed.
+        """Raises UserError if another run might hold the lease, or if its object was removed.
 
-        A lease that was renewed lately is this run's, whether the bucket answers now or not.
+        A lease that this run renewed lately is its own, even if the bucket does not answer now.
         """
-        # The time of day passes while a machine is suspended, but not while a hypervisor pauses it.
+        # The wall clock runs while a machine is suspended, but not while a hypervisor pauses it.
         if not 0 <= time.time() - self._renewed < LEASE - HEARTBEAT:
             self._renew()
 

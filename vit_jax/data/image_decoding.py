@@ -94,9 +94,9 @@ def _pillow() -> Any:
 def open_with_pillow(stored: bytes) -> Any:
     """Opens an image with Pillow, which decodes it when its pixels are requested.
 
-    Calls the function that Pillow has for the format. `PIL.Image.open` does not say why that
-    failed, and its bound on pixels is one for the whole process, which is not ours to change; TIFF
-    and WebP keep to it (179 million pixels, if a program leaves it as it is).
+    Calls Pillow's function for the format, not `PIL.Image.open`: that does not say why a function
+    failed, and its limit of pixels holds for the whole process, so it is not ours to change. TIFF
+    and WebP still enforce that limit (179 million pixels by default).
 
     Raises UserError if the format is not supported, or the start of the image is damaged.
     """

@@ -96,7 +96,7 @@ def connect(launch: Launch) -> None:
         if address is None or count is None or index is None:
             text = f'address {address}, num_processes={count}, process_id={index}'
             raise UserError(f'cluster: found {text}; expected {_CLUSTER}')
-    wrong = f'cluster: process_id={index}: expected 0 to num_processes - 1 = {count - 1}'
+    wrong = f'cluster: process_id={index}: expected 0 to {count - 1} (num_processes={count})'
     require(0 <= index < count, wrong)
     launch.coordinator_address, launch.num_processes, launch.process_id = place
     with usable(f'coordinator_address={address}', 'HOST:PORT of process 0, a free port'):
@@ -148,10 +148,10 @@ def _has_own_devices() -> bool:
 
 
 def _find_own_ip(address: str) -> str | None:
-    """Returns the IP of this host in the network that leads to HOST:PORT, or None.
+    """Returns the IP of this host in the network that leads to HOST:PORT; None if it is unknown.
 
-    HOST may be a name that is not known yet, as that of a pod that has not started. On Debian a
-    host's own name means 127.0.1.1 there, where no other host reaches it.
+    HOST may be a name that is not known yet, such as that of a pod that has not started. A Debian
+    host resolves its own name to 127.0.1.1, which no other host reaches.
     """
     with contextlib.suppress(socket.gaierror):
         family, place = _resolve(address)
@@ -255,7 +255,7 @@ class Job:
 
     @functools.cached_property
     def _last_tick(self) -> int:
-        """The tick of the foremost process, once all have stopped ticking freely."""
+        """The highest tick of any process; waits until all have reported theirs."""
         if self._store is None:
             return 0
         keys = [f'{_TICKS}/{index}' for index in range(self.count)]
@@ -342,7 +342,7 @@ class Job:
         self._heed(_CODES[received], why)
 
     def _heed(self, code: int, why: str = '', stacks: bool = False) -> None:
-        """Exits, or, without a reason, has all processes stop after the step of the foremost."""
+        """Exits if `why` is given; else all processes stop after the step of the foremost."""
         if why:
             self.end(code, why, stacks=stacks)
         if self._stop_code:

@@ -225,9 +225,9 @@ def _evaluate_few_shot(
 
 
 def _possible_shots(shots: Sequence[int], train: Source, notes: list[str]) -> list[int]:
-    """Returns the shots that every class has, and notes which class has too few images for others.
+    """Returns the numbers of shots that every class has; notes which class is too small for others.
 
-    If no shots are possible, the fewest remain, and small classes give all their images.
+    If no number is possible, the lowest one remains, and small classes give all their images.
     """
     images = np.bincount(train.labels)
     fewest = int(images[images > 0].min())

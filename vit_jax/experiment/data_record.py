@@ -121,7 +121,7 @@ def compare_data(
         if digests.steps(workdir.folder / FOLDER):  # else nothing was learned yet
             recorded = read_record(path)
             if not recorded:
-                logging.warning('%s: missing or damaged: the data are not compared', path)
+                logging.warning('%s: missing or damaged, so the data are not compared', path)
         recorded = _update(workdir, recorded, splits, accept=accept)
     if job.count > 1:
         ours = {'digest': hashlib.sha256(json.dumps(splits).encode()).hexdigest()}
@@ -152,7 +152,7 @@ def compare_data(
 
 
 def _update(workdir: Workdir, recorded: Splits, splits: Splits, *, accept: bool) -> Splits:
-    """Rejects differences from the record, or records them; returns the new record."""
+    """Writes the new record, and returns it. Raises UserError for changes that are not accepted."""
     changes = _describe_changes(recorded, splits)
     if changes:
         text = f'{workdir.folder}: the data have changed since the run started:'

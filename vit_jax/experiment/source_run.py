@@ -37,9 +37,9 @@ class SourceRun(NamedTuple):
     def find_trained(self, source: Source) -> set[int]:
         """Returns the indices of the images that this run or an earlier one was trained on.
 
-        An image is recognized by its name within the data and its size, or its checksum. If the
-        training image still exists, both have the same bytes. A file of the run's own data is also
-        recognized after it was moved to another split (see `_original_names`).
+        An image is recognized by its name within the data, and by its size or checksum. If the
+        training image still exists, its bytes must equal those of this image. A file of the run's
+        own data is also recognized after it was moved to another split (see `_original_names`).
         """
         paths = source.read_names(range(len(source)))
         own = os.path.join(self.data, '')
@@ -61,10 +61,10 @@ class SourceRun(NamedTuple):
 
 
 def _original_names(images: list[str], recorded: set[str], data: str) -> list[str]:
-    """Replaces the names of files that were moved to another split by their recorded names.
+    """Gives files that were moved to another split their recorded names.
 
-    A file was moved if a recorded name ends with the names of this file and its folder, and no
-    other file in the folder of the data does.
+    A file was moved if a recorded name ends in its FOLDER/NAME, and no other file in the folder of
+    the data has the same FOLDER/NAME.
     """
     originals = {_end(name): name for name in recorded}
     if originals.keys().isdisjoint(_end(image) for image in images if image not in recorded):

@@ -102,7 +102,7 @@ def train(
             flag = f'--profile_steps={profile.start}:{profile.stop}'
             profile = range(max(profile.start, steps.start), min(profile.stop, steps.stop))
             if not profile:
-                console.print(f'{flag}: no profile: steps {steps.start}:{steps.stop} are run')
+                console.print(f'{flag}: no profile: only steps {steps.start}:{steps.stop} run')
         run = Run(opened, job=job, programs=programs, checkpoints=checkpoints, reporter=reporter)
         return run.train(state, steps, profile if job.index == 0 else None)
 
@@ -309,7 +309,7 @@ class Run:
 
                 if profile.start == steps.start:
                     begin()
-                # The first and the last observer: the others are not profiled between the steps.
+                # The profile ends before the other observers act, and begins after them.
                 end = Once(profile.stop, lambda *_: profiling.close())
                 observers = [end, *observers, Once(profile.start, begin)]
             return fit(

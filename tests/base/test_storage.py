@@ -206,7 +206,7 @@ def test_a_lease_that_was_lost_is_said_and_not_released(removed, lock, hurried, 
     lock.unlink() if removed else lock.write_text('run 2')
     wait_until(lambda: is_lost(lease))
     other = 'nobody: its lock was removed' if removed else 'run 2'
-    with pytest.raises(UserError, match=f'workdir gs://bucket/run: was lost to {other}'):
+    with pytest.raises(UserError, match=f'workdir gs://bucket/run was lost to {other}'):
         lease.check()
     lease.release()
     assert removed or bucket.text('run/.lock') == 'run 2'
@@ -255,7 +255,7 @@ def test_a_process_that_was_stopped_for_long_looks_before_it_writes(lock, bucket
     lease.check()
     lock.write_text('run 2')
     monkeypatch.setattr(time, 'time', lambda now=time.time: now() + held_objects.LEASE)
-    with pytest.raises(UserError, match='workdir gs://bucket/run: was lost to run 2'):
+    with pytest.raises(UserError, match='workdir gs://bucket/run was lost to run 2'):
         lease.check()
     lease.release()
     assert bucket.text('run/.lock') == 'run 2'

@@ -137,7 +137,7 @@ def test_a_run_that_lost_its_lease_ends_with_a_sentence_and_leaves_it_alone(buck
         (storage.folder(STORE) / 'run/.lock').write_text('process 1 on another\n')
         assert host.wait(60) == 1
     said = host.text.splitlines()[-1]
-    assert said.startswith(f'error: workdir {STORE}/run: was lost to process 1 on another')
+    assert said.startswith(f'error: workdir {STORE}/run was lost to process 1 on another')
     assert bucket.text('of/run/.lock') == 'process 1 on another\n' and 'Traceback' not in host.text
     assert 'step 40/60' not in host.text  # noticed when checkpoint 20 was to be completed
     assert digests.steps(storage.folder(STORE) / 'run/checkpoints') == []

@@ -245,8 +245,6 @@ def rows(number: int) -> dict[str, tuple[str, Callable[[], Outcome]]]:
         'alone': row('one of two processes is killed', HOSTS, '-k=killed_alone'),
         'ends': row('SIGTERM and other ends, hangs', RUNS, '-k=sigterm or hangs or test_stopping'),
         'not-finite': row('NaN, in both or in one of two', RUNS, '-k=finite or poisoned'),
-        'spikes': row('a loss 10,000 times as high', RUNS, '-k=spike'),
-        'clocks': row('clocks that differ by an hour', RUNS, '-k=clock'),
         'evaluation': row('1 to 359 images, by two processes', HOSTS, '-k=counts_every_image'),
         'changes': row('other data or values than before', RUNS, '-k=differ or test_data_record'),
         'pickles': row('pickles that would be executed', FORMATS, '-k=pickle'),

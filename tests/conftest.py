@@ -69,7 +69,6 @@ LONGEST = [  # by the seconds that they take
     'test_visualize.py',
     'models/test_vit.py',
     'test_study.py',
-    'experiment/test_topologies.py',
     'studies/test_planned_runs.py',
     'test_plan.py',
     'checkpoints/formats/test_round_trips.py',

@@ -12,12 +12,9 @@ import time
 
 import jax
 import jax.numpy as jnp
-import optax
-import psutil
 
 from vit_jax import train
 from vit_jax.base import held_objects
-from vit_jax.checkpoints import download
 from vit_jax.checkpoints.store import Checkpoints
 from vit_jax.cli import app
 from vit_jax.data import loading
@@ -79,17 +76,6 @@ def stalled_images(number, index):
         return forever() if stalls else example(reader, ref)
 
     loading.ImageReader.example = stalling
-
-
-def hang_barrier(number, index):
-    wait = Job.barrier
-
-    def waiting(job, name):
-        if index in (None, job.index):
-            forever()
-        wait(job, name)
-
-    Job.barrier = waiting
 
 
 def fail(number, index):
@@ -180,19 +166,6 @@ def on_update(number, act):
     training_run.fit = fit
 
 
-def nan(number, index):
-    """The device computes NaN, once."""
-
-    def act(update, state, batch):
-        whole = jax.tree.map(jnp.copy, state)
-        after, metrics = update(broken(state, index), batch)
-        norm = optax.tree.norm(whole.params)
-        scalars = metrics.scalars | {'parameter_norm': norm}
-        return whole._replace(step=after.step), metrics._replace(scalars=scalars)
-
-    on_update(number, act)
-
-
 def nan_memory(number, index):
     """The parameters in the device's memory are NaN from then on."""
     on_update(number, lambda update, state, batch: update(broken(state, index), batch))
@@ -210,16 +183,6 @@ def full_disk(number, index):
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     Checkpoints.save = saving
-
-
-def full_memory(number, index):
-    """From that step on the process gets no more memory than it has."""
-
-    def act():
-        held = psutil.Process().memory_info().vms
-        resource.setrlimit(resource.RLIMIT_AS, (held, resource.RLIM_INFINITY))
-
-    at_tick(number, index, act)
 
 
 def gone(number, index):
@@ -249,12 +212,6 @@ def other_packages(number, index):
         return facts
 
     fingerprint.of_run = other
-
-
-def own_downloads(number, index):
-    """Each process has a cache of its own, as hosts have."""
-    cache = download.cache
-    download.cache = lambda: cache() / str(jax.process_index())
 
 
 def other_labels(number, index):

@@ -227,7 +227,6 @@ def test_a_run_is_measured_on_what_it_held_out_and_training_images_are_counted(t
     reported = training_run.train(first, str(tmp_path / 'first')).evals['test']
     second = dataclasses.replace(first, held_out=HeldOut(), start_from=str(tmp_path / 'first'))
     training_run.train(second, str(tmp_path / 'second'))
-    assert 'the start_from model was already trained on' in capsys.readouterr().out
     copy = shutil.copytree(data, tmp_path / 'copy')
     alone = shutil.copytree(data / '2', tmp_path / 'alone' / '2')
 

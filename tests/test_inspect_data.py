@@ -14,8 +14,7 @@ from vit_jax import inspect_data, prepare
 from vit_jax.cli import app
 from vit_jax.data import image_decoding
 from vit_jax.data.augmentation import Augmentation
-from vit_jax.data.sources.opening import HeldOut, make_opener
-from vit_jax.experiment.build import label_problems
+from vit_jax.data.sources.opening import HeldOut
 from vit_jax.training.duration import Duration
 
 
@@ -97,8 +96,8 @@ def test_what_cannot_be_looked_at_is_explained(tmp_path):
     config = tiny.experiment(data=str(tmp_path / 'photos'))
     assert look(config, tmp_path / 'out') == 1
     problems = json.loads((tmp_path / 'out' / 'data.json').read_text())['problems']
-    assert "one class alone, 'cat'" in problems[0] and problems[1].startswith('3 images cannot be')
-    assert problems[2:] == ['none of 2 training images can be read']
+    assert problems[0].startswith('3 images cannot be')
+    assert problems[1:] == ['none of 2 training images can be read']
 
 
 def test_a_test_image_that_is_a_training_image_is_listed_by_its_bytes(photos, tmp_path):
@@ -195,17 +194,6 @@ def test_every_problem_of_a_table_is_listed_in_one_go(photos, tmp_path):
     found = json.loads((tmp_path / 'out' / 'data.json').read_text())
     assert 'line 3: an empty' in found['problems'][0] and 'line 5: ' in found['problems'][1]
     assert len(found['problems']) == 2
-
-
-def test_a_class_that_is_tested_and_never_trained_on_is_said(photos, tmp_path, caplog):
-    lines = ['cat/1.jpg,cat,train', 'cat/2.jpg,dog,train', 'cat/4.jpg,emu,test']
-    text = '\n'.join(['path,label,split', *(f'photos/{line}' for line in lines)])
-    (tmp_path / 't.csv').write_text(text)
-    config = tiny.experiment(data=str(tmp_path / 't.csv'), eval_split='test')
-    opened = make_opener()
-    sources = [opened(config.data, name) for name in ('train', 'test')]
-    assert not label_problems(config, sources[0], {'test': sources[1]})
-    assert 't.csv: 1 class of test without a training image: emu' in caplog.text
 
 
 def test_classes_that_are_not_in_all_splits_are_listed(photos, tmp_path):

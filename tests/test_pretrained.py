@@ -28,7 +28,7 @@ from vit_jax.checkpoints.formats import huggingface
 from vit_jax.cli import app, config_files
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.evaluation.probing import FewshotConfig
-from vit_jax.experiment import following, probing_run, training_run
+from vit_jax.experiment import probing_run, training_run
 from vit_jax.models import Compute
 from vit_jax.pretrained import ZERO_HEAD
 from vit_jax.training.duration import Duration
@@ -194,9 +194,7 @@ def test_a_head_of_ones_own_is_trained_from_a_checkpoint_and_handed_over_to_use_
     two_layers, wider = (config_files.load_function(f'{file}:{n}') for n in ('two_layers', 'wider'))
     start, work = saved(tmp_path, tiny.model()), tmp_path / 'run'
     config = tiny.experiment(start_from=start, model=None, head=two_layers, total=Duration(steps=2))
-    result = training_run.train(config, str(work))
-    command = following.next_command(result.experiment, str(work))
-    assert command.endswith(f'--head={file}:two_layers') and str(work) in command
+    training_run.train(config, str(work))
     images = np.asarray(tiny.images())
     vit = vit_jax.load(work, head=two_layers)
     assert vit.logits(images).shape == (len(images), tiny.CLASSES)

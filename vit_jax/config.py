@@ -32,7 +32,7 @@ from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 FORMAT = 3  # of work directories; raised when the fields or the meaning of their files change
 # Kinds of lines in metrics.jsonl that are no evaluations by name.
-_RESERVED = 'train', 'fewshot', 'skipped', 'spike'
+_RESERVED = 'train', 'fewshot', 'skipped'
 
 
 def default(kind: type) -> Any:

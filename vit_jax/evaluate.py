@@ -22,8 +22,8 @@ from vit_jax.cli import app, output
 from vit_jax.data.sources.opening import HeldOut, Opener, make_opener
 from vit_jax.evaluation import head
 from vit_jax.evaluation.head import HeadReport
-from vit_jax.experiment import source_run
-from vit_jax.experiment.source_run import SourceRun
+from vit_jax.experiment import data_record
+from vit_jax.experiment.data_record import SourceRun
 from vit_jax.figures import bitmaps
 from vit_jax.pretrained import Loaded, load
 
@@ -38,7 +38,7 @@ def main(arguments: argparse.Namespace) -> int:
     """
     if arguments.out:
         output.outlive_readers()
-    origin = source_run.find_source_run(arguments.checkpoint)
+    origin = data_record.find_source_run(arguments.checkpoint)
     held_out, split = _choose_split(arguments, origin)
     loaded = load(arguments.checkpoint, **app.overrides(arguments))
     print('\n'.join(loaded.report))
@@ -70,8 +70,8 @@ def main(arguments: argparse.Namespace) -> int:
     if trained:
         text = f'the run was trained on {trained:,} of these {counted(len(source), "image")}'
         print(f'warning: {text}: their accuracy says nothing about new images')
-    for line in origin.describe_gaps() if origin else []:
-        print(line)
+    for gap in origin.gaps if origin else []:
+        print(f'warning: {gap}: not all training images are known')
     print()
     print('\n'.join(_describe_report(report)))
     if arguments.out:

@@ -17,7 +17,7 @@ import numpy as np
 from rich.markup import escape
 
 from vit_jax.base import UserError, atomic_write, counted, make_folder, require, storage, write_json
-from vit_jax.base.records import text_of, to_dict
+from vit_jax.base.records import text_of
 from vit_jax.cli import app, output
 from vit_jax.config import TrainConfig
 from vit_jax.data import inspection, loading
@@ -25,7 +25,6 @@ from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.inspection import Known, Scan
 from vit_jax.data.sources.base import Source, split_names
 from vit_jax.data.sources.opening import Opener, make_opener, open_splits
-from vit_jax.experiment import workdirs
 from vit_jax.experiment.build import label_problems, open_start, preprocessing_of, reader_for
 from vit_jax.figures import bitmaps
 from vit_jax.training.duration import make_train_length
@@ -57,7 +56,6 @@ class Problems(list[str]):
 def main(arguments: argparse.Namespace) -> int:
     """Scans every split, prints a summary, draws images; returns 1 if training would fail."""
     config, folder = arguments.config, storage.folder(arguments.workdir)
-    workdirs.require_apart(arguments.workdir, to_dict(config))
     make_folder(folder)
     opener, problems = make_opener(config.held_out), Problems()
     train, tests = _open_parts(config, opener, problems)

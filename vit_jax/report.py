@@ -1,8 +1,8 @@
 """What runs have done, on one page: python -m vit_jax.report WORKDIR... --out=FILE.html.
 
 The page has loss, accuracy, learning rate, gradient norm, speed and few-shot accuracies of all runs
-in one picture each, skipped steps and spikes, what was reached, where the time went, and in which
-values of their configurations they differ. It is one file, needs no network and no script, and can
+in one picture each, skipped steps, what was reached, where the time went, and in which values of
+their configurations they differ. It is one file, needs no network and no script, and can
 be made while the runs go on.
 """
 
@@ -87,7 +87,7 @@ def _reached(runs: Sequence[History]) -> Any:
         rows.append([*row, reporter.duration(sum(run.seconds.values())) if run.seconds else ''])
     text = (
         'The last number of each kind; images a second are the median over the reports. The wall '
-        'time is that of all starts, with what was lost between them.'
+        'time is that of all starts.'
     )
     return Section('What was reached', text, table=Table(columns, rows))
 
@@ -131,17 +131,15 @@ class _Curves(NamedTuple):
         return [training, *(self.curve(kind, name, kind) for kind in self.run.evaluations)]
 
     def loss(self) -> list[Any]:
-        """With a mark on the training loss at each step that was skipped, or had a spike."""
+        """With a mark on the training loss at each step that was skipped."""
         from vit_jax.figures.curves import Curve
 
         training, *evaluated = self.classified('loss')
         marked = [training, *evaluated]
-        for kind, marker in {'skipped': 'x', 'spike': '^'}.items():
-            lines = self.run.of_kind(kind)
-            if lines and len(training.x):
-                x = self.x(lines)
-                y = np.interp(x, training.x, training.y)
-                marked.append(Curve(kind, self.place, x, y, '', marker=marker))
+        if (lines := self.run.of_kind('skipped')) and len(training.x):
+            x = self.x(lines)
+            y = np.interp(x, training.x, training.y)
+            marked.append(Curve('skipped', self.place, x, y, '', marker='x'))
         return marked
 
     def fewshot(self, *, episodes: bool) -> list[Any]:
@@ -208,14 +206,11 @@ def _events(runs: Sequence[History]) -> Any:
             if line['kind'] == 'skipped':
                 told = f'loss {line.get("loss")}, gradient norm {line.get("gradient_norm")}'
                 rows.append([run.name, f'{line["step"]:,}', f'update skipped: {told}'])
-            elif line['kind'] == 'spike':
-                told = f'loss {line.get("loss")}, after {line.get("mean_before")} on average'
-                rows.append([run.name, f'{line["step"]:,}', f'spike: {told}'])
     shown = rows[:_MOST_EVENTS]
     more = f' The first {_MOST_EVENTS} of {len(rows):,}.' if len(rows) > _MOST_EVENTS else ''
     table = Table(['run', 'step', 'what happened'], shown) if rows else None
     text = _EVENTS + more if rows else f'{_EVENTS} There were none.'
-    return Section('Skipped steps and spikes', text, table=table)
+    return Section('Skipped steps', text, table=table)
 
 
 def _time(runs: Sequence[History]) -> Any:
@@ -252,7 +247,7 @@ _LOSS = (
     'Dotted, hollow markers: the mean over the training images of each report, with augmentation '
     'and dropout; the others: evaluations on whole splits. Where the training loss falls on while '
     'that of the evaluation rises, the network learns its training images by heart. Crosses: '
-    'skipped steps; triangles: spikes.'
+    'skipped steps.'
 )
 _ACCURACY = (
     'Dotted, hollow markers: training images as they are trained on; the others: evaluations on '
@@ -276,17 +271,10 @@ _SPEED = (
     'Training images a second, waiting for data included, evaluating and saving left out. A dip '
     'is another program on the machine, or a slow disk.'
 )
-_MFU = (
-    'The multiply-adds of the network, three times those of its forward pass, beside what the '
-    'devices could do at their peak in bfloat16.'
-)
-_EVENTS = (
-    'An update whose gradient is not finite is skipped; a loss far above those before is a spike '
-    '(six deviations of the last 128 steps, and 20 %).'
-)
+_EVENTS = 'An update whose gradient is not finite is skipped.'
 _TIME = (
     'Wall time of all starts: compiling, waiting for data, computing steps, evaluating, waiting '
-    f'for checkpoints to be saved; "{reporter.LOST}" is what was done again or waited after a kill.'
+    'for checkpoints to be saved.'
 )
 
 
@@ -300,7 +288,6 @@ _PICTURES: list[tuple[str, str, Callable[[_Curves], list[Any]], Scale]] = [
     ('Learning rate', _RATE, lambda curves: curves.trained('learning_rate'), 'linear'),
     ('Gradient norm', _GRADIENT, lambda curves: curves.trained('gradient_norm'), 'magnitudes'),
     ('Images per second', _SPEED, lambda curves: curves.trained('images_per_second'), 'linear'),
-    ('Share of the peak (MFU)', _MFU, lambda curves: curves.trained('mfu'), 'percent'),
 ]
 
 

@@ -60,8 +60,6 @@ def main(arguments: argparse.Namespace) -> int:
         is_file = folder.exists() and not folder.is_dir()
         require(not is_file, f'--workdir={arguments.workdir}: expected a folder, but it is a file')
     runs = planned_runs.planned(study)
-    for run in runs:
-        workdirs.require_apart(arguments.workdir, records.to_dict(run.config))
     chosen = [run for run in runs if re.search(arguments.only, run.name)]
     if not chosen:
         names = ', '.join(run.name for run in runs[:3])

@@ -19,21 +19,21 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
         accept_changes=arguments.accept_config_changes,
         accept_data=arguments.accept_data_changes,
         job=job,
-        profile=arguments.profile_steps,
+        profile=arguments.profile_steps or range(0),
     )
     if job.index != 0:
         return 0
     few_shot = f'; {probing.summary(result.fewshot)}' if result.fewshot else ''
     print(f'\nreached    {reporter.eval_summary(result.evals)}{few_shot}')
-    if result.skipped:
-        times = counted(result.skipped, 'time')
+    if skipped := result.reporter.skipped:
+        times = counted(skipped, 'time')
         print(f'skipped    training images that cannot be read were skipped {times}')
     print(f'checkpoint {result.checkpoint}')
     print(f'metrics    {result.folder / METRICS}')
-    print(f'time       {reporter.spent(result.seconds)}')
-    if result.earlier.get('step'):  # not after starts that were rejected
-        print(f'earlier    {reporter.spent(result.earlier)}')
-    if command := next_command(result.experiment, str(result.folder)):
+    print(f'time       {reporter.spent(result.reporter.clock.seconds)}')
+    if earlier := result.reporter.earlier:
+        print(f'earlier    {reporter.spent(earlier)}')
+    if command := next_command(result.experiment.config, str(result.folder)):
         print(f'next       {command}')
     return 0
 

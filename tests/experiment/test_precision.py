@@ -17,10 +17,8 @@ from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed import meshes
 from vit_jax.evaluation import head
 from vit_jax.evaluation.probing import FewshotConfig
-from vit_jax.experiment import build, probing_run, training_run, workdirs
+from vit_jax.experiment import build, probing_run, training_run
 from vit_jax.models import Backbone, Compute, attention, compute, vit
-from vit_jax.studies import planned_runs
-from vit_jax.studies.config import Grid, Study
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import ScheduleConfig
 
@@ -77,18 +75,6 @@ def test_a_run_keeps_the_precision_that_it_began_with(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.full
-def test_a_run_of_a_study_keeps_the_precision_that_it_began_with(tmp_path, has_fast_bfloat16):
-    base = tiny.experiment(total=Duration(steps=3))
-    study = Study(title='a study', base=base, grids={'grid': Grid()})
-    (run,) = planned_runs.planned(study)
-    path = planned_runs.write_run_config(tmp_path, study, run)
-    assert json.loads(path.read_text())['compute']['dtype'] == 'auto'
-    training_run.train(run.config, str(path.parent))
-    planned_runs.write_run_config(tmp_path, study, run)
-    assert workdirs.recorded_dtype(str(path.parent)) == 'bfloat16'
-
-
-@pytest.mark.full
 @pytest.mark.parametrize('model', [VIT, HYBRID])
 def test_losses_in_bfloat16_are_within_a_hundredth_of_those_in_float32(model):
     """While 32 images are learned. bfloat16 rounds each number by at most 1 in 256."""
@@ -114,16 +100,6 @@ def test_losses_in_bfloat16_are_within_a_hundredth_of_those_in_float32(model):
     assert exact[-1] < 0.8 * exact[0]
     assert rounded != exact
     np.testing.assert_allclose(rounded, exact, rtol=0.01)
-
-
-def test_state_and_losses_are_float32_whatever_the_precision():
-    config = tiny.experiment(compute=Compute(dtype='bfloat16'), polyak_decay=0.9)
-    decided = build.build_experiment(config)
-    state = jax.eval_shape(decided.init)
-    floats = [
-        leaf.dtype for leaf in jax.tree.leaves(state) if np.issubdtype(leaf.dtype, np.inexact)
-    ]
-    assert {*floats} == {np.dtype('float32')}
 
 
 def test_a_given_checkpoint_is_used_with_exact_products(tmp_path, monkeypatch, has_fast_bfloat16):

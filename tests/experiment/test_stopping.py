@@ -6,7 +6,6 @@ python -m pytest -m full tests/experiment/test_stopping.py
 
 import json
 import os
-import pty
 import signal
 import socket
 import subprocess
@@ -37,10 +36,9 @@ def reported(folder):
     return [(line['kind'], line['step']) for line in lines]
 
 
-@pytest.mark.parametrize('terminal', [False, True])
-def test_a_reader_that_goes_away_does_not_end_the_run(terminal, tmp_path):
-    """As `| head -1`, with standard error in the same pipe; or as a terminal that is closed."""
-    read, write = pty.openpty() if terminal else os.pipe()
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
+    """As `| head -1`, with standard error in the same pipe."""
+    read, write = os.pipe()
     command = [sys.executable, '-m', 'tests.faulty', 'slow:0', '--config=tests/tiny_config.py']
     command += [f'--workdir={tmp_path}/run']
     run = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=write, stderr=write)
@@ -60,8 +58,7 @@ def test_a_stop_during_the_last_save_lets_it_take_its_time(tmp_path):
     assert steps(tmp_path)[-1] == 60
 
 
-@pytest.mark.parametrize('after', [1.0, 3.0])
-def test_ctrl_c_while_compiling_is_one_sentence_and_no_crash(after, tmp_path):
+def test_ctrl_c_while_compiling_is_one_sentence_and_no_crash(tmp_path):
     """A network that takes long to compile, and that no cache has."""
     command = [sys.executable, '-m', 'vit_jax.train', '--config=tests/tiny_config.py']
     command += [
@@ -75,7 +72,7 @@ def test_ctrl_c_while_compiling_is_one_sentence_and_no_crash(after, tmp_path):
     )
     while 'compile for' not in run.stdout.readline():
         assert run.poll() is None, run.stderr.read()
-    time.sleep(after)
+    time.sleep(1)
     run.send_signal(signal.SIGINT)
     assert run.wait(5) == INTERRUPTED
     said = run.stderr.read().splitlines()

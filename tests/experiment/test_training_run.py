@@ -1,6 +1,5 @@
 """Whole runs: trained, killed, resumed, fine-tuned, probed."""
 
-import argparse
 import dataclasses
 import json
 import shutil
@@ -17,10 +16,7 @@ import pytest
 
 import vit_jax
 from tests import networks, tiny
-from vit_jax import inspect_data, study
-from vit_jax.base import records
 from vit_jax.base.errors import UserError
-from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.store import load_card, load_params
 from vit_jax.config import EvalConfig
@@ -29,16 +25,14 @@ from vit_jax.data.augmentation import Augmentation, RandAugment
 from vit_jax.data.image_preprocessing import InceptionCrop
 from vit_jax.data.sources.folders import unlabelled
 from vit_jax.data.sources.opening import make_opener
-from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import head
 from vit_jax.evaluation.episodes import EpisodesConfig
 from vit_jax.evaluation.evaluator import batches_on_all_devices
 from vit_jax.evaluation.probing import FewshotConfig, ProbeSet
-from vit_jax.experiment import probing_run, reporter, training_run, workdirs
+from vit_jax.experiment import probing_run, reporter, training_run
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import Regularization
 from vit_jax.studies import history
-from vit_jax.studies.config import Grid, Study
 from vit_jax.training.duration import Duration
 from vit_jax.training.loop import NotFinite
 from vit_jax.training.losses import LossConfig
@@ -106,19 +100,6 @@ def test_probing_the_checkpoint_alone_gives_what_the_run_gave(trained, tmp_path)
     assert found['accuracy'] == trained.fewshot['sets']['digits']['accuracy']
 
 
-def test_features_for_few_shot_are_read_for_drawn_and_test_images_only(trained, tmp_path):
-    read = []
-    config = tiny.experiment(
-        data=tiny.watched(read.append),
-        model=None,
-        start_from=str(trained.folder),
-        fewshot=FEWSHOT,
-    )
-    config.loader.placement = 'host'
-    probing_run.probe(config, str(tmp_path))
-    assert len(read) <= 2 * 10 * 2 + 50  # shots x classes x seeds, and the test images
-
-
 def crash_at(number):
     def crash(heartbeat):
         if heartbeat == number:
@@ -153,7 +134,7 @@ def test_ten_steps_are_five_and_crashes_and_five(tmp_path):
     )
     whole = training_run.train(config, str(tmp_path / 'whole'))
     # In the evaluation at step 5; in it again, at the start; in the few-shot evaluation; at step 8.
-    for heartbeat in 6, 1, 5, 16:
+    for heartbeat in 6, 1, 5, 14:
         with pytest.raises(RuntimeError, match='the power is out'):
             training_run.train(config, str(tmp_path / 'parts'), job=crash_at(heartbeat))
     parts = training_run.train(config, str(tmp_path / 'parts'))
@@ -166,54 +147,33 @@ def test_ten_steps_are_five_and_crashes_and_five(tmp_path):
 
 
 @pytest.mark.full
-def test_only_as_many_checkpoints_are_kept_as_asked_for(tmp_path):
-    config = tiny.experiment(checkpoint_every_steps=1, keep_checkpoints=3, eval_every_steps=None)
-    training_run.train(config, str(tmp_path))
-    assert sorted(digests.steps(tmp_path / 'checkpoints')) == [8, 9, 10]
-
-    def size(folder):
-        return sum(path.stat().st_size for path in folder.rglob('*') if path.is_file())
-
-    kept = sum(size(tmp_path / 'checkpoints' / step) for step in ('8', '9', '10'))
-    assert size(tmp_path / 'checkpoints') == kept  # and nothing else, hidden or not
-
-
-@pytest.mark.full
 def test_a_run_that_is_complete_says_so_again_and_changes_nothing(trained, capsys):
     config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True)
     again = training_run.train(config, str(trained.folder))
     assert again.evals == trained.evals
-    assert 'the run is complete; a longer --config.total' in capsys.readouterr().out
+    assert 'the run is complete' in capsys.readouterr().out
     chex.assert_trees_all_equal(again.state, trained.state)
 
 
-def test_a_resume_under_another_configuration_is_refused_with_the_differences(trained):
-    config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True, seed=3)
-    with pytest.raises(ValueError, match=r'(?s)another configuration:\n  seed: 0 -> 3\ntake'):
-        training_run.train(config, str(trained.folder))
-
-
-@pytest.mark.full
-def test_changes_that_prove_impossible_are_not_kept(trained, tmp_path):
-    folder = shutil.copytree(trained.folder, tmp_path / 'run')
-    before = (folder / 'config.json').read_text()
-    with pytest.raises(ValueError, match='the arrays do not fit'):
-        config = tiny.experiment(model=tiny.model(num_classes=None, depth=2))
-        training_run.train(config, str(folder), accept_changes=True)
-    assert (folder / 'config.json').read_text() == before
-
-
-@pytest.mark.full
-def test_a_run_beyond_its_end_is_no_run(trained):
-    config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True)
-    config.total = Duration(steps=7)
-    with pytest.raises(ValueError, match='/10: config.total ends before it, at step 7'):
-        training_run.train(config, str(trained.folder), accept_changes=True)
+@pytest.mark.parametrize(
+    'changes, accept, name',
+    [
+        ({'seed': 3}, False, r'seed: 0 -> 3'),
+        ({'total': Duration(steps=7)}, True, 'config.total'),
+        ({'model': tiny.model(num_classes=None, depth=2)}, True, 'params'),
+    ],
+)
+def test_a_resume_that_does_not_fit_is_rejected_and_changes_nothing(trained, changes, accept, name):
+    config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True, **changes)
+    before = (trained.folder / 'config.json').read_text()
+    with pytest.raises(ValueError, match=name):
+        training_run.train(config, str(trained.folder), accept_changes=accept)
+    assert (trained.folder / 'config.json').read_text() == before
 
 
 def test_what_few_shot_needs_is_looked_for_before_training(tmp_path):
     config = tiny.experiment(fewshot=FewshotConfig(sets={'x': ProbeSet(data='/no/where')}))
-    with pytest.raises(FileNotFoundError, match="data='/no/where': no such folder"):
+    with pytest.raises(FileNotFoundError, match='/no/where'):
         training_run.train(config, str(tmp_path))
 
 
@@ -240,7 +200,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
         schedule=ScheduleConfig(kind='linear', learning_rate=1e25, warmup=Duration(steps=4)),
         checkpoint_every_steps=1,
     )
-    with pytest.raises(NotFinite, match=r'step \d+: .*; last good checkpoint: .*/checkpoints/\d'):
+    with pytest.raises(NotFinite, match=r'/checkpoints/\d'):
         training_run.train(config, str(tmp_path))
     params = load_params(str(tmp_path))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
@@ -264,30 +224,8 @@ def test_poisoned_batches_are_skipped_and_counted_and_training_goes_on(tmp_path)
     assert [line['skipped'] for line in lines(tmp_path) if line['kind'] == 'train'] == [2, 1]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.state.params))
     config.max_skipped_steps = 2
-    with pytest.raises(
-        NotFinite, match='step 5: .*nan, as in 2 updates in a row; last good.* none'
-    ):
+    with pytest.raises(NotFinite, match='step 5: .*nan.* none$'):
         training_run.train(config, str(tmp_path / 'again'))
-
-
-@pytest.mark.full
-def test_a_spike_of_the_loss_is_said_and_the_run_ends_as_well_as_without_it(tmp_path):
-    """One batch whose loss is 10,000 times as high; its gradient is clipped as any other."""
-    first = loading.shuffled(1438, seed=0)(16 * 50).index  # of the batch of step 51
-
-    def run(factor):
-        def augment(key, batch):
-            times = jnp.where(batch['example'][0] == first, factor, 1.0)
-            return batch | {'labels': times * jax.nn.one_hot(batch['labels'], tiny.CLASSES)}
-
-        config = tiny.experiment(total=Duration(steps=80), augmentation=augment)
-        return training_run.train(config, str(tmp_path / str(factor)))
-
-    spiked, calm = run(1e4), run(1.0)
-    (spike,) = (line for line in lines(spiked.folder) if line['kind'] == 'spike')
-    assert spike['step'] == 51 and spike['loss'] > 5000 * spike['mean_before']
-    assert not [line for line in lines(calm.folder) if line['kind'] == 'spike']
-    assert spiked.evals['test']['loss'] < 1.01 * calm.evals['test']['loss']
 
 
 @pytest.mark.full
@@ -312,20 +250,6 @@ def test_fine_tuning_begins_with_the_body_of_the_checkpoint(trained, tmp_path, c
     assert card.grid == (2, 4) and card.model.image_size == (8, 16)
 
 
-@pytest.mark.full
-def test_thirty_two_images_are_learned_by_heart(tmp_path):
-    config = tiny.experiment(
-        train_split='train[:32]',
-        eval_split='train[:32]',
-        batch_size=32,
-        total=Duration(steps=150),
-        model=tiny.model(num_classes=None, width=32, mlp_dim=64, pool='gap'),
-        optimizer=OptimizerConfig(),
-        schedule=ScheduleConfig(learning_rate=3e-3, warmup=Duration(steps=10)),
-    )
-    assert training_run.train(config, str(tmp_path)).evals['test']['accuracy'] == 1.0
-
-
 @pytest.fixture
 def photos(tmp_path):
     root = tmp_path / 'photos'
@@ -344,103 +268,28 @@ def folder_config(root, **changes):
 
 
 @pytest.mark.full
-def test_a_folder_of_images_trains_and_its_classes_are_kept(photos, tmp_path):
-    result = training_run.train(folder_config(photos), str(tmp_path / 'run'))
-    card = Card.read(load_card(str(tmp_path / 'run'))[0], where='card')
-    assert card.class_names == ('cat', 'dog') and card.model.num_classes == 2
-    assert lines(result.folder)[-1]['count'] == 6
-
-
-@pytest.mark.full
-def test_more_photos_and_a_new_class_start_from_the_head_of_the_old_ones(photos, tmp_path, capsys):
-    first = training_run.train(folder_config(photos), str(tmp_path / 'first'))
-    for split in 'train', 'test':
-        shutil.copytree(photos / split / 'cat', photos / split / 'ape')
-    (photos / 'train' / 'dog' / '7.jpg').rename(photos / 'train' / 'dog' / 'new.jpg')
-    config = folder_config(photos, model=None, start_from=str(first.folder), reuse_head=True)
-    with pytest.raises(
-        UserError, match="(?s)None to 'dog'.*start_from="
-    ):  # not the run of two classes
-        training_run.train(folder_config(photos), str(first.folder))
-    config.total = config.schedule.warmup = Duration(steps=1)  # whose rate is 0
-    second = training_run.train(config, str(tmp_path / 'second'))
-    assert "head: kept for 2 of 3 classes (by name); new: 'ape'" in capsys.readouterr().out
-    old, new = load_params(str(first.folder))['head'], second.state.params['head']
-    for name, leaf in new.items():
-        np.testing.assert_array_equal(leaf[..., 1:], old[name])
-        assert not leaf[..., 0].any()
-
-
-@pytest.mark.full
 @pytest.mark.parametrize('placement', ['device', 'host'])
 def test_an_unreadable_image_stops_training_unless_it_may_be_skipped(photos, tmp_path, placement):
     broken = photos / 'train' / 'cat' / '3.jpg'
     broken.write_bytes(broken.read_bytes()[:50])
     config = folder_config(photos)
     config.loader.placement = placement
-    with pytest.raises(ValueError, match=f'{broken}: not a whole image'):
+    with pytest.raises(ValueError, match=str(broken)):
         training_run.train(config, str(tmp_path / 'run'))
     config.loader.on_unreadable = 'skip'
     result = training_run.train(config, str(tmp_path / 'run'))
-    assert result.skipped == 3  # each of 3 steps of 16 draws sees each of 16 images once
+    assert result.reporter.skipped == 3  # each of 3 steps of 16 draws sees each of 16 images once
 
 
-def test_an_image_above_the_bound_cannot_be_read(photos):
-    """Of the sizes 9x12 to 16x12."""
-    config = folder_config(photos)
-    config.loader.max_pixels = 15 * 12
-    experiment, small = build_experiment(config), 0
-    for reader in experiment.train, experiment.evals['test']:
-        for i in range(len(reader.source)):
-            if '/7.jpg' not in reader.source.name_of(i):
-                small += 1
-                reader.example(loading.ExampleRef(i))
-            else:
-                with pytest.raises(ValueError, match='12 x 16 pixels, more than max_pixels=180'):
-                    reader.example(loading.ExampleRef(i))
-    assert small == 2 * (7 + 3)
-
-
-def test_one_class_alone_is_refused(photos):
-    for split in 'train', 'test':
-        shutil.rmtree(photos / split / 'dog')
-    with pytest.raises(ValueError, match="one class alone, 'cat'.*: add images of another class"):
-        build_experiment(folder_config(photos))
-
-
-@pytest.mark.full
-def test_a_batch_of_more_images_than_there_are_is_said(photos):
-    few, many = (folder_config(photos, batch_size=size) for size in (16, 64))
-    said = [reporter.outline(build_experiment(config)) for config in (few, many)]
-    assert 'steps of 16 images, 3.0 epochs' in said[0]
-    assert 'steps of 64 images (--config.batch_size), more than the 16 training images' in said[1]
-
-
-@pytest.mark.parametrize('trained, count', [('012', 0), ('827', 1)])
-def test_some_classes_are_trained_on_and_the_outline_counts_those_of_episodes(trained, count):
-    episodes = EpisodesConfig(classes=('9', '8', '3'), ways=2)
-    fewshot = FewshotConfig(episodes=episodes)
-    experiment = build_experiment(tiny.experiment(classes=tuple(trained), fewshot=fewshot))
+def test_some_classes_are_trained_on_and_all_are_probed():
+    fewshot = FewshotConfig(episodes=EpisodesConfig(classes=('9', '8', '3'), ways=2))
+    experiment = build_experiment(tiny.experiment(classes=('8', '2', '7'), fewshot=fewshot))
     assert experiment.model.config.num_classes == 3
     for reader in [experiment.train, *experiment.evals.values()]:
-        assert reader.source.class_names == tuple(trained)
+        assert reader.source.class_names == ('8', '2', '7')
         assert set(reader.source.labels) == {0, 1, 2}
-    probe = experiment.probes.by_name['digits']
-    assert set(probe.test.source.labels) == set(range(10))
-    line = f'episodes of digits draw from 3 classes; training includes {count} of them'
-    assert line in reporter.outline(experiment)
-
-
-@pytest.mark.full
-def test_a_test_image_that_cannot_be_read_is_known_before_training(photos, tmp_path):
-    broken = photos / 'test' / 'dog' / '1.jpg'
-    broken.write_bytes(broken.read_bytes()[:-40])  # its header is whole
-    config = folder_config(photos)
-    config.loader.placement = 'host'
-    remedy = '--config.loader.on_unreadable=skip leaves out'
-    with pytest.raises(ValueError, match=f'{broken}: not a whole image.*{remedy}'):
-        training_run.train(config, str(tmp_path / 'run'))
-    assert not (tmp_path / 'run' / 'metrics.jsonl').exists()
+    assert set(experiment.probes.by_name['digits'].test.source.labels) == set(range(10))
+    assert 'training includes 1 of them' in reporter.outline(experiment)
 
 
 @pytest.mark.full
@@ -454,7 +303,7 @@ def test_what_is_kept_on_the_devices_is_read_before_anything_is_compiled(
     for split in 'test', 'train':
         broken = photos / split / 'dog' / '1.jpg'
         broken.write_bytes(b'')
-        with pytest.raises(ValueError, match=f'{broken}: the file is empty .*on_unreadable=skip'):
+        with pytest.raises(ValueError, match=str(broken)):
             training_run.train(folder_config(photos), str(tmp_path / 'run'))
 
 
@@ -496,7 +345,7 @@ def test_a_batch_whose_images_do_not_fit_into_memory_is_rejected(
     memory = types.SimpleNamespace(total=64 * 8 * 8 * 3 * 5)
     monkeypatch.setattr(loading.psutil, 'virtual_memory', lambda: memory)
     size = {'batch_size': 64} if program == 'train' else {'eval_batch_size': 64}
-    with pytest.raises(UserError, match=f'{flag}: 64 images of 8x8 pixels need'):
+    with pytest.raises(UserError, match=flag):
         if program == 'predict':
             loaded, source = networks.loaded(tiny.model()), make_opener()('digits', 'test')
             batches_on_all_devices(head.reader_for(loaded, source), 64)
@@ -514,33 +363,6 @@ def test_a_batch_of_few_images_to_predict_is_no_larger_than_they_are(photos):
     for size, rows in (8, 8), (10**6, 32):
         batches = batches_on_all_devices(reader, size).read(reader)
         assert len(next(batches)['images']) == rows
-
-
-@pytest.mark.parametrize('inside', ['.', 'train/run', 'deeper/than/this', 'link'])
-@pytest.mark.parametrize('program', ['train', 'evaluation', 'fewshot', 'inspect_data', 'study'])
-def test_a_work_directory_among_the_images_is_rejected_before_it_is_made(
-    photos, tmp_path, program, inside
-):
-    before = sorted(photos.rglob('*'))
-    path = photos / inside
-    if inside == 'link':
-        (tmp_path / 'link').symlink_to(photos)
-        path = tmp_path / 'link/run'
-    config = folder_config(photos)
-    if program == 'evaluation':
-        config = tiny.experiment(eval_split='test', evals={'photos': EvalConfig(data=str(photos))})
-    with pytest.raises(UserError, match='--workdir=.*: lies in the data, .*; expected'):
-        if program in ('evaluation', 'fewshot'):
-            with workdirs.opened(str(path), records.to_dict(config), Job()):
-                pass
-        elif program == 'inspect_data':
-            inspect_data.main(argparse.Namespace(config=config, workdir=str(path)))
-        elif program == 'study':
-            given = Study(title='x', base=config, grids={'all': Grid()})
-            study.main(argparse.Namespace(config=given, workdir=str(path), only='', list=False))
-        else:
-            training_run.train(config, str(path))
-    assert sorted(photos.rglob('*')) == before
 
 
 def test_a_run_that_lies_among_the_images_is_to_be_moved(photos):
@@ -562,28 +384,25 @@ TOO_FEW_BLOCKS = tiny.assigned(OptimizerConfig(), trained_blocks=-1)
     'changes, message',
     [
         ({'total': None}, 'config.total is none'),
-        ({'total': Duration(steps=0)}, 'total.steps=0: less than one step of batch_size=16'),
-        ({'model': None}, 'config.model is none: give a model, or start_from'),
-        ({'model': tiny.model(num_classes=7)}, 'num_classes=7, but digits has 10 classes'),
-        ({'image_size': (3, 8)}, r'patch_size=\(4, 4\): larger than the image'),
-        ({'batch_size': 20}, 'batch_size=20 is not a multiple of 8 devices'),
-        (
-            {'batch_size': 8 * 10**10},
-            r'config.batch_size=80000000000: .* images of 8x8 pixels need 85,831 GiB; expected at',
-        ),
-        ({'eval_batch_size': 8 * 10**10}, 'config.eval_batch_size=80000000000: 80,000,000,000 im'),
-        ({'accumulation_steps': 3}, 'batch_size=16 is not a multiple of 8 devices .* x 3'),
-        ({'polyak_decay': 1.5}, 'config.polyak_decay=1.5: expected at least 0 and less than 1'),
-        ({'seed': 'x'}, "config.seed='x': expected int"),
-        ({'keep_checkpoints': 0}, 'config.keep_checkpoints=0: expected at least 1'),
-        ({'evals': {'train': EvalConfig()}}, "config.evals: 'train' is no name for an evaluation"),
+        ({'total': Duration(steps=0)}, 'total.steps=0'),
+        ({'model': None}, 'config.model is none'),
+        ({'model': tiny.model(num_classes=7)}, 'num_classes=7'),
+        ({'image_size': (3, 8)}, 'patch_size='),
+        ({'batch_size': 20}, 'batch_size=20'),
+        ({'batch_size': 8 * 10**10}, 'config.batch_size=80000000000'),
+        ({'eval_batch_size': 8 * 10**10}, 'config.eval_batch_size=80000000000'),
+        ({'accumulation_steps': 3}, 'batch_size=16 .* x 3'),
+        ({'polyak_decay': 1.5}, 'config.polyak_decay=1.5'),
+        ({'seed': 'x'}, "config.seed='x'"),
+        ({'keep_checkpoints': 0}, 'config.keep_checkpoints=0'),
+        ({'evals': {'train': EvalConfig()}}, "config.evals: 'train'"),
         (
             {'schedule': ScheduleConfig(learning_rate=1e-3, warmup=Duration(steps=20))},
-            'do not fit into 10 steps: take --config.schedule.warmup.fraction=0.1 instead$',
+            'config.schedule.warmup',
         ),
-        ({'classes': ('3', 'x')}, "classes: digits has no class 'x'; known: 0, 1"),
-        ({'classes': ('3', '3')}, r"config.classes=\('3', '3'\): expected each once"),
-        ({'optimizer': TOO_FEW_BLOCKS}, 'config.optimizer.trained_blocks=-1: expected at least 0'),
+        ({'classes': ('3', 'x')}, "classes: digits has no class 'x'"),
+        ({'classes': ('3', '3')}, 'config.classes='),
+        ({'optimizer': TOO_FEW_BLOCKS}, 'config.optimizer.trained_blocks=-1'),
         ({'augmentation': tiny.assigned(Augmentation(), mixup=-0.1)}, 'augmentation.mixup=-0.1'),
     ],
 )
@@ -594,23 +413,11 @@ def test_values_that_do_not_fit_are_named_before_anything_is_written(changes, me
     assert not workdir.exists()
 
 
-def test_a_directory_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / 'file').write_text('')
-    with pytest.raises(ValueError, match='.*/file/run: Not a directory'):
-        training_run.train(tiny.experiment(), str(tmp_path / 'file' / 'run'))
-
-
 def test_few_shot_alone_needs_a_checkpoint_and_a_protocol(tmp_path):
     with pytest.raises(ValueError, match='start_from is none'):
         probing_run.probe(tiny.experiment(fewshot=FEWSHOT), str(tmp_path))
     with pytest.raises(ValueError, match='fewshot is none'):
         probing_run.probe(tiny.experiment(start_from='x'), str(tmp_path))
-
-
-def test_records_of_an_experiment_survive_json():
-    config = tiny.experiment(fewshot=FEWSHOT)
-    values = json.loads(json.dumps(records.to_dict(config)))
-    assert records.from_dict(type(config), values, where='config') == dataclasses.replace(config)
 
 
 @pytest.fixture
@@ -648,7 +455,7 @@ def test_images_of_several_classes_are_learned_and_measured(several, tmp_path):
     )  # by chance: the share of a class, 0.5
     assert lines(result.folder)[-1]['mean_average_precision'] > 0.95
     config.loss.kind = 'softmax'
-    with pytest.raises(ValueError, match='may have several classes, softmax expects one'):
+    with pytest.raises(ValueError, match='softmax'):
         training_run.train(config, str(tmp_path / 'other'))
 
 
@@ -690,7 +497,7 @@ def test_data_augmentation_loss_and_head_may_be_functions_of_ones_own(trained, t
         model=None, start_from=str(tmp_path / 'own'), fewshot=FEWSHOT, total=Duration(steps=1)
     )
     assert 'digits' in probing_run.probe(alone, str(tmp_path / 'probe'))[0]['sets']
-    with pytest.raises(UserError, match='two_layers, which no checkpoint holds'):
+    with pytest.raises(UserError, match='two_layers'):
         vit_jax.load(str(tmp_path / 'own')).logits(np.zeros((1, 8, 8, 3), np.float32))
 
 
@@ -712,6 +519,8 @@ def test_several_evaluations_in_one_run_each_with_its_own_labels(photos, tmp_pat
     )
     result = training_run.train(config, str(tmp_path / 'run'))
     assert list(result.evals) == ['val', 'real', 'seen']
+    card = Card.read(load_card(str(result.folder))[0], where='card')
+    assert card.class_names == ('cat', 'dog') and card.model.num_classes == 2
     found = [(line['kind'], line['step'], line['count']) for line in lines(result.folder)]
     assert ('val', 2, 6) in found and ('val', 4, 6) in found
     assert ('real', 4, 5) in found and ('seen', 4, 16) in found
@@ -719,15 +528,3 @@ def test_several_evaluations_in_one_run_each_with_its_own_labels(photos, tmp_pat
         name: round(result.evals[name]['accuracy'] * n) for name, n in (('val', 6), ('real', 5))
     }
     assert hits['real'] <= 5 and np.isfinite(result.evals['real']['loss'])
-
-
-@pytest.mark.full
-def test_what_the_rules_matched_is_said(tmp_path, capsys):
-    config = tiny.experiment(total=Duration(steps=1), schedule=ScheduleConfig())
-    config.optimizer.frozen = ('pos_embedding',)
-    training_run.train(config, str(tmp_path))
-    said = capsys.readouterr().out
-    assert 'frozen: 1 of 24 arrays, 80 numbers: pos_embedding' in said
-    assert 'weight decay 0.1: 8 of 24 arrays' in said
-    assert 'length  1 step of 16 images' in said
-    assert 'mesh data=8 x fsdp=1 x tensor=1; parameters' in said

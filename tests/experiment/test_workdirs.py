@@ -38,15 +38,6 @@ def test_two_runs_in_one_directory_are_refused_and_the_first_is_not_disturbed(tm
         assert (tmp_path / '.lock').read_text() != held
 
 
-def test_a_second_process_is_refused(tmp_path):
-    command = ['tests.faulty', 'slow:0', '--config=tests/tiny_config.py']
-    with workdirs.opened(str(tmp_path / 'run'), VALUES, Job()):
-        with hosts(tmp_path, [*command, f'--workdir={tmp_path}/run']) as (host,):
-            assert host.wait() == 1
-    assert f'error: workdir {tmp_path}/run is in use by process {os.getpid()}' in host.text
-    assert 'Traceback' not in host.text
-
-
 def test_another_mesh_or_loader_is_no_other_experiment(tmp_path):
     with workdirs.opened(str(tmp_path), VALUES, Job()):
         (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
@@ -59,14 +50,11 @@ def test_another_mesh_or_loader_is_no_other_experiment(tmp_path):
 
 @pytest.mark.parametrize('path', ['/proc/run', '/dev/null/run'])
 def test_where_nothing_can_be_written_nothing_is_computed(path):
-    traced = []
-
     def loss(logits, targets):
-        traced.append(logits)
+        raise AssertionError('traced')
 
-    with pytest.raises(ValueError, match=f'{path.rpartition("/")[0]}.*: (No such|Not a)'):
+    with pytest.raises(UserError, match=path.rpartition('/')[0]):
         training_run.train(tiny.experiment(loss=loss), path)
-    assert not traced
 
 
 @pytest.mark.full
@@ -110,8 +98,8 @@ def test_a_directory_that_is_removed_under_its_run_is_said(step, tmp_path):
     assert 'is gone: it, or the directory, was removed' in said or 'could not be written' in said
 
 
-@pytest.mark.parametrize('text', ['{}', '{"compute": null}', '{"compute": {"dtype": "int8"}}'])
-def test_a_run_without_a_known_dtype_is_not_resumed(tmp_path, text):
+@pytest.mark.parametrize('text', ['{}', '{"compute": null}'])
+def test_a_run_without_a_dtype_is_not_resumed(tmp_path, text):
     (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
     (tmp_path / 'config.json').write_text(json.dumps(json.loads(text) | {'format': FORMAT}))
     with pytest.raises(UserError, match='config.json: '):
@@ -125,13 +113,6 @@ def test_a_run_whose_configuration_cannot_be_read_is_not_resumed(tmp_path, text)
         (tmp_path / 'config.json').write_text(text)
     with pytest.raises(UserError, match='config.json: '):
         with workdirs.opened(str(tmp_path), VALUES, Job(), accept_changes=True):
-            pass
-
-
-def test_a_first_save_that_a_kill_cut_short_is_no_run_to_go_on_with(tmp_path):
-    (tmp_path / 'checkpoints' / '5.orbax-checkpoint-tmp-0').mkdir(parents=True)
-    for seed in 0, 1:
-        with workdirs.opened(str(tmp_path), records.to_dict(tiny.experiment(seed=seed)), Job()):
             pass
 
 

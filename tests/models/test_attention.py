@@ -49,8 +49,7 @@ def test_each_implementation_has_the_result_and_gradient_of_the_definition(
 ):
     monkeypatch.setattr(attention, '_QUERIES', 2)  # 5 queries: two blocks, and one in a third
     arguments = [QUERY[:, :queries], KEY, VALUE]
-    if relative is not None:
-        arguments.append(relative[: queries + 4])
+    arguments += [] if relative is None else [relative[: queries + 4]]
 
     def attend(query, key, value, relative=None):
         options = {'relative': relative, 'implementation': implementation}
@@ -61,27 +60,12 @@ def test_each_implementation_has_the_result_and_gradient_of_the_definition(
         return by_definition(query, key, value, offsets)
 
     def with_gradient(function):
-        return jax.value_and_grad(
-            lambda *arguments: function(*arguments).std(), argnums=tuple(range(len(arguments)))
-        )(*arguments)
+        return jax.grad(lambda *x: function(*x).std(), (0, 1, 2, 3)[: len(arguments)])(*arguments)
 
     np.testing.assert_allclose(attend(*arguments), defined(*arguments), atol=1e-6)
     found, expected = map(jax.tree.leaves, (with_gradient(attend), with_gradient(defined)))
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
-
-
-def test_forward_derivatives_are_the_change_of_the_result():
-    """The backward pass keeps little, and yet a Hessian or a Jacobian can be computed."""
-
-    def attend(*arguments):
-        *vectors, relative = arguments
-        return attention.attend(*vectors, relative=relative)
-
-    arguments = QUERY, KEY, VALUE, OFFSETS
-    along = jax.jvp(attend, arguments, arguments)[1]
-    expected = jax.jvp(by_definition, arguments, arguments)[1]
-    np.testing.assert_allclose(along, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize('implementation', ['xla', 'blockwise'])
@@ -96,12 +80,6 @@ def test_logits_are_made_and_scaled_in_float32(implementation):
 OFFSETS_72 = jax.random.normal(jax.random.key(2), (9, 4, 72))
 
 
-def test_logits_of_offsets_are_float32_too():
-    low = [x.astype(jnp.bfloat16) for x in (*QUERY_72[:2], OFFSETS_72)]
-    exact = attention.attention_weights(*(x.astype(jnp.float32) for x in low))
-    np.testing.assert_allclose(attention.attention_weights(*low), exact, atol=1e-5)
-
-
 @pytest.mark.parametrize('relative', [False, True])
 def test_the_backward_pass_keeps_nothing_of_all_queries_by_all_keys_in_float32(relative):
     low = [x.astype(jnp.bfloat16) for x in (*QUERY_72, *([OFFSETS_72] if relative else []))]
@@ -112,15 +90,6 @@ def test_the_backward_pass_keeps_nothing_of_all_queries_by_all_keys_in_float32(r
     pull = jax.vjp(attend, *low)[1]
     kept = [x.dtype.name for x in jax.tree.leaves(pull) if x.shape == (2, 4, 5, 5)]
     assert kept == ['bfloat16']
-
-
-def test_rematerialization_keeps_the_result_once():
-    keep = jax.checkpoint_policies.save_only_these_names(attention.OUTPUT)
-    pull = jax.vjp(jax.checkpoint(attention.attend, policy=keep), QUERY, KEY, VALUE)[1]
-    mixed = attention.attend(QUERY, KEY, VALUE)
-    kept = [x for x in jax.tree.leaves(pull) if x.size == mixed.size]
-    assert len(kept) == 4  # queries, keys, values, and what it gives
-    assert any(x.shape == mixed.shape and (x == mixed).all() for x in kept)
 
 
 @pytest.mark.parametrize('queries, keys', [(2048, 2048), (2049, 1025)])
@@ -199,7 +168,6 @@ def with_gradients(implementation, mesh, arguments):
     [
         (5, (1, 1, 1)),  # one block that is filled up
         pytest.param(200, (2, 2, 2), marks=pytest.mark.full),  # two, on eight devices
-        pytest.param(256, (1, 1, 1), marks=pytest.mark.full),  # nothing is filled up
         pytest.param(5, (8, 1, 1), marks=pytest.mark.full),  # more devices than examples
         pytest.param(5, (1, 1, 8), marks=pytest.mark.full),  # more devices than heads
     ],
@@ -236,15 +204,6 @@ def test_each_device_mixes_its_own_examples_and_heads():
     assert not [kind for kind in ('all-gather', 'all-to-all') if kind in compiled.as_text()]
 
 
-def test_without_a_mesh_several_devices_have_no_kernel():
-    """The compiler could not split it."""
-    without, blockwise = (
-        str(jax.make_jaxpr(functools.partial(attention.attend, implementation=name))(*[QUERY] * 3))
-        for name in ('splash', 'blockwise')
-    )
-    assert without == blockwise
-
-
 def test_a_higher_precision_of_products_has_no_kernel():
     """A TPU's compiler refuses it in bfloat16."""
     splash = functools.partial(attention.attend, implementation='splash')
@@ -255,7 +214,7 @@ def test_a_higher_precision_of_products_has_no_kernel():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('remat', ['none', 'dots', 'block'])
+@pytest.mark.parametrize('remat', ['dots', 'block'])
 def test_a_network_of_long_sequences_is_trained_on_tpus_by_their_kernel(remat):
     """On four chips: forward and two parts of the backward pass, in the loop over the blocks; what
     the forward kernel gives is made once where products are kept. No array of n by n is there.

@@ -72,20 +72,6 @@ def test_the_tables_list_every_tap_and_no_other(network):
 
 
 @pytest.mark.full
-def test_units_of_a_resnet_are_the_relu_of_shortcut_and_branch():
-    model, params, images = made(RESNET)
-    units = ['stage1/unit1', 'stage2/unit1']
-    names = [f'{unit}/{tap}' for unit in units for tap in ('norm_proj', 'norm3', 'residual', 'out')]
-    _, seen = model.capture(params, images, [*names, 'stage2'])
-    for unit in units:
-        shortcut, branch = seen[f'{unit}/residual']
-        np.testing.assert_array_equal(shortcut, seen[f'{unit}/norm_proj'])
-        np.testing.assert_array_equal(branch, seen[f'{unit}/norm3'])
-        np.testing.assert_allclose(seen[f'{unit}/out'], np.maximum(shortcut + branch, 0), rtol=1e-6)
-    np.testing.assert_array_equal(seen['stage2'], seen['stage2/unit1/out'])
-
-
-@pytest.mark.full
 def test_functions_are_applied_within_the_blocks():
     """What they give is stacked; the whole tokens of all blocks are never in memory together."""
     model, params, images = made(tiny.model(depth=7))
@@ -136,15 +122,7 @@ def test_what_is_not_named_is_neither_computed_nor_kept():
     assert exponentials[0] == exponentials[1] == exponentials[2] - 1  # one more softmax
 
 
-@pytest.mark.parametrize(
-    'config, name, message',
-    [
-        (EVERY['ViT'][0], 'token', "no 'token' here; did you mean 'tokens'"),
-        (EVERY['ViT'][0], 'params', "no 'params' here; known: attention/heads, attention/out"),
-        (EVERY['ResNet'][0], 'tokens', "no 'tokens' here; known: conv_root, norm_root"),
-    ],
-)
-def test_an_unknown_name_is_refused_with_those_that_are_there(config, name, message):
-    model, params, images = made(config)
-    with pytest.raises(UserError, match=message):
-        model.capture(params, images, [name])
+def test_an_unknown_name_is_rejected_with_the_nearest():
+    model, params, images = made(EVERY['ViT'][0])
+    with pytest.raises(UserError, match="'token' .*'tokens'"):
+        model.capture(params, images, ['token'])

@@ -1,10 +1,7 @@
 """Where the head reads the class token alone, the last block is computed for it alone."""
 
-import math
-
 import jax
 import numpy as np
-import optax
 import pytest
 
 from tests import tiny
@@ -67,38 +64,9 @@ def test_of_the_last_block_the_keys_and_values_alone_are_of_all_tokens():
     assert left_out == (n - 1) * (query_and_out + mlp + mixing)
 
 
-@pytest.mark.full
-def test_a_loop_keeps_no_second_copy_of_parameters_or_gradients():
-    """Nor for the block after it. Gradients are most of this program's memory."""
-    config = tiny.model(width=64, mlp_dim=256, depth=8)
-    taken = []
-    for last_block in 'whole', 'class_tokens':
-        model = build(config, compute=Compute(last_block=last_block, remat='dots'))
-        params = jax.eval_shape(model.init, jax.random.key(0))
-        gradient = jax.grad(lambda p, x, m=model: m.apply(p, x).std())
-        step = jax.jit(lambda p, x, g=gradient: optax.tree.norm(g(p, x)))
-        program = step.lower(params, tiny.images(2)).compile()
-        taken.append(program.memory_analysis().temp_size_in_bytes)
-    size = sum(math.prod(leaf.shape) * 4 for leaf in jax.tree.leaves(params))
-    assert size < taken[0] < 2 * size
-    assert taken[1] - taken[0] < 0.1 * size
-
-
-def test_without_a_loop_stacked_parameters_are_split_once():
-    """So that no gradient of one block is added to an array of those of all blocks."""
-    compute = Compute(last_block='class_tokens', unroll=3, layout='flat', attention='xla')
-    model = build(tiny.model(), compute=compute)
-    params = jax.eval_shape(model.init, jax.random.key(0))
-    gradient = jax.grad(lambda p: model.apply(p, tiny.images(2)).std())
-    assert 'dynamic_slice' not in str(jax.make_jaxpr(gradient)(params))
-
-
-@pytest.mark.parametrize(
-    'last_block, message',
-    [('whole', r'\b4\b'), ('class_tokens', 'parameters of 4 blocks, the model has 2')],
-)
-def test_parameters_of_another_depth_are_refused(last_block, message):
+@pytest.mark.parametrize('last_block', ['whole', 'class_tokens'])
+def test_parameters_of_another_depth_are_rejected(last_block):
     model = build(tiny.model(depth=2), compute=Compute(last_block=last_block))
     deeper = build(tiny.model(depth=4)).init(jax.random.key(0))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r'\b4\b'):
         model.apply(deeper, tiny.images(1))

@@ -29,11 +29,6 @@ def test_examples_are_kept_split_where_the_mesh_can_split_them(mesh, batch, is_s
     assert ('sharding_constraint' in program) == is_said
 
 
-def test_without_a_mesh_nothing_is_said():
-    program = str(jax.make_jaxpr(on_mesh.keep_split)(jnp.zeros((8, 5, 3))))
-    assert 'sharding_constraint' not in program
-
-
 def test_a_program_of_a_run_is_traced_for_its_mesh():
     """Of trainings, evaluations and features alike."""
     mesh, seen = meshes.make_mesh(MeshConfig(fsdp=2)), []

@@ -3,7 +3,6 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from vit_jax.base.errors import UserError
 from vit_jax.models import build
 from vit_jax.models.positions import as_array, rotate, sincos2d
 
@@ -77,9 +76,3 @@ def test_what_is_added_in_every_layer_is_seen_between_the_layers(kind, at):
         table = as_array(config, found)
         expected = np.insert(table[0], [1, 1], 0, axis=0)  # registers have no positions
         np.testing.assert_allclose(added[layer, 0], expected, atol=1e-6)
-
-
-@pytest.mark.parametrize('kind', ['relative', 'rope'])
-def test_a_kind_that_adds_nothing_to_tokens_is_no_array(kind):
-    with pytest.raises(UserError, match=f'{kind} positions are no array'):
-        as_array(tiny.model(positions=kind), {})

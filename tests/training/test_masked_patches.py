@@ -141,11 +141,6 @@ def test_small_patches_are_sixteen_colours_each_the_mean_of_a_cell():
     np.testing.assert_array_equal(found, colours(cells).reshape(6, 8, 16))
 
 
-def test_the_darkest_colour_is_the_first_and_the_brightest_the_last():
-    patches = np.stack([np.zeros((1, 4, 4, 3)), np.full((1, 4, 4, 3), 255.0)])
-    assert masked_patches.mean_colours(jnp.asarray(patches), 1).ravel().tolist() == [0, 511]
-
-
 def test_pixels_are_those_that_the_network_sees():
     config = MaskedPatches(target='pixels')
     outputs = RNG.normal(size=(6, 8, 48))
@@ -157,51 +152,29 @@ def test_pixels_are_those_that_the_network_sees():
     assert sums['loss'] == pytest.approx(errors[where].sum() / 4, rel=1e-5)
 
 
-@pytest.mark.parametrize('target, outputs', [('mean_colour', 512), ('colours_4x4', 8192)])
-def test_what_is_predicted_of_other_patches_changes_nothing(target, outputs):
-    config = MaskedPatches(target=target)
-    logits = RNG.normal(size=(6, 8, outputs))
-    where = corrupted_of(BATCH, config)
-    other = np.where(where[..., None], logits, RNG.normal(size=logits.shape))
-    one, two = (sums_of(config, lambda *_, x=x: x) for x in (logits, other))
-    assert jax.tree.map(float, one.sums) == jax.tree.map(float, two.sums)
-    changed = np.where(where[..., None], RNG.normal(size=logits.shape), logits)
-    assert sums_of(config, lambda *_: changed).sums['loss'] != one.sums['loss']
-
-
 def test_a_hybrids_patch_is_the_part_of_the_image_that_it_stands_for():
     config = dataclasses.replace(HYBRID, num_classes=None)
     assert masked_patches.patch_sides(config) == (16, 16)
     pixels = for_patches(config, MaskedPatches(target='pixels')).patch_outputs
     assert pixels == 16 * 16 * 3
-    odd = dataclasses.replace(config, image_size=(60, 32))
-    with pytest.raises(ValueError, match='show 16x16 pixels, the last ones beyond the image'):
-        for_patches(odd, MaskedPatches())
 
 
 @pytest.mark.parametrize(
     'model, objective, message',
     [
-        (RESNET, {}, 'masked patches need a ViT'),
-        ({'num_classes': 7}, {}, r'model.num_classes=7: config.objective has no classes; leave it'),
-        ({'representation_size': 8}, {}, 'model.representation_size=8: config.objective has no'),
-        ({'head_bias': -10.0}, {}, 'model.head_bias=-10.0: config.objective has no classes'),
-        ({'pool': 'map'}, {}, 'pool=map: its attention would learn nothing'),
-        ({'patch_outputs': 7}, {}, 'patch_outputs=7, but mean_colour takes 512; leave it out'),
-        ({'image_size': (4, 4)}, {'fraction': 0.4}, 'fraction=0.4 of 1 patch is none'),
-        ({'image_size': (4, 4)}, {'fraction': 1.0}, 'replaced=0.1: the image has no other patch'),
-        ({'patch_size': (2, 4)}, {'target': 'colours_4x4'}, 'show 2x4 pixels, no multiple of 4'),
+        (RESNET, {}, 'ResNet'),
+        (HYBRID, {}, 'num_classes'),
+        ({'image_size': (10, 16)}, {}, 'image_size'),
+        ({'head_bias': -10.0}, {}, 'head_bias'),
+        ({'pool': 'map'}, {}, 'pool=map'),
+        ({'patch_outputs': 7}, {}, 'patch_outputs=7'),
+        ({'image_size': (4, 4)}, {'fraction': 0.4}, 'fraction=0.4'),
+        ({'patch_size': (2, 4)}, {'target': 'colours_4x4'}, 'target=colours_4x4'),
+        ({}, {'replaced': 0.5}, 'replaced=0.5'),
+        ({}, {'fraction': 0.0}, 'fraction'),
     ],
 )
 def test_networks_that_cannot_predict_patches_are_named(model, objective, message):
-    model = model if model is RESNET else dataclasses.replace(BODY, **model)
+    model = dataclasses.replace(BODY, **model) if isinstance(model, dict) else model
     with pytest.raises(ValueError, match=message):
         for_patches(model, MaskedPatches(**objective))
-
-
-def test_probabilities_are_at_most_one_together():
-    with pytest.raises(ValueError, match='replaced=0.5 and masked=0.8 are more than 1 together'):
-        MaskedPatches(replaced=0.5)
-    for fraction in 0.0, 1.5:
-        with pytest.raises(ValueError, match='fraction'):
-            MaskedPatches(fraction=fraction)

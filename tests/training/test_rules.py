@@ -5,10 +5,9 @@ import optax
 import pytest
 
 from tests import tiny
+from tests.networks import RESNET
 from vit_jax.base import tree_names
-from vit_jax.base.errors import UserError
-from vit_jax.models import ResNetConfig, build
-from vit_jax.models.resnet import Backbone
+from vit_jax.models import build
 from vit_jax.training.optimizer import OptimizerConfig, make_optimizer
 from vit_jax.training.rules import make_rules
 
@@ -45,10 +44,6 @@ def moved(steps=1, **changes):
     )
 
 
-def test_without_rules_everything_learns_alike_and_nothing_is_said():
-    assert rules().report == [] and set(map(float, lr_multipliers().values())) == {1.0}
-
-
 @pytest.mark.full
 def test_layers_learn_slower_the_further_they_are_from_the_head():
     found = moved(layer_decay=0.5)
@@ -60,7 +55,6 @@ def test_layers_learn_slower_the_further_they_are_from_the_head():
         np.testing.assert_allclose(block[layer], -(0.5**power), **tolerance)
     for name in 'encoder/norm/scale', 'head/kernel':
         np.testing.assert_allclose(found[name], -1, **tolerance)
-    assert rules(layer_decay=0.5).report == ['learning rate x 0.5 for each layer below the head']
 
 
 def test_learning_rates_are_multiplied_by_name():
@@ -69,8 +63,6 @@ def test_learning_rates_are_multiplied_by_name():
     np.testing.assert_allclose(found['head/bias'], -5, rtol=1e-5)
     np.testing.assert_allclose(found['embedding/bias'], -0.5, rtol=1e-5)
     np.testing.assert_allclose(found['cls'], -1, rtol=1e-5)
-    said = rules(lr_multipliers=(('head/.*', 10.0),)).report
-    assert said == ['learning rate x 10: 2 of 24 arrays, 170 numbers: head/bias, head/kernel']
 
 
 @pytest.mark.parametrize('kind', ['adamw', 'sgd', 'adafactor'])
@@ -90,7 +82,7 @@ def test_what_is_frozen_does_not_move_by_a_bit_nor_has_moments(kind):
 def test_the_head_alone_learns():
     found = moved(2, trained_blocks=0, kind='adamw')
     assert {name for name, change in found.items() if change.any()} == {'head/kernel', 'head/bias'}
-    assert rules(trained_blocks=0).report == ['learned: the head, 170 numbers']
+    assert '170 numbers' in rules(trained_blocks=0).report[0]
 
 
 def test_the_last_blocks_learn_with_all_that_follows():
@@ -100,7 +92,6 @@ def test_the_last_blocks_learn_with_all_that_follows():
             assert not change[:2].any() and change[2].all(), name
         else:
             assert change.any() == name.startswith(('encoder/norm', 'head')), name
-    assert 'the last block' in rules(trained_blocks=1).report[0]
 
 
 def test_what_is_frozen_has_no_gradient_and_no_part_in_its_norm():
@@ -126,25 +117,18 @@ def test_head_and_body_decay_apart():
     params = tree_names.named_leaves(PARAMS)
     np.testing.assert_allclose(body, -0.1 * params['embedding/kernel'], atol=1e-6)
     np.testing.assert_allclose(head, -3.0 * params['head/kernel'], atol=1e-5)
-    said = rules(weight_decay=0.1, head_weight_decay=3.0).report
-    assert said[1] == 'weight decay 3 of the head: 1 of 24 arrays, 160 numbers: head/kernel'
-    assert said[0].startswith('weight decay 0.1 of the body: 7 of 24 arrays')
-    assert said[0].endswith(' numbers: embedding/kernel, ...')  # a line of a screen
-    alone = rules(head_weight_decay=3.0)
-    assert len(alone.weight_decays) == 1
+    assert len(rules(head_weight_decay=3.0).weight_decays) == 1
 
 
 @pytest.mark.parametrize(
     'changes, message',
     [
-        ({'frozen': ('postions',)}, "'postions' matches no parameter; there are cls"),
-        ({'lr_multipliers': (('haed/.*', 2.0),)}, "'haed/.*' matches no parameter"),
-        ({'weight_decay': 0.1, 'decay_pattern': 'kernle'}, "pattern 'kernle' matches no parameter"),
-        (
-            {'weight_decay': 0.1, 'head_weight_decay': 1.0, 'decay_pattern': 'embedding/kernel'},
-            "decay_pattern='embedding/kernel' matches nothing of the head",
-        ),
-        ({'trained_blocks': 4}, 'trained_blocks=4: the network has 3 blocks'),
+        ({'frozen': ('postions',)}, 'postions'),
+        ({'lr_multipliers': (('haed/.*', 2.0),)}, 'haed'),
+        ({'lr_multipliers': (('head/.*', -1.0),)}, 'lr_multipliers'),
+        ({'weight_decay': 0.1, 'decay_pattern': 'kernle'}, 'kernle'),
+        ({'head_weight_decay': 1.0, 'decay_pattern': 'embedding/kernel'}, 'embedding/kernel'),
+        ({'trained_blocks': 4}, 'trained_blocks=4'),
     ],
 )
 def test_a_rule_that_matches_nothing_is_named(changes, message):
@@ -165,32 +149,11 @@ def test_what_has_a_name_of_its_own_is_an_input_and_not_the_head():
         assert found['rotary/frequencies'] == embedding and found['norm/bias'] == last
 
 
-@pytest.mark.parametrize(
-    'values',
-    [
-        {'weight_decay': -0.1},
-        {'head_weight_decay': float('nan')},
-        {'layer_decay': 0.0},
-        {'layer_decay': 1.5},
-        {'trained_blocks': -1},
-        {'lr_multipliers': (('head/.*', -1.0),)},
-    ],
-)
-def test_a_rule_with_a_number_that_makes_no_sense_is_refused(values):
-    with pytest.raises(UserError, match=f'OptimizerConfig.{next(iter(values))}.*expected'):
-        OptimizerConfig(**values)
-
-
 def test_rules_about_layers_need_layers():
-    resnet = ResNetConfig(
-        backbone=Backbone(blocks=(1,), width=32), image_size=(32, 32), num_classes=2
-    )
-    shapes = jax.eval_shape(build(resnet).init, jax.random.key(0))
+    shapes = jax.eval_shape(build(RESNET).init, jax.random.key(0))
     for changes in {'layer_decay': 0.9}, {'trained_blocks': 1}:
-        with pytest.raises(ValueError, match='needs a network of encoder blocks'):
+        with pytest.raises(ValueError, match=[*changes][0]):
             make_rules(OptimizerConfig(**changes), shapes)
-    said = make_rules(OptimizerConfig(trained_blocks=0), shapes).report
-    assert said[0].startswith('learned: the head')
 
 
 def test_the_head_of_patches_is_a_head_and_the_mask_token_an_input():
@@ -199,6 +162,6 @@ def test_the_head_of_patches_is_a_head_and_the_mask_token_an_input():
     slower = make_rules(OptimizerConfig(layer_decay=0.5), shapes).lr_multipliers
     assert slower['masked']['head']['kernel'] == 1 and slower['masked']['token'] == 0.5**4
     alone = make_rules(OptimizerConfig(trained_blocks=0), shapes)
-    assert alone.report == ['learned: the head, 119 numbers']
+    assert '119 numbers' in alone.report[0]
     decayed = make_rules(OptimizerConfig(head_weight_decay=3.0), shapes)
-    assert decayed.report[0].endswith('masked/head/kernel')
+    assert 'masked/head/kernel' in decayed.report[0]

@@ -11,10 +11,9 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
-from vit_jax.base import Batch, Params, UserError, counted, records, refuse, require
+from vit_jax.base import Array, Batch, Key, Params, UserError, counted, records, refuse, require
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.formats.opening import Checkpoint, open_checkpoint
@@ -22,8 +21,8 @@ from vit_jax.checkpoints.transfer import Transferred, for_task, headless, transf
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import augment, example_keys, host_crop
 from vit_jax.data.image_preprocessing import Preprocessing, Size, normalize
-from vit_jax.data.loading import ImageReader, Loader, check_memory, make_loaders, make_warning
-from vit_jax.data.sources.base import Source, warn_once
+from vit_jax.data.loading import ImageReader, check_memory, make_loaders, make_warning
+from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import Opener, make_opener
 from vit_jax.distributed import meshes
 from vit_jax.evaluation.evaluator import Batches, Evaluator, make_evaluator
@@ -86,11 +85,6 @@ class Experiment(NamedTuple):
         """Choices that depend on the host, as JSON values: the file to start from, memory."""
         origin = list(self.start.origin) if self.start else []
         return {'origin': origin, 'compute': records.to_dict(self.compute)}
-
-    @property
-    def loader_of(self) -> Callable[[ImageReader], Loader]:
-        """Returns the loader of a reader; it is made, and kept images are read, once."""
-        return self.evaluator.batches.loader_of
 
     def recorded_config(self) -> dict[str, Any]:
         """Returns the configuration as JSON values, to keep in the work directory.
@@ -194,35 +188,17 @@ def _open_data(config: TrainConfig, opened: Opener) -> tuple[Source, dict[str, S
 
 
 def label_problems(config: TrainConfig, train: Source, evaluated: dict[str, Source]) -> list[str]:
-    """Returns why the classes of these images cannot be learned and measured, with the way out.
-
-    Warns of classes that are measured without being learned, if labels are in memory.
-    """
+    """Returns why the classes of these images cannot be learned and measured, with the way out."""
     if config.objective is not None:  # labels are not used
         return []
-    data, problems = records.text_of(config.data), list[str]()
-    for name, source in evaluated.items():
-        if source.class_names != train.class_names:
-            problems.append(f'{data}: the classes of train and {name} differ')
-        elif train.labels_in_memory and source.labels_in_memory:
-            missing = [train.class_names[i] for i in sorted(_classes(source) - _classes(train))]
-            count = f'{counted(len(missing), "class")} of {name} without a training image'
-            if missing:
-                warn_once(f'{data}: {count}: {", ".join(missing[:5])}')
+    data = records.text_of(config.data)
+    others = [name for name, one in evaluated.items() if one.class_names != train.class_names]
+    problems = [f'{data}: the classes of train and {name} differ' for name in others]
     kind = config.loss.kind if isinstance(config.loss, LossConfig) else None
     if kind == 'softmax' and train.multi_label:
         text = 'an image may have several classes, softmax expects one'
         problems.append(f'{data}: {text}: --config.loss.kind=sigmoid')
-    if kind is not None and len(train.class_names) == 1 and not train.multi_label:
-        text = f'one class alone, {train.class_names[0]!r}, so that every guess is right'
-        problems.append(f'{data}: {text}: add images of another class')
     return problems
-
-
-def _classes(source: Source) -> set[int]:
-    """Returns the classes of the images in a source."""
-    labels = source.labels
-    return {*np.unique(np.nonzero(labels)[1] if source.multi_label else labels).tolist()}
 
 
 def open_start(config: TrainConfig) -> Checkpoint | None:
@@ -260,9 +236,6 @@ def trained_model(config: TrainConfig, start: Checkpoint | None, classes: int) -
     text = f'{records.text_of(config.data)} has {counted(classes, "class")}; leave it out'
     wrong = f'config.model.num_classes={model.num_classes}, but {text} to take their number'
     require(model.num_classes in (None, classes), wrong)
-    if isinstance(model, ViTConfig):
-        wrong = f'config.model.patch_outputs={model.patch_outputs}: only config.objective'
-        require(model.patch_outputs is None, f'{wrong}=MaskedPatches trains them; leave it out')
     return dataclasses.replace(model, num_classes=classes, head=config.head or model.head)
 
 
@@ -270,8 +243,7 @@ def make_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None) 
     """Makes the mesh. Raises UserError if batches cannot be split over it."""
     mesh = meshes.make_mesh(config.mesh, devices)
     meshes.check_batch_size(config.batch_size, mesh, accumulation_steps=config.accumulation_steps)
-    evaluated = config.eval_batch_size or config.batch_size
-    meshes.check_batch_size(evaluated, mesh, accumulation_steps=1)
+    meshes.check_batch_size(config.eval_batch_size or config.batch_size, mesh, accumulation_steps=1)
     return mesh
 
 
@@ -283,10 +255,9 @@ def choose_compute(
     `dtype` replaces `compute.dtype=auto`; `auto` selects the faster one for the devices.
     """
     device = mesh.devices.flat[0] if planned else mesh.local_devices[0]
+    dtype = dtype if config.compute.dtype == 'auto' else config.compute.dtype
     if dtype == 'auto':
         dtype = 'bfloat16' if has_fast_bfloat16(device) else 'float32'
-    if config.compute.dtype != 'auto':
-        dtype = config.compute.dtype
     parts = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
     memory = math.inf if planned else _memory_beside_state(config, model, mesh)
     return resolve_compute(
@@ -301,8 +272,8 @@ def choose_compute(
 def _memory_beside_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> float:
     """Returns the bytes of a device next to the training state; inf if unknown, as on CPUs."""
     limit = (mesh.local_devices[0].memory_stats() or {}).get('bytes_limit', math.inf)
-    copies = config.polyak_decay is not None, config.accumulation_steps > 1
-    numbers = 3 + (config.optimizer.kind == 'adamw') + sum(copies)  # float32, per parameter
+    extra = config.polyak_decay is not None, config.accumulation_steps > 1
+    numbers = 3 + sum((config.optimizer.kind == 'adamw', *extra))  # float32, per parameter
     split = mesh.shape['fsdp'] * mesh.shape['tensor']
     return float(limit) - 4 * numbers * parameter_count(model) // split
 
@@ -340,15 +311,12 @@ def _make_loss_sums(
     scale = functools.partial(normalize, preprocessing=preprocessing)
     if config.objective is not None:
         assert isinstance(model.config, ViTConfig)  # `trained_model` rejects others
-        sums = make_patch_sums(
-            model.predict_patches,
-            config.objective,
-            scale,
-            model=model.config,
-            keys_of=lambda batch: example_keys(
-                updates.purpose_key(config.seed, updates.CORRUPT), batch
-            ),
-        )
+
+        def keys_of(batch: Batch) -> Key[Array, 'b']:
+            return example_keys(updates.purpose_key(config.seed, updates.CORRUPT), batch)
+
+        make_sums = functools.partial(make_patch_sums, model=model.config, keys_of=keys_of)
+        sums = make_sums(model.predict_patches, config.objective, scale)
         return sums, sums
     loss = make_loss(config.loss)
     sums = updates.make_loss_sums(model.apply, loss, scale)
@@ -378,13 +346,3 @@ def _make_training(
         polyak_decay=config.polyak_decay,
     )
     return init, update, rules.report
-
-
-def eval_loaders(experiment: Experiment) -> list[Loader]:
-    """Makes the loaders, and returns those of test images that must all be readable.
-
-    Reads the images that are kept on the devices. Raises UserError if one cannot be read.
-    """
-    experiment.loader_of(experiment.train)
-    tested = [(reader, experiment.loader_of(reader)) for reader in experiment.evals.values()]
-    return [loader for reader, loader in tested if reader.on_unreadable != 'skip']

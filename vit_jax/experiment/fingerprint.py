@@ -7,7 +7,6 @@ from importlib import metadata
 from typing import Any
 
 from vit_jax.base import records, storage
-from vit_jax.checkpoints.formats.opening import Checkpoint
 from vit_jax.config import TrainConfig
 
 _HERE = pathlib.Path(__file__).parent.parent
@@ -18,11 +17,6 @@ def of_run(config: TrainConfig, path: str) -> dict[str, Any]:
     """Returns settings, code and packages of a run in the work directory `path`."""
     where = str(storage.folder(path))
     return {'config': records.to_dict(config), 'workdir': where} | installed()
-
-
-def of_start(start: Checkpoint | None) -> dict[str, Any]:
-    """Returns what exactly a run begins from, where each host has downloaded it."""
-    return {} if start is None else {'origin': list(start.origin)}
 
 
 def installed() -> dict[str, Any]:

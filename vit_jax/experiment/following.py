@@ -1,48 +1,35 @@
-"""The next command to type after a training, with all that it needs."""
+"""The next command to type after a training."""
 
-import inspect
 import operator
-import os
 import shlex
 
 from vit_jax.config import TrainConfig
-from vit_jax.experiment.build import Experiment
+from vit_jax.training.losses import LossConfig
 
-# What fine-tuning on the same images keeps, if it is not the default.
+# Fields that select images. Fine-tuning keeps their values, unless they are the defaults.
 _HELD_OUT = 'held_out.fraction', 'held_out.seed'
-_FIELDS = 'train_split', 'classes', *_HELD_OUT, 'loader.on_unreadable', 'loader.max_pixels'
+_LOADER = 'loader.on_unreadable', 'loader.max_pixels'
+_FIELDS = 'train_split', 'eval_split', 'classes', *_HELD_OUT, *_LOADER
 
 
-def next_command(experiment: Experiment, workdir: str) -> str | None:
+def next_command(config: TrainConfig, workdir: str) -> str | None:
     """Returns the command to continue with; None if no flag can name the data.
 
-    After pre-training it fine-tunes on the same images. After fine-tuning it predicts a test image,
-    or evaluates data without image files.
+    After pre-training it fine-tunes on the same images. After fine-tuning it evaluates, by default
+    on the split that the run evaluated.
     """
-    config, default = experiment.config, TrainConfig(data='')
-    own = [one for one in config.evaluations.values() if one.data is None and one.labels is None]
-    split = own[0].split if own else default.eval_split
-    head, flags = experiment.model.config.head, list[str]()
-    if inspect.isfunction(head):  # which no checkpoint holds
-        flags.append(f'--head={inspect.getfile(head)}:{head.__name__}')
-    image = next(iter(experiment.evals.values())).source.name_of(0)
-    is_fine_tuned = config.start_from is not None and config.objective is None
-    if is_fine_tuned and os.path.isfile(image):
-        words = ['predict', workdir, image, *flags]
-    elif not isinstance(config.data, str):
+    if not isinstance(config.data, str):
         return None
-    elif is_fine_tuned:
-        words = ['evaluate', workdir, f'--data={config.data}', f'--split={split}', *flags]
+    values = {'start_from': workdir, 'data': config.data}
+    if config.start_from is not None and config.objective is None:
+        words = ['evaluate', workdir, f'--data={config.data}']
     else:
-        values = {'start_from': workdir, 'data': config.data}
-        if split != default.eval_split:
-            values['eval_split'] = split
         for name in _FIELDS:
             value_of = operator.attrgetter(name)
-            if value_of(config) != value_of(default):
+            if value_of(config) != value_of(TrainConfig(data='')):
                 values[name] = value_of(config)
-        if experiment.train.source.multi_label:
-            values['loss.kind'] = 'sigmoid'
+        if isinstance(config.loss, LossConfig) and config.loss.kind == 'sigmoid':
+            values['loss.kind'] = 'sigmoid'  # images may have several classes
         words = ['finetune', '--config=configs/finetune/transfer.py']
         words += [f'--config.{name}={value}' for name, value in values.items()]
         words.append(f'--workdir={workdir}-finetune')

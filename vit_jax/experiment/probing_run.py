@@ -24,7 +24,7 @@ from vit_jax.models.compute import resolve_compute
 def probe(
     config: TrainConfig, path: str, *, accept_changes: bool = False, job: Job | None = None
 ) -> tuple[dict[str, Any], Path]:
-    """The result for the checkpoint `start_from`, and the file in `path` that it is written to.
+    """Evaluates the checkpoint `start_from`; returns the result, and the file that holds it.
 
     The preprocessing is the checkpoint's, whatever the configuration would train with.
     """
@@ -35,30 +35,29 @@ def probe(
         raise UserError('config.fewshot is none: expected shots, seeds and data to evaluate with')
     if (start := open_start(config)) is None:
         raise UserError('config.start_from is none: expected the checkpoint to evaluate')
-    job.require_same('start_from', fingerprint.of_start(start))
+    origin = {'origin': list(start.origin)}
+    job.require_same('start_from', origin)
     card, preprocessing = start.card, start.card.preprocessing
     config = dataclasses.replace(config, preprocessing=preprocessing, start_from=start.path)
+
     size = config.image_size or card.model.image_size
     body = dataclasses.replace(headless(card.model), image_size=size)
     compute = resolve_compute(config.compute, body, platform=jax.default_backend())
-    dtype = compute.dtype
-    model, mesh = build(body, compute=compute), make_mesh(config)
+    dtype, mesh = compute.dtype, make_mesh(config)
     check_memory(config.eval_batch_size or config.batch_size, size, 'config.eval_batch_size')
-    reader = reader_for(config, preprocessing, size)
+    reader, batches = reader_for(config, preprocessing, size), make_eval_batches(config, mesh)
     probes = probing.open_probes(fewshot, config.data, make_opener(config.held_out), reader)
-    evaluator = features.make_feature_evaluator(
-        model, preprocessing, make_eval_batches(config, mesh), exact=dtype == 'float32'
-    )
+    model, exact = build(body, compute=compute), dtype == 'float32'
+    evaluator = features.make_feature_evaluator(model, preprocessing, batches, exact=exact)
+
+    values = records.to_dict(config)
     sources = data_record.find_sources(None, [], probes) if job.count > 1 else {}
-    with (
-        workdirs.opened(
-            path, records.to_dict(config), job, accept_changes=accept_changes
-        ) as workdir,
-        data_record.compare_data(workdir, sources, job),
-    ):
-        fresh = abstract_params(body)
-        shardings = sharding_rules.shardings_for(fresh, mesh, config.mesh)
-        evaluator = evaluator.compile(sharding_rules.abstract(fresh, shardings), probes.example)
+    with workdirs.opened(path, values, job, accept_changes=accept_changes) as workdir:
+        with data_record.compare_data(workdir, sources, job):
+            fresh = abstract_params(body)
+            shardings = sharding_rules.shardings_for(fresh, mesh, config.mesh)
+            abstract = sharding_rules.abstract(fresh, shardings)
+            evaluator = evaluator.compile(abstract, probes.example)
         params, report = transfer(start.read(), old=card.model, new=body, fresh=fresh)
         outline = probing.episodes_outline(probes, card.class_names)
         lines = [f'start_from {start.path}', *start.report, *report, f'compute {compute}']
@@ -69,7 +68,7 @@ def probe(
             digest = features.digest_model(body, params, preprocessing=preprocessing, dtype=dtype)
             features_of = features.cached(features_of, pathlib.Path(fewshot.feature_cache), digest)
         result = probing.evaluate(features_of, probes, preprocessing)
-        result |= {'step': card.step, 'checkpoint': start.path} | fingerprint.of_start(start)
+        result |= {'step': card.step, 'checkpoint': start.path} | origin
         if job.index == 0:
             workdir.check()
             write_json(workdir.folder / workdirs.FEWSHOT, result)

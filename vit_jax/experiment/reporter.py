@@ -7,21 +7,16 @@ metrics.jsonl has each number once, however often the run was killed:
 `time` is by the clock of the host, in UTC; `run` is the number of the start in the work directory,
 from 1; `seconds` have passed since that start was ready for its first step.
 
-ledger.jsonl has an event a line: what happens now, at which step, and where the wall time of the
-experiment went until then, by name, over all its starts:
+ledger.jsonl has an event a line: what happens now, at which step, and where the wall time of this
+start went until then, by name:
 
     {"run": 2, "event": "saving", "step": 300, "time": 1760.1, "seconds": {"step": 50.2}}
-
-A restart continues from the line of the checkpoint that it restores. The time since that line is
-lost. Goodput is the share of the total time that is not lost.
 """
 
 import collections
 import datetime
 import json
 import math
-import re
-import statistics
 import time
 from typing import Any
 
@@ -36,10 +31,7 @@ from vit_jax.models import ViTConfig, multiply_adds, parameter_count
 from vit_jax.training.loop import Clock
 from vit_jax.training.losses import StepMetrics
 
-LOST = 'lost by restart'
 _BOARD = 'tensorboard'
-# A spike is a loss so many standard deviations, and this share, above the mean of the steps before.
-_WINDOW, _SIGMAS, _SHARE, _LEAST = 128, 6.0, 0.2, 32
 
 
 def console_of(job: Job) -> Console:
@@ -74,11 +66,10 @@ class Reporter:
         config, length = experiment.config, experiment.length
         self.console, self.clock, self._steps = console, clock, steps
         self._log_every_steps = length.log_interval(config.log_every_steps)
-        self._batch_size, self._images_at_peak = config.batch_size, images_at_peak(experiment)
+        self._batch_size = config.batch_size
         self._recent = [StepMetrics(**metrics) for metrics in progress.get('recent', [])]
-        self._losses = collections.deque[float](progress.get('losses', []), maxlen=_WINDOW)
+        # Uses of unreadable training images, over all starts of this run.
         self.skipped = progress.get('skipped', 0)
-        self.at_first_step: list[str] = []  # kinds of the lines in metrics.jsonl at that step
         self.earlier: dict[str, float] = {}  # seconds of earlier starts by name
         self._folder, self._files = folder, dict[str, Any]()  # the open ones by name
         self._run = 1  # the number of this start
@@ -88,20 +79,15 @@ class Reporter:
 
     def _open_files(self, experiment: Experiment, folder: Path) -> None:
         """Opens the files; removes the lines of metrics.jsonl that this start writes again."""
-        first = self._steps.start
-        # A complete run is evaluated again.
-        rewritten = [] if self._steps else [*experiment.evals, 'fewshot']
+        first, rewritten = self._steps.start, [*experiment.evals, 'fewshot']
         lines = [
             line
             for line in read_json_lines(folder / METRICS, kind=str, step=int)
             if line['step'] < first or (line['step'] == first and line['kind'] not in rewritten)
         ]
-        self.at_first_step = [line['kind'] for line in lines if line['step'] == first]
         events = read_ledger(folder / LEDGER)
         self._run = 1 + max((event['run'] for event in events), default=0)
-        self.clock.settle()
-        began = time.time() - sum(self.clock.seconds.values())
-        self.earlier = seconds_before(events, first, began)
+        self.earlier = total_seconds(events)
         for name, values in {METRICS: lines, LEDGER: events}.items():
             with usable(path := folder / name):
                 with storage.atomic_write(path) as partial:
@@ -137,41 +123,27 @@ class Reporter:
     def progress(self) -> dict[str, Any]:
         """What the reporter of a run that resumes here starts with, as JSON values."""
         recent = [metrics._asdict() for metrics in self._recent]
-        return {'recent': recent, 'losses': list(self._losses), 'skipped': self.skipped}
+        return {'recent': recent, 'skipped': self.skipped}
 
     def record_event(self, event: str, step: int | None) -> None:
         """Writes a line to the ledger, while the state is that of `step`; None: of no step."""
         self.clock.settle()
-        seconds = collections.Counter(self.earlier)
-        seconds.update(self.clock.seconds)
         values = {'run': self._run, 'event': event, 'step': step, 'time': round(time.time(), 4)}
-        values['seconds'] = {name: round(number, 4) for name, number in seconds.items()}
+        values['seconds'] = {name: round(number, 4) for name, number in self.clock.seconds.items()}
         self._append(LEDGER, values)
 
     def step(self, step: int, metrics: StepMetrics) -> bool:
         """Takes the metrics of one step, in order. Returns whether they were reported."""
         self._recent.append(metrics)
         self.skipped += self._batch_size - round(metrics.num_examples)
-        self._look_for_spikes(step, metrics)
+        if metrics.scalars['skipped']:
+            loss, norm = str(metrics.means['loss']), str(metrics.scalars['gradient_norm'])
+            text = f'update skipped: loss {loss}, gradient_norm {norm}'
+            self.record('skipped', step, {'loss': loss, 'gradient_norm': norm}, text)
         is_due = step % self._log_every_steps == 0 or step == self._steps.stop
         if is_due:
             self._report(step)
         return is_due
-
-    def _look_for_spikes(self, step: int, metrics: StepMetrics) -> None:
-        """Records an update that was skipped, and a loss far above the steps before."""
-        loss, before = metrics.means['loss'], self._losses
-        if metrics.scalars['skipped']:
-            norm = str(metrics.scalars['gradient_norm'])
-            numbers: dict[str, Any] = {'loss': str(loss), 'gradient_norm': norm}
-            text = f'update skipped: loss {loss}, gradient_norm {norm}'
-            return self.record('skipped', step, numbers, text)
-        if len(before) >= _LEAST:
-            mean, deviation = statistics.fmean(before), statistics.pstdev(before)
-            if loss > mean + max(_SIGMAS * deviation, _SHARE * abs(mean)):
-                numbers = {'loss': loss, 'mean_before': mean, 'deviation_before': deviation}
-                self.record('spike', step, numbers, f'loss {loss:.4f}, after {mean:.4f} on average')
-        before.append(loss)
 
     def record(self, kind: str, step: int, numbers: dict[str, Any], text: str) -> None:
         """Keeps a result: a line on the screen and one in the file."""
@@ -183,8 +155,8 @@ class Reporter:
         used = [m for m in self._recent if not m.scalars['skipped']]
         last = (used or self._recent)[-1]
         examples = sum(m.num_examples for m in used) or math.nan  # no mean of no examples
-        numbers = last.scalars | {'count': last.num_examples}
-        numbers['skipped'] = len(self._recent) - len(used)
+        skipped = len(self._recent) - len(used)
+        numbers = last.scalars | {'count': last.num_examples, 'skipped': skipped}
         numbers |= {name: sum(m.sums[name] for m in used) / examples for name in last.sums}
         busy, images = self._busy_seconds(), sum(m.num_examples for m in self._recent)
         speed = numbers['images_per_second'] = images / max(1e-9, busy - self._busy_before)
@@ -192,9 +164,6 @@ class Reporter:
         text = f'loss {numbers["loss"]:.4f}'
         text += f'  accuracy {numbers["accuracy"]:.1%}' if 'accuracy' in numbers else ''
         text += f'  {speed:,.0f} images/s'
-        if self._images_at_peak is not None:
-            numbers['mfu'] = speed / self._images_at_peak
-            text += f', MFU {numbers["mfu"]:.1%}'
         self._write('train', step, numbers)
         self.record_event('reported', step)
         pace = (time.monotonic() - self._began) / max(1, step - self._steps.start)
@@ -206,8 +175,8 @@ class Reporter:
 
     def _write(self, kind: str, step: int, numbers: dict[str, Any]) -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
-        values = {'kind': kind, 'step': step, 'time': now, 'run': self._run}
-        values['seconds'] = round(time.monotonic() - self._began, 3)
+        passed = round(time.monotonic() - self._began, 3)
+        values = {'kind': kind, 'step': step, 'time': now, 'run': self._run, 'seconds': passed}
         self._append(METRICS, values | {name: _as_json(value) for name, value in numbers.items()})
         if (board := self._files.get(_BOARD)) is not None:
             for name, value in numbers.items():
@@ -223,20 +192,12 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
     return read_json_lines(path, run=int, event=str, step=int | None, time=float, seconds=dict)
 
 
-def seconds_before(events: list[dict[str, Any]], step: int, began: float) -> dict[str, float]:
-    """Returns where the time of earlier starts went, for a start at `began` that resumes at `step`.
-
-    What was done after that step, and the time until `began`, is lost, unless the run was complete
-    and is started again at leisure.
-    """
-    kept = [event for event in events if event['step'] is not None and event['step'] <= step]
-    if not kept:
-        return {}
-    seconds = dict(kept[-1]['seconds'])
-    if kept[-1]['event'] != 'complete':
-        lost = began - kept[-1]['time']  # below 0 if the clocks of two hosts differ
-        seconds[LOST] = seconds.get(LOST, 0.0) + max(0.0, lost)
-    return seconds
+def total_seconds(events: list[dict[str, Any]]) -> dict[str, float]:
+    """Returns the seconds of all starts by name, from the last event of each start."""
+    totals = collections.Counter[str]()
+    for seconds in {event['run']: event['seconds'] for event in events}.values():
+        totals.update(seconds)
+    return dict(totals)
 
 
 def outline(experiment: Experiment) -> str:
@@ -246,8 +207,6 @@ def outline(experiment: Experiment) -> str:
     tokens = f'{model.sequence}, ' if isinstance(model, ViTConfig) else ''
     tested = ', '.join(f'{len(one.source):,} {name}' for name, one in experiment.evals.items())
     images = counted(length.batch_size, 'image')
-    if length.batch_size > length.num_images:
-        images += f' (--config.batch_size), more than the {length.num_images:,} training images'
     lines = [
         f'data    {records.text_of(config.data)}: {len(source):,} training and '
         f'{tested} images, {counted(len(source.class_names), "class")}',
@@ -257,8 +216,6 @@ def outline(experiment: Experiment) -> str:
         f'{multiply_adds(model) / 1e6:,.1f} M multiply-adds an image',
         f'compute {experiment.compute}',
     ]
-    if config.objective is not None and isinstance(model, ViTConfig):
-        lines.append(f'predict {config.objective.outline(math.prod(model.grid))}')
     if experiment.probes is not None:
         lines += probing.episodes_outline(experiment.probes, source.class_names)
     return '\n'.join([*lines, *experiment.report])
@@ -285,47 +242,3 @@ def eval_summary(evals: dict[str, dict[str, float]]) -> str:
         text += '' if precision is None else f', mean average precision {precision:.2%}'
         parts.append(f'{name} {text}')
     return '; '.join(parts)
-
-
-# Operations per second of one device, as jax counts devices and names their kinds: bfloat16, dense,
-# accumulated in float32, from the makers' data sheets. A device of TPU v2, v3, 7x is half a chip;
-# a part of a GPU (MIG) is another device.
-_PEAKS = {
-    'TPU v2': 23e12,
-    'TPU v3': 61.5e12,
-    'TPU v4': 275e12,
-    'TPU v5( lite|e)': 197e12,
-    'TPU v5p?': 459e12,
-    'TPU v6( lite|e)': 918e12,
-    'TPU7x': 1153.5e12,
-    'NVIDIA A10': 125e12,
-    r'NVIDIA A100(-\S+| \d+GB PCIe)': 312e12,
-    'NVIDIA L4': 121e12,
-    'NVIDIA L40S': 362e12,
-    'NVIDIA GeForce RTX 3090': 71e12,
-    'NVIDIA GeForce RTX 4090': 165e12,
-    'NVIDIA H100 PCIe': 756e12,
-    'NVIDIA H100 NVL': 835e12,
-    'NVIDIA H100 80GB HBM3': 989e12,
-    'NVIDIA H200': 989e12,
-    'NVIDIA B200': 2250e12,
-}
-
-
-def peak_of(device_kind: str) -> float | None:
-    """Returns the operations per second of a device by `jax.Device.device_kind`, if known."""
-    return next((peak for kind, peak in _PEAKS.items() if re.fullmatch(kind, device_kind)), None)
-
-
-def images_at_peak(experiment: Experiment) -> float | None:
-    """Returns the images per second that the devices would train at their peak; None if unknown.
-
-    The backward pass costs two forward ones, a multiply-add is two operations (table 6).
-    """
-    mesh = experiment.mesh
-    peak = peak_of(mesh.devices.flat[0].device_kind)
-    if peak is None:
-        return None
-    last_block = experiment.compute.last_block
-    assert last_block != 'auto'  # `resolve_compute` chose
-    return mesh.size * peak / (6 * multiply_adds(experiment.model.config, last_block=last_block))

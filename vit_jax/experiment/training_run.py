@@ -6,18 +6,16 @@
 import contextlib
 import dataclasses
 import functools
-import json
 import logging
-import pathlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from vit_jax.base import Params, Path, counted, require, write_json
+from vit_jax.base import Batch, Params, Path, counted, require, storage, write_json
 from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
 from vit_jax.config import TrainConfig, write_config
 from vit_jax.data import loading
@@ -27,11 +25,10 @@ from vit_jax.evaluation import probing
 from vit_jax.evaluation.evaluator import Evaluator
 from vit_jax.evaluation.features import features_by, make_feature_evaluator
 from vit_jax.experiment import data_record, fingerprint, workdirs
-from vit_jax.experiment.build import Experiment, Update, build_experiment, eval_loaders
+from vit_jax.experiment.build import Experiment, Update, build_experiment
 from vit_jax.experiment.reporter import Reporter, console_of, eval_summary, outline
-from vit_jax.experiment.source_run import trained_before
 from vit_jax.experiment.workdirs import Workdir
-from vit_jax.training.loop import Clock, Every, NotFinite, Observer, Once, Stopped, fit
+from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
 from vit_jax.training.losses import StepMetrics
 from vit_jax.training.update import TrainState
 
@@ -45,9 +42,7 @@ class Result(NamedTuple):
     fewshot: dict[str, Any] | None
     checkpoint: Path
     folder: Path
-    skipped: int  # uses of unreadable training images, over all starts of this run
-    seconds: dict[str, float]  # of the wall time of this start, by name
-    earlier: dict[str, float]  # likewise of the starts before, with what was lost by them
+    reporter: Reporter  # with the wall time of this start, and of earlier starts
 
 
 def train(
@@ -57,7 +52,7 @@ def train(
     accept_changes: bool = False,
     accept_data: bool = False,
     job: Job | None = None,
-    profile: range | None = None,
+    profile: range = range(0),
 ) -> Result:
     """Trains to the end of the configuration, from the newest checkpoint if there is one.
 
@@ -67,7 +62,7 @@ def train(
       accept_changes: Whether to resume a run of another configuration.
       accept_data: Whether to resume a run on other data.
       job: This process among those of its job; None: one process alone.
-      profile: Steps that a profiler records, on process 0: 3, 4, 5 lead from state 3 to state 6.
+      profile: Steps to profile, on process 0: 3, 4, 5 lead from state 3 to state 6.
 
     Raises:
       UserError: For input that does not fit, before anything is compiled if that is possible.
@@ -78,33 +73,28 @@ def train(
     clock = Clock(0.0 if job is None else logging.makeLogRecord({}).relativeCreated / 1000)
     job = job or Job()
     console = console_of(job)
-    changes = {'accept_changes': accept_changes, 'accept_data': accept_data}
     with contextlib.ExitStack() as stack:
-        opened = stack.enter_context(open_run(config, path, job, **changes))
+        opened = stack.enter_context(
+            open_run(config, path, job, accept_changes=accept_changes, accept_data=accept_data)
+        )
         experiment, workdir, _ = opened
         console.print(outline(experiment))
-        unread = eval_loaders(experiment)  # reads what is kept on the devices
-        with loading.read_beside(unread, index=job.index, count=job.count) as wait_until_read:
-            with clock('compile'):
-                programs = compile_programs(experiment, console)
-            console.print(f'compiled in {clock.seconds["compile"]:.1f} s')
-            checkpoints = open_checkpoints(experiment, workdir, job)
-            stack.enter_context(contextlib.closing(checkpoints))
-            state, progress = restore_or_init(experiment, programs.state, checkpoints, console)
-            steps = range(int(state.step), experiment.length.total_steps)
-            if steps.start == 0:
-                wait_until_read()
+        loader_of = experiment.evaluator.batches.loader_of
+        for reader in (experiment.train, *experiment.evals.values()):
+            loader_of(reader)  # reads the images that are kept on the devices
+        with clock('compile'):
+            programs = compile_programs(experiment, console)
+        console.print(f'compiled in {clock.seconds["compile"]:.1f} s')
+        checkpoints = open_checkpoints(experiment, workdir, job)
+        stack.enter_context(contextlib.closing(checkpoints))
+        state, progress = restore_or_init(experiment, programs.state, checkpoints, console)
+        steps = range(int(state.step), experiment.length.total_steps)
         reporter = Reporter(
             experiment, workdir.folder, steps=steps, progress=progress, clock=clock, console=console
         )
         stack.enter_context(contextlib.closing(reporter))
-        if profile is not None:
-            flag = f'--profile_steps={profile.start}:{profile.stop}'
-            profile = range(max(profile.start, steps.start), min(profile.stop, steps.stop))
-            if not profile:
-                console.print(f'{flag}: no profile: only steps {steps.start}:{steps.stop} run')
         run = Run(opened, job=job, programs=programs, checkpoints=checkpoints, reporter=reporter)
-        return run.train(state, steps, profile if job.index == 0 else None)
+        return run.train(state, steps, profile if job.index == 0 else range(0))
 
 
 class OpenedRun(NamedTuple):
@@ -147,8 +137,7 @@ class Programs(NamedTuple):
 def compile_programs(experiment: Experiment, console: Console) -> Programs:
     """Compiles the update and the evaluators; prints a line about each array that is split."""
     state, mesh = abstract_state(experiment), experiment.mesh
-    for line in sharding_rules.sharding_report(state, shardings_of(state), mesh):
-        console.print(line)
+    console.print('\n'.join(sharding_rules.sharding_report(state, shardings_of(state), mesh)))
     console.print(f'compile for {mesh.size} x {mesh.devices.flat[0].device_kind}')
     update = lower_update(experiment, state).compile()
     return Programs(state, update, compile_evaluators(experiment, state.eval_params))
@@ -184,9 +173,8 @@ def compile_evaluators(experiment: Experiment, params: Params) -> dict[str, Eval
 
     Evaluations with batches of one shape share a compiled step.
     """
-    compiled = dict[str, Evaluator]()
-    for name, reader in experiment.evals.items():
-        compiled[name] = experiment.evaluator.compile(params, reader)
+    compile_for = functools.partial(experiment.evaluator.compile, params)
+    compiled = {name: compile_for(reader) for name, reader in experiment.evals.items()}
     if experiment.probes is not None:
         model, batches = experiment.model, experiment.evaluator.batches
         features = make_feature_evaluator(model, experiment.preprocessing, batches)
@@ -226,14 +214,13 @@ def restore_or_init(
         console.print(f'resuming at step {step} from {where}')
         if step == end:
             advice = 'a longer --config.total with --accept_config_changes trains on'
-            console.print(f'the run is complete; {advice}, another --workdir starts anew')
+            console.print(f'the run is complete; {advice}')
         return TrainState.join(params, training), progress
     init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
     state, start = init(), experiment.start
     if start is not None:
         params, report = experiment.transferred(start, state.params)
-        warnings = trained_before(experiment.evals, start.path)
-        console.print('\n'.join([f'start_from {start.path}', *start.report, *report, *warnings]))
+        console.print('\n'.join([f'start_from {start.path}', *start.report, *report]))
         params = meshes.put(params, shardings.params)
         average = None if state.ema_params is None else jax.tree.map(jnp.copy, params)
         state = state._replace(params=params, ema_params=average)
@@ -252,7 +239,7 @@ class Run:
     evals: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     fewshot: dict[str, Any] | None = None
 
-    def train(self, state: TrainState, steps: range, profile: range | None) -> Result:
+    def train(self, state: TrainState, steps: range, profile: range) -> Result:
         """Trains, evaluates and saves in these steps, and profiles some of them."""
         experiment, workdir, check_data = self.opened
         self.reporter.record_event('training', steps.start)
@@ -266,7 +253,7 @@ class Run:
         except NotFinite as error:
             self._finish('diverged', None)
             last = self.checkpoints.latest_step
-            good = 'there is none yet' if last is None else self.checkpoints.path(last)
+            good = 'none' if last is None else self.checkpoints.path(last)
             raise NotFinite(f'{error}; last good checkpoint: {good}') from error
         except (Stopped, Interrupted) as stopped:
             state = stopped.state if isinstance(stopped, Stopped) else state
@@ -285,68 +272,50 @@ class Run:
             fewshot=self.fewshot,
             checkpoint=self.checkpoints.path(steps.stop),
             folder=workdir.folder,
-            skipped=self.reporter.skipped,
-            seconds=self.reporter.clock.seconds,
-            earlier=self.reporter.earlier,
+            reporter=self.reporter,
         )
 
-    def _fit(self, state: TrainState, steps: range, profile: range | None) -> TrainState:
+    def _fit(self, state: TrainState, steps: range, profile: range) -> TrainState:
         experiment, workdir, _ = self.opened
-        config, interval = experiment.config, experiment.length.interval
-        loader = experiment.loader_of(experiment.train)
+        config = experiment.config
+        loader = experiment.evaluator.batches.loader_of(experiment.train)
         batches = loading.training_batches(
             loader, steps=steps, batch_size=config.batch_size, seed=config.seed
         )
-        batches = self.job.tick_each(batches)
-        save = Every(interval(config.checkpoint_every_steps), self.save)
-        observers: list[Observer] = [save, *self._evaluations().values()]
-        with contextlib.ExitStack() as profiling:  # ends the profile of a training that stops
-            if profile:
-
-                def begin(*_: Any) -> None:
-                    folder = workdir.folder / 'profile'
-                    profiling.enter_context(profiled(folder, self.reporter.console))
-
-                if profile.start == steps.start:
-                    begin()
-                # The profile ends before the other observers act, and begins after them.
-                end = Once(profile.stop, lambda *_: profiling.close())
-                observers = [end, *observers, Once(profile.start, begin)]
+        folder, console = workdir.folder / 'profile', self.reporter.console
+        watched = profile_steps(self.job.tick_each(batches), steps, profile, folder, console)
+        save = Every(experiment.length.interval(config.checkpoint_every_steps), self.save)
+        with contextlib.closing(watched):
             return fit(
                 self.programs.update,
                 state,
-                batches,
+                watched,
                 steps=steps,
                 on_metrics=self._on_metrics,
-                observers=observers,
+                observers=[save, *self._evaluations()],
                 clock=self.reporter.clock,
                 max_skipped_steps=config.max_skipped_steps,
             )
 
-    def _evaluations(self) -> dict[str, Every]:
-        """Returns the observers that evaluate, each at its own interval, by name."""
+    def _evaluations(self) -> list[Every]:
+        """Returns the observers that evaluate, each at its own interval."""
         config, every = self.opened.experiment.config, self.opened.experiment.length.interval
-        intervals = {
-            name: one.every_steps or config.eval_every_steps
-            for name, one in config.evaluations.items()
-        }
+        usual, evaluations = config.eval_every_steps, config.evaluations.items()
+        intervals = {name: one.every_steps or usual for name, one in evaluations}
         if config.fewshot is not None:
             intervals['fewshot'] = config.fewshot.every_steps
-        return {
-            name: Every(every(interval), functools.partial(self.evaluate, name))
+        return [
+            Every(every(interval), functools.partial(self.evaluate, name))
             for name, interval in intervals.items()
-        }
+        ]
 
     def _resume_evaluations(self, state: TrainState, steps: range) -> None:
-        """Runs the evaluations that are due at the first step of a resumed run and missing.
+        """Runs the evaluations of a resumed run that are due at its first step.
 
-        If the run is already complete, all its evaluations run again.
+        They may have been interrupted. The reporter has removed their earlier numbers.
         """
-        if steps.start == 0:
-            return
-        done = self.job.from_process_0('done', lambda: json.dumps(self.reporter.at_first_step))
-        for name, observer in self._evaluations().items():
-            if observer.is_due(steps.start, steps.stop) and name not in json.loads(done):
+        for observer in self._evaluations():
+            if steps.start > 0 and observer.is_due(steps.start, steps.stop):
                 observer.run(steps.start, state)
 
     def _on_metrics(self, step: int, metrics: StepMetrics) -> None:
@@ -409,31 +378,27 @@ class Run:
         return probing.numbers(self.fewshot), probing.summary(self.fewshot)
 
 
-@contextlib.contextmanager
-def profiled(folder: Path, console: Console) -> Iterator[None]:
-    """Writes a profile of what happens within, also if that raises. A fault is a warning."""
-    with contextlib.ExitStack() as stack:
-        local = stack.enter_context(tempfile.TemporaryDirectory())
-        try:
-            jax.profiler.start_trace(local, create_perfetto_trace=True)
-            stack.callback(write_profile, local, folder, console)
-        except RuntimeError as error:  # another profiler is running
-            logging.warning('no profile in %s: %s', folder, error)
-        yield
-
-
-def write_profile(local: str, folder: Path, console: Console) -> None:
-    """Stops the profiler, which cannot write to a bucket, and copies what it wrote to `local`.
+def profile_steps(
+    batches: Iterator[Batch], steps: range, profile: range, folder: Path, console: Console
+) -> Generator[Batch, None, None]:
+    """Passes on the batches of `steps`, and writes a profile of the steps that are in `profile`.
 
     TensorBoard shows it, with its plugin `xprof`; ui.perfetto.dev shows perfetto_trace.json.gz.
     """
-    try:
-        jax.profiler.stop_trace()
-        for file in pathlib.Path(local).rglob('*'):
-            if file.is_file():
-                copy = folder / file.relative_to(local).as_posix()
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                copy.write_bytes(file.read_bytes())
-        console.print(f'profile in {folder}: tensorboard --logdir={folder}, or Perfetto')
-    except Exception as error:  # clients of a bucket raise many kinds
-        logging.warning('no profile in %s: %s', folder, error)
+    with contextlib.ExitStack() as profiling:  # also stops the profile of a run that fails
+        for step in steps:
+            if step == max(profile.start, steps.start) and step in profile:
+                profiling.enter_context(_profiled(folder, console))
+            if step == profile.stop:
+                profiling.close()
+            yield next(batches)
+
+
+@contextlib.contextmanager
+def _profiled(folder: Path, console: Console) -> Iterator[None]:
+    # jax cannot write to a bucket.
+    place = tempfile.mkdtemp() if storage.is_remote(folder) else str(folder)
+    console.print(f'profile in {place}: tensorboard --logdir={place}, or Perfetto')
+    with jax.profiler.trace(place, create_perfetto_trace=True):
+        yield
+        jax.block_until_ready(jax.live_arrays())

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
-from vit_jax.base import Path, UserError, parsing, require, require_regular, storage, sync, usable
+from vit_jax.base import Path, UserError, parsing, storage, sync, usable
 from vit_jax.base.storage import locked as lock_file
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
@@ -42,9 +42,7 @@ def opened(
     workdir = Workdir(folder)
     with contextlib.ExitStack() as stack:
         if job.index == 0:
-            require_apart(path, config)
             with usable(folder):
-                _require_own_files(folder)
                 hold = _leased if storage.is_remote(folder) else locked
                 workdir = stack.enter_context(hold(folder))
                 _keep_config(folder, config, accept_changes=accept_changes)
@@ -53,30 +51,6 @@ def opened(
             text = lock.read_text() if lock.exists() else 'absent'
         job.require_same('the workdir, which all processes share', {'lock': text})
         yield workdir
-
-
-def _require_own_files(folder: Path) -> None:
-    """Raises UserError if something else has the name of a file of a run, or of a folder."""
-    for name in CONFIG, METRICS, FEWSHOT, LEDGER, DATA, LOCK:
-        require_regular(folder / name)
-    for place in folder, folder / FOLDER:
-        require(not place.exists() or place.is_dir(), f'{place}: a file; expected a folder')
-
-
-def require_apart(path: str, config: Any) -> None:
-    """Raises UserError if a directory lies in a folder of images that `config` reads.
-
-    The next program would take it for a class without images.
-    """
-    if not isinstance(config, dict) or storage.is_remote(path):
-        return
-    for name, value in config.items():
-        require_apart(path, value)
-        if name == 'data' and isinstance(value, str) and os.path.isdir(value):
-            folder, data = pathlib.Path(path).resolve(), pathlib.Path(value).resolve()
-            if data in (folder, *folder.parents):
-                text = f'lies in the data, {value}; expected a folder outside of it'
-                raise UserError(f'--workdir={path}: {text}, such as {data.parent / "run"}')
 
 
 def _keep_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) -> None:
@@ -111,10 +85,7 @@ def recorded_dtype(path: str) -> str:
     if (recorded := _read_config(folder)) is None:
         return 'auto'
     with parsing(folder / CONFIG, 'the configuration of a run'):
-        dtype = str(recorded['compute']['dtype'])
-    known = dtype in ('float32', 'bfloat16')
-    require(known, f'{folder / CONFIG}: compute.dtype is {dtype}; expected float32 or bfloat16')
-    return dtype
+        return str(recorded['compute']['dtype'])
 
 
 @contextlib.contextmanager

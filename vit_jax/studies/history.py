@@ -25,14 +25,14 @@ class History(NamedTuple):
     event: str  # the last one in the ledger, such as `saving` or `complete`
 
     def of_kind(self, kind: str) -> list[Line]:
-        """The lines of a kind: `train`, `fewshot`, `skipped`, `spike`, or an evaluation's name."""
+        """The lines of a kind: `train`, `fewshot`, `skipped`, or an evaluation's name."""
         return [line for line in self.lines if line['kind'] == kind]
 
     @property
     def evaluations(self) -> list[str]:
         """The kinds of lines that are evaluations of what is learned, in order of appearance."""
         kinds = dict.fromkeys(line['kind'] for line in self.lines if 'loss' in line)
-        return [kind for kind in kinds if kind not in ('train', 'skipped', 'spike')]
+        return [kind for kind in kinds if kind not in ('train', 'skipped')]
 
 
 def read_all(paths: Sequence[str]) -> list[History]:
@@ -67,7 +67,7 @@ def read(folder: Path, name: str) -> History:
         except Exception:  # there is none yet, or damaged text, which may be anything
             config = {}
         ledger = reporter.read_ledger(folder / workdirs.LEDGER)
-    seconds, event = (ledger[-1]['seconds'], ledger[-1]['event']) if ledger else ({}, '')
+    seconds, event = reporter.total_seconds(ledger), ledger[-1]['event'] if ledger else ''
     return History(name, folder, config, lines, seconds, event)
 
 

@@ -40,19 +40,6 @@ class Every(NamedTuple):
         return step == total_steps or (self.steps is not None and step % self.steps == 0)
 
 
-class Once(NamedTuple):
-    """An action after one step."""
-
-    step: int
-    run: Callable[[int, TrainState], None]
-
-    def is_due(self, step: int, _: int) -> bool:
-        return step == self.step
-
-
-Observer = Every | Once
-
-
 class Clock:
     """Where the wall time goes: `with clock('step'):` adds the seconds within to `step`.
 
@@ -90,7 +77,7 @@ def fit(
     *,
     steps: range,
     on_metrics: Callable[[int, StepMetrics], None],
-    observers: Sequence[Observer],
+    observers: Sequence[Every],
     clock: Clock,
     max_skipped_steps: int = 1,
 ) -> TrainState:

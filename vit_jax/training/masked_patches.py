@@ -47,11 +47,6 @@ class MaskedPatches(records.Record):
         """How many of so many patches are corrupted."""
         return round(self.fraction * patches)
 
-    def outline(self, patches: int) -> str:
-        """What is predicted of how many patches, and how these are corrupted, in one line."""
-        of = f'{self.target} of {self.corrupted_of(patches):,} of {patches:,} patches'
-        return f'{of}: {self.masked:.0%} masked, {self.replaced:.0%} replaced by others'
-
 
 def for_patches(model: ModelConfig, config: MaskedPatches) -> ViTConfig:
     """The network that predicts patches and has no classes.
@@ -69,8 +64,6 @@ def for_patches(model: ModelConfig, config: MaskedPatches) -> ViTConfig:
     patches = math.prod(model.grid)
     wrong = f'config.objective.fraction={config.fraction:g} of {counted(patches, "patch")} is none'
     records.require(config.corrupted_of(patches) > 0, wrong)
-    wrong = f'config.objective.replaced={config.replaced:g}: the image has no other patch'
-    records.require(patches > 1 or config.replaced == 0, wrong)
     outputs = _outputs(model, config.target)
     wrong = f'config.model.patch_outputs={model.patch_outputs}, but {config.target} takes {outputs}'
     records.require(model.patch_outputs in (None, outputs), f'{wrong}; leave it out')

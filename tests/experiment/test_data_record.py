@@ -311,7 +311,7 @@ def test_trained_images_are_found_also_after_the_folder_moved(data, tmp_path):
 
 def test_a_folder_of_the_data_may_be_named_alone_before_or_after(data, tmp_path):
     for path in [*data.glob('train/*/*.jpg')]:
-        (data / 'test' / path.relative_to(data / 'train')).write_bytes(b'y' * 10)
+        (data / 'test' / path.relative_to(data / 'train')).write_bytes(b'y' * 11)
     for first, then in (data, data / 'train'), (data / 'train', data):
         changes = {'train_split': 'all', 'eval_split': 'all'} if first != data else {}
         run = trained(first, tmp_path / f'run of {first.name}', **changes)

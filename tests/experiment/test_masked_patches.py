@@ -146,7 +146,10 @@ def test_its_checkpoint_is_used_as_one_without_a_head(trained, tmp_path):
     'changes, message',
     [
         ({'loss': LossConfig(kind='sigmoid')}, 'config.loss'),
-        ({'evals': {'real': EvalConfig(labels='real.json')}}, 'config.evals.real.labels'),
+        (
+            {'evals': {'real': EvalConfig(labels='real.json')}, 'eval_split': 'test'},
+            'config.evals.real.labels',
+        ),
         ({'model': tiny.model()}, 'config.model.num_classes=10'),
     ],
 )

@@ -271,7 +271,6 @@ def test_the_program_does_not_grow_with_depth():
         ({'width': 18, 'positions': 'sincos2d'}, 'width=18'),
         ({'positions_at': 'every_layer', 'positions': 'relative'}, 'relative positions'),
         ({'depth': 0}, 'depth=0'),
-        ({'pool': 'mean'}, 'pool='),
         ({'layer_norm_epsilon': 0.0}, 'layer_norm_epsilon=0.0'),
     ],
 )

@@ -164,7 +164,7 @@ def test_a_hybrids_patch_is_the_part_of_the_image_that_it_stands_for():
     [
         (RESNET, {}, 'ResNet'),
         (HYBRID, {}, 'num_classes'),
-        ({'image_size': (10, 16)}, {}, 'image_size'),
+        (dataclasses.replace(HYBRID, num_classes=None, image_size=(60, 32)), {}, 'image_size'),
         ({'head_bias': -10.0}, {}, 'head_bias'),
         ({'pool': 'map'}, {}, 'pool=map'),
         ({'patch_outputs': 7}, {}, 'patch_outputs=7'),

@@ -43,11 +43,10 @@ def step(batch, *, parts=1, dropout=0.0):
     return jax.jit(update)(state, batch)
 
 
-@pytest.mark.parametrize('parts', [2, pytest.param(4, marks=pytest.mark.full)])
-def test_parts_of_a_batch_give_the_update_of_the_whole(parts):
+def test_parts_of_a_batch_give_the_update_of_the_whole():
     mask = BATCH['mask'].at[jnp.array([0, 3])].set(False)  # parts of unequal weight
     whole, expected = step(BATCH | {'mask': mask})
-    accumulated, metrics = step(BATCH | {'mask': mask}, parts=parts)
+    accumulated, metrics = step(BATCH | {'mask': mask}, parts=2)
     chex.assert_trees_all_close(
         accumulated.params, whole.params, rtol=1e-7, atol=1e-6
     )  # float32 sums in another order

@@ -2,9 +2,7 @@
 
 import dataclasses
 import itertools
-import shutil
 
-import chex
 import cv2
 import jax
 import jax.numpy as jnp
@@ -113,15 +111,6 @@ def assigned(config, **changes):
     for name, value in changes.items():
         setattr(config, name, value)
     return config
-
-
-def assert_resumes_to_the_same_bits(config, folder):
-    """Trains 6 steps at once, and again from a checkpoint of step 3: `config(3)` saves there."""
-    whole = training_run.train(config(6), str(folder / 'whole')).state
-    training_run.train(config(3), str(folder / 'parts'))
-    shutil.rmtree(folder / 'parts' / 'checkpoints' / '6')
-    resumed = training_run.train(config(3), str(folder / 'parts'))
-    chex.assert_trees_all_equal(resumed.state, whole)
 
 
 def draw_photos(folder, shapes, *, ending='png'):

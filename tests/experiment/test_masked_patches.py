@@ -13,11 +13,10 @@ from tests import tiny
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.store import load_card, load_params
 from vit_jax.config import EvalConfig
-from vit_jax.data.augmentation import Augmentation
 from vit_jax.evaluation.probing import FewshotConfig, ProbeSet
 from vit_jax.experiment import probing_run, training_run
 from vit_jax.experiment.build import build_experiment
-from vit_jax.models import Regularization, build
+from vit_jax.models import build
 from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig
 from vit_jax.training.masked_patches import MaskedPatches
@@ -88,19 +87,6 @@ def test_parts_of_a_batch_and_other_devices_corrupt_the_same_patches():
         others, again = stepped(**rate, **changes)
         chex.assert_trees_all_close(sums, again, rtol=1e-5)
         chex.assert_trees_all_close(params, others, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.full
-def test_it_resumes_to_the_same_bits(tmp_path):
-    def config(steps):
-        return experiment(
-            total=Duration(steps=6),
-            augmentation=Augmentation(shift_pixels=1, flip=True, mixup=0.2),
-            regularization=Regularization(dropout=0.1),
-            checkpoint_every_steps=steps,
-        )
-
-    tiny.assert_resumes_to_the_same_bits(config, tmp_path)
 
 
 @pytest.mark.full

@@ -155,12 +155,15 @@ def test_a_run_that_is_complete_says_so_again_and_changes_nothing(trained, capsy
     chex.assert_trees_all_equal(again.state, trained.state)
 
 
+DEEPER = tiny.model(num_classes=None, depth=4)
+
+
 @pytest.mark.parametrize(
     'changes, accept, name',
     [
         ({'seed': 3}, False, r'seed: 0 -> 3'),
-        ({'total': Duration(steps=7)}, True, 'config.total'),
-        ({'model': tiny.model(num_classes=None, depth=2)}, True, 'params'),
+        pytest.param({'total': Duration(steps=7)}, True, 'config.total', marks=pytest.mark.full),
+        pytest.param({'model': DEEPER}, True, 'params', marks=pytest.mark.full),
     ],
 )
 def test_a_resume_that_does_not_fit_is_rejected_and_changes_nothing(trained, changes, accept, name):

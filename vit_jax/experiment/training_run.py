@@ -137,7 +137,8 @@ class Programs(NamedTuple):
 def compile_programs(experiment: Experiment, console: Console) -> Programs:
     """Compiles the update and the evaluators; prints a line about each array that is split."""
     state, mesh = abstract_state(experiment), experiment.mesh
-    console.print('\n'.join(sharding_rules.sharding_report(state, shardings_of(state), mesh)))
+    for line in sharding_rules.sharding_report(state, shardings_of(state), mesh):
+        console.print(line)
     console.print(f'compile for {mesh.size} x {mesh.devices.flat[0].device_kind}')
     update = lower_update(experiment, state).compile()
     return Programs(state, update, compile_evaluators(experiment, state.eval_params))

@@ -237,7 +237,7 @@ def effects(config):
     yield program(experiment.init)
     digest = hashlib.sha256()
     for batch in training_batches(
-        experiment.loader_of(experiment.train),
+        experiment.evaluator.batches.loader_of(experiment.train),
         steps=range(2),
         batch_size=experiment.config.batch_size,
         seed=config.seed,

@@ -432,18 +432,6 @@ def test_some_classes_are_trained_on_and_the_outline_counts_those_of_episodes(tr
 
 
 @pytest.mark.full
-def test_a_test_image_that_cannot_be_read_is_known_before_training(photos, tmp_path):
-    broken = photos / 'test' / 'dog' / '1.jpg'
-    broken.write_bytes(broken.read_bytes()[:-40])  # its header is whole
-    config = folder_config(photos)
-    config.loader.placement = 'host'
-    remedy = '--config.loader.on_unreadable=skip leaves out'
-    with pytest.raises(ValueError, match=f'{broken}: not a whole image.*{remedy}'):
-        training_run.train(config, str(tmp_path / 'run'))
-    assert not (tmp_path / 'run' / 'metrics.jsonl').exists()
-
-
-@pytest.mark.full
 def test_what_is_kept_on_the_devices_is_read_before_anything_is_compiled(
     photos, tmp_path, monkeypatch
 ):

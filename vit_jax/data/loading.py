@@ -6,13 +6,11 @@ multi-label), `mask` (b), False for padding and for images that could not be rea
 `example` (b), from which all randomness of an example is derived.
 """
 
-import contextlib
 import dataclasses
 import functools
 import logging
 import math
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, Literal
@@ -112,15 +110,13 @@ def reader_for(
 def make_warning(*, shown: int = 5) -> Callable[[str], None]:
     """Returns a function that warns of images that are left out: the first few, once each."""
     named: set[str] = set()
-    lock = threading.Lock()
 
     def warn(text: str) -> None:
-        with lock:
-            if text in named or len(named) == shown:
-                return
-            named.add(text)
-            rest = '; others are not named: vit_jax.inspect_data lists all'
-            logging.warning('left out: %s%s', text, rest if len(named) == shown else '')
+        if text in named or len(named) >= shown:
+            return
+        named.add(text)
+        rest = '; others are not named: vit_jax.inspect_data lists all'
+        logging.warning('left out: %s%s', text, rest if len(named) == shown else '')
 
     return warn
 
@@ -254,31 +250,6 @@ def _keep_on_device(reader: ImageReader, pool: futures.Executor, sharding: Named
         return jax.lax.with_sharding_constraint(batch | drawn, sharding)
 
     return Loader(reader.source, _describe, functools.partial(gather, stored), sharding)
-
-
-@contextlib.contextmanager
-def read_beside(
-    loaders: Sequence[Loader], *, index: int, count: int
-) -> Iterator[Callable[[], object]]:
-    """Reads every image once in the background; process `index` of `count` reads its share.
-
-    Yields a function that waits for the end and raises UserError for an image that cannot be read.
-    Reading stops when the context is left.
-    """
-
-    def read(loader: Loader, indices: Sequence[int]) -> None:
-        loader.load([*map(ExampleRef, indices)])
-
-    with futures.ThreadPoolExecutor(1) as thread:  # a loader has its own threads
-        parts = []
-        for loader in loaders:
-            own = range(index, len(loader.source), count)
-            starts = range(0, len(own), 64)
-            parts += [thread.submit(read, loader, own[start:][:64]) for start in starts]
-        try:
-            yield lambda: [part.result() for part in parts]
-        finally:
-            thread.shutdown(cancel_futures=True)
 
 
 def host_batches(

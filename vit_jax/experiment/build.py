@@ -378,13 +378,3 @@ def _make_training(
         polyak_decay=config.polyak_decay,
     )
     return init, update, rules.report
-
-
-def eval_loaders(experiment: Experiment) -> list[Loader]:
-    """Makes the loaders, and returns those of test images that must all be readable.
-
-    Reads the images that are kept on the devices. Raises UserError if one cannot be read.
-    """
-    experiment.loader_of(experiment.train)
-    tested = [(reader, experiment.loader_of(reader)) for reader in experiment.evals.values()]
-    return [loader for reader, loader in tested if reader.on_unreadable != 'skip']

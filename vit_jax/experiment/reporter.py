@@ -29,7 +29,6 @@ from rich.console import Console
 
 from vit_jax.base import Path, counted, read_json_lines, records, storage, usable
 from vit_jax.distributed.processes import Job
-from vit_jax.evaluation import probing
 from vit_jax.experiment.build import Experiment
 from vit_jax.experiment.workdirs import LEDGER, METRICS
 from vit_jax.models import ViTConfig, multiply_adds, parameter_count
@@ -259,8 +258,6 @@ def outline(experiment: Experiment) -> str:
     ]
     if config.objective is not None and isinstance(model, ViTConfig):
         lines.append(f'predict {config.objective.outline(math.prod(model.grid))}')
-    if experiment.probes is not None:
-        lines += probing.episodes_outline(experiment.probes, source.class_names)
     return '\n'.join([*lines, *experiment.report])
 
 

@@ -27,7 +27,7 @@ from vit_jax.evaluation import probing
 from vit_jax.evaluation.evaluator import Evaluator
 from vit_jax.evaluation.features import features_by, make_feature_evaluator
 from vit_jax.experiment import data_record, fingerprint, workdirs
-from vit_jax.experiment.build import Experiment, Update, build_experiment, eval_loaders
+from vit_jax.experiment.build import Experiment, Update, build_experiment
 from vit_jax.experiment.reporter import Reporter, console_of, eval_summary, outline
 from vit_jax.experiment.source_run import trained_before
 from vit_jax.experiment.workdirs import Workdir
@@ -83,17 +83,15 @@ def train(
         opened = stack.enter_context(open_run(config, path, job, **changes))
         experiment, workdir, _ = opened
         console.print(outline(experiment))
-        unread = eval_loaders(experiment)  # reads what is kept on the devices
-        with loading.read_beside(unread, index=job.index, count=job.count) as wait_until_read:
-            with clock('compile'):
-                programs = compile_programs(experiment, console)
-            console.print(f'compiled in {clock.seconds["compile"]:.1f} s')
-            checkpoints = open_checkpoints(experiment, workdir, job)
-            stack.enter_context(contextlib.closing(checkpoints))
-            state, progress = restore_or_init(experiment, programs.state, checkpoints, console)
-            steps = range(int(state.step), experiment.length.total_steps)
-            if steps.start == 0:
-                wait_until_read()
+        for reader in (experiment.train, *experiment.evals.values()):
+            experiment.loader_of(reader)  # reads the images that are kept on the devices
+        with clock('compile'):
+            programs = compile_programs(experiment, console)
+        console.print(f'compiled in {clock.seconds["compile"]:.1f} s')
+        checkpoints = open_checkpoints(experiment, workdir, job)
+        stack.enter_context(contextlib.closing(checkpoints))
+        state, progress = restore_or_init(experiment, programs.state, checkpoints, console)
+        steps = range(int(state.step), experiment.length.total_steps)
         reporter = Reporter(
             experiment, workdir.folder, steps=steps, progress=progress, clock=clock, console=console
         )

@@ -416,8 +416,8 @@ def test_a_batch_of_more_images_than_there_are_is_said(photos):
     assert 'steps of 64 images (--config.batch_size), more than the 16 training images' in said[1]
 
 
-@pytest.mark.parametrize('trained, count', [('012', 0), ('827', 1)])
-def test_some_classes_are_trained_on_and_the_outline_counts_those_of_episodes(trained, count):
+@pytest.mark.parametrize('trained', ['012', '827'])
+def test_some_classes_are_trained_on_and_episodes_may_draw_others(trained):
     episodes = EpisodesConfig(classes=('9', '8', '3'), ways=2)
     fewshot = FewshotConfig(episodes=episodes)
     experiment = build_experiment(tiny.experiment(classes=tuple(trained), fewshot=fewshot))
@@ -427,8 +427,6 @@ def test_some_classes_are_trained_on_and_the_outline_counts_those_of_episodes(tr
         assert set(reader.source.labels) == {0, 1, 2}
     probe = experiment.probes.by_name['digits']
     assert set(probe.test.source.labels) == set(range(10))
-    line = f'episodes of digits draw from 3 classes; training includes {count} of them'
-    assert line in reporter.outline(experiment)
 
 
 @pytest.mark.full

@@ -339,6 +339,8 @@ def part_cifar10(options: dict[str, Any]) -> None:
         command += [f'--config.total.steps={steps}', f'--config.eval_every_steps={every}']
         command += [f'--config.checkpoint_every_steps={steps}']
         command += [f'--config.batch_size={8 if tiny else 256}']
+        if tiny:
+            command += ['--config.model.depth=1', '--config.model.backbone.blocks=(1,)']
         command += ['--config.schedule.warmup.fraction=0.05', '--config.polyak_decay=0.99']
         began = time.monotonic()
         child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)

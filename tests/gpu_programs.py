@@ -1,9 +1,9 @@
-"""Compiles the programs of many models for one H200, without a GPU; prints a line for each.
+"""Compiles the programs of many models for one H200, without a GPU; prints the name of each.
 
     PYTHONPATH=.:.cache/gpu_compiler-VERSION python -m tests.gpu_programs [NAME ...]
 
-XLA aborts the process where a check of its own fails, so each program is compiled in a forked
-child. `test_gpu_programs.py` runs this. The folder in PYTHONPATH holds jax's plugin for GPUs, in
+XLA aborts the process where a check of its own fails: the last name is that of the program.
+`test_gpu_programs.py` runs this. The folder in PYTHONPATH holds jax's plugin for GPUs, in
 the VERSION of jax; `.ci/run` makes it with
 
     pip install --no-deps --target .cache/gpu_compiler-VERSION \
@@ -11,12 +11,7 @@ the VERSION of jax; `.ci/run` makes it with
 """
 
 import dataclasses
-import os
-import re
 import sys
-import tempfile
-import time
-import traceback
 from typing import Literal, NamedTuple
 
 import jax
@@ -33,7 +28,6 @@ from vit_jax.training.duration import Duration
 from vit_jax.training.masked_patches import MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig
 
-WORKERS, SECONDS = 2, 300  # children at once, and the most that one may take
 Step = Literal['train', 'eval', 'features']
 
 
@@ -148,64 +142,13 @@ def compile_program(program: Program, where: ahead_of_time.Topology) -> None:
             evaluator.compile(state.eval_params, experiment.train)
 
 
-def in_child(program: Program, path: str) -> int:
-    """Starts a forked process that compiles; what it says goes to a file."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        compile_program(program, ahead_of_time.find_topology('h200:1x1'))
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def ended(pid: int, started: float) -> int | None:
-    """The exit status of a child, negative for a signal; None while it runs in its time."""
-    found, status = os.waitpid(pid, os.WNOHANG)
-    if found:
-        return os.waitstatus_to_exitcode(status)
-    if time.monotonic() - started > SECONDS:
-        os.kill(pid, 9)
-    return None
-
-
-def reason(path: str) -> str:
-    """The failed check of XLA, or the end of the traceback."""
-    with open(path, errors='replace') as file:
-        text = file.read()
-    failed = re.search(r'^.*Check failed.*$', text, re.MULTILINE)
-    return failed[0] if failed else text[-2000:]
-
-
 def main(names: list[str]) -> None:
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_enable_compilation_cache', False)  # it asks the devices
-    waiting = list(names or PROGRAMS)
-    running: dict[int, tuple[str, str, float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        while waiting or running:
-            while waiting and len(running) < WORKERS:
-                name, now = waiting.pop(0), time.monotonic()
-                path = f'{folder}/{len(waiting)}'
-                running[in_child(PROGRAMS[name], path)] = name, path, now
-            for pid, (name, path, started) in list(running.items()):
-                if (code := ended(pid, started)) is None:
-                    continue
-                del running[pid]
-                taken = time.monotonic() - started
-                print('ok  ' if code == 0 else 'FAIL', f'{name}: {taken:.0f} s', flush=True)
-                if code:
-                    print(f'exit {code}:', reason(path), flush=True)
-            time.sleep(0.05)
+    where = ahead_of_time.find_topology('h200:1x1')
+    for name in names or PROGRAMS:
+        print(name, flush=True)
+        compile_program(PROGRAMS[name], where)
 
 
 if __name__ == '__main__':

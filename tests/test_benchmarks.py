@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import adversary, device, step_program
+from benchmarks import adversary, device
 from benchmarks.adversary import Outcome
 from benchmarks.communication import Sent, least, sent
 from benchmarks.device import LIMITS, Results
@@ -32,22 +32,6 @@ def make_images(folder):
         for name in 'cat', 'dog':
             tiny.draw_photos(folder / split / name, [(32, 32)] * count, ending='jpg')
     return folder
-
-
-@pytest.mark.parametrize(
-    'program, flag, said',
-    [
-        *((device, f'--minutes={text}', text) for text in ('-1', '0', 'nan', 'inf', 'x')),
-        (step_program, '--xla=foo', 'expected OPTION=VALUE'),
-        (step_program, '--xla==x', 'expected OPTION=VALUE'),
-        (step_program, '--batch=0', 'at least 1'),
-    ],
-)
-def test_a_flag_that_makes_no_sense_is_one_sentence(program, flag, said, monkeypatch, capsys):
-    monkeypatch.setattr(sys, 'argv', ['program', flag])
-    with pytest.raises(SystemExit, match='2'):
-        program.main()
-    assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.full

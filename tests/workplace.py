@@ -99,6 +99,8 @@ class Workplace:
         self._port, self._environment = port, environment
         self._numbers = itertools.count()
         self._python = None
+        self._done = set()  # commands of the pages before this one
+        self._new = set()
         _fill(folder)
         programs = folder / '.venv/bin'
         programs.mkdir(parents=True)
@@ -137,8 +139,15 @@ class Workplace:
         self._python.send((self._own(text), where))
         return self._python.recv()
 
+    def turn_page(self):
+        """From here on, commands that succeeded until now are not run again."""
+        self._done |= self._new
+
     def run(self, cwd, words):
         """The exit code of `python WORDS`, and what it says."""
+        if tuple(words) in self._done:
+            return 0, ''
+        self._new.add(tuple(words))
         module, *arguments = words[1:] if words[:1] == ['-m'] else ['', *words]
         if module in STUBS:
             return 0, ''

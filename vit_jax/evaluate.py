@@ -7,7 +7,6 @@ evaluation.json (all numbers, also of each class), confusion.npz and its picture
 """
 
 import argparse
-import dataclasses
 import functools
 import math
 import pathlib
@@ -19,11 +18,10 @@ from vit_jax.base import UserError, atomic_write, counted, make_folder, records,
 from vit_jax.checkpoints.formats import array_files
 from vit_jax.checkpoints.names import shown
 from vit_jax.cli import app, output
-from vit_jax.data.sources.opening import HeldOut, Opener, make_opener
+from vit_jax.data.sources.opening import Opener, make_opener
 from vit_jax.evaluation import head
 from vit_jax.evaluation.head import HeadReport
 from vit_jax.experiment import data_record
-from vit_jax.experiment.data_record import SourceRun
 from vit_jax.figures import bitmaps
 from vit_jax.pretrained import Loaded, load
 
@@ -39,11 +37,11 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.out:
         output.outlive_readers()
     origin = data_record.find_source_run(arguments.checkpoint)
-    held_out, split = _choose_split(arguments, origin)
+    split = arguments.split or (origin.split_of(arguments.data) if origin else 'test')
     loaded = load(arguments.checkpoint, **app.overrides(arguments))
     print('\n'.join(loaded.report))
     loaded.require_head()
-    open_split = make_opener(held_out)
+    open_split = make_opener(origin.held_out if origin else None)
     source = open_split(arguments.data, split, arguments.labels)
     trained = len(origin.find_trained(source)) if origin else 0
     source = head.match_classes(source, loaded, by_number=arguments.by_number)
@@ -78,15 +76,6 @@ def main(arguments: argparse.Namespace) -> int:
         measured = {'split': split, 'trained_on': trained if origin else None}
         _write_files(pathlib.Path(arguments.out), report, loaded, arguments, measured)
     return output.report_unreadable(unreadable, len(source))
-
-
-def _choose_split(arguments: argparse.Namespace, origin: SourceRun | None) -> tuple[HeldOut, str]:
-    """Returns what is held out, and the split: the given ones, else those of the run."""
-    held_out = origin.held_out if origin else HeldOut()
-    flags = {'fraction': arguments.held_out, 'seed': arguments.held_out_seed}
-    given = {name: value for name, value in flags.items() if value is not None}
-    split = origin.split_of(arguments.data) if origin else 'test'
-    return dataclasses.replace(held_out, **given), arguments.split or split
 
 
 def _are_relabelled(open_split: Opener, arguments: argparse.Namespace, split: str) -> bool:
@@ -165,10 +154,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument('--labels', metavar='FILE.json', help=text)
     text = "match classes by their order, not by name: the data's first class is output 0"
     parser.add_argument('--by_number', action='store_true', help=text)
-    text = "part of each class that is the split test of data without splits (the run's, or 0.1)"
-    parser.add_argument('--held_out', type=float, metavar='FRACTION', help=text)
-    text = "seed of the choice of that part (the run's, or 0)"
-    parser.add_argument('--held_out_seed', type=int, metavar='N', help=text)
     text = 'write all numbers and the confusion matrix'
     parser.add_argument('--out', type=app.local_path, metavar='DIR', help=text)
     app.add_reading(parser)

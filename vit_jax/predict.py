@@ -12,9 +12,7 @@ import collections
 import contextlib
 import csv
 import dataclasses
-import functools
 import json
-import os
 import pathlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -98,11 +96,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _check_paths(arguments: argparse.Namespace) -> None:
     """Raises UserError for a path that cannot be used, before anything is read."""
-    file = None if _is_stream(arguments.output or '') else arguments.output
-    for path in filter(None, (file, arguments.features)):
+    for path in filter(None, (arguments.output, arguments.features)):
         exists = pathlib.Path(path).is_file() and not arguments.overwrite
         require(not exists, f'{path}: exists already; --overwrite replaces it')
-        require_writable(pathlib.Path(path).resolve())
+        require_writable(pathlib.Path(path))
 
 
 def _compute_outputs(
@@ -121,26 +118,19 @@ def _compute_outputs(
 
 @contextlib.contextmanager
 def open_output(path: str | None, form: str) -> Iterator[Any]:
-    """Opens stdout (None), a pipe, a device, or a file that replaces `path` when it is complete.
+    """Opens stdout (None), or a file that replaces `path` when it is complete.
 
-    A link keeps pointing to the replaced file. Tables in files start with a byte order mark, which
-    Excel needs for UTF-8.
+    Tables in files start with a byte order mark, which Excel needs for UTF-8.
     """
-    open_text = functools.partial(open, errors='surrogateescape')
     if path is None:
         yield sys.stdout
-    elif _is_stream(path):
-        with usable(path), open_text(path, 'a', encoding='utf-8') as stream:
-            yield stream
-    else:
-        encoding, target = 'utf-8-sig' if form == 'csv' else 'utf-8', pathlib.Path(path).resolve()
-        with atomic_write(target) as partial, open_text(partial, 'w', encoding=encoding) as file:
-            yield file
-
-
-def _is_stream(path: str) -> bool:
-    """Returns whether a path is a pipe or a device, as `/dev/stdout` even if it is a file."""
-    return os.path.dirname(path) in ('/dev', '/dev/fd') or pathlib.Path(path).is_fifo()
+        return
+    encoding = 'utf-8-sig' if form == 'csv' else 'utf-8'
+    with (
+        atomic_write(pathlib.Path(path)) as partial,
+        open(partial, 'w', encoding=encoding, errors='surrogateescape') as file,
+    ):
+        yield file
 
 
 def most_probable(

@@ -178,21 +178,3 @@ def test_average_precision_is_the_mean_precision_at_each_hit():
     np.testing.assert_allclose(found, [*expected, np.nan])  # a class of no image has no precision
     with pytest.raises(UserError, match='none of 4 images has a class'):
         evaluator.average_precisions(scores, 0 * with_absent)
-
-
-def test_mean_average_precision_is_over_the_images_that_could_be_read():
-    rng = np.random.default_rng(0)
-    labels = rng.integers(0, 2, (50, 3))
-    several = array_source(IMAGES, labels, 'abc', name='data')
-    reader = reader_of(with_unreadable(several, 1, 2), on_unreadable='skip')
-
-    def scored(params, batch):
-        logits = jnp.sin(batch['example'][:, None] * jnp.arange(1.0, 4.0))
-        return summed({}, batch['mask'], {'logits': logits, 'targets': batch['labels']})
-
-    found = make_evaluator(scored, batches_on_all_devices(reader, 8)).evaluate({}, reader)
-    read = np.delete(np.arange(50), [1, 2])
-    logits = np.sin(read[:, None].astype(np.float32) * np.arange(1, 4, dtype=np.float32))
-    expected = evaluator.average_precisions(logits, labels[read])
-    np.testing.assert_allclose(found.average_precisions, expected)
-    assert found.means == {'mean_average_precision': pytest.approx(expected.mean())}

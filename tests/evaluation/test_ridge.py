@@ -21,11 +21,8 @@ def test_draws_are_nested_distinct_and_balanced():
             assert len(set(drawn)) == len(drawn)
             assert np.bincount(labels[drawn]).tolist() == [shots] * 7
     assert set(draws[0, 5]) != set(draws[1, 5])
-
-
-def test_a_class_with_few_images_gives_all_of_them():
-    labels = np.array([0, 0, 0, 0, 1])
-    assert sorted(ridge.draw(labels, shots=(3,), seeds=(0,))[0, 3])[-1] == 4
+    few = ridge.draw(np.array([0, 0, 0, 0, 1]), shots=(3,), seeds=(0,))[0, 3]
+    assert len(few) == 4 and 4 in few  # a class of one image
 
 
 @pytest.mark.parametrize('images', [12, 60, 5000])  # fewer, and more, than the 30 features; slices
@@ -93,15 +90,6 @@ def test_a_strength_below_all_rounding_is_solved_as_well(images):
     labels = np.arange(images) % 3
     data = Labelled(np.repeat(RNG.normal(size=(images, 1)), 30, axis=1), labels)  # rank one
     assert np.isfinite(ridge.fit(data, l2=1e-300).weights).all()
-
-
-def test_planted_clusters_are_told_apart_and_shuffled_labels_are_not():
-    centres = 3 * RNG.normal(size=(5, 20))
-    labels = [RNG.integers(0, 5, count) for count in (200, 500)]
-    train, test = (Labelled(centres[y] + 0.1 * RNG.normal(size=(len(y), 20)), y) for y in labels)
-    assert ridge.accuracy(train, test, l2=1.0) == ridge.accuracy(train, test, l2=10.0) == 1.0
-    wrong = train._replace(labels=RNG.permutation(train.labels))
-    assert ridge.accuracy(wrong, test, l2=1.0) < 0.8
 
 
 def test_features_are_computed_only_for_images_that_some_draw_uses():

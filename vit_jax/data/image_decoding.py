@@ -113,8 +113,6 @@ def open_with_pillow(stored: bytes) -> Any:
 
 
 def _describe_damage(kind: str, error: Exception) -> str:
-    if isinstance(error, _pillow().DecompressionBombError):
-        return f'{error} Set PIL.Image.MAX_IMAGE_PIXELS higher to read it'
     return f'not a whole image, or a kind of {kind} that is not supported: {error}'
 
 

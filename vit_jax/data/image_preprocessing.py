@@ -11,14 +11,12 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
-from vit_jax.base import Array, Float, Num, Record, UserError, require, require_between
+from vit_jax.base import Array, Float, Num, Record, require, require_between
 from vit_jax.data.image_decoding import MAX_PIXELS, Image, Region, cut, decode, decode_region
 
 # `bilinear` is OpenCV's INTER_LINEAR, as in the paper's code: no smoothing before an image shrinks.
 # The others are Pillow's, as in PyTorch's image processors, which smooth.
 ResizeMethod = Literal['bilinear', 'bilinear_antialias', 'bicubic_antialias', 'lanczos_antialias']
-# Larger than any crop of a photo; a strip of 1 x 65,500 pixels would be resized to 4 billion.
-MOST_RESIZED = 2**26
 NumpyOrJax = TypeVar('NumpyOrJax', np.ndarray, Array)
 Size = tuple[int, int]
 Sides = tuple[Any, Any]  # a size too, perhaps of numbers that jax traces
@@ -218,9 +216,6 @@ def decode_and_crop(
 def _resized(image: Image, size: Size, method: ResizeMethod) -> Image:
     if image.shape[:2] == size:
         return image
-    if size[0] * size[1] > MOST_RESIZED:
-        shape, resized = (f'{width:,} x {height:,}' for height, width in (image.shape[:2], size))
-        raise UserError(f'{shape} pixels are too long and thin; the crop would resize to {resized}')
     if method == 'bilinear':
         import cv2
 

@@ -11,7 +11,6 @@ import functools
 import logging
 import math
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, Literal
@@ -111,15 +110,13 @@ def reader_for(
 def make_warning(*, shown: int = 5) -> Callable[[str], None]:
     """Returns a function that warns of images that are left out: the first few, once each."""
     named: set[str] = set()
-    lock = threading.Lock()
 
     def warn(text: str) -> None:
-        with lock:
-            if text in named or len(named) == shown:
-                return
-            named.add(text)
-            rest = '; others are not named: vit_jax.inspect_data lists all'
-            logging.warning('left out: %s%s', text, rest if len(named) == shown else '')
+        if text in named or len(named) >= shown:
+            return
+        named.add(text)
+        rest = '; others are not named: vit_jax.inspect_data lists all'
+        logging.warning('left out: %s%s', text, rest if len(named) == shown else '')
 
     return warn
 

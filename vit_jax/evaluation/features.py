@@ -6,7 +6,6 @@ A cached file is named by a digest of model, preprocessing, names, labels and by
 import hashlib
 import itertools
 import json
-import logging
 import pathlib
 from collections.abc import Callable
 from concurrent import futures
@@ -15,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from vit_jax.base import (
-    DAMAGED_NPZ,
     Batch,
     Float,
     Int,
     Params,
     UserError,
     make_folder,
+    parsing,
     records,
     tree_names,
 )
@@ -83,13 +82,10 @@ def cached(features_of: FeaturesOf, folder: pathlib.Path, model_digest: str) -> 
         options = reader.crop, reader.size, reader.exif_rotation
         options_text = repr((*options, reader.on_unreadable, reader.max_pixels))
         path = folder / f'{_digest(model_digest, options_text, _digest_images(reader))}.npz'
-        try:  # every member of an npz has a checksum
-            with np.load(path, allow_pickle=False) as file:
+        if path.exists():
+            expected = 'features that this program wrote; remove the file'
+            with parsing(path, expected), np.load(path, allow_pickle=False) as file:
                 return file['features'][indices]
-        except FileNotFoundError:
-            pass
-        except DAMAGED_NPZ as error:
-            logging.warning('%s: %s; computed anew', path, error)
         features = features_of(reader, np.arange(len(reader.source)))
         write_npz(path, {'features': features})
         return features[indices]

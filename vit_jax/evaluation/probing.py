@@ -122,23 +122,6 @@ def _require_suitable(train: Source, test: Source, drawn: EpisodesConfig | None)
         episodes.find_classes(test.labels, test.class_names, drawn, shots=max(drawn.shots))
 
 
-def episodes_outline(probes: Probes, trained: Sequence[str]) -> list[str]:
-    """Returns, for each data set, the number of classes that episodes draw from.
-
-    `trained` are the names of the classes that the model was trained on; empty if unknown.
-    """
-    if (config := probes.config.episodes) is None:
-        return []
-    lines = []
-    for probe in probes.by_name.values():
-        test, names = probe.test.source, probe.test.source.class_names
-        drawn = episodes.find_classes(test.labels, names, config, shots=max(config.shots))
-        known = len({names[number] for number in drawn} & {*trained})
-        includes = f'; training includes {known} of them' if trained else ''
-        lines.append(f'episodes of {test.data} draw from {counted(len(drawn), "class")}{includes}')
-    return lines
-
-
 def evaluate(features_of: FeaturesOf, sets: Probes, preprocessing: Preprocessing) -> dict[str, Any]:
     """Returns results and protocol of each data set, by name, and which are missing, as JSON."""
     results = {}

@@ -16,7 +16,6 @@ from vit_jax.evaluation.probes import EPSILON, Classifier, Labelled
 
 BIAS = 100.0  # a constant feature this large is hardly regularised: lambda / 100^2
 L2 = 1024.0  # not divided by the number of images: strong where they are few
-_SLICE = 2048  # images that are standardized at once
 Strengths = float | Sequence[float]  # an l2, or several to choose from
 Draws = dict[tuple[int, int], Int[np.ndarray, '_']]  # indices of images by seed and shots
 
@@ -101,35 +100,22 @@ def accuracy(train: Labelled, test: Labelled, *, l2: Strengths) -> float:
 # eigenvalue of 1 is 100^2 n, and of what features do not span it is 0. So one eigendecomposition
 # serves all l2, and the test images are scored once.
 def fit(train: Labelled, *, l2: Strengths) -> Classifier:
-    """Fits the ridge classifier, in float64, with the best of several l2.
-
-    Features are standardized slice by slice, so that no copy of all of them is made.
-    """
-    features, count = train.features, len(train.labels)
-    classes, labels = np.unique(train.labels, return_inverse=True)
-    sizes, mean = np.bincount(labels), features.mean(axis=0, dtype=np.float64)
+    """Fits the ridge classifier, in float64, with the best of several l2."""
+    classes, labels, sizes = np.unique(train.labels, return_inverse=True, return_counts=True)
+    order, count = np.argsort(labels, kind='stable'), len(labels)
+    mean = train.features.mean(axis=0, dtype=np.float64)
+    x = train.features[order] - mean
+    scale = np.sqrt((x**2).mean(axis=0)) + EPSILON
+    x /= scale
     strengths = [float(each) for each in np.atleast_1d(l2)]
     if count < len(mean):
-        x = features - mean
-        scale = np.sqrt((x**2).mean(axis=0)) + EPSILON
-        x /= scale
-        targets = 2.0 * (labels[:, None] == range(len(classes)))
+        targets = 2.0 * (labels[order][:, None] == range(len(classes)))
         targets -= targets.mean(axis=0)  # as X'1 = 0, it would leave its rounding alone, over l2
         solved, chosen = _solve(x @ x.T, targets, strengths, sizes)
         weights = x.T @ solved
     else:
-        gram, sums = np.zeros((len(mean), len(mean))), np.zeros((len(classes), len(mean)))
-        in_order = np.argsort(labels, kind='stable')
-        for start in range(0, count, _SLICE):
-            rows = in_order[start : start + _SLICE]
-            x = features[rows] - mean
-            gram += x.T @ x
-            first = np.flatnonzero(np.diff(labels[rows], prepend=-1))  # of each class
-            sums[labels[rows[first]]] += np.add.reduceat(x, first)
-        scale = np.sqrt(gram.diagonal() / count) + EPSILON
-        gram /= scale[:, None] * scale
-        right = 2.0 * sums.T / scale[:, None]
-        weights, chosen = _solve(gram, right, strengths, sizes, of_features=True)
+        right = 2.0 * np.add.reduceat(x, np.cumsum(sizes) - sizes).T
+        weights, chosen = _solve(x.T @ x, right, strengths, sizes, of_features=True)
     bias = BIAS**2 * (2.0 * sizes - count) / (BIAS**2 * count + chosen)
     return Classifier(classes, mean, weights / scale[:, None], bias, chosen)
 

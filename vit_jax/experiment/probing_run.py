@@ -59,9 +59,8 @@ def probe(
             abstract = sharding_rules.abstract(fresh, shardings)
             evaluator = evaluator.compile(abstract, probes.example)
         params, report = transfer(start.read(), old=card.model, new=body, fresh=fresh)
-        outline = probing.episodes_outline(probes, card.class_names)
         lines = [f'start_from {start.path}', *start.report, *report, f'compute {compute}']
-        console_of(job).print('\n'.join([*lines, *outline]))
+        console_of(job).print('\n'.join(lines))
         placed = meshes.put(params, shardings)
         features_of = features.features_by(evaluator, placed, watch=job.tick_each)
         if fewshot.feature_cache is not None and job.count == 1:

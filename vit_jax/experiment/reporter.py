@@ -24,7 +24,6 @@ from rich.console import Console
 
 from vit_jax.base import Path, counted, read_json_lines, records, storage, usable
 from vit_jax.distributed.processes import Job
-from vit_jax.evaluation import probing
 from vit_jax.experiment.build import Experiment
 from vit_jax.experiment.workdirs import LEDGER, METRICS
 from vit_jax.models import ViTConfig, multiply_adds, parameter_count
@@ -216,8 +215,6 @@ def outline(experiment: Experiment) -> str:
         f'{multiply_adds(model) / 1e6:,.1f} M multiply-adds an image',
         f'compute {experiment.compute}',
     ]
-    if experiment.probes is not None:
-        lines += probing.episodes_outline(experiment.probes, source.class_names)
     return '\n'.join([*lines, *experiment.report])
 
 

@@ -68,43 +68,38 @@ def test_batches_do_not_depend_on_how_images_are_stored(prepared, kind):
 @pytest.mark.parametrize('kind', ['array_record', 'tfrecord'])
 def test_a_prepared_set_is_found_by_its_name(prepared, kind, monkeypatch):
     monkeypatch.setenv('TFDS_DATA_DIR', str(prepared[kind].parent.parent))
+    stored = opening.make_opener()(str(prepared['folder']), 'test').read(4)
     for name in 'tfds:made_here', 'tfds:made_here:1.2.0':
         source = opening.make_opener()(name, 'test')
         assert source.class_names == CLASSES and len(source) == 10
-        stored = opening.make_opener()(str(prepared['folder']), 'test').read(4)
         assert source.read(4) == stored and source.labels[4] == stored[1]
         assert source.name_of(4) == 'tfds:made_here/1.2.0/test[4]'
-    with pytest.raises(
-        ValueError, match='tfds:made_here:9.9.9 is not in .*there is 1.2.0; prepare'
+    for name, split, message in (
+        ('tfds:made_here:9.9.9', 'test', '1.2.0'),
+        ('tfds:cifar10', 'train', 'vit_jax.prepare cifar10'),
+        ('tfds:made_here', 'val', 'val'),
     ):
-        opening.make_opener()('tfds:made_here:9.9.9', 'test')
-    with pytest.raises(
-        ValueError, match='tfds:cifar10 is not in .*python -m vit_jax.prepare cifar10'
+        with pytest.raises(UserError, match=message):
+            opening.make_opener()(name, split)
+
+
+def test_several_labels_are_rows_and_other_numbers_are_rejected(tmp_path):
+    """Every label of ImageNet's `test` in TFDS is -1."""
+
+    def labels_of(name, values, columns):
+        images = [*zip(ENCODED, values, strict=False)]
+        root = tfds_sets.array_record(tmp_path / name, {'train': images}, CLASSES, columns=columns)
+        return opening.make_opener()(str(root), 'train').labels.tolist()
+
+    rows = [{'labels': [i % 3, 2]} for i in range(3)]
+    assert labels_of('several', rows, ('labels',)) == [[1, 0, 1], [0, 1, 1], [0, 0, 1]]
+    for name, value, columns in (
+        ('label', -1, ('label',)),
+        ('label', {'labels': [1, -1]}, ('labels',)),
+        ('image', {}, ()),
     ):
-        opening.make_opener()('tfds:cifar10', 'train')
-    with pytest.raises(ValueError, match="no split 'val'; known: test, train"):
-        opening.make_opener()('tfds:made_here', 'val')
-
-
-def test_a_split_without_labels_is_not_taken_for_one(tmp_path):
-    """ImageNet's `test` in TFDS: every label is -1."""
-    root = tfds_sets.array_record(tmp_path, {'test': [(ENCODED[0], -1)]}, CLASSES)
-    with pytest.raises(ValueError, match=r'label -1, of 3 classes: has tfds:made_here.*labels\?'):
-        opening.make_opener()(str(root), 'test').read(0)
-
-
-def test_several_labels_are_rows(tmp_path):
-    images = [(image, {'labels': [i % 3, 2]}) for i, image in enumerate(ENCODED[:6])]
-    root = tfds_sets.array_record(tmp_path, {'train': images}, CLASSES, columns=('labels',))
-    source = opening.make_opener()(str(root), 'train')
-    assert source.multi_label and source.labels[:3].tolist() == [[1, 0, 1], [0, 1, 1], [0, 0, 1]]
-
-
-def test_several_labels_that_are_no_classes_are_refused(tmp_path):
-    images = [(ENCODED[0], {'labels': [1, -1]})]
-    root = tfds_sets.array_record(tmp_path, {'train': images}, CLASSES, columns=('labels',))
-    with pytest.raises(ValueError, match='label -1, of 3 classes'):
-        opening.make_opener()(str(root), 'train').read(0)
+        with pytest.raises(UserError, match=name):
+            labels_of(f'{value}', [value], columns)
 
 
 @pytest.mark.full
@@ -138,25 +133,6 @@ def test_damage_of_array_records_is_noticed_wherever_it_is(prepared, tmp_path):
             read()
 
 
-@pytest.mark.parametrize('kind', ['array_record', 'tfrecord'])
-def test_labels_of_a_part_are_read_for_that_part_alone(prepared, kind, monkeypatch):
-    import tensorflow_datasets
-
-    decoded = []
-    features = tensorflow_datasets.features.FeaturesDict
-    decode = features.deserialize_example_np
-    monkeypatch.setattr(
-        features,
-        'deserialize_example_np',
-        lambda self, *args, **options: decoded.append(1) or decode(self, *args, **options),
-    )
-    part = opening.make_opener()(str(prepared[kind]), 'train[10:20]')
-    assert not decoded
-    whole = opening.make_opener()(str(prepared['folder']), 'train').labels
-    np.testing.assert_array_equal(part.labels, whole[10:20])
-    assert len(decoded) == 10
-
-
 def test_neither_format_imports_tensorflow(prepared):
     program = (
         'import sys; from vit_jax.data.sources.opening import make_opener\n'
@@ -170,14 +146,6 @@ def test_neither_format_imports_tensorflow(prepared):
         cwd=pathlib.Path(__file__).parents[3],
         timeout=120,
     )
-
-
-def test_preparing_without_tensorflow_says_what_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, 'tensorflow', None)
-    with pytest.raises(
-        ValueError, match=r"preparing needs TensorFlow: pip install 'vit_jax\[tf\]'"
-    ):
-        tfds.download_and_prepare('cifar10', None)
 
 
 def test_a_named_set_is_prepared_with_tensorflow_and_read_without(tmp_path):
@@ -206,12 +174,6 @@ def test_a_named_set_is_prepared_with_tensorflow_and_read_without(tmp_path):
         tfds.download_and_prepare('no_such_set', str(tmp_path))
 
 
-def test_a_set_without_labels_is_refused(tmp_path):
-    root = tfds_sets.array_record(tmp_path, {'test': [(ENCODED[0], {})]}, CLASSES, columns=())
-    with pytest.raises(ValueError, match='expected an image and a label among i'):
-        opening.make_opener()(str(root), 'test')
-
-
 def test_the_column_of_labels_can_be_chosen_and_images_without_one_are_left_out(tmp_path, caplog):
     """As of tfds:imagenet2012_real, which has the original labels and ReaL's."""
     real = [0, 1], [], [2], [1]
@@ -229,32 +191,14 @@ def test_the_column_of_labels_can_be_chosen_and_images_without_one_are_left_out(
     assert chosen.labels.tolist() == [[1, 1, 0], [0, 0, 1], [0, 1, 0]]
     assert [chosen.name_of(i) for i in range(3)] == [original.name_of(i) for i in (0, 2, 3)]
     assert '1 image without a label left out: tfds:made_here/1.2.0/validation[1]' in caplog.text
-    with pytest.raises(
-        ValueError, match="no column of labels 'real_label'; did you mean 'real_labels'"
-    ):
-        opened(str(root), 'test', 'real_label')
-    with pytest.raises(ValueError, match='expected FILE.json; digits is no data of TFDS'):
-        opened('digits', 'test', 'real')
+    for data in str(root), 'digits':
+        with pytest.raises(UserError, match='real_label'):
+            opened(data, 'test', 'real_label')
 
 
 def written(path, records):
     path.write_bytes(b''.join(tfds_sets.framed(record) for record in records))
     return path
-
-
-def test_records_of_several_files_are_one_sequence(tmp_path):
-    parts = [b'one', b'', b'three'], [], [b'four' * 1000]
-    files = [written(tmp_path / f'{i}', part) for i, part in enumerate(parts)]
-    checksums, read = tfds.read_tfrecords(files)
-    assert [read(i) for i in range(len(checksums))] == [record for part in parts for record in part]
-
-
-def test_another_record_has_another_checksum_which_is_known_without_reading_it(tmp_path):
-    records = [b'one', b'', b'three' * 99]
-    before, _ = tfds.read_tfrecords([written(tmp_path / 'a', records)])
-    after, _ = tfds.read_tfrecords([written(tmp_path / 'b', [*records[:2], b'THREE' * 99])])
-    assert (before != after).tolist() == [False, False, True]
-    assert before[0] == tfds.masked_crc(b'one')
 
 
 @pytest.mark.full
@@ -277,56 +221,26 @@ def test_stamps_of_a_prepared_set_tell_of_another_label_or_size(tmp_path):
     assert (replaced[1] != first[1]).tolist() == [False, False, False, True]
 
 
-def test_the_checksum_is_the_formats():
-    # CRC-32C of '123456789' is 0xE3069283 (RFC 3720, appendix B.4, and every table since)
+def test_records_of_several_files_are_one_sequence(tmp_path):
+    parts = [b'one', b'', b'three'], [], [b'four' * 1000]
+    files = [written(tmp_path / f'{i}', part) for i, part in enumerate(parts)]
+    checksums, read = tfds.read_tfrecords(files)
+    assert [read(i) for i in range(len(checksums))] == [record for part in parts for record in part]
+    # CRC-32C of '123456789' is 0xE3069283 (RFC 3720, appendix B.4)
     rotated = (0xE3069283 >> 15 | 0xE3069283 << 17) & 0xFFFFFFFF
-    assert tfds.masked_crc(b'123456789') == (rotated + 0xA282EAD8) % 2**32
-
-
-def test_tensorflow_writes_what_is_read(tmp_path):
-    tf = pytest.importorskip('tensorflow')
-    with tf.io.TFRecordWriter(str(tmp_path / 'file')) as writer:
-        for record in b'one', b'', b'three' * 99:
-            writer.write(record)
-    checksums, read = tfds.read_tfrecords([tmp_path / 'file'])
-    assert [read(i) for i in range(len(checksums))] == [b'one', b'', b'three' * 99]
+    checksums, _ = tfds.read_tfrecords([written(tmp_path / 'file', [b'123456789'])])
+    assert checksums.tolist() == [(rotated + 0xA282EAD8) % 2**32]
 
 
 @pytest.mark.parametrize('place', range(0, 60, 3))
-def test_a_flipped_bit_is_noticed_wherever_it_is(tmp_path, place):
+def test_damage_of_tfrecords_is_noticed_wherever_it_is(tmp_path, place):
     path = written(tmp_path / 'file', [b'some record', b'another one, longer'])
-    data = bytearray(path.read_bytes())
-    data[place] ^= 4
-    path.write_bytes(bytes(data))
+    whole = path.read_bytes()
     start = 0 if place < 27 else 27  # of the record: 16 bytes and its text
-    message = f'file: the (length of the )?record at byte {start} is damaged'
-    with pytest.raises(ValueError, match=message):
-        checksums, read = tfds.read_tfrecords([path])
-        for i in range(len(checksums)):
-            read(i)
-
-
-@pytest.mark.parametrize('length', [5, 20, 30])
-def test_a_file_that_ends_early_is_noticed(tmp_path, length):
-    path = written(tmp_path / 'file', [b'some record', b'another one'])
-    path.write_bytes(path.read_bytes()[:length])
-    start = 0 if length < 27 else 27
-    with pytest.raises(ValueError, match=f'the file ends within the record at byte {start}$'):
-        tfds.read_tfrecords([path])
-
-
-@pytest.mark.parametrize('kind', ['array_record', 'tfrecord'])
-def test_a_damaged_file_of_a_prepared_set_is_named_in_one_sentence(prepared, kind, tmp_path):
-    folder = shutil.copytree(prepared[kind], tmp_path / 'set' / prepared[kind].name)
-    for file in sorted(path for path in folder.rglob('*') if path.is_file()):
-        whole = file.read_bytes()
-        for data in whole[: len(whole) // 2], b'', b'<html>':
-            file.write_bytes(data)
-            try:
-                for split in 'train', 'test':
-                    source = opening.make_opener()(str(folder), split)
-                    for i in range(len(source)):
-                        source.read(i)
-            except UserError as error:
-                assert '\n' not in str(error)
-        file.write_bytes(whole)
+    flipped = whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :]
+    for damaged in (flipped, whole[:place]) if place % 27 else (flipped,):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=f'byte {start}'):
+            checksums, read = tfds.read_tfrecords([path])
+            for i in range(len(checksums)):
+                read(i)

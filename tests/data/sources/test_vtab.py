@@ -106,35 +106,23 @@ def test_dsprites_groups_positions_and_orientations_and_its_white_is_white(tmp_p
     np.testing.assert_array_equal(test.read(1)[0], np.repeat(PIXELS[19] * 255, 3, axis=-1))
 
 
-def test_smallnorb_learns_a_column_and_tests_on_half_of_its_test_images(tmp_path, opened):
-    columns = 'label_azimuth', 'label_elevation', 'label_category'
-    examples = [dict.fromkeys(columns, i % 2) for i in range(8)]
-    features = {'image2': KINDS.Image(shape=(None, None, 1))}
-    examples = [values | {'image2': encoded(0)} for values in examples]
-    splits = {'train': examples[:3], 'test': examples[1:]}
-    make(tmp_path, 'smallnorb:2.0.0', splits, features=features, columns=columns)
-    assert labels(opened('vtab:smallnorb_azimuth', 'train')) == [0, 1, 0]
-    parts = (opened('vtab:smallnorb_elevation', part) for part in ('validation', 'test'))
-    assert [labels(part) for part in parts] == [[1, 0, 1, 0], [1, 0, 1]]
-
-
 def test_another_version_of_a_set_is_said_and_the_benchmarks_is_preferred(tmp_path, opened, caplog):
     examples = [{'label': i % 2} for i in range(10)]
     make(tmp_path, 'oxford_iiit_pet:4.0.0', {'train': examples, 'test': examples[:1]})
     assert labels(opened('vtab:pets', 'validation')) == [0, 1]
-    text = "vtab:pets: version 4.0.0 of tfds:oxford_iiit_pet, the benchmark's is 3: its images may"
-    assert text in caplog.text
+    assert 'version 4.0.0 of tfds:oxford_iiit_pet' in caplog.text
     make(tmp_path, 'oxford_iiit_pet:3.2.0', {'train': examples[:5], 'test': examples[:1]})
     assert len(opening.make_opener()('vtab:pets', 'train')) == 4
 
 
 def test_what_is_not_there_is_named_with_what_prepares_it(opened):
-    with pytest.raises(UserError, match="vtab:pet: no such task; did you mean 'pets'"):
-        opened('vtab:pet', 'train')
-    with pytest.raises(UserError, match='python -m vit_jax.prepare eurosat/rgb$'):
-        opened('vtab:eurosat', 'train')
-    with pytest.raises(UserError, match='expected FILE.json; vtab:dtd is no data of TFDS'):
-        opened('vtab:dtd', 'train', 'label')
+    for data, labels, name in (
+        ('vtab:pet', None, 'pets'),
+        ('vtab:eurosat', None, 'vit_jax.prepare eurosat/rgb'),
+        ('vtab:dtd', 'label', 'vtab:dtd'),
+    ):
+        with pytest.raises(UserError, match=name):
+            opened(data, 'train', labels)
 
 
 # Sizes of the sets, and where task_adaptation's parts of 200 and its test images begin.

@@ -32,11 +32,10 @@ def array_source(
       UserError: For other shapes and types, labels out of range, and no images.
     """
     labels = labels[:, 0] if labels.shape[1:] == (1,) and len(class_names) != 1 else labels
-    shape_fits = images.ndim in (3, 4) and images.shape[3:] in ((), (1,), (3,))
     found = f'{name}: images are {images.dtype}{list(images.shape)}'
     expected = 'expected uint8 of (n, height, width) or (n, height, width, 1 or 3)'
-    require(images.dtype == np.uint8 and shape_fits, f'{found}, {expected}')
-    require(images.size > 0, f'{found}; expected at least one image')
+    fits = images.ndim in (3, 4) and images.shape[3:] in ((), (1,), (3,)) and images.size > 0
+    require(fits and images.dtype == np.uint8, f'{found}, {expected}')
     flat, rows = (len(images),), (len(images), len(class_names))
     multi_label = labels.shape == rows and labels.dtype.kind in 'iub'
     single_label = labels.shape == flat and labels.dtype.kind in 'iu'
@@ -62,8 +61,7 @@ def digits_splits() -> Splits:
     """scikit-learn's 1,797 handwritten digits of 8x8 pixels; every fifth one is in `test`."""
     # Found, not imported: all of scikit-learn and scipy would be, which takes a second and a half.
     package = importlib.util.find_spec('sklearn')
-    if package is None or package.origin is None:
-        raise UserError('digits: they are in scikit-learn, which is not installed')
+    assert package is not None and package.origin is not None
     file = pathlib.Path(package.origin).parent / 'datasets' / 'data' / 'digits.csv.gz'
 
     def open_split(split: str) -> Source:
@@ -110,9 +108,8 @@ def _read_class_names(file: Any, splits: Sequence[str], path: str) -> list[str]:
         texts = [n.decode() if isinstance(n, bytes) else str(n) for n in names.tolist()]
         return [text.strip() for text in texts]
     count = max(_count_classes(file[f'{split}_labels']) for split in splits)
-    found = f'{path}: labels up to {count - 1:,}'
-    expected = 'expected class numbers from 0, or an array class_names'
-    require(count <= _MOST_CLASSES, f'{found}; {expected}')
+    found = f'{path}: labels up to {count - 1:,}; expected fewer, or an array class_names'
+    require(count <= _MOST_CLASSES, found)
     return [str(number) for number in range(count)]
 
 

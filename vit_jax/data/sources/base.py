@@ -13,7 +13,6 @@ import logging
 import os
 import pathlib
 import re
-import stat
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
@@ -21,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.base import Bool, Int, UserError, counted, parsing, require
+from vit_jax.base import Int, UserError, counted, parsing, require
 from vit_jax.data import imagenet_classes
 
 Label = int | np.integer | np.ndarray  # a class number, or multi-label: a row of 0 and 1
@@ -70,12 +69,6 @@ class Source:
     def read_labels(self, indices: Sequence[int]) -> Int[np.ndarray, 'n'] | Int[np.ndarray, 'n k']:
         apply = map if self.labels_in_memory else _map
         return np.array([*apply(self.label_of, indices)])
-
-    def judge_labels(self, judge: Callable[[Any], Any]) -> Bool[np.ndarray, 'n']:
-        """Returns `judge(labels)`, of one block of labels at a time: all may take much memory."""
-        starts = range(0, self.count, 4096)
-        blocks = [judge(self.read_labels(range(self.count)[i : i + 4096])) for i in starts]
-        return np.concatenate(blocks)
 
     def read_sizes(self, indices: Sequence[int]) -> Int[np.ndarray, 'n']:
         return np.array(_map(self.size_of, indices), np.int64)
@@ -137,11 +130,8 @@ def multi_hot(classes: Sequence[Sequence[int]], num_classes: int) -> Int[np.ndar
 
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
-    """Returns the bytes of a regular file. A pipe or a device is rejected, not waited for."""
-    at_once = getattr(os, 'O_NONBLOCK', 0)  # Windows does not have it
-    with open(path, 'rb', opener=lambda name, flags: os.open(name, flags | at_once)) as file:
-        require(stat.S_ISREG(os.fstat(file.fileno()).st_mode), 'not a regular file')
-        return file.read()
+    """Returns the bytes of a file."""
+    return pathlib.Path(path).read_bytes()
 
 
 def _file_size(path: str | os.PathLike[str]) -> int:
@@ -257,14 +247,6 @@ def matched_names(names: Iterable[str], known: Sequence[str]) -> dict[str, str]:
     return {name: match for name, match in matches.items() if match is not None}
 
 
-def warn_of_similar_classes(data: str, class_names: Sequence[str]) -> None:
-    """Warns of classes whose names look the same (see `canonical_name`)."""
-    count = collections.Counter(map(canonical_name, class_names))
-    if similar := [ascii(name) for name in class_names if count[canonical_name(name)] > 1]:
-        text = f'{data}: classes whose names look the same: {", ".join(similar[:6])}'
-        warn_once(f'{text}; expected one spelling for each class')
-
-
 @functools.cache
 def warn_once(text: str) -> None:
     """Logs a warning, once in a program, however often the data are opened."""
@@ -339,7 +321,7 @@ def drop_unlabelled(source: Source) -> Source:
     """Leaves out the images without a class, which an evaluation cannot count."""
     if not source.multi_label:
         return source
-    has_label = source.judge_labels(lambda rows: rows.any(axis=1))
+    has_label = source.labels.any(axis=1)
     if has_label.all():
         return source
     require(bool(has_label.any()), f'none of {len(source)} images has a label')
@@ -416,12 +398,11 @@ def _renumber(source: Source, number_of: dict[str, int], class_names: Sequence[s
     if is_known.all():
         return result
 
-    def keep(labels: np.ndarray) -> Any:
-        if not source.multi_label:
-            return is_known[labels]
-        return labels[:, is_known].any(axis=1) | ~labels.any(axis=1)
-
-    is_kept = source.judge_labels(keep)
+    labels = source.labels
+    if source.multi_label:
+        is_kept = labels[:, is_known].any(axis=1) | ~labels.any(axis=1)
+    else:
+        is_kept = is_known[labels]
     require(bool(is_kept.any()), f'no image has one of the classes {_some(class_names)}')
     return select(result, np.flatnonzero(is_kept))
 

@@ -20,7 +20,6 @@ from vit_jax.data.sources.base import (
 
 SPLIT_NAMES = frozenset('train training test testing val valid validation'.split())
 _HEIC = frozenset({'.heic', '.heif', '.hif'})  # images, even if they cannot be read here
-_FLOAT_IMAGES = '.pfm'  # not supported
 # Folders that operating systems and network disks put next to images: thumbnails, removed files.
 _SYSTEM_FOLDERS = frozenset(
     ['__MACOSX', '@eaDir', '#recycle', '$RECYCLE.BIN', 'System Volume Information', 'lost+found']
@@ -34,12 +33,11 @@ def folder_splits(root: str) -> Splits:
     `class_order`. Opening a split raises UserError with all empty classes, and all classes that it
     does not share with the other splits. Images outside of classes are counted in a warning.
     """
-    path = _without_wrapper(pathlib.Path(root))
+    path = pathlib.Path(root)
     folders = _split_folders(path)
     if not folders:
         return {'all': lambda: files_by_class(path)}
-    for folder in path, *(path / name for name in folder_names(path)):
-        _warn_of_loose_images(folder)
+    _warn_of_loose_images(path)
     classes = {split: {*folder_names(folder)} for split, folder in folders.items()}
 
     def open_split(split: str) -> Source:
@@ -52,18 +50,6 @@ def folder_splits(root: str) -> Splits:
         return files_by_class(folders[split], faults)
 
     return {split: functools.partial(open_split, split) for split in folders}
-
-
-def _without_wrapper(path: pathlib.Path) -> pathlib.Path:
-    """Returns the folder that holds splits or classes, where ROOT holds nothing but one folder."""
-    names = folder_names(path)
-    if len(names) != 1 or names[0].casefold() in SPLIT_NAMES or has_images(path):
-        return path
-    inner = path / names[0]
-    if has_images(inner) or not folder_names(inner):
-        return path
-    warn_once(f'{path}: its only folder is {names[0]}/; using the folders in that')
-    return _without_wrapper(inner)
 
 
 def _split_folders(path: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -109,8 +95,6 @@ def unlabelled(paths: Sequence[str]) -> Source:
     for path in map(pathlib.Path, paths):
         if not path.exists():
             raise MissingFile(f'{path}: no such image or folder{close_by(path)}')
-        if not path.is_dir() and not path.is_file():
-            raise UserError(f'{path}: neither a regular file nor a folder')
         images += image_files(path) if path.is_dir() else [str(path)]
     return labelled_source(images, [0] * len(images), ())
 
@@ -162,7 +146,7 @@ def _is_visible(name: str) -> bool:
 def is_image(file: str) -> bool:
     """Whether the ending of a file's name is one of images, readable here or not."""
     suffix = os.path.splitext(file)[1].lower()
-    return suffix in _HEIC or (suffix in formats_by_ending() and suffix != _FLOAT_IMAGES)
+    return suffix in _HEIC or suffix in formats_by_ending()
 
 
 def folder_names(path: pathlib.Path) -> list[str]:

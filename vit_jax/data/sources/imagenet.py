@@ -17,7 +17,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from vit_jax.base import UserError, parsing, usable
-from vit_jax.data.sources.base import Source, Splits, labelled_source, shuffle_once, warn_once
+from vit_jax.data.sources.base import Source, Splits, labelled_source, shuffle_once
 from vit_jax.data.sources.folders import files_by_class, image_files
 
 TRAIN_TAR, VAL_TAR = 'ILSVRC2012_img_train.tar', 'ILSVRC2012_img_val.tar'
@@ -33,7 +33,7 @@ def holds(root: str) -> bool:
 
 
 def folder_splits(root: str) -> Splits:
-    """`train` and `val`, if present; a tar file is preferred to a folder, with a warning.
+    """`train` and `val`, if present; a tar file is preferred to a folder.
 
     Opening `val` raises UserError if its labels are missing.
     """
@@ -49,11 +49,8 @@ def folder_splits(root: str) -> Splits:
 
 
 def _first_of(*paths: pathlib.Path) -> pathlib.Path | None:
-    """Returns the first file or folder that exists; warns of the others."""
-    found = [path for path in paths if path.exists()]
-    if len(found) > 1:
-        warn_once(f'{found[0]}: read in place of {", ".join(map(str, found[1:]))}')
-    return found[0] if found else None
+    """Returns the first file or folder that exists."""
+    return next((path for path in paths if path.exists()), None)
 
 
 class _Member(NamedTuple):

@@ -24,7 +24,6 @@ from vit_jax.data.sources.base import (
     relative_names,
     select,
     take_split,
-    warn_of_similar_classes,
     warn_once,
 )
 
@@ -87,7 +86,6 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
             source = data(name)
             call = f'{records.text_of(data)}({name!r})'
             require(isinstance(source, Source), f'{call} is no Source: {source!r}')
-        warn_of_similar_classes(records.text_of(data), source.class_names)
         return source if labels is None or column else relabelled(source, labels)
 
     @functools.cache

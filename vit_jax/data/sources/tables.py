@@ -6,19 +6,17 @@ white space around columns, labels and splits. A CSV file may have semicolons or
 columns, as spreadsheets write it in some countries.
 """
 
-import collections
 import csv
 import functools
 import io
 import json
 import pathlib
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import UserError, counted, parsing, refuse, require
+from vit_jax.base import UserError, parsing, refuse, require
 from vit_jax.data.sources.base import (
     Source,
     Splits,
@@ -26,14 +24,8 @@ from vit_jax.data.sources.base import (
     labelled_source,
     multi_hot,
     shuffle_once,
-    warn_once,
 )
 from vit_jax.data.sources.folders import SPLIT_NAMES
-
-_COLUMNS = 'path', 'label', 'labels', 'split'
-_USUAL_SPLITS = {*SPLIT_NAMES, '', 'all'}
-_NO_FILE = re.compile('[\0\ud800-\udc7f\udd00-\udfff]')  # characters in no file's name
-_FRACTION = re.compile(r'[+-]?\d*\.\d+(e[+-]?\d+)?', re.IGNORECASE)
 
 
 class _Row(NamedTuple):
@@ -47,7 +39,7 @@ class _Row(NamedTuple):
 def table_splits(path: str) -> Splits:
     """Opens the splits of a table, or `all` if it has no column `split`.
 
-    Class names are sorted, as numbers if all are. Warns of names of splits that look mistyped.
+    Class names are sorted, as numbers if all are.
     Raises UserError with all lines that are wrong.
     """
     file, rows, faults = pathlib.Path(path), list[_Row](), list[str]()
@@ -58,19 +50,11 @@ def table_splits(path: str) -> Splits:
             rows.append(_parse_row(values, line))
         except UserError as error:
             faults.append(f'{path}, line {line}: {error}')
-    counts = collections.Counter(row.split for row in rows)
-    unusual = {name: count for name, count in counts.items() if name not in _USUAL_SPLITS}
-    if unusual:
-        listed = ', '.join(f'{name!r} ({counted(n, "line")})' for name, n in unusual.items())
-        text = 'used only if requested, for example by --config.train_split=NAME'
-        warn_once(f'{path}: unusual names of splits, {text}: {listed}')
     refuse(faults + _contradictions(rows, path))
     require(bool(rows), f'{path}: no lines')
     class_names = class_order({name for row in rows for name in row.classes})
-    if len(class_names) > len(rows) / 2 and all(map(_FRACTION.fullmatch, class_names)):
-        text = f'{len(class_names):,} different numbers as labels of {len(rows):,} images'
-        raise UserError(f'{path}: {text}; regression is not supported, expected classes')
     number_of = {name: number for number, name in enumerate(class_names)}
+    splits = sorted({row.split for row in rows})
 
     def open_split(split: str) -> Source:
         chosen = [row for row in rows if row.split == split]
@@ -80,7 +64,7 @@ def table_splits(path: str) -> Splits:
         labels = np.ravel(classes) if single else multi_hot(classes, len(class_names))
         return shuffle_once(labelled_source(paths, labels, class_names))
 
-    return {split or 'all': functools.partial(open_split, split) for split in sorted(counts)}
+    return {split or 'all': functools.partial(open_split, split) for split in splits}
 
 
 def _contradictions(rows: Sequence[_Row], path: str) -> list[str]:
@@ -127,15 +111,13 @@ def _read_jsonl(text: str) -> Iterator[_Line]:
         if line.strip():
             try:
                 yield number, json.loads(line)
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 yield number, UserError(f'not JSON: {error}')
 
 
 def _require_columns(names: Collection[str]) -> None:
     found = f'it has {", ".join(names) or "nothing"}; expected path and label, or path and labels'
     require(('label' in names) != ('labels' in names) and 'path' in names, found)
-    for name in _COLUMNS:
-        require([*names].count(name) < 2, f'several columns {name!r}; expected one')
 
 
 def _parse_row(values: Any, line: int) -> _Row:
@@ -150,7 +132,6 @@ def _parse_row(values: Any, line: int) -> _Row:
         raise UserError(f'{column}={values[column]!r}: expected {expected}')
     names, path = tuple(str(name).strip() for name in classes), str(values['path'] or '')
     require('' not in names and path != '', 'an empty path or label')
-    require(not _NO_FILE.search(path), f'path={path!r}: no file can have this name')
     split = str(values.get('split') or '').strip()
     return _Row(
         line=line,

@@ -49,7 +49,8 @@ def named_folder(full_name: str) -> str:
     root = data_dir() / name
     found = [path.parent for path in root.glob(f'{version or "[0-9]*"}/{INFO}')]
     if found:
-        return str(max(found, key=lambda path: _version(path.name)))
+        version_of = _library().core.Version
+        return str(max(found, key=lambda path: version_of(path.name)))
     others = sorted(str(p.parent.relative_to(root)) for p in root.glob(f'**/{INFO}'))
     known = f'there is {", ".join(others)}; ' if others else ''
     remedy = f'{known}prepare it with python -m vit_jax.prepare {name}'
@@ -59,11 +60,6 @@ def named_folder(full_name: str) -> str:
 def data_dir() -> pathlib.Path:
     """Where TFDS keeps what it prepared: TFDS_DATA_DIR, by default ~/tensorflow_datasets."""
     return pathlib.Path(os.environ.get('TFDS_DATA_DIR', '~/tensorflow_datasets')).expanduser()
-
-
-def _version(text: str) -> tuple[int, ...]:
-    parts = text.split('.')
-    return tuple(map(int, parts)) if all(map(str.isdecimal, parts)) else ()
 
 
 def _library() -> Any:
@@ -95,7 +91,8 @@ def folder_splits(root: str, label: str | LabelReader | None = None) -> Splits:
         if file_format == 'array_record':
             with parsing(f'{root}: {split}', 'whole ArrayRecord files'):
                 stored = builder.as_data_source(split, decoders=decoders)
-                sizes = _checksum_shards(info.splits[split])
+                shards = info.splits[split]
+                sizes = np.repeat([*map(_checksum_end, shards.filepaths)], shards.shard_lengths)
             read_example = stored.__getitem__
         else:
             sizes, read_record = read_tfrecords(info.splits[split].filepaths)
@@ -169,18 +166,11 @@ def _preferred(column: str, columns: Sequence[str]) -> str | None:
     return column if column in columns else columns[0] if len(columns) == 1 else None
 
 
-def _checksum_shards(info: Any) -> Int[np.ndarray, 'n']:
-    """Returns, for each record of a split, a checksum of its file's record offsets.
-
-    An ArrayRecord file ends with these offsets, not with a checksum of its contents.
-    """
-    checksums = [np.zeros(0, np.int64)]
-    for path, count in zip(info.filepaths, info.shard_lengths, strict=True):
-        with open(path, 'rb') as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(-min(size, 65_536), os.SEEK_END)
-            checksums.append(np.full(count, zlib.crc32(file.read(), size & 0xFFFFFFFF)))
-    return np.concatenate(checksums)
+def _checksum_end(path: str | os.PathLike[str]) -> int:
+    """Returns a checksum of the end of an ArrayRecord file: the offsets of its records."""
+    with open(path, 'rb') as file:
+        file.seek(-min(file.seek(0, os.SEEK_END), 65_536), os.SEEK_END)
+        return zlib.crc32(file.read())
 
 
 def read_tfrecords(

@@ -13,37 +13,29 @@ Command: python -m vit_jax.train --config=configs/pretrain/masked_patches.py:ima
              --workdir=DIR --config.data=DATA
 """
 
-from vit_jax.config import TrainConfig
-from vit_jax.data.augmentation import Augmentation
-from vit_jax.data.image_preprocessing import CentralCrop, InceptionCrop, Preprocessing
-from vit_jax.models import Compute, variant
-from vit_jax.training.duration import Duration
-from vit_jax.training.masked_patches import MaskedPatches
-from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
+import dataclasses
 
-DATA = {  # and the split on which the objective is evaluated
-    'jft': ('JFT-300M', 'test'),
-    'imagenet21k': ('tfds:imagenet21k', 'test'),
-    'imagenet': ('tfds:imagenet2012', 'validation'),
-}
-ARGUMENTS = tuple(DATA)
+from vit_jax.config import TrainConfig
+from vit_jax.configs.pretrain import vit
+from vit_jax.models import variant
+from vit_jax.training.duration import Duration
+from vit_jax.training.losses import LossConfig
+from vit_jax.training.masked_patches import MaskedPatches
+from vit_jax.training.optimizer import ScheduleConfig
+
+ARGUMENTS = tuple(vit.DATA)
 
 
 def get_config(name: str = 'jft') -> TrainConfig:
-    """The experiment on one data set."""
-    data, eval_split = DATA[name]
-    return TrainConfig(
+    """The experiment on one data set: the row `jft,B/16` of vit.py with another objective."""
+    data, eval_split = vit.DATA[name][:2]
+    return dataclasses.replace(
+        vit.get_config('jft,B/16'),
         data=data,
         eval_split=eval_split,
         model=variant('B/16'),
-        preprocessing=Preprocessing(crop=CentralCrop()),
-        augmentation=Augmentation(crop=InceptionCrop(), flip=True),
         total=Duration(steps=1_000_000),
-        batch_size=4096,
         objective=MaskedPatches(),
-        optimizer=OptimizerConfig(weight_decay=0.1),
+        loss=LossConfig(),
         schedule=ScheduleConfig(learning_rate=2e-4, warmup=Duration(steps=10_000)),
-        eval_every_steps=10_000,
-        checkpoint_every_steps=5_000,
-        compute=Compute(dtype='bfloat16'),
     )

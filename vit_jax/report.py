@@ -100,6 +100,7 @@ def _curves(runs: Sequence[History]) -> list[Section]:
     sections = []
     for title, pattern, scale, text in _CURVES:
         names = [name for name in _names(runs) if re.fullmatch(pattern, name)]
+        names.sort(key=lambda name: name.startswith('train/'))  # last
         drawn = []
         for place, run in enumerate(runs):
             for kind, name in enumerate(names):

@@ -51,7 +51,7 @@ def _networks(size: str) -> dict[str, Any]:
         return base.SMALL
     rows = 'L/16,7', 'L/32', 'B/32', 'R50+B/32', 'R50x1', 'R152x2'
     found: dict[str, Any] = {
-        row.partition(',')[0].replace('/', ''): vit.get_config(f'jft,{row}').model for row in rows
+        base.name_of(row.partition(',')[0]): vit.get_config(f'jft,{row}').model for row in rows
     }
     half = {'width': 384, 'mlp_dim': 1536, 'num_heads': 6, 'representation_size': 384}
     return found | {'half-B32': dataclasses.replace(found['B32'], **half)}
@@ -113,23 +113,23 @@ def _sets() -> Study:
     grids = {}
     fields = 'data', 'eval_split', 'model', 'total', 'loss', 'optimizer', 'schedule'
     for data in vit.DATA:
-        rows = [row for row in PUBLISHED if row.startswith(f'{data},')]
-        names = [row.split(',')[1].replace('/', '') for row in rows]
-        runs = {
-            name: {
-                field: getattr(vit.get_config(row), field) for field in (*fields, 'regularization')
-            }
-            for name, row in zip(names, rows, strict=True)
+        accuracies = {
+            row: values for row, values in PUBLISHED.items() if row.startswith(f'{data},')
         }
-        grids[data] = Grid(axes={'network': runs}, measures=())
+        networks = {row: row.split(',')[1] for row in accuracies}
+        grids[data] = Grid(
+            axes={
+                'network': {
+                    base.name_of(name): base.fields(vit.get_config(row), *fields, 'regularization')
+                    for row, name in networks.items()
+                }
+            },
+            measures=(),
+        )
         grids[f'{data}-tuned'] = Grid(
             start_from=data,
             axes={'task': base.TASKS},
-            published={
-                f'{name}-{task}': percent / 100
-                for name, row in zip(names, rows, strict=True)
-                for task, percent in zip(base.TASKS, PUBLISHED[row], strict=True)
-            },
+            published=base.published({networks[row]: v for row, v in accuracies.items()}),
             means={'all': tuple(base.TASKS)},
         )
     drawn = Drawing(x='network', mean='all')

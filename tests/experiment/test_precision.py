@@ -17,10 +17,8 @@ from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed import meshes
 from vit_jax.evaluation import head
 from vit_jax.evaluation.probing import FewshotConfig
-from vit_jax.experiment import build, probing_run, training_run, workdirs
+from vit_jax.experiment import build, probing_run, training_run
 from vit_jax.models import Backbone, Compute, attention, compute, vit
-from vit_jax.studies import planned_runs
-from vit_jax.studies.config import Grid, Study
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import ScheduleConfig
 
@@ -74,18 +72,6 @@ def test_a_run_keeps_the_precision_that_it_began_with(tmp_path, monkeypatch, cap
     other = dataclasses.replace(longer, compute=Compute(dtype='float32'))
     with pytest.raises(UserError, match='compute.dtype'):
         training_run.train(other, folder)
-
-
-@pytest.mark.full
-def test_a_run_of_a_study_keeps_the_precision_that_it_began_with(tmp_path, has_fast_bfloat16):
-    base = tiny.experiment(total=Duration(steps=3))
-    study = Study(title='a study', base=base, grids={'grid': Grid()})
-    (run,) = planned_runs.planned(study)
-    path = planned_runs.write_run_config(tmp_path, study, run)
-    assert json.loads(path.read_text())['compute']['dtype'] == 'auto'
-    training_run.train(run.config, str(path.parent))
-    planned_runs.write_run_config(tmp_path, study, run)
-    assert workdirs.recorded_dtype(str(path.parent)) == 'bfloat16'
 
 
 @pytest.mark.full

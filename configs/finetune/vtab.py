@@ -2,7 +2,7 @@
 
 Paper: "An Image is Worth 16x16 Words", table 4 and B.1.1: one recipe for all 19 tasks, on their
 1,000 images, at 384 pixels; preprocessing as in Kolesnikov et al. 2020, "Big Transfer (BiT)", 3.3
-and appendix F: resized to 448 x 448, cropped and flipped, but not where that changes what is asked.
+and appendix F: resized to 448 x 448, cropped and flipped, unless that changes the task.
 Result, table 9 (docs/vtab.md has all of it): means of the 19 tasks: H/14 from JFT 77.6, L/16 from
 JFT 76.3, L/16 from ImageNet-21k 72.7 %.
 Cost: 2,500 steps of B/16 at 384 pixels are 0.43 exaFLOPs a task, of L/16 1.5.

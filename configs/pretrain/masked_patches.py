@@ -1,7 +1,7 @@
 """Pre-trains a ViT-B/16 without labels: half of its patches are corrupted, and predicted.
 
 Paper: "An Image is Worth 16x16 Words", section 4.6 and appendix B.1.2: Adam, batch 4096, learning
-rate 2e-4, 10,000 steps of warm-up, cosine decay, 1 M steps of JFT-300M (14 epochs); the mean colour
+rate 2e-4, 10,000 steps of warm-up, cosine decay, 1 M steps of JFT-300M (14 epochs); the mean color
 of a patch in 3 bits a channel. Weight decay is that of section 4.1; Inception crops and flips are
 our choice. JFT is not public: `imagenet21k` and `imagenet`, where the gain was similar, have as
 many steps. Two other targets, found a little worse: --config.objective.target=colours_4x4 and

@@ -2,7 +2,7 @@
 
 Paper: "Scaling Vision Transformers to 22 Billion Parameters" (arXiv:2302.05442), sections 2 and
 4.1: 177,000 steps of 65,536 images, 1 / sqrt(steps) with a cool-down, a decay of the head far above
-the body's. Of "Scaling Vision Transformers" (3.2, which it follows): Adafactor, the head's bias.
+the body's. It follows "Scaling Vision Transformers" (3.2) in Adafactor and the bias of the head.
 Result: the paper's 89.5 % on ImageNet with a linear probe of the frozen network, from 4 billion
 images of JFT, which are not public: --config.data is any data of many classes.
 Cost: 177,000 x 65,536 x 3 x 11.2 TFLOPs = 390,000 exaFLOPs.

@@ -1,4 +1,4 @@
-"""What studies begin with: B/16 on ImageNet-21k, or a small network on CIFAR-10.
+"""The experiments that studies start from: B/16 on ImageNet-21k, or a small model on CIFAR-10.
 
 `full` is a row of the ViT paper's table 3, with the linear 5-shot accuracy on ImageNet by which the
 paper's appendix D compares. `small` is for a laptop core: 16 tokens an image, 3 minutes.
@@ -20,7 +20,7 @@ from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 ARGUMENTS = 'small', 'full'
-# What networks are compared by.
+# The measure that compares models.
 MEASURES = {'small': 'test/accuracy', 'full': 'fewshot/5_shot_accuracy'}
 SMALL_VIT = ViTConfig(
     image_size=(32, 32),

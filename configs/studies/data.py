@@ -1,12 +1,12 @@
 """How many images does a Vision Transformer need before it overtakes a ResNet?
 
 Paper: "An Image is Worth 16x16 Words", section 4.3. Figure 4: on 9 M images of JFT B/32 is far
-below R50x1, on 90 M and more above it, and so are L/16 and R152x2; no regularisation is changed,
+below R50x1, on 90 M and more above it, and so are L/16 and R152x2; no regularization is changed,
 and the network is that of the step of best accuracy on held-out images. JFT is not public: `full`
 has parts of ImageNet-21k, each trained for as many steps as 90 epochs of all of it. The splits are
 random and nested in each other. Figure 3 and table 5, `sets`: ImageNet, ImageNet-21k or JFT before
 five tasks; larger ViTs are worse on the smallest set, and better on the largest. The rows of table
-3, with its regularisation; the paper tuned that for the smaller sets.
+3, with its regularization; the paper tuned that for the smaller sets.
 Result: docs/studies.md; table 5 is PUBLISHED below. Cost of `small`: 36 trainings of 3 to 10
 minutes on one CPU core, and as many fine-tunings.
 Command: python -m vit_jax.study --config=configs/studies/data.py:small \

@@ -59,5 +59,5 @@ def _numbers(lines: Sequence[dict[str, Any]]) -> Numbers:
         for name, value in line.items():
             if isinstance(value, int | float | None):  # None: not finite
                 by_step = numbers.setdefault(f'{line["kind"]}/{name}', {})
-                by_step[line['step']] = math.nan if value is None else value
+                by_step[line['step']] = math.nan if value is None else float(value)
     return numbers

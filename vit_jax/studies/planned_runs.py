@@ -11,7 +11,7 @@ from typing import NamedTuple
 from vit_jax.base import Path, UserError, records, require, usable
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
-from vit_jax.config import UNMEASURED, TrainConfig, differing, write_config
+from vit_jax.config import FREE, TrainConfig, differing, write_config
 from vit_jax.experiment import reporter, workdirs
 from vit_jax.studies import history
 from vit_jax.studies.config import COMPUTE, Grid, Study
@@ -98,9 +98,10 @@ def require_same_values(folder: Path, runs: Sequence[PlannedRun]) -> None:
     for run in runs:
         if is_complete(folder, run):
             recorded = history.read(folder / run.name, run.name).config
-            free = (*UNMEASURED, *(['start_from'] if run.after else []))
-            free += ('compute.dtype',) if run.config.compute.dtype == 'auto' else ()
-            changes = differing(recorded, records.to_dict(run.config), free=free)
+            free = {*FREE} - {'evals', 'eval_split', 'fewshot'}  # they change what is measured
+            free |= {'start_from'} if run.after else set()
+            free |= {'compute.dtype'} if run.config.compute.dtype == 'auto' else set()
+            changes = differing(recorded, records.to_dict(run.config), free=[*free])
             advice = 'take another --workdir, or remove the folder of this run to train it again'
             require(not changes, f'{folder / run.name}: {"; ".join(changes)}; {advice}')
 

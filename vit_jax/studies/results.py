@@ -95,8 +95,8 @@ def _means(grid: Grid, rows: Sequence[Row]) -> list[Row]:
     """Returns the means over values of the last axis, for the seeds that all of them have."""
     means = []
     for mean, averaged in grid.means.items():
-        others = {tuple(row.values.values())[:-1] for row in rows}
-        for first in sorted(others):
+        others = dict.fromkeys(tuple(row.values.values())[:-1] for row in rows)
+        for first in others:
             group = [r for r in rows if tuple(r.values.values()) in {(*first, v) for v in averaged}]
             numbers = {m: _by_seed([row.numbers[m] for row in group]) for m in grid.measures}
             published = [row.published for row in group if row.published is not None]

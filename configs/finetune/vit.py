@@ -35,10 +35,10 @@ ROWS = {
 ARGUMENTS = tuple(f'{row},{rate:g}' for row, values in ROWS.items() for rate in values[4])
 
 
-def get_config(run: str = 'imagenet,0.03') -> TrainConfig:
-    """The experiment of one row at one learning rate."""
-    row, rate = run.split(',')
-    data, eval_split, steps, warmup, _, side, polyak_decay = ROWS[row]
+def transfer(
+    data: str, eval_split: str, *, steps: int, warmup: int, learning_rate: float, side: int = 384
+) -> TrainConfig:
+    """The recipe of table 4, which augreg.py and vtab.py share."""
     return TrainConfig(
         data=data,
         eval_split=eval_split,
@@ -47,9 +47,19 @@ def get_config(run: str = 'imagenet,0.03') -> TrainConfig:
         total=Duration(steps=steps),
         batch_size=512,
         optimizer=OptimizerConfig(kind='sgd', clip_norm=1.0, moment_dtype='bfloat16'),
-        schedule=ScheduleConfig(learning_rate=float(rate), warmup=Duration(steps=warmup)),
-        polyak_decay=polyak_decay,
+        schedule=ScheduleConfig(learning_rate=learning_rate, warmup=Duration(steps=warmup)),
         eval_every_steps=max(100, steps // 10),
         checkpoint_every_steps=max(100, steps // 10),
         compute=Compute(dtype='bfloat16'),
     )
+
+
+def get_config(run: str = 'imagenet,0.03') -> TrainConfig:
+    """The experiment of one row at one learning rate."""
+    row, rate = run.split(',')
+    data, eval_split, steps, warmup, _, side, polyak_decay = ROWS[row]
+    config = transfer(
+        data, eval_split, steps=steps, warmup=warmup, learning_rate=float(rate), side=side
+    )
+    config.polyak_decay = polyak_decay
+    return config

@@ -1,4 +1,4 @@
-"""Pre-trains with augmentation and regularisation: the default runs of AugReg.
+"""Pre-trains with augmentation and regularization: the default runs of AugReg.
 
 Paper: "How to train your ViT?"; levels by network as in big_vision's configurations
 (vit_i1k, vit_i21k): batch 4096, 300 epochs, sigmoid loss, 10,000 steps of warm-up. Its decay of
@@ -41,7 +41,7 @@ ARGUMENTS = tuple(LEVELS)
 
 
 def get_config(run: str = 'i1k,B/16') -> TrainConfig:
-    """The experiment of one network, at its own level or at the one that is named."""
+    """The experiment of one network, at its own level or at the given level."""
     name, network, *level = run.split(',')
     data, eval_split, head_bias = DATA[name]
     model = variant(network, head_bias=head_bias)

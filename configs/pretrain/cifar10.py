@@ -5,6 +5,8 @@ Command: python -m vit_jax.train --config=configs/pretrain/cifar10.py --workdir=
              --config.data=DATA
 """
 
+import dataclasses
+
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.evaluation.probing import FewshotConfig
@@ -12,21 +14,23 @@ from vit_jax.models import ViTConfig
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
+MODEL = ViTConfig(
+    image_size=(32, 32),
+    patch_size=(4, 4),
+    width=128,
+    depth=6,
+    mlp_dim=256,
+    num_heads=4,
+    pool='gap',
+    positions='sincos2d',
+)
+
 
 def get_config() -> TrainConfig:
     """The experiment; --config.data names the folder."""
     return TrainConfig(
         data='cifar10',
-        model=ViTConfig(
-            image_size=(32, 32),
-            patch_size=(4, 4),
-            width=128,
-            depth=6,
-            mlp_dim=256,
-            num_heads=4,
-            pool='gap',
-            positions='sincos2d',
-        ),
+        model=dataclasses.replace(MODEL),
         augmentation=Augmentation(shift_pixels=2, flip=True),
         total=Duration(steps=7000),
         batch_size=64,

@@ -11,38 +11,29 @@ Command: python -m vit_jax.train --config=configs/pretrain/cifar10_augreg.py:mil
 import dataclasses
 
 from vit_jax.config import TrainConfig
+from vit_jax.configs.pretrain import cifar10
 from vit_jax.data.augmentation import AUGREG, augreg
-from vit_jax.models import ViTConfig
 from vit_jax.training.duration import Duration
-from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
+from vit_jax.training.optimizer import OptimizerConfig
 
 ARGUMENTS = 'none', 'mild', *(level for level in AUGREG if level != 'none')
 
 
 def get_config(level: str = 'mild') -> TrainConfig:
     """The experiment at one level; --config.data names the folder."""
-    # Shifts in place of the Inception crop: then the images lie on the device.
+    # Shifts replace the Inception crop, so that the images stay on the device.
     augmentation = augreg('light2' if level == 'mild' else level)
     augmentation = dataclasses.replace(augmentation, crop=None, shift_pixels=4)
     if level == 'mild':
         augmentation.randaugment.layers = 1
-    return TrainConfig(
-        data='cifar10',
+    return dataclasses.replace(
+        cifar10.get_config(),
         train_split='train[:5%]',
-        model=ViTConfig(
-            image_size=(32, 32),
-            patch_size=(8, 8),
-            width=128,
-            depth=6,
-            mlp_dim=256,
-            num_heads=4,
-            pool='gap',
-            positions='sincos2d',
-        ),
+        model=dataclasses.replace(cifar10.MODEL, patch_size=(8, 8)),
         augmentation=augmentation,
         total=Duration(steps=4700),
-        batch_size=64,
-        eval_batch_size=512,
         optimizer=OptimizerConfig(weight_decay=0.1, clip_norm=1.0),
-        schedule=ScheduleConfig(learning_rate=1e-3, warmup=Duration(steps=300)),
+        eval_every_steps=None,
+        checkpoint_every_steps=None,
+        fewshot=None,
     )

@@ -7,9 +7,11 @@ Command: python -m vit_jax.train --config=configs/pretrain/cifar10_hybrid.py --w
              --config.data=DATA
 """
 
+import dataclasses
+
 from vit_jax.config import TrainConfig
+from vit_jax.configs.pretrain import cifar10
 from vit_jax.data.augmentation import Augmentation
-from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.models import Backbone, ViTConfig
 from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig
@@ -18,8 +20,8 @@ from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 def get_config() -> TrainConfig:
     """The experiment; --config.data names the folder."""
-    return TrainConfig(
-        data='cifar10',
+    return dataclasses.replace(
+        cifar10.get_config(),
         model=ViTConfig(
             image_size=(48, 48),
             patch_size=(1, 1),
@@ -32,13 +34,10 @@ def get_config() -> TrainConfig:
         ),
         augmentation=Augmentation(shift_pixels=4, flip=True),
         total=Duration(epochs=15.0),
-        batch_size=64,
-        eval_batch_size=512,
         loss=LossConfig(label_smoothing=0.1),
         optimizer=OptimizerConfig(weight_decay=0.2, clip_norm=1.0),
         schedule=ScheduleConfig(learning_rate=2e-3, warmup=Duration(steps=500)),
         polyak_decay=0.9985,
         eval_every_steps=2500,
         checkpoint_every_steps=2500,
-        fewshot=FewshotConfig(),
     )

@@ -1,10 +1,10 @@
 """A small ViT that learns from CIFAR-10 without its labels, on two CPU cores.
 
 Paper: "An Image is Worth 16x16 Words", section 4.6: half of the patches are corrupted, and their
-mean colour is predicted. The network and its images are those of pretrain/cifar10.py.
+mean color is predicted. The network and its images are those of pretrain/cifar10.py.
 Result: not run yet at this size. A smaller one for 1,500 steps (--config.model.width=64
 --config.model.mlp_dim=128 --config.model.depth=4 --config.total.steps=1500
---config.schedule.learning_rate=0.002) names 40.2 % of the corrupted patches' colours (10,000 test
+--config.schedule.learning_rate=0.002) names 40.2 % of the corrupted patches' colors (10,000 test
 images), of which the most frequent is 6 %; few-shot 1, 5, 10, 25: 15.8, 19.2, 21.2, 24.0 %.
 Cost: of the smaller one 19 minutes of steps on a share of 2 CPU cores.
 Command: python -m vit_jax.train --config=configs/pretrain/cifar10_masked.py --workdir=DIR \
@@ -12,36 +12,14 @@ Command: python -m vit_jax.train --config=configs/pretrain/cifar10_masked.py --w
 """
 
 from vit_jax.config import TrainConfig
-from vit_jax.data.augmentation import Augmentation
-from vit_jax.evaluation.probing import FewshotConfig
-from vit_jax.models import ViTConfig
+from vit_jax.configs.pretrain import cifar10
 from vit_jax.training.duration import Duration
 from vit_jax.training.masked_patches import MaskedPatches
-from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 
 def get_config() -> TrainConfig:
     """The experiment; --config.data names the folder."""
-    return TrainConfig(
-        data='cifar10',
-        model=ViTConfig(
-            image_size=(32, 32),
-            patch_size=(4, 4),
-            width=128,
-            depth=6,
-            mlp_dim=256,
-            num_heads=4,
-            pool='gap',
-            positions='sincos2d',
-        ),
-        augmentation=Augmentation(shift_pixels=2, flip=True),
-        total=Duration(steps=4000),
-        batch_size=64,
-        eval_batch_size=512,
-        objective=MaskedPatches(),
-        optimizer=OptimizerConfig(weight_decay=0.05, clip_norm=1.0),
-        schedule=ScheduleConfig(learning_rate=1e-3, warmup=Duration(steps=300)),
-        eval_every_steps=1000,
-        checkpoint_every_steps=1000,
-        fewshot=FewshotConfig(),
-    )
+    config = cifar10.get_config()
+    config.objective = MaskedPatches()
+    config.total = Duration(steps=4000)
+    return config

@@ -1,7 +1,7 @@
 """Pre-trains a ViT-B/16 without labels: half of its patches are corrupted, and predicted.
 
 Paper: "An Image is Worth 16x16 Words", section 4.6 and appendix B.1.2: Adam, batch 4096, learning
-rate 2e-4, 10,000 steps of warm-up, cosine decay, 1 M steps of JFT-300M (14 epochs); the mean colour
+rate 2e-4, 10,000 steps of warm-up, cosine decay, 1 M steps of JFT-300M (14 epochs); the mean color
 of a patch in 3 bits a channel. Weight decay is that of section 4.1; Inception crops and flips are
 our choice. JFT is not public: `imagenet21k` and `imagenet`, where the gain was similar, have as
 many steps. Two other targets, found a little worse: --config.objective.target=colours_4x4 and
@@ -13,37 +13,29 @@ Command: python -m vit_jax.train --config=configs/pretrain/masked_patches.py:ima
              --workdir=DIR --config.data=DATA
 """
 
-from vit_jax.config import TrainConfig
-from vit_jax.data.augmentation import Augmentation
-from vit_jax.data.image_preprocessing import CentralCrop, InceptionCrop, Preprocessing
-from vit_jax.models import Compute, variant
-from vit_jax.training.duration import Duration
-from vit_jax.training.masked_patches import MaskedPatches
-from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
+import dataclasses
 
-DATA = {  # and the split on which the objective is evaluated
-    'jft': ('JFT-300M', 'test'),
-    'imagenet21k': ('tfds:imagenet21k', 'test'),
-    'imagenet': ('tfds:imagenet2012', 'validation'),
-}
-ARGUMENTS = tuple(DATA)
+from vit_jax.config import TrainConfig
+from vit_jax.configs.pretrain import vit
+from vit_jax.models import variant
+from vit_jax.training.duration import Duration
+from vit_jax.training.losses import LossConfig
+from vit_jax.training.masked_patches import MaskedPatches
+from vit_jax.training.optimizer import ScheduleConfig
+
+ARGUMENTS = tuple(vit.DATA)
 
 
 def get_config(name: str = 'jft') -> TrainConfig:
-    """The experiment on one data set."""
-    data, eval_split = DATA[name]
-    return TrainConfig(
+    """The experiment on one data set: the row `jft,B/16` of vit.py with another objective."""
+    data, eval_split = vit.DATA[name][:2]
+    return dataclasses.replace(
+        vit.get_config('jft,B/16'),
         data=data,
         eval_split=eval_split,
         model=variant('B/16'),
-        preprocessing=Preprocessing(crop=CentralCrop()),
-        augmentation=Augmentation(crop=InceptionCrop(), flip=True),
         total=Duration(steps=1_000_000),
-        batch_size=4096,
         objective=MaskedPatches(),
-        optimizer=OptimizerConfig(weight_decay=0.1),
+        loss=LossConfig(),
         schedule=ScheduleConfig(learning_rate=2e-4, warmup=Duration(steps=10_000)),
-        eval_every_steps=10_000,
-        checkpoint_every_steps=5_000,
-        compute=Compute(dtype='bfloat16'),
     )

@@ -1,4 +1,4 @@
-"""What studies begin with: B/16 on ImageNet-21k, or a small network on CIFAR-10.
+"""The experiments that studies start from: B/16 on ImageNet-21k, or a small model on CIFAR-10.
 
 `full` is a row of the ViT paper's table 3, with the linear 5-shot accuracy on ImageNet by which the
 paper's appendix D compares. `small` is for a laptop core: 16 tokens an image, 3 minutes.
@@ -6,6 +6,7 @@ Command: python -m vit_jax.train --config=configs/studies/base.py:small --config
              --workdir=DIR
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vit_jax.config import TrainConfig
@@ -19,7 +20,7 @@ from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 ARGUMENTS = 'small', 'full'
-# What networks are compared by.
+# The measure that compares models.
 MEASURES = {'small': 'test/accuracy', 'full': 'fewshot/5_shot_accuracy'}
 SMALL_VIT = ViTConfig(
     image_size=(32, 32),
@@ -66,12 +67,37 @@ def get_config(size: str = 'small') -> TrainConfig:
     )
 
 
+def fields(config: TrainConfig, *names: str) -> dict[str, Any]:
+    """Returns the values of some fields, as what a value of an axis changes."""
+    return {name: getattr(config, name) for name in names}
+
+
+def rows(*names: str) -> dict[str, dict[str, Any]]:
+    """Returns what the networks of rows of configs/pretrain/vit.py change, by `name_of`."""
+    changes = 'model', 'total', 'schedule'
+    return {name_of(row): fields(pretraining.get_config(f'jft,{row}'), *changes) for row in names}
+
+
+def name_of(row: str) -> str:
+    """Returns the name of a row, L/16,7, in the names of runs: L16-7."""
+    return row.replace('/', '').replace(',', '-')
+
+
+def published(accuracies: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Returns published accuracies by run, from percent by row in the order of TASKS."""
+    return {
+        f'{name_of(row)}-{task}': percent / 100
+        for row, values in accuracies.items()
+        for task, percent in zip(TASKS, values, strict=True)
+    }
+
+
 def fine_tuning(size: str, task: str = 'digits') -> dict[str, Any]:
     """What the transfer of section 4.1 changes, on a row of configs/finetune/vit.py or `digits`."""
     config = transfer.get_config() if size == 'small' else finetuning.get_config(task)
     what = 'data', 'eval_split', 'image_size', 'augmentation', 'total', 'batch_size'
     how = 'loss', 'optimizer', 'schedule', 'regularization', 'polyak_decay', 'fewshot'
-    return {name: getattr(config, name) for name in (*what, *how)}
+    return fields(config, *what, *how)
 
 
 # The tasks of table 6 at one of the paper's rates, by the names of their runs.

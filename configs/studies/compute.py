@@ -52,13 +52,7 @@ def get_config(size: str = 'small') -> Study:
     """A grid for each family, and for each the five tasks."""
     if size == 'small':
         return _study(size, {family: _small(family) for family in base.SMALL}, tasks={})
-    grids = {}
-    for family, rows in PUBLISHED.items():
-        runs = {row: vit.get_config(f'jft,{row}') for row in rows}
-        grids[family] = {
-            _name(row): {name: getattr(run, name) for name in ('model', 'total', 'schedule')}
-            for row, run in runs.items()
-        }
+    grids = {family: base.rows(*accuracies) for family, accuracies in PUBLISHED.items()}
     return _study(size, grids, tasks=base.TASKS)
 
 
@@ -76,11 +70,7 @@ def _study(size: str, networks: dict[str, Any], tasks: dict[str, Any]) -> Study:
                 start_from=family,
                 axes={'task': tasks},
                 measures=('test/accuracy', 'compute'),
-                published={
-                    f'{_name(row)}-{task}': percent / 100
-                    for row, values in PUBLISHED[family].items()
-                    for task, percent in zip(tasks, values, strict=True)
-                },
+                published=base.published(PUBLISHED[family]),
                 means={'all': tuple(tasks)},
             )
     config = base.get_config(size)
@@ -103,7 +93,3 @@ def _small(family: str) -> dict[str, Any]:
     return {
         str(depth): {'model': base.SMALL[family], 'model.depth': depth} for depth in DEPTHS[family]
     }
-
-
-def _name(row: str) -> str:
-    return row.replace('/', '').replace(',', '-')

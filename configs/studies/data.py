@@ -1,12 +1,12 @@
 """How many images does a Vision Transformer need before it overtakes a ResNet?
 
 Paper: "An Image is Worth 16x16 Words", section 4.3. Figure 4: on 9 M images of JFT B/32 is far
-below R50x1, on 90 M and more above it, and so are L/16 and R152x2; no regularisation is changed,
+below R50x1, on 90 M and more above it, and so are L/16 and R152x2; no regularization is changed,
 and the network is that of the step of best accuracy on held-out images. JFT is not public: `full`
 has parts of ImageNet-21k, each trained for as many steps as 90 epochs of all of it. The splits are
 random and nested in each other. Figure 3 and table 5, `sets`: ImageNet, ImageNet-21k or JFT before
 five tasks; larger ViTs are worse on the smallest set, and better on the largest. The rows of table
-3, with its regularisation; the paper tuned that for the smaller sets.
+3, with its regularization; the paper tuned that for the smaller sets.
 Result: docs/studies.md; table 5 is PUBLISHED below. Cost of `small`: 36 trainings of 3 to 10
 minutes on one CPU core, and as many fine-tunings.
 Command: python -m vit_jax.study --config=configs/studies/data.py:small \
@@ -51,7 +51,7 @@ def _networks(size: str) -> dict[str, Any]:
         return base.SMALL
     rows = 'L/16,7', 'L/32', 'B/32', 'R50+B/32', 'R50x1', 'R152x2'
     found: dict[str, Any] = {
-        row.partition(',')[0].replace('/', ''): vit.get_config(f'jft,{row}').model for row in rows
+        base.name_of(row.partition(',')[0]): vit.get_config(f'jft,{row}').model for row in rows
     }
     half = {'width': 384, 'mlp_dim': 1536, 'num_heads': 6, 'representation_size': 384}
     return found | {'half-B32': dataclasses.replace(found['B32'], **half)}
@@ -113,23 +113,23 @@ def _sets() -> Study:
     grids = {}
     fields = 'data', 'eval_split', 'model', 'total', 'loss', 'optimizer', 'schedule'
     for data in vit.DATA:
-        rows = [row for row in PUBLISHED if row.startswith(f'{data},')]
-        names = [row.split(',')[1].replace('/', '') for row in rows]
-        runs = {
-            name: {
-                field: getattr(vit.get_config(row), field) for field in (*fields, 'regularization')
-            }
-            for name, row in zip(names, rows, strict=True)
+        accuracies = {
+            row: values for row, values in PUBLISHED.items() if row.startswith(f'{data},')
         }
-        grids[data] = Grid(axes={'network': runs}, measures=())
+        networks = {row: row.split(',')[1] for row in accuracies}
+        grids[data] = Grid(
+            axes={
+                'network': {
+                    base.name_of(name): base.fields(vit.get_config(row), *fields, 'regularization')
+                    for row, name in networks.items()
+                }
+            },
+            measures=(),
+        )
         grids[f'{data}-tuned'] = Grid(
             start_from=data,
             axes={'task': base.TASKS},
-            published={
-                f'{name}-{task}': percent / 100
-                for name, row in zip(names, rows, strict=True)
-                for task, percent in zip(base.TASKS, PUBLISHED[row], strict=True)
-            },
+            published=base.published({networks[row]: v for row, v in accuracies.items()}),
             means={'all': tuple(base.TASKS)},
         )
     drawn = Drawing(x='network', mean='all')

@@ -13,7 +13,7 @@ from typing import Any
 from vit_jax.configs.studies import base
 from vit_jax.studies.config import Drawing, Grid, Study
 
-# What each size has; the base itself is one value of each axis.
+# The values of each axis; the base is one of them.
 VALUES: dict[str, dict[str, tuple[int, ...]]] = {
     'small': {
         'depth': (2, 6, 12),

@@ -24,7 +24,7 @@ ARGUMENTS = 'small', 'full'
 
 
 def get_config(size: str = 'small') -> Study:
-    """Two ways to pre-train, then all are trained with labels, and one is from the beginning."""
+    """Two ways to pre-train, then training with labels, and training from scratch."""
     scratch: dict[str, Any] = {'objective': None}
     tuned = dict(scratch)
     if size == 'small':

@@ -3,7 +3,7 @@
 Little or much target data, near to or far from what was learned before: the head alone, all with a
 tenth of the rate, the last two blocks, or all. Common advice: the head for little near data, all
 for much; the paper (section 4.1) trains all, always. `small` learns five classes of CIFAR-10: near
-are the other five, far are scikit-learn's digits. `full` begins with B/16 of ImageNet-21k; near are
+are the other five, far are scikit-learn's digits. `full` starts from B/16 of ImageNet-21k; near are
 pets, far is EuroSAT.
 Result: not run here yet. Cost of `small`: 3 trainings of 3 minutes on one CPU core, and 48
 fine-tunings of 1.
@@ -39,7 +39,7 @@ ARGUMENTS = 'small', 'full'
 
 
 def get_config(size: str = 'small') -> Study:
-    """What is trained, by how much data of which kind."""
+    """Trained parts by amount and kind of data."""
     how = base.fine_tuning('small')
     own = {name: value for name, value in how.items() if name not in ('data', 'eval_split')}
     tasks: dict[str, dict[str, Any]]

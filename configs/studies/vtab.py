@@ -3,7 +3,7 @@
 Paper: "An Image is Worth 16x16 Words", table 2, figure 2 and table 9; recipe and data are those of
 configs/finetune/vtab.py. Networks from JFT are not public: --config.base.start_from names another.
 Result: table 9 is PUBLISHED below; means of its 19 tasks 77.6, 76.3 and 72.7 %, of three runs each.
-A task whose data is not there fails with the command that prepares it, and the others go on.
+A task whose data is not there fails with the command that prepares it, and the others continue.
 Cost: 19 x 1.5 exaFLOPs for L/16, and 390,000 test images at 384 pixels, for each seed.
 Command: python -m vit_jax.study --config=configs/studies/vtab.py:L/16-in21k --workdir=DIR
 """

@@ -1,16 +1,21 @@
-"""Every configuration as text, so that a changed default is a visible difference.
+"""Every configuration of configs/, and one hash of each: tests/golden/hashes.txt.
 
-python -m tests.golden writes the texts anew; what they then differ in is what users will get.
+A hash is of the values that are not the defaults of their fields: a new field or default changes
+no hash. python -m tests.golden writes the hashes. python -m tests.golden NAME prints how a
+configuration differs from that of the last commit, defaults included.
 """
 
+import dataclasses
+import hashlib
 import importlib.util
 import json
 import pathlib
 
+from tests import tiny
 from vit_jax.base import records
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-TEXTS = pathlib.Path(__file__).parent / 'configs'
+HASHES = pathlib.Path(__file__).parent / 'hashes.txt'
 FILES = sorted((ROOT / 'configs').rglob('*.py'))
 
 
@@ -21,28 +26,56 @@ def module(path):
     return found
 
 
-def arguments(path):
-    """What a file can be given after the colon; None where it takes nothing."""
-    return getattr(module(path), 'ARGUMENTS', (None,))
+def names_of(path):
+    """The configurations of a file, as --config= takes them: FILE.py, or FILE.py:ARGUMENT."""
+    name = str(path.relative_to(ROOT))
+    arguments = getattr(module(path), 'ARGUMENTS', (None,))
+    return [name if argument is None else f'{name}:{argument}' for argument in arguments]
 
 
-def config(path, argument):
-    get = module(path).get_config
-    return get() if argument is None else get(argument)
+def config(name):
+    path, *argument = name.split(':', 1)
+    return module(ROOT / path).get_config(*argument)
 
 
-def text(path):
-    """The whole of the first configuration, and what differs in each of the others."""
-    first, *others = arguments(path)
-    whole = records.to_dict(config(path, first))
-    lines = [f'{path.relative_to(ROOT)}:{first}' if first else str(path.relative_to(ROOT))]
-    lines += json.dumps(whole, indent=1).splitlines()
-    for other in others:
-        lines.append(f'{path.relative_to(ROOT)}:{other}')
-        found = records.differences(whole, records.to_dict(config(path, other)))
-        lines += [f'  {line}' for line in found]
-    return '\n'.join(lines) + '\n'
+NAMES = [name for path in FILES for name in names_of(path)]
 
 
-def golden(path):
-    return TEXTS / ('-'.join(path.relative_to(ROOT / 'configs').with_suffix('').parts) + '.txt')
+def stated(value):
+    """The values that are not the defaults of their fields, as JSON values."""
+    if isinstance(value, records.Record):
+        names = {
+            field.name
+            for field in dataclasses.fields(value)
+            if getattr(value, field.name) != _default(field)
+        }
+        values = {name: stated(getattr(value, name)) for name in sorted(names)}
+        return {'kind': type(value).__name__} | values
+    if isinstance(value, dict):
+        return {name: stated(each) for name, each in value.items()}
+    return [stated(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _default(field):
+    factory = field.default_factory
+    return field.default if factory is dataclasses.MISSING else factory()
+
+
+def hashes():
+    """A line for each configuration: the first half of the SHA-256 of its values, and its name."""
+    texts = {name: json.dumps(stated(config(name))) for name in NAMES}
+    return [f'{hashlib.sha256(text.encode()).hexdigest()[:32]} {n}' for n, text in texts.items()]
+
+
+def small(experiment):
+    """The experiment with a stand-in for a checkpoint's model, and one unit in each stage."""
+    if (found := experiment.model) is None:
+        size = experiment.image_size or (32, 32)
+        patch = 14 if size == (518, 518) else 16
+        found = tiny.model(num_classes=None, image_size=size, patch_size=(patch, patch))
+    if found.backbone is not None:
+        blocks = (1,) * len(found.backbone.blocks)
+        found = dataclasses.replace(
+            found, backbone=dataclasses.replace(found.backbone, blocks=blocks)
+        )
+    return dataclasses.replace(experiment, model=found)

@@ -1,4 +1,4 @@
-"""What the runs of a study say together: numbers by experiment, tables, the lines of a picture."""
+"""What the runs of a study have measured: numbers by experiment, tables, the lines of a picture."""
 
 import csv
 import io
@@ -8,28 +8,28 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vit_jax.base import Float, Path, UserError
+from vit_jax.base import Float, Path
 from vit_jax.models import multiply_adds
 from vit_jax.studies import history
-from vit_jax.studies.config import COMPUTE, Drawing, Study
+from vit_jax.studies.config import COMPUTE, Drawing, Grid, Study
 from vit_jax.studies.planned_runs import PlannedRun, best_step, last_step
 
-Measures = dict[str, float]  # by name: `test/accuracy`
+Measures = dict[str, float]  # by KIND/NAME
 
 
 class Row(NamedTuple):
-    """What the runs of one experiment reached, those of all seeds together."""
+    """The numbers of one experiment, or means over several experiments."""
 
     grid: str
     values: dict[str, str]
     planned: int  # runs
-    numbers: dict[str, dict[int, float]]  # of each measure, by the seed of the runs that have it
+    numbers: dict[str, dict[int, float]]  # by measure and seed
     published: float | None  # of the first measure
-    mean: str | None = None  # where it is one over several experiments: of this name
+    mean: str | None = None  # the name of a mean over the last axis
 
 
 class Line(NamedTuple):
-    """Means and standard deviations along x, and what they are called."""
+    """Means and standard deviations along x."""
 
     name: str
     x: Float[np.ndarray, 'n']
@@ -37,223 +37,183 @@ class Line(NamedTuple):
     deviation: Float[np.ndarray, 'n']
 
 
-class Lines(NamedTuple):
-    """The lines of a picture, and the names of places on its x axis; None: it has numbers."""
+def read_measures(folder: Path, study: Study, runs: Sequence[PlannedRun]) -> dict[str, Measures]:
+    """Returns the measures of the complete runs, by the names of the runs.
 
-    lines: list[Line]
-    places: dict[str, float] | None
-    joined: bool  # something lies between the places
-
-
-def rows(study: Study, runs: Sequence[PlannedRun], done: Mapping[str, Measures]) -> list[Row]:
-    """What was reached by now: a row for each experiment, of its runs that are `done`, by name."""
-    found: list[Row] = []
-    for name, grid in study.grids.items():
-        own = [run for run in runs if run.grid == name]
-        for values in {tuple(run.values.values()): run.values for run in own}.values():
-            same = [run for run in own if run.values == values]
-            by_seed = {run.seed: done.get(run.name, {}) for run in same}
-            numbers = {
-                measure: {seed: each[measure] for seed, each in by_seed.items() if measure in each}
-                for measure in grid.measures
-            }
-            published = grid.published.get('-'.join(values.values()))
-            found.append(Row(name, values, len(same), numbers, published))
-    return found
-
-
-def reached(
-    folder: Path, study: Study, runs: Sequence[PlannedRun]
-) -> tuple[dict[str, Measures], list[str]]:
-    """The measures of each run that is complete, by its name; a sentence for each that lacks some.
-
-    They are of its last step, or of the best one where the grid has `best`.
+    They are those of the last step, or of the best step if the grid has `best`.
     """
-    found, lost = dict[str, Measures](), list[str]()
+    measured = {}
     for run in runs:
-        if (last := last_step(folder, run)) is None:
+        grid, last = study.grids[run.grid], last_step(folder, run)
+        if last is None:
             continue
-        found[run.name] = _measures(folder, study, run, last)
-        if absent := [n for n in study.grids[run.grid].measures if n not in found[run.name]]:
-            path = folder / run.name / 'metrics.jsonl'
-            lost.append(f'{run.name}: no {", ".join(absent)} of step {last:,} in {path}')
-    return found, lost
+        trained = history.read(folder / run.name, run.name)
+        step = best_step(trained, grid.best) if grid.best else last
+        by_step = {measure: trained.numbers.get(measure, {}) for measure in grid.measures}
+        measured[run.name] = {m: xs[step] for m, xs in by_step.items() if step in xs}
+        if COMPUTE in grid.measures:
+            measured[run.name][COMPUTE] = _count_operations(folder, run.first)
+    return measured
 
 
-def _measures(folder: Path, study: Study, run: PlannedRun, last: int) -> Measures:
-    """Those of the grid that a run has, whose last step is `last`."""
-    grid = study.grids[run.grid]
-    try:
-        told = history.read(folder / run.name, run.name)
-    except UserError:  # it was taken away
-        return {}
-    step = last if grid.best is None else best_step(told, grid.best)
-    found = Measures()
-    for measure in grid.measures:
-        kind, _, number = measure.partition('/')
-        at = [line for line in told.of_kind(kind) if line['step'] == step and number in line]
-        if measure == COMPUTE:
-            found[measure] = _operations(folder, run.first)
-        elif at:
-            found[measure] = float(at[-1][number])
-    return found
+def _count_operations(folder: Path, run: PlannedRun) -> float:
+    """Returns the floating-point operations of a training, as table 6 of the ViT paper counts.
 
-
-def _operations(folder: Path, run: PlannedRun) -> float:
-    """The floating-point operations of a training: six for each multiply-add of the forward pass,
-    image and step (table 6: the backward pass costs two forward ones).
+    They are six for each multiply-add of the forward pass, image and step: the backward pass costs
+    two forward passes. NaN if the model is that of a checkpoint.
     """
     steps = last_step(folder, run)
-    if run.config.model is None or steps is None:  # that of a checkpoint
+    if run.config.model is None or steps is None:
         return float('nan')
     return 6.0 * multiply_adds(run.config.model) * run.config.batch_size * steps
 
 
-def means(study: Study, found: Sequence[Row]) -> list[Row]:
-    """The means that grids ask for, over those of some values of the last axis that have numbers.
-
-    Where others have none, what stands in the place of the value says how many it is of.
-    """
-    averaged = []
+def make_rows(
+    study: Study, runs: Sequence[PlannedRun], measured: Mapping[str, Measures]
+) -> list[Row]:
+    """Returns a row for each experiment, and for each mean of a grid."""
+    rows: list[Row] = []
     for name, grid in study.grids.items():
-        own = [row for row in found if row.grid == name]
-        *_, last = [*own[0].values] if grid.means else ['']
-        others = {tuple([*r.values.values()][:-1]): r.values for r in own}.values()
-        for values, (mean, of) in itertools.product(others, grid.means.items()):
-            group = [r for r in own if r.values in [values | {last: value} for value in of]]
-            there = [row for row in group if any(row.numbers.values())] or group
-            some = '' if len(there) == len(of) else f' ({len(there)} of {len(of)})'
-            numbers = {m: _by_seed([row.numbers[m] for row in there]) for m in grid.measures}
-            told = [row.published for row in there if row.published is not None]
-            published = float(np.mean(told)) if len(told) == len(there) else None
-            place = values | {last: mean + some}
-            averaged.append(Row(name, place, there[0].planned, numbers, published, mean))
-    return averaged
+        experiments = dict[tuple[str, ...], list[PlannedRun]]()
+        for run in runs:
+            if run.grid == name:
+                experiments.setdefault(tuple(run.values.values()), []).append(run)
+        own = []
+        for values, same in experiments.items():
+            by_seed = {run.seed: measured.get(run.name, {}) for run in same}
+            numbers = {
+                measure: {seed: each[measure] for seed, each in by_seed.items() if measure in each}
+                for measure in grid.measures
+            }
+            published = grid.published.get('-'.join(values))
+            own.append(Row(name, same[0].values, len(same), numbers, published))
+        rows += [*own, *_means(grid, own)]
+    return rows
+
+
+def _means(grid: Grid, rows: Sequence[Row]) -> list[Row]:
+    """Returns the means over values of the last axis, for the seeds that all of them have."""
+    means = []
+    for mean, averaged in grid.means.items():
+        others = dict.fromkeys(tuple(row.values.values())[:-1] for row in rows)
+        for first in others:
+            group = [r for r in rows if tuple(r.values.values()) in {(*first, v) for v in averaged}]
+            numbers = {m: _by_seed([row.numbers[m] for row in group]) for m in grid.measures}
+            published = [row.published for row in group if row.published is not None]
+            average = float(np.mean(published)) if len(published) == len(group) else None
+            values = dict(zip(rows[0].values, (*first, mean), strict=True))
+            means.append(Row(rows[0].grid, values, rows[0].planned, numbers, average, mean))
+    return means
 
 
 def _by_seed(numbers: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """The mean for each seed that all have."""
-    seeds = [seed for seed in numbers[0] if all(seed in each for each in numbers)]
-    return {seed: float(np.mean([each[seed] for each in numbers])) for seed in seeds}
+    seeds = set.intersection(*({*each} for each in numbers))
+    return {seed: float(np.mean([each[seed] for each in numbers])) for seed in sorted(seeds)}
 
 
-def is_share(measure: str) -> bool:
-    """Is it written in percent?"""
+def is_percentage(measure: str) -> bool:
+    """Returns whether a measure is written in percent."""
     return 'accuracy' in measure or 'precision' in measure
 
 
-def written(measure: str, value: float) -> str:
-    """A number as tables have it."""
+def text_of(measure: str, value: float) -> str:
+    """Returns a number as tables show it."""
     if measure == COMPUTE:
-        large = value >= 1e15  # exaFLOPs are the unit of the ViT paper's table 6
+        large = value >= 1e15  # table 6 of the ViT paper is in exaFLOPs
         return f'{value / 1e18:.4g} exaFLOP' if large else f'{value / 1e12:.4g} TFLOP'
-    return f'{value:.2%}' if is_share(measure) else f'{value:.4g}'
+    return f'{value:.2%}' if is_percentage(measure) else f'{value:.4g}'
 
 
-def _mean(measure: str, numbers: Sequence[float]) -> str:
-    if not numbers:
-        return ''
-    if wrong := int(np.sum(~np.isfinite(numbers))):
-        return f'{wrong} of {len(numbers)} not finite'
-    varies = len(numbers) > 1 and measure != COMPUTE
-    deviation = f' ± {written(measure, _deviation(numbers))}' if varies else ''
-    return written(measure, float(np.mean(numbers))) + deviation
-
-
-def _deviation(numbers: Sequence[float]) -> float:
-    """The sample standard deviation; 0 of one."""
+def deviation(numbers: Sequence[float]) -> float:
+    """Returns the sample standard deviation; 0 for one number."""
     return float(np.std(numbers, ddof=1)) if len(numbers) > 1 else 0.0
 
 
-def text(study: Study, rows: Sequence[Row]) -> str:
-    """The title, and a table for each grid."""
+def tables(study: Study, rows: Sequence[Row]) -> str:
+    """Returns the title and the table of each grid, in Markdown."""
     texts = [f'# {study.title}', '']
     for name, grid in study.grids.items():
+        own = [row for row in rows if row.grid == name]
         if grid.measures:
-            own = [row for row in rows if row.grid == name]
-            begun = any(numbers for row in own for numbers in row.numbers.values())
-            told = table(own, grid.measures) if begun else ['No run of it is complete.']
-            texts += [f'## {name}', '', *told, '']
+            texts += [f'## {name}', '', *table(own, grid.measures), '']
     return '\n'.join(texts)
 
 
 def table(rows: Sequence[Row], measures: Sequence[str]) -> list[str]:
-    """A table in Markdown: the values of the axes, mean and deviation of each measure."""
-    told = any(row.published is not None for row in rows)
-    columns = [*rows[0].values, *measures, *(['published'] if told else []), 'seeds']
+    """Returns the lines of a table: values of the axes, mean and deviation of each measure."""
+    has_published = ['published'] if any(row.published is not None for row in rows) else []
+    columns = [*rows[0].values, *measures, *has_published, 'seeds']
     lines = [columns, ['---'] * len(columns)]
     for row in rows:
-        cells = [_mean(name, [*row.numbers[name].values()]) for name in measures]
-        done = max(len(row.numbers[name]) for name in measures)
-        seeds = f'{done}' if done == row.planned else f'{done} of {row.planned}'
-        paper = '' if row.published is None else written(measures[0], row.published)
-        lines.append([*row.values.values(), *cells, *([paper] if told else []), seeds])
+        cells = [*row.values.values()]
+        for measure in measures:
+            numbers = [*row.numbers[measure].values()]
+            cell = text_of(measure, float(np.mean(numbers))) if numbers else ''
+            if len(numbers) > 1 and measure != COMPUTE:
+                cell += f' ± {text_of(measure, deviation(numbers))}'
+            cells.append(cell)
+        if has_published:
+            cells.append('' if row.published is None else text_of(measures[0], row.published))
+        lines.append([*cells, f'{max(map(len, row.numbers.values()))} of {row.planned}'])
     return [f'| {" | ".join(cells)} |' for cells in lines]
 
 
-def comma_separated(rows: Sequence[Row]) -> str:
-    """A line for each experiment and measure; a deviation is empty where there is one run."""
-    axes = list(dict.fromkeys(axis for row in rows for axis in row.values))
-    names = ['grid', *axes, 'measure', 'mean', 'deviation', 'runs', 'planned', 'published']
+def csv_of(runs: Sequence[PlannedRun], measured: Mapping[str, Measures]) -> str:
+    """Returns a line for each complete run: its axes, its seed, its measures."""
+    complete = [run for run in runs if run.name in measured]
+    axes = dict.fromkeys(axis for run in complete for axis in run.values)
+    measures = dict.fromkeys(measure for run in complete for measure in measured[run.name])
     file = io.StringIO()
+    names = ['grid', *axes, 'seed', *measures]
     writer = csv.DictWriter(file, names, restval='', lineterminator='\n')
     writer.writeheader()
-    for row in rows:
-        for place, (measure, numbers) in enumerate(row.numbers.items()):
-            if not numbers:
-                continue
-            found = [*numbers.values()]
-            line = {'grid': row.grid, **row.values, 'measure': measure, 'planned': row.planned}
-            line |= {'mean': f'{np.mean(found):.6g}', 'runs': len(found)}
-            if len(found) > 1:
-                line['deviation'] = f'{_deviation(found):.6g}'
-            if place == 0 and row.published is not None:
-                line['published'] = row.published
-            writer.writerow(line)
+    for run in complete:
+        writer.writerow({'grid': run.grid, 'seed': run.seed} | run.values | measured[run.name])
     return file.getvalue()
 
 
-def lines(study: Study, drawing: Drawing, rows: Sequence[Row]) -> Lines:
-    """What `drawing` says, of all rows with those of means; no line where none has the numbers."""
+def make_lines(
+    study: Study, drawing: Drawing, rows: Sequence[Row]
+) -> tuple[list[Line], dict[str, float], bool]:
+    """Returns the lines of a picture, the places on the x axis by name, and whether to join them.
+
+    There are no places if x is `compute`. Names that are not numbers are not joined.
+    """
     grouped: dict[str, list[Row]] = {}
     for row in rows:
-        known = row.numbers.get(COMPUTE) if drawing.x == COMPUTE else drawing.x in row.values
-        if row.mean == drawing.mean and known and row.numbers.get(drawing.y):
-            grouped.setdefault(_label(study, drawing, row), []).append(row)
-    places, joined = None, True
+        has_x = COMPUTE in row.numbers if drawing.x == COMPUTE else drawing.x in row.values
+        if row.mean == drawing.mean and has_x and row.numbers.get(drawing.y):
+            grouped.setdefault(_line_name(study, drawing, row), []).append(row)
+    drawn = list(itertools.chain(*grouped.values()))
+    places, joined = dict[str, float](), True
     if drawing.x != COMPUTE:
-        names = dict.fromkeys(row.values[drawing.x] for own in grouped.values() for row in own)
-        numbers = _as_numbers(names)
-        places = numbers or {name: float(place) for place, name in enumerate(names)}
-        joined = numbers is not None
-
-    def x(row: Row) -> float:
-        if places is None:
-            return float(np.mean([*row.numbers[COMPUTE].values()]))
-        return places[row.values[drawing.x]]
-
-    drawn = []
-    for label, own in grouped.items():
-        found = [[*row.numbers[drawing.y].values()] for row in own]
-        columns = map(x, own), map(np.mean, found), map(_deviation, found)
-        drawn.append(Line(label, *(np.array([*column], float) for column in columns)))
-    return Lines(drawn, places, joined)
+        places, joined = _places(row.values[drawing.x] for row in drawn)
+    lines = []
+    for name, own in grouped.items():
+        x = [
+            places[row.values[drawing.x]] if places else np.mean([*row.numbers[COMPUTE].values()])
+            for row in own
+        ]
+        y = [[*row.numbers[drawing.y].values()] for row in own]
+        columns = x, [np.mean(numbers) for numbers in y], [deviation(numbers) for numbers in y]
+        lines.append(Line(name, *(np.array(column, float) for column in columns)))
+    return lines, places, joined
 
 
-def _label(study: Study, drawing: Drawing, row: Row) -> str:
-    """Which line of the picture a row is of."""
-    others = [f'{axis} {value}' for axis, value in row.values.items() if axis != drawing.x]
-    if row.mean is not None:  # the last axis is averaged over
-        others = others[:-1]
+def _line_name(study: Study, drawing: Drawing, row: Row) -> str:
+    """Returns the name of the line that a row belongs to."""
+    axes = [*row.values][:-1] if row.mean else [*row.values]  # a mean is over the last axis
+    others = [f'{axis} {row.values[axis]}' for axis in axes if axis != drawing.x]
     several = len(study.grids) > 1
     if drawing.x == COMPUTE:
         others = [] if several else others[:1]
     return ', '.join([row.grid, *others] if several or not others else others)
 
 
-def _as_numbers(names: Iterable[str]) -> dict[str, float] | None:
-    """The values of an axis as numbers; None where they are not."""
+def _places(names: Iterable[str]) -> tuple[dict[str, float], bool]:
+    """Returns the values of an axis as numbers, or else one after the other; whether as numbers."""
+    names = dict.fromkeys(names)
     try:
-        return {name: float(name.removesuffix('%')) for name in names}
+        return {name: float(name.removesuffix('%')) for name in names}, True
     except ValueError:
-        return None
+        return {name: float(place) for place, name in enumerate(names)}, False

@@ -101,7 +101,7 @@ def measured(
         order = np.argsort(line.x)
         look = style.line(place, line.name) | ({} if joined else {'linestyle': 'none'})
         bars = line.deviation[order] if line.deviation.any() else None
-        axes.errorbar(line.x[order], line.mean[order], yerr=bars, capsize=3, **look)
+        axes.errorbar(line.x[order], line.mean[order], yerr=bars, capsize=3, capthick=1.2, **look)
     axes.set(xlabel=x, ylabel=y)
     if logarithmic:
         axes.set_xscale('log')

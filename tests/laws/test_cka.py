@@ -19,7 +19,7 @@ def reference():
 
 
 def grams(x):
-    return jax.vmap(cka.centred_gram)(x)
+    return jax.vmap(cka.centered_gram)(x)
 
 
 def test_cka_is_the_references(reference):
@@ -30,7 +30,7 @@ def test_cka_is_the_references(reference):
 
 @pytest.mark.full
 def test_hsic_is_the_papers_formula(reference):
-    """Raghu et al. 2021, equation 3, of Grams that nobody has centred."""
+    """Raghu et al. 2021, equation 3, of Grams that nobody has centered."""
     x, y = reference['x'][0], reference['y'][0]
     k, l = (z @ z.T * (1 - np.eye(64)) for z in (x, y))  # noqa: E741
     n, ones = 64, np.ones(64)
@@ -70,8 +70,8 @@ def test_the_order_of_images_matters_only_if_it_is_not_the_same(reference):
     assert abs(cka.minibatch_cka(x[:, order], y)) < 0.1
 
 
-def test_a_centred_gram_has_rows_that_sum_to_zero_and_no_diagonal():
-    gram = cka.centred_gram(RNG.normal(size=(9, 2, 3)).astype(np.float32))
+def test_a_centered_gram_has_rows_that_sum_to_zero_and_no_diagonal():
+    gram = cka.centered_gram(RNG.normal(size=(9, 2, 3)).astype(np.float32))
     np.testing.assert_allclose(gram.sum(axis=0), 0, atol=1e-5)
     np.testing.assert_array_equal(np.diagonal(gram), 0)
     np.testing.assert_allclose(gram, gram.T, atol=1e-6)

@@ -1,1 +1,1 @@
-"""What a network has learned, in numbers: the figures of the ViT paper and of Raghu et al."""
+"""What a model has learned, in numbers: the analyses of the ViT paper and of Raghu et al."""

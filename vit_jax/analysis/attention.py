@@ -1,4 +1,4 @@
-"""Attention maps of all layers: what flows from where (rollout), and how far heads look."""
+"""Attention weights of all layers: rollout, and the mean attention distance of each head."""
 
 import functools
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from vit_jax.base import Array, Float, require
 def rollout(
     weights: Float[Array | np.ndarray, 'l b h n n'], *, skips: Sequence[bool] | None = None
 ) -> Float[Array, 'b n n']:
-    """How much of each input token (last axis) is in each token after the last layer.
+    """Computes how much of each input token (last axis) is in each token after the last layer.
 
-    Abnar and Zuidema 2020, as for figure 6 of the ViT paper (appendix D.8): the heads are averaged,
-    the identity is added for the skip connection, rows are normalised to sum to one, and the
-    layers' matrices multiplied, the first layer applied first. Of queries (fourth axis) and keys.
-    `skips` says which layers have a skip connection, where not all have: no identity elsewhere.
+    Attention rollout (Abnar and Zuidema 2020; ViT paper, figure 6 and appendix D.8): the weights
+    of queries (fourth axis) and keys are averaged over heads, the identity is added for the skip
+    connection, rows are normalized to sum to one, and the matrices of the layers are multiplied,
+    the first layer applied first. `skips` marks the layers that have a skip connection (all).
     """
     heads = jnp.asarray(weights, jnp.float32).mean(axis=2)
     skip = jnp.ones(len(heads)) if skips is None else jnp.asarray(skips, jnp.float32)
@@ -33,14 +33,20 @@ def mean_distance(
     *,
     prefix: int,
 ) -> Float[Array, 'l h']:
-    """Mean distance, in pixels, between a patch and those that it attends to, of each head.
+    """Computes the mean attention distance of each head, in pixels (ViT paper, appendix D.7).
 
-    The distances of patches' centres, weighted by the attention of a query patch and averaged over
-    queries and images (ViT paper, appendix D.7). The `prefix` tokens before the patches, as the
-    class token, are left out of queries and keys, and what remains of a row is not normalised
-    again: attention to the class token counts as distance zero. `grid`: rows and columns of
-    patches; `patch_size`: pixels of the image, (height, width), from one patch to the next. Raises
-    UserError where prefix and grid are not the tokens.
+    The distances between the centers of patches are weighted by the attention of a query patch
+    and averaged over queries and images. Tokens before the patches are left out, and the rest of a
+    row is not normalized again: attention to the class token counts as distance zero.
+
+    Args:
+      weights: Attention weights: layers, images, heads, queries, keys.
+      grid: Rows and columns of patches.
+      patch_size: Height and width in pixels from one patch to the next.
+      prefix: Number of tokens before the patches, such as the class token.
+
+    Raises:
+      UserError: If the number of tokens is not prefix + rows * columns.
     """
     n = weights.shape[-1]
     require_tokens(n, grid, prefix=prefix)
@@ -51,10 +57,9 @@ def mean_distance(
 
 
 def uniform_distance(grid: tuple[int, int], patch_size: tuple[int | float, int | float]) -> float:
-    """The mean distance of a head that attends to all patches alike, in pixels.
+    """Returns the mean distance of a head that attends equally to all patches, in pixels.
 
-    From the number of pairs of patches that are so many rows and columns apart: along a side of s
-    patches, s - |d| pairs are d apart.
+    Along a side of s patches, s - |d| pairs of patches are d apart.
     """
     apart = [np.arange(1 - side, side) for side in grid]
     rows, columns = (side - np.abs(d) for side, d in zip(grid, apart, strict=True))
@@ -63,7 +68,7 @@ def uniform_distance(grid: tuple[int, int], patch_size: tuple[int | float, int |
 
 
 def require_tokens(n: int, grid: tuple[int, int], *, prefix: int) -> None:
-    """Raises UserError where n tokens are not `prefix` ones and a grid of patches."""
+    """Raises UserError if n tokens are not `prefix` tokens and a grid of patches."""
     rows, columns = grid
     fits = prefix >= 0 and n == prefix + rows * columns
     require(fits, f'{n} tokens: expected prefix={prefix} and {rows}x{columns} patches')

@@ -1,10 +1,10 @@
-"""Centred kernel alignment: how alike two layers, or two networks, see the same images.
+"""Centered kernel alignment (CKA): how similar the representations of two layers are.
 
 Minibatch CKA with the unbiased estimator of HSIC (Nguyen et al. 2021, equations 3 to 5; Raghu et
 al. 2021, section 3). Its terms are summed over minibatches, and the ratio is taken once:
 
     for ours, theirs in minibatches:  # lists of layers, each (images, features...)
-        grams = [jnp.stack([centred_gram(x) for x in layers]) for layers in (ours, theirs)]
+        grams = [jnp.stack([centered_gram(x) for x in layers]) for layers in (ours, theirs)]
         total = jax.tree.map(operator.add, total, terms(*grams))
     similarity = ratio(*total)
 """
@@ -19,10 +19,10 @@ from vit_jax.base import Array, Float, require
 
 
 class Terms(NamedTuple):
-    """HSIC of t representations with s others, and of each with itself: what CKA is a ratio of.
+    """HSIC of t representations with s others, and of each with itself: CKA is their ratio.
 
-    A pytree of sums over minibatches: `jax.tree.map(operator.add, a, b)` is that of the images of
-    both, and `jax.lax.psum` that of the minibatches of all devices.
+    A pytree of sums over minibatches: add the terms of two minibatches with
+    `jax.tree.map(operator.add, a, b)`, those of all devices with `jax.lax.psum`.
     """
 
     cross: Float[Array, 't s']
@@ -30,17 +30,17 @@ class Terms(NamedTuple):
     own_y: Float[Array, 's']
 
 
-# U-centring takes a_i + a_j off the entries i != j of a symmetric G, with the one vector a for
-# which every row sums to zero. Features centred by any c have the entries
+# U-centering takes a_i + a_j off the entries i != j of a symmetric G, with the one vector a for
+# which every row sums to zero. Features centered by any c have the entries
 #     (x_i - c)(x_j - c) = x_i x_j + b_i + b_j   where   b_i = c c / 2 - x_i c,
 # so c only moves a by b, and the result is the same. In float32 it is not: products of features
 # far from zero are large, and their differences are lost. The mean keeps them small. The first
 # image is taken off before it: features that are the same for all images are zero to the bit then.
-def centred_gram(x: Float[Array | np.ndarray, 'n ...']) -> Float[Array, 'n n']:
-    """The U-centred Gram matrix of n images' features: zero diagonal, rows that sum to zero.
+def centered_gram(x: Float[Array | np.ndarray, 'n ...']) -> Float[Array, 'n n']:
+    """Computes the U-centered Gram matrix of the features of n images, in float32.
 
-    HSIC_1, the unbiased estimator, is an inner product of two of these (Szekely and Rizzo 2014).
-    In float32. Raises UserError for fewer than 4 images, for which there is none.
+    Its diagonal is zero, and its rows sum to zero. The unbiased estimator HSIC_1 is an inner
+    product of two such matrices (Szekely and Rizzo 2014). Raises UserError for fewer than 4 images.
     """
     n = x.shape[0]
     require(n >= 4, f'CKA of {n} images in a minibatch: the unbiased estimator needs 4 or more')
@@ -58,13 +58,13 @@ def centred_gram(x: Float[Array | np.ndarray, 'n ...']) -> Float[Array, 'n n']:
 def hsic(
     x: Float[Array | np.ndarray, 't n n'], y: Float[Array | np.ndarray, 's n n']
 ) -> Float[Array, 't s']:
-    """HSIC_1 of each of t representations of n images with each of s others, of centred Grams."""
+    """Computes HSIC_1 of all pairs of t and s representations from their centered Gram matrices."""
     n = x.shape[-1]
     return jnp.einsum('tij,sij->ts', x, y, precision='highest') / (n * (n - 3))
 
 
 def terms(x: Float[Array | np.ndarray, 't n n'], y: Float[Array | np.ndarray, 's n n']) -> Terms:
-    """What one minibatch adds to the CKA of t representations with s others, of centred Grams."""
+    """Returns what one minibatch adds to the CKA of t and s representations."""
     own_x, own_y = (jax.vmap(hsic)(z[:, None], z[:, None]).reshape(-1) for z in (x, y))
     return Terms(hsic(x, y), own_x, own_y)
 
@@ -74,11 +74,10 @@ def ratio(
     own_x: Float[Array | np.ndarray, 't'],
     own_y: Float[Array | np.ndarray, 's'],
 ) -> Float[Array, 't s']:
-    """CKA of terms that are summed over all minibatches: 1 for equal representations, 0 for
-    independent ones, up to noise of either sign.
+    """Computes CKA from terms that are summed over all minibatches.
 
-    NaN where a representation's term with itself is not positive, as where it does not depend on
-    the image.
+    It is 1 for equal representations, and 0 up to noise of either sign for independent ones. It is
+    NaN if a representation's term with itself is not positive, such as for constant features.
     """
     deviations = [jnp.sqrt(jnp.where(own > 0, own, jnp.nan)) for own in (own_x, own_y)]
     return jnp.asarray(cross) / jnp.multiply.outer(*deviations)
@@ -87,9 +86,9 @@ def ratio(
 def minibatch_cka(
     x: Float[Array | np.ndarray, '...'], y: Float[Array | np.ndarray, '...']
 ) -> float:
-    """CKA of two representations of the same images, each (batches, images, features...).
+    """Computes CKA of two representations of the same images, each (batches, images, features...).
 
-    Raises UserError for other images in x than in y, and for less than one minibatch of 4.
+    Raises UserError if x and y have different batches, or batches of fewer than 4 images.
     """
     for z in (x, y):
         wrong = f'an array of the shape {z.shape}: expected (batches, images, features...)'
@@ -107,4 +106,4 @@ def minibatch_cka(
 
 @jax.jit
 def _pair(x: Float[Array, 'n ...'], y: Float[Array, 'n ...']) -> Terms:
-    return terms(centred_gram(x)[None], centred_gram(y)[None])
+    return terms(centered_gram(x)[None], centered_gram(y)[None])

@@ -1,4 +1,4 @@
-"""What position embeddings say of where a patch is (ViT paper, figures 7 and 10)."""
+"""What position embeddings say about the place of a patch (ViT paper, figures 7 and 10)."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,11 +13,18 @@ def similarity(
     *,
     prefix: int,
 ) -> Float[Array, 'rows columns rows columns']:
-    """Cosine of the position embedding of each patch with those of all patches.
+    """Computes the cosine of the position embedding of each patch with those of all patches.
 
-    The `prefix` rows before the patches (the class token's) are left out; `grid`: rows and columns
-    of patches. NaN where an embedding is zero. Raises UserError where prefix and grid do not make
-    the rows that there are.
+    Args:
+      pos_embedding: Position embeddings; the first `prefix` rows (class token) are left out.
+      grid: Rows and columns of patches.
+      prefix: Number of tokens before the patches.
+
+    Returns:
+      Cosines; NaN if an embedding is zero.
+
+    Raises:
+      UserError: If the number of embeddings is not prefix + rows * columns.
     """
     *_, n, width = pos_embedding.shape
     require_tokens(n, grid, prefix=prefix)

@@ -1,4 +1,4 @@
-"""Effective receptive fields: which pixels change what is in the middle of a layer, and how much.
+"""Effective receptive fields: how much each pixel changes the center feature of a layer.
 
 Luo et al. 2016; Raghu et al. 2021, section 5 and appendix C.4.
 """
@@ -13,18 +13,23 @@ from vit_jax.base import Array, Float, Int
 
 
 def receptive_fields(
-    centres: Callable[[Float[Array, 'b h w c']], Float[Array, 'l b d']],
+    centers: Callable[[Float[Array, 'b h w c']], Float[Array, 'l b d']],
     images: Float[Array | np.ndarray, 'b h w c'],
     channels: Int[Array | np.ndarray, 'b s'],
 ) -> Float[Array, 'l h w']:
-    """The mean absolute derivative, by each pixel, of the feature in the centre of each layer.
+    """Computes the mean absolute derivative of the center feature of each layer by each pixel.
 
-    `centres(images)` are the centre features of l layers, d channels each; those of an image must
-    depend on no other image. `channels`: s channels of each image, drawn from 0 to d - 1, of which
-    one at a time is differentiated. The mean is over images, these channels, and the images'
-    colours. Memory is that of one backward pass, time that of one for each layer and channel.
+    Args:
+      centers: Returns the d center features of l layers for each image; the features of an image
+        must not depend on other images.
+      images: The images.
+      channels: s channels of each image, from 0 to d - 1, that are differentiated.
+
+    Returns:
+      The mean over images, these channels, and colors. There is one backward pass for each layer
+      and channel, one at a time.
     """
-    features, pullback = jax.vjp(centres, jnp.asarray(images))
+    features, pullback = jax.vjp(centers, jnp.asarray(images))
     each = jnp.arange(len(images))
 
     def field_of_channel(layer: Int[Array, ''], channel: Int[Array, 'b']) -> Float[Array, 'h w']:

@@ -1,7 +1,7 @@
 """Skip connections: how much of a token goes past a block, and how much through it.
 
-Of tokens (images, tokens, channels) or feature maps (images, height, width, channels): the last
-axis is what is measured. A skip connection is output = skip + branch(skip).
+Arrays are tokens (images, tokens, channels) or feature maps (images, height, width, channels):
+norms and products are taken over the last axis. A skip connection is output = skip + branch(skip).
 """
 
 import jax.numpy as jnp
@@ -13,10 +13,10 @@ from vit_jax.base import Array, Float
 def norm_ratio(
     skip: Float[Array | np.ndarray, '*n d'], branch: Float[Array | np.ndarray, '*n d']
 ) -> Float[Array, '*n']:
-    """|skip| / |branch| (Raghu et al. 2021, section 6 and figure 7), in float32.
+    """Computes |skip| / |branch| in float32 (Raghu et al. 2021, section 6 and figure 7).
 
-    Large where a token is passed on as it is; inf where the branch adds nothing, NaN where both
-    are zero.
+    It is large if a token is passed on unchanged; inf if the branch adds nothing, NaN if both are
+    zero.
     """
     return _norm(skip) / _norm(branch)
 
@@ -24,9 +24,9 @@ def norm_ratio(
 def cosine(
     branch: Float[Array | np.ndarray, '*n d'], output: Float[Array | np.ndarray, '*n d']
 ) -> Float[Array, '*n']:
-    """Cosine of what a branch adds and of the sum (Raghu et al. 2021, appendix E.2), in float32.
+    """Computes the cosine of a branch and the sum in float32 (Raghu et al. 2021, appendix E.2).
 
-    Near 1 where the branch decides what the token becomes; NaN where either is zero.
+    It is near 1 if the branch decides what the token becomes; NaN if either is zero.
     """
     products = jnp.asarray(branch, jnp.float32) * jnp.asarray(output, jnp.float32)
     return products.sum(axis=-1) / (_norm(branch) * _norm(output))

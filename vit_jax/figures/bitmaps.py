@@ -1,10 +1,9 @@
 """Pictures without matplotlib: a contact sheet of images, and a confusion matrix.
 
-OpenCV brings the fonts: names of classes are shown in most scripts, on any machine.
+OpenCV brings the fonts: names of classes are drawn in most scripts, on any machine.
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
 import cv2
 import numpy as np
@@ -16,7 +15,7 @@ _TEXT, _WEIGHT, _LINE = 12, 400, 15  # letters: pixels, thickness; height of a l
 _NAME_WIDTH = 170  # pixels at most
 _HEAD_HEIGHT, _LEAST_SIDE, _FRAME = 24, 96, 2  # of the contact sheet
 _LONGEST = 2000  # side of the matrix, in pixels
-_WHITE, _DARK, _GREY = np.array([255, 255, 255]), np.array([8, 48, 107]), (128, 128, 128)
+_WHITE, _DARK, _GRAY = np.array([255, 255, 255]), np.array([8, 48, 107]), (128, 128, 128)
 
 Pixels = UInt8[np.ndarray, 'h w 3']
 
@@ -25,59 +24,51 @@ def contact_sheet(
     rows: Sequence[tuple[str, Sequence[np.ndarray]]], heads: Sequence[str]
 ) -> Image.Image:
     """Draws named rows of images of one size, small ones enlarged, under the titles `heads`."""
-    height, width = rows[0][1][0].shape[:2]
-    scale = max(1, -(-_LEAST_SIDE // min(height, width)))
-    height, width = scale * height + 2 * _FRAME, scale * width + 2 * _FRAME
-    sheet = _blank(_HEAD_HEIGHT + len(rows) * height, _NAME_WIDTH + len(heads) * width)
-    for column, head in enumerate(heads):
-        _write(sheet, head, (_NAME_WIDTH + column * width + 4, _HEAD_HEIGHT // 2))
-    for row, (name, images) in enumerate(rows):
-        top = _HEAD_HEIGHT + row * height
-        _write(sheet, _shorten(name, _NAME_WIDTH - 8), (4, top + height // 2))
-        for column, image in enumerate(images):
-            tile = image.repeat(scale, axis=0).repeat(scale, axis=1)
-            y, x = top + _FRAME, _NAME_WIDTH + column * width + _FRAME
-            sheet[y : y + len(tile), x : x + tile.shape[1]] = tile
-    return Image.fromarray(sheet)
+    scale = max(1, -(-_LEAST_SIDE // min(rows[0][1][0].shape[:2])))
+    frame = ((_FRAME, _FRAME), (_FRAME, _FRAME), (0, 0))
+    lines = []
+    for name, images in rows:
+        enlarged = [image.repeat(scale, axis=0).repeat(scale, axis=1) for image in images]
+        tiles = [np.pad(image, frame, constant_values=255) for image in enlarged]
+        label = _blank(len(tiles[0]), _NAME_WIDTH)
+        _write(label, _shorten(name, _NAME_WIDTH - 8), 4, len(label) // 2)
+        lines.append(np.concatenate([label, *tiles], axis=1))
+    head = _blank(_HEAD_HEIGHT, lines[0].shape[1])
+    width = (head.shape[1] - _NAME_WIDTH) // len(heads)
+    for column, text in enumerate(heads):
+        _write(head, text, _NAME_WIDTH + column * width + 4, _HEAD_HEIGHT // 2)
+    return Image.fromarray(np.concatenate([head, *lines]))
 
 
 def confusion_matrix(matrix: Int[np.ndarray, 'k k'], names: Sequence[str]) -> Image.Image:
     """Draws a cell for each pair of classes, the darker the larger its share of the row.
 
-    Cells have percentages if they are large enough. If not all names fit, every so many-th is
-    written. More than 2,000 classes share cells with their neighbors.
+    Large cells contain percentages. If not all names fit, every n-th is written. More than 2,000
+    classes share cells with their neighbors.
     """
     together = -(-len(matrix) // _LONGEST)
     starts = np.arange(0, len(matrix), together)
     cells = np.add.reduceat(np.add.reduceat(matrix, starts, axis=0), starts, axis=1)
     shares = cells / np.maximum(1, cells.sum(axis=1, keepdims=True))
     cell = max(1, min(48, _LONGEST // len(cells)))
-    every = -(-_LINE // cell)
-    shown = [
-        (cell * i, _shorten(names[int(starts[i])], _NAME_WIDTH))
-        for i in range(0, len(cells), every)
-    ]
-    margin = 12 + max(_text_width(name) for _, name in shown)
-    side, has_numbers = cell * len(cells), cell >= 30
-    numbers = 'numbers: percent of the row' if has_numbers else 'dark: a large share of the row'
-    text = f'rows: true class; columns: prediction; {numbers}'
+    shown = range(0, len(cells), -(-_LINE // cell))
+    labels = [_shorten(names[int(starts[i])], _NAME_WIDTH) for i in shown]
+    margin, side = 12 + max(map(_text_width, labels)), cell * len(cells)
+    text = 'rows: true class; columns: prediction; numbers: percent of the row'
     image = _blank(margin + side + 2 * _LINE, max(margin + side, _text_width(text)) + 8)
     above = _blank(side, margin)
-    for at, name in shown:
-        middle = at + (cell if cell >= _LINE else _LINE) // 2
-        _write(image, name, (margin - 6, margin + middle), 'right')
-        _write(above, name, (6, middle))
-        if every > 1:
-            image[margin + at, margin - 4 : margin] = image[margin - 4 : margin, margin + at] = 0
-    turned = np.rot90(above)
-    image[: margin - 4, margin : margin + side] = turned[: margin - 4]
-    cv2.rectangle(image, (margin - 1, margin - 1), (margin + side, margin + side), _GREY)
+    for i, name in zip(shown, labels, strict=True):
+        middle = cell * i + max(cell, _LINE) // 2
+        _write(image, name, margin - 6 - _text_width(name), margin + middle)
+        _write(above, name, 6, middle)
+    image[:margin, margin : margin + side] = np.rot90(above)
+    cv2.rectangle(image, (margin - 1, margin - 1), (margin + side, margin + side), _GRAY)
     image[margin : margin + side, margin : margin + side] = _colored(shares, cell)
-    for i, j in np.argwhere(shares >= 0.005).tolist() if has_numbers else ():
-        place = margin + cell * j + cell // 2, margin + cell * i + cell // 2
-        color = 255 if shares[i, j] > 0.25 else 0
-        _write(image, f'{100 * shares[i, j]:.0f}', place, 'center', color)
-    _write(image, text, (6, margin + side + _LINE))
+    for i, j in np.argwhere(shares >= 0.005).tolist() if cell >= 30 else ():
+        percent, color = f'{100 * shares[i, j]:.0f}', 255 if shares[i, j] > 0.25 else 0
+        x = margin + cell * j + (cell - _text_width(percent)) // 2
+        _write(image, percent, x, margin + cell * i + cell // 2, color)
+    _write(image, text, 6, margin + side + _LINE)
     return Image.fromarray(image)
 
 
@@ -111,15 +102,7 @@ def _shorten(text: str, width: int) -> str:
     return text[:kept] + '...' * (kept < len(text))
 
 
-def _write(
-    image: Pixels,
-    text: str,
-    place: tuple[int, int],
-    align: Literal['left', 'center', 'right'] = 'left',
-    color: int = 0,
-) -> None:
-    """Writes into the image at `place`: (x, y), with y the middle of the line."""
-    x = place[0] - {'left': 0, 'center': _text_width(text) // 2, 'right': _text_width(text)}[align]
-    baseline = place[1] + _TEXT // 3
-    font = cv2.FontFace('sans')
-    cv2.putText(image, _printable(text), (x, baseline), (color,) * 3, font, _TEXT, _WEIGHT)
+def _write(image: Pixels, text: str, x: int, middle: int, color: int = 0) -> None:
+    """Writes into the image from `x` on, with the line's middle at `middle`."""
+    place, font = (x, middle + _TEXT // 3), cv2.FontFace('sans')
+    cv2.putText(image, _printable(text), place, (color,) * 3, font, _TEXT, _WEIGHT)

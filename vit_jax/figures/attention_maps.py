@@ -1,0 +1,80 @@
+"""Attention of each head (ViT paper, section 4.5).
+
+The attention of each head and block in one image, from the tokens that the head of the network
+reads: the class token, or the mean of the rows of all patches. The last row of a network with
+attention pooling is the pooling. Some heads attend to one place, some to the edges of objects, some
+equally to all patches.
+"""
+
+from typing import Any, assert_never
+
+import numpy as np
+
+from vit_jax.base import Array, Float
+from vit_jax.figures import style
+from vit_jax.figures.figure import Figure, Images, Network, Numbers
+from vit_jax.models import ViTConfig
+from vit_jax.models.taps import Reduction
+
+_MOST_LAYERS, _MOST_HEADS = 12, 16
+
+
+def compute(images: Images, network: Network) -> Numbers:
+    """Returns the first `image` (h w 3) from 0 to 1, and `maps` (l k rows columns) of `layers`."""
+    config = network.vit
+
+    def of_read_tokens(weights: Float[Array, 'b k n n']) -> Float[Array, 'k m']:
+        return mean_of_read_tokens(config, weights[0])[:, config.prefix :]
+
+    wanted: dict[str, Reduction] = {'attention/weights': of_read_tokens}
+    if config.pool == 'map':
+        wanted['pool/attention/weights'] = lambda weights: weights[0, :, 0]
+    (captured,) = images.captures(network, wanted, most=1)
+    maps, names = [*captured['attention/weights']], [str(block) for block in range(config.depth)]
+    if config.pool == 'map':
+        maps.append(captured['pool/attention/weights'])
+        names.append('pool')
+    return {
+        'image': images.first(network, 1)[0],
+        'maps': np.stack(maps).reshape(len(maps), -1, *config.grid),
+        'layers': np.array(names),
+    }
+
+
+def mean_of_read_tokens(config: ViTConfig, rows: Float[Array, 'b n m']) -> Float[Array, 'b m']:
+    """Returns the mean of the rows of those tokens that the head reads."""
+    match config.pool:
+        case 'cls':
+            return rows[:, 0]
+        case 'cls_dist':
+            return rows[:, :2].mean(axis=1)
+        case 'cls_gap':
+            return (rows[:, 0] + rows[:, config.prefix :].mean(axis=1)) / 2
+        case 'gap' | 'map':
+            return rows[:, config.prefix :].mean(axis=1)
+        case 'none':
+            return rows.mean(axis=1)
+        case other:
+            assert_never(other)
+
+
+@style.styled
+def draw(numbers: Numbers) -> style.Drawing:
+    """Draws the image and a map for each head and block."""
+    image, maps = numbers['image'], style.relative(numbers['maps'])
+    layers, heads = style.evenly(len(maps), _MOST_LAYERS), style.evenly(maps.shape[1], _MOST_HEADS)
+    tiles = maps[np.ix_(layers, heads)]
+    height, width = len(layers) * tiles.shape[2], len(heads) * tiles.shape[3]
+    drawing = style.canvas_for((height, width + width // 3), 'Attention of each head and block')
+    sides: Any = drawing.subfigures(1, 2, width_ratios=(1, 3))
+    left, right = (side.subplots() for side in sides)
+    left.imshow(image)
+    left.set_axis_off()
+    rows = numbers['layers'][layers].tolist()
+    style.mosaic(right, tiles, rows=rows, columns=heads, **style.SHARES)
+    right.set(xlabel='head', ylabel='block (0 is next to the image)')
+    style.colorbar(right, 'attention, relative to\nthe largest in the map')
+    return drawing
+
+
+FIGURE = Figure(__doc__, compute, draw)

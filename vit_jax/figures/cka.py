@@ -1,0 +1,114 @@
+"""Similarity of all layers (Raghu et al., section 4, figures 1 and 2).
+
+Centered kernel alignment (CKA) is 1 if two layers represent the same images as similar, whatever
+the rotation or scale of their features, and 0 if they have nothing in common. It is estimated
+without bias from batches of images; with few images it is noisy and may be below 0. Rows and
+columns are layers, from the image at the top left to the output: norms, branches, hidden layers and
+sums. ViTs are similar from end to end, ResNets fall into stages. Between two networks, the picture
+shows which layers do the same work.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.axes import Axes
+
+from vit_jax.analysis import cka
+from vit_jax.base import Array, Batch, Float
+from vit_jax.figures import layers, style
+from vit_jax.figures.figure import Figure, Images, Network, Numbers
+from vit_jax.figures.layers import Layer
+from vit_jax.models import ModelConfig
+
+_MOST_TICKS = 24
+_PART = re.compile(r'block\d+|stage\d+/unit\d+')
+terms_of = jax.jit(cka.terms)  # of Gram matrices
+
+
+def compute(images: Images, *networks: Network) -> Numbers:
+    """Returns `cka` (t t) of all layers, their names `layers` (t) and `networks` (t)."""
+    return similarity(images, networks, layers.all_layers)
+
+
+def similarity(
+    images: Images, networks: Sequence[Network], choose: Callable[[ModelConfig], list[Layer]]
+) -> Numbers:
+    """Returns the numbers of `compute` for chosen layers."""
+    chosen = [choose(network.loaded.config) for network in networks]
+    grams = [gram_matrices(*pair) for pair in zip(networks, chosen, strict=True)]
+
+    def terms() -> Iterator[cka.Terms]:
+        for batches in zip(*(images.batches(network) for network in networks), strict=True):
+            found = [gram(batch) for gram, batch in zip(grams, batches, strict=True)]
+            total = jnp.concatenate(found)
+            yield terms_of(total, total)
+
+    names = [network.name for network in networks]
+    return {
+        'cka': ratio(terms()),
+        'layers': np.array([str(layer) for each in chosen for layer in each]),
+        'networks': np.repeat(names, [len(each) for each in chosen]),
+    }
+
+
+def gram_matrices(
+    network: Network, chosen: Sequence[Layer]
+) -> Callable[[Batch], Float[Array, 't n n']]:
+    """Returns a function from a batch to the centered Gram matrices of these layers.
+
+    They are computed within their blocks, so that all layers are never in memory together.
+    """
+    capture = network.capture(layers.same_reduction(chosen, cka.centered_gram))
+    return lambda batch: layers.stack(capture(batch), chosen)
+
+
+def ratio(terms: Iterable[cka.Terms]) -> Float[np.ndarray, 't s']:
+    """Returns CKA from the terms of all batches, which are summed in float64."""
+    on_host = ([np.asarray(term, np.float64) for term in batch] for batch in terms)
+    total = functools.reduce(lambda one, other: [*map(np.add, one, other)], on_host)
+    return np.asarray(cka.ratio(*total))
+
+
+@style.styled
+def draw(numbers: Numbers) -> style.Drawing:
+    """Draws the matrix, with the names of the networks at the sides."""
+    networks = numbers['networks']
+    drawing = style.canvas(8.0, 8.0, 'CKA: how similar the representations of any two layers are')
+    axes = drawing.subplots()
+    draw_matrix(axes, numbers['cka'], numbers['layers'])
+    starts = np.flatnonzero(np.r_[True, networks[1:] != networks[:-1]])
+    ends = np.r_[starts[1:], len(networks)]
+    for start in starts[1:]:
+        axes.axvline(start - 0.5, color='white', linewidth=3)
+        axes.axhline(start - 0.5, color='white', linewidth=3)
+    room = (style.letters(5.2 * count / len(networks)) for count in ends - starts)
+    names = [style.shorten(str(networks[i]), most) for i, most in zip(starts, room, strict=True)]
+    middles = (starts + ends - 1) / 2
+    above, right = axes.secondary_xaxis('top'), axes.secondary_yaxis('right')
+    above.set_xticks(middles, names)
+    right.set_yticks(middles, names, rotation=90, va='center')
+    for axis in above, right:
+        axis.tick_params(length=0)
+        axis.spines[:].set_visible(False)
+    style.colorbar(axes, 'CKA')
+    return drawing
+
+
+def draw_matrix(axes: Axes, values: Float[np.ndarray, 't t'], names: np.ndarray) -> None:
+    """Draws a matrix of layers, with a tick where a block or unit starts."""
+    axes.imshow(values, interpolation='nearest', **style.SHARES)
+    parts = {i: found[0] for i, name in enumerate(names) if (found := _PART.match(str(name)))}
+    ticks: dict[int, str] = {}
+    for i, part in parts.items():
+        far = not ticks or (i - max(ticks)) * _MOST_TICKS >= len(names)
+        if far and part != parts.get(i - 1):
+            ticks[i] = part
+    axes.set_xticks([*ticks], [*ticks.values()], rotation=90)
+    axes.set_yticks([*ticks], [*ticks.values()])
+
+
+FIGURE = Figure(__doc__, compute, draw, of_all=True)

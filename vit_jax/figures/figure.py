@@ -1,0 +1,205 @@
+"""What a figure is, and what it is computed from: networks on the devices, and images.
+
+To add a figure, write NAME.py in this folder with its FIGURE, and add NAME to NAMES.
+"""
+
+import dataclasses
+import functools
+import importlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent import futures
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from vit_jax.base import Array, Batch, Float, Int, Params, UserError, counted, require
+from vit_jax.data import loading
+from vit_jax.data.image_preprocessing import normalize
+from vit_jax.data.loading import ExampleRef, ImageReader, LoaderConfig
+from vit_jax.distributed import meshes
+from vit_jax.models import ResNetConfig, ViTConfig, with_exact_products
+from vit_jax.models.taps import Reduction
+from vit_jax.pretrained import Loaded
+
+# In the order of the page. Their modules import matplotlib, an extra.
+NAMES = (
+    'filters',
+    'positions',
+    'attention_distance',
+    'rollout',
+    'attention_maps',
+    'cka',
+    'skip_removal',
+    'head_subsets',
+    'residuals',
+    'receptive_fields',
+    'localization',
+    'probes',
+    'training_data',
+)
+Progress = Callable[[Iterable[Any], int], Iterable[Any]]  # yields the items, shows how many remain
+Numbers = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A figure of a paper: how it is computed, drawn and explained.
+
+    If `compute` raises UserError, the figure is left out, with the message as the reason.
+    """
+
+    docstring: str  # TITLE (SOURCE). How it is computed, and what to look for.
+    compute: Callable[..., Numbers]  # (images, network) or (images, *networks)
+    draw: Callable[[Numbers], Any]  # returns a drawing of matplotlib
+    finding: Callable[[Numbers], str] = lambda _: ''  # numbers that the picture does not show
+    of_all: bool = False  # one picture of all networks, not one for each
+    needs_images: bool = True
+
+    @property
+    def title(self) -> str:
+        return self.docstring.partition(' (')[0]
+
+    @property
+    def caption(self) -> str:
+        """The source, how the figure is computed, and what to look for."""
+        _, _, text = self.docstring.partition(' (')
+        return ' '.join(text.replace(').', '.', 1).split())
+
+
+def find_figure(name: str) -> Figure:
+    """Imports the figure of this name."""
+    figure: Figure = importlib.import_module(f'vit_jax.figures.{name}').FIGURE
+    return figure
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Network:
+    """A network on the devices, with a reader of images as it takes them."""
+
+    name: str
+    loaded: Loaded
+    params: Params  # on the devices of the mesh
+    reader: ImageReader
+    mesh: Mesh
+
+    @property
+    def vit(self) -> ViTConfig:
+        """The architecture. Raises UserError for a ResNet."""
+        if isinstance(self.loaded.config, ResNetConfig):
+            raise UserError('a ResNet has neither tokens nor attention')
+        return self.loaded.config
+
+    @property
+    def patch_size(self) -> tuple[float, float]:
+        """Height and width in pixels from one token to the next."""
+        (height, width), (rows, columns) = self.loaded.config.image_size, self.loaded.config.grid
+        return height / rows, width / columns
+
+    def capture(self, wanted: Mapping[str, Reduction]) -> Callable[[Batch], dict[str, Any]]:
+        """Returns a compiled function from a batch to the arrays of `Model.capture`."""
+
+        def run(params: Params, images: Float[Array, 'b h w c']) -> dict[str, Any]:
+            return self.loaded.model.capture(params, images, wanted)[1]
+
+        return self.compile(run)
+
+    def compile(
+        self, function: Callable[[Params, Float[Array, 'b h w c']], Any]
+    ) -> Callable[[Batch], Any]:
+        """Compiles a function of parameters and normalized images to a function of batches."""
+
+        @functools.partial(jax.jit, out_shardings=meshes.replicated(self.mesh))
+        def run(params: Params, images: Array) -> Any:
+            normalized = normalize(images, self.loaded.preprocessing)
+            return with_exact_products(function)(params, normalized)
+
+        return lambda batch: run(self.params, batch['images'])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Images:
+    """The images that all networks are shown, in full batches."""
+
+    indices: Int[np.ndarray, 'n']  # in the source; all are readable
+    batch_size: int
+    progress: Progress = lambda items, total: items
+
+    def used(self, most: int | None = None) -> Int[np.ndarray, 'm']:
+        """Returns the indices of full batches of at most `most` images, but of one batch."""
+        count = len(self.indices) if most is None else min(most, len(self.indices))
+        return self.indices[: max(1, count // self.batch_size) * self.batch_size]
+
+    def batches(self, network: Network, most: int | None = None) -> Iterator[Batch]:
+        """Yields the used images in batches, as this network takes them."""
+        used, size = self.used(most), self.batch_size
+        sharding = meshes.batch_sharding(network.mesh)
+        loader = loading.make_loader(network.reader, LoaderConfig(placement='host'), sharding)
+        batches = loading.sequential_batches(loader, used, batch_size=size)
+        return iter(self.progress(batches, len(used) // size))
+
+    def captures(
+        self, network: Network, wanted: Mapping[str, Reduction], most: int | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Yields the arrays of `Model.capture` for each batch, as numpy arrays."""
+        capture = network.capture(wanted)
+        return (jax.device_get(capture(batch)) for batch in self.batches(network, most))
+
+    def first(self, network: Network, count: int) -> Float[np.ndarray, 'n h w c']:
+        """Returns the first images as this network takes them, from 0 to 1."""
+        refs = self.indices[:count].tolist()
+        images = [network.reader.example(ExampleRef(index))[0] for index in refs]
+        return np.stack(images).astype(np.float32) / 255
+
+
+def readable(
+    reader: ImageReader, most: int, progress: Progress
+) -> tuple[Int[np.ndarray, 'n'], list[str]]:
+    """Returns at most `most` images, evenly spread over all, and what is wrong with the others.
+
+    Raises UserError if no image can be read.
+    """
+    total = len(reader.source)
+    indices = np.unique(np.linspace(0, total - 1, min(most, total)).astype(int))
+
+    def problem(index: int) -> str | None:
+        try:
+            reader.example(ExampleRef(index))
+        except UserError as error:
+            return str(error)
+        return None
+
+    with futures.ThreadPoolExecutor(loading.cores()) as pool:
+        found = list(progress(pool.map(problem, indices.tolist()), len(indices)))
+    problems = [text for text in found if text is not None]
+    none = f'none of {counted(len(indices), "image")} can be read'
+    require(len(problems) < len(indices), '; '.join([none, *problems[:1]]))
+    return indices[[text is None for text in found]], problems
+
+
+def batch_for(images: int, batch_size: int) -> tuple[int, Mesh]:
+    """Returns the size of full batches, such that few images are left over, and their devices."""
+    size, devices = images // -(-images // batch_size), jax.devices()
+    return size, meshes.make_mesh(meshes.MeshConfig(), devices[: math.gcd(size, len(devices))])
+
+
+def on_devices(name: str, loaded: Loaded, reader: ImageReader, mesh: Mesh) -> Network:
+    """Returns the network with its parameters on each device."""
+    sharding = jax.tree.map(lambda _: meshes.replicated(mesh), loaded.params)
+    return Network(name, loaded, meshes.put(loaded.params, sharding), reader, mesh)
+
+
+def require_finite(images: Images, network: Network) -> None:
+    """Raises UserError if the network computes NaN or infinity from one of the images."""
+
+    def finite(params: Params, batch: Float[Array, 'b h w c']) -> Array:
+        logits = network.loaded.model.apply(params, batch)
+        return jnp.isfinite(logits).reshape(len(logits), -1).all(axis=1)
+
+    found = map(network.compile(finite), images.batches(network))
+    wrong = sum(int((~each).sum()) for each in found)
+    where = 'pass --figures=filters,positions for what needs no images, or leave the network out'
+    require(not wrong, f'{network.name}: NaN or infinity in the logits of {wrong} images; {where}')

@@ -1,0 +1,53 @@
+"""Filters of the patch embedding (ViT paper, figure 7, left).
+
+The principal components of the filters of the patch embedding, or of the first convolution of a
+ResNet or hybrid, each scaled to the full range of colors. In a trained network they look like
+smooth waves, edges and color contrasts, from coarse to fine. Noise means that the network was not
+trained for long.
+"""
+
+import numpy as np
+
+from vit_jax.analysis import filters
+from vit_jax.base import UserError
+from vit_jax.figures import style
+from vit_jax.figures.figure import Figure, Images, Network, Numbers
+from vit_jax.models.resnet import standardised
+
+_COMPONENTS, _COLUMNS = 28, 7  # as in figure 7
+
+
+def compute(images: Images, network: Network) -> Numbers:
+    """Returns `components` (k p q c) from 0 to 1, and the share of variance `explained` (k)."""
+    params, config = network.loaded.params, network.loaded.config
+    kernel: np.ndarray
+    if config.backbone is None:
+        kernel = np.asarray(params['embedding']['kernel'], np.float32)
+    else:
+        kernel = np.asarray(standardised(params['backbone']['conv_root']['kernel']))
+    components, explained = filters.principal_components(kernel, _COMPONENTS)
+    if not np.isfinite(explained).all():
+        raise UserError('all filters are the same')
+    pictures = np.asarray(filters.as_picture(components))
+    return {'components': pictures, 'explained': np.asarray(explained)}
+
+
+@style.styled
+def draw(numbers: Numbers) -> style.Drawing:
+    """Draws the components in rows of seven."""
+    components, explained = numbers['components'], numbers['explained']
+    count, height, width, _ = components.shape
+    rows = -(-count // _COLUMNS)
+    title = f'{count} principal components of the filters, of {height} x {width} pixels each, and '
+    title += f'their share of the variance: {explained.sum():.0%} together'
+    drawing = style.canvas(1.2 * _COLUMNS, (1.2 * height / width + 0.25) * rows + 0.7, title)
+    axes = drawing.subplots(rows, _COLUMNS, squeeze=False)
+    for ax in axes.flat:
+        ax.set_axis_off()
+    for ax, component, share in zip(axes.flat, components, explained, strict=False):
+        ax.imshow(component)
+        ax.set_title(f'{share:.1%}', pad=3)
+    return drawing
+
+
+FIGURE = Figure(__doc__, compute, draw, needs_images=False)

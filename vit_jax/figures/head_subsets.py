@@ -1,0 +1,80 @@
+"""Heads compared with a ResNet (Raghu et al., section 5, figure 5).
+
+The heads of the first block are sorted by attention distance. Neighbors in this order, a third of
+all heads at a time, are compared (CKA) with the lower layers of the ResNet, whose convolutions are
+local. Lines that are higher on the left mean that local heads compute what convolutions compute.
+"""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vit_jax.analysis import cka as analysis
+from vit_jax.base import Array, Float, Int, UserError
+from vit_jax.figures import cka, layers, style
+from vit_jax.figures.attention_distance import mean_distance
+from vit_jax.figures.figure import Figure, Images, Network, Numbers
+from vit_jax.models import ResNetConfig, ViTConfig
+
+_MOST_LAYERS = 8
+
+
+def compute(images: Images, *networks: Network) -> Numbers:
+    """Compares subsets of the heads of block 0 with the lower layers of a ResNet.
+
+    Returns `cka` (s l), the mean `distance` (s) in pixels, and the names of the `layers` (l).
+    """
+    vits = [one for one in networks if isinstance(one.loaded.config, ViTConfig)]
+    vits.sort(key=lambda one: one.loaded.config.backbone is not None)  # ViTs before hybrids
+    resnets = [one for one in networks if isinstance(one.loaded.config, ResNetConfig)]
+    if not vits or not resnets:
+        raise UserError('needs the checkpoints of a ViT and of a ResNet')
+    vit, resnet = vits[0], resnets[0]
+    lower = layers.outputs(resnet.loaded.config)
+    lower = lower[: max(1, len(lower) // 2)][:_MOST_LAYERS]
+
+    def grams_of_heads(mixed: Float[Array, 'b n k e']) -> Float[Array, 'k b b']:
+        return jax.vmap(analysis.centered_gram, in_axes=2)(mixed)
+
+    wanted = {'attention/weights': mean_distance(vit), 'attention/heads': grams_of_heads}
+    found = [{tap: x[0] for tap, x in each.items()} for each in images.captures(vit, wanted)]
+    distance = np.mean([each['attention/weights'] for each in found], axis=0)
+    subsets = _windows(distance)
+    resnet_grams = cka.gram_matrices(resnet, lower)
+
+    def terms() -> Iterator[analysis.Terms]:
+        for each, batch in zip(found, images.batches(resnet), strict=True):
+            # The Gram matrix of several heads together is the sum of their Gram matrices.
+            grams = jnp.einsum('sk,kij->sij', subsets, each['attention/heads'], precision='highest')
+            yield cka.terms_of(grams, resnet_grams(batch))
+
+    return {
+        'cka': cka.ratio(terms()),
+        'distance': subsets @ distance / subsets.sum(axis=1),
+        'layers': np.array([str(layer) for layer in lower]),
+    }
+
+
+def _windows(distance: Float[np.ndarray, 'k']) -> Int[np.ndarray, 's k']:
+    """Marks (1) the heads of each subset: a third of all heads, neighbors by distance."""
+    order, size = np.argsort(distance), max(1, len(distance) // 3)
+    starts = range(len(distance) - size + 1)
+    return np.array([np.isin(np.arange(len(order)), order[s : s + size]) for s in starts]) * 1
+
+
+@style.styled
+def draw(numbers: Numbers) -> style.Drawing:
+    """Draws a line for each layer of the ResNet."""
+    title = 'Heads by their attention distance, compared with the lower layers of a ResNet'
+    drawing = style.canvas(8.0, 4.6, title)
+    axes = drawing.subplots()
+    for place, name in enumerate(numbers['layers'].tolist()):
+        axes.plot(numbers['distance'], numbers['cka'][:, place], **style.line(place, name))
+    axes.set(xlabel='mean attention distance of the heads (pixels)', ylabel='CKA', ylim=(0, 1.02))
+    style.legend(drawing, axes)
+    return drawing
+
+
+FIGURE = Figure(__doc__, compute, draw, of_all=True)

@@ -1,0 +1,85 @@
+"""Localization: which place a token represents (Raghu et al., section 7).
+
+Each tile belongs to one token of the last block, or one place of the last feature map, and shows
+its CKA with the pixels of each patch of the image, which is noisy with few images. A token that
+keeps its place is brightest there. In the paper tokens of a network with a class token keep their
+places to the end; networks that average all tokens, and ResNets, much less.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.patches import Rectangle
+
+from vit_jax.analysis.cka import Terms
+from vit_jax.analysis.localization import localization, patches
+from vit_jax.base import Array, Float, Params
+from vit_jax.figures import cka, style
+from vit_jax.figures.figure import Figure, Images, Network, Numbers
+from vit_jax.models import ResNetConfig
+
+_TILES = 4  # tokens along a side of the grid that are drawn
+
+
+def compute(images: Images, network: Network) -> Numbers:
+    """Compares tokens of the last block, or places of the last feature map, with image patches.
+
+    Returns `cka` (t rows columns) and the places of the `tokens` (t 2), (-1, -1) for class tokens.
+    """
+    config = network.loaded.config
+    rows, columns = config.grid
+    prefix = class_tokens = 0
+    if isinstance(config, ResNetConfig):
+        stages = len(config.backbone.blocks)
+        tap = f'stage{stages}' if stages else 'root'
+    else:
+        tap, prefix, class_tokens = 'tokens', config.prefix, config.positioned_prefix
+
+    def terms(params: Params, pixels: Float[Array, 'b h w c']) -> Terms:
+        identity = {tap: lambda x: x.reshape(len(x), -1, x.shape[-1])}
+        last = network.loaded.model.capture(params, pixels, identity)[1][tap]
+        last = last if isinstance(config, ResNetConfig) else last[-1]
+        tokens = jnp.concatenate([last[:, :class_tokens], last[:, prefix:]], axis=1)
+        return localization(tokens, patches(pixels, (rows, columns)))
+
+    found = cka.ratio(map(network.compile(terms), images.batches(network)))
+    places = [(-1, -1)] * class_tokens + [(i, j) for i in range(rows) for j in range(columns)]
+    return {'cka': found.reshape(-1, rows, columns), 'tokens': np.array(places)}
+
+
+@style.styled
+def draw(numbers: Numbers) -> style.Drawing:
+    """Draws tiles of some tokens, evenly spread over the grid, and of the class tokens."""
+    values, tokens = numbers['cka'], numbers['tokens']
+    kept = [style.evenly(n, _TILES) for n in values.shape[1:]]
+    y, x = tokens.T
+    shown = np.flatnonzero((y < 0) | np.isin(y, kept[0]) & np.isin(x, kept[1]))
+    columns = len(kept[1]) + 1
+    rows = -(-len(shown) // columns)
+    title = 'Which part of the image each token represents; its own patch is framed'
+    height = 1.6 * values.shape[1] / values.shape[2] + 0.3
+    drawing = style.canvas(1.6 * columns + 1.6, height * rows + 0.9, title)
+    panels = drawing.subplots(rows, columns, squeeze=False)
+    for axes in panels.flat:
+        axes.set_axis_off()
+    low, high = float(np.nanmin(values, initial=0)), float(np.nanmax(values, initial=1e-3))
+    for axes, token in zip(panels.flat, shown.tolist(), strict=False):
+        row, column = tokens[token].tolist()
+        axes.imshow(values[token], cmap=style.SEQUENTIAL, vmin=low, vmax=high)
+        axes.set_title('class token' if row < 0 else f'row {row}, column {column}', pad=3)
+        corner, frame = (column - 0.5, row - 0.5), style.COLORS[1]
+        if row >= 0:
+            axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=frame, linewidth=2))
+    style.colorbar(panels, 'CKA of token and patch', low=low, high=high)
+    return drawing
+
+
+def finding(numbers: Numbers) -> str:
+    """Returns how many tokens are most similar to the patch at their place."""
+    values, tokens = numbers['cka'], numbers['tokens']
+    places = [(t, *place) for t, place in enumerate(tokens.tolist()) if place[0] >= 0]
+    hits = np.mean([values[place] >= np.nanmax(values[place[0]], initial=-1) for place in places])
+    chance = f'{1 / values[0].size:.1%} by chance'
+    return f'{hits:.0%} of {len(places)} tokens are most similar to their own patch; {chance}.'
+
+
+FIGURE = Figure(__doc__, compute, draw, finding)

@@ -1,0 +1,50 @@
+"""Position embeddings (ViT paper, figure 7, center).
+
+Each tile belongs to one position, and shows the cosine between its embedding and that of every
+position: purple if they are similar, orange if they are opposite. If the network has learned the
+grid, a tile is darkest at its own place and neighbors are similar; in large networks rows and
+columns form a cross.
+"""
+
+import numpy as np
+
+from vit_jax.analysis import positions
+from vit_jax.base import UserError
+from vit_jax.figures import style
+from vit_jax.figures.figure import Figure, Images, Network, Numbers
+from vit_jax.models.positions import as_array
+
+_MOST_TILES = 14  # along a side
+
+
+def compute(images: Images, network: Network) -> Numbers:
+    """Returns the cosine `similarity` (rows columns rows columns)."""
+    config = network.vit
+    if config.positions in ('none', 'rope', 'relative'):
+        raise UserError('the network has no position embeddings')
+    if config.positions_at == 'every_layer' and config.positions != 'sincos2d':
+        raise UserError('each layer has its own position embeddings')
+    table = as_array(config, network.loaded.params)
+    prefix = config.positioned_prefix
+    return {'similarity': np.asarray(positions.similarity(table, config.grid, prefix=prefix))}
+
+
+@style.styled
+def draw(numbers: Numbers) -> style.Drawing:
+    """Draws a tile for each position."""
+    similarity = numbers['similarity']
+    rows, columns = (range(0, n, -(-n // _MOST_TILES)) for n in similarity.shape[:2])
+    tiles = similarity[np.ix_(rows, columns)]
+    title = 'Each position embedding compared with all others, one tile for each position'
+    drawing = style.canvas_for(
+        (tiles.shape[0] * tiles.shape[2], tiles.shape[1] * tiles.shape[3]), title
+    )
+    axes = drawing.subplots()
+    how = {'cmap': style.DIVERGING, 'vmin': -1, 'vmax': 1}
+    style.mosaic(axes, tiles, rows=rows, columns=columns, **how)
+    axes.set(xlabel='column of the patch', ylabel='row of the patch')
+    style.colorbar(axes, 'cosine similarity', low=-1.0, cmap=style.DIVERGING)
+    return drawing
+
+
+FIGURE = Figure(__doc__, compute, draw, needs_images=False)

@@ -1,0 +1,128 @@
+"""Few-shot probes of each layer (Raghu et al., section 7, appendix D).
+
+A ridge regression, as in few-shot evaluation, learns from the representation in each layer: one
+token, a mean, or single patches (9 over the image), whose accuracies are averaged. Half of the
+images are for learning, a few of each class drawn three times; the other half is for testing. In
+the paper a network with a class token and one that averages its tokens are equally good if each is
+probed as it was trained; single patches of the last layers contain little of the class in the
+first, and much in the second and in ResNets.
+"""
+
+import numpy as np
+
+from vit_jax.base import Array, Float, Int, UserError
+from vit_jax.evaluation import ridge
+from vit_jax.evaluation.probes import Labelled
+from vit_jax.figures import layers, style
+from vit_jax.figures.figure import Figure, Images, Network, Numbers
+from vit_jax.models import ResNetConfig
+
+_SEEDS, _SHOTS, _MOST_IMAGES = (0, 1, 2), 10, 2048
+_ALONG = 3  # single patches along a side of the grid: 9 of them
+
+
+def compute(images: Images, *networks: Network) -> Numbers:
+    """Fits ridge probes to the class token, to means, and to single patches of each layer.
+
+    Returns `accuracy` and its `deviation` over draws (series l), NaN if a network has fewer
+    layers; the names of the `series`; the numbers of `shots`, `classes` and `tested` images.
+    """
+    source = networks[0].reader.source
+    if not source.class_names or source.multi_label:
+        raise UserError('needs images with one label each')
+    labels = source.labels[images.used(_MOST_IMAGES)]
+    order = np.random.default_rng(0).permutation(len(labels))
+    learned, tested = np.split(order, [len(order) // 2])
+    tested = tested[np.isin(labels[tested], labels[learned])]
+    if len(np.unique(labels[learned])) < 2 or not len(tested):
+        raise UserError(f'{len(labels):,} images are too few for probes')
+
+    def accuracies(features: Float[np.ndarray, 'i d']) -> list[float]:
+        test = Labelled(features[tested], labels[tested])
+        read, draws = features[learned].__getitem__, {'shots': [_SHOTS], 'seeds': _SEEDS}
+        result = ridge.probe(labels[learned], test, features_of=read, l2=ridge.L2, **draws)
+        return [*result.accuracies.values()]
+
+    found: dict[str, list[tuple[float, float]]] = {}
+    for network in networks:
+        for layer in _features(images, network):
+            for kind, samples in layer.items():
+                of_draws = np.mean([accuracies(one) for one in samples.swapaxes(0, 1)], axis=0)
+                series = found.setdefault(f'{network.name}: {kind}', [])
+                series.append((of_draws.mean(), of_draws.std()))
+    values = np.full((len(found), max(map(len, found.values())), 2), np.nan)
+    for row, series in zip(values, found.values(), strict=True):
+        row[: len(series)] = series
+    return {
+        'accuracy': values[..., 0],
+        'deviation': values[..., 1],
+        'series': np.array([*found]),
+        'shots': np.array(_SHOTS),
+        'classes': np.array(len(np.unique(labels[learned]))),
+        'tested': np.array(len(tested)),
+    }
+
+
+def _features(
+    images: Images, network: Network
+) -> list[dict[str, Float[np.ndarray, 'i samples d']]]:
+    """Returns the features of each layer by kind; each of several samples is probed alone."""
+    config = network.loaded.config
+
+    def of_map(x: Float[Array, 'b h w c']) -> dict[str, Array]:
+        places = x.reshape(len(x), -1, x.shape[-1])
+        single = places[:, _spread(x.shape[1:3])]
+        return {'mean of places': places.mean(axis=1, keepdims=True), 'single places': single}
+
+    def of_tokens(x: Float[Array, 'b n d']) -> dict[str, Array]:
+        patches = x[:, network.vit.prefix :]
+        found = {
+            'mean of patches': patches.mean(axis=1, keepdims=True),
+            'single patches': patches[:, _spread(config.grid)],
+        }
+        return found | ({'class token': x[:, :1]} if network.vit.positioned_prefix else {})
+
+    chosen = layers.outputs(config)
+    select = of_map if isinstance(config, ResNetConfig) else of_tokens
+    captures = images.captures(network, layers.same_reduction(chosen, select), _MOST_IMAGES)
+    batches = [layers.select(captured, chosen) for captured in captures]
+    return [
+        {kind: np.concatenate([part[kind] for part in parts]) for kind in sorted(parts[0])}
+        for parts in zip(*batches, strict=True)
+    ]
+
+
+def _spread(grid: tuple[int, ...]) -> Int[np.ndarray, 's']:
+    """Returns places of a grid that are evenly spread over rows and columns, each once."""
+    rows, columns = (np.unique(np.linspace(0, n - 1, _ALONG + 2)[1:-1].round()) for n in grid)
+    return np.add.outer(rows * grid[1], columns).ravel().astype(int)
+
+
+@style.styled
+def draw(numbers: Numbers) -> style.Drawing:
+    """Draws a line for each series, with the deviation over draws."""
+    shots, classes, tested = (int(numbers[name]) for name in ('shots', 'classes', 'tested'))
+    title = f'Probes of each layer: at most {shots} images of each of {classes} classes to learn '
+    drawing = style.canvas(8.0, 4.6, f'{title}from, {tested:,} to test')
+    axes = drawing.subplots()
+    for place, name in enumerate(numbers['series'].tolist()):
+        accuracy, deviation = 100 * numbers['accuracy'][place], 100 * numbers['deviation'][place]
+        count = np.count_nonzero(~np.isnan(accuracy))
+        accuracy, deviation = accuracy[:count], deviation[:count]
+        depth, look = np.linspace(0, 1, count), style.line(place, name)
+        axes.plot(depth, accuracy, **look)
+        band = accuracy - deviation, accuracy + deviation
+        axes.fill_between(depth, *band, color=look['color'], alpha=0.2, linewidth=0)
+    axes.set(xlabel='relative depth (0 is next to the image)', ylabel='accuracy (%)')
+    style.legend(drawing, axes)
+    return drawing
+
+
+def finding(numbers: Numbers) -> str:
+    """Returns the accuracy of the last layer of each series."""
+    last = [row[~np.isnan(row)][-1] for row in numbers['accuracy']]
+    pairs = [f'{name} {x:.1%}' for name, x in zip(numbers['series'].tolist(), last, strict=True)]
+    return f'Accuracy at the last layer: {", ".join(pairs)}.'
+
+
+FIGURE = Figure(__doc__, compute, draw, finding, of_all=True)

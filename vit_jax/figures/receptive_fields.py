@@ -1,0 +1,105 @@
+"""Effective receptive fields (Raghu et al., section 5, figure 6, appendix C.4).
+
+How much each pixel changes the center of a layer: the absolute derivative, averaged over images,
+colors and some channels. Top: the branch before the skip connection is added (attention of a ViT,
+last norm of the unit of a ResNet). Bottom: the output of the block or unit. The first layers of a
+ViT see much of the image; the skip connection keeps their own place visible.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from vit_jax.analysis.receptive_field import receptive_fields
+from vit_jax.base import Array, Float, Params, UserError
+from vit_jax.figures import layers, style
+from vit_jax.figures.figure import Figure, Images, Network, Numbers
+from vit_jax.figures.layers import Layer
+from vit_jax.models import ResNetConfig, build
+
+_LAYERS, _IMAGES, _CHANNELS = 6, 32, 2  # drawn layers; images and channels that are averaged
+
+
+def compute(images: Images, network: Network) -> Numbers:
+    """Returns the fields `before` and `after` the skip connection (l h w) of `layers` (l)."""
+    config = network.loaded.config
+    if isinstance(config, ResNetConfig):
+        names = layers.units(config.backbone)
+        if not names:
+            raise UserError('the ResNet has no units: it is the root alone')
+        names = [names[i] for i in style.evenly(len(names), _LAYERS)]
+        taps = [[Layer(f'{unit}/{part}') for unit in names] for part in ('norm3', 'out')]
+        # Units differ in channels, so each has its own pass.
+        before, after = ([_fields(images, network, [one])[0] for one in part] for part in taps)
+        fields = np.array([before, after])
+    else:
+        blocks = style.evenly(config.depth, _LAYERS)
+        taps = [[Layer(tap, block) for block in blocks] for tap in ('attention/out', 'tokens')]
+        fields = np.stack([_fields(images, network, part) for part in taps])
+        names = [f'block{block}' for block in blocks]
+    return {'before': fields[0], 'after': fields[1], 'layers': np.array(names)}
+
+
+def _fields(
+    images: Images, network: Network, chosen: Sequence[Layer]
+) -> Float[np.ndarray, 'l h w']:
+    """Computes the fields of layers that have equal numbers of channels."""
+    config = network.loaded.config
+    rows, columns = config.grid
+
+    def center(x: Array) -> Float[Array, 'b d']:
+        if isinstance(config, ResNetConfig):
+            return x[:, x.shape[1] // 2, x.shape[2] // 2]
+        return x[:, config.prefix + rows // 2 * columns + columns // 2]
+
+    taps = layers.same_reduction(chosen, center)
+    # The backward pass computes blocks again: their activations would not fit.
+    model = build(config, compute=dataclasses.replace(network.loaded.compute, remat='block'))
+
+    def centers(params: Params, pixels: Float[Array, 'b h w c']) -> Float[Array, 'l b d']:
+        return layers.stack(model.capture(params, pixels, taps)[1], chosen)
+
+    image = jax.ShapeDtypeStruct((1, *config.image_size, config.channels), np.float32)
+    width = jax.eval_shape(centers, network.params, image).shape[-1]
+
+    def of_batch(params: Params, pixels: Float[Array, 'b h w c']) -> Float[Array, 'l h w']:
+        pixels = pixels[:_IMAGES]
+        channels = jax.random.randint(jax.random.key(0), (len(pixels), _CHANNELS), 0, width)
+        return receptive_fields(lambda x: centers(params, x), pixels, channels)
+
+    found = [*map(network.compile(of_batch), images.batches(network, _IMAGES))]
+    return np.mean(found, axis=0)
+
+
+@style.styled
+def draw(numbers: Numbers) -> style.Drawing:
+    """Draws two rows of fields: before and after the skip connection."""
+    tiles = style.relative(np.stack([numbers['before'], numbers['after']]))
+    height, width = 2 * tiles.shape[2], tiles.shape[1] * tiles.shape[3]
+    drawing = style.canvas_for((height, width), 'What the center of each layer sees of the image')
+    axes = drawing.subplots()
+    names = [str(name).replace('/', '\n') for name in numbers['layers']]
+    rows = ('branch', 'after the\nskip\nconnection')
+    style.mosaic(axes, tiles, rows=rows, columns=names, **style.SHARES)
+    style.colorbar(axes, 'gradient, relative to\nthe largest in the tile')
+    return drawing
+
+
+def finding(numbers: Numbers) -> str:
+    """Returns the share of pixels that hold half of a field."""
+
+    def spread(field: Float[np.ndarray, 'h w']) -> float:
+        total = np.sort(field.ravel())[::-1].cumsum()
+        return float((np.searchsorted(total, total[-1] / 2) + 1) / total.size)
+
+    shares = [[spread(field) for field in numbers[stage]] for stage in ('before', 'after')]
+    before, after = np.mean(shares, axis=1)
+    return (
+        f'Half of the field is in {shares[1][0]:.0%} of the pixels in the first layer; on average '
+        f'in {before:.0%} before the skip connection and in {after:.0%} after it.'
+    )
+
+
+FIGURE = Figure(__doc__, compute, draw, finding)

@@ -1,0 +1,69 @@
+"""Skip connections and branches (Raghu et al., section 6, figure 7, appendix E.2).
+
+Left: the norm of what passes a block by its skip connection, divided by the norm of what the block
+adds, averaged over tokens and images; above 1 more is kept than added. Right: the cosine between
+the addition and the sum; near 1 the block decides what the token becomes. In the paper the class
+token is passed on in the first half and changed in the second, and patches the other way round.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+
+from vit_jax.analysis.residual import cosine, norm_ratio
+from vit_jax.base import Array, Float, UserError
+from vit_jax.figures import layers, style
+from vit_jax.figures.figure import Figure, Images, Network, Numbers
+from vit_jax.models import ResNetConfig
+
+
+def compute(images: Images, network: Network) -> Numbers:
+    """Returns `ratio` and `cosine` (kinds l), their `kinds`, and the names of the `layers` (l)."""
+    config = network.loaded.config
+    prefix = class_tokens = 0
+    if isinstance(config, ResNetConfig):
+        names = layers.units(config.backbone)
+        if not names:
+            raise UserError('the ResNet has no units: it is the root alone')
+        taps, kinds = [f'{unit}/residual' for unit in names], ['units']
+    else:
+        names = [f'block{block}' for block in range(config.depth)]
+        taps = ['attention/residual', 'mlp/residual']
+        prefix, class_tokens = config.prefix, config.positioned_prefix
+        tokens = ['patches', 'class token'] if class_tokens else ['tokens']
+        kinds = [f'{branch}, {token}' for branch in ('attention', 'MLP') for token in tokens]
+
+    def measure(pair: tuple[Array, Array]) -> Float[Array, 'kinds 2']:
+        skip, branch = pair
+        both = jnp.stack([norm_ratio(skip, branch), cosine(branch, skip + branch)])
+        both = both.reshape(2, len(skip), -1)  # places of a feature map as tokens
+        parts = [both[..., prefix:]] + ([both[..., :class_tokens]] if class_tokens else [])
+        return jnp.stack([part.mean(axis=(1, 2)) for part in parts])
+
+    captures = list(images.captures(network, dict.fromkeys(taps, measure)))
+    means = [np.mean([each[tap] for each in captures], axis=0) for tap in taps]
+    if isinstance(config, ResNetConfig):
+        found = np.stack(means, axis=1)  # kinds l 2
+    else:
+        found = np.concatenate([mean.swapaxes(0, 1) for mean in means])
+    values = {'ratio': found[..., 0], 'cosine': found[..., 1]}
+    return values | {'kinds': np.array(kinds), 'layers': np.array(names)}
+
+
+@style.styled
+def draw(numbers: Numbers) -> style.Drawing:
+    """Draws a line for each kind of branch and token."""
+    drawing = style.canvas(11.0, 4.6, 'Skip connections and branches')
+    left, right = drawing.subplots(1, 2)
+    for place, kind in enumerate(numbers['kinds'].tolist()):
+        left.plot(numbers['ratio'][place], **style.line(place, kind))
+        right.plot(numbers['cosine'][place], **style.line(place, kind))
+    for axes in left, right:
+        style.by_depth(axes, 'unit' if 'units' in numbers['kinds'] else 'block')
+    style.magnitudes(left)
+    left.set_ylabel('norm of the skip connection / of the branch')
+    right.set_ylabel('cosine of the branch and the output')
+    style.legend(drawing, left)
+    return drawing
+
+
+FIGURE = Figure(__doc__, compute, draw)

@@ -1,0 +1,55 @@
+"""Trained on other amounts of data (Raghu et al., section 8).
+
+Each block of the other networks, compared (CKA) with the same block of the first network, for
+example networks of one architecture that were trained on parts of the same data. First layers are
+learned from little data; last layers need more.
+"""
+
+import numpy as np
+
+from vit_jax.base import UserError
+from vit_jax.checkpoints.transfer import headless
+from vit_jax.figures import cka, layers, style
+from vit_jax.figures.figure import Figure, Images, Network, Numbers
+
+
+def compute(images: Images, *networks: Network) -> Numbers:
+    """Compares each layer of networks with the same layer of the first one, the `reference`.
+
+    Returns `cka` (m l), the `names` (m) of the other networks, and of the `layers` (l).
+    """
+    first, *others = networks
+    body = headless(first.loaded.config)
+    compared = [one for one in others if headless(one.loaded.config) == body]
+    if not compared:
+        raise UserError(
+            f'no other network has the architecture of {first.name}, the first one given'
+        )
+    found = cka.similarity(images, [first, *compared], layers.outputs)
+    count = len(layers.outputs(first.loaded.config))
+    blocks = found['cka'][:count].reshape(count, -1, count)
+    return {
+        'cka': np.einsum('lml->ml', blocks)[1:],
+        'names': np.array([network.name for network in compared]),
+        'layers': found['layers'][:count],
+        'reference': np.array(first.name),
+    }
+
+
+@style.styled
+def draw(numbers: Numbers) -> style.Drawing:
+    """Draws a line for each of the other networks."""
+    reference = style.shorten(str(numbers['reference']), 40)
+    drawing = style.canvas(8.0, 4.6, f'How similar each layer is to that of {reference}')
+    axes = drawing.subplots()
+    for place, (name, row) in enumerate(
+        zip(numbers['names'].tolist(), numbers['cka'], strict=True)
+    ):
+        axes.plot(row, **style.line(place, name))
+    axes.set(ylabel='CKA', ylim=(0, 1.02))
+    style.by_depth(axes, 'layer')
+    style.legend(drawing, axes)
+    return drawing
+
+
+FIGURE = Figure(__doc__, compute, draw, of_all=True)

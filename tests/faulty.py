@@ -17,7 +17,7 @@ import psutil
 
 from vit_jax import train
 from vit_jax.base import held_objects
-from vit_jax.checkpoints import download
+from vit_jax.checkpoints import remote
 from vit_jax.checkpoints.store import Checkpoints
 from vit_jax.cli import app
 from vit_jax.data import loading
@@ -253,8 +253,8 @@ def other_packages(number, index):
 
 def own_downloads(number, index):
     """Each process has a cache of its own, as hosts have."""
-    cache = download.cache
-    download.cache = lambda: cache() / str(jax.process_index())
+    cache = remote.cache
+    remote.cache = lambda: cache() / str(jax.process_index())
 
 
 def other_labels(number, index):

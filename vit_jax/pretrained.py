@@ -11,19 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import (
-    Array,
-    Float,
-    Params,
-    Record,
-    UInt8,
-    UserError,
-    require,
-    tree_names,
-    usable,
-)
+from vit_jax.base import Array, Float, Params, UInt8, UserError, require, tree_names, usable
 from vit_jax.base.records import Elsewhere
-from vit_jax.checkpoints import names, transfer
+from vit_jax.checkpoints import remote, transfer
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import opening, writing
 from vit_jax.checkpoints.formats.array_files import error_prefix
@@ -204,21 +194,17 @@ class Loaded:
     def _checked(self, images: Array | np.ndarray) -> Float[Array, 'b h w c']:
         """The images as float32. Raises UserError for what `prepare` does not make."""
         is_array = isinstance(images, jax.Array | np.ndarray)
-        kind = f'{images.dtype}{list(images.shape)}' if is_array else f'a {type(images).__name__}'
-        expected = 'expected floating-point numbers of the shape (b, h, w, c), as `prepare` makes'
+        kind = f'{images.dtype}{list(images.shape)}' if is_array else type(images).__name__
         fits = is_array and images.ndim == 4 and jnp.issubdtype(images.dtype, jnp.floating)
-        require(fits, f'images are {kind}, {expected} them, stacked')
+        expected = 'floating-point numbers of the shape (b, h, w, c), as `prepare` makes them'
+        require(fits and len(images) > 0, f'images are {kind}; expected {expected}')
         if isinstance(images, jax.core.Tracer):
             return images.astype(jnp.float32)
-        require(len(images) > 0, f'images are {kind}, expected at least one')
-        how = self.preprocessing
+        how, largest = self.preprocessing, max(float(images.max()), -float(images.min()))
         scaled = [(v - m) / s for v in (0, 255) for m, s in zip(how.mean, how.std, strict=True)]
-        largest = max(float(images.max()), -float(images.min()))
-        wrong = (
-            f'images hold numbers up to {largest:g}, expected {min(scaled):g} to {max(scaled):g}'
-        )
-        limit = _HEADROOM * max(map(abs, scaled))
-        require(largest <= limit, f'{wrong}, as `prepare` makes them of pixels from 0 to 255')
+        text = f'images have numbers up to {largest:g}; expected {min(scaled):g} to {max(scaled):g}'
+        fits = largest <= _HEADROOM * max(map(abs, scaled))
+        require(fits, f'{text}, as `prepare` makes them of pixels from 0 to 255')
         return jnp.asarray(images, jnp.float32)
 
     @functools.cached_property
@@ -245,17 +231,6 @@ class Loaded:
         return jax.jit(with_exact_products(capture), static_argnums=2)
 
 
-@dataclasses.dataclass
-class Changes(Record):
-    """What `load` changes in the network; None leaves it as it is."""
-
-    image_size: tuple[int, int] | None
-    patch_size: tuple[int, int] | None
-    channels: int | None
-    num_classes: int | Literal['keep'] | None  # None: without a head
-    new_channels: Literal['adapt', 'fresh']
-
-
 def load(
     path: str | os.PathLike[str],
     *,
@@ -267,36 +242,48 @@ def load(
     patch_size: int | tuple[int, int] | None = None,
     channels: int | None = None,
     num_classes: int | Literal['keep'] | None = 'keep',
-    new_channels: Literal['adapt', 'fresh'] = 'adapt',
     head: Callable[[int], Any] | None = None,
     dtype: Literal['float32', 'bfloat16'] = 'float32',
 ) -> Loaded:
-    """The network at a path: a file or directory of any format of `opening.NAMES`.
+    """Loads the model at a path: a file or directory of any format of `opening.NAMES`.
 
-    Or of a name: `hf:OWNER/NAME`, `https://...`, `gs://...`, `augreg:B/16` (checkpoints/names.py),
-    which is downloaded unless it was before; the report begins with what exactly that was.
-    The first four are for what its file does not say of itself: the grid (height, width) of the
-    position embeddings in patches, the number of heads, and so on. The others change the network:
-    the size of images ('stored': that of the file's positions) and patches, the channels, and the
-    head, which `num_classes=None` drops and another number replaces by one of zeros. The patch
-    projection is adapted to other channels, or drawn anew with `new_channels='fresh'`. `head` is
-    the function that made a head of one's own: no checkpoint holds it. The network computes in
-    `dtype`; parameters, norms and outputs stay float32. Raises UserError or MissingFile.
+    Args:
+      path: A local path, or the name of a remote checkpoint (checkpoints/remote.py), such as
+        `hf:OWNER/NAME`, `https://...`, `gs://...` or `augreg:B/16`, which is downloaded once.
+      grid: (height, width) of the position embeddings in patches, if the file does not say it.
+      num_heads: The number of attention heads, if the file does not say it.
+      gelu: The kind of GELU, if the file does not say it.
+      layer_norm_epsilon: The epsilon of layer norms, if the file does not say it.
+      image_size: Positions are resized to images of this (height, width); 'stored' leaves them as
+        they are in the file.
+      patch_size: The patch projection is resized to patches of this (height, width).
+      channels: The patch projection is adapted to images with this number of channels.
+      num_classes: None removes the head, a number replaces it by a head of zeros.
+      head: The function that made a custom head; no checkpoint holds it.
+      dtype: The type of matrix products; parameters, norms and outputs stay float32.
+
+    Raises:
+      UserError: If the checkpoint cannot be read or changed so.
+      MissingFile: If there is no checkpoint.
     """
-    path, compute = _path(path), Compute(dtype=dtype)
+    path, size = os.fspath(path), _pair(image_size)
     hints = Hints(
         grid=_pair(grid), num_heads=num_heads, gelu=gelu, layer_norm_epsilon=layer_norm_epsilon
     )
-    sizes = None if image_size == 'stored' else _pair(image_size), _pair(patch_size)
-    changes = Changes(*sizes, channels, num_classes, new_channels)
-    size: Any = 'stored' if image_size == 'stored' else changes.image_size
     checkpoint = opening.open_checkpoint(path, hints, image_size=size)
     if head is not None:
         checkpoint = _with_head(checkpoint, head)
-    card, new = checkpoint.card, _changed_config(checkpoint.card.model, changes)
-    was, how = card.model, changes.new_channels
-    params, lines = transfer.changed(checkpoint.read(), old=was, new=new, new_channels=how)
-    if new.num_classes != card.model.num_classes:  # what was said of the old head
+    card, old = checkpoint.card, checkpoint.card.model
+    is_resnet = patch_size is not None and not isinstance(old, ViTConfig)
+    require(not is_resnet, f'patch_size={patch_size}: a ResNet has no patches')
+    changes: dict[str, Any] = {'patch_size': _pair(patch_size), 'channels': channels}
+    changes['image_size'] = None if size == 'stored' else size
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if num_classes != 'keep':
+        changes['num_classes'] = num_classes
+    new = dataclasses.replace(old, **changes)
+    params, lines = transfer.changed(checkpoint.read(), old=old, new=new)
+    if new.num_classes != old.num_classes:  # they describe the old head
         card = dataclasses.replace(card, class_names=(), loss=None)
     if new.num_classes is not None and not has_trained_head(params):
         lines.append(ZERO_HEAD)
@@ -313,7 +300,7 @@ def load(
         ignored=checkpoint.ignored,
         format=checkpoint.format,
         layout=checkpoint.layout,
-        compute=compute,
+        compute=Compute(dtype=dtype),
         origin=checkpoint.origin,
     )
 
@@ -334,34 +321,16 @@ def save(
     where the format cannot hold the network, and where something is there that `overwrite` does
     not allow to replace.
     """
-    path = _path(path)
-    names.require_here(path)
+    path = os.fspath(path)
+    remote.require_local(path)
     format = writing.format_for(path, format, loaded.format)
-    require(
-        overwrite or writing.is_free(path), f'{path}: exists already; overwrite=True replaces it'
-    )
+    is_free = overwrite or writing.is_free(path)
+    require(is_free, f'{path}: exists already; overwrite=True replaces it')
     layout = loaded.layout if format == loaded.format else None
     with writing.replacing(pathlib.Path(path), format):
         return writing.write_checkpoint(
             path, format, card=loaded.card, params=loaded.params, layout=layout, dtype=dtype
         )
-
-
-def _path(path: Any) -> str:
-    """The text of a path. Raises UserError for what is none."""
-    fits = isinstance(path, str | os.PathLike) and os.fspath(path) != ''
-    require(fits, f'path={path!r}: expected that of a checkpoint, a file or a directory')
-    return os.fspath(path)
-
-
-def _changed_config(old: ModelConfig, changes: Changes) -> ModelConfig:
-    if changes.patch_size is not None and not isinstance(old, ViTConfig):
-        raise UserError(f'patch_size={changes.patch_size}: a ResNet has no patches')
-    names = 'image_size', 'patch_size', 'channels'
-    values = {n: getattr(changes, n) for n in names if getattr(changes, n) is not None}
-    if changes.num_classes != 'keep':
-        values['num_classes'] = changes.num_classes
-    return dataclasses.replace(old, **values)
 
 
 def _with_head(checkpoint: opening.Checkpoint, head: Callable[[int], Any]) -> opening.Checkpoint:
@@ -395,14 +364,15 @@ def _decoded(image: Any, *, exif_rotation: bool) -> UInt8[np.ndarray, 'h w 3']:
         return decode(image, exif_rotation=exif_rotation)
     if isinstance(image, Image.Image):
         return to_rgb(image, exif_rotation=exif_rotation)
-    kind, expected = type(image).__name__, 'expected uint8 of the shape (h, w), (h, w, 1 or 3)'
     is_array = isinstance(image, np.ndarray | jax.Array)
-    require(is_array, f'{kind}: expected a path, bytes, a PIL image, or a uint8 array')
-    fits = image.dtype == np.uint8 and image.size > 0
+    kind = f'{image.dtype}{list(image.shape)}' if is_array else type(image).__name__
+    fits = is_array and image.dtype == np.uint8 and image.size > 0
     fits = fits and (image.ndim == 2 or image.ndim == 3 and image.shape[2] in (1, 3))
-    require(fits, f'an image is {image.dtype}{list(image.shape)}, {expected}, from 0 to 255')
+    expected = 'a path, bytes, a PIL image, or a uint8 array (h w), (h w 1) or (h w 3)'
+    require(fits, f'an image is {kind}; expected {expected}')
     return decode(np.asarray(image), exif_rotation=exif_rotation)
 
 
-def _pair(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+def _pair(size: Any) -> Any:
+    """Returns the (height, width) of a square of this size; anything else as it is."""
     return (size, size) if isinstance(size, int) else size

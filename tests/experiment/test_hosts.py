@@ -17,7 +17,7 @@ import vit_jax
 from tests import tiny
 from tests.hosts import hosts, result
 from tests.networks import loaded
-from vit_jax.checkpoints import digests, download
+from vit_jax.checkpoints import digests, remote
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed.processes import REQUEUE
 from vit_jax.experiment.reporter import read_ledger
@@ -246,10 +246,9 @@ def test_hosts_whose_downloads_differ_are_refused_with_both_digests(tmp_path, mo
         file = tmp_path / f'{index}.npz'
         vit_jax.save(loaded(tiny.model(num_classes=10 + index)), str(file))
         monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / str(index)))
-        kept = download.place('http://127.0.0.1:9/bucket/file.npz')
+        kept = remote.cached_path('http://127.0.0.1:9/bucket/file.npz')
         kept.parent.mkdir(parents=True)
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
-        kept.with_name('file.npz.sha256').write_text(f'{digest}  file.npz\n')
         file.rename(kept)
     monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path))
     flags = ['--config.start_from=gs://bucket/file.npz']

@@ -46,7 +46,7 @@ class Server(http.server.ThreadingHTTPServer):
         repository = re.match(r'/api/models/[^/]+/[^/]+/', path)
         known = repository and any(one.startswith(repository[0]) for one in self.answers)
         known = 'RevisionNotFound' if known else 'RepoNotFound'
-        return refused(404, 'EntryNotFound' if '/resolve/' in path else known)
+        return error(404, 'EntryNotFound' if '/resolve/' in path else known)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -126,7 +126,7 @@ def commit_of(files: dict[str, bytes]) -> str:
     return hashlib.sha1(json.dumps([*map(_entry, files, files.values())]).encode()).hexdigest()
 
 
-def refused(status: int, code: str) -> Answer:
+def error(status: int, code: str) -> Answer:
     """What a hub says where something is not there, or not for everybody."""
     return Answer(b'{"error": "no"}', {'X-Error-Code': code, 'X-Error-Message': code}, status)
 

@@ -42,8 +42,7 @@ class Card(Record):
     @property
     def regresses(self) -> bool:
         """Whether the head is a regression: stated, or one output without a stated loss."""
-        one = self.loss is None and self.model.num_classes == 1
-        return self.loss == 'regression' or one
+        return self.loss == 'regression' or self.loss is None and self.model.num_classes == 1
 
     def probabilities(self, logits: Float[Array, '... k']) -> Float[Array, '... k']:
         """Of each class: the sigmoid where the network was trained so, else the softmax."""

@@ -18,9 +18,8 @@ def resize_positions(params: Params, old: ViTConfig, new: ViTConfig) -> Params:
     if old.grid == new.grid:
         return {}
     (rows, columns), (new_rows, new_columns) = old.grid, new.grid
-    sizes = f'of {rows}x{columns} patches cannot be resized to {new_rows}x{new_columns}'
-    why = 'an offset in the sequence is no distance in the image, nothing lies between two of them'
-    require(old.positions != 'relative', f'relative positions {sizes}: {why}')
+    text = f'relative positions of a grid {old.grid} cannot be resized to {new.grid}'
+    require(old.positions != 'relative', text)
     resized = {}
     for name, (has_rows, has_columns) in grid_parameters(old).items():
         resized[name] = resize_table(
@@ -41,7 +40,6 @@ def resize_table(
     grids. Computed in float64.
     """
     prefix = table.shape[-2] - old[0] * old[1]
-    require(prefix >= 0, f'{table.shape[-2]} position embeddings are too few for the grid {old}')
     rows, columns = (_weights(size, target, how) for size, target in zip(old, new, strict=True))
     layers, width = table.shape[:-2], table.shape[-1]
     grid = table[..., prefix:, :].reshape(*layers, *old, width)

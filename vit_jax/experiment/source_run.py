@@ -6,7 +6,7 @@ from collections import Counter
 from typing import NamedTuple, Optional
 
 from vit_jax.base import Path, UserError, counted, parsing, records
-from vit_jax.checkpoints import names
+from vit_jax.checkpoints import remote
 from vit_jax.checkpoints.store import FOLDER, checkpoint_folder
 from vit_jax.config import read_config
 from vit_jax.data.loading import ImageReader
@@ -117,7 +117,7 @@ def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> So
     earlier = find_source_run(start, later | {workdir}) if start else None
     if earlier:
         gaps += earlier.gaps
-    elif start and not names.is_elsewhere(start) and not os.path.exists(start):
+    elif start and not remote.is_remote_name(start) and not os.path.exists(start):
         gaps.append(f'{start}, the start_from of {workdir}, is missing')
     return SourceRun(str(config['data']), held_out, split, trained_on, earlier, gaps)
 

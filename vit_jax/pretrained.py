@@ -248,23 +248,20 @@ def load(
     """Loads the model at a path: a file or directory of any format of `opening.NAMES`.
 
     Args:
-      path: A local path, or the name of a remote checkpoint (checkpoints/remote.py), such as
-        `hf:OWNER/NAME`, `https://...`, `gs://...` or `augreg:B/16`, which is downloaded once.
-      grid: (height, width) of the position embeddings in patches, if the file does not say it.
-      num_heads: The number of attention heads, if the file does not say it.
-      gelu: The kind of GELU, if the file does not say it.
-      layer_norm_epsilon: The epsilon of layer norms, if the file does not say it.
-      image_size: Positions are resized to images of this (height, width); 'stored' leaves them as
-        they are in the file.
+      path: A local path, or the name of a remote checkpoint (checkpoints/remote.py).
+      grid: (height, width) of the position embeddings in patches. This and the next three are for
+        what the file does not say.
+      num_heads: The number of attention heads.
+      gelu: The kind of GELU.
+      layer_norm_epsilon: The epsilon of layer norms.
+      image_size: Positions are resized to images of this (height, width); 'stored' leaves them.
       patch_size: The patch projection is resized to patches of this (height, width).
       channels: The patch projection is adapted to images with this number of channels.
       num_classes: None removes the head, a number replaces it by a head of zeros.
       head: The function that made a custom head; no checkpoint holds it.
       dtype: The type of matrix products; parameters, norms and outputs stay float32.
 
-    Raises:
-      UserError: If the checkpoint cannot be read or changed so.
-      MissingFile: If there is no checkpoint.
+    Raises UserError if the checkpoint cannot be read or changed so, MissingFile if there is none.
     """
     path, size = os.fspath(path), _pair(image_size)
     hints = Hints(
@@ -285,7 +282,23 @@ def load(
     params, lines = transfer.changed(checkpoint.read(), old=old, new=new)
     if new.num_classes != old.num_classes:  # they describe the old head
         card = dataclasses.replace(card, class_names=(), loss=None)
-    if new.num_classes is not None and not has_trained_head(params):
+    card = dataclasses.replace(card, model=new, grid=new.grid)
+    return Loaded(
+        card=card,
+        params=params,
+        report=(checkpoint.path, *checkpoint.report, *lines, *_head_remarks(card, params)),
+        ignored=checkpoint.ignored,
+        format=checkpoint.format,
+        layout=checkpoint.layout,
+        compute=Compute(dtype=dtype),
+        origin=checkpoint.origin,
+    )
+
+
+def _head_remarks(card: Card, params: Params) -> list[str]:
+    """Returns what a user of the head has to know."""
+    lines = []
+    if card.model.num_classes is not None and not has_trained_head(params):
         lines.append(ZERO_HEAD)
     if card.projects:
         lines.append(_PROJECTS)
@@ -293,16 +306,7 @@ def load(
         lines.append(_REGRESSES)
     elif card.loss not in (None, 'softmax', 'sigmoid'):
         lines.append(f'trained with {card.loss}: probabilities are the softmax of its logits')
-    return Loaded(
-        card=dataclasses.replace(card, model=new, grid=new.grid),
-        params=params,
-        report=(checkpoint.path, *checkpoint.report, *lines),
-        ignored=checkpoint.ignored,
-        format=checkpoint.format,
-        layout=checkpoint.layout,
-        compute=Compute(dtype=dtype),
-        origin=checkpoint.origin,
-    )
+    return lines
 
 
 def save(

@@ -168,7 +168,6 @@ def test_a_secret_in_a_url_is_in_no_file(server, tmp_path):
         ('vit:L/16-in22k', "'vit:L/16-in21k'"),
         ('s3://bucket/file.npz', 'local path'),
         ('file:///tmp/file.npz', 'local path'),
-        ('http://host/file.npz', '#sha256=DIGEST'),
         ('https://host/file.zip', '.safetensors'),
         ('https://host/file.npz#sha256=12', '#sha256=DIGEST'),
         ('https:/host/file.npz', 'https://HOST/FILE'),

@@ -66,7 +66,7 @@ def test_other_patches_and_channels_change_the_projection():
     assert new.grid == (4, 2)
     assert result.report[1:4] == [
         'pos_embedding: resized from 2x2 to 4x2 patches',
-        'embedding: resized from 4x4 to 2x4 pixels (pseudo-inverse)',
+        'embedding: resized from 4x4 to 2x4 pixels',
         'embedding/kernel: 3 channels summed to 1',
     ]
     assert result.params['embedding']['kernel'].shape == (2, 4, 1, 16)

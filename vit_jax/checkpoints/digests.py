@@ -30,8 +30,8 @@ class Damaged(UserError):
 def steps(folder: Path) -> list[int]:
     """Lists the steps with a checkpoint, the newest first."""
     with usable(folder):
-        remote = storage.is_remote(folder)  # where an incomplete one has its name already
-        paths = [path for path in _numbered(folder) if not remote or is_complete(path)]
+        # On a bucket an incomplete checkpoint has its name already.
+        paths = [p for p in _numbered(folder) if not storage.is_remote(p) or is_complete(p)]
     return sorted((int(path.name) for path in paths), reverse=True)
 
 

@@ -114,8 +114,7 @@ FILES = _files()  # by name
 def find(name: str) -> Published:
     """Returns the file of a short name. Raises MissingFile if it is not in the table."""
     if name not in FILES:
-        nearest = records.nearest(name, FILES)
-        raise MissingFile(f'no such published file; {nearest}; `vit_jax augreg` lists all')
+        raise MissingFile(f'no such file; {records.nearest(name, FILES)}; see `vit_jax augreg`')
     return FILES[name]
 
 
@@ -157,7 +156,6 @@ def list_variant(rows: Sequence[Row], variant: str) -> list[Row]:
 def pick(rows: Sequence[Row], variant: str) -> Row:
     """Returns the published choice for a variant: the best one on ImageNet-21k's validation set."""
     candidates = [row for row in list_variant(rows, variant) if row.ds == 'i21k']
-    require(bool(candidates), f'{variant}: not pre-trained on i21k in the index')
     # Of equals the last, as in the published code.
     return max(reversed(candidates), key=lambda row: row.final_val)
 

@@ -119,8 +119,7 @@ class Checkpoints:
         """Returns an error of writing in few words: orbax and tensorstore raise many lines."""
         if isinstance(error, UserError) and not isinstance(error, OSError):
             return error
-        text = f'{self._folder}: a checkpoint could not be written: {one_line(error)}'
-        return UnusableDisk(text)
+        return UnusableDisk(f'{self._folder}: a checkpoint could not be written: {one_line(error)}')
 
     def restore(self, step: int, like: tuple[Params, Any], shardings: tuple[Any, Any]) -> Any:
         """(params, training, progress) of a step: as `like` and placed by `shardings`, and JSON.
@@ -203,10 +202,10 @@ def quarantine_damaged(workdir: Path) -> list[str]:
         except Damaged as error:
             lines.append(f'{error}; moved to {digests.quarantine(folder)}')
     damaged = workdir / FOLDER / digests.DAMAGED
-    with usable(damaged):
-        none_sound = damaged.is_dir()
     advice = f'to train again from step 0, remove {damaged}, or choose another --workdir'
-    require(not none_sound, '\n  '.join([f'workdir {workdir}: damaged; {advice}', *lines]))
+    text = '\n  '.join([f'workdir {workdir}: every checkpoint is damaged; {advice}', *lines])
+    with usable(damaged):
+        require(not damaged.is_dir(), text)
     return lines
 
 

@@ -115,8 +115,8 @@ def adapt(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
         if old.patch_size != new.patch_size:
             kernel = np.asarray(named['embedding/kernel'])
             named['embedding/kernel'] = resize.resize_patches(kernel, new.patch_size)
-            sizes = f'{_by(old.patch_size)} to {_by(new.patch_size)}'
-            report.append(f'embedding: resized from {sizes} pixels (pseudo-inverse)')
+            was, now = _by(old.patch_size), _by(new.patch_size)
+            report.append(f'embedding: resized from {was} to {now} pixels')
     if old.channels != new.channels:
         first = next((n for n in named if n.endswith('conv_root/kernel')), 'embedding/kernel')
         named[first] = resize.rechannel(np.asarray(named[first]), new.channels)

@@ -249,11 +249,8 @@ def load(
 
     Args:
       path: A local path, or the name of a remote checkpoint (checkpoints/remote.py).
-      grid: (height, width) of the position embeddings in patches. This and the next three are for
-        what the file does not say.
-      num_heads: The number of attention heads.
-      gelu: The kind of GELU.
-      layer_norm_epsilon: The epsilon of layer norms.
+      grid, num_heads, gelu, layer_norm_epsilon: What the file does not say of itself; the grid is
+        that of the position embeddings, (height, width) in patches.
       image_size: Positions are resized to images of this (height, width); 'stored' leaves them.
       patch_size: The patch projection is resized to patches of this (height, width).
       channels: The patch projection is adapted to images with this number of channels.

@@ -126,8 +126,7 @@ def _download_repository(repository: str, revision: str | None) -> Local:
         if paths := sorted(path for pattern in weights for path in folder.glob(pattern)):
             digests = [f'{path.name}: SHA-256 {_verified_digest(path)}' for path in paths]
             return Local(place, (f'{url}, commit {revision}', *digests))
-    text = f'no weights at commit {revision}; expected one of {", ".join(WEIGHTS)}'
-    raise MissingFile(f'{url}: {text}')
+    raise MissingFile(f'{url}, commit {revision}: no weights; expected one of {[*WEIGHTS]}')
 
 
 def _verified_digest(path: pathlib.Path) -> str:
@@ -175,7 +174,7 @@ def fetch(url: str, sha256: str | None = None) -> tuple[pathlib.Path, str]:
     except requests.RequestException as error:  # its message repeats the query of the URL
         response = error.response
         why = type(error).__name__ if response is None else f'HTTP {response.status_code}'
-        advice = 'try again, or download it with another program and give the path of the file'
+        advice = 'try again, or download it with another program and give its path'
         raise UserError(f'{shown}: {why}; {advice}') from error
     except OSError as error:
         text = f'{error.filename or path}: {error.strerror or error}'

@@ -219,8 +219,7 @@ def checkpoint_folder(path: str) -> Path:
     for folder in [given, *of_run]:
         if is_complete(folder):
             return folder
-    expected = f'expected a checkpoint ({CARD}, params, {digests.FILE}) or a work directory'
-    raise MissingFile(f'checkpoint {path}: no complete checkpoint; {expected}')
+    raise MissingFile(f'checkpoint {path}: no complete checkpoint, nor a work directory with one')
 
 
 def load_card(path: str) -> tuple[dict[str, Any], Path]:

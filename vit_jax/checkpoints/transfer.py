@@ -111,12 +111,12 @@ def adapt(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
     if isinstance(old, ViTConfig) and isinstance(new, ViTConfig):
         for name, resized in resize.resize_positions(named, old, new).items():
             named[name] = resized
-            report.append(f'{name}: resized from {_by(old.grid)} to {_by(new.grid)} patches')
+            report.append(f'{name}: resized from {_change(old.grid, new.grid)} patches')
         if old.patch_size != new.patch_size:
             kernel = np.asarray(named['embedding/kernel'])
             named['embedding/kernel'] = resize.resize_patches(kernel, new.patch_size)
-            was, now = _by(old.patch_size), _by(new.patch_size)
-            report.append(f'embedding: resized from {was} to {now} pixels')
+            sizes = _change(old.patch_size, new.patch_size)
+            report.append(f'embedding: resized from {sizes} pixels')
     if old.channels != new.channels:
         first = next((n for n in named if n.endswith('conv_root/kernel')), 'embedding/kernel')
         named[first] = resize.rechannel(np.asarray(named[first]), new.channels)
@@ -125,8 +125,8 @@ def adapt(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
     return Transferred(tree_names.map_named(lambda name, _: named[name], params), report)
 
 
-def _by(pair: tuple[int, int]) -> str:
-    return f'{pair[0]}x{pair[1]}'
+def _change(old: tuple[int, int], new: tuple[int, int]) -> str:
+    return f'{old[0]}x{old[1]} to {new[0]}x{new[1]}'
 
 
 def changed(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:

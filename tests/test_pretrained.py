@@ -24,7 +24,6 @@ from vit_jax.experiment import following, training_run
 from vit_jax.models import Compute
 from vit_jax.pretrained import ZERO_HEAD
 from vit_jax.training.duration import Duration
-from vit_jax.training.optimizer import ScheduleConfig
 
 NAME = 'google_vit_token_prelogits'
 
@@ -108,12 +107,8 @@ def test_there_are_as_many_class_names_as_outputs_or_none(num_classes, count):
 
 
 @pytest.mark.parametrize(
-    ('name', 'meant'),
-    [
-        ('B/16', 'augreg:B/16 or vit:B/16'),
-        ('vit_base_patch16_224', 'hf:timm/vit_base_patch16_224'),
-        ('nothing', 'hf:'),
-    ],
+    'name, meant',
+    [('B/16', 'augreg:B/16 or vit:B/16'), ('vit_base_patch16', 'hf:timm/vit_base')],
 )
 def test_a_name_without_its_kind_is_guessed(name, meant):
     with pytest.raises(UserError, match=meant):
@@ -199,19 +194,13 @@ def test_a_network_is_compared_pickled_and_a_key(tmp_path):
 def test_a_network_is_used_under_jit_vmap_and_grad():
     network, images = loaded(tiny.model()), tiny.images()
     logits = network.logits(images)
-    np.testing.assert_allclose(jax.jit(network.logits)(images), logits, atol=1e-5)
-    mapped = jax.vmap(lambda image: network.logits(image[None])[0])(images)
-    np.testing.assert_allclose(mapped, logits, atol=1e-5)
+    mapped = jax.vmap(lambda image: network.logits(image[None])[0])
+    for function in jax.jit(network.logits), jax.jit(mapped):
+        np.testing.assert_allclose(function(images), logits, atol=1e-5)
     features = jax.jit(lambda x: network.capture(x, ['tokens'])[1]['tokens'])(images)
     assert features.shape == (3, 2, 5, 16)
-
-    def loss(images):
-        return network.logits(images)[:, 0].sum()
-
-    moved = images - 1e-2 * jax.grad(loss)(images)
-    assert loss(moved) < loss(images)
-    by_params = jax.grad(lambda p: network.model.apply(p, images)[:, 0].sum())(network.params)
-    np.testing.assert_allclose(by_params['head']['bias'][0], len(images), rtol=1e-6)
+    gradient = jax.grad(lambda x: network.logits(x)[:, 0].sum())(images)
+    assert network.logits(images - 1e-2 * gradient)[:, 0].sum() < logits[:, 0].sum()
 
 
 @pytest.mark.full
@@ -264,13 +253,6 @@ def test_probabilities_follow_the_loss_of_the_training(tmp_path):
     assert other_head.card.loss is None and not other_head.predicts
 
 
-def test_several_outputs_are_those_of_each():
-    network, images = loaded(tiny.model()), np.asarray(tiny.images())
-    logits, features = network.outputs(images, 'logits', 'features')
-    np.testing.assert_array_equal(logits, network.logits(images))
-    np.testing.assert_array_equal(features, network.features(images))
-
-
 @pytest.mark.parametrize(
     'wrong, meant', [('net/brids.npz', 'net/birds.npz'), ('nets/x.npz', 'net'), ('x', 'x')]
 )
@@ -289,32 +271,23 @@ def test_a_hint_that_contradicts_the_file_is_rejected(tmp_path):
         vit_jax.load(str(tmp_path / 'ours'), gelu='exact')
 
 
-def test_a_checkpoint_of_ours_is_written_read_and_replaced(tmp_path):
-    names = tuple(f'bird {i}' for i in range(tiny.CLASSES))
-    network = loaded(HYBRID, class_names=names)
-    (tmp_path / 'ours').mkdir()  # an empty folder may be there
-    vit_jax.save(network, str(tmp_path / 'ours'), 'vit_jax')
-    again = vit_jax.load(str(tmp_path / 'ours'))
+def test_a_checkpoint_of_ours_replaces_a_file_and_another_but_no_folder_of_other_things(tmp_path):
+    network, path = loaded(HYBRID, class_names=tuple('abcdefghij')), tmp_path / 'ours'
+    path.write_text('a file')
+    vit_jax.save(network, path, 'vit_jax', overwrite=True)
+    again = vit_jax.load(path)
     assert again == network
     with pytest.raises(UserError, match='overwrite=True'):
-        vit_jax.save(again, tmp_path / 'ours')
+        vit_jax.save(again, path)
     with pytest.raises(UserError, match='timm'):
-        vit_jax.save(again, tmp_path / 'ours', 'tim')
-    renamed = changed(again, class_names=names[::-1])
+        vit_jax.save(again, path, 'tim')
+    renamed = changed(again, class_names=tuple('klmnopqrst'))
     (tmp_path / 'ours.replaced' / 'params').mkdir(parents=True)  # of a process that was killed
-    vit_jax.save(renamed, tmp_path / 'ours', overwrite=True)
-    assert vit_jax.load(tmp_path / 'ours') == renamed
+    vit_jax.save(renamed, path, overwrite=True)
+    assert vit_jax.load(path) == renamed
     assert [path.name for path in tmp_path.iterdir()] == ['ours']
-
-
-def test_a_checkpoint_replaces_a_file_but_no_folder_of_other_things(tmp_path):
-    network = loaded(tiny.model(depth=1))
-    (tmp_path / 'file').write_text('old')
-    vit_jax.save(network, tmp_path / 'file', 'vit_jax', overwrite=True)
-    assert vit_jax.load(tmp_path / 'file') == network
-    photos(tmp_path)
     with pytest.raises(UserError, match='photos: exists already'):
-        vit_jax.save(network, tmp_path / 'photos', 'vit_jax', overwrite=True)
+        vit_jax.save(network, photos(tmp_path), 'vit_jax', overwrite=True)
     assert len([*(tmp_path / 'photos').iterdir()]) == 5
 
 
@@ -327,15 +300,13 @@ def test_a_configuration_without_a_needed_hint_is_told_its_field(tmp_path):
 @pytest.mark.full
 def test_a_resnet_is_trained_and_saved(tmp_path):
     small = dataclasses.replace(RESNET, image_size=(16, 16), num_classes=None)
-    config = tiny.experiment(model=small, total=Duration(steps=40), log_every_steps=10)
-    config.schedule = ScheduleConfig(learning_rate=1e-2, warmup=Duration(steps=5))
-    result = training_run.train(config, str(tmp_path / 'run'))
-    assert result.evals['test']['accuracy'] > 0.4
+    config = tiny.experiment(model=small, total=Duration(steps=3))
+    training_run.train(config, str(tmp_path / 'run'))
     network = vit_jax.load(str(tmp_path / 'run'))
     assert network.config == dataclasses.replace(small, num_classes=10)
     vit_jax.save(network, str(tmp_path / 'resnet.npz'), 'google')
     again = vit_jax.load(str(tmp_path / 'resnet.npz'), image_size=16)
-    images = np.asarray(tiny.images(config=small))
+    images = tiny.images(config=small)
     np.testing.assert_array_equal(again.logits(images), network.logits(images))
 
 
@@ -362,9 +333,9 @@ def test_a_network_with_other_parameters_computes_with_them():
     doubled = jax.tree.map(lambda leaf: jnp.asarray(2 * leaf), network.params)
     other = network.with_params(doubled, class_names=tuple('klmnopqrst'), loss='softmax')
     assert (other.card.loss, other.class_names[0], other.origin) == ('softmax', 'k', ())
-    images = tiny.images()
-    expected = network.model.apply(doubled, images)
-    np.testing.assert_allclose(other.logits(images), expected, rtol=1e-5, atol=1e-5)
+    logits, features = other.outputs(tiny.images(), 'logits', 'features')
+    np.testing.assert_allclose(logits, network.model.apply(doubled, tiny.images()), atol=1e-5)
+    np.testing.assert_array_equal(features, other.features(tiny.images()))
     with pytest.raises(UserError, match='embedding/bias'):
         network.with_params({k: v for k, v in doubled.items() if k != 'embedding'})
 
@@ -377,7 +348,7 @@ def test_predict_names_what_it_cannot_read(tmp_path, capsys):
     words = '--class_names', tmp_path / 'names.txt', '--features', tmp_path / 'f.npz'
     assert run(predict, path, folder, *words) == 1
     out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 4 and '2.png' not in out
+    assert out.count('.png') == 4 and '2.png' not in out
     assert f'{folder}/2.png' in err and '1 of 5 images' in err
     kept = np.load(tmp_path / 'f.npz')
     assert kept['paths'].tolist() == [f'{folder}/{i}.png' for i in (0, 1, 3, 4)]

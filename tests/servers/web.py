@@ -12,7 +12,6 @@ import pathlib
 import re
 import sys
 import threading
-import time
 import urllib.parse
 from typing import NamedTuple
 
@@ -31,10 +30,8 @@ class Server(http.server.ThreadingHTTPServer):
     def __init__(self):
         self.answers = dict[str, Answer]()
         self.requests = list[tuple[str, str]]()
-        self.raw: bytes | None = None  # every answer, byte for byte, after which it hangs up
         self.cut: int | None = None  # bytes after which every file ends
         self.flipped = ''  # the ending of the files whose last bit is flipped
-        self.seconds = 0.0  # for each file
         super().__init__(('127.0.0.1', 0), Handler)
 
     @property
@@ -58,10 +55,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         server, path = self.server, urllib.parse.unquote(self.path.partition('?')[0])
         server.requests.append((self.command, path))
-        if server.raw is not None:
-            self.wfile.write(server.raw)
-            self.close_connection = True
-            return
         answer = server.answers.get(path, server.absent(path))
         body = answer.body
         if server.flipped and path.endswith(server.flipped):
@@ -75,7 +68,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.command == 'HEAD':
             return
         is_file = not path.startswith('/api/') and answer.status < 300
-        time.sleep(server.seconds * is_file)
         self.close_connection |= is_file and server.cut is not None
         self.wfile.write(body[: server.cut] if is_file else body)
 
@@ -93,13 +85,6 @@ def serving(answers=None):
     finally:
         server.shutdown()
         server.server_close()
-
-
-def raw(status: int, body: bytes = b'', **headers: object) -> bytes:
-    """An answer byte for byte."""
-    lines = [f'HTTP/1.1 {status} said by the server']
-    lines += [f'{name.replace("_", "-")}: {value}' for name, value in headers.items()]
-    return '\r\n'.join([*lines, '', '']).encode() + body
 
 
 def repository(name: str, revisions: dict[str, dict[str, bytes]]) -> dict[str, Answer]:

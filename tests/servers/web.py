@@ -1,16 +1,10 @@
-"""A web server on this machine: files, a hub's repositories, and faults on demand.
-
-For trying a command line, python -m tests.servers.web FOLDER prints what to set, and serves
-FOLDER/BUCKET/FILE as gs://BUCKET/FILE and FOLDER/OWNER/NAME/ as hf:OWNER/NAME.
-"""
+"""A web server on this machine: files, a hub's repositories, and faults on demand."""
 
 import contextlib
 import hashlib
 import http.server
 import json
-import pathlib
 import re
-import sys
 import threading
 import urllib.parse
 from typing import NamedTuple
@@ -127,20 +121,3 @@ def _entry(file: str, data: bytes) -> dict:
 
 def _json(value) -> Answer:
     return Answer(json.dumps(value).encode(), {'Content-Type': 'application/json'})
-
-
-def main(folder: str) -> None:
-    answers = {}
-    for owner in filter(pathlib.Path.is_dir, pathlib.Path(folder).iterdir()):
-        for path in filter(pathlib.Path.is_file, owner.rglob('*')):
-            answers[f'/{path.relative_to(folder)}'] = Answer(path.read_bytes())
-        for place in filter(pathlib.Path.is_dir, owner.iterdir()):
-            files = {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()}
-            answers |= repository(f'{owner.name}/{place.name}', {'main': files})
-    with serving(answers) as server:
-        print(f'export STORAGE_EMULATOR_HOST={server.url} HF_ENDPOINT={server.url}', flush=True)
-        threading.Event().wait()
-
-
-if __name__ == '__main__':
-    main(sys.argv[1])

@@ -1,4 +1,4 @@
-"""A network that starts from another one's parameters: other images, another head."""
+"""A model that starts from another one's parameters: other images, another head."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from vit_jax.models.masked_patches import MASKED
 
 
 class Transferred(NamedTuple):
-    """Parameters of the new network, and one line for each thing that happened to them."""
+    """Parameters of the new model, and a line about each change."""
 
     params: Params
     report: list[str]
@@ -31,13 +31,22 @@ def transfer(
     fresh: Params,
     class_names: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> Transferred:
-    """The parameters of `old` in the network `new`, whose own initial ones are `fresh`.
+    """Returns the parameters of the model `old` for the model `new`.
 
-    The head is the new network's. If `class_names` has the names of the old and the new classes,
-    classes with the same name keep their part of a linear head. A tanh layer before the head that
-    the new network does not have is dropped (section 3.2), as are the mask token and the head of
-    patches; where the old one has no such, they are the new network's. The rest is adapted to the
-    new images as `adapt` says; raises UserError with the names where it does not fit.
+    The body is adapted to the new images (see `adapt`). The head is the new model's; classes of the
+    same name keep their column of a linear head. A tanh layer before the head is dropped if the new
+    model has none (section 3.2). A mask token and a head of patches are kept only if both models
+    have them.
+
+    Args:
+      params: Parameters of `old`.
+      old: The pre-trained model.
+      new: The model to train.
+      fresh: Initial parameters of `new`.
+      class_names: The names of the old and of the new classes.
+
+    Raises:
+      UserError: If an array does not fit; the message names it.
     """
     found, expected = tree_names.named_leaves(params), tree_names.named_leaves(fresh)
     head = head_params(fresh)
@@ -101,11 +110,11 @@ def _keep_known_classes(
 
 
 def adapt(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
-    """The same network for other images: of another size, patch size or number of channels.
+    """Adapts a model to images of another size, patch size or number of channels.
 
     Position embeddings are resized to the new grid, the patch projection to the new patches (the
-    pseudo-inverse of FlexiViT), and its channels are summed or repeated. Raises UserError for a
-    kind of positions that no other grid can have.
+    pseudo-inverse of FlexiViT), and its channels are summed or repeated. Raises UserError for
+    relative positions, which fit one grid.
     """
     named, report = tree_names.named_leaves(params), []
     if isinstance(old, ViTConfig) and isinstance(new, ViTConfig):
@@ -130,7 +139,7 @@ def _change(old: tuple[int, int], new: tuple[int, int]) -> str:
 
 
 def changed(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
-    """The network for other images, with another head, or none."""
+    """Adapts a model to other images and replaces or removes its head."""
     if new.num_classes == old.num_classes:
         return adapt(params, old=old, new=new)
     # Only the head is taken from `fresh`: without one, names and shapes are enough.
@@ -140,7 +149,7 @@ def changed(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferre
 
 
 def headless(config: ModelConfig) -> ModelConfig:
-    """The network without any head: its outputs are the features."""
+    """Returns the model without any head: its outputs are the features."""
     changes: dict[str, Any] = {'num_classes': None, 'head': 'linear', 'head_bias': 0.0}
     if isinstance(config, ViTConfig):
         changes['patch_outputs'] = None
@@ -150,7 +159,7 @@ def headless(config: ModelConfig) -> ModelConfig:
 def for_task(
     config: ModelConfig, *, num_classes: int | None, image_size: tuple[int, int] | None
 ) -> ModelConfig:
-    """The network to fine-tune: its whole head is a single linear layer (section 3.2)."""
+    """Returns the model to fine-tune: its head is a single linear layer (section 3.2)."""
     changes: dict[str, Any] = {'num_classes': num_classes, 'head': 'linear'}
     if isinstance(config, ViTConfig):
         changes |= {'representation_size': None, 'patch_outputs': None}

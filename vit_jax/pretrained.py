@@ -1,4 +1,4 @@
-"""Checkpoints of any origin as networks that can be used: `load`, look, `save`."""
+"""Models from checkpoints of any format: `load`, use, `save`."""
 
 import dataclasses
 import functools
@@ -50,24 +50,24 @@ _HEADROOM = 8
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Loaded:
-    """A pre-trained network with what belongs to it.
+    """A pre-trained model with its card.
 
     `logits`, `probabilities`, `features` and `capture` take images (b h w c) of
-    `config.image_size` as `prepare` makes them, floating-point numbers (the published models:
-    from -1 to 1). UserError for images of another size or type, or with numbers that are none.
-    They can be used under jit, vmap and grad, where the values of images are not looked at. The
-    parameters are constants there: `model.apply(params, images)` takes them as an argument.
-    Equal are two that have the same card, parameters and way of computing. It can be pickled.
+    `config.image_size` as `prepare` makes them: floating-point numbers (for the published models
+    from -1 to 1). They raise UserError for images of another size or type, or with much larger
+    numbers. They can be used under jit, vmap and grad, where numbers are not checked and parameters
+    are constants; `model.apply(params, images)` takes parameters as an argument. Two objects are
+    equal if card, parameters and compute options are equal. It can be pickled.
     """
 
     card: Card
     params: Params  # in host memory
     report: tuple[str, ...] = ('a network that is in no file',)  # what was found and changed
-    ignored: tuple[str, ...] = ()  # names of what the file holds beside the network
+    ignored: tuple[str, ...] = ()  # names of arrays in the file that the model does not use
     format: str = opening.OURS  # one of opening.NAMES
     layout: Layout | None = None
     compute: Compute = dataclasses.field(default_factory=lambda: Compute(dtype='float32'))
-    origin: tuple[str, ...] = ()  # of one that was downloaded: URL, commit, digest
+    origin: tuple[str, ...] = ()  # of a download: URL, commit, digests
 
     def __repr__(self) -> str:
         return '\n'.join(self.report)
@@ -83,7 +83,7 @@ class Loaded:
         return hash(repr(self.card))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what was compiled."""
+        """Returns the fields, without compiled functions."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @property
@@ -93,17 +93,17 @@ class Loaded:
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """How images become what the network takes."""
+        """How images are prepared for the model."""
         return self.card.preprocessing
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The names of the classes; () where the checkpoint has none."""
+        """The names of the classes; () if the checkpoint has none."""
         return self.card.class_names
 
     @functools.cached_property
     def model(self) -> Model:
-        """The network's functions. Raises UserError if only the name of its head is stored."""
+        """The model's functions. Raises UserError if only the name of its head is stored."""
         head = self.config.head
         way = 'load(..., head=FUNCTION), or --head=FILE.py:FUNCTION, hands it over'
         named = f'its head is the function {getattr(head, "name", "")}, which no checkpoint holds'
@@ -117,10 +117,10 @@ class Loaded:
         class_names: Sequence[str] | None = None,
         loss: str | None = None,
     ) -> 'Loaded':
-        """The network with other parameters, such as those that were trained from its own.
+        """Returns the model with other parameters, for example fine-tuned ones.
 
-        `class_names` and `loss` are as before where they are not given. Raises UserError for
-        parameters that have other names or shapes than its own.
+        `class_names` and `loss` stay as they are if they are None. Raises UserError for parameters
+        of other names or shapes.
         """
         given, own = (tree_names.named_leaves(each) for each in (params, self.params))
         tree_names.compare_names(given, own, where='params')
@@ -133,12 +133,12 @@ class Loaded:
 
     @functools.cached_property
     def predicts(self) -> bool:
-        """Has it a head that was trained, for classes?"""
+        """Whether the model has a trained head for classes."""
         of_classes = not (self.card.projects or self.card.regresses)
         return of_classes and has_trained_head(self.params)
 
     def require_head(self, *, of_classes: bool = True) -> None:
-        """Raises UserError without a trained head; `of_classes`: for CLIP's projection too."""
+        """Raises UserError if there is no trained head, or none `of_classes`."""
         if self.config.num_classes is None:
             raise UserError('the checkpoint has no head: use the features, or fine-tune it')
         if self.card.projects:
@@ -149,10 +149,14 @@ class Loaded:
             raise UserError(ZERO_HEAD)
 
     def prepare(self, image: Any) -> Float[np.ndarray, 'h w c']:
-        """One image as the network takes it.
+        """Prepares an image for the model.
 
-        It is the path of a file, its bytes, a PIL image, or a uint8 array (h w), (h w 1) or
-        (h w 3). Raises UserError for anything else.
+        Args:
+          image: The path of a file, its bytes, a PIL image, or a uint8 array (h w), (h w 1) or
+            (h w 3).
+
+        Raises:
+          UserError: For anything else.
         """
         channels = f'the network takes {self.config.channels} channels, which you have to prepare'
         require(self.config.channels == 3, f'{channels}; `prepare` makes 3')
@@ -161,21 +165,22 @@ class Loaded:
         return np.asarray(normalize(cut, self.preprocessing))
 
     def logits(self, images: Array | np.ndarray) -> Float[Array | np.ndarray, '...']:
-        """(b k), what the head gives. Raises UserError for a network without a trained head."""
+        """Returns the output of the head, (b k). Raises UserError if there is no trained head."""
         return self.outputs(images, 'logits')[0]
 
     def probabilities(self, images: Array | np.ndarray) -> Float[Array | np.ndarray, '...']:
-        """(b k), of each class: the sigmoid of its logit where the network was trained so, else
-        the softmax. Raises UserError for a network without a trained head of classes.
+        """Returns the probability of each class, (b k): a sigmoid or a softmax of the logits.
+
+        Raises UserError if there is no trained head for classes.
         """
         return self.outputs(images, 'probabilities')[0]
 
     def features(self, images: Array | np.ndarray) -> Float[Array | np.ndarray, '...']:
-        """(b d), what the head is given; with pool=none for each token, (b n d)."""
+        """Returns the input of the head, (b d); with pool=none that of each token, (b n d)."""
         return self.outputs(images, 'features')[0]
 
     def outputs(self, images: Array | np.ndarray, *names: OutputName) -> tuple[Any, ...]:
-        """Several of these at once, for the price of one. Images may be split over devices."""
+        """Returns several of these from one pass. Images may be sharded over devices."""
         if set(names) - {'features'}:
             self.require_head(of_classes='probabilities' in names)
         return _on_host(self._outputs(self.params, self._checked(images), names))
@@ -183,8 +188,11 @@ class Loaded:
     def capture(
         self, images: Array | np.ndarray, names: Sequence[str] | Mapping[str, Reduction]
     ) -> tuple[Any, dict[str, Any]]:
-        """The logits, or features without a head, and the intermediate arrays of these names, or
-        what these functions make of them (the page "Look inside" lists them)."""
+        """Returns the logits (features if there is no head) and intermediate arrays.
+
+        `names` lists intermediate arrays (the page "Look inside"), or maps them to functions that
+        reduce them.
+        """
         wanted = tuple(names.items()) if isinstance(names, Mapping) else tuple(names)
         images = self._checked(images)
         # In one program with the taps, the logits would differ in their last bits.
@@ -192,7 +200,7 @@ class Loaded:
         return _on_host((logits, self._capture(self.params, images, wanted)))
 
     def _checked(self, images: Array | np.ndarray) -> Float[Array, 'b h w c']:
-        """The images as float32. Raises UserError for what `prepare` does not make."""
+        """Returns the images as float32. Raises UserError for what `prepare` does not make."""
         is_array = isinstance(images, jax.Array | np.ndarray)
         kind = f'{images.dtype}{list(images.shape)}' if is_array else type(images).__name__
         fits = is_array and images.ndim == 4 and jnp.issubdtype(images.dtype, jnp.floating)
@@ -314,13 +322,12 @@ def save(
     overwrite: bool = False,
     dtype: Literal['float32', 'bfloat16'] | None = None,
 ) -> list[str]:
-    """Writes the network, in the format that it was read in, or in another of `opening.NAMES`.
+    """Writes a model in the format in which it was read, or in another of `opening.NAMES`.
 
-    Without a `format` the path's ending chooses one that has it, such as timm for .safetensors. In
-    its own format a file keeps the layout that was read, and the type of the numbers unless a
-    `dtype` is given. Returns what a reader of the file has to know, line by line. Raises UserError
-    where the format cannot hold the network, and where something is there that `overwrite` does
-    not allow to replace.
+    Without a `format` the path's ending chooses one, for example timm for .safetensors. A file of
+    the same format keeps the layout that was read, and the type of the numbers unless `dtype` is
+    given. Returns lines that a user of the file has to know. Raises UserError if the format cannot
+    hold the model, or if the path exists and `overwrite` is False.
     """
     path = os.fspath(path)
     remote.require_local(path)
@@ -335,7 +342,7 @@ def save(
 
 
 def _with_head(checkpoint: opening.Checkpoint, head: Callable[[int], Any]) -> opening.Checkpoint:
-    """The checkpoint with the function of its head. Raises UserError for other parameters."""
+    """Returns the checkpoint with the function of its head. Raises UserError if it does not fit."""
     old = checkpoint.card.model
     params, where = checkpoint.read(), f'{checkpoint.path}: head'
     require(old.num_classes is not None, f'{where}: the checkpoint has no head')
@@ -350,7 +357,7 @@ def _with_head(checkpoint: opening.Checkpoint, head: Callable[[int], Any]) -> op
 
 
 def _on_host(outputs: Any) -> Any:
-    """The arrays as numpy's; those of a function that is being traced as they are."""
+    """Returns numpy arrays; inside a traced function, the arrays as they are."""
     traced = isinstance(jax.tree.leaves(outputs)[0], jax.core.Tracer)
     return outputs if traced else jax.tree.map(np.asarray, outputs)
 

@@ -10,9 +10,8 @@ picks: the one pre-trained on ImageNet-21k with the best validation accuracy. --
 import argparse
 
 from vit_jax.base import require
-from vit_jax.checkpoints import augreg_index, names
-from vit_jax.checkpoints.augreg_index import Row
-from vit_jax.checkpoints.published import AUGREG_FOLDER, FILES
+from vit_jax.checkpoints import published, remote
+from vit_jax.checkpoints.published import AUGREG_FOLDER, FILES, Row
 from vit_jax.cli import app
 
 INDEX = f'{AUGREG_FOLDER}/index.csv'
@@ -21,8 +20,9 @@ INDEX = f'{AUGREG_FOLDER}/index.csv'
 def main(arguments: argparse.Namespace) -> int:
     """Prints the published checkpoints."""
     if arguments.name is not None:
-        rows = augreg_index.read_index(arguments.index)
-        _print_variant(rows, arguments.name, arguments.download)
+        is_url = arguments.index.startswith(('gs://', 'https://'))
+        path = str(remote.fetch(arguments.index)[0]) if is_url else arguments.index
+        _print_variant(published.read_index(path), arguments.name, arguments.download)
         return 0
     require(not arguments.download, '--download: expected a NAME, such as B/16')
     for short, file in FILES.items():
@@ -33,26 +33,25 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _print_variant(rows: list[Row], name: str, download: bool) -> None:
     """Prints the checkpoints of a variant, and the picked one with its fine-tunings."""
-    picked = augreg_index.pick(rows, name)
-    if not augreg_index.is_file_name(name):
-        for row in augreg_index.listed(rows, name):
-            print(f'{row.final_val:8.4f}  {row.ds:<12} {row.filename}')
+    picked = published.pick(rows, name)
+    for row in published.list_variant(rows, name):
+        print(f'{row.final_val:8.4f}  {row.ds:<12} {row.filename}')
     address = f'{AUGREG_FOLDER}/{picked.filename}.npz'
     print(f'picked    {address}')
-    for row in augreg_index.fine_tuned(rows, picked.filename):
+    for row in published.list_fine_tunings(rows, picked.filename):
         accuracies = f'{row.adapt_final_val:.4f} validation, {row.adapt_final_test:.4f} test'
         where = f'{row.adapt_ds} {row.adapt_resolution}'
         print(f'  tuned   {where}: {accuracies}  {row.adapt_filename}')
     if download:
         short = {file.address: short for short, file in FILES.items()}
-        local = names.local(short.get(address, address))
+        local = remote.local(short.get(address, address))
         print('\n'.join([*local.origin, f'local     {local.path}']))
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the program."""
     parser = app.new_parser('augreg', __doc__)
-    parser.add_argument('name', nargs='?', metavar='NAME', help='a variant, or a file name')
+    parser.add_argument('name', nargs='?', metavar='NAME', help='a variant, such as B/16')
     parser.add_argument('--index', default=INDEX, metavar='FILE.csv', help=f'({INDEX})')
     text = 'download the picked file'
     parser.add_argument('--download', action='store_true', help=text)

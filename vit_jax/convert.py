@@ -14,7 +14,7 @@ import pathlib
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.formats.opening import NAMES
 from vit_jax.checkpoints.formats.writing import format_for, is_free
-from vit_jax.checkpoints.names import require_here
+from vit_jax.checkpoints.remote import require_local
 from vit_jax.cli import app
 from vit_jax.pretrained import load, save
 
@@ -22,7 +22,7 @@ from vit_jax.pretrained import load, save
 def main(arguments: argparse.Namespace) -> int:
     """Converts a checkpoint; prints what was read, and what a reader of OUT needs to know."""
     output = pathlib.Path(arguments.output)
-    require_here(arguments.output)
+    require_local(arguments.output)
     if not (arguments.overwrite or is_free(output)):
         raise UserError(f'{output}: exists already; --overwrite replaces it')
     changes = app.overrides(arguments)

@@ -16,7 +16,7 @@ import numpy as np
 
 from vit_jax.base import UserError, atomic_write, counted, make_folder, records, write_json
 from vit_jax.checkpoints.formats import array_files
-from vit_jax.checkpoints.names import shown
+from vit_jax.checkpoints.remote import shown
 from vit_jax.cli import app, output
 from vit_jax.data.sources.opening import Opener, make_opener
 from vit_jax.evaluation import head

@@ -1,4 +1,4 @@
-"""Checkpoints of any origin as networks that can be used: `load`, look, `save`."""
+"""Models from checkpoints of any format: `load`, use, `save`."""
 
 import dataclasses
 import functools
@@ -11,19 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import (
-    Array,
-    Float,
-    Params,
-    Record,
-    UInt8,
-    UserError,
-    require,
-    tree_names,
-    usable,
-)
+from vit_jax.base import Array, Float, Params, UInt8, UserError, require, tree_names, usable
 from vit_jax.base.records import Elsewhere
-from vit_jax.checkpoints import names, transfer
+from vit_jax.checkpoints import remote, transfer
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import opening, writing
 from vit_jax.checkpoints.formats.array_files import error_prefix
@@ -60,24 +50,24 @@ _HEADROOM = 8
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Loaded:
-    """A pre-trained network with what belongs to it.
+    """A pre-trained model with its card.
 
     `logits`, `probabilities`, `features` and `capture` take images (b h w c) of
-    `config.image_size` as `prepare` makes them, floating-point numbers (the published models:
-    from -1 to 1). UserError for images of another size or type, or with numbers that are none.
-    They can be used under jit, vmap and grad, where the values of images are not looked at. The
-    parameters are constants there: `model.apply(params, images)` takes them as an argument.
-    Equal are two that have the same card, parameters and way of computing. It can be pickled.
+    `config.image_size` as `prepare` makes them: floating-point numbers (for the published models
+    from -1 to 1). They raise UserError for images of another size or type, or with much larger
+    numbers. They can be used under jit, vmap and grad, where numbers are not checked and parameters
+    are constants; `model.apply(params, images)` takes parameters as an argument. Two objects are
+    equal if card, parameters and compute options are equal. It can be pickled.
     """
 
     card: Card
     params: Params  # in host memory
     report: tuple[str, ...] = ('a network that is in no file',)  # what was found and changed
-    ignored: tuple[str, ...] = ()  # names of what the file holds beside the network
+    ignored: tuple[str, ...] = ()  # names of arrays in the file that the model does not use
     format: str = opening.OURS  # one of opening.NAMES
     layout: Layout | None = None
     compute: Compute = dataclasses.field(default_factory=lambda: Compute(dtype='float32'))
-    origin: tuple[str, ...] = ()  # of one that was downloaded: URL, commit, digest
+    origin: tuple[str, ...] = ()  # of a download: URL, commit, digests
 
     def __repr__(self) -> str:
         return '\n'.join(self.report)
@@ -93,7 +83,7 @@ class Loaded:
         return hash(repr(self.card))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what was compiled."""
+        """Returns the fields, without compiled functions."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @property
@@ -103,17 +93,17 @@ class Loaded:
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """How images become what the network takes."""
+        """How images are prepared for the model."""
         return self.card.preprocessing
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The names of the classes; () where the checkpoint has none."""
+        """The names of the classes; () if the checkpoint has none."""
         return self.card.class_names
 
     @functools.cached_property
     def model(self) -> Model:
-        """The network's functions. Raises UserError if only the name of its head is stored."""
+        """The model's functions. Raises UserError if only the name of its head is stored."""
         head = self.config.head
         way = 'load(..., head=FUNCTION), or --head=FILE.py:FUNCTION, hands it over'
         named = f'its head is the function {getattr(head, "name", "")}, which no checkpoint holds'
@@ -127,10 +117,10 @@ class Loaded:
         class_names: Sequence[str] | None = None,
         loss: str | None = None,
     ) -> 'Loaded':
-        """The network with other parameters, such as those that were trained from its own.
+        """Returns the model with other parameters, for example fine-tuned ones.
 
-        `class_names` and `loss` are as before where they are not given. Raises UserError for
-        parameters that have other names or shapes than its own.
+        `class_names` and `loss` stay as they are if they are None. Raises UserError for parameters
+        of other names or shapes.
         """
         given, own = (tree_names.named_leaves(each) for each in (params, self.params))
         tree_names.compare_names(given, own, where='params')
@@ -143,12 +133,12 @@ class Loaded:
 
     @functools.cached_property
     def predicts(self) -> bool:
-        """Has it a head that was trained, for classes?"""
+        """Whether the model has a trained head for classes."""
         of_classes = not (self.card.projects or self.card.regresses)
         return of_classes and has_trained_head(self.params)
 
     def require_head(self, *, of_classes: bool = True) -> None:
-        """Raises UserError without a trained head; `of_classes`: for CLIP's projection too."""
+        """Raises UserError if there is no trained head, or none `of_classes`."""
         if self.config.num_classes is None:
             raise UserError('the checkpoint has no head: use the features, or fine-tune it')
         if self.card.projects:
@@ -159,10 +149,14 @@ class Loaded:
             raise UserError(ZERO_HEAD)
 
     def prepare(self, image: Any) -> Float[np.ndarray, 'h w c']:
-        """One image as the network takes it.
+        """Prepares an image for the model.
 
-        It is the path of a file, its bytes, a PIL image, or a uint8 array (h w), (h w 1) or
-        (h w 3). Raises UserError for anything else.
+        Args:
+          image: The path of a file, its bytes, a PIL image, or a uint8 array (h w), (h w 1) or
+            (h w 3).
+
+        Raises:
+          UserError: For anything else.
         """
         channels = f'the network takes {self.config.channels} channels, which you have to prepare'
         require(self.config.channels == 3, f'{channels}; `prepare` makes 3')
@@ -171,21 +165,22 @@ class Loaded:
         return np.asarray(normalize(cut, self.preprocessing))
 
     def logits(self, images: Array | np.ndarray) -> Float[Array | np.ndarray, '...']:
-        """(b k), what the head gives. Raises UserError for a network without a trained head."""
+        """Returns the output of the head, (b k). Raises UserError if there is no trained head."""
         return self.outputs(images, 'logits')[0]
 
     def probabilities(self, images: Array | np.ndarray) -> Float[Array | np.ndarray, '...']:
-        """(b k), of each class: the sigmoid of its logit where the network was trained so, else
-        the softmax. Raises UserError for a network without a trained head of classes.
+        """Returns the probability of each class, (b k): a sigmoid or a softmax of the logits.
+
+        Raises UserError if there is no trained head for classes.
         """
         return self.outputs(images, 'probabilities')[0]
 
     def features(self, images: Array | np.ndarray) -> Float[Array | np.ndarray, '...']:
-        """(b d), what the head is given; with pool=none for each token, (b n d)."""
+        """Returns the input of the head, (b d); with pool=none that of each token, (b n d)."""
         return self.outputs(images, 'features')[0]
 
     def outputs(self, images: Array | np.ndarray, *names: OutputName) -> tuple[Any, ...]:
-        """Several of these at once, for the price of one. Images may be split over devices."""
+        """Returns several of these from one pass. Images may be sharded over devices."""
         if set(names) - {'features'}:
             self.require_head(of_classes='probabilities' in names)
         return _on_host(self._outputs(self.params, self._checked(images), names))
@@ -193,8 +188,11 @@ class Loaded:
     def capture(
         self, images: Array | np.ndarray, names: Sequence[str] | Mapping[str, Reduction]
     ) -> tuple[Any, dict[str, Any]]:
-        """The logits, or features without a head, and the intermediate arrays of these names, or
-        what these functions make of them (the page "Look inside" lists them)."""
+        """Returns the logits (features if there is no head) and intermediate arrays.
+
+        `names` lists intermediate arrays (the page "Look inside"), or maps them to functions that
+        reduce them.
+        """
         wanted = tuple(names.items()) if isinstance(names, Mapping) else tuple(names)
         images = self._checked(images)
         # In one program with the taps, the logits would differ in their last bits.
@@ -202,23 +200,19 @@ class Loaded:
         return _on_host((logits, self._capture(self.params, images, wanted)))
 
     def _checked(self, images: Array | np.ndarray) -> Float[Array, 'b h w c']:
-        """The images as float32. Raises UserError for what `prepare` does not make."""
+        """Returns the images as float32. Raises UserError for what `prepare` does not make."""
         is_array = isinstance(images, jax.Array | np.ndarray)
-        kind = f'{images.dtype}{list(images.shape)}' if is_array else f'a {type(images).__name__}'
-        expected = 'expected floating-point numbers of the shape (b, h, w, c), as `prepare` makes'
+        kind = f'{images.dtype}{list(images.shape)}' if is_array else type(images).__name__
         fits = is_array and images.ndim == 4 and jnp.issubdtype(images.dtype, jnp.floating)
-        require(fits, f'images are {kind}, {expected} them, stacked')
+        expected = 'floating-point numbers of the shape (b, h, w, c), as `prepare` makes them'
+        require(fits and len(images) > 0, f'images are {kind}; expected {expected}')
         if isinstance(images, jax.core.Tracer):
             return images.astype(jnp.float32)
-        require(len(images) > 0, f'images are {kind}, expected at least one')
-        how = self.preprocessing
+        how, largest = self.preprocessing, max(float(images.max()), -float(images.min()))
         scaled = [(v - m) / s for v in (0, 255) for m, s in zip(how.mean, how.std, strict=True)]
-        largest = max(float(images.max()), -float(images.min()))
-        wrong = (
-            f'images hold numbers up to {largest:g}, expected {min(scaled):g} to {max(scaled):g}'
-        )
-        limit = _HEADROOM * max(map(abs, scaled))
-        require(largest <= limit, f'{wrong}, as `prepare` makes them of pixels from 0 to 255')
+        text = f'images have numbers up to {largest:g}; expected {min(scaled):g} to {max(scaled):g}'
+        fits = largest <= _HEADROOM * max(map(abs, scaled))
+        require(fits, f'{text}, as `prepare` makes them of pixels from 0 to 255')
         return jnp.asarray(images, jnp.float32)
 
     @functools.cached_property
@@ -245,17 +239,6 @@ class Loaded:
         return jax.jit(with_exact_products(capture), static_argnums=2)
 
 
-@dataclasses.dataclass
-class Changes(Record):
-    """What `load` changes in the network; None leaves it as it is."""
-
-    image_size: tuple[int, int] | None
-    patch_size: tuple[int, int] | None
-    channels: int | None
-    num_classes: int | Literal['keep'] | None  # None: without a head
-    new_channels: Literal['adapt', 'fresh']
-
-
 def load(
     path: str | os.PathLike[str],
     *,
@@ -267,38 +250,60 @@ def load(
     patch_size: int | tuple[int, int] | None = None,
     channels: int | None = None,
     num_classes: int | Literal['keep'] | None = 'keep',
-    new_channels: Literal['adapt', 'fresh'] = 'adapt',
     head: Callable[[int], Any] | None = None,
     dtype: Literal['float32', 'bfloat16'] = 'float32',
 ) -> Loaded:
-    """The network at a path: a file or directory of any format of `opening.NAMES`.
+    """Loads the model at a path: a file or directory of any format of `opening.NAMES`.
 
-    Or of a name: `hf:OWNER/NAME`, `https://...`, `gs://...`, `augreg:B/16` (checkpoints/names.py),
-    which is downloaded unless it was before; the report begins with what exactly that was.
-    The first four are for what its file does not say of itself: the grid (height, width) of the
-    position embeddings in patches, the number of heads, and so on. The others change the network:
-    the size of images ('stored': that of the file's positions) and patches, the channels, and the
-    head, which `num_classes=None` drops and another number replaces by one of zeros. The patch
-    projection is adapted to other channels, or drawn anew with `new_channels='fresh'`. `head` is
-    the function that made a head of one's own: no checkpoint holds it. The network computes in
-    `dtype`; parameters, norms and outputs stay float32. Raises UserError or MissingFile.
+    Args:
+      path: A local path, or the name of a remote checkpoint (checkpoints/remote.py).
+      grid, num_heads, gelu, layer_norm_epsilon: What the file does not say of itself; the grid is
+        that of the position embeddings, (height, width) in patches.
+      image_size: Positions are resized to images of this (height, width); 'stored' leaves them.
+      patch_size: The patch projection is resized to patches of this (height, width).
+      channels: The patch projection is adapted to images with this number of channels.
+      num_classes: None removes the head, a number replaces it by a head of zeros.
+      head: The function that made a custom head; no checkpoint holds it.
+      dtype: The type of matrix products; parameters, norms and outputs stay float32.
+
+    Raises UserError if the checkpoint cannot be read or changed so, MissingFile if there is none.
     """
-    path, compute = _path(path), Compute(dtype=dtype)
+    path, size = os.fspath(path), _pair(image_size)
     hints = Hints(
         grid=_pair(grid), num_heads=num_heads, gelu=gelu, layer_norm_epsilon=layer_norm_epsilon
     )
-    sizes = None if image_size == 'stored' else _pair(image_size), _pair(patch_size)
-    changes = Changes(*sizes, channels, num_classes, new_channels)
-    size: Any = 'stored' if image_size == 'stored' else changes.image_size
     checkpoint = opening.open_checkpoint(path, hints, image_size=size)
     if head is not None:
         checkpoint = _with_head(checkpoint, head)
-    card, new = checkpoint.card, _changed_config(checkpoint.card.model, changes)
-    was, how = card.model, changes.new_channels
-    params, lines = transfer.changed(checkpoint.read(), old=was, new=new, new_channels=how)
-    if new.num_classes != card.model.num_classes:  # what was said of the old head
+    card, old = checkpoint.card, checkpoint.card.model
+    is_resnet = patch_size is not None and not isinstance(old, ViTConfig)
+    require(not is_resnet, f'patch_size={patch_size}: a ResNet has no patches')
+    changes: dict[str, Any] = {'patch_size': _pair(patch_size), 'channels': channels}
+    changes['image_size'] = None if size == 'stored' else size
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if num_classes != 'keep':
+        changes['num_classes'] = num_classes
+    new = dataclasses.replace(old, **changes)
+    params, lines = transfer.changed(checkpoint.read(), old=old, new=new)
+    if new.num_classes != old.num_classes:  # they describe the old head
         card = dataclasses.replace(card, class_names=(), loss=None)
-    if new.num_classes is not None and not has_trained_head(params):
+    card = dataclasses.replace(card, model=new, grid=new.grid)
+    return Loaded(
+        card=card,
+        params=params,
+        report=(checkpoint.path, *checkpoint.report, *lines, *_head_remarks(card, params)),
+        ignored=checkpoint.ignored,
+        format=checkpoint.format,
+        layout=checkpoint.layout,
+        compute=Compute(dtype=dtype),
+        origin=checkpoint.origin,
+    )
+
+
+def _head_remarks(card: Card, params: Params) -> list[str]:
+    """Returns what a user of the head has to know."""
+    lines = []
+    if card.model.num_classes is not None and not has_trained_head(params):
         lines.append(ZERO_HEAD)
     if card.projects:
         lines.append(_PROJECTS)
@@ -306,16 +311,7 @@ def load(
         lines.append(_REGRESSES)
     elif card.loss not in (None, 'softmax', 'sigmoid'):
         lines.append(f'trained with {card.loss}: probabilities are the softmax of its logits')
-    return Loaded(
-        card=dataclasses.replace(card, model=new, grid=new.grid),
-        params=params,
-        report=(checkpoint.path, *checkpoint.report, *lines),
-        ignored=checkpoint.ignored,
-        format=checkpoint.format,
-        layout=checkpoint.layout,
-        compute=compute,
-        origin=checkpoint.origin,
-    )
+    return lines
 
 
 def save(
@@ -326,20 +322,18 @@ def save(
     overwrite: bool = False,
     dtype: Literal['float32', 'bfloat16'] | None = None,
 ) -> list[str]:
-    """Writes the network, in the format that it was read in, or in another of `opening.NAMES`.
+    """Writes a model in the format in which it was read, or in another of `opening.NAMES`.
 
-    Without a `format` the path's ending chooses one that has it, such as timm for .safetensors. In
-    its own format a file keeps the layout that was read, and the type of the numbers unless a
-    `dtype` is given. Returns what a reader of the file has to know, line by line. Raises UserError
-    where the format cannot hold the network, and where something is there that `overwrite` does
-    not allow to replace.
+    Without a `format` the path's ending chooses one, for example timm for .safetensors. A file of
+    the same format keeps the layout that was read, and the type of the numbers unless `dtype` is
+    given. Returns lines that a user of the file has to know. Raises UserError if the format cannot
+    hold the model, or if the path exists and `overwrite` is False.
     """
-    path = _path(path)
-    names.require_here(path)
+    path = os.fspath(path)
+    remote.require_local(path)
     format = writing.format_for(path, format, loaded.format)
-    require(
-        overwrite or writing.is_free(path), f'{path}: exists already; overwrite=True replaces it'
-    )
+    is_free = overwrite or writing.is_free(path)
+    require(is_free, f'{path}: exists already; overwrite=True replaces it')
     layout = loaded.layout if format == loaded.format else None
     with writing.replacing(pathlib.Path(path), format):
         return writing.write_checkpoint(
@@ -347,25 +341,8 @@ def save(
         )
 
 
-def _path(path: Any) -> str:
-    """The text of a path. Raises UserError for what is none."""
-    fits = isinstance(path, str | os.PathLike) and os.fspath(path) != ''
-    require(fits, f'path={path!r}: expected that of a checkpoint, a file or a directory')
-    return os.fspath(path)
-
-
-def _changed_config(old: ModelConfig, changes: Changes) -> ModelConfig:
-    if changes.patch_size is not None and not isinstance(old, ViTConfig):
-        raise UserError(f'patch_size={changes.patch_size}: a ResNet has no patches')
-    names = 'image_size', 'patch_size', 'channels'
-    values = {n: getattr(changes, n) for n in names if getattr(changes, n) is not None}
-    if changes.num_classes != 'keep':
-        values['num_classes'] = changes.num_classes
-    return dataclasses.replace(old, **values)
-
-
 def _with_head(checkpoint: opening.Checkpoint, head: Callable[[int], Any]) -> opening.Checkpoint:
-    """The checkpoint with the function of its head. Raises UserError for other parameters."""
+    """Returns the checkpoint with the function of its head. Raises UserError if it does not fit."""
     old = checkpoint.card.model
     params, where = checkpoint.read(), f'{checkpoint.path}: head'
     require(old.num_classes is not None, f'{where}: the checkpoint has no head')
@@ -380,7 +357,7 @@ def _with_head(checkpoint: opening.Checkpoint, head: Callable[[int], Any]) -> op
 
 
 def _on_host(outputs: Any) -> Any:
-    """The arrays as numpy's; those of a function that is being traced as they are."""
+    """Returns numpy arrays; inside a traced function, the arrays as they are."""
     traced = isinstance(jax.tree.leaves(outputs)[0], jax.core.Tracer)
     return outputs if traced else jax.tree.map(np.asarray, outputs)
 
@@ -395,14 +372,15 @@ def _decoded(image: Any, *, exif_rotation: bool) -> UInt8[np.ndarray, 'h w 3']:
         return decode(image, exif_rotation=exif_rotation)
     if isinstance(image, Image.Image):
         return to_rgb(image, exif_rotation=exif_rotation)
-    kind, expected = type(image).__name__, 'expected uint8 of the shape (h, w), (h, w, 1 or 3)'
     is_array = isinstance(image, np.ndarray | jax.Array)
-    require(is_array, f'{kind}: expected a path, bytes, a PIL image, or a uint8 array')
-    fits = image.dtype == np.uint8 and image.size > 0
+    kind = f'{image.dtype}{list(image.shape)}' if is_array else type(image).__name__
+    fits = is_array and image.dtype == np.uint8 and image.size > 0
     fits = fits and (image.ndim == 2 or image.ndim == 3 and image.shape[2] in (1, 3))
-    require(fits, f'an image is {image.dtype}{list(image.shape)}, {expected}, from 0 to 255')
+    expected = 'a path, bytes, a PIL image, or a uint8 array (h w), (h w 1) or (h w 3)'
+    require(fits, f'an image is {kind}; expected {expected}')
     return decode(np.asarray(image), exif_rotation=exif_rotation)
 
 
-def _pair(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+def _pair(size: Any) -> Any:
+    """Returns the (height, width) of a square of this size; anything else as it is."""
     return (size, size) if isinstance(size, int) else size

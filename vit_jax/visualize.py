@@ -30,7 +30,7 @@ from vit_jax.base import (
     usable,
 )
 from vit_jax.checkpoints.formats.array_files import write_npz
-from vit_jax.checkpoints.names import as_path, shown
+from vit_jax.checkpoints.remote import as_path, shown
 from vit_jax.cli import app, output
 from vit_jax.data.loading import reader_for
 from vit_jax.data.sources.base import Source

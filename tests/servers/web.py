@@ -1,18 +1,11 @@
-"""A web server on this machine: files, a hub's repositories, and faults on demand.
-
-For trying a command line, python -m tests.servers.web FOLDER prints what to set, and serves
-FOLDER/BUCKET/FILE as gs://BUCKET/FILE and FOLDER/OWNER/NAME/ as hf:OWNER/NAME.
-"""
+"""A web server on this machine: files, a hub's repositories, and faults on demand."""
 
 import contextlib
 import hashlib
 import http.server
 import json
-import pathlib
 import re
-import sys
 import threading
-import time
 import urllib.parse
 from typing import NamedTuple
 
@@ -31,10 +24,8 @@ class Server(http.server.ThreadingHTTPServer):
     def __init__(self):
         self.answers = dict[str, Answer]()
         self.requests = list[tuple[str, str]]()
-        self.raw: bytes | None = None  # every answer, byte for byte, after which it hangs up
         self.cut: int | None = None  # bytes after which every file ends
         self.flipped = ''  # the ending of the files whose last bit is flipped
-        self.seconds = 0.0  # for each file
         super().__init__(('127.0.0.1', 0), Handler)
 
     @property
@@ -46,7 +37,7 @@ class Server(http.server.ThreadingHTTPServer):
         repository = re.match(r'/api/models/[^/]+/[^/]+/', path)
         known = repository and any(one.startswith(repository[0]) for one in self.answers)
         known = 'RevisionNotFound' if known else 'RepoNotFound'
-        return refused(404, 'EntryNotFound' if '/resolve/' in path else known)
+        return error(404, 'EntryNotFound' if '/resolve/' in path else known)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -58,10 +49,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         server, path = self.server, urllib.parse.unquote(self.path.partition('?')[0])
         server.requests.append((self.command, path))
-        if server.raw is not None:
-            self.wfile.write(server.raw)
-            self.close_connection = True
-            return
         answer = server.answers.get(path, server.absent(path))
         body = answer.body
         if server.flipped and path.endswith(server.flipped):
@@ -75,7 +62,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.command == 'HEAD':
             return
         is_file = not path.startswith('/api/') and answer.status < 300
-        time.sleep(server.seconds * is_file)
         self.close_connection |= is_file and server.cut is not None
         self.wfile.write(body[: server.cut] if is_file else body)
 
@@ -93,13 +79,6 @@ def serving(answers=None):
     finally:
         server.shutdown()
         server.server_close()
-
-
-def raw(status: int, body: bytes = b'', **headers: object) -> bytes:
-    """An answer byte for byte."""
-    lines = [f'HTTP/1.1 {status} said by the server']
-    lines += [f'{name.replace("_", "-")}: {value}' for name, value in headers.items()]
-    return '\r\n'.join([*lines, '', '']).encode() + body
 
 
 def repository(name: str, revisions: dict[str, dict[str, bytes]]) -> dict[str, Answer]:
@@ -126,7 +105,7 @@ def commit_of(files: dict[str, bytes]) -> str:
     return hashlib.sha1(json.dumps([*map(_entry, files, files.values())]).encode()).hexdigest()
 
 
-def refused(status: int, code: str) -> Answer:
+def error(status: int, code: str) -> Answer:
     """What a hub says where something is not there, or not for everybody."""
     return Answer(b'{"error": "no"}', {'X-Error-Code': code, 'X-Error-Message': code}, status)
 
@@ -142,20 +121,3 @@ def _entry(file: str, data: bytes) -> dict:
 
 def _json(value) -> Answer:
     return Answer(json.dumps(value).encode(), {'Content-Type': 'application/json'})
-
-
-def main(folder: str) -> None:
-    answers = {}
-    for owner in filter(pathlib.Path.is_dir, pathlib.Path(folder).iterdir()):
-        for path in filter(pathlib.Path.is_file, owner.rglob('*')):
-            answers[f'/{path.relative_to(folder)}'] = Answer(path.read_bytes())
-        for place in filter(pathlib.Path.is_dir, owner.iterdir()):
-            files = {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()}
-            answers |= repository(f'{owner.name}/{place.name}', {'main': files})
-    with serving(answers) as server:
-        print(f'export STORAGE_EMULATOR_HOST={server.url} HF_ENDPOINT={server.url}', flush=True)
-        threading.Event().wait()
-
-
-if __name__ == '__main__':
-    main(sys.argv[1])

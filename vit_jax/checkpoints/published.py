@@ -4,12 +4,15 @@
 on ImageNet, at 384 pixels or those of its name. The addresses are of vision_transformer's README.
 The bucket has answered 403 to everybody since February 2026 (vision_transformer issue 321), so that
 a name also has the address of a copy in timm's or transformers' layout, where one is known.
+
+The index of AugReg ("How to train your ViT?") lists 50,000 more files.
 """
 
-from typing import NamedTuple
+import csv
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from vit_jax.base import MissingFile, records
-from vit_jax.base.errors import shown_url
+from vit_jax.base import MissingFile, parsing, records, require
 
 AUGREG_FOLDER = 'gs://vit_models/augreg'
 
@@ -36,30 +39,22 @@ _AUGREG: dict[str, tuple[str, int, tuple[str, int] | None]] = {
     'R26+S/32': ('aug_light1-wd_0.1-do_0.0-sd_0.0', 170, ('0.01', 139)),
     'R50+L/32': ('aug_medium1-wd_0.1-do_0.1-sd_0.1', 1337, ('0.01', 1255)),
 }
-# "An Image is Worth 16x16 Words" (Dosovitskiy et al.): files by their own names.
-_VIT = {
-    'imagenet21k': {
-        'ViT-B_8': 394,
-        'ViT-B_16': 394,
-        'ViT-B_32': 400,
-        'ViT-L_16': 1246,
-        'ViT-L_32': 1255,
-        'ViT-H_14': 2519,
-        'R26+ViT-B_32': 450,
-        'R50+ViT-B_16': 440,
-        'R50+ViT-L_32': 1341,
-    },
-    'imagenet21k+imagenet2012': {
-        'ViT-B_8': 335,
-        'ViT-B_16': 331,
-        'ViT-B_16-224': 330,
-        'ViT-B_32': 337,
-        'ViT-L_16': 1162,
-        'ViT-L_16-224': 1161,
-        'ViT-L_32': 1170,
-        'R50+ViT-B_16': 378,
-    },
+# "An Image is Worth 16x16 Words" (Dosovitskiy et al.): files by their own names, with their sizes
+# before and after fine-tuning.
+_VIT: dict[str, tuple[int | None, int | None]] = {
+    'ViT-B_8': (394, 335),
+    'ViT-B_16': (394, 331),
+    'ViT-B_16-224': (None, 330),
+    'ViT-B_32': (400, 337),
+    'ViT-L_16': (1246, 1162),
+    'ViT-L_16-224': (None, 1161),
+    'ViT-L_32': (1255, 1170),
+    'ViT-H_14': (2519, None),
+    'R26+ViT-B_32': (450, None),
+    'R50+ViT-B_16': (440, 378),
+    'R50+ViT-L_32': (1341, None),
 }
+_VIT_FOLDERS = {'-in21k': 'imagenet21k', '': 'imagenet21k+imagenet2012'}
 
 
 # Copies on the Hugging Face Hub. Of AugReg those that timm converted from exactly these files, as
@@ -102,11 +97,12 @@ def _files() -> dict[str, Published]:
             rate, size = tuned
             address += f'--imagenet2012-steps_20k-lr_{rate}-res_384.npz'
             found[f'augreg:{variant}'] = Published(address, size)
-    for data, sizes_by_file in _VIT.items():
-        for file, size in sizes_by_file.items():
-            name = file.replace('ViT-', '').replace('_', '/')
-            name += '-in21k' if data == 'imagenet21k' else ''
-            found[f'vit:{name}'] = Published(f'gs://vit_models/{data}/{file}.npz', size)
+    for file, sizes in _VIT.items():
+        variant = file.replace('ViT-', '').replace('_', '/')
+        for (ending, folder), mebibytes in zip(_VIT_FOLDERS.items(), sizes, strict=True):
+            if mebibytes is not None:
+                address = f'gs://vit_models/{folder}/{file}.npz'
+                found[f'vit:{variant}{ending}'] = Published(address, mebibytes)
     for name, repository in _COPIES.items():
         found[name] = found[name]._replace(copy=f'hf:{repository}')
     return found
@@ -115,11 +111,56 @@ def _files() -> dict[str, Published]:
 FILES = _files()  # by name
 
 
-def published(name: str) -> Published:
-    """The file of a short name. Raises MissingFile for one that is not in the table."""
+def find(name: str) -> Published:
+    """Returns the file of a short name. Raises MissingFile if it is not in the table."""
     if name not in FILES:
-        listing = '`python -m vit_jax.augreg` lists all'
-        same = next((known for known in FILES if known.lower() == name.lower()), name)
-        meant = records.nearest(same, FILES)
-        raise MissingFile(f'{shown_url(name)}: no such published file; {meant}; {listing}')
+        raise MissingFile(f'no such file; {records.nearest(name, FILES)}; see `vit_jax augreg`')
     return FILES[name]
+
+
+class Row(NamedTuple):
+    """A row of the index of AugReg: a pre-trained checkpoint and one fine-tuning of it."""
+
+    ds: str  # the data of pre-training
+    filename: str  # of the pre-trained checkpoint, without `.npz`
+    final_val: float  # its validation accuracy
+    adapt_ds: str  # the data of fine-tuning; empty if there is none
+    adapt_resolution: str
+    adapt_filename: str
+    adapt_final_val: float
+    adapt_final_test: float
+
+
+def read_index(path: str) -> list[Row]:
+    """Reads the index of AugReg, a CSV file."""
+    with parsing(path, 'the index of AugReg, a CSV file'), open(path, newline='') as file:
+        return [_row(values) for values in csv.DictReader(file)]
+
+
+def _row(values: dict[str, str]) -> Row:
+    chosen: dict[str, Any] = {name: values[name] for name in Row._fields}
+    numbers = {n: float(text or 'nan') for n, text in chosen.items() if 'final_' in n}
+    return Row(**chosen | numbers)
+
+
+def list_variant(rows: Sequence[Row], variant: str) -> list[Row]:
+    """Returns a row for each pre-trained checkpoint of a variant, the best one first."""
+    # A file of `R50+L/32`, or `R50+ViT-L_32`, starts with `R50_L_32-`.
+    stem = variant.replace('ViT-', '').replace('/', '_').replace('+', '_')
+    stems = {row.filename.split('-')[0] for row in rows}
+    require(stem in stems, f'no variant {variant!r} in the index; {records.nearest(stem, stems)}')
+    chosen = {row.filename: row for row in rows if row.filename.split('-')[0] == stem}
+    return sorted(chosen.values(), key=lambda row: row.final_val, reverse=True)
+
+
+def pick(rows: Sequence[Row], variant: str) -> Row:
+    """Returns the published choice for a variant: the best one on ImageNet-21k's validation set."""
+    candidates = [row for row in list_variant(rows, variant) if row.ds == 'i21k']
+    # Of equals the last, as in the published code.
+    return max(reversed(candidates), key=lambda row: row.final_val)
+
+
+def list_fine_tunings(rows: Sequence[Row], filename: str) -> list[Row]:
+    """Returns the fine-tunings of a pre-trained checkpoint, sorted by data set and accuracy."""
+    chosen = [row for row in rows if row.filename == filename and row.adapt_filename]
+    return sorted(chosen, key=lambda row: (row.adapt_ds, -row.adapt_final_val))

@@ -1,4 +1,4 @@
-"""Parameters for other images: positions of another grid, patches of another size or channels."""
+"""Resizes position embeddings and patch projections for other images."""
 
 import numpy as np
 
@@ -18,9 +18,8 @@ def resize_positions(params: Params, old: ViTConfig, new: ViTConfig) -> Params:
     if old.grid == new.grid:
         return {}
     (rows, columns), (new_rows, new_columns) = old.grid, new.grid
-    sizes = f'of {rows}x{columns} patches cannot be resized to {new_rows}x{new_columns}'
-    why = 'an offset in the sequence is no distance in the image, nothing lies between two of them'
-    require(old.positions != 'relative', f'relative positions {sizes}: {why}')
+    text = f'relative positions of a grid {old.grid} cannot be resized to {new.grid}'
+    require(old.positions != 'relative', text)
     resized = {}
     for name, (has_rows, has_columns) in grid_parameters(old).items():
         resized[name] = resize_table(
@@ -41,7 +40,6 @@ def resize_table(
     grids. Computed in float64.
     """
     prefix = table.shape[-2] - old[0] * old[1]
-    require(prefix >= 0, f'{table.shape[-2]} position embeddings are too few for the grid {old}')
     rows, columns = (_weights(size, target, how) for size, target in zip(old, new, strict=True))
     layers, width = table.shape[:-2], table.shape[-1]
     grid = table[..., prefix:, :].reshape(*layers, *old, width)
@@ -51,7 +49,7 @@ def resize_table(
 
 
 def _weights(old: int, new: int, how: PositionResize) -> Float[np.ndarray, 'new old']:
-    """Along one axis, what each new position takes from each old one."""
+    """Returns the weight of each old position in each new one, along one axis."""
     if how == 'bilinear':
         corners = np.linspace(0, old - 1, new)[:, None]
         return np.maximum(0, 1 - np.abs(corners - np.arange(old)))
@@ -63,7 +61,7 @@ def _weights(old: int, new: int, how: PositionResize) -> Float[np.ndarray, 'new 
         wide = max(step, 1.0)
         weights = _cubic((np.arange(old) - at) / wide, a=-0.5)
         return weights / weights.sum(axis=1, keepdims=True)
-    # Beyond an edge its last row goes on, so far as the kernel reaches.
+    # The last row is repeated beyond the edge as far as the kernel reaches.
     beyond = np.arange(-2, old + 2)
     to_table = np.clip(beyond, 0, old - 1)[:, None] == np.arange(old)
     return _cubic(beyond - at, a=-0.75) @ to_table
@@ -80,9 +78,9 @@ def _cubic(x: Float[np.ndarray, '*s'], *, a: float) -> Float[np.ndarray, '*s']:
 def resize_patches(
     kernel: Float[np.ndarray, 'p q c d'], new: tuple[int, int]
 ) -> Float[np.ndarray, 'r s c d']:
-    """The kernel for patches of another size: the pseudo-inverse resize of FlexiViT (section 3.4).
+    """Resizes a kernel to another patch size by the pseudo-inverse of FlexiViT (section 3.4).
 
-    A patch that is enlarged bilinearly, as images are resized, gives the token that it gave.
+    A patch that is enlarged bilinearly gives the same token as before.
     """
     rows, columns = (
         np.linalg.pinv(_weights(old, size, 'bilinear_edges').T)
@@ -92,11 +90,11 @@ def resize_patches(
 
 
 def rechannel(kernel: Float[np.ndarray, 'p q c d'], new: int) -> Float[np.ndarray, 'p q e d']:
-    """The kernel for images of another number of channels.
+    """Adapts a kernel to another number of channels.
 
-    For one, the sum. For more, the channels are repeated in turn, each divided by how often it
-    stands there. Images whose channels are all equal then give the tokens that they gave. For
-    fewer, the first ones, scaled up.
+    One channel is the sum of all. More channels repeat the old ones in turn, each divided by its
+    number of repetitions, so that images whose channels are equal give the same tokens as before.
+    Fewer channels are the first ones, scaled up.
     """
     old = kernel.shape[2]
     if new == 1:

@@ -23,19 +23,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from vit_jax.base import (
-    MissingFile,
-    Params,
-    Path,
-    UnusableDisk,
-    UserError,
-    storage,
-    sync,
-    tree_names,
-    usable,
-    write_json,
-)
+from vit_jax.base import MissingFile, Params, UnusableDisk, UserError, require, storage, tree_names
 from vit_jax.base.errors import one_line
+from vit_jax.base.storage import Path, sync, usable, write_json
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.digests import CARD, Damaged, is_complete
 from vit_jax.distributed.sharding_rules import abstract
@@ -76,7 +66,7 @@ class Checkpoints:
             digests.remove_partial(self._folder)
         self._resources = contextlib.ExitStack()
         self._plain = self._resources.enter_context(storage.named_plainly(self._folder))
-        self._writer = ocp.AsyncCheckpointer(_composite('params', 'training'))
+        self._writer = ocp.AsyncCheckpointer(_composite())
         self._resources.callback(self._writer.close)
         #: The step of the newest checkpoint, which may still be being written, until `wait`.
         self.latest_step = max(digests.steps(self._folder), default=None)
@@ -129,8 +119,7 @@ class Checkpoints:
         """Returns an error of writing in few words: orbax and tensorstore raise many lines."""
         if isinstance(error, UserError) and not isinstance(error, OSError):
             return error
-        text = f'{self._folder}: a checkpoint could not be written: {one_line(error)}'
-        return UnusableDisk(text)
+        return UnusableDisk(f'{self._folder}: a checkpoint could not be written: {one_line(error)}')
 
     def restore(self, step: int, like: tuple[Params, Any], shardings: tuple[Any, Any]) -> Any:
         """(params, training, progress) of a step: as `like` and placed by `shardings`, and JSON.
@@ -182,8 +171,8 @@ def _seal(partial: Path, final: Path, texts: dict[str, Json]) -> None:
         sync(final.parent)
 
 
-def _composite(*items: str) -> ocp.CompositeCheckpointHandler:
-    return ocp.CompositeCheckpointHandler(**{item: _array_handler() for item in items})
+def _composite() -> ocp.CompositeCheckpointHandler:
+    return ocp.CompositeCheckpointHandler(params=_array_handler(), training=_array_handler())
 
 
 def _array_handler() -> ocp.PyTreeCheckpointHandler:
@@ -202,65 +191,46 @@ def quarantine_damaged(workdir: Path) -> list[str]:
     """Moves damaged checkpoints away, from the newest back to the first sound one.
 
     Returns a line about each; they are then in checkpoints/damaged. Raises UserError if none is
-    sound, so that nothing is trained again without a word, and if the first sound one has the
-    name of another step.
+    sound, so that nothing is trained again without a word.
     """
-    lines = []
+    lines: list[str] = []
     for step in digests.steps(workdir / FOLDER):
         folder = workdir / FOLDER / str(step)
         try:
             digests.verify_digests(folder)
+            return lines
         except Damaged as error:
             lines.append(f'{error}; moved to {digests.quarantine(folder)}')
-            continue
-        saved = load_card(str(folder))[0].get('step')
-        if saved not in (None, step):
-            text = 'renamed or copied: name it so, or move it out of this folder'
-            raise UserError(f'checkpoint {folder} is of step {saved}; it was {text}')
-        return lines
     damaged = workdir / FOLDER / digests.DAMAGED
+    advice = f'to train again from step 0, remove {damaged}, or choose another --workdir'
+    text = '\n  '.join([f'workdir {workdir}: every checkpoint is damaged; {advice}', *lines])
     with usable(damaged):
-        none_sound = damaged.is_dir() and any(damaged.iterdir())
-    if none_sound:
-        text = f'workdir {workdir}: every checkpoint is damaged; they are in {damaged}'
-        advice = f'to train again from step 0, remove {damaged}, or choose another --workdir'
-        raise UserError('\n  '.join([text, *lines]) + f'\n{advice}')
+        require(not damaged.is_dir(), text)
     return lines
 
 
 def checkpoint_folder(path: str) -> Path:
-    """The folder of the checkpoint at a path: the path itself, or the newest in a work directory.
+    """Returns the folder of the checkpoint at a path: the path itself, or the newest of a run.
 
-    Raises MissingFile that says what is there instead.
+    Raises MissingFile if there is none.
     """
     given = storage.folder(path)
-    with usable(given):
-        if is_complete(given):
-            return given
-        if not given.exists():
-            raise MissingFile(f'checkpoint {path}: no such folder')
-        for folder in (given / FOLDER, given):
-            for step in digests.steps(folder):
-                if is_complete(folder / str(step)):
-                    return folder / str(step)
-    raise MissingFile(
-        f'checkpoint {path}: neither a complete checkpoint ({CARD}, params/, {digests.FILE}) nor a '
-        f'work directory with one under {FOLDER}/'
-    )
+    of_run = [f / str(step) for f in (given / FOLDER, given) for step in digests.steps(f)]
+    for folder in [given, *of_run]:
+        if is_complete(folder):
+            return folder
+    raise MissingFile(f'checkpoint {path}: no complete checkpoint, nor a work directory with one')
 
 
 def load_card(path: str) -> tuple[dict[str, Any], Path]:
-    """The card, as JSON values, and the folder of the checkpoint at a path."""
+    """Returns the card, as JSON values, and the folder of the checkpoint at a path."""
     folder = checkpoint_folder(path)
     return _read_json(folder, CARD), folder
 
 
 def _read_json(folder: Path, name: str) -> Json:
     with _readable(folder):
-        values = json.loads((folder / name).read_bytes())
-        if not isinstance(values, dict):
-            raise ValueError(f'{name} is {values!r}, not a JSON object')
-    return values
+        return dict(json.loads((folder / name).read_bytes()))
 
 
 def count_params(folder: Path) -> int:
@@ -271,13 +241,12 @@ def count_params(folder: Path) -> int:
 
 
 def load_params(path: str) -> Params:
-    """The parameters of the checkpoint at a path, float32, in host memory.
+    """Returns the parameters of the checkpoint at a path, float32, in host memory.
 
     Raises Damaged if its files are not as they were written.
     """
-    folder = checkpoint_folder(path)
+    folder, reader = checkpoint_folder(path), _array_handler()
     digests.verify_digests(folder)
-    reader = _array_handler()
     with _readable(folder) as plain:
         structure = reader.metadata(plain / 'params').tree
         to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), structure)
@@ -288,8 +257,7 @@ def load_params(path: str) -> Params:
 
 @contextlib.contextmanager
 def _readable(folder: Path) -> Iterator[Any]:
-    """The folder as orbax can name it, to read a checkpoint in."""
-    digests.require_regular_files(folder)
+    """Yields the folder of a checkpoint as orbax can name it, to read it."""
     try:
         with storage.named_plainly(folder) as plain:
             yield plain
@@ -300,22 +268,19 @@ def _readable(folder: Path) -> Iterator[Any]:
         raise UnusableDisk(f'checkpoint {folder}: cannot be read: {one_line(error)}') from error
 
 
-def save_alone(folder: Path, params: Params, card: dict[str, Any]) -> None:
+def save_alone(folder: Path, params: Params, card: Json) -> None:
     """Writes a checkpoint outside of a run: parameters and card.
 
-    An empty folder may be there. Raises UserError if something else is.
+    Raises UserError if there is anything but an empty folder.
     """
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
-    if folder.exists():
-        raise UserError(f'{folder}: exists already, and is no checkpoint: name another place')
+    final = folder.absolute()
+    if final.is_dir() and not any(final.iterdir()):
+        final.rmdir()
+    require(not final.exists(), f'{folder}: exists already, and is no checkpoint')
     with usable(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.absolute().with_name(digests.PARTIAL + str(uuid.uuid4()))
-    with (
-        storage.named_plainly(partial.parent) as parent,
-        ocp.Checkpointer(_composite('params')) as writer,
-    ):
-        arrays = ocp.args.Composite(params=ocp.args.PyTreeSave(params))
+        final.parent.mkdir(parents=True, exist_ok=True)
+    partial = final.with_name(digests.PARTIAL + uuid.uuid4().hex)
+    arrays = ocp.args.Composite(params=ocp.args.PyTreeSave(params))
+    with storage.named_plainly(final.parent) as parent, ocp.Checkpointer(_composite()) as writer:
         writer.save(parent / partial.name, args=arrays)
-    _seal(partial, folder.absolute(), {CARD: card})
+    _seal(partial, final, {CARD: card})

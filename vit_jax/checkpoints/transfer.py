@@ -1,9 +1,9 @@
-"""A network that starts from another one's parameters: other images, another head."""
+"""A model that starts from another one's parameters: other images, another head."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from vit_jax.models.masked_patches import MASKED
 
 
 class Transferred(NamedTuple):
-    """Parameters of the new network, and one line for each thing that happened to them."""
+    """Parameters of the new model, and a line about each change."""
 
     params: Params
     report: list[str]
@@ -31,18 +31,32 @@ def transfer(
     fresh: Params,
     class_names: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> Transferred:
-    """The parameters of `old` in the network `new`, whose own initial ones are `fresh`.
+    """Returns the parameters of the model `old` for the model `new`.
 
-    The head is the new network's. If `class_names` has the names of the old and the new classes,
-    classes with the same name keep their part of a linear head. A tanh layer before the head that
-    the new network does not have is dropped (section 3.2), as are the mask token and the head of
-    patches; where the old one has no such, they are the new network's. The rest is adapted to the
-    new images as `adapt` says; raises UserError with the names where it does not fit.
+    The body is adapted to the new images (see `adapt`). The head is the new model's; classes of the
+    same name keep their column of a linear head. A tanh layer before the head is dropped if the new
+    model has none (section 3.2). A mask token and a head of patches are kept only if both models
+    have them.
+
+    Args:
+      params: Parameters of `old`.
+      old: The pre-trained model.
+      new: The model to train.
+      fresh: Initial parameters of `new`.
+      class_names: The names of the old and of the new classes.
+
+    Raises:
+      UserError: If an array does not fit; the message names it.
     """
     found, expected = tree_names.named_leaves(params), tree_names.named_leaves(fresh)
     head = head_params(fresh)
     tanh = [n for n in found if n.startswith('pre_logits/') and n not in expected]
-    masked = _unlike(found, expected, f'{MASKED}/')
+    masked = {
+        name
+        for name in found.keys() | expected.keys()
+        if name.startswith(f'{MASKED}/')
+        and np.shape(found.get(name, 0)) != np.shape(expected.get(name, 0))
+    }
     dropped = {*head_params(params), *tanh, *masked}
     body = {name: leaf for name, leaf in found.items() if name not in dropped}
     body, report = adapt(body, old=old, new=new)  # a dictionary by whole names is a tree too
@@ -60,8 +74,7 @@ def transfer(
     if tanh:
         report.append('pre_logits: dropped with the pre-trained head')
     if masked:
-        new_ones = any(name in expected for name in masked)
-        what = 'begin anew' if new_ones else 'dropped'
+        what = 'reset' if masked & expected.keys() else 'dropped'
         report.append(f'mask token and head of patches: {what} ({", ".join(sorted(masked))})')
     return Transferred(tree_names.map_named(lambda name, leaf: body.get(name, leaf), fresh), report)
 
@@ -74,101 +87,69 @@ def _keep_known_classes(
     The head is empty unless the old network knows at least half of the new classes: a few equal
     names may be chance, and a head that is mostly new is better entirely new.
     """
-    columns = {name: column for column, name in enumerate(old)}
-    meant = matched_names(new, old)
-    new = [meant.get(name, name) for name in new]
-    known = [column for column, name in enumerate(new) if name in columns]
+    columns, same = {name: column for column, name in enumerate(old)}, matched_names(new, old)
+    sources = {column: columns[same[name]] for column, name in enumerate(new) if name in same}
     fits = found.keys() >= fresh.keys() and all(
         found[name].shape == (*leaf.shape[:-1], len(old)) for name, leaf in fresh.items()
     )
-    if not known or not fits:
+    if not sources or not fits:
         return {}, None
-    count = f'{len(known)} of {len(new)} classes'
-    if 2 * len(known) < len(new):
+    count = f'{len(sources)} of {len(new)} classes'
+    if 2 * len(sources) < len(new):
         return {}, f'head: reset to zero; only {count} are known by name'
-    taken = [columns[new[column]] for column in known]
+    target, source = np.array([*sources]), [*sources.values()]
     kept = {
-        name: jnp.asarray(leaf).at[..., np.array(known)].set(np.asarray(found[name])[..., taken])
+        name: jnp.asarray(leaf).at[..., target].set(np.asarray(found[name])[..., source])
         for name, leaf in fresh.items()
-        if not isinstance(leaf, jax.ShapeDtypeStruct)  # else names and shapes will do
+        if not isinstance(leaf, jax.ShapeDtypeStruct)  # then names and shapes are enough
     }
-    others = [repr(name) for name in new if name not in columns]
-    more = f', and {len(others) - 5:,} more' if len(others) > 5 else ''
-    added = f'; new: {", ".join(others[:5])}{more}' if others else ''
+    others = [repr(name) for name in new if name not in same]
+    listed = ', '.join(others if len(others) <= 5 else [*others[:5], '...'])
+    added = f'; new: {listed}' if others else ''
     return kept, f'head: kept for {count} (by name){added}'
 
 
-def _unlike(found: Params, expected: Params, folder: str) -> set[str]:
-    """The parameters in a folder that are not in both networks, or not of the same shape."""
-    names = {name for name in {*found, *expected} if name.startswith(folder)}
-    both = names & found.keys() & expected.keys()
-    return names - {name for name in both if found[name].shape == expected[name].shape}
-
-
 def adapt(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
-    """The same network for other images: of another size, patch size or number of channels.
+    """Adapts a model to images of another size, patch size or number of channels.
 
     Position embeddings are resized to the new grid, the patch projection to the new patches (the
-    pseudo-inverse of FlexiViT), and its channels are summed or repeated. Raises UserError for a
-    kind of positions that no other grid can have.
+    pseudo-inverse of FlexiViT), and its channels are summed or repeated. Raises UserError for
+    relative positions, which fit one grid.
     """
     named, report = tree_names.named_leaves(params), []
     if isinstance(old, ViTConfig) and isinstance(new, ViTConfig):
         for name, resized in resize.resize_positions(named, old, new).items():
             named[name] = resized
-            report.append(f'{name}: resized from {_by(old.grid)} to {_by(new.grid)} patches')
+            report.append(f'{name}: resized from {_change(old.grid, new.grid)} patches')
         if old.patch_size != new.patch_size:
             kernel = np.asarray(named['embedding/kernel'])
             named['embedding/kernel'] = resize.resize_patches(kernel, new.patch_size)
-            sizes = f'{_by(old.patch_size)} to {_by(new.patch_size)}'
-            report.append(f'embedding: resized from {sizes} pixels (pseudo-inverse)')
+            sizes = _change(old.patch_size, new.patch_size)
+            report.append(f'embedding: resized from {sizes} pixels')
     if old.channels != new.channels:
         first = next((n for n in named if n.endswith('conv_root/kernel')), 'embedding/kernel')
         named[first] = resize.rechannel(np.asarray(named[first]), new.channels)
         how = 'summed' if new.channels == 1 else 'repeated and rescaled'
-        exact = '; not exact, as the kernel is standardised' if 'conv_root' in first else ''
-        report.append(f'{first}: {old.channels} channels {how} to {new.channels}{exact}')
+        report.append(f'{first}: {old.channels} channels {how} to {new.channels}')
     return Transferred(tree_names.map_named(lambda name, _: named[name], params), report)
 
 
-def _by(pair: tuple[int, int]) -> str:
-    return f'{pair[0]}x{pair[1]}'
+def _change(old: tuple[int, int], new: tuple[int, int]) -> str:
+    return f'{old[0]}x{old[1]} to {new[0]}x{new[1]}'
 
 
-def changed(
-    params: Params,
-    *,
-    old: ModelConfig,
-    new: ModelConfig,
-    new_channels: Literal['adapt', 'fresh'] = 'adapt',
-) -> Transferred:
-    """The network for other images, with another head, or none.
-
-    `new_channels`: its first layer is the old one for another number, or is drawn anew.
-    """
-    report: list[str] = []
-    if new.num_classes != old.num_classes:
-        # Only the head is taken from `fresh`: without one, names and shapes will do.
-        shapes = abstract_params(new)
-        fresh = shapes if new.num_classes is None else _initial(new)
-        params, report = transfer(params, old=old, new=new, fresh=fresh)
-    elif new != old:
-        params, report = adapt(params, old=old, new=new)
-    if new_channels == 'fresh' and new.channels != old.channels:
-        drawn, root = tree_names.named_leaves(_initial(new)), 'backbone/conv_root/kernel'
-        first = root if root in drawn else 'embedding/kernel'
-        params = tree_names.map_named(lambda n, leaf: drawn[n] if n == first else leaf, params)
-        report.append(f'{first}: drawn anew, for {new.channels} channels')
-    return Transferred(params, report)
-
-
-def _initial(config: ModelConfig) -> Params:
-    """First parameters of a network, in host memory."""
-    return jax.device_get(jax.jit(build(config).init)(jax.random.key(0)))
+def changed(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
+    """Adapts a model to other images and replaces or removes its head."""
+    if new.num_classes == old.num_classes:
+        return adapt(params, old=old, new=new)
+    # Only the head is taken from `fresh`: without one, names and shapes are enough.
+    is_needed = new.num_classes is not None
+    fresh = jax.jit(build(new).init)(jax.random.key(0)) if is_needed else abstract_params(new)
+    return transfer(params, old=old, new=new, fresh=jax.device_get(fresh))
 
 
 def headless(config: ModelConfig) -> ModelConfig:
-    """The network without any head: its outputs are the features."""
+    """Returns the model without any head: its outputs are the features."""
     changes: dict[str, Any] = {'num_classes': None, 'head': 'linear', 'head_bias': 0.0}
     if isinstance(config, ViTConfig):
         changes['patch_outputs'] = None
@@ -178,7 +159,7 @@ def headless(config: ModelConfig) -> ModelConfig:
 def for_task(
     config: ModelConfig, *, num_classes: int | None, image_size: tuple[int, int] | None
 ) -> ModelConfig:
-    """The network to fine-tune: its whole head is a single linear layer (section 3.2)."""
+    """Returns the model to fine-tune: its head is a single linear layer (section 3.2)."""
     changes: dict[str, Any] = {'num_classes': num_classes, 'head': 'linear'}
     if isinstance(config, ViTConfig):
         changes |= {'representation_size': None, 'patch_outputs': None}

@@ -20,7 +20,7 @@ import jax
 from vit_jax.base.errors import UserError, lacks_memory
 from vit_jax.base.records import Record
 from vit_jax.base.storage import is_remote
-from vit_jax.checkpoints.download import cache
+from vit_jax.checkpoints.remote import cache
 from vit_jax.cli import config_files, config_flags, config_help, output
 from vit_jax.config import TrainConfig
 from vit_jax.data.image_decoding import MAX_PIXELS, MOST_PIXELS

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from vit_jax.base import Path, UserError, counted, parsing, records, storage
 from vit_jax.checkpoints import digests
-from vit_jax.checkpoints.names import is_elsewhere
+from vit_jax.checkpoints.remote import is_remote_name
 from vit_jax.checkpoints.store import FOLDER, checkpoint_folder
 from vit_jax.config import read_config
 from vit_jax.data.loading import ImageReader
@@ -254,6 +254,6 @@ def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> So
     if start and (earlier := find_source_run(start, later | {workdir})):
         trained_on |= earlier.trained_on
         gaps += earlier.gaps
-    elif start and not is_elsewhere(start) and not os.path.exists(start):
+    elif start and not is_remote_name(start) and not os.path.exists(start):
         gaps.append(f'{start}, the start_from of {workdir}, is missing')
     return SourceRun(str(config['data']), held_out, split, trained_on, gaps)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from vit_jax.base import Params, UserError, counted, records, require, tree_names, usable
 from vit_jax.base.storage import is_remote
-from vit_jax.checkpoints import names, published, store, transfer
+from vit_jax.checkpoints import published, remote, store, transfer
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import (
     array_files,
@@ -64,7 +64,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The checkpoint at a path: a file or directory of any format, or `FILE:KEY`, a part of a file.
 
-    The name of one that is elsewhere (checkpoints/names.py) is downloaded, unless it was before.
+    The name of one that is elsewhere (checkpoints/remote.py) is downloaded, unless it was before.
 
     `image_size` (height, width) is that of the images for which the network is wanted; it settles
     a grid that the file leaves open. `stored` is the size of the file's positions. None is the size
@@ -73,8 +73,8 @@ def open_checkpoint(
     Raises UserError, in one sentence that begins with the path: MissingFile where nothing is there,
     NeedsHint where the file leaves open what network it is.
     """
-    local, origin = names.local(path)
-    is_of_paper, path = path in published.FILES, names.shown(path)
+    local, origin = remote.local(path)
+    is_of_paper, path = path in published.FILES, remote.shown(path)
     if is_of_paper:  # their code has the GELU and the epsilon, whoever converted the file
         hints = Clues({}, hints).with_defaults(google.HINTS).hints
     place, subtree = pathlib.Path(local), ''

@@ -1,0 +1,206 @@
+"""Names of remote checkpoints, and the local copies that they become.
+
+    hf:OWNER/NAME[@REVISION]                    a repository of the Hugging Face Hub
+    https://HOST/FILE[:SUBTREE][?QUERY][#sha256=DIGEST]
+                                                a file; it is compared with its digest, if given
+    gs://BUCKET/FILE[:SUBTREE]                  a public file of Google Cloud Storage
+    gs://BUCKET/FOLDER                          a work directory of vit_jax, read in place
+    augreg:B/16, vit:L/16-in21k                 published files (checkpoints/published.py)
+
+Every other name is a local path, for which the network is not used. `huggingface_hub` downloads
+repositories into its own cache. `pooch` downloads files to CACHE/DIGEST-OF-URL/FILE.
+"""
+
+import hashlib
+import logging
+import os
+import pathlib
+import re
+import sys
+from typing import NamedTuple
+
+from vit_jax.base import MissingFile, UnusableDisk, UserError, require
+from vit_jax.base.errors import one_line, shown_url
+from vit_jax.checkpoints import published
+from vit_jax.checkpoints.formats.array_files import DESCRIPTIONS, ENDINGS, INDEX, WEIGHTS
+
+_HUB = re.compile(r'hf:(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^@?\s]+))?')
+_FOLDER = re.compile(r'gs://[^/?@]+/[^#?]*')
+_ENDINGS = '|'.join(map(re.escape, ENDINGS))
+_FILE = re.compile(  # the subtree stands before the query, which may contain colons
+    rf'(?P<address>(?:https?|gs)://[^/?#\s@]+/[^?#\s]*?(?:{_ENDINGS}))(?::(?P<subtree>[^#?\s]+))?'
+    r'(?P<query>[?][^#\s]*)?(?:#sha256=(?P<sha256>[0-9a-fA-F]{64}))?'
+)
+_EXPECTED = (
+    'expected hf:OWNER/NAME[@REVISION], https://HOST/FILE[#sha256=DIGEST], gs://BUCKET/FILE, '
+    f'augreg:NAME, vit:NAME or a local path; a FILE ends with one of {", ".join(ENDINGS)}'
+)
+
+
+class Local(NamedTuple):
+    """The local copy of a checkpoint."""
+
+    path: str
+    origin: tuple[str, ...] = ()  # of a download: URL, commit and digests, line by line
+
+
+def is_remote_name(name: str) -> bool:
+    """Returns whether a name is not a local path."""
+    return re.match('(?:hf|augreg|vit):|[A-Za-z][A-Za-z0-9+]+:/', name) is not None
+
+
+def shown(name: str) -> str:
+    """Returns the name without the user and the query of a URL, which may be secrets."""
+    return shown_url(name) if is_remote_name(name) else name
+
+
+def as_path(name: str) -> str:
+    """Returns the name as a path: without a digest, and a published name as one word."""
+    is_short = name in published.FILES
+    return re.sub('[:/]', '-', name) if is_short else shown(name).partition('#sha256=')[0]
+
+
+def require_local(path: str) -> None:
+    """Raises UserError for a remote name."""
+    require(not is_remote_name(path), f'{shown(path)}: expected a local path to write to')
+
+
+def local(name: str) -> Local:
+    """Returns the local copy of a checkpoint; downloads it if it is not in a cache.
+
+    Raises:
+      UserError: If the name has no meaning or the download fails; the message starts with the name.
+    """
+    if not is_remote_name(name):
+        return Local(name)
+    try:
+        if match := _HUB.fullmatch(name):
+            return _download_repository(match['repository'], match['revision'])
+        if match := _FILE.fullmatch(name):
+            return _download_file(match)
+        if name.startswith(('augreg:', 'vit:')):
+            return _download_published(name)
+        require(_FOLDER.fullmatch(name) is not None, _EXPECTED)
+        return Local(name)
+    except UserError as error:
+        text = str(error).removeprefix(f'{shown(name)}: ')
+        raise type(error)(f'{shown(name)}: {text}') from error
+
+
+def _download_published(name: str) -> Local:
+    """Returns the published file, or its copy on the hub if the file cannot be downloaded."""
+    file = published.find(name)
+    try:
+        return local(file.address)
+    except UnusableDisk:
+        raise
+    except UserError as error:
+        if file.copy is None:
+            raise UserError(
+                f'{error}; no copy of it is known; `vit_jax augreg` lists the names with one'
+            ) from error
+        why = str(error)
+    logging.warning('%s; trying %s', why, file.copy)
+    found = local(file.copy)
+    text = f'{why}; used the copy {file.copy}, which was not compared with that file'
+    return found._replace(origin=(text, *found.origin))
+
+
+def _download_repository(repository: str, revision: str | None) -> Local:
+    """Downloads the weights of a repository and their descriptions."""
+    try:
+        from huggingface_hub import constants, snapshot_download
+    except ImportError as error:
+        raise UserError("the hub needs its client: pip install 'vit_jax[hub]'") from error
+    url = shown_url(f'{constants.ENDPOINT}/{repository}')
+    for file in WEIGHTS:  # the first one that the repository has
+        stem, _, ending = file.partition('.')
+        weights = [file, f'{file}{INDEX}', f'{stem}-*-of-*.{ending}']
+        patterns = [*DESCRIPTIONS, *weights]
+        try:
+            place = snapshot_download(repository, revision=revision, allow_patterns=patterns)
+        except Exception as error:  # the client raises many kinds
+            raise UserError(f'{url}: {one_line(error)}') from error
+        folder = pathlib.Path(place)
+        revision = folder.name  # the same commit for all kinds of weights: a branch may move
+        if paths := sorted(path for pattern in weights for path in folder.glob(pattern)):
+            digests = [f'{path.name}: SHA-256 {_verified_digest(path)}' for path in paths]
+            return Local(place, (f'{url}, commit {revision}', *digests))
+    raise MissingFile(f'{url}, commit {revision}: no weights; expected one of {[*WEIGHTS]}')
+
+
+def _verified_digest(path: pathlib.Path) -> str:
+    """Returns the SHA-256 of a file of the hub. Raises UserError if the hub declares another.
+
+    The client compares lengths only. It links the file to one that is named by the declared digest.
+    """
+    import pooch
+
+    digest, blob = str(pooch.file_hash(path)), path.resolve()
+    fits = digest == blob.name or re.fullmatch('[0-9a-f]{64}', blob.name) is None
+    text = f'expected the SHA-256 {blob.name}, got {digest}; remove {blob} to download it again'
+    require(fits, f'{path.name}: {text}')
+    return digest
+
+
+def _download_file(match: re.Match[str]) -> Local:
+    """Downloads the file of a match of _FILE."""
+    path, digest = fetch(match['address'] + (match['query'] or ''), match['sha256'])
+    subtree = f':{match["subtree"]}' if match['subtree'] else ''
+    return Local(
+        f'{path}{subtree}', (shown_url(_public_url(match['address'])), f'SHA-256 {digest}')
+    )
+
+
+def fetch(url: str, sha256: str | None = None) -> tuple[pathlib.Path, str]:
+    """Returns the file at a URL in the cache, and its SHA-256; downloads it if it is not there.
+
+    A cached file is compared with `sha256` if that is given, and downloaded again if it differs.
+
+    Raises:
+      UnusableDisk: If the cache cannot be written.
+      UserError: If the download fails.
+    """
+    import pooch  # takes a while, and is needed for downloads only
+    import requests
+
+    url, shown = _public_url(url), shown_url(_public_url(url))
+    path, known = cached_path(url), sha256 and sha256.lower()
+    pooch.get_logger().setLevel('WARNING')
+    download = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), chunk_size=2**20)
+    try:
+        pooch.retrieve(url, known, path.name, path.parent, downloader=download)
+        return path, str(pooch.file_hash(path))
+    except requests.RequestException as error:  # its message repeats the query of the URL
+        response = error.response
+        why = type(error).__name__ if response is None else f'HTTP {response.status_code}'
+        advice = 'try again, or download it with another program and give its path'
+        raise UserError(f'{shown}: {why}; {advice}') from error
+    except OSError as error:
+        text = f'{error.filename or path}: {error.strerror or error}'
+        raise UnusableDisk(f'{text}; VIT_JAX_CACHE=DIR sets another cache') from error
+    except ValueError as error:
+        raise UserError(f'{shown}: {one_line(error)}') from error
+
+
+def _public_url(address: str) -> str:
+    """Returns the URL at which anyone can read an address.
+
+    STORAGE_EMULATOR_HOST names another server for gs://, as in Google's own clients.
+    """
+    if not address.startswith('gs://'):
+        return address
+    server = os.environ.get('STORAGE_EMULATOR_HOST') or 'https://storage.googleapis.com'
+    return f'{server.rstrip("/")}/{address.removeprefix("gs://")}'
+
+
+def cached_path(url: str) -> pathlib.Path:
+    """Returns the path in the cache for the file at a URL."""
+    name = shown_url(url).rpartition('/')[2][-200:]  # a disk allows 255 bytes
+    return cache() / hashlib.sha256(url.encode()).hexdigest()[:16] / name
+
+
+def cache() -> pathlib.Path:
+    """Returns the folder of all downloads except the hub's: VIT_JAX_CACHE, or ~/.cache/vit_jax."""
+    users = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
+    return pathlib.Path(os.environ.get('VIT_JAX_CACHE') or f'{users}/vit_jax').expanduser()

@@ -14,8 +14,8 @@ from vit_jax.base import tree_names
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.card import Hints
 from vit_jax.checkpoints.formats import name_map
-from vit_jax.checkpoints.formats.array_files import LazyArray
-from vit_jax.checkpoints.formats.inference import Clues, NeedsHint
+from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject, LazyArray
+from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.formats.timm import TIMM
 from vit_jax.models import build
 
@@ -42,7 +42,8 @@ def recognised(said, hints):
     arrays = arrays_of(said)
     if not TIMM.matches(arrays):
         raise UserError('the arrays of no known ViT')
-    found = TIMM.recognise(Clues(arrays, hints, beside={'config.json': said['config']}))
+    described = {'config.json': JsonObject(said['config'], 'config.json')}
+    found = TIMM.parse(FileContents(arrays, descriptions=described), hints)
     expected = SHAPES.get(repr(found.config))
     if expected is None:
         expected = jax.eval_shape(build(found.config).init, jax.random.key(0))

@@ -13,8 +13,14 @@ from typing import Any
 from vit_jax.base import UserError, require
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import base, huggingface_processor, inference, name_map
-from vit_jax.checkpoints.formats.array_files import LazyArray
-from vit_jax.checkpoints.formats.base import Format, Recognised, described, part, require_equal
+from vit_jax.checkpoints.formats.array_files import FileContents, LazyArray
+from vit_jax.checkpoints.formats.base import (
+    Format,
+    ParsedCheckpoint,
+    described,
+    part,
+    require_equal,
+)
 from vit_jax.checkpoints.formats.huggingface_config import (
     FAMILIES,
     GELUS,
@@ -29,7 +35,7 @@ from vit_jax.checkpoints.formats.huggingface_config import (
     vision_config,
 )
 from vit_jax.checkpoints.formats.huggingface_labels import PROBLEM_TYPES, class_names
-from vit_jax.checkpoints.formats.inference import Clues, NeedsHint
+from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.formats.name_map import NO_BATCH, SAME, VECTOR, NameRule
 from vit_jax.models import Pool, ViTConfig
 
@@ -138,8 +144,8 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
     return ['transformers smooths images before it shrinks them; this network was used without']
 
 
-def _recognise(clues: Clues) -> Recognised[Layout]:
-    arrays, said = clues.arrays, clues.json('config.json')
+def _parse(clues: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
+    arrays, said = clues.arrays, clues.description('config.json')
     try:
         family = family_of(said, arrays)
         values = vision_config(said, family)
@@ -148,14 +154,14 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
         raise UserError(f'config.json: {error}') from error
     declared = described(Config, values, where='config.json')
     layout = _layout(family, declared, arrays)
-    config = _infer(clues, declared, layout)
+    config = _infer(clues, hints, declared, layout)
     if config.backbone is not None:
         check_backbone(config.backbone, values)
     if config.num_classes is not None and family.head == 'visual_projection':
         require_equal(said, {'projection_dim': config.num_classes}, where='config.json')
     where = 'processor_config.json'  # which transformers reads first
-    processor = part(clues.json(where), 'image_processor', where=where)
-    processor = processor or clues.json('preprocessor_config.json')
+    processor = part(clues.description(where), 'image_processor', where=where)
+    processor = processor or clues.description('preprocessor_config.json')
     preprocessing, size = huggingface_processor.read(processor, family.processor)
     pool = '' if config.pool == 'map' else r'|(vision_model\.)?head\..*'
     text = f'|{_TEXT}{pool}' if family.norm == 'post_layernorm' else ''
@@ -166,7 +172,7 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     if not processor:
         usual = f'images are prepared as is usual for {family.model_type}'
         remarks.append(f'no preprocessor_config.json: {usual}')
-    return Recognised(
+    return ParsedCheckpoint(
         config,
         layout,
         preprocessing,
@@ -212,13 +218,13 @@ def _check_biases(
         raise UserError(f'config.json says that there is no bias, but {there[0]} is there')
 
 
-def _infer(clues: Clues, declared: Config, layout: Layout) -> ViTConfig:
+def _infer(clues: FileContents, hints: Hints, declared: Config, layout: Layout) -> ViTConfig:
     """The network. Raises UserError where config.json says other things than the arrays."""
     arrays, family, names = clues.arrays, FAMILIES[layout.family], layout.names
-    prefix, said = layout.prefix, bool(clues.json('config.json'))
+    prefix, said = layout.prefix, bool(clues.description('config.json'))
     block = layout.block.replace('{layer0}', '0')
     hidden_act = declared.hidden_act or family.hidden_act
-    if layout.family == 'clip_vision_model' and not said and clues.hints.gelu is None:
+    if layout.family == 'clip_vision_model' and not said and hints.gelu is None:
         raise NeedsHint('without config.json: say gelu=quick, as OpenAI trained, or gelu=exact')
     defaults = Hints(
         num_heads=declared.num_attention_heads or (family.num_heads if said else None),
@@ -239,11 +245,13 @@ def _infer(clues: Clues, declared: Config, layout: Layout) -> ViTConfig:
         require(declared.pooler_act == 'tanh', wrong)
     rope = layout.family == 'dinov3_vit'
     pool, tokens = _pool(arrays, layout)
-    config, _ = inference.infer_vit(
-        _in_rank_3(clues, prefix + names.positions)
-        ._replace(declared=declared.image_size)
-        .with_defaults(defaults),
-        embedding=inference.kernel_shape(arrays, f'{prefix}{names.embedding}.weight'),
+    options: dict[str, Any] = {'gelu': None} if gated else {}
+    options |= {'positions': 'rope'} if rope else {}
+    config, _ = inference.infer_config(
+        _in_rank_3(clues, prefix + names.positions).arrays,
+        inference.with_defaults(hints, defaults),
+        image_size=declared.image_size,
+        embedding=f'{prefix}{names.embedding}.weight',
         root=f'{prefix}embeddings.patch_embeddings.{_ROOT}.convolution.weight',
         unit=f'{prefix}embeddings.patch_embeddings.{_UNIT}',
         table=None if rope else prefix + names.positions,
@@ -262,14 +270,13 @@ def _infer(clues: Clues, declared: Config, layout: Layout) -> ViTConfig:
         position_resize='bicubic_antialias'
         if layout.family == 'dinov2_with_registers'
         else 'bicubic',
-        gated=gated,
-        rope=rope,
+        **options,
     )
     _compare(config, declared, layout)
     return config
 
 
-def _in_rank_3(clues: Clues, table: str) -> Clues:
+def _in_rank_3(clues: FileContents, table: str) -> FileContents:
     """The same, where the table of positions has an axis for the batch."""
     stored = clues.arrays.get(table)
     if stored is None or len(stored.shape) != 2:
@@ -348,7 +355,7 @@ HUGGINGFACE = Format[Layout](
     name='huggingface',
     suffix='.safetensors',
     matches=lambda names: any(map(_KNOWN.fullmatch, names)),
-    recognise=_recognise,
+    parse=_parse,
     rules=_rules,
     usual_layout=_usual_layout,
     notes=_notes,

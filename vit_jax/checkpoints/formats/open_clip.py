@@ -7,16 +7,17 @@ from typing import Any, Literal
 from vit_jax.base import Record, UserError, records, require, require_between
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import base, inference, name_map, timm_config
+from vit_jax.checkpoints.formats.array_files import FileContents
 from vit_jax.checkpoints.formats.base import (
     CLIP,
     Format,
-    Recognised,
+    ParsedCheckpoint,
     Scaling,
     described,
     part,
     require_equal,
 )
-from vit_jax.checkpoints.formats.inference import Clues, NeedsHint
+from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.formats.name_map import NO_BATCH, SAME, VECTOR, NameRule
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.models import ViTConfig
@@ -84,9 +85,9 @@ class PreprocessConfig(Record):
         return timm_config.preprocessing(words)
 
 
-def timm_tower(clues: Clues) -> dict[str, Any]:
+def timm_tower(clues: FileContents) -> dict[str, Any]:
     """The config.json that timm would write of its network within OpenCLIP's; {} without one."""
-    declared = clues.json(_WHERE)
+    declared = clues.description(_WHERE)
     model = part(declared, 'model_cfg', where=_WHERE)
     vision = part(model, 'vision_cfg', where=f'{_WHERE}.model_cfg')
     if not vision.get('timm_model_name'):
@@ -140,10 +141,10 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     return [rule._replace(theirs=layout.prefix + rule.theirs) for rule in rules]
 
 
-def _recognise(clues: Clues) -> Recognised[Layout]:
+def _parse(clues: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     prefix = _PREFIX if any(name.startswith(_PREFIX) for name in clues.arrays) else ''
     stored = {n.removeprefix(prefix): a for n, a in clues.arrays.items() if n.startswith(prefix)}
-    whole = clues.json(_WHERE)
+    whole = clues.description(_WHERE)
     model = part(whole, 'model_cfg', where=_WHERE)
     vision = part(model, 'vision_cfg', where=f'{_WHERE}.model_cfg')
     quick = model.get('quick_gelu', False)
@@ -154,7 +155,7 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     prepared = part(whole, 'preprocess_cfg', where=_WHERE)
     preprocess = described(PreprocessConfig, prepared, where=f'{_WHERE}.preprocess_cfg')
     width, mlp_dim = inference.shape_of(stored, 'transformer.resblocks.0.mlp.c_proj.weight', 2)
-    if not model and clues.hints.gelu is None:
+    if not model and hints.gelu is None:
         raise NeedsHint(f'without {_WHERE}: say gelu=quick, as OpenAI trained, or gelu=exact')
     defaults = Hints(
         num_heads=max(1, width // declared.head_width),
@@ -164,14 +165,11 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     table = stored.get('positional_embedding')
     if table is not None:
         stored['positional_embedding'] = table._replace(shape=(1, *table.shape))
-    clues = clues._replace(arrays=stored)
-    if model:
-        clues = clues._replace(declared=declared.image_size)
-    config, _ = inference.infer_vit(
-        clues.with_defaults(defaults),
-        embedding=inference.kernel_shape(stored, 'conv1.weight'),
-        root='',
-        unit='',
+    config, _ = inference.infer_config(
+        stored,
+        inference.with_defaults(hints, defaults),
+        image_size=declared.image_size if model else None,
+        embedding='conv1.weight',
         table='positional_embedding',
         rows=(1,),
         depth=inference.count_layers(stored, r'transformer\.resblocks\.(\d+)\.'),
@@ -190,10 +188,10 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     outside = r'(?!visual\.).*' if prefix else None  # the text tower
     loss = 'contrastive' if config.num_classes is not None else None  # the head is no classifier
     layout = Layout(prefix=prefix, zeros=(prefix + _BIAS,))
-    heads = '' if clues.hints.num_heads else f', heads have a width of {declared.head_width}'
+    heads = '' if hints.num_heads else f', heads have a width of {declared.head_width}'
     assumed = f'no {_WHERE}: the class token is pooled{heads}'
     remarks = () if model else (f"{assumed}, and images are prepared as for OpenAI's CLIP",)
-    return Recognised(
+    return ParsedCheckpoint(
         config, layout, preprocess.as_timm, ignored=outside, loss=loss, remarks=remarks
     )
 
@@ -246,7 +244,7 @@ OPEN_CLIP = Format[Layout](
     matches=lambda names: any(
         {f'{prefix}conv1.weight', f'{prefix}ln_post.weight'} <= {*names} for prefix in (_PREFIX, '')
     ),
-    recognise=_recognise,
+    parse=_parse,
     rules=_rules,
     usual_layout=lambda config: Layout(),
     notes=_notes,

@@ -13,14 +13,14 @@ from typing import Any
 from vit_jax.base import UserError, require
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import base, inference, name_map, open_clip
-from vit_jax.checkpoints.formats.array_files import LazyArray
+from vit_jax.checkpoints.formats.array_files import FileContents, LazyArray
 from vit_jax.checkpoints.formats.base import (
     Format,
-    Recognised,
+    ParsedCheckpoint,
     described,
     part,
 )
-from vit_jax.checkpoints.formats.inference import Clues, NeedsHint
+from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.formats.name_map import NO_CLASS_ROW, SAME, NameRule
 from vit_jax.checkpoints.formats.timm_config import (
     GELUS,
@@ -167,8 +167,9 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
     return [f'in timm: create_model({", ".join([of, *arguments])})']
 
 
-def _recognise(clues: Clues) -> Recognised[Layout]:
-    declared, where = clues.json('config.json'), 'config.json'
+def _parse(clues: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
+    declared: dict[str, Any] = clues.description('config.json')
+    where = 'config.json'
     prefix = next(match[1] or '' for name in clues.arrays if (match := _KNOWN.fullmatch(name)))
     tower = open_clip.timm_tower(clues) if prefix.startswith('visual.') else {}
     if tower:
@@ -189,10 +190,11 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
     architecture, _, tag = description.architecture.partition('.')
     description.architecture, pretrained.tag = architecture, pretrained.tag or tag
     require_supported(description.architecture, inside)
-    known = _known(clues, inside, arguments, pretrained, description)
-    clues = clues._replace(arrays=inside, declared=_declared(inside, arguments, pretrained))
+    known = _known(clues, hints, inside, arguments, pretrained, description)
+    clues = clues._replace(arrays=inside)
+    declared_size = _declared(inside, arguments, pretrained)
     layout = _layout(inside, known, arguments, prefix)
-    config, layout = _infer(clues, layout, known, arguments, description)
+    config, layout = _infer(clues, hints, declared_size, layout, known, arguments, description)
     halves = 2 if config.gelu is None and not layout.eva else 1
     require_same(config, arguments, pretrained, description, halves=halves)
     names = description.label_names or description.labels
@@ -203,7 +205,7 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
         ignored += r'|(?!visual\.).*'
     # CLIP's projection has no bias: timm gives it one of zeros.
     projects = config.pre_norm and config.num_classes and not inside['head.bias'].read().any()
-    return Recognised(
+    return ParsedCheckpoint(
         config,
         layout,
         preprocessing(pretrained),
@@ -215,7 +217,8 @@ def _recognise(clues: Clues) -> Recognised[Layout]:
 
 
 def _known(
-    clues: Clues,
+    clues: FileContents,
+    hints: Hints,
     arrays: Collection[str],
     arguments: Arguments,
     pretrained: Pretrained,
@@ -226,18 +229,18 @@ def _known(
     known = architecture(name)
     if not name and 'norm_pre.weight' in arrays:
         known = known._replace(epsilon=1e-5)
-        if clues.hints.gelu is None:
+        if hints.gelu is None:
             raise NeedsHint('without config.json: say gelu=quick, as OpenAI trained, or gelu=exact')
     if arguments.num_heads is not None:
         known = known._replace(num_heads=arguments.num_heads)
     if arguments.act_layer in GELUS:
         return known._replace(gelu=GELUS[arguments.act_layer])
     if was_trained_with_quick_gelu(name, pretrained.tag):
-        described_as = clues.json('open_clip_config.json')
+        described_as = clues.description('open_clip_config.json')
         beside = part(described_as, 'model_cfg', where='open_clip_config.json')
         if beside.get('quick_gelu') is True:
             return known._replace(gelu='quick')
-        if clues.hints.gelu is None:
+        if hints.gelu is None:
             raise NeedsHint(
                 f'{name}.{pretrained.tag} was trained with QuickGELU, but timm computes this '
                 'architecture with the exact one: say gelu=quick, as it was trained, or gelu=exact'
@@ -280,7 +283,9 @@ def _layout(
 
 
 def _infer(
-    clues: Clues,
+    clues: FileContents,
+    hints: Hints,
+    declared_size: tuple[int, int] | None,
     layout: Layout,
     known: Architecture,
     arguments: Arguments,
@@ -298,12 +303,17 @@ def _infer(
     wrong = f'config.json says global_pool={pools}, once for itself and once within model_args'
     require(len({*pools}) < 2, wrong)
     resize = known.position_resize
-    if not clues.json('config.json') and is_of_meta(inside):
+    if not clues.description('config.json') and is_of_meta(inside):
         resize = 'bicubic_antialias' if registers else 'bicubic_offset'
     defaults = Hints(num_heads=known.num_heads, gelu=known.gelu, layer_norm_epsilon=known.epsilon)
-    config, row = inference.infer_vit(
-        clues.with_defaults(defaults),
-        embedding=inference.kernel_shape(inside, 'patch_embed.proj.weight'),
+    hints = inference.with_defaults(hints, defaults)
+    options: dict[str, Any] = {'gelu': None} if gated else {}
+    options |= {'positions': 'rope'} if known.rope else {}
+    config, row = inference.infer_config(
+        inside,
+        hints,
+        image_size=declared_size,
+        embedding='patch_embed.proj.weight',
         root=f'{root}.conv.weight',
         unit=_UNIT,
         table=None if known.rope else 'pos_embed',
@@ -319,8 +329,7 @@ def _infer(
         final_norm='after_pool' if 'fc_norm.weight' in inside else 'before_pool',
         representation_size=inference.length_of(inside, 'pre_logits.fc.bias'),
         position_resize=resize,
-        gated=gated,
-        rope=known.rope,
+        **options,
     )
     return config, dataclasses.replace(layout, class_row=bool(row) or class_tokens == 0)
 
@@ -361,7 +370,7 @@ TIMM = Format[Layout](
     name='timm',
     suffix='.safetensors',
     matches=lambda names: any(map(_KNOWN.fullmatch, names)),
-    recognise=_recognise,
+    parse=_parse,
     rules=_rules,
     usual_layout=lambda config: _DINOV3 if config.positions == 'rope' else Layout(),
     notes=_notes,

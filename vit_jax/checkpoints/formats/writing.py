@@ -16,11 +16,10 @@ from vit_jax.base import Params, UserError, records, require, tree_names, usable
 from vit_jax.checkpoints import digests, store
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import array_files, inference, name_map, stablehlo
-from vit_jax.checkpoints.formats.array_files import LazyArray
+from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject, LazyArray
 from vit_jax.checkpoints.formats.base import Format, Layout
-from vit_jax.checkpoints.formats.inference import Clues
 from vit_jax.checkpoints.formats.name_map import NameRule
-from vit_jax.checkpoints.formats.opening import CARD, FORMATS, NAMES, OURS, function_of, matched
+from vit_jax.checkpoints.formats.opening import CARD, FORMATS, LAYOUT, NAMES, OURS, match_arrays
 from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig, positions
 from vit_jax.models.masked_patches import MASKED
 
@@ -195,6 +194,7 @@ def _write_arrays(
         array_files.write_npz(target, arrays)
     else:
         metadata = {CARD: json.dumps(records.to_dict(card))}
+        metadata[LAYOUT] = json.dumps(dataclasses.asdict(layout))
         array_files.write_safetensors(target, arrays, metadata)
     if form.file_name:
         files = {form.described_in: description, **form.files_beside(config, card)}
@@ -220,15 +220,17 @@ def _check_comes_back(
         name.removeprefix(layout.prefix): LazyArray(array.shape, array.dtype, array.copy)
         for name, array in arrays.items()
     }
-    beside: dict[str, dict[str, Any]] = {form.described_in: description}
-    clues = Clues(stored, inference.hints_of(config), config.image_size, beside=beside)
+    descriptions: dict[str, JsonObject] = {
+        form.described_in: JsonObject(description, form.described_in)
+    }
+    contents = FileContents(stored, descriptions=descriptions if description else {})
     try:
-        recognised = form.recognise(clues)
-        found = recognised.config
-        matched(form, found, recognised, stored)
+        parsed = form.parse(contents, inference.hints_of(config))
+        found = parsed.config
+        match_arrays(form, parsed, stored)
     except UserError as error:
         raise UserError(f'the {form.name} layout has no such network: {error}') from error
-    old, new = (records.to_dict(function_of(each)) for each in (config, found))
+    old, new = (records.to_dict(_function_of(each)) for each in (config, found))
     if lost := records.differences(old, new):
         raise UserError(
             f'the {form.name} layout has no such network, it would come back with {lost[0]}'
@@ -238,6 +240,14 @@ def _check_comes_back(
     theirs, ours = getattr(found, 'position_resize', ''), config.position_resize
     text = f'for images of another size its readers resize positions by {theirs}, not {ours}'
     return [text] if theirs != ours else []
+
+
+def _function_of(config: ModelConfig) -> ModelConfig:
+    """The network, without how its parameters began and would be resized."""
+    if isinstance(config, ResNetConfig):
+        return dataclasses.replace(config, head_bias=0.0, image_size=(224, 224))
+    scale = None if config.layer_scale is None else 1.0
+    return dataclasses.replace(config, head_bias=0.0, layer_scale=scale, position_resize='bilinear')
 
 
 def _still_zero(

@@ -15,17 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from vit_jax.base import (
-    Array,
-    Float,
-    Params,
-    UInt8,
-    UserError,
-    records,
-    require,
-    tree_names,
-    usable,
-)
+from vit_jax.base import Array, Float, Params, UInt8, UserError, records, require, tree_names
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.checkpoints.transfer import has_trained_head
@@ -76,8 +66,6 @@ def write(path: pathlib.Path, card: Card, params: Params) -> list[str]:
         'card': records.to_dict(card),
     }
     stored = {PROGRAM: bytes(program), CARD: json.dumps(about).encode()}
-    with usable(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
     write_npz(path, arrays | {n: np.frombuffer(v, np.uint8) for n, v in stored.items()})
     notes = [f'program for {", ".join(_PLATFORMS)}: {images} -> {outputs}']
     if card.preprocessing.exif_rotation:

@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 from vit_jax.base import Record, require, require_between
 from vit_jax.checkpoints.card import Card, Hints
-from vit_jax.checkpoints.formats import base, inference, name_map
+from vit_jax.checkpoints.formats import base, name_map
 from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject
 from vit_jax.checkpoints.formats.base import CLIP, Format, Layout, ParsedCheckpoint, Scaling
-from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.formats.name_map import NO_BATCH, SAME, VECTOR, NameRule
 from vit_jax.data.image_preprocessing import CentralCrop
 from vit_jax.models import ViTConfig
@@ -36,11 +35,11 @@ class _Model(Record):
 class _Vision(Record):
     """`model_cfg.vision_cfg`, with OpenCLIP's defaults."""
 
-    layers: int | None = None
-    width: int | None = None
+    layers: int = 12
+    width: int = 768
     head_width: int = 64
     mlp_ratio: float = 4.0
-    patch_size: tuple[int, int] | None = None
+    patch_size: tuple[int, int] = (16, 16)
     image_size: tuple[int, int] = (224, 224)
     ls_init_value: float | None = None  # of LayerScale
     pool_type: Literal['tok'] = 'tok'
@@ -49,7 +48,7 @@ class _Vision(Record):
     timm_proj: str = 'linear'
 
     def check(self) -> None:
-        require_between(self, 'layers', 'width', 'head_width', 'image_size', low=1)
+        require_between(self, 'head_width', low=1)
 
 
 @dataclasses.dataclass
@@ -118,50 +117,31 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
 
 def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     prefix = 'visual.' if any(name.startswith('visual.') for name in contents.arrays) else ''
-    arrays = {n.removeprefix(prefix): a for n, a in contents.arrays.items() if n.startswith(prefix)}
     model, vision, preprocess = _read(contents)
-    is_described = bool(contents.description(_FILE))
-    if not is_described and hints.gelu is None:
-        raise NeedsHint(f'no {_FILE}: say gelu=quick, as OpenAI trained it, or gelu=exact')
-    width, mlp_dim = inference.shape_of(arrays, f'{_BLOCK}.0.mlp.c_proj.weight', 2)
-    width, has_head = vision.width or width, 'proj' in arrays
-    defaults = Hints(
-        num_heads=max(1, width // vision.head_width),
+    require(bool(contents.description(_FILE)), f'OpenCLIP needs the {_FILE} next to its weights')
+    config = ViTConfig(
+        image_size=vision.image_size,
+        patch_size=vision.patch_size,
+        width=vision.width,
+        depth=vision.layers,
+        mlp_dim=int(vision.width * vision.mlp_ratio),
+        num_heads=max(1, vision.width // vision.head_width),
         gelu='quick' if model.quick_gelu else 'exact',
         layer_norm_epsilon=1e-5,
-    )
-    table = 'positional_embedding'
-    if table in arrays:  # without our axis of the batch
-        arrays[table] = arrays[table]._replace(shape=(1, *arrays[table].shape))
-    embed_dim = model.embed_dim or (inference.shape_of(arrays, 'proj', 2)[1] if has_head else None)
-    stated: dict[str, Any] = {'patch_size': vision.patch_size} if vision.patch_size else {}
-    config, _ = inference.infer_config(
-        arrays,
-        inference.with_defaults(hints, defaults),
-        embedding='conv1.weight',
-        table=table,
-        rows=(1,),
-        image_size=vision.image_size if is_described else None,
-        **stated,
-        width=width,
-        depth=vision.layers or inference.count_layers(arrays, r'transformer\.resblocks\.(\d+)\.'),
-        mlp_dim=int(vision.mlp_ratio * vision.width) if vision.width else mlp_dim,
-        layer_scale=vision.ls_init_value or (1e-5 if f'{_BLOCK}.0.ls_1.gamma' in arrays else None),
-        num_classes=embed_dim if has_head else None,
+        layer_scale=vision.ls_init_value,
         pre_norm=True,
+        num_classes=model.embed_dim if f'{prefix}proj' in contents.arrays else None,
         position_resize='bicubic_antialias',
     )
     resize: Any = f'{preprocess.interpolation}_antialias'
     keep_aspect = preprocess.resize_mode == 'shortest'
     crop = CentralCrop(scale=1.0, keep_aspect=keep_aspect, resize=resize, rounding='timm')
-    assumed = f'no {_FILE}: class token, heads of {vision.head_width}, images as for CLIP'
     return ParsedCheckpoint(
         config,
         Layout(prefix=prefix, zeros=(prefix + _BIAS,)),
         base.foreign_preprocessing(crop, preprocess.mean, preprocess.std),
         ignored=r'(?!visual\.).*' if prefix else None,  # the text tower
         loss=None if config.num_classes is None else 'contrastive',  # the head is a projection
-        remarks=() if is_described else (assumed,),
     )
 
 
@@ -191,6 +171,13 @@ def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any
     }
 
 
+def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
+    notes, crop = ['only the image tower: OpenCLIP needs a text tower too'], card.preprocessing.crop
+    if getattr(crop, 'scale', 1.0) != 1.0 or getattr(crop, 'resize', 'bilinear') == 'bilinear':
+        notes.append(f'OpenCLIP prepares images with antialiasing and scale=1, not by {crop}')
+    return notes
+
+
 OPEN_CLIP = Format[Layout](
     name='open_clip',
     suffix='.safetensors',
@@ -201,7 +188,7 @@ OPEN_CLIP = Format[Layout](
     parse=_parse,
     rules=_rules,
     usual_layout=lambda config: Layout(prefix='visual.', zeros=(f'visual.{_BIAS}',)),
-    notes=lambda config, card, layout: ['only the image tower: OpenCLIP needs a text tower too'],
+    notes=_notes,
     description=_description,
     described_in='open_clip_config.json',
     file_name='open_clip_model.safetensors',

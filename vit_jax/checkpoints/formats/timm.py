@@ -30,6 +30,8 @@ _VARIANTS = {'gamma_1', 'q_bias', 'fc1_g', 'w12', 'register_tokens'}
 
 GELUS: dict[str, Gelu] = {'gelu_tanh': 'tanh', 'gelu': 'exact', 'quick_gelu': 'quick'}
 POOLS: dict[str, Pool] = {'token': 'cls', 'avg': 'gap', 'map': 'map', '': 'none'}  # by global_pool
+# Fields of `ViTConfig` that names and shapes of arrays do not show.
+_OPTIONS = 'gelu', 'layer_norm_epsilon', 'pool', 'final_norm', 'registers', 'positions', 'pre_norm'
 # Arguments that change no outputs: dropout, and how parameters are initialized.
 _NO_EFFECT = r'(.*_)?drop(_path)?_rate|weight_init|fix_init|dynamic_img_size'
 _TANH = re.compile(
@@ -45,14 +47,10 @@ _QUICK = re.compile(
 _ROPE = re.compile(r'.*_(dinov3|dinov3_qkvb|lingbot)')
 _HEADS = {'vit_base_patch16_gap_224': 16, 'vit_huge_plus_patch16_dinov3': 20}
 _HEADS |= {'vit_huge_plus_patch16_dinov3_qkvb': 20}
-# Names of other architectures whose arrays would not show it.
-_UNSUPPORTED = {
-    r'.*_rpn_.*': 'norms behind attention and MLP',
-    r'beit.*': 'relative positions',
-    r'eva02_.*|vit_pe_.*|.*_rope_.*|.*sapiens2.*': "a rotation that is not DINOv3's",
-    r'.*_radio_.*': "RADIO's patches",
-    r'aimv2_.*': 'RMSNorm',
-}
+# The excluded architectures have the same arrays, but other norms, rotations or patches.
+_SUPPORTED = re.compile(
+    r'(?!vit_pe_|.*(_rpn_|_rope_|_radio_|sapiens2))(deit3?|eva|flexivit|test_vit\d?|vit)(_.*)?'
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +90,9 @@ class _Arguments(Record):
     pre_norm: bool | None = None
     fc_norm: bool | None = None
     act_layer: Literal['gelu', 'gelu_tanh', 'quick_gelu', 'silu'] | None = None
+
+    def check(self) -> None:
+        require_between(self, 'mlp_ratio', above=0, high=1024)
 
 
 @dataclasses.dataclass
@@ -227,8 +228,8 @@ def _build_config(
 ) -> tuple[ViTConfig, Layout]:
     """Returns the model: of the arguments, of facts of its name, and of sizes of the arrays."""
     name, _, tag = described.architecture.partition('.')
-    for pattern, what in _UNSUPPORTED.items():
-        require(not re.fullmatch(pattern, name), f'{name}: {what}: not supported')
+    is_known = not name or _SUPPORTED.fullmatch(name) is not None
+    require(is_known, f'{name}: this architecture of timm is not supported')
     parts = {part for array in arrays for part in array.split('.')}
     layout = Layout(prefix=prefix, variants=tuple(sorted(_VARIANTS & parts)))
     has_bias = any(array.endswith('attn.qkv.bias') for array in arrays)
@@ -247,8 +248,7 @@ def _build_config(
         rows=(0,) if arguments.no_embed_class else (num_tokens, 0),
         image_size=_first(arguments.img_size, described.input_size and described.input_size[1:]),
         **positions,
-        **_mlp(arrays, arguments, layout),
-        **_options(name, arrays, arguments, described),
+        **_options(name, arrays, arguments, described) | _mlp(arrays, arguments, layout),
     )
     class_row = bool(row) or num_tokens == 0
     return config, dataclasses.replace(layout, class_row=class_row, zeros=zeros)
@@ -271,8 +271,8 @@ def _add_facts(name: str, tag: str, arrays: Arrays, hints: Hints, arguments: _Ar
             raise NeedsHint(f'{name}.{tag} was trained with QuickGELU, timm computes GELU: {way}')
     gelu: Gelu = 'quick' if '_quickgelu_' in name else 'tanh' if _TANH.fullmatch(name) else 'exact'
     defaults = Hints(
-        num_heads=_first(arguments.num_heads, _HEADS.get(name)),
-        gelu=GELUS.get(arguments.act_layer or '', gelu),
+        num_heads=_HEADS.get(name),
+        gelu=gelu,
         layer_norm_epsilon=1e-5 if is_clip or _ROPE.fullmatch(name) else 1e-6,
     )
     return inference.with_defaults(hints, defaults)
@@ -298,9 +298,11 @@ def _options(
     inferred = 'map' if 'attn_pool.latent' in arrays else 'token'
     if inferred == 'token' and ('cls_token' not in arrays or 'fc_norm.weight' in arrays):
         inferred = 'avg'
-    stated = {arguments.global_pool, described.global_pool} - {None}
-    require(len(stated) < 2, f'config.json: global_pool has two values: {stated}')
-    pool: Pool = POOLS[str(next(iter(stated), inferred))]
+    for field in 'global_pool', 'num_classes':
+        value, argument = getattr(described, field), getattr(arguments, field)
+        wrong = f'config.json: {field}={value}, but model_args.{field}={argument}'
+        require(None in (value, argument) or value == argument, wrong)
+    pool: Pool = POOLS[_first(arguments.global_pool, described.global_pool, inferred)]
     pool = 'cls_dist' if pool == 'cls' and 'dist_token' in arrays else pool
     tokens = next((n for n in ('reg_token', 'register_tokens') if n in arrays), None)
     registers = arrays[tokens].shape[1] if tokens else 0
@@ -314,6 +316,8 @@ def _options(
     options = {
         'width': arguments.embed_dim,
         'patch_size': arguments.patch_size,
+        'num_heads': arguments.num_heads,
+        'gelu': GELUS.get(arguments.act_layer or ''),
         'channels': _first(arguments.in_chans, described.input_size and described.input_size[0]),
         'depth': _first(arguments.depth, inference.count_layers(arrays, r'blocks\.(\d+)\.')),
         'pool': pool,
@@ -331,30 +335,15 @@ def _options(
 
 
 def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
-    """Returns the arguments with which timm creates this model, if they are not its defaults."""
-    is_eva = 'gamma_1' in layout.variants
-    pools = {ours: theirs for theirs, ours in POOLS.items()} | {'cls_dist': 'token'}
-    right = f'the timm format has no pool={config.pool}; expected one of {", ".join(pools)}'
-    require(config.pool in pools, right)
-    acts: dict[Gelu | None, str] = {'tanh': 'gelu_tanh', 'quick': 'quick_gelu', None: 'silu'}
-    arguments = {
-        'act_layer': acts.get(config.gelu),
-        'no_embed_class': not (layout.class_row or is_eva) or None,
-        'global_pool': pools[config.pool] if pools[config.pool] != 'token' or is_eva else None,
-        'class_token': None if config.positioned_prefix else False,
-        'num_reg_tokens' if is_eva else 'reg_tokens': config.registers or None,
-        'qkv_bias': False if any('qkv.bias' in name for name in layout.zeros) else None,
-        'pre_norm': config.pre_norm or None,
-        'init_values': config.layer_scale,
-    }
-    if (config.final_norm == 'after_pool') != (config.pool == 'gap'):
-        arguments['fc_norm'] = config.final_norm == 'after_pool'
-    words = [f'{name}={value!r}' for name, value in arguments.items() if value is not None]
-    if config.gelu is None and not is_eva:
-        words.append('mlp_layer=SwiGLUPacked')
-    if config.layer_norm_epsilon != 1e-6:
-        words.append(f'norm_layer=partial(LayerNorm, eps={config.layer_norm_epsilon:g})')
-    return [f'in timm: create_model(..., {", ".join(words)})'] if words else []
+    """Returns the options that are not timm's defaults."""
+    require(config.pool != 'cls_gap', 'the timm format has no pool=cls_gap')
+    usual = ViTConfig(gelu='exact')
+    options = {name: getattr(config, name) for name in _OPTIONS}
+    stated = [f'{name}={value}' for name, value in options.items() if value != getattr(usual, name)]
+    stated += ['no_embed_class'] * (not layout.class_row and config.positions == 'learned')
+    return [f'tell timm.create_model what the file does not say: {", ".join(stated)}'] * bool(
+        stated
+    )
 
 
 TIMM = Format[Layout](

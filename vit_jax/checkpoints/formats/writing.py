@@ -94,8 +94,6 @@ def write_checkpoint(
       UserError: If the format cannot hold the model.
     """
     place, notes = pathlib.Path(path), list[str]()
-    right = f'dtype={dtype!r}: expected float32 or bfloat16'
-    require(dtype in (None, 'float32', 'bfloat16'), right)
     no_npz = dtype != 'bfloat16' or place.suffix != '.npz'
     require(no_npz, f'dtype={dtype}: npz files have no such type; write timm or huggingface')
     model = card.model

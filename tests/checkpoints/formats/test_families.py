@@ -90,17 +90,6 @@ def test_images_have_the_size_that_the_processor_of_the_checkpoint_makes():
     assert network.prepare(np.zeros((40, 50, 3), np.uint8)).shape == (28, 28, 3)
 
 
-@pytest.mark.parametrize('sizes', [{'size': 48}, {'size': 64, 'crop_size': 24}])
-def test_any_processor_of_transformers_says_the_size(sizes, tmp_path):
-    folder = shutil.copytree(reference.path('hf_vit'), tmp_path / 'net')
-    crops = {'do_center_crop': 'crop_size' in sizes, 'image_processor_type': 'DeiTImageProcessor'}
-    (folder / 'preprocessor_config.json').write_text(json.dumps(sizes | crops))
-    network, made = vit_jax.load(folder), [*sizes.values()][-1]
-    assert network.config.image_size == (made, made)
-    assert network == vit_jax.load(folder, image_size=made)
-    assert vit_jax.load(folder, image_size=32).config.image_size == (32, 32)
-
-
 def test_a_training_takes_the_size_of_the_processor_unless_it_names_one():
     path = reference.family('dinov2_hf')
     for size, expected in ((None, (28, 28)), ((42, 56), (42, 42))):

@@ -27,19 +27,9 @@ _HEADS = {
     (40, 1536, 6144): 16,
     (40, 4096, 8192): 32,
 }
-_POOLS = {
-    'cls': 'class token',
-    'gap': 'mean of tokens',
-    'map': 'attention pooling',
-    'none': 'all tokens',
-    'cls_gap': 'class token and mean of patches',
-    'cls_dist': 'class and distillation token',
-}
 # Fields that a summary shows if they are not those of a plain ViT.
-_OPTIONS = (
-    *('gelu', 'layer_norm_epsilon', 'positions', 'positions_at', 'registers', 'pre_norm', 'norm'),
-    *('layer_scale', 'qkv_bias', 'qk_norm', 'parallel', 'final_norm', 'patch_outputs'),
-)
+_OPTIONS = 'pool gelu layer_norm_epsilon positions positions_at registers pre_norm norm'.split()
+_OPTIONS += 'layer_scale qkv_bias qk_norm parallel final_norm patch_outputs'.split()
 
 
 class NeedsHint(UserError):
@@ -214,7 +204,6 @@ def summarize(config: ModelConfig, parameters: int, *, projects: bool) -> str:
     parts = [
         f'{name}: {config.depth} layers of width {config.width}',
         f'{config.num_heads} heads',
-        _POOLS[config.pool],
         f'grid {config.grid[0]}x{config.grid[1]} ({images})',
         *(f'{field}={value}' for field, value in options.items() if value != getattr(usual, field)),
         ending,

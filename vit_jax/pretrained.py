@@ -341,9 +341,9 @@ def save(
         overwrite or writing.is_free(path), f'{path}: exists already; overwrite=True replaces it'
     )
     layout = loaded.layout if format == loaded.format else None
-    with writing.replacing(pathlib.Path(path), format):
+    with writing.replacing(pathlib.Path(path)) as place:
         return writing.write_checkpoint(
-            path, format, card=loaded.card, params=loaded.params, layout=layout, dtype=dtype
+            str(place), format, card=loaded.card, params=loaded.params, layout=layout, dtype=dtype
         )
 
 

@@ -243,7 +243,8 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     problem = described.get('problem_type')
     loss = next((loss for loss, name in _PROBLEM_TYPES.items() if name == problem), problem)
     projects = family == 'clip_vision_model' and config.num_classes is not None
-    ignored = [_IGNORED] + [_TEXT] * layout.is_tower + [_MAP_HEAD] * (config.pool != 'map')
+    ignored = [_IGNORED] + [_TEXT] * layout.is_tower
+    ignored += [_MAP_HEAD] * (layout.is_tower and config.pool != 'map')
     return ParsedCheckpoint(
         config,
         dataclasses.replace(layout, zeros=tuple(zeros)),

@@ -192,9 +192,10 @@ def summarize(config: ModelConfig, parameters: int, *, projects: bool) -> str:
     backbone = config.backbone
     if isinstance(config, ResNetConfig):
         return f'ResNet, stages {config.backbone.blocks}, {images}, {ending}'
-    sizes = {size: f'{name}/' for name, size in SIZES.items()}
+    sizes = {size: name for name, size in SIZES.items()}
     size = config.depth, config.width, config.mlp_dim, config.num_heads
-    name = f'{sizes.get(size, "patches ")}{config.patch_size[0]}x{config.patch_size[1]}'
+    p, q = config.patch_size
+    name = f'{sizes[size]}/{p}' if size in sizes and p == q else f'patches {p}x{q}'
     if backbone is not None:
         stages = f'stages {backbone.blocks}' if backbone.blocks else 'root alone'
         name = f'hybrid ({stages}), {name} on its feature map'

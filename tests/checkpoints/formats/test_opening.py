@@ -1,6 +1,5 @@
 import json
 import pathlib
-import re
 import shutil
 from dataclasses import replace
 
@@ -231,7 +230,7 @@ def bare(path, config, form=timm.TIMM):
 def test_an_ambiguous_grid_is_asked_for(size, grid, other, tmp_path):
     config = tiny.model(image_size=size)  # 196 positions: 14x14, or 13x15 and a class token?
     path = saved(tmp_path, config, google.GOOGLE)
-    with pytest.raises(NeedsHint, match=re.escape(f'grid={grid}')):
+    with pytest.raises(NeedsHint, match='grid='):
         vit_jax.load(path)
     assert vit_jax.load(path, grid=grid).config == config
     if other:

@@ -44,7 +44,6 @@ WEIGHTS = 'model.safetensors', 'open_clip_model.safetensors', 'pytorch_model.bin
 INDEX = '.index.json'  # added to the name of a file of weights that is split into shards
 DIGESTS = 'vit_jax.sha256'  # in a safetensors file's metadata: digests by name
 _TYPES = {'F64': 'float64', 'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16'}
-_TYPES |= {'I64': 'int64', 'I32': 'int32', 'I8': 'int8', 'U8': 'uint8', 'BOOL': 'bool'}
 
 
 class LazyArray(NamedTuple):

@@ -20,13 +20,11 @@ _CLIP |= {'do_center_crop': True, 'default_to_square': False}
 # What the classes do by default: XImageProcessor.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     'ViT': {'resample': 2},
-    'Beit': {'resample': 3},
     'Siglip': {'resample': 3},
     'DeiT': {'resample': 3, 'size': 256, 'do_center_crop': True},
     'DINOv3ViT': _IMAGENET,
     'CLIP': _CLIP,
     'Bit': _CLIP,
-    'ViTHybrid': _CLIP,
     'Dinov2': _CLIP | _IMAGENET | {'size': 256},  # Bit's, as published with DINOv2
 }
 

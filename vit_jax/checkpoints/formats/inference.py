@@ -171,16 +171,10 @@ def _infer_grid(
     if known is not None:
         size = f'the grid {known} has {math.prod(known)} patches'
         raise UserError(f'{table}: {count} positions, but {size}')
-    offers = [f'grid={near}' for row in rows for near in _near_squares(count - row)]
     token = ' and perhaps a class token' if len(rows) > 1 else ''
-    way = f'say which with {" or ".join(offers[:4])}'
-    raise NeedsHint(f'{count} positions{token} fit more than one grid; {way}')
-
-
-def _near_squares(count: int) -> list[tuple[int, int]]:
-    """Returns the grids of this many patches that are nearest to a square, both ways round."""
-    sides = [side for side in range(2, math.isqrt(max(1, count)) + 1) if count % side == 0]
-    return sorted({(s, count // s) for s in sides[-1:]} | {(count // s, s) for s in sides[-1:]})
+    raise NeedsHint(
+        f'{count} positions{token} are no square: say the grid with grid=(ROWS, COLUMNS)'
+    )
 
 
 def summarize(config: ModelConfig, parameters: int, *, projects: bool) -> str:

@@ -185,8 +185,7 @@ def _parse(path: str, contents: FileContents, hints: Hints, *, resized: bool) ->
 
 def _parse_own(form: Format[Any], contents: FileContents) -> ParsedCheckpoint[Any]:
     """Returns what the card in a safetensors file of ours says, whatever stands next to it."""
-    values = JsonObject(json.loads(contents.metadata[CARD]), 'card')
-    card = Card.read(values, where='card')
+    card = Card.read(JsonObject(json.loads(contents.metadata[CARD]), 'card'), where='card')
     layout = form.usual_layout(card.model)
     stored = json.loads(contents.metadata.get(LAYOUT, '{}'))
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in stored.items()}

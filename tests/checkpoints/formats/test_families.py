@@ -128,10 +128,12 @@ def test_a_clip_within_other_modules_or_alone_is_the_same(prefix, tmp_path):
     else:
         arrays = {f'{prefix}{name}': array for name, array in arrays.items()}
     save_file(arrays, tmp_path / 'x.safetensors')
-    with pytest.raises(UserError, match='open_clip_config.json'):
+    with pytest.raises(NeedsHint, match='gelu=quick'):
         vit_jax.load(tmp_path / 'x.safetensors')
+    network = load('clip_openclip', None)
+    assert vit_jax.load(tmp_path / 'x.safetensors', gelu='quick', num_heads=4) == network
     shutil.copyfile(folder / 'open_clip_config.json', tmp_path / 'open_clip_config.json')
-    assert vit_jax.load(tmp_path / 'x.safetensors') == load('clip_openclip', None)
+    assert vit_jax.load(tmp_path / 'x.safetensors') == network
     with pytest.raises(UserError, match='gelu=tanh'):
         vit_jax.load(tmp_path / 'x.safetensors', gelu='tanh')
 

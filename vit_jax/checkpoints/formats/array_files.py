@@ -30,9 +30,8 @@ from vit_jax.base import (
 )
 
 R = TypeVar('R', bound=Record)
-# Endings of files of weights, and of images.
+# Endings of files of weights.
 ENDINGS = '.safetensors', '.npz', '.bin', '.pth', '.pt', '.ckpt', '.tar'
-_IMAGES = '.jpg', '.jpeg', '.png', '.webp', '.tif', '.tiff', '.gif', '.bmp'
 # The JSON files next to weights in a folder of transformers, timm or OpenCLIP.
 DESCRIPTIONS = (
     'config.json',
@@ -45,7 +44,6 @@ WEIGHTS = 'model.safetensors', 'open_clip_model.safetensors', 'pytorch_model.bin
 INDEX = '.index.json'  # added to the name of a file of weights that is split into shards
 DIGESTS = 'vit_jax.sha256'  # in a safetensors file's metadata: digests by name
 _TYPES = {'F64': 'float64', 'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16'}
-_TYPES |= {'I64': 'int64', 'I32': 'int32', 'I8': 'int8', 'U8': 'uint8', 'BOOL': 'bool'}
 
 
 class LazyArray(NamedTuple):
@@ -73,18 +71,28 @@ class JsonObject(dict[str, Any]):
         values = self.get(name)
         return JsonObject({} if values is None else values, f'{self.where}.{name}')
 
-    def record(self, cls: type[R], *, ignored: str = '.*') -> R:
-        """Returns the record of the fields that `cls` has. A null counts as absent.
+    def expect(self, values: Mapping[str, Any]) -> None:
+        """Raises UserError if one of these keys is present with another value."""
+        for name, only in values.items():
+            value = self.get(name, only)
+            wrong = f'{self.where}.{name}={value!r} is not supported: expected {only!r}'
+            require(value == only, wrong)
+
+    def record(self, cls: type[R], *, defaults: Mapping[str, Any] = {}, ignored: str = '.*') -> R:
+        """Returns the record of the fields that `cls` has.
+
+        A key that is absent or null has the value in `defaults`, or the default of the field.
 
         Raises:
           UserError: That names the key: a value that the record rejects, or a key that is neither a
             field nor matches the regular expression `ignored`.
         """
         stated = {name: value for name, value in self.items() if value is not None}
-        fields = {name: stated[name] for name in records.hints(cls) if name in stated}
-        for name in sorted({*stated} - {*fields}):
+        for name in sorted({*stated} - {*records.hints(cls)}):
             known = re.fullmatch(ignored, name) is not None
-            require(known, f'{self.where}: {name}={stated[name]!r} is not supported')
+            require(known, f'{self.where}.{name}={stated[name]!r} is not supported')
+        values = {**defaults, **stated}
+        fields = {name: values[name] for name in records.hints(cls) if name in values}
         return records.from_dict(cls, fields, where=self.where)
 
 
@@ -169,15 +177,9 @@ def error_prefix(path: pathlib.Path | str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        what, hint = 'file', ''
-        if not str(path).lower().endswith((*ENDINGS, *_IMAGES)):  # the name of a model?
-            what = 'file or folder'
-            hint = '; what is elsewhere begins with hf:, augreg:, vit:, https:// or gs://'
-        raise MissingFile(f'{path}: no such {what}{close_by(path) or hint}') from error
-    except IsADirectoryError as error:
-        raise UserError(f'{path}: is a directory, expected a file') from error
-    except ModuleNotFoundError as error:
-        raise UserError(f'{path}: reading it needs the package {error.name}') from error
+        hint = ' or folder; a remote name begins with hf:, augreg:, vit:, https:// or gs://'
+        hint = close_by(path) or ('' if pathlib.Path(path).suffix else hint)
+        raise MissingFile(f'{path}: no such file{hint}') from error
     except Exception as error:  # zipfile, numpy, safetensors and torch raise many kinds
         lines = str(error).strip().splitlines() or [type(error).__name__]
         kind = type(error) if isinstance(error, UserError) else UserError

@@ -9,7 +9,7 @@ from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats.array_files import FileContents
 from vit_jax.checkpoints.formats.name_map import NameRule
 from vit_jax.data.image_preprocessing import Crop, Preprocessing
-from vit_jax.models import ModelConfig, ViTConfig
+from vit_jax.models import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,35 +88,3 @@ def foreign_preprocessing(crop: Crop, mean: Scaling, std: Scaling) -> Preprocess
         mean=(255 * r, 255 * g, 255 * b),
         std=(255 * s, 255 * t, 255 * u),
     )
-
-
-# timm.py and open_clip.py alone use these three, until they read `JsonObject`.
-R = TypeVar('R', bound=records.Record)
-
-
-def described(cls: type[R], values: Any, *, where: str) -> R:
-    """The record of those fields of a JSON object that it has. UserError names one that is odd."""
-    records.require(isinstance(values, dict), f'{where}={values!r}: expected a JSON object')
-    known = {name: values[name] for name in records.hints(cls) if values.get(name) is not None}
-    return records.from_dict(cls, known, where=where)
-
-
-def part(declared: dict[str, Any], name: str, *, where: str) -> dict[str, Any]:
-    """The JSON object under a name; {} where there is none. Raises UserError for other values."""
-    values = declared.get(name)
-    wrong = f'{where}.{name}={values!r}: expected a JSON object'
-    records.require(values is None or isinstance(values, dict), wrong)
-    return values or {}
-
-
-def require_equal(stated: dict[str, Any], found: dict[str, Any], *, where: str) -> None:
-    """Raises UserError for a value that is stated, and is found to be another one."""
-    for name in stated.keys() & found.keys():
-        wrong = f'{where} says {name}={stated[name]}, the arrays {found[name]}'
-        records.require(stated[name] == found[name], wrong)
-
-
-def mlp_ratio(config: ViTConfig, stated: float, *, halves: int = 1) -> float:
-    """The ratio of a block's hidden layer to its width: the stated one where it means the same."""
-    hidden = config.mlp_dim * halves
-    return stated if int(config.width * stated) == hidden else hidden / config.width

@@ -41,7 +41,7 @@ class Layout(base.Layout):
     before_linen: bool = True  # modules of a block are numbered through: MlpBlock_3
     positions: str = _POSITIONS[1]
     group_norm_4d: bool = True  # (1, 1, 1, c)
-    map_head: str | None = None  # in front of attention pooling
+    map_head: bool = False  # there may be attention pooling
 
 
 GOOGLE_LAYOUT = Layout()
@@ -51,7 +51,7 @@ BIGVISION_LAYOUT = Layout(
     positions=_POSITIONS[0],
     class_row=False,
     group_norm_4d=False,
-    map_head='MAPHead_0/',
+    map_head=True,
 )
 
 
@@ -60,7 +60,7 @@ def _matches_google(names: Iterable[str]) -> bool:
     names = set(names)
     if not any(name.startswith('Transformer/') for name in names):
         return 'conv_root/kernel' in names
-    return _POSITIONS[1] in names and not names & {'MAPHead_0/probe', 'probe'}
+    return _POSITIONS[1] in names and 'MAPHead_0/probe' not in names
 
 
 def _rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
@@ -92,7 +92,8 @@ def _rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
         for index in ('1', '2', '3', '_proj'):
             rules += flax_module(f'{there}/conv{index}', f'{here}/conv{index}')
             rules += flax_module(f'{there}/gn{index}', f'{here}/norm{index}', group)
-    if (head := layout.map_head) is not None:
+    if layout.map_head:
+        head = 'MAPHead_0/'
         rules.append(NameRule(f'{head}probe', ('pool/probe',)))
         rules += flax_module(f'{head}LayerNorm_0', 'pool/norm')
         rules += flax_module(f'{head}MlpBlock_0/Dense_0', 'pool/mlp/dense1')
@@ -156,8 +157,8 @@ def _parse_vit(usual: Layout, arrays: inference.Arrays, hints: Hints) -> tuple[V
     before_linen = any('/MlpBlock_3/' in name for name in arrays)
     block = 'Transformer/encoderblock' + ('' if stacked else '_0')
     attention, _, mlp = _MODULES[before_linen]
-    heads = [head for head in ('MAPHead_0/', '') if f'{head}probe' in arrays]
-    pool: Pool = 'cls' if 'cls' in arrays else 'map' if heads else 'gap'
+    pool: Pool = 'cls' if 'cls' in arrays else 'gap'
+    pool = 'map' if 'MAPHead_0/probe' in arrays else pool
     table = next((name for name in _POSITIONS if name in arrays), None)
     # Only big_vision has models without a table: one whose table is missing is damaged.
     require(table is not None or not before_linen, f'the array {_POSITIONS[1]} is missing')
@@ -185,7 +186,6 @@ def _parse_vit(usual: Layout, arrays: inference.Arrays, hints: Hints) -> tuple[V
         before_linen=before_linen,
         class_row=bool(row),
         positions=table or _POSITIONS[0],
-        map_head=heads[0] if heads else usual.map_head,
     )
     return config, layout
 

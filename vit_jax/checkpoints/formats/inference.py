@@ -27,19 +27,9 @@ _HEADS = {
     (40, 1536, 6144): 16,
     (40, 4096, 8192): 32,
 }
-_POOLS = {
-    'cls': 'class token',
-    'gap': 'mean of tokens',
-    'map': 'attention pooling',
-    'none': 'all tokens',
-    'cls_gap': 'class token and mean of patches',
-    'cls_dist': 'class and distillation token',
-}
 # Fields that a summary shows if they are not those of a plain ViT.
-_OPTIONS = (
-    *('gelu', 'layer_norm_epsilon', 'positions', 'positions_at', 'registers', 'pre_norm', 'norm'),
-    *('layer_scale', 'qkv_bias', 'qk_norm', 'parallel', 'final_norm', 'patch_outputs'),
-)
+_OPTIONS = 'pool gelu layer_norm_epsilon positions positions_at registers pre_norm norm'.split()
+_OPTIONS += 'layer_scale qkv_bias qk_norm parallel final_norm patch_outputs'.split()
 
 
 class NeedsHint(UserError):
@@ -181,16 +171,10 @@ def _infer_grid(
     if known is not None:
         size = f'the grid {known} has {math.prod(known)} patches'
         raise UserError(f'{table}: {count} positions, but {size}')
-    offers = [f'grid={near}' for row in rows for near in _near_squares(count - row)]
     token = ' and perhaps a class token' if len(rows) > 1 else ''
-    way = f'say which with {" or ".join(offers[:4])}'
-    raise NeedsHint(f'{count} positions{token} fit more than one grid; {way}')
-
-
-def _near_squares(count: int) -> list[tuple[int, int]]:
-    """Returns the grids of this many patches that are nearest to a square, both ways round."""
-    sides = [side for side in range(2, math.isqrt(max(1, count)) + 1) if count % side == 0]
-    return sorted({(s, count // s) for s in sides[-1:]} | {(count // s, s) for s in sides[-1:]})
+    raise NeedsHint(
+        f'{count} positions{token} are no square: say the grid with grid=(ROWS, COLUMNS)'
+    )
 
 
 def summarize(config: ModelConfig, parameters: int, *, projects: bool) -> str:
@@ -202,9 +186,10 @@ def summarize(config: ModelConfig, parameters: int, *, projects: bool) -> str:
     backbone = config.backbone
     if isinstance(config, ResNetConfig):
         return f'ResNet, stages {config.backbone.blocks}, {images}, {ending}'
-    sizes = {size: f'{name}/' for name, size in SIZES.items()}
+    sizes = {size: name for name, size in SIZES.items()}
     size = config.depth, config.width, config.mlp_dim, config.num_heads
-    name = f'{sizes.get(size, "patches ")}{config.patch_size[0]}x{config.patch_size[1]}'
+    p, q = config.patch_size
+    name = f'{sizes[size]}/{p}' if size in sizes and p == q else f'patches {p}x{q}'
     if backbone is not None:
         stages = f'stages {backbone.blocks}' if backbone.blocks else 'root alone'
         name = f'hybrid ({stages}), {name} on its feature map'
@@ -214,7 +199,6 @@ def summarize(config: ModelConfig, parameters: int, *, projects: bool) -> str:
     parts = [
         f'{name}: {config.depth} layers of width {config.width}',
         f'{config.num_heads} heads',
-        _POOLS[config.pool],
         f'grid {config.grid[0]}x{config.grid[1]} ({images})',
         *(f'{field}={value}' for field, value in options.items() if value != getattr(usual, field)),
         ending,

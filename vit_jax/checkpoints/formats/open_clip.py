@@ -6,13 +6,15 @@ names, which are read here.
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal
 
 from vit_jax.base import Record, require, require_between
 from vit_jax.checkpoints.card import Card, Hints
-from vit_jax.checkpoints.formats import base, name_map
+from vit_jax.checkpoints.formats import base, inference, name_map
 from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject
 from vit_jax.checkpoints.formats.base import CLIP, Format, Layout, ParsedCheckpoint, Scaling
+from vit_jax.checkpoints.formats.inference import Arrays, NeedsHint
 from vit_jax.checkpoints.formats.name_map import NO_BATCH, SAME, VECTOR, NameRule
 from vit_jax.data.image_preprocessing import CentralCrop
 from vit_jax.models import ViTConfig
@@ -115,10 +117,32 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     return [rule._replace(theirs=layout.prefix + rule.theirs) for rule in rules]
 
 
+def _infer(arrays: Arrays, hints: Hints) -> tuple[_Model, _Vision]:
+    """Returns what the description would say of a file that has none."""
+    if hints.gelu is None:
+        raise NeedsHint(f'no {_FILE}: say gelu=quick, as OpenAI trained it, or gelu=exact')
+    p, q, _, width = inference.kernel_shape(arrays, 'conv1.weight')
+    side = math.isqrt(inference.shape_of(arrays, 'positional_embedding', 2)[0])  # and a class token
+    rows, columns = hints.grid or (side, side)
+    vision = _Vision(
+        layers=inference.count_layers(arrays, rf'{_BLOCK}\.(\d+)\.'),
+        width=width,
+        head_width=width // hints.num_heads if hints.num_heads else 64,
+        mlp_ratio=inference.shape_of(arrays, f'{_BLOCK}.0.mlp.c_fc.bias', 1)[0] / width,
+        patch_size=(p, q),
+        image_size=(rows * p, columns * q),
+    )
+    embed_dim = inference.shape_of(arrays, 'proj', 2)[1] if 'proj' in arrays else None
+    return _Model(embed_dim=embed_dim, quick_gelu=hints.gelu == 'quick'), vision
+
+
 def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     prefix = 'visual.' if any(name.startswith('visual.') for name in contents.arrays) else ''
-    model, vision, preprocess = _read(contents)
-    require(bool(contents.description(_FILE)), f'OpenCLIP needs the {_FILE} next to its weights')
+    arrays = {n.removeprefix(prefix): a for n, a in contents.arrays.items() if n.startswith(prefix)}
+    (model, vision, preprocess), remarks = _read(contents), list[str]()
+    if not contents.description(_FILE):
+        model, vision = _infer(arrays, hints)
+        remarks.append(f'no {_FILE}: heads of {vision.head_width}, images prepared as for CLIP')
     config = ViTConfig(
         image_size=vision.image_size,
         patch_size=vision.patch_size,
@@ -130,7 +154,7 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
         layer_norm_epsilon=1e-5,
         layer_scale=vision.ls_init_value,
         pre_norm=True,
-        num_classes=model.embed_dim if f'{prefix}proj' in contents.arrays else None,
+        num_classes=model.embed_dim if 'proj' in arrays else None,
         position_resize='bicubic_antialias',
     )
     resize: Any = f'{preprocess.interpolation}_antialias'
@@ -142,6 +166,7 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
         base.foreign_preprocessing(crop, preprocess.mean, preprocess.std),
         ignored=r'(?!visual\.).*' if prefix else None,  # the text tower
         loss=None if config.num_classes is None else 'contrastive',  # the head is a projection
+        remarks=tuple(remarks),
     )
 
 

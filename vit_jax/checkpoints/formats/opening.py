@@ -4,6 +4,7 @@ A format is a record in its own file; to add one, write that file and name it in
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -78,11 +79,7 @@ def open_checkpoint(
         files = [] if is_remote(local) else _find_weights(place)
     if not files:
         return _open_own(path, local, hints)
-    try:
-        opened = [array_files.read_array_file(file) for file in files]
-    except UserError as error:
-        way = f'; it came from {origin[0]}: remove it to download it again' if origin else ''
-        raise type(error)(f'{error}{way}') from error
+    opened = [array_files.read_array_file(file) for file in files]
     contents = FileContents(
         arrays={name: array for each in opened for name, array in each.arrays.items()},
         metadata=opened[0].metadata,
@@ -94,13 +91,11 @@ def open_checkpoint(
     card, said = checkpoint.card, ' '.join([path, *origin])
     if is_of_paper:
         card = google.as_published(card)
-    if CARD not in contents.metadata and not card.class_names and imagenet_classes.is_said_by(said):
-        class_names = imagenet_classes.names()
-        if card.model.num_classes == len(class_names):
-            card = dataclasses.replace(card, class_names=class_names)
-            text = f"classes: ImageNet's {len(class_names):,}, as its name says"
-            checkpoint.report.append(text)
     report = [*origin, *checkpoint.report]
+    nameless = CARD not in contents.metadata and not card.class_names
+    if nameless and card.model.num_classes == 1000 and imagenet_classes.is_said_by(said):
+        card = dataclasses.replace(card, class_names=imagenet_classes.names())
+        report.append("classes: ImageNet's 1,000, as its name says")
     return checkpoint._replace(card=card, report=report, origin=origin)
 
 
@@ -130,19 +125,12 @@ def _open_own(path: str, local: str, hints: Hints) -> Checkpoint:
     summary = inference.summarize(card.model, count, projects=card.projects)
     report = [f'{OURS} layout, step {card.step}: {summary}']
 
-    def read() -> Params:
-        params = store.load_params(str(folder))
-        same = store.load_card(str(folder))[0] == values
-        require(same, f'{path}: another checkpoint took its place while it was read')
-        return params
-
+    read = functools.partial(store.load_params, str(folder))
     return Checkpoint(path, OURS, None, card, report, (), read)
 
 
 def _parse(path: str, contents: FileContents, hints: Hints, *, resized: bool) -> Checkpoint:
     """Returns the checkpoint of a foreign file; a file of ours has a card, which counts."""
-    is_program = {stablehlo.PROGRAM, stablehlo.CARD} <= contents.arrays.keys()
-    require(not is_program, 'a program: load the checkpoint that it was made from')
     own = CARD in contents.metadata and not contents.key
     contents = contents if own else unwrap(contents)
     arrays = contents.arrays
@@ -197,8 +185,7 @@ def _parse(path: str, contents: FileContents, hints: Hints, *, resized: bool) ->
 
 def _parse_own(form: Format[Any], contents: FileContents) -> ParsedCheckpoint[Any]:
     """Returns what the card in a safetensors file of ours says, whatever stands next to it."""
-    values = JsonObject(json.loads(contents.metadata[CARD]), 'card')
-    card = Card.read(values, where='card')
+    card = Card.read(JsonObject(json.loads(contents.metadata[CARD]), 'card'), where='card')
     layout = form.usual_layout(card.model)
     stored = json.loads(contents.metadata.get(LAYOUT, '{}'))
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in stored.items()}

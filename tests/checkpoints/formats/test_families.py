@@ -149,7 +149,7 @@ def test_a_projection_has_logits_but_no_probabilities(tmp_path):
     card = dataclasses.replace(network.card, preprocessing=Preprocessing())
     other = dataclasses.replace(network, card=card)
     assert len(vit_jax.save(network, tmp_path / 'a', 'open_clip')) == 1
-    assert 'prepares images' in vit_jax.save(other, tmp_path / 'b', 'open_clip')[1]
+    assert 'prepare images' in vit_jax.save(other, tmp_path / 'b', 'open_clip')[1]
     vit_jax.save(network, tmp_path / 'c', 'huggingface')
     assert 'LABEL' not in (tmp_path / 'c' / 'config.json').read_text()
 

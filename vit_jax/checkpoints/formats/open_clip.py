@@ -196,24 +196,14 @@ def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any
     }
 
 
-def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
-    notes, crop = ['only the image tower: OpenCLIP needs a text tower too'], card.preprocessing.crop
-    if getattr(crop, 'scale', 1.0) != 1.0 or getattr(crop, 'resize', 'bilinear') == 'bilinear':
-        notes.append(f'OpenCLIP prepares images with antialiasing and scale=1, not by {crop}')
-    return notes
-
-
 OPEN_CLIP = Format[Layout](
     name='open_clip',
     suffix='.safetensors',
-    matches=lambda names: any(
-        {f'{prefix}conv1.weight', f'{prefix}ln_post.weight'} <= {*names}
-        for prefix in ('visual.', '')
-    ),
+    matches=lambda names: not {'ln_post.weight', 'visual.ln_post.weight'}.isdisjoint(names),
     parse=_parse,
     rules=_rules,
     usual_layout=lambda config: Layout(prefix='visual.', zeros=(f'visual.{_BIAS}',)),
-    notes=_notes,
+    notes=lambda config, card, layout: ['only the image tower: OpenCLIP needs a text tower too'],
     description=_description,
     described_in='open_clip_config.json',
     file_name='open_clip_model.safetensors',

@@ -19,7 +19,7 @@ from vit_jax.checkpoints.formats import array_files, inference, name_map, stable
 from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject, LazyArray
 from vit_jax.checkpoints.formats.base import Format, Layout
 from vit_jax.checkpoints.formats.opening import CARD, FORMATS, LAYOUT, NAMES, OURS, match_arrays
-from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig, positions
+from vit_jax.models import ResNetConfig, ViTConfig, positions
 from vit_jax.models.masked_patches import MASKED
 
 # The ending of a format's file; other formats are directories.
@@ -149,9 +149,10 @@ def _write_arrays(
     rules = form.rules(config, layout)
     resolved = name_map.resolve(rules, config, ours, format=form.name, zeros=layout.zeros)
     arrays = name_map.to_theirs(resolved, ours)
-    description = form.description(config, card, layout)
-    if description or form.suffix == '.npz':
-        _check_comes_back(form, config, layout, arrays, description)
+    files: dict[str, dict[str, Any]] = form.files_beside(config, card)
+    files = {form.described_in: form.description(config, card, layout), **files}
+    if form.file_name or form.suffix == '.npz':
+        notes += _check_comes_back(form, card, layout, arrays, files)
     if form.suffix == '.npz':
         array_files.write_npz(place, arrays)
         return notes
@@ -160,7 +161,6 @@ def _write_arrays(
     if form.file_name:
         with usable(place):
             place.mkdir(exist_ok=True)
-        files = {form.described_in: description, **form.files_beside(config, card)}
         for name, content in files.items():
             write_json(place / name, content)
         place = place / form.file_name
@@ -170,22 +170,24 @@ def _write_arrays(
 
 def _check_comes_back(
     form: Format[Any],
-    config: ModelConfig,
+    card: Card,
     layout: Layout,
     arrays: Mapping[str, np.ndarray],
-    description: dict[str, Any],
-) -> None:
-    """Raises UserError if a reader of the file would build another model, or none.
+    files: Mapping[str, dict[str, Any]],
+) -> list[str]:
+    """Returns a note if readers of the files prepare images otherwise.
 
-    Arrays do not say all of a model: they are the same with pool=none and with pool=gap.
+    Raises UserError if they would build another model, or none: arrays do not say all of a model,
+    and are the same with pool=none and with pool=gap.
     """
+    config, prefix = card.model, layout.prefix
     stored = {
-        name.removeprefix(layout.prefix): LazyArray(array.shape, array.dtype, array.copy)
+        name.removeprefix(prefix): LazyArray(array.shape, array.dtype, array.copy)
         for name, array in arrays.items()
     }
-    described = JsonObject(description, form.described_in)
+    descriptions = {name: JsonObject(content, name) for name, content in files.items()}
     try:
-        contents = FileContents(stored, descriptions={form.described_in: described})
+        contents = FileContents(stored, descriptions=descriptions)
         parsed = form.parse(contents, inference.hints_of(config))
         match_arrays(form, parsed, stored)
     except UserError as error:
@@ -195,6 +197,9 @@ def _check_comes_back(
     again = records.to_dict(dataclasses.replace(parsed.config, **same))
     if lost := records.differences(records.to_dict(config), again):
         raise UserError(f'the {form.name} format has no such model: it would read {lost[0]}')
+    crop = parsed.preprocessing.crop
+    is_same = not form.file_name or crop == card.preprocessing.crop
+    return [] if is_same else [f'readers prepare images by {crop}, not {card.preprocessing.crop}']
 
 
 def _without_class_row(params: Params, layout: Layout) -> dict[str, np.ndarray]:

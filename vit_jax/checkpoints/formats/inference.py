@@ -172,9 +172,8 @@ def _infer_grid(
         size = f'the grid {known} has {math.prod(known)} patches'
         raise UserError(f'{table}: {count} positions, but {size}')
     token = ' and perhaps a class token' if len(rows) > 1 else ''
-    raise NeedsHint(
-        f'{count} positions{token} are no square: say the grid with grid=(ROWS, COLUMNS)'
-    )
+    way = 'say which with grid=(ROWS, COLUMNS)'
+    raise NeedsHint(f'{count} positions{token} fit more than one grid; {way}')
 
 
 def summarize(config: ModelConfig, parameters: int, *, projects: bool) -> str:

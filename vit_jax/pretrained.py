@@ -341,7 +341,7 @@ def save(
         overwrite or writing.is_free(path), f'{path}: exists already; overwrite=True replaces it'
     )
     layout = loaded.layout if format == loaded.format else None
-    with writing.replacing(pathlib.Path(path)) as place:
+    with writing.replacing(pathlib.Path(path), format) as place:
         return writing.write_checkpoint(
             str(place), format, card=loaded.card, params=loaded.params, layout=layout, dtype=dtype
         )

@@ -341,9 +341,8 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
     options = {name: getattr(config, name) for name in _OPTIONS}
     stated = [f'{name}={value}' for name, value in options.items() if value != getattr(usual, name)]
     stated += ['no_embed_class'] * (not layout.class_row and config.positions == 'learned')
-    return [f'tell timm.create_model what the file does not say: {", ".join(stated)}'] * bool(
-        stated
-    )
+    note = f'tell timm.create_model what the file does not say: {", ".join(stated)}'
+    return [note] if stated else []
 
 
 TIMM = Format[Layout](

@@ -59,16 +59,21 @@ def is_free(path: str | os.PathLike[str]) -> bool:
 
 
 @contextlib.contextmanager
-def replacing(place: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields the path to write to: a checkpoint of ours stays until its successor is complete."""
-    if not digests.is_complete(place):
+def replacing(place: pathlib.Path, format: str) -> Iterator[pathlib.Path]:
+    """Yields the path to write to: a checkpoint of ours stays until its successor is complete.
+
+    The same holds for a file that a checkpoint of ours, a directory, replaces.
+    """
+    is_file = format == OURS and place.is_file()
+    if not is_file and not digests.is_complete(place):
         yield place
         return
-    new = place.with_name(f'{place.stem}.new{place.suffix}')
+    new = place.with_name(f'{place.name}.replaced')
     shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
     yield new
-    shutil.rmtree(place)
-    new.rename(place)
+    with usable(place):
+        place.unlink() if is_file else shutil.rmtree(place)
+        new.rename(place)
 
 
 def write_checkpoint(

@@ -11,10 +11,8 @@ from tests import reference, tiny
 from tests.networks import loaded
 from vit_jax import visualize
 from vit_jax.distributed.meshes import MeshConfig
-from vit_jax.evaluation.probing import FewshotConfig
-from vit_jax.experiment import probing_run, training_run
+from vit_jax.experiment import training_run
 from vit_jax.models import Compute, ViTConfig
-from vit_jax.planning import ahead_of_time, memory_plan
 from vit_jax.training.duration import Duration
 
 pytestmark = pytest.mark.full
@@ -57,26 +55,9 @@ def test_a_fine_tuning_is_the_same_on_devices_that_share_everything(name, tmp_pa
 
 
 @pytest.mark.parametrize('name', TOKENS)
-def test_features_are_probed(name, tmp_path):
-    start, fewshot = reference.family(name), FewshotConfig(shots=(2,), seeds=(0,))
-    found, _ = probing_run.probe(experiment(start, fewshot=fewshot), str(tmp_path))
-    assert found['checkpoint'] == start
-
-
-@pytest.mark.parametrize('name', TOKENS)
 def test_figures_are_drawn(name, tmp_path, capsys):
     words = [reference.family(name), '--images=digits', '--num_images=8', f'--figures={FIGURES}']
     arguments = visualize.make_parser().parse_args([*words, f'--out={tmp_path}'])
     assert visualize.main(arguments) == 0
     without_table = name == 'dinov3_hf'  # of positions
     assert capsys.readouterr().out.count('left out') == without_table
-
-
-@pytest.mark.parametrize('name', TOKENS)
-def test_a_fine_tuning_is_planned(name):
-    pytest.importorskip('libtpu', reason="no TPU compiler: pip install -e '.[tpu]'")
-    config = memory_plan.without_data(
-        experiment(reference.family(name)), num_classes=10, num_images=100
-    )
-    found = memory_plan.compile_step(config, ahead_of_time.find_topology('v5e:2x4'))
-    assert found.peak > found.state > 0

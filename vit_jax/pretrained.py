@@ -335,9 +335,9 @@ def save(
     is_free = overwrite or writing.is_free(path)
     require(is_free, f'{path}: exists already; overwrite=True replaces it')
     layout = loaded.layout if format == loaded.format else None
-    with writing.replacing(pathlib.Path(path), format):
+    with writing.replacing(pathlib.Path(path), format) as place:
         return writing.write_checkpoint(
-            path, format, card=loaded.card, params=loaded.params, layout=layout, dtype=dtype
+            str(place), format, card=loaded.card, params=loaded.params, layout=layout, dtype=dtype
         )
 
 

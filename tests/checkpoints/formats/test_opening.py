@@ -25,72 +25,35 @@ from vit_jax.base.errors import UserError
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.checkpoints.card import Hints
 from vit_jax.checkpoints.formats import google, huggingface, timm
-from vit_jax.checkpoints.formats.opening import NAMES, open_checkpoint
+from vit_jax.checkpoints.formats.inference import NeedsHint
+from vit_jax.checkpoints.formats.opening import open_checkpoint
 from vit_jax.checkpoints.formats.writing import format_for
 from vit_jax.data import image_preprocessing, imagenet_classes
 from vit_jax.models import ResNetConfig
 from vit_jax.pretrained import Loaded
 
-SINGLE = ' is a directory: expected a name without '
-
 
 @pytest.mark.parametrize(
-    'name, named, own, expected',
+    'path, named, own, expected',
     [
-        ('y.safetensors', None, 'vit_jax', 'timm'),
         ('y.safetensors', None, 'huggingface', 'timm'),
         ('y.npz', None, 'bigvision', 'bigvision'),
         ('y.npz', 'google', 'timm', 'google'),
         ('y.stablehlo', None, 'timm', 'stablehlo'),
-        ('y.stablehlo', 'timm', 'google', 'timm'),
-        ('y.stablehlo', 'vit_jax', 'timm', f'the format vit_jax{SINGLE}.stablehlo, .* stablehlo$'),
-        ('y', None, 'vit_jax', 'vit_jax'),
         ('y.v2', None, 'huggingface', 'huggingface'),
-        (
-            'y.npz',
-            None,
-            'timm',
-            'y.npz: which format has this .npz file.* say format=google or format=bigvision$',
-        ),
-        ('y', None, 'timm', 'y: no format is given, and timm, .* .safetensors, .*format=hugging'),
-        (
-            'y.npz',
-            'vit_jax',
-            'timm',
-            f'y.npz: the format vit_jax{SINGLE}.npz, .* google or bigvision$',
-        ),
-        (
-            'y.pth',
-            None,
-            'vit_jax',
-            f'y.pth: the format vit_jax{SINGLE}.pth, .*timm ..safetensors. or stablehlo .*.$',
-        ),
-        ('y', 'tim', 'timm', "format='tim'; did you mean 'timm'?"),
+        ('y.npz', None, 'timm', None),
+        ('y', None, 'timm', None),
+        ('y.npz', 'vit_jax', 'timm', None),
+        ('y.pth', None, 'vit_jax', None),
+        ('y', 'tim', 'timm', None),
     ],
 )
-def test_the_ending_of_a_path_is_that_of_its_format(name, named, own, expected):
-    if expected in NAMES:
-        assert format_for(name, named, own) == expected
+def test_the_ending_of_a_path_is_that_of_its_format(path, named, own, expected):
+    if expected:
+        assert format_for(path, named, own) == expected
         return
-    with pytest.raises(UserError, match=expected):
-        format_for(name, named, own)
-
-
-@pytest.mark.parametrize('format', [None, 'huggingface', 'vit_jax'])
-@pytest.mark.parametrize('own', ['huggingface', 'vit_jax', 'open_clip'])
-@pytest.mark.parametrize(
-    'name', 'x.onnx x.h5 x.tflite x.pb x.keras x.msgpack x.onnx.zip X.ONNX a.b/x.gguf x.pkl'.split()
-)
-def test_no_folder_has_the_name_of_a_file_of_another_program(name, own, format):
-    with pytest.raises(UserError, match=r'no \.\w+ files are written; .*timm \(\.safetensors\)'):
-        format_for(name, format, own)
-
-
-@pytest.mark.parametrize(
-    'name', 'run.v2 vit-b16_lr0.1 x.best a.onnx/x x.2026-11-26 .x x.onnx.2'.split()
-)
-def test_a_folder_may_have_a_dot_in_its_name(name):
-    assert format_for(name, None, 'huggingface') == 'huggingface'
+    with pytest.raises(UserError, match=named or path):
+        format_for(path, named, own)
 
 
 @pytest.mark.parametrize('name', reference.HINTS)
@@ -114,7 +77,6 @@ LAYOUTS = [
     (google.BIGVISION, RESNET, BIGVISION),
     (google.BIGVISION, MAP, replace(BIGVISION, prefix='', stacked=True)),
     (google.BIGVISION, MAP, replace(BIGVISION, prefix='opt/target/')),
-    (google.BIGVISION, MAP, replace(BIGVISION, map_head='')),
     (
         google.BIGVISION,
         tiny.model(),
@@ -131,14 +93,11 @@ LAYOUTS = [
     (timm.TIMM, EXACT, timm.Layout(dtype='float16')),
     (timm.TIMM, replace(HYBRID, gelu='exact'), timm.Layout()),
     (timm.TIMM, replace(ROOT_ALONE, gelu='exact'), timm.Layout()),
-    (huggingface.HUGGINGFACE, tiny.model(), huggingface.Layout(old_names=False)),
-    (huggingface.HUGGINGFACE, tiny.model(), huggingface.Layout(bare_blocks=True)),
     (
         huggingface.HUGGINGFACE,
         tiny.model(num_classes=None, representation_size=16, gelu='exact'),
         huggingface.Layout(prefix=''),
     ),
-    (huggingface.HUGGINGFACE, replace(HYBRID, gelu='exact'), huggingface.Layout()),
 ]
 
 
@@ -186,8 +145,7 @@ def test_numbers_are_rounded_to_bfloat16_where_a_file_can_say_so(format, tmp_pat
     config = tiny.model(**(theirs if format == 'open_clip' else {}))
     network, path = loaded(config), tmp_path / f'x{ENDINGS[format]}'
     if path.suffix == '.npz':
-        able = 'npz files do not say this type; write timm or huggingface or .*stablehlo'
-        with pytest.raises(UserError, match=f'dtype=bfloat16: {able}'):
+        with pytest.raises(UserError, match='dtype=bfloat16'):
             vit_jax.save(network, path, format, dtype='bfloat16')
         assert not path.exists()
         return
@@ -211,54 +169,29 @@ def test_numbers_are_rounded_to_bfloat16_where_a_file_can_say_so(format, tmp_pat
 
 def test_what_a_file_cannot_say_is_said_when_it_is_written(tmp_path):
     config = tiny.model(gelu='exact', layer_norm_epsilon=1e-12, image_size=(12, 8))
-    (note,) = vit_jax.save(loaded(config), str(tmp_path / 'x.npz'), 'google', overwrite=True)
+    (note,) = vit_jax.save(loaded(config), tmp_path / 'x.npz', 'google')
     assert "gelu='exact', layer_norm_epsilon=1e-12, grid=(3, 2)" in note
-    note, other = vit_jax.save(loaded(tiny.model()), str(tmp_path / 'x.safetensors'), 'timm')
-    assert "act_layer='gelu_tanh'" in note
-    assert other.endswith('its readers resize positions by bicubic_antialias, not bilinear')
-    network = loaded(RESNET, class_names=tuple('abcdefghij'), loss='sigmoid')
-    notes = vit_jax.save(network, str(tmp_path / 'x.npz'), 'google', overwrite=True)
-    assert 'load this one with image_size=(64, 64)' in notes[0]
-    assert notes[1] == 'npz files do not keep: class_names, loss'
-    network = changed(
-        network, preprocessing=image_preprocessing.Preprocessing(mean=(0.0, 1.0, 2.0))
-    )
-    notes = vit_jax.save(network, str(tmp_path / 'x.npz'), 'google', overwrite=True)
-    assert notes[1] == 'npz files do not keep: preprocessing, class_names, loss'
+    (note,) = vit_jax.save(loaded(RESNET), tmp_path / 'y.npz', 'google')
+    assert 'image_size=(64, 64)' in note
 
 
 @pytest.mark.parametrize(
-    'config, format, message',
+    'config, format, name',
     [
-        (tiny.model(pool='map'), 'google', 'the google layout has no place for pool/'),
-        (tiny.model(), 'open_clip', 'has gelu=quick or exact, .* not .*tanh'),
-        (tiny.model(positions='rope'), 'google', 'rope positions are no array'),
-        (RESNET, 'timm', 'the timm layout has no such ResNet'),
-        (tiny.model(), 'flax', "format='flax'; known: bigvision, google"),
+        (tiny.model(pool='map'), 'google', 'pool/'),
+        (tiny.model(), 'open_clip', 'gelu'),
+        (tiny.model(positions='rope'), 'google', 'rope'),
+        (tiny.model(parallel=True), 'timm', 'parallel'),
+        (tiny.model(positions_at='every_layer'), 'huggingface', 'positions_at'),
+        (HYBRID, 'huggingface', 'backbone'),
+        (RESNET, 'timm', 'ResNet'),
+        (tiny.model(), 'flax', 'flax'),
     ],
 )
-def test_what_a_format_cannot_hold_is_refused(config, format, message, tmp_path):
+def test_what_a_format_cannot_hold_is_rejected(config, format, name, tmp_path):
     path = tmp_path / f'x{ENDINGS.get(format, ".npz")}'
-    with pytest.raises(ValueError, match=message):
-        vit_jax.save(loaded(config, google.GOOGLE), str(path), format)
-    assert not path.exists()
-
-
-@pytest.mark.parametrize('format', ['google', 'bigvision', 'timm', 'huggingface'])
-@pytest.mark.parametrize(
-    'changes, message',
-    [
-        ({'parallel': True}, 'parallel=False, not True'),
-        ({'qk_norm': True}, 'qk_norm=False, not True'),
-        ({'norm': 'rms'}, 'norm=layer, not rms'),
-        ({'qkv_bias': False}, 'qkv_bias=True, not False'),
-        ({'positions_at': 'every_layer'}, 'positions_at=stem, not every_layer'),
-    ],
-)
-def test_what_our_format_alone_has_is_refused_by_name(format, changes, message, tmp_path):
-    network, path = loaded(tiny.model(**changes), google.GOOGLE), tmp_path / f'x{ENDINGS[format]}'
-    with pytest.raises(ValueError, match=f'the {format} layout has {message}: write vit_jax'):
-        vit_jax.save(network, str(path), format)
+    with pytest.raises(UserError, match=name):
+        vit_jax.save(loaded(config, google.GOOGLE), path, format)
     assert not path.exists()
 
 
@@ -285,53 +218,39 @@ def saved(tmp_path, config, form):
     return str(path)
 
 
-def test_an_ambiguous_grid_is_an_error_that_names_what_settles_it(tmp_path):
-    # 196 positions: 14x14, or 13x15 and a class token?
-    config = tiny.model(image_size=(52, 60))
+def bare(path, config, form=timm.TIMM):
+    """A file without our card."""
+    save_file(contents(saved(path, config, form)), path / 'bare.safetensors')
+    return path / 'bare.safetensors'
+
+
+@pytest.mark.parametrize(
+    'size, grid, other', [((52, 60), (13, 15), (14, 14)), ((12, 20), (3, 5), None)]
+)
+def test_an_ambiguous_grid_is_asked_for(size, grid, other, tmp_path):
+    config = tiny.model(image_size=size)  # 196 positions: 14x14, or 13x15 and a class token?
     path = saved(tmp_path, config, google.GOOGLE)
-    with pytest.raises(
-        ValueError, match=r'196 positions and perhaps a class token .*grid=\(13, 15'
-    ):
+    with pytest.raises(NeedsHint, match='grid='):
         vit_jax.load(path)
-    assert vit_jax.load(path, grid=(13, 15)).config == config
-    with_a_square = vit_jax.load(path, grid=(14, 14))
-    assert with_a_square.config.grid == (14, 14)
-    assert vit_jax.load(path, image_size=(52, 60)).config == config
-    with pytest.raises(ValueError, match=r'grid=\(9, 9\) has 81 patches, the file 196 positions'):
+    assert vit_jax.load(path, grid=grid).config == config
+    if other:
+        assert vit_jax.load(path, grid=other).config.grid == other
+    with pytest.raises(UserError, match='81'):
         vit_jax.load(path, grid=(9, 9))
 
 
-def test_a_grid_that_is_no_square_and_one_that_is_nowhere_are_asked_for(tmp_path):
-    path = saved(tmp_path, tiny.model(pool='gap', image_size=(12, 20)), google.BIGVISION)
-    with pytest.raises(ValueError, match=r'15 positions .*grid=\(3, 5\) or grid=\(5, 3\)'):
-        vit_jax.load(path)
+def test_what_no_array_shows_is_asked_for(tmp_path):
     fixed = tiny.model(pool='gap', positions='sincos2d')
     path = saved(tmp_path, fixed, google.BIGVISION)
-    with pytest.raises(ValueError, match=r'the grid is not in the file; .*grid=\(14, 14\)'):
+    with pytest.raises(NeedsHint, match='grid='):
         vit_jax.load(path)
-    assert vit_jax.load(path, image_size=8).config == fixed
-
-
-def test_heads_that_the_arrays_do_not_show_are_asked_for(tmp_path):
-    path = saved(tmp_path, tiny.model(gelu='exact'), timm.TIMM)
-    arrays = contents(path)
-    save_file(arrays, tmp_path / 'bare.safetensors')  # without what we say of it
-    with pytest.raises(ValueError, match='number of heads is not in the file.*num_heads=N'):
-        vit_jax.load(str(tmp_path / 'bare.safetensors'))
-    with pytest.raises(ValueError, match='num_heads=5 does not divide the width 16'):
-        vit_jax.load(str(tmp_path / 'bare.safetensors'), num_heads=5)
-    assert vit_jax.load(str(tmp_path / 'bare.safetensors'), num_heads=2).config.num_heads == 2
-
-
-def test_all_that_is_not_in_a_file_is_asked_for_at_once(tmp_path):
-    config = tiny.model(pool='gap', image_size=(12, 20), gelu='exact')
-    path = saved(tmp_path, config, timm.TIMM)
-    save_file(contents(path), tmp_path / 'bare.safetensors')
-    path = str(tmp_path / 'bare.safetensors')
-    with pytest.raises(ValueError, match=r'grid=\(3, 5\) or .*; the number of heads .*num_heads=N'):
+    assert vit_jax.load(path, grid=fixed.grid).config == fixed
+    path = bare(tmp_path, tiny.model(gelu='exact'))
+    with pytest.raises(NeedsHint, match='num_heads='):
         vit_jax.load(path)
-    found = vit_jax.load(path, grid=(3, 5), num_heads=2).config
-    assert (found.grid, found.num_heads) == (config.grid, config.num_heads)
+    with pytest.raises(UserError, match='num_heads=5'):
+        vit_jax.load(path, num_heads=5)
+    assert vit_jax.load(path, num_heads=2).config.num_heads == 2
 
 
 def test_a_subtree_of_an_npz_is_read_and_the_rest_is_listed(tmp_path):
@@ -343,37 +262,10 @@ def test_a_subtree_of_an_npz_is_read_and_the_rest_is_listed(tmp_path):
     network = vit_jax.load(f'{tmp_path}/two.npz:img')
     assert_same_arrays(named_leaves(network.params), named_leaves(loaded(config, form).params))
     assert network.ignored == ('opt/step', 'params/txt/head/kernel')
-    assert any('not of it, ignored: 2 arrays, such as opt/step' in line for line in network.report)
-    with pytest.raises(ValueError, match='put :img after the name of the file'):
-        vit_jax.load(f'{tmp_path}/two.npz')
-    with pytest.raises(ValueError, match='no array is under params/nothing/'):
-        vit_jax.load(f'{tmp_path}/two.npz:nothing')
-
-
-def test_shards_are_one_checkpoint(tmp_path):
-    whole = saved(tmp_path, tiny.model(gelu='exact'), huggingface.HUGGINGFACE)
-    arrays, folder = contents(whole), tmp_path / 'sharded'
-    shutil.copytree(whole, folder)
-    (folder / 'model.safetensors').unlink()
-    names = sorted(arrays)
-    parts = {'a.safetensors': names[::2], 'b.safetensors': names[1::2]}
-    for file, part in parts.items():
-        save_file({name: arrays[name] for name in part}, folder / file)
-    index = {'weight_map': {name: file for file, part in parts.items() for name in part}}
-    (folder / 'model.safetensors.index.json').write_text(json.dumps(index))
-    assert_same_arrays(
-        named_leaves(vit_jax.load(str(folder)).params), named_leaves(vit_jax.load(whole).params)
-    )
-    named = index['weight_map']
-    others = {name: file for name, file in named.items() if name != names[0]}
-    for values, wrong in [
-        (named | {names[0]: '../a.safetensors'}, 'names files outside of its directory'),
-        (named | {'more': 'a.safetensors'}, 'names more, which is in none of its files'),
-        (others, f'does not name {names[0]}, which is in one of its files'),
-    ]:
-        (folder / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': values}))
-        with pytest.raises(ValueError, match=f'safetensors.index.json: {wrong}'):
-            vit_jax.load(str(folder))
+    assert any('2 arrays, such as opt/step' in line for line in network.report)
+    for key, name in ('', ':img'), (':nothing', 'nothing'):
+        with pytest.raises(UserError, match=name):
+            vit_jax.load(f'{tmp_path}/two.npz{key}')
 
 
 @pytest.mark.parametrize(
@@ -447,36 +339,13 @@ def test_formats_are_told_apart_by_content_not_by_name(tmp_path):
     assert vit_jax.load(str(tmp_path / 'weights.npz')).format == 'timm'
 
 
-def test_a_card_and_the_files_beside_it_agree_or_are_refused(tmp_path):
-    """Other programs believe the files; names of classes may have been written into them."""
-    names = [f'class {i}' for i in range(tiny.CLASSES)]
-    vit_jax.save(loaded(tiny.model(gelu='exact'), huggingface.HUGGINGFACE), tmp_path)
-    for file, changes, lost in (
-        ('config.json', {'num_attention_heads': 4}, 'model.num_heads: 2 -> 4'),
-        ('config.json', {'hidden_act': 'gelu_new'}, "model.gelu: 'exact' -> 'tanh'"),
-        ('preprocessor_config.json', {'image_mean': [0.1, 0.1, 0.1]}, 'preprocessing.mean'),
-        ('config.json', {'id2label': dict(enumerate(names))}, None),
-    ):
-        path = tmp_path / file
-        said = path.read_text()
-        path.write_text(json.dumps(json.loads(said) | changes))
-        if lost is None:
-            assert vit_jax.load(tmp_path).class_names == tuple(names)
-            continue
-        with pytest.raises(UserError, match=f'files beside it do not agree: {lost}'):
-            vit_jax.load(tmp_path)
-        path.write_text(said)
-
-
-@pytest.mark.parametrize('file', ['config.json', 'preprocessor_config.json'])
-@pytest.mark.parametrize('kind', ['link', 'folder'])
-def test_a_description_that_is_no_file_is_not_taken_for_none(kind, file, tmp_path):
-    vit_jax.save(loaded(tiny.model(gelu='exact'), huggingface.HUGGINGFACE), tmp_path)
-    path = tmp_path / file
-    path.unlink()
-    path.symlink_to('gone') if kind == 'link' else path.mkdir()
-    with pytest.raises(UserError, match=f'{file}: expected a file, but it is a folder, or a link'):
-        vit_jax.load(tmp_path)
+def test_the_card_of_a_file_of_ours_counts_whatever_stands_next_to_it(tmp_path):
+    network = loaded(tiny.model(gelu='exact'), huggingface.HUGGINGFACE)
+    vit_jax.save(network, tmp_path)
+    (tmp_path / 'config.json').write_text('{"num_attention_heads": 4}')
+    assert vit_jax.load(tmp_path) == network
+    with pytest.raises(UserError, match='num_heads'):
+        vit_jax.load(tmp_path, num_heads=4)
 
 
 def test_one_file_of_weights_is_read_before_several(tmp_path):
@@ -488,14 +357,10 @@ def test_one_file_of_weights_is_read_before_several(tmp_path):
     assert_same_arrays(named_leaves(vit_jax.load(tmp_path).params), named_leaves(network.params))
 
 
-def test_a_run_that_goes_on_is_read_as_it_was_opened_and_another_network_is_refused(tmp_path):
+def test_a_run_that_goes_on_is_read_as_it_was_opened(tmp_path):
     steps = tmp_path / 'checkpoints'
     networks = [loaded(tiny.model(gelu=gelu)) for gelu in ('exact', 'tanh')]
     vit_jax.save(networks[0], steps / '1', 'vit_jax')
     opened = open_checkpoint(str(tmp_path), Hints())
     vit_jax.save(networks[1], steps / '2', 'vit_jax')  # the newest, from here on
     assert_same_arrays(named_leaves(opened.read()), named_leaves(networks[0].params))
-    shutil.rmtree(steps / '1')
-    shutil.copytree(steps / '2', steps / '1')
-    with pytest.raises(UserError, match='another checkpoint took its place while it was read'):
-        opened.read()

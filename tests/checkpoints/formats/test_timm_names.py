@@ -5,23 +5,20 @@ config.json on the hub, the shapes of its arrays (those of the first block), and
 compute: heads, activation, epsilon, kind of norm, block and attention.
 """
 
-import jax
 import numpy as np
 import pytest
 
 from tests import reference
-from vit_jax.base import tree_names
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.card import Hints
-from vit_jax.checkpoints.formats import name_map
-from vit_jax.checkpoints.formats.array_files import LazyArray
-from vit_jax.checkpoints.formats.inference import Clues, NeedsHint
+from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject, LazyArray
+from vit_jax.checkpoints.formats.inference import NeedsHint
+from vit_jax.checkpoints.formats.opening import match_arrays
 from vit_jax.checkpoints.formats.timm import TIMM
-from vit_jax.models import build
 
 NAMES = reference.timm_names()
 GELUS = {"GELU(approximate='none')": 'exact', 'GELUTanh()': 'tanh', 'QuickGELU()': 'quick'}
-SHAPES = {}  # of the parameters of each network: many names have the same
+MATCHED = set()  # many names have the same model
 POOLS = {'token': ('cls', 'cls_dist'), 'avg': ('gap',), 'map': ('map',)}
 # Blocks and attention that compute what ours do; Eva's rotates, where ours is to rotate as well.
 OURS = ('Block', 'Attention'), ('EvaBlock', 'EvaAttention')
@@ -38,21 +35,17 @@ def arrays_of(said):
     return arrays
 
 
-def recognised(said, hints):
+def parse(said, hints):
     arrays = arrays_of(said)
     if not TIMM.matches(arrays):
         raise UserError('the arrays of no known ViT')
-    found = TIMM.recognise(Clues(arrays, hints, beside={'config.json': said['config']}))
-    expected = SHAPES.get(repr(found.config))
-    if expected is None:
-        expected = jax.eval_shape(build(found.config).init, jax.random.key(0))
-        SHAPES[repr(found.config)] = expected
-    rules = TIMM.rules(found.config, found.layout)
-    ours = tree_names.named_leaves(expected)
-    zeros = found.layout.zeros
-    resolved = name_map.resolve(rules, found.config, ours, format='timm', zeros=zeros)
-    name_map.check_names(resolved, arrays, found.ignored)
-    return found
+    described = {'config.json': JsonObject(said['config'], 'config.json')}
+    parsed = TIMM.parse(FileContents(arrays, descriptions=described), hints)
+    key = repr((parsed.config, parsed.layout, said['shapes']))
+    if key not in MATCHED:
+        match_arrays(TIMM, parsed, arrays)
+        MATCHED.add(key)
+    return parsed
 
 
 def require_right(said, found):
@@ -80,11 +73,11 @@ def is_read(name):
     said = NAMES[name]
     try:
         try:
-            found = recognised(said, Hints())
+            found = parse(said, Hints())
         except NeedsHint as error:
             assert said['quick'] or name.startswith('test_'), (name, error)
             said = said | {'act': 'QuickGELU()'}
-            found = recognised(said, Hints(gelu='quick'))
+            found = parse(said, Hints(gelu='quick'))
     except UserError:
         return False
     require_right(said, found)

@@ -1,20 +1,20 @@
-"""What a format is: one record, which the file of each format fills in."""
+"""What a checkpoint format is: one record, which the file of each format fills in."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, TypeVar
 
 from vit_jax.base import records
-from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats.inference import Clues
+from vit_jax.checkpoints.card import Card, Hints
+from vit_jax.checkpoints.formats.array_files import FileContents
 from vit_jax.checkpoints.formats.name_map import NameRule
 from vit_jax.data.image_preprocessing import Crop, Preprocessing
-from vit_jax.models import ModelConfig, ViTConfig
+from vit_jax.models import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the files of one format differ among themselves; kept, so as to write what was read."""
+    """How the files of one format differ; kept, to write a model as it was read."""
 
     prefix: str = ''  # in front of every name
     dtype: str = 'float32'  # of the arrays in the file
@@ -23,7 +23,6 @@ class Layout:
 
 
 L = TypeVar('L', bound=Layout)
-R = TypeVar('R', bound=records.Record)
 Scaling = tuple[float, float, float]  # by channel
 # Mean and std of pixel values: to -1 and 1, as published ViTs take them; of ImageNet; of CLIP.
 HALF: Scaling = (0.5, 0.5, 0.5)
@@ -35,8 +34,8 @@ CLIP: tuple[Scaling, Scaling] = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Recognised(Generic[L]):
-    """A network that was found in a file, and how the file names its arrays."""
+class ParsedCheckpoint(Generic[L]):
+    """The model that a file holds, and how the file names its arrays."""
 
     config: ModelConfig
     layout: L
@@ -44,65 +43,34 @@ class Recognised(Generic[L]):
     class_names: tuple[str, ...] = ()
     ignored: str | None = None  # a pattern of names that belong to something else
     loss: str | None = None  # as on a card
-    remarks: tuple[str, ...] = ()  # what a person should know who uses the network
+    remarks: tuple[str, ...] = ()  # what a user of the model should know
     processor_size: tuple[int, int] | None = None  # of the images that its own processor makes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format(Generic[L]):
-    """A way in which other systems keep networks. To add one: its file, and `opening.FORMATS`."""
+    """The format of another system. To add one: its file, and a line in `opening.FORMATS`."""
 
     name: str
     suffix: Literal['.npz', '.safetensors']  # of the file of arrays that is written
-    # Are these the names of the arrays in such a file? The first format that says yes reads it.
+    # Whether arrays of these names have this format. The first format that matches parses them.
     matches: Callable[[Iterable[str]], bool]
-    # What is in the file. Raises UserError where that is not a network of ours, NeedsHint where
-    # the file leaves open what network it is.
-    recognise: Callable[[Clues], Recognised[L]]
-    # Where each array of the network is in a file of this layout.
+    # Returns the model of a file. Raises UserError if it is not supported, NeedsHint if the file
+    # leaves open what model it is. `opening` compares names and shapes of all arrays with it.
+    parse: Callable[[FileContents, Hints], ParsedCheckpoint[L]]
+    # Where each array of the model is in a file of this layout.
     rules: Callable[[Any, L], list[NameRule]]
-    usual_layout: Callable[[Any], L]  # to write where none was read
-    # What a person must be told who reads such a file, because the file does not say it.
-    notes: Callable[[Any, Card, L], list[str]]
-    # What the arrays do not say of the network, and the JSON file in which it is, or would be.
+    usual_layout: Callable[[Any], L]  # to write a model that was read in another format
+    # What a person who reads such a file has to know, because the file does not say it.
+    notes: Callable[[Any, Card, L], list[str]] = lambda config, card, layout: []
+    # The JSON object that describes the model, and the name of its file.
     description: Callable[[Any, Card, L], dict[str, Any]] = lambda config, card, layout: {}
     described_in: Literal['config.json', 'open_clip_config.json'] = 'config.json'
-    # A format that is a directory: the name of its file of arrays, and its other JSON files.
+    # If the format is a directory: the name of its file of arrays, and its other JSON files.
     file_name: str | None = None
     files_beside: Callable[[Any, Card], dict[str, dict[str, Any]]] = lambda config, card: {}
     positions: tuple[str, ...] = ('learned',)  # the kinds that it has; others become an array
-    resnets: bool = False  # has it plain ResNets? Otherwise its functions are given ViTs alone
-
-
-def described(cls: type[R], values: Any, *, where: str) -> R:
-    """The record of those fields of a JSON object that it has. UserError names one that is odd."""
-    records.require(isinstance(values, dict), f'{where}={values!r}: expected a JSON object')
-    known = {name: values[name] for name in records.hints(cls) if values.get(name) is not None}
-    return records.from_dict(cls, known, where=where)
-
-
-def part(declared: dict[str, Any], name: str, *, where: str) -> dict[str, Any]:
-    """The JSON object under a name; {} where there is none. Raises UserError for other values."""
-    values = declared.get(name)
-    wrong = f'{where}.{name}={values!r}: expected a JSON object'
-    records.require(values is None or isinstance(values, dict), wrong)
-    return values or {}
-
-
-def require_equal(stated: dict[str, Any], found: dict[str, Any], *, where: str) -> None:
-    """Raises UserError for a value that is stated, and is found to be another one."""
-    for name in stated.keys() & found.keys():
-        wrong = f'{where} says {name}={stated[name]}, the arrays {found[name]}'
-        records.require(stated[name] == found[name], wrong)
-
-
-def mlp_ratio(config: ViTConfig, stated: float, *, halves: int = 1) -> float:
-    """The ratio of a block's hidden layer to its width: the stated one where it means the same.
-
-    A SwiGLU's may be that of its gate and value together, which are `halves` of a hidden layer.
-    """
-    hidden = config.mlp_dim * halves
-    return stated if int(config.width * stated) == hidden else hidden / config.width
+    resnets: bool = False  # whether it has plain ResNets; if not, its functions take ViTs only
 
 
 def check_scaling(record: Any, mean: str, std: str) -> None:
@@ -112,7 +80,7 @@ def check_scaling(record: Any, mean: str, std: str) -> None:
 
 
 def foreign_preprocessing(crop: Crop, mean: Scaling, std: Scaling) -> Preprocessing:
-    """As PyTorch's image processors do it, with mean and std of pixel values from 0 to 1."""
+    """Returns a preprocessing of PyTorch, with mean and std of pixel values from 0 to 1."""
     (r, g, b), (s, t, u) = mean, std
     return Preprocessing(
         crop=crop,

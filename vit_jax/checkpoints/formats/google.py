@@ -10,14 +10,14 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from vit_jax.base.errors import UserError
+from vit_jax.base import require
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import base, inference, name_map
-from vit_jax.checkpoints.formats.base import Format, Recognised
-from vit_jax.checkpoints.formats.inference import Clues
+from vit_jax.checkpoints.formats.array_files import FileContents
+from vit_jax.checkpoints.formats.base import Format, ParsedCheckpoint
 from vit_jax.checkpoints.formats.name_map import SAME, ArrayTransform, NameRule, flax_module
 from vit_jax.data.image_preprocessing import Preprocessing, Resize
-from vit_jax.models import ModelConfig, Pool, ResNetConfig, ViTConfig
+from vit_jax.models import Backbone, ModelConfig, Pool, ResNetConfig, ViTConfig
 
 _POSITIONS = tuple(f'{p}pos_embedding' for p in ('', 'Transformer/posembed_input/', 'Transformer/'))
 # Squeezed to the size, the camera's rotation ignored, values from -1 to 1.
@@ -41,7 +41,7 @@ class Layout(base.Layout):
     before_linen: bool = True  # modules of a block are numbered through: MlpBlock_3
     positions: str = _POSITIONS[1]
     group_norm_4d: bool = True  # (1, 1, 1, c)
-    map_head: str | None = None  # in front of attention pooling
+    map_head: bool = False  # there may be attention pooling
 
 
 GOOGLE_LAYOUT = Layout()
@@ -51,7 +51,7 @@ BIGVISION_LAYOUT = Layout(
     positions=_POSITIONS[0],
     class_row=False,
     group_norm_4d=False,
-    map_head='MAPHead_0/',
+    map_head=True,
 )
 
 
@@ -60,7 +60,7 @@ def _matches_google(names: Iterable[str]) -> bool:
     names = set(names)
     if not any(name.startswith('Transformer/') for name in names):
         return 'conv_root/kernel' in names
-    return _POSITIONS[1] in names and not names & {'MAPHead_0/probe', 'probe'}
+    return _POSITIONS[1] in names and 'MAPHead_0/probe' not in names
 
 
 def _rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
@@ -92,7 +92,8 @@ def _rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
         for index in ('1', '2', '3', '_proj'):
             rules += flax_module(f'{there}/conv{index}', f'{here}/conv{index}')
             rules += flax_module(f'{there}/gn{index}', f'{here}/norm{index}', group)
-    if (head := layout.map_head) is not None:
+    if layout.map_head:
+        head = 'MAPHead_0/'
         rules.append(NameRule(f'{head}probe', ('pool/probe',)))
         rules += flax_module(f'{head}LayerNorm_0', 'pool/norm')
         rules += flax_module(f'{head}MlpBlock_0/Dense_0', 'pool/mlp/dense1')
@@ -112,91 +113,88 @@ def as_published(card: Card) -> Card:
 
 
 def _notes(config: ModelConfig, card: Card, layout: Layout) -> list[str]:
-    usual = {'gelu': 'tanh', 'layer_norm_epsilon': 1e-6}
+    read: dict[str, Any] = {'gelu': HINTS.gelu, 'layer_norm_epsilon': HINTS.layer_norm_epsilon}
     if isinstance(config, ResNetConfig):
-        lost = [f'image_size={config.image_size}'] if config.image_size != (224, 224) else []
-    else:
-        lost = [f'{n}={getattr(config, n)!r}' for n, v in usual.items() if getattr(config, n) != v]
-        if config.grid[0] != config.grid[1] or config.positions == 'sincos2d':
-            lost.append(f'grid={config.grid}')
-    notes = [f'npz files do not say it: load this one with {", ".join(lost)}'] if lost else []
-    # What is read for it, whatever was written.
-    read = {'preprocessing': (PREPROCESSING,), 'class_names': ((),), 'loss': (None, 'softmax')}
-    gone = [name for name, values in read.items() if getattr(card, name) not in values]
-    return notes + ([f'npz files do not keep: {", ".join(gone)}'] if gone else [])
+        read = {'image_size': (224, 224)}
+    elif config.grid[0] != config.grid[1] or config.positions == 'sincos2d':
+        read['grid'] = None
+    lost = [f'{n}={getattr(config, n)!r}' for n, v in read.items() if getattr(config, n) != v]
+    return [f'npz files do not say it: load this one with {", ".join(lost)}'] if lost else []
 
 
-def _recognise(usual: Layout, clues: Clues) -> Recognised[Layout]:
+def _parse(usual: Layout, contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     known = 'params/', 'opt/target/'
-    prefix = next((p for p in known if any(name.startswith(p) for name in clues.arrays)), '')
-    prefix += f'{clues.subtree}/' if clues.subtree else ''
-    inside = {n.removeprefix(prefix): a for n, a in clues.arrays.items() if n.startswith(prefix)}
-    if not inside:
-        raise UserError(f'no array is under {prefix}')
+    prefix = next((p for p in known if any(n.startswith(p) for n in contents.arrays)), '')
+    prefix += f'{contents.key}/' if contents.key else ''
+    inside = {n.removeprefix(prefix): a for n, a in contents.arrays.items() if n.startswith(prefix)}
+    require(bool(inside), f'no array is under {prefix}')
     end = '/embedding/kernel'
-    towers = [name.removesuffix(end) for name in inside if name.endswith(end)]
-    if towers and 'embedding/kernel' not in inside:
-        named = ' or '.join(f':{tower}' for tower in towers)
-        raise UserError(f'the network is in a part of it: put {named} after the name of the file')
-    config, changes = _infer(clues._replace(arrays=inside))
-    # What is outside belongs to the training of such a file, or to another tower of it.
-    outside = f'(?!{re.escape(prefix)}).*' if prefix else None
-    layout = dataclasses.replace(usual, prefix=prefix, **changes)
-    return Recognised(config, layout, PREPROCESSING, ignored=outside)
-
-
-def _infer(clues: Clues) -> tuple[ModelConfig, dict[str, Any]]:
-    """The network, and the values of the Layout that its arrays show."""
-    inside, root = clues.arrays, 'conv_root/kernel'
-    num_classes = inference.length_of(inside, 'head/bias')
-    layout: dict[str, Any] = {}
-    if 'gn_root/scale' in inside:
-        layout['group_norm_4d'] = len(inside['gn_root/scale'].shape) == 4
-    backbone = inference.infer_backbone(inside, root, _UNIT)
-    if backbone is not None and not any(name.startswith('Transformer/') for name in inside):
-        config = ResNetConfig(
-            image_size=clues.image_size or (224, 224),
+    towers = [f':{name.removesuffix(end)}' for name in inside if name.endswith(end)]
+    alone = not towers or 'embedding/kernel' in inside
+    require(alone, f'several models: add {" or ".join(towers)} to the name of the file')
+    root = 'conv_root/kernel'
+    if root in inside and not any(name.startswith('Transformer/') for name in inside):
+        backbone = inference.infer_backbone(inside, root, _UNIT)
+        config: ModelConfig = ResNetConfig(
             channels=inference.kernel_shape(inside, root)[2],
-            backbone=backbone,
-            num_classes=num_classes,
+            backbone=backbone or Backbone(),
+            num_classes=inference.length_of(inside, 'head/bias'),
         )
-        return config, layout
-    stacked = any(name.startswith('Transformer/encoderblock/') for name in inside)
-    before_linen = any('/MlpBlock_3/' in name for name in inside)
+        layout = usual
+    else:
+        config, layout = _parse_vit(usual, inside, inference.with_defaults(hints, HINTS))
+    if 'gn_root/scale' in inside:
+        is_4d = len(inside['gn_root/scale'].shape) == 4
+        layout = dataclasses.replace(layout, group_norm_4d=is_4d)
+    # What is outside belongs to the training of such a file, or to another tower.
+    outside = f'(?!{re.escape(prefix)}).*' if prefix else None
+    layout = dataclasses.replace(layout, prefix=prefix)
+    return ParsedCheckpoint(config, layout, PREPROCESSING, ignored=outside)
+
+
+def _parse_vit(usual: Layout, arrays: inference.Arrays, hints: Hints) -> tuple[ViTConfig, Layout]:
+    stacked = any(name.startswith('Transformer/encoderblock/') for name in arrays)
+    before_linen = any('/MlpBlock_3/' in name for name in arrays)
     block = 'Transformer/encoderblock' + ('' if stacked else '_0')
     attention, _, mlp = _MODULES[before_linen]
-    heads = [head for head in ('MAPHead_0/', '') if f'{head}probe' in inside]
-    pool: Pool = 'cls' if 'cls' in inside else 'map' if heads else 'gap'
-    table = next((name for name in _POSITIONS if name in inside), None)
-    if table is None and before_linen:  # big_vision alone has networks without them
-        raise UserError(f'the array {_POSITIONS[1]} is missing')
-    vit, row = inference.infer_vit(
-        clues.with_defaults(HINTS),
-        embedding=inference.kernel_shape(inside, 'embedding/kernel'),
-        root=root,
+    pool: Pool = 'cls' if 'cls' in arrays else 'gap'
+    pool = 'map' if 'MAPHead_0/probe' in arrays else pool
+    table = next((name for name in _POSITIONS if name in arrays), None)
+    # Only big_vision has models without a table: one whose table is missing is damaged.
+    require(table is not None or not before_linen, f'the array {_POSITIONS[1]} is missing')
+    config, row = inference.infer_config(
+        arrays,
+        hints,
+        embedding='embedding/kernel',
+        root='conv_root/kernel',
         unit=_UNIT,
         table=table,
         # Only big_vision keeps positions at the root, and never with a row for the class token.
         rows=(0,) if pool != 'cls' or table == _POSITIONS[0] else (1, 0),
-        depth=inference.shape_of(inside, f'{block}/LayerNorm_0/scale', 2)[0]
+        depth=inference.shape_of(arrays, f'{block}/LayerNorm_0/scale', 2)[0]
         if stacked
-        else inference.count_layers(inside, r'Transformer/encoderblock_(\d+)/'),
-        mlp_dim=inference.shape_of(inside, f'{block}/{mlp}/Dense_0/bias', 1 + stacked)[-1],
-        num_heads=inference.shape_of(inside, f'{block}/{attention}/query/bias', 2 + stacked)[-2],
-        num_classes=num_classes,
+        else inference.count_layers(arrays, r'Transformer/encoderblock_(\d+)/'),
+        mlp_dim=inference.shape_of(arrays, f'{block}/{mlp}/Dense_0/bias', 1 + stacked)[-1],
+        num_heads=inference.shape_of(arrays, f'{block}/{attention}/query/bias', 2 + stacked)[-2],
+        num_classes=inference.length_of(arrays, 'head/bias'),
         pool=pool,
-        representation_size=inference.length_of(inside, 'pre_logits/bias'),
+        representation_size=inference.length_of(arrays, 'pre_logits/bias'),
     )
-    layout |= {'stacked': stacked, 'before_linen': before_linen, 'class_row': bool(row)}
-    layout |= {'positions': table or _POSITIONS[0]} | ({'map_head': heads[0]} if heads else {})
-    return vit, layout
+    layout = dataclasses.replace(
+        usual,
+        stacked=stacked,
+        before_linen=before_linen,
+        class_row=bool(row),
+        positions=table or _POSITIONS[0],
+    )
+    return config, layout
 
 
 GOOGLE = Format[Layout](
     name='google',
     suffix='.npz',
     matches=_matches_google,
-    recognise=functools.partial(_recognise, GOOGLE_LAYOUT),
+    parse=functools.partial(_parse, GOOGLE_LAYOUT),
     rules=_rules,
     usual_layout=lambda config: GOOGLE_LAYOUT,
     notes=_notes,
@@ -206,7 +204,7 @@ BIGVISION = dataclasses.replace(
     GOOGLE,
     name='bigvision',
     matches=lambda names: any(map(_KNOWN.fullmatch, names)),
-    recognise=functools.partial(_recognise, BIGVISION_LAYOUT),
+    parse=functools.partial(_parse, BIGVISION_LAYOUT),
     usual_layout=lambda config: BIGVISION_LAYOUT,
     positions=('learned', 'sincos2d'),
 )

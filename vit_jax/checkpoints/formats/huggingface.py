@@ -1,357 +1,390 @@
 """The layout of Hugging Face's transformers: a directory of `config.json` and weights.
 
-The names on disk are older than those in the memory of transformers 5; both are read. Hybrids are
-the `vit-hybrid` files of transformers 4.
+`config.json` describes the model; a key that it leaves out has the default of its model_type. The
+arrays say only which optional parts there are: a head, a tanh layer before it.
 """
 
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from vit_jax.base import UserError, require
+from vit_jax.base import Record, require
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import base, huggingface_processor, inference, name_map
-from vit_jax.checkpoints.formats.array_files import LazyArray
-from vit_jax.checkpoints.formats.base import Format, Recognised, described, part, require_equal
-from vit_jax.checkpoints.formats.huggingface_config import (
-    FAMILIES,
-    GELUS,
-    Config,
-    Family,
-    check_backbone,
-    description,
-    dinov2_mlp,
-    family_for,
-    family_of,
-    require_supported,
-    vision_config,
-)
-from vit_jax.checkpoints.formats.huggingface_labels import PROBLEM_TYPES, class_names
-from vit_jax.checkpoints.formats.inference import Clues, NeedsHint
+from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject
+from vit_jax.checkpoints.formats.base import Format, ParsedCheckpoint
 from vit_jax.checkpoints.formats.name_map import NO_BATCH, SAME, VECTOR, NameRule
-from vit_jax.models import Pool, ViTConfig
+from vit_jax.models import Gelu, Pool, ViTConfig
 
-_KNOWN = re.compile(r'.*(embeddings\.patch_embeddings?(\.projection)?|layernorm_before)\.weight')
-# What is beside the network: of masked pre-training, and of the text tower.
+_PATCHES = re.compile(r'.*embeddings\.patch_embeddings?(\.projection)?\.weight')
+# Arrays next to the model: of masked pre-training, and of the text tower.
 _IGNORED = r'(.*\.)?embeddings\.mask_token|decoder\..*|.*\.position_ids'
 _TEXT = r'text_model\..*|text_projection\..*|logit_(scale|bias)'
-_ROOT = 'backbone.bit.embedder'
-_UNIT = 'backbone.bit.encoder.stages.{stage0}.layers.{unit0}'
-_DINOV2 = 'dinov2', 'dinov2_with_registers'
+_MAP_HEAD = r'(vision_model\.)?head\..*'
+_GELUS: dict[str, Gelu] = {'gelu': 'exact', 'gelu_pytorch_tanh': 'tanh', 'quick_gelu': 'quick'}
+_GELUS |= {'gelu_new': 'tanh', 'gelu_fast': 'tanh'}
+_HIDDEN_ACT = {'exact': 'gelu', 'tanh': 'gelu_pytorch_tanh', 'quick': 'quick_gelu', None: 'silu'}
+# By the loss of the training.
+_PROBLEM_TYPES = {'softmax': 'single_label_classification'}
+_PROBLEM_TYPES |= {'sigmoid': 'multi_label_classification', 'regression': 'regression'}
+# Keys that other models use, with the only value that is supported.
+_ONLY: dict[str, Any] = {'auto_map': None, 'quantization_config': None, 'rope_scaling': None}
+_ONLY |= {'rope_theta': 100.0, 'pooler_act': 'tanh', 'proj_bias': True, 'mlp_bias': True}
+_QKV = 'query', 'key', 'value'
+_BLOCK = 'encoder/block'
+# Theirs by ours, in models such as ViT: of modules, and of single arrays.
+_MODULES = {
+    'embedding': 'embeddings.patch_embeddings.projection',
+    'pre_norm': 'pre_layrnorm',
+    f'{_BLOCK}/norm1': '{block}.layernorm_before',
+    f'{_BLOCK}/norm2': '{block}.layernorm_after',
+    **{f'{_BLOCK}/attention/{name}': f'{{block}}.attention.attention.{name}' for name in _QKV},
+    f'{_BLOCK}/attention/out': '{block}.attention.output.dense',
+    f'{_BLOCK}/mlp/gate': '{block}.mlp.gate_proj',
+    f'{_BLOCK}/mlp/dense1': '{block}.intermediate.dense',
+    f'{_BLOCK}/mlp/dense2': '{block}.output.dense',
+    'encoder/norm': 'layernorm',
+    'pre_logits': 'pooler.dense',
+    'pool/attention/out': 'head.attention.out_proj',
+    'pool/norm': 'head.layernorm',
+    'pool/mlp/dense1': 'head.mlp.fc1',
+    'pool/mlp/dense2': 'head.mlp.fc2',
+    'head': 'classifier',
+    'head/cls': 'cls_classifier',
+    'head/dist': 'distillation_classifier',
+}
+_ARRAYS = {
+    'cls': 'embeddings.cls_token',
+    'dist': 'embeddings.distillation_token',
+    'registers': 'embeddings.register_tokens',
+    'pos_embedding': 'embeddings.position_embeddings',
+    f'{_BLOCK}/attention_scale': '{block}.layer_scale1.lambda1',
+    f'{_BLOCK}/mlp_scale': '{block}.layer_scale2.lambda1',
+    'pool/probe': 'head.probe',
+}
+
+
+def _attention(letters: str, out: str) -> dict[str, str]:
+    """Returns names such as q_proj from a pattern such as {}_proj."""
+    names = {f'{_BLOCK}/attention/{n}': f'{{block}}.{letters.format(n[0])}' for n in _QKV}
+    return names | {f'{_BLOCK}/attention/out': f'{{block}}.{out}'}
+
+
+_MLP = {f'{_BLOCK}/mlp/dense1': '{block}.mlp.fc1', f'{_BLOCK}/mlp/dense2': '{block}.mlp.fc2'}
+
+
+class Family(NamedTuple):
+    """The models of one model_type."""
+
+    prefix: str  # in front of all names but the head's, in a model with a head
+    block: str = 'encoder.layer.{layer0}'  # {layer0} is its number
+    class_tokens: int = 1
+    processor: str = 'ViT'  # prepares images if no file says which one does
+    defaults: dict[str, Any] = {}  # of a config.json, if they differ from those of `Config`
+    names: dict[str, str] = {}  # that differ from _MODULES and _ARRAYS
+
+
+_DINOV2 = Family(
+    'dinov2.',
+    processor='Dinov2',
+    defaults={'layer_norm_eps': 1e-6, 'patch_size': 14},
+    names={f'{_BLOCK}/norm1': '{block}.norm1', f'{_BLOCK}/norm2': '{block}.norm2'} | _MLP,
+)
+_CLIP = Family(
+    'vision_model.',
+    'encoder.layers.{layer0}',
+    processor='CLIP',
+    defaults={'layer_norm_eps': 1e-5, 'hidden_act': 'quick_gelu', 'patch_size': 32},
+    names={
+        'embedding': 'embeddings.patch_embedding',
+        'cls': 'embeddings.class_embedding',
+        'pos_embedding': 'embeddings.position_embedding.weight',
+        f'{_BLOCK}/norm1': '{block}.layer_norm1',
+        f'{_BLOCK}/norm2': '{block}.layer_norm2',
+        'encoder/norm': 'post_layernorm',
+        'head': 'visual_projection',
+    }
+    | _attention('self_attn.{}_proj', 'self_attn.out_proj')
+    | _MLP,
+)
+_FAMILIES = {  # by model_type
+    'vit': Family('vit.'),
+    'vit_mae': Family('vit.'),
+    'vit_msn': Family('vit.', defaults={'layer_norm_eps': 1e-6}),
+    'deit': Family('deit.', class_tokens=2, processor='DeiT'),
+    'ijepa': Family('ijepa.', class_tokens=0, defaults={'patch_size': 14}),
+    'dinov2': _DINOV2,
+    'dinov2_with_registers': _DINOV2._replace(
+        prefix='dinov2_with_registers.', defaults=_DINOV2.defaults | {'num_register_tokens': 4}
+    ),
+    'dinov3_vit': Family(
+        '',
+        'layer.{layer0}',
+        processor='DINOv3ViT',
+        defaults={'layer_norm_eps': 1e-5, 'hidden_size': 384, 'intermediate_size': 1536}
+        | {'num_attention_heads': 6, 'key_bias': False},
+        names=_DINOV2.names
+        | _attention('attention.{}_proj', 'attention.o_proj')
+        | {
+            'embedding': 'embeddings.patch_embeddings',
+            f'{_BLOCK}/mlp/dense1': '{block}.mlp.up_proj',
+            f'{_BLOCK}/mlp/dense2': '{block}.mlp.down_proj',
+            'encoder/norm': 'norm',
+        },
+    ),
+    'clip_vision_model': _CLIP,
+    'siglip_vision_model': _CLIP._replace(
+        class_tokens=0,
+        processor='Siglip',
+        defaults={'layer_norm_eps': 1e-6, 'hidden_act': 'gelu_pytorch_tanh'},
+        names=_CLIP.names | {'head': 'classifier'},
+    ),
+}
+_TOWERS = {'clip': 'clip_vision_model', 'siglip': 'siglip_vision_model'}  # of two towers
+
+
+@dataclasses.dataclass
+class Config(Record):
+    """The keys of a config.json, or its vision_config, that decide what is computed."""
+
+    image_size: tuple[int, int] = (224, 224)
+    patch_size: tuple[int, int] = (16, 16)
+    num_channels: int = 3
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    mlp_ratio: float = 4.0  # of DINOv2
+    num_register_tokens: int = 0
+    hidden_act: Literal[
+        'gelu', 'gelu_pytorch_tanh', 'gelu_new', 'gelu_fast', 'quick_gelu', 'silu'
+    ] = 'gelu'
+    layer_norm_eps: float = 1e-12
+    qkv_bias: bool = True
+    query_bias: bool = True  # these three of DINOv3
+    key_bias: bool = True
+    value_bias: bool = True
+    use_swiglu_ffn: bool = False  # of DINOv2
+    use_gated_mlp: bool = False  # of DINOv3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout(base.Layout):
-    """How these files differ among themselves."""
+    """How these files differ."""
 
-    prefix: str = 'vit.'  # none: the file of a model without a head
-    family: str = 'vit'  # a key of FAMILIES
-    old_names: bool = True  # those on disk
-    bare_blocks: bool = False  # blocks without the prefix, as transformers 5 writes ViTMSN
+    prefix: str = 'vit.'  # '': the file of a model without a head
+    family: str = 'vit'  # a key of _FAMILIES
 
     @property
-    def names(self) -> Family:
-        """What the arrays are called."""
-        family = FAMILIES[self.family]
-        return family if self.old_names else family.in_memory
+    def names(self) -> dict[str, str]:
+        """Their names by ours, without what is in front of them."""
+        family = _FAMILIES[self.family]
+        names = _MODULES | _ARRAYS | family.names
+        return {ours: theirs.replace('{block}', family.block) for ours, theirs in names.items()}
 
     @property
-    def block(self) -> str:
-        """What the names of a block begin with; {layer0} is its number."""
-        return self.names.block if self.bare_blocks else self.prefix + self.names.block
+    def biases(self) -> list[str]:
+        """The biases of queries, keys and values in all blocks."""
+        return [f'{self.prefix}{self.names[f"{_BLOCK}/attention/{name}"]}.bias' for name in _QKV]
+
+    @property
+    def is_tower(self) -> bool:
+        """Whether this is the image tower of CLIP or SigLIP."""
+        return self.family in _TOWERS.values()
 
 
 def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     module = functools.partial(name_map.torch_module, num_heads=config.num_heads)
-    names, ours = layout.names, 'encoder/block'
-    block = layout.block
-    is_tower = names.norm == 'post_layernorm'  # CLIP's and SigLIP's have no axis for the batch
-    rules = [
-        *module(names.embedding, 'embedding'),
-        NameRule(names.cls, ('cls',), VECTOR if is_tower else SAME),
-        NameRule('embeddings.distillation_token', ('dist',)),
-        NameRule('embeddings.register_tokens', ('registers',)),
-        NameRule(names.positions, ('pos_embedding',), NO_BATCH if is_tower else SAME),
-        *module('pre_layrnorm', 'pre_norm'),
-        *module(names.norm, 'encoder/norm'),
-        *_map_head_rules(config),
-    ]
-    rules = [rule._replace(theirs=layout.prefix + rule.theirs) for rule in rules]
-    for norm, theirs in enumerate(names.norms, 1):
-        rules += module(f'{block}.{theirs}', f'{ours}/norm{norm}')
-    for projection, theirs in zip(('query', 'key', 'value'), names.projections, strict=True):
-        rules += module(f'{block}.{theirs}', f'{ours}/attention/{projection}')
-    rules += module(f'{block}.{names.out}', f'{ours}/attention/out')
-    for scale, branch in enumerate(('attention', 'mlp'), 1):
-        theirs = f'{block}.layer_scale{scale}.lambda1'
-        rules.append(NameRule(theirs, (f'{ours}/{branch}_scale',)))
-    rules += _mlp_rules(config, layout, block) + _head_rules(config, layout)
-    if config.backbone is not None:
-        patches = f'{layout.prefix}embeddings.patch_embeddings.'
-        root, unit = patches + _ROOT, patches + _UNIT
-        rules += name_map.torch_backbone(config, f'{root}.convolution', f'{root}.norm', unit)
-    return rules
+    names = layout.names
+    transforms = {'cls': VECTOR, 'pos_embedding': NO_BATCH} if layout.is_tower else {}
+    rules = [NameRule(names[ours], (ours,), transforms.get(ours, SAME)) for ours in _ARRAYS]
+    modules = {ours: names[ours] for ours in _MODULES}
+    if config.gelu is None and layout.family.startswith('dinov2'):  # gate and value are one matrix
+        modules = {ours: theirs for ours, theirs in modules.items() if '/mlp/' not in ours}
+        weights = 'encoder.layer.{layer0}.mlp.weights'
+        rules += module(f'{weights}_in', f'{_BLOCK}/mlp/gate', f'{_BLOCK}/mlp/dense1')
+        rules += module(f'{weights}_out', f'{_BLOCK}/mlp/dense2')
+    for ours, theirs in modules.items():
+        rules += module(theirs, ours)
+    # SigLIP's attention pooling.
+    joined = (f'pool/attention/{name}' for name in _QKV)
+    rules += module('head.attention.in_proj', *joined, separator='_')
+    heads = [rule for rule in rules if rule.ours[0].startswith('head/')]
+    body = [rule for rule in rules if rule not in heads]
+    return heads + [rule._replace(theirs=layout.prefix + rule.theirs) for rule in body]
 
 
-def _mlp_rules(config: ViTConfig, layout: Layout, block: str) -> list[NameRule]:
-    module, ours = name_map.torch_module, 'encoder/block/mlp'
-    if config.gelu is None and layout.family in _DINOV2:
-        joined = module(f'{block}.mlp.weights_in', f'{ours}/gate', f'{ours}/dense1')
-        return joined + module(f'{block}.mlp.weights_out', f'{ours}/dense2')
-    first, second = layout.names.mlp
-    rules = module(f'{block}.{first}', f'{ours}/dense1') + module(
-        f'{block}.{second}', f'{ours}/dense2'
-    )
-    return rules + module(f'{block}.mlp.gate_proj', f'{ours}/gate')
-
-
-def _map_head_rules(config: ViTConfig) -> list[NameRule]:
-    """SigLIP's attention pooling."""
-    module = functools.partial(name_map.torch_module, num_heads=config.num_heads)
-    joined = [f'pool/attention/{name}' for name in ('query', 'key', 'value')]
-    return [
-        NameRule('head.probe', ('pool/probe',)),
-        *module('head.attention.in_proj', *joined, separator='_'),
-        *module('head.attention.out_proj', 'pool/attention/out'),
-        *module('head.layernorm', 'pool/norm'),
-        *module('head.mlp.fc1', 'pool/mlp/dense1'),
-        *module('head.mlp.fc2', 'pool/mlp/dense2'),
-    ]
-
-
-def _head_rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
-    module, head = name_map.torch_module, layout.names.head
-    if config.pool == 'cls_dist':
-        two = {'cls_classifier': 'head/cls', 'distillation_classifier': 'head/dist'}
-        return [rule for theirs, ours in two.items() for rule in module(theirs, ours)]
-    if config.num_classes is None:
-        return module(f'{layout.prefix}pooler.dense', 'pre_logits')
-    absent = {f'{head}.bias'} - {*layout.zeros} if head == 'visual_projection' else {}
-    return [rule for rule in module(head, 'head') if rule.theirs not in absent]
-
-
-def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
-    if getattr(card.preprocessing.crop, 'resize', 'bilinear') != 'bilinear':
-        return []
-    return ['transformers smooths images before it shrinks them; this network was used without']
-
-
-def _recognise(clues: Clues) -> Recognised[Layout]:
-    arrays, said = clues.arrays, clues.json('config.json')
-    try:
-        family = family_of(said, arrays)
-        values = vision_config(said, family)
-        require_supported(values)
-    except UserError as error:
-        raise UserError(f'config.json: {error}') from error
-    declared = described(Config, values, where='config.json')
-    layout = _layout(family, declared, arrays)
-    config = _infer(clues, declared, layout)
-    if config.backbone is not None:
-        check_backbone(config.backbone, values)
-    if config.num_classes is not None and family.head == 'visual_projection':
-        require_equal(said, {'projection_dim': config.num_classes}, where='config.json')
-    where = 'processor_config.json'  # which transformers reads first
-    processor = part(clues.json(where), 'image_processor', where=where)
-    processor = processor or clues.json('preprocessor_config.json')
-    preprocessing, size = huggingface_processor.read(processor, family.processor)
-    pool = '' if config.pool == 'map' else r'|(vision_model\.)?head\..*'
-    text = f'|{_TEXT}{pool}' if family.norm == 'post_layernorm' else ''
-    problem = said.get('problem_type')
-    if family.head == 'visual_projection' and config.num_classes is not None:
-        problem = 'contrastive'  # a projection, and no classifier
-    remarks = []
-    if not processor:
-        usual = f'images are prepared as is usual for {family.model_type}'
-        remarks.append(f'no preprocessor_config.json: {usual}')
-    return Recognised(
+def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
+    described, arrays = contents.description('config.json'), contents.arrays
+    require(bool(described), 'no config.json: expected the one of the model next to the weights')
+    model_type = str(described.get('model_type'))
+    family = _TOWERS.get(model_type, model_type)
+    types = ', '.join([*_FAMILIES, *_TOWERS])
+    wrong = f'config.json: model_type={model_type!r} is not supported: expected one of {types}'
+    require(family in _FAMILIES, wrong)
+    known = _FAMILIES[family]
+    values = described.part('vision_config') if model_type in _TOWERS else described
+    values.expect(_ONLY)
+    values.part('rope_parameters').expect({'rope_theta': 100.0})
+    fields = values.record(Config, defaults=known.defaults)
+    values.expect({'hidden_act': 'silu'} if fields.use_gated_mlp else {})
+    prefix = known.prefix if any(name.startswith(known.prefix) for name in arrays) else ''
+    layout = Layout(prefix=prefix, family=family)
+    has_bias = fields.query_bias, fields.key_bias, fields.value_bias
+    pairs = zip(layout.biases, has_bias, strict=True)
+    zeros = [bias for bias, has in pairs if not (has and fields.qkv_bias)]
+    zeros += ['visual_projection.bias'] if family == 'clip_vision_model' else []
+    config = _model(fields, layout, arrays, hints)
+    processor = contents.description('processor_config.json').part('image_processor')
+    processor = processor or contents.description('preprocessor_config.json')  # as transformers
+    preprocessing, size = huggingface_processor.parse(processor, known.processor)
+    remark = f'no preprocessor_config.json: images are prepared as is usual for {family}'
+    problem = described.get('problem_type')
+    loss = next((loss for loss, name in _PROBLEM_TYPES.items() if name == problem), problem)
+    projects = family == 'clip_vision_model' and config.num_classes is not None
+    ignored = [_IGNORED] + [_TEXT] * layout.is_tower
+    ignored += [_MAP_HEAD] * (layout.is_tower and config.pool != 'map')
+    return ParsedCheckpoint(
         config,
-        layout,
+        dataclasses.replace(layout, zeros=tuple(zeros)),
         preprocessing,
-        class_names=class_names(said, config.num_classes),
-        ignored=_IGNORED + text,
-        loss=next((loss for loss, name in PROBLEM_TYPES.items() if name == problem), problem),
-        remarks=tuple(remarks),
+        class_names=_class_names(described, config.num_classes),
+        ignored='|'.join(ignored),
+        loss='contrastive' if projects else loss,
+        remarks=() if processor else (remark,),
         processor_size=size if processor else None,
     )
 
 
-def _layout(family: Family, declared: Config, arrays: Mapping[str, LazyArray]) -> Layout:
-    prefix = family.prefix if any(name.startswith(family.prefix) for name in arrays) else ''
-    usual = Layout(prefix=prefix, family=family.model_type)
-    bare = dataclasses.replace(usual, bare_blocks=True)
-    layout = usual
-    others = (bare,) if prefix else ()  # without a prefix these are the usual ones
-    for possible in usual, dataclasses.replace(usual, old_names=False), *others:
-        first = f'{possible.block}.{possible.names.projections[0]}.weight'
-        if first.replace('{layer0}', '0') in arrays:
-            layout = possible
-    block = layout.block
-    biases = [f'{block}.{projection}.bias' for projection in layout.names.projections]
-    may_lack = not declared.qkv_bias or family.model_type == 'dinov3_vit'
-    zeros = [n for n in biases if may_lack and n.replace('{layer0}', '0') not in arrays]
-    _check_biases(declared, layout, first=block.replace('{layer0}', '0'), arrays=arrays)
-    if 'visual_projection.weight' in arrays:
-        zeros.append('visual_projection.bias')
-    return dataclasses.replace(layout, zeros=tuple(zeros))
-
-
-def _check_biases(
-    declared: Config, layout: Layout, *, first: str, arrays: Mapping[str, LazyArray]
-) -> None:
-    """Raises UserError for biases of the first block that config.json says it has not."""
-    names = layout.names
-    said = dict(zip(('query_bias', 'key_bias', 'value_bias'), names.projections, strict=True))
-    said |= {'proj_bias': names.out, 'mlp_bias': names.mlp[0]}
-    off = {of for name, of in said.items() if getattr(declared, name) is False}
-    off |= {*names.projections} if not declared.qkv_bias else set()
-    there = sorted(f'{first}.{of}.bias' for of in off if f'{first}.{of}.bias' in arrays)
-    if there:
-        raise UserError(f'config.json says that there is no bias, but {there[0]} is there')
-
-
-def _infer(clues: Clues, declared: Config, layout: Layout) -> ViTConfig:
-    """The network. Raises UserError where config.json says other things than the arrays."""
-    arrays, family, names = clues.arrays, FAMILIES[layout.family], layout.names
-    prefix, said = layout.prefix, bool(clues.json('config.json'))
-    block = layout.block.replace('{layer0}', '0')
-    hidden_act = declared.hidden_act or family.hidden_act
-    if layout.family == 'clip_vision_model' and not said and clues.hints.gelu is None:
-        raise NeedsHint('without config.json: say gelu=quick, as OpenAI trained, or gelu=exact')
-    defaults = Hints(
-        num_heads=declared.num_attention_heads or (family.num_heads if said else None),
-        gelu=GELUS.get(hidden_act, 'exact'),
-        layer_norm_epsilon=declared.layer_norm_eps or family.epsilon,
-    )
-    swiglu = f'{block}.mlp.weights_out.weight'
-    gated = swiglu in arrays or f'{block}.mlp.gate_proj.weight' in arrays
-    second = swiglu if swiglu in arrays else f'{block}.{names.mlp[1]}.weight'
-    width, mlp_dim = inference.shape_of(arrays, second, 2)
-    registers, pooler = f'{prefix}embeddings.register_tokens', f'{prefix}pooler.dense.bias'
-    silu = hidden_act == 'silu'
-    wrong = f'config.json: hidden_act={hidden_act!r}, but the arrays are those of '
-    require(gated or not silu, f'{wrong}a plain MLP')
-    require(silu or not gated or layout.family in _DINOV2, f'{wrong}a SwiGLU')
-    if pooler in arrays:
-        wrong = f'config.json: pooler_act={declared.pooler_act!r} is not supported: expected tanh'
-        require(declared.pooler_act == 'tanh', wrong)
-    rope = layout.family == 'dinov3_vit'
-    pool, tokens = _pool(arrays, layout)
-    config, _ = inference.infer_vit(
-        _in_rank_3(clues, prefix + names.positions)
-        ._replace(declared=declared.image_size)
-        .with_defaults(defaults),
-        embedding=inference.kernel_shape(arrays, f'{prefix}{names.embedding}.weight'),
-        root=f'{prefix}embeddings.patch_embeddings.{_ROOT}.convolution.weight',
-        unit=f'{prefix}embeddings.patch_embeddings.{_UNIT}',
-        table=None if rope else prefix + names.positions,
-        rows=(tokens,),
-        depth=inference.count_layers(
-            arrays, re.escape(layout.block).replace(r'\{layer0\}', r'(\d+)') + r'\.'
-        ),
+def _model(fields: Config, layout: Layout, arrays: inference.Arrays, hints: Hints) -> ViTConfig:
+    family, tokens = layout.family, _FAMILIES[layout.family].class_tokens
+    heads = f'{layout.names["head"]}.weight', 'cls_classifier.weight'
+    head = next((name for name in heads if name in arrays), None)
+    pool: Pool = 'cls' if tokens else 'gap'
+    if f'{layout.prefix}head.probe' in arrays and not head:
+        pool = 'map'
+    elif head and family.startswith('dinov2'):
+        pool = 'cls_gap'
+    elif head == 'cls_classifier.weight':
+        pool = 'cls_dist'
+    gated = fields.use_swiglu_ffn or fields.use_gated_mlp
+    mlp_dim = fields.intermediate_size
+    if family.startswith('dinov2'):
+        mlp_dim = _dinov2_mlp(fields.hidden_size, fields.mlp_ratio, gated=gated)
+    registers = family == 'dinov2_with_registers'
+    return ViTConfig(
+        image_size=fields.image_size,
+        patch_size=fields.patch_size,
+        channels=fields.num_channels,
+        width=fields.hidden_size,
+        depth=fields.num_hidden_layers,
         mlp_dim=mlp_dim,
-        num_classes=_num_classes(arrays, names.head),
-        representation_size=inference.length_of(arrays, pooler),
+        num_heads=hints.num_heads or fields.num_attention_heads,
+        num_classes=inference.shape_of(arrays, head, 2)[0] if head else None,
+        class_tokens=2 if (pool, tokens) == ('cls', 2) else None,
+        registers=fields.num_register_tokens,
+        positions='rope' if family == 'dinov3_vit' else 'learned',
+        position_resize='bicubic_antialias' if registers else 'bicubic',
+        pre_norm=family == 'clip_vision_model',
+        gelu=None if gated else hints.gelu or _GELUS.get(fields.hidden_act),
+        layer_scale=1e-5 if family.startswith('dino') else None,
+        layer_norm_epsilon=hints.layer_norm_epsilon or fields.layer_norm_eps,
         pool=pool,
-        class_tokens=tokens if (pool, tokens) in (('cls', 2), ('gap', 1)) else None,
-        registers=inference.shape_of(arrays, registers, 3)[1] if registers in arrays else 0,
-        pre_norm=f'{prefix}pre_layrnorm.weight' in arrays,
-        layer_scale=1e-5 if f'{block}.layer_scale1.lambda1' in arrays else None,
-        position_resize='bicubic_antialias'
-        if layout.family == 'dinov2_with_registers'
-        else 'bicubic',
-        gated=gated,
-        rope=rope,
+        representation_size=inference.length_of(arrays, f'{layout.prefix}pooler.dense.bias'),
     )
-    _compare(config, declared, layout)
-    return config
 
 
-def _in_rank_3(clues: Clues, table: str) -> Clues:
-    """The same, where the table of positions has an axis for the batch."""
-    stored = clues.arrays.get(table)
-    if stored is None or len(stored.shape) != 2:
-        return clues
-    return clues._replace(arrays={**clues.arrays, table: stored._replace(shape=(1, *stored.shape))})
+def _dinov2_mlp(width: int, ratio: float, *, gated: bool) -> int:
+    """Returns the width of the hidden layer: a SwiGLU has two thirds of a plain one's."""
+    plain = int(width * ratio)
+    return (int(plain * 2 / 3) + 7) // 8 * 8 if gated else plain
 
 
-def _pool(arrays: Mapping[str, LazyArray], layout: Layout) -> tuple[Pool, int]:
-    """What the head reads, and the number of class tokens."""
-    names, prefix = layout.names, layout.prefix
-    tokens = sum(prefix + n in arrays for n in (names.cls, 'embeddings.distillation_token'))
-    has_head = 'classifier.weight' in arrays
-    if layout.family == 'siglip_vision_model' and f'{prefix}head.probe' in arrays and not has_head:
-        return 'map', tokens
-    if tokens == 0:
-        return 'gap', 0
-    if 'distillation_classifier.weight' in arrays:
-        return 'cls_dist', tokens
-    return 'cls_gap' if has_head and layout.family in _DINOV2 else 'cls', tokens
-
-
-def _num_classes(arrays: Mapping[str, LazyArray], head: str) -> int | None:
-    for name in (f'{head}.weight', 'cls_classifier.weight'):
-        if name in arrays:
-            return inference.shape_of(arrays, name, 2)[0]
-    return None
-
-
-def _compare(config: ViTConfig, declared: Config, layout: Layout) -> None:
-    """Raises UserError where config.json says other things than the arrays."""
-    found: dict[str, Any] = {
-        'hidden_size': config.width,
-        'num_hidden_layers': config.depth,
-        'num_channels': config.channels,
-        'num_register_tokens': config.registers,
-        'use_swiglu_ffn': config.gelu is None,  # DINOv2's word, and DINOv3's
-        'use_gated_mlp': config.gelu is None,
-    }
-    stated = {name: value for name, value in vars(declared).items() if value is not None}
-    stated = {name: stated[name] for name in found.keys() & stated.keys()}
-    if config.backbone is None and declared.patch_size is not None:
-        stated['patch_size'], found['patch_size'] = declared.patch_size, config.patch_size
-    wrong = 'config.json says model_type=dinov2, the arrays have registers'
-    require(layout.family != 'dinov2' or not config.registers, wrong)
-    wrong = 'config.json says model_type=dinov2_with_registers, the arrays have none'
-    require(layout.family != 'dinov2_with_registers' or config.registers > 0, wrong)
-    wrong = 'config.json says vision_use_head=False, the arrays have such a head'
-    require(declared.vision_use_head is not False or config.pool != 'map', wrong)
-    if layout.family in _DINOV2 and declared.hidden_size is not None:
-        ratio = declared.mlp_ratio
-        found['mlp_ratio'] = ratio if dinov2_mlp(config, ratio) == config.mlp_dim else None
-        stated['mlp_ratio'] = ratio
-    elif declared.intermediate_size is not None:
-        stated['intermediate_size'] = declared.intermediate_size
-        found['intermediate_size'] = config.mlp_dim
-    require_equal(stated, found, where='config.json')
-
-
-def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any]:
-    absent = [n for n in layout.names.projections if any(f'.{n}.bias' in z for z in layout.zeros)]
-    described = description(FAMILIES[layout.family], config, card, without_bias=absent)
-    return described | {'dtype': layout.dtype}
+def _class_names(described: JsonObject, count: int | None) -> tuple[str, ...]:
+    """Returns the names in `id2label`, unless they are the placeholders LABEL_0, LABEL_1, ..."""
+    labels = described.part('id2label') if count else {}
+    names = tuple(str(labels[number]) for number in sorted(labels, key=int))
+    return () if names == tuple(f'LABEL_{i}' for i in range(count or 0)) else names
 
 
 def _usual_layout(config: ViTConfig) -> Layout:
-    family = family_for(config)
-    is_tower = family.norm == 'post_layernorm'
-    return Layout(
-        prefix=family.prefix if config.num_classes is not None or is_tower else '',
-        family=family.model_type,
-        zeros=('visual_projection.bias',) if family.head == 'visual_projection' else (),
-    )
+    """Returns the layout to write a model; reading it back shows whether it fits."""
+    kinds = {
+        'dinov3_vit': config.positions == 'rope',
+        'clip_vision_model': config.pre_norm,
+        'dinov2_with_registers': config.layer_scale is not None and config.registers > 0,
+        'dinov2': config.layer_scale is not None,
+        'siglip_vision_model': config.pool == 'map',
+        'ijepa': config.positioned_prefix == 0,
+        'deit': config.positioned_prefix == 2,
+        'vit': True,
+    }
+    family = next(name for name, fits in kinds.items() if fits)
+    layout = Layout(prefix=_FAMILIES[family].prefix, family=family)
+    zeros = ('visual_projection.bias',) if family == 'clip_vision_model' else ()
+    bare = config.num_classes is None and not layout.is_tower
+    return dataclasses.replace(layout, prefix='' if bare else layout.prefix, zeros=zeros)
+
+
+def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any]:
+    """Returns the config.json: all keys, as each model_type ignores those that it does not have.
+
+    Raises UserError for a model that transformers does not have.
+    """
+    family, gated = layout.family, config.gelu is None
+    if config.num_classes is not None:
+        wrong = f'the huggingface layout has no head for {family}: drop it'
+        require(family != 'dinov3_vit', wrong)
+        wrong = 'the huggingface layout has no tanh layer before a head: drop the head'
+        require(config.representation_size is None, wrong)
+    hidden = (_dinov2_mlp(config.width, ratio, gated=gated) for ratio in range(1, 65))
+    ratio = next((i for i, size in enumerate(hidden, 1) if size == config.mlp_dim), None)
+    has_bias = {
+        f'{n}_bias': b not in layout.zeros for n, b in zip(_QKV, layout.biases, strict=True)
+    }
+    values: dict[str, Any] = {
+        'model_type': family,
+        'dtype': layout.dtype,
+        'image_size': _one_side(config.image_size),
+        'patch_size': _one_side(config.patch_size),
+        'num_channels': config.channels,
+        'hidden_size': config.width,
+        'num_hidden_layers': config.depth,
+        'num_attention_heads': config.num_heads,
+        'num_register_tokens': config.registers,
+        'hidden_act': _HIDDEN_ACT[config.gelu],
+        'layer_norm_eps': config.layer_norm_epsilon,
+        'intermediate_size': config.mlp_dim,
+        'mlp_ratio': ratio,  # of DINOv2, as are the next two
+        'use_swiglu_ffn': gated,
+        'use_mask_token': False,
+        'use_gated_mlp': gated,  # of DINOv3, as are the biases
+        **has_bias,
+        'qkv_bias': any(has_bias.values()),
+        'pooler_output_size': config.representation_size or config.width,
+        'projection_dim': config.num_classes or 512,  # of CLIP
+        'vision_use_head': config.pool == 'map',  # of SigLIP
+    }
+    if config.num_classes is not None and not card.projects:
+        labels = card.class_names or [f'LABEL_{i}' for i in range(config.num_classes)]
+        values['id2label'] = {str(i): name for i, name in enumerate(labels)}
+        values['label2id'] = {name: i for i, name in enumerate(labels)}
+        values['problem_type'] = _PROBLEM_TYPES.get(card.loss or '')
+    return values
+
+
+def _one_side(size: tuple[int, int]) -> int | list[int]:
+    return size[0] if size[0] == size[1] else list(size)
 
 
 HUGGINGFACE = Format[Layout](
     name='huggingface',
     suffix='.safetensors',
-    matches=lambda names: any(map(_KNOWN.fullmatch, names)),
-    recognise=_recognise,
+    matches=lambda names: any(map(_PATCHES.fullmatch, names)),
+    parse=_parse,
     rules=_rules,
     usual_layout=_usual_layout,
-    notes=_notes,
     description=_description,
     positions=('learned', 'rope'),
     file_name='model.safetensors',

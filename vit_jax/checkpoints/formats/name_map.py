@@ -165,13 +165,13 @@ def check_names(rules: Resolved, stored: Mapping[str, LazyArray], ignored: str |
 def to_ours(
     rules: Resolved, stored: Mapping[str, LazyArray], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, np.ndarray]:
-    """Our arrays, in float32. Raises UserError for one that does not get its shape in `shapes`."""
+    """Our arrays, in float32; `shapes` are their shapes."""
     arrays: dict[str, np.ndarray] = {}
     for rule, theirs in rules.items():
         if not theirs:
             arrays |= {name: np.zeros(shapes[name], np.float32) for name in rule.ours}
             continue
-        layers = [_parts(rule, name, stored[name], shapes) for name in theirs]
+        layers = [_split(rule, stored[name].read()) for name in theirs]
         for index, name in enumerate(rule.ours):
             parts = [layer[index] for layer in layers]
             arrays[name] = np.stack(parts) if rule.per_layer else parts[0]
@@ -188,23 +188,10 @@ def to_theirs(rules: Resolved, ours: Mapping[str, np.ndarray]) -> dict[str, np.n
     return arrays
 
 
-def _parts(
-    rule: NameRule, name: str, stored: LazyArray, expected: Mapping[str, tuple[int, ...]]
-) -> list[np.ndarray]:
-    """One of their arrays, split into those of ours that it joins."""
-    shapes = [expected[ours][1:] if rule.per_layer else expected[ours] for ours in rule.ours]
-    problem = UserError(
-        f'{name} has the shape {stored.shape}, which does not become '
-        + ' and '.join(f'{n} {s}' for n, s in zip(rule.ours, shapes, strict=True))
-    )
-    array = stored.read()
-    try:
-        parts = [rule.transform.to_ours(part) for part in np.split(array, len(shapes))]
-    except (ValueError, IndexError) as error:
-        raise problem from error
-    if [part.shape for part in parts] != shapes:
-        raise problem
-    return [np.ascontiguousarray(part) for part in parts]
+def _split(rule: NameRule, array: np.ndarray) -> list[np.ndarray]:
+    """Splits one of their arrays into the arrays of ours that it joins."""
+    parts = np.split(array, len(rule.ours))
+    return [np.ascontiguousarray(rule.transform.to_ours(part)) for part in parts]
 
 
 def _some(names: list[str]) -> str:

@@ -1,126 +1,102 @@
-"""The layout of OpenCLIP, and of OpenAI's CLIP: the image tower lies under `visual.`."""
+"""The format of OpenCLIP, and of OpenAI's CLIP: the image tower is under `visual.`.
+
+The tower is a model of timm, which timm.py reads with the description from here, or has OpenAI's
+names, which are read here.
+"""
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal
 
-from vit_jax.base import Record, UserError, records, require, require_between
+from vit_jax.base import Record, require, require_between
 from vit_jax.checkpoints.card import Card, Hints
-from vit_jax.checkpoints.formats import base, inference, name_map, timm_config
-from vit_jax.checkpoints.formats.base import (
-    CLIP,
-    Format,
-    Recognised,
-    Scaling,
-    described,
-    part,
-    require_equal,
-)
-from vit_jax.checkpoints.formats.inference import Clues, NeedsHint
+from vit_jax.checkpoints.formats import base, inference, name_map
+from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject
+from vit_jax.checkpoints.formats.base import CLIP, Format, Layout, ParsedCheckpoint, Scaling
+from vit_jax.checkpoints.formats.inference import Arrays, NeedsHint
 from vit_jax.checkpoints.formats.name_map import NO_BATCH, SAME, VECTOR, NameRule
-from vit_jax.data.image_preprocessing import Preprocessing
+from vit_jax.data.image_preprocessing import CentralCrop
 from vit_jax.models import ViTConfig
 
-_PREFIX = 'visual.'
-_BIAS = 'proj.bias'  # which the projection does not have
-_WHERE = 'open_clip_config.json'
-# Of a tower of timm's: what is read, and what is dropped in training or was there before it.
-_TIMM_TOWER = 'timm_model_name', 'timm_proj', 'timm_pool', 'image_size'
-_ONLY_TRAINING = 'timm_model_pretrained', 'timm_drop', 'timm_drop_path', 'timm_proj_bias'
-_CROP_MODES = {'shortest': 'center', 'squash': 'squash'}  # of timm
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout(base.Layout):
-    """All files are alike, but for the type of numbers."""
-
-    prefix: str = _PREFIX
-    zeros: tuple[str, ...] = (_PREFIX + _BIAS,)
+_FILE = 'open_clip_config.json'
+_BIAS = 'proj.bias'  # of our head; the projection has none
+_BLOCK = 'transformer.resblocks'
+_TRAINING_ONLY = r'patch_dropout|output_tokens|timm_(model_pretrained|drop|drop_path|proj_bias)'
 
 
 @dataclasses.dataclass
-class _VisionConfig(Record):
-    """`model_cfg.vision_cfg`. Other keys than these are refused."""
+class _Model(Record):
+    """`model_cfg`, without what is about texts."""
 
-    layers: int | None = None
-    width: int | None = None
+    embed_dim: int | None = None
+    quick_gelu: bool = False
+
+
+@dataclasses.dataclass
+class _Vision(Record):
+    """`model_cfg.vision_cfg`, with OpenCLIP's defaults."""
+
+    layers: int = 12
+    width: int = 768
     head_width: int = 64
     mlp_ratio: float = 4.0
-    patch_size: tuple[int, int] | None = None
+    patch_size: tuple[int, int] = (16, 16)
     image_size: tuple[int, int] = (224, 224)
-    ls_init_value: float | None = None  # LayerScale's
+    ls_init_value: float | None = None  # of LayerScale
     pool_type: Literal['tok'] = 'tok'
-    patch_dropout: float = 0.0  # while training
-    output_tokens: bool = False  # to other code, beside the pooled one
+    timm_model_name: str = ''
+    timm_pool: str = 'avg'
+    timm_proj: str = 'linear'
 
     def check(self) -> None:
-        require_between(self, 'layers', 'width', 'head_width', 'image_size', low=1)
-        require_between(self, 'patch_size', low=1)
-        require_between(self, 'mlp_ratio', above=0, high=1024)
+        require_between(self, 'head_width', low=1)
 
 
 @dataclasses.dataclass
-class PreprocessConfig(Record):
-    """`preprocess_cfg`; its size is that of the network."""
+class _Preprocess(Record):
+    """`preprocess_cfg`; its size is that of the model."""
 
     mean: Scaling = CLIP[0]
     std: Scaling = CLIP[1]
-    interpolation: str = 'bicubic'
+    interpolation: Literal['bilinear', 'bicubic'] = 'bicubic'
     resize_mode: Literal['shortest', 'squash'] = 'shortest'
 
     def check(self) -> None:
         base.check_scaling(self, 'mean', 'std')
 
-    @property
-    def as_timm(self) -> Preprocessing:
-        """The same in the words of timm."""
-        words = timm_config.Pretrained(
-            interpolation=self.interpolation,
-            crop_pct=1.0,
-            crop_mode=_CROP_MODES[self.resize_mode],
-            mean=self.mean,
-            std=self.std,
-        )
-        return timm_config.preprocessing(words)
+
+def _read(contents: FileContents) -> tuple[_Model, _Vision, _Preprocess]:
+    described = contents.description(_FILE)
+    model = described.part('model_cfg')
+    vision = model.part('vision_cfg').record(_Vision, ignored=_TRAINING_ONLY)
+    return model.record(_Model), vision, described.part('preprocess_cfg').record(_Preprocess)
 
 
-def timm_tower(clues: Clues) -> dict[str, Any]:
-    """The config.json that timm would write of its network within OpenCLIP's; {} without one."""
-    declared = clues.json(_WHERE)
-    model = part(declared, 'model_cfg', where=_WHERE)
-    vision = part(model, 'vision_cfg', where=f'{_WHERE}.model_cfg')
-    if not vision.get('timm_model_name'):
-        return {}
-    known = {'patch_dropout', 'output_tokens', *_TIMM_TOWER, *_ONLY_TRAINING}
-    odd = ', '.join(f'{n}={vision[n]!r}' for n in {*vision} - known if vision[n] is not None)
-    require(not odd, f'{_WHERE}.model_cfg.vision_cfg: {odd} is not supported')
-    projection = vision.get('timm_proj', 'linear')
-    wrong = f'{_WHERE}: timm_proj={projection!r} is not supported: expected none'
-    require(projection == 'none', wrong)
-    prepared = part(declared, 'preprocess_cfg', where=_WHERE)
-    how = described(PreprocessConfig, prepared, where=f'{_WHERE}.preprocess_cfg')
-    image = {name: vision[name] for name in ('image_size',) if name in vision}
-    size = described(_VisionConfig, image, where=f'{_WHERE}.model_cfg.vision_cfg').image_size
-    preparation = {
-        'input_size': [3, *size],
+def timm_description(contents: FileContents) -> JsonObject:
+    """Returns the config.json that timm would write for the image tower; empty for other towers."""
+    _, vision, preprocess = _read(contents)
+    if not vision.timm_model_name:
+        return JsonObject({}, _FILE)
+    wrong = f'{_FILE}: timm_proj={vision.timm_proj!r} is not supported; expected none'
+    require(vision.timm_proj == 'none', wrong)
+    values = {
+        'architecture': vision.timm_model_name,
+        'global_pool': vision.timm_pool,
+        'input_size': [3, *vision.image_size],
         'crop_pct': 1.0,
-        'crop_mode': _CROP_MODES[how.resize_mode],
-        'interpolation': how.interpolation,
-        'mean': how.mean,
-        'std': how.std,
+        'crop_mode': 'center' if preprocess.resize_mode == 'shortest' else 'squash',
+        'interpolation': preprocess.interpolation,
+        'mean': preprocess.mean,
+        'std': preprocess.std,
     }
-    return {
-        'architecture': vision['timm_model_name'],
-        'global_pool': vision.get('timm_pool', 'avg'),
-        'pretrained_cfg': preparation,
-    }
+    return JsonObject(values, _FILE)
 
 
 def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     module = functools.partial(name_map.torch_module, num_heads=config.num_heads)
-    block, ours = 'transformer.resblocks.{layer0}', 'encoder/block'
+    block, ours = f'{_BLOCK}.{{layer0}}', 'encoder/block'
     joined = [f'{ours}/attention/{name}' for name in ('query', 'key', 'value')]
-    scales = {'ls_1.gamma': 'attention_scale', 'ls_2.gamma': 'mlp_scale'}
     rules = [
         *module('conv1', 'embedding'),
         NameRule('class_embedding', ('cls',), VECTOR),
@@ -132,7 +108,8 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
         *module(f'{block}.attn.out_proj', f'{ours}/attention/out'),
         *module(f'{block}.mlp.c_fc', f'{ours}/mlp/dense1'),
         *module(f'{block}.mlp.c_proj', f'{ours}/mlp/dense2'),
-        *(NameRule(f'{block}.{theirs}', (f'{ours}/{name}',)) for theirs, name in scales.items()),
+        NameRule(f'{block}.ls_1.gamma', (f'{ours}/attention_scale',)),
+        NameRule(f'{block}.ls_2.gamma', (f'{ours}/mlp_scale',)),
         *module('ln_post', 'encoder/norm'),
         NameRule('proj', ('head/kernel',), SAME),
         *([NameRule(_BIAS, ('head/bias',))] if layout.prefix + _BIAS in layout.zeros else []),
@@ -140,116 +117,93 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     return [rule._replace(theirs=layout.prefix + rule.theirs) for rule in rules]
 
 
-def _recognise(clues: Clues) -> Recognised[Layout]:
-    prefix = _PREFIX if any(name.startswith(_PREFIX) for name in clues.arrays) else ''
-    stored = {n.removeprefix(prefix): a for n, a in clues.arrays.items() if n.startswith(prefix)}
-    whole = clues.json(_WHERE)
-    model = part(whole, 'model_cfg', where=_WHERE)
-    vision = part(model, 'vision_cfg', where=f'{_WHERE}.model_cfg')
-    quick = model.get('quick_gelu', False)
-    require(isinstance(quick, bool), f'{_WHERE}.model_cfg.quick_gelu={quick!r}: true or false')
-    odd = ', '.join(f'{n}={vision[n]!r}' for n in {*vision} - {*records.hints(_VisionConfig)})
-    require(not odd, f'{_WHERE}.model_cfg.vision_cfg: {odd} is not supported')
-    declared = described(_VisionConfig, vision, where=f'{_WHERE}.model_cfg.vision_cfg')
-    prepared = part(whole, 'preprocess_cfg', where=_WHERE)
-    preprocess = described(PreprocessConfig, prepared, where=f'{_WHERE}.preprocess_cfg')
-    width, mlp_dim = inference.shape_of(stored, 'transformer.resblocks.0.mlp.c_proj.weight', 2)
-    if not model and clues.hints.gelu is None:
-        raise NeedsHint(f'without {_WHERE}: say gelu=quick, as OpenAI trained, or gelu=exact')
-    defaults = Hints(
-        num_heads=max(1, width // declared.head_width),
-        gelu='quick' if quick else 'exact',
-        layer_norm_epsilon=1e-5,
+def _infer(arrays: Arrays, hints: Hints) -> tuple[_Model, _Vision]:
+    """Returns what the description would say of a file that has none."""
+    if hints.gelu is None:
+        raise NeedsHint(f'no {_FILE}: say gelu=quick, as OpenAI trained it, or gelu=exact')
+    p, q, _, width = inference.kernel_shape(arrays, 'conv1.weight')
+    side = math.isqrt(inference.shape_of(arrays, 'positional_embedding', 2)[0])  # and a class token
+    rows, columns = hints.grid or (side, side)
+    vision = _Vision(
+        layers=inference.count_layers(arrays, rf'{_BLOCK}\.(\d+)\.'),
+        width=width,
+        head_width=width // hints.num_heads if hints.num_heads else 64,
+        mlp_ratio=inference.shape_of(arrays, f'{_BLOCK}.0.mlp.c_fc.bias', 1)[0] / width,
+        patch_size=(p, q),
+        image_size=(rows * p, columns * q),
     )
-    table = stored.get('positional_embedding')
-    if table is not None:
-        stored['positional_embedding'] = table._replace(shape=(1, *table.shape))
-    clues = clues._replace(arrays=stored)
-    if model:
-        clues = clues._replace(declared=declared.image_size)
-    config, _ = inference.infer_vit(
-        clues.with_defaults(defaults),
-        embedding=inference.kernel_shape(stored, 'conv1.weight'),
-        root='',
-        unit='',
-        table='positional_embedding',
-        rows=(1,),
-        depth=inference.count_layers(stored, r'transformer\.resblocks\.(\d+)\.'),
-        mlp_dim=mlp_dim,
-        num_classes=inference.shape_of(stored, 'proj', 2)[1] if 'proj' in stored else None,
-        pre_norm='ln_pre.weight' in stored,
-        layer_scale=1e-5 if 'transformer.resblocks.0.ls_1.gamma' in stored else None,
+    embed_dim = inference.shape_of(arrays, 'proj', 2)[1] if 'proj' in arrays else None
+    return _Model(embed_dim=embed_dim, quick_gelu=hints.gelu == 'quick'), vision
+
+
+def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
+    prefix = 'visual.' if any(name.startswith('visual.') for name in contents.arrays) else ''
+    arrays = {n.removeprefix(prefix): a for n, a in contents.arrays.items() if n.startswith(prefix)}
+    (model, vision, preprocess), remarks = _read(contents), list[str]()
+    if not contents.description(_FILE):
+        model, vision = _infer(arrays, hints)
+        remarks.append(f'no {_FILE}: heads of {vision.head_width}, images prepared as for CLIP')
+    config = ViTConfig(
+        image_size=vision.image_size,
+        patch_size=vision.patch_size,
+        width=vision.width,
+        depth=vision.layers,
+        mlp_dim=int(vision.width * vision.mlp_ratio),
+        num_heads=max(1, vision.width // vision.head_width),
+        gelu='quick' if model.quick_gelu else 'exact',
+        layer_norm_epsilon=1e-5,
+        layer_scale=vision.ls_init_value,
+        pre_norm=True,
+        num_classes=model.embed_dim if 'proj' in arrays else None,
         position_resize='bicubic_antialias',
     )
-    stated = {name: value for name, value in vars(declared).items() if name in vision}
-    found = {'layers': config.depth, 'width': config.width, 'patch_size': config.patch_size}
-    found['mlp_ratio'] = base.mlp_ratio(config, declared.mlp_ratio)
-    require_equal(stated, found, where=f'{_WHERE}.model_cfg.vision_cfg')
-    if config.num_classes is not None:
-        require_equal(model, {'embed_dim': config.num_classes}, where=f'{_WHERE}.model_cfg')
-    outside = r'(?!visual\.).*' if prefix else None  # the text tower
-    loss = 'contrastive' if config.num_classes is not None else None  # the head is no classifier
-    layout = Layout(prefix=prefix, zeros=(prefix + _BIAS,))
-    heads = '' if clues.hints.num_heads else f', heads have a width of {declared.head_width}'
-    assumed = f'no {_WHERE}: the class token is pooled{heads}'
-    remarks = () if model else (f"{assumed}, and images are prepared as for OpenAI's CLIP",)
-    return Recognised(
-        config, layout, preprocess.as_timm, ignored=outside, loss=loss, remarks=remarks
+    resize: Any = f'{preprocess.interpolation}_antialias'
+    keep_aspect = preprocess.resize_mode == 'shortest'
+    crop = CentralCrop(scale=1.0, keep_aspect=keep_aspect, resize=resize, rounding='timm')
+    return ParsedCheckpoint(
+        config,
+        Layout(prefix=prefix, zeros=(prefix + _BIAS,)),
+        base.foreign_preprocessing(crop, preprocess.mean, preprocess.std),
+        ignored=r'(?!visual\.).*' if prefix else None,  # the text tower
+        loss=None if config.num_classes is None else 'contrastive',  # the head is a projection
+        remarks=tuple(remarks),
     )
 
 
 def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any]:
-    """The open_clip_config.json, as far as it is about images."""
-    square = config.image_size[0] == config.image_size[1]
-    found = config.gelu, config.layer_norm_epsilon, config.pre_norm
-    if found not in (('quick', 1e-5, True), ('exact', 1e-5, True)):
-        has = 'gelu=quick or exact, layer_norm_epsilon=1e-05 and pre_norm=True'
-        raise UserError(f'the open_clip layout has {has}, not {found}')
+    """Returns the part of open_clip_config.json about images."""
+    how = card.preprocessing
     vision = {
-        'image_size': config.image_size[0] if square else list(config.image_size),
+        'image_size': list(config.image_size),
         'layers': config.depth,
         'width': config.width,
         'head_width': config.width // config.num_heads,
         'patch_size': config.patch_size[0],
         'mlp_ratio': config.mlp_dim / config.width,
     }
-    model = {'embed_dim': config.num_classes or config.width, 'vision_cfg': vision}
     return {
-        'model_cfg': model | {'quick_gelu': config.gelu == 'quick'},
-        'preprocess_cfg': _prepared(card.preprocessing),
+        'model_cfg': {
+            'embed_dim': config.num_classes or config.width,
+            'vision_cfg': vision,
+            'quick_gelu': config.gelu == 'quick',
+        },
+        'preprocess_cfg': {
+            'mean': [value / 255 for value in how.mean],
+            'std': [value / 255 for value in how.std],
+            'interpolation': getattr(how.crop, 'resize', 'bilinear').removesuffix('_antialias'),
+            'resize_mode': 'shortest' if getattr(how.crop, 'keep_aspect', False) else 'squash',
+        },
     }
-
-
-def _prepared(how: Preprocessing) -> dict[str, Any]:
-    """The `preprocess_cfg` that is nearest to this."""
-    return {
-        'mean': [value / 255 for value in how.mean],
-        'std': [value / 255 for value in how.std],
-        'interpolation': getattr(how.crop, 'resize', 'bilinear').removesuffix('_antialias'),
-        'resize_mode': 'shortest' if getattr(how.crop, 'keep_aspect', False) else 'squash',
-    }
-
-
-def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
-    notes = ['the image tower alone: OpenCLIP expects a text tower too']
-    written = described(PreprocessConfig, _prepared(card.preprocessing), where=_WHERE)
-    ours, theirs = card.preprocessing.crop, written.as_timm.crop
-    steps = {'scale': 1.0, 'keep_aspect': False, 'resize': None}
-    if any(getattr(ours, n, usual) != getattr(theirs, n) for n, usual in steps.items()):
-        notes.append(f'OpenCLIP prepares images otherwise: {theirs}, not {ours}')
-    return notes
 
 
 OPEN_CLIP = Format[Layout](
     name='open_clip',
     suffix='.safetensors',
-    matches=lambda names: any(
-        {f'{prefix}conv1.weight', f'{prefix}ln_post.weight'} <= {*names} for prefix in (_PREFIX, '')
-    ),
-    recognise=_recognise,
+    matches=lambda names: not {'ln_post.weight', 'visual.ln_post.weight'}.isdisjoint(names),
+    parse=_parse,
     rules=_rules,
-    usual_layout=lambda config: Layout(),
-    notes=_notes,
+    usual_layout=lambda config: Layout(prefix='visual.', zeros=(f'visual.{_BIAS}',)),
+    notes=lambda config, card, layout: ['only the image tower: OpenCLIP needs a text tower too'],
     description=_description,
     described_in='open_clip_config.json',
     file_name='open_clip_model.safetensors',

@@ -1,89 +1,149 @@
-"""The layout of timm (PyTorch image models), and of Meta's own DINOv2: fused projections, `fc1`.
+"""The format of timm (PyTorch image models), and of Meta's own DINOv2: joined projections, `fc1`.
 
-Arrays alone do not say which activation, epsilon or pooling a network has. timm's config.json has
-the name of the architecture, which does, the arguments that changed it, and the preprocessing.
+timm's config.json names an architecture and the arguments that changed it, not the sizes. Sizes
+come from the arrays unless an argument states them. The activation, the epsilon and other options
+come from the name. These facts were verified for all names of timm 1.0.31
+(tests/checkpoints/formats/test_timm_names.py).
 """
 
 import dataclasses
 import functools
 import re
-from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
-from vit_jax.base import UserError, require
+from vit_jax.base import Record, require, require_between
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import base, inference, name_map, open_clip
-from vit_jax.checkpoints.formats.array_files import LazyArray
-from vit_jax.checkpoints.formats.base import (
-    Format,
-    Recognised,
-    described,
-    part,
-)
-from vit_jax.checkpoints.formats.inference import Clues, NeedsHint
+from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject
+from vit_jax.checkpoints.formats.base import Format, ParsedCheckpoint
+from vit_jax.checkpoints.formats.inference import Arrays, NeedsHint
 from vit_jax.checkpoints.formats.name_map import NO_CLASS_ROW, SAME, NameRule
-from vit_jax.checkpoints.formats.timm_config import (
-    GELUS,
-    NO_FUNCTION,
-    POOLS,
-    Architecture,
-    Arguments,
-    Description,
-    Pretrained,
-    architecture,
-    is_of_meta,
-    preprocessing,
-    require_same,
-    require_supported,
-    usual,
-    was_trained_with_quick_gelu,
-)
-from vit_jax.models import Pool, ViTConfig
+from vit_jax.data.image_preprocessing import CentralCrop
+from vit_jax.models import Gelu, Pool, ViTConfig
+from vit_jax.models.config import PositionResize
 
 _KNOWN = re.compile(r'(.*\.)?(patch_embed\.proj\.weight|blocks\.0\.attn\.qkv\..*)')
 _ROOTS = {True: 'patch_embed.backbone.stem', False: 'patch_embed.backbone'}
 _UNIT = 'patch_embed.backbone.stages.{stage0}.blocks.{unit0}'
+# Parts of names in some files: of timm's class Eva, and of DINOv2 as Meta publishes it.
+_VARIANTS = {'gamma_1', 'q_bias', 'fc1_g', 'w12', 'register_tokens'}
+
+GELUS: dict[str, Gelu] = {'gelu_tanh': 'tanh', 'gelu': 'exact', 'quick_gelu': 'quick'}
+POOLS: dict[str, Pool] = {'token': 'cls', 'avg': 'gap', 'map': 'map', '': 'none'}  # by global_pool
+# Fields of `ViTConfig` that names and shapes of arrays do not show.
+_OPTIONS = 'gelu', 'layer_norm_epsilon', 'pool', 'final_norm', 'registers', 'positions', 'pre_norm'
+# Arguments that change no outputs: dropout, and how parameters are initialized.
+_NO_EFFECT = r'(.*_)?drop(_path)?_rate|weight_init|fix_init|dynamic_img_size'
+_TANH = re.compile(
+    r'vit_(base_patch32_siglip(_gap)?_256|large_patch16_siglip(_gap)?_512'
+    r'|so400m_patch16_siglip(_gap)?_(256|384|512)|giantopt_patch16_siglip(_gap)?_(256|384))'
+)
+# Weights that were trained with QuickGELU, and that timm publishes under a name with the exact GELU
+# as well.
+_QUICK = re.compile(
+    r'vit_\w+_clip_\d+ (openai|metaclip_400m|metaclip_2pt5b|dfn5b)|vit_large_\w+ dfn2b'
+    r'|vit_huge_patch14_clip_224 metaclip2_worldwide|vit_base_patch32_\w+ laion400m_e32'
+)
+_ROPE = re.compile(r'.*_(dinov3|dinov3_qkvb|lingbot)')
+_HEADS = {'vit_base_patch16_gap_224': 16, 'vit_huge_plus_patch16_dinov3': 20}
+_HEADS |= {'vit_huge_plus_patch16_dinov3_qkvb': 20}
+# The excluded architectures have the same arrays, but other norms, rotations or patches.
+_SUPPORTED = re.compile(
+    r'(?!vit_pe_|.*(_rpn_|_rope_|_radio_|sapiens2))(deit3?|eva|flexivit|test_vit\d?|vit)(_.*)?'
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout(base.Layout):
-    """How these files differ among themselves."""
+    """How the files differ."""
 
-    eva: bool = False  # names of timm's class Eva: gamma_1, q_bias, fc1_g
-    split_bias: bool = False  # q_bias and v_bias, and none of keys
-    registers: str = 'reg_token'
-    gated: tuple[str, str] = ('fc1', 'fc2')  # a SwiGLU's, whose first one is gate and value
+    variants: tuple[str, ...] = ()  # of _VARIANTS
+
+    @property
+    def mlp(self) -> tuple[str, str]:
+        """The names of an MLP's two layers; the first one of a SwiGLU may be `fc1_g`, `fc1_x`."""
+        return ('w12', 'w3') if 'w12' in self.variants else ('fc1', 'fc2')
 
 
-_DINOV3 = Layout(eva=True, split_bias=True, zeros=('blocks.{layer0}.attn.k_bias',))
+_DINOV3 = Layout(variants=('fc1_g', 'gamma_1', 'q_bias'), zeros=('blocks.{layer0}.attn.k_bias',))
+
+
+@dataclasses.dataclass
+class _Arguments(Record):
+    """`model_args` in config.json: with what the architecture was created."""
+
+    img_size: tuple[int, int] | None = None
+    patch_size: tuple[int, int] | None = None
+    in_chans: int | None = None
+    num_classes: int | None = None
+    global_pool: Literal['token', 'avg', 'map', ''] | None = None
+    embed_dim: int | None = None
+    depth: int | None = None
+    num_heads: int | None = None
+    mlp_ratio: float | None = None
+    qkv_bias: bool | None = None
+    init_values: float | None = None
+    class_token: bool | None = None
+    reg_tokens: int | None = None
+    num_reg_tokens: int | None = None  # of the class Eva
+    no_embed_class: bool = False
+    pre_norm: bool | None = None
+    fc_norm: bool | None = None
+    act_layer: Literal['gelu', 'gelu_tanh', 'quick_gelu', 'silu'] | None = None
+
+    def check(self) -> None:
+        require_between(self, 'mlp_ratio', above=0, high=1024)
+
+
+@dataclasses.dataclass
+class _Description(Record):
+    """config.json and its `pretrained_cfg`, with timm's defaults."""
+
+    architecture: str = ''
+    tag: str = ''
+    num_classes: int | None = None
+    global_pool: Literal['token', 'avg', 'map', ''] | None = None
+    label_names: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()  # an older name of `label_names`
+    input_size: tuple[int, int, int] | None = None  # channels, height, width
+    interpolation: Literal['bilinear', 'bicubic', 'lanczos'] = 'bicubic'
+    crop_pct: float = 0.875
+    crop_mode: Literal['center', 'squash'] = 'center'
+    mean: base.Scaling = base.IMAGENET[0]
+    std: base.Scaling = base.IMAGENET[1]
+
+    def check(self) -> None:
+        require_between(self, 'crop_pct', low=1 / 16, high=1)
+        require_between(self, 'input_size', low=1)
+        base.check_scaling(self, 'mean', 'std')
 
 
 def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     block, ours = 'blocks.{layer0}', 'encoder/block'
-    without_row = config.positioned_prefix == 1 and not layout.class_row
     module = functools.partial(name_map.torch_module, num_heads=config.num_heads)
     projections = [f'{ours}/attention/{name}' for name in ('query', 'key', 'value')]
     qkv = module(f'{block}.attn.qkv', *projections)
-    if layout.split_bias:
-        qkv = [rule for rule in qkv if not rule.theirs.endswith('bias')]
+    if 'q_bias' in layout.variants:
+        qkv = qkv[:-1]
         for letter, name in zip('qkv', projections, strict=True):
-            *_, bias = module('', name)
-            qkv.append(bias._replace(theirs=f'{block}.attn.{letter}_bias'))
-    scales = ('gamma_1', 'gamma_2') if layout.eva else ('ls1.gamma', 'ls2.gamma')
+            qkv += module(f'{block}.attn.{letter}', name, separator='_')[-1:]
+    scale = 'gamma_{}' if 'gamma_1' in layout.variants else 'ls{}.gamma'
+    registers = 'register_tokens' if 'register_tokens' in layout.variants else 'reg_token'
+    adds_row = config.positioned_prefix == 1 and not layout.class_row
     rules = [
         *module('patch_embed.proj', 'embedding'),
         NameRule('cls_token', ('cls',)),
         NameRule('dist_token', ('dist',)),
-        NameRule(layout.registers, ('registers',)),
-        NameRule('pos_embed', ('pos_embedding',), NO_CLASS_ROW if without_row else SAME),
+        NameRule(registers, ('registers',)),
+        NameRule('pos_embed', ('pos_embedding',), NO_CLASS_ROW if adds_row else SAME),
         *module('norm_pre', 'pre_norm'),
         *module(f'{block}.norm1', f'{ours}/norm1'),
         *module(f'{block}.norm2', f'{ours}/norm2'),
         *qkv,
         *module(f'{block}.attn.proj', f'{ours}/attention/out'),
-        NameRule(f'{block}.{scales[0]}', (f'{ours}/attention_scale',)),
-        NameRule(f'{block}.{scales[1]}', (f'{ours}/mlp_scale',)),
-        *_mlp_rules(config, layout, block),
+        NameRule(f'{block}.{scale.format(1)}', (f'{ours}/attention_scale',)),
+        NameRule(f'{block}.{scale.format(2)}', (f'{ours}/mlp_scale',)),
+        *_mlp_rules(config, layout, f'{block}.mlp', f'{ours}/mlp'),
         *module('norm', 'encoder/norm'),
         *module('fc_norm', 'norm'),
         NameRule('attn_pool.latent', ('pool/probe',)),
@@ -103,268 +163,195 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     return [rule._replace(theirs=layout.prefix + rule.theirs) for rule in rules]
 
 
-def _mlp_rules(config: ViTConfig, layout: Layout, block: str) -> list[NameRule]:
-    module, theirs, ours = name_map.torch_module, f'{block}.mlp', 'encoder/block/mlp'
-    first, second = layout.gated if config.gelu is None else ('fc1', 'fc2')
+def _mlp_rules(config: ViTConfig, layout: Layout, theirs: str, ours: str) -> list[NameRule]:
+    module, (first, second) = name_map.torch_module, layout.mlp
     rules = module(f'{theirs}.{second}', f'{ours}/dense2')
     if config.gelu is not None:
         return rules + module(f'{theirs}.{first}', f'{ours}/dense1')
-    if layout.eva:
+    if 'fc1_g' in layout.variants:
         gate, value = f'{theirs}.fc1_g', f'{theirs}.fc1_x'
         return rules + module(gate, f'{ours}/gate') + module(value, f'{ours}/dense1')
     return rules + module(f'{theirs}.{first}', f'{ours}/gate', f'{ours}/dense1')
 
 
-def _arguments(config: ViTConfig, layout: Layout) -> dict[str, Any]:
-    """What timm's create_model is to be given for this network, where it is not a default."""
-    act = {'tanh': 'gelu_tanh', 'quick': 'quick_gelu'}.get(config.gelu or '')
-    arguments: dict[str, Any] = {'act_layer': act} if act else {}
-    if config.positioned_prefix == 1 and not layout.class_row and not layout.eva:
-        arguments['no_embed_class'] = True
-    if config.pool not in ('cls', 'cls_dist') or layout.eva:
-        pools = {ours: theirs for theirs, ours in POOLS.items()}
-        arguments['global_pool'] = pools.get(config.pool, 'token')
-    if config.positioned_prefix == 0:
-        arguments['class_token'] = False
-    if (config.final_norm == 'after_pool') != (config.pool == 'gap'):
-        arguments['fc_norm'] = config.final_norm == 'after_pool'
-    if config.registers:
-        arguments['num_reg_tokens' if layout.eva else 'reg_tokens'] = config.registers
-    if f'{layout.prefix}blocks.{{layer0}}.attn.qkv.bias' in layout.zeros:
-        arguments['qkv_bias'] = False
-    if config.pre_norm:
-        arguments['pre_norm'] = True
-    if config.layer_scale is not None:
-        arguments['init_values'] = config.layer_scale
-    return arguments
+def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
+    prefix = next(m[1] or '' for name in contents.arrays if (m := _KNOWN.fullmatch(name)))
+    arrays = {n.removeprefix(prefix): a for n, a in contents.arrays.items() if n.startswith(prefix)}
+    stated = contents.description('config.json')
+    ignored = f'{re.escape(prefix)}mask_token'  # of masked pre-training
+    if prefix.startswith('visual.'):
+        stated = open_clip.timm_description(contents) or stated
+        ignored += r'|(?!visual\.).*'  # the text tower
+    arguments = stated.part('model_args').record(_Arguments, ignored=_NO_EFFECT)
+    merged = JsonObject({**stated.part('pretrained_cfg'), **stated}, stated.where)
+    described, remarks = merged.record(_Description), list[str]()
+    if not stated:
+        described, remark = _assume(arrays)
+        remarks.append(remark)
+    named = described.architecture != '' or not stated
+    require(named, f"{stated.where}: it has no architecture, so it is not timm's; the arrays are")
+    config, layout = _build_config(prefix, arrays, hints, arguments, described)
+    # CLIP's projection has no bias: timm gives it a bias of zeros.
+    bias = arrays.get('head.bias')
+    projects = bias is not None and config.pre_norm and not bias.read().any()
+    resize: Any = f'{described.interpolation}_antialias'
+    crop = CentralCrop(
+        scale=1 / described.crop_pct,
+        keep_aspect=described.crop_mode == 'center',
+        resize=resize,
+        rounding='timm',
+    )
+    return ParsedCheckpoint(
+        config,
+        layout,
+        base.foreign_preprocessing(crop, described.mean, described.std),
+        described.label_names or described.labels,
+        ignored=ignored,
+        loss='contrastive' if projects else None,
+        remarks=tuple(remarks),
+    )
 
 
-def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any]:
-    if config.pool == 'cls_gap':
-        raise UserError('the timm layout has no head of the class token and the mean together')
-    arguments = _arguments(config, layout)
-    if config.gelu is None:
-        arguments['act_layer'] = 'silu'
-    name = 'vit_base_patch16_dinov3' if config.positions == 'rope' else ''
-    pool = arguments.get('global_pool', 'token')
-    arguments['img_size'] = config.image_size
-    return {'architecture': name, 'global_pool': pool, 'model_args': arguments}
+def _assume(arrays: Arrays) -> tuple[_Description, str]:
+    """Returns how images are prepared for a file without config.json, and a remark about that."""
+    if 'mask_token' in arrays:
+        return _Description(), 'no config.json: images are prepared as for DINOv2'
+    if 'norm_pre.weight' in arrays:
+        described = _Description(mean=base.CLIP[0], std=base.CLIP[1], crop_pct=0.9)
+        return described, 'no config.json: images are prepared as for CLIP'
+    text = 'no config.json: GELU, epsilon, pooling and preparation are those of most ViTs'
+    return _Description(mean=base.HALF, std=base.HALF, crop_pct=0.9), text
+
+
+def _build_config(
+    prefix: str, arrays: Arrays, hints: Hints, arguments: _Arguments, described: _Description
+) -> tuple[ViTConfig, Layout]:
+    """Returns the model: of the arguments, of facts of its name, and of sizes of the arrays."""
+    name, _, tag = described.architecture.partition('.')
+    is_known = not name or _SUPPORTED.fullmatch(name) is not None
+    require(is_known, f'{name}: this architecture of timm is not supported')
+    parts = {part for array in arrays for part in array.split('.')}
+    layout = Layout(prefix=prefix, variants=tuple(sorted(_VARIANTS & parts)))
+    has_bias = any(array.endswith('attn.qkv.bias') for array in arrays)
+    absent = '' if _first(arguments.qkv_bias, has_bias) else 'qkv.bias'
+    absent = 'k_bias' if 'q_bias' in layout.variants else absent
+    zeros = (f'{prefix}blocks.{{layer0}}.attn.{absent}',) if absent else ()
+    positions = {'positions': 'rope'} if _ROPE.fullmatch(name) else {}
+    num_tokens = ('cls_token' in arrays) + ('dist_token' in arrays)
+    config, row = inference.infer_config(
+        arrays,
+        _add_facts(name, described.tag or tag, arrays, hints, arguments),
+        embedding='patch_embed.proj.weight',
+        root=next((r for root in _ROOTS.values() if (r := f'{root}.conv.weight') in arrays), ''),
+        unit=_UNIT,
+        table=None if positions else 'pos_embed',
+        rows=(0,) if arguments.no_embed_class else (num_tokens, 0),
+        image_size=_first(arguments.img_size, described.input_size and described.input_size[1:]),
+        **positions,
+        **_options(name, arrays, arguments, described) | _mlp(arrays, arguments, layout),
+    )
+    class_row = bool(row) or num_tokens == 0
+    return config, dataclasses.replace(layout, class_row=class_row, zeros=zeros)
+
+
+def _first(*values: Any) -> Any:
+    """Returns the first value that is not None: what is stated comes before what is inferred."""
+    return next((value for value in values if value is not None), None)
+
+
+def _add_facts(name: str, tag: str, arrays: Arrays, hints: Hints, arguments: _Arguments) -> Hints:
+    """Returns the hints, completed by arguments and by what the name of the architecture says."""
+    has_clip_name = '_clip_' in name and not name.startswith('eva')
+    is_clip = has_clip_name if name else 'norm_pre.weight' in arrays
+    if arguments.act_layer is None and hints.gelu is None:
+        way = 'say gelu=quick, as it was trained, or gelu=exact'
+        if is_clip and not name:
+            raise NeedsHint(f'no config.json: {way}')
+        if _QUICK.fullmatch(f'{name} {tag}'):
+            raise NeedsHint(f'{name}.{tag} was trained with QuickGELU, timm computes GELU: {way}')
+    gelu: Gelu = 'quick' if '_quickgelu_' in name else 'tanh' if _TANH.fullmatch(name) else 'exact'
+    defaults = Hints(
+        num_heads=_HEADS.get(name),
+        gelu=gelu,
+        layer_norm_epsilon=1e-5 if is_clip or _ROPE.fullmatch(name) else 1e-6,
+    )
+    return inference.with_defaults(hints, defaults)
+
+
+def _mlp(arrays: Arrays, arguments: _Arguments, layout: Layout) -> dict[str, Any]:
+    """Returns the size of the MLPs, and gelu=None for SwiGLUs."""
+    first, second = (f'blocks.0.mlp.{name}.weight' for name in layout.mlp)
+    width, mlp_dim = inference.shape_of(arrays, second, 2)
+    is_joined = first in arrays and arrays[first].shape[0] == 2 * mlp_dim
+    is_gated = is_joined or 'fc1_g' in layout.variants
+    if arguments.mlp_ratio is not None:  # if joined, that of gate and value together
+        mlp_dim = int(width * arguments.mlp_ratio) // (2 if is_joined else 1)
+    if arguments.act_layer is not None:
+        is_gated = arguments.act_layer == 'silu'
+    return {'mlp_dim': mlp_dim} | ({'gelu': None} if is_gated else {})
+
+
+def _options(
+    name: str, arrays: Arrays, arguments: _Arguments, described: _Description
+) -> dict[str, Any]:
+    """Returns other fields of `ViTConfig`."""
+    inferred = 'map' if 'attn_pool.latent' in arrays else 'token'
+    if inferred == 'token' and ('cls_token' not in arrays or 'fc_norm.weight' in arrays):
+        inferred = 'avg'
+    for field in 'global_pool', 'num_classes':
+        value, argument = getattr(described, field), getattr(arguments, field)
+        wrong = f'config.json: {field}={value}, but model_args.{field}={argument}'
+        require(None in (value, argument) or value == argument, wrong)
+    pool: Pool = POOLS[_first(arguments.global_pool, described.global_pool, inferred)]
+    pool = 'cls_dist' if pool == 'cls' and 'dist_token' in arrays else pool
+    tokens = next((n for n in ('reg_token', 'register_tokens') if n in arrays), None)
+    registers = arrays[tokens].shape[1] if tokens else 0
+    resize: PositionResize = 'bicubic_antialias'
+    if not name and 'mask_token' in arrays and not registers:  # as Meta resizes them
+        resize = 'bicubic_offset'
+    has_scale = any(array in arrays for array in ('blocks.0.ls1.gamma', 'blocks.0.gamma_1'))
+    has_class_token = _first(arguments.class_token, 'cls_token' in arrays)
+    after_pool = _first(arguments.fc_norm, 'fc_norm.weight' in arrays)
+    head = inference.length_of(arrays, 'head.bias')
+    options = {
+        'width': arguments.embed_dim,
+        'patch_size': arguments.patch_size,
+        'num_heads': arguments.num_heads,
+        'gelu': GELUS.get(arguments.act_layer or ''),
+        'channels': _first(arguments.in_chans, described.input_size and described.input_size[0]),
+        'depth': _first(arguments.depth, inference.count_layers(arrays, r'blocks\.(\d+)\.')),
+        'pool': pool,
+        'class_tokens': 1 if has_class_token and pool not in ('cls', 'cls_dist') else None,
+        'registers': _first(arguments.reg_tokens, arguments.num_reg_tokens, registers),
+        'pre_norm': _first(arguments.pre_norm, 'norm_pre.weight' in arrays),
+        'layer_scale': arguments.init_values or (1e-5 if has_scale else None),
+        'final_norm': 'after_pool' if after_pool else 'before_pool',
+        'representation_size': inference.length_of(arrays, 'pre_logits.fc.bias'),
+        'position_resize': 'bilinear_edges' if name.startswith('flexivit') else resize,
+    }
+    options = {field: value for field, value in options.items() if value is not None}
+    num_classes = _first(arguments.num_classes, described.num_classes, head)
+    return options | {'num_classes': num_classes or None}
 
 
 def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
-    """The arguments with which timm builds this network, where they are not its defaults."""
-    arguments = [f'{name}={value!r}' for name, value in _arguments(config, layout).items()]
-    if config.gelu is None and not layout.eva:
-        arguments.append('mlp_layer=SwiGLUPacked, act_layer=SiLU')
-    if config.layer_norm_epsilon != 1e-6:
-        arguments.append(f'norm_layer=partial(LayerNorm, eps={config.layer_norm_epsilon:g})')
-    of = '...'
-    if config.positions == 'rope':
-        of = f"'vit_..._dinov3{'_qkvb' if layout.split_bias else ''}'"
-    of = "'deit_..._distilled_...'" if config.pool == 'cls_dist' else of
-    if not arguments and of == '...':
-        return []
-    return [f'in timm: create_model({", ".join([of, *arguments])})']
-
-
-def _recognise(clues: Clues) -> Recognised[Layout]:
-    declared, where = clues.json('config.json'), 'config.json'
-    prefix = next(match[1] or '' for name in clues.arrays if (match := _KNOWN.fullmatch(name)))
-    tower = open_clip.timm_tower(clues) if prefix.startswith('visual.') else {}
-    if tower:
-        declared, where = tower, 'open_clip_config.json'
-    right = f"{where} is not timm's, as the arrays are: it has no architecture"
-    require(not declared or isinstance(declared.get('architecture'), str), right)
-    stated = part(declared, 'model_args', where=where)
-    arguments = described(Arguments, stated, where=f'{where}.model_args')
-    strange = {*stated} - {*vars(arguments)}
-    strange = {n for n in strange if stated[n] is not None and not NO_FUNCTION.fullmatch(n)}
-    odd = ', '.join(f'{name}={stated[name]!r}' for name in sorted(strange))
-    require(not strange, f'{where}.model_args: {odd} is not supported')
-    inside = {n.removeprefix(prefix): a for n, a in clues.arrays.items() if n.startswith(prefix)}
-    pretrained, taken = Pretrained.read(declared, where=where), ''
-    if not declared:
-        pretrained, taken = usual(inside)
-    description = described(Description, declared, where=where)
-    architecture, _, tag = description.architecture.partition('.')
-    description.architecture, pretrained.tag = architecture, pretrained.tag or tag
-    require_supported(description.architecture, inside)
-    known = _known(clues, inside, arguments, pretrained, description)
-    clues = clues._replace(arrays=inside, declared=_declared(inside, arguments, pretrained))
-    layout = _layout(inside, known, arguments, prefix)
-    config, layout = _infer(clues, layout, known, arguments, description)
-    halves = 2 if config.gelu is None and not layout.eva else 1
-    require_same(config, arguments, pretrained, description, halves=halves)
-    names = description.label_names or description.labels
-    fits = len(names) in (0, config.num_classes)
-    require(fits, f'{where}: {len(names)} label_names for {config.num_classes} classes')
-    ignored = re.escape(prefix) + 'mask_token'  # of masked pre-training
-    if tower:  # beside that of text
-        ignored += r'|(?!visual\.).*'
-    # CLIP's projection has no bias: timm gives it one of zeros.
-    projects = config.pre_norm and config.num_classes and not inside['head.bias'].read().any()
-    return Recognised(
-        config,
-        layout,
-        preprocessing(pretrained),
-        names,
-        ignored=ignored,
-        loss='contrastive' if projects else None,
-        remarks=(f'no config.json: {taken}',) if taken else (),
-    )
-
-
-def _known(
-    clues: Clues,
-    arrays: Collection[str],
-    arguments: Arguments,
-    pretrained: Pretrained,
-    description: Description,
-) -> Architecture:
-    """What the name of the architecture says, changed by the arguments."""
-    name = description.architecture
-    known = architecture(name)
-    if not name and 'norm_pre.weight' in arrays:
-        known = known._replace(epsilon=1e-5)
-        if clues.hints.gelu is None:
-            raise NeedsHint('without config.json: say gelu=quick, as OpenAI trained, or gelu=exact')
-    if arguments.num_heads is not None:
-        known = known._replace(num_heads=arguments.num_heads)
-    if arguments.act_layer in GELUS:
-        return known._replace(gelu=GELUS[arguments.act_layer])
-    if was_trained_with_quick_gelu(name, pretrained.tag):
-        described_as = clues.json('open_clip_config.json')
-        beside = part(described_as, 'model_cfg', where='open_clip_config.json')
-        if beside.get('quick_gelu') is True:
-            return known._replace(gelu='quick')
-        if clues.hints.gelu is None:
-            raise NeedsHint(
-                f'{name}.{pretrained.tag} was trained with QuickGELU, but timm computes this '
-                'architecture with the exact one: say gelu=quick, as it was trained, or gelu=exact'
-            )
-    return known
-
-
-def _declared(
-    arrays: Mapping[str, LazyArray], arguments: Arguments, pretrained: Pretrained
-) -> tuple[int, int] | None:
-    """The size of images, which the preprocessing of fine-tuned networks may not say rightly."""
-    size = arguments.img_size or (pretrained.input_size and pretrained.input_size[1:])
-    if size is None or not {'patch_embed.proj.weight', 'pos_embed'} <= arrays.keys():
-        return size
-    height, width = size
-    p, q, _, _ = inference.kernel_shape(arrays, 'patch_embed.proj.weight')
-    rows = inference.shape_of(arrays, 'pos_embed', 3)[1] - (height // p) * (width // q)
-    if 'reg_token' in arrays and rows == arrays['reg_token'].shape[1] + ('cls_token' in arrays):
-        raise UserError('its registers have positions, which is not supported')
-    return size if 0 <= rows <= 2 or arguments.img_size else None
-
-
-def _layout(
-    arrays: Mapping[str, LazyArray], known: Architecture, arguments: Arguments, prefix: str
-) -> Layout:
-    """How the arrays are named; whether positions have a class row is not known yet."""
-    split_bias = 'blocks.0.attn.q_bias' in arrays
-    zeros = ['blocks.{layer0}.attn.k_bias'] if split_bias else []
-    may_lack = not known.qkv_bias or arguments.qkv_bias is False
-    if may_lack and not split_bias and 'blocks.0.attn.qkv.bias' not in arrays:
-        zeros.append('blocks.{layer0}.attn.qkv.bias')
-    return Layout(
-        prefix=prefix,
-        zeros=tuple(prefix + name for name in zeros),
-        eva=bool({'blocks.0.gamma_1', 'blocks.0.mlp.fc1_g.weight'} & arrays.keys()),
-        split_bias=split_bias,
-        registers='register_tokens' if 'register_tokens' in arrays else 'reg_token',
-        gated=('w12', 'w3') if 'blocks.0.mlp.w12.weight' in arrays else ('fc1', 'fc2'),
-    )
-
-
-def _infer(
-    clues: Clues,
-    layout: Layout,
-    known: Architecture,
-    arguments: Arguments,
-    description: Description,
-) -> tuple[ViTConfig, Layout]:
-    """The network, and the layout with what its positions show."""
-    inside = clues.arrays
-    root = next((r for r in _ROOTS.values() if f'{r}.conv.weight' in inside), '')
-    first, second = (f'blocks.0.mlp.{name}.weight' for name in layout.gated)
-    _, mlp_dim = inference.shape_of(inside, second, 2)
-    gated = first not in inside or inside[first].shape[0] == 2 * mlp_dim
-    registers = inside[layout.registers].shape[1] if layout.registers in inside else 0
-    pools = [p for p in (description.global_pool, arguments.global_pool) if p is not None]
-    pool, class_tokens = _pool(inside, next(iter(pools), None))
-    wrong = f'config.json says global_pool={pools}, once for itself and once within model_args'
-    require(len({*pools}) < 2, wrong)
-    resize = known.position_resize
-    if not clues.json('config.json') and is_of_meta(inside):
-        resize = 'bicubic_antialias' if registers else 'bicubic_offset'
-    defaults = Hints(num_heads=known.num_heads, gelu=known.gelu, layer_norm_epsilon=known.epsilon)
-    config, row = inference.infer_vit(
-        clues.with_defaults(defaults),
-        embedding=inference.kernel_shape(inside, 'patch_embed.proj.weight'),
-        root=f'{root}.conv.weight',
-        unit=_UNIT,
-        table=None if known.rope else 'pos_embed',
-        rows=_rows(class_tokens, arguments),
-        depth=inference.count_layers(inside, r'blocks\.(\d+)\.'),
-        mlp_dim=mlp_dim,
-        num_classes=inference.length_of(inside, 'head.bias'),
-        pool=pool,
-        class_tokens=class_tokens if pool not in ('cls', 'cls_dist') and class_tokens else None,
-        registers=registers,
-        pre_norm='norm_pre.weight' in inside,
-        layer_scale=_layer_scale(inside, arguments),
-        final_norm='after_pool' if 'fc_norm.weight' in inside else 'before_pool',
-        representation_size=inference.length_of(inside, 'pre_logits.fc.bias'),
-        position_resize=resize,
-        gated=gated,
-        rope=known.rope,
-    )
-    return config, dataclasses.replace(layout, class_row=bool(row) or class_tokens == 0)
-
-
-def _pool(arrays: Mapping[str, LazyArray], stated: str | None) -> tuple[Pool, int]:
-    """What the head reads, and the number of class tokens: of the arrays, where nothing says it."""
-    tokens = ('cls_token' in arrays) + ('dist_token' in arrays)
-    found = 'map' if 'attn_pool.latent' in arrays else 'token'
-    if found == 'token' and (not tokens or 'fc_norm.weight' in arrays):
-        found = 'avg'
-    stated = found if stated is None else stated
-    known = ', '.join(map(repr, POOLS))
-    require(stated in POOLS, f'global_pool={stated!r} is not supported: expected one of {known}')
-    fits = (stated == 'map') == (found == 'map') and (stated != 'token' or tokens > 0)
-    require(fits, f'global_pool={stated!r}: its arrays are those of global_pool={found!r}')
-    if tokens < 2:
-        return POOLS[stated], tokens
-    require(stated == 'token', f'global_pool={stated!r} beside a distillation token')
-    return 'cls_dist', 2
-
-
-def _rows(class_tokens: int, arguments: Arguments) -> tuple[int, ...]:
-    """How many positions there may be before those of the patches, the usual number first."""
-    if class_tokens == 1 and arguments.no_embed_class is None:
-        return 1, 0
-    return (0,) if arguments.no_embed_class else (class_tokens,)
-
-
-def _layer_scale(arrays: Mapping[str, LazyArray], arguments: Arguments) -> float | None:
-    scales = 'blocks.0.ls1.gamma', 'blocks.0.gamma_1'
-    found = any(name in arrays for name in scales)
-    wrong = f'config.json.model_args says init_values={arguments.init_values}, no array has them'
-    require(found or not arguments.init_values, wrong)
-    return (arguments.init_values or 1e-5) if found else None
+    """Returns the options that are not timm's defaults."""
+    require(config.pool != 'cls_gap', 'the timm format has no pool=cls_gap')
+    usual = ViTConfig(gelu='exact')
+    options = {name: getattr(config, name) for name in _OPTIONS}
+    stated = [f'{name}={value}' for name, value in options.items() if value != getattr(usual, name)]
+    stated += ['no_embed_class'] * (not layout.class_row and config.positions == 'learned')
+    note = f'tell timm.create_model what the file does not say: {", ".join(stated)}'
+    return [note] if stated else []
 
 
 TIMM = Format[Layout](
     name='timm',
     suffix='.safetensors',
     matches=lambda names: any(map(_KNOWN.fullmatch, names)),
-    recognise=_recognise,
+    parse=_parse,
     rules=_rules,
     usual_layout=lambda config: _DINOV3 if config.positions == 'rope' else Layout(),
     notes=_notes,
-    description=_description,
     positions=('learned', 'rope'),
 )

@@ -1,4 +1,4 @@
-"""Checkpoints written for any system: nothing that would come back as another network."""
+"""Writes checkpoints in any format, but no file that would come back as another model."""
 
 import contextlib
 import dataclasses
@@ -16,95 +16,64 @@ from vit_jax.base import Params, UserError, records, require, tree_names, usable
 from vit_jax.checkpoints import digests, store
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import array_files, inference, name_map, stablehlo
-from vit_jax.checkpoints.formats.array_files import LazyArray
+from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject, LazyArray
 from vit_jax.checkpoints.formats.base import Format, Layout
-from vit_jax.checkpoints.formats.inference import Clues
-from vit_jax.checkpoints.formats.name_map import NameRule
-from vit_jax.checkpoints.formats.opening import CARD, FORMATS, NAMES, OURS, function_of, matched
-from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig, positions
+from vit_jax.checkpoints.formats.opening import CARD, FORMATS, LAYOUT, NAMES, OURS, match_arrays
+from vit_jax.models import ResNetConfig, ViTConfig, positions
 from vit_jax.models.masked_patches import MASKED
 
-# What the name of a format's file ends with; the others are directories.
+# The ending of a format's file; other formats are directories.
 _SUFFIXES = {format.name: str(format.suffix) for format in FORMATS if not format.file_name}
 _SUFFIXES |= {stablehlo.NAME: stablehlo.SUFFIX}
-# Endings of files that other programs take: no folder is given such a name. All other dots are
-# part of a name, as in run.v2 and lr0.1.
-_FOREIGN = {*'.onnx .h5 .hdf5 .keras .tflite .pb .msgpack .pkl .pickle .joblib .mlmodel'.split()}
-_FOREIGN |= {*'.mlpackage .gguf .ot .mar .engine .trt .zip .gz .tgz .7z .npy .json'.split()}
-# What the networks of every other layout have: none holds ViT-22B, or positions in every layer.
-_ELSEWHERE = {'parallel': False, 'qk_norm': False, 'norm': 'layer', 'qkv_bias': True}
-_ELSEWHERE |= {'positions_at': 'stem'}
+# No other format has models with other values of these.
+_ONLY_OURS = {'parallel': False, 'qk_norm': False, 'norm': 'layer', 'qkv_bias': True}
+_ONLY_OURS |= {'positions_at': 'stem'}
+# Fields that no file of another system stores: they change no output for the same image size.
+_NOT_STORED = 'head_bias', 'layer_scale', 'position_resize'
 
 
 def format_for(
     path: str | os.PathLike[str], named: str | None, own: str, *, flag: str = 'format='
 ) -> str:
-    """The format to write at a path: the one that is named, else `own`, that of the network.
+    """Returns the format to write at a path.
 
-    A path with the ending of another format's files is of that one. Raises UserError where there is
-    no such format, where several have the ending, where a directory would have it, and where a
-    file would have none; `flag` is how the caller says a format.
+    It is the named format, else `own`, the format of the model, unless the path has the ending of
+    one other format. Raises UserError if the path does not have the ending of the format's files.
+    `flag` is how the caller names a format.
     """
     require(named in (None, *NAMES), f'format={named!r}; {records.nearest(str(named), NAMES)}')
     ending = pathlib.Path(path).suffix
-    fitting = [name for name, suffix in _SUFFIXES.items() if suffix == ending]
-    format = named or own
-    if named is None and own not in fitting and fitting:
-        choice = ' or '.join(flag + name for name in fitting)
-        require(len(fitting) == 1, f'{path}: which format has this {ending} file? say {choice}')
-        format = fitting[0]
-    if named is None and ending != _SUFFIXES.get(format, ending):
-        folders = ' or '.join(flag + name for name in NAMES if name not in _SUFFIXES)
-        kept = f'no format is given, and {format}, which the network has, is a file'
-        right = f'end the name with {_SUFFIXES[format]}, or, for a folder, say {folders}'
-        raise UserError(f'{path}: {kept}: {right}')
-    if format in _SUFFIXES:
-        return format
-    known = ', '.join(f'{name} ({_SUFFIXES.get(name, "a folder")})' for name in NAMES)
-    is_foreign = ending.lower() in _FOREIGN
-    require(not is_foreign, f'{path}: no {ending} files are written; expected one of {known}')
-    if ending.lower() in {*array_files.ENDINGS, *_SUFFIXES.values()}:
-        others = fitting or [f'{name} ({suffix})' for name, suffix in _SUFFIXES.items()]
-        right = f'expected a name without {ending}, or the format {" or ".join(others)}'
-        raise UserError(f'{path}: the format {format} is a directory: {right}')
+    is_file = ending in {*array_files.ENDINGS, *_SUFFIXES.values()}
+    fitting = [name for name in NAMES if _SUFFIXES.get(name, '') == (ending if is_file else '')]
+    only = fitting[0] if len(fitting) == 1 else own
+    format = named or (own if own in fitting else only)
+    known = ', '.join(f'{flag}{name} ({_SUFFIXES.get(name, "a directory")})' for name in NAMES)
+    require(format in fitting, f'{path}: not a name for {format}; expected one of {known}')
     return format
 
 
 def is_free(path: str | os.PathLike[str]) -> bool:
-    """Is nothing there, or an empty directory?"""
+    """Returns whether nothing is there, or an empty directory."""
     place = pathlib.Path(path)
     return not any(place.iterdir()) if place.is_dir() else not place.exists()
 
 
 @contextlib.contextmanager
-def replacing(place: pathlib.Path, format: str) -> Iterator[None]:
-    """What cannot be written over is put aside, and back where its successor fails.
+def replacing(place: pathlib.Path, format: str) -> Iterator[pathlib.Path]:
+    """Yields the path to write to: a checkpoint of ours stays until its successor is complete.
 
-    That is a checkpoint of ours, a directory, and a file where one of ours goes.
+    The same holds for a file that a checkpoint of ours, a directory, replaces.
     """
-    old = place.with_name(f'{place.name}.replaced')
-    aside = digests.is_complete(place) or (format == OURS and place.is_file())
-    if aside:
-        with usable(place):
-            _remove(old)  # left by one that was killed
-            place.rename(old)
-    try:
-        yield
-    except BaseException:
-        if aside:
-            _remove(place)
-            old.rename(place)
-        raise
-    if aside or digests.is_complete(old):
-        _remove(old)
-
-
-def _remove(path: pathlib.Path) -> None:
-    """Removes a file, or a directory as far as that can be done."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    is_file = format == OURS and place.is_file()
+    if not is_file and not digests.is_complete(place):
+        yield place
+        return
+    new = place.with_name(f'{place.name}.replaced')
+    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
+    yield new
+    with usable(place):
+        place.unlink() if is_file else shutil.rmtree(place)
+        new.rename(place)
 
 
 def write_checkpoint(
@@ -116,58 +85,56 @@ def write_checkpoint(
     layout: Layout | None,
     dtype: Literal['float32', 'bfloat16'] | None = None,
 ) -> list[str]:
-    """Writes a checkpoint in a format, and returns what a reader of it has to know, line by line.
+    """Writes a checkpoint in a format, and returns notes for those who read it.
 
-    `layout` is the one that was read, to be kept, or None for the format's usual one. Numbers are
-    rounded to a `dtype` that is given. Raises UserError where the format cannot hold the network:
-    nothing is written that would come back as another one.
+    Args:
+      path: With the ending of the format (`format_for`).
+      format: One of `opening.NAMES`.
+      card: What belongs to the parameters.
+      params: The parameters, float32.
+      layout: The layout that was read; None for the usual layout of the format.
+      dtype: Parameters are rounded to it; None: they keep the type of the layout.
+
+    Raises:
+      UserError: If the format cannot hold the model.
     """
-    place = pathlib.Path(path)
-    types = None, 'float32', 'bfloat16'
-    require(dtype in types, f'dtype={dtype!r}: expected float32 or bfloat16')
-    suffix = _SUFFIXES.get(format, '')
-    if suffix not in ('', place.suffix):
-        raise UserError(f'{path}: the format {format} is a file whose name ends with {suffix}')
-    if dtype == 'bfloat16' and suffix == '.npz':
-        able = ' or '.join(name for name in NAMES if _SUFFIXES.get(name) != suffix)
-        raise UserError(f'dtype={dtype}: npz files do not say this type; write {able}')
-    if format == OURS:
-        params, notes = _in_type(params, dtype or 'float32', rounding=True)
+    place, notes = pathlib.Path(path), list[str]()
+    no_npz = dtype != 'bfloat16' or place.suffix != '.npz'
+    require(no_npz, f'dtype={dtype}: npz files have no such type; write timm or huggingface')
+    model = card.model
+    if format != OURS and isinstance(model, ViTConfig) and MASKED in params:
+        card = dataclasses.replace(card, model=dataclasses.replace(model, patch_outputs=None))
+        params = {name: part for name, part in params.items() if name != MASKED}
+        notes.append('mask token and head of patches: left out')
+    with usable(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+    if format in (OURS, stablehlo.NAME):
+        params, rounded = _cast(params, dtype or 'float32', rounding=True)
+        notes += rounded
+        if format == stablehlo.NAME:
+            return notes + stablehlo.write(place, card, params)
         store.save_alone(place, params, records.to_dict(card))
         return notes
-    card, params, left_out = _without_masked(card, params)
-    if format == stablehlo.NAME:
-        params, notes = _in_type(params, dtype or 'float32', rounding=True)
-        return left_out + notes + stablehlo.write(place, card, params)
-    return left_out + _write_arrays(place, format, card, params, layout, dtype)
-
-
-def _without_masked(card: Card, params: Params) -> tuple[Card, Params, list[str]]:
-    """The network without what only masked patch prediction needs, and a line where that was."""
-    if not isinstance(card.model, ViTConfig) or MASKED not in params:
-        return card, params, []
-    card = dataclasses.replace(card, model=dataclasses.replace(card.model, patch_outputs=None))
-    params = {name: part for name, part in params.items() if name != MASKED}
-    return card, params, ['mask token and head of patches: left out']
+    form = next(form for form in FORMATS if form.name == format)
+    return notes + _write_arrays(place, form, card, params, layout, dtype)
 
 
 def _write_arrays(
     place: pathlib.Path,
-    format: str,
+    form: Format[Any],
     card: Card,
     params: Params,
     layout: Layout | None,
     dtype: str | None,
 ) -> list[str]:
-    """`write_checkpoint` of a format of FORMATS."""
-    form = next(form for form in FORMATS if form.name == format)
-    target = place / form.file_name if form.file_name else place
-    config, notes = card.model, []
-    if isinstance(config, ResNetConfig):
-        require(form.resnets, f'the {format} layout has no such ResNet: write google or bigvision')
-    for name, usual in _ELSEWHERE.items():
-        if (value := getattr(config, name, usual)) != usual:
-            raise UserError(f'the {format} layout has {name}={usual}, not {value}: write {OURS}')
+    """`write_checkpoint` for the format of another system."""
+    config, notes = card.model, list[str]()
+    right = f'the {form.name} format has no plain ResNets; write google or bigvision'
+    require(form.resnets or isinstance(config, ViTConfig), right)
+    for name, usual in _ONLY_OURS.items():
+        value = getattr(config, name, usual)
+        right = f'the {form.name} format has {name}={usual}, not {value}; write {OURS}'
+        require(value == usual, right)
     if isinstance(config, ViTConfig) and config.positions not in form.positions:
         table, own = positions.as_array(config, params), positions.grid_parameters(config)
         kept = {name: leaf for name, leaf in params.items() if name not in own}
@@ -176,92 +143,82 @@ def _write_arrays(
         card = dataclasses.replace(card, model=config)
         notes.append('positions: written as an array')
     layout = layout or form.usual_layout(config)
-    named = _without_class_row(params, layout)
-    named, type_notes = _in_type(named, dtype or layout.dtype, rounding=dtype is not None)
-    layout = dataclasses.replace(
-        layout,
-        zeros=_still_zero(form.rules(config, layout), layout, named),
-        dtype=next(iter(named.values())).dtype.name,
-    )
-    description = form.description(config, card, layout)
-    resolved = name_map.resolve(
-        form.rules(config, layout), config, named, format=format, zeros=layout.zeros
-    )
-    arrays = name_map.to_theirs(resolved, named)
-    resized = _check_comes_back(form, config, layout, arrays, description)
-    with usable(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
+    ours = _without_class_row(params, layout)
+    ours, rounded = _cast(ours, dtype or layout.dtype, rounding=dtype is not None)
+    # Arrays that are absent from the file stay absent while they are zero.
+    absent = [rule for rule in form.rules(config, layout) if rule.theirs in layout.zeros]
+    zeros = [r.theirs for r in absent if not any(np.any(ours.get(name, 0)) for name in r.ours)]
+    dtype = next(iter(ours.values())).dtype.name
+    layout = dataclasses.replace(layout, zeros=tuple(zeros), dtype=dtype)
+    notes += [*rounded, *form.notes(config, card, layout)]
+    rules = form.rules(config, layout)
+    resolved = name_map.resolve(rules, config, ours, format=form.name, zeros=layout.zeros)
+    arrays = name_map.to_theirs(resolved, ours)
+    files: dict[str, dict[str, Any]] = form.files_beside(config, card)
+    files = {form.described_in: form.description(config, card, layout), **files}
+    if form.file_name or form.suffix == '.npz':
+        notes += _check_comes_back(form, card, layout, arrays, files)
     if form.suffix == '.npz':
-        array_files.write_npz(target, arrays)
-    else:
-        metadata = {CARD: json.dumps(records.to_dict(card))}
-        array_files.write_safetensors(target, arrays, metadata)
+        array_files.write_npz(place, arrays)
+        return notes
+    metadata = {CARD: json.dumps(records.to_dict(card))}
+    metadata[LAYOUT] = json.dumps(dataclasses.asdict(layout))
     if form.file_name:
-        files = {form.described_in: description, **form.files_beside(config, card)}
+        with usable(place):
+            place.mkdir(exist_ok=True)
         for name, content in files.items():
             write_json(place / name, content)
-    return notes + type_notes + form.notes(config, card, layout) + resized
+        place = place / form.file_name
+    array_files.write_safetensors(place, arrays, metadata)
+    return notes
 
 
 def _check_comes_back(
     form: Format[Any],
-    config: ModelConfig,
+    card: Card,
     layout: Layout,
     arrays: Mapping[str, np.ndarray],
-    description: dict[str, Any],
+    files: Mapping[str, dict[str, Any]],
 ) -> list[str]:
-    """What a reader of these arrays does otherwise with images of another size, line by line.
+    """Returns a note if readers of the files prepare images otherwise.
 
-    Raises UserError where they would be read as another network, or as none: arrays do not say all
-    of a network; with pool=none and with pool=gap they are the same.
+    Raises UserError if they would build another model, or none: arrays do not say all of a model,
+    and are the same with pool=none and with pool=gap.
     """
-    # A prefix says nothing of the network, and may hold the name of a subtree.
+    config, prefix = card.model, layout.prefix
     stored = {
-        name.removeprefix(layout.prefix): LazyArray(array.shape, array.dtype, array.copy)
+        name.removeprefix(prefix): LazyArray(array.shape, array.dtype, array.copy)
         for name, array in arrays.items()
     }
-    beside: dict[str, dict[str, Any]] = {form.described_in: description}
-    clues = Clues(stored, inference.hints_of(config), config.image_size, beside=beside)
+    descriptions = {name: JsonObject(content, name) for name, content in files.items()}
     try:
-        recognised = form.recognise(clues)
-        found = recognised.config
-        matched(form, found, recognised, stored)
+        contents = FileContents(stored, descriptions=descriptions)
+        parsed = form.parse(contents, inference.hints_of(config))
+        match_arrays(form, parsed, stored)
     except UserError as error:
-        raise UserError(f'the {form.name} layout has no such network: {error}') from error
-    old, new = (records.to_dict(function_of(each)) for each in (config, found))
-    if lost := records.differences(old, new):
-        raise UserError(
-            f'the {form.name} layout has no such network, it would come back with {lost[0]}'
-        )
-    if isinstance(config, ResNetConfig) or config.positions != 'learned':
-        return []
-    theirs, ours = getattr(found, 'position_resize', ''), config.position_resize
-    text = f'for images of another size its readers resize positions by {theirs}, not {ours}'
-    return [text] if theirs != ours else []
-
-
-def _still_zero(
-    rules: list[NameRule], layout: Layout, ours: Mapping[str, np.ndarray]
-) -> tuple[str, ...]:
-    """Of the arrays that were not in the file, those that are still zero."""
-    absent = (rule for rule in rules if rule.theirs in layout.zeros)
-    return tuple(r.theirs for r in absent if not any(np.any(ours.get(n, 0)) for n in r.ours))
+        raise UserError(f'the {form.name} format has no such model: {error}') from error
+    names = (*_NOT_STORED, 'image_size') if isinstance(config, ResNetConfig) else _NOT_STORED
+    same = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    again = records.to_dict(dataclasses.replace(parsed.config, **same))
+    if lost := records.differences(records.to_dict(config), again):
+        raise UserError(f'the {form.name} format has no such model: it would read {lost[0]}')
+    crop = parsed.preprocessing.crop
+    is_same = not form.file_name or crop == card.preprocessing.crop
+    return [] if is_same else [f'readers prepare images by {crop}, not {card.preprocessing.crop}']
 
 
 def _without_class_row(params: Params, layout: Layout) -> dict[str, np.ndarray]:
-    """Our arrays by name, with the class token's position in the token where it has no row."""
+    """Our arrays by name, with the class token's position in the token if it has no row."""
     named = {name: np.asarray(leaf) for name, leaf in tree_names.named_leaves(params).items()}
     if layout.class_row or not {'cls', 'pos_embedding'} <= set(named):
         return named
     row = named['pos_embedding'][:, :1]
-    # Where it is zero, exactly the same array is written.
+    # If it is zero, exactly the same array is written.
     return named | ({'cls': named['cls'] + row} if row.any() else {})
 
 
-def _in_type(arrays: Params, dtype: str, *, rounding: bool) -> tuple[Params, list[str]]:
-    """The arrays (float32) in another type; without `rounding` only where that loses nothing."""
-    if dtype == 'float32':
-        return arrays, []
+def _cast(arrays: Params, dtype: str, *, rounding: bool) -> tuple[Params, list[str]]:
+    """Casts arrays (float32), without `rounding` only if the type holds the same values."""
     cast = jax.tree.map(lambda array: np.asarray(array).astype(dtype), arrays)
     exact = jax.tree.map(lambda new, old: np.array_equal(new.astype(old.dtype), old), cast, arrays)
     if all(jax.tree.leaves(exact)):

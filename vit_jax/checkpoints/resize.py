@@ -5,7 +5,8 @@ import numpy as np
 from vit_jax.base import Float, Params, require
 from vit_jax.models import ViTConfig
 from vit_jax.models.config import PositionResize
-from vit_jax.models.positions import grid_parameters
+from vit_jax.models.model import position_tables
+from vit_jax.models.positions import RELATIVE
 
 Grid = tuple[int, int]  # (rows, columns)
 
@@ -20,9 +21,9 @@ def resize_positions(params: Params, old: ViTConfig, new: ViTConfig) -> Params:
     (rows, columns), (new_rows, new_columns) = old.grid, new.grid
     sizes = f'of {rows}x{columns} patches cannot be resized to {new_rows}x{new_columns}'
     why = 'an offset in the sequence is no distance in the image, nothing lies between two of them'
-    require(old.positions != 'relative', f'relative positions {sizes}: {why}')
+    require(old.positions not in RELATIVE, f'{old.positions} positions {sizes}: {why}')
     resized = {}
-    for name, (has_rows, has_columns) in grid_parameters(old).items():
+    for name, (has_rows, has_columns) in position_tables(old).items():
         resized[name] = resize_table(
             np.asarray(params[name]),
             (rows if has_rows else 1, columns if has_columns else 1),

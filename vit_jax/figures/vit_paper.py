@@ -9,7 +9,8 @@ import numpy as np
 from vit_jax.analysis import attention, filters, positions
 from vit_jax.base import Array, Float
 from vit_jax.figures.networks import LeftOut, Network, Numbers, Study
-from vit_jax.models.positions import as_array
+from vit_jax.models.model import position_array
+from vit_jax.models.positions import MULTIPLES
 from vit_jax.models.resnet import standardised
 from vit_jax.models.taps import Reduction
 
@@ -45,11 +46,11 @@ def position_embeddings(study: Study, network: Network) -> Numbers:
     """Cosine of each position embedding with all others (figure 7, centre): `similarity`
     (rows columns rows columns)."""
     config = network.vit
-    if config.positions in ('none', 'rope', 'relative'):
+    if config.positions not in MULTIPLES:
         raise LeftOut('the network has no position embeddings')
     if config.positions_at == 'every_layer' and config.positions != 'sincos2d':
         raise LeftOut('each layer has position embeddings of its own')
-    table = as_array(config, network.loaded.params)
+    table = position_array(config, network.loaded.params)
     found = np.asarray(positions.similarity(table, config.grid, prefix=network.class_tokens))
     if not np.isfinite(found).all():
         raise LeftOut('a position embedding is zero: it has no direction')

@@ -11,7 +11,7 @@ from vit_jax.base import UserError, require
 from vit_jax.checkpoints.card import Hints
 from vit_jax.checkpoints.formats.array_files import LazyArray
 from vit_jax.models import SIZES, Backbone, ModelConfig, Pool, ResNetConfig, ViTConfig
-from vit_jax.models.config import PositionKind
+from vit_jax.models.positions import PositionKind
 
 # Heads of published networks that are none of the sizes with a name: depth, width, mlp_dim.
 _HEADS = {
@@ -257,8 +257,8 @@ def summarize(config: ModelConfig, parameters: int, *, projects: bool) -> str:
     parts.append(pools[config.pool])
     parts += [f'{config.registers} registers'] * (config.registers > 0)
     parts += ['rotated queries and keys'] * (config.positions == 'rope')
-    parts += ['relative positions'] * (config.positions == 'relative')
-    parts += ['positions of rows and columns'] * (config.positions == 'learned2d')
+    usual = 'learned', 'rope'
+    parts += [f'{config.positions} positions'] * (config.positions not in usual)
     parts += ['positions in every layer'] * (config.positions_at != 'stem')
     parts += ['a norm before the blocks'] * config.pre_norm
     parts += ['LayerScale'] * (config.layer_scale is not None)

@@ -21,8 +21,9 @@ from vit_jax.checkpoints.formats.base import Format, Layout
 from vit_jax.checkpoints.formats.inference import Clues
 from vit_jax.checkpoints.formats.name_map import NameRule
 from vit_jax.checkpoints.formats.opening import CARD, FORMATS, NAMES, OURS, function_of, matched
-from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig, positions
+from vit_jax.models import ModelConfig, ResNetConfig, ViTConfig
 from vit_jax.models.masked_patches import MASKED
+from vit_jax.models.model import position_array, position_tables
 
 # What the name of a format's file ends with; the others are directories.
 _SUFFIXES = {format.name: str(format.suffix) for format in FORMATS if not format.file_name}
@@ -169,7 +170,7 @@ def _write_arrays(
         if (value := getattr(config, name, usual)) != usual:
             raise UserError(f'the {format} layout has {name}={usual}, not {value}: write {OURS}')
     if isinstance(config, ViTConfig) and config.positions not in form.positions:
-        table, own = positions.as_array(config, params), positions.grid_parameters(config)
+        table, own = position_array(config, params), position_tables(config)
         kept = {name: leaf for name, leaf in params.items() if name not in own}
         params = kept | {'pos_embedding': table}
         config = dataclasses.replace(config, positions='learned')
